@@ -1,0 +1,5 @@
+"""Graphs of ops: pure data, no GPU."""
+
+from vkback.graph.tensor import Graph, Node, Recipe, Tensor
+
+__all__ = ["Graph", "Node", "Recipe", "Tensor"]

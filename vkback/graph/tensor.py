@@ -1,0 +1,93 @@
+"""Tensors, nodes and graphs. One description serves execution, the numpy twin, cost listings and comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+Kind = Literal["input", "weight", "state", "node"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a weight is made from tensors of the GGUF file.
+
+    how      "plain": one source; "concat": sources stacked by rows; "interleave": row i of every source in turn
+    sources  tensor names in the file, all of one type and with equal columns
+    """
+
+    how: Literal["plain", "concat", "interleave"]
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A value of the graph.
+
+    type   GGUF type name ("F32", "Q4_K", ...), "I32" for ids, "Q8_1" for quantized activations
+    shape  numpy order, last axis contiguous
+    kind   "input": written by the host or by the step before; "weight": from the file; "state": lives across tokens
+           (KV cache); "node": made by a node
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    kind: Kind = "node"
+    recipe: Recipe | None = None
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.type}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op: `outputs = op(inputs; params)`. An output that is also an input (a cache) is written in place."""
+
+    op: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.outputs[0].name
+
+
+@dataclass
+class Graph:
+    """Nodes in an order in which every node follows its sources."""
+
+    nodes: list[Node] = field(default_factory=list)
+    outputs: tuple[Tensor, ...] = ()
+
+    def add(self, op: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], **params: Any) -> Node:
+        node = Node(op, inputs, outputs, params)
+        self.nodes.append(node)
+        return node
+
+    def emit(self, op: str, name: str, type: str, shape: tuple[int, ...], inputs: tuple[Tensor, ...], **params: Any) -> Tensor:
+        """Add a node with one output and return that output."""
+        out = Tensor(name, type, shape)
+        self.add(op, inputs, (out,), **params)
+        return out
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, sources first."""
+        seen: dict[str, Tensor] = {}
+        for node in self.nodes:
+            for t in (*node.inputs, *node.outputs):
+                seen.setdefault(t.name, t)
+        return seen
+
+    def consumers(self, tensor: Tensor) -> Iterator[Node]:
+        return (n for n in self.nodes if any(t.name == tensor.name for t in n.inputs))
+
+    def producer(self, tensor: Tensor) -> Node | None:
+        return next((n for n in self.nodes if any(t.name == tensor.name for t in n.outputs)), None)
