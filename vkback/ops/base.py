@@ -1,0 +1,209 @@
+"""What an op is: a float64 reference, a lowering to dispatches, seeded cases and a tolerance.
+
+Lowering is pure: it turns a node into `Dispatch` values that name tensors, never buffers, so that a schedule can be planned, printed and
+tested with the capability profile of a GPU that is not there.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback import quants
+from vkback.device import Capabilities
+from vkback.errors import VkbackError
+from vkback.graph import Node, Tensor
+from vkback.shader import Variant
+
+Array = npt.NDArray[Any]
+Access = Literal["r", "w", "rw"]
+
+MAX_GROUPS_X = 65535
+"""Groups along x that every Vulkan device takes (maxComputeWorkGroupCount is at least this); beyond it a grid spills to y or z."""
+
+
+class PlanError(VkbackError):
+    """A node that cannot be lowered for this device, with the node, the limit and the way out."""
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A tensor bound to a dispatch. `shard` picks one shard of a weight that exceeds the device's storage-buffer range."""
+
+    tensor: Tensor
+    access: Access = "r"
+    shard: int = 0
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One kernel launch.
+
+    kernel  the variant to compile (source, defines, specialization, subgroup size)
+    args    bound to set 0, bindings 0.. in order
+    push    push constants, at most 128 bytes
+    groups  workgroups along x, y, z
+    op      the op or fusion it carries out, `label` the node's name
+    reason  why this variant: the tuning row that won, or what the device lacks
+    nbytes  bytes it must move through memory, each operand once; flops: multiply-adds count 2
+    """
+
+    kernel: Variant
+    args: tuple[Arg, ...]
+    push: bytes
+    groups: tuple[int, int, int]
+    op: str
+    label: str
+    reason: str = ""
+    nbytes: int = 0
+    flops: int = 0
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(a.tensor.name for a in self.args if "r" in a.access)
+
+    @property
+    def writes(self) -> frozenset[str]:
+        return frozenset(a.tensor.name for a in self.args if "w" in a.access)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the tuning tables say for one query: the parameters and the row they came from."""
+
+    params: Mapping[str, Any]
+    source: str
+
+    def __getitem__(self, key: str) -> Any:
+        return self.params[key]
+
+
+class Chooser(Protocol):
+    """Tuning tables, as ops see them."""
+
+    def pick(self, op: str, **query: Any) -> Choice: ...
+
+
+@dataclass(frozen=True)
+class LowerContext:
+    """All that a lowering may depend on.
+
+    act  "auto": tables choose between float and integer-dot path; "f32": float path only; "q8_1": integer dot wherever a kernel has it
+    """
+
+    caps: Capabilities
+    tuning: Chooser
+    act: Literal["auto", "f32", "q8_1"] = "auto"
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """nmse: error energy over the reference's energy; worst: largest |error| over the reference's rms. `reason` justifies both."""
+
+    nmse: float
+    worst: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A node with values for its inputs: F32/I32/F16 arrays by tensor name, raw GGUF bytes [rows, row_bytes] for quantized weights."""
+
+    node: Node
+    values: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One seeded case. `line` reruns it: OP(key=value,...,seed=N)."""
+
+    op: str
+    params: Mapping[str, Any]
+    make: Callable[[np.random.Generator], Problem] = field(compare=False, hash=False)
+    seed: int = 0
+
+    @property
+    def line(self) -> str:
+        inner = ",".join(f"{k}={_show(v)}" for k, v in self.params.items())
+        return f"{self.op}({inner})"
+
+    def build(self) -> Problem:
+        return self.make(np.random.default_rng(self.seed))
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(str, value)) + "]"
+    if isinstance(value, bool):
+        return str(int(value))
+    return str(value)
+
+
+class Op(ABC):
+    """An op of the graph."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        """The op in plain float64 numpy; weights come dequantized. In-place outputs are returned as modified copies."""
+
+    @abstractmethod
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        """Dispatches that compute the node, in order; hazards between them follow from what they read and write."""
+
+    @abstractmethod
+    def cases(self) -> Iterator[Case]:
+        """Seeded cases of the suite."""
+
+    @abstractmethod
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        """How far the device may be from the reference on the path `ctx` leads to."""
+
+
+OPS: dict[str, Op] = {}
+"""Every op by name."""
+
+
+def register(cls: type[Op]) -> type[Op]:
+    """Class decorator: make an op known by its name."""
+    OPS[cls.name] = cls()
+    return cls
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor in device memory, in the layouts of docs/architecture.md (weights as one shard)."""
+    if tensor.type in ("F32", "I32") and tensor.kind != "weight":
+        return 4 * tensor.elements
+    if tensor.type == "F16" and tensor.kind != "weight":
+        return 2 * tensor.elements
+    k = tensor.shape[-1]
+    if tensor.type == "Q8_1":
+        return prod(tensor.shape[:-1]) * quants.q8_1_stride(k)
+    if tensor.kind == "weight" and tensor.type in ("F32", "I32") and len(tensor.shape) == 1:
+        return 4 * k
+    return quants.layout(tensor.type, prod(tensor.shape[:-1]), k).nbytes
+
+
+def pack_push(*values: int | float) -> bytes:
+    """Push constants: ints as u32 (negative ones as i32), floats as f32."""
+    return b"".join(struct.pack("<f", v) if isinstance(v, float) else struct.pack("<I", v & 0xFFFFFFFF) for v in values)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def spread(groups: int) -> tuple[int, int, int]:
+    """A one-dimensional grid as (x, y, 1) within MAX_GROUPS_X; the shader computes `y * gl_NumWorkGroups.x + x` and checks the end."""
+    if groups <= MAX_GROUPS_X:
+        return (max(groups, 1), 1, 1)
+    y = ceil_div(groups, MAX_GROUPS_X)
+    return (ceil_div(groups, y), y, 1)

@@ -1,0 +1,94 @@
+"""A schedule: dispatches grouped into stages, with a memory plan. Pure data, printable without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vkback.graph import Tensor
+from vkback.ops.base import Dispatch, nbytes
+
+ALIGN = 256
+"""Alignment of activation tensors: the largest minStorageBufferOffsetAlignment that Vulkan allows."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lives inside the activation arena, in bytes."""
+
+    offset: int
+    size: int
+
+
+@dataclass
+class Schedule:
+    """Stages in order. Dispatches of one stage do not depend on each other; one barrier stands between two stages."""
+
+    stages: list[list[Dispatch]]
+    slots: dict[str, Slot] = field(default_factory=dict)
+    activation_bytes: int = 0
+
+    def dispatches(self) -> Iterable[Dispatch]:
+        return (d for stage in self.stages for d in stage)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {a.tensor.name: a.tensor for d in self.dispatches() for a in d.args}
+
+
+def into_stages(dispatches: Sequence[Dispatch]) -> list[list[Dispatch]]:
+    """Each dispatch goes into the earliest stage after everything it depends on: read after write, write after read, write after write."""
+    last_write: dict[str, int] = {}
+    last_read: dict[str, int] = {}
+    stages: list[list[Dispatch]] = []
+    for d in dispatches:
+        level = 0
+        for name in d.reads:
+            level = max(level, last_write.get(name, -1) + 1)
+        for name in d.writes:
+            level = max(level, last_write.get(name, -1) + 1, last_read.get(name, -1) + 1)
+        for name in d.reads:
+            last_read[name] = max(last_read.get(name, -1), level)
+        for name in d.writes:
+            last_write[name] = level
+        while len(stages) <= level:
+            stages.append([])
+        stages[level].append(d)
+    return stages
+
+
+def place(stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = ()) -> tuple[dict[str, Slot], int]:
+    """Offsets for all tensors of kind "node": a slot is given again once the last stage that touches its tensor has passed.
+
+    keep  names that must survive to the end (graph outputs)
+    Returns the slots and the arena's size. First fit over the free gaps, largest tensors of a stage first.
+    """
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for i, stage in enumerate(stages):
+        for d in stage:
+            for a in d.args:
+                if a.tensor.kind != "node":
+                    continue
+                name = a.tensor.name
+                first.setdefault(name, i)
+                last[name] = i
+                sizes[name] = max(sizes.get(name, 0), -(-nbytes(a.tensor) // ALIGN) * ALIGN)
+    for name in keep:
+        if name in last:
+            last[name] = len(stages)
+    slots: dict[str, Slot] = {}
+    total = 0
+    live: list[str] = []
+    for i in range(len(stages)):
+        live = [n for n in live if last[n] >= i]
+        for name in sorted((n for n in first if first[n] == i), key=lambda n: (-sizes[n], n)):
+            offset = 0
+            for other in sorted((slots[n] for n in live), key=lambda s: s.offset):
+                if offset + sizes[name] <= other.offset:
+                    break
+                offset = max(offset, other.offset + other.size)
+            slots[name] = Slot(offset, sizes[name])
+            live.append(name)
+            total = max(total, offset + sizes[name])
+    return slots, total
