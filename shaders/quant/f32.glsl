@@ -1,0 +1,15 @@
+// F32: 32 weights in 128 bytes, eight parts of 16: part n holds values 4n..4n+3 of each unit.
+#define UNIT_INTS 0
+
+struct UnitRaw { uvec4 part[8]; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    UnitRaw r;
+    for (int n = 0; n < 8; n++) r.part[n] = w4[n * p.w.part + i];
+    return r;
+}
+
+void unit_decode(UnitRaw r, out vec4 w[8]) {
+    for (int n = 0; n < 8; n++) w[n] = uintBitsToFloat(r.part[n]);
+}

@@ -1,0 +1,34 @@
+// MXFP4: 32 weights in 17 bytes. Planes: qs (nibbles of E2M1) 16, e (E8M0 exponent) 1.
+// weight = value * 2^(e - 128), value = 0 1 2 3 4 6 8 12 and their negatives (twice the E2M1 numbers).
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#include "quant/nibbles.glsl"
+
+struct UnitRaw { uvec4 qs; uint e; uint index; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w4[i], PLANE_BYTE_WORD(0, i), i);
+}
+
+// Four codes at once, one a byte: value + 12, in 0..24, without a carry between bytes.
+// With `low` the two low bits, `high` the third: codes below 4 mean low; codes 4..7 mean 4 + 2 low, and 2 more for code 7.
+uint e2m1_plus_12(uint code) {
+    const uint low = code & 0x03030303u;
+    const uint high = (code >> 2) & 0x01010101u;
+    const uint both = low & (low >> 1) & high;
+    const uint magnitude = low + (low & (high * 3u)) + (high << 2) + (both << 1);
+    const uint negative = ((code >> 3) & 0x01010101u) * 15u;
+    return 0x0c0c0c0cu + magnitude - ((magnitude & negative) << 1);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    split_nibbles(r.qs, q);
+    for (int i = 0; i < 8; i++) q[i] = e2m1_plus_12(q[i]);
+    const uint e = byte_of(r.e, r.index);
+    scale = vec2(uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23));
+    bias = 12.0 * scale;
+}
+#include "quant/decode_ints.glsl"

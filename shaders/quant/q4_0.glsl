@@ -1,0 +1,20 @@
+// Q4_0: 32 weights in 18 bytes. Planes: qs (nibbles) 16, d f16 2.  weight = d * (q - 8)
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#include "quant/nibbles.glsl"
+
+struct UnitRaw { uvec4 qs; uint d; uint index; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w4[i], PLANE_HALF_WORD(0, i), i);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    split_nibbles(r.qs, q);
+    scale = vec2(half_of(r.d, r.index));
+    bias = 8.0 * scale;
+}
+#include "quant/decode_ints.glsl"

@@ -1,0 +1,21 @@
+// Q4_1: 32 weights in 20 bytes. Planes: qs (nibbles) 16, d and m f16 4.  weight = d * q + m
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#include "quant/nibbles.glsl"
+
+struct UnitRaw { uvec4 qs; uint dm; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w4[i], w1[p.w.plane[0] * 4u + i]);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    split_nibbles(r.qs, q);
+    const vec2 dm = unpackHalf2x16(r.dm);
+    scale = dm.xx;
+    bias = -dm.yy;
+}
+#include "quant/decode_ints.glsl"

@@ -1,0 +1,20 @@
+// Q4_K: 256 weights in 144 bytes. Planes: qs (nibbles) 16, head 16 per 256.  weight = d * scale * q - dmin * min
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#include "quant/nibbles.glsl"
+#include "quant/k_head.glsl"
+
+struct UnitRaw { uvec4 qs; uvec4 head; uint sub; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w4[i], w4[p.w.plane[0] + (i >> 3)], unit & 7u);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    split_nibbles(r.qs, q);
+    k_head(r.head, r.sub, scale, bias);
+}
+#include "quant/decode_ints.glsl"

@@ -1,0 +1,22 @@
+// Q5_1: 32 weights in 24 bytes. Planes: qs (nibbles) 16, qh (fifth bits) 4, d and m f16 4.  weight = d * q + m
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#include "quant/nibbles.glsl"
+
+struct UnitRaw { uvec4 qs; uint qh; uint dm; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w4[i], w1[p.w.plane[0] * 4u + i], w1[p.w.plane[1] * 4u + i]);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    split_nibbles(r.qs, q);
+    add_bits(r.qh, 16u, q);
+    const vec2 dm = unpackHalf2x16(r.dm);
+    scale = dm.xx;
+    bias = -dm.yy;
+}
+#include "quant/decode_ints.glsl"

@@ -1,0 +1,21 @@
+// Q5_K: 256 weights in 176 bytes. Planes: qs (nibbles) 16, qh (fifth bits) 4, head 16 per 256.  weight = d * scale * q - dmin * min
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#include "quant/nibbles.glsl"
+#include "quant/k_head.glsl"
+
+struct UnitRaw { uvec4 qs; uint qh; uvec4 head; uint sub; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w4[i], w1[p.w.plane[0] * 4u + i], w4[p.w.plane[1] + (i >> 3)], unit & 7u);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    split_nibbles(r.qs, q);
+    add_bits(r.qh, 16u, q);
+    k_head(r.head, r.sub, scale, bias);
+}
+#include "quant/decode_ints.glsl"

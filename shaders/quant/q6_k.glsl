@@ -1,0 +1,23 @@
+// Q6_K: 256 weights in 210 bytes. Planes: qs (low nibbles) 16, qh (2-bit) 8, scales int8 2 (one per 16), d f16 2 per 256.
+// weight = d * scale * (q - 32)
+#define UNIT_INTS 1
+#define UNIT_HALVES 1
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#include "quant/nibbles.glsl"
+
+struct UnitRaw { uvec4 qs; uvec2 qh; uint scales; uint d; uint index; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w4[i], w2[p.w.plane[0] * 2u + i], PLANE_HALF_WORD(1, i), PLANE_HALF_WORD(2, i >> 3), i);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    split_nibbles(r.qs, q);
+    for (int i = 0; i < 8; i++) q[i] |= two_bits(r.qh, i, 4);
+    const int s = int(r.scales >> (16u * (r.index & 1u)));
+    scale = half_of(r.d, r.index >> 3) * vec2((s << 24) >> 24, (s << 16) >> 24);
+    bias = 32.0 * scale;
+}
+#include "quant/decode_ints.glsl"

@@ -1,0 +1,22 @@
+// Q8_0: 32 weights in 34 bytes. Planes: qs int8 in two parts of 16, d f16 2.  weight = d * q
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 0
+#define UNIT_SIGNED 1
+
+struct UnitRaw { uvec4 lo; uvec4 hi; uint d; uint index; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w4[i], w4[p.w.part + i], PLANE_HALF_WORD(0, i), i);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    for (int i = 0; i < 4; i++) {
+        q[i] = r.lo[i];
+        q[i + 4] = r.hi[i];
+    }
+    scale = vec2(half_of(r.d, r.index));
+    bias = vec2(0.0);
+}
+#include "quant/decode_ints.glsl"

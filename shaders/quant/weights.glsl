@@ -1,0 +1,35 @@
+// Weights in the device layout of docs/architecture.md: planes of one tensor (or shard), bound at binding 0.
+//
+// A unit is 32 consecutive weights of a row; `units` of them make a row. Part 0 of the quants begins at byte 0, further parts follow
+// every `part` 16-byte words, the other planes begin at `plane[i]` 16-byte words.
+//
+// The including shader has a push-constant block named `p` with a member `Weights w`, and includes quant/<type>.glsl after it:
+//   UnitRaw unit_load(uint row, uint unit)                  reads, decodes nothing
+//   void unit_decode(UnitRaw r, out vec4 w[8])              32 weights in order
+// and, where UNIT_INTS is 1 (weight = scale[half] * int8 - bias[half], half = 16 weights):
+//   void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias)
+//   UNIT_HALVES  1: the halves have scales of their own; 0: scale.x and bias.x hold for all 32
+//   UNIT_BIAS    0: bias is zero
+//   UNIT_SIGNED  1: the bytes of q are signed
+
+struct Weights {
+    uint units;
+    uint part;
+    uint plane[4];
+};
+
+layout(std430, set = 0, binding = 0) readonly buffer WeightWords { uint w1[]; };
+layout(std430, set = 0, binding = 0) readonly buffer WeightPairs { uvec2 w2[]; };
+layout(std430, set = 0, binding = 0) readonly buffer WeightQuads { uvec4 w4[]; };
+
+// The 32-bit word that holds f16 number `index` of a plane; half_of picks it out.
+#define PLANE_HALF_WORD(i, index) w1[p.w.plane[i] * 4u + ((index) >> 1)]
+#define PLANE_BYTE_WORD(i, index) w1[p.w.plane[i] * 4u + ((index) >> 2)]
+
+float half_of(uint word, uint index) {
+    return unpackHalf2x16(word >> (16u * (index & 1u))).x;
+}
+
+uint byte_of(uint word, uint index) {
+    return (word >> (8u * (index & 3u))) & 0xffu;
+}
