@@ -1,0 +1,52 @@
+"""Where the files that are not Python live: shader sources, tuning tables, built-in models.
+
+A wheel carries the top-level folders `shaders/` and `tuning/` as `vkback/_shaders` and `vkback/_tuning`; a checkout has them beside the package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vkback.errors import VkbackError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+class MissingFileError(VkbackError):
+    """A file that belongs to vkback itself is not where this installation should have it."""
+
+
+def _data_root(name: str) -> Path:
+    packaged = _PACKAGE / f"_{name}"
+    root = packaged if packaged.is_dir() else _PACKAGE.parent / name
+    if not root.is_dir():
+        raise MissingFileError(f"vkback is installed without its {name} folder: neither {packaged} nor {root} exists. Reinstall it with pip install .")
+    return root
+
+
+def shader_root() -> Path:
+    """The folder of the shader families: `shader_root() / "mat_vec"`."""
+    return _data_root("shaders")
+
+
+def tuning_root() -> Path:
+    """The folder of the tuning tables: `tuning_root() / "default.toml"`."""
+    return _data_root("tuning")
+
+
+def builtin_models() -> list[Path]:
+    """The models that come with vkback, dense before mixture of experts."""
+    return sorted((_PACKAGE / "models" / "builtin").glob("*.gguf"))
+
+
+def builtin_model(name: str) -> Path:
+    """A built-in model by its file name or the start of it: `builtin_model("demo-dense")`.
+
+    Raises MissingFileError naming the models there are.
+    """
+    models = builtin_models()
+    for path in models:
+        if path.name.startswith(name):
+            return path
+    known = ", ".join(p.stem for p in models) or "none"
+    raise MissingFileError(f"no built-in model is called {name!r}; there are: {known}")
