@@ -1,6 +1,7 @@
 """Where the files that are not Python live: shader sources, tuning tables, built-in models.
 
-A wheel carries the top-level folders `shaders/` and `tuning/` as `vkback/_shaders` and `vkback/_tuning`; a checkout has them beside the package.
+A wheel carries the top-level folders `shaders/` and `tuning/` as `vkback/_shaders` and `vkback/_tuning`; a checkout has them
+beside the package.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def _data_root(name: str) -> Path:
     packaged = _PACKAGE / f"_{name}"
     root = packaged if packaged.is_dir() else _PACKAGE.parent / name
     if not root.is_dir():
-        raise MissingFileError(f"vkback is installed without its {name} folder: neither {packaged} nor {root} exists. Reinstall it with pip install .")
+        raise MissingFileError(f"vkback's {name} folder is missing: neither {packaged} nor {root} exists. Reinstall with pip install .")
     return root
 
 
