@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BENCH_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: help bench test lint wheel clean
+
+help:
+	@echo "make bench   set up what is missing, then benchmark the built-in models (BENCH_ARGS='tg128 -r 3')"
+	@echo "make test    set up what is missing, then run the tests (TEST_ARGS='tests/test_cli.py')"
+	@echo "make lint    ruff and mypy"
+	@echo "make wheel   dist/vkback-*.whl"
+	@echo "make clean   remove build outputs and caches, keep $(VENV)"
+
+bench:
+	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh
+	$(BIN)/vkbench $(BENCH_ARGS)
+
+test:
+	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh test
+	@$(BIN)/python -m pytest $(TEST_ARGS) || { status=$$?; [ $$status -ne 5 ] || echo "make test: no test was collected" >&2; exit $$status; }
+
+lint:
+	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+wheel:
+	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find vkback tests -name __pycache__ -type d -prune -exec rm -rf {} +
