@@ -35,11 +35,17 @@ class PlanError(VkbackError):
 
 @dataclass(frozen=True)
 class Arg:
-    """A tensor bound to a dispatch. `shard` picks one shard of a weight that exceeds the device's storage-buffer range."""
+    """A tensor bound to a dispatch.
+
+    shard  which shard of a weight that exceeds the device's storage-buffer range
+    part   a name for the piece of the tensor this dispatch touches: two parts never overlap, so they are no hazard to each other;
+           "" means the whole tensor
+    """
 
     tensor: Tensor
     access: Access = "r"
     shard: int = 0
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,14 @@ class Dispatch:
     flops: int = 0
 
     @property
-    def reads(self) -> frozenset[str]:
-        return frozenset(a.tensor.name for a in self.args if "r" in a.access)
+    def reads(self) -> frozenset[tuple[str, str]]:
+        """(tensor name, part) of everything read."""
+        return frozenset((a.tensor.name, a.part) for a in self.args if "r" in a.access)
 
     @property
-    def writes(self) -> frozenset[str]:
-        return frozenset(a.tensor.name for a in self.args if "w" in a.access)
+    def writes(self) -> frozenset[tuple[str, str]]:
+        """(tensor name, part) of everything written."""
+        return frozenset((a.tensor.name, a.part) for a in self.args if "w" in a.access)
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,25 @@ class Choice:
 
     def __getitem__(self, key: str) -> Any:
         return self.params[key]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's rows may contain: `match` keys with their kind, `set` keys with their legal values."""
+
+    match: Mapping[str, str]
+    set: Mapping[str, tuple[Any, ...] | str]
+
+
+POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+FAMILIES: dict[str, Family] = {}
+"""Known families; every op file declares its own with `declare`."""
+
+
+def declare(name: str, *, match: Mapping[str, str], params: Mapping[str, tuple[Any, ...] | str]) -> None:
+    """Make a family known. match: key -> "word" or "number"; params: key -> legal values, or "positive" for any integer above 0."""
+    FAMILIES[name] = Family(dict(match), dict(params))
 
 
 class Chooser(Protocol):
@@ -190,6 +217,36 @@ def nbytes(tensor: Tensor) -> int:
     if tensor.kind == "weight" and tensor.type in ("F32", "I32") and len(tensor.shape) == 1:
         return 4 * k
     return quants.layout(tensor.type, prod(tensor.shape[:-1]), k).nbytes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows row0 .. row0 + rows of a weight (experts flattened), with the planes of those rows alone."""
+
+    row0: int
+    rows: int
+    layout: quants.DeviceLayout
+
+
+def shards(weight: Tensor, caps: Capabilities) -> tuple[Shard, ...]:
+    """Cut a weight so that each shard fits the device's storage-buffer range.
+
+    A matrix is cut by rows; a stack of experts between experts, since a dispatch must find any expert in one binding.
+    Raises PlanError when one row (or the experts together) exceeds the range.
+    """
+    rows, k = prod(weight.shape[:-1]), weight.shape[-1]
+    whole = quants.layout(weight.type, rows, k)
+    limit = caps.max_storage_buffer_range
+    if whole.nbytes <= limit:
+        return (Shard(0, rows, whole),)
+    if len(weight.shape) > 2:
+        raise PlanError(f"[plan] {weight}: its experts take {whole.nbytes} bytes, the device binds at most {limit} bytes at once")
+    step = rows * limit // whole.nbytes // 64 * 64
+    while step and quants.layout(weight.type, step, k).nbytes > limit:
+        step -= 64
+    if step <= 0:
+        raise PlanError(f"[plan] {weight}: 64 rows exceed the {limit} bytes the device binds at once")
+    return tuple(Shard(r, min(step, rows - r), quants.layout(weight.type, min(step, rows - r), k)) for r in range(0, rows, step))
 
 
 def pack_push(*values: int | float) -> bytes:

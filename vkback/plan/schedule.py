@@ -35,21 +35,34 @@ class Schedule:
         return {a.tensor.name: a.tensor for d in self.dispatches() for a in d.args}
 
 
+class _Touched:
+    """The last stage that touched each part of each tensor."""
+
+    def __init__(self) -> None:
+        self._stage: dict[str, dict[str, int]] = {}
+
+    def last(self, name: str, part: str) -> int:
+        """Last stage that touched anything overlapping this part, -1 if none did."""
+        parts = self._stage.get(name, {})
+        return max((stage for other, stage in parts.items() if not part or not other or part == other), default=-1)
+
+    def touch(self, name: str, part: str, stage: int) -> None:
+        parts = self._stage.setdefault(name, {})
+        parts[part] = max(parts.get(part, -1), stage)
+
+
 def into_stages(dispatches: Sequence[Dispatch]) -> list[list[Dispatch]]:
     """Each dispatch goes into the earliest stage after everything it depends on: read after write, write after read, write after write."""
-    last_write: dict[str, int] = {}
-    last_read: dict[str, int] = {}
+    written, read = _Touched(), _Touched()
     stages: list[list[Dispatch]] = []
     for d in dispatches:
-        level = 0
-        for name in d.reads:
-            level = max(level, last_write.get(name, -1) + 1)
-        for name in d.writes:
-            level = max(level, last_write.get(name, -1) + 1, last_read.get(name, -1) + 1)
-        for name in d.reads:
-            last_read[name] = max(last_read.get(name, -1), level)
-        for name in d.writes:
-            last_write[name] = level
+        level = max(
+            [0, *(written.last(*r) + 1 for r in d.reads), *(max(written.last(*w), read.last(*w)) + 1 for w in d.writes)],
+        )
+        for r in d.reads:
+            read.touch(*r, level)
+        for w in d.writes:
+            written.touch(*w, level)
         while len(stages) <= level:
             stages.append([])
         stages[level].append(d)

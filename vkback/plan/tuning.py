@@ -22,31 +22,12 @@ from typing import Any
 
 from vkback.device import Capabilities
 from vkback.errors import VkbackError
-from vkback.ops.base import Choice
+from vkback.ops.base import FAMILIES, Choice
 from vkback.paths import tuning_root
 
 
 class TuningError(VkbackError):
     """A table that cannot be used, with file, row and reason."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a family's rows may contain: `match` keys with their kind, `set` keys with their legal values."""
-
-    match: Mapping[str, str]
-    set: Mapping[str, tuple[Any, ...] | str]
-
-
-POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-
-FAMILIES: dict[str, Family] = {}
-"""Known families; each op file declares its own with `declare`."""
-
-
-def declare(name: str, *, match: Mapping[str, str], params: Mapping[str, tuple[Any, ...] | str]) -> None:
-    """Make a family known. match: key -> "word" or "number"; params: key -> legal values, or "positive" for any integer above 0."""
-    FAMILIES[name] = Family(dict(match), dict(params))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,5 @@
+"""A schedule bound to one device's memory, recorded once and replayed."""
+
+from vkback.program.program import Program, WeightRanges
+
+__all__ = ["Program", "WeightRanges"]

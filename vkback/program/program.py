@@ -1,0 +1,104 @@
+"""Binding and recording of schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vkback.device import BufferRange, Commands, Device, Kernel
+from vkback.ops.base import Arg, PlanError
+from vkback.plan.schedule import Schedule
+from vkback.shader import ShaderLibrary, Variant
+
+
+@dataclass(frozen=True)
+class WeightRanges:
+    """The shards of one weight in device memory."""
+
+    shards: tuple[BufferRange, ...]
+
+
+class Program:
+    """A schedule with kernels compiled and every tensor bound.
+
+    ranges   memory of inputs and states by tensor name
+    weights  memory of weights by tensor name
+    Tensors of kind "node" live in one activation arena of this program, laid out by the schedule.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        library: ShaderLibrary,
+        schedule: Schedule,
+        ranges: Mapping[str, BufferRange],
+        weights: Mapping[str, WeightRanges],
+    ) -> None:
+        self.device = device
+        self.schedule = schedule
+        self._ranges = dict(ranges)
+        self._weights = weights
+        self._arena = None
+        if schedule.activation_bytes:
+            self._arena = device.arena("activations", schedule.activation_bytes, "device")
+            block = self._arena.alloc(schedule.activation_bytes, "activations")
+            for name, slot in schedule.slots.items():
+                self._ranges[name] = block.slice(slot.offset, slot.size)
+        self._kernels = compile_kernels(device, library, schedule)
+        self._commands: list[Commands] = []
+
+    def range(self, name: str) -> BufferRange:
+        """Memory of an input, state or node."""
+        return self._ranges[name]
+
+    def _bind(self, arg: Arg) -> BufferRange:
+        if arg.tensor.kind == "weight":
+            return self._weights[arg.tensor.name].shards[arg.shard]
+        found = self._ranges.get(arg.tensor.name)
+        if found is None:
+            raise PlanError(f"[program] {arg.tensor}: bound to no memory; pass it in `ranges` or make it a node of the schedule")
+        return found
+
+    def record(self, name: str, *, repeat: int = 1, timestamps: bool = False) -> Commands:
+        """Record the schedule `repeat` times into one command buffer.
+
+        timestamps  write a GPU timestamp after every stage (and one at the start); labels are the stages' numbers
+        """
+        count = 1 + len(self.schedule.stages) if timestamps else 0
+        rec = self.device.recorder(name, timestamps=count * repeat)
+        for _ in range(repeat):
+            rec.barrier()
+            if timestamps:
+                rec.timestamp("start")
+            for i, stage in enumerate(self.schedule.stages):
+                if i:
+                    rec.barrier()
+                for d in stage:
+                    rec.dispatch(self._kernels[d.kernel, len(d.args), len(d.push)], [self._bind(a) for a in d.args], d.push, d.groups, d.label)
+                if timestamps:
+                    rec.timestamp(str(i))
+        rec.host_barrier()
+        commands = rec.finish()
+        self._commands.append(commands)
+        return commands
+
+    def close(self) -> None:
+        """Destroy recordings and the activation arena."""
+        for commands in self._commands:
+            commands.destroy()
+        self._commands.clear()
+        if self._arena is not None:
+            self._arena.destroy()
+            self._arena = None
+
+
+def compile_kernels(device: Device, library: ShaderLibrary, schedule: Schedule) -> dict[tuple[Variant, int, int], Kernel]:
+    """Every kernel of a schedule, by variant, number of bindings and bytes of push constants."""
+    wanted = {(d.kernel, len(d.args), len(d.push)) for d in schedule.dispatches()}
+    modules = library.compile_many({v for v, _, _ in wanted})
+    return {
+        (v, bindings, push): device.kernel(
+            modules[v], name=v.name, bindings=bindings, push_bytes=push, spec=dict(v.spec), subgroup_size=v.subgroup_size
+        )
+        for v, bindings, push in wanted
+    }
