@@ -1,0 +1,121 @@
+// Sums and maxima over a one-dimensional workgroup of WG_SIZE threads, the result in every thread.
+//
+//   float wg_sum(float v)   float wg_max(float v)   uint wg_sum(uint v)   uint wg_max(uint v)
+//   float group_sum(float v, uint lanes)   float group_max(float v, uint lanes)   uint group_sum(uint v, uint lanes)
+//
+// wg_*     every thread of the workgroup must call, from uniform control flow; one barrier a call (none for a single subgroup).
+// group_*  over aligned groups of `lanes` threads, a power of two. Present where REDUCE_GROUPS is 1. With REDUCE_SUBGROUP 1: `lanes` up to the
+//          subgroup size, by shuffles, and only the threads of a group must call together. With 0: through shared memory, up to WG_SIZE,
+//          every thread of the workgroup must call.
+//
+// Defines:
+//   WG_SIZE          threads of the workgroup, a power of two
+//   REDUCE_SUBGROUP  1: subgroup arithmetic (and shuffles for group_*); 0: shared memory alone
+//   REDUCE_GROUPS    1: group_* wanted; apart, since a shader that merely contains a shuffle already demands the feature
+//   SUBGROUP_SIZE    the subgroup size where it is pinned or the device has only one; 0 or absent: known at run time only
+//
+// The order of the additions depends on the thread numbers and the device alone, so that equal inputs give equal bits.
+
+#if (WG_SIZE & (WG_SIZE - 1)) != 0
+#error WG_SIZE must be a power of two
+#endif
+#ifndef REDUCE_GROUPS
+#define REDUCE_GROUPS 0
+#endif
+#ifndef SUBGROUP_SIZE
+#define SUBGROUP_SIZE 0
+#endif
+
+#if REDUCE_SUBGROUP
+#extension GL_KHR_shader_subgroup_basic : require
+#extension GL_KHR_shader_subgroup_arithmetic : require
+#if REDUCE_GROUPS
+#extension GL_KHR_shader_subgroup_shuffle : require
+#endif
+// Mobile chips go down to 4 lanes.
+#define REDUCE_PARTS ((WG_SIZE + 3) / 4)
+#define REDUCE_ONE_SUBGROUP (WG_SIZE <= SUBGROUP_SIZE || WG_SIZE == 1)
+#else
+#define REDUCE_PARTS WG_SIZE
+#define REDUCE_ONE_SUBGROUP (WG_SIZE == 1)
+#endif
+
+#if !REDUCE_ONE_SUBGROUP || (REDUCE_GROUPS && !REDUCE_SUBGROUP)
+// Two halves used in turn: who writes a half again has passed the barrier of the call between, and by then all have read it.
+shared uint reduce_parts[2][REDUCE_PARTS];
+uint reduce_turn = 0u;
+#endif
+
+float reduce_add(float a, float b) { return a + b; }
+uint reduce_add(uint a, uint b) { return a + b; }
+float reduce_bits(uint bits, float kind) { return uintBitsToFloat(bits); }
+uint reduce_bits(uint bits, uint kind) { return bits; }
+uint reduce_word(float v) { return floatBitsToUint(v); }
+uint reduce_word(uint v) { return v; }
+
+#if REDUCE_SUBGROUP && REDUCE_ONE_SUBGROUP
+#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP) T NAME(T v) { return SUBGROUP(v); }
+#elif REDUCE_ONE_SUBGROUP
+#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP) T NAME(T v) { return v; }
+#elif REDUCE_SUBGROUP
+#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP)                                              \
+    T NAME(T v) {                                                                          \
+        v = SUBGROUP(v);                                                                   \
+        if (gl_NumSubgroups == 1u) return v;                                               \
+        const uint turn = reduce_turn;                                                     \
+        reduce_turn ^= 1u;                                                                 \
+        if (subgroupElect()) reduce_parts[turn][gl_SubgroupID] = reduce_word(v);           \
+        barrier();                                                                         \
+        v = reduce_bits(reduce_parts[turn][0], v);                                         \
+        for (uint i = 1u; i < gl_NumSubgroups; i++) v = COMBINE(v, reduce_bits(reduce_parts[turn][i], v)); \
+        return v;                                                                          \
+    }
+#else
+#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP)                                              \
+    T NAME(T v) {                                                                          \
+        const uint turn = reduce_turn;                                                     \
+        const uint t = gl_LocalInvocationID.x;                                             \
+        reduce_turn ^= 1u;                                                                 \
+        reduce_parts[turn][t] = reduce_word(v);                                            \
+        barrier();                                                                         \
+        for (uint half_size = WG_SIZE / 2u; half_size > 0u; half_size >>= 1) {             \
+            if (t < half_size) {                                                           \
+                v = COMBINE(v, reduce_bits(reduce_parts[turn][t + half_size], v));         \
+                reduce_parts[turn][t] = reduce_word(v);                                    \
+            }                                                                              \
+            barrier();                                                                     \
+        }                                                                                  \
+        return reduce_bits(reduce_parts[turn][0], v);                                      \
+    }
+#endif
+
+REDUCE_WG(wg_sum, float, reduce_add, subgroupAdd)
+REDUCE_WG(wg_sum, uint, reduce_add, subgroupAdd)
+REDUCE_WG(wg_max, float, max, subgroupMax)
+REDUCE_WG(wg_max, uint, max, subgroupMax)
+
+#if REDUCE_GROUPS
+#if REDUCE_SUBGROUP
+#define REDUCE_GROUP(NAME, T, COMBINE)                                                     \
+    T NAME(T v, uint lanes) {                                                              \
+        for (uint step_size = 1u; step_size < lanes; step_size <<= 1) v = COMBINE(v, subgroupShuffleXor(v, step_size)); \
+        return v;                                                                          \
+    }
+#else
+#define REDUCE_GROUP(NAME, T, COMBINE)                                                     \
+    T NAME(T v, uint lanes) {                                                              \
+        const uint t = gl_LocalInvocationID.x;                                             \
+        for (uint step_size = 1u; step_size < lanes; step_size <<= 1) {                    \
+            const uint turn = reduce_turn;                                                 \
+            reduce_turn ^= 1u;                                                             \
+            reduce_parts[turn][t] = reduce_word(v);                                        \
+            barrier();                                                                     \
+            v = COMBINE(v, reduce_bits(reduce_parts[turn][t ^ step_size], v));             \
+        }                                                                                  \
+        return v;                                                                          \
+    }
+#endif
+REDUCE_GROUP(group_sum, float, reduce_add)
+REDUCE_GROUP(group_sum, uint, reduce_add)
+REDUCE_GROUP(group_max, float, max)
+#endif
