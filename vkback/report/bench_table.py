@@ -1,0 +1,316 @@
+"""Results of vkbench in the formats of llama-bench: md, csv, json, jsonl, sql.
+
+Fields, their order, column widths and alignment are llama-bench's, so that tables can be laid side by side and its readers take the files.
+What it does not know comes last: bytes read per token, GB/s, the device's measured read rate and the share of it reached.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean, stdev
+from typing import Any, TextIO
+
+from vkback.errors import VkbackError
+from vkback.report.markdown import Column, head, line
+
+SQL_TABLE = "llama_bench"
+
+
+class ReportError(VkbackError):
+    """A result that cannot be written or read, with the file and what is wrong in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """One test of one model on one device.
+
+    Fields with defaults describe settings vkback does not have; they carry the value under which llama-bench would do the same.
+    model_size     bytes of all tensors in the file
+    test_time      RFC 3339, UTC, when the test began
+    samples_ns     time of each repetition
+    bytes_per_token, read_rate_gb_s   None where not known; GB = 1e9 bytes
+    """
+
+    build_commit: str
+    build_number: int
+    cpu_info: str
+    gpu_info: str
+    backends: str = "Vulkan"
+    model_filename: str
+    model_type: str
+    model_size: int
+    model_n_params: int
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_threads: int = 1
+    cpu_mask: str = "0x0"
+    cpu_strict: bool = False
+    poll: int = 50
+    type_k: str = "f16"
+    type_v: str = "f16"
+    n_gpu_layers: int = 99
+    n_cpu_moe: int = 0
+    split_mode: str = "layer"
+    main_gpu: int = 0
+    no_kv_offload: bool = False
+    flash_attn: int = -1
+    devices: str = "auto"
+    tensor_split: str = "0.00"
+    tensor_buft_overrides: str = "none"
+    load_mode: str = "auto"
+    lazy_mode: str = "auto"
+    embeddings: bool = False
+    no_op_offload: int = 0
+    no_host: bool = False
+    repack: bool = True
+    fit_target: str = "off"
+    fit_min_ctx: int = 0
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    test_time: str
+    samples_ns: tuple[int, ...]
+    driver_info: str = ""
+    command: str = ""
+    act: str = "auto"
+    feed: str = "self"
+    bytes_per_token: int | None = None
+    read_rate_gb_s: float | None = None
+
+    @property
+    def samples_ts(self) -> list[float]:
+        """Tokens per second of each repetition; prompt and generated tokens count alike."""
+        return [1e9 * (self.n_prompt + self.n_gen) / ns for ns in self.samples_ns]
+
+    @property
+    def avg_ns(self) -> int:
+        return round(fmean(self.samples_ns))
+
+    @property
+    def stddev_ns(self) -> int:
+        return round(deviation(self.samples_ns))
+
+    @property
+    def avg_ts(self) -> float:
+        return fmean(self.samples_ts)
+
+    @property
+    def stddev_ts(self) -> float:
+        return deviation(self.samples_ts)
+
+    @property
+    def gb_s(self) -> float | None:
+        """Weight bytes read per second while generating; None for tests with a prompt, where one read serves many tokens."""
+        if self.bytes_per_token is None or self.n_prompt or not self.n_gen:
+            return None
+        return self.bytes_per_token * self.avg_ts / 1e9
+
+    @property
+    def percent_of_read(self) -> float | None:
+        """`gb_s` as a share of the rate at which the device was measured to read."""
+        if self.gb_s is None or not self.read_rate_gb_s:
+            return None
+        return 100 * self.gb_s / self.read_rate_gb_s
+
+    @property
+    def test(self) -> str:
+        return test_name(self.n_prompt, self.n_gen, self.n_depth)
+
+    def row(self) -> dict[str, Any]:
+        """All fields but the samples, by name, in the order of the machine formats."""
+        values: dict[str, Any] = {}
+        for f in fields(self):
+            if f.name == "samples_ns":
+                for name in ("avg_ns", "stddev_ns", "avg_ts", "stddev_ts"):
+                    values[name] = getattr(self, name)
+            else:
+                values[f.name] = getattr(self, f.name)
+        return {**values, "gb_s": self.gb_s, "percent_of_read": self.percent_of_read}
+
+
+def deviation(samples: Sequence[float]) -> float:
+    """Sample standard deviation (n - 1); 0 for fewer than two samples."""
+    return stdev(samples) if len(samples) > 1 else 0.0
+
+
+def test_name(n_prompt: int, n_gen: int, n_depth: int = 0) -> str:
+    """`pp512`, `tg128`, `pp512+tg128`, each with ` @ d4096` at a depth."""
+    parts = [f"pp{n_prompt}"] * (n_prompt > 0) + [f"tg{n_gen}"] * (n_gen > 0)
+    return "+".join(parts) + (f" @ d{n_depth}" if n_depth else "")
+
+
+def size_text(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:.2f} MiB" if n_bytes < 2**30 else f"{n_bytes / 2**30:.2f} GiB"
+
+
+def params_text(n: int) -> str:
+    return f"{n / 1e6:.2f} M" if n < 1e9 else f"{n / 1e9:.2f} B"
+
+
+def speed_text(mean: float, dev: float) -> str:
+    return f"{mean:.2f} ± {dev:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
+    "model": (Column("model", 30, left=True), lambda r: r.model_type),
+    "size": (Column("size", 10), lambda r: size_text(r.model_size)),
+    "params": (Column("params", 10), lambda r: params_text(r.model_n_params)),
+    "backend": (Column("backend", 10, left=True), lambda r: r.backends),
+    "n_gpu_layers": (Column("ngl", 3), lambda r: str(r.n_gpu_layers)),
+    "flash_attn": (Column("fa", 3), lambda r: str(r.flash_attn)),
+    "devices": (Column("dev", 12, left=True), lambda r: r.devices),
+    "act": (Column("act", 10, left=True), lambda r: r.act),
+    "feed": (Column("feed", 10, left=True), lambda r: r.feed),
+    "test": (Column("test", 15), lambda r: r.test),
+    "t/s": (Column("t/s", 20), lambda r: speed_text(r.avg_ts, r.stddev_ts)),
+    "GB/s": (Column("GB/s", 10), lambda r: _number(r.gb_s)),
+    "% read": (Column("% read", 10), lambda r: _number(r.percent_of_read)),
+}
+"""Every column of the markdown table in its order: how it looks and what it holds."""
+
+FIXED_COLUMNS = frozenset({"model", "size", "params", "backend", "n_gpu_layers", "test", "t/s", "GB/s"})
+"""Columns that are always there; the others come when a parameter differs from its default, or `% read` when the rate is known."""
+
+
+class Writer(ABC):
+    """Writes results one by one, as they are measured."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+
+    def header(self, device_line: str = "") -> None:  # noqa: B027  a format without a header is a format
+        """What comes before the first result. device_line: the device in words, for people."""
+
+    @abstractmethod
+    def row(self, result: BenchResult) -> None: ...
+
+    def footer(self, build: tuple[str, int]) -> None:  # noqa: B027
+        """What comes after the last result. build: commit and number."""
+
+    def _print(self, text: str) -> None:
+        print(text, file=self.out, flush=True)
+
+
+class MarkdownWriter(Writer):
+    """extra: names of COLUMNS beyond the fixed ones."""
+
+    def __init__(self, out: TextIO, extra: Sequence[str] = ()) -> None:
+        super().__init__(out)
+        names = [name for name in COLUMNS if name in FIXED_COLUMNS or name in extra]
+        self._columns = [COLUMNS[name][0] for name in names]
+        self._cells = [COLUMNS[name][1] for name in names]
+
+    def header(self, device_line: str = "") -> None:
+        if device_line:
+            self._print(device_line)
+        for text in head(self._columns):
+            self._print(text)
+
+    def row(self, result: BenchResult) -> None:
+        self._print(line(self._columns, [cell(result) for cell in self._cells]))
+
+    def footer(self, build: tuple[str, int]) -> None:
+        self._print(f"\nbuild: {build[0]} ({build[1]})")
+
+
+class CsvWriter(Writer):
+    """A bare header, then every value in quotes."""
+
+    def header(self, device_line: str = "") -> None:
+        self._print(",".join(field_types()))
+
+    def row(self, result: BenchResult) -> None:
+        csv.writer(self.out, quoting=csv.QUOTE_ALL, lineterminator="\n").writerow([_plain(v) for v in result.row().values()])
+        self.out.flush()
+
+
+class JsonLinesWriter(Writer):
+    """One object a line, with the samples."""
+
+    def row(self, result: BenchResult) -> None:
+        self._print(json.dumps(_with_samples(result)))
+
+
+class JsonWriter(Writer):
+    """One array of objects with the samples."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__(out)
+        self._first = True
+
+    def header(self, device_line: str = "") -> None:
+        self.out.write("[")
+
+    def row(self, result: BenchResult) -> None:
+        body = "\n".join("  " + text for text in json.dumps(_with_samples(result), indent=2).splitlines())
+        self.out.write(("\n" if self._first else ",\n") + body)
+        self.out.flush()
+        self._first = False
+
+    def footer(self, build: tuple[str, int]) -> None:
+        self._print("\n]")
+
+
+class SqlWriter(Writer):
+    """Statements that make and fill the table `llama_bench`, for sqlite3."""
+
+    def header(self, device_line: str = "") -> None:
+        columns = ",\n".join(f"  {name} {kind}" for name, kind in field_types().items())
+        self._print(f"CREATE TABLE IF NOT EXISTS {SQL_TABLE} (\n{columns}\n);\n")
+
+    def row(self, result: BenchResult) -> None:
+        values = result.row()
+        self._print(f"INSERT INTO {SQL_TABLE} ({', '.join(values)}) VALUES ({', '.join(_sql_literal(v) for v in values.values())});")
+
+
+WRITERS: dict[str, Callable[[TextIO], Writer]] = {
+    "md": MarkdownWriter,
+    "csv": CsvWriter,
+    "json": JsonWriter,
+    "jsonl": JsonLinesWriter,
+    "sql": SqlWriter,
+}
+
+
+def open_writer(fmt: str, out: TextIO, extra_columns: Sequence[str] = ()) -> Writer:
+    """The writer of a format. Raises ReportError naming the formats there are."""
+    if fmt not in WRITERS:
+        raise ReportError(f"{fmt!r} is not an output format; expected one of {', '.join(WRITERS)}")
+    if fmt == "md":
+        return MarkdownWriter(out, extra_columns)
+    return WRITERS[fmt](out)
+
+
+def field_types() -> dict[str, str]:
+    """Name and SQL type of each field of the machine formats, in order."""
+    probe = BenchResult(
+        build_commit="", build_number=0, cpu_info="", gpu_info="", model_filename="", model_type="", model_size=0, model_n_params=0,
+        n_prompt=0, n_gen=1, n_depth=0, test_time="", samples_ns=(1,), bytes_per_token=1, read_rate_gb_s=1.0,
+    )  # fmt: skip
+    return {name: "TEXT" if isinstance(v, str) else "REAL" if isinstance(v, float) else "INTEGER" for name, v in probe.row().items()}
+
+
+def _with_samples(result: BenchResult) -> dict[str, Any]:
+    return {**result.row(), "samples_ns": list(result.samples_ns), "samples_ts": result.samples_ts}
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return ""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _sql_literal(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, str):
+        return "'" + value.replace("'", "''") + "'"
+    return _plain(value)
