@@ -1,0 +1,93 @@
+// Where a unit of 32 activations comes from.
+//   PROLOGUE 0: from memory, F32 or Q8_1 as it lies there
+//   PROLOGUE 1: F32 x is quantized by every workgroup into shared memory (one token)
+//   PROLOGUE 2: as 1, after RMS norm and its weight
+
+#if PATH_INT
+struct Act { uint q[8]; float d; vec2 sum; };
+#else
+struct Act { vec4 x[8]; };
+#endif
+
+#if PROLOGUE
+shared uvec4 act_lo[K_UNITS];
+shared uvec4 act_hi[K_UNITS];
+shared uvec2 act_ds[K_UNITS];
+
+float eighth_max(float v) {
+    v = max(v, subgroupShuffleXor(v, 1));
+    v = max(v, subgroupShuffleXor(v, 2));
+    return max(v, subgroupShuffleXor(v, 4));
+}
+
+// Eight neighbouring threads share a unit, four values each. VALUES4 vec4 a thread stay in registers between norm and quantization.
+void prologue(uint tid) {
+    vec4 v[VALUES4];
+    for (int j = 0; j < VALUES4; j++) {
+        const uint i = tid + uint(j * WG);
+        v[j] = i < K_UNITS * 8 ? xf4[i] : vec4(0.0);
+    }
+#if PROLOGUE == 2
+    float square = 0.0;
+    for (int j = 0; j < VALUES4; j++) square += dot(v[j], v[j]);
+    const float scale = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
+    for (int j = 0; j < VALUES4; j++) {
+        const uint i = tid + uint(j * WG);
+        if (i < K_UNITS * 8) v[j] *= scale * norm4[i];
+    }
+#endif
+    for (int j = 0; j < VALUES4; j++) {
+        const uint i = tid + uint(j * WG);
+        const vec4 a = abs(v[j]);
+        const float d = eighth_max(max(max(a.x, a.y), max(a.z, a.w))) / 127.0;
+        const ivec4 q = ivec4(roundEven(v[j] * (d > 0.0 ? 1.0 / d : 0.0)));
+        int sum = q.x + q.y + q.z + q.w;
+        sum += subgroupShuffleXor(sum, 1);
+        sum += subgroupShuffleXor(sum, 2);
+        const int other = subgroupShuffleXor(sum, 4);
+        if (i < K_UNITS * 8) {
+            const uint word = (uint(q.x) & 0xffu) | ((uint(q.y) & 0xffu) << 8) | ((uint(q.z) & 0xffu) << 16) | (uint(q.w) << 24);
+            const uint unit = i >> 3;
+            if ((i & 4u) == 0u) act_lo[unit][i & 3u] = word;
+            else act_hi[unit][i & 3u] = word;
+            if ((i & 7u) == 0u) act_ds[unit] = uvec2(floatBitsToUint(d), packHalf2x16(vec2(sum, other)));
+        }
+    }
+    barrier();
+}
+#endif
+
+Act act_load(uint row, uint unit) {
+    Act a;
+#if PATH_INT
+  #if PROLOGUE
+    const uvec4 lo = act_lo[unit], hi = act_hi[unit];
+    const uvec2 ds = act_ds[unit];
+  #else
+    const uint base = row * p.x_stride;
+    const uvec4 lo = x4[base + unit], hi = x4[base + p.w.units + unit];
+    const uvec2 ds = x2[(base + 2u * p.w.units) * 2u + unit];
+  #endif
+    for (int i = 0; i < 4; i++) {
+        a.q[i] = lo[i];
+        a.q[i + 4] = hi[i];
+    }
+    a.d = uintBitsToFloat(ds.x);
+    a.sum = a.d * unpackHalf2x16(ds.y);
+#elif X_TYPE == X_Q8_1
+    const uint base = row * p.x_stride;
+    const uvec4 lo = x4[base + unit], hi = x4[base + p.w.units + unit];
+    const float d = uintBitsToFloat(x2[(base + 2u * p.w.units) * 2u + unit].x);
+    for (int i = 0; i < 8; i++) {
+        const int word = int(i < 4 ? lo[i & 3] : hi[i & 3]);
+        a.x[i] = d * vec4((word << 24) >> 24, (word << 16) >> 24, (word << 8) >> 24, word >> 24);
+    }
+#elif K_TAIL
+    const uint base = row * p.x_stride + unit * 32u;
+    for (uint i = 0; i < 32u; i++) a.x[i >> 2][i & 3u] = unit * 32u + i < p.k ? x1[base + i] : 0.0;
+#else
+    const uint base = row * (p.x_stride >> 2) + unit * 8u;
+    for (int i = 0; i < 8; i++) a.x[i] = xf4[base + i];
+#endif
+    return a;
+}

@@ -1,0 +1,49 @@
+// Bindings and push constants of the mat-vec family. Optional buffers come after the first three; the planner numbers them
+// (BIND_NORM, BIND_BIAS, BIND_RESIDUAL, BIND_IDS, BIND_EXPERT_WEIGHTS).
+//   0  weights, planes of docs/architecture.md (quant/weights.glsl)
+//   1  x: F32 [tokens][x_stride floats] or Q8_1 [tokens][x_stride 16-byte words]
+//   2  y: F32 [tokens][y_stride floats] or Q8_1 [tokens][y_stride 16-byte words]
+
+layout(push_constant) uniform Push {
+    Weights w;
+    uint m;         // weight rows of this shard, or of one expert
+    uint k;         // columns
+    uint n;         // tokens
+    uint x_stride;
+    uint y_stride;
+    uint y_offset;  // output row of weight row 0
+    uint y_units;   // Q8_1 output: units in an output row
+    uint n_used;    // experts of a token
+    uint x_slots;   // 1: the experts of a token share its x; n_used: each has its own
+    float eps;      // RMS norm in the prologue
+} p;
+
+#if X_TYPE == X_F32
+layout(std430, set = 0, binding = 1) readonly buffer XFloats { float x1[]; };
+layout(std430, set = 0, binding = 1) readonly buffer XFloat4s { vec4 xf4[]; };
+#else
+layout(std430, set = 0, binding = 1) readonly buffer XQuads { uvec4 x4[]; };
+layout(std430, set = 0, binding = 1) readonly buffer XPairs { uvec2 x2[]; };
+#endif
+
+#if Y_TYPE == Y_F32
+layout(std430, set = 0, binding = 2) writeonly buffer YFloats { float y1[]; };
+#else
+layout(std430, set = 0, binding = 2) writeonly buffer YWords { uint yw[]; };
+#endif
+
+#ifdef BIND_NORM
+layout(std430, set = 0, binding = BIND_NORM) readonly buffer NormWeight { vec4 norm4[]; };
+#endif
+#ifdef BIND_BIAS
+layout(std430, set = 0, binding = BIND_BIAS) readonly buffer Bias { float bias1[]; };
+#endif
+#ifdef BIND_RESIDUAL
+layout(std430, set = 0, binding = BIND_RESIDUAL) readonly buffer Residual { float residual1[]; };
+#endif
+#ifdef BIND_IDS
+layout(std430, set = 0, binding = BIND_IDS) readonly buffer Ids { int ids[]; };
+#endif
+#ifdef BIND_EXPERT_WEIGHTS
+layout(std430, set = 0, binding = BIND_EXPERT_WEIGHTS) readonly buffer ExpertWeights { float expert_weight[]; };
+#endif

@@ -1,0 +1,405 @@
+"""MUL_MAT and MUL_MAT_ID for few tokens, and the fusions around them: one family of kernels (shaders/mat_vec).
+
+`MAT_VEC` is the fused form. Its inputs carry roles:
+
+    w               weight [m, k], or [n_expert, m, k] with ids
+    x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]
+    norm            F32 [k]: x is RMS-normed and multiplied by it first (params: eps)
+    bias            F32 [m]
+    residual        F32, shape of the output: added to it
+    ids             I32 [n, n_used]: the experts of each token
+    expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
+    params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up), row0 and rows_total (the output is
+    rows row0.. of a wider tensor, filled by several nodes)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from vkback import quants
+from vkback.graph import Node, Recipe, Tensor
+from vkback.ops.base import (
+    MAX_GROUPS_X,
+    Arg,
+    Array,
+    Case,
+    Choice,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Tolerance,
+    ceil_div,
+    declare,
+    nbytes,
+    pack_push,
+    register,
+    shards,
+)
+from vkback.shader import Variant
+
+MAX_COLUMNS = 16
+"""Tokens one workgroup takes at once; more go along the grid."""
+
+INT_QUANTS = frozenset(
+    {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS"}
+)
+"""Types with an integer-dot path (UNIT_INTS in shaders/quant)."""
+
+declare(
+    "mat_vec",
+    match={"quant": "word", "path": "word", "m": "number", "k": "number", "n": "number", "ids": "number", "glu": "number", "y": "word"},
+    params={
+        "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+        "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+        "rows": (1, 2, 4, 8, 16, 32),
+    },
+)
+declare(
+    "mat_vec_path",
+    match={"quant": "word", "m": "number", "k": "number", "n": "number", "ids": "number"},
+    params={"path": ("int", "float")},
+)
+
+FUSED_ROLES = ("norm", "bias", "residual", "ids", "expert_weights")
+
+
+def path_for(quant: str, m: int, k: int, n: int, ids: int, ctx: LowerContext) -> tuple[str, str]:
+    """("int" or "float", why) for a product of a [m, k] weight with n tokens."""
+    if quant not in INT_QUANTS:
+        return "float", f"{quant} has no integer-dot path"
+    if not ctx.caps.int_dot:
+        return "float", "device has no integer dot product"
+    if k % 32:
+        return "float", f"k = {k} is not a multiple of 32"
+    if ctx.act != "auto":
+        return ("float" if ctx.act == "f32" else "int"), f"--act {ctx.act}"
+    choice = ctx.tuning.pick("mat_vec_path", quant=quant, m=m, k=k, n=n, ids=ids)
+    return choice["path"], choice.source
+
+
+def subgroup_for(ctx: LowerContext) -> tuple[int, int | None]:
+    """(size the shader may rely on, size to require): (1, None) when reductions must go through shared memory."""
+    caps = ctx.caps
+    if "shuffle" not in caps.subgroup_ops:
+        return 1, None
+    if caps.required_size_in_compute:
+        return caps.subgroup_size, caps.subgroup_size
+    if caps.subgroup_min == caps.subgroup_max:
+        return caps.subgroup_size, None
+    return 1, None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Threads of a workgroup: `lanes` of them share a slot of `rows` weight rows."""
+
+    wg: int
+    lanes: int
+    rows: int
+
+    @property
+    def group_rows(self) -> int:
+        return self.wg // self.lanes * self.rows
+
+
+def legal_shape(choice: Choice, *, glu: bool, q8_out: bool, ctx: LowerContext) -> Shape:
+    """The tables' shape bent to what this node and device need: rows fit the lanes, GLU has row pairs, Q8_1 output whole units."""
+    wg = min(choice["wg"], ctx.caps.max_workgroup_invocations, ctx.caps.max_workgroup_size[0])
+    lanes = min(choice["lanes"], wg)
+    rows = choice["rows"]
+    unit_rows = (32 if q8_out else 1) << glu
+    rows = max(rows, 1 << glu)
+    while wg // lanes * rows % unit_rows:
+        if rows < 32 and rows >> glu < lanes:
+            rows *= 2
+        elif lanes > 1:
+            lanes //= 2
+        elif wg < ctx.caps.max_workgroup_invocations:
+            wg *= 2
+        else:
+            raise PlanError(f"[mat_vec] {choice.source}: wg {wg}, lanes {lanes}, rows {rows} cannot make units of {unit_rows} rows on {ctx.caps.name}")
+    while rows >> glu > lanes:
+        lanes *= 2
+        wg = max(wg, lanes)
+    return Shape(wg, lanes, rows)
+
+
+@register
+class MatVec(Op):
+    """The fused form; see the module's text."""
+
+    name = "MAT_VEC"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        by = dict(zip(params["roles"], (np.asarray(i, np.float64) if i.dtype.kind == "f" else i for i in inputs), strict=True))
+        w, x = by["w"], by["x"]
+        if "norm" in by:
+            x = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + params["eps"]) * by["norm"]
+        if "ids" in by:
+            ids = by["ids"]
+            x = np.broadcast_to(x, (*ids.shape, x.shape[-1]))
+            y = np.einsum("nsmk,nsk->nsm", w[ids], x)
+        else:
+            y = x @ w.T
+        if "bias" in by:
+            y = y + by["bias"]
+        if params.get("glu"):
+            gate, up = y[..., 0::2], y[..., 1::2]
+            y = gate / (1.0 + np.exp(-gate)) * up
+        if "expert_weights" in by:
+            y = np.einsum("nsm,ns->nm", y, by["expert_weights"])
+        if "residual" in by:
+            y = y + by["residual"]
+        return [y]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        by = dict(zip(node.params["roles"], node.inputs, strict=True))
+        w, x, y = by["w"], by["x"], node.outputs[0]
+        glu = bool(node.params.get("glu"))
+        ids = 0 if "ids" not in by else 2 if "expert_weights" in by else 1
+        m, k = w.shape[-2:]
+        n = x.shape[0]
+        path, why = path_for(w.type, m, k, n, ids, ctx)
+        before: list[Dispatch] = []
+        prologue = 0
+        if path == "int" and x.type == "F32":
+            if "norm" in by or node.params.get("quantize_in_prologue"):
+                if n > 1:
+                    raise PlanError(f"[mat_vec] {node.name}: the prologue takes one token, got {n}; quantize x in a node of its own")
+                prologue = 2 if "norm" in by else 1
+            else:
+                from vkback.ops.quantize import quantize_dispatch
+
+                x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", x.shape)
+                before = quantize_dispatch(x, x8, ctx)
+                x = x8
+        elif "norm" in by:
+            raise PlanError(f"[mat_vec] {node.name}: a norm in the prologue needs the integer path, which is off ({why})")
+        q8_out = y.type == "Q8_1"
+        columns = 1 if ids else min(n, MAX_COLUMNS)
+        choice = ctx.tuning.pick("mat_vec", quant=w.type, path=path, m=m, k=k, n=n, ids=ids, glu=int(glu), y=y.type)
+        shape = legal_shape(choice, glu=glu, q8_out=q8_out, ctx=ctx)
+        subgroup, required = subgroup_for(ctx)
+        if prologue:
+            shape = dataclasses.replace(shape, wg=max(shape.wg, 8))
+            if subgroup < 8:
+                raise PlanError(f"[mat_vec] {node.name}: a quantizing prologue needs subgroup shuffles over 8 lanes, {ctx.caps.name} has {subgroup}")
+        defines: dict[str, str | int] = {
+            "QUANT_FILE": f'"quant/{w.type.lower()}.glsl"',
+            "PATH_INT": int(path == "int"),
+            "WG": shape.wg,
+            "LANES": shape.lanes,
+            "ROWS": shape.rows,
+            "COLS": columns,
+            "SUBGROUP": min(subgroup, shape.wg),
+            "IDS": ids,
+            "GLU": int(glu),
+            "PROLOGUE": prologue,
+            "X_TYPE": int(x.type == "Q8_1"),
+            "Y_TYPE": int(q8_out),
+            "K_TAIL": int(k % 32 != 0),
+        }
+        if prologue:
+            defines |= {"K_UNITS": k // 32, "VALUES4": ceil_div(k // 4, shape.wg), "REDUCE_SUBGROUP": int("arithmetic" in ctx.caps.subgroup_ops)}
+            if shape.wg <= subgroup:
+                defines["SUBGROUP_SIZE"] = subgroup
+        extra = [(role, by[role]) for role in FUSED_ROLES if role in by]
+        for binding, (role, _) in enumerate(extra, 3):
+            defines[f"BIND_{role.upper()}"] = binding
+        kernel = Variant("mat_vec/mat_vec.comp", tuple(sorted(defines.items())), (), required)
+
+        rows_total = node.params.get("rows_total", (m >> glu))
+        out_rows = rows_total
+        row0 = node.params.get("row0", 0)
+        x_stride = quants.q8_1_stride(k) // 16 if x.type == "Q8_1" else k
+        y_stride = quants.q8_1_stride(out_rows) // 16 if q8_out else out_rows
+        n_used = by["ids"].shape[-1] if ids else 1
+        x_slots = x.shape[1] if ids and len(x.shape) == 3 else 1
+        slices = {0: ceil_div(n, columns), 1: n * n_used, 2: n}[ids]
+        experts_read = min(n * n_used, w.shape[0]) if ids else 1
+        dispatches = list(before)
+        for i, shard in enumerate(shards(w, ctx.caps)):
+            rows = m if ids else shard.rows
+            groups = ceil_div(rows, shape.group_rows)
+            gy = ceil_div(groups, MAX_GROUPS_X)
+            push = pack_push(
+                *weight_push(w.type, shard.layout, k), rows, k, n, x_stride, y_stride, row0 + (shard.row0 >> glu if not ids else 0),
+                ceil_div(out_rows, 32), n_used, x_slots, float(node.params.get("eps", 0.0)),
+            )
+            whole = row0 == 0 and rows_total == m >> glu and len(shards(w, ctx.caps)) == 1
+            part = "" if whole else f"rows {row0 + (shard.row0 >> glu)}"
+            args = (Arg(w, "r", i), Arg(x), Arg(y, "w", part=part), *(Arg(t) for _, t in extra))
+            dispatches.append(
+                Dispatch(
+                    kernel, args, push, (ceil_div(groups, gy), gy, slices), node.op, node.name,
+                    f"{path}: {why}; {shape.wg} threads, {shape.lanes} lanes, {shape.rows} rows: {choice.source}",
+                    nbytes=(shard.layout.nbytes * experts_read // w.shape[0] if ids else shard.layout.nbytes) + nbytes(x) + nbytes(y),
+                    flops=2 * rows * k * n * n_used,
+                )
+            )
+        return dispatches
+
+    def cases(self) -> Iterator[Case]:
+        for quant in ("Q4_K", "Q6_K", "Q8_0", "MXFP4"):
+            for n in (1, 3):
+                yield fused_case(quant, 96, 512, n, ("residual",))
+                yield fused_case(quant, 96, 512, n, ("bias",))
+                yield fused_case(quant, 128, 512, n, (), glu=True)
+                yield fused_case(quant, 128, 512, n, (), glu=True, out="Q8_1")
+                yield fused_case(quant, 64, 512, n, ("ids",), glu=True)
+                yield fused_case(quant, 64, 512, n, ("ids",), glu=True, out="Q8_1")
+                yield fused_case(quant, 100, 256, n, ("ids", "expert_weights"))
+                yield fused_case(quant, 100, 256, n, ("ids", "expert_weights", "residual"))
+            yield fused_case(quant, 128, 512, 1, ("norm",))
+            yield fused_case(quant, 128, 1024, 1, ("norm",), glu=True, out="Q8_1")
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        by = dict(zip(node.params["roles"], node.inputs, strict=True))
+        w, x = by["w"], by["x"]
+        path, _ = path_for(w.type, w.shape[-2], w.shape[-1], x.shape[0], int("ids" in by), ctx)
+        return product_tolerance(path == "int" or x.type == "Q8_1", node.outputs[0].type == "Q8_1")
+
+
+def product_tolerance(q8_in: bool, q8_out: bool) -> Tolerance:
+    """One bound for all products.
+
+    Rounding to q8_1 has a step of amax/127: on uniform data an NMSE of (1/127)^2/12 * 3 = 1.5e-5, on Gaussian data about 4e-5, once for
+    activations and once more where the output is stored so. A GLU multiplies two such products, which adds their errors.
+    """
+    if q8_in or q8_out:
+        return Tolerance(2e-4, 0.25, "8-bit activations: step amax/127 a unit, doubled by a GLU, and again for a Q8_1 output")
+    return Tolerance(1e-9, 2e-3, "f32 sums of k products, relative error about sqrt(k) * 2^-24")
+
+
+def weight_push(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:
+    """The `Weights` block of shaders/quant/weights.glsl, in 16-byte words: units, part, plane[4]."""
+    parts = sum(p.name.startswith("qs") for p in layout.planes)
+    others = [p.offset // 16 for p in layout.planes[parts:]]
+    return [ceil_div(k, 32), layout.part_stride // 16, *others, *([0] * (4 - len(others)))]
+
+
+def weight(name: str, quant: str, shape: tuple[int, ...]) -> Tensor:
+    return Tensor(name, quant, shape, "weight", Recipe("plain", (name,)))
+
+
+def fused_case(quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, out: str = "F32", experts: int = 6, used: int = 3,
+               seed: int = 7) -> Case:
+    """A case of the fused family; with ids: `experts` experts of which each token uses `used` (expert 0 is never chosen)."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        ids = "ids" in roles
+        shape = (experts, m, k) if ids else (m, k)
+        w = weight("w", quant, shape)
+        x = Tensor("x", "F32", (n, used if "expert_weights" in roles else 1, k) if ids else (n, k), "input")
+        rows = m >> glu
+        y_shape = (n, used, rows) if ids and "expert_weights" not in roles else (n, rows)
+        y = Tensor("y", out, y_shape)
+        extra = {
+            "norm": Tensor("norm", "F32", (k,), "weight"),
+            "bias": Tensor("bias", "F32", (m,), "weight"),
+            "residual": Tensor("residual", "F32", y_shape, "input"),
+            "ids": Tensor("ids", "I32", (n, used), "input"),
+            "expert_weights": Tensor("expert_weights", "F32", (n, used), "input"),
+        }
+        chosen = [extra[r] for r in FUSED_ROLES if r in roles]
+        node = Node("MAT_VEC", (w, x, *chosen), (y,), {
+            "roles": ("w", "x", *(r for r in FUSED_ROLES if r in roles)), "glu": glu, "eps": 1e-5})
+        values: dict[str, Array] = {
+            "w": quants.random_blocks(quant, prod(shape[:-1]), k, rng, std=0.5),
+            "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
+        }
+        for t in chosen:
+            values[t.name] = rng.uniform(-1, 1, t.shape).astype(np.float32)
+        if ids:
+            values["ids"] = np.stack([rng.permutation(np.arange(1, experts))[:used] for _ in range(n)]).astype(np.int32)
+        return Problem(node, values)
+
+    params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out, "seed": seed}
+    return Case("MAT_VEC", params, make, seed)
+
+
+class _Plain(Op):
+    """MUL_MAT and MUL_MAT_ID: the fused op with no fusion."""
+
+    roles: tuple[str, ...]
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        return MatVec().reference(inputs, {**params, "roles": self.roles})
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        fused = Node("MAT_VEC", node.inputs, node.outputs, {**node.params, "roles": self.roles})
+        return [dataclasses.replace(d, op=node.op) if d.op == "MAT_VEC" else d for d in MatVec().lower(fused, ctx)]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return MatVec().tolerance(Node("MAT_VEC", node.inputs, node.outputs, {"roles": self.roles}), ctx)
+
+
+QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+
+
+@register
+class MulMat(_Plain):
+    """MUL_MAT(w [m, k], x F32 or Q8_1 [n, k]) -> F32 [n, m]."""
+
+    name = "MUL_MAT"
+    roles = ("w", "x")
+
+    def cases(self) -> Iterator[Case]:
+        for quant in QUANTS:
+            for n in (1, 2, 3, 5, 8, 9, 16, 17):
+                yield mul_mat_case(quant, 16, n, 256)
+            yield mul_mat_case(quant, 1, 1, 256)
+            yield mul_mat_case(quant, 131, 1, 2048)
+            yield mul_mat_case(quant, 33, 2, 4096)
+        for quant in ("F32", "F16", "BF16"):
+            for k in (65, 80, 588):
+                yield mul_mat_case(quant, 17, 2, k)
+        for quant in ("Q4_0", "Q8_0", "MXFP4", "Q5_1"):
+            yield mul_mat_case(quant, 40, 1, 2880)
+
+
+@register
+class MulMatId(_Plain):
+    """MUL_MAT_ID(w [n_expert, m, k], x F32 [n, 1 or n_used, k], ids I32 [n, n_used]) -> F32 [n, n_used, m]."""
+
+    name = "MUL_MAT_ID"
+    roles = ("w", "x", "ids")
+
+    def cases(self) -> Iterator[Case]:
+        for quant in QUANTS:
+            for experts, used in ((4, 1), (8, 2), (8, 4)):
+                for n in (1, 5):
+                    yield mul_mat_id_case(quant, experts, used, 32, n, 256, shared=used != 4)
+
+
+def mul_mat_case(quant: str, m: int, n: int, k: int, *, seed: int = 7) -> Case:
+    def make(rng: np.random.Generator) -> Problem:
+        w, x = weight("w", quant, (m, k)), Tensor("x", "F32", (n, k), "input")
+        node = Node("MUL_MAT", (w, x), (Tensor("y", "F32", (n, m)),))
+        return Problem(node, {"w": quants.random_blocks(quant, m, k, rng, std=0.5), "x": rng.uniform(-1, 1, (n, k)).astype(np.float32)})
+
+    return Case("MUL_MAT", {"type_a": quant, "type_b": "f32", "m": m, "n": n, "k": k, "seed": seed}, make, seed)
+
+
+def mul_mat_id_case(quant: str, experts: int, used: int, m: int, n: int, k: int, *, shared: bool, seed: int = 7) -> Case:
+    def make(rng: np.random.Generator) -> Problem:
+        w = weight("w", quant, (experts, m, k))
+        x = Tensor("x", "F32", (n, 1 if shared else used, k), "input")
+        ids = Tensor("ids", "I32", (n, used), "input")
+        node = Node("MUL_MAT_ID", (w, x, ids), (Tensor("y", "F32", (n, used, m)),))
+        return Problem(node, {
+            "w": quants.random_blocks(quant, experts * m, k, rng, std=0.5),
+            "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
+            "ids": np.stack([rng.permutation(experts)[:used] for _ in range(n)]).astype(np.int32),
+        })
+
+    params = {"type_a": quant, "type_b": "f32", "n_mats": experts, "n_used": used, "b": shared, "m": m, "n": n, "k": k, "seed": seed}
+    return Case("MUL_MAT_ID", params, make, seed)
