@@ -1,0 +1,162 @@
+"""Moving bits between the order of a GGUF block and the order of the device, many blocks at once.
+
+All of it is permutations of bits that only exchange bits of the position number: position p of a 64-bit word has the number's binary
+digits as coordinates, and every rearrangement here permutes coordinates. So two in-place steps do everything: exchanging two coordinates
+inside a word, and exchanging a coordinate with "which of two words". Words are kept word-major (`[word, block]`), so that each numpy call
+runs along many blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+U8 = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.unsignedinteger[Any]]
+
+
+@cache
+def _positions_with(digit: int, bits: int) -> int:
+    """Mask of the positions of a word whose binary digit `digit` is 1."""
+    return sum(1 << p for p in range(bits) if p >> digit & 1)
+
+
+def swap_digits(x: Words, high: int, low: int) -> None:
+    """Exchanges digits `high` and `low` (high > low) of every bit's position, in place: one delta swap."""
+    bits = 8 * x.itemsize
+    kind = x.dtype.type
+    shift = kind((1 << high) - (1 << low))
+    t = x >> shift
+    t ^= x
+    t &= kind(_positions_with(low, bits) & ~_positions_with(high, bits))
+    x ^= t
+    t <<= shift
+    x ^= t
+
+
+def swap_words(x: Words, y: Words, digit: int) -> None:
+    """Exchanges the positions of x with `digit` 1 against those of y with `digit` 0, in place."""
+    bits = 8 * x.itemsize
+    kind = x.dtype.type
+    t = x >> kind(1 << digit)
+    t ^= y
+    t &= kind(((1 << bits) - 1) & ~_positions_with(digit, bits))
+    y ^= t
+    t <<= kind(1 << digit)
+    x ^= t
+
+
+def swap_digit_pairs(x: Words, pairs: tuple[tuple[int, int], ...]) -> None:
+    for high, low in pairs:
+        swap_digits(x, high, low)
+
+
+Move = Callable[[U8, U8], None]
+
+
+@dataclass(frozen=True)
+class Rearrange:
+    """How a field of the block becomes a plane: two functions of (source [n, bytes], destination [n, bytes]) that undo each other."""
+
+    to_device: Move
+    to_file: Move
+
+
+def _word_major(src: U8) -> npt.NDArray[np.uint64]:
+    """[n, bytes] as [bytes / 8, n] of 64-bit words, a copy."""
+    return src.view(np.uint64).T.copy()
+
+
+def _nibble_chunks(src: U8, dst: U8) -> None:
+    # A chunk of 64 weights has 32 bytes, value l low and 32 + l high; a unit wants value j low and 16 + j high. So the upper 16 bytes'
+    # low nibbles trade places with the lower 16 bytes' high nibbles; the two resulting units lie where the two halves lay.
+    words = _word_major(src)
+    halves = words.reshape(-1, 2, 2, words.shape[-1])
+    swap_words(halves[:, 0], halves[:, 1], 2)
+    dst.view(np.uint64)[...] = words.T
+
+
+NIBBLE_CHUNKS = Rearrange(_nibble_chunks, _nibble_chunks)
+"""Q4_K, Q5_K: 128 bytes a block, the same exchange both ways."""
+
+
+def _q6_nibbles_to_device(src: U8, dst: U8) -> None:
+    words = _word_major(src)
+    n = words.shape[-1]
+    halves = words.reshape(2, 2, 2, 2, n)
+    swap_words(halves[:, :, 0], halves[:, :, 1], 2)
+    # Q6_K pairs unit p with unit p + 2 of its half in one chunk, not with its neighbour.
+    dst.view(np.uint64).reshape(n, 2, 2, 2, 2)[...] = halves.transpose(4, 0, 2, 1, 3)
+
+
+def _q6_nibbles_to_file(src: U8, dst: U8) -> None:
+    n = len(src)
+    halves = src.view(np.uint64).reshape(n, 2, 2, 2, 2).transpose(1, 3, 2, 4, 0).copy()
+    swap_words(halves[:, :, 0], halves[:, :, 1], 2)
+    dst.view(np.uint64)[...] = halves.reshape(16, n).T
+
+
+Q6_NIBBLES = Rearrange(_q6_nibbles_to_device, _q6_nibbles_to_file)
+
+
+def _crumb_steps(words: npt.NDArray[np.uint64]) -> None:
+    # words [2, 2, pair, n]: an 8-word square of 2-bit fields. Word number (pair, digit 5) trades with field number (digits 2, 1).
+    swap_words(words[:, :, 0], words[:, :, 1], 2)
+    swap_digits(words, 5, 1)
+
+
+def _crumbs_to_device(src: U8, dst: U8) -> None:
+    # Byte 32h + l, bits 2s..2s+1 hold value l of unit 4h + s; a unit wants bits 8b + 2i of word w to hold value 16w + 4i + b.
+    words = _word_major(src)
+    n = words.shape[-1]
+    words = words.reshape(2, 2, 2, n)  # half h, word w of the unit, pair of 4-byte groups i
+    _crumb_steps(words)  # now half, w, pair of units s; digit 5 is s & 1
+    swap_words(words[:, 0], words[:, 1], 5)
+    dst.view(np.uint64).reshape(n, 2, 2, 2)[...] = words.transpose(3, 0, 2, 1)
+
+
+def _crumbs_to_file(src: U8, dst: U8) -> None:
+    n = len(src)
+    words = src.view(np.uint64).reshape(n, 2, 2, 2).transpose(1, 3, 2, 0).copy()
+    swap_words(words[:, 0], words[:, 1], 5)
+    _crumb_steps(words)
+    dst.view(np.uint64)[...] = words.reshape(8, n).T
+
+
+CRUMBS = Rearrange(_crumbs_to_device, _crumbs_to_file)
+"""Q2_K, Q3_K low bits and Q6_K high bits: 64 bytes a block."""
+
+
+def _bit_square(src: U8, dst: U8) -> None:
+    # Bit u of byte l holds value l of unit u; a unit wants bit 8b + i to hold value 4i + b. In each byte column b that is the transposition
+    # of 8 words (i) by 8 bits (u), its own inverse.
+    words = _word_major(src)
+    swap_words(words[:2], words[2:], 2)
+    swap_words(words[0::2], words[1::2], 1)
+    swap_digits(words, 5, 0)
+    dst.view(np.uint64)[...] = words.T
+
+
+BIT_SQUARE = Rearrange(_bit_square, _bit_square)
+"""Q3_K and Q5_K high bits: 32 bytes a block."""
+
+# Q5_0 and Q5_1: bit 4i + b becomes bit 8b + i. Digits (i2 i1 i0 b1 b0) to (b1 b0 i2 i1 i0).
+_HIGH_BIT_STEPS = ((4, 1), (3, 0), (2, 1), (1, 0))
+
+
+def _digit_steps(steps: tuple[tuple[int, int], ...]) -> Move:
+    def move(src: U8, dst: U8) -> None:
+        words = src.copy().view(np.uint32)
+        swap_digit_pairs(words, steps)
+        dst.view(np.uint32)[...] = words
+
+    return move
+
+
+HIGH_BITS = Rearrange(_digit_steps(_HIGH_BIT_STEPS), _digit_steps(_HIGH_BIT_STEPS[::-1]))
+"""Q5_0, Q5_1: 4 bytes a block."""

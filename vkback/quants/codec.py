@@ -1,0 +1,77 @@
+"""A codec: decode, encode and random blocks of one type, and how its fields become planes.
+
+A family module defines codecs and lists them in `CODECS`; `vkback/quants/registry.py` collects them. Blocks travel as uint8 `[n, bytes]`,
+values as float32 `[n, values]`, with n small enough for the cache: callers cut.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.quants.bits import Rearrange
+from vkback.quants.types import QuantType
+
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+F32 = npt.NDArray[np.float32]
+Weights = npt.NDArray[np.float32] | None
+
+
+def packed(*fields: tuple[str, int]) -> np.dtype[np.void]:
+    """A block as consecutive byte fields (name, bytes)."""
+    return np.dtype([(name, np.uint8, (nbytes,)) for name, nbytes in fields])
+
+
+class Codec(ABC):
+    """One type.
+
+    type   what it is
+    block  fields of a block in the file; of a unit of 32 weights for plain floats
+    moves  planes whose bits are not in the file's order; every other plane is the field of the same name, byte for byte
+    """
+
+    type: QuantType
+    block: np.dtype[np.void]
+    moves: ClassVar[Mapping[str, Rearrange]] = {}
+
+    @abstractmethod
+    def decode(self, blocks: U8) -> F32:
+        """[n, block_bytes] -> [n, block_values], with the rounding steps of ggml."""
+
+    @abstractmethod
+    def encode(self, x: F32, weights: Weights) -> U8:
+        """[n, block_values] (and weights of the squared error, same shape, > 0) -> [n, block_bytes]."""
+
+    @abstractmethod
+    def randomize(self, blocks: U8, scale: float) -> None:
+        """Random bytes become blocks whose weights have a magnitude of about `scale`: sets the scale fields, leaves the rest as it is."""
+
+    def fields(self, blocks: U8) -> Any:
+        """Record view of [n, bytes] blocks: `fields(b)["qs"]` is [n, 16], writable through."""
+        return blocks.view(self.block)[:, 0]
+
+
+def half(field: U8) -> F32:
+    """[n, 2m] bytes of f16 -> [n, m] float32."""
+    return np.ascontiguousarray(field).view(np.float16).astype(np.float32)
+
+
+def put_half(field: U8, values: F32) -> None:
+    """Writes [n] or [n, m] float32 as f16 into [n, 2m] bytes."""
+    field[...] = values.astype(np.float16).reshape(len(field), -1).view(np.uint8)
+
+
+def random_half(field: U8, center: float, signed: bool = False) -> None:
+    """Makes [n, 2] random bytes an f16 of about `center`: up to half above, never inf or nan. `signed` keeps the random sign."""
+    bits = field.view(np.uint16)
+    base = max(int(np.float16(min(center, 3e4)).view(np.uint16)), 1)
+    # The low bits stay random. Below 1024 an f16 is subnormal and its bits are its value, so that few may vary.
+    spread = min(0x1FF, (1 << (base.bit_length() - 1)) // 2 - 1) if base > 1 else 0
+    keep = np.uint16(max(spread, 0) | (0x8000 if signed else 0))
+    bits &= keep
+    bits += np.uint16(base)

@@ -1,0 +1,85 @@
+"""Formats with levels from a table. Fields in file order:
+
+    IQ4_NL  d f16 | qs 16 bytes: value j low, j + 16 high                              weight = d level(q)
+    IQ4_XS  d f16 | scales_h u16 | scales_l 4 | qs 128: like IQ4_NL for each group     weight = d (s - 32) level(q)   groups of 32
+
+IQ4_XS: scale j has its low nibble in nibble j of scales_l and its top two bits in bits 2j of scales_h.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vkback.quants import search
+from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
+from vkback.quants.k_quants import SUPER, value_major
+from vkback.quants.legacy import nibbles, put_nibbles
+from vkback.quants.types import Plane, QuantType
+
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Denser near zero, for weights that are about normally distributed."""
+
+_LEVELS = np.array(IQ4_LEVELS, np.float32)
+_NEAREST = search.Table.of(IQ4_LEVELS)
+_TARGETS = [*np.linspace(-140, -95, 16), *np.linspace(100, 130, 11)]
+
+
+class _IQ4NL(Codec):
+    block = packed(("d", 2), ("qs", 16))
+    type = QuantType("IQ4_NL", 20, 32, block.itemsize, (Plane("qs", 16), Plane("d", 2)))
+
+    def decode(self, blocks: U8) -> F32:
+        return half(blocks[:, :2]) * _LEVELS[nibbles(blocks[:, 2:])]
+
+    def encode(self, x: F32, weights: Weights) -> U8:
+        xv = np.ascontiguousarray(x.T)
+        d = search.scale(xv, None if weights is None else np.ascontiguousarray(weights.T), _NEAREST, _TARGETS)
+        blocks = np.empty((len(x), self.type.block_bytes), np.uint8)
+        put_half(blocks[:, :2], d)
+        rounded = half(blocks[:, :2])
+        put_nibbles(blocks[:, 2:], _NEAREST.index(x * search.reciprocal(rounded)))
+        return blocks
+
+    def randomize(self, blocks: U8, scale: float) -> None:
+        random_half(self.fields(blocks)["d"], scale / 128, signed=True)
+
+
+class _IQ4XS(Codec):
+    block = packed(("head", 8), ("qs", 128))
+    type = QuantType("IQ4_XS", 23, SUPER, block.itemsize, (Plane("qs", 16), Plane("head", 8, SUPER)))
+
+    def decode(self, blocks: U8) -> F32:
+        n = len(blocks)
+        b = self.fields(blocks)
+        high = np.ascontiguousarray(b["head"][:, 2:4]).view(np.uint16)
+        low = b["head"][:, 4:8]
+        s = np.stack([low & np.uint8(15), low >> np.uint8(4)], axis=2).reshape(n, 8)
+        s |= ((high >> np.arange(0, 16, 2, dtype=np.uint16)) & np.uint16(3)).astype(np.uint8) << np.uint8(4)
+        scales = half(b["head"][:, :2]) * (s.astype(np.int8) - np.int8(32)).astype(np.float32)
+        levels = _LEVELS[nibbles(b["qs"].reshape(n * 8, 16))]
+        weight: F32 = scales.reshape(n * 8, 1) * levels
+        return weight.reshape(n, SUPER)
+
+    def encode(self, x: F32, weights: Weights) -> U8:
+        n = len(x)
+        xv = value_major(x, 32)
+        d, s = search.two_level_scale(xv, value_major(weights, 32), _NEAREST, _TARGETS, (-32, 31))
+        blocks = np.empty((n, self.type.block_bytes), np.uint8)
+        b = self.fields(blocks)
+        put_half(b["head"][:, :2], d)
+        stored = (s.T + 32).astype(np.uint16)
+        high = np.bitwise_or.reduce(stored >> np.uint16(4) << np.arange(0, 16, 2, dtype=np.uint16), axis=1)
+        b["head"][:, 2:4] = high[:, None].view(np.uint8)
+        low = (stored & np.uint16(15)).astype(np.uint8)
+        b["head"][:, 4:8] = low[:, 0::2] | (low[:, 1::2] << np.uint8(4))
+        steps = (d * s).T.reshape(n * 8, 1)
+        qs = np.empty((n * 8, 16), np.uint8)
+        put_nibbles(qs, _NEAREST.index(x.reshape(n * 8, 32) * search.reciprocal(steps)))
+        b["qs"] = qs.reshape(n, 128)
+        return blocks
+
+    def randomize(self, blocks: U8, scale: float) -> None:
+        random_half(self.fields(blocks)["head"][:, :2], scale / 2048, signed=True)
+
+
+CODECS: tuple[Codec, ...] = (_IQ4NL(), _IQ4XS())

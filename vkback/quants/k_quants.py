@@ -1,0 +1,288 @@
+"""K-quants: super-blocks of 256 weights in groups of 16 or 32 with small integer scales under f16 super-scales. Fields in file order:
+
+    Q2_K  scales 16: scale low nibble, min high | qs 64, 2 bits | d, dmin f16          weight = d s q - dmin m      groups of 16
+    Q3_K  hmask 32 | qs 64, 2 bits | scales 12, 6 bits each | d f16                    weight = d (s - 32) (q - 4)  groups of 16
+    Q4_K  d, dmin f16 | scales 12: 8 scales and 8 mins of 6 bits | qs 128              weight = d s q - dmin m      groups of 32
+    Q5_K  d, dmin f16 | scales 12 | qh 32, fifth bits | qs 128                         weight = d s q - dmin m      groups of 32
+    Q6_K  ql 128, low nibbles | qh 64, upper 2 bits | scales 16 int8 | d f16           weight = d s (q - 32)        groups of 16
+
+2-bit fields: byte 32h + l, bits 2s hold value 128h + 32s + l. Single bits: bit u of byte l holds value 32u + l. Nibbles of Q4_K and Q5_K:
+byte 32c + l holds value 64c + l low, 64c + 32 + l high; of Q6_K: byte 64h + l (l < 64) holds value 128h + l low, 128h + 64 + l high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.quants import search
+from vkback.quants.bits import BIT_SQUARE, CRUMBS, NIBBLE_CHUNKS, Q6_NIBBLES, Rearrange, swap_digit_pairs
+from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
+from vkback.quants.types import Plane, QuantType
+
+SUPER = 256
+
+
+def crumbs(field: U8) -> U8:
+    """2-bit fields: [n, 64] -> [n, 256]."""
+    return _shifted(field, 32, (0, 2, 4, 6), 3)
+
+
+def put_crumbs(field: U8, q: U8) -> None:
+    _put_shifted(field, q, 32, (0, 2, 4, 6))
+
+
+def _shifted(field: U8, span: int, shifts: tuple[int, ...], mask: int) -> U8:
+    """Each run of `span` bytes gives len(shifts) runs of values."""
+    amounts = np.array(shifts, np.uint8)[:, None]
+    values: U8 = (field.reshape(len(field), -1, 1, span) >> amounts) & np.uint8(mask)
+    return values.reshape(len(field), -1)
+
+
+def _put_shifted(field: U8, q: U8, span: int, shifts: tuple[int, ...]) -> None:
+    amounts = np.array(shifts, np.uint8)[:, None]
+    runs: U8 = q.reshape(len(q), -1, len(shifts), span) << amounts
+    field[...] = np.bitwise_or.reduce(runs, axis=2).reshape(len(q), -1)
+
+
+def value_major(x: F32 | None, group: int) -> Any:
+    """[n, 256] -> [group, 256 / group, n], the order of the search; None stays None."""
+    return None if x is None else np.ascontiguousarray(x.reshape(len(x), -1, group).transpose(2, 1, 0))
+
+
+def block_major(q: npt.NDArray[Any]) -> U8:
+    """Inverse of `value_major`, as bytes."""
+    codes: U8 = np.ascontiguousarray(q.transpose(2, 1, 0), np.uint8)
+    return codes.reshape(q.shape[2], SUPER)
+
+
+def _by_group(scales: F32, values: F32) -> F32:
+    """[n, groups] times [n, 256]."""
+    product: F32 = scales[:, :, None] * values.reshape(*scales.shape, -1)
+    return product.reshape(len(values), -1)
+
+
+def _six_bit_pairs(field: U8) -> tuple[U8, U8]:
+    """Q4_K, Q5_K: [n, 12] -> scales and mins [n, 8]. Pairs 4..7 have their low nibbles in the last bytes, the rest in others' top bits."""
+    first, second, third = field[:, 0:4], field[:, 4:8], field[:, 8:12]
+
+    def both(low_half: U8, nibble: U8) -> U8:
+        return np.concatenate([low_half & np.uint8(63), nibble | (low_half >> np.uint8(6) << np.uint8(4))], axis=1)
+
+    return both(first, third & np.uint8(15)), both(second, third >> np.uint8(4))
+
+
+def _put_six_bit_pairs(field: U8, scales: U8, mins: U8) -> None:
+    field[:, 0:4] = scales[:, :4] | (scales[:, 4:] >> np.uint8(4) << np.uint8(6))
+    field[:, 4:8] = mins[:, :4] | (mins[:, 4:] >> np.uint8(4) << np.uint8(6))
+    field[:, 8:12] = (scales[:, 4:] & np.uint8(15)) | (mins[:, 4:] << np.uint8(4))
+
+
+def _six_bit_scales(field: U8) -> U8:
+    """Q3_K: [n, 12] -> [n, 16], 32 not yet subtracted."""
+    low: U8 = np.concatenate([field[:, :8] & np.uint8(15), field[:, :8] >> np.uint8(4)], axis=1)
+    return low | (_shifted(field[:, 8:], 4, (0, 2, 4, 6), 3) << np.uint8(4))
+
+
+def _put_six_bit_scales(field: U8, scales: U8) -> None:
+    field[:, :8] = (scales[:, :8] & np.uint8(15)) | (scales[:, 8:] << np.uint8(4))
+    _put_shifted(field[:, 8:], scales >> np.uint8(4), 4, (0, 2, 4, 6))
+
+
+# Device form of the scales.
+
+_NIBBLES = np.uint32(0x0F0F0F0F)
+_PAIR_TOPS = ((4, 2), (3, 2))  # nibble of pair j from byte j & 3, half j >> 2, to nibble j
+_LOW_NIBBLES = ((5, 2), (4, 2), (3, 2))  # nibble of scale s from byte s & 7, half s >> 3, to nibble s
+_TOP_PAIRS = ((4, 2), (3, 1))  # bits of scale 4c + a from byte a, field c, to field 4c + a
+
+
+def _head_to_device(src: U8, dst: U8) -> None:
+    w = src.view(np.uint32).T.copy()
+    out = dst.view(np.uint32)
+    scales, mins = w[1], w[2]
+    out[:, 0] = w[0]
+    out[:, 1] = (scales & _NIBBLES) | ((mins & _NIBBLES) << np.uint32(4))
+    out[:, 2] = w[3]
+    tops = (scales >> np.uint32(4)) & np.uint32(0x03030303)
+    tops |= (mins >> np.uint32(2)) & np.uint32(0x0C0C0C0C)
+    tops |= (scales >> np.uint32(2)) & np.uint32(0x30303030)
+    tops |= mins & np.uint32(0xC0C0C0C0)
+    swap_digit_pairs(tops, _PAIR_TOPS)
+    out[:, 3] = tops
+
+
+def _head_to_file(src: U8, dst: U8) -> None:
+    w = src.view(np.uint32).T.copy()
+    out = dst.view(np.uint32)
+    tops = w[3].copy()
+    swap_digit_pairs(tops, _PAIR_TOPS[::-1])
+    out[:, 0] = w[0]
+    scale_tops = ((tops & np.uint32(0x03030303)) << np.uint32(4)) | ((tops & np.uint32(0x30303030)) << np.uint32(2))
+    out[:, 1] = (w[1] & _NIBBLES) | scale_tops
+    min_tops = ((tops & np.uint32(0x0C0C0C0C)) << np.uint32(2)) | (tops & np.uint32(0xC0C0C0C0))
+    out[:, 2] = ((w[1] >> np.uint32(4)) & _NIBBLES) | min_tops
+    out[:, 3] = w[2]
+
+
+_HEAD = Rearrange(_head_to_device, _head_to_file)
+
+
+def _scales12(src: U8, dst: U8, low_steps: tuple[tuple[int, int], ...], top_steps: tuple[tuple[int, int], ...]) -> None:
+    low = src[:, :8].copy().view(np.uint64)
+    swap_digit_pairs(low, low_steps)
+    dst[:, :8].view(np.uint64)[...] = low
+    top = src[:, 8:].copy().view(np.uint32)
+    swap_digit_pairs(top, top_steps)
+    dst[:, 8:].view(np.uint32)[...] = top
+
+
+_SCALES12 = Rearrange(
+    lambda src, dst: _scales12(src, dst, _LOW_NIBBLES, _TOP_PAIRS),
+    lambda src, dst: _scales12(src, dst, _LOW_NIBBLES[::-1], _TOP_PAIRS[::-1]),
+)
+
+
+class _Q2K(Codec):
+    block = packed(("scales", 16), ("qs", 64), ("dm", 4))
+    type = QuantType("Q2_K", 10, SUPER, block.itemsize, (Plane("qs", 8), Plane("scales", 2), Plane("dm", 4, SUPER)))
+    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": CRUMBS}
+
+    def decode(self, blocks: U8) -> F32:
+        b = self.fields(blocks)
+        dm = half(b["dm"])
+        scales = dm[:, :1] * (b["scales"] & np.uint8(15)).astype(np.float32)
+        mins = dm[:, 1:] * (b["scales"] >> np.uint8(4)).astype(np.float32)
+        weight = _by_group(scales, crumbs(b["qs"]).astype(np.float32))
+        weight -= np.repeat(mins, 16, axis=1)
+        return weight
+
+    def encode(self, x: F32, weights: Weights) -> U8:
+        xv = value_major(x, 16)
+        d, dmin, s, m = search.two_level_affine(xv, value_major(weights, 16), 3, [0.1 * i for i in range(-9, 10)], 15)
+        q = search.integers(0, 3)((xv + dmin * m) * search.reciprocal(d * s))
+        blocks = np.empty((len(x), self.type.block_bytes), np.uint8)
+        b = self.fields(blocks)
+        put_half(b["dm"], np.stack([d, dmin], axis=1))
+        b["scales"] = s.T.astype(np.uint8) | (m.T.astype(np.uint8) << np.uint8(4))
+        put_crumbs(b["qs"], block_major(q))
+        return blocks
+
+    def randomize(self, blocks: U8, scale: float) -> None:
+        _random_pair(self.fields(blocks)["dm"], scale / 60, mean_q=1.5)
+
+
+def _random_pair(dm: U8, d: float, mean_q: float) -> None:
+    """d and dmin such that the weights' mean is about zero: scales and mins are spread alike."""
+    random_half(dm[:, :2], d)
+    random_half(dm[:, 2:], d * mean_q)
+
+
+class _Q3K(Codec):
+    block = packed(("qh", 32), ("qs", 64), ("scales", 12), ("d", 2))
+    type = QuantType(
+        "Q3_K", 11, SUPER, block.itemsize, (Plane("qs", 8), Plane("qh", 4), Plane("scales", 12, SUPER), Plane("d", 2, SUPER))
+    )
+    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": CRUMBS, "qh": BIT_SQUARE, "scales": _SCALES12}
+
+    def decode(self, blocks: U8) -> F32:
+        b = self.fields(blocks)
+        scales = half(b["d"]) * (_six_bit_scales(b["scales"]).astype(np.int8) - np.int8(32)).astype(np.float32)
+        q = crumbs(b["qs"]) | (_shifted(b["qh"], 32, tuple(range(8)), 1) << np.uint8(2))
+        return _by_group(scales, (q.astype(np.int8) - np.int8(4)).astype(np.float32))
+
+    def encode(self, x: F32, weights: Weights) -> U8:
+        xv = value_major(x, 16)
+        nearest = search.integers(-4, 3)
+        targets = [-4 + 0.1 * i for i in range(-9, 20)]
+        d, s = search.two_level_scale(xv, value_major(weights, 16), nearest, targets, (-32, 31))
+        q = block_major(nearest(xv * search.reciprocal(d * s)) + 4)
+        blocks = np.empty((len(x), self.type.block_bytes), np.uint8)
+        b = self.fields(blocks)
+        put_half(b["d"], d)
+        _put_six_bit_scales(b["scales"], (s.T + 32).astype(np.uint8))
+        put_crumbs(b["qs"], q & np.uint8(3))
+        _put_shifted(b["qh"], q >> np.uint8(2), 32, tuple(range(8)))
+        return blocks
+
+    def randomize(self, blocks: U8, scale: float) -> None:
+        random_half(self.fields(blocks)["d"], scale / 128, signed=True)
+
+
+class _Q45K(Codec):
+    """Q4_K and Q5_K: Q5_K only adds the plane of fifth bits."""
+
+    def __init__(self, name: str, ggml_id: int, bits: int) -> None:
+        high = [("qh", 32)] if bits == 5 else []
+        self.block = packed(("head", 16), *high, ("qs", 128))
+        planes = [Plane("qs", 16), *(Plane("qh", 4) for _ in high), Plane("head", 16, SUPER)]
+        self.type = QuantType(name, ggml_id, SUPER, self.block.itemsize, tuple(planes))
+        self.bits = bits
+
+    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": NIBBLE_CHUNKS, "qh": BIT_SQUARE, "head": _HEAD}
+
+    def decode(self, blocks: U8) -> F32:
+        b = self.fields(blocks)
+        dm = half(b["head"][:, :4])
+        s, m = _six_bit_pairs(b["head"][:, 4:])
+        q = _shifted(b["qs"], 32, (0, 4), 15)
+        if self.bits == 5:
+            q |= _shifted(b["qh"], 32, tuple(range(8)), 1) << np.uint8(4)
+        weight = _by_group(dm[:, :1] * s.astype(np.float32), q.astype(np.float32))
+        weight -= np.repeat(dm[:, 1:] * m.astype(np.float32), 32, axis=1)
+        return weight
+
+    def encode(self, x: F32, weights: Weights) -> U8:
+        xv = value_major(x, 32)
+        top = (1 << self.bits) - 1
+        d, dmin, s, m = search.two_level_affine(xv, value_major(weights, 32), top, [0.1 * i for i in range(-15, 10)], 63)
+        q = block_major(search.integers(0, top)((xv + dmin * m) * search.reciprocal(d * s)))
+        blocks = np.empty((len(x), self.type.block_bytes), np.uint8)
+        b = self.fields(blocks)
+        put_half(b["head"][:, :4], np.stack([d, dmin], axis=1))
+        _put_six_bit_pairs(b["head"][:, 4:], s.T.astype(np.uint8), m.T.astype(np.uint8))
+        _put_shifted(b["qs"], q & np.uint8(15), 32, (0, 4))
+        if self.bits == 5:
+            _put_shifted(b["qh"], q >> np.uint8(4), 32, tuple(range(8)))
+        return blocks
+
+    def randomize(self, blocks: U8, scale: float) -> None:
+        mean_q = ((1 << self.bits) - 1) / 2
+        _random_pair(self.fields(blocks)["head"][:, :4], scale / (mean_q * 63), mean_q)
+
+
+class _Q6K(Codec):
+    block = packed(("qs", 128), ("qh", 64), ("scales", 16), ("d", 2))
+    type = QuantType(
+        "Q6_K", 14, SUPER, block.itemsize, (Plane("qs", 16), Plane("qh", 8), Plane("scales", 2), Plane("d", 2, SUPER))
+    )
+    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": Q6_NIBBLES, "qh": CRUMBS}
+
+    def decode(self, blocks: U8) -> F32:
+        b = self.fields(blocks)
+        scales = half(b["d"]) * b["scales"].view(np.int8).astype(np.float32)
+        q = _shifted(b["qs"], 64, (0, 4), 15) | (crumbs(b["qh"]) << np.uint8(4))
+        return _by_group(scales, (q.astype(np.int8) - np.int8(32)).astype(np.float32))
+
+    def encode(self, x: F32, weights: Weights) -> U8:
+        xv = value_major(x, 16)
+        nearest = search.integers(-32, 31)
+        targets = [-32 + 0.2 * i for i in range(-9, 10)]
+        d, s = search.two_level_scale(xv, value_major(weights, 16), nearest, targets, (-128, 127))
+        q = block_major(nearest(xv * search.reciprocal(d * s)) + 32)
+        blocks = np.empty((len(x), self.type.block_bytes), np.uint8)
+        b = self.fields(blocks)
+        put_half(b["d"], d)
+        b["scales"] = s.T.astype(np.int8).view(np.uint8)
+        _put_shifted(b["qs"], q & np.uint8(15), 64, (0, 4))
+        put_crumbs(b["qh"], q >> np.uint8(4))
+        return blocks
+
+    def randomize(self, blocks: U8, scale: float) -> None:
+        random_half(self.fields(blocks)["d"], scale / 4096, signed=True)
+
+
+CODECS: tuple[Codec, ...] = (_Q2K(), _Q3K(), _Q45K("Q4_K", 12, bits=4), _Q45K("Q5_K", 13, bits=5), _Q6K())

@@ -1,0 +1,78 @@
+"""Microscaling formats: 4-bit floats (E2M1) under a shared 8-bit scale.
+
+    MXFP4  e, an exponent | qs 16 bytes: value j low, j + 16 high      weight = 2^(e - 128) level(q)
+
+Levels are twice the E2M1 values, which makes them integers; hence 128 where the exponent's bias is 127.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from vkback.quants.codec import F32, U8, Codec, Weights, packed
+from vkback.quants.legacy import nibbles, put_nibbles
+from vkback.quants.types import Plane, QuantType
+
+MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
+E2M1_DOUBLED = np.array([*MAGNITUDES, *(-m for m in MAGNITUDES)], np.float32)
+_MIDDLES = np.array([(a + b) / 2 for a, b in pairwise(MAGNITUDES)], np.float32)
+
+
+def half_power(e: U8) -> F32:
+    """2^(e - 128). For e = 0 and 1 that is below the normal range of a float: a single fraction bit."""
+    exponent = e.astype(np.uint32)
+    bits = np.where(e < 2, np.uint32(0x00200000) << exponent, (exponent - np.uint32(1)) << np.uint32(23))
+    return bits.view(np.float32)
+
+
+def nearest_e2m1(x: F32, unit: F32) -> U8:
+    """Codes of the levels nearest to x / unit; halfway goes to the smaller magnitude. unit is a power of two, so that x / unit is exact."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        magnitude = np.abs(x) / unit
+    code = np.zeros(x.shape, np.uint8)
+    for middle in _MIDDLES:
+        code += magnitude > middle
+    code[(code > 0) & (x < 0)] += np.uint8(8)
+    return code
+
+
+class _MXFP4(Codec):
+    block = packed(("e", 1), ("qs", 16))
+    type = QuantType("MXFP4", 39, 32, block.itemsize, (Plane("qs", 16), Plane("e", 1)))
+
+    def decode(self, blocks: U8) -> F32:
+        return half_power(blocks[:, :1]) * E2M1_DOUBLED[nibbles(blocks[:, 1:])]
+
+    def encode(self, x: F32, weights: Weights) -> U8:
+        """Without weights by the rule of the OCP specification (the largest magnitude decides the exponent); with weights also one more."""
+        amax = np.abs(x).max(axis=1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            exponent = np.floor(np.log2(amax)) + np.float32(127 - 2)
+        e = np.clip(np.where(amax > 0, exponent, 0), 0, 254).astype(np.uint8)
+        code = nearest_e2m1(x, half_power(e))
+        if weights is not None:
+            above = np.minimum(e, np.uint8(253)) + np.uint8(1)
+            code_above = nearest_e2m1(x, half_power(above))
+
+            def error(e: U8, code: U8) -> F32:
+                off: F32 = half_power(e) * E2M1_DOUBLED[code] - x
+                total: F32 = (off * off * weights).sum(axis=1, keepdims=True)
+                return total
+
+            better = error(above, code_above) < error(e, code)
+            e, code = np.where(better, above, e), np.where(better, code_above, code)
+        blocks = np.empty((len(x), self.type.block_bytes), np.uint8)
+        blocks[:, :1] = e
+        put_nibbles(blocks[:, 1:], code)
+        return blocks
+
+    def randomize(self, blocks: U8, scale: float) -> None:
+        # The random byte decides between two neighbouring exponents, so that any scale is met on average.
+        whole, part = divmod(float(np.log2(scale / 8)) + 128, 1)
+        e = blocks[:, 0]
+        e[...] = (e < int(part * 256)) + np.uint8(np.clip(whole, 0, 253))
+
+
+CODECS: tuple[Codec, ...] = (_MXFP4(),)

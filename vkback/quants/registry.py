@@ -1,0 +1,114 @@
+"""All types by name, and decode, encode and random blocks of any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.quants import floats, iq, k_quants, legacy, mx
+from vkback.quants.codec import F32, U8, Codec
+from vkback.quants.types import QuantShapeError, QuantType, UnknownQuant
+
+_CODECS: dict[str, Codec] = {c.type.name: c for family in (floats, legacy, k_quants, iq, mx) for c in family.CODECS}
+
+QUANTS: dict[str, QuantType] = {name: c.type for name, c in _CODECS.items()}
+"""Every known type by its GGUF name."""
+
+_CHUNK_VALUES = 1 << 15
+"""Weights handled at once: temporaries of a few times 128 KiB stay in a second-level cache."""
+
+
+def codec(name: str) -> Codec:
+    found = _CODECS.get(name)
+    if found is None:
+        raise UnknownQuant(f"[quants] unknown type {name!r}; known: {', '.join(_CODECS)}")
+    return found
+
+
+def quant(name: str) -> QuantType:
+    """The type called `name`. Raises UnknownQuant."""
+    return codec(name).type
+
+
+def row_bytes(name: str, k: int, tensor: str = "") -> int:
+    """Bytes of a row of k weights in the file. Raises QuantShapeError, naming `tensor`, when k does not divide into blocks."""
+    return quant(name).row_bytes(k, tensor)
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def decode(name: str, raw: npt.NDArray[np.uint8]) -> F32:
+    """Blocks of the file, uint8 [..., row_bytes], as float32 [..., k], bit for bit as ggml computes them."""
+    c = codec(name)
+    t = c.type
+    if raw.dtype != np.uint8 or raw.ndim == 0 or raw.shape[-1] % t.block_bytes:
+        raise QuantShapeError(
+            f"[quants] {name} takes uint8 rows of whole blocks ({t.block_bytes} bytes), got {raw.dtype} {list(raw.shape)}"
+        )
+    blocks = np.ascontiguousarray(raw).reshape(-1, t.block_bytes)
+    out = np.empty((len(blocks), t.block_values), np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):  # any bytes are valid, also scales of inf and nan
+        for part in _chunks(len(blocks), max(1, _CHUNK_VALUES // t.block_values)):
+            out[part] = c.decode(blocks[part])
+    return out.reshape(*raw.shape[:-1], raw.shape[-1] // t.block_bytes * t.block_values)
+
+
+def encode(name: str, x: npt.NDArray[np.float32], importance: npt.NDArray[np.float32] | None = None) -> U8:
+    """float32 [rows, k] -> blocks of the file, uint8 [rows, row_bytes].
+
+    importance  weights > 0 of the squared error, [k] or [rows, k]; None weighs all alike. Floats and Q8 ignore it.
+    Raises QuantShapeError when k does not divide into blocks. Values must be finite.
+    """
+    c = codec(name)
+    t = c.type
+    if x.dtype != np.float32 or x.ndim != 2:
+        raise QuantShapeError(f"[quants] {name} encodes float32 [rows, k], got {x.dtype} {list(x.shape)}")
+    width = t.row_bytes(x.shape[1])
+    values = np.ascontiguousarray(x).reshape(-1, t.block_values)
+    weights = None
+    if importance is not None:
+        weights = np.ascontiguousarray(np.broadcast_to(importance.astype(np.float32), x.shape)).reshape(-1, t.block_values)
+    out = np.empty((len(values), t.block_bytes), np.uint8)
+    for part in _chunks(len(values), max(1, _CHUNK_VALUES // t.block_values)):
+        out[part] = c.encode(values[part], None if weights is None else weights[part])
+    return out.reshape(len(x), width)
+
+
+def _random_chunk(c: Codec, rng: np.random.Generator, blocks: U8, scale: float) -> None:
+    nbytes = blocks.size
+    words = rng.integers(0, 1 << 64, -(-nbytes // 8), dtype=np.uint64)
+    blocks.reshape(-1)[...] = words.view(np.uint8)[:nbytes]
+    c.randomize(blocks, scale)
+
+
+@cache
+def _random_scale(name: str, std: float) -> float:
+    """The scale for `randomize` that gives weights of standard deviation `std`: measured, since it is nearly proportional."""
+    c = codec(name)
+    rng = np.random.default_rng(0)
+    blocks = np.empty((1 + (1 << 18) // c.type.block_values, c.type.block_bytes), np.uint8)
+    scale = std
+    for _ in range(3):
+        _random_chunk(c, rng, blocks, scale)
+        scale *= std / float(c.decode(blocks).std())
+    return scale
+
+
+def random_blocks(name: str, rows: int, k: int, rng: np.random.Generator, std: float = 0.02) -> U8:
+    """Random weights made as blocks, uint8 [rows, row_bytes]: finite, mean about 0, standard deviation about `std`.
+
+    Every bit pattern of the quants occurs; super-scales vary by half. Meant for models of real size without real weights.
+    """
+    c = codec(name)
+    width = c.type.row_bytes(k)
+    scale = _random_scale(name, std)
+    out = np.empty((rows * (width // c.type.block_bytes), c.type.block_bytes), np.uint8)
+    for part in _chunks(len(out), max(1, 8 * _CHUNK_VALUES // c.type.block_values)):
+        _random_chunk(c, rng, out[part], scale)
+    return out.reshape(rows, width)
