@@ -1,6 +1,6 @@
 // Where a unit of 32 activations comes from.
 //   PROLOGUE 0: from memory, F32 or Q8_1 as it lies there
-//   PROLOGUE 1: F32 x is quantized by every workgroup into shared memory (one token)
+//   PROLOGUE 1: one token's F32 x, brought into shared memory by every workgroup, quantized for the integer path
 //   PROLOGUE 2: as 1, after RMS norm and its weight
 
 #if PATH_INT
@@ -10,6 +10,7 @@ struct Act { vec4 x[8]; };
 #endif
 
 #if PROLOGUE
+#if PATH_INT
 shared uvec4 act_lo[K_UNITS];
 shared uvec4 act_hi[K_UNITS];
 shared uvec2 act_ds[K_UNITS];
@@ -20,7 +21,32 @@ float eighth_max(float v) {
     return max(v, subgroupShuffleXor(v, 4));
 }
 
-// Eight neighbouring threads share a unit, four values each. VALUES4 vec4 a thread stay in registers between norm and quantization.
+// Eight neighbouring threads share a unit; this one brings its values 4(i & 7)..+3.
+void keep(uint i, vec4 v) {
+    const vec4 a = abs(v);
+    const float d = eighth_max(max(max(a.x, a.y), max(a.z, a.w))) / 127.0;
+    const ivec4 q = ivec4(roundEven(v * (d > 0.0 ? 1.0 / d : 0.0)));
+    int sum = q.x + q.y + q.z + q.w;
+    sum += subgroupShuffleXor(sum, 1);
+    sum += subgroupShuffleXor(sum, 2);
+    const int other = subgroupShuffleXor(sum, 4);
+    if (i >= K_UNITS * 8) return;
+    const uint word = (uint(q.x) & 0xffu) | ((uint(q.y) & 0xffu) << 8) | ((uint(q.z) & 0xffu) << 16) | (uint(q.w) << 24);
+    const uint unit = i >> 3;
+    if ((i & 4u) == 0u) act_lo[unit][i & 3u] = word;
+    else act_hi[unit][i & 3u] = word;
+    if ((i & 7u) == 0u) act_ds[unit] = uvec2(floatBitsToUint(d), packHalf2x16(vec2(sum, other)));
+}
+#else
+// Value group i & 7 of every unit lies together, so that lanes with neighbouring units read neighbouring words.
+shared vec4 act_x[8][K_UNITS];
+
+void keep(uint i, vec4 v) {
+    if (i < K_UNITS * 8) act_x[i & 7u][i >> 3] = v;
+}
+#endif
+
+// VALUES4 vec4 a thread stay in registers between norm and quantization.
 void prologue(uint tid) {
     vec4 v[VALUES4];
     for (int j = 0; j < VALUES4; j++) {
@@ -36,23 +62,7 @@ void prologue(uint tid) {
         if (i < K_UNITS * 8) v[j] *= scale * norm4[i];
     }
 #endif
-    for (int j = 0; j < VALUES4; j++) {
-        const uint i = tid + uint(j * WG);
-        const vec4 a = abs(v[j]);
-        const float d = eighth_max(max(max(a.x, a.y), max(a.z, a.w))) / 127.0;
-        const ivec4 q = ivec4(roundEven(v[j] * (d > 0.0 ? 1.0 / d : 0.0)));
-        int sum = q.x + q.y + q.z + q.w;
-        sum += subgroupShuffleXor(sum, 1);
-        sum += subgroupShuffleXor(sum, 2);
-        const int other = subgroupShuffleXor(sum, 4);
-        if (i < K_UNITS * 8) {
-            const uint word = (uint(q.x) & 0xffu) | ((uint(q.y) & 0xffu) << 8) | ((uint(q.z) & 0xffu) << 16) | (uint(q.w) << 24);
-            const uint unit = i >> 3;
-            if ((i & 4u) == 0u) act_lo[unit][i & 3u] = word;
-            else act_hi[unit][i & 3u] = word;
-            if ((i & 7u) == 0u) act_ds[unit] = uvec2(floatBitsToUint(d), packHalf2x16(vec2(sum, other)));
-        }
-    }
+    for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), v[j]);
     barrier();
 }
 #endif
@@ -74,6 +84,8 @@ Act act_load(uint row, uint unit) {
     }
     a.d = uintBitsToFloat(ds.x);
     a.sum = a.d * unpackHalf2x16(ds.y);
+#elif PROLOGUE
+    for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit];
 #elif X_TYPE == X_Q8_1
     const uint base = row * p.x_stride;
     const uvec4 lo = x4[base + unit], hi = x4[base + p.w.units + unit];

@@ -43,6 +43,7 @@ from vkback.ops.base import (
     register,
     shards,
 )
+from vkback.ops.quantize import quantize_dispatch
 from vkback.shader import Variant
 
 MAX_COLUMNS = 16
@@ -90,7 +91,7 @@ def subgroup_for(ctx: LowerContext) -> tuple[int, int | None]:
     caps = ctx.caps
     if "shuffle" not in caps.subgroup_ops:
         return 1, None
-    if caps.required_size_in_compute:
+    if caps.subgroup_required_size:
         return caps.subgroup_size, caps.subgroup_size
     if caps.subgroup_min == caps.subgroup_max:
         return caps.subgroup_size, None
@@ -132,6 +133,21 @@ def legal_shape(choice: Choice, *, glu: bool, q8_out: bool, ctx: LowerContext) -
     return Shape(wg, lanes, rows)
 
 
+def prologue_problem(k: int, n: int, path: str, ctx: LowerContext) -> str:
+    """Why x [n, k] cannot be brought into shared memory by every workgroup; "" when it can."""
+    need = k // 32 * 40 if path == "int" else 4 * k
+    subgroup, _ = subgroup_for(ctx)
+    if n > 1:
+        return f"it takes one token, got {n}"
+    if k % 32:
+        return f"k = {k} is not a multiple of 32"
+    if need + 2048 > ctx.caps.max_shared_memory:
+        return f"k = {k} needs {need} bytes of shared memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}"
+    if path == "int" and subgroup < 8:
+        return f"quantizing needs shuffles over 8 lanes, {ctx.caps.name} offers {subgroup}"
+    return ""
+
+
 @register
 class MatVec(Op):
     """The fused form; see the module's text."""
@@ -170,19 +186,15 @@ class MatVec(Op):
         path, why = path_for(w.type, m, k, n, ids, ctx)
         before: list[Dispatch] = []
         prologue = 0
-        if path == "int" and x.type == "F32":
-            if "norm" in by or node.params.get("quantize_in_prologue"):
-                if n > 1:
-                    raise PlanError(f"[mat_vec] {node.name}: the prologue takes one token, got {n}; quantize x in a node of its own")
-                prologue = 2 if "norm" in by else 1
-            else:
-                from vkback.ops.quantize import quantize_dispatch
-
-                x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", x.shape)
-                before = quantize_dispatch(x, x8, ctx)
-                x = x8
-        elif "norm" in by:
-            raise PlanError(f"[mat_vec] {node.name}: a norm in the prologue needs the integer path, which is off ({why})")
+        if "norm" in by or node.params.get("quantize_in_prologue"):
+            problem = prologue_problem(k, n, path, ctx)
+            if problem:
+                raise PlanError(f"[mat_vec] {node.name}: x cannot be normed in the prologue: {problem}; give the norm a node of its own")
+            prologue = 2 if "norm" in by else 1
+        elif path == "int" and x.type == "F32":
+            x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", x.shape)
+            before = quantize_dispatch(x, x8, ctx)
+            x = x8
         q8_out = y.type == "Q8_1"
         columns = 1 if ids else min(n, MAX_COLUMNS)
         choice = ctx.tuning.pick("mat_vec", quant=w.type, path=path, m=m, k=k, n=n, ids=ids, glu=int(glu), y=y.type)
@@ -190,8 +202,6 @@ class MatVec(Op):
         subgroup, required = subgroup_for(ctx)
         if prologue:
             shape = dataclasses.replace(shape, wg=max(shape.wg, 8))
-            if subgroup < 8:
-                raise PlanError(f"[mat_vec] {node.name}: a quantizing prologue needs subgroup shuffles over 8 lanes, {ctx.caps.name} has {subgroup}")
         defines: dict[str, str | int] = {
             "QUANT_FILE": f'"quant/{w.type.lower()}.glsl"',
             "PATH_INT": int(path == "int"),

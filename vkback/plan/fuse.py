@@ -1,0 +1,365 @@
+"""Fusion: rewrites a graph's nodes into fewer, larger ones. Every fused node names an op whose reference is the chain it replaces.
+
+A pass is a function from nodes to nodes. Tensors are matched by name; a fused node stands where the last node it replaces stood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any
+
+from vkback.graph import Graph, Node, Recipe, Tensor
+from vkback.ops.base import LowerContext, declare
+from vkback.ops.mat_vec import path_for, prologue_problem
+
+declare(
+    "schedule",
+    match={"n": "number", "arch": "word"},
+    params={
+        "norm": ("prologue", "stage"),
+        "rope": ("attention", "stage"),
+        "quantize": ("producer", "stage"),
+    },
+)
+
+ROPE_PARAMS = ("mode", "n_dims", "freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow", "n_ctx_orig")
+
+Nodes = list[Node]
+
+
+class Index:
+    """Producers and consumers of the tensors of a node list."""
+
+    def __init__(self, nodes: Sequence[Node], outputs: Iterable[str] = ()) -> None:
+        self.producer: dict[str, Node] = {}
+        self.consumers: dict[str, list[Node]] = {}
+        self.outputs = frozenset(outputs)
+        for node in nodes:
+            for t in node.outputs:
+                self.producer[t.name] = node
+            for t in node.inputs:
+                self.consumers.setdefault(t.name, []).append(node)
+
+    def made_by(self, tensor: Tensor, op: str) -> Node | None:
+        """The producer of a tensor if it is this op and nobody else reads the tensor."""
+        node = self.producer.get(tensor.name)
+        if node is None or node.op != op or tensor.name in self.outputs or len(self.consumers.get(tensor.name, [])) != 1:
+            return None
+        return node
+
+
+def replace(nodes: Sequence[Node], old: Iterable[Node], new: Sequence[Node]) -> Nodes:
+    """`new` in the place of the last of `old`; the others of `old` vanish."""
+    gone = {id(n) for n in old}
+    last = max(i for i, n in enumerate(nodes) if id(n) in gone)
+    out: Nodes = []
+    for i, n in enumerate(nodes):
+        if i == last:
+            out.extend(new)
+        elif id(n) not in gone:
+            out.append(n)
+    return out
+
+
+def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
+    """Fused nodes of a graph for one device.
+
+    level  "all"; "none": only views are resolved, each op runs by itself (the form that fused runs are compared with)
+    """
+    nodes = resolve_views(graph.nodes)
+    outputs = [t.name for t in graph.outputs]
+    if level == "none":
+        return nodes
+    n = next((t.shape[0] for node in nodes for t in node.inputs if t.name == "pos"), 1)
+    choice = ctx.tuning.pick("schedule", n=n)
+    for step in (fuse_norms, fuse_attention, fuse_glu, fuse_experts, fuse_bias, fuse_residual):
+        nodes = step(nodes, outputs)
+    nodes = pack_qkv(nodes, n == 1 and choice["rope"] == "attention")
+    nodes = as_mat_vec(nodes)
+    if n == 1 and choice["norm"] == "prologue":
+        nodes = norms_into_prologue(nodes, outputs, ctx)
+    return quantize_activations(nodes, outputs, ctx, by_producer=choice["quantize"] == "producer")
+
+
+def resolve_views(nodes: Sequence[Node]) -> Nodes:
+    """A VIEW is its source under another shape: consumers get the source with the view's shape."""
+    source: dict[str, Tensor] = {}
+    out: Nodes = []
+    for node in nodes:
+        inputs = tuple(dataclasses.replace(source[t.name], shape=t.shape) if t.name in source else t for t in node.inputs)
+        if node.op == "VIEW":
+            source[node.outputs[0].name] = inputs[0]
+        else:
+            out.append(dataclasses.replace(node, inputs=inputs))
+    return out
+
+
+def _rewrite(nodes: Nodes, outputs: Iterable[str], match: Callable[[Node, Index], tuple[list[Node], Node] | None]) -> Nodes:
+    """Apply `match` (node, index) -> (nodes to replace, replacement) until nothing matches."""
+    progress = True
+    while progress:
+        progress = False
+        index = Index(nodes, outputs)
+        touched: set[int] = set()
+        for node in list(nodes):
+            found = match(node, index)
+            if found is None or any(id(n) in touched for n in found[0]):
+                continue
+            touched.update(id(n) for n in found[0])
+            nodes = replace(nodes, found[0], [found[1]])
+            progress = True
+    return nodes
+
+
+def fuse_norms(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """RMS_NORM, MUL by a weight -> RMS_NORM_MUL."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "MUL" or node.inputs[1].kind != "weight":
+            return None
+        norm = index.made_by(node.inputs[0], "RMS_NORM")
+        if norm is None:
+            return None
+        return [norm, node], Node("RMS_NORM_MUL", (*norm.inputs, node.inputs[1]), node.outputs, norm.params)
+
+    return _rewrite(nodes, outputs, match)
+
+
+def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """Q and K norms, ROPE of both, both cache stores -> QKV_ROPE_SET_ROWS, ahead of its FLASH_ATTN_EXT."""
+    index = Index(nodes, outputs)
+    for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
+        q_in, cache_k, cache_v = attention.inputs[:3]
+        stores = {n.outputs[0].name: n for n in nodes if n.op == "SET_ROWS" and n.outputs[0].name in (cache_k.name, cache_v.name)}
+        rope_q = index.made_by(q_in, "ROPE")
+        if rope_q is None or len(stores) != 2:
+            continue
+        store_k, store_v = stores[cache_k.name], stores[cache_v.name]
+        rope_k = index.made_by(store_k.inputs[0], "ROPE")
+        if rope_k is None or rope_k.params != rope_q.params:
+            continue
+        gone = [rope_q, rope_k, store_k, store_v]
+        q, k, v = rope_q.inputs[0], rope_k.inputs[0], store_v.inputs[0]
+        norms = index.made_by(q, "RMS_NORM_MUL"), index.made_by(k, "RMS_NORM_MUL")
+        extra: tuple[Tensor, ...] = ()
+        params: dict[str, Any] = dict(rope_q.params)
+        if norms[0] is not None and norms[1] is not None:
+            gone += [norms[0], norms[1]]
+            q, k = norms[0].inputs[0], norms[1].inputs[0]
+            extra = (norms[0].inputs[1], norms[1].inputs[1])
+            params["eps"] = norms[0].params["eps"]
+        params |= {"has_norm": bool(extra), "has_ff": len(rope_q.inputs) > 2, "packed": False}
+        shape = dict(q=(*q_in.shape,), k=store_k.inputs[0].shape)
+        q = dataclasses.replace(q, shape=shape["q"])
+        k, v = dataclasses.replace(k, shape=shape["k"]), dataclasses.replace(v, shape=shape["k"])
+        fused = Node(
+            "QKV_ROPE_SET_ROWS",
+            (q, k, v, rope_q.inputs[1], cache_k, cache_v, *extra, *rope_q.inputs[2:]),
+            (q_in, cache_k, cache_v),
+            params,
+        )
+        nodes = replace(nodes, gone, [fused])
+        index = Index(nodes, outputs)
+    return nodes
+
+
+def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """SWIGLU of two products of the same x -> one product with gate and up rows in turn."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "SWIGLU":
+            return None
+        for op, at in (("MUL_MAT", 1), ("MUL_MAT_ID", 1)):
+            gate, up = index.made_by(node.inputs[0], op), index.made_by(node.inputs[1], op)
+            if gate is None or up is None or gate is up:
+                continue
+            wg, wu = gate.inputs[0], up.inputs[0]
+            if [t.name for t in gate.inputs[at:]] != [t.name for t in up.inputs[at:]] or wg.type != wu.type or wg.shape != wu.shape:
+                return None
+            weight = combine("interleave", (wg, wu))
+            roles = ("w", "x") if op == "MUL_MAT" else ("w", "x", "ids")
+            return [gate, up, node], Node("MAT_VEC", (weight, *gate.inputs[at:]), node.outputs, {"roles": roles, "glu": True})
+        return None
+
+    return _rewrite(nodes, outputs, match)
+
+
+def fuse_experts(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """MOE_REDUCE of a MUL_MAT_ID -> the product summed over its experts."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "MOE_REDUCE" or len(node.inputs) != 2:
+            return None
+        product = index.made_by(node.inputs[0], "MUL_MAT_ID")
+        if product is None:
+            return None
+        return [product, node], Node(
+            "MAT_VEC", (*product.inputs, node.inputs[1]), node.outputs, {"roles": ("w", "x", "ids", "expert_weights")}
+        )
+
+    return _rewrite(nodes, outputs, match)
+
+
+def fuse_bias(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """ADD of a 1-D weight to a product."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "ADD" or node.inputs[1].kind != "weight":
+            return None
+        product = index.made_by(node.inputs[0], "MUL_MAT")
+        if product is None:
+            return None
+        out = dataclasses.replace(node.outputs[0], shape=product.outputs[0].shape)
+        return [product, node], Node("MAT_VEC", (*product.inputs, node.inputs[1]), (out,), {"roles": ("w", "x", "bias")})
+
+    return _rewrite(nodes, outputs, match)
+
+
+def fuse_residual(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """ADD of a same-shaped activation to a product (bias and expert sum included)."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "ADD" or node.inputs[1].kind == "weight":
+            return None
+        for mine, other in (node.inputs, node.inputs[::-1]):
+            product = index.made_by(mine, "MUL_MAT") or index.made_by(mine, "MAT_VEC")
+            if product is None or product.params.get("glu") or prod(mine.shape) != prod(other.shape):
+                continue
+            roles = product.params.get("roles", ("w", "x"))
+            by = dict(zip(roles, product.inputs, strict=True)) | {"residual": other}
+            order = [r for r in ("w", "x", "norm", "bias", "residual", "ids", "expert_weights") if r in by]
+            if "ids" in by and "expert_weights" not in by:
+                return None
+            return [product, node], Node("MAT_VEC", tuple(by[r] for r in order), node.outputs, {**product.params, "roles": tuple(order)})
+        return None
+
+    return _rewrite(nodes, outputs, match)
+
+
+def combine(how: str, weights: Sequence[Tensor]) -> Tensor:
+    """Several weights as one: rows stacked ("concat") or in turn ("interleave")."""
+    sources = tuple(s for w in weights for s in (w.recipe.sources if w.recipe else (w.name,)))
+    if len(weights) == 1:
+        return weights[0]
+    first = weights[0]
+    axis = max(len(first.shape) - 2, 0)
+    rows = sum(w.shape[axis] for w in weights)
+    shape = (*first.shape[:axis], rows, *first.shape[axis + 1 :])
+    return Tensor("+".join(w.name for w in weights), first.type, shape, "weight", Recipe("concat" if how == "concat" else "interleave", sources))
+
+
+def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
+    """The three products of attention write one packed tensor [n, q + k + v rows]; neighbours of one type become one product.
+
+    into_attention  rope and cache store move into the attention kernel (ATTN_DECODE, one token)
+    """
+    for fused in [n for n in nodes if n.op == "QKV_ROPE_SET_ROWS"]:
+        index = Index(nodes)
+        products = [index.producer.get(t.name) for t in fused.inputs[:3]]
+        if any(p is None or p.op not in ("MUL_MAT", "MAT_VEC") or len(index.consumers[p.name]) != 1 for p in products):
+            continue
+        made = [p for p in products if p is not None]
+        if len({p.inputs[1].name for p in made}) != 1:
+            continue
+        n, heads, head_dim = fused.inputs[0].shape
+        kv_heads = fused.inputs[1].shape[1]
+        rows = [p.inputs[0].shape[0] for p in made]
+        packed = Tensor(f"{fused.outputs[0].name}.qkv", "F32", (n, sum(rows)))
+        parts: list[Node] = []
+        for run in _runs(made):
+            weights = [p.inputs[0] for p in run]
+            biases = [p.inputs[2] for p in run if len(p.inputs) > 2]
+            row0 = sum(rows[: made.index(run[0])])
+            inputs = (combine("concat", weights), run[0].inputs[1], *((combine("concat", biases),) if biases else ()))
+            roles = ("w", "x", *(("bias",) if biases else ()))
+            parts.append(Node("MAT_VEC", inputs, (packed,), {"roles": roles, "row0": row0, "rows_total": sum(rows)}))
+        params = {**fused.params, "packed": True, "n_head": heads, "n_head_kv": kv_heads, "head_dim": head_dim}
+        attention = next(a for a in index.consumers[fused.outputs[0].name] if a.op == "FLASH_ATTN_EXT")
+        tail: list[Node]
+        if into_attention:
+            params.pop("packed")
+            tail = [Node("ATTN_DECODE", (packed, *fused.inputs[3:]), (attention.outputs[0], *fused.outputs[1:]), params | attention.params)]
+            nodes = replace(nodes, [*made, fused, attention], [*parts, *tail])
+        else:
+            nodes = replace(nodes, [*made, fused], [*parts, Node(fused.op, (packed, *fused.inputs[3:]), fused.outputs, params)])
+    return nodes
+
+
+def _runs(products: Sequence[Node]) -> list[list[Node]]:
+    """Neighbours whose weights have one type and which agree on having a bias."""
+    runs: list[list[Node]] = []
+    for p in products:
+        if runs and runs[-1][0].inputs[0].type == p.inputs[0].type and len(runs[-1][0].inputs) == len(p.inputs):
+            runs[-1].append(p)
+        else:
+            runs.append([p])
+    return runs
+
+
+def as_mat_vec(nodes: Nodes) -> Nodes:
+    """Every remaining product in its fused form, so that the passes after this one see one op."""
+    roles = {"MUL_MAT": ("w", "x"), "MUL_MAT_ID": ("w", "x", "ids")}
+    return [Node("MAT_VEC", n.inputs, n.outputs, {**n.params, "roles": roles[n.op]}) if n.op in roles else n for n in nodes]
+
+
+def _x_path(node: Node, ctx: LowerContext) -> str:
+    by = dict(zip(node.params["roles"], node.inputs, strict=True))
+    w = by["w"]
+    ids = 0 if "ids" not in by else 2 if "expert_weights" in by else 1
+    return path_for(w.type, w.shape[-2], w.shape[-1], by["x"].shape[0], ids, ctx)[0]
+
+
+def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """RMS_NORM_MUL read only by products: each product norms x itself, which costs no stage."""
+    index = Index(nodes, outputs)
+    for norm in [n for n in nodes if n.op == "RMS_NORM_MUL"]:
+        readers = index.consumers.get(norm.name, [])
+        if norm.name in index.outputs or not readers or any(r.op != "MAT_VEC" or r.inputs[1].name != norm.name for r in readers):
+            continue
+        if any(prologue_problem(norm.outputs[0].shape[-1], prod(norm.outputs[0].shape[:-1]), _x_path(r, ctx), ctx) for r in readers):
+            continue
+        nodes = [n for n in nodes if n is not norm]
+        for r in readers:
+            roles = ("w", "x", "norm", *r.params["roles"][2:])
+            inputs = (r.inputs[0], dataclasses.replace(norm.inputs[0], shape=r.inputs[1].shape), norm.inputs[1], *r.inputs[2:])
+            new = Node("MAT_VEC", inputs, r.outputs, {**r.params, "roles": roles, "eps": norm.params["eps"]})
+            nodes = [new if n is r else n for n in nodes]
+        index = Index(nodes, outputs)
+    return nodes
+
+
+QUANTIZING = frozenset({"RMS_NORM_MUL", "SWIGLU", "FLASH_ATTN_EXT", "ATTN_DECODE"})
+"""Ops that can leave their first output as Q8_1."""
+
+
+def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, by_producer: bool) -> Nodes:
+    """Give every x of an integer-dot product as Q8_1: stored so by its producer when nobody else reads it, else quantized once."""
+    index = Index(nodes, outputs)
+    out: Nodes = list(nodes)
+    for tensor in [t for n in nodes for t in n.outputs if t.type == "F32"]:
+        readers = index.consumers.get(tensor.name, [])
+        wants = [r for r in readers if r.op == "MAT_VEC" and r.inputs[1].name == tensor.name and "norm" not in r.params["roles"]
+                 and _x_path(r, ctx) == "int"]
+        if not wants:
+            continue
+        producer = index.producer[tensor.name]
+        can = producer.op in QUANTIZING or (producer.op == "MAT_VEC" and producer.params.get("glu"))
+        sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
+        if by_producer and can and sole and tensor.shape[-1] % 32 == 0:
+            out = [_retyped(n, tensor.name, tensor.name) if n is producer or n in wants else n for n in out]
+        else:
+            quantized = f"{tensor.name}.q8_1"
+            at = next(i for i, n in enumerate(out) if n is producer)
+            out.insert(at + 1, Node("QUANTIZE_Q8_1", (tensor,), (Tensor(quantized, "Q8_1", tensor.shape),)))
+            out = [_retyped(n, tensor.name, quantized) if n in wants else n for n in out]
+        index = Index(out, outputs)
+    return out
+
+
+def _retyped(node: Node, name: str, new_name: str) -> Node:
+    def swap(t: Tensor) -> Tensor:
+        return dataclasses.replace(t, name=new_name, type="Q8_1") if t.name == name else t
+
+    return dataclasses.replace(node, inputs=tuple(map(swap, node.inputs)), outputs=tuple(map(swap, node.outputs)))
