@@ -1,0 +1,144 @@
+"""vkbench: how fast a model runs, in the tables of llama-bench."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, NoReturn, cast, get_args
+
+import typer
+
+from vkback import paths
+from vkback.cli.bench_run import Feed, cpu_name, measure
+from vkback.cli.bench_tests import BenchTest, plan_tests
+from vkback.cli.shell import DeviceOption, EngineLike, device_line, load_engine, model_path, new_app, one_of, open_for_writing, run
+from vkback.report.bench_table import WRITERS, BenchResult, Writer, open_writer
+from vkback.report.build import build_info
+
+ACTS = ("auto", "f32", "q8_1")
+FEEDS = get_args(Feed)
+
+app = new_app("How fast a model runs, in the tables of llama-bench.")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that applies to every test of a run."""
+
+    repetitions: int
+    device: str | None
+    feed: Feed
+    read_rate: float | None
+    warmup: bool
+    progress: bool
+    command: str
+    build: tuple[str, int]
+
+
+@app.command()
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(metavar="TEST", help="pp512, tg128, pp512+tg128, tg128@d4096")] = None,
+    models: Annotated[list[str] | None, typer.Option("-m", "--model", help="GGUF file or built-in model; repeat for several.")] = None,
+    prompts: Annotated[list[str] | None, typer.Option("-p", "--n-prompt", help="Prompt tokens: 512, 128,256 or 64-512*2.")] = None,
+    gens: Annotated[list[str] | None, typer.Option("-n", "--n-gen", help="Generated tokens, same notation.")] = None,
+    pairs: Annotated[list[str] | None, typer.Option("-pg", help="Prompt and generation in one time: 512,128.")] = None,
+    depths: Annotated[list[str] | None, typer.Option("-d", "--n-depth", help="Tokens already in the cache, same notation.")] = None,
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
+    output: Annotated[str, typer.Option("-o", "--output", help=f"On stdout: {', '.join(WRITERS)}.")] = "md",
+    output_err: Annotated[str, typer.Option("-oe", "--output-err", help="On stderr: none or a format.")] = "none",
+    save: Annotated[Path | None, typer.Option(help="Into a file; its ending names the format.")] = None,
+    device: DeviceOption = None,
+    act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
+    feed: Annotated[str, typer.Option(help="self: generate as in use; random: random tokens one by one, as llama-bench does.")] = "self",
+    read_rate: Annotated[float | None, typer.Option(help="Measured read rate of the device in GB/s, for the column % read.")] = None,
+    warmup: Annotated[bool, typer.Option("--warmup/--no-warmup")] = True,
+    progress: Annotated[bool, typer.Option("--progress", help="Say on stderr what is being run.")] = False,
+) -> None:
+    """Measure tokens per second: mean and deviation over repetitions. Without -m, both built-in models; without a test, pp512 and tg128."""
+    tests = plan_tests(names or [], prompts or [], gens or [], pairs or [], depths or [])
+    files = [model_path(m) for m in models] if models else paths.builtin_models()
+    acts = [one_of(a, ACTS, "--act") for a in act.split(",")]
+    settings = Settings(
+        repetitions=repetitions,
+        device=device,
+        feed=cast(Feed, one_of(feed, FEEDS, "--feed")),
+        read_rate=read_rate,
+        warmup=warmup,
+        progress=progress,
+        command=shlex.join(["vkbench", *sys.argv[1:]]),
+        build=build_info(),
+    )
+    columns = ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate is not None)
+    with ExitStack() as open_files:
+        writers = [open_writer(output, sys.stdout, columns)]
+        if output_err != "none":
+            writers.append(open_writer(output_err, sys.stderr, columns))
+        if save:
+            fmt = one_of(save.suffix.lstrip("."), tuple(WRITERS), "--save ends in")
+            writers.append(open_writer(fmt, open_files.enter_context(open_for_writing(save)), columns))
+        _measure_all(files, acts, tests, settings, writers)
+
+
+def _measure_all(
+    files: Sequence[Path], acts: Sequence[str], tests: Sequence[BenchTest], settings: Settings, writers: Sequence[Writer]
+) -> None:
+    n_ctx = max(t.n_ctx for t in tests)
+    headed = False
+    for path in files:
+        for act in acts:
+            with load_engine(path, settings.device, n_ctx=n_ctx, act=act, progress=settings.progress) as engine:
+                if not headed:
+                    for writer in writers:
+                        writer.header(device_line(engine.device))
+                    headed = True
+                for test in tests:
+                    result = _measure_one(engine, test, path, act, settings)
+                    for writer in writers:
+                        writer.row(result)
+    for writer in writers:
+        writer.footer(settings.build)
+
+
+def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, settings: Settings) -> BenchResult:
+    def note(text: str) -> None:
+        if settings.progress:
+            print(f"vkbench: {path.name} {test.name}: {text}", file=sys.stderr, flush=True)
+
+    begun = datetime.now(UTC)
+    samples = measure(engine, test, settings.repetitions, warmup=settings.warmup, feed=settings.feed, note=note)
+    caps = engine.device.caps
+    return BenchResult(
+        build_commit=settings.build[0],
+        build_number=settings.build[1],
+        cpu_info=cpu_name(),
+        gpu_info=caps.name,
+        model_filename=str(path),
+        model_type=engine.description,
+        model_size=engine.size_bytes,
+        model_n_params=engine.n_params,
+        devices=settings.device or "auto",
+        n_prompt=test.n_prompt,
+        n_gen=test.n_gen,
+        n_depth=test.n_depth,
+        test_time=begun.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        samples_ns=samples,
+        driver_info=f"{caps.driver_name} {caps.driver_info}".strip(),
+        command=settings.command,
+        act=act,
+        feed=settings.feed,
+        bytes_per_token=engine.bytes_per_token,
+        read_rate_gb_s=settings.read_rate,
+    )
+
+
+def main() -> NoReturn:
+    run(app, "vkbench")
+
+
+if __name__ == "__main__":
+    main()

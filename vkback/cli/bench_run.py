@@ -1,0 +1,83 @@
+"""How a benchmark test runs: warm-up, then repetitions that each begin with an empty cache, timed on the wall clock."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from vkback.cli.bench_tests import BenchTest
+from vkback.cli.shell import EngineLike, make_sampler
+
+Feed = Literal["self", "random"]
+"""What generation is fed with. "self": each token is chosen from the one before, without leaving the device, as in use; "random": random
+tokens one at a time, the host waiting for the logits of each, which is how llama-bench measures."""
+
+
+def measure(
+    engine: EngineLike,
+    test: BenchTest,
+    repetitions: int,
+    *,
+    warmup: bool = True,
+    feed: Feed = "self",
+    seed: int = 0,
+    note: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> tuple[int, ...]:
+    """Nanoseconds of each repetition. Filling the cache to the test's depth is not in the time.
+
+    note  told what is being done, for a progress display
+    Random tokens come from `seed`, so every repetition and every run processes the same ones.
+    """
+    vocabulary = engine.tokenizer.n_vocab
+    rng = np.random.default_rng(seed)
+    depth = rng.integers(vocabulary, size=test.n_depth).tolist()
+    prompt = rng.integers(vocabulary, size=test.n_prompt).tolist()
+    fed = rng.integers(vocabulary, size=max(test.n_gen, 1)).tolist()
+
+    def go(n_gen: int) -> None:
+        if prompt:
+            engine.prompt(prompt)
+        if not n_gen:
+            return
+        if feed == "random":
+            for token in fed[:n_gen]:
+                engine.decode_logits(token)
+        else:
+            first = None if prompt else fed[0]
+            exhaust(engine.generate(first, n_gen, sampler=make_sampler(), stop_at_eos=False))
+
+    if warmup:
+        note("warm-up")
+        engine.reset()
+        go(min(test.n_gen, 1))
+    samples = []
+    for i in range(repetitions):
+        note(f"run {i + 1}/{repetitions}")
+        engine.reset()
+        if depth:
+            engine.prompt(depth)
+        start = clock()
+        go(test.n_gen)
+        samples.append(clock() - start)
+    return tuple(samples)
+
+
+def exhaust(tokens: Iterable[int]) -> None:
+    for _ in tokens:
+        pass
+
+
+def cpu_name() -> str:
+    """The processor as its maker calls it, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for text in info.read_text(errors="replace").splitlines():
+            if text.startswith("model name"):
+                return text.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

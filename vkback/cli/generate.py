@@ -1,0 +1,74 @@
+"""vkback run: continue a text with a model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
+
+import typer
+
+from vkback.cli.shell import DeviceOption, TokenizerLike, UsageError, load_engine, make_sampler, model_path
+
+CHARACTER_BYTES = 4
+"""Bytes of the longest character in UTF-8: a byte-level token holds at least one."""
+
+
+def generate(
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="The text to continue.")],
+    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    n: Annotated[int, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate at most.")] = 128,
+    temp: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among this many; 0 for all.")] = 40,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest that make up this share.")] = 0.95,
+    min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Drop tokens less likely than this share of the likeliest.")] = 0.05,
+    seed: Annotated[int, typer.Option("-s", "--seed", min=0, help="The same seed gives the same text.")] = 0,
+    device: DeviceOption = None,
+    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")] = None,
+    act: Annotated[str, typer.Option(help="Activations: auto, f32, q8_1.")] = "auto",
+) -> None:
+    """Continue a text. The text goes to stdout as it is generated, speeds to stderr."""
+    if not prompt:
+        raise UsageError("-p is empty; give a text to continue, as -p 'Once upon a time'")
+    sampler = make_sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    with load_engine(model_path(model), device, n_ctx=ctx, act=act) as engine:
+        ids = engine.tokenizer.encode(prompt)
+        start = time.perf_counter()
+        engine.prompt(ids)
+        prompted = time.perf_counter()
+        print(prompt, end="", flush=True)
+        made: list[int] = []
+        for text in stream(engine.tokenizer, ids, engine.generate(None, n, sampler=sampler, stop_at_eos=True), made):
+            print(text, end="", flush=True)
+        end = time.perf_counter()
+    print()
+    print(f"prompt     {speed(len(ids), prompted - start)}", file=sys.stderr)
+    print(f"generation {speed(len(made), end - prompted)}", file=sys.stderr)
+
+
+def stream(tokenizer: TokenizerLike, before: Sequence[int], ids: Iterable[int], seen: list[int]) -> Iterator[str]:
+    """The text of ids as they come; each id is also appended to `seen`.
+
+    before  the ids in front: some tokenizers join a token to its neighbour, so each piece is decoded together with the last one
+    A character spread over several tokens is held back until it is whole, or longer than any character is.
+    """
+    context = list(before[-CHARACTER_BYTES:])
+    held: list[int] = []
+
+    def piece() -> str:
+        return tokenizer.decode(context + held)[len(tokenizer.decode(context)) :]
+
+    for token in ids:
+        seen.append(token)
+        held.append(token)
+        text = piece()
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(held) > CHARACTER_BYTES:
+            yield text
+            context, held = held, []
+    if held:
+        yield piece()
+
+
+def speed(tokens: int, seconds: float) -> str:
+    return f"{tokens:5} tokens in {seconds:7.2f} s, {tokens / seconds if seconds else 0.0:8.2f} t/s"

@@ -1,0 +1,21 @@
+"""vkback: every command, each in a file of its own."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from vkback.cli import compare, devices, generate
+from vkback.cli.shell import new_app, run
+
+app = new_app("GGUF models on any Vulkan device: run, inspect, compare. Speed is measured by vkbench.")
+app.command("devices")(devices.devices)
+app.command("run")(generate.generate)
+app.command("compare")(compare.compare)
+
+
+def main() -> NoReturn:
+    run(app, "vkback")
+
+
+if __name__ == "__main__":
+    main()
