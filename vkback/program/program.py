@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vkback.device import BufferRange, Commands, Device, Kernel
@@ -59,9 +59,12 @@ class Program:
             raise PlanError(f"[program] {arg.tensor}: bound to no memory; pass it in `ranges` or make it a node of the schedule")
         return found
 
-    def record(self, name: str, *, repeat: int = 1, timestamps: bool = False) -> Commands:
+    def record(
+        self, name: str, *, repeat: int = 1, timestamps: bool = False, copies: Sequence[tuple[BufferRange, BufferRange]] = ()
+    ) -> Commands:
         """Record the schedule `repeat` times into one command buffer.
 
+        copies      (source, target) copied at the end, for the host to read
         timestamps  write a GPU timestamp after every stage (and one at the start); labels are the stages' numbers
         """
         count = 1 + len(self.schedule.stages) if timestamps else 0
@@ -77,6 +80,10 @@ class Program:
                     rec.dispatch(self._kernels[d.kernel, len(d.args), len(d.push)], [self._bind(a) for a in d.args], d.push, d.groups, d.label)
                 if timestamps:
                     rec.timestamp(str(i))
+        if copies:
+            rec.barrier()
+        for source, target in copies:
+            rec.copy(source, target)
         rec.host_barrier()
         commands = rec.finish()
         self._commands.append(commands)

@@ -1,0 +1,373 @@
+"""A model on a device: prompt reading, generation with the token loop on the device, logits to the host.
+
+The graph of one token and the graph of PROMPT_TOKENS tokens are planned and recorded once. Tokens, positions and the loop's state live in
+device memory; a generated token goes from the sampler to the next embedding without the host. Several tokens go per submit, two submits are
+in flight, and the host reads the ids as submits finish.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.device import Arena, BufferRange, Commands, Device, Recorder, Ticket
+from vkback.errors import VkbackError
+from vkback.graph import Graph, Tensor
+from vkback.models.registry import Model
+from vkback.models.tokenizer import Tokenizer
+from vkback.models.weights import load_weights
+from vkback.ops.base import LowerContext, nbytes
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule
+from vkback.plan.tuning import Tuning
+from vkback.program import Program, WeightRanges
+from vkback.shader import ShaderLibrary
+
+Floats = npt.NDArray[np.float32]
+
+PROMPT_TOKENS = 16
+"""Tokens of a prompt that go through the weights at once."""
+
+TOKENS_PER_SUBMIT = 8
+"""A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
+
+RING = 4096
+"""Token ids the loop state keeps: more than all submits in flight can make."""
+
+LOOP_PARAMS = 8
+LOOP_EOS = 16
+LOOP_RING = 32
+"""Words of the loop state; see vkback/ops/sample.py."""
+
+SUBMITS_IN_FLIGHT = 2
+
+
+class EngineError(VkbackError):
+    """A request the engine cannot carry out, or a model whose numbers went bad."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is picked. temp 0: the largest logit. top_k 0, top_p 1 and min_p 0 switch the filters off."""
+
+    temp: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temp <= 0.0
+
+
+class _Loop:
+    """A recording of `tokens` generated tokens, as many copies as may be in flight, each with its own read-back of the loop state."""
+
+    def __init__(self, program: Program, name: str, tokens: int, loop: BufferRange, readback: Sequence[BufferRange]) -> None:
+        self.tokens = tokens
+        self.copies: list[tuple[Commands, BufferRange]] = []
+        for back in readback:
+            self.copies.append((program.record(f"{name} x{tokens}", repeat=tokens, copies=[(loop, back)]), back))
+        self._next = 0
+
+    def submit(self, device: Device) -> tuple[Ticket, BufferRange]:
+        commands, back = self.copies[self._next]
+        self._next = (self._next + 1) % len(self.copies)
+        return device.submit(commands), back
+
+
+class Engine:
+    """A loaded model. Use as a context manager; `load` opens everything."""
+
+    def __init__(self, model: Model, device: Device, *, n_ctx: int, act: Literal["auto", "f32", "q8_1"], fusion: str, progress: bool) -> None:
+        self.model = model
+        self.device = device
+        self.n_ctx = n_ctx
+        self.n_past = 0
+        self.library = ShaderLibrary()
+        self.ctx = LowerContext(device.caps, Tuning.for_device(device.caps), act)
+        self.fusion = fusion
+        self._owns_device = False
+        self._programs: dict[str, Program] = {}
+        self._loops: dict[tuple[bool, int], _Loop] = {}
+        self._recordings: dict[str, Commands] = {}
+        self._arenas: list[Arena] = []
+        self._schedules: dict[str, Schedule] = {
+            "decode": plan(model.graph(1, n_ctx, head="last"), self.ctx, fusion=fusion),
+            "prompt": plan(model.graph(PROMPT_TOKENS, n_ctx, head="none"), self.ctx, fusion=fusion),
+        }
+        weights = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "weight"}
+        arena, self.weights = load_weights(model.file, weights, device, progress=progress)
+        self._arenas.append(arena)
+        self._state = self._allocate_state()
+        self._inputs = self._allocate_inputs()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: Device | str | int | None = None,
+        *,
+        n_ctx: int | None = None,
+        act: Literal["auto", "f32", "q8_1"] = "auto",
+        fusion: str = "all",
+        progress: bool = True,
+    ) -> Engine:
+        """Open a GGUF file and bring it to a device.
+
+        device  an open device, or what `Device.open` takes
+        n_ctx   rows of the KV cache; default: the trained context, at most 4096
+        act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
+        Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
+        """
+        model = Model.open(path)
+        rows = n_ctx or min(model.hp.n_ctx_train, 4096)
+        opened = device if isinstance(device, Device) else Device.open(device)
+        try:
+            engine = cls(model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress)
+        except BaseException:
+            if opened is not device:
+                opened.close()
+            raise
+        engine._owns_device = opened is not device
+        return engine
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Destroy everything the engine made, and the device if the engine opened it."""
+        for program in self._programs.values():
+            program.close()
+        for arena in reversed(self._arenas):
+            arena.destroy()
+        self._programs.clear()
+        self._arenas.clear()
+        if self._owns_device:
+            self.device.close()
+
+    @property
+    def description(self) -> str:
+        return self.model.description
+
+    @property
+    def size_bytes(self) -> int:
+        return self.model.file.size_bytes
+
+    @property
+    def n_params(self) -> int:
+        return self.model.file.n_params
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Weight bytes a generated token must read: every weight once, of the embedding one row, of the experts those used."""
+        return sum(d.nbytes for d in self._schedules["decode"].dispatches() if d.op in ("MAT_VEC", "MUL_MAT", "MUL_MAT_ID", "GET_ROWS"))
+
+    def _allocate_state(self) -> dict[str, BufferRange]:
+        caches = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "state"}
+        arena = self.device.arena("KV cache", sum(-(-nbytes(t) // 256) * 256 for t in caches.values()), "device")
+        self._arenas.append(arena)
+        return {t.name: arena.alloc(nbytes(t), t.name) for t in caches.values()}
+
+    def _allocate_inputs(self) -> dict[str, BufferRange]:
+        """Inputs of the programs, in memory of the device; read-backs in memory of the host."""
+        sizes = {
+            "tokens": 4, "pos": 4, "prompt tokens": 4 * PROMPT_TOKENS, "prompt pos": 4 * PROMPT_TOKENS, "loop": 4 * (LOOP_RING + RING),
+        }
+        device = self.device.arena("inputs", sum(-(-s // 256) * 256 for s in sizes.values()), "device")
+        logits = 4 * self.model.hp.n_vocab
+        back_sizes = {"logits back": logits * PROMPT_TOKENS} | {f"loop back {i}": sizes["loop"] for i in range(SUBMITS_IN_FLIGHT + 1)}
+        host = self.device.arena("readback", sum(-(-s // 256) * 256 for s in back_sizes.values()), "readback")
+        self._arenas += [device, host]
+        return {n: device.alloc(s, n) for n, s in sizes.items()} | {n: host.alloc(s, n) for n, s in back_sizes.items()}
+
+    def _program(self, kind: str) -> Program:
+        """The program of a kind, bound on first use: "prompt", "logits", "greedy", "sample", "all logits"."""
+        if kind not in self._programs:
+            prompt = kind in ("prompt", "all logits")
+            ranges = dict(self._state)
+            for name in ("tokens", "pos"):
+                ranges[name] = self._inputs[f"prompt {name}" if prompt else name]
+            ranges["loop"] = self._inputs["loop"]
+            self._programs[kind] = Program(self.device, self.library, self._schedule(kind), ranges, self.weights)
+        return self._programs[kind]
+
+    def _schedule(self, kind: str) -> Schedule:
+        name = {"prompt": "prompt", "logits": "decode"}.get(kind, kind)
+        if name not in self._schedules:
+            if kind == "all logits":
+                graph = self.model.graph(PROMPT_TOKENS, self.n_ctx, head="all")
+            else:
+                graph = self.model.graph(1, self.n_ctx, head="last")
+                add_sampler(graph, greedy=kind == "greedy")
+            self._schedules[name] = plan(graph, self.ctx, fusion=self.fusion)
+        return self._schedules[name]
+
+    def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
+        """The schedule of one generated token, of a bare token with its logits, or of a piece of a prompt."""
+        return self._schedule("logits" if kind == "decode" else kind)
+
+    def reset(self) -> None:
+        """Forget all tokens. Rows of the KV cache beyond n_past are never read, so nothing needs clearing."""
+        self.n_past = 0
+
+    def prompt(self, tokens: Sequence[int]) -> None:
+        """Run tokens through the model, appending to the KV cache. Raises EngineError when they do not fit the context."""
+        self._check_room(len(tokens), "prompt")
+        self._check_ids(tokens)
+        for start in range(0, len(tokens), PROMPT_TOKENS):
+            self._prompt_piece("prompt", tokens[start : start + PROMPT_TOKENS])
+
+    def prompt_logits(self, tokens: Sequence[int]) -> Floats:
+        """As `prompt`, and the logits after every token: float32 [len(tokens), n_vocab]."""
+        self._check_room(len(tokens), "prompt")
+        self._check_ids(tokens)
+        out = np.empty((len(tokens), self.model.hp.n_vocab), np.float32)
+        for start in range(0, len(tokens), PROMPT_TOKENS):
+            piece = tokens[start : start + PROMPT_TOKENS]
+            self._prompt_piece("all logits", piece)
+            out[start : start + len(piece)] = self._read_logits(PROMPT_TOKENS)[: len(piece)]
+        return self._finite(out)
+
+    def _prompt_piece(self, kind: str, piece: Sequence[int]) -> None:
+        ids = np.zeros(PROMPT_TOKENS, np.int32)
+        pos = np.full(PROMPT_TOKENS, -1, np.int32)
+        ids[: len(piece)] = piece
+        pos[: len(piece)] = np.arange(self.n_past, self.n_past + len(piece))
+        self.device.upload(self._inputs["prompt tokens"], ids)
+        self.device.upload(self._inputs["prompt pos"], pos)
+        self.device.submit(self._recording(kind)).wait()
+        self.n_past += len(piece)
+
+    def decode_logits(self, token: int) -> Floats:
+        """One token through the model in one submit; its logits, float32 [n_vocab]."""
+        self._check_room(1, "token")
+        self._check_ids([token])
+        self._set_position(token)
+        self.device.submit(self._recording("logits")).wait()
+        self.n_past += 1
+        return self._finite(self._read_logits(1)[0])
+
+    def _recording(self, kind: str) -> Commands:
+        if kind not in self._recordings:
+            program = self._program(kind)
+            copies = [(program.range("result_output"), self._inputs["logits back"])] if kind in ("logits", "all logits") else []
+            self._recordings[kind] = program.record(kind, copies=copies)
+        return self._recordings[kind]
+
+    def _read_logits(self, rows: int) -> Floats:
+        vocab = self.model.hp.n_vocab
+        view = self._inputs["logits back"].map()[: 4 * rows * vocab].view(np.float32)
+        return np.array(view.reshape(rows, vocab))
+
+    def generate(self, first: int, n: int, *, sampler: Sampler | None = None, stop_at_eos: bool = True) -> Iterator[int]:
+        """Generate n tokens after token `first` (which goes through the model first), as they come from the device.
+
+        Ends early at an end-of-text token, which is yielded, if stop_at_eos.
+        Raises EngineError when the context is full or the logits are not numbers.
+        """
+        sampler = sampler or Sampler()
+        self._check_room(n, "generation")
+        self._check_ids([first])
+        eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos else []
+        self._set_position(first)
+        self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
+        start = self.n_past
+        made = submitted = 0
+        flying: deque[tuple[Ticket, BufferRange, int]] = deque()
+        try:
+            while made < n:
+                while submitted < n and len(flying) < SUBMITS_IN_FLIGHT:
+                    size = TOKENS_PER_SUBMIT if n - submitted >= TOKENS_PER_SUBMIT else 1
+                    ticket, back = self._loop(sampler.greedy, size).submit(self.device)
+                    submitted += size
+                    flying.append((ticket, back, submitted))
+                ticket, back, upto = flying.popleft()
+                ticket.wait()
+                words = back.map().view(np.int32)
+                step, status = int(words[0]), int(words[1])
+                ids = [int(words[LOOP_RING + i % RING]) for i in range(made, min(step, upto))]
+                for token in ids:
+                    made += 1
+                    self.n_past = start + made
+                    yield token
+                if status == 1:
+                    raise EngineError(
+                        f"[engine] {self.model.file.path}: logits are not numbers at position {self.n_past}; "
+                        "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
+                    )
+                if status == 2:
+                    return
+        finally:
+            for ticket, _, _ in flying:
+                ticket.wait()
+
+    def _loop(self, greedy: bool, size: int) -> _Loop:
+        key = (greedy, size)
+        if key not in self._loops:
+            kind = "greedy" if greedy else "sample"
+            backs = [self._inputs[f"loop back {i}"] for i in range(SUBMITS_IN_FLIGHT + 1)]
+            self._loops[key] = _Loop(self._program(kind), kind, size, self._inputs["loop"], backs)
+        return self._loops[key]
+
+    def _set_position(self, token: int) -> None:
+        self.device.upload(self._inputs["tokens"], np.array([token], np.int32))
+        self.device.upload(self._inputs["pos"], np.array([self.n_past], np.int32))
+
+    def _check_room(self, count: int, what: str) -> None:
+        if self.n_past + count > self.n_ctx:
+            raise EngineError(
+                f"[engine] {what} of {count} tokens after {self.n_past} does not fit the context of {self.n_ctx}; "
+                "load with a larger n_ctx (--ctx) or shorten it"
+            )
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        vocab = self.model.hp.n_vocab
+        for i, token in enumerate(tokens):
+            if not 0 <= token < vocab:
+                raise EngineError(f"[engine] token {i} is {token}, expected an id in 0..{vocab - 1}")
+
+    def _finite(self, logits: Floats) -> Floats:
+        if not np.isfinite(logits).all():
+            raise EngineError(
+                f"[engine] {self.model.file.path}: logits are not numbers before position {self.n_past}; "
+                "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
+            )
+        return logits
+
+
+def add_sampler(graph: Graph, *, greedy: bool) -> None:
+    """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place."""
+    logits = graph.outputs[0]
+    tokens, pos = Tensor("tokens", "I32", (1,), "input"), Tensor("pos", "I32", (1,), "input")
+    loop = Tensor("loop", "I32", (LOOP_RING + RING,), "input")
+    graph.add("SAMPLE", (logits, loop, tokens, pos), (loop, tokens, pos), capacity=RING, greedy=greedy)
+
+
+def loop_state(sampler: Sampler, eos: Sequence[int]) -> npt.NDArray[np.int32]:
+    """The generation loop's state before its first token."""
+    if len(eos) > LOOP_RING - LOOP_EOS:
+        raise EngineError(f"[engine] {len(eos)} end-of-text ids, at most {LOOP_RING - LOOP_EOS} are supported")
+    words = np.zeros(LOOP_RING + RING, np.int32)
+    params: tuple[Any, ...] = (sampler.temp, sampler.top_k, sampler.top_p, sampler.min_p, sampler.seed & 0xFFFFFFFF, len(eos))
+    words[LOOP_PARAMS : LOOP_PARAMS + 6] = np.frombuffer(struct.pack("<fiffIi", *params), np.int32)
+    words[LOOP_EOS : LOOP_EOS + len(eos)] = eos
+    return words
+
+
+__all__ = ["Engine", "EngineError", "Sampler", "WeightRanges"]
