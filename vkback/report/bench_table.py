@@ -205,17 +205,17 @@ class MarkdownWriter(Writer):
     def __init__(self, out: TextIO, extra: Sequence[str] = ()) -> None:
         super().__init__(out)
         names = [name for name in COLUMNS if name in FIXED_COLUMNS or name in extra]
-        self._columns = [COLUMNS[name][0] for name in names]
+        self.columns = [COLUMNS[name][0] for name in names]
         self._cells = [COLUMNS[name][1] for name in names]
 
     def header(self, device_line: str = "") -> None:
         if device_line:
             self._print(device_line)
-        for text in head(self._columns):
+        for text in head(self.columns):
             self._print(text)
 
     def row(self, result: BenchResult) -> None:
-        self._print(line(self._columns, [cell(result) for cell in self._cells]))
+        self._print(line(self.columns, [cell(result) for cell in self._cells]))
 
     def footer(self, build: tuple[str, int]) -> None:
         self._print(f"\nbuild: {build[0]} ({build[1]})")

@@ -252,7 +252,8 @@ _HEADERS = {"flash_attn": "fa", "devices": "dev", "gpu_info": "device"}
 
 def _columns(comparison: Comparison) -> list[Column]:
     rows = comparison.differences
-    settings = [Column(_HEADERS.get(s, s), max(len(s), *(len(d.settings[s]) for d in rows)), left=True) for s in rows[0].settings]
+    names = {s: _HEADERS.get(s, s) for s in rows[0].settings}
+    settings = [Column(name, max(len(name), *(len(d.settings[s]) for d in rows)), left=True) for s, name in names.items()]
     return [
         Column("model", 30, left=True),
         Column("size", 10),
