@@ -266,7 +266,10 @@ class Engine:
     def _recording(self, kind: str) -> Commands:
         if kind not in self._recordings:
             program = self._program(kind)
-            copies = [(program.range("result_output"), self._inputs["logits back"])] if kind in ("logits", "all logits") else []
+            copies = []
+            if kind in ("logits", "all logits"):
+                logits = program.range("result_output")
+                copies = [(logits, self._inputs["logits back"].slice(0, logits.size))]
             self._recordings[kind] = program.record(kind, copies=copies)
         return self._recordings[kind]
 

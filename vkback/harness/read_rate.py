@@ -1,0 +1,68 @@
+"""The device's own read rate: the roof that every kernel and every token is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vkback.device import Device
+from vkback.ops.base import pack_push
+from vkback.shader import ShaderLibrary, Variant
+
+UNROLL = 4
+SEED = 0x9E3779B9
+
+
+@dataclass(frozen=True)
+class ReadRate:
+    """Best rate found in bytes a second, with the grid that reached it."""
+
+    bytes_per_second: float
+    nbytes: int
+    threads: int
+    groups: int
+
+    @property
+    def gb_s(self) -> float:
+        return self.bytes_per_second / 1e9
+
+
+def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None = None) -> ReadRate:
+    """Read `nbytes` (default: far more than any cache, at most a quarter of what is free) with several grids; the best of them.
+
+    Timed with GPU timestamps, each grid the best of three runs after a warm-up.
+    """
+    software = device.caps.device_type == "cpu"
+    limit = min(device.caps.max_storage_buffer_range, device.free_memory() // 4)
+    size = min(nbytes or (64 << 20 if software else 2 << 30), limit) // (1 << 20) * (1 << 20)
+    grids = [(32, 16), (8, 64)] if software else [(t, g) for t in (128, 256, 512) for g in (528, 1056, 2112)]
+    best = ReadRate(0.0, size, 0, 0)
+    with device.arena("read rate", size + 4096, "device") as arena:
+        source, sink = arena.alloc(size, "source"), arena.alloc(256, "sink")
+        fill = device.recorder("fill")
+        fill.fill(source, SEED)
+        commands = fill.finish()
+        device.submit(commands).wait()
+        commands.destroy()
+        for threads, groups in grids:
+            threads = min(threads, device.caps.max_workgroup_invocations)
+            variant = Variant("probe/read.comp", (("UNROLL", UNROLL), ("WG", threads)))
+            kernel = device.kernel(library.spirv(variant), name=variant.name, bindings=2, push_bytes=8)
+            push = pack_push(size // (16 * threads * UNROLL), 1)
+            rec = device.recorder("read", timestamps=2)
+            rec.timestamp("start")
+            rec.dispatch(kernel, [source, sink], push, (groups, 1, 1), "read")
+            rec.barrier()
+            rec.timestamp("end")
+            commands = rec.finish()
+            times = []
+            for _ in range(4):
+                device.submit(commands).wait()
+                (_, start), (_, end) = commands.timestamps()
+                times.append((end - start) * 1e-9)
+            commands.destroy()
+            rate = size / float(np.min(times[1:]))
+            if rate > best.bytes_per_second:
+                best = ReadRate(rate, size, threads, groups)
+    return best
