@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
-Kind = Literal["input", "weight", "state", "node"]
+Kind = Literal["input", "weight", "state", "node", "counter"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Tensor:
     type   GGUF type name ("F32", "Q4_K", ...), "I32" for ids, "Q8_1" for quantized activations
     shape  numpy order, last axis contiguous
     kind   "input": written by the host or by the step before; "weight": from the file; "state": lives across tokens
-           (KV cache); "node": made by a node
+           (KV cache); "node": made by a node; "counter": a kernel's own counters, zero before the first run and put
+           back to zero by every run
     """
 
     name: str

@@ -119,6 +119,8 @@ def _pieces(tensor: Tensor, value: Array | None, ctx: LowerContext) -> list[Arra
         assert value is not None, f"{tensor} has no value"
         raw = value.reshape(prod(tensor.shape[:-1]), -1)
         return [quants.to_device(tensor.type, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]) for s in shards(tensor, ctx.caps)]
+    if value is None and tensor.kind == "counter":
+        return [np.zeros(nbytes(tensor), np.uint8)]
     if value is None:
         return [np.full(-(-nbytes(tensor) // 4), NAN_WORD, np.uint32).view(np.uint8)]
     if value.dtype == np.uint8:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from vkback.device import BufferRange, Commands, Device, Kernel
-from vkback.ops.base import Arg, PlanError
-from vkback.plan.schedule import Schedule
+import numpy as np
+
+from vkback.device import Arena, BufferRange, Commands, Device, Kernel
+from vkback.ops.base import Arg, PlanError, ceil_div, nbytes
+from vkback.plan.schedule import ALIGN, Schedule
 from vkback.shader import ShaderLibrary, Variant
 
 
@@ -23,7 +26,7 @@ class Program:
 
     ranges   memory of inputs and states by tensor name
     weights  memory of weights by tensor name
-    Tensors of kind "node" live in one activation arena of this program, laid out by the schedule.
+    Tensors of kind "node" live in one activation arena of this program, laid out by the schedule; those of kind "counter" in another, zeroed.
     """
 
     def __init__(
@@ -38,14 +41,25 @@ class Program:
         self.schedule = schedule
         self._ranges = dict(ranges)
         self._weights = weights
-        self._arena = None
+        self._arenas: list[Arena] = []
         if schedule.activation_bytes:
-            self._arena = device.arena("activations", schedule.activation_bytes, "device")
-            block = self._arena.alloc(schedule.activation_bytes, "activations")
+            block = self._allocate("activations", schedule.activation_bytes)
             for name, slot in schedule.slots.items():
                 self._ranges[name] = block.slice(slot.offset, slot.size)
+        counters = [t for t in schedule.tensors().values() if t.kind == "counter" and t.name not in self._ranges]
+        if counters:
+            sizes = [ceil_div(nbytes(t), ALIGN) * ALIGN for t in counters]
+            block = self._allocate("counters", sum(sizes))
+            device.upload(block, np.zeros(sum(sizes), np.uint8))
+            for tensor, end in zip(counters, accumulate(sizes), strict=True):
+                self._ranges[tensor.name] = block.slice(end - ceil_div(nbytes(tensor), ALIGN) * ALIGN, nbytes(tensor))
         self._kernels = compile_kernels(device, library, schedule)
         self._commands: list[Commands] = []
+
+    def _allocate(self, purpose: str, size: int) -> BufferRange:
+        arena = self.device.arena(purpose, size, "device")
+        self._arenas.append(arena)
+        return arena.alloc(size, purpose)
 
     def range(self, name: str) -> BufferRange:
         """Memory of an input, state or node."""
@@ -90,13 +104,13 @@ class Program:
         return commands
 
     def close(self) -> None:
-        """Destroy recordings and the activation arena."""
+        """Destroy recordings and the memory of activations and counters."""
         for commands in self._commands:
             commands.destroy()
         self._commands.clear()
-        if self._arena is not None:
-            self._arena.destroy()
-            self._arena = None
+        for arena in self._arenas:
+            arena.destroy()
+        self._arenas.clear()
 
 
 def compile_kernels(device: Device, library: ShaderLibrary, schedule: Schedule) -> dict[tuple[Variant, int, int], Kernel]:
