@@ -18,6 +18,11 @@ Feed = Literal["self", "random"]
 tokens one at a time, the host waiting for the logits of each, which is how llama-bench measures."""
 
 
+WARMUP_TOKENS = 17
+"""Generated tokens of a warm-up. llama-bench generates one; the engine groups tokens into submits and prepares each grouping on first use,
+so the warm-up has to reach full groups and a remainder."""
+
+
 def measure(
     engine: EngineLike,
     test: BenchTest,
@@ -49,13 +54,12 @@ def measure(
             for token in fed[:n_gen]:
                 engine.decode_logits(token)
         else:
-            first = None if prompt else fed[0]
-            exhaust(engine.generate(first, n_gen, sampler=make_sampler(), stop_at_eos=False))
+            exhaust(engine.generate(fed[0], n_gen, sampler=make_sampler(), stop_at_eos=False))
 
     if warmup:
         note("warm-up")
         engine.reset()
-        go(min(test.n_gen, 1))
+        go(min(test.n_gen, WARMUP_TOKENS))
     samples = []
     for i in range(repetitions):
         note(f"run {i + 1}/{repetitions}")

@@ -34,16 +34,18 @@ def generate(
     sampler = make_sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     with load_engine(model_path(model), device, n_ctx=ctx, act=act) as engine:
         ids = engine.tokenizer.encode(prompt)
+        if not ids:
+            raise UsageError(f"-p {prompt!r} has no token in the vocabulary of {engine.description}; give another text")
         start = time.perf_counter()
-        engine.prompt(ids)
+        engine.prompt(ids[:-1])
         prompted = time.perf_counter()
         print(prompt, end="", flush=True)
         made: list[int] = []
-        for text in stream(engine.tokenizer, ids, engine.generate(None, n, sampler=sampler, stop_at_eos=True), made):
+        for text in stream(engine.tokenizer, ids, engine.generate(ids[-1], n, sampler=sampler, stop_at_eos=True), made):
             print(text, end="", flush=True)
         end = time.perf_counter()
     print()
-    print(f"prompt     {speed(len(ids), prompted - start)}", file=sys.stderr)
+    print(f"prompt     {speed(len(ids) - 1, prompted - start)}", file=sys.stderr)
     print(f"generation {speed(len(made), end - prompted)}", file=sys.stderr)
 
 

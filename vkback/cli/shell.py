@@ -68,7 +68,7 @@ class EngineLike(Protocol):
 
     def prompt(self, tokens: Sequence[int]) -> None: ...
 
-    def generate(self, first: int | None, n: int, *, sampler: Any, stop_at_eos: bool) -> Iterator[int]: ...
+    def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Iterator[int]: ...
 
     def decode_logits(self, token: int) -> npt.NDArray[np.float32]: ...
 
@@ -132,6 +132,6 @@ def device_line(device: DeviceLike) -> str:
 
 def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> Any:
     """How the next token is chosen; without arguments, the most likely one."""
-    from vkback.models.sampling import Sampler
+    from vkback.models.engine import Sampler
 
     return Sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)

@@ -1,0 +1,361 @@
+"""The command line with an engine that computes nothing, so that what is tested is what commands ask for and print."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vkback.cli import bench, devices, generate, main, shell
+from vkback.cli.bench_run import WARMUP_TOKENS, measure
+from vkback.cli.bench_tests import BenchTest, parse_name, parse_values, plan_tests
+from vkback.cli.shell import UsageError
+from vkback.errors import VkbackError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class FakeTokenizer:
+    """One token a byte of UTF-8."""
+
+    n_vocab = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class FakeEngine:
+    """Notes what it is asked for; generates the bytes of a fixed text."""
+
+    description = "llama 0.1B Q4_0"
+    size_bytes = 2**20
+    n_params = 2_000_000
+    bytes_per_token = 1_000_000
+    device = SimpleNamespace(caps=SimpleNamespace(name="Test GPU", driver_name="testdrv", driver_info="1.2"))
+
+    def __init__(self, text: str = "né, " * 50) -> None:
+        self.tokenizer = FakeTokenizer()
+        self.text = text.encode()
+        self.calls: list[tuple[Any, ...]] = []
+        self.loaded: list[tuple[Any, ...]] = []
+        self.n_past = 0
+        self.closed = False
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.closed = True
+
+    def reset(self) -> None:
+        self.calls.append(("reset",))
+
+    def prompt(self, tokens: Sequence[int]) -> None:
+        self.calls.append(("prompt", len(tokens)))
+
+    def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Iterator[int]:
+        self.calls.append(("generate", n, stop_at_eos))
+        yield from self.text[:n]
+
+    def decode_logits(self, token: int) -> np.ndarray:
+        self.calls.append(("decode_logits",))
+        return np.zeros(256, np.float32)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    fake = FakeEngine()
+
+    def load(path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True) -> FakeEngine:
+        fake.loaded.append((path.name, device, n_ctx, act))
+        return fake
+
+    for module in (bench, generate):
+        monkeypatch.setattr(module, "load_engine", load)
+    monkeypatch.setattr(bench, "device_line", lambda device: f"vkback: 0 = {device.caps.name}")
+    for target in ("vkback.cli.bench_run.make_sampler", "vkback.cli.generate.make_sampler"):
+        monkeypatch.setattr(target, lambda **kwargs: kwargs)
+    return fake
+
+
+def call(monkeypatch: pytest.MonkeyPatch, entry: Any, *args: str) -> int:
+    """Run a command's entry point as the shell does; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["prog", *args])
+    with pytest.raises(SystemExit) as e:
+        entry()
+    return int(e.value.code or 0)
+
+
+# --- what is to be measured
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("512", [512]), ("1,2 , 3", [1, 2, 3]), ("2-5", [2, 3, 4, 5]), ("0-8192+4096", [0, 4096, 8192]), ("1-9*2,7", [1, 2, 4, 8, 7])],
+)
+def test_value_notation(text: str, values: list[int]) -> None:
+    assert parse_values([text], "-p") == values
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "5-2", "1-8*1", "0-8*2", "1-8+0"])
+def test_value_notation_refuses_with_option_and_text(text: str) -> None:
+    with pytest.raises(UsageError) as e:
+        parse_values([text], "-p")
+    assert str(e.value).startswith(f"-p {text}: ")
+
+
+@pytest.mark.parametrize("name", ["pp512", "tg128", "pp512+tg128", "tg128 @ d4096"])
+def test_the_name_in_a_table_runs_the_test(name: str) -> None:
+    assert parse_name(name).name == name
+
+
+def test_names_that_are_none() -> None:
+    for text in ("", "tg", "tg0", "xx512", "@d4"):
+        with pytest.raises(UsageError, match="is not a test; expected a name as pp512"):
+            parse_name(text)
+
+
+def test_tests_are_planned_in_llama_bench_s_order() -> None:
+    tests = plan_tests([], ["8,16"], ["4"], ["8,4"], ["0,32"])
+    assert [t.name for t in tests] == [
+        "pp8", "pp16", "tg4", "pp8+tg4",
+        "pp8 @ d32", "pp16 @ d32", "tg4 @ d32", "pp8+tg4 @ d32",
+    ]  # fmt: skip
+
+
+def test_defaults_names_and_zeros() -> None:
+    assert [t.name for t in plan_tests([], [], [], [], [])] == ["pp512", "tg128"]
+    assert [t.name for t in plan_tests([], ["0"], [], [], [])] == ["tg128"]
+    assert [t.name for t in plan_tests(["tg32"], [], [], [], [])] == ["tg32"]
+    assert [t.name for t in plan_tests(["tg32"], ["64"], [], [], [])] == ["tg32", "pp64"]
+    with pytest.raises(UsageError, match="nothing to measure"):
+        plan_tests([], ["0"], ["0"], [], [])
+    with pytest.raises(UsageError, match="-pg 5: expected prompt and generated tokens"):
+        plan_tests([], [], [], ["5"], [])
+
+
+# --- how it is measured
+
+
+def test_generation_is_measured_on_an_empty_cache_after_a_warm_up(engine: FakeEngine) -> None:
+    samples = measure(engine, BenchTest(0, 128), 2)
+    assert len(samples) == 2
+    once = [("reset",), ("generate", 128, False)]
+    assert engine.calls == [("reset",), ("generate", WARMUP_TOKENS, False), *once, *once]
+
+
+def test_prompt_comes_before_generation_in_one_time(engine: FakeEngine) -> None:
+    measure(engine, BenchTest(16, 4), 1, warmup=False)
+    assert engine.calls == [("reset",), ("prompt", 16), ("generate", 4, False)]
+
+
+def test_depth_is_filled_outside_the_time(engine: FakeEngine) -> None:
+    now = iter(range(0, 1000, 10))
+    events: list[str] = []
+
+    def clock() -> int:
+        events.append(f"clock after {engine.calls[-1][0]} {engine.calls[-1][1:]}")
+        return next(now)
+
+    assert measure(engine, BenchTest(0, 4, 64), 1, warmup=False, clock=clock) == (10,)
+    assert events == ["clock after prompt (64,)", "clock after generate (4, False)"]
+
+
+def test_random_feed_decodes_token_by_token(engine: FakeEngine) -> None:
+    measure(engine, BenchTest(0, 3), 1, warmup=False, feed="random")
+    assert engine.calls == [("reset",), *[("decode_logits",)] * 3]
+
+
+# --- vkbench
+
+
+def test_vkbench_prints_a_table(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, bench.main, "tg8", "-r", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "vkback: 0 = Test GPU"
+    assert lines[1].startswith("| model                          |       size |     params | backend    | ngl |            test |")
+    assert lines[3].startswith("| llama 0.1B Q4_0                |   1.00 MiB |     2.00 M | Vulkan     |  99 |             tg8 |")
+    assert len(lines) == 7
+    assert lines[6].startswith("build: ")
+    assert [entry[0] for entry in engine.loaded] == ["demo-dense-Q4_K_M.gguf", "demo-moe-MXFP4_MOE.gguf"]
+    assert engine.closed
+
+
+def test_vkbench_takes_llama_bench_s_flags(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "r.jsonl"
+    args = shlex.split("-m demo-moe -p 16,32 -n 0 -pg 8,4 -d 0,64 -r 1 -o json -oe csv --no-warmup -dev 0 --act f32,q8_1")
+    assert call(monkeypatch, bench.main, *args, "--save", str(saved)) == 0
+    out, err = capsys.readouterr()
+    results = json.loads(out)
+    names = [(r["act"], r["n_prompt"], r["n_gen"], r["n_depth"]) for r in results]
+    sizes = [(16, 0, 0), (32, 0, 0), (8, 4, 0), (16, 0, 64), (32, 0, 64), (8, 4, 64)]
+    assert names == [(act, *s) for act in ("f32", "q8_1") for s in sizes]
+    assert engine.loaded == [("demo-moe-MXFP4_MOE.gguf", "0", 96, act) for act in ("f32", "q8_1")]
+    assert len(err.splitlines()) == 13
+    assert [json.loads(text) for text in saved.read_text().splitlines()] == results
+    first = results[0]
+    assert (first["gpu_info"], first["driver_info"], first["model_type"]) == ("Test GPU", "testdrv 1.2", "llama 0.1B Q4_0")
+    assert first["command"].startswith("vkbench -m demo-moe")
+
+
+def test_vkbench_shows_the_share_of_a_given_read_rate(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, bench.main, "tg8", "-r", "1", "-m", "demo-dense", "--read-rate", "100") == 0
+    assert "|       GB/s |     % read |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["tg"], "vkbench: error: 'tg' is not a test; expected a name as pp512, tg128, pp512+tg128 or tg128@d4096"),
+        (
+            ["-m", "none.gguf"],
+            "vkbench: error: model none.gguf: no such file. Give the path of a GGUF file, or a built-in model: demo-dense",
+        ),
+        (["-o", "xml"], "vkbench: error: 'xml' is not an output format; expected one of md, csv, json, jsonl, sql"),
+        (["--save", "results.xlsx"], "vkbench: error: --save ends in xlsx: expected one of md, csv, json, jsonl, sql"),
+        (["--save", "/nonexistent/r.json"], "vkbench: error: /nonexistent/r.json: cannot be written: No such file or directory"),
+        (["--feed", "x"], "vkbench: error: --feed x: expected one of self, random"),
+        (["--act", "auto,f16"], "vkbench: error: --act f16: expected one of auto, f32, q8_1"),
+    ],
+)
+def test_vkbench_user_errors_are_one_line(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    assert call(monkeypatch, bench.main, *args) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_an_error_of_the_engine_is_one_line_too(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: FakeEngine, tokens: Sequence[int]) -> None:
+        raise VkbackError("[engine] the context is full")
+
+    monkeypatch.setattr(FakeEngine, "prompt", fail)
+    assert call(monkeypatch, bench.main, "pp8", "-m", "demo-dense") == 1
+    assert capsys.readouterr().err == "vkbench: error: [engine] the context is full\n"
+    assert engine.closed
+
+
+# --- vkback
+
+
+def test_run_streams_text_and_tells_speed(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "run", "-p", "Once", "-n", "10", "--device", "0", "--ctx", "64") == 0
+    out, err = capsys.readouterr()
+    assert out == "Once" + "né, né, " + "\n"
+    assert [text.split()[:3] for text in err.splitlines()] == [["prompt", "3", "tokens"], ["generation", "10", "tokens"]]
+    assert engine.calls == [("prompt", 3), ("generate", 10, True)]
+    assert engine.loaded == [("demo-dense-Q4_K_M.gguf", "0", 64, "auto")]
+
+
+def test_run_refuses_an_empty_prompt(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "run", "-p", "") == 1
+    assert capsys.readouterr().err.startswith("vkback: error: -p is empty; give a text to continue")
+
+
+def test_characters_are_shown_whole() -> None:
+    seen: list[int] = []
+    pieces = list(generate.stream(FakeTokenizer(), [], "aé€\U0001d11e".encode(), seen))
+    assert pieces == ["a", "é", "€", "\U0001d11e"]
+    assert bytes(seen).decode() == "aé€\U0001d11e"
+
+
+def test_broken_characters_do_not_hold_the_text_back() -> None:
+    pieces = list(generate.stream(FakeTokenizer(), [], b"\x80\x80\x80\x80\x80ab\xc3", []))
+    assert pieces == ["\N{REPLACEMENT CHARACTER}" * 5, "a", "b", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_pieces_are_decoded_next_to_the_text_before() -> None:
+    """Some tokenizers drop the space at the very start of what they decode."""
+
+    class Dropping(FakeTokenizer):
+        def decode(self, ids: Sequence[int]) -> str:
+            return super().decode(ids).removeprefix(" ")
+
+    assert "".join(generate.stream(Dropping(), b"Once", b" upon a time", [])) == " upon a time"
+
+
+def test_compare_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: FakeEngine, tmp_path: Path) -> None:
+    for name in ("old.json", "new.csv"):
+        assert call(monkeypatch, bench.main, "tg8", "-r", "3", "-m", "demo-dense", "--save", str(tmp_path / name)) == 0
+    capsys.readouterr()
+    files = [str(tmp_path / "old.json"), str(tmp_path / "new.csv")]
+    assert call(monkeypatch, main.main, "compare", *files) == 0
+    assert "t/s (before) |          t/s (after) |     diff | beats the noise" in capsys.readouterr().out
+    assert call(monkeypatch, main.main, "compare", *files, "-o", "json") == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (record["test"], record["model"]) == ("tg8", "llama 0.1B Q4_0")
+    assert call(monkeypatch, main.main, "compare", *files, "-o", "csv") == 0
+    assert capsys.readouterr().out.startswith("model,size,params,backend,ngl,test,before_ts,")
+    assert call(monkeypatch, main.main, "compare", *files, "-o", "xml") == 1
+    assert capsys.readouterr().err == "vkback: error: -o xml: expected one of md, csv, json\n"
+
+
+@pytest.mark.vulkan
+def test_devices_lists_what_device_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "devices") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert all(text.startswith(f"{i} = ") for i, text in enumerate(lines))
+
+
+def test_report_tells_what_fails_instead_of_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[Any]:
+        raise VkbackError("[device] no loader")
+
+    monkeypatch.setattr("vkback.device.list_devices", fail)
+    report = devices.full_report()
+    assert report["devices"] == "error: [device] no loader"
+    assert report["packages"]["numpy"] == np.__version__
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_wrong_usage_exits_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "nonsense") == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_cleanly() -> None:
+    code = (
+        "from vkback.cli import shell\n"
+        "import os, signal, typer\n"
+        "app = shell.new_app('')\n"
+        "@app.command()\n"
+        "def wait() -> None:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "shell.run(app, 'vkback')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in done.stderr
+
+
+def test_model_path_knows_files_and_built_in_names(tmp_path: Path) -> None:
+    own = tmp_path / "demo-dense.gguf"
+    own.touch()
+    assert shell.model_path(str(own)) == own
+    assert shell.model_path("demo-moe").name == "demo-moe-MXFP4_MOE.gguf"
+    assert shell.model_path(None).name == "demo-dense-Q4_K_M.gguf"
+    with pytest.raises(UsageError, match="no such file"):
+        shell.model_path(str(tmp_path / "demo-moe"))
