@@ -1,0 +1,344 @@
+"""GGUF files: header, metadata and tensor table, every length checked before it is trusted; tensor data stays mapped.
+
+Written by hand because the `gguf` package's reader takes seconds on vocabularies of 128k tokens and answers a broken file with a numpy
+error. Layout: magic, version u32, tensor count u64, key count u64, keys, tensor infos, padding, data; all little endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from vkback.errors import VkbackError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMS = 4
+MAX_ARRAY_DEPTH = 4
+"""Real files nest arrays once; a limit keeps a broken file from exhausting the stack."""
+
+T = TypeVar("T")
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS: dict[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+_STRUCTS = {code: struct.Struct("<" + fmt) for code, fmt in _SCALARS.items()}
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_MIN_KEY_BYTES = 8 + 4 + 1
+_MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
+_MIN_VALUE_BYTES = {**{code: s.size for code, s in _STRUCTS.items()}, _STRING: 8, _ARRAY: 12}
+
+
+class GgufError(VkbackError):
+    """A file that is no sound GGUF, or that lacks what its architecture needs. The text begins with the file's name."""
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """A tensor type of the format: its name, and how many values one block of how many bytes holds."""
+
+    name: str
+    values: int
+    nbytes: int
+
+
+def _block_sizes() -> dict[int, BlockSize]:
+    sizes = {int(t): BlockSize(t.name, *GGML_QUANT_SIZES[t]) for t in GGMLQuantizationType}
+    # gguf 0.19 says 40 bytes, which is neither ggml's block (two f16 and 32 int8) nor any file's.
+    sizes[GGMLQuantizationType.Q8_1] = BlockSize("Q8_1", 32, 36)
+    return sizes
+
+
+TENSOR_TYPES = _block_sizes()
+"""Every tensor type of the format by its number in a file."""
+
+
+def tensor_bytes(type: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor in a file. Raises KeyError for a type the format does not have."""
+    block = _BY_NAME[type]
+    return prod(shape) // block.values * block.nbytes
+
+
+_BY_NAME = {b.name: b for b in TENSOR_TYPES.values()}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor of a file.
+
+    shape   numpy order: [rows, cols], [n_expert, rows, cols] or [n]
+    offset  of its first byte, from the start of the file
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    file: npt.NDArray[np.uint8]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """uint8 [rows with experts flattened, bytes of a row], a view of the mapped file: nothing is read until it is used."""
+        rows = prod(self.shape[:-1])
+        return self.file[self.offset : self.offset + self.nbytes].reshape(rows, self.nbytes // rows)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """An open file. `metadata` holds str, int, float, bool, list[str] and numpy arrays by key; `tensors` are in the file's order."""
+
+    path: Path
+    version: int
+    alignment: int
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @classmethod
+    def open(cls, path: str | Path) -> GgufFile:
+        """Map a file and read its tables. Raises GgufError, naming the file and the place, on anything unsound."""
+        path = Path(path)
+        try:
+            with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as head:
+                parsed = _Parser(path, head).parse()
+            mapped = np.memmap(path, dtype=np.uint8, mode="r")
+        except (OSError, ValueError) as e:
+            # mmap refuses an empty file with ValueError.
+            reason = "the file is empty" if isinstance(e, ValueError) else str(e.strerror or e)
+            raise GgufError(f"[gguf] {path}: cannot be read: {reason}") from e
+        tensors = {t.name: GgufTensor(t.name, t.type, t.shape, t.offset, t.nbytes, mapped) for t in parsed.tensors}
+        return cls(path, parsed.version, parsed.alignment, parsed.metadata, tensors)
+
+    @property
+    def arch(self) -> str:
+        """`general.architecture`."""
+        return self.get("general.architecture", str)
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors, without padding: the model size that llama-bench prints."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @cached_property
+    def n_params(self) -> int:
+        """Values of all tensors."""
+        return sum(t.elements for t in self.tensors.values())
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
+        """The value of a metadata key, of type `kind` (an int serves as float).
+
+        Raises GgufError when it is missing and there is no default, or of another type.
+        """
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise GgufError(f"[gguf] {self.path}: metadata key {key} is missing. Convert the model anew")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise GgufError(f"[gguf] {self.path}: metadata key {key} should be {_kind_name(kind)}, the file has {_kind_name(type(value))}")
+        return value
+
+    def tensor(self, name: str) -> GgufTensor:
+        """A tensor by name. Raises GgufError when the file lacks it."""
+        found = self.tensors.get(name)
+        if found is None:
+            raise GgufError(f"[gguf] {self.path}: tensor {name} is missing ({len(self.tensors)} tensors in the file)")
+        return found
+
+
+def _kind_name(kind: type) -> str:
+    return {str: "a string", int: "an integer", float: "a number", bool: "a bool", list: "a list of strings"}.get(kind, "an array")
+
+
+@dataclass(frozen=True)
+class _Info:
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    version: int
+    alignment: int
+    metadata: dict[str, Any]
+    tensors: list[_Info]
+
+
+class _Parser:
+    """A cursor over the mapped file. `part` says what is being read, for the error text."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._size = len(data)
+        self._at = 0
+        self._part = "header"
+
+    def parse(self) -> _Parsed:
+        version, n_tensors, n_keys = self._header()
+        metadata = self._metadata(n_keys)
+        alignment = self._alignment(metadata)
+        infos = self._tensor_infos(n_tensors)
+        start = -(-self._at // alignment) * alignment
+        return _Parsed(version, alignment, metadata, self._place(infos, start, alignment))
+
+    def _fail(self, text: str) -> GgufError:
+        return GgufError(f"[gguf] {self._path}: {text}")
+
+    def _need(self, nbytes: int) -> int:
+        """Claim the next bytes; returns where they begin."""
+        begin = self._at
+        if begin + nbytes > self._size:
+            raise self._fail(f"truncated in {self._part}: {nbytes} bytes expected at byte {begin}, the file ends at byte {self._size}. "
+                             "Fetch it again")
+        self._at = begin + nbytes
+        return begin
+
+    def _unpack(self, s: struct.Struct) -> Any:
+        return s.unpack_from(self._data, self._need(s.size))[0]
+
+    def _count(self, what: str, least: int) -> int:
+        """A u64 count of things that take at least `least` bytes each."""
+        n: int = self._unpack(_U64)
+        room = (self._size - self._at) // least
+        if n > room:
+            raise self._fail(f"{self._part} says {n} {what}, the {self._size - self._at} bytes left in the file hold at most {room}. "
+                             "The file is broken or truncated")
+        return n
+
+    def _string(self) -> str:
+        n = self._count("characters of a string", 1)
+        begin = self._need(n)
+        return self._data[begin : begin + n].decode("utf-8", errors="replace")
+
+    def _header(self) -> tuple[int, int, int]:
+        magic = self._data[:4]
+        if magic != MAGIC:
+            raise self._fail(f"not a GGUF file: it begins with {magic!r}, expected {MAGIC!r}")
+        self._at = 4
+        version = self._unpack(_U32)
+        if version & 0xFFFF == 0 and version:
+            raise self._fail("the file is big-endian; only little-endian GGUF files can be read. Convert it with gguf_convert_endian.py")
+        if version not in VERSIONS:
+            known = " and ".join(map(str, VERSIONS))
+            raise self._fail(f"GGUF version {version}, only {known} can be read. Convert the model anew")
+        return version, self._count("tensors", _MIN_TENSOR_BYTES), self._count("metadata keys", _MIN_KEY_BYTES)
+
+    def _metadata(self, n_keys: int) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        for i in range(n_keys):
+            self._part = f"metadata key {i} of {n_keys}"
+            key = self._string()
+            self._part = f"metadata key {key!r}"
+            if key in metadata:
+                raise self._fail(f"metadata key {key!r} comes twice")
+            metadata[key] = self._value(self._unpack(_U32), depth=0)
+        return metadata
+
+    def _value(self, code: int, depth: int) -> Any:
+        if code == _BOOL:
+            return bool(self._unpack(_STRUCTS[code]))
+        if code in _STRUCTS:
+            return self._unpack(_STRUCTS[code])
+        if code == _STRING:
+            return self._string()
+        if code == _ARRAY and depth < MAX_ARRAY_DEPTH:
+            return self._array(depth)
+        raise self._fail(f"{self._part} has value type {code} at byte {self._at - 4}, known are 0 to {max(_STRUCTS)}, "
+                         f"arrays at most {MAX_ARRAY_DEPTH} deep")
+
+    def _array(self, depth: int) -> Any:
+        code = self._unpack(_U32)
+        n = self._count("elements", _MIN_VALUE_BYTES.get(code, 1))
+        if code in _STRUCTS:
+            dtype = np.dtype(bool) if code == _BOOL else np.dtype("<" + _SCALARS[code])
+            return np.frombuffer(self._data, dtype, n, self._need(n * dtype.itemsize)).copy()
+        if code == _STRING:
+            return self._strings(n)
+        return [self._value(code, depth + 1) for _ in range(n)]
+
+    def _strings(self, n: int) -> list[str]:
+        # The hot loop of a file with a vocabulary: hundreds of thousands of short strings.
+        data, size, at = self._data, self._size, self._at
+        unpack: Callable[..., tuple[int]] = _U64.unpack_from
+        out: list[str] = []
+        for _ in range(n):
+            end = at + 8
+            if end <= size:
+                end += unpack(data, at)[0]
+            if end > size:
+                raise self._fail(f"truncated in {self._part}: string {len(out)} of {n} begins at byte {at} and would end at byte {end}, "
+                                 f"the file ends at byte {size}. Fetch it again")
+            out.append(data[at + 8 : end].decode("utf-8", errors="replace"))
+            at = end
+        self._at = at
+        return out
+
+    def _alignment(self, metadata: Mapping[str, Any]) -> int:
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise self._fail(f"general.alignment is {alignment!r}, expected a power of two")
+        return alignment
+
+    def _tensor_infos(self, n: int) -> list[_Info]:
+        infos: dict[str, _Info] = {}
+        for i in range(n):
+            self._part = f"tensor info {i} of {n}"
+            name = self._string()
+            if name in infos:
+                raise self._fail(f"tensor {name!r} comes twice")
+            infos[name] = self._tensor_info(name)
+        return list(infos.values())
+
+    def _tensor_info(self, name: str) -> _Info:
+        n_dims = self._unpack(_U32)
+        if not 1 <= n_dims <= MAX_DIMS:
+            raise self._fail(f"tensor {name!r} has {n_dims} dimensions, expected 1 to {MAX_DIMS}")
+        shape = tuple(self._unpack(_U64) for _ in range(n_dims))[::-1]
+        code = self._unpack(_U32)
+        offset = self._unpack(_U64)
+        block = TENSOR_TYPES.get(code)
+        if block is None:
+            known = ", ".join(f"{b.name} ({i})" for i, b in sorted(TENSOR_TYPES.items()))
+            raise self._fail(f"tensor {name!r} has type {code}, known are {known}")
+        if min(shape) <= 0:
+            raise self._fail(f"tensor {name!r} has shape {list(shape)}, every dimension must be at least 1")
+        if shape[-1] % block.values:
+            raise self._fail(f"tensor {name!r}: {shape[-1]} columns is not a multiple of the {block.name} block ({block.values})")
+        return _Info(name, block.name, shape, offset, prod(shape) // block.values * block.nbytes)
+
+    def _place(self, infos: list[_Info], start: int, alignment: int) -> list[_Info]:
+        """Absolute offsets; tensors must be aligned, inside the file, and apart from each other."""
+        placed = []
+        for t in infos:
+            if t.offset % alignment:
+                raise self._fail(f"tensor {t.name!r} begins at offset {t.offset}, not a multiple of the alignment {alignment}")
+            end = start + t.offset + t.nbytes
+            if end > self._size:
+                raise self._fail(f"truncated: tensor {t.name!r} ({t.type} {list(t.shape)}) ends at byte {end}, the file has {self._size} "
+                                 "bytes. Fetch it again")
+            placed.append(_Info(t.name, t.type, t.shape, start + t.offset, t.nbytes))
+        by_offset = sorted(placed, key=lambda t: t.offset)
+        for a, b in pairwise(by_offset):
+            if b.offset < a.offset + a.nbytes:
+                raise self._fail(f"tensors {a.name!r} and {b.name!r} overlap: the first ends at byte {a.offset + a.nbytes}, "
+                                 f"the second begins at byte {b.offset}")
+        return placed

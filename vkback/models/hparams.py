@@ -1,0 +1,203 @@
+"""Hyperparameters of the llama family, read from GGUF metadata with the defaults of the format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from vkback.graph import Recipe, Tensor
+from vkback.models.gguf_file import GgufError, GgufFile
+
+RopeMode = Literal["normal", "neox"]
+RopeScaling = Literal["none", "linear", "yarn"]
+RopeParams = dict[str, Any]
+
+NO_TEXT_VOCABULARY = "no_vocab"
+"""`tokenizer.ggml.model` of a file that knows token ids only."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding.
+
+    mode         "normal": pairs of neighbours; "neox": value i with value i + n_dims/2
+    n_dims       values of a head that are rotated, the rest pass unchanged
+    freq_scale   positions are multiplied by it: 1/factor
+    ext_factor   share of YaRN's extrapolation, 0 without YaRN
+    n_ctx_orig   context the model was trained on before it was stretched
+    """
+
+    mode: RopeMode
+    n_dims: int
+    freq_base: float
+    scaling: RopeScaling
+    freq_scale: float
+    ext_factor: float
+    attn_factor: float
+    beta_fast: float
+    beta_slow: float
+    n_ctx_orig: int
+
+    @property
+    def params(self) -> RopeParams:
+        """Params of a ROPE node."""
+        names = ("mode", "n_dims", "freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow", "n_ctx_orig")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class HParams:
+    """What a graph of the llama family depends on.
+
+    n_ff          width of a dense feed-forward layer
+    head_dim_k/v  width of a head of K (and Q) and of V
+    n_expert      0 for a dense model; n_expert_used of them work on a token, each n_ff_expert wide
+    norm_w        weights of the chosen experts are divided by their sum
+    attn_scale    of the dot products of Q and K
+    weights       every tensor of the file by name
+    """
+
+    path: Path
+    arch: str
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int
+    n_vocab: int
+    n_ctx_train: int
+    rms_eps: float
+    attn_scale: float
+    rope: Rope
+    n_expert: int
+    n_expert_used: int
+    n_ff_expert: int
+    norm_w: bool
+    weights: Mapping[str, Tensor] = field(compare=False, hash=False, repr=False)
+
+    @classmethod
+    def from_gguf(cls, f: GgufFile, *, rope_mode: RopeMode) -> HParams:
+        """Read and check the metadata. Raises GgufError naming the key that is missing, of another type or out of range."""
+        return _Reader(f).read(rope_mode)
+
+    def has_weight(self, name: str) -> bool:
+        return name in self.weights
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The weight `name`, whose shape must be `shape`. Raises GgufError when it is missing or shaped otherwise."""
+        found = self.weights.get(name)
+        if found is None:
+            raise GgufError(f"[gguf] {self.path}: tensor {name} is missing; {self.arch} with {self.n_layer} layers needs it "
+                            f"({len(self.weights)} tensors in the file)")
+        if found.shape != shape:
+            raise GgufError(f"[gguf] {self.path}: tensor {name} has shape {list(found.shape)}, the hyperparameters say {list(shape)}")
+        return found
+
+
+class _Reader:
+    """Metadata of one file under its architecture's prefix."""
+
+    def __init__(self, f: GgufFile) -> None:
+        self._f = f
+        self._arch = f.arch
+
+    def read(self, rope_mode: RopeMode) -> HParams:
+        n_embd = self.count("embedding_length")
+        n_head = self.count("attention.head_count")
+        n_head_kv = self.count("attention.head_count_kv", n_head)
+        if n_head % n_head_kv:
+            raise self.fail("attention.head_count_kv", n_head_kv, f"a divisor of the {n_head} heads")
+        head_dim_k = self.count("attention.key_length", n_embd // n_head)
+        n_ff = self.count("feed_forward_length")
+        n_expert = self.count("expert_count", 0, least=0)
+        n_expert_used = self.count("expert_used_count", 0 if n_expert == 0 else None, least=min(n_expert, 1))
+        if n_expert_used > n_expert:
+            raise self.fail("expert_used_count", n_expert_used, f"at most expert_count, {n_expert}")
+        return HParams(
+            path=self._f.path,
+            arch=self._arch,
+            n_layer=self.count("block_count"),
+            n_embd=n_embd,
+            n_ff=n_ff,
+            n_head=n_head,
+            n_head_kv=n_head_kv,
+            head_dim_k=head_dim_k,
+            head_dim_v=self.count("attention.value_length", n_embd // n_head),
+            n_vocab=self.vocabulary(),
+            n_ctx_train=self.count("context_length"),
+            rms_eps=self.positive("attention.layer_norm_rms_epsilon"),
+            attn_scale=self.positive("attention.scale", 1.0 / math.sqrt(max(head_dim_k, 1))),
+            rope=self.rope(rope_mode, head_dim_k),
+            n_expert=n_expert,
+            n_expert_used=n_expert_used,
+            n_ff_expert=self.count("expert_feed_forward_length", n_ff) if n_expert else 0,
+            norm_w=self._f.get(self.key("expert_weights_norm"), bool, True),
+            weights={t.name: Tensor(t.name, t.type, t.shape, "weight", Recipe("plain", (t.name,))) for t in self._f.tensors.values()},
+        )
+
+    def key(self, name: str) -> str:
+        return f"{self._arch}.{name}"
+
+    def fail(self, name: str, value: object, expected: str) -> GgufError:
+        return GgufError(f"[gguf] {self._f.path}: metadata key {self.key(name)} is {value}, expected {expected}")
+
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer; an array of one value for every layer serves when all layers agree."""
+        key = self.key(name)
+        value = self._f.metadata.get(key)
+        if isinstance(value, np.ndarray) and value.size:
+            if (value != value[0]).any():
+                raise self.fail(name, f"different from layer to layer ({value.min()} to {value.max()})", "one value for all layers")
+            value = int(value[0])
+        else:
+            value = self._f.get(key, int, default)
+        if value < least:
+            raise self.fail(name, value, f"at least {least}")
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self._f.get(self.key(name), float, default)
+        if not (math.isfinite(value) and value > 0):
+            raise self.fail(name, value, "a positive number")
+        return value
+
+    def vocabulary(self) -> int:
+        """Rows of the output: the vocabulary's tokens, or `vocab_size` where the file has no text vocabulary."""
+        tokens = self._f.metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and tokens:
+            return len(tokens)
+        return self.count("vocab_size")
+
+    def rope(self, mode: RopeMode, head_dim: int) -> Rope:
+        n_dims = self.count("rope.dimension_count", head_dim)
+        if n_dims % 2 or n_dims > head_dim:
+            raise self.fail("rope.dimension_count", n_dims, f"an even number, at most the head size {head_dim}")
+        scaling = self._f.get(self.key("rope.scaling.type"), str, "linear")
+        if scaling not in ("none", "linear", "yarn"):
+            raise self.fail("rope.scaling.type", repr(scaling), "none, linear or yarn")
+        return Rope(
+            mode=mode,
+            n_dims=n_dims,
+            freq_base=self.positive("rope.freq_base", 10000.0),
+            scaling=cast(RopeScaling, scaling),
+            freq_scale=1.0 if scaling == "none" else 1.0 / self.scaling_factor(),
+            ext_factor=1.0 if scaling == "yarn" else 0.0,
+            attn_factor=self.positive("rope.scaling.attn_factor", 1.0),
+            beta_fast=self.positive("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=self.positive("rope.scaling.yarn_beta_slow", 1.0),
+            n_ctx_orig=self.count("rope.scaling.original_context_length", self.count("context_length")),
+        )
+
+    def scaling_factor(self) -> float:
+        """`rope.scaling.factor`, or `rope.scale_linear` of older files; 0 stands for none."""
+        for name in ("rope.scaling.factor", "rope.scale_linear"):
+            if self._f.metadata.get(self.key(name)):
+                return self.positive(name)
+        return 1.0

@@ -1,0 +1,195 @@
+"""Every op of a model's graph in plain numpy: slow on purpose, float64, so that its own rounding never enters a verdict.
+
+Each takes a list of arrays in the order of a node's inputs, and the node's params, and returns a list of outputs. n is the number of
+tokens. Weights come decoded. A cache written in place is returned as a modified copy of its own type, so that an F16 cache rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Inputs = Sequence[Array]
+Params = Mapping[str, Any]
+
+LEAST_WEIGHT_SUM = 2.0**-14
+"""Sums of expert weights are clamped to this, the smallest normal F16, before they divide."""
+
+
+def _f64(x: Array) -> npt.NDArray[np.float64]:
+    return np.asarray(x, np.float64)
+
+
+def ref_get_rows(inputs: Inputs, params: Params) -> list[Array]:
+    """table [rows, dim], ids int [n] -> [n, dim]."""
+    table, ids = inputs
+    return [_f64(table[ids])]
+
+
+def ref_rms_norm(inputs: Inputs, params: Params) -> list[Array]:
+    """x [..., dim], params eps -> x / sqrt(mean(x^2) + eps), over the last axis."""
+    x = _f64(inputs[0])
+    return [x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + params["eps"])]
+
+
+def ref_mul(inputs: Inputs, params: Params) -> list[Array]:
+    """a [..., dim], b broadcast over it -> a * b."""
+    return [_f64(inputs[0]) * _f64(inputs[1])]
+
+
+def ref_add(inputs: Inputs, params: Params) -> list[Array]:
+    """a [..., dim], b broadcast over it -> a + b."""
+    return [_f64(inputs[0]) + _f64(inputs[1])]
+
+
+def ref_mul_mat(inputs: Inputs, params: Params) -> list[Array]:
+    """w [m, k], x [n, k] -> [n, m]."""
+    w, x = inputs
+    return [_f64(x) @ _f64(w).T]
+
+
+def ref_mul_mat_id(inputs: Inputs, params: Params) -> list[Array]:
+    """w [n_expert, m, k], x [n, 1 or n_used, k] (1: shared by all experts of the token), ids int [n, n_used] -> [n, n_used, m]."""
+    w, x, ids = inputs
+    x = np.broadcast_to(_f64(x), (*ids.shape, x.shape[-1]))
+    out = np.zeros((*ids.shape, w.shape[1]))
+    for expert in np.unique(ids):
+        chosen = ids == expert
+        out[chosen] = x[chosen] @ _f64(w[expert]).T
+    return [out]
+
+
+def ref_moe_reduce(inputs: Inputs, params: Params) -> list[Array]:
+    """y [n, n_used, m], weights [n, n_used] -> [n, m], the weighted sum over the used experts."""
+    y, weights = inputs
+    return [(_f64(y) * _f64(weights)[..., None]).sum(axis=1)]
+
+
+def ref_swiglu(inputs: Inputs, params: Params) -> list[Array]:
+    """gate, up of one shape -> silu(gate) * up."""
+    gate, up = _f64(inputs[0]), _f64(inputs[1])
+    with np.errstate(over="ignore"):  # exp(-gate) of a very negative gate is inf, and gate / inf is the right 0
+        return [gate / (1.0 + np.exp(-gate)) * up]
+
+
+def ref_topk_moe(inputs: Inputs, params: Params) -> list[Array]:
+    """logits [n, n_expert], params n_used, norm, gating "softmax", scale -> weights [n, n_used], ids int32 [n, n_used].
+
+    Softmax, then the n_used largest, largest first and of equals the lower id first; norm divides by their sum.
+    """
+    if params["gating"] != "softmax":
+        raise NotImplementedError(f"TOPK_MOE with gating {params['gating']!r}")
+    logits = _f64(inputs[0])
+    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    # Ordered by logits: two that differ may have one probability after rounding.
+    ids = np.argsort(-logits, axis=-1, kind="stable")[:, : params["n_used"]]
+    weights = np.take_along_axis(p, ids, axis=-1)
+    if params["norm"]:
+        weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), LEAST_WEIGHT_SUM)
+    return [weights * params["scale"], ids.astype(np.int32)]
+
+
+def rope_angles(pos: Array, factors: Array | None, params: Params) -> tuple[Array, float]:
+    """Angles [n, n_dims/2] of every position and pair, and the magnitude of cosine and sine. With YaRN, fast pairs keep their
+    frequency, slow ones are stretched by freq_scale, and a ramp leads from one to the other."""
+    n_dims, base, scale, ext = params["n_dims"], params["freq_base"], params["freq_scale"], params["ext_factor"]
+    freq = np.array([base ** (-2.0 * i / n_dims) for i in range(n_dims // 2)])
+    if factors is not None:
+        freq = freq / _f64(factors)
+    stretched = freq * scale
+    magnitude = float(params["attn_factor"])
+    if ext != 0.0:
+        first, last = (_yarn_pair(turns, params) for turns in (params["beta_fast"], params["beta_slow"]))
+        first, last = max(0.0, math.floor(first)), min(n_dims - 1.0, math.ceil(last))
+        ramp = np.array([1.0 - min(1.0, max(0.0, (i - first) / max(0.001, last - first))) for i in range(n_dims // 2)])
+        stretched = stretched * (1.0 - ramp * ext) + freq * ramp * ext
+        magnitude *= 1.0 + 0.1 * math.log(1.0 / scale)
+    return _f64(pos)[:, None] * stretched, magnitude
+
+
+def _yarn_pair(turns: float, params: Params) -> float:
+    """The pair, as a real number, that makes `turns` full turns within the original context."""
+    wavelength = params["n_ctx_orig"] / (turns * 2 * math.pi)
+    return float(params["n_dims"] * math.log(wavelength) / (2 * math.log(params["freq_base"])))
+
+
+def ref_rope(inputs: Inputs, params: Params) -> list[Array]:
+    """x [n, heads, head_dim], pos int [n] [, frequency divisors [n_dims/2]] -> x with its first n_dims values rotated.
+
+    mode "normal" pairs values 2i and 2i + 1, "neox" i and i + n_dims/2.
+    """
+    x, pos = _f64(inputs[0]), inputs[1]
+    n_dims = params["n_dims"]
+    angles, magnitude = rope_angles(pos, inputs[2] if len(inputs) > 2 else None, params)
+    cos, sin = (np.cos(angles) * magnitude)[:, None, :], (np.sin(angles) * magnitude)[:, None, :]
+    if params["mode"] == "normal":
+        a, b = slice(0, n_dims, 2), slice(1, n_dims, 2)
+    else:
+        a, b = slice(0, n_dims // 2), slice(n_dims // 2, n_dims)
+    out = x.copy()
+    out[..., a] = x[..., a] * cos - x[..., b] * sin
+    out[..., b] = x[..., a] * sin + x[..., b] * cos
+    return [out]
+
+
+def ref_set_rows(inputs: Inputs, params: Params) -> list[Array]:
+    """x [n, n_head_kv, head_dim], pos int [n], cache [n_head_kv, n_ctx, head_dim] -> the cache with row pos[i] of every head from x[i].
+
+    pos -1 is padding and stores nothing.
+    """
+    x, pos, cache = inputs
+    out = cache.copy()
+    real = pos >= 0
+    out[:, pos[real]] = np.swapaxes(x[real], 0, 1)
+    return [out]
+
+
+def ref_flash_attn_ext(inputs: Inputs, params: Params) -> list[Array]:
+    """q [n, n_head, head_dim_k], cache_k and cache_v [n_head_kv, n_ctx, head_dim], pos int [n], params scale -> [n, n_head*head_dim_v].
+
+    A token at position p sees rows 0..p; padding (pos -1) sees nothing and gives zeros.
+    """
+    q, cache_k, cache_v, pos = inputs
+    q = _f64(q)
+    n, n_head, _ = q.shape
+    n_head_kv = cache_k.shape[0]
+    out = np.zeros((n, n_head, cache_v.shape[-1]))
+    rows = max(0, int(pos.max()) + 1)
+    real = np.flatnonzero(pos >= 0)
+    hidden = np.arange(rows)[None, :] > pos[real][:, None]
+    for head in range(n_head):
+        kv = head * n_head_kv // n_head
+        scores = q[real, head] @ _f64(cache_k[kv, :rows]).T * params["scale"]
+        scores[hidden] = -np.inf
+        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out[real, head] = p / p.sum(axis=-1, keepdims=True) @ _f64(cache_v[kv, :rows])
+    return [out.reshape(n, -1)]
+
+
+def ref_argmax(inputs: Inputs, params: Params) -> list[Array]:
+    """x [n, dim] -> int32 [n], the index of the largest value, of equals the lowest."""
+    return [np.argmax(inputs[0], axis=-1).astype(np.int32)]
+
+
+REFERENCES: dict[str, Callable[[Inputs, Params], list[Array]]] = {
+    "GET_ROWS": ref_get_rows,
+    "RMS_NORM": ref_rms_norm,
+    "MUL": ref_mul,
+    "ADD": ref_add,
+    "MUL_MAT": ref_mul_mat,
+    "MUL_MAT_ID": ref_mul_mat_id,
+    "MOE_REDUCE": ref_moe_reduce,
+    "SWIGLU": ref_swiglu,
+    "TOPK_MOE": ref_topk_moe,
+    "ROPE": ref_rope,
+    "SET_ROWS": ref_set_rows,
+    "FLASH_ATTN_EXT": ref_flash_attn_ext,
+    "ARGMAX": ref_argmax,
+}
+"""The reference of every op but VIEW, which computes nothing."""
