@@ -82,7 +82,10 @@ packages_for() {  # manager
 }
 
 install_missing() {
-    local root=()
+    local root=() log
+    log=$(mktemp)
+    # shellcheck disable=SC2064  # the name as it is now
+    trap "rm -f '$log'" EXIT
     if command -v apt-get >/dev/null; then
         local packages
         packages=$(packages_for apt)
@@ -94,10 +97,10 @@ install_missing() {
             fi
         fi
         say "installing $packages"
-        "${root[@]}" apt-get update -qq || die "apt-get update failed; the packages wanted are: $packages"
         # shellcheck disable=SC2086  # one word a package
-        "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $packages >&2 ||
-            die "apt-get could not install: $packages"
+        { "${root[@]}" apt-get update -qq &&
+            "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $packages; } >"$log" 2>&1 ||
+            { tail -n 20 "$log" >&2; die "apt-get (its last lines are above) could not install: $packages"; }
     elif command -v dnf >/dev/null; then
         die "missing: ${missing[*]}. Install them with: sudo dnf install $(packages_for dnf)"
     elif command -v pacman >/dev/null; then
