@@ -21,6 +21,8 @@ U16 = npt.NDArray[np.uint16]
 F32 = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float32] | None
 
+LARGEST_HALF = np.float32(65504)
+
 
 def packed(*fields: tuple[str, int]) -> np.dtype[np.void]:
     """A block as consecutive byte fields (name, bytes)."""
@@ -61,9 +63,14 @@ def half(field: U8) -> F32:
     return np.ascontiguousarray(field).view(np.float16).astype(np.float32)
 
 
+def as_half(values: F32) -> F32:
+    """The nearest finite f16, as float32."""
+    return np.clip(values, -LARGEST_HALF, LARGEST_HALF).astype(np.float16).astype(np.float32)
+
+
 def put_half(field: U8, values: F32) -> None:
-    """Writes [n] or [n, m] float32 as f16 into [n, 2m] bytes."""
-    field[...] = values.astype(np.float16).reshape(len(field), -1).view(np.uint8)
+    """Writes [n] or [n, m] float32 as f16 into [n, 2m] bytes; beyond the range of f16 its largest, never inf."""
+    field[...] = as_half(values).astype(np.float16).reshape(len(field), -1).view(np.uint8)
 
 
 def random_half(field: U8, center: float, signed: bool = False) -> None:

@@ -99,7 +99,7 @@ class _Nibbles(Codec):
         if weights is None:
             low = x.min(axis=1)
             return (x.max(axis=1) - low) / np.float32(top), low
-        spread = [0.1 * i for i in range(-9, 10)]
+        spread = [0.06 * i for i in range(-16, 17)]
         return search.affine(np.ascontiguousarray(x.T), np.ascontiguousarray(weights.T), top, spread, free_offset=True)
 
     def randomize(self, blocks: U8, scale: float) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-F32 = npt.NDArray[np.float32]
-Weights = npt.NDArray[np.float32] | None
+from vkback.quants.codec import F32, Weights, as_half
+
 Rounding = Callable[[F32], F32]
 """Values in steps -> the nearest level, in steps. May overwrite its argument."""
 
@@ -75,6 +75,14 @@ def _dot(a: F32, b: F32, weights: Weights) -> F32:
     return total
 
 
+def _inverse_determinant(a: F32, b: F32, c: F32) -> F32:
+    """1 / (a b - c c), and 0 where the difference is rounding noise: the two unknowns cannot be told apart."""
+    product = a * b
+    determinant = product - c * c
+    determinant[determinant <= np.float32(4e-6) * product] = 0
+    return reciprocal(determinant)
+
+
 def extreme(x: F32) -> F32:
     """The element of largest magnitude of each group, with its sign."""
     top, bottom = x.max(axis=0), x.min(axis=0)
@@ -122,14 +130,16 @@ def affine(x: F32, weights: Weights, top: int, spread: Sequence[float], free_off
     def consider(inverse_step: F32, offset: F32) -> None:
         q = nearest((x - offset) * inverse_step)
         sq, sqq, sxq = _dot(q, one, None), _dot(q, q, weights), _dot(x, q, weights)
-        inverse_det = reciprocal(sw * sqq - sq * sq)
+        inverse_det = _inverse_determinant(sw, sqq, sq)
         step = (sw * sxq - sx * sq) * inverse_det
         new_offset = (sqq * sx - sq * sxq) * inverse_det
         if not free_offset:
             clamped = new_offset > 0
             np.copyto(step, sxq * reciprocal(sqq), where=clamped)
             np.copyto(new_offset, np.float32(0), where=clamped)
-        np.copyto(new_offset, best_offset, where=inverse_det == 0)
+        singular = inverse_det == 0
+        np.copyto(step, (sxq - offset * sq) * reciprocal(sqq), where=singular)
+        np.copyto(new_offset, offset, where=singular)
         q *= step
         q += new_offset
         q -= x
@@ -143,12 +153,10 @@ def affine(x: F32, weights: Weights, top: int, spread: Sequence[float], free_off
     for s in spread:
         consider(inverse_range * np.float32(top + s), low)
     for _ in range(rounds):
-        consider(reciprocal(best_step), best_offset.copy())
+        inverse_step, offset = reciprocal(best_step), best_offset.copy()
+        for stretch in (1.0, 0.97, 1.03, 0.94, 1.06):
+            consider(inverse_step * np.float32(stretch), offset)
     return best_step, best_offset
-
-
-def _as_half(v: F32) -> F32:
-    return np.clip(v, -65504, 65504).astype(np.float16).astype(np.float32)
 
 
 def two_level_scale(
@@ -165,7 +173,7 @@ def two_level_scale(
     best_error = np.full(x.shape[2], np.inf, np.float32)
     widest = extreme(steps)
     for position in (low, low + 1, high):
-        d = _as_half(widest / np.float32(position))
+        d = as_half(widest / np.float32(position))
         s = np.clip(np.rint(steps * reciprocal(d)), low, high)
         for _ in range(rounds):
             error = np.full(s.shape, np.inf, np.float32)
@@ -185,7 +193,7 @@ def two_level_scale(
             better = total < best_error
             for kept, new in ((best_error, total), (best_d, d), (best_s, s)):
                 np.copyto(kept, new, where=better)
-            d = _as_half((s * xl).sum(axis=0) * reciprocal((s * s * ll).sum(axis=0)))
+            d = as_half((s * xl).sum(axis=0) * reciprocal((s * s * ll).sum(axis=0)))
     return best_d, best_s
 
 
@@ -204,8 +212,8 @@ def two_level_affine(
     groups, n = steps.shape
     best = [np.zeros(n, np.float32), np.zeros(n, np.float32), np.zeros((groups, n), np.float32), np.zeros((groups, n), np.float32)]
     best_error = np.full(n, np.inf, np.float32)
-    d = _as_half(steps.max(axis=0) / np.float32(scale_top))
-    dmin = _as_half(-offsets.min(axis=0) / np.float32(scale_top))
+    d = as_half(steps.max(axis=0) / np.float32(scale_top))
+    dmin = as_half(-offsets.min(axis=0) / np.float32(scale_top))
     s = np.clip(np.rint(steps * reciprocal(d)), 0, scale_top)
     m = np.clip(np.rint(-offsets * reciprocal(dmin)), 0, scale_top)
     for _ in range(rounds):
@@ -235,8 +243,8 @@ def two_level_affine(
         # Least squares for (d, dmin) of the super-block with everything else fixed.
         aa, ab, bb = (s * s * sqq).sum(axis=0), (s * m * sq).sum(axis=0), (m * m * sw).sum(axis=0)
         ax, bx = (s * sxq).sum(axis=0), (m * sx).sum(axis=0)
-        inverse_det = reciprocal(aa * bb - ab * ab)
+        inverse_det = _inverse_determinant(aa, bb, ab)
         solvable = inverse_det > 0
-        d = _as_half(np.where(solvable, np.maximum((bb * ax - ab * bx) * inverse_det, 0), ax * reciprocal(aa)))
-        dmin = _as_half(np.where(solvable, np.maximum((ab * ax - aa * bx) * inverse_det, 0), dmin))
+        d = as_half(np.where(solvable, np.maximum((bb * ax - ab * bx) * inverse_det, 0), (ax + dmin * ab) * reciprocal(aa)))
+        dmin = as_half(np.where(solvable, np.maximum((ab * ax - aa * bx) * inverse_det, 0), dmin))
     return best[0], best[1], best[2], best[3]

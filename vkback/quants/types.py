@@ -52,5 +52,5 @@ class QuantType:
         """Bytes of a row of k weights in the file. Raises QuantShapeError, naming `tensor`, when k does not divide into blocks."""
         if k <= 0 or k % self.block_values:
             where = f"[{tensor}] " if tensor else "[quants] "
-            raise QuantShapeError(f"{where}{k} columns is not a positive multiple of the {self.name} block ({self.block_values})")
+            raise QuantShapeError(f"{where}{k} columns is not a multiple of the {self.name} block ({self.block_values})")
         return k // self.block_values * self.block_bytes
