@@ -6,6 +6,9 @@ beside the package.
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from pathlib import Path
 
 from vkback.errors import VkbackError
@@ -51,3 +54,29 @@ def builtin_model(name: str) -> Path:
             return path
     known = ", ".join(p.stem for p in models) or "none"
     raise MissingFileError(f"no built-in model is called {name!r}; there are: {known}")
+
+
+def cache_dir() -> Path:
+    """Where compiled shaders and pipelines are kept: VKBACK_CACHE, else `vkback` in the platform's cache folder. It need not exist."""
+    if chosen := os.environ.get("VKBACK_CACHE"):
+        return Path(chosen)
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "vkback"
+
+
+def write_atomic(path: Path, data: bytes) -> bool:
+    """Write a cache file so that readers see the old content or the new, never a part. False when the disk refuses: a cache may be lost."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        return False
+    return True

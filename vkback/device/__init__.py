@@ -1,0 +1,36 @@
+"""Vulkan devices: the only part of vkback that touches the Vulkan binding."""
+
+from vkback.device.capabilities import Capabilities, Heap, MatrixShape, MemoryType, profile_ids
+from vkback.device.device import Device
+from vkback.device.errors import DeviceError, DeviceLost, FeatureMissing, NoDevice, OutOfDeviceMemory, Timeout
+from vkback.device.instance import ValidationMessage, list_devices
+from vkback.device.kernel import Kernel, KernelSpec
+from vkback.device.memory import Arena, BufferRange
+from vkback.device.queue import Ticket
+from vkback.device.recorder import Commands, Recorder
+from vkback.device.transfer import Uploader
+
+__all__ = [
+    "Arena",
+    "BufferRange",
+    "Capabilities",
+    "Commands",
+    "Device",
+    "DeviceError",
+    "DeviceLost",
+    "FeatureMissing",
+    "Heap",
+    "Kernel",
+    "KernelSpec",
+    "MatrixShape",
+    "MemoryType",
+    "NoDevice",
+    "OutOfDeviceMemory",
+    "Recorder",
+    "Ticket",
+    "Timeout",
+    "Uploader",
+    "ValidationMessage",
+    "list_devices",
+    "profile_ids",
+]

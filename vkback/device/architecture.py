@@ -1,0 +1,154 @@
+"""Which generation a GPU belongs to, from what its driver reports.
+
+Properties decide where generations differ in one; where none tells (Ampere from Ada), the PCI device id does, then the marketing name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The reported facts that the rules look at.
+
+    hints  raw numbers: "shaderWarpsPerSM" (NVIDIA), "wavefrontsPerSimd" (AMD), whichever the driver has
+    """
+
+    vendor: str
+    name: str
+    device_id: int
+    subgroup_min: int
+    subgroup_max: int
+    dot_signed_accelerated: bool
+    dot_mixed_accelerated: bool
+    cooperative_matrix: bool
+    extensions: frozenset[str]
+    hints: Mapping[str, int] = field(default_factory=dict)
+
+
+NVIDIA_BY_ID: Sequence[tuple[range, str]] = (
+    (range(0x1500, 0x1600), "pascal"),  # GP100
+    (range(0x1B00, 0x1D00), "pascal"),  # GP102..GP106
+    (range(0x1D00, 0x1D80), "pascal"),  # GP107, GP108
+    (range(0x1D80, 0x1E00), "volta"),
+    (range(0x1E00, 0x1F80), "turing"),
+    (range(0x1F80, 0x2000), "turing_no_tensor"),  # TU117
+    (range(0x2000, 0x2100), "ampere"),  # GA100
+    (range(0x2180, 0x2200), "turing_no_tensor"),  # TU116
+    (range(0x2200, 0x2300), "ampere"),
+    (range(0x2300, 0x2400), "hopper"),
+    (range(0x2400, 0x2600), "ampere"),
+    (range(0x2600, 0x2900), "ada"),
+    (range(0x2900, 0x3000), "blackwell"),
+)
+"""PCI ids by chip, as the public PCI id list groups them."""
+
+INTEL_BY_ID: Sequence[tuple[range, str]] = (
+    (range(0x1900, 0x1A00), "gen9"),
+    (range(0x3E90, 0x3EB0), "gen9"),
+    (range(0x5900, 0x5A00), "gen9"),
+    (range(0x9BC0, 0x9BD0), "gen9"),
+    (range(0x4680, 0x46E0), "xe_lp"),
+    (range(0x4900, 0x4910), "xe_lp"),
+    (range(0x9A40, 0x9A80), "xe_lp"),
+    (range(0xA780, 0xA7B0), "xe_lp"),
+    (range(0x4F80, 0x4F90), "xe_hpg"),
+    (range(0x5690, 0x56C2), "xe_hpg"),
+    (range(0x7D51, 0x7D52), "xe_lpg_plus"),
+    (range(0x7DD1, 0x7DD2), "xe_lpg_plus"),
+    (range(0xE200, 0xE230), "xe2_hpg"),
+)
+
+BY_NAME: Mapping[str, Sequence[tuple[str, str]]] = {
+    "nvidia": (
+        (r"\b(H100|H200|H800|H20|GH200)\b", "hopper"),
+        (r"\bRTX 50\d\d|\b(B100|B200|B300|GB10|GB200|GB300)\b", "blackwell"),
+        (r"\bRTX 40\d\d|\b(L4|L40S?)\b|\bAda\b", "ada"),
+        (r"\bRTX 30\d\d|\b(A100|A800|A10|A30|A40|A2)\b|\bRTX A\d", "ampere"),
+        (r"\bRTX 20\d\d|\bT4\b|\bTITAN RTX\b", "turing"),
+        (r"\bGTX 16\d\d|\bT(400|600|1000)\b", "turing_no_tensor"),
+        (r"\bGTX 10\d\d|\bGT 1030|\bP(4|40|100)\b", "pascal"),
+    ),
+    "amd": (
+        (r"\b(8050S|8060S|8[48]0M|890M|GFX115[0-9])\b", "rdna3_5"),
+        (r"\bRX 9\d\d\d|\bGFX120[0-9]\b|\bR9700\b", "rdna4"),
+        (r"\bRX 7\d\d\d|\b7[48]0M\b|\bGFX110[0-9]\b|\bNAVI3", "rdna3"),
+        (r"\bRX 5\d\d\b|\bRX 4\d\d\b|POLARIS", "gcn4"),
+    ),
+    "intel": (
+        (r"\bB[3-7]\d0\b|\bBMG\b", "xe2_hpg"),
+        (r"\bA(3[158]0|5[58]0|7[357]0)M?\b|\bDG2\b", "xe_hpg"),
+        (r"\b1[34]0T\b", "xe_lpg_plus"),
+        (r"\bIris\(R\) Xe\b|\bTGL\b|\bADL\b|\bRPL\b", "xe_lp"),
+        (r"\bHD Graphics (5|6)\d\d\b|\bUHD Graphics 6\d\d\b|\bKBL\b|\bSKL\b|\bCFL\b", "gen9"),
+    ),
+    "apple": ((r"\bM1\b", "apple_g13"), (r"\bM5\b", "apple_m5"), (r"\bM(\d+)\b", r"apple_m\1")),
+    "qualcomm": (
+        (r"\b8\d\d\b", "adreno_a8xx"),
+        (r"\b750\b", "adreno_a7xx_gen3"),
+        (r"\b7[34]\d\b", "adreno_a7xx_gen2"),
+    ),
+    "arm": ((r"-G(57|68|77|78|310|510|610|615|710|715)\b", "mali_valhall"), (r"-G(620|625|720|725|925)\b", "mali_5thgen")),
+    "broadcom": ((r"V3D 4\.", "videocore6"), (r"V3D 7\.", "videocore7")),
+    "software": ((r"llvmpipe", "cpu_llvmpipe"),),
+}
+
+
+def classify(t: Traits) -> str:
+    """The class name of docs/device_profiles.md, or "unknown"."""
+    if t.vendor == "nvidia":
+        return _by_id(NVIDIA_BY_ID, t.device_id) or _nvidia(t)
+    if t.vendor == "amd":
+        return _amd(t)
+    if t.vendor == "intel":
+        return _by_id(INTEL_BY_ID, t.device_id) or _intel(t)
+    return _by_name(t) or "unknown"
+
+
+def _by_id(table: Sequence[tuple[range, str]], device_id: int) -> str:
+    return next((name for ids, name in table if device_id in ids), "")
+
+
+def _by_name(t: Traits) -> str:
+    for pattern, name in BY_NAME.get(t.vendor, ()):
+        if match := re.search(pattern, t.name, re.IGNORECASE):
+            return match.expand(name)
+    return ""
+
+
+def _nvidia(t: Traits) -> str:
+    named = _by_name(t)
+    if named:
+        return named
+    if t.hints.get("shaderWarpsPerSM") == 32:
+        return "turing" if t.cooperative_matrix else "turing_no_tensor"
+    return "unknown"
+
+
+def _amd(t: Traits) -> str:
+    if t.subgroup_min == t.subgroup_max == 64:
+        return "gcn5" if t.dot_signed_accelerated and not _by_name(t) else _by_name(t) or "gcn4"
+    if not (t.subgroup_min == 32 and t.subgroup_max == 64):
+        return "unknown"
+    if named := _by_name(t):
+        return named
+    if t.hints.get("wavefrontsPerSimd") == 20:
+        return "rdna1"
+    if "VK_EXT_shader_float8" in t.extensions:
+        return "rdna4"
+    if t.dot_mixed_accelerated:
+        return "rdna3"
+    return "rdna2" if t.dot_signed_accelerated else "rdna1"
+
+
+def _intel(t: Traits) -> str:
+    if named := _by_name(t):
+        return named
+    if t.subgroup_min == 16:
+        return "xe2_hpg"
+    if t.subgroup_min == 8 and t.dot_signed_accelerated:
+        return "xe_hpg" if t.cooperative_matrix else "xe_lp"
+    return "gen9" if t.subgroup_min == 8 else "unknown"

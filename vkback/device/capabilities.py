@@ -1,0 +1,296 @@
+"""What a device can do, as a frozen value: read from a driver, from JSON, or from a recorded profile of a GPU that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vkback.device.errors import DeviceError
+
+PROFILE_DIR = Path(__file__).resolve().parent / "profiles"
+
+VENDORS: Mapping[int, str] = {
+    0x1002: "amd",
+    0x10DE: "nvidia",
+    0x8086: "intel",
+    0x106B: "apple",
+    0x5143: "qualcomm",
+    0x13B5: "arm",
+    0x14E4: "broadcom",
+    0x1010: "imagination",
+}
+"""PCI vendor ids, and the Khronos ones of vendors without PCI. Mesa's own id (0x10005) names no maker."""
+
+
+@dataclass(frozen=True)
+class Heap:
+    """A memory heap; size in bytes."""
+
+    size: int
+    device_local: bool
+
+
+@dataclass(frozen=True)
+class MemoryType:
+    """flags: device_local, host_visible, host_coherent, host_cached, lazily_allocated, protected, device_coherent, device_uncached, rdma."""
+
+    heap: int
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """One cooperative matrix multiply-add: result[m, n] = a[m, k] x b[k, n] + c[m, n], component types as "f16", "f32", "s8", ..."""
+
+    m: int
+    n: int
+    k: int
+    a: str
+    b: str
+    c: str
+    result: str
+    saturating: bool
+    scope: str
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """One device under one driver. Sizes in bytes, `timestamp_period` in ns a tick.
+
+    vendor        "nvidia", "amd", "intel", "apple", "qualcomm", "arm", "broadcom", "software", "other"
+    architecture  class name as in docs/device_profiles.md ("ampere", "rdna3", ...), "unknown" when no rule fits
+    device_type   "discrete", "integrated", "virtual", "cpu", "other"
+    int_dot       the feature; `int_dot_accelerated` that 4x8-bit packed signed dot products are fast
+    subgroup_ops  "basic", "vote", "arithmetic", "ballot", "shuffle", "shuffle_relative", "clustered", "quad", "rotate", ...
+    extensions    names the driver lists
+    uma           host and device share their memory; `rebar`: all device memory is host-visible
+    shader_cores  SMs, compute units, shader cores; None when not reported
+    What is not known is held to be absent, and a limit not known to be the least that Vulkan allows.
+    """
+
+    name: str
+    vendor: str
+    architecture: str
+    device_type: str
+    vendor_id: int
+    device_id: int
+    driver_id: str
+    driver_name: str
+    driver_info: str
+    driver_version: str
+    api_version: str
+
+    subgroup_size: int
+    subgroup_min: int
+    subgroup_max: int
+    subgroup_ops: tuple[str, ...]
+    subgroup_size_control: bool
+    subgroup_required_size: bool
+    full_subgroups: bool
+    max_workgroup_subgroups: int
+
+    int_dot: bool
+    int_dot_accelerated: bool
+    fp16: bool
+    bf16: bool
+    int8: bool
+    int16: bool
+    int64: bool
+    storage_8bit: bool
+    storage_16bit: bool
+    timeline_semaphore: bool
+    buffer_device_address: bool
+    vulkan_memory_model: bool
+    vulkan_memory_model_device_scope: bool
+    synchronization2: bool
+    maintenance4: bool
+
+    max_storage_buffer_range: int
+    max_shared_memory: int
+    max_workgroup_invocations: int
+    max_workgroup_size: tuple[int, int, int]
+    max_workgroup_count: tuple[int, int, int]
+    max_push_constants: int
+    max_storage_bindings: int
+    max_allocation_size: int
+    max_buffer_size: int
+    min_storage_buffer_offset_alignment: int
+
+    heaps: tuple[Heap, ...]
+    memory_types: tuple[MemoryType, ...]
+    uma: bool
+    rebar: bool
+
+    timestamp_period: float
+    timestamp_bits: int
+
+    cooperative_matrix: bool
+    cooperative_matrix_shapes: tuple[MatrixShape, ...]
+
+    shader_cores: int | None
+    extensions: tuple[str, ...]
+    uuid: str
+    driver_uuid: str
+
+    @property
+    def software(self) -> bool:
+        """The "GPU" is the CPU."""
+        return self.device_type == "cpu"
+
+    @property
+    def device_memory(self) -> int:
+        """Bytes of all device-local heaps."""
+        return sum(h.size for h in self.heaps if h.device_local)
+
+    def has_subgroup_ops(self, *names: str) -> bool:
+        """Whether every one of the subgroup operations is there."""
+        return set(names) <= set(self.subgroup_ops)
+
+    def summary_line(self, index: int = 0) -> str:
+        """One line about the device, in the form that llama.cpp's users know."""
+        matrix = "KHR_coopmat" if self.cooperative_matrix else "none"
+        return (
+            f"vkback: {index} = {self.name} ({self.driver_name}) | uma: {self.uma:d} | fp16: {self.fp16:d} | bf16: {self.bf16:d} | "
+            f"warp size: {self.subgroup_size} | shared memory: {self.max_shared_memory} | int dot: {self.int_dot_accelerated:d} | matrix cores: {matrix}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` gives back an equal Capabilities."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Capabilities:
+        """Inverse of `to_dict`. Raises DeviceError naming fields that are missing or unknown."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        missing, extra = sorted(names - set(values)), sorted(set(values) - names)
+        if missing or extra:
+            raise DeviceError(
+                f"[capabilities] fields missing: {', '.join(missing) or 'none'}; unknown: {', '.join(extra) or 'none'}. "
+                "Write the file again with this version's to_dict"
+            )
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        fields["heaps"] = tuple(Heap(**h) for h in values["heaps"])
+        fields["memory_types"] = tuple(MemoryType(t["heap"], tuple(t["flags"])) for t in values["memory_types"])
+        fields["cooperative_matrix_shapes"] = tuple(MatrixShape(**s) for s in values["cooperative_matrix_shapes"])
+        return cls(**fields)
+
+    @classmethod
+    def from_profile(cls, path: str | Path) -> Capabilities:
+        """Read a recorded profile (schema of docs/device_profiles.md).
+
+        path  a file, or the id of a profile that comes with vkback ("nvidia_h200_linux")
+        """
+        file = Path(path)
+        if not file.suffix and not file.exists():
+            file = PROFILE_DIR / f"{file.name}.json"
+        if not file.exists():
+            known = ", ".join(profile_ids())
+            raise DeviceError(f"[capabilities] no profile {str(path)!r}. There are: {known}")
+        profile = json.loads(file.read_text())
+        if profile.get("schema") != 1:
+            raise DeviceError(f"[capabilities] {file}: schema {profile.get('schema')!r}, expected 1")
+        return _from_profile(profile)
+
+
+def profile_ids() -> tuple[str, ...]:
+    """Ids of the profiles that come with vkback."""
+    return tuple(sorted(p.stem for p in PROFILE_DIR.glob("*.json")))
+
+
+def vendor_name(vendor_id: int, device_type: str, driver_id: str) -> str:
+    """The maker's name as tuning tables use it."""
+    if device_type == "cpu":
+        return "software"
+    if "HONEYKRISP" in driver_id:  # Apple hardware under Mesa's vendor id
+        return "apple"
+    return VENDORS.get(vendor_id, "other")
+
+
+def _from_profile(p: Mapping[str, Any]) -> Capabilities:
+    limits, features, subgroup = p["limits"], p["features"], p["subgroup"]
+    memory, matrix, driver = p["memory"], p["cooperative_matrix"], p["driver"]
+    size = subgroup["size"] or 1
+    matrix_shapes = matrix["shapes"] or ()
+
+    def limit(name: str, least: int) -> int:
+        """`least`: what Vulkan 1.2 guarantees (its table of required limits)."""
+        value = limits[name]
+        return least if value is None else int(value)
+
+    def triple(name: str, least: tuple[int, int, int]) -> tuple[int, int, int]:
+        x, y, z = limits[name] or least
+        return int(x), int(y), int(z)
+
+    def feature(name: str) -> bool:
+        return bool(features[name])
+
+    memory_mib = memory["device_memory_mib"]
+    heaps = tuple(Heap(int(h["size"]), bool(h["device_local"])) for h in memory["heaps"] or ())
+    if not heaps and memory_mib:
+        heaps = (Heap(int(memory_mib) << 20, True),)
+    return Capabilities(
+        name=p["name"],
+        vendor=vendor_name(p["vendor_id"] or 0, p["device_type"], driver["id"] or ""),
+        architecture=p["architecture"]["class"] or "unknown",
+        device_type=p["device_type"] or "other",
+        vendor_id=p["vendor_id"] or 0,
+        device_id=p["device_id"] or 0,
+        driver_id=driver["id"] or "",
+        driver_name=driver["name"] or "",
+        driver_info=driver["info"] or "",
+        driver_version=driver["version"] or "",
+        api_version=p["api_version"] or "1.2.0",
+        subgroup_size=size,
+        subgroup_min=subgroup["min"] or size,
+        subgroup_max=subgroup["max"] or size,
+        subgroup_ops=tuple(subgroup["operations"] or ()),
+        subgroup_size_control=bool(subgroup["size_control"]),
+        subgroup_required_size=bool(subgroup["required_size_in_compute"]),
+        full_subgroups=feature("computeFullSubgroups"),
+        max_workgroup_subgroups=subgroup["max_workgroup_subgroups"] or 0,
+        int_dot=feature("shaderIntegerDotProduct"),
+        int_dot_accelerated=bool(p["integer_dot_accelerated"]["packed_4x8_signed"]),
+        fp16=feature("shaderFloat16"),
+        bf16=bool(p["extensions"].get("VK_KHR_shader_bfloat16")),
+        int8=feature("shaderInt8"),
+        int16=feature("shaderInt16"),
+        int64=feature("shaderInt64"),
+        storage_8bit=feature("storageBuffer8BitAccess"),
+        storage_16bit=feature("storageBuffer16BitAccess"),
+        timeline_semaphore=feature("timelineSemaphore"),
+        buffer_device_address=feature("bufferDeviceAddress"),
+        vulkan_memory_model=feature("vulkanMemoryModel"),
+        vulkan_memory_model_device_scope=feature("vulkanMemoryModelDeviceScope"),
+        synchronization2=feature("synchronization2"),
+        maintenance4=feature("maintenance4"),
+        max_storage_buffer_range=limit("maxStorageBufferRange", 1 << 27),
+        max_shared_memory=limit("maxComputeSharedMemorySize", 16384),
+        max_workgroup_invocations=limit("maxComputeWorkGroupInvocations", 128),
+        max_workgroup_size=triple("maxComputeWorkGroupSize", (128, 128, 64)),
+        max_workgroup_count=triple("maxComputeWorkGroupCount", (65535, 65535, 65535)),
+        max_push_constants=limit("maxPushConstantsSize", 128),
+        max_storage_bindings=limit("maxPerStageDescriptorStorageBuffers", 4),
+        max_allocation_size=limit("maxMemoryAllocationSize", 1 << 30),
+        max_buffer_size=limit("maxBufferSize", 1 << 30),
+        min_storage_buffer_offset_alignment=limit("minStorageBufferOffsetAlignment", 256),
+        heaps=heaps,
+        memory_types=tuple(MemoryType(int(t["heap"]), tuple(t["flags"])) for t in memory["types"] or ()),
+        uma=bool(memory["uma"]),
+        rebar=bool(memory["rebar"]),
+        timestamp_period=float(limits["timestampPeriod"] or 1.0),
+        timestamp_bits=64 if limits["timestampPeriod"] else 0,
+        cooperative_matrix=bool(matrix["supported"]),
+        cooperative_matrix_shapes=tuple(
+            MatrixShape(s["m"], s["n"], s["k"], s["a"], s["b"], s["c"], s["result"], bool(s["saturating"]), s["scope"])
+            for s in matrix_shapes
+        ),
+        shader_cores=p["compute_units"]["count"],
+        extensions=tuple(sorted(name for name, there in p["extensions"].items() if there)),
+        uuid="",
+        driver_uuid="",
+    )

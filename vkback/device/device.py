@@ -1,0 +1,266 @@
+"""An open device: what it can do, its memory, kernels, recordings and queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.device.capabilities import Capabilities
+from vkback.device.driver import NULL, Driver, check, ffi, strings, struct, text
+from vkback.device.errors import DeviceError, DeviceLost, FeatureMissing, Timeout
+from vkback.device.instance import Instance, Validation, ValidationMessage, select
+from vkback.device.kernel import Kernel, KernelCache, KernelSpec
+from vkback.device.memory import Arena, BufferRange, Heaps, Kind
+from vkback.device.query import API_1_2, PhysicalDevice, choose_queue_family, queue_families
+from vkback.device.queue import Queue, Ticket
+from vkback.device.recorder import Commands, Recorder
+from vkback.device.transfer import CHUNK, Uploader, as_bytes, download
+
+
+class Device:
+    """A Vulkan device opened for compute. Use as a context manager, or call `close()`.
+
+    Everything made from a device belongs to it and dies with it at the latest.
+    """
+
+    def __init__(self, instance: Instance, physical: PhysicalDevice) -> None:
+        """Use `Device.open`."""
+        self.caps: Capabilities = physical.caps
+        self._instance = instance
+        self._physical = physical
+        self._family = choose_queue_family(queue_families(instance.fn, physical.handle))
+        priority = ffi.new("float *", 1.0)
+        queue_info = struct("VkDeviceQueueCreateInfo", queueFamilyIndex=self._family, queueCount=1, pQueuePriorities=priority)
+        extensions = physical.features.extensions
+        info = struct(
+            "VkDeviceCreateInfo",
+            physical.features.chain,
+            queueCreateInfoCount=1,
+            pQueueCreateInfos=queue_info,
+            enabledExtensionCount=len(extensions),
+            ppEnabledExtensionNames=strings(extensions),
+        )
+        out = ffi.new("VkDevice *")
+        check(
+            instance.fn.vkCreateDevice(physical.handle, info, NULL, out),
+            "vkCreateDevice",
+            f"{self.caps.name}, extensions {', '.join(extensions)}",
+        )
+        self._driver = Driver(out[0])
+        self._driver.count("Device", 1)
+        queue = ffi.new("VkQueue *")
+        self._driver.fn.vkGetDeviceQueue(self._driver.device, self._family, 0, queue)
+        self._queue = Queue(self._driver, queue[0], self._fault_report)
+        self._heaps = Heaps(physical.handle, instance.fn, self.caps)
+        self._kernels = KernelCache(self._driver, self.caps)
+        self._arenas: list[Arena] = []
+        self._commands: set[Commands] = set()
+        self._readback: tuple[BufferRange, BufferRange] | None = None
+        self._host_barrier: Commands | None = None
+        self._open = True
+
+    @classmethod
+    def open(cls, selector: str | int | None = None, *, validation: Validation = False) -> Device:
+        """Open a device.
+
+        selector    index, part of the name, or UUID; None means the environment variable VKBACK_DEVICE, else the best GPU there is. Software
+                    drivers are taken when asked for or when there is no GPU (with a line on stderr).
+        validation  True: run under the Khronos validation layer; "sync": with its synchronization checks too
+        Raises NoDevice, or FeatureMissing naming every required feature the device lacks.
+        """
+        instance = Instance(validation)
+        try:
+            physical = select(instance.physical_devices(), selector)
+            require(physical)
+            return cls(instance, physical)
+        except DeviceError:
+            instance.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(check_validation=error is None)
+
+    # -- memory
+
+    def free_memory(self) -> int:
+        """Bytes left in the heap that holds weights: by the driver's budget where it tells one, else its size less what this Device took."""
+        return self._heaps.free(self._heaps.main())
+
+    def arena(self, purpose: str, nbytes: int, kind: Kind = "device") -> Arena:
+        """Memory for one purpose. kind: "device", "upload" (host writes), "readback" (host reads), "host_visible_device" (all of it mapped).
+
+        Raises OutOfDeviceMemory with what was asked, what was free, and for what; FeatureMissing when there is no memory of that kind.
+        """
+        self._require_open()
+        arena = Arena(self._driver, self.caps, self._heaps, purpose, nbytes, kind)
+        self._arenas = [a for a in self._arenas if a.alive]
+        self._arenas.append(arena)
+        return arena
+
+    # -- kernels
+
+    def kernel(
+        self,
+        spirv: bytes,
+        *,
+        name: str,
+        bindings: int,
+        push_bytes: int,
+        spec: Mapping[int, int] | None = None,
+        subgroup_size: int | None = None,
+    ) -> Kernel:
+        """Compile a kernel with entry point `main`, or give the one compiled before.
+
+        bindings       storage buffers in set 0
+        spec           specialization constant id -> 32-bit value
+        subgroup_size  demanded of the device, with full subgroups where it has them; None leaves the choice to the driver
+        """
+        self._require_open()
+        return self._kernels.get(KernelSpec(spirv, name, bindings, push_bytes, tuple(sorted((spec or {}).items())), subgroup_size))
+
+    def kernels(self, specs: Iterable[KernelSpec]) -> list[Kernel]:
+        """Many kernels, compiled in parallel, in the order of `specs`."""
+        self._require_open()
+        return self._kernels.get_all(specs)
+
+    # -- work
+
+    def recorder(self, name: str, *, timestamps: int = 0) -> Recorder:
+        """Begin a recording; timestamps: the most it will write."""
+        self._require_open()
+        return Recorder(self._driver, self.caps, self._family, name, timestamps, self._commands)
+
+    def submit(self, commands: Commands | Sequence[Commands]) -> Ticket:
+        """Run recordings in order, after everything submitted before. Returns at once, unless one of them is still in flight."""
+        self._require_open()
+        return self._queue.submit([commands] if isinstance(commands, Commands) else list(commands))
+
+    def wait_idle(self) -> None:
+        """Until everything submitted is done and its writes are visible to the host."""
+        self._require_open()
+        if self._host_barrier is None:
+            rec = self.recorder("host barrier")
+            rec.host_barrier()
+            self._host_barrier = rec.finish()
+        self.submit(self._host_barrier).wait()
+
+    # -- transfers
+
+    def upload(self, dst: BufferRange, data: npt.NDArray[Any]) -> None:
+        """Write an array into a range and wait until it has arrived; the array may be shorter than the range."""
+        if dst.host_visible:
+            self.wait_idle()
+        uploader = Uploader(self, min(CHUNK, max(as_bytes(data).size, 4)))
+        try:
+            uploader.write(dst, 0, data)
+        finally:
+            uploader.finish()
+
+    def download(self, src: BufferRange, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
+        """The range's content after everything submitted, as a new one-dimensional array."""
+        itemsize = np.dtype(dtype).itemsize
+        if src.size % itemsize:
+            raise DeviceError(f"[download] {src.name!r} has {src.size} bytes, no multiple of the {itemsize} of {np.dtype(dtype).name}")
+        if src.host_visible:
+            self.wait_idle()
+            return src.map().copy().view(dtype)
+        if self._readback is None:
+            arena = self.arena("readback staging", 2 * CHUNK, "readback")
+            self._readback = (arena.alloc(CHUNK, "readback 0"), arena.alloc(CHUNK, "readback 1"))
+        return download(self, src, self._readback).view(dtype)
+
+    def uploader(self, chunk_bytes: int = CHUNK) -> Uploader:
+        """A streaming uploader with staging slots of `chunk_bytes`."""
+        self._require_open()
+        return Uploader(self, chunk_bytes)
+
+    # -- diagnosis
+
+    def summary_line(self, index: int = 0) -> str:
+        """One line about the device, in the form that llama.cpp's users know."""
+        return self.caps.summary_line(index)
+
+    @property
+    def validation_messages(self) -> list[ValidationMessage]:
+        """What the validation layers said so far; empty without them."""
+        return self._instance.messages
+
+    def check_validation(self) -> None:
+        """Raises DeviceError when the validation layers reported errors."""
+        errors = [m for m in self.validation_messages if m.severity == "error"]
+        if errors:
+            first = "\n".join(str(m) for m in errors[:5])
+            raise DeviceError(f"[validation] {len(errors)} errors from the validation layers, the first of them:\n{first}")
+
+    def live_objects(self) -> dict[str, int]:
+        """Kinds of Vulkan objects that are alive, and how many; empty after `close()` unless something leaked."""
+        return {kind: n for kind, n in self._driver.live.items() if n}
+
+    def _fault_report(self) -> str:
+        """What VK_EXT_device_fault knows about a lost device."""
+        if "VK_EXT_device_fault" not in self.caps.extensions:
+            return ""
+        counts = struct("VkDeviceFaultCountsEXT")
+        if self._driver.fn.vkGetDeviceFaultInfoEXT(self._driver.device, counts, NULL) < 0:
+            return ""
+        counts.vendorBinarySize = 0
+        addresses = ffi.new("VkDeviceFaultAddressInfoEXT[]", max(counts.addressInfoCount, 1))
+        vendors = ffi.new("VkDeviceFaultVendorInfoEXT[]", max(counts.vendorInfoCount, 1))
+        info = struct("VkDeviceFaultInfoEXT", pAddressInfos=addresses, pVendorInfos=vendors)
+        if self._driver.fn.vkGetDeviceFaultInfoEXT(self._driver.device, counts, info) < 0:
+            return ""
+        where = [f"address {a.reportedAddress:#x} (type {int(a.addressType)})" for a in addresses[0 : counts.addressInfoCount]]
+        said = [f"{text(v.description)} ({v.vendorFaultCode:#x})" for v in vendors[0 : counts.vendorInfoCount]]
+        return f" Device fault: {'; '.join([text(info.description), *where, *said])}."
+
+    # -- end
+
+    def close(self, *, check_validation: bool = True) -> None:
+        """Wait for the device, destroy everything, and raise if the validation layers reported errors."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            self._queue.last.wait()
+        except (DeviceLost, Timeout):
+            # The objects of a lost device must be destroyed like any others; of a hung one they leak with it.
+            pass
+        for commands in list(self._commands):
+            commands.release()
+        for arena in self._arenas:
+            arena.destroy()
+        self._kernels.destroy()
+        self._queue.destroy()
+        self._driver.fn.vkDestroyDevice(self._driver.device, NULL)
+        self._driver.count("Device", -1)
+        self._instance.close()
+        if check_validation:
+            self.check_validation()
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise DeviceError("[device] this Device is closed")
+
+
+def require(physical: PhysicalDevice) -> None:
+    """Raises FeatureMissing that names everything vkback needs and the device lacks."""
+    caps = physical.caps
+    needs = (
+        ("Vulkan 1.2", physical.api_version >= API_1_2),
+        ("storageBuffer16BitAccess", caps.storage_16bit),
+        ("timelineSemaphore", caps.timeline_semaphore),
+        ("a compute queue", physical.has_compute_queue),
+    )
+    missing = [name for name, there in needs if not there]
+    if missing:
+        raise FeatureMissing(
+            f"[device] {caps.name} ({caps.driver_name} {caps.driver_info}, Vulkan {caps.api_version}): vkback needs {', '.join(missing)}, which it does not "
+            "offer. Update the driver or choose another device with VKBACK_DEVICE"
+        )

@@ -1,0 +1,195 @@
+"""The one gate to Vulkan: loading the binding, building structs, calling the driver, typed errors, the count of what is alive.
+
+Everything goes through cffi; the binding's Python wrappers are slow and raise on success codes. Hot vkCmd* calls, which return nothing, are
+called on `Driver.fn` directly.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from vkback.device.errors import DeviceError, DeviceLost, NoDevice, OutOfDeviceMemory, Timeout
+
+INSTALL_HINT = (
+    "Install a Vulkan loader and a driver (Debian and Ubuntu: apt install libvulkan1 mesa-vulkan-drivers; NVIDIA: its driver package), "
+    "then check with vulkaninfo"
+)
+
+try:
+    from vulkan import _vulkan
+
+    vk: Any = _vulkan
+    ffi: Any = vk.ffi
+    lib: Any = vk.lib
+    NULL: Any = vk.ffi.NULL
+    LOAD_ERROR = ""
+except (ImportError, OSError) as error:  # the binding raises OSError when libvulkan cannot be opened
+    vk = ffi = lib = NULL = None
+    LOAD_ERROR = str(error)
+
+Handle = Any
+"""A cffi pointer to a Vulkan object."""
+
+# Core bits that the binding lacks, from the Vulkan headers.
+BUFFER_USAGE_SHADER_DEVICE_ADDRESS = 0x00020000
+MEMORY_ALLOCATE_DEVICE_ADDRESS = 0x00000002
+PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS = 0x00000002
+
+_RESULT_ERRORS: dict[str, type[DeviceError]] = {
+    "VK_ERROR_OUT_OF_DEVICE_MEMORY": OutOfDeviceMemory,
+    "VK_ERROR_OUT_OF_HOST_MEMORY": OutOfDeviceMemory,
+    "VK_ERROR_DEVICE_LOST": DeviceLost,
+    "VK_TIMEOUT": Timeout,
+}
+
+_held: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def require_loader() -> None:
+    """Raises NoDevice when libvulkan or its binding cannot be loaded."""
+    if LOAD_ERROR:
+        raise NoDevice(f"[device] no Vulkan loader: {LOAD_ERROR}. {INSTALL_HINT}")
+
+
+@cache
+def _structure_types() -> dict[str, int]:
+    prefix = "VK_STRUCTURE_TYPE_"
+    enum: dict[str, int] = ffi.typeof("VkStructureType").relements
+    return {name[len(prefix) :].replace("_", "").lower(): value for name, value in enum.items()}
+
+
+def struct(name: str, next: Any = None, **fields: Any) -> Any:
+    """A new `name` struct with sType filled in and `next` as pNext; returns a pointer.
+
+    Values that are cffi data, and lists made into arrays, live as long as the returned pointer.
+    """
+    ptr = ffi.new(f"{name} *")
+    held = []
+    stype = _structure_types().get(name[2:].lower())
+    if stype is not None:
+        ptr.sType = stype
+    if next is not None:
+        ptr.pNext = next
+        held.append(next)
+    for key, value in fields.items():
+        setattr(ptr, key, value)
+        if isinstance(value, ffi.CData):
+            held.append(value)
+    if held:
+        _held[ptr] = tuple(held)
+    return ptr
+
+
+def array(ctype: str, values: Sequence[Any]) -> Any:
+    """A new array of `ctype`; structs are copied, and what they point to lives as long as the array."""
+    new = ffi.new(f"{ctype}[]", list(values))
+    _held[new] = tuple(values)
+    return new
+
+
+def strings(values: Sequence[str]) -> Any:
+    """A new `char *[]`."""
+    return array("char *", [ffi.new("char[]", v.encode()) for v in values])
+
+
+def text(chars: Any) -> str:
+    """A C string as str."""
+    raw: bytes = ffi.string(chars)
+    return raw.decode("utf-8", "replace")
+
+
+def result_name(code: int) -> str:
+    """-4 -> "VK_ERROR_DEVICE_LOST"."""
+    found: str | None = ffi.typeof("VkResult").elements.get(int(code))
+    return found or f"VkResult {int(code)}"
+
+
+def check(code: int, call: str, about: str = "") -> int:
+    """The gate. Negative results and VK_TIMEOUT raise the typed error; other success codes are returned.
+
+    about  the object and sizes the call was for
+    """
+    if code >= 0 and code != vk.VK_TIMEOUT:
+        return code
+    name = result_name(code)
+    suffix = f": {about}" if about else ""
+    raise _RESULT_ERRORS.get(name, DeviceError)(f"{call} failed: {name}{suffix}", call=call, result=name)
+
+
+def listed(call: Callable[..., int | None], name: str, ctype: str, *args: Any, init: str = "") -> list[Any]:
+    """The two-call idiom: ask for the count, then for the items. `init` names the struct whose sType each item needs."""
+    count = ffi.new("uint32_t *")
+    check(call(*args, count, NULL) or 0, name)
+    items = ffi.new(f"{ctype}[]", max(count[0], 1))
+    if init:
+        stype = _structure_types()[init[2:].lower()]
+        for i in range(count[0]):
+            items[i].sType = stype
+    check(call(*args, count, items) or 0, name)
+    return [items[i] for i in range(count[0])]
+
+
+class _Functions:
+    """Entry points by name, fetched on first use; attributes afterwards."""
+
+    def __init__(self, fetch: Callable[[bytes], Any]) -> None:
+        self._fetch = fetch
+
+    def __getattr__(self, name: str) -> Any:
+        for candidate in (name, f"{name}KHR", f"{name}EXT"):
+            pointer = self._fetch(candidate.encode())
+            if pointer != NULL:
+                function = ffi.cast(f"PFN_{candidate}", pointer)
+                setattr(self, name, function)
+                return function
+        raise DeviceError(f"[device] the driver has no entry point {name}; update the Vulkan driver", call=name)
+
+
+def instance_functions(instance: Handle) -> Any:
+    """Entry points of an instance."""
+    return _Functions(lambda name: lib.vkGetInstanceProcAddr(instance, name))
+
+
+class Driver:
+    """A logical device and all that exists on it.
+
+    fn        entry points of the device (bypassing the loader's dispatch)
+    live      how many objects of each kind are alive
+    """
+
+    def __init__(self, device: Handle) -> None:
+        self.device = device
+        self.fn: Any = _Functions(lambda name: lib.vkGetDeviceProcAddr(device, name))
+        self.live: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def call(self, name: str, *args: Any, about: str = "") -> int:
+        """Call a device-level function that returns a VkResult, through the gate."""
+        return check(getattr(self.fn, name)(*args), name, about)
+
+    def create(self, kind: str, info: Any, about: str = "", *, verb: str = "Create") -> Handle:
+        """vk<verb><kind>(device, info, NULL, &handle), counted. `kind` without "Vk": "Buffer"."""
+        out = ffi.new(f"Vk{'DeviceMemory' if kind == 'Memory' else kind} *")
+        self.call(f"vk{verb}{kind}", self.device, info, NULL, out, about=about)
+        self.count(kind, 1)
+        return out[0]
+
+    def destroy(self, kind: str, handle: Handle, *, verb: str = "Destroy") -> None:
+        """vk<verb><kind>(device, handle, NULL), counted."""
+        getattr(self.fn, f"vk{verb}{kind}")(self.device, handle, NULL)
+        self.count(kind, -1)
+
+    def count(self, kind: str, change: int) -> None:
+        """Keep the count of live objects; compiling threads create at the same time."""
+        with self._lock:
+            self.live[kind] += change
+
+
+def handle_value(handle: Handle) -> int:
+    """A handle as the 64-bit number that arrays of structs hold."""
+    return int(ffi.cast("uintptr_t", handle))

@@ -1,0 +1,222 @@
+"""The Vulkan instance: layers, messages of the validation layers, physical devices in a stable order without duplicates."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vkback.device.capabilities import Capabilities
+from vkback.device.driver import (
+    INSTALL_HINT,
+    NULL,
+    array,
+    check,
+    ffi,
+    instance_functions,
+    lib,
+    listed,
+    require_loader,
+    strings,
+    struct,
+    text,
+    vk,
+)
+from vkback.device.errors import FeatureMissing, NoDevice
+from vkback.device.query import API_1_2, API_1_3, PhysicalDevice, read_physical_device
+
+Validation = bool | Literal["sync"]
+
+VALIDATION_LAYER = "VK_LAYER_KHRONOS_validation"
+PORTABILITY_FLAG = 0x1
+"""VK_INSTANCE_CREATE_ENUMERATE_PORTABILITY_BIT_KHR: without it the loader hides MoltenVK."""
+
+DRIVER_RANK: Sequence[tuple[str, int]] = (
+    ("MESA_RADV", 0),
+    ("NVIDIA_PROPRIETARY", 0),
+    ("AMD_OPEN_SOURCE", 1),
+    ("MESA_NVK", 1),
+    ("AMD_PROPRIETARY", 2),
+    ("MESA_DOZEN", 9),
+)
+"""Which driver is kept when two offer the same device; lower wins."""
+
+
+@dataclass(frozen=True)
+class ValidationMessage:
+    """One message of the validation layers. severity: "error", "warning"."""
+
+    severity: str
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.name}: {self.text}"
+
+
+class Instance:
+    """A VkInstance. Destroyed by `close()`."""
+
+    def __init__(self, validation: Validation = False) -> None:
+        require_loader()
+        self.messages: list[ValidationMessage] = []
+        version = ffi.new("uint32_t *")
+        check(lib.vkEnumerateInstanceVersion(version), "vkEnumerateInstanceVersion")
+        if version[0] < API_1_2:
+            raise FeatureMissing(f"[device] the Vulkan loader offers {version_text(version[0])}, 1.2 is needed. Update libvulkan")
+        self.api_version = min(version[0], API_1_3)
+        have = {
+            text(e.extensionName)
+            for e in listed(
+                lib.vkEnumerateInstanceExtensionProperties, "vkEnumerateInstanceExtensionProperties", "VkExtensionProperties", NULL
+            )
+        }
+        extensions, layers, flags, chain = [], [], 0, None
+        if "VK_KHR_portability_enumeration" in have:
+            extensions.append("VK_KHR_portability_enumeration")
+            flags |= PORTABILITY_FLAG
+        if validation:
+            _require_validation_layer()
+            layers.append(VALIDATION_LAYER)
+            extensions.append("VK_EXT_debug_utils")
+            # Messages about the instance's own creation and destruction come only through a messenger in its chain.
+            self._messenger_info = self._describe_messenger()
+            chain = self._messenger_info
+            if validation == "sync":
+                enabled = array("VkValidationFeatureEnableEXT", [vk.VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT])
+                chain = struct("VkValidationFeaturesEXT", chain, enabledValidationFeatureCount=1, pEnabledValidationFeatures=enabled)
+        app = struct(
+            "VkApplicationInfo",
+            pApplicationName=ffi.new("char[]", b"vkback"),
+            pEngineName=ffi.new("char[]", b"vkback"),
+            apiVersion=self.api_version,
+        )
+        info = struct(
+            "VkInstanceCreateInfo",
+            chain,
+            flags=flags,
+            pApplicationInfo=app,
+            enabledLayerCount=len(layers),
+            ppEnabledLayerNames=strings(layers),
+            enabledExtensionCount=len(extensions),
+            ppEnabledExtensionNames=strings(extensions),
+        )
+        out = ffi.new("VkInstance *")
+        code = lib.vkCreateInstance(info, NULL, out)
+        if code == vk.VK_ERROR_INCOMPATIBLE_DRIVER:
+            raise NoDevice(f"[device] the Vulkan loader found no driver (VK_ERROR_INCOMPATIBLE_DRIVER). {INSTALL_HINT}")
+        check(code, "vkCreateInstance", f"layers {layers}, extensions {extensions}")
+        self.handle = out[0]
+        self.fn = instance_functions(self.handle)
+        self._messenger = None
+        if validation:
+            messenger = ffi.new("VkDebugUtilsMessengerEXT *")
+            check(
+                self.fn.vkCreateDebugUtilsMessengerEXT(self.handle, self._messenger_info, NULL, messenger), "vkCreateDebugUtilsMessengerEXT"
+            )
+            self._messenger = messenger[0]
+
+    def _describe_messenger(self) -> Any:
+        severities = {
+            vk.VK_DEBUG_UTILS_MESSAGE_SEVERITY_ERROR_BIT_EXT: "error",
+            vk.VK_DEBUG_UTILS_MESSAGE_SEVERITY_WARNING_BIT_EXT: "warning",
+        }
+        messages = self.messages
+
+        def collect(severity: int, _types: int, data: Any, _user: Any) -> int:
+            name = text(data.pMessageIdName) if data.pMessageIdName != NULL else ""
+            messages.append(ValidationMessage(severities.get(severity, "info"), name, text(data.pMessage)))
+            return 0
+
+        callback = ffi.callback("PFN_vkDebugUtilsMessengerCallbackEXT", collect)
+        return struct(
+            "VkDebugUtilsMessengerCreateInfoEXT",
+            messageSeverity=sum(severities),
+            messageType=vk.VK_DEBUG_UTILS_MESSAGE_TYPE_VALIDATION_BIT_EXT | vk.VK_DEBUG_UTILS_MESSAGE_TYPE_GENERAL_BIT_EXT,
+            pfnUserCallback=callback,
+        )
+
+    def physical_devices(self) -> list[PhysicalDevice]:
+        """Every device once, in the loader's order."""
+        handles = listed(self.fn.vkEnumeratePhysicalDevices, "vkEnumeratePhysicalDevices", "VkPhysicalDevice", self.handle)
+        return without_duplicates([read_physical_device(self.fn, h, self.api_version) for h in handles])
+
+    def close(self) -> None:
+        """Destroy the messenger and the instance."""
+        if self._messenger is not None:
+            self.fn.vkDestroyDebugUtilsMessengerEXT(self.handle, self._messenger, NULL)
+            self._messenger = None
+        self.fn.vkDestroyInstance(self.handle, NULL)
+
+
+def version_text(packed: int) -> str:
+    """A packed VkVersion as "1.3.230"."""
+    return f"{(packed >> 22) & 0x7F}.{(packed >> 12) & 0x3FF}.{packed & 0xFFF}"
+
+
+def _require_validation_layer() -> None:
+    layers = listed(lib.vkEnumerateInstanceLayerProperties, "vkEnumerateInstanceLayerProperties", "VkLayerProperties")
+    if VALIDATION_LAYER not in {text(layer.layerName) for layer in layers}:
+        raise FeatureMissing(
+            f"[device] validation was asked for, but {VALIDATION_LAYER} is not installed. Debian and Ubuntu: apt install vulkan-validationlayers"
+        )
+
+
+def without_duplicates(found: Sequence[PhysicalDevice]) -> list[PhysicalDevice]:
+    """Drop devices that a better driver offers too (same device UUID)."""
+
+    def rank(device: PhysicalDevice) -> int:
+        return next((r for part, r in DRIVER_RANK if part in device.caps.driver_id), 5)
+
+    kept: list[PhysicalDevice] = []
+    for device in found:
+        twin = next((i for i, k in enumerate(kept) if k.caps.uuid == device.caps.uuid and k.caps.driver_id != device.caps.driver_id), None)
+        if twin is None:
+            kept.append(device)
+        elif rank(device) < rank(kept[twin]):
+            kept[twin] = device
+    return kept
+
+
+def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> PhysicalDevice:
+    """The device a selector means: index, part of a name, or UUID; VKBACK_DEVICE stands in for None.
+
+    Without a selector: the first discrete GPU, else integrated, else virtual, else software with a line on stderr.
+    Raises NoDevice that lists what there is.
+    """
+    if not devices:
+        raise NoDevice(f"[device] the Vulkan loader lists no device. {INSTALL_HINT}")
+    asked = selector if selector is not None else os.environ.get("VKBACK_DEVICE") or None
+    if asked is None:
+        order = ("discrete", "integrated", "virtual", "other", "cpu")
+        best = min(devices, key=lambda d: order.index(d.caps.device_type))
+        if best.caps.software:
+            print(f"vkback: no GPU found, running on the CPU through {best.caps.name}", file=sys.stderr)
+        return best
+    listing = "; ".join(f"{i}: {d.caps.name} (uuid {d.caps.uuid})" for i, d in enumerate(devices))
+    if isinstance(asked, int) or re.fullmatch(r"-?\d+", asked):
+        index = int(asked)
+        if 0 <= index < len(devices):
+            return devices[index]
+        raise NoDevice(f"[device] no device has index {index}. There are: {listing}")
+    wanted = asked.lower()
+    fits = [d for d in devices if wanted in d.caps.name.lower() or wanted.replace("-", "") == d.caps.uuid.replace("-", "")]
+    if not fits:
+        raise NoDevice(f"[device] no device fits {asked!r} (index, part of a name, or UUID). There are: {listing}")
+    if len({d.caps.name for d in fits}) > 1:
+        raise NoDevice(
+            f"[device] {asked!r} fits {len(fits)} devices: {', '.join(d.caps.name for d in fits)}. Give more of the name, or an index"
+        )
+    return fits[0]
+
+
+def list_devices() -> list[Capabilities]:
+    """Capabilities of every device, by index. Raises NoDevice when there is no loader or no driver."""
+    instance = Instance()
+    try:
+        return [d.caps for d in instance.physical_devices()]
+    finally:
+        instance.close()

@@ -1,0 +1,222 @@
+"""Compute pipelines: layouts, specialization, subgroup sizes, the pipeline cache on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vkback.device.capabilities import Capabilities
+from vkback.device.driver import NULL, PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS, Driver, Handle, array, ffi, struct, vk
+from vkback.device.errors import DeviceError, FeatureMissing
+from vkback.paths import cache_dir, write_atomic
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """All that makes a kernel. spec: specialization constant id -> 32-bit value (a float goes in as its bits)."""
+
+    spirv: bytes = field(repr=False)
+    name: str
+    bindings: int
+    push_bytes: int
+    spec: tuple[tuple[int, int], ...] = ()
+    subgroup_size: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A compiled compute pipeline. Owned by its device."""
+
+    name: str
+    bindings: int
+    push_bytes: int
+    pipeline: Handle = field(repr=False)
+    layout: Handle = field(repr=False)
+    set_layout: Handle = field(repr=False)
+
+
+class KernelCache:
+    """Every kernel of a device, once."""
+
+    def __init__(self, driver: Driver, caps: Capabilities) -> None:
+        self._driver, self._caps = driver, caps
+        self._lock = threading.Lock()
+        self._kernels: dict[KernelSpec, Kernel] = {}
+        self._set_layouts: dict[int, Handle] = {}
+        self._layouts: dict[tuple[int, int], Handle] = {}
+        self._file = PipelineCacheFile(driver, caps)
+
+    def get(self, spec: KernelSpec) -> Kernel:
+        """The kernel, compiled on first use. Safe to call from several threads."""
+        with self._lock:
+            found = self._kernels.get(spec)
+            if found is not None:
+                return found
+            self._check(spec)
+            set_layout = self._set_layout(spec.bindings)
+            layout = self._layout(spec.bindings, spec.push_bytes)
+        pipeline = self._compile(spec, layout)
+        kernel = Kernel(spec.name, spec.bindings, spec.push_bytes, pipeline, layout, set_layout)
+        with self._lock:
+            twin = self._kernels.setdefault(spec, kernel)
+        if twin is not kernel:
+            self._driver.destroy("Pipeline", pipeline)
+        return twin
+
+    def get_all(self, specs: Iterable[KernelSpec]) -> list[Kernel]:
+        """Kernels in the order of `specs`, compiled in parallel."""
+        specs = list(specs)
+        unique = list(dict.fromkeys(specs))
+        with ThreadPoolExecutor(max_workers=min(len(unique), os.cpu_count() or 1) or 1) as pool:
+            found = dict(zip(unique, pool.map(self.get, unique), strict=True))
+        return [found[s] for s in specs]
+
+    def _check(self, spec: KernelSpec) -> None:
+        caps = self._caps
+        if len(spec.spirv) % 4 or spec.spirv[:4] not in (b"\x03\x02\x23\x07", b"\x07\x23\x02\x03"):
+            raise DeviceError(f"[kernel] {spec.name}: {len(spec.spirv)} bytes that are not a SPIR-V module")
+        if spec.push_bytes > caps.max_push_constants or spec.push_bytes % 4:
+            raise DeviceError(
+                f"[kernel] {spec.name}: {spec.push_bytes} bytes of push constants; {caps.name} takes {caps.max_push_constants}, in words of 4"
+            )
+        if spec.bindings > caps.max_storage_bindings:
+            raise DeviceError(
+                f"[kernel] {spec.name}: {spec.bindings} storage buffers; {caps.name} takes {caps.max_storage_bindings} (maxPerStageDescriptorStorageBuffers)"
+            )
+        size = spec.subgroup_size
+        if size is None or size == caps.subgroup_min == caps.subgroup_max:
+            return
+        if not (caps.subgroup_size_control and caps.subgroup_required_size):
+            raise FeatureMissing(
+                f"[kernel] {spec.name}: subgroup size {size} was asked for, but {caps.name} cannot fix it for compute shaders (its default is {caps.subgroup_size})"
+            )
+        if not caps.subgroup_min <= size <= caps.subgroup_max or size & (size - 1):
+            raise FeatureMissing(
+                f"[kernel] {spec.name}: subgroup size {size}; {caps.name} has powers of two from {caps.subgroup_min} to {caps.subgroup_max}"
+            )
+
+    def _set_layout(self, bindings: int) -> Handle:
+        if bindings not in self._set_layouts:
+            entries = ffi.new("VkDescriptorSetLayoutBinding[]", max(bindings, 1))
+            for i in range(bindings):
+                entries[i].binding = i
+                entries[i].descriptorType = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER
+                entries[i].descriptorCount = 1
+                entries[i].stageFlags = vk.VK_SHADER_STAGE_COMPUTE_BIT
+            info = struct("VkDescriptorSetLayoutCreateInfo", bindingCount=bindings, pBindings=entries)
+            self._set_layouts[bindings] = self._driver.create("DescriptorSetLayout", info, f"{bindings} storage buffers")
+        return self._set_layouts[bindings]
+
+    def _layout(self, bindings: int, push_bytes: int) -> Handle:
+        key = (bindings, push_bytes)
+        if key not in self._layouts:
+            push = struct("VkPushConstantRange", stageFlags=vk.VK_SHADER_STAGE_COMPUTE_BIT, size=push_bytes)
+            info = struct(
+                "VkPipelineLayoutCreateInfo",
+                setLayoutCount=1,
+                pSetLayouts=array("VkDescriptorSetLayout", [self._set_layout(bindings)]),
+                pushConstantRangeCount=1 if push_bytes else 0,
+                pPushConstantRanges=push,
+            )
+            self._layouts[key] = self._driver.create("PipelineLayout", info, f"{bindings} storage buffers, {push_bytes} push bytes")
+        return self._layouts[key]
+
+    def _compile(self, spec: KernelSpec, layout: Handle) -> Handle:
+        driver, caps = self._driver, self._caps
+        words = ffi.new("uint32_t[]", len(spec.spirv) // 4)
+        ffi.memmove(words, spec.spirv, len(spec.spirv))
+        module = driver.create("ShaderModule", struct("VkShaderModuleCreateInfo", codeSize=len(spec.spirv), pCode=words), spec.name)
+        try:
+            chain, flags = None, 0
+            if spec.subgroup_size is not None and caps.subgroup_size_control and caps.subgroup_required_size:
+                chain = struct("VkPipelineShaderStageRequiredSubgroupSizeCreateInfo", requiredSubgroupSize=spec.subgroup_size)
+                if caps.full_subgroups:
+                    flags = PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS
+            stage = struct(
+                "VkPipelineShaderStageCreateInfo",
+                chain,
+                flags=flags,
+                stage=vk.VK_SHADER_STAGE_COMPUTE_BIT,
+                module=module,
+                pName=ffi.new("char[]", b"main"),
+                pSpecializationInfo=_specialization(dict(spec.spec)),
+            )
+            info = struct("VkComputePipelineCreateInfo", stage=stage[0], layout=layout)
+            out = ffi.new("VkPipeline *")
+            about = f"kernel {spec.name}, specialization {dict(spec.spec)}, subgroup size {spec.subgroup_size}"
+            driver.call("vkCreateComputePipelines", driver.device, self._file.handle, 1, info, NULL, out, about=about)
+        finally:
+            driver.destroy("ShaderModule", module)
+        driver.count("Pipeline", 1)
+        self._file.changed = True
+        return out[0]
+
+    def destroy(self) -> None:
+        """Write the pipeline cache and destroy every kernel."""
+        for kernel in self._kernels.values():
+            self._driver.destroy("Pipeline", kernel.pipeline)
+        for layout in self._layouts.values():
+            self._driver.destroy("PipelineLayout", layout)
+        for layout in self._set_layouts.values():
+            self._driver.destroy("DescriptorSetLayout", layout)
+        self._kernels.clear()
+        self._layouts.clear()
+        self._set_layouts.clear()
+        self._file.close()
+
+
+def _specialization(values: Mapping[int, int]) -> Any:
+    if not values:
+        return NULL
+    entries = ffi.new("VkSpecializationMapEntry[]", len(values))
+    data = ffi.new("uint32_t[]", [v & 0xFFFFFFFF for v in values.values()])
+    for i, constant in enumerate(values):
+        entries[i].constantID = constant
+        entries[i].offset = 4 * i
+        entries[i].size = 4
+    return struct("VkSpecializationInfo", mapEntryCount=len(values), pMapEntries=entries, dataSize=4 * len(values), pData=data)
+
+
+class PipelineCacheFile:
+    """VkPipelineCache kept on disk, a file a device and driver.
+
+    The file is a SHA-256 of the driver's data, then the data: drivers have crashed on damaged caches. Losing it costs compile time only, so
+    a file that cannot be read or written is passed over.
+    """
+
+    def __init__(self, driver: Driver, caps: Capabilities) -> None:
+        self._driver = driver
+        self.changed = False
+        identity = (
+            f"{caps.uuid} {caps.driver_uuid} {caps.vendor_id} {caps.device_id} {caps.driver_id} {caps.driver_version} {caps.driver_info}"
+        )
+        self._path: Path = cache_dir() / "pipelines" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.bin"
+        data = self._read()
+        info = struct("VkPipelineCacheCreateInfo", initialDataSize=len(data), pInitialData=ffi.new("char[]", data) if data else NULL)
+        self.handle = driver.create("PipelineCache", info, str(self._path))
+
+    def _read(self) -> bytes:
+        try:
+            raw = self._path.read_bytes()
+        except OSError:
+            return b""
+        data = raw[32:]
+        return data if hashlib.sha256(data).digest() == raw[:32] else b""
+
+    def close(self) -> None:
+        """Write the cache if kernels were compiled, and destroy it."""
+        if self.changed:
+            driver = self._driver
+            size = ffi.new("size_t *")
+            driver.call("vkGetPipelineCacheData", driver.device, self.handle, size, NULL)
+            data = ffi.new("char[]", max(size[0], 1))
+            driver.call("vkGetPipelineCacheData", driver.device, self.handle, size, data)
+            blob = bytes(ffi.buffer(data, size[0]))
+            write_atomic(self._path, hashlib.sha256(blob).digest() + blob)
+        self._driver.destroy("PipelineCache", self.handle)

@@ -1,0 +1,127 @@
+"""The queue: submission, completion in order on one timeline semaphore, bounded waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vkback.device.driver import NULL, Driver, Handle, check, ffi, struct, vk
+from vkback.device.errors import DeviceLost, Timeout
+
+if TYPE_CHECKING:
+    from vkback.device.recorder import Commands
+
+WAIT_S = 60.0
+"""Default limit of every wait. Drivers reset a hung GPU after 2 to 10 s, so a wait this long means a hang that no driver noticed."""
+
+SLICE_NS = 100_000_000
+"""Waits are cut into slices so that Ctrl-C is heard."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """One submission: done when the queue's timeline reaches `value`."""
+
+    queue: Queue
+    value: int
+    label: str
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has finished; never waits. Raises DeviceLost."""
+        return self.queue.completed() >= self.value
+
+    def wait(self, timeout_s: float = WAIT_S) -> None:
+        """Block until done. Raises Timeout after `timeout_s`, DeviceLost when the device stopped."""
+        self.queue.wait(self.value, timeout_s, self.label)
+
+
+class Queue:
+    """The device's one queue. Submissions complete in order; each sees the memory of those before it (see `Recorder`)."""
+
+    def __init__(self, driver: Driver, handle: Handle, explain_loss: Callable[[], str]) -> None:
+        self._driver, self._handle, self._explain_loss = driver, handle, explain_loss
+        kind = struct("VkSemaphoreTypeCreateInfo", semaphoreType=vk.VK_SEMAPHORE_TYPE_TIMELINE, initialValue=0)
+        self._semaphore = driver.create("Semaphore", struct("VkSemaphoreCreateInfo", kind))
+        self._lock = threading.Lock()
+        self._submitted = 0
+        self._completed = 0
+        self._recent: deque[tuple[int, str]] = deque(maxlen=64)
+        self._signal = ffi.new("uint64_t *")
+        self._wait_value = ffi.new("uint64_t *")
+        self._semaphores = ffi.new("VkSemaphore[]", [self._semaphore])
+        timeline = struct("VkTimelineSemaphoreSubmitInfo", signalSemaphoreValueCount=1, pSignalSemaphoreValues=self._signal)
+        self._info = struct("VkSubmitInfo", timeline, signalSemaphoreCount=1, pSignalSemaphores=self._semaphores)
+
+    @property
+    def last(self) -> Ticket:
+        """The ticket of everything submitted so far."""
+        return Ticket(self, self._submitted, "all submitted work")
+
+    def submit(self, commands: Sequence[Commands]) -> Ticket:
+        """Hand recordings to the device in order. One that is still in flight from an earlier submit is waited for first."""
+        for c in commands:
+            c.wait()
+        label = " + ".join(c.name for c in commands)
+        with self._lock:
+            buffers = ffi.new("VkCommandBuffer[]", [c.buffer for c in commands])
+            self._signal[0] = self._submitted + 1
+            self._info.commandBufferCount = len(commands)
+            self._info.pCommandBuffers = buffers
+            code = self._driver.fn.vkQueueSubmit(self._handle, 1, self._info, NULL)
+            self._check(code, "vkQueueSubmit", label)
+            self._submitted += 1
+            ticket = Ticket(self, self._submitted, label)
+            self._recent.append((ticket.value, label))
+        for c in commands:
+            c.ticket = ticket
+        return ticket
+
+    def completed(self) -> int:
+        """The timeline's value."""
+        now = ffi.new("uint64_t *")
+        self._check(self._driver.fn.vkGetSemaphoreCounterValue(self._driver.device, self._semaphore, now), "vkGetSemaphoreCounterValue", "")
+        self._completed = max(self._completed, int(now[0]))
+        return self._completed
+
+    def wait(self, value: int, timeout_s: float, label: str) -> None:
+        """Block until the timeline reaches `value`."""
+        if value <= self._completed:
+            return
+        target = ffi.new("uint64_t *", value)
+        info = struct("VkSemaphoreWaitInfo", semaphoreCount=1, pSemaphores=self._semaphores, pValues=target)
+        start = time.monotonic()
+        deadline = start + timeout_s
+        while True:
+            left = max(0, int((deadline - time.monotonic()) * 1e9))
+            code = self._driver.fn.vkWaitSemaphores(self._driver.device, info, min(left, SLICE_NS))
+            if code != vk.VK_TIMEOUT:
+                self._check(code, "vkWaitSemaphores", label)
+                self._completed = max(self._completed, value)
+                return
+            if left == 0:
+                raise Timeout(
+                    f"vkWaitSemaphores failed: VK_TIMEOUT: {label} has not finished after {timeout_s:g} s (submission {value}, the device has "
+                    f"finished {self.completed()}). Submit less at once or raise timeout_s",
+                    call="vkWaitSemaphores",
+                    result="VK_TIMEOUT",
+                )
+
+    def destroy(self) -> None:
+        """Destroy the semaphore; nothing may be in flight."""
+        self._driver.destroy("Semaphore", self._semaphore)
+
+    def _check(self, code: int, call: str, label: str) -> None:
+        if code == vk.VK_ERROR_DEVICE_LOST:
+            unfinished = ", ".join(f"{value}: {name}" for value, name in self._recent if value > self._completed) or label or "none"
+            raise DeviceLost(
+                f"{call} failed: VK_ERROR_DEVICE_LOST: the device stopped; submissions not known to be finished: {unfinished}."
+                f"{self._explain_loss()} Close this Device and open it again",
+                call=call,
+                result="VK_ERROR_DEVICE_LOST",
+            )
+        check(code, call, label)

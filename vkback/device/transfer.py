@@ -1,0 +1,134 @@
+"""Moving bytes between numpy and the device: blocking copies, and a streaming uploader over a ring of staging buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.device.errors import DeviceError
+from vkback.device.memory import Arena, BufferRange, Bytes
+from vkback.device.recorder import Commands
+
+if TYPE_CHECKING:
+    from vkback.device.device import Device
+
+CHUNK = 16 << 20
+"""Bytes of a staging slot: large enough that a copy over PCIe (a millisecond) outweighs a submission (tens of microseconds)."""
+
+SLOTS = 3
+"""One being filled, one being copied, one waiting."""
+
+
+def as_bytes(data: npt.NDArray[Any]) -> Bytes:
+    """The bytes of an array, without a copy when it is contiguous."""
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+class Uploader:
+    """Streams many writes to the device, filling one staging slot while another is copied.
+
+    Writes arrive in order with respect to everything submitted before; `finish` returns when all have. Ranges the host sees are written
+    directly, so no submitted work may be using them.
+    """
+
+    def __init__(self, device: Device, chunk_bytes: int = CHUNK) -> None:
+        if chunk_bytes < 4:
+            raise DeviceError(f"[upload] chunk_bytes is {chunk_bytes}; at least 4 is needed")
+        self._device = device
+        self._chunk = chunk_bytes
+        self._arena: Arena | None = None
+        self._slots: list[BufferRange] = []
+        self._flights: list[Commands | None] = []
+        self._current = 0
+        self._filled = 0
+        self._copies: list[tuple[int, BufferRange]] = []
+
+    def write(self, dst: BufferRange, offset: int, data: npt.NDArray[Any]) -> None:
+        """Write an array's bytes at `offset` of a range. The array may be changed as soon as this returns."""
+        source = as_bytes(data)
+        if offset < 0 or offset + source.size > dst.size:
+            raise DeviceError(f"[upload] {source.size} bytes at {offset} do not fit into {dst.name!r} of {dst.size} bytes")
+        if not source.size:
+            return
+        if dst.host_visible:
+            dst.map()[offset : offset + source.size] = source
+            return
+        at = 0
+        while at < source.size:
+            if self._filled >= self._chunk:
+                self._flush()
+            part = min(source.size - at, self._chunk - self._filled)
+            self._slot().map()[self._filled : self._filled + part] = source[at : at + part]
+            self._copies.append((self._filled, dst.slice(offset + at, part)))
+            # Slot offsets stay multiples of 16: copies from unaligned addresses are slow on some devices.
+            self._filled += -(-part // 16) * 16
+            at += part
+
+    def finish(self) -> None:
+        """Wait until everything has arrived, and free the staging memory."""
+        try:
+            self._flush()
+            for i in range(len(self._flights)):
+                self._land(i)
+        finally:
+            if self._arena is not None:
+                self._arena.destroy()
+                self._arena = None
+            self._slots, self._flights = [], []
+            self._current = self._filled = 0
+
+    def _slot(self) -> BufferRange:
+        if self._arena is None:
+            self._arena = self._device.arena("upload staging", SLOTS * (-(-self._chunk // 256) * 256), "upload")
+            self._slots = [self._arena.alloc(self._chunk, f"staging {i}") for i in range(SLOTS)]
+            self._flights = [None] * SLOTS
+        return self._slots[self._current]
+
+    def _land(self, slot: int) -> None:
+        flight = self._flights[slot]
+        if flight is not None:
+            flight.destroy()
+            self._flights[slot] = None
+
+    def _flush(self) -> None:
+        if not self._copies:
+            return
+        slot = self._slot()
+        rec = self._device.recorder("upload")
+        for start, dst in self._copies:
+            rec.copy(slot.slice(start, dst.size), dst)
+        commands = rec.finish()
+        self._device.submit(commands)
+        self._flights[self._current] = commands
+        self._copies = []
+        self._current = (self._current + 1) % SLOTS
+        self._filled = 0
+        self._land(self._current)
+
+
+def download(device: Device, src: BufferRange, staging: tuple[BufferRange, BufferRange]) -> Bytes:
+    """Copy a range the host does not see through two staging slots in turn."""
+    out = np.empty(src.size, np.uint8)
+    chunk = staging[0].size
+    pending: tuple[Commands, BufferRange, int] | None = None
+
+    def land() -> None:
+        if pending is not None:
+            commands, part, start = pending
+            commands.wait()
+            out[start : start + part.size] = part.map()
+            commands.destroy()
+
+    for i, at in enumerate(range(0, src.size, chunk)):
+        part = staging[i % 2].slice(0, min(chunk, src.size - at))
+        rec = device.recorder("download")
+        rec.copy(src.slice(at, part.size), part)
+        rec.host_barrier()
+        commands = rec.finish()
+        device.submit(commands)
+        land()
+        pending = (commands, part, at)
+    land()
+    return out

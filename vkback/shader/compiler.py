@@ -1,0 +1,136 @@
+"""Compilers: libshaderc in this process, or the glslc program; both wrap glslang and give the same SPIR-V."""
+
+from __future__ import annotations
+
+import ctypes.util
+import hashlib
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import cffi
+
+LIBRARIES = ("libshaderc.so.1", "libshaderc_shared.so.1", "libshaderc_shared.so", "libshaderc_shared.dylib", "shaderc_shared.dll")
+TARGET = "vulkan1.2"
+TIMEOUT_S = 120
+"""For one run of glslc; the largest shader takes a few seconds."""
+
+_TARGET_ENV_VULKAN = 0
+_ENV_VERSION_VULKAN_1_2 = (1 << 22) | (2 << 12)
+_GLSL_COMPUTE_SHADER = 5
+_OPTIMIZE_PERFORMANCE = 2
+_STATUS_SUCCESS = 0
+
+_C_API = """
+typedef struct shaderc_compiler *shaderc_compiler_t;
+typedef struct shaderc_compile_options *shaderc_compile_options_t;
+typedef struct shaderc_compilation_result *shaderc_compilation_result_t;
+shaderc_compiler_t shaderc_compiler_initialize(void);
+void shaderc_compiler_release(shaderc_compiler_t);
+shaderc_compile_options_t shaderc_compile_options_initialize(void);
+void shaderc_compile_options_release(shaderc_compile_options_t);
+void shaderc_compile_options_set_optimization_level(shaderc_compile_options_t, int level);
+void shaderc_compile_options_set_target_env(shaderc_compile_options_t, int target, uint32_t version);
+shaderc_compilation_result_t shaderc_compile_into_spv(const shaderc_compiler_t, const char *source, size_t size, int kind,
+                                                      const char *file, const char *entry, const shaderc_compile_options_t);
+void shaderc_result_release(shaderc_compilation_result_t);
+size_t shaderc_result_get_length(const shaderc_compilation_result_t);
+const char *shaderc_result_get_bytes(const shaderc_compilation_result_t);
+int shaderc_result_get_compilation_status(const shaderc_compilation_result_t);
+const char *shaderc_result_get_error_message(const shaderc_compilation_result_t);
+void shaderc_get_spv_version(unsigned int *version, unsigned int *revision);
+"""
+
+
+class CompilationFailed(Exception):
+    """The compiler's own words, with lines as "shader:12: error: ..."."""
+
+
+class Compiler(Protocol):
+    """GLSL compute shader in, SPIR-V out."""
+
+    identity: str
+    """Program or library and its version: part of the cache key."""
+
+    def compile_into_spirv(self, source: str) -> bytes:
+        """Raises CompilationFailed."""
+
+
+class ShadercLibrary:
+    """libshaderc through cffi. One compiler object serves all threads: its compile call takes it const."""
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError when the library cannot be opened."""
+        self._ffi: Any = cffi.FFI()
+        self._ffi.cdef(_C_API)
+        self._lib: Any = self._ffi.dlopen(path)
+        self._compiler = self._ffi.gc(self._lib.shaderc_compiler_initialize(), self._lib.shaderc_compiler_release)
+        self._options = self._ffi.gc(self._lib.shaderc_compile_options_initialize(), self._lib.shaderc_compile_options_release)
+        self._lib.shaderc_compile_options_set_target_env(self._options, _TARGET_ENV_VULKAN, _ENV_VERSION_VULKAN_1_2)
+        self._lib.shaderc_compile_options_set_optimization_level(self._options, _OPTIMIZE_PERFORMANCE)
+        version, revision = self._ffi.new("unsigned int *"), self._ffi.new("unsigned int *")
+        self._lib.shaderc_get_spv_version(version, revision)
+        # libshaderc does not tell its own version; the file it was loaded from does as well.
+        self.identity = f"{Path(path).name} spv {version[0]:#x}.{revision[0]} {_file_stamp(path)}"
+
+    def compile_into_spirv(self, source: str) -> bytes:
+        lib, raw = self._lib, source.encode()
+        result = lib.shaderc_compile_into_spv(self._compiler, raw, len(raw), _GLSL_COMPUTE_SHADER, b"shader", b"main", self._options)
+        try:
+            if lib.shaderc_result_get_compilation_status(result) != _STATUS_SUCCESS:
+                raise CompilationFailed(self._ffi.string(lib.shaderc_result_get_error_message(result)).decode("utf-8", "replace"))
+            return bytes(self._ffi.buffer(lib.shaderc_result_get_bytes(result), lib.shaderc_result_get_length(result)))
+        finally:
+            lib.shaderc_result_release(result)
+
+
+class GlslcProgram:
+    """The glslc program of shaderc or the Vulkan SDK."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        self.identity = "glslc " + " ".join(said.stdout.split())
+
+    def compile_into_spirv(self, source: str) -> bytes:
+        command = [self._path, "-fshader-stage=compute", f"--target-env={TARGET}", "-O", "-o", "-", "-"]
+        ran = subprocess.run(command, input=source.encode(), capture_output=True, timeout=TIMEOUT_S, check=False)
+        if ran.returncode:
+            raise CompilationFailed(ran.stderr.decode("utf-8", "replace").replace("<stdin>", "shader"))
+        return ran.stdout
+
+
+def _file_stamp(library: str) -> str:
+    """Which file the loader means by a library's name, by size and time; "" when it cannot be told."""
+    for line in _loaded_libraries():
+        if library in line:
+            stat = Path(line).stat()
+            return f"{stat.st_size} {stat.st_mtime_ns}"
+    return ""
+
+
+def _loaded_libraries() -> list[str]:
+    try:
+        return sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line})
+    except OSError:
+        return []
+
+
+@cache
+def find_compiler() -> Compiler | None:
+    """libshaderc, else glslc, else None."""
+    found = ctypes.util.find_library("shaderc_shared")
+    for name in (*LIBRARIES, *([found] if found else [])):
+        try:
+            return ShadercLibrary(name)
+        except OSError:
+            continue
+    path = shutil.which("glslc")
+    return GlslcProgram(path) if path else None
+
+
+def identity_key(compiler: Compiler) -> str:
+    """Short name of a compiler and version, fit for a file name."""
+    return hashlib.sha256(compiler.identity.encode()).hexdigest()[:16]

@@ -1,0 +1,92 @@
+"""Variants, and their source with includes expanded and every line's origin kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from vkback.shader.errors import CompileError
+
+INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|(\w+))\s*(?://.*)?$')
+VERSION = re.compile(r"^\s*#\s*version\b")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One build of a shader.
+
+    source         file relative to the shaders folder, "norm/rms_norm.comp"
+    defines        preprocessor names and values, in order
+    spec           specialization constants (id, 32-bit value); applied when the pipeline is made, so they do not enter the SPIR-V
+    subgroup_size  demanded of the device; None leaves it to the driver
+    """
+
+    source: str
+    defines: tuple[tuple[str, str | int], ...] = ()
+    spec: tuple[tuple[int, int], ...] = ()
+    subgroup_size: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Readable and unique: "norm/rms_norm[QUANT=2, 0:64, sg32]"."""
+        parts = [f"{k}={v}" for k, v in self.defines]
+        parts += [f"{k}:{v}" for k, v in self.spec]
+        if self.subgroup_size is not None:
+            parts.append(f"sg{self.subgroup_size}")
+        stem = self.source.removesuffix(".comp")
+        return f"{stem}[{', '.join(parts)}]" if parts else stem
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """Source ready for the compiler. origins: (file, line number) of each line of `text`."""
+
+    text: str
+    origins: tuple[tuple[str, int], ...]
+
+
+def expand(root: Path, variant: Variant) -> Expanded:
+    """Put includes in place and the defines after #version.
+
+    Raises CompileError for a file that is missing, outside of `root` or includes itself, and for a source without #version.
+    """
+    lines: list[str] = []
+    origins: list[tuple[str, int]] = []
+    _append(root, variant.source, (), lines, origins, variant)
+    version = next((i for i, line in enumerate(lines) if VERSION.match(line)), None)
+    if version is None:
+        raise CompileError(f"[shader] {variant.name}: {variant.source} has no #version line")
+    for k, (name, value) in enumerate(variant.defines):
+        lines.insert(version + 1 + k, f"#define {name} {value}")
+        origins.insert(version + 1 + k, ("defines", k + 1))
+    return Expanded("\n".join(lines) + "\n", tuple(origins))
+
+
+def _append(root: Path, name: str, chain: Sequence[str], lines: list[str], origins: list[tuple[str, int]], variant: Variant) -> None:
+    way = " <- ".join(reversed(chain))
+    asked = f", included by {way}" if way else ""
+    if name in chain:
+        raise CompileError(f"[shader] {variant.name}: {name} includes itself, through {way}")
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts:
+        raise CompileError(f"[shader] {variant.name}: {name!r}{asked}: paths are relative to the shaders folder and stay in it")
+    try:
+        text = (root / name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise CompileError(f"[shader] {variant.name}: cannot read {root / name}{asked}: {error.strerror}") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := INCLUDE.match(line):
+            _append(root, match[1] or _defined_path(match[2], name, variant), (*chain, name), lines, origins, variant)
+        else:
+            lines.append(line)
+            origins.append((name, number))
+
+
+def _defined_path(macro: str, file: str, variant: Variant) -> str:
+    """The file that `#include MACRO` means: the variant's define of that name, a path in quotes."""
+    value = dict(variant.defines).get(macro)
+    if not isinstance(value, str) or not value.startswith('"'):
+        raise CompileError(f'[shader] {variant.name}: {file} includes {macro}, which must be defined as a path in quotes, got {value!r}')
+    return value.strip('"')
