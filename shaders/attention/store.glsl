@@ -1,0 +1,31 @@
+// The end of attention: sinks and normalization, then F32 or Q8_1.
+
+vec4 finished(vec4 total, float highest, float all, uint head) {
+#if HAS_SINKS
+    const float sink = sinks[head] * LOG2_E;
+    const float higher = max(highest, sink);
+    const float shrink = exp2(highest - higher);
+    return total * shrink / (all * shrink + exp2(sink - higher));
+#else
+    return all > 0.0 ? total / all : vec4(0.0);    // padding sees no row
+#endif
+}
+
+#if OUT_Q8_1
+#include "common/q8_1.glsl"
+#endif
+
+// Four values a thread from query4.
+void store(uint tid, uint token0, uint head0) {
+    for (uint first = 0; first < QUERIES * OUT4; first += WG_SIZE) {
+        const uint o = first + tid;
+        const uint token = token0 + o / (HEADS * OUT4);
+        const uint quad = head0 * OUT4 + o % (HEADS * OUT4);
+        const bool there = o < QUERIES * OUT4 && token < p.n;
+#if OUT_Q8_1
+        q8_1_store(token, p.n_head * (HD / 32), quad, there ? query4[o] : vec4(0.0), there);
+#else
+        if (there) y4[token * p.n_head * OUT4 + quad] = query4[o];
+#endif
+    }
+}
