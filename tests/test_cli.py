@@ -33,8 +33,27 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+    def stream(self) -> FakeStream:
+        return FakeStream()
+
+
+class FakeStream:
+    """Holds everything back until it is whole."""
+
+    def __init__(self) -> None:
+        self.held = b""
+
+    def feed(self, id: int) -> str:
+        self.held += bytes([id])
+        try:
+            text = self.held.decode()
+        except UnicodeDecodeError:
+            return ""
+        self.held = b""
+        return text
+
+    def flush(self) -> str:
+        return self.held.decode(errors="replace")
 
 
 class FakeEngine:
@@ -44,7 +63,9 @@ class FakeEngine:
     size_bytes = 2**20
     n_params = 2_000_000
     bytes_per_token = 1_000_000
-    device = SimpleNamespace(caps=SimpleNamespace(name="Test GPU", driver_name="testdrv", driver_info="1.2"))
+    device = SimpleNamespace(
+        caps=SimpleNamespace(name="Test GPU", driver_name="testdrv", driver_info="1.2", summary_line=lambda: "vkback: 0 = Test GPU")
+    )
 
     def __init__(self, text: str = "né, " * 50) -> None:
         self.tokenizer = FakeTokenizer()
@@ -85,7 +106,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
     for module in (bench, generate):
         monkeypatch.setattr(module, "load_engine", load)
-    monkeypatch.setattr(bench, "device_line", lambda device: f"vkback: 0 = {device.caps.name}")
+    monkeypatch.setattr(bench, "measured_read_rate", lambda device: 200.0)
     for target in ("vkback.cli.bench_run.make_sampler", "vkback.cli.generate.make_sampler"):
         monkeypatch.setattr(target, lambda **kwargs: kwargs)
     return fake
@@ -213,11 +234,16 @@ def test_vkbench_takes_llama_bench_s_flags(
     assert first["command"].startswith("vkbench -m demo-moe")
 
 
-def test_vkbench_shows_the_share_of_a_given_read_rate(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("args", "rate"), [([], 200.0), (["--read-rate", "100"], 100.0), (["--read-rate", "0"], None)])
+def test_vkbench_shows_the_share_of_the_read_rate(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], rate: float | None
 ) -> None:
-    assert call(monkeypatch, bench.main, "tg8", "-r", "1", "-m", "demo-dense", "--read-rate", "100") == 0
-    assert "|       GB/s |     % read |" in capsys.readouterr().out
+    assert call(monkeypatch, bench.main, "tg8", "-r", "1", "-m", "demo-dense", "-oe", "jsonl", *args) == 0
+    out, err = capsys.readouterr()
+    assert ("% read" in out) == (rate is not None)
+    result = json.loads(err)
+    assert result["read_rate_gb_s"] == rate
+    assert result["percent_of_read"] == (None if rate is None else pytest.approx(100 * result["gb_s"] / rate))
 
 
 @pytest.mark.parametrize(
@@ -273,28 +299,6 @@ def test_run_refuses_an_empty_prompt(engine: FakeEngine, monkeypatch: pytest.Mon
     assert capsys.readouterr().err.startswith("vkback: error: -p is empty; give a text to continue")
 
 
-def test_characters_are_shown_whole() -> None:
-    seen: list[int] = []
-    pieces = list(generate.stream(FakeTokenizer(), [], "aé€\U0001d11e".encode(), seen))
-    assert pieces == ["a", "é", "€", "\U0001d11e"]
-    assert bytes(seen).decode() == "aé€\U0001d11e"
-
-
-def test_broken_characters_do_not_hold_the_text_back() -> None:
-    pieces = list(generate.stream(FakeTokenizer(), [], b"\x80\x80\x80\x80\x80ab\xc3", []))
-    assert pieces == ["\N{REPLACEMENT CHARACTER}" * 5, "a", "b", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_pieces_are_decoded_next_to_the_text_before() -> None:
-    """Some tokenizers drop the space at the very start of what they decode."""
-
-    class Dropping(FakeTokenizer):
-        def decode(self, ids: Sequence[int]) -> str:
-            return super().decode(ids).removeprefix(" ")
-
-    assert "".join(generate.stream(Dropping(), b"Once", b" upon a time", [])) == " upon a time"
-
-
 def test_compare_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: FakeEngine, tmp_path: Path) -> None:
     for name in ("old.json", "new.csv"):
         assert call(monkeypatch, bench.main, "tg8", "-r", "3", "-m", "demo-dense", "--save", str(tmp_path / name)) == 0
@@ -316,7 +320,7 @@ def test_devices_lists_what_device_takes(monkeypatch: pytest.MonkeyPatch, capsys
     assert call(monkeypatch, main.main, "devices") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines
-    assert all(text.startswith(f"{i} = ") for i, text in enumerate(lines))
+    assert all(text.startswith(f"vkback: {i} = ") for i, text in enumerate(lines))
 
 
 def test_report_tells_what_fails_instead_of_failing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, NoReturn, cast, get_args
@@ -16,11 +16,21 @@ import typer
 from vkback import paths
 from vkback.cli.bench_run import Feed, cpu_name, measure
 from vkback.cli.bench_tests import BenchTest, plan_tests
-from vkback.cli.shell import DeviceOption, EngineLike, device_line, load_engine, model_path, new_app, one_of, open_for_writing, run
+from vkback.cli.shell import (
+    ACTS,
+    DeviceOption,
+    EngineLike,
+    load_engine,
+    measured_read_rate,
+    model_path,
+    new_app,
+    one_of,
+    open_for_writing,
+    run,
+)
 from vkback.report.bench_table import WRITERS, BenchResult, Writer, open_writer
 from vkback.report.build import build_info
 
-ACTS = ("auto", "f32", "q8_1")
 FEEDS = get_args(Feed)
 
 app = new_app("How fast a model runs, in the tables of llama-bench.")
@@ -28,7 +38,7 @@ app = new_app("How fast a model runs, in the tables of llama-bench.")
 
 @dataclass(frozen=True)
 class Settings:
-    """All that applies to every test of a run."""
+    """All that applies to every test of a run. read_rate: GB/s, None to measure it, 0 to do without."""
 
     repetitions: int
     device: str | None
@@ -55,7 +65,9 @@ def bench(
     device: DeviceOption = None,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
     feed: Annotated[str, typer.Option(help="self: generate as in use; random: random tokens one by one, as llama-bench does.")] = "self",
-    read_rate: Annotated[float | None, typer.Option(help="Measured read rate of the device in GB/s, for the column % read.")] = None,
+    read_rate: Annotated[
+        float | None, typer.Option(min=0.0, help="GB/s that 100 % read stands for; without it measured, with 0 the column is left out.")
+    ] = None,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup")] = True,
     progress: Annotated[bool, typer.Option("--progress", help="Say on stderr what is being run.")] = False,
 ) -> None:
@@ -73,7 +85,7 @@ def bench(
         command=shlex.join(["vkbench", *sys.argv[1:]]),
         build=build_info(),
     )
-    columns = ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate is not None)
+    columns = ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
     with ExitStack() as open_files:
         writers = [open_writer(output, sys.stdout, columns)]
         if output_err != "none":
@@ -88,16 +100,19 @@ def _measure_all(
     files: Sequence[Path], acts: Sequence[str], tests: Sequence[BenchTest], settings: Settings, writers: Sequence[Writer]
 ) -> None:
     n_ctx = max(t.n_ctx for t in tests)
+    rate = settings.read_rate
     headed = False
     for path in files:
         for act in acts:
             with load_engine(path, settings.device, n_ctx=n_ctx, act=act, progress=settings.progress) as engine:
                 if not headed:
                     for writer in writers:
-                        writer.header(device_line(engine.device))
+                        writer.header(engine.device.caps.summary_line())
                     headed = True
+                if rate is None:
+                    rate = measured_read_rate(engine.device)
                 for test in tests:
-                    result = _measure_one(engine, test, path, act, settings)
+                    result = replace(_measure_one(engine, test, path, act, settings), read_rate_gb_s=rate or None)
                     for writer in writers:
                         writer.row(result)
     for writer in writers:
@@ -132,7 +147,6 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
         act=act,
         feed=settings.feed,
         bytes_per_token=engine.bytes_per_token,
-        read_rate_gb_s=settings.read_rate,
     )
 
 

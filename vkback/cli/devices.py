@@ -26,10 +26,10 @@ def devices(
     if report:
         print(json.dumps(full_report(), indent=2))
         return
-    from vkback.device import list_devices, summary_line
+    from vkback.device import list_devices
 
     for index, caps in enumerate(list_devices()):
-        print(f"{index} = {summary_line(caps)}")
+        print(caps.summary_line(index))
 
 
 def full_report() -> dict[str, Any]:

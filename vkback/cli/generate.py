@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import DeviceOption, TokenizerLike, UsageError, load_engine, make_sampler, model_path
-
-CHARACTER_BYTES = 4
-"""Bytes of the longest character in UTF-8: a byte-level token holds at least one."""
+from vkback.cli.shell import DeviceOption, UsageError, load_engine, make_sampler, model_path
 
 
 def generate(
@@ -40,36 +36,15 @@ def generate(
         engine.prompt(ids[:-1])
         prompted = time.perf_counter()
         print(prompt, end="", flush=True)
-        made: list[int] = []
-        for text in stream(engine.tokenizer, ids, engine.generate(ids[-1], n, sampler=sampler, stop_at_eos=True), made):
-            print(text, end="", flush=True)
+        decoder = engine.tokenizer.stream()
+        made = 0
+        for token in engine.generate(ids[-1], n, sampler=sampler, stop_at_eos=True):
+            made += 1
+            print(decoder.feed(token), end="", flush=True)
+        print(decoder.flush())
         end = time.perf_counter()
-    print()
     print(f"prompt     {speed(len(ids) - 1, prompted - start)}", file=sys.stderr)
-    print(f"generation {speed(len(made), end - prompted)}", file=sys.stderr)
-
-
-def stream(tokenizer: TokenizerLike, before: Sequence[int], ids: Iterable[int], seen: list[int]) -> Iterator[str]:
-    """The text of ids as they come; each id is also appended to `seen`.
-
-    before  the ids in front: some tokenizers join a token to its neighbour, so each piece is decoded together with the last one
-    A character spread over several tokens is held back until it is whole, or longer than any character is.
-    """
-    context = list(before[-CHARACTER_BYTES:])
-    held: list[int] = []
-
-    def piece() -> str:
-        return tokenizer.decode(context + held)[len(tokenizer.decode(context)) :]
-
-    for token in ids:
-        seen.append(token)
-        held.append(token)
-        text = piece()
-        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(held) > CHARACTER_BYTES:
-            yield text
-            context, held = held, []
-    if held:
-        yield piece()
+    print(f"generation {speed(made, end - prompted)}", file=sys.stderr)
 
 
 def speed(tokens: int, seconds: float) -> str:

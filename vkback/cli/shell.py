@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Protocol, Self, TextIO
+from typing import Annotated, Any, Literal, NoReturn, Protocol, TextIO, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ import typer
 from vkback import paths
 from vkback.errors import VkbackError
 
+Act = Literal["auto", "f32", "q8_1"]
+ACTS = get_args(Act)
+
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
 
 
@@ -21,14 +25,23 @@ class UsageError(VkbackError):
     """A command was given something it cannot act on, with what would do."""
 
 
+class StreamDecoderLike(Protocol):
+    """Turns ids into text as they come, holding back characters that are not whole yet; `flush` gives what is held."""
+
+    def feed(self, id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
 class TokenizerLike(Protocol):
     """What commands need of a tokenizer. `encode` puts the beginning-of-text token first where the model wants it."""
 
-    n_vocab: int
+    @property
+    def n_vocab(self) -> int: ...
 
     def encode(self, text: str) -> list[int]: ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def stream(self) -> StreamDecoderLike: ...
 
 
 class CapabilitiesLike(Protocol):
@@ -43,6 +56,8 @@ class CapabilitiesLike(Protocol):
     @property
     def driver_info(self) -> str: ...
 
+    def summary_line(self, index: int = 0) -> str: ...
+
 
 class DeviceLike(Protocol):
     @property
@@ -52,17 +67,23 @@ class DeviceLike(Protocol):
 class EngineLike(Protocol):
     """What commands need of `vkback.models.engine.Engine`; `prompt` returns once the device has done the work."""
 
-    description: str
-    size_bytes: int
-    n_params: int
-    bytes_per_token: int
-    device: DeviceLike
-    tokenizer: TokenizerLike
-    n_past: int
+    @property
+    def description(self) -> str: ...
 
-    def __enter__(self) -> Self: ...
+    @property
+    def size_bytes(self) -> int: ...
 
-    def __exit__(self, *exc: object) -> None: ...
+    @property
+    def n_params(self) -> int: ...
+
+    @property
+    def bytes_per_token(self) -> int: ...
+
+    @property
+    def device(self) -> DeviceLike: ...
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
 
     def reset(self) -> None: ...
 
@@ -115,19 +136,21 @@ def open_for_writing(path: Path) -> TextIO:
         raise UsageError(f"{path}: cannot be written: {e.strerror}") from e
 
 
-def load_engine(path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True) -> EngineLike:
+def load_engine(
+    path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True
+) -> AbstractContextManager[EngineLike]:
     """Open a model on a device; see `Engine.load`."""
     from vkback.models.engine import Engine
 
-    engine: EngineLike = Engine.load(path, device, n_ctx=n_ctx, act=act, progress=progress)
-    return engine
+    return Engine.load(path, device, n_ctx=n_ctx, act=cast(Act, one_of(act, ACTS, "--act")), progress=progress)
 
 
-def device_line(device: DeviceLike) -> str:
-    """A device in one line, as llama-bench puts it above a table."""
-    from vkback.device import summary_line
+def measured_read_rate(device: Any) -> float:
+    """GB/s at which an open `vkback.device.Device` was just measured to read."""
+    from vkback.harness.read_rate import measure_read_rate
+    from vkback.shader import ShaderLibrary
 
-    return f"vkback: 0 = {summary_line(device.caps)}"
+    return measure_read_rate(device, ShaderLibrary()).gb_s
 
 
 def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> Any:
