@@ -1,0 +1,345 @@
+"""Synthetic models: real shapes, real type of every tensor, random weights, no text vocabulary.
+
+Speed does not depend on what the weights say, so a file made here in seconds times like the real one, and llama-bench prints the same name,
+size and parameter count for it. Which tensor of which layer has which type is in type_mixes.json, as llama-quantize chooses; shapes are
+those the models' makers publish.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+
+from vkback import quants
+from vkback.errors import VkbackError
+from vkback.models.gguf_file import DEFAULT_ALIGNMENT, tensor_bytes
+from vkback.models.hparams import NO_TEXT_VOCABULARY
+
+CHUNK_BYTES = 4 << 20
+"""Bytes of one job: enough to fill a write, little enough that many workers need little memory."""
+
+FILE_TYPES = {
+    "Q4_0": LlamaFileType.MOSTLY_Q4_0, "Q5_0": LlamaFileType.MOSTLY_Q5_0, "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "Q2_K": LlamaFileType.MOSTLY_Q2_K, "Q3_K_S": LlamaFileType.MOSTLY_Q3_K_S, "Q3_K_M": LlamaFileType.MOSTLY_Q3_K_M,
+    "Q3_K_L": LlamaFileType.MOSTLY_Q3_K_L, "Q4_K_S": LlamaFileType.MOSTLY_Q4_K_S, "Q4_K_M": LlamaFileType.MOSTLY_Q4_K_M,
+    "Q5_K_S": LlamaFileType.MOSTLY_Q5_K_S, "Q5_K_M": LlamaFileType.MOSTLY_Q5_K_M, "Q6_K": LlamaFileType.MOSTLY_Q6_K,
+    "IQ4_NL": LlamaFileType.MOSTLY_IQ4_NL, "IQ4_XS": LlamaFileType.MOSTLY_IQ4_XS,
+}  # fmt: skip
+
+
+class SynthError(VkbackError):
+    """An unknown model or type, or a file that cannot be written."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The published shape of a model.
+
+    tied          the embedding table is the output weight too
+    rope_stretch  Llama 3's factor by which slow RoPE pairs are stretched; 1 for none
+    n_expert      0 for a dense model; an expert is n_ff_expert wide
+    """
+
+    arch: str
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_vocab: int
+    n_ctx: int
+    freq_base: float
+    rms_eps: float = 1e-5
+    tied: bool = False
+    rope_stretch: float = 1.0
+    n_expert: int = 0
+    n_expert_used: int = 0
+    n_ff_expert: int = 0
+
+
+SHAPES: dict[str, ModelShape] = {
+    "llama-1b": ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, tied=True, rope_stretch=32.0),
+    "llama-3b": ModelShape("llama", 28, 3072, 8192, 24, 8, 128, 128256, 131072, 500000.0, tied=True, rope_stretch=32.0),
+    "llama-8b": ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, rope_stretch=8.0),
+    "llama2-7b": ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, 4096, 10000.0),
+    "mistral-small-24b": ModelShape("llama", 40, 5120, 32768, 32, 8, 128, 131072, 32768, 100000000.0),
+    "mistral-22b": ModelShape("llama", 56, 6144, 16384, 48, 8, 128, 32000, 65536, 1000000.0),
+    "qwen3moe-30b-a3b": ModelShape(
+        "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1000000.0, 1e-6, n_expert=128, n_expert_used=8, n_ff_expert=768
+    ),
+}
+"""Shapes by name."""
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to be written; shape in numpy order."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.type, self.shape)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def synthetic_names() -> list[str]:
+    """Every name `synthesize` takes, as `llama-8b-Q4_K_S`."""
+    return [f"{shape}-{type}" for shape in SHAPES for type in _type_mixes()[shape]]
+
+
+def planned_tensors(name: str, *, layers: int | None = None) -> list[PlannedTensor]:
+    """The tensors of a model, in the order of the file. Raises SynthError for an unknown name or number of layers."""
+    shape_name, type = _split(name)
+    shape = SHAPES[shape_name]
+    n_layer = _layers(name, shape, layers)
+    mix = _type_mixes()[shape_name][type]
+    return [PlannedTensor(t, _type_of(mix, t), dims) for t, dims in _shapes(shape, n_layer)]
+
+
+def synthetic_size(name: str, *, layers: int | None = None) -> tuple[int, int]:
+    """(bytes of all tensors, values of all tensors) without writing anything: what llama-bench prints as size and params."""
+    tensors = planned_tensors(name, layers=layers)
+    return sum(t.nbytes for t in tensors), sum(t.elements for t in tensors)
+
+
+def synthesize(
+    name: str,
+    out: Path,
+    *,
+    layers: int | None = None,
+    seed: int = 0,
+    on_bytes: Callable[[int], None] | None = None,
+    threads: int | None = None,
+) -> None:
+    """Write the model called `name` to `out`. The same name, layers and seed give the same bytes on any number of threads.
+
+    layers    keep only the first so many, for tests
+    on_bytes  called with the size of every piece once it is written, from any thread
+
+    The file appears under its name only when it is whole. Raises SynthError for an unknown name and when the disk has no room.
+    """
+    tensors = planned_tensors(name, layers=layers)
+    offsets, size = _lay_out(tensors)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if free < size + CHUNK_BYTES:
+        raise SynthError(f"[synth] {out}: {name} takes {size / 2**30:.2f} GiB, {out.parent} has {free / 2**30:.2f} GiB free")
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        start = _write_header(part, name, tensors, layers)
+        with part.open("r+b") as f:
+            f.truncate(start + size)
+            pieces = _Pieces(SHAPES[_split(name)[0]], tensors, [start + o for o in offsets], seed)
+            _write_all(f.fileno(), pieces, on_bytes, threads or os.cpu_count() or 1)
+            os.fsync(f.fileno())
+        part.replace(out)
+    except OSError as e:
+        reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
+        raise SynthError(f"[synth] {out}: cannot be written: {reason}") from e
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@cache
+def _type_mixes() -> dict[str, Any]:
+    mixes: dict[str, Any] = json.loads(Path(__file__).with_name("type_mixes.json").read_text())
+    return mixes
+
+
+def _split(name: str) -> tuple[str, str]:
+    shape, _, type = name.rpartition("-")
+    if shape not in SHAPES or type not in _type_mixes()[shape]:
+        raise SynthError(
+            f"[synth] no model is called {name!r}; names are a shape ({', '.join(SHAPES)}), a dash and a type ({', '.join(FILE_TYPES)})"
+        )
+    return shape, type
+
+
+def _layers(name: str, shape: ModelShape, layers: int | None) -> int:
+    if layers is None:
+        return shape.n_layer
+    if not 1 <= layers <= shape.n_layer:
+        raise SynthError(f"[synth] {name} has {shape.n_layer} layers, {layers} were asked for")
+    return layers
+
+
+def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors."""
+    if not s.tied:
+        yield "output.weight", (s.n_vocab, s.n_embd)
+    yield "token_embd.weight", (s.n_vocab, s.n_embd)
+    yield "output_norm.weight", (s.n_embd,)
+    if s.rope_stretch != 1.0:
+        yield "rope_freqs.weight", (s.head_dim // 2,)
+    for il in range(n_layer):
+        for stem, dims in _layer_shapes(s):
+            yield f"blk.{il}.{stem}.weight", dims
+
+
+def _layer_shapes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "attn_k", (s.n_head_kv * s.head_dim, s.n_embd)
+    yield "attn_norm", (s.n_embd,)
+    yield "attn_output", (s.n_embd, s.n_head * s.head_dim)
+    yield "attn_q", (s.n_head * s.head_dim, s.n_embd)
+    yield "attn_v", (s.n_head_kv * s.head_dim, s.n_embd)
+    if s.arch == "qwen3moe":
+        yield "attn_k_norm", (s.head_dim,)
+        yield "attn_q_norm", (s.head_dim,)
+    yield "ffn_norm", (s.n_embd,)
+    if s.n_expert:
+        yield "ffn_gate_inp", (s.n_expert, s.n_embd)
+        yield "ffn_down_exps", (s.n_expert, s.n_embd, s.n_ff_expert)
+        yield "ffn_gate_exps", (s.n_expert, s.n_ff_expert, s.n_embd)
+        yield "ffn_up_exps", (s.n_expert, s.n_ff_expert, s.n_embd)
+    else:
+        yield "ffn_down", (s.n_embd, s.n_ff)
+        yield "ffn_gate", (s.n_ff, s.n_embd)
+        yield "ffn_up", (s.n_ff, s.n_embd)
+
+
+def _type_of(mix: dict[str, dict[str, str]], name: str) -> str:
+    """The type of a tensor: norms, frequencies and routers are F32 in every real file, the rest as the mix says."""
+    block, _, stem = name.rpartition(".weight")[0].rpartition(".")
+    if stem.endswith("norm") or stem in ("rope_freqs", "ffn_gate_inp"):
+        return "F32"
+    layer = int(block.split(".")[1]) if block else None
+    for type, where in mix[f"{stem}.weight"].items():
+        if layer is None or where == "all" or layer in _ranges(where):
+            return type
+    raise SynthError(f"[synth] type_mixes.json has no type for {name}")
+
+
+@cache
+def _ranges(text: str) -> frozenset[int]:
+    """"0-3,6" -> {0, 1, 2, 3, 6}."""
+    out: set[int] = set()
+    for piece in text.split(","):
+        first, _, last = piece.partition("-")
+        out.update(range(int(first), int(last or first) + 1))
+    return frozenset(out)
+
+
+def _lay_out(tensors: list[PlannedTensor]) -> tuple[list[int], int]:
+    """Offsets from the start of the data, each aligned, and the size of the data."""
+    offsets, at = [], 0
+    for t in tensors:
+        offsets.append(at)
+        at += -(-t.nbytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
+    return offsets, at
+
+
+def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: int | None) -> int:
+    """Metadata and tensor table; returns where the data begins."""
+    shape_name, type = _split(name)
+    s = SHAPES[shape_name]
+    writer = GGUFWriter(path, s.arch)
+    writer.add_name(f"{name} with random weights")
+    writer.add_file_type(FILE_TYPES[type])
+    writer.add_quantization_version(2)
+    writer.add_context_length(s.n_ctx)
+    writer.add_embedding_length(s.n_embd)
+    writer.add_block_count(_layers(name, s, layers))
+    writer.add_feed_forward_length(s.n_ff)
+    writer.add_head_count(s.n_head)
+    writer.add_head_count_kv(s.n_head_kv)
+    writer.add_key_length(s.head_dim)
+    writer.add_value_length(s.head_dim)
+    writer.add_rope_dimension_count(s.head_dim)
+    writer.add_rope_freq_base(s.freq_base)
+    writer.add_layer_norm_rms_eps(s.rms_eps)
+    writer.add_vocab_size(s.n_vocab)
+    if s.n_expert:
+        writer.add_expert_count(s.n_expert)
+        writer.add_expert_used_count(s.n_expert_used)
+        writer.add_expert_feed_forward_length(s.n_ff_expert)
+    writer.add_tokenizer_model(NO_TEXT_VOCABULARY)
+    for t in tensors:
+        writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.nbytes, GGMLQuantizationType[t.type])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return -(-path.stat().st_size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The file's data in pieces of whole rows. Each has a random generator of its own, so that their order does not matter."""
+
+    shape: ModelShape
+    tensors: list[PlannedTensor]
+    offsets: list[int]
+    seed: int
+
+    def ranges(self) -> Iterator[tuple[int, int, int]]:
+        """(index of the tensor, first row, rows) of every piece."""
+        for index, t in enumerate(self.tensors):
+            rows = math.prod(t.shape[:-1])
+            step = max(1, CHUNK_BYTES // (t.nbytes // rows))
+            for row0 in range(0, rows, step):
+                yield index, row0, min(step, rows - row0)
+
+    def make(self, index: int, row0: int, rows: int) -> tuple[int, npt.NDArray[np.uint8]]:
+        """(offset in the file, bytes) of a piece. Weights keep the energy of what they multiply: logits stay finite at any depth."""
+        t = self.tensors[index]
+        k = t.shape[-1]
+        rng = np.random.default_rng([self.seed, index, row0])
+        if t.name == "rope_freqs.weight":
+            data = _rope_divisors(self.shape).view(np.uint8)
+        elif len(t.shape) == 1:
+            data = (1.0 + 0.1 * rng.standard_normal(k, np.float32)).view(np.uint8)
+        else:
+            data = quants.random_blocks(t.type, rows, k, rng, std=1.0 / math.sqrt(k))
+        return self.offsets[index] + row0 * (data.size // rows), data.reshape(-1)
+
+
+def _rope_divisors(s: ModelShape) -> npt.NDArray[np.float32]:
+    """Llama 3's frequency divisors [head_dim/2]: pairs that turn fewer than once in 8192 positions are slowed by rope_stretch, those that
+    turn more than four times are left alone."""
+    turns = 8192 * s.freq_base ** (-2.0 * np.arange(s.head_dim // 2) / s.head_dim) / (2 * np.pi)
+    keep = np.clip((turns - 1.0) / 3.0, 0.0, 1.0)
+    return (1.0 / (keep + (1.0 - keep) / s.rope_stretch)).astype(np.float32)
+
+
+def _write_all(fd: int, pieces: _Pieces, on_bytes: Callable[[int], None] | None, threads: int) -> None:
+    """Make and write all pieces. The first failure stops the rest and is raised."""
+    failed = threading.Event()
+
+    def job(piece: tuple[int, int, int]) -> None:
+        if failed.is_set():
+            return
+        try:
+            at, data = pieces.make(*piece)
+            done = 0
+            while done < data.size:
+                done += os.pwrite(fd, data[done:].data, at + done)
+        except BaseException:
+            failed.set()
+            raise
+        if on_bytes is not None:
+            on_bytes(data.size)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(job, pieces.ranges()):
+            pass
