@@ -28,8 +28,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 class FakeTokenizer:
     """One token a byte of UTF-8."""
 
-    n_vocab = 256
-
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -63,6 +61,7 @@ class FakeEngine:
     size_bytes = 2**20
     n_params = 2_000_000
     bytes_per_token = 1_000_000
+    model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256))
     device = SimpleNamespace(
         caps=SimpleNamespace(name="Test GPU", driver_name="testdrv", driver_info="1.2", summary_line=lambda: "vkback: 0 = Test GPU")
     )
@@ -234,6 +233,18 @@ def test_vkbench_takes_llama_bench_s_flags(
     assert first["command"].startswith("vkbench -m demo-moe")
 
 
+def test_kept_tables_say_when_where_and_how(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    table, machine = tmp_path / "r.md", tmp_path / "r.json"
+    assert call(monkeypatch, bench.main, "tg8", "-r", "1", "-m", "demo-dense", "--save", str(table), "--save", str(machine)) == 0
+    lines = table.read_text(encoding="utf-8").splitlines()
+    (result,) = json.loads(machine.read_text())
+    assert lines[0] == f"    {result['command']}"
+    assert lines[2] == f"{result['test_time'][:10]}, Test GPU, driver testdrv 1.2"
+    assert lines[4:] == capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize(("args", "rate"), [([], 200.0), (["--read-rate", "100"], 100.0), (["--read-rate", "0"], None)])
 def test_vkbench_shows_the_share_of_the_read_rate(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], rate: float | None
@@ -255,7 +266,7 @@ def test_vkbench_shows_the_share_of_the_read_rate(
             "vkbench: error: model none.gguf: no such file. Give the path of a GGUF file, or a built-in model: demo-dense",
         ),
         (["-o", "xml"], "vkbench: error: 'xml' is not an output format; expected one of md, csv, json, jsonl, sql"),
-        (["--save", "results.xlsx"], "vkbench: error: --save ends in xlsx: expected one of md, csv, json, jsonl, sql"),
+        (["--save", "results.xlsx"], "vkbench: error: --save results.xlsx, ending xlsx: expected one of md, csv, json, jsonl, sql"),
         (["--save", "/nonexistent/r.json"], "vkbench: error: /nonexistent/r.json: cannot be written: No such file or directory"),
         (["--feed", "x"], "vkbench: error: --feed x: expected one of self, random"),
         (["--act", "auto,f16"], "vkbench: error: --act f16: expected one of auto, f32, q8_1"),
@@ -313,6 +324,16 @@ def test_compare_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert capsys.readouterr().out.startswith("model,size,params,backend,ngl,test,before_ts,")
     assert call(monkeypatch, main.main, "compare", *files, "-o", "xml") == 1
     assert capsys.readouterr().err == "vkback: error: -o xml: expected one of md, csv, json\n"
+
+
+def test_synth_lists_names_and_writes_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert call(monkeypatch, main.main, "synth", "--list") == 0
+    row = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("llama-8b-Q4_K_M "))
+    assert row.split() == ["llama-8b-Q4_K_M", "4.58", "GiB", "8.03", "B"]
+    assert call(monkeypatch, main.main, "synth", "llama-1b-Q4_K_M") == 1
+    assert capsys.readouterr().err.startswith("vkback: error: synth needs a name and a file")
+    assert call(monkeypatch, main.main, "synth", "nothing-Q4_0", str(tmp_path / "x.gguf")) == 1
+    assert capsys.readouterr().err.startswith("vkback: error: [synth] no model is called 'nothing-Q4_0'")
 
 
 @pytest.mark.vulkan

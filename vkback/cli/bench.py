@@ -61,7 +61,7 @@ def bench(
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
     output: Annotated[str, typer.Option("-o", "--output", help=f"On stdout: {', '.join(WRITERS)}.")] = "md",
     output_err: Annotated[str, typer.Option("-oe", "--output-err", help="On stderr: none or a format.")] = "none",
-    save: Annotated[Path | None, typer.Option(help="Into a file; its ending names the format.")] = None,
+    save: Annotated[list[Path] | None, typer.Option(help="Into a file too; its ending names the format. Repeat for several.")] = None,
     device: DeviceOption = None,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
     feed: Annotated[str, typer.Option(help="self: generate as in use; random: random tokens one by one, as llama-bench does.")] = "self",
@@ -87,18 +87,26 @@ def bench(
     )
     columns = ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
     with ExitStack() as open_files:
-        writers = [open_writer(output, sys.stdout, columns)]
+        shown = [open_writer(output, sys.stdout, columns)]
         if output_err != "none":
-            writers.append(open_writer(output_err, sys.stderr, columns))
-        if save:
-            fmt = one_of(save.suffix.lstrip("."), tuple(WRITERS), "--save ends in")
-            writers.append(open_writer(fmt, open_files.enter_context(open_for_writing(save)), columns))
-        _measure_all(files, acts, tests, settings, writers)
+            shown.append(open_writer(output_err, sys.stderr, columns))
+        formats = [one_of(path.suffix.lstrip("."), tuple(WRITERS), f"--save {path}, ending") for path in save or []]
+        kept = [
+            open_writer(fmt, open_files.enter_context(open_for_writing(path)), columns)
+            for fmt, path in zip(formats, save or [], strict=True)
+        ]
+        _measure_all(files, acts, tests, settings, shown, kept)
 
 
 def _measure_all(
-    files: Sequence[Path], acts: Sequence[str], tests: Sequence[BenchTest], settings: Settings, writers: Sequence[Writer]
+    files: Sequence[Path],
+    acts: Sequence[str],
+    tests: Sequence[BenchTest],
+    settings: Settings,
+    shown: Sequence[Writer],
+    kept: Sequence[Writer],
 ) -> None:
+    writers = (*shown, *kept)
     n_ctx = max(t.n_ctx for t in tests)
     rate = settings.read_rate
     headed = False
@@ -106,8 +114,11 @@ def _measure_all(
         for act in acts:
             with load_engine(path, settings.device, n_ctx=n_ctx, act=act, progress=settings.progress) as engine:
                 if not headed:
-                    for writer in writers:
-                        writer.header(engine.device.caps.summary_line())
+                    line = engine.device.caps.summary_line()
+                    for writer in shown:
+                        writer.header(line)
+                    for writer in kept:
+                        writer.header(f"{_circumstances(settings, engine)}\n{line}")
                     headed = True
                 if rate is None:
                     rate = measured_read_rate(engine.device)
@@ -119,6 +130,17 @@ def _measure_all(
         writer.footer(settings.build)
 
 
+def _circumstances(settings: Settings, engine: EngineLike) -> str:
+    """What a table that is kept has to say above itself, as markdown."""
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    return f"    {settings.command}\n\n{today}, {engine.device.caps.name}, driver {_driver(engine)}\n"
+
+
+def _driver(engine: EngineLike) -> str:
+    caps = engine.device.caps
+    return f"{caps.driver_name} {caps.driver_info}".strip()
+
+
 def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, settings: Settings) -> BenchResult:
     def note(text: str) -> None:
         if settings.progress:
@@ -126,12 +148,11 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
 
     begun = datetime.now(UTC)
     samples = measure(engine, test, settings.repetitions, warmup=settings.warmup, feed=settings.feed, note=note)
-    caps = engine.device.caps
     return BenchResult(
         build_commit=settings.build[0],
         build_number=settings.build[1],
         cpu_info=cpu_name(),
-        gpu_info=caps.name,
+        gpu_info=engine.device.caps.name,
         model_filename=str(path),
         model_type=engine.description,
         model_size=engine.size_bytes,
@@ -142,7 +163,7 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
         n_depth=test.n_depth,
         test_time=begun.strftime("%Y-%m-%dT%H:%M:%SZ"),
         samples_ns=samples,
-        driver_info=f"{caps.driver_name} {caps.driver_info}".strip(),
+        driver_info=_driver(engine),
         command=settings.command,
         act=act,
         feed=settings.feed,

@@ -39,7 +39,7 @@ def measure(
     note  told what is being done, for a progress display
     Random tokens come from `seed`, so every repetition and every run processes the same ones.
     """
-    vocabulary = engine.tokenizer.n_vocab
+    vocabulary = engine.model.hp.n_vocab  # synthetic models have no tokenizer to ask
     rng = np.random.default_rng(seed)
     depth = rng.integers(vocabulary, size=test.n_depth).tolist()
     prompt = rng.integers(vocabulary, size=test.n_prompt).tolist()

@@ -36,9 +36,6 @@ class StreamDecoderLike(Protocol):
 class TokenizerLike(Protocol):
     """What commands need of a tokenizer. `encode` puts the beginning-of-text token first where the model wants it."""
 
-    @property
-    def n_vocab(self) -> int: ...
-
     def encode(self, text: str) -> list[int]: ...
 
     def stream(self) -> StreamDecoderLike: ...
@@ -66,6 +63,9 @@ class DeviceLike(Protocol):
 
 class EngineLike(Protocol):
     """What commands need of `vkback.models.engine.Engine`; `prompt` returns once the device has done the work."""
+
+    @property
+    def model(self) -> Any: ...
 
     @property
     def description(self) -> str: ...
