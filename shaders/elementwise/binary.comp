@@ -1,0 +1,40 @@
+#version 450
+// y = a OPERATOR b, b repeated along leading and trailing axes.
+//
+//   binding 0  a F32
+//   binding 1  b F32: value (i / b_inner) % b_count goes with value i of a
+//   binding 2  y F32, shape of a
+//
+// A thread takes one element: WIDTH values.
+//
+// Defines:
+//   OPERATOR  + - * /
+//   WIDTH     4: a and y as vec4; 1: as float
+//   B_WIDTH   4: b as vec4, counted in vec4; 1: one value of b for all of an element
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint elements;    // of a
+    uint b_inner;     // elements of a that share an element of b
+    uint b_count;     // elements of b
+} p;
+
+#if WIDTH == 4
+#define ELEMENT vec4
+#else
+#define ELEMENT float
+#endif
+#if B_WIDTH == 4
+#define B_ELEMENT vec4
+#else
+#define B_ELEMENT float
+#endif
+layout(std430, set = 0, binding = 0) readonly buffer InA { ELEMENT a[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InB { B_ELEMENT b[]; };
+layout(std430, set = 0, binding = 2) writeonly buffer OutY { ELEMENT y[]; };
+
+void main() {
+    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    if (i >= p.elements) return;
+    y[i] = a[i] OPERATOR b[(i / p.b_inner) % p.b_count];
+}

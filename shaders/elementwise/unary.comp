@@ -1,0 +1,52 @@
+#version 450
+// y = FUNCTION(x), value by value.
+//
+//   binding 0  x F32
+//   binding 1  y F32
+//
+// A thread takes WIDTH values.
+//
+// Defines:
+//   FUNCTION  a function of one float: one of those below, of elementwise/functions.glsl or of GLSL itself
+//   WIDTH     4: the count is a multiple of 4; 1: any
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint elements;
+    float a;
+    float b;
+} p;
+
+#if WIDTH == 4
+#define ELEMENT vec4
+#else
+#define ELEMENT float
+#endif
+layout(std430, set = 0, binding = 0) readonly buffer InX { ELEMENT x[]; };
+layout(std430, set = 0, binding = 1) writeonly buffer OutY { ELEMENT y[]; };
+#include "elementwise/functions.glsl"
+
+float scale(float v) { return p.a * v + p.b; }
+float clamp_to(float v) { return clamp(v, p.a, p.b); }
+float leaky_relu(float v) { return max(v, 0.0) + p.a * min(v, 0.0); }
+float relu(float v) { return max(v, 0.0); }
+float neg(float v) { return -v; }
+float sqr(float v) { return v * v; }
+float step_up(float v) { return v > 0.0 ? 1.0 : 0.0; }
+float elu(float v) { return v > 0.0 ? v : exp_bounded(v) - 1.0; }
+float hardsigmoid(float v) { return clamp((v + 3.0) / 6.0, 0.0, 1.0); }
+float hardswish(float v) { return v * hardsigmoid(v); }
+// log(1 + e^v); beyond 20 it is v to a float's precision.
+float softplus(float v) { return v > 20.0 ? v : log(1.0 + exp_bounded(v)); }
+
+void main() {
+    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    if (i >= p.elements) return;
+#if WIDTH == 4
+    vec4 v = x[i];
+    for (int c = 0; c < 4; c++) v[c] = FUNCTION(v[c]);
+    y[i] = v;
+#else
+    y[i] = FUNCTION(x[i]);
+#endif
+}

@@ -1,0 +1,144 @@
+#version 450
+// RMS norm and layer norm of rows, with the addition before and the weight after.
+//
+//   x = a (+ b)      y = x / sqrt(mean(x^2) + eps) (* w)      layer norm: x - mean(x) in place of x
+//
+// Bindings, in this order, those in brackets where the define says so:
+//   a [rows, dim], [ADD: b [rows, dim]], [WEIGHT: w [dim]], [ADD: sum [rows, dim]], y [rows, dim] F32 or Q8_1 (OUT_Q8_1)
+//
+// One workgroup a row; thread t takes the quads (4 values) t, t + WG_SIZE, ...
+//
+// Defines:
+//   WIDTH   4: dim is a multiple of 4, memory is read as vec4; 1: by single values
+//   ROUNDS  quads a thread: the row and the weight stay in registers; 0: p.rounds of them, the row is read again
+//   CENTER  1: layer norm
+#extension GL_EXT_control_flow_attributes : require
+#define REDUCE_GROUPS OUT_Q8_1
+#include "common/reduce.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+#if WIDTH == 4
+#define ELEMENT vec4
+#else
+#define ELEMENT float
+#endif
+
+layout(push_constant) uniform Push {
+    uint rows;
+    uint dim;
+    uint quads;     // of a row, the last one perhaps not full
+    uint rounds;
+    uint units;     // of a Q8_1 row
+    float eps;
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InA { ELEMENT a[]; };
+#if ADD
+layout(std430, set = 0, binding = 1) readonly buffer InB { ELEMENT b[]; };
+layout(std430, set = 0, binding = 2 + WEIGHT) buffer OutSum { ELEMENT sum[]; };
+#endif
+#if WEIGHT
+layout(std430, set = 0, binding = 1 + ADD) readonly buffer Weight { ELEMENT w[]; };
+#endif
+#if OUT_Q8_1
+layout(std430, set = 0, binding = 1 + 2 * ADD + WEIGHT) writeonly buffer OutY { uint y_words[]; };
+#include "common/q8_1.glsl"
+#else
+layout(std430, set = 0, binding = 1 + 2 * ADD + WEIGHT) writeonly buffer OutY { ELEMENT y[]; };
+#endif
+
+#if WIDTH == 4
+#define LOAD(from, row, q) from[(row) * p.quads + (q)]
+#define STORE(to, row, q, v) to[(row) * p.quads + (q)] = v
+#else
+#define AT(row, q, c) ((row) * p.dim + 4u * (q) + c)
+#define LOAD_ONE(from, row, q, c) (4u * (q) + c < p.dim ? from[AT(row, q, c)] : 0.0)
+#define LOAD(from, row, q) vec4(LOAD_ONE(from, row, q, 0u), LOAD_ONE(from, row, q, 1u), LOAD_ONE(from, row, q, 2u), LOAD_ONE(from, row, q, 3u))
+#define STORE(to, row, q, v) for (uint c = 0u; c < 4u; c++) if (4u * (q) + c < p.dim) to[AT(row, q, c)] = v[c]
+#endif
+
+// x of this row; the first pass forms the sum, later ones find it in memory.
+vec4 first(uint row, uint q) {
+    vec4 v = LOAD(a, row, q);
+#if ADD
+    v += LOAD(b, row, q);
+    STORE(sum, row, q, v);
+#endif
+    return v;
+}
+
+vec4 again(uint row, uint q) {
+#if ADD
+    return LOAD(sum, row, q);
+#else
+    return LOAD(a, row, q);
+#endif
+}
+
+// 1 for the values of a quad that lie within the row.
+vec4 within(uint q) {
+    return vec4(lessThan(uvec4(4u * q) + uvec4(0u, 1u, 2u, 3u), uvec4(p.dim)));
+}
+
+#if ROUNDS
+#define EACH(i) [[unroll]] for (uint i = 0u; i < ROUNDS; i++)
+#define AGAIN(i, q) kept[i]
+#else
+#define EACH(i) for (uint i = 0u; i < p.rounds; i++)
+#define AGAIN(i, q) (q < p.quads ? again(row, q) : vec4(0.0))
+#endif
+
+void main() {
+    const uint row = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+    if (row >= p.rows) return;
+    const uint t = gl_LocalInvocationID.x;
+#if ROUNDS
+    vec4 kept[ROUNDS];
+#if WEIGHT
+    vec4 weight[ROUNDS];    // read before the reduction, so that its latency hides behind it
+#endif
+#endif
+    float total = 0.0;
+    EACH(i) {
+        const uint q = i * WG_SIZE + t;
+        const vec4 v = q < p.quads ? first(row, q) : vec4(0.0);
+#if ROUNDS
+        kept[i] = v;
+#if WEIGHT
+        weight[i] = q < p.quads ? LOAD(w, 0u, q) : vec4(0.0);
+#endif
+#endif
+#if CENTER
+        total += dot(v, vec4(1.0));
+#else
+        total += dot(v, v);
+#endif
+    }
+#if CENTER
+    const float mean = wg_sum(total) / float(p.dim);
+    total = 0.0;
+    EACH(i) {
+        const uint q = i * WG_SIZE + t;
+        const vec4 v = (AGAIN(i, q) - mean) * within(q);
+        total += dot(v, v);
+    }
+#else
+    const float mean = 0.0;
+#endif
+    const float scale = 1.0 / sqrt(wg_sum(total) / float(p.dim) + p.eps);
+    EACH(i) {
+        const uint q = i * WG_SIZE + t;
+        vec4 v = (AGAIN(i, q) - mean) * scale;
+#if WEIGHT && ROUNDS
+        v *= weight[i];
+#elif WEIGHT
+        v *= q < p.quads ? LOAD(w, 0u, q) : vec4(0.0);
+#endif
+#if OUT_Q8_1
+        q8_1_store(row, p.units, q, q < p.quads ? v : vec4(0.0), q < 8u * p.units);
+#else
+        if (q < p.quads) { STORE(y, row, q, v); }
+#endif
+    }
+}

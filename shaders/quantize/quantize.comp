@@ -1,0 +1,41 @@
+#version 450
+// F32 rows to Q8_1 rows.
+//
+//   binding 0  x F32 [rows, k]
+//   binding 1  y Q8_1 [rows, k], zeros up to a multiple of 32
+//
+// Eight threads a unit, four values each; units of all rows in one line.
+//
+// Defines: WIDTH 4: k is a multiple of 4; 1: any k
+#define REDUCE_GROUPS 1
+#include "common/reduce.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint rows;
+    uint k;
+    uint units;    // of a row
+} p;
+
+#if WIDTH == 4
+layout(std430, set = 0, binding = 0) readonly buffer InX { vec4 x[]; };
+#else
+layout(std430, set = 0, binding = 0) readonly buffer InX { float x[]; };
+#endif
+layout(std430, set = 0, binding = 1) writeonly buffer OutY { uint y_words[]; };
+#include "common/q8_1.glsl"
+
+void main() {
+    const uint index = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    const uint row = index / (8u * p.units);
+    const uint quad = index - row * 8u * p.units;
+    const bool there = row < p.rows;
+    vec4 v = vec4(0.0);
+#if WIDTH == 4
+    if (there && 4u * quad < p.k) v = x[row * (p.k / 4u) + quad];
+#else
+    for (uint c = 0u; c < 4u; c++) if (there && 4u * quad + c < p.k) v[c] = x[row * p.k + 4u * quad + c];
+#endif
+    q8_1_store(row, p.units, quad, v, there);
+}

@@ -1,0 +1,153 @@
+#version 450
+// RoPE of heads; with STORE also the norm of Q and K heads before it, and K and V stored into the cache as f16.
+//
+// Bindings, in this order, those in brackets where the define says so:
+//   q F32 [tokens, Q_HEADS, HEAD_DIM]; PACKED: [tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM] with the heads of q, k, v
+//   [STORE and not PACKED: k, v F32 [tokens, KV_HEADS, HEAD_DIM]]
+//   pos I32 [tokens]: -1 or a position outside the cache stores nothing
+//   [NORM: weights of q and k F32 [HEAD_DIM]]   [FACTORS: F32 [ROPE_PAIRS] that divide the frequencies]
+//   q_out F32 [tokens, Q_HEADS, HEAD_DIM]   [STORE: cache_k, cache_v F16 [KV_HEADS, n_ctx, HEAD_DIM]]
+//
+// A workgroup takes HEADS consecutive heads of one token, numbered q, k, v, one after the other. A thread's slot is two neighbouring pairs of a
+// head: four values, which in f16 make up two words. Thread t has the slots t, t + WG_SIZE, ...; their angles serve all HEADS.
+//
+// Defines: HEAD_DIM (a multiple of 4), Q_HEADS, KV_HEADS (0 without STORE), HEADS, those of rope/rope.glsl (ROPE_PAIRS even) and
+// common/reduce.glsl.
+#extension GL_EXT_control_flow_attributes : require
+#include "common/reduce.glsl"
+#include "rope/rope.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+#define SLOTS (HEAD_DIM / 4)
+#define ROUNDS ((SLOTS + WG_SIZE - 1) / WG_SIZE)
+#define ROTATED (ROPE_PAIRS / 2)
+#define AFTER_X (1 + 2 * STORE * (1 - PACKED))
+#define AFTER_EXTRA (AFTER_X + 1 + 2 * NORM + FACTORS)
+
+layout(push_constant) uniform Push {
+    uint tokens;
+    uint n_ctx;
+    float eps;
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InQ { vec2 q[]; };
+#if STORE && !PACKED
+layout(std430, set = 0, binding = 1) readonly buffer InK { vec2 k[]; };
+layout(std430, set = 0, binding = 2) readonly buffer InV { vec2 v[]; };
+#endif
+layout(std430, set = 0, binding = AFTER_X) readonly buffer InPos { int pos[]; };
+#if NORM
+layout(std430, set = 0, binding = AFTER_X + 1) readonly buffer QNorm { vec2 q_norm[]; };
+layout(std430, set = 0, binding = AFTER_X + 2) readonly buffer KNorm { vec2 k_norm[]; };
+#endif
+#if FACTORS
+layout(std430, set = 0, binding = AFTER_X + 1 + 2 * NORM) readonly buffer InFactors { float factors[]; };
+#endif
+layout(std430, set = 0, binding = AFTER_EXTRA) writeonly buffer OutQ { vec2 q_out[]; };
+#if STORE
+layout(std430, set = 0, binding = AFTER_EXTRA + 1) writeonly buffer CacheK { uint cache_k[]; };
+layout(std430, set = 0, binding = AFTER_EXTRA + 2) writeonly buffer CacheV { uint cache_v[]; };
+#endif
+
+// The two places of a slot within a head, counted in values / 2.
+uvec2 places(uint slot) {
+#if ROPE_NEOX
+    if (slot < ROTATED) return uvec2(slot, slot + ROTATED);
+#endif
+    return uvec2(2u * slot, 2u * slot + 1u);
+}
+
+vec2 angle_of(uint pair, int position) {
+#if FACTORS
+    return rope_angle(pair, position, factors[pair]);
+#else
+    return rope_angle(pair, position);
+#endif
+}
+
+vec2 load(uint token, uint head, uint place) {
+#if PACKED
+    return q[(token * (Q_HEADS + 2 * KV_HEADS) + head) * (HEAD_DIM / 2) + place];
+#elif STORE
+    if (head >= Q_HEADS + KV_HEADS) return v[(token * KV_HEADS + head - Q_HEADS - KV_HEADS) * (HEAD_DIM / 2) + place];
+    if (head >= Q_HEADS) return k[(token * KV_HEADS + head - Q_HEADS) * (HEAD_DIM / 2) + place];
+    return q[(token * Q_HEADS + head) * (HEAD_DIM / 2) + place];
+#else
+    return q[(token * Q_HEADS + head) * (HEAD_DIM / 2) + place];
+#endif
+}
+
+void store(uint token, uint head, uint place, int position, vec2 x) {
+    if (head < Q_HEADS) {
+        q_out[(token * Q_HEADS + head) * (HEAD_DIM / 2) + place] = x;
+        return;
+    }
+#if STORE
+    if (position < 0 || uint(position) >= p.n_ctx) return;
+    const uint word = packHalf2x16(x);
+    if (head < Q_HEADS + KV_HEADS) cache_k[((head - Q_HEADS) * p.n_ctx + uint(position)) * (HEAD_DIM / 2) + place] = word;
+    else cache_v[((head - Q_HEADS - KV_HEADS) * p.n_ctx + uint(position)) * (HEAD_DIM / 2) + place] = word;
+#endif
+}
+
+void main() {
+    const uint token = gl_WorkGroupID.z * gl_NumWorkGroups.y + gl_WorkGroupID.y;
+    if (token >= p.tokens) return;
+    const uint t = gl_LocalInvocationID.x;
+    const uint first = gl_WorkGroupID.x * HEADS;
+    const int position = pos[token];
+    vec2 angle_a[ROUNDS], angle_b[ROUNDS];
+    if (first < Q_HEADS + KV_HEADS) {
+        [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
+            const uint slot = i * WG_SIZE + t;
+            if (slot < ROTATED) {
+                angle_a[i] = angle_of(2u * slot, position);
+                angle_b[i] = angle_of(2u * slot + 1u, position);
+            }
+        }
+    }
+    for (uint head = first; head < min(first + HEADS, Q_HEADS + 2 * KV_HEADS); head++) {
+        vec2 a[ROUNDS], b[ROUNDS];
+        [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
+            const uint slot = i * WG_SIZE + t;
+            const uvec2 at = places(slot);
+            a[i] = slot < SLOTS ? load(token, head, at.x) : vec2(0.0);
+            b[i] = slot < SLOTS ? load(token, head, at.y) : vec2(0.0);
+        }
+        const bool value = head >= Q_HEADS + KV_HEADS;
+#if NORM
+        if (!value) {
+            float square = 0.0;
+            [[unroll]] for (uint i = 0u; i < ROUNDS; i++) square += dot(a[i], a[i]) + dot(b[i], b[i]);
+            const float scale = 1.0 / sqrt(wg_sum(square) / float(HEAD_DIM) + p.eps);
+            [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
+                const uint slot = i * WG_SIZE + t;
+                if (slot < SLOTS) {
+                    const uvec2 at = places(slot);
+                    a[i] *= scale * (head < Q_HEADS ? q_norm[at.x] : k_norm[at.x]);
+                    b[i] *= scale * (head < Q_HEADS ? q_norm[at.y] : k_norm[at.y]);
+                }
+            }
+        }
+#endif
+        [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
+            const uint slot = i * WG_SIZE + t;
+            if (slot >= SLOTS) continue;
+            if (!value && slot < ROTATED) {
+#if ROPE_NEOX
+                const vec2 x = rope_rotate(vec2(a[i].x, b[i].x), angle_a[i]);
+                const vec2 y = rope_rotate(vec2(a[i].y, b[i].y), angle_b[i]);
+                a[i] = vec2(x.x, y.x);
+                b[i] = vec2(x.y, y.y);
+#else
+                a[i] = rope_rotate(a[i], angle_a[i]);
+                b[i] = rope_rotate(b[i], angle_b[i]);
+#endif
+            }
+            const uvec2 at = places(slot);
+            store(token, head, at.x, position, a[i]);
+            store(token, head, at.y, position, b[i]);
+        }
+    }
+}

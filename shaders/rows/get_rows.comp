@@ -1,0 +1,56 @@
+#version 450
+// Rows of a weight table, decoded.
+//
+//   binding 0  table, rows row0 .. row0 + rows of it, in the device layout (quant/weights.glsl)
+//   binding 1  ids I32 [n]
+//   binding 2  y F32 [n, k]
+//
+// A thread decodes one unit of 32 weights. An id outside the whole table gives zeros, written by the dispatch of its first part; one that lies
+// in another part is left to that part's dispatch.
+//
+// Defines: QUANT_FILE; WIDTH 4: k is a multiple of 4; 1: any k
+#include "quant/weights.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    Weights w;
+    uint n;
+    uint k;
+    uint row0;
+    uint rows;
+    uint rows_total;
+} p;
+#include QUANT_FILE
+
+layout(std430, set = 0, binding = 1) readonly buffer InIds { int ids[]; };
+#if WIDTH == 4
+layout(std430, set = 0, binding = 2) writeonly buffer OutY { vec4 y[]; };
+#else
+layout(std430, set = 0, binding = 2) writeonly buffer OutY { float y[]; };
+#endif
+
+void main() {
+    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    const uint token = i / p.w.units;
+    if (token >= p.n) return;
+    const uint unit = i - token * p.w.units;
+    // A negative id is beyond every table as an unsigned number.
+    const uint id = uint(ids[token]);
+    const bool beyond = id >= p.rows_total;
+    if (beyond ? p.row0 != 0u : id - p.row0 >= p.rows) return;
+    vec4 v[8];
+    if (beyond) {
+        for (uint j = 0u; j < 8u; j++) v[j] = vec4(0.0);
+    } else {
+        unit_decode(unit_load(id - p.row0, unit), v);
+    }
+    for (uint j = 0u; j < 8u; j++) {
+        const uint column = 32u * unit + 4u * j;
+#if WIDTH == 4
+        if (column < p.k) y[(token * p.k + column) / 4u] = v[j];
+#else
+        for (uint c = 0u; c < 4u; c++) if (column + c < p.k) y[token * p.k + column + c] = v[j][c];
+#endif
+    }
+}

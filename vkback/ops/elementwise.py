@@ -1,0 +1,221 @@
+"""Ops on single values (shaders/elementwise): ADD, SUB, MUL, DIV with a repeated second operand, and functions of one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Tolerance,
+    ceil_div,
+    declare,
+    nbytes,
+    pack_push,
+    register,
+    spread,
+)
+from vkback.ops.glu import gelu, gelu_erf, gelu_quick, sigmoid
+from vkback.ops.workgroup import workgroup_size
+from vkback.shader import Variant
+
+declare("elementwise", match={"elements": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
+
+
+def repetition(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, int] | None:
+    """(inner, count): value i of a meets value (i / inner) % count of b, b being broadcast as numpy does; None where that takes more.
+
+    b may lack or have ones for leading axes, equal a in the middle, and have ones for trailing axes.
+    """
+    if prod(a) == prod(b):
+        return 1, prod(b)
+    b = (1,) * (len(a) - len(b)) + b
+    if len(b) != len(a):
+        return None
+    end = len(a)
+    while end and b[end - 1] == 1:
+        end -= 1
+    start = end
+    while start and b[start - 1] == a[start - 1]:
+        start -= 1
+    if any(n != 1 for n in b[:start]):
+        return None
+    return prod(a[end:]), prod(b)
+
+
+BINARY: Mapping[str, tuple[str, Callable[[Array, Array], Array]]] = {
+    "ADD": ("+", np.add),
+    "SUB": ("-", np.subtract),
+    "MUL": ("*", np.multiply),
+    "DIV": ("/", np.divide),
+}
+"""GLSL operator and reference of each op of two operands."""
+
+
+class Binary(Op):
+    """An op of BINARY: (a, b) -> value by value, b broadcast to a."""
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        a, b = (np.asarray(i, np.float64) for i in inputs)
+        return [BINARY[self.name][1](a, b.reshape(a.shape) if a.size == b.size else b)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        a, b = node.inputs
+        y = node.outputs[0]
+        found = repetition(a.shape, b.shape)
+        if found is None or y.elements != a.elements:
+            raise PlanError(
+                f"[{self.name}] {node.name}: {b} cannot be repeated to {a}: expected some of its axes in a row, with ones before and after"
+            )
+        inner, count = found
+        width = 4 if a.elements % 4 == 0 and (inner % 4 == 0 or (inner == 1 and count % 4 == 0)) else 1
+        b_width = width if inner == 1 else 1
+        elements = a.elements // width
+        choice = ctx.tuning.pick("elementwise", elements=a.elements)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
+        defines: dict[str, str | int] = {"WG_SIZE": wg, "OPERATOR": BINARY[self.name][0], "WIDTH": width, "B_WIDTH": b_width}
+        return [
+            Dispatch(
+                Variant("elementwise/binary.comp", tuple(sorted(defines.items())), (), None),
+                (Arg(a), Arg(b), Arg(y, "w")),
+                pack_push(elements, max(inner // width, 1), count // b_width),
+                spread(ceil_div(elements, wg)),
+                node.op,
+                node.name,
+                f"{wg} threads of {width} values: {choice.source}",
+                nbytes=nbytes(a) + nbytes(b) + nbytes(y),
+                flops=a.elements,
+            )
+        ]
+
+    def cases(self) -> Iterator[Case]:
+        for a, b in (
+            ((1, 4096), (1, 4096)), ((3, 4096), (4096,)), ((5, 37), (37,)), ((7, 5), (7, 5)), ((2, 4, 64), (4, 64)),
+            ((2, 4, 64), (2, 4, 1)), ((3, 4, 10), (3, 4, 1)), ((3, 4, 10), (4, 1)), ((1, 1), (1,)), ((9, 16), (1, 1)),
+        ):
+            yield self.case(a, b)
+
+    def case(self, a: tuple[int, ...], b: tuple[int, ...], *, seed: int = 2) -> Case:
+        """a uniform in +-1, b in 0.5..1.5, away from zero for DIV."""
+
+        def make(rng: np.random.Generator) -> Problem:
+            node = Node(self.name, (Tensor("a", "F32", a, "input"), Tensor("b", "F32", b, "input")), (Tensor("y", "F32", a),))
+            return Problem(node, {"a": rng.uniform(-1, 1, a).astype(np.float32), "b": rng.uniform(0.5, 1.5, b).astype(np.float32)})
+
+        return Case(self.name, {"ne": a, "b": b, "seed": seed}, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-13, 1e-6, "one f32 operation: 2^-24, a division 2.5 ulp")
+
+
+for _name in BINARY:
+    register(type(_name.title(), (Binary,), {"name": _name, "__doc__": f"{_name}(a, b).", "__module__": __name__}))
+
+
+@dataclass(frozen=True)
+class Function:
+    """function: its name in shaders/elementwise; params: the node's parameters that are p.a and p.b there, with values for the cases;
+    domain: where the cases take x from."""
+
+    function: str
+    formula: Callable[..., Array]
+    domain: tuple[float, float] = (-4.0, 4.0)
+    params: tuple[tuple[str, float], ...] = ()
+
+
+UNARY: Mapping[str, Function] = {
+    "SCALE": Function("scale", lambda x, scale, bias: x * scale + bias, params=(("scale", 0.625), ("bias", -1.5))),
+    "CLAMP": Function("clamp_to", np.clip, params=(("min", -0.5), ("max", 1.25))),
+    "LEAKY_RELU": Function("leaky_relu", lambda x, slope: np.where(x > 0, x, slope * x), params=(("negative_slope", 0.125),)),
+    "SILU": Function("silu", lambda x: x * sigmoid(x), (-100.0, 100.0)),
+    "SIGMOID": Function("sigmoid", sigmoid, (-20.0, 20.0)),
+    "GELU": Function("gelu", gelu),
+    "GELU_ERF": Function("gelu_erf", gelu_erf),
+    "GELU_QUICK": Function("gelu_quick", gelu_quick),
+    "RELU": Function("relu", lambda x: np.maximum(x, 0.0)),
+    "TANH": Function("tanh_exact", np.tanh),
+    "EXP": Function("exp", np.exp),
+    "ELU": Function("elu", lambda x: np.where(x > 0, x, np.expm1(x))),
+    "SOFTPLUS": Function("softplus", lambda x: np.logaddexp(0.0, x), (-30.0, 30.0)),
+    "HARDSIGMOID": Function("hardsigmoid", lambda x: np.clip((x + 3.0) / 6.0, 0.0, 1.0)),
+    "HARDSWISH": Function("hardswish", lambda x: x * np.clip((x + 3.0) / 6.0, 0.0, 1.0)),
+    "NEG": Function("neg", np.negative),
+    "ABS": Function("abs", np.abs),
+    "SGN": Function("sign", np.sign),
+    "STEP": Function("step_up", lambda x: np.heaviside(x, 0.0)),
+    "SQR": Function("sqr", np.square),
+    "SQRT": Function("sqrt", np.sqrt, (0.0, 100.0)),
+    "LOG": Function("log", np.log, (1e-3, 100.0)),
+    "FLOOR": Function("floor", np.floor),
+    "CEIL": Function("ceil", np.ceil),
+}
+"""Ops of one operand."""
+
+
+class Unary(Op):
+    """An op of UNARY: x -> value by value."""
+
+    def _values(self, params: Mapping[str, Any]) -> list[float]:
+        missing = [name for name, _ in UNARY[self.name].params if name not in params]
+        if missing:
+            raise PlanError(f"[{self.name}] parameters missing: {', '.join(missing)}")
+        return [float(params[name]) for name, _ in UNARY[self.name].params]
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        return [UNARY[self.name].formula(np.asarray(inputs[0], np.float64), *self._values(params))]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        x, y = node.inputs[0], node.outputs[0]
+        if x.elements != y.elements:
+            raise PlanError(f"[{self.name}] {node.name}: output {y} has other elements than {x}")
+        width = 4 if x.elements % 4 == 0 else 1
+        elements = x.elements // width
+        choice = ctx.tuning.pick("elementwise", elements=x.elements)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
+        defines: dict[str, str | int] = {"WG_SIZE": wg, "FUNCTION": UNARY[self.name].function, "WIDTH": width}
+        return [
+            Dispatch(
+                Variant("elementwise/unary.comp", tuple(sorted(defines.items())), (), None),
+                (Arg(x), Arg(y, "w")),
+                pack_push(elements, *[*self._values(node.params), 0.0, 0.0][:2]),
+                spread(ceil_div(elements, wg)),
+                node.op,
+                node.name,
+                f"{wg} threads of {width} values: {choice.source}",
+                nbytes=nbytes(x) + nbytes(y),
+                flops=4 * x.elements,
+            )
+        ]
+
+    def cases(self) -> Iterator[Case]:
+        for shape in ((1, 4096), (5, 7, 11)):
+            yield self.case(shape)
+
+    def case(self, shape: tuple[int, ...], *, seed: int = 4) -> Case:
+        """Values uniform over the function's domain."""
+        function = UNARY[self.name]
+
+        def make(rng: np.random.Generator) -> Problem:
+            node = Node(self.name, (Tensor("x", "F32", shape, "input"),), (Tensor("y", "F32", shape),), dict(function.params))
+            return Problem(node, {"x": rng.uniform(*function.domain, shape).astype(np.float32)})
+
+        return Case(self.name, {"ne": shape, **dict(function.params), "seed": seed}, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-11, 1e-4, "f32; Vulkan allows exp 3 + 2|x| ulp and log 3 ulp, erf is good to 1.5e-7")
+
+
+for _name in UNARY:
+    register(type(_name.title().replace("_", ""), (Unary,), {"name": _name, "__doc__": f"{_name}(x).", "__module__": __name__}))

@@ -1,0 +1,157 @@
+"""Gated linear units (shaders/glu): SWIGLU, REGLU, GEGLU, GEGLU_ERF, GEGLU_QUICK, SWIGLU_OAI."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Tolerance,
+    ceil_div,
+    declare,
+    nbytes,
+    pack_push,
+    register,
+    spread,
+)
+from vkback.ops.quantize import Q8_1_TOLERANCE
+from vkback.ops.reference import REFERENCES
+from vkback.ops.workgroup import reduction, workgroup_size
+from vkback.shader import Variant
+
+Params = Mapping[str, Any]
+
+declare("glu", match={"k": "number", "n": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
+
+
+def sigmoid(x: Array) -> Array:
+    with np.errstate(over="ignore"):  # of a very negative x, exp(-x) is inf, and 1 / inf the right 0
+        e: Array = np.exp(-x)
+    return 1.0 / (1.0 + e)
+
+
+def gelu(x: Array) -> Array:
+    """The tanh form."""
+    inner: Array = np.tanh(math.sqrt(2.0 / math.pi) * x * (1.0 + 0.044715 * x * x))
+    return 0.5 * x * (1.0 + inner)
+
+
+def gelu_erf(x: Array) -> Array:
+    """The exact form, with the error function."""
+    erf: Array = np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2.0))
+    return 0.5 * x * (1.0 + erf)
+
+
+def gelu_quick(x: Array) -> Array:
+    """The form with a logistic function."""
+    return x * sigmoid(1.702 * x)
+
+
+def _swiglu_oai(gate: Array, up: Array, params: Params) -> Array:
+    g = np.minimum(gate, params["limit"])
+    return g * sigmoid(params["alpha"] * g) * (np.clip(up, -params["limit"], params["limit"]) + 1.0)
+
+
+GLU: Mapping[str, Callable[[Array, Array, Params], Array]] = {
+    "SWIGLU": lambda gate, up, params: REFERENCES["SWIGLU"]([gate, up], params)[0],
+    "REGLU": lambda gate, up, params: np.maximum(gate, 0.0) * up,
+    "GEGLU": lambda gate, up, params: gelu(gate) * up,
+    "GEGLU_ERF": lambda gate, up, params: gelu_erf(gate) * up,
+    "GEGLU_QUICK": lambda gate, up, params: gelu_quick(gate) * up,
+    "SWIGLU_OAI": _swiglu_oai,
+}
+"""References of the family; SWIGLU_OAI has params alpha and limit."""
+
+
+class Glu(Op):
+    """An op of GLU. Inputs gate and up [..., k], or one [..., 2 k] whose rows hold the gate and then the up half (param swapped: up first);
+    output F32 or Q8_1 [..., k]."""
+
+    def reference(self, inputs: Sequence[Array], params: Params) -> list[Array]:
+        x = [np.asarray(i, np.float64) for i in inputs]
+        if len(x) == 1:
+            x = np.split(x[0], 2, axis=-1)
+            if params.get("swapped"):
+                x.reverse()
+        return [GLU[self.name](x[0], x[1], params)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        y = node.outputs[0]
+        k, rows = y.shape[-1], prod(y.shape[:-1])
+        split = len(node.inputs) == 2
+        for t in node.inputs:
+            if t.elements != y.elements * (1 if split else 2):
+                want = "as many values" if split else "twice as many values"
+                raise PlanError(f"[{self.name}] {node.name}: {t} does not fit the output {y}: expected {want}")
+        gate, up = (node.inputs[0], node.inputs[-1])
+        stride = k if split else 2 * k
+        first, second = (k, 0) if node.params.get("swapped") and not split else (0, 0 if split else k)
+        q8 = y.type == "Q8_1"
+        quads = 8 * ceil_div(k, 32) if q8 else ceil_div(k, 4)
+        choice = ctx.tuning.pick("glu", k=k, n=rows)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], quads * rows)
+        wg = max(wg, 8) if q8 else wg
+        defines, subgroup = reduction(ctx.caps, wg, lanes=8 if q8 else 1)
+        defines |= {"ACTIVATION": self.name.lower(), "OUT_Q8_1": int(q8), "WIDTH": 4 if k % 4 == 0 else 1}
+        return [
+            Dispatch(
+                Variant("glu/glu.comp", tuple(sorted(defines.items())), (), subgroup),
+                (Arg(gate), Arg(up), Arg(y, "w")),
+                pack_push(rows, k, quads, stride, stride, first, second, *(float(node.params.get(p, 0.0)) for p in ("alpha", "limit"))),
+                spread(ceil_div(quads * rows, wg)),
+                node.op,
+                node.name,
+                f"{wg} threads: {choice.source}",
+                nbytes=sum(map(nbytes, (*node.inputs, y))),
+                flops=8 * rows * k,
+            )
+        ]
+
+    def cases(self) -> Iterator[Case]:
+        for shape in ((1, 4096), (2, 2, 128), (7, 11, 5), (3, 37)):
+            yield self.case(shape)
+            yield self.case(shape, packed=True)
+        yield self.case((2, 64), packed=True, swapped=True)
+        yield self.case((1, 256), size=60.0)
+        for shape in ((1, 2048), (3, 96), (2, 40)):
+            yield self.case(shape, out="Q8_1")
+
+    def case(
+        self, shape: tuple[int, ...], *, packed: bool = False, swapped: bool = False, size: float = 3.0, out: str = "F32", seed: int = 5
+    ) -> Case:
+        """Values uniform in +-size: where the activation bends, or far beyond it."""
+        extra = {"alpha": 1.702, "limit": 7.0} if self.name == "SWIGLU_OAI" else {}
+
+        def make(rng: np.random.Generator) -> Problem:
+            wide = (*shape[:-1], 2 * shape[-1])
+            inputs = tuple(Tensor(n, "F32", wide if packed else shape, "input") for n in (("x",) if packed else ("gate", "up")))
+            params = extra | ({"swapped": True} if swapped else {})
+            node = Node(self.name, inputs, (Tensor("y", out, shape),), params)
+            return Problem(node, {t.name: rng.uniform(-size, size, t.shape).astype(np.float32) for t in inputs})
+
+        params = {"ne": shape, "packed": packed, "swapped": swapped, "size": size, "out": out, **extra, "seed": seed}
+        return Case(self.name, params, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        if node.outputs[0].type == "Q8_1":
+            # The product of two values has wider tails than either: amax is up to 10 rms.
+            return Tolerance(3e-4, 0.1, Q8_1_TOLERANCE.reason)
+        return Tolerance(1e-11, 1e-4, "f32, exp within 3 + 2|x| ulp by Vulkan's rules, that is 2e-5 relative at the bound of 87")
+
+
+
+for _name in GLU:
+    register(type(_name.title().replace("_", ""), (Glu,), {"name": _name, "__doc__": f"{_name}(gate, up).", "__module__": __name__}))

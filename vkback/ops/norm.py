@@ -1,0 +1,161 @@
+"""RMS_NORM, NORM and the fusions around them (shaders/norm): a workgroup a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Tolerance,
+    ceil_div,
+    declare,
+    nbytes,
+    pack_push,
+    register,
+    spread,
+)
+from vkback.ops.quantize import Q8_1_TOLERANCE
+from vkback.ops.reference import REFERENCES
+from vkback.ops.workgroup import reduction, workgroup_size
+from vkback.shader import Variant
+
+declare(
+    "norm",
+    match={"dim": "number", "rows": "number"},
+    params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)},
+)
+
+MAX_KEPT = 8
+"""Quads (4 values) of a row, and as many of the weight, that a thread keeps in registers: 64 registers. Longer rows are read twice."""
+
+TOLERANCE = Tolerance(1e-11, 1e-4, "f32: the sum of squares and a handful of roundings, each 2^-24; 1/sqrt is allowed 3 ulp")
+
+
+class Norm(Op):
+    """All members of the family: inputs a, (b,) (w,); outputs (sum,) y."""
+
+    add: ClassVar[bool] = False
+    weight: ClassVar[bool] = False
+    center: ClassVar[bool] = False
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        x = np.asarray(inputs[0], np.float64)
+        if self.add:
+            x = x + inputs[1]
+        y = REFERENCES["RMS_NORM"]([x - x.mean(axis=-1, keepdims=True) if self.center else x], params)[0]
+        if self.weight:
+            y = y * inputs[-1]
+        return [x, y] if self.add else [y]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        a, y = node.inputs[0], node.outputs[-1]
+        dim, rows = a.shape[-1], prod(a.shape[:-1])
+        if self.weight and node.inputs[-1].shape != (dim,):
+            raise PlanError(f"[{self.name}] {node.name}: the weight is {node.inputs[-1]}, expected F32[{dim}] for rows of {a}")
+        if y.type not in ("F32", "Q8_1"):
+            raise PlanError(f"[{self.name}] {node.name}: output {y} must be F32 or Q8_1")
+        q8 = y.type == "Q8_1"
+        units = ceil_div(dim, 32)
+        quads = ceil_div(dim, 4)
+        span = 8 * units if q8 else quads
+        choice = ctx.tuning.pick("norm", dim=dim, rows=rows)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], span)
+        wg = max(wg, 8) if q8 else wg
+        rounds = ceil_div(span, wg)
+        defines, subgroup = reduction(ctx.caps, wg, lanes=8 if q8 else 1)
+        defines |= {
+            "ADD": int(self.add),
+            "WEIGHT": int(self.weight),
+            "CENTER": int(self.center),
+            "OUT_Q8_1": int(q8),
+            "WIDTH": 4 if dim % 4 == 0 else 1,
+            "ROUNDS": rounds if rounds <= MAX_KEPT else 0,
+        }
+        args = (*(Arg(t) for t in node.inputs), *(Arg(t, "rw" if self.add and t is node.outputs[0] else "w") for t in node.outputs))
+        return [
+            Dispatch(
+                Variant("norm/norm.comp", tuple(sorted(defines.items())), (), subgroup),
+                args,
+                pack_push(rows, dim, quads, rounds, units, float(node.params["eps"])),
+                spread(rows),
+                node.op,
+                node.name,
+                f"{wg} threads, {rounds} rounds {'in registers' if rounds <= MAX_KEPT else 'read twice'}: {choice.source}",
+                nbytes=sum(map(nbytes, (*node.inputs, *node.outputs))),
+                flops=(3 + self.add + self.weight) * rows * dim,
+            )
+        ]
+
+    def cases(self) -> Iterator[Case]:
+        for dim in (1, 64, 511, 1025, 4096, 8192, 16896):
+            yield self.case((2 if dim < 8192 else 1, dim))
+        yield self.case((5, 3, 128), eps=1e-5)
+        yield self.case((1, 512), scale=1e-3, eps=1e-12)
+        yield self.case((1, 512), scale=0.0)
+        if self.weight:
+            for shape in ((1, 32), (3, 2048), (1, 4096), (2, 16896), (1, 100), (2, 37)):
+                yield self.case(shape, out="Q8_1")
+
+    def case(self, shape: tuple[int, ...], *, eps: float = 1e-6, out: str = "F32", scale: float = 1.0, seed: int = 11) -> Case:
+        """Values uniform in +-scale about 0.3 * scale, weights in 0.5..1.5."""
+
+        def make(rng: np.random.Generator) -> Problem:
+            dim = shape[-1]
+            inputs = [Tensor("a", "F32", shape, "input")]
+            if self.add:
+                inputs.append(Tensor("b", "F32", shape, "input"))
+            values: dict[str, Array] = {t.name: (scale * rng.uniform(-0.7, 1.3, shape)).astype(np.float32) for t in inputs}
+            if self.weight:
+                inputs.append(Tensor("w", "F32", (dim,), "weight"))
+                values["w"] = rng.uniform(0.5, 1.5, dim).astype(np.float32)
+            outputs = ((Tensor("sum", "F32", shape),) if self.add else ()) + (Tensor("y", out, shape),)
+            return Problem(Node(self.name, tuple(inputs), outputs, {"eps": eps}), values)
+
+        return Case(self.name, {"ne": shape, "eps": eps, "scale": scale, "out": out, "seed": seed}, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Q8_1_TOLERANCE if node.outputs[-1].type == "Q8_1" else TOLERANCE
+
+
+@register
+class RmsNorm(Norm):
+    """RMS_NORM(x [..., dim]; eps) -> x / sqrt(mean(x^2) + eps) over the last axis."""
+
+    name = "RMS_NORM"
+
+
+@register
+class LayerNorm(Norm):
+    """NORM(x [..., dim]; eps) -> (x - mean) / sqrt(variance + eps) over the last axis."""
+
+    name = "NORM"
+    center = True
+
+
+@register
+class RmsNormMul(Norm):
+    """RMS_NORM_MUL(x [..., dim], w [dim]; eps) -> RMS_NORM(x) * w, F32 or Q8_1."""
+
+    name = "RMS_NORM_MUL"
+    weight = True
+
+
+@register
+class AddRmsNormMul(Norm):
+    """ADD_RMS_NORM_MUL(a, b [..., dim], w [dim]; eps) -> (a + b F32, RMS_NORM(a + b) * w F32 or Q8_1)."""
+
+    name = "ADD_RMS_NORM_MUL"
+    add = True
+    weight = True

@@ -1,0 +1,90 @@
+"""QUANTIZE_Q8_1: activations to eight bits for the integer-dot kernels (shaders/quantize)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    Problem,
+    Tolerance,
+    ceil_div,
+    declare,
+    nbytes,
+    pack_push,
+    register,
+    spread,
+)
+from vkback.ops.workgroup import reduction, workgroup_size
+from vkback.shader import Variant
+
+declare("quantize", match={"k": "number", "n": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
+
+Q8_1_TOLERANCE = Tolerance(
+    1e-4,
+    0.05,
+    "rounding to steps of amax/127 a unit: NMSE (amax/127)^2/12 over mean square, 1.6e-5 for uniform and 2-5e-5 for Gaussian values; "
+    "the worst element is off by half a step, 0.5 * amax/127, where amax is up to 5 rms",
+)
+"""Any op that leaves its result as Q8_1, judged against unquantized values."""
+
+
+def quantize_dispatch(x: Tensor, y: Tensor, ctx: LowerContext, label: str = "") -> list[Dispatch]:
+    """The dispatch that stores F32 x [..., k] as Q8_1 y of the same shape, a part of any op's lowering."""
+    k, rows = x.shape[-1], prod(x.shape[:-1])
+    units = ceil_div(k, 32)
+    choice = ctx.tuning.pick("quantize", k=k, n=rows)
+    wg = max(workgroup_size(ctx.caps, choice["wg_size"], 8 * units * rows), 8)
+    defines, subgroup = reduction(ctx.caps, wg, lanes=8)
+    defines["WIDTH"] = 4 if k % 4 == 0 else 1
+    return [
+        Dispatch(
+            Variant("quantize/quantize.comp", tuple(sorted(defines.items())), (), subgroup),
+            (Arg(x), Arg(y, "w")),
+            pack_push(rows, k, units),
+            spread(ceil_div(8 * units * rows, wg)),
+            "QUANTIZE_Q8_1",
+            label or y.name,
+            f"{wg} threads: {choice.source}",
+            nbytes=nbytes(x) + nbytes(y),
+            flops=3 * rows * k,
+        )
+    ]
+
+
+@register
+class QuantizeQ81(Op):
+    """QUANTIZE_Q8_1(x F32 [..., k]) -> Q8_1 [..., k]; k is filled up with zeros to a multiple of 32."""
+
+    name = "QUANTIZE_Q8_1"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        return [np.asarray(inputs[0], np.float64)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        return quantize_dispatch(node.inputs[0], node.outputs[0], ctx, node.name)
+
+    def cases(self) -> Iterator[Case]:
+        for shape in ((1, 32), (1, 4096), (3, 96), (2, 2, 2880), (5, 70), (1, 33), (7, 1)):
+            yield quantize_case(shape)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Q8_1_TOLERANCE
+
+
+def quantize_case(shape: tuple[int, ...], *, seed: int = 3) -> Case:
+    def make(rng: np.random.Generator) -> Problem:
+        node = Node("QUANTIZE_Q8_1", (Tensor("x", "F32", shape, "input"),), (Tensor("y", "Q8_1", shape),))
+        return Problem(node, {"x": rng.standard_normal(shape).astype(np.float32)})
+
+    return Case("QUANTIZE_Q8_1", {"ne": shape, "seed": seed}, make, seed)

@@ -1,0 +1,254 @@
+"""ROPE, and the step between the QKV product and attention as one kernel: QKV_ROPE_SET_ROWS (shaders/rope)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops import rope_angles
+from vkback.ops.base import (
+    MAX_GROUPS_X,
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Tolerance,
+    ceil_div,
+    declare,
+    pack_push,
+    register,
+)
+from vkback.ops.reference import REFERENCES
+from vkback.ops.rows import F16_TOLERANCE, set_rows
+from vkback.ops.workgroup import reduction, workgroup_size
+from vkback.shader import Variant
+
+declare(
+    "rope",
+    match={"n": "number", "heads": "number", "head_dim": "number"},
+    params={"wg_size": (8, 16, 32, 64, 128, 256), "heads_per_group": "positive"},
+)
+
+DEFAULTS: Mapping[str, Any] = {
+    "mode": "normal", "freq_base": 10000.0, "freq_scale": 1.0, "ext_factor": 0.0, "attn_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "n_ctx_orig": 4096,
+}
+"""Parameters of a model without YaRN; n_dims comes with the heads."""
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """What one launch of the kernel covers. kv = 0: q alone."""
+
+    n: int
+    q: int
+    kv: int
+    dim: int
+
+
+def _dispatch(
+    node: Node, ctx: LowerContext, heads: _Heads, args: Sequence[Arg], defines: Mapping[str, int], n_ctx: int
+) -> Dispatch:
+    n_dims = node.params["n_dims"]
+    if heads.dim % 4 or n_dims % 4 or not 0 < n_dims <= heads.dim:
+        raise PlanError(
+            f"[{node.op}] {node.name}: head size {heads.dim} with n_dims {n_dims}: both must be multiples of 4, and 0 < n_dims <= head size"
+        )
+    total = heads.q + 2 * heads.kv
+    choice = ctx.tuning.pick("rope", n=heads.n, heads=total, head_dim=heads.dim)
+    per_group = min(choice["heads_per_group"], total)
+    wg = workgroup_size(ctx.caps, choice["wg_size"], heads.dim // 4)
+    values, subgroup = reduction(ctx.caps, wg)
+    values |= {"HEAD_DIM": heads.dim, "Q_HEADS": heads.q, "KV_HEADS": heads.kv, "HEADS": per_group}
+    values |= {**defines, **rope_angles.defines(node.params)}
+    gz = ceil_div(heads.n, MAX_GROUPS_X)
+    rows = heads.n * total * heads.dim
+    return Dispatch(
+        Variant("rope/rope.comp", tuple(sorted(values.items())), (), subgroup),
+        tuple(args),
+        pack_push(heads.n, n_ctx, float(node.params.get("eps", 0.0))),
+        (ceil_div(total, per_group), ceil_div(heads.n, gz), gz),
+        node.op,
+        node.name,
+        f"{wg} threads, {per_group} heads a group: {choice.source}",
+        nbytes=4 * rows + 4 * heads.n * heads.q * heads.dim + 4 * heads.n * heads.kv * heads.dim,
+        flops=6 * rows,
+    )
+
+
+def _check_factors(node: Node, factors: Sequence[Tensor]) -> None:
+    for t in factors:
+        if t.elements < node.params["n_dims"] // 2:
+            raise PlanError(f"[{node.op}] {node.name}: frequency factors {t}: expected n_dims / 2 = {node.params['n_dims'] // 2} values")
+
+
+@register
+class Rope(Op):
+    """ROPE(x [n, heads, head_dim], pos I32 [n] [, factors F32 [n_dims / 2]]) -> x with the first n_dims values of each head turned.
+
+    params  mode "normal" | "neox", n_dims, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow, n_ctx_orig
+    The factors divide the frequencies.
+    """
+
+    name = "ROPE"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        return REFERENCES["ROPE"](inputs, params)
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        x, pos, *factors = node.inputs
+        _check_factors(node, factors)
+        n, heads, dim = x.shape
+        args = (Arg(x), Arg(pos), *map(Arg, factors), Arg(node.outputs[0], "w"))
+        defines = {"STORE": 0, "PACKED": 0, "NORM": 0, "FACTORS": len(factors)}
+        return [_dispatch(node, ctx, _Heads(n, heads, 0, dim), args, defines, 0)]
+
+    def cases(self) -> Iterator[Case]:
+        for mode in ("normal", "neox"):
+            yield self.case(mode, (3, 4, 128))
+            yield self.case(mode, (2, 3, 80), n_dims=20)
+            yield self.case(mode, (1, 7, 64), n_dims=32, factors=True)
+            yield self.case(mode, (2, 1, 256), freq_base=1e6)
+            yield self.case(mode, (2, 2, 40), freq_scale=1.4245, attn_factor=1.4245)
+            yield self.case(mode, (3, 2, 128), freq_scale=1.4245, ext_factor=0.7465, attn_factor=1.4245, factors=True)
+            yield self.case(mode, (3, 2, 64), freq_base=150000.0, freq_scale=1 / 32, ext_factor=1.0)
+            yield self.case(mode, (3, 2, 128), first=99_998)
+            yield self.case(mode, (3, 2, 128), first=131_069, freq_base=500000.0)
+            yield self.case(mode, (2, 2, 128), first=-1)
+
+    def case(self, mode: str, shape: tuple[int, int, int], *, first: int = 30, factors: bool = False, seed: int = 13, **given: Any) -> Case:
+        """Tokens at positions first, first + 1, ...; factors 1 for the fast half of the pairs and up to 8 for the slow half."""
+        params = {**DEFAULTS, "mode": mode, "n_dims": shape[2], **given}
+
+        def make(rng: np.random.Generator) -> Problem:
+            inputs = [Tensor("x", "F32", shape, "input"), Tensor("pos", "I32", (shape[0],), "input")]
+            values: dict[str, Array] = {
+                "x": rng.uniform(-1, 1, shape).astype(np.float32),
+                "pos": np.arange(first, first + shape[0], dtype=np.int32),
+            }
+            if factors:
+                inputs.append(Tensor("factors", "F32", (params["n_dims"] // 2,), "weight"))
+                values["factors"] = slow_factors(params["n_dims"])
+            return Problem(Node("ROPE", tuple(inputs), (Tensor("y", "F32", shape),), params), values)
+
+        shown = {"mode": mode, "ne": shape, "n_dims": params["n_dims"], "pos": first, "ff": factors}
+        return Case("ROPE", {**shown, **given, "seed": seed}, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return rope_tolerance(node)
+
+
+def slow_factors(n_dims: int) -> Array:
+    """Frequency factors as Llama 3 has them: 1 for the faster half of the pairs, rising to 8."""
+    half = n_dims // 2
+    return np.concatenate([np.ones(half - half // 2), np.linspace(1.5, 8.0, half // 2)]).astype(np.float32)
+
+
+def rope_tolerance(node: Node) -> Tolerance:
+    return Tolerance(
+        1e-9,
+        3e-4,
+        "frequencies are 32-bit fractions of a turn, off by at most 2^-33: 1e-4 radians at position 131072; else f32 roundings of 2^-24",
+    )
+
+
+@register
+class QkvRopeSetRows(Op):
+    """QKV_ROPE_SET_ROWS(q [n, heads, d], k, v [n, kv_heads, d], pos, cache_k, cache_v [, q_norm, k_norm F32 [d]] [, factors]) ->
+    (q turned F32 [n, heads, d], cache_k, cache_v).
+
+    params  those of ROPE; has_norm, eps: heads of q and k are RMS-normed and multiplied first; has_ff; packed: q, k, v are one tensor
+            [n, (heads + 2 kv_heads) d], with n_head, n_head_kv, head_dim
+    """
+
+    name = "QKV_ROPE_SET_ROWS"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        if params["packed"]:
+            h, kv, d = params["n_head"], params["n_head_kv"], params["head_dim"]
+            heads = np.asarray(inputs[0]).reshape(-1, h + 2 * kv, d)
+            q, k, v = heads[:, :h], heads[:, h : h + kv], heads[:, h + kv :]
+            rest = list(inputs[1:])
+        else:
+            q, k, v = inputs[:3]
+            rest = list(inputs[3:])
+        pos, cache_k, cache_v, *extra = rest
+        if params["has_norm"]:
+            q, k = (REFERENCES["MUL"]([REFERENCES["RMS_NORM"]([x], params)[0], w], {})[0] for x, w in zip((q, k), extra[:2], strict=True))
+            extra = extra[2:]
+        q, k = (REFERENCES["ROPE"]([x, pos, *extra], params)[0] for x in (q, k))
+        return [q, set_rows(k, pos, cache_k), set_rows(v, pos, cache_v)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        params = node.params
+        packed = bool(params["packed"])
+        sources = node.inputs[: 1 if packed else 3]
+        pos, cache_k, cache_v, *extra = node.inputs[len(sources) :]
+        kv_heads, n_ctx, dim = cache_k.shape
+        q_out = node.outputs[0]
+        heads = _Heads(q_out.shape[0], q_out.elements // (q_out.shape[0] * dim), kv_heads, dim)
+        given = sum(t.elements for t in sources)
+        if given != heads.n * (heads.q + 2 * heads.kv) * dim:
+            raise PlanError(f"[{self.name}] {node.name}: {', '.join(map(str, sources))} hold {given} values, expected {heads.n} tokens of "
+                            f"{heads.q} + 2 x {heads.kv} heads of {dim}")
+        norm = 2 if params["has_norm"] else 0
+        if len(extra) != norm + bool(params["has_ff"]):
+            announced = norm + bool(params["has_ff"])
+            raise PlanError(f"[{self.name}] {node.name}: {len(extra)} inputs after the caches, has_norm and has_ff announce {announced}")
+        _check_factors(node, extra[norm:])
+        args = (*map(Arg, sources), Arg(pos), *map(Arg, extra), Arg(q_out, "w"), Arg(cache_k, "w"), Arg(cache_v, "w"))
+        defines = {"STORE": 1, "PACKED": int(packed), "NORM": norm // 2, "FACTORS": len(extra) - norm}
+        return [_dispatch(node, ctx, heads, args, defines, n_ctx)]
+
+    def cases(self) -> Iterator[Case]:
+        for mode in ("normal", "neox"):
+            for packed in (False, True):
+                yield self.case(mode, 1, 4, 2, 64, packed=packed)
+                yield self.case(mode, 3, 6, 2, 128, packed=packed, norm=True)
+                yield self.case(mode, 2, 3, 1, 80, packed=packed, factors=True, n_dims=32)
+            yield self.case(mode, 5, 2, 2, 256, norm=True, factors=True, packed=True)
+
+    def case(
+        self, mode: str, n: int, heads: int, kv_heads: int, dim: int, *, packed: bool, norm: bool = False, factors: bool = False,
+        seed: int = 17, **given: Any,
+    ) -> Case:
+        """Caches of 16 positions holding values already; tokens from position 3 on, the last of several being padding."""
+        params = {**DEFAULTS, "mode": mode, "n_dims": dim, "has_norm": norm, "has_ff": factors, "packed": packed, "eps": 1e-6, **given}
+        if packed:
+            params |= {"n_head": heads, "n_head_kv": kv_heads, "head_dim": dim}
+
+        def make(rng: np.random.Generator) -> Problem:
+            kv = (n, kv_heads, dim)
+            if packed:
+                sources = [Tensor("qkv", "F32", (n, (heads + 2 * kv_heads) * dim), "input")]
+            else:
+                sources = [Tensor("q", "F32", (n, heads, dim), "input"), Tensor("k", "F32", kv, "input"), Tensor("v", "F32", kv, "input")]
+            caches = [Tensor(f"cache_{c}", "F16", (kv_heads, 16, dim), "state") for c in "kv"]
+            inputs = [*sources, Tensor("pos", "I32", (n,), "input"), *caches]
+            values: dict[str, Array] = {t.name: rng.uniform(-1, 1, t.shape).astype(np.float32) for t in sources}
+            values |= {t.name: rng.uniform(-1, 1, t.shape).astype(np.float16) for t in caches}
+            values["pos"] = np.arange(3, 3 + n, dtype=np.int32)
+            if n > 1:
+                values["pos"][-1] = -1
+            if norm:
+                inputs += [Tensor("q_norm", "F32", (dim,), "weight"), Tensor("k_norm", "F32", (dim,), "weight")]
+                values |= {w: rng.uniform(0.5, 1.5, dim).astype(np.float32) for w in ("q_norm", "k_norm")}
+            if factors:
+                inputs.append(Tensor("factors", "F32", (params["n_dims"] // 2,), "weight"))
+                values["factors"] = slow_factors(params["n_dims"])
+            outputs = (Tensor("q_out", "F32", (n, heads, dim)), *caches)
+            return Problem(Node(self.name, tuple(inputs), outputs, params), values)
+
+        shown = {"mode": mode, "n": n, "n_head": heads, "n_head_kv": kv_heads, "head_dim": dim, "packed": packed, "norm": norm}
+        return Case(self.name, {**shown, "ff": factors, **given, "seed": seed}, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return F16_TOLERANCE
