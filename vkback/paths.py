@@ -6,6 +6,7 @@ beside the package.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -77,6 +78,7 @@ def write_atomic(path: Path, data: bytes) -> bool:
         temporary.write_bytes(data)
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         return False
     return True

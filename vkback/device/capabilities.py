@@ -36,7 +36,7 @@ class Heap:
 
 @dataclass(frozen=True)
 class MemoryType:
-    """flags: device_local, host_visible, host_coherent, host_cached, lazily_allocated, protected, device_coherent, device_uncached, rdma."""
+    """flags: names of VkMemoryPropertyFlagBits: device_local, host_visible, host_coherent, host_cached, lazily_allocated, ..."""
 
     heap: int
     flags: tuple[str, ...]
@@ -155,7 +155,8 @@ class Capabilities:
         matrix = "KHR_coopmat" if self.cooperative_matrix else "none"
         return (
             f"vkback: {index} = {self.name} ({self.driver_name}) | uma: {self.uma:d} | fp16: {self.fp16:d} | bf16: {self.bf16:d} | "
-            f"warp size: {self.subgroup_size} | shared memory: {self.max_shared_memory} | int dot: {self.int_dot_accelerated:d} | matrix cores: {matrix}"
+            f"warp size: {self.subgroup_size} | shared memory: {self.max_shared_memory} | int dot: {self.int_dot_accelerated:d} | "
+            f"matrix cores: {matrix}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -14,11 +15,11 @@ from vkback.device.driver import NULL, Driver, check, ffi, strings, struct, text
 from vkback.device.errors import DeviceError, DeviceLost, FeatureMissing, Timeout
 from vkback.device.instance import Instance, Validation, ValidationMessage, select
 from vkback.device.kernel import Kernel, KernelCache, KernelSpec
-from vkback.device.memory import Arena, BufferRange, Heaps, Kind
+from vkback.device.memory import Arena, BufferRange, Kind, MemoryPool
 from vkback.device.query import API_1_2, PhysicalDevice, choose_queue_family, queue_families
 from vkback.device.queue import Queue, Ticket
 from vkback.device.recorder import Commands, Recorder
-from vkback.device.transfer import CHUNK, Uploader, as_bytes, download
+from vkback.device.transfer import BLOCKING_CHUNK, CHUNK, Uploader, download
 
 
 class Device:
@@ -55,10 +56,11 @@ class Device:
         queue = ffi.new("VkQueue *")
         self._driver.fn.vkGetDeviceQueue(self._driver.device, self._family, 0, queue)
         self._queue = Queue(self._driver, queue[0], self._fault_report)
-        self._heaps = Heaps(physical.handle, instance.fn, self.caps)
+        self._memory = MemoryPool(self._driver, physical.handle, instance.fn, self.caps, self._settle)
         self._kernels = KernelCache(self._driver, self.caps)
         self._arenas: list[Arena] = []
         self._commands: set[Commands] = set()
+        self._uploader: Uploader | None = None
         self._readback: tuple[BufferRange, BufferRange] | None = None
         self._host_barrier: Commands | None = None
         self._open = True
@@ -67,8 +69,8 @@ class Device:
     def open(cls, selector: str | int | None = None, *, validation: Validation = False) -> Device:
         """Open a device.
 
-        selector    index, part of the name, or UUID; None means the environment variable VKBACK_DEVICE, else the best GPU there is. Software
-                    drivers are taken when asked for or when there is no GPU (with a line on stderr).
+        selector    index, part of the name, or UUID; None means the environment variable VKBACK_DEVICE, else the best GPU there is.
+                    Software drivers are taken when asked for or when there is no GPU (with a line on stderr).
         validation  True: run under the Khronos validation layer; "sync": with its synchronization checks too
         Raises NoDevice, or FeatureMissing naming every required feature the device lacks.
         """
@@ -90,16 +92,18 @@ class Device:
     # -- memory
 
     def free_memory(self) -> int:
-        """Bytes left in the heap that holds weights: by the driver's budget where it tells one, else its size less what this Device took."""
-        return self._heaps.free(self._heaps.main())
+        """Bytes left in the largest device-local heap: the driver's budget where it tells one, else its size less what this Device took."""
+        return self._memory.free()
 
     def arena(self, purpose: str, nbytes: int, kind: Kind = "device") -> Arena:
-        """Memory for one purpose. kind: "device", "upload" (host writes), "readback" (host reads), "host_visible_device" (all of it mapped).
+        """Memory for one purpose.
+
+        kind  "device", "upload" (host writes), "readback" (host reads), "host_visible_device" (device memory that is mapped)
 
         Raises OutOfDeviceMemory with what was asked, what was free, and for what; FeatureMissing when there is no memory of that kind.
         """
         self._require_open()
-        arena = Arena(self._driver, self.caps, self._heaps, purpose, nbytes, kind)
+        arena = Arena(self._memory, purpose, nbytes, kind)
         self._arenas = [a for a in self._arenas if a.alive]
         self._arenas.append(arena)
         return arena
@@ -155,13 +159,15 @@ class Device:
 
     def upload(self, dst: BufferRange, data: npt.NDArray[Any]) -> None:
         """Write an array into a range and wait until it has arrived; the array may be shorter than the range."""
+        self._require_open()
         if dst.host_visible:
-            self.wait_idle()
-        uploader = Uploader(self, min(CHUNK, max(as_bytes(data).size, 4)))
+            self._queue.last.wait()
+        if self._uploader is None:
+            self._uploader = Uploader(self, BLOCKING_CHUNK)
         try:
-            uploader.write(dst, 0, data)
+            self._uploader.write(dst, 0, data)
         finally:
-            uploader.finish()
+            self._uploader.flush_and_wait()
 
     def download(self, src: BufferRange, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
         """The range's content after everything submitted, as a new one-dimensional array."""
@@ -172,8 +178,8 @@ class Device:
             self.wait_idle()
             return src.map().copy().view(dtype)
         if self._readback is None:
-            arena = self.arena("readback staging", 2 * CHUNK, "readback")
-            self._readback = (arena.alloc(CHUNK, "readback 0"), arena.alloc(CHUNK, "readback 1"))
+            arena = self.arena("readback staging", 2 * BLOCKING_CHUNK, "readback")
+            self._readback = (arena.alloc(BLOCKING_CHUNK, "readback 0"), arena.alloc(BLOCKING_CHUNK, "readback 1"))
         return download(self, src, self._readback).view(dtype)
 
     def uploader(self, chunk_bytes: int = CHUNK) -> Uploader:
@@ -227,15 +233,14 @@ class Device:
         if not self._open:
             return
         self._open = False
-        try:
+        # The objects of a lost device must be destroyed like any others; those of a hung one may as well.
+        with contextlib.suppress(DeviceLost, Timeout):
             self._queue.last.wait()
-        except (DeviceLost, Timeout):
-            # The objects of a lost device must be destroyed like any others; of a hung one they leak with it.
-            pass
         for commands in list(self._commands):
             commands.release()
         for arena in self._arenas:
-            arena.destroy()
+            if arena.alive:
+                arena.release()
         self._kernels.destroy()
         self._queue.destroy()
         self._driver.fn.vkDestroyDevice(self._driver.device, NULL)
@@ -243,6 +248,11 @@ class Device:
         self._instance.close()
         if check_validation:
             self.check_validation()
+
+    def _settle(self) -> None:
+        """Until nothing is in flight; a lost device has nothing in flight."""
+        with contextlib.suppress(DeviceLost):
+            self._queue.last.wait()
 
     def _require_open(self) -> None:
         if not self._open:
@@ -261,6 +271,6 @@ def require(physical: PhysicalDevice) -> None:
     missing = [name for name, there in needs if not there]
     if missing:
         raise FeatureMissing(
-            f"[device] {caps.name} ({caps.driver_name} {caps.driver_info}, Vulkan {caps.api_version}): vkback needs {', '.join(missing)}, which it does not "
-            "offer. Update the driver or choose another device with VKBACK_DEVICE"
+            f"[device] {caps.name} ({caps.driver_name} {caps.driver_info}, Vulkan {caps.api_version}): vkback needs {', '.join(missing)}, "
+            "which it does not offer. Update the driver or choose another device with VKBACK_DEVICE"
         )

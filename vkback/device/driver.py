@@ -28,9 +28,12 @@ try:
     lib: Any = vk.lib
     NULL: Any = vk.ffi.NULL
     LOAD_ERROR = ""
-except (ImportError, OSError) as error:  # the binding raises OSError when libvulkan cannot be opened
+except OSError as error:  # libvulkan cannot be opened
     vk = ffi = lib = NULL = None
-    LOAD_ERROR = str(error)
+    LOAD_ERROR = f"no Vulkan loader: {error}. {INSTALL_HINT}"
+except ImportError as error:
+    vk = ffi = lib = NULL = None
+    LOAD_ERROR = f"the Vulkan binding cannot be imported: {error}. Install it with pip install vulkan"
 
 Handle = Any
 """A cffi pointer to a Vulkan object."""
@@ -53,7 +56,7 @@ _held: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictiona
 def require_loader() -> None:
     """Raises NoDevice when libvulkan or its binding cannot be loaded."""
     if LOAD_ERROR:
-        raise NoDevice(f"[device] no Vulkan loader: {LOAD_ERROR}. {INSTALL_HINT}")
+        raise NoDevice(f"[device] {LOAD_ERROR}")
 
 
 @cache

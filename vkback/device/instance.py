@@ -161,7 +161,8 @@ def _require_validation_layer() -> None:
     layers = listed(lib.vkEnumerateInstanceLayerProperties, "vkEnumerateInstanceLayerProperties", "VkLayerProperties")
     if VALIDATION_LAYER not in {text(layer.layerName) for layer in layers}:
         raise FeatureMissing(
-            f"[device] validation was asked for, but {VALIDATION_LAYER} is not installed. Debian and Ubuntu: apt install vulkan-validationlayers"
+            f"[device] validation was asked for, but {VALIDATION_LAYER} is not installed. "
+            "Debian and Ubuntu: apt install vulkan-validationlayers"
         )
 
 

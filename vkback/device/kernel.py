@@ -8,12 +8,14 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from vkback.device.capabilities import Capabilities
 from vkback.device.driver import NULL, PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS, Driver, Handle, array, ffi, struct, vk
 from vkback.device.errors import DeviceError, FeatureMissing
+from vkback.device.spirv import inspect
 from vkback.paths import cache_dir, write_atomic
 
 
@@ -79,22 +81,37 @@ class KernelCache:
 
     def _check(self, spec: KernelSpec) -> None:
         caps = self._caps
-        if len(spec.spirv) % 4 or spec.spirv[:4] not in (b"\x03\x02\x23\x07", b"\x07\x23\x02\x03"):
-            raise DeviceError(f"[kernel] {spec.name}: {len(spec.spirv)} bytes that are not a SPIR-V module")
+        module = inspect(spec.spirv)
+        if missing := module.missing(caps):
+            raise FeatureMissing(
+                f"[kernel] {spec.name} needs {', '.join(missing)}, which {caps.name} does not offer. Choose another variant"
+            )
+        if module.bindings and max(module.bindings) >= spec.bindings:
+            raise DeviceError(
+                f"[kernel] {spec.name}: declared with {spec.bindings} bindings, but the shader uses binding {max(module.bindings)}"
+            )
+        threads = module.workgroup_size(dict(spec.spec))
+        if prod(threads) > caps.max_workgroup_invocations or any(t > m for t, m in zip(threads, caps.max_workgroup_size, strict=True)):
+            raise DeviceError(
+                f"[kernel] {spec.name}: workgroup of {threads} threads; {caps.name} takes {caps.max_workgroup_size}, "
+                f"{caps.max_workgroup_invocations} in all (maxComputeWorkGroupInvocations)"
+            )
         if spec.push_bytes > caps.max_push_constants or spec.push_bytes % 4:
             raise DeviceError(
-                f"[kernel] {spec.name}: {spec.push_bytes} bytes of push constants; {caps.name} takes {caps.max_push_constants}, in words of 4"
+                f"[kernel] {spec.name}: {spec.push_bytes} push constant bytes; {caps.name} takes {caps.max_push_constants}, a multiple of 4"
             )
         if spec.bindings > caps.max_storage_bindings:
             raise DeviceError(
-                f"[kernel] {spec.name}: {spec.bindings} storage buffers; {caps.name} takes {caps.max_storage_bindings} (maxPerStageDescriptorStorageBuffers)"
+                f"[kernel] {spec.name}: {spec.bindings} storage buffers; {caps.name} takes {caps.max_storage_bindings} "
+                "(maxPerStageDescriptorStorageBuffers)"
             )
         size = spec.subgroup_size
         if size is None or size == caps.subgroup_min == caps.subgroup_max:
             return
         if not (caps.subgroup_size_control and caps.subgroup_required_size):
             raise FeatureMissing(
-                f"[kernel] {spec.name}: subgroup size {size} was asked for, but {caps.name} cannot fix it for compute shaders (its default is {caps.subgroup_size})"
+                f"[kernel] {spec.name}: subgroup size {size} was asked for, but {caps.name} cannot fix it for compute shaders "
+                f"(its default is {caps.subgroup_size})"
             )
         if not caps.subgroup_min <= size <= caps.subgroup_max or size & (size - 1):
             raise FeatureMissing(
@@ -136,7 +153,7 @@ class KernelCache:
             chain, flags = None, 0
             if spec.subgroup_size is not None and caps.subgroup_size_control and caps.subgroup_required_size:
                 chain = struct("VkPipelineShaderStageRequiredSubgroupSizeCreateInfo", requiredSubgroupSize=spec.subgroup_size)
-                if caps.full_subgroups:
+                if caps.full_subgroups and inspect(spec.spirv).workgroup_size(dict(spec.spec))[0] % spec.subgroup_size == 0:
                     flags = PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS
             stage = struct(
                 "VkPipelineShaderStageCreateInfo",

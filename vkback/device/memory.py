@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +47,7 @@ PREFERENCES: dict[Kind, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
     ),
     "host_visible_device": ((frozenset({"device_local", "host_visible", "host_coherent"}), frozenset()),),
 }
-"""For each kind, in order: flags a memory type must have, flags it must not have. All host-visible kinds are coherent, so nothing is flushed."""
+"""For each kind, in order: flags a memory type must have, flags it must not have. What the host uses is coherent, so nothing is flushed."""
 
 AVOIDED = frozenset({"lazily_allocated", "protected", "device_coherent", "device_uncached", "rdma"})
 """Types for other purposes; AMD's coherent and uncached ones are slow."""
@@ -94,38 +95,11 @@ class BufferRange:
         """The range as writable bytes. The memory stays mapped until the arena is destroyed; do not keep the view longer."""
         if not self.address:
             raise DeviceError(
-                f"[memory] {self.name!r} in arena {self.arena.purpose!r} (kind {self.arena.kind!r}) is not visible to the host. Use device.upload or device.download"
+                f"[memory] {self.name!r} in arena {self.arena.purpose!r} (kind {self.arena.kind!r}) is not visible to the host. "
+                "Use device.upload or device.download"
             )
         view = np.frombuffer(ffi.buffer(ffi.cast("char *", self.address), self.size), np.uint8)
         return view
-
-
-class Heaps:
-    """What this process has taken from each heap, and what is left."""
-
-    def __init__(self, physical: Handle, instance_fn: Any, caps: Capabilities) -> None:
-        self._physical, self._fn = physical, instance_fn
-        self._caps = caps
-        self._taken = [0] * len(caps.heaps)
-        self._has_budget = "VK_EXT_memory_budget" in caps.extensions
-
-    def take(self, heap: int, nbytes: int) -> None:
-        self._taken[heap] += nbytes
-
-    def free(self, heap: int) -> int:
-        """Bytes left in a heap: the driver's budget where it tells one, else its size less our own allocations."""
-        left = self._caps.heaps[heap].size - self._taken[heap]
-        if self._has_budget:
-            budget = struct("VkPhysicalDeviceMemoryBudgetPropertiesEXT")
-            self._fn.vkGetPhysicalDeviceMemoryProperties2(self._physical, struct("VkPhysicalDeviceMemoryProperties2", budget))
-            left = min(left, int(budget.heapBudget[heap]) - int(budget.heapUsage[heap]))
-        return max(left, 0)
-
-    def main(self) -> int:
-        """The heap for weights: the largest device-local one."""
-        heaps = self._caps.heaps
-        local = [i for i, h in enumerate(heaps) if h.device_local] or list(range(len(heaps)))
-        return max(local, key=lambda i: heaps[i].size)
 
 
 @dataclass
@@ -141,13 +115,14 @@ class _Block:
 
 
 class Arena:
-    """Memory of one purpose, given out front to back and taken back all at once.
+    """Memory of one purpose, given out front to back and taken back all at once; a context manager that destroys itself.
 
     Ranges never cross a VkBuffer. Where the device limits a buffer's size the arena has several, and a range goes into the first it fits; a
     buffer is added when only such cutting stands in the way, so any ranges whose sizes, each rounded up to ALIGNMENT, sum to `nbytes` fit.
     """
 
-    def __init__(self, driver: Driver, caps: Capabilities, heaps: Heaps, purpose: str, nbytes: int, kind: Kind) -> None:
+    def __init__(self, pool: MemoryPool, purpose: str, nbytes: int, kind: Kind) -> None:
+        """Use `Device.arena`."""
         if kind not in PREFERENCES:
             raise DeviceError(f"[memory] arena {purpose!r}: unknown kind {kind!r}, expected one of {', '.join(PREFERENCES)}")
         if nbytes <= 0:
@@ -155,21 +130,26 @@ class Arena:
         self.purpose = purpose
         self.kind: Kind = kind
         self.nbytes = _aligned(nbytes)
-        self._driver, self._caps, self._heaps = driver, caps, heaps
-        self._block_limit = min(caps.max_allocation_size, caps.max_buffer_size) // ALIGNMENT * ALIGNMENT
+        self._pool = pool
         self._blocks: list[_Block] = []
         self._given = 0
         self.alive = True
-        driver.count("Arena", 1)
+        pool.driver.count("Arena", 1)
         try:
             left = self.nbytes
             while left > 0:
-                size = min(left, self._block_limit)
-                self._add_block(size)
+                size = min(left, pool.block_limit)
+                self._blocks.append(pool.take(purpose, size, kind, left))
                 left -= size
-        except DeviceError:
+        except BaseException:
             self.destroy()
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
 
     def alloc(self, nbytes: int, name: str) -> BufferRange:
         """The next `nbytes`, aligned to 256. Raises OutOfDeviceMemory when the arena is full."""
@@ -177,18 +157,21 @@ class Arena:
             raise DeviceError(f"[memory] arena {self.purpose!r} is destroyed; {name!r} cannot be placed in it")
         if nbytes <= 0:
             raise DeviceError(f"[memory] {name!r} in arena {self.purpose!r}: {nbytes} bytes asked; a positive size is needed")
-        size = _aligned(nbytes)
-        if size > self._block_limit:
+        size, pool = _aligned(nbytes), self._pool
+        if size > pool.block_limit:
             raise DeviceError(
                 f"[memory] {name!r} in arena {self.purpose!r}: {human_bytes(nbytes)} exceed the largest buffer of this device, "
-                f"{human_bytes(self._block_limit)}. Cut it into shards"
+                f"{human_bytes(pool.block_limit)}. Cut it into shards"
             )
-        if self._given + size > self.nbytes:
+        if size > self.free:
             raise OutOfDeviceMemory(
-                f"[memory] arena {self.purpose!r} is full: {name!r} asks {human_bytes(nbytes)}, {human_bytes(self.nbytes - self._given)} of "
+                f"[memory] arena {self.purpose!r} is full: {name!r} asks {human_bytes(nbytes)}, {human_bytes(self.free)} of "
                 f"{human_bytes(self.nbytes)} are left. Make the arena larger"
             )
-        block = next((b for b in self._blocks if b.used + size <= b.size), None) or self._add_block(size)
+        block = next((b for b in self._blocks if b.used + size <= b.size), None)
+        if block is None:
+            block = pool.take(self.purpose, size, self.kind, size)
+            self._blocks.append(block)
         offset = block.used
         block.used += size
         self._given += size
@@ -207,18 +190,54 @@ class Arena:
         self._given = 0
 
     def destroy(self) -> None:
-        """Give the memory back. Ranges of this arena are dead afterwards."""
-        if not self.alive:
-            return
+        """Wait for submitted work, then give the memory back. Ranges of this arena, and recordings that use them, are dead afterwards."""
+        if self.alive:
+            self._pool.settle()
+            self.release()
+
+    def release(self) -> None:
+        """Give the memory back without waiting; nothing in flight may use it."""
         self.alive = False
         for block in self._blocks:
-            self._driver.destroy("Buffer", block.buffer)
-            self._driver.destroy("Memory", block.memory, verb="Free")
-            self._heaps.take(block.heap, -block.size)
+            self._pool.give_back(block)
         self._blocks.clear()
-        self._driver.count("Arena", -1)
+        self._pool.driver.count("Arena", -1)
 
-    def _add_block(self, size: int) -> _Block:
+
+class MemoryPool:
+    """Where arenas get their buffers, and the account of what each heap has left.
+
+    settle  waits for submitted work
+    """
+
+    def __init__(self, driver: Driver, physical: Handle, instance_fn: Any, caps: Capabilities, settle: Callable[[], None]) -> None:
+        self.driver = driver
+        self.settle = settle
+        self.block_limit = min(caps.max_allocation_size, caps.max_buffer_size) // ALIGNMENT * ALIGNMENT
+        self._physical, self._instance_fn, self._caps = physical, instance_fn, caps
+        self._taken = [0] * len(caps.heaps)
+
+    def free(self, heap: int | None = None) -> int:
+        """Bytes left in a heap (default: the largest device-local one).
+
+        By the driver's budget where it tells one, which counts other programs too; else the heap's size less what this Device took.
+        """
+        heaps = self._caps.heaps
+        if heap is None:
+            heap = max(range(len(heaps)), key=lambda i: (heaps[i].device_local, heaps[i].size))
+        left = self._unclaimed(heap)
+        if "VK_EXT_memory_budget" in self._caps.extensions:
+            budget = struct("VkPhysicalDeviceMemoryBudgetPropertiesEXT")
+            self._instance_fn.vkGetPhysicalDeviceMemoryProperties2(self._physical, struct("VkPhysicalDeviceMemoryProperties2", budget))
+            left = min(left, int(budget.heapBudget[heap]) - int(budget.heapUsage[heap]))
+        return max(left, 0)
+
+    def _unclaimed(self, heap: int) -> int:
+        return self._caps.heaps[heap].size - self._taken[heap]
+
+    def take(self, purpose: str, size: int, kind: Kind, wanted: int) -> _Block:
+        """A new buffer of `size` bytes on its own memory; `wanted`: bytes that this and the purpose's next buffers ask of the heap."""
+        driver, caps = self.driver, self._caps
         usage = (
             vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT
             | vk.VK_BUFFER_USAGE_TRANSFER_SRC_BIT
@@ -226,52 +245,52 @@ class Arena:
             | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT
         )
         chain = None
-        if self._caps.buffer_device_address:
+        if caps.buffer_device_address:
             usage |= BUFFER_USAGE_SHADER_DEVICE_ADDRESS
             chain = struct("VkMemoryAllocateFlagsInfo", flags=MEMORY_ALLOCATE_DEVICE_ADDRESS)
-        driver = self._driver
-        about = f"{human_bytes(size)} for {self.purpose}"
-        buffer = driver.create("Buffer", struct("VkBufferCreateInfo", size=size, usage=usage), about)
-        memory = None
-        try:
+        about = f"{human_bytes(size)} for {purpose}"
+        with contextlib.ExitStack() as undo:
+            buffer = driver.create("Buffer", struct("VkBufferCreateInfo", size=size, usage=usage), about)
+            undo.callback(driver.destroy, "Buffer", buffer)
             needs = ffi.new("VkMemoryRequirements *")
             driver.fn.vkGetBufferMemoryRequirements(driver.device, buffer, needs)
-            index = choose_memory_type(self._caps.memory_types, self._caps.heaps, needs.memoryTypeBits, self.kind)
+            index = choose_memory_type(caps.memory_types, caps.heaps, needs.memoryTypeBits, kind)
             if index is None:
                 raise FeatureMissing(
-                    f"[memory] arena {self.purpose!r}: this device has no memory type of kind {self.kind!r}. Use kind 'device' and staged uploads"
+                    f"[memory] arena {purpose!r}: {caps.name} has no memory type of kind {kind!r}. Use kind 'device' and staged uploads"
                 )
-            kind = self._caps.memory_types[index]
-            needed = int(needs.size)
-            if needed > self._heaps.free(kind.heap):
-                raise self._out_of_memory("memory check", needed, kind.heap)
-            info = struct("VkMemoryAllocateInfo", chain, allocationSize=needed, memoryTypeIndex=index)
+            chosen = caps.memory_types[index]
+            # Drivers differ in what they do beyond a heap's size: some page to host memory and crawl, some fail much later.
+            if wanted > self._unclaimed(chosen.heap):
+                raise self._out_of_memory("memory check", wanted, chosen.heap, purpose)
             try:
+                info = struct("VkMemoryAllocateInfo", chain, allocationSize=needs.size, memoryTypeIndex=index)
                 memory = driver.create("Memory", info, verb="Allocate")
             except OutOfDeviceMemory as error:
-                raise self._out_of_memory(error.call, needed, kind.heap) from error
+                raise self._out_of_memory(error.call, wanted, chosen.heap, purpose) from error
+            undo.callback(driver.destroy, "Memory", memory, verb="Free")
             driver.call("vkBindBufferMemory", driver.device, buffer, memory, 0, about=about)
             address = 0
-            if "host_visible" in kind.flags:
+            if "host_visible" in chosen.flags:
                 where = ffi.new("void **")
                 driver.call("vkMapMemory", driver.device, memory, 0, size, 0, where, about=about)
                 address = int(ffi.cast("uintptr_t", where[0]))
-        except DeviceError:
-            driver.destroy("Buffer", buffer)
-            if memory is not None:
-                driver.destroy("Memory", memory, verb="Free")
-            raise
-        block = _Block(buffer, memory, size, kind.heap, address)
-        self._heaps.take(kind.heap, size)
-        self._blocks.append(block)
-        return block
+            undo.pop_all()
+        self._taken[chosen.heap] += size
+        return _Block(buffer, memory, size, chosen.heap, address)
 
-    def _out_of_memory(self, call: str, asked: int, heap: int) -> OutOfDeviceMemory:
-        free = human_bytes(self._heaps.free(heap))
+    def give_back(self, block: _Block) -> None:
+        """Destroy a buffer and free its memory."""
+        self.driver.destroy("Buffer", block.buffer)
+        self.driver.destroy("Memory", block.memory, verb="Free")
+        self._taken[block.heap] -= block.size
+
+    def _out_of_memory(self, call: str, asked: int, heap: int, purpose: str) -> OutOfDeviceMemory:
+        result = "VK_ERROR_OUT_OF_DEVICE_MEMORY"
         return OutOfDeviceMemory(
-            f"{call} failed: VK_ERROR_OUT_OF_DEVICE_MEMORY: asked {human_bytes(asked)} in heap {heap}, {free} free, for {self.purpose}",
+            f"{call} failed: {result}: asked {human_bytes(asked)} in heap {heap}, {human_bytes(self.free(heap))} free, for {purpose}",
             call=call,
-            result="VK_ERROR_OUT_OF_DEVICE_MEMORY",
+            result=result,
         )
 
 

@@ -65,6 +65,7 @@ class Queue:
     def submit(self, commands: Sequence[Commands]) -> Ticket:
         """Hand recordings to the device in order. One that is still in flight from an earlier submit is waited for first."""
         for c in commands:
+            c.check_usable()
             c.wait()
         label = " + ".join(c.name for c in commands)
         with self._lock:
@@ -105,8 +106,8 @@ class Queue:
                 return
             if left == 0:
                 raise Timeout(
-                    f"vkWaitSemaphores failed: VK_TIMEOUT: {label} has not finished after {timeout_s:g} s (submission {value}, the device has "
-                    f"finished {self.completed()}). Submit less at once or raise timeout_s",
+                    f"vkWaitSemaphores failed: VK_TIMEOUT: {label} has not finished after {timeout_s:g} s (submission {value}, the "
+                    f"device has finished {self.completed()}). Submit less at once or raise timeout_s",
                     call="vkWaitSemaphores",
                     result="VK_TIMEOUT",
                 )

@@ -6,6 +6,7 @@ Python operations and a few driver calls.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ import numpy as np
 
 from vkback.device.capabilities import Capabilities
 from vkback.device.driver import NULL, Driver, Handle, check, ffi, struct, vk
-from vkback.device.errors import DeviceError, FeatureMissing
+from vkback.device.errors import DeviceError, DeviceLost, FeatureMissing
 from vkback.device.kernel import Kernel
-from vkback.device.memory import BufferRange
+from vkback.device.memory import Arena, BufferRange
 from vkback.device.queue import Ticket
 
 Emit = Callable[[Any, Handle], None]
@@ -25,14 +26,23 @@ class Commands:
     """A recorded command buffer with its descriptor sets and timestamps. May be submitted again and again, once at a time."""
 
     def __init__(
-        self, driver: Driver, name: str, buffer: Handle, owned: list[tuple[str, Handle]], stamps: _Stamps | None, registry: set[Commands]
+        self,
+        driver: Driver,
+        name: str,
+        buffer: Handle,
+        owned: list[tuple[str, Handle]],
+        stamps: _Stamps | None,
+        arenas: set[Arena],
+        registry: set[Commands],
     ) -> None:
+        """Use `Recorder.finish`. owned: what dies with these commands; arenas: whose memory they use; registry: all live ones."""
         self.name = name
         self.buffer = buffer
         self.ticket: Ticket | None = None
         self._driver = driver
         self._owned = owned
         self._stamps = stamps
+        self._arenas = arenas
         self._registry = registry
         registry.add(self)
         driver.count("Commands", 1)
@@ -43,10 +53,16 @@ class Commands:
 
     def wait(self) -> None:
         """Until the last submission of these commands is done."""
-        if not self.alive:
-            raise DeviceError(f"[commands] {self.name!r} is destroyed")
         if self.ticket is not None:
             self.ticket.wait()
+
+    def check_usable(self) -> None:
+        """Raises DeviceError if these commands, or memory that they use, are destroyed."""
+        if not self.alive:
+            raise DeviceError(f"[commands] {self.name!r} is destroyed")
+        for arena in self._arenas:
+            if not arena.alive:
+                raise DeviceError(f"[commands] {self.name!r} uses arena {arena.purpose!r}, which is destroyed. Record again")
 
     def timestamps(self) -> list[tuple[str, float]]:
         """(label, ns) of the last submission, in the order recorded; waits for it.
@@ -63,7 +79,8 @@ class Commands:
     def destroy(self) -> None:
         """Wait for the last submission, then free the recording."""
         if self.alive:
-            self.wait()
+            with contextlib.suppress(DeviceLost):
+                self.wait()
             self.release()
 
     def release(self) -> None:
@@ -128,6 +145,8 @@ class Recorder:
         self._alignment = caps.min_storage_buffer_offset_alignment
         self._bound: Kernel | None = None
         self._query_pool: Handle = None
+        self._arenas: set[Arena] = set()
+        self._fenced = False
         self._spent = False
         self.barrier()
 
@@ -148,13 +167,14 @@ class Recorder:
             bind(fn, cmd)
             fn.vkCmdDispatch(cmd, x, y, z)
 
-        self._steps.append(emit)
+        self._work(emit)
 
     def dispatch_indirect(self, kernel: Kernel, ranges: Sequence[BufferRange], push: bytes, args: BufferRange, label: str = "") -> None:
         """Like `dispatch`, with the workgroups read by the device from three u32 at the start of `args`."""
         if args.size < 12 or args.offset % 4:
             raise DeviceError(
-                f"[dispatch] {kernel.name} {label}: the group counts need 12 bytes at a multiple of 4, {args.name!r} has {args.size} at {args.offset}"
+                f"[dispatch] {kernel.name} {label}: group counts need 12 bytes at a multiple of 4, {args.name!r} has {args.size} at "
+                f"{args.offset}"
             )
         bind = self._bind(kernel, ranges, push, label)
 
@@ -162,7 +182,13 @@ class Recorder:
             bind(fn, cmd)
             fn.vkCmdDispatchIndirect(cmd, args.handle, args.offset)
 
+        self._work(emit, args)
+
+    def _work(self, emit: Emit, *ranges: BufferRange) -> None:
         self._steps.append(emit)
+        self._fenced = False
+        for r in ranges:
+            self._arenas.add(r.arena)
 
     def _bind(self, kernel: Kernel, ranges: Sequence[BufferRange], push: bytes, label: str) -> Emit:
         if len(ranges) != kernel.bindings:
@@ -170,6 +196,7 @@ class Recorder:
         if len(push) != kernel.push_bytes:
             raise DeviceError(f"[dispatch] {kernel.name} {label}: {len(push)} bytes of push constants, the kernel has {kernel.push_bytes}")
         for i, r in enumerate(ranges):
+            self._arenas.add(r.arena)
             if r.size > self._max_range:
                 raise DeviceError(
                     f"[dispatch] {kernel.name} {label}: binding {i}, {r.name!r}, has {r.size} bytes; {self._caps.name} binds at most "
@@ -202,6 +229,9 @@ class Recorder:
 
     def barrier(self) -> None:
         """Everything before is finished and its writes are visible to everything after: shaders, copies, fills, indirect arguments."""
+        if self._fenced:
+            return
+        self._fenced = True
         work = vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | vk.VK_PIPELINE_STAGE_TRANSFER_BIT
         written = vk.VK_ACCESS_SHADER_WRITE_BIT | vk.VK_ACCESS_TRANSFER_WRITE_BIT
         read = vk.VK_ACCESS_SHADER_READ_BIT | vk.VK_ACCESS_TRANSFER_READ_BIT | vk.VK_ACCESS_INDIRECT_COMMAND_READ_BIT
@@ -224,13 +254,13 @@ class Recorder:
         if src.key == dst.key and src.offset < dst.offset + dst.size and dst.offset < src.offset + src.size:
             raise DeviceError(f"[copy] {src.name!r} at {src.offset} and {dst.name!r} at {dst.offset}, {src.size} bytes, overlap")
         region = struct("VkBufferCopy", srcOffset=src.offset, dstOffset=dst.offset, size=src.size)
-        self._steps.append(lambda fn, cmd: fn.vkCmdCopyBuffer(cmd, src.handle, dst.handle, 1, region))
+        self._work(lambda fn, cmd: fn.vkCmdCopyBuffer(cmd, src.handle, dst.handle, 1, region), src, dst)
 
     def fill(self, dst: BufferRange, word: int) -> None:
         """Fill with a 32-bit word; offset and size must be multiples of 4."""
         if dst.offset % 4 or dst.size % 4:
             raise DeviceError(f"[fill] {dst.name!r}: {dst.size} bytes at {dst.offset}; both must be multiples of 4")
-        self._steps.append(lambda fn, cmd: fn.vkCmdFillBuffer(cmd, dst.handle, dst.offset, dst.size, word & 0xFFFFFFFF))
+        self._work(lambda fn, cmd: fn.vkCmdFillBuffer(cmd, dst.handle, dst.offset, dst.size, word & 0xFFFFFFFF), dst)
 
     def timestamp(self, label: str) -> None:
         """Note the time when everything before this is finished."""
@@ -275,7 +305,7 @@ class Recorder:
                 driver.destroy(kind, handle)
             raise
         self._steps.clear()
-        return Commands(driver, self.name, cmd, owned, stamps, self._registry)
+        return Commands(driver, self.name, cmd, owned, stamps, self._arenas, self._registry)
 
     def _write_sets(self) -> Handle:
         """Allocate every set in one call and write all in another; returns the pool."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 CHUNK = 16 << 20
 """Bytes of a staging slot: large enough that a copy over PCIe (a millisecond) outweighs a submission (tens of microseconds)."""
 
+BLOCKING_CHUNK = 4 << 20
+"""Bytes of a slot of the blocking transfers, whose staging memory is kept for the device's life."""
+
 SLOTS = 3
 """One being filled, one being copied, one waiting."""
 
@@ -69,15 +72,18 @@ class Uploader:
     def finish(self) -> None:
         """Wait until everything has arrived, and free the staging memory."""
         try:
-            self._flush()
-            for i in range(len(self._flights)):
-                self._land(i)
+            self.flush_and_wait()
         finally:
             if self._arena is not None:
                 self._arena.destroy()
                 self._arena = None
             self._slots, self._flights = [], []
-            self._current = self._filled = 0
+
+    def flush_and_wait(self) -> None:
+        """Wait until everything has arrived, and keep the staging memory for more."""
+        self._flush()
+        for i in range(len(self._flights)):
+            self._land(i)
 
     def _slot(self) -> BufferRange:
         if self._arena is None:

@@ -44,7 +44,7 @@ void shaderc_get_spv_version(unsigned int *version, unsigned int *revision);
 """
 
 
-class CompilationFailed(Exception):
+class GlslError(Exception):
     """The compiler's own words, with lines as "shader:12: error: ..."."""
 
 
@@ -55,7 +55,7 @@ class Compiler(Protocol):
     """Program or library and its version: part of the cache key."""
 
     def compile_into_spirv(self, source: str) -> bytes:
-        """Raises CompilationFailed."""
+        """Raises GlslError."""
 
 
 class ShadercLibrary:
@@ -80,7 +80,7 @@ class ShadercLibrary:
         result = lib.shaderc_compile_into_spv(self._compiler, raw, len(raw), _GLSL_COMPUTE_SHADER, b"shader", b"main", self._options)
         try:
             if lib.shaderc_result_get_compilation_status(result) != _STATUS_SUCCESS:
-                raise CompilationFailed(self._ffi.string(lib.shaderc_result_get_error_message(result)).decode("utf-8", "replace"))
+                raise GlslError(self._ffi.string(lib.shaderc_result_get_error_message(result)).decode("utf-8", "replace"))
             return bytes(self._ffi.buffer(lib.shaderc_result_get_bytes(result), lib.shaderc_result_get_length(result)))
         finally:
             lib.shaderc_result_release(result)
@@ -98,7 +98,7 @@ class GlslcProgram:
         command = [self._path, "-fshader-stage=compute", f"--target-env={TARGET}", "-O", "-o", "-", "-"]
         ran = subprocess.run(command, input=source.encode(), capture_output=True, timeout=TIMEOUT_S, check=False)
         if ran.returncode:
-            raise CompilationFailed(ran.stderr.decode("utf-8", "replace").replace("<stdin>", "shader"))
+            raise GlslError(ran.stderr.decode("utf-8", "replace").replace("<stdin>", "shader"))
         return ran.stdout
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vkback.paths import cache_dir as default_cache_dir
 from vkback.paths import shader_root, write_atomic
-from vkback.shader.compiler import TARGET, CompilationFailed, Compiler, find_compiler, identity_key
+from vkback.shader.compiler import TARGET, GlslError, Compiler, find_compiler, identity_key
 from vkback.shader.errors import CompileError, NoCompiler
 from vkback.shader.source import Expanded, Variant, expand
 
@@ -89,7 +89,7 @@ class ShaderLibrary:
             return found
         try:
             spirv = compiler.compile_into_spirv(source.text)
-        except CompilationFailed as error:
+        except GlslError as error:
             raise CompileError(explain(variant, source, str(error))) from error
         write_atomic(file, hashlib.sha256(spirv).digest() + spirv)
         return spirv

@@ -88,5 +88,5 @@ def _defined_path(macro: str, file: str, variant: Variant) -> str:
     """The file that `#include MACRO` means: the variant's define of that name, a path in quotes."""
     value = dict(variant.defines).get(macro)
     if not isinstance(value, str) or not value.startswith('"'):
-        raise CompileError(f'[shader] {variant.name}: {file} includes {macro}, which must be defined as a path in quotes, got {value!r}')
+        raise CompileError(f"[shader] {variant.name}: {file} includes {macro}, which must be defined as a path in quotes, got {value!r}")
     return value.strip('"')

@@ -1,0 +1,123 @@
+"""Reads the few facts about a SPIR-V module that a device must be asked about before it sees the module.
+
+Drivers need not refuse a module whose features they lack; many crash or compute nonsense. Opcodes and enumerants are from the SPIR-V
+specification.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vkback.device.capabilities import Capabilities
+from vkback.device.errors import DeviceError
+
+MAGIC = 0x07230203
+HEADER_WORDS = 5
+
+OP_EXECUTION_MODE = 16
+OP_CAPABILITY = 17
+OP_CONSTANT = 43
+OP_CONSTANT_COMPOSITE = 44
+OP_SPEC_CONSTANT = 50
+OP_SPEC_CONSTANT_COMPOSITE = 51
+OP_FUNCTION = 54
+OP_DECORATE = 71
+
+EXECUTION_MODE_LOCAL_SIZE = 17
+DECORATION_SPEC_ID = 1
+DECORATION_BUILT_IN = 11
+DECORATION_BINDING = 33
+BUILT_IN_WORKGROUP_SIZE = 25
+
+CAPABILITY_NEEDS: Mapping[int, tuple[str, str]] = {
+    9: ("Float16", "fp16"),
+    11: ("Int64", "int64"),
+    22: ("Int16", "int16"),
+    39: ("Int8", "int8"),
+    4433: ("StorageBuffer16BitAccess", "storage_16bit"),
+    4448: ("StorageBuffer8BitAccess", "storage_8bit"),
+    5116: ("BFloat16TypeKHR", "bf16"),
+    5345: ("VulkanMemoryModel", "vulkan_memory_model"),
+    5346: ("VulkanMemoryModelDeviceScope", "vulkan_memory_model_device_scope"),
+    5347: ("PhysicalStorageBufferAddresses", "buffer_device_address"),
+    6018: ("DotProductInput4x8BitPacked", "int_dot"),
+    6019: ("DotProduct", "int_dot"),
+    6022: ("CooperativeMatrixKHR", "cooperative_matrix"),
+}
+"""SPIR-V capability -> its name, and the field of Capabilities that must be true."""
+
+SUBGROUP_NEEDS: Mapping[int, tuple[str, str]] = {
+    61: ("GroupNonUniform", "basic"),
+    62: ("GroupNonUniformVote", "vote"),
+    63: ("GroupNonUniformArithmetic", "arithmetic"),
+    64: ("GroupNonUniformBallot", "ballot"),
+    65: ("GroupNonUniformShuffle", "shuffle"),
+    66: ("GroupNonUniformShuffleRelative", "shuffle_relative"),
+    67: ("GroupNonUniformClustered", "clustered"),
+    68: ("GroupNonUniformQuad", "quad"),
+    6026: ("GroupNonUniformRotateKHR", "rotate"),
+}
+"""SPIR-V capability -> its name, and the subgroup operation that must be there."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """capabilities, bindings: as declared; local_size: (specialization constant id or None, value or default) along x, y, z."""
+
+    capabilities: frozenset[int]
+    bindings: frozenset[int]
+    local_size: tuple[tuple[int | None, int], ...]
+
+    def workgroup_size(self, spec: Mapping[int, int]) -> tuple[int, int, int]:
+        """Threads of a workgroup along x, y, z under a specialization."""
+        x, y, z = (value if constant is None else spec.get(constant, value) for constant, value in self.local_size)
+        return x, y, z
+
+    def missing(self, caps: Capabilities) -> list[str]:
+        """SPIR-V capabilities that the device lacks."""
+        plain = [name for c, (name, attr) in CAPABILITY_NEEDS.items() if c in self.capabilities and not getattr(caps, attr)]
+        group = [name for c, (name, op) in SUBGROUP_NEEDS.items() if c in self.capabilities and op not in caps.subgroup_ops]
+        return plain + group
+
+
+@lru_cache(maxsize=1024)
+def inspect(spirv: bytes) -> Module:
+    """Raises DeviceError for bytes that are no SPIR-V module."""
+    count = len(spirv) // 4
+    if len(spirv) % 4 or count < HEADER_WORDS or struct.unpack_from("<I", spirv)[0] != MAGIC:
+        raise DeviceError(f"[kernel] {len(spirv)} bytes that are no SPIR-V module (magic number {spirv[:4].hex()}, expected 03022307)")
+    words = struct.unpack(f"<{count}I", spirv)
+    capabilities: set[int] = set()
+    bindings: set[int] = set()
+    constants: dict[int, int] = {}
+    composites: dict[int, tuple[int, ...]] = {}
+    spec_ids: dict[int, int] = {}
+    size_composite = 0
+    local_size: tuple[tuple[int | None, int], ...] = ((None, 1), (None, 1), (None, 1))
+    at = HEADER_WORDS
+    while at < count:
+        length, op = words[at] >> 16, words[at] & 0xFFFF
+        if not length or op == OP_FUNCTION:  # declarations end where the first function begins
+            break
+        args = words[at + 1 : at + length]
+        if op == OP_CAPABILITY:
+            capabilities.add(args[0])
+        elif op == OP_EXECUTION_MODE and args[1] == EXECUTION_MODE_LOCAL_SIZE:
+            local_size = tuple((None, v) for v in args[2:5])
+        elif op == OP_DECORATE and args[1] == DECORATION_SPEC_ID:
+            spec_ids[args[0]] = args[2]
+        elif op == OP_DECORATE and args[1] == DECORATION_BINDING:
+            bindings.add(args[2])
+        elif op == OP_DECORATE and args[1] == DECORATION_BUILT_IN and args[2] == BUILT_IN_WORKGROUP_SIZE:
+            size_composite = args[0]
+        elif op in (OP_CONSTANT, OP_SPEC_CONSTANT):
+            constants[args[1]] = args[2]
+        elif op in (OP_CONSTANT_COMPOSITE, OP_SPEC_CONSTANT_COMPOSITE):
+            composites[args[1]] = args[2:]
+        at += length
+    if size_composite in composites:  # overrides the execution mode
+        local_size = tuple((spec_ids.get(c), constants[c]) for c in composites[size_composite])
+    return Module(frozenset(capabilities), frozenset(bindings), local_size)
