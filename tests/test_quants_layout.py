@@ -88,6 +88,79 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
             high, low = struct.unpack_from("<HI", block[1], 2)
             scale = low >> 4 * u & 15 | (high >> 2 * u & 3) << 4
             return f16(block[1], 0) * one(scale - 32) * one(IQ4_LEVELS[nibble(unit[0], j)])
+        case "NVFP4":
+            return one(ue4m3(unit[1][j // 16]) / 2) * one(E2M1_DOUBLED[nibble(unit[0], j)])
+        case "TQ2_0":
+            return f16(block[1], 0) * one(crumb(unit[0], j) - 1)
+        case "TQ1_0":
+            return f16(block[4], 0) * one(trit(block, 32 * u + j) - 1)
+        case _:
+            return codebook_weight(name, unit, block, u, j)
+
+
+def ue4m3(code: int) -> float:
+    if code in (0, 0x7F):
+        return 0.0
+    exponent, fraction = code >> 3 & 15, code & 7
+    return fraction / 512 if exponent == 0 else (8 + fraction) * 2.0 ** (exponent - 10)
+
+
+def trit(block: list[bytes], v: int) -> int:
+    """Value v of the 256, 0..2: digit m of a byte, after m digits have been shifted out."""
+    data = b"".join(block[:4])
+    if v < 160:
+        m, byte = divmod(v, 32)
+    elif v < 240:
+        m, byte = (v - 160) // 16, 32 + v % 16
+    else:
+        m, byte = (v - 240) // 4, 48 + v % 4
+    return data[byte] * 3**m % 256 * 3 >> 8
+
+
+def minus(signs: int, i: int) -> int:
+    return -1 if signs >> i & 1 else 1
+
+
+def even_sign(code: int, i: int) -> int:
+    """Seven bits; the eighth makes the number of minus signs even."""
+    return minus(code | (code.bit_count() & 1) << 7, i)
+
+
+def codebook_weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> np.float32:
+    one = np.float32
+    eight, i = divmod(j, 8)
+    grid = quants.codebook(name)
+    match name:
+        case "IQ2_XXS":
+            word = struct.unpack_from("<I", unit[0], 4)[0]
+            scale = f16(block[1], 0) * one(0.5 + (word >> 28)) * one(0.25)
+            return scale * one(grid[unit[0][eight], i] * even_sign(word >> 7 * eight & 127, i))
+        case "IQ2_XS":
+            code = struct.unpack_from("<H", unit[0], 2 * eight)[0]
+            scale = f16(block[2], 0) * one(0.5 + (unit[1][0] >> 4 * (j // 16) & 15)) * one(0.25)
+            return scale * one(grid[code & 511, i] * even_sign(code >> 9, i))
+        case "IQ2_S":
+            index = unit[0][eight] | (unit[1][0] >> 2 * eight & 3) << 8
+            scale = f16(block[2], 0) * one(0.5 + (unit[1][1] >> 4 * (j // 16) & 15)) * one(0.25)
+            return scale * one(grid[index, i] * minus(unit[0][4 + eight], i))
+        case "IQ3_XXS":
+            word = struct.unpack("<I", unit[1])[0]
+            scale = f16(block[2], 0) * one(0.5 + (word >> 28)) * one(0.5)
+            return scale * one(grid[unit[0][j // 4], j % 4] * even_sign(word >> 7 * eight & 127, i))
+        case "IQ3_S":
+            index = unit[0][j // 4] | (unit[2][0] >> j // 4 & 1) << 8
+            scale = f16(block[4], 0) * one(1 + 2 * (block[3][u // 2] >> 4 * (u % 2) & 15))
+            return scale * one(grid[index, j % 4] * minus(unit[1][eight], i))
+        case "IQ1_S":
+            high = struct.unpack("<H", unit[1])[0]
+            scale = f16(block[2], 0) * one(1 + 2 * (high >> 12 & 7))
+            return scale * one(grid[unit[0][eight] | (high >> 3 * eight & 7) << 8, i] + minus(high, 15) * 0.125)
+        case "IQ1_M":
+            words = struct.unpack("<4H", block[2])
+            d = struct.pack("<H", sum(w >> 12 << 4 * n for n, w in enumerate(words)))
+            scale = f16(d, 0) * one(1 + 2 * (words[u // 2] >> 3 * (2 * (u % 2) + j // 16) & 7))
+            high = unit[1][eight // 2] >> 4 * (eight % 2)
+            return scale * one(grid[unit[0][eight] | (high & 7) << 8, i] + minus(high, 3) * 0.125)
     raise AssertionError(name)
 
 

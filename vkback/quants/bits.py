@@ -72,17 +72,24 @@ def _word_major(src: U8) -> npt.NDArray[np.uint64]:
     return src.view(np.uint64).T.copy()
 
 
-def _nibble_chunks(src: U8, dst: U8) -> None:
-    # A chunk of 64 weights has 32 bytes, value l low and 32 + l high; a unit wants value j low and 16 + j high. So the upper 16 bytes'
-    # low nibbles trade places with the lower 16 bytes' high nibbles; the two resulting units lie where the two halves lay.
-    words = _word_major(src)
-    halves = words.reshape(-1, 2, 2, words.shape[-1])
-    swap_words(halves[:, 0], halves[:, 1], 2)
-    dst.view(np.uint64)[...] = words.T
+def _nibble_exchange(half: int) -> Rearrange:
+    """The first `half` 64-bit words of a run give their high nibbles for the low nibbles of the next `half`: its own inverse."""
+
+    def exchange(src: U8, dst: U8) -> None:
+        words = _word_major(src)
+        halves = words.reshape(-1, 2, half, words.shape[-1])
+        swap_words(halves[:, 0], halves[:, 1], 2)
+        dst.view(np.uint64)[...] = words.T
+
+    return Rearrange(exchange, exchange)
 
 
-NIBBLE_CHUNKS = Rearrange(_nibble_chunks, _nibble_chunks)
-"""Q4_K, Q5_K: 128 bytes a block, the same exchange both ways."""
+NIBBLE_CHUNKS = _nibble_exchange(2)
+"""Q4_K, Q5_K: a chunk of 64 weights has 32 bytes, value l low and 32 + l high; a unit wants value j low and 16 + j high. So the upper 16
+bytes' low nibbles trade places with the lower 16 bytes' high nibbles, and the two resulting units lie where the two halves lay."""
+
+NIBBLE_GROUPS = _nibble_exchange(1)
+"""NVFP4: a group of 16 weights has 8 bytes, value l low and 8 + l high; two groups make a unit."""
 
 
 def _q6_nibbles_to_device(src: U8, dst: U8) -> None:
@@ -144,6 +151,20 @@ def _bit_square(src: U8, dst: U8) -> None:
 
 BIT_SQUARE = Rearrange(_bit_square, _bit_square)
 """Q3_K and Q5_K high bits: 32 bytes a block."""
+
+def interleave(item: type[np.unsignedinteger[Any]]) -> Rearrange:
+    """Two fields, one after the other, of one item per unit each, become pairs of items."""
+
+    def pairs(src: U8, dst: U8) -> None:
+        n = len(src)
+        dst.view(item).reshape(n, -1, 2)[...] = src.view(item).reshape(n, 2, -1).transpose(0, 2, 1)
+
+    def halves(src: U8, dst: U8) -> None:
+        n = len(src)
+        dst.view(item)[...] = src.view(item).reshape(n, -1, 2).transpose(0, 2, 1).reshape(n, -1)
+
+    return Rearrange(pairs, halves)
+
 
 # Q5_0 and Q5_1: bit 4i + b becomes bit 8b + i. Digits (i2 i1 i0 b1 b0) to (b1 b0 i2 i1 i0).
 _HIGH_BIT_STEPS = ((4, 1), (3, 0), (2, 1), (1, 0))

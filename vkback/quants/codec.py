@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.quants.bits import Rearrange
-from vkback.quants.types import QuantType
+from vkback.quants.quant_type import NoEncoder, QuantType
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -56,6 +56,13 @@ class Codec(ABC):
     def fields(self, blocks: U8) -> Any:
         """Record view of [n, bytes] blocks: `fields(b)["qs"]` is [n, 16], writable through."""
         return blocks.view(self.block)[:, 0]
+
+
+class DecodeOnly(Codec):
+    """A type whose weights are read, never made."""
+
+    def encode(self, x: F32, weights: Weights) -> U8:
+        raise NoEncoder(f"[quants] {self.type.name} can be decoded, not encoded: quantize with another tool, or to Q2_K")
 
 
 def half(field: U8) -> F32:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.quants.codec import Codec
+from vkback.quants.quant_type import UNIT, Plane, QuantShapeError, QuantType
 from vkback.quants.registry import codec
-from vkback.quants.types import UNIT, Plane, QuantShapeError, QuantType
 
 U8 = npt.NDArray[np.uint8]
 
@@ -72,7 +72,7 @@ def layout(name: str, rows: int, k: int) -> DeviceLayout:
         width = values // plane.values * plane.nbytes
         places.append(PlaneLayout(plane.name, offset, width))
         offset += -(-rows * width // ALIGNMENT) * ALIGNMENT
-    parts = [p for p, plane in zip(places, t.planes, strict=True) if plane.nbytes == 16 and plane.values == UNIT]
+    parts = [p for p, plane in zip(places, t.planes, strict=True) if (plane.nbytes, plane.values) == (16, t.planes[0].values)]
     return DeviceLayout(tuple(places), offset, parts[1].offset - parts[0].offset if len(parts) > 1 else 0)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from vkback.quants.codec import F32, U8, Codec, Weights, packed
-from vkback.quants.types import UNIT, Plane, QuantType
+from vkback.quants.quant_type import UNIT, Plane, QuantType
 
 
 class _Floats(Codec):

@@ -14,7 +14,7 @@ from vkback.quants import search
 from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
 from vkback.quants.k_quants import SUPER, value_major
 from vkback.quants.legacy import nibbles, put_nibbles
-from vkback.quants.types import Plane, QuantType
+from vkback.quants.quant_type import Plane, QuantType
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Denser near zero, for weights that are about normally distributed."""

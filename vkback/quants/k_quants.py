@@ -21,7 +21,7 @@ import numpy.typing as npt
 from vkback.quants import search
 from vkback.quants.bits import BIT_SQUARE, CRUMBS, NIBBLE_CHUNKS, Q6_NIBBLES, Rearrange, swap_digit_pairs
 from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
-from vkback.quants.types import Plane, QuantType
+from vkback.quants.quant_type import Plane, QuantType
 
 SUPER = 256
 

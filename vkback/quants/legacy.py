@@ -18,7 +18,7 @@ import numpy as np
 from vkback.quants import search
 from vkback.quants.bits import HIGH_BITS, Rearrange
 from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
-from vkback.quants.types import Plane, QuantType
+from vkback.quants.quant_type import Plane, QuantType
 
 
 def nibbles(qs: U8) -> U8:

@@ -1,19 +1,25 @@
 """Microscaling formats: 4-bit floats (E2M1) under a shared 8-bit scale.
 
-    MXFP4  e, an exponent | qs 16 bytes: value j low, j + 16 high      weight = 2^(e - 128) level(q)
+    MXFP4  e, an exponent | qs 16 bytes: value j low, j + 16 high                    weight = 2^(e - 128) level(q)
+    NVFP4  d 4 bytes, UE4M3, one per 16 of 64 weights | qs 32: per 16 weights
+           8 bytes, value j low, j + 8 high                                          weight = d / 2 level(q)
 
-Levels are twice the E2M1 values, which makes them integers; hence 128 where the exponent's bias is 127.
+Levels are twice the E2M1 values, which makes them integers; hence 128 where the exponent's bias is 127, and d / 2. UE4M3 is a float of 4
+exponent bits (bias 7) and 3 fraction bits without a sign; its codes 0 and 0x7f mean 0. A tensor of NVFP4 may come with a further f32 scale.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 
-from vkback.quants.codec import F32, U8, Codec, Weights, packed
+from vkback.quants.bits import NIBBLE_GROUPS, Rearrange
+from vkback.quants.codec import F32, U8, Codec, DecodeOnly, Weights, packed
 from vkback.quants.legacy import nibbles, put_nibbles
-from vkback.quants.types import Plane, QuantType
+from vkback.quants.quant_type import Plane, QuantType
 
 MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
 E2M1_DOUBLED = np.array([*MAGNITUDES, *(-m for m in MAGNITUDES)], np.float32)
@@ -75,4 +81,36 @@ class _MXFP4(Codec):
         e[...] = (e < int(part * 256)) + np.uint8(np.clip(whole, 0, 253))
 
 
-CODECS: tuple[Codec, ...] = (_MXFP4(),)
+def _ue4m3(code: int) -> float:
+    exponent, fraction = code >> 3 & 15, code & 7
+    if code in (0, 0x7F):
+        return 0.0
+    return fraction * 2.0**-9 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
+
+
+HALF_UE4M3 = np.array([_ue4m3(code) / 2 for code in range(256)], np.float32)
+"""d / 2 for each code of NVFP4's scales."""
+
+
+class _NVFP4(DecodeOnly):
+    block = packed(("d", 4), ("qs", 32))
+    type = QuantType("NVFP4", 40, 64, block.itemsize, (Plane("qs", 16), Plane("d", 2)))
+    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": NIBBLE_GROUPS}
+
+    def decode(self, blocks: U8) -> F32:
+        n = len(blocks)
+        level = E2M1_DOUBLED[nibbles(blocks[:, 4:].reshape(n * 4, 8))]
+        weight: F32 = HALF_UE4M3[blocks[:, :4]].reshape(n * 4, 1) * level
+        return weight.reshape(n, 64)
+
+    def randomize(self, blocks: U8, scale: float) -> None:
+        # Codes are few: the random byte decides between the two around the scale wanted. Below 2^-6 a code counts 512ths.
+        d = scale / 4
+        exponent = max(int(np.floor(np.log2(d))), -6)
+        code = d * 512 if d < 2.0**-6 else 8 * (exponent + 6 + d / 2.0**exponent)
+        whole, part = divmod(float(np.clip(code, 1, 0x7D)), 1)
+        field = blocks[:, :4]
+        field[...] = (field < int(part * 256)) + np.uint8(whole)
+
+
+CODECS: tuple[Codec, ...] = (_MXFP4(), _NVFP4())

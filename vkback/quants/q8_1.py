@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from vkback.quants.types import UNIT, QuantShapeError
+from vkback.quants.quant_type import UNIT, QuantShapeError
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]

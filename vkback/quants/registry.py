@@ -8,11 +8,11 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from vkback.quants import floats, iq, k_quants, legacy, mx
+from vkback.quants import codebooks, floats, iq, k_quants, legacy, mx, ternary
 from vkback.quants.codec import F32, U8, Codec
-from vkback.quants.types import QuantShapeError, QuantType, UnknownQuant
+from vkback.quants.quant_type import QuantShapeError, QuantType, UnknownQuant
 
-_CODECS: dict[str, Codec] = {c.type.name: c for family in (floats, legacy, k_quants, iq, mx) for c in family.CODECS}
+_CODECS: dict[str, Codec] = {c.type.name: c for family in (floats, legacy, k_quants, iq, mx, codebooks, ternary) for c in family.CODECS}
 
 QUANTS: dict[str, QuantType] = {name: c.type for name, c in _CODECS.items()}
 """Every known type by its GGUF name."""

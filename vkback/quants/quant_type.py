@@ -18,6 +18,10 @@ class QuantShapeError(VkbackError):
     """A row length or an array that does not fit the type's block."""
 
 
+class NoEncoder(VkbackError):  # noqa: N818  what it says is enough
+    """A type that can be read but not written here."""
+
+
 @dataclass(frozen=True)
 class Plane:
     """One plane of the device layout: `nbytes` for every `values` consecutive weights of a row."""
