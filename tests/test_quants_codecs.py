@@ -294,6 +294,8 @@ def test_outlier_and_tiny_values_stay_finite(name: str) -> None:
 def test_wrong_arguments_say_what_was_expected() -> None:
     with pytest.raises(QuantShapeError, match=r"Q4_K encodes float32 \[rows, k\], got float64 \[2, 256\]"):
         quants.encode("Q4_K", np.zeros((2, 256)))
+    with pytest.raises(QuantShapeError, match=r"importance is float32 \[256\] or \[2, 256\], like the weights, got \[2\]"):
+        quants.encode("Q4_K", np.zeros((2, 256), np.float32), np.ones(2, np.float32))
     with pytest.raises(QuantShapeError, match=r"100 columns is not a multiple of the Q4_0 block \(32\)"):
         quants.encode("Q4_0", np.zeros((2, 100), np.float32))
     with pytest.raises(QuantShapeError, match=r"Q6_K takes uint8 rows of whole blocks \(210 bytes\), got uint8 \[2, 211\]"):

@@ -17,7 +17,6 @@ from vkback.quants.bits import Rearrange
 from vkback.quants.quant_type import NoEncoder, QuantType
 
 U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
 F32 = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float32] | None
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vkback.quants.codec import Codec
 from vkback.quants.quant_type import UNIT, Plane, QuantShapeError, QuantType
 from vkback.quants.registry import codec
 
@@ -94,7 +93,7 @@ def _padded_rows(t: QuantType, raw: U8, k: int) -> U8:
     return np.ascontiguousarray(raw)
 
 
-def _group_planes(c: Codec, planes: Sequence[U8], groups: int) -> list[U8]:
+def _group_planes(planes: Sequence[U8], groups: int) -> list[U8]:
     """Planes as [groups, bytes per group]."""
     return [p.reshape(groups, -1) for p in planes]
 
@@ -121,7 +120,7 @@ def repack(name: str, raw: npt.NDArray[np.uint8], k: int, out: Sequence[U8] | No
                 f"[quants] {name} plane {plane.name} takes contiguous uint8 [{len(raw)}, {width}], got {array.dtype} {list(array.shape)}"
             )
     blocks = _padded_rows(t, raw, k).reshape(-1, c.block.itemsize)
-    targets = _group_planes(c, planes, len(blocks))
+    targets = _group_planes(planes, len(blocks))
     for part in _chunks(len(blocks), c.block.itemsize):
         fields = c.fields(blocks[part])
         for plane, target in zip(t.planes, targets, strict=True):
@@ -143,7 +142,7 @@ def unpack(name: str, planes: Sequence[npt.NDArray[np.uint8]], k: int) -> U8:
         raise QuantShapeError(f"[quants] {name} rows of {k} weights are planes {[p.name for p in t.planes]} of {widths} bytes, got {got}")
     rows = len(planes[0])
     blocks = np.empty((rows * _padded(t, k) // _group_values(t), c.block.itemsize), np.uint8)
-    sources = _group_planes(c, [np.ascontiguousarray(p) for p in planes], len(blocks))
+    sources = _group_planes([np.ascontiguousarray(p) for p in planes], len(blocks))
     for part in _chunks(len(blocks), c.block.itemsize):
         fields = c.fields(blocks[part])
         for plane, source in zip(t.planes, sources, strict=True):

@@ -73,6 +73,10 @@ def encode(name: str, x: npt.NDArray[np.float32], importance: npt.NDArray[np.flo
     values = np.ascontiguousarray(x).reshape(-1, t.block_values)
     weights = None
     if importance is not None:
+        if importance.shape not in (x.shape, x.shape[1:]):
+            raise QuantShapeError(
+                f"[quants] importance is float32 [{x.shape[1]}] or {list(x.shape)}, like the weights, got {list(importance.shape)}"
+            )
         weights = np.ascontiguousarray(np.broadcast_to(importance.astype(np.float32), x.shape)).reshape(-1, t.block_values)
     out = np.empty((len(values), t.block_bytes), np.uint8)
     for part in _chunks(len(values), max(1, _CHUNK_VALUES // t.block_values)):

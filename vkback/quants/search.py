@@ -34,7 +34,6 @@ def integers(low: int, high: int) -> Rounding:
 class Table:
     """Integer levels in rising order that are not evenly spaced. Calling it rounds to the nearest, `index` says which one that is."""
 
-    levels: tuple[int, ...]
     to_index: npt.NDArray[np.uint8]
     to_level: F32
 
@@ -44,7 +43,7 @@ class Table:
         # Middles between integers are multiples of a half, so floor(2v) decides exactly.
         middles = rising[1:] + rising[:-1]
         index = np.searchsorted(middles, np.arange(-256, 256), side="right")
-        return cls(tuple(levels), index.astype(np.uint8), rising[index].astype(np.float32))
+        return cls(index.astype(np.uint8), rising[index].astype(np.float32))
 
     @staticmethod
     def _slot(v: F32) -> npt.NDArray[np.int32]:
