@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from vkback.cli import bench, devices, generate, main, shell
+from vkback.cli import test_ops as ops_command
 from vkback.cli.bench_run import WARMUP_TOKENS, measure
 from vkback.cli.bench_tests import BenchTest, parse_name, parse_values, plan_tests
 from vkback.cli.shell import UsageError
@@ -334,6 +335,98 @@ def test_synth_lists_names_and_writes_a_model(monkeypatch: pytest.MonkeyPatch, c
     assert capsys.readouterr().err.startswith("vkback: error: synth needs a name and a file")
     assert call(monkeypatch, main.main, "synth", "nothing-Q4_0", str(tmp_path / "x.gguf")) == 1
     assert capsys.readouterr().err.startswith("vkback: error: [synth] no model is called 'nothing-Q4_0'")
+
+
+def test_graph_lists_nodes_in_order(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "graph", "-t", "3", "-c", "32") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "0 GET_ROWS inp_embd F32[3, 256] <- token_embd.weight Q6_K[4096, 256], tokens I32[3]"
+    assert lines[-1].split()[:3] == [str(len(lines) - 1), "MUL_MAT", "result_output"]
+
+
+def test_plan_is_made_for_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "plan", "--profile", "nvidia_h200_linux", "-c", "64") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("vkback: 0 = NVIDIA H200")
+    stages = [int(text.split()[0]) for text in lines[2:-1]]
+    assert stages == sorted(stages)
+    assert lines[-1].startswith(f"{stages[-1] + 1} stages, {len(stages)} dispatches, ")
+
+
+def test_plan_refuses_a_device_that_is_and_is_not_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "plan", "--profile", "nvidia_h200_linux", "--device", "0") == 1
+    assert capsys.readouterr().err.startswith("vkback: error: --device and --profile exclude each other")
+
+
+def cases(*lines: str) -> list[Any]:
+    return [SimpleNamespace(op=text.partition("(")[0], line=text) for text in lines]
+
+
+ADD, MUL_1, MUL_2 = "ADD(ne=[1,2],seed=1)", "MUL(ne=[1,2],seed=1)", "MUL(ne=[3,4],seed=1)"
+
+
+@pytest.mark.parametrize(
+    ("names", "params", "chosen"),
+    [
+        ([], None, [ADD, MUL_1, MUL_2]),
+        (["MUL"], None, [MUL_1, MUL_2]),
+        ([MUL_2, "ADD"], None, [ADD, MUL_2]),
+        ([], r"ne=\[1,", [ADD, MUL_1]),
+        (["MUL"], r"ne=\[1,", [MUL_1]),
+    ],
+)
+def test_cases_are_chosen_by_op_line_and_parameters(names: list[str], params: str | None, chosen: list[str]) -> None:
+    assert [c.line for c in ops_command.select(cases(ADD, MUL_1, MUL_2), names, params)] == chosen
+
+
+@pytest.mark.parametrize(
+    ("names", "params", "message"),
+    [
+        (["DIV", "ADD"], None, "no op and no case is called DIV; --list-ops shows the ops"),
+        ([], "nothing", "-p nothing: no case matches"),
+        ([], "(", "-p (: not a regular expression: missing ), unterminated subpattern at position 0"),
+    ],
+)
+def test_choosing_no_case_says_why(names: list[str], params: str | None, message: str) -> None:
+    with pytest.raises(UsageError) as e:
+        list(ops_command.select(cases(ADD, MUL_1), names, params))
+    assert str(e.value) == message
+
+
+def test_list_ops(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "test-ops", "--list-ops") == 0
+    assert any(text.split()[0] == "MUL_MAT" and text.endswith(" cases") for text in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.vulkan
+def test_ops_are_judged_and_a_printed_case_reruns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "test-ops", "-o", "SILU") == 0
+    lines = capsys.readouterr().out.splitlines()
+    line = lines[1].strip().removesuffix(": OK")
+    assert lines[-1] == f"  {len(lines) - 2}/{len(lines) - 2} tests passed"
+    assert call(monkeypatch, main.main, "test-ops", line, "--verbose") == 0
+    out = capsys.readouterr().out
+    assert f"  {line}: OK  y: NMSE " in out
+    assert out.endswith("  1/1 tests passed\n")
+
+
+@pytest.mark.vulkan
+def test_a_failing_case_is_shown_and_fails_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*args: object) -> None:
+        raise VkbackError("[SILU] guard bytes were overwritten")
+
+    monkeypatch.setattr("vkback.harness.runner.run_case", fail)
+    assert call(monkeypatch, main.main, "test-ops", "-o", "SILU", "-p", "4096") == 1
+    lines = capsys.readouterr().out.splitlines()
+    case = "SILU(ne=[1,4096],seed=4)"
+    assert lines[1:] == [
+        "[SILU] guard bytes were overwritten",
+        f"  {case}: FAIL",
+        "  0/1 tests passed",
+        "",
+        "Failing tests:",
+        f"  {case}",
+    ]
 
 
 @pytest.mark.vulkan

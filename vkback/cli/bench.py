@@ -20,6 +20,7 @@ from vkback.cli.shell import (
     ACTS,
     DeviceOption,
     EngineLike,
+    act_of,
     load_engine,
     measured_read_rate,
     model_path,
@@ -74,7 +75,7 @@ def bench(
     """Measure tokens per second: mean and deviation over repetitions. Without -m, both built-in models; without a test, pp512 and tg128."""
     tests = plan_tests(names or [], prompts or [], gens or [], pairs or [], depths or [])
     files = [model_path(m) for m in models] if models else paths.builtin_models()
-    acts = [one_of(a, ACTS, "--act") for a in act.split(",")]
+    acts = [act_of(a) for a in act.split(",")]
     settings = Settings(
         repetitions=repetitions,
         device=device,

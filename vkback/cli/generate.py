@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import DeviceOption, UsageError, load_engine, make_sampler, model_path
+from vkback.cli.shell import ActOption, DeviceOption, UsageError, load_engine, make_sampler, model_path
 
 
 def generate(
@@ -22,7 +22,7 @@ def generate(
     seed: Annotated[int, typer.Option("-s", "--seed", min=0, help="The same seed gives the same text.")] = 0,
     device: DeviceOption = None,
     ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")] = None,
-    act: Annotated[str, typer.Option(help="Activations: auto, f32, q8_1.")] = "auto",
+    act: ActOption = "auto",
 ) -> None:
     """Continue a text. The text goes to stdout as it is generated, speeds to stderr."""
     if not prompt:

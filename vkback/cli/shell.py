@@ -20,6 +20,8 @@ ACTS = get_args(Act)
 
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
 
+ActOption = Annotated[str, typer.Option("--act", help=f"Activations: {', '.join(ACTS)}.")]
+
 
 class UsageError(VkbackError):
     """A command was given something it cannot act on, with what would do."""
@@ -128,6 +130,11 @@ def one_of(value: str, known: Sequence[str], option: str) -> str:
     return value
 
 
+def act_of(value: str) -> Act:
+    """How activations enter products, as the user named it."""
+    return cast(Act, one_of(value, ACTS, "--act"))
+
+
 def open_for_writing(path: Path) -> TextIO:
     """Open a text file the user named. Raises UsageError saying why it cannot be written."""
     try:
@@ -142,7 +149,7 @@ def load_engine(
     """Open a model on a device; see `Engine.load`."""
     from vkback.models.engine import Engine
 
-    return Engine.load(path, device, n_ctx=n_ctx, act=cast(Act, one_of(act, ACTS, "--act")), progress=progress)
+    return Engine.load(path, device, n_ctx=n_ctx, act=act_of(act), progress=progress)
 
 
 def measured_read_rate(device: Any) -> float:
