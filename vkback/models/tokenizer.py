@@ -119,10 +119,7 @@ class BpeVocabulary(Vocabulary):
 
     def __init__(self, tokens: Sequence[str], merges: Sequence[str], pre: PreTokenizer) -> None:
         pairs = [(m[:cut], m[cut + 1 :]) for m in merges if (cut := m.find(" ", 1)) > 0]
-        try:
-            bpe = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=pairs, ignore_merges=pre.ignore_merges)
-        except Exception as e:  # the library raises bare Exception when a merge is not in the vocabulary
-            raise TokenizerError(f"[tokenizer] the merges do not fit the vocabulary: {e}") from e
+        bpe = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=pairs, ignore_merges=pre.ignore_merges)
         self._tokenizer = tokenizers.Tokenizer(bpe)
         cuts = [pre_tokenizers.Split(Regex(p), "isolated") for p in pre.patterns]
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -288,7 +285,11 @@ class _Reader:
         bos = self.id("bos_token_id", len(tokens))
         if model == "gpt2":
             pre = self.pre_tokenizer()
-            vocabulary: Vocabulary = BpeVocabulary(tokens, self.strings("merges"), pre)
+            merges = self.strings("merges")
+            try:
+                vocabulary: Vocabulary = BpeVocabulary(tokens, merges, pre)
+            except Exception as e:  # the library raises bare Exception when a merge is not in the vocabulary
+                raise self.fail(f"the merges do not fit the vocabulary: {e}") from e
             add_bos, strip = self.flag("add_bos_token", pre.add_bos), False
         else:
             strip = self.flag("add_space_prefix", True)
