@@ -11,7 +11,11 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 
 def write_gguf(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, np.ndarray]]) -> Path:
-    """Write a file. metadata: key -> str, bool, int (u32), float (f32) or list; tensors: name -> (type, array; uint8 rows for quantized)."""
+    """Write a file.
+
+    metadata  key -> str, bool, int (u32), float (f32) or list
+    tensors   name -> (type, array); a quantized one as uint8 rows
+    """
     writer = GGUFWriter(path, arch)
     for key, value in metadata.items():
         if isinstance(value, bool):

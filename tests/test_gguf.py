@@ -66,22 +66,32 @@ def test_shapes_are_in_numpy_order() -> None:
 
 
 def test_every_value_type_and_nested_arrays(tmp_path: Path) -> None:
-    keys = [
-        string("u8") + struct.pack("<IB", 0, 200), string("i8") + struct.pack("<Ib", 1, -3), string("u16") + struct.pack("<IH", 2, 60000),
-        string("i16") + struct.pack("<Ih", 3, -300), string("u32") + struct.pack("<II", 4, 1 << 31), string("i32") + struct.pack("<Ii", 5, -1),
-        string("f32") + struct.pack("<If", 6, 0.5), string("bool") + struct.pack("<IB", 7, 1), string("str") + struct.pack("<I", 8) + string("é"),
-        string("u64") + struct.pack("<IQ", 10, 1 << 40), string("i64") + struct.pack("<Iq", 11, -7), string("f64") + struct.pack("<Id", 12, 0.25),
-        string("arr") + struct.pack("<IIQ3h", 9, 3, 3, 1, -2, 3), string("flags") + struct.pack("<IIQ2B", 9, 7, 2, 0, 1),
+    scalars = [
+        ("u8", 0, "B", 200),
+        ("i8", 1, "b", -3),
+        ("u16", 2, "H", 60000),
+        ("i16", 3, "h", -300),
+        ("u32", 4, "I", 1 << 31),
+        ("i32", 5, "i", -1),
+        ("f32", 6, "f", 0.5),
+        ("bool", 7, "B", True),
+        ("u64", 10, "Q", 1 << 40),
+        ("i64", 11, "q", -7),
+        ("f64", 12, "d", 0.25),
+    ]
+    keys = [string(key) + struct.pack(f"<I{code}", type, value) for key, type, code, value in scalars]
+    keys += [
+        string("str") + struct.pack("<I", 8) + string("é"),
+        string("arr") + struct.pack("<IIQ3h", 9, 3, 3, 1, -2, 3),
+        string("flags") + struct.pack("<IIQ2B", 9, 7, 2, 0, 1),
         string("nest") + struct.pack("<IIQ", 9, 9, 2) + 2 * (struct.pack("<IQ", 8, 1) + string("x")),
-    ]  # fmt: skip
+    ]
     path = tmp_path / "all.gguf"
     path.write_bytes(raw_file(keys, []))
     m = dict(GgufFile.open(path).metadata)
     assert (m.pop("arr").tolist(), m.pop("flags").tolist()) == ([1, -2, 3], [False, True])
-    assert m == {
-        "u8": 200, "i8": -3, "u16": 60000, "i16": -300, "u32": 1 << 31, "i32": -1, "f32": 0.5, "bool": True, "str": "é", "u64": 1 << 40,
-        "i64": -7, "f64": 0.25, "nest": [["x"], ["x"]],
-    }  # fmt: skip
+    assert m == {key: value for key, _, _, value in scalars} | {"str": "é", "nest": [["x"], ["x"]]}
+    assert m["bool"] is True
 
 
 def test_header_errors(tmp_path: Path) -> None:
