@@ -5,17 +5,17 @@
 //   vec2 rope_rotate(vec2 v, vec2 angle)                  v turned by the angle
 //   uvec2 rope_dims(uint pair)                            the two dimensions of a head that make up a pair
 //
-// Angles are counted in turns as 32-bit fractions: pos * frequency wraps around by itself, so position 131072 is as exact as
-// position 1 (a product in float would be off by 0.008 radians there). Sine and cosine are polynomials over an eighth of a turn, since Vulkan
-// promises only 2^-11 for its own.
+// Angles are counted in turns as 64-bit fractions, of which pos * frequency keeps the upper 32: it wraps around by itself, so position 131072 is
+// as exact as position 1 (a product in float would be off by 0.008 radians there, a 32-bit frequency by 0.0001). Sine and cosine are
+// polynomials over an eighth of a turn, since Vulkan promises only 2^-11 for its own.
 //
 // Defines:
 //   ROPE_PAIRS   pairs that are turned, n_dims / 2
-//   ROPE_TURNS   their frequencies in turns a position, as 32-bit fractions, comma-separated: vkback.ops.rope_angles.turns
+//   ROPE_TURNS   their frequencies in turns a position, as 64-bit fractions uvec2(upper, lower), comma-separated: vkback.ops.rope_angles.turns
 //   ROPE_MSCALE  factor on both components (attention factor and YaRN's correction)
 //   ROPE_NEOX    0: neighbouring dimensions make a pair; 1: dimension i pairs with i + n_dims / 2
 
-const uint rope_turns[ROPE_PAIRS] = uint[](ROPE_TURNS);
+const uvec2 rope_turns[ROPE_PAIRS] = uvec2[](ROPE_TURNS);
 
 vec2 rope_cos_sin(uint turn) {
     const uint quarter = (turn + 0x20000000u) >> 30;
@@ -28,14 +28,43 @@ vec2 rope_cos_sin(uint turn) {
     return (quarter & 2u) == 0u ? turned : -turned;
 }
 
+uint rope_turn(uvec2 turns, int pos) {
+    uint upper, lower;
+    umulExtended(uint(pos), turns.y, upper, lower);
+    // uint(pos) of a negative position is 2^32 too large.
+    return uint(pos) * turns.x + upper - (pos < 0 ? turns.y : 0u);
+}
+
+// turns / factor. Pairs slower than one turn in 1024 positions, the ones that factors are made for, do with a float's 24 bits: 5e-5 radians at
+// position 131072. Faster ones get the quotient by long division.
+uvec2 rope_divide(uvec2 turns, float factor) {
+    if (factor == 1.0) return turns;
+    if (factor > 1.0 && turns.x < 0x400000u) {
+        const uint quotient = uint((float(turns.x) * 1024.0 + float(turns.y >> 22)) / factor + 0.5);
+        return uvec2(quotient >> 10, quotient << 22);
+    }
+    // factor = divisor / 2^shift, divisor of 24 bits; eight digits of base 256: those of turns, the upper four at once, and three zeros.
+    const uint bits = floatBitsToUint(factor);
+    const uint divisor = (bits & 0x7fffffu) | 0x800000u;
+    const int shift = 150 - int(bits >> 23) - 24;
+    uvec2 quotient = uvec2(0u, turns.x / divisor);
+    uint rest = turns.x % divisor;
+    for (int digit = 3; digit >= -3; digit--) {
+        rest = (rest << 8) | (digit >= 0 ? (turns.y >> (8 * digit)) & 0xffu : 0u);
+        quotient = uvec2((quotient.x << 8) | (quotient.y >> 24), (quotient.y << 8) | (rest / divisor));
+        rest %= divisor;
+    }
+    if (shift == 0) return quotient;
+    if (shift > 0) return uvec2((quotient.x << shift) | (quotient.y >> (32 - shift)), quotient.y << shift);
+    return uvec2(quotient.x >> -shift, (quotient.x << (32 + shift)) | (quotient.y >> -shift));
+}
+
 vec2 rope_angle(uint pair, int pos) {
-    return ROPE_MSCALE * rope_cos_sin(uint(pos) * rope_turns[pair]);
+    return ROPE_MSCALE * rope_cos_sin(rope_turn(rope_turns[pair], pos));
 }
 
 vec2 rope_angle(uint pair, int pos, float factor) {
-    // Factors other than 1 slow down pairs of long wavelength only, whose frequency fits a float's 24 bits.
-    const uint turns = rope_turns[pair];
-    return ROPE_MSCALE * rope_cos_sin(uint(pos) * (factor == 1.0 ? turns : uint(float(turns) / factor + 0.5)));
+    return ROPE_MSCALE * rope_cos_sin(rope_turn(rope_divide(rope_turns[pair], factor), pos));
 }
 
 vec2 rope_rotate(vec2 v, vec2 angle) {

@@ -122,10 +122,15 @@ class Rope(Op):
             yield self.case(mode, (3, 2, 64), freq_base=150000.0, freq_scale=1 / 32, ext_factor=1.0)
             yield self.case(mode, (3, 2, 128), first=99_998)
             yield self.case(mode, (3, 2, 128), first=131_069, freq_base=500000.0)
+            yield self.case(mode, (3, 2, 128), first=131_069, factors=True)
+            yield self.case(mode, (3, 2, 128), first=131_069, factors=True, fast_factor=1.08)
             yield self.case(mode, (2, 2, 128), first=-1)
 
-    def case(self, mode: str, shape: tuple[int, int, int], *, first: int = 30, factors: bool = False, seed: int = 13, **given: Any) -> Case:
-        """Tokens at positions first, first + 1, ...; factors 1 for the fast half of the pairs and up to 8 for the slow half."""
+    def case(
+        self, mode: str, shape: tuple[int, int, int], *, first: int = 30, factors: bool = False, fast_factor: float = 1.0,
+        seed: int = 13, **given: Any,
+    ) -> Case:
+        """Tokens at positions first, first + 1, ...; factors: fast_factor for the fast half of the pairs, up to 8 for the slow half."""
         params = {**DEFAULTS, "mode": mode, "n_dims": shape[2], **given}
 
         def make(rng: np.random.Generator) -> Problem:
@@ -136,28 +141,22 @@ class Rope(Op):
             }
             if factors:
                 inputs.append(Tensor("factors", "F32", (params["n_dims"] // 2,), "weight"))
-                values["factors"] = slow_factors(params["n_dims"])
+                values["factors"] = frequency_factors(params["n_dims"], fast_factor)
             return Problem(Node("ROPE", tuple(inputs), (Tensor("y", "F32", shape),), params), values)
 
-        shown = {"mode": mode, "ne": shape, "n_dims": params["n_dims"], "pos": first, "ff": factors}
+        shown = {"mode": mode, "ne": shape, "n_dims": params["n_dims"], "pos": first, "ff": fast_factor if factors else 0}
         return Case("ROPE", {**shown, **given, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return rope_tolerance(node)
+        if len(node.inputs) > 2:
+            return Tolerance(1e-10, 1e-4, "factors divide slow pairs in f32: 5e-5 radians at position 131072; else as without")
+        return Tolerance(1e-12, 1e-5, "angles to 2^-32 of a turn at any position; polynomials and products in f32, each rounding 2^-24")
 
 
-def slow_factors(n_dims: int) -> Array:
-    """Frequency factors as Llama 3 has them: 1 for the faster half of the pairs, rising to 8."""
+def frequency_factors(n_dims: int, fast: float) -> Array:
+    """Frequency factors as Llama 3 (fast = 1) or long-rope models have them: `fast` for the faster half of the pairs, rising to 8."""
     half = n_dims // 2
-    return np.concatenate([np.ones(half - half // 2), np.linspace(1.5, 8.0, half // 2)]).astype(np.float32)
-
-
-def rope_tolerance(node: Node) -> Tolerance:
-    return Tolerance(
-        1e-9,
-        3e-4,
-        "frequencies are 32-bit fractions of a turn, off by at most 2^-33: 1e-4 radians at position 131072; else f32 roundings of 2^-24",
-    )
+    return np.concatenate([np.full(half - half // 2, fast), np.linspace(1.5, 8.0, half // 2)]).astype(np.float32)
 
 
 @register
@@ -243,7 +242,7 @@ class QkvRopeSetRows(Op):
                 values |= {w: rng.uniform(0.5, 1.5, dim).astype(np.float32) for w in ("q_norm", "k_norm")}
             if factors:
                 inputs.append(Tensor("factors", "F32", (params["n_dims"] // 2,), "weight"))
-                values["factors"] = slow_factors(params["n_dims"])
+                values["factors"] = frequency_factors(params["n_dims"], 1.0)
             outputs = (Tensor("q_out", "F32", (n, heads, dim)), *caches)
             return Problem(Node(self.name, tuple(inputs), outputs, params), values)
 

@@ -46,8 +46,8 @@ def mscale(params: Mapping[str, Any]) -> float:
 
 
 def turns(params: Mapping[str, Any]) -> list[int]:
-    """Frequencies in turns a position, as 32-bit fractions of a turn."""
-    return [round(float(f) / (2 * math.pi) * 2**32) & 0xFFFFFFFF for f in frequencies(params)]
+    """Frequencies in turns a position, as 64-bit fractions of a turn."""
+    return [round(float(f) / (2 * math.pi) * 2**64) % 2**64 for f in frequencies(params)]
 
 
 def defines(params: Mapping[str, Any]) -> dict[str, str]:
@@ -55,7 +55,7 @@ def defines(params: Mapping[str, Any]) -> dict[str, str]:
     table = turns(params)
     return {
         "ROPE_PAIRS": str(len(table)),
-        "ROPE_TURNS": ",".join(f"{t}u" for t in table),
+        "ROPE_TURNS": ",".join(f"uvec2({t >> 32}u,{t & 0xFFFFFFFF}u)" for t in table),
         "ROPE_MSCALE": repr(np.float32(mscale(params)).item()),
         "ROPE_NEOX": str(MODES[params["mode"]]),
     }
