@@ -1,1 +1,7 @@
+"""Op families. Importing the package registers every op of every file in it (vkback.ops.base.OPS)."""
 
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

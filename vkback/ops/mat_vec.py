@@ -291,7 +291,8 @@ def product_tolerance(q8_in: bool, q8_out: bool) -> Tolerance:
 
 def weight_push(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:
     """The `Weights` block of shaders/quant/weights.glsl, in 16-byte words: units, part, plane[4]."""
-    parts = sum(p.name.startswith("qs") for p in layout.planes)
+    stem = layout.planes[0].name.rstrip("0123456789")
+    parts = sum(p.name.rstrip("0123456789") == stem for p in layout.planes)
     others = [p.offset // 16 for p in layout.planes[parts:]]
     return [ceil_div(k, 32), layout.part_stride // 16, *others, *([0] * (4 - len(others)))]
 

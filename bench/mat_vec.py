@@ -1,0 +1,100 @@
+"""Times the mat-vec kernels with cold weights, as the tables choose them or over a grid of workgroup shapes.
+
+    python bench/mat_vec.py [--quant Q4_K,Q6_K] [--shape 4096x14336] [--ids 128x8] [--sweep] [--act q8_1]
+
+One line a point: kernel shape, microseconds a launch back to back (throughput) and one after the other (latency), GB/s, share of the read rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vkback.device import Device
+from vkback.harness.read_rate import measure_read_rate
+from vkback.harness.timing import Bench
+from vkback.ops.base import Case, Choice, LowerContext, PlanError
+from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
+from vkback.plan.tuning import Tuning
+from vkback.shader import ShaderLibrary
+
+
+class Fixed:
+    """The tables with one family answered by hand."""
+
+    def __init__(self, tables: Tuning, family: str, params: Mapping[str, Any]) -> None:
+        self.tables, self.family, self.params = tables, family, dict(params)
+
+    def pick(self, family: str, **query: Any) -> Choice:
+        if family == self.family:
+            return Choice(self.params, "sweep")
+        return self.tables.pick(family, **query)
+
+
+def grid() -> Iterator[dict[str, int]]:
+    for wg in (64, 128, 256, 512):
+        for lanes in (8, 16, 32, 64, 128, 256):
+            for rows in (1, 2, 4, 8):
+                if lanes <= wg and rows <= lanes:
+                    yield {"wg": wg, "lanes": lanes, "rows": rows}
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    for quant in args.quant.split(","):
+        for shape in args.shape.split(","):
+            m, k = map(int, shape.split("x"))
+            if args.glu:
+                yield fused_case(quant, m, k, 1, (), glu=True, out="Q8_1")
+            elif args.norm:
+                yield fused_case(quant, m, k, 1, ("norm",))
+            elif args.ids:
+                experts, used = map(int, args.ids.split("x"))
+                yield mul_mat_id_case(quant, experts, used, m, args.n, k, shared=True)
+            else:
+                yield mul_mat_case(quant, m, args.n, k)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quant", default="Q4_K")
+    parser.add_argument("--shape", default="4096x14336,14336x4096,4096x4096")
+    parser.add_argument("--n", type=int, default=1)
+    parser.add_argument("--ids", default="")
+    parser.add_argument("--glu", action="store_true")
+    parser.add_argument("--norm", action="store_true")
+    parser.add_argument("--act", default="auto")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--top", type=int, default=6, help="with --sweep: the quickest points of each case")
+    parser.add_argument("--device")
+    args = parser.parse_args()
+    with Device.open(args.device) as device:
+        library = ShaderLibrary()
+        tables = Tuning.for_device(device.caps)
+        roof = measure_read_rate(device, library).gb_s
+        print(f"{device.caps.name}, driver {device.caps.driver_info}: read rate {roof:.0f} GB/s")
+        for case in cases(args):
+            ctx = LowerContext(device.caps, tables, args.act)
+            problem = case.build()
+            if problem.node.inputs[1].type == "F32" and args.act != "f32" and not args.norm:
+                x = dataclasses.replace(problem.node.inputs[1], type="Q8_1")
+                node = dataclasses.replace(problem.node, inputs=(problem.node.inputs[0], x, *problem.node.inputs[2:]))
+                problem = dataclasses.replace(problem, node=node, values={k: v for k, v in problem.values.items() if k != "x"})
+            with Bench(device, library, problem, ctx) as bench:
+                points = []
+                for params in grid() if args.sweep else [None]:
+                    use = ctx if params is None else dataclasses.replace(ctx, tuning=Fixed(tables, "mat_vec", params))
+                    try:
+                        t = bench.time(use, repetitions=3)
+                    except PlanError:
+                        continue
+                    points.append((t.throughput_us, t, params))
+                points.sort(key=lambda p: p[0])
+                best_latency = sorted(points, key=lambda p: p[1].latency_us)[: args.top]
+                for us, t, params in points[: args.top] + [p for p in best_latency if p not in points[: args.top]]:
+                    print(f"{case.line} {params or ''}: {us:.2f} us ({t.gb_s:.0f} GB/s, {100 * t.gb_s / roof:.0f} % of read rate), latency {t.latency_us:.2f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Every case of the mat-vec family on both paths."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from vkback.device import Device
+from vkback.harness.runner import run_case
+from vkback.ops.base import OPS, Case, LowerContext
+from vkback.shader import ShaderLibrary
+
+CASES = [c for name in ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC") for c in OPS[name].cases()]
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("act", ["f32", "q8_1"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
+def test_case(case: Case, act: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    outcome = run_case(device, library, case, dataclasses.replace(ctx, act=act))
+    assert outcome.ok, outcome.text
