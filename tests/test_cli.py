@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vkback.cli import bench, devices, generate, main, shell
+from vkback.cli import bench, generate, main, shell
 from vkback.cli import test_ops as ops_command
 from vkback.cli.bench_run import WARMUP_TOKENS, measure
 from vkback.cli.bench_tests import BenchTest, parse_name, parse_values, plan_tests
@@ -437,15 +437,13 @@ def test_devices_lists_what_device_takes(monkeypatch: pytest.MonkeyPatch, capsys
     assert all(text.startswith(f"vkback: {i} = ") for i, text in enumerate(lines))
 
 
-def test_report_tells_what_fails_instead_of_failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> list[Any]:
-        raise VkbackError("[device] no loader")
-
-    monkeypatch.setattr("vkback.device.list_devices", fail)
-    report = devices.full_report()
-    assert report["devices"] == "error: [device] no loader"
-    assert report["packages"]["numpy"] == np.__version__
-    assert json.loads(json.dumps(report)) == report
+@pytest.mark.vulkan
+def test_devices_report_names_build_compiler_and_capabilities(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "devices", "--report") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("build: ")
+    assert next(text for text in lines if text.startswith("shader compiler ")) != "shader compiler none found"
+    assert any(text.strip().startswith("subgroup_size: ") for text in lines)
 
 
 def test_wrong_usage_exits_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
