@@ -115,7 +115,7 @@ def declare(name: str, *, match: Mapping[str, str], params: Mapping[str, tuple[A
 class Chooser(Protocol):
     """Tuning tables, as ops see them."""
 
-    def pick(self, op: str, **query: Any) -> Choice: ...
+    def pick(self, family: str, **query: Any) -> Choice: ...
 
 
 @dataclass(frozen=True)
