@@ -19,7 +19,7 @@ TIMEOUT_S = 120
 
 _TARGET_ENV_VULKAN = 0
 _ENV_VERSION_VULKAN_1_2 = (1 << 22) | (2 << 12)
-_GLSL_COMPUTE_SHADER = 5
+_GLSL_COMPUTE_SHADER = 2
 _OPTIMIZE_PERFORMANCE = 2
 _STATUS_SUCCESS = 0
 
@@ -118,16 +118,29 @@ def _loaded_libraries() -> list[str]:
         return []
 
 
-@cache
-def find_compiler() -> Compiler | None:
-    """libshaderc, else glslc, else None."""
+def shared_library() -> ShadercLibrary | None:
+    """libshaderc where it can be loaded: Debian 12's lacks glslang's symbols and cannot."""
     found = ctypes.util.find_library("shaderc_shared")
     for name in (*LIBRARIES, *([found] if found else [])):
         try:
             return ShadercLibrary(name)
         except OSError:
             continue
-    path = shutil.which("glslc")
+    return None
+
+
+def program_path() -> str | None:
+    """Where glslc is."""
+    return shutil.which("glslc")
+
+
+@cache
+def find_compiler() -> Compiler | None:
+    """libshaderc (a compile takes milliseconds), else glslc (a process each), else None."""
+    library = shared_library()
+    if library is not None:
+        return library
+    path = program_path()
     return GlslcProgram(path) if path else None
 
 

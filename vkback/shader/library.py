@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vkback.paths import cache_dir as default_cache_dir
 from vkback.paths import shader_root, write_atomic
-from vkback.shader.compiler import TARGET, GlslError, Compiler, find_compiler, identity_key
+from vkback.shader.compiler import TARGET, Compiler, GlslError, find_compiler, identity_key
 from vkback.shader.errors import CompileError, NoCompiler
 from vkback.shader.source import Expanded, Variant, expand
 
