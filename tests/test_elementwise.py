@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from kernel_paths import planned_for
 
 from vkback.device import Device
+from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case
-from vkback.ops.base import OPS, Case, LowerContext
-from vkback.ops.elementwise import BINARY, UNARY
+from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.elementwise import BINARY, UNARY, repetition
 from vkback.shader import ShaderLibrary
 
-CASES = [c for name in (*BINARY, *UNARY,) for c in OPS[name].cases()]
+CASES = [c for name in (*BINARY, *UNARY) for c in OPS[name].cases()]
 
 
 @pytest.mark.vulkan
@@ -18,3 +20,41 @@ CASES = [c for name in (*BINARY, *UNARY,) for c in OPS[name].cases()]
 def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     outcome = run_case(device, library, case, ctx)
     assert outcome.ok, outcome.text
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "want"),
+    [
+        ((3, 8), (8,), (1, 8)),
+        ((3, 8), (3, 1), (8, 3)),
+        ((2, 3, 8), (3, 1), (8, 3)),
+        ((2, 3, 8), (1, 3, 8), (1, 24)),
+        ((2, 3, 8), (2, 1, 8), None),
+        ((2, 8), (3, 2, 8), None),
+        ((6,), (2, 3), (1, 6)),
+    ],
+)
+def test_repetition(a: tuple[int, ...], b: tuple[int, ...], want: tuple[int, int] | None) -> None:
+    assert repetition(a, b) == want
+
+
+def test_a_hole_in_the_repetition_is_refused() -> None:
+    node = Node("MUL", (Tensor("a", "F32", (2, 3, 8)), Tensor("b", "F32", (2, 1, 8))), (Tensor("y", "F32", (2, 3, 8)),))
+    with pytest.raises(PlanError) as error:
+        OPS["MUL"].lower(node, planned_for("nvidia_h200_linux"))
+    assert str(error.value) == (
+        "[MUL] y: b F32[2, 1, 8] cannot be repeated to a F32[2, 3, 8]: expected some of its axes in a row, with ones before and after"
+    )
+
+
+def test_a_missing_parameter_is_named() -> None:
+    x = Tensor("x", "F32", (4,))
+    with pytest.raises(PlanError, match=r"\[SCALE\] parameters missing: bias"):
+        OPS["SCALE"].lower(Node("SCALE", (x,), (Tensor("y", "F32", (4,)),), {"scale": 2.0}), planned_for("nvidia_h200_linux"))
+
+
+def test_a_large_grid_spills_to_y() -> None:
+    x = Tensor("x", "F32", (8_400_000, 13))
+    (d,) = OPS["NEG"].lower(Node("NEG", (x,), (Tensor("y", "F32", x.shape),)), planned_for("nvidia_h200_linux"))
+    assert d.groups[0] <= 65535
+    assert d.groups[0] * d.groups[1] * int(dict(d.kernel.defines)["WG_SIZE"]) * 4 >= x.elements

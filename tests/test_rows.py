@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from kernel_paths import planned_for
 
 from vkback.device import Device
+from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case
-from vkback.ops.base import OPS, Case, LowerContext
+from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.rows import GetRows
+from vkback.plan.schedule import into_stages
 from vkback.shader import ShaderLibrary
 
-CASES = [c for name in ("GET_ROWS", "SET_ROWS",) for c in OPS[name].cases()]
+CASES = [c for name in ("GET_ROWS", "SET_ROWS") for c in OPS[name].cases()]
 
 
 @pytest.mark.vulkan
@@ -17,3 +23,25 @@ CASES = [c for name in ("GET_ROWS", "SET_ROWS",) for c in OPS[name].cases()]
 def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     outcome = run_case(device, library, case, ctx)
     assert outcome.ok, outcome.text
+
+
+@pytest.mark.vulkan
+def test_a_table_in_shards(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """A binding of 64 KiB at most cuts the table into parts; ids lie in each of them and beyond the last."""
+    small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_storage_buffer_range=65536))
+    case = GetRows().case("Q8_0", 500, 512, (0, 63, 64, 127, 300, 499, 500, -1))
+    dispatches = OPS["GET_ROWS"].lower(case.build().node, small)
+    assert len(dispatches) > 3
+    assert len(into_stages(dispatches)) == 1
+    outcome = run_case(device, library, case, small)
+    assert outcome.ok, outcome.text
+
+
+def test_a_cache_of_another_type_is_refused() -> None:
+    cache = Tensor("cache", "F32", (2, 16, 64), "state")
+    node = Node("SET_ROWS", (Tensor("x", "F32", (1, 2, 64)), Tensor("pos", "I32", (1,)), cache), (cache,))
+    with pytest.raises(PlanError) as error:
+        OPS["SET_ROWS"].lower(node, planned_for("nvidia_h200_linux"))
+    assert str(error.value) == (
+        "[SET_ROWS] cache: x F32[1, 2, 64] into cache F32[2, 16, 64]: expected an F16 cache of even rows, 1 tokens of its heads"
+    )

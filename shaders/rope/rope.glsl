@@ -39,6 +39,7 @@ uint rope_turn(uvec2 turns, int pos) {
 // position 131072. Faster ones get the quotient by long division.
 uvec2 rope_divide(uvec2 turns, float factor) {
     if (factor == 1.0) return turns;
+    if (factor > 1e9) return uvec2(0u);    // some models still a pair so
     if (factor > 1.0 && turns.x < 0x400000u) {
         const uint quotient = uint((float(turns.x) * 1024.0 + float(turns.y >> 22)) / factor + 0.5);
         return uvec2(quotient >> 10, quotient << 22);

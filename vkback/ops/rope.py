@@ -123,7 +123,8 @@ class Rope(Op):
             yield self.case(mode, (3, 2, 128), first=99_998)
             yield self.case(mode, (3, 2, 128), first=131_069, freq_base=500000.0)
             yield self.case(mode, (3, 2, 128), first=131_069, factors=True)
-            yield self.case(mode, (3, 2, 128), first=131_069, factors=True, fast_factor=1.08)
+            for fast in (1.08, 0.7, 1e30):
+                yield self.case(mode, (3, 2, 128), first=131_069, factors=True, fast_factor=fast)
             yield self.case(mode, (2, 2, 128), first=-1)
 
     def case(
