@@ -8,6 +8,7 @@ One line a point: kernel shape, microseconds a launch back to back (throughput) 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 from vkback.device import Device
 from vkback.harness.read_rate import measure_read_rate
 from vkback.harness.timing import Bench
-from vkback.ops.base import Case, Choice, LowerContext, PlanError
+from vkback.ops.base import OPS, Case, Choice, LowerContext, PlanError
 from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.plan.tuning import Tuning
+from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 
 
@@ -33,12 +35,13 @@ class Fixed:
         return self.tables.pick(family, **query)
 
 
-def grid() -> Iterator[dict[str, int]]:
-    for wg in (64, 128, 256, 512):
-        for lanes in (8, 16, 32, 64, 128, 256):
-            for rows in (1, 2, 4, 8):
-                if lanes <= wg and rows <= lanes:
-                    yield {"wg": wg, "lanes": lanes, "rows": rows}
+def grid(full: bool) -> Iterator[dict[str, int]]:
+    for unroll, prefetch in ((1, 1), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0)):
+        for wg in (32, 64, 128, 256, 512):
+            for lanes in (8, 16, 32, 64, 128):
+                for rows in (1, 2, 4):
+                    if lanes <= wg and rows <= lanes and unroll * rows <= 8 and (full or lanes >= 16):
+                        yield {"wg": wg, "lanes": lanes, "rows": rows, "unroll": unroll, "prefetch": prefetch}
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -56,6 +59,16 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
                 yield mul_mat_case(quant, m, args.n, k)
 
 
+def compile_all(bench: Bench, ctx: LowerContext, tables: Tuning, args: argparse.Namespace) -> None:
+    """Compile every point of a sweep in parallel."""
+    dispatches = []
+    for params in grid(args.full) if args.sweep else []:
+        with contextlib.suppress(PlanError):
+            use = dataclasses.replace(ctx, tuning=Fixed(tables, "mat_vec", params))
+            dispatches += OPS[bench.problem.node.op].lower(bench.problem.node, use)
+    compile_kernels(bench.device, bench.library, dispatches)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quant", default="Q4_K")
@@ -66,6 +79,7 @@ def main() -> None:
     parser.add_argument("--norm", action="store_true")
     parser.add_argument("--act", default="auto")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--full", action="store_true", help="with --sweep: narrow slots, too")
     parser.add_argument("--top", type=int, default=6, help="with --sweep: the quickest points of each case")
     parser.add_argument("--device")
     args = parser.parse_args()
@@ -82,8 +96,9 @@ def main() -> None:
                 node = dataclasses.replace(problem.node, inputs=(problem.node.inputs[0], x, *problem.node.inputs[2:]))
                 problem = dataclasses.replace(problem, node=node, values={k: v for k, v in problem.values.items() if k != "x"})
             with Bench(device, library, problem, ctx) as bench:
+                compile_all(bench, ctx, tables, args)
                 points = []
-                for params in grid() if args.sweep else [None]:
+                for params in grid(args.full) if args.sweep else [None]:
                     use = ctx if params is None else dataclasses.replace(ctx, tuning=Fixed(tables, "mat_vec", params))
                     try:
                         t = bench.time(use, repetitions=3)

@@ -75,8 +75,8 @@ Act act_load(uint row, uint unit) {
     const uvec2 ds = act_ds[unit];
   #else
     const uint base = row * p.x_stride;
-    const uvec4 lo = x4[base + unit], hi = x4[base + p.w.units + unit];
-    const uvec2 ds = x2[(base + 2u * p.w.units) * 2u + unit];
+    const uvec4 lo = x4[base + unit], hi = x4[base + K_UNITS + unit];
+    const uvec2 ds = x2[(base + 2u * K_UNITS) * 2u + unit];
   #endif
     for (int i = 0; i < 4; i++) {
         a.q[i] = lo[i];
@@ -88,8 +88,8 @@ Act act_load(uint row, uint unit) {
     for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit];
 #elif X_TYPE == X_Q8_1
     const uint base = row * p.x_stride;
-    const uvec4 lo = x4[base + unit], hi = x4[base + p.w.units + unit];
-    const float d = uintBitsToFloat(x2[(base + 2u * p.w.units) * 2u + unit].x);
+    const uvec4 lo = x4[base + unit], hi = x4[base + K_UNITS + unit];
+    const float d = uintBitsToFloat(x2[(base + 2u * K_UNITS) * 2u + unit].x);
     for (int i = 0; i < 8; i++) {
         const int word = int(i < 4 ? lo[i & 3] : hi[i & 3]);
         a.x[i] = d * vec4((word << 24) >> 24, (word << 16) >> 24, (word << 8) >> 24, word >> 24);

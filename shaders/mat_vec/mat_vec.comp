@@ -2,7 +2,7 @@
 // y = W x for 1 to COLS tokens: every quantized mat-vec, float and integer-dot (MMVQ), dense and MUL_MAT_ID, passes through here.
 //
 // A workgroup of WG threads makes SLOTS * ROWS weight rows: LANES neighbouring threads form a slot, which owns ROWS rows and walks their
-// units (32 weights) side by side; the partial sums of its lanes are added at the end in a fixed order.
+// units (32 weights) side by side, UNROLL units a lane at once; the partial sums of its lanes are added at the end in a fixed order.
 //
 //   PATH_INT   1: q8_1 activations, dot products of packed bytes; 0: f32 activations
 //   IDS        0: dense. 1: gl_WorkGroupID.z = token * n_used + slot picks the expert. 2: z = token, sums its experts by their weights
@@ -34,6 +34,8 @@ layout(local_size_x = WG) in;
 
 #define SLOTS (WG / LANES)
 #define PARTIALS (LANES / SUBGROUP)
+#define CHUNK (LANES * UNROLL)
+#define CHUNKS ((K_UNITS + CHUNK - 1) / CHUNK)
 #define GROUP_ROWS (SLOTS * ROWS)
 #define GROUP_OUT (GROUP_ROWS >> GLU)
 
@@ -94,8 +96,29 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
 #endif
 }
 
-void load(out UnitRaw raw[ROWS], uint first_row, uint last_row, uint unit) {
-    for (uint r = 0; r < ROWS; r++) raw[r] = unit_load(min(first_row + r, last_row), unit);
+// Loads the units lane, lane + LANES, ... of a chunk for this slot's rows. Past the end the last unit is read again and not used.
+void load(out UnitRaw raw[UNROLL][ROWS], uint first_row, uint last_row, uint lane, uint chunk) {
+    for (uint j = 0; j < UNROLL; j++)
+        for (uint r = 0; r < ROWS; r++) raw[j][r] = unit_load(min(first_row + r, last_row), min(chunk * CHUNK + j * LANES + lane, K_UNITS - 1u));
+}
+
+// Goes through the row in chunks; `raw` holds chunk 0. With PREFETCH the next chunk is on its way while one is used.
+void walk(UnitRaw raw[UNROLL][ROWS], uint first_row, uint last_row, uint lane, uint x_row, float weight) {
+    for (uint chunk = 0; chunk < CHUNKS; chunk++) {
+#if CHUNKS > 1 && PREFETCH
+        UnitRaw next[UNROLL][ROWS];
+        if (chunk + 1 < CHUNKS) load(next, first_row, last_row, lane, chunk + 1);
+#endif
+        for (uint j = 0; j < UNROLL; j++) {
+            const uint unit = chunk * CHUNK + j * LANES + lane;
+            if (K_UNITS % CHUNK == 0 || unit < K_UNITS) accumulate(raw[j], x_row, unit, weight);
+        }
+#if CHUNKS > 1 && PREFETCH
+        raw = next;
+#elif CHUNKS > 1
+        if (chunk + 1 < CHUNKS) load(raw, first_row, last_row, lane, chunk + 1);
+#endif
+    }
 }
 
 #if PARTIALS > 1
@@ -144,20 +167,16 @@ void main() {
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLS; c++) acc[r][c] = 0.0;
 
+    UnitRaw raw[UNROLL][ROWS];
+    const uint own_row = min(row0, p.m - 1u);
 #if IDS == 2
-    const uint token = gl_WorkGroupID.z;
+    const uint y_row = gl_WorkGroupID.z;
     for (uint slot = 0; slot < p.n_used; slot++) {
-        const uint e = token * p.n_used + slot;
+        const uint e = y_row * p.n_used + slot;
         const uint first = uint(ids[e]) * p.m;
-        const float weight = expert_weight[e];
-        const uint x_row = p.x_slots == 1u ? token : e;
-        for (uint unit = lane; unit < p.w.units; unit += LANES) {
-            UnitRaw raw[ROWS];
-            load(raw, first + min(row0, p.m - 1u), first + p.m - 1u, unit);
-            accumulate(raw, x_row, unit, weight);
-        }
+        load(raw, first + own_row, first + p.m - 1u, lane, 0);
+        walk(raw, first + own_row, first + p.m - 1u, lane, p.x_slots == 1u ? y_row : e, expert_weight[e]);
     }
-    const uint y_row = token;
 #else
   #if IDS == 1
     const uint y_row = gl_WorkGroupID.z;
@@ -168,18 +187,12 @@ void main() {
     const uint first = 0u;
     const uint x_row = y_row;
   #endif
-    // The first weights are on their way before the prologue, and each later unit before the one in hand is used.
-    UnitRaw next[ROWS];
-    const uint first_row = first + min(row0, p.m - 1u), last_row = first + p.m - 1u;
-    load(next, first_row, last_row, min(lane, p.w.units - 1u));
+    // The first weights are on their way before the prologue.
+    load(raw, first + own_row, first + p.m - 1u, lane, 0);
   #if PROLOGUE
     prologue(tid);
   #endif
-    for (uint unit = lane; unit < p.w.units; unit += LANES) {
-        const UnitRaw raw[ROWS] = next;
-        if (unit + LANES < p.w.units) load(next, first_row, last_row, unit + LANES);
-        accumulate(raw, x_row, unit, 1.0);
-    }
+    walk(raw, first + own_row, first + p.m - 1u, lane, x_row, 1.0);
 #endif
     reduce(tid);
     epilogue(tid, group, row0, y_row);

@@ -14,12 +14,14 @@ from vkback import quants
 from vkback.device import BufferRange, Device
 from vkback.graph import Node
 from vkback.ops.base import OPS, Dispatch, LowerContext, Problem, nbytes, shards
-from vkback.program.program import compile_kernels
-from vkback.plan.schedule import Schedule
+from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 
 COLD_BYTES = 512 << 20
 """Weights in rotation: several times the largest last-level cache of today's GPUs (96 MiB)."""
+
+STEADY_BYTES = 4 << 30
+"""Bytes read in one recording: about a millisecond on the fastest memory there is."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,13 @@ class Bench:
         self._arena.destroy()
 
     def time(self, ctx: LowerContext, *, launches: int | None = None, repetitions: int = 5, node: Node | None = None) -> Timing:
-        """Time the node as `ctx` lowers it. launches: how many in one recording (default: once through the copies, at least 16)."""
+        """Time the node as `ctx` lowers it. launches: how many in one recording (default: whole rounds through the copies,
+        on a GPU enough of them for about a millisecond, so that clocks and timestamps are steady)."""
         dispatches = OPS[(node or self.problem.node).op].lower(node or self.problem.node, ctx)
-        count = launches or max(16, self.copies)
-        kernels = compile_kernels(self.device, self.library, Schedule([dispatches]))
+        per_launch = sum(d.nbytes for d in dispatches)
+        enough = 16 if self.device.caps.device_type == "cpu" else min(2000, STEADY_BYTES // per_launch)
+        count = launches or max(1, -(-enough // self.copies)) * self.copies
+        kernels = compile_kernels(self.device, self.library, dispatches)
         figures = []
         for barrier in (False, True):
             rec = self.device.recorder("timing", timestamps=2)

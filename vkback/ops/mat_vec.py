@@ -61,6 +61,8 @@ declare(
         "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
         "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
         "rows": (1, 2, 4, 8, 16, 32),
+        "unroll": (1, 2, 3, 4, 6, 8, 14, 16),
+        "prefetch": (0, 1),
     },
 )
 declare(
@@ -208,6 +210,9 @@ class MatVec(Op):
             "WG": shape.wg,
             "LANES": shape.lanes,
             "ROWS": shape.rows,
+            "UNROLL": min(choice["unroll"], ceil_div(ceil_div(k, 32), shape.lanes)),
+            "PREFETCH": choice["prefetch"],
+            "K_UNITS": ceil_div(k, 32),
             "COLS": columns,
             "SUBGROUP": min(subgroup, shape.wg),
             "IDS": ids,
@@ -218,7 +223,7 @@ class MatVec(Op):
             "K_TAIL": int(k % 32 != 0),
         }
         if prologue:
-            defines |= {"K_UNITS": k // 32, "VALUES4": ceil_div(k // 4, shape.wg), "REDUCE_SUBGROUP": int("arithmetic" in ctx.caps.subgroup_ops)}
+            defines |= {"VALUES4": ceil_div(k // 4, shape.wg), "REDUCE_SUBGROUP": int("arithmetic" in ctx.caps.subgroup_ops)}
             if shape.wg <= subgroup:
                 defines["SUBGROUP_SIZE"] = subgroup
         extra = [(role, by[role]) for role in FUSED_ROLES if role in by]

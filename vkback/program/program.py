@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 from vkback.device import Arena, BufferRange, Commands, Device, Kernel
-from vkback.ops.base import Arg, PlanError, ceil_div, nbytes
+from vkback.ops.base import Arg, Dispatch, PlanError, ceil_div, nbytes
 from vkback.plan.schedule import ALIGN, Schedule
 from vkback.shader import ShaderLibrary, Variant
 
@@ -53,7 +53,7 @@ class Program:
             device.upload(block, np.zeros(sum(sizes), np.uint8))
             for tensor, end in zip(counters, accumulate(sizes), strict=True):
                 self._ranges[tensor.name] = block.slice(end - ceil_div(nbytes(tensor), ALIGN) * ALIGN, nbytes(tensor))
-        self._kernels = compile_kernels(device, library, schedule)
+        self._kernels = compile_kernels(device, library, schedule.dispatches())
         self._commands: list[Commands] = []
 
     def _allocate(self, purpose: str, size: int) -> BufferRange:
@@ -113,13 +113,11 @@ class Program:
         self._arenas.clear()
 
 
-def compile_kernels(device: Device, library: ShaderLibrary, schedule: Schedule) -> dict[tuple[Variant, int, int], Kernel]:
-    """Every kernel of a schedule, by variant, number of bindings and bytes of push constants."""
-    wanted = {(d.kernel, len(d.args), len(d.push)) for d in schedule.dispatches()}
-    modules = library.compile_many({v for v, _, _ in wanted})
-    return {
-        (v, bindings, push): device.kernel(
-            modules[v], name=v.name, bindings=bindings, push_bytes=push, spec=dict(v.spec), subgroup_size=v.subgroup_size
-        )
-        for v, bindings, push in wanted
-    }
+def compile_kernels(device: Device, library: ShaderLibrary, dispatches: Iterable[Dispatch]) -> dict[tuple[Variant, int, int], Kernel]:
+    """Kernels of dispatches, compiled in parallel, by variant, number of bindings and bytes of push constants."""
+    wanted = list(dict.fromkeys((d.kernel, len(d.args), len(d.push)) for d in dispatches))
+    modules = library.compile_many([v for v, _, _ in wanted])
+    specs = [
+        KernelSpec(modules[v], v.name, bindings, push, tuple(sorted(v.spec)), v.subgroup_size) for v, bindings, push in wanted
+    ]
+    return dict(zip(wanted, device.kernels(specs), strict=True))
