@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from vkback.device import Arena, BufferRange, Commands, Device, Kernel
+from vkback.device import Arena, BufferRange, Commands, Device, Kernel, KernelSpec
 from vkback.ops.base import Arg, Dispatch, PlanError, ceil_div, nbytes
 from vkback.plan.schedule import ALIGN, Schedule
 from vkback.shader import ShaderLibrary, Variant
