@@ -1,0 +1,43 @@
+#version 450
+// out[t, i] = sum over the experts e of a token of weights[t, e] * y[t, e, i]  [+ residual[t, i]]  (MOE_REDUCE).
+//
+//   y         F32 [n, USED, m], as vectors of WIDTH
+//   weights   F32 [n, USED]
+//   out       F32 [n, m]
+//   residual  F32 [n, m], with HAS_RESIDUAL
+//
+// A thread makes WIDTH neighbouring outputs of token gl_WorkGroupID.y; the experts are added in their order.
+//
+// Defines: WG_SIZE USED WIDTH (1 or 4) HAS_RESIDUAL
+
+#extension GL_EXT_control_flow_attributes : require
+
+#if WIDTH == 4
+#define Wide vec4
+#else
+#define Wide float
+#endif
+
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint parts;     // m / WIDTH
+} p;
+
+layout(binding = 0) readonly buffer Y { Wide y[]; };
+layout(binding = 1) readonly buffer Weights { float weights[]; };
+layout(binding = 2) writeonly buffer Out { Wide result[]; };
+#if HAS_RESIDUAL
+layout(binding = 3) readonly buffer Residual { Wide residual[]; };
+#endif
+
+void main() {
+    const uint i = gl_GlobalInvocationID.x, token = gl_WorkGroupID.y;
+    if (i >= p.parts) return;
+    Wide sum = Wide(0.0);
+    [[unroll]] for (uint e = 0; e < USED; e++) sum += weights[token * USED + e] * y[(token * USED + e) * p.parts + i];
+#if HAS_RESIDUAL
+    sum += residual[token * p.parts + i];
+#endif
+    result[token * p.parts + i] = sum;
+}

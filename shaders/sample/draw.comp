@@ -1,0 +1,108 @@
+#version 450
+// SAMPLE, last step: top-k, then top-p, then min-p, exactly; temperature; the draw; the loop moves on.
+//
+//   logits   F32 [vocab]
+//   scratch  see sample/scale.glsl
+//   list     I32 [vocab]: ids of tokens in the bins that can be kept, in no order
+//   tickets  counter TICKET, see common/ticket.glsl
+//   loop, tokens, pos: see sample/loop.glsl
+//
+// All workgroups list tokens: workgroup x takes logits x * WG_SIZE * PER_THREAD .., and one place in the list for all that it keeps. The last
+// to arrive does the rest alone. A filter is a largest distance: three histograms, each of one bin of the one before, find it. Nothing here
+// depends on the list's order: sums are integers, and the draw takes the largest of -distance / temp + noise(seed, pos, id), which has
+// the odds of the softmax (Gumbel's trick).
+//
+// Defines: PER_THREAD TICKET LOOP_BIND, those of common/reduce.glsl
+
+#include "common/reduce.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint vocab;
+    uint capacity;
+} p;
+
+layout(binding = 0) readonly buffer Logits { float logits[]; };
+layout(binding = 1) coherent buffer Scratch { uint scratch[]; };
+layout(binding = 2) coherent buffer Tickets { uint tickets[]; };
+layout(binding = 3) coherent buffer List { uint list[]; };
+
+#include "common/ticket.glsl"
+#include "sample/loop.glsl"
+#include "sample/noise.glsl"
+#include "sample/scale.glsl"
+#include "sample/search.glsl"
+#include "topk/best.glsl"
+
+shared uint kept_here, kept_from;
+shared uint counts[BINS], losses[BINS];
+
+void list_tokens(uint tid, float top, uint cut) {
+    if (tid == 0) kept_here = 0;
+    barrier();
+    uint places[PER_THREAD];
+    const uint from = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + tid;
+    for (uint i = 0; i < PER_THREAD; i++) {
+        const uint id = from + i * WG_SIZE;
+        places[i] = ~0u;
+        if (id < p.vocab && bin_of(distance_of(logits[id], top), 0) <= cut) places[i] = atomicAdd(kept_here, 1);
+    }
+    barrier();
+    if (tid == 0) kept_from = kept_here > 0 ? atomicAdd(scratch[SCRATCH_LISTED], kept_here) : 0;
+    barrier();
+    for (uint i = 0; i < PER_THREAD; i++)
+        if (places[i] != ~0u) list[kept_from + places[i]] = from + i * WG_SIZE;
+}
+
+// The largest distance to keep so that, among tokens up to `limit`, those kept number at least `target`, or with share > 0 have at least
+// that share of the sum of exp(-distance).
+uint select_distance(uint tid, uint listed, float top, uint limit, float share, float target) {
+    uint prefix = 0;
+    for (uint level = 0; level < LEVELS; level++) {
+        for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = losses[i] = 0;
+        barrier();
+        for (uint i = tid; i < listed; i += WG_SIZE) {
+            const uint dist = distance_of(logits[list[i]], top);
+            if (dist <= limit && dist >> (27 - 9 * level) == prefix) {
+                atomicAdd(counts[bin_of(dist, level)], 1);
+                if (share > 0.0) atomicAdd(losses[bin_of(dist, level)], loss_of(dist, level));
+            }
+        }
+        barrier();
+        for (uint i = tid; i < BINS; i += WG_SIZE)
+            search_value[i] = share > 0.0 ? bin_mass(counts[i], losses[i], (prefix << 9 | i) << (18 - 9 * level), level) : float(counts[i]);
+        barrier();
+        const Found found = search(tid, level == 0 ? share : 0.0, target);
+        prefix = prefix << 9 | found.bin;
+        target = found.rest;
+    }
+    return prefix;
+}
+
+void main() {
+    const uint tid = gl_LocalInvocationID.x;
+    if (loop_stopped() || scratch[SCRATCH_STATE] != 0) return;
+    const float top = uintBitsToFloat(scratch[SCRATCH_TOP]);
+    list_tokens(tid, top, scratch[SCRATCH_CUT]);
+    if (!last_to_arrive(TICKET, gl_NumWorkGroups.x)) return;
+
+    const uint listed = scratch[SCRATCH_LISTED];
+    const float temp = intBitsToFloat(loop_words[LOOP_TEMP]);
+    const int top_k = loop_words[LOOP_TOP_K];
+    const float top_p = intBitsToFloat(loop_words[LOOP_TOP_P]), min_p = intBitsToFloat(loop_words[LOOP_MIN_P]);
+    uint limit = DISTANCE_END - 1;
+    if (top_k > 0 && uint(top_k) < listed) limit = select_distance(tid, listed, top, limit, 0.0, float(top_k));
+    if (top_p < 1.0) limit = min(limit, select_distance(tid, listed, top, limit, max(top_p, 1e-9), 0.0));
+    if (min_p > 0.0) limit = min(limit, distance_limit(min_p));
+
+    const uint seed = uint(loop_words[LOOP_SEED]), at = uint(pos[0]);
+    uvec2 best = NOTHING;
+    for (uint i = tid; i < listed; i += WG_SIZE) {
+        const uint id = list[i];
+        const float logit = logits[id];
+        if (distance_of(logit, top) <= limit) best = better(best, candidate((logit - top) / temp + noise(seed, at, id), id));
+    }
+    best = best_of_workgroup(best);
+    if (tid == 0) loop_advance(int(best.y));
+}

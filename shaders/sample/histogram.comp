@@ -1,0 +1,70 @@
+#version 450
+// SAMPLE, second step: how many tokens lie how far below the largest logit, and which of them the filters can keep at all.
+//
+//   logits   F32 [vocab]
+//   scratch  see sample/scale.glsl: the bins of level 0 are added up, the last workgroup to arrive writes the last bin that can be kept
+//   tickets  counter TICKET, see common/ticket.glsl
+//   loop, tokens, pos: see sample/loop.glsl (only the sampler's parameters are read)
+//
+// Workgroup x: logits x * WG_SIZE * PER_THREAD .., neighbouring threads on neighbouring logits, into bins in shared memory.
+//
+// Defines: PER_THREAD TICKET LOOP_BIND, those of common/reduce.glsl
+
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint vocab;
+    uint capacity;
+} p;
+
+layout(binding = 0) readonly buffer Logits { float logits[]; };
+layout(binding = 1) coherent buffer Scratch { uint scratch[]; };
+layout(binding = 2) coherent buffer Tickets { uint tickets[]; };
+
+#include "common/ticket.glsl"
+#include "sample/loop.glsl"
+#include "sample/scale.glsl"
+#include "sample/search.glsl"
+
+shared uint counts[BINS], losses[BINS];
+
+void main() {
+    const uint tid = gl_LocalInvocationID.x;
+    if (loop_stopped() || scratch[SCRATCH_STATE] != 0) return;
+    const float top = uintBitsToFloat(scratch[SCRATCH_TOP]);
+    for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = losses[i] = 0;
+    barrier();
+    for (uint i = 0; i < PER_THREAD; i++) {
+        const uint id = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + i * WG_SIZE + tid;
+        if (id < p.vocab) {
+            const uint dist = distance_of(logits[id], top);
+            atomicAdd(counts[bin_of(dist, 0)], 1);
+            atomicAdd(losses[bin_of(dist, 0)], loss_of(dist, 0));
+        }
+    }
+    barrier();
+    for (uint i = tid; i < BINS; i += WG_SIZE) {
+        if (counts[i] > 0) {
+            atomicAdd(scratch[SCRATCH_COUNTS + i], counts[i]);
+            atomicAdd(scratch[SCRATCH_LOSSES + i], losses[i]);
+        }
+    }
+    if (!last_to_arrive(TICKET, gl_NumWorkGroups.x)) return;
+
+    const int top_k = loop_words[LOOP_TOP_K];
+    const float top_p = intBitsToFloat(loop_words[LOOP_TOP_P]), min_p = intBitsToFloat(loop_words[LOOP_MIN_P]);
+    uint cut = min_p > 0.0 ? bin_of(distance_limit(min_p), 0) : BINS - 1;
+    if (top_k > 0) {
+        for (uint i = tid; i < BINS; i += WG_SIZE) search_value[i] = float(scratch[SCRATCH_COUNTS + i]);
+        barrier();
+        cut = min(cut, search(tid, 0.0, float(top_k)).bin);
+    }
+    if (top_p < 1.0) {
+        // The bins up to `cut` hold at least all that top-k keeps, so their share can only end later; a little more makes up for rounding.
+        for (uint i = tid; i < BINS; i += WG_SIZE)
+            search_value[i] = i <= cut ? bin_mass(scratch[SCRATCH_COUNTS + i], scratch[SCRATCH_LOSSES + i], i << 18, 0) : 0.0;
+        barrier();
+        cut = min(cut, search(tid, max(top_p, 1e-9) * 1.0001, 0.0).bin);
+    }
+    if (tid == 0) scratch[SCRATCH_CUT] = cut;
+}

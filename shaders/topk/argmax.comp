@@ -1,0 +1,82 @@
+#version 450
+// The index of the largest of a row of logits, the first of equals; -1 where a logit is NaN. What becomes of it:
+//   THEN 0  it is stored (ARGMAX)
+//   THEN 1  it is the next token: the generation loop moves on (SAMPLE, greedy)
+//   THEN 2  the largest logit is what SAMPLE measures the others by; at temperature 0 the token is made right here
+//
+//   logits   F32 [n, vocab]
+//   partial  scratch: uvec2 (key, index) for each row and workgroup
+//   tickets  one counter a row, see common/ticket.glsl
+//   ids      THEN 0: I32 [n]
+//   loop, tokens, pos: THEN 1 and 2, see sample/loop.glsl
+//   scratch  THEN 2: see sample/scale.glsl
+//
+// Workgroup (x, y): logits x * WG_SIZE * PER_THREAD .. of row y, neighbouring threads on neighbouring logits. The last workgroup of a row to
+// arrive takes the largest of the partial results.
+//
+// Defines: THEN PER_THREAD, LOOP_BIND where THEN > 0, those of common/reduce.glsl
+
+#extension GL_EXT_control_flow_attributes : require
+#include "common/reduce.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint vocab;
+    uint capacity;      // ids the loop's ring holds
+} p;
+
+layout(binding = 0) readonly buffer Logits { float logits[]; };
+layout(binding = 1) coherent buffer Partial { uvec2 partial[]; };
+layout(binding = 2) coherent buffer Tickets { uint tickets[]; };
+#if THEN == 0
+layout(binding = 3) writeonly buffer Ids { int ids[]; };
+#else
+#include "sample/loop.glsl"
+#endif
+#if THEN == 2
+#include "sample/scale.glsl"
+layout(binding = LOOP_BIND + 3) writeonly buffer Scratch { uint scratch[]; };
+#endif
+
+#include "common/ticket.glsl"
+#include "topk/best.glsl"
+
+void main() {
+    const uint tid = gl_LocalInvocationID.x;
+    const uint row = gl_WorkGroupID.y;
+    const uint groups = gl_NumWorkGroups.x;
+#if THEN > 0
+    if (loop_stopped()) return;
+#endif
+    const uint from = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + tid;
+    uvec2 best = NOTHING;
+    [[unroll]] for (uint i = 0; i < PER_THREAD; i++) {
+        const uint id = from + i * WG_SIZE;
+        if (id < p.vocab) best = better(best, candidate(logits[row * p.vocab + id], id));
+    }
+    best = best_of_workgroup(best);
+    if (groups > 1) {
+        if (tid == 0) partial[row * groups + gl_WorkGroupID.x] = best;
+        if (!last_to_arrive(row, groups)) return;
+        best = NOTHING;
+        for (uint i = tid; i < groups; i += WG_SIZE) best = better(best, partial[row * groups + i]);
+        best = best_of_workgroup(best);
+    }
+    const int id = best.x == NAN_KEY ? -1 : int(best.y);
+#if THEN == 0
+    if (tid == 0) ids[row] = id;
+#elif THEN == 1
+    if (tid == 0) loop_advance(id);
+#else
+    const float top = id < 0 ? 0.0 : logits[id];
+    const bool made = id < 0 || isinf(top) || intBitsToFloat(loop_words[LOOP_TEMP]) <= 0.0;
+    for (uint i = tid; i < 2 * BINS; i += WG_SIZE) scratch[SCRATCH_COUNTS + i] = 0;
+    if (tid == 0) {
+        scratch[SCRATCH_STATE] = made ? 1 : 0;
+        scratch[SCRATCH_TOP] = floatBitsToUint(top);
+        scratch[SCRATCH_LISTED] = 0;
+        if (made) loop_advance(id);
+    }
+#endif
+}

@@ -1,0 +1,220 @@
+"""ARGMAX and TOPK_MOE (shaders/topk).
+
+    ARGMAX    logits F32 [n, vocab] -> I32 [n]: index of the largest, of equals the first; -1 for a row with a NaN
+    TOPK_MOE  logits F32 [n, n_expert] -> weights F32 [n, n_used], ids I32 [n, n_used]
+              params: n_used, norm, gating, scale
+              The n_used largest logits, largest first, of equals the lower id first. gating "softmax": their share of the softmax over
+              all experts, with norm over the chosen; "softmax_weight": softmax over the chosen; "sigmoid": the logistic function, with
+              norm divided by the sum. Sums are clamped to at least 2^-14 before they divide; scale multiplies at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import (
+    POWERS,
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Tolerance,
+    ceil_div,
+    declare,
+    nbytes,
+    pack_push,
+    register,
+    spread,
+)
+from vkback.ops.reference import LEAST_WEIGHT_SUM, REFERENCES
+from vkback.ops.workgroup import Defines, reduction, workgroup_size
+from vkback.shader import Variant
+
+declare("argmax", match={"vocab": "number", "n": "number"}, params={"wg_size": POWERS, "per_thread": (1, 2, 4, 8, 16, 32, 64)})
+declare(
+    "topk_moe",
+    match={"n_expert": "number", "n_used": "number", "n": "number"},
+    params={"wg_size": POWERS, "block": (16, 32, 64, 128, 256, 512, 1024)},
+)
+
+ROUTER_SHARED = 12
+"""Bytes of shared memory an expert takes in shaders/topk/router.comp, keys, logits and candidates together."""
+
+
+def argmax_dispatch(node: Node, ctx: LowerContext, logits: Tensor, results: Sequence[Arg], extra: Defines, capacity: int) -> Dispatch:
+    """The one dispatch of ARGMAX, and the first of SAMPLE. results: bound after the scratch; extra: further defines."""
+    n, vocab = logits.shape
+    choice = ctx.tuning.pick("argmax", vocab=vocab, n=n)
+    wg = workgroup_size(ctx.caps, choice["wg_size"], vocab)
+    groups = ceil_div(vocab, wg * choice["per_thread"])
+    reduce, subgroup = reduction(ctx.caps, wg)
+    defines: Defines = {**reduce, **extra, "PER_THREAD": choice["per_thread"]}
+    name = node.name
+    return Dispatch(
+        kernel=Variant("topk/argmax.comp", tuple(sorted(defines.items())), (), subgroup),
+        args=(
+            Arg(logits),
+            Arg(Tensor(f"{name}.partial", "I32", (n, groups, 2)), "rw"),
+            Arg(Tensor(f"{name}.tickets", "I32", (n,), "counter"), "rw"),
+            *results,
+        ),
+        push=pack_push(vocab, capacity),
+        groups=(groups, n, 1),
+        op=node.op,
+        label=name,
+        reason=choice.source,
+        nbytes=nbytes(logits),
+        flops=logits.elements,
+    )
+
+
+@register
+class Argmax(Op):
+    """See the module's text."""
+
+    name = "ARGMAX"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        (ids,) = REFERENCES["ARGMAX"](inputs, params)
+        return [np.where(np.isnan(inputs[0]).any(axis=-1), -1, ids).astype(np.int32)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        return [argmax_dispatch(node, ctx, node.inputs[0], [Arg(node.outputs[0], "w")], {"THEN": 0}, 0)]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(0.0, 0.0, "an index is right or wrong")
+
+    def cases(self) -> Iterator[Case]:
+        for seed, (n, vocab, kind) in enumerate(
+            (
+                (1, 1, "normal"),
+                (1, 151936, "normal"),
+                (3, 4099, "normal"),
+                (2, 3001, "ties"),
+                (3, 2050, "nan"),
+                (1, 70, "negative"),
+                (1, 999, "zeros"),
+            ),
+            1,
+        ):
+            yield self._case(n, vocab, kind, seed)
+
+    def _case(self, n: int, vocab: int, kind: str, seed: int) -> Case:
+        def make(rng: np.random.Generator) -> Problem:
+            x = rng.standard_normal((n, vocab), np.float32)
+            if kind == "ties":
+                x = np.round(x)
+            elif kind == "nan":
+                x[-1, vocab // 2] = np.nan
+                x[0, -1] = np.inf
+                x[1] = -np.inf
+            elif kind == "negative":
+                x = -np.abs(x) - 1
+            elif kind == "zeros":
+                x = np.where(rng.random(x.shape) < 0.5, np.float32(-0.0), np.float32(0.0))
+                x[:, 0] = -0.0
+            logits = Tensor("result_output", "F32", (n, vocab))
+            return Problem(Node(self.name, (logits,), (Tensor("ids", "I32", (n,)),)), {"result_output": x})
+
+        return Case(self.name, {"n": n, "vocab": vocab, "kind": kind, "seed": seed}, make, seed)
+
+
+GATES: Mapping[tuple[str, bool], int] = {
+    ("softmax", True): 0, ("softmax_weight", True): 0, ("softmax_weight", False): 0, ("softmax", False): 1, ("sigmoid", False): 2,
+    ("sigmoid", True): 3,
+}  # fmt: skip
+"""GATE of shaders/topk/router.comp by gating and norm. A softmax over all divided by the sum of the chosen is one over the chosen."""
+
+
+@register
+class TopkMoe(Op):
+    """The router of a mixture of experts; see the module's text."""
+
+    name = "TOPK_MOE"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        if params["gating"] == "softmax":
+            return REFERENCES["TOPK_MOE"](inputs, params)
+        logits = np.asarray(inputs[0], np.float64)
+        ids = np.argsort(-logits, axis=-1, kind="stable")[:, : params["n_used"]]
+        chosen = np.take_along_axis(logits, ids, axis=-1)
+        if params["gating"] == "sigmoid":
+            weights = 1.0 / (1.0 + np.exp(-chosen))
+            if params["norm"]:
+                weights /= np.maximum(weights.sum(axis=-1, keepdims=True), LEAST_WEIGHT_SUM)
+        else:
+            weights = np.exp(chosen - chosen[:, :1])
+            weights /= weights.sum(axis=-1, keepdims=True)
+        return [weights * params["scale"], ids.astype(np.int32)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        logits = node.inputs[0]
+        n, n_expert = logits.shape
+        n_used = node.params["n_used"]
+        gate = GATES.get((node.params["gating"], bool(node.params["norm"])))
+        if gate is None:
+            known = ", ".join(sorted({g for g, _ in GATES}))
+            raise PlanError(f"[topk] {node.name}: unknown gating {node.params['gating']!r}, expected one of {known}")
+        if not 1 <= n_used <= n_expert:
+            raise PlanError(f"[topk] {node.name}: {n_used} of {n_expert} experts; expected at least 1 and at most all of them")
+        if ROUTER_SHARED * n_expert + 8 * n_used + 1024 > ctx.caps.max_shared_memory:
+            raise PlanError(f"[topk] {node.name}: {n_expert} experts do not fit the {ctx.caps.max_shared_memory} bytes of shared memory")
+        choice = ctx.tuning.pick("topk_moe", n_expert=n_expert, n_used=n_used, n=n)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], n_expert)
+        reduce, subgroup = reduction(ctx.caps, wg)
+        block = min(choice["block"], ceil_div(n_expert, 4) * 4)
+        defines: Defines = {**reduce, "EXPERTS": n_expert, "USED": n_used, "BLOCK": block, "GATE": gate}
+        return [
+            Dispatch(
+                kernel=Variant("topk/router.comp", tuple(sorted(defines.items())), (), subgroup),
+                args=(Arg(logits), Arg(node.outputs[0], "w"), Arg(node.outputs[1], "w")),
+                push=pack_push(n, float(node.params["scale"])),
+                groups=spread(n),
+                op=node.op,
+                label=node.name,
+                reason=choice.source,
+                nbytes=nbytes(logits) + sum(nbytes(t) for t in node.outputs),
+                flops=4 * logits.elements,
+            )
+        ]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-11, 2e-5, "exp of logits up to 20 in f32 is off by 20 * 6e-8, its sum and quotient by little more")
+
+    def cases(self) -> Iterator[Case]:
+        for seed, (n, n_expert, n_used, norm, gating, scale, ties) in enumerate(
+            (
+                (1, 8, 2, True, "softmax", 1.0, False),
+                (1, 128, 8, True, "softmax", 1.0, False),
+                (4, 128, 8, True, "softmax", 1.0, True),
+                (3, 60, 4, False, "softmax", 2.0, False),
+                (2, 32, 4, False, "softmax_weight", 1.0, False),
+                (2, 256, 8, True, "sigmoid", 2.5, False),
+                (2, 511, 10, False, "sigmoid", 1.0, True),
+                (1, 512, 32, True, "softmax", 1.0, True),
+                (1, 160, 160, False, "softmax", 1.0, False),
+                (1, 9, 9, True, "softmax", 1.0, True),
+            ),
+            1,
+        ):
+            yield self._case(n, n_expert, n_used, norm, gating, scale, ties, seed)
+
+    def _case(self, n: int, n_expert: int, n_used: int, norm: bool, gating: str, scale: float, ties: bool, seed: int) -> Case:
+        def make(rng: np.random.Generator) -> Problem:
+            logits = Tensor("ffn_moe_logits", "F32", (n, n_expert))
+            x = 3 * rng.standard_normal(logits.shape, np.float32)
+            outs = (Tensor("ffn_moe_weights", "F32", (n, n_used)), Tensor("ffn_moe_topk", "I32", (n, n_used)))
+            params = {"n_used": n_used, "norm": norm, "gating": gating, "scale": scale}
+            return Problem(Node(self.name, (logits,), outs, params), {logits.name: np.round(x) if ties else x})
+
+        shown = {"n": n, "n_expert": n_expert, "n_used": n_used, "norm": norm, "gating": gating, "scale": scale, "ties": ties}
+        shown |= {"seed": seed}
+        return Case(self.name, shown, make, seed)
