@@ -37,12 +37,13 @@ from vkback.device import (
 )
 from vkback.device import device as device_module
 from vkback.device import driver as driver_module
+from vkback.device import instance as instance_module
 from vkback.device.architecture import Traits, classify
 from vkback.device.capabilities import PROFILE_DIR
 from vkback.device.driver import check
 from vkback.device.instance import VALIDATION_LAYER, select, without_duplicates
 from vkback.device.memory import choose_memory_type
-from vkback.device.query import Features, PhysicalDevice, choose_queue_family
+from vkback.device.query import API_1_2, Features, PhysicalDevice, choose_queue_family
 from vkback.device.report import report
 from vkback.device.spirv import inspect
 from vkback.shader import ShaderLibrary, Variant
@@ -1024,6 +1025,21 @@ def test_validation_layers_have_nothing_to_say(spirv: dict[str, bytes], mode: bo
     with device:
         use_everything(device, spirv)
     assert device.live_objects() == {}
+    assert [str(m) for m in device.validation_messages] == []
+
+
+@pytest.mark.vulkan
+def test_vulkan_1_2_gets_the_same_through_extensions(spirv: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Device.open(0) as newest:
+        expected = newest.caps
+    monkeypatch.setattr(instance_module, "API_1_3", API_1_2)
+    try:
+        device = Device.open(0, validation=True)
+    except FeatureMissing:
+        device = Device.open(0)
+    with device:
+        assert device.caps == expected
+        use_everything(device, spirv)
     assert [str(m) for m in device.validation_messages] == []
 
 

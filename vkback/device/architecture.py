@@ -1,6 +1,7 @@
 """Which generation a GPU belongs to, from what its driver reports.
 
-Properties decide where generations differ in one; where none tells (Ampere from Ada), the PCI device id does, then the marketing name.
+The PCI id says it outright where the table knows it, then the name of the product. For others the properties in which generations differ
+decide, as far as they do (Ampere and Ada report the same).
 """
 
 from __future__ import annotations
@@ -29,38 +30,39 @@ class Traits:
     hints: Mapping[str, int] = field(default_factory=dict)
 
 
-NVIDIA_BY_ID: Sequence[tuple[range, str]] = (
-    (range(0x1500, 0x1600), "pascal"),  # GP100
-    (range(0x1B00, 0x1D00), "pascal"),  # GP102..GP106
-    (range(0x1D00, 0x1D80), "pascal"),  # GP107, GP108
-    (range(0x1D80, 0x1E00), "volta"),
-    (range(0x1E00, 0x1F80), "turing"),
-    (range(0x1F80, 0x2000), "turing_no_tensor"),  # TU117
-    (range(0x2000, 0x2100), "ampere"),  # GA100
-    (range(0x2180, 0x2200), "turing_no_tensor"),  # TU116
-    (range(0x2200, 0x2300), "ampere"),
-    (range(0x2300, 0x2400), "hopper"),
-    (range(0x2400, 0x2600), "ampere"),
-    (range(0x2600, 0x2900), "ada"),
-    (range(0x2900, 0x3000), "blackwell"),
-)
+BY_ID: Mapping[str, Sequence[tuple[range, str]]] = {
+    "nvidia": (
+        (range(0x1500, 0x1600), "pascal"),  # GP100
+        (range(0x1B00, 0x1D00), "pascal"),  # GP102..GP106
+        (range(0x1D00, 0x1D80), "pascal"),  # GP107, GP108
+        (range(0x1D80, 0x1E00), "volta"),
+        (range(0x1E00, 0x1F80), "turing"),
+        (range(0x1F80, 0x2000), "turing_no_tensor"),  # TU117
+        (range(0x2000, 0x2100), "ampere"),  # GA100
+        (range(0x2180, 0x2200), "turing_no_tensor"),  # TU116
+        (range(0x2200, 0x2300), "ampere"),
+        (range(0x2300, 0x2400), "hopper"),
+        (range(0x2400, 0x2600), "ampere"),
+        (range(0x2600, 0x2900), "ada"),
+        (range(0x2900, 0x3000), "blackwell"),
+    ),
+    "intel": (
+        (range(0x1900, 0x1A00), "gen9"),
+        (range(0x3E90, 0x3EB0), "gen9"),
+        (range(0x5900, 0x5A00), "gen9"),
+        (range(0x9BC0, 0x9BD0), "gen9"),
+        (range(0x4680, 0x46E0), "xe_lp"),
+        (range(0x4900, 0x4910), "xe_lp"),
+        (range(0x9A40, 0x9A80), "xe_lp"),
+        (range(0xA780, 0xA7B0), "xe_lp"),
+        (range(0x4F80, 0x4F90), "xe_hpg"),
+        (range(0x5690, 0x56C2), "xe_hpg"),
+        (range(0x7D51, 0x7D52), "xe_lpg_plus"),
+        (range(0x7DD1, 0x7DD2), "xe_lpg_plus"),
+        (range(0xE200, 0xE230), "xe2_hpg"),
+    ),
+}
 """PCI ids by chip, as the public PCI id list groups them."""
-
-INTEL_BY_ID: Sequence[tuple[range, str]] = (
-    (range(0x1900, 0x1A00), "gen9"),
-    (range(0x3E90, 0x3EB0), "gen9"),
-    (range(0x5900, 0x5A00), "gen9"),
-    (range(0x9BC0, 0x9BD0), "gen9"),
-    (range(0x4680, 0x46E0), "xe_lp"),
-    (range(0x4900, 0x4910), "xe_lp"),
-    (range(0x9A40, 0x9A80), "xe_lp"),
-    (range(0xA780, 0xA7B0), "xe_lp"),
-    (range(0x4F80, 0x4F90), "xe_hpg"),
-    (range(0x5690, 0x56C2), "xe_hpg"),
-    (range(0x7D51, 0x7D52), "xe_lpg_plus"),
-    (range(0x7DD1, 0x7DD2), "xe_lpg_plus"),
-    (range(0xE200, 0xE230), "xe2_hpg"),
-)
 
 BY_NAME: Mapping[str, Sequence[tuple[str, str]]] = {
     "nvidia": (
@@ -99,17 +101,9 @@ BY_NAME: Mapping[str, Sequence[tuple[str, str]]] = {
 
 def classify(t: Traits) -> str:
     """The class name of docs/device_profiles.md, or "unknown"."""
-    if t.vendor == "nvidia":
-        return _by_id(NVIDIA_BY_ID, t.device_id) or _nvidia(t)
-    if t.vendor == "amd":
-        return _amd(t)
-    if t.vendor == "intel":
-        return _by_id(INTEL_BY_ID, t.device_id) or _intel(t)
-    return _by_name(t) or "unknown"
-
-
-def _by_id(table: Sequence[tuple[range, str]], device_id: int) -> str:
-    return next((name for ids, name in table if device_id in ids), "")
+    by_id = next((name for ids, name in BY_ID.get(t.vendor, ()) if t.device_id in ids), "")
+    by_properties = {"nvidia": _nvidia, "amd": _amd, "intel": _intel}.get(t.vendor, lambda _: "unknown")
+    return by_id or _by_name(t) or by_properties(t)
 
 
 def _by_name(t: Traits) -> str:
@@ -120,9 +114,6 @@ def _by_name(t: Traits) -> str:
 
 
 def _nvidia(t: Traits) -> str:
-    named = _by_name(t)
-    if named:
-        return named
     if t.hints.get("shaderWarpsPerSM") == 32:
         return "turing" if t.cooperative_matrix else "turing_no_tensor"
     return "unknown"
@@ -130,11 +121,9 @@ def _nvidia(t: Traits) -> str:
 
 def _amd(t: Traits) -> str:
     if t.subgroup_min == t.subgroup_max == 64:
-        return "gcn5" if t.dot_signed_accelerated and not _by_name(t) else _by_name(t) or "gcn4"
+        return "gcn5" if t.dot_signed_accelerated else "gcn4"
     if not (t.subgroup_min == 32 and t.subgroup_max == 64):
         return "unknown"
-    if named := _by_name(t):
-        return named
     if t.hints.get("wavefrontsPerSimd") == 20:
         return "rdna1"
     if "VK_EXT_shader_float8" in t.extensions:
@@ -145,8 +134,6 @@ def _amd(t: Traits) -> str:
 
 
 def _intel(t: Traits) -> str:
-    if named := _by_name(t):
-        return named
     if t.subgroup_min == 16:
         return "xe2_hpg"
     if t.subgroup_min == 8 and t.dot_signed_accelerated:

@@ -28,8 +28,9 @@ class Device:
     Everything made from a device belongs to it and dies with it at the latest.
     """
 
-    def __init__(self, instance: Instance, physical: PhysicalDevice) -> None:
+    def __init__(self, instance: Instance, physical: PhysicalDevice, index: int) -> None:
         """Use `Device.open`."""
+        self.index = index
         self.caps: Capabilities = physical.caps
         self._instance = instance
         self._physical = physical
@@ -76,10 +77,11 @@ class Device:
         """
         instance = Instance(validation)
         try:
-            physical = select(instance.physical_devices(), selector)
+            devices = instance.physical_devices()
+            physical = select(devices, selector)
             require(physical)
-            return cls(instance, physical)
-        except DeviceError:
+            return cls(instance, physical, next(i for i, d in enumerate(devices) if d is physical))
+        except BaseException:
             instance.close()
             raise
 
@@ -189,9 +191,9 @@ class Device:
 
     # -- diagnosis
 
-    def summary_line(self, index: int = 0) -> str:
-        """One line about the device, in the form that llama.cpp's users know."""
-        return self.caps.summary_line(index)
+    def summary_line(self) -> str:
+        """One line about the device with its index, in the form that llama.cpp's users know."""
+        return self.caps.summary_line(self.index)
 
     @property
     def validation_messages(self) -> list[ValidationMessage]:

@@ -193,10 +193,14 @@ class _Bits:
                 setattr(self.core, name, 0)
         self.v12.bufferDeviceAddressCaptureReplay = 0
         self.v12.bufferDeviceAddressMultiDevice = 0
-        newer = self._chain.structs.get("VkPhysicalDeviceVulkan13Features")
-        if newer:
-            newer.robustImageAccess = 0
         self.v11.protectedMemory = 0
+        for name, unwanted in (
+            ("VkPhysicalDeviceVulkan13Features", "robustImageAccess"),
+            ("VkPhysicalDeviceCooperativeMatrixFeaturesKHR", "cooperativeMatrixRobustBufferAccess"),
+            ("VkPhysicalDeviceFaultFeaturesEXT", "deviceFaultVendorBinary"),
+        ):
+            if name in self._chain.structs:
+                setattr(self._chain.structs[name], unwanted, 0)
         return Features(self._chain.head, tuple(self._used))
 
 
