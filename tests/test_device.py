@@ -64,6 +64,10 @@ void main() {
     if (i < n) c[i] = a[i] + float(SCALE) * b[i];
 }
 """,
+    "nothing": """#version 450
+layout(local_size_x = 1) in;
+void main() {}
+""",
     # word 0 counts the runs
     "count": """#version 450
 layout(local_size_x = 1) in;
@@ -977,11 +981,13 @@ def use_everything(device: Device, spirv: dict[str, bytes]) -> None:
     up.finish()
     size = device.caps.subgroup_size if device.caps.subgroup_required_size else None
     kernel = device.kernel(spirv["add"], name="add", bindings=3, push_bytes=4, spec={0: 2}, subgroup_size=size)
+    nothing = device.kernel(spirv["nothing"], name="nothing", bindings=0, push_bytes=0)
     dot = device.kernel(spirv["dot"], name="dot", bindings=3, push_bytes=0) if device.caps.int_dot else None
     rec = device.recorder("everything", timestamps=2 if device.caps.timestamp_bits else 0)
     if device.caps.timestamp_bits:
         rec.timestamp("start")
     rec.dispatch(kernel, [a, b, c], word(1024), (16, 1, 1))
+    rec.dispatch(nothing, [], b"", (1, 1, 1))
     rec.barrier()
     rec.dispatch_indirect(kernel, [c, b, a], word(1024), args)
     if dot:

@@ -208,8 +208,8 @@ class Recorder:
                     "(minStorageBufferOffsetAlignment)"
                 )
         key = (kernel.bindings, tuple((r.key, r.offset, r.size) for r in ranges))
-        index = self._sets.setdefault(key, len(self._sets))
-        if index == len(self._set_layouts):
+        index = self._sets.setdefault(key, len(self._sets)) if ranges else 0
+        if index == len(self._set_layouts) and ranges:
             self._set_layouts.append(kernel.set_layout)
         new_pipeline = kernel is not self._bound
         self._bound = kernel
@@ -312,7 +312,7 @@ class Recorder:
         driver = self._driver
         keys = list(self._sets)
         total = sum(bindings for bindings, _ in keys)
-        sizes = struct("VkDescriptorPoolSize", type=vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, descriptorCount=max(total, 1))
+        sizes = struct("VkDescriptorPoolSize", type=vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, descriptorCount=total)
         info = struct("VkDescriptorPoolCreateInfo", maxSets=len(keys), poolSizeCount=1, pPoolSizes=sizes)
         about = f"{len(keys)} descriptor sets of {self.name}"
         pool = driver.create("DescriptorPool", info, about)
