@@ -85,7 +85,7 @@ def test_our_columns_follow_t_s() -> None:
     lines = written("md", replace(LLAMA_8B, read_rate_gb_s=1600.0), extra=("% read",)).splitlines()
     assert lines[0].endswith("|                  t/s |       GB/s |     % read |")
     assert lines[1].endswith("| -------------------: | ---------: | ---------: |")
-    assert lines[2].endswith("|       288.00 ± 45.25 |     1296.0 |       81.0 |")
+    assert lines[2].endswith("|       288.00 ± 45.25 |    1296.00 |       81.0 |")
 
 
 def test_a_long_model_name_keeps_its_row_whole() -> None:

@@ -143,6 +143,8 @@ def _driver(engine: EngineLike) -> str:
 
 
 def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, settings: Settings) -> BenchResult:
+    from vkback.models.engine import PROMPT_TOKENS
+
     def note(text: str) -> None:
         if settings.progress:
             print(f"vkbench: {path.name} {test.name}: {text}", file=sys.stderr, flush=True)
@@ -158,6 +160,8 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
         model_type=engine.description,
         model_size=engine.size_bytes,
         model_n_params=engine.n_params,
+        n_batch=PROMPT_TOKENS,
+        n_ubatch=PROMPT_TOKENS,
         devices=settings.device or "auto",
         n_prompt=test.n_prompt,
         n_gen=test.n_gen,

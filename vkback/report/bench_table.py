@@ -155,8 +155,8 @@ def speed_text(mean: float, dev: float) -> str:
     return f"{mean:.2f} ± {dev:.2f}"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
@@ -171,8 +171,8 @@ COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
     "feed": (Column("feed", 10, left=True), lambda r: r.feed),
     "test": (Column("test", 15), lambda r: r.test),
     "t/s": (Column("t/s", 20), lambda r: speed_text(r.avg_ts, r.stddev_ts)),
-    "GB/s": (Column("GB/s", 10), lambda r: _number(r.gb_s)),
-    "% read": (Column("% read", 10), lambda r: _number(r.percent_of_read)),
+    "GB/s": (Column("GB/s", 10), lambda r: _number(r.gb_s, 2)),
+    "% read": (Column("% read", 10), lambda r: _number(r.percent_of_read, 1)),
 }
 """Every column of the markdown table in its order: how it looks and what it holds."""
 
