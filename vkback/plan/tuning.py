@@ -66,6 +66,8 @@ class Tuning:
     @classmethod
     def for_device(cls, caps: Capabilities, root: Path | None = None) -> Tuning:
         """Tables by device name, architecture class, vendor, then default.toml, each if it exists."""
+        import vkback.plan.fuse  # noqa: F401  declares the planner's family and, through the ops, all others; it imports this module
+
         root = root or tuning_root()
         names = [f"device_{slug(caps.name)}", f"{caps.vendor}_{caps.architecture}", caps.vendor, "default"]
         return cls([load_table(root / f"{n}.toml") for n in names if (root / f"{n}.toml").exists()])
