@@ -475,3 +475,12 @@ def test_model_path_knows_files_and_built_in_names(tmp_path: Path) -> None:
     assert shell.model_path(None).name == "demo-dense-Q4_K_M.gguf"
     with pytest.raises(UsageError, match="no such file"):
         shell.model_path(str(tmp_path / "demo-moe"))
+
+
+@pytest.mark.vulkan
+def test_test_ops_stands_alone() -> None:
+    """In a process of its own, where nothing else has imported what it needs."""
+    command = [sys.executable, "-m", "vkback.cli.main", "test-ops", "-o", "SILU", "-p", "4096"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("  1/1 tests passed\n")
