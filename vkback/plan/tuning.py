@@ -66,7 +66,7 @@ class Tuning:
     @classmethod
     def for_device(cls, caps: Capabilities, root: Path | None = None) -> Tuning:
         """Tables by device name, architecture class, vendor, then default.toml, each if it exists."""
-        import vkback.plan.fuse  # noqa: F401  declares the planner's family and, through the ops, all others; it imports this module
+        import vkback.plan.fuse  # noqa: F401  declares the planner's family; with it come all ops and theirs
 
         root = root or tuning_root()
         names = [f"device_{slug(caps.name)}", f"{caps.vendor}_{caps.architecture}", caps.vendor, "default"]
