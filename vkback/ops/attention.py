@@ -251,9 +251,9 @@ class FlashAttnExt(Op):
 
     def case(
         self, n_head: int, n_head_kv: int, hd: int, n_ctx: int, pos: Sequence[int], y: str, *, seed: int, window: int = 0,
-        sinks: bool = False,
+        sinks: bool = False, garbage: bool = True,
     ) -> Case:
-        """A case whose cache holds NaN in every row that no token sees."""
+        """A case whose cache holds NaN in every row that no token sees (garbage False: zeros everywhere, made quickly)."""
 
         def make(rng: np.random.Generator) -> Problem:
             n = len(pos)
@@ -263,7 +263,7 @@ class FlashAttnExt(Op):
             values: dict[str, Array] = {
                 "q": rng.standard_normal(q.shape, np.float32),
                 "pos": np.array(pos, np.int32),
-                **{c.name: random_cache(rng, c.shape, pos, window) for c in (cache_k, cache_v)},
+                **{c.name: random_cache(rng, c.shape, pos if garbage else None, window) for c in (cache_k, cache_v)},
             }
             if sinks:
                 inputs.append(Tensor("sinks", "F32", (n_head,), "weight"))
@@ -278,8 +278,10 @@ class FlashAttnExt(Op):
         return Case(self.name, shown, make, seed)
 
 
-def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence[int], window: int = 0) -> Array:
-    """F16 cache with normal values in the rows that tokens at these positions see and NaN in all others."""
+def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence[int] | None, window: int = 0) -> Array:
+    """F16 cache with normal values in the rows that tokens at these positions see and NaN in all others; None: zeros everywhere."""
+    if pos is None:
+        return np.zeros(shape, np.float16)
     cache = np.full(shape, np.nan, np.float16)
     for p in pos:
         first = max(0, p + 1 - window) if window else 0
@@ -353,9 +355,9 @@ class AttnDecode(Op):
 
     def case(
         self, n_head: int, n_head_kv: int, hd: int, n_ctx: int, pos: int, mode: str, norm: bool, ff: bool, y: str, *, seed: int,
-        n_dims: int = 0, window: int = 0, sinks: bool = False, **rope: float,
+        n_dims: int = 0, window: int = 0, sinks: bool = False, garbage: bool = True, **rope: float,
     ) -> Case:
-        """A case whose cache holds NaN in row pos and beyond."""
+        """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly)."""
 
         def make(rng: np.random.Generator) -> Problem:
             qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))
@@ -368,7 +370,7 @@ class AttnDecode(Op):
             values: dict[str, Array] = {
                 "qkv": rng.standard_normal(qkv.shape, np.float32),
                 "pos": np.array([pos], np.int32),
-                **{c.name: random_cache(rng, c.shape, (pos - 1,), max(window - 1, 0)) for c in caches},
+                **{c.name: random_cache(rng, c.shape, (pos - 1,) if garbage else None, max(window - 1, 0)) for c in caches},
                 **{name: rng.uniform(0.5, 1.5, size).astype(np.float32) for name, size in weights},
             }
             params = {

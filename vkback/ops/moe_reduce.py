@@ -72,9 +72,11 @@ class MoeReduce(Op):
         for seed, (n, n_used, m, residual) in enumerate(
             ((1, 1, 1, False), (1, 8, 2048, True), (3, 4, 30, False), (2, 8, 2880, False), (5, 32, 260, True)), 1
         ):
-            yield self._case(n, n_used, m, residual, seed)
+            yield self.case(n, n_used, m, residual, seed)
 
-    def _case(self, n: int, n_used: int, m: int, residual: bool, seed: int) -> Case:
+    def case(self, n: int, n_used: int, m: int, residual: bool, seed: int) -> Case:
+        """One case with normal values."""
+
         def make(rng: np.random.Generator) -> Problem:
             shapes: dict[str, tuple[int, ...]] = {"y": (n, n_used, m), "weights": (n, n_used)} | ({"residual": (n, m)} if residual else {})
             inputs = tuple(Tensor(name, "F32", shape) for name, shape in shapes.items())

@@ -105,9 +105,11 @@ class Argmax(Op):
             ),
             1,
         ):
-            yield self._case(n, vocab, kind, seed)
+            yield self.case(n, vocab, kind, seed)
 
-    def _case(self, n: int, vocab: int, kind: str, seed: int) -> Case:
+    def case(self, n: int, vocab: int, kind: str, seed: int) -> Case:
+        """kind: normal, negative; ties (whole numbers); zeros (of both signs); nan (in the last row; others infinite)."""
+
         def make(rng: np.random.Generator) -> Problem:
             x = rng.standard_normal((n, vocab), np.float32)
             if kind == "ties":
@@ -205,9 +207,11 @@ class TopkMoe(Op):
             ),
             1,
         ):
-            yield self._case(n, n_expert, n_used, norm, gating, scale, ties, seed)
+            yield self.case(n, n_expert, n_used, norm, gating, scale, ties, seed)
 
-    def _case(self, n: int, n_expert: int, n_used: int, norm: bool, gating: str, scale: float, ties: bool, seed: int) -> Case:
+    def case(self, n: int, n_expert: int, n_used: int, norm: bool, gating: str, scale: float, ties: bool, seed: int) -> Case:
+        """ties: the logits are whole numbers."""
+
         def make(rng: np.random.Generator) -> Problem:
             logits = Tensor("ffn_moe_logits", "F32", (n, n_expert))
             x = 3 * rng.standard_normal(logits.shape, np.float32)
