@@ -189,7 +189,10 @@ class Engine:
         sizes = {
             "tokens": 4, "pos": 4, "prompt tokens": 4 * PROMPT_TOKENS, "prompt pos": 4 * PROMPT_TOKENS, "loop": 4 * (LOOP_RING + RING),
         }
-        device = self.device.arena("inputs", sum(-(-s // 256) * 256 for s in sizes.values()), "device")
+        caps = self.device.caps
+        device = self.device.arena(
+            "inputs", sum(-(-s // 256) * 256 for s in sizes.values()), "host_visible_device" if caps.rebar or caps.uma else "device"
+        )
         logits = 4 * self.model.hp.n_vocab
         back_sizes = {"logits back": logits * PROMPT_TOKENS} | {f"loop back {i}": sizes["loop"] for i in range(SUBMITS_IN_FLIGHT + 1)}
         host = self.device.arena("readback", sum(-(-s // 256) * 256 for s in back_sizes.values()), "readback")
@@ -287,7 +290,7 @@ class Engine:
         sampler = sampler or Sampler()
         self._check_room(n, "generation")
         self._check_ids([first])
-        eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos else []
+        eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
         self._set_position(first)
         self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
         start = self.n_past

@@ -11,7 +11,7 @@ from vkback.graph import Graph
 from vkback.models import llama, qwen3moe
 from vkback.models.builder import Head
 from vkback.models.gguf_file import GgufError, GgufFile
-from vkback.models.hparams import HParams, RopeMode
+from vkback.models.hparams import NO_TEXT_VOCABULARY, HParams, RopeMode
 from vkback.models.naming import model_description
 from vkback.models.tokenizer import Tokenizer
 
@@ -79,6 +79,11 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """Raises TokenizerError when the file has no text vocabulary."""
         return Tokenizer.from_gguf(self.file)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the file has a text vocabulary; synthetic models know token ids only."""
+        return self.file.metadata.get("tokenizer.ggml.model", NO_TEXT_VOCABULARY) != NO_TEXT_VOCABULARY
 
     @property
     def description(self) -> str:

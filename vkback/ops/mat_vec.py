@@ -56,7 +56,7 @@ INT_QUANTS = frozenset(
 
 declare(
     "mat_vec",
-    match={"quant": "word", "path": "word", "m": "number", "k": "number", "n": "number", "ids": "number", "glu": "number", "y": "word"},
+    match={"quant": "word", "path": "word", "m": "number", "k": "number", "n": "number", "ids": "number", "glu": "number", "y": "word", "prologue": "number"},
     params={
         "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
         "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
@@ -199,7 +199,7 @@ class MatVec(Op):
             x = x8
         q8_out = y.type == "Q8_1"
         columns = 1 if ids else min(n, MAX_COLUMNS)
-        choice = ctx.tuning.pick("mat_vec", quant=w.type, path=path, m=m, k=k, n=n, ids=ids, glu=int(glu), y=y.type)
+        choice = ctx.tuning.pick("mat_vec", quant=w.type, path=path, m=m, k=k, n=n, ids=ids, glu=int(glu), y=y.type, prologue=prologue)
         shape = legal_shape(choice, glu=glu, q8_out=q8_out, ctx=ctx)
         subgroup, required = subgroup_for(ctx)
         if prologue:
