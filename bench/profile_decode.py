@@ -15,6 +15,7 @@ from collections import defaultdict
 import numpy as np
 
 from vkback.harness.read_rate import measure_read_rate
+from vkback.harness.timing import warm_up
 from vkback.models.engine import Engine, Sampler, loop_state
 
 
@@ -29,9 +30,10 @@ def main() -> None:
         roof = measure_read_rate(engine.device, engine.library).gb_s
         if args.depth:
             engine.prompt(np.random.default_rng(0).integers(engine.model.hp.n_vocab, size=args.depth).tolist())
-        for _ in engine.generate(1, 64, stop_at_eos=False):
-            pass
-        engine.n_past = args.depth
+        for _ in range(3):
+            for _ in engine.generate(1, 128, stop_at_eos=False):
+                pass
+            engine.n_past = args.depth
         start = time.perf_counter()
         for _ in engine.generate(1, 128, stop_at_eos=False):
             pass
@@ -41,6 +43,7 @@ def main() -> None:
         engine._set_position(1)
         engine.device.upload(engine._inputs["loop"], loop_state(Sampler(), []))
         commands = program.record("profile", timestamps=True)
+        warm_up(engine.device, commands, 0.3)
         totals: dict[str, list[float]] = defaultdict(list)
         sizes: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)

@@ -5,13 +5,14 @@ Two figures: throughput (independent launches back to back, no barrier between) 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from vkback import quants
-from vkback.device import BufferRange, Device
+from vkback.device import BufferRange, Commands, Device
 from vkback.graph import Node
 from vkback.ops.base import OPS, Dispatch, LowerContext, Problem, nbytes, shards
 from vkback.program import compile_kernels
@@ -37,6 +38,17 @@ class Timing:
     @property
     def gb_s(self) -> float:
         return self.nbytes / self.throughput_us / 1e3
+
+
+def warm_up(device: Device, commands: Commands, seconds: float = 0.05) -> None:
+    """Run a recording until the clocks are up: an idle GPU lowers them within a second or two, to less than half of its read rate.
+
+    Once is enough where the clock does not depend on load (CPU drivers).
+    """
+    deadline = time.perf_counter() + (0.0 if device.caps.device_type == "cpu" else seconds)
+    device.submit(commands).wait()
+    while time.perf_counter() < deadline:
+        device.submit(commands).wait()
 
 
 class Bench:
@@ -100,13 +112,14 @@ class Bench:
                     rec.dispatch(kernels[d.kernel, len(d.args), len(d.push)], [self._bind(d, a, i) for a in range(len(d.args))], d.push, d.groups)
             rec.timestamp("end")
             commands = rec.finish()
+            warm_up(self.device, commands)
             times = []
-            for _ in range(repetitions + 1):
+            for _ in range(repetitions):
                 self.device.submit(commands).wait()
                 (_, start), (_, end) = commands.timestamps()
                 times.append((end - start) / 1e3 / count)
             commands.destroy()
-            figures.append((float(np.median(times[1:])), float(np.subtract(*np.percentile(times[1:], [75, 25])) / 2)))
+            figures.append((float(np.median(times)), float(np.subtract(*np.percentile(times, [75, 25])) / 2)))
         (through, through_spread), (latency, latency_spread) = figures
         return Timing(through, through_spread, latency, latency_spread, sum(d.nbytes for d in dispatches))
 
