@@ -54,6 +54,9 @@ DECODE_TOKENS = 16
 
 HEAD_SIZE_MULTIPLE = 8
 
+MAX_LOADS = 8
+"""16-byte loads of K, and as many of V, that a thread holds: 64 registers. More spill, and take a CPU driver a minute to compile."""
+
 declare(
     "attention",
     match={"n": "number", "n_head": "number", "n_head_kv": "number", "head_dim": "number", "n_ctx": "number"},
@@ -96,18 +99,21 @@ def shape_for(
     """The tables' choice bent to what head size, heads and device allow."""
     cols = hd // 8
     wg = max(workgroup_size(ctx.caps, choice["wg_size"]), 1 << (cols - 1).bit_length())
-    lanes = next(i for i in (32, 16, 8, 4, 2, 1) if i <= choice["lanes"] and i <= wg and cols % i == 0)
+    fits = [i for i in (1, 2, 4, 8, 16, 32) if i <= wg and cols % i == 0]
+    lanes = max((i for i in fits if i <= choice["lanes"]), default=1)
+    lanes = next((i for i in fits if i >= lanes and cols // i <= MAX_LOADS), lanes)
+    steps = min(choice["steps"], max(1, MAX_LOADS * lanes // cols))
     heads = _largest_divisor(n_head // n_head_kv, choice["queries"])
     tokens = 1 if n <= DECODE_TOKENS else max(1, choice["queries"] // heads)
     rows = min(n_ctx, window) if window else n_ctx
     # Not a function of n: a token's bits do not depend on how many go with it.
     splits = min(ceil_div(choice["groups"], n_head // heads), ceil_div(rows, choice["rows_per_split"])) if tokens == 1 else 1
     queries, streams = heads * tokens, wg // cols
-    fixed = 4 * queries * hd + 8 * choice["steps"] * (wg // lanes) * queries + 8 * streams * queries + 4096
+    fixed = 4 * queries * hd + 8 * steps * (wg // lanes) * queries + 8 * streams * queries + 4096
     fixed += 4 * (heads + 2) * hd if fused else 0
     for parts in range(1, queries + 1):
         if queries % parts == 0 and fixed + 4 * streams * (queries // parts) * hd <= ctx.caps.max_shared_memory:
-            return Shape(wg, lanes, choice["steps"], heads, tokens, splits, queries // parts, choice["rows_per_split"])
+            return Shape(wg, lanes, steps, heads, tokens, splits, queries // parts, choice["rows_per_split"])
     raise PlanError(
         f"[attention] {choice.source}: wg {wg}, queries {queries}, head size {hd} need {fixed + 4 * streams * hd} bytes of shared "
         f"memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}; lower wg, steps or queries"
