@@ -1,0 +1,127 @@
+"""SOFT_MAX and SUM_ROWS (shaders/soft_max): a workgroup a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Tolerance,
+    ceil_div,
+    nbytes,
+    pack_push,
+    register,
+    spread,
+)
+from vkback.ops.workgroup import reduction, workgroup_size
+from vkback.shader import Variant
+
+
+def _dispatch(node: Node, ctx: LowerContext, *, sum_rows: bool) -> Dispatch:
+    x, *mask = node.inputs
+    dim, rows = x.shape[-1], prod(x.shape[:-1])
+    choice = ctx.tuning.pick("norm", dim=dim, rows=rows)
+    wg = workgroup_size(ctx.caps, choice["wg_size"], ceil_div(dim, 4))
+    defines, subgroup = reduction(ctx.caps, wg)
+    defines |= {"MASK": len(mask), "SUM": int(sum_rows)}
+    return Dispatch(
+        Variant("soft_max/soft_max.comp", tuple(sorted(defines.items())), (), subgroup),
+        (Arg(x), *map(Arg, mask), Arg(node.outputs[0], "w" if sum_rows else "rw")),
+        pack_push(rows, dim, prod(mask[0].shape[:-1]) if mask else 1, float(node.params.get("scale", 1.0))),
+        spread(rows),
+        node.op,
+        node.name,
+        f"{wg} threads: {choice.source}",
+        nbytes=sum(map(nbytes, (*node.inputs, *node.outputs))),
+        flops=(1 if sum_rows else 8) * rows * dim,
+    )
+
+
+@register
+class SoftMax(Op):
+    """SOFT_MAX(x [..., dim] [, mask [..., dim]]; scale) -> softmax of scale * x + mask over the last axis.
+
+    The mask's rows are those of x's last axes, used again for each of the leading ones; -inf hides a value, and a row that is hidden
+    altogether gives zeros.
+    """
+
+    name = "SOFT_MAX"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        z = np.asarray(inputs[0], np.float64) * params.get("scale", 1.0)
+        if len(inputs) > 1:
+            z = z + inputs[1]
+        top = z.max(axis=-1, keepdims=True)
+        e = np.exp(z - np.where(np.isfinite(top), top, 0.0))
+        total = e.sum(axis=-1, keepdims=True)
+        return [np.divide(e, total, out=np.zeros_like(e), where=total > 0)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        x, *mask = node.inputs
+        if mask and mask[0].shape != x.shape[len(x.shape) - len(mask[0].shape) :]:
+            raise PlanError(f"[SOFT_MAX] {node.name}: mask {mask[0]} does not fit {x}: expected its last axes")
+        return [_dispatch(node, ctx, sum_rows=False)]
+
+    def cases(self) -> Iterator[Case]:
+        for shape in ((1, 4096), (3, 2, 37), (5, 1), (1, 20000)):
+            for masked in (False, True):
+                yield self.case(shape, masked)
+
+    def case(self, shape: tuple[int, ...], masked: bool, *, seed: int = 37) -> Case:
+        """Values uniform in +-20; the mask hides a third of them and its first row altogether where there are several."""
+
+        def make(rng: np.random.Generator) -> Problem:
+            inputs = [Tensor("x", "F32", shape, "input")]
+            values: dict[str, Array] = {"x": rng.uniform(-20, 20, shape).astype(np.float32)}
+            if masked:
+                inputs.append(Tensor("mask", "F32", shape[-2:], "input"))
+                mask = np.where(rng.random(shape[-2:]) < 1 / 3, -np.inf, 0.0)
+                mask[-1, 0] = 0.0
+                if len(mask) > 1:
+                    mask[0] = -np.inf
+                values["mask"] = mask.astype(np.float32)
+            return Problem(Node("SOFT_MAX", tuple(inputs), (Tensor("y", "F32", shape),), {"scale": 0.5}), values)
+
+        return Case("SOFT_MAX", {"ne": shape, "mask": masked, "scale": 0.5, "seed": seed}, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-10, 1e-3, "f32; exp(z - max) with |z| up to 20 has 3 + 2|z| ulp by Vulkan's rules: 3e-6 relative; small rms")
+
+
+@register
+class SumRows(Op):
+    """SUM_ROWS(x [..., dim]) -> [..., 1]."""
+
+    name = "SUM_ROWS"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        return [np.asarray(inputs[0], np.float64).sum(axis=-1, keepdims=True)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        return [_dispatch(node, ctx, sum_rows=True)]
+
+    def cases(self) -> Iterator[Case]:
+        for shape in ((1, 4096), (3, 2, 37), (5, 1)):
+            yield self.case(shape)
+
+    def case(self, shape: tuple[int, ...], *, seed: int = 41) -> Case:
+        def make(rng: np.random.Generator) -> Problem:
+            node = Node("SUM_ROWS", (Tensor("x", "F32", shape, "input"),), (Tensor("y", "F32", (*shape[:-1], 1)),))
+            return Problem(node, {"x": rng.uniform(-0.5, 1.5, shape).astype(np.float32)})
+
+        return Case("SUM_ROWS", {"ne": shape, "seed": seed}, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-11, 1e-5, "f32 sums of dim values, relative error about sqrt(dim) * 2^-24")
