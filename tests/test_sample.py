@@ -84,6 +84,24 @@ def test_tokens_do_not_depend_on_the_submits(device: Device, library: ShaderLibr
 
 
 @pytest.mark.vulkan
+def test_any_mix_of_filters(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """Logits from peaked to flat; filters that bind first, second or not at all."""
+    rng = np.random.default_rng(5)
+    use = with_params(ctx, wg_size=32, per_thread=4)
+    compared = 0
+    for _ in range(40):
+        logits = rng.choice([0.5, 2.0, 6.0]) * rng.standard_normal(600)
+        top_k, top_p, min_p = int(rng.choice([0, 1, 20, 300])), float(rng.choice([1.0, 0.95, 0.5])), float(rng.choice([0.0, 0.02, 0.2]))
+        sampler = Params(float(rng.choice([0.3, 1.0, 4.0])), top_k, top_p, min_p, int(rng.integers(2**32)), ())
+        want = pick(logits, sampler, 10)
+        if want.sure:
+            got = run_loop(device, library, use, logits, sampler, [1])
+            assert got["tokens"][0] == want.token, sampler
+            compared += 1
+    assert compared > 25
+
+
+@pytest.mark.vulkan
 @pytest.mark.parametrize("greedy", [True, False])
 def test_the_loop_stops_at_the_end_of_text_and_wraps_around(
     greedy: bool, device: Device, library: ShaderLibrary, ctx: LowerContext

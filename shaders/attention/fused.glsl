@@ -43,7 +43,7 @@ void prepare(uint tid, uint head0, uint kv, bool owner) {
     }
     const int at = pos[0];
     const uint row = uint(at);
-    const bool stores = owner && head0 % (p.n_head / p.n_head_kv) == 0;
+    const bool stores = owner && row < p.n_ctx && head0 % (p.n_head / p.n_head_kv) == 0;
     const uint cache_at = (kv * p.n_ctx + row) * (HD / 2);
     if (owner) {
         new_row = row;

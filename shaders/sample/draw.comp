@@ -55,9 +55,9 @@ void list_tokens(uint tid, float top, uint cut) {
         if (places[i] != ~0u) list[kept_from + places[i]] = from + i * WG_SIZE;
 }
 
-// The largest distance to keep so that, among tokens up to `limit`, those kept number at least `target`, or with share > 0 have at least
-// that share of the sum of exp(-distance).
-uint select_distance(uint tid, uint listed, float top, uint limit, float share, float target) {
+// The largest distance to keep so that, among listed tokens up to `limit`, those kept number at least `target`, or with by_mass have at least
+// that sum of exp(-distance). With share > 0 the target is share times the sum of all up to `limit`.
+uint select_distance(uint tid, uint listed, float top, uint limit, bool by_mass, float share, float target) {
     uint prefix = 0;
     for (uint level = 0; level < LEVELS; level++) {
         for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = losses[i] = 0;
@@ -66,12 +66,12 @@ uint select_distance(uint tid, uint listed, float top, uint limit, float share, 
             const uint dist = distance_of(logits[list[i]], top);
             if (dist <= limit && dist >> (27 - 9 * level) == prefix) {
                 atomicAdd(counts[bin_of(dist, level)], 1);
-                if (share > 0.0) atomicAdd(losses[bin_of(dist, level)], loss_of(dist, level));
+                if (by_mass) atomicAdd(losses[bin_of(dist, level)], loss_of(dist, level));
             }
         }
         barrier();
         for (uint i = tid; i < BINS; i += WG_SIZE)
-            search_value[i] = share > 0.0 ? bin_mass(counts[i], losses[i], (prefix << 9 | i) << (18 - 9 * level), level) : float(counts[i]);
+            search_value[i] = by_mass ? bin_mass(counts[i], losses[i], (prefix << 9 | i) << (18 - 9 * level), level) : float(counts[i]);
         barrier();
         const Found found = search(tid, level == 0 ? share : 0.0, target);
         prefix = prefix << 9 | found.bin;
@@ -92,8 +92,11 @@ void main() {
     const int top_k = loop_words[LOOP_TOP_K];
     const float top_p = intBitsToFloat(loop_words[LOOP_TOP_P]), min_p = intBitsToFloat(loop_words[LOOP_MIN_P]);
     uint limit = DISTANCE_END - 1;
-    if (top_k > 0 && uint(top_k) < listed) limit = select_distance(tid, listed, top, limit, 0.0, float(top_k));
-    if (top_p < 1.0) limit = min(limit, select_distance(tid, listed, top, limit, max(top_p, 1e-9), 0.0));
+    if (top_k > 0 && uint(top_k) < listed) limit = select_distance(tid, listed, top, limit, false, 0.0, float(top_k));
+    if (top_p < 1.0) {
+        const float share = top_k > 0 ? max(top_p, LEAST_SHARE) : 0.0;
+        limit = min(limit, select_distance(tid, listed, top, limit, true, share, uintBitsToFloat(scratch[SCRATCH_TARGET])));
+    }
     if (min_p > 0.0) limit = min(limit, distance_limit(min_p));
 
     const uint seed = uint(loop_words[LOOP_SEED]), at = uint(pos[0]);

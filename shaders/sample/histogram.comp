@@ -53,18 +53,24 @@ void main() {
 
     const int top_k = loop_words[LOOP_TOP_K];
     const float top_p = intBitsToFloat(loop_words[LOOP_TOP_P]), min_p = intBitsToFloat(loop_words[LOOP_MIN_P]);
-    uint cut = min_p > 0.0 ? bin_of(distance_limit(min_p), 0) : BINS - 1;
+    uint cut = BINS - 1;
+    float target = 0.0;
     if (top_k > 0) {
         for (uint i = tid; i < BINS; i += WG_SIZE) search_value[i] = float(scratch[SCRATCH_COUNTS + i]);
         barrier();
-        cut = min(cut, search(tid, 0.0, float(top_k)).bin);
-    }
-    if (top_p < 1.0) {
-        // The bins up to `cut` hold at least all that top-k keeps, so their share can only end later; a little more makes up for rounding.
+        cut = search(tid, 0.0, float(top_k)).bin;
+    } else if (top_p < 1.0) {
         for (uint i = tid; i < BINS; i += WG_SIZE)
-            search_value[i] = i <= cut ? bin_mass(scratch[SCRATCH_COUNTS + i], scratch[SCRATCH_LOSSES + i], i << 18, 0) : 0.0;
+            search_value[i] = bin_mass(scratch[SCRATCH_COUNTS + i], scratch[SCRATCH_LOSSES + i], i << 18, 0);
         barrier();
-        cut = min(cut, search(tid, max(top_p, 1e-9) * 1.0001, 0.0).bin);
+        const Found found = search(tid, max(top_p, LEAST_SHARE), 0.0);
+        cut = found.bin;
+        target = found.target;
     }
-    if (tid == 0) scratch[SCRATCH_CUT] = cut;
+    // A top-p of what top-k leaves needs all of that listed, to know its sum.
+    if (min_p > 0.0 && !(top_k > 0 && top_p < 1.0)) cut = min(cut, bin_of(distance_limit(min_p), 0));
+    if (tid == 0) {
+        scratch[SCRATCH_CUT] = cut;
+        scratch[SCRATCH_TARGET] = floatBitsToUint(target);
+    }
 }

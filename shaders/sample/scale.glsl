@@ -5,13 +5,17 @@
 // Bins count tokens and, for top-p, hold the sum of exp(-distance). Sums are integers, so that the order in which tokens come does not matter:
 // bin_loss adds up what each token has less than the bin's first place, 1 - exp(-offset), in units of LOSS_STEP[level]. Up to 2^18 tokens fit 32 bits.
 //
-// Words of `scratch`: 0 state (0: go on, 1: the token is made), 1 largest logit (F32), 2 last bin of level 0 that can be kept, 3 tokens listed,
-// 4.. counts of the level 0 bins, then their losses.
+// Words of `scratch`: 0 state (0: go on, 1: the token is made), 1 largest logit (F32), 2 last bin of level 0 to list, 3 tokens listed,
+// 4 the sum that top-p keeps where it is alone (F32), 5.. counts of the level 0 bins, then their losses.
 
 const uint BINS = 512u, LEVELS = 3u, DISTANCE_END = 1u << 27;
 const float STEPS_PER_UNIT = 1048576.0;
 const float LOSS_STEP[LEVELS] = float[](1.0 / 65536.0, 1.0 / 16777216.0, 0.0);
-const uint SCRATCH_STATE = 0u, SCRATCH_TOP = 1u, SCRATCH_CUT = 2u, SCRATCH_LISTED = 3u, SCRATCH_COUNTS = 4u, SCRATCH_LOSSES = SCRATCH_COUNTS + BINS;
+const uint SCRATCH_STATE = 0u, SCRATCH_TOP = 1u, SCRATCH_CUT = 2u, SCRATCH_LISTED = 3u, SCRATCH_TARGET = 4u;
+const uint SCRATCH_COUNTS = 5u, SCRATCH_LOSSES = SCRATCH_COUNTS + BINS;
+
+// What top-p 0 means: the nearest distance alone.
+const float LEAST_SHARE = 1e-9;
 
 // Distances below 128 times 2^20 are exact in a float.
 uint distance_of(float logit, float top) {

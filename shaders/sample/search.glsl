@@ -6,7 +6,7 @@
 // The bin is the first whose running sum is at least the target and whose value is above 0, or the last above 0 if rounding keeps the sum from
 // it; `rest` is the target less the bins before it.
 
-struct Found { uint bin; float rest; };
+struct Found { uint bin; float target; float rest; };
 
 const uint SEARCH_RUN = 16u, SEARCH_RUNS = BINS / SEARCH_RUN;
 
@@ -45,5 +45,5 @@ Found search(uint tid, float share, float target) {
     const uint bin = min(search_first, search_last);
     const float rest = target - search_before(bin);
     barrier();
-    return Found(bin, rest);
+    return Found(bin, target, rest);
 }

@@ -57,7 +57,9 @@ STATUS_NAN, STATUS_EOS = 1, 2
 MAX_VOCAB = 2**18
 """More tokens could overflow the 32-bit sums of a histogram bin (shaders/sample/scale.glsl)."""
 
-BINS = 512
+BINS, SCRATCH_WORDS = 512, 5
+"""Bins of a histogram, and words before them in the scratch (shaders/sample/scale.glsl)."""
+
 STEPS = float(2**20)
 FARTHEST = np.float32(127.99999)
 
@@ -189,7 +191,7 @@ class Sample(Op):
         vocab = logits.shape[1]
         if vocab > MAX_VOCAB:
             raise PlanError(f"[sample] {logits}: {vocab} tokens, sampling takes at most {MAX_VOCAB}; use temperature 0")
-        scratch = Arg(Tensor(f"{node.name}.scratch", "I32", (4 + 2 * BINS,)), "rw")
+        scratch = Arg(Tensor(f"{node.name}.scratch", "I32", (SCRATCH_WORDS + 2 * BINS,)), "rw")
         tickets = Arg(Tensor(f"{node.name}.sample_tickets", "I32", (2,), "counter"), "rw")
         listed = Arg(Tensor(f"{node.name}.list", "I32", (vocab,)), "rw")
         choice = ctx.tuning.pick("sample", vocab=vocab)
