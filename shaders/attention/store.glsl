@@ -23,7 +23,8 @@ void store(uint tid, uint token0, uint head0) {
         const uint quad = head0 * OUT4 + o % (HEADS * OUT4);
         const bool there = o < QUERIES * OUT4 && token < p.n;
 #if OUT_Q8_1
-        q8_1_store(token, p.n_head * (HD / 32), quad, there ? query4[o] : vec4(0.0), there);
+        const Q8_1Quad packed = q8_1_pack(quad, there ? query4[o] : vec4(0.0));
+        if (there) q8_1_store(token, p.n_head * (HD / 32), quad, packed);
 #else
         if (there) y4[token * p.n_head * OUT4 + quad] = query4[o];
 #endif

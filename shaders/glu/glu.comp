@@ -73,7 +73,8 @@ void main() {
     }
 #endif
 #if OUT_Q8_1
-    q8_1_store(row, p.quads / 8u, quad, v, there);
+    const Q8_1Quad packed = q8_1_pack(quad, v);
+    if (there) q8_1_store(row, p.quads / 8u, quad, packed);
 #elif WIDTH == 4
     if (there) y[row * p.quads + quad] = v;
 #else

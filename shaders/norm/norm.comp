@@ -127,6 +127,9 @@ void main() {
     const float mean = 0.0;
 #endif
     const float scale = 1.0 / sqrt(wg_sum(total) / float(p.dim) + p.eps);
+#if OUT_Q8_1 && ROUNDS
+    Q8_1Quad packed[ROUNDS];
+#endif
     EACH(i) {
         const uint q = i * WG_SIZE + t;
         vec4 v = (AGAIN(i, q) - mean) * scale;
@@ -136,7 +139,16 @@ void main() {
         v *= q < p.quads ? LOAD(w, 0u, q) : vec4(0.0);
 #endif
 #if OUT_Q8_1
-        q8_1_store(row, p.units, q, q < p.quads ? v : vec4(0.0), q < 8u * p.units);
+        const Q8_1Quad made = q8_1_pack(q, q < p.quads ? v : vec4(0.0));
+#if ROUNDS
+        packed[i] = made;
+    }
+    EACH(i) {
+        const uint q = i * WG_SIZE + t;
+        if (q < 8u * p.units) q8_1_store(row, p.units, q, packed[i]);
+#else
+        if (q < 8u * p.units) q8_1_store(row, p.units, q, made);
+#endif
 #else
         if (q < p.quads) { STORE(y, row, q, v); }
 #endif

@@ -37,5 +37,6 @@ void main() {
 #else
     for (uint c = 0u; c < 4u; c++) if (there && 4u * quad + c < p.k) v[c] = x[row * p.k + 4u * quad + c];
 #endif
-    q8_1_store(row, p.units, quad, v, there);
+    const Q8_1Quad packed = q8_1_pack(quad, v);
+    if (there) q8_1_store(row, p.units, quad, packed);
 }
