@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,23 +36,26 @@ class Fixed:
         return self.tables.pick(family, **query)
 
 
-def grid(full: bool) -> Iterator[dict[str, int]]:
-    for unroll, prefetch in ((1, 1), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0)):
-        for wg in (32, 64, 128, 256, 512):
-            for lanes in (8, 16, 32, 64, 128):
-                for rows in (1, 2, 4):
-                    if lanes <= wg and rows <= lanes and unroll * rows <= 8 and (full or lanes >= 16):
-                        yield {"wg": wg, "lanes": lanes, "rows": rows, "unroll": unroll, "prefetch": prefetch}
+def grid(args: argparse.Namespace) -> Iterator[dict[str, int]]:
+    """Points of a sweep. A prologue wants many threads a workgroup and several tiles each; without one, small workgroups start quicker."""
+    if args.norm or args.glu:
+        axes = {"wg": (128, 256, 512, 1024), "lanes": (16, 32, 64), "rows": (1, 2, 4), "unroll": (1, 2, 4), "prefetch": (0,),
+                "groups": (0, 132, 264, 528)}
+    else:
+        axes = {"wg": (32, 64, 128, 256, 512), "lanes": (16, 32, 64, 128), "rows": (1, 2, 4), "unroll": (1, 2, 4, 8), "prefetch": (0, 1),
+                "groups": (0,)}
+    for values in itertools.product(*axes.values()):
+        point = dict(zip(axes, values, strict=True))
+        if point["lanes"] <= point["wg"] and point["unroll"] * point["rows"] <= 8:
+            yield point
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     for quant in args.quant.split(","):
         for shape in args.shape.split(","):
             m, k = map(int, shape.split("x"))
-            if args.glu:
-                yield fused_case(quant, m, k, 1, (), glu=True, out="Q8_1")
-            elif args.norm:
-                yield fused_case(quant, m, k, 1, ("norm",))
+            if args.glu or args.norm:
+                yield fused_case(quant, m, k, 1, ("norm",) if args.norm else (), glu=args.glu, out="Q8_1" if args.glu else "F32")
             elif args.ids:
                 experts, used = map(int, args.ids.split("x"))
                 yield mul_mat_id_case(quant, experts, used, m, args.n, k, shared=True)
@@ -62,7 +66,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def compile_all(bench: Bench, ctx: LowerContext, tables: Tuning, args: argparse.Namespace) -> None:
     """Compile every point of a sweep in parallel."""
     dispatches = []
-    for params in grid(args.full) if args.sweep else []:
+    for params in grid(args) if args.sweep else []:
         with contextlib.suppress(PlanError):
             use = dataclasses.replace(ctx, tuning=Fixed(tables, "mat_vec", params))
             dispatches += OPS[bench.problem.node.op].lower(bench.problem.node, use)
@@ -79,7 +83,6 @@ def main() -> None:
     parser.add_argument("--norm", action="store_true")
     parser.add_argument("--act", default="auto")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--full", action="store_true", help="with --sweep: narrow slots, too")
     parser.add_argument("--top", type=int, default=6, help="with --sweep: the quickest points of each case")
     parser.add_argument("--device")
     args = parser.parse_args()
@@ -98,7 +101,7 @@ def main() -> None:
             with Bench(device, library, problem, ctx) as bench:
                 compile_all(bench, ctx, tables, args)
                 points = []
-                for params in grid(args.full) if args.sweep else [None]:
+                for params in grid(args) if args.sweep else [None]:
                     use = ctx if params is None else dataclasses.replace(ctx, tuning=Fixed(tables, "mat_vec", params))
                     try:
                         t = bench.time(use, repetitions=3)

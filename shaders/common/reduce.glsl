@@ -54,11 +54,23 @@ uint reduce_word(float v) { return floatBitsToUint(v); }
 uint reduce_word(uint v) { return v; }
 
 #if REDUCE_SUBGROUP && REDUCE_ONE_SUBGROUP
-#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP) T NAME(T v) { return SUBGROUP(v); }
+#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP, IDENTITY) T NAME(T v) { return SUBGROUP(v); }
 #elif REDUCE_ONE_SUBGROUP
-#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP) T NAME(T v) { return v; }
+#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP, IDENTITY) T NAME(T v) { return v; }
+#elif REDUCE_SUBGROUP && SUBGROUP_SIZE * SUBGROUP_SIZE >= WG_SIZE
+// Every subgroup adds the parts once more, a part a lane.
+#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP, IDENTITY)                                    \
+    T NAME(T v) {                                                                          \
+        v = SUBGROUP(v);                                                                   \
+        const uint turn = reduce_turn;                                                     \
+        reduce_turn ^= 1u;                                                                 \
+        if (subgroupElect()) reduce_parts[turn][gl_SubgroupID] = reduce_word(v);           \
+        barrier();                                                                         \
+        const uint lane = gl_SubgroupInvocationID;                                         \
+        return SUBGROUP(lane < WG_SIZE / SUBGROUP_SIZE ? reduce_bits(reduce_parts[turn][lane], v) : IDENTITY); \
+    }
 #elif REDUCE_SUBGROUP
-#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP)                                              \
+#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP, IDENTITY)                                              \
     T NAME(T v) {                                                                          \
         v = SUBGROUP(v);                                                                   \
         if (gl_NumSubgroups == 1u) return v;                                               \
@@ -71,7 +83,7 @@ uint reduce_word(uint v) { return v; }
         return v;                                                                          \
     }
 #else
-#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP)                                              \
+#define REDUCE_WG(NAME, T, COMBINE, SUBGROUP, IDENTITY)                                              \
     T NAME(T v) {                                                                          \
         const uint turn = reduce_turn;                                                     \
         const uint t = gl_LocalInvocationID.x;                                             \
@@ -89,10 +101,10 @@ uint reduce_word(uint v) { return v; }
     }
 #endif
 
-REDUCE_WG(wg_sum, float, reduce_add, subgroupAdd)
-REDUCE_WG(wg_sum, uint, reduce_add, subgroupAdd)
-REDUCE_WG(wg_max, float, max, subgroupMax)
-REDUCE_WG(wg_max, uint, max, subgroupMax)
+REDUCE_WG(wg_sum, float, reduce_add, subgroupAdd, 0.0)
+REDUCE_WG(wg_sum, uint, reduce_add, subgroupAdd, 0u)
+REDUCE_WG(wg_max, float, max, subgroupMax, uintBitsToFloat(0xff800000u))
+REDUCE_WG(wg_max, uint, max, subgroupMax, 0u)
 
 #if REDUCE_GROUPS
 #if REDUCE_SUBGROUP

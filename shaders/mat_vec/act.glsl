@@ -49,18 +49,22 @@ void keep(uint i, vec4 v) {
 // VALUES4 vec4 a thread stay in registers between norm and quantization.
 void prologue(uint tid) {
     vec4 v[VALUES4];
+#if PROLOGUE == 2
+    vec4 norm[VALUES4];
+#endif
     for (int j = 0; j < VALUES4; j++) {
-        const uint i = tid + uint(j * WG);
-        v[j] = i < K_UNITS * 8 ? xf4[i] : vec4(0.0);
+        const uint i = min(tid + uint(j * WG), K_UNITS * 8 - 1u);
+        v[j] = xf4[i];
+#if PROLOGUE == 2
+        norm[j] = norm4[i];
+#endif
+        if (K_UNITS * 8 % WG != 0 && tid + uint(j * WG) >= K_UNITS * 8) v[j] = vec4(0.0);
     }
 #if PROLOGUE == 2
     float square = 0.0;
     for (int j = 0; j < VALUES4; j++) square += dot(v[j], v[j]);
     const float scale = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
-    for (int j = 0; j < VALUES4; j++) {
-        const uint i = tid + uint(j * WG);
-        if (i < K_UNITS * 8) v[j] *= scale * norm4[i];
-    }
+    for (int j = 0; j < VALUES4; j++) v[j] *= scale * norm[j];
 #endif
     for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), v[j]);
     barrier();

@@ -1,13 +1,15 @@
 #version 450
 // y = W x for 1 to COLS tokens: every quantized mat-vec, float and integer-dot (MMVQ), dense and MUL_MAT_ID, passes through here.
 //
-// A workgroup of WG threads makes SLOTS * ROWS weight rows: LANES neighbouring threads form a slot, which owns ROWS rows and walks their
-// units (32 weights) side by side, UNROLL units a lane at once; the partial sums of its lanes are added at the end in a fixed order.
+// A tile is SLOTS * ROWS weight rows: LANES neighbouring threads form a slot, which owns ROWS rows and walks their units (32 weights) side
+// by side, UNROLL units a lane at once; the partial sums of its lanes are added at the end in a fixed order. A workgroup of WG threads makes
+// one tile, or with TILES 1 every tile that lies a whole grid further, so that a prologue serves many rows.
 //
 //   PATH_INT   1: q8_1 activations, dot products of packed bytes; 0: f32 activations
-//   IDS        0: dense. 1: gl_WorkGroupID.z = token * n_used + slot picks the expert. 2: z = token, sums its experts by their weights
+//   IDS        0: dense. 1: gl_WorkGroupID.z = token * n_used + slot picks the expert. 2: z = token, its N_USED experts lie end to end
+//              as one long row, each with its weight
 //   GLU        1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up
-//   Y_TYPE     Y_Q8_1: the workgroup's output rows (a multiple of 32) are quantized before they are stored
+//   Y_TYPE     Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
 #extension GL_KHR_shader_subgroup_basic : require
 #if SUBGROUP > 1
 #extension GL_KHR_shader_subgroup_shuffle : require
@@ -35,9 +37,14 @@ layout(local_size_x = WG) in;
 #define SLOTS (WG / LANES)
 #define PARTIALS (LANES / SUBGROUP)
 #define CHUNK (LANES * UNROLL)
-#define CHUNKS ((K_UNITS + CHUNK - 1) / CHUNK)
-#define GROUP_ROWS (SLOTS * ROWS)
-#define GROUP_OUT (GROUP_ROWS >> GLU)
+#if IDS == 2
+#define WALK_UNITS (N_USED * K_UNITS)
+#else
+#define WALK_UNITS K_UNITS
+#endif
+#define CHUNKS ((WALK_UNITS + CHUNK - 1) / CHUNK)
+#define TILE_ROWS (SLOTS * ROWS)
+#define TILE_OUT (TILE_ROWS >> GLU)
 
 float acc[ROWS][COLS];
 
@@ -96,57 +103,84 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
 #endif
 }
 
-// Loads the units lane, lane + LANES, ... of a chunk for this slot's rows. Past the end the last unit is read again and not used.
-void load(out UnitRaw raw[UNROLL][ROWS], uint first_row, uint last_row, uint lane, uint chunk) {
-    for (uint j = 0; j < UNROLL; j++)
-        for (uint r = 0; r < ROWS; r++) raw[j][r] = unit_load(min(first_row + r, last_row), min(chunk * CHUNK + j * LANES + lane, K_UNITS - 1u));
+uint first_row;   // of the tile for this slot, within its matrix
+uint expert_row;  // row of W where the matrix begins (IDS 0 and 1)
+uint x_row;
+uint y_row;
+uint lane;
+
+// Loads the units lane, lane + LANES, ... of a chunk. Past the end of a row or of the matrix the last unit is read again and not used.
+void load(out UnitRaw raw[UNROLL][ROWS], uint row, uint chunk) {
+    for (uint j = 0; j < UNROLL; j++) {
+        const uint unit = min(chunk * CHUNK + j * LANES + lane, WALK_UNITS - 1u);
+#if IDS == 2
+        const uint base = uint(ids[y_row * N_USED + unit / K_UNITS]) * p.m;
+#else
+        const uint base = expert_row;
+#endif
+        for (uint r = 0; r < ROWS; r++) raw[j][r] = unit_load(base + min(row + r, p.m - 1u), unit % K_UNITS);
+    }
 }
 
-// Goes through the row in chunks; `raw` holds chunk 0. With PREFETCH the next chunk is on its way while one is used.
-void walk(UnitRaw raw[UNROLL][ROWS], uint first_row, uint last_row, uint lane, uint x_row, float weight) {
-    for (uint chunk = 0; chunk < CHUNKS; chunk++) {
-#if CHUNKS > 1 && PREFETCH
-        UnitRaw next[UNROLL][ROWS];
-        if (chunk + 1 < CHUNKS) load(next, first_row, last_row, lane, chunk + 1);
+void use(UnitRaw raw[UNROLL][ROWS], uint chunk) {
+    for (uint j = 0; j < UNROLL; j++) {
+        const uint unit = chunk * CHUNK + j * LANES + lane;
+        if (WALK_UNITS % CHUNK != 0 && unit >= WALK_UNITS) return;
+#if IDS == 2
+        const uint e = y_row * N_USED + unit / K_UNITS;
+        accumulate(raw[j], p.x_slots == 1u ? y_row : e, unit % K_UNITS, expert_weight[e]);
+#else
+        accumulate(raw[j], x_row, unit, 1.0);
 #endif
-        for (uint j = 0; j < UNROLL; j++) {
-            const uint unit = chunk * CHUNK + j * LANES + lane;
-            if (K_UNITS % CHUNK == 0 || unit < K_UNITS) accumulate(raw[j], x_row, unit, weight);
-        }
-#if CHUNKS > 1 && PREFETCH
+    }
+}
+
+// Goes through a tile in chunks. `raw` holds its first chunk and in the end that of the tile at `next_row`, if there is one.
+// With PREFETCH the next chunk is on its way while one is used.
+void walk(inout UnitRaw raw[UNROLL][ROWS], bool has_next, uint next_row) {
+    for (uint chunk = 0; chunk < CHUNKS; chunk++) {
+        const bool last = chunk + 1 == CHUNKS;
+#if PREFETCH
+        UnitRaw next[UNROLL][ROWS];
+        if (!last) load(next, first_row, chunk + 1);
+        else if (has_next) load(next, next_row, 0);
+        use(raw, chunk);
         raw = next;
-#elif CHUNKS > 1
-        if (chunk + 1 < CHUNKS) load(raw, first_row, last_row, lane, chunk + 1);
+#else
+        use(raw, chunk);
+        if (!last) load(raw, first_row, chunk + 1);
+        else if (has_next) load(raw, next_row, 0);
 #endif
     }
 }
 
 #if PARTIALS > 1
-shared float partial[COLS * ROWS * SLOTS * PARTIALS];
+shared float partial[1 + TILES][COLS * ROWS * SLOTS * PARTIALS];
 #endif
 
 // Adds the partial sums of a slot's lanes: by shuffles inside a subgroup, through shared memory across subgroups.
-void reduce(uint tid) {
+// `turn` alternates between tiles, so that one barrier a tile is enough.
+void reduce(uint tid, uint turn) {
 #if SUBGROUP > 1
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLS; c++)
             for (uint step = 1; step < min(LANES, SUBGROUP); step <<= 1) acc[r][c] += subgroupShuffleXor(acc[r][c], step);
 #endif
 #if PARTIALS > 1
-    const uint slot = tid / LANES, lane = tid % LANES;
+    const uint slot = tid / LANES;
     if (lane % SUBGROUP == 0)
         for (int r = 0; r < ROWS; r++)
-            for (int c = 0; c < COLS; c++) partial[((c * ROWS + r) * SLOTS + slot) * PARTIALS + lane / SUBGROUP] = acc[r][c];
+            for (int c = 0; c < COLS; c++) partial[turn][((c * ROWS + r) * SLOTS + slot) * PARTIALS + lane / SUBGROUP] = acc[r][c];
     barrier();
 #endif
 }
 
 // Sum of row `r` of this thread's slot, in any of its lanes.
-float row_total(uint tid, uint r, uint c) {
+float row_total(uint tid, uint turn, uint r, uint c) {
 #if PARTIALS > 1
     float sum = 0.0;
     const uint base = ((c * ROWS + r) * SLOTS + tid / LANES) * PARTIALS;
-    for (uint i = 0; i < PARTIALS; i++) sum += partial[base + i];
+    for (uint i = 0; i < PARTIALS; i++) sum += partial[turn][base + i];
     return sum;
 #else
     float sum = acc[0][c];
@@ -159,41 +193,48 @@ float row_total(uint tid, uint r, uint c) {
 
 void main() {
     const uint tid = gl_LocalInvocationIndex;
-    const uint lane = tid % LANES;
+    const uint groups = gl_NumWorkGroups.x * gl_NumWorkGroups.y;
     const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
-    if (group * GROUP_ROWS >= p.m) return;
-    const uint row0 = group * GROUP_ROWS + (tid / LANES) * ROWS;
-
-    for (int r = 0; r < ROWS; r++)
-        for (int c = 0; c < COLS; c++) acc[r][c] = 0.0;
-
-    UnitRaw raw[UNROLL][ROWS];
-    const uint own_row = min(row0, p.m - 1u);
-#if IDS == 2
-    const uint y_row = gl_WorkGroupID.z;
-    for (uint slot = 0; slot < p.n_used; slot++) {
-        const uint e = y_row * p.n_used + slot;
-        const uint first = uint(ids[e]) * p.m;
-        load(raw, first + own_row, first + p.m - 1u, lane, 0);
-        walk(raw, first + own_row, first + p.m - 1u, lane, p.x_slots == 1u ? y_row : e, expert_weight[e]);
-    }
+    const uint tiles = (p.m + TILE_ROWS - 1) / TILE_ROWS;
+    if (group >= tiles) return;
+    const uint slot_row = (tid / LANES) * ROWS;
+    lane = tid % LANES;
+    first_row = group * TILE_ROWS + slot_row;
+    expert_row = 0;
+#if IDS == 1
+    y_row = gl_WorkGroupID.z;
+    expert_row = uint(ids[y_row]) * p.m;
+    x_row = p.x_slots == 1u ? y_row / p.n_used : y_row;
+#elif IDS == 2
+    y_row = gl_WorkGroupID.z;
 #else
-  #if IDS == 1
-    const uint y_row = gl_WorkGroupID.z;
-    const uint first = uint(ids[y_row]) * p.m;
-    const uint x_row = p.x_slots == 1u ? y_row / p.n_used : y_row;
-  #else
-    const uint y_row = gl_WorkGroupID.z * COLS;
-    const uint first = 0u;
-    const uint x_row = y_row;
-  #endif
-    // The first weights are on their way before the prologue.
-    load(raw, first + own_row, first + p.m - 1u, lane, 0);
-  #if PROLOGUE
-    prologue(tid);
-  #endif
-    walk(raw, first + own_row, first + p.m - 1u, lane, x_row, 1.0);
+    y_row = gl_WorkGroupID.z * COLS;
+    x_row = y_row;
 #endif
-    reduce(tid);
-    epilogue(tid, group, row0, y_row);
+
+    // The first weights are on their way before the prologue.
+    UnitRaw raw[UNROLL][ROWS];
+    load(raw, first_row, 0);
+#if PROLOGUE
+    prologue(tid);
+#endif
+    uint turn = 0;
+#if TILES
+    for (uint tile = group; tile < tiles; tile += groups) {
+        const bool has_next = tile + groups < tiles;
+        const uint next_row = (tile + groups) * TILE_ROWS + slot_row;
+#else
+    {
+        const uint tile = group;
+        const bool has_next = false;
+        const uint next_row = 0;
+#endif
+        for (int r = 0; r < ROWS; r++)
+            for (int c = 0; c < COLS; c++) acc[r][c] = 0.0;
+        walk(raw, has_next, next_row);
+        reduce(tid, turn);
+        epilogue(tid, turn, tile);
+        first_row = next_row;
+        turn ^= TILES;
+    }
 }

@@ -108,7 +108,8 @@ FAMILIES: dict[str, Family] = {}
 
 
 def declare(name: str, *, match: Mapping[str, str], params: Mapping[str, tuple[Any, ...] | str]) -> None:
-    """Make a family known. match: key -> "word" or "number"; params: key -> legal values, or "positive" for any integer above 0."""
+    """Make a family known. match: key -> "word" or "number"; params: key -> legal values, "positive" for any integer above 0,
+    "count" for any from 0."""
     FAMILIES[name] = Family(dict(match), dict(params))
 
 

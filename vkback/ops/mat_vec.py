@@ -63,6 +63,7 @@ declare(
         "rows": (1, 2, 4, 8, 16, 32),
         "unroll": (1, 2, 3, 4, 6, 8, 14, 16),
         "prefetch": (0, 1),
+        "groups": "count",  # workgroups at most, each taking several tiles; 0: one a tile
     },
 )
 declare(
@@ -109,30 +110,31 @@ class Shape:
     rows: int
 
     @property
-    def group_rows(self) -> int:
+    def tile_rows(self) -> int:
         return self.wg // self.lanes * self.rows
 
 
 def legal_shape(choice: Choice, *, glu: bool, q8_out: bool, ctx: LowerContext) -> Shape:
-    """The tables' shape bent to what this node and device need: rows fit the lanes, GLU has row pairs, Q8_1 output whole units."""
-    wg = min(choice["wg"], ctx.caps.max_workgroup_invocations, ctx.caps.max_workgroup_size[0])
-    lanes = min(choice["lanes"], wg)
-    rows = choice["rows"]
-    unit_rows = (32 if q8_out else 1) << glu
-    rows = max(rows, 1 << glu)
-    while wg // lanes * rows % unit_rows:
-        if rows < 32 and rows >> glu < lanes:
-            rows *= 2
-        elif lanes > 1:
+    """The tables' shape bent to what this node and device need.
+
+    A lane finishes at most one output row of its slot, GLU has row pairs, a Q8_1 output whole units. The nearest shape wins: more rows,
+    then fewer lanes, then more threads. Raises PlanError when none fits.
+    """
+    most = min(ctx.caps.max_workgroup_invocations, ctx.caps.max_workgroup_size[0])
+    tile = (32 if q8_out else 1) << glu
+    wg = min(choice["wg"], most)
+    while wg <= most:
+        lanes = min(choice["lanes"], wg)
+        while lanes:
+            rows = max(choice["rows"], 1 << glu)
+            while rows <= 32 and rows >> glu <= lanes:
+                shape = Shape(wg, lanes, rows)
+                if shape.tile_rows % tile == 0:
+                    return shape
+                rows *= 2
             lanes //= 2
-        elif wg < ctx.caps.max_workgroup_invocations:
-            wg *= 2
-        else:
-            raise PlanError(f"[mat_vec] {choice.source}: wg {wg}, lanes {lanes}, rows {rows} cannot make units of {unit_rows} rows on {ctx.caps.name}")
-    while rows >> glu > lanes:
-        lanes *= 2
-        wg = max(wg, lanes)
-    return Shape(wg, lanes, rows)
+        wg *= 2
+    raise PlanError(f"[mat_vec] {choice.source}: no shape near {dict(choice.params)} makes tiles of {tile} rows on {ctx.caps.name}")
 
 
 def prologue_problem(k: int, n: int, path: str, ctx: LowerContext) -> str:
@@ -199,6 +201,7 @@ class MatVec(Op):
             x = x8
         q8_out = y.type == "Q8_1"
         columns = 1 if ids else min(n, MAX_COLUMNS)
+        n_used = by["ids"].shape[-1] if ids else 1
         choice = ctx.tuning.pick("mat_vec", quant=w.type, path=path, m=m, k=k, n=n, ids=ids, glu=int(glu), y=y.type, prologue=prologue)
         shape = legal_shape(choice, glu=glu, q8_out=q8_out, ctx=ctx)
         subgroup, required = subgroup_for(ctx)
@@ -210,7 +213,7 @@ class MatVec(Op):
             "WG": shape.wg,
             "LANES": shape.lanes,
             "ROWS": shape.rows,
-            "UNROLL": min(choice["unroll"], ceil_div(ceil_div(k, 32), shape.lanes)),
+            "UNROLL": min(choice["unroll"], ceil_div(ceil_div(k, 32) * (n_used if ids == 2 else 1), shape.lanes)),
             "PREFETCH": choice["prefetch"],
             "K_UNITS": ceil_div(k, 32),
             "COLS": columns,
@@ -222,28 +225,30 @@ class MatVec(Op):
             "Y_TYPE": int(q8_out),
             "K_TAIL": int(k % 32 != 0),
         }
+        if ids == 2:
+            defines["N_USED"] = n_used
         if prologue:
             defines |= {"VALUES4": ceil_div(k // 4, shape.wg), "REDUCE_SUBGROUP": int("arithmetic" in ctx.caps.subgroup_ops)}
-            if shape.wg <= subgroup:
+            if subgroup > 1:
                 defines["SUBGROUP_SIZE"] = subgroup
         extra = [(role, by[role]) for role in FUSED_ROLES if role in by]
         for binding, (role, _) in enumerate(extra, 3):
             defines[f"BIND_{role.upper()}"] = binding
-        kernel = Variant("mat_vec/mat_vec.comp", tuple(sorted(defines.items())), (), required)
-
         rows_total = node.params.get("rows_total", (m >> glu))
         out_rows = rows_total
         row0 = node.params.get("row0", 0)
         x_stride = quants.q8_1_stride(k) // 16 if x.type == "Q8_1" else k
         y_stride = quants.q8_1_stride(out_rows) // 16 if q8_out else out_rows
-        n_used = by["ids"].shape[-1] if ids else 1
         x_slots = x.shape[1] if ids and len(x.shape) == 3 else 1
         slices = {0: ceil_div(n, columns), 1: n * n_used, 2: n}[ids]
         experts_read = min(n * n_used, w.shape[0]) if ids else 1
         dispatches = list(before)
         for i, shard in enumerate(shards(w, ctx.caps)):
             rows = m if ids else shard.rows
-            groups = ceil_div(rows, shape.group_rows)
+            groups = ceil_div(rows, shape.tile_rows)
+            most = ceil_div(choice["groups"], slices)
+            several = 0 < most < groups
+            groups = most if several else groups
             gy = ceil_div(groups, MAX_GROUPS_X)
             push = pack_push(
                 *weight_push(w.type, shard.layout, k), rows, k, n, x_stride, y_stride, row0 + (shard.row0 >> glu if not ids else 0),
@@ -254,7 +259,7 @@ class MatVec(Op):
             args = (Arg(w, "r", i), Arg(x), Arg(y, "w", part=part), *(Arg(t) for _, t in extra))
             dispatches.append(
                 Dispatch(
-                    kernel, args, push, (ceil_div(groups, gy), gy, slices), node.op, node.name,
+                    Variant("mat_vec/mat_vec.comp", tuple(sorted((defines | {"TILES": int(several)}).items())), (), required), args, push, (ceil_div(groups, gy), gy, slices), node.op, node.name,
                     f"{path}: {why}; {shape.wg} threads, {shape.lanes} lanes, {shape.rows} rows: {choice.source}",
                     nbytes=(shard.layout.nbytes * experts_read // w.shape[0] if ids else shard.layout.nbytes) + nbytes(x) + nbytes(y),
                     flops=2 * rows * k * n * n_used,

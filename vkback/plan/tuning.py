@@ -136,9 +136,10 @@ def _row(file: str, family: str, number: int, entry: Mapping[str, Any]) -> Row:
         legal = known.set.get(key)
         if legal is None:
             raise TuningError(f"{where}: unknown parameter {key!r}, expected one of {', '.join(sorted(known.set))}")
-        if legal == "positive":
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise TuningError(f"{where}: {key} = {value!r}, expected an integer above 0")
+        if isinstance(legal, str):
+            least = 1 if legal == "positive" else 0
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise TuningError(f"{where}: {key} = {value!r}, expected an integer from {least}")
         elif value not in legal:
             raise TuningError(f"{where}: {key} = {value!r} is not legal, expected one of {', '.join(map(str, legal))}")
     return Row(family, file, number, entry, dict(params), measured)

@@ -1,0 +1,51 @@
+"""Workgroup shapes of the mat-vec family: whatever the tables say, the result is the same product."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kernel_paths import with_params, without_subgroups
+from vkback.device import Device
+from vkback.harness.runner import run_case, run_problem
+from vkback.ops.base import LowerContext
+from vkback.ops.mat_vec import fused_case, mul_mat_case
+from vkback.shader import ShaderLibrary
+
+SHAPES = [
+    {"wg": 8, "lanes": 8, "rows": 1, "unroll": 1, "prefetch": 0, "groups": 0},
+    {"wg": 8, "lanes": 1, "rows": 1, "unroll": 2, "prefetch": 1, "groups": 0},
+    {"wg": 32, "lanes": 4, "rows": 2, "unroll": 4, "prefetch": 0, "groups": 2},
+    {"wg": 64, "lanes": 32, "rows": 4, "unroll": 2, "prefetch": 1, "groups": 3},
+    {"wg": 64, "lanes": 64, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 2},
+]
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.parametrize("shared", [False, True], ids=["subgroup", "shared"])
+def test_any_shape(shape: dict[str, int], shared: bool, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    fixed = with_params(dataclasses.replace(without_subgroups(ctx) if shared else ctx, act="q8_1"), **shape)
+    for case in (
+        mul_mat_case("Q4_K", 70, 1, 768),
+        mul_mat_case("Q6_K", 70, 3, 768),
+        fused_case("Q8_0", 192, 512, 1, (), glu=True, out="Q8_1"),
+        fused_case("Q2_K", 100, 256, 2, ("ids", "expert_weights", "residual")),
+    ):
+        outcome = run_case(device, library, case, fixed)
+        assert outcome.ok, f"{case.line}: {outcome.text}"
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("act", ["f32", "q8_1"])
+def test_column_has_the_same_bits_whatever_goes_with_it(act: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    fixed = dataclasses.replace(ctx, act=act)
+    many = mul_mat_case("Q4_K", 33, 5, 512).build()
+    together = run_problem(device, library, many, fixed)["y"]
+    one = mul_mat_case("Q4_K", 33, 1, 512).build()
+    for column in range(5):
+        values = {"w": many.values["w"], "x": many.values["x"][column : column + 1]}
+        alone = run_problem(device, library, dataclasses.replace(one, values=values), fixed)["y"]
+        np.testing.assert_array_equal(alone[0], together[column])
