@@ -58,7 +58,7 @@ def test_little_shared_memory_goes_in_rounds(device: Device, library: ShaderLibr
     use = with_params(ctx, wg_size=128, lanes=4, steps=1, queries=8)
     case = PLAIN.case(8, 1, 128, 64, (40,), "F32", seed=1)
     rounds = []
-    for kib in (48, 24):
+    for kib in (48, 20):
         limited = dataclasses.replace(use, caps=dataclasses.replace(use.caps, max_shared_memory=kib << 10))
         rounds.append(dict(PLAIN.lower(case.build().node, limited)[0].kernel.defines)["ROUND"])
     assert rounds == [8, 2]
@@ -175,6 +175,19 @@ def test_every_head_size_can_be_planned(profile: str, hd: int) -> None:
     assert int(defines["WG_SIZE"]) >= hd // 8
     assert int(defines["WG_SIZE"]) <= ctx.caps.max_workgroup_invocations
     assert hd // 8 % int(defines["LANES"]) == 0
+
+
+def test_little_shared_memory_and_few_bindings() -> None:
+    caps = dataclasses.replace(H200.caps, max_shared_memory=16 << 10, max_storage_bindings=8)
+    small = dataclasses.replace(H200, caps=caps)
+    problem = FUSED.case(32, 4, 128, 4096, 3, "neox", True, True, "Q8_1", seed=1, garbage=False).build()
+    (d,) = FUSED.lower(problem.node, small)
+    defines = dict(d.kernel.defines)
+    assert len(d.args) <= 8 and defines["SPLITS"] == 1
+    assert 16 <= int(defines["WG_SIZE"]) < dict(FUSED.lower(problem.node, H200)[0].kernel.defines)["WG_SIZE"]
+    tiny = dataclasses.replace(H200, caps=dataclasses.replace(caps, max_shared_memory=4096))
+    with pytest.raises(PlanError, match=r"bytes of shared memory, NVIDIA H200 has 4096; lower queries"):
+        FUSED.lower(problem.node, tiny)
 
 
 def test_long_context_fills_the_device_and_splits_do_not_depend_on_tokens() -> None:

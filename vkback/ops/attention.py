@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -96,28 +96,34 @@ def _largest_divisor(n: int, limit: int) -> int:
 def shape_for(
     choice: Choice, n: int, n_head: int, n_head_kv: int, hd: int, n_ctx: int, window: int, fused: bool, ctx: LowerContext
 ) -> Shape:
-    """The tables' choice bent to what head size, heads and device allow."""
+    """The tables' choice bent to what head size, heads and device allow: where shared memory is short, the streams meet in more
+    rounds, then there are fewer threads."""
     cols = hd // 8
-    wg = max(workgroup_size(ctx.caps, choice["wg_size"]), 1 << (cols - 1).bit_length())
-    fits = [i for i in (1, 2, 4, 8, 16, 32) if i <= wg and cols % i == 0]
-    lanes = max((i for i in fits if i <= choice["lanes"]), default=1)
-    lanes = next((i for i in fits if i >= lanes and cols // i <= MAX_LOADS), lanes)
-    steps = min(choice["steps"], max(1, MAX_LOADS * lanes // cols))
     heads = _largest_divisor(n_head // n_head_kv, choice["queries"])
     tokens = 1 if n <= DECODE_TOKENS else max(1, choice["queries"] // heads)
     rows = min(n_ctx, window) if window else n_ctx
     # Not a function of n: a token's bits do not depend on how many go with it.
     splits = min(ceil_div(choice["groups"], n_head // heads), ceil_div(rows, choice["rows_per_split"])) if tokens == 1 else 1
-    queries, streams = heads * tokens, wg // cols
-    fixed = 4 * queries * hd + 8 * steps * (wg // lanes) * queries + 8 * streams * queries + 4096
-    fixed += 4 * (heads + 2) * hd if fused else 0
-    for parts in range(1, queries + 1):
-        if queries % parts == 0 and fixed + 4 * streams * (queries // parts) * hd <= ctx.caps.max_shared_memory:
-            return Shape(wg, lanes, steps, heads, tokens, splits, queries // parts, choice["rows_per_split"])
-    raise PlanError(
-        f"[attention] {choice.source}: wg {wg}, queries {queries}, head size {hd} need {fixed + 4 * streams * hd} bytes of shared "
-        f"memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}; lower wg, steps or queries"
-    )
+    queries = heads * tokens
+    least = 1 << (cols - 1).bit_length()
+    wg = max(workgroup_size(ctx.caps, choice["wg_size"]), least)
+    while True:
+        fits = [i for i in (1, 2, 4, 8, 16, 32) if i <= wg and cols % i == 0]
+        lanes = max((i for i in fits if i <= choice["lanes"]), default=1)
+        lanes = next((i for i in fits if i >= lanes and cols // i <= MAX_LOADS), lanes)
+        steps = min(choice["steps"], max(1, MAX_LOADS * lanes // cols))
+        streams = wg // cols
+        shared = 4 * queries * hd + 8 * steps * (wg // lanes) * queries + 8 * streams * queries + 8 * wg + 256
+        shared += 4 * (heads + 2) * hd if fused else 0
+        for parts in (i for i in range(1, queries + 1) if queries % i == 0):
+            if shared + 4 * streams * (queries // parts) * hd <= ctx.caps.max_shared_memory:
+                return Shape(wg, lanes, steps, heads, tokens, splits, queries // parts, choice["rows_per_split"])
+        if wg == least:
+            raise PlanError(
+                f"[attention] {choice.source}: {queries} queries of head size {hd} need {shared + 4 * streams * hd} bytes of shared "
+                f"memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}; lower queries"
+            )
+        wg //= 2
 
 
 def _lower(
@@ -143,6 +149,8 @@ def _lower(
             )
     choice = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
     s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), ctx)
+    if s.splits > 1 and 7 + len(extra) > ctx.caps.max_storage_bindings:
+        s = replace(s, splits=1)  # a Raspberry Pi binds 8 buffers; scratch and counters would be two too many
     norm_lanes = min(8, s.wg, ctx.caps.subgroup_min) if fused else 1
     reduce, subgroup = reduction(ctx.caps, s.wg, lanes=max(s.lanes, norm_lanes, 8 if out.type == "Q8_1" else 1))
     groups = (n_head // s.heads, s.splits, ceil_div(n, s.tokens))
