@@ -138,7 +138,7 @@ class Function:
 UNARY: Mapping[str, Function] = {
     "SCALE": Function("scale", lambda x, scale, bias: x * scale + bias, params=(("scale", 0.625), ("bias", -1.5))),
     "CLAMP": Function("clamp_to", np.clip, params=(("min", -0.5), ("max", 1.25))),
-    "LEAKY_RELU": Function("leaky_relu", lambda x, slope: np.where(x > 0, x, slope * x), params=(("negative_slope", 0.125),)),
+    "LEAKY_RELU": Function("leaky_relu", lambda x, slope: np.maximum(x, 0.0) + slope * np.minimum(x, 0.0), params=(("negative_slope", 0.125),)),
     "SILU": Function("silu", lambda x: x * sigmoid(x), (-100.0, 100.0)),
     "SIGMOID": Function("sigmoid", sigmoid, (-20.0, 20.0)),
     "GELU": Function("gelu", gelu),
@@ -147,7 +147,7 @@ UNARY: Mapping[str, Function] = {
     "RELU": Function("relu", lambda x: np.maximum(x, 0.0)),
     "TANH": Function("tanh_exact", np.tanh),
     "EXP": Function("exp", np.exp),
-    "ELU": Function("elu", lambda x: np.where(x > 0, x, np.expm1(x))),
+    "ELU": Function("elu", lambda x: np.maximum(x, 0.0) + np.expm1(np.minimum(x, 0.0))),
     "SOFTPLUS": Function("softplus", lambda x: np.logaddexp(0.0, x), (-30.0, 30.0)),
     "HARDSIGMOID": Function("hardsigmoid", lambda x: np.clip((x + 3.0) / 6.0, 0.0, 1.0)),
     "HARDSWISH": Function("hardswish", lambda x: x * np.clip((x + 3.0) / 6.0, 0.0, 1.0)),
