@@ -138,7 +138,9 @@ class Function:
 UNARY: Mapping[str, Function] = {
     "SCALE": Function("scale", lambda x, scale, bias: x * scale + bias, params=(("scale", 0.625), ("bias", -1.5))),
     "CLAMP": Function("clamp_to", np.clip, params=(("min", -0.5), ("max", 1.25))),
-    "LEAKY_RELU": Function("leaky_relu", lambda x, slope: np.maximum(x, 0.0) + slope * np.minimum(x, 0.0), params=(("negative_slope", 0.125),)),
+    "LEAKY_RELU": Function(
+        "leaky_relu", lambda x, slope: np.maximum(x, 0.0) + slope * np.minimum(x, 0.0), params=(("negative_slope", 0.125),)
+    ),
     "SILU": Function("silu", lambda x: x * sigmoid(x), (-100.0, 100.0)),
     "SIGMOID": Function("sigmoid", sigmoid, (-20.0, 20.0)),
     "GELU": Function("gelu", gelu),
