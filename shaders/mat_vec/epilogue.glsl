@@ -1,20 +1,28 @@
 // What becomes of the row sums: bias, GLU, residual, then F32 or Q8_1.
 
+// Bias and residual of this lane's output row, fetched before the walk so that the end need not wait for them.
+float addend[COLS];
+
+void fetch_addend() {
+    const uint row = p.y_offset + min(first_row + lane, p.m - 1u);
+    for (uint c = 0; c < COLS; c++) {
+        addend[c] = 0.0;
+#ifdef BIND_BIAS
+        addend[c] += bias1[row];
+#endif
+#ifdef BIND_RESIDUAL
+        addend[c] += residual1[min(y_row + c, p.n - 1u) * p.y_stride + row];
+#endif
+    }
+}
+
 // Output row `i` of this thread's slot for token c.
 float finished(uint tid, uint turn, uint i, uint c) {
 #if GLU
     const float gate = row_total(tid, turn, 2u * i, c);
     return gate / (1.0 + exp(-gate)) * row_total(tid, turn, 2u * i + 1u, c);
 #else
-    float v = row_total(tid, turn, i, c);
-    const uint row = p.y_offset + first_row + i;
-  #ifdef BIND_BIAS
-    v += bias1[row];
-  #endif
-  #ifdef BIND_RESIDUAL
-    v += residual1[(y_row + c) * p.y_stride + row];
-  #endif
-    return v;
+    return row_total(tid, turn, i, c) + addend[c];
 #endif
 }
 

@@ -231,6 +231,7 @@ void main() {
 #endif
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < COLS; c++) acc[r][c] = 0.0;
+        fetch_addend();
         walk(raw, has_next, next_row);
         reduce(tid, turn);
         epilogue(tid, turn, tile);
