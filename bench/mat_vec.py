@@ -32,7 +32,7 @@ class Fixed:
 
     def pick(self, family: str, **query: Any) -> Choice:
         if family == self.family:
-            return Choice(self.params, "sweep")
+            return Choice({**self.tables.pick(family, **query).params, **self.params}, "sweep")
         return self.tables.pick(family, **query)
 
 

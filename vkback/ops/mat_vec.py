@@ -64,6 +64,7 @@ declare(
         "unroll": (1, 2, 3, 4, 6, 8, 14, 16),
         "prefetch": (0, 1),
         "groups": "count",  # workgroups at most, each taking several tiles; 0: one a tile
+        "subgroup": (0, 8, 16, 32, 64, 128),  # size to require where the device has it; 0: its default
     },
 )
 declare(
@@ -89,13 +90,17 @@ def path_for(quant: str, m: int, k: int, n: int, ids: int, ctx: LowerContext) ->
     return choice["path"], choice.source
 
 
-def subgroup_for(ctx: LowerContext) -> tuple[int, int | None]:
-    """(size the shader may rely on, size to require): (1, None) when reductions must go through shared memory."""
+def subgroup_for(ctx: LowerContext, wanted: int = 0) -> tuple[int, int | None]:
+    """(size the shader may rely on, size to require): (1, None) when reductions must go through shared memory.
+
+    wanted  the tables' size, taken where the device can be held to it; 0 and others: the device's default
+    """
     caps = ctx.caps
     if "shuffle" not in caps.subgroup_ops:
         return 1, None
     if caps.subgroup_required_size:
-        return caps.subgroup_size, caps.subgroup_size
+        size = wanted if caps.subgroup_min <= wanted <= caps.subgroup_max else caps.subgroup_size
+        return size, size
     if caps.subgroup_min == caps.subgroup_max:
         return caps.subgroup_size, None
     return 1, None
@@ -121,6 +126,9 @@ def legal_shape(choice: Choice, *, glu: bool, q8_out: bool, ctx: LowerContext) -
     then fewer lanes, then more threads. Raises PlanError when none fits.
     """
     most = min(ctx.caps.max_workgroup_invocations, ctx.caps.max_workgroup_size[0])
+    _, required = subgroup_for(ctx, choice["subgroup"])
+    if required and ctx.caps.max_workgroup_subgroups:
+        most = min(most, required * ctx.caps.max_workgroup_subgroups)
     tile = (32 if q8_out else 1) << glu
     wg = min(choice["wg"], most)
     while wg <= most:
@@ -204,7 +212,7 @@ class MatVec(Op):
         n_used = by["ids"].shape[-1] if ids else 1
         choice = ctx.tuning.pick("mat_vec", quant=w.type, path=path, m=m, k=k, n=n, ids=ids, glu=int(glu), y=y.type, prologue=prologue)
         shape = legal_shape(choice, glu=glu, q8_out=q8_out, ctx=ctx)
-        subgroup, required = subgroup_for(ctx)
+        subgroup, required = subgroup_for(ctx, choice["subgroup"])
         if prologue:
             shape = dataclasses.replace(shape, wg=max(shape.wg, 8))
         defines: dict[str, str | int] = {
