@@ -76,7 +76,16 @@ uint token_row(uint x_row, uint c) {
 
 // Adds one unit of ROWS rows times the activations of COLS tokens, each times `weight` (the expert's).
 void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
-#if PATH_INT
+#if PATH_INT && COLS == 1
+    // A row is decoded and used before the next, which keeps registers free for loads in flight.
+    const Act a = act_load(x_row, unit);
+    for (int r = 0; r < ROWS; r++) {
+        uint q[8];
+        vec2 scale, bias;
+        unit_ints(raw[r], q, scale, bias);
+        acc[r][0] += weight * unit_dot(q, scale, bias, a);
+    }
+#elif PATH_INT
     uint q[ROWS][8];
     vec2 scale[ROWS], bias[ROWS];
     for (int r = 0; r < ROWS; r++) unit_ints(raw[r], q[r], scale[r], bias[r]);
@@ -215,8 +224,13 @@ void main() {
     // The first weights are on their way before the prologue.
     UnitRaw raw[UNROLL][ROWS];
     load(raw, first_row, 0);
+#ifdef UNIT_TABLE
+    unit_table(tid, WG);
+#endif
 #if PROLOGUE
     prologue(tid);
+#elif defined(UNIT_TABLE)
+    barrier();
 #endif
     uint turn = 0;
 #if TILES
