@@ -55,6 +55,9 @@ class CapabilitiesLike(Protocol):
     @property
     def driver_info(self) -> str: ...
 
+    @property
+    def device_type(self) -> str: ...
+
     def summary_line(self, index: int = 0) -> str: ...
 
 
