@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,8 @@ from vkback.device import Device
 from vkback.ops.base import LowerContext
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
+
+os.environ["VKBACK_TUNING"] = os.devnull  # tables this machine's user made by tuning change which kernels are chosen
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,19 @@ def tuning_root() -> Path:
     return _data_root("tuning")
 
 
+def user_tuning_root() -> Path:
+    """The user's own device tables: the folder VKBACK_TUNING, else `vkback/tuning` in the platform's settings folder. It need not exist."""
+    if chosen := os.environ.get("VKBACK_TUNING"):
+        return Path(chosen)
+    if sys.platform == "win32":
+        base = Path(os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Application Support"
+    else:
+        base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return base / "vkback" / "tuning"
+
+
 def builtin_models() -> list[Path]:
     """The models that come with vkback, dense before mixture of experts."""
     return sorted((_PACKAGE / "models" / "builtin").glob("*.gguf"))

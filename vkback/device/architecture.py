@@ -99,6 +99,26 @@ BY_NAME: Mapping[str, Sequence[tuple[str, str]]] = {
 }
 
 
+CLASSES: Mapping[str, Sequence[str]] = {
+    "nvidia": ("pascal", "volta", "turing_no_tensor", "turing", "ampere", "ada", "hopper", "blackwell"),
+    "amd": ("gcn4", "gcn5", "rdna1", "rdna2", "rdna3", "rdna3_5", "rdna4"),
+    "intel": ("gen9", "xe_lp", "xe_lpg_plus", "xe_hpg", "xe2_hpg"),
+    "apple": ("apple_g13", "apple_m5"),
+    "qualcomm": ("adreno_a7xx_gen2", "adreno_a7xx_gen3", "adreno_a8xx"),
+    "arm": ("mali_valhall", "mali_5thgen"),
+    "broadcom": ("videocore6", "videocore7"),
+    "imagination": (),
+    "software": ("cpu_llvmpipe",),
+    "other": (),
+}
+"""Every vendor and the classes `classify` can give it, oldest first; Apple's go on as apple_m2, apple_m3 and so on."""
+
+
+def known_class(vendor: str, name: str) -> bool:
+    """Whether `classify` can give a device of this vendor this class."""
+    return name in CLASSES.get(vendor, ()) or (vendor == "apple" and re.fullmatch(r"apple_m\d+", name) is not None)
+
+
 def classify(t: Traits) -> str:
     """The class name of docs/device_profiles.md, or "unknown"."""
     by_id = next((name for ids, name in BY_ID.get(t.vendor, ()) if t.device_id in ids), "")

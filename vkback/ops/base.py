@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Literal, Protocol
@@ -95,10 +95,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's rows may contain: `match` keys with their kind, `set` keys with their legal values."""
+    """What a family's rows may contain: `match` keys with their kind, `set` keys with their legal values, `never` what nobody asks for."""
 
-    match: Mapping[str, str]
+    match: Mapping[str, tuple[Any, ...] | str]
     set: Mapping[str, tuple[Any, ...] | str]
+    never: tuple[Mapping[str, Collection[Any]], ...] = ()
 
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -107,10 +108,16 @@ FAMILIES: dict[str, Family] = {}
 """Known families; every op file declares its own with `declare`."""
 
 
-def declare(name: str, *, match: Mapping[str, str], params: Mapping[str, tuple[Any, ...] | str]) -> None:
-    """Make a family known. match: key -> "word" or "number"; params: key -> legal values, "positive" for any integer above 0,
-    "count" for any from 0."""
-    FAMILIES[name] = Family(dict(match), dict(params))
+def declare(
+    name: str,
+    *,
+    match: Mapping[str, tuple[Any, ...] | str],
+    params: Mapping[str, tuple[Any, ...] | str],
+    never: Sequence[Mapping[str, Collection[Any]]] = (),
+) -> None:
+    """Make a family known. match: key -> all words or numbers it can hold, or "word" or "number", the key that tells most first; params:
+    key -> legal values, "positive" for any integer above 0, "count" for any from 0; never: combinations of match values that do not occur."""
+    FAMILIES[name] = Family(dict(match), dict(params), tuple(never))
 
 
 class Chooser(Protocol):

@@ -50,13 +50,24 @@ MAX_COLUMNS = 16
 """Tokens one workgroup takes at once; more go along the grid."""
 
 INT_QUANTS = frozenset(
-    {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS"}
+    {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS",
+     "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"}
 )
 """Types with an integer-dot path (UNIT_INTS in shaders/quant)."""
 
 declare(
     "mat_vec",
-    match={"quant": "word", "path": "word", "m": "number", "k": "number", "n": "number", "ids": "number", "glu": "number", "y": "word", "prologue": "number"},
+    match={
+        "y": ("F32", "Q8_1"),
+        "prologue": (0, 1, 2),  # 1 quantizes x, 2 norms it, too
+        "ids": (0, 1, 2),  # as IDS in shaders/mat_vec: 2 sums the experts of a token
+        "glu": (0, 1),
+        "n": "number",
+        "quant": tuple(quants.QUANTS),
+        "path": ("int", "float"),
+        "m": "number",
+        "k": "number",
+    },
     params={
         "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
         "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
@@ -66,10 +77,11 @@ declare(
         "groups": "count",  # workgroups at most, each taking several tiles; 0: one a tile
         "subgroup": (0, 8, 16, 32, 64, 128),  # size to require where the device has it; 0: its default
     },
+    never=({"quant": set(quants.QUANTS) - INT_QUANTS, "path": ("int",)},),
 )
 declare(
     "mat_vec_path",
-    match={"quant": "word", "m": "number", "k": "number", "n": "number", "ids": "number"},
+    match={"ids": (0, 1, 2), "n": "number", "quant": tuple(sorted(INT_QUANTS)), "m": "number", "k": "number"},
     params={"path": ("int", "float")},
 )
 
@@ -371,7 +383,8 @@ class _Plain(Op):
         return MatVec().tolerance(Node("MAT_VEC", node.inputs, node.outputs, {"roles": self.roles}), ctx)
 
 
-QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
+          "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 
 
 @register

@@ -16,7 +16,7 @@ from vkback.ops.mat_vec import path_for, prologue_problem
 
 declare(
     "schedule",
-    match={"n": "number", "arch": "word"},
+    match={"n": "number"},
     params={
         "norm": ("prologue", "stage"),
         "rope": ("attention", "stage"),

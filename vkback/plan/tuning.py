@@ -1,15 +1,19 @@
 """Tuning tables: rows of kernel parameters with the evidence that justifies them, most specific table first.
 
-A table is a TOML file in `tuning/`. Each op family has rows:
+A table is a TOML file. Each op family has rows:
 
     [[mat_vec]]
+    architecture = ["rdna3", "rdna4"] # a class of docs/device_profiles.md; only in a vendor's table
     quant = ["Q4_K", "Q5_K"]          # what the row is about: strings or lists of strings match by equality,
-    m = { min = 2048 }                # numbers by a range, inclusive
+    m = { min = 2048 }                # numbers by value or by a range, inclusive
     set = { rows = 2, lanes = 32 }    # what it says
-    measured = "2026-01-15 ..."       # why
+    measured = "2026-01-15 ..."       # why: a measurement with date, device, driver, shape and figures, or the source of the value
 
-Files fall back: device -> architecture -> vendor -> default, and within a file the later row of two that match wins. A parameter missing from the winning
-row is taken from the next one that matches, so a row says only what it changes. Every parameter of a family must have a value in default.toml.
+Tables fall back: device (the user's own, then the one shipped) -> architecture -> vendor -> default. Within a table the row that names more
+keys wins; of two with equally many, the one whose keys stand first where the family declares them; of two with the same keys, the one whose
+ranges lie inside the other's. Rows with the same keys that overlap and disagree are refused unless a stronger row decides for them. A
+parameter missing from the winning row is taken from the next one that matches, so a row says only what it changes. Every parameter of a
+family must have a value in default.toml.
 """
 
 from __future__ import annotations
@@ -17,13 +21,25 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from vkback.device import Capabilities
+from vkback.device.architecture import CLASSES, known_class
 from vkback.errors import VkbackError
-from vkback.ops.base import FAMILIES, Choice
-from vkback.paths import tuning_root
+from vkback.ops.base import FAMILIES, Choice, Chooser, Family
+from vkback.paths import tuning_root, user_tuning_root
+
+INFINITY = float("inf")
+
+Range = tuple[float, float]
+Values = frozenset[Any] | Range
+Region = Mapping[str, Values]
+"""Per match key the words or numbers a row is about, or the ends of its range; a key that is not there is free."""
+
+RESERVED = ("architecture", "set", "measured")
 
 
 class TuningError(VkbackError):
@@ -32,7 +48,11 @@ class TuningError(VkbackError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of one table."""
+    """One row of one table.
+
+    architectures  classes it is for; empty: any
+    number         its place among the rows of its family in the file, from 1
+    """
 
     family: str
     file: str
@@ -40,41 +60,122 @@ class Row:
     match: Mapping[str, Any]
     set: Mapping[str, Any]
     measured: str
+    region: Region
+    architectures: tuple[str, ...] = ()
 
     def matches(self, query: Mapping[str, Any]) -> bool:
-        return all(k in query and _fits(query[k], want) for k, want in self.match.items())
+        return all(key in query and _holds(values, query[key]) for key, values in self.region.items())
 
     @property
     def where(self) -> str:
         return f"{self.file} [[{self.family}]] row {self.number}"
 
+    @property
+    def about(self) -> str:
+        """What it matches, as written: `quant = Q4_K, m >= 2048`; "anything" for a row without keys."""
+        parts = [f"architecture = {'|'.join(self.architectures)}"] if self.architectures else []
+        return ", ".join([*parts, *(_phrase(k, v) for k, v in self.match.items())]) or "anything"
 
-def _fits(value: Any, want: Any) -> bool:
+
+def _phrase(key: str, want: Any) -> str:
     if isinstance(want, Mapping):
-        return bool(want.get("min", value) <= value <= want.get("max", value))
-    if isinstance(want, list):
-        return value in want
-    return bool(value == want)
+        low, high = want.get("min"), want.get("max")
+        return f"{key} <= {high}" if low is None else f"{key} >= {low}" if high is None else f"{low} <= {key} <= {high}"
+    return f"{key} = {'|'.join(map(str, want))}" if isinstance(want, list) else f"{key} = {want}"
+
+
+def _holds(values: Values, value: Any) -> bool:
+    if isinstance(values, frozenset):
+        return value in values
+    return bool(values[0] <= value <= values[1])
+
+
+def _meet(a: Values, b: Values) -> Values | None:
+    """What both hold; None when that is nothing."""
+    if isinstance(a, frozenset) and isinstance(b, frozenset):
+        return a & b or None
+    if isinstance(a, frozenset) or isinstance(b, frozenset):
+        words, span = (a, b) if isinstance(a, frozenset) else (b, a)
+        assert isinstance(words, frozenset)
+        return frozenset(v for v in words if _holds(span, v)) or None
+    low, high = max(a[0], b[0]), min(a[1], b[1])
+    return (low, high) if low <= high else None
+
+
+def _covers(outer: Values, inner: Values) -> bool:
+    if isinstance(inner, frozenset):
+        return all(_holds(outer, v) for v in inner)
+    return not isinstance(outer, frozenset) and outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _domain(family: Family, key: str) -> Values | None:
+    """All that a query can hold under a key; None when that is open (words)."""
+    kind = family.match[key]
+    if isinstance(kind, tuple):
+        return frozenset(kind)
+    return (0.0, INFINITY) if kind == "number" else None
+
+
+def _common(a: Region, b: Region) -> Region | None:
+    """The cases that two rows both match; None when there are none."""
+    out: dict[str, Values] = {**a, **b}
+    for key in a.keys() & b.keys():
+        met = _meet(a[key], b[key])
+        if met is None:
+            return None
+        out[key] = met
+    return out
+
+
+def _inside(a: Region, b: Region, family: Family) -> bool:
+    """Whether b matches whatever a matches."""
+    for key, values in b.items():
+        mine = a.get(key, _domain(family, key))
+        if mine is None or not _covers(values, mine):
+            return False
+    return True
 
 
 class Tuning:
-    """The tables that apply to one device, most specific first."""
+    """The tables that apply to one device, most specific first, the rows of each with the strongest first."""
 
     def __init__(self, tables: Sequence[Sequence[Row]]) -> None:
         self.tables = tables
 
     @classmethod
-    def for_device(cls, caps: Capabilities, root: Path | None = None) -> Tuning:
-        """Tables by device name, architecture class, vendor, then default.toml, each if it exists."""
+    def for_device(cls, caps: Capabilities, root: Path | None = None, *, user: Path | None = None) -> Tuning:
+        """Tables by device name, vendor and architecture class, then default.toml, each if it exists.
+
+        root  folder of the tables, default vkback's own
+        user  folder of the user's device tables, default the platform's (`paths.user_tuning_root`) if `root` is not given either
+        """
         import vkback.plan.fuse  # noqa: F401  declares the planner's family; with it come all ops and theirs
 
+        if user is None and root is None:
+            user = user_tuning_root()
         root = root or tuning_root()
-        names = [f"device_{slug(caps.name)}", f"{caps.vendor}_{caps.architecture}", caps.vendor, "default"]
-        return cls([load_table(root / f"{n}.toml") for n in names if (root / f"{n}.toml").exists()])
+        device = device_table(caps)
+        vendor = load_table(root / f"{caps.vendor}.toml")
+        tables = [
+            load_table(user / device, shown=str(user / device)) if user else (),
+            load_table(root / device),
+            [r for r in vendor if caps.architecture in r.architectures],
+            [r for r in vendor if not r.architectures],
+            load_table(root / "default.toml"),
+        ]
+        return cls([t for t in tables if t])
 
     def rows(self, family: str, query: Mapping[str, Any]) -> list[Row]:
         """Rows that match, the winner first."""
-        return [r for table in self.tables for r in reversed(table) if r.family == family and r.matches(query)]
+        return [r for table in self.tables for r in table if r.family == family and r.matches(query)]
+
+    def origins(self, family: str, query: Mapping[str, Any]) -> dict[str, Row]:
+        """The row that each parameter comes from."""
+        found: dict[str, Row] = {}
+        for row in self.rows(family, query):
+            for key in row.set:
+                found.setdefault(key, row)
+        return found
 
     def pick(self, family: str, **query: Any) -> Choice:
         """Parameters for a query, each from the most specific row that sets it; `source` names the winning row."""
@@ -84,8 +185,26 @@ class Tuning:
             params.update(row.set)
         missing = [k for k in FAMILIES[family].set if k not in params] if family in FAMILIES else []
         if not found or missing:
-            raise TuningError(f"[tuning] no row of family {family!r} sets {missing or 'anything'} for {dict(query)}: default.toml must have one")
+            what = missing or "anything"
+            raise TuningError(f"[tuning] no row of family {family!r} sets {what} for {dict(query)}: default.toml must have one")
         return Choice(params, found[0].where)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Tables with some parameters answered by hand.
+
+    params  by family; the families' other parameters stay as the tables have them
+    """
+
+    tables: Chooser
+    params: Mapping[str, Mapping[str, Any]]
+    source: str
+
+    def pick(self, family: str, **query: Any) -> Choice:
+        choice = self.tables.pick(family, **query)
+        mine = self.params.get(family)
+        return choice if mine is None else Choice({**choice.params, **mine}, self.source)
 
 
 def slug(name: str) -> str:
@@ -94,52 +213,168 @@ def slug(name: str) -> str:
     return "_".join(part for part in out.split("_") if part)
 
 
-def load_table(path: Path) -> list[Row]:
-    """Read and check one table.
+def device_table(caps: Capabilities) -> str:
+    """File name of a device's own table."""
+    return f"device_{slug(caps.name)}.toml"
 
-    Raises TuningError naming file, row and reason for: bad TOML, unknown family or key, illegal value, missing evidence, an empty row.
+
+def load_table(path: Path, *, shown: str = "") -> list[Row]:
+    """Read and check one table; none there gives no rows. Strongest rows first, families in the file's order.
+
+    shown  the name that errors and choices give it, default the file's
+    Raises TuningError naming file, row and reason for: a name that is neither default, nor a vendor's, nor device_*; bad TOML; an unknown
+    family, key or architecture; an illegal value; missing evidence; a row that says nothing, that nothing can match or that never wins;
+    rows that overlap and disagree.
     """
     try:
-        data = tomllib.loads(path.read_text())
+        changed = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return list(_load(path, shown or path.name, changed.st_mtime_ns, changed.st_size))
+
+
+@lru_cache(maxsize=64)
+def _load(path: Path, file: str, _mtime: int, _size: int) -> tuple[Row, ...]:
+    return tuple(parse_table(path.read_text(encoding="utf-8"), file))
+
+
+def parse_table(text: str, file: str) -> list[Row]:
+    """`load_table` of a text; `file` is the name it goes by."""
+    stem = Path(file).stem
+    if stem not in ("default", *CLASSES) and not stem.startswith("device_"):
+        known = ", ".join(sorted(CLASSES))
+        raise TuningError(f"[tuning] {file}: no device has this table; expected default, device_NAME or one of {known}")
+    try:
+        data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise TuningError(f"[tuning] {path.name}: not valid TOML: {e}") from e
-    rows: list[Row] = []
+        raise TuningError(f"[tuning] {file}: not valid TOML: {e}") from e
+    table: list[Row] = []
     for family, entries in data.items():
         if family not in FAMILIES:
-            raise TuningError(f"[tuning] {path.name}: unknown family {family!r}, expected one of {', '.join(sorted(FAMILIES))}")
+            raise TuningError(f"[tuning] {file}: unknown family {family!r}, expected one of {', '.join(sorted(FAMILIES))}")
         if not isinstance(entries, list):
-            raise TuningError(f"[tuning] {path.name}: {family} must be rows, written [[{family}]]")
-        for number, entry in enumerate(entries, 1):
-            rows.append(_row(path.name, family, number, entry))
-    return rows
+            raise TuningError(f"[tuning] {file}: {family} must be rows, written [[{family}]]")
+        rows = [_row(file, stem, family, number, entry) for number, entry in enumerate(entries, 1)]
+        table += _ordered(rows, FAMILIES[family])
+    return table
 
 
-def _row(file: str, family: str, number: int, entry: Mapping[str, Any]) -> Row:
+def _row(file: str, stem: str, family: str, number: int, entry: Mapping[str, Any]) -> Row:
     known = FAMILIES[family]
     where = f"[tuning] {file} [[{family}]] row {number}"
-    entry = dict(entry)
-    params = entry.pop("set", None)
-    measured = entry.pop("measured", None)
+    match = {k: v for k, v in entry.items() if k not in RESERVED}
+    params, measured = entry.get("set"), entry.get("measured")
     if not isinstance(params, Mapping) or not params:
         raise TuningError(f"{where}: has no `set = {{ ... }}`")
     if not isinstance(measured, str) or not measured.strip():
-        raise TuningError(f"{where}: has no evidence; add `measured = \"...\"` with date, device, shape and figures, or the source of the value")
-    for key, want in entry.items():
-        kind = known.match.get(key)
-        if kind is None:
-            raise TuningError(f"{where}: unknown key {key!r}, expected one of {', '.join(sorted(known.match))}, set, measured")
-        if kind == "number" and not isinstance(want, (int, Mapping)):
-            raise TuningError(f"{where}: {key} must be a number or a range {{ min = .., max = .. }}, got {want!r}")
-        if isinstance(want, Mapping) and (not set(want) <= {"min", "max"} or not want or want.get("min", 0) > want.get("max", float("inf"))):
-            raise TuningError(f"{where}: {key} = {dict(want)} is not a range; write {{ min = .., max = .. }} with min <= max")
+        raise TuningError(f'{where}: has no evidence; add `measured = "..."` with date, device, shape and figures, or the value\'s source')
+    region: dict[str, Values] = {}
+    for key, want in match.items():
+        if key not in known.match:
+            raise TuningError(f"{where}: unknown key {key!r}, expected one of {', '.join([*sorted(known.match), *RESERVED])}")
+        region[key] = _values(where, key, known, want)
     for key, value in params.items():
-        legal = known.set.get(key)
-        if legal is None:
-            raise TuningError(f"{where}: unknown parameter {key!r}, expected one of {', '.join(sorted(known.set))}")
-        if isinstance(legal, str):
-            least = 1 if legal == "positive" else 0
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise TuningError(f"{where}: {key} = {value!r}, expected an integer from {least}")
-        elif value not in legal:
-            raise TuningError(f"{where}: {key} = {value!r} is not legal, expected one of {', '.join(map(str, legal))}")
-    return Row(family, file, number, entry, dict(params), measured)
+        _check_parameter(where, known, key, value)
+    for never in known.never:
+        if _inside(region, {k: frozenset(v) for k, v in never.items()}, known):
+            shown = " and ".join(_phrase(k, match[k]) for k in never)
+            raise TuningError(f"{where}: matches nothing: there is no {family} with {shown}")
+    return Row(family, file, number, match, dict(params), measured, region, _architectures(where, stem, entry.get("architecture")))
+
+
+def _values(where: str, key: str, known: Family, want: Any) -> Values:
+    """What a match key of a row says, checked against what queries can hold."""
+    kind = known.match[key]
+    if isinstance(want, Mapping):
+        ends = [want[e] for e in ("min", "max") if e in want]
+        if kind == "word" or (isinstance(kind, tuple) and not isinstance(kind[0], int)):
+            raise TuningError(f"{where}: {key} must be a word or a list of words, got {dict(want)}")
+        if not ends or not set(want) <= {"min", "max"} or not all(_whole(e) for e in ends) or ends[0] > ends[-1]:
+            raise TuningError(f"{where}: {key} = {dict(want)} is not a range; write {{ min = .., max = .. }}, whole numbers, min <= max")
+        span: Range = (want.get("min", 0), want.get("max", INFINITY))
+        met = _meet(span, frozenset(kind) if isinstance(kind, tuple) else (0.0, INFINITY))
+        if met is None:
+            raise TuningError(f"{where}: matches nothing: {_phrase(key, want)}, expected {_legal(kind)}")
+        return met
+    if kind == "number":
+        if not _whole(want):
+            raise TuningError(f"{where}: {key} must be a whole number or a range {{ min = .., max = .. }}, got {want!r}")
+        return (want, want)
+    values = want if isinstance(want, list) else [want]
+    wrong = [v for v in values if (v not in kind if isinstance(kind, tuple) else not isinstance(v, str)) or isinstance(v, bool)]
+    if wrong or not values:
+        raise TuningError(f"{where}: matches nothing: {key} = {wrong[0] if wrong else want!r}, expected {_legal(kind)}")
+    return frozenset(values)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _legal(kind: str | tuple[Any, ...]) -> str:
+    return f"one of {', '.join(map(str, kind))}" if isinstance(kind, tuple) else "numbers from 0" if kind == "number" else "words"
+
+
+def _check_parameter(where: str, known: Family, key: str, value: Any) -> None:
+    legal = known.set.get(key)
+    if legal is None:
+        raise TuningError(f"{where}: unknown parameter {key!r}, expected one of {', '.join(sorted(known.set))}")
+    if isinstance(legal, str):
+        least = 1 if legal == "positive" else 0
+        if not _whole(value) or value < least:
+            raise TuningError(f"{where}: {key} = {value!r}, expected an integer from {least}")
+    elif isinstance(value, bool) or value not in legal:
+        raise TuningError(f"{where}: {key} = {value!r} is not legal, expected one of {', '.join(map(str, legal))}")
+
+
+def _architectures(where: str, vendor: str, want: Any) -> tuple[str, ...]:
+    if want is None:
+        return ()
+    names = want if isinstance(want, list) else [want]
+    if vendor not in CLASSES:
+        raise TuningError(f"{where}: architecture belongs in a vendor's table: {', '.join(sorted(CLASSES))}")
+    wrong = [n for n in names if not isinstance(n, str) or not known_class(vendor, n)]
+    if wrong or not names:
+        raise TuningError(f"{where}: matches nothing: {vendor} has no architecture {wrong[0] if wrong else want!r}, "
+                          f"expected one of {', '.join(CLASSES[vendor])}")
+    return tuple(names)
+
+
+def _same_level(a: Row, b: Row) -> bool:
+    """Whether rows of one file can meet in one table of one device."""
+    return bool(set(a.architectures) & set(b.architectures)) or not (a.architectures or b.architectures)
+
+
+def _ordered(rows: Sequence[Row], family: Family) -> list[Row]:
+    """Rows of one family and file, strongest first, once no two of them contradict each other."""
+    inside = {(a.number, b.number): _inside(a.region, b.region, family) for a in rows for b in rows if a is not b and _same_level(a, b)}
+
+    order = list(family.match)
+    keys = {r.number: (-len(r.region), *sorted(order.index(k) for k in r.region)) for r in rows}
+
+    def beats(a: Row, b: Row) -> bool:
+        if keys[a.number] != keys[b.number]:
+            return keys[a.number] < keys[b.number]
+        return inside.get((a.number, b.number), False) and not inside[b.number, a.number]
+
+    for a, b in combinations(rows, 2):
+        if not _same_level(a, b) or beats(a, b) or beats(b, a):
+            continue
+        common = _common(a.region, b.region)
+        disputed = {k for k in a.set if k in b.set and a.set[k] != b.set[k]}
+        if common is None or not disputed:
+            continue
+        deciding = [c for c in rows if _same_level(a, c) and _same_level(b, c) and beats(c, a) and beats(c, b)]
+        if any(disputed <= set(c.set) and _inside(common, c.region, family) for c in deciding):
+            continue
+        says = ", ".join(f"{k} ({a.set[k]} and {b.set[k]})" for k in a.set if k in disputed)
+        raise TuningError(
+            f"[tuning] {b.where} ({b.about}): overlaps row {a.number} ({a.about}), and they disagree on {says}; "
+            "name a further key in one of them, or ranges that do not meet"
+        )
+    for row in rows:
+        over = [s for s in rows if beats(s, row) and inside.get((row.number, s.number)) and set(row.architectures) <= set(s.architectures)]
+        if set(row.set) <= {k for s in over for k in s.set}:
+            raise TuningError(f"[tuning] {row.where}: never wins: row {over[0].number} ({over[0].about}) comes first wherever it matches")
+    depth = {r.number: sum(beats(r, s) for s in rows) for r in rows}
+    return sorted(rows, key=lambda r: (-depth[r.number], r.number))
