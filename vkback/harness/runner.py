@@ -1,8 +1,13 @@
-"""Runs one problem on a device: outputs filled with NaN first, guard bytes on both sides of every tensor, one barrier a stage."""
+"""Runs nodes on a device: everything they touch lies in one block of memory, outputs and scratch filled with NaN, guard words around each tensor.
+
+After a run the block may differ from what went in only where a dispatch says that it writes. The dispatches of a stage are recorded in
+reverse, since they may run in any order: a barrier missing between two of them then shows even on a device that runs them one by one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,25 +16,53 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.device import BufferRange, Device
+from vkback.device import Arena, BufferRange, Device
 from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.harness.judge import Verdict, judge
 from vkback.ops.base import OPS, Case, LowerContext, Problem, nbytes, shards
-from vkback.plan.schedule import Schedule, into_stages
+from vkback.plan.schedule import ALIGN, Schedule, into_stages
 from vkback.program import Program, WeightRanges
 from vkback.shader import ShaderLibrary
 
 Array = npt.NDArray[Any]
 
 GUARD = 256
-"""Guard bytes on each side of a tensor."""
-GUARD_BYTE = 0xA5
+"""Guard bytes before a tensor, and at least as many after it."""
+GUARD_WORD = 0x7FCA7FCA
+"""NaN as F32, F16 and BF16, so that reading past an end spoils a result."""
 NAN_WORD = 0x7FC0DEAD
+
+LEAST_BLOCK = 16 << 20
+TIMEOUT_S = 60.0
 
 
 class GuardError(VkbackError):
     """A kernel wrote outside its tensors."""
+
+
+class OverwriteError(VkbackError):
+    """A kernel changed what it may only read, or left one of its counters other than zero."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor, or a shard of a weight, at `offset` of the block."""
+
+    tensor: Tensor
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Nodes ready to run: the block's bytes, where everything lies in it, what is launched, and what comes out."""
+
+    label: str
+    schedule: Schedule
+    block: Array
+    pieces: tuple[Piece, ...]
+    outputs: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -48,52 +81,141 @@ class Outcome:
         return "; ".join(f"{n}: {v.text}" for n, v in self.verdicts.items())
 
 
-def run_problem(device: Device, library: ShaderLibrary, problem: Problem, ctx: LowerContext) -> dict[str, Array]:
-    """Lower the problem's node, run it once and return its outputs by name: float32 (F32, F16 and Q8_1 decoded) or int32.
-
-    Raises GuardError naming tensor and side when guard bytes changed.
-    """
+def prepare(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -> Prepared:
+    """Lower a problem's node, or the chain `nodes` that makes the same outputs, and lay out all it needs. Raises PlanError."""
     node = problem.node
-    schedule = Schedule(into_stages(OPS[node.op].lower(node, ctx)))
+    stages = into_stages([d for n in nodes or (node,) for d in OPS[n.op].lower(n, ctx)])
+    schedule = Schedule([stage[::-1] for stage in stages])
     tensors = {**schedule.tensors(), **{t.name: t for t in (*node.inputs, *node.outputs)}}
-    pieces: dict[str, list[Array]] = {t.name: _pieces(t, problem.values.get(t.name), ctx) for t in tensors.values()}
-    total = sum(GUARD * 2 + 512 + p.nbytes for parts in pieces.values() for p in parts)
-    with device.arena("case", total, "device") as arena:
-        outer: dict[str, list[BufferRange]] = {}
-        inner: dict[str, list[BufferRange]] = {}
-        for name, parts in pieces.items():
-            for part in parts:
-                block = arena.alloc(part.nbytes + 2 * GUARD, name)
-                device.upload(block, np.concatenate([_guard(), part, _guard()]))
-                outer.setdefault(name, []).append(block)
-                inner.setdefault(name, []).append(block.slice(GUARD, part.nbytes))
-        weights = {n: WeightRanges(tuple(r)) for n, r in inner.items() if tensors[n].kind == "weight"}
-        ranges = {n: r[0] for n, r in inner.items() if tensors[n].kind != "weight"}
-        program = Program(device, library, schedule, ranges, weights)
+    pieces: list[Piece] = []
+    contents: list[Array] = []
+    end = 0
+    for tensor in tensors.values():
+        for part in _contents(tensor, problem.values.get(tensor.name), ctx):
+            pieces.append(Piece(tensor, end + GUARD, part.nbytes))
+            contents.append(part)
+            end = -(-(end + 2 * GUARD + part.nbytes) // ALIGN) * ALIGN
+    block = np.full(end // 4, GUARD_WORD, np.uint32).view(np.uint8)
+    for piece, part in zip(pieces, contents, strict=True):
+        block[piece.offset : piece.offset + piece.nbytes] = part
+    return Prepared(node.op, schedule, block, tuple(pieces), node.outputs)
+
+
+class Workbench:
+    """Memory of a device in which one problem after the other is run. A context manager."""
+
+    def __init__(self, device: Device, library: ShaderLibrary) -> None:
+        self.device, self.library = device, library
+        self._arenas: list[Arena] = []
+        self._block: BufferRange | None = None
+        self._upload: BufferRange | None = None
+        self._readback: BufferRange | None = None
+
+    def __enter__(self) -> Workbench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.destroy()
+        self._arenas.clear()
+        self._block = self._upload = self._readback = None
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        """Run once; the outputs by name: float32 (F32, F16 and Q8_1 decoded) or int32.
+
+        Raises GuardError or OverwriteError naming the tensor when memory changed that should not have.
+        """
+        size = prepared.block.nbytes
+        block, upload, readback = (r.slice(0, size) for r in self._ranges(size))
+        upload.map()[:] = prepared.block
+        rec = self.device.recorder(f"{prepared.label} inputs")
+        rec.copy(upload, block)
+        inputs = rec.finish()
+        ranges: dict[str, BufferRange] = {}
+        weights: dict[str, WeightRanges] = {}
+        for piece in prepared.pieces:
+            part = block.slice(piece.offset, piece.nbytes, piece.tensor.name)
+            if piece.tensor.kind == "weight":
+                before = weights.get(piece.tensor.name, WeightRanges(()))
+                weights[piece.tensor.name] = WeightRanges((*before.shards, part))
+            else:
+                ranges[piece.tensor.name] = part
+        program = Program(self.device, self.library, prepared.schedule, ranges, weights)
         try:
-            device.submit(program.record(node.op)).wait(60)
+            commands = program.record(prepared.label, copies=[(block, readback)])
+            self.device.submit([inputs, commands]).wait(TIMEOUT_S)
         finally:
             program.close()
-        for name, blocks in outer.items():
-            for block in blocks:
-                raw = device.download(block)
-                for side, bytes_ in (("before", raw[:GUARD]), ("after", raw[-GUARD:])):
-                    if (bytes_ != GUARD_BYTE).any():
-                        raise GuardError(f"[{node.op}] {tensors[name]}: {int((bytes_ != GUARD_BYTE).sum())} guard bytes {side} it were overwritten")
-        return {t.name: _decoded(t, device.download(ranges[t.name])) for t in node.outputs}
+            inputs.destroy()
+        raw = readback.map()
+        check_memory(prepared, raw)
+        where = {p.tensor.name: p for p in prepared.pieces}
+        return {t.name: _decoded(t, raw[where[t.name].offset :][: where[t.name].nbytes].copy()) for t in prepared.outputs}
+
+    def _ranges(self, size: int) -> tuple[BufferRange, BufferRange, BufferRange]:
+        if self._block is None or self._upload is None or self._readback is None or self._block.size < size:
+            self.close()
+            room = max(LEAST_BLOCK, 1 << (size - 1).bit_length())
+            made = []
+            for kind in ("device", "upload", "readback"):
+                self._arenas.append(self.device.arena("case", room, kind))
+                made.append(self._arenas[-1].alloc(room, f"case {kind}"))
+            self._block, self._upload, self._readback = made
+        return self._block, self._upload, self._readback
+
+
+def check_memory(prepared: Prepared, after: Array) -> None:
+    """Compare the block with what went in, outside of what dispatches write; see `Workbench.run`."""
+    written = {name for d in prepared.schedule.dispatches() for name, _ in d.writes}
+    changed = after != prepared.block
+    for p in prepared.pieces:
+        if p.tensor.kind == "counter":
+            left = after[p.offset : p.offset + p.nbytes].view(np.uint32)
+            if left.any():
+                raise OverwriteError(f"[{prepared.label}] {p.tensor}: {np.count_nonzero(left)} counters were not put back to zero")
+        if p.tensor.name in written:
+            changed[p.offset : p.offset + p.nbytes] = False
+    where = np.flatnonzero(changed)
+    if not where.size:
+        return
+    first = int(where[0])
+    index = bisect_right([p.offset - GUARD for p in prepared.pieces], first) - 1
+    p = prepared.pieces[index]
+    inside = where[(where >= p.offset) & (where < p.offset + p.nbytes)]
+    if inside.size:
+        raise OverwriteError(
+            f"[{prepared.label}] {p.tensor}: {inside.size} of its {p.nbytes} bytes were changed, the first at {int(inside[0]) - p.offset}, "
+            "and the kernel may only read it"
+        )
+    side = "before" if first < p.offset else "after"
+    end = prepared.pieces[index + 1].offset - GUARD if index + 1 < len(prepared.pieces) else after.size
+    count = np.count_nonzero(where < p.offset) if side == "before" else np.count_nonzero(where < end)
+    raise GuardError(f"[{prepared.label}] {p.tensor}: {count} guard bytes {side} it were overwritten")
+
+
+def run_problem(device: Device, library: ShaderLibrary, problem: Problem, ctx: LowerContext) -> dict[str, Array]:
+    """Lower the problem's node, run it once and return its outputs by name; see `Workbench.run`."""
+    with Workbench(device, library) as bench:
+        return bench.run(prepare(problem, ctx))
 
 
 def run_case(device: Device, library: ShaderLibrary, case: Case, ctx: LowerContext) -> Outcome:
     """Run a case and judge every output against the op's reference."""
     problem = case.build()
-    op = OPS[case.op]
-    want = op.reference(reference_inputs(problem), problem.node.params)
+    want = reference(problem)
     outputs = run_problem(device, library, problem, ctx)
-    tolerance = op.tolerance(problem.node, ctx)
-    verdicts = {
-        t.name: judge(outputs[t.name], np.asarray(w).reshape(t.shape), tolerance) for t, w in zip(problem.node.outputs, want, strict=True)
-    }
-    return Outcome(verdicts, outputs)
+    tolerance = OPS[case.op].tolerance(problem.node, ctx)
+    return Outcome({name: judge(outputs[name], want[name], tolerance) for name in want}, outputs)
+
+
+def reference(problem: Problem) -> dict[str, Array]:
+    """What the op's reference makes of a problem, by output name."""
+    node = problem.node
+    results = OPS[node.op].reference(reference_inputs(problem), node.params)
+    return {t.name: np.asarray(r).reshape(t.shape) for t, r in zip(node.outputs, results, strict=True)}
 
 
 def reference_inputs(problem: Problem) -> list[Array]:
@@ -109,12 +231,8 @@ def _plain(tensor: Tensor, value: Array) -> Array:
     return value
 
 
-def _guard() -> Array:
-    return np.full(GUARD, GUARD_BYTE, np.uint8)
-
-
-def _pieces(tensor: Tensor, value: Array | None, ctx: LowerContext) -> list[Array]:
-    """The bytes of a tensor as the device holds them, one piece a shard."""
+def _contents(tensor: Tensor, value: Array | None, ctx: LowerContext) -> list[Array]:
+    """The bytes of a tensor as the device holds them, one array a shard."""
     if tensor.kind == "weight" and len(tensor.shape) > 1:
         assert value is not None, f"{tensor} has no value"
         raw = value.reshape(prod(tensor.shape[:-1]), -1)
@@ -122,7 +240,7 @@ def _pieces(tensor: Tensor, value: Array | None, ctx: LowerContext) -> list[Arra
     if value is None and tensor.kind == "counter":
         return [np.zeros(nbytes(tensor), np.uint8)]
     if value is None:
-        return [np.full(-(-nbytes(tensor) // 4), NAN_WORD, np.uint32).view(np.uint8)]
+        return [np.full(-(-nbytes(tensor) // 4), NAN_WORD, np.uint32).view(np.uint8)[: nbytes(tensor)]]
     if value.dtype == np.uint8:
         return [np.ascontiguousarray(value).ravel()]
     if tensor.type == "Q8_1":
@@ -137,8 +255,3 @@ def _decoded(tensor: Tensor, raw: Array) -> Array:
         return quants.q8_1_dequantize(rows, tensor.shape[-1]).reshape(tensor.shape)
     dtype = {"F32": np.float32, "F16": np.float16, "I32": np.int32}[tensor.type]
     return raw[: nbytes(tensor)].view(dtype).reshape(tensor.shape).astype(np.int32 if tensor.type == "I32" else np.float32)
-
-
-def node_problem(node: Node, values: Mapping[str, Array]) -> Problem:
-    """A problem from a node and values by input name."""
-    return Problem(node, dict(values))
