@@ -8,7 +8,7 @@ import pytest
 
 import vkback.plan.fuse  # noqa: F401  declares every family
 from vkback.device import Capabilities, profile_ids
-from vkback.device.architecture import BY_ID, BY_NAME, known_class
+from vkback.device.architecture import BY_ID, BY_NAME, DRIVERS, driver_class, known_class
 from vkback.ops.base import FAMILIES
 from vkback.paths import tuning_root, user_tuning_root
 from vkback.plan.tuning import Fixed, Tuning, TuningError, device_table, load_table, parse_table, slug
@@ -122,6 +122,17 @@ def test_rows_of_different_architectures_do_not_meet(tmp_path: Path) -> None:
     assert tables(tmp_path, amd=text).pick("mat_vec", **query()).params["rows"] == 8
 
 
+def test_rows_for_a_driver_stand_beside_those_for_an_architecture(tmp_path: Path) -> None:
+    text = row("set = { rows = 8, lanes = 8 }", 'architecture = "rdna3"') + row("set = { rows = 4 }", 'driver = "mesa_radv"', "ids = 0")
+    choice = tables(tmp_path, amd=text).pick("mat_vec", **query())
+    assert (choice.params["rows"], choice.params["lanes"]) == (4, 8)
+    assert tables(tmp_path, amd=text.replace("mesa_radv", "amd_proprietary")).pick("mat_vec", **query()).params["rows"] == 8
+    with pytest.raises(TuningError, match=r"row 2 \(driver = mesa_radv\): overlaps row 1 \(architecture = rdna3\), and they"):
+        parse_table(text.replace("\nids = 0", ""), "amd.toml")
+    with pytest.raises(TuningError, match="row 1: matches nothing: amd has no driver 'radv', expected one of amd_proprietary, "):
+        parse_table(row("set = { rows = 8 }", 'driver = "radv"'), "amd.toml")
+
+
 def test_a_row_that_never_wins_is_refused() -> None:
     text = row("set = { rows = 2 }", "ids = { max = 1 }") + row("set = { rows = 4, lanes = 16 }", "ids = { min = 0 }", "m = { min = 0 }")
     with pytest.raises(TuningError) as error:
@@ -228,5 +239,6 @@ def test_every_class_is_one_that_tables_may_name() -> None:
     for profile in profile_ids():
         caps = Capabilities.from_profile(profile)
         assert known_class(caps.vendor, caps.architecture), profile
+        assert not caps.driver_id or driver_class(caps.driver_id) in DRIVERS, profile
     for vendor, rules in {**BY_ID, **BY_NAME}.items():
         assert all(known_class(vendor, name.replace(r"\1", "2")) for _, name in rules)

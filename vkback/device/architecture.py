@@ -114,6 +114,20 @@ CLASSES: Mapping[str, Sequence[str]] = {
 """Every vendor and the classes `classify` can give it, oldest first; Apple's go on as apple_m2, apple_m3 and so on."""
 
 
+DRIVERS = (
+    "amd_proprietary", "amd_open_source", "mesa_radv", "nvidia_proprietary", "mesa_nvk", "intel_proprietary_windows",
+    "intel_open_source_mesa", "moltenvk", "mesa_honeykrisp", "mesa_kosmickrisp", "qualcomm_proprietary", "mesa_turnip", "arm_proprietary",
+    "mesa_panvk", "broadcom_proprietary", "mesa_v3dv", "imagination_proprietary", "imagination_open_source_mesa", "samsung_proprietary",
+    "mesa_llvmpipe", "google_swiftshader", "mesa_venus", "mesa_dozen",
+)  # fmt: skip
+"""VkDriverId names as tuning tables use them."""
+
+
+def driver_class(driver_id: str) -> str:
+    """"VK_DRIVER_ID_MESA_RADV" -> "mesa_radv"."""
+    return driver_id.removeprefix("VK_DRIVER_ID_").removesuffix("_KHR").lower()
+
+
 def known_class(vendor: str, name: str) -> bool:
     """Whether `classify` can give a device of this vendor this class."""
     return name in CLASSES.get(vendor, ()) or (vendor == "apple" and re.fullmatch(r"apple_m\d+", name) is not None)

@@ -81,7 +81,14 @@ declare(
 )
 declare(
     "mat_vec_path",
-    match={"ids": (0, 1, 2), "n": "number", "quant": tuple(sorted(INT_QUANTS)), "m": "number", "k": "number"},
+    match={
+        "accelerated": (0, 1),  # the device has integer dot as an instruction, says its driver
+        "ids": (0, 1, 2),
+        "n": "number",
+        "quant": tuple(sorted(INT_QUANTS)),
+        "m": "number",
+        "k": "number",
+    },
     params={"path": ("int", "float")},
 )
 
@@ -98,7 +105,7 @@ def path_for(quant: str, m: int, k: int, n: int, ids: int, ctx: LowerContext) ->
         return "float", f"k = {k} is not a multiple of 32"
     if ctx.act != "auto":
         return ("float" if ctx.act == "f32" else "int"), f"--act {ctx.act}"
-    choice = ctx.tuning.pick("mat_vec_path", quant=quant, m=m, k=k, n=n, ids=ids)
+    choice = ctx.tuning.pick("mat_vec_path", accelerated=int(ctx.caps.int_dot_accelerated), ids=ids, n=n, quant=quant, m=m, k=k)
     return choice["path"], choice.source
 
 

@@ -3,17 +3,18 @@
 A table is a TOML file. Each op family has rows:
 
     [[mat_vec]]
-    architecture = ["rdna3", "rdna4"] # a class of docs/device_profiles.md; only in a vendor's table
+    architecture = ["rdna3", "rdna4"] # classes of docs/device_profiles.md; only in a vendor's table
+    driver = "mesa_radv"              # VkDriverId in lower case; only in a vendor's table
     quant = ["Q4_K", "Q5_K"]          # what the row is about: strings or lists of strings match by equality,
     m = { min = 2048 }                # numbers by value or by a range, inclusive
     set = { rows = 2, lanes = 32 }    # what it says
     measured = "2026-01-15 ..."       # why: a measurement with date, device, driver, shape and figures, or the source of the value
 
-Tables fall back: device (the user's own, then the one shipped) -> architecture -> vendor -> default. Within a table the row that names more
-keys wins; of two with equally many, the one whose keys stand first where the family declares them; of two with the same keys, the one whose
-ranges lie inside the other's. Rows with the same keys that overlap and disagree are refused unless a stronger row decides for them. A
-parameter missing from the winning row is taken from the next one that matches, so a row says only what it changes. Every parameter of a
-family must have a value in default.toml.
+Tables fall back: device (the user's own, then the one shipped) -> architecture or driver -> vendor -> default. Within a table the row that
+names more keys wins; of two with equally many, the one whose keys stand first where the family declares them; of two with the same keys,
+the one whose ranges lie inside the other's. Rows with the same keys that overlap and disagree are refused unless a stronger row decides for
+them. A parameter missing from the winning row is taken from the next one that matches, so a row says only what it changes. Every parameter
+of a family must have a value in default.toml.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from vkback.device import Capabilities
-from vkback.device.architecture import CLASSES, known_class
+from vkback.device.architecture import CLASSES, DRIVERS, driver_class, known_class
 from vkback.errors import VkbackError
 from vkback.ops.base import FAMILIES, Choice, Chooser, Family
 from vkback.paths import tuning_root, user_tuning_root
@@ -39,7 +40,8 @@ Values = frozenset[Any] | Range
 Region = Mapping[str, Values]
 """Per match key the words or numbers a row is about, or the ends of its range; a key that is not there is free."""
 
-RESERVED = ("architecture", "set", "measured")
+DEVICE_KEYS = ("architecture", "driver")
+RESERVED = (*DEVICE_KEYS, "set", "measured")
 
 
 class TuningError(VkbackError):
@@ -50,8 +52,9 @@ class TuningError(VkbackError):
 class Row:
     """One row of one table.
 
-    architectures  classes it is for; empty: any
-    number         its place among the rows of its family in the file, from 1
+    number   its place among the rows of its family in the file, from 1
+    region   `match`, checked and in a form to compute with
+    devices  architectures and drivers it is for; those it does not name are all meant
     """
 
     family: str
@@ -61,7 +64,7 @@ class Row:
     set: Mapping[str, Any]
     measured: str
     region: Region
-    architectures: tuple[str, ...] = ()
+    devices: Mapping[str, frozenset[str]]
 
     def matches(self, query: Mapping[str, Any]) -> bool:
         return all(key in query and _holds(values, query[key]) for key, values in self.region.items())
@@ -73,15 +76,20 @@ class Row:
     @property
     def about(self) -> str:
         """What it matches, as written: `quant = Q4_K, m >= 2048`; "anything" for a row without keys."""
-        parts = [f"architecture = {'|'.join(self.architectures)}"] if self.architectures else []
-        return ", ".join([*parts, *(_phrase(k, v) for k, v in self.match.items())]) or "anything"
+        return ", ".join(_phrase(k, v) for k, v in {**self.devices, **self.match}.items()) or "anything"
+
+    def suits(self, caps: Capabilities) -> bool:
+        """Whether it is for this device, as far as it says."""
+        mine = {"architecture": caps.architecture, "driver": driver_class(caps.driver_id)}
+        return all(mine[key] in names for key, names in self.devices.items())
 
 
 def _phrase(key: str, want: Any) -> str:
     if isinstance(want, Mapping):
         low, high = want.get("min"), want.get("max")
         return f"{key} <= {high}" if low is None else f"{key} >= {low}" if high is None else f"{low} <= {key} <= {high}"
-    return f"{key} = {'|'.join(map(str, want))}" if isinstance(want, list) else f"{key} = {want}"
+    values = sorted(want) if isinstance(want, frozenset) else want if isinstance(want, list) else [want]
+    return f"{key} = {'|'.join(map(str, values))}"
 
 
 def _holds(values: Values, value: Any) -> bool:
@@ -144,7 +152,7 @@ class Tuning:
 
     @classmethod
     def for_device(cls, caps: Capabilities, root: Path | None = None, *, user: Path | None = None) -> Tuning:
-        """Tables by device name, vendor and architecture class, then default.toml, each if it exists.
+        """Tables by device name and vendor, then default.toml, each if it exists.
 
         root  folder of the tables, default vkback's own
         user  folder of the user's device tables, default the platform's (`paths.user_tuning_root`) if `root` is not given either
@@ -159,8 +167,8 @@ class Tuning:
         tables = [
             load_table(user / device, shown=str(user / device)) if user else (),
             load_table(root / device),
-            [r for r in vendor if caps.architecture in r.architectures],
-            [r for r in vendor if not r.architectures],
+            [r for r in vendor if r.devices and r.suits(caps)],
+            [r for r in vendor if not r.devices],
             load_table(root / "default.toml"),
         ]
         return cls([t for t in tables if t])
@@ -279,7 +287,8 @@ def _row(file: str, stem: str, family: str, number: int, entry: Mapping[str, Any
         if _inside(region, {k: frozenset(v) for k, v in never.items()}, known):
             shown = " and ".join(_phrase(k, match[k]) for k in never)
             raise TuningError(f"{where}: matches nothing: there is no {family} with {shown}")
-    return Row(family, file, number, match, dict(params), measured, region, _architectures(where, stem, entry.get("architecture")))
+    devices = {key: _devices(where, stem, key, entry[key]) for key in DEVICE_KEYS if key in entry}
+    return Row(family, file, number, match, dict(params), measured, region, devices)
 
 
 def _values(where: str, key: str, known: Family, want: Any) -> Values:
@@ -327,22 +336,26 @@ def _check_parameter(where: str, known: Family, key: str, value: Any) -> None:
         raise TuningError(f"{where}: {key} = {value!r} is not legal, expected one of {', '.join(map(str, legal))}")
 
 
-def _architectures(where: str, vendor: str, want: Any) -> tuple[str, ...]:
-    if want is None:
-        return ()
+def _devices(where: str, vendor: str, key: str, want: Any) -> frozenset[str]:
+    """The architectures or drivers that a row of a vendor's table names."""
     names = want if isinstance(want, list) else [want]
     if vendor not in CLASSES:
-        raise TuningError(f"{where}: architecture belongs in a vendor's table: {', '.join(sorted(CLASSES))}")
-    wrong = [n for n in names if not isinstance(n, str) or not known_class(vendor, n)]
+        raise TuningError(f"{where}: {key} belongs in a vendor's table: {', '.join(sorted(CLASSES))}")
+    wrong = [n for n in names if not isinstance(n, str) or not (known_class(vendor, n) if key == "architecture" else n in DRIVERS)]
     if wrong or not names:
-        raise TuningError(f"{where}: matches nothing: {vendor} has no architecture {wrong[0] if wrong else want!r}, "
-                          f"expected one of {', '.join(CLASSES[vendor])}")
-    return tuple(names)
+        known = ", ".join(CLASSES[vendor] if key == "architecture" else DRIVERS)
+        raise TuningError(f"{where}: matches nothing: {vendor} has no {key} {wrong[0] if wrong else want!r}, expected one of {known}")
+    return frozenset(names)
 
 
 def _same_level(a: Row, b: Row) -> bool:
     """Whether rows of one file can meet in one table of one device."""
-    return bool(set(a.architectures) & set(b.architectures)) or not (a.architectures or b.architectures)
+    return bool(a.devices) == bool(b.devices) and all(a.devices[k] & b.devices[k] for k in a.devices.keys() & b.devices.keys())
+
+
+def _serves_all(a: Row, b: Row) -> bool:
+    """Whether a is for every device that b is for, rows of one level."""
+    return all(key in b.devices and b.devices[key] <= names for key, names in a.devices.items())
 
 
 def _ordered(rows: Sequence[Row], family: Family) -> list[Row]:
@@ -350,12 +363,15 @@ def _ordered(rows: Sequence[Row], family: Family) -> list[Row]:
     inside = {(a.number, b.number): _inside(a.region, b.region, family) for a in rows for b in rows if a is not b and _same_level(a, b)}
 
     order = list(family.match)
-    keys = {r.number: (-len(r.region), *sorted(order.index(k) for k in r.region)) for r in rows}
+    keys = {r.number: (-len(r.region) - len(r.devices), *sorted(order.index(k) for k in r.region)) for r in rows}
 
     def beats(a: Row, b: Row) -> bool:
         if keys[a.number] != keys[b.number]:
             return keys[a.number] < keys[b.number]
         return inside.get((a.number, b.number), False) and not inside[b.number, a.number]
+
+    def decides(c: Row, a: Row, b: Row) -> bool:
+        return _same_level(a, c) and _same_level(b, c) and beats(c, a) and beats(c, b) and (_serves_all(c, a) or _serves_all(c, b))
 
     for a, b in combinations(rows, 2):
         if not _same_level(a, b) or beats(a, b) or beats(b, a):
@@ -364,8 +380,7 @@ def _ordered(rows: Sequence[Row], family: Family) -> list[Row]:
         disputed = {k for k in a.set if k in b.set and a.set[k] != b.set[k]}
         if common is None or not disputed:
             continue
-        deciding = [c for c in rows if _same_level(a, c) and _same_level(b, c) and beats(c, a) and beats(c, b)]
-        if any(disputed <= set(c.set) and _inside(common, c.region, family) for c in deciding):
+        if any(decides(c, a, b) and disputed <= set(c.set) and _inside(common, c.region, family) for c in rows):
             continue
         says = ", ".join(f"{k} ({a.set[k]} and {b.set[k]})" for k in a.set if k in disputed)
         raise TuningError(
@@ -373,7 +388,7 @@ def _ordered(rows: Sequence[Row], family: Family) -> list[Row]:
             "name a further key in one of them, or ranges that do not meet"
         )
     for row in rows:
-        over = [s for s in rows if beats(s, row) and inside.get((row.number, s.number)) and set(row.architectures) <= set(s.architectures)]
+        over = [s for s in rows if beats(s, row) and inside.get((row.number, s.number)) and _serves_all(s, row)]
         if set(row.set) <= {k for s in over for k in s.set}:
             raise TuningError(f"[tuning] {row.where}: never wins: row {over[0].number} ({over[0].about}) comes first wherever it matches")
     depth = {r.number: sum(beats(r, s) for s in rows) for r in rows}
