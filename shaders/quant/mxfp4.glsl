@@ -5,23 +5,13 @@
 #define UNIT_BIAS 1
 #define UNIT_SIGNED 0
 #include "quant/nibbles.glsl"
+#include "quant/e2m1.glsl"
 
 struct UnitRaw { uvec4 qs; uint e; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = row * p.w.units + unit;
     return UnitRaw(w4[i], PLANE_BYTE_WORD(0, i), i);
-}
-
-// Four codes at once, one a byte: value + 12, in 0..24, without a carry between bytes.
-// With `low` the two low bits, `high` the third: codes below 4 mean low; codes 4..7 mean 4 + 2 low, and 2 more for code 7.
-uint e2m1_plus_12(uint code) {
-    const uint low = code & 0x03030303u;
-    const uint high = (code >> 2) & 0x01010101u;
-    const uint both = low & (low >> 1) & high;
-    const uint magnitude = low + (low & (high * 3u)) + (high << 2) + (both << 1);
-    const uint negative = ((code >> 3) & 0x01010101u) * 15u;
-    return 0x0c0c0c0cu + magnitude - ((magnitude & negative) << 1);
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

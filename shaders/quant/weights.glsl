@@ -6,6 +6,8 @@
 // The including shader has a push-constant block named `p` with a member `Weights w`, and includes quant/<type>.glsl after it:
 //   UnitRaw unit_load(uint row, uint unit)                  reads, decodes nothing
 //   void unit_decode(UnitRaw r, out vec4 w[8])              32 weights in order
+// where UNIT_TABLE is defined, all threads of the workgroup call first, and pass a barrier before they decode:
+//   void unit_table(uint thread, uint threads)              brings a code book into shared memory
 // and, where UNIT_INTS is 1 (weight = scale[half] * int8 - bias[half], half = 16 weights):
 //   void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias)
 //   UNIT_HALVES  1: the halves have scales of their own; 0: scale.x and bias.x hold for all 32

@@ -31,6 +31,10 @@ layout(std430, set = 0, binding = 2) writeonly buffer OutY { float y[]; };
 #endif
 
 void main() {
+#ifdef UNIT_TABLE
+    unit_table(gl_LocalInvocationID.x, WG_SIZE);
+    barrier();
+#endif
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     const uint token = i / p.w.units;
     if (token >= p.n) return;

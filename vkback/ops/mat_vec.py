@@ -43,6 +43,7 @@ from vkback.ops.base import (
     register,
     shards,
 )
+from vkback.ops.code_books import decoder
 from vkback.ops.quantize import quantize_dispatch
 from vkback.shader import Variant
 
@@ -235,7 +236,7 @@ class MatVec(Op):
         if prologue:
             shape = dataclasses.replace(shape, wg=max(shape.wg, 8))
         defines: dict[str, str | int] = {
-            "QUANT_FILE": f'"quant/{w.type.lower()}.glsl"',
+            **decoder(w.type, ctx.caps),
             "PATH_INT": int(path == "int"),
             "WG": shape.wg,
             "LANES": shape.lanes,
@@ -392,6 +393,8 @@ class _Plain(Op):
 
 QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
           "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
+RARE = frozenset(QUANTS[QUANTS.index("NVFP4") :])
+"""Types whose cases take few shapes: each is a compilation, and long where a CPU driver must swallow a code book."""
 
 
 @register
@@ -403,6 +406,11 @@ class MulMat(_Plain):
 
     def cases(self) -> Iterator[Case]:
         for quant in QUANTS:
+            if quant in RARE:
+                yield mul_mat_case(quant, 19, 8, 256)
+                yield mul_mat_case(quant, 131, 1, 2048)
+                yield mul_mat_case(quant, 33, 2, 2048)
+                continue
             for n in (1, 2, 3, 5, 8, 9, 16, 17):
                 yield mul_mat_case(quant, 16, n, 256)
             yield mul_mat_case(quant, 1, 1, 256)
@@ -424,6 +432,9 @@ class MulMatId(_Plain):
 
     def cases(self) -> Iterator[Case]:
         for quant in QUANTS:
+            if quant in RARE:
+                yield mul_mat_id_case(quant, 4, 2, 24, 2, 256, shared=True)
+                continue
             for experts, used in ((4, 1), (8, 2), (8, 4)):
                 for n in (1, 5):
                     yield mul_mat_id_case(quant, experts, used, 32, n, 256, shared=used != 4)

@@ -28,6 +28,7 @@ from vkback.ops.base import (
     shards,
     spread,
 )
+from vkback.ops.code_books import decoder
 from vkback.ops.mat_vec import QUANTS, weight, weight_push
 from vkback.ops.reference import REFERENCES
 from vkback.ops.workgroup import Defines, workgroup_size
@@ -117,7 +118,7 @@ class GetRows(Op):
         units = ceil_div(k, 32)
         choice = ctx.tuning.pick("rows", k=k, n=n)
         wg = workgroup_size(ctx.caps, choice["wg_size"], units * n)
-        defines: Defines = {"WG_SIZE": wg, "QUANT_FILE": f'"quant/{table.type.lower()}.glsl"', "WIDTH": 4 if k % 4 == 0 else 1}
+        defines: Defines = {"WG_SIZE": wg, **decoder(table.type, ctx.caps), "WIDTH": 4 if k % 4 == 0 else 1}
         parts = shards(table, ctx.caps)
         rows = prod(table.shape[:-1])
         return [

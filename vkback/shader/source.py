@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from vkback.shader.errors import CompileError
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|(\w+))\s*(?://.*)?$')
 VERSION = re.compile(r"^\s*#\s*version\b")
+GENERATED = "generated/"
+"""Includes below this name are text made at run time, not files."""
+
+_generators: dict[str, Callable[[], str]] = {}
+
+
+def register_include(name: str, make: Callable[[], str]) -> None:
+    """Let `#include "generated/<name>"` mean the text that `make` gives; it is called once, when first included.
+
+    The text enters the cache key as any source does. Raises ValueError when the name is taken.
+    """
+    path = GENERATED + name
+    if path in _generators:
+        raise ValueError(f"[shader] {path} is registered already")
+    _generators[path] = cache(make)
 
 
 @dataclass(frozen=True)
@@ -72,16 +88,28 @@ def _append(root: Path, name: str, chain: Sequence[str], lines: list[str], origi
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts:
         raise CompileError(f"[shader] {variant.name}: {name!r}{asked}: paths are relative to the shaders folder and stay in it")
-    try:
-        text = (root / name).read_text(encoding="utf-8")
-    except OSError as error:
-        raise CompileError(f"[shader] {variant.name}: cannot read {root / name}{asked}: {error.strerror}") from error
+    text = _generated(name, asked, variant) if name.startswith(GENERATED) else _read(root, name, asked, variant)
     for number, line in enumerate(text.splitlines(), 1):
         if match := INCLUDE.match(line):
             _append(root, match[1] or _defined_path(match[2], name, variant), (*chain, name), lines, origins, variant)
         else:
             lines.append(line)
             origins.append((name, number))
+
+
+def _read(root: Path, name: str, asked: str, variant: Variant) -> str:
+    try:
+        return (root / name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise CompileError(f"[shader] {variant.name}: cannot read {root / name}{asked}: {error.strerror}") from error
+
+
+def _generated(name: str, asked: str, variant: Variant) -> str:
+    make = _generators.get(name)
+    if make is None:
+        known = ", ".join(sorted(_generators)) or "none"
+        raise CompileError(f"[shader] {variant.name}: nothing makes {name}{asked}; see register_include. Known: {known}")
+    return make()
 
 
 def _defined_path(macro: str, file: str, variant: Variant) -> str:

@@ -1,0 +1,35 @@
+// IQ1_M: 256 weights in 56 bytes. Planes: qs 4 (bits 0..7 of the index of each 8), qh 2 (a nibble per 8: their bits 8..10; bit 3: delta is
+// negative), scales 8 per 256 (four u16: 3 bits per 16 weights in bits 0..11; the top nibbles together are d, f16).
+// weight = d * (1 + 2 scale) * (digit - 1 + delta), delta = 1/8 or -1/8
+//
+// Delta changes within a half, so the integers are 4 digit + (delta > 0), times a quarter of the scale: digit - 1 + delta = that / 4 - 9/8.
+#define UNIT_INTS 1
+#define UNIT_HALVES 1
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#include "quant/iq1.glsl"
+
+struct UnitRaw { uint qs; uint qh; uvec2 scales; uint index; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w1[i], PLANE_HALF_WORD(0, i), w2[p.w.plane[1] * 2u + (i >> 3)], i);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    const uint qh = r.qh >> (16u * (r.index & 1u));
+    for (uint g = 0; g < 4; g++) {
+        const uint nibble = qh >> (4 * g);
+        const uint digits = look_up(byte_of(r.qs, g) | ((nibble << 8) & 0x700u));
+        const uint positive = (nibble & 8u) == 0u ? 0x01010101u : 0u;
+        q[2 * g] = ((digits << 2) & 0x0c0c0c0cu) | positive;
+        q[2 * g + 1] = (digits & 0x0c0c0c0cu) | positive;
+    }
+    const uvec2 top = (r.scales >> 12) & 0x000f000fu;
+    const uint d = (top.x & 15u) | (top.x >> 12) | (((top.y & 15u) | (top.y >> 12)) << 8);
+    const uint s = (r.index & 4u) == 0u ? r.scales.x : r.scales.y;
+    const uint own = s >> (16u * ((r.index >> 1) & 1u) + 6u * (r.index & 1u));
+    scale = 0.25 * unpackHalf2x16(d).x * vec2(1u + 2u * (own & 7u), 1u + 2u * ((own >> 3) & 7u));
+    bias = 4.5 * scale;
+}
+#include "quant/decode_ints.glsl"

@@ -1,0 +1,23 @@
+// IQ2_XXS: 256 weights in 66 bytes. Planes: qs 8 (word 0: four indices; word 1: 4 x 7 bits of signs, scale in the top 4), d f16 2 per 256.
+// weight = d * (1/2 + scale) / 4 * grid * sign
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 0
+#define UNIT_SIGNED 1
+#include "generated/iq2_xxs_codes.glsl"
+#include "quant/iq2.glsl"
+
+struct UnitRaw { uvec2 qs; uint d; uint block; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w2[i], PLANE_HALF_WORD(0, i >> 3), i >> 3);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    const uint signs = spread_signs(r.qs.y);
+    for (uint g = 0; g < 4; g++) iq2_group(byte_of(r.qs.x, g), byte_of(signs, g), g, q);
+    scale = vec2(half_of(r.d, r.block) * (0.125 + 0.25 * float(r.qs.y >> 28)));
+    bias = vec2(0.0);
+}
+#include "quant/decode_ints.glsl"

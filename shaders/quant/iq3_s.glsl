@@ -1,0 +1,35 @@
+// IQ3_S: 256 weights in 110 bytes. Planes: qs 8 (index per 4), signs 4, qh 1 (bit 8 of the indices), scales 4 per 256 (a nibble per unit),
+// d f16 2 per 256.  weight = d * (1 + 2 scale) * grid * sign
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 0
+#define UNIT_SIGNED 1
+#include "generated/iq3_s_codes.glsl"
+#include "quant/signs.glsl"
+#define ENTRY uint
+
+// Levels 1, 3 ... 15.
+uint entry(uint codes) {
+    return 0x01010101u + 2u * (codes & 0x07070707u);
+}
+#include "quant/code_book.glsl"
+
+struct UnitRaw { uvec2 qs; uint signs; uint qh; uint scales; uint d; uint index; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    const uint block = i >> 3;
+    return UnitRaw(w2[i], w1[p.w.plane[0] * 4u + i], PLANE_BYTE_WORD(1, i), w1[p.w.plane[2] * 4u + block], PLANE_HALF_WORD(3, block), i);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    const uint high = byte_of(r.qh, r.index);
+    for (uint i = 0; i < 8; i++) {
+        const uint index = byte_of(r.qs[i >> 2], i) | ((high << (8 - i)) & 0x100u);
+        q[i] = with_signs(look_up(index), (r.signs >> (4 * i)) & 15u);
+    }
+    const uint s = (r.scales >> (4u * (r.index & 7u))) & 15u;
+    scale = vec2(half_of(r.d, r.index >> 3) * (1.0 + 2.0 * float(s)));
+    bias = vec2(0.0);
+}
+#include "quant/decode_ints.glsl"

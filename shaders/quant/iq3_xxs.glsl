@@ -1,0 +1,31 @@
+// IQ3_XXS: 256 weights in 98 bytes. Planes: qs 8 (index per 4), signs 4 (4 x 7 bits, scale in the top 4), d f16 2 per 256.
+// weight = d * (1/2 + scale) / 2 * grid * sign
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 0
+#define UNIT_SIGNED 1
+#include "generated/iq3_xxs_codes.glsl"
+#include "quant/signs.glsl"
+#define ENTRY uint
+
+// Levels 4, 12, 20, 28, 36, 44, 52 and 62.
+uint entry(uint codes) {
+    const uint c = codes & 0x07070707u;
+    return 0x04040404u + 8u * c + 2u * (c & (c >> 1) & (c >> 2) & 0x01010101u);
+}
+#include "quant/code_book.glsl"
+
+struct UnitRaw { uvec2 qs; uint signs; uint d; uint block; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w2[i], w1[p.w.plane[0] * 4u + i], PLANE_HALF_WORD(1, i >> 3), i >> 3);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    const uint signs = spread_signs(r.signs);
+    for (uint i = 0; i < 8; i++) q[i] = with_signs(look_up(byte_of(r.qs[i >> 2], i)), (signs >> (4 * i)) & 15u);
+    scale = vec2(half_of(r.d, r.block) * (0.25 + 0.5 * float(r.signs >> 28)));
+    bias = vec2(0.0);
+}
+#include "quant/decode_ints.glsl"

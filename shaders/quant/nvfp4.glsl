@@ -1,0 +1,31 @@
+// NVFP4: 64 weights in 36 bytes. Planes: qs (nibbles of E2M1) 16, d 2 (UE4M3 of values 0..15, then of 16..31).
+// weight = d / 2 * value, value = 0 1 2 3 4 6 8 12 and their negatives (twice the E2M1 numbers)
+#define UNIT_INTS 1
+#define UNIT_HALVES 1
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#include "quant/nibbles.glsl"
+#include "quant/e2m1.glsl"
+
+struct UnitRaw { uvec4 qs; uint d; uint index; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    return UnitRaw(w4[i], PLANE_HALF_WORD(0, i), i);
+}
+
+// Half of an unsigned float of 4 exponent bits (bias 7) and 3 fraction bits. The top bit means nothing; 0x7f stands for 0.
+float half_ue4m3(uint code) {
+    const uint bits = code & 0x7fu;
+    if (bits < 8u) return float(bits) * (1.0 / 1024.0);
+    return code == 0x7fu ? 0.0 : uintBitsToFloat((bits << 20) + (119u << 23));
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    split_nibbles(r.qs, q);
+    for (int i = 0; i < 8; i++) q[i] = e2m1_plus_12(q[i]);
+    const uint d = r.d >> (16u * (r.index & 1u));
+    scale = vec2(half_ue4m3(d & 0xffu), half_ue4m3((d >> 8) & 0xffu));
+    bias = 12.0 * scale;
+}
+#include "quant/decode_ints.glsl"

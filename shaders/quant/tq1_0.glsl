@@ -1,0 +1,49 @@
+// TQ1_0: 256 weights in 54 bytes. Planes: qs in three parts of 16 per 256, qh 4 per 256, d f16 2 per 256.  weight = d * (digit - 1)
+//
+// A byte is the fraction of its base-3 digits, first digit first, in 256ths: times 3^n modulo 256, then times 3, digit n is what overflows.
+//   units 0..4: digit `unit` of parts 0 and 1
+//   units 5, 6: digits 0 and 1, 2 and 3 of part 2, a half each
+//   unit 7:     digit 4 of part 2, then digits 0..3 of qh, four weights each
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+
+struct UnitRaw { uvec4 lo; uvec4 hi; uint d; uint index; };
+
+UnitRaw unit_load(uint row, uint unit) {
+    const uint i = row * p.w.units + unit;
+    const uint block = i >> 3, sub = i & 7u;
+    UnitRaw r;
+    r.lo = w4[(sub < 5u ? 0u : 2u * p.w.part) + block];
+    r.hi = sub < 5u ? w4[p.w.part + block] : r.lo;
+    if (sub == 7u) r.hi = uvec4(w1[p.w.plane[0] * 4u + block]);
+    r.d = PLANE_HALF_WORD(1, block);
+    r.index = i;
+    return r;
+}
+
+uint power_of_3(uint n) {
+    return n < 4u ? (0x1b090301u >> (8u * n)) & 0xffu : 81u;
+}
+
+// The digits of four bytes that lie behind `power` = 3^n.
+uint ternary_digits(uint word, uint power) {
+    const uint even = ((word & 0x00ff00ffu) * power) & 0x00ff00ffu;
+    const uint odd = (((word >> 8) & 0x00ff00ffu) * power) & 0x00ff00ffu;
+    return ((even * 3u) >> 8 & 0x00030003u) | (odd * 3u & 0x03000300u);
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    const uint sub = r.index & 7u;
+    const uint first = power_of_3(sub < 5u ? sub : 2u * sub - 10u);
+    uvec4 second = uvec4(sub < 5u ? first : 3u * first);
+    if (sub == 7u) second = uvec4(1u, 3u, 9u, 27u);
+    for (int i = 0; i < 4; i++) {
+        q[i] = ternary_digits(r.lo[i], first);
+        q[i + 4] = ternary_digits(r.hi[i], second[i]);
+    }
+    scale = vec2(half_of(r.d, r.index >> 3));
+    bias = scale;
+}
+#include "quant/decode_ints.glsl"

@@ -1,0 +1,58 @@
+"""Code books of the IQ1, IQ2 and IQ3 types as GLSL, for shaders/quant/code_book.glsl: generated/<type>_codes.glsl."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from vkback.device import Capabilities
+from vkback.quants import codebook
+from vkback.shader import register_include
+
+CODED = ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+"""IQ1_M has IQ1_S's code book."""
+
+BYTE_SHIFTS = (0, 8, 4, 12)
+"""Where 16 bits hold what belongs in bytes 0..3 of a word: `(e | e << 12) & mask` puts all four there at once."""
+
+
+def decoder(quant: str, caps: Capabilities) -> dict[str, str | int]:
+    """Defines that choose the decoder of a weight type (shaders/quant) in a kernel."""
+    defines: dict[str, str | int] = {"QUANT_FILE": f'"quant/{quant.lower()}.glsl"'}
+    if quant in CODED or quant == "IQ1_M":
+        defines["CODE_BOOK_LITERAL"] = int(caps.software)
+    return defines
+
+
+def code_words(name: str) -> list[int]:
+    """Two entries to a 32-bit word, 16 bits each: the level numbers of an entry's weights, lowest level 0.
+
+    Weight b of the first four begins at bit BYTE_SHIFTS[b]; the second four, of entries of eight, two bits above.
+    """
+    grid = codebook(name)
+    levels = np.searchsorted(np.unique(grid), grid).astype(np.uint32)
+    shifts = np.array([shift + 2 * four for four in range(grid.shape[1] // 4) for shift in BYTE_SHIFTS], np.uint32)
+    entries = np.bitwise_or.reduce(levels << shifts, axis=1)
+    return [int(w) for w in entries[0::2] | entries[1::2] << np.uint32(16)]
+
+
+def include(name: str) -> str:
+    """GLSL text: CODE_WORDS, and code_words either as the constant array CODES or, CODE_BOOK_LITERAL, as stores into the array `codes`."""
+    words = [f"0x{w:08x}u" for w in code_words(name)]
+    quads = [", ".join(words[i : i + 4]) for i in range(0, len(words), 4)]
+    array = ",\n    ".join(quads)
+    stores = "\n    ".join(f"codes[{i}] = uvec4({quad});" for i, quad in enumerate(quads))
+    return (
+        f"#define CODE_WORDS {len(words)}\n"
+        f"#if CODE_BOOK_LITERAL\n"
+        f"shared uvec4 codes[CODE_WORDS / 4];\n"
+        f"void store_codes() {{\n    {stores}\n}}\n"
+        f"#else\n"
+        f"const uint CODES[CODE_WORDS] = uint[](\n    {array});\n"
+        f"#endif\n"
+    )
+
+
+for _name in CODED:
+    register_include(f"{_name.lower()}_codes.glsl", partial(include, _name))
