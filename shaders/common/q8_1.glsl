@@ -1,7 +1,8 @@
 // Writes Q8_1 rows (docs/architecture.md): per row `units` x 16 bytes of int8 (values 0..15 of each unit), again for values 16..31, then 8 bytes
 // a unit: f32 d, two f16 sums of the halves' int8.
 //
-// The including shader has a uint buffer y_words[] and includes common/reduce.glsl with REDUCE_GROUPS 1.
+// The including shader has a uint buffer y_words[] (without one it defines Q8_1_PACK_ONLY) and includes common/reduce.glsl with
+// REDUCE_GROUPS 1.
 //   Q8_1Quad q8_1_pack(uint quad, vec4 v)                               four values of a unit, and what the unit has in common
 //   void q8_1_store(uint row, uint units, uint quad, Q8_1Quad packed)   writes them
 // Eight neighbouring threads hold one unit: quad = 8 * unit + lane, four values each. All eight pack together, with REDUCE_SUBGROUP 0 every thread
@@ -29,6 +30,7 @@ Q8_1Quad q8_1_pack(uint quad, vec4 v) {
     return Q8_1Quad(b.x | (b.y << 8) | (b.z << 16) | (b.w << 24), floatBitsToUint(d), packHalf2x16(vec2(lower, upper)));
 }
 
+#ifndef Q8_1_PACK_ONLY
 uint q8_1_stride(uint units) { return (units * 10u + 3u) & ~3u; }
 
 void q8_1_store(uint row, uint units, uint quad, Q8_1Quad packed) {
@@ -40,3 +42,4 @@ void q8_1_store(uint row, uint units, uint quad, Q8_1Quad packed) {
         y_words[base + units * 8u + unit * 2u + 1u] = packed.sums;
     }
 }
+#endif

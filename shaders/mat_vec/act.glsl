@@ -15,27 +15,14 @@ shared uvec4 act_lo[K_UNITS];
 shared uvec4 act_hi[K_UNITS];
 shared uvec2 act_ds[K_UNITS];
 
-float eighth_max(float v) {
-    v = max(v, subgroupShuffleXor(v, 1));
-    v = max(v, subgroupShuffleXor(v, 2));
-    return max(v, subgroupShuffleXor(v, 4));
-}
-
 // Eight neighbouring threads share a unit; this one brings its values 4(i & 7)..+3.
 void keep(uint i, vec4 v) {
-    const vec4 a = abs(v);
-    const float d = eighth_max(max(max(a.x, a.y), max(a.z, a.w))) / 127.0;
-    const ivec4 q = ivec4(roundEven(v * (d > 0.0 ? 1.0 / d : 0.0)));
-    int sum = q.x + q.y + q.z + q.w;
-    sum += subgroupShuffleXor(sum, 1);
-    sum += subgroupShuffleXor(sum, 2);
-    const int other = subgroupShuffleXor(sum, 4);
+    const Q8_1Quad packed = q8_1_pack(i, v);
     if (i >= K_UNITS * 8) return;
-    const uint word = (uint(q.x) & 0xffu) | ((uint(q.y) & 0xffu) << 8) | ((uint(q.z) & 0xffu) << 16) | (uint(q.w) << 24);
     const uint unit = i >> 3;
-    if ((i & 4u) == 0u) act_lo[unit][i & 3u] = word;
-    else act_hi[unit][i & 3u] = word;
-    if ((i & 7u) == 0u) act_ds[unit] = uvec2(floatBitsToUint(d), packHalf2x16(vec2(sum, other)));
+    if ((i & 4u) == 0u) act_lo[unit][i & 3u] = packed.word;
+    else act_hi[unit][i & 3u] = packed.word;
+    if ((i & 7u) == 0u) act_ds[unit] = uvec2(packed.d, packed.sums);
 }
 #else
 // Value group i & 7 of every unit lies together, so that lanes with neighbouring units read neighbouring words.

@@ -16,63 +16,62 @@ void fetch_addend() {
     }
 }
 
-// Output row `i` of this thread's slot for token c.
-float finished(uint tid, uint turn, uint i, uint c) {
-#if GLU
-    const float gate = row_total(tid, turn, 2u * i, c);
-    return gate / (1.0 + exp(-gate)) * row_total(tid, turn, 2u * i + 1u, c);
+// The lane's output row, counted within its slot; ROWS or more where it has none.
+uint output_row() {
+#if PARTIALS > 1
+    return lane < (ROWS >> GLU) ? lane : ROWS;
 #else
-    return row_total(tid, turn, i, c) + addend[c];
+    return lane < ROWS && (lane & GLU) == 0 ? lane >> GLU : ROWS;
+#endif
+}
+
+// Value of that row for token c. Every lane calls.
+float finished(uint tid, uint turn, uint c) {
+#if GLU && PARTIALS > 1
+    const float gate = row_total(tid, turn, min(2u * lane, ROWS - 2u), c), up = row_total(tid, turn, min(2u * lane, ROWS - 2u) + 1u, c);
+#elif GLU
+    const float gate = total[c], up = subgroupShuffleXor(total[c], 1);
+#endif
+#if GLU
+    return gate / (1.0 + exp(-gate)) * up;
+#elif PARTIALS > 1
+    return row_total(tid, turn, min(lane, ROWS - 1u), c) + addend[c];
+#else
+    return total[c] + addend[c];
 #endif
 }
 
 #if Y_TYPE == Y_F32
 
 void epilogue(uint tid, uint turn, uint tile) {
-    if (lane >= (ROWS >> GLU) || first_row + (lane << GLU) >= p.m) return;
-    for (uint c = 0; c < COLS; c++)
-        if (IDS != 0 || y_row + c < p.n) y1[(y_row + c) * p.y_stride + p.y_offset + (first_row >> GLU) + lane] = finished(tid, turn, lane, c);
+    const uint i = output_row();
+    for (uint c = 0; c < COLS; c++) {
+        const float v = finished(tid, turn, c);
+        if (i < ROWS && first_row + (i << GLU) < p.m && (IDS != 0 || y_row + c < p.n))
+            y1[(y_row + c) * p.y_stride + p.y_offset + (first_row >> GLU) + i] = v;
+    }
 }
 
 #else
 
-shared float staged[1 + TILES][COLS][TILE_OUT];
-
-// Thread t quantizes values 4t..4t+3 of the tile's rows; it looks at the whole unit for the largest and, first of each half, at the
-// half for the sum.
-void store_q8_1(uint t, uint turn, uint tile, uint c) {
-    const uint unit = t >> 3;
-    float largest = 0.0;
-    for (uint i = 0; i < 32; i++) largest = max(largest, abs(staged[turn][c][unit * 32 + i]));
-    const float d = largest / 127.0, inverse = d > 0.0 ? 1.0 / d : 0.0;
-    uint word = 0;
-    for (uint i = 0; i < 4; i++) word |= (uint(int(roundEven(staged[turn][c][t * 4 + i] * inverse))) & 0xffu) << (8 * i);
-
-    const uint out_unit = (p.y_offset + tile * TILE_OUT) / 32 + unit;
-    const uint base = (y_row + c) * p.y_stride * 4;
-    const uint half_index = (t >> 2) & 1;
-    yw[base + (half_index * p.y_units + out_unit) * 4 + (t & 3)] = word;
-    if ((t & 7) == 0) {
-        vec2 sums = vec2(0.0);
-        for (uint i = 0; i < 16; i++) {
-            sums.x += roundEven(staged[turn][c][unit * 32 + i] * inverse);
-            sums.y += roundEven(staged[turn][c][unit * 32 + 16 + i] * inverse);
-        }
-        const uint ds = base + p.y_units * 8 + out_unit * 2;
-        yw[ds] = floatBitsToUint(d);
-        yw[ds + 1] = packHalf2x16(sums);
-    }
-}
+shared vec4 staged[1 + TILES][COLS][TILE_OUT / 4];
 
 void epilogue(uint tid, uint turn, uint tile) {
-    if (lane < (ROWS >> GLU))
-        for (uint c = 0; c < COLS; c++)
-            staged[turn][c][(tid / LANES) * (ROWS >> GLU) + lane] = first_row + (lane << GLU) < p.m ? finished(tid, turn, lane, c) : 0.0;
+    const uint i = output_row();
+    for (uint c = 0; c < COLS; c++) {
+        const float v = finished(tid, turn, c);
+        const uint at = (tid / LANES) * (ROWS >> GLU) + i;
+        if (i < ROWS) staged[turn][c][at >> 2][at & 3] = first_row + (i << GLU) < p.m ? v : 0.0;
+    }
     barrier();
-    for (uint t = tid; t < TILE_OUT / 4; t += WG)
-        if (tile * TILE_OUT + t * 4 < (p.m >> GLU))
-            for (uint c = 0; c < COLS; c++)
-                if (IDS != 0 || y_row + c < p.n) store_q8_1(t, turn, tile, c);
+    for (uint first = 0; first < TILE_OUT / 4; first += WG)
+        for (uint c = 0; c < COLS; c++) {
+            const uint t = first + tid;
+            const uint quad = (p.y_offset + tile * TILE_OUT) / 4 + t;
+            const Q8_1Quad packed = q8_1_pack(quad, staged[turn][c][min(t, TILE_OUT / 4 - 1)]);
+            if (t < TILE_OUT / 4 && tile * TILE_OUT + t * 4 < (p.m >> GLU) && (IDS != 0 || y_row + c < p.n))
+                q8_1_store(y_row + c, p.y_units, quad, packed);
+        }
 }
 
 #endif

@@ -29,7 +29,7 @@ layout(std430, set = 0, binding = 1) readonly buffer XPairs { uvec2 x2[]; };
 #if Y_TYPE == Y_F32
 layout(std430, set = 0, binding = 2) writeonly buffer YFloats { float y1[]; };
 #else
-layout(std430, set = 0, binding = 2) writeonly buffer YWords { uint yw[]; };
+layout(std430, set = 0, binding = 2) writeonly buffer YWords { uint y_words[]; };
 #endif
 
 #ifdef BIND_NORM

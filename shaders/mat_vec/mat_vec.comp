@@ -28,9 +28,14 @@ layout(local_size_x = WG) in;
 #if PATH_INT
 #include "common/int_dot.glsl"
 #endif
-#if PROLOGUE == 2
 #define WG_SIZE WG
+#define REDUCE_GROUPS 1
+#if PROLOGUE || Y_TYPE == Y_Q8_1
 #include "common/reduce.glsl"
+#if Y_TYPE == Y_F32
+#define Q8_1_PACK_ONLY
+#endif
+#include "common/q8_1.glsl"
 #endif
 #include "mat_vec/act.glsl"
 
@@ -43,6 +48,7 @@ layout(local_size_x = WG) in;
 #define WALK_UNITS K_UNITS
 #endif
 #define CHUNKS ((WALK_UNITS + CHUNK - 1) / CHUNK)
+#define KEEP_X (CHUNKS == 1 && COLS == 1 && IDS != 2 && PATH_INT)
 #define TILE_ROWS (SLOTS * ROWS)
 #define TILE_OUT (TILE_ROWS >> GLU)
 
@@ -74,17 +80,22 @@ uint token_row(uint x_row, uint c) {
 #endif
 }
 
-// Adds one unit of ROWS rows times the activations of COLS tokens, each times `weight` (the expert's).
-void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
 #if PATH_INT && COLS == 1
-    // A row is decoded and used before the next, which keeps registers free for loads in flight.
-    const Act a = act_load(x_row, unit);
+// A row is decoded and used before the next, which keeps registers free for loads in flight.
+void accumulate(UnitRaw raw[ROWS], Act a, float weight) {
     for (int r = 0; r < ROWS; r++) {
         uint q[8];
         vec2 scale, bias;
         unit_ints(raw[r], q, scale, bias);
         acc[r][0] += weight * unit_dot(q, scale, bias, a);
     }
+}
+#endif
+
+// Adds one unit of ROWS rows times the activations of COLS tokens, each times `weight` (the expert's).
+void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
+#if PATH_INT && COLS == 1
+    accumulate(raw, act_load(x_row, unit), weight);
 #elif PATH_INT
     uint q[ROWS][8];
     vec2 scale[ROWS], bias[ROWS];
@@ -112,6 +123,9 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
 #endif
 }
 
+#if KEEP_X
+Act own[UNROLL];  // this lane's units of x, the same for every tile
+#endif
 uint first_row;   // of the tile for this slot, within its matrix
 uint expert_row;  // row of W where the matrix begins (IDS 0 and 1)
 uint x_row;
@@ -139,7 +153,11 @@ void use(UnitRaw raw[UNROLL][ROWS], uint chunk) {
         const uint e = y_row * N_USED + unit / K_UNITS;
         accumulate(raw[j], p.x_slots == 1u ? y_row : e, unit % K_UNITS, expert_weight[e]);
 #else
+  #if KEEP_X
+        accumulate(raw[j], own[j], 1.0);
+  #else
         accumulate(raw[j], x_row, unit, 1.0);
+  #endif
 #endif
     }
 }
@@ -163,40 +181,55 @@ void walk(inout UnitRaw raw[UNROLL][ROWS], bool has_next, uint next_row) {
     }
 }
 
+float total[COLS];  // of row `lane % ROWS`, as far as this subgroup has it
 #if PARTIALS > 1
 shared float partial[1 + TILES][COLS * ROWS * SLOTS * PARTIALS];
 #endif
 
 // Adds the partial sums of a slot's lanes: by shuffles inside a subgroup, through shared memory across subgroups.
-// `turn` alternates between tiles, so that one barrier a tile is enough.
+// While there are several rows, each step hands half of them to the other half of the lanes, so ROWS sums cost little more than one.
+// `turn` alternates between tiles, so that one barrier a tile is enough. The order of additions does not depend on COLS.
 void reduce(uint tid, uint turn) {
 #if SUBGROUP > 1
-    for (int r = 0; r < ROWS; r++)
-        for (int c = 0; c < COLS; c++)
-            for (uint step = 1; step < min(LANES, SUBGROUP); step <<= 1) acc[r][c] += subgroupShuffleXor(acc[r][c], step);
+    for (int c = 0; c < COLS; c++) {
+        float v[ROWS];
+        for (int r = 0; r < ROWS; r++) v[r] = acc[r][c];
+        for (uint half_rows = ROWS / 2; half_rows > 0; half_rows >>= 1) {
+            const bool upper = (lane & half_rows) != 0;
+            for (uint r = 0; r < half_rows; r++) {
+                const float kept = upper ? v[r + half_rows] : v[r];
+                const float given = upper ? v[r] : v[r + half_rows];
+                v[r] = kept + subgroupShuffleXor(given, half_rows);
+            }
+        }
+        for (uint step = ROWS; step < min(LANES, SUBGROUP); step <<= 1) v[0] += subgroupShuffleXor(v[0], step);
+        total[c] = v[0];
+    }
+#elif PARTIALS == 1
+    for (int c = 0; c < COLS; c++) total[c] = acc[0][c];
 #endif
 #if PARTIALS > 1
     const uint slot = tid / LANES;
-    if (lane % SUBGROUP == 0)
-        for (int r = 0; r < ROWS; r++)
-            for (int c = 0; c < COLS; c++) partial[turn][((c * ROWS + r) * SLOTS + slot) * PARTIALS + lane / SUBGROUP] = acc[r][c];
+    for (uint c = 0; c < COLS; c++) {
+  #if SUBGROUP > 1
+        if (lane % SUBGROUP < ROWS) partial[turn][((c * ROWS + lane % SUBGROUP) * SLOTS + slot) * PARTIALS + lane / SUBGROUP] = total[c];
+  #else
+        for (uint r = 0; r < ROWS; r++) partial[turn][((c * ROWS + r) * SLOTS + slot) * PARTIALS + lane] = acc[r][c];
+  #endif
+    }
     barrier();
 #endif
 }
 
-// Sum of row `r` of this thread's slot, in any of its lanes.
-float row_total(uint tid, uint turn, uint r, uint c) {
 #if PARTIALS > 1
+// Sum of row `r` of this thread's slot.
+float row_total(uint tid, uint turn, uint r, uint c) {
     float sum = 0.0;
     const uint base = ((c * ROWS + r) * SLOTS + tid / LANES) * PARTIALS;
     for (uint i = 0; i < PARTIALS; i++) sum += partial[turn][base + i];
     return sum;
-#else
-    float sum = acc[0][c];
-    for (uint i = 1; i < ROWS; i++) sum = i == r ? acc[i][c] : sum;
-    return sum;
-#endif
 }
+#endif
 
 #include "mat_vec/epilogue.glsl"
 
@@ -231,6 +264,9 @@ void main() {
     prologue(tid);
 #elif defined(UNIT_TABLE)
     barrier();
+#endif
+#if KEEP_X
+    for (uint j = 0; j < UNROLL; j++) own[j] = act_load(x_row, min(j * LANES + lane, K_UNITS - 1u));
 #endif
     uint turn = 0;
 #if TILES

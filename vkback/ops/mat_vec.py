@@ -50,6 +50,9 @@ from vkback.shader import Variant
 MAX_COLUMNS = 16
 """Tokens one workgroup takes at once; more go along the grid."""
 
+MAX_ROWS = 16
+"""Rows of a slot at most: each keeps its sums and its loads in registers."""
+
 INT_QUANTS = frozenset(
     {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS",
      "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"}
@@ -142,20 +145,21 @@ class Shape:
 def legal_shape(choice: Choice, *, glu: bool, q8_out: bool, ctx: LowerContext) -> Shape:
     """The tables' shape bent to what this node and device need.
 
-    A lane finishes at most one output row of its slot, GLU has row pairs, a Q8_1 output whole units. The nearest shape wins: more rows,
-    then fewer lanes, then more threads. Raises PlanError when none fits.
+    A lane finishes at most one row of its slot, GLU has row pairs, a Q8_1 output whole units. The nearest shape wins: more rows, then fewer
+    lanes, then more threads. Raises PlanError when none fits.
     """
     most = min(ctx.caps.max_workgroup_invocations, ctx.caps.max_workgroup_size[0])
-    _, required = subgroup_for(ctx, choice["subgroup"])
+    subgroup, required = subgroup_for(ctx, choice["subgroup"])
     if required and ctx.caps.max_workgroup_subgroups:
         most = min(most, required * ctx.caps.max_workgroup_subgroups)
     tile = (32 if q8_out else 1) << glu
-    wg = min(choice["wg"], most)
+    wg = min(max(choice["wg"], 8 if q8_out else 1), most)
     while wg <= most:
-        lanes = min(choice["lanes"], wg)
+        lanes = min(max(choice["lanes"], 1 << glu), wg)
         while lanes:
             rows = max(choice["rows"], 1 << glu)
-            while rows <= 32 and rows >> glu <= lanes:
+            most_rows = min(lanes, MAX_ROWS, subgroup if subgroup > 1 else MAX_ROWS)
+            while rows <= most_rows:
                 shape = Shape(wg, lanes, rows)
                 if shape.tile_rows % tile == 0:
                     return shape
@@ -165,18 +169,19 @@ def legal_shape(choice: Choice, *, glu: bool, q8_out: bool, ctx: LowerContext) -
     raise PlanError(f"[mat_vec] {choice.source}: no shape near {dict(choice.params)} makes tiles of {tile} rows on {ctx.caps.name}")
 
 
+PROLOGUE_SHARED = 8192 + 2048
+"""Shared memory beside x: parts of a reduction over 1024 threads without subgroup operations, and the row sums."""
+
+
 def prologue_problem(k: int, n: int, path: str, ctx: LowerContext) -> str:
     """Why x [n, k] cannot be brought into shared memory by every workgroup; "" when it can."""
     need = k // 32 * 40 if path == "int" else 4 * k
-    subgroup, _ = subgroup_for(ctx)
     if n > 1:
         return f"it takes one token, got {n}"
     if k % 32:
         return f"k = {k} is not a multiple of 32"
-    if need + 2048 > ctx.caps.max_shared_memory:
+    if need + PROLOGUE_SHARED > ctx.caps.max_shared_memory:
         return f"k = {k} needs {need} bytes of shared memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}"
-    if path == "int" and subgroup < 8:
-        return f"quantizing needs shuffles over 8 lanes, {ctx.caps.name} offers {subgroup}"
     return ""
 
 
@@ -256,9 +261,10 @@ class MatVec(Op):
         if ids == 2:
             defines["N_USED"] = n_used
         if prologue:
-            defines |= {"VALUES4": ceil_div(k // 4, shape.wg), "REDUCE_SUBGROUP": int("arithmetic" in ctx.caps.subgroup_ops)}
-            if subgroup > 1:
-                defines["SUBGROUP_SIZE"] = subgroup
+            defines["VALUES4"] = ceil_div(k // 4, shape.wg)
+        if prologue or q8_out:
+            defines["REDUCE_SUBGROUP"] = int(subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops)
+            defines["SUBGROUP_SIZE"] = subgroup if subgroup > 1 else 0
         extra = [(role, by[role]) for role in FUSED_ROLES if role in by]
         for binding, (role, _) in enumerate(extra, 3):
             defines[f"BIND_{role.upper()}"] = binding
