@@ -1,12 +1,21 @@
-// The sixteen levels of IQ4_NL and IQ4_XS as signed bytes, four a word.
-const uint IQ4_LEVELS[4] = uint[](0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u);
+// The sixteen levels of IQ4_NL and IQ4_XS, without a look-up:
+//   -127 -104 -83 -65 | -49 -35 -22 -10 | 1 13 25 38 | 53 69 89 113
+// Each four are nearly a straight line in the two low bits `low` of the code. What is missing is small and made of `bent` = 0, 0, 1, 3 and
+// `both` = 0, 0, 0, 1; the two high bits choose among the four lines. Bytes hold two's complement; none carries into the next.
 
-uint iq4_level(uint code) {
-    return (IQ4_LEVELS[code >> 2] >> (8u * (code & 3u))) & 0xffu;
-}
-
-// Four codes at once, one a byte.
+// Four codes at once, one a byte; what stands in the upper halves of the bytes does not matter.
 uint iq4_levels(uint codes) {
-    return iq4_level(codes & 15u) | (iq4_level((codes >> 8) & 15u) << 8) | (iq4_level((codes >> 16) & 15u) << 16)
-        | (iq4_level((codes >> 24) & 15u) << 24);
+    const uint low = codes & 0x03030303u;
+    const uint second = (codes >> 1) & 0x01010101u;
+    const uint both = low & second;
+    const uint bent = second + 2u * both;
+    const uint line0 = 0x81818181u + 23u * low - 2u * bent - both;
+    const uint line1 = 0xcfcfcfcfu + 14u * low - bent;
+    const uint line2 = 0x01010101u + 12u * low + both;
+    const uint line3 = 0x35353535u + 16u * low + 4u * bent;
+    const uint odd = ((codes >> 2) & 0x01010101u) * 255u;
+    const uint upper = ((codes >> 3) & 0x01010101u) * 255u;
+    const uint negative = line0 ^ ((line0 ^ line1) & odd);
+    const uint positive = line2 ^ ((line2 ^ line3) & odd);
+    return negative ^ ((negative ^ positive) & upper);
 }
