@@ -95,6 +95,20 @@ void main() {
     c[i] = sdot(a[i], b[i], 0);
 }
 """,
+    "shared": """#version 450
+layout(local_size_x = 64) in;
+struct Pair { vec4 a; uvec2 b; };
+shared Pair pairs[3][8];
+shared uint word;
+layout(set = 0, binding = 0) buffer A { float a[]; };
+void main() {
+    const uint i = gl_LocalInvocationID.x;
+    pairs[i & 1][i & 7] = Pair(vec4(a[i]), uvec2(i));
+    if (i == 0) word = i;
+    barrier();
+    a[i] = pairs[0][i & 7].a.x + float(pairs[1][i & 7].b.y + word);
+}
+""",
     # seconds of work
     "busy": """#version 450
 layout(local_size_x = 64) in;
@@ -406,6 +420,8 @@ def test_module_facts(spirv: dict[str, bytes]) -> None:
     assert module.workgroup_size({}) == (64, 1, 1)
     assert module.workgroup_size({1: 128}) == (128, 1, 1)
     assert {6018, 6019} <= inspect(spirv["dot"]).capabilities
+    assert module.shared_bytes == 0
+    assert inspect(spirv["shared"]).shared_bytes == 3 * 8 * (16 + 8) + 4
     bare = profile("nvidia_h200_linux", fp16=False, subgroup_ops=("basic",), int_dot=False)
     assert inspect(spirv["half"]).missing(bare) == ["Float16", "GroupNonUniformClustered"]
     assert inspect(spirv["dot"]).missing(bare) == ["DotProductInput4x8BitPacked", "DotProduct"]
@@ -724,6 +740,9 @@ def test_kernels_beyond_the_device_are_refused_by_name(device: Device, spirv: di
         device.kernel(spirv["add"], name="add", bindings=3, push_bytes=65536)
     with pytest.raises(DeviceError, match=r"add: workgroup of \(1048576, 1, 1\) threads; .*maxComputeWorkGroupInvocations"):
         device.kernel(spirv["add"], name="add", bindings=3, push_bytes=4, spec={1: 1 << 20})
+    monkeypatch.setattr(device._kernels, "_caps", dataclasses.replace(device.caps, max_shared_memory=512))
+    with pytest.raises(DeviceError, match=r"shared: 580 bytes of shared memory; .* has 512 \(maxComputeSharedMemorySize\)"):
+        device.kernel(spirv["shared"], name="shared", bindings=1, push_bytes=0)
     monkeypatch.setattr(device._kernels, "_caps", dataclasses.replace(device.caps, fp16=False, subgroup_ops=("basic",)))
     with pytest.raises(
         FeatureMissing, match=r"half needs Float16, GroupNonUniformClustered, which .* does not offer\. Choose another variant"

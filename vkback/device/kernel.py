@@ -96,6 +96,11 @@ class KernelCache:
                 f"[kernel] {spec.name}: workgroup of {threads} threads; {caps.name} takes {caps.max_workgroup_size}, "
                 f"{caps.max_workgroup_invocations} in all (maxComputeWorkGroupInvocations)"
             )
+        if module.shared_bytes > caps.max_shared_memory:
+            raise DeviceError(
+                f"[kernel] {spec.name}: {module.shared_bytes} bytes of shared memory; {caps.name} has {caps.max_shared_memory} "
+                "(maxComputeSharedMemorySize)"
+            )
         if spec.push_bytes > caps.max_push_constants or spec.push_bytes % 4:
             raise DeviceError(
                 f"[kernel] {spec.name}: {spec.push_bytes} push constant bytes; {caps.name} takes {caps.max_push_constants}, a multiple of 4"

@@ -19,11 +19,20 @@ HEADER_WORDS = 5
 
 OP_EXECUTION_MODE = 16
 OP_CAPABILITY = 17
+OP_TYPE_BOOL = 20
+OP_TYPE_INT = 21
+OP_TYPE_FLOAT = 22
+OP_TYPE_VECTOR = 23
+OP_TYPE_MATRIX = 24
+OP_TYPE_ARRAY = 28
+OP_TYPE_STRUCT = 30
+OP_TYPE_POINTER = 32
 OP_CONSTANT = 43
 OP_CONSTANT_COMPOSITE = 44
 OP_SPEC_CONSTANT = 50
 OP_SPEC_CONSTANT_COMPOSITE = 51
 OP_FUNCTION = 54
+OP_VARIABLE = 59
 OP_DECORATE = 71
 
 EXECUTION_MODE_LOCAL_SIZE = 17
@@ -31,6 +40,7 @@ DECORATION_SPEC_ID = 1
 DECORATION_BUILT_IN = 11
 DECORATION_BINDING = 33
 BUILT_IN_WORKGROUP_SIZE = 25
+STORAGE_CLASS_WORKGROUP = 4
 
 CAPABILITY_NEEDS: Mapping[int, tuple[str, str]] = {
     9: ("Float16", "fp16"),
@@ -65,11 +75,16 @@ SUBGROUP_NEEDS: Mapping[int, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Module:
-    """capabilities, bindings: as declared; local_size: (specialization constant id or None, value or default) along x, y, z."""
+    """What a module declares.
+
+    local_size    (specialization constant id or None, value or default) along x, y, z
+    shared_bytes  of its workgroup variables, arrays at their default sizes; a driver may round up
+    """
 
     capabilities: frozenset[int]
     bindings: frozenset[int]
     local_size: tuple[tuple[int | None, int], ...]
+    shared_bytes: int
 
     def workgroup_size(self, spec: Mapping[int, int]) -> tuple[int, int, int]:
         """Threads of a workgroup along x, y, z under a specialization."""
@@ -95,6 +110,8 @@ def inspect(spirv: bytes) -> Module:
     constants: dict[int, int] = {}
     composites: dict[int, tuple[int, ...]] = {}
     spec_ids: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    shared = 0
     size_composite = 0
     local_size: tuple[tuple[int | None, int], ...] = ((None, 1), (None, 1), (None, 1))
     at = HEADER_WORDS
@@ -117,7 +134,21 @@ def inspect(spirv: bytes) -> Module:
             constants[args[1]] = args[2]
         elif op in (OP_CONSTANT_COMPOSITE, OP_SPEC_CONSTANT_COMPOSITE):
             composites[args[1]] = args[2:]
+        elif op == OP_TYPE_BOOL:
+            sizes[args[0]] = 4
+        elif op in (OP_TYPE_INT, OP_TYPE_FLOAT):
+            sizes[args[0]] = args[1] // 8
+        elif op in (OP_TYPE_VECTOR, OP_TYPE_MATRIX):
+            sizes[args[0]] = sizes[args[1]] * args[2]
+        elif op == OP_TYPE_ARRAY:
+            sizes[args[0]] = sizes.get(args[1], 0) * constants.get(args[2], 1)
+        elif op == OP_TYPE_STRUCT:
+            sizes[args[0]] = sum(sizes.get(member, 0) for member in args[1:])
+        elif op == OP_TYPE_POINTER:
+            sizes[args[0]] = sizes.get(args[2], 0) if args[1] == STORAGE_CLASS_WORKGROUP else 0
+        elif op == OP_VARIABLE and args[2] == STORAGE_CLASS_WORKGROUP:
+            shared += sizes[args[0]]
         at += length
     if size_composite in composites:  # overrides the execution mode
         local_size = tuple((spec_ids.get(c), constants[c]) for c in composites[size_composite])
-    return Module(frozenset(capabilities), frozenset(bindings), local_size)
+    return Module(frozenset(capabilities), frozenset(bindings), local_size, shared)
