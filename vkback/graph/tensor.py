@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -92,3 +92,14 @@ class Graph:
 
     def producer(self, tensor: Tensor) -> Node | None:
         return next((n for n in self.nodes if any(t.name == tensor.name for t in n.outputs)), None)
+
+
+def live(nodes: Sequence[Node], outputs: Iterable[Tensor]) -> list[Node]:
+    """Nodes that one of `outputs`, a state (KV cache) or an input written in place (generation loop) depends on, in their order."""
+    wanted = {t.name for t in outputs}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if any(t.name in wanted or t.kind in ("state", "input") for t in node.outputs):
+            kept.append(node)
+            wanted |= {t.name for t in node.inputs}
+    return kept[::-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from vkback.graph import Graph, Tensor
+from vkback.graph import Graph, Tensor, live
 from vkback.models.hparams import HParams
 
 Head = Literal["none", "last", "all"]
@@ -144,18 +144,7 @@ class GraphBuilder:
         stem = "output" if hp.has_weight("output.weight") else "token_embd"
         logits = self.linear(x, stem, hp.n_vocab, "result_output")
         if self.head == "none":
-            _drop_unused(self.graph)
+            self.graph.nodes = live(self.graph.nodes, ())
         else:
             self.graph.outputs = (logits,)
         return self.graph
-
-
-def _drop_unused(graph: Graph) -> None:
-    """Keep only the nodes that a state depends on."""
-    wanted: set[str] = set()
-    kept = []
-    for node in reversed(graph.nodes):
-        if any(t.kind == "state" or t.name in wanted for t in node.outputs):
-            wanted.update(t.name for t in node.inputs)
-            kept.append(node)
-    graph.nodes = kept[::-1]

@@ -7,6 +7,7 @@ in flight, and the host reads the ids as submits finish.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,17 +18,18 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vkback.device import Arena, BufferRange, Commands, Device, Recorder, Ticket
+from vkback.device import Arena, BufferRange, Commands, Device, DeviceLost, Ticket
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Tensor
 from vkback.models.registry import Model
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import load_weights
 from vkback.ops.base import LowerContext, nbytes
+from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Tuning
-from vkback.program import Program, WeightRanges
+from vkback.program import Program
 from vkback.shader import ShaderLibrary
 
 Floats = npt.NDArray[np.float32]
@@ -40,11 +42,6 @@ TOKENS_PER_SUBMIT = 8
 
 RING = 4096
 """Token ids the loop state keeps: more than all submits in flight can make."""
-
-LOOP_PARAMS = 8
-LOOP_EOS = 16
-LOOP_RING = 32
-"""Words of the loop state; see vkback/ops/sample.py."""
 
 SUBMITS_IN_FLIGHT = 2
 
@@ -105,10 +102,15 @@ class Engine:
             "prompt": plan(model.graph(PROMPT_TOKENS, n_ctx, head="none"), self.ctx, fusion=fusion),
         }
         weights = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "weight"}
-        arena, self.weights = load_weights(model.file, weights, device, progress=progress)
-        self._arenas.append(arena)
-        self._state = self._allocate_state()
-        self._inputs = self._allocate_inputs()
+        try:
+            # The cache before the weights: a context that does not fit is to be said before minutes of loading.
+            self._state = self._allocate_state()
+            self._inputs = self._allocate_inputs()
+            arena, self.weights = load_weights(model.file, weights, device, progress=progress)
+            self._arenas.append(arena)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def load(
@@ -128,6 +130,8 @@ class Engine:
         act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
         """
+        if n_ctx is not None and n_ctx < 1:
+            raise EngineError(f"[engine] n_ctx is {n_ctx}, expected at least 1")
         model = Model.open(path)
         rows = n_ctx or min(model.hp.n_ctx_train, 4096)
         opened = device if isinstance(device, Device) else Device.open(device)
@@ -312,16 +316,17 @@ class Engine:
                     made += 1
                     self.n_past = start + made
                     yield token
-                if status == 1:
+                if status == STATUS_NAN:
                     raise EngineError(
                         f"[engine] {self.model.file.path}: logits are not numbers at position {self.n_past}; "
                         "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
                     )
-                if status == 2:
+                if status == STATUS_EOS:
                     return
         finally:
-            for ticket, _, _ in flying:
-                ticket.wait()
+            with contextlib.suppress(DeviceLost):  # of which the wait above has told
+                for ticket, _, _ in flying:
+                    ticket.wait()
 
     def _loop(self, greedy: bool, size: int) -> _Loop:
         key = (greedy, size)
@@ -374,6 +379,3 @@ def loop_state(sampler: Sampler, eos: Sequence[int]) -> npt.NDArray[np.int32]:
     words[LOOP_PARAMS : LOOP_PARAMS + 6] = np.frombuffer(struct.pack("<fiffIi", *params), np.int32)
     words[LOOP_EOS : LOOP_EOS + len(eos)] = eos
     return words
-
-
-__all__ = ["Engine", "EngineError", "Sampler", "WeightRanges"]

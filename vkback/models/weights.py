@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,12 +61,15 @@ def load_weights(
     ranges: dict[str, WeightRanges] = {}
     uploader = device.uploader()
     with (
+        contextlib.ExitStack() as undo,
         Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
             transient=True, disable=not progress,
         ) as bar,
         ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool,
     ):
+        undo.callback(arena.destroy)
+        undo.callback(uploader.finish)
         task = bar.add_task("weights", total=sum(_file_bytes(file, w) for w in weights.values()))
         jobs: list[tuple[Any, ...]] = []
         for w in weights.values():
@@ -84,7 +88,8 @@ def load_weights(
             for offset, data in piece.planes:
                 uploader.write(piece.target, offset, data)
             bar.advance(task, piece.file_bytes)
-    uploader.finish()
+        uploader.finish()
+        undo.pop_all()
     return arena, ranges
 
 

@@ -1,11 +1,10 @@
-"""From a graph to a schedule: fuse, drop what nobody reads, lower, group into stages, lay out memory."""
+"""From a graph to a schedule: fuse, drop what nobody reads, lower, check limits, group into stages, lay out memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from vkback.graph import Graph, Node, Tensor
-from vkback.ops.base import OPS, Dispatch, LowerContext, PlanError
+from vkback.device import Capabilities
+from vkback.graph import Graph, live
+from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, nbytes, shards
 from vkback.plan.fuse import fuse
 from vkback.plan.schedule import Schedule, into_stages, place
 
@@ -23,17 +22,39 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
         if op is None:
             raise PlanError(f"[plan] {node.name}: op {node.op} has no kernel; known are {', '.join(sorted(OPS))}")
         dispatches.extend(op.lower(node, ctx))
+    for dispatch in dispatches:
+        check_limits(dispatch, ctx.caps)
     stages = into_stages(dispatches)
     slots, size = place(stages, [t.name for t in graph.outputs])
     return Schedule(stages, slots, size)
 
 
-def live(nodes: Sequence[Node], outputs: Sequence[Tensor]) -> list[Node]:
-    """Nodes that a graph output or a state (KV cache, generation loop) depends on, in their order."""
-    wanted = {t.name for t in outputs}
-    kept: list[Node] = []
-    for node in reversed(nodes):
-        if any(t.name in wanted or t.kind in ("state", "input") for t in node.outputs):
-            kept.append(node)
-            wanted |= {t.name for t in node.inputs}
-    return kept[::-1]
+def check_limits(dispatch: Dispatch, caps: Capabilities) -> None:
+    """Raises PlanError naming node, limit and values when a dispatch asks for more than the device has.
+
+    Said here, before anything is loaded. Threads and features of a shader are known once it is compiled; the kernel cache checks those.
+    """
+    where = f"[plan] {dispatch.label} ({dispatch.op}) on {caps.name}"
+    if any(g > most for g, most in zip(dispatch.groups, caps.max_workgroup_count, strict=True)):
+        raise PlanError(f"{where}: {dispatch.groups} workgroups, the device takes {caps.max_workgroup_count} (maxComputeWorkGroupCount)")
+    if len(dispatch.push) > caps.max_push_constants:
+        raise PlanError(f"{where}: {len(dispatch.push)} bytes of push constants, the device takes {caps.max_push_constants}")
+    if len(dispatch.args) > caps.max_storage_bindings:
+        raise PlanError(
+            f"{where}: {len(dispatch.args)} storage buffers, the device takes {caps.max_storage_bindings} (maxPerStageDescriptorStorageBuffers)"
+        )
+    for arg in dispatch.args:
+        size = bound_bytes(arg, caps)
+        if size > caps.max_storage_buffer_range:
+            cure = ". Use a smaller context (--ctx)" if arg.tensor.kind == "state" else ""
+            raise PlanError(
+                f"{where}: {arg.tensor} takes {size} bytes, the device binds at most {caps.max_storage_buffer_range} at once "
+                f"(maxStorageBufferRange){cure}"
+            )
+
+
+def bound_bytes(arg: Arg, caps: Capabilities) -> int:
+    """Bytes of the buffer range that an argument is bound to."""
+    if arg.tensor.kind == "weight" and len(arg.tensor.shape) > 1:
+        return shards(arg.tensor, caps)[arg.shard].layout.nbytes
+    return nbytes(arg.tensor)

@@ -42,6 +42,17 @@ class Program:
         self._ranges = dict(ranges)
         self._weights = weights
         self._arenas: list[Arena] = []
+        self._commands: list[Commands] = []
+        self._kernels = compile_kernels(device, library, schedule.dispatches())
+        try:
+            self._place()
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self) -> None:
+        """Give nodes and counters their memory."""
+        schedule = self.schedule
         if schedule.activation_bytes:
             block = self._allocate("activations", schedule.activation_bytes)
             for name, slot in schedule.slots.items():
@@ -50,11 +61,9 @@ class Program:
         if counters:
             sizes = [ceil_div(nbytes(t), ALIGN) * ALIGN for t in counters]
             block = self._allocate("counters", sum(sizes))
-            device.upload(block, np.zeros(sum(sizes), np.uint8))
+            self.device.upload(block, np.zeros(sum(sizes), np.uint8))
             for tensor, end in zip(counters, accumulate(sizes), strict=True):
                 self._ranges[tensor.name] = block.slice(end - ceil_div(nbytes(tensor), ALIGN) * ALIGN, nbytes(tensor))
-        self._kernels = compile_kernels(device, library, schedule.dispatches())
-        self._commands: list[Commands] = []
 
     def _allocate(self, purpose: str, size: int) -> BufferRange:
         arena = self.device.arena(purpose, size, "device")
