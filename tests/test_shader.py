@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from vkback.device.spirv import inspect
-from vkback.shader import CompileError, NoCompiler, ShaderLibrary, Variant
+from vkback.shader import CompileError, NoCompiler, ShaderLibrary, Variant, register_include
 from vkback.shader import library as library_module
+from vkback.shader import source as source_module
 from vkback.shader.compiler import GlslcProgram, GlslError, ShadercLibrary, find_compiler, program_path, shared_library
 
 COPY = """// copies words
@@ -136,6 +137,43 @@ def test_include_circles_and_ways_out_of_the_folder_are_refused(library: ShaderL
     (root / "parts" / "scale.glsl").write_text('#include "../../secret.glsl"\n')
     with pytest.raises(CompileError, match=r"paths are relative to the shaders folder and stay in it"):
         library.spirv(Variant("copy.comp"))
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "_generators", {})
+
+
+@pytest.mark.usefixtures("generated")
+def test_generated_include_is_made_once_and_enters_the_cache_key(
+    library: ShaderLibrary, counting: Counting, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "copy.comp").write_text(COPY.replace("parts/scale.glsl", "generated/scale.glsl"))
+    asked: list[int] = []
+
+    def make(scale: int) -> str:
+        asked.append(scale)
+        return SCALE.replace("SCALE 1", f"SCALE {scale}")
+
+    register_include("scale.glsl", lambda: make(3))
+    assert "#define SCALE 3" in library.expanded(Variant("copy.comp"))
+    library.spirv(Variant("copy.comp"))
+    assert asked == [3]
+    monkeypatch.setattr(source_module, "_generators", {})
+    register_include("scale.glsl", lambda: make(4))
+    ShaderLibrary(root, tmp_path / "cache").spirv(Variant("copy.comp"))
+    assert counting.calls == 2
+
+
+@pytest.mark.usefixtures("generated")
+def test_generated_include_without_a_maker_or_with_two(library: ShaderLibrary, root: Path) -> None:
+    (root / "copy.comp").write_text(COPY.replace("parts/scale.glsl", "generated/scale.glsl"))
+    said = r"\[shader\] copy: nothing makes generated/scale\.glsl, included by copy\.comp; see register_include\. Known: none"
+    with pytest.raises(CompileError, match=said):
+        library.spirv(Variant("copy.comp"))
+    register_include("scale.glsl", lambda: SCALE)
+    with pytest.raises(ValueError, match=r"\[shader\] generated/scale\.glsl is registered already"):
+        register_include("scale.glsl", lambda: SCALE)
 
 
 def test_source_without_version_is_refused(library: ShaderLibrary, root: Path) -> None:
