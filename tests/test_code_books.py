@@ -6,12 +6,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+from kernel_paths import planned_for
 
 from vkback import quants
 from vkback.device import Device
-from vkback.harness.runner import run_problem
+from vkback.harness.runner import run_case, run_problem
 from vkback.ops.base import LowerContext, Problem
-from vkback.ops.code_books import BYTE_SHIFTS, CODED, code_words
+from vkback.ops.code_books import BYTE_SHIFTS, CODED, code_words, shared_bytes
+from vkback.ops.mat_vec import PROLOGUE_SHARED, fused_case, prologue_problem
 from vkback.ops.rows import GetRows
 from vkback.shader import ShaderLibrary
 
@@ -64,3 +66,24 @@ def test_code_book_as_a_gpu_gets_it(quant: str, device: Device, library: ShaderL
     problem = table(quant, 8, K)
     got = run_problem(device, library, problem, gpu)["y"]
     np.testing.assert_array_equal(got, quants.decode(quant, problem.values["table"]))
+
+
+@pytest.mark.parametrize(("quant", "gpu", "cpu"), [("IQ1_M", 8192, 4096), ("IQ2_S", 8192, 2048), ("IQ3_XXS", 1024, 512), ("Q4_K", 0, 0)])
+def test_shared_memory_of_a_code_book_counts_in_the_prologue(quant: str, gpu: int, cpu: int) -> None:
+    """A Q4_K product just fits its x into the H200's shared memory; a code book beside it would not."""
+    h200 = planned_for("nvidia_h200_linux")
+    software = dataclasses.replace(h200.caps, device_type="cpu")
+    assert (shared_bytes(quant, h200.caps), shared_bytes(quant, software)) == (gpu, cpu)
+    room = h200.caps.max_shared_memory - PROLOGUE_SHARED
+    k = room // 128 * 32
+    said = prologue_problem(quant, k, 1, "float", h200)
+    needs = f"{quant} with k = {k} needs {4 * k + gpu} bytes of shared memory, {h200.caps.name} has {h200.caps.max_shared_memory}"
+    assert said == (needs if gpu else "")
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("act", ["f32", "q8_1"])
+def test_code_book_beside_a_prologue(act: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    case = fused_case("IQ2_XXS", 64, 512, 1, ("norm",), glu=True)
+    outcome = run_case(device, library, case, dataclasses.replace(ctx, act=act))
+    assert outcome.ok, outcome.text

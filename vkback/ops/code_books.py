@@ -25,6 +25,17 @@ def decoder(quant: str, caps: Capabilities) -> dict[str, str | int]:
     return defines
 
 
+def shared_bytes(quant: str, caps: Capabilities) -> int:
+    """Shared memory that a kernel's code book takes (shaders/quant/code_book.glsl), 0 for types without one."""
+    if quant not in CODED and quant != "IQ1_M":
+        return 0
+    entries = len(codebook(quant))
+    if caps.software:
+        return 2 * entries
+    # IQ2 keeps eight bytes an entry ready for use; IQ1 and IQ3 one word.
+    return entries * (8 if quant.startswith("IQ2") else 4)
+
+
 def code_words(name: str) -> list[int]:
     """Two entries to a 32-bit word, 16 bits each: the level numbers of an entry's weights, lowest level 0.
 

@@ -43,7 +43,7 @@ from vkback.ops.base import (
     register,
     shards,
 )
-from vkback.ops.code_books import decoder
+from vkback.ops.code_books import decoder, shared_bytes
 from vkback.ops.quantize import quantize_dispatch
 from vkback.shader import Variant
 
@@ -173,15 +173,15 @@ PROLOGUE_SHARED = 8192 + 2048
 """Shared memory beside x: parts of a reduction over 1024 threads without subgroup operations, and the row sums."""
 
 
-def prologue_problem(k: int, n: int, path: str, ctx: LowerContext) -> str:
-    """Why x [n, k] cannot be brought into shared memory by every workgroup; "" when it can."""
-    need = k // 32 * 40 if path == "int" else 4 * k
+def prologue_problem(quant: str, k: int, n: int, path: str, ctx: LowerContext) -> str:
+    """Why x [n, k] cannot be brought into shared memory by every workgroup of a product with such weights; "" when it can."""
+    need = (k // 32 * 40 if path == "int" else 4 * k) + shared_bytes(quant, ctx.caps)
     if n > 1:
         return f"it takes one token, got {n}"
     if k % 32:
         return f"k = {k} is not a multiple of 32"
     if need + PROLOGUE_SHARED > ctx.caps.max_shared_memory:
-        return f"k = {k} needs {need} bytes of shared memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}"
+        return f"{quant} with k = {k} needs {need} bytes of shared memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}"
     return ""
 
 
@@ -224,7 +224,7 @@ class MatVec(Op):
         before: list[Dispatch] = []
         prologue = 0
         if "norm" in by or node.params.get("quantize_in_prologue"):
-            problem = prologue_problem(k, n, path, ctx)
+            problem = prologue_problem(w.type, k, n, path, ctx)
             if problem:
                 raise PlanError(f"[mat_vec] {node.name}: x cannot be normed in the prologue: {problem}; give the norm a node of its own")
             prologue = 2 if "norm" in by else 1
@@ -319,11 +319,11 @@ class MatVec(Op):
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         w, x = by["w"], by["x"]
         path, _ = path_for(w.type, w.shape[-2], w.shape[-1], x.shape[0], int("ids" in by), ctx)
-        return product_tolerance(path == "int" or x.type == "Q8_1", node.outputs[0].type == "Q8_1")
+        return product_tolerance(path == "int" and x.type == "F32", node.outputs[0].type == "Q8_1")
 
 
 def product_tolerance(q8_in: bool, q8_out: bool) -> Tolerance:
-    """One bound for all products.
+    """One bound for all products. q8_in: x is rounded on the way; an x that comes as Q8_1 the reference sees as it is.
 
     Rounding to q8_1 has a step of amax/127: on uniform data an NMSE of (1/127)^2/12 * 3 = 1.5e-5, on Gaussian data about 4e-5, once for
     activations and once more where the output is stored so. A GLU multiplies two such products, which adds their errors.
@@ -419,7 +419,7 @@ class MulMat(_Plain):
                 continue
             for n in (1, 2, 3, 5, 8, 9, 16, 17):
                 yield mul_mat_case(quant, 16, n, 256)
-            yield mul_mat_case(quant, 1, 1, 256)
+            yield mul_mat_case(quant, 1, 16, 256)  # several tokens: a single value may be small by chance, and its NMSE large
             yield mul_mat_case(quant, 131, 1, 2048)
             yield mul_mat_case(quant, 33, 2, 4096)
         for quant in ("F32", "F16", "BF16"):

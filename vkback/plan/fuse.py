@@ -318,7 +318,8 @@ def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext)
         readers = index.consumers.get(norm.name, [])
         if norm.name in index.outputs or not readers or any(r.op != "MAT_VEC" or r.inputs[1].name != norm.name for r in readers):
             continue
-        if any(prologue_problem(norm.outputs[0].shape[-1], prod(norm.outputs[0].shape[:-1]), _x_path(r, ctx), ctx) for r in readers):
+        n, k = prod(norm.outputs[0].shape[:-1]), norm.outputs[0].shape[-1]
+        if any(prologue_problem(r.inputs[0].type, k, n, _x_path(r, ctx), ctx) for r in readers):
             continue
         nodes = [n for n in nodes if n is not norm]
         for r in readers:
