@@ -1,4 +1,4 @@
-"""Runs nodes on a device: everything they touch lies in one block of memory, outputs and scratch filled with NaN, guard words around each tensor.
+"""Runs nodes on a device: all they touch lies in one block of memory, outputs and scratch filled with NaN, guard words around each tensor.
 
 After a run the block may differ from what went in only where a dispatch says that it writes. The dispatches of a stage are recorded in
 reverse, since they may run in any order: a barrier missing between two of them then shows even on a device that runs them one by one.
@@ -219,16 +219,23 @@ def reference(problem: Problem) -> dict[str, Array]:
 
 
 def reference_inputs(problem: Problem) -> list[Array]:
-    """Values of a node's inputs as the reference takes them: weights dequantized, floats as they are."""
+    """Values of a node's inputs as the reference takes them: weights and Q8_1 dequantized, floats as they are."""
     return [_plain(t, problem.values[t.name]) for t in problem.node.inputs]
 
 
 def _plain(tensor: Tensor, value: Array) -> Array:
     if tensor.kind == "weight" and len(tensor.shape) > 1:
         return quants.decode(tensor.type, value).reshape(tensor.shape)
-    if tensor.type == "Q8_1" and value.dtype == np.uint8:
-        return quants.q8_1_dequantize(value, tensor.shape[-1]).reshape(tensor.shape)
+    if tensor.type == "Q8_1":
+        return quants.q8_1_dequantize(_q8_1(tensor, value), tensor.shape[-1]).reshape(tensor.shape)
     return value
+
+
+def _q8_1(tensor: Tensor, value: Array) -> Array:
+    """The bytes of a Q8_1 tensor whose value may be given in floats."""
+    if value.dtype == np.uint8:
+        return value.reshape(prod(tensor.shape[:-1]), -1)
+    return quants.q8_1_quantize(value.reshape(-1, tensor.shape[-1]).astype(np.float32))
 
 
 def _contents(tensor: Tensor, value: Array | None, ctx: LowerContext) -> list[Array]:
@@ -241,10 +248,8 @@ def _contents(tensor: Tensor, value: Array | None, ctx: LowerContext) -> list[Ar
         return [np.zeros(nbytes(tensor), np.uint8)]
     if value is None:
         return [np.full(-(-nbytes(tensor) // 4), NAN_WORD, np.uint32).view(np.uint8)[: nbytes(tensor)]]
-    if value.dtype == np.uint8:
-        return [np.ascontiguousarray(value).ravel()]
     if tensor.type == "Q8_1":
-        return [quants.q8_1_quantize(value.reshape(-1, tensor.shape[-1]).astype(np.float32)).ravel()]
+        return [np.ascontiguousarray(_q8_1(tensor, value)).ravel()]
     dtype = {"F32": np.float32, "F16": np.float16, "I32": np.int32}[tensor.type]
     return [np.ascontiguousarray(value.astype(dtype)).ravel().view(np.uint8)]
 

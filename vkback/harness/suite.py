@@ -1,0 +1,263 @@
+"""The op suite: cases prepared by threads, kernels compiled ahead, each case run and judged, on one device or by several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+
+from vkback.device import Device, Kernel
+from vkback.device.errors import DeviceLost
+from vkback.errors import VkbackError
+from vkback.harness import generators
+from vkback.harness.case_line import parse_line, unseeded
+from vkback.harness.factories import context_of, make_case, reseeded
+from vkback.harness.judge import Verdict, judge, peer_limit
+from vkback.harness.result import Result
+from vkback.harness.runner import Array, Prepared, Workbench, prepare, reference
+from vkback.harness.unfused import unfused, unfused_tolerance
+from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance
+from vkback.plan.tuning import Tuning
+from vkback.shader import ShaderLibrary, Variant
+
+AHEAD = 48
+"""Cases prepared ahead of the one that runs: enough that kernels of many compile at once."""
+
+CHUNK = 100
+"""Most cases a process is given at once; near the end fewer, so that all finish together."""
+
+
+class Kernels:
+    """Compiles the kernels of dispatches in threads, each once."""
+
+    def __init__(self, device: Device, library: ShaderLibrary, threads: int) -> None:
+        self._device, self._library = device, library
+        self._pool = ThreadPoolExecutor(threads)
+        self._lock = Lock()
+        self._found: dict[tuple[Variant, int, int], Future[Kernel]] = {}
+
+    def start(self, dispatches: Iterable[Dispatch]) -> list[Future[Kernel]]:
+        """Begin compiling what these dispatches need; a future for each."""
+        started = []
+        for d in dispatches:
+            key = (d.kernel, len(d.args), len(d.push))
+            with self._lock:
+                if key not in self._found:
+                    self._found[key] = self._pool.submit(self._compile, *key)
+                started.append(self._found[key])
+        return started
+
+    def _compile(self, variant: Variant, bindings: int, push_bytes: int) -> Kernel:
+        return self._device.kernel(
+            self._library.spirv(variant), name=variant.name, bindings=bindings, push_bytes=push_bytes, spec=dict(variant.spec),
+            subgroup_size=variant.subgroup_size,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A case that only has to be run: its block, that of its unfused chain, what it must give, and the kernels on the way."""
+
+    case: Case
+    problem: Problem
+    fused: Prepared
+    chain: Prepared | None
+    want: dict[str, Array]
+    tolerance: Tolerance
+    chain_tolerance: Tolerance | None
+    kernels: list[Future[Kernel]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case that has run: its values and what came out."""
+
+    result: Result
+    problem: Problem | None = None
+    want: dict[str, Array] | None = None
+    got: dict[str, Array] | None = None
+
+
+class Suite:
+    """Runs cases on one open device. A context manager.
+
+    compile_threads  kernels compiled at once, default one a core
+    """
+
+    def __init__(self, device: Device, library: ShaderLibrary, ctx: LowerContext, *, compile_threads: int | None = None) -> None:
+        self.ctx = ctx
+        self._bench = Workbench(device, library)
+        self._kernels = Kernels(device, library, compile_threads or os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(2)
+
+    def __enter__(self) -> Suite:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._kernels.close()
+        self._bench.close()
+
+    def run(self, cases: Iterable[Case]) -> Iterator[Result]:
+        """Results in the order of the cases. Raises DeviceLost, naming the case, when the device stops."""
+        waiting: deque[tuple[Case, Future[Ready]]] = deque()
+        for case in cases:
+            waiting.append((case, self._threads.submit(self._prepare, case)))
+            if len(waiting) > AHEAD:
+                yield self._finish(*waiting.popleft()).result
+        while waiting:
+            yield self._finish(*waiting.popleft()).result
+
+    def run_one(self, case: Case) -> Run:
+        """One case with its values, for a closer look."""
+        return self._finish(case, self._threads.submit(self._prepare, case))
+
+    def _prepare(self, case: Case) -> Ready:
+        problem = case.build()
+        ctx = context_of(case, self.ctx)
+        chain_nodes = unfused(problem.node)
+        fused = prepare(problem, ctx)
+        chain = prepare(problem, ctx, chain_nodes) if chain_nodes else None
+        kernels = self._kernels.start([*fused.schedule.dispatches(), *(chain.schedule.dispatches() if chain else ())])
+        tolerance = OPS[case.op].tolerance(problem.node, ctx)
+        second = unfused_tolerance(problem.node, chain_nodes, ctx) if chain else None
+        return Ready(case, problem, fused, chain, reference(problem), tolerance, second, kernels)
+
+    def _finish(self, case: Case, future: Future[Ready]) -> Run:
+        try:
+            ready = future.result()
+            for kernel in ready.kernels:
+                kernel.result()
+            got = self._bench.run(ready.fused)
+            verdicts = {name: judge(got[name], want, ready.tolerance) for name, want in ready.want.items()}
+            result = judged(case, verdicts, ready.tolerance)
+            if ready.chain and ready.chain_tolerance:
+                plain = self._bench.run(ready.chain)
+                against = {f"{name} against the unfused run": judge(got[name], plain[name], ready.chain_tolerance) for name in got}
+                result = _joined(result, judged(case, against, ready.chain_tolerance))
+            return Run(result, ready.problem, ready.want, got)
+        except DeviceLost as e:
+            raise DeviceLost(f"{case.line}: {e}", call=e.call, result=e.result) from e
+        except PlanError as e:
+            return Run(Result(op=case.op, line=case.line, mode="test", supported=False, message=str(e)))
+        except VkbackError as e:
+            return Run(Result(op=case.op, line=case.line, mode="test", passed=False, message=str(e), peer_limit=peer_limit(case.op)))
+        except Exception as e:  # a fault of one op's Python must not take the other cases with it
+            return Run(Result(op=case.op, line=case.line, mode="test", passed=False, message=f"[{case.op}] {type(e).__name__}: {e}"))
+
+
+def judged(case: Case, verdicts: dict[str, Verdict], tolerance: Tolerance) -> Result:
+    """The result of a case from the verdicts on its outputs."""
+    failed = "; ".join(f"{name}: {v.text}" for name, v in verdicts.items() if not v.ok)
+    return Result(
+        op=case.op,
+        line=case.line,
+        mode="test",
+        passed=not failed,
+        message=f"[{case.op}] {failed}" if failed else "",
+        detail="; ".join(f"{name}: {v.text}" for name, v in verdicts.items()),
+        nmse=max((v.nmse for v in verdicts.values()), default=0.0),
+        worst=max((v.worst for v in verdicts.values()), default=0.0),
+        tolerance_nmse=tolerance.nmse,
+        tolerance_worst=tolerance.worst,
+        peer_limit=peer_limit(case.op),
+    )
+
+
+def _joined(first: Result, second: Result) -> Result:
+    """A result that fails where either does; figures are those of the first."""
+    texts = [m for m in (first.message, second.message) if m]
+    passed = bool(first.passed and second.passed)
+    return dataclasses.replace(first, passed=passed, message="\n".join(texts), detail=f"{first.detail}; {second.detail}")
+
+
+# -- finding cases
+
+
+@cache
+def known_cases() -> dict[str, Case]:
+    """Every case of the full set by its line."""
+    return {case.line: case for case in generators.full_cases()}
+
+
+@cache
+def _by_params() -> dict[tuple[str, tuple[tuple[str, object], ...]], Case]:
+    return {_key(line): case for line, case in known_cases().items()}
+
+
+def _key(line: str) -> tuple[str, tuple[tuple[str, object], ...]]:
+    op, params = parse_line(line)
+    return op, tuple(unseeded(params).items())
+
+
+def find_case(line: str) -> Case:
+    """The case a line names: one of the full set, perhaps with another seed, else made from its parameters. Raises CaseLineError."""
+    found = known_cases().get(line)
+    if found is not None:
+        return found
+    op, params = parse_line(line)
+    found = _by_params().get((op, tuple(unseeded(params).items())))
+    if found is not None:
+        return reseeded(found, params["seed"]) if "seed" in params else found
+    return make_case(op, params)
+
+
+# -- several processes
+
+_worker: Suite | None = None
+
+
+def _open_worker(device: str | int | None, act: str, compile_threads: int) -> None:
+    global _worker
+    opened = Device.open(device)
+    ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act)  # type: ignore[arg-type]
+    _worker = Suite(opened, ShaderLibrary(), ctx, compile_threads=compile_threads)
+
+
+def _run_lines(lines: Sequence[str]) -> list[Result]:
+    assert _worker is not None
+    return list(_worker.run(map(find_case, lines)))
+
+
+def run_in_processes(
+    lines: Sequence[str], processes: int, device: str | int | None, act: str, *, work: Callable[[Sequence[str]], list[Result]] = _run_lines
+) -> Iterator[Result]:
+    """Results in the order of the lines, by processes that open the device each for itself.
+
+    A process that dies, or loses its device, makes its cases fail and ends the run.
+    """
+    chunks = list(_chunks(lines, processes))
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    with ProcessPoolExecutor(
+        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_open_worker, initargs=(device, act, threads)
+    ) as pool:
+        futures = [pool.submit(work, chunk) for chunk in chunks]
+        for i, (chunk, future) in enumerate(zip(chunks, futures, strict=True)):
+            try:
+                yield from future.result()
+            except (BrokenProcessPool, DeviceLost) as e:
+                for later in futures[i + 1 :]:
+                    later.cancel()
+                reason = "the process that ran this case or one beside it died" if isinstance(e, BrokenProcessPool) else str(e)
+                for line in chunk:
+                    yield Result(op=line.partition("(")[0], line=line, mode="test", passed=False, message=reason)
+                return
+
+
+def _chunks(lines: Sequence[str], processes: int) -> Iterator[Sequence[str]]:
+    """Runs of at most CHUNK lines, shrinking to what is left for each process."""
+    start = 0
+    while start < len(lines):
+        size = max(1, min(CHUNK, (len(lines) - start) // (2 * processes)))
+        yield lines[start : start + size]
+        start += size
