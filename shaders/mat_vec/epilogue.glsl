@@ -5,7 +5,7 @@ float addend[COLS];
 
 void fetch_addend() {
     const uint row = p.y_offset + min(first_row + lane, p.m - 1u);
-    for (uint c = 0; c < COLS; c++) {
+    [[unroll]] for (uint c = 0; c < COLS; c++) {
         addend[c] = 0.0;
 #ifdef BIND_BIAS
         addend[c] += bias1[row];
@@ -45,7 +45,7 @@ float finished(uint tid, uint turn, uint c) {
 
 void epilogue(uint tid, uint turn, uint tile) {
     const uint i = output_row();
-    for (uint c = 0; c < COLS; c++) {
+    [[unroll]] for (uint c = 0; c < COLS; c++) {
         const float v = finished(tid, turn, c);
         if (i < ROWS && first_row + (i << GLU) < p.m && (IDS != 0 || y_row + c < p.n))
             y1[(y_row + c) * p.y_stride + p.y_offset + (first_row >> GLU) + i] = v;
@@ -58,14 +58,14 @@ shared vec4 staged[1 + TILES][COLS][TILE_OUT / 4];
 
 void epilogue(uint tid, uint turn, uint tile) {
     const uint i = output_row();
-    for (uint c = 0; c < COLS; c++) {
+    [[unroll]] for (uint c = 0; c < COLS; c++) {
         const float v = finished(tid, turn, c);
         const uint at = (tid / LANES) * (ROWS >> GLU) + i;
         if (i < ROWS) staged[turn][c][at >> 2][at & 3] = first_row + (i << GLU) < p.m ? v : 0.0;
     }
     barrier();
     for (uint first = 0; first < TILE_OUT / 4; first += WG)
-        for (uint c = 0; c < COLS; c++) {
+        [[unroll]] for (uint c = 0; c < COLS; c++) {
             const uint t = first + tid;
             const uint quad = (p.y_offset + tile * TILE_OUT) / 4 + t;
             const Q8_1Quad packed = q8_1_pack(quad, staged[turn][c][min(t, TILE_OUT / 4 - 1)]);

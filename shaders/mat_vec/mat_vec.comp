@@ -10,6 +10,7 @@
 //              as one long row, each with its weight
 //   GLU        1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up
 //   Y_TYPE     Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
+#extension GL_EXT_control_flow_attributes : require
 #extension GL_KHR_shader_subgroup_basic : require
 #if SUBGROUP > 1
 #extension GL_KHR_shader_subgroup_shuffle : require
@@ -57,7 +58,7 @@ float acc[ROWS][COLS];
 #if PATH_INT
 float unit_dot(uint q[8], vec2 scale, vec2 bias, Act a) {
     int lo = 0, hi = 0;
-    for (int i = 0; i < 4; i++) {
+    [[unroll]] for (int i = 0; i < 4; i++) {
         lo += dot4(q[i], a.q[i]);
         hi += dot4(q[i + 4], a.q[i + 4]);
     }
@@ -83,7 +84,7 @@ uint token_row(uint x_row, uint c) {
 #if PATH_INT && COLS == 1
 // A row is decoded and used before the next, which keeps registers free for loads in flight.
 void accumulate(UnitRaw raw[ROWS], Act a, float weight) {
-    for (int r = 0; r < ROWS; r++) {
+    [[unroll]] for (int r = 0; r < ROWS; r++) {
         uint q[8];
         vec2 scale, bias;
         unit_ints(raw[r], q, scale, bias);
@@ -99,24 +100,24 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
 #elif PATH_INT
     uint q[ROWS][8];
     vec2 scale[ROWS], bias[ROWS];
-    for (int r = 0; r < ROWS; r++) unit_ints(raw[r], q[r], scale[r], bias[r]);
-    for (int c = 0; c < COLS; c++) {
+    [[unroll]] for (int r = 0; r < ROWS; r++) unit_ints(raw[r], q[r], scale[r], bias[r]);
+    [[unroll]] for (int c = 0; c < COLS; c++) {
         const Act a = act_load(token_row(x_row, c), unit);
-        for (int r = 0; r < ROWS; r++) acc[r][c] += weight * unit_dot(q[r], scale[r], bias[r], a);
+        [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][c] += weight * unit_dot(q[r], scale[r], bias[r], a);
     }
 #else
   #if COLS == 1
     const Act a = act_load(x_row, unit);
   #endif
-    for (int r = 0; r < ROWS; r++) {
+    [[unroll]] for (int r = 0; r < ROWS; r++) {
         vec4 w[8];
         unit_decode(raw[r], w);
-        for (int c = 0; c < COLS; c++) {
+        [[unroll]] for (int c = 0; c < COLS; c++) {
   #if COLS > 1
             const Act a = act_load(token_row(x_row, c), unit);
   #endif
             vec4 sum = vec4(0.0);
-            for (int i = 0; i < 8; i++) sum = fma(w[i], a.x[i], sum);
+            [[unroll]] for (int i = 0; i < 8; i++) sum = fma(w[i], a.x[i], sum);
             acc[r][c] += weight * ((sum.x + sum.y) + (sum.z + sum.w));
         }
     }
@@ -134,19 +135,19 @@ uint lane;
 
 // Loads the units lane, lane + LANES, ... of a chunk. Past the end of a row or of the matrix the last unit is read again and not used.
 void load(out UnitRaw raw[UNROLL][ROWS], uint row, uint chunk) {
-    for (uint j = 0; j < UNROLL; j++) {
+    [[unroll]] for (uint j = 0; j < UNROLL; j++) {
         const uint unit = min(chunk * CHUNK + j * LANES + lane, WALK_UNITS - 1u);
 #if IDS == 2
         const uint base = uint(ids[y_row * N_USED + unit / K_UNITS]) * p.m;
 #else
         const uint base = expert_row;
 #endif
-        for (uint r = 0; r < ROWS; r++) raw[j][r] = unit_load(base + min(row + r, p.m - 1u), unit % K_UNITS);
+        [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = unit_load(base + min(row + r, p.m - 1u), unit % K_UNITS);
     }
 }
 
 void use(UnitRaw raw[UNROLL][ROWS], uint chunk) {
-    for (uint j = 0; j < UNROLL; j++) {
+    [[unroll]] for (uint j = 0; j < UNROLL; j++) {
         const uint unit = chunk * CHUNK + j * LANES + lane;
         if (WALK_UNITS % CHUNK != 0 && unit >= WALK_UNITS) return;
 #if IDS == 2
@@ -186,35 +187,58 @@ float total[COLS];  // of row `lane % ROWS`, as far as this subgroup has it
 shared float partial[1 + TILES][COLS * ROWS * SLOTS * PARTIALS];
 #endif
 
+#if SUBGROUP > 1
+#define SUM_LANES (LANES < SUBGROUP ? LANES : SUBGROUP)
+
+// Each half of the lanes keeps one half of the rows and adds what the other half of the lanes has of them.
+void halve(inout float v[ROWS], uint half_rows) {
+    const bool upper = (lane & half_rows) != 0;
+    [[unroll]] for (uint r = 0; r < half_rows; r++) {
+        const float kept = upper ? v[r + half_rows] : v[r];
+        const float given = upper ? v[r] : v[r + half_rows];
+        v[r] = kept + subgroupShuffleXor(given, half_rows);
+    }
+}
+#endif
+
 // Adds the partial sums of a slot's lanes: by shuffles inside a subgroup, through shared memory across subgroups.
-// While there are several rows, each step hands half of them to the other half of the lanes, so ROWS sums cost little more than one.
 // `turn` alternates between tiles, so that one barrier a tile is enough. The order of additions does not depend on COLS.
 void reduce(uint tid, uint turn) {
 #if SUBGROUP > 1
-    for (int c = 0; c < COLS; c++) {
+    [[unroll]] for (int c = 0; c < COLS; c++) {
         float v[ROWS];
-        for (int r = 0; r < ROWS; r++) v[r] = acc[r][c];
-        for (uint half_rows = ROWS / 2; half_rows > 0; half_rows >>= 1) {
-            const bool upper = (lane & half_rows) != 0;
-            for (uint r = 0; r < half_rows; r++) {
-                const float kept = upper ? v[r + half_rows] : v[r];
-                const float given = upper ? v[r] : v[r + half_rows];
-                v[r] = kept + subgroupShuffleXor(given, half_rows);
-            }
-        }
-        for (uint step = ROWS; step < min(LANES, SUBGROUP); step <<= 1) v[0] += subgroupShuffleXor(v[0], step);
+        [[unroll]] for (int r = 0; r < ROWS; r++) v[r] = acc[r][c];
+  #if ROWS > 8
+        halve(v, 8);
+  #endif
+  #if ROWS > 4
+        halve(v, 4);
+  #endif
+  #if ROWS > 2
+        halve(v, 2);
+  #endif
+  #if ROWS > 1
+        halve(v, 1);
+  #endif
+        // Written out, as in common/reduce.glsl.
+        if (ROWS <= 1 && SUM_LANES > 1) v[0] += subgroupShuffleXor(v[0], 1);
+        if (ROWS <= 2 && SUM_LANES > 2) v[0] += subgroupShuffleXor(v[0], 2);
+        if (ROWS <= 4 && SUM_LANES > 4) v[0] += subgroupShuffleXor(v[0], 4);
+        if (ROWS <= 8 && SUM_LANES > 8) v[0] += subgroupShuffleXor(v[0], 8);
+        if (SUM_LANES > 16) v[0] += subgroupShuffleXor(v[0], 16);
+        if (SUM_LANES > 32) v[0] += subgroupShuffleXor(v[0], 32);
         total[c] = v[0];
     }
 #elif PARTIALS == 1
-    for (int c = 0; c < COLS; c++) total[c] = acc[0][c];
+    [[unroll]] for (int c = 0; c < COLS; c++) total[c] = acc[0][c];
 #endif
 #if PARTIALS > 1
     const uint slot = tid / LANES;
-    for (uint c = 0; c < COLS; c++) {
+    [[unroll]] for (uint c = 0; c < COLS; c++) {
   #if SUBGROUP > 1
         if (lane % SUBGROUP < ROWS) partial[turn][((c * ROWS + lane % SUBGROUP) * SLOTS + slot) * PARTIALS + lane / SUBGROUP] = total[c];
   #else
-        for (uint r = 0; r < ROWS; r++) partial[turn][((c * ROWS + r) * SLOTS + slot) * PARTIALS + lane] = acc[r][c];
+        [[unroll]] for (uint r = 0; r < ROWS; r++) partial[turn][((c * ROWS + r) * SLOTS + slot) * PARTIALS + lane] = acc[r][c];
   #endif
     }
     barrier();
@@ -226,7 +250,7 @@ void reduce(uint tid, uint turn) {
 float row_total(uint tid, uint turn, uint r, uint c) {
     float sum = 0.0;
     const uint base = ((c * ROWS + r) * SLOTS + tid / LANES) * PARTIALS;
-    for (uint i = 0; i < PARTIALS; i++) sum += partial[turn][base + i];
+    [[unroll]] for (uint i = 0; i < PARTIALS; i++) sum += partial[turn][base + i];
     return sum;
 }
 #endif
@@ -266,7 +290,7 @@ void main() {
     barrier();
 #endif
 #if KEEP_X
-    for (uint j = 0; j < UNROLL; j++) own[j] = act_load(x_row, min(j * LANES + lane, K_UNITS - 1u));
+    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_load(x_row, min(j * LANES + lane, K_UNITS - 1u));
 #endif
     uint turn = 0;
 #if TILES
@@ -279,8 +303,8 @@ void main() {
         const bool has_next = false;
         const uint next_row = 0;
 #endif
-        for (int r = 0; r < ROWS; r++)
-            for (int c = 0; c < COLS; c++) acc[r][c] = 0.0;
+        [[unroll]] for (int r = 0; r < ROWS; r++)
+            [[unroll]] for (int c = 0; c < COLS; c++) acc[r][c] = 0.0;
         fetch_addend();
         walk(raw, has_next, next_row);
         reduce(tid, turn);

@@ -3,7 +3,7 @@ void unit_decode(UnitRaw r, out vec4 w[8]) {
     uint q[8];
     vec2 scale, bias;
     unit_ints(r, q, scale, bias);
-    for (int i = 0; i < 8; i++) {
+    [[unroll]] for (int i = 0; i < 8; i++) {
 #if UNIT_SIGNED
         const ivec4 b = ivec4(int(q[i] << 24) >> 24, int(q[i] << 16) >> 24, int(q[i] << 8) >> 24, int(q[i]) >> 24);
 #else

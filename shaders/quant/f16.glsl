@@ -6,7 +6,7 @@ struct UnitRaw { uvec4 part[4]; };
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = row * p.w.units + unit;
     UnitRaw r;
-    for (int n = 0; n < 4; n++) r.part[n] = w4[n * p.w.part + i];
+    [[unroll]] for (int n = 0; n < 4; n++) r.part[n] = w4[n * p.w.part + i];
     return r;
 }
 
@@ -15,7 +15,7 @@ vec4 four(uint a, uint b) {
 }
 
 void unit_decode(UnitRaw r, out vec4 w[8]) {
-    for (int n = 0; n < 4; n++) {
+    [[unroll]] for (int n = 0; n < 4; n++) {
         w[2 * n] = four(r.part[n].x, r.part[n].y);
         w[2 * n + 1] = four(r.part[n].z, r.part[n].w);
     }

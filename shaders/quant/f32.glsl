@@ -6,10 +6,10 @@ struct UnitRaw { uvec4 part[8]; };
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = row * p.w.units + unit;
     UnitRaw r;
-    for (int n = 0; n < 8; n++) r.part[n] = w4[n * p.w.part + i];
+    [[unroll]] for (int n = 0; n < 8; n++) r.part[n] = w4[n * p.w.part + i];
     return r;
 }
 
 void unit_decode(UnitRaw r, out vec4 w[8]) {
-    for (int n = 0; n < 8; n++) w[n] = uintBitsToFloat(r.part[n]);
+    [[unroll]] for (int n = 0; n < 8; n++) w[n] = uintBitsToFloat(r.part[n]);
 }

@@ -18,7 +18,7 @@ UnitRaw unit_load(uint row, uint unit) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     const uint qh = r.qh >> (16u * (r.index & 1u));
-    for (uint g = 0; g < 4; g++) {
+    [[unroll]] for (uint g = 0; g < 4; g++) {
         const uint nibble = qh >> (4 * g);
         const uint digits = look_up(byte_of(r.qs, g) | ((nibble << 8) & 0x700u));
         const uint positive = (nibble & 8u) == 0u ? 0x01010101u : 0u;

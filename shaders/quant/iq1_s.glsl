@@ -15,7 +15,7 @@ UnitRaw unit_load(uint row, uint unit) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     const uint qh = r.qh >> (16u * (r.index & 1u));
-    for (uint g = 0; g < 4; g++) {
+    [[unroll]] for (uint g = 0; g < 4; g++) {
         const uint digits = look_up(byte_of(r.qs, g) | (((qh >> (3 * g)) << 8) & 0x700u));
         q[2 * g] = digits & 0x03030303u;
         q[2 * g + 1] = (digits >> 2) & 0x03030303u;

@@ -16,7 +16,7 @@ UnitRaw unit_load(uint row, uint unit) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     const uint head = r.head >> (16u * (r.index & 1u));
-    for (uint g = 0; g < 4; g++) iq2_group(byte_of(r.qs.x, g) | ((head << (8 - 2 * g)) & 0x300u), byte_of(r.qs.y, g), g, q);
+    [[unroll]] for (uint g = 0; g < 4; g++) iq2_group(byte_of(r.qs.x, g) | ((head << (8 - 2 * g)) & 0x300u), byte_of(r.qs.y, g), g, q);
     scale = half_of(r.d, r.index >> 3) * (0.125 + 0.25 * vec2((head >> 8) & 15u, (head >> 12) & 15u));
     bias = vec2(0.0);
 }

@@ -17,7 +17,7 @@ UnitRaw unit_load(uint row, uint unit) {
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     // The codes of groups 0, 2, 1, 3 in bytes 0..3.
     const uint signs = even_signs(((r.qs.x >> 9) & 0x007f007fu) | ((r.qs.y >> 1) & 0x7f007f00u));
-    for (uint g = 0; g < 4; g++)
+    [[unroll]] for (uint g = 0; g < 4; g++)
         iq2_group((r.qs[g >> 1] >> (16 * (g & 1))) & 511u, byte_of(signs, (g >> 1) | (g << 1)), g, q);
     const uint s = byte_of(r.scales, r.index);
     scale = half_of(r.d, r.index >> 3) * (0.125 + 0.25 * vec2(s & 15u, s >> 4));

@@ -16,7 +16,7 @@ UnitRaw unit_load(uint row, uint unit) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     const uint signs = spread_signs(r.qs.y);
-    for (uint g = 0; g < 4; g++) iq2_group(byte_of(r.qs.x, g), byte_of(signs, g), g, q);
+    [[unroll]] for (uint g = 0; g < 4; g++) iq2_group(byte_of(r.qs.x, g), byte_of(signs, g), g, q);
     scale = vec2(half_of(r.d, r.block) * (0.125 + 0.25 * float(r.qs.y >> 28)));
     bias = vec2(0.0);
 }

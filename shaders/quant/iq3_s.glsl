@@ -24,7 +24,7 @@ UnitRaw unit_load(uint row, uint unit) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     const uint high = byte_of(r.qh, r.index);
-    for (uint i = 0; i < 8; i++) {
+    [[unroll]] for (uint i = 0; i < 8; i++) {
         const uint index = byte_of(r.qs[i >> 2], i) | ((high << (8 - i)) & 0x100u);
         q[i] = with_signs(look_up(index), (r.signs >> (4 * i)) & 15u);
     }

@@ -24,7 +24,7 @@ UnitRaw unit_load(uint row, uint unit) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     const uint signs = spread_signs(r.signs);
-    for (uint i = 0; i < 8; i++) q[i] = with_signs(look_up(byte_of(r.qs[i >> 2], i)), (signs >> (4 * i)) & 15u);
+    [[unroll]] for (uint i = 0; i < 8; i++) q[i] = with_signs(look_up(byte_of(r.qs[i >> 2], i)), (signs >> (4 * i)) & 15u);
     scale = vec2(half_of(r.d, r.block) * (0.25 + 0.5 * float(r.signs >> 28)));
     bias = vec2(0.0);
 }

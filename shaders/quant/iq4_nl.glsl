@@ -15,7 +15,7 @@ UnitRaw unit_load(uint row, uint unit) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     split_nibbles(r.qs, q);
-    for (int i = 0; i < 8; i++) q[i] = iq4_levels(q[i]);
+    [[unroll]] for (int i = 0; i < 8; i++) q[i] = iq4_levels(q[i]);
     scale = vec2(half_of(r.d, r.index));
     bias = vec2(0.0);
 }

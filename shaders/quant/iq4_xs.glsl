@@ -16,7 +16,7 @@ UnitRaw unit_load(uint row, uint unit) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     split_nibbles(r.qs, q);
-    for (int i = 0; i < 8; i++) q[i] = iq4_levels(q[i]);
+    [[unroll]] for (int i = 0; i < 8; i++) q[i] = iq4_levels(q[i]);
     const uint lo = (r.head.y >> (4u * r.sub)) & 15u;
     const uint hi = (r.head.x >> (16u + 2u * r.sub)) & 3u;
     scale = vec2(unpackHalf2x16(r.head.x).x * float(int(lo | (hi << 4)) - 32));

@@ -16,7 +16,7 @@ UnitRaw unit_load(uint row, uint unit) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     split_nibbles(r.qs, q);
-    for (int i = 0; i < 8; i++) q[i] = e2m1_plus_12(q[i]);
+    [[unroll]] for (int i = 0; i < 8; i++) q[i] = e2m1_plus_12(q[i]);
     const uint e = byte_of(r.e, r.index);
     scale = vec2(uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23));
     bias = 12.0 * scale;

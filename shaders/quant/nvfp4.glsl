@@ -23,7 +23,7 @@ float half_ue4m3(uint code) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     split_nibbles(r.qs, q);
-    for (int i = 0; i < 8; i++) q[i] = e2m1_plus_12(q[i]);
+    [[unroll]] for (int i = 0; i < 8; i++) q[i] = e2m1_plus_12(q[i]);
     const uint d = r.d >> (16u * (r.index & 1u));
     scale = vec2(half_ue4m3(d & 0xffu), half_ue4m3((d >> 8) & 0xffu));
     bias = 12.0 * scale;

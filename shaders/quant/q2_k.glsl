@@ -14,7 +14,7 @@ UnitRaw unit_load(uint row, uint unit) {
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i, 0);
+    [[unroll]] for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i, 0);
     const uint s = r.scales >> (16u * (r.index & 1u));
     const vec2 dm = unpackHalf2x16(r.dm);
     scale = dm.x * vec2(s & 15u, (s >> 8) & 15u);

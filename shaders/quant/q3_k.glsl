@@ -16,7 +16,7 @@ UnitRaw unit_load(uint row, uint unit) {
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i, 0);
+    [[unroll]] for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i, 0);
     add_bits(r.qh, 4u, q);
     const uint lo = byte_of(r.scale_lo, r.index);
     const uint hi = r.scale_hi >> (4u * (r.index & 7u));

@@ -15,7 +15,7 @@ UnitRaw unit_load(uint row, uint unit) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     split_nibbles(r.qs, q);
-    for (int i = 0; i < 8; i++) q[i] |= two_bits(r.qh, i, 4);
+    [[unroll]] for (int i = 0; i < 8; i++) q[i] |= two_bits(r.qh, i, 4);
     const int s = int(r.scales >> (16u * (r.index & 1u)));
     scale = half_of(r.d, r.index >> 3) * vec2((s << 24) >> 24, (s << 16) >> 24);
     bias = 32.0 * scale;

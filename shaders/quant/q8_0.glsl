@@ -12,7 +12,7 @@ UnitRaw unit_load(uint row, uint unit) {
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    for (int i = 0; i < 4; i++) {
+    [[unroll]] for (int i = 0; i < 4; i++) {
         q[i] = r.lo[i];
         q[i + 4] = r.hi[i];
     }

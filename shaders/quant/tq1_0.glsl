@@ -39,7 +39,7 @@ void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     const uint first = power_of_3(sub < 5u ? sub : 2u * sub - 10u);
     uvec4 second = uvec4(sub < 5u ? first : 3u * first);
     if (sub == 7u) second = uvec4(1u, 3u, 9u, 27u);
-    for (int i = 0; i < 4; i++) {
+    [[unroll]] for (int i = 0; i < 4; i++) {
         q[i] = ternary_digits(r.lo[i], first);
         q[i + 4] = ternary_digits(r.hi[i], second[i]);
     }

@@ -13,7 +13,7 @@ UnitRaw unit_load(uint row, uint unit) {
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i, 0);
+    [[unroll]] for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i, 0);
     scale = vec2(half_of(r.d, r.block));
     bias = scale;
 }

@@ -14,6 +14,8 @@
 //   UNIT_BIAS    0: bias is zero
 //   UNIT_SIGNED  1: the bytes of q are signed
 
+#extension GL_EXT_control_flow_attributes : require
+
 struct Weights {
     uint units;
     uint part;
