@@ -43,7 +43,8 @@ from vkback.ops.base import (
     register,
     shards,
 )
-from vkback.ops.code_books import decoder, shared_bytes
+from vkback.ops.code_books import decoder
+from vkback.ops.code_books import shared_bytes as code_book_bytes
 from vkback.ops.quantize import quantize_dispatch
 from vkback.shader import Variant
 
@@ -169,13 +170,33 @@ def legal_shape(choice: Choice, *, glu: bool, q8_out: bool, ctx: LowerContext) -
     raise PlanError(f"[mat_vec] {choice.source}: no shape near {dict(choice.params)} makes tiles of {tile} rows on {ctx.caps.name}")
 
 
+def shared_bytes(defines: Mapping[str, str | int]) -> int:
+    """Shared memory of a kernel of this family without its code book, as shaders/mat_vec declares it."""
+
+    def number(name: str) -> int:
+        return int(defines.get(name, 0))
+
+    wg, lanes, turns = number("WG"), number("LANES"), 1 + number("TILES")
+    rows, partials = number("COLS") * number("ROWS") * (wg // lanes), lanes // number("SUBGROUP")
+    total = 4 * turns * rows * partials if partials > 1 else 0
+    if number("PROLOGUE"):
+        total += number("K_UNITS") * (40 if number("PATH_INT") else 128)
+    if number("Y_TYPE"):
+        total += 4 * turns * (rows >> number("GLU"))
+    if (number("PROLOGUE") or number("Y_TYPE")) and not number("REDUCE_SUBGROUP"):
+        total += 2 * 4 * wg
+    elif number("PROLOGUE") == 2 and wg > number("SUBGROUP_SIZE"):
+        total += 2 * 4 * ceil_div(wg, 4)
+    return total
+
+
 PROLOGUE_SHARED = 8192 + 2048
 """Shared memory beside x: parts of a reduction over 1024 threads without subgroup operations, and the row sums."""
 
 
 def prologue_problem(quant: str, k: int, n: int, path: str, ctx: LowerContext) -> str:
     """Why x [n, k] cannot be brought into shared memory by every workgroup of a product with such weights; "" when it can."""
-    need = (k // 32 * 40 if path == "int" else 4 * k) + shared_bytes(quant, ctx.caps)
+    need = (k // 32 * 40 if path == "int" else 4 * k) + code_book_bytes(quant, ctx.caps)
     if n > 1:
         return f"it takes one token, got {n}"
     if k % 32:
@@ -268,6 +289,17 @@ class MatVec(Op):
         extra = [(role, by[role]) for role in FUSED_ROLES if role in by]
         for binding, (role, _) in enumerate(extra, 3):
             defines[f"BIND_{role.upper()}"] = binding
+        room = ctx.caps.max_shared_memory - code_book_bytes(w.type, ctx.caps)
+        several_at_most = {"TILES": int(choice["groups"] > 0)}
+        while shared_bytes(defines | several_at_most) > room:
+            if columns == 1:
+                need = shared_bytes(defines | several_at_most)
+                raise PlanError(
+                    f"[mat_vec] {node.name}: {shape.wg} threads of {shape.rows} rows need {need} bytes of shared memory, {ctx.caps.name} has "
+                    f"{room} besides the code book; {choice.source} asks for too much"
+                )
+            columns = ceil_div(columns, 2)
+            defines["COLS"] = columns
         rows_total = node.params.get("rows_total", (m >> glu))
         out_rows = rows_total
         row0 = node.params.get("row0", 0)

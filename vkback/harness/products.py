@@ -1,0 +1,168 @@
+"""Matrix-vector products by what tuning tells apart: from the text of a case, from a schedule; and values made up for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback import quants
+from vkback.errors import VkbackError
+from vkback.graph import Node, Tensor
+from vkback.ops.base import Problem
+from vkback.ops.mat_vec import FUSED_ROLES, weight
+
+Array = npt.NDArray[Any]
+
+_CASE = re.compile(r"\s*(\w+)\s*\((.*)\)\s*", re.DOTALL)
+OPS_WITH_SHAPE = ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC")
+
+
+class CaseError(VkbackError):
+    """A case text that says too little or something unknown, with what it should hold."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of the mat-vec family.
+
+    m        weight rows (of one expert); with `glu` twice the output rows
+    roles    further inputs, in the order of FUSED_ROLES
+    x        type of the activations: F32, or Q8_1 where their producer leaves them so
+    experts  how many there are and how many a token uses, with the role "ids"
+    """
+
+    quant: str
+    m: int
+    k: int
+    n: int = 1
+    roles: tuple[str, ...] = ()
+    glu: bool = False
+    out: str = "F32"
+    x: str = "F32"
+    experts: int = 0
+    used: int = 0
+
+    def __post_init__(self) -> None:
+        if self.experts and not 1 <= self.used <= self.experts:
+            raise CaseError(f"[case] {self.line}: a token uses {self.used} of {self.experts} experts; expected 1 to {self.experts}")
+
+    @classmethod
+    def of(cls, node: Node) -> Product:
+        """The product that a MAT_VEC node carries out."""
+        by = dict(zip(node.params["roles"], node.inputs, strict=True))
+        w, x = by["w"], by["x"]
+        return cls(
+            quant=w.type, m=w.shape[-2], k=w.shape[-1], n=x.shape[0], roles=tuple(r for r in FUSED_ROLES if r in by),
+            glu=bool(node.params.get("glu")), out=node.outputs[0].type, x=x.type,
+            experts=w.shape[0] if "ids" in by else 0, used=by["ids"].shape[-1] if "ids" in by else 0,
+        )  # fmt: skip
+
+    @classmethod
+    def parse(cls, text: str) -> Product:
+        """From MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336), MUL_MAT_ID(... n_mats=128,n_used=8) or MAT_VEC(... fused=norm+bias,glu=1,out=Q8_1).
+
+        Keys that only say how values are made (seed, type_b, b) are passed over. Raises CaseError.
+        """
+        op, given = parse_case(text)
+        known = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "out", "x", "seed")
+        wrong = [key for key in given if key not in known]
+        if op not in OPS_WITH_SHAPE:
+            raise CaseError(f"[case] {text}: expected one of {', '.join(OPS_WITH_SHAPE)}")
+        if wrong:
+            raise CaseError(f"[case] {text}: unknown key {wrong[0]!r}, expected some of {', '.join(known)}")
+        missing = [key for key in ("type_a", "m", "k") if key not in given]
+        if missing:
+            raise CaseError(f"[case] {text}: {missing[0]} is missing; write it as {op}(type_a=q4_K,m=4096,n=1,k=14336)")
+        quant = next((q for q in quants.QUANTS if q.lower() == given["type_a"].lower()), None)
+        if quant is None:
+            raise CaseError(f"[case] {text}: unknown type_a {given['type_a']!r}, expected one of {', '.join(quants.QUANTS)}")
+        fused = tuple(r for r in given.get("fused", "none").split("+") if r != "none")
+        if op == "MUL_MAT_ID":
+            fused = ("ids", *fused)
+        unknown = [r for r in fused if r not in FUSED_ROLES]
+        if unknown:
+            raise CaseError(f"[case] {text}: unknown fused input {unknown[0]!r}, expected some of {'+'.join(FUSED_ROLES)}")
+
+        def whole(key: str, otherwise: int) -> int:
+            value = given.get(key, str(otherwise))
+            if not value.isdigit() or (not int(value) and key != "glu"):
+                raise CaseError(f"[case] {text}: {key} = {value!r}, expected a whole number above 0")
+            return int(value)
+
+        ids = "ids" in fused
+        return cls(
+            quant=quant, m=whole("m", 1), k=whole("k", 1), n=whole("n", 1), roles=tuple(r for r in FUSED_ROLES if r in fused),
+            glu=bool(whole("glu", 0)), out=given.get("out", "F32").upper(), x=given.get("x", "F32").upper(),
+            experts=whole("n_mats", 6) if ids else 0, used=whole("n_used", 3) if ids else 0,
+        )  # fmt: skip
+
+    @property
+    def ids(self) -> int:
+        """0: dense, 1: one output a chosen expert, 2: the sum over them."""
+        return 0 if "ids" not in self.roles else 2 if "expert_weights" in self.roles else 1
+
+    @property
+    def line(self) -> str:
+        """The text that `parse` takes."""
+        parts: dict[str, Any] = {"type_a": self.quant, "m": self.m, "n": self.n, "k": self.k}
+        if self.experts:
+            parts |= {"n_mats": self.experts, "n_used": self.used}
+        if self.roles:
+            parts["fused"] = "+".join(self.roles)
+        parts |= {"glu": 1} if self.glu else {}
+        parts |= {"out": self.out} if self.out != "F32" else {}
+        parts |= {"x": self.x} if self.x != "F32" else {}
+        return f"MAT_VEC({','.join(f'{k}={v}' for k, v in parts.items())})"
+
+    def with_x(self, type: str) -> Product:
+        return replace(self, x=type)
+
+    def node(self) -> Node:
+        """A MAT_VEC node of this product, its tensors named after their roles."""
+        n, rows = self.n, self.m >> self.glu
+        ids, summed = "ids" in self.roles, "expert_weights" in self.roles
+        w = weight("w", self.quant, (self.experts, self.m, self.k) if ids else (self.m, self.k))
+        x = Tensor("x", self.x, (n, self.used if summed else 1, self.k) if ids else (n, self.k), "input")
+        y = Tensor("y", self.out, (n, self.used, rows) if ids and not summed else (n, rows))
+        extra = {
+            "norm": Tensor("norm", "F32", (self.k,), "weight"),
+            "bias": Tensor("bias", "F32", (self.m,), "weight"),
+            "residual": Tensor("residual", "F32", y.shape, "input"),
+            "ids": Tensor("ids", "I32", (n, self.used), "input"),
+            "expert_weights": Tensor("expert_weights", "F32", (n, self.used), "input"),
+        }
+        params = {"roles": ("w", "x", *self.roles), "glu": self.glu, "eps": 1e-5}
+        return Node("MAT_VEC", (w, x, *(extra[r] for r in self.roles)), (y,), params)
+
+    def problem(self, seed: int = 7) -> Problem:
+        """The node with made-up values: weights of random blocks, activations uniform in -1..1, experts drawn without repeats."""
+        rng = np.random.default_rng(seed)
+        node = self.node()
+        values: dict[str, Array] = {}
+        for role, tensor in zip(node.params["roles"], node.inputs, strict=True):
+            if role == "w":
+                values[tensor.name] = quants.random_blocks(self.quant, prod(tensor.shape[:-1]), self.k, rng, std=0.5)
+            elif role == "ids":
+                values[tensor.name] = np.stack([rng.permutation(self.experts)[: self.used] for _ in range(self.n)]).astype(np.int32)
+            else:
+                value = rng.uniform(-1, 1, tensor.shape).astype(np.float32)
+                values[tensor.name] = quants.q8_1_quantize(value.reshape(-1, self.k)) if tensor.type == "Q8_1" else value
+        return Problem(node, values)
+
+
+def parse_case(text: str) -> tuple[str, Mapping[str, str]]:
+    """(op, values by key) of a case as the suite prints it. Raises CaseError."""
+    match = _CASE.fullmatch(text)
+    if match is None:
+        raise CaseError(f"[case] {text}: expected OP(key=value,...), as MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)")
+    pairs = [part.partition("=") for part in re.split(r",(?![^\[]*\])", match[2]) if part.strip()]
+    bad = next((key for key, equals, _ in pairs if not equals), None)
+    if bad is not None:
+        raise CaseError(f"[case] {text}: {bad.strip()!r} has no value, expected key=value")
+    return match[1].upper(), {key.strip(): value.strip() for key, _, value in pairs}
