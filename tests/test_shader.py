@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -70,6 +70,10 @@ class Counting:
     def compile_into_spirv(self, source: str) -> bytes:
         self.calls += 1
         return self._inner.compile_into_spirv(source)
+
+    def compile_batch(self, sources: Sequence[str]) -> list[bytes | GlslError]:
+        self.calls += len(sources)
+        return self._inner.compile_batch(sources)
 
 
 @pytest.fixture
@@ -250,6 +254,16 @@ def test_library_and_program_give_the_same_bytes(library: ShaderLibrary) -> None
         pytest.skip("needs libshaderc and glslc; Debian 12's libshaderc1 lacks symbols of glslang and cannot be loaded")
     source = library.expanded(Variant("copy.comp", (("SCALE", 3),)))
     assert in_process.compile_into_spirv(source) == GlslcProgram(path).compile_into_spirv(source)
+
+
+def test_a_batch_gives_what_single_compiles_give_and_faults_in_their_places(library: ShaderLibrary) -> None:
+    compiler = find_compiler()
+    assert compiler is not None
+    good = [library.expanded(Variant("copy.comp", (("SCALE", s),))) for s in (3, 4)]
+    bad = "#version 450\nvoid main() { x = 1; }\n"
+    first, fault, second = compiler.compile_batch([good[0], bad, good[1]])
+    assert [first, second] == [compiler.compile_into_spirv(source) for source in good]
+    assert isinstance(fault, GlslError) and str(fault).startswith("shader:2: error: 'x' : undeclared identifier")
 
 
 @pytest.mark.parametrize("kind", ["library", "program"])

@@ -6,6 +6,8 @@ import ctypes.util
 import hashlib
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,6 +59,9 @@ class Compiler(Protocol):
     def compile_into_spirv(self, source: str) -> bytes:
         """Raises GlslError."""
 
+    def compile_batch(self, sources: Sequence[str]) -> list[bytes | GlslError]:
+        """Several shaders in one go; in the place of each its module or its fault."""
+
 
 class ShadercLibrary:
     """libshaderc through cffi. One compiler object serves all threads: its compile call takes it const."""
@@ -85,6 +90,9 @@ class ShadercLibrary:
         finally:
             lib.shaderc_result_release(result)
 
+    def compile_batch(self, sources: Sequence[str]) -> list[bytes | GlslError]:
+        return [_attempt(self, source) for source in sources]
+
 
 class GlslcProgram:
     """The glslc program of shaderc or the Vulkan SDK."""
@@ -100,6 +108,28 @@ class GlslcProgram:
         if ran.returncode:
             raise GlslError(ran.stderr.decode("utf-8", "replace").replace("<stdin>", "shader"))
         return ran.stdout
+
+    def compile_batch(self, sources: Sequence[str]) -> list[bytes | GlslError]:
+        """In one process: glslc needs 70 to 90 ms to start and 10 to 30 for a shader."""
+        if len(sources) < 2:
+            return [_attempt(self, source) for source in sources]
+        with tempfile.TemporaryDirectory(prefix="vkback-") as name:
+            folder = Path(name)
+            files = [folder / f"{i}.comp" for i in range(len(sources))]
+            for file, source in zip(files, sources, strict=True):
+                file.write_text(source, encoding="utf-8")
+            command = [self._path, f"--target-env={TARGET}", "-O", "-c", *(f.name for f in files)]
+            subprocess.run(command, cwd=folder, capture_output=True, timeout=TIMEOUT_S * len(files), check=False)
+            made = [folder / f"{f.name}.spv" for f in files]
+            # What is missing is compiled again by itself, for a fault that names no file of ours.
+            return [m.read_bytes() if m.exists() else _attempt(self, s) for m, s in zip(made, sources, strict=True)]
+
+
+def _attempt(compiler: Compiler, source: str) -> bytes | GlslError:
+    try:
+        return compiler.compile_into_spirv(source)
+    except GlslError as error:
+        return error
 
 
 def _file_stamp(library: str) -> str:

@@ -50,49 +50,61 @@ class ShaderLibrary:
 
         Raises CompileError, or NoCompiler when there is none and the cache has nothing.
         """
-        key = (variant.source, variant.defines)
-        found = self._ready.get(key)
-        if found is None:
-            found = self._ready[key] = self._load_or_compile(variant)
-        return found
+        found = self._ready.get((variant.source, variant.defines))
+        return self.compile_many([variant])[variant] if found is None else found
 
     def compile_many(self, variants: Iterable[Variant]) -> dict[Variant, bytes]:
-        """SPIR-V of each variant, compiled in parallel. Raises one CompileError that holds the faults of all."""
+        """SPIR-V of each variant, compiled in as many batches as there are processors. Raises one CompileError that holds all faults."""
         wanted = list(dict.fromkeys(variants))
-        unique = list({(v.source, v.defines): v for v in wanted}.values())
         faults: list[str] = []
-
-        def build(variant: Variant) -> None:
+        missing: list[tuple[Variant, Expanded]] = []
+        for variant in {(v.source, v.defines): v for v in wanted if (v.source, v.defines) not in self._ready}.values():
             try:
-                self.spirv(variant)
+                source = expand(self.root, variant)
             except CompileError as error:
                 faults.append(str(error))
-
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            list(pool.map(build, unique))
+                continue
+            found = self._cached(source)
+            if found is None:
+                missing.append((variant, source))
+            else:
+                self._ready[variant.source, variant.defines] = found
+        faults += self._compile(missing)
         if faults:
             raise CompileError("\n\n".join(sorted(faults)))
-        return {v: self.spirv(v) for v in wanted}
+        return {v: self._ready[v.source, v.defines] for v in wanted}
 
-    def _load_or_compile(self, variant: Variant) -> bytes:
-        source = expand(self.root, variant)
-        identity = "\0".join((CACHE_FORMAT, TARGET, source.text))
-        folder = self._cache / hashlib.sha256(identity.encode()).hexdigest()[:40]
+    def _compile(self, sources: list[tuple[Variant, Expanded]]) -> list[str]:
+        """Compile and keep; the faults."""
+        if not sources:
+            return []
         compiler = self.compiler
         if compiler is None:
-            for file in sorted(folder.glob("*.spv")):
-                if found := read_cached(file):
-                    return found
-            raise NoCompiler(f"[shader] {variant.name} is not in the cache and there is no GLSL compiler. {INSTALL_HINT}")
-        file = folder / f"{identity_key(compiler)}.spv"
-        if found := read_cached(file):
-            return found
-        try:
-            spirv = compiler.compile_into_spirv(source.text)
-        except GlslError as error:
-            raise CompileError(explain(variant, source, str(error))) from error
-        write_atomic(file, hashlib.sha256(spirv).digest() + spirv)
-        return spirv
+            raise NoCompiler(f"[shader] {sources[0][0].name} is not in the cache and there is no GLSL compiler. {INSTALL_HINT}")
+        count = min(len(sources), os.cpu_count() or 1)
+        batches = [sources[i::count] for i in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            results = list(pool.map(lambda batch: compiler.compile_batch([source.text for _, source in batch]), batches))
+        faults = []
+        for batch, made in zip(batches, results, strict=True):
+            for (variant, source), spirv in zip(batch, made, strict=True):
+                if isinstance(spirv, GlslError):
+                    faults.append(explain(variant, source, str(spirv)))
+                    continue
+                self._ready[variant.source, variant.defines] = spirv
+                write_atomic(self._folder(source) / f"{identity_key(compiler)}.spv", hashlib.sha256(spirv).digest() + spirv)
+        return faults
+
+    def _folder(self, source: Expanded) -> Path:
+        identity = "\0".join((CACHE_FORMAT, TARGET, source.text))
+        return self._cache / hashlib.sha256(identity.encode()).hexdigest()[:40]
+
+    def _cached(self, source: Expanded) -> bytes | None:
+        """What this compiler made of a source before; without a compiler, what any made."""
+        compiler = self.compiler
+        folder = self._folder(source)
+        files = sorted(folder.glob("*.spv")) if compiler is None else [folder / f"{identity_key(compiler)}.spv"]
+        return next((found for f in files if (found := read_cached(f))), None)
 
 
 def read_cached(file: Path) -> bytes | None:
