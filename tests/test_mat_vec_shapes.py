@@ -10,7 +10,7 @@ import pytest
 from kernel_paths import with_params, without_subgroups
 from vkback.device import Device
 from vkback.harness.runner import run_case, run_problem
-from vkback.ops.base import LowerContext
+from vkback.ops.base import OPS, LowerContext
 from vkback.ops.mat_vec import fused_case, mul_mat_case
 from vkback.shader import ShaderLibrary
 
@@ -49,3 +49,13 @@ def test_column_has_the_same_bits_whatever_goes_with_it(act: str, device: Device
         values = {"w": many.values["w"], "x": many.values["x"][column : column + 1]}
         alone = run_problem(device, library, dataclasses.replace(one, values=values), fixed)["y"]
         np.testing.assert_array_equal(alone[0], together[column])
+
+
+@pytest.mark.vulkan
+def test_shards_find_their_rows_of_bias_and_residual(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_storage_buffer_range=40_000))
+    for roles in (("bias",), ("residual",)):
+        case = fused_case("Q8_0", 192, 512, 2, roles)
+        assert len(OPS["MAT_VEC"].lower(case.build().node, small)) > 2, "cut into shards"
+        outcome = run_case(device, library, case, small)
+        assert outcome.ok, f"{case.line}: {outcome.text}"

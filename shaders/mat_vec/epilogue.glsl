@@ -4,14 +4,14 @@
 float addend[COLS];
 
 void fetch_addend() {
-    const uint row = p.y_offset + min(first_row + lane, p.m - 1u);
+    const uint row = min(first_row + lane, p.m - 1u);
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         addend[c] = 0.0;
 #ifdef BIND_BIAS
-        addend[c] += bias1[row];
+        addend[c] += bias1[p.w_row0 + row];
 #endif
 #ifdef BIND_RESIDUAL
-        addend[c] += residual1[min(y_row + c, p.n - 1u) * p.y_stride + row];
+        addend[c] += residual1[min(y_row + c, p.n - 1u) * p.y_stride + p.y_offset + row];
 #endif
     }
 }

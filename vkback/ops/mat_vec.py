@@ -35,6 +35,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Shard,
     Tolerance,
     ceil_div,
     declare,
@@ -206,6 +207,161 @@ def prologue_problem(quant: str, k: int, n: int, path: str, ctx: LowerContext) -
     return ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """A kernel of the family before its last define (TILES), which depends on the shard."""
+
+    shape: Shape
+    defines: Mapping[str, str | int]
+    subgroup: int | None
+    groups: int
+    source: str
+
+    @property
+    def columns(self) -> int:
+        return int(self.defines["COLS"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A MAT_VEC node taken apart. extra: the optional inputs by role, in binding order; ids: 0 dense, 1 an expert a slot, 2 summed."""
+
+    node: Node
+    w: Tensor
+    x: Tensor
+    y: Tensor
+    extra: Mapping[str, Tensor]
+    glu: bool
+    ids: int
+
+    @classmethod
+    def of(cls, node: Node) -> Product:
+        by = dict(zip(node.params["roles"], node.inputs, strict=True))
+        ids = 0 if "ids" not in by else 2 if "expert_weights" in by else 1
+        extra = {role: by[role] for role in FUSED_ROLES if role in by}
+        return cls(node, by["w"], by["x"], node.outputs[0], extra, bool(node.params.get("glu")), ids)
+
+    @property
+    def m(self) -> int:
+        """Weight rows of the matrix, or of one expert."""
+        return self.w.shape[-2]
+
+    @property
+    def k(self) -> int:
+        return self.w.shape[-1]
+
+    @property
+    def n(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def n_used(self) -> int:
+        return self.extra["ids"].shape[-1] if self.ids else 1
+
+    @property
+    def rows_total(self) -> int:
+        """Rows of the output tensor, which several nodes may fill."""
+        return int(self.node.params.get("rows_total", self.m >> self.glu))
+
+    def build(self, path: str, prologue: int, ctx: LowerContext) -> Build:
+        """The kernel that the tables and the device's limits lead to. Raises PlanError when it cannot be made to fit."""
+        q8_out = self.y.type == "Q8_1"
+        choice = ctx.tuning.pick(
+            "mat_vec", quant=self.w.type, path=path, m=self.m, k=self.k, n=self.n, ids=self.ids, glu=int(self.glu), y=self.y.type,
+            prologue=prologue,
+        )
+        shape = legal_shape(choice, glu=self.glu, q8_out=q8_out, ctx=ctx)
+        subgroup, required = subgroup_for(ctx, choice["subgroup"])
+        if prologue:
+            shape = dataclasses.replace(shape, wg=max(shape.wg, 8))
+        k_units = ceil_div(self.k, 32)
+        defines: dict[str, str | int] = {
+            **decoder(self.w.type, ctx.caps),
+            "PATH_INT": int(path == "int"),
+            "WG": shape.wg,
+            "LANES": shape.lanes,
+            "ROWS": shape.rows,
+            "UNROLL": min(choice["unroll"], ceil_div(k_units * (self.n_used if self.ids == 2 else 1), shape.lanes)),
+            "PREFETCH": choice["prefetch"],
+            "K_UNITS": k_units,
+            "COLS": 1 if self.ids else min(self.n, MAX_COLUMNS),
+            "SUBGROUP": min(subgroup, shape.wg),
+            "IDS": self.ids,
+            "GLU": int(self.glu),
+            "PROLOGUE": prologue,
+            "X_TYPE": int(self.x.type == "Q8_1"),
+            "Y_TYPE": int(q8_out),
+            "K_TAIL": int(self.k % 32 != 0),
+        }
+        if self.ids == 2:
+            defines["N_USED"] = self.n_used
+        if prologue:
+            defines["VALUES4"] = ceil_div(self.k // 4, shape.wg)
+        if prologue or q8_out:
+            defines["REDUCE_SUBGROUP"] = int(subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops)
+            defines["SUBGROUP_SIZE"] = subgroup if subgroup > 1 else 0
+        defines |= {f"BIND_{role.upper()}": binding for binding, role in enumerate(self.extra, 3)}
+        self._fit_shared_memory(defines, choice, ctx)
+        return Build(shape, defines, required, choice["groups"], choice.source)
+
+    def _fit_shared_memory(self, defines: dict[str, str | int], choice: Choice, ctx: LowerContext) -> None:
+        """Halve the tokens of a workgroup until the device's shared memory holds what they need."""
+        room = ctx.caps.max_shared_memory - code_book_bytes(self.w.type, ctx.caps)
+        tiles = {"TILES": int(choice["groups"] > 0)}
+        while (need := shared_bytes(defines | tiles)) > room:
+            if defines["COLS"] == 1:
+                raise PlanError(
+                    f"[mat_vec] {self.node.name}: {defines['WG']} threads of {defines['ROWS']} rows need {need} bytes of shared memory, "
+                    f"{ctx.caps.name} has {room} besides the code book; {choice.source} asks for too much"
+                )
+            defines["COLS"] = ceil_div(int(defines["COLS"]), 2)
+
+    def dispatch(self, build: Build, index: int, shard: Shard, shard_count: int, reason: str) -> Dispatch:
+        """The launch for one shard of the weight."""
+        rows = self.m if self.ids else shard.rows
+        slices = {0: ceil_div(self.n, build.columns), 1: self.n * self.n_used, 2: self.n}[self.ids]
+        tiles = ceil_div(rows, build.shape.tile_rows)
+        most = ceil_div(build.groups, slices)
+        groups = most if 0 < most < tiles else tiles
+        gy = ceil_div(groups, MAX_GROUPS_X)
+        y_row0 = int(self.node.params.get("row0", 0)) + (0 if self.ids else shard.row0 >> self.glu)
+        q8_in, q8_out = self.x.type == "Q8_1", self.y.type == "Q8_1"
+        push = pack_push(
+            *weight_push(self.w.type, shard.layout, self.k),
+            rows,
+            self.k,
+            self.n,
+            quants.q8_1_stride(self.k) // 16 if q8_in else self.k,
+            quants.q8_1_stride(self.rows_total) // 16 if q8_out else self.rows_total,
+            y_row0,
+            0 if self.ids else shard.row0,
+            ceil_div(self.rows_total, 32),
+            self.n_used,
+            self.x.shape[1] if self.ids and len(self.x.shape) == 3 else 1,
+            float(self.node.params.get("eps", 0.0)),
+        )
+        whole = self.rows_total == self.m >> self.glu and shard_count == 1
+        weight_bytes = shard.layout.nbytes
+        if self.ids:
+            weight_bytes = weight_bytes * min(self.n * self.n_used, self.w.shape[0]) // self.w.shape[0]
+        return Dispatch(
+            Variant("mat_vec/mat_vec.comp", tuple(sorted({**build.defines, "TILES": int(groups < tiles)}.items())), (), build.subgroup),
+            (
+                Arg(self.w, "r", index),
+                Arg(self.x),
+                Arg(self.y, "w", part="" if whole else f"rows {y_row0}"),
+                *map(Arg, self.extra.values()),
+            ),
+            push,
+            (ceil_div(groups, gy), gy, slices),
+            self.node.op,
+            self.node.name,
+            reason,
+            nbytes=weight_bytes + nbytes(self.x) + nbytes(self.y),
+            flops=2 * rows * self.k * self.n * self.n_used,
+        )
+
+
 @register
 class MatVec(Op):
     """The fused form; see the module's text."""
@@ -235,103 +391,22 @@ class MatVec(Op):
         return [y]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        by = dict(zip(node.params["roles"], node.inputs, strict=True))
-        w, x, y = by["w"], by["x"], node.outputs[0]
-        glu = bool(node.params.get("glu"))
-        ids = 0 if "ids" not in by else 2 if "expert_weights" in by else 1
-        m, k = w.shape[-2:]
-        n = x.shape[0]
-        path, why = path_for(w.type, m, k, n, ids, ctx)
+        product = Product.of(node)
+        path, why = path_for(product.w.type, product.m, product.k, product.n, product.ids, ctx)
         before: list[Dispatch] = []
-        prologue = 0
-        if "norm" in by or node.params.get("quantize_in_prologue"):
-            problem = prologue_problem(w.type, k, n, path, ctx)
+        prologue = 2 if "norm" in product.extra else 0
+        if prologue:
+            problem = prologue_problem(product.w.type, product.k, product.n, path, ctx)
             if problem:
                 raise PlanError(f"[mat_vec] {node.name}: x cannot be normed in the prologue: {problem}; give the norm a node of its own")
-            prologue = 2 if "norm" in by else 1
-        elif path == "int" and x.type == "F32":
-            x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", x.shape)
-            before = quantize_dispatch(x, x8, ctx)
-            x = x8
-        q8_out = y.type == "Q8_1"
-        columns = 1 if ids else min(n, MAX_COLUMNS)
-        n_used = by["ids"].shape[-1] if ids else 1
-        choice = ctx.tuning.pick("mat_vec", quant=w.type, path=path, m=m, k=k, n=n, ids=ids, glu=int(glu), y=y.type, prologue=prologue)
-        shape = legal_shape(choice, glu=glu, q8_out=q8_out, ctx=ctx)
-        subgroup, required = subgroup_for(ctx, choice["subgroup"])
-        if prologue:
-            shape = dataclasses.replace(shape, wg=max(shape.wg, 8))
-        defines: dict[str, str | int] = {
-            **decoder(w.type, ctx.caps),
-            "PATH_INT": int(path == "int"),
-            "WG": shape.wg,
-            "LANES": shape.lanes,
-            "ROWS": shape.rows,
-            "UNROLL": min(choice["unroll"], ceil_div(ceil_div(k, 32) * (n_used if ids == 2 else 1), shape.lanes)),
-            "PREFETCH": choice["prefetch"],
-            "K_UNITS": ceil_div(k, 32),
-            "COLS": columns,
-            "SUBGROUP": min(subgroup, shape.wg),
-            "IDS": ids,
-            "GLU": int(glu),
-            "PROLOGUE": prologue,
-            "X_TYPE": int(x.type == "Q8_1"),
-            "Y_TYPE": int(q8_out),
-            "K_TAIL": int(k % 32 != 0),
-        }
-        if ids == 2:
-            defines["N_USED"] = n_used
-        if prologue:
-            defines["VALUES4"] = ceil_div(k // 4, shape.wg)
-        if prologue or q8_out:
-            defines["REDUCE_SUBGROUP"] = int(subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops)
-            defines["SUBGROUP_SIZE"] = subgroup if subgroup > 1 else 0
-        extra = [(role, by[role]) for role in FUSED_ROLES if role in by]
-        for binding, (role, _) in enumerate(extra, 3):
-            defines[f"BIND_{role.upper()}"] = binding
-        room = ctx.caps.max_shared_memory - code_book_bytes(w.type, ctx.caps)
-        several_at_most = {"TILES": int(choice["groups"] > 0)}
-        while shared_bytes(defines | several_at_most) > room:
-            if columns == 1:
-                need = shared_bytes(defines | several_at_most)
-                raise PlanError(
-                    f"[mat_vec] {node.name}: {shape.wg} threads of {shape.rows} rows need {need} bytes of shared memory, {ctx.caps.name} has "
-                    f"{room} besides the code book; {choice.source} asks for too much"
-                )
-            columns = ceil_div(columns, 2)
-            defines["COLS"] = columns
-        rows_total = node.params.get("rows_total", (m >> glu))
-        out_rows = rows_total
-        row0 = node.params.get("row0", 0)
-        x_stride = quants.q8_1_stride(k) // 16 if x.type == "Q8_1" else k
-        y_stride = quants.q8_1_stride(out_rows) // 16 if q8_out else out_rows
-        x_slots = x.shape[1] if ids and len(x.shape) == 3 else 1
-        slices = {0: ceil_div(n, columns), 1: n * n_used, 2: n}[ids]
-        experts_read = min(n * n_used, w.shape[0]) if ids else 1
-        dispatches = list(before)
-        for i, shard in enumerate(shards(w, ctx.caps)):
-            rows = m if ids else shard.rows
-            groups = ceil_div(rows, shape.tile_rows)
-            most = ceil_div(choice["groups"], slices)
-            several = 0 < most < groups
-            groups = most if several else groups
-            gy = ceil_div(groups, MAX_GROUPS_X)
-            push = pack_push(
-                *weight_push(w.type, shard.layout, k), rows, k, n, x_stride, y_stride, row0 + (shard.row0 >> glu if not ids else 0),
-                ceil_div(out_rows, 32), n_used, x_slots, float(node.params.get("eps", 0.0)),
-            )
-            whole = row0 == 0 and rows_total == m >> glu and len(shards(w, ctx.caps)) == 1
-            part = "" if whole else f"rows {row0 + (shard.row0 >> glu)}"
-            args = (Arg(w, "r", i), Arg(x), Arg(y, "w", part=part), *(Arg(t) for _, t in extra))
-            dispatches.append(
-                Dispatch(
-                    Variant("mat_vec/mat_vec.comp", tuple(sorted((defines | {"TILES": int(several)}).items())), (), required), args, push, (ceil_div(groups, gy), gy, slices), node.op, node.name,
-                    f"{path}: {why}; {shape.wg} threads, {shape.lanes} lanes, {shape.rows} rows: {choice.source}",
-                    nbytes=(shard.layout.nbytes * experts_read // w.shape[0] if ids else shard.layout.nbytes) + nbytes(x) + nbytes(y),
-                    flops=2 * rows * k * n * n_used,
-                )
-            )
-        return dispatches
+        elif path == "int" and product.x.type == "F32":
+            x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", product.x.shape)
+            before = quantize_dispatch(product.x, x8, ctx)
+            product = dataclasses.replace(product, x=x8)
+        build = product.build(path, prologue, ctx)
+        reason = f"{path}: {why}; {build.shape.wg} threads, {build.shape.lanes} lanes, {build.shape.rows} rows: {build.source}"
+        pieces = shards(product.w, ctx.caps)
+        return before + [product.dispatch(build, i, piece, len(pieces), reason) for i, piece in enumerate(pieces)]
 
     def cases(self) -> Iterator[Case]:
         for quant in ("Q4_K", "Q6_K", "Q8_0", "MXFP4"):
@@ -377,8 +452,10 @@ def weight(name: str, quant: str, shape: tuple[int, ...]) -> Tensor:
     return Tensor(name, quant, shape, "weight", Recipe("plain", (name,)))
 
 
-def fused_case(quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, out: str = "F32", experts: int = 6, used: int = 3,
-               seed: int = 7) -> Case:
+def fused_case(
+    quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, out: str = "F32", experts: int = 6, used: int = 3,
+    seed: int = 7,
+) -> Case:
     """A case of the fused family; with ids: `experts` experts of which each token uses `used` (expert 0 is never chosen)."""
 
     def make(rng: np.random.Generator) -> Problem:
