@@ -26,6 +26,10 @@ VENDORS: Mapping[int, str] = {
 """PCI vendor ids, and the Khronos ones of vendors without PCI. Mesa's own id (0x10005) names no maker."""
 
 
+LEAST_STORAGE_BINDINGS = 8
+"""Storage buffers a kernel may have anywhere: what a Raspberry Pi binds, the fewest of all recorded devices. Vulkan alone guarantees 4."""
+
+
 @dataclass(frozen=True)
 class Heap:
     """A memory heap; size in bytes."""
@@ -275,7 +279,7 @@ def _from_profile(p: Mapping[str, Any]) -> Capabilities:
         max_workgroup_size=triple("maxComputeWorkGroupSize", (128, 128, 64)),
         max_workgroup_count=triple("maxComputeWorkGroupCount", (65535, 65535, 65535)),
         max_push_constants=limit("maxPushConstantsSize", 128),
-        max_storage_bindings=limit("maxPerStageDescriptorStorageBuffers", 4),
+        max_storage_bindings=limit("maxPerStageDescriptorStorageBuffers", LEAST_STORAGE_BINDINGS),
         max_allocation_size=limit("maxMemoryAllocationSize", 1 << 30),
         max_buffer_size=limit("maxBufferSize", 1 << 30),
         min_storage_buffer_offset_alignment=limit("minStorageBufferOffsetAlignment", 256),

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from vkback.device.capabilities import Capabilities
+from vkback.device.capabilities import LEAST_STORAGE_BINDINGS, Capabilities
 from vkback.device.driver import NULL, Driver, check, ffi, strings, struct, text
 from vkback.device.errors import DeviceError, DeviceLost, FeatureMissing, Timeout
 from vkback.device.instance import Instance, Validation, ValidationMessage, select
@@ -269,6 +269,7 @@ def require(physical: PhysicalDevice) -> None:
         ("storageBuffer16BitAccess", caps.storage_16bit),
         ("timelineSemaphore", caps.timeline_semaphore),
         ("a compute queue", physical.has_compute_queue),
+        (f"{LEAST_STORAGE_BINDINGS} storage buffers a shader", caps.max_storage_bindings >= LEAST_STORAGE_BINDINGS),
     )
     missing = [name for name, there in needs if not there]
     if missing:
