@@ -1,75 +1,205 @@
-"""vkback test-ops: every op against its numpy reference on a device."""
+"""vkback test-ops: every op against its numpy reference on a device, timed, or asked whether it can run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of
-from vkback.errors import VkbackError
+from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, one_of
 
 if TYPE_CHECKING:
+    from vkback.harness.output import Printer
+    from vkback.harness.result import Result
     from vkback.ops.base import Case
 
-_OUTSIDE_PARENTHESES = re.compile(r",(?![^(]*\))")
+MODES = ("test", "perf", "support")
+OUTPUTS = ("console", "csv", "sql", "json")
+
+SHRUNK = 10
+"""Most failing cases that are made smaller in one run."""
 
 
 def test_ops(
-    wanted: Annotated[list[str] | None, typer.Argument(metavar="CASE", help="Whole cases, as a run prints them, to rerun.")] = None,
+    wanted: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[test|perf|support] [CASE]...", help="Mode, default test; whole cases, as a run prints them, to rerun."),
+    ] = None,
     ops: Annotated[str | None, typer.Option("-o", help="Op names or whole cases, with commas.")] = None,
     params: Annotated[str | None, typer.Option("-p", help="Only cases whose parameters match this regular expression.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="All cases of the suite, not just the ones every build runs.")] = False,
     device: DeviceOption = None,
     act: ActOption = "auto",
+    seed: Annotated[int | None, typer.Option("--seed", help="Other values for every case; default: the seed its line names.")] = None,
+    processes: Annotated[int, typer.Option("-j", min=1, help="Processes that run cases, each with a device of its own.")] = 1,
+    output: Annotated[str, typer.Option("--output", help=", ".join(OUTPUTS))] = "console",
+    baseline: Annotated[Path | None, typer.Option("--baseline", help="perf: json of an earlier run to compare with.")] = None,
+    smaller: Annotated[bool, typer.Option("--shrink", help="Look for the smallest case that fails and save its values.")] = False,
+    save_in: Annotated[Path, typer.Option("--save-in", help="Folder for what --shrink saves.")] = Path("failing-cases"),
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the error and its bound for cases that pass, too.")] = False,
     list_ops: Annotated[bool, typer.Option("--list-ops", help="List the ops with their number of cases.")] = False,
 ) -> None:
-    """Run the seeded cases of ops on a device and judge each against the op's numpy reference. Exit code 1 when one fails."""
-    import vkback.ops  # noqa: F401  registers every op
-    from vkback.device import Device
-    from vkback.harness.runner import run_case
-    from vkback.ops.base import OPS, LowerContext, PlanError
-    from vkback.plan.tuning import Tuning
-    from vkback.shader import ShaderLibrary
+    """Run the seeded cases of ops on a device and judge each against the op's numpy reference and, where it is a fusion, against the ops it
+    replaces. Exit code 1 when one fails.
 
+    perf times cases with cold weights; support says what the device runs and why not the rest.
+    """
+    from vkback.harness import generators
+
+    names = list(wanted or [])
+    mode = names.pop(0) if names and names[0] in MODES else "test"
+    one_of(output, OUTPUTS, "--output")
+    act_of(act)
     if list_ops:
-        for name, op in sorted(OPS.items()):
-            print(f"{name:24} {sum(1 for _ in op.cases()):5} cases")
+        print_counts()
         return
-    names = [*(wanted or []), *(_OUTSIDE_PARENTHESES.split(ops) if ops else [])]
-    cases = list(select((case for op in OPS.values() for case in op.cases()), names, params))
-    failed: list[str] = []
-    skipped = 0
-    with Device.open(device) as opened:
-        print(opened.caps.summary_line())
-        context = LowerContext(opened.caps, Tuning.for_device(opened.caps), act_of(act))
-        library = ShaderLibrary()
-        for case in cases:
-            try:
-                outcome = run_case(opened, library, case, context)
-                ok, text = outcome.ok, outcome.text if outcome.ok else f"[{case.op}] {outcome.text}"
-            except PlanError as e:
-                print(f"  {case.line}: not supported [{e}]", flush=True)
-                skipped += 1
-                continue
-            except VkbackError as e:
-                ok, text = False, str(e)
-            if ok:
-                typer.echo(f"  {case.line}: {typer.style('OK', fg='green')}{f'  {text}' if verbose else ''}")
-            else:
-                failed.append(case.line)
-                typer.echo(f"{text}\n  {case.line}: {typer.style('FAIL', fg='red')}")
-    ran = len(cases) - skipped
-    print(f"  {ran - len(failed)}/{ran} tests passed" + (f", {skipped} not supported" if skipped else ""))
+    names += _split(ops)
+    listed = generators.perf_cases() if mode == "perf" else generators.full_cases() if full else generators.quick_cases()
+    cases = list(select(listed, names, params))
+    if seed is not None:
+        from vkback.harness.factories import reseeded
+
+        cases = [reseeded(case, seed) for case in cases]
+    failed = _run(mode, cases, device, act, processes, output, baseline, save_in if smaller else None, verbose)
     if failed:
-        print("\nFailing tests:", *(f"  {line}" for line in failed), sep="\n")
         raise typer.Exit(1)
 
 
+def _run(
+    mode: str, cases: Sequence[Case], device: str | None, act: str, processes: int, output: str, baseline: Path | None,
+    save_in: Path | None, verbose: bool,
+) -> bool:
+    """Run, print, and say whether a case failed."""
+    from vkback.device import Device
+    from vkback.harness.suite import Suite, run_in_processes
+    from vkback.harness.support import support_of, support_table
+    from vkback.ops.base import LowerContext
+    from vkback.plan.tuning import Tuning
+    from vkback.shader import ShaderLibrary
+
+    with ExitStack() as stack:
+        opened = stack.enter_context(Device.open(device))
+        ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act_of(act))
+        library = ShaderLibrary()
+        printer = _printer(output, opened, verbose, _against(baseline))
+        if output == "console":
+            print(opened.caps.summary_line(opened.index), flush=True)
+        results: Iterable[Result]
+        if mode == "support":
+            made = list(support_of(cases, ctx))
+            for result in made if verbose or output != "console" else ():
+                printer.add(result)
+            if output == "console":
+                print("\n".join(support_table(cases, made)))
+            else:
+                printer.finish()
+            return False
+        if mode == "perf":
+            from vkback.cli.shell import measured_read_rate
+            from vkback.harness.perf import time_cases
+
+            rate = measured_read_rate(opened)
+            if output == "console":
+                print(f"read rate {rate:.0f} GB/s", flush=True)
+            results = time_cases(opened, library, cases, ctx, rate)
+        elif processes > 1:
+            results = run_in_processes([c.line for c in cases], processes, opened.index, act)
+        else:
+            results = stack.enter_context(Suite(opened, library, ctx)).run(cases)
+        for result in results:
+            printer.add(result)
+        if mode == "test" or printer.tally.failed or output != "console":
+            printer.finish()
+        if save_in is not None and mode == "test" and printer.tally.failed:
+            with Suite(opened, library, ctx) as suite:
+                _shrink(suite, printer.tally.failed, save_in)
+        return bool(printer.tally.failed)
+
+
+def _shrink(suite: Any, failed: Sequence[str], save_in: Path) -> None:
+    from vkback.harness.shrink import save, shrink
+    from vkback.harness.suite import find_case
+
+    for line in failed[:SHRUNK]:
+        least = shrink(find_case(line), lambda case: suite.run_one(case).result.passed is False)
+        run = suite.run_one(least)
+        path = save(run, save_in)
+        print(f"\nSmallest failing case of {line}:\n  {least.line}\n  {run.result.message}", file=sys.stderr)
+        print(f"  values in {path}; rerun: vkback test-ops '{least.line}'", file=sys.stderr)
+
+
+def _printer(output: str, device: Any, verbose: bool, notes: Callable[[Result], str]) -> Printer:
+    from vkback.harness.output import About, Console, Csv, Json, Sql
+    from vkback.report.build import build_info
+
+    caps = device.caps
+    about = About(
+        f"Vulkan{device.index}", caps.name, f"{caps.driver_name} {caps.driver_info}", build_info()[0],
+        datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )  # fmt: skip
+    if output == "console":
+        return Console(sys.stdout, about, verbose=verbose, style=lambda text, colour: typer.style(text, fg=colour), notes=notes)
+    forms: dict[str, Callable[[TextIO, About], Printer]] = {"csv": Csv, "sql": Sql, "json": Json}
+    return forms[output](sys.stdout, about)
+
+
+def _against(baseline: Path | None) -> Callable[[Result], str]:
+    """What an earlier run says of a timed case: the change, and whether it beats the noise. Raises UsageError when it cannot be read."""
+    if baseline is None:
+        return lambda result: ""
+    from vkback.harness.output import samples_by_line
+
+    try:
+        before = samples_by_line(baseline.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UsageError(f"--baseline {baseline}: not the json of a perf run: {e}") from e
+    return lambda result: compared(before, result)
+
+
+def compared(before: Mapping[str, Sequence[float]], result: Result) -> str:
+    """The change against the samples of an earlier run, in microseconds a launch."""
+    from statistics import fmean, stdev
+
+    from vkback.report.compare import Speed, judge, verdict_text
+
+    old = before.get(result.line)
+    if not old or not result.samples_us:
+        return ", not in the baseline"
+
+    def speed(samples: Sequence[float]) -> Speed:
+        return Speed(fmean(samples), stdev(samples) if len(samples) > 1 else 0.0, len(samples))
+
+    was, now = speed(old), speed(result.samples_us)
+    return f", time {100 * (now.mean / was.mean - 1):+.1f} % against {was.mean:.2f} us, beats the noise: {verdict_text(judge(was, now))}"
+
+
+def print_counts() -> None:
+    """Ops with their number of cases in each set."""
+    from collections import Counter
+
+    from vkback.harness import generators
+    from vkback.ops.base import OPS
+
+    sets = [Counter(case.op for case in made()) for made in (generators.quick_cases, generators.full_cases, generators.perf_cases)]
+    for name in sorted(OPS):
+        print("{:24} {:5} quick {:6} full {:5} perf cases".format(name, *(s[name] for s in sets)))
+    print("{:24} {:5} quick {:6} full {:5} perf cases".format("all", *(s.total() for s in sets)))
+
+
+def _split(ops: str | None) -> list[str]:
+    from vkback.harness.case_line import split_lines
+
+    return split_lines(ops) if ops else []
+
+
 def select(cases: Iterable[Case], names: Sequence[str], params: str | None) -> Iterator[Case]:
-    """Cases of the named ops or with the given lines; of those, the ones whose parameters match.
+    """Cases of the named ops; of those, the ones whose parameters match. A name may be a whole case, of this set or of any other.
 
     Raises UsageError for a name that is neither an op nor a case, for a bad expression, and when nothing is left.
     """
@@ -78,15 +208,24 @@ def select(cases: Iterable[Case], names: Sequence[str], params: str | None) -> I
     except re.error as e:
         raise UsageError(f"-p {params}: not a regular expression: {e}") from e
     names = [n.strip() for n in names]
-    unmatched = set(names)
+    unmatched = dict.fromkeys(names)
     found = False
     for case in cases:
         keys = {case.op, case.line} & set(names)
-        unmatched -= keys
+        for key in keys:
+            unmatched.pop(key, None)
         if (keys or not names) and pattern.search(case.line.partition("(")[2]):
             found = True
             yield case
-    if unmatched:
-        raise UsageError(f"no op and no case is called {', '.join(sorted(unmatched))}; --list-ops shows the ops")
+    lines = [n for n in unmatched if "(" in n]
+    unknown = sorted(n for n in unmatched if "(" not in n)
+    if unknown:
+        raise UsageError(f"no op and no case is called {', '.join(unknown)}; --list-ops shows the ops")
+    if lines:
+        from vkback.harness.suite import find_case
+
+        for line in lines:
+            found = True
+            yield find_case(line)
     if not found:
         raise UsageError(f"-p {params}: no case matches")

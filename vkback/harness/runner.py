@@ -153,7 +153,7 @@ class Workbench:
         raw = readback.map()
         check_memory(prepared, raw)
         where = {p.tensor.name: p for p in prepared.pieces}
-        return {t.name: _decoded(t, raw[where[t.name].offset :][: where[t.name].nbytes].copy()) for t in prepared.outputs}
+        return {t.name: decoded(t, raw[where[t.name].offset :][: where[t.name].nbytes].copy()) for t in prepared.outputs}
 
     def _ranges(self, size: int) -> tuple[BufferRange, BufferRange, BufferRange]:
         if self._block is None or self._upload is None or self._readback is None or self._block.size < size:
@@ -254,7 +254,8 @@ def _contents(tensor: Tensor, value: Array | None, ctx: LowerContext) -> list[Ar
     return [np.ascontiguousarray(value.astype(dtype)).ravel().view(np.uint8)]
 
 
-def _decoded(tensor: Tensor, raw: Array) -> Array:
+def decoded(tensor: Tensor, raw: Array) -> Array:
+    """A tensor's bytes as the host reads them: float32 (F32, F16, Q8_1) or int32 (I32), in its shape."""
     if tensor.type == "Q8_1":
         rows = raw[: nbytes(tensor)].reshape(prod(tensor.shape[:-1]), -1)
         return quants.q8_1_dequantize(rows, tensor.shape[-1]).reshape(tensor.shape)

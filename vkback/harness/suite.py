@@ -9,9 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from threading import Lock
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 
 from vkback.device import Device, Kernel
 from vkback.device.errors import DeviceLost
@@ -27,21 +29,30 @@ from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Proble
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary, Variant
 
-AHEAD = 48
-"""Cases prepared ahead of the one that runs: enough that kernels of many compile at once."""
+AHEAD = 96
+"""Cases prepared ahead of the one that runs: enough that the kernels of many compile at once."""
+
+BATCH = 64
+"""Most shaders compiled in one go: a compiler's start costs as much as several shaders."""
 
 CHUNK = 100
 """Most cases a process is given at once; near the end fewer, so that all finish together."""
 
 
+Key = tuple[Variant, int, int]
+
+
 class Kernels:
-    """Compiles the kernels of dispatches in threads, each once."""
+    """Compiles the kernels of dispatches in the background, each once: shaders by the batch, then a pipeline a thread."""
 
     def __init__(self, device: Device, library: ShaderLibrary, threads: int) -> None:
         self._device, self._library = device, library
-        self._pool = ThreadPoolExecutor(threads)
         self._lock = Lock()
-        self._found: dict[tuple[Variant, int, int], Future[Kernel]] = {}
+        self._found: dict[Key, Future[Kernel]] = {}
+        self._wanted: SimpleQueue[Key | None] = SimpleQueue()
+        self._pipelines = ThreadPoolExecutor(threads)
+        self._shaders = Thread(target=self._compile, daemon=True)
+        self._shaders.start()
 
     def start(self, dispatches: Iterable[Dispatch]) -> list[Future[Kernel]]:
         """Begin compiling what these dispatches need; a future for each."""
@@ -50,18 +61,43 @@ class Kernels:
             key = (d.kernel, len(d.args), len(d.push))
             with self._lock:
                 if key not in self._found:
-                    self._found[key] = self._pool.submit(self._compile, *key)
+                    self._found[key] = Future()
+                    self._wanted.put(key)
                 started.append(self._found[key])
         return started
 
-    def _compile(self, variant: Variant, bindings: int, push_bytes: int) -> Kernel:
-        return self._device.kernel(
-            self._library.spirv(variant), name=variant.name, bindings=bindings, push_bytes=push_bytes, spec=dict(variant.spec),
-            subgroup_size=variant.subgroup_size,
-        )  # fmt: skip
+    def _compile(self) -> None:
+        while (key := self._wanted.get()) is not None:
+            batch = [key]
+            while len(batch) < BATCH:
+                try:
+                    after = self._wanted.get_nowait()
+                except Empty:
+                    break
+                if after is None:
+                    return
+                batch.append(after)
+            with suppress(Exception):  # raised again below, for the kernel it is about
+                self._library.compile_many([variant for variant, _, _ in batch])
+            for key in batch:
+                self._pipelines.submit(self._finish, key)
+
+    def _finish(self, key: Key) -> None:
+        variant, bindings, push_bytes = key
+        try:
+            kernel = self._device.kernel(
+                self._library.spirv(variant), name=variant.name, bindings=bindings, push_bytes=push_bytes, spec=dict(variant.spec),
+                subgroup_size=variant.subgroup_size,
+            )  # fmt: skip
+        except Exception as e:  # whoever waits for the kernel gets it
+            self._found[key].set_exception(e)
+        else:
+            self._found[key].set_result(kernel)
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._wanted.put(None)
+        self._shaders.join()
+        self._pipelines.shutdown()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Times one node on a device with cold weights: copies of the weight larger than the last cache are read in turn.
+"""Times nodes on a device with cold weights: copies of the weights larger than the last cache are read in turn.
 
 Two figures: throughput (independent launches back to back, no barrier between) and latency (each launch waits for the one before).
 """
@@ -6,6 +6,7 @@ Two figures: throughput (independent launches back to back, no barrier between) 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -13,8 +14,10 @@ import numpy as np
 
 from vkback import quants
 from vkback.device import BufferRange, Commands, Device
-from vkback.graph import Node
-from vkback.ops.base import OPS, Dispatch, LowerContext, Problem, nbytes, shards
+from vkback.graph import Node, Tensor
+from vkback.harness.runner import NAN_WORD, Array, decoded
+from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, Problem, nbytes, shards
+from vkback.plan.schedule import into_stages
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 
@@ -24,16 +27,35 @@ COLD_BYTES = 512 << 20
 STEADY_BYTES = 4 << 30
 """Bytes read in one recording: about a millisecond on the fastest memory there is."""
 
+MOST_LAUNCHES = 2000
+
+SCRATCH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Microseconds a launch: median over repetitions, the spread (half the range between first and third quartile), each repetition."""
+
+    us: float
+    spread_us: float
+    samples: tuple[float, ...] = ()
+
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a launch, median over repetitions with the spread (half the range between first and third quartile)."""
+    """Microseconds a launch, median over repetitions with the spread (half the range between first and third quartile).
+
+    samples_us  throughput of each repetition; launches: in one recording; nbytes, flops: of one launch
+    """
 
     throughput_us: float
     throughput_spread_us: float
     latency_us: float
     latency_spread_us: float
     nbytes: int
+    flops: int = 0
+    launches: int = 0
+    samples_us: tuple[float, ...] = ()
 
     @property
     def gb_s(self) -> float:
@@ -51,83 +73,160 @@ def warm_up(device: Device, commands: Commands, seconds: float = 0.05) -> None:
         device.submit(commands).wait()
 
 
-class Bench:
-    """One problem's tensors on a device, weights in several copies, ready to time any lowering of its node."""
+def _rotates(tensor: Tensor) -> bool:
+    """Whether a tensor is what a model reads once a token: weights and caches."""
+    return len(tensor.shape) > 1 and tensor.kind in ("weight", "state")
 
-    def __init__(self, device: Device, library: ShaderLibrary, problem: Problem, ctx: LowerContext, *, cold_bytes: int = COLD_BYTES) -> None:
+
+class Bench:
+    """One problem's tensors on a device, weights and caches in several copies, ready to time any lowering of its node.
+
+    A node with the same tensors but fewer tokens may be timed, too.
+    """
+
+    def __init__(
+        self, device: Device, library: ShaderLibrary, problem: Problem, ctx: LowerContext, *, cold_bytes: int = COLD_BYTES
+    ) -> None:
         self.device, self.library, self.problem = device, library, problem
-        node = problem.node
-        heavy = [t for t in node.inputs if t.kind == "weight" and len(t.shape) > 1]
-        one = sum(s.layout.nbytes for t in heavy for s in shards(t, ctx.caps))
-        self.copies = max(1, min(256, -(-cold_bytes // one))) if heavy else 1
-        light = [t for t in (*node.inputs, *node.outputs) if t not in heavy]
-        room = self.copies * (one + 1024 * len(heavy) * 4) + sum(nbytes(t) + 512 for t in light) + (64 << 20)
-        self._arena = device.arena("timing", room, "device")
+        tensors = {t.name: t for t in (*problem.node.inputs, *problem.node.outputs)}
+        heavy = [t for t in tensors.values() if _rotates(t)]
+        light = [t for t in tensors.values() if not _rotates(t)]
+        sizes = {t.name: [s.layout.nbytes for s in shards(t, ctx.caps)] if t.kind == "weight" else [nbytes(t)] for t in heavy}
+        one = sum(map(sum, sizes.values()))
+        room = device.free_memory() // 2
+        self.copies = max(1, min(256, -(-cold_bytes // one), room // one)) if heavy else 1
+        pieces = sum(map(len, sizes.values()))
+        self._arena = device.arena("timing", self.copies * (one + 512 * pieces) + sum(nbytes(t) + 512 for t in light) + 1, "device")
+        self._scratch = device.arena("timing scratch", SCRATCH_BYTES, "device")
+        self._own: list[dict[str, BufferRange]] = []
         self._ranges: dict[str, BufferRange] = {}
-        self._weights: list[dict[str, list[BufferRange]]] = []
+        self._copies: list[dict[str, list[BufferRange]]] = []
         for t in light:
             self._ranges[t.name] = self._arena.alloc(nbytes(t), t.name)
             value = problem.values.get(t.name)
             if value is not None:
                 device.upload(self._ranges[t.name], np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-        for i in range(self.copies):
-            self._weights.append({t.name: [self._arena.alloc(s.layout.nbytes, t.name) for s in shards(t, ctx.caps)] for t in heavy})
+        for _ in range(self.copies):
+            self._copies.append({name: [self._arena.alloc(n, name) for n in parts] for name, parts in sizes.items()})
         for t in heavy:
-            raw = problem.values[t.name].reshape(prod(t.shape[:-1]), -1)
-            for j, s in enumerate(shards(t, ctx.caps)):
-                device.upload(self._weights[0][t.name][j], quants.to_device(t.type, raw[s.row0 : s.row0 + s.rows], t.shape[-1]))
+            self._upload(t, problem, ctx)
         if self.copies > 1:
             rec = device.recorder("copies")
-            for i in range(1, self.copies):
-                for name, first in self._weights[0].items():
-                    for source, target in zip(first, self._weights[i][name], strict=True):
+            for copy in self._copies[1:]:
+                for name, first in self._copies[0].items():
+                    for source, target in zip(first, copy[name], strict=True):
                         rec.copy(source, target)
             commands = rec.finish()
             device.submit(commands).wait()
             commands.destroy()
+
+    def _upload(self, tensor: Tensor, problem: Problem, ctx: LowerContext) -> None:
+        first = self._copies[0][tensor.name]
+        value = problem.values[tensor.name]
+        if tensor.kind != "weight":
+            self.device.upload(first[0], np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+            return
+        raw = value.reshape(prod(tensor.shape[:-1]), -1)
+        for s, target in zip(shards(tensor, ctx.caps), first, strict=True):
+            self.device.upload(target, quants.to_device(tensor.type, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]))
 
     def __enter__(self) -> Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._arena.destroy()
+        self._scratch.destroy()
 
     def time(self, ctx: LowerContext, *, launches: int | None = None, repetitions: int = 5, node: Node | None = None) -> Timing:
-        """Time the node as `ctx` lowers it. launches: how many in one recording (default: whole rounds through the copies,
-        on a GPU enough of them for about a millisecond, so that clocks and timestamps are steady)."""
-        dispatches = OPS[(node or self.problem.node).op].lower(node or self.problem.node, ctx)
-        per_launch = sum(d.nbytes for d in dispatches)
-        enough = 16 if self.device.caps.device_type == "cpu" else min(2000, STEADY_BYTES // per_launch)
-        count = launches or max(1, -(-enough // self.copies)) * self.copies
-        kernels = compile_kernels(self.device, self.library, dispatches)
-        figures = []
-        for barrier in (False, True):
-            rec = self.device.recorder("timing", timestamps=2)
-            rec.barrier()
-            rec.timestamp("start")
-            for i in range(count):
-                if barrier and i:
-                    rec.barrier()
-                for d in dispatches:
-                    rec.dispatch(kernels[d.kernel, len(d.args), len(d.push)], [self._bind(d, a, i) for a in range(len(d.args))], d.push, d.groups)
-            rec.timestamp("end")
-            commands = rec.finish()
-            warm_up(self.device, commands)
-            times = []
-            for _ in range(repetitions):
-                self.device.submit(commands).wait()
-                (_, start), (_, end) = commands.timestamps()
-                times.append((end - start) / 1e3 / count)
-            commands.destroy()
-            figures.append((float(np.median(times)), float(np.subtract(*np.percentile(times, [75, 25])) / 2)))
-        (through, through_spread), (latency, latency_spread) = figures
-        return Timing(through, through_spread, latency, latency_spread, sum(d.nbytes for d in dispatches))
+        """Throughput and latency of the node as `ctx` lowers it; see `lap`."""
+        node = node or self.problem.node
+        dispatches = OPS[node.op].lower(node, ctx)
+        count = launches or self.launches(dispatches)
+        through, latency = (
+            self.lap(ctx, chained=chained, launches=count, repetitions=repetitions, node=node) for chained in (False, True)
+        )
+        return Timing(
+            through.us, through.spread_us, latency.us, latency.spread_us, sum(d.nbytes for d in dispatches),
+            sum(d.flops for d in dispatches), count, through.samples,
+        )  # fmt: skip
 
-    def _bind(self, dispatch: Dispatch, index: int, launch: int) -> BufferRange:
-        arg = dispatch.args[index]
-        heavy = self._weights[launch % self.copies].get(arg.tensor.name)
-        if heavy is not None:
-            return heavy[arg.shard]
-        if arg.tensor.name not in self._ranges:
-            self._ranges[arg.tensor.name] = self._arena.alloc(nbytes(arg.tensor), arg.tensor.name)
-        return self._ranges[arg.tensor.name]
+    def launches(self, dispatches: Sequence[Dispatch]) -> int:
+        """How many launches make one recording: whole rounds through the copies, on a GPU enough of them for about a millisecond, so that
+        clocks and timestamps are steady."""
+        once = max(1, sum(d.nbytes for d in dispatches))
+        enough = 16 if self.device.caps.device_type == "cpu" else min(MOST_LAUNCHES, STEADY_BYTES // once)
+        return max(1, -(-enough // self.copies)) * self.copies
+
+    def lap(
+        self, ctx: LowerContext, *, chained: bool, launches: int | None = None, repetitions: int = 5, warm_s: float = 0.05,
+        node: Node | None = None,
+    ) -> Lap:
+        """Time launches of the node as `ctx` lowers it. chained: each waits for the one before."""
+        node = node or self.problem.node
+        dispatches = OPS[node.op].lower(node, ctx)
+        count = launches or self.launches(dispatches)
+        commands = self._record(dispatches, count, chained)
+        warm_up(self.device, commands, warm_s)
+        times = []
+        for _ in range(repetitions):
+            self.device.submit(commands).wait()
+            (_, start), (_, end) = commands.timestamps()
+            times.append((end - start) / 1e3 / count)
+        commands.destroy()
+        return Lap(float(np.median(times)), float(np.subtract(*np.percentile(times, [75, 25])) / 2), tuple(times))
+
+    def outputs(self, ctx: LowerContext) -> dict[str, Array]:
+        """The node's outputs, filled with NaN before it runs once on the first copy."""
+        node = self.problem.node
+        names = {t.name: t for t in node.outputs if t.name in self._ranges}
+        for t in names.values():
+            self.device.upload(self._ranges[t.name], np.full(-(-nbytes(t) // 4), NAN_WORD, np.uint32).view(np.uint8)[: nbytes(t)])
+        commands = self._record(OPS[node.op].lower(node, ctx), 1, True)
+        self.device.submit(commands).wait()
+        commands.destroy()
+        return {name: decoded(t, self.device.download(self._ranges[name].slice(0, nbytes(t)))) for name, t in names.items()}
+
+    def _record(self, dispatches: Sequence[Dispatch], count: int, chained: bool) -> Commands:
+        """Launches that wait for each other, or else stage after stage, each over all launches."""
+        stages = into_stages(dispatches)
+        turns = [[(stage, i)] for i in range(count) for stage in stages] if chained else [[(s, i) for i in range(count)] for s in stages]
+        kernels = compile_kernels(self.device, self.library, dispatches)
+        self._place(dispatches, count)
+        rec = self.device.recorder("timing", timestamps=2)
+        rec.barrier()
+        rec.timestamp("start")
+        for t, turn in enumerate(turns):
+            if t:
+                rec.barrier()
+            for stage, launch in turn:
+                for d in stage:
+                    rec.dispatch(kernels[d.kernel, len(d.args), len(d.push)], [self._bind(a, launch) for a in d.args], d.push, d.groups)
+        rec.timestamp("end")
+        rec.host_barrier()
+        return rec.finish()
+
+    def _place(self, dispatches: Sequence[Dispatch], count: int) -> None:
+        """Memory for what the dispatches need beside the problem's tensors: each launch its own as far as there is room, since launches
+        that run at once must not share counters."""
+        own = {a.tensor.name: a.tensor for d in dispatches for a in d.args if a.tensor.name not in self._ranges | self._copies[0]}
+        self._scratch.reset()
+        self._own = []
+        one = sum(nbytes(t) + 512 for t in own.values())
+        for _ in range(max(1, min(count, SCRATCH_BYTES // one)) if one else 1):
+            self._own.append({t.name: self._scratch.alloc(nbytes(t), t.name) for t in own.values()})
+        if any(t.kind == "counter" for t in own.values()):
+            rec = self.device.recorder("counters")
+            for ranges in self._own:
+                for name, where in ranges.items():
+                    if own[name].kind == "counter":
+                        rec.fill(where, 0)
+            commands = rec.finish()
+            self.device.submit(commands).wait()
+            commands.destroy()
+
+    def _bind(self, arg: Arg, launch: int) -> BufferRange:
+        name = arg.tensor.name
+        if name in self._ranges:
+            return self._ranges[name]
+        heavy = self._copies[launch % self.copies].get(name)
+        return heavy[arg.shard] if heavy is not None else self._own[launch % len(self._own)][name]

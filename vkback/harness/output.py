@@ -1,0 +1,244 @@
+"""Results of the suite as text: console lines as test-backend-ops prints them, csv, sql and json.
+
+The fields of csv and sql are those of test-backend-ops, under its names and in its order; ours follow.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO
+
+from vkback.harness.result import Result
+
+SQL_TABLE = "test_backend_ops"
+
+OURS = (
+    "nmse", "worst", "tolerance_nmse", "tolerance_worst", "spread_us", "latency_us", "latency_spread_us", "read_rate_gb_s",
+    "read_rate_percent", "driver_info", "seed",
+)  # fmt: skip
+"""Fields that test-backend-ops does not have."""
+
+CSV_FIELDS = (
+    "backend_name", "op_name", "op_params", "test_mode", "supported", "error_message", "backend_reg_name", "passed", "time_us", "flops",
+    "bandwidth_gb_s", "memory_kb", "n_runs", *OURS,
+)  # fmt: skip
+
+SQL_FIELDS: Mapping[str, str] = {
+    "test_time": "TEXT", "build_commit": "TEXT", "backend_name": "TEXT", "op_name": "TEXT", "op_params": "TEXT", "test_mode": "TEXT",
+    "supported": "INTEGER", "passed": "INTEGER", "error_message": "TEXT", "time_us": "REAL", "flops": "REAL", "bandwidth_gb_s": "REAL",
+    "memory_kb": "INTEGER", "n_runs": "INTEGER", "device_description": "TEXT", "backend_reg_name": "TEXT",
+    **{name: "TEXT" if name == "driver_info" else "REAL" for name in OURS},
+}  # fmt: skip
+
+Style = Callable[[str, str], str]
+
+
+@dataclass(frozen=True)
+class About:
+    """What a run's results have in common."""
+
+    backend_name: str
+    device: str
+    driver: str
+    commit: str
+    time: str
+
+
+@dataclass
+class Tally:
+    """What has been printed so far."""
+
+    passed: int = 0
+    failed: list[str] = field(default_factory=list)
+    unsupported: int = 0
+    total: int = 0
+
+    def count(self, result: Result) -> None:
+        self.total += 1
+        self.unsupported += not result.supported
+        if result.passed is False:
+            self.failed.append(result.line)
+        elif result.supported:
+            self.passed += 1
+
+
+class Printer(ABC):
+    """Writes results as they come."""
+
+    def __init__(self, out: TextIO, about: About) -> None:
+        self.out, self.about, self.tally = out, about, Tally()
+
+    def add(self, result: Result) -> None:
+        self.tally.count(result)
+        self.write(result)
+        self.out.flush()
+
+    @abstractmethod
+    def write(self, result: Result) -> None: ...
+
+    @abstractmethod
+    def finish(self) -> None: ...
+
+
+def fields_of(result: Result, about: About) -> dict[str, Any]:
+    """Every field of csv and sql."""
+    seed = result.line.rpartition("seed=")[2].removesuffix(")")
+    return {
+        "test_time": about.time,
+        "build_commit": about.commit,
+        "backend_name": about.backend_name,
+        "op_name": result.op,
+        "op_params": result.params,
+        "test_mode": result.mode,
+        "supported": int(result.supported),
+        "passed": None if result.passed is None else int(result.passed),
+        "error_message": result.message,
+        "time_us": result.time_us,
+        "flops": 1e6 * result.flops / result.time_us if result.time_us else None,
+        "bandwidth_gb_s": result.gb_s,
+        "memory_kb": result.nbytes // 1024,
+        "n_runs": result.n_runs,
+        "device_description": about.device,
+        "backend_reg_name": "Vulkan",
+        "nmse": result.nmse,
+        "worst": result.worst,
+        "tolerance_nmse": result.tolerance_nmse,
+        "tolerance_worst": result.tolerance_worst,
+        "spread_us": result.spread_us,
+        "latency_us": result.latency_us,
+        "latency_spread_us": result.latency_spread_us,
+        "read_rate_gb_s": result.read_rate_gb_s,
+        "read_rate_percent": result.read_rate_percent,
+        "driver_info": about.driver,
+        "seed": int(seed) if seed.isdigit() else None,
+    }
+
+
+class Console(Printer):
+    """Lines for people. verbose: errors and bounds of cases that pass, too; notes: what else to say of a line, by line."""
+
+    def __init__(self, out: TextIO, about: About, *, verbose: bool, style: Style, notes: Callable[[Result], str] = lambda r: "") -> None:
+        super().__init__(out, about)
+        self.verbose, self.style, self.notes = verbose, style, notes
+
+    def write(self, result: Result) -> None:
+        if result.passed is False:
+            self._line(result.message)
+        if not result.supported:
+            verdict = self.style("not supported", "yellow") + f" [{result.message}]"
+        elif result.mode == "support":
+            verdict = self.style("yes", "green")
+        elif result.passed is False:
+            verdict = self.style("FAIL", "red")
+        elif result.mode == "perf":
+            self._line(perf_line(result) + self.notes(result))
+            return
+        else:
+            verdict = self.style("OK", "green")
+        self._line(f"  {result.line}: {verdict}{self._details(result)}")
+
+    def _details(self, result: Result) -> str:
+        if not self.verbose or not result.detail:
+            return ""
+        limit = f"; llama.cpp allows NMSE {result.peer_limit:.0e}" if result.peer_limit is not None else ""
+        return f"  {result.detail}{limit}"
+
+    def _line(self, text: str) -> None:
+        self.out.write(text + "\n")
+
+    def finish(self) -> None:
+        ran = self.tally.total - self.tally.unsupported
+        rest = f", {self.tally.unsupported} not supported" if self.tally.unsupported else ""
+        self._line(f"  {self.tally.passed}/{ran} tests passed{rest}")
+        if self.tally.failed:
+            self._line("\nFailing tests:")
+            for line in self.tally.failed:
+                self._line(f"  {line}")
+
+
+def perf_line(result: Result) -> str:
+    """One timed case: throughput, what it comes to, share of the read rate, deviation, latency."""
+    time, spread, latency = result.time_us or 0.0, result.spread_us or 0.0, result.latency_us or 0.0
+    head = f"  {result.line}: "
+    head += " " * (-len(head) % 8)
+    work = f"{_scaled(result.flops)}FLOP/run - {_scaled(1e6 * result.flops / time)}FLOPS - " if result.flops and time else ""
+    percent = result.read_rate_percent
+    share = f" ({percent:.1f} % of read rate)" if percent is not None else ""
+    deviation = 100 * spread / time if time else 0.0
+    return (
+        f"{head}{result.n_runs:8d} runs - {time:8.2f} us/run ±{deviation:.1f} % - {work}{result.gb_s or 0.0:7.2f} GB/s{share}, "
+        f"latency {latency:.2f} us"
+    )
+
+
+def _scaled(value: float) -> str:
+    for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= unit:
+            return f"{value / unit:6.2f} {prefix}"
+    return f"{value:6.2f} "
+
+
+class Csv(Printer):
+    """A line a case, every value quoted."""
+
+    def __init__(self, out: TextIO, about: About) -> None:
+        super().__init__(out, about)
+        self._writer = csv.DictWriter(out, CSV_FIELDS, quoting=csv.QUOTE_ALL, extrasaction="ignore", lineterminator="\n")
+        self._writer.writeheader()
+
+    def write(self, result: Result) -> None:
+        self._writer.writerow(fields_of(result, self.about))
+
+    def finish(self) -> None:
+        return
+
+
+class Sql(Printer):
+    """Statements that make a table and fill it."""
+
+    def __init__(self, out: TextIO, about: About) -> None:
+        super().__init__(out, about)
+        columns = ",\n".join(f"  {name} {kind}" for name, kind in SQL_FIELDS.items())
+        out.write(f"CREATE TABLE IF NOT EXISTS {SQL_TABLE} (\n{columns}\n);\n")
+
+    def write(self, result: Result) -> None:
+        values = fields_of(result, self.about)
+        listed = ", ".join(_literal(values[name]) for name in SQL_FIELDS)
+        self.out.write(f"INSERT INTO {SQL_TABLE} ({', '.join(SQL_FIELDS)}) VALUES ({listed});\n")
+
+    def finish(self) -> None:
+        return
+
+
+def _literal(value: Any) -> str:
+    if value is None or (isinstance(value, float) and value != value):
+        return "NULL"
+    if isinstance(value, str):
+        return "'" + value.replace("'", "''") + "'"
+    if value == float("inf"):
+        return "9e999"
+    return str(value)
+
+
+class Json(Printer):
+    """One array of objects: the fields of sql, and all that a result holds. Written at the end."""
+
+    def __init__(self, out: TextIO, about: About) -> None:
+        super().__init__(out, about)
+        self._objects: list[dict[str, Any]] = []
+
+    def write(self, result: Result) -> None:
+        self._objects.append({**fields_of(result, self.about), **asdict(result)})
+
+    def finish(self) -> None:
+        json.dump(self._objects, self.out, indent=1)
+        self.out.write("\n")
+
+
+def samples_by_line(text: str) -> dict[str, tuple[float, ...]]:
+    """Microseconds of each repetition by case, from the json of a perf run."""
+    return {o["line"]: tuple(o["samples_us"]) for o in json.loads(text) if o["mode"] == "perf" and o["samples_us"]}

@@ -1,0 +1,52 @@
+"""Support mode: what a device runs, and why not the rest. Nothing is computed on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from vkback import quants
+from vkback.harness.factories import context_of
+from vkback.harness.result import Result
+from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.mat_vec import QUANTS
+
+BY_TYPE = {"MUL_MAT": "type_a", "MUL_MAT_ID": "type_a", "MAT_VEC": "type_a", "GET_ROWS": "type"}
+"""Ops that the table splits by the type of their weights, with the parameter that holds it."""
+
+MOST_REASONS = 3
+
+
+def support_of(cases: Iterable[Case], ctx: LowerContext) -> Iterator[Result]:
+    """Whether each case can be planned."""
+    for case in cases:
+        node = case.build().node
+        try:
+            dispatches = OPS[node.op].lower(node, context_of(case, ctx))
+        except PlanError as e:
+            yield Result(op=case.op, line=case.line, mode="support", supported=False, message=str(e))
+        else:
+            yield Result(op=case.op, line=case.line, mode="support", kernel="; ".join(d.reason for d in dispatches))
+
+
+def row_of(case: Case) -> tuple[str, str]:
+    """Op and weight type of a case, the row it counts in."""
+    key = BY_TYPE.get(case.op)
+    return case.op, str(case.params[key]) if key else ""
+
+
+def support_table(cases: Sequence[Case], results: Sequence[Result]) -> list[str]:
+    """Lines: op, type of the weights, cases that run, cases in all, and why the others do not."""
+    found: dict[tuple[str, str], list[Result]] = {}
+    for case, result in zip(cases, results, strict=True):
+        found.setdefault(row_of(case), []).append(result)
+    width = max((len(f"{op} {kind}") for op, kind in found), default=2)
+    lines = [f"{'op':{width}}  {'runs':>5} of cases"]
+    for (op, kind), rows in found.items():
+        refused = [r.message for r in rows if not r.supported]
+        reasons = list(dict.fromkeys(refused))
+        more = f"; and {len(reasons) - MOST_REASONS} other reasons" if len(reasons) > MOST_REASONS else ""
+        why = f"  not the rest: {'; '.join(reasons[:MOST_REASONS])}{more}" if reasons else ""
+        lines.append(f"{f'{op} {kind}':{width}}  {len(rows) - len(refused):5} of {len(rows):5}{why}".rstrip())
+    missing = [q for q in quants.QUANTS if q not in QUANTS]
+    lines.append(f"weight types without a kernel: {', '.join(missing) or 'none'}")
+    return lines
