@@ -31,7 +31,7 @@ void main() {
     y[2u * WG_SIZE + t] = float(wg_sum(t));
     y[3u * WG_SIZE + t] = float(wg_max(t ^ 1u));
     y[4u * WG_SIZE + t] = group_sum(v, 4u);
-    y[5u * WG_SIZE + t] = group_max(v, 8u);
+    y[5u * WG_SIZE + t] = float(group_max(t ^ 5u, 8u));
     y[6u * WG_SIZE + t] = float(group_sum(t, 2u));
     y[7u * WG_SIZE + t] = wg_sum(-v);
 }
@@ -71,7 +71,7 @@ def test_reductions(wg: int, size_known: bool, subgroup: bool, device: Device, t
         np.full(wg, index.sum()),
         np.full(wg, wg - 1),
         values.astype(np.float64).reshape(-1, 4).sum(axis=1).repeat(4),
-        values.reshape(-1, 8).max(axis=1).repeat(8),
+        index.reshape(-1, 8).max(axis=1).repeat(8),
         index.reshape(-1, 2).sum(axis=1).repeat(2),
         np.full(wg, -total),
     ]

@@ -15,8 +15,9 @@ struct Q8_1Quad {
 };
 
 Q8_1Quad q8_1_pack(uint quad, vec4 v) {
-    const vec4 size = abs(v);
-    float d = group_max(max(max(size.x, size.y), max(size.z, size.w)), 8u) / 127.0;
+    // Sizes as bits: there a NaN is larger than any number, so d is one too. Of floats max() may drop it, and nobody would notice.
+    const uvec4 size = floatBitsToUint(v) & 0x7fffffffu;
+    float d = uintBitsToFloat(group_max(max(max(size.x, size.y), max(size.z, size.w)), 8u)) / 127.0;
     // Below 2^-126 a device may flush d to zero, and 1 / d overflows.
     d = d < 1.17549435e-38 ? 0.0 : d;
     const float inverse = d > 0.0 ? 1.0 / d : 0.0;

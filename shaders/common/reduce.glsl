@@ -1,7 +1,7 @@
 // Sums and maxima over a one-dimensional workgroup of WG_SIZE threads, the result in every thread.
 //
 //   float wg_sum(float v)   float wg_max(float v)   uint wg_sum(uint v)   uint wg_max(uint v)
-//   float group_sum(float v, uint lanes)   float group_max(float v, uint lanes)   uint group_sum(uint v, uint lanes)
+//   float group_sum(float v, uint lanes)   uint group_sum(uint v, uint lanes)   uint group_max(uint v, uint lanes)
 //
 // wg_*     every thread of the workgroup must call, from uniform control flow; one barrier a call (none for a single subgroup).
 // group_*  over aligned groups of `lanes` threads, a power of two. Present where REDUCE_GROUPS is 1. With REDUCE_SUBGROUP 1: `lanes` up to the
@@ -135,5 +135,5 @@ REDUCE_WG(wg_max, uint, max, subgroupMax, 0u)
 #endif
 REDUCE_GROUP(group_sum, float, reduce_add)
 REDUCE_GROUP(group_sum, uint, reduce_add)
-REDUCE_GROUP(group_max, float, max)
+REDUCE_GROUP(group_max, uint, max)
 #endif

@@ -84,7 +84,9 @@ class _Loop:
 class Engine:
     """A loaded model. Use as a context manager; `load` opens everything."""
 
-    def __init__(self, model: Model, device: Device, *, n_ctx: int, act: Literal["auto", "f32", "q8_1"], fusion: str, progress: bool) -> None:
+    def __init__(
+        self, model: Model, device: Device, *, n_ctx: int, act: Literal["auto", "f32", "q8_1"], fusion: str, progress: bool
+    ) -> None:
         self.model = model
         self.device = device
         self.n_ctx = n_ctx

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from vkback import quants
 from vkback.graph import Graph
 from vkback.models import llama, qwen3moe
 from vkback.models.builder import Head
@@ -63,13 +64,19 @@ class Model:
 
     @classmethod
     def open(cls, path: str | Path) -> Model:
-        """Raises GgufError when the file is broken, of an unknown architecture, lacks a tensor or has one that would go unused."""
+        """Raises GgufError when the file is broken, of an unknown architecture, lacks a tensor, or has one that would go unused or is of a
+        type without codec and kernel."""
         f = GgufFile.open(path)
         model = cls(f, read_hparams(f))
         used = model.graph(1, 1, head="all").tensors()
-        for name in f.tensors:
+        known = [q.name for q in quants.QUANTS.values() if q.name != "Q8_1"]
+        for name, tensor in f.tensors.items():
             if name not in used:
                 raise GgufError(f"[gguf] {f.path}: tensor {name} has no place in the {f.arch} architecture; the result would be wrong")
+            if tensor.type not in known:
+                raise GgufError(
+                    f"[gguf] {f.path}: tensor {name} has type {tensor.type}, which has no kernel; types with one are {', '.join(known)}"
+                )
         return model
 
     def graph(self, n_tokens: int, n_ctx: int, *, head: Head) -> Graph:
@@ -83,7 +90,7 @@ class Model:
     @property
     def has_text(self) -> bool:
         """Whether the file has a text vocabulary; synthetic models know token ids only."""
-        return self.file.metadata.get("tokenizer.ggml.model", NO_TEXT_VOCABULARY) != NO_TEXT_VOCABULARY
+        return bool(self.file.metadata.get("tokenizer.ggml.model", NO_TEXT_VOCABULARY) != NO_TEXT_VOCABULARY)
 
     @property
     def description(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from vkback import quants
@@ -60,11 +61,12 @@ def load_weights(
     arena = device.arena("weights", total, "device")
     ranges: dict[str, WeightRanges] = {}
     uploader = device.uploader()
+    console = Console(stderr=True)
     with (
         contextlib.ExitStack() as undo,
         Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-            transient=True, disable=not progress,
+            console=console, transient=True, disable=not (progress and console.is_terminal),
         ) as bar,
         ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool,
     ):
