@@ -3,7 +3,15 @@
 // Bias and residual of this lane's output row, fetched before the walk so that the end need not wait for them.
 float addend[COLS];
 
+#if GLU && defined(BIND_BIAS)
+vec2 glu_bias;  // of gate and up
+#endif
+
 void fetch_addend() {
+#if GLU && defined(BIND_BIAS)
+    const uint gate_row = min(first_row + (PARTIALS > 1 ? 2u * lane : lane & ~1u), p.m - 2u);
+    glu_bias = vec2(bias1[p.w_row0 + gate_row], bias1[p.w_row0 + gate_row + 1u]);
+#endif
     const uint row = min(first_row + lane, p.m - 1u);
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         addend[c] = 0.0;
@@ -28,9 +36,13 @@ uint output_row() {
 // Value of that row for token c. Every lane calls.
 float finished(uint tid, uint turn, uint c) {
 #if GLU && PARTIALS > 1
-    const float gate = row_total(tid, turn, min(2u * lane, ROWS - 2u), c), up = row_total(tid, turn, min(2u * lane, ROWS - 2u) + 1u, c);
+    float gate = row_total(tid, turn, min(2u * lane, ROWS - 2u), c), up = row_total(tid, turn, min(2u * lane, ROWS - 2u) + 1u, c);
 #elif GLU
-    const float gate = total[c], up = subgroupShuffleXor(total[c], 1);
+    float gate = total[c], up = subgroupShuffleXor(total[c], 1);
+#endif
+#if GLU && defined(BIND_BIAS)
+    gate += glu_bias.x;
+    up += glu_bias.y;
 #endif
 #if GLU
     return gate / (1.0 + exp(-gate)) * up;

@@ -414,6 +414,7 @@ class MatVec(Op):
                 yield fused_case(quant, 96, 512, n, ("residual",))
                 yield fused_case(quant, 96, 512, n, ("bias",))
                 yield fused_case(quant, 128, 512, n, (), glu=True)
+                yield fused_case(quant, 128, 512, n, ("bias",), glu=True)
                 yield fused_case(quant, 128, 512, n, (), glu=True, out="Q8_1")
                 yield fused_case(quant, 64, 512, n, ("ids",), glu=True)
                 yield fused_case(quant, 64, 512, n, ("ids",), glu=True, out="Q8_1")
