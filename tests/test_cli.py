@@ -415,7 +415,7 @@ def test_a_failing_case_is_shown_and_fails_the_command(monkeypatch: pytest.Monke
     def fail(*args: object) -> None:
         raise VkbackError("[SILU] guard bytes were overwritten")
 
-    monkeypatch.setattr("vkback.harness.runner.run_case", fail)
+    monkeypatch.setattr("vkback.harness.runner.Workbench.run", fail)
     assert call(monkeypatch, main.main, "test-ops", "-o", "SILU", "-p", "4096") == 1
     lines = capsys.readouterr().out.splitlines()
     case = "SILU(ne=[1,4096],seed=4)"

@@ -144,9 +144,18 @@ def _printer(output: str, device: Any, verbose: bool, notes: Callable[[Result], 
         datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )  # fmt: skip
     if output == "console":
-        return Console(sys.stdout, about, verbose=verbose, style=lambda text, colour: typer.style(text, fg=colour), notes=notes)
+        style = _coloured if sys.stdout.isatty() else _plain
+        return Console(sys.stdout, about, verbose=verbose, style=style, notes=notes)
     forms: dict[str, Callable[[TextIO, About], Printer]] = {"csv": Csv, "sql": Sql, "json": Json}
     return forms[output](sys.stdout, about)
+
+
+def _coloured(text: str, colour: str) -> str:
+    return typer.style(text, fg=colour)
+
+
+def _plain(text: str, colour: str) -> str:
+    return text
 
 
 def _against(baseline: Path | None) -> Callable[[Result], str]:

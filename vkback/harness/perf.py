@@ -69,7 +69,7 @@ def _make_ready(group: list[Case], ctx: LowerContext, kernels: Kernels) -> _Read
 
 
 def time_cases(
-    device: Device, library: ShaderLibrary, cases: Iterable[Case], ctx: LowerContext, read_rate_gb_s: float, *, repetitions: int = 7
+    device: Device, library: ShaderLibrary, cases: Iterable[Case], ctx: LowerContext, read_rate_gb_s: float, *, repetitions: int = 9
 ) -> Iterator[Result]:
     """Results in the order of the cases."""
     kernels = Kernels(device, library, os.cpu_count() or 1)

@@ -137,7 +137,9 @@ class Workbench:
         ranges: dict[str, BufferRange] = {}
         weights: dict[str, WeightRanges] = {}
         for piece in prepared.pieces:
-            part = block.slice(piece.offset, piece.nbytes, piece.tensor.name)
+            # Bound with the guard behind it: many drivers drop accesses beyond what is bound, and would hide the fault.
+            bound = min(piece.nbytes + GUARD, max(piece.nbytes, self.device.caps.max_storage_buffer_range))
+            part = block.slice(piece.offset, bound, piece.tensor.name)
             if piece.tensor.kind == "weight":
                 before = weights.get(piece.tensor.name, WeightRanges(()))
                 weights[piece.tensor.name] = WeightRanges((*before.shards, part))

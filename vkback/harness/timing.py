@@ -137,14 +137,22 @@ class Bench:
         self._arena.destroy()
         self._scratch.destroy()
 
-    def time(self, ctx: LowerContext, *, launches: int | None = None, repetitions: int = 5, node: Node | None = None) -> Timing:
-        """Throughput and latency of the node as `ctx` lowers it; see `lap`."""
+    def time(
+        self, ctx: LowerContext, *, launches: int | None = None, repetitions: int = 6, rounds: int = 3, node: Node | None = None
+    ) -> Timing:
+        """Throughput and latency of the node as `ctx` lowers it, measured in turn, so that a slow drift shows in the spread."""
         node = node or self.problem.node
         dispatches = OPS[node.op].lower(node, ctx)
         count = launches or self.launches(dispatches)
-        through, latency = (
-            self.lap(ctx, chained=chained, launches=count, repetitions=repetitions, node=node) for chained in (False, True)
-        )
+        recorded = [self._record(dispatches, count, chained) for chained in (False, True)]
+        times: list[list[float]] = [[], []]
+        for round in range(rounds):
+            for commands, found in zip(recorded, times, strict=True):
+                warm_up(self.device, commands, 0.01 if round else 0.05)
+                found += self._measure(commands, count, -(-repetitions // rounds))
+        for commands in recorded:
+            commands.destroy()
+        through, latency = map(_lap, times)
         return Timing(
             through.us, through.spread_us, latency.us, latency.spread_us, sum(d.nbytes for d in dispatches),
             sum(d.flops for d in dispatches), count, through.samples,
@@ -167,13 +175,18 @@ class Bench:
         count = launches or self.launches(dispatches)
         commands = self._record(dispatches, count, chained)
         warm_up(self.device, commands, warm_s)
+        times = self._measure(commands, count, repetitions)
+        commands.destroy()
+        return _lap(times)
+
+    def _measure(self, commands: Commands, count: int, repetitions: int) -> list[float]:
+        """Microseconds a launch of each repetition."""
         times = []
         for _ in range(repetitions):
             self.device.submit(commands).wait()
             (_, start), (_, end) = commands.timestamps()
             times.append((end - start) / 1e3 / count)
-        commands.destroy()
-        return Lap(float(np.median(times)), float(np.subtract(*np.percentile(times, [75, 25])) / 2), tuple(times))
+        return times
 
     def outputs(self, ctx: LowerContext) -> dict[str, Array]:
         """The node's outputs, filled with NaN before it runs once on the first copy."""
@@ -230,3 +243,7 @@ class Bench:
             return self._ranges[name]
         heavy = self._copies[launch % self.copies].get(name)
         return heavy[arg.shard] if heavy is not None else self._own[launch % len(self._own)][name]
+
+
+def _lap(times: Sequence[float]) -> Lap:
+    return Lap(float(np.median(times)), float(np.subtract(*np.percentile(times, [75, 25])) / 2), tuple(times))
