@@ -1,0 +1,182 @@
+"""vkback tune: finds kernel shapes for this device and keeps them in its own tuning table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from vkback.cli.shell import DeviceOption, UsageError, measured_read_rate, model_path, one_of
+
+if TYPE_CHECKING:
+    from vkback.harness.products import Product
+    from vkback.harness.sweep import Job, Point, Result
+    from vkback.ops.base import LowerContext
+
+OPS = ("mat_vec",)
+PATHS = ("auto", "int", "float", "both")
+DEFAULT_QUANTS = "Q4_0,Q8_0,Q2_K,Q3_K,Q4_K,Q5_K,Q6_K,IQ4_XS,MXFP4,F16"
+DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
+
+
+def tune(
+    device: DeviceOption = None,
+    op: Annotated[str, typer.Option(help=f"Family of kernels: {', '.join(OPS)}.")] = "mat_vec",
+    quant: Annotated[str, typer.Option(help="Weight types, with commas.")] = DEFAULT_QUANTS,
+    shape: Annotated[str, typer.Option(help="Weights as rows x columns, with commas.")] = DEFAULT_SHAPES,
+    case: Annotated[list[str] | None, typer.Option(metavar="CASE", help="Fused products instead, as the suite prints them.")] = None,
+    model: Annotated[str | None, typer.Option("-m", "--model", help="The products of this model's decode schedule instead.")] = None,
+    tokens: Annotated[int, typer.Option("-t", "--tokens", min=1, help="Tokens at once.")] = 1,
+    path: Annotated[str, typer.Option(help=f"Float or integer dot: {', '.join(PATHS)}; both times both and keeps the quicker.")] = "auto",
+    budget: Annotated[float, typer.Option(min=1, help="Seconds for all.")] = 480.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Pass over what an earlier run has finished.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Heatmap file [default: beside the table, if matplotlib is there].")] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every point.")] = False,
+) -> None:
+    """Time kernel shapes on this device and write those that beat the tables, beyond the noise, into the device's own table.
+
+    Every candidate's result is checked before it is timed. The measure is the latency of one launch that waits for the one before. Exit
+    code 1 when a kernel computed something wrong.
+    """
+    from vkback.device import Device
+    from vkback.harness.sweep import Sweep, jobs_for
+    from vkback.ops.base import LowerContext
+    from vkback.paths import user_tuning_root
+    from vkback.plan.tuning import Tuning
+    from vkback.shader import ShaderLibrary
+
+    one_of(op, OPS, "--op")
+    wanted = cast(Literal["auto", "int", "float", "both"], one_of(path, PATHS, "--path"))
+    if sum(given is not None for given in (case, model)) > 1:
+        raise UsageError("--case and --model exclude each other")
+    start = time.monotonic()
+    with Device.open(device) as opened:
+        print(opened.caps.summary_line())
+        context = LowerContext(opened.caps, Tuning.for_device(opened.caps))
+        jobs = jobs_for(_products(case, model, quant, shape, tokens, context), context, wanted)
+        if not jobs:
+            raise UsageError(f"--path {path}: none of these products has such a path on {opened.caps.name}")
+        rate = measured_read_rate(opened)
+        print(f"read rate {rate:.1f} GB/s; {len(jobs)} products, {budget:.0f} s")
+        with _watched(verbose) as watcher:
+            sweep = Sweep(opened, ShaderLibrary(), user_tuning_root(), rate, budget_s=budget, watcher=watcher)
+            results = sweep.run(jobs, resume=resume)
+        _show(results)
+        kept = sum(r.kept for r in results)
+        left = sum(not sweep.journal.finished(job) for job in jobs)
+        if left:
+            print(f"{left} of {len(jobs)} products were not reached; --resume goes on with them")
+        print(f"{kept} of {len(results)} products improved in {time.monotonic() - start:.0f} s; table {sweep.table_path}")
+        drawn = _draw(list(sweep.journal.results.values()), picture or sweep.table_path.with_suffix(".png"), opened.caps.name)
+        print(drawn)
+    if any(r.wrong for r in results):
+        raise typer.Exit(1)
+
+
+def _products(
+    case: Sequence[str] | None, model: str | None, quant: str, shape: str, tokens: int, ctx: LowerContext
+) -> Iterator[tuple[Product, int]]:
+    from vkback.harness.products import Product
+
+    if case is not None:
+        for text in case:
+            yield Product.parse(text), 1
+    elif model is not None:
+        yield from of_model(model, tokens, ctx)
+    else:
+        for name in quant.split(","):
+            for size in shape.split(","):
+                m, cross, k = size.strip().partition("x")
+                if not (cross and m.isdigit() and k.isdigit()):
+                    raise UsageError(f"--shape {size}: expected rows x columns, as 4096x14336")
+                yield Product.parse(f"MUL_MAT(type_a={name.strip()},m={m},n={tokens},k={k})"), 1
+
+
+def of_model(model: str, tokens: int, ctx: LowerContext) -> Iterator[tuple[Product, int]]:
+    """The products of a model's schedule on a device, fused as they are there, with how often each comes."""
+    from collections import Counter
+
+    from vkback.graph import live
+    from vkback.harness.products import Product
+    from vkback.models.registry import Model
+    from vkback.plan.fuse import fuse
+
+    opened = Model.open(model_path(model))
+    graph = opened.graph(tokens, opened.hp.n_ctx_train, head="last")
+    nodes = live(fuse(graph, ctx), graph.outputs)
+    yield from Counter(Product.of(n) for n in nodes if n.op == "MAT_VEC").items()
+
+
+class _watched:  # noqa: N801  used as a function
+    """A progress bar fed by a sweep, as long as the block lasts."""
+
+    def __init__(self, verbose: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        said = TextColumn("{task.fields[said]}")
+        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), said, transient=True)
+        self._task = self._bar.add_task("tune", total=None, said="")
+        self._verbose = verbose
+        self._points = 0
+
+    def __enter__(self) -> Any:
+        from vkback.harness.sweep import Watcher
+
+        self._bar.start()
+        return Watcher(self._begin, self._point, self._end)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def _begin(self, job: Job, number: int, total: int) -> None:
+        self._points = 0
+        self._bar.update(self._task, description=job.line, completed=number, total=total, said="")
+
+    def _point(self, job: Job, point: Point, said: str) -> None:
+        self._points += not said.startswith("refused")
+        self._bar.update(self._task, said=f"{self._points} points")
+        if self._verbose or said.startswith("WRONG"):
+            self._bar.console.print(f"  {job.line} [{point.text}] {said}", markup=False, highlight=False, soft_wrap=True)
+
+    def _end(self, result: Result) -> None:
+        self._bar.update(self._task, advance=1)
+        if not self._bar.console.is_terminal:
+            print(f"  {result.line}: {result.tried} points, {result.latency_before:.2f} -> {result.latency:.2f} us", flush=True)
+        for text in result.wrong:
+            self._bar.console.print(f"WRONG RESULT {result.line}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(results: Sequence[Result]) -> None:
+    """Before and after, a line a product."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("product", "before", "latency us", "after", "latency us", "change", "noise us", "throughput us", "was", "% of read rate"):
+        table.add_column(name, justify="left" if name in ("product", "before", "after") else "right", no_wrap=True)
+    for r in results:
+        change = f"{100 * (r.latency / r.latency_before - 1):+.1f} %"
+        after = _difference(r.before, r.after) if r.kept else "same"
+        table.add_row(
+            r.line, r.before.text, f"{r.latency_before:.2f}", after, f"{r.latency:.2f}", change if r.kept else "", f"{r.noise:.2f}",
+            f"{r.throughput:.2f}", f"{r.throughput_before:.2f}", f"{100 * r.read_share:.0f}",
+        )  # fmt: skip
+    wide = Console(width=260)
+    wide.print(table)
+
+
+def _difference(before: Point, after: Point) -> str:
+    return ", ".join(f"{name} {a}->{b}" for name, a, b in zip(before._fields, before, after, strict=True) if a != b)
+
+
+def _draw(results: Sequence[Result], file: Path, device: str) -> str:
+    """The heatmap, or why there is none."""
+    try:
+        from vkback.report.heatmap import draw
+    except ImportError:
+        return "no picture: matplotlib is missing, pip install vkback[pictures]"
+    draw(results, file, device)
+    return f"picture {file}"

@@ -1,0 +1,707 @@
+"""Sweeps of the mat-vec family's tuning parameters on one device: what `vkback tune` does.
+
+A *job* is one product on one path. Its search begins at what the tables say and at a few shapes that have won elsewhere, then changes one
+parameter of the best point at a time (and some pairs), until nothing is better or its share of the budget is spent. Points that the planner
+would bend are refused before anything is compiled; the result of every other is checked against the reference before it is timed. The
+measure is the time of a launch that waits for the one before: what a token pays.
+
+What is found goes into a journal beside the device's table, a line an event, so that a run that was cut short can go on; the table is made
+from the journal alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback import quants
+from vkback.device import Capabilities, Device
+from vkback.errors import VkbackError
+from vkback.harness.judge import judge
+from vkback.harness.products import Product
+from vkback.harness.timing import Bench, Lap
+from vkback.ops.base import FAMILIES, OPS, Choice, Dispatch, LowerContext, PlanError, Problem, ceil_div
+from vkback.ops.mat_vec import INT_QUANTS, legal_shape, path_for, subgroup_for
+from vkback.paths import tuning_root, write_atomic
+from vkback.plan.planner import check_limits
+from vkback.plan.tuning import Fixed, Tuning, device_table, parse_table
+from vkback.program import compile_kernels
+from vkback.shader import ShaderLibrary
+
+Array = npt.NDArray[Any]
+Path2 = Literal["int", "float"]
+
+REGISTER_WORDS = 96
+"""Weights in flight a thread, 32-bit words: with sums, activations and addresses about what 255 registers hold; more spills."""
+
+RELATIVE_NOISE = 0.01
+"""Differences below this share are noise whatever the spread says: clocks and memory refresh move medians by about as much."""
+
+CHECKED_WEIGHTS = 64 << 20
+"""Weights beyond which the reference is computed for a part of the rows only; decoding takes about a second for 30 million."""
+
+REFERENCE_ROWS = 2048
+DUEL_ROUNDS = 5
+"""Of two equals one wins all of them once in 32."""
+
+WARM_S = 0.005
+"""Before each lap of a search: the GPU has been busy all along."""
+
+JOURNAL_FORMAT = 1
+
+
+class SweepError(VkbackError):
+    """A sweep that cannot go on, with what to do."""
+
+
+class Point(NamedTuple):
+    """A setting of every parameter of the family."""
+
+    wg: int
+    lanes: int
+    rows: int
+    unroll: int
+    prefetch: int
+    groups: int
+    subgroup: int
+
+    @property
+    def text(self) -> str:
+        parts = [f"{self.wg} threads", f"{self.lanes} lanes", f"{self.rows} rows", f"unroll {self.unroll}"]
+        parts += ["prefetch"] if self.prefetch else []
+        parts += [f"{self.groups} groups"] if self.groups else []
+        parts += [f"subgroup {self.subgroup}"] if self.subgroup else []
+        return ", ".join(parts)
+
+
+STARTS = (
+    Point(64, 64, 2, 2, 0, 0, 0),
+    Point(64, 32, 2, 4, 0, 0, 0),
+    Point(512, 64, 1, 1, 0, 0, 0),
+    Point(256, 32, 2, 2, 0, 0, 0),
+    Point(512, 16, 4, 1, 0, 0, 0),
+    Point(512, 32, 4, 2, 0, 0, 0),
+    Point(128, 64, 2, 1, 0, 0, 0),
+    Point(8, 8, 1, 1, 0, 0, 0),
+    Point(32, 8, 4, 1, 0, 0, 0),
+)
+"""Shapes that have won somewhere: one subgroup a row, many rows a workgroup, half a workgroup a row."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A product on one path; `count`: launches of it in a token, for the order of work."""
+
+    product: Product
+    path: Path2
+    count: int = 1
+
+    @property
+    def match(self) -> dict[str, Any]:
+        """What a row about it says beside m and k."""
+        p = self.product
+        prologue = 2 if "norm" in p.roles else 0
+        return {"y": p.out, "prologue": prologue, "ids": p.ids, "glu": int(p.glu), "n": p.n, "quant": p.quant, "path": self.path}
+
+    @property
+    def key(self) -> str:
+        """Jobs with equal keys are the same to the tables."""
+        return json.dumps([self.match, self.product.m, self.product.k], sort_keys=True)
+
+    @property
+    def line(self) -> str:
+        return f"{self.product.line} {self.path}"
+
+    def context(self, ctx: LowerContext, point: Point | None = None) -> LowerContext:
+        """The context that leads to this path, and to a point."""
+        tuning = ctx.tuning if point is None else Fixed(ctx.tuning, {"mat_vec": point._asdict()}, "sweep")
+        return dataclasses.replace(ctx, tuning=tuning, act="q8_1" if self.path == "int" else "f32")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job came to. Times are microseconds a launch: `latency` of one that waits for the one before, `throughput` back to back.
+
+    before, after  the tables' point and the one to use; the same where nothing beats it
+    source         the row that the first came from
+    refused, wrong, tried  how many points were not compiled, gave wrong results, were timed
+    """
+
+    key: str
+    line: str
+    match: Mapping[str, Any]
+    m: int
+    k: int
+    before: Point
+    source: str
+    latency_before: float
+    throughput_before: float
+    after: Point
+    latency: float
+    throughput: float
+    noise: float
+    nbytes: int
+    read_rate: float
+    tried: int
+    refused: int
+    wrong: tuple[str, ...]
+    date: str
+
+    @property
+    def kept(self) -> bool:
+        return self.after != self.before
+
+    @property
+    def read_share(self) -> float:
+        """Bytes a second back to back over the device's read rate."""
+        return self.nbytes / self.throughput / 1e3 / self.read_rate
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Result:
+        return cls(**{**values, "before": Point(*values["before"]), "after": Point(*values["after"]), "wrong": tuple(values["wrong"])})
+
+
+def jobs_for(
+    products: Iterable[tuple[Product, int]], ctx: LowerContext, paths: Literal["auto", "int", "float", "both"] = "auto"
+) -> list[Job]:
+    """A job for each product and path, the most bytes a token first; of products that tables cannot tell apart the one with most inputs."""
+    jobs: dict[str, Job] = {}
+    for product, count in products:
+        chosen, _ = path_for(product.quant, product.m, product.k, product.n, product.ids, ctx)
+        possible = product.quant in INT_QUANTS and ctx.caps.int_dot and product.k % 32 == 0
+        wanted = {"auto": (chosen,), "int": ("int",), "float": ("float",), "both": ("int", "float")}[paths]
+        for path in wanted:
+            if path == "int" and not possible:
+                continue
+            # In a schedule the producer leaves x as the product wants it; a norm in the prologue takes it as F32.
+            x = "Q8_1" if path == "int" and "norm" not in product.roles else "F32"
+            job = Job(product.with_x(x), cast(Path2, path), count)
+            known = jobs.get(job.key)
+            if known is not None and len(known.product.roles) >= len(product.roles):
+                job = dataclasses.replace(known, count=known.count + count)
+            jobs[job.key] = job
+    weights = {key: j.count * j.product.m * j.product.k * max(1, j.product.used) for key, j in jobs.items()}
+    return [jobs[key] for key in sorted(jobs, key=lambda k: -weights[k])]
+
+
+def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
+    """The point that a kernel is built for when the tables say `point`: shape bent, what has no effect taken out."""
+    shape = legal_shape(Choice(point._asdict(), "sweep"), glu=job.product.glu, q8_out=job.product.out == "Q8_1", ctx=ctx)
+    units = ceil_div(job.product.k, 32) * (job.product.used if job.product.ids == 2 else 1)
+    unroll = min(point.unroll, ceil_div(units, shape.lanes))
+    tiles = ceil_div(job.product.m, shape.tile_rows)
+    slices = job.product.n * (job.product.used if job.product.ids == 1 else 1)
+    groups = point.groups if 0 < ceil_div(point.groups, slices) < tiles else 0
+    size, required = subgroup_for(ctx, point.subgroup)
+    single = ctx.caps.subgroup_min == ctx.caps.subgroup_max
+    subgroup = point.subgroup if required == point.subgroup == size and not single and size != ctx.caps.subgroup_size else 0
+    prefetch = point.prefetch if groups or unroll * shape.lanes < units else 0
+    return Point(shape.wg, shape.lanes, shape.rows, unroll, prefetch, groups, subgroup)
+
+
+def refusal(point: Point, job: Job, ctx: LowerContext) -> str:
+    """Why a point is not worth compiling: the planner would make another of it, or the device cannot run it; "" when it is."""
+    for name, value in point._asdict().items():
+        legal = FAMILIES["mat_vec"].set[name]
+        if not isinstance(legal, str) and value not in legal:
+            return f"{name} = {value} is not legal"
+    try:
+        real = actual(point, job, ctx)
+    except PlanError as e:
+        return str(e)
+    for name, wanted, got in zip(Point._fields, point, real, strict=True):
+        if wanted != got:
+            return f"{name} = {wanted} would become {got}"
+    layout = quants.layout(job.product.quant, 64, job.product.k)
+    words = ceil_div(layout.nbytes, 64 * ceil_div(job.product.k, 32) * 4) * point.rows * point.unroll * (1 + point.prefetch)
+    if words > REGISTER_WORDS:
+        return f"{words} registers of weights in flight, at most {REGISTER_WORDS} are worth trying"
+    try:
+        for dispatch in lowered(point, job, ctx):
+            check_limits(dispatch, ctx.caps)
+    except PlanError as e:
+        return str(e)
+    return ""
+
+
+def lowered(point: Point, job: Job, ctx: LowerContext) -> list[Dispatch]:
+    return OPS["MAT_VEC"].lower(job.product.node(), job.context(ctx, point))
+
+
+def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
+    """Values to try of each parameter. Workgroup counts are multiples of the device's cores, where it tells them."""
+    cores = caps.shader_cores or 64
+    sizes = [s for s in (8, 16, 32, 64, 128) if caps.subgroup_required_size and caps.subgroup_min <= s <= caps.subgroup_max]
+    threads = (8, 16, 32, 64) if caps.software else (32, 64, 128, 256, 512, 1024)
+    return {
+        "wg": threads,
+        "lanes": (1, 2, 4, 8, 16) if caps.software else (8, 16, 32, 64, 128, 256),
+        "rows": (1, 2, 4, 8),
+        "unroll": (1, 2, 3, 4, 6, 8),
+        "prefetch": (0, 1),
+        "groups": (0,) if caps.software else (0, cores, 2 * cores, 4 * cores, 8 * cores),
+        "subgroup": (0,) if len(sizes) < 2 else (0, *(s for s in sizes if s != caps.subgroup_size)),
+    }
+
+
+def neighbours(point: Point, choices: Mapping[str, Sequence[int]]) -> Iterator[Point]:
+    """Points that differ in one parameter, and those where two change against each other."""
+    for name, values in choices.items():
+        for value in values:
+            if value != getattr(point, name):
+                yield point._replace(**{name: value})
+    for up, down in itertools.permutations(("wg", "lanes", "rows", "unroll"), 2):
+        yield point._replace(**{up: getattr(point, up) * 2, down: getattr(point, down) // 2})
+    yield point._replace(wg=point.wg * 2, lanes=point.lanes * 2)
+    yield point._replace(wg=point.wg // 2, lanes=point.lanes // 2)
+
+
+def beats(new: Lap, old: Lap) -> bool:
+    """Whether a time is shorter beyond the noise of both."""
+    return bool(old.us - new.us > noise(new, old))
+
+
+def noise(a: Lap, b: Lap) -> float:
+    return max(2 * (a.spread_us + b.spread_us), RELATIVE_NOISE * max(a.us, b.us))
+
+
+# -- references
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The reference's output for some rows: `columns` of the output's last axis and their values, float64."""
+
+    columns: npt.NDArray[np.intp]
+    values: Array
+
+
+def expected(problem: Problem, product: Product) -> Expected:
+    """The reference, block of rows by block; of a product with more than CHECKED_WEIGHTS weights the first, the last and two others."""
+    node = problem.node
+    by = dict(zip(node.params["roles"], node.inputs, strict=True))
+    values = {role: problem.values[t.name] for role, t in by.items()}
+    if by["x"].type == "Q8_1":
+        values["x"] = quants.q8_1_dequantize(values["x"].reshape(-1, quants.q8_1_stride(product.k)), product.k).reshape(by["x"].shape)
+    raw = values["w"].reshape(-1, product.m, values["w"].shape[-1])
+    if product.ids:
+        chosen, ids = np.unique(values["ids"], return_inverse=True)
+        raw, values["ids"] = raw[chosen], ids.reshape(values["ids"].shape)
+    starts = list(range(0, product.m, REFERENCE_ROWS))
+    if raw.shape[0] * product.m * product.k > CHECKED_WEIGHTS:
+        starts = sorted({0, starts[len(starts) // 3], starts[2 * len(starts) // 3], starts[-1]})
+    columns, parts = [], []
+    for first in starts:
+        last = min(first + REFERENCE_ROWS, product.m)
+        rows, outs = slice(first, last), slice(first >> product.glu, last >> product.glu)
+        w = quants.decode(product.quant, raw[:, rows].reshape(-1, raw.shape[-1])).reshape(raw.shape[0], last - first, product.k)
+        cut = {**values, "w": w if product.ids else w[0]}
+        if "bias" in cut:
+            cut["bias"] = cut["bias"][rows]
+        if "residual" in cut:
+            cut["residual"] = cut["residual"][..., outs]
+        (out,) = OPS["MAT_VEC"].reference([cut[role] for role in node.params["roles"]], node.params)
+        columns.append(np.arange(outs.start, outs.stop))
+        parts.append(out)
+    return Expected(np.concatenate(columns), np.concatenate(parts, axis=-1))
+
+
+def wrong(bench: Bench, job: Job, ctx: LowerContext, want: Expected) -> str:
+    """What is wrong with the result of the kernel that `ctx` leads to; "" when it is right."""
+    node = bench.problem.node
+    got = bench.outputs(ctx)[node.outputs[0].name]
+    if not np.isfinite(got).all():
+        return f"{int((~np.isfinite(got)).sum())} of {got.size} values are not finite"
+    verdict = judge(got[..., want.columns], want.values, OPS["MAT_VEC"].tolerance(node, ctx))
+    return "" if verdict.ok else verdict.text
+
+
+# -- the journal
+
+
+def kernel_identity(library: ShaderLibrary) -> str:
+    """Changes when any shader does: results of other kernels are not taken up again."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in library.root.rglob("*") if p.suffix in (".comp", ".glsl")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Journal:
+    """Results by job, and points whose trial never ended, in a file of JSON lines: a line is whole or it is not read."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path = path
+        self.identity = {"format": JOURNAL_FORMAT, **identity}
+        self.results: dict[str, Result] = {}
+        self.suspects: set[tuple[str, Point]] = set()
+        self._finished: set[str] = set()
+        for event in self._events():
+            if "result" in event:
+                result = Result.from_json(event["result"])
+                self.results[result.key] = result
+                if event["kernels"] == self.identity["kernels"]:
+                    self._finished.add(result.key)
+            elif "trying" in event:
+                self.suspects.add((event["trying"], Point(*event["point"])))
+            elif "tried" in event:
+                self.suspects.discard((event["tried"], Point(*event["point"])))
+        self._write_whole()
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return
+        events = []
+        for line in lines:
+            try:
+                events.append(json.loads(line))
+            except ValueError:  # cut short when the last run ended
+                continue
+        same = ("format", "device", "driver")
+        if events and all(events[0].get(k) == self.identity[k] for k in same):
+            yield from events[1:]
+
+    def finished(self, job: Job) -> bool:
+        """Whether a run with these kernels and this driver came to a result."""
+        return job.key in self._finished
+
+    def trying(self, job: Job, point: Point) -> None:
+        self._append({"trying": job.key, "point": point})
+
+    def tried(self, job: Job, point: Point) -> None:
+        self._append({"tried": job.key, "point": point})
+
+    def finish(self, result: Result) -> None:
+        self.results[result.key] = result
+        self._finished.add(result.key)
+        self._append({"result": result.to_json(), "kernels": self.identity["kernels"]})
+
+    def _append(self, event: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def _write_whole(self) -> None:
+        events: list[Mapping[str, Any]] = [self.identity]
+        for key, result in self.results.items():
+            events.append({"result": result.to_json(), "kernels": self.identity["kernels"] if key in self._finished else ""})
+        events += [{"trying": key, "point": point} for key, point in sorted(self.suspects)]
+        if not write_atomic(self.path, "".join(json.dumps(e) + "\n" for e in events).encode()):
+            raise SweepError(f"[tune] {self.path} cannot be written: choose another folder with VKBACK_TUNING")
+
+
+# -- the sweep
+
+
+@dataclass
+class Watcher:
+    """What a sweep tells while it runs; the command draws a progress bar from it."""
+
+    begin: Callable[[Job, int, int], None] = lambda job, number, total: None
+    point: Callable[[Job, Point, str], None] = lambda job, point, said: None
+    end: Callable[[Result], None] = lambda result: None
+
+
+@dataclass
+class _Prepared:
+    problem: Problem
+    want: Expected
+
+
+@dataclass
+class _Search:
+    """One job under way: laps of points, the best of them, what was refused and what was wrong."""
+
+    job: Job
+    laps: dict[Point, Lap] = field(default_factory=dict)
+    refused: dict[Point, str] = field(default_factory=dict)
+    wrong: dict[Point, str] = field(default_factory=dict)
+
+    def known(self, point: Point) -> bool:
+        return point in self.laps or point in self.refused or point in self.wrong
+
+    def best(self, count: int) -> list[Point]:
+        return sorted(self.laps, key=lambda p: self.laps[p].us)[:count]
+
+
+class Sweep:
+    """Tunes jobs on a device and keeps its table.
+
+    folder   of the device's table and journal, the user's own
+    budget_s seconds for all jobs; each gets an equal share of what is left
+    """
+
+    def __init__(
+        self, device: Device, library: ShaderLibrary, folder: Path, read_rate: float, *, budget_s: float, cold_bytes: int | None = None,
+        watcher: Watcher | None = None, driver: str = "",
+    ) -> None:  # fmt: skip
+        self.device, self.library, self.folder, self.read_rate = device, library, folder, read_rate
+        caps = device.caps
+        self.ctx = LowerContext(caps, Tuning.for_device(caps, tuning_root(), user=folder))
+        self.budget_s = budget_s
+        self.cold_bytes = cold_bytes if cold_bytes is not None else (16 << 20 if caps.software else 512 << 20)
+        self.watcher = watcher or Watcher()
+        self.driver = driver or f"{caps.driver_name} {caps.driver_info}".strip()
+        self.table_path = folder / device_table(caps)
+        self.journal = Journal(
+            self.table_path.with_suffix(".journal"), {"device": caps.name, "driver": self.driver, "kernels": kernel_identity(library)}
+        )
+
+    def run(self, jobs: Sequence[Job], *, resume: bool = False) -> list[Result]:
+        """Tune each job and write the table after each, until the budget is spent; the first is done in any case.
+
+        resume  pass over the jobs that the journal has a result for
+        """
+        start = time.monotonic()
+        todo = [j for j in jobs if not (resume and self.journal.finished(j))]
+        results: list[Result] = []
+        with ThreadPoolExecutor(1) as ahead:
+            next_one = ahead.submit(self._prepare, todo[0]) if todo else None
+            for i, job in enumerate(todo):
+                assert next_one is not None
+                left = self.budget_s - (time.monotonic() - start)
+                if left <= 0 and i:
+                    next_one.cancel()
+                    break
+                self.watcher.begin(job, i, len(todo))
+                prepared = next_one.result()
+                next_one = ahead.submit(self._prepare, todo[i + 1]) if i + 1 < len(todo) and not self.device.caps.software else None
+                result = self._tune(job, prepared, time.monotonic() + left / (len(todo) - i))
+                self.journal.finish(result)
+                self.write_table()
+                results.append(result)
+                self.watcher.end(result)
+                if next_one is None and i + 1 < len(todo):
+                    next_one = ahead.submit(self._prepare, todo[i + 1])
+        return results
+
+    def write_table(self) -> None:
+        """The device's table from the journal, checked as any table before it takes the old one's place."""
+        text = table_text(self.journal.results.values(), self.device.caps.name, self.driver)
+        parse_table(text, self.table_path.name)
+        if not write_atomic(self.table_path, text.encode()):
+            raise SweepError(f"[tune] {self.table_path} cannot be written: choose another folder with VKBACK_TUNING")
+
+    def _prepare(self, job: Job) -> _Prepared:
+        problem = job.product.problem()
+        self._compile_ahead(job, self._starts(job))
+        return _Prepared(problem, expected(problem, job.product))
+
+    def _compile_ahead(self, job: Job, points: Iterable[Point]) -> None:
+        good = [p for p in points if not refusal(p, job, self.ctx)]
+        compile_kernels(self.device, self.library, [d for p in good for d in lowered(p, job, self.ctx)])
+
+    def _said(self, job: Job, tuning: Tuning) -> tuple[Point, str]:
+        """The point that tables lead to, and the row it comes from."""
+        p = job.product
+        choice = tuning.pick("mat_vec", **job.match, m=p.m, k=p.k)
+        return actual(Point(**{k: choice[k] for k in Point._fields}), job, job.context(self.ctx)), choice.source
+
+    def _starts(self, job: Job) -> list[Point]:
+        shipped = Tuning.for_device(self.device.caps, tuning_root())
+        points = [self._said(job, shipped)[0], self._said(job, cast(Tuning, self.ctx.tuning))[0]]
+        cores = self.device.caps.shader_cores or 64
+        for start in STARTS:
+            if self.device.caps.software == (start.wg < 64):
+                points.append(start)
+        points += [p._replace(groups=4 * cores) for p in points[:1] if not self.device.caps.software]
+        out = []
+        for point in points:
+            try:
+                out.append(actual(point, job, job.context(self.ctx)))
+            except PlanError:
+                continue
+        return list(dict.fromkeys(out))
+
+    def _tune(self, job: Job, prepared: _Prepared, deadline: float) -> Result:
+        shipped = Tuning.for_device(self.device.caps, tuning_root())
+        before, source = self._said(job, shipped)
+        present, _ = self._said(job, cast(Tuning, self.ctx.tuning))
+        search = _Search(job)
+        context = job.context(self.ctx)
+        # Of a stack of experts a launch reads those that are chosen.
+        read = min(1.0, job.product.n * job.product.used / job.product.experts) if job.product.experts else 1.0
+        with Bench(self.device, self.library, prepared.problem, context, cold_bytes=int(self.cold_bytes / read)) as bench:
+            bench.lap(job.context(self.ctx, before), chained=True, repetitions=1, warm_s=0.1)
+            self._try(search, bench, prepared.want, self._starts(job), deadline)
+            if before not in search.laps:
+                raise SweepError(
+                    f"[tune] {job.line}: the kernel that the tables choose ({source}: {before.text}) gives no right result: "
+                    f"{search.wrong.get(before) or search.refused.get(before)}. vkback doctor looks for the setting that cures it"
+                )
+            choices = axes(self.device.caps)
+            best = search.best(1)[0]
+            while time.monotonic() < deadline:
+                self._try(search, bench, prepared.want, neighbours(best, choices), deadline)
+                for point in search.best(4):
+                    search.laps[point] = self._lap(bench, job, point, 3)
+                found = search.best(1)[0]
+                if found == best:
+                    break
+                best = found
+            after, laps = self._duel(bench, job, before, [p for p in (present, *search.best(2)) if p in search.laps])
+            through = {p: bench.lap(job.context(self.ctx, p), chained=False, warm_s=WARM_S).us for p in dict.fromkeys((before, after))}
+            nbytes = sum(d.nbytes for d in lowered(after, job, self.ctx))
+        return Result(
+            key=job.key, line=job.line, match=job.match, m=job.product.m, k=job.product.k, before=before, source=source,
+            latency_before=laps[before].us, throughput_before=through[before], after=after, latency=laps[after].us,
+            throughput=through[after], noise=noise(laps[after], laps[before]), nbytes=nbytes, read_rate=self.read_rate,
+            tried=len(search.laps), refused=len(search.refused), date=date.today().isoformat(),
+            wrong=tuple(f"{p.text}: {why}" for p, why in search.wrong.items()),
+        )  # fmt: skip
+
+    def _lap(self, bench: Bench, job: Job, point: Point, repetitions: int) -> Lap:
+        return bench.lap(job.context(self.ctx, point), chained=True, repetitions=repetitions, warm_s=WARM_S)
+
+    def _try(self, search: _Search, bench: Bench, want: Expected, points: Iterable[Point], deadline: float) -> None:
+        """Compile, check and time what is not known yet; some at a time, the next of them compiling while these are timed."""
+        job = search.job
+        good = []
+        for point in dict.fromkeys(points):
+            if search.known(point):
+                continue
+            why = refusal(point, job, job.context(self.ctx))
+            if not why and (job.key, point) in self.journal.suspects:
+                why = "the last run ended while trying it"
+            if why:
+                search.refused[point] = why
+                self.watcher.point(job, point, f"refused: {why}")
+            else:
+                good.append(point)
+        size = 2 if self.device.caps.software else 16
+        batches = [good[i : i + size] for i in range(0, len(good), size)]
+        with ThreadPoolExecutor(1) as ahead:
+            ready: Future[None] | None = ahead.submit(self._compile_ahead, job, batches[0]) if batches else None
+            for i, batch in enumerate(batches):
+                assert ready is not None
+                ready.result()
+                more = i + 1 < len(batches)
+                if more and not self.device.caps.software:
+                    ready = ahead.submit(self._compile_ahead, job, batches[i + 1])
+                for point in batch:
+                    self._try_one(search, bench, want, point)
+                if time.monotonic() > deadline and search.laps:
+                    return
+                if more and self.device.caps.software:
+                    ready = ahead.submit(self._compile_ahead, job, batches[i + 1])
+
+    def _try_one(self, search: _Search, bench: Bench, want: Expected, point: Point) -> None:
+        job = search.job
+        self.journal.trying(job, point)
+        why = wrong(bench, job, job.context(self.ctx, point), want)
+        if why:
+            search.wrong[point] = why
+            self.watcher.point(job, point, f"WRONG RESULT: {why}")
+        else:
+            search.laps[point] = self._lap(bench, job, point, 1)
+            self.watcher.point(job, point, f"{search.laps[point].us:.2f} us")
+        self.journal.tried(job, point)
+
+    def _duel(self, bench: Bench, job: Job, incumbent: Point, challengers: Sequence[Point]) -> tuple[Point, dict[Point, Lap]]:
+        """Who is left when each challenger has met the best before it, the incumbent first; and everyone's time. All take turns, and to win
+        takes a median better beyond the noise and the better time in every round."""
+        points = list(dict.fromkeys([incumbent, *challengers]))
+        times: dict[Point, list[float]] = {p: [] for p in points}
+        for _ in range(DUEL_ROUNDS):
+            for p in points:
+                times[p].append(self._lap(bench, job, p, 2).us)
+        laps = {p: Lap(float(np.median(t)), float(np.subtract(*np.percentile(t, [75, 25])) / 2)) for p, t in times.items()}
+        best = incumbent
+        for p in points[1:]:
+            if beats(laps[p], laps[best]) and all(new < old for new, old in zip(times[p], times[best], strict=True)):
+                best = p
+        return best, laps
+
+
+# -- the table
+
+
+def edges(values: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """For each of some sizes the range it speaks for: to the geometric mean with its neighbours, and to a factor of 2 at the ends."""
+    ordered = sorted(set(values))
+    cuts = [math.ceil(math.sqrt(a * b)) for a, b in itertools.pairwise(ordered)]
+    lows = [max(1, ordered[0] // 2), *cuts]
+    highs = [*(c - 1 for c in cuts), 2 * ordered[-1]]
+    return {v: (low, high) for v, low, high in zip(ordered, lows, highs, strict=True)}
+
+
+def table_text(results: Iterable[Result], device: str, driver: str) -> str:
+    """The table of a device: a row for each result that beat the shipped tables, for the sizes around its own."""
+    lines = [
+        f"# {device}, {driver}. Made by `vkback tune`: each row beat the tables that come with vkback on this device, beyond the noise.",
+        "# Latency: a launch that waits for the one before; throughput: launches back to back. Edit or delete at will.",
+    ]
+    forms: dict[str, list[Result]] = {}
+    for result in results:
+        forms.setdefault(json.dumps(result.match, sort_keys=True), []).append(result)
+    for _, form in sorted(forms.items()):
+        ks = edges([r.k for r in form])
+        for k, k_range in sorted(ks.items()):
+            ms = edges([r.m for r in form if r.k == k])
+            for result in sorted((r for r in form if r.k == k), key=lambda r: r.m):
+                if result.kept:
+                    lines += ["", *_row_lines(result, ms[result.m], k_range, device, driver)]
+    for form_text in _path_rows(forms, device, driver):
+        lines += ["", *form_text]
+    return "\n".join(lines) + "\n"
+
+
+def _row_lines(result: Result, m: tuple[int, int], k: tuple[int, int], device: str, driver: str) -> list[str]:
+    says = ", ".join(f"{name} = {value}" for name, value in result.after._asdict().items())
+    evidence = (
+        f"{result.date} {device}, {driver}, {result.line}: latency {result.latency:.2f} us, was {result.latency_before:.2f} "
+        f"({result.source}, noise {result.noise:.2f}); throughput {result.throughput:.2f} us, was {result.throughput_before:.2f}, "
+        f"{100 * result.read_share:.0f} % of the read rate"
+    )
+    keys = [f"{key} = {json.dumps(value)}" for key, value in result.match.items()]
+    return ["[[mat_vec]]", *keys, _range("m", m), _range("k", k), f"set = {{ {says} }}", f"measured = {json.dumps(evidence)}"]
+
+
+def _range(key: str, ends: tuple[int, int]) -> str:
+    return f"{key} = {{ min = {ends[0]}, max = {ends[1]} }}"
+
+
+def _path_rows(forms: Mapping[str, Sequence[Result]], device: str, driver: str) -> Iterator[list[str]]:
+    """Rows that choose the path, for products that were tuned on both. Fused forms share the choice of the plain one, if that was tuned."""
+    pairs: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Result]]] = {}
+    for result in (r for form in forms.values() for r in form):
+        match = result.match
+        fused = (match["prologue"], match["glu"], match["y"])
+        product = pairs.setdefault((match["ids"], match["n"], match["quant"], result.m, result.k), {})
+        product.setdefault(fused, {})[match["path"]] = result
+    both = {}
+    for key, by_form in pairs.items():
+        found = [by_form[fused] for fused in sorted(by_form) if len(by_form[fused]) == 2]
+        if found:
+            both[key] = found[0]
+    for ids, n, quant in sorted({key[:3] for key in both}):
+        mine = {key[3:]: pair for key, pair in both.items() if key[:3] == (ids, n, quant)}
+        ks = edges([k for _, k in mine])
+        for k, k_range in sorted(ks.items()):
+            ms = edges([m for m, other in mine if other == k])
+            for m, m_range in sorted(ms.items()):
+                pair = mine[m, k]
+                first = min(pair, key=lambda path: pair[path].latency)
+                evidence = (
+                    f"{pair[first].date} {device}, {driver}, {quant} {m}x{k}: latency {pair['int'].latency:.2f} us in integers, "
+                    f"{pair['float'].latency:.2f} in floats"
+                )
+                keys = [f"ids = {ids}", f"n = {n}", f'quant = "{quant}"', _range("m", m_range), _range("k", k_range)]
+                yield ["[[mat_vec_path]]", *keys, f'set = {{ path = "{first}" }}', f"measured = {json.dumps(evidence)}"]
