@@ -2,7 +2,8 @@
 
     python bench/mat_vec.py [--quant Q4_K,Q6_K] [--shape 4096x14336] [--ids 128x8] [--sweep] [--act q8_1]
 
-One line a point: kernel shape, microseconds a launch back to back (throughput) and one after the other (latency), GB/s, share of the read rate.
+One line a point: kernel shape, microseconds a launch back to back (throughput) and one after the other (latency), GB/s, share of the read
+rate.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def main() -> None:
                 points.sort(key=lambda p: p[0])
                 best_latency = sorted(points, key=lambda p: p[1].latency_us)[: args.top]
                 for us, t, params in points[: args.top] + [p for p in best_latency if p not in points[: args.top]]:
-                    print(f"{case.line} {params or ''}: {us:.2f} us ({t.gb_s:.0f} GB/s, {100 * t.gb_s / roof:.0f} % of read rate), latency {t.latency_us:.2f} us")
+                    rate = f"{t.gb_s:.0f} GB/s, {100 * t.gb_s / roof:.0f} % of read rate"
+                    print(f"{case.line} {params or ''}: {us:.2f} us ({rate}), latency {t.latency_us:.2f} us")
 
 
 if __name__ == "__main__":

@@ -63,11 +63,13 @@ def main() -> None:
                 for key, us in sums.items():
                     totals[key].append(us)
         total = sum(float(np.median(v)) for v in totals.values())
-        print(f"{engine.description}: {1 / per_token:.1f} t/s ({per_token * 1e6:.0f} us a token), {total:.0f} us with timestamps, read rate {roof:.0f} GB/s, "
-              f"{engine.bytes_per_token / per_token / 1e9 / roof * 100:.0f} % of it")
+        share = engine.bytes_per_token / per_token / 1e9 / roof * 100
+        print(f"{engine.description}: {1 / per_token:.1f} t/s ({per_token * 1e6:.0f} us a token), {total:.0f} us with timestamps, "
+              f"read rate {roof:.0f} GB/s, {share:.0f} % of it")
         for key, values in sorted(totals.items(), key=lambda kv: -float(np.median(kv[1]))):
-            us = float(np.median(values))
-            print(f"{us:8.1f} us {100 * us / total:5.1f} %  {counts[key]:3} x {us / counts[key]:6.2f} us  roof {sizes[key] / counts[key] / roof / 1e3:6.2f}  {key}  {kernels[key]}")
+            us, count = float(np.median(values)), counts[key]
+            least = sizes[key] / count / roof / 1e3
+            print(f"{us:8.1f} us {100 * us / total:5.1f} %  {count:3} x {us / count:6.2f} us  roof {least:6.2f}  {key}  {kernels[key]}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-
 from kernel_paths import with_params, without_subgroups
+
 from vkback.device import Device
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.base import OPS, LowerContext

@@ -279,7 +279,8 @@ class Recorder:
         work = vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | vk.VK_PIPELINE_STAGE_TRANSFER_BIT
         written = vk.VK_ACCESS_SHADER_WRITE_BIT | vk.VK_ACCESS_TRANSFER_WRITE_BIT
         barrier = struct("VkMemoryBarrier", srcAccessMask=written, dstAccessMask=vk.VK_ACCESS_HOST_READ_BIT)
-        self._steps.append(lambda fn, cmd: fn.vkCmdPipelineBarrier(cmd, work, vk.VK_PIPELINE_STAGE_HOST_BIT, 0, 1, barrier, 0, NULL, 0, NULL))
+        host = vk.VK_PIPELINE_STAGE_HOST_BIT
+        self._steps.append(lambda fn, cmd: fn.vkCmdPipelineBarrier(cmd, work, host, 0, 1, barrier, 0, NULL, 0, NULL))
 
     def copy(self, src: BufferRange, dst: BufferRange) -> None:
         """Copy `src` to `dst`, which must be equally long and not overlap it."""

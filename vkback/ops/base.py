@@ -116,7 +116,8 @@ def declare(
     never: Sequence[Mapping[str, Collection[Any]]] = (),
 ) -> None:
     """Make a family known. match: key -> all words or numbers it can hold, or "word" or "number", the key that tells most first; params:
-    key -> legal values, "positive" for any integer above 0, "count" for any from 0; never: combinations of match values that do not occur."""
+    key -> legal values, "positive" for any integer above 0, "count" for any from 0; never: combinations of match values that do not
+    occur."""
     FAMILIES[name] = Family(dict(match), dict(params), tuple(never))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from vkback.graph import Graph, Node, Recipe, Tensor
 from vkback.ops.base import LowerContext, declare
@@ -238,7 +238,7 @@ def fuse_residual(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     return _rewrite(nodes, outputs, match)
 
 
-def combine(how: str, weights: Sequence[Tensor]) -> Tensor:
+def combine(how: Literal["concat", "interleave"], weights: Sequence[Tensor]) -> Tensor:
     """Several weights as one: rows stacked ("concat") or in turn ("interleave")."""
     sources = tuple(s for w in weights for s in (w.recipe.sources if w.recipe else (w.name,)))
     if len(weights) == 1:
@@ -247,7 +247,7 @@ def combine(how: str, weights: Sequence[Tensor]) -> Tensor:
     axis = max(len(first.shape) - 2, 0)
     rows = sum(w.shape[axis] for w in weights)
     shape = (*first.shape[:axis], rows, *first.shape[axis + 1 :])
-    return Tensor("+".join(w.name for w in weights), first.type, shape, "weight", Recipe("concat" if how == "concat" else "interleave", sources))
+    return Tensor("+".join(w.name for w in weights), first.type, shape, "weight", Recipe(how, sources))
 
 
 def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
@@ -280,7 +280,8 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
         tail: list[Node]
         if into_attention:
             params.pop("packed")
-            tail = [Node("ATTN_DECODE", (packed, *fused.inputs[3:]), (attention.outputs[0], *fused.outputs[1:]), params | attention.params)]
+            outputs = (attention.outputs[0], *fused.outputs[1:])
+            tail = [Node("ATTN_DECODE", (packed, *fused.inputs[3:]), outputs, {**params, **attention.params})]
             nodes = replace(nodes, [*made, fused, attention], [*parts, *tail])
         else:
             nodes = replace(nodes, [*made, fused], [*parts, Node(fused.op, (packed, *fused.inputs[3:]), fused.outputs, params)])

@@ -41,7 +41,8 @@ def check_limits(dispatch: Dispatch, caps: Capabilities) -> None:
         raise PlanError(f"{where}: {len(dispatch.push)} bytes of push constants, the device takes {caps.max_push_constants}")
     if len(dispatch.args) > caps.max_storage_bindings:
         raise PlanError(
-            f"{where}: {len(dispatch.args)} storage buffers, the device takes {caps.max_storage_bindings} (maxPerStageDescriptorStorageBuffers)"
+            f"{where}: {len(dispatch.args)} storage buffers, the device takes {caps.max_storage_bindings} "
+            "(maxPerStageDescriptorStorageBuffers)"
         )
     for arg in dispatch.args:
         size = bound_bytes(arg, caps)

@@ -26,7 +26,8 @@ class Program:
 
     ranges   memory of inputs and states by tensor name
     weights  memory of weights by tensor name
-    Tensors of kind "node" live in one activation arena of this program, laid out by the schedule; those of kind "counter" in another, zeroed.
+    Tensors of kind "node" live in one activation arena of this program, laid out by the schedule; those of kind "counter" in another,
+    zeroed.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class Program:
                 if i:
                     rec.barrier()
                 for d in stage:
-                    rec.dispatch(self._kernels[d.kernel, len(d.args), len(d.push)], [self._bind(a) for a in d.args], d.push, d.groups, d.label)
+                    kernel = self._kernels[d.kernel, len(d.args), len(d.push)]
+                    rec.dispatch(kernel, [self._bind(a) for a in d.args], d.push, d.groups, d.label)
                 if timestamps:
                     rec.timestamp(str(i))
         if copies:
