@@ -64,7 +64,9 @@ class FakeEngine:
     bytes_per_token = 1_000_000
     model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256))
     device = SimpleNamespace(
-        caps=SimpleNamespace(name="Test GPU", device_type="cpu", driver_name="testdrv", driver_info="1.2", summary_line=lambda: "vkback: 0 = Test GPU")
+        caps=SimpleNamespace(
+            name="Test GPU", device_type="cpu", driver_name="testdrv", driver_info="1.2", summary_line=lambda: "vkback: 0 = Test GPU"
+        )
     )
 
     def __init__(self, text: str = "né, " * 50) -> None:
