@@ -193,8 +193,8 @@ def jobs_for(
             x = "Q8_1" if path == "int" and "norm" not in product.roles else "F32"
             job = Job(product.with_x(x), cast(Path2, path), count)
             known = jobs.get(job.key)
-            if known is not None and len(known.product.roles) >= len(product.roles):
-                job = dataclasses.replace(known, count=known.count + count)
+            if known is not None:
+                job = dataclasses.replace(max(job, known, key=lambda j: len(j.product.roles)), count=known.count + count)
             jobs[job.key] = job
     weights = {key: j.count * j.product.m * j.product.k * max(1, j.product.used) for key, j in jobs.items()}
     return [jobs[key] for key in sorted(jobs, key=lambda k: -weights[k])]

@@ -1,0 +1,377 @@
+"""Sweeps: which points are tried, what is refused and kept, what the journal remembers, and one small run on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernel_paths import planned_for
+from typer.testing import CliRunner
+
+from vkback.cli import main as cli
+from vkback.cli.tune import of_model
+from vkback.device import Capabilities, Device
+from vkback.harness.products import CaseError, Product
+from vkback.harness.runner import reference_inputs
+from vkback.harness.sweep import (
+    Job,
+    Journal,
+    Point,
+    Result,
+    Sweep,
+    SweepError,
+    Watcher,
+    actual,
+    axes,
+    beats,
+    edges,
+    expected,
+    jobs_for,
+    lowered,
+    neighbours,
+    refusal,
+    table_text,
+)
+from vkback.harness.timing import Lap
+from vkback.ops.base import OPS, LowerContext
+from vkback.paths import shader_root
+from vkback.plan.tuning import Tuning, device_table, parse_table
+from vkback.shader import ShaderLibrary
+
+H200 = "nvidia_h200_linux"
+A = Point(256, 64, 1, 4, 0, 0, 0)
+B = Point(64, 32, 2, 2, 0, 0, 0)
+
+PRODUCTS = [
+    Product("Q4_K", 96, 512, 3, ("bias",)),
+    Product("Q8_0", 96, 512, 1, ("residual",), x="Q8_1"),
+    Product("Q6_K", 128, 512, 1, ("norm",), glu=True, out="Q8_1"),
+    Product("MXFP4", 64, 256, 2, ("ids",), glu=True, experts=6, used=3),
+    Product("Q4_K", 96, 256, 2, ("residual", "ids", "expert_weights"), experts=6, used=3),
+]
+
+
+# -- products
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.line)
+def test_a_product_is_its_text_and_its_node(product: Product) -> None:
+    assert Product.parse(product.line) == product
+    assert Product.of(product.node()) == product
+
+
+def test_products_are_read_from_the_suite_s_own_lines() -> None:
+    assert Product.parse("MUL_MAT(type_a=q4_K,type_b=f32,m=4096,n=1,k=14336,seed=7)") == Product("Q4_K", 4096, 14336)
+    moe = Product.parse(" mul_mat_id(type_a=MXFP4,type_b=f32,n_mats=32,n_used=4,b=1,m=64,n=2,k=256) ")
+    assert moe == Product("MXFP4", 64, 256, 2, ("ids",), experts=32, used=4)
+    fused = Product.parse("MAT_VEC(type_a=Q8_0,m=64,n=1,k=256,fused=norm+bias,glu=1,out=q8_1)")
+    assert fused == Product("Q8_0", 64, 256, 1, ("norm", "bias"), glu=True, out="Q8_1")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("MUL_MAT", "[case] MUL_MAT: expected OP(key=value,...), as MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)"),
+        ("MUL_MAT(m)", "[case] MUL_MAT(m): 'm' has no value, expected key=value"),
+        ("ROPE(m=1)", "[case] ROPE(m=1): expected one of MUL_MAT, MUL_MAT_ID, MAT_VEC"),
+        ("MUL_MAT(type_a=Q4_K,m=1,q=1)", "[case] MUL_MAT(type_a=Q4_K,m=1,q=1): unknown key 'q', expected some of type_a, type_b, m,"),
+        ("MUL_MAT(type_a=Q4_K,m=1)", "[case] MUL_MAT(type_a=Q4_K,m=1): k is missing; write it as MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)"),
+        ("MUL_MAT(type_a=Q4,m=1,k=1)", "[case] MUL_MAT(type_a=Q4,m=1,k=1): unknown type_a 'Q4', expected one of F32, F16,"),
+        ("MUL_MAT(type_a=Q4_K,m=0,k=1)", "[case] MUL_MAT(type_a=Q4_K,m=0,k=1): m = '0', expected a whole number above 0"),
+        ("MAT_VEC(type_a=Q4_K,m=1,k=1,fused=relu)", "[case] MAT_VEC(type_a=Q4_K,m=1,k=1,fused=relu): unknown fused input 'relu',"),
+        ("MUL_MAT_ID(type_a=Q4_K,m=1,k=256,n_mats=2,n_used=3)", "a token uses 3 of 2 experts; expected 1 to 2"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_no_product_is_refused(text: str, said: str) -> None:
+    with pytest.raises(CaseError) as error:
+        Product.parse(text)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.line)
+def test_the_reference_of_used_experts_and_blocks_of_rows_is_the_op_s(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = product.problem()
+    (whole,) = OPS["MAT_VEC"].reference(reference_inputs(problem), problem.node.params)
+    monkeypatch.setattr("vkback.harness.sweep.REFERENCE_ROWS", 32)
+    want = expected(problem, product)
+    assert want.columns.tolist() == list(range(product.m >> product.glu))
+    np.testing.assert_allclose(want.values, whole, rtol=1e-12)
+    monkeypatch.setattr("vkback.harness.sweep.CHECKED_WEIGHTS", 1)
+    monkeypatch.setattr("vkback.harness.sweep.REFERENCE_ROWS", 2)
+    part = expected(problem, product)
+    assert {0, (product.m >> product.glu) - 1} <= set(part.columns.tolist())
+    assert part.columns.size == 8 >> product.glu
+    np.testing.assert_allclose(part.values, whole[..., part.columns], rtol=1e-12)
+
+
+# -- jobs and points
+
+
+def test_jobs_take_the_path_of_the_tables_and_x_as_a_producer_leaves_it() -> None:
+    ctx = planned_for(H200)
+    norm, plain = Product("Q4_K", 4096, 4096, roles=("norm",)), Product("Q4_K", 4096, 4096)
+    jobs = jobs_for([(norm, 1), (plain, 1), (Product("F16", 64, 4096), 1)], ctx)
+    assert [(j.product.quant, j.product.roles, j.path, j.product.x) for j in jobs] == [
+        ("Q4_K", ("norm",), "int", "F32"),
+        ("Q4_K", (), "int", "Q8_1"),
+        ("F16", (), "float", "F32"),
+    ]
+    assert [j.path for j in jobs_for([(plain, 1)], ctx, "both")] == ["int", "float"]
+    without = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, int_dot=False))
+    assert [j.path for j in jobs_for([(plain, 1)], without, "both")] == ["float"]
+
+
+def test_products_that_tables_cannot_tell_apart_are_one_job_and_the_most_bytes_come_first() -> None:
+    plain, residual = Product("Q4_K", 4096, 4096), Product("Q4_K", 4096, 4096, roles=("residual",))
+    jobs = jobs_for([(plain, 3), (residual, 2), (Product("Q4_K", 4096, 14336), 2)], planned_for(H200))
+    assert [(j.product.roles, j.count) for j in jobs] == [((), 2), (("residual",), 5)]
+
+
+def test_a_model_s_products_are_those_of_its_schedule() -> None:
+    found = dict(of_model("demo-moe", 1, planned_for(H200)))
+    assert {(p.ids, p.glu, p.out) for p in found} >= {(1, True, "Q8_1"), (2, False, "F32"), (0, False, "F32")}
+    assert all(count > 0 for count in found.values())
+
+
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        (A, ""),
+        (A._replace(wg=2048), "wg = 2048 is not legal"),
+        (A._replace(rows=128), "rows = 128 is not legal"),
+        (A._replace(wg=32), "lanes = 64 would become 32"),
+        (A._replace(unroll=8), "unroll = 8 would become 7"),
+        (A._replace(unroll=14), "unroll = 14 would become 7"),
+        (A._replace(groups=1 << 20), f"groups = {1 << 20} would become 0"),
+        (A._replace(unroll=6, lanes=128, prefetch=1), "unroll = 6 would become 4"),
+        (A._replace(unroll=4, lanes=128, prefetch=1), "prefetch = 1 would become 0"),
+        (A._replace(subgroup=32), "subgroup = 32 would become 0"),
+        (A._replace(rows=8, unroll=4), "160 registers of weights in flight, at most 96 are worth trying"),
+    ],
+)  # fmt: skip
+def test_points_are_refused_before_they_are_compiled(point: Point, said: str) -> None:
+    assert refusal(point, Job(Product("Q4_K", 4096, 14336, x="Q8_1"), "int"), planned_for(H200)) == said
+
+
+def test_points_beyond_shared_memory_are_refused() -> None:
+    job = Job(Product("Q4_K", 2 * 14336, 4096, glu=True, out="Q8_1", x="Q8_1"), "int")
+    ctx = planned_for("apple_m1_moltenvk")  # sums of every thread go through shared memory
+    small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_shared_memory=8192))
+    said = refusal(Point(256, 32, 8, 1, 0, 0, 0), job, small)
+    # 256 threads of 8 sums, a word a thread twice to reduce over, 32 output rows
+    assert f"need {4 * 256 * 8 + 2 * 4 * 256 + 4 * 32} bytes of shared memory, Apple M1 has 8192" in said
+
+
+@pytest.mark.parametrize("profile", [H200, "amd_rx_7900_xtx_radv", "intel_arc_a770_anv", "llvmpipe_mesa_22_debian12"])
+@pytest.mark.parametrize("product", [Product("Q4_K", 4096, 14336, x="Q8_1"), Product("Q4_K", 2048, 1024, 1, ("norm",), True, "Q8_1")])
+def test_what_is_not_refused_is_compiled_as_it_stands(profile: str, product: Product) -> None:
+    ctx, job = planned_for(profile), Job(product, "int")
+    start = actual(A._replace(rows=2, unroll=2), job, ctx)
+    tried = [p for p in neighbours(start, axes(ctx.caps)) if not refusal(p, job, ctx)]
+    assert len(set(tried)) >= 4
+    for point in tried:
+        defines = dict(lowered(point, job, ctx)[-1].kernel.defines)
+        got = [defines[name] for name in ("WG", "LANES", "ROWS", "UNROLL", "PREFETCH", "TILES")]
+        assert got == [point.wg, point.lanes, point.rows, point.unroll, point.prefetch, int(point.groups > 0)]
+        if point.subgroup:
+            assert lowered(point, job, ctx)[-1].kernel.subgroup_size == point.subgroup
+
+
+def test_only_a_time_beyond_the_noise_of_both_is_better() -> None:
+    assert beats(Lap(9.0, 0.1), Lap(10.0, 0.1))
+    assert not beats(Lap(9.0, 0.3), Lap(10.0, 0.3))
+    assert not beats(Lap(9.95, 0.0), Lap(10.0, 0.0))
+    assert not beats(Lap(11.0, 0.0), Lap(10.0, 0.0))
+
+
+# -- the table
+
+
+def result(m: int, k: int, *, after: Point = B, path: str = "int", latency: float = 8.0, **match: object) -> Result:
+    job = Job(Product("Q4_K", m, k, x="Q8_1" if path == "int" else "F32"), "int" if path == "int" else "float")
+    return Result(
+        key=job.key + str(match), line=job.line, match={**job.match, **match}, m=m, k=k, before=A, source="nvidia.toml [[mat_vec]] row 1",
+        latency_before=10.0, throughput_before=9.0, after=after, latency=latency, throughput=7.0, noise=0.1, nbytes=28_000_000,
+        read_rate=4000.0, tried=9, refused=3, wrong=(), date="2026-11-21",
+    )  # fmt: skip
+
+
+def test_ranges_meet_at_the_geometric_mean_and_end_at_a_factor_of_two() -> None:
+    assert edges([4096]) == {4096: (2048, 8192)}
+    assert edges([14336, 1024, 4096, 4096]) == {1024: (512, 2047), 4096: (2048, 7662), 14336: (7663, 28672)}
+
+
+def test_the_table_has_a_row_for_what_was_kept_and_leaves_the_rest_to_the_others() -> None:
+    results = [result(4096, 4096), result(14336, 4096, after=A), result(4096, 14336), result(4096, 4096, glu=1), result(4096, 4096, ids=2)]
+    text = table_text(results, "Card", "driver 1")
+    rows = parse_table(text, "device_card.toml")
+    assert [(r.match["m"], r.match["k"], r.match["glu"], r.match["ids"]) for r in rows if r.match["glu"] == r.match["ids"] == 0] == [
+        ({"min": 2048, "max": 7662}, {"min": 2048, "max": 7662}, 0, 0),
+        ({"min": 2048, "max": 8192}, {"min": 7663, "max": 28672}, 0, 0),
+    ]
+    assert len(rows) == 4
+    assert rows[0].measured == (
+        "2026-11-21 Card, driver 1, MAT_VEC(type_a=Q4_K,m=4096,n=1,k=4096,x=Q8_1) int: latency 8.00 us, was 10.00 (nvidia.toml [[mat_vec]] "
+        "row 1, noise 0.10); throughput 7.00 us, was 9.00, 100 % of the read rate"
+    )
+
+
+def test_the_quicker_path_wins_where_both_were_tuned() -> None:
+    results = [result(4096, 4096), result(4096, 4096, path="float", latency=6.0), result(4096, 14336)]
+    (path,) = [r for r in parse_table(table_text(results, "Card", "driver 1"), "device_card.toml") if r.family == "mat_vec_path"]
+    assert path.set == {"path": "float"}
+    assert (path.match["m"], path.match["k"]) == ({"min": 2048, "max": 8192}, {"min": 2048, "max": 8192})
+    assert path.measured == "2026-11-21 Card, driver 1, Q4_K 4096x4096: latency 8.00 us in integers, 6.00 in floats"
+
+
+# -- the journal
+
+
+IDENTITY = {"device": "Card", "driver": "1", "kernels": "k1"}
+
+
+def test_a_journal_survives_being_cut_short(tmp_path: Path) -> None:
+    file = tmp_path / "card.journal"
+    journal = Journal(file, IDENTITY)
+    done, job = result(4096, 4096), Job(Product("Q4_K", 4096, 4096, x="Q8_1"), "int")
+    journal.trying(job, A)
+    journal.tried(job, A)
+    journal.trying(job, B)
+    file.write_text(file.read_text() + '{"trying": "x", "po')
+    again = Journal(file, IDENTITY)
+    assert again.suspects == {(job.key, B)}
+    assert not again.finished(job)
+    again.finish(dataclasses.replace(done, key=job.key))
+    third = Journal(file, IDENTITY)
+    assert third.finished(job)
+    assert third.results[job.key] == dataclasses.replace(done, key=job.key)
+
+
+def test_a_journal_of_other_kernels_keeps_its_results_but_nothing_is_finished(tmp_path: Path) -> None:
+    job = Job(Product("Q4_K", 4096, 4096, x="Q8_1"), "int")
+    Journal(tmp_path / "j", IDENTITY).finish(dataclasses.replace(result(4096, 4096), key=job.key))
+    other = Journal(tmp_path / "j", {**IDENTITY, "kernels": "k2"})
+    assert not other.finished(job)
+    assert set(other.results) == {job.key}
+    assert not Journal(tmp_path / "j", {**IDENTITY, "driver": "2"}).results
+
+
+def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SweepError, match=r"\[tune\] .*card.journal cannot be written: choose another folder with VKBACK_TUNING"):
+        Journal(tmp_path / "file" / "card.journal", IDENTITY)
+
+
+# -- on a device
+
+
+@pytest.mark.vulkan
+def test_a_sweep_makes_a_table_that_the_next_plan_uses(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
+    seen: list[str] = []
+    watcher = Watcher(point=lambda job, point, said: seen.append(said))
+    jobs = jobs_for([(Product("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    (found,) = Sweep(device, library, tmp_path, 1.0, budget_s=1.0, cold_bytes=1 << 16, watcher=watcher).run(jobs)
+    assert found.tried >= 1
+    assert not found.wrong
+    assert any(said.endswith(" us") for said in seen)
+    table = tmp_path / device_table(device.caps)
+    assert len(parse_table(table.read_text(), table.name)) == int(found.kept)
+    picked = Tuning.for_device(device.caps, user=tmp_path).pick("mat_vec", **found.match, m=64, k=256)
+    assert (picked.source.startswith(str(table))) == found.kept
+    assert found.latency <= found.latency_before
+    again = Sweep(device, library, tmp_path, 1.0, budget_s=1.0)
+    assert again.run(jobs, resume=True) == []
+    assert again.journal.results[jobs[0].key] == found
+
+
+@pytest.mark.vulkan
+def test_a_point_that_ended_the_last_run_is_not_tried_again(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
+    refused: dict[Point, str] = {}
+    jobs = jobs_for([(Product("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    watcher = Watcher(point=lambda job, point, said: refused.update({point: said}))
+    sweep = Sweep(device, library, tmp_path, 1.0, budget_s=0.5, cold_bytes=1 << 16, watcher=watcher)
+    suspect = sweep._starts(jobs[0])[-1]
+    sweep.journal.trying(jobs[0], suspect)
+    sweep = Sweep(device, library, tmp_path, 1.0, budget_s=0.5, cold_bytes=1 << 16, watcher=watcher)
+    sweep.run(jobs)
+    assert refused[suspect] == "refused: the last run ended while trying it"
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> ShaderLibrary:
+    """Shaders whose sums of more than one row a slot are a little off."""
+    root = tmp_path / "shaders"
+    shutil.copytree(shader_root(), root)
+    file = root / "mat_vec" / "epilogue.glsl"
+    text = file.read_text()
+    assert "return total[c] + addend[c];" in text
+    file.write_text(text.replace("return total[c] + addend[c];", "return total[c] * (ROWS > 1 ? 1.1 : 1.0) + addend[c];"))
+    return ShaderLibrary(root, tmp_path / "cache")
+
+
+@pytest.mark.vulkan
+def test_points_with_wrong_results_are_not_timed(
+    device: Device, broken: ShaderLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [Point(8, 8, 1, 1, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0)]
+    jobs = jobs_for([(Product("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+
+    def said(self: Sweep, job: Job, tuning: Tuning) -> tuple[Point, str]:
+        return points[0], "test"
+
+    monkeypatch.setattr(Sweep, "_starts", lambda self, job: points)
+    monkeypatch.setattr(Sweep, "_said", said)
+    (found,) = Sweep(device, broken, tmp_path, 1.0, budget_s=0.1, cold_bytes=1 << 16).run(jobs)
+    assert found.after.rows == 1
+    assert any(text.startswith("8 threads, 8 lanes, 2 rows, unroll 1: NMSE 1.0e-02 >") for text in found.wrong)
+    assert not any(", 1 rows," in text for text in found.wrong)
+    points.reverse()
+    with pytest.raises(SweepError, match=r"\(test: 8 threads, 8 lanes, 2 rows, unroll 1\) gives no right result: NMSE .* vkback doctor"):
+        Sweep(device, broken, tmp_path, 1.0, budget_s=0.1, cold_bytes=1 << 16).run(jobs)
+
+
+def tune(*arguments: str) -> tuple[int, str]:
+    ran = CliRunner().invoke(cli.app, ["tune", *arguments])
+    return ran.exit_code, ran.output + ("" if ran.exception is None else str(ran.exception))
+
+
+@pytest.mark.vulkan
+def test_the_command_prints_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
+    code, text = tune("--case", "MUL_MAT(type_a=Q4_0,m=64,n=1,k=256)", "--budget", "1")
+    assert code == 0, text
+    assert "MAT_VEC(type_a=Q4_0,m=64,n=1,k=256,x=Q8_1) int" in text
+    assert "% of read rate" in text
+    (table,) = tmp_path.glob("*.toml")
+    assert f"table {table}" in text
+    with (tmp_path / f"{table.stem}.journal").open() as file:
+        assert json.loads(file.readline())["format"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--op", "rope"], "--op rope: expected one of mat_vec"),
+        (["--path", "half"], "--path half: expected one of auto, int, float, both"),
+        (["--shape", "4096"], "--shape 4096: expected rows x columns, as 4096x14336"),
+        (["--quant", "Q9"], "unknown type_a 'Q9', expected one of F32,"),
+        (["--case", "MUL_MAT(m=1)", "-m", "demo-dense"], "--case and --model exclude each other"),
+    ],
+)  # fmt: skip
+@pytest.mark.vulkan
+def test_the_command_refuses_what_it_cannot_do(arguments: Sequence[str], said: str) -> None:
+    code, text = tune(*arguments)
+    assert code == 1
+    assert said in text
+
+
+def test_axes_follow_the_device() -> None:
+    intel, nvidia = (Capabilities.from_profile(p) for p in ("intel_arc_a770_anv", H200))
+    assert axes(intel)["subgroup"] == (0, 8, 16)
+    assert axes(nvidia)["subgroup"] == (0,)
+    assert axes(dataclasses.replace(nvidia, shader_cores=132))["groups"] == (0, 132, 264, 528, 1056)
