@@ -29,8 +29,9 @@ Array = npt.NDArray[Any]
 
 GUARD = 256
 """Guard bytes before a tensor, and at least as many after it."""
-GUARD_WORD = 0x7FCA7FCA
-"""NaN as F32, F16 and BF16, so that reading past an end spoils a result."""
+GUARD_WORD = {"read": 0x7FCA7FCA, "written": 0xFFC5FFC5}
+"""Around tensors that are only read, and around others. NaN as F32, F16 and BF16, so that reading past an end spoils a result; two of them,
+since arithmetic hands a NaN's bits on, and a NaN read past one end and written past another must not look as if nothing had happened."""
 NAN_WORD = 0x7FC0DEAD
 
 LEAST_BLOCK = 16 << 20
@@ -95,7 +96,12 @@ def prepare(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -> 
             pieces.append(Piece(tensor, end + GUARD, part.nbytes))
             contents.append(part)
             end = -(-(end + 2 * GUARD + part.nbytes) // ALIGN) * ALIGN
-    block = np.full(end // 4, GUARD_WORD, np.uint32).view(np.uint8)
+    written = {name for d in schedule.dispatches() for name, _ in d.writes}
+    words = np.empty(end // 4, np.uint32)
+    for piece, after in zip(pieces, [*pieces[1:], None], strict=True):
+        until = (after.offset - GUARD if after else end) // 4
+        words[(piece.offset - GUARD) // 4 : until] = GUARD_WORD["written" if piece.tensor.name in written else "read"]
+    block = words.view(np.uint8)
     for piece, part in zip(pieces, contents, strict=True):
         block[piece.offset : piece.offset + piece.nbytes] = part
     return Prepared(node.op, schedule, block, tuple(pieces), node.outputs)
