@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from vkback.cli import compare, devices, generate, graph, plan, synth, test_ops, tune
+from vkback.cli import compare, devices, explain, generate, graph, plan, synth, test_ops, tune
 from vkback.cli.shell import new_app, run
 
 app = new_app("GGUF models on any Vulkan device: run, inspect, compare. Speed is measured by vkbench.")
@@ -16,6 +16,7 @@ app.command("plan")(plan.plan)
 app.command("test-ops")(test_ops.test_ops)
 app.command("compare")(compare.compare)
 app.command("tune")(tune.tune)
+app.command("explain")(explain.explain)
 
 
 def main() -> NoReturn:

@@ -1,0 +1,103 @@
+"""vkback explain: what it says about choices, rows, limits and kernels, for devices that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from kernel_paths import planned_for, with_params
+from typer.testing import CliRunner
+
+from vkback.cli import main as cli
+from vkback.cli.explain import bends, node_of
+from vkback.ops.base import OPS, LowerContext
+
+
+def explain(*arguments: str) -> tuple[int, str]:
+    ran = CliRunner().invoke(cli.app, ["explain", *arguments])
+    return ran.exit_code, ran.output + ("" if ran.exception is None else str(ran.exception))
+
+
+def test_a_product_is_explained_from_path_to_kernel() -> None:
+    code, text = explain("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "--profile", "amd_rx_7900_xtx_radv")
+    assert code == 0, text
+    lines = text.splitlines()
+    assert lines[0] == "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336) on AMD Radeon RX 7900 XTX (RADV NAVI31) (amd rdna3)"
+    assert "mat_vec_path for accelerated = 1, ids = 0, n = 1, quant = Q4_K, m = 4096, k = 14336:" in lines
+    assert "  path = int" in lines
+    assert "  1. amd.toml [[mat_vec]] row 3 (path = int): gives rows" in lines
+    assert "  2. amd.toml [[mat_vec]] row 1 (anything): gives wg, lanes, unroll, prefetch, subgroup; behind: rows 2" in lines
+    assert "     llama.cpp (ggml 0.25.3): integer path 1 row" in lines
+    (kernel,) = (line for line in lines if line.startswith("kernel mat_vec/mat_vec["))
+    assert "LANES=64" in kernel
+    assert kernel.endswith("sg64]")
+    assert "  grid 4096x1x1 workgroups of 64x1x1 threads, subgroups of 64, 0 of 65536 bytes of shared memory" in lines
+    assert "  3 buffers, 68 of 256 bytes of push constants, 33.064 MB to move" in lines
+    assert "  shape as the tables say" in lines
+
+
+def test_the_reason_for_the_float_path_is_shown() -> None:
+    code, text = explain("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "--profile", "apple_m1_moltenvk")
+    assert code == 0, text
+    assert "  1. default.toml [[mat_vec_path]] row 1 (accelerated = 0): gives path" in text
+    assert "  bent: sums go through shared memory: its subgroup size is not known beforehand" in text
+    forced = explain("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "--profile", "apple_m1_moltenvk", "--act", "q8_1")[1]
+    assert "PATH_INT=1" in forced
+    assert "mat_vec_path for" not in forced
+
+
+def test_cases_of_other_ops_are_explained_too() -> None:
+    case = next(iter(OPS["RMS_NORM"].cases())).line
+    code, text = explain(case, "--profile", "nvidia_h200_linux")
+    assert code == 0, text
+    assert "norm for dim = " in text
+    assert "kernel norm/" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("NOPE(m=1)",), "NOPE(m=1): no op is called NOPE; there are "),
+        (("ROPE(m=1)",), "ROPE(m=1): of ROPE only the suite's own cases are known, which test-ops -o ROPE prints, as ROPE("),
+        (("MUL_MAT(type_a=q4_K,m=1)",), "[case] MUL_MAT(type_a=q4_K,m=1): k is missing"),
+        (("MUL_MAT(type_a=q4_K,m=1,k=256)", "--device", "0", "--profile", "x"), "--device and --profile exclude each other"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    code, text = explain(*arguments)
+    assert code == 1
+    assert said in text
+
+
+def bent(ctx: LowerContext, case: str, **params: int) -> list[str]:
+    base = {"wg": 128, "lanes": 32, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 0, "subgroup": 0}
+    said = base | params
+    dispatch = OPS["MAT_VEC"].lower(node_of(case), with_params(ctx, **said))[-1]
+    return [line.removeprefix("bent: ") for line in bends(said, dispatch, ctx)]
+
+
+def test_every_bend_names_its_limit_or_need() -> None:
+    plain, glu = "MUL_MAT(type_a=Q4_K,m=512,n=1,k=1024)", "MAT_VEC(type_a=Q4_K,m=512,n=1,k=1024,glu=1)"
+    quantized = "MAT_VEC(type_a=Q4_K,m=512,n=1,k=1024,glu=1,out=Q8_1)"
+    ctx = planned_for("nvidia_h200_linux")
+    assert bent(ctx, plain) == ["shape as the tables say"]
+    assert bent(ctx, glu, rows=1) == ["rows 1 -> 2: GLU takes rows in pairs"]
+    assert bent(ctx, quantized) == ["rows 2 -> 16: a Q8_1 output takes tiles of 64 rows"]
+    assert bent(ctx, plain, unroll=4) == ["unroll 4 -> 1: 32 units of 32 weights lie on 32 lanes"]
+    assert bent(ctx, plain, groups=1000) == ["groups 1000 -> 0: there are no more tiles than that"]
+    assert bent(ctx, plain, subgroup=16) == ["subgroup 16 -> 32: NVIDIA H200 has sizes from 32 to 32"]
+    assert bent(ctx, plain, wg=32, lanes=64) == ["lanes 64 -> 32: the workgroup has 32 threads"]
+    small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_workgroup_invocations=64))
+    assert bent(small, plain) == ["wg 128 -> 64: maxComputeWorkGroupInvocations is 64"]
+    few = planned_for("llvmpipe_mesa_22_debian12")
+    assert bent(few, plain, wg=1024) == ["wg 1024 -> 256: 32 subgroups of 8 at most (maxComputeWorkgroupSubgroups)"]
+    v3d = bent(planned_for("broadcom_v3d_4_2_pi4"), "MAT_VEC(type_a=Q4_0,m=512,n=16,k=1024)", rows=4)
+    assert v3d[0] == "sums go through shared memory: it has no shuffles"
+    assert v3d[1] == "8 tokens a workgroup: 16384 bytes of shared memory hold the sums of no more"
+
+
+@pytest.mark.vulkan
+def test_without_a_profile_it_is_about_the_device_that_is_here() -> None:
+    code, text = explain("MUL_MAT(type_a=q8_0,m=64,n=1,k=256)")
+    assert code == 0, text
+    assert "kernel mat_vec/mat_vec[" in text

@@ -1,0 +1,173 @@
+"""vkback explain: which kernel a device would run for a case, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of
+
+if TYPE_CHECKING:
+    from vkback.device import Capabilities
+    from vkback.graph import Node
+    from vkback.ops.base import Choice, Chooser, Dispatch, LowerContext
+    from vkback.plan.tuning import Tuning
+    from vkback.shader import ShaderLibrary
+
+
+def explain(
+    case: Annotated[str, typer.Argument(metavar="CASE", help='As "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)"; of other ops a whole case.')],
+    device: DeviceOption = None,
+    profile: Annotated[str | None, typer.Option(help="A recorded device instead, as nvidia_h200_linux, or a file.")] = None,
+    act: ActOption = "auto",
+) -> None:
+    """Show what the tuning tables say about a case on a device: path, shape, the row that wins with its evidence, the rows behind it, what
+    the device's limits made of it, and the kernel. Nothing is run."""
+    from vkback.device import Capabilities, Device
+    from vkback.ops.base import LowerContext
+    from vkback.plan.tuning import Tuning
+    from vkback.shader import ShaderLibrary
+
+    if device is not None and profile is not None:
+        raise UsageError("--device and --profile exclude each other: one is a device that is here, the other one that was recorded")
+    if profile is not None:
+        caps = Capabilities.from_profile(profile)
+    else:
+        with Device.open(device) as opened:
+            caps = opened.caps
+    tables = Tuning.for_device(caps)
+    lines = explanation(node_of(case), LowerContext(caps, tables, act_of(act)), tables, ShaderLibrary())
+    print("\n".join([f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})", *lines]))
+
+
+def node_of(case: str) -> Node:
+    """The node of a product of any shape, or of a case of another op as the suite prints it. Raises UsageError naming what there is."""
+    import vkback.ops  # noqa: F401  registers every op
+    from vkback.harness.products import OPS_WITH_SHAPE, Product, parse_case
+    from vkback.ops.base import OPS
+
+    name, _ = parse_case(case)
+    if name in OPS_WITH_SHAPE:
+        return Product.parse(case).node()
+    if name not in OPS:
+        raise UsageError(f"{case}: no op is called {name}; there are {', '.join(sorted(OPS))}")
+    wanted = case.strip().partition("(")[2]
+    found = next((c for c in OPS[name].cases() if c.line.partition("(")[2] == wanted), None)
+    if found is None:
+        example = next(iter(OPS[name].cases())).line
+        raise UsageError(f"{case}: of {name} only the suite's own cases are known, which test-ops -o {name} prints, as {example}")
+    return found.build().node
+
+
+class Noting:
+    """Tables that keep note of what they were asked."""
+
+    def __init__(self, tables: Chooser) -> None:
+        self.tables = tables
+        self.asked: list[tuple[str, Mapping[str, Any], Choice]] = []
+
+    def pick(self, family: str, **query: Any) -> Choice:
+        choice = self.tables.pick(family, **query)
+        if not any(known[:2] == (family, query) for known in self.asked):
+            self.asked.append((family, query, choice))
+        return choice
+
+
+def explanation(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrary) -> list[str]:
+    """Lines about every choice that the lowering of a node asks for, and every dispatch it comes to."""
+    import dataclasses
+
+    from vkback.ops.base import OPS
+
+    noting = Noting(ctx.tuning)
+    dispatches = OPS[node.op].lower(node, dataclasses.replace(ctx, tuning=noting))
+    lines: list[str] = []
+    for family, query, choice in noting.asked:
+        lines += ["", *_chosen(family, query, choice, tables)]
+    for dispatch in dispatches:
+        lines += ["", *_kernel(dispatch, ctx.caps, library)]
+        if dispatch.kernel.source.startswith("mat_vec/"):
+            asked = next(choice for family, _, choice in noting.asked if family == "mat_vec")
+            lines += [f"  {bend}" for bend in bends(asked.params, dispatch, ctx)]
+    return lines
+
+
+def _chosen(family: str, query: Mapping[str, Any], choice: Choice, tables: Tuning) -> Iterator[str]:
+    """The choice, and the rows that matched, the winner first."""
+    asked = ", ".join(f"{k} = {v}" for k, v in query.items())
+    yield f"{family} for {asked}:"
+    yield "  " + ", ".join(f"{k} = {v}" for k, v in choice.params.items())
+    origins = tables.origins(family, query)
+    for place, row in enumerate(tables.rows(family, query), 1):
+        gives = [key for key in row.set if origins[key] is row]
+        over = [f"{key} {row.set[key]}" for key in row.set if key not in gives]
+        says = f"gives {', '.join(gives)}" if gives else "gives nothing"
+        yield f"  {place}. {row.where} ({row.about}): {says}" + (f"; behind: {', '.join(over)}" if over else "")
+        yield f"     {row.measured}"
+
+
+def _kernel(dispatch: Dispatch, caps: Capabilities, library: ShaderLibrary) -> Iterator[str]:
+    from vkback.device.spirv import inspect
+    from vkback.shader import NoCompiler
+
+    kernel = dispatch.kernel
+    yield f"kernel {kernel.name}"
+    try:
+        module = inspect(library.spirv(kernel))
+        threads = "x".join(map(str, module.workgroup_size(dict(kernel.spec))))
+        memory = f"{module.shared_bytes} of {caps.max_shared_memory} bytes of shared memory"
+        lacks = module.missing(caps)
+        if lacks:
+            memory += f"; THE DEVICE LACKS {', '.join(lacks)}"
+    except NoCompiler:
+        threads, memory = "?", "shared memory unknown without a shader compiler"
+    subgroup = f"subgroups of {kernel.subgroup_size}" if kernel.subgroup_size else "any subgroup size"
+    yield f"  grid {'x'.join(map(str, dispatch.groups))} workgroups of {threads} threads, {subgroup}, {memory}"
+    yield (
+        f"  {len(dispatch.args)} buffers, {len(dispatch.push)} of {caps.max_push_constants} bytes of push constants, "
+        f"{dispatch.nbytes / 1e6:.3f} MB to move"
+    )
+
+
+def bends(said: Mapping[str, Any], dispatch: Dispatch, ctx: LowerContext) -> Iterator[str]:
+    """What a mat-vec kernel has otherwise than the tables said, each with the limit or the need behind it."""
+    from vkback.ops.mat_vec import MAX_COLUMNS, subgroup_for
+
+    caps = ctx.caps
+    got = {k: v for k, v in dispatch.kernel.defines if isinstance(v, int)}
+    subgroup, required = subgroup_for(ctx, said["subgroup"])
+    tile = (32 if got["Y_TYPE"] else 1) << got["GLU"]
+    need = "GLU takes rows in pairs" if got["GLU"] else "one row a lane at most"
+    need = f"a Q8_1 output takes tiles of {tile} rows" if got["Y_TYPE"] else need
+    found: list[str] = []
+
+    def note(name: str, wanted: int, have: int, why: str) -> None:
+        if wanted != have:
+            found.append(f"bent: {name} {wanted} -> {have}: {why}")
+
+    limits = {
+        f"maxComputeWorkGroupInvocations is {caps.max_workgroup_invocations}": caps.max_workgroup_invocations,
+        f"maxComputeWorkGroupSize[0] is {caps.max_workgroup_size[0]}": caps.max_workgroup_size[0],
+    }
+    if required and caps.max_workgroup_subgroups:
+        key = f"{caps.max_workgroup_subgroups} subgroups of {required} at most (maxComputeWorkgroupSubgroups)"
+        limits[key] = required * caps.max_workgroup_subgroups
+    tightest = min(limits, key=lambda k: limits[k])
+    note("wg", said["wg"], got["WG"], tightest if got["WG"] < said["wg"] else need)
+    note("lanes", said["lanes"], got["LANES"], f"the workgroup has {got['WG']} threads" if said["lanes"] > got["WG"] else need)
+    note("rows", said["rows"], got["ROWS"], need)
+    units = got["K_UNITS"] * got.get("N_USED", 1)
+    note("unroll", said["unroll"], got["UNROLL"], f"{units} units of 32 weights lie on {got['LANES']} lanes")
+    if said["groups"] and not got["TILES"]:
+        found.append(f"bent: groups {said['groups']} -> 0: there are no more tiles than that")
+    if said["subgroup"] and required != said["subgroup"]:
+        why = f"sizes from {caps.subgroup_min} to {caps.subgroup_max}" if caps.subgroup_required_size else "no way to fix the size"
+        found.append(f"bent: subgroup {said['subgroup']} -> {subgroup if subgroup > 1 else 'unknown'}: {caps.name} has {why}")
+    if subgroup == 1:
+        why = "its subgroup size is not known beforehand" if caps.has_subgroup_ops("shuffle") else "it has no shuffles"
+        found.append(f"bent: sums go through shared memory: {why}")
+    if not got["IDS"] and got["COLS"] not in (1, MAX_COLUMNS) and dispatch.groups[2] > 1:
+        found.append(f"bent: {got['COLS']} tokens a workgroup: {caps.max_shared_memory} bytes of shared memory hold the sums of no more")
+    yield from found or ["shape as the tables say"]
