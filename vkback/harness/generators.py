@@ -178,7 +178,8 @@ def _ropes() -> Cases:
             (1, 3), (0, 1), (0, 1), (0, 1), ((4, 2, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (4, 1, 256))
         ):
             shape = {"n": n, "n_head": heads, "n_head_kv": kv, "head_dim": dim}
-            yield make_case("QKV_ROPE_SET_ROWS", {"mode": mode, **shape, "packed": packed, "norm": norm, "ff": ff})
+            if dim in (64, 128) or norm == ff:
+                yield make_case("QKV_ROPE_SET_ROWS", {"mode": mode, **shape, "packed": packed, "norm": norm, "ff": ff})
 
 
 WIDTHS = (1, 2, 31, 32, 33, 64, 100, 511, 512, 1023, 1024, 1025, 2048, 2880, 4096, 5120, 8192, 14336, 16896)
@@ -203,9 +204,12 @@ def _norms() -> Cases:
 
 
 def _attentions() -> Cases:
-    sizes = (40, 64, 72, 80, 96, 128, 192, 256, 320, 512, 576)
-    for hd, ratio, kv, nb in product(sizes, (1, 4, 8, 12, 16, 20, 32), (113, 512, 1024), (1, 3, 32, 75)):
-        if hd in (64, 128) or (ratio in (1, 4, 8, 16) and kv != 512 and nb in (1, 32)):
+    for hd, ratio, kv, nb in product((64, 128), (1, 4, 8, 12, 16, 20, 32), (113, 512, 1024), (1, 3, 32, 75)):
+        yield attention_case(ratio, 1, hd, kv, nb)
+    for hd, ratio, kv, nb in product((40, 72, 80, 96, 192, 256), (1, 4, 8, 16), (113, 1024), (1, 32)):
+        yield attention_case(ratio, 1, hd, kv, nb)
+    for hd in (320, 512, 576):
+        for ratio, kv, nb in ((1, 113, 1), (4, 113, 1), (16, 1024, 1), (4, 113, 3)):
             yield attention_case(ratio, 1, hd, kv, nb)
     for hd, ratio, nb in product((64, 128, 256), (1, 4, 7), (1, 3, 32)):
         yield attention_case(4 * ratio, 4, hd, 513, nb)

@@ -36,6 +36,8 @@ NAN_WORD = 0x7FC0DEAD
 
 LEAST_BLOCK = 16 << 20
 TIMEOUT_S = 60.0
+CPU_TIMEOUT_S = 600.0
+"""CPU drivers may compile a kernel when it first runs, which can take minutes."""
 
 
 class GuardError(VkbackError):
@@ -154,7 +156,7 @@ class Workbench:
         program = Program(self.device, self.library, prepared.schedule, ranges, weights)
         try:
             commands = program.record(prepared.label, copies=[(block, readback)])
-            self.device.submit([inputs, commands]).wait(TIMEOUT_S)
+            self.device.submit([inputs, commands]).wait(CPU_TIMEOUT_S if self.device.caps.device_type == "cpu" else TIMEOUT_S)
         finally:
             program.close()
             inputs.destroy()
