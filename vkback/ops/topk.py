@@ -191,7 +191,7 @@ class TopkMoe(Op):
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         n_used = node.params["n_used"]
         worst = 1e-5 * max(2.0, n_used**0.5)
-        reason = "exp of logits up to 20 in f32 is off by 20 * 6e-8, sum and quotient by more; one of n weights is up to sqrt(n) times their rms"
+        reason = "exp of logits up to 20 in f32 is off by 20 * 6e-8, sum and quotient by more; one of n is up to sqrt(n) times their rms"
         return Tolerance(1e-11, worst, reason)
 
     def cases(self) -> Iterator[Case]:
