@@ -72,12 +72,13 @@ class KernelCache:
         return twin
 
     def get_all(self, specs: Iterable[KernelSpec]) -> list[Kernel]:
-        """Kernels in the order of `specs`, compiled in parallel."""
+        """Kernels in the order of `specs`; those not known yet are compiled in parallel."""
         specs = list(specs)
-        unique = list(dict.fromkeys(specs))
-        with ThreadPoolExecutor(max_workers=min(len(unique), os.cpu_count() or 1) or 1) as pool:
-            found = dict(zip(unique, pool.map(self.get, unique), strict=True))
-        return [found[s] for s in specs]
+        new = [s for s in dict.fromkeys(specs) if s not in self._kernels]
+        if len(new) > 1:
+            with ThreadPoolExecutor(max_workers=min(len(new), os.cpu_count() or 1)) as pool:
+                list(pool.map(self.get, new))
+        return [self.get(s) for s in specs]
 
     def _check(self, spec: KernelSpec) -> None:
         caps = self._caps
