@@ -16,12 +16,15 @@ from vkback.harness.case_line import unseeded
 from vkback.harness.factories import context_of
 from vkback.harness.result import Result
 from vkback.harness.suite import Kernels
-from vkback.harness.timing import Bench
+from vkback.harness.timing import COLD_BYTES, Bench
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
 from vkback.shader import ShaderLibrary
 
 AHEAD = 2
 """Groups made ready ahead of the one that is timed; their weights stay in host memory until then."""
+
+CPU_COLD_BYTES = 32 << 20
+"""Weights in rotation on a CPU driver, whose kernels are bound by arithmetic: a figure within a minute is worth more than a cold cache."""
 
 SHARING = ("MUL_MAT", "MUL_MAT_ID")
 """Ops of which cases that differ in tokens alone use the same weights."""
@@ -93,7 +96,8 @@ def _time_group(
 ) -> Iterator[Result]:
     try:
         ready = future.result()
-        with Bench(device, library, ready.problem, ctx) as bench:
+        cold = CPU_COLD_BYTES if device.caps.device_type == "cpu" else COLD_BYTES
+        with Bench(device, library, ready.problem, ctx, cold_bytes=cold) as bench:
             for case, node in ready.nodes:
                 here = context_of(case, ctx)
                 kernel = "; ".join(d.reason for d in OPS[node.op].lower(node, here))

@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 
@@ -255,9 +256,11 @@ _worker: Suite | None = None
 
 def _open_worker(device: str | int | None, act: str, compile_threads: int) -> None:
     global _worker
-    opened = Device.open(device)
+    stack = ExitStack()
+    opened = stack.enter_context(Device.open(device))
     ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act)  # type: ignore[arg-type]
-    _worker = Suite(opened, ShaderLibrary(), ctx, compile_threads=compile_threads)
+    _worker = stack.enter_context(Suite(opened, ShaderLibrary(), ctx, compile_threads=compile_threads))
+    Finalize(_worker, stack.close, exitpriority=1)  # pipelines are kept for the next run when the device is closed
 
 
 def _run_lines(lines: Sequence[str]) -> list[Result]:
