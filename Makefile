@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH_ARGS ?=
 TEST_ARGS ?=
+TEST_PROCESSES ?= 2
 
 .PHONY: help bench test lint wheel clean
 
@@ -19,7 +20,7 @@ bench:
 
 test:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh test
-	@$(BIN)/python -m pytest $(TEST_ARGS) || { status=$$?; [ $$status -ne 5 ] || echo "make test: no test was collected" >&2; exit $$status; }
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TEST_ARGS) || { status=$$?; [ $$status -ne 5 ] || echo "make test: no test was collected" >&2; exit $$status; }
 
 lint:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh dev

@@ -178,14 +178,14 @@ def test_every_head_size_can_be_planned(profile: str, hd: int) -> None:
 
 
 def test_little_shared_memory_and_few_bindings() -> None:
-    caps = dataclasses.replace(H200.caps, max_shared_memory=16 << 10, max_storage_bindings=8)
-    small = dataclasses.replace(H200, caps=caps)
+    wide = with_params(H200, wg_size=256, queries=4)
+    small = dataclasses.replace(wide, caps=dataclasses.replace(H200.caps, max_shared_memory=16 << 10, max_storage_bindings=8))
     problem = FUSED.case(32, 4, 128, 4096, 3, "neox", True, True, "Q8_1", seed=1, garbage=False).build()
     (d,) = FUSED.lower(problem.node, small)
     defines = dict(d.kernel.defines)
     assert len(d.args) <= 8 and defines["SPLITS"] == 1
-    assert 16 <= int(defines["WG_SIZE"]) < dict(FUSED.lower(problem.node, H200)[0].kernel.defines)["WG_SIZE"]
-    tiny = dataclasses.replace(H200, caps=dataclasses.replace(caps, max_shared_memory=4096))
+    assert 16 <= int(defines["WG_SIZE"]) < dict(FUSED.lower(problem.node, wide)[0].kernel.defines)["WG_SIZE"]
+    tiny = dataclasses.replace(H200, caps=dataclasses.replace(H200.caps, max_shared_memory=4096))
     with pytest.raises(PlanError, match=r"bytes of shared memory, NVIDIA H200 has 4096; lower queries"):
         FUSED.lower(problem.node, tiny)
 
