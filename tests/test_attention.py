@@ -185,7 +185,7 @@ def test_little_shared_memory_and_few_bindings() -> None:
     defines = dict(d.kernel.defines)
     assert len(d.args) <= 8 and defines["SPLITS"] == 1
     assert 16 <= int(defines["WG_SIZE"]) < dict(FUSED.lower(problem.node, wide)[0].kernel.defines)["WG_SIZE"]
-    tiny = dataclasses.replace(H200, caps=dataclasses.replace(H200.caps, max_shared_memory=4096))
+    tiny = dataclasses.replace(small, caps=dataclasses.replace(small.caps, max_shared_memory=4096))
     with pytest.raises(PlanError, match=r"bytes of shared memory, NVIDIA H200 has 4096; lower queries"):
         FUSED.lower(problem.node, tiny)
 
