@@ -36,7 +36,7 @@ def draw(results: Sequence[Measured], file: Path, device: str) -> None:
         cells = panels.setdefault(f"{match['quant']} {match['path']}", {})
         cells[r.m, r.k] = max(r.read_share, cells.get((r.m, r.k), 0.0))
     columns = min(4, max(1, len(panels)))
-    lines = -(-len(panels) // columns)
+    lines = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(3.4 * columns + 1.2, 2.6 * lines + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{device}: share of the read rate, launches back to back")
