@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -331,8 +332,27 @@ def test_points_with_wrong_results_are_not_timed(
     assert any(text.startswith("8 threads, 8 lanes, 2 rows, unroll 1: NMSE 1.0e-02 >") for text in found.wrong)
     assert not any(", 1 rows," in text for text in found.wrong)
     points.reverse()
-    with pytest.raises(SweepError, match=r"\(test: 8 threads, 8 lanes, 2 rows, unroll 1\) gives no right result: NMSE .* vkback doctor"):
-        Sweep(device, broken, tmp_path, 1.0, budget_s=0.1, cold_bytes=1 << 16).run(jobs)
+    sweep = Sweep(device, broken, tmp_path, 1.0, budget_s=0.1, cold_bytes=1 << 16)
+    assert sweep.run(jobs) == []
+    assert re.search(r"\(test: 8 threads, 8 lanes, 2 rows, unroll 1\) gives no right result: NMSE .* vkback doctor", sweep.faults[0])
+
+
+@pytest.mark.vulkan
+def test_points_that_do_not_compile_are_refused(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "shaders"
+    shutil.copytree(shader_root(), root)
+    file = root / "mat_vec" / "epilogue.glsl"
+    file.write_text("#if ROWS == 2\n#error two rows\n#endif\n" + file.read_text())
+    points = [Point(8, 8, 1, 1, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0), Point(16, 8, 1, 1, 0, 0, 0)]
+    refused: list[str] = []
+    watcher = Watcher(point=lambda job, point, said: refused.append(said) if point.rows == 2 else None)
+    jobs = jobs_for([(Product("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    monkeypatch.setattr(Sweep, "_starts", lambda self, job: points)
+    monkeypatch.setattr(Sweep, "_said", lambda self, job, tuning: (points[0], "test"))
+    library = ShaderLibrary(root, tmp_path / "cache")
+    (found,) = Sweep(device, library, tmp_path, 1.0, budget_s=0.1, cold_bytes=1 << 16, watcher=watcher).run(jobs)
+    assert found.after.rows == 1
+    assert "two rows" in refused[0]
 
 
 def tune(*arguments: str) -> tuple[int, str]:

@@ -65,6 +65,8 @@ def tune(
             sweep = Sweep(opened, ShaderLibrary(), user_tuning_root(), rate, budget_s=budget, watcher=watcher)
             results = sweep.run(jobs, resume=resume)
         _show(results)
+        for fault in sweep.faults:
+            print(fault)
         kept = sum(r.kept for r in results)
         left = sum(not sweep.journal.finished(job) for job in jobs)
         if left:
@@ -72,7 +74,7 @@ def tune(
         print(f"{kept} of {len(results)} products improved in {time.monotonic() - start:.0f} s; table {sweep.table_path}")
         drawn = _draw(list(sweep.journal.results.values()), picture or sweep.table_path.with_suffix(".png"), opened.caps.name)
         print(drawn)
-    if any(r.wrong for r in results):
+    if sweep.faults or any(r.wrong for r in results):
         raise typer.Exit(1)
 
 

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -29,6 +30,7 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.device import Capabilities, Device
+from vkback.device.errors import DeviceLost
 from vkback.errors import VkbackError
 from vkback.harness.judge import judge
 from vkback.harness.products import Product
@@ -458,6 +460,7 @@ class Sweep:
         self.budget_s = budget_s
         self.cold_bytes = cold_bytes if cold_bytes is not None else (16 << 20 if caps.software else 512 << 20)
         self.watcher = watcher or Watcher()
+        self.faults: list[str] = []
         self.driver = driver or f"{caps.driver_name} {caps.driver_info}".strip()
         self.table_path = folder / device_table(caps)
         self.journal = Journal(
@@ -465,7 +468,8 @@ class Sweep:
         )
 
     def run(self, jobs: Sequence[Job], *, resume: bool = False) -> list[Result]:
-        """Tune each job and write the table after each, until the budget is spent; the first is done in any case.
+        """Tune each job and write the table after each, until the budget is spent; the first is done in any case. A job whose present
+        kernel is wrong is left with a text in `faults`.
 
         resume  pass over the jobs that the journal has a result for
         """
@@ -483,11 +487,15 @@ class Sweep:
                 self.watcher.begin(job, i, len(todo))
                 prepared = next_one.result()
                 next_one = ahead.submit(self._prepare, todo[i + 1]) if i + 1 < len(todo) and not self.device.caps.software else None
-                result = self._tune(job, prepared, time.monotonic() + left / (len(todo) - i))
-                self.journal.finish(result)
-                self.write_table()
-                results.append(result)
-                self.watcher.end(result)
+                try:
+                    result = self._tune(job, prepared, time.monotonic() + left / (len(todo) - i))
+                except SweepError as e:
+                    self.faults.append(str(e))
+                else:
+                    self.journal.finish(result)
+                    self.write_table()
+                    results.append(result)
+                    self.watcher.end(result)
                 if next_one is None and i + 1 < len(todo):
                     next_one = ahead.submit(self._prepare, todo[i + 1])
         return results
@@ -501,7 +509,8 @@ class Sweep:
 
     def _prepare(self, job: Job) -> _Prepared:
         problem = job.product.problem()
-        self._compile_ahead(job, self._starts(job))
+        with suppress(VkbackError):  # said again, for the point it is about, when that is tried
+            self._compile_ahead(job, self._starts(job))
         return _Prepared(problem, expected(problem, job.product))
 
     def _compile_ahead(self, job: Job, points: Iterable[Point]) -> None:
@@ -591,7 +600,8 @@ class Sweep:
             ready: Future[None] | None = ahead.submit(self._compile_ahead, job, batches[0]) if batches else None
             for i, batch in enumerate(batches):
                 assert ready is not None
-                ready.result()
+                with suppress(VkbackError):
+                    ready.result()
                 more = i + 1 < len(batches)
                 if more and not self.device.caps.software:
                     ready = ahead.submit(self._compile_ahead, job, batches[i + 1])
@@ -605,7 +615,15 @@ class Sweep:
     def _try_one(self, search: _Search, bench: Bench, want: Expected, point: Point) -> None:
         job = search.job
         self.journal.trying(job, point)
-        why = wrong(bench, job, job.context(self.ctx, point), want)
+        try:
+            why = wrong(bench, job, job.context(self.ctx, point), want)
+        except DeviceLost:
+            raise
+        except VkbackError as e:
+            search.refused[point] = str(e)
+            self.watcher.point(job, point, f"refused: {e}")
+            self.journal.tried(job, point)
+            return
         if why:
             search.wrong[point] = why
             self.watcher.point(job, point, f"WRONG RESULT: {why}")
