@@ -148,8 +148,7 @@ def test_every_step_along_llama_cpp_s_text_is_its_choice(name: str, engines: Eng
     assert np.std(differences) < 0.1
 
 
-def test_perplexity_is_llama_cpp_s(name: str, engines: Engines, twins: Any) -> None:
-    """On a CPU driver one chunk against the twin, whose perplexity of the whole text test_models.py compares; else the whole text."""
+def test_perplexity_is_llama_cpp_s(name: str, engines: Engines) -> None:
     theirs = PEER[name]["perplexity"]
     engine = engines(name)
 
@@ -158,15 +157,11 @@ def test_perplexity_is_llama_cpp_s(name: str, engines: Engines, twins: Any) -> N
         engine.prompt(chunk[:first])
         return engine.prompt_logits(chunk[first:])
 
-    chunks = 1 if engine.device.caps.software and not FOLDER else 8
     ids = engine.tokenizer.encode((REFERENCE.parent / theirs["text"]).read_text())[:4096]
-    got = perplexity(ids, logits, bos=engine.tokenizer.bos, n_chunks=chunks)
-    # Rounding of activations moves single losses both ways; of the whole text measured 0.06 % and 0.13 %.
-    if chunks == 8:
-        assert got.tokens == theirs["tokens_scored"]
-        assert got.value == pytest.approx(theirs["ppl"], rel=0.005)
-    else:
-        assert got.value == pytest.approx(perplexity(ids, twins(name).logits, bos=engine.tokenizer.bos, n_chunks=chunks).value, rel=0.005)
+    got = perplexity(ids, logits, bos=engine.tokenizer.bos)
+    assert got.tokens == theirs["tokens_scored"]
+    # Measured 0.005 % to 0.18 % in four models: rounding of activations moves single losses both ways.
+    assert got.value == pytest.approx(theirs["ppl"], rel=0.005)
 
 
 # --- against the twin ---------------------------------------------------------------------------------------------------------------
