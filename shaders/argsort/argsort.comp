@@ -1,8 +1,8 @@
 #version 450
-// The order of the values of each row: of equal values the one with the lower index comes first.
+// The order of the values of each row, or the first of it: of equal values the one with the lower index comes first.
 //
 //   binding 0  x F32 [rows, dim]
-//   binding 1  y I32 [rows, dim]: index of the smallest value first; DESCENDING 1: of the largest
+//   binding 1  y I32 [rows, kept]: index of the smallest value first; DESCENDING 1: of the largest
 //
 // A thread finds the rank of one value by comparing it with all others of the row. Workgroup x: WG_SIZE values; y, z: rows.
 layout(local_size_x = WG_SIZE) in;
@@ -10,6 +10,7 @@ layout(local_size_x = WG_SIZE) in;
 layout(push_constant) uniform Push {
     uint rows;
     uint dim;
+    uint kept;
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer InX { float x[]; };
@@ -30,5 +31,5 @@ void main() {
 #endif
         rank += uint(before || (other == mine && j < i));
     }
-    y[row * p.dim + rank] = int(i);
+    if (rank < p.kept) y[row * p.kept + rank] = int(i);
 }

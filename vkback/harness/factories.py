@@ -245,6 +245,7 @@ FACTORIES: dict[str, Callable[[Params], Case]] = {
     "SOFT_MAX": lambda p: soft_max.SoftMax().case(p["ne"], bool(p.get("mask", 0)), seed=p.get("seed", 37)),
     "SUM_ROWS": lambda p: soft_max.SumRows().case(p["ne"], seed=p.get("seed", 41)),
     "ARGSORT": lambda p: argsort.ArgSort().case(p["ne"], p["order"], seed=p.get("seed", 43)),
+    "TOP_K": lambda p: argsort.TopK().case(p["ne"], p["k"], seed=p.get("seed", 47)),
     "ARGMAX": lambda p: topk.Argmax().case(p["n"], p["vocab"], p["kind"], p.get("seed", 1)),
     "MOE_REDUCE": lambda p: MoeReduce().case(p["n"], p["n_used"], p["m"], bool(p["residual"]), p.get("seed", 1)),
     "QUANTIZE_Q8_1": lambda p: quantize.quantize_case(p["ne"], seed=p.get("seed", 3)),

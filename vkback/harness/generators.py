@@ -257,6 +257,10 @@ def _choices() -> Cases:
     lists = ((1,), (2,), (1, 7), (16, 10, 10), (60, 10, 10), (1, 512), (1, 1025), (3, 2047), (2, 8192))
     for order, shape in product(("asc", "desc"), lists):
         yield make_case("ARGSORT", {"ne": shape, "order": order})
+    for shape in lists:
+        for k in sorted({1, 2, 40, shape[-1] // 2, shape[-1] - 1, shape[-1]}):
+            if 1 <= k <= shape[-1]:
+                yield make_case("TOP_K", {"ne": shape, "k": k})
     experts = (
         (8, 2), (8, 8), (16, 1), (31, 3), (32, 4), (60, 4), (64, 6), (72, 6), (128, 8), (160, 6), (256, 8), (288, 8), (512, 10), (160, 160),
     )  # fmt: skip

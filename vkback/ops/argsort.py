@@ -1,4 +1,4 @@
-"""ARGSORT (shaders/argsort): every value counts its rank, so time grows with the square of a row."""
+"""ARGSORT and TOP_K (shaders/argsort): every value counts its rank, so time grows with the square of a row."""
 
 from __future__ import annotations
 
@@ -29,6 +29,40 @@ from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
 
+def _ranked(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch]:
+    """The launch that writes the first indices of each row's order, as many as the output has columns."""
+    x, y = node.inputs[0], node.outputs[0]
+    dim, rows = x.shape[-1], prod(x.shape[:-1])
+    choice = ctx.tuning.pick("elementwise", elements=x.elements)
+    wg = workgroup_size(ctx.caps, choice["wg_size"], dim)
+    gz = ceil_div(rows, MAX_GROUPS_X)
+    return [
+        Dispatch(
+            Variant("argsort/argsort.comp", (("DESCENDING", int(descending)), ("WG_SIZE", wg)), (), None),
+            (Arg(x), Arg(y, "w")),
+            pack_push(rows, dim, y.shape[-1]),
+            (ceil_div(dim, wg), ceil_div(rows, gz), gz),
+            node.op,
+            node.name,
+            f"{wg} threads: {choice.source}",
+            nbytes=nbytes(x) + nbytes(y),
+        )
+    ]
+
+
+def _order(x: Array, *, descending: bool) -> Array:
+    values = np.asarray(x, np.float64)
+    return np.argsort(-values if descending else values, axis=-1, kind="stable").astype(np.int32)
+
+
+def _coarse(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Values of a coarse grid, so that many are equal."""
+    return (rng.integers(-20, 20, shape) / 4).astype(np.float32)
+
+
+EXACT = Tolerance(0.0, 0.0, "comparisons are exact")
+
+
 @register
 class ArgSort(Op):
     """ARGSORT(x F32 [..., dim]; order "asc" | "desc") -> I32 [..., dim]; of equal values the lower index comes first."""
@@ -36,30 +70,13 @@ class ArgSort(Op):
     name = "ARGSORT"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        x = np.asarray(inputs[0], np.float64)
-        return [np.argsort(-x if params["order"] == "desc" else x, axis=-1, kind="stable").astype(np.int32)]
+        return [_order(inputs[0], descending=params["order"] == "desc")]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        x, y = node.inputs[0], node.outputs[0]
-        if node.params["order"] not in ("asc", "desc") or y.type != "I32" or y.shape != x.shape:
-            order = node.params["order"]
+        x, y, order = node.inputs[0], node.outputs[0], node.params["order"]
+        if order not in ("asc", "desc") or y.type != "I32" or y.shape != x.shape:
             raise PlanError(f"[ARGSORT] {node.name}: {x} to {y}, order {order!r}: expected I32 of its shape, order 'asc' or 'desc'")
-        dim, rows = x.shape[-1], prod(x.shape[:-1])
-        choice = ctx.tuning.pick("elementwise", elements=x.elements)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], dim)
-        gz = ceil_div(rows, MAX_GROUPS_X)
-        return [
-            Dispatch(
-                Variant("argsort/argsort.comp", (("DESCENDING", int(node.params["order"] == "desc")), ("WG_SIZE", wg)), (), None),
-                (Arg(x), Arg(y, "w")),
-                pack_push(rows, dim),
-                (ceil_div(dim, wg), ceil_div(rows, gz), gz),
-                node.op,
-                node.name,
-                f"{wg} threads: {choice.source}",
-                nbytes=nbytes(x) + nbytes(y),
-            )
-        ]
+        return _ranked(node, ctx, descending=order == "desc")
 
     def cases(self) -> Iterator[Case]:
         for order in ("asc", "desc"):
@@ -67,13 +84,41 @@ class ArgSort(Op):
                 yield self.case(shape, order)
 
     def case(self, shape: tuple[int, ...], order: str, *, seed: int = 43) -> Case:
-        """Values of a coarse grid, so that many are equal."""
-
         def make(rng: np.random.Generator) -> Problem:
             node = Node("ARGSORT", (Tensor("x", "F32", shape, "input"),), (Tensor("y", "I32", shape),), {"order": order})
-            return Problem(node, {"x": (rng.integers(-20, 20, shape) / 4).astype(np.float32)})
+            return Problem(node, {"x": _coarse(shape, rng)})
 
         return Case("ARGSORT", {"ne": shape, "order": order, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Tolerance(0.0, 0.0, "comparisons are exact")
+        return EXACT
+
+
+@register
+class TopK(Op):
+    """TOP_K(x F32 [..., dim]) -> I32 [..., k]: indices of the k largest of each row, the largest first, of equal ones the lower index."""
+
+    name = "TOP_K"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        return [_order(inputs[0], descending=True)[..., : params["k"]]]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        x, y, k = node.inputs[0], node.outputs[0], node.params["k"]
+        if not 1 <= k <= x.shape[-1] or y.type != "I32" or y.shape != (*x.shape[:-1], k):
+            raise PlanError(f"[TOP_K] {node.name}: k = {k} of {x} to {y}: expected 1 to {x.shape[-1]}, I32 with k columns")
+        return _ranked(node, ctx, descending=True)
+
+    def cases(self) -> Iterator[Case]:
+        for shape, k in (((2, 16), 1), ((3, 2, 60), 7), ((1, 1023), 40), ((4, 5), 5)):
+            yield self.case(shape, k)
+
+    def case(self, shape: tuple[int, ...], k: int, *, seed: int = 47) -> Case:
+        def make(rng: np.random.Generator) -> Problem:
+            y = Tensor("y", "I32", (*shape[:-1], k))
+            return Problem(Node("TOP_K", (Tensor("x", "F32", shape, "input"),), (y,), {"k": k}), {"x": _coarse(shape, rng)})
+
+        return Case("TOP_K", {"ne": shape, "k": k, "seed": seed}, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return EXACT
