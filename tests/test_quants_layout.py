@@ -31,6 +31,26 @@ def crumb(qs: bytes, j: int) -> int:
     return int(word >> (8 * b + 2 * i) & 3)
 
 
+def q2_crumb(qs: bytes, j: int) -> int:
+    """Byte b of word w: values 8w + b, 16 + 8w + b, 8w + 4 + b, 16 + 8w + 4 + b at bits 0, 2, 4, 6."""
+    half, i, b = j // 16, j % 16 // 4, j % 4
+    return qs[4 * (i // 2) + b] >> (4 * (i % 2) + 2 * half) & 3
+
+
+def q3_number(words: bytes, j: int) -> int:
+    """Byte b of word w: values 4w + b, 16 + 4w + b at bits 0 and 3; 12 + b and 28 + b where the words have bits left."""
+    half, i, b = j // 16, j % 16 // 4, j % 4
+    if i < 3:
+        return words[4 * i + b] >> 3 * half & 7
+    return words[8 * half + b] >> 6 | (words[4 + b] >> (6 + half) & 1) << 2
+
+
+def e2m1(qs: bytes, j: int) -> float:
+    """Bits s a x y of a nibble: magnitude 4a + 2x + y + ay(3 + 2x)."""
+    s, a, x, y = (nibble(qs, j) >> n & 1 for n in (3, 2, 1, 0))
+    return float((4 * a + 2 * x + y + a * y * (3 + 2 * x)) * (-1) ** s)
+
+
 def bit(qh: bytes, j: int) -> int:
     """Bit 8b + i holds value 4i + b."""
     i, b = divmod(j, 4)
@@ -68,11 +88,11 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
             return f16(unit[2], 0) * one(struct.unpack_from("b", unit[j // 16], j % 16)[0])
         case "Q2_K":
             s = unit[1][j // 16]
-            return f16(block[2], 0) * one(s & 15) * one(crumb(unit[0], j)) - f16(block[2], 2) * one(s >> 4)
+            return f16(block[2], 0) * one(s & 15) * one(q2_crumb(unit[0], j)) - f16(block[2], 2) * one(s >> 4)
         case "Q3_K":
             s = 2 * u + j // 16
             scale = block[2][s // 2] >> 4 * (s % 2) & 15 | (struct.unpack_from("<I", block[2], 8)[0] >> 2 * s & 3) << 4
-            return f16(block[3], 0) * one(scale - 32) * one(crumb(unit[0], j) + 4 * bit(unit[1], j) - 4)
+            return f16(block[3], 0) * one(scale - 32) * one(q3_number(unit[0] + unit[1], j) - 4)
         case "Q4_K":
             scale, low = head_pair(block[1], u)
             return f16(block[1], 0) * one(scale) * one(nibble(unit[0], j)) - f16(block[1], 2) * one(low)
@@ -83,13 +103,13 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
             scale = struct.unpack_from("b", unit[2], j // 16)[0]
             return f16(block[3], 0) * one(scale) * one((nibble(unit[0], j) | crumb(unit[1], j) << 4) - 32)
         case "MXFP4":
-            return one(2.0 ** (unit[1][0] - 128)) * one(E2M1_DOUBLED[nibble(unit[0], j)])
+            return one(2.0 ** (unit[1][0] - 128)) * one(e2m1(unit[0], j))
         case "IQ4_XS":
             high, low = struct.unpack_from("<HI", block[1], 2)
             scale = low >> 4 * u & 15 | (high >> 2 * u & 3) << 4
             return f16(block[1], 0) * one(scale - 32) * one(IQ4_LEVELS[nibble(unit[0], j)])
         case "NVFP4":
-            return one(ue4m3(unit[1][j // 16]) / 2) * one(E2M1_DOUBLED[nibble(unit[0], j)])
+            return one(ue4m3(unit[1][j // 16]) / 2) * one(e2m1(unit[0], j))
         case "TQ2_0":
             return f16(block[1], 0) * one(crumb(unit[0], j) - 1)
         case "TQ1_0":

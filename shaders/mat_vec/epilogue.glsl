@@ -3,6 +3,19 @@
 // Bias and residual of this lane's output row, fetched before the walk so that the end need not wait for them.
 float addend[COLS];
 
+#ifdef BIND_BIAS
+// Of a row of this slot's matrix; where the experts of a token are summed, of all of them by weight.
+float bias_of(uint row) {
+#if IDS == 2
+    float sum = 0.0;
+    [[unroll]] for (uint e = y_row * N_USED; e < (y_row + 1u) * N_USED; e++) sum += expert_weight[e] * bias1[uint(ids[e]) * p.m + row];
+    return sum;
+#else
+    return bias1[p.w_row0 + expert_row + row];
+#endif
+}
+#endif
+
 #if GLU && defined(BIND_BIAS)
 vec2 glu_bias;  // of gate and up
 #endif
@@ -10,13 +23,13 @@ vec2 glu_bias;  // of gate and up
 void fetch_addend() {
 #if GLU && defined(BIND_BIAS)
     const uint gate_row = min(first_row + (PARTIALS > 1 ? 2u * lane : lane & ~1u), p.m - 2u);
-    glu_bias = vec2(bias1[p.w_row0 + gate_row], bias1[p.w_row0 + gate_row + 1u]);
+    glu_bias = vec2(bias_of(gate_row), bias_of(gate_row + 1u));
 #endif
     const uint row = min(first_row + lane, p.m - 1u);
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         addend[c] = 0.0;
 #ifdef BIND_BIAS
-        addend[c] += bias1[p.w_row0 + row];
+        addend[c] += bias_of(row);
 #endif
 #ifdef BIND_RESIDUAL
         addend[c] += residual1[min(y_row + c, p.n - 1u) * p.y_stride + p.y_offset + row];
@@ -44,7 +57,10 @@ float finished(uint tid, uint turn, uint c) {
     gate += glu_bias.x;
     up += glu_bias.y;
 #endif
-#if GLU
+#if GLU && defined(GLU_LIMIT)
+    gate = min(gate, GLU_LIMIT);
+    return gate / (1.0 + exp(-GLU_ALPHA * gate)) * (clamp(up, -GLU_LIMIT, GLU_LIMIT) + 1.0);
+#elif GLU
     return gate / (1.0 + exp(-gate)) * up;
 #elif PARTIALS > 1
     return row_total(tid, turn, min(lane, ROWS - 1u), c) + addend[c];

@@ -8,7 +8,9 @@
 //   PATH_INT   1: q8_1 activations, dot products of packed bytes; 0: f32 activations
 //   IDS        0: dense. 1: gl_WorkGroupID.z = token * n_used + slot picks the expert. 2: z = token, its N_USED experts lie end to end
 //              as one long row, each with its weight
-//   GLU        1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up
+//   GLU        1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
+//              clamped form, SWIGLU_OAI
+//   ROWS_FULL  1: tiles end where the matrix ends, so that no row number needs a bound
 //   Y_TYPE     Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_KHR_shader_subgroup_basic : require
@@ -136,13 +138,14 @@ uint lane;
 // Loads the units lane, lane + LANES, ... of a chunk. Past the end of a row or of the matrix the last unit is read again and not used.
 void load(out UnitRaw raw[UNROLL][ROWS], uint row, uint chunk) {
     [[unroll]] for (uint j = 0; j < UNROLL; j++) {
-        const uint unit = min(chunk * CHUNK + j * LANES + lane, WALK_UNITS - 1u);
+        uint unit = chunk * CHUNK + j * LANES + lane;
+        if (WALK_UNITS % CHUNK != 0) unit = min(unit, WALK_UNITS - 1u);
 #if IDS == 2
         const uint base = uint(ids[y_row * N_USED + unit / K_UNITS]) * p.m;
 #else
         const uint base = expert_row;
 #endif
-        [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = unit_load(base + min(row + r, p.m - 1u), unit % K_UNITS);
+        [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = unit_load(base + (ROWS_FULL != 0 ? row + r : min(row + r, p.m - 1u)), unit % K_UNITS);
     }
 }
 

@@ -1,10 +1,16 @@
-// E2M1 codes of MXFP4 and NVFP4, four at once, one a byte: twice the value (0 1 2 3 4 6 8 12 and their negatives) + 12, in 0..24, without
-// a carry between bytes. With `low` the two low bits, `high` the third: codes below 4 mean low; codes 4..7 mean 4 + 2 low, and 2 more for 7.
-uint e2m1_plus_12(uint code) {
-    const uint low = code & 0x03030303u;
-    const uint high = (code >> 2) & 0x01010101u;
-    const uint both = low & (low >> 1) & high;
-    const uint magnitude = low + (low & (high * 3u)) + (high << 2) + (both << 1);
-    const uint negative = ((code >> 3) & 0x01010101u) * 15u;
-    return 0x0c0c0c0cu + magnitude - ((magnitude & negative) << 1);
+// E2M1 codes of MXFP4 and NVFP4: 32 nibbles (as split_nibbles takes them) to bytes with twice the value (0 1 2 3 4 6 8 12 and their
+// negatives) + 16, in 4..28.
+//
+// A nibble is s a x y: the codes of the file with 5 and 6 exchanged, so that the magnitude is 4a + 2x + y + ay(3 + 2x), at most 12 and thus a
+// nibble itself: eight are worked out in a word. The negative ones are taken off twice.
+void e2m1_plus_16(uvec4 codes, out uint q[8]) {
+    [[unroll]] for (int i = 0; i < 4; i++) {
+        const uint w = codes[i];
+        const uint ay = (w >> 2) & w & 0x11111111u;
+        const uint axy = (w >> 1) & ay;
+        const uint magnitude = (w & 0x77777777u) + 3u * ay + 2u * axy;
+        const uint negative = magnitude & (((w >> 3) & 0x11111111u) * 15u);
+        q[i] = ((magnitude & 0x0f0f0f0fu) | 0x10101010u) - 2u * (negative & 0x0f0f0f0fu);
+        q[i + 4] = (((magnitude >> 4) & 0x0f0f0f0fu) | 0x10101010u) - 2u * ((negative >> 4) & 0x0f0f0f0fu);
+    }
 }

@@ -4,7 +4,7 @@
 struct UnitRaw { uvec4 part[8]; };
 
 UnitRaw unit_load(uint row, uint unit) {
-    const uint i = row * p.w.units + unit;
+    const uint i = UNIT_AT(row, unit);
     UnitRaw r;
     [[unroll]] for (int n = 0; n < 8; n++) r.part[n] = w4[n * p.w.part + i];
     return r;

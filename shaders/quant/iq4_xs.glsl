@@ -10,8 +10,8 @@
 struct UnitRaw { uvec4 qs; uvec2 head; uint sub; };
 
 UnitRaw unit_load(uint row, uint unit) {
-    const uint i = row * p.w.units + unit;
-    return UnitRaw(w4[i], w2[p.w.plane[0] * 2u + (i >> 3)], unit & 7u);
+    const uint i = UNIT_AT(row, unit);
+    return UnitRaw(w4[i], w2[p.w.plane[0] * 2u + ITEM_AT(row, unit, 3)], unit & 7u);
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

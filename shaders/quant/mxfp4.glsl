@@ -4,21 +4,19 @@
 #define UNIT_HALVES 0
 #define UNIT_BIAS 1
 #define UNIT_SIGNED 0
-#include "quant/nibbles.glsl"
 #include "quant/e2m1.glsl"
 
 struct UnitRaw { uvec4 qs; uint e; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
-    const uint i = row * p.w.units + unit;
-    return UnitRaw(w4[i], PLANE_BYTE_WORD(0, i), i);
+    const uint i = UNIT_AT(row, unit);
+    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 2), LOW_BITS(row, unit));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    split_nibbles(r.qs, q);
-    [[unroll]] for (int i = 0; i < 8; i++) q[i] = e2m1_plus_12(q[i]);
+    e2m1_plus_16(r.qs, q);
     const uint e = byte_of(r.e, r.index);
     scale = vec2(uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23));
-    bias = 12.0 * scale;
+    bias = 16.0 * scale;
 }
 #include "quant/decode_ints.glsl"

@@ -4,14 +4,13 @@
 #define UNIT_HALVES 1
 #define UNIT_BIAS 1
 #define UNIT_SIGNED 0
-#include "quant/nibbles.glsl"
 #include "quant/e2m1.glsl"
 
 struct UnitRaw { uvec4 qs; uint d; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
-    const uint i = row * p.w.units + unit;
-    return UnitRaw(w4[i], PLANE_HALF_WORD(0, i), i);
+    const uint i = UNIT_AT(row, unit);
+    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 1), LOW_BITS(row, unit));
 }
 
 // Half of an unsigned float of 4 exponent bits (bias 7) and 3 fraction bits. The top bit means nothing; 0x7f stands for 0.
@@ -22,10 +21,9 @@ float half_ue4m3(uint code) {
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    split_nibbles(r.qs, q);
-    [[unroll]] for (int i = 0; i < 8; i++) q[i] = e2m1_plus_12(q[i]);
+    e2m1_plus_16(r.qs, q);
     const uint d = r.d >> (16u * (r.index & 1u));
     scale = vec2(half_ue4m3(d & 0xffu), half_ue4m3((d >> 8) & 0xffu));
-    bias = 12.0 * scale;
+    bias = 16.0 * scale;
 }
 #include "quant/decode_ints.glsl"

@@ -1,23 +1,28 @@
 // Q2_K: 256 weights in 84 bytes. Planes: qs (2-bit) 8, scales 2 (low nibble scale, high nibble min; one byte per 16), d and dmin f16 4 per 256.
 // weight = d * scale * q - dmin * min
+// A byte of qs holds four values at bits 0, 2, 4, 6: two of the unit's first half at 0 and 4, two of the second, which is left four times
+// too large, at 2 and 6. Byte b of word w: values 8w + b, 16 + 8w + b, 8w + 4 + b, 16 + 8w + 4 + b.
 #define UNIT_INTS 1
 #define UNIT_HALVES 1
 #define UNIT_BIAS 1
 #define UNIT_SIGNED 0
-#include "quant/nibbles.glsl"
 
 struct UnitRaw { uvec2 qs; uint scales; uint dm; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
-    const uint i = row * p.w.units + unit;
-    return UnitRaw(w2[i], PLANE_HALF_WORD(0, i), w1[p.w.plane[1] * 4u + (i >> 3)], i);
+    const uint i = UNIT_AT(row, unit);
+    return UnitRaw(w2[i], PLANE_WORD(0, row, unit, 1), PLANE_WORD(1, row, unit, 3), LOW_BITS(row, unit));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    [[unroll]] for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i, 0);
+    [[unroll]] for (int i = 0; i < 4; i++) {
+        const uint pairs = r.qs[i >> 1] >> (4 * (i & 1));
+        q[i] = pairs & 0x03030303u;
+        q[i + 4] = pairs & 0x0c0c0c0cu;
+    }
     const uint s = r.scales >> (16u * (r.index & 1u));
     const vec2 dm = unpackHalf2x16(r.dm);
-    scale = dm.x * vec2(s & 15u, (s >> 8) & 15u);
+    scale = dm.x * vec2(s & 15u, 0.25 * float((s >> 8) & 15u));
     bias = dm.y * vec2((s >> 4) & 15u, (s >> 12) & 15u);
 }
 #include "quant/decode_ints.glsl"

@@ -1,27 +1,33 @@
-// Q3_K: 256 weights in 110 bytes. Planes: qs (2-bit) 8, qh (third bit) 4, scales 12 per 256 (16 of 6 bits), d f16 2 per 256.
+// Q3_K: 256 weights in 110 bytes. Planes: qs (words 0 and 1 of three) 8, qh (word 2) 4, scales 12 per 256 (16 of 6 bits), d f16 2 per 256.
 // weight = d * (scale - 32) * (q - 4)
+// Byte b of word w holds values 4w + b at bits 0..2 and 16 + 4w + b at bits 3..5, which are left eight times too large. The last four of each
+// half have no byte of their own: 12 + b is in bits 6 and 7 of word 0 and bit 6 of word 1; 28 + b in bits 6 and 7 of word 2 and bit 7 of word 1.
 #define UNIT_INTS 1
 #define UNIT_HALVES 1
 #define UNIT_BIAS 1
 #define UNIT_SIGNED 0
-#include "quant/nibbles.glsl"
 
 struct UnitRaw { uvec2 qs; uint qh; uint scale_lo; uint scale_hi; uint d; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
-    const uint i = row * p.w.units + unit;
-    const uint block = i >> 3;
-    const uint scales = p.w.plane[1] * 4u + block * 3u;
-    return UnitRaw(w2[i], w1[p.w.plane[0] * 4u + i], w1[scales + ((i >> 2) & 1u)], w1[scales + 2u], PLANE_HALF_WORD(2, block), i);
+    const uint scales = p.w.plane[1] * 4u + ITEM_AT(row, unit, 3) * 3u;
+    return UnitRaw(w2[UNIT_AT(row, unit)], PLANE_WORD(0, row, unit, 0), w1[scales + ((unit >> 2) & 1u)], w1[scales + 2u],
+                   PLANE_WORD(2, row, unit, 4), LOW_BITS(row, unit));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    [[unroll]] for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i, 0);
-    add_bits(r.qh, 4u, q);
+    const uint word[3] = {r.qs.x, r.qs.y, r.qh};
+    [[unroll]] for (int i = 0; i < 3; i++) {
+        q[i] = word[i] & 0x07070707u;
+        q[i + 4] = word[i] & 0x38383838u;
+    }
+    q[3] = ((word[0] >> 6) & 0x03030303u) | ((word[1] >> 4) & 0x04040404u);
+    q[7] = ((word[2] >> 3) & 0x18181818u) | ((word[1] >> 2) & 0x20202020u);
     const uint lo = byte_of(r.scale_lo, r.index);
     const uint hi = r.scale_hi >> (4u * (r.index & 7u));
     const ivec2 s = ivec2((lo & 15u) | ((hi & 3u) << 4), (lo >> 4) | ((hi & 12u) << 2)) - 32;
     scale = half_of(r.d, r.index >> 3) * vec2(s);
     bias = 4.0 * scale;
+    scale.y *= 0.125;
 }
 #include "quant/decode_ints.glsl"

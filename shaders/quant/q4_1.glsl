@@ -8,8 +8,8 @@
 struct UnitRaw { uvec4 qs; uint dm; };
 
 UnitRaw unit_load(uint row, uint unit) {
-    const uint i = row * p.w.units + unit;
-    return UnitRaw(w4[i], w1[p.w.plane[0] * 4u + i]);
+    const uint i = UNIT_AT(row, unit);
+    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 0));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

@@ -12,14 +12,14 @@
 struct UnitRaw { uvec4 lo; uvec4 hi; uint d; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
-    const uint i = row * p.w.units + unit;
+    const uint i = UNIT_AT(row, unit);
     const uint block = i >> 3, sub = i & 7u;
     UnitRaw r;
     r.lo = w4[(sub < 5u ? 0u : 2u * p.w.part) + block];
     r.hi = sub < 5u ? w4[p.w.part + block] : r.lo;
     if (sub == 7u) r.hi = uvec4(w1[p.w.plane[0] * 4u + block]);
-    r.d = PLANE_HALF_WORD(1, block);
-    r.index = i;
+    r.d = PLANE_WORD(1, row, unit, 4);
+    r.index = LOW_BITS(row, unit);
     return r;
 }
 

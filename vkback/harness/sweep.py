@@ -315,7 +315,8 @@ def expected(problem: Problem, product: Product) -> Expected:
         w = quants.decode(product.quant, raw[:, rows].reshape(-1, raw.shape[-1])).reshape(raw.shape[0], last - first, product.k)
         cut = {**values, "w": w if product.ids else w[0]}
         if "bias" in cut:
-            cut["bias"] = cut["bias"][rows]
+            experts = chosen if product.ids else np.zeros(1, np.intp)
+            cut["bias"] = cut["bias"].reshape(-1, product.m)[experts, rows].ravel()
         if "residual" in cut:
             cut["residual"] = cut["residual"][..., outs]
         (out,) = OPS["MAT_VEC"].reference([cut[role] for role in node.params["roles"]], node.params)

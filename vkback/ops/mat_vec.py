@@ -5,12 +5,12 @@
     w               weight [m, k], or [n_expert, m, k] with ids
     x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]
     norm            F32 [k]: x is RMS-normed and multiplied by it first (params: eps)
-    bias            F32 [m]
+    bias            F32 [m]; with ids [n_expert * m], the experts' rows end to end
     residual        F32, shape of the output: added to it
     ids             I32 [n, n_used]: the experts of each token
     expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
-    params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up), row0 and rows_total (the output is
-    rows row0.. of a wider tensor, filled by several nodes)
+    params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up, or with alpha and limit what
+    SWIGLU_OAI makes of them), row0 and rows_total (the output is rows row0.. of a wider tensor, filled by several nodes)
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from vkback.ops.base import (
 from vkback.ops.code_books import decoder
 from vkback.ops.code_books import shared_bytes as code_book_bytes
 from vkback.ops.quantize import quantize_dispatch
+from vkback.ops.reference import REFERENCES
 from vkback.shader import Variant
 
 MAX_COLUMNS = 16
@@ -99,6 +100,8 @@ declare(
 )
 
 FUSED_ROLES = ("norm", "bias", "residual", "ids", "expert_weights")
+SWIGLU_OAI = {"alpha": 1.702, "limit": 7.0}
+"""Params of that GLU as models have it."""
 
 
 def path_for(quant: str, m: int, k: int, n: int, ids: int, ctx: LowerContext) -> tuple[str, str]:
@@ -209,7 +212,7 @@ def prologue_problem(quant: str, k: int, n: int, path: str, ctx: LowerContext) -
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """A kernel of the family before its last define (TILES), which depends on the shard."""
+    """A kernel of the family before its last defines (TILES, ROWS_FULL), which depend on the shard."""
 
     shape: Shape
     defines: Mapping[str, str | int]
@@ -295,6 +298,8 @@ class Product:
         }
         if self.ids == 2:
             defines["N_USED"] = self.n_used
+        if self.glu and "limit" in self.node.params:
+            defines |= {f"GLU_{name.upper()}": repr(float(self.node.params[name])) for name in ("alpha", "limit")}
         if prologue:
             defines["VALUES4"] = ceil_div(self.k // 4, shape.wg)
         if prologue or q8_out:
@@ -344,8 +349,9 @@ class Product:
         weight_bytes = shard.layout.nbytes
         if self.ids:
             weight_bytes = weight_bytes * min(self.n * self.n_used, self.w.shape[0]) // self.w.shape[0]
+        defines = {**build.defines, "TILES": int(groups < tiles), "ROWS_FULL": int(rows % build.shape.tile_rows == 0)}
         return Dispatch(
-            Variant("mat_vec/mat_vec.comp", tuple(sorted({**build.defines, "TILES": int(groups < tiles)}.items())), (), build.subgroup),
+            Variant("mat_vec/mat_vec.comp", tuple(sorted(defines.items())), (), build.subgroup),
             (
                 Arg(self.w, "r", index),
                 Arg(self.x),
@@ -380,10 +386,9 @@ class MatVec(Op):
         else:
             y = x @ w.T
         if "bias" in by:
-            y = y + by["bias"]
+            y = y + (by["bias"].reshape(len(w), -1)[by["ids"]] if "ids" in by else by["bias"])
         if params.get("glu"):
-            gate, up = y[..., 0::2], y[..., 1::2]
-            y = gate / (1.0 + np.exp(-gate)) * up
+            (y,) = REFERENCES["SWIGLU_OAI" if "limit" in params else "SWIGLU"]([y[..., 0::2], y[..., 1::2]], params)
         if "expert_weights" in by:
             y = np.einsum("nsm,ns->nm", y, by["expert_weights"])
         if "residual" in by:
@@ -420,8 +425,12 @@ class MatVec(Op):
                 yield fused_case(quant, 64, 512, n, ("ids",), glu=True, out="Q8_1")
                 yield fused_case(quant, 100, 256, n, ("ids", "expert_weights"))
                 yield fused_case(quant, 100, 256, n, ("ids", "expert_weights", "residual"))
+                yield fused_case(quant, 100, 256, n, ("bias", "ids", "expert_weights", "residual"))
+                yield fused_case(quant, 64, 512, n, ("bias", "ids"), glu=True, oai=True, out="Q8_1")
             yield fused_case(quant, 128, 512, 1, ("norm",))
             yield fused_case(quant, 128, 1024, 1, ("norm",), glu=True, out="Q8_1")
+        yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1")
+        yield fused_case("MXFP4", 100, 256, 2, (), glu=True, oai=True)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
@@ -454,10 +463,11 @@ def weight(name: str, quant: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def fused_case(
-    quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, out: str = "F32", experts: int = 6, used: int = 3,
-    seed: int = 7,
+    quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, oai: bool = False, out: str = "F32",
+    experts: int = 6, used: int = 3, seed: int = 7,
 ) -> Case:
-    """A case of the fused family; with ids: `experts` experts of which each token uses `used` (expert 0 is never chosen)."""
+    """A case of the fused family; with ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU is
+    SWIGLU_OAI."""
 
     def make(rng: np.random.Generator) -> Problem:
         ids = "ids" in roles
@@ -469,14 +479,14 @@ def fused_case(
         y = Tensor("y", out, y_shape)
         extra = {
             "norm": Tensor("norm", "F32", (k,), "weight"),
-            "bias": Tensor("bias", "F32", (m,), "weight"),
+            "bias": Tensor("bias", "F32", (experts * m if ids else m,), "weight"),
             "residual": Tensor("residual", "F32", y_shape, "input"),
             "ids": Tensor("ids", "I32", (n, used), "input"),
             "expert_weights": Tensor("expert_weights", "F32", (n, used), "input"),
         }
         chosen = [extra[r] for r in FUSED_ROLES if r in roles]
         node = Node("MAT_VEC", (w, x, *chosen), (y,), {
-            "roles": ("w", "x", *(r for r in FUSED_ROLES if r in roles)), "glu": glu, "eps": 1e-5})
+            "roles": ("w", "x", *(r for r in FUSED_ROLES if r in roles)), "glu": glu, "eps": 1e-5, **(SWIGLU_OAI if oai else {})})
         values: dict[str, Array] = {
             "w": quants.random_blocks(quant, prod(shape[:-1]), k, rng, std=0.5),
             "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
@@ -487,8 +497,8 @@ def fused_case(
             values["ids"] = np.stack([rng.permutation(np.arange(1, experts))[:used] for _ in range(n)]).astype(np.int32)
         return Problem(node, values)
 
-    params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out, "seed": seed}
-    return Case("MAT_VEC", params, make, seed)
+    params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
+    return Case("MAT_VEC", params | ({"oai": True} if oai else {}) | {"seed": seed}, make, seed)
 
 
 class _Plain(Op):

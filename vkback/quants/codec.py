@@ -7,7 +7,7 @@ values as float32 `[n, values]`, with n small enough for the cache: callers cut.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,11 +34,19 @@ class Codec(ABC):
     type   what it is
     block  fields of a block in the file; of a unit of 32 weights for plain floats
     moves  planes whose bits are not in the file's order; every other plane is the field of the same name, byte for byte
+    woven  planes that trade bits after that (`weave`)
     """
 
     type: QuantType
     block: np.dtype[np.void]
     moves: ClassVar[Mapping[str, Rearrange]] = {}
+    woven: ClassVar[Sequence[str]] = ()
+
+    def weave(self, planes: Mapping[str, U8]) -> None:
+        """Lets planes trade bits after their moves, in place: contiguous [n, bytes] each."""
+
+    def unweave(self, planes: Mapping[str, U8]) -> None:
+        """Undoes `weave`."""
 
     @abstractmethod
     def decode(self, blocks: U8) -> F32:

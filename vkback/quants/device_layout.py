@@ -129,6 +129,7 @@ def repack(name: str, raw: npt.NDArray[np.uint8], k: int, out: Sequence[U8] | No
                 _copy(target[part], fields[plane.name])
             else:
                 move.to_device(fields[plane.name], target[part])
+        c.weave({plane.name: target[part] for plane, target in zip(t.planes, targets, strict=True)})
     return planes
 
 
@@ -145,12 +146,14 @@ def unpack(name: str, planes: Sequence[npt.NDArray[np.uint8]], k: int) -> U8:
     sources = _group_planes([np.ascontiguousarray(p) for p in planes], len(blocks))
     for part in _chunks(len(blocks), c.block.itemsize):
         fields = c.fields(blocks[part])
-        for plane, source in zip(t.planes, sources, strict=True):
-            move = c.moves.get(plane.name)
+        pieces = {p.name: source[part].copy() if p.name in c.woven else source[part] for p, source in zip(t.planes, sources, strict=True)}
+        c.unweave(pieces)
+        for name, piece in pieces.items():
+            move = c.moves.get(name)
             if move is None:
-                _copy(fields[plane.name], source[part])
+                _copy(fields[name], piece)
             else:
-                move.to_file(source[part], fields[plane.name])
+                move.to_file(piece, fields[name])
     return np.ascontiguousarray(blocks.reshape(rows, -1)[:, : t.row_bytes(k)])
 
 

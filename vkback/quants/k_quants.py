@@ -12,6 +12,7 @@ byte 32c + l holds value 64c + l low, 64c + 32 + l high; of Q6_K: byte 64h + l (
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.quants import search
-from vkback.quants.bits import BIT_SQUARE, CRUMBS, NIBBLE_CHUNKS, Q6_NIBBLES, Rearrange, swap_digit_pairs
+from vkback.quants.bits import BIT_SQUARE, CRUMBS, NIBBLE_CHUNKS, Q2_CRUMBS, Q6_NIBBLES, Rearrange, Words, swap_digit_pairs
 from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
 from vkback.quants.quant_type import Plane, QuantType
 
@@ -146,10 +147,16 @@ _SCALES12 = Rearrange(
 )
 
 
+def _every_byte(*fields: tuple[Words, int, int, int]) -> Words:
+    """Fields put together: of (words, mask, from, to) each byte's bits of `mask` from bit `from` up, at bit `to` up."""
+    parts = [((words >> np.uint32(at)) & np.uint32(mask * 0x01010101)) << np.uint32(to) for words, mask, at, to in fields]
+    return functools.reduce(np.bitwise_or, parts)
+
+
 class _Q2K(Codec):
     block = packed(("scales", 16), ("qs", 64), ("dm", 4))
     type = QuantType("Q2_K", 10, SUPER, block.itemsize, (Plane("qs", 8), Plane("scales", 2), Plane("dm", 4, SUPER)))
-    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": CRUMBS}
+    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": Q2_CRUMBS}
 
     def decode(self, blocks: U8) -> F32:
         b = self.fields(blocks)
@@ -187,6 +194,26 @@ class _Q3K(Codec):
         "Q3_K", 11, SUPER, block.itemsize, (Plane("qs", 8), Plane("qh", 4), Plane("scales", 12, SUPER), Plane("d", 2, SUPER))
     )
     moves: ClassVar[Mapping[str, Rearrange]] = {"qs": CRUMBS, "qh": BIT_SQUARE, "scales": _SCALES12}
+    woven = ("qs", "qh")
+
+    def weave(self, planes: Mapping[str, U8]) -> None:
+        # From 2-bit fields of the first half (a) and the second (b) and third bits (h) to whole numbers, as shaders/quant/q3_k.glsl has them.
+        low, h = planes["qs"].view(np.uint32).reshape(len(planes["qs"]), -1, 2), planes["qh"].view(np.uint32)
+        a, b = low[..., 0], low[..., 1]
+        x = _every_byte((a, 3, 0, 0), (h, 1, 0, 2), (b, 3, 0, 3), (h, 1, 4, 5), (a, 3, 6, 6))
+        y = _every_byte((a, 3, 2, 0), (h, 1, 1, 2), (b, 3, 2, 3), (h, 1, 5, 5), (h, 1, 3, 6), (h, 1, 7, 7))
+        z = _every_byte((a, 3, 4, 0), (h, 1, 2, 2), (b, 3, 4, 3), (h, 1, 6, 5), (b, 3, 6, 6))
+        low[..., 0], low[..., 1], h[...] = x, y, z
+
+    def unweave(self, planes: Mapping[str, U8]) -> None:
+        low, h = planes["qs"].view(np.uint32).reshape(len(planes["qs"]), -1, 2), planes["qh"].view(np.uint32)
+        x, y, z = low[..., 0], low[..., 1], h
+        a = _every_byte((x, 3, 0, 0), (y, 3, 0, 2), (z, 3, 0, 4), (x, 3, 6, 6))
+        b = _every_byte((x, 3, 3, 0), (y, 3, 3, 2), (z, 3, 3, 4), (z, 3, 6, 6))
+        bits = _every_byte(
+            (x, 1, 2, 0), (y, 1, 2, 1), (z, 1, 2, 2), (y, 1, 6, 3), (x, 1, 5, 4), (y, 1, 5, 5), (z, 1, 5, 6), (y, 1, 7, 7)
+        )  # fmt: skip
+        low[..., 0], low[..., 1], h[...] = a, b, bits
 
     def decode(self, blocks: U8) -> F32:
         b = self.fields(blocks)
