@@ -12,6 +12,7 @@ from vkback import quants
 from vkback.graph import Node
 from vkback.harness.case_line import CaseLineError
 from vkback.ops import argsort, attention, copy, elementwise, glu, norm, quantize, rope, rows, sample, soft_max, topk
+from vkback.ops.add_id import AddId
 from vkback.ops.base import OPS, Case, LowerContext, Problem
 from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.ops.moe_reduce import MoeReduce
@@ -94,11 +95,11 @@ def routed_case(
 
 
 def fused_product_case(
-    quant: str, m: int, n: int, k: int, roles: tuple[str, ...], *, glu: bool = False, out: str = "F32", experts: int = 6, used: int = 3,
-    act: str = "auto", seed: int = 7,
+    quant: str, m: int, n: int, k: int, roles: tuple[str, ...], *, glu: bool = False, oai: bool = False, out: str = "F32",
+    experts: int = 6, used: int = 3, act: str = "auto", seed: int = 7,
 ) -> Case:
     """MAT_VEC; with ids, `used` of `experts` experts a token."""
-    case = fused_case(quant, m, k, n, roles, glu=glu, out=out, experts=experts, used=used, seed=seed)
+    case = fused_case(quant, m, k, n, roles, glu=glu, oai=oai, out=out, experts=experts, used=used, seed=seed)
     shown = {} if (experts, used) == (6, 3) else {"n_mats": experts, "n_used": used}
     return _with_x(case, "f32", act, [], **shown)
 
@@ -139,8 +140,8 @@ def _mul_mat_id(p: Params) -> Case:
 def _mat_vec(p: Params) -> Case:
     roles = () if p["fused"] == "none" else tuple(p["fused"].split("+"))
     return fused_product_case(
-        p["type_a"], p["m"], p["n"], p["k"], roles, glu=bool(p.get("glu", 0)), out=p.get("out", "F32"), experts=p.get("n_mats", 6),
-        used=p.get("n_used", 3), act=p.get("act", "auto"), seed=p.get("seed", 7),
+        p["type_a"], p["m"], p["n"], p["k"], roles, glu=bool(p.get("glu", 0)), oai=bool(p.get("oai", 0)), out=p.get("out", "F32"),
+        experts=p.get("n_mats", 6), used=p.get("n_used", 3), act=p.get("act", "auto"), seed=p.get("seed", 7),
     )  # fmt: skip
 
 
@@ -247,6 +248,7 @@ FACTORIES: dict[str, Callable[[Params], Case]] = {
     "ARGSORT": lambda p: argsort.ArgSort().case(p["ne"], p["order"], seed=p.get("seed", 43)),
     "TOP_K": lambda p: argsort.TopK().case(p["ne"], p["k"], seed=p.get("seed", 47)),
     "ARGMAX": lambda p: topk.Argmax().case(p["n"], p["vocab"], p["kind"], p.get("seed", 1)),
+    "ADD_ID": lambda p: AddId().case(p["n_expert"], p["n_used"], p["m"], p["n"], seed=p.get("seed", 47)),
     "MOE_REDUCE": lambda p: MoeReduce().case(p["n"], p["n_used"], p["m"], bool(p["residual"]), p.get("seed", 1)),
     "QUANTIZE_Q8_1": lambda p: quantize.quantize_case(p["ne"], seed=p.get("seed", 3)),
 }

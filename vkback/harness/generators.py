@@ -101,7 +101,7 @@ PLAIN_FUSIONS: tuple[tuple[tuple[str, ...], bool], ...] = (
 )  # fmt: skip
 EXPERT_FUSIONS: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("ids",), True), (("bias", "ids"), False), (("bias", "ids"), True), (("ids", "expert_weights"), False),
-    (("residual", "ids", "expert_weights"), False),
+    (("residual", "ids", "expert_weights"), False), (("bias", "residual", "ids", "expert_weights"), False),
 )  # fmt: skip
 NORM_FUSIONS: tuple[tuple[tuple[str, ...], bool], ...] = ((("norm",), False), (("norm",), True), (("norm", "bias"), False))
 """Roles beside w and x, and whether there is a GLU."""
@@ -116,6 +116,8 @@ def _fused_products() -> Cases:
                 yield fused_product_case(quant, 130, 1, 512, roles, glu=glu, act=act)
             for roles, n in product(((), ("ids",)), (1, 3)):
                 yield fused_product_case(quant, 128, n, 256, roles, glu=True, out="Q8_1", act=act)
+            for roles, n in product(((), ("bias",), ("bias", "ids")), (1, 3)):
+                yield fused_product_case(quant, 100, n, 256, roles, glu=True, oai=True, act=act)
             yield fused_product_case(quant, 128, 1, 512, ("norm",), glu=True, out="Q8_1", act=act)
             yield fused_product_case(quant, 64, 2, 256, ("ids", "expert_weights"), experts=64, used=8, act=act)
 
@@ -272,6 +274,8 @@ def _choices() -> Cases:
             "TOPK_MOE",
             {"n": n, "n_expert": n_expert, "n_used": used, "norm": norm, "gating": gating, "scale": scale, "ties": ties, "seed": 1},
         )
+    for n, used, m in product((1, 3, 33), (1, 4), (1, 33, 768, 2880)):
+        yield make_case("ADD_ID", {"n_expert": 32, "n_used": used, "m": m, "n": n})
     for n, used, m, residual in product((1, 3, 33), (1, 2, 8, 32), (1, 33, 768, 2880), (0, 1)):
         yield make_case("MOE_REDUCE", {"n": n, "n_used": used, "m": m, "residual": residual})
     sampler = Sample()

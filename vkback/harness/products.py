@@ -67,10 +67,10 @@ class Product:
     def parse(cls, text: str) -> Product:
         """From MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336), MUL_MAT_ID(... n_mats=128,n_used=8) or MAT_VEC(... fused=norm+bias,glu=1,out=Q8_1).
 
-        Keys that only say how values are made (seed, type_b, b) are passed over. Raises CaseError.
+        Keys that only say how values are made (seed, type_b, b, oai) are passed over. Raises CaseError.
         """
         op, given = parse_case(text)
-        known = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "out", "x", "seed")
+        known = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "oai", "out", "x", "seed")
         wrong = [key for key in given if key not in known]
         if op not in OPS_WITH_SHAPE:
             raise CaseError(f"[case] {text}: expected one of {', '.join(OPS_WITH_SHAPE)}")
@@ -132,7 +132,7 @@ class Product:
         y = Tensor("y", self.out, (n, self.used, rows) if ids and not summed else (n, rows))
         extra = {
             "norm": Tensor("norm", "F32", (self.k,), "weight"),
-            "bias": Tensor("bias", "F32", (self.m,), "weight"),
+            "bias": Tensor("bias", "F32", (self.experts * self.m if ids else self.m,), "weight"),
             "residual": Tensor("residual", "F32", y.shape, "input"),
             "ids": Tensor("ids", "I32", (n, self.used), "input"),
             "expert_weights": Tensor("expert_weights", "F32", (n, self.used), "input"),

@@ -33,11 +33,13 @@ def _mat_vec(node: Node) -> list[Node]:
     routed = (by["ids"],) if "ids" in by else ()
     y = emit("MUL_MAT_ID" if routed else "MUL_MAT", "product", (*lead, m), w, x, *routed)
     if "bias" in by:
-        y = emit("ADD", "biased", y.shape, y, by["bias"])
+        y = emit("ADD_ID" if routed else "ADD", "biased", y.shape, y, by["bias"], *routed)
     if node.params.get("glu"):
         pairs = dataclasses.replace(y, shape=(prod(lead), m // 2, 2))
         halves = emit("PERMUTE", "halves", (prod(lead), 2, m // 2), pairs, axes=(0, 2, 1))
-        y = emit("SWIGLU", "glu", (*lead, m // 2), dataclasses.replace(halves, shape=(*lead, m)))
+        both = dataclasses.replace(halves, shape=(*lead, m))
+        clamp = {name: node.params[name] for name in ("alpha", "limit") if name in node.params}
+        y = emit("SWIGLU_OAI" if clamp else "SWIGLU", "glu", (*lead, m // 2), both, **clamp)
     if "expert_weights" in by:
         y = emit("MOE_REDUCE", "sum", (n, y.shape[-1]), y, by["expert_weights"])
     if "residual" in by:

@@ -193,31 +193,6 @@ def _tolerance(node: Node) -> Tolerance:
     return Tolerance(1e-10, 1e-4, "f32 sums of exact F16 products; exp2 of logits up to 20 is off by 5e-6, the worst by a few times that")
 
 
-def window_reference(inputs: Sequence[Array], params: Mapping[str, Any], sinks: Array | None) -> list[Array]:
-    """FLASH_ATTN_EXT with window and sinks, token by token from the plain reference over the rows a token sees.
-
-    A sink is a logit without a value: it takes its share of the softmax away from the rows.
-    """
-    q, cache_k, cache_v, pos = inputs[:4]
-    n, n_head, hd = q.shape
-    window = int(params.get("window", 0))
-    out = np.zeros((n, n_head, hd))
-    for t in range(n):
-        if pos[t] < 0:
-            continue
-        first = max(0, int(pos[t]) + 1 - window) if window else 0
-        rows = slice(first, int(pos[t]) + 1)
-        k, v = cache_k[:, rows], cache_v[:, rows]
-        out[t] = REFERENCES["FLASH_ATTN_EXT"]([q[t : t + 1], k, v, np.array([k.shape[1] - 1])], params)[0].reshape(n_head, hd)
-        if sinks is not None:
-            keys = np.repeat(np.asarray(k, np.float64), n_head // k.shape[0], axis=0)
-            logits = np.einsum("hd,hrd->hr", np.asarray(q[t], np.float64), keys) * params["scale"]
-            top = np.maximum(logits.max(axis=1), sinks)
-            weight = np.exp(logits - top[:, None]).sum(axis=1)
-            out[t] *= (weight / (weight + np.exp(sinks - top)))[:, None]
-    return [out.reshape(n, -1)]
-
-
 @register
 class FlashAttnExt(Op):
     """Attention of n tokens over the cache; see the module's text."""
@@ -225,10 +200,6 @@ class FlashAttnExt(Op):
     name = "FLASH_ATTN_EXT"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        if len(inputs) > 4 or params.get("window", 0):
-            return window_reference(inputs, params, np.asarray(inputs[4], np.float64) if len(inputs) > 4 else None)
-        if np.all(inputs[3] < 0):
-            return [np.zeros((len(inputs[3]), inputs[0].shape[1] * inputs[0].shape[2]))]
         return REFERENCES["FLASH_ATTN_EXT"](inputs, params)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:

@@ -60,18 +60,13 @@ def gelu_quick(x: Array) -> Array:
     return x * sigmoid(1.702 * x)
 
 
-def _swiglu_oai(gate: Array, up: Array, params: Params) -> Array:
-    g = np.minimum(gate, params["limit"])
-    return g * sigmoid(params["alpha"] * g) * (np.clip(up, -params["limit"], params["limit"]) + 1.0)
-
-
 GLU: Mapping[str, Callable[[Array, Array, Params], Array]] = {
     "SWIGLU": lambda gate, up, params: REFERENCES["SWIGLU"]([gate, up], params)[0],
     "REGLU": lambda gate, up, params: np.maximum(gate, 0.0) * up,
     "GEGLU": lambda gate, up, params: gelu(gate) * up,
     "GEGLU_ERF": lambda gate, up, params: gelu_erf(gate) * up,
     "GEGLU_QUICK": lambda gate, up, params: gelu_quick(gate) * up,
-    "SWIGLU_OAI": _swiglu_oai,
+    "SWIGLU_OAI": lambda gate, up, params: REFERENCES["SWIGLU_OAI"]([gate, up], params)[0],
 }
 """References of the family; SWIGLU_OAI has params alpha and limit."""
 

@@ -77,19 +77,42 @@ def ref_swiglu(inputs: Inputs, params: Params) -> list[Array]:
         return [gate / (1.0 + np.exp(-gate)) * up]
 
 
-def ref_topk_moe(inputs: Inputs, params: Params) -> list[Array]:
-    """logits [n, n_expert], params n_used, norm, gating "softmax", scale -> weights [n, n_used], ids int32 [n, n_used].
+def ref_swiglu_oai(inputs: Inputs, params: Params) -> list[Array]:
+    """gate, up of one shape, params alpha, limit -> min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (up within +-limit, plus 1)."""
+    gate, up = np.minimum(_f64(inputs[0]), params["limit"]), np.clip(_f64(inputs[1]), -params["limit"], params["limit"])
+    with np.errstate(over="ignore"):  # as above
+        return [gate / (1.0 + np.exp(-params["alpha"] * gate)) * (up + 1.0)]
 
-    Softmax, then the n_used largest, largest first and of equals the lower id first; norm divides by their sum.
+
+def ref_add_id(inputs: Inputs, params: Params) -> list[Array]:
+    """a [n, n_used, m], b [n_expert * m] (the experts' rows end to end), ids int [n, n_used] -> a plus the row of each one's expert."""
+    a, b, ids = inputs
+    return [_f64(a) + _f64(b).reshape(-1, a.shape[-1])[ids]]
+
+
+def _softmax(x: Array) -> npt.NDArray[np.float64]:
+    e = np.exp(_f64(x) - _f64(x).max(axis=-1, keepdims=True))
+    return np.asarray(e / e.sum(axis=-1, keepdims=True))
+
+
+def ref_topk_moe(inputs: Inputs, params: Params) -> list[Array]:
+    """logits [n, n_expert], params n_used, norm, gating, scale -> weights [n, n_used], ids int32 [n, n_used].
+
+    The n_used largest, largest first and of equals the lower id first. gating "softmax": their share of the softmax over all experts,
+    "softmax_weight": the softmax over the chosen, "sigmoid": the logistic function; norm divides by their sum.
     """
-    if params["gating"] != "softmax":
-        raise NotImplementedError(f"TOPK_MOE with gating {params['gating']!r}")
     logits = _f64(inputs[0])
-    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    p /= p.sum(axis=-1, keepdims=True)
     # Ordered by logits: two that differ may have one probability after rounding.
     ids = np.argsort(-logits, axis=-1, kind="stable")[:, : params["n_used"]]
-    weights = np.take_along_axis(p, ids, axis=-1)
+    chosen = np.take_along_axis(logits, ids, axis=-1)
+    if params["gating"] == "softmax":
+        weights = np.take_along_axis(_softmax(logits), ids, axis=-1)
+    elif params["gating"] == "softmax_weight":
+        weights = _softmax(chosen)
+    elif params["gating"] == "sigmoid":
+        weights = 1.0 / (1.0 + np.exp(-chosen))
+    else:
+        raise NotImplementedError(f"TOPK_MOE with gating {params['gating']!r}")
     if params["norm"]:
         weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), LEAST_WEIGHT_SUM)
     return [weights * params["scale"], ids.astype(np.int32)]
@@ -151,25 +174,43 @@ def ref_set_rows(inputs: Inputs, params: Params) -> list[Array]:
 
 
 def ref_flash_attn_ext(inputs: Inputs, params: Params) -> list[Array]:
-    """q [n, n_head, head_dim_k], cache_k and cache_v [n_head_kv, n_ctx, head_dim], pos int [n], params scale -> [n, n_head*head_dim_v].
+    """q [n, n_head, head_dim_k], cache_k and cache_v [n_head_kv, n_ctx, head_dim], pos int [n] [, sinks [n_head]], params scale [, window]
+    -> [n, n_head*head_dim_v].
 
-    A token at position p sees rows 0..p; padding (pos -1) sees nothing and gives zeros.
+    A token at position p sees rows max(0, p + 1 - window)..p (0..p without a window); padding (pos -1) sees nothing and gives zeros.
+    A sink is a logit without a value: it takes its share of a head's softmax away from the rows.
     """
-    q, cache_k, cache_v, pos = inputs
+    q, cache_k, cache_v, pos = inputs[:4]
+    sinks = _f64(inputs[4]) if len(inputs) > 4 else None
     q = _f64(q)
     n, n_head, _ = q.shape
+    if params.get("window"):
+        return [np.concatenate([_attention_in_window(inputs, t, params) for t in range(n)])]
     n_head_kv = cache_k.shape[0]
     out = np.zeros((n, n_head, cache_v.shape[-1]))
     rows = max(0, int(pos.max()) + 1)
     real = np.flatnonzero(pos >= 0)
+    if not real.size:
+        return [out.reshape(n, -1)]
     hidden = np.arange(rows)[None, :] > pos[real][:, None]
     for head in range(n_head):
         kv = head * n_head_kv // n_head
         scores = q[real, head] @ _f64(cache_k[kv, :rows]).T * params["scale"]
         scores[hidden] = -np.inf
-        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        out[real, head] = p / p.sum(axis=-1, keepdims=True) @ _f64(cache_v[kv, :rows])
+        top = scores.max(axis=-1, keepdims=True) if sinks is None else np.maximum(scores.max(axis=-1, keepdims=True), sinks[head])
+        p = np.exp(scores - top)
+        all_shares = p.sum(axis=-1, keepdims=True) + (0.0 if sinks is None else np.exp(sinks[head] - top))
+        out[real, head] = p / all_shares @ _f64(cache_v[kv, :rows])
     return [out.reshape(n, -1)]
+
+
+def _attention_in_window(inputs: Inputs, token: int, params: Params) -> Array:
+    """The reference's output for one token [1, n_head*head_dim_v], from the rows in its window alone."""
+    q, cache_k, cache_v, pos = inputs[:4]
+    seen = slice(max(0, int(pos[token]) + 1 - params["window"]), int(pos[token]) + 1)
+    last = np.array([seen.stop - seen.start - 1])
+    k, v = cache_k[:, seen], cache_v[:, seen]
+    return ref_flash_attn_ext([q[token : token + 1], k, v, last, *inputs[4:]], {"scale": params["scale"]})[0]
 
 
 def ref_argmax(inputs: Inputs, params: Params) -> list[Array]:
@@ -185,7 +226,9 @@ REFERENCES: dict[str, Callable[[Inputs, Params], list[Array]]] = {
     "MUL_MAT": ref_mul_mat,
     "MUL_MAT_ID": ref_mul_mat_id,
     "MOE_REDUCE": ref_moe_reduce,
+    "ADD_ID": ref_add_id,
     "SWIGLU": ref_swiglu,
+    "SWIGLU_OAI": ref_swiglu_oai,
     "TOPK_MOE": ref_topk_moe,
     "ROPE": ref_rope,
     "SET_ROWS": ref_set_rows,

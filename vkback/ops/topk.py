@@ -34,7 +34,7 @@ from vkback.ops.base import (
     register,
     spread,
 )
-from vkback.ops.reference import LEAST_WEIGHT_SUM, REFERENCES
+from vkback.ops.reference import REFERENCES
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -143,19 +143,7 @@ class TopkMoe(Op):
     name = "TOPK_MOE"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        if params["gating"] == "softmax":
-            return REFERENCES["TOPK_MOE"](inputs, params)
-        logits = np.asarray(inputs[0], np.float64)
-        ids = np.argsort(-logits, axis=-1, kind="stable")[:, : params["n_used"]]
-        chosen = np.take_along_axis(logits, ids, axis=-1)
-        if params["gating"] == "sigmoid":
-            weights = 1.0 / (1.0 + np.exp(-chosen))
-            if params["norm"]:
-                weights /= np.maximum(weights.sum(axis=-1, keepdims=True), LEAST_WEIGHT_SUM)
-        else:
-            weights = np.exp(chosen - chosen[:, :1])
-            weights /= weights.sum(axis=-1, keepdims=True)
-        return [weights * params["scale"], ids.astype(np.int32)]
+        return REFERENCES["TOPK_MOE"](inputs, params)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         logits = node.inputs[0]

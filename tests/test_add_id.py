@@ -1,0 +1,26 @@
+"""The experts' biases added to their outputs."""
+
+from __future__ import annotations
+
+import pytest
+
+from vkback.device import Device
+from vkback.graph import Node, Tensor
+from vkback.harness.runner import run_case
+from vkback.ops.add_id import AddId
+from vkback.ops.base import Case, LowerContext, PlanError
+from vkback.shader import ShaderLibrary
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("case", list(AddId().cases()), ids=lambda c: c.line)
+def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    outcome = run_case(device, library, case, ctx)
+    assert outcome.ok, outcome.text
+
+
+def test_a_bias_of_other_rows_is_refused(ctx: LowerContext) -> None:
+    a, b = Tensor("a", "F32", (1, 2, 8)), Tensor("b", "F32", (20,), "weight")
+    node = Node("ADD_ID", (a, b, Tensor("ids", "I32", (1, 2))), (Tensor("y", "F32", a.shape),))
+    with pytest.raises(PlanError, match=r"^\[ADD_ID\] y: b F32\[20\] and ids .* do not fit a F32\[1, 2, 8\]; expected rows of 8 values"):
+        AddId().lower(node, ctx)

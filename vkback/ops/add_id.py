@@ -1,0 +1,84 @@
+"""ADD_ID: to each expert's output its bias (shaders/moe/add_id.comp).
+
+    a F32 [n, n_used, m], b F32 [n_expert * m] (the experts' rows end to end), ids I32 [n, n_used] -> F32 [n, n_used, m]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Tolerance,
+    ceil_div,
+    nbytes,
+    pack_push,
+    register,
+    spread,
+)
+from vkback.ops.reference import REFERENCES
+from vkback.ops.workgroup import workgroup_size
+from vkback.shader import Variant
+
+
+@register
+class AddId(Op):
+    """See the module's text."""
+
+    name = "ADD_ID"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        return REFERENCES["ADD_ID"](inputs, params)
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        a, b, ids = node.inputs
+        m = a.shape[-1]
+        if b.elements % m or a.elements != ids.elements * m:
+            raise PlanError(f"[ADD_ID] {node.name}: {b} and {ids} do not fit {a}; expected rows of {m} values and an id for each row")
+        width = 4 if m % 4 == 0 else 1
+        elements = a.elements // width
+        choice = ctx.tuning.pick("elementwise", elements=a.elements)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
+        return [
+            Dispatch(
+                kernel=Variant("moe/add_id.comp", (("WG_SIZE", wg), ("WIDTH", width))),
+                args=(Arg(a), Arg(b), Arg(ids), Arg(node.outputs[0], "w")),
+                push=pack_push(elements, m // width),
+                groups=spread(ceil_div(elements, wg)),
+                op=node.op,
+                label=node.name,
+                reason=choice.source,
+                nbytes=2 * nbytes(a) + 4 * min(a.elements, b.elements) + nbytes(ids),
+                flops=a.elements,
+            )
+        ]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-13, 1e-6, "one addition in f32")
+
+    def cases(self) -> Iterator[Case]:
+        for n_expert, used, m, n in ((4, 2, 5, 1), (32, 4, 2880, 1), (32, 4, 96, 17), (8, 8, 33, 3)):
+            yield self.case(n_expert, used, m, n)
+
+    def case(self, n_expert: int, used: int, m: int, n: int, *, seed: int = 47) -> Case:
+        """Normal values; a token's experts are all different."""
+
+        def make(rng: np.random.Generator) -> Problem:
+            a, ids = Tensor("a", "F32", (n, used, m), "input"), Tensor("ids", "I32", (n, used), "input")
+            b = Tensor("b", "F32", (n_expert * m,), "weight")
+            values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in (a, b)}
+            values["ids"] = np.stack([rng.permutation(n_expert)[:used] for _ in range(n)]).astype(np.int32)
+            return Problem(Node(self.name, (a, b, ids), (Tensor("y", "F32", a.shape),)), values)
+
+        return Case(self.name, {"n_expert": n_expert, "n_used": used, "m": m, "n": n, "seed": seed}, make, seed)
