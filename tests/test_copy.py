@@ -9,6 +9,7 @@ from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.view import View
 from vkback.plan.schedule import into_stages
 from vkback.shader import ShaderLibrary
 
@@ -36,13 +37,40 @@ def test_concat_is_one_stage() -> None:
         ("PERMUTE", [(3, 5)], (3, 5), {"axes": (1, 0)}, r"output y F32\[3, 5\], expected shape \[5, 3\]"),
         ("CONCAT", [(3, 5), (2, 4)], (5, 5), {"axis": 0}, r"inputs \[\(3, 5\), \(2, 4\)\] do not fit"),
         ("PAD", [(3, 5)], (2, 5), {"shape": (2, 5)}, r"inputs \[\(3, 5\)\] do not fit"),
-        ("PERMUTE", [(1, 2, 3, 4, 5)], (5, 4, 3, 2, 1), {"axes": (4, 3, 2, 1, 0)}, "expected F32 of at most four axes"),
+        ("PERMUTE", [(1, 2, 3, 4, 5)], (5, 4, 3, 2, 1), {"axes": (4, 3, 2, 1, 0)}, r"expected F32 \(or I32 everywhere\) of at most four axes"),
     ],
 )
 def test_shapes_that_do_not_fit(op: str, shapes: list[tuple[int, ...]], out: tuple[int, ...], params: dict[str, object], text: str) -> None:
     node = Node(op, tuple(Tensor(f"x{i}", "F32", s) for i, s in enumerate(shapes)), (Tensor("y", "F32", out),), params)
     with pytest.raises(PlanError, match=rf"\[{op}\] y: .*{text}"):
         OPS[op].lower(node, H200)
+
+
+WEIGHT = Tensor("x", "Q4_0", (6, 64), "weight")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "params", "text"),
+    [
+        (Tensor("x", "F32", (4, 6)), "F16", {"view": View(0, (4, 5), (6, 1))}, "expected as many values on either side"),
+        (Tensor("x", "F32", (4, 6)), "F32", {"view": View(1, (4, 6), (6, 1))}, "ends at value 24, the tensor has 24"),
+        (Tensor("x", "F32", (4, 6)), "F32", {"view": View(0, (1, 1, 1, 4, 6), (0, 0, 0, 6, 1))}, "expected at most four axes"),
+        (Tensor("x", "I32", (4, 6)), "F32", {}, "expected F32 or F16 on either side, I32 on both, or a weight"),
+        (WEIGHT, "F32", {"view": View(16, (6, 64), (64, 1))}, "ends at value 399, the tensor has 384"),
+        (WEIGHT, "F32", {"view": View(0, (64, 6), (1, 64))}, "not made of whole rows from a multiple of 32 on"),
+        (WEIGHT, "I32", {}, "weights become F32 or F16, not I32"),
+    ],
+)
+def test_copies_that_cannot_be(x: Tensor, y: str, params: dict[str, View], text: str) -> None:
+    shape = params["view"].shape if params and "as many" not in text else (4, 6) if x is not WEIGHT else x.shape
+    with pytest.raises(PlanError, match=text):
+        OPS["CPY"].lower(Node("CPY", (x,), (Tensor("y", y, shape),), params), H200)
+
+
+def test_f16_is_written_in_pairs() -> None:
+    x, y = Tensor("x", "F32", (4, 3)), Tensor("y", "F16", (4, 4), "state")
+    with pytest.raises(PlanError, match=r"y F16\[4, 4\]: F16 is written in pairs, expected rows of an even length"):
+        OPS["CPY"].lower(Node("CPY", (x, y), (y,), {"to": View(0, (4, 3), (4, 1))}), H200)
 
 
 def test_an_odd_number_of_f16_values_is_refused() -> None:

@@ -1,10 +1,12 @@
 #version 450
-// A box of up to four axes, copied value by value between places given by strides (in values, last axis last).
+// A box of up to four axes, copied between places given by strides (in values, last axis last).
 //
-//   binding 0  x F32: value i of the box comes from sum of (i[a] % x_size[a]) * x_stride[a], or is 0 where FILL is 1 and some i[a] >= x_size[a]
-//   binding 1  y F32: it goes to y_offset + sum of i[a] * y_stride[a]
+//   binding 0  x, values of 32 bits, or F16 (two a word) where FROM_F16 is 1: value i of the box comes from
+//              x_offset + sum of (i[a] % x_size[a]) * x_stride[a], or is 0 where FILL is 1 and some i[a] >= x_size[a]
+//   binding 1  y, likewise with TO_F16: it goes to y_offset + sum of i[a] * y_stride[a]
 //
-// A thread takes one value.
+// A thread takes one value; with TO_F16 one word: i[3] then counts pairs, whose second value comes from x_next further on, and all of y's
+// strides and its offset are even. Between F16 and others values are converted from and to F32, else 32 bits are moved as they are.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -12,11 +14,21 @@ layout(push_constant) uniform Push {
     uvec4 x_size;
     uvec4 x_stride;
     uvec4 y_stride;
+    uint x_offset;
     uint y_offset;
+    uint x_next;
 } p;
 
-layout(std430, set = 0, binding = 0) readonly buffer InX { float x[]; };
-layout(std430, set = 0, binding = 1) writeonly buffer OutY { float y[]; };
+layout(std430, set = 0, binding = 0) readonly buffer InX { uint x[]; };
+layout(std430, set = 0, binding = 1) writeonly buffer OutY { uint y[]; };
+
+uint value(uint at) {
+#if FROM_F16
+    return floatBitsToUint(unpackHalf2x16(x[at >> 1] >> (16u * (at & 1u))).x);
+#else
+    return x[at];
+#endif
+}
 
 void main() {
     uint rest = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
@@ -31,7 +43,13 @@ void main() {
 #else
     const bool there = true;
 #endif
-    const uvec4 from = (i % p.x_size) * p.x_stride;
-    const uvec4 to = i * p.y_stride;
-    y[p.y_offset + to.x + to.y + to.z + to.w] = there ? x[from.x + from.y + from.z + from.w] : 0.0;
+    const uvec4 steps = (i % p.x_size) * p.x_stride;
+    const uint from = p.x_offset + steps.x + steps.y + steps.z + steps.w;
+    const uvec4 along = i * p.y_stride;
+    const uint to = p.y_offset + along.x + along.y + along.z + along.w;
+#if TO_F16
+    y[to >> 1] = packHalf2x16(vec2(uintBitsToFloat(value(from)), uintBitsToFloat(value(from + p.x_next))));
+#else
+    y[to] = there ? value(from) : 0u;
+#endif
 }

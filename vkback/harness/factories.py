@@ -155,7 +155,10 @@ def _set_rows(p: Params) -> Case:
 
 
 def _convert(op: str, p: Params) -> Case:
-    return cast("copy.Convert", OPS[op]).case(p["ne"], p["type_src"], p["type_dst"], seed=p.get("seed", 29))
+    return cast("copy.Convert", OPS[op]).case(
+        p["ne"], p["type_src"], p["type_dst"], order=p.get("order", ()), to=p.get("to", ()), gap=p.get("gap", 0),
+        weight=bool(p.get("weight", 0)), seed=p.get("seed", 29),
+    )  # fmt: skip
 
 
 def _boxed(op: str, p: Params) -> Case:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.base import (
     Arg,
@@ -24,67 +25,183 @@ from vkback.ops.base import (
     nbytes,
     pack_push,
     register,
+    shards,
     spread,
 )
+from vkback.ops.code_books import decoder
+from vkback.ops.mat_vec import weight_push
 from vkback.ops.rows import F16_TOLERANCE
+from vkback.ops.view import View, laid_out
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
 declare("copy", match={"elements": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
 
 EXACT = Tolerance(0.0, 0.0, "values are moved, not computed")
+DECODED = Tolerance(1e-12, 1e-5, "a multiplication and a subtraction in f32 of numbers that a file's block holds exactly")
+
+
+PAIRS = frozenset({("F32", "F32"), ("F32", "F16"), ("F16", "F32"), ("F16", "F16"), ("I32", "I32")})
+"""Types that are copied from and to."""
 
 
 class Convert(Op):
-    """A copy to a tensor of F32 or F16; an F16 side must have an even number of values."""
+    """A copy. params: `view` (View of x), `to` (View of y, whose other values stay: y is then an input, too); default all values.
+
+    x   F32 or F16 to F32 or F16; I32 to I32; a weight of any type to F32 or F16. F16 is written two values at a time.
+    """
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return [np.asarray(inputs[0], np.float64)]
+        x = inputs[0]
+        values = params["view"].of(np.ascontiguousarray(x)) if "view" in params else x
+        values = values if values.dtype.kind == "i" else values.astype(np.float64)
+        if "to" not in params:
+            return [values]
+        y = inputs[1].astype(values.dtype)
+        part = params["to"].of(y)
+        part[...] = values.reshape(part.shape)
+        return [y]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, y = node.inputs[0], node.outputs[0]
-        types = (x.type, y.type)
-        if x.elements != y.elements or not set(types) <= {"F32", "F16"}:
-            raise PlanError(f"[{self.name}] {node.name}: {x} to {y}: expected F32 or F16 and as many values on either side")
-        if x.elements % 2:
-            if types == ("F32", "F32"):
-                return [_box(node, ctx, x, y, (1, 1, 1, x.elements), (1, 1, 1, x.elements), (0, 0, 0, 1), (0, 0, 0, 1))]
-            raise PlanError(f"[{self.name}] {node.name}: {x} to {y}: an odd number of F16 values is not supported")
+        source, target = node.params.get("view", View.whole(x.shape)), node.params.get("to", View.whole(y.shape))
+        if source.elements != target.elements:
+            raise PlanError(f"[{self.name}] {node.name}: {x} to {y}: expected as many values on either side")
+        source.check(x, self.name)
+        target.check(y, self.name)
+        whole = "view" not in node.params and "to" not in node.params
+        if x.kind == "weight" and len(x.shape) > 1:
+            return [self._decoded(node, ctx, source)]
+        if (x.type, y.type) not in PAIRS:
+            raise PlanError(f"[{self.name}] {node.name}: {x} to {y}: expected F32 or F16 on either side, I32 on both, or a weight")
+        if whole and x.elements % 2 == 0 and x.type != "I32":
+            return [self._in_pairs(node, ctx)]
+        return [self._boxed(node, ctx, source, target)]
+
+    def _in_pairs(self, node: Node, ctx: LowerContext) -> Dispatch:
+        x, y = node.inputs[0], node.outputs[0]
         pairs = x.elements // 2
         choice = ctx.tuning.pick("copy", elements=x.elements)
         wg = workgroup_size(ctx.caps, choice["wg_size"], pairs)
         defines = (("FROM_F16", int(x.type == "F16")), ("TO_F16", int(y.type == "F16")), ("WG_SIZE", wg))
-        return [
-            Dispatch(
-                Variant("copy/convert.comp", defines, (), None),
-                (Arg(x), Arg(y, "w")),
-                pack_push(pairs),
-                spread(ceil_div(pairs, wg)),
-                node.op,
-                node.name,
-                f"{wg} threads: {choice.source}",
-                nbytes=nbytes(x) + nbytes(y),
-            )
-        ]
+        return Dispatch(
+            Variant("copy/convert.comp", defines, (), None),
+            (Arg(x), Arg(y, "w")),
+            pack_push(pairs),
+            spread(ceil_div(pairs, wg)),
+            node.op,
+            node.name,
+            f"{wg} threads: {choice.source}",
+            nbytes=nbytes(x) + nbytes(y),
+        )
+
+    def _boxed(self, node: Node, ctx: LowerContext, source: View, target: View) -> Dispatch:
+        """Whichever side is whole takes the other's shape."""
+        x, y = node.inputs[0], node.outputs[0]
+        if "view" not in node.params:
+            source = View.whole(target.shape)
+        elif "to" not in node.params:
+            target = View.whole(source.shape)
+        elif source.shape != target.shape:
+            raise PlanError(f"[{self.name}] {node.name}: from {source} to {target}: two views must have one shape")
+        source, target = source.four(), target.four()
+        if y.type == "F16":
+            if source.elements % 2:
+                raise PlanError(f"[{self.name}] {node.name}: {x} to {y}: an odd number of F16 values is not supported")
+            odd = any(s % 2 for s in (target.offset, target.shape[3], *target.strides[:3]))
+            if odd or target.strides[3] != 1:
+                raise PlanError(f"[{self.name}] {node.name}: {y}: F16 is written in pairs, expected rows of an even length, got {target}")
+        return _box(
+            node, ctx, x, y, source.shape, source.shape, source.strides, target.strides, x_offset=source.offset, y_offset=target.offset
+        )
+
+    def _decoded(self, node: Node, ctx: LowerContext, source: View) -> Dispatch:
+        """A weight's rows, or some of them, from one of their units on."""
+        x, y = node.inputs[0], node.outputs[0]
+        columns = x.shape[-1]
+        four = source.four()
+        row0, column0 = divmod(source.offset, columns)
+        parts = shards(x, ctx.caps)
+        k = four.shape[3]
+        problem = (
+            f"it does not fit one binding, but takes {len(parts)}" if len(parts) > 1
+            else f"weights become F32 or F16, not {y.type}" if y.type not in ("F32", "F16") or "to" in node.params
+            else "an odd number of F16 values is not supported" if y.type == "F16" and k % 2
+            else f"{source} is not made of whole rows from a multiple of 32 on"
+            if four.strides[3] != 1 or any(s % columns for s in four.strides[:3]) or column0 % 32 or column0 + k > columns
+            else ""
+        )  # fmt: skip
+        if problem:
+            raise PlanError(f"[{self.name}] {node.name}: {x}: {problem}")
+        threads = prod(four.shape[:3]) * ceil_div(k, 32)
+        choice = ctx.tuning.pick("copy", elements=four.elements)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
+        defines = {"WG_SIZE": wg, "TO_F16": int(y.type == "F16"), "WIDTH": 4 if k % 4 == 0 else 1, **decoder(x.type, ctx.caps)}
+        push = (*weight_push(x.type, parts[0].layout, columns), *four.shape[:3], *(s // columns for s in four.strides[:3]))
+        return Dispatch(
+            Variant("copy/decode.comp", tuple(sorted(defines.items())), (), None),
+            (Arg(x), Arg(y, "w")),
+            pack_push(*push, row0, column0 // 32, k),
+            spread(ceil_div(threads, wg)),
+            node.op,
+            node.name,
+            f"{wg} threads: {choice.source}",
+            nbytes=prod(four.shape[:3]) * quants.row_bytes(x.type, columns) * k // columns + nbytes(y),
+        )
 
     def cases(self) -> Iterator[Case]:
-        for types in (("F32", "F32"), ("F32", "F16"), ("F16", "F32"), ("F16", "F16")):
+        for types in (("F32", "F32"), ("F32", "F16"), ("F16", "F32"), ("F16", "F16"), ("I32", "I32")):
             yield self.case((3, 5, 32), *types)
+            yield self.case((3, 5, 32), *types, order=(1, 0, 2))
         yield self.case((3, 5, 7), "F32", "F32")
+        yield self.case((6, 8, 10), "F32", "F16", order=(2, 1, 0))
+        yield self.case((4, 6), "F16", "F32", to=(1, 0), gap=6)
+        yield self.case((4, 6), "F32", "F16", order=(0, 1), to=(0, 1), gap=4)
+        for quant in ("F32", "F16", "Q4_K", "Q8_0"):
+            yield self.case((5, 256), quant, "F32", weight=True)
+        yield self.case((2, 3, 256), "Q4_0", "F16", order=(1, 0, 2), gap=64, weight=True)
 
-    def case(self, shape: tuple[int, ...], source: str, target: str, *, seed: int = 29) -> Case:
+    def case(
+        self, shape: tuple[int, ...], source: str, target: str, *, order: tuple[int, ...] = (), to: tuple[int, ...] = (), gap: int = 0,
+        weight: bool = False, seed: int = 29,
+    ) -> Case:
+        """order, gap: how the values lie in x (see `laid_out`); to: in y likewise, a tensor that holds values already."""
+        x_shape, view = laid_out(shape, order, gap=gap if order else 0)
+        y_shape, into = laid_out(shape, to, gap=gap if to else 0)
+        params = {"view": view} if order else {}
+        params |= {"to": into} if to else {}
+
         def make(rng: np.random.Generator) -> Problem:
-            node = Node(self.name, (Tensor("x", source, shape, "input"),), (Tensor("y", target, shape),))
-            return Problem(node, {"x": rng.uniform(-1, 1, shape).astype(np.float16 if source == "F16" else np.float32)})
+            x = Tensor("x", source, x_shape, "weight" if weight else "input")
+            y = Tensor("y", target, y_shape, "state" if to else "node")
+            values = {"x": quants.random_blocks(source, prod(x_shape[:-1]), x_shape[-1], rng) if weight else some(source, x_shape, rng)}
+            if to:
+                values["y"] = some(target, y_shape, rng)
+            return Problem(Node(self.name, (x, y) if to else (x,), (y,), params), values)
 
-        return Case(self.name, {"type_src": source, "type_dst": target, "ne": shape, "seed": seed}, make, seed)
+        shown: dict[str, Any] = {"type_src": source, "type_dst": target, "ne": shape}
+        shown |= {"order": order} if order else {}
+        shown |= {"to": to} if to else {}
+        shown |= {"gap": gap} if gap else {}
+        shown |= {"weight": 1} if weight else {}
+        return Case(self.name, {**shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return F16_TOLERANCE if (node.inputs[0].type, node.outputs[0].type) == ("F32", "F16") else EXACT
+        x, y = node.inputs[0], node.outputs[0]
+        if y.type == "F16" and x.type != "F16":
+            return F16_TOLERANCE
+        return DECODED if x.kind == "weight" else EXACT
+
+
+def some(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Values of a type: numbers in -1..1, or any whole ones."""
+    if kind == "I32":
+        return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+    return rng.uniform(-1, 1, shape).astype(np.float16 if kind == "F16" else np.float32)
 
 
 for _name in ("CPY", "CONT"):
-    register(type(_name.title(), (Convert,), {"name": _name, "__doc__": f"{_name}(x F32 or F16) -> F32 or F16.", "__module__": __name__}))
+    register(type(_name.title(), (Convert,), {"name": _name, "__doc__": f"{_name}(x); see Convert.", "__module__": __name__}))
 
 
 def _four(shape: Sequence[int]) -> tuple[int, ...]:
@@ -98,16 +215,21 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _box(
     node: Node, ctx: LowerContext, x: Tensor, y: Tensor, box: Sequence[int], x_size: Sequence[int], x_stride: Sequence[int],
-    y_stride: Sequence[int], *, y_offset: int = 0, fill: bool = False, part: str = "",
+    y_stride: Sequence[int], *, x_offset: int = 0, y_offset: int = 0, fill: bool = False, part: str = "",
 ) -> Dispatch:
-    """One launch of copy/box.comp, all sizes and strides of four axes."""
+    """One launch of copy/box.comp, all sizes and strides of four axes in values."""
+    x_next = x_stride[3]
+    if y.type == "F16":  # a thread takes two values of the last axis
+        box, x_size = (*box[:3], box[3] // 2), (*x_size[:3], x_size[3] // 2)
+        x_stride, y_stride = (*x_stride[:3], 2 * x_next), (*y_stride[:3], 2)
     elements = prod(box)
     choice = ctx.tuning.pick("copy", elements=elements)
     wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
+    defines = (("FILL", int(fill)), ("FROM_F16", int(x.type == "F16")), ("TO_F16", int(y.type == "F16")), ("WG_SIZE", wg))
     return Dispatch(
-        Variant("copy/box.comp", (("FILL", int(fill)), ("WG_SIZE", wg)), (), None),
+        Variant("copy/box.comp", defines, (), None),
         (Arg(x), Arg(y, "w", part=part)),
-        pack_push(*box, *x_size, *x_stride, *y_stride, y_offset),
+        pack_push(*box, *x_size, *x_stride, *y_stride, x_offset, y_offset, x_next),
         spread(ceil_div(elements, wg)),
         node.op,
         node.name,
@@ -117,13 +239,13 @@ def _box(
 
 
 class Boxed(Op):
-    """An op whose launches are boxes of F32 values of up to four axes."""
+    """An op whose launches are boxes of F32 or I32 values of up to four axes."""
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         y = node.outputs[0]
         for t in (*node.inputs, y):
-            if t.type != "F32" or len(t.shape) > 4:
-                raise PlanError(f"[{self.name}] {node.name}: {t}: expected F32 of at most four axes")
+            if t.type not in ("F32", "I32") or t.type != y.type or len(t.shape) > 4:
+                raise PlanError(f"[{self.name}] {node.name}: {t}: expected F32 (or I32 everywhere) of at most four axes")
         shapes = [t.shape for t in node.inputs]
         try:
             want = self.reference([np.broadcast_to(np.float32(0), s) for s in shapes], {**node.params, "shape": y.shape})[0].shape
@@ -139,13 +261,14 @@ class Boxed(Op):
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return EXACT
 
-    def case(self, shapes: Sequence[tuple[int, ...]], out: tuple[int, ...], *, seed: int = 31, **params: Any) -> Case:
+    def case(self, shapes: Sequence[tuple[int, ...]], out: tuple[int, ...], *, type: str = "F32", seed: int = 31, **params: Any) -> Case:
         def make(rng: np.random.Generator) -> Problem:
-            inputs = tuple(Tensor(f"x{i}", "F32", s, "input") for i, s in enumerate(shapes))
-            values = {t.name: rng.uniform(-1, 1, t.shape).astype(np.float32) for t in inputs}
-            return Problem(Node(self.name, inputs, (Tensor("y", "F32", out),), params), values)
+            inputs = tuple(Tensor(f"x{i}", type, s, "input") for i, s in enumerate(shapes))
+            values = {t.name: some(type, t.shape, rng) for t in inputs}
+            return Problem(Node(self.name, inputs, (Tensor("y", type, out),), params), values)
 
-        return Case(self.name, {"ne": tuple("x".join(map(str, s)) for s in shapes), "out": out, **params, "seed": seed}, make, seed)
+        shown = {"ne": tuple("x".join(map(str, s)) for s in shapes), "out": out, **({} if type == "F32" else {"type": type})}
+        return Case(self.name, {**shown, **params, "seed": seed}, make, seed)
 
 
 @register
@@ -155,7 +278,7 @@ class Repeat(Boxed):
     name = "REPEAT"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        x, shape = np.asarray(inputs[0], np.float64), params["shape"]
+        x, shape = inputs[0], params["shape"]
         times = [big // small for big, small in zip(_four(shape), _four(x.shape), strict=True)]
         return [np.tile(x.reshape(_four(x.shape)), times).reshape(shape)]
 
@@ -165,6 +288,7 @@ class Repeat(Boxed):
 
     def cases(self) -> Iterator[Case]:
         yield self.case([(5, 7)], (10, 21), shape=(10, 21))
+        yield self.case([(5, 7)], (10, 21), type="I32", shape=(10, 21))
         yield self.case([(3, 1, 4)], (2, 3, 5, 4), shape=(2, 3, 5, 4))
 
 
@@ -175,7 +299,7 @@ class Concat(Boxed):
     name = "CONCAT"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return [np.concatenate([np.asarray(i, np.float64) for i in inputs], axis=params["axis"])]
+        return [np.concatenate(list(inputs), axis=params["axis"])]
 
     def boxes(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         y, axis = node.outputs[0], node.params["axis"] % len(node.outputs[0].shape)
@@ -191,6 +315,7 @@ class Concat(Boxed):
 
     def cases(self) -> Iterator[Case]:
         yield self.case([(3, 4, 5), (3, 2, 5)], (3, 6, 5), axis=1)
+        yield self.case([(3, 4, 5), (3, 2, 5)], (3, 6, 5), type="I32", axis=1)
         yield self.case([(2, 64), (2, 33), (2, 1)], (2, 98), axis=-1)
 
 
@@ -201,7 +326,7 @@ class Pad(Boxed):
     name = "PAD"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        x = np.asarray(inputs[0], np.float64)
+        x = inputs[0]
         return [np.pad(x, [(0, big - small) for big, small in zip(params["shape"], x.shape, strict=True)])]
 
     def boxes(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
@@ -219,7 +344,7 @@ class Permute(Boxed):
     name = "PERMUTE"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return [np.transpose(np.asarray(inputs[0], np.float64), params["axes"])]
+        return [np.transpose(inputs[0], params["axes"])]
 
     def boxes(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, y = node.inputs[0], node.outputs[0]

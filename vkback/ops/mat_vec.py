@@ -1,4 +1,4 @@
-"""MUL_MAT and MUL_MAT_ID for few tokens, and the fusions around them: one family of kernels (shaders/mat_vec).
+"""Products of a stored weight and few tokens with what is fused around them: one family of kernels (shaders/mat_vec).
 
 `MAT_VEC` is the fused form. Its inputs carry roles:
 
@@ -46,6 +46,7 @@ from vkback.ops.base import (
 )
 from vkback.ops.code_books import decoder
 from vkback.ops.code_books import shared_bytes as code_book_bytes
+from vkback.ops.glu import SWIGLU_OAI
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.reference import REFERENCES
 from vkback.shader import Variant
@@ -100,8 +101,6 @@ declare(
 )
 
 FUSED_ROLES = ("norm", "bias", "residual", "ids", "expert_weights")
-SWIGLU_OAI = {"alpha": 1.702, "limit": 7.0}
-"""Params of that GLU as models have it."""
 
 
 def path_for(quant: str, m: int, k: int, n: int, ids: int, ctx: LowerContext) -> tuple[str, str]:
@@ -365,6 +364,7 @@ class Product:
             reason,
             nbytes=weight_bytes + nbytes(self.x) + nbytes(self.y),
             flops=2 * rows * self.k * self.n * self.n_used,
+            relay=True,
         )
 
 
@@ -501,69 +501,10 @@ def fused_case(
     return Case("MAT_VEC", params | ({"oai": True} if oai else {}) | {"seed": seed}, make, seed)
 
 
-class _Plain(Op):
-    """MUL_MAT and MUL_MAT_ID: the fused op with no fusion."""
-
-    roles: tuple[str, ...]
-
-    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return MatVec().reference(inputs, {**params, "roles": self.roles})
-
-    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        fused = Node("MAT_VEC", node.inputs, node.outputs, {**node.params, "roles": self.roles})
-        return [dataclasses.replace(d, op=node.op) if d.op == "MAT_VEC" else d for d in MatVec().lower(fused, ctx)]
-
-    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return MatVec().tolerance(Node("MAT_VEC", node.inputs, node.outputs, {"roles": self.roles}), ctx)
-
-
 QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
           "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 RARE = frozenset(QUANTS[QUANTS.index("NVFP4") :])
 """Types whose cases take few shapes: each is a compilation, and long where a CPU driver must swallow a code book."""
-
-
-@register
-class MulMat(_Plain):
-    """MUL_MAT(w [m, k], x F32 or Q8_1 [n, k]) -> F32 [n, m]."""
-
-    name = "MUL_MAT"
-    roles = ("w", "x")
-
-    def cases(self) -> Iterator[Case]:
-        for quant in QUANTS:
-            if quant in RARE:
-                yield mul_mat_case(quant, 19, 8, 256)
-                yield mul_mat_case(quant, 131, 1, 2048)
-                yield mul_mat_case(quant, 33, 2, 2048)
-                continue
-            for n in (1, 2, 3, 5, 8, 9, 16, 17):
-                yield mul_mat_case(quant, 16, n, 256)
-            yield mul_mat_case(quant, 1, 16, 256)  # several tokens: a single value may be small by chance, and its NMSE large
-            yield mul_mat_case(quant, 131, 1, 2048)
-            yield mul_mat_case(quant, 33, 2, 4096)
-        for quant in ("F32", "F16", "BF16"):
-            for k in (65, 80, 588):
-                yield mul_mat_case(quant, 17, 2, k)
-        for quant in ("Q4_0", "Q8_0", "MXFP4", "Q5_1"):
-            yield mul_mat_case(quant, 40, 1, 2880)
-
-
-@register
-class MulMatId(_Plain):
-    """MUL_MAT_ID(w [n_expert, m, k], x F32 [n, 1 or n_used, k], ids I32 [n, n_used]) -> F32 [n, n_used, m]."""
-
-    name = "MUL_MAT_ID"
-    roles = ("w", "x", "ids")
-
-    def cases(self) -> Iterator[Case]:
-        for quant in QUANTS:
-            if quant in RARE:
-                yield mul_mat_id_case(quant, 4, 2, 24, 2, 256, shared=True)
-                continue
-            for experts, used in ((4, 1), (8, 2), (8, 4)):
-                for n in (1, 5):
-                    yield mul_mat_id_case(quant, experts, used, 32, n, 256, shared=used != 4)
 
 
 def mul_mat_case(quant: str, m: int, n: int, k: int, *, seed: int = 7) -> Case:

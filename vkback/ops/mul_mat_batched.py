@@ -1,0 +1,181 @@
+"""MUL_MAT of batches, views and operands that the device made: brought into the form that the mat-vec kernels take.
+
+A batch of one matrix is a product with more tokens. Of several, each slice is a token of a MUL_MAT_ID: its matrix is its expert, its n rows
+of x are its slots, and a small kernel writes which matrix each slice takes. So every weight type, and both ways to compute, serve batches
+with one launch; weights are read once a row of x, from the cache after the first.
+
+What does not lie as the kernels need it is copied before: x that is a view or F16 to F32 rows, a weight that is a view to F32, and values
+that are no weight (a cache, an activation) into the device layout of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, PlanError, Tolerance, ceil_div, nbytes, pack_push, spread
+from vkback.ops.mat_vec import MatVec, path_for, product_tolerance
+from vkback.ops.view import View
+from vkback.ops.workgroup import workgroup_size
+from vkback.shader import Variant
+
+VIEWS = ("w_view", "x_view")
+"""Params: the View of an operand to take in its place."""
+
+
+def is_batched(node: Node) -> bool:
+    """Whether a MUL_MAT is more than a stored weight times some tokens."""
+    w, x = node.inputs
+    return len(w.shape) != 2 or len(x.shape) != 2 or w.kind != "weight" or x.type == "F16" or any(v in node.params for v in VIEWS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """w [outer, inner, m, k], x [outer * outer_repeat, inner * inner_repeat, n, k]."""
+
+    outer: int
+    inner: int
+    outer_repeat: int
+    inner_repeat: int
+    m: int
+    k: int
+    n: int
+
+    @classmethod
+    def of(cls, node: Node) -> Batch:
+        """Raises PlanError when the operands do not fit."""
+        w, x = (node.params[v].shape if v in node.params else t.shape for v, t in zip(VIEWS, node.inputs, strict=True))
+        if len(w) > 4 or len(x) > 4 or len(w) < 2 or len(x) < 2:
+            raise PlanError(f"[MUL_MAT] {node.name}: {list(w)} times {list(x)}: expected two to four axes")
+        (outer, inner, m, k), (x_outer, x_inner, n, x_k) = ((1,) * (4 - len(s)) + tuple(s) for s in (w, x))
+        if k != x_k or x_outer % outer or x_inner % inner:
+            raise PlanError(f"[MUL_MAT] {node.name}: {list(w)} times {list(x)}: expected equal last axes, and x's others multiples of w's")
+        return cls(outer, inner, x_outer // outer, x_inner // inner, m, k, n)
+
+    @property
+    def matrices(self) -> int:
+        return self.outer * self.inner
+
+    @property
+    def slices(self) -> int:
+        """Products to carry out."""
+        return self.matrices * self.outer_repeat * self.inner_repeat
+
+
+def reference(node_params: Mapping[str, Any], inputs: Sequence[Array]) -> Array:
+    """The product in float64, [..., n, m]."""
+    w, x = (node_params[v].of(np.ascontiguousarray(t)) if v in node_params else t for v, t in zip(VIEWS, inputs, strict=True))
+    four = [np.asarray(t, np.float64).reshape((1,) * (4 - t.ndim) + t.shape) for t in (w, x)]
+    for axis in (0, 1):
+        four[0] = np.repeat(four[0], four[1].shape[axis] // four[0].shape[axis], axis=axis)
+    return np.asarray(four[1] @ four[0].swapaxes(-1, -2))
+
+
+def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
+    """Copies first, then one product; see the module's text."""
+    batch = Batch.of(node)
+    y = node.outputs[0]
+    if y.elements != batch.slices * batch.n * batch.m or y.type != "F32":
+        raise PlanError(f"[MUL_MAT] {node.name}: output {y}, expected F32 of {batch.slices} slices of [{batch.n}, {batch.m}]")
+    before, w = _weight(node, ctx)
+    copies, x = _tokens(node, ctx)
+    before += copies
+    operands: tuple[Tensor, ...]
+    if batch.matrices == 1:
+        tokens = batch.slices * batch.n
+        operands = _shaped(w, batch.m, batch.k), _shaped(x, tokens, batch.k)
+        product = Node("MAT_VEC", operands, (_shaped(y, tokens, batch.m),), {"roles": ("w", "x")})
+    else:
+        if batch.slices * batch.n > ctx.caps.max_workgroup_count[2]:
+            raise PlanError(
+                f"[MUL_MAT] {node.name}: {batch.slices} slices of {batch.n} tokens, the device takes {ctx.caps.max_workgroup_count[2]} "
+                "workgroups along z (maxComputeWorkGroupCount); cut the batch"
+            )
+        ids = Tensor(f"{node.name}.matrices", "I32", (batch.slices, batch.n))
+        before.append(_matrices(node, batch, ids, ctx))
+        operands = _shaped(w, batch.matrices, batch.m, batch.k), _shaped(x, batch.slices, batch.n, batch.k), ids
+        product = Node("MAT_VEC", operands, (_shaped(y, batch.slices, batch.n, batch.m),), {"roles": ("w", "x", "ids")})
+    made = {t.name: t for t in (w, x, y)}
+    for d in MatVec().lower(product, ctx):
+        args = tuple(dataclasses.replace(a, tensor=made.get(a.tensor.name, a.tensor)) for a in d.args)
+        before.append(dataclasses.replace(d, args=args, op=node.op if d.op == "MAT_VEC" else d.op, label=node.name))
+    return before
+
+
+def tolerance(node: Node, ctx: LowerContext) -> Tolerance:
+    batch, (w, x) = Batch.of(node), node.inputs
+    copied = "w_view" in node.params or w.kind != "weight"
+    n = batch.slices if batch.matrices > 1 else batch.slices * batch.n
+    path, _ = path_for("F32" if copied else w.type, batch.m, batch.k, n, int(batch.matrices > 1), ctx)
+    return product_tolerance(path == "int" and x.type != "Q8_1", False)
+
+
+def _shaped(tensor: Tensor, *shape: int) -> Tensor:
+    return dataclasses.replace(tensor, shape=shape)
+
+
+def _weight(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor]:
+    """w as the kernels take it: itself, or a copy as F32 in the device layout."""
+    w = node.inputs[0]
+    view = node.params.get("w_view", View.whole(w.shape))
+    if w.kind == "weight" and "w_view" not in node.params:
+        return [], w
+    view.check(w, "MUL_MAT")
+    before: list[Dispatch] = []
+    if w.kind == "weight":
+        plain = Tensor(f"{node.name}.w_f32", "F32", view.shape)
+        before += OPS["CPY"].lower(Node("CPY", (w,), (plain,), {"view": view}), ctx)
+        w, view = plain, View.whole(view.shape)
+    if w.type not in ("F32", "F16"):
+        raise PlanError(f"[MUL_MAT] {node.name}: {w}: expected F32, F16 or a weight")
+    four = view.four()
+    rows, k = prod(four.shape[:3]), four.shape[3]
+    units = ceil_div(k, 32)
+    laid = Tensor(f"{node.name}.w_units", "F32", (*four.shape[:3], 32 * units))
+    threads = 8 * rows * units
+    choice = ctx.tuning.pick("copy", elements=laid.elements)
+    wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
+    before.append(
+        Dispatch(
+            Variant("copy/as_weight.comp", (("FROM_F16", int(w.type == "F16")), ("WG_SIZE", wg)), (), None),
+            (Arg(w), Arg(laid, "w")),
+            pack_push(*four.shape, *four.strides, four.offset, units),
+            spread(ceil_div(threads, wg)),
+            node.op,
+            node.name,
+            f"{wg} threads: {choice.source}",
+            nbytes=view.elements * (2 if w.type == "F16" else 4) + nbytes(laid),
+        )
+    )
+    return before, laid
+
+
+def _tokens(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor]:
+    """x as the kernels take it: itself, or a copy as F32 rows."""
+    x = node.inputs[1]
+    if x.type != "F16" and "x_view" not in node.params:
+        return [], x
+    view = node.params.get("x_view", View.whole(x.shape))
+    rows = Tensor(f"{node.name}.x_f32", "F32", view.shape)
+    return OPS["CPY"].lower(Node("CPY", (x,), (rows,), {"view": view}), ctx), rows
+
+
+def _matrices(node: Node, batch: Batch, ids: Tensor, ctx: LowerContext) -> Dispatch:
+    """Writes the matrix of every slice."""
+    choice = ctx.tuning.pick("elementwise", elements=ids.elements)
+    wg = workgroup_size(ctx.caps, choice["wg_size"], ids.elements)
+    return Dispatch(
+        Variant("mul_mat/slices.comp", (("WG_SIZE", wg),), (), None),
+        (Arg(ids, "w"),),
+        pack_push(ids.elements, batch.n, batch.inner * batch.inner_repeat, batch.inner_repeat, batch.outer_repeat, batch.inner),
+        spread(ceil_div(ids.elements, wg)),
+        node.op,
+        node.name,
+        f"{wg} threads: {choice.source}",
+        nbytes=nbytes(ids),
+    )
