@@ -3,6 +3,8 @@ feed-forward. An architecture file puts them together."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from vkback.graph import Graph, Tensor, live
@@ -17,15 +19,27 @@ class GraphBuilder:
     tokens the logits are wanted of (head "last").
 
     Names are ggml's where ggml has a name of its own for a value; the rest are made unique by what they hold (`Qcur_rope-0`).
-    qk_norm: every head of Q and K is normed before it is rotated.
+    qk_norm   every head of Q and K is normed before it is rotated
+    sinks     every head has an attention sink
+    ffn_norm  what the file calls the norm before the feed-forward layer, and its value's name in ggml
+    gating    how the router weighs the experts it chose (TOPK_MOE)
+    glu       op and params of the experts' gated linear unit
     """
 
-    def __init__(self, hp: HParams, n_tokens: int, n_ctx: int, head: Head, *, qk_norm: bool = False) -> None:
+    def __init__(
+        self, hp: HParams, n_tokens: int, n_ctx: int, head: Head, *, qk_norm: bool = False, sinks: bool = False,
+        ffn_norm: tuple[str, str] = ("ffn_norm", "ffn_norm"), gating: str = "softmax",
+        glu: tuple[str, Mapping[str, float]] = ("SWIGLU", {}),
+    ) -> None:
         self.hp = hp
         self.n = n_tokens
         self.n_ctx = n_ctx
         self.head = head
         self.qk_norm = qk_norm
+        self.sinks = sinks
+        self.ffn_norm = ffn_norm
+        self.gating = gating
+        self.glu = glu
         self.graph = Graph()
         self.tokens = Tensor("tokens", "I32", (n_tokens,), "input")
         self.pos = Tensor("pos", "I32", (n_tokens,), "input")
@@ -84,14 +98,15 @@ class GraphBuilder:
             x = self.norm(x, weight, f"{stem}_normed-{il}", plain=f"{stem}_rms-{il}")
         return self.rope(x, f"{stem}_rope-{il}")
 
-    def attention(self, x: Tensor, il: int) -> Tensor:
-        """Causal attention of layer `il` over the normed input x [n, n_embd] -> [n, n_embd]."""
+    def attention(self, x: Tensor, il: int, window: int) -> Tensor:
+        """Causal attention of layer `il` over the normed input x [n, n_embd] -> [n, n_embd]. window: rows a token sees; 0: all so far."""
         hp = self.hp
         q = self.linear(x, f"blk.{il}.attn_q", hp.n_head * hp.head_dim_k, f"Qcur-{il}")
         cache_k, cache_v = self.keys_values(x, il)
         q = self.rotated(q, hp.n_head, "Qcur", f"blk.{il}.attn_q_norm.weight", il)
+        sinks = (hp.weight(f"blk.{il}.attn_sinks.weight", (hp.n_head,)),) if self.sinks else ()
         out = self.graph.emit("FLASH_ATTN_EXT", f"kqv_out-{il}", "F32", (self.n, hp.n_head * hp.head_dim_v),
-                              (q, cache_k, cache_v, self.pos), scale=hp.attn_scale)
+                              (q, cache_k, cache_v, self.pos, *sinks), scale=hp.attn_scale, **({"window": window} if window else {}))
         return self.linear(out, f"blk.{il}.attn_output", hp.n_embd, f"attn_out-{il}")
 
     def feed_forward(self, x: Tensor, il: int) -> Tensor:
@@ -103,37 +118,46 @@ class GraphBuilder:
         return self.linear(act, f"blk.{il}.ffn_down", hp.n_embd, f"ffn_out-{il}")
 
     def experts(self, x: Tensor, il: int) -> Tensor:
-        """Mixture of experts: the router picks n_expert_used of n_expert SwiGLU layers for every token; their weighted sum."""
+        """Mixture of experts: the router picks n_expert_used of n_expert gated layers for every token; their weighted sum."""
         hp, g, n = self.hp, self.graph, x.shape[0]
         logits = self.linear(x, f"blk.{il}.ffn_gate_inp", hp.n_expert, f"ffn_moe_logits-{il}")
         weights = Tensor(f"ffn_moe_weights-{il}", "F32", (n, hp.n_expert_used))
         ids = Tensor(f"ffn_moe_topk-{il}", "I32", (n, hp.n_expert_used))
-        g.add("TOPK_MOE", (logits,), (weights, ids), n_used=hp.n_expert_used, norm=hp.norm_w, gating="softmax", scale=1.0)
+        g.add("TOPK_MOE", (logits,), (weights, ids), n_used=hp.n_expert_used, norm=hp.norm_w, gating=self.gating, scale=1.0)
         shared = self.view(x, (n, 1, hp.n_embd))
         gate = self.routed(shared, ids, "ffn_gate_exps", hp.n_ff_expert, f"ffn_moe_gate-{il}", il)
         up = self.routed(shared, ids, "ffn_up_exps", hp.n_ff_expert, f"ffn_moe_up-{il}", il)
-        act = g.emit("SWIGLU", f"ffn_moe_swiglu-{il}", "F32", gate.shape, (gate, up))
+        op, params = self.glu
+        act = g.emit(op, f"ffn_moe_{op.lower()}-{il}", "F32", gate.shape, (gate, up), **params)
         down = self.routed(act, ids, "ffn_down_exps", hp.n_embd, f"ffn_moe_down-{il}", il)
         return g.emit("MOE_REDUCE", f"ffn_moe_out-{il}", "F32", (n, hp.n_embd), (down, weights))
 
     def routed(self, x: Tensor, ids: Tensor, stem: str, rows: int, name: str, il: int) -> Tensor:
-        w = self.hp.weight(f"blk.{il}.{stem}.weight", (self.hp.n_expert, rows, x.shape[-1]))
-        return self.graph.emit("MUL_MAT_ID", name, "F32", (*ids.shape, rows), (w, x, ids))
+        """`stem` of each token's experts times x [n, 1 or n_used, cols], plus the experts' biases where the file has them."""
+        hp = self.hp
+        w = hp.weight(f"blk.{il}.{stem}.weight", (hp.n_expert, rows, x.shape[-1]))
+        y = self.graph.emit("MUL_MAT_ID", name, "F32", (*ids.shape, rows), (w, x, ids))
+        if not hp.has_weight(f"blk.{il}.{stem}.bias"):
+            return y
+        bias = hp.weight(f"blk.{il}.{stem}.bias", (hp.n_expert, rows))
+        bias = replace(bias, shape=(hp.n_expert * rows,))
+        return self.graph.emit("ADD_ID", name.replace("-", "_biased-"), "F32", y.shape, (y, bias, ids))
 
     def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
         return self.graph.emit("ADD", name, "F32", a.shape, (a, b))
 
-    def attention_half(self, x: Tensor, il: int) -> Tensor:
+    def attention_half(self, x: Tensor, il: int, *, window: int = 0) -> Tensor:
         """First half of layer `il`, with the residual. The last layer goes on with the wanted token alone where only one is wanted."""
         normed = self.norm(x, f"blk.{il}.attn_norm.weight", f"attn_norm-{il}", plain=f"attn_rms-{il}")
-        x = self.add(self.attention(normed, il), x, f"ffn_inp-{il}")
+        x = self.add(self.attention(normed, il, window), x, f"ffn_inp-{il}")
         if self.head == "last" and self.n > 1 and il == self.hp.n_layer - 1:
             x = self.graph.emit("GET_ROWS", f"ffn_inp_last-{il}", "F32", (1, self.hp.n_embd), (x, self.out_ids))
         return x
 
     def feed_forward_half(self, x: Tensor, il: int) -> Tensor:
         """Second half of layer `il`, with the residual."""
-        normed = self.norm(x, f"blk.{il}.ffn_norm.weight", f"ffn_norm-{il}", plain=f"ffn_rms-{il}")
+        stem, name = self.ffn_norm
+        normed = self.norm(x, f"blk.{il}.{stem}.weight", f"{name}-{il}", plain=f"ffn_rms-{il}")
         y = self.experts(normed, il) if self.hp.n_expert else self.feed_forward(normed, il)
         return self.add(y, x, f"l_out-{il}")
 

@@ -59,6 +59,7 @@ class HParams:
     n_expert      0 for a dense model; n_expert_used of them work on a token, each n_ff_expert wide
     norm_w        weights of the chosen experts are divided by their sum
     attn_scale    of the dot products of Q and K
+    window        rows that a token sees in the layers which have a sliding window, 0 without
     weights       every tensor of the file by name
     """
 
@@ -75,6 +76,7 @@ class HParams:
     n_ctx_train: int
     rms_eps: float
     attn_scale: float
+    window: int
     rope: Rope
     n_expert: int
     n_expert_used: int
@@ -134,6 +136,7 @@ class _Reader:
             n_ctx_train=self.count("context_length"),
             rms_eps=self.positive("attention.layer_norm_rms_epsilon"),
             attn_scale=self.positive("attention.scale", 1.0 / math.sqrt(max(head_dim_k, 1))),
+            window=self.count("attention.sliding_window", 0, least=0),
             rope=self.rope(rope_mode, head_dim_k),
             n_expert=n_expert,
             n_expert_used=n_expert_used,

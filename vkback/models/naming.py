@@ -27,7 +27,7 @@ _LLAMA_BY_LAYERS = {
     16: "1B", 22: "1B", 26: "3B", 28: "3B", 30: "256M", 36: "8B", 40: "13B", 48: "34B", 60: "30B",
 }  # fmt: skip
 _MIXTRAL_BY_LAYERS = {32: "8x7B", 56: "8x22B"}
-_QWEN3MOE_BY_LAYERS = {48: "30B.A3B", 94: "235B.A22B"}
+_BY_LAYERS = {"gpt-oss": {24: "20B", 36: "120B"}, "qwen3moe": {48: "30B.A3B", 94: "235B.A22B"}}
 UNKNOWN_TYPE = "?B"
 
 
@@ -51,9 +51,7 @@ def _size_class(f: GgufFile) -> str:
     layers = _number(f, "block_count")
     if f.arch == "llama":
         return _llama_class(f, layers)
-    if f.arch == "qwen3moe":
-        return _QWEN3MOE_BY_LAYERS.get(layers, UNKNOWN_TYPE)
-    return UNKNOWN_TYPE
+    return _BY_LAYERS.get(f.arch, {}).get(layers, UNKNOWN_TYPE)
 
 
 def _llama_class(f: GgufFile, layers: int) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from vkback import quants
 from vkback.graph import Graph
-from vkback.models import llama, qwen3moe
+from vkback.models import gpt_oss, llama, qwen3moe
 from vkback.models.builder import Head
 from vkback.models.gguf_file import GgufError, GgufFile
 from vkback.models.hparams import NO_TEXT_VOCABULARY, HParams, RopeMode
@@ -31,6 +31,7 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "gpt-oss": Architecture("gpt-oss", gpt_oss.ROPE_MODE, gpt_oss.build_graph),
     "llama": Architecture("llama", llama.ROPE_MODE, llama.build_graph),
     "qwen3moe": Architecture("qwen3moe", qwen3moe.ROPE_MODE, qwen3moe.build_graph),
 }

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType
 
 from vkback import quants
 from vkback.errors import VkbackError
@@ -37,7 +37,7 @@ FILE_TYPES = {
     "Q2_K": LlamaFileType.MOSTLY_Q2_K, "Q3_K_S": LlamaFileType.MOSTLY_Q3_K_S, "Q3_K_M": LlamaFileType.MOSTLY_Q3_K_M,
     "Q3_K_L": LlamaFileType.MOSTLY_Q3_K_L, "Q4_K_S": LlamaFileType.MOSTLY_Q4_K_S, "Q4_K_M": LlamaFileType.MOSTLY_Q4_K_M,
     "Q5_K_S": LlamaFileType.MOSTLY_Q5_K_S, "Q5_K_M": LlamaFileType.MOSTLY_Q5_K_M, "Q6_K": LlamaFileType.MOSTLY_Q6_K,
-    "IQ4_NL": LlamaFileType.MOSTLY_IQ4_NL, "IQ4_XS": LlamaFileType.MOSTLY_IQ4_XS,
+    "IQ4_NL": LlamaFileType.MOSTLY_IQ4_NL, "IQ4_XS": LlamaFileType.MOSTLY_IQ4_XS, "MXFP4": LlamaFileType.MOSTLY_MXFP4_MOE,
 }  # fmt: skip
 
 
@@ -52,6 +52,8 @@ class ModelShape:
     tied          the embedding table is the output weight too
     rope_stretch  Llama 3's factor by which slow RoPE pairs are stretched; 1 for none
     n_expert      0 for a dense model; an expert is n_ff_expert wide
+    window        rows of the sliding window in the layers that have one, 0 without
+    yarn          factor by which YaRN stretches the context of 4096 that the model was trained on first; 1 without
     """
 
     arch: str
@@ -70,6 +72,8 @@ class ModelShape:
     n_expert: int = 0
     n_expert_used: int = 0
     n_ff_expert: int = 0
+    window: int = 0
+    yarn: float = 1.0
 
 
 SHAPES: dict[str, ModelShape] = {
@@ -79,6 +83,10 @@ SHAPES: dict[str, ModelShape] = {
     "llama2-7b": ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, 4096, 10000.0),
     "mistral-small-24b": ModelShape("llama", 40, 5120, 32768, 32, 8, 128, 131072, 32768, 100000000.0),
     "mistral-22b": ModelShape("llama", 56, 6144, 16384, 48, 8, 128, 32000, 65536, 1000000.0),
+    "gpt-oss-20b": ModelShape(
+        "gpt-oss", 24, 2880, 2880, 64, 8, 64, 201088, 131072, 150000.0,
+        n_expert=32, n_expert_used=4, n_ff_expert=2880, window=128, yarn=32.0,
+    ),
     "qwen3moe-30b-a3b": ModelShape(
         "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1000000.0, 1e-6, n_expert=128, n_expert_used=8, n_ff_expert=768
     ),
@@ -195,6 +203,8 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
     for il in range(n_layer):
         for stem, dims in _layer_shapes(s):
             yield f"blk.{il}.{stem}.weight", dims
+            if s.arch == "gpt-oss" and stem.startswith(("attn_", "ffn_")) and len(dims) > 1:
+                yield f"blk.{il}.{stem}.bias", dims[:-1]
 
 
 def _layer_shapes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -206,7 +216,11 @@ def _layer_shapes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     if s.arch == "qwen3moe":
         yield "attn_k_norm", (s.head_dim,)
         yield "attn_q_norm", (s.head_dim,)
-    yield "ffn_norm", (s.n_embd,)
+    if s.arch == "gpt-oss":
+        yield "attn_sinks", (s.n_head,)
+        yield "post_attention_norm", (s.n_embd,)
+    else:
+        yield "ffn_norm", (s.n_embd,)
     if s.n_expert:
         yield "ffn_gate_inp", (s.n_expert, s.n_embd)
         yield "ffn_down_exps", (s.n_expert, s.n_embd, s.n_ff_expert)
@@ -219,9 +233,9 @@ def _layer_shapes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _type_of(mix: dict[str, dict[str, str]], name: str) -> str:
-    """The type of a tensor: norms, frequencies and routers are F32 in every real file, the rest as the mix says."""
-    block, _, stem = name.rpartition(".weight")[0].rpartition(".")
-    if stem.endswith("norm") or stem in ("rope_freqs", "ffn_gate_inp"):
+    """The type of a tensor: norms, biases, sinks, frequencies and routers are F32 in every real file, the rest as the mix says."""
+    block, _, stem = name.removesuffix(".weight").rpartition(".")
+    if stem.endswith("norm") or stem in ("bias", "attn_sinks", "rope_freqs", "ffn_gate_inp"):
         return "F32"
     layer = int(block.split(".")[1]) if block else None
     for type, where in mix[f"{stem}.weight"].items():
@@ -267,6 +281,12 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     writer.add_value_length(s.head_dim)
     writer.add_rope_dimension_count(s.head_dim)
     writer.add_rope_freq_base(s.freq_base)
+    if s.window:
+        writer.add_sliding_window(s.window)
+    if s.yarn != 1.0:
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(s.yarn)
+        writer.add_rope_scaling_orig_ctx_len(4096)
     writer.add_layer_norm_rms_eps(s.rms_eps)
     writer.add_vocab_size(s.n_vocab)
     if s.n_expert:
@@ -307,6 +327,8 @@ class _Pieces:
         rng = np.random.default_rng([self.seed, index, row0])
         if t.name == "rope_freqs.weight":
             data = _rope_divisors(self.shape).view(np.uint8)
+        elif t.name.endswith((".bias", "attn_sinks.weight")):
+            data = (0.1 * rng.standard_normal((rows, k), np.float32)).view(np.uint8)
         elif len(t.shape) == 1:
             data = (1.0 + 0.1 * rng.standard_normal(k, np.float32)).view(np.uint8)
         else:

@@ -77,10 +77,10 @@ def load_weights(
         for w in weights.values():
             if len(w.shape) == 1:
                 block = arena.alloc(4 * w.shape[0], w.name)
-                data = np.concatenate([_vector(file, s) for s in _sources(w)])
-                uploader.write(block, 0, data.view(np.uint8))
+                vector = _vector(file, w)
+                uploader.write(block, 0, vector.view(np.uint8))
                 ranges[w.name] = WeightRanges((block,))
-                bar.advance(task, data.nbytes)
+                bar.advance(task, vector.nbytes)
                 continue
             blocks = [arena.alloc(s.layout.nbytes, w.name) for s in shards(w, device.caps)]
             ranges[w.name] = WeightRanges(tuple(blocks))
@@ -103,9 +103,13 @@ def _file_bytes(file: GgufFile, weight: Tensor) -> int:
     return sum(file.tensors[s].nbytes for s in _sources(weight))
 
 
-def _vector(file: GgufFile, name: str) -> npt.NDArray[np.float32]:
-    tensor = file.tensors[name]
-    return np.ascontiguousarray(quants.decode(tensor.type, np.asarray(tensor.data).reshape(-1)), dtype=np.float32).ravel()
+def _vector(file: GgufFile, weight: Tensor) -> npt.NDArray[np.float32]:
+    """The values of a weight of one axis; what has more in the file (the experts' biases) lies end to end."""
+    found = [file.tensors[s] for s in _sources(weight)]
+    parts = [np.asarray(quants.decode(t.type, np.asarray(t.data).reshape(-1)), np.float32).ravel() for t in found]
+    if weight.recipe is not None and weight.recipe.how == "interleave":
+        return np.stack(parts, axis=-1).ravel()
+    return np.concatenate(parts)
 
 
 def _chunks(rows: int, weight: Tensor) -> Iterator[tuple[int, int]]:

@@ -70,6 +70,9 @@ GLU: Mapping[str, Callable[[Array, Array, Params], Array]] = {
 }
 """References of the family; SWIGLU_OAI has params alpha and limit."""
 
+SWIGLU_OAI = {"alpha": 1.702, "limit": 7.0}
+"""Its params as gpt-oss has them."""
+
 
 class Glu(Op):
     """An op of GLU. Inputs gate and up [..., k], or one [..., 2 k] whose rows hold the gate and then the up half (param swapped: up first);
@@ -128,7 +131,7 @@ class Glu(Op):
         self, shape: tuple[int, ...], *, packed: bool = False, swapped: bool = False, size: float = 3.0, out: str = "F32", seed: int = 5
     ) -> Case:
         """Values uniform in +-size: where the activation bends, or far beyond it."""
-        extra = {"alpha": 1.702, "limit": 7.0} if self.name == "SWIGLU_OAI" else {}
+        extra = SWIGLU_OAI if self.name == "SWIGLU_OAI" else {}
 
         def make(rng: np.random.Generator) -> Problem:
             wide = (*shape[:-1], 2 * shape[-1])

@@ -6,13 +6,13 @@ A pass is a function from nodes to nodes. Tensors are matched by name; a fused n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
 from vkback.graph import Graph, Node, Recipe, Tensor
 from vkback.ops.base import LowerContext, declare
-from vkback.ops.mat_vec import path_for, prologue_problem
+from vkback.ops.mat_vec import FUSED_ROLES, path_for, prologue_problem
 
 declare(
     "schedule",
@@ -74,10 +74,10 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
         return nodes
     n = next((t.shape[0] for node in nodes for t in node.inputs if t.name == "pos"), 1)
     choice = ctx.tuning.pick("schedule", n=n)
-    for step in (fuse_norms, fuse_attention, fuse_glu, fuse_experts, fuse_bias, fuse_residual):
+    nodes = as_mat_vec(nodes)
+    for step in (fuse_norms, fuse_attention, fuse_bias, fuse_glu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
     nodes = pack_qkv(nodes, n == 1 and choice["rope"] == "attention")
-    nodes = as_mat_vec(nodes)
     if n == 1 and choice["norm"] == "prologue":
         nodes = norms_into_prologue(nodes, outputs, ctx)
     return quantize_activations(nodes, outputs, ctx, by_producer=choice["quantize"] == "producer")
@@ -165,54 +165,77 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     return nodes
 
 
-def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """SWIGLU of two products of the same x -> one product with gate and up rows in turn."""
+def as_mat_vec(nodes: Nodes) -> Nodes:
+    """Every product in its fused form, so that the passes after this one see one op."""
+    roles = {"MUL_MAT": ("w", "x"), "MUL_MAT_ID": ("w", "x", "ids")}
+    return [Node("MAT_VEC", n.inputs, n.outputs, {**n.params, "roles": roles[n.op]}) if n.op in roles else n for n in nodes]
+
+
+def inputs_by_role(product: Node) -> dict[str, Tensor]:
+    """Inputs of a MAT_VEC node."""
+    return dict(zip(product.params["roles"], product.inputs, strict=True))
+
+
+def _product(by: Mapping[str, Tensor], out: Tensor, params: Mapping[str, Any]) -> Node:
+    """A MAT_VEC node with these inputs by role."""
+    roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
+    return Node("MAT_VEC", tuple(by[r] for r in roles), (out,), {**params, "roles": roles})
+
+
+def fuse_bias(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """ADD of a 1-D weight to a product, ADD_ID of the experts' biases to theirs."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        if node.op != "SWIGLU":
+        if node.op not in ("ADD", "ADD_ID") or node.inputs[1].kind != "weight":
             return None
-        for op, at in (("MUL_MAT", 1), ("MUL_MAT_ID", 1)):
-            gate, up = index.made_by(node.inputs[0], op), index.made_by(node.inputs[1], op)
-            if gate is None or up is None or gate is up:
-                continue
-            wg, wu = gate.inputs[0], up.inputs[0]
-            if [t.name for t in gate.inputs[at:]] != [t.name for t in up.inputs[at:]] or wg.type != wu.type or wg.shape != wu.shape:
-                return None
-            weight = combine("interleave", (wg, wu))
-            roles = ("w", "x") if op == "MUL_MAT" else ("w", "x", "ids")
-            return [gate, up, node], Node("MAT_VEC", (weight, *gate.inputs[at:]), node.outputs, {"roles": roles, "glu": True})
-        return None
+        product = index.made_by(node.inputs[0], "MAT_VEC")
+        if product is None:
+            return None
+        by = inputs_by_role(product)
+        routed = node.inputs[2].name if node.op == "ADD_ID" else None
+        if not by.keys() <= {"w", "x", "ids"} or (by["ids"].name if "ids" in by else None) != routed:
+            return None
+        out = dataclasses.replace(node.outputs[0], shape=product.outputs[0].shape)
+        return [product, node], _product(by | {"bias": node.inputs[1]}, out, product.params)
+
+    return _rewrite(nodes, outputs, match)
+
+
+def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """SWIGLU or SWIGLU_OAI of two products of the same x, each with a bias or neither -> one product with gate and up rows in turn."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op not in ("SWIGLU", "SWIGLU_OAI") or len(node.inputs) != 2:
+            return None
+        gate, up = (index.made_by(t, "MAT_VEC") for t in node.inputs)
+        if gate is None or up is None or gate is up or gate.params.get("glu") or up.params.get("glu"):
+            return None
+        by, other = inputs_by_role(gate), inputs_by_role(up)
+        if by.keys() != other.keys() or not by.keys() <= {"w", "x", "bias", "ids"}:
+            return None
+        if any(by[role].name != other[role].name for role in by.keys() & {"x", "ids"}):
+            return None
+        if (by["w"].type, by["w"].shape) != (other["w"].type, other["w"].shape):
+            return None
+        by |= {role: combine("interleave", (by[role], other[role])) for role in by.keys() & {"w", "bias"}}
+        return [gate, up, node], _product(by, node.outputs[0], {**node.params, "glu": True})
 
     return _rewrite(nodes, outputs, match)
 
 
 def fuse_experts(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """MOE_REDUCE of a MUL_MAT_ID -> the product summed over its experts."""
+    """MOE_REDUCE of a product by routed experts -> the product summed over its experts."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         if node.op != "MOE_REDUCE" or len(node.inputs) != 2:
             return None
-        product = index.made_by(node.inputs[0], "MUL_MAT_ID")
-        if product is None:
+        product = index.made_by(node.inputs[0], "MAT_VEC")
+        if product is None or product.params.get("glu"):
             return None
-        return [product, node], Node(
-            "MAT_VEC", (*product.inputs, node.inputs[1]), node.outputs, {"roles": ("w", "x", "ids", "expert_weights")}
-        )
-
-    return _rewrite(nodes, outputs, match)
-
-
-def fuse_bias(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """ADD of a 1-D weight to a product."""
-
-    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        if node.op != "ADD" or node.inputs[1].kind != "weight":
+        by = inputs_by_role(product)
+        if "ids" not in by or not by.keys() <= {"w", "x", "bias", "ids"}:
             return None
-        product = index.made_by(node.inputs[0], "MUL_MAT")
-        if product is None:
-            return None
-        out = dataclasses.replace(node.outputs[0], shape=product.outputs[0].shape)
-        return [product, node], Node("MAT_VEC", (*product.inputs, node.inputs[1]), (out,), {"roles": ("w", "x", "bias")})
+        return [product, node], _product(by | {"expert_weights": node.inputs[1]}, node.outputs[0], product.params)
 
     return _rewrite(nodes, outputs, match)
 
@@ -224,15 +247,13 @@ def fuse_residual(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         if node.op != "ADD" or node.inputs[1].kind == "weight":
             return None
         for mine, other in (node.inputs, node.inputs[::-1]):
-            product = index.made_by(mine, "MUL_MAT") or index.made_by(mine, "MAT_VEC")
+            product = index.made_by(mine, "MAT_VEC")
             if product is None or product.params.get("glu") or prod(mine.shape) != prod(other.shape):
                 continue
-            roles = product.params.get("roles", ("w", "x"))
-            by = dict(zip(roles, product.inputs, strict=True)) | {"residual": other}
-            order = [r for r in ("w", "x", "norm", "bias", "residual", "ids", "expert_weights") if r in by]
-            if "ids" in by and "expert_weights" not in by:
-                return None
-            return [product, node], Node("MAT_VEC", tuple(by[r] for r in order), node.outputs, {**product.params, "roles": tuple(order)})
+            by = inputs_by_role(product)
+            if "residual" in by or ("ids" in by and "expert_weights" not in by):
+                continue
+            return [product, node], _product(by | {"residual": other}, node.outputs[0], product.params)
         return None
 
     return _rewrite(nodes, outputs, match)
@@ -258,7 +279,7 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
     for fused in [n for n in nodes if n.op == "QKV_ROPE_SET_ROWS"]:
         index = Index(nodes)
         products = [index.producer.get(t.name) for t in fused.inputs[:3]]
-        if any(p is None or p.op not in ("MUL_MAT", "MAT_VEC") or len(index.consumers[p.name]) != 1 for p in products):
+        if any(p is None or p.op != "MAT_VEC" or len(index.consumers[p.name]) != 1 for p in products):
             continue
         made = [p for p in products if p is not None]
         if len({p.inputs[1].name for p in made}) != 1:
@@ -281,7 +302,8 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
         if into_attention:
             params.pop("packed")
             outputs = (attention.outputs[0], *fused.outputs[1:])
-            tail = [Node("ATTN_DECODE", (packed, *fused.inputs[3:]), outputs, {**params, **attention.params})]
+            sinks = attention.inputs[4:]
+            tail = [Node("ATTN_DECODE", (packed, *fused.inputs[3:], *sinks), outputs, {**params, **attention.params})]
             nodes = replace(nodes, [*made, fused, attention], [*parts, *tail])
         else:
             nodes = replace(nodes, [*made, fused], [*parts, Node(fused.op, (packed, *fused.inputs[3:]), fused.outputs, params)])
@@ -299,14 +321,8 @@ def _runs(products: Sequence[Node]) -> list[list[Node]]:
     return runs
 
 
-def as_mat_vec(nodes: Nodes) -> Nodes:
-    """Every remaining product in its fused form, so that the passes after this one see one op."""
-    roles = {"MUL_MAT": ("w", "x"), "MUL_MAT_ID": ("w", "x", "ids")}
-    return [Node("MAT_VEC", n.inputs, n.outputs, {**n.params, "roles": roles[n.op]}) if n.op in roles else n for n in nodes]
-
-
 def _x_path(node: Node, ctx: LowerContext) -> str:
-    by = dict(zip(node.params["roles"], node.inputs, strict=True))
+    by = inputs_by_role(node)
     w = by["w"]
     ids = 0 if "ids" not in by else 2 if "expert_weights" in by else 1
     return path_for(w.type, w.shape[-2], w.shape[-1], by["x"].shape[0], ids, ctx)[0]
@@ -324,15 +340,14 @@ def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext)
             continue
         nodes = [n for n in nodes if n is not norm]
         for r in readers:
-            roles = ("w", "x", "norm", *r.params["roles"][2:])
-            inputs = (r.inputs[0], dataclasses.replace(norm.inputs[0], shape=r.inputs[1].shape), norm.inputs[1], *r.inputs[2:])
-            new = Node("MAT_VEC", inputs, r.outputs, {**r.params, "roles": roles, "eps": norm.params["eps"]})
+            x = dataclasses.replace(norm.inputs[0], shape=r.inputs[1].shape)
+            new = _product(inputs_by_role(r) | {"x": x, "norm": norm.inputs[1]}, r.outputs[0], {**r.params, "eps": norm.params["eps"]})
             nodes = [new if n is r else n for n in nodes]
         index = Index(nodes, outputs)
     return nodes
 
 
-QUANTIZING = frozenset({"RMS_NORM_MUL", "SWIGLU", "FLASH_ATTN_EXT", "ATTN_DECODE"})
+QUANTIZING = frozenset({"RMS_NORM_MUL", "SWIGLU", "SWIGLU_OAI", "FLASH_ATTN_EXT", "ATTN_DECODE"})
 """Ops that can leave their first output as Q8_1."""
 
 
