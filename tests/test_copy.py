@@ -37,7 +37,7 @@ def test_concat_is_one_stage() -> None:
         ("PERMUTE", [(3, 5)], (3, 5), {"axes": (1, 0)}, r"output y F32\[3, 5\], expected shape \[5, 3\]"),
         ("CONCAT", [(3, 5), (2, 4)], (5, 5), {"axis": 0}, r"inputs \[\(3, 5\), \(2, 4\)\] do not fit"),
         ("PAD", [(3, 5)], (2, 5), {"shape": (2, 5)}, r"inputs \[\(3, 5\)\] do not fit"),
-        ("PERMUTE", [(1, 2, 3, 4, 5)], (5, 4, 3, 2, 1), {"axes": (4, 3, 2, 1, 0)}, r"expected F32 \(or I32 everywhere\) of at most four axes"),
+        ("PERMUTE", [(1, 2, 3, 4, 5)], (5, 4, 3, 2, 1), {"axes": (4, 3, 2, 1, 0)}, r"expected F32 .* of at most four axes"),
     ],
 )
 def test_shapes_that_do_not_fit(op: str, shapes: list[tuple[int, ...]], out: tuple[int, ...], params: dict[str, object], text: str) -> None:

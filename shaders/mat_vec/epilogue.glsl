@@ -1,5 +1,11 @@
 // What becomes of the row sums: bias, GLU, residual, then F32 or Q8_1.
 
+#if Y_TYPE == Y_F32
+#define RESIDUAL_STRIDE p.y_stride
+#else
+#define RESIDUAL_STRIDE (32u * p.y_units)  // it is F32 whatever the output is
+#endif
+
 // Bias and residual of this lane's output row, fetched before the walk so that the end need not wait for them.
 float addend[COLS];
 
@@ -32,7 +38,7 @@ void fetch_addend() {
         addend[c] += bias_of(row);
 #endif
 #ifdef BIND_RESIDUAL
-        addend[c] += residual1[min(y_row + c, p.n - 1u) * p.y_stride + p.y_offset + row];
+        addend[c] += residual1[min(y_row + c, p.n - 1u) * RESIDUAL_STRIDE + p.y_offset + row];
 #endif
     }
 }

@@ -14,8 +14,9 @@ from vkback.harness.case_line import CaseLineError
 from vkback.ops import argsort, attention, copy, elementwise, glu, norm, quantize, rope, rows, sample, soft_max, topk
 from vkback.ops.add_id import AddId
 from vkback.ops.base import OPS, Case, LowerContext, Problem
-from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
+from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case, split_case
 from vkback.ops.moe_reduce import MoeReduce
+from vkback.ops.mul_mat import batched_case
 
 Params = Mapping[str, Any]
 Change = Callable[[Problem], Problem]
@@ -96,10 +97,11 @@ def routed_case(
 
 def fused_product_case(
     quant: str, m: int, n: int, k: int, roles: tuple[str, ...], *, glu: bool = False, oai: bool = False, out: str = "F32",
-    experts: int = 6, used: int = 3, act: str = "auto", seed: int = 7,
+    experts: int = 6, used: int = 3, split: tuple[int, ...] = (), act: str = "auto", seed: int = 7,
 ) -> Case:
-    """MAT_VEC; with ids, `used` of `experts` experts a token."""
+    """MAT_VEC; with ids, `used` of `experts` experts a token; split: rows of the nodes that fill the output between them."""
     case = fused_case(quant, m, k, n, roles, glu=glu, oai=oai, out=out, experts=experts, used=used, seed=seed)
+    case = split_case(case, split) if split else case
     shown = {} if (experts, used) == (6, 3) else {"n_mats": experts, "n_used": used}
     return _with_x(case, "f32", act, [], **shown)
 
@@ -126,7 +128,22 @@ def attention_case(
     return _amended(case, [], n_ctx=None, pos=None, kv=kv, nb=nb)
 
 
+def batched_product_case(
+    quant: str, m: int, n: int, k: int, bs: tuple[int, int], nr: tuple[int, int], *, type_b: str = "f32", act: str = "auto",
+    order: tuple[int, ...] = (), gap: int = 0, plain: bool = False, seed: int = 7,
+) -> Case:
+    """MUL_MAT of a batch, bs matrices each for nr slices of x; order, gap, plain as in `batched_case`; type_b also f16."""
+    x_type = "F16" if type_b == "f16" else "F32"
+    case = batched_case(quant, m, n, k, bs, nr, order=order, gap=gap, plain=plain, x_type=x_type, seed=seed)
+    return _with_x(case, type_b, act, [])
+
+
 def _mul_mat(p: Params) -> Case:
+    if "bs" in p:
+        return batched_product_case(
+            p["type_a"], p["m"], p["n"], p["k"], p["bs"], p["nr"], type_b=p.get("type_b", "f32"), act=p.get("act", "auto"),
+            order=p.get("order", ()), gap=p.get("gap", 0), plain=bool(p.get("plain", 0)), seed=p.get("seed", 7),
+        )  # fmt: skip
     return product_case(p["type_a"], p["m"], p["n"], p["k"], type_b=p.get("type_b", "f32"), act=p.get("act", "auto"), seed=p.get("seed", 7))
 
 
@@ -141,7 +158,7 @@ def _mat_vec(p: Params) -> Case:
     roles = () if p["fused"] == "none" else tuple(p["fused"].split("+"))
     return fused_product_case(
         p["type_a"], p["m"], p["n"], p["k"], roles, glu=bool(p.get("glu", 0)), oai=bool(p.get("oai", 0)), out=p.get("out", "F32"),
-        experts=p.get("n_mats", 6), used=p.get("n_used", 3), act=p.get("act", "auto"), seed=p.get("seed", 7),
+        experts=p.get("n_mats", 6), used=p.get("n_used", 3), split=p.get("split", ()), act=p.get("act", "auto"), seed=p.get("seed", 7),
     )  # fmt: skip
 
 

@@ -11,7 +11,15 @@ from typing import Any
 
 import vkback.ops  # noqa: F401  registers every op
 from vkback import quants
-from vkback.harness.factories import attention_case, fused_product_case, get_rows_case, make_case, product_case, routed_case
+from vkback.harness.factories import (
+    attention_case,
+    batched_product_case,
+    fused_product_case,
+    get_rows_case,
+    make_case,
+    product_case,
+    routed_case,
+)
 from vkback.ops.attention import AttnDecode
 from vkback.ops.base import OPS, Case
 from vkback.ops.elementwise import BINARY, UNARY
@@ -74,6 +82,32 @@ def _products() -> Cases:
         yield product_case(quant, 1_100_003, 1, 32)  # more tiles than workgroups along one axis
 
 
+ORDERS = ((0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3))
+"""Of four axes, rows and batches exchanged; the values of a row stay together."""
+
+
+def _batches() -> Cases:
+    """As attention multiplies by its cache, and more: every type in a few shapes, base types in many."""
+    repeats = ((1, 1), (1, 2), (2, 1), (2, 2))
+    for quant in QUANTS:
+        for path in paths(quant):
+            for bs, nr, n in product(((1, 1), (1, 3), (2, 3)), repeats, (1, 4, 8, 16) if quant in BASE else (2,)):
+                yield batched_product_case(quant, 16, n, 256, bs, nr, **path)
+        for order, n in product(ORDERS, (1, 8, 16) if quant in BASE else (2,)):
+            yield batched_product_case(quant, 16, n, 256, (3, 2), (1, 1), order=order)
+        for n, k in product((1, 4), (256, 768)):
+            yield batched_product_case(quant, 19, n, k, (1, 2), (1, 2), gap=256)
+    columns = (0, 1, 3, 2), (3, 2, 1, 0)
+    for quant, x_type, n in product(("F32", "F16"), ("f32", "f16"), (1, 2, 8)):
+        for m, k, nr in product((127, 128, 129, 1056), (64, 65, 128), ((1, 1), (1, 4))):
+            if m < 1000 or k == 128:
+                yield batched_product_case(quant, m, n, k, (1, 2), nr, plain=True, type_b=x_type)
+        for order, gap, k in product((*ORDERS, *columns), (0, 64), (32, 80)):
+            yield batched_product_case(quant, 40, n, k, (2, 3), (1, 2), order=order, gap=gap, plain=True, type_b=x_type)
+    for quant in BASE:
+        yield batched_product_case(quant, 8, 2, 256, (1, 1536), (1, 1))
+
+
 def _routed() -> Cases:
     pairs = ((4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8), (32, 4), (128, 8))
     for quant in QUANTS:
@@ -118,6 +152,9 @@ def _fused_products() -> Cases:
                 yield fused_product_case(quant, 128, n, 256, roles, glu=True, out="Q8_1", act=act)
             for roles, n in product(((), ("bias",), ("bias", "ids")), (1, 3)):
                 yield fused_product_case(quant, 100, n, 256, roles, glu=True, oai=True, act=act)
+            for n in (1, 3):
+                yield fused_product_case(quant, 96, n, 256, ("residual",), out="Q8_1", act=act)
+                yield fused_product_case(quant, 101, n, 256, ("bias",), split=(64, 32, 5), act=act)
             yield fused_product_case(quant, 128, 1, 512, ("norm",), glu=True, out="Q8_1", act=act)
             yield fused_product_case(quant, 64, 2, 256, ("ids", "expert_weights"), experts=64, used=8, act=act)
 
@@ -285,7 +322,7 @@ def _choices() -> Cases:
 
 
 FAMILIES: tuple[Callable[[], Cases], ...] = (
-    _products, _routed, _fused_products, _attentions, _ropes, _norms, _rows, _copies, _values, _choices,
+    _products, _batches, _routed, _fused_products, _attentions, _ropes, _norms, _rows, _copies, _values, _choices,
 )  # fmt: skip
 
 

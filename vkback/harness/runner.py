@@ -85,9 +85,9 @@ class Outcome:
 
 
 def prepare(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -> Prepared:
-    """Lower a problem's node, or the chain `nodes` that makes the same outputs, and lay out all it needs. Raises PlanError."""
+    """Lower a problem's node (or parts), or the chain `nodes` that makes the same outputs, and lay out all it needs. Raises PlanError."""
     node = problem.node
-    stages = into_stages([d for n in nodes or (node,) for d in OPS[n.op].lower(n, ctx)])
+    stages = into_stages([d for n in nodes or problem.parts or (node,) for d in OPS[n.op].lower(n, ctx)])
     schedule = Schedule([stage[::-1] for stage in stages])
     tensors = {**schedule.tensors(), **{t.name: t for t in (*node.inputs, *node.outputs)}}
     pieces: list[Piece] = []

@@ -15,7 +15,9 @@ from vkback.harness.generators import block
 from vkback.harness.suite import Run
 from vkback.ops.base import Case
 
-FIXED = frozenset({"seed", "act", "axis", "axes", "pos", "glu", "b", "packed", "norm", "ff", "sinks", "residual", "ties", "order", "to"})
+FIXED = frozenset(
+    {"seed", "act", "axis", "axes", "pos", "glu", "b", "packed", "norm", "ff", "sinks", "residual", "ties", "order", "to", "split"}
+)
 """Parameters that say what a case is, not how large."""
 
 TYPE_AND_COLUMNS = (("type_a", "k"), ("type", "n"))

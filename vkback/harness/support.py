@@ -19,9 +19,9 @@ MOST_REASONS = 3
 def support_of(cases: Iterable[Case], ctx: LowerContext) -> Iterator[Result]:
     """Whether each case can be planned."""
     for case in cases:
-        node = case.build().node
+        problem = case.build()
         try:
-            dispatches = OPS[node.op].lower(node, context_of(case, ctx))
+            dispatches = [d for n in problem.parts or (problem.node,) for d in OPS[n.op].lower(n, context_of(case, ctx))]
         except PlanError as e:
             yield Result(op=case.op, line=case.line, mode="support", supported=False, message=str(e))
         else:

@@ -150,10 +150,14 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Problem:
-    """A node with values for its inputs: F32/I32/F16 arrays by tensor name, raw GGUF bytes [rows, row_bytes] for quantized weights."""
+    """A node with values for its inputs: F32/I32/F16 arrays by tensor name, raw GGUF bytes [rows, row_bytes] for quantized weights.
+
+    parts  nodes that fill the node's outputs between them, run in its place (`values` holds their inputs, too)
+    """
 
     node: Node
     values: dict[str, Array]
+    parts: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)

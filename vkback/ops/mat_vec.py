@@ -431,6 +431,9 @@ class MatVec(Op):
             yield fused_case(quant, 128, 1024, 1, ("norm",), glu=True, out="Q8_1")
         yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1")
         yield fused_case("MXFP4", 100, 256, 2, (), glu=True, oai=True)
+        for n in (1, 3):
+            yield split_case(fused_case("Q4_K", 100, 256, n, ("bias",)), (64, 33, 3))
+            yield split_case(fused_case("Q8_0", 192, 256, n, ("residual",), out="Q8_1"), (64, 32, 96))
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
@@ -448,6 +451,39 @@ def product_tolerance(q8_in: bool, q8_out: bool) -> Tolerance:
     if q8_in or q8_out:
         return Tolerance(2e-4, 0.25, "8-bit activations: step amax/127 a unit, doubled by a GLU, and again for a Q8_1 output")
     return Tolerance(1e-9, 2e-3, "f32 sums of k products, relative error about sqrt(k) * 2^-24")
+
+
+def _rows_of(node: Node, row0: int, rows: int) -> Node:
+    """The part of a MAT_VEC node that makes some rows of its output."""
+    glu, total = int(bool(node.params.get("glu"))), node.outputs[0].shape[-1]
+
+    def cut(role: str, t: Tensor) -> Tensor:
+        return dataclasses.replace(t, name=f"{t.name}.{row0}", shape=(rows << glu, *t.shape[1:])) if role in ("w", "bias") else t
+
+    inputs = tuple(cut(role, t) for role, t in zip(node.params["roles"], node.inputs, strict=True))
+    return Node("MAT_VEC", inputs, node.outputs, {**node.params, "row0": row0, "rows_total": total})
+
+
+def split_case(case: Case, split: tuple[int, ...]) -> Case:
+    """A MAT_VEC case without ids of which nodes make so many output rows each, all into one tensor."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        whole = case.make(rng)
+        node, glu = whole.node, int(bool(whole.node.params.get("glu")))
+        parts, values, row0 = [], dict(whole.values), 0
+        for rows in split:
+            part = _rows_of(node, row0, rows)
+            parts.append(part)
+            for t, old in zip(part.inputs, node.inputs, strict=True):
+                if t.name != old.name:
+                    values[t.name] = whole.values[old.name][row0 << glu : (row0 + rows) << glu]
+            row0 += rows
+        if row0 != node.outputs[0].shape[-1]:
+            raise ValueError(f"split {split} of {node.outputs[0].shape[-1]} rows")
+        return Problem(node, values, tuple(parts))
+
+    params = {k: v for k, v in case.params.items() if k != "seed"} | {"split": split, "seed": case.seed}
+    return dataclasses.replace(case, params=params, make=make)
 
 
 def weight_push(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:
