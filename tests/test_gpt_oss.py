@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +172,22 @@ def engines(path: Path, device: Device) -> Iterator[Any]:
         engine.close()
 
 
+PEER: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "peer_gpt_oss.json").read_text())
+
+TO_PEER = 1e-3
+"""Largest difference of a logit to llama.cpp, which computes in F32: measured 3e-4 to the twin."""
+
+
+def differences_to_peer(logits: np.ndarray) -> np.ndarray:
+    return np.array([[abs(row[token] - theirs) for token, theirs in top] for row, top in zip(logits, PEER["top4"], strict=True)])
+
+
+def test_the_twin_s_logits_are_llama_cpp_s(twin: NumpyTwin) -> None:
+    logits = twin.logits(PEER["ids"])
+    assert differences_to_peer(logits).max() < TO_PEER
+    assert logits.argmax(axis=1).tolist() == [top[0][0] for top in PEER["top4"]]
+
+
 def decoded(engine: Engine, ids: list[int]) -> np.ndarray:
     engine.reset()
     return np.stack([engine.decode_logits(t) for t in ids])
@@ -185,6 +202,11 @@ def test_prompt_and_decode_are_the_twin_s(act: str, bound: float, engines: Any, 
     assert 0.3 < want.std() < 3, "logits of ordinary size"
     assert nmse(engines(act).prompt_logits(ids), want) <= bound
     assert nmse(decoded(engines(act), ids), want) <= bound
+
+
+@pytest.mark.vulkan
+def test_decoded_logits_are_llama_cpp_s(engines: Any) -> None:
+    assert differences_to_peer(decoded(engines("f32"), PEER["ids"])).max() < TO_PEER
 
 
 @pytest.mark.vulkan

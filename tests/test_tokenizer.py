@@ -152,6 +152,7 @@ def byte_level(tmp_path: Path, *, pre: str = "gpt-2", merges: list[str] | None =
         ("qwen2", "I'M x 12", ["I", "'M", " x", " ", "1", "2"]),
         ("smollm", "x 12", ["x", " ", "1", "2"]),
         ("tekken", "fooBar 12", ["foo", "Bar", " ", "1", "2"]),
+        ("gpt-4o", "fooBar'LL 1234", ["foo", "Bar'LL", " ", "123", "4"]),
         ("default", "a-b 1234", ["a", "-", "b", " ", "123", "4"]),
         ("llama-bpe", "!\n\n x", ["!\n\n", " x"]),
     ],
@@ -183,6 +184,13 @@ def test_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.encode("a", add_bos=True)[0] == 257
     assert tokenizer.decode([257, *tokenizer.encode("ab"), 259, 258]) == "ab<tool>"
     assert tokenizer.decode([257, *tokenizer.encode("ab")], special=True) == "<|begin|>ab"
+
+
+def test_a_message_s_end_is_not_a_turn_s(tmp_path: Path) -> None:
+    types = [NORMAL] * 257 + [CONTROL] * 3
+    extra = ["<|end|>", "<|return|>", "<|call|>"]
+    assert byte_level(tmp_path, pre="gpt-4o", extra=extra, token_type=types, eos_token_id=258).eos_ids == {258, 259}
+    assert byte_level(tmp_path, extra=extra[:1], token_type=types[:258], eos_token_id=2).eos_ids == {2, 257}
 
 
 def test_llama3_style_adds_bos_unless_told_otherwise(tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
 )
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:{_CONTRACTIONS})?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:{_CONTRACTIONS})?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
+)
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,14 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3_STYLE),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2_STYLE),
+    "gpt-4o": PreTokenizer((_O200K,)),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
 }
 """Ways to cut text by `tokenizer.ggml.pre`. The patterns are those of the models' own published tokenizers."""
 
-_END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "</s>")
+_END_NAMES = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "</s>", "<|return|>", "<|call|>",
+)  # fmt: skip
 """Control tokens that end a turn in the models that have them, whatever the file's eos id is."""
 
 
@@ -185,7 +192,8 @@ class Tokenizer:
         self.add_bos = add_bos and bos is not None
         by_text = {t: i for i, t in enumerate(tokens) if types[i] in (TokenType.CONTROL, TokenType.USER_DEFINED)}
         self.special = by_text
-        named = (by_text[t] for t in _END_NAMES if t in by_text)
+        # Where a turn ends with <|return|>, <|end|> ends one of its several messages.
+        named = (by_text[t] for t in _END_NAMES if t in by_text and not (t == "<|end|>" and "<|return|>" in by_text))
         self.eos_ids = frozenset((*eos_ids, *named))
 
     @classmethod
