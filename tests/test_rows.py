@@ -38,10 +38,10 @@ def test_a_table_in_shards(device: Device, library: ShaderLibrary, ctx: LowerCon
 
 
 def test_a_cache_of_another_type_is_refused() -> None:
-    cache = Tensor("cache", "F32", (2, 16, 64), "state")
+    cache = Tensor("cache", "I32", (2, 16, 64), "state")
     node = Node("SET_ROWS", (Tensor("x", "F32", (1, 2, 64)), Tensor("pos", "I32", (1,)), cache), (cache,))
     with pytest.raises(PlanError) as error:
         OPS["SET_ROWS"].lower(node, planned_for("nvidia_h200_linux"))
     assert str(error.value) == (
-        "[SET_ROWS] cache: x F32[1, 2, 64] into cache F32[2, 16, 64]: expected an F16 cache of even rows, 1 tokens of its heads"
+        "[SET_ROWS] cache: x F32[1, 2, 64] into cache I32[2, 16, 64]: expected a F16 or F32 cache of even rows, 1 tokens of its heads"
     )

@@ -1,9 +1,9 @@
 #version 450
-// Rows of heads into a cache, as f16.
+// Rows of heads into a cache.
 //
-//   binding 0  x F32 [tokens, heads, head_dim]
+//   binding 0  x F32, or F16 where FROM_F16 is 1 [tokens, heads, head_dim]
 //   binding 1  pos I32 [tokens]; a position outside 0..n_ctx-1 stores nothing
-//   binding 2  cache F16 [heads, n_ctx, head_dim], two values a word
+//   binding 2  cache F16, or F32 where TO_F16 is 0 [heads, n_ctx, head_dim]
 //
 // A thread takes two neighbouring values.
 layout(local_size_x = WG_SIZE) in;
@@ -15,9 +15,21 @@ layout(push_constant) uniform Push {
     uint n_ctx;
 } p;
 
+#if FROM_F16
+layout(std430, set = 0, binding = 0) readonly buffer InX { uint x[]; };
+#define LOAD(i) unpackHalf2x16(x[i])
+#else
 layout(std430, set = 0, binding = 0) readonly buffer InX { vec2 x[]; };
+#define LOAD(i) x[i]
+#endif
 layout(std430, set = 0, binding = 1) readonly buffer InPos { int pos[]; };
+#if TO_F16
 layout(std430, set = 0, binding = 2) writeonly buffer Cache { uint cache[]; };
+#define STORED(v) packHalf2x16(v)
+#else
+layout(std430, set = 0, binding = 2) writeonly buffer Cache { vec2 cache[]; };
+#define STORED(v) v
+#endif
 
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
@@ -27,5 +39,5 @@ void main() {
     const int position = pos[token];
     if (position < 0 || uint(position) >= p.n_ctx) return;
     const uint head = row - token * p.heads;
-    cache[(head * p.n_ctx + uint(position)) * p.half_dim + (i - row * p.half_dim)] = packHalf2x16(x[i]);
+    cache[(head * p.n_ctx + uint(position)) * p.half_dim + (i - row * p.half_dim)] = STORED(LOAD(i));
 }

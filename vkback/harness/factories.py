@@ -68,16 +68,30 @@ def _with_x(case: Case, type_b: str, act: str, changes: list[Change], **shown: A
     return _amended(case, changes, **shown) if shown else case
 
 
-def product_case(quant: str, m: int, n: int, k: int, *, type_b: str = "f32", act: str = "auto", seed: int = 7) -> Case:
-    """MUL_MAT. type_b: "f32", or "q8_1" for activations that come quantized."""
-    return _with_x(mul_mat_case(quant, m, n, k, seed=seed), type_b, act, [])
+def _scaled(amax: float) -> Change:
+    """x from -amax to amax instead of -1 to 1."""
+
+    def change(problem: Problem) -> Problem:
+        x = problem.node.inputs[1].name
+        return dataclasses.replace(problem, values={**problem.values, x: np.float32(amax) * problem.values[x]})
+
+    return change
+
+
+def product_case(
+    quant: str, m: int, n: int, k: int, *, type_b: str = "f32", act: str = "auto", amax: float = 1.0, seed: int = 7
+) -> Case:
+    """MUL_MAT. type_b: "f32", or "q8_1" for activations that come quantized; amax: the largest of them."""
+    case = mul_mat_case(quant, m, n, k, seed=seed)
+    case = _amended(case, [_scaled(amax)], amax=amax) if amax != 1.0 else case
+    return _with_x(case, type_b, act, [])
 
 
 def routed_case(
     quant: str, experts: int, used: int, m: int, n: int, k: int, *, shared: bool, type_b: str = "f32", ids: str = "shuffled",
-    act: str = "auto", seed: int = 7,
+    act: str = "auto", amax: float = 1.0, seed: int = 7,
 ) -> Case:
-    """MUL_MAT_ID. shared: one x for all experts of a token; ids: one of ROUTES."""
+    """MUL_MAT_ID. shared: one x for all experts of a token; ids: one of ROUTES; amax: largest activation."""
 
     def route(problem: Problem) -> Problem:
         chosen = problem.values["ids"].copy()
@@ -92,6 +106,7 @@ def routed_case(
     if ids not in ROUTES:
         raise CaseLineError(f"ids={ids}: expected one of {', '.join(ROUTES)}")
     case = mul_mat_id_case(quant, experts, used, m, n, k, shared=shared, seed=seed)
+    case = _amended(case, [_scaled(amax)], amax=amax) if amax != 1.0 else case
     return _with_x(case, type_b, act, [route], **({} if ids == "shuffled" else {"ids": ids}))
 
 
@@ -144,13 +159,16 @@ def _mul_mat(p: Params) -> Case:
             p["type_a"], p["m"], p["n"], p["k"], p["bs"], p["nr"], type_b=p.get("type_b", "f32"), act=p.get("act", "auto"),
             order=p.get("order", ()), gap=p.get("gap", 0), plain=bool(p.get("plain", 0)), seed=p.get("seed", 7),
         )  # fmt: skip
-    return product_case(p["type_a"], p["m"], p["n"], p["k"], type_b=p.get("type_b", "f32"), act=p.get("act", "auto"), seed=p.get("seed", 7))
+    return product_case(
+        p["type_a"], p["m"], p["n"], p["k"], type_b=p.get("type_b", "f32"), act=p.get("act", "auto"), amax=p.get("amax", 1.0),
+        seed=p.get("seed", 7),
+    )  # fmt: skip
 
 
 def _mul_mat_id(p: Params) -> Case:
     return routed_case(
         p["type_a"], p["n_mats"], p["n_used"], p["m"], p["n"], p["k"], shared=bool(p.get("b", 1)), type_b=p.get("type_b", "f32"),
-        ids=p.get("ids", "shuffled"), act=p.get("act", "auto"), seed=p.get("seed", 7),
+        ids=p.get("ids", "shuffled"), act=p.get("act", "auto"), amax=p.get("amax", 1.0), seed=p.get("seed", 7),
     )  # fmt: skip
 
 
@@ -168,7 +186,8 @@ def _get_rows(p: Params) -> Case:
 
 def _set_rows(p: Params) -> Case:
     n, heads, dim = p["ne"]
-    return rows.SetRows().case(n, heads, dim, p["pos"], seed=p.get("seed", 19))
+    types = p.get("type_src", "F32"), p.get("type_dst", "F16")
+    return rows.SetRows().case(n, heads, dim, p["pos"], types=types, seed=p.get("seed", 19))
 
 
 def _convert(op: str, p: Params) -> Case:

@@ -37,6 +37,10 @@ INT: dict[str, Any] = {"type_b": "q8_1", "act": "q8_1"}
 INT_FROM_F32: dict[str, Any] = {"act": "q8_1"}
 
 
+HUGE = 1e5
+"""Activations beyond what F16 holds: none may pass through one."""
+
+
 def block(quant: str) -> int:
     """Weights of a block: k must be a multiple of it."""
     return quants.QUANTS[quant].block_values
@@ -67,6 +71,8 @@ def _products() -> Cases:
                 for n in (1, 4, 8):
                     yield product_case(quant, 131, n, 2880, **path)
             yield product_case(quant, 64, 1, 14336, **path)
+            for n in (1, 3):
+                yield product_case(quant, 33, n, 256, amax=HUGE, **path)
         for n in (1, 8):
             yield product_case(quant, 1023, n, 4096)
         if quant in INT_QUANTS:
@@ -84,6 +90,8 @@ def _products() -> Cases:
 
 ORDERS = ((0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3))
 """Of four axes, rows and batches exchanged; the values of a row stay together."""
+TRANSPOSED = ((0, 1, 3, 2), (3, 2, 1, 0))
+"""Here they do not."""
 
 
 def _batches() -> Cases:
@@ -97,12 +105,11 @@ def _batches() -> Cases:
             yield batched_product_case(quant, 16, n, 256, (3, 2), (1, 1), order=order)
         for n, k in product((1, 4), (256, 768)):
             yield batched_product_case(quant, 19, n, k, (1, 2), (1, 2), gap=256)
-    columns = (0, 1, 3, 2), (3, 2, 1, 0)
     for quant, x_type, n in product(("F32", "F16"), ("f32", "f16"), (1, 2, 8)):
         for m, k, nr in product((127, 128, 129, 1056), (64, 65, 128), ((1, 1), (1, 4))):
             if m < 1000 or k == 128:
                 yield batched_product_case(quant, m, n, k, (1, 2), nr, plain=True, type_b=x_type)
-        for order, gap, k in product((*ORDERS, *columns), (0, 64), (32, 80)):
+        for order, gap, k in product((*ORDERS, *TRANSPOSED), (0, 64), (32, 80)):
             yield batched_product_case(quant, 40, n, k, (2, 3), (1, 2), order=order, gap=gap, plain=True, type_b=x_type)
     for quant in BASE:
         yield batched_product_case(quant, 8, 2, 256, (1, 1536), (1, 1))
@@ -128,6 +135,10 @@ def _routed() -> Cases:
         if quant in INT_QUANTS:
             for n in (1, 4):
                 yield routed_case(quant, 8, 4, 40, n, 256, shared=n == 1, **INT_FROM_F32)
+        for path in paths(quant):
+            yield routed_case(quant, 8, 2, 32, 3, 256, shared=False, amax=HUGE, **path)
+    for quant, k, n in product(("F32", "F16", "BF16"), (1, 31, 63, 65, 80), (1, 5)):
+        yield routed_case(quant, 8, 2, 33, n, k, shared=n == 1)
 
 
 PLAIN_FUSIONS: tuple[tuple[tuple[str, ...], bool], ...] = (
@@ -146,6 +157,8 @@ def _fused_products() -> Cases:
         for act in ("f32", "q8_1") if quant in INT_QUANTS else ("f32",):
             for (roles, glu), n in product((*PLAIN_FUSIONS, *EXPERT_FUSIONS), (1, 2, 4, 8) if quant in BASE else (1, 4)):
                 yield fused_product_case(quant, 100, n, 256, roles, glu=glu, act=act)
+            for m in (2, 4, 8):
+                yield fused_product_case(quant, m, 2, 256, ("bias",), glu=True, act=act)
             for roles, glu in NORM_FUSIONS:
                 yield fused_product_case(quant, 130, 1, 512, roles, glu=glu, act=act)
             for roles, n in product(((), ("ids",)), (1, 3)):
@@ -167,11 +180,14 @@ def _rows() -> Cases:
             for k in (1, 33, 70, 80):
                 yield get_rows_case(quant, 9, k, 4)
     for k, (r, ids) in product((1, 32, 33, 70, 256, 4096), ((1, "spread"), (7, "spread"), (8, "outside"))):
-        yield get_rows_case("F32", 100, k, r, ids=ids, kind="input")
+        for kind in ("F32", "F16", "I32"):
+            yield get_rows_case(kind, 100, k, r, ids=ids, kind="input")
     for heads, dim, pos in product(
         (1, 2, 8), (2, 6, 40, 64, 80, 128, 256), ((0,), (15,), (3, 4, 5), (9, -1, 2), (16, 1), tuple(range(15, -1, -1)))
     ):
         yield make_case("SET_ROWS", {"ne": (len(pos), heads, dim), "pos": pos})
+    for types, dim, pos in product((("F32", "F32"), ("F16", "F16"), ("F16", "F32")), (2, 64, 80, 128), ((15,), (9, -1, 2), (16, 1))):
+        yield make_case("SET_ROWS", {"ne": (len(pos), 2, dim), "pos": pos, "type_src": types[0], "type_dst": types[1]})
 
 
 def _copies() -> Cases:
@@ -180,15 +196,33 @@ def _copies() -> Cases:
         yield make_case(op, {"ne": shape, "type_src": a, "type_dst": b})
     for op, shape in product(("CPY", "CONT"), ((1,), (3, 5, 7), (5, 7, 11, 13))):
         yield make_case(op, {"ne": shape, "type_src": "F32", "type_dst": "F32"})
+    for shape in (*shapes, (1,), (3, 5, 7)):
+        yield make_case("CPY", {"ne": shape, "type_src": "I32", "type_dst": "I32"})
+    types = (("F32", "F32"), ("F32", "F16"), ("F16", "F32"), ("F16", "F16"), ("I32", "I32"))
+    for (a, b), shape, order in product(types, ((2, 3, 4, 32), (6, 8, 10, 12), (3, 5, 7, 32), (10, 10, 10, 2)), (*ORDERS, *TRANSPOSED)):
+        lies = {"ne": shape, "type_src": a, "type_dst": b}
+        yield make_case("CPY", {**lies, "order": order})
+        yield make_case("CPY", {**lies, "order": order, "gap": 6})
+        yield make_case("CONT", {**lies, "order": order})
+    for (a, b), shape, to in product(types, ((3, 5, 32), (6, 8, 10)), ((0, 1, 2), (1, 0, 2))):
+        yield make_case("CPY", {"ne": shape, "type_src": a, "type_dst": b, "to": to, "gap": 4})
+        yield make_case("CPY", {"ne": shape, "type_src": a, "type_dst": b, "order": (0, 2, 1), "to": to, "gap": 4})
+    for quant, target in product(QUANTS, ("F32", "F16")):
+        for shape in ((1, 256), (5, 768)):
+            yield make_case("CPY", {"ne": shape, "type_src": quant, "type_dst": target, "weight": 1})
+        yield make_case("CPY", {"ne": (2, 3, 256), "type_src": quant, "type_dst": target, "order": (1, 0, 2), "gap": 512, "weight": 1})
     repeats = ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 3), (2, 2, 2, 2), (1, 1, 1, 5))
     for small, times in product(((5, 4, 3), (1, 33), (7,), (2, 3, 5, 10)), repeats):
         big = tuple(s * t for s, t in zip(small, times[4 - len(small) :], strict=True))
-        yield make_case("REPEAT", {"ne": ("x".join(map(str, small)),), "out": big, "shape": big})
+        for type in ("F32", "I32"):
+            yield make_case("REPEAT", {"ne": ("x".join(map(str, small)),), "out": big, "type": type, "shape": big})
     for base, axis, other in product(((11, 12, 13, 14), (3, 64), (5,)), (0, 1, 2, 3), (1, 7, 12)):
         if axis < len(base):
             second = tuple(other if i == axis else s for i, s in enumerate(base))
             out = tuple(s + other if i == axis else s for i, s in enumerate(base))
-            yield make_case("CONCAT", {"ne": ("x".join(map(str, base)), "x".join(map(str, second))), "out": out, "axis": axis})
+            both = "x".join(map(str, base)), "x".join(map(str, second))
+            for type in ("F32", "I32"):
+                yield make_case("CONCAT", {"ne": both, "out": out, "type": type, "axis": axis})
     for base, grow in product(((5,), (3, 512), (2, 3, 33), (5, 7, 11, 13)), ((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 3, 1), (1, 2, 3, 4))):
         big = tuple(s + g for s, g in zip(base, grow[4 - len(base) :], strict=True))
         yield make_case("PAD", {"ne": ("x".join(map(str, base)),), "out": big, "shape": big})

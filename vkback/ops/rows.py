@@ -46,7 +46,7 @@ def set_rows(x: Array, pos: Array, cache: Array) -> Array:
 
 @register
 class SetRows(Op):
-    """SET_ROWS(x F32 [n, heads, d], pos I32 [n], cache F16 [heads, n_ctx, d]) -> cache, written in place; d is even."""
+    """SET_ROWS(x F32 or F16 [n, heads, d], pos I32 [n], cache F16 or F32 [heads, n_ctx, d]) -> cache, written in place; d is even."""
 
     name = "SET_ROWS"
 
@@ -57,41 +57,48 @@ class SetRows(Op):
         x, pos, cache = node.inputs
         heads, n_ctx, dim = cache.shape
         n = pos.elements
-        if dim % 2 or x.elements != n * heads * dim or cache.type != "F16":
-            raise PlanError(f"[SET_ROWS] {node.name}: {x} into {cache}: expected an F16 cache of even rows, {n} tokens of its heads")
+        if dim % 2 or x.elements != n * heads * dim or not {x.type, cache.type} <= {"F32", "F16"}:
+            raise PlanError(f"[SET_ROWS] {node.name}: {x} into {cache}: expected a F16 or F32 cache of even rows, {n} tokens of its heads")
         words = x.elements // 2
         choice = ctx.tuning.pick("rows", k=dim, n=n * heads)
         wg = workgroup_size(ctx.caps, choice["wg_size"], words)
+        defines = (("FROM_F16", int(x.type == "F16")), ("TO_F16", int(cache.type == "F16")), ("WG_SIZE", wg))
         return [
             Dispatch(
-                Variant("rows/set_rows.comp", (("WG_SIZE", wg),), (), None),
+                Variant("rows/set_rows.comp", defines, (), None),
                 (Arg(x), Arg(pos), Arg(cache, "w")),
                 pack_push(n, heads, dim // 2, n_ctx),
                 spread(ceil_div(words, wg)),
                 node.op,
                 node.name,
                 f"{wg} threads: {choice.source}",
-                nbytes=nbytes(x) + x.elements * 2,
+                nbytes=nbytes(x) + x.elements * (2 if cache.type == "F16" else 4),
             )
         ]
 
     def cases(self) -> Iterator[Case]:
         for n, heads, dim, pos in ((1, 8, 128, (5,)), (3, 2, 64, (0, 7, 3)), (4, 1, 6, (15, -1, 2, 16)), (2, 3, 80, (-1, -1))):
             yield self.case(n, heads, dim, pos)
+        for types in (("F32", "F32"), ("F16", "F16"), ("F16", "F32")):
+            yield self.case(4, 2, 6, (15, -1, 2, 16), types=types)
 
-    def case(self, n: int, heads: int, dim: int, pos: Sequence[int], *, seed: int = 19) -> Case:
-        """A cache of 16 positions that holds values already."""
+    def case(
+        self, n: int, heads: int, dim: int, pos: Sequence[int], *, types: tuple[str, str] = ("F32", "F16"), seed: int = 19
+    ) -> Case:
+        """A cache of 16 positions that holds values already. types: of x and the cache."""
+        numpy_types = [np.float16 if t == "F16" else np.float32 for t in types]
 
         def make(rng: np.random.Generator) -> Problem:
-            cache = Tensor("cache", "F16", (heads, 16, dim), "state")
-            node = Node("SET_ROWS", (Tensor("x", "F32", (n, heads, dim), "input"), Tensor("pos", "I32", (n,), "input"), cache), (cache,))
+            cache = Tensor("cache", types[1], (heads, 16, dim), "state")
+            node = Node("SET_ROWS", (Tensor("x", types[0], (n, heads, dim), "input"), Tensor("pos", "I32", (n,), "input"), cache), (cache,))
             return Problem(node, {
-                "x": rng.uniform(-1, 1, (n, heads, dim)).astype(np.float32),
+                "x": rng.uniform(-1, 1, (n, heads, dim)).astype(numpy_types[0]),
                 "pos": np.array(pos, np.int32),
-                "cache": rng.uniform(-1, 1, cache.shape).astype(np.float16),
+                "cache": rng.uniform(-1, 1, cache.shape).astype(numpy_types[1]),
             })
 
-        return Case("SET_ROWS", {"ne": (n, heads, dim), "pos": tuple(pos), "seed": seed}, make, seed)
+        shown = {} if types == ("F32", "F16") else {"type_src": types[0], "type_dst": types[1]}
+        return Case("SET_ROWS", {"ne": (n, heads, dim), "pos": tuple(pos), **shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return F16_TOLERANCE
@@ -99,7 +106,10 @@ class SetRows(Op):
 
 @register
 class GetRows(Op):
-    """GET_ROWS(table [rows, k], ids I32 [n]) -> F32 [n, k]; the table is a weight of any type or F32; an id outside it gives zeros."""
+    """GET_ROWS(table [rows, k], ids I32 [n]) -> [n, k]; an id outside the table gives zeros.
+
+    The table is a weight of any type, F32 or F16, and becomes F32, or I32 and stays so.
+    """
 
     name = "GET_ROWS"
 
@@ -138,21 +148,21 @@ class GetRows(Op):
     def _plain(self, node: Node, ctx: LowerContext) -> Dispatch:
         table, ids = node.inputs
         y = node.outputs[0]
-        if table.type != "F32":
-            raise PlanError(f"[GET_ROWS] {node.name}: {table} is no weight, so it must be F32")
+        if (table.type, y.type) not in (("F32", "F32"), ("F16", "F32"), ("I32", "I32")):
+            raise PlanError(f"[GET_ROWS] {node.name}: {table} to {y}: the table is no weight, so expected F32 or F16 to F32, or I32 to I32")
         k, n = table.shape[-1], ids.elements
         width = 4 if k % 4 == 0 else 1
         choice = ctx.tuning.pick("rows", k=k, n=n)
         wg = workgroup_size(ctx.caps, choice["wg_size"], n * k // width)
         return Dispatch(
-            Variant("rows/get_rows_f32.comp", (("WG_SIZE", wg), ("WIDTH", width)), (), None),
+            Variant("rows/get_rows_values.comp", (("FROM_F16", int(table.type == "F16")), ("WG_SIZE", wg), ("WIDTH", width)), (), None),
             (Arg(table), Arg(ids), Arg(y, "w")),
             pack_push(n, k // width, prod(table.shape[:-1])),
             spread(ceil_div(n * k // width, wg)),
             node.op,
             node.name,
             f"{wg} threads: {choice.source}",
-            nbytes=2 * nbytes(y),
+            nbytes=nbytes(y) * (3 if table.type == "F16" else 4) // 2,
         )
 
     def cases(self) -> Iterator[Case]:
@@ -163,18 +173,24 @@ class GetRows(Op):
         yield self.case("Q4_K", 1000, 256, tuple(range(0, 1000, 31)))
         yield self.case("F32", 5, 70, (4, -1, 5, 2, 2), kind="input")
         yield self.case("F32", 7, 33, (6, 0), kind="input")
+        for kind in ("F16", "I32"):
+            for k in (33, 64):
+                yield self.case(kind, 7, k, (6, 7, 0), kind="input")
 
     def case(self, quant: str, rows: int, k: int, ids: Sequence[int], *, kind: str = "weight", seed: int = 23) -> Case:
         """A table of random blocks."""
 
         def make(rng: np.random.Generator) -> Problem:
             table = weight("table", quant, (rows, k)) if kind == "weight" else Tensor("table", quant, (rows, k), "input")
-            node = Node("GET_ROWS", (table, Tensor("ids", "I32", (len(ids),), "input")), (Tensor("y", "F32", (len(ids), k)),))
+            y = Tensor("y", "I32" if quant == "I32" else "F32", (len(ids), k))
+            node = Node("GET_ROWS", (table, Tensor("ids", "I32", (len(ids),), "input")), (y,))
             values: dict[str, Array] = {"ids": np.array(ids, np.int32)}
             if kind == "weight":
                 values["table"] = quants.random_blocks(quant, rows, k, rng, std=0.5)
+            elif quant == "I32":
+                values["table"] = rng.integers(-(2**31), 2**31, (rows, k)).astype(np.int32)
             else:
-                values["table"] = rng.uniform(-1, 1, (rows, k)).astype(np.float32)
+                values["table"] = rng.uniform(-1, 1, (rows, k)).astype(np.float16 if quant == "F16" else np.float32)
             return Problem(node, values)
 
         return Case("GET_ROWS", {"type": quant, "n": k, "m": rows, "r": len(ids), "kind": kind, "seed": seed}, make, seed)
