@@ -421,6 +421,7 @@ def test_perplexity_of_a_short_text_is_refused() -> None:
         ("mistral-small-24b-Q5_K_S", "15.18 GiB", "23.57 B"),
         ("mistral-22b-Q4_K_M", "12.42 GiB", "22.24 B"),
         ("qwen3moe-30b-a3b-Q2_K", "10.48 GiB", "30.53 B"),
+        ("gpt-oss-20b-MXFP4", "11.27 GiB", "20.91 B"),
     ],
 )
 def test_sizes_are_what_llama_bench_prints_for_the_real_files(name: str, size: str, params: str) -> None:
@@ -440,7 +441,7 @@ def test_every_name_has_a_type_for_every_tensor() -> None:
 @pytest.fixture
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in shapes with all layers, but narrow."""
-    for name in ("llama-8b", "qwen3moe-30b-a3b"):
+    for name in ("llama-8b", "qwen3moe-30b-a3b", "gpt-oss-20b"):
         narrow = dataclasses.replace(
             synth.SHAPES[name], n_embd=256, n_ff=512, n_head=4, n_head_kv=2, head_dim=64, n_ff_expert=256, n_expert_used=2
         )
@@ -451,7 +452,8 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_shapes")
 @pytest.mark.parametrize(
     ("name", "description"),
-    [("llama-8b-Q4_K_S", "llama 8B Q4_K - Small"), ("qwen3moe-30b-a3b-Q2_K", "qwen3moe 30B.A3B Q2_K - Medium")],
+    [("llama-8b-Q4_K_S", "llama 8B Q4_K - Small"), ("qwen3moe-30b-a3b-Q2_K", "qwen3moe 30B.A3B Q2_K - Medium"),
+     ("gpt-oss-20b-MXFP4", "gpt-oss 20B MXFP4 MoE")],
 )
 def test_a_synthetic_file_opens_as_the_model_it_stands_for(tmp_path: Path, name: str, description: str) -> None:
     written: list[int] = []
@@ -464,7 +466,7 @@ def test_a_synthetic_file_opens_as_the_model_it_stands_for(tmp_path: Path, name:
 
 
 @pytest.mark.usefixtures("small_shapes")
-@pytest.mark.parametrize("name", ["llama-8b-Q3_K_M", "qwen3moe-30b-a3b-Q5_K_M"])
+@pytest.mark.parametrize("name", ["llama-8b-Q3_K_M", "qwen3moe-30b-a3b-Q5_K_M", "gpt-oss-20b-MXFP4"])
 def test_synthetic_logits_are_finite_and_of_ordinary_size(tmp_path: Path, name: str) -> None:
     synthesize(name, tmp_path / "m.gguf", layers=4)
     logits = NumpyTwin(tmp_path / "m.gguf").forward([1, 2, 3])["result_output"]

@@ -337,6 +337,11 @@ class AttnDecode(Op):
             yield self.case(heads, kv, hd, n_ctx, pos, mode, norm, ff, y, seed=seed)
         yield self.case(4, 2, 64, 300, 200, "neox", False, False, "F32", seed=20, n_dims=32, freq_scale=0.25, ext_factor=1.0, n_ctx_orig=64)
         yield self.case(8, 1, 64, 300, 200, "neox", False, False, "Q8_1", seed=21, sinks=True, window=128)
+        # gpt-oss: sinks and YaRN, every other layer with a window; one that is not yet full, one that is, and rows that take several shares
+        yarn: dict[str, Any] = {"freq_base": 150000.0, "freq_scale": 1 / 32, "ext_factor": 1.0, "n_ctx_orig": 4096}
+        yield self.case(16, 2, 64, 600, 50, "neox", False, False, "Q8_1", seed=22, sinks=True, window=128, **yarn)
+        yield self.case(16, 2, 64, 600, 599, "neox", False, False, "Q8_1", seed=23, sinks=True, window=128, **yarn)
+        yield self.case(16, 2, 64, 2000, 1500, "neox", False, False, "F32", seed=24, sinks=True, **yarn)
 
     def case(
         self, n_head: int, n_head_kv: int, hd: int, n_ctx: int, pos: int, mode: str, norm: bool, ff: bool, y: str, *, seed: int,
