@@ -102,7 +102,7 @@ def test_an_unknown_tensor_type(tmp_path: Path, refused: Refused) -> None:
 
 def test_an_unknown_architecture(tmp_path: Path, refused: Refused) -> None:
     path = write_gguf(tmp_path / "m.gguf", "rwkv6", {}, llama_tensors())
-    assert refused(main.main, *run(path)) == f"[gguf] {path}: architecture 'rwkv6' is not supported; supported are llama, qwen3moe"
+    assert refused(main.main, *run(path)) == f"[gguf] {path}: architecture 'rwkv6' is not supported; supported are gpt-oss, llama, qwen3moe"
 
 
 @pytest.mark.vulkan
