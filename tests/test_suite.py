@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_paths import planned_for
+from kernel_paths import planned_for, with_params
 
 from vkback.cli.test_ops import compared
 from vkback.device import Device
@@ -248,6 +248,52 @@ def test_reading_past_the_end_spoils_the_result(
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("old", "new", "case", "message"),
+    [
+        ("total[c] + addend[c]", "total[c] * (first_row + lane == 5u ? 1.001 : 1.0) + addend[c]", ("F32", 17, 3, 256), "NMSE .* > 1e-09"),
+        ("first_row + (i << GLU) < p.m &&", "first_row + (i << GLU) <= p.m &&", ("Q8_0", 17, 1, 256), "4 guard bytes after it"),
+        ("unit * 32u + i < p.k ?", "unit * 32u + i <= p.k ?", ("F16", 17, 1, 65), "not finite"),
+        ("unit * 32u + i < p.k ?", "unit * 32u + i < p.k - 1u ?", ("F16", 17, 3, 65), "NMSE .* > 1e-09"),
+        ("min(x_row + c, p.n - 1u)", "min(x_row + c + 1u, p.n - 1u)", ("Q4_K", 17, 3, 256), r"rows with errors: 0, 1 \(2 in all\)"),
+        ("min(row + r, p.m - 1u)", "min(row + r, p.m - 2u)", ("Q6_K", 17, 1, 256), r"at \[0, 16\]"),
+        ("% K_UNITS);", "% K_UNITS + (row == 3u ? 1u : 0u));", ("Q8_0", 17, 1, 256), "NMSE|not finite"),
+    ],
+    ids=["a row off", "a row past", "a column past", "a column missing", "another token", "the last row", "a unit past"],
+)
+def test_faults_in_the_product_are_caught(
+    old: str, new: str, case: tuple[str, int, int, int], message: str, device: Device, ctx: LowerContext,
+    break_shader: Callable[[str, str, str], ShaderLibrary],
+) -> None:  # fmt: skip
+    file = next(f for f in ("mat_vec/mat_vec.comp", "mat_vec/epilogue.glsl", "mat_vec/act.glsl") if old in (shader_root() / f).read_text())
+    one_subgroup = with_params(ctx, wg=16, lanes=8, rows=1, groups=0)
+    result = outcome(product_case(*case, act="f32"), device, break_shader(file, old, new), one_subgroup)
+    assert result.passed is False
+    assert re.search(message, result.message), result.message
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("file", "case"),
+    [
+        ("common/reduce.glsl", make_case("RMS_NORM", {"ne": (5, 1024)})),
+        ("mat_vec/mat_vec.comp", product_case("Q8_0", 33, 1, 4096, act="f32")),
+        ("mat_vec/mat_vec.comp", product_case("Q4_K", 33, 3, 4096, type_b="q8_1", act="q8_1")),
+    ],
+    ids=["reduction", "product", "product of bytes"],
+)
+def test_a_barrier_missing_between_subgroups(
+    file: str, case: Case, device: Device, ctx: LowerContext, library: ShaderLibrary, break_shader: Callable[[str, str, str], ShaderLibrary]
+) -> None:
+    """Several subgroups share a row. A CPU driver runs them one after the other: the first then adds what the others have yet to write."""
+    wide = with_params(ctx, wg_size=64, wg=64, lanes=64, rows=1, groups=0)
+    assert outcome(case, device, library, wide).passed
+    result = outcome(case, device, break_shader(file, "barrier();", ""), wide)
+    assert result.passed is False
+    assert "NMSE" in result.message or "not finite" in result.message
+
+
+@pytest.mark.vulkan
 def test_a_missed_barrier(device: Device, library: ShaderLibrary, ctx: LowerContext, monkeypatch: pytest.MonkeyPatch) -> None:
     case = product_case("Q8_0", 8, 1, 256, act="q8_1")
     assert outcome(case, device, library, ctx).passed
@@ -270,8 +316,11 @@ def test_stale_scratch(device: Device, library: ShaderLibrary, ctx: LowerContext
         assert first.groups > (1, 1, 1)
         return [dataclasses.replace(first, groups=(1, 1, 1)), *rest]
 
-    break_lowering("MUL_MAT", partly)
-    result = outcome(product_case("Q8_0", 8, 3, 2048, act="q8_1"), device, library, ctx)
+    case = product_case("Q8_0", 8, 3, 2048, act="q8_1")
+    with Suite(device, library, ctx) as opened:
+        assert opened.run_one(case).result.passed  # and leaves the right values where the next run has its scratch
+        break_lowering("MUL_MAT", partly)
+        result = opened.run_one(case).result
     assert result.passed is False
     assert "not finite" in result.message
 
