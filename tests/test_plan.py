@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from kernel_paths import planned_for
+from make_gguf import llama_metadata, llama_tensors, write_gguf
 
 from vkback.device import Capabilities, profile_ids
 from vkback.device.spirv import inspect
@@ -141,6 +142,14 @@ def test_a_token_of_the_dense_model_takes_five_stages_a_layer(models: Callable[[
     assert layers[0] == ["Qcur_rope-0.qkv", "kqv_out-0", "ffn_inp-0", "ffn_swiglu-0", "l_out-0"]
     assert layers[1] == ["Qcur_rope-2.qkv", "Qcur_rope-2.qkv", "kqv_out-2", "ffn_inp-2", "ffn_swiglu-2", "l_out-2"]
     assert s.tensors()["blk.1.ffn_gate.weight+blk.1.ffn_up.weight"].shape == (2 * models("demo-dense").hp.n_ff, 256)
+
+
+def test_biases_cost_no_stage(tmp_path: Path) -> None:
+    """A bias on every product, gate and up included, changes nothing of the five stages a layer."""
+    path = write_gguf(tmp_path / "biased.gguf", "llama", llama_metadata(), llama_tensors(biases=True))
+    s = schedule(Model.open(path), planned_for("nvidia_h200_linux"), "greedy", n_ctx=32)
+    assert len(s.stages) == 1 + 5 * 2 + 2
+    assert {"blk.0.ffn_gate.bias+blk.0.ffn_up.bias", "blk.0.attn_q.bias+blk.0.attn_k.bias+blk.0.attn_v.bias"} <= s.tensors().keys()
 
 
 def test_a_token_of_the_expert_model_takes_seven_stages_a_layer(models: Callable[[str], Model]) -> None:

@@ -396,12 +396,18 @@ def perf_cases() -> Cases:
         yield fused_product_case(quant, 28672, 1, 4096, ("norm",), glu=True, out="Q8_1")
         yield fused_product_case(quant, 1536, 1, 2048, ("ids",), glu=True, out="Q8_1", experts=128, used=8)
         yield fused_product_case(quant, 2048, 1, 768, ("residual", "ids", "expert_weights"), experts=128, used=8)
+    yield fused_product_case("Q8_0", 5120, 1, 2880, ("norm", "bias"))  # from here gpt-oss 20B
+    yield fused_product_case("Q8_0", 2880, 1, 4096, ("bias", "residual"))
+    yield fused_product_case("MXFP4", 5760, 1, 2880, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1", experts=32, used=4)
+    yield fused_product_case("MXFP4", 2880, 1, 2880, ("bias", "residual", "ids", "expert_weights"), experts=32, used=4)
     for quant in ("Q4_K", "Q6_K", "F16"):
         yield get_rows_case(quant, 32000, 4096, 1)
     for hd, ratio, kv, nb in product((64, 128, 256), (1, 4, 8), (512, 4096, 16384), (1, 4)):
         yield attention_case(8 * ratio, 8, hd, kv, nb)
     for kv in (512, 4096, 16384):
         yield AttnDecode().case(32, 8, 128, kv, kv - 1, "normal", False, False, "Q8_1", seed=1)
+        for window in (0, 128):
+            yield AttnDecode().case(64, 8, 64, kv, kv - 1, "neox", False, False, "Q8_1", seed=1, sinks=True, window=window)
     for op, rows in product(("RMS_NORM", "RMS_NORM_MUL", "ADD_RMS_NORM_MUL"), (1, 512)):
         yield make_case(op, {"ne": (rows, 4096)})
     for op, y in (("SWIGLU", "F32"), ("GEGLU", "F32"), ("SWIGLU", "Q8_1")):
