@@ -1,19 +1,25 @@
-"""vkback plan: what a device is going to run, without running it."""
+"""vkback plan: what a device is going to run, how long that should take, and on request how long it takes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+import json
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, model_path, one_of
 
 if TYPE_CHECKING:
-    from vkback.device import Capabilities
+    from vkback.harness.stage_times import StageTimes
+    from vkback.plan.forecast import Costs, Wait
     from vkback.plan.schedule import Schedule
 
 FUSIONS = ("all", "none")
 HEADS = ("last", "none", "all")
+
+NAMED = 4
+"""Most tensors named of those a stage waits for."""
 
 
 def plan(
@@ -22,48 +28,122 @@ def plan(
     profile: Annotated[str | None, typer.Option(help="Plan for a recorded device instead, as nvidia_h200_linux, or a file.")] = None,
     tokens: Annotated[int, typer.Option("-t", "--tokens", min=1, help="Tokens of the batch.")] = 1,
     ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: the model's own].")] = None,
+    depth: Annotated[int, typer.Option("-d", "--depth", min=0, help="Rows of the cache in use before the batch.")] = 0,
     head: Annotated[str, typer.Option(help="Logits of the last token, none or all.")] = "last",
     fusion: Annotated[str, typer.Option(help="all or none.")] = "all",
     act: ActOption = "auto",
+    measure: Annotated[bool, typer.Option("--measure", help="Load the model and time every stage.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """List the dispatches of a model on a device, stage by stage: kernel, grid, bytes, and why this kernel. Nothing is run."""
+    """List the dispatches of a model on a device, stage by stage: kernel, grid, bytes, why this kernel, the time that bytes and barriers
+    should take, and what the stage waits for. Without --measure nothing of the model is run."""
+    from vkback.device import Capabilities, Device
+    from vkback.harness.stage_times import device_costs, measure_stages, profile_costs
     from vkback.models.registry import Model
     from vkback.ops.base import LowerContext
     from vkback.plan import planner
     from vkback.plan.tuning import Tuning
+    from vkback.shader import ShaderLibrary
 
     if device is not None and profile is not None:
         raise UsageError("--device and --profile exclude each other: one is a device that is here, the other one that was recorded")
-    caps = _capabilities(device, profile)
-    opened = Model.open(model_path(model))
+    if measure and profile is not None:
+        raise UsageError("--measure and --profile exclude each other: a recorded device cannot be measured")
     wanted = cast(Literal["last", "none", "all"], one_of(head, HEADS, "--head"))
-    nodes = opened.graph(tokens, ctx or opened.hp.n_ctx_train, head=wanted)
-    context = LowerContext(caps, Tuning.for_device(caps), act_of(act))
-    schedule = planner.plan(nodes, context, fusion=one_of(fusion, FUSIONS, "--fusion"))
+    one_of(fusion, FUSIONS, "--fusion")
+    path = model_path(model)
+    with ExitStack() as stack:
+        opened = Model.open(path)
+        here = stack.enter_context(Device.open(device)) if profile is None else None
+        caps = here.caps if here else Capabilities.from_profile(profile or "")
+        nodes = opened.graph(tokens, ctx or opened.hp.n_ctx_train, head=wanted)
+        schedule = planner.plan(nodes, LowerContext(caps, Tuning.for_device(caps), act_of(act)), fusion=fusion)
+        library = ShaderLibrary()
+        costs = device_costs(here, library) if here else profile_costs(profile or "", caps)
+        times = measure_stages(opened, here, library, schedule, depth=depth, progress=not as_json) if here and measure else None
+    if as_json:
+        print(json.dumps({"device": caps.name, "model": str(path), **as_data(schedule, costs, tokens, depth, times)}, indent=1))
+        return
     print(caps.summary_line())
-    print("\n".join(listing(schedule)))
+    print("\n".join(listing(schedule, costs, tokens, depth, times)))
 
 
-def _capabilities(device: str | None, profile: str | None) -> Capabilities:
-    from vkback.device import Capabilities, Device
+def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None) -> dict[str, Any]:
+    """The plan as plain values; times in microseconds, null where nothing was measured."""
+    from vkback.plan.forecast import moved_bytes, predicted_us, waits
 
-    if profile is not None:
-        return Capabilities.from_profile(profile)
-    with Device.open(device) as opened:
-        return opened.caps
-
-
-def listing(schedule: Schedule) -> list[str]:
-    """A line a dispatch and a line of totals. Dispatches with the same stage number do not depend on each other."""
-    lines = [f"{'stage':>5} {'op':18} {'node':28} {'groups':>14} {'kB':>10}  kernel; reason"]
-    for number, stage in enumerate(schedule.stages):
-        for d in stage:
-            groups = "x".join(map(str, d.groups))
-            why = f"; {d.reason}" if d.reason else ""
-            lines.append(f"{number:5} {d.op:18} {d.label:28} {groups:>14} {d.nbytes / 1e3:10.1f}  {d.kernel.name}{why}")
+    stages: list[dict[str, Any]] = [
+        {
+            "stage": number,
+            "predicted_us": predicted_us(stage, costs, depth + tokens),
+            "measured_us": times.stages[number] if times else None,
+            "waits_for": [{"stage": w.stage, "tensor": w.tensor, "after": w.after} for w in waited],
+            "dispatches": [
+                {
+                    "op": d.op, "node": d.label, "kernel": d.kernel.name, "groups": list(d.groups), "bytes": moved_bytes(d, depth + tokens),
+                    "flops": d.flops, "reason": d.reason,
+                }
+                for d in stage
+            ],
+        }
+        for number, (stage, waited) in enumerate(zip(schedule.stages, waits(schedule), strict=True))
+    ]  # fmt: skip
     dispatches = list(schedule.dispatches())
+    predicted = sum(s["predicted_us"] for s in stages)
+    summary: dict[str, Any] = {
+        "stages": len(stages),
+        "dispatches": len(dispatches),
+        "kernels": len({d.kernel for d in dispatches}),
+        "bytes": sum(moved_bytes(d, depth + tokens) for d in dispatches),
+        "activation_bytes": schedule.activation_bytes,
+        "predicted_us": predicted,
+        "predicted_tokens_per_s": 1e6 * tokens / predicted,
+        "measured_us": sum(times.stages) if times else None,
+        "measured_together_us": times.whole if times else None,
+        "measured_tokens_per_s": 1e6 * tokens / times.whole if times else None,
+    }
+    known = {"read_gb_s": costs.read_gb_s, "stage_us": costs.stage_us, "source": costs.source}
+    return {"tokens": tokens, "depth": depth, "costs": known, "stages": stages, "summary": summary}
+
+
+def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None) -> list[str]:
+    """A line a dispatch, below those of a stage what it waits for, and lines of totals. Times stand beside the first dispatch of a stage;
+    dispatches with the same stage number do not depend on each other."""
+    from vkback.plan.forecast import waits
+
+    data = as_data(schedule, costs, tokens, depth, times)
+    measured = f" {'measured':>9}" if times else ""
+    lines = [f"{'stage':>5} {'op':18} {'node':28} {'groups':>14} {'kB':>10} {'us':>9}{measured}  kernel; reason"]
+    for stage, waited in zip(data["stages"], waits(schedule), strict=True):
+        figures = f"{stage['predicted_us']:9.2f}" + (f" {stage['measured_us']:9.2f}" if times else "")
+        for d in stage["dispatches"]:
+            groups = "x".join(map(str, d["groups"]))
+            why = f"; {d['reason']}" if d["reason"] else ""
+            lines.append(
+                f"{stage['stage']:5} {d['op']:18} {d['node']:28} {groups:>14} {d['bytes'] / 1e3:10.1f} {figures}  {d['kernel']}{why}"
+            )
+            figures = " " * len(figures)
+        if waited:
+            lines.append(f"      waits for {_named(waited)}")
+    s = data["summary"]
     lines.append(
-        f"{len(schedule.stages)} stages, {len(dispatches)} dispatches, {len({d.kernel for d in dispatches})} kernels; "
-        f"{sum(d.nbytes for d in dispatches) / 1e6:.3f} MB moved; activations {schedule.activation_bytes / 1024:.1f} KiB"
+        f"{s['stages']} stages, {s['dispatches']} dispatches, {s['kernels']} kernels; "
+        f"{s['bytes'] / 1e6:.3f} MB moved; activations {s['activation_bytes'] / 1024:.1f} KiB"
     )
+    lines.append(
+        f"predicted: {s['predicted_us']:.1f} us, {s['predicted_tokens_per_s']:.1f} tokens/s, by {costs.read_gb_s:.1f} GB/s and "
+        f"{costs.stage_us:.2f} us a stage ({costs.source})"
+    )
+    if times:
+        lines.append(
+            f"measured: {s['measured_us']:.1f} us stage by stage; {s['measured_together_us']:.1f} us together, "
+            f"{s['measured_tokens_per_s']:.1f} tokens/s"
+        )
     return lines
+
+
+def _named(waited: list[Wait]) -> str:
+    """Tensors with the stage that touched them last, the nearest first."""
+    shown = [f"{w.tensor} ({'written' if w.after == 'write' else 'read'} by {w.stage})" for w in waited[:NAMED]]
+    more = f" and {len(waited) - NAMED} more" if len(waited) > NAMED else ""
+    return ", ".join(shown) + more

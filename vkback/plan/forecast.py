@@ -1,0 +1,60 @@
+"""What a schedule should take: bytes at a device's read rate and a fixed cost a stage; and what each stage waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vkback.ops.base import Dispatch, nbytes
+from vkback.plan.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Costs:
+    """read_gb_s: memory read rate, 10^9 bytes a second; stage_us: what a stage takes beside its bytes, microseconds; source: whence."""
+
+    read_gb_s: float
+    stage_us: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A stage must run after an earlier one, which has `tensor` written ("write"), or read before it is overwritten here ("read")."""
+
+    stage: int
+    tensor: str
+    after: str
+
+
+def moved_bytes(dispatch: Dispatch, rows: int) -> int:
+    """Bytes that a dispatch moves when the first `rows` rows of each cache [heads, n_ctx, head_dim] are in use."""
+    caches = [a.tensor for a in dispatch.args if a.tensor.kind == "state" and len(a.tensor.shape) == 3]
+    whole = sum(map(nbytes, caches))
+    if dispatch.nbytes < whole:  # a window, or a launch that stores into the cache and reads none of it
+        return dispatch.nbytes
+    return dispatch.nbytes - whole + sum(nbytes(t) * min(rows, t.shape[1]) // t.shape[1] for t in caches)
+
+
+def predicted_us(stage: Sequence[Dispatch], costs: Costs, rows: int) -> float:
+    """Microseconds of one stage."""
+    return costs.stage_us + sum(moved_bytes(d, rows) for d in stage) / costs.read_gb_s / 1e3
+
+
+def waits(schedule: Schedule) -> list[list[Wait]]:
+    """What each stage waits for, a tensor once, the nearest stage first; weights and inputs that nobody writes are not waited for."""
+    touched: dict[str, list[tuple[int, str, str]]] = {}
+    found: list[list[Wait]] = []
+    for number, stage in enumerate(schedule.stages):
+        here = [*((r, "read") for d in stage for r in d.reads), *((w, "write") for d in stage for w in d.writes)]
+        nearest: dict[str, Wait] = {}
+        for (name, part), how in here:
+            for earlier, other, after in touched.get(name, []):
+                before = nearest.get(name)
+                apart = part and other and part != other
+                if not apart and "write" in (how, after) and (before is None or (before.stage, before.after) < (earlier, after)):
+                    nearest[name] = Wait(earlier, name, after)
+        found.append(sorted(nearest.values(), key=lambda w: (-w.stage, w.tensor)))
+        for (name, part), how in here:
+            touched.setdefault(name, []).append((number, part, how))
+    return found
