@@ -46,9 +46,11 @@ def q3_number(words: bytes, j: int) -> int:
 
 
 def e2m1(qs: bytes, j: int) -> float:
-    """Bits s a x y of a nibble: magnitude 4a + 2x + y + ay(3 + 2x)."""
-    s, a, x, y = (nibble(qs, j) >> n & 1 for n in (3, 2, 1, 0))
-    return float((4 * a + 2 * x + y + a * y * (3 + 2 * x)) * (-1) ** s)
+    """Bits b3 b2 b1 b0 of a nibble: 3 (b2^b1)(b1^b0) + (~b3)(b3^b2)(~b1)(b1^(b0&b2)) - 12."""
+    b3, b2, b1, b0 = (nibble(qs, j) >> n & 1 for n in (3, 2, 1, 0))
+    small = 2 * (b2 ^ b1) + (b1 ^ b0)
+    large = 8 * (1 - b3) + 4 * (b3 ^ b2) + 2 * (1 - b1) + (b1 ^ b0 & b2)
+    return float(3 * small + large - 12)
 
 
 def bit(qh: bytes, j: int) -> int:

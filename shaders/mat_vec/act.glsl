@@ -4,7 +4,7 @@
 //   PROLOGUE 2: as 1, after RMS norm and its weight
 
 #if PATH_INT
-struct Act { uint q[8]; float d; vec2 sum; };
+struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };  // both sums: of the int8 of each half, the first times d
 #else
 struct Act { vec4 x[8]; };
 #endif
@@ -74,7 +74,9 @@ Act act_load(uint row, uint unit) {
         a.q[i + 4] = hi[i];
     }
     a.d = uintBitsToFloat(ds.x);
-    a.sum = a.d * unpackHalf2x16(ds.y);
+    const vec2 sum = unpackHalf2x16(ds.y);
+    a.sum = a.d * sum;
+    a.int_sum = ivec2(sum);
 #elif PROLOGUE
     [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit];
 #elif X_TYPE == X_Q8_1

@@ -1,16 +1,23 @@
-// E2M1 codes of MXFP4 and NVFP4: 32 nibbles (as split_nibbles takes them) to bytes with twice the value (0 1 2 3 4 6 8 12 and their
-// negatives) + 16, in 4..28.
-//
-// A nibble is s a x y: the codes of the file with 5 and 6 exchanged, so that the magnitude is 4a + 2x + y + ay(3 + 2x), at most 12 and thus a
-// nibble itself: eight are worked out in a word. The negative ones are taken off twice.
-void e2m1_plus_16(uvec4 codes, out uint q[8]) {
+// The nibbles of MXFP4 and NVFP4: E2M1 codes of the file, put in an order (E2M1_ORDER in vkback/quants/mx.py) in which
+//   level = 3 * small + large - 12
+// is twice the value (0 1 2 3 4 6 8 12 and their negatives), where small (0..3) and large (0..15) come from a nibble's bits b3 b2 b1 b0 by
+// bitwise steps that treat the eight nibbles of a word at once:
+//   small = (b2 ^ b1) (b1 ^ b0)      large = ~b3 (b3 ^ b2) ~b1 (b1 ^ (b0 & b2))
+// A search over all orders found it; there is none with fewer steps of this kind.
+uint e2m1_small(uint w) {
+    return (w ^ (w >> 1)) & 0x33333333u;
+}
+
+uint e2m1_large(uint w) {
+    const uint low_and = w & ((w >> 2) | 0xeeeeeeeeu);
+    return low_and ^ ((w >> 1) | 0xaaaaaaaau);
+}
+
+// 16 bytes of nibbles, byte j holds value j low and value j + 16 high, as bytes of level + 12.
+void e2m1_plus_12(uvec4 codes, out uint q[8]) {
     [[unroll]] for (int i = 0; i < 4; i++) {
-        const uint w = codes[i];
-        const uint ay = (w >> 2) & w & 0x11111111u;
-        const uint axy = (w >> 1) & ay;
-        const uint magnitude = (w & 0x77777777u) + 3u * ay + 2u * axy;
-        const uint negative = magnitude & (((w >> 3) & 0x11111111u) * 15u);
-        q[i] = ((magnitude & 0x0f0f0f0fu) | 0x10101010u) - 2u * (negative & 0x0f0f0f0fu);
-        q[i + 4] = (((magnitude >> 4) & 0x0f0f0f0fu) | 0x10101010u) - 2u * ((negative >> 4) & 0x0f0f0f0fu);
+        const uint small = e2m1_small(codes[i]), large = e2m1_large(codes[i]);
+        q[i] = 3u * (small & 0x03030303u) + (large & 0x0f0f0f0fu);
+        q[i + 4] = 3u * ((small >> 4) & 0x03030303u) + ((large >> 4) & 0x0f0f0f0fu);
     }
 }

@@ -13,10 +13,28 @@ UnitRaw unit_load(uint row, uint unit) {
     return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 2), LOW_BITS(row, unit));
 }
 
-void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    e2m1_plus_16(r.qs, q);
+float half_power(UnitRaw r) {
     const uint e = byte_of(r.e, r.index);
-    scale = vec2(uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23));
-    bias = 16.0 * scale;
+    return uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23);
+}
+
+#if PATH_INT
+#define UNIT_DOT 0.0625
+float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
+    int large = -12 * (sum.x + sum.y), small = 0, small_16 = 0;
+    [[unroll]] for (int i = 0; i < 4; i++) {
+        const uint s = e2m1_small(r.qs[i]), l = e2m1_large(r.qs[i]);
+        small += dot4(s & 0x03030303u, x[i]);
+        small_16 += dot4(s & 0x30303030u, x[i + 4]);
+        large += dot4(l & 0x0f0f0f0fu, x[i]) + dot4((l >> 4) & 0x0f0f0f0fu, x[i + 4]);
+    }
+    return half_power(r) * float(16 * large + 48 * small + 3 * small_16);
+}
+#endif
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    e2m1_plus_12(r.qs, q);
+    scale = vec2(half_power(r));
+    bias = 12.0 * scale;
 }
 #include "quant/decode_ints.glsl"

@@ -21,9 +21,9 @@ float half_ue4m3(uint code) {
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    e2m1_plus_16(r.qs, q);
+    e2m1_plus_12(r.qs, q);
     const uint d = r.d >> (16u * (r.index & 1u));
     scale = vec2(half_ue4m3(d & 0xffu), half_ue4m3((d >> 8) & 0xffu));
-    bias = 16.0 * scale;
+    bias = 12.0 * scale;
 }
 #include "quant/decode_ints.glsl"

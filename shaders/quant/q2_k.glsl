@@ -14,12 +14,34 @@ UnitRaw unit_load(uint row, uint unit) {
     return UnitRaw(w2[i], PLANE_WORD(0, row, unit, 1), PLANE_WORD(1, row, unit, 3), LOW_BITS(row, unit));
 }
 
-void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+void unit_codes(UnitRaw r, out uint q[8]) {
     [[unroll]] for (int i = 0; i < 4; i++) {
         const uint pairs = r.qs[i >> 1] >> (4 * (i & 1));
         q[i] = pairs & 0x03030303u;
         q[i + 4] = pairs & 0x0c0c0c0cu;
     }
+}
+
+#if PATH_INT
+#define UNIT_DOT 0.25
+float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
+    uint q[8];
+    unit_codes(r, q);
+    int lo = 0, hi = 0;
+    [[unroll]] for (int i = 0; i < 4; i++) {
+        lo += dot4(q[i], x[i]);
+        hi += dot4(q[i + 4], x[i + 4]);
+    }
+    const uint s = r.scales >> (16u * (r.index & 1u));
+    const int scaled = int((s << 2) & 60u) * lo + int((s >> 8) & 15u) * hi;
+    const int low = int((s >> 2) & 60u) * sum.x + int((s >> 10) & 60u) * sum.y;
+    const vec2 dm = unpackHalf2x16(r.dm);
+    return dm.x * float(scaled) - dm.y * float(low);
+}
+#endif
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    unit_codes(r, q);
     const uint s = r.scales >> (16u * (r.index & 1u));
     const vec2 dm = unpackHalf2x16(r.dm);
     scale = dm.x * vec2(s & 15u, 0.25 * float((s >> 8) & 15u));

@@ -15,7 +15,7 @@ UnitRaw unit_load(uint row, uint unit) {
                    PLANE_WORD(2, row, unit, 4), LOW_BITS(row, unit));
 }
 
-void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+void unit_codes(UnitRaw r, out uint q[8]) {
     const uint word[3] = {r.qs.x, r.qs.y, r.qh};
     [[unroll]] for (int i = 0; i < 3; i++) {
         q[i] = word[i] & 0x07070707u;
@@ -23,10 +23,33 @@ void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     }
     q[3] = ((word[0] >> 6) & 0x03030303u) | ((word[1] >> 4) & 0x04040404u);
     q[7] = ((word[2] >> 3) & 0x18181818u) | ((word[1] >> 2) & 0x20202020u);
-    const uint lo = byte_of(r.scale_lo, r.index);
+}
+
+// Scales of the halves, the first times 8.
+ivec2 unit_scales(UnitRaw r) {
+    const uint lo = r.scale_lo >> (8u * (r.index & 3u));
     const uint hi = r.scale_hi >> (4u * (r.index & 7u));
-    const ivec2 s = ivec2((lo & 15u) | ((hi & 3u) << 4), (lo >> 4) | ((hi & 12u) << 2)) - 32;
-    scale = half_of(r.d, r.index >> 3) * vec2(s);
+    return ivec2(((lo << 3) & 0x78u) | ((hi << 7) & 0x180u), ((lo >> 4) & 0xfu) | ((hi << 2) & 0x30u)) - ivec2(256, 32);
+}
+
+#if PATH_INT
+#define UNIT_DOT 0.125
+float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
+    uint q[8];
+    unit_codes(r, q);
+    int lo = -4 * sum.x, hi = -32 * sum.y;
+    [[unroll]] for (int i = 0; i < 4; i++) {
+        lo += dot4(q[i], x[i]);
+        hi += dot4(q[i + 4], x[i + 4]);
+    }
+    const ivec2 s = unit_scales(r);
+    return half_of(r.d, r.index >> 3) * float(s.x * lo + s.y * hi);
+}
+#endif
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    unit_codes(r, q);
+    scale = half_of(r.d, r.index >> 3) * (vec2(0.125, 1.0) * vec2(unit_scales(r)));
     bias = 4.0 * scale;
     scale.y *= 0.125;
 }

@@ -13,11 +13,34 @@ UnitRaw unit_load(uint row, uint unit) {
     return UnitRaw(w4[i], w2[p.w.plane[0] * 2u + i], PLANE_WORD(1, row, unit, 1), PLANE_WORD(2, row, unit, 4), LOW_BITS(row, unit));
 }
 
-void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+void unit_codes(UnitRaw r, out uint q[8]) {
     split_nibbles(r.qs, q);
     [[unroll]] for (int i = 0; i < 8; i++) q[i] |= two_bits(r.qh, i, 4);
+}
+
+ivec2 unit_scales(UnitRaw r) {
     const int s = int(r.scales >> (16u * (r.index & 1u)));
-    scale = half_of(r.d, r.index >> 3) * vec2((s << 24) >> 24, (s << 16) >> 24);
+    return ivec2((s << 24) >> 24, (s << 16) >> 24);
+}
+
+#if PATH_INT
+#define UNIT_DOT 1.0
+float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
+    uint q[8];
+    unit_codes(r, q);
+    int lo = -32 * sum.x, hi = -32 * sum.y;
+    [[unroll]] for (int i = 0; i < 4; i++) {
+        lo += dot4(q[i], x[i]);
+        hi += dot4(q[i + 4], x[i + 4]);
+    }
+    const ivec2 s = unit_scales(r);
+    return half_of(r.d, r.index >> 3) * float(s.x * lo + s.y * hi);
+}
+#endif
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    unit_codes(r, q);
+    scale = half_of(r.d, r.index >> 3) * vec2(unit_scales(r));
     bias = 32.0 * scale;
 }
 #include "quant/decode_ints.glsl"

@@ -13,6 +13,9 @@
 //   UNIT_HALVES  1: the halves have scales of their own; 0: scale.x and bias.x hold for all 32
 //   UNIT_BIAS    0: bias is zero
 //   UNIT_SIGNED  1: the bytes of q are signed
+// and, where UNIT_DOT is defined, the product with 32 int8 x, whose halves add up to `sum`, in fewer steps than by way of unit_ints; times
+// UNIT_DOT it is that of the weights:
+//   float unit_dot(UnitRaw r, uint x[8], ivec2 sum)
 
 #extension GL_EXT_control_flow_attributes : require
 

@@ -8,7 +8,7 @@ runs along many blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -153,48 +153,49 @@ BIT_SQUARE = Rearrange(_bit_square, _bit_square)
 """Q3_K and Q5_K high bits: 32 bytes a block."""
 
 
-def _then(first: Rearrange, step: Callable[[Words], None], undo: Callable[[Words], None]) -> Rearrange:
-    """`first`, and a further step on the 64-bit words of its result."""
+def then_digits(first: Rearrange, steps: tuple[tuple[int, int], ...]) -> Rearrange:
+    """`first`, and exchanges of digits in the 64-bit words of its result."""
 
     def to_device(src: U8, dst: U8) -> None:
         first.to_device(src, dst)
-        step(dst.view(np.uint64))
+        swap_digit_pairs(dst.view(np.uint64), steps)
 
     def to_file(src: U8, dst: U8) -> None:
         words = src.copy()
-        undo(words.view(np.uint64))
+        swap_digit_pairs(words.view(np.uint64), steps[::-1])
         first.to_file(words, dst)
 
     return Rearrange(to_device, to_file)
 
 
-COPY = Rearrange(lambda src, dst: np.copyto(dst, src), lambda src, dst: np.copyto(dst, src))
+def renamed_nibbles(order: Sequence[int], first: Rearrange | None = None) -> Rearrange:
+    """Nibble n becomes order[n], after the moves of `first`. Two bytes are looked up at a time."""
+    byte = np.array([order[b & 15] | order[b >> 4] << 4 for b in range(256)], np.uint16)
+    pair = (byte[None, :] | byte[:, None] << np.uint16(8)).ravel()
+    back = np.empty_like(pair)
+    back[pair] = np.arange(1 << 16, dtype=np.uint16)
+
+    def to_device(src: U8, dst: U8) -> None:
+        if first is not None:
+            first.to_device(src, dst)
+            src = dst
+        dst.view(np.uint16)[...] = pair[np.ascontiguousarray(src).view(np.uint16)]
+
+    def to_file(src: U8, dst: U8) -> None:
+        nibbles = back[src.view(np.uint16)].view(np.uint8)
+        if first is None:
+            dst[...] = nibbles
+        else:
+            first.to_file(nibbles, dst)
+
+    return Rearrange(to_device, to_file)
+
 
 # A unit's word number is the half; a byte's field numbers are (i1 i0) of values 4i..4i+3. They become i1 and (i0, half).
 _HALVES_SIDE_BY_SIDE = ((5, 2), (2, 1))
 
-Q2_CRUMBS = _then(
-    CRUMBS,
-    lambda words: swap_digit_pairs(words, _HALVES_SIDE_BY_SIDE),
-    lambda words: swap_digit_pairs(words, _HALVES_SIDE_BY_SIDE[::-1]),
-)
+Q2_CRUMBS = then_digits(CRUMBS, _HALVES_SIDE_BY_SIDE)
 """Q2_K: as CRUMBS, the two halves of a unit side by side in every byte."""
-
-
-def _exchange_5_and_6(words: Words) -> None:
-    kind = words.dtype.type
-    differs = words >> kind(1)
-    differs ^= words
-    differs &= words >> kind(2)
-    differs &= kind(0x1111111111111111)
-    words ^= differs * kind(3)
-
-
-E2M1_NIBBLES = _then(COPY, _exchange_5_and_6, _exchange_5_and_6)
-"""MXFP4: codes 5 and 6 (and 13 and 14) exchanged, which makes levels quick to work out."""
-
-E2M1_GROUPS = _then(NIBBLE_GROUPS, _exchange_5_and_6, _exchange_5_and_6)
-"""NVFP4: as NIBBLE_GROUPS, and the codes as in E2M1_NIBBLES."""
 
 
 def interleave(item: type[np.unsignedinteger[Any]]) -> Rearrange:

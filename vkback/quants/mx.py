@@ -16,13 +16,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from vkback.quants.bits import E2M1_GROUPS, E2M1_NIBBLES, Rearrange
+from vkback.quants.bits import NIBBLE_GROUPS, Rearrange, renamed_nibbles
 from vkback.quants.codec import F32, U8, Codec, DecodeOnly, Weights, packed
 from vkback.quants.legacy import nibbles, put_nibbles
 from vkback.quants.quant_type import Plane, QuantType
 
 MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
 E2M1_DOUBLED = np.array([*MAGNITUDES, *(-m for m in MAGNITUDES)], np.float32)
+E2M1_ORDER = (7, 1, 10, 3, 6, 2, 4, 5, 13, 11, 0, 9, 12, 8, 14, 15)
+"""The device's nibble for each code of the file; shaders/quant/e2m1.glsl has the formula that this order makes true."""
 _MIDDLES = np.array([(a + b) / 2 for a, b in pairwise(MAGNITUDES)], np.float32)
 
 
@@ -47,7 +49,7 @@ def nearest_e2m1(x: F32, unit: F32) -> U8:
 class _MXFP4(Codec):
     block = packed(("e", 1), ("qs", 16))
     type = QuantType("MXFP4", 39, 32, block.itemsize, (Plane("qs", 16), Plane("e", 1)))
-    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": E2M1_NIBBLES}
+    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": renamed_nibbles(E2M1_ORDER)}
 
     def decode(self, blocks: U8) -> F32:
         return half_power(blocks[:, :1]) * E2M1_DOUBLED[nibbles(blocks[:, 1:])]
@@ -96,7 +98,7 @@ HALF_UE4M3 = np.array([_ue4m3(code) / 2 for code in range(256)], np.float32)
 class _NVFP4(DecodeOnly):
     block = packed(("d", 4), ("qs", 32))
     type = QuantType("NVFP4", 40, 64, block.itemsize, (Plane("qs", 16), Plane("d", 2)))
-    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": E2M1_GROUPS}
+    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": renamed_nibbles(E2M1_ORDER, NIBBLE_GROUPS)}
 
     def decode(self, blocks: U8) -> F32:
         n = len(blocks)
