@@ -25,12 +25,14 @@
 
 layout(local_size_x = WG) in;
 
+#include "common/relay.glsl"
 #include "quant/weights.glsl"
 #include "mat_vec/iface.glsl"
-#include QUANT_FILE
+#include "common/relay_turn.glsl"
 #if PATH_INT
 #include "common/int_dot.glsl"
 #endif
+#include QUANT_FILE
 #define WG_SIZE WG
 #define REDUCE_GROUPS 1
 #if PROLOGUE || Y_TYPE == Y_Q8_1
@@ -86,12 +88,17 @@ uint token_row(uint x_row, uint c) {
 #if PATH_INT && COLS == 1
 // A row is decoded and used before the next, which keeps registers free for loads in flight.
 void accumulate(UnitRaw raw[ROWS], Act a, float weight) {
+  #ifdef UNIT_DOT
+    const float d = weight * UNIT_DOT * a.d;
+    [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][0] += d * unit_dot(raw[r], a.q, a.int_sum);
+  #else
     [[unroll]] for (int r = 0; r < ROWS; r++) {
         uint q[8];
         vec2 scale, bias;
         unit_ints(raw[r], q, scale, bias);
         acc[r][0] += weight * unit_dot(q, scale, bias, a);
     }
+  #endif
 }
 #endif
 
@@ -260,7 +267,7 @@ float row_total(uint tid, uint turn, uint r, uint c) {
 
 #include "mat_vec/epilogue.glsl"
 
-void main() {
+void work() {
     const uint tid = gl_LocalInvocationIndex;
     const uint groups = gl_NumWorkGroups.x * gl_NumWorkGroups.y;
     const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
@@ -270,6 +277,9 @@ void main() {
     lane = tid % LANES;
     first_row = group * TILE_ROWS + slot_row;
     expert_row = 0;
+#if IDS
+    relay_await();
+#endif
 #if IDS == 1
     y_row = gl_WorkGroupID.z;
     expert_row = uint(ids[y_row]) * p.m;
@@ -281,11 +291,14 @@ void main() {
     x_row = y_row;
 #endif
 
-    // The first weights are on their way before the prologue.
+    // The first weights are on their way before the prologue, and before what the stage before may still be working on.
     UnitRaw raw[UNROLL][ROWS];
     load(raw, first_row, 0);
 #ifdef UNIT_TABLE
     unit_table(tid, WG);
+#endif
+#if IDS == 0
+    relay_await();
 #endif
 #if PROLOGUE
     prologue(tid);
@@ -315,4 +328,9 @@ void main() {
         first_row = next_row;
         turn ^= TILES;
     }
+}
+
+void main() {
+    work();
+    relay_done();
 }
