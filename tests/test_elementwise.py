@@ -12,6 +12,7 @@ from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.ops.elementwise import BINARY, UNARY, repetition
 from vkback.shader import ShaderLibrary
 
+H200 = planned_for("nvidia_h200_linux")
 CASES = [c for name in (*BINARY, *UNARY) for c in OPS[name].cases()]
 
 
@@ -38,23 +39,29 @@ def test_repetition(a: tuple[int, ...], b: tuple[int, ...], want: tuple[int, int
     assert repetition(a, b) == want
 
 
-def test_a_hole_in_the_repetition_is_refused() -> None:
+def test_a_hole_in_the_repetition_takes_a_launch_of_its_own() -> None:
     node = Node("MUL", (Tensor("a", "F32", (2, 3, 8)), Tensor("b", "F32", (2, 1, 8))), (Tensor("y", "F32", (2, 3, 8)),))
+    assert [d.kernel.source for d in OPS["MUL"].lower(node, H200)] == ["copy/box.comp", "elementwise/binary.comp"]
+
+
+@pytest.mark.parametrize("b", [(2, 8), (3, 3, 8), (2, 2, 3, 8)])
+def test_what_does_not_fill_is_refused(b: tuple[int, ...]) -> None:
+    node = Node("MUL", (Tensor("a", "F32", (2, 3, 8)), Tensor("b", "F32", b)), (Tensor("y", "F32", (2, 3, 8)),))
     with pytest.raises(PlanError) as error:
-        OPS["MUL"].lower(node, planned_for("nvidia_h200_linux"))
+        OPS["MUL"].lower(node, H200)
     assert str(error.value) == (
-        "[MUL] y: b F32[2, 1, 8] cannot be repeated to a F32[2, 3, 8]: expected some of its axes in a row, with ones before and after"
+        f"[MUL] y: b F32{list(b)} cannot be repeated to fill a F32[2, 3, 8], or the output y F32[2, 3, 8] is not of its size"
     )
 
 
 def test_a_missing_parameter_is_named() -> None:
     x = Tensor("x", "F32", (4,))
     with pytest.raises(PlanError, match=r"\[SCALE\] parameters missing: bias"):
-        OPS["SCALE"].lower(Node("SCALE", (x,), (Tensor("y", "F32", (4,)),), {"scale": 2.0}), planned_for("nvidia_h200_linux"))
+        OPS["SCALE"].lower(Node("SCALE", (x,), (Tensor("y", "F32", (4,)),), {"scale": 2.0}), H200)
 
 
 def test_a_large_grid_spills_to_y() -> None:
     x = Tensor("x", "F32", (8_400_000, 13))
-    (d,) = OPS["NEG"].lower(Node("NEG", (x,), (Tensor("y", "F32", x.shape),)), planned_for("nvidia_h200_linux"))
+    (d,) = OPS["NEG"].lower(Node("NEG", (x,), (Tensor("y", "F32", x.shape),)), H200)
     assert d.groups[0] <= 65535
     assert d.groups[0] * d.groups[1] * int(dict(d.kernel.defines)["WG_SIZE"]) * 4 >= x.elements

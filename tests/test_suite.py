@@ -59,6 +59,26 @@ def test_every_type_runs_with_one_to_sixteen_tokens_on_every_path() -> None:
             assert all(found[quant, act, n] for n in range(1, 17)), (quant, act)
 
 
+def test_batches_are_broadcast_permuted_and_views() -> None:
+    cases = [c for c in FULL if c.op == "MUL_MAT" and "bs" in c.params]
+    for quant in QUANTS:
+        own = [c.params for c in cases if c.params["type_a"] == quant]
+        assert {p["nr"] for p in own} >= {(1, 1), (1, 2), (2, 1), (2, 2)}, quant
+        assert {p.get("order") for p in own} >= {None, *generators.ORDERS}, quant
+        assert any(p.get("gap") for p in own), quant
+    held = [c.params for c in cases if c.params.get("plain")]
+    assert {(p["type_a"], p["type_b"]) for p in held} == {(a, b) for a in ("F32", "F16") for b in ("f32", "f16")}
+    assert {p.get("order") for p in held} >= set(generators.TRANSPOSED)
+
+
+def test_copies_go_between_all_types() -> None:
+    found = {(c.op, c.params["type_src"], c.params["type_dst"]) for c in FULL if c.op in ("CPY", "SET_ROWS") and "type_src" in c.params}
+    floats = [(a, b) for a in ("F32", "F16") for b in ("F32", "F16")]
+    assert found >= {("CPY", *pair) for pair in (*floats, ("I32", "I32"), *((q, b) for q in QUANTS for b in ("F32", "F16")))}
+    assert found >= {("SET_ROWS", *pair) for pair in floats if pair != ("F32", "F16")}  # which their lines leave out
+    assert {c.params["type"] for c in FULL if c.op == "GET_ROWS"} == {*QUANTS, "I32"}
+
+
 def test_experts_are_chosen_in_every_way() -> None:
     cases = [c for c in FULL if c.op == "MUL_MAT_ID"]
     assert {c.params.get("ids", "shuffled") for c in cases} == set(ROUTES)

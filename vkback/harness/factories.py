@@ -217,7 +217,8 @@ def _glu(op: str, p: Params) -> Case:
 
 
 def _unary(op: str, p: Params) -> Case:
-    return cast("elementwise.Unary", OPS[op]).case(p["ne"], seed=p.get("seed", 4))
+    given = {name: float(p[name]) for name, _ in elementwise.UNARY[op].params if name in p}
+    return cast("elementwise.Unary", OPS[op]).case(p["ne"], seed=p.get("seed", 4), **given)
 
 
 def _binary(op: str, p: Params) -> Case:

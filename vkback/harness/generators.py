@@ -310,6 +310,18 @@ def _values() -> Cases:
     shapes = ((1,), (3,), (1, 33), (7, 1), (1, 4096), (128, 2, 2, 2), (5, 7, 11, 13), (2, 14336), (3, 70001))
     for op, shape in product(UNARY, shapes):
         yield make_case(op, {"ne": shape})
+    for shape in ((10, 10), (5, 7, 11, 13)):
+        for scale, bias in ((2.0, 0.0), (2.0, 1.0), (0.0, -1.0), (-1e-3, 0.0)):
+            yield make_case("SCALE", {"ne": shape, "scale": scale, "bias": bias})
+        for least, most in ((-0.25, 0.25), (0.0, 4.0), (1.0, 1.0)):
+            yield make_case("CLAMP", {"ne": shape, "min": least, "max": most})
+        for slope in (0.0, 1.0, -0.5):
+            yield make_case("LEAKY_RELU", {"ne": shape, "negative_slope": slope})
+    times = (
+        (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (2, 1, 1, 2), (2, 2, 2, 2),
+    )  # fmt: skip
+    for op, small, repeat in product(BINARY, ((3, 4, 5, 10), (1, 2, 16, 32)), times):
+        yield make_case(op, {"ne": tuple(s * t for s, t in zip(small, repeat, strict=True)), "b": small})
     pairs = (
         ((1, 1, 8, 1), (1, 1, 8, 1)), ((16, 10, 9), (16, 10, 9)), ((16, 10, 9), (10, 9)), ((16, 10, 9), (9,)), ((16, 10, 9), (1,)),
         ((16, 10, 8), (16, 10, 1)), ((16, 10, 9), (16, 1, 1)), ((4, 16, 10, 32), (16, 1, 1)), ((5, 7, 11, 13), (7, 11, 13)),

@@ -11,6 +11,7 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.base import (
+    OPS,
     Arg,
     Array,
     Case,
@@ -64,21 +65,31 @@ BINARY: Mapping[str, tuple[str, Callable[[Array, Array], Array]]] = {
 """GLSL operator and reference of each op of two operands."""
 
 
+def tiles(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether whole copies of b fill a along every axis."""
+    return len(b) <= len(a) <= 4 and all(big % small == 0 for big, small in zip(a[len(a) - len(b) :], b, strict=True))
+
+
 class Binary(Op):
-    """An op of BINARY: (a, b) -> value by value, b broadcast to a."""
+    """An op of BINARY: (a, b) -> value by value, b repeated along any axis until it fills a."""
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         a, b = (np.asarray(i, np.float64) for i in inputs)
-        return [BINARY[self.name][1](a, b.reshape(a.shape) if a.size == b.size else b)]
+        if a.size == b.size:
+            return [BINARY[self.name][1](a, b.reshape(a.shape))]
+        b = b.reshape((1,) * (a.ndim - b.ndim) + b.shape)
+        return [BINARY[self.name][1](a, np.tile(b, [big // small for big, small in zip(a.shape, b.shape, strict=True)]))]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         a, b = node.inputs
         y = node.outputs[0]
         found = repetition(a.shape, b.shape)
-        if found is None or y.elements != a.elements:
-            raise PlanError(
-                f"[{self.name}] {node.name}: {b} cannot be repeated to {a}: expected some of its axes in a row, with ones before and after"
-            )
+        if (found is None and not tiles(a.shape, b.shape)) or y.elements != a.elements:
+            raise PlanError(f"[{self.name}] {node.name}: {b} cannot be repeated to fill {a}, or the output {y} is not of its size")
+        if found is None:  # the kernel counts through b once for every repetition; what takes more is laid out first
+            whole = Tensor(f"{node.name}.b", b.type, a.shape)
+            repeated = OPS["REPEAT"].lower(Node("REPEAT", (b,), (whole,), {"shape": a.shape}), ctx)
+            return repeated + self.lower(Node(node.op, (a, whole), node.outputs, node.params), ctx)
         inner, count = found
         width = 4 if a.elements % 4 == 0 and (inner % 4 == 0 or (inner == 1 and count % 4 == 0)) else 1
         b_width = width if inner == 1 else 1
@@ -104,6 +115,7 @@ class Binary(Op):
         for a, b in (
             ((1, 4096), (1, 4096)), ((3, 4096), (4096,)), ((5, 37), (37,)), ((7, 5), (7, 5)), ((2, 4, 64), (4, 64)),
             ((2, 4, 64), (2, 4, 1)), ((3, 4, 10), (3, 4, 1)), ((3, 4, 10), (4, 1)), ((1, 1), (1,)), ((9, 16), (1, 1)),
+            ((4, 6, 10), (2, 3, 10)),
         ):
             yield self.case(a, b)
 
@@ -205,15 +217,16 @@ class Unary(Op):
         for shape in ((1, 4096), (5, 7, 11)):
             yield self.case(shape)
 
-    def case(self, shape: tuple[int, ...], *, seed: int = 4) -> Case:
-        """Values uniform over the function's domain."""
+    def case(self, shape: tuple[int, ...], *, seed: int = 4, **given: float) -> Case:
+        """Values uniform over the function's domain; given: parameters in place of the function's usual ones."""
         function = UNARY[self.name]
+        params = dict(function.params) | given
 
         def make(rng: np.random.Generator) -> Problem:
-            node = Node(self.name, (Tensor("x", "F32", shape, "input"),), (Tensor("y", "F32", shape),), dict(function.params))
+            node = Node(self.name, (Tensor("x", "F32", shape, "input"),), (Tensor("y", "F32", shape),), params)
             return Problem(node, {"x": rng.uniform(*function.domain, shape).astype(np.float32)})
 
-        return Case(self.name, {"ne": shape, **dict(function.params), "seed": seed}, make, seed)
+        return Case(self.name, {"ne": shape, **params, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-11, 1e-4, "f32; Vulkan allows exp 3 + 2|x| ulp and log 3 ulp, erf is good to 1.5e-7")
