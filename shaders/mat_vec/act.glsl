@@ -33,7 +33,12 @@ void keep(uint i, vec4 v) {
 }
 #endif
 
-// VALUES4 vec4 a thread stay in registers between norm and quantization.
+#if PROLOGUE == 2
+// What every row sum is multiplied by: 1 / rms of x. The walk need not wait for it.
+float norm_factor;
+#endif
+
+// VALUES4 vec4 a thread stay in registers until they are quantized.
 void prologue(uint tid) {
     vec4 v[VALUES4];
 #if PROLOGUE == 2
@@ -49,12 +54,18 @@ void prologue(uint tid) {
     }
 #if PROLOGUE == 2
     float square = 0.0;
-    [[unroll]] for (int j = 0; j < VALUES4; j++) square += dot(v[j], v[j]);
-    const float scale = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
-    [[unroll]] for (int j = 0; j < VALUES4; j++) v[j] *= scale * norm[j];
+    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+        square += dot(v[j], v[j]);
+        v[j] *= norm[j];
+    }
 #endif
     [[unroll]] for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), v[j]);
-    barrier();
+#if PROLOGUE == 2
+    norm_factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
+#endif
+#if PROLOGUE == 1 || REDUCE_ONE_SUBGROUP
+    barrier();  // else the one in wg_sum serves
+#endif
 }
 #endif
 

@@ -52,12 +52,22 @@ uint output_row() {
 #endif
 }
 
+#if PROLOGUE == 2
+#define NORMED(sum) (norm_factor * (sum))
+#else
+#define NORMED(sum) (sum)
+#endif
+
 // Value of that row for token c. Every lane calls.
 float finished(uint tid, uint turn, uint c) {
 #if GLU && PARTIALS > 1
     float gate = row_total(tid, turn, min(2u * lane, ROWS - 2u), c), up = row_total(tid, turn, min(2u * lane, ROWS - 2u) + 1u, c);
 #elif GLU
     float gate = total[c], up = subgroupShuffleXor(total[c], 1);
+#endif
+#if GLU
+    gate = NORMED(gate);
+    up = NORMED(up);
 #endif
 #if GLU && defined(BIND_BIAS)
     gate += glu_bias.x;
@@ -69,9 +79,9 @@ float finished(uint tid, uint turn, uint c) {
 #elif GLU
     return gate / (1.0 + exp(-gate)) * up;
 #elif PARTIALS > 1
-    return row_total(tid, turn, min(lane, ROWS - 1u), c) + addend[c];
+    return NORMED(row_total(tid, turn, min(lane, ROWS - 1u), c)) + addend[c];
 #else
-    return total[c] + addend[c];
+    return NORMED(total[c]) + addend[c];
 #endif
 }
 

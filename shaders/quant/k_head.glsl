@@ -1,8 +1,23 @@
 // The 16-byte head of a Q4_K or Q5_K block: d, dmin, and eight 6-bit scales and mins (bit order in docs/architecture.md).
-void k_head(uvec4 head, uint sub, out vec2 scale, out vec2 bias) {
-    const uint lo = byte_of((sub & 4u) == 0u ? head.y : head.z, sub);
+ivec2 k_scale_min(uvec4 head, uint sub) {
+    const uint lo = ((sub & 4u) == 0u ? head.y : head.z) >> (8u * (sub & 3u));
     const uint hi = head.w >> (4u * sub);
-    const vec2 dm = unpackHalf2x16(head.x);
-    scale = vec2(dm.x * float((lo & 15u) | ((hi & 3u) << 4)));
-    bias = vec2(dm.y * float((lo >> 4) | ((hi & 12u) << 2)));
+    return ivec2((lo & 0xfu) | ((hi << 4) & 0x30u), ((lo >> 4) & 0xfu) | ((hi << 2) & 0x30u));
 }
+
+void k_head(uvec4 head, uint sub, out vec2 scale, out vec2 bias) {
+    const vec2 both = unpackHalf2x16(head.x) * vec2(k_scale_min(head, sub));
+    scale = both.xx;
+    bias = both.yy;
+}
+
+#if PATH_INT
+#define UNIT_DOT 1.0
+float k_dot(uint q[8], uvec4 head, uint sub, uint x[8], ivec2 sum) {
+    int all = 0;
+    [[unroll]] for (int i = 0; i < 8; i++) all += dot4(q[i], x[i]);
+    const ivec2 both = k_scale_min(head, sub);
+    const vec2 dm = unpackHalf2x16(head.x);
+    return dm.x * float(both.x * all) - dm.y * float(both.y * (sum.x + sum.y));
+}
+#endif

@@ -13,6 +13,15 @@ UnitRaw unit_load(uint row, uint unit) {
     return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 0), w4[p.w.plane[1] + ITEM_AT(row, unit, 3)], unit & 7u);
 }
 
+#if PATH_INT
+float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
+    uint q[8];
+    split_nibbles(r.qs, q);
+    add_bits(r.qh, 16u, q);
+    return k_dot(q, r.head, r.sub, x, sum);
+}
+#endif
+
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     split_nibbles(r.qs, q);
     add_bits(r.qh, 16u, q);
