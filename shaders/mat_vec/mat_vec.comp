@@ -60,7 +60,7 @@ layout(local_size_x = WG) in;
 float acc[ROWS][COLS];
 
 #if PATH_INT
-float unit_dot(uint q[8], vec2 scale, vec2 bias, Act a) {
+float ints_dot(uint q[8], vec2 scale, vec2 bias, Act a) {
     int lo = 0, hi = 0;
     [[unroll]] for (int i = 0; i < 4; i++) {
         lo += dot4(q[i], a.q[i]);
@@ -86,33 +86,29 @@ uint token_row(uint x_row, uint c) {
 }
 
 #if PATH_INT && COLS == 1
-// A row is decoded and used before the next, which keeps registers free for loads in flight.
-void accumulate(UnitRaw raw[ROWS], Act a, float weight) {
+// Adds one unit of row r.
+void add_row(uint r, UnitRaw raw, Act a, float weight) {
   #ifdef UNIT_DOT
-    const float d = weight * UNIT_DOT * a.d;
-    [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][0] += d * unit_dot(raw[r], a.q, a.int_sum);
+    acc[r][0] += weight * UNIT_DOT * a.d * unit_dot(raw, a.q, a.int_sum);
   #else
-    [[unroll]] for (int r = 0; r < ROWS; r++) {
-        uint q[8];
-        vec2 scale, bias;
-        unit_ints(raw[r], q, scale, bias);
-        acc[r][0] += weight * unit_dot(q, scale, bias, a);
-    }
+    uint q[8];
+    vec2 scale, bias;
+    unit_ints(raw, q, scale, bias);
+    acc[r][0] += weight * ints_dot(q, scale, bias, a);
   #endif
 }
 #endif
 
+#if !(PATH_INT && COLS == 1)
 // Adds one unit of ROWS rows times the activations of COLS tokens, each times `weight` (the expert's).
 void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
-#if PATH_INT && COLS == 1
-    accumulate(raw, act_load(x_row, unit), weight);
-#elif PATH_INT
+#if PATH_INT
     uint q[ROWS][8];
     vec2 scale[ROWS], bias[ROWS];
     [[unroll]] for (int r = 0; r < ROWS; r++) unit_ints(raw[r], q[r], scale[r], bias[r]);
     [[unroll]] for (int c = 0; c < COLS; c++) {
         const Act a = act_load(token_row(x_row, c), unit);
-        [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][c] += weight * unit_dot(q[r], scale[r], bias[r], a);
+        [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][c] += weight * ints_dot(q[r], scale[r], bias[r], a);
     }
 #else
   #if COLS == 1
@@ -133,6 +129,8 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
 #endif
 }
 
+#endif
+
 #if KEEP_X
 Act own[UNROLL];  // this lane's units of x, the same for every tile
 #endif
@@ -142,54 +140,71 @@ uint x_row;
 uint y_row;
 uint lane;
 
-// Loads the units lane, lane + LANES, ... of a chunk. Past the end of a row or of the matrix the last unit is read again and not used.
-void load(out UnitRaw raw[UNROLL][ROWS], uint row, uint chunk) {
-    [[unroll]] for (uint j = 0; j < UNROLL; j++) {
-        uint unit = chunk * CHUNK + j * LANES + lane;
-        if (WALK_UNITS % CHUNK != 0) unit = min(unit, WALK_UNITS - 1u);
-#if IDS == 2
-        const uint base = uint(ids[y_row * N_USED + unit / K_UNITS]) * p.m;
-#else
-        const uint base = expert_row;
-#endif
-        [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = unit_load(base + (ROWS_FULL != 0 ? row + r : min(row + r, p.m - 1u)), unit % K_UNITS);
-    }
+// Past the end of a row or of the matrix the last unit is read again and not used.
+uint unit_of(uint chunk, uint j) {
+    const uint unit = chunk * CHUNK + j * LANES + lane;
+    return WALK_UNITS % CHUNK != 0 ? min(unit, WALK_UNITS - 1u) : unit;
 }
 
-void use(UnitRaw raw[UNROLL][ROWS], uint chunk) {
+UnitRaw fetch(uint row, uint unit) {
+#if IDS == 2
+    const uint base = uint(ids[y_row * N_USED + unit / K_UNITS]) * p.m;
+#else
+    const uint base = expert_row;
+#endif
+    return unit_load(base + (ROWS_FULL != 0 ? row : min(row, p.m - 1u)), unit % K_UNITS);
+}
+
+void load(out UnitRaw raw[UNROLL][ROWS], uint row, uint chunk) {
+    [[unroll]] for (uint j = 0; j < UNROLL; j++)
+        [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(row + r, unit_of(chunk, j));
+}
+
+// Adds the units of a chunk. With `again` a row's unit of the next chunk is asked for as soon as that of this one is used: loads are under way
+// all the time and take no registers of their own.
+void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row, uint next_chunk) {
     [[unroll]] for (uint j = 0; j < UNROLL; j++) {
         const uint unit = chunk * CHUNK + j * LANES + lane;
-        if (WALK_UNITS % CHUNK != 0 && unit >= WALK_UNITS) return;
+        const bool there = WALK_UNITS % CHUNK == 0 || unit < WALK_UNITS;
 #if IDS == 2
-        const uint e = y_row * N_USED + unit / K_UNITS;
-        accumulate(raw[j], p.x_slots == 1u ? y_row : e, unit % K_UNITS, expert_weight[e]);
+        const uint e = y_row * N_USED + unit_of(chunk, j) / K_UNITS;
+        const uint row = p.x_slots == 1u ? y_row : e;
+        const float weight = there ? expert_weight[e] : 0.0;
 #else
+        const uint row = x_row;
+        const float weight = 1.0;
+#endif
+#if PATH_INT && COLS == 1
   #if KEEP_X
-        accumulate(raw[j], own[j], 1.0);
+        const Act a = own[j];
   #else
-        accumulate(raw[j], x_row, unit, 1.0);
+        const Act a = act_load(row, unit_of(chunk, j) % K_UNITS);
   #endif
+        [[unroll]] for (uint r = 0; r < ROWS; r++) {
+            if (there) add_row(r, raw[j][r], a, weight);
+            if (again) raw[j][r] = fetch(next_row + r, unit_of(next_chunk, j));
+        }
+#else
+        if (there) accumulate(raw[j], row, unit % K_UNITS, weight);
+        if (again)
+            [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(next_row + r, unit_of(next_chunk, j));
 #endif
     }
 }
 
 // Goes through a tile in chunks. `raw` holds its first chunk and in the end that of the tile at `next_row`, if there is one.
-// With PREFETCH the next chunk is on its way while one is used.
 void walk(inout UnitRaw raw[UNROLL][ROWS], bool has_next, uint next_row) {
-    for (uint chunk = 0; chunk < CHUNKS; chunk++) {
-        const bool last = chunk + 1 == CHUNKS;
 #if PREFETCH
-        UnitRaw next[UNROLL][ROWS];
-        if (!last) load(next, first_row, chunk + 1);
-        else if (has_next) load(next, next_row, 0);
-        use(raw, chunk);
-        raw = next;
+    for (uint chunk = 0; chunk + 1 < CHUNKS; chunk++) use(raw, chunk, true, first_row, chunk + 1);
+    if (has_next) use(raw, CHUNKS - 1, true, next_row, 0);
+    else use(raw, CHUNKS - 1, false, 0, 0);
 #else
-        use(raw, chunk);
-        if (!last) load(raw, first_row, chunk + 1);
+    for (uint chunk = 0; chunk < CHUNKS; chunk++) {
+        use(raw, chunk, false, 0, 0);
+        if (chunk + 1 < CHUNKS) load(raw, first_row, chunk + 1);
         else if (has_next) load(raw, next_row, 0);
-#endif
     }
+#endif
 }
 
 float total[COLS];  // of row `lane % ROWS`, as far as this subgroup has it

@@ -10,7 +10,7 @@ struct UnitRaw { uint qs; uint qh; uint d; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w1[i], PLANE_WORD(0, row, unit, 1), PLANE_WORD(1, row, unit, 4), LOW_BITS(row, unit));
+    return UnitRaw(w1[i], PLANE_WORD(0, row, unit, 1), PLANE_WORD(1, row, unit, 4), UNIT_AT(row, unit));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

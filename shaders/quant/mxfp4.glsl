@@ -10,7 +10,7 @@ struct UnitRaw { uvec4 qs; uint e; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 2), LOW_BITS(row, unit));
+    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 2), UNIT_AT(row, unit));
 }
 
 float half_power(UnitRaw r) {

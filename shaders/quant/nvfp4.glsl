@@ -10,7 +10,7 @@ struct UnitRaw { uvec4 qs; uint d; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 1), LOW_BITS(row, unit));
+    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 1), UNIT_AT(row, unit));
 }
 
 // Half of an unsigned float of 4 exponent bits (bias 7) and 3 fraction bits. The top bit means nothing; 0x7f stands for 0.

@@ -11,7 +11,7 @@ struct UnitRaw { uvec2 qs; uint scales; uint dm; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w2[i], PLANE_WORD(0, row, unit, 1), PLANE_WORD(1, row, unit, 3), LOW_BITS(row, unit));
+    return UnitRaw(w2[i], PLANE_WORD(0, row, unit, 1), PLANE_WORD(1, row, unit, 3), UNIT_AT(row, unit));
 }
 
 void unit_codes(UnitRaw r, out uint q[8]) {

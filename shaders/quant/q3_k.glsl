@@ -12,7 +12,7 @@ struct UnitRaw { uvec2 qs; uint qh; uint scale_lo; uint scale_hi; uint d; uint i
 UnitRaw unit_load(uint row, uint unit) {
     const uint scales = p.w.plane[1] * 4u + ITEM_AT(row, unit, 3) * 3u;
     return UnitRaw(w2[UNIT_AT(row, unit)], PLANE_WORD(0, row, unit, 0), w1[scales + ((unit >> 2) & 1u)], w1[scales + 2u],
-                   PLANE_WORD(2, row, unit, 4), LOW_BITS(row, unit));
+                   PLANE_WORD(2, row, unit, 4), UNIT_AT(row, unit));
 }
 
 void unit_codes(UnitRaw r, out uint q[8]) {

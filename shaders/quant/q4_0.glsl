@@ -9,7 +9,7 @@ struct UnitRaw { uvec4 qs; uint d; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 1), LOW_BITS(row, unit));
+    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 1), UNIT_AT(row, unit));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

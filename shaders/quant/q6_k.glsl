@@ -10,7 +10,7 @@ struct UnitRaw { uvec4 qs; uvec2 qh; uint scales; uint d; uint index; };
 
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], w2[p.w.plane[0] * 2u + i], PLANE_WORD(1, row, unit, 1), PLANE_WORD(2, row, unit, 4), LOW_BITS(row, unit));
+    return UnitRaw(w4[i], w2[p.w.plane[0] * 2u + i], PLANE_WORD(1, row, unit, 1), PLANE_WORD(2, row, unit, 4), UNIT_AT(row, unit));
 }
 
 void unit_codes(UnitRaw r, out uint q[8]) {

@@ -19,7 +19,7 @@ UnitRaw unit_load(uint row, uint unit) {
     r.hi = sub < 5u ? w4[p.w.part + block] : r.lo;
     if (sub == 7u) r.hi = uvec4(w1[p.w.plane[0] * 4u + block]);
     r.d = PLANE_WORD(1, row, unit, 4);
-    r.index = LOW_BITS(row, unit);
+    r.index = UNIT_AT(row, unit);
     return r;
 }
 

@@ -9,7 +9,7 @@ struct UnitRaw { uvec2 qs; uint d; uint block; };
 
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w2[i], PLANE_WORD(0, row, unit, 4), LOW_BITS(row, unit) >> 3);
+    return UnitRaw(w2[i], PLANE_WORD(0, row, unit, 4), UNIT_AT(row, unit) >> 3);
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

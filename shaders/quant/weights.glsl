@@ -29,21 +29,9 @@ layout(std430, set = 0, binding = 0) readonly buffer WeightWords { uint w1[]; };
 layout(std430, set = 0, binding = 0) readonly buffer WeightPairs { uvec2 w2[]; };
 layout(std430, set = 0, binding = 0) readonly buffer WeightQuads { uvec4 w4[]; };
 
-// Units in a row. Where a kernel is made for one length (K_UNITS), rows lie a known distance apart, which goes into the loads' addresses.
-#ifdef K_UNITS
-#define W_UNITS K_UNITS
-#define WHOLE_ITEMS(shift) (K_UNITS % (1 << (shift)) == 0)
-#else
-#define W_UNITS p.w.units
-#define WHOLE_ITEMS(shift) false
-#endif
-
 // Number of a unit, and of the item that belongs to it in a plane with one item for 2^shift units.
-#define UNIT_AT(row, unit) ((row) * W_UNITS + (unit))
-#define ITEM_AT(row, unit, shift) (WHOLE_ITEMS(shift) ? (row) * (W_UNITS >> (shift)) + ((unit) >> (shift)) : UNIT_AT(row, unit) >> (shift))
-
-// A number with the low four bits of the unit's.
-#define LOW_BITS(row, unit) (WHOLE_ITEMS(4) ? (unit) : UNIT_AT(row, unit))
+#define UNIT_AT(row, unit) ((row) * p.w.units + (unit))
+#define ITEM_AT(row, unit, shift) (UNIT_AT(row, unit) >> (shift))
 
 // The 32-bit word of plane i that holds the item of a unit, where 2^shift units share a word; half_of and byte_of pick the item out.
 #define PLANE_WORD(i, row, unit, shift) w1[p.w.plane[i] * 4u + ITEM_AT(row, unit, shift)]
