@@ -19,6 +19,8 @@ SHAPES = [
     {"wg": 8, "lanes": 1, "rows": 1, "unroll": 2, "prefetch": 1, "groups": 0},
     {"wg": 32, "lanes": 4, "rows": 2, "unroll": 4, "prefetch": 0, "groups": 2},
     {"wg": 64, "lanes": 32, "rows": 4, "unroll": 2, "prefetch": 1, "groups": 3},
+    {"wg": 32, "lanes": 8, "rows": 2, "unroll": 1, "prefetch": 1, "groups": 0, "stage": 1},
+    {"wg": 64, "lanes": 64, "rows": 1, "unroll": 1, "prefetch": 0, "groups": 2, "stage": 1},
     {"wg": 64, "lanes": 64, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 2},
 ]
 

@@ -20,6 +20,7 @@ from vkback.device import Capabilities, Device
 from vkback.harness.products import CaseError, Product
 from vkback.harness.runner import reference_inputs
 from vkback.harness.sweep import (
+    JOURNAL_FORMAT,
     Job,
     Journal,
     Point,
@@ -45,8 +46,8 @@ from vkback.plan.tuning import Tuning, device_table, parse_table
 from vkback.shader import ShaderLibrary
 
 H200 = "nvidia_h200_linux"
-A = Point(256, 64, 1, 4, 0, 0, 0)
-B = Point(64, 32, 2, 2, 0, 0, 0)
+A = Point(256, 64, 1, 4, 0, 0, 0, 0)
+B = Point(64, 32, 2, 2, 0, 0, 0, 0)
 
 PRODUCTS = [
     Product("Q4_K", 96, 512, 3, ("bias",)),
@@ -163,7 +164,7 @@ def test_points_beyond_shared_memory_are_refused() -> None:
     job = Job(Product("Q4_K", 2 * 14336, 4096, glu=True, out="Q8_1", x="Q8_1"), "int")
     ctx = planned_for("apple_m1_moltenvk")  # sums of every thread go through shared memory
     small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_shared_memory=8192))
-    said = refusal(Point(256, 32, 8, 1, 0, 0, 0), job, small)
+    said = refusal(Point(256, 32, 8, 1, 0, 0, 0, 0), job, small)
     # 256 threads of 8 sums, a word a thread twice to reduce over, 32 output rows
     assert f"need {4 * 256 * 8 + 2 * 4 * 256 + 4 * 32} bytes of shared memory, Apple M1 has 8192" in said
 
@@ -310,8 +311,8 @@ def broken(tmp_path: Path) -> ShaderLibrary:
     shutil.copytree(shader_root(), root)
     file = root / "mat_vec" / "epilogue.glsl"
     text = file.read_text()
-    assert "return total[c] + addend[c];" in text
-    file.write_text(text.replace("return total[c] + addend[c];", "return total[c] * (ROWS > 1 ? 1.1 : 1.0) + addend[c];"))
+    assert "return NORMED(total[c]) + addend[c];" in text
+    file.write_text(text.replace("return NORMED(total[c]) + addend[c];", "return total[c] * (ROWS > 1 ? 1.1 : 1.0) + addend[c];"))
     return ShaderLibrary(root, tmp_path / "cache")
 
 
@@ -319,7 +320,7 @@ def broken(tmp_path: Path) -> ShaderLibrary:
 def test_points_with_wrong_results_are_not_timed(
     device: Device, broken: ShaderLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = [Point(8, 8, 1, 1, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0)]
+    points = [Point(8, 8, 1, 1, 0, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0, 0)]
     jobs = jobs_for([(Product("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
 
     def said(self: Sweep, job: Job, tuning: Tuning) -> tuple[Point, str]:
@@ -343,7 +344,7 @@ def test_points_that_do_not_compile_are_refused(device: Device, tmp_path: Path, 
     shutil.copytree(shader_root(), root)
     file = root / "mat_vec" / "epilogue.glsl"
     file.write_text("#if ROWS == 2\n#error two rows\n#endif\n" + file.read_text())
-    points = [Point(8, 8, 1, 1, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0), Point(16, 8, 1, 1, 0, 0, 0)]
+    points = [Point(8, 8, 1, 1, 0, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0, 0), Point(16, 8, 1, 1, 0, 0, 0, 0)]
     refused: list[str] = []
     watcher = Watcher(point=lambda job, point, said: refused.append(said) if point.rows == 2 else None)
     jobs = jobs_for([(Product("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
@@ -370,7 +371,7 @@ def test_the_command_prints_before_and_after(tmp_path: Path, monkeypatch: pytest
     (table,) = tmp_path.glob("*.toml")
     assert f"table {table}" in text
     with (tmp_path / f"{table.stem}.journal").open() as file:
-        assert json.loads(file.readline())["format"] == 1
+        assert json.loads(file.readline())["format"] == JOURNAL_FORMAT
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ WHY = 'measured = "test"'
 ROW = "[tuning] default.toml [[mat_vec]] row 1: "
 DEFAULT = f"""
 [[mat_vec]]
-set = {{ wg = 128, lanes = 32, rows = 2, unroll = 2, prefetch = 1, groups = 0, subgroup = 0 }}
+set = {{ wg = 128, lanes = 32, rows = 2, unroll = 2, prefetch = 1, stage = 0, groups = 0, subgroup = 0 }}
 {WHY}
 """
 

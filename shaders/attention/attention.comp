@@ -36,7 +36,6 @@
 
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
-#include "common/relay.glsl"
 
 layout(local_size_x = WG_SIZE) in;
 
@@ -49,13 +48,11 @@ layout(push_constant) uniform Push {
     uint rows_per_split;
     float scale;            // times log2 e
     float eps;
-    RELAY_PUSH
 } p;
-#include "common/relay_turn.glsl"
 
-layout(binding = 0) HANDED buffer Q { vec4 q4[]; };
+layout(binding = 0) readonly buffer Q { vec4 q4[]; };
 #if FUSED
-layout(binding = 0) HANDED buffer Qkv { vec2 qkv2[]; };
+layout(binding = 0) readonly buffer Qkv { vec2 qkv2[]; };
 layout(binding = 1) buffer CacheK { uvec4 k4[]; };
 layout(binding = 2) buffer CacheV { uvec4 v4[]; };
 #else
@@ -151,7 +148,7 @@ void add_scores(uint base, uint turn, uint tid) {
     }
 }
 
-void attend() {
+void main() {
     const uint tid = gl_LocalInvocationID.x;
     const uint head0 = gl_WorkGroupID.x * HEADS;
     const uint kv = head0 / (p.n_head / p.n_head_kv);
@@ -183,7 +180,6 @@ void attend() {
 
     load_k(kv, lo, tid);
     load_v(kv, lo, tid);
-    relay_await();
 #if FUSED
     prepare(tid, head0, kv, split == used - 1);
 #else
@@ -308,9 +304,4 @@ void attend() {
 #endif
     barrier();
     store(tid, token0, head0);
-}
-
-void main() {
-    attend();
-    relay_done();
 }

@@ -2,6 +2,7 @@
 //   PROLOGUE 0: from memory, F32 or Q8_1 as it lies there
 //   PROLOGUE 1: one token's F32 x, brought into shared memory by every workgroup, quantized for the integer path
 //   PROLOGUE 2: as 1, after RMS norm and its weight
+//   PROLOGUE 3: Q8_1 from memory, copied into shared memory by every workgroup
 
 #if PATH_INT
 struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };  // both sums: of the int8 of each half, the first times d
@@ -9,12 +10,14 @@ struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };  // both sums: of t
 struct Act { vec4 x[8]; };
 #endif
 
-#if PROLOGUE
-#if PATH_INT
-shared uvec4 act_lo[K_UNITS];
-shared uvec4 act_hi[K_UNITS];
-shared uvec2 act_ds[K_UNITS];
+#if PROLOGUE && PATH_INT
+shared uvec4 act_lo[WALK_UNITS];
+shared uvec4 act_hi[WALK_UNITS];
+shared uvec2 act_ds[WALK_UNITS];
+#endif
 
+#if QUANTIZES
+#if PATH_INT
 // Eight neighbouring threads share a unit; this one brings its values 4(i & 7)..+3.
 void keep(uint i, vec4 v) {
     const Q8_1Quad packed = q8_1_pack(i, v);
@@ -39,7 +42,7 @@ float norm_factor;
 #endif
 
 // VALUES4 vec4 a thread stay in registers until they are quantized.
-void prologue(uint tid) {
+void prologue(uint tid, uint first_row) {
     vec4 v[VALUES4];
 #if PROLOGUE == 2
     vec4 norm[VALUES4];
@@ -67,12 +70,28 @@ void prologue(uint tid) {
     barrier();  // else the one in wg_sum serves
 #endif
 }
+#elif PROLOGUE == 3
+// The rows of x that this workgroup's weights meet, unit by unit in their order.
+void prologue(uint tid, uint first_row) {
+    for (uint i = tid; i < WALK_UNITS; i += WG) {
+        const uint base = (p.x_slots == 1u ? first_row : first_row + i / K_UNITS) * p.x_stride, unit = i % K_UNITS;
+        act_lo[i] = x4[base + unit];
+        act_hi[i] = x4[base + K_UNITS + unit];
+        act_ds[i] = x2[(base + 2u * K_UNITS) * 2u + unit];
+    }
+    barrier();
+}
 #endif
 
+// Unit of row `row` of x; with a prologue of the rows it has brought, counted from the first.
 Act act_load(uint row, uint unit) {
     Act a;
 #if PATH_INT
-  #if PROLOGUE
+  #if PROLOGUE == 3
+    const uint at = row * K_UNITS + unit;
+    const uvec4 lo = act_lo[at], hi = act_hi[at];
+    const uvec2 ds = act_ds[at];
+  #elif PROLOGUE
     const uvec4 lo = act_lo[unit], hi = act_hi[unit];
     const uvec2 ds = act_ds[unit];
   #else

@@ -25,33 +25,32 @@
 
 layout(local_size_x = WG) in;
 
-#include "common/relay.glsl"
 #include "quant/weights.glsl"
 #include "mat_vec/iface.glsl"
-#include "common/relay_turn.glsl"
 #if PATH_INT
 #include "common/int_dot.glsl"
 #endif
 #include QUANT_FILE
 #define WG_SIZE WG
 #define REDUCE_GROUPS 1
-#if PROLOGUE || Y_TYPE == Y_Q8_1
+#define QUANTIZES (PROLOGUE == 1 || PROLOGUE == 2)
+#if QUANTIZES || Y_TYPE == Y_Q8_1
 #include "common/reduce.glsl"
 #if Y_TYPE == Y_F32
 #define Q8_1_PACK_ONLY
 #endif
 #include "common/q8_1.glsl"
 #endif
-#include "mat_vec/act.glsl"
-
-#define SLOTS (WG / LANES)
-#define PARTIALS (LANES / SUBGROUP)
-#define CHUNK (LANES * UNROLL)
 #if IDS == 2
 #define WALK_UNITS (N_USED * K_UNITS)
 #else
 #define WALK_UNITS K_UNITS
 #endif
+#include "mat_vec/act.glsl"
+
+#define SLOTS (WG / LANES)
+#define PARTIALS (LANES / SUBGROUP)
+#define CHUNK (LANES * UNROLL)
 #define CHUNKS ((WALK_UNITS + CHUNK - 1) / CHUNK)
 #define KEEP_X (CHUNKS == 1 && COLS == 1 && IDS != 2 && PATH_INT)
 #define TILE_ROWS (SLOTS * ROWS)
@@ -85,16 +84,16 @@ uint token_row(uint x_row, uint c) {
 #endif
 }
 
-#if PATH_INT && COLS == 1
-// Adds one unit of row r.
-void add_row(uint r, UnitRaw raw, Act a, float weight) {
+#if PATH_INT
+// Adds one unit of row r times that of token c. For several tokens the compiler decodes it once.
+void add_row(uint r, uint c, UnitRaw raw, Act a, float weight) {
   #ifdef UNIT_DOT
-    acc[r][0] += weight * UNIT_DOT * a.d * unit_dot(raw, a.q, a.int_sum);
+    acc[r][c] += weight * UNIT_DOT * a.d * unit_dot(raw, a.q, a.int_sum);
   #else
     uint q[8];
     vec2 scale, bias;
     unit_ints(raw, q, scale, bias);
-    acc[r][0] += weight * ints_dot(q, scale, bias, a);
+    acc[r][c] += weight * ints_dot(q, scale, bias, a);
   #endif
 }
 #endif
@@ -103,12 +102,9 @@ void add_row(uint r, UnitRaw raw, Act a, float weight) {
 // Adds one unit of ROWS rows times the activations of COLS tokens, each times `weight` (the expert's).
 void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
 #if PATH_INT
-    uint q[ROWS][8];
-    vec2 scale[ROWS], bias[ROWS];
-    [[unroll]] for (int r = 0; r < ROWS; r++) unit_ints(raw[r], q[r], scale[r], bias[r]);
-    [[unroll]] for (int c = 0; c < COLS; c++) {
+    [[unroll]] for (uint c = 0; c < COLS; c++) {
         const Act a = act_load(token_row(x_row, c), unit);
-        [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][c] += weight * ints_dot(q[r], scale[r], bias[r], a);
+        [[unroll]] for (uint r = 0; r < ROWS; r++) add_row(r, c, raw[r], a, weight);
     }
 #else
   #if COLS == 1
@@ -168,10 +164,10 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
         const bool there = WALK_UNITS % CHUNK == 0 || unit < WALK_UNITS;
 #if IDS == 2
         const uint e = y_row * N_USED + unit_of(chunk, j) / K_UNITS;
-        const uint row = p.x_slots == 1u ? y_row : e;
+        const uint row = PROLOGUE == 3 ? unit_of(chunk, j) / K_UNITS : p.x_slots == 1u ? y_row : e;
         const float weight = there ? expert_weight[e] : 0.0;
 #else
-        const uint row = x_row;
+        const uint row = PROLOGUE == 3 ? 0u : x_row;
         const float weight = 1.0;
 #endif
 #if PATH_INT && COLS == 1
@@ -181,7 +177,7 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
         const Act a = act_load(row, unit_of(chunk, j) % K_UNITS);
   #endif
         [[unroll]] for (uint r = 0; r < ROWS; r++) {
-            if (there) add_row(r, raw[j][r], a, weight);
+            if (there) add_row(r, 0u, raw[j][r], a, weight);
             if (again) raw[j][r] = fetch(next_row + r, unit_of(next_chunk, j));
         }
 #else
@@ -282,7 +278,7 @@ float row_total(uint tid, uint turn, uint r, uint c) {
 
 #include "mat_vec/epilogue.glsl"
 
-void work() {
+void main() {
     const uint tid = gl_LocalInvocationIndex;
     const uint groups = gl_NumWorkGroups.x * gl_NumWorkGroups.y;
     const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
@@ -292,36 +288,31 @@ void work() {
     lane = tid % LANES;
     first_row = group * TILE_ROWS + slot_row;
     expert_row = 0;
-#if IDS
-    relay_await();
-#endif
 #if IDS == 1
     y_row = gl_WorkGroupID.z;
     expert_row = uint(ids[y_row]) * p.m;
     x_row = p.x_slots == 1u ? y_row / p.n_used : y_row;
 #elif IDS == 2
     y_row = gl_WorkGroupID.z;
+    x_row = y_row * p.x_slots;
 #else
     y_row = gl_WorkGroupID.z * COLS;
     x_row = y_row;
 #endif
 
-    // The first weights are on their way before the prologue, and before what the stage before may still be working on.
+    // The first weights are on their way before the prologue.
     UnitRaw raw[UNROLL][ROWS];
     load(raw, first_row, 0);
 #ifdef UNIT_TABLE
     unit_table(tid, WG);
 #endif
-#if IDS == 0
-    relay_await();
-#endif
 #if PROLOGUE
-    prologue(tid);
+    prologue(tid, x_row);
 #elif defined(UNIT_TABLE)
     barrier();
 #endif
 #if KEEP_X
-    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_load(x_row, min(j * LANES + lane, K_UNITS - 1u));
+    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_load(PROLOGUE == 3 ? 0u : x_row, min(j * LANES + lane, K_UNITS - 1u));
 #endif
     uint turn = 0;
 #if TILES
@@ -343,9 +334,4 @@ void work() {
         first_row = next_row;
         turn ^= TILES;
     }
-}
-
-void main() {
-    work();
-    relay_done();
 }

@@ -13,7 +13,6 @@
 // those of common/reduce.glsl
 
 #include "common/reduce.glsl"
-#include "common/relay.glsl"
 #include "topk/best.glsl"
 
 #define BLOCKS ((EXPERTS + BLOCK - 1) / BLOCK)
@@ -25,11 +24,9 @@ layout(local_size_x = WG_SIZE) in;
 layout(push_constant) uniform Push {
     uint n;
     float scale;
-    RELAY_PUSH
 } p;
-#include "common/relay_turn.glsl"
 
-layout(binding = 0) HANDED buffer Logits { float logits[]; };
+layout(binding = 0) readonly buffer Logits { float logits[]; };
 layout(binding = 1) writeonly buffer Weights { float weights[]; };
 layout(binding = 2) writeonly buffer Ids { int ids[]; };
 
@@ -60,11 +57,10 @@ uint before(uvec4 four, uint q, uint mine, uint i) {
     return count.x + count.y + count.z + count.w;
 }
 
-void choose_experts() {
+void main() {
     const uint tid = gl_LocalInvocationID.x;
     const uint token = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     if (token >= p.n) return;
-    relay_await();
     for (uint e = tid; e < BLOCKS * BLOCK; e += WG_SIZE) {
         uint key = 0;
         if (e < EXPERTS) {
@@ -130,9 +126,4 @@ void choose_experts() {
         weights[token * USED + i] = weight * p.scale;
         ids[token * USED + i] = int(chosen_id[i]);
     }
-}
-
-void main() {
-    choose_experts();
-    relay_done();
 }

@@ -62,7 +62,7 @@ DUEL_ROUNDS = 5
 WARM_S = 0.005
 """Before each lap of a search: the GPU has been busy all along."""
 
-JOURNAL_FORMAT = 1
+JOURNAL_FORMAT = 2
 
 
 class SweepError(VkbackError):
@@ -77,6 +77,7 @@ class Point(NamedTuple):
     rows: int
     unroll: int
     prefetch: int
+    stage: int
     groups: int
     subgroup: int
 
@@ -84,21 +85,22 @@ class Point(NamedTuple):
     def text(self) -> str:
         parts = [f"{self.wg} threads", f"{self.lanes} lanes", f"{self.rows} rows", f"unroll {self.unroll}"]
         parts += ["prefetch"] if self.prefetch else []
+        parts += ["x staged"] if self.stage else []
         parts += [f"{self.groups} groups"] if self.groups else []
         parts += [f"subgroup {self.subgroup}"] if self.subgroup else []
         return ", ".join(parts)
 
 
 STARTS = (
-    Point(64, 64, 2, 2, 0, 0, 0),
-    Point(64, 32, 2, 4, 0, 0, 0),
-    Point(512, 64, 1, 1, 0, 0, 0),
-    Point(256, 32, 2, 2, 0, 0, 0),
-    Point(512, 16, 4, 1, 0, 0, 0),
-    Point(512, 32, 4, 2, 0, 0, 0),
-    Point(128, 64, 2, 1, 0, 0, 0),
-    Point(8, 8, 1, 1, 0, 0, 0),
-    Point(32, 8, 4, 1, 0, 0, 0),
+    Point(64, 64, 2, 2, 0, 0, 0, 0),
+    Point(64, 32, 2, 4, 0, 0, 0, 0),
+    Point(512, 64, 1, 1, 0, 0, 0, 0),
+    Point(256, 32, 2, 2, 0, 0, 0, 0),
+    Point(512, 16, 4, 1, 0, 0, 0, 0),
+    Point(512, 32, 4, 2, 0, 0, 0, 0),
+    Point(128, 64, 2, 1, 0, 0, 0, 0),
+    Point(8, 8, 1, 1, 0, 0, 0, 0),
+    Point(32, 8, 4, 1, 0, 0, 0, 0),
 )
 """Shapes that have won somewhere: one subgroup a row, many rows a workgroup, half a workgroup a row."""
 
@@ -214,7 +216,8 @@ def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
     single = ctx.caps.subgroup_min == ctx.caps.subgroup_max
     subgroup = point.subgroup if required == point.subgroup == size and not single and size != ctx.caps.subgroup_size else 0
     prefetch = point.prefetch if groups or unroll * shape.lanes < units else 0
-    return Point(shape.wg, shape.lanes, shape.rows, unroll, prefetch, groups, subgroup)
+    stage = point.stage if job.path == "int" and job.product.x == "Q8_1" and (job.product.n == 1 or job.product.ids) else 0
+    return Point(shape.wg, shape.lanes, shape.rows, unroll, prefetch, stage, groups, subgroup)
 
 
 def refusal(point: Point, job: Job, ctx: LowerContext) -> str:
@@ -231,7 +234,7 @@ def refusal(point: Point, job: Job, ctx: LowerContext) -> str:
         if wanted != got:
             return f"{name} = {wanted} would become {got}"
     layout = quants.layout(job.product.quant, 64, job.product.k)
-    words = ceil_div(layout.nbytes, 64 * ceil_div(job.product.k, 32) * 4) * point.rows * point.unroll * (1 + point.prefetch)
+    words = ceil_div(layout.nbytes, 64 * ceil_div(job.product.k, 32) * 4) * point.rows * point.unroll
     if words > REGISTER_WORDS:
         return f"{words} registers of weights in flight, at most {REGISTER_WORDS} are worth trying"
     try:
@@ -257,6 +260,7 @@ def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
         "rows": (1, 2, 4, 8),
         "unroll": (1, 2, 3, 4, 6, 8),
         "prefetch": (0, 1),
+        "stage": (0,) if caps.software else (0, 1),
         "groups": (0,) if caps.software else (0, cores, 2 * cores, 4 * cores, 8 * cores),
         "subgroup": (0,) if len(sizes) < 2 else (0, *(s for s in sizes if s != caps.subgroup_size)),
     }

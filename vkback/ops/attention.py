@@ -184,7 +184,6 @@ def _lower(
         reason=choice.source,
         nbytes=nbytes(q) + nbytes(out) + 2 * n_head_kv * rows * hd * 2,
         flops=4 * n * n_head * rows * hd,
-        relay=True,
     )
 
 

@@ -59,7 +59,6 @@ class Dispatch:
     op      the op or fusion it carries out, `label` the node's name
     reason  why this variant: the tuning row that won, or what the device lacks
     nbytes  bytes it must move through memory, each operand once; flops: multiply-adds count 2
-    relay   whether the kernel can hand over by a counter (shaders/common/relay.glsl)
     """
 
     kernel: Variant
@@ -71,7 +70,6 @@ class Dispatch:
     reason: str = ""
     nbytes: int = 0
     flops: int = 0
-    relay: bool = False
 
     @property
     def reads(self) -> frozenset[tuple[str, str]]:

@@ -82,6 +82,7 @@ declare(
         "rows": (1, 2, 4, 8, 16, 32),
         "unroll": (1, 2, 3, 4, 6, 8, 14, 16),
         "prefetch": (0, 1),
+        "stage": (0, 1),  # a Q8_1 x by way of shared memory
         "groups": "count",  # workgroups at most, each taking several tiles; 0: one a tile
         "subgroup": (0, 8, 16, 32, 64, 128),  # size to require where the device has it; 0: its default
     },
@@ -183,10 +184,10 @@ def shared_bytes(defines: Mapping[str, str | int]) -> int:
     rows, partials = number("COLS") * number("ROWS") * (wg // lanes), lanes // number("SUBGROUP")
     total = 4 * turns * rows * partials if partials > 1 else 0
     if number("PROLOGUE"):
-        total += number("K_UNITS") * (40 if number("PATH_INT") else 128)
+        total += max(1, number("N_USED")) * number("K_UNITS") * (40 if number("PATH_INT") else 128)
     if number("Y_TYPE"):
         total += 4 * turns * (rows >> number("GLU"))
-    if (number("PROLOGUE") or number("Y_TYPE")) and not number("REDUCE_SUBGROUP"):
+    if (number("PROLOGUE") in (1, 2) or number("Y_TYPE")) and not number("REDUCE_SUBGROUP"):
         total += 2 * 4 * wg
     elif number("PROLOGUE") == 2 and wg > number("SUBGROUP_SIZE"):
         total += 2 * 4 * ceil_div(wg, 4)
@@ -305,6 +306,8 @@ class Product:
             defines["REDUCE_SUBGROUP"] = int(subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops)
             defines["SUBGROUP_SIZE"] = subgroup if subgroup > 1 else 0
         defines |= {f"BIND_{role.upper()}": binding for binding, role in enumerate(self.extra, 3)}
+        if choice["stage"] and self.x.type == "Q8_1" and path == "int" and defines["COLS"] == 1:
+            defines["PROLOGUE"] = 3
         self._fit_shared_memory(defines, choice, ctx)
         return Build(shape, defines, required, choice["groups"], choice.source)
 
@@ -313,6 +316,9 @@ class Product:
         room = ctx.caps.max_shared_memory - code_book_bytes(self.w.type, ctx.caps)
         tiles = {"TILES": int(choice["groups"] > 0)}
         while (need := shared_bytes(defines | tiles)) > room:
+            if defines["PROLOGUE"] == 3:
+                defines["PROLOGUE"] = 0
+                continue
             if defines["COLS"] == 1:
                 raise PlanError(
                     f"[mat_vec] {self.node.name}: {defines['WG']} threads of {defines['ROWS']} rows need {need} bytes of shared memory, "
@@ -364,7 +370,6 @@ class Product:
             reason,
             nbytes=weight_bytes + nbytes(self.x) + nbytes(self.y),
             flops=2 * rows * self.k * self.n * self.n_used,
-            relay=True,
         )
 
 

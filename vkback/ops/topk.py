@@ -173,7 +173,6 @@ class TopkMoe(Op):
                 reason=choice.source,
                 nbytes=nbytes(logits) + sum(nbytes(t) for t in node.outputs),
                 flops=4 * logits.elements,
-                relay=True,
             )
         ]
 

@@ -22,15 +22,11 @@ class Slot:
 
 @dataclass
 class Schedule:
-    """Stages in order. Dispatches of one stage do not depend on each other; one barrier stands between two stages.
-
-    joined  stages without a barrier before them: their kernels wait for the stage before (vkback/plan/relay.py)
-    """
+    """Stages in order. Dispatches of one stage do not depend on each other; one barrier stands between two stages."""
 
     stages: list[list[Dispatch]]
     slots: dict[str, Slot] = field(default_factory=dict)
     activation_bytes: int = 0
-    joined: frozenset[int] = frozenset()
 
     def dispatches(self) -> Iterable[Dispatch]:
         return (d for stage in self.stages for d in stage)

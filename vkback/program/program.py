@@ -10,7 +10,6 @@ import numpy as np
 
 from vkback.device import Arena, BufferRange, Commands, Device, Kernel, KernelSpec
 from vkback.ops.base import Arg, Dispatch, PlanError, ceil_div, nbytes
-from vkback.plan.relay import LINE_WORDS, RELAY
 from vkback.plan.schedule import ALIGN, Schedule
 from vkback.shader import ShaderLibrary, Variant
 
@@ -96,15 +95,10 @@ class Program:
         rec = self.device.recorder(name, timestamps=count * repeat)
         for _ in range(repeat):
             rec.barrier()
-            if self.schedule.joined:
-                counters = self._ranges[RELAY]
-                rec.fill(counters.slice(4 * LINE_WORDS, counters.size - 4 * LINE_WORDS), 0)
-                if 1 in self.schedule.joined:
-                    rec.barrier()
             if timestamps:
                 rec.timestamp("start")
             for i, stage in enumerate(self.schedule.stages):
-                if i and (timestamps or i not in self.schedule.joined):
+                if i:
                     rec.barrier()
                 for d in stage:
                     kernel = self._kernels[d.kernel, len(d.args), len(d.push)]

@@ -7,7 +7,8 @@ values as float32 `[n, values]`, with n small enough for the cache: callers cut.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,25 +29,28 @@ def packed(*fields: tuple[str, int]) -> np.dtype[np.void]:
     return np.dtype([(name, np.uint8, (nbytes,)) for name, nbytes in fields])
 
 
+@dataclass(frozen=True)
+class Weave:
+    """Planes that trade bits: two functions that change them in place, contiguous [n, bytes] each, and undo each other."""
+
+    planes: tuple[str, ...]
+    to_device: Callable[[Mapping[str, U8]], None]
+    to_file: Callable[[Mapping[str, U8]], None]
+
+
 class Codec(ABC):
     """One type.
 
     type   what it is
     block  fields of a block in the file; of a unit of 32 weights for plain floats
     moves  planes whose bits are not in the file's order; every other plane is the field of the same name, byte for byte
-    woven  planes that trade bits after that (`weave`)
+    weave  what some planes do to each other after that
     """
 
     type: QuantType
     block: np.dtype[np.void]
     moves: ClassVar[Mapping[str, Rearrange]] = {}
-    woven: ClassVar[Sequence[str]] = ()
-
-    def weave(self, planes: Mapping[str, U8]) -> None:
-        """Lets planes trade bits after their moves, in place: contiguous [n, bytes] each."""
-
-    def unweave(self, planes: Mapping[str, U8]) -> None:
-        """Undoes `weave`."""
+    weave: ClassVar[Weave | None] = None
 
     @abstractmethod
     def decode(self, blocks: U8) -> F32:

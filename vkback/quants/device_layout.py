@@ -129,7 +129,8 @@ def repack(name: str, raw: npt.NDArray[np.uint8], k: int, out: Sequence[U8] | No
                 _copy(target[part], fields[plane.name])
             else:
                 move.to_device(fields[plane.name], target[part])
-        c.weave({plane.name: target[part] for plane, target in zip(t.planes, targets, strict=True)})
+        if c.weave:
+            c.weave.to_device({plane.name: target[part] for plane, target in zip(t.planes, targets, strict=True)})
     return planes
 
 
@@ -146,8 +147,10 @@ def unpack(name: str, planes: Sequence[npt.NDArray[np.uint8]], k: int) -> U8:
     sources = _group_planes([np.ascontiguousarray(p) for p in planes], len(blocks))
     for part in _chunks(len(blocks), c.block.itemsize):
         fields = c.fields(blocks[part])
-        pieces = {p.name: source[part].copy() if p.name in c.woven else source[part] for p, source in zip(t.planes, sources, strict=True)}
-        c.unweave(pieces)
+        pieces = {p.name: source[part] for p, source in zip(t.planes, sources, strict=True)}
+        if c.weave:
+            pieces |= {name: pieces[name].copy() for name in c.weave.planes}
+            c.weave.to_file(pieces)
         for name, piece in pieces.items():
             move = c.moves.get(name)
             if move is None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from vkback.quants import search
 from vkback.quants.bits import BIT_SQUARE, CRUMBS, NIBBLE_CHUNKS, Q2_CRUMBS, Q6_NIBBLES, Rearrange, Words, swap_digit_pairs
-from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
+from vkback.quants.codec import F32, U8, Codec, Weave, Weights, half, packed, put_half, random_half
 from vkback.quants.quant_type import Plane, QuantType
 
 SUPER = 256
@@ -188,32 +188,32 @@ def _random_pair(dm: U8, d: float, mean_q: float) -> None:
     random_half(dm[:, 2:], d * mean_q)
 
 
+def _weave_q3(planes: Mapping[str, U8]) -> None:
+    """From 2-bit fields of a unit's first half (a) and second (b) and third bits (h) to whole numbers, as in shaders/quant/q3_k.glsl."""
+    low, h = planes["qs"].view(np.uint32).reshape(len(planes["qs"]), -1, 2), planes["qh"].view(np.uint32)
+    a, b = low[..., 0], low[..., 1]
+    x = _every_byte((a, 3, 0, 0), (h, 1, 0, 2), (b, 3, 0, 3), (h, 1, 4, 5), (a, 3, 6, 6))
+    y = _every_byte((a, 3, 2, 0), (h, 1, 1, 2), (b, 3, 2, 3), (h, 1, 5, 5), (h, 1, 3, 6), (h, 1, 7, 7))
+    z = _every_byte((a, 3, 4, 0), (h, 1, 2, 2), (b, 3, 4, 3), (h, 1, 6, 5), (b, 3, 6, 6))
+    low[..., 0], low[..., 1], h[...] = x, y, z
+
+
+def _unweave_q3(planes: Mapping[str, U8]) -> None:
+    low, h = planes["qs"].view(np.uint32).reshape(len(planes["qs"]), -1, 2), planes["qh"].view(np.uint32)
+    x, y, z = low[..., 0], low[..., 1], h
+    a = _every_byte((x, 3, 0, 0), (y, 3, 0, 2), (z, 3, 0, 4), (x, 3, 6, 6))
+    b = _every_byte((x, 3, 3, 0), (y, 3, 3, 2), (z, 3, 3, 4), (z, 3, 6, 6))
+    bits = _every_byte((x, 1, 2, 0), (y, 1, 2, 1), (z, 1, 2, 2), (y, 1, 6, 3), (x, 1, 5, 4), (y, 1, 5, 5), (z, 1, 5, 6), (y, 1, 7, 7))
+    low[..., 0], low[..., 1], h[...] = a, b, bits
+
+
 class _Q3K(Codec):
     block = packed(("qh", 32), ("qs", 64), ("scales", 12), ("d", 2))
     type = QuantType(
         "Q3_K", 11, SUPER, block.itemsize, (Plane("qs", 8), Plane("qh", 4), Plane("scales", 12, SUPER), Plane("d", 2, SUPER))
     )
     moves: ClassVar[Mapping[str, Rearrange]] = {"qs": CRUMBS, "qh": BIT_SQUARE, "scales": _SCALES12}
-    woven = ("qs", "qh")
-
-    def weave(self, planes: Mapping[str, U8]) -> None:
-        # From 2-bit fields of the first half (a) and the second (b) and third bits (h) to whole numbers, as shaders/quant/q3_k.glsl has them.
-        low, h = planes["qs"].view(np.uint32).reshape(len(planes["qs"]), -1, 2), planes["qh"].view(np.uint32)
-        a, b = low[..., 0], low[..., 1]
-        x = _every_byte((a, 3, 0, 0), (h, 1, 0, 2), (b, 3, 0, 3), (h, 1, 4, 5), (a, 3, 6, 6))
-        y = _every_byte((a, 3, 2, 0), (h, 1, 1, 2), (b, 3, 2, 3), (h, 1, 5, 5), (h, 1, 3, 6), (h, 1, 7, 7))
-        z = _every_byte((a, 3, 4, 0), (h, 1, 2, 2), (b, 3, 4, 3), (h, 1, 6, 5), (b, 3, 6, 6))
-        low[..., 0], low[..., 1], h[...] = x, y, z
-
-    def unweave(self, planes: Mapping[str, U8]) -> None:
-        low, h = planes["qs"].view(np.uint32).reshape(len(planes["qs"]), -1, 2), planes["qh"].view(np.uint32)
-        x, y, z = low[..., 0], low[..., 1], h
-        a = _every_byte((x, 3, 0, 0), (y, 3, 0, 2), (z, 3, 0, 4), (x, 3, 6, 6))
-        b = _every_byte((x, 3, 3, 0), (y, 3, 3, 2), (z, 3, 3, 4), (z, 3, 6, 6))
-        bits = _every_byte(
-            (x, 1, 2, 0), (y, 1, 2, 1), (z, 1, 2, 2), (y, 1, 6, 3), (x, 1, 5, 4), (y, 1, 5, 5), (z, 1, 5, 6), (y, 1, 7, 7)
-        )  # fmt: skip
-        low[..., 0], low[..., 1], h[...] = a, b, bits
+    weave = Weave(("qs", "qh"), _weave_q3, _unweave_q3)
 
     def decode(self, blocks: U8) -> F32:
         b = self.fields(blocks)
