@@ -61,12 +61,13 @@ def measure(
 
     if warmup:
         note("warm-up")
-        begun = clock()
-        while True:
+        begun = None  # the first turn compiles and records, while the GPU idles: it does not count
+        while begun is None or clock() - begun < WARMUP_NS:
             engine.reset()
             go(min(test.n_gen, WARMUP_TOKENS))
-            if engine.device.caps.device_type == "cpu" or clock() - begun >= WARMUP_NS:
+            if engine.device.caps.device_type == "cpu":
                 break
+            begun = begun or clock()
     samples = []
     for i in range(repetitions):
         note(f"run {i + 1}/{repetitions}")

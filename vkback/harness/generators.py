@@ -157,8 +157,8 @@ def _fused_products() -> Cases:
         for act in ("f32", "q8_1") if quant in INT_QUANTS else ("f32",):
             for (roles, glu), n in product((*PLAIN_FUSIONS, *EXPERT_FUSIONS), (1, 2, 4, 8) if quant in BASE else (1, 4)):
                 yield fused_product_case(quant, 100, n, 256, roles, glu=glu, act=act)
-            for m in (2, 4, 8):
-                yield fused_product_case(quant, m, 2, 256, ("bias",), glu=True, act=act)
+            for m in (2, 4, 8):  # many tokens: a few values may be small by chance, and their NMSE large
+                yield fused_product_case(quant, m, 16, 256, ("bias",), glu=True, act=act)
             for roles, glu in NORM_FUSIONS:
                 yield fused_product_case(quant, 130, 1, 512, roles, glu=glu, act=act)
             for roles, n in product(((), ("ids",)), (1, 3)):
