@@ -12,9 +12,6 @@ from vkback.ops.base import pack_push
 from vkback.shader import ShaderLibrary, Variant
 
 UNROLL = 4
-WARM_S = 0.8
-"""An H200 that has been idle reads at less than half its rate for the first 0.3 to 0.6 s."""
-
 SEED = 0x9E3779B9
 
 
@@ -61,7 +58,7 @@ def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None
             rec.timestamp("end")
             commands = rec.finish()
             times = []
-            warm_up(device, commands, WARM_S if best.groups == 0 else 0.02)
+            warm_up(device, commands, 0.02)
             for _ in range(3):
                 device.submit(commands).wait()
                 (_, start), (_, end) = commands.timestamps()

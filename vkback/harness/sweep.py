@@ -553,7 +553,7 @@ class Sweep:
         # Of a stack of experts a launch reads those that are chosen.
         read = min(1.0, job.product.n * job.product.used / job.product.experts) if job.product.experts else 1.0
         with Bench(self.device, self.library, prepared.problem, context, cold_bytes=int(self.cold_bytes / read)) as bench:
-            bench.lap(job.context(self.ctx, before), chained=True, repetitions=1, warm_s=0.1)
+            bench.lap(job.context(self.ctx, before), chained=True, repetitions=1)
             self._try(search, bench, prepared.want, self._starts(job), deadline)
             if before not in search.laps:
                 raise SweepError(

@@ -451,8 +451,8 @@ def product_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance
     """One bound for all products. q8_in: x is rounded on the way; an x that comes as Q8_1 the reference sees as it is.
 
     Rounding to q8_1 has a step of amax/127: on uniform data an NMSE of (1/127)^2/12 * 3 = 1.5e-5, on Gaussian data about 4e-5, once for
-    activations and once more where the output is stored so. In a GLU the gate's error goes through silu, which passes it on at up to twice its
-    size, four times in the square: (4 gate + 1 up + 1 output) * 4e-5 = 2.4e-4, and over a few dozen values twice that by chance.
+    activations and once more where the output is stored so. In a GLU the gate's error goes through silu, which passes it on at up to
+    twice its size, four times in the square: (4 gate + 1 up + 1 output) * 4e-5 = 2.4e-4, over a few dozen values twice that by chance.
     """
     if glu and (q8_in or q8_out):
         return Tolerance(5e-4, 0.25, "8-bit activations through silu(gate) * up: six times 4e-5, and as much again for few values")

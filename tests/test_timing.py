@@ -1,0 +1,57 @@
+"""Warm-up before a timing: how long the device is kept busy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from vkback.device import Commands, Device
+from vkback.harness import timing
+
+
+class Clockwork:
+    """A device whose every submission takes 10 ms of a clock that nothing else moves."""
+
+    def __init__(self, kind: str) -> None:
+        self.caps = SimpleNamespace(device_type=kind)
+        self.now = 100.0
+        self.submissions = 0
+
+    def submit(self, commands: object) -> Any:
+        self.submissions += 1
+        self.now += 0.01
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def start(kind: str) -> Clockwork:
+        device = Clockwork(kind)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: device.now)
+        return device
+
+    return start
+
+
+def warm_up(device: Clockwork, seconds: float) -> float:
+    """Seconds that a warm-up keeps the device busy."""
+    before = device.now
+    timing.warm_up(cast(Device, device), cast(Commands, None), seconds)
+    return device.now - before
+
+
+def test_an_idle_gpu_is_kept_busy_until_its_clocks_are_up(busy: Any) -> None:
+    device = busy("discrete")
+    assert warm_up(device, 0.05) == pytest.approx(timing.RISE_S, abs=0.011)
+    assert warm_up(device, 0.05) == pytest.approx(0.05, abs=0.011), "it was busy a moment ago"
+    device.now += timing.IDLE_S + 0.1
+    assert warm_up(device, 0.05) == pytest.approx(timing.RISE_S, abs=0.011)
+    assert warm_up(device, 2.0) == pytest.approx(2.0, abs=0.011), "never less than what was asked for"
+
+
+def test_a_cpu_driver_runs_once(busy: Any) -> None:
+    device = busy("cpu")
+    warm_up(device, 0.05)
+    assert device.submissions == 1
