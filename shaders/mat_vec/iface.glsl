@@ -27,7 +27,9 @@ layout(std430, set = 0, binding = 1) readonly buffer XQuads { uvec4 x4[]; };
 layout(std430, set = 0, binding = 1) readonly buffer XPairs { uvec2 x2[]; };
 #endif
 
-#if Y_TYPE == Y_F32
+#if TOPK
+layout(std430, set = 0, binding = 2) coherent buffer YFloats { float y1[]; };
+#elif Y_TYPE == Y_F32
 layout(std430, set = 0, binding = 2) writeonly buffer YFloats { float y1[]; };
 #else
 layout(std430, set = 0, binding = 2) writeonly buffer YWords { uint y_words[]; };
@@ -47,4 +49,9 @@ layout(std430, set = 0, binding = BIND_IDS) readonly buffer Ids { int ids[]; };
 #endif
 #ifdef BIND_EXPERT_WEIGHTS
 layout(std430, set = 0, binding = BIND_EXPERT_WEIGHTS) readonly buffer ExpertWeights { float expert_weight[]; };
+#endif
+#if TOPK
+layout(std430, set = 0, binding = BIND_TOPK) writeonly buffer ChosenWeights { float chosen_weights[]; };
+layout(std430, set = 0, binding = BIND_TOPK + 1) writeonly buffer ChosenIds { int chosen_ids[]; };
+layout(std430, set = 0, binding = BIND_TOPK + 2) coherent buffer Tickets { uint tickets[]; };
 #endif

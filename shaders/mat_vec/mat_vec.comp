@@ -10,6 +10,7 @@
 //              as one long row, each with its weight
 //   GLU        1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
 //              clamped form, SWIGLU_OAI
+//   TOPK       1: y are the logits of a router; the last workgroup to arrive chooses the experts (topk/choose.glsl)
 //   ROWS_FULL  1: tiles end where the matrix ends, so that no row number needs a bound
 //   Y_TYPE     Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
 #extension GL_EXT_control_flow_attributes : require
@@ -34,7 +35,7 @@ layout(local_size_x = WG) in;
 #define WG_SIZE WG
 #define REDUCE_GROUPS 1
 #define QUANTIZES (PROLOGUE == 1 || PROLOGUE == 2)
-#if QUANTIZES || Y_TYPE == Y_Q8_1
+#if QUANTIZES || Y_TYPE == Y_Q8_1 || TOPK
 #include "common/reduce.glsl"
 #if Y_TYPE == Y_F32
 #define Q8_1_PACK_ONLY
@@ -278,6 +279,12 @@ float row_total(uint tid, uint turn, uint r, uint c) {
 
 #include "mat_vec/epilogue.glsl"
 
+#if TOPK
+#define LOGIT(token, e) y1[e]
+#include "common/ticket.glsl"
+#include "topk/choose.glsl"
+#endif
+
 void main() {
     const uint tid = gl_LocalInvocationIndex;
     const uint groups = gl_NumWorkGroups.x * gl_NumWorkGroups.y;
@@ -334,4 +341,7 @@ void main() {
         first_row = next_row;
         turn ^= TILES;
     }
+#if TOPK
+    if (last_to_arrive(0u, min(groups, tiles))) choose_experts(tid, 0u, TOPK_SCALE);
+#endif
 }

@@ -17,6 +17,7 @@ from vkback.ops.base import OPS, Case, LowerContext, Problem
 from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case, split_case
 from vkback.ops.moe_reduce import MoeReduce
 from vkback.ops.mul_mat import batched_case
+from vkback.ops.router import router_case
 
 Params = Mapping[str, Any]
 Change = Callable[[Problem], Problem]
@@ -283,6 +284,9 @@ FACTORIES: dict[str, Callable[[Params], Case]] = {
     "ATTN_DECODE": _attn_decode,
     "SAMPLE": _sample,
     "TOPK_MOE": _topk_moe,
+    "MOE_ROUTER": lambda p: router_case(
+        p["n_expert"], p["k"], p["n_used"], bool(p["norm"]), p["gating"], bool(p["bias"]), p.get("seed", 1)
+    ),
     "SOFT_MAX": lambda p: soft_max.SoftMax().case(p["ne"], bool(p.get("mask", 0)), seed=p.get("seed", 37)),
     "SUM_ROWS": lambda p: soft_max.SumRows().case(p["ne"], seed=p.get("seed", 41)),
     "ARGSORT": lambda p: argsort.ArgSort().case(p["ne"], p["order"], seed=p.get("seed", 43)),

@@ -357,6 +357,11 @@ def _choices() -> Cases:
             "TOPK_MOE",
             {"n": n, "n_expert": n_expert, "n_used": used, "norm": norm, "gating": gating, "scale": scale, "ties": ties, "seed": 1},
         )
+    for (n_expert, used), k, (gating, norm), bias in product(
+        ((8, 2), (9, 9), (32, 4), (128, 8), (256, 8), (512, 10)), (256, 2048, 2880),
+        (("softmax", 0), ("softmax", 1), ("softmax_weight", 0), ("sigmoid", 1)), (0, 1),
+    ):  # fmt: skip
+        yield make_case("MOE_ROUTER", {"n_expert": n_expert, "k": k, "n_used": used, "norm": norm, "gating": gating, "bias": bias})
     for n, used, m in product((1, 3, 33), (1, 4), (1, 33, 768, 2880)):
         yield make_case("ADD_ID", {"n_expert": 32, "n_used": used, "m": m, "n": n})
     for n, used, m, residual in product((1, 3, 33), (1, 2, 8, 32), (1, 33, 768, 2880), (0, 1)):

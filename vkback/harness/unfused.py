@@ -8,6 +8,7 @@ from math import prod
 
 from vkback.graph import Node, Tensor
 from vkback.ops.base import OPS, LowerContext, Tolerance
+from vkback.ops.router import choice_of, product_of
 
 ROPE_KEYS = ("mode", "n_dims", "freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow", "n_ctx_orig")
 
@@ -87,12 +88,18 @@ def _attn_decode(node: Node) -> list[Node]:
     return [stored, Node("FLASH_ATTN_EXT", (q, cache_k, cache_v, pos, *extra[plain:]), node.outputs[:1], params)]
 
 
+def _moe_router(node: Node) -> list[Node]:
+    product = product_of(node)
+    return [*_mat_vec(product), choice_of(node, product.outputs[0])]
+
+
 UNFUSED: Mapping[str, Callable[[Node], list[Node]]] = {
     "MAT_VEC": _mat_vec,
     "RMS_NORM_MUL": _rms_norm_mul,
     "ADD_RMS_NORM_MUL": _rms_norm_mul,
     "QKV_ROPE_SET_ROWS": _qkv_rope_set_rows,
     "ATTN_DECODE": _attn_decode,
+    "MOE_ROUTER": _moe_router,
 }
 
 

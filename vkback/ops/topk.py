@@ -21,6 +21,7 @@ from vkback.ops.base import (
     Arg,
     Array,
     Case,
+    Choice,
     Dispatch,
     LowerContext,
     Op,
@@ -46,7 +47,7 @@ declare(
 )
 
 ROUTER_SHARED = 12
-"""Bytes of shared memory an expert takes in shaders/topk/router.comp, keys, logits and candidates together."""
+"""Bytes of shared memory an expert takes in shaders/topk/choose.glsl, keys, logits and candidates together."""
 
 
 def argmax_dispatch(node: Node, ctx: LowerContext, logits: Tensor, results: Sequence[Arg], extra: Defines, capacity: int) -> Dispatch:
@@ -136,11 +137,36 @@ GATES: Mapping[tuple[str, bool], int] = {
 """GATE of shaders/topk/router.comp by gating and norm. A softmax over all divided by the sum of the chosen is one over the chosen."""
 
 
+def topk_choice(node: Node, logits: Tensor, ctx: LowerContext) -> Choice:
+    n, n_expert = logits.shape
+    return ctx.tuning.pick("topk_moe", n_expert=n_expert, n_used=node.params["n_used"], n=n)
+
+
+def choice_defines(node: Node, logits: Tensor, ctx: LowerContext) -> Defines:
+    """Defines of shaders/topk/choose.glsl for a node with TOPK_MOE's params. Raises PlanError for an unknown gating or too many experts."""
+    n_expert, n_used = logits.shape[-1], node.params["n_used"]
+    gate = GATES.get((node.params["gating"], bool(node.params["norm"])))
+    if gate is None:
+        known = ", ".join(sorted({g for g, _ in GATES}))
+        raise PlanError(f"[topk] {node.name}: unknown gating {node.params['gating']!r}, expected one of {known}")
+    if not 1 <= n_used <= n_expert:
+        raise PlanError(f"[topk] {node.name}: {n_used} of {n_expert} experts; expected at least 1 and at most all of them")
+    if TopkMoe.shared_bytes(n_expert, n_used) > ctx.caps.max_shared_memory:
+        raise PlanError(f"[topk] {node.name}: {n_expert} experts do not fit the {ctx.caps.max_shared_memory} bytes of shared memory")
+    block = min(topk_choice(node, logits, ctx)["block"], ceil_div(n_expert, 4) * 4)
+    return {"EXPERTS": n_expert, "USED": n_used, "BLOCK": block, "GATE": gate}
+
+
 @register
 class TopkMoe(Op):
     """The router of a mixture of experts; see the module's text."""
 
     name = "TOPK_MOE"
+
+    @staticmethod
+    def shared_bytes(n_expert: int, n_used: int) -> int:
+        """Shared memory of shaders/topk/choose.glsl, with room for a reduction."""
+        return ROUTER_SHARED * n_expert + 8 * n_used + 1024
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return REFERENCES["TOPK_MOE"](inputs, params)
@@ -148,20 +174,10 @@ class TopkMoe(Op):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         logits = node.inputs[0]
         n, n_expert = logits.shape
-        n_used = node.params["n_used"]
-        gate = GATES.get((node.params["gating"], bool(node.params["norm"])))
-        if gate is None:
-            known = ", ".join(sorted({g for g, _ in GATES}))
-            raise PlanError(f"[topk] {node.name}: unknown gating {node.params['gating']!r}, expected one of {known}")
-        if not 1 <= n_used <= n_expert:
-            raise PlanError(f"[topk] {node.name}: {n_used} of {n_expert} experts; expected at least 1 and at most all of them")
-        if ROUTER_SHARED * n_expert + 8 * n_used + 1024 > ctx.caps.max_shared_memory:
-            raise PlanError(f"[topk] {node.name}: {n_expert} experts do not fit the {ctx.caps.max_shared_memory} bytes of shared memory")
-        choice = ctx.tuning.pick("topk_moe", n_expert=n_expert, n_used=n_used, n=n)
+        choice = topk_choice(node, logits, ctx)
         wg = workgroup_size(ctx.caps, choice["wg_size"], n_expert)
         reduce, subgroup = reduction(ctx.caps, wg)
-        block = min(choice["block"], ceil_div(n_expert, 4) * 4)
-        defines: Defines = {**reduce, "EXPERTS": n_expert, "USED": n_used, "BLOCK": block, "GATE": gate}
+        defines: Defines = {**reduce, **choice_defines(node, logits, ctx)}
         return [
             Dispatch(
                 kernel=Variant("topk/router.comp", tuple(sorted(defines.items())), (), subgroup),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from vkback.graph import Graph, Node, Recipe, Tensor
 from vkback.ops.base import LowerContext, declare
 from vkback.ops.mat_vec import FUSED_ROLES, path_for, prologue_problem
+from vkback.ops.router import TOPK_PARAMS, router_problem
 
 declare(
     "schedule",
@@ -21,6 +22,7 @@ declare(
         "norm": ("prologue", "stage"),
         "rope": ("attention", "stage"),
         "quantize": ("producer", "stage"),
+        "router": ("product", "stage"),  # the choice of experts: by the last workgroup of the product, or by itself
     },
 )
 
@@ -80,6 +82,8 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     nodes = pack_qkv(nodes, n == 1 and choice["rope"] == "attention")
     if n == 1 and choice["norm"] == "prologue":
         nodes = norms_into_prologue(nodes, outputs, ctx)
+    if choice["router"] == "product":
+        nodes = fuse_router(nodes, outputs, ctx)
     return quantize_activations(nodes, outputs, ctx, by_producer=choice["quantize"] == "producer")
 
 
@@ -345,6 +349,21 @@ def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext)
             nodes = [new if n is r else n for n in nodes]
         index = Index(nodes, outputs)
     return nodes
+
+
+def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """MAT_VEC with its norm, read by TOPK_MOE alone -> MOE_ROUTER."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        product = index.made_by(node.inputs[0], "MAT_VEC") if node.op == "TOPK_MOE" else None
+        if product is None or product.params["roles"] not in (("w", "x", "norm"), ("w", "x", "norm", "bias")):
+            return None
+        if product.params.get("glu") or "rows_total" in product.params or router_problem(product.inputs[0], product.inputs[1], ctx):
+            return None
+        params = {k: product.params[k] for k in ("roles", "eps")} | {k: node.params[k] for k in TOPK_PARAMS}
+        return [product, node], Node("MOE_ROUTER", product.inputs, node.outputs, params)
+
+    return _rewrite(nodes, outputs, match)
 
 
 QUANTIZING = frozenset({"RMS_NORM_MUL", "SWIGLU", "SWIGLU_OAI", "FLASH_ATTN_EXT", "ATTN_DECODE"})

@@ -1,0 +1,109 @@
+"""MOE_ROUTER: norm, product with the router's weight, and the choice of experts in one launch (shaders/mat_vec with TOPK).
+
+    MOE_ROUTER(w [n_expert, k], x F32 [1, k], norm F32 [k], bias F32 [n_expert] or none) -> weights F32 [1, n_used], ids I32 [1, n_used]
+              params: roles and eps as MAT_VEC has them; n_used, norm, gating, scale as TOPK_MOE has them
+
+The workgroups of the product draw tickets; the last to finish reads all logits and chooses. Nobody waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, nbytes, register, shards
+from vkback.ops.mat_vec import MatVec, Product, path_for, shared_bytes, weight
+from vkback.ops.topk import TopkMoe, choice_defines
+
+TOPK_PARAMS = ("n_used", "norm", "gating", "scale")
+
+
+def product_of(node: Node) -> Node:
+    """The product that the experts are chosen by: the logits, F32 [1, n_expert]."""
+    logits = Tensor(f"{node.name}.logits", "F32", (1, node.inputs[0].shape[0]))
+    return Node("MAT_VEC", node.inputs, (logits,), {k: node.params[k] for k in ("roles", "eps")})
+
+
+def choice_of(node: Node, logits: Tensor) -> Node:
+    """The choice by these logits."""
+    return Node("TOPK_MOE", (logits,), node.outputs, {k: node.params[k] for k in TOPK_PARAMS})
+
+
+def router_problem(w: Tensor, x: Tensor, ctx: LowerContext) -> str:
+    """Why a router's product and its choice cannot be one launch; "" when they can."""
+    if x.shape[0] != 1:
+        return f"it takes one token, got {x.shape[0]}"
+    if path_for(w.type, w.shape[0], w.shape[1], 1, 0, ctx)[0] != "float":
+        return f"logits of {w.type} weights are rounded to 8 bits on the way"
+    if len(shards(w, ctx.caps)) != 1:
+        return f"{w} does not fit one storage buffer"
+    return ""
+
+
+@register
+class MoeRouter(Op):
+    """See the module's text."""
+
+    name = "MOE_ROUTER"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        (logits,) = MatVec().reference(inputs, {"roles": params["roles"], "eps": params["eps"]})
+        return TopkMoe().reference([logits], params)
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        problem = router_problem(node.inputs[0], node.inputs[1], ctx)
+        if problem:
+            raise PlanError(f"[router] {node.name}: product and choice cannot be one launch: {problem}; give the choice a node of its own")
+        product = Product.of(product_of(node))
+        build = product.build("float", 2, ctx)
+        chosen = choice_defines(node, product.y, ctx)
+        bindings = 3 + len(product.extra)
+        defines = {**build.defines, **chosen, "TOPK": 1, "TOPK_SCALE": repr(float(node.params["scale"])), "BIND_TOPK": bindings}
+        need = shared_bytes(build.defines) + TopkMoe.shared_bytes(product.m, node.params["n_used"])
+        if need > ctx.caps.max_shared_memory:
+            raise PlanError(
+                f"[router] {node.name}: {product.m} experts need {need} bytes of shared memory, {ctx.caps.name} has "
+                f"{ctx.caps.max_shared_memory}; {build.source} asks for too much"
+            )
+        (shard,) = shards(product.w, ctx.caps)
+        launch = product.dispatch(dataclasses.replace(build, defines=defines), 0, shard, 1, f"{build.shape.wg} threads: {build.source}")
+        tickets = Tensor(f"{node.name}.tickets", "I32", (1,), "counter")
+        weights, ids = node.outputs
+        return [
+            dataclasses.replace(
+                launch, args=(*launch.args, Arg(weights, "w"), Arg(ids, "w"), Arg(tickets, "rw")), op=node.op, label=node.name,
+                nbytes=launch.nbytes + nbytes(weights) + nbytes(ids),
+            )
+        ]  # fmt: skip
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-9, 1e-4, "f32 sums put logits of up to 20 off by 20 * sqrt(k) * 2^-24, about 5e-5: the error of their exp")
+
+    def cases(self) -> Iterator[Case]:
+        for seed, (n_expert, k, n_used, norm, gating, bias) in enumerate(
+            ((128, 2048, 8, True, "softmax", False), (32, 2880, 4, False, "softmax_weight", True), (60, 512, 4, False, "softmax", False),
+             (9, 256, 9, True, "sigmoid", False), (257, 256, 8, False, "sigmoid", True)),
+            1,
+        ):  # fmt: skip
+            yield router_case(n_expert, k, n_used, norm, gating, bias, seed)
+
+
+def router_case(n_expert: int, k: int, n_used: int, norm: bool, gating: str, bias: bool, seed: int) -> Case:
+    """Logits are about 3 in size; that two of the best come within rounding of each other is as good as impossible."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        w, x = weight("w", "F32", (n_expert, k)), Tensor("x", "F32", (1, k), "input")
+        extra = [Tensor("norm", "F32", (k,), "weight"), *([Tensor("bias", "F32", (n_expert,), "weight")] if bias else [])]
+        outs = (Tensor("weights", "F32", (1, n_used)), Tensor("ids", "I32", (1, n_used)))
+        roles = ("w", "x", "norm", *(("bias",) if bias else ()))
+        params = {"roles": roles, "eps": 1e-5, "n_used": n_used, "norm": norm, "gating": gating, "scale": 1.5}
+        values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in (x, *extra)}
+        values["w"] = (3 / np.sqrt(k) * rng.standard_normal((n_expert, k))).astype(np.float32).view(np.uint8).reshape(n_expert, -1)
+        return Problem(Node("MOE_ROUTER", (w, x, *extra), outs, params), values)
+
+    shown = {"n_expert": n_expert, "k": k, "n_used": n_used, "norm": norm, "gating": gating, "bias": bias, "seed": seed}
+    return Case("MOE_ROUTER", shown, make, seed)
