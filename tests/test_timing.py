@@ -9,6 +9,7 @@ import pytest
 
 from vkback.device import Commands, Device
 from vkback.harness import timing
+from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
 
 
 class Clockwork:
@@ -55,3 +56,11 @@ def test_a_cpu_driver_runs_once(busy: Any) -> None:
     device = busy("cpu")
     warm_up(device, 0.05)
     assert device.submissions == 1
+
+
+def test_of_a_stack_of_experts_a_launch_reads_those_chosen() -> None:
+    assert timing.read_share(mul_mat_case("Q4_K", 16, 1, 256).build().node) == 1.0
+    assert timing.read_share(mul_mat_id_case("Q4_K", 16, 4, 8, 1, 256, shared=True).build().node) == 0.25
+    assert timing.read_share(mul_mat_id_case("Q4_K", 4, 2, 8, 5, 256, shared=True).build().node) == 1.0
+    summed = fused_case("Q4_K", 8, 256, 1, ("ids", "expert_weights"), experts=6, used=3)
+    assert timing.read_share(summed.build().node) == 0.5

@@ -550,9 +550,7 @@ class Sweep:
         present, _ = self._said(job, cast(Tuning, self.ctx.tuning))
         search = _Search(job)
         context = job.context(self.ctx)
-        # Of a stack of experts a launch reads those that are chosen.
-        read = min(1.0, job.product.n * job.product.used / job.product.experts) if job.product.experts else 1.0
-        with Bench(self.device, self.library, prepared.problem, context, cold_bytes=int(self.cold_bytes / read)) as bench:
+        with Bench(self.device, self.library, prepared.problem, context, cold_bytes=self.cold_bytes) as bench:
             bench.lap(job.context(self.ctx, before), chained=True, repetitions=1)
             self._try(search, bench, prepared.want, self._starts(job), deadline)
             if before not in search.laps:

@@ -34,6 +34,15 @@ MOST_LAUNCHES = 2000
 SCRATCH_BYTES = 64 << 20
 
 
+def read_share(node: Node) -> float:
+    """The part of a node's weights that one launch reads: of a stack of experts those that are chosen."""
+    stacks = [t for t in node.inputs if t.kind == "weight" and len(t.shape) == 3]
+    chosen = [t for t in node.inputs if t.type == "I32" and len(t.shape) == 2]
+    if not stacks or not chosen:
+        return 1.0
+    return min(1.0, prod(chosen[0].shape) / stacks[0].shape[0])
+
+
 @dataclass(frozen=True)
 class Lap:
     """Microseconds a launch: median over repetitions, the spread (half the range between first and third quartile), each repetition."""
@@ -109,7 +118,8 @@ class Bench:
         sizes = {t.name: [s.layout.nbytes for s in shards(t, ctx.caps)] if t.kind == "weight" else [nbytes(t)] for t in heavy}
         one = sum(map(sum, sizes.values()))
         room = device.free_memory() // 2
-        self.copies = max(1, min(256, -(-cold_bytes // one), room // one)) if heavy else 1
+        touched = max(1, int(one * read_share(problem.node)))
+        self.copies = max(1, min(256, -(-cold_bytes // touched), room // one)) if heavy else 1
         pieces = sum(map(len, sizes.values()))
         self._arena = device.arena("timing", self.copies * (one + 512 * pieces) + sum(nbytes(t) + 512 for t in light) + 1, "device")
         self._scratch = device.arena("timing scratch", SCRATCH_BYTES, "device")
