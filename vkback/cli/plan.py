@@ -27,7 +27,7 @@ def plan(
     device: DeviceOption = None,
     profile: Annotated[str | None, typer.Option(help="Plan for a recorded device instead, as nvidia_h200_linux, or a file.")] = None,
     tokens: Annotated[int, typer.Option("-t", "--tokens", min=1, help="Tokens of the batch.")] = 1,
-    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: the model's own].")] = None,
+    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as trained, at most 4096].")] = None,
     depth: Annotated[int, typer.Option("-d", "--depth", min=0, help="Rows of the cache in use before the batch.")] = 0,
     head: Annotated[str, typer.Option(help="Logits of the last token, none or all.")] = "last",
     fusion: Annotated[str, typer.Option(help="all or none.")] = "all",
@@ -56,7 +56,7 @@ def plan(
         opened = Model.open(path)
         here = stack.enter_context(Device.open(device)) if profile is None else None
         caps = here.caps if here else Capabilities.from_profile(profile or "")
-        nodes = opened.graph(tokens, ctx or opened.hp.n_ctx_train, head=wanted)
+        nodes = opened.graph(tokens, ctx or max(opened.default_n_ctx, depth + tokens), head=wanted)
         schedule = planner.plan(nodes, LowerContext(caps, Tuning.for_device(caps), act_of(act)), fusion=fusion)
         library = ShaderLibrary()
         costs = device_costs(here, library) if here else profile_costs(profile or "", caps)

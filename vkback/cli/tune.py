@@ -107,7 +107,7 @@ def of_model(model: str, tokens: int, ctx: LowerContext) -> Iterator[tuple[Produ
     from vkback.plan.fuse import fuse
 
     opened = Model.open(model_path(model))
-    graph = opened.graph(tokens, opened.hp.n_ctx_train, head="last")
+    graph = opened.graph(tokens, opened.default_n_ctx, head="last")
     nodes = live(fuse(graph, ctx), graph.outputs)
     yield from Counter(Product.of(n) for n in nodes if n.op == "MAT_VEC").items()
 

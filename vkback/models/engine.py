@@ -135,7 +135,7 @@ class Engine:
         if n_ctx is not None and n_ctx < 1:
             raise EngineError(f"[engine] n_ctx is {n_ctx}, expected at least 1")
         model = Model.open(path)
-        rows = n_ctx or min(model.hp.n_ctx_train, 4096)
+        rows = n_ctx or model.default_n_ctx
         opened = device if isinstance(device, Device) else Device.open(device)
         try:
             engine = cls(model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress)

@@ -56,6 +56,10 @@ def build_graph(hp: HParams, n_tokens: int, n_ctx: int, *, head: Head) -> Graph:
     return ARCHITECTURES[hp.arch].build_graph(hp, n_tokens, n_ctx, head=head)
 
 
+DEFAULT_N_CTX = 4096
+"""Enough for a conversation; a model trained on 131072 would fill a GPU with its cache alone."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A file whose hyperparameters and tensors have been checked against its architecture."""
@@ -82,6 +86,11 @@ class Model:
 
     def graph(self, n_tokens: int, n_ctx: int, *, head: Head) -> Graph:
         return build_graph(self.hp, n_tokens, n_ctx, head=head)
+
+    @property
+    def default_n_ctx(self) -> int:
+        """Rows of the KV cache unless somebody asks for others: the trained context, at most DEFAULT_N_CTX."""
+        return min(self.hp.n_ctx_train, DEFAULT_N_CTX)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
