@@ -236,6 +236,16 @@ def test_vkbench_takes_llama_bench_s_flags(
     assert first["command"].startswith("vkbench -m demo-moe")
 
 
+def test_logits_to_host_is_feeding_random_tokens(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, bench.main, "tg3", "-r", "1", "-m", "demo-dense", "--no-warmup", "--logits-to-host", "-oe", "jsonl") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(err)["feed"] == "random"
+    assert "feed" in out.splitlines()[1]
+    assert [name for name, *_ in engine.calls].count("decode_logits") == 3
+
+
 def test_kept_tables_say_when_where_and_how(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -66,6 +66,9 @@ def bench(
     device: DeviceOption = None,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
     feed: Annotated[str, typer.Option(help="self: generate as in use; random: random tokens one by one, as llama-bench does.")] = "self",
+    to_host: Annotated[
+        bool, typer.Option("--logits-to-host", help="One submit a token and all its logits read back: the same as --feed random.")
+    ] = False,
     read_rate: Annotated[
         float | None, typer.Option(min=0.0, help="GB/s that 100 % read stands for; without it measured, with 0 the column is left out.")
     ] = None,
@@ -76,6 +79,7 @@ def bench(
     tests = plan_tests(names or [], prompts or [], gens or [], pairs or [], depths or [])
     files = [model_path(m) for m in models] if models else paths.builtin_models()
     acts = [act_of(a) for a in act.split(",")]
+    feed = "random" if to_host else feed
     settings = Settings(
         repetitions=repetitions,
         device=device,
