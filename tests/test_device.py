@@ -866,15 +866,20 @@ def test_timestamps(device: Device, arena: Arena, spirv: dict[str, bytes]) -> No
     with pytest.raises(DeviceError, match=r"'timed' was never submitted, so it has no timestamps"):
         commands.timestamps()
     device.submit(commands).wait()  # a first run may hold a driver's late compilation
-    for _ in range(2):
+    shortest = []
+    for _ in range(4):
         begin = time.perf_counter_ns()
         device.submit(commands).wait()
         wall = time.perf_counter_ns() - begin
         labels, times = zip(*commands.timestamps(), strict=True)
         assert labels == ("start", "short", "long")
         short, long = np.diff(times)
-        assert 0 < short < long
+        assert short > 0
+        assert long > 0
         assert short + long <= wall
+        shortest.append((short, long))
+    short, long = np.min(shortest, axis=0)  # a busy machine may stop either for a while, not every time
+    assert short < long
     commands.destroy()
 
 

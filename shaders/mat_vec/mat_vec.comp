@@ -59,23 +59,6 @@ layout(local_size_x = WG) in;
 
 float acc[ROWS][COLS];
 
-#if PATH_INT
-float ints_dot(uint q[8], vec2 scale, vec2 bias, Act a) {
-    int lo = 0, hi = 0;
-    [[unroll]] for (int i = 0; i < 4; i++) {
-        lo += dot4(q[i], a.q[i]);
-        hi += dot4(q[i + 4], a.q[i + 4]);
-    }
-  #if UNIT_HALVES
-    return a.d * (scale.x * float(lo) + scale.y * float(hi)) - dot(bias, a.sum);
-  #elif UNIT_BIAS
-    return a.d * (scale.x * float(lo + hi)) - bias.x * (a.sum.x + a.sum.y);
-  #else
-    return a.d * (scale.x * float(lo + hi));
-  #endif
-}
-#endif
-
 // Row of x for column c; columns past the last token read it again and are not stored.
 uint token_row(uint x_row, uint c) {
 #if COLS > 1
@@ -86,26 +69,54 @@ uint token_row(uint x_row, uint c) {
 }
 
 #if PATH_INT
-// Adds one unit of row r times that of token c. For several tokens the compiler decodes it once.
-void add_row(uint r, uint c, UnitRaw raw, Act a, float weight) {
-  #ifdef UNIT_DOT
-    acc[r][c] += weight * UNIT_DOT * a.d * unit_dot(raw, a.q, a.int_sum);
+// A unit as far as it is the same for every token, and its product with x.
+#ifdef UNIT_DOT
+struct Unit { uint q[UNIT_WORDS]; };
+
+Unit decoded(UnitRaw raw) {
+    Unit u;
+    unit_words(raw, u.q);
+    return u;
+}
+
+float product(UnitRaw raw, Unit u, Act a) {
+    return UNIT_DOT * a.d * unit_dot(raw, u.q, a.q, a.int_sum);
+}
+#else
+struct Unit { uint q[8]; vec2 scale, bias; };
+
+Unit decoded(UnitRaw raw) {
+    Unit u;
+    unit_ints(raw, u.q, u.scale, u.bias);
+    return u;
+}
+
+float product(UnitRaw raw, Unit u, Act a) {
+    int lo = 0, hi = 0;
+    [[unroll]] for (int i = 0; i < 4; i++) {
+        lo += dot4(u.q[i], a.q[i]);
+        hi += dot4(u.q[i + 4], a.q[i + 4]);
+    }
+  #if UNIT_HALVES
+    return a.d * (u.scale.x * float(lo) + u.scale.y * float(hi)) - dot(u.bias, a.sum);
+  #elif UNIT_BIAS
+    return a.d * (u.scale.x * float(lo + hi)) - u.bias.x * (a.sum.x + a.sum.y);
   #else
-    uint q[8];
-    vec2 scale, bias;
-    unit_ints(raw, q, scale, bias);
-    acc[r][c] += weight * ints_dot(q, scale, bias, a);
+    return a.d * (u.scale.x * float(lo + hi));
   #endif
 }
+#endif
 #endif
 
 #if !(PATH_INT && COLS == 1)
 // Adds one unit of ROWS rows times the activations of COLS tokens, each times `weight` (the expert's).
 void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
 #if PATH_INT
+    Unit u[ROWS];
+    [[unroll]] for (uint r = 0; r < ROWS; r++) u[r] = decoded(raw[r]);
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         const Act a = act_load(token_row(x_row, c), unit);
-        [[unroll]] for (uint r = 0; r < ROWS; r++) add_row(r, c, raw[r], a, weight);
+        [[unroll]] for (uint r = 0; r < ROWS; r++) acc[r][c] += weight * product(raw[r], u[r], a);
     }
 #else
   #if COLS == 1
@@ -178,7 +189,7 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
         const Act a = act_load(row, unit_of(chunk, j) % K_UNITS);
   #endif
         [[unroll]] for (uint r = 0; r < ROWS; r++) {
-            if (there) add_row(r, 0u, raw[j][r], a, weight);
+            if (there) acc[r][0] += weight * product(raw[j][r], decoded(raw[j][r]), a);
             if (again) raw[j][r] = fetch(next_row + r, unit_of(next_chunk, j));
         }
 #else

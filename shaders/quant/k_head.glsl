@@ -1,4 +1,4 @@
-// The 16-byte head of a Q4_K or Q5_K block: d, dmin, and eight 6-bit scales and mins (bit order in docs/architecture.md).
+// Of Q4_K and Q5_K, whose UnitRaw has `head` and `sub`, the number of the unit in its block: the 16-byte head of a block: d, dmin, and eight 6-bit scales and mins (bit order in docs/architecture.md).
 ivec2 k_scale_min(uvec4 head, uint sub) {
     const uint lo = ((sub & 4u) == 0u ? head.y : head.z) >> (8u * (sub & 3u));
     const uint hi = head.w >> (4u * sub);
@@ -13,11 +13,12 @@ void k_head(uvec4 head, uint sub, out vec2 scale, out vec2 bias) {
 
 #if PATH_INT
 #define UNIT_DOT 1.0
-float k_dot(uint q[8], uvec4 head, uint sub, uint x[8], ivec2 sum) {
+#define UNIT_WORDS 8
+float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     int all = 0;
     [[unroll]] for (int i = 0; i < 8; i++) all += dot4(q[i], x[i]);
-    const ivec2 both = k_scale_min(head, sub);
-    const vec2 dm = unpackHalf2x16(head.x);
+    const ivec2 both = k_scale_min(r.head, r.sub);
+    const vec2 dm = unpackHalf2x16(r.head.x);
     return dm.x * float(both.x * all) - dm.y * float(both.y * (sum.x + sum.y));
 }
 #endif

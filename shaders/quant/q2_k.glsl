@@ -14,7 +14,7 @@ UnitRaw unit_load(uint row, uint unit) {
     return UnitRaw(w2[i], PLANE_WORD(0, row, unit, 1), PLANE_WORD(1, row, unit, 3), UNIT_AT(row, unit));
 }
 
-void unit_codes(UnitRaw r, out uint q[8]) {
+void unit_words(UnitRaw r, out uint q[8]) {
     [[unroll]] for (int i = 0; i < 4; i++) {
         const uint pairs = r.qs[i >> 1] >> (4 * (i & 1));
         q[i] = pairs & 0x03030303u;
@@ -24,9 +24,8 @@ void unit_codes(UnitRaw r, out uint q[8]) {
 
 #if PATH_INT
 #define UNIT_DOT 0.25
-float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
-    uint q[8];
-    unit_codes(r, q);
+#define UNIT_WORDS 8
+float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     int lo = 0, hi = 0;
     [[unroll]] for (int i = 0; i < 4; i++) {
         lo += dot4(q[i], x[i]);
@@ -41,7 +40,7 @@ float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
 #endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    unit_codes(r, q);
+    unit_words(r, q);
     const uint s = r.scales >> (16u * (r.index & 1u));
     const vec2 dm = unpackHalf2x16(r.dm);
     scale = dm.x * vec2(s & 15u, 0.25 * float((s >> 8) & 15u));

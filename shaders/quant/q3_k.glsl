@@ -15,7 +15,7 @@ UnitRaw unit_load(uint row, uint unit) {
                    PLANE_WORD(2, row, unit, 4), UNIT_AT(row, unit));
 }
 
-void unit_codes(UnitRaw r, out uint q[8]) {
+void unit_words(UnitRaw r, out uint q[8]) {
     const uint word[3] = {r.qs.x, r.qs.y, r.qh};
     [[unroll]] for (int i = 0; i < 3; i++) {
         q[i] = word[i] & 0x07070707u;
@@ -34,9 +34,8 @@ ivec2 unit_scales(UnitRaw r) {
 
 #if PATH_INT
 #define UNIT_DOT 0.125
-float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
-    uint q[8];
-    unit_codes(r, q);
+#define UNIT_WORDS 8
+float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     int lo = -4 * sum.x, hi = -32 * sum.y;
     [[unroll]] for (int i = 0; i < 4; i++) {
         lo += dot4(q[i], x[i]);
@@ -48,7 +47,7 @@ float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
 #endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    unit_codes(r, q);
+    unit_words(r, q);
     scale = half_of(r.d, r.index >> 3) * (vec2(0.125, 1.0) * vec2(unit_scales(r)));
     bias = 4.0 * scale;
     scale.y *= 0.125;

@@ -4,25 +4,21 @@
 #define UNIT_BIAS 1
 #define UNIT_SIGNED 0
 #include "quant/nibbles.glsl"
-#include "quant/k_head.glsl"
 
 struct UnitRaw { uvec4 qs; uvec4 head; uint sub; };
+#include "quant/k_head.glsl"
 
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = UNIT_AT(row, unit);
     return UnitRaw(w4[i], w4[p.w.plane[0] + ITEM_AT(row, unit, 3)], unit & 7u);
 }
 
-#if PATH_INT
-float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
-    uint q[8];
+void unit_words(UnitRaw r, out uint q[8]) {
     split_nibbles(r.qs, q);
-    return k_dot(q, r.head, r.sub, x, sum);
 }
-#endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    split_nibbles(r.qs, q);
+    unit_words(r, q);
     k_head(r.head, r.sub, scale, bias);
 }
 #include "quant/decode_ints.glsl"

@@ -4,27 +4,22 @@
 #define UNIT_BIAS 1
 #define UNIT_SIGNED 0
 #include "quant/nibbles.glsl"
-#include "quant/k_head.glsl"
 
 struct UnitRaw { uvec4 qs; uint qh; uvec4 head; uint sub; };
+#include "quant/k_head.glsl"
 
 UnitRaw unit_load(uint row, uint unit) {
     const uint i = UNIT_AT(row, unit);
     return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 0), w4[p.w.plane[1] + ITEM_AT(row, unit, 3)], unit & 7u);
 }
 
-#if PATH_INT
-float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
-    uint q[8];
+void unit_words(UnitRaw r, out uint q[8]) {
     split_nibbles(r.qs, q);
     add_bits(r.qh, 16u, q);
-    return k_dot(q, r.head, r.sub, x, sum);
 }
-#endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    split_nibbles(r.qs, q);
-    add_bits(r.qh, 16u, q);
+    unit_words(r, q);
     k_head(r.head, r.sub, scale, bias);
 }
 #include "quant/decode_ints.glsl"

@@ -13,7 +13,7 @@ UnitRaw unit_load(uint row, uint unit) {
     return UnitRaw(w4[i], w2[p.w.plane[0] * 2u + i], PLANE_WORD(1, row, unit, 1), PLANE_WORD(2, row, unit, 4), UNIT_AT(row, unit));
 }
 
-void unit_codes(UnitRaw r, out uint q[8]) {
+void unit_words(UnitRaw r, out uint q[8]) {
     split_nibbles(r.qs, q);
     [[unroll]] for (int i = 0; i < 8; i++) q[i] |= two_bits(r.qh, i, 4);
 }
@@ -25,9 +25,8 @@ ivec2 unit_scales(UnitRaw r) {
 
 #if PATH_INT
 #define UNIT_DOT 1.0
-float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
-    uint q[8];
-    unit_codes(r, q);
+#define UNIT_WORDS 8
+float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     int lo = -32 * sum.x, hi = -32 * sum.y;
     [[unroll]] for (int i = 0; i < 4; i++) {
         lo += dot4(q[i], x[i]);
@@ -39,7 +38,7 @@ float unit_dot(UnitRaw r, uint x[8], ivec2 sum) {
 #endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    unit_codes(r, q);
+    unit_words(r, q);
     scale = half_of(r.d, r.index >> 3) * vec2(unit_scales(r));
     bias = 32.0 * scale;
 }

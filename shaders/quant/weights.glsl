@@ -14,8 +14,9 @@
 //   UNIT_BIAS    0: bias is zero
 //   UNIT_SIGNED  1: the bytes of q are signed
 // and, where UNIT_DOT is defined, the product with 32 int8 x, whose halves add up to `sum`, in fewer steps than by way of unit_ints; times
-// UNIT_DOT it is that of the weights:
-//   float unit_dot(UnitRaw r, uint x[8], ivec2 sum)
+// UNIT_DOT it is that of the weights. What does not depend on x comes first, in UNIT_WORDS words of bytes:
+//   void unit_words(UnitRaw r, out uint q[UNIT_WORDS])
+//   float unit_dot(UnitRaw r, uint q[UNIT_WORDS], uint x[8], ivec2 sum)
 
 #extension GL_EXT_control_flow_attributes : require
 
