@@ -92,17 +92,13 @@ Unit decoded(UnitRaw raw) {
 }
 
 float product(UnitRaw raw, Unit u, Act a) {
-    int lo = 0, hi = 0;
-    [[unroll]] for (int i = 0; i < 4; i++) {
-        lo += dot4(u.q[i], a.q[i]);
-        hi += dot4(u.q[i + 4], a.q[i + 4]);
-    }
+    const ivec2 halves = halves_dot(u.q, a.q, ivec2(0));
   #if UNIT_HALVES
-    return a.d * (u.scale.x * float(lo) + u.scale.y * float(hi)) - dot(u.bias, a.sum);
+    return a.d * (u.scale.x * float(halves.x) + u.scale.y * float(halves.y)) - dot(u.bias, a.sum);
   #elif UNIT_BIAS
-    return a.d * (u.scale.x * float(lo + hi)) - u.bias.x * (a.sum.x + a.sum.y);
+    return a.d * (u.scale.x * float(halves.x + halves.y)) - u.bias.x * (a.sum.x + a.sum.y);
   #else
-    return a.d * (u.scale.x * float(lo + hi));
+    return a.d * (u.scale.x * float(halves.x + halves.y));
   #endif
 }
 #endif

@@ -26,13 +26,9 @@ void unit_words(UnitRaw r, out uint q[8]) {
 #define UNIT_DOT 0.25
 #define UNIT_WORDS 8
 float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
-    int lo = 0, hi = 0;
-    [[unroll]] for (int i = 0; i < 4; i++) {
-        lo += dot4(q[i], x[i]);
-        hi += dot4(q[i + 4], x[i + 4]);
-    }
+    const ivec2 halves = halves_dot(q, x, ivec2(0));
     const uint s = r.scales >> (16u * (r.index & 1u));
-    const int scaled = int((s << 2) & 60u) * lo + int((s >> 8) & 15u) * hi;
+    const int scaled = int((s << 2) & 60u) * halves.x + int((s >> 8) & 15u) * halves.y;
     const int low = int((s >> 2) & 60u) * sum.x + int((s >> 10) & 60u) * sum.y;
     const vec2 dm = unpackHalf2x16(r.dm);
     return dm.x * float(scaled) - dm.y * float(low);

@@ -36,13 +36,8 @@ ivec2 unit_scales(UnitRaw r) {
 #define UNIT_DOT 0.125
 #define UNIT_WORDS 8
 float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
-    int lo = -4 * sum.x, hi = -32 * sum.y;
-    [[unroll]] for (int i = 0; i < 4; i++) {
-        lo += dot4(q[i], x[i]);
-        hi += dot4(q[i + 4], x[i + 4]);
-    }
-    const ivec2 s = unit_scales(r);
-    return half_of(r.d, r.index >> 3) * float(s.x * lo + s.y * hi);
+    const ivec2 halves = unit_scales(r) * halves_dot(q, x, ivec2(-4, -32) * sum);
+    return half_of(r.d, r.index >> 3) * float(halves.x + halves.y);
 }
 #endif
 
