@@ -12,29 +12,16 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from vkback.device import Device
 from vkback.harness.read_rate import measure_read_rate
 from vkback.harness.timing import Bench
-from vkback.ops.base import OPS, Case, Choice, LowerContext, PlanError
+from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
-from vkback.plan.tuning import Tuning
+from vkback.plan.tuning import Fixed, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
-
-
-class Fixed:
-    """The tables with one family answered by hand."""
-
-    def __init__(self, tables: Tuning, family: str, params: Mapping[str, Any]) -> None:
-        self.tables, self.family, self.params = tables, family, dict(params)
-
-    def pick(self, family: str, **query: Any) -> Choice:
-        if family == self.family:
-            return Choice({**self.tables.pick(family, **query).params, **self.params}, "sweep")
-        return self.tables.pick(family, **query)
 
 
 def grid(args: argparse.Namespace) -> Iterator[dict[str, int]]:
@@ -69,7 +56,7 @@ def compile_all(bench: Bench, ctx: LowerContext, tables: Tuning, args: argparse.
     dispatches = []
     for params in grid(args) if args.sweep else []:
         with contextlib.suppress(PlanError):
-            use = dataclasses.replace(ctx, tuning=Fixed(tables, "mat_vec", params))
+            use = dataclasses.replace(ctx, tuning=Fixed(tables, {"mat_vec": params}, "sweep"))
             dispatches += OPS[bench.problem.node.op].lower(bench.problem.node, use)
     compile_kernels(bench.device, bench.library, dispatches)
 
@@ -103,7 +90,7 @@ def main() -> None:
                 compile_all(bench, ctx, tables, args)
                 points = []
                 for params in grid(args) if args.sweep else [None]:
-                    use = ctx if params is None else dataclasses.replace(ctx, tuning=Fixed(tables, "mat_vec", params))
+                    use = ctx if params is None else dataclasses.replace(ctx, tuning=Fixed(tables, {"mat_vec": params}, "sweep"))
                     try:
                         t = bench.time(use, repetitions=3)
                     except PlanError:

@@ -9,34 +9,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from vkback.device import BufferRange, Device
 from vkback.ops.attention import AttnDecode, FlashAttnExt
-from vkback.ops.base import OPS, Case, Choice, LowerContext, PlanError, Problem, nbytes
+from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem, nbytes
 from vkback.ops.moe_reduce import MoeReduce
 from vkback.ops.sample import Params, Sample
 from vkback.ops.topk import Argmax, TopkMoe
 from vkback.plan.schedule import into_stages
-from vkback.plan.tuning import Tuning
+from vkback.plan.tuning import Fixed, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
-
-
-@dataclasses.dataclass(frozen=True)
-class Fixed:
-    """The tables with some parameters of one family answered by hand."""
-
-    tables: Tuning
-    family: str
-    params: Mapping[str, Any]
-
-    def pick(self, family: str, **query: Any) -> Choice:
-        choice = self.tables.pick(family, **query)
-        return Choice({**choice.params, **self.params}, "sweep") if family == self.family else choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +191,7 @@ def main() -> None:
                     family, points = grid(op)
                     for params in points if args.sweep else [{}]:
                         try:
-                            us = stand.time(dataclasses.replace(ctx, tuning=Fixed(tables, family, params)), args.launches)
+                            us = stand.time(dataclasses.replace(ctx, tuning=Fixed(tables, {family: params}, "sweep")), args.launches)
                         except PlanError:
                             continue
                         results.append((us, str(params or "tables")))

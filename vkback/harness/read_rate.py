@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from vkback.device import Device
-from vkback.harness.timing import warm_up
+from vkback.harness.timing import span_us, warm_up
 from vkback.ops.base import pack_push
 from vkback.shader import ShaderLibrary, Variant
 
@@ -57,14 +55,9 @@ def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None
             rec.barrier()
             rec.timestamp("end")
             commands = rec.finish()
-            times = []
             warm_up(device, commands, 0.02)
-            for _ in range(3):
-                device.submit(commands).wait()
-                (_, start), (_, end) = commands.timestamps()
-                times.append((end - start) * 1e-9)
+            rate = 1e6 * size / min(span_us(device, commands) for _ in range(3))
             commands.destroy()
-            rate = size / float(np.min(times))
             if rate > best.bytes_per_second:
                 best = ReadRate(rate, size, threads, groups)
     return best

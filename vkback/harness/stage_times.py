@@ -16,7 +16,7 @@ from vkback.device.capabilities import PROFILE_DIR
 from vkback.errors import VkbackError
 from vkback.graph import Tensor
 from vkback.harness.read_rate import UNROLL, measure_read_rate
-from vkback.harness.timing import warm_up
+from vkback.harness.timing import span_us, warm_up
 from vkback.models.registry import Model
 from vkback.models.weights import load_weights
 from vkback.ops.base import ceil_div, nbytes, pack_push
@@ -95,11 +95,7 @@ def measure_stage_us(device: Device, library: ShaderLibrary, bytes_per_second: f
         rec.timestamp("end")
         commands = rec.finish()
         warm_up(device, commands, 0.05)
-        times = []
-        for _ in range(5):
-            device.submit(commands).wait()
-            (_, start), (_, end) = commands.timestamps()
-            times.append((end - start) / 1e3 / stages)
+        times = [span_us(device, commands) / stages for _ in range(5)]
         commands.destroy()
     return max(0.0, float(np.median(times)) - 1e6 * size / bytes_per_second)
 

@@ -34,6 +34,14 @@ MOST_LAUNCHES = 2000
 SCRATCH_BYTES = 64 << 20
 
 
+def span_us(device: Device, commands: Commands) -> float:
+    """Run a recording with two timestamps; microseconds between them."""
+    device.submit(commands).wait()
+    _last_work[device] = time.perf_counter()
+    (_, start), (_, end) = commands.timestamps()
+    return (end - start) / 1e3
+
+
 def read_share(node: Node) -> float:
     """The part of a node's weights that one launch reads: of a stack of experts those that are chosen."""
     stacks = [t for t in node.inputs if t.kind == "weight" and len(t.shape) == 3]
@@ -206,13 +214,7 @@ class Bench:
 
     def _measure(self, commands: Commands, count: int, repetitions: int) -> list[float]:
         """Microseconds a launch of each repetition."""
-        times = []
-        for _ in range(repetitions):
-            self.device.submit(commands).wait()
-            (_, start), (_, end) = commands.timestamps()
-            times.append((end - start) / 1e3 / count)
-        _last_work[self.device] = time.perf_counter()
-        return times
+        return [span_us(self.device, commands) / count for _ in range(repetitions)]
 
     def outputs(self, ctx: LowerContext) -> dict[str, Array]:
         """The node's outputs, filled with NaN before it runs once on the first copy."""

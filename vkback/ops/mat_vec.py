@@ -266,6 +266,10 @@ class Product:
         """Rows of the output tensor, which several nodes may fill."""
         return int(self.node.params.get("rows_total", self.m >> self.glu))
 
+    def path(self, ctx: LowerContext) -> tuple[str, str]:
+        """("int" or "float", why), as `path_for` has it."""
+        return path_for(self.w.type, self.m, self.k, self.n, self.ids, ctx)
+
     def build(self, path: str, prologue: int, ctx: LowerContext) -> Build:
         """The kernel that the tables and the device's limits lead to. Raises PlanError when it cannot be made to fit."""
         q8_out = self.y.type == "Q8_1"
@@ -402,7 +406,7 @@ class MatVec(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         product = Product.of(node)
-        path, why = path_for(product.w.type, product.m, product.k, product.n, product.ids, ctx)
+        path, why = product.path(ctx)
         before: list[Dispatch] = []
         prologue = 2 if "norm" in product.extra else 0
         if prologue:
@@ -441,10 +445,9 @@ class MatVec(Op):
             yield split_case(fused_case("Q8_0", 192, 256, n, ("residual",), out="Q8_1"), (64, 32, 96))
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        by = dict(zip(node.params["roles"], node.inputs, strict=True))
-        w, x = by["w"], by["x"]
-        path, _ = path_for(w.type, w.shape[-2], w.shape[-1], x.shape[0], int("ids" in by), ctx)
-        return product_tolerance(path == "int" and x.type == "F32", node.outputs[0].type == "Q8_1", bool(node.params.get("glu")))
+        product = Product.of(node)
+        path, _ = product.path(ctx)
+        return product_tolerance(path == "int" and product.x.type == "F32", product.y.type == "Q8_1", product.glu)
 
 
 def product_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vkback.ops.base import Dispatch, nbytes
-from vkback.plan.schedule import Schedule
+from vkback.plan.schedule import Schedule, overlap
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ def waits(schedule: Schedule) -> list[list[Wait]]:
         for (name, part), how in here:
             for earlier, other, after in touched.get(name, []):
                 before = nearest.get(name)
-                apart = part and other and part != other
-                if not apart and "write" in (how, after) and (before is None or (before.stage, before.after) < (earlier, after)):
+                if overlap(part, other) and "write" in (how, after) and (before is None or (before.stage, before.after) < (earlier, after)):
                     nearest[name] = Wait(earlier, name, after)
         found.append(sorted(nearest.values(), key=lambda w: (-w.stage, w.tensor)))
         for (name, part), how in here:

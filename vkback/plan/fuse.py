@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from vkback.graph import Graph, Node, Recipe, Tensor
 from vkback.ops.base import LowerContext, declare
-from vkback.ops.mat_vec import FUSED_ROLES, path_for, prologue_problem
+from vkback.ops.mat_vec import FUSED_ROLES, Product, prologue_problem
 from vkback.ops.router import TOPK_PARAMS, router_problem
 
 declare(
@@ -326,10 +326,7 @@ def _runs(products: Sequence[Node]) -> list[list[Node]]:
 
 
 def _x_path(node: Node, ctx: LowerContext) -> str:
-    by = inputs_by_role(node)
-    w = by["w"]
-    ids = 0 if "ids" not in by else 2 if "expert_weights" in by else 1
-    return path_for(w.type, w.shape[-2], w.shape[-1], by["x"].shape[0], ids, ctx)[0]
+    return Product.of(node).path(ctx)[0]
 
 
 def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:

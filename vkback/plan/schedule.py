@@ -35,6 +35,11 @@ class Schedule:
         return {a.tensor.name: a.tensor for d in self.dispatches() for a in d.args}
 
 
+def overlap(part: str, other: str) -> bool:
+    """Whether two parts of one tensor (see Arg) may share values."""
+    return not part or not other or part == other
+
+
 class _Touched:
     """The last stage that touched each part of each tensor."""
 
@@ -44,7 +49,7 @@ class _Touched:
     def last(self, name: str, part: str) -> int:
         """Last stage that touched anything overlapping this part, -1 if none did."""
         parts = self._stage.get(name, {})
-        return max((stage for other, stage in parts.items() if not part or not other or part == other), default=-1)
+        return max((stage for other, stage in parts.items() if overlap(part, other)), default=-1)
 
     def touch(self, name: str, part: str, stage: int) -> None:
         parts = self._stage.setdefault(name, {})
