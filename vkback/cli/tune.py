@@ -104,12 +104,14 @@ def of_model(model: str, tokens: int, ctx: LowerContext) -> Iterator[tuple[Produ
     from vkback.graph import live
     from vkback.harness.products import Product
     from vkback.models.registry import Model
+    from vkback.ops.router import product_of
     from vkback.plan.fuse import fuse
 
     opened = Model.open(model_path(model))
     graph = opened.graph(tokens, opened.default_n_ctx, head="last")
     nodes = live(fuse(graph, ctx), graph.outputs)
-    yield from Counter(Product.of(n) for n in nodes if n.op == "MAT_VEC").items()
+    products = (product_of(n) if n.op == "MOE_ROUTER" else n for n in nodes)
+    yield from Counter(Product.of(n) for n in products if n.op == "MAT_VEC").items()
 
 
 class _watched:  # noqa: N801  used as a function

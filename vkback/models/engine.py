@@ -65,6 +65,11 @@ class Sampler:
         return self.temp <= 0.0
 
 
+def matrix_bytes(schedule: Schedule) -> int:
+    """Bytes moved by the dispatches of a schedule that read a matrix of weights, whatever is fused with it."""
+    return sum(d.nbytes for d in schedule.dispatches() if any(a.tensor.kind == "weight" and len(a.tensor.shape) > 1 for a in d.args))
+
+
 class _Loop:
     """A recording of `tokens` generated tokens, as many copies as may be in flight, each with its own read-back of the loop state."""
 
@@ -182,7 +187,7 @@ class Engine:
     @property
     def bytes_per_token(self) -> int:
         """Weight bytes a generated token must read: every weight once, of the embedding one row, of the experts those used."""
-        return sum(d.nbytes for d in self._schedules["decode"].dispatches() if d.op in ("MAT_VEC", "MUL_MAT", "MUL_MAT_ID", "GET_ROWS"))
+        return matrix_bytes(self._schedules["decode"])
 
     def _allocate_state(self) -> dict[str, BufferRange]:
         caches = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "state"}
