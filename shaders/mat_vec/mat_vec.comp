@@ -69,39 +69,7 @@ uint token_row(uint x_row, uint c) {
 }
 
 #if PATH_INT
-// A unit as far as it is the same for every token, and its product with x.
-#ifdef UNIT_DOT
-struct Unit { uint q[UNIT_WORDS]; };
-
-Unit decoded(UnitRaw raw) {
-    Unit u;
-    unit_words(raw, u.q);
-    return u;
-}
-
-float product(UnitRaw raw, Unit u, Act a) {
-    return UNIT_DOT * a.d * unit_dot(raw, u.q, a.q, a.int_sum);
-}
-#else
-struct Unit { uint q[8]; vec2 scale, bias; };
-
-Unit decoded(UnitRaw raw) {
-    Unit u;
-    unit_ints(raw, u.q, u.scale, u.bias);
-    return u;
-}
-
-float product(UnitRaw raw, Unit u, Act a) {
-    const ivec2 halves = halves_dot(u.q, a.q, ivec2(0));
-  #if UNIT_HALVES
-    return a.d * (u.scale.x * float(halves.x) + u.scale.y * float(halves.y)) - dot(u.bias, a.sum);
-  #elif UNIT_BIAS
-    return a.d * (u.scale.x * float(halves.x + halves.y)) - u.bias.x * (a.sum.x + a.sum.y);
-  #else
-    return a.d * (u.scale.x * float(halves.x + halves.y));
-  #endif
-}
-#endif
+#include "mat_vec/product.glsl"
 #endif
 
 #if !(PATH_INT && COLS == 1)
@@ -218,16 +186,7 @@ shared float partial[1 + TILES][COLS * ROWS * SLOTS * PARTIALS];
 
 #if SUBGROUP > 1
 #define SUM_LANES (LANES < SUBGROUP ? LANES : SUBGROUP)
-
-// Each half of the lanes keeps one half of the rows and adds what the other half of the lanes has of them.
-void halve(inout float v[ROWS], uint half_rows) {
-    const bool upper = (lane & half_rows) != 0;
-    [[unroll]] for (uint r = 0; r < half_rows; r++) {
-        const float kept = upper ? v[r + half_rows] : v[r];
-        const float given = upper ? v[r] : v[r + half_rows];
-        v[r] = kept + subgroupShuffleXor(given, half_rows);
-    }
-}
+#include "mat_vec/rows_sum.glsl"
 #endif
 
 // Adds the partial sums of a slot's lanes: by shuffles inside a subgroup, through shared memory across subgroups.
@@ -237,26 +196,7 @@ void reduce(uint tid, uint turn) {
     [[unroll]] for (int c = 0; c < COLS; c++) {
         float v[ROWS];
         [[unroll]] for (int r = 0; r < ROWS; r++) v[r] = acc[r][c];
-  #if ROWS > 8
-        halve(v, 8);
-  #endif
-  #if ROWS > 4
-        halve(v, 4);
-  #endif
-  #if ROWS > 2
-        halve(v, 2);
-  #endif
-  #if ROWS > 1
-        halve(v, 1);
-  #endif
-        // Written out, as in common/reduce.glsl.
-        if (ROWS <= 1 && SUM_LANES > 1) v[0] += subgroupShuffleXor(v[0], 1);
-        if (ROWS <= 2 && SUM_LANES > 2) v[0] += subgroupShuffleXor(v[0], 2);
-        if (ROWS <= 4 && SUM_LANES > 4) v[0] += subgroupShuffleXor(v[0], 4);
-        if (ROWS <= 8 && SUM_LANES > 8) v[0] += subgroupShuffleXor(v[0], 8);
-        if (SUM_LANES > 16) v[0] += subgroupShuffleXor(v[0], 16);
-        if (SUM_LANES > 32) v[0] += subgroupShuffleXor(v[0], 32);
-        total[c] = v[0];
+        total[c] = rows_sum(v, lane);
     }
 #elif PARTIALS == 1
     [[unroll]] for (int c = 0; c < COLS; c++) total[c] = acc[0][c];
