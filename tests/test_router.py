@@ -95,7 +95,7 @@ def test_what_it_does_not_take_is_said(change: object, text: str) -> None:
 
 def test_too_many_experts_for_the_device(ctx: LowerContext) -> None:
     h200 = planned_for("nvidia_h200_linux")
-    small = dataclasses.replace(h200, caps=dataclasses.replace(h200.caps, max_shared_memory=12 << 10))
+    small = dataclasses.replace(h200, caps=dataclasses.replace(h200.caps, max_shared_memory=10 << 10))
     node = router_case(512, 2048, 8, True, "softmax", False, 1).build().node
     assert isinstance(node.inputs[0], Tensor)
     with pytest.raises(PlanError, match=r"512 experts need .* bytes of shared memory"):

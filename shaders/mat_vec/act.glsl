@@ -44,27 +44,31 @@ float norm_factor;
 
 #if PROLOGUE != 4
 // VALUES4 vec4 a thread stay in registers until they are quantized.
-void prologue(uint tid, uint first_row) {
-    vec4 v[VALUES4];
+vec4 x_values[VALUES4];
 #if PROLOGUE == 2
-    vec4 norm[VALUES4];
+vec4 norm_values[VALUES4];
 #endif
+
+void fetch_x(uint tid, uint first_row) {
     [[unroll]] for (int j = 0; j < VALUES4; j++) {
         const uint i = min(tid + uint(j * WG), K_UNITS * 8 - 1u);
-        v[j] = xf4[i];
+        x_values[j] = xf4[i];
 #if PROLOGUE == 2
-        norm[j] = norm4[i];
+        norm_values[j] = norm4[i];
 #endif
-        if (K_UNITS * 8 % WG != 0 && tid + uint(j * WG) >= K_UNITS * 8) v[j] = vec4(0.0);
+        if (K_UNITS * 8 % WG != 0 && tid + uint(j * WG) >= K_UNITS * 8) x_values[j] = vec4(0.0);
     }
+}
+
+void prologue(uint tid) {
 #if PROLOGUE == 2
     float square = 0.0;
     [[unroll]] for (int j = 0; j < VALUES4; j++) {
-        square += dot(v[j], v[j]);
-        v[j] *= norm[j];
+        square += dot(x_values[j], x_values[j]);
+        x_values[j] *= norm_values[j];
     }
 #endif
-    [[unroll]] for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), v[j]);
+    [[unroll]] for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), x_values[j]);
 #if PROLOGUE == 2
     norm_factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
 #endif
@@ -75,14 +79,19 @@ void prologue(uint tid, uint first_row) {
 #endif
 #elif PROLOGUE == 3
 // The rows of x that this workgroup's weights meet, unit by unit in their order.
-void prologue(uint tid, uint first_row) {
+void fetch_x(uint tid, uint first_row) {
     for (uint i = tid; i < WALK_UNITS; i += WG) {
         const uint base = (p.x_slots == 1u ? first_row : first_row + i / K_UNITS) * p.x_stride, unit = i % K_UNITS;
         act_lo[i] = x4[base + unit];
         act_hi[i] = x4[base + K_UNITS + unit];
         act_ds[i] = x2[(base + 2u * K_UNITS) * 2u + unit];
     }
+}
+
+void prologue(uint tid) {
+#if !CHOOSE
     barrier();
+#endif
 }
 #endif
 

@@ -1,5 +1,5 @@
 // Bindings and push constants of the mat-vec family. Optional buffers come after the first three; the planner numbers them
-// (BIND_NORM, BIND_BIAS, BIND_RESIDUAL, BIND_IDS, BIND_EXPERT_WEIGHTS).
+// (BIND_NORM, BIND_BIAS, BIND_RESIDUAL, BIND_IDS, BIND_LOGITS, BIND_EXPERT_WEIGHTS, and BIND_TOPK for what is chosen).
 //   0  weights, planes of docs/architecture.md (quant/weights.glsl)
 //   1  x: F32 [tokens][x_stride floats] or Q8_1 [tokens][x_stride 16-byte words]
 //   2  y: F32 [tokens][y_stride floats] or Q8_1 [tokens][y_stride 16-byte words]
@@ -50,8 +50,13 @@ layout(std430, set = 0, binding = BIND_IDS) readonly buffer Ids { int ids[]; };
 #ifdef BIND_EXPERT_WEIGHTS
 layout(std430, set = 0, binding = BIND_EXPERT_WEIGHTS) readonly buffer ExpertWeights { float expert_weight[]; };
 #endif
-#if TOPK
+#ifdef BIND_LOGITS
+layout(std430, set = 0, binding = BIND_LOGITS) readonly buffer RouterLogits { float router_logits[]; };
+#endif
+#if TOPK || CHOOSE
 layout(std430, set = 0, binding = BIND_TOPK) writeonly buffer ChosenWeights { float chosen_weights[]; };
 layout(std430, set = 0, binding = BIND_TOPK + 1) writeonly buffer ChosenIds { int chosen_ids[]; };
+#endif
+#if TOPK
 layout(std430, set = 0, binding = BIND_TOPK + 2) coherent buffer Tickets { uint tickets[]; };
 #endif

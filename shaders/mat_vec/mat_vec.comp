@@ -11,6 +11,7 @@
 //   GLU        1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
 //              clamped form, SWIGLU_OAI
 //   TOPK       1: y are the logits of a router; the last workgroup to arrive chooses the experts (topk/choose.glsl)
+//   CHOOSE     1: every workgroup chooses its token's experts by the logits of their router, the first stores them with their weights (IDS 1)
 //   ROWS_FULL  1: tiles end where the matrix ends, so that no row number needs a bound
 //   Y_TYPE     Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
 #extension GL_EXT_control_flow_attributes : require
@@ -35,7 +36,7 @@ layout(local_size_x = WG) in;
 #define WG_SIZE WG
 #define REDUCE_GROUPS 1
 #define QUANTIZES (PROLOGUE == 1 || PROLOGUE == 2)
-#if QUANTIZES || Y_TYPE == Y_Q8_1 || TOPK
+#if QUANTIZES || Y_TYPE == Y_Q8_1 || TOPK || CHOOSE
 #include "common/reduce.glsl"
 #if Y_TYPE == Y_F32
 #define Q8_1_PACK_ONLY
@@ -230,6 +231,15 @@ float row_total(uint tid, uint turn, uint r, uint c) {
 #define LOGIT(token, e) y1[e]
 #include "common/ticket.glsl"
 #include "topk/choose.glsl"
+#elif CHOOSE
+#define LOGIT(token, e) router_logits[e]
+#include "topk/choose.glsl"
+#endif
+
+#if KEEP_X
+void fetch_own() {
+    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_load(PROLOGUE == 3 ? 0u : x_row, min(j * LANES + lane, K_UNITS - 1u));
+}
 #endif
 
 void main() {
@@ -244,7 +254,9 @@ void main() {
     expert_row = 0;
 #if IDS == 1
     y_row = gl_WorkGroupID.z;
+  #if !CHOOSE
     expert_row = uint(ids[y_row]) * p.m;
+  #endif
     x_row = p.x_slots == 1u ? y_row / p.n_used : y_row;
 #elif IDS == 2
     y_row = gl_WorkGroupID.z;
@@ -254,19 +266,39 @@ void main() {
     x_row = y_row;
 #endif
 
-    // The first weights are on their way before the prologue.
     UnitRaw raw[UNROLL][ROWS];
-    load(raw, first_row, 0);
-#ifdef UNIT_TABLE
+#if CHOOSE
+    // No weight can be asked for before the choice: x is on its way meanwhile.
+    fetch_logits(tid, 0u);
+  #if PROLOGUE
+    fetch_x(tid, x_row);
+  #elif KEEP_X
+    fetch_own();
+  #endif
+  #ifdef UNIT_TABLE
     unit_table(tid, WG);
-#endif
-#if PROLOGUE
-    prologue(tid, x_row);
-#elif defined(UNIT_TABLE)
+  #endif
+    choose_experts(tid);
+    expert_row = chosen_id[y_row] * p.m;
+    load(raw, first_row, 0);
+  #if PROLOGUE
+    prologue(tid);
+  #endif
+#else
+    // The first weights are on their way before the prologue.
+    load(raw, first_row, 0);
+  #ifdef UNIT_TABLE
+    unit_table(tid, WG);
+  #endif
+  #if PROLOGUE
+    fetch_x(tid, x_row);
+    prologue(tid);
+  #elif defined(UNIT_TABLE)
     barrier();
+  #endif
 #endif
-#if KEEP_X
-    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_load(PROLOGUE == 3 ? 0u : x_row, min(j * LANES + lane, K_UNITS - 1u));
+#if KEEP_X && !(CHOOSE && PROLOGUE == 0)
+    fetch_own();
 #endif
     uint turn = 0;
 #if TILES
@@ -289,6 +321,12 @@ void main() {
         turn ^= TILES;
     }
 #if TOPK
-    if (last_to_arrive(0u, min(groups, tiles))) choose_experts(tid, 0u, TOPK_SCALE);
+    if (last_to_arrive(0u, min(groups, tiles))) {
+        fetch_logits(tid, 0u);
+        choose_experts(tid);
+        store_chosen(tid, 0u, TOPK_SCALE);
+    }
+#elif CHOOSE
+    if (group == 0 && y_row == 0) store_chosen(tid, 0u, TOPK_SCALE);
 #endif
 }

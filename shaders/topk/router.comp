@@ -9,6 +9,7 @@
 //
 // Defines: those of topk/choose.glsl and common/reduce.glsl
 
+#extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
 
 layout(local_size_x = WG_SIZE) in;
@@ -27,5 +28,8 @@ layout(binding = 2) writeonly buffer Ids { int chosen_ids[]; };
 
 void main() {
     const uint token = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
-    if (token < p.n) choose_experts(gl_LocalInvocationID.x, token, p.scale);
+    if (token >= p.n) return;
+    fetch_logits(gl_LocalInvocationID.x, token);
+    choose_experts(gl_LocalInvocationID.x);
+    store_chosen(gl_LocalInvocationID.x, token, p.scale);
 }

@@ -113,10 +113,11 @@ def routed_case(
 
 def fused_product_case(
     quant: str, m: int, n: int, k: int, roles: tuple[str, ...], *, glu: bool = False, oai: bool = False, out: str = "F32",
-    experts: int = 6, used: int = 3, split: tuple[int, ...] = (), act: str = "auto", seed: int = 7,
+    experts: int = 6, used: int = 3, split: tuple[int, ...] = (), act: str = "auto", seed: int = 7, **choice: Any,
 ) -> Case:
-    """MAT_VEC; with ids, `used` of `experts` experts a token; split: rows of the nodes that fill the output between them."""
-    case = fused_case(quant, m, k, n, roles, glu=glu, oai=oai, out=out, experts=experts, used=used, seed=seed)
+    """MAT_VEC; with ids, `used` of `experts` experts a token; split: rows of the nodes that fill the output between them; choice: gating,
+    norm_w, ties of `fused_case`."""
+    case = fused_case(quant, m, k, n, roles, glu=glu, oai=oai, out=out, experts=experts, used=used, seed=seed, **choice)
     case = split_case(case, split) if split else case
     shown = {} if (experts, used) == (6, 3) else {"n_mats": experts, "n_used": used}
     return _with_x(case, "f32", act, [], **shown)
@@ -178,6 +179,7 @@ def _mat_vec(p: Params) -> Case:
     return fused_product_case(
         p["type_a"], p["m"], p["n"], p["k"], roles, glu=bool(p.get("glu", 0)), oai=bool(p.get("oai", 0)), out=p.get("out", "F32"),
         experts=p.get("n_mats", 6), used=p.get("n_used", 3), split=p.get("split", ()), act=p.get("act", "auto"), seed=p.get("seed", 7),
+        **({"gating": p["gating"], "norm_w": bool(p["norm_w"]), "ties": bool(p["ties"])} if "logits" in roles else {}),
     )  # fmt: skip
 
 

@@ -20,6 +20,9 @@ from vkback.ops.mat_vec import FUSED_ROLES, weight
 Array = npt.NDArray[Any]
 
 _CASE = re.compile(r"\s*(\w+)\s*\((.*)\)\s*", re.DOTALL)
+PRODUCT_ROLES = tuple(r for r in FUSED_ROLES if r != "logits")
+"""Roles that tuning tells apart: a product that chooses its experts counts as one that is given their ids."""
+
 OPS_WITH_SHAPE = ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC")
 
 
@@ -32,7 +35,7 @@ class Product:
     """One product of the mat-vec family.
 
     m        weight rows (of one expert); with `glu` twice the output rows
-    roles    further inputs, in the order of FUSED_ROLES
+    roles    further inputs, in the order of PRODUCT_ROLES
     x        type of the activations: F32, or Q8_1 where their producer leaves them so
     experts  how many there are and how many a token uses, with the role "ids"
     """
@@ -57,8 +60,10 @@ class Product:
         """The product that a MAT_VEC node carries out."""
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         w, x = by["w"], by["x"]
+        if "logits" in by:
+            by["ids"] = node.outputs[2]
         return cls(
-            quant=w.type, m=w.shape[-2], k=w.shape[-1], n=x.shape[0], roles=tuple(r for r in FUSED_ROLES if r in by),
+            quant=w.type, m=w.shape[-2], k=w.shape[-1], n=x.shape[0], roles=tuple(r for r in PRODUCT_ROLES if r in by),
             glu=bool(node.params.get("glu")), out=node.outputs[0].type, x=x.type,
             experts=w.shape[0] if "ids" in by else 0, used=by["ids"].shape[-1] if "ids" in by else 0,
         )  # fmt: skip
@@ -67,10 +72,11 @@ class Product:
     def parse(cls, text: str) -> Product:
         """From MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336), MUL_MAT_ID(... n_mats=128,n_used=8) or MAT_VEC(... fused=norm+bias,glu=1,out=Q8_1).
 
-        Keys that only say how values are made (seed, type_b, b, oai) are passed over. Raises CaseError.
+        Keys that only say how values are made (seed, type_b, b, oai, gating, norm_w, ties) are passed over. Raises CaseError.
         """
         op, given = parse_case(text)
-        known = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "oai", "out", "x", "seed")
+        made_up = ("gating", "norm_w", "ties", "seed")
+        known = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "oai", "out", "x", *made_up)
         wrong = [key for key in given if key not in known]
         if op not in OPS_WITH_SHAPE:
             raise CaseError(f"[case] {text}: expected one of {', '.join(OPS_WITH_SHAPE)}")
@@ -82,10 +88,10 @@ class Product:
         quant = next((q for q in quants.QUANTS if q.lower() == given["type_a"].lower()), None)
         if quant is None:
             raise CaseError(f"[case] {text}: unknown type_a {given['type_a']!r}, expected one of {', '.join(quants.QUANTS)}")
-        fused = tuple(r for r in given.get("fused", "none").split("+") if r != "none")
+        fused = tuple("ids" if r == "logits" else r for r in given.get("fused", "none").split("+") if r != "none")
         if op == "MUL_MAT_ID":
             fused = ("ids", *fused)
-        unknown = [r for r in fused if r not in FUSED_ROLES]
+        unknown = [r for r in fused if r not in PRODUCT_ROLES]
         if unknown:
             raise CaseError(f"[case] {text}: unknown fused input {unknown[0]!r}, expected some of {'+'.join(FUSED_ROLES)}")
 
@@ -97,7 +103,7 @@ class Product:
 
         ids = "ids" in fused
         return cls(
-            quant=quant, m=whole("m", 1), k=whole("k", 1), n=whole("n", 1), roles=tuple(r for r in FUSED_ROLES if r in fused),
+            quant=quant, m=whole("m", 1), k=whole("k", 1), n=whole("n", 1), roles=tuple(r for r in PRODUCT_ROLES if r in fused),
             glu=bool(whole("glu", 0)), out=given.get("out", "F32").upper(), x=given.get("x", "F32").upper(),
             experts=whole("n_mats", 6) if ids else 0, used=whole("n_used", 3) if ids else 0,
         )  # fmt: skip

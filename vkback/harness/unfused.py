@@ -28,6 +28,9 @@ def _mat_vec(node: Node) -> list[Node]:
         return made
 
     n, m = x.shape[0], w.shape[-2]
+    if "logits" in by:
+        chain.append(choice_of(node, by["logits"]))
+        by["ids"] = node.outputs[2]
     lead = by["ids"].shape if "ids" in by else (n,)
     if "norm" in by:
         x = emit("MUL", "normed", x.shape, emit("RMS_NORM", "norm", x.shape, x, eps=node.params["eps"]), by["norm"])

@@ -8,6 +8,8 @@
     bias            F32 [m]; with ids [n_expert * m], the experts' rows end to end
     residual        F32, shape of the output: added to it
     ids             I32 [n, n_used]: the experts of each token
+    logits          F32 [1, n_expert], in the place of ids: the experts are chosen by them as TOPK_MOE does (its params, too); weights
+                    F32 [1, n_used] and ids I32 [1, n_used] are further outputs
     expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
     params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up, or with alpha and limit what
     SWIGLU_OAI makes of them), row0 and rows_total (the output is rows row0.. of a wider tensor, filled by several nodes)
@@ -26,6 +28,7 @@ from vkback import quants
 from vkback.graph import Node, Recipe, Tensor
 from vkback.ops.base import (
     MAX_GROUPS_X,
+    OPS,
     Arg,
     Array,
     Case,
@@ -49,6 +52,7 @@ from vkback.ops.code_books import shared_bytes as code_book_bytes
 from vkback.ops.glu import SWIGLU_OAI
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.reference import REFERENCES
+from vkback.ops.topk import choice_bytes, choice_defines
 from vkback.shader import Variant
 
 MAX_COLUMNS = 16
@@ -101,7 +105,7 @@ declare(
     params={"path": ("int", "float")},
 )
 
-FUSED_ROLES = ("norm", "bias", "residual", "ids", "expert_weights")
+FUSED_ROLES = ("norm", "bias", "residual", "ids", "logits", "expert_weights")
 
 
 def path_for(quant: str, m: int, k: int, n: int, ids: int, ctx: LowerContext) -> tuple[str, str]:
@@ -187,15 +191,32 @@ def shared_bytes(defines: Mapping[str, str | int]) -> int:
         total += max(1, number("N_USED")) * number("K_UNITS") * (40 if number("PATH_INT") else 128)
     if number("Y_TYPE"):
         total += 4 * turns * (rows >> number("GLU"))
-    if (number("PROLOGUE") in (1, 2) or number("Y_TYPE")) and not number("REDUCE_SUBGROUP"):
+    if number("EXPERTS"):
+        total += choice_bytes(defines)
+    sums = number("PROLOGUE") == 2 or (number("EXPERTS") > 0 and number("GATE") == 1)
+    if (sums or number("PROLOGUE") == 1 or number("Y_TYPE")) and not number("REDUCE_SUBGROUP"):
         total += 2 * 4 * wg
-    elif number("PROLOGUE") == 2 and wg > number("SUBGROUP_SIZE"):
+    elif sums and wg > number("SUBGROUP_SIZE"):
         total += 2 * 4 * ceil_div(wg, 4)
     return total
 
 
 PROLOGUE_SHARED = 8192 + 2048
 """Shared memory beside x: parts of a reduction over 1024 threads without subgroup operations, and the row sums."""
+
+
+def choice_problem(node: Node, ctx: LowerContext) -> str:
+    """Why a MAT_VEC node with the role "logits" must be given the experts' ids instead; "" when it can choose them."""
+    product = Product.of(node)
+    if product.n != 1:
+        return f"it takes one token, got {product.n}"
+    if 5 + len(product.extra) > ctx.caps.max_storage_bindings:
+        return f"it binds {5 + len(product.extra)} storage buffers, {ctx.caps.name} takes {ctx.caps.max_storage_bindings}"
+    try:
+        product.build(product.path(ctx)[0], 2 if "norm" in product.extra else 0, ctx)
+    except PlanError as e:
+        return str(e)
+    return ""
 
 
 def prologue_problem(quant: str, k: int, n: int, path: str, ctx: LowerContext) -> str:
@@ -227,7 +248,8 @@ class Build:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A MAT_VEC node taken apart. extra: the optional inputs by role, in binding order; ids: 0 dense, 1 an expert a slot, 2 summed."""
+    """A MAT_VEC node taken apart. extra: the optional inputs by role, in binding order; ids: 0 dense, 1 an expert a slot, 2 summed;
+    chosen: weights and ids that it writes where it chooses its experts."""
 
     node: Node
     w: Tensor
@@ -236,13 +258,14 @@ class Product:
     extra: Mapping[str, Tensor]
     glu: bool
     ids: int
+    chosen: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, node: Node) -> Product:
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
-        ids = 0 if "ids" not in by else 2 if "expert_weights" in by else 1
+        ids = 2 if "expert_weights" in by else int("ids" in by or "logits" in by)
         extra = {role: by[role] for role in FUSED_ROLES if role in by}
-        return cls(node, by["w"], by["x"], node.outputs[0], extra, bool(node.params.get("glu")), ids)
+        return cls(node, by["w"], by["x"], node.outputs[0], extra, bool(node.params.get("glu")), ids, node.outputs[1:])
 
     @property
     def m(self) -> int:
@@ -259,7 +282,7 @@ class Product:
 
     @property
     def n_used(self) -> int:
-        return self.extra["ids"].shape[-1] if self.ids else 1
+        return (self.chosen[1] if self.chosen else self.extra["ids"]).shape[-1] if self.ids else 1
 
     @property
     def rows_total(self) -> int:
@@ -306,7 +329,10 @@ class Product:
             defines |= {f"GLU_{name.upper()}": repr(float(self.node.params[name])) for name in ("alpha", "limit")}
         if prologue:
             defines["VALUES4"] = ceil_div(self.k // 4, shape.wg)
-        if prologue or q8_out:
+        if self.chosen:
+            defines |= choice_defines(self.node, self.extra["logits"], ctx)
+            defines |= {"CHOOSE": 1, "TOPK_SCALE": repr(float(self.node.params["scale"])), "BIND_TOPK": 3 + len(self.extra)}
+        if prologue or q8_out or self.chosen:
             defines["REDUCE_SUBGROUP"] = int(subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops)
             defines["SUBGROUP_SIZE"] = subgroup if subgroup > 1 else 0
         defines |= {f"BIND_{role.upper()}": binding for binding, role in enumerate(self.extra, 3)}
@@ -358,6 +384,7 @@ class Product:
         weight_bytes = shard.layout.nbytes
         if self.ids:
             weight_bytes = weight_bytes * min(self.n * self.n_used, self.w.shape[0]) // self.w.shape[0]
+        choice_moved = sum(map(nbytes, (self.extra["logits"], *self.chosen))) if self.chosen else 0
         defines = {**build.defines, "TILES": int(groups < tiles), "ROWS_FULL": int(rows % build.shape.tile_rows == 0)}
         return Dispatch(
             Variant("mat_vec/mat_vec.comp", tuple(sorted(defines.items())), (), build.subgroup),
@@ -366,13 +393,14 @@ class Product:
                 Arg(self.x),
                 Arg(self.y, "w", part="" if whole else f"rows {y_row0}"),
                 *map(Arg, self.extra.values()),
+                *(Arg(t, "w") for t in self.chosen),
             ),
             push,
             (ceil_div(groups, gy), gy, slices),
             self.node.op,
             self.node.name,
             reason,
-            nbytes=weight_bytes + nbytes(self.x) + nbytes(self.y),
+            nbytes=weight_bytes + nbytes(self.x) + nbytes(self.y) + choice_moved,
             flops=2 * rows * self.k * self.n * self.n_used,
         )
 
@@ -388,6 +416,10 @@ class MatVec(Op):
         w, x = by["w"], by["x"]
         if "norm" in by:
             x = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + params["eps"]) * by["norm"]
+        chosen: list[Array] = []
+        if "logits" in by:
+            chosen = OPS["TOPK_MOE"].reference([by["logits"]], params)
+            by["ids"] = chosen[1]
         if "ids" in by:
             ids = by["ids"]
             x = np.broadcast_to(x, (*ids.shape, x.shape[-1]))
@@ -402,13 +434,15 @@ class MatVec(Op):
             y = np.einsum("nsm,ns->nm", y, by["expert_weights"])
         if "residual" in by:
             y = y + by["residual"]
-        return [y]
+        return [y, *chosen]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         product = Product.of(node)
         path, why = product.path(ctx)
         before: list[Dispatch] = []
         prologue = 2 if "norm" in product.extra else 0
+        if product.chosen and (problem := choice_problem(node, ctx)):
+            raise PlanError(f"[mat_vec] {node.name}: it cannot choose its experts: {problem}; give TOPK_MOE a node of its own")
         if prologue:
             problem = prologue_problem(product.w.type, product.k, product.n, path, ctx)
             if problem:
@@ -438,7 +472,10 @@ class MatVec(Op):
                 yield fused_case(quant, 64, 512, n, ("bias", "ids"), glu=True, oai=True, out="Q8_1")
             yield fused_case(quant, 128, 512, 1, ("norm",))
             yield fused_case(quant, 128, 1024, 1, ("norm",), glu=True, out="Q8_1")
+            yield fused_case(quant, 64, 512, 1, ("logits",), glu=True, out="Q8_1")
+            yield fused_case(quant, 64, 512, 1, ("norm", "bias", "logits"), glu=True, ties=True)
         yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1")
+        yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "logits"), glu=True, oai=True, out="Q8_1", gating="softmax_weight")
         yield fused_case("MXFP4", 100, 256, 2, (), glu=True, oai=True)
         for n in (1, 3):
             yield split_case(fused_case("Q4_K", 100, 256, n, ("bias",)), (64, 33, 3))
@@ -511,41 +548,51 @@ def weight(name: str, quant: str, shape: tuple[int, ...]) -> Tensor:
 
 def fused_case(
     quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, oai: bool = False, out: str = "F32",
-    experts: int = 6, used: int = 3, seed: int = 7,
+    experts: int = 6, used: int = 3, gating: str = "softmax", norm_w: bool = True, ties: bool = False, seed: int = 7,
 ) -> Case:
     """A case of the fused family; with ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU is
-    SWIGLU_OAI."""
+    SWIGLU_OAI; with logits: gating and norm_w as TOPK_MOE's gating and norm, ties: the logits are whole numbers."""
+    choosing = "logits" in roles
+    choice = {"gating": gating, "norm_w": norm_w, "ties": ties} if choosing else {}
 
     def make(rng: np.random.Generator) -> Problem:
-        ids = "ids" in roles
-        shape = (experts, m, k) if ids else (m, k)
+        routed = choosing or "ids" in roles
+        shape = (experts, m, k) if routed else (m, k)
         w = weight("w", quant, shape)
-        x = Tensor("x", "F32", (n, used if "expert_weights" in roles else 1, k) if ids else (n, k), "input")
+        x = Tensor("x", "F32", (n, used if "expert_weights" in roles else 1, k) if routed else (n, k), "input")
         rows = m >> glu
-        y_shape = (n, used, rows) if ids and "expert_weights" not in roles else (n, rows)
-        y = Tensor("y", out, y_shape)
+        y_shape = (n, used, rows) if routed and "expert_weights" not in roles else (n, rows)
+        outs = [Tensor("y", out, y_shape)]
+        if choosing:
+            outs += [Tensor("weights", "F32", (n, used)), Tensor("ids", "I32", (n, used))]
         extra = {
             "norm": Tensor("norm", "F32", (k,), "weight"),
-            "bias": Tensor("bias", "F32", (experts * m if ids else m,), "weight"),
+            "bias": Tensor("bias", "F32", (experts * m if routed else m,), "weight"),
             "residual": Tensor("residual", "F32", y_shape, "input"),
             "ids": Tensor("ids", "I32", (n, used), "input"),
+            "logits": Tensor("logits", "F32", (n, experts), "input"),
             "expert_weights": Tensor("expert_weights", "F32", (n, used), "input"),
         }
-        chosen = [extra[r] for r in FUSED_ROLES if r in roles]
-        node = Node("MAT_VEC", (w, x, *chosen), (y,), {
-            "roles": ("w", "x", *(r for r in FUSED_ROLES if r in roles)), "glu": glu, "eps": 1e-5, **(SWIGLU_OAI if oai else {})})
+        inputs = [extra[r] for r in FUSED_ROLES if r in roles]
+        params = {"roles": ("w", "x", *(r for r in FUSED_ROLES if r in roles)), "glu": glu, "eps": 1e-5, **(SWIGLU_OAI if oai else {})}
+        if choosing:
+            params |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
+        node = Node("MAT_VEC", (w, x, *inputs), tuple(outs), params)
         values: dict[str, Array] = {
             "w": quants.random_blocks(quant, prod(shape[:-1]), k, rng, std=0.5),
             "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
         }
-        for t in chosen:
+        for t in inputs:
             values[t.name] = rng.uniform(-1, 1, t.shape).astype(np.float32)
-        if ids:
+        if "ids" in roles:
             values["ids"] = np.stack([rng.permutation(np.arange(1, experts))[:used] for _ in range(n)]).astype(np.int32)
+        if choosing:
+            logits = 3 * rng.standard_normal((n, experts), np.float32)
+            values["logits"] = np.round(logits) if ties else logits
         return Problem(node, values)
 
     params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
-    return Case("MAT_VEC", params | ({"oai": True} if oai else {}) | {"seed": seed}, make, seed)
+    return Case("MAT_VEC", params | ({"oai": True} if oai else {}) | choice | {"seed": seed}, make, seed)
 
 
 QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",

@@ -17,9 +17,7 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, nbytes, register, shards
 from vkback.ops.mat_vec import MatVec, Product, path_for, shared_bytes, weight
-from vkback.ops.topk import TopkMoe, choice_defines
-
-TOPK_PARAMS = ("n_used", "norm", "gating", "scale")
+from vkback.ops.topk import TOPK_PARAMS, TopkMoe, choice_defines
 
 
 def product_of(node: Node) -> Node:
@@ -29,8 +27,8 @@ def product_of(node: Node) -> Node:
 
 
 def choice_of(node: Node, logits: Tensor) -> Node:
-    """The choice by these logits."""
-    return Node("TOPK_MOE", (logits,), node.outputs, {k: node.params[k] for k in TOPK_PARAMS})
+    """The choice by these logits, of a node whose last outputs are the chosen experts' weights and ids."""
+    return Node("TOPK_MOE", (logits,), node.outputs[-2:], {k: node.params[k] for k in TOPK_PARAMS})
 
 
 def router_problem(w: Tensor, x: Tensor, ctx: LowerContext) -> str:
@@ -63,7 +61,7 @@ class MoeRouter(Op):
         chosen = choice_defines(node, product.y, ctx)
         bindings = 3 + len(product.extra)
         defines = {**build.defines, **chosen, "TOPK": 1, "TOPK_SCALE": repr(float(node.params["scale"])), "BIND_TOPK": bindings}
-        need = shared_bytes(build.defines) + TopkMoe.shared_bytes(product.m, node.params["n_used"])
+        need = shared_bytes({**defines, "TILES": int(build.groups > 0)})
         if need > ctx.caps.max_shared_memory:
             raise PlanError(
                 f"[router] {node.name}: {product.m} experts need {need} bytes of shared memory, {ctx.caps.name} has "

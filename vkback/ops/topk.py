@@ -46,8 +46,8 @@ declare(
     params={"wg_size": POWERS, "block": (16, 32, 64, 128, 256, 512, 1024)},
 )
 
-ROUTER_SHARED = 12
-"""Bytes of shared memory an expert takes in shaders/topk/choose.glsl, keys, logits and candidates together."""
+TOPK_PARAMS = ("n_used", "norm", "gating", "scale")
+"""Params of TOPK_MOE, and of every op that chooses experts."""
 
 
 def argmax_dispatch(node: Node, ctx: LowerContext, logits: Tensor, results: Sequence[Arg], extra: Defines, capacity: int) -> Dispatch:
@@ -143,7 +143,7 @@ def topk_choice(node: Node, logits: Tensor, ctx: LowerContext) -> Choice:
 
 
 def choice_defines(node: Node, logits: Tensor, ctx: LowerContext) -> Defines:
-    """Defines of shaders/topk/choose.glsl for a node with TOPK_MOE's params. Raises PlanError for an unknown gating or too many experts."""
+    """Defines of shaders/topk/choose.glsl for a node with TOPK_MOE's params. Raises PlanError for an unknown gating or too many used."""
     n_expert, n_used = logits.shape[-1], node.params["n_used"]
     gate = GATES.get((node.params["gating"], bool(node.params["norm"])))
     if gate is None:
@@ -151,10 +151,16 @@ def choice_defines(node: Node, logits: Tensor, ctx: LowerContext) -> Defines:
         raise PlanError(f"[topk] {node.name}: unknown gating {node.params['gating']!r}, expected one of {known}")
     if not 1 <= n_used <= n_expert:
         raise PlanError(f"[topk] {node.name}: {n_used} of {n_expert} experts; expected at least 1 and at most all of them")
-    if TopkMoe.shared_bytes(n_expert, n_used) > ctx.caps.max_shared_memory:
-        raise PlanError(f"[topk] {node.name}: {n_expert} experts do not fit the {ctx.caps.max_shared_memory} bytes of shared memory")
     block = min(topk_choice(node, logits, ctx)["block"], ceil_div(n_expert, 4) * 4)
     return {"EXPERTS": n_expert, "USED": n_used, "BLOCK": block, "GATE": gate}
+
+
+def choice_bytes(defines: Mapping[str, str | int]) -> int:
+    """Shared memory of shaders/topk/choose.glsl with these defines, without a reduction's."""
+    experts, used, block = (int(defines[name]) for name in ("EXPERTS", "USED", "BLOCK"))
+    blocks = ceil_div(experts, block)
+    candidates = blocks * min(used, block)
+    return 4 * blocks * block + 8 * used + (16 * ceil_div(candidates, 4) + 4 * candidates if blocks > 1 else 0)
 
 
 @register
@@ -162,11 +168,6 @@ class TopkMoe(Op):
     """The router of a mixture of experts; see the module's text."""
 
     name = "TOPK_MOE"
-
-    @staticmethod
-    def shared_bytes(n_expert: int, n_used: int) -> int:
-        """Shared memory of shaders/topk/choose.glsl, with room for a reduction."""
-        return ROUTER_SHARED * n_expert + 8 * n_used + 1024
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return REFERENCES["TOPK_MOE"](inputs, params)
@@ -178,6 +179,11 @@ class TopkMoe(Op):
         wg = workgroup_size(ctx.caps, choice["wg_size"], n_expert)
         reduce, subgroup = reduction(ctx.caps, wg)
         defines: Defines = {**reduce, **choice_defines(node, logits, ctx)}
+        need = choice_bytes(defines) + 8 * wg  # the last for a reduction
+        if need > ctx.caps.max_shared_memory:
+            raise PlanError(
+                f"[topk] {node.name}: {n_expert} experts need {need} bytes of shared memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}"
+            )
         return [
             Dispatch(
                 kernel=Variant("topk/router.comp", tuple(sorted(defines.items())), (), subgroup),

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from vkback.graph import Graph, Node, Recipe, Tensor
 from vkback.ops.base import LowerContext, declare
-from vkback.ops.mat_vec import FUSED_ROLES, Product, prologue_problem
-from vkback.ops.router import TOPK_PARAMS, router_problem
+from vkback.ops.mat_vec import FUSED_ROLES, Product, choice_problem, prologue_problem
+from vkback.ops.router import router_problem
+from vkback.ops.topk import TOPK_PARAMS
 
 declare(
     "schedule",
@@ -22,7 +23,8 @@ declare(
         "norm": ("prologue", "stage"),
         "rope": ("attention", "stage"),
         "quantize": ("producer", "stage"),
-        "router": ("product", "stage"),  # the choice of experts: by the last workgroup of the product, or by itself
+        # The choice of experts: by the last workgroup of the router's product, by every workgroup of theirs, or by itself.
+        "router": ("product", "experts", "stage"),
     },
 )
 
@@ -84,7 +86,8 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
         nodes = norms_into_prologue(nodes, outputs, ctx)
     if choice["router"] == "product":
         nodes = fuse_router(nodes, outputs, ctx)
-    return quantize_activations(nodes, outputs, ctx, by_producer=choice["quantize"] == "producer")
+    nodes = quantize_activations(nodes, outputs, ctx, by_producer=choice["quantize"] == "producer")
+    return fuse_choice(nodes, outputs, ctx) if choice["router"] == "experts" else nodes
 
 
 def resolve_views(nodes: Sequence[Node]) -> Nodes:
@@ -361,6 +364,30 @@ def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
         return [product, node], Node("MOE_ROUTER", product.inputs, node.outputs, params)
 
     return _rewrite(nodes, outputs, match)
+
+
+def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """TOPK_MOE read by one product that gives each expert its rows, and by products that sum what it makes -> the first chooses the experts
+    itself and leaves their ids and weights to the others. Last of all passes, when it is known what else it needs shared memory for."""
+    for choice in [n for n in nodes if n.op == "TOPK_MOE"]:
+        index = Index(nodes, outputs)
+        weights, ids = choice.outputs
+        readers = [r for r in index.consumers.get(ids.name, []) if r.op == "MAT_VEC" and "expert_weights" not in r.params["roles"]]
+        if len(readers) != 1:
+            continue
+        (product,) = readers
+        later = [r for t in (weights, ids) for r in index.consumers.get(t.name, []) if r is not product]
+        if any(r.op != "MAT_VEC" or product.name not in (t.name for t in r.inputs) for r in later):
+            continue
+        by = inputs_by_role(product) | {"logits": choice.inputs[0]}
+        if by.pop("ids").name != ids.name:
+            continue
+        roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
+        params = {**product.params, "roles": roles, **{k: choice.params[k] for k in TOPK_PARAMS}}
+        fused = Node("MAT_VEC", tuple(by[r] for r in roles), (*product.outputs, *choice.outputs), params)
+        if not choice_problem(fused, ctx):
+            nodes = replace(nodes, [choice, product], [fused])
+    return nodes
 
 
 QUANTIZING = frozenset({"RMS_NORM_MUL", "SWIGLU", "SWIGLU_OAI", "FLASH_ATTN_EXT", "ATTN_DECODE"})
