@@ -11,11 +11,11 @@ from kernel_paths import planned_for, with_params
 
 from vkback.device import Capabilities, profile_ids
 from vkback.device.spirv import inspect
-from vkback.graph import Node
+from vkback.graph import Node, Tensor
 from vkback.harness.products import Product
 from vkback.ops.base import OPS, Dispatch, LowerContext, PlanError
 from vkback.ops.code_books import shared_bytes as code_book_bytes
-from vkback.ops.mat_vec import QUANTS, fused_case, prologue_problem, shared_bytes
+from vkback.ops.mat_vec import QUANTS, choice_problem, fused_case, prologue_problem, shared_bytes
 from vkback.plan.planner import check_limits
 from vkback.shader import ShaderLibrary
 
@@ -43,7 +43,17 @@ def real() -> tuple[tuple[str, Node], ...]:
         yield Product(quant, 128256, 4096, 1, ("norm",))
         yield Product(quant, 2 * 14336, 4096, 1, ("norm",), glu=True, out="Q8_1")
 
-    return tuple((p.line, p.node()) for quant in QUANTS for p in products(quant))
+    given = tuple((p.line, p.node()) for quant in QUANTS for p in products(quant))
+    choosing = (choosing_product(quant, roles, 192, 2048, experts=128, used=8) for quant in QUANTS for roles in ((), ("norm", "bias")))
+    return (*given, *choosing)
+
+
+def choosing_product(quant: str, roles: tuple[str, ...], m: int, k: int, *, experts: int, used: int) -> tuple[str, Node]:
+    """A product that chooses its experts; of as few rows as let any device bind all of them."""
+    routed = Product(quant, m, k, 1, (*roles, "ids"), glu=True, out="Q8_1", experts=experts, used=used).node()
+    logits, weights, ids = Tensor("logits", "F32", (1, experts)), Tensor("weights", "F32", (1, used)), routed.inputs[-1]
+    params = {**routed.params, "roles": ("w", "x", *roles, "logits"), "n_used": used, "norm": True, "gating": "softmax", "scale": 1.0}
+    return f"{quant} {roles}", Node("MAT_VEC", (*routed.inputs[:-1], logits), (*routed.outputs, weights, ids), params)
 
 
 def faults(dispatch: Dispatch, caps: Capabilities) -> Iterator[str]:
@@ -81,6 +91,8 @@ def in_the_way(node: Node, ctx: LowerContext) -> bool:
     product = Product.of(node) if node.op == "MAT_VEC" else None
     if product is None:
         return False
+    if "logits" in node.params["roles"] and choice_problem(node, ctx):
+        return True
     normed = "norm" in product.roles and any(prologue_problem(product.quant, product.k, 1, path, ctx) for path in ("int", "float"))
     return normed or (product.experts > 0 and ctx.caps.max_storage_buffer_range < 1 << 28)
 
@@ -112,6 +124,10 @@ def test_shared_memory_is_what_the_shader_declares(profile: str, library: Shader
         ({"wg": 64, "lanes": 64, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 2}, fused_case("Q8_0", 512, 1024, 1, ("norm",))),
         ({"wg": 64, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": 0, "groups": 0},
          fused_case("Q4_K", 512, 512, 2, (), glu=True, out="Q8_1")),
+        ({"wg": 64, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": 0, "groups": 0, "block": 16},
+         fused_case("Q4_K", 64, 512, 1, ("logits",), glu=True, experts=40, used=5, gating="softmax", norm_w=False)),
+        ({"wg": 64, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": 0, "groups": 0, "block": 64},
+         fused_case("Q4_K", 64, 512, 1, ("norm", "logits"), glu=True, out="Q8_1", experts=40, used=5)),
     ]  # fmt: skip
     for params, case in shapes:
         for dispatch in OPS["MAT_VEC"].lower(case.build().node, with_params(ctx, **params)):

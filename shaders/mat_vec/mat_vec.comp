@@ -284,6 +284,7 @@ void main() {
   #if PROLOGUE
     prologue(tid);
   #endif
+    if (group == 0 && y_row == 0) store_chosen(tid, 0u, TOPK_SCALE);  // while the weights are on their way
 #else
     // The first weights are on their way before the prologue.
     load(raw, first_row, 0);
@@ -326,7 +327,5 @@ void main() {
         choose_experts(tid);
         store_chosen(tid, 0u, TOPK_SCALE);
     }
-#elif CHOOSE
-    if (group == 0 && y_row == 0) store_chosen(tid, 0u, TOPK_SCALE);
 #endif
 }

@@ -5,8 +5,9 @@
 //                   was written to shared memory before it
 //   store_chosen    ids and weights to memory
 //
-// An expert's place is the number of logits before it: a thread counts them in one pass over shared memory, with no dependence on USED and no
-// barrier. More than BLOCK experts are first counted within blocks of BLOCK; the first of each block are then counted among themselves.
+// An expert's place is the number of logits before it, counted in one pass over shared memory with no dependence on USED and no barrier; where
+// there are threads enough, up to 8 neighbours count for one. More than BLOCK experts are first counted within blocks of BLOCK; the first of
+// each block, the candidates, are then counted among themselves.
 //
 // The includer has common/reduce.glsl, LOGIT(token, e), and buffers `float chosen_weights[]` and `int chosen_ids[]`, USED for each token.
 // Defines: EXPERTS USED BLOCK, GATE (0: softmax over the chosen; 1: softmax over all; 2: sigmoid; 3: sigmoid divided by its sum)
@@ -15,19 +16,29 @@
 
 #define BLOCKS ((EXPERTS + BLOCK - 1) / BLOCK)
 #define KEPT (USED < BLOCK ? USED : BLOCK)
-#define CANDIDATES (BLOCKS * KEPT)
+#define CANDIDATES (BLOCKS > 1 ? BLOCKS * KEPT : 0)
 #define LOGITS_EACH ((BLOCKS * BLOCK + WG_SIZE - 1) / WG_SIZE)
 
 // The smallest sum of weights that divides: 2^-14, the smallest normal F16. A softmax over at most 16384 experts is always above it.
 const float LEAST_SUM = 6.103515625e-5;
 
-// Keys in fours; the places after the last expert hold 0, which is before nothing.
-shared uvec4 keys[BLOCKS * BLOCK / 4];
+// Keys in fours, first the experts', then the candidates'; those after the last of either are 0, which is before nothing.
+#define KEY_QUADS (BLOCKS * BLOCK / 4)
+#define CANDIDATE_QUADS ((CANDIDATES + 3) / 4)
+shared uvec4 keys[KEY_QUADS + CANDIDATE_QUADS];
 shared uint chosen_key[USED];
 shared uint chosen_id[USED];
 #if BLOCKS > 1
-shared uvec4 block_keys[(CANDIDATES + 3) / 4];
-shared uint block_ids[CANDIDATES];
+shared uint candidate_ids[CANDIDATES];
+#endif
+
+// Threads that count for one of `many`.
+#if REDUCE_SUBGROUP && REDUCE_GROUPS
+#define SHARE(many) (WG_SIZE >= 8 * (many) ? 8u : WG_SIZE >= 4 * (many) ? 4u : WG_SIZE >= 2 * (many) ? 2u : 1u)
+#define SUM_OF_SHARES(v, share) group_sum(v, share)
+#else
+#define SHARE(many) 1u
+#define SUM_OF_SHARES(v, share) (v)
 #endif
 
 float own_logits[LOGITS_EACH];
@@ -41,60 +52,66 @@ float logit_of(uint key) {
     return uintBitsToFloat((key & 0x80000000u) != 0u ? key & 0x7fffffffu : ~key);
 }
 
-void choose(uint place, uint key, uint id) {
-    if (place < USED) {
-        chosen_key[place] = key;
-        chosen_id[place] = id;
-    }
-}
-
-// How many of the four keys at 4 * q come before key `mine` at place i of the same list: those above it and, of those at lower places, its
-// equals. Only its own four must be told apart; no expert's key is 0, so that 1 can be subtracted.
-uint before(uvec4 four, uint q, uint mine, uint i) {
-    uvec4 count = uvec4(greaterThan(four, uvec4(q < i >> 2 ? mine - 1u : mine)));
+uint count_of(bvec4 four) {
+    const uvec4 count = uvec4(four);
     return (count.x + count.y) + (count.z + count.w);
 }
 
-uint equals_before(uvec4 own_four, uint mine, uint i) {
-    const uvec4 count = uvec4(equal(own_four, uvec4(mine))) * uvec4(lessThan(uvec4(0, 1, 2, 3), uvec4(i & 3u)));
-    return (count.x + count.y) + (count.z + count.w);
+// How many keys of a list come before `mine`, its number i: those above it and, of those at lower numbers, its equals. The list is `quads` fours
+// from keys[first] on. `share` neighbouring threads call together, each counts every share-th four and gets the sum.
+uint place_of(uint first, uint quads, uint i, uint mine, uint share, uint sharer) {
+    // At most eight loads are under way at once.
+    const uint steps = (quads + share - 1u) / share, at_once = steps < 8u ? steps : 8u;
+    uint place = 0;
+    for (uint from = 0; from < steps; from += at_once)
+        [[unroll]] for (uint j = 0; j < at_once; j++) {
+            const uint q = (from + j) * share + sharer;
+            if (quads % (at_once * share) != 0 && q >= quads) continue;
+            // Equals at lower numbers are above mine - 1 (no expert's key is 0); in its own four they are told apart below.
+            place += count_of(greaterThan(keys[first + q], uvec4(q < i >> 2 ? mine - 1u : mine)));
+        }
+    place = SUM_OF_SHARES(place, share);
+    const bvec4 equals = equal(keys[first + (i >> 2)], uvec4(mine)), lower = lessThan(uvec4(0, 1, 2, 3), uvec4(i & 3u));
+    return place + count_of(bvec4(uvec4(equals) * uvec4(lower)));
 }
 
 void choose_experts(uint tid) {
     [[unroll]] for (uint j = 0; j < LOGITS_EACH; j++) {
         const uint e = tid + j * WG_SIZE;
-        if (e < BLOCKS * BLOCK) keys[e >> 2][e & 3] = e < EXPERTS ? candidate(own_logits[j], e).x : 0u;
+        if (e < BLOCKS * BLOCK) keys[e >> 2][e & 3u] = e < EXPERTS ? candidate(own_logits[j], e).x : 0u;
     }
-#if BLOCKS > 1
-    for (uint c = tid; c < (CANDIDATES + 3) / 4 * 4; c += WG_SIZE) block_keys[c >> 2][c & 3] = 0;
-#endif
+    for (uint q = KEY_QUADS + tid; q < KEY_QUADS + CANDIDATE_QUADS; q += WG_SIZE) keys[q] = uvec4(0u);
     barrier();
 
-    for (uint e = tid; e < EXPERTS; e += WG_SIZE) {
-        const uint first = e / BLOCK * (BLOCK / 4), i = e % BLOCK, mine = keys[e >> 2][e & 3];
-        uint place = equals_before(keys[e >> 2], mine, i);
-        for (uint q = 0; q < BLOCK / 4; q++) place += before(keys[first + q], q, mine, i);
+    const uint share = SHARE(EXPERTS);
+    for (uint t = tid; t < EXPERTS * share; t += WG_SIZE) {
+        const uint e = t / share, mine = keys[e >> 2][e & 3u];
+        const uint place = place_of(e / BLOCK * (BLOCK / 4), BLOCK / 4, e % BLOCK, mine, share, t % share);
+        if (place < KEPT && t % share == 0) {
 #if BLOCKS > 1
-        if (place < KEPT) {
             const uint c = e / BLOCK * KEPT + place;
-            block_keys[c >> 2][c & 3] = mine;
-            block_ids[c] = e;
+            keys[KEY_QUADS + (c >> 2)][c & 3u] = mine;
+            candidate_ids[c] = e;
+#else
+            chosen_key[place] = mine;
+            chosen_id[place] = e;
+#endif
         }
     }
     barrier();
-    // A block's first keep the order of their ids among equals, and so do the blocks: the index decides between equals here too.
-    for (uint c = tid; c < CANDIDATES; c += WG_SIZE) {
-        const uint mine = block_keys[c >> 2][c & 3];
-        if (mine == 0) continue;
-        uint place = equals_before(block_keys[c >> 2], mine, c);
-        for (uint q = 0; q < (CANDIDATES + 3) / 4; q++) place += before(block_keys[q], q, mine, c);
-        choose(place, mine, block_ids[c]);
+#if BLOCKS > 1
+    // A block's first keep the order of their ids among equals, and so do the blocks: the number decides between equals here too.
+    const uint candidate_share = SHARE(CANDIDATES);
+    for (uint t = tid; t < CANDIDATES * candidate_share; t += WG_SIZE) {
+        const uint c = t / candidate_share, mine = keys[KEY_QUADS + (c >> 2)][c & 3u];
+        const uint place = place_of(KEY_QUADS, CANDIDATE_QUADS, c, mine, candidate_share, t % candidate_share);
+        if (mine != 0 && place < USED && t % candidate_share == 0) {
+            chosen_key[place] = mine;
+            chosen_id[place] = candidate_ids[c];
+        }
     }
-#else
-        choose(place, mine, e);
-    }
-#endif
     barrier();
+#endif
 }
 
 void store_chosen(uint tid, uint token, float scale) {

@@ -150,6 +150,11 @@ EXPERT_FUSIONS: tuple[tuple[tuple[str, ...], bool], ...] = (
 )  # fmt: skip
 NORM_FUSIONS: tuple[tuple[tuple[str, ...], bool], ...] = ((("norm",), False), (("norm",), True), (("norm", "bias"), False))
 """Roles beside w and x, and whether there is a GLU."""
+CHOICE_FUSIONS: tuple[tuple[tuple[str, ...], str, bool], ...] = (
+    (("logits",), "F32", False), (("norm", "logits"), "Q8_1", False), (("norm", "bias", "logits"), "F32", True),
+    (("bias", "logits"), "Q8_1", True),
+)  # fmt: skip
+"""Roles, type of the output, and whether the GLU is SWIGLU_OAI."""
 
 
 def _fused_products() -> Cases:
@@ -170,6 +175,21 @@ def _fused_products() -> Cases:
                 yield fused_product_case(quant, 101, n, 256, ("bias",), split=(64, 32, 5), act=act)
             yield fused_product_case(quant, 128, 1, 512, ("norm",), glu=True, out="Q8_1", act=act)
             yield fused_product_case(quant, 64, 2, 256, ("ids", "expert_weights"), experts=64, used=8, act=act)
+
+
+def _choosing_products() -> Cases:
+    """Products that choose their experts, by as many as there are models of; of few rows, since every expert has them."""
+    for quant in QUANTS:
+        for act in ("f32", "q8_1") if quant in INT_QUANTS else ("f32",):
+            for roles, out, oai in CHOICE_FUSIONS:
+                yield fused_product_case(quant, 64, 1, 256, roles, glu=True, oai=oai, out=out, experts=20, used=3, act=act)
+    for (experts, used), (gating, norm_w), ties in product(
+        ((8, 2), (8, 8), (16, 1), (32, 4), (60, 4), (128, 8), (256, 8), (512, 10)),
+        (("softmax", False), ("softmax", True), ("softmax_weight", False), ("sigmoid", False), ("sigmoid", True)), (False, True),
+    ):  # fmt: skip
+        yield fused_product_case(
+            "Q4_K", 16, 1, 256, ("norm", "logits"), glu=True, experts=experts, used=used, act="f32", gating=gating, norm_w=norm_w, ties=ties
+        )
 
 
 def _rows() -> Cases:
@@ -373,7 +393,7 @@ def _choices() -> Cases:
 
 
 FAMILIES: tuple[Callable[[], Cases], ...] = (
-    _products, _batches, _routed, _fused_products, _attentions, _ropes, _norms, _rows, _copies, _values, _choices,
+    _products, _batches, _routed, _fused_products, _choosing_products, _attentions, _ropes, _norms, _rows, _copies, _values, _choices,
 )  # fmt: skip
 
 
@@ -412,10 +432,13 @@ def perf_cases() -> Cases:
     for quant in ("Q4_K", "Q6_K", "Q8_0", "MXFP4"):
         yield fused_product_case(quant, 28672, 1, 4096, ("norm",), glu=True, out="Q8_1")
         yield fused_product_case(quant, 1536, 1, 2048, ("ids",), glu=True, out="Q8_1", experts=128, used=8)
+        yield fused_product_case(quant, 1536, 1, 2048, ("norm", "ids"), glu=True, out="Q8_1", experts=128, used=8)
+        yield fused_product_case(quant, 1536, 1, 2048, ("norm", "logits"), glu=True, out="Q8_1", experts=128, used=8)
         yield fused_product_case(quant, 2048, 1, 768, ("residual", "ids", "expert_weights"), experts=128, used=8)
     yield fused_product_case("Q8_0", 5120, 1, 2880, ("norm", "bias"))  # from here gpt-oss 20B
     yield fused_product_case("Q8_0", 2880, 1, 4096, ("bias", "residual"))
     yield fused_product_case("MXFP4", 5760, 1, 2880, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1", experts=32, used=4)
+    yield fused_product_case("MXFP4", 5760, 1, 2880, ("norm", "bias", "logits"), glu=True, oai=True, out="Q8_1", experts=32, used=4)
     yield fused_product_case("MXFP4", 2880, 1, 2880, ("bias", "residual", "ids", "expert_weights"), experts=32, used=4)
     for quant in ("Q4_K", "Q6_K", "F16"):
         yield get_rows_case(quant, 32000, 4096, 1)

@@ -180,10 +180,9 @@ class TopkMoe(Op):
         reduce, subgroup = reduction(ctx.caps, wg)
         defines: Defines = {**reduce, **choice_defines(node, logits, ctx)}
         need = choice_bytes(defines) + 8 * wg  # the last for a reduction
-        if need > ctx.caps.max_shared_memory:
-            raise PlanError(
-                f"[topk] {node.name}: {n_expert} experts need {need} bytes of shared memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}"
-            )
+        room = ctx.caps.max_shared_memory
+        if need > room:
+            raise PlanError(f"[topk] {node.name}: {n_expert} experts need {need} bytes of shared memory, {ctx.caps.name} has {room}")
         return [
             Dispatch(
                 kernel=Variant("topk/router.comp", tuple(sorted(defines.items())), (), subgroup),

@@ -16,6 +16,9 @@ from vkback.ops.mat_vec import FUSED_ROLES, Product, choice_problem, prologue_pr
 from vkback.ops.router import router_problem
 from vkback.ops.topk import TOPK_PARAMS
 
+ROUTERS = ("product", "experts", "stage")
+"""Who chooses the experts: the last workgroup of the router's product, every workgroup of theirs, or a stage of its own."""
+
 declare(
     "schedule",
     match={"n": "number"},
@@ -23,8 +26,7 @@ declare(
         "norm": ("prologue", "stage"),
         "rope": ("attention", "stage"),
         "quantize": ("producer", "stage"),
-        # The choice of experts: by the last workgroup of the router's product, by every workgroup of theirs, or by itself.
-        "router": ("product", "experts", "stage"),
+        "router": ROUTERS,
     },
 )
 
