@@ -22,8 +22,8 @@
 // Where the rows exceed rows_per_split they are cut into up to SPLITS shares of equal size; the last workgroup to arrive adds the shares
 // up in their order. Which shares exist depends on pos alone, so neither the order of arrival nor the other tokens change a bit.
 //
-// Defines: HD HEADS TOKENS WG_SIZE STEPS LANES SPLITS ROUND OUT_Q8_1 FUSED HAS_SINKS, FUSED: HAS_NORM HAS_FACTORS NORM_LANES, those of
-// rope/rope.glsl and common/reduce.glsl
+// Defines: HD HEADS TOKENS WG_SIZE STEPS LANES SPLITS ROUND OUT_Q8_1 FUSED HAS_SINKS, FUSED: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX, those of
+// common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
 #define COLS (HD / 8)
@@ -154,6 +154,9 @@ void main() {
     const uint kv = head0 / (p.n_head / p.n_head_kv);
     const uint token0 = gl_WorkGroupID.z * TOKENS;
     const uint split = gl_WorkGroupID.y;
+#if FUSED
+    fetch_heads(tid, head0, kv);
+#endif
 
     lo = p.n_ctx;
     hi = 0;

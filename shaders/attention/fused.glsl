@@ -1,87 +1,126 @@
-// What ATTN_DECODE does before attention: norm and RoPE of the workgroup's queries, and in the workgroup that owns row pos norm and RoPE of the
-// key and the store of key and value. The new row is used as it was rounded to F16, so the result is that of storing first and reading back.
+// What ATTN_DECODE does before attention: norm and RoPE of the workgroup's queries and of the key, and in the workgroup that owns row pos the
+// store of key and value. The new row is used as it was rounded to F16, so the result is that of storing first and reading back.
 //
-// NORM_LANES threads share the sum of squares of a head; a thread then turns one pair of dimensions at a time.
+// HEAD_LANES neighbouring threads take a head. Their slots are two neighbouring pairs of dimensions each: four values, which in f16 make up two
+// words. Everything is fetched before anything is used, and nothing of it waits for pos.
+//
+//   angles  vec4 [ROPE_PAIRS / 2]: (cos, sin) of two neighbouring pairs (rope/angles.comp)
+
+#include "rope/rotate.glsl"
 
 layout(binding = 1) writeonly buffer CacheK1 { uint cache_k1[]; };
 layout(binding = 2) writeonly buffer CacheV1 { uint cache_v1[]; };
+layout(binding = BIND_ANGLES) readonly buffer Angles { vec4 angles[]; };
 #if HAS_NORM
-layout(binding = BIND_Q_NORM) readonly buffer QNorm { float q_norm[]; };
-layout(binding = BIND_K_NORM) readonly buffer KNorm { float k_norm[]; };
-#endif
-#if HAS_FACTORS
-layout(binding = BIND_FACTORS) readonly buffer Factors { float factors[]; };
+layout(binding = BIND_Q_NORM) readonly buffer QNorm { vec2 q_norm[]; };
+layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
 #endif
 
-#include "rope/rope.glsl"
+#define WORDS (HD / 2)
+#define SLOTS (HD / 4)
+#define ROTATED (ROPE_PAIRS / 2)
+#define SLOT_ROUNDS ((SLOTS + HEAD_LANES - 1) / HEAD_LANES)
+#define HEADS_AT_ONCE (WG_SIZE / HEAD_LANES)
+#define HEAD_ROUNDS ((HEADS + HEADS_AT_ONCE) / HEADS_AT_ONCE)    // of HEADS queries and the key
+#define VALUE_ROUNDS ((WORDS + WG_SIZE - 1) / WG_SIZE)
 
 const uint NO_ROW = 0xffffffffu;
 
-shared float raw[(HEADS + 1) * HD];     // the query heads, then the key head
-shared float norm_scale[HEADS + 1];
 shared uvec4 new_k[COLS], new_v[COLS];
 uint new_row = NO_ROW;
 
+vec2 head_a[HEAD_ROUNDS][SLOT_ROUNDS], head_b[HEAD_ROUNDS][SLOT_ROUNDS];
+#if HAS_NORM
+vec2 norm_a[HEAD_ROUNDS][SLOT_ROUNDS], norm_b[HEAD_ROUNDS][SLOT_ROUNDS];
+#endif
+vec4 slot_angles[SLOT_ROUNDS];
+vec2 value_words[VALUE_ROUNDS];
+
+// The two places of a slot within a head, counted in pairs of values.
+uvec2 places(uint slot) {
+#if ROPE_NEOX
+    if (slot < ROTATED) return uvec2(slot, slot + ROTATED);
+#endif
+    return uvec2(2u * slot, 2u * slot + 1u);
+}
+
+void fetch_heads(uint tid, uint head0, uint kv) {
+    [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
+    [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++) {
+        const uint head = i * HEADS_AT_ONCE + tid / HEAD_LANES;
+        const uint from = (head < HEADS ? head0 + head : p.n_head + kv) * WORDS;
+        [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) {
+            const uint slot = j * HEAD_LANES + tid % HEAD_LANES;
+            const uvec2 at = places(min(slot, SLOTS - 1));
+            const bool there = head <= HEADS && slot < SLOTS;
+            head_a[i][j] = there ? qkv2[from + at.x] : vec2(0.0);
+            head_b[i][j] = there ? qkv2[from + at.y] : vec2(0.0);
+#if HAS_NORM
+            norm_a[i][j] = head < HEADS ? q_norm[at.x] : k_norm[at.x];
+            norm_b[i][j] = head < HEADS ? q_norm[at.y] : k_norm[at.y];
+#endif
+        }
+    }
+    [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++)
+        value_words[i] = qkv2[(p.n_head + p.n_head_kv + kv) * WORDS + min(i * WG_SIZE + tid, WORDS - 1)];
+}
+
+void put_query(uint head, uint place, vec2 v) {
+    query4[head * OUT4 + (place >> 1)][2u * (place & 1u)] = p.scale * v.x;
+    query4[head * OUT4 + (place >> 1)][2u * (place & 1u) + 1u] = p.scale * v.y;
+}
+
+void put_key(uint kv, uint row, bool stores, uint place, vec2 v) {
+    const uint word = packHalf2x16(v);
+    new_k[place >> 2][place & 3u] = word;
+    if (stores) cache_k1[(kv * p.n_ctx + row) * WORDS + place] = word;
+}
+
+// owner: row pos is among this workgroup's rows.
 void prepare(uint tid, uint head0, uint kv, bool owner) {
-    const uint heads = owner ? HEADS + 1 : HEADS;
-    for (uint first = 0; first < heads; first += WG_SIZE / NORM_LANES) {
-        const uint head = first + tid / NORM_LANES;
+    const uint row = uint(pos[0]);
+    const bool stores = owner && row < p.n_ctx && head0 % (p.n_head / p.n_head_kv) == 0;
+    if (owner) new_row = row;
+    [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++) {
+        const uint head = i * HEADS_AT_ONCE + tid / HEAD_LANES;
+#if HAS_NORM
         float square = 0.0;
-        if (head < heads) {
-            const uint from = (head < HEADS ? head0 + head : p.n_head + kv) * (HD / 2);
-            for (uint i = tid % NORM_LANES; i < HD / 2; i += NORM_LANES) {
-                const vec2 v = qkv2[from + i];
-                raw[head * HD + 2 * i] = v.x;
-                raw[head * HD + 2 * i + 1] = v.y;
-                square += dot(v, v);
+        [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) square += dot(head_a[i][j], head_a[i][j]) + dot(head_b[i][j], head_b[i][j]);
+        const float norm = inversesqrt(group_sum(square, HEAD_LANES) / float(HD) + p.eps);
+#endif
+        [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) {
+            const uint slot = j * HEAD_LANES + tid % HEAD_LANES;
+            vec2 a = head_a[i][j], b = head_b[i][j];
+#if HAS_NORM
+            a *= norm * norm_a[i][j];
+            b *= norm * norm_b[i][j];
+#endif
+            if (slot < ROTATED) {
+#if ROPE_NEOX
+                const vec2 x = rope_rotate(vec2(a.x, b.x), slot_angles[j].xy), y = rope_rotate(vec2(a.y, b.y), slot_angles[j].zw);
+                a = vec2(x.x, y.x);
+                b = vec2(x.y, y.y);
+#else
+                a = rope_rotate(a, slot_angles[j].xy);
+                b = rope_rotate(b, slot_angles[j].zw);
+#endif
+            }
+            const uvec2 at = places(slot);
+            if (slot < SLOTS && head < HEADS) {
+                put_query(head, at.x, a);
+                put_query(head, at.y, b);
+            } else if (slot < SLOTS && head == HEADS) {
+                put_key(kv, row, stores, at.x, a);
+                put_key(kv, row, stores, at.y, b);
             }
         }
-#if HAS_NORM
-        square = group_sum(square, NORM_LANES);
-        if (head < heads && tid % NORM_LANES == 0) norm_scale[head] = inversesqrt(square / float(HD) + p.eps);
-#endif
     }
-    const int at = pos[0];
-    const uint row = uint(at);
-    const bool stores = owner && row < p.n_ctx && head0 % (p.n_head / p.n_head_kv) == 0;
-    const uint cache_at = (kv * p.n_ctx + row) * (HD / 2);
-    if (owner) {
-        new_row = row;
-        for (uint i = tid; i < HD / 2; i += WG_SIZE) {
-            const uint word = packHalf2x16(qkv2[(p.n_head + p.n_head_kv + kv) * (HD / 2) + i]);
-            new_v[i >> 2][i & 3] = word;
-            if (stores) cache_v1[cache_at + i] = word;
+    [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) {
+        const uint place = i * WG_SIZE + tid;
+        if (place < WORDS) {
+            const uint word = packHalf2x16(value_words[i]);
+            new_v[place >> 2][place & 3u] = word;
+            if (stores) cache_v1[(kv * p.n_ctx + row) * WORDS + place] = word;
         }
-    }
-    barrier();
-    for (uint i = tid; i < heads * (HD / 2); i += WG_SIZE) {
-        const uint head = i / (HD / 2), pair = i % (HD / 2);
-        const uvec2 dims = pair < ROPE_PAIRS ? rope_dims(pair) : uvec2(2 * pair, 2 * pair + 1);
-        vec2 v = vec2(raw[head * HD + dims.x], raw[head * HD + dims.y]);
-#if HAS_NORM
-        v *= norm_scale[head];
-        v *= head < HEADS ? vec2(q_norm[dims.x], q_norm[dims.y]) : vec2(k_norm[dims.x], k_norm[dims.y]);
-#endif
-        if (pair < ROPE_PAIRS) {
-#if HAS_FACTORS
-            v = rope_rotate(v, rope_angle(pair, at, factors[pair]));
-#else
-            v = rope_rotate(v, rope_angle(pair, at));
-#endif
-        }
-        if (head < HEADS) {
-            query4[(head * HD + dims.x) >> 2][dims.x & 3] = p.scale * v.x;
-            query4[(head * HD + dims.y) >> 2][dims.y & 3] = p.scale * v.y;
-        } else {
-            raw[head * HD + dims.x] = v.x;
-            raw[head * HD + dims.y] = v.y;
-        }
-    }
-    if (!owner) return;
-    barrier();
-    for (uint i = tid; i < HD / 2; i += WG_SIZE) {
-        const uint word = packHalf2x16(vec2(raw[HEADS * HD + 2 * i], raw[HEADS * HD + 2 * i + 1]));
-        new_k[i >> 2][i & 3] = word;
-        if (stores) cache_k1[cache_at + i] = word;
     }
 }

@@ -3,7 +3,6 @@
 //   PROLOGUE 1: one token's F32 x, brought into shared memory by every workgroup, quantized for the integer path
 //   PROLOGUE 2: as 1, after RMS norm and its weight
 //   PROLOGUE 3: Q8_1 from memory, copied into shared memory by every workgroup
-//   PROLOGUE 4: the includer makes them itself and hands them over with keep()
 
 #if PATH_INT
 struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };  // both sums: of the int8 of each half, the first times d
@@ -42,7 +41,6 @@ void keep(uint i, vec4 v) {
 float norm_factor;
 #endif
 
-#if PROLOGUE != 4
 // VALUES4 vec4 a thread stay in registers until they are quantized.
 vec4 x_values[VALUES4];
 #if PROLOGUE == 2
@@ -76,7 +74,6 @@ void prologue(uint tid) {
     barrier();  // else the one in wg_sum serves
 #endif
 }
-#endif
 #elif PROLOGUE == 3
 // The rows of x that this workgroup's weights meet, unit by unit in their order.
 void fetch_x(uint tid, uint first_row) {

@@ -3,7 +3,6 @@
 //   vec2 rope_angle(uint pair, int pos)                   (cos, sin) of pos * frequency[pair], times ROPE_MSCALE
 //   vec2 rope_angle(uint pair, int pos, float factor)     the same with the frequency divided by a frequency factor
 //   vec2 rope_rotate(vec2 v, vec2 angle)                  v turned by the angle
-//   uvec2 rope_dims(uint pair)                            the two dimensions of a head that make up a pair
 //
 // Angles are counted in turns as 64-bit fractions, of which pos * frequency keeps the upper 32: it wraps around by itself, so position 131072 is
 // as exact as position 1 (a product in float would be off by 0.008 radians there, a 32-bit frequency by 0.0001). Sine and cosine are
@@ -13,7 +12,6 @@
 //   ROPE_PAIRS   pairs that are turned, n_dims / 2
 //   ROPE_TURNS   their frequencies in turns a position, as 64-bit fractions uvec2(upper, lower), comma-separated: vkback.ops.rope_angles.turns
 //   ROPE_MSCALE  factor on both components (attention factor and YaRN's correction)
-//   ROPE_NEOX    0: neighbouring dimensions make a pair; 1: dimension i pairs with i + n_dims / 2
 
 const uvec2 rope_turns[ROPE_PAIRS] = uvec2[](ROPE_TURNS);
 
@@ -68,14 +66,4 @@ vec2 rope_angle(uint pair, int pos, float factor) {
     return ROPE_MSCALE * rope_cos_sin(rope_turn(rope_divide(rope_turns[pair], factor), pos));
 }
 
-vec2 rope_rotate(vec2 v, vec2 angle) {
-    return vec2(v.x * angle.x - v.y * angle.y, v.x * angle.y + v.y * angle.x);
-}
-
-uvec2 rope_dims(uint pair) {
-#if ROPE_NEOX
-    return uvec2(pair, pair + ROPE_PAIRS);
-#else
-    return uvec2(2u * pair, 2u * pair + 1u);
-#endif
-}
+#include "rope/rotate.glsl"

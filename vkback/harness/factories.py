@@ -263,6 +263,11 @@ def _attn_decode(p: Params) -> Case:
     )  # fmt: skip
 
 
+def _rope_angles(p: Params) -> Case:
+    given = {k: v for k, v in p.items() if k not in ("pos", "n_dims", "ff", "seed")}
+    return rope.RopeAngles().case(p["pos"], p["n_dims"], factors=bool(p.get("ff", 0)), seed=p.get("seed", 5), **given)
+
+
 def _sample(p: Params) -> Case:
     sampler = sample.Params(p["temp"], p["top_k"], p["top_p"], p["min_p"], p["rng"], ())
     return sample.Sample().case(p["vocab"], sampler, greedy=bool(p["greedy"]), kind=p["kind"], seed=p["seed"])
@@ -284,6 +289,7 @@ FACTORIES: dict[str, Callable[[Params], Case]] = {
     "QKV_ROPE_SET_ROWS": _qkv,
     "FLASH_ATTN_EXT": _flash_attn,
     "ATTN_DECODE": _attn_decode,
+    "ROPE_ANGLES": _rope_angles,
     "SAMPLE": _sample,
     "TOPK_MOE": _topk_moe,
     "MOE_ROUTER": lambda p: router_case(

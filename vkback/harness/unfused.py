@@ -83,12 +83,15 @@ def _qkv_rope_set_rows(node: Node) -> list[Node]:
 
 
 def _attn_decode(node: Node) -> list[Node]:
-    qkv, pos, cache_k, cache_v, *extra = node.inputs
+    """None with frequency factors: they are in the angles already, and the plain op has no such input."""
+    qkv, pos, cache_k, cache_v, _, *extra = node.inputs
     params = node.params
-    plain = 2 * bool(params.get("has_norm")) + bool(params.get("has_ff"))
+    if params.get("has_ff"):
+        return []
+    norms = 2 * bool(params.get("has_norm"))
     q = Tensor(f"{node.name}.q", "F32", (1, params["n_head"], params["head_dim"]))
-    stored = Node("QKV_ROPE_SET_ROWS", (qkv, pos, cache_k, cache_v, *extra[:plain]), (q, cache_k, cache_v), {**params, "packed": True})
-    return [stored, Node("FLASH_ATTN_EXT", (q, cache_k, cache_v, pos, *extra[plain:]), node.outputs[:1], params)]
+    stored = Node("QKV_ROPE_SET_ROWS", (qkv, pos, cache_k, cache_v, *extra[:norms]), (q, cache_k, cache_v), {**params, "packed": True})
+    return [stored, Node("FLASH_ATTN_EXT", (q, cache_k, cache_v, pos, *extra[norms:]), node.outputs[:1], params)]
 
 
 def _moe_router(node: Node) -> list[Node]:

@@ -3,9 +3,9 @@
     FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k and cache_v F16 [n_head_kv, n_ctx, hd], pos I32 [n] [, sinks F32 [n_head]]
                     -> F32 or Q8_1 [n, n_head * hd]
                     params: scale [, window]
-    ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, q_norm, k_norm F32 [hd]]
-                    [, factors F32 [n_dims / 2]] [, sinks F32 [n_head]] -> the same, cache_k, cache_v
-                    params: those of ROPE, n_head, n_head_kv, head_dim, scale [, window, eps], has_norm, has_ff
+    ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)
+                    [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] -> the same, cache_k, cache_v
+                    params: those of ROPE, n_head, n_head_kv, head_dim, scale [, window, eps], has_norm, has_ff (angles hold factors)
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
 A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. hd is a
@@ -114,7 +114,7 @@ def shape_for(
         steps = min(choice["steps"], max(1, MAX_LOADS * lanes // cols))
         streams = wg // cols
         shared = 4 * queries * hd + 8 * steps * (wg // lanes) * queries + 8 * streams * queries + 8 * wg + 256
-        shared += 4 * (heads + 2) * hd if fused else 0
+        shared += 4 * hd if fused else 0
         for parts in (i for i in range(1, queries + 1) if queries % i == 0):
             if shared + 4 * streams * (queries // parts) * hd <= ctx.caps.max_shared_memory:
                 return Shape(wg, lanes, steps, heads, tokens, splits, queries // parts, choice["rows_per_split"])
@@ -151,8 +151,9 @@ def _lower(
     s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), ctx)
     if s.splits > 1 and 7 + len(extra) > ctx.caps.max_storage_bindings:
         s = replace(s, splits=1)  # a Raspberry Pi binds 8 buffers; scratch and counters would be two too many
-    norm_lanes = min(8, s.wg, ctx.caps.subgroup_min) if fused else 1
-    reduce, subgroup = reduction(ctx.caps, s.wg, lanes=max(s.lanes, norm_lanes, 8 if out.type == "Q8_1" else 1))
+    # A head's slots of four values (shaders/attention/fused.glsl) go to as many threads, as far as they can add up by shuffles.
+    head_lanes = min(32, s.wg, ctx.caps.subgroup_min, 1 << ((hd // 4).bit_length() - 1)) if fused else 1
+    reduce, subgroup = reduction(ctx.caps, s.wg, lanes=max(s.lanes, head_lanes, 8 if out.type == "Q8_1" else 1))
     groups = (n_head // s.heads, s.splits, ceil_div(n, s.tokens))
     cached: Access = "rw" if fused else "r"
     args = [Arg(q), Arg(cache_k, cached), Arg(cache_v, cached), Arg(pos), Arg(out, "w")]
@@ -167,7 +168,7 @@ def _lower(
         "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
     }  # fmt: skip
     if fused:
-        defines["NORM_LANES"] = norm_lanes
+        defines["HEAD_LANES"] = head_lanes
     for binding, (role, _) in enumerate(extra, len(args)):
         defines[f"BIND_{role.upper()}"] = binding
     args += [Arg(t) for _, t in extra]
@@ -281,6 +282,16 @@ ROPE_PLAIN: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+def turn_pairs(x: Array, angles: Array, mode: str) -> Array:
+    """x [n, heads, hd] with its first n_dims values turned by angles [n, n_dims / 2, 2], (cos, sin) of each pair."""
+    pairs = angles.shape[-2]
+    first, second = (np.arange(pairs), np.arange(pairs) + pairs) if mode == "neox" else (2 * np.arange(pairs), 2 * np.arange(pairs) + 1)
+    a, b, cos, sin = x[..., first], x[..., second], angles[:, None, :, 0], angles[:, None, :, 1]
+    out = x.copy()
+    out[..., first], out[..., second] = a * cos - b * sin, a * sin + b * cos
+    return out
+
+
 @register
 class AttnDecode(Op):
     """Norm, RoPE, cache store and attention of one token; see the module's text. Its twin is the chain of those ops."""
@@ -288,30 +299,29 @@ class AttnDecode(Op):
     name = "ATTN_DECODE"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        qkv, pos, cache_k, cache_v = inputs[:4]
-        rest = list(inputs[4:])
+        qkv, pos, cache_k, cache_v, angles, *rest = inputs
         hd, heads, kv = params["head_dim"], params["n_head"], params["n_head_kv"]
         q, k, v = np.split(np.asarray(qkv, np.float64).reshape(1, heads + 2 * kv, hd), (heads, heads + kv), axis=1)
         if params.get("has_norm"):
             (q,), (k,) = (REFERENCES["RMS_NORM"]([x], params) for x in (q, k))
             q, k = q * np.asarray(rest.pop(0), np.float64), k * np.asarray(rest.pop(0), np.float64)
-        factors = [rest.pop(0)] if params.get("has_ff") else []
-        q, k = (REFERENCES["ROPE"]([x, pos, *factors], params)[0] for x in (q, k))
+        q, k = (turn_pairs(x, np.asarray(angles, np.float64), params["mode"]) for x in (q, k))
         (cache_k,), (cache_v,) = (REFERENCES["SET_ROWS"]([x, pos, c], params) for x, c in ((k, cache_k), (v, cache_v)))
         out = OPS["FLASH_ATTN_EXT"].reference([q, cache_k, cache_v, pos, *rest], params)
         return [*out, cache_k, cache_v]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        qkv, pos, cache_k, cache_v = node.inputs[:4]
+        qkv, pos, cache_k, cache_v, *rest = node.inputs
         params = node.params
-        roles = (["q_norm", "k_norm"] if params.get("has_norm") else []) + (["factors"] if params.get("has_ff") else [])
-        roles += ["sinks"] * (len(node.inputs) - 4 - len(roles))
+        n_dims, has_norm = int(params["n_dims"]), bool(params.get("has_norm"))
         if pos.shape != (1,):
             raise PlanError(f"[attention] {node.name}: ATTN_DECODE takes one token, got {pos}")
-        fused: Defines = {
-            **rope_angles.defines(params), "HAS_NORM": int(bool(params.get("has_norm"))), "HAS_FACTORS": int(bool(params.get("has_ff"))),
-        }  # fmt: skip
-        extra = list(zip(roles, node.inputs[4:], strict=True))
+        if n_dims % 4:
+            raise PlanError(f"[attention] {node.name}: ATTN_DECODE turns pairs two by two, n_dims = {n_dims} is no multiple of 4")
+        roles = ["angles", *(["q_norm", "k_norm"] if has_norm else [])]
+        roles += ["sinks"] * (len(rest) - len(roles))
+        fused: Defines = {"HAS_NORM": int(has_norm), "ROPE_PAIRS": n_dims // 2, "ROPE_NEOX": rope_angles.MODES[params["mode"]]}
+        extra = list(zip(roles, rest, strict=True))
         return [_lower(node, ctx, qkv, cache_k, cache_v, pos, 1, params["n_head"], extra, fused)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -353,22 +363,24 @@ class AttnDecode(Op):
             qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))
             caches = tuple(Tensor(name, "F16", (n_head_kv, n_ctx, hd), "state") for name in ("cache_k", "cache_v"))
             turned = n_dims or hd
-            weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("factors", turned // 2)] if ff else [])]
-            weights += [("sinks", n_head)] if sinks else []
-            norms = (Tensor(name, "F32", (size,), "weight") for name, size in weights)
-            inputs = (qkv, Tensor("pos", "I32", (1,), "input"), *caches, *norms)
+            weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("sinks", n_head)] if sinks else [])]
+            position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, turned // 2, 2), "input")
+            inputs = (qkv, position, *caches, angles, *(Tensor(name, "F32", (size,), "weight") for name, size in weights))
             values: dict[str, Array] = {
                 "qkv": rng.standard_normal(qkv.shape, np.float32),
                 "pos": np.array([pos], np.int32),
                 **{c.name: random_cache(rng, c.shape, (pos - 1,) if garbage else None, max(window - 1, 0)) for c in caches},
                 **{name: rng.uniform(0.5, 1.5, size).astype(np.float32) for name, size in weights},
             }
+            factors = (rng.uniform(0.5, 1.5, turned // 2).astype(np.float32),) if ff else ()
             params = {
                 **ROPE_PLAIN, **rope, "mode": mode, "n_dims": turned, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim": hd,
                 "scale": 1 / math.sqrt(hd), "has_norm": norm, "has_ff": ff, "window": window,
             }  # fmt: skip
             if norm:
                 params["eps"] = 1e-6
+            made = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
+            values["angles"] = made[0].astype(np.float32)
             out = Tensor("kqv_out", y, (1, n_head * hd))
             return Problem(Node("ATTN_DECODE", inputs, (out, *caches), params), values)
 

@@ -1,4 +1,5 @@
-"""ROPE, and the step between the QKV product and attention as one kernel: QKV_ROPE_SET_ROWS (shaders/rope)."""
+"""ROPE, its angles alone (ROPE_ANGLES), and the step between the QKV product and attention as one kernel: QKV_ROPE_SET_ROWS
+(shaders/rope)."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ from vkback.ops.base import (
     register,
 )
 from vkback.ops.reference import REFERENCES
+from vkback.ops.reference import rope_angles as reference_angles
 from vkback.ops.rows import F16_TOLERANCE, set_rows
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
@@ -149,9 +151,70 @@ class Rope(Op):
         return Case("ROPE", {**shown, **given, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        if len(node.inputs) > 2:
-            return Tolerance(1e-10, 1e-4, "factors divide slow pairs in f32: 5e-5 radians at position 131072; else as without")
-        return Tolerance(1e-12, 1e-5, "angles to 2^-32 of a turn at any position; polynomials and products in f32, each rounding 2^-24")
+        return rotation_tolerance(factors=len(node.inputs) > 2)
+
+
+def rotation_tolerance(*, factors: bool) -> Tolerance:
+    if factors:
+        return Tolerance(1e-10, 1e-4, "factors divide slow pairs in f32: 5e-5 radians at position 131072; else as without")
+    return Tolerance(1e-12, 1e-5, "angles to 2^-32 of a turn at any position; polynomials and products in f32, each rounding 2^-24")
+
+
+@register
+class RopeAngles(Op):
+    """ROPE_ANGLES(pos I32 [n] [, factors F32 [n_dims / 2]]) -> F32 [n, n_dims / 2, 2]: cosine and sine by which ROPE with the same params
+    turns each pair of dimensions, times its magnitude."""
+
+    name = "ROPE_ANGLES"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        pos, *factors = inputs
+        turned, magnitude = reference_angles(pos, factors[0] if factors else None, params)
+        return [magnitude * np.stack([np.cos(turned), np.sin(turned)], -1)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        pos, *factors = node.inputs
+        _check_factors(node, factors)
+        out = node.outputs[0]
+        count = out.elements // 2
+        wg = workgroup_size(ctx.caps, 32)
+        defines: dict[str, str | int] = {"WG_SIZE": wg, "FACTORS": len(factors), **rope_angles.defines(node.params)}
+        return [
+            Dispatch(
+                Variant("rope/angles.comp", tuple(sorted(defines.items()))),
+                (Arg(pos), Arg(out, "w"), *map(Arg, factors)),
+                pack_push(count),
+                (ceil_div(count, wg), 1, 1),
+                node.op,
+                node.name,
+                f"{wg} threads: a pair each, nothing to choose",
+                nbytes=4 * out.elements,
+                flops=30 * count,
+            )
+        ]
+
+    def cases(self) -> Iterator[Case]:
+        yarn: dict[str, Any] = {"freq_base": 150000.0, "freq_scale": 1 / 32, "ext_factor": 1.0}
+        yield self.case((0, 1, 4095), 128)
+        yield self.case((131072,), 64, factors=True)
+        yield self.case((7, -1), 96, **yarn)
+
+    def case(self, pos: Sequence[int], n_dims: int, *, factors: bool = False, seed: int = 5, **given: Any) -> Case:
+        params = {**DEFAULTS, "n_dims": n_dims, **given}
+
+        def make(rng: np.random.Generator) -> Problem:
+            inputs = [Tensor("pos", "I32", (len(pos),), "input")]
+            values: dict[str, Array] = {"pos": np.array(pos, np.int32)}
+            if factors:
+                inputs.append(Tensor("factors", "F32", (n_dims // 2,), "weight"))
+                values["factors"] = frequency_factors(n_dims, 1.0)
+            out = Tensor("angles", "F32", (len(pos), n_dims // 2, 2))
+            return Problem(Node(self.name, tuple(inputs), (out,), params), values)
+
+        return Case(self.name, {"pos": tuple(pos), "n_dims": n_dims, "ff": factors, **given, "seed": seed}, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return rotation_tolerance(factors=len(node.inputs) > 1)
 
 
 def frequency_factors(n_dims: int, fast: float) -> Array:

@@ -311,12 +311,29 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
         if into_attention:
             params.pop("packed")
             outputs = (attention.outputs[0], *fused.outputs[1:])
-            sinks = attention.inputs[4:]
-            tail = [Node("ATTN_DECODE", (packed, *fused.inputs[3:], *sinks), outputs, {**params, **attention.params})]
+            pos, cache_k, cache_v, *extra = fused.inputs[3:]
+            norms, factors = extra[: 2 * params["has_norm"]], extra[2 * params["has_norm"] :]
+            angles = _rope_angles(nodes, pos, factors, params)
+            inputs = (packed, pos, cache_k, cache_v, angles.outputs[0], *norms, *attention.inputs[4:])
+            tail = [Node("ATTN_DECODE", inputs, outputs, {**params, **attention.params})]
+            if not any(n is angles for n in nodes):
+                tail.insert(0, angles)
             nodes = replace(nodes, [*made, fused, attention], [*parts, *tail])
         else:
             nodes = replace(nodes, [*made, fused], [*parts, Node(fused.op, (packed, *fused.inputs[3:]), fused.outputs, params)])
     return nodes
+
+
+def _rope_angles(nodes: Nodes, pos: Tensor, factors: Sequence[Tensor], params: Mapping[str, Any]) -> Node:
+    """The node that makes the angles of a rotation: the one there is, else a new one."""
+    inputs = (pos, *factors)
+    rope = {key: params[key] for key in ROPE_PARAMS}
+    present = [n for n in nodes if n.op == "ROPE_ANGLES"]
+    for node in present:
+        if node.inputs == inputs and node.params == rope:
+            return node
+    angles = Tensor(f"rope_angles.{len(present)}", "F32", (1, params["n_dims"] // 2, 2))
+    return Node("ROPE_ANGLES", inputs, (angles,), rope)
 
 
 def _runs(products: Sequence[Node]) -> list[list[Node]]:
