@@ -29,9 +29,6 @@ VENDORS: Mapping[int, str] = {
 LEAST_STORAGE_BINDINGS = 8
 """Storage buffers a kernel may have anywhere: what a Raspberry Pi binds, the fewest of all recorded devices. Vulkan alone guarantees 4."""
 
-LEAST_PUSH_DESCRIPTORS = 32
-"""What VK_KHR_push_descriptor guarantees as maxPushDescriptors."""
-
 
 @dataclass(frozen=True)
 class Heap:
@@ -74,7 +71,6 @@ class Capabilities:
     int_dot       the feature; `int_dot_accelerated` that 4x8-bit packed signed dot products are fast
     subgroup_ops  "basic", "vote", "arithmetic", "ballot", "shuffle", "shuffle_relative", "clustered", "quad", "rotate", ...
     extensions    names the driver lists
-    max_push_descriptors   bindings that a command buffer may hold itself (VK_KHR_push_descriptor); 0: it has only descriptor sets
     uma           host and device share their memory; `rebar`: all device memory is host-visible
     shader_cores  SMs, compute units, shader cores; None when not reported
     What is not known is held to be absent, and a limit not known to be the least that Vulkan allows.
@@ -123,7 +119,6 @@ class Capabilities:
     max_workgroup_size: tuple[int, int, int]
     max_workgroup_count: tuple[int, int, int]
     max_push_constants: int
-    max_push_descriptors: int
     max_storage_bindings: int
     max_allocation_size: int
     max_buffer_size: int
@@ -284,7 +279,6 @@ def _from_profile(p: Mapping[str, Any]) -> Capabilities:
         max_workgroup_size=triple("maxComputeWorkGroupSize", (128, 128, 64)),
         max_workgroup_count=triple("maxComputeWorkGroupCount", (65535, 65535, 65535)),
         max_push_constants=limit("maxPushConstantsSize", 128),
-        max_push_descriptors=LEAST_PUSH_DESCRIPTORS if p["extensions"].get("VK_KHR_push_descriptor") else 0,
         max_storage_bindings=limit("maxPerStageDescriptorStorageBuffers", LEAST_STORAGE_BINDINGS),
         max_allocation_size=limit("maxMemoryAllocationSize", 1 << 30),
         max_buffer_size=limit("maxBufferSize", 1 << 30),

@@ -14,7 +14,7 @@ from vkback.device.capabilities import LEAST_STORAGE_BINDINGS, Capabilities
 from vkback.device.driver import NULL, Driver, check, ffi, strings, struct, text
 from vkback.device.errors import DeviceError, DeviceLost, FeatureMissing, Timeout
 from vkback.device.instance import Instance, Validation, ValidationMessage, select
-from vkback.device.kernel import Kernel, KernelCache, KernelSpec, most_pushed
+from vkback.device.kernel import Kernel, KernelCache, KernelSpec
 from vkback.device.memory import Arena, BufferRange, Kind, MemoryPool
 from vkback.device.query import API_1_2, PhysicalDevice, choose_queue_family, queue_families
 from vkback.device.queue import Queue, Ticket
@@ -34,7 +34,6 @@ class Device:
         self.caps: Capabilities = physical.caps
         self._instance = instance
         self._physical = physical
-        pushed = most_pushed(self.caps)
         self._family = choose_queue_family(queue_families(instance.fn, physical.handle))
         priority = ffi.new("float *", 1.0)
         queue_info = struct("VkDeviceQueueCreateInfo", queueFamilyIndex=self._family, queueCount=1, pQueuePriorities=priority)
@@ -59,7 +58,7 @@ class Device:
         self._driver.fn.vkGetDeviceQueue(self._driver.device, self._family, 0, queue)
         self._queue = Queue(self._driver, queue[0], self._fault_report)
         self._memory = MemoryPool(self._driver, physical.handle, instance.fn, self.caps, self._settle)
-        self._kernels = KernelCache(self._driver, self.caps, pushed)
+        self._kernels = KernelCache(self._driver, self.caps)
         self._arenas: list[Arena] = []
         self._commands: set[Commands] = set()
         self._uploader: Uploader | None = None

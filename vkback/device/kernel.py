@@ -33,10 +33,7 @@ class KernelSpec:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A compiled compute pipeline. Owned by its device.
-
-    template  pushes the bindings, from an array of VkDescriptorBufferInfo, into a command buffer; None: a set of `set_layout` binds them
-    """
+    """A compiled compute pipeline. Owned by its device."""
 
     name: str
     bindings: int
@@ -44,36 +41,17 @@ class Kernel:
     pipeline: Handle = field(repr=False)
     layout: Handle = field(repr=False)
     set_layout: Handle = field(repr=False)
-    template: Handle | None = field(repr=False)
-
-
-def most_pushed(caps: Capabilities) -> int:
-    """The most bindings of a kernel whose storage buffers are pushed; a kernel with more has descriptor sets, and with 0 every kernel has.
-
-    VKBACK_DESCRIPTORS=push or sets forces a way; without it bindings are pushed where the device can.
-    Raises DeviceError for another value, FeatureMissing for "push" on a device that cannot.
-    """
-    asked = os.environ.get("VKBACK_DESCRIPTORS") or None
-    if asked not in (None, "push", "sets"):
-        raise DeviceError(f"[device] VKBACK_DESCRIPTORS is {asked!r}; expected 'push' or 'sets'. Unset it to leave the choice to vkback")
-    if asked == "push" and not caps.max_push_descriptors:
-        raise FeatureMissing(
-            f"[device] VKBACK_DESCRIPTORS=push needs VK_KHR_push_descriptor, which {caps.name} does not offer. Unset it or take 'sets'"
-        )
-    return 0 if asked == "sets" else caps.max_push_descriptors
 
 
 class KernelCache:
     """Every kernel of a device, once."""
 
-    def __init__(self, driver: Driver, caps: Capabilities, pushed: int) -> None:
-        """pushed: `most_pushed` of the device."""
-        self._driver, self._caps, self._pushed = driver, caps, pushed
+    def __init__(self, driver: Driver, caps: Capabilities) -> None:
+        self._driver, self._caps = driver, caps
         self._lock = threading.Lock()
         self._kernels: dict[KernelSpec, Kernel] = {}
         self._set_layouts: dict[int, Handle] = {}
         self._layouts: dict[tuple[int, int], Handle] = {}
-        self._templates: dict[tuple[int, int], Handle] = {}
         self._file = PipelineCacheFile(driver, caps)
 
     def get(self, spec: KernelSpec) -> Kernel:
@@ -85,9 +63,8 @@ class KernelCache:
             self._check(spec)
             set_layout = self._set_layout(spec.bindings)
             layout = self._layout(spec.bindings, spec.push_bytes)
-            template = self._template(spec.bindings, spec.push_bytes) if self._is_pushed(spec.bindings) else None
         pipeline = self._compile(spec, layout)
-        kernel = Kernel(spec.name, spec.bindings, spec.push_bytes, pipeline, layout, set_layout, template)
+        kernel = Kernel(spec.name, spec.bindings, spec.push_bytes, pipeline, layout, set_layout)
         with self._lock:
             twin = self._kernels.setdefault(spec, kernel)
         if twin is not kernel:
@@ -147,9 +124,6 @@ class KernelCache:
                 f"[kernel] {spec.name}: subgroup size {size}; {caps.name} has powers of two from {caps.subgroup_min} to {caps.subgroup_max}"
             )
 
-    def _is_pushed(self, bindings: int) -> bool:
-        return 0 < bindings <= self._pushed
-
     def _set_layout(self, bindings: int) -> Handle:
         if bindings not in self._set_layouts:
             entries = ffi.new("VkDescriptorSetLayoutBinding[]", max(bindings, 1))
@@ -158,8 +132,7 @@ class KernelCache:
                 entries[i].descriptorType = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER
                 entries[i].descriptorCount = 1
                 entries[i].stageFlags = vk.VK_SHADER_STAGE_COMPUTE_BIT
-            flags = vk.VK_DESCRIPTOR_SET_LAYOUT_CREATE_PUSH_DESCRIPTOR_BIT_KHR if self._is_pushed(bindings) else 0
-            info = struct("VkDescriptorSetLayoutCreateInfo", flags=flags, bindingCount=bindings, pBindings=entries)
+            info = struct("VkDescriptorSetLayoutCreateInfo", bindingCount=bindings, pBindings=entries)
             self._set_layouts[bindings] = self._driver.create("DescriptorSetLayout", info, f"{bindings} storage buffers")
         return self._set_layouts[bindings]
 
@@ -176,29 +149,6 @@ class KernelCache:
             )
             self._layouts[key] = self._driver.create("PipelineLayout", info, f"{bindings} storage buffers, {push_bytes} push bytes")
         return self._layouts[key]
-
-    def _template(self, bindings: int, push_bytes: int) -> Handle:
-        """Reads a command's descriptors from memory as it is recorded: one call, and nothing to fill in for each binding."""
-        key = (bindings, push_bytes)
-        if key not in self._templates:
-            size = ffi.sizeof("VkDescriptorBufferInfo")
-            entries = ffi.new("VkDescriptorUpdateTemplateEntry[]", bindings)
-            for i in range(bindings):
-                entries[i].dstBinding = i
-                entries[i].descriptorCount = 1
-                entries[i].descriptorType = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER
-                entries[i].offset = size * i
-                entries[i].stride = size
-            info = struct(
-                "VkDescriptorUpdateTemplateCreateInfo",
-                descriptorUpdateEntryCount=bindings,
-                pDescriptorUpdateEntries=entries,
-                templateType=vk.VK_DESCRIPTOR_UPDATE_TEMPLATE_TYPE_PUSH_DESCRIPTORS_KHR,
-                pipelineBindPoint=vk.VK_PIPELINE_BIND_POINT_COMPUTE,
-                pipelineLayout=self._layout(bindings, push_bytes),
-            )
-            self._templates[key] = self._driver.create("DescriptorUpdateTemplate", info, f"{bindings} storage buffers")
-        return self._templates[key]
 
     def _compile(self, spec: KernelSpec, layout: Handle) -> Handle:
         driver, caps = self._driver, self._caps
@@ -234,14 +184,11 @@ class KernelCache:
         """Write the pipeline cache and destroy every kernel."""
         for kernel in self._kernels.values():
             self._driver.destroy("Pipeline", kernel.pipeline)
-        for template in self._templates.values():
-            self._driver.destroy("DescriptorUpdateTemplate", template)
         for layout in self._layouts.values():
             self._driver.destroy("PipelineLayout", layout)
         for layout in self._set_layouts.values():
             self._driver.destroy("DescriptorSetLayout", layout)
         self._kernels.clear()
-        self._templates.clear()
         self._layouts.clear()
         self._set_layouts.clear()
         self._file.close()

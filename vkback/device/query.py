@@ -121,7 +121,6 @@ def _read_properties(fn: Any, handle: Handle, api: int, extensions: frozenset[st
         ("VK_AMD_shader_core_properties", "VkPhysicalDeviceShaderCorePropertiesAMD"),
         ("VK_AMD_shader_core_properties2", "VkPhysicalDeviceShaderCoreProperties2AMD"),
         ("VK_ARM_shader_core_builtins", "VkPhysicalDeviceShaderCoreBuiltinsPropertiesARM"),
-        ("VK_KHR_push_descriptor", "VkPhysicalDevicePushDescriptorPropertiesKHR"),
     ):
         if extension in extensions:
             chain.add(name)
@@ -163,8 +162,7 @@ class _Bits:
             borrowed.sType = BFLOAT16_FEATURES_STYPE
             used.append("VK_KHR_shader_bfloat16")
         # Without structs of features; a device that lists portability_subset demands that it is enabled.
-        # Vulkan 1.4 has push descriptors in its core, but an instance of 1.3 gets them only by the extension, which 1.4 drivers list too.
-        used.extend(e for e in ("VK_EXT_memory_budget", "VK_KHR_portability_subset", "VK_KHR_push_descriptor") if e in extensions)
+        used.extend(e for e in ("VK_EXT_memory_budget", "VK_KHR_portability_subset") if e in extensions)
         chain.add("VkPhysicalDeviceFeatures2")
         fn.vkGetPhysicalDeviceFeatures2(handle, chain.head)
         self._chain, self._used = chain, used
@@ -215,7 +213,6 @@ def _capabilities(
     v13 = properties.get("VkPhysicalDeviceVulkan13Properties")
     control = v13 or properties.get("VkPhysicalDeviceSubgroupSizeControlPropertiesEXT")
     dot = v13 or properties.get("VkPhysicalDeviceShaderIntegerDotProductPropertiesKHR")
-    push = properties.get("VkPhysicalDevicePushDescriptorPropertiesKHR")
     large = v13 or properties.get("VkPhysicalDeviceMaintenance4PropertiesKHR")
     device_type = DEVICE_TYPES[base.deviceType] if base.deviceType < len(DEVICE_TYPES) else "other"
     driver_id = ffi.typeof("VkDriverId").elements.get(int(v12.driverID), f"VkDriverId {int(v12.driverID)}")
@@ -284,7 +281,6 @@ def _capabilities(
         max_workgroup_size=_triple(limits.maxComputeWorkGroupSize),
         max_workgroup_count=_triple(limits.maxComputeWorkGroupCount),
         max_push_constants=limits.maxPushConstantsSize,
-        max_push_descriptors=int(push.maxPushDescriptors) if push else 0,
         max_storage_bindings=min(limits.maxPerStageDescriptorStorageBuffers, limits.maxDescriptorSetStorageBuffers),
         max_allocation_size=int(v11.maxMemoryAllocationSize),
         max_buffer_size=int(large.maxBufferSize) if large else int(v11.maxMemoryAllocationSize),

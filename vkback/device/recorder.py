@@ -1,8 +1,7 @@
 """Recording of command buffers that are replayed many times.
 
-`Recorder` only collects; `finish` emits the commands, so a dispatch costs a few Python operations and a few driver calls. Each kernel tells
-which of two ways its storage buffers are bound: pushed into the command buffer with every dispatch, or by descriptor sets, all of which
-`finish` allocates and writes at once.
+`Recorder` only collects; `finish` allocates and writes all descriptor sets at once and then emits the commands, so a dispatch costs a few
+Python operations and a few driver calls.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from vkback.device.memory import Arena, BufferRange
 from vkback.device.queue import Ticket
 
 Emit = Callable[[Any, Handle], None]
-
-Buffer = tuple[int, int, int]
-"""Number of a VkBuffer, offset, size: the three 64-bit numbers that are a VkDescriptorBufferInfo."""
 
 
 class Commands:
@@ -171,10 +167,7 @@ class Recorder:
         self._max_stamps = timestamps
         self._labels: list[str] = []
         self._steps: list[Emit] = []
-        self._buffers: list[Buffer] = []
-        self._firsts: dict[tuple[Buffer, ...], int] = {}
-        self._infos: Any = None
-        self._sets: dict[tuple[Buffer, ...], int] = {}
+        self._sets: dict[tuple[int, tuple[tuple[int, int, int], ...]], int] = {}
         self._set_layouts: list[Handle] = []
         self._set_handles: Any = None
         self._max_groups = caps.max_workgroup_count
@@ -246,16 +239,10 @@ class Recorder:
                     f"[dispatch] {kernel.name} {label}: binding {i}, {r.name!r}, begins at {r.offset}, no multiple of {self._alignment} "
                     "(minStorageBufferOffsetAlignment)"
                 )
-        key = tuple([(r.key, r.offset, r.size) for r in ranges])
-        first = self._firsts.setdefault(key, len(self._buffers))
-        if first == len(self._buffers):
-            self._buffers += key
-        template = kernel.template
-        index = 0
-        if ranges and template is None:
-            index = self._sets.setdefault(key, len(self._sets))
-            if index == len(self._set_layouts):
-                self._set_layouts.append(kernel.set_layout)
+        key = (kernel.bindings, tuple((r.key, r.offset, r.size) for r in ranges))
+        index = self._sets.setdefault(key, len(self._sets)) if ranges else 0
+        if index == len(self._set_layouts) and ranges:
+            self._set_layouts.append(kernel.set_layout)
         new_pipeline = kernel is not self._bound
         self._bound = kernel
         point = vk.VK_PIPELINE_BIND_POINT_COMPUTE
@@ -265,10 +252,7 @@ class Recorder:
         def bind(fn: Any, cmd: Handle) -> None:
             if new_pipeline:
                 fn.vkCmdBindPipeline(cmd, point, kernel.pipeline)
-            # Not one dispatch of a token binds what the one before it bound, so none is spared.
-            if template is not None:
-                fn.vkCmdPushDescriptorSetWithTemplateKHR(cmd, template, kernel.layout, 0, self._infos + first)
-            elif ranges:
+            if kernel.bindings:
                 fn.vkCmdBindDescriptorSets(cmd, point, kernel.layout, 0, 1, self._set_handles + index, 0, NULL)
             if size:
                 fn.vkCmdPushConstants(cmd, kernel.layout, stage, 0, size, ffi.from_buffer(push))
@@ -323,15 +307,13 @@ class Recorder:
         self._steps.append(lambda fn, cmd: fn.vkCmdWriteTimestamp(cmd, stage, self._query_pool, index))
 
     def finish(self) -> Commands:
-        """Emit everything, and give the replayable commands. The recorder is spent."""
+        """Write the descriptor sets, emit everything, and give the replayable commands. The recorder is spent."""
         if self._spent:
             raise DeviceError(f"[recorder] {self.name!r} is already finished")
         self._spent = True
         driver, fn = self._driver, self._driver.fn
         owned: list[tuple[str, Handle]] = []
         try:
-            if self._buffers:
-                self._infos = ffi.from_buffer("VkDescriptorBufferInfo[]", np.array(self._buffers, np.uint64))
             if self._sets:
                 owned.append(("DescriptorPool", self._write_sets()))
             stamps = None
@@ -364,7 +346,7 @@ class Recorder:
         """Allocate every set in one call and write all in another; returns the pool."""
         driver = self._driver
         keys = list(self._sets)
-        total = sum(len(key) for key in keys)
+        total = sum(bindings for bindings, _ in keys)
         sizes = struct("VkDescriptorPoolSize", type=vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, descriptorCount=total)
         info = struct("VkDescriptorPoolCreateInfo", maxSets=len(keys), poolSizeCount=1, pPoolSizes=sizes)
         about = f"{len(keys)} descriptor sets of {self.name}"
@@ -377,14 +359,19 @@ class Recorder:
         except DeviceError:
             driver.destroy("DescriptorPool", pool)
             raise
+        # VkDescriptorBufferInfo is three 64-bit numbers: buffer, offset, range.
+        ranges = np.array([r for _, key in keys for r in key], np.uint64).reshape(-1, 3)
+        infos = ffi.cast("VkDescriptorBufferInfo *", ranges.ctypes.data)
         writes = ffi.new("VkWriteDescriptorSet[]", len(keys))
-        for i, key in enumerate(keys):
+        first = 0
+        for i, (bindings, _) in enumerate(keys):
             w = writes[i]
             w.sType = vk.VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET
             w.dstSet = handles[i]
-            w.descriptorCount = len(key)
+            w.descriptorCount = bindings
             w.descriptorType = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER
-            w.pBufferInfo = self._infos + self._firsts[key]
+            w.pBufferInfo = infos + first
+            first += bindings
         driver.fn.vkUpdateDescriptorSets(driver.device, len(keys), writes, 0, NULL)
         self._set_handles = handles
         return pool
