@@ -126,7 +126,9 @@ def test_a_token_of_the_20b_takes_seven_stages_a_layer(tmp_path: Path, monkeypat
     assert model.description == "gpt-oss 20B MXFP4 MoE"
     s = decode_schedule(model, "nvidia_h200_linux")
     assert len(s.stages) == 1 + 7 * 24 + 2
-    assert Counter(d.op for d in s.dispatches()) == {"GET_ROWS": 1, "MAT_VEC": 5 * 24 + 1, "ATTN_DECODE": 24, "TOPK_MOE": 24, "SAMPLE": 1}
+    assert Counter(d.op for d in s.dispatches()) == {
+        "GET_ROWS": 1, "ROPE_ANGLES": 1, "MAT_VEC": 5 * 24 + 1, "ATTN_DECODE": 24, "TOPK_MOE": 24, "SAMPLE": 1
+    }  # fmt: skip
     assert [[d.label for d in stage] for stage in s.stages[8:15]] == [
         ["Qcur_rope-1.qkv"], ["kqv_out-1"], ["ffn_inp-1"], ["ffn_moe_logits_bias-1"], ["ffn_moe_weights-1"], ["ffn_moe_swiglu_oai-1"],
         ["l_out-1"],

@@ -133,11 +133,13 @@ def test_schedules_have_no_hazard_and_no_overlap(name: str, kind: Kind, fusion: 
 
 
 def test_a_token_of_the_dense_model_takes_five_stages_a_layer(models: Callable[[str], Model]) -> None:
-    """Embedding, then products of Q, K and V, attention, its output, gate with up, down; in the end output and argmax."""
+    """Embedding and angles, then products of Q, K and V, attention, its output, gate with up, down; in the end output and argmax."""
     s = schedule(models("demo-dense"), planned_for("nvidia_h200_linux"), "greedy")
     assert len(s.stages) == 1 + 5 * 6 + 2
     # V has a type of its own in two of the layers; there Q with K and V are two dispatches of one stage.
-    assert Counter(d.op for d in s.dispatches()) == {"GET_ROWS": 1, "MAT_VEC": 4 * 6 + 2 + 1, "ATTN_DECODE": 6, "SAMPLE": 1}
+    assert Counter(d.op for d in s.dispatches()) == {
+        "GET_ROWS": 1, "ROPE_ANGLES": 1, "MAT_VEC": 4 * 6 + 2 + 1, "ATTN_DECODE": 6, "SAMPLE": 1
+    }  # fmt: skip
     layers = [[d.label for stage in s.stages[first : first + 5] for d in stage] for first in (1, 11)]
     assert layers[0] == ["Qcur_rope-0.qkv", "kqv_out-0", "ffn_inp-0", "ffn_swiglu-0", "l_out-0"]
     assert layers[1] == ["Qcur_rope-2.qkv", "Qcur_rope-2.qkv", "kqv_out-2", "ffn_inp-2", "ffn_swiglu-2", "l_out-2"]
@@ -153,13 +155,13 @@ def test_biases_cost_no_stage(tmp_path: Path) -> None:
 
 
 def test_a_token_of_the_expert_model_takes_seven_stages_a_layer(models: Callable[[str], Model]) -> None:
-    """Embedding, then products of Q, K and V, attention, its output, router logits, router, gate with up, down with the sum; in the end
+    """Embedding and angles, then products of Q, K and V, attention, its output, router logits, router, gate with up, down with the sum; in the end
     output and argmax."""
     s = schedule(models("demo-moe"), planned_for("nvidia_h200_linux"), "greedy")
     layers = models("demo-moe").hp.n_layer
     assert len(s.stages) == 1 + 7 * layers + 2
     assert Counter(d.op for d in s.dispatches()) == {
-        "GET_ROWS": 1, "MAT_VEC": 5 * layers + 1, "ATTN_DECODE": layers, "TOPK_MOE": layers, "SAMPLE": 1
+        "GET_ROWS": 1, "ROPE_ANGLES": 1, "MAT_VEC": 5 * layers + 1, "ATTN_DECODE": layers, "TOPK_MOE": layers, "SAMPLE": 1
     }  # fmt: skip
 
 
