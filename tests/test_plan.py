@@ -155,8 +155,8 @@ def test_biases_cost_no_stage(tmp_path: Path) -> None:
 
 
 def test_a_token_of_the_expert_model_takes_seven_stages_a_layer(models: Callable[[str], Model]) -> None:
-    """Embedding and angles, then products of Q, K and V, attention, its output, router logits, router, gate with up, down with the sum; in the end
-    output and argmax."""
+    """Embedding and angles, then products of Q, K and V, attention, its output, router logits, router, gate with up, down with the sum;
+    in the end output and argmax."""
     s = schedule(models("demo-moe"), planned_for("nvidia_h200_linux"), "greedy")
     layers = models("demo-moe").hp.n_layer
     assert len(s.stages) == 1 + 7 * layers + 2
