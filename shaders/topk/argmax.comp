@@ -46,14 +46,16 @@ void main() {
     const uint tid = gl_LocalInvocationID.x;
     const uint row = gl_WorkGroupID.y;
     const uint groups = gl_NumWorkGroups.x;
+    const uint from = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + tid;
+    float mine[PER_THREAD];
+    [[unroll]] for (uint i = 0; i < PER_THREAD; i++) mine[i] = logits[row * p.vocab + min(from + i * WG_SIZE, p.vocab - 1)];
 #if THEN > 0
     if (loop_stopped()) return;
 #endif
-    const uint from = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + tid;
     uvec2 best = NOTHING;
     [[unroll]] for (uint i = 0; i < PER_THREAD; i++) {
         const uint id = from + i * WG_SIZE;
-        if (id < p.vocab) best = better(best, candidate(logits[row * p.vocab + id], id));
+        if (id < p.vocab) best = better(best, candidate(mine[i], id));
     }
     best = best_of_workgroup(best);
     if (groups > 1) {

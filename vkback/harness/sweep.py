@@ -206,8 +206,8 @@ def jobs_for(
 
 def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
     """The point that a kernel is built for when the tables say `point`: shape bent, what has no effect taken out."""
-    shape = legal_shape(Choice(point._asdict(), "sweep"), glu=job.product.glu, q8_out=job.product.out == "Q8_1", ctx=ctx)
     units = ceil_div(job.product.k, 32) * (job.product.used if job.product.ids == 2 else 1)
+    shape = legal_shape(Choice(point._asdict(), "sweep"), units=units, glu=job.product.glu, q8_out=job.product.out == "Q8_1", ctx=ctx)
     unroll = min(point.unroll, ceil_div(units, shape.lanes))
     tiles = ceil_div(job.product.m, shape.tile_rows)
     slices = job.product.n * (job.product.used if job.product.ids == 1 else 1)

@@ -53,6 +53,7 @@ from vkback.ops.glu import SWIGLU_OAI
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.reference import REFERENCES
 from vkback.ops.topk import choice_bytes, choice_defines
+from vkback.ops.workgroup import power_of_two
 from vkback.shader import Variant
 
 MAX_COLUMNS = 16
@@ -151,11 +152,11 @@ class Shape:
         return self.wg // self.lanes * self.rows
 
 
-def legal_shape(choice: Choice, *, glu: bool, q8_out: bool, ctx: LowerContext) -> Shape:
+def legal_shape(choice: Choice, *, units: int, glu: bool, q8_out: bool, ctx: LowerContext) -> Shape:
     """The tables' shape bent to what this node and device need.
 
-    A lane finishes at most one row of its slot, GLU has row pairs, a Q8_1 output whole units. The nearest shape wins: more rows, then fewer
-    lanes, then more threads. Raises PlanError when none fits.
+    Lanes beyond the `units` of a row would have nothing to do. A lane finishes at most one row of its slot, GLU has row pairs, a Q8_1
+    output whole units. The nearest shape wins: more rows, then fewer lanes, then more threads. Raises PlanError when none fits.
     """
     most = min(ctx.caps.max_workgroup_invocations, ctx.caps.max_workgroup_size[0])
     subgroup, required = subgroup_for(ctx, choice["subgroup"])
@@ -164,7 +165,7 @@ def legal_shape(choice: Choice, *, glu: bool, q8_out: bool, ctx: LowerContext) -
     tile = (32 if q8_out else 1) << glu
     wg = min(max(choice["wg"], 8 if q8_out else 1), most)
     while wg <= most:
-        lanes = min(max(choice["lanes"], 1 << glu), wg)
+        lanes = min(max(choice["lanes"], 1 << glu), wg, max(power_of_two(units), choice["rows"], 1 << glu))
         while lanes:
             rows = max(choice["rows"], 1 << glu)
             most_rows = min(lanes, MAX_ROWS, subgroup if subgroup > 1 else MAX_ROWS)
@@ -300,18 +301,19 @@ class Product:
             "mat_vec", quant=self.w.type, path=path, m=self.m, k=self.k, n=self.n, ids=self.ids, glu=int(self.glu), y=self.y.type,
             prologue=prologue,
         )
-        shape = legal_shape(choice, glu=self.glu, q8_out=q8_out, ctx=ctx)
+        k_units = ceil_div(self.k, 32)
+        walk_units = k_units * (self.n_used if self.ids == 2 else 1)
+        shape = legal_shape(choice, units=walk_units, glu=self.glu, q8_out=q8_out, ctx=ctx)
         subgroup, required = subgroup_for(ctx, choice["subgroup"])
         if prologue:
             shape = dataclasses.replace(shape, wg=max(shape.wg, 8))
-        k_units = ceil_div(self.k, 32)
         defines: dict[str, str | int] = {
             **decoder(self.w.type, ctx.caps),
             "PATH_INT": int(path == "int"),
             "WG": shape.wg,
             "LANES": shape.lanes,
             "ROWS": shape.rows,
-            "UNROLL": min(choice["unroll"], ceil_div(k_units * (self.n_used if self.ids == 2 else 1), shape.lanes)),
+            "UNROLL": min(choice["unroll"], ceil_div(walk_units, shape.lanes)),
             "PREFETCH": choice["prefetch"],
             "K_UNITS": k_units,
             "COLS": 1 if self.ids else min(self.n, MAX_COLUMNS),

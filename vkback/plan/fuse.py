@@ -21,7 +21,7 @@ ROUTERS = ("product", "experts", "stage")
 
 declare(
     "schedule",
-    match={"n": "number"},
+    match={"n": "number", "n_expert": "number"},
     params={
         "norm": ("prologue", "stage"),
         "rope": ("attention", "stage"),
@@ -79,7 +79,8 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     if level == "none":
         return nodes
     n = next((t.shape[0] for node in nodes for t in node.inputs if t.name == "pos"), 1)
-    choice = ctx.tuning.pick("schedule", n=n)
+    n_expert = max((node.inputs[0].shape[-1] for node in nodes if node.op == "TOPK_MOE"), default=0)
+    choice = ctx.tuning.pick("schedule", n=n, n_expert=n_expert)
     nodes = as_mat_vec(nodes)
     for step in (fuse_norms, fuse_attention, fuse_bias, fuse_glu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
