@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from vkback.device import BufferRange, Device
+from vkback.harness.timing import span_us, warm_up
 from vkback.ops.attention import AttnDecode, FlashAttnExt
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem, nbytes
 from vkback.ops.moe_reduce import MoeReduce
@@ -110,7 +111,7 @@ class Stand:
         return block
 
     def time(self, ctx: LowerContext, launches: int) -> float:
-        """Microseconds a launch, median of 5 recordings' replays after one to warm up."""
+        """Microseconds a launch, median of five replays of a recording, with the clocks up."""
         stages = into_stages(OPS[self.problem.node.op].lower(self.problem.node, ctx))
         kernels = compile_kernels(self.device, self.library, [d for stage in stages for d in stage])
         rec = self.device.recorder("stages", timestamps=2)
@@ -124,13 +125,10 @@ class Stand:
                     rec.dispatch(kernels[d.kernel, len(d.args), len(d.push)], ranges, d.push, d.groups)
         rec.timestamp("end")
         commands = rec.finish()
-        times = []
-        for _ in range(6):
-            self.device.submit(commands).wait()
-            (_, start), (_, end) = commands.timestamps()
-            times.append((end - start) / 1e3 / launches)
+        warm_up(self.device, commands, 0.02)
+        times = [span_us(self.device, commands) / launches for _ in range(5)]
         commands.destroy()
-        return float(np.median(times[1:]))
+        return float(np.median(times))
 
     def close(self) -> None:
         self._arena.destroy()
