@@ -11,7 +11,7 @@
 //   GLU        1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
 //              clamped form, SWIGLU_OAI
 //   TOPK       1: y are the logits of a router; the last workgroup to arrive chooses the experts (topk/choose.glsl)
-//   CHOOSE     1: every workgroup chooses its token's experts by the logits of their router, the first stores them with their weights (IDS 1)
+//   CHOOSE     1: every workgroup chooses its token's experts by the logits of their router, one stores them with their weights (IDS 1)
 //   ROWS_FULL  1: tiles end where the matrix ends, so that no row number needs a bound
 //   Y_TYPE     Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
 #extension GL_EXT_control_flow_attributes : require
@@ -253,8 +253,18 @@ void main() {
     first_row = group * TILE_ROWS + slot_row;
     expert_row = 0;
 #if IDS == 1
+  #if CHOOSE
+    // Slice 0 has no product: its first workgroup stores the choice, which takes as long as a product and would hold one up.
+    if (gl_WorkGroupID.z == 0) {
+        if (group > 0) return;
+        fetch_logits(tid, 0u);
+        choose_experts(tid);
+        store_chosen(tid, 0u, TOPK_SCALE);
+        return;
+    }
+    y_row = gl_WorkGroupID.z - 1u;
+  #else
     y_row = gl_WorkGroupID.z;
-  #if !CHOOSE
     expert_row = uint(ids[y_row]) * p.m;
   #endif
     x_row = p.x_slots == 1u ? y_row / p.n_used : y_row;
@@ -284,7 +294,6 @@ void main() {
   #if PROLOGUE
     prologue(tid);
   #endif
-    if (group == 0 && y_row == 0) store_chosen(tid, 0u, TOPK_SCALE);  // while the weights are on their way
 #else
     // The first weights are on their way before the prologue.
     load(raw, first_row, 0);

@@ -398,7 +398,7 @@ class Product:
                 *(Arg(t, "w") for t in self.chosen),
             ),
             push,
-            (ceil_div(groups, gy), gy, slices),
+            (ceil_div(groups, gy), gy, slices + bool(self.chosen)),  # one more slice to store the choice
             self.node.op,
             self.node.name,
             reason,
