@@ -267,6 +267,8 @@ def _ropes() -> Cases:
             yield make_case("ROPE", {"mode": mode, "ne": (n, heads, dim), "n_dims": n_dims, "pos": 30})
         for yarn, fast, pos in product(YARN, (0, 1.0, 1.08), (0, 511, 131069)):
             yield make_case("ROPE", {"mode": mode, "ne": (2, 4, 128), "n_dims": 128, "pos": pos, "ff": fast, **yarn})
+    for positions, n_dims, fast, yarn in product(((0,), (4095,), (131072, 3, -1)), (32, 64, 128, 256), (0, 1), YARN):
+        yield make_case("ROPE_ANGLES", {"pos": positions, "n_dims": n_dims, "ff": fast, **yarn})
         for n, packed, norm, ff, (heads, kv, dim) in product(
             (1, 3), (0, 1), (0, 1), (0, 1), ((4, 2, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (4, 1, 256))
         ):
