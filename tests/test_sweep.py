@@ -160,6 +160,13 @@ def test_points_are_refused_before_they_are_compiled(point: Point, said: str) ->
     assert refusal(point, Job(Product("Q4_K", 4096, 14336, x="Q8_1"), "int"), planned_for(H200)) == said
 
 
+def test_what_the_tables_choose_is_tried_whatever_it_takes() -> None:
+    job = Job(Product("F32", 16, 256, roles=("norm",), x="F32"), "float")
+    point = Point(64, 8, 4, 1, 0, 0, 0, 0)
+    assert refusal(point, job, planned_for(H200)) == "128 registers of weights in flight, at most 96 are worth trying"
+    assert refusal(point, job, planned_for(H200), chosen=True) == ""
+
+
 def test_points_beyond_shared_memory_are_refused() -> None:
     job = Job(Product("Q4_K", 2 * 14336, 4096, glu=True, out="Q8_1", x="Q8_1"), "int")
     ctx = planned_for("apple_m1_moltenvk")  # sums of every thread go through shared memory

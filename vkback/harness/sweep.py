@@ -220,8 +220,11 @@ def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
     return Point(shape.wg, shape.lanes, shape.rows, unroll, prefetch, stage, groups, subgroup)
 
 
-def refusal(point: Point, job: Job, ctx: LowerContext) -> str:
-    """Why a point is not worth compiling: the planner would make another of it, or the device cannot run it; "" when it is."""
+def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) -> str:
+    """Why a point is not worth compiling: the planner would make another of it, or the device cannot run it; "" when it is.
+
+    chosen  the tables choose it, so that it is tried however much it takes
+    """
     for name, value in point._asdict().items():
         legal = FAMILIES["mat_vec"].set[name]
         if not isinstance(legal, str) and value not in legal:
@@ -235,7 +238,7 @@ def refusal(point: Point, job: Job, ctx: LowerContext) -> str:
             return f"{name} = {wanted} would become {got}"
     layout = quants.layout(job.product.quant, 64, job.product.k)
     words = ceil_div(layout.nbytes, 64 * ceil_div(job.product.k, 32) * 4) * point.rows * point.unroll
-    if words > REGISTER_WORDS:
+    if words > REGISTER_WORDS and not chosen:
         return f"{words} registers of weights in flight, at most {REGISTER_WORDS} are worth trying"
     try:
         for dispatch in lowered(point, job, ctx):
@@ -437,6 +440,7 @@ class _Search:
     """One job under way: laps of points, the best of them, what was refused and what was wrong."""
 
     job: Job
+    chosen: frozenset[Point]  # by tables
     laps: dict[Point, Lap] = field(default_factory=dict)
     refused: dict[Point, str] = field(default_factory=dict)
     wrong: dict[Point, str] = field(default_factory=dict)
@@ -548,7 +552,7 @@ class Sweep:
         shipped = Tuning.for_device(self.device.caps, tuning_root())
         before, source = self._said(job, shipped)
         present, _ = self._said(job, cast(Tuning, self.ctx.tuning))
-        search = _Search(job)
+        search = _Search(job, frozenset({before, present}))
         context = job.context(self.ctx)
         with Bench(self.device, self.library, prepared.problem, context, cold_bytes=self.cold_bytes) as bench:
             bench.lap(job.context(self.ctx, before), chained=True, repetitions=1)
@@ -589,7 +593,7 @@ class Sweep:
         for point in dict.fromkeys(points):
             if search.known(point):
                 continue
-            why = refusal(point, job, job.context(self.ctx))
+            why = refusal(point, job, job.context(self.ctx), chosen=point in search.chosen)
             if not why and (job.key, point) in self.journal.suspects:
                 why = "the last run ended while trying it"
             if why:
