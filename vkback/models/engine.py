@@ -40,6 +40,9 @@ PROMPT_TOKENS = 16
 TOKENS_PER_SUBMIT = 8
 """A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
 
+INPUT_BYTES = 256
+"""From tokens to their positions in memory: room for PROMPT_TOKENS, and the largest minStorageBufferOffsetAlignment that Vulkan allows."""
+
 RING = 4096
 """Token ids the loop state keeps: more than all submits in flight can make."""
 
@@ -197,9 +200,7 @@ class Engine:
 
     def _allocate_inputs(self) -> dict[str, BufferRange]:
         """Inputs of the programs, in memory of the device; read-backs in memory of the host."""
-        sizes = {
-            "tokens": 4, "pos": 4, "prompt tokens": 4 * PROMPT_TOKENS, "prompt pos": 4 * PROMPT_TOKENS, "loop": 4 * (LOOP_RING + RING),
-        }
+        sizes = {"one": 2 * INPUT_BYTES, "prompt": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING)}
         caps = self.device.caps
         device = self.device.arena(
             "inputs", sum(-(-s // 256) * 256 for s in sizes.values()), "host_visible_device" if caps.rebar or caps.uma else "device"
@@ -216,7 +217,7 @@ class Engine:
             prompt = kind in ("prompt", "all logits")
             ranges = dict(self._state)
             for name in ("tokens", "pos"):
-                ranges[name] = self._inputs[f"prompt {name}" if prompt else name]
+                ranges[name] = self._input(name, PROMPT_TOKENS if prompt else 1)
             ranges["loop"] = self._inputs["loop"]
             self._programs[kind] = Program(self.device, self.library, self._schedule(kind), ranges, self.weights)
         return self._programs[kind]
@@ -259,12 +260,8 @@ class Engine:
         return self._finite(out)
 
     def _prompt_piece(self, kind: str, piece: Sequence[int]) -> None:
-        ids = np.zeros(PROMPT_TOKENS, np.int32)
-        pos = np.full(PROMPT_TOKENS, -1, np.int32)
-        ids[: len(piece)] = piece
-        pos[: len(piece)] = np.arange(self.n_past, self.n_past + len(piece))
-        self.device.upload(self._inputs["prompt tokens"], ids)
-        self.device.upload(self._inputs["prompt pos"], pos)
+        missing = PROMPT_TOKENS - len(piece)
+        self._set_input([*piece] + [0] * missing, [*range(self.n_past, self.n_past + len(piece))] + [-1] * missing)
         self.device.submit(self._recording(kind)).wait()
         self.n_past += len(piece)
 
@@ -272,7 +269,7 @@ class Engine:
         """One token through the model in one submit; its logits, float32 [n_vocab]."""
         self._check_room(1, "token")
         self._check_ids([token])
-        self._set_position(token)
+        self._set_input([token], [self.n_past])
         self.device.submit(self._recording("logits")).wait()
         self.n_past += 1
         return self._finite(self._read_logits(1)[0])
@@ -302,7 +299,7 @@ class Engine:
         self._check_room(n, "generation")
         self._check_ids([first])
         eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
-        self._set_position(first)
+        self._set_input([first], [self.n_past])
         self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
         start = self.n_past
         made = submitted = 0
@@ -343,9 +340,17 @@ class Engine:
             self._loops[key] = _Loop(self._program(kind), kind, size, self._inputs["loop"], backs)
         return self._loops[key]
 
-    def _set_position(self, token: int) -> None:
-        self.device.upload(self._inputs["tokens"], np.array([token], np.int32))
-        self.device.upload(self._inputs["pos"], np.array([self.n_past], np.int32))
+    def _input(self, name: Literal["tokens", "pos"], count: int) -> BufferRange:
+        """Where a program of so many tokens reads them or their positions."""
+        block = self._inputs["one" if count == 1 else "prompt"]
+        return block.slice(INPUT_BYTES if name == "pos" else 0, 4 * count)
+
+    def _set_input(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Tokens and positions of the next submit, in one upload."""
+        words = np.zeros((2, INPUT_BYTES // 4), np.int32)
+        words[0, : len(tokens)] = tokens
+        words[1, : len(positions)] = positions
+        self.device.upload(self._inputs["one" if len(tokens) == 1 else "prompt"], words)
 
     def _check_room(self, count: int, what: str) -> None:
         if self.n_past + count > self.n_ctx:
@@ -361,7 +366,9 @@ class Engine:
                 raise EngineError(f"[engine] token {i} is {token}, expected an id in 0..{vocab - 1}")
 
     def _finite(self, logits: Floats) -> Floats:
-        if not np.isfinite(logits).all():
+        # One pass without an array of truths: the sum of squares of numbers below 10^16 is a number.
+        flat = logits.reshape(-1)
+        if not np.isfinite(np.dot(flat, flat)) and not np.isfinite(flat).all():
             raise EngineError(
                 f"[engine] {self.model.file.path}: logits are not numbers before position {self.n_past}; "
                 "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
