@@ -267,14 +267,14 @@ def _ropes() -> Cases:
             yield make_case("ROPE", {"mode": mode, "ne": (n, heads, dim), "n_dims": n_dims, "pos": 30})
         for yarn, fast, pos in product(YARN, (0, 1.0, 1.08), (0, 511, 131069)):
             yield make_case("ROPE", {"mode": mode, "ne": (2, 4, 128), "n_dims": 128, "pos": pos, "ff": fast, **yarn})
-    for positions, n_dims, fast, yarn in product(((0,), (4095,), (131072, 3, -1)), (32, 64, 128, 256), (0, 1), YARN):
-        yield make_case("ROPE_ANGLES", {"pos": positions, "n_dims": n_dims, "ff": fast, **yarn})
         for n, packed, norm, ff, (heads, kv, dim) in product(
             (1, 3), (0, 1), (0, 1), (0, 1), ((4, 2, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (4, 1, 256))
         ):
             shape = {"n": n, "n_head": heads, "n_head_kv": kv, "head_dim": dim}
             if dim in (64, 128) or norm == ff:
                 yield make_case("QKV_ROPE_SET_ROWS", {"mode": mode, **shape, "packed": packed, "norm": norm, "ff": ff})
+    for positions, n_dims, fast, yarn in product(((0,), (4095,), (131072, 3, -1)), (32, 64, 128, 256), (0, 1), YARN):
+        yield make_case("ROPE_ANGLES", {"pos": positions, "n_dims": n_dims, "ff": fast, **yarn})
 
 
 WIDTHS = (1, 2, 31, 32, 33, 64, 100, 511, 512, 1023, 1024, 1025, 2048, 2880, 4096, 5120, 8192, 14336, 16896)
