@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from make_gguf import llama_metadata, llama_tensors, write_gguf
 
 from vkback.device import Device
 from vkback.harness.judge import nmse
@@ -208,6 +209,21 @@ def test_generation_to_the_end_of_the_context_is_the_twin_s(name: str, engines: 
     assert got == greedy(engines(name, act="f32"), ids, 45)
     with pytest.raises(EngineError, match=r"generation of 1 tokens after 75 does not fit the context of 75"):
         next(small.generate(1, 1))
+
+
+def test_frequency_factors_turn_tokens_as_the_twin_does(tmp_path: Path, device: Device) -> None:
+    """As llama 3.1 has them: one pair at its own speed, others slower. Decode takes its angles from a dispatch, a prompt makes its own."""
+    factors = np.array([1.0, 1.0, 1.5, 2.5, 4.0, 8.0, 8.0, 8.0], np.float32)
+    tensors = llama_tensors() | {"rope_freqs.weight": ("F32", factors)}
+    path = write_gguf(tmp_path / "factors.gguf", "llama", llama_metadata(), tensors)
+    ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
+    want = NumpyTwin(path).logits(ids)
+    plain = NumpyTwin(write_gguf(tmp_path / "plain.gguf", "llama", llama_metadata(), llama_tensors())).logits(ids)
+    assert nmse(want, plain) > 1e-3, "the factors make no difference"
+    with Engine.load(path, device, act="f32", progress=False) as engine:
+        assert nmse(np.stack([engine.decode_logits(t) for t in ids]), want) <= FLOAT_NMSE
+        engine.reset()
+        assert nmse(engine.prompt_logits(ids), want) <= FLOAT_NMSE
 
 
 # --- against itself, run another way ------------------------------------------------------------------------------------------------
