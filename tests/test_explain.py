@@ -87,6 +87,7 @@ def test_every_bend_names_its_limit_or_need() -> None:
     assert bent(ctx, plain, groups=1000) == ["groups 1000 -> 0: there are no more tiles than that"]
     assert bent(ctx, plain, subgroup=16) == ["subgroup 16 -> 32: NVIDIA H200 has sizes from 32 to 32"]
     assert bent(ctx, plain, wg=32, lanes=64) == ["lanes 64 -> 32: the workgroup has 32 threads"]
+    assert bent(ctx, plain, lanes=128) == ["lanes 128 -> 32: a row has 32 units of 32 weights"]
     small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_workgroup_invocations=64))
     assert bent(small, plain) == ["wg 128 -> 64: maxComputeWorkGroupInvocations is 64"]
     few = planned_for("llvmpipe_mesa_22_debian12")

@@ -156,9 +156,10 @@ def bends(said: Mapping[str, Any], dispatch: Dispatch, ctx: LowerContext) -> Ite
         limits[key] = required * caps.max_workgroup_subgroups
     tightest = min(limits, key=lambda k: limits[k])
     note("wg", said["wg"], got["WG"], tightest if got["WG"] < said["wg"] else need)
-    note("lanes", said["lanes"], got["LANES"], f"the workgroup has {got['WG']} threads" if said["lanes"] > got["WG"] else need)
-    note("rows", said["rows"], got["ROWS"], need)
     units = got["K_UNITS"] * got.get("N_USED", 1)
+    few = f"a row has {units} units of 32 weights" if units <= got["LANES"] < said["lanes"] else need
+    note("lanes", said["lanes"], got["LANES"], f"the workgroup has {got['WG']} threads" if said["lanes"] > got["WG"] else few)
+    note("rows", said["rows"], got["ROWS"], need)
     note("unroll", said["unroll"], got["UNROLL"], f"{units} units of 32 weights lie on {got['LANES']} lanes")
     if said["groups"] and not got["TILES"]:
         found.append(f"bent: groups {said['groups']} -> 0: there are no more tiles than that")
