@@ -10,7 +10,7 @@ import typer
 from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of
 
 if TYPE_CHECKING:
-    from vkback.device import Capabilities
+    from vkback.device import Capabilities, Device
     from vkback.graph import Node
     from vkback.ops.base import Choice, Chooser, Dispatch, LowerContext
     from vkback.plan.tuning import Tuning
@@ -22,9 +22,10 @@ def explain(
     device: DeviceOption = None,
     profile: Annotated[str | None, typer.Option(help="A recorded device instead, as nvidia_h200_linux, or a file.")] = None,
     act: ActOption = "auto",
+    statistics: Annotated[bool, typer.Option("--statistics", help="What the driver says of the kernel: registers, code, spills.")] = False,
 ) -> None:
     """Show what the tuning tables say about a case on a device: path, shape, the row that wins with its evidence, the rows behind it, what
-    the device's limits made of it, and the kernel. Nothing is run."""
+    the device's limits made of it, and the kernel. Nothing is run; with --statistics it is compiled."""
     from vkback.device import Capabilities, Device
     from vkback.ops.base import LowerContext
     from vkback.plan.tuning import Tuning
@@ -32,14 +33,20 @@ def explain(
 
     if device is not None and profile is not None:
         raise UsageError("--device and --profile exclude each other: one is a device that is here, the other one that was recorded")
+    if statistics and profile is not None:
+        raise UsageError("--statistics and --profile exclude each other: only a driver that is here compiles kernels")
+    node, library = node_of(case), ShaderLibrary()
+
+    def lines(caps: Capabilities, here: Device | None) -> str:
+        tables = Tuning.for_device(caps)
+        made = explanation(node, LowerContext(caps, tables, act_of(act)), tables, library, here)
+        return "\n".join([f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})", *made])
+
     if profile is not None:
-        caps = Capabilities.from_profile(profile)
-    else:
-        with Device.open(device) as opened:
-            caps = opened.caps
-    tables = Tuning.for_device(caps)
-    lines = explanation(node_of(case), LowerContext(caps, tables, act_of(act)), tables, ShaderLibrary())
-    print("\n".join([f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})", *lines]))
+        print(lines(Capabilities.from_profile(profile), None))
+        return
+    with Device.open(device, statistics=statistics) as opened:
+        print(lines(opened.caps, opened if statistics else None))
 
 
 def node_of(case: str) -> Node:
@@ -75,8 +82,11 @@ class Noting:
         return choice
 
 
-def explanation(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrary) -> list[str]:
-    """Lines about every choice that the lowering of a node asks for, and every dispatch it comes to."""
+def explanation(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrary, device: Device | None = None) -> list[str]:
+    """Lines about every choice that the lowering of a node asks for, and every dispatch it comes to.
+
+    device  open for statistics: what its driver says of each kernel, too
+    """
     import dataclasses
 
     from vkback.ops.base import OPS
@@ -91,7 +101,20 @@ def explanation(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLi
         if dispatch.kernel.source.startswith("mat_vec/"):
             asked = next(choice for family, _, choice in noting.asked if family == "mat_vec")
             lines += [f"  {bend}" for bend in bends(asked.params, dispatch, ctx)]
+        if device is not None:
+            lines += [f"  {line}" for line in _statistics(dispatch, library, device)]
     return lines
+
+
+def _statistics(dispatch: Dispatch, library: ShaderLibrary, device: Device) -> Iterator[str]:
+    from vkback.device import KernelSpec
+
+    kernel = dispatch.kernel
+    spec = KernelSpec(
+        library.spirv(kernel), kernel.name, len(dispatch.args), len(dispatch.push), tuple(sorted(kernel.spec)), kernel.subgroup_size
+    )
+    for s in device.kernel_statistics(spec):
+        yield f"{s.executable}: {s.name} {s.value}" + (f" ({s.description})" if s.description else "")
 
 
 def _chosen(family: str, query: Mapping[str, Any], choice: Choice, tables: Tuning) -> Iterator[str]:

@@ -8,6 +8,7 @@ from vkback.device.kernel import Kernel, KernelSpec
 from vkback.device.memory import Arena, BufferRange
 from vkback.device.queue import Ticket
 from vkback.device.recorder import Commands, Recorder
+from vkback.device.statistics import Statistic
 from vkback.device.transfer import Uploader
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "NoDevice",
     "OutOfDeviceMemory",
     "Recorder",
+    "Statistic",
     "Ticket",
     "Timeout",
     "Uploader",

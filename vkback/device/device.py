@@ -19,6 +19,8 @@ from vkback.device.memory import Arena, BufferRange, Kind, MemoryPool
 from vkback.device.query import API_1_2, PhysicalDevice, choose_queue_family, queue_families
 from vkback.device.queue import Queue, Ticket
 from vkback.device.recorder import Commands, Recorder
+from vkback.device.statistics import EXTENSION as STATISTICS_EXTENSION
+from vkback.device.statistics import Statistic
 from vkback.device.transfer import BLOCKING_CHUNK, CHUNK, Uploader, download
 
 
@@ -28,7 +30,7 @@ class Device:
     Everything made from a device belongs to it and dies with it at the latest.
     """
 
-    def __init__(self, instance: Instance, physical: PhysicalDevice, index: int) -> None:
+    def __init__(self, instance: Instance, physical: PhysicalDevice, index: int, statistics: bool = False) -> None:
         """Use `Device.open`."""
         self.index = index
         self.caps: Capabilities = physical.caps
@@ -37,10 +39,14 @@ class Device:
         self._family = choose_queue_family(queue_families(instance.fn, physical.handle))
         priority = ffi.new("float *", 1.0)
         queue_info = struct("VkDeviceQueueCreateInfo", queueFamilyIndex=self._family, queueCount=1, pQueuePriorities=priority)
-        extensions = physical.features.extensions
+        chain, extensions = physical.features.chain, physical.features.extensions
+        self._has_statistics = statistics
+        if statistics:
+            chain = struct("VkPhysicalDevicePipelineExecutablePropertiesFeaturesKHR", chain, pipelineExecutableInfo=1)
+            extensions = (*extensions, STATISTICS_EXTENSION)
         info = struct(
             "VkDeviceCreateInfo",
-            physical.features.chain,
+            chain,
             queueCreateInfoCount=1,
             pQueueCreateInfos=queue_info,
             enabledExtensionCount=len(extensions),
@@ -67,12 +73,13 @@ class Device:
         self._open = True
 
     @classmethod
-    def open(cls, selector: str | int | None = None, *, validation: Validation = False) -> Device:
+    def open(cls, selector: str | int | None = None, *, validation: Validation = False, statistics: bool = False) -> Device:
         """Open a device.
 
         selector    index, part of the name, or UUID; None means the environment variable VKBACK_DEVICE, else the best GPU there is.
                     Software drivers are taken when asked for or when there is no GPU (with a line on stderr).
         validation  True: run under the Khronos validation layer; "sync": with its synchronization checks too
+        statistics  for `kernel_statistics`
         Raises NoDevice, or FeatureMissing naming every required feature the device lacks.
         """
         instance = Instance(validation)
@@ -80,7 +87,12 @@ class Device:
             devices = instance.physical_devices()
             physical = select(devices, selector)
             require(physical)
-            return cls(instance, physical, next(i for i, d in enumerate(devices) if d is physical))
+            if statistics and STATISTICS_EXTENSION not in physical.caps.extensions:
+                raise FeatureMissing(
+                    f"[device] statistics of kernels need {STATISTICS_EXTENSION}, which {physical.caps.name} ({physical.caps.driver_name}) "
+                    "does not offer. Do without them, or use a driver that has it, as NVIDIA's and Mesa's for AMD and Intel do"
+                )
+            return cls(instance, physical, next(i for i, d in enumerate(devices) if d is physical), statistics)
         except BaseException:
             instance.close()
             raise
@@ -135,6 +147,16 @@ class Device:
         """Many kernels, compiled in parallel, in the order of `specs`."""
         self._require_open()
         return self._kernels.get_all(specs)
+
+    def kernel_statistics(self, spec: KernelSpec) -> list[Statistic]:
+        """What the driver tells about a kernel: registers, size of the code, spills. Compiles it once more.
+
+        Raises DeviceError on a device that was not opened with `statistics`.
+        """
+        self._require_open()
+        if not self._has_statistics:
+            raise DeviceError("[device] statistics of kernels were not asked for; open the device with statistics=True")
+        return self._kernels.statistics(spec)
 
     # -- work
 

@@ -134,6 +134,9 @@ def listed(call: Callable[..., int | None], name: str, ctype: str, *args: Any, i
         for i in range(count[0]):
             items[i].sType = stype
     check(call(*args, count, items) or 0, name)
+    if ffi.typeof(ctype).kind == "struct":
+        # An item of an array does not keep the array alive; a copy of its own does.
+        return [ffi.new(f"{ctype} *", items[i]) for i in range(count[0])]
     return [items[i] for i in range(count[0])]
 
 

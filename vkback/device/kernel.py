@@ -16,6 +16,7 @@ from vkback.device.capabilities import Capabilities
 from vkback.device.driver import NULL, PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS, Driver, Handle, array, ffi, struct, vk
 from vkback.device.errors import DeviceError, FeatureMissing
 from vkback.device.spirv import inspect
+from vkback.device.statistics import CAPTURE_STATISTICS, Statistic, read_statistics
 from vkback.paths import cache_dir, write_atomic
 
 
@@ -79,6 +80,17 @@ class KernelCache:
             with ThreadPoolExecutor(max_workers=min(len(new), os.cpu_count() or 1)) as pool:
                 list(pool.map(self.get, new))
         return [self.get(s) for s in specs]
+
+    def statistics(self, spec: KernelSpec) -> list[Statistic]:
+        """What the driver tells about a kernel, which is compiled for this alone. The device must be open for statistics."""
+        with self._lock:
+            self._check(spec)
+            layout = self._layout(spec.bindings, spec.push_bytes)
+        pipeline = self._compile(spec, layout, CAPTURE_STATISTICS)
+        try:
+            return read_statistics(self._driver, pipeline)
+        finally:
+            self._driver.destroy("Pipeline", pipeline)
 
     def _check(self, spec: KernelSpec) -> None:
         caps = self._caps
@@ -150,27 +162,27 @@ class KernelCache:
             self._layouts[key] = self._driver.create("PipelineLayout", info, f"{bindings} storage buffers, {push_bytes} push bytes")
         return self._layouts[key]
 
-    def _compile(self, spec: KernelSpec, layout: Handle) -> Handle:
+    def _compile(self, spec: KernelSpec, layout: Handle, flags: int = 0) -> Handle:
         driver, caps = self._driver, self._caps
         words = ffi.new("uint32_t[]", len(spec.spirv) // 4)
         ffi.memmove(words, spec.spirv, len(spec.spirv))
         module = driver.create("ShaderModule", struct("VkShaderModuleCreateInfo", codeSize=len(spec.spirv), pCode=words), spec.name)
         try:
-            chain, flags = None, 0
+            chain, stage_flags = None, 0
             if spec.subgroup_size is not None and caps.subgroup_size_control and caps.subgroup_required_size:
                 chain = struct("VkPipelineShaderStageRequiredSubgroupSizeCreateInfo", requiredSubgroupSize=spec.subgroup_size)
                 if caps.full_subgroups and inspect(spec.spirv).workgroup_size(dict(spec.spec))[0] % spec.subgroup_size == 0:
-                    flags = PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS
+                    stage_flags = PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS
             stage = struct(
                 "VkPipelineShaderStageCreateInfo",
                 chain,
-                flags=flags,
+                flags=stage_flags,
                 stage=vk.VK_SHADER_STAGE_COMPUTE_BIT,
                 module=module,
                 pName=ffi.new("char[]", b"main"),
                 pSpecializationInfo=_specialization(dict(spec.spec)),
             )
-            info = struct("VkComputePipelineCreateInfo", stage=stage[0], layout=layout)
+            info = struct("VkComputePipelineCreateInfo", flags=flags, stage=stage[0], layout=layout)
             out = ffi.new("VkPipeline *")
             about = f"kernel {spec.name}, specialization {dict(spec.spec)}, subgroup size {spec.subgroup_size}"
             driver.call("vkCreateComputePipelines", driver.device, self._file.handle, 1, info, NULL, out, about=about)
