@@ -10,7 +10,7 @@ from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
-from vkback.ops.rope import DEFAULTS
+from vkback.ops.rope_angles import DEFAULTS
 from vkback.shader import ShaderLibrary
 
 CASES = [c for name in ("ROPE", "QKV_ROPE_SET_ROWS") for c in OPS[name].cases()]

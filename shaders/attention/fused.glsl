@@ -1,12 +1,12 @@
 // What ATTN_DECODE does before attention: norm and RoPE of the workgroup's queries and of the key, and in the workgroup that owns row pos the
 // store of key and value. The new row is used as it was rounded to F16, so the result is that of storing first and reading back.
 //
-// HEAD_LANES neighbouring threads take a head. Their slots are two neighbouring pairs of dimensions each: four values, which in f16 make up two
-// words. Everything is fetched before anything is used, and nothing of it waits for pos.
+// HEAD_LANES neighbouring threads take the slots of a head (rope/slots.glsl). Everything is fetched before anything is used, and nothing of it
+// waits for pos.
 //
 //   angles  vec4 [ROPE_PAIRS / 2]: (cos, sin) of two neighbouring pairs (rope/angles.comp)
 
-#include "rope/rotate.glsl"
+#include "rope/slots.glsl"
 
 layout(binding = 1) writeonly buffer CacheK1 { uint cache_k1[]; };
 layout(binding = 2) writeonly buffer CacheV1 { uint cache_v1[]; };
@@ -18,7 +18,6 @@ layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
 
 #define WORDS (HD / 2)
 #define SLOTS (HD / 4)
-#define ROTATED (ROPE_PAIRS / 2)
 #define SLOT_ROUNDS ((SLOTS + HEAD_LANES - 1) / HEAD_LANES)
 #define HEADS_AT_ONCE (WG_SIZE / HEAD_LANES)
 #define HEAD_ROUNDS ((HEADS + HEADS_AT_ONCE) / HEADS_AT_ONCE)    // of HEADS queries and the key
@@ -35,14 +34,6 @@ vec2 norm_a[HEAD_ROUNDS][SLOT_ROUNDS], norm_b[HEAD_ROUNDS][SLOT_ROUNDS];
 #endif
 vec4 slot_angles[SLOT_ROUNDS];
 vec2 value_words[VALUE_ROUNDS];
-
-// The two places of a slot within a head, counted in pairs of values.
-uvec2 places(uint slot) {
-#if ROPE_NEOX
-    if (slot < ROTATED) return uvec2(slot, slot + ROTATED);
-#endif
-    return uvec2(2u * slot, 2u * slot + 1u);
-}
 
 void fetch_heads(uint tid, uint head0, uint kv) {
     [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
@@ -95,16 +86,7 @@ void prepare(uint tid, uint head0, uint kv, bool owner) {
             a *= norm * norm_a[i][j];
             b *= norm * norm_b[i][j];
 #endif
-            if (slot < ROTATED) {
-#if ROPE_NEOX
-                const vec2 x = rope_rotate(vec2(a.x, b.x), slot_angles[j].xy), y = rope_rotate(vec2(a.y, b.y), slot_angles[j].zw);
-                a = vec2(x.x, y.x);
-                b = vec2(x.y, y.y);
-#else
-                a = rope_rotate(a, slot_angles[j].xy);
-                b = rope_rotate(b, slot_angles[j].zw);
-#endif
-            }
+            if (slot < ROTATED) turn(a, b, slot_angles[j]);
             const uvec2 at = places(slot);
             if (slot < SLOTS && head < HEADS) {
                 put_query(head, at.x, a);

@@ -8,20 +8,20 @@
 //   [NORM: weights of q and k F32 [HEAD_DIM]]   [FACTORS: F32 [ROPE_PAIRS] that divide the frequencies]
 //   q_out F32 [tokens, Q_HEADS, HEAD_DIM]   [STORE: cache_k, cache_v F16 [KV_HEADS, n_ctx, HEAD_DIM]]
 //
-// A workgroup takes HEADS consecutive heads of one token, numbered q, k, v, one after the other. A thread's slot is two neighbouring pairs of a
-// head: four values, which in f16 make up two words. Thread t has the slots t, t + WG_SIZE, ...; their angles serve all HEADS.
+// A workgroup takes HEADS consecutive heads of one token, numbered q, k, v, one after the other. Thread t has their slots t, t + WG_SIZE, ...
+// (rope/slots.glsl); the angles serve all HEADS.
 //
-// Defines: HEAD_DIM (a multiple of 4), Q_HEADS, KV_HEADS (0 without STORE), HEADS, those of rope/rope.glsl (ROPE_PAIRS even) and
-// common/reduce.glsl.
+// Defines: HEAD_DIM (a multiple of 4), Q_HEADS, KV_HEADS (0 without STORE), HEADS, those of rope/rope.glsl,
+// rope/slots.glsl and common/reduce.glsl.
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
 #include "rope/rope.glsl"
+#include "rope/slots.glsl"
 
 layout(local_size_x = WG_SIZE) in;
 
 #define SLOTS (HEAD_DIM / 4)
 #define ROUNDS ((SLOTS + WG_SIZE - 1) / WG_SIZE)
-#define ROTATED (ROPE_PAIRS / 2)
 #define AFTER_X (1 + 2 * STORE * (1 - PACKED))
 #define AFTER_EXTRA (AFTER_X + 1 + 2 * NORM + FACTORS)
 
@@ -49,14 +49,6 @@ layout(std430, set = 0, binding = AFTER_EXTRA) writeonly buffer OutQ { vec2 q_ou
 layout(std430, set = 0, binding = AFTER_EXTRA + 1) writeonly buffer CacheK { uint cache_k[]; };
 layout(std430, set = 0, binding = AFTER_EXTRA + 2) writeonly buffer CacheV { uint cache_v[]; };
 #endif
-
-// The two places of a slot within a head, counted in values / 2.
-uvec2 places(uint slot) {
-#if ROPE_NEOX
-    if (slot < ROTATED) return uvec2(slot, slot + ROTATED);
-#endif
-    return uvec2(2u * slot, 2u * slot + 1u);
-}
 
 vec2 angle_of(uint pair, int position) {
 #if FACTORS
@@ -97,14 +89,11 @@ void main() {
     const uint t = gl_LocalInvocationID.x;
     const uint first = gl_WorkGroupID.x * HEADS;
     const int position = pos[token];
-    vec2 angle_a[ROUNDS], angle_b[ROUNDS];
+    vec4 angles[ROUNDS];
     if (first < Q_HEADS + KV_HEADS) {
         [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
             const uint slot = i * WG_SIZE + t;
-            if (slot < ROTATED) {
-                angle_a[i] = angle_of(2u * slot, position);
-                angle_b[i] = angle_of(2u * slot + 1u, position);
-            }
+            if (slot < ROTATED) angles[i] = vec4(angle_of(2u * slot, position), angle_of(2u * slot + 1u, position));
         }
     }
     for (uint head = first; head < min(first + HEADS, Q_HEADS + 2 * KV_HEADS); head++) {
@@ -134,17 +123,7 @@ void main() {
         [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
             const uint slot = i * WG_SIZE + t;
             if (slot >= SLOTS) continue;
-            if (!value && slot < ROTATED) {
-#if ROPE_NEOX
-                const vec2 x = rope_rotate(vec2(a[i].x, b[i].x), angle_a[i]);
-                const vec2 y = rope_rotate(vec2(a[i].y, b[i].y), angle_b[i]);
-                a[i] = vec2(x.x, y.x);
-                b[i] = vec2(x.y, y.y);
-#else
-                a[i] = rope_rotate(a[i], angle_a[i]);
-                b[i] = rope_rotate(b[i], angle_b[i]);
-#endif
-            }
+            if (!value && slot < ROTATED) turn(a[i], b[i], angles[i]);
             const uvec2 at = places(slot);
             store(token, head, at.x, position, a[i]);
             store(token, head, at.y, position, b[i]);

@@ -1,8 +1,7 @@
-// The rotation of RoPE and YaRN: cosine and sine for a pair of dimensions at a position.
+// The angles of RoPE and YaRN: cosine and sine for a pair of dimensions at a position.
 //
 //   vec2 rope_angle(uint pair, int pos)                   (cos, sin) of pos * frequency[pair], times ROPE_MSCALE
 //   vec2 rope_angle(uint pair, int pos, float factor)     the same with the frequency divided by a frequency factor
-//   vec2 rope_rotate(vec2 v, vec2 angle)                  v turned by the angle
 //
 // Angles are counted in turns as 64-bit fractions, of which pos * frequency keeps the upper 32: it wraps around by itself, so position 131072 is
 // as exact as position 1 (a product in float would be off by 0.008 radians there, a 32-bit frequency by 0.0001). Sine and cosine are
@@ -65,5 +64,3 @@ vec2 rope_angle(uint pair, int pos) {
 vec2 rope_angle(uint pair, int pos, float factor) {
     return ROPE_MSCALE * rope_cos_sin(rope_turn(rope_divide(rope_turns[pair], factor), pos));
 }
-
-#include "rope/rotate.glsl"

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from math import prod
 
 from vkback.graph import Node, Tensor
+from vkback.ops import rope_angles
 from vkback.ops.base import OPS, LowerContext, Tolerance
 from vkback.ops.router import choice_of, product_of
-
-ROPE_KEYS = ("mode", "n_dims", "freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow", "n_ctx_orig")
 
 
 def _mat_vec(node: Node) -> list[Node]:
@@ -76,7 +75,7 @@ def _qkv_rope_set_rows(node: Node) -> list[Node]:
         eps = {"eps": node.params["eps"]}
         chain += [Node("RMS_NORM_MUL", (t, w), (y,), eps) for t, w, y in zip((q, k), extra[:2], normed, strict=True)]
         (q, k), extra = normed, extra[2:]
-    params = {key: node.params[key] for key in ROPE_KEYS}
+    params = {key: node.params[key] for key in rope_angles.PARAMS}
     turned = Tensor(f"{k.name}.turned", "F32", k.shape)
     chain += [Node("ROPE", (q, pos, *extra), (out,), params), Node("ROPE", (k, pos, *extra), (turned,), params)]
     return [*chain, Node("SET_ROWS", (turned, pos, cache_k), (cache_k,)), Node("SET_ROWS", (v, pos, cache_v), (cache_v,))]

@@ -43,7 +43,7 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
-from vkback.ops.reference import REFERENCES
+from vkback.ops.reference import REFERENCES, turn_pairs
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -277,21 +277,6 @@ def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence
     return cache
 
 
-ROPE_PLAIN: Mapping[str, Any] = {
-    "freq_base": 10000.0, "freq_scale": 1.0, "ext_factor": 0.0, "attn_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "n_ctx_orig": 4096,
-}  # fmt: skip
-
-
-def turn_pairs(x: Array, angles: Array, mode: str) -> Array:
-    """x [n, heads, hd] with its first n_dims values turned by angles [n, n_dims / 2, 2], (cos, sin) of each pair."""
-    pairs = angles.shape[-2]
-    first, second = (np.arange(pairs), np.arange(pairs) + pairs) if mode == "neox" else (2 * np.arange(pairs), 2 * np.arange(pairs) + 1)
-    a, b, cos, sin = x[..., first], x[..., second], angles[:, None, :, 0], angles[:, None, :, 1]
-    out = x.copy()
-    out[..., first], out[..., second] = a * cos - b * sin, a * sin + b * cos
-    return out
-
-
 @register
 class AttnDecode(Op):
     """Norm, RoPE, cache store and attention of one token; see the module's text. Its twin is the chain of those ops."""
@@ -305,7 +290,8 @@ class AttnDecode(Op):
         if params.get("has_norm"):
             (q,), (k,) = (REFERENCES["RMS_NORM"]([x], params) for x in (q, k))
             q, k = q * np.asarray(rest.pop(0), np.float64), k * np.asarray(rest.pop(0), np.float64)
-        q, k = (turn_pairs(x, np.asarray(angles, np.float64), params["mode"]) for x in (q, k))
+        cos, sin = np.moveaxis(np.asarray(angles, np.float64), -1, 0)
+        q, k = (turn_pairs(x, cos, sin, params["mode"]) for x in (q, k))
         (cache_k,), (cache_v,) = (REFERENCES["SET_ROWS"]([x, pos, c], params) for x, c in ((k, cache_k), (v, cache_v)))
         out = OPS["FLASH_ATTN_EXT"].reference([q, cache_k, cache_v, pos, *rest], params)
         return [*out, cache_k, cache_v]
@@ -374,7 +360,7 @@ class AttnDecode(Op):
             }
             factors = (rng.uniform(0.5, 1.5, turned // 2).astype(np.float32),) if ff else ()
             params = {
-                **ROPE_PLAIN, **rope, "mode": mode, "n_dims": turned, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim": hd,
+                **rope_angles.DEFAULTS, **rope, "mode": mode, "n_dims": turned, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim": hd,
                 "scale": 1 / math.sqrt(hd), "has_norm": norm, "has_ff": ff, "window": window,
             }  # fmt: skip
             if norm:

@@ -142,23 +142,25 @@ def _yarn_pair(turns: float, params: Params) -> float:
     return float(params["n_dims"] * math.log(wavelength) / (2 * math.log(params["freq_base"])))
 
 
+def turn_pairs(x: Array, cos: Array, sin: Array, mode: str) -> Array:
+    """x [n, heads, head_dim] with its first pairs, paired as `mode` says, turned by cos and sin [n, pairs]."""
+    pairs = cos.shape[-1]
+    a, b = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if mode == "normal" else (slice(0, pairs), slice(pairs, 2 * pairs))
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    out = x.copy()
+    out[..., a] = x[..., a] * cos - x[..., b] * sin
+    out[..., b] = x[..., a] * sin + x[..., b] * cos
+    return out
+
+
 def ref_rope(inputs: Inputs, params: Params) -> list[Array]:
     """x [n, heads, head_dim], pos int [n] [, frequency divisors [n_dims/2]] -> x with its first n_dims values rotated.
 
     mode "normal" pairs values 2i and 2i + 1, "neox" i and i + n_dims/2.
     """
     x, pos = _f64(inputs[0]), inputs[1]
-    n_dims = params["n_dims"]
     angles, magnitude = rope_angles(pos, inputs[2] if len(inputs) > 2 else None, params)
-    cos, sin = (np.cos(angles) * magnitude)[:, None, :], (np.sin(angles) * magnitude)[:, None, :]
-    if params["mode"] == "normal":
-        a, b = slice(0, n_dims, 2), slice(1, n_dims, 2)
-    else:
-        a, b = slice(0, n_dims // 2), slice(n_dims // 2, n_dims)
-    out = x.copy()
-    out[..., a] = x[..., a] * cos - x[..., b] * sin
-    out[..., b] = x[..., a] * sin + x[..., b] * cos
-    return [out]
+    return [turn_pairs(x, np.cos(angles) * magnitude, np.sin(angles) * magnitude, params["mode"])]
 
 
 def ref_set_rows(inputs: Inputs, params: Params) -> list[Array]:

@@ -39,12 +39,6 @@ declare(
     params={"wg_size": (8, 16, 32, 64, 128, 256), "heads_per_group": "positive"},
 )
 
-DEFAULTS: Mapping[str, Any] = {
-    "mode": "normal", "freq_base": 10000.0, "freq_scale": 1.0, "ext_factor": 0.0, "attn_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
-    "n_ctx_orig": 4096,
-}
-"""Parameters of a model without YaRN; n_dims comes with the heads."""
-
 
 @dataclass(frozen=True)
 class _Heads:
@@ -134,7 +128,7 @@ class Rope(Op):
         seed: int = 13, **given: Any,
     ) -> Case:
         """Tokens at positions first, first + 1, ...; factors: fast_factor for the fast half of the pairs, up to 8 for the slow half."""
-        params = {**DEFAULTS, "mode": mode, "n_dims": shape[2], **given}
+        params = {**rope_angles.DEFAULTS, "mode": mode, "n_dims": shape[2], **given}
 
         def make(rng: np.random.Generator) -> Problem:
             inputs = [Tensor("x", "F32", shape, "input"), Tensor("pos", "I32", (shape[0],), "input")]
@@ -200,7 +194,7 @@ class RopeAngles(Op):
         yield self.case((7, -1), 96, **yarn)
 
     def case(self, pos: Sequence[int], n_dims: int, *, factors: bool = False, seed: int = 5, **given: Any) -> Case:
-        params = {**DEFAULTS, "n_dims": n_dims, **given}
+        params = {**rope_angles.DEFAULTS, "n_dims": n_dims, **given}
 
         def make(rng: np.random.Generator) -> Problem:
             inputs = [Tensor("pos", "I32", (len(pos),), "input")]
@@ -284,7 +278,10 @@ class QkvRopeSetRows(Op):
         seed: int = 17, **given: Any,
     ) -> Case:
         """Caches of 16 positions holding values already; tokens from position 3 on, the last of several being padding."""
-        params = {**DEFAULTS, "mode": mode, "n_dims": dim, "has_norm": norm, "has_ff": factors, "packed": packed, "eps": 1e-6, **given}
+        params = {
+            **rope_angles.DEFAULTS, "mode": mode, "n_dims": dim, "has_norm": norm, "has_ff": factors, "packed": packed, "eps": 1e-6,
+            **given,
+        }  # fmt: skip
         if packed:
             params |= {"n_head": heads, "n_head_kv": kv_heads, "head_dim": dim}
 

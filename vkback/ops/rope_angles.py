@@ -12,6 +12,15 @@ import numpy.typing as npt
 MODES = {"normal": 0, "neox": 1}
 """Rotation by neighbouring dimensions, or by dimension i and i + n_dims / 2."""
 
+DEFAULTS: Mapping[str, Any] = {
+    "mode": "normal", "freq_base": 10000.0, "freq_scale": 1.0, "ext_factor": 0.0, "attn_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "n_ctx_orig": 4096,
+}
+"""Parameters of a model without YaRN; n_dims comes with the heads."""
+
+PARAMS = ("n_dims", *DEFAULTS)
+"""Params of ROPE, and of every op that turns heads or makes the angles for it."""
+
 
 def frequencies(params: Mapping[str, Any]) -> npt.NDArray[np.float64]:
     """Radians a position for every pair, float64 [n_dims / 2], frequency factors not yet applied.

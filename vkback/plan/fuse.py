@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Literal
 
 from vkback.graph import Graph, Node, Recipe, Tensor
+from vkback.ops import rope_angles
 from vkback.ops.base import LowerContext, declare
 from vkback.ops.mat_vec import FUSED_ROLES, Product, choice_problem, prologue_problem
 from vkback.ops.router import router_problem
@@ -29,8 +30,6 @@ declare(
         "router": ROUTERS,
     },
 )
-
-ROPE_PARAMS = ("mode", "n_dims", "freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow", "n_ctx_orig")
 
 Nodes = list[Node]
 
@@ -328,7 +327,7 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
 def _rope_angles(nodes: Nodes, pos: Tensor, factors: Sequence[Tensor], params: Mapping[str, Any]) -> Node:
     """The node that makes the angles of a rotation: the one there is, else a new one."""
     inputs = (pos, *factors)
-    rope = {key: params[key] for key in ROPE_PARAMS}
+    rope = {key: params[key] for key in rope_angles.PARAMS}
     present = [n for n in nodes if n.op == "ROPE_ANGLES"]
     for node in present:
         if node.inputs == inputs and node.params == rope:

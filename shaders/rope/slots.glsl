@@ -1,0 +1,31 @@
+// A head in slots of two neighbouring pairs of dimensions: four values, which in f16 make up two words.
+//
+//   ROTATED                                              slots that are turned: the first ones of a head
+//   uvec2 places(uint slot)                              the two places of a slot within its head, counted in values / 2
+//   void turn(inout vec2 a, inout vec2 b, vec4 angles)   the values at these places turned by (cos, sin) of either pair
+//
+// Defines: ROPE_PAIRS (even: n_dims / 2), ROPE_NEOX (1: dimension i is paired with i + ROPE_PAIRS, 0: with its neighbour)
+
+#define ROTATED (ROPE_PAIRS / 2)
+
+uvec2 places(uint slot) {
+#if ROPE_NEOX
+    if (slot < ROTATED) return uvec2(slot, slot + ROTATED);
+#endif
+    return uvec2(2u * slot, 2u * slot + 1u);
+}
+
+vec2 turn_pair(vec2 pair, vec2 angle) {
+    return vec2(pair.x * angle.x - pair.y * angle.y, pair.x * angle.y + pair.y * angle.x);
+}
+
+void turn(inout vec2 a, inout vec2 b, vec4 angles) {
+#if ROPE_NEOX
+    const vec2 x = turn_pair(vec2(a.x, b.x), angles.xy), y = turn_pair(vec2(a.y, b.y), angles.zw);
+    a = vec2(x.x, y.x);
+    b = vec2(x.y, y.y);
+#else
+    a = turn_pair(a, angles.xy);
+    b = turn_pair(b, angles.zw);
+#endif
+}
