@@ -64,3 +64,5 @@ def test_of_a_stack_of_experts_a_launch_reads_those_chosen() -> None:
     assert timing.read_share(mul_mat_id_case("Q4_K", 4, 2, 8, 5, 256, shared=True).build().node) == 1.0
     summed = fused_case("Q4_K", 8, 256, 1, ("ids", "expert_weights"), experts=6, used=3)
     assert timing.read_share(summed.build().node) == 0.5
+    choosing = fused_case("Q4_K", 8, 256, 1, ("logits",), glu=True, experts=6, used=3)
+    assert timing.read_share(choosing.build().node) == 0.5

@@ -43,9 +43,9 @@ def span_us(device: Device, commands: Commands) -> float:
 
 
 def read_share(node: Node) -> float:
-    """The part of a node's weights that one launch reads: of a stack of experts those that are chosen."""
+    """The part of a node's weights that one launch reads: of a stack of experts those that are chosen, before it or by it."""
     stacks = [t for t in node.inputs if t.kind == "weight" and len(t.shape) == 3]
-    chosen = [t for t in node.inputs if t.type == "I32" and len(t.shape) == 2]
+    chosen = [t for t in (*node.inputs, *node.outputs) if t.type == "I32" and len(t.shape) == 2]
     if not stacks or not chosen:
         return 1.0
     return min(1.0, prod(chosen[0].shape) / stacks[0].shape[0])
