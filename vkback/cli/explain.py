@@ -107,12 +107,9 @@ def explanation(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLi
 
 
 def _statistics(dispatch: Dispatch, library: ShaderLibrary, device: Device) -> Iterator[str]:
-    from vkback.device import KernelSpec
+    from vkback.program import kernel_spec
 
-    kernel = dispatch.kernel
-    spec = KernelSpec(
-        library.spirv(kernel), kernel.name, len(dispatch.args), len(dispatch.push), tuple(sorted(kernel.spec)), kernel.subgroup_size
-    )
+    spec = kernel_spec(library.spirv(dispatch.kernel), dispatch.kernel, len(dispatch.args), len(dispatch.push))
     for s in device.kernel_statistics(spec):
         yield f"{s.executable}: {s.name} {s.value}" + (f" ({s.description})" if s.description else "")
 

@@ -124,11 +124,14 @@ class Program:
         self._arenas.clear()
 
 
+def kernel_spec(spirv: bytes, variant: Variant, bindings: int, push_bytes: int) -> KernelSpec:
+    """What the device layer is asked for: a variant's SPIR-V with the buffers and the bytes of push constants of its dispatches."""
+    return KernelSpec(spirv, variant.name, bindings, push_bytes, tuple(sorted(variant.spec)), variant.subgroup_size)
+
+
 def compile_kernels(device: Device, library: ShaderLibrary, dispatches: Iterable[Dispatch]) -> dict[tuple[Variant, int, int], Kernel]:
     """Kernels of dispatches, compiled in parallel, by variant, number of bindings and bytes of push constants."""
     wanted = list(dict.fromkeys((d.kernel, len(d.args), len(d.push)) for d in dispatches))
     modules = library.compile_many([v for v, _, _ in wanted])
-    specs = [
-        KernelSpec(modules[v], v.name, bindings, push, tuple(sorted(v.spec)), v.subgroup_size) for v, bindings, push in wanted
-    ]
+    specs = [kernel_spec(modules[variant], variant, bindings, push_bytes) for variant, bindings, push_bytes in wanted]
     return dict(zip(wanted, device.kernels(specs), strict=True))
