@@ -53,7 +53,7 @@ from vkback.ops.glu import SWIGLU_OAI
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.reference import REFERENCES
 from vkback.ops.topk import choice_bytes, choice_defines
-from vkback.ops.workgroup import power_of_two
+from vkback.ops.workgroup import Defines, power_of_two
 from vkback.shader import Variant
 
 MAX_COLUMNS = 16
@@ -294,6 +294,11 @@ class Product:
         """("int" or "float", why), as `path_for` has it."""
         return path_for(self.w.type, self.m, self.k, self.n, self.ids, ctx)
 
+    def choice(self, node: Node, logits: Tensor, ctx: LowerContext) -> Defines:
+        """Defines of the choice of experts that a kernel of this product makes for a node, its results bound after the optional inputs."""
+        defines = choice_defines(node, logits, ctx)
+        return {**defines, "TOPK_SCALE": repr(float(node.params["scale"])), "BIND_TOPK": 3 + len(self.extra)}
+
     def build(self, path: str, prologue: int, ctx: LowerContext) -> Build:
         """The kernel that the tables and the device's limits lead to. Raises PlanError when it cannot be made to fit."""
         q8_out = self.y.type == "Q8_1"
@@ -332,8 +337,7 @@ class Product:
         if prologue:
             defines["VALUES4"] = ceil_div(self.k // 4, shape.wg)
         if self.chosen:
-            defines |= choice_defines(self.node, self.extra["logits"], ctx)
-            defines |= {"CHOOSE": 1, "TOPK_SCALE": repr(float(self.node.params["scale"])), "BIND_TOPK": 3 + len(self.extra)}
+            defines |= {"CHOOSE": 1, **self.choice(self.node, self.extra["logits"], ctx)}
         if prologue or q8_out or self.chosen:
             defines["REDUCE_SUBGROUP"] = int(subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops)
             defines["SUBGROUP_SIZE"] = subgroup if subgroup > 1 else 0

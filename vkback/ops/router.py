@@ -17,7 +17,7 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, nbytes, register, shards
 from vkback.ops.mat_vec import MatVec, Product, path_for, shared_bytes, weight
-from vkback.ops.topk import TOPK_PARAMS, TopkMoe, choice_defines
+from vkback.ops.topk import TOPK_PARAMS, TopkMoe
 
 
 def product_of(node: Node) -> Node:
@@ -58,9 +58,7 @@ class MoeRouter(Op):
             raise PlanError(f"[router] {node.name}: product and choice cannot be one launch: {problem}; give the choice a node of its own")
         product = Product.of(product_of(node))
         build = product.build("float", 2, ctx)
-        chosen = choice_defines(node, product.y, ctx)
-        bindings = 3 + len(product.extra)
-        defines = {**build.defines, **chosen, "TOPK": 1, "TOPK_SCALE": repr(float(node.params["scale"])), "BIND_TOPK": bindings}
+        defines = {**build.defines, "TOPK": 1, **product.choice(node, product.y, ctx)}
         need = shared_bytes({**defines, "TILES": int(build.groups > 0)})
         if need > ctx.caps.max_shared_memory:
             raise PlanError(

@@ -134,7 +134,7 @@ GATES: Mapping[tuple[str, bool], int] = {
     ("softmax", True): 0, ("softmax_weight", True): 0, ("softmax_weight", False): 0, ("softmax", False): 1, ("sigmoid", False): 2,
     ("sigmoid", True): 3,
 }  # fmt: skip
-"""GATE of shaders/topk/router.comp by gating and norm. A softmax over all divided by the sum of the chosen is one over the chosen."""
+"""GATE of shaders/topk/choose.glsl by gating and norm. A softmax over all divided by the sum of the chosen is one over the chosen."""
 
 
 def topk_choice(node: Node, logits: Tensor, ctx: LowerContext) -> Choice:
