@@ -21,7 +21,7 @@ from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.harness.judge import Verdict, judge
 from vkback.ops.base import OPS, Case, LowerContext, Problem, nbytes, shards
-from vkback.plan.schedule import ALIGN, Schedule, into_stages
+from vkback.plan.schedule import Schedule, aligned, into_stages
 from vkback.program import Program, WeightRanges
 from vkback.shader import ShaderLibrary
 
@@ -97,7 +97,7 @@ def prepare(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -> 
         for part in _contents(tensor, problem.values.get(tensor.name), ctx):
             pieces.append(Piece(tensor, end + GUARD, part.nbytes))
             contents.append(part)
-            end = -(-(end + 2 * GUARD + part.nbytes) // ALIGN) * ALIGN
+            end = aligned(end + 2 * GUARD + part.nbytes)
     written = {name for d in schedule.dispatches() for name, _ in d.writes}
     words = np.empty(end // 4, np.uint32)
     for piece, after in zip(pieces, [*pieces[1:], None], strict=True):

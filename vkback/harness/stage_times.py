@@ -19,9 +19,9 @@ from vkback.harness.read_rate import UNROLL, measure_read_rate
 from vkback.harness.timing import span_us, warm_up
 from vkback.models.registry import Model
 from vkback.models.weights import load_weights
-from vkback.ops.base import ceil_div, nbytes, pack_push
+from vkback.ops.base import nbytes, pack_push
 from vkback.plan.forecast import Costs
-from vkback.plan.schedule import ALIGN, Schedule
+from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program
 from vkback.shader import ShaderLibrary, Variant
 
@@ -136,7 +136,7 @@ def measure_stages(
 
 def _zeroed(device: Device, tensors: Sequence[Tensor], stack: ExitStack) -> dict[str, BufferRange]:
     """Memory for tensors, all zeros."""
-    sizes = {t.name: ceil_div(nbytes(t), ALIGN) * ALIGN for t in tensors}
+    sizes = {t.name: aligned(nbytes(t)) for t in tensors}
     arena = stack.enter_context(device.arena("inputs and caches", sum(sizes.values()), "device"))
     ranges = {name: arena.alloc(size, name) for name, size in sizes.items()}
     rec = device.recorder("zeros")

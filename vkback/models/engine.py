@@ -27,7 +27,7 @@ from vkback.models.weights import load_weights
 from vkback.ops.base import LowerContext, nbytes
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN
 from vkback.plan.planner import plan
-from vkback.plan.schedule import Schedule
+from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.tuning import Tuning
 from vkback.program import Program
 from vkback.shader import ShaderLibrary
@@ -40,8 +40,8 @@ PROMPT_TOKENS = 16
 TOKENS_PER_SUBMIT = 8
 """A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
 
-INPUT_BYTES = 256
-"""From tokens to their positions in memory: room for PROMPT_TOKENS, and the largest minStorageBufferOffsetAlignment that Vulkan allows."""
+INPUT_BYTES = aligned(4 * PROMPT_TOKENS)
+"""From tokens to their positions in memory, at most PROMPT_TOKENS of I32 each."""
 
 RING = 4096
 """Token ids the loop state keeps: more than all submits in flight can make."""
@@ -194,7 +194,7 @@ class Engine:
 
     def _allocate_state(self) -> dict[str, BufferRange]:
         caches = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "state"}
-        arena = self.device.arena("KV cache", sum(-(-nbytes(t) // 256) * 256 for t in caches.values()), "device")
+        arena = self.device.arena("KV cache", sum(aligned(nbytes(t)) for t in caches.values()), "device")
         self._arenas.append(arena)
         return {t.name: arena.alloc(nbytes(t), t.name) for t in caches.values()}
 
@@ -203,11 +203,11 @@ class Engine:
         sizes = {"one": 2 * INPUT_BYTES, "prompt": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING)}
         caps = self.device.caps
         device = self.device.arena(
-            "inputs", sum(-(-s // 256) * 256 for s in sizes.values()), "host_visible_device" if caps.rebar or caps.uma else "device"
+            "inputs", sum(map(aligned, sizes.values())), "host_visible_device" if caps.rebar or caps.uma else "device"
         )
         logits = 4 * self.model.hp.n_vocab
         back_sizes = {"logits back": logits * PROMPT_TOKENS} | {f"loop back {i}": sizes["loop"] for i in range(SUBMITS_IN_FLIGHT + 1)}
-        host = self.device.arena("readback", sum(-(-s // 256) * 256 for s in back_sizes.values()), "readback")
+        host = self.device.arena("readback", sum(map(aligned, back_sizes.values())), "readback")
         self._arenas += [device, host]
         return {n: device.alloc(s, n) for n, s in sizes.items()} | {n: host.alloc(s, n) for n, s in back_sizes.items()}
 

@@ -21,6 +21,7 @@ from vkback.device import Arena, BufferRange, Device
 from vkback.graph import Tensor
 from vkback.models.gguf_file import GgufFile
 from vkback.ops.base import shards
+from vkback.plan.schedule import aligned
 from vkback.program import WeightRanges
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,12 +42,8 @@ class _Piece:
 def device_bytes(weight: Tensor, device: Device) -> int:
     """Bytes a weight takes in device memory, each shard aligned."""
     if len(weight.shape) == 1:
-        return _aligned(4 * weight.shape[0])
-    return sum(_aligned(s.layout.nbytes) for s in shards(weight, device.caps))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 256) * 256
+        return aligned(4 * weight.shape[0])
+    return sum(aligned(s.layout.nbytes) for s in shards(weight, device.caps))
 
 
 def load_weights(

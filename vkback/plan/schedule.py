@@ -6,10 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vkback.graph import Tensor
-from vkback.ops.base import Dispatch, nbytes
+from vkback.ops.base import Dispatch, ceil_div, nbytes
 
 ALIGN = 256
-"""Alignment of activation tensors: the largest minStorageBufferOffsetAlignment that Vulkan allows."""
+"""Alignment of tensors: the largest minStorageBufferOffsetAlignment that Vulkan allows."""
+
+
+def aligned(size: int) -> int:
+    """Bytes up to where the next tensor may begin."""
+    return ceil_div(size, ALIGN) * ALIGN
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def place(stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = ()) -> tup
                 name = a.tensor.name
                 first.setdefault(name, i)
                 last[name] = i
-                sizes[name] = max(sizes.get(name, 0), -(-nbytes(a.tensor) // ALIGN) * ALIGN)
+                sizes[name] = max(sizes.get(name, 0), aligned(nbytes(a.tensor)))
     for name in keep:
         if name in last:
             last[name] = len(stages)

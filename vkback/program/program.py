@@ -9,8 +9,8 @@ from itertools import accumulate
 import numpy as np
 
 from vkback.device import Arena, BufferRange, Commands, Device, Kernel, KernelSpec
-from vkback.ops.base import Arg, Dispatch, PlanError, ceil_div, nbytes
-from vkback.plan.schedule import ALIGN, Schedule
+from vkback.ops.base import Arg, Dispatch, PlanError, nbytes
+from vkback.plan.schedule import Schedule, aligned
 from vkback.shader import ShaderLibrary, Variant
 
 
@@ -60,11 +60,11 @@ class Program:
                 self._ranges[name] = block.slice(slot.offset, slot.size)
         counters = [t for t in schedule.tensors().values() if t.kind == "counter" and t.name not in self._ranges]
         if counters:
-            sizes = [ceil_div(nbytes(t), ALIGN) * ALIGN for t in counters]
+            sizes = [aligned(nbytes(t)) for t in counters]
             block = self._allocate("counters", sum(sizes))
             self.device.upload(block, np.zeros(sum(sizes), np.uint8))
             for tensor, end in zip(counters, accumulate(sizes), strict=True):
-                self._ranges[tensor.name] = block.slice(end - ceil_div(nbytes(tensor), ALIGN) * ALIGN, nbytes(tensor))
+                self._ranges[tensor.name] = block.slice(end - aligned(nbytes(tensor)), nbytes(tensor))
 
     def _allocate(self, purpose: str, size: int) -> BufferRange:
         arena = self.device.arena(purpose, size, "device")
