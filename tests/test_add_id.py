@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vkback.device import Device
 from vkback.graph import Node, Tensor
-from vkback.harness.runner import run_case
 from vkback.ops.add_id import AddId
-from vkback.ops.base import Case, LowerContext, PlanError
-from vkback.shader import ShaderLibrary
-
-
-@pytest.mark.vulkan
-@pytest.mark.parametrize("case", list(AddId().cases()), ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
+from vkback.ops.base import LowerContext, PlanError
 
 
 def test_a_bias_of_other_rows_is_refused(ctx: LowerContext) -> None:

@@ -32,13 +32,6 @@ SPREAD = [CASES[i] for i in (1, 3, 7, 8, 13, 16, 21, 25, 29)]
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
-
-
-@pytest.mark.vulkan
 @pytest.mark.parametrize("case", SPREAD, ids=lambda c: c.line)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_other_shapes(case: Case, shape: dict[str, int], device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:

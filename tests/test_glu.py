@@ -9,17 +9,7 @@ from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
-from vkback.ops.glu import GLU
 from vkback.shader import ShaderLibrary
-
-CASES = [c for name in GLU for c in OPS[name].cases()]
-
-
-@pytest.mark.vulkan
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
 
 
 @pytest.mark.vulkan

@@ -17,13 +17,6 @@ FEW = [c for c in CASES if c.params["ne"] in ((1, 512), (2, 511), (2, 1025), (3,
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
-
-
-@pytest.mark.vulkan
 @pytest.mark.parametrize("wg_size", [16, 64, 256])
 @pytest.mark.parametrize("case", FEW, ids=lambda c: c.line)
 def test_workgroups_of_several_subgroups(case: Case, wg_size: int, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:

@@ -20,13 +20,6 @@ CASES = list(OPS["QUANTIZE_Q8_1"].cases())
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
-
-
-@pytest.mark.vulkan
 @pytest.mark.parametrize("wg_size", [8, 128])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
 def test_without_subgroups(case: Case, wg_size: int, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:

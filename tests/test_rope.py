@@ -19,13 +19,6 @@ PLAIN = [c for c in CASES if c.op != "ROPE" and not c.params["norm"] and not c.p
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
-
-
-@pytest.mark.vulkan
 @pytest.mark.parametrize("case", NORMED, ids=lambda c: c.line)
 @pytest.mark.parametrize(("wg_size", "heads"), [(16, 3), (64, 8)])
 def test_several_heads_and_subgroups(

@@ -15,20 +15,11 @@ from vkback.graph import Tensor
 from vkback.harness.runner import run_case, run_problem
 from vkback.models.engine import matrix_bytes
 from vkback.models.registry import Model
-from vkback.ops.base import Case, LowerContext, PlanError
+from vkback.ops.base import LowerContext, PlanError
 from vkback.ops.router import MoeRouter, router_case
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 from vkback.shader import ShaderLibrary
-
-CASES = list(MoeRouter().cases())
-
-
-@pytest.mark.vulkan
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
 
 
 @pytest.mark.vulkan

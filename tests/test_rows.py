@@ -10,19 +10,10 @@ from kernel_paths import planned_for
 from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case
-from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.base import OPS, LowerContext, PlanError
 from vkback.ops.rows import GetRows
 from vkback.plan.schedule import into_stages
 from vkback.shader import ShaderLibrary
-
-CASES = [c for name in ("GET_ROWS", "SET_ROWS") for c in OPS[name].cases()]
-
-
-@pytest.mark.vulkan
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
 
 
 @pytest.mark.vulkan

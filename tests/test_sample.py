@@ -23,13 +23,6 @@ EVERYTHING = Params(1.0, 0, 1.0, 0.0, 1, ())
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
-
-
-@pytest.mark.vulkan
 @pytest.mark.parametrize("case", [c for c in CASES if c.params["vocab"] < 5000 and c.params["temp"] > 0], ids=lambda c: c.line)
 @pytest.mark.parametrize(("wg_size", "per_thread"), [(32, 4), (256, 2)])
 def test_many_workgroups(case: Case, wg_size: int, per_thread: int, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:

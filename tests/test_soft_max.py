@@ -14,13 +14,6 @@ CASES = [c for name in ("SOFT_MAX", "SUM_ROWS") for c in OPS[name].cases()]
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
-
-
-@pytest.mark.vulkan
 @pytest.mark.parametrize("subgroups", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
 def test_workgroups_of_several_subgroups(case: Case, subgroups: bool, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:

@@ -19,13 +19,6 @@ CASES = [*Argmax().cases(), *TopkMoe().cases()]
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, ctx)
-    assert outcome.ok, outcome.text
-
-
-@pytest.mark.vulkan
 @pytest.mark.parametrize("case", [c for c in CASES if c.op == "ARGMAX" and c.params["vocab"] < 5000], ids=lambda c: c.line)
 @pytest.mark.parametrize(("wg_size", "per_thread"), [(16, 1), (128, 4)])
 def test_argmax_over_many_workgroups(
