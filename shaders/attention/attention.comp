@@ -39,6 +39,8 @@
 
 layout(local_size_x = WG_SIZE) in;
 
+#include "common/handover.glsl"
+
 layout(push_constant) uniform Push {
     uint n;
     uint n_head;
@@ -48,11 +50,12 @@ layout(push_constant) uniform Push {
     uint rows_per_split;
     float scale;            // times log2 e
     float eps;
+    HANDOVER_PUSH
 } p;
 
-layout(binding = 0) readonly buffer Q { vec4 q4[]; };
+layout(binding = 0) HANDED buffer Q { vec4 q4[]; };
 #if FUSED
-layout(binding = 0) readonly buffer Qkv { vec2 qkv2[]; };
+layout(binding = 0) HANDED buffer Qkv { vec2 qkv2[]; };
 layout(binding = 1) buffer CacheK { uvec4 k4[]; };
 layout(binding = 2) buffer CacheV { uvec4 v4[]; };
 #else
@@ -154,7 +157,7 @@ void main() {
     const uint kv = head0 / (p.n_head / p.n_head_kv);
     const uint token0 = gl_WorkGroupID.z * TOKENS;
     const uint split = gl_WorkGroupID.y;
-#if FUSED
+#if FUSED && !HANDOVER
     fetch_heads(tid, head0, kv);
 #endif
 
@@ -169,20 +172,29 @@ void main() {
     }
     if (hi == 0) {
         for (uint i = tid; i < QUERIES * OUT4; i += WG_SIZE) query4[i] = vec4(0.0);
+        AWAIT_BEFORE;
         barrier();
         if (split == 0) store(tid, token0, head0);
+        DONE;
         return;
     }
     const uint rows = hi - lo;
     const uint wanted = min(SPLITS, (rows + p.rows_per_split - 1) / p.rows_per_split);
     const uint share = (rows + wanted - 1) / wanted;
     const uint used = (rows + share - 1) / share;
-    if (split >= used) return;
+    if (split >= used) {
+        DONE;
+        return;
+    }
     lo += split * share;
     hi = min(lo + share, hi);
 
     load_k(kv, lo, tid);
     load_v(kv, lo, tid);
+#if FUSED && HANDOVER
+    AWAIT_BEFORE;
+    fetch_heads(tid, head0, kv);
+#endif
 #if FUSED
     prepare(tid, head0, kv, split == used - 1);
 #else
@@ -276,7 +288,10 @@ void main() {
 
 #if SPLITS > 1
     if (used > 1) {
-        if (!last_to_arrive(tile, used)) return;
+        if (!last_to_arrive(tile, used)) {
+            DONE;
+            return;
+        }
         for (uint o = tid; o < QUERIES * OUT4; o += WG_SIZE) {
             const uint i = o / OUT4;
             float highest = MASKED, all = 0.0;
@@ -307,4 +322,5 @@ void main() {
 #endif
     barrier();
     store(tid, token0, head0);
+    DONE;
 }

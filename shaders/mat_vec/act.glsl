@@ -47,13 +47,15 @@ vec4 x_values[VALUES4];
 vec4 norm_values[VALUES4];
 #endif
 
+#if PROLOGUE == 2
+void fetch_norm(uint tid) {
+    [[unroll]] for (int j = 0; j < VALUES4; j++) norm_values[j] = norm4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
+}
+#endif
+
 void fetch_x(uint tid, uint first_row) {
     [[unroll]] for (int j = 0; j < VALUES4; j++) {
-        const uint i = min(tid + uint(j * WG), K_UNITS * 8 - 1u);
-        x_values[j] = xf4[i];
-#if PROLOGUE == 2
-        norm_values[j] = norm4[i];
-#endif
+        x_values[j] = xf4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
         if (K_UNITS * 8 % WG != 0 && tid + uint(j * WG) >= K_UNITS * 8) x_values[j] = vec4(0.0);
     }
 }

@@ -17,14 +17,15 @@ layout(push_constant) uniform Push {
     uint n_used;    // experts of a token
     uint x_slots;   // 1: the experts of a token share its x; n_used: each has its own
     float eps;      // RMS norm in the prologue
+    HANDOVER_PUSH
 } p;
 
 #if X_TYPE == X_F32
-layout(std430, set = 0, binding = 1) readonly buffer XFloats { float x1[]; };
-layout(std430, set = 0, binding = 1) readonly buffer XFloat4s { vec4 xf4[]; };
+layout(std430, set = 0, binding = 1) HANDED buffer XFloats { float x1[]; };
+layout(std430, set = 0, binding = 1) HANDED buffer XFloat4s { vec4 xf4[]; };
 #else
-layout(std430, set = 0, binding = 1) readonly buffer XQuads { uvec4 x4[]; };
-layout(std430, set = 0, binding = 1) readonly buffer XPairs { uvec2 x2[]; };
+layout(std430, set = 0, binding = 1) HANDED buffer XQuads { uvec4 x4[]; };
+layout(std430, set = 0, binding = 1) HANDED buffer XPairs { uvec2 x2[]; };
 #endif
 
 #if TOPK
@@ -42,16 +43,16 @@ layout(std430, set = 0, binding = BIND_NORM) readonly buffer NormWeight { vec4 n
 layout(std430, set = 0, binding = BIND_BIAS) readonly buffer Bias { float bias1[]; };
 #endif
 #ifdef BIND_RESIDUAL
-layout(std430, set = 0, binding = BIND_RESIDUAL) readonly buffer Residual { float residual1[]; };
+layout(std430, set = 0, binding = BIND_RESIDUAL) HANDED buffer Residual { float residual1[]; };
 #endif
 #ifdef BIND_IDS
-layout(std430, set = 0, binding = BIND_IDS) readonly buffer Ids { int ids[]; };
+layout(std430, set = 0, binding = BIND_IDS) HANDED buffer Ids { int ids[]; };
 #endif
 #ifdef BIND_EXPERT_WEIGHTS
-layout(std430, set = 0, binding = BIND_EXPERT_WEIGHTS) readonly buffer ExpertWeights { float expert_weight[]; };
+layout(std430, set = 0, binding = BIND_EXPERT_WEIGHTS) HANDED buffer ExpertWeights { float expert_weight[]; };
 #endif
 #ifdef BIND_LOGITS
-layout(std430, set = 0, binding = BIND_LOGITS) readonly buffer RouterLogits { float router_logits[]; };
+layout(std430, set = 0, binding = BIND_LOGITS) HANDED buffer RouterLogits { float router_logits[]; };
 #endif
 #if TOPK || CHOOSE
 layout(std430, set = 0, binding = BIND_TOPK) writeonly buffer ChosenWeights { float chosen_weights[]; };

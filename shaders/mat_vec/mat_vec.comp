@@ -28,6 +28,7 @@
 layout(local_size_x = WG) in;
 
 #include "quant/weights.glsl"
+#include "common/handover.glsl"
 #include "mat_vec/iface.glsl"
 #if PATH_INT
 #include "common/int_dot.glsl"
@@ -247,7 +248,10 @@ void main() {
     const uint groups = gl_NumWorkGroups.x * gl_NumWorkGroups.y;
     const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     const uint tiles = (p.m + TILE_ROWS - 1) / TILE_ROWS;
-    if (group >= tiles) return;
+    if (group >= tiles) {
+        DONE;
+        return;
+    }
     const uint slot_row = (tid / LANES) * ROWS;
     lane = tid % LANES;
     first_row = group * TILE_ROWS + slot_row;
@@ -256,21 +260,27 @@ void main() {
   #if CHOOSE
     // Slice 0 has no product: its first workgroup stores the choice, which takes as long as a product and would hold one up.
     if (gl_WorkGroupID.z == 0) {
-        if (group > 0) return;
-        fetch_logits(tid, 0u);
-        choose_experts(tid);
-        store_chosen(tid, 0u, TOPK_SCALE);
+        if (group == 0) {
+            AWAIT_BEFORE;
+            fetch_logits(tid, 0u);
+            choose_experts(tid);
+            store_chosen(tid, 0u, TOPK_SCALE);
+            DONE_SOON;
+        }
+        DONE;
         return;
     }
     y_row = gl_WorkGroupID.z - 1u;
   #else
     y_row = gl_WorkGroupID.z;
+    AWAIT_FIRST;
     expert_row = uint(ids[y_row]) * p.m;
   #endif
     x_row = p.x_slots == 1u ? y_row / p.n_used : y_row;
 #elif IDS == 2
     y_row = gl_WorkGroupID.z;
     x_row = y_row * p.x_slots;
+    AWAIT_FIRST;
 #else
     y_row = gl_WorkGroupID.z * COLS;
     x_row = y_row;
@@ -279,6 +289,10 @@ void main() {
     UnitRaw raw[UNROLL][ROWS];
 #if CHOOSE
     // No weight can be asked for before the choice: x is on its way meanwhile.
+  #if PROLOGUE == 2
+    fetch_norm(tid);
+  #endif
+    AWAIT_BEFORE;
     fetch_logits(tid, 0u);
   #if PROLOGUE
     fetch_x(tid, x_row);
@@ -300,6 +314,10 @@ void main() {
   #ifdef UNIT_TABLE
     unit_table(tid, WG);
   #endif
+  #if PROLOGUE == 2
+    fetch_norm(tid);
+  #endif
+    AWAIT_BEFORE;
   #if PROLOGUE
     fetch_x(tid, x_row);
     prologue(tid);
@@ -337,4 +355,5 @@ void main() {
         store_chosen(tid, 0u, TOPK_SCALE);
     }
 #endif
+    DONE;
 }

@@ -32,6 +32,7 @@ from vkback.ops.base import (
     Case,
     Choice,
     Dispatch,
+    Handover,
     LowerContext,
     Op,
     PlanError,
@@ -185,6 +186,7 @@ def _lower(
         reason=choice.source,
         nbytes=nbytes(q) + nbytes(out) + 2 * n_head_kv * rows * hd * 2,
         flops=4 * n * n_head * rows * hd,
+        handover=Handover() if fused else None,
     )
 
 

@@ -49,6 +49,18 @@ class Arg:
 
 
 @dataclass(frozen=True)
+class Handover:
+    """What a kernel with shaders/common/handover.glsl needs and gives beside the results of a whole stage.
+
+    first  names of tensors that it reads before its weights
+    soon   names of tensors that it counts as written before all else is
+    """
+
+    first: tuple[str, ...] = ()
+    soon: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Dispatch:
     """One kernel launch.
 
@@ -57,6 +69,7 @@ class Dispatch:
     push    push constants, at most 128 bytes
     groups  workgroups along x, y, z
     op      the op or fusion it carries out, `label` the node's name
+    handover  how its kernel can take part in hand-overs (vkback/plan/handover.py); None: it cannot
     reason  why this variant: the tuning row that won, or what the device lacks
     nbytes  bytes it must move through memory, each operand once; flops: multiply-adds count 2
     """
@@ -70,6 +83,7 @@ class Dispatch:
     reason: str = ""
     nbytes: int = 0
     flops: int = 0
+    handover: Handover | None = None
 
     @property
     def reads(self) -> frozenset[tuple[str, str]]:
@@ -132,11 +146,13 @@ class LowerContext:
     """All that a lowering may depend on.
 
     act  "auto": tables choose between float and integer-dot path; "f32": float path only; "q8_1": integer dot wherever a kernel has it
+    handover  stages will hand over by counters, not barriers
     """
 
     caps: Capabilities
     tuning: Chooser
     act: Literal["auto", "f32", "q8_1"] = "auto"
+    handover: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from vkback.ops.base import (
     Case,
     Choice,
     Dispatch,
+    Handover,
     LowerContext,
     Op,
     PlanError,
@@ -80,6 +81,7 @@ declare(
         "path": ("int", "float"),
         "m": "number",
         "k": "number",
+        "handover": (0, 1),
     },
     params={
         "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
@@ -304,7 +306,7 @@ class Product:
         q8_out = self.y.type == "Q8_1"
         choice = ctx.tuning.pick(
             "mat_vec", quant=self.w.type, path=path, m=self.m, k=self.k, n=self.n, ids=self.ids, glu=int(self.glu), y=self.y.type,
-            prologue=prologue,
+            prologue=prologue, handover=int(ctx.handover),
         )
         k_units = ceil_div(self.k, 32)
         walk_units = k_units * (self.n_used if self.ids == 2 else 1)
@@ -408,6 +410,9 @@ class Product:
             reason,
             nbytes=weight_bytes + nbytes(self.x) + nbytes(self.y) + choice_moved,
             flops=2 * rows * self.k * self.n * self.n_used,
+            handover=Handover(
+                tuple(self.extra[role].name for role in ("ids", "expert_weights") if role in self.extra), tuple(t.name for t in self.chosen)
+            ),
         )
 
 

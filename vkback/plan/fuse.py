@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from vkback.graph import Graph, Node, Recipe, Tensor
 from vkback.ops import rope_angles
-from vkback.ops.base import LowerContext, declare
+from vkback.ops.base import Choice, LowerContext, declare
 from vkback.ops.mat_vec import FUSED_ROLES, Product, choice_problem, prologue_problem
 from vkback.ops.router import router_problem
 from vkback.ops.topk import TOPK_PARAMS
@@ -28,6 +28,7 @@ declare(
         "rope": ("attention", "stage"),
         "quantize": ("producer", "stage"),
         "router": ROUTERS,
+        "handover": ("barrier", "counter"),
     },
 )
 
@@ -68,6 +69,17 @@ def replace(nodes: Sequence[Node], old: Iterable[Node], new: Sequence[Node]) -> 
     return out
 
 
+def tokens_of(nodes: Sequence[Node]) -> int:
+    """How many tokens go through a graph at once."""
+    return next((t.shape[0] for node in nodes for t in node.inputs if t.name == "pos"), 1)
+
+
+def schedule_choice(nodes: Sequence[Node], ctx: LowerContext) -> Choice:
+    """What the tables say of the schedule of a graph."""
+    n_expert = max((node.inputs[0].shape[-1] for node in nodes if node.op == "TOPK_MOE"), default=0)
+    return ctx.tuning.pick("schedule", n=tokens_of(nodes), n_expert=n_expert)
+
+
 def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     """Fused nodes of a graph for one device.
 
@@ -77,9 +89,8 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     outputs = [t.name for t in graph.outputs]
     if level == "none":
         return nodes
-    n = next((t.shape[0] for node in nodes for t in node.inputs if t.name == "pos"), 1)
-    n_expert = max((node.inputs[0].shape[-1] for node in nodes if node.op == "TOPK_MOE"), default=0)
-    choice = ctx.tuning.pick("schedule", n=n, n_expert=n_expert)
+    n = tokens_of(nodes)
+    choice = schedule_choice(nodes, ctx)
     nodes = as_mat_vec(nodes)
     for step in (fuse_norms, fuse_attention, fuse_bias, fuse_glu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from vkback.device import Capabilities
 from vkback.graph import Graph, live
 from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, nbytes, shards
-from vkback.plan.fuse import fuse
+from vkback.plan.fuse import fuse, schedule_choice
+from vkback.plan.handover import with_handovers
 from vkback.plan.schedule import Schedule, into_stages, place
 
 
@@ -15,6 +18,8 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
     fusion  "all" or "none" (each op by itself)
     Raises PlanError naming the node when an op is unknown or cannot run on the device.
     """
+    by_counters = fusion == "all" and schedule_choice(graph.nodes, ctx)["handover"] == "counter"
+    ctx = dataclasses.replace(ctx, handover=by_counters)
     nodes = live(fuse(graph, ctx, level=fusion), graph.outputs)
     dispatches: list[Dispatch] = []
     for node in nodes:
@@ -22,11 +27,13 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
         if op is None:
             raise PlanError(f"[plan] {node.name}: op {node.op} has no kernel; known are {', '.join(sorted(OPS))}")
         dispatches.extend(op.lower(node, ctx))
-    for dispatch in dispatches:
+    schedule = Schedule(into_stages(dispatches))
+    if by_counters:
+        schedule = with_handovers(schedule)
+    for dispatch in schedule.dispatches():
         check_limits(dispatch, ctx.caps)
-    stages = into_stages(dispatches)
-    slots, size = place(stages, [t.name for t in graph.outputs])
-    return Schedule(stages, slots, size)
+    schedule.slots, schedule.activation_bytes = place(schedule.stages, [t.name for t in graph.outputs])
+    return schedule
 
 
 def check_limits(dispatch: Dispatch, caps: Capabilities) -> None:

@@ -27,11 +27,15 @@ class Slot:
 
 @dataclass
 class Schedule:
-    """Stages in order. Dispatches of one stage do not depend on each other; one barrier stands between two stages."""
+    """Stages in order. Dispatches of one stage do not depend on each other; one barrier stands between two stages.
+
+    joined  numbers of stages that need no barrier before them: they wait for the stage before by counters (vkback/plan/handover.py)
+    """
 
     stages: list[list[Dispatch]]
     slots: dict[str, Slot] = field(default_factory=dict)
     activation_bytes: int = 0
+    joined: frozenset[int] = frozenset()
 
     def dispatches(self) -> Iterable[Dispatch]:
         return (d for stage in self.stages for d in stage)

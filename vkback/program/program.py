@@ -10,6 +10,7 @@ import numpy as np
 
 from vkback.device import Arena, BufferRange, Commands, Device, Kernel, KernelSpec
 from vkback.ops.base import Arg, Dispatch, PlanError, nbytes
+from vkback.plan.handover import HANDOVER
 from vkback.plan.schedule import Schedule, aligned
 from vkback.shader import ShaderLibrary, Variant
 
@@ -97,8 +98,10 @@ class Program:
             rec.barrier()
             if timestamps:
                 rec.timestamp("start")
+            if self.schedule.joined:
+                rec.fill(self._ranges[HANDOVER], 0)
             for i, stage in enumerate(self.schedule.stages):
-                if i:
+                if i and (timestamps or i not in self.schedule.joined):
                     rec.barrier()
                 for d in stage:
                     kernel = self._kernels[d.kernel, len(d.args), len(d.push)]
