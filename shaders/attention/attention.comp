@@ -50,7 +50,6 @@ layout(push_constant) uniform Push {
     uint rows_per_split;
     float scale;            // times log2 e
     float eps;
-    HANDOVER_PUSH
 } p;
 
 layout(binding = 0) HANDED buffer Q { vec4 q4[]; };
@@ -157,7 +156,7 @@ void main() {
     const uint kv = head0 / (p.n_head / p.n_head_kv);
     const uint token0 = gl_WorkGroupID.z * TOKENS;
     const uint split = gl_WorkGroupID.y;
-#if FUSED && !HANDOVER
+#if FUSED && !AWAITS
     fetch_heads(tid, head0, kv);
 #endif
 
@@ -172,30 +171,24 @@ void main() {
     }
     if (hi == 0) {
         for (uint i = tid; i < QUERIES * OUT4; i += WG_SIZE) query4[i] = vec4(0.0);
-        AWAIT_BEFORE;
         barrier();
         if (split == 0) store(tid, token0, head0);
-        DONE;
         return;
     }
     const uint rows = hi - lo;
     const uint wanted = min(SPLITS, (rows + p.rows_per_split - 1) / p.rows_per_split);
     const uint share = (rows + wanted - 1) / wanted;
     const uint used = (rows + share - 1) / share;
-    if (split >= used) {
-        DONE;
-        return;
-    }
+    if (split >= used) return;
     lo += split * share;
     hi = min(lo + share, hi);
 
     load_k(kv, lo, tid);
     load_v(kv, lo, tid);
-#if FUSED && HANDOVER
-    AWAIT_BEFORE;
-    fetch_heads(tid, head0, kv);
-#endif
 #if FUSED
+  #if AWAITS
+    fetch_heads(tid, head0, kv);
+  #endif
     prepare(tid, head0, kv, split == used - 1);
 #else
     for (uint i = tid; i < QUERIES * OUT4; i += WG_SIZE) {
@@ -288,10 +281,7 @@ void main() {
 
 #if SPLITS > 1
     if (used > 1) {
-        if (!last_to_arrive(tile, used)) {
-            DONE;
-            return;
-        }
+        if (!last_to_arrive(tile, used)) return;
         for (uint o = tid; o < QUERIES * OUT4; o += WG_SIZE) {
             const uint i = o / OUT4;
             float highest = MASKED, all = 0.0;
@@ -322,5 +312,4 @@ void main() {
 #endif
     barrier();
     store(tid, token0, head0);
-    DONE;
 }

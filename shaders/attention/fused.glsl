@@ -35,8 +35,7 @@ vec2 norm_a[HEAD_ROUNDS][SLOT_ROUNDS], norm_b[HEAD_ROUNDS][SLOT_ROUNDS];
 vec4 slot_angles[SLOT_ROUNDS];
 vec2 value_words[VALUE_ROUNDS];
 
-void fetch_heads(uint tid, uint head0, uint kv) {
-    [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
+void read_heads(uint tid, uint head0, uint kv) {
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++) {
         const uint head = i * HEADS_AT_ONCE + tid / HEAD_LANES;
         const uint from = (head < HEADS ? head0 + head : p.n_head + kv) * WORDS;
@@ -46,14 +45,34 @@ void fetch_heads(uint tid, uint head0, uint kv) {
             const bool there = head <= HEADS && slot < SLOTS;
             head_a[i][j] = there ? qkv2[from + at.x] : vec2(0.0);
             head_b[i][j] = there ? qkv2[from + at.y] : vec2(0.0);
-#if HAS_NORM
-            norm_a[i][j] = head < HEADS ? q_norm[at.x] : k_norm[at.x];
-            norm_b[i][j] = head < HEADS ? q_norm[at.y] : k_norm[at.y];
-#endif
         }
     }
     [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++)
         value_words[i] = qkv2[(p.n_head + p.n_head_kv + kv) * WORDS + min(i * WG_SIZE + tid, WORDS - 1)];
+}
+
+#if AWAITS
+bool heads_there() {
+    bool there = true;
+    [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++)
+        [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) there = there && filled(head_a[i][j]) && filled(head_b[i][j]);
+    [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) there = there && filled(value_words[i]);
+    return there;
+}
+#endif
+
+void fetch_heads(uint tid, uint head0, uint kv) {
+    [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
+#if HAS_NORM
+    [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++)
+        [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) {
+            const uvec2 at = places(min(j * HEAD_LANES + tid % HEAD_LANES, SLOTS - 1));
+            const bool query = i * HEADS_AT_ONCE + tid / HEAD_LANES < HEADS;
+            norm_a[i][j] = query ? q_norm[at.x] : k_norm[at.x];
+            norm_b[i][j] = query ? q_norm[at.y] : k_norm[at.y];
+        }
+#endif
+    AWAIT(read_heads(tid, head0, kv), heads_there());
 }
 
 void put_query(uint head, uint place, vec2 v) {

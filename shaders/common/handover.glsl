@@ -1,56 +1,64 @@
-// Stages that hand over by counters in memory instead of pipeline barriers (HANDOVER 1). The next stage's workgroups start while the last ones of
-// the stage before still run, ask for what does not depend on them, and only then wait for their count.
+// Stages that hand over word by word instead of by a pipeline barrier. The next stage's workgroups start while the last ones of the stage before
+// still run, ask for what does not depend on them, and then read again and again until every word they need is there.
 //
-//   void await_count(uint word, uint count)   once `count` workgroups have counted up `word`, what they wrote before may be read; 0: no wait
-//   void count_up(uint word)                  this workgroup has written everything that those who wait for `word` may read; word 0: nobody
+//   HANDOVER  1: results are stored with never_empty(), which never yields the word EMPTY
+//   AWAITS    1: what the stage before gives is read with AWAIT; memory holds EMPTY wherever it has written nothing yet
 //
-// All threads of a workgroup call both, from uniform control flow. What another stage has written is declared HANDED: it must come from where
-// that stage left it, not from a cache of this one. HANDOVER_PUSH stands at the end of the push constants; the last argument of a dispatch is
-// the buffer of counters, which the program puts to zero before every token.
+//   AWAIT(read, there)   carries out the statement `read` until `there` holds; each thread for itself
+//   bool filled(words)   whether none of them is EMPTY
+//   float never_empty(v)       v, or -0 for the number whose bits are EMPTY (-1.18e-38)
 //
-// Waiting relies on workgroups being started in the order of their dispatches, which no specification promises: a wait that takes too long
-// raises word 0 and goes on, so that nothing hangs, and the host, which looks at it, does not use the results.
+// What is awaited is declared HANDED: it must come from where the stage before left it, not from a cache. EMPTY is no value of what goes by
+// without never_empty(): four int8 of Q8_1 are -127 at least, its d is not negative, its sums are whole numbers; ids and experts' weights are not
+// negative either. Whoever has awaited a stage's results may read everything that had to be complete for them.
+//
+// Waiting relies on workgroups being started in the order of their dispatches, which no specification promises. A wait that takes too long
+// raises handover_failed and goes on, so that nothing hangs, and the host, which looks at it, does not use the results.
+
+#ifndef HANDOVER
+#define HANDOVER 0
+#define AWAITS 0
+#endif
+
+#define EMPTY 0x80808080u
 
 #if HANDOVER
-#define HANDOVER_PUSH uint first_word; uint first_count; uint before_word; uint before_count; uint done_word; uint soon_word;
-#define HANDED coherent readonly
-
-layout(std430, set = 0, binding = BIND_HANDOVER) coherent volatile buffer HandoverWords { uint handover_word[]; };
-
-// About half a second on an H200, where a poll takes 0.5 us; no stage takes as long.
-#define HANDOVER_POLLS (1u << 20)
-
-void await_count(uint word, uint count) {
-    if (count == 0u) return;
-    if (gl_LocalInvocationIndex == 0u) {
-        uint polls = 0u;
-        while (handover_word[word] < count && polls < HANDOVER_POLLS) {
-            polls++;
-            // Who waits behind one that gave up need not wait as long.
-            if ((polls & 1023u) == 0u && handover_word[0] != 0u) break;
-        }
-        if (polls == HANDOVER_POLLS) handover_word[0] = 1u;
-        memoryBarrierBuffer();
-    }
-    barrier();
-}
-
-void count_up(uint word) {
-    if (word == 0u) return;
-    memoryBarrierBuffer();
-    barrier();
-    if (gl_LocalInvocationIndex == 0u) atomicAdd(handover_word[word], 1u);
-}
-
-#define AWAIT_FIRST await_count(p.first_word, p.first_count)
-#define AWAIT_BEFORE await_count(p.before_word, p.before_count)
-#define DONE_SOON count_up(p.soon_word)
-#define DONE count_up(p.done_word)
+float never_empty(float v) { return floatBitsToUint(v) == EMPTY ? -0.0 : v; }
 #else
-#define HANDOVER_PUSH
+#define never_empty(v) (v)
+#endif
+
+#if AWAITS
+#define HANDED coherent volatile readonly
+
+layout(std430, set = 0, binding = BIND_HANDOVER) coherent volatile buffer HandoverState { uint handover_failed; };
+
+// About a quarter of a second on an H200; no stage takes as long.
+#define MOST_READS (1u << 18)
+
+bool gives_up(inout uint reads) {
+    reads++;
+    if (reads == MOST_READS) handover_failed = 1u;
+    // Who waits behind one that gave up need not wait as long.
+    return reads == MOST_READS || ((reads & 1023u) == 0u && handover_failed != 0u);
+}
+
+bool filled(uint word) { return word != EMPTY; }
+bool filled(uvec2 words) { return all(notEqual(words, uvec2(EMPTY))); }
+bool filled(uvec4 words) { return all(notEqual(words, uvec4(EMPTY))); }
+bool filled(float v) { return filled(floatBitsToUint(v)); }
+bool filled(vec2 v) { return filled(floatBitsToUint(v)); }
+bool filled(vec4 v) { return filled(floatBitsToUint(v)); }
+
+#define AWAIT(READ, THERE)                          \
+    {                                               \
+        uint reads = 0u;                            \
+        for (;;) {                                  \
+            READ;                                   \
+            if ((THERE) || gives_up(reads)) break;  \
+        }                                           \
+    }
+#else
 #define HANDED readonly
-#define AWAIT_FIRST
-#define AWAIT_BEFORE
-#define DONE_SOON
-#define DONE
+#define AWAIT(READ, THERE) { READ; }
 #endif

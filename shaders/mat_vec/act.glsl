@@ -53,9 +53,21 @@ void fetch_norm(uint tid) {
 }
 #endif
 
+void read_x(uint tid) {
+    [[unroll]] for (int j = 0; j < VALUES4; j++) x_values[j] = xf4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
+}
+
+#if AWAITS
+bool x_there() {
+    bool there = true;
+    [[unroll]] for (int j = 0; j < VALUES4; j++) there = there && filled(x_values[j]);
+    return there;
+}
+#endif
+
 void fetch_x(uint tid, uint first_row) {
+    AWAIT(read_x(tid), x_there());
     [[unroll]] for (int j = 0; j < VALUES4; j++) {
-        x_values[j] = xf4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
         if (K_UNITS * 8 % WG != 0 && tid + uint(j * WG) >= K_UNITS * 8) x_values[j] = vec4(0.0);
     }
 }
@@ -81,9 +93,13 @@ void prologue(uint tid) {
 void fetch_x(uint tid, uint first_row) {
     for (uint i = tid; i < WALK_UNITS; i += WG) {
         const uint base = (p.x_slots == 1u ? first_row : first_row + i / K_UNITS) * p.x_stride, unit = i % K_UNITS;
-        act_lo[i] = x4[base + unit];
-        act_hi[i] = x4[base + K_UNITS + unit];
-        act_ds[i] = x2[(base + 2u * K_UNITS) * 2u + unit];
+        uvec4 lo, hi;
+        uvec2 ds;
+        AWAIT(lo = x4[base + unit]; hi = x4[base + K_UNITS + unit]; ds = x2[(base + 2u * K_UNITS) * 2u + unit],
+              filled(lo) && filled(hi) && filled(ds));
+        act_lo[i] = lo;
+        act_hi[i] = hi;
+        act_ds[i] = ds;
     }
 }
 

@@ -17,7 +17,6 @@ layout(push_constant) uniform Push {
     uint n_used;    // experts of a token
     uint x_slots;   // 1: the experts of a token share its x; n_used: each has its own
     float eps;      // RMS norm in the prologue
-    HANDOVER_PUSH
 } p;
 
 #if X_TYPE == X_F32

@@ -237,6 +237,27 @@ float row_total(uint tid, uint turn, uint r, uint c) {
 #include "topk/choose.glsl"
 #endif
 
+#if CHOOSE && AWAITS
+bool logits_there() {
+    bool there = true;
+    [[unroll]] for (int j = 0; j < LOGITS_EACH; j++) there = there && filled(own_logits[j]);
+    return there;
+}
+#endif
+
+#if IDS == 2
+// The token's experts and their weights, before any thread uses them.
+void await_experts(uint tid) {
+#if AWAITS
+    int id;
+    float weight;
+    const uint at = y_row * N_USED + tid % N_USED;
+    AWAIT(id = ids[at]; weight = expert_weight[at], filled(uint(id)) && filled(weight));
+    barrier();
+#endif
+}
+#endif
+
 #if KEEP_X
 void fetch_own() {
     [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_load(PROLOGUE == 3 ? 0u : x_row, min(j * LANES + lane, K_UNITS - 1u));
@@ -248,10 +269,7 @@ void main() {
     const uint groups = gl_NumWorkGroups.x * gl_NumWorkGroups.y;
     const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     const uint tiles = (p.m + TILE_ROWS - 1) / TILE_ROWS;
-    if (group >= tiles) {
-        DONE;
-        return;
-    }
+    if (group >= tiles) return;
     const uint slot_row = (tid / LANES) * ROWS;
     lane = tid % LANES;
     first_row = group * TILE_ROWS + slot_row;
@@ -260,27 +278,22 @@ void main() {
   #if CHOOSE
     // Slice 0 has no product: its first workgroup stores the choice, which takes as long as a product and would hold one up.
     if (gl_WorkGroupID.z == 0) {
-        if (group == 0) {
-            AWAIT_BEFORE;
-            fetch_logits(tid, 0u);
-            choose_experts(tid);
-            store_chosen(tid, 0u, TOPK_SCALE);
-            DONE_SOON;
-        }
-        DONE;
+        if (group > 0) return;
+        AWAIT(fetch_logits(tid, 0u), logits_there());
+        choose_experts(tid);
+        store_chosen(tid, 0u, TOPK_SCALE);
         return;
     }
     y_row = gl_WorkGroupID.z - 1u;
   #else
     y_row = gl_WorkGroupID.z;
-    AWAIT_FIRST;
-    expert_row = uint(ids[y_row]) * p.m;
+    AWAIT(const int expert = ids[y_row]; expert_row = uint(expert) * p.m, filled(uint(expert)));
   #endif
     x_row = p.x_slots == 1u ? y_row / p.n_used : y_row;
 #elif IDS == 2
     y_row = gl_WorkGroupID.z;
     x_row = y_row * p.x_slots;
-    AWAIT_FIRST;
+    await_experts(tid);
 #else
     y_row = gl_WorkGroupID.z * COLS;
     x_row = y_row;
@@ -292,8 +305,7 @@ void main() {
   #if PROLOGUE == 2
     fetch_norm(tid);
   #endif
-    AWAIT_BEFORE;
-    fetch_logits(tid, 0u);
+    AWAIT(fetch_logits(tid, 0u), logits_there());
   #if PROLOGUE
     fetch_x(tid, x_row);
   #elif KEEP_X
@@ -317,7 +329,6 @@ void main() {
   #if PROLOGUE == 2
     fetch_norm(tid);
   #endif
-    AWAIT_BEFORE;
   #if PROLOGUE
     fetch_x(tid, x_row);
     prologue(tid);
@@ -355,5 +366,4 @@ void main() {
         store_chosen(tid, 0u, TOPK_SCALE);
     }
 #endif
-    DONE;
 }

@@ -50,14 +50,10 @@ class Arg:
 
 @dataclass(frozen=True)
 class Handover:
-    """What a kernel with shaders/common/handover.glsl needs and gives beside the results of a whole stage.
+    """What a kernel with shaders/common/handover.glsl awaits, by tensor names; `whole`: every workgroup all of it, `part`: some of it."""
 
-    first  names of tensors that it reads before its weights
-    soon   names of tensors that it counts as written before all else is
-    """
-
-    first: tuple[str, ...] = ()
-    soon: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    part: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,7 @@ class LowerContext:
     """All that a lowering may depend on.
 
     act  "auto": tables choose between float and integer-dot path; "f32": float path only; "q8_1": integer dot wherever a kernel has it
-    handover  stages will hand over by counters, not barriers
+    handover  stages will hand over without barriers where they can
     """
 
     caps: Capabilities

@@ -344,7 +344,7 @@ class Product:
             defines["REDUCE_SUBGROUP"] = int(subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops)
             defines["SUBGROUP_SIZE"] = subgroup if subgroup > 1 else 0
         defines |= {f"BIND_{role.upper()}": binding for binding, role in enumerate(self.extra, 3)}
-        if choice["stage"] and self.x.type == "Q8_1" and path == "int" and defines["COLS"] == 1:
+        if (choice["stage"] or ctx.handover) and self.x.type == "Q8_1" and path == "int" and defines["COLS"] == 1:
             defines["PROLOGUE"] = 3
         self._fit_shared_memory(defines, choice, ctx)
         return Build(shape, defines, required, choice["groups"], choice.source)
@@ -363,6 +363,15 @@ class Product:
                     f"{ctx.caps.name} has {room} besides the code book; {choice.source} asks for too much"
                 )
             defines["COLS"] = ceil_div(int(defines["COLS"]), 2)
+
+    def handover(self, build: Build) -> Handover | None:
+        """What the kernel awaits of the stage before; x must come by way of shared memory."""
+        if not build.defines["PROLOGUE"] or build.columns > 1 or self.n > 1:
+            return None
+        first = [self.extra[role].name for role in ("ids", "expert_weights", "logits") if role in self.extra]
+        if self.ids == 1 and len(self.x.shape) == 3 and self.x.shape[1] > 1:
+            return Handover(tuple(first), (self.x.name,))
+        return Handover((*first, self.x.name))
 
     def dispatch(self, build: Build, index: int, shard: Shard, shard_count: int, reason: str) -> Dispatch:
         """The launch for one shard of the weight."""
@@ -410,9 +419,7 @@ class Product:
             reason,
             nbytes=weight_bytes + nbytes(self.x) + nbytes(self.y) + choice_moved,
             flops=2 * rows * self.k * self.n * self.n_used,
-            handover=Handover(
-                tuple(self.extra[role].name for role in ("ids", "expert_weights") if role in self.extra), tuple(t.name for t in self.chosen)
-            ),
+            handover=self.handover(build),
         )
 
 

@@ -28,7 +28,7 @@ declare(
         "rope": ("attention", "stage"),
         "quantize": ("producer", "stage"),
         "router": ROUTERS,
-        "handover": ("barrier", "counter"),
+        "handover": ("barrier", "word"),
     },
 )
 

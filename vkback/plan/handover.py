@@ -1,71 +1,80 @@
-"""Stages that hand over by counters in memory instead of pipeline barriers (shaders/common/handover.glsl).
+"""Stages that hand over word by word instead of by pipeline barriers (shaders/common/handover.glsl).
 
-Every workgroup of a joined stage counts up a word of its stage when it has written its results; those of the next stage wait for the full
-count. Since each waits before it writes, and before it reads what changes within a token, a stage is finished only after all before it are: the
-order is that of barriers, and so are the bits.
+A kernel of a joined stage reads what it awaits until no word of it is EMPTY any more. For that to be an order as strict as that of barriers,
+three things must hold, and a stage for which one does not keeps its barrier:
+
+- What a stage hands over is written once a run, into memory of its own, which the program fills with EMPTY before.
+- Whatever else a joined kernel reads was complete before something that it awaits could be written: the stage before awaited all of it, or the
+  one before that.
+- Nothing is written that an earlier stage might still read. Memory of its own sees to that, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from math import prod
 
 from vkback.graph import Tensor
-from vkback.ops.base import Arg, Dispatch, pack_push
+from vkback.ops.base import Arg, Dispatch
 from vkback.plan.schedule import Schedule
 
-HANDOVER = "handover"
-"""Name of the tensor of counters. Word 0 is not zero once a wait was given up."""
+STATE = Tensor("handover", "I32", (1,), "counter")
+"""Not zero once a wait was given up."""
 
-STAGE_WORDS = 64
-"""Counters of a stage: word 0 of them for all, word SOON for what some of its workgroups have written early. Each has a cache line of its own."""
-
-SOON = 32
+EMPTY = 0x80808080
+"""EMPTY of shaders/common/handover.glsl."""
 
 
 def with_handovers(schedule: Schedule) -> Schedule:
     """The schedule with as few barriers as its kernels allow."""
-    able = [bool(stage) and all(d.handover is not None for d in stage) for stage in schedule.stages]
-    # The counters are put to zero beside stage 0, which must therefore not count.
-    joined = [i > 1 and able[i - 1] and able[i] for i in range(len(able))]
-    counters = Tensor(HANDOVER, "I32", ((1 + len(able)) * STAGE_WORDS,), "counter")
+    joined = _joined(schedule.stages)
     stages = []
     for i, stage in enumerate(schedule.stages):
-        counts = i + 1 < len(able) and joined[i + 1]
-        if not joined[i] and not counts:
-            stages.append(stage)
-            continue
-        before = (_word(i - 1), _workgroups(schedule.stages[i - 1])) if joined[i] else (0, 0)
-        done = (_word(i), _word(i) + SOON) if counts else (0, 0)
-        stages.append([_taking_part(d, counters, (*_first(schedule.stages, joined, i, d), *before, *done)) for d in stage])
-    return dataclasses.replace(schedule, stages=stages, joined=frozenset(i for i, j in enumerate(joined) if j))
+        gives = i + 1 < len(joined) and joined[i + 1]
+        stages.append([_taking_part(d, joined[i]) if joined[i] or gives else d for d in stage])
+    chain = [i for i in range(len(joined)) if joined[i] or (i + 1 < len(joined) and joined[i + 1])]
+    handed = frozenset(name for i in chain for name in _written(stages[i]))
+    return dataclasses.replace(schedule, stages=stages, joined=frozenset(i for i, j in enumerate(joined) if j), handed=handed)
 
 
-def _word(stage: int) -> int:
-    return (1 + stage) * STAGE_WORDS
+def _written(stage: Sequence[Dispatch]) -> set[str]:
+    """Names of the tensors that a stage makes."""
+    return {a.tensor.name for d in stage for a in d.args if "w" in a.access and a.tensor.kind == "node"}
 
 
-def _workgroups(stage: Sequence[Dispatch]) -> int:
-    return sum(prod(d.groups) for d in stage)
+def _joined(stages: Sequence[Sequence[Dispatch]]) -> list[bool]:
+    """For each stage whether it can do without a barrier before it."""
+    joined = [False] * len(stages)
+    makers: dict[str, list[Dispatch]] = {}  # since the last barrier
+    for i, stage in enumerate(stages):
+        # Memory is filled with EMPTY beside stage 0, which must therefore hand nothing over.
+        able = i > 1 and all(d.handover is not None for d in (*stages[i - 1], *stage))
+        joined[i] = able and not _written(stage) & makers.keys() and all(_covered(d, makers) for d in stage)
+        if not joined[i]:
+            makers = {}
+        for d in stage:
+            for name in _written([d]):
+                makers.setdefault(name, []).append(d)
+    return joined
 
 
-def _first(stages: Sequence[Sequence[Dispatch]], joined: Sequence[bool], i: int, d: Dispatch) -> tuple[int, int]:
-    """Word and count to wait for before a dispatch of stage i reads what it needs first; (0, 0) where a barrier has seen to it."""
+def _covered(d: Dispatch, makers: dict[str, list[Dispatch]]) -> bool:
+    """Whether all that a dispatch reads is awaited or was complete before."""
     assert d.handover is not None
-    wanted = set(d.handover.first)
-    j = i
-    while joined[j]:
-        j -= 1
-        writers = [w for w in stages[j] if wanted & {name for name, _ in w.writes}]
-        if writers:
-            soon = all(w.handover is not None and wanted & {n for n, _ in w.writes} <= set(w.handover.soon) for w in writers)
-            return (_word(j) + SOON, len(writers)) if soon else (_word(j), _workgroups(stages[j]))
-    return (0, 0)
+    awaited = {*d.handover.whole, *d.handover.part}
+    # A tensor made by several dispatches, all of which are awaited, implies what each of them implies.
+    implied = {name for t in awaited for maker in makers.get(t, ()) for name in _implied(maker, makers)}
+    return all(name in awaited or name in implied for name, _ in d.reads if name in makers)
 
 
-def _taking_part(d: Dispatch, counters: Tensor, words: tuple[int, ...]) -> Dispatch:
-    """words: first, its count, before, its count, done, soon."""
-    defines = tuple(sorted({**dict(d.kernel.defines), "HANDOVER": 1, "BIND_HANDOVER": len(d.args)}.items()))
-    kernel = dataclasses.replace(d.kernel, defines=defines)
-    return dataclasses.replace(d, kernel=kernel, args=(*d.args, Arg(counters, "rw")), push=d.push + pack_push(*words))
+def _implied(d: Dispatch, makers: dict[str, list[Dispatch]]) -> set[str]:
+    """Tensors that are complete once a dispatch has written anything."""
+    assert d.handover is not None
+    through = {name for t in (*d.handover.whole, *d.handover.part) for maker in makers.get(t, ()) for name in _implied(maker, makers)}
+    return through | set(d.handover.whole)
+
+
+def _taking_part(d: Dispatch, awaits: bool) -> Dispatch:
+    defines = {**dict(d.kernel.defines), "HANDOVER": 1, "AWAITS": int(awaits)} | ({"BIND_HANDOVER": len(d.args)} if awaits else {})
+    kernel = dataclasses.replace(d.kernel, defines=tuple(sorted(defines.items())))
+    return dataclasses.replace(d, kernel=kernel, args=(*d.args, *([Arg(STATE, "rw")] if awaits else [])))

@@ -9,7 +9,7 @@ from vkback.graph import Graph, live
 from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, nbytes, shards
 from vkback.plan.fuse import fuse, schedule_choice
 from vkback.plan.handover import with_handovers
-from vkback.plan.schedule import Schedule, into_stages, place
+from vkback.plan.schedule import Schedule, Slot, into_stages, place, place_apart
 
 
 def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
@@ -18,8 +18,7 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
     fusion  "all" or "none" (each op by itself)
     Raises PlanError naming the node when an op is unknown or cannot run on the device.
     """
-    by_counters = fusion == "all" and schedule_choice(graph.nodes, ctx)["handover"] == "counter"
-    ctx = dataclasses.replace(ctx, handover=by_counters)
+    ctx = dataclasses.replace(ctx, handover=fusion == "all" and schedule_choice(graph.nodes, ctx)["handover"] == "word")
     nodes = live(fuse(graph, ctx, level=fusion), graph.outputs)
     dispatches: list[Dispatch] = []
     for node in nodes:
@@ -28,12 +27,13 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
             raise PlanError(f"[plan] {node.name}: op {node.op} has no kernel; known are {', '.join(sorted(OPS))}")
         dispatches.extend(op.lower(node, ctx))
     schedule = Schedule(into_stages(dispatches))
-    if by_counters:
+    if ctx.handover:
         schedule = with_handovers(schedule)
     for dispatch in schedule.dispatches():
         check_limits(dispatch, ctx.caps)
-    schedule.slots, schedule.activation_bytes = place(schedule.stages, [t.name for t in graph.outputs])
-    return schedule
+    slots, size = place(schedule.stages, [t.name for t in graph.outputs], schedule.handed)
+    apart, end = place_apart(schedule.stages, schedule.handed, size)
+    return dataclasses.replace(schedule, slots=slots | apart, activation_bytes=end, emptied=Slot(size, end - size))
 
 
 def check_limits(dispatch: Dispatch, caps: Capabilities) -> None:

@@ -29,13 +29,17 @@ class Slot:
 class Schedule:
     """Stages in order. Dispatches of one stage do not depend on each other; one barrier stands between two stages.
 
-    joined  numbers of stages that need no barrier before them: they wait for the stage before by counters (vkback/plan/handover.py)
+    joined  numbers of stages that need no barrier before them (vkback/plan/handover.py)
+    handed  names of tensors that joined stages await, each in memory of its own
+    emptied where these lie; it is filled with EMPTY before every run
     """
 
     stages: list[list[Dispatch]]
     slots: dict[str, Slot] = field(default_factory=dict)
     activation_bytes: int = 0
     joined: frozenset[int] = frozenset()
+    handed: frozenset[str] = frozenset()
+    emptied: Slot = Slot(0, 0)
 
     def dispatches(self) -> Iterable[Dispatch]:
         return (d for stage in self.stages for d in stage)
@@ -83,10 +87,11 @@ def into_stages(dispatches: Sequence[Dispatch]) -> list[list[Dispatch]]:
     return stages
 
 
-def place(stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = ()) -> tuple[dict[str, Slot], int]:
+def place(stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = (), apart: frozenset[str] = frozenset()) -> tuple[dict[str, Slot], int]:
     """Offsets for all tensors of kind "node": a slot is given again once the last stage that touches its tensor has passed.
 
-    keep  names that must survive to the end (graph outputs)
+    keep   names that must survive to the end (graph outputs)
+    apart  names that are placed elsewhere
     Returns the slots and the arena's size. First fit over the free gaps, largest tensors of a stage first.
     """
     first: dict[str, int] = {}
@@ -95,7 +100,7 @@ def place(stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = ()) -> tup
     for i, stage in enumerate(stages):
         for d in stage:
             for a in d.args:
-                if a.tensor.kind != "node":
+                if a.tensor.kind != "node" or a.tensor.name in apart:
                     continue
                 name = a.tensor.name
                 first.setdefault(name, i)
@@ -119,3 +124,14 @@ def place(stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = ()) -> tup
             live.append(name)
             total = max(total, offset + sizes[name])
     return slots, total
+
+
+def place_apart(stages: Sequence[Sequence[Dispatch]], names: frozenset[str], start: int) -> tuple[dict[str, Slot], int]:
+    """Offsets from `start` on for tensors that share memory with no other; the slots and where they end."""
+    sizes = {a.tensor.name: aligned(nbytes(a.tensor)) for stage in stages for d in stage for a in d.args if a.tensor.name in names}
+    slots: dict[str, Slot] = {}
+    end = start
+    for name, size in sizes.items():
+        slots[name] = Slot(end, size)
+        end += size
+    return slots, end

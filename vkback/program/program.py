@@ -10,7 +10,7 @@ import numpy as np
 
 from vkback.device import Arena, BufferRange, Commands, Device, Kernel, KernelSpec
 from vkback.ops.base import Arg, Dispatch, PlanError, nbytes
-from vkback.plan.handover import HANDOVER
+from vkback.plan.handover import EMPTY
 from vkback.plan.schedule import Schedule, aligned
 from vkback.shader import ShaderLibrary, Variant
 
@@ -45,6 +45,7 @@ class Program:
         self._weights = weights
         self._arenas: list[Arena] = []
         self._commands: list[Commands] = []
+        self._emptied: BufferRange | None = None
         self._kernels = compile_kernels(device, library, schedule.dispatches())
         try:
             self._place()
@@ -59,6 +60,8 @@ class Program:
             block = self._allocate("activations", schedule.activation_bytes)
             for name, slot in schedule.slots.items():
                 self._ranges[name] = block.slice(slot.offset, slot.size)
+        if schedule.emptied.size:
+            self._emptied = block.slice(schedule.emptied.offset, schedule.emptied.size)
         counters = [t for t in schedule.tensors().values() if t.kind == "counter" and t.name not in self._ranges]
         if counters:
             sizes = [aligned(nbytes(t)) for t in counters]
@@ -98,8 +101,8 @@ class Program:
             rec.barrier()
             if timestamps:
                 rec.timestamp("start")
-            if self.schedule.joined:
-                rec.fill(self._ranges[HANDOVER], 0)
+            if self._emptied:
+                rec.fill(self._emptied, EMPTY)
             for i, stage in enumerate(self.schedule.stages):
                 if i and (timestamps or i not in self.schedule.joined):
                     rec.barrier()
