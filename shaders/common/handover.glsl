@@ -58,6 +58,12 @@ bool filled(vec4 v) { return filled(floatBitsToUint(v)); }
             if ((THERE) || gives_up(reads)) break;  \
         }                                           \
     }
+// The same where `read` has been carried out once.
+#define AWAIT_ASKED(READ, THERE)                                            \
+    {                                                                       \
+        uint reads = 0u;                                                    \
+        while (!(THERE) && !gives_up(reads)) { READ; }                      \
+    }
 #else
 #define HANDED readonly
 #define AWAIT(READ, THERE) { READ; }

@@ -66,7 +66,11 @@ bool x_there() {
 #endif
 
 void fetch_x(uint tid, uint first_row) {
+#if AWAITS && !CHOOSE
+    AWAIT_ASKED(read_x(tid), x_there());
+#else
     AWAIT(read_x(tid), x_there());
+#endif
     [[unroll]] for (int j = 0; j < VALUES4; j++) {
         if (K_UNITS * 8 % WG != 0 && tid + uint(j * WG) >= K_UNITS * 8) x_values[j] = vec4(0.0);
     }

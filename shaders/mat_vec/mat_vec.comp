@@ -300,12 +300,23 @@ void main() {
 #endif
 
     UnitRaw raw[UNROLL][ROWS];
-#if CHOOSE
-    // No weight can be asked for before the choice: x is on its way meanwhile.
-  #if PROLOGUE == 2
+#if PROLOGUE == 2
     fetch_norm(tid);
-  #endif
+#endif
+#if CHOOSE && AWAITS && PROLOGUE
+    // x was complete before the logits could be.
+    fetch_x(tid, x_row);
+    prologue(tid);
     AWAIT(fetch_logits(tid, 0u), logits_there());
+  #ifdef UNIT_TABLE
+    unit_table(tid, WG);
+  #endif
+    choose_experts(tid);
+    expert_row = chosen_id[y_row] * p.m;
+    load(raw, first_row, 0);
+#elif CHOOSE
+    // No weight can be asked for before the choice: x is on its way meanwhile.
+    fetch_logits(tid, 0u);
   #if PROLOGUE
     fetch_x(tid, x_row);
   #elif KEEP_X
@@ -321,13 +332,13 @@ void main() {
     prologue(tid);
   #endif
 #else
+  #if AWAITS && QUANTIZES
+    read_x(tid);  // where it is there already, it need not queue behind the weights
+  #endif
     // The first weights are on their way before the prologue.
     load(raw, first_row, 0);
   #ifdef UNIT_TABLE
     unit_table(tid, WG);
-  #endif
-  #if PROLOGUE == 2
-    fetch_norm(tid);
   #endif
   #if PROLOGUE
     fetch_x(tid, x_row);
