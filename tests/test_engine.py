@@ -10,19 +10,21 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 
-from vkback.device import Device
+from vkback.device import Capabilities, Device
 from vkback.harness.judge import nmse
 from vkback.models import engine as engine_module
 from vkback.models.engine import PROMPT_TOKENS, Engine, EngineError, Sampler
 from vkback.models.perplexity import perplexity
 from vkback.models.twin import NumpyTwin
 from vkback.paths import builtin_models
+from vkback.plan.tuning import Fixed, Tuning
 
 pytestmark = pytest.mark.vulkan
 
@@ -327,3 +329,80 @@ def test_closing_gives_everything_back(name: str, device: Device) -> None:
     with Engine.load(MODELS[name], device, n_ctx=64, progress=False) as engine:
         greedy(engine, [1, 2, 3], 9)
     assert {kind: n for kind, n in device.live_objects().items() if kind in before} == after
+
+
+# Hand-overs without barriers (vkback/plan/handover.py), which the tables of a CPU driver do not choose.
+
+
+@pytest.fixture
+def handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines loaded from here on hand over word by word."""
+
+    def tables(caps: Capabilities) -> Fixed:
+        return Fixed(Tuning.for_device(caps), {"schedule": {"handover": "word"}}, "test")
+
+    monkeypatch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))
+
+
+def generated(engine: Engine, n: int = 20) -> list[int]:
+    return list(engine.generate(5, n, sampler=Sampler(temp=0.8, seed=3), stop_at_eos=False))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hand_overs_change_no_bit(name: str, engines: Engines, handing_over: None) -> None:
+    barriers = engines(name)
+    want = generated(barriers), barriers.decode_logits(7)
+    with Engine.load(MODELS[name], barriers.device, n_ctx=N_CTX, progress=False) as engine:
+        assert len(engine.schedule().joined) > 2 * engine.model.hp.n_layer
+        found = generated(engine), engine.decode_logits(7)
+        assert engine.schedule().joined
+    assert found[0] == want[0]
+    assert np.array_equal(found[1], want[1])
+
+
+@pytest.mark.parametrize("submit", (0, 2))
+def test_tokens_of_hand_overs_that_were_given_up_are_made_again(
+    submit: int, engines: Engines, handing_over: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = next(iter(MODELS))
+    want = generated(engines(name), 40)
+    with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:
+        engine.decode_logits(1)  # the trial is behind it
+        engine.reset()
+        asked = iter(range(1000))
+        monkeypatch.setattr(engine_module.Readback, "given_up", property(lambda _: next(asked) == submit))
+        assert generated(engine, 40) == want
+        assert not engine.schedule().joined
+        assert engine.n_past == 40
+    assert "stopped waiting" in capsys.readouterr().err
+
+
+def test_logits_of_hand_overs_that_were_given_up_are_made_again(
+    engines: Engines, handing_over: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = next(iter(MODELS))
+    want = engines(name).decode_logits(9)
+    with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:
+        asked = iter(range(1000))
+        monkeypatch.setattr(engine_module.Readback, "given_up", property(lambda _: next(asked) == 2))  # the trial asks twice
+        assert np.array_equal(engine.decode_logits(9), want)
+        assert engine.n_past == 1
+    assert "stopped waiting" in capsys.readouterr().err
+
+
+def test_a_device_whose_hand_overs_give_other_bits_gets_barriers(
+    engines: Engines, handing_over: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = next(iter(MODELS))
+    want = generated(engines(name))
+    decode, calls = Engine._decode, iter(range(1000))
+
+    def wrong_at_first(self: Engine, token: int, commands: Any) -> tuple[Any, bool]:
+        logits, given_up = decode(self, token, commands)
+        return logits + (next(calls) == 0), given_up
+
+    monkeypatch.setattr(Engine, "_decode", wrong_at_first)
+    with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:
+        assert generated(engine) == want
+        assert not engine.schedule().joined
+    assert "differ from those with barriers" in capsys.readouterr().err

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from vkback.ops.base import LowerContext, nbytes
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
-from vkback.plan.tuning import Tuning
+from vkback.plan.tuning import Fixed, Tuning
 from vkback.program import Program
 from vkback.shader import ShaderLibrary
 
@@ -73,17 +74,35 @@ def matrix_bytes(schedule: Schedule) -> int:
     return sum(d.nbytes for d in schedule.dispatches() if any(a.tensor.kind == "weight" and len(a.tensor.shape) > 1 for a in d.args))
 
 
+@dataclass(frozen=True)
+class Readback:
+    """Where the host finds a submit's result, and the state of the hand-overs (Program.state) that led to it."""
+
+    result: BufferRange
+    state: BufferRange
+
+    def copies(self, program: Program, result: BufferRange) -> list[tuple[BufferRange, BufferRange]]:
+        """What a recording of a program must copy at its end."""
+        copies = [(result, self.result.slice(0, result.size))]
+        return copies if program.state is None else [*copies, (program.state, self.state)]
+
+    @property
+    def given_up(self) -> bool:
+        """Whether a stage stopped waiting, so that the result is none."""
+        return bool(self.state.map().view(np.int32)[0])
+
+
 class _Loop:
     """A recording of `tokens` generated tokens, as many copies as may be in flight, each with its own read-back of the loop state."""
 
-    def __init__(self, program: Program, name: str, tokens: int, loop: BufferRange, readback: Sequence[BufferRange]) -> None:
+    def __init__(self, program: Program, name: str, tokens: int, loop: BufferRange, readback: Sequence[Readback]) -> None:
         self.tokens = tokens
-        self.copies: list[tuple[Commands, BufferRange]] = []
-        for back in readback:
-            self.copies.append((program.record(f"{name} x{tokens}", repeat=tokens, copies=[(loop, back)]), back))
+        self.copies = [
+            (program.record(f"{name} x{tokens}", repeat=tokens, copies=back.copies(program, loop)), back) for back in readback
+        ]
         self._next = 0
 
-    def submit(self, device: Device) -> tuple[Ticket, BufferRange]:
+    def submit(self, device: Device) -> tuple[Ticket, Readback]:
         commands, back = self.copies[self._next]
         self._next = (self._next + 1) % len(self.copies)
         return device.submit(commands), back
@@ -107,10 +126,10 @@ class Engine:
         self._loops: dict[tuple[bool, int], _Loop] = {}
         self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
-        self._schedules: dict[str, Schedule] = {
-            "decode": plan(model.graph(1, n_ctx, head="last"), self.ctx, fusion=fusion),
-            "prompt": plan(model.graph(PROMPT_TOKENS, n_ctx, head="none"), self.ctx, fusion=fusion),
-        }
+        self._schedules: dict[str, Schedule] = {}
+        self._handovers_tried = False
+        for kind in ("logits", "prompt"):
+            self._schedule(kind)
         weights = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "weight"}
         try:
             # The cache before the weights: a context that does not fit is to be said before minutes of loading.
@@ -190,7 +209,7 @@ class Engine:
     @property
     def bytes_per_token(self) -> int:
         """Weight bytes a generated token must read: every weight once, of the embedding one row, of the experts those used."""
-        return matrix_bytes(self._schedules["decode"])
+        return matrix_bytes(self._schedule("logits"))
 
     def _allocate_state(self) -> dict[str, BufferRange]:
         caches = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "state"}
@@ -207,9 +226,16 @@ class Engine:
         )
         logits = 4 * self.model.hp.n_vocab
         back_sizes = {"logits back": logits * PROMPT_TOKENS} | {f"loop back {i}": sizes["loop"] for i in range(SUBMITS_IN_FLIGHT + 1)}
+        back_sizes |= {f"{name} state": 4 for name in back_sizes}
         host = self.device.arena("readback", sum(map(aligned, back_sizes.values())), "readback")
         self._arenas += [device, host]
-        return {n: device.alloc(s, n) for n, s in sizes.items()} | {n: host.alloc(s, n) for n, s in back_sizes.items()}
+        backs = {n: host.alloc(s, n) for n, s in back_sizes.items()}
+        for back in backs.values():
+            back.map()[:] = 0
+        return {n: device.alloc(s, n) for n, s in sizes.items()} | backs
+
+    def _readback(self, name: str) -> Readback:
+        return Readback(self._inputs[name], self._inputs[f"{name} state"])
 
     def _program(self, kind: str) -> Program:
         """The program of a kind, bound on first use: "prompt", "logits", "greedy", "sample", "all logits"."""
@@ -223,15 +249,15 @@ class Engine:
         return self._programs[kind]
 
     def _schedule(self, kind: str) -> Schedule:
-        name = {"prompt": "prompt", "logits": "decode"}.get(kind, kind)
-        if name not in self._schedules:
-            if kind == "all logits":
-                graph = self.model.graph(PROMPT_TOKENS, self.n_ctx, head="all")
+        if kind not in self._schedules:
+            if kind in ("prompt", "all logits"):
+                graph = self.model.graph(PROMPT_TOKENS, self.n_ctx, head="all" if kind == "all logits" else "none")
             else:
                 graph = self.model.graph(1, self.n_ctx, head="last")
-                add_sampler(graph, greedy=kind == "greedy")
-            self._schedules[name] = plan(graph, self.ctx, fusion=self.fusion)
-        return self._schedules[name]
+                if kind != "logits":
+                    add_sampler(graph, greedy=kind == "greedy")
+            self._schedules[kind] = plan(graph, self.ctx, fusion=self.fusion)
+        return self._schedules[kind]
 
     def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
         """The schedule of one generated token, of a bare token with its logits, or of a piece of a prompt."""
@@ -269,18 +295,55 @@ class Engine:
         """One token through the model in one submit; its logits, float32 [n_vocab]."""
         self._check_room(1, "token")
         self._check_ids([token])
-        self._set_input([token], [self.n_past])
-        self.device.submit(self._recording("logits")).wait()
+        self._try_handovers()
+        logits, given_up = self._decode(token, self._recording("logits"))
+        if given_up:
+            self._use_barriers("a stage stopped waiting for the one before it")
+            logits, _ = self._decode(token, self._recording("logits"))
         self.n_past += 1
-        return self._finite(self._read_logits(1)[0])
+        return self._finite(logits)
+
+    def _decode(self, token: int, commands: Commands) -> tuple[Floats, bool]:
+        """Logits of a token at n_past, and whether they are none since a hand-over was given up."""
+        self._set_input([token], [self.n_past])
+        self.device.submit(commands).wait()
+        return self._read_logits(1)[0], self._readback("logits back").given_up
+
+    def _try_handovers(self) -> None:
+        """Before the first token goes through a schedule that lacks barriers: see that it gives the same bits as with all of them."""
+        if self._handovers_tried or not self._schedule("logits").joined:
+            return
+        self._handovers_tried = True
+        found, given_up = self._decode(0, self._recording("logits"))
+        if not given_up:
+            program = self._program("logits")
+            copies = self._readback("logits back").copies(program, program.range("result_output"))
+            want, _ = self._decode(0, program.record("logits, all barriers", barriers=True, copies=copies))
+        if given_up or not np.array_equal(found.view(np.uint32), want.view(np.uint32)):
+            self._use_barriers("a stage stopped waiting for the one before it" if given_up else "logits differ from those with barriers")
+
+    def _use_barriers(self, why: str) -> None:
+        """Plan everything anew with a barrier between all stages."""
+        print(
+            f"vkback: {self.device.caps.name}: stages cannot hand over without barriers ({why}), going on with barriers. "
+            'To have them from the start: [[schedule]] with handover = "barrier" in a tuning table',
+            file=sys.stderr,
+        )
+        for program in self._programs.values():
+            program.close()
+        for cache in (self._programs, self._loops, self._recordings, self._schedules):
+            cache.clear()
+        self.ctx = replace(self.ctx, tuning=Fixed(self.ctx.tuning, {"schedule": {"handover": "barrier"}}, "hand-overs failed"))
+        for name, back in self._inputs.items():
+            if name.endswith(" state"):
+                back.map()[:] = 0
 
     def _recording(self, kind: str) -> Commands:
         if kind not in self._recordings:
             program = self._program(kind)
             copies = []
             if kind in ("logits", "all logits"):
-                logits = program.range("result_output")
-                copies = [(logits, self._inputs["logits back"].slice(0, logits.size))]
+                copies = self._readback("logits back").copies(program, program.range("result_output"))
             self._recordings[kind] = program.record(kind, copies=copies)
         return self._recordings[kind]
 
@@ -298,12 +361,14 @@ class Engine:
         sampler = sampler or Sampler()
         self._check_room(n, "generation")
         self._check_ids([first])
+        self._try_handovers()
         eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
         self._set_input([first], [self.n_past])
         self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
         start = self.n_past
         made = submitted = 0
-        flying: deque[tuple[Ticket, BufferRange, int]] = deque()
+        given_up = False
+        flying: deque[tuple[Ticket, Readback, int]] = deque()
         try:
             while made < n:
                 while submitted < n and len(flying) < SUBMITS_IN_FLIGHT:
@@ -313,12 +378,15 @@ class Engine:
                     flying.append((ticket, back, submitted))
                 ticket, back, upto = flying.popleft()
                 ticket.wait()
-                words = back.map().view(np.int32)
+                if given_up := back.given_up:
+                    break
+                words = back.result.map().view(np.int32)
                 step, status = int(words[0]), int(words[1])
                 ids = [int(words[LOOP_RING + i % RING]) for i in range(made, min(step, upto))]
                 for token in ids:
                     made += 1
                     self.n_past = start + made
+                    first = token
                     yield token
                 if status == STATUS_NAN:
                     raise EngineError(
@@ -331,12 +399,15 @@ class Engine:
             with contextlib.suppress(DeviceLost):  # of which the wait above has told
                 for ticket, _, _ in flying:
                     ticket.wait()
+        if given_up:
+            self._use_barriers("a stage stopped waiting for the one before it")
+            yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos)
 
     def _loop(self, greedy: bool, size: int) -> _Loop:
         key = (greedy, size)
         if key not in self._loops:
             kind = "greedy" if greedy else "sample"
-            backs = [self._inputs[f"loop back {i}"] for i in range(SUBMITS_IN_FLIGHT + 1)]
+            backs = [self._readback(f"loop back {i}") for i in range(SUBMITS_IN_FLIGHT + 1)]
             self._loops[key] = _Loop(self._program(kind), kind, size, self._inputs["loop"], backs)
         return self._loops[key]
 

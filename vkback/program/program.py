@@ -10,7 +10,7 @@ import numpy as np
 
 from vkback.device import Arena, BufferRange, Commands, Device, Kernel, KernelSpec
 from vkback.ops.base import Arg, Dispatch, PlanError, nbytes
-from vkback.plan.handover import EMPTY
+from vkback.plan.handover import EMPTY, STATE
 from vkback.plan.schedule import Schedule, aligned
 from vkback.shader import ShaderLibrary, Variant
 
@@ -27,6 +27,7 @@ class Program:
 
     ranges   memory of inputs and states by tensor name
     weights  memory of weights by tensor name
+    state    one word, not zero once a stage has given up waiting for the one before; None where barriers stand between all stages
     Tensors of kind "node" live in one activation arena of this program, laid out by the schedule; those of kind "counter" in another,
     zeroed.
     """
@@ -46,6 +47,7 @@ class Program:
         self._arenas: list[Arena] = []
         self._commands: list[Commands] = []
         self._emptied: BufferRange | None = None
+        self.state: BufferRange | None = None
         self._kernels = compile_kernels(device, library, schedule.dispatches())
         try:
             self._place()
@@ -69,6 +71,7 @@ class Program:
             self.device.upload(block, np.zeros(sum(sizes), np.uint8))
             for tensor, end in zip(counters, accumulate(sizes), strict=True):
                 self._ranges[tensor.name] = block.slice(end - aligned(nbytes(tensor)), nbytes(tensor))
+        self.state = self._ranges.get(STATE.name)
 
     def _allocate(self, purpose: str, size: int) -> BufferRange:
         arena = self.device.arena(purpose, size, "device")
@@ -88,12 +91,14 @@ class Program:
         return found
 
     def record(
-        self, name: str, *, repeat: int = 1, timestamps: bool = False, copies: Sequence[tuple[BufferRange, BufferRange]] = ()
-    ) -> Commands:
+        self, name: str, *, repeat: int = 1, timestamps: bool = False, barriers: bool = False,
+        copies: Sequence[tuple[BufferRange, BufferRange]] = (),
+    ) -> Commands:  # fmt: skip
         """Record the schedule `repeat` times into one command buffer.
 
         copies      (source, target) copied at the end, for the host to read
         timestamps  write a GPU timestamp after every stage (and one at the start); labels are the stages' numbers
+        barriers    between all stages, also those that could do without; timestamps need them
         """
         count = 1 + len(self.schedule.stages) if timestamps else 0
         rec = self.device.recorder(name, timestamps=count * repeat)
@@ -104,7 +109,7 @@ class Program:
             if self._emptied:
                 rec.fill(self._emptied, EMPTY)
             for i, stage in enumerate(self.schedule.stages):
-                if i and (timestamps or i not in self.schedule.joined):
+                if i and (barriers or timestamps or i not in self.schedule.joined):
                     rec.barrier()
                 for d in stage:
                     kernel = self._kernels[d.kernel, len(d.args), len(d.push)]
