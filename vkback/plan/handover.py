@@ -12,7 +12,7 @@ must hold, and a stage for which one does not keeps its barrier:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vkback.graph import Tensor
 from vkback.ops.base import Arg, Dispatch
@@ -45,33 +45,33 @@ def _written(stage: Sequence[Dispatch]) -> set[str]:
 def _joined(stages: Sequence[Sequence[Dispatch]]) -> list[bool]:
     """For each stage whether it can do without a barrier before it."""
     joined = [False] * len(stages)
-    makers: dict[str, list[Dispatch]] = {}  # since the last barrier
+    # Since the last barrier: by tensor written, what was complete before any of it could be.
+    implied: dict[str, frozenset[str]] = {}
     for i, stage in enumerate(stages):
         # Memory is filled with EMPTY beside stage 0, which must therefore hand nothing over.
         able = i > 1 and all(d.handover is not None for d in (*stages[i - 1], *stage))
-        joined[i] = able and not _written(stage) & makers.keys() and all(_covered(d, makers) for d in stage)
+        joined[i] = able and not _written(stage) & implied.keys() and all(_covered(d, implied) for d in stage)
         if not joined[i]:
-            makers = {}
-        for d in stage:
-            for name in _written([d]):
-                makers.setdefault(name, []).append(d)
+            implied = {}
+        for name, before in [(name, _complete_before(d, implied)) for d in stage for name in _written([d])]:
+            # Of a tensor made by several dispatches a reader may have awaited the words of one alone.
+            implied[name] = implied[name] & before if name in implied else before
     return joined
 
 
-def _covered(d: Dispatch, makers: dict[str, list[Dispatch]]) -> bool:
+def _covered(d: Dispatch, implied: Mapping[str, frozenset[str]]) -> bool:
     """Whether all that a dispatch reads is awaited or was complete before."""
     assert d.handover is not None
-    awaited = {*d.handover.whole, *d.handover.part}
-    # A tensor made by several dispatches, all of which are awaited, implies what each of them implies.
-    implied = {name for t in awaited for maker in makers.get(t, ()) for name in _implied(maker, makers)}
-    return all(name in awaited or name in implied for name, _ in d.reads if name in makers)
+    sure = _complete_before(d, implied).union(d.handover.part)
+    return all(name in sure for name, _ in d.reads if name in implied)
 
 
-def _implied(d: Dispatch, makers: dict[str, list[Dispatch]]) -> set[str]:
-    """Tensors that are complete once a dispatch has written anything."""
-    assert d.handover is not None
-    through = {name for t in (*d.handover.whole, *d.handover.part) for maker in makers.get(t, ()) for name in _implied(maker, makers)}
-    return through | set(d.handover.whole)
+def _complete_before(d: Dispatch, implied: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Tensors that are complete before a dispatch writes anything."""
+    if d.handover is None:
+        return frozenset()
+    awaited = (*d.handover.whole, *d.handover.part)
+    return frozenset(d.handover.whole).union(*(implied.get(name, frozenset()) for name in awaited))
 
 
 def _taking_part(d: Dispatch, awaits: bool) -> Dispatch:
