@@ -68,7 +68,8 @@ def tune(
         if not jobs:
             raise UsageError(f"--path {path}: none of these products has such a path on {opened.caps.name}")
         rate = measured_read_rate(opened)
-        print(f"read rate {rate:.1f} GB/s; {len(jobs)} products, {len(inside)} of them in a token's program, {budget:.0f} s")
+        where = f", {len(inside)} of them in the program of a token" if inside else ""
+        print(f"read rate {rate:.1f} GB/s; {len(jobs)} products{where}, {budget:.0f} s")
         results: list[Result] = []
         faults: list[str] = []
         with _watched(verbose) as watcher:
@@ -78,8 +79,8 @@ def tune(
                 sweep = kind(opened, ShaderLibrary(), user_tuning_root(), rate, budget_s=share, watcher=watcher)
                 results += sweep.run(part, resume=resume)
                 faults += sweep.faults
-        for handover, unit in ((1, "us a token"), (0, "latency us")):
-            _show([r for r in results if r.match["handover"] == handover], unit)
+        for handover in (1, 0):
+            _show([r for r in results if r.match["handover"] == handover])
         for fault in faults:
             print(fault)
         kept = sum(r.kept for r in results)
@@ -181,22 +182,26 @@ class _watched:  # noqa: N801  used as a function
             self._bar.console.print(f"WRONG RESULT {result.line}: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _show(results: Sequence[Result], unit: str) -> None:
-    """Before and after, a line a product; nothing where there is none."""
+def _show(results: Sequence[Result]) -> None:
+    """Before and after, a line a product, all in a token's program or none; nothing where there is no product."""
     from rich.console import Console
     from rich.table import Table
 
     if not results:
         return
     table = Table(box=None, pad_edge=False)
-    for name in ("product", "before", unit, "after", unit, "change", "noise us", "throughput us", "was", "% of read rate"):
+    alone = not results[0].match["handover"]
+    unit = "latency us" if alone else "us a token"
+    through = ("throughput us", "was") if alone else ()
+    for name in ("product", "before", unit, "after", unit, "change", "noise us", *through, "% of read rate"):
         table.add_column(name, justify="left" if name in ("product", "before", "after") else "right", no_wrap=True)
     for r in results:
         change = f"{100 * (r.latency / r.latency_before - 1):+.1f} %"
         after = _difference(r.before, r.after) if r.kept else "same"
+        through = (f"{r.throughput:.2f}", f"{r.throughput_before:.2f}") if alone else ()
         table.add_row(
             r.line, r.before.text, f"{r.latency_before:.2f}", after, f"{r.latency:.2f}", change if r.kept else "", f"{r.noise:.2f}",
-            f"{r.throughput:.2f}", f"{r.throughput_before:.2f}", f"{100 * r.read_share:.0f}",
+            *through, f"{100 * r.read_share:.0f}",
         )  # fmt: skip
     wide = Console(width=260)
     wide.print(table)

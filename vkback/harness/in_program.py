@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from vkback.device import Commands, Device
-from vkback.errors import VkbackError
 from vkback.graph import Graph
 from vkback.harness.judge import judge
 from vkback.harness.stage_times import zeroed
@@ -27,7 +26,7 @@ from vkback.harness.timing import Lap, lap_of, span_us, warm_up
 from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler, matrix_bytes
 from vkback.models.registry import Model
 from vkback.models.weights import load_weights
-from vkback.ops.base import Choice, Chooser, LowerContext
+from vkback.ops.base import Choice, Chooser, Dispatch, LowerContext, PlanError
 from vkback.ops.mat_vec import product_tolerance
 from vkback.plan.handover import STATE
 from vkback.plan.planner import plan
@@ -40,10 +39,10 @@ TOKEN_NOISE = 0.001
 of it seldom saves more than a hundredth, which a chain's sweep would call noise."""
 
 DEPTH = 128
-"""Rows of the cache in use while a token is timed, as in bench/."""
+"""Rows of the cache in use while a token is timed."""
 
 RUNS = 3
-"""Of a recording in a lap, for each repetition asked for."""
+"""How often a lap runs a recording, for each repetition asked for."""
 
 KEPT_PROGRAMS = 8
 """As many as a duel or a second look at the best takes turns with."""
@@ -95,7 +94,7 @@ class Tokens:
         self._stack = ExitStack()
         tensors = plan(self.graph, ctx).tensors()
         try:
-            arena, self.weights = load_weights(model.file, {n: t for n, t in tensors.items() if t.kind == "weight"}, device, progress=True)
+            arena, self.weights = load_weights(model.file, {n: t for n, t in tensors.items() if t.kind == "weight"}, device, progress=False)
             self._stack.callback(arena.destroy)
             self.ranges = zeroed(device, [t for t in tensors.values() if t.kind in ("state", "input")], self._stack)
             first = zeroed(device, [tensors[name] for name in INPUTS], self._stack)
@@ -175,8 +174,8 @@ class ProgramTrial:
         if self._present.gave_up or not np.isfinite(self._want).all():
             self.__exit__()
             raise SweepError(
-                f"[tune] {self._job.program}: its program as the tables have it gives no right result: a wait for the stage before was given "
-                "up, or logits are not numbers. vkback doctor looks for the setting that cures it"
+                f"[tune] {self._job.program}: the program that the tables lead to gives no right result: a wait for the stage before was "
+                "given up, or logits are not numbers. vkback doctor looks for the setting that cures it"
             )
         return self
 
@@ -185,9 +184,11 @@ class ProgramTrial:
             program.close()
 
     def compile(self, points: Iterable[Point]) -> None:
+        dispatches: list[Dispatch] = []
         for point in points:
-            with suppress(VkbackError):  # said again when the point is tried
-                compile_kernels(self._tokens.device, self._tokens.library, self._schedule(point).dispatches())
+            with suppress(PlanError):  # said again when the point is tried
+                dispatches += self._schedule(point).dispatches()
+        compile_kernels(self._tokens.device, self._tokens.library, dispatches)
 
     def wrong(self, point: Point) -> str:
         program = self._program(point)

@@ -742,7 +742,7 @@ def table_text(results: Iterable[Result], device: str, driver: str, others: Iter
     """The table of a device: a row for each result that beat the shipped tables, for the sizes around its own; and rows that no sweep
     makes, as they were."""
     lines = [
-        f"# {device}, {driver}. Made by `vkback tune`: each row beat the tables that come with vkback on this device, beyond the noise.",
+        f"# {device}, {driver}. Made by `vkback tune`: each row it made beat the tables that come with vkback, beyond the noise.",
         "# Latency: a launch that waits for the one before; throughput: launches back to back. Edit or delete at will.",
     ]
     for row in others:
