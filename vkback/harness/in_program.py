@@ -233,6 +233,8 @@ class ProgramSweep(Sweep):
         self._model = model
 
     def run(self, jobs: Sequence[Job], *, resume: bool = False) -> list[Result]:
+        if resume and all(map(self.journal.finished, jobs)):
+            return []  # no need to load the weights
         with Tokens(self._model, self.device, self.library, self.ctx) as self._tokens:
             return super().run(jobs, resume=resume)
 
