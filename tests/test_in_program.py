@@ -229,7 +229,7 @@ def test_the_command_tunes_in_the_program_where_the_tables_hand_over(runs: Runs,
     assert runs.job.line in ran.output.replace("demo-dense-Q4_K_M", "demo-dense")
     assert "us a token" in ran.output
     assert "latency us" not in ran.output
-    assert "--resume goes on with them" in ran.output
+    assert "0 of " in ran.output
     assert runs.table.read_text().endswith(SCHEDULE_ROW)
 
 
