@@ -224,6 +224,7 @@ def test_the_table_has_a_row_for_what_was_kept_and_leaves_the_rest_to_the_others
         ({"min": 2048, "max": 8192}, {"min": 7663, "max": 28672}, 0, 0),
     ]
     assert len(rows) == 4
+    assert all(r.match["handover"] == 0 for r in rows)
     assert rows[0].measured == (
         "2026-11-21 Card, driver 1, MAT_VEC(type_a=Q4_K,m=4096,n=1,k=4096,x=Q8_1) int: latency 8.00 us, was 10.00 (nvidia.toml [[mat_vec]] "
         "row 1, noise 0.10); throughput 7.00 us, was 9.00, 100 % of the read rate"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -38,11 +40,14 @@ def tune(
 ) -> None:
     """Time kernel shapes on this device and write those that beat the tables, beyond the noise, into the device's own table.
 
-    Every candidate's result is checked before it is timed. The measure is the latency of one launch that waits for the one before. Exit
-    code 1 when a kernel computed something wrong.
+    Every candidate's result is checked before it is timed. The measure is the latency of one launch that waits for the one before; where
+    stages of a model's decode schedule hand over without barriers, the time of a token with the candidate in it. Exit code 1 when a kernel
+    computed something wrong.
     """
     from vkback.device import Device
+    from vkback.harness.in_program import ProgramSweep
     from vkback.harness.sweep import Sweep, jobs_for
+    from vkback.models.registry import Model
     from vkback.ops.base import LowerContext
     from vkback.paths import user_tuning_root
     from vkback.plan.tuning import Tuning
@@ -56,16 +61,27 @@ def tune(
     with Device.open(device) as opened:
         print(opened.caps.summary_line())
         context = LowerContext(opened.caps, Tuning.for_device(opened.caps))
-        jobs = jobs_for(_products(case, model, quant, shape, tokens, context), context, wanted)
+        inside = _in_program(model, context) if model is not None and tokens == 1 else []
+        # Where a program hands over without barriers, rows about chains with barriers say nothing of any of its products.
+        chain = [] if inside and wanted == "auto" else jobs_for(_products(case, model, quant, shape, tokens, context), context, wanted)
+        jobs = [*inside, *chain]
         if not jobs:
             raise UsageError(f"--path {path}: none of these products has such a path on {opened.caps.name}")
         rate = measured_read_rate(opened)
-        print(f"read rate {rate:.1f} GB/s; {len(jobs)} products, {budget:.0f} s")
+        where = f", {len(inside)} of them in the program of a token" if inside else ""
+        print(f"read rate {rate:.1f} GB/s; {len(jobs)} products{where}, {budget:.0f} s")
+        results: list[Result] = []
+        faults: list[str] = []
         with _watched(verbose) as watcher:
-            sweep = Sweep(opened, ShaderLibrary(), user_tuning_root(), rate, budget_s=budget, watcher=watcher)
-            results = sweep.run(jobs, resume=resume)
-        _show(results)
-        for fault in sweep.faults:
+            for part in filter(None, (inside, chain)):
+                kind = partial(ProgramSweep, Model.open(model_path(model))) if part is inside else Sweep
+                share = budget * len(part) / len(jobs)
+                sweep = kind(opened, ShaderLibrary(), user_tuning_root(), rate, budget_s=share, watcher=watcher)
+                results += sweep.run(part, resume=resume)
+                faults += sweep.faults
+        for handover in (1, 0):
+            _show([r for r in results if r.match["handover"] == handover])
+        for fault in faults:
             print(fault)
         kept = sum(r.kept for r in results)
         left = sum(not sweep.journal.finished(job) for job in jobs)
@@ -74,8 +90,21 @@ def tune(
         print(f"{kept} of {len(results)} products improved in {time.monotonic() - start:.0f} s; table {sweep.table_path}")
         drawn = _draw(list(sweep.journal.results.values()), picture or sweep.table_path.with_suffix(".png"), opened.caps.name)
         print(drawn)
-    if sweep.faults or any(r.wrong for r in results):
+    if faults or any(r.wrong for r in results):
         raise typer.Exit(1)
+
+
+def _in_program(model: str, ctx: LowerContext) -> list[Job]:
+    """The products of a model's decode schedule if its stages hand over without barriers, to be tuned in the program of a token."""
+    from vkback.harness.in_program import hands_over
+    from vkback.harness.sweep import jobs_for
+    from vkback.models.registry import Model
+
+    path = model_path(model)
+    if not hands_over(Model.open(path), ctx):
+        return []
+    joined = dataclasses.replace(ctx, handover=True)
+    return jobs_for(of_model(model, 1, joined), joined, program=path.stem)
 
 
 def _products(
@@ -154,19 +183,25 @@ class _watched:  # noqa: N801  used as a function
 
 
 def _show(results: Sequence[Result]) -> None:
-    """Before and after, a line a product."""
+    """Before and after, a line a product, all in a token's program or none; nothing where there is no product."""
     from rich.console import Console
     from rich.table import Table
 
+    if not results:
+        return
     table = Table(box=None, pad_edge=False)
-    for name in ("product", "before", "latency us", "after", "latency us", "change", "noise us", "throughput us", "was", "% of read rate"):
+    alone = not results[0].match["handover"]
+    unit = "latency us" if alone else "us a token"
+    through = ("throughput us", "was") if alone else ()
+    for name in ("product", "before", unit, "after", unit, "change", "noise us", *through, "% of read rate"):
         table.add_column(name, justify="left" if name in ("product", "before", "after") else "right", no_wrap=True)
     for r in results:
         change = f"{100 * (r.latency / r.latency_before - 1):+.1f} %"
         after = _difference(r.before, r.after) if r.kept else "same"
+        through = (f"{r.throughput:.2f}", f"{r.throughput_before:.2f}") if alone else ()
         table.add_row(
             r.line, r.before.text, f"{r.latency_before:.2f}", after, f"{r.latency:.2f}", change if r.kept else "", f"{r.noise:.2f}",
-            f"{r.throughput:.2f}", f"{r.throughput_before:.2f}", f"{100 * r.read_share:.0f}",
+            *through, f"{100 * r.read_share:.0f}",
         )  # fmt: skip
     wide = Console(width=260)
     wide.print(table)
@@ -177,10 +212,13 @@ def _difference(before: Point, after: Point) -> str:
 
 
 def _draw(results: Sequence[Result], file: Path, device: str) -> str:
-    """The heatmap, or why there is none."""
+    """The heatmap of chains, or why there is none."""
     try:
         from vkback.report.heatmap import draw
     except ImportError:
         return "no picture: matplotlib is missing, pip install vkback[pictures]"
-    draw(results, file, device)
+    chains = [r for r in results if not r.match["handover"]]
+    if not chains:
+        return "no picture: no product was timed by itself"
+    draw(chains, file, device)
     return f"picture {file}"

@@ -116,7 +116,7 @@ def measure_stages(
     with ExitStack() as stack:
         arena, weights = load_weights(model.file, {n: t for n, t in tensors.items() if t.kind == "weight"}, device, progress=progress)
         stack.callback(arena.destroy)
-        ranges = _zeroed(device, [*caches, *(t for t in tensors.values() if t.kind == "input")], stack)
+        ranges = zeroed(device, [*caches, *(t for t in tensors.values() if t.kind == "input")], stack)
         device.upload(ranges["pos"], np.arange(depth, depth + tokens, dtype=np.int32))
         program = Program(device, library, schedule, ranges, weights)
         stack.callback(program.close)
@@ -134,7 +134,7 @@ def measure_stages(
     return StageTimes(tuple(map(float, np.median(stages, axis=0))), float(np.median(wholes)))
 
 
-def _zeroed(device: Device, tensors: Sequence[Tensor], stack: ExitStack) -> dict[str, BufferRange]:
+def zeroed(device: Device, tensors: Sequence[Tensor], stack: ExitStack) -> dict[str, BufferRange]:
     """Memory for tensors, all zeros."""
     sizes = {t.name: aligned(nbytes(t)) for t in tensors}
     arena = stack.enter_context(device.arena("inputs and caches", sum(sizes.values()), "device"))

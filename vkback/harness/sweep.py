@@ -1,9 +1,10 @@
 """Sweeps of the mat-vec family's tuning parameters on one device: what `vkback tune` does.
 
-A *job* is one product on one path. Its search begins at what the tables say and at a few shapes that have won elsewhere, then changes one
-parameter of the best point at a time (and some pairs), until nothing is better or its share of the budget is spent. Points that the planner
-would bend are refused before anything is compiled; the result of every other is checked against the reference before it is timed. The
-measure is the time of a launch that waits for the one before: what a token pays.
+A *job* is one product on one path: in launches of its own with barriers between (here), or in the program of a model's token whose stages
+hand over without them (vkback/harness/in_program.py). Its search begins at what the tables say and at a few shapes that have won elsewhere,
+then changes one parameter of the best point at a time (and some pairs), until nothing is better or its share of the budget is spent. Points
+that the planner would bend are refused before anything is compiled; the result of every other is checked against the reference before it is
+timed. The measure is the time of a launch that waits for the one before, or that of a token: what a token pays.
 
 What is found goes into a journal beside the device's table, a line an event, so that a run that was cut short can go on; the table is made
 from the journal alone.
@@ -23,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,7 @@ from vkback.ops.base import FAMILIES, OPS, Choice, Dispatch, LowerContext, PlanE
 from vkback.ops.mat_vec import INT_QUANTS, legal_shape, path_for, subgroup_for
 from vkback.paths import tuning_root, write_atomic
 from vkback.plan.planner import check_limits
-from vkback.plan.tuning import Fixed, Tuning, device_table, parse_table
+from vkback.plan.tuning import Fixed, Row, Tuning, device_table, load_table, parse_table
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 
@@ -62,7 +63,7 @@ DUEL_ROUNDS = 5
 WARM_S = 0.005
 """Before each lap of a search: the GPU has been busy all along."""
 
-JOURNAL_FORMAT = 2
+JOURNAL_FORMAT = 3
 
 
 class SweepError(VkbackError):
@@ -107,18 +108,25 @@ STARTS = (
 
 @dataclass(frozen=True)
 class Job:
-    """A product on one path; `count`: launches of it in a token, for the order of work."""
+    """A product on one path.
+
+    count    launches of it in a token, for the order of work
+    program  the model in whose token's program it is timed; "" in a chain of its own launches, with barriers between
+    """
 
     product: Product
     path: Path2
     count: int = 1
+    program: str = ""
 
     @property
     def match(self) -> dict[str, Any]:
         """What a row about it says beside m and k."""
         p = self.product
-        prologue = 2 if "norm" in p.roles else 0
-        return {"y": p.out, "prologue": prologue, "ids": p.ids, "glu": int(p.glu), "n": p.n, "quant": p.quant, "path": self.path}
+        return {
+            "y": p.out, "prologue": 2 if "norm" in p.roles else 0, "ids": p.ids, "glu": int(p.glu), "n": p.n, "quant": p.quant,
+            "path": self.path, "handover": int(bool(self.program)),
+        }  # fmt: skip
 
     @property
     def key(self) -> str:
@@ -127,17 +135,18 @@ class Job:
 
     @property
     def line(self) -> str:
-        return f"{self.product.line} {self.path}"
+        return f"{self.product.line} {self.path}" + (f" in {self.program}" if self.program else "")
 
     def context(self, ctx: LowerContext, point: Point | None = None) -> LowerContext:
         """The context that leads to this path, and to a point."""
         tuning = ctx.tuning if point is None else Fixed(ctx.tuning, {"mat_vec": point._asdict()}, "sweep")
-        return dataclasses.replace(ctx, tuning=tuning, act="q8_1" if self.path == "int" else "f32")
+        return dataclasses.replace(ctx, tuning=tuning, act="q8_1" if self.path == "int" else "f32", handover=bool(self.program))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a job came to. Times are microseconds a launch: `latency` of one that waits for the one before, `throughput` back to back.
+    """What a job came to. Times are microseconds a launch: `latency` of one that waits for the one before, `throughput` back to back; of a
+    job in a program both are microseconds a token, and `nbytes` what a token reads.
 
     before, after  the tables' point and the one to use; the same where nothing beats it
     source         the row that the first came from
@@ -182,7 +191,7 @@ class Result:
 
 
 def jobs_for(
-    products: Iterable[tuple[Product, int]], ctx: LowerContext, paths: Literal["auto", "int", "float", "both"] = "auto"
+    products: Iterable[tuple[Product, int]], ctx: LowerContext, paths: Literal["auto", "int", "float", "both"] = "auto", program: str = ""
 ) -> list[Job]:
     """A job for each product and path, the most bytes a token first; of products that tables cannot tell apart the one with most inputs."""
     jobs: dict[str, Job] = {}
@@ -195,13 +204,16 @@ def jobs_for(
                 continue
             # In a schedule the producer leaves x as the product wants it; a norm in the prologue takes it as F32.
             x = "Q8_1" if path == "int" and "norm" not in product.roles else "F32"
-            job = Job(product.with_x(x), cast(Path2, path), count)
+            job = Job(product.with_x(x), cast(Path2, path), count, program)
             known = jobs.get(job.key)
             if known is not None:
                 job = dataclasses.replace(max(job, known, key=lambda j: len(j.product.roles)), count=known.count + count)
             jobs[job.key] = job
-    weights = {key: j.count * j.product.m * j.product.k * max(1, j.product.used) for key, j in jobs.items()}
-    return [jobs[key] for key in sorted(jobs, key=lambda k: -weights[k])]
+    def read(job: Job) -> int:
+        p = job.product
+        return job.count * quants.layout(p.quant, p.m * max(1, p.used), p.k).nbytes
+
+    return sorted(jobs.values(), key=read, reverse=True)
 
 
 def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
@@ -216,7 +228,8 @@ def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
     single = ctx.caps.subgroup_min == ctx.caps.subgroup_max
     subgroup = point.subgroup if required == point.subgroup == size and not single and size != ctx.caps.subgroup_size else 0
     prefetch = point.prefetch if groups or unroll * shape.lanes < units else 0
-    stage = point.stage if job.path == "int" and job.product.x == "Q8_1" and (job.product.n == 1 or job.product.ids) else 0
+    staged = job.path == "int" and job.product.x == "Q8_1" and (job.product.n == 1 or job.product.ids) and not job.program
+    stage = point.stage if staged else 0  # in a program with hand-overs x is always staged
     return Point(shape.wg, shape.lanes, shape.rows, unroll, prefetch, stage, groups, subgroup)
 
 
@@ -281,13 +294,13 @@ def neighbours(point: Point, choices: Mapping[str, Sequence[int]]) -> Iterator[P
     yield point._replace(wg=point.wg // 2, lanes=point.lanes // 2)
 
 
-def beats(new: Lap, old: Lap) -> bool:
+def beats(new: Lap, old: Lap, share: float = RELATIVE_NOISE) -> bool:
     """Whether a time is shorter beyond the noise of both."""
-    return bool(old.us - new.us > noise(new, old))
+    return bool(old.us - new.us > noise(new, old, share))
 
 
-def noise(a: Lap, b: Lap) -> float:
-    return max(2 * (a.spread_us + b.spread_us), RELATIVE_NOISE * max(a.us, b.us))
+def noise(a: Lap, b: Lap, share: float = RELATIVE_NOISE) -> float:
+    return max(2 * (a.spread_us + b.spread_us), share * max(a.us, b.us))
 
 
 # -- references
@@ -429,10 +442,61 @@ class Watcher:
     end: Callable[[Result], None] = lambda result: None
 
 
-@dataclass
-class _Prepared:
-    problem: Problem
-    want: Expected
+class Trial(Protocol):
+    """A job on the device, ready for points to be tried, as long as the block lasts."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def compile(self, points: Iterable[Point]) -> None:
+        """Kernels of points, for what comes next to find them."""
+
+    def wrong(self, point: Point) -> str:
+        """What is wrong with a point's result; "" when it is right."""
+
+    def lap(self, point: Point, repetitions: int) -> Lap:
+        """The time that points are compared by."""
+
+    def throughput(self, point: Point) -> float:
+        """Microseconds without waiting."""
+
+    def nbytes(self, point: Point) -> int:
+        """Bytes that are read in that time."""
+
+
+def compile_points(device: Device, library: ShaderLibrary, points: Iterable[Point], job: Job, ctx: LowerContext) -> None:
+    """Kernels of points that are not refused."""
+    good = [p for p in points if not refusal(p, job, ctx)]
+    compile_kernels(device, library, [d for p in good for d in lowered(p, job, ctx)])
+
+
+class ChainTrial:
+    """A job in launches that each wait for the one before."""
+
+    def __init__(self, bench: Bench, job: Job, ctx: LowerContext, want: Expected) -> None:
+        self._bench, self._job, self._ctx, self._want = bench, job, ctx, want
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bench.__exit__()
+
+    def compile(self, points: Iterable[Point]) -> None:
+        compile_points(self._bench.device, self._bench.library, points, self._job, self._ctx)
+
+    def wrong(self, point: Point) -> str:
+        return wrong(self._bench, self._job, self._job.context(self._ctx, point), self._want)
+
+    def lap(self, point: Point, repetitions: int) -> Lap:
+        return self._bench.lap(self._job.context(self._ctx, point), chained=True, repetitions=repetitions, warm_s=WARM_S)
+
+    def throughput(self, point: Point) -> float:
+        return self._bench.lap(self._job.context(self._ctx, point), chained=False, warm_s=WARM_S).us
+
+    def nbytes(self, point: Point) -> int:
+        return sum(d.nbytes for d in lowered(point, self._job, self._ctx))
 
 
 @dataclass
@@ -459,13 +523,15 @@ class Sweep:
     budget_s seconds for all jobs; each gets an equal share of what is left
     """
 
+    relative_noise: ClassVar[float] = RELATIVE_NOISE
+
     def __init__(
         self, device: Device, library: ShaderLibrary, folder: Path, read_rate: float, *, budget_s: float, cold_bytes: int | None = None,
         watcher: Watcher | None = None, driver: str = "",
     ) -> None:  # fmt: skip
         self.device, self.library, self.folder, self.read_rate = device, library, folder, read_rate
         caps = device.caps
-        self.ctx = LowerContext(caps, Tuning.for_device(caps, tuning_root(), user=folder))
+        self.ctx = LowerContext(caps, self._tables())
         self.budget_s = budget_s
         self.cold_bytes = cold_bytes if cold_bytes is not None else (16 << 20 if caps.software else 512 << 20)
         self.watcher = watcher or Watcher()
@@ -494,10 +560,10 @@ class Sweep:
                     next_one.cancel()
                     break
                 self.watcher.begin(job, i, len(todo))
-                prepared = next_one.result()
+                opened = next_one.result()
                 next_one = ahead.submit(self._prepare, todo[i + 1]) if i + 1 < len(todo) and not self.device.caps.software else None
                 try:
-                    result = self._tune(job, prepared, time.monotonic() + left / (len(todo) - i))
+                    result = self._tune(job, opened, time.monotonic() + left / (len(todo) - i))
                 except SweepError as e:
                     self.faults.append(str(e))
                 else:
@@ -511,20 +577,27 @@ class Sweep:
 
     def write_table(self) -> None:
         """The device's table from the journal, checked as any table before it takes the old one's place."""
-        text = table_text(self.journal.results.values(), self.device.caps.name, self.driver)
+        others = [r for r in load_table(self.table_path) if r.family not in ("mat_vec", "mat_vec_path")]
+        text = table_text(self.journal.results.values(), self.device.caps.name, self.driver, others)
         parse_table(text, self.table_path.name)
         if not write_atomic(self.table_path, text.encode()):
             raise SweepError(f"[tune] {self.table_path} cannot be written: choose another folder with VKBACK_TUNING")
 
-    def _prepare(self, job: Job) -> _Prepared:
+    def _tables(self) -> Tuning:
+        return Tuning.for_device(self.device.caps, tuning_root(), user=self.folder)
+
+    def _prepare(self, job: Job) -> Callable[[], Trial]:
+        """What a job needs beside the device's memory; then its trial is opened."""
         problem = job.product.problem()
         with suppress(VkbackError):  # said again, for the point it is about, when that is tried
-            self._compile_ahead(job, self._starts(job))
-        return _Prepared(problem, expected(problem, job.product))
+            compile_points(self.device, self.library, self._starts(job), job, self.ctx)
+        want = expected(problem, job.product)
 
-    def _compile_ahead(self, job: Job, points: Iterable[Point]) -> None:
-        good = [p for p in points if not refusal(p, job, self.ctx)]
-        compile_kernels(self.device, self.library, [d for p in good for d in lowered(p, job, self.ctx)])
+        def opened() -> Trial:
+            bench = Bench(self.device, self.library, problem, job.context(self.ctx), cold_bytes=self.cold_bytes)
+            return ChainTrial(bench, job, self.ctx, want)
+
+        return opened
 
     def _said(self, job: Job, tuning: Tuning) -> tuple[Point, str]:
         """The point that tables lead to, and the row it comes from."""
@@ -535,11 +608,7 @@ class Sweep:
     def _starts(self, job: Job) -> list[Point]:
         shipped = Tuning.for_device(self.device.caps, tuning_root())
         points = [self._said(job, shipped)[0], self._said(job, cast(Tuning, self.ctx.tuning))[0]]
-        cores = self.device.caps.shader_cores or 64
-        for start in STARTS:
-            if self.device.caps.software == (start.wg < 64):
-                points.append(start)
-        points += [p._replace(groups=4 * cores) for p in points[:1] if not self.device.caps.software]
+        points += self._guesses(job, points[0])
         out = []
         for point in points:
             try:
@@ -548,15 +617,20 @@ class Sweep:
                 continue
         return list(dict.fromkeys(out))
 
-    def _tune(self, job: Job, prepared: _Prepared, deadline: float) -> Result:
+    def _guesses(self, job: Job, shipped: Point) -> list[Point]:
+        """Points that a search begins at beside those of the tables."""
+        cores = self.device.caps.shader_cores or 64
+        many = [] if self.device.caps.software else [shipped._replace(groups=4 * cores)]
+        return [start for start in STARTS if self.device.caps.software == (start.wg < 64)] + many
+
+    def _tune(self, job: Job, opened: Callable[[], Trial], deadline: float) -> Result:
         shipped = Tuning.for_device(self.device.caps, tuning_root())
         before, source = self._said(job, shipped)
         present, _ = self._said(job, cast(Tuning, self.ctx.tuning))
         search = _Search(job, frozenset({before, present}))
-        context = job.context(self.ctx)
-        with Bench(self.device, self.library, prepared.problem, context, cold_bytes=self.cold_bytes) as bench:
-            bench.lap(job.context(self.ctx, before), chained=True, repetitions=1)
-            self._try(search, bench, prepared.want, self._starts(job), deadline)
+        with opened() as trial:
+            trial.lap(before, 1)
+            self._try(search, trial, self._starts(job), deadline)
             if before not in search.laps:
                 raise SweepError(
                     f"[tune] {job.line}: the kernel that the tables choose ({source}: {before.text}) gives no right result: "
@@ -565,28 +639,25 @@ class Sweep:
             choices = axes(self.device.caps)
             best = search.best(1)[0]
             while time.monotonic() < deadline:
-                self._try(search, bench, prepared.want, neighbours(best, choices), deadline)
+                self._try(search, trial, neighbours(best, choices), deadline)
                 for point in search.best(4):
-                    search.laps[point] = self._lap(bench, job, point, 3)
+                    search.laps[point] = trial.lap(point, 3)
                 found = search.best(1)[0]
                 if found == best:
                     break
                 best = found
-            after, laps = self._duel(bench, job, before, [p for p in (present, *search.best(2)) if p in search.laps])
-            through = {p: bench.lap(job.context(self.ctx, p), chained=False, warm_s=WARM_S).us for p in dict.fromkeys((before, after))}
-            nbytes = sum(d.nbytes for d in lowered(after, job, self.ctx))
+            after, laps = self._duel(trial, before, [p for p in (present, *search.best(2)) if p in search.laps])
+            through = {p: trial.throughput(p) for p in dict.fromkeys((before, after))}
+            nbytes = trial.nbytes(after)
         return Result(
             key=job.key, line=job.line, match=job.match, m=job.product.m, k=job.product.k, before=before, source=source,
             latency_before=laps[before].us, throughput_before=through[before], after=after, latency=laps[after].us,
-            throughput=through[after], noise=noise(laps[after], laps[before]), nbytes=nbytes, read_rate=self.read_rate,
-            tried=len(search.laps), refused=len(search.refused), date=date.today().isoformat(),
+            throughput=through[after], noise=noise(laps[after], laps[before], self.relative_noise), nbytes=nbytes,
+            read_rate=self.read_rate, tried=len(search.laps), refused=len(search.refused), date=date.today().isoformat(),
             wrong=tuple(f"{p.text}: {why}" for p, why in search.wrong.items()),
         )  # fmt: skip
 
-    def _lap(self, bench: Bench, job: Job, point: Point, repetitions: int) -> Lap:
-        return bench.lap(job.context(self.ctx, point), chained=True, repetitions=repetitions, warm_s=WARM_S)
-
-    def _try(self, search: _Search, bench: Bench, want: Expected, points: Iterable[Point], deadline: float) -> None:
+    def _try(self, search: _Search, trial: Trial, points: Iterable[Point], deadline: float) -> None:
         """Compile, check and time what is not known yet; some at a time, the next of them compiling while these are timed."""
         job = search.job
         good = []
@@ -604,26 +675,26 @@ class Sweep:
         size = 2 if self.device.caps.software else 16
         batches = [good[i : i + size] for i in range(0, len(good), size)]
         with ThreadPoolExecutor(1) as ahead:
-            ready: Future[None] | None = ahead.submit(self._compile_ahead, job, batches[0]) if batches else None
+            ready: Future[None] | None = ahead.submit(trial.compile, batches[0]) if batches else None
             for i, batch in enumerate(batches):
                 assert ready is not None
                 with suppress(VkbackError):
                     ready.result()
                 more = i + 1 < len(batches)
                 if more and not self.device.caps.software:
-                    ready = ahead.submit(self._compile_ahead, job, batches[i + 1])
+                    ready = ahead.submit(trial.compile, batches[i + 1])
                 for point in batch:
-                    self._try_one(search, bench, want, point)
+                    self._try_one(search, trial, point)
                 if time.monotonic() > deadline and search.laps:
                     return
                 if more and self.device.caps.software:
-                    ready = ahead.submit(self._compile_ahead, job, batches[i + 1])
+                    ready = ahead.submit(trial.compile, batches[i + 1])
 
-    def _try_one(self, search: _Search, bench: Bench, want: Expected, point: Point) -> None:
+    def _try_one(self, search: _Search, trial: Trial, point: Point) -> None:
         job = search.job
         self.journal.trying(job, point)
         try:
-            why = wrong(bench, job, job.context(self.ctx, point), want)
+            why = trial.wrong(point)
         except DeviceLost:
             raise
         except VkbackError as e:
@@ -635,22 +706,22 @@ class Sweep:
             search.wrong[point] = why
             self.watcher.point(job, point, f"WRONG RESULT: {why}")
         else:
-            search.laps[point] = self._lap(bench, job, point, 1)
+            search.laps[point] = trial.lap(point, 1)
             self.watcher.point(job, point, f"{search.laps[point].us:.2f} us")
         self.journal.tried(job, point)
 
-    def _duel(self, bench: Bench, job: Job, incumbent: Point, challengers: Sequence[Point]) -> tuple[Point, dict[Point, Lap]]:
+    def _duel(self, trial: Trial, incumbent: Point, challengers: Sequence[Point]) -> tuple[Point, dict[Point, Lap]]:
         """Who is left when each challenger has met the best before it, the incumbent first; and everyone's time. All take turns, and to win
         takes a median better beyond the noise and the better time in every round."""
         points = list(dict.fromkeys([incumbent, *challengers]))
         times: dict[Point, list[float]] = {p: [] for p in points}
         for _ in range(DUEL_ROUNDS):
             for p in points:
-                times[p].append(self._lap(bench, job, p, 2).us)
+                times[p].append(trial.lap(p, 2).us)
         laps = {p: Lap(float(np.median(t)), float(np.subtract(*np.percentile(t, [75, 25])) / 2)) for p, t in times.items()}
         best = incumbent
         for p in points[1:]:
-            if beats(laps[p], laps[best]) and all(new < old for new, old in zip(times[p], times[best], strict=True)):
+            if beats(laps[p], laps[best], self.relative_noise) and all(new < old for new, old in zip(times[p], times[best], strict=True)):
                 best = p
         return best, laps
 
@@ -667,12 +738,15 @@ def edges(values: Sequence[int]) -> dict[int, tuple[int, int]]:
     return {v: (low, high) for v, low, high in zip(ordered, lows, highs, strict=True)}
 
 
-def table_text(results: Iterable[Result], device: str, driver: str) -> str:
-    """The table of a device: a row for each result that beat the shipped tables, for the sizes around its own."""
+def table_text(results: Iterable[Result], device: str, driver: str, others: Iterable[Row] = ()) -> str:
+    """The table of a device: a row for each result that beat the shipped tables, for the sizes around its own; and rows that no sweep
+    makes, as they were."""
     lines = [
-        f"# {device}, {driver}. Made by `vkback tune`: each row beat the tables that come with vkback on this device, beyond the noise.",
+        f"# {device}, {driver}. Made by `vkback tune`: each row it made beat the tables that come with vkback, beyond the noise.",
         "# Latency: a launch that waits for the one before; throughput: launches back to back. Edit or delete at will.",
     ]
+    for row in others:
+        lines += ["", *_entry(row.family, row.match, row.set, row.measured)]
     forms: dict[str, list[Result]] = {}
     for result in results:
         forms.setdefault(json.dumps(result.match, sort_keys=True), []).append(result)
@@ -689,24 +763,38 @@ def table_text(results: Iterable[Result], device: str, driver: str) -> str:
 
 
 def _row_lines(result: Result, m: tuple[int, int], k: tuple[int, int], device: str, driver: str) -> list[str]:
-    says = ", ".join(f"{name} = {value}" for name, value in result.after._asdict().items())
-    evidence = (
-        f"{result.date} {device}, {driver}, {result.line}: latency {result.latency:.2f} us, was {result.latency_before:.2f} "
-        f"({result.source}, noise {result.noise:.2f}); throughput {result.throughput:.2f} us, was {result.throughput_before:.2f}, "
-        f"{100 * result.read_share:.0f} % of the read rate"
-    )
-    keys = [f"{key} = {json.dumps(value)}" for key, value in result.match.items()]
-    return ["[[mat_vec]]", *keys, _range("m", m), _range("k", k), f"set = {{ {says} }}", f"measured = {json.dumps(evidence)}"]
+    if result.match["handover"]:
+        times = f"{result.latency:.2f} us a token, was {result.latency_before:.2f} ({result.source}, noise {result.noise:.2f})"
+    else:
+        times = (
+            f"latency {result.latency:.2f} us, was {result.latency_before:.2f} ({result.source}, noise {result.noise:.2f}); "
+            f"throughput {result.throughput:.2f} us, was {result.throughput_before:.2f}"
+        )
+    evidence = f"{result.date} {device}, {driver}, {result.line}: {times}, {100 * result.read_share:.0f} % of the read rate"
+    match = {**result.match, "m": _range(m), "k": _range(k)}
+    return _entry("mat_vec", match, result.after._asdict(), evidence)
 
 
-def _range(key: str, ends: tuple[int, int]) -> str:
-    return f"{key} = {{ min = {ends[0]}, max = {ends[1]} }}"
+def _entry(family: str, match: Mapping[str, Any], set: Mapping[str, Any], measured: str) -> list[str]:
+    """A row as it stands in a table."""
+    keys = [f"{key} = {_toml(value)}" for key, value in match.items()]
+    return [f"[[{family}]]", *keys, f"set = {_toml(set)}", f"measured = {json.dumps(measured)}"]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{k} = {_toml(v)}' for k, v in value.items())} }}"
+    return json.dumps(value)
+
+
+def _range(ends: tuple[int, int]) -> dict[str, int]:
+    return {"min": ends[0], "max": ends[1]}
 
 
 def _path_rows(forms: Mapping[str, Sequence[Result]], device: str, driver: str) -> Iterator[list[str]]:
     """Rows that choose the path, for products that were tuned on both. Fused forms share the choice of the plain one, if that was tuned."""
     pairs: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Result]]] = {}
-    for result in (r for form in forms.values() for r in form):
+    for result in (r for form in forms.values() for r in form if not r.match["handover"]):
         match = result.match
         fused = (match["prologue"], match["glu"], match["y"])
         product = pairs.setdefault((match["ids"], match["n"], match["quant"], result.m, result.k), {})
@@ -728,5 +816,5 @@ def _path_rows(forms: Mapping[str, Sequence[Result]], device: str, driver: str) 
                     f"{pair[first].date} {device}, {driver}, {quant} {m}x{k}: latency {pair['int'].latency:.2f} us in integers, "
                     f"{pair['float'].latency:.2f} in floats"
                 )
-                keys = [f"ids = {ids}", f"n = {n}", f'quant = "{quant}"', _range("m", m_range), _range("k", k_range)]
-                yield ["[[mat_vec_path]]", *keys, f'set = {{ path = "{first}" }}', f"measured = {json.dumps(evidence)}"]
+                keys = {"ids": ids, "n": n, "quant": quant, "m": _range(m_range), "k": _range(k_range)}
+                yield _entry("mat_vec_path", keys, {"path": first}, evidence)

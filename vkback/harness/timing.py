@@ -34,11 +34,11 @@ MOST_LAUNCHES = 2000
 SCRATCH_BYTES = 64 << 20
 
 
-def span_us(device: Device, commands: Commands) -> float:
-    """Run a recording with two timestamps; microseconds between them."""
+def span_us(device: Device, *commands: Commands) -> float:
+    """Run recordings with two timestamps in all; microseconds between them."""
     device.submit(commands).wait()
     _last_work[device] = time.perf_counter()
-    (_, start), (_, end) = commands.timestamps()
+    (_, start), (_, end) = (stamp for c in commands for stamp in c.timestamps())
     return (end - start) / 1e3
 
 
@@ -185,7 +185,7 @@ class Bench:
                 found += self._measure(commands, count, -(-repetitions // rounds))
         for commands in recorded:
             commands.destroy()
-        through, latency = map(_lap, times)
+        through, latency = map(lap_of, times)
         return Timing(
             through.us, through.spread_us, latency.us, latency.spread_us, sum(d.nbytes for d in dispatches),
             sum(d.flops for d in dispatches), count, through.samples,
@@ -210,7 +210,7 @@ class Bench:
         warm_up(self.device, commands, warm_s)
         times = self._measure(commands, count, repetitions)
         commands.destroy()
-        return _lap(times)
+        return lap_of(times)
 
     def _measure(self, commands: Commands, count: int, repetitions: int) -> list[float]:
         """Microseconds a launch of each repetition."""
@@ -273,5 +273,5 @@ class Bench:
         return heavy[arg.shard] if heavy is not None else self._own[launch % len(self._own)][name]
 
 
-def _lap(times: Sequence[float]) -> Lap:
+def lap_of(times: Sequence[float]) -> Lap:
     return Lap(float(np.median(times)), float(np.subtract(*np.percentile(times, [75, 25])) / 2), tuple(times))

@@ -1,0 +1,252 @@
+"""Sweeps in the program of a model's token: what is planned for a point, what is kept, refused and remembered."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kernel_paths import planned_for
+from typer.testing import CliRunner
+
+from vkback.cli import main as cli
+from vkback.cli.tune import of_model
+from vkback.device import Device
+from vkback.harness import in_program
+from vkback.harness.in_program import PROLOGUE_STARTS, WAITING_STARTS, ProgramSweep, ProgramTrial, Replaced, hands_over, token_graph
+from vkback.harness.sweep import Job, Point, Result, Sweep, Watcher, actual, jobs_for, lowered, refusal, table_text
+from vkback.harness.timing import Lap
+from vkback.models.registry import Model
+from vkback.ops.base import LowerContext
+from vkback.paths import builtin_model, shader_root
+from vkback.plan.planner import plan
+from vkback.plan.tuning import Fixed, Tuning, device_table, parse_table
+from vkback.shader import ShaderLibrary
+
+H200 = "nvidia_h200_linux"
+Clock = Callable[[Callable[[Point], float]], None]
+WORD = {"schedule": {"handover": "word"}}
+SCHEDULE_ROW = '[[schedule]]\nn = 1\nset = { handover = "word" }\nmeasured = "test"\n'
+
+
+def joined(ctx: LowerContext) -> LowerContext:
+    return dataclasses.replace(ctx, tuning=Fixed(ctx.tuning, WORD, "test"), handover=True)
+
+
+def program_jobs(name: str, ctx: LowerContext) -> list[Job]:
+    return jobs_for(of_model(name, 1, ctx), ctx, program=name)
+
+
+# -- what is planned
+
+
+def test_the_tables_decide_whether_there_is_a_program_to_tune_in() -> None:
+    model, ctx = Model.open(builtin_model("demo-moe")), planned_for(H200)
+    barriers = dataclasses.replace(ctx, tuning=Fixed(ctx.tuning, {"schedule": {"handover": "barrier"}}, "test"))
+    assert hands_over(model, joined(ctx))
+    assert not hands_over(model, barriers)
+
+
+@pytest.mark.parametrize("name", ["demo-dense", "demo-moe"])
+def test_a_point_takes_the_place_of_its_own_product_alone(name: str) -> None:
+    ctx = joined(planned_for(H200))
+    graph = token_graph(Model.open(builtin_model(name)))
+    present = [d for stage in plan(graph, ctx).stages for d in stage]
+    jobs = program_jobs(name, ctx)
+    changed: set[int] = set()
+    for job in jobs:
+        assert job.match["handover"] == 1
+        assert job.line.endswith(f" in {name}")
+        point = actual(Point(256, 16, 4, 1, 0, 0, 0, 0), job, job.context(ctx))
+        replaced = plan(graph, dataclasses.replace(ctx, tuning=Replaced(ctx.tuning, job, point)))
+        mine = {i for i, (d, was) in enumerate(zip(replaced.dispatches(), present, strict=True)) if d.kernel != was.kernel}
+        assert not mine & changed
+        for i in mine:
+            defines = dict(list(replaced.dispatches())[i].kernel.defines)
+            assert (defines["WG"], defines["LANES"], defines["ROWS"]) == (point.wg, point.lanes, point.rows)
+        changed |= mine
+    products = {i for i, d in enumerate(present) if d.op in ("MAT_VEC", "MOE_ROUTER")}
+    assert changed == products
+    assert sum(job.count for job in jobs) == len(products)
+
+
+def test_starts_are_legal_where_they_are_meant_for() -> None:
+    ctx = planned_for(H200)
+    jobs = program_jobs("demo-dense", joined(ctx))
+    large = [dataclasses.replace(j, product=dataclasses.replace(j.product, m=8192, k=4096)) for j in jobs]
+    for job in large:
+        plain = job.product.out == "F32" and "norm" not in job.product.roles
+        for shape in WAITING_STARTS if plain else PROLOGUE_STARTS:
+            start = actual(Point(*shape, 1, 0, 0, 0), job, job.context(ctx))
+            assert refusal(start, job, job.context(ctx)) == ""
+            defines = dict(lowered(start, job, ctx)[-1].kernel.defines)
+            assert [defines[n] for n in ("WG", "LANES", "ROWS", "UNROLL")] == [*start[:4]]
+            assert defines["PROLOGUE"] == (3 if plain else job.match["prologue"])
+    plain_job = next(j for j in large if j.product.x == "Q8_1")
+    staged = Point(1024, 64, 2, 1, 1, 1, 0, 0)
+    assert refusal(staged, plain_job, plain_job.context(ctx)) == "stage = 1 would become 0"  # it always is
+
+
+# -- on a device
+
+
+class Runs:
+    """Sweeps of the dense built-in model in a folder whose table has its stages joined; few tokens, and a clock of its own."""
+
+    def __init__(self, device: Device, folder: Path) -> None:
+        self.device, self.folder = device, folder
+        self.table = folder / device_table(device.caps)
+        self.table.write_text(SCHEDULE_ROW)
+        self.said: dict[Point, str] = {}
+        self.job = program_jobs("demo-dense", joined(LowerContext(device.caps, Tuning.for_device(device.caps))))[0]
+
+    def sweep(self, library: ShaderLibrary) -> ProgramSweep:
+        watcher = Watcher(point=lambda job, point, said: self.said.update({point: said}))
+        model = Model.open(builtin_model("demo-dense"))
+        return ProgramSweep(model, self.device, library, self.folder, 1.0, budget_s=0.1, watcher=watcher)
+
+
+@pytest.fixture
+def runs(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    monkeypatch.setattr(in_program, "TOKENS_PER_SUBMIT", 2)
+    monkeypatch.setattr(in_program, "DEPTH", 3)
+    return Runs(device, tmp_path)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Sets what a token takes with a point in its program."""
+
+    def to(time_us: Callable[[Point], float]) -> None:
+        monkeypatch.setattr(ProgramTrial, "lap", lambda self, point, repetitions: Lap(time_us(point), 0.0))
+
+    return to
+
+
+@pytest.mark.vulkan
+def test_the_quickest_token_is_kept_as_a_row_for_programs_that_hand_over(runs: Runs, library: ShaderLibrary, clock: Clock) -> None:
+    seen: list[Point] = []  # what the tables choose first
+    clock(lambda point: (seen.append(point), 100.0 if point == seen[0] else 99.5)[1])
+    sweep = runs.sweep(library)
+    (found,) = sweep.run([runs.job])
+    assert found.kept
+    assert found.before == seen[0]
+    assert not found.wrong
+    rows = parse_table(runs.table.read_text(), runs.table.name)
+    assert [(r.family, r.match.get("handover")) for r in rows] == [("schedule", None), ("mat_vec", 1)]
+    assert rows[0].set == {"handover": "word"}
+    assert rows[1].measured.startswith(f"{found.date} {runs.device.caps.name}")
+    assert f"{runs.job.line}: 99.50 us a token, was 100.00 ({found.source}, noise 0.10)" in rows[1].measured
+    query = {**runs.job.match, "m": runs.job.product.m, "k": runs.job.product.k}
+    tables = Tuning.for_device(runs.device.caps, user=runs.folder)
+    assert Point(**tables.pick("mat_vec", **query).params) == found.after
+    assert tables.pick("mat_vec", **query | {"handover": 0}).source != tables.pick("mat_vec", **query).source
+    assert sweep.ctx.tuning.pick("mat_vec", **query) == tables.pick("mat_vec", **query)  # the next job begins with it
+    again = runs.sweep(library)
+    assert again.run([runs.job], resume=True) == []
+    assert again.journal.results[runs.job.key] == found
+
+
+@pytest.mark.vulkan
+def test_a_token_as_quick_within_the_noise_is_not_kept(runs: Runs, library: ShaderLibrary, clock: Clock) -> None:
+    times: dict[Point, float] = {}
+    clock(lambda point: times.setdefault(point, 100.0 - 0.001 * len(times)))
+    (found,) = runs.sweep(library).run([runs.job])
+    assert found.tried >= 2
+    assert not found.kept
+    assert [r.family for r in parse_table(runs.table.read_text(), runs.table.name)] == ["schedule"]
+
+
+@pytest.mark.vulkan
+def test_a_token_is_timed_by_the_device(runs: Runs, library: ShaderLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sweep, "_starts", lambda self, job: [self._said(job, self.ctx.tuning)[0]])
+    (found,) = runs.sweep(library).run([runs.job])
+    assert 0 < found.latency < 1e6
+    assert found.read_share > 0
+
+
+def broken(folder: Path, file: str, place: str, fault: str) -> ShaderLibrary:
+    """The shaders with a text of a file of the family replaced."""
+    root = folder / "shaders"
+    shutil.copytree(shader_root(), root)
+    text = (root / "mat_vec" / file).read_text()
+    assert place in text
+    (root / "mat_vec" / file).write_text(text.replace(place, fault))
+    return ShaderLibrary(root, folder / "cache")
+
+
+LANE = "    lane = tid % LANES;\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "place", "fault", "said"),
+    [
+        ("epilogue.glsl", "return NORMED(total[c]) + addend[c];", "return (WG == 8 ? 1.1 : 1.0) * NORMED(total[c]) + addend[c];",
+         "WRONG RESULT: logits of a token: NMSE "),
+        ("mat_vec.comp", LANE, f"{LANE}#if AWAITS && WG == 8\n    handover_failed = 1u;\n#endif\n",
+         "WRONG RESULT: a wait for the stage before was given up"),
+    ],
+    ids=["logits", "waits"],
+)  # fmt: skip
+@pytest.mark.vulkan
+def test_a_wrong_token_is_refused_and_named(
+    runs: Runs, clock: Clock, file: str, place: str, fault: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock(lambda point: 50.0 if point.wg == 8 else 100.0)
+    job = next(j for j in program_jobs("demo-dense", joined(planned_for(H200))) if j.product.out == "F32" and not j.product.glu)
+    before: list[Point] = []
+
+    def starts(self: Sweep, job: Job) -> list[Point]:
+        before[:] = [self._said(job, self.ctx.tuning)[0]]
+        return [*before, actual(Point(8, 8, 1, 1, 0, 0, 0, 0), job, job.context(self.ctx))]
+
+    monkeypatch.setattr(Sweep, "_starts", starts)
+    (found,) = runs.sweep(broken(tmp_path, file, place, fault)).run([job])
+    assert before[0].wg != 8
+    assert [p.wg for p, text in runs.said.items() if text.startswith(said)] == [8]
+    assert [text.partition(":")[0] for text in found.wrong] == ["8 threads, 8 lanes, 1 rows, unroll 1"]
+    assert found.after.wg != 8
+
+
+@pytest.mark.vulkan
+def test_a_program_that_is_wrong_as_it_stands_is_a_fault(runs: Runs, tmp_path: Path) -> None:
+    library = broken(tmp_path, "mat_vec.comp", LANE, f"{LANE}#if AWAITS\n    handover_failed = 1u;\n#endif\n")
+    sweep = runs.sweep(library)
+    assert sweep.run([runs.job]) == []
+    assert "a wait for the stage before was given up" in sweep.faults[0]
+    assert not sweep.journal.finished(runs.job)
+
+
+@pytest.mark.vulkan
+def test_the_command_tunes_in_the_program_where_the_tables_hand_over(runs: Runs, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    clock(lambda point: 100.0)
+    monkeypatch.setenv("VKBACK_TUNING", str(runs.folder))
+    ran = CliRunner().invoke(cli.app, ["tune", "-m", "demo-dense", "--budget", "1"])
+    assert ran.exit_code == 0, ran.output
+    assert "8 products, 8 of them in the program of a token" in ran.output
+    assert runs.job.line in ran.output.replace("demo-dense-Q4_K_M", "demo-dense")
+    assert "us a token" in ran.output
+    assert "latency us" not in ran.output
+    assert "0 of " in ran.output
+    assert runs.table.read_text().endswith(SCHEDULE_ROW)
+
+
+def test_results_of_programs_and_of_chains_do_not_meet() -> None:
+    job = program_jobs("demo-dense", joined(planned_for(H200)))[0]
+    point = Point(64, 32, 2, 2, 0, 0, 0, 0)
+
+    def result(job: Job, latency: float) -> Result:
+        return Result(
+            key=job.key, line=job.line, match=job.match, m=job.product.m, k=job.product.k, before=point, source="test", latency_before=10.0,
+            throughput_before=9.0, after=point._replace(wg=128), latency=latency, throughput=7.0, noise=0.1, nbytes=28_000_000,
+            read_rate=4000.0, tried=9, refused=3, wrong=(), date="2026-11-21",
+        )  # fmt: skip
+
+    chain = dataclasses.replace(job, program="")
+    text = table_text([result(job, 900.0), result(chain, 8.0), result(dataclasses.replace(chain, path="float"), 9.0)], "Card", "driver 1")
+    rows = parse_table(text, "device_card.toml")
+    assert sorted(r.match["handover"] for r in rows if r.family == "mat_vec") == [0, 0, 1]
+    (path,) = [r for r in rows if r.family == "mat_vec_path"]
+    assert path.measured.endswith("latency 8.00 us in integers, 9.00 in floats")

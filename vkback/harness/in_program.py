@@ -1,0 +1,252 @@
+"""Sweeps of products inside the program of a model's token, where stages hand over without barriers (vkback/plan/handover.py).
+
+A stage of such a program starts while the one before it still runs, so its best shape differs from that of a chain of launches with
+barriers: larger workgroups, with all their weights in flight while they wait. Each point is therefore planned into the token's schedule in
+the place of the product's present one, and what counts is the time of a token. A point is right where the logits of a token are those of
+the present program and no wait was given up. Rows found so say `handover = 1`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from vkback.device import Commands, Device
+from vkback.graph import Graph
+from vkback.harness.judge import judge
+from vkback.harness.stage_times import zeroed
+from vkback.harness.sweep import WARM_S, Array, Job, Point, Result, Sweep, SweepError, Trial
+from vkback.harness.timing import Lap, lap_of, span_us, warm_up
+from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler, matrix_bytes
+from vkback.models.registry import Model
+from vkback.models.weights import load_weights
+from vkback.ops.base import Choice, Chooser, Dispatch, LowerContext, PlanError
+from vkback.ops.mat_vec import product_tolerance
+from vkback.plan.handover import STATE
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule
+from vkback.program import Program, compile_kernels
+from vkback.shader import ShaderLibrary
+
+TOKEN_NOISE = 0.001
+"""Differences of a token's time below this share are noise. A product is a small part of a token: the best shape of one that takes a tenth
+of it seldom saves more than a hundredth, which a chain's sweep would call noise."""
+
+DEPTH = 128
+"""Rows of the cache in use while a token is timed."""
+
+RUNS = 3
+"""How often a lap runs a recording, for each repetition asked for."""
+
+KEPT_PROGRAMS = 8
+"""As many as a duel or a second look at the best takes turns with."""
+
+INPUTS = ("tokens", "pos", "loop")
+
+LOGITS = "result_output"
+
+WAITING_STARTS = ((1024, 64, 2, 1), (1024, 64, 2, 2), (1024, 32, 1, 4), (1024, 32, 2, 2), (1024, 128, 4, 1), (1024, 128, 4, 2),
+                  (512, 64, 4, 2), (512, 32, 2, 4))  # fmt: skip
+"""Threads, lanes, rows and unroll that have won where x is copied as it is: a whole tile's weights are asked for before x is there."""
+
+PROLOGUE_STARTS = tuple((wg, lanes, rows, 1) for wg, lanes, rows in itertools.product((1024, 512), (16, 32, 64, 8), (2, 4, 1)))
+"""The same where every workgroup works x out by itself, or rounds its results to Q8_1."""
+
+
+def token_graph(model: Model) -> Graph:
+    """One token and the choice of the next, as generation runs it."""
+    graph = model.graph(1, model.default_n_ctx, head="last")
+    add_sampler(graph, greedy=True)
+    return graph
+
+
+def hands_over(model: Model, ctx: LowerContext) -> bool:
+    """Whether the tables have stages of a model's token hand over without barriers."""
+    return bool(plan(token_graph(model), ctx).joined)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """Tables that answer for one job with a point of its own."""
+
+    tables: Chooser
+    job: Job
+    point: Point
+
+    def pick(self, family: str, **query: Any) -> Choice:
+        choice = self.tables.pick(family, **query)
+        asked = family == "mat_vec" and query == {**self.job.match, "m": self.job.product.m, "k": self.job.product.k}
+        return Choice({**choice.params, **self.point._asdict()}, "sweep") if asked else choice
+
+
+class Tokens:
+    """A model's weights, cache and inputs on a device, for one program of its token after another. Use as a context manager."""
+
+    def __init__(self, model: Model, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+        self.model, self.device, self.library = model, device, library
+        self.graph = token_graph(model)
+        self._stack = ExitStack()
+        tensors = plan(self.graph, ctx).tensors()
+        try:
+            arena, self.weights = load_weights(model.file, {n: t for n, t in tensors.items() if t.kind == "weight"}, device, progress=False)
+            self._stack.callback(arena.destroy)
+            self.ranges = zeroed(device, [t for t in tensors.values() if t.kind in ("state", "input")], self._stack)
+            first = zeroed(device, [tensors[name] for name in INPUTS], self._stack)
+            depth = min(DEPTH, model.default_n_ctx // 2)
+            device.upload(first["pos"], np.array([depth], np.int32))
+            self.begin = [(first[name], self.ranges[name]) for name in INPUTS]
+            self.start, self.end = (self._stamp(label) for label in ("start", "end"))
+            self._fill_cache(ctx, depth)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _stamp(self, label: str) -> Commands:
+        rec = self.device.recorder(label, timestamps=1)
+        rec.timestamp(label)
+        commands = rec.finish()
+        self._stack.callback(commands.destroy)
+        return commands
+
+    def _fill_cache(self, ctx: LowerContext, depth: int) -> None:
+        """Make the tokens that the cache holds while a token is timed: with zeros there, next to nothing would come out of attention."""
+        program = Program(self.device, self.library, plan(self.graph, ctx), self.ranges, self.weights)
+        token, last = program.record("token"), program.record("last token", copies=self.begin)
+        for _ in range(depth):
+            self.device.submit(token).wait()
+        self.device.submit(last).wait()
+        program.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+class TokenProgram:
+    """A program of a model's token, recorded so that each run begins where the last began."""
+
+    def __init__(self, tokens: Tokens, schedule: Schedule) -> None:
+        self._tokens = tokens
+        self.nbytes = matrix_bytes(schedule)
+        self._program = Program(tokens.device, tokens.library, schedule, tokens.ranges, tokens.weights)
+        self._waits = bool(schedule.joined)
+        self.commands = self._program.record("tokens", repeat=TOKENS_PER_SUBMIT, copies=tokens.begin)
+        self._one = self._program.record("token", copies=tokens.begin)
+
+    def time_us(self) -> float:
+        """Microseconds a token, by the device's clock."""
+        return span_us(self._tokens.device, self._tokens.start, self.commands, self._tokens.end) / TOKENS_PER_SUBMIT
+
+    def logits(self) -> Array:
+        """Of one token, after a whole recording that has to leave everything as it was."""
+        device = self._tokens.device
+        device.submit([self.commands, self._one]).wait()
+        return device.download(self._program.range(LOGITS), np.float32)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether a wait of any run so far took too long."""
+        return self._waits and bool(self._tokens.device.download(self._program.range(STATE.name), np.uint32)[0])
+
+    def close(self) -> None:
+        self._program.close()
+
+
+class ProgramTrial:
+    """A job in the token's program."""
+
+    def __init__(self, tokens: Tokens, job: Job, ctx: LowerContext) -> None:
+        self._tokens, self._job, self._ctx = tokens, job, ctx
+        self._schedules: dict[Point, Schedule] = {}
+        self._programs: dict[Point, TokenProgram] = {}
+        self._present = TokenProgram(tokens, plan(tokens.graph, ctx))
+        self._want = self._present.logits()
+
+    def __enter__(self) -> Self:
+        if self._present.gave_up or not np.isfinite(self._want).all():
+            self.__exit__()
+            raise SweepError(
+                f"[tune] {self._job.program}: the program that the tables lead to gives no right result: a wait for the stage before was "
+                "given up, or logits are not numbers. vkback doctor looks for the setting that cures it"
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for program in (self._present, *self._programs.values()):
+            program.close()
+
+    def compile(self, points: Iterable[Point]) -> None:
+        dispatches: list[Dispatch] = []
+        for point in points:
+            with suppress(PlanError):  # said again when the point is tried
+                dispatches += self._schedule(point).dispatches()
+        compile_kernels(self._tokens.device, self._tokens.library, dispatches)
+
+    def wrong(self, point: Point) -> str:
+        program = self._program(point)
+        verdict = judge(program.logits(), self._want, product_tolerance(True, True))
+        if program.gave_up:
+            return "a wait for the stage before was given up"
+        return "" if verdict.ok else f"logits of a token: {verdict.text}"
+
+    def lap(self, point: Point, repetitions: int) -> Lap:
+        program = self._program(point)
+        if not self._tokens.device.caps.software:
+            warm_up(self._tokens.device, self._present.commands, WARM_S)
+        return lap_of([program.time_us() for _ in range(RUNS * repetitions)])
+
+    def throughput(self, point: Point) -> float:
+        return self.lap(point, 1).us
+
+    def nbytes(self, point: Point) -> int:
+        return self._program(point).nbytes
+
+    def _schedule(self, point: Point) -> Schedule:
+        if point not in self._schedules:
+            ctx = dataclasses.replace(self._ctx, tuning=Replaced(self._ctx.tuning, self._job, point))
+            self._schedules[point] = plan(self._tokens.graph, ctx)
+        return self._schedules[point]
+
+    def _program(self, point: Point) -> TokenProgram:
+        program = self._programs.pop(point, None) or TokenProgram(self._tokens, self._schedule(point))
+        self._programs[point] = program  # the last used last
+        if len(self._programs) > KEPT_PROGRAMS:
+            self._programs.pop(next(iter(self._programs))).close()
+        return program
+
+
+class ProgramSweep(Sweep):
+    """Tunes jobs in the program of a model's token; each begins with what the tables say once the one before is done."""
+
+    relative_noise: ClassVar[float] = TOKEN_NOISE
+
+    def __init__(self, model: Model, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._model = model
+
+    def run(self, jobs: Sequence[Job], *, resume: bool = False) -> list[Result]:
+        if resume and all(map(self.journal.finished, jobs)):
+            return []  # no need to load the weights
+        with Tokens(self._model, self.device, self.library, self.ctx) as self._tokens:
+            return super().run(jobs, resume=resume)
+
+    def write_table(self) -> None:
+        super().write_table()
+        self.ctx = dataclasses.replace(self.ctx, tuning=self._tables())
+
+    def _prepare(self, job: Job) -> Callable[[], Trial]:
+        return lambda: ProgramTrial(self._tokens, job, self.ctx)
+
+    def _guesses(self, job: Job, shipped: Point) -> list[Point]:
+        if self.device.caps.software:
+            return super()._guesses(job, shipped)
+        plain = job.product.out == "F32" and "norm" not in job.product.roles
+        return [Point(*shape, 1, 0, 0, 0) for shape in (WAITING_STARTS if plain else PROLOGUE_STARTS)]
