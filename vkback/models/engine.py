@@ -49,6 +49,9 @@ RING = 4096
 
 SUBMITS_IN_FLIGHT = 2
 
+SPIN_S = 0.005
+"""How long the host stays awake for the logits of one token: longer than a fast GPU takes for them."""
+
 
 class EngineError(VkbackError):
     """A request the engine cannot carry out, or a model whose numbers went bad."""
@@ -306,7 +309,8 @@ class Engine:
     def _decode(self, token: int, commands: Commands) -> tuple[Floats, bool]:
         """Logits of a token at n_past, and whether they are none since a hand-over was given up."""
         self._set_input([token], [self.n_past])
-        self.device.submit(commands).wait()
+        # A driver on the CPU needs the cores itself.
+        self.device.submit(commands).wait(spin_s=0.0 if self.device.caps.software else SPIN_S)
         return self._read_logits(1)[0], self._readback("logits back").given_up
 
     def _try_handovers(self) -> None:

@@ -25,15 +25,16 @@ EMPTY = 0x80808080
 """EMPTY of shaders/common/handover.glsl."""
 
 
-def with_handovers(schedule: Schedule) -> Schedule:
-    """The schedule with as few barriers as its kernels allow."""
-    joined = _joined(schedule.stages)
+def with_handovers(schedule: Schedule, max_bindings: int) -> Schedule:
+    """The schedule with as few barriers as its kernels allow. A kernel that waits binds one buffer more, of max_bindings at most."""
+    joined = _joined(schedule.stages, max_bindings)
     stages = []
     for i, stage in enumerate(schedule.stages):
         gives = i + 1 < len(joined) and joined[i + 1]
         stages.append([_taking_part(d, joined[i]) if joined[i] or gives else d for d in stage])
-    chain = [i for i in range(len(joined)) if joined[i] or (i + 1 < len(joined) and joined[i + 1])]
-    handed = frozenset(name for i in chain for name in _written(stages[i]))
+    awaited = {name for i, stage in enumerate(schedule.stages) if joined[i] for d in stage for name in _awaited(d)}
+    made = {name for i, stage in enumerate(schedule.stages) if i + 1 < len(joined) and joined[i + 1] for name in _written(stage)}
+    handed = frozenset(awaited & made)
     return dataclasses.replace(schedule, stages=stages, joined=frozenset(i for i, j in enumerate(joined) if j), handed=handed)
 
 
@@ -42,7 +43,11 @@ def _written(stage: Sequence[Dispatch]) -> set[str]:
     return {a.tensor.name for d in stage for a in d.args if "w" in a.access and a.tensor.kind == "node"}
 
 
-def _joined(stages: Sequence[Sequence[Dispatch]]) -> list[bool]:
+def _awaited(d: Dispatch) -> tuple[str, ...]:
+    return (*d.handover.whole, *d.handover.part) if d.handover else ()
+
+
+def _joined(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> list[bool]:
     """For each stage whether it can do without a barrier before it."""
     joined = [False] * len(stages)
     # Since the last barrier: by tensor written, what was complete before any of it could be.
@@ -50,7 +55,8 @@ def _joined(stages: Sequence[Sequence[Dispatch]]) -> list[bool]:
     for i, stage in enumerate(stages):
         # Memory is filled with EMPTY beside stage 0, which must therefore hand nothing over.
         able = i > 1 and all(d.handover is not None for d in (*stages[i - 1], *stage))
-        joined[i] = able and not _written(stage) & implied.keys() and all(_covered(d, implied) for d in stage)
+        able = able and all(len(d.args) < max_bindings for d in stage) and not _written(stage) & implied.keys()
+        joined[i] = able and all(_covered(d, implied) for d in stage)
         if not joined[i]:
             implied = {}
         for name, before in [(name, _complete_before(d, implied)) for d in stage for name in _written([d])]:
@@ -70,8 +76,7 @@ def _complete_before(d: Dispatch, implied: Mapping[str, frozenset[str]]) -> froz
     """Tensors that are complete before a dispatch writes anything."""
     if d.handover is None:
         return frozenset()
-    awaited = (*d.handover.whole, *d.handover.part)
-    return frozenset(d.handover.whole).union(*(implied.get(name, frozenset()) for name in awaited))
+    return frozenset(d.handover.whole).union(*(implied.get(name, frozenset()) for name in _awaited(d)))
 
 
 def _taking_part(d: Dispatch, awaits: bool) -> Dispatch:
