@@ -12,7 +12,8 @@ three things must hold, and a stage for which one does not keeps its barrier:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from vkback.graph import Tensor
 from vkback.ops.base import Arg, Dispatch
@@ -45,33 +46,36 @@ def _written(stage: Sequence[Dispatch]) -> set[str]:
 def _joined(stages: Sequence[Sequence[Dispatch]]) -> list[bool]:
     """For each stage whether it can do without a barrier before it."""
     joined = [False] * len(stages)
-    makers: dict[str, list[Dispatch]] = {}  # since the last barrier
+    writers = Counter(name for stage in stages for name in _written(stage))
+    made: dict[str, list[set[str]]] = {}  # since the last barrier, for each dispatch that makes a tensor what is complete by then
     for i, stage in enumerate(stages):
         # Memory is filled with EMPTY beside stage 0, which must therefore hand nothing over.
         able = i > 1 and all(d.handover is not None for d in (*stages[i - 1], *stage))
-        joined[i] = able and not _written(stage) & makers.keys() and all(_covered(d, makers) for d in stage)
+        once = all(writers[name] == 1 for s in stages[max(i - 1, 0) : i + 1] for name in _written(s))
+        joined[i] = able and once and all(_covered(d, made) for d in stage)
         if not joined[i]:
-            makers = {}
-        for d in stage:
+            made = {}
+        complete = [(d, _complete(d, made)) for d in stage]
+        for d, names in complete:
             for name in _written([d]):
-                makers.setdefault(name, []).append(d)
+                made.setdefault(name, []).append(names)
     return joined
 
 
-def _covered(d: Dispatch, makers: dict[str, list[Dispatch]]) -> bool:
+def _covered(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> bool:
     """Whether all that a dispatch reads is awaited or was complete before."""
     assert d.handover is not None
-    awaited = {*d.handover.whole, *d.handover.part}
-    # A tensor made by several dispatches, all of which are awaited, implies what each of them implies.
-    implied = {name for t in awaited for maker in makers.get(t, ()) for name in _implied(maker, makers)}
-    return all(name in awaited or name in implied for name, _ in d.reads if name in makers)
+    there = {*d.handover.part, *_complete(d, made)}
+    return all(name in there for name, _ in d.reads if name in made)
 
 
-def _implied(d: Dispatch, makers: dict[str, list[Dispatch]]) -> set[str]:
-    """Tensors that are complete once a dispatch has written anything."""
-    assert d.handover is not None
-    through = {name for t in (*d.handover.whole, *d.handover.part) for maker in makers.get(t, ()) for name in _implied(maker, makers)}
-    return through | set(d.handover.whole)
+def _complete(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> set[str]:
+    """Tensors that are complete once a dispatch has got what it awaits."""
+    if d.handover is None:
+        return set()
+    # A tensor may be made by several dispatches. A part of it may come from any of them, the whole comes from all.
+    through = [set.union(*made[t]) for t in d.handover.whole if t in made] + [set.intersection(*made[t]) for t in d.handover.part if t in made]
+    return set(d.handover.whole).union(*through)
 
 
 def _taking_part(d: Dispatch, awaits: bool) -> Dispatch:
