@@ -109,8 +109,8 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
 
 
 def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None) -> list[str]:
-    """A line a dispatch, below those of a stage what it waits for and how, and lines of totals. Times stand beside the first dispatch of a stage;
-    dispatches with the same stage number do not depend on each other."""
+    """A line a dispatch, below those of a stage what it waits for and how, and lines of totals. Times stand beside the first dispatch of a
+    stage; dispatches with the same stage number do not depend on each other."""
     from vkback.plan.forecast import waits
 
     data = as_data(schedule, costs, tokens, depth, times)

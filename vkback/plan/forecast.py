@@ -29,7 +29,7 @@ class Costs:
 class Wait:
     """A stage must run after an earlier one, which has `tensor` written ("write"), or read before it is overwritten here ("read").
 
-    awaited  "whole" or "part" where the kernels of a joined stage look for it themselves, "" where a barrier or what they await stands for it
+    awaited  "whole" or "part" where the kernels of a joined stage look for it; "" where a barrier, or what they look for, stands for it
     """
 
     stage: int

@@ -1,11 +1,11 @@
 """Stages that hand over word by word instead of by pipeline barriers (shaders/common/handover.glsl).
 
-A kernel of a joined stage reads what it awaits until no word of it is EMPTY any more. For that to be an order as strict as that of barriers,
-three things must hold, and a stage for which one does not keeps its barrier:
+A kernel of a joined stage reads what it awaits until no word of it is EMPTY any more. For that to be an order as strict as that of
+barriers, three things must hold, and a stage for which one does not keeps its barrier:
 
 - What a stage hands over is written once a run, into memory of its own, which the program fills with EMPTY before.
-- Whatever else a joined kernel reads was complete before something that it awaits could be written: the stage before awaited all of it, or the
-  one before that.
+- Whatever else a joined kernel reads was complete before something that it awaits could be written: the stage before awaited all of it, or
+  the one before that.
 - Nothing is written that an earlier stage might still read. Memory of its own sees to that, too.
 """
 
@@ -74,8 +74,9 @@ def _complete(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> set[str]:
     if d.handover is None:
         return set()
     # A tensor may be made by several dispatches. A part of it may come from any of them, the whole comes from all.
-    through = [set.union(*made[t]) for t in d.handover.whole if t in made] + [set.intersection(*made[t]) for t in d.handover.part if t in made]
-    return set(d.handover.whole).union(*through)
+    of_wholes = [set.union(*made[t]) for t in d.handover.whole if t in made]
+    of_parts = [set.intersection(*made[t]) for t in d.handover.part if t in made]
+    return set(d.handover.whole).union(*of_wholes, *of_parts)
 
 
 def _taking_part(d: Dispatch, awaits: bool) -> Dispatch:

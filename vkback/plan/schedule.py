@@ -87,7 +87,9 @@ def into_stages(dispatches: Sequence[Dispatch]) -> list[list[Dispatch]]:
     return stages
 
 
-def place(stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = (), apart: frozenset[str] = frozenset()) -> tuple[dict[str, Slot], int]:
+def place(
+    stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = (), apart: frozenset[str] = frozenset()
+) -> tuple[dict[str, Slot], int]:
     """Offsets for all tensors of kind "node": a slot is given again once the last stage that touches its tensor has passed.
 
     keep   names that must survive to the end (graph outputs)
