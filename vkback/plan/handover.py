@@ -63,10 +63,11 @@ def _joined(stages: Sequence[Sequence[Dispatch]]) -> list[bool]:
 
 
 def _covered(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> bool:
-    """Whether all that a dispatch reads is awaited or was complete before."""
+    """Whether all that a dispatch reads is awaited or was complete before, and all that it awaits is handed over."""
     assert d.handover is not None
-    there = {*d.handover.part, *_complete(d, made)}
-    return all(name in there for name, _ in d.reads if name in made)
+    awaited = {*d.handover.whole, *d.handover.part}
+    there = awaited | _complete(d, made)
+    return awaited <= made.keys() and all(name in there for name, _ in d.reads if name in made)
 
 
 def _complete(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> set[str]:

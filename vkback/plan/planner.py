@@ -7,7 +7,7 @@ import dataclasses
 from vkback.device import Capabilities
 from vkback.graph import Graph, live
 from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, nbytes, shards
-from vkback.plan.fuse import fuse, schedule_choice
+from vkback.plan.fuse import fuse, schedule_choice, tokens_of
 from vkback.plan.handover import with_handovers
 from vkback.plan.schedule import Schedule, Slot, into_stages, place, place_apart
 
@@ -18,7 +18,8 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
     fusion  "all" or "none" (each op by itself)
     Raises PlanError naming the node when an op is unknown or cannot run on the device.
     """
-    ctx = dataclasses.replace(ctx, handover=fusion == "all" and schedule_choice(graph.nodes, ctx)["handover"] == "word")
+    one_token = tokens_of(graph.nodes) == 1
+    ctx = dataclasses.replace(ctx, handover=fusion == "all" and one_token and schedule_choice(graph.nodes, ctx)["handover"] == "word")
     nodes = live(fuse(graph, ctx, level=fusion), graph.outputs)
     dispatches: list[Dispatch] = []
     for node in nodes:
