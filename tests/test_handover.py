@@ -114,33 +114,37 @@ def step(made: Tensor, *read: Tensor, whole: Sequence[Tensor] = (), part: Sequen
     return Dispatch(Variant("none.comp"), args, b"", (1, 1, 1), "TEST", made.name, handover=handover)
 
 
+def handed_over(stages: list[list[Dispatch]], max_bindings: int = 8) -> Schedule:
+    return with_handovers(Schedule(stages), max_bindings)
+
+
 def start() -> list[list[Dispatch]]:
     """Two stages that never are joined; the second makes a."""
     return [[], [step(A)]]
 
 
 def test_a_chain_is_joined() -> None:
-    s = with_handovers(Schedule([*start(), [step(B, whole=[A])], [step(C, A, whole=[B])], [step(D, A, B, whole=[C])]]))
+    s = handed_over([*start(), [step(B, whole=[A])], [step(C, A, whole=[B])], [step(D, A, B, whole=[C])]])
     assert s.joined == {2, 3, 4}
     assert s.handed == {"a", "b", "c", "d"}
     assert all(w.awaited == ("whole" if w.stage == i - 1 else "") for i, found in enumerate(waits(s)) for w in found)
 
 
 def test_the_first_two_stages_keep_their_barriers() -> None:
-    s = with_handovers(Schedule([[step(A)], [step(B, whole=[A])], [step(C, whole=[B])]]))
+    s = handed_over([[step(A)], [step(B, whole=[A])], [step(C, whole=[B])]])
     assert s.joined == {2}
     assert s.handed == {"b", "c"}
 
 
 def test_what_nothing_awaited_implies_needs_a_barrier() -> None:
     """d is made beside b; who awaits b does not know that d is there."""
-    s = with_handovers(Schedule([*start(), [step(B, whole=[A]), step(D, whole=[A])], [step(C, D, whole=[B])]]))
+    s = handed_over([*start(), [step(B, whole=[A]), step(D, whole=[A])], [step(C, D, whole=[B])]])
     assert s.joined == {2}
 
 
 def test_a_part_does_not_imply_the_whole() -> None:
     stages = [*start(), [step(B, part=[A])], [step(C, A, whole=[B])]]
-    assert with_handovers(Schedule(stages)).joined == {2}
+    assert handed_over(stages).joined == {2}
 
 
 def test_a_part_implies_what_all_its_makers_awaited() -> None:
@@ -148,7 +152,7 @@ def test_a_part_implies_what_all_its_makers_awaited() -> None:
 
     def joined(*read: Tensor, **awaits: Sequence[Tensor]) -> frozenset[int]:
         makers = [step(C, whole=[A, B]), step(C, whole=[A])]
-        return with_handovers(Schedule([[], [step(A), step(B)], makers, [step(D, *read, **awaits)]])).joined
+        return handed_over([[], [step(A), step(B)], makers, [step(D, *read, **awaits)]]).joined
 
     assert joined(A, part=[C]) == {2, 3}
     assert joined(B, part=[C]) == {2}
@@ -159,7 +163,7 @@ def test_a_part_implies_what_all_its_makers_awaited() -> None:
 def test_a_tensor_written_twice_is_not_handed_over(first: int) -> None:
     stages = [*start(), [step(B, whole=[A])], [step(C, whole=[B])], [step(E, whole=[C])], [step(D, whole=[E])]]
     stages[first] = [*stages[first], step(E)]
-    s = with_handovers(Schedule(stages))
+    s = handed_over(stages)
     assert not s.joined & {4, 5}
     assert "e" not in s.handed
 
@@ -167,17 +171,23 @@ def test_a_tensor_written_twice_is_not_handed_over(first: int) -> None:
 def test_what_was_made_before_the_last_barrier_is_not_awaited() -> None:
     """It lies in memory that is not emptied, where EMPTY is a number like any other."""
     barrier = dataclasses.replace(step(B), handover=None)
-    s = with_handovers(Schedule([*start(), [barrier], [step(C)], [step(D, whole=[C, A])]]))
+    s = handed_over([*start(), [barrier], [step(C)], [step(D, whole=[C, A])]])
     assert not s.joined
-    s = with_handovers(Schedule([*start(), [barrier], [step(C)], [step(D, A, whole=[C])]]))
+    s = handed_over([*start(), [barrier], [step(C)], [step(D, A, whole=[C])]])
     assert s.joined == {4}
+
+
+def test_a_kernel_without_room_for_the_state_keeps_its_barrier() -> None:
+    stages = [*start(), [step(B, whole=[A])], [step(C, A, whole=[B])], [step(D, whole=[C])]]
+    assert handed_over(stages, 4).joined == {2, 3, 4}
+    assert handed_over(stages, 3).joined == {2, 4}
 
 
 def test_many_layers_are_planned_quickly() -> None:
     """Each tensor has two makers, whose every path back must not be walked."""
     chain = [Tensor(f"t{i}", "F32", (8,)) for i in range(400)]
     stages = [[step(chain[i], whole=chain[max(i - 1, 0) : i]), step(chain[i], whole=chain[max(i - 1, 0) : i])] for i in range(400)]
-    assert with_handovers(Schedule(stages)).joined == set(range(2, 400))
+    assert handed_over(stages).joined == set(range(2, 400))
 
 
 def test_a_joined_stage_is_charged_a_hand_over() -> None:
@@ -188,7 +198,7 @@ def test_a_joined_stage_is_charged_a_hand_over() -> None:
 
 
 def test_waits_tell_what_is_awaited() -> None:
-    s = with_handovers(Schedule([*start(), [step(B, part=[A])], [step(C, whole=[B])]]))
+    s = handed_over([*start(), [step(B, part=[A])], [step(C, whole=[B])]])
     assert waits(s)[2:] == [[Wait(1, "a", "write", "part")], [Wait(2, "b", "write", "whole")]]
 
 
@@ -202,7 +212,7 @@ def test_every_recorded_device_plans_hand_overs_within_its_limits(profile: str, 
             continue
         s = schedule(models(name), ctx, "greedy")
         check_device_limits(s, ctx.caps)
-        assert s.joined
+        assert len(s.joined) >= 4 * models(name).hp.n_layer
 
 
 def test_kernels_that_await_stay_within_the_poorest_devices(models: Callable[[str], Model], library: ShaderLibrary) -> None:
@@ -244,7 +254,8 @@ def logits(engine: Engine) -> np.ndarray:
 
 
 def with_defines(d: Dispatch, **defines: int) -> Dispatch:
-    return dataclasses.replace(d, kernel=dataclasses.replace(d.kernel, defines=tuple(sorted({**dict(d.kernel.defines), **defines}.items()))))
+    changed = {**dict(d.kernel.defines), **defines}
+    return dataclasses.replace(d, kernel=dataclasses.replace(d.kernel, defines=tuple(sorted(changed.items()))))
 
 
 def gave_up(device: Device, program: Program) -> int:

@@ -26,9 +26,9 @@ EMPTY = 0x80808080
 """EMPTY of shaders/common/handover.glsl."""
 
 
-def with_handovers(schedule: Schedule) -> Schedule:
-    """The schedule with as few barriers as its kernels allow."""
-    joined = _joined(schedule.stages)
+def with_handovers(schedule: Schedule, max_bindings: int) -> Schedule:
+    """The schedule with as few barriers as its kernels allow, of which one that awaits binds a buffer more."""
+    joined = _joined(schedule.stages, max_bindings)
     stages = []
     for i, stage in enumerate(schedule.stages):
         gives = i + 1 < len(joined) and joined[i + 1]
@@ -43,7 +43,7 @@ def _written(stage: Sequence[Dispatch]) -> set[str]:
     return {a.tensor.name for d in stage for a in d.args if "w" in a.access and a.tensor.kind == "node"}
 
 
-def _joined(stages: Sequence[Sequence[Dispatch]]) -> list[bool]:
+def _joined(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> list[bool]:
     """For each stage whether it can do without a barrier before it."""
     joined = [False] * len(stages)
     writers = Counter(name for stage in stages for name in _written(stage))
@@ -51,6 +51,7 @@ def _joined(stages: Sequence[Sequence[Dispatch]]) -> list[bool]:
     for i, stage in enumerate(stages):
         # Memory is filled with EMPTY beside stage 0, which must therefore hand nothing over.
         able = i > 1 and all(d.handover is not None for d in (*stages[i - 1], *stage))
+        able = able and all(len(d.args) < max_bindings for d in stage)
         once = all(writers[name] == 1 for s in stages[max(i - 1, 0) : i + 1] for name in _written(s))
         joined[i] = able and once and all(_covered(d, made) for d in stage)
         if not joined[i]:

@@ -29,7 +29,7 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
         dispatches.extend(op.lower(node, ctx))
     schedule = Schedule(into_stages(dispatches))
     if ctx.handover:
-        schedule = with_handovers(schedule)
+        schedule = with_handovers(schedule, ctx.caps.max_storage_bindings)
     for dispatch in schedule.dispatches():
         check_limits(dispatch, ctx.caps)
     slots, size = place(schedule.stages, [t.name for t in graph.outputs], schedule.handed)
