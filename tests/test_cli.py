@@ -21,7 +21,9 @@ from vkback.cli import test_ops as ops_command
 from vkback.cli.bench_run import WARMUP_TOKENS, measure
 from vkback.cli.bench_tests import BenchTest, parse_name, parse_values, plan_tests
 from vkback.cli.shell import UsageError
+from vkback.device import Capabilities, Device
 from vkback.errors import VkbackError
+from vkback.plan.tuning import device_table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -362,7 +364,7 @@ def test_plan_is_made_for_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPa
     assert lines[0].startswith("vkback: 0 = NVIDIA H200")
     stages = [int(text.split()[0]) for text in lines[2:-2] if "waits for" not in text]
     assert stages == sorted(stages)
-    assert "      waits for Qcur_rope-0.qkv (written by 1), rope_angles.0 (written by 0)" in lines
+    assert "      barrier: waits for Qcur_rope-0.qkv (written by 1), rope_angles.0 (written by 0)" in lines
     assert lines[-2].startswith(f"{stages[-1] + 1} stages, {len(stages)} dispatches, ")
     assert lines[-1].startswith("predicted: ")
     assert lines[-1].endswith(" by 4560.0 GB/s and 3.00 us a stage (95% of the published 4800 GB/s; 3 us a stage as an H200 takes)")
@@ -376,9 +378,41 @@ def test_plan_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert made["summary"]["bytes"] == sum(d["bytes"] for s in made["stages"] for d in s["dispatches"])
     assert made["summary"]["predicted_us"] == pytest.approx(sum(s["predicted_us"] for s in made["stages"]))
     assert made["stages"][2]["waits_for"] == [
-        {"stage": 1, "tensor": "Qcur_rope-0.qkv", "after": "write"}, {"stage": 0, "tensor": "rope_angles.0", "after": "write"}
+        {"stage": 1, "tensor": "Qcur_rope-0.qkv", "after": "write", "awaited": ""},
+        {"stage": 0, "tensor": "rope_angles.0", "after": "write", "awaited": ""},
     ]  # fmt: skip
     assert made["summary"]["measured_us"] is None
+
+
+def word_table(folder: Path, caps: Capabilities) -> str:
+    """A folder with a device's own table, by which its stages hand over word by word."""
+    (folder / device_table(caps)).write_text('[[schedule]]\nset = { handover = "word" }\nmeasured = "a test"\n')
+    return str(folder)
+
+
+def test_plan_tells_joined_stages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.setenv("VKBACK_TUNING", word_table(tmp_path, Capabilities.from_profile("nvidia_h200_linux")))
+    assert call(monkeypatch, main.main, "plan", "--profile", "nvidia_h200_linux", "-c", "64") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "      barrier: waits for inp_embd (written by 0)" in lines
+    assert "      joined: awaits part of Qcur_rope-0.qkv (written by 1); by then there: rope_angles.0 (written by 0)" in lines
+    assert lines[-2].startswith("32 stages (30 joined), ")
+    assert lines[-1].endswith(", 1.00 a joined one (a third of it, as on an H200)")
+    assert call(monkeypatch, main.main, "plan", "--profile", "nvidia_h200_linux", "-c", "64", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [s["stage"] for s in made["stages"] if s["joined"]] == list(range(2, 32))
+    assert made["stages"][2]["waits_for"][0] == {"stage": 1, "tensor": "Qcur_rope-0.qkv", "after": "write", "awaited": "part"}
+    assert made["summary"]["joined"] == 30
+    assert made["summary"]["predicted_us"] == pytest.approx(2 * 3 + 30 + made["summary"]["bytes"] / made["costs"]["read_gb_s"] / 1e3)
+
+
+@pytest.mark.vulkan
+def test_plan_measures_joined_stages_with_barriers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, device: Device
+) -> None:
+    monkeypatch.setenv("VKBACK_TUNING", word_table(tmp_path, device.caps))
+    assert call(monkeypatch, main.main, "plan", "-m", "demo-moe", "-c", "64", "--measure") == 0
+    assert " us stage by stage with barriers before all; " in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.vulkan

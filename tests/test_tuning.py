@@ -44,7 +44,7 @@ def query(**changed: object) -> dict[str, object]:
         ("[[mat_vec]", "[tuning] default.toml: not valid TOML: Expected ']]' at the end of an array declaration (at line 1, column 10)"),
         ("[[matvec]]", "[tuning] default.toml: unknown family 'matvec', expected one of argmax, attention"),
         ("[mat_vec]", "[tuning] default.toml: mat_vec must be rows, written [[mat_vec]]"),
-        (row("set = { rows = 2 }", 'qant = "Q4_K"'), ROW + "unknown key 'qant', expected one of glu, handover, ids, k,"),
+        (row("set = { rows = 2 }", 'qant = "Q4_K"'), ROW + "unknown key 'qant', expected one of glu, handover, ids,"),
         (row('quant = "Q4_K"'), ROW + "has no `set = { ... }`"),
         ("[[mat_vec]]\nset = { rows = 2 }", ROW + 'has no evidence; add `measured = "..."` with date, device,'),
         ('[[mat_vec]]\nset = { rows = 2 }\nmeasured = " "', ROW + "has no evidence"),

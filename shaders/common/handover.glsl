@@ -34,7 +34,9 @@ float never_empty(float v) { return floatBitsToUint(v) == EMPTY ? -0.0 : v; }
 layout(std430, set = 0, binding = BIND_HANDOVER) coherent volatile buffer HandoverState { uint handover_failed; };
 
 // About a quarter of a second on an H200; no stage takes as long.
+#ifndef MOST_READS
 #define MOST_READS (1u << 18)
+#endif
 
 bool gives_up(inout uint reads) {
     reads++;

@@ -251,8 +251,10 @@ void await_experts(uint tid) {
 #if AWAITS
     int id;
     float weight;
-    const uint at = y_row * N_USED + tid % N_USED;
-    AWAIT(id = ids[at]; weight = expert_weight[at], filled(uint(id)) && filled(weight));
+    [[unroll]] for (uint first = 0; first < N_USED; first += WG) {
+        const uint at = y_row * N_USED + (first + tid) % N_USED;
+        AWAIT(id = ids[at]; weight = expert_weight[at], filled(uint(id)) && filled(weight));
+    }
     barrier();
 #endif
 }

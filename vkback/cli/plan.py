@@ -75,9 +75,10 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
     stages: list[dict[str, Any]] = [
         {
             "stage": number,
-            "predicted_us": predicted_us(stage, costs, depth + tokens),
+            "predicted_us": predicted_us(stage, costs, depth + tokens, number in schedule.joined),
             "measured_us": times.stages[number] if times else None,
-            "waits_for": [{"stage": w.stage, "tensor": w.tensor, "after": w.after} for w in waited],
+            "joined": number in schedule.joined,
+            "waits_for": [{"stage": w.stage, "tensor": w.tensor, "after": w.after, "awaited": w.awaited} for w in waited],
             "dispatches": [
                 {
                     "op": d.op, "node": d.label, "kernel": d.kernel.name, "groups": list(d.groups), "bytes": moved_bytes(d, depth + tokens),
@@ -92,6 +93,7 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
     predicted = sum(s["predicted_us"] for s in stages)
     summary: dict[str, Any] = {
         "stages": len(stages),
+        "joined": len(schedule.joined),
         "dispatches": len(dispatches),
         "kernels": len({d.kernel for d in dispatches}),
         "bytes": sum(moved_bytes(d, depth + tokens) for d in dispatches),
@@ -102,13 +104,13 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
         "measured_together_us": times.whole if times else None,
         "measured_tokens_per_s": 1e6 * tokens / times.whole if times else None,
     }
-    known = {"read_gb_s": costs.read_gb_s, "stage_us": costs.stage_us, "source": costs.source}
+    known = {"read_gb_s": costs.read_gb_s, "stage_us": costs.stage_us, "joined_us": costs.joined_us, "source": costs.source}
     return {"tokens": tokens, "depth": depth, "costs": known, "stages": stages, "summary": summary}
 
 
 def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None) -> list[str]:
-    """A line a dispatch, below those of a stage what it waits for, and lines of totals. Times stand beside the first dispatch of a stage;
-    dispatches with the same stage number do not depend on each other."""
+    """A line a dispatch, below those of a stage what it waits for and how, and lines of totals. Times stand beside the first dispatch of a
+    stage; dispatches with the same stage number do not depend on each other."""
     from vkback.plan.forecast import waits
 
     data = as_data(schedule, costs, tokens, depth, times)
@@ -123,27 +125,42 @@ def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
                 f"{stage['stage']:5} {d['op']:18} {d['node']:28} {groups:>14} {d['bytes'] / 1e3:10.1f} {figures}  {d['kernel']}{why}"
             )
             figures = " " * len(figures)
-        if waited:
-            lines.append(f"      waits for {_named(waited)}")
+        if stage["joined"]:
+            lines.append(f"      joined: awaits {_awaited(waited)}")
+        elif waited:
+            lines.append(f"      barrier: waits for {_named(waited)}")
     s = data["summary"]
+    joined = f" ({s['joined']} joined)" if s["joined"] else ""
     lines.append(
-        f"{s['stages']} stages, {s['dispatches']} dispatches, {s['kernels']} kernels; "
+        f"{s['stages']} stages{joined}, {s['dispatches']} dispatches, {s['kernels']} kernels; "
         f"{s['bytes'] / 1e6:.3f} MB moved; activations {s['activation_bytes'] / 1024:.1f} KiB"
     )
     lines.append(
         f"predicted: {s['predicted_us']:.1f} us, {s['predicted_tokens_per_s']:.1f} tokens/s, by {costs.read_gb_s:.1f} GB/s and "
         f"{costs.stage_us:.2f} us a stage ({costs.source})"
+        + (f", {costs.joined_us:.2f} a joined one (a third of it, as on an H200)" if s["joined"] else "")
     )
     if times:
         lines.append(
-            f"measured: {s['measured_us']:.1f} us stage by stage; {s['measured_together_us']:.1f} us together, "
+            f"measured: {s['measured_us']:.1f} us stage by stage{' with barriers before all' if s['joined'] else ''}; "
+            f"{s['measured_together_us']:.1f} us together{' as planned' if s['joined'] else ''}, "
             f"{s['measured_tokens_per_s']:.1f} tokens/s"
         )
     return lines
 
 
+def _awaited(waited: list[Wait]) -> str:
+    """What the kernels of a joined stage look for, and what needs no looking for because it was complete before."""
+    looked_for = [w for w in waited if w.awaited]
+    implied = [w for w in waited if not w.awaited]
+    return _named(looked_for) + (f"; by then there: {_named(implied)}" if implied else "")
+
+
 def _named(waited: list[Wait]) -> str:
     """Tensors with the stage that touched them last, the nearest first."""
-    shown = [f"{w.tensor} ({'written' if w.after == 'write' else 'read'} by {w.stage})" for w in waited[:NAMED]]
+    shown = [
+        f"{'part of ' if w.awaited == 'part' else ''}{w.tensor} ({'written' if w.after == 'write' else 'read'} by {w.stage})"
+        for w in waited[:NAMED]
+    ]
     more = f" and {len(waited) - NAMED} more" if len(waited) > NAMED else ""
     return ", ".join(shown) + more

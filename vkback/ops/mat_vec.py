@@ -81,7 +81,7 @@ declare(
         "path": ("int", "float"),
         "m": "number",
         "k": "number",
-        "handover": (0, 1),
+        "handover": (0, 1),  # 1: of a token whose stages hand over where they can
     },
     params={
         "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),

@@ -1,7 +1,7 @@
 """Stages that hand over word by word instead of by pipeline barriers (shaders/common/handover.glsl).
 
-A kernel of a joined stage reads what it awaits until no word of it is EMPTY any more. For that to be as good as a barrier, three things
-must hold, and a stage for which one does not keeps its barrier:
+A kernel of a joined stage reads what it awaits until no word of it is EMPTY any more. For that to be an order as strict as that of
+barriers, three things must hold, and a stage for which one does not keeps its barrier:
 
 - What a stage hands over is written once a run, into memory of its own, which the program fills with EMPTY before.
 - Whatever else a joined kernel reads was complete before something that it awaits could be written: the stage before awaited all of it, or
@@ -12,6 +12,7 @@ must hold, and a stage for which one does not keeps its barrier:
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from vkback.graph import Tensor
@@ -26,15 +27,13 @@ EMPTY = 0x80808080
 
 
 def with_handovers(schedule: Schedule, max_bindings: int) -> Schedule:
-    """The schedule with as few barriers as its kernels allow. A kernel that waits binds one buffer more, of max_bindings at most."""
+    """The schedule with as few barriers as its kernels allow, of which one that awaits binds a buffer more."""
     joined = _joined(schedule.stages, max_bindings)
     stages = []
     for i, stage in enumerate(schedule.stages):
         gives = i + 1 < len(joined) and joined[i + 1]
         stages.append([_taking_part(d, joined[i]) if joined[i] or gives else d for d in stage])
-    awaited = {name for i, stage in enumerate(schedule.stages) if joined[i] for d in stage for name in _awaited(d)}
-    made = {name for i, stage in enumerate(schedule.stages) if i + 1 < len(joined) and joined[i + 1] for name in _written(stage)}
-    handed = frozenset(awaited & made)
+    handed = frozenset(name for awaits, stage in zip(joined, schedule.stages, strict=True) if awaits for d in stage for name in _awaited(d))
     return dataclasses.replace(schedule, stages=stages, joined=frozenset(i for i, j in enumerate(joined) if j), handed=handed)
 
 
@@ -44,39 +43,46 @@ def _written(stage: Sequence[Dispatch]) -> set[str]:
 
 
 def _awaited(d: Dispatch) -> tuple[str, ...]:
-    return (*d.handover.whole, *d.handover.part) if d.handover else ()
+    """Names of the tensors whose words a dispatch waits for."""
+    assert d.handover is not None
+    return (*d.handover.whole, *d.handover.part)
 
 
 def _joined(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> list[bool]:
     """For each stage whether it can do without a barrier before it."""
     joined = [False] * len(stages)
-    # Since the last barrier: by tensor written, what was complete before any of it could be.
-    implied: dict[str, frozenset[str]] = {}
+    writers = Counter(name for stage in stages for name in _written(stage))
+    made: dict[str, list[set[str]]] = {}  # since the last barrier, for each dispatch that makes a tensor what is complete by then
     for i, stage in enumerate(stages):
         # Memory is filled with EMPTY beside stage 0, which must therefore hand nothing over.
         able = i > 1 and all(d.handover is not None for d in (*stages[i - 1], *stage))
-        able = able and all(len(d.args) < max_bindings for d in stage) and not _written(stage) & implied.keys()
-        joined[i] = able and all(_covered(d, implied) for d in stage)
+        able = able and all(len(d.args) < max_bindings for d in stage)
+        once = all(writers[name] == 1 for s in stages[max(i - 1, 0) : i + 1] for name in _written(s))
+        joined[i] = able and once and all(_covered(d, made) for d in stage)
         if not joined[i]:
-            implied = {}
-        for name, before in [(name, _complete_before(d, implied)) for d in stage for name in _written([d])]:
-            # Of a tensor made by several dispatches a reader may have awaited the words of one alone.
-            implied[name] = implied[name] & before if name in implied else before
+            made = {}
+        complete = [(d, _complete(d, made)) for d in stage]
+        for d, names in complete:
+            for name in _written([d]):
+                made.setdefault(name, []).append(names)
     return joined
 
 
-def _covered(d: Dispatch, implied: Mapping[str, frozenset[str]]) -> bool:
-    """Whether all that a dispatch reads is awaited or was complete before."""
-    assert d.handover is not None
-    sure = _complete_before(d, implied).union(d.handover.part)
-    return all(name in sure for name, _ in d.reads if name in implied)
+def _covered(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> bool:
+    """Whether all that a dispatch reads is awaited or was complete before, and all that it awaits is handed over."""
+    awaited = set(_awaited(d))
+    there = awaited | _complete(d, made)
+    return awaited <= made.keys() and all(name in there for name, _ in d.reads if name in made)
 
 
-def _complete_before(d: Dispatch, implied: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """Tensors that are complete before a dispatch writes anything."""
+def _complete(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> set[str]:
+    """Tensors that are complete once a dispatch has got what it awaits."""
     if d.handover is None:
-        return frozenset()
-    return frozenset(d.handover.whole).union(*(implied.get(name, frozenset()) for name in _awaited(d)))
+        return set()
+    # A tensor may be made by several dispatches. A part of it may come from any of them, the whole comes from all.
+    of_wholes = [set.union(*made[t]) for t in d.handover.whole if t in made]
+    of_parts = [set.intersection(*made[t]) for t in d.handover.part if t in made]
+    return set(d.handover.whole).union(*of_wholes, *of_parts)
 
 
 def _taking_part(d: Dispatch, awaits: bool) -> Dispatch:
