@@ -11,7 +11,7 @@
 struct Q8_1Quad {
     uint word;    // four int8
     uint d;
-    uint sums;
+    uint halves;  // the sums of both halves' int8, two int16
 };
 
 Q8_1Quad q8_1_pack(uint quad, vec4 v) {
@@ -21,14 +21,16 @@ Q8_1Quad q8_1_pack(uint quad, vec4 v) {
     // Below 2^-126 a device may flush d to zero, and 1 / d overflows.
     d = d < 1.17549435e-38 ? 0.0 : d;
     const float inverse = d > 0.0 ? 1.0 / d : 0.0;
-    const ivec4 q = ivec4(clamp(roundEven(v * inverse), -127.0, 127.0));
+    // 1.5 * 2^23 added, a float's last bit is worth 1: the sum rounds to even, and its last bits are the number in two's complement. Rounding
+    // and converting by themselves take an eighth of the rate of additions on NVIDIA. The clamp keeps product and sum apart: where one kernel
+    // rounded them together and another did not, a token's bits would depend on its kernel.
+    const uvec4 q = floatBitsToUint(clamp(v * inverse, -127.0, 127.0) + 12582912.0) - 0x4b400000u;
     // Both halves' sums in one word: each stays within 16 * 127 in size, and the borrow of the lower is undone below.
-    const uint four = uint(q.x + q.y + q.z + q.w);
+    const uint four = q.x + q.y + q.z + q.w;
     const uint both = group_sum((quad & 4u) != 0u ? four << 16 : four, 8u);
-    const int lower = int(both << 16) >> 16;
-    const int upper = (int(both) - lower) >> 16;
-    const uvec4 b = uvec4(q) & 0xffu;
-    return Q8_1Quad(b.x | (b.y << 8) | (b.z << 16) | (b.w << 24), floatBitsToUint(d), packHalf2x16(vec2(lower, upper)));
+    const uint upper = both - uint(int(both << 16) >> 16);
+    const uvec4 b = q & 0xffu;
+    return Q8_1Quad(b.x | (b.y << 8) | (b.z << 16) | (b.w << 24), floatBitsToUint(d), (upper & 0xffff0000u) | (both & 0xffffu));
 }
 
 #ifndef Q8_1_PACK_ONLY
@@ -40,7 +42,7 @@ void q8_1_store(uint row, uint units, uint quad, Q8_1Quad packed) {
     y_words[base + ((quad & 4u) != 0u ? units * 4u : 0u) + unit * 4u + (quad & 3u)] = packed.word;
     if ((quad & 7u) == 0u) {
         y_words[base + units * 8u + unit * 2u] = packed.d;
-        y_words[base + units * 8u + unit * 2u + 1u] = packed.sums;
+        y_words[base + units * 8u + unit * 2u + 1u] = packHalf2x16(vec2(int(packed.halves << 16) >> 16, int(packed.halves) >> 16));
     }
 }
 #endif

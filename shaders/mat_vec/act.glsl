@@ -10,6 +10,16 @@ struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };  // both sums: of t
 struct Act { vec4 x[8]; };
 #endif
 
+#if PATH_INT
+// Both halves' sums, which are F16 in memory, as a word of two int16, and that word taken apart.
+uint halves_word(uint f16) {
+    const ivec2 sums = ivec2(unpackHalf2x16(f16));
+    return (uint(sums.x) & 0xffffu) | (uint(sums.y) << 16);
+}
+
+ivec2 split_halves(uint word) { return ivec2(int(word << 16) >> 16, int(word) >> 16); }
+#endif
+
 #if PROLOGUE && PATH_INT
 shared uvec4 act_lo[WALK_UNITS];
 shared uvec4 act_hi[WALK_UNITS];
@@ -25,7 +35,7 @@ void keep(uint i, vec4 v) {
     const uint unit = i >> 3;
     if ((i & 4u) == 0u) act_lo[unit][i & 3u] = packed.word;
     else act_hi[unit][i & 3u] = packed.word;
-    if ((i & 7u) == 0u) act_ds[unit] = uvec2(packed.d, packed.sums);
+    if ((i & 7u) == 0u) act_ds[unit] = uvec2(packed.d, packed.halves);
 }
 #else
 // Value group i & 7 of every unit lies together, so that lanes with neighbouring units read neighbouring words.
@@ -103,7 +113,7 @@ void fetch_x(uint tid, uint first_row) {
               filled(lo) && filled(hi) && filled(ds));
         act_lo[i] = lo;
         act_hi[i] = hi;
-        act_ds[i] = ds;
+        act_ds[i] = uvec2(ds.x, halves_word(ds.y));
     }
 }
 
@@ -135,9 +145,12 @@ Act act_load(uint row, uint unit) {
         a.q[i + 4] = hi[i];
     }
     a.d = uintBitsToFloat(ds.x);
-    const vec2 sum = unpackHalf2x16(ds.y);
-    a.sum = a.d * sum;
-    a.int_sum = ivec2(sum);
+  #if PROLOGUE
+    a.int_sum = split_halves(ds.y);
+  #else
+    a.int_sum = ivec2(unpackHalf2x16(ds.y));
+  #endif
+    a.sum = a.d * vec2(exact_float(a.int_sum.x), exact_float(a.int_sum.y));
 #elif PROLOGUE
     [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit];
 #elif X_TYPE == X_Q8_1
