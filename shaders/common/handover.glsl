@@ -1,16 +1,16 @@
 // Stages that hand over word by word instead of by a pipeline barrier. The next stage's workgroups start while the last ones of the stage before
 // still run, ask for what does not depend on them, and then read again and again until every word they need is there.
 //
-//   HANDOVER  1: results are stored with never_empty(), which never yields the word EMPTY
+//   HANDOVER  1: results are stored with never_empty(), so that none is the word EMPTY
 //   AWAITS    1: what the stage before gives is read with AWAIT; memory holds EMPTY wherever it has written nothing yet
 //
 //   AWAIT(read, there)   carries out the statement `read` until `there` holds; each thread for itself
 //   bool filled(words)   whether none of them is EMPTY
-//   float never_empty(v)       v, or -0 for the number whose bits are EMPTY (-1.18e-38)
+//   never_empty(v)       v, a float or vec4, with -0 for the number whose bits are EMPTY (-1.18e-38)
 //
-// What is awaited is declared HANDED: it must come from where the stage before left it, not from a cache. EMPTY is no value of what goes by
-// without never_empty(): four int8 of Q8_1 are -127 at least, its d is not negative, its sums are whole numbers; ids and experts' weights are not
-// negative either. Whoever has awaited a stage's results may read everything that had to be complete for them.
+// What is awaited is declared HANDED: it must come from where the stage before left it, not from a cache. EMPTY is no value of what is stored
+// without never_empty(): four int8 of Q8_1 are -127 at least, its d is not negative, its sums are whole numbers; ids and experts' weights are
+// not negative either. Whoever has awaited a stage's results may read everything that had to be complete for them.
 //
 // Waiting relies on workgroups being started in the order of their dispatches, which no specification promises. A wait that takes too long
 // raises handover_failed and goes on, so that nothing hangs, and the host, which looks at it, does not use the results.
@@ -24,6 +24,7 @@
 
 #if HANDOVER
 float never_empty(float v) { return floatBitsToUint(v) == EMPTY ? -0.0 : v; }
+vec4 never_empty(vec4 v) { return mix(v, vec4(-0.0), equal(floatBitsToUint(v), uvec4(EMPTY))); }
 #else
 #define never_empty(v) (v)
 #endif
@@ -60,6 +61,7 @@ bool filled(vec4 v) { return filled(floatBitsToUint(v)); }
             if ((THERE) || gives_up(reads)) break;  \
         }                                           \
     }
+
 // The same where `read` has been carried out once.
 #define AWAIT_ASKED(READ, THERE)                                            \
     {                                                                       \

@@ -26,8 +26,7 @@ from vkback.harness.timing import Lap, lap_of, span_us, warm_up
 from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler, matrix_bytes
 from vkback.models.registry import Model
 from vkback.models.weights import load_weights
-from vkback.ops.base import Choice, Chooser, Dispatch, LowerContext, PlanError
-from vkback.ops.mat_vec import product_tolerance
+from vkback.ops.base import Choice, Chooser, Dispatch, LowerContext, PlanError, Tolerance
 from vkback.plan.handover import STATE
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
@@ -40,6 +39,11 @@ of it seldom saves more than a hundredth, which a chain's sweep would call noise
 
 DEPTH = 128
 """Rows of the cache in use while a token is timed."""
+
+LOGITS_TOLERANCE = Tolerance(
+    5e-3, 1.0, "sums in another order round otherwise to Q8_1 now and then, and layers pass that on: NMSE 2.5e-4 seen after 24 layers. One "
+    "wrong row of 2048 in each of 24 layers is an NMSE of 1e-2"
+)  # fmt: skip
 
 RUNS = 3
 """How often a lap runs a recording, for each repetition asked for."""
@@ -192,7 +196,7 @@ class ProgramTrial:
 
     def wrong(self, point: Point) -> str:
         program = self._program(point)
-        verdict = judge(program.logits(), self._want, product_tolerance(True, True))
+        verdict = judge(program.logits(), self._want, LOGITS_TOLERANCE)
         if program.gave_up:
             return "a wait for the stage before was given up"
         return "" if verdict.ok else f"logits of a token: {verdict.text}"

@@ -186,7 +186,7 @@ def _lower(
         reason=choice.source,
         nbytes=nbytes(q) + nbytes(out) + 2 * n_head_kv * rows * hd * 2,
         flops=4 * n * n_head * rows * hd,
-        handover=Handover(part=(q.name,)) if fused and n == 1 else None,
+        handover=Handover(part=(q.name,)) if fused else None,  # one token, which is never padding
     )
 
 
