@@ -36,6 +36,15 @@ def test_a_product_is_explained_from_path_to_kernel() -> None:
     assert "  shape as the tables say" in lines
 
 
+def test_a_product_of_a_token_without_barriers_has_rows_and_a_kernel_of_its_own() -> None:
+    case = "MAT_VEC(type_a=Q4_K,m=4096,n=1,k=14336,fused=residual,x=Q8_1)"
+    code, text = explain(case, "--profile", "nvidia_h200_linux", "--handover")
+    assert code == 0, text
+    assert "ids = 0, glu = 0, y = F32, prologue = 0, handover = 1:" in text
+    assert "kernel mat_vec/mat_vec[AWAITS=1, BIND_HANDOVER=4, " in text
+    assert "AWAITS" not in explain(case, "--profile", "nvidia_h200_linux")[1]
+
+
 def test_the_reason_for_the_float_path_is_shown() -> None:
     code, text = explain("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "--profile", "apple_m1_moltenvk")
     assert code == 0, text

@@ -22,6 +22,7 @@ def explain(
     device: DeviceOption = None,
     profile: Annotated[str | None, typer.Option(help="A recorded device instead, as nvidia_h200_linux, or a file.")] = None,
     act: ActOption = "auto",
+    handover: Annotated[bool, typer.Option("--handover", help="As in a token whose stages hand over without barriers.")] = False,
     statistics: Annotated[bool, typer.Option("--statistics", help="What the driver says of the kernel: registers, code, spills.")] = False,
 ) -> None:
     """Show what the tuning tables say about a case on a device: path, shape, the row that wins with its evidence, the rows behind it, what
@@ -39,7 +40,7 @@ def explain(
 
     def lines(caps: Capabilities, here: Device | None) -> str:
         tables = Tuning.for_device(caps)
-        made = explanation(node, LowerContext(caps, tables, act_of(act)), tables, library, here)
+        made = explanation(node, LowerContext(caps, tables, act_of(act), handover), tables, library, here)
         return "\n".join([f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})", *made])
 
     if profile is not None:
@@ -90,9 +91,12 @@ def explanation(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLi
     import dataclasses
 
     from vkback.ops.base import OPS
+    from vkback.plan.handover import taking_part
 
     noting = Noting(ctx.tuning)
     dispatches = OPS[node.op].lower(node, dataclasses.replace(ctx, tuning=noting))
+    if ctx.handover:
+        dispatches = [taking_part(d, True) if d.handover else d for d in dispatches]
     lines: list[str] = []
     for family, query, choice in noting.asked:
         lines += ["", *_chosen(family, query, choice, tables)]

@@ -32,7 +32,7 @@ def with_handovers(schedule: Schedule, max_bindings: int) -> Schedule:
     stages = []
     for i, stage in enumerate(schedule.stages):
         gives = i + 1 < len(joined) and joined[i + 1]
-        stages.append([_taking_part(d, joined[i]) if joined[i] or gives else d for d in stage])
+        stages.append([taking_part(d, joined[i]) if joined[i] or gives else d for d in stage])
     handed = frozenset(name for awaits, stage in zip(joined, schedule.stages, strict=True) if awaits for d in stage for name in _awaited(d))
     return dataclasses.replace(schedule, stages=stages, joined=frozenset(i for i, j in enumerate(joined) if j), handed=handed)
 
@@ -85,7 +85,8 @@ def _complete(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> set[str]:
     return set(d.handover.whole).union(*of_wholes, *of_parts)
 
 
-def _taking_part(d: Dispatch, awaits: bool) -> Dispatch:
+def taking_part(d: Dispatch, awaits: bool) -> Dispatch:
+    """A dispatch as one that hands over, and awaits what the stage before does."""
     defines = {**dict(d.kernel.defines), "HANDOVER": 1, "AWAITS": int(awaits)} | ({"BIND_HANDOVER": len(d.args)} if awaits else {})
     kernel = dataclasses.replace(d.kernel, defines=tuple(sorted(defines.items())))
     return dataclasses.replace(d, kernel=kernel, args=(*d.args, *([Arg(STATE, "rw")] if awaits else [])))
