@@ -10,11 +10,6 @@ int dot4(uint a, uint b) {
     return op_sdot_4x8(int(a), int(b), 0);
 }
 
-// float(i) for i of less than 2^22 in size, as a sum: NVIDIA converts at an eighth of the rate at which it adds.
-float exact_float(int i) {
-    return uintBitsToFloat(0x4b400000u + uint(i)) - 12582912.0;
-}
-
 // Products of 32 bytes with x, a sum for each half, on top of `start`.
 ivec2 halves_dot(uint q[8], uint x[8], ivec2 start) {
     ivec2 sum = start;

@@ -22,8 +22,8 @@ Q8_1Quad q8_1_pack(uint quad, vec4 v) {
     d = d < 1.17549435e-38 ? 0.0 : d;
     const float inverse = d > 0.0 ? 1.0 / d : 0.0;
     // 1.5 * 2^23 added, a float's last bit is worth 1: the sum rounds to even, and its last bits are the number in two's complement. Rounding
-    // and converting by themselves take an eighth of the rate of additions on NVIDIA. The clamp keeps product and sum apart: where one kernel
-    // rounded them together and another did not, a token's bits would depend on its kernel.
+    // and converting by themselves go through NVIDIA's unit for special functions, which takes an eighth as many a clock. The clamp keeps product
+    // and sum apart: where one kernel rounded them together and another did not, a token's bits would depend on its kernel.
     const uvec4 q = floatBitsToUint(clamp(v * inverse, -127.0, 127.0) + 12582912.0) - 0x4b400000u;
     // Both halves' sums in one word: each stays within 16 * 127 in size, and the borrow of the lower is undone below.
     const uint four = q.x + q.y + q.z + q.w;

@@ -150,7 +150,7 @@ Act act_load(uint row, uint unit) {
   #else
     a.int_sum = ivec2(unpackHalf2x16(ds.y));
   #endif
-    a.sum = a.d * vec2(exact_float(a.int_sum.x), exact_float(a.int_sum.y));
+    a.sum = a.d * vec2(a.int_sum);
 #elif PROLOGUE
     [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit];
 #elif X_TYPE == X_Q8_1

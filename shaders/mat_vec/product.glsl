@@ -25,11 +25,11 @@ Unit decoded(UnitRaw raw) {
 float product(UnitRaw raw, Unit u, Act a) {
     const ivec2 halves = halves_dot(u.q, a.q, ivec2(0));
   #if UNIT_HALVES
-    return a.d * (u.scale.x * exact_float(halves.x) + u.scale.y * exact_float(halves.y)) - dot(u.bias, a.sum);
+    return a.d * (u.scale.x * float(halves.x) + u.scale.y * float(halves.y)) - dot(u.bias, a.sum);
   #elif UNIT_BIAS
-    return a.d * (u.scale.x * exact_float(halves.x + halves.y)) - u.bias.x * (a.sum.x + a.sum.y);
+    return a.d * (u.scale.x * float(halves.x + halves.y)) - u.bias.x * (a.sum.x + a.sum.y);
   #else
-    return a.d * (u.scale.x * exact_float(halves.x + halves.y));
+    return a.d * (u.scale.x * float(halves.x + halves.y));
   #endif
 }
 #endif

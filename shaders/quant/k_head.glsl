@@ -19,6 +19,6 @@ float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     [[unroll]] for (int i = 0; i < 8; i++) all += dot4(q[i], x[i]);
     const ivec2 both = k_scale_min(r.head, r.sub);
     const vec2 dm = unpackHalf2x16(r.head.x);
-    return dm.x * SCALED(both.x, all) - dm.y * exact_float(both.y * (sum.x + sum.y));
+    return dm.x * float(both.x * all) - dm.y * float(both.y * (sum.x + sum.y));
 }
 #endif

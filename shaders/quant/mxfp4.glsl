@@ -39,7 +39,7 @@ float unit_dot(UnitRaw r, uint q[16], uint x[8], ivec2 sum) {
         small += dot4(q[i + 8], x[i]);
         small_16 += dot4(q[i + 12], x[i + 4]);
     }
-    return half_power(r) * exact_float(16 * large + 48 * small + 3 * small_16);
+    return half_power(r) * float(16 * large + 48 * small + 3 * small_16);
 }
 #endif
 

@@ -31,7 +31,7 @@ float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     const int scaled = int((s << 2) & 60u) * halves.x + int((s >> 8) & 15u) * halves.y;
     const int low = int((s >> 2) & 60u) * sum.x + int((s >> 10) & 60u) * sum.y;
     const vec2 dm = unpackHalf2x16(r.dm);
-    return dm.x * exact_float(scaled) - dm.y * exact_float(low);
+    return dm.x * float(scaled) - dm.y * float(low);
 }
 #endif
 

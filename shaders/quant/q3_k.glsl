@@ -37,7 +37,7 @@ ivec2 unit_scales(UnitRaw r) {
 #define UNIT_WORDS 8
 float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     const ivec2 halves = unit_scales(r) * halves_dot(q, x, ivec2(-4, -32) * sum);
-    return half_of(r.d, r.index >> 3) * exact_float(halves.x + halves.y);
+    return half_of(r.d, r.index >> 3) * float(halves.x + halves.y);
 }
 #endif
 

@@ -6,7 +6,6 @@
 #include "quant/nibbles.glsl"
 
 struct UnitRaw { uvec4 qs; uvec4 head; uint sub; };
-#define SCALED(scale, all) exact_float((scale) * (all))
 #include "quant/k_head.glsl"
 
 UnitRaw unit_load(uint row, uint unit) {

@@ -6,7 +6,6 @@
 #include "quant/nibbles.glsl"
 
 struct UnitRaw { uvec4 qs; uint qh; uvec4 head; uint sub; };
-#define SCALED(scale, all) (exact_float(scale) * exact_float(all))  // the product may reach 2^23
 #include "quant/k_head.glsl"
 
 UnitRaw unit_load(uint row, uint unit) {
