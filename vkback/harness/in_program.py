@@ -63,9 +63,9 @@ PROLOGUE_STARTS = tuple((wg, lanes, rows, 1) for wg, lanes, rows in itertools.pr
 """The same where every workgroup works x out by itself, or rounds its results to Q8_1."""
 
 
-def token_graph(model: Model) -> Graph:
+def token_graph(model: Model, n_ctx: int | None = None) -> Graph:
     """One token and the choice of the next, as generation runs it."""
-    graph = model.graph(1, model.default_n_ctx, head="last")
+    graph = model.graph(1, n_ctx or model.default_n_ctx, head="last")
     add_sampler(graph, greedy=True)
     return graph
 
@@ -90,11 +90,17 @@ class Replaced:
 
 
 class Tokens:
-    """A model's weights, cache and inputs on a device, for one program of its token after another. Use as a context manager."""
+    """A model's weights, cache and inputs on a device, for one program of its token after another. Use as a context manager.
 
-    def __init__(self, model: Model, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    n_ctx  rows of the cache, by default as many as the engine makes
+    depth  tokens before those that are timed, as far as they fit; DEPTH of them are real, rows beyond are zeros
+    """
+
+    def __init__(
+        self, model: Model, device: Device, library: ShaderLibrary, ctx: LowerContext, *, n_ctx: int | None = None, depth: int = DEPTH
+    ) -> None:
         self.model, self.device, self.library = model, device, library
-        self.graph = token_graph(model)
+        self.graph = token_graph(model, n_ctx)
         self._stack = ExitStack()
         tensors = plan(self.graph, ctx).tensors()
         try:
@@ -102,11 +108,11 @@ class Tokens:
             self._stack.callback(arena.destroy)
             self.ranges = zeroed(device, [t for t in tensors.values() if t.kind in ("state", "input")], self._stack)
             first = zeroed(device, [tensors[name] for name in INPUTS], self._stack)
-            depth = min(DEPTH, model.default_n_ctx // 2)
+            depth = min(depth, (n_ctx or model.default_n_ctx) - 2 * TOKENS_PER_SUBMIT)
             device.upload(first["pos"], np.array([depth], np.int32))
             self.begin = [(first[name], self.ranges[name]) for name in INPUTS]
             self.start, self.end = (self._stamp(label) for label in ("start", "end"))
-            self._fill_cache(ctx, depth)
+            self._fill_cache(ctx, min(depth, DEPTH))
         except BaseException:
             self._stack.close()
             raise
@@ -162,6 +168,12 @@ class TokenProgram:
 
     def close(self) -> None:
         self._program.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class ProgramTrial:
