@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from vkback.device import Device
+from vkback.device import Capabilities, Device
+from vkback.models import engine as engine_module
 from vkback.ops.base import LowerContext
-from vkback.plan.tuning import Tuning
+from vkback.plan.tuning import Fixed, Tuning
 from vkback.shader import ShaderLibrary
 
 os.environ["VKBACK_TUNING"] = os.devnull  # tables this machine's user made by tuning change which kernels are chosen
@@ -29,3 +31,15 @@ def library() -> ShaderLibrary:
 @pytest.fixture(scope="session")
 def ctx(device: Device) -> LowerContext:
     return LowerContext(device.caps, Tuning.for_device(device.caps))
+
+
+@pytest.fixture
+def handing_over(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Engines loaded from here on hand over word by word, which the tables of a CPU driver do not choose. An indirect parameter says who
+    chooses the experts."""
+    params = {"handover": "word"} | ({"router": request.param} if hasattr(request, "param") else {})
+
+    def tables(caps: Capabilities) -> Fixed:
+        return Fixed(Tuning.for_device(caps), {"schedule": params}, "test")
+
+    monkeypatch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))

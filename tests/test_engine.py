@@ -10,21 +10,19 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 
-from vkback.device import Capabilities, Device
+from vkback.device import Device
 from vkback.harness.judge import nmse
 from vkback.models import engine as engine_module
 from vkback.models.engine import PROMPT_TOKENS, Engine, EngineError, Sampler
 from vkback.models.perplexity import perplexity
 from vkback.models.twin import NumpyTwin
 from vkback.paths import builtin_models
-from vkback.plan.tuning import Fixed, Tuning
 
 pytestmark = pytest.mark.vulkan
 
@@ -331,17 +329,7 @@ def test_closing_gives_everything_back(name: str, device: Device) -> None:
     assert {kind: n for kind, n in device.live_objects().items() if kind in before} == after
 
 
-# Hand-overs without barriers (vkback/plan/handover.py), which the tables of a CPU driver do not choose.
-
-
-@pytest.fixture
-def handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines loaded from here on hand over word by word."""
-
-    def tables(caps: Capabilities) -> Fixed:
-        return Fixed(Tuning.for_device(caps), {"schedule": {"handover": "word"}}, "test")
-
-    monkeypatch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))
+# Hand-overs without barriers (vkback/plan/handover.py).
 
 
 def generated(engine: Engine, n: int = 20) -> list[int]:

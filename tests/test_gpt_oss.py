@@ -220,6 +220,17 @@ def test_fused_is_unfused(engines: Any) -> None:
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize("handing_over", ["product", "experts"], indirect=True)
+def test_hand_overs_change_no_bit(handing_over: None, path: Path, engines: Any) -> None:
+    """Sinks, windows, biases, and experts chosen by the router's product or by their own."""
+    want = decoded(engines("q8_1"), tokens(20))
+    with Engine.load(path, engines("q8_1").device, n_ctx=64, act="q8_1", progress=False) as engine:
+        assert engine.schedule().joined
+        assert np.array_equal(decoded(engine, tokens(20)), want)
+        assert engine.schedule().joined
+
+
+@pytest.mark.vulkan
 def test_generation_after_a_prompt_is_the_twin_s(engines: Any, twin: NumpyTwin) -> None:
     engine, ids = engines("f32"), tokens(19)
     want, margins = twin.generate_greedy(ids, 30)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from functools import partialmethod
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vkback.device import Capabilities, Device, FeatureMissing, Recorder
+from vkback.device import Device, FeatureMissing, Recorder
 from vkback.device.instance import VALIDATION_LAYER
 from vkback.harness.runner import prepare
 from vkback.harness.suite import Suite, find_case
-from vkback.models import engine as engine_module
 from vkback.models.engine import PROMPT_TOKENS, Engine, Sampler
 from vkback.ops.base import OPS, Case, LowerContext
 from vkback.paths import builtin_models
-from vkback.plan.tuning import Fixed, Tuning
+from vkback.plan.tuning import Tuning
 from vkback.program import Program
 from vkback.shader import ShaderLibrary
 
@@ -55,13 +53,9 @@ def test_a_model_runs_without_a_message(mode: Any, path: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [True, "sync"], ids=["core", "sync"])
-def test_a_token_without_barriers_runs_without_a_message(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_without_barriers_runs_without_a_message(mode: Any, handing_over: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The synchronization checks know no order but that of barriers: for them those are recorded, too, that are left out in use."""
 
-    def tables(caps: Capabilities) -> Fixed:
-        return Fixed(Tuning.for_device(caps), {"schedule": {"handover": "word"}}, "test")
-
-    monkeypatch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))
     if mode == "sync":
         monkeypatch.setattr(Program, "record", partialmethod(Program.record, barriers=True))
         monkeypatch.setattr(Engine, "_try_handovers", lambda self: None)
