@@ -2,8 +2,7 @@
 
     python bench/one_token.py MODEL.gguf [--ctx 4352] [--depth 4096] [--rounds 3] VARIANT...
 
-A variant is `FAMILY key=value ... : parameter=value ...`, several joined by `;`: the parameters replace those of the tuning tables wherever
-the family is asked for something with these keys.
+A variant is rows of a tuning table that come before all others, `FAMILY key=value ... : parameter=value ...`, several joined by `;`.
 
     "attention : wg_size=512 steps=2"      "mat_vec ids=1 y=Q8_1 : wg=512 rows=2; schedule : handover=barrier"
 
@@ -15,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,63 +23,30 @@ from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.harness.in_program import TokenProgram, Tokens
 from vkback.harness.judge import nmse
+from vkback.harness.sweep import row_lines
 from vkback.harness.timing import warm_up
 from vkback.models.registry import Model
-from vkback.ops.base import FAMILIES, Choice, Chooser, LowerContext
+from vkback.ops.base import LowerContext
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Tuning
+from vkback.plan.tuning import Row, Tuning, parse_table
 from vkback.shader import ShaderLibrary
 
 WARM_S = 0.02
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Parameters for a family wherever the query has these values."""
-
-    family: str
-    match: Mapping[str, Any]
-    params: Mapping[str, Any]
-
-    @classmethod
-    def parse(cls, text: str) -> Answer:
-        keys, colon, params = text.partition(":")
-        family, *match = keys.split()
-        if not colon or not params.split():
-            raise SystemExit(f"{text!r}: expected FAMILY key=value ... : parameter=value ...")
-        known = FAMILIES.get(family)
-        if known is None:
-            raise SystemExit(f"{text!r}: no family is called {family}; there are {', '.join(sorted(FAMILIES))}")
-        answer = cls(family, _pairs(match), _pairs(params.split()))
-        for given, legal in ((answer.match, known.match), (answer.params, known.set)):
-            wrong = sorted(given.keys() - legal.keys())
-            if wrong:
-                raise SystemExit(f"{text!r}: {family} has no {wrong[0]}, expected some of {', '.join(legal)}")
-        for key, value in answer.params.items():
-            values = known.set[key]
-            if isinstance(values, tuple) and value not in values:
-                raise SystemExit(f"{text!r}: {key} = {value}, expected one of {', '.join(map(str, values))}")
-        return answer
+def table(variant: str) -> list[Row]:
+    """The rows that a variant stands for, checked as those of any table."""
+    lines: list[str] = []
+    for part in filter(str.strip, variant.split(";")):
+        keys, _, params = part.partition(":")
+        family, *match = keys.split() or [""]
+        lines += row_lines(family, _values(match), _values(params.split()), "by hand")
+    return parse_table("\n".join(lines), "device_by_hand.toml")
 
 
-def _pairs(words: list[str]) -> dict[str, Any]:
+def _values(words: list[str]) -> dict[str, int | str]:
     pairs = [word.partition("=") for word in words]
-    return {key: int(value) if value.lstrip("-").isdigit() else value for key, _, value in pairs}
-
-
-@dataclass(frozen=True)
-class ByHand:
-    """Tables with answers in front of them."""
-
-    tables: Chooser
-    answers: tuple[Answer, ...]
-
-    def pick(self, family: str, **query: Any) -> Choice:
-        choice = self.tables.pick(family, **query)
-        for answer in self.answers:
-            if answer.family == family and all(query.get(k) == v for k, v in answer.match.items()):
-                choice = Choice({**choice.params, **answer.params}, "by hand")
-        return choice
+    return {key: int(value) if value.isdigit() else value for key, _, value in pairs}
 
 
 def main() -> None:
@@ -94,15 +57,15 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=128, help="tokens that the timed one sees; beyond 128 their keys and values are zeros")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_intermixed_args()
-    variants = {text: tuple(Answer.parse(part) for part in text.split(";") if part.strip()) for text in ("", *args.variants)}
     model, library = Model.open(args.model), ShaderLibrary()
     with Device.open() as device, ExitStack() as stack:
-        ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
+        tables = Tuning.for_device(device.caps)
+        ctx = LowerContext(device.caps, tables)
         tokens = stack.enter_context(Tokens(model, device, library, ctx, n_ctx=args.ctx, depth=args.depth))
         programs: dict[str, TokenProgram] = {}
-        for text, answers in variants.items():
+        for text in ("", *args.variants):
             try:
-                schedule = plan(tokens.graph, dataclasses.replace(ctx, tuning=ByHand(ctx.tuning, answers)))
+                schedule = plan(tokens.graph, dataclasses.replace(ctx, tuning=Tuning([table(text), *tables.tables])))
                 programs[text] = stack.enter_context(TokenProgram(tokens, schedule))
             except VkbackError as e:
                 print(f"{text}: {e}")

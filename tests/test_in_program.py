@@ -15,7 +15,7 @@ from vkback.cli import main as cli
 from vkback.cli.tune import of_model
 from vkback.device import Device
 from vkback.harness import in_program
-from vkback.harness.in_program import PROLOGUE_STARTS, WAITING_STARTS, ProgramSweep, ProgramTrial, Replaced, hands_over, token_graph
+from vkback.harness.in_program import PROLOGUE_STARTS, WAITING_STARTS, ProgramSweep, ProgramTrial, hands_over, replaced, token_graph
 from vkback.harness.sweep import Job, Point, Result, Sweep, Watcher, actual, jobs_for, lowered, refusal, table_text
 from vkback.harness.timing import Lap
 from vkback.models.registry import Model
@@ -60,11 +60,11 @@ def test_a_point_takes_the_place_of_its_own_product_alone(name: str) -> None:
         assert job.match["handover"] == 1
         assert job.line.endswith(f" in {name}")
         point = actual(Point(256, 16, 4, 1, 0, 0, 0, 0), job, job.context(ctx))
-        replaced = plan(graph, dataclasses.replace(ctx, tuning=Replaced(ctx.tuning, job, point)))
-        mine = {i for i, (d, was) in enumerate(zip(replaced.dispatches(), present, strict=True)) if d.kernel != was.kernel}
+        other = plan(graph, dataclasses.replace(ctx, tuning=replaced(ctx.tuning, job, point)))
+        mine = {i for i, (d, was) in enumerate(zip(other.dispatches(), present, strict=True)) if d.kernel != was.kernel}
         assert not mine & changed
         for i in mine:
-            defines = dict(list(replaced.dispatches())[i].kernel.defines)
+            defines = dict(list(other.dispatches())[i].kernel.defines)
             assert (defines["WG"], defines["LANES"], defines["ROWS"]) == (point.wg, point.lanes, point.rows)
         changed |= mine
     products = {i for i, d in enumerate(present) if d.op in ("MAT_VEC", "MOE_ROUTER")}

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -26,10 +25,10 @@ from vkback.harness.timing import Lap, lap_of, span_us, warm_up
 from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler, matrix_bytes
 from vkback.models.registry import Model
 from vkback.models.weights import load_weights
-from vkback.ops.base import Choice, Chooser, Dispatch, LowerContext, PlanError, Tolerance
-from vkback.plan.handover import STATE
+from vkback.ops.base import Chooser, Dispatch, LowerContext, PlanError, Tolerance
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
+from vkback.plan.tuning import Fixed
 from vkback.program import Program, compile_kernels
 from vkback.shader import ShaderLibrary
 
@@ -75,18 +74,9 @@ def hands_over(model: Model, ctx: LowerContext) -> bool:
     return bool(plan(token_graph(model), ctx).joined)
 
 
-@dataclass(frozen=True)
-class Replaced:
+def replaced(tables: Chooser, job: Job, point: Point) -> Fixed:
     """Tables that answer for one job with a point of its own."""
-
-    tables: Chooser
-    job: Job
-    point: Point
-
-    def pick(self, family: str, **query: Any) -> Choice:
-        choice = self.tables.pick(family, **query)
-        asked = family == "mat_vec" and query == {**self.job.match, "m": self.job.product.m, "k": self.job.product.k}
-        return Choice({**choice.params, **self.point._asdict()}, "sweep") if asked else choice
+    return Fixed(tables, {"mat_vec": point._asdict()}, "sweep", {**job.match, "m": job.product.m, "k": job.product.k})
 
 
 class Tokens:
@@ -147,7 +137,6 @@ class TokenProgram:
         self._tokens = tokens
         self.nbytes = matrix_bytes(schedule)
         self._program = Program(tokens.device, tokens.library, schedule, tokens.ranges, tokens.weights)
-        self._waits = bool(schedule.joined)
         self.commands = self._program.record("tokens", repeat=TOKENS_PER_SUBMIT, copies=tokens.begin)
         self._one = self._program.record("token", copies=tokens.begin)
 
@@ -164,7 +153,8 @@ class TokenProgram:
     @property
     def gave_up(self) -> bool:
         """Whether a wait of any run so far took too long."""
-        return self._waits and bool(self._tokens.device.download(self._program.range(STATE.name), np.uint32)[0])
+        state = self._program.state
+        return state is not None and bool(self._tokens.device.download(state, np.uint32)[0])
 
     def close(self) -> None:
         self._program.close()
@@ -227,7 +217,7 @@ class ProgramTrial:
 
     def _schedule(self, point: Point) -> Schedule:
         if point not in self._schedules:
-            ctx = dataclasses.replace(self._ctx, tuning=Replaced(self._ctx.tuning, self._job, point))
+            ctx = dataclasses.replace(self._ctx, tuning=replaced(self._ctx.tuning, self._job, point))
             self._schedules[point] = plan(self._tokens.graph, ctx)
         return self._schedules[point]
 

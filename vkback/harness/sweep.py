@@ -209,6 +209,7 @@ def jobs_for(
             if known is not None:
                 job = dataclasses.replace(max(job, known, key=lambda j: len(j.product.roles)), count=known.count + count)
             jobs[job.key] = job
+
     def read(job: Job) -> int:
         p = job.product
         return job.count * quants.layout(p.quant, p.m * max(1, p.used), p.k).nbytes
@@ -746,7 +747,7 @@ def table_text(results: Iterable[Result], device: str, driver: str, others: Iter
         "# Latency: a launch that waits for the one before; throughput: launches back to back. Edit or delete at will.",
     ]
     for row in others:
-        lines += ["", *_entry(row.family, row.match, row.set, row.measured)]
+        lines += ["", *row_lines(row.family, row.match, row.set, row.measured)]
     forms: dict[str, list[Result]] = {}
     for result in results:
         forms.setdefault(json.dumps(result.match, sort_keys=True), []).append(result)
@@ -756,13 +757,13 @@ def table_text(results: Iterable[Result], device: str, driver: str, others: Iter
             ms = edges([r.m for r in form if r.k == k])
             for result in sorted((r for r in form if r.k == k), key=lambda r: r.m):
                 if result.kept:
-                    lines += ["", *_row_lines(result, ms[result.m], k_range, device, driver)]
+                    lines += ["", *_result_lines(result, ms[result.m], k_range, device, driver)]
     for form_text in _path_rows(forms, device, driver):
         lines += ["", *form_text]
     return "\n".join(lines) + "\n"
 
 
-def _row_lines(result: Result, m: tuple[int, int], k: tuple[int, int], device: str, driver: str) -> list[str]:
+def _result_lines(result: Result, m: tuple[int, int], k: tuple[int, int], device: str, driver: str) -> list[str]:
     if result.match["handover"]:
         times = f"{result.latency:.2f} us a token, was {result.latency_before:.2f} ({result.source}, noise {result.noise:.2f})"
     else:
@@ -772,10 +773,10 @@ def _row_lines(result: Result, m: tuple[int, int], k: tuple[int, int], device: s
         )
     evidence = f"{result.date} {device}, {driver}, {result.line}: {times}, {100 * result.read_share:.0f} % of the read rate"
     match = {**result.match, "m": _range(m), "k": _range(k)}
-    return _entry("mat_vec", match, result.after._asdict(), evidence)
+    return row_lines("mat_vec", match, result.after._asdict(), evidence)
 
 
-def _entry(family: str, match: Mapping[str, Any], set: Mapping[str, Any], measured: str) -> list[str]:
+def row_lines(family: str, match: Mapping[str, Any], set: Mapping[str, Any], measured: str) -> list[str]:
     """A row as it stands in a table."""
     keys = [f"{key} = {_toml(value)}" for key, value in match.items()]
     return [f"[[{family}]]", *keys, f"set = {_toml(set)}", f"measured = {json.dumps(measured)}"]
@@ -817,4 +818,4 @@ def _path_rows(forms: Mapping[str, Sequence[Result]], device: str, driver: str) 
                     f"{pair['float'].latency:.2f} in floats"
                 )
                 keys = {"ids": ids, "n": n, "quant": quant, "m": _range(m_range), "k": _range(k_range)}
-                yield _entry("mat_vec_path", keys, {"path": first}, evidence)
+                yield row_lines("mat_vec_path", keys, {"path": first}, evidence)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
@@ -203,16 +203,20 @@ class Fixed:
     """Tables with some parameters answered by hand.
 
     params  by family; the families' other parameters stay as the tables have them
+    match   only for queries that hold these values
     """
 
     tables: Chooser
     params: Mapping[str, Mapping[str, Any]]
     source: str
+    match: Mapping[str, Any] = field(default_factory=dict)
 
     def pick(self, family: str, **query: Any) -> Choice:
         choice = self.tables.pick(family, **query)
         mine = self.params.get(family)
-        return choice if mine is None else Choice({**choice.params, **mine}, self.source)
+        if mine is None or any(key not in query or query[key] != value for key, value in self.match.items()):
+            return choice
+        return Choice({**choice.params, **mine}, self.source)
 
 
 def slug(name: str) -> str:
