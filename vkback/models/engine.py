@@ -49,6 +49,8 @@ RING = 4096
 
 SUBMITS_IN_FLIGHT = 2
 
+GAVE_UP = "a stage stopped waiting for the one before it"
+
 SPIN_S = 0.005
 """How long the host stays awake for the logits of one token: longer than a fast GPU takes for them."""
 
@@ -94,6 +96,10 @@ class Readback:
         """Whether a stage stopped waiting, so that the result is none."""
         return bool(self.state.map().view(np.int32)[0])
 
+    def forget(self) -> None:
+        """As if no stage had."""
+        self.state.map()[:] = 0
+
 
 class _Loop:
     """A recording of `tokens` generated tokens, as many copies as may be in flight, each with its own read-back of the loop state."""
@@ -138,6 +144,7 @@ class Engine:
             # The cache before the weights: a context that does not fit is to be said before minutes of loading.
             self._state = self._allocate_state()
             self._inputs = self._allocate_inputs()
+            self._logits_back, self._loop_backs = self._allocate_readbacks()
             arena, self.weights = load_weights(model.file, weights, device, progress=progress)
             self._arenas.append(arena)
         except BaseException:
@@ -221,24 +228,25 @@ class Engine:
         return {t.name: arena.alloc(nbytes(t), t.name) for t in caches.values()}
 
     def _allocate_inputs(self) -> dict[str, BufferRange]:
-        """Inputs of the programs, in memory of the device; read-backs in memory of the host."""
+        """Inputs of the programs, in memory of the device."""
         sizes = {"one": 2 * INPUT_BYTES, "prompt": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING)}
         caps = self.device.caps
         device = self.device.arena(
             "inputs", sum(map(aligned, sizes.values())), "host_visible_device" if caps.rebar or caps.uma else "device"
         )
-        logits = 4 * self.model.hp.n_vocab
-        back_sizes = {"logits back": logits * PROMPT_TOKENS} | {f"loop back {i}": sizes["loop"] for i in range(SUBMITS_IN_FLIGHT + 1)}
-        back_sizes |= {f"{name} state": 4 for name in back_sizes}
-        host = self.device.arena("readback", sum(map(aligned, back_sizes.values())), "readback")
-        self._arenas += [device, host]
-        backs = {n: host.alloc(s, n) for n, s in back_sizes.items()}
-        for back in backs.values():
-            back.map()[:] = 0
-        return {n: device.alloc(s, n) for n, s in sizes.items()} | backs
+        self._arenas.append(device)
+        return {n: device.alloc(s, n) for n, s in sizes.items()}
 
-    def _readback(self, name: str) -> Readback:
-        return Readback(self._inputs[name], self._inputs[f"{name} state"])
+    def _allocate_readbacks(self) -> tuple[Readback, list[Readback]]:
+        """Memory of the host for the logits of a prompt's tokens, and for the loop's state after each submit in flight."""
+        loops = [self._inputs["loop"].size] * (SUBMITS_IN_FLIGHT + 1)
+        sizes = [4 * self.model.hp.n_vocab * PROMPT_TOKENS, *loops]
+        arena = self.device.arena("readback", sum(aligned(size) + aligned(4) for size in sizes), "readback")
+        self._arenas.append(arena)
+        logits, *rest = (Readback(arena.alloc(size, "readback"), arena.alloc(4, "state of hand-overs")) for size in sizes)
+        for back in (logits, *rest):
+            back.forget()
+        return logits, rest
 
     def _program(self, kind: str) -> Program:
         """The program of a kind, bound on first use: "prompt", "logits", "greedy", "sample", "all logits"."""
@@ -301,7 +309,7 @@ class Engine:
         self._try_handovers()
         logits, given_up = self._decode(token, self._recording("logits"))
         if given_up:
-            self._use_barriers("a stage stopped waiting for the one before it")
+            self._use_barriers(GAVE_UP)
             logits, _ = self._decode(token, self._recording("logits"))
         self.n_past += 1
         return self._finite(logits)
@@ -311,7 +319,7 @@ class Engine:
         self._set_input([token], [self.n_past])
         # A driver on the CPU needs the cores itself.
         self.device.submit(commands).wait(spin_s=0.0 if self.device.caps.software else SPIN_S)
-        return self._read_logits(1)[0], self._readback("logits back").given_up
+        return self._read_logits(1)[0], self._logits_back.given_up
 
     def _try_handovers(self) -> None:
         """Before the first token goes through a schedule that lacks barriers: see that it gives the same bits as with all of them."""
@@ -321,10 +329,10 @@ class Engine:
         found, given_up = self._decode(0, self._recording("logits"))
         if not given_up:
             program = self._program("logits")
-            copies = self._readback("logits back").copies(program, program.range("result_output"))
+            copies = self._logits_back.copies(program, program.range("result_output"))
             want, _ = self._decode(0, program.record("logits, all barriers", barriers=True, copies=copies))
         if given_up or not np.array_equal(found.view(np.uint32), want.view(np.uint32)):
-            self._use_barriers("a stage stopped waiting for the one before it" if given_up else "logits differ from those with barriers")
+            self._use_barriers(GAVE_UP if given_up else "logits differ from those with barriers")
 
     def _use_barriers(self, why: str) -> None:
         """Plan everything anew with a barrier between all stages."""
@@ -338,22 +346,21 @@ class Engine:
         for cache in (self._programs, self._loops, self._recordings, self._schedules):
             cache.clear()
         self.ctx = replace(self.ctx, tuning=Fixed(self.ctx.tuning, {"schedule": {"handover": "barrier"}}, "hand-overs failed"))
-        for name, back in self._inputs.items():
-            if name.endswith(" state"):
-                back.map()[:] = 0
+        for back in (self._logits_back, *self._loop_backs):
+            back.forget()
 
     def _recording(self, kind: str) -> Commands:
         if kind not in self._recordings:
             program = self._program(kind)
             copies = []
             if kind in ("logits", "all logits"):
-                copies = self._readback("logits back").copies(program, program.range("result_output"))
+                copies = self._logits_back.copies(program, program.range("result_output"))
             self._recordings[kind] = program.record(kind, copies=copies)
         return self._recordings[kind]
 
     def _read_logits(self, rows: int) -> Floats:
         vocab = self.model.hp.n_vocab
-        view = self._inputs["logits back"].map()[: 4 * rows * vocab].view(np.float32)
+        view = self._logits_back.result.map()[: 4 * rows * vocab].view(np.float32)
         return np.array(view.reshape(rows, vocab))
 
     def generate(self, first: int, n: int, *, sampler: Sampler | None = None, stop_at_eos: bool = True) -> Iterator[int]:
@@ -404,15 +411,14 @@ class Engine:
                 for ticket, _, _ in flying:
                     ticket.wait()
         if given_up:
-            self._use_barriers("a stage stopped waiting for the one before it")
+            self._use_barriers(GAVE_UP)
             yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos)
 
     def _loop(self, greedy: bool, size: int) -> _Loop:
         key = (greedy, size)
         if key not in self._loops:
             kind = "greedy" if greedy else "sample"
-            backs = [self._readback(f"loop back {i}") for i in range(SUBMITS_IN_FLIGHT + 1)]
-            self._loops[key] = _Loop(self._program(kind), kind, size, self._inputs["loop"], backs)
+            self._loops[key] = _Loop(self._program(kind), kind, size, self._inputs["loop"], self._loop_backs)
         return self._loops[key]
 
     def _input(self, name: Literal["tokens", "pos"], count: int) -> BufferRange:

@@ -106,7 +106,7 @@ class Program:
             rec.barrier()
             if timestamps:
                 rec.timestamp("start")
-            if self._emptied:
+            if self._emptied is not None:
                 rec.fill(self._emptied, EMPTY)
             for i, stage in enumerate(self.schedule.stages):
                 if i and (barriers or timestamps or i not in self.schedule.joined):
