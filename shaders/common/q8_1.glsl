@@ -8,6 +8,8 @@
 // Eight neighbouring threads hold one unit: quad = 8 * unit + lane, four values each. All eight pack together, with REDUCE_SUBGROUP 0 every thread
 // of the workgroup. Packing has no branches, so that a thread with several quads can have them all under way: pack all, then store.
 
+#include "common/int16.glsl"
+
 struct Q8_1Quad {
     uint word;    // four int8
     uint d;
@@ -28,9 +30,9 @@ Q8_1Quad q8_1_pack(uint quad, vec4 v) {
     // Both halves' sums in one word: each stays within 16 * 127 in size, and the borrow of the lower is undone below.
     const uint four = q.x + q.y + q.z + q.w;
     const uint both = group_sum((quad & 4u) != 0u ? four << 16 : four, 8u);
-    const uint upper = both - uint(int(both << 16) >> 16);
+    const int lower = int16_pair(both).x;
     const uvec4 b = q & 0xffu;
-    return Q8_1Quad(b.x | (b.y << 8) | (b.z << 16) | (b.w << 24), floatBitsToUint(d), (upper & 0xffff0000u) | (both & 0xffffu));
+    return Q8_1Quad(b.x | (b.y << 8) | (b.z << 16) | (b.w << 24), floatBitsToUint(d), int16_word(ivec2(lower, (int(both) - lower) >> 16)));
 }
 
 #ifndef Q8_1_PACK_ONLY
@@ -42,7 +44,7 @@ void q8_1_store(uint row, uint units, uint quad, Q8_1Quad packed) {
     y_words[base + ((quad & 4u) != 0u ? units * 4u : 0u) + unit * 4u + (quad & 3u)] = packed.word;
     if ((quad & 7u) == 0u) {
         y_words[base + units * 8u + unit * 2u] = packed.d;
-        y_words[base + units * 8u + unit * 2u + 1u] = packHalf2x16(vec2(int(packed.halves << 16) >> 16, int(packed.halves) >> 16));
+        y_words[base + units * 8u + unit * 2u + 1u] = packHalf2x16(vec2(int16_pair(packed.halves)));
     }
 }
 #endif

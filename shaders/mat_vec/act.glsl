@@ -11,13 +11,7 @@ struct Act { vec4 x[8]; };
 #endif
 
 #if PATH_INT
-// Both halves' sums, which are F16 in memory, as a word of two int16, and that word taken apart.
-uint halves_word(uint f16) {
-    const ivec2 sums = ivec2(unpackHalf2x16(f16));
-    return (uint(sums.x) & 0xffffu) | (uint(sums.y) << 16);
-}
-
-ivec2 split_halves(uint word) { return ivec2(int(word << 16) >> 16, int(word) >> 16); }
+#include "common/int16.glsl"
 #endif
 
 #if PROLOGUE && PATH_INT
@@ -76,10 +70,10 @@ bool x_there() {
 #endif
 
 void fetch_x(uint tid, uint first_row) {
-#if AWAITS && !CHOOSE
-    AWAIT_ASKED(read_x(tid), x_there());
+#if AWAITS
+    AWAIT_ASKED(read_x(tid), x_there());  // by the includer
 #else
-    AWAIT(read_x(tid), x_there());
+    read_x(tid);
 #endif
     [[unroll]] for (int j = 0; j < VALUES4; j++) {
         if (K_UNITS * 8 % WG != 0 && tid + uint(j * WG) >= K_UNITS * 8) x_values[j] = vec4(0.0);
@@ -113,7 +107,7 @@ void fetch_x(uint tid, uint first_row) {
               filled(lo) && filled(hi) && filled(ds));
         act_lo[i] = lo;
         act_hi[i] = hi;
-        act_ds[i] = uvec2(ds.x, halves_word(ds.y));
+        act_ds[i] = uvec2(ds.x, int16_word(ivec2(unpackHalf2x16(ds.y))));  // sums are F16 in memory
     }
 }
 
@@ -146,7 +140,7 @@ Act act_load(uint row, uint unit) {
     }
     a.d = uintBitsToFloat(ds.x);
   #if PROLOGUE
-    a.int_sum = split_halves(ds.y);
+    a.int_sum = int16_pair(ds.y);
   #else
     a.int_sum = ivec2(unpackHalf2x16(ds.y));
   #endif

@@ -305,24 +305,23 @@ void main() {
 #if PROLOGUE == 2
     fetch_norm(tid);
 #endif
-#if CHOOSE && AWAITS && PROLOGUE
-    // x was complete before the logits could be.
+#if AWAITS && QUANTIZES
+    read_x(tid);  // where it is there already, it need not queue behind the weights
+#endif
+#if CHOOSE
+    // No weight can be asked for before the choice.
+  #if AWAITS
+    // x was complete before the logits could be: it is made ready while these are awaited.
     fetch_x(tid, x_row);
     prologue(tid);
     AWAIT(fetch_logits(tid, 0u), logits_there());
-  #ifdef UNIT_TABLE
-    unit_table(tid, WG);
-  #endif
-    choose_experts(tid);
-    expert_row = chosen_id[y_row] * p.m;
-    load(raw, first_row, 0);
-#elif CHOOSE
-    // No weight can be asked for before the choice: x is on its way meanwhile.
+  #else
     fetch_logits(tid, 0u);
-  #if PROLOGUE
+    #if PROLOGUE
     fetch_x(tid, x_row);
-  #elif KEEP_X
+    #elif KEEP_X
     fetch_own();
+    #endif
   #endif
   #ifdef UNIT_TABLE
     unit_table(tid, WG);
@@ -330,13 +329,10 @@ void main() {
     choose_experts(tid);
     expert_row = chosen_id[y_row] * p.m;
     load(raw, first_row, 0);
-  #if PROLOGUE
+  #if PROLOGUE && !AWAITS
     prologue(tid);
   #endif
 #else
-  #if AWAITS && QUANTIZES
-    read_x(tid);  // where it is there already, it need not queue behind the weights
-  #endif
     // The first weights are on their way before the prologue.
     load(raw, first_row, 0);
   #ifdef UNIT_TABLE
