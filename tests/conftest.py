@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
+from model_files import BUILT_IN, hollow
 
 from vkback.device import Capabilities, Device
+from vkback.models import Model
 from vkback.models import engine as engine_module
 from vkback.ops.base import LowerContext
+from vkback.paths import builtin_model
 from vkback.plan.tuning import Fixed, Tuning
 from vkback.shader import ShaderLibrary
 
@@ -31,6 +34,20 @@ def library() -> ShaderLibrary:
 @pytest.fixture(scope="session")
 def ctx(device: Device) -> LowerContext:
     return LowerContext(device.caps, Tuning.for_device(device.caps))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """Built-in models by name, and synthetic ones without their weights (`model_files.hollow`)."""
+    known: dict[str, Model] = {}
+
+    def get(name: str) -> Model:
+        if name not in known:
+            path = builtin_model(name) if name in BUILT_IN else hollow(name, tmp_path_factory.mktemp("hollow") / "model.gguf")
+            known[name] = Model.open(path)
+        return known[name]
+
+    return get
 
 
 @pytest.fixture

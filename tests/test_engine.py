@@ -336,6 +336,12 @@ def generated(engine: Engine, n: int = 20) -> list[int]:
     return list(engine.generate(5, n, sampler=Sampler(temp=0.8, seed=3), stop_at_eos=False))
 
 
+def give_up(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The host is told once, at this ask, that a stage stopped waiting."""
+    asked = iter(range(1000))
+    monkeypatch.setattr(engine_module.Readback, "given_up", property(lambda _: next(asked) == at))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_hand_overs_change_no_bit(name: str, engines: Engines, handing_over: None) -> None:
     barriers = engines(name)
@@ -357,8 +363,7 @@ def test_tokens_of_hand_overs_that_were_given_up_are_made_again(
     with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:
         engine.decode_logits(1)  # the trial is behind it
         engine.reset()
-        asked = iter(range(1000))
-        monkeypatch.setattr(engine_module.Readback, "given_up", property(lambda _: next(asked) == submit))
+        give_up(monkeypatch, at=submit)
         assert generated(engine, 40) == want
         assert not engine.schedule().joined
         assert engine.n_past == 40
@@ -371,8 +376,7 @@ def test_logits_of_hand_overs_that_were_given_up_are_made_again(
     name = next(iter(MODELS))
     want = engines(name).decode_logits(9)
     with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:
-        asked = iter(range(1000))
-        monkeypatch.setattr(engine_module.Readback, "given_up", property(lambda _: next(asked) == 2))  # the trial asks twice
+        give_up(monkeypatch, at=2)  # the trial asks twice
         assert np.array_equal(engine.decode_logits(9), want)
         assert engine.n_past == 1
     assert "stopped waiting" in capsys.readouterr().err

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from make_gguf import gpt_oss_metadata, gpt_oss_tensors, write_gguf
 
 from vkback.device import Device
 from vkback.harness.judge import nmse
-from vkback.models import GgufError, Model, synth
+from vkback.models import GgufError, Model
 from vkback.models.engine import Engine, add_sampler
 from vkback.models.twin import NumpyTwin
 from vkback.ops.reference import REFERENCES
@@ -117,12 +116,9 @@ def decode_schedule(model: Model, profile: str, fusion: str = "all") -> Schedule
     return plan(graph, planned_for(profile), fusion=fusion)
 
 
-def test_a_token_of_the_20b_takes_six_stages_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_of_the_20b_takes_six_stages_a_layer(models: Callable[[str], Model]) -> None:
     """As many as of any other model with experts: biases, sinks, window and clamp cost no stage, and no buffer but their own."""
-    monkeypatch.setattr(synth, "_write_all", lambda *_: None)
-    monkeypatch.setattr(synth.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 62))
-    synth.synthesize("gpt-oss-20b-MXFP4", tmp_path / "20b.gguf")
-    model = Model.open(tmp_path / "20b.gguf")
+    model = models("gpt-oss-20b-MXFP4")
     assert model.description == "gpt-oss 20B MXFP4 MoE"
     s = decode_schedule(model, "nvidia_h200_linux")
     assert len(s.stages) == 1 + 6 * 24 + 2

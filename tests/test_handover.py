@@ -9,8 +9,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 from kernel_paths import planned_for, with_params
+from model_files import BUILT_IN
 from test_forecast import A, B, C
-from test_plan import BUILT_IN, LARGE, check_device_limits, hollow, schedule
+from test_plan import LARGE, check_device_limits, schedule
 
 from vkback.device import Capabilities, Device, profile_ids
 from vkback.device.spirv import inspect
@@ -31,19 +32,6 @@ from vkback.shader import ShaderLibrary, Variant
 
 GRAPHS = (*BUILT_IN, *(f"{large}:4" for large in (*LARGE, "gpt-oss-20b-MXFP4")))
 N_CTX = 64
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
-    known: dict[str, Model] = {}
-
-    def get(name: str) -> Model:
-        if name not in known:
-            path = builtin_model(name) if name in BUILT_IN else hollow(name, tmp_path_factory.mktemp("hollow") / "model.gguf")
-            known[name] = Model.open(path)
-        return known[name]
-
-    return get
 
 
 def word(profile: str, router: str = "product") -> LowerContext:

@@ -7,55 +7,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise, product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 from kernel_paths import planned_for
 from make_gguf import llama_metadata, llama_tensors, write_gguf
+from model_files import BUILT_IN
 
 from vkback.device import Capabilities, profile_ids
 from vkback.device.spirv import inspect
 from vkback.graph import Graph, Node, Tensor, live
-from vkback.models import Model, synth
+from vkback.models import Model
 from vkback.models.engine import add_sampler
 from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes
-from vkback.paths import builtin_model
 from vkback.plan.handover import STATE
 from vkback.plan.planner import bound_bytes, plan
 from vkback.plan.schedule import Schedule, into_stages, place
 from vkback.shader import ShaderLibrary, Variant
 
-BUILT_IN = ("demo-dense", "demo-moe")
 LARGE = ("llama-8b-Q4_K_S", "qwen3moe-30b-a3b-Q4_K_S")
 Kind = Literal["greedy", "sample", "prompt"]
 
 N_CTX = 4096
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
-    """Built-in models by name, and synthetic ones, whose files have a hole where the weights would be."""
-    known: dict[str, Model] = {}
-
-    def get(name: str) -> Model:
-        if name not in known:
-            path = builtin_model(name) if name in BUILT_IN else hollow(name, tmp_path_factory.mktemp("hollow") / "model.gguf")
-            known[name] = Model.open(path)
-        return known[name]
-
-    return get
-
-
-def hollow(name: str, path: Path) -> Path:
-    """A synthetic model without its weights; "name:4" has 4 layers."""
-    name, _, layers = name.partition(":")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synth, "_write_all", lambda *_: None)
-        patch.setattr(synth.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 62))
-        synth.synthesize(name, path, layers=int(layers) if layers else None)
-    return path
 
 
 def schedule(model: Model, ctx: LowerContext, kind: Kind, *, n_ctx: int = N_CTX, fusion: str = "all") -> Schedule:
