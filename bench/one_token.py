@@ -28,7 +28,9 @@ from vkback.harness.timing import warm_up
 from vkback.models.registry import Model
 from vkback.ops.base import LowerContext
 from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Row, Tuning, parse_table
+from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 
 WARM_S = 0.02
@@ -62,13 +64,14 @@ def main() -> None:
         tables = Tuning.for_device(device.caps)
         ctx = LowerContext(device.caps, tables)
         tokens = stack.enter_context(Tokens(model, device, library, ctx, n_ctx=args.ctx, depth=args.depth))
-        programs: dict[str, TokenProgram] = {}
+        schedules: dict[str, Schedule] = {}
         for text in ("", *args.variants):
             try:
-                schedule = plan(tokens.graph, dataclasses.replace(ctx, tuning=Tuning([table(text), *tables.tables])))
-                programs[text] = stack.enter_context(TokenProgram(tokens, schedule))
+                schedules[text] = plan(tokens.graph, dataclasses.replace(ctx, tuning=Tuning([table(text), *tables.tables])))
             except VkbackError as e:
                 print(f"{text}: {e}")
+        compile_kernels(device, library, [d for schedule in schedules.values() for d in schedule.dispatches()])
+        programs = {text: stack.enter_context(TokenProgram(tokens, schedule)) for text, schedule in schedules.items()}
         times: dict[str, list[float]] = {text: [] for text in programs}
         for _ in range(args.rounds):
             for text, program in programs.items():

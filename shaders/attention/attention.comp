@@ -14,15 +14,17 @@
 //
 // Workgroup (x, y, z): heads x * HEADS .. + HEADS of one kv head, share y of the rows, tokens z * TOKENS .. + TOKENS. Its QUERIES = HEADS * TOKENS
 // queries share every read of K and V. The rows go by in chunks of ROWS:
-//   scores   LANES threads share a row of K; the sums go to shared memory
+//   scores   LANES threads share a row of K
 //   values   COLS = HD / 8 threads share a row of V and keep 8 values each of every query's sum; the STREAMS row streams of the
-//            workgroup have each their own maximum and meet only at the end
+//            workgroup meet only at the end, those of a subgroup by shuffles
+// BY_LANES 1: LANES = COLS, a row of K has the threads of the row of V. Scores and queries stay in registers (attention/walk_lanes.glsl).
+// BY_LANES 0: scores go from one thread to the others through shared memory (attention/walk_shared.glsl).
 // K and V of the next chunk are on their way while the present one is worked on. All logits are in powers of two (scale holds log2 e).
 //
 // Where the rows exceed rows_per_split they are cut into up to SPLITS shares of equal size; the last workgroup to arrive adds the shares
 // up in their order. Which shares exist depends on pos alone, so neither the order of arrival nor the other tokens change a bit.
 //
-// Defines: HD HEADS TOKENS WG_SIZE STEPS LANES SPLITS ROUND OUT_Q8_1 FUSED HAS_SINKS, FUSED: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX, those of
+// Defines: HD HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS ROUND OUT_Q8_1 FUSED HAS_SINKS, FUSED: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX, those of
 // common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
@@ -38,6 +40,14 @@
 #include "common/reduce.glsl"
 
 layout(local_size_x = WG_SIZE) in;
+
+#if REDUCE_SUBGROUP && (COLS & (COLS - 1)) == 0 && SUBGROUP_SIZE > COLS && WG_SIZE >= SUBGROUP_SIZE
+#define JOINED (SUBGROUP_SIZE / COLS)
+#else
+#define JOINED 1
+#endif
+// What is left of the streams where those of a subgroup have met.
+#define BUNDLES (STREAMS / JOINED)
 
 #include "common/handover.glsl"
 
@@ -81,9 +91,8 @@ const float LOG2_E = 1.44269504;
 const float MASKED = -3.0e38;
 
 shared vec4 query4[QUERIES * OUT4];             // queries, and in the end what is stored
-shared float scores[2][ROWS * QUERIES];         // two chunks in turn: one barrier a chunk is enough
-shared vec4 stream_sum[STREAMS * ROUND * OUT4];
-shared vec2 stream_weight[STREAMS * QUERIES];   // maximum, sum of weights
+shared vec4 bundle_sum[BUNDLES * ROUND * OUT4];
+shared vec2 bundle_weight[BUNDLES * QUERIES];   // maximum, sum of weights
 
 #include "attention/store.glsl"
 #if FUSED
@@ -97,58 +106,58 @@ uint row_first[TOKENS], row_end[TOKENS];
 uvec4 k_now[STEPS][K_PARTS];
 uvec4 v_now[V_STEPS];
 
+// Rows past the end are the last one again; their scores are masked.
+uint k_row(uint base, uint s, uint tid) { return min(base + s * (WG_SIZE / LANES) + tid / LANES, hi - 1u); }
+uint v_row(uint base, uint s, uint tid) { return min(base + s * STREAMS + tid / COLS, hi - 1u); }
+
 void load_k(uint kv, uint base, uint tid) {
-    [[unroll]] for (uint s = 0; s < STEPS; s++) {
-        const uint row = base + s * (WG_SIZE / LANES) + tid / LANES;
-        [[unroll]] for (uint j = 0; j < K_PARTS; j++) {
-            k_now[s][j] = uvec4(0);
-            if (row < hi) k_now[s][j] = k4[(kv * p.n_ctx + row) * COLS + j * LANES + tid % LANES];
-        }
-    }
+    [[unroll]] for (uint s = 0; s < STEPS; s++)
+        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = k4[(kv * p.n_ctx + k_row(base, s, tid)) * COLS + j * LANES + tid % LANES];
 }
 
 void load_v(uint kv, uint base, uint tid) {
-    [[unroll]] for (uint s = 0; s < V_STEPS; s++) {
-        const uint r = s * STREAMS + tid / COLS;
-        v_now[s] = uvec4(0);
-        if (r < ROWS && base + r < hi && tid < STREAMS * COLS) v_now[s] = v4[(kv * p.n_ctx + base + r) * COLS + tid % COLS];
-    }
+    [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = v4[(kv * p.n_ctx + v_row(base, s, tid)) * COLS + tid % COLS];
 }
 
+#if FUSED
 // Row pos of the cache is being written while the fused kernel reads; its owner takes it from shared memory.
-uvec4 key(uint s, uint j, uint base, uint tid) {
-#if FUSED
-    if (base + s * (WG_SIZE / LANES) + tid / LANES == new_row) return new_k[j * LANES + tid % LANES];
-#endif
-    return k_now[s][j];
+void take_new_row(uint base, uint tid) {
+    if (base + ROWS <= new_row) return;
+    [[unroll]] for (uint s = 0; s < STEPS; s++)
+        [[unroll]] for (uint j = 0; j < K_PARTS; j++)
+            if (k_row(base, s, tid) == new_row) k_now[s][j] = new_k[j * LANES + tid % LANES];
+    [[unroll]] for (uint s = 0; s < V_STEPS; s++)
+        if (v_row(base, s, tid) == new_row) v_now[s] = new_v[tid % COLS];
 }
-
-uvec4 value(uint s, uint base, uint tid) {
-#if FUSED
-    if (base + s * STREAMS + tid / COLS == new_row) return new_v[tid % COLS];
 #endif
-    return v_now[s];
-}
 
-void add_scores(uint base, uint turn, uint tid) {
-    [[unroll]] for (uint s = 0; s < STEPS; s++) {
-        const uint r = s * (WG_SIZE / LANES) + tid / LANES;
-        float sum[QUERIES];
-        [[unroll]] for (uint i = 0; i < QUERIES; i++) sum[i] = 0.0;
-        [[unroll]] for (uint j = 0; j < K_PARTS; j++) {
-            const uint part = j * LANES + tid % LANES;
-            const uvec4 w = key(s, j, base, tid);
-            const vec4 a = vec4(unpackHalf2x16(w.x), unpackHalf2x16(w.y)), b = vec4(unpackHalf2x16(w.z), unpackHalf2x16(w.w));
-            [[unroll]] for (uint i = 0; i < QUERIES; i++) sum[i] += dot(a, query4[i * OUT4 + 2 * part]) + dot(b, query4[i * OUT4 + 2 * part + 1]);
-        }
-        [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-            const float score = group_sum(sum[i], LANES);
-            const uint row = base + r;
-            if (tid % LANES == i % LANES)
-                scores[turn][r * QUERIES + i] = row < row_end[i / HEADS] && row >= row_first[i / HEADS] && row < hi ? score : MASKED;
-        }
+vec4 halves(uvec2 words) { return vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y)); }
+
+// Over the streams of a subgroup. Written out, as in common/reduce.glsl.
+#if JOINED > 1
+#define OVER_STREAMS(NAME, T, COMBINE)                                                                          \
+    T NAME(T v) {                                                                                               \
+        if (COLS <= 1 && SUBGROUP_SIZE > 1) v = COMBINE(v, subgroupShuffleXor(v, 1u));                          \
+        if (COLS <= 2 && SUBGROUP_SIZE > 2) v = COMBINE(v, subgroupShuffleXor(v, 2u));                          \
+        if (COLS <= 4 && SUBGROUP_SIZE > 4) v = COMBINE(v, subgroupShuffleXor(v, 4u));                          \
+        if (COLS <= 8 && SUBGROUP_SIZE > 8) v = COMBINE(v, subgroupShuffleXor(v, 8u));                          \
+        if (COLS <= 16 && SUBGROUP_SIZE > 16) v = COMBINE(v, subgroupShuffleXor(v, 16u));                       \
+        if (COLS <= 32 && SUBGROUP_SIZE > 32) v = COMBINE(v, subgroupShuffleXor(v, 32u));                       \
+        return v;                                                                                               \
     }
-}
+#else
+#define OVER_STREAMS(NAME, T, COMBINE) T NAME(T v) { return v; }
+#endif
+vec4 plus(vec4 a, vec4 b) { return a + b; }
+OVER_STREAMS(over_streams_max, float, max)
+OVER_STREAMS(over_streams_sum, float, reduce_add)
+OVER_STREAMS(over_streams_sum, vec4, plus)
+
+#if BY_LANES
+#include "attention/walk_lanes.glsl"
+#else
+#include "attention/walk_shared.glsl"
+#endif
 
 void main() {
     const uint tid = gl_LocalInvocationID.x;
@@ -198,52 +207,18 @@ void main() {
 #endif
     barrier();
 
-    float top[QUERIES], weight[QUERIES];
-    vec4 sum[QUERIES][2];
-    [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-        top[i] = MASKED;
-        weight[i] = 0.0;
-        sum[i][0] = sum[i][1] = vec4(0.0);
-    }
-    uint turn = 0;
+    walk_begin(tid);
     for (uint base = lo; base < hi; base += ROWS) {
-        add_scores(base, turn, tid);
-        if (base + ROWS < hi) load_k(kv, base + ROWS, tid);
-        barrier();
-        [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-            float higher = top[i];
-            [[unroll]] for (uint s = 0; s < V_STEPS; s++) {
-                const uint r = s * STREAMS + tid / COLS;
-                if (r < ROWS) higher = max(higher, scores[turn][r * QUERIES + i]);
-            }
-            const float shrink = exp2(top[i] - higher);
-            top[i] = higher;
-            weight[i] *= shrink;
-            sum[i][0] *= shrink;
-            sum[i][1] *= shrink;
-        }
-        [[unroll]] for (uint s = 0; s < V_STEPS; s++) {
-            const uint r = s * STREAMS + tid / COLS;
-            if (r < ROWS) {
-                const uvec4 w = value(s, base, tid);
-                const vec4 a = vec4(unpackHalf2x16(w.x), unpackHalf2x16(w.y)), b = vec4(unpackHalf2x16(w.z), unpackHalf2x16(w.w));
-                [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-                    const float score = scores[turn][r * QUERIES + i];
-                    const float e = score > MASKED ? exp2(score - top[i]) : 0.0;
-                    weight[i] += e;
-                    sum[i][0] += e * a;
-                    sum[i][1] += e * b;
-                }
-            }
-        }
-        if (base + ROWS < hi) load_v(kv, base + ROWS, tid);
-        turn ^= 1;
+#if FUSED
+        take_new_row(base, tid);
+#endif
+        walk(kv, base, tid);
     }
+    walk_end(tid);
 
     // The streams of the workgroup meet, ROUND queries at a time.
-    const uint stream = tid / COLS;
-    if (tid % COLS == 0 && stream < STREAMS)
-        [[unroll]] for (uint i = 0; i < QUERIES; i++) stream_weight[stream * QUERIES + i] = vec2(top[i], weight[i]);
+    const uint bundle = tid / (COLS * JOINED);
+    const bool leads = tid % (COLS * JOINED) < COLS && bundle < BUNDLES;
 #if SPLITS > 1
     const uint tile = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     const uint part_stride4 = QUERIES * OUT4 + (QUERIES + 1) / 2;
@@ -251,22 +226,20 @@ void main() {
 #endif
     [[unroll]] for (uint first = 0; first < QUERIES; first += ROUND) {
         if (first > 0) barrier();
-        if (stream < STREAMS)
-            [[unroll]] for (uint i = 0; i < ROUND; i++) {
-                stream_sum[(stream * ROUND + i) * OUT4 + 2 * (tid % COLS)] = sum[first + i][0];
-                stream_sum[(stream * ROUND + i) * OUT4 + 2 * (tid % COLS) + 1] = sum[first + i][1];
-            }
+        if (leads)
+            [[unroll]] for (uint i = 0; i < ROUND; i++)
+                [[unroll]] for (uint j = 0; j < 2; j++) bundle_sum[(bundle * ROUND + i) * OUT4 + 2 * (tid % COLS) + j] = sum[first + i][j];
         barrier();
         for (uint o = tid; o < ROUND * OUT4; o += WG_SIZE) {
             const uint i = first + o / OUT4;
             float highest = MASKED, all = 0.0;
-            for (uint s = 0; s < STREAMS; s++) highest = max(highest, stream_weight[s * QUERIES + i].x);
+            for (uint b = 0; b < BUNDLES; b++) highest = max(highest, bundle_weight[b * QUERIES + i].x);
             vec4 total = vec4(0.0);
-            for (uint s = 0; s < STREAMS; s++) {
-                const vec2 w = stream_weight[s * QUERIES + i];
+            for (uint b = 0; b < BUNDLES; b++) {
+                const vec2 w = bundle_weight[b * QUERIES + i];
                 const float e = exp2(w.x - highest);
                 all += e * w.y;
-                total += e * stream_sum[s * ROUND * OUT4 + o];
+                total += e * bundle_sum[b * ROUND * OUT4 + o];
             }
 #if SPLITS > 1
             if (used > 1) {

@@ -188,7 +188,8 @@ shared float partial[1 + TILES][COLS * ROWS * SLOTS * PARTIALS];
 
 #if SUBGROUP > 1
 #define SUM_LANES (LANES < SUBGROUP ? LANES : SUBGROUP)
-#include "mat_vec/rows_sum.glsl"
+#define SUM_VALUES ROWS
+#include "common/lane_sums.glsl"
 #endif
 
 // Adds the partial sums of a slot's lanes: by shuffles inside a subgroup, through shared memory across subgroups.
@@ -198,7 +199,7 @@ void reduce(uint tid, uint turn) {
     [[unroll]] for (int c = 0; c < COLS; c++) {
         float v[ROWS];
         [[unroll]] for (int r = 0; r < ROWS; r++) v[r] = acc[r][c];
-        total[c] = rows_sum(v, lane);
+        total[c] = lane_sums(v, lane);
     }
 #elif PARTIALS == 1
     [[unroll]] for (int c = 0; c < COLS; c++) total[c] = acc[0][c];

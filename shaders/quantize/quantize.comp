@@ -9,6 +9,7 @@
 // Defines: WIDTH 4: k is a multiple of 4; 1: any k
 #define REDUCE_GROUPS 1
 #include "common/reduce.glsl"
+#include "common/handover.glsl"
 
 layout(local_size_x = WG_SIZE) in;
 
@@ -19,9 +20,9 @@ layout(push_constant) uniform Push {
 } p;
 
 #if WIDTH == 4
-layout(std430, set = 0, binding = 0) readonly buffer InX { vec4 x[]; };
+layout(std430, set = 0, binding = 0) HANDED buffer InX { vec4 x[]; };
 #else
-layout(std430, set = 0, binding = 0) readonly buffer InX { float x[]; };
+layout(std430, set = 0, binding = 0) HANDED buffer InX { float x[]; };
 #endif
 layout(std430, set = 0, binding = 1) writeonly buffer OutY { uint y_words[]; };
 #include "common/q8_1.glsl"
@@ -33,9 +34,10 @@ void main() {
     const bool there = row < p.rows;
     vec4 v = vec4(0.0);
 #if WIDTH == 4
-    if (there && 4u * quad < p.k) v = x[row * (p.k / 4u) + quad];
+    if (there && 4u * quad < p.k) AWAIT(v = x[row * (p.k / 4u) + quad], filled(v))
 #else
-    for (uint c = 0u; c < 4u; c++) if (there && 4u * quad + c < p.k) v[c] = x[row * p.k + 4u * quad + c];
+    for (uint c = 0u; c < 4u; c++)
+        if (there && 4u * quad + c < p.k) AWAIT(v[c] = x[row * p.k + 4u * quad + c], filled(v[c]))
 #endif
     const Q8_1Quad packed = q8_1_pack(quad, v);
     if (there) q8_1_store(row, p.units, quad, packed);

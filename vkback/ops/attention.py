@@ -78,12 +78,15 @@ class Shape:
 
     wg: int
     lanes: int
+    by_lanes: bool
     steps: int
     heads: int
     tokens: int
     splits: int
     round: int
     rows_per_split: int
+    reduce: Defines
+    subgroup: int | None
 
     @property
     def queries(self) -> int:
@@ -95,7 +98,7 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 
 def shape_for(
-    choice: Choice, n: int, n_head: int, n_head_kv: int, hd: int, n_ctx: int, window: int, fused: bool, ctx: LowerContext
+    choice: Choice, n: int, n_head: int, n_head_kv: int, hd: int, n_ctx: int, window: int, fused: bool, quantizes: bool, ctx: LowerContext
 ) -> Shape:
     """The tables' choice bent to what head size, heads and device allow: where shared memory is short, the streams meet in more
     rounds, then there are fewer threads."""
@@ -113,15 +116,20 @@ def shape_for(
         lanes = max((i for i in fits if i <= choice["lanes"]), default=1)
         lanes = next((i for i in fits if i >= lanes and cols // i <= MAX_LOADS), lanes)
         steps = min(choice["steps"], max(1, MAX_LOADS * lanes // cols))
-        streams = wg // cols
-        shared = 4 * queries * hd + 8 * steps * (wg // lanes) * queries + 8 * streams * queries + 8 * wg + 256
+        reduce, subgroup = reduction(ctx.caps, wg, lanes=max(lanes, 8 if quantizes else 1))
+        by_lanes = bool(reduce["REDUCE_SUBGROUP"]) and lanes == cols and queries in (1, 2, 4, 8, 16) and queries <= cols
+        known = int(reduce["SUBGROUP_SIZE"])
+        bundles = wg // cols // (known // cols if known > cols and cols & (cols - 1) == 0 else 1)
+        scores = 0 if by_lanes else 2 * steps * (wg // lanes)
+        shared = 4 * queries * (hd + scores + 2 * bundles) + 8 * wg + 256
         shared += 4 * hd if fused else 0
         for parts in (i for i in range(1, queries + 1) if queries % i == 0):
-            if shared + 4 * streams * (queries // parts) * hd <= ctx.caps.max_shared_memory:
-                return Shape(wg, lanes, steps, heads, tokens, splits, queries // parts, choice["rows_per_split"])
+            if shared + 4 * bundles * (queries // parts) * hd <= ctx.caps.max_shared_memory:
+                rounds = queries // parts
+                return Shape(wg, lanes, by_lanes, steps, heads, tokens, splits, rounds, choice["rows_per_split"], reduce, subgroup)
         if wg == least:
             raise PlanError(
-                f"[attention] {choice.source}: {queries} queries of head size {hd} need {shared + 4 * streams * hd} bytes of shared "
+                f"[attention] {choice.source}: {queries} queries of head size {hd} need {shared + 4 * bundles * hd} bytes of shared "
                 f"memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}; lower queries"
             )
         wg //= 2
@@ -149,12 +157,11 @@ def _lower(
                 "at once. Use a smaller context"
             )
     choice = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
-    s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), ctx)
+    s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx)
     if s.splits > 1 and 7 + len(extra) > ctx.caps.max_storage_bindings:
         s = replace(s, splits=1)  # a Raspberry Pi binds 8 buffers; scratch and counters would be two too many
     # A head's slots of four values (shaders/attention/fused.glsl) go to as many threads, as far as they can add up by shuffles.
     head_lanes = min(32, s.wg, ctx.caps.subgroup_min, 1 << ((hd // 4).bit_length() - 1)) if fused else 1
-    reduce, subgroup = reduction(ctx.caps, s.wg, lanes=max(s.lanes, head_lanes, 8 if out.type == "Q8_1" else 1))
     groups = (n_head // s.heads, s.splits, ceil_div(n, s.tokens))
     cached: Access = "rw" if fused else "r"
     args = [Arg(q), Arg(cache_k, cached), Arg(cache_v, cached), Arg(pos), Arg(out, "w")]
@@ -164,8 +171,8 @@ def _lower(
         args.append(Arg(Tensor(f"{out.name}.splits", "F32", (tiles, s.splits, part)), "rw"))
         args.append(Arg(Tensor(f"{out.name}.tickets", "I32", (tiles,), "counter"), "rw"))
     defines: Defines = {
-        **reduce, **fused, "HD": hd, "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps, "LANES": s.lanes, "SPLITS": s.splits,
-        "ROUND": s.round, "OUT_Q8_1": int(out.type == "Q8_1"), "FUSED": int(bool(fused)),
+        **s.reduce, **fused, "HD": hd, "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps, "LANES": s.lanes,
+        "BY_LANES": int(s.by_lanes), "SPLITS": s.splits, "ROUND": s.round, "OUT_Q8_1": int(out.type == "Q8_1"), "FUSED": int(bool(fused)),
         "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
     }  # fmt: skip
     if fused:
@@ -175,7 +182,7 @@ def _lower(
     args += [Arg(t) for _, t in extra]
     rows = min(n_ctx, window) if window else n_ctx
     return Dispatch(
-        kernel=Variant("attention/attention.comp", tuple(sorted((k, v) for k, v in defines.items())), (), subgroup),
+        kernel=Variant("attention/attention.comp", tuple(sorted((k, v) for k, v in defines.items())), (), s.subgroup),
         args=tuple(args),
         push=pack_push(
             n, n_head, n_head_kv, n_ctx, window, s.rows_per_split, float(node.params["scale"]) * LOG2_E, float(node.params.get("eps", 0.0))

@@ -26,7 +26,7 @@ declare(
     params={
         "norm": ("prologue", "stage"),
         "rope": ("attention", "stage"),
-        "quantize": ("producer", "stage"),
+        "quantize": ("producer", "attention", "stage"),
         "router": ROUTERS,
         "handover": ("barrier", "word"),
     },
@@ -99,7 +99,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
         nodes = norms_into_prologue(nodes, outputs, ctx)
     if choice["router"] == "product":
         nodes = fuse_router(nodes, outputs, ctx)
-    nodes = quantize_activations(nodes, outputs, ctx, by_producer=choice["quantize"] == "producer")
+    nodes = quantize_activations(nodes, outputs, ctx, by=choice["quantize"])
     return fuse_choice(nodes, outputs, ctx) if choice["router"] == "experts" else nodes
 
 
@@ -424,8 +424,11 @@ QUANTIZING = frozenset({"RMS_NORM_MUL", "SWIGLU", "SWIGLU_OAI", "FLASH_ATTN_EXT"
 """Ops that can leave their first output as Q8_1."""
 
 
-def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, by_producer: bool) -> Nodes:
-    """Give every x of an integer-dot product as Q8_1: stored so by its producer when nobody else reads it, else quantized once."""
+def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, by: str) -> Nodes:
+    """Give every x of an integer-dot product as Q8_1: stored so by its producer when nobody else reads it, else quantized once.
+
+    by  "producer": any that can; "attention": attention, but no product; "stage": none
+    """
     index = Index(nodes, outputs)
     out: Nodes = list(nodes)
     for tensor in [t for n in nodes for t in n.outputs if t.type == "F32"]:
@@ -435,9 +438,10 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
         if not wants:
             continue
         producer = index.producer[tensor.name]
-        can = producer.op in QUANTIZING or (producer.op == "MAT_VEC" and producer.params.get("glu"))
+        glu_product = producer.op == "MAT_VEC" and producer.params.get("glu")
+        can = {"producer": producer.op in QUANTIZING or glu_product, "attention": producer.op in QUANTIZING, "stage": False}[by]
         sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
-        if by_producer and can and sole and tensor.shape[-1] % 32 == 0:
+        if can and sole and tensor.shape[-1] % 32 == 0:
             out = [_retyped(n, tensor.name, tensor.name) if n is producer or n in wants else n for n in out]
         else:
             quantized = f"{tensor.name}.q8_1"

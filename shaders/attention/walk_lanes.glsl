@@ -1,0 +1,112 @@
+// Scores in registers: the COLS threads that have a row of K have the same row of V. Their parts of the scores of a chunk are added up so that
+// each thread gets other scores (common/lane_sums.glsl): it takes the exponentials of its own, and the others ask for them by shuffles. No
+// thread waits for another between the first chunk and the last. Functions as in attention/walk_shared.glsl.
+//
+// Score v = step * QUERIES + query. Lane l of a row has scores HELD * n + l % HELD, n = 0, 1 .., all of query l % QUERIES.
+// QUERIES is a power of two, at most COLS and at most 16.
+
+#define SCORES (STEPS * QUERIES)
+#if SCORES < COLS && SCORES < 16
+#define HELD SCORES
+#elif COLS < 16
+#define HELD COLS
+#else
+#define HELD 16
+#endif
+#define SUM_VALUES HELD
+#define SUM_LANES COLS
+#include "common/lane_sums.glsl"
+
+vec4 own_query[QUERIES][2];
+vec4 sum[QUERIES][2];
+// Of query lane % QUERIES: rows of this workgroup that it sees, maximum over the rows of the subgroup's streams, sum of the weights this lane has made.
+uint own_first, own_end;
+float top, weight;
+
+// Over the lanes of a row that have different scores of one query.
+float over_scores_max(float v) {
+    if (QUERIES <= 1 && HELD > 1) v = max(v, subgroupShuffleXor(v, 1));
+    if (QUERIES <= 2 && HELD > 2) v = max(v, subgroupShuffleXor(v, 2));
+    if (QUERIES <= 4 && HELD > 4) v = max(v, subgroupShuffleXor(v, 4));
+    if (QUERIES <= 8 && HELD > 8) v = max(v, subgroupShuffleXor(v, 8));
+    return v;
+}
+
+float over_scores_sum(float v) {
+    if (QUERIES <= 1 && HELD > 1) v += subgroupShuffleXor(v, 1);
+    if (QUERIES <= 2 && HELD > 2) v += subgroupShuffleXor(v, 2);
+    if (QUERIES <= 4 && HELD > 4) v += subgroupShuffleXor(v, 4);
+    if (QUERIES <= 8 && HELD > 8) v += subgroupShuffleXor(v, 8);
+    return v;
+}
+
+// What lane `lane` of this row has.
+float from_lane(float v, uint lane) { return subgroupShuffle(v, (gl_SubgroupInvocationID & ~(COLS - 1u)) + lane); }
+
+void walk_begin(uint tid) {
+    [[unroll]] for (uint i = 0; i < QUERIES; i++)
+        [[unroll]] for (uint j = 0; j < 2; j++) {
+            own_query[i][j] = query4[i * OUT4 + 2 * (tid % COLS) + j];
+            sum[i][j] = vec4(0.0);
+        }
+    const uint token = tid % QUERIES / HEADS;
+    own_first = row_first[0];
+    own_end = row_end[0];
+    [[unroll]] for (uint t = 1; t < TOKENS; t++)
+        if (t == token) {
+            own_first = row_first[t];
+            own_end = row_end[t];
+        }
+    own_end = min(own_end, hi);
+    top = MASKED;
+    weight = 0.0;
+}
+
+void walk(uint kv, uint base, uint tid) {
+    float score[SCORES / HELD];
+    float part[SCORES / HELD][HELD];
+    [[unroll]] for (uint s = 0; s < STEPS; s++) {
+        const vec4 a = halves(k_now[s][0].xy), b = halves(k_now[s][0].zw);
+        [[unroll]] for (uint i = 0; i < QUERIES; i++)
+            part[(s * QUERIES + i) / HELD][(s * QUERIES + i) % HELD] = dot(a, own_query[i][0]) + dot(b, own_query[i][1]);
+    }
+    if (base + ROWS < hi) load_k(kv, base + ROWS, tid);
+    float higher = top;
+    [[unroll]] for (uint n = 0; n < SCORES / HELD; n++) {
+        const uint step_of = (n * HELD + tid % HELD) / QUERIES;
+        const uint row = base + step_of * STREAMS + tid / COLS;
+        const float all_lanes = lane_sums(part[n], tid);
+        score[n] = row < own_end && row >= own_first ? all_lanes : MASKED;
+        higher = max(higher, score[n]);
+    }
+    higher = over_streams_max(over_scores_max(higher));
+    const float shrink = exp2(top - higher);
+    top = higher;
+    weight *= shrink;
+    [[unroll]] for (uint n = 0; n < SCORES / HELD; n++) {
+        score[n] = score[n] > MASKED ? exp2(score[n] - top) : 0.0;
+        weight += score[n];
+    }
+    [[unroll]] for (uint i = 0; i < QUERIES; i++) {
+        const float f = from_lane(shrink, i);
+        sum[i][0] *= f;
+        sum[i][1] *= f;
+    }
+    [[unroll]] for (uint s = 0; s < STEPS; s++) {
+        const vec4 a = halves(v_now[s].xy), b = halves(v_now[s].zw);
+        [[unroll]] for (uint i = 0; i < QUERIES; i++) {
+            const float e = from_lane(score[(s * QUERIES + i) / HELD], (s * QUERIES + i) % HELD);
+            sum[i][0] += e * a;
+            sum[i][1] += e * b;
+        }
+    }
+    if (base + ROWS < hi) load_v(kv, base + ROWS, tid);
+}
+
+void walk_end(uint tid) {
+    const uint bundle = tid / (COLS * JOINED);
+    weight = over_streams_sum(over_scores_sum(weight));
+    if (tid % (COLS * JOINED) < QUERIES) bundle_weight[bundle * QUERIES + tid % QUERIES] = vec2(top, weight);
+    [[unroll]] for (uint i = 0; i < QUERIES; i++)
+        [[unroll]] for (uint j = 0; j < 2; j++) sum[i][j] = over_streams_sum(sum[i][j]);
+}

@@ -1,0 +1,85 @@
+// Scores through shared memory: whoever has the row of K leaves them there for the threads that have the row of V.
+//
+//   void walk_begin(tid)          after the queries are in query4
+//   void walk(kv, base, tid)      adds the chunk at `base`, which is in k_now and v_now, and asks for the next one
+//   void walk_end(tid)            leaves bundle_weight, and in the first COLS threads of a bundle its `sum`
+
+shared float scores[2][ROWS * QUERIES];  // two chunks in turn: one barrier a chunk is enough
+uint half_now = 0;
+
+float top[QUERIES], weight[QUERIES];
+vec4 sum[QUERIES][2];
+
+void walk_begin(uint tid) {
+    [[unroll]] for (uint i = 0; i < QUERIES; i++) {
+        top[i] = MASKED;
+        weight[i] = 0.0;
+        sum[i][0] = sum[i][1] = vec4(0.0);
+    }
+}
+
+void make_scores(uint base, uint tid) {
+    [[unroll]] for (uint s = 0; s < STEPS; s++) {
+        const uint r = s * (WG_SIZE / LANES) + tid / LANES;
+        const uint row = base + r;
+        float score[QUERIES];
+        [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] = 0.0;
+        [[unroll]] for (uint j = 0; j < K_PARTS; j++) {
+            const uint part = j * LANES + tid % LANES;
+            const vec4 a = halves(k_now[s][j].xy), b = halves(k_now[s][j].zw);
+            [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] += dot(a, query4[i * OUT4 + 2 * part]) + dot(b, query4[i * OUT4 + 2 * part + 1]);
+        }
+        [[unroll]] for (uint i = 0; i < QUERIES; i++) {
+            const float all_lanes = group_sum(score[i], LANES);
+            if (tid % LANES == i % LANES)
+                scores[half_now][r * QUERIES + i] = row < row_end[i / HEADS] && row >= row_first[i / HEADS] && row < hi ? all_lanes : MASKED;
+        }
+    }
+}
+
+void walk(uint kv, uint base, uint tid) {
+    make_scores(base, tid);
+    if (base + ROWS < hi) load_k(kv, base + ROWS, tid);
+    barrier();
+    [[unroll]] for (uint i = 0; i < QUERIES; i++) {
+        float higher = top[i];
+        [[unroll]] for (uint s = 0; s < V_STEPS; s++) {
+            const uint r = s * STREAMS + tid / COLS;
+            if (r < ROWS) higher = max(higher, scores[half_now][r * QUERIES + i]);
+        }
+        const float shrink = exp2(top[i] - higher);
+        top[i] = higher;
+        weight[i] *= shrink;
+        sum[i][0] *= shrink;
+        sum[i][1] *= shrink;
+    }
+    [[unroll]] for (uint s = 0; s < V_STEPS; s++) {
+        const uint r = s * STREAMS + tid / COLS;
+        if (r < ROWS) {
+            const vec4 a = halves(v_now[s].xy), b = halves(v_now[s].zw);
+            [[unroll]] for (uint i = 0; i < QUERIES; i++) {
+                const float score = scores[half_now][r * QUERIES + i];
+                const float e = score > MASKED ? exp2(score - top[i]) : 0.0;
+                weight[i] += e;
+                sum[i][0] += e * a;
+                sum[i][1] += e * b;
+            }
+        }
+    }
+    if (base + ROWS < hi) load_v(kv, base + ROWS, tid);
+    half_now ^= 1;
+}
+
+void walk_end(uint tid) {
+    const uint bundle = tid / (COLS * JOINED);
+    [[unroll]] for (uint i = 0; i < QUERIES; i++) {
+#if JOINED > 1
+        const float higher = over_streams_max(top[i]);
+        const float shrink = exp2(top[i] - higher);
+        top[i] = higher;
+        weight[i] = over_streams_sum(weight[i] * shrink);
+        [[unroll]] for (uint j = 0; j < 2; j++) sum[i][j] = over_streams_sum(sum[i][j] * shrink);
+#endif
+        if (tid % (COLS * JOINED) == 0 && bundle < BUNDLES) bundle_weight[bundle * QUERIES + i] = vec2(top[i], weight[i]);
+    }
+}
