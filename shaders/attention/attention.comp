@@ -9,7 +9,7 @@
 //   pos      I32 [n]; -1: padding, its output is zero and nothing is stored
 //   y        F32 [n, n_head * HD], or Q8_1 rows (OUT_Q8_1) as in docs/architecture.md
 //   partial  scratch of the splits: for each (token tile, head group, split) QUERIES * HD / 4 vec4 of sums, then QUERIES vec2 (max, sum of weights)
-//   tickets  one counter for each (token tile, head group), see common/ticket.glsl
+//   tickets  one counter for each (token tile, head group)
 //   sinks    F32 [n_head]: a logit that takes part in the softmax and has no value
 //
 // Workgroup (x, y, z): heads x * HEADS .. + HEADS of one kv head, share y of the rows, tokens z * TOKENS .. + TOKENS. Its QUERIES = HEADS * TOKENS
@@ -21,8 +21,8 @@
 // BY_LANES 0: scores go from one thread to the others through shared memory (attention/walk_shared.glsl).
 // K and V of the next chunk are on their way while the present one is worked on. All logits are in powers of two (scale holds log2 e).
 //
-// Where the rows exceed rows_per_split they are cut into up to SPLITS shares of equal size; the last workgroup to arrive adds the shares
-// up in their order. Which shares exist depends on pos alone, so neither the order of arrival nor the other tokens change a bit.
+// Where the rows exceed rows_per_split they are cut into up to SPLITS shares of equal size, which one workgroup adds up in their order
+// (attention/shares.glsl). Which shares exist depends on pos alone, so neither the order of arrival nor the other tokens change a bit.
 //
 // Defines: HD HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS ROUND OUT_Q8_1 FUSED HAS_SINKS, FUSED: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX, those of
 // common/reduce.glsl
@@ -78,10 +78,14 @@ layout(binding = 4) writeonly buffer Y { uint y_words[]; };
 layout(binding = 4) writeonly buffer Y { vec4 y4[]; };
 #endif
 #if SPLITS > 1
-layout(binding = 5) coherent buffer Partial { vec4 partial4[]; };
-layout(binding = 5) coherent buffer Partial2 { vec2 partial2[]; };
+#if AWAITS
+#define SHARES coherent volatile
+#else
+#define SHARES coherent
+#endif
+layout(binding = 5) SHARES buffer Partial { vec4 partial4[]; };
+layout(binding = 5) SHARES buffer Partial2 { vec2 partial2[]; };
 layout(binding = 6) coherent buffer Tickets { uint tickets[]; };
-#include "common/ticket.glsl"
 #endif
 #if HAS_SINKS
 layout(binding = BIND_SINKS) readonly buffer Sinks { float sinks[]; };
@@ -95,6 +99,9 @@ shared vec4 bundle_sum[BUNDLES * ROUND * OUT4];
 shared vec2 bundle_weight[BUNDLES * QUERIES];   // maximum, sum of weights
 
 #include "attention/store.glsl"
+#if SPLITS > 1
+#include "attention/shares.glsl"
+#endif
 #if FUSED
 #include "attention/fused.glsl"
 #endif
@@ -221,8 +228,6 @@ void main() {
     const bool leads = tid % (COLS * JOINED) < COLS && bundle < BUNDLES;
 #if SPLITS > 1
     const uint tile = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
-    const uint part_stride4 = QUERIES * OUT4 + (QUERIES + 1) / 2;
-    const uint part0 = tile * SPLITS * part_stride4;
 #endif
     [[unroll]] for (uint first = 0; first < QUERIES; first += ROUND) {
         if (first > 0) barrier();
@@ -243,8 +248,7 @@ void main() {
             }
 #if SPLITS > 1
             if (used > 1) {
-                partial4[part0 + split * part_stride4 + first * OUT4 + o] = total;
-                if (o % OUT4 == 0) partial2[(part0 + split * part_stride4 + QUERIES * OUT4) * 2 + i] = vec2(highest, all);
+                put_share(tile, split, used, i, first * OUT4 + o, total, vec2(highest, all));
                 continue;
             }
 #endif
@@ -254,32 +258,12 @@ void main() {
 
 #if SPLITS > 1
     if (used > 1) {
-        if (!last_to_arrive(tile, used)) return;
+        if (!adds_up(tile, split, used)) return;
         for (uint o = tid; o < QUERIES * OUT4; o += WG_SIZE) {
             const uint i = o / OUT4;
-            float highest = MASKED, all = 0.0;
-            vec4 total = vec4(0.0);
-            for (uint s0 = 0; s0 < used; s0 += 8) {
-                vec2 w[8];
-                vec4 v[8];
-                [[unroll]] for (uint s = 0; s < 8; s++) {
-                    const uint at = part0 + min(s0 + s, used - 1) * part_stride4;
-                    w[s] = partial2[(at + QUERIES * OUT4) * 2 + i];
-                    v[s] = partial4[at + o];
-                }
-                float higher = highest;
-                [[unroll]] for (uint s = 0; s < 8; s++) higher = max(higher, w[s].x);
-                const float shrink = exp2(highest - higher);
-                highest = higher;
-                all *= shrink;
-                total *= shrink;
-                [[unroll]] for (uint s = 0; s < 8; s++) {
-                    const float e = s0 + s < used ? exp2(w[s].x - higher) : 0.0;
-                    all += e * w[s].y;
-                    total += e * v[s];
-                }
-            }
-            query4[o] = finished(total, highest, all, head0 + i % HEADS);
+            vec2 weight;
+            const vec4 total = added_up(tile, used, i, o, weight);
+            query4[o] = finished(total, weight.x, weight.y, head0 + i % HEADS);
         }
     }
 #endif

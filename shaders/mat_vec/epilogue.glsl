@@ -14,7 +14,7 @@ float addend[COLS];
 float bias_of(uint row) {
 #if IDS == 2
     float sum = 0.0;
-    [[unroll]] for (uint e = y_row * N_USED; e < (y_row + 1u) * N_USED; e++) sum += expert_weight[e] * bias1[uint(ids[e]) * p.m + row];
+    [[unroll]] for (uint e = 0; e < N_USED; e++) sum += summed_weight[e] * bias1[summed_row[e] + row];
     return sum;
 #else
     return bias1[p.w_row0 + expert_row + row];

@@ -108,11 +108,29 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
 #if KEEP_X
 Act own[UNROLL];  // this lane's units of x, the same for every tile
 #endif
+#if IDS == 2
+// The token's experts: row of W where each begins, and its weight.
+shared uint summed_row[N_USED];
+shared float summed_weight[N_USED];
+#endif
 uint first_row;   // of the tile for this slot, within its matrix
 uint expert_row;  // row of W where the matrix begins (IDS 0 and 1)
 uint x_row;
 uint y_row;
 uint lane;
+
+#if IDS == 2
+void fetch_experts(uint tid) {
+    for (uint e = tid; e < N_USED; e += WG) {
+        int id;
+        float weight;
+        AWAIT(id = ids[y_row * N_USED + e]; weight = expert_weight[y_row * N_USED + e], filled(uint(id)) && filled(weight))
+        summed_row[e] = uint(id) * p.m;
+        summed_weight[e] = weight;
+    }
+    barrier();
+}
+#endif
 
 // Past the end of a row or of the matrix the last unit is read again and not used.
 uint unit_of(uint chunk, uint j) {
@@ -122,7 +140,7 @@ uint unit_of(uint chunk, uint j) {
 
 UnitRaw fetch(uint row, uint unit) {
 #if IDS == 2
-    const uint base = uint(ids[y_row * N_USED + unit / K_UNITS]) * p.m;
+    const uint base = summed_row[unit / K_UNITS];
 #else
     const uint base = expert_row;
 #endif
@@ -141,9 +159,9 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
         const uint unit = chunk * CHUNK + j * LANES + lane;
         const bool there = WALK_UNITS % CHUNK == 0 || unit < WALK_UNITS;
 #if IDS == 2
-        const uint e = y_row * N_USED + unit_of(chunk, j) / K_UNITS;
-        const uint row = PROLOGUE == 3 ? unit_of(chunk, j) / K_UNITS : p.x_slots == 1u ? y_row : e;
-        const float weight = there ? expert_weight[e] : 0.0;
+        const uint e = unit_of(chunk, j) / K_UNITS;
+        const uint row = PROLOGUE == 3 ? e : p.x_slots == 1u ? y_row : y_row * N_USED + e;
+        const float weight = there ? summed_weight[e] : 0.0;
 #else
         const uint row = PROLOGUE == 3 ? 0u : x_row;
         const float weight = 1.0;
@@ -246,21 +264,6 @@ bool logits_there() {
 }
 #endif
 
-#if IDS == 2
-// The token's experts and their weights, before any thread uses them.
-void await_experts(uint tid) {
-#if AWAITS
-    int id;
-    float weight;
-    [[unroll]] for (uint first = 0; first < N_USED; first += WG) {
-        const uint at = y_row * N_USED + (first + tid) % N_USED;
-        AWAIT(id = ids[at]; weight = expert_weight[at], filled(uint(id)) && filled(weight));
-    }
-    barrier();
-#endif
-}
-#endif
-
 #if KEEP_X
 void fetch_own() {
     [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_load(PROLOGUE == 3 ? 0u : x_row, min(j * LANES + lane, K_UNITS - 1u));
@@ -296,7 +299,7 @@ void main() {
 #elif IDS == 2
     y_row = gl_WorkGroupID.z;
     x_row = y_row * p.x_slots;
-    await_experts(tid);
+    fetch_experts(tid);
 #else
     y_row = gl_WorkGroupID.z * COLS;
     x_row = y_row;

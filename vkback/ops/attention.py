@@ -165,10 +165,11 @@ def _lower(
     groups = (n_head // s.heads, s.splits, ceil_div(n, s.tokens))
     cached: Access = "rw" if fused else "r"
     args = [Arg(q), Arg(cache_k, cached), Arg(cache_v, cached), Arg(pos), Arg(out, "w")]
-    if s.splits > 1:
+    shares = [f"{out.name}.splits"] if s.splits > 1 else []
+    if shares:
         tiles = groups[0] * groups[2]
         part = s.queries * hd + 4 * ceil_div(s.queries, 2)
-        args.append(Arg(Tensor(f"{out.name}.splits", "F32", (tiles, s.splits, part)), "rw"))
+        args.append(Arg(Tensor(shares[0], "F32", (tiles, s.splits, part)), "rw"))
         args.append(Arg(Tensor(f"{out.name}.tickets", "I32", (tiles,), "counter"), "rw"))
     defines: Defines = {
         **s.reduce, **fused, "HD": hd, "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps, "LANES": s.lanes,
@@ -193,7 +194,7 @@ def _lower(
         reason=choice.source,
         nbytes=nbytes(q) + nbytes(out) + 2 * n_head_kv * rows * hd * 2,
         flops=4 * n * n_head * rows * hd,
-        handover=Handover(part=(q.name,)) if fused else None,  # one token, which is never padding
+        handover=Handover(part=(q.name,), own=tuple(shares)) if fused else None,  # one token, which is never padding
     )
 
 

@@ -50,10 +50,12 @@ class Arg:
 
 @dataclass(frozen=True)
 class Handover:
-    """What a kernel with shaders/common/handover.glsl awaits, by tensor names; `whole`: every workgroup all of it, `part`: some of it."""
+    """What a kernel with shaders/common/handover.glsl awaits, by tensor names; `whole`: every workgroup all of it, `part`: some of it;
+    `own`: what its own workgroups await of each other."""
 
     whole: tuple[str, ...] = ()
     part: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,7 @@ def shared_bytes(defines: Mapping[str, str | int]) -> int:
     total = 4 * turns * rows * partials if partials > 1 else 0
     if number("PROLOGUE"):
         total += max(1, number("N_USED")) * number("K_UNITS") * (40 if number("PATH_INT") else 128)
+    total += 8 * number("N_USED")
     if number("Y_TYPE"):
         total += 4 * turns * (rows >> number("GLU"))
     if number("EXPERTS"):

@@ -407,7 +407,8 @@ def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
             continue
         (product,) = readers
         later = [r for t in (weights, ids) for r in index.consumers.get(t.name, []) if r is not product]
-        if any(r.op != "MAT_VEC" or product.name not in (t.name for t in r.inputs) for r in later):
+        made = {product.name, *(r.name for r in index.consumers.get(product.name, []) if r.op == "QUANTIZE_Q8_1")}
+        if any(r.op != "MAT_VEC" or made.isdisjoint(t.name for t in r.inputs) for r in later):
             continue
         by = inputs_by_role(product) | {"logits": choice.inputs[0]}
         if by.pop("ids").name != ids.name:

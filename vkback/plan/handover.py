@@ -33,7 +33,8 @@ def with_handovers(schedule: Schedule, max_bindings: int) -> Schedule:
     for i, stage in enumerate(schedule.stages):
         gives = i + 1 < len(joined) and joined[i + 1]
         stages.append([taking_part(d, joined[i]) if joined[i] or gives else d for d in stage])
-    handed = frozenset(name for awaits, stage in zip(joined, schedule.stages, strict=True) if awaits for d in stage for name in _awaited(d))
+    awaiting = [d.handover for awaits, stage in zip(joined, schedule.stages, strict=True) if awaits for d in stage if d.handover]
+    handed = frozenset(name for h in awaiting for name in (*h.whole, *h.part, *h.own))
     return dataclasses.replace(schedule, stages=stages, joined=frozenset(i for i, j in enumerate(joined) if j), handed=handed)
 
 

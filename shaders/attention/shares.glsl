@@ -1,0 +1,86 @@
+// The shares that workgroups take of a tile's rows, and the one workgroup that adds them up in their order.
+//
+// With barriers between stages it is the last to arrive (common/ticket.glsl). Where stages hand over word by word it is the one with the last
+// share, which reads the others' results until they are there: workgroups start in order, so it waits for none that has not started.
+//
+//   void put_share(tile, share, used, i, o, total, weight)  leaves what this workgroup has found: vec4 o of the tile's sums, of query i,
+//                                                           and that query's (maximum, sum of weights)
+//   bool adds_up(tile, share, used)                         whether this workgroup adds up; every thread calls
+//   vec4 added_up(tile, used, i, o, weight)                 vec4 o of all shares, and their (maximum, sum of weights)
+
+#define SHARE4 (QUERIES * OUT4 + (QUERIES + 1) / 2)   // vec4 of a share
+#define AT_ONCE (SPLITS < 16 ? SPLITS : 16)
+
+#if !AWAITS
+#include "common/ticket.glsl"
+#endif
+
+shared vec2 own_weight[QUERIES];  // where words are handed over a workgroup keeps the last share to itself, its sums in query4
+
+void put_share(uint tile, uint share, uint used, uint i, uint o, vec4 total, vec2 weight) {
+#if AWAITS
+    if (share == used - 1u) {
+        query4[o] = total;
+        if (o % OUT4 == 0) own_weight[i] = weight;
+        return;
+    }
+#endif
+    const uint at = (tile * SPLITS + share) * SHARE4;
+    partial4[at + o] = never_empty(total);
+    if (o % OUT4 == 0) partial2[(at + QUERIES * OUT4) * 2 + i] = vec2(never_empty(weight.x), never_empty(weight.y));
+}
+
+bool adds_up(uint tile, uint share, uint used) {
+#if AWAITS
+    barrier();
+    return share == used - 1u;
+#else
+    return last_to_arrive(tile, used);
+#endif
+}
+
+vec4 share_sum[AT_ONCE];
+vec2 share_weight[AT_ONCE];
+
+// Shares from `first` on; past `last` that one again.
+void read_shares(uint tile, uint first, uint last, uint i, uint o) {
+    [[unroll]] for (uint s = 0; s < AT_ONCE; s++) {
+        const uint at = (tile * SPLITS + min(first + s, last)) * SHARE4;
+        share_weight[s] = partial2[(at + QUERIES * OUT4) * 2 + i];
+        share_sum[s] = partial4[at + o];
+    }
+}
+
+#if AWAITS
+bool shares_there() {
+    bool there = true;
+    [[unroll]] for (uint s = 0; s < AT_ONCE; s++) there = there && filled(share_weight[s]) && filled(share_sum[s]);
+    return there;
+}
+#endif
+
+vec4 added_up(uint tile, uint used, uint i, uint o, out vec2 weight) {
+    weight = vec2(MASKED, 0.0);
+    vec4 total = vec4(0.0);
+    for (uint first = 0; first < used; first += AT_ONCE) {
+        AWAIT(read_shares(tile, first, used - 1u - AWAITS, i, o), shares_there())
+#if AWAITS
+        [[unroll]] for (uint s = 0; s < AT_ONCE; s++)
+            if (first + s == used - 1u) {
+                share_weight[s] = own_weight[i];
+                share_sum[s] = query4[o];
+            }
+#endif
+        float higher = weight.x;
+        [[unroll]] for (uint s = 0; s < AT_ONCE; s++) higher = max(higher, share_weight[s].x);
+        const float shrink = exp2(weight.x - higher);
+        weight = vec2(higher, weight.y * shrink);
+        total *= shrink;
+        [[unroll]] for (uint s = 0; s < AT_ONCE; s++) {
+            const float e = first + s < used ? exp2(share_weight[s].x - higher) : 0.0;
+            weight.y += e * share_weight[s].y;
+            total += e * share_sum[s];
+        }
+    }
+    return total;
+}
