@@ -131,14 +131,14 @@ def test_biases_cost_no_stage(tmp_path: Path) -> None:
     assert {"blk.0.ffn_gate.bias+blk.0.ffn_up.bias", "blk.0.attn_q.bias+blk.0.attn_k.bias+blk.0.attn_v.bias"} <= s.tensors().keys()
 
 
-def test_a_token_of_the_expert_model_takes_six_stages_a_layer(models: Callable[[str], Model]) -> None:
+def test_a_token_of_the_expert_model_takes_seven_stages_a_layer(models: Callable[[str], Model]) -> None:
     """Embedding and angles, then products of Q, K and V, attention, its output, router logits, gate with up of the experts it chooses,
-    down with the sum; in the end output and argmax."""
+    the rounding of their results, down with the sum; in the end output and argmax."""
     s = schedule(models("demo-moe"), planned_for("nvidia_h200_linux"), "greedy")
     layers = models("demo-moe").hp.n_layer
-    assert len(s.stages) == 1 + 6 * layers + 2
+    assert len(s.stages) == 1 + 7 * layers + 2
     assert Counter(d.op for d in s.dispatches()) == {
-        "GET_ROWS": 1, "ROPE_ANGLES": 1, "MAT_VEC": 5 * layers + 1, "ATTN_DECODE": layers, "SAMPLE": 1
+        "GET_ROWS": 1, "ROPE_ANGLES": 1, "MAT_VEC": 5 * layers + 1, "ATTN_DECODE": layers, "QUANTIZE_Q8_1": layers, "SAMPLE": 1
     }  # fmt: skip
 
 
@@ -160,8 +160,8 @@ def test_real_shapes_take_the_same_stages_a_layer(name: str, models: Callable[[s
     model = models(name)
     s = schedule(model, planned_for("nvidia_h200_linux"), "greedy")
     assert len(s.stages) == 1 + (6 if model.hp.n_expert else 5) * model.hp.n_layer + 2
-    # Activations of one token are small beside the gigabytes of weights.
-    assert s.activation_bytes < 4 << 20
+    # Activations of one token, and what attention's workgroups leave for each other in each layer, are small beside the weights.
+    assert s.activation_bytes < 16 << 20
     # Every weight of the file is read once, experts as many as are used; the embedding is a row.
     layer = [d for d in s.dispatches() if d.op == "MAT_VEC" and ("-5" in d.label)]
     assert {a.tensor.type for d in layer for a in d.args if a.tensor.kind == "weight"} <= {"Q4_K", "Q5_K", "Q6_K", "F32"}
