@@ -158,6 +158,17 @@ def test_the_product_takes_the_choice_in() -> None:
     assert fused[1] is nodes["down"]
 
 
+def test_the_rounding_of_its_results_may_stand_between() -> None:
+    nodes = layer()
+    h = nodes["gate_up"].outputs[0]
+    rounded = dataclasses.replace(h, name="h.q8_1", type="Q8_1")
+    w, _, *chosen = nodes["down"].inputs
+    down = dataclasses.replace(nodes["down"], inputs=(w, rounded, *chosen))
+    before = [nodes["choice"], nodes["gate_up"], Node("QUANTIZE_Q8_1", (h,), (rounded,)), down]
+    fused = fuse_choice(before, [], planned_for("nvidia_h200_linux"))
+    assert [n.name for n in fused] == ["h", "h.q8_1", "y"] and "logits" in fused[0].params["roles"]
+
+
 def two_products(nodes: dict[str, Node]) -> None:
     other = dataclasses.replace(nodes["gate_up"].inputs[0], name="other")
     inputs = (other, *nodes["gate_up"].inputs[1:])

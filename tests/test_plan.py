@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from kernel_paths import planned_for
+from kernel_paths import planned_for, with_params
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 from model_files import BUILT_IN
 
@@ -165,6 +165,17 @@ def test_real_shapes_take_the_same_stages_a_layer(name: str, models: Callable[[s
     # Every weight of the file is read once, experts as many as are used; the embedding is a row.
     layer = [d for d in s.dispatches() if d.op == "MAT_VEC" and ("-5" in d.label)]
     assert {a.tensor.type for d in layer for a in d.args if a.tensor.kind == "weight"} <= {"Q4_K", "Q5_K", "Q6_K", "F32"}
+
+
+@pytest.mark.parametrize(
+    ("by", "attention", "glu"), [("producer", "Q8_1", "Q8_1"), ("attention", "Q8_1", "F32"), ("stage", "F32", "F32")]
+)
+def test_the_tables_say_who_rounds_activations(by: str, attention: str, glu: str, models: Callable[[str], Model]) -> None:
+    ctx = with_params(planned_for("nvidia_h200_linux"), quantize=by)
+    made = {d.label: d.args for d in schedule(models("demo-dense"), ctx, "greedy").dispatches()}
+    assert made["kqv_out-0"][4].tensor.type == attention
+    assert made["ffn_swiglu-0"][2].tensor.type == glu
+    assert ("kqv_out-0.q8_1" in made, "ffn_swiglu-0.q8_1" in made) == (attention == "F32", glu == "F32")
 
 
 def test_without_fusion_each_node_is_an_op_of_the_graph(models: Callable[[str], Model]) -> None:
