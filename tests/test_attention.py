@@ -189,7 +189,7 @@ def test_little_shared_memory_and_few_bindings() -> None:
 
 def test_long_context_fills_the_device_and_splits_do_not_depend_on_tokens() -> None:
     one = PLAIN.lower(node(n_head=32, kv=8, hd=128, n_ctx=16384), H200)[0]
-    assert math.prod(one.groups) >= 132
+    assert 132 * 0.9 < math.prod(one.groups) <= 132
     many = FlashAttnExt().case(32, 8, 128, 16384, (1,) * 16, "F32", seed=1, garbage=False).build().node
     assert PLAIN.lower(many, H200)[0].kernel == one.kernel
 
