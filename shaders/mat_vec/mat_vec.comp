@@ -310,7 +310,7 @@ void main() {
     fetch_norm(tid);
 #endif
 #if AWAITS && QUANTIZES
-    read_x(tid);  // where it is there already, it need not queue behind the weights
+    ask_x(tid);
 #endif
 #if CHOOSE
     // No weight can be asked for before the choice.
