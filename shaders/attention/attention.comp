@@ -21,7 +21,7 @@
 // BY_LANES 0: scores go from one thread to the others through shared memory (attention/walk_shared.glsl).
 // K and V of the next chunk are on their way while the present one is worked on. All logits are in powers of two (scale holds log2 e).
 //
-// Where the rows exceed rows_per_split they are cut into up to SPLITS shares of whole chunks, which one workgroup adds up in their order
+// Where the rows exceed rows_per_split they are cut into up to SPLITS shares of equal size, which one workgroup adds up in their order
 // (attention/shares.glsl). Which shares exist depends on pos alone, so neither the order of arrival nor the other tokens change a bit.
 //
 // Defines: HD HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS ROUND OUT_Q8_1 FUSED HAS_SINKS, FUSED: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX, those of
@@ -172,8 +172,8 @@ void main() {
     const uint kv = head0 / (p.n_head / p.n_head_kv);
     const uint token0 = gl_WorkGroupID.z * TOKENS;
     const uint split = gl_WorkGroupID.y;
-#if FUSED
-    ask_heads(tid, head0, kv);
+#if FUSED && !AWAITS
+    fetch_heads(tid, head0, kv);
 #endif
 
     lo = p.n_ctx;
@@ -193,7 +193,7 @@ void main() {
     }
     const uint rows = hi - lo;
     const uint wanted = min(SPLITS, (rows + p.rows_per_split - 1) / p.rows_per_split);
-    const uint share = ((rows + wanted - 1) / wanted + ROWS - 1) / ROWS * ROWS;
+    const uint share = (rows + wanted - 1) / wanted;
     const uint used = (rows + share - 1) / share;
     if (split >= used) return;
     lo += split * share;
@@ -203,7 +203,7 @@ void main() {
     load_v(kv, lo, tid);
 #if FUSED
   #if AWAITS
-    AWAIT_ASKED(read_heads(tid, head0, kv), heads_there())
+    fetch_heads(tid, head0, kv);
   #endif
     prepare(tid, head0, kv, split == used - 1);
 #else

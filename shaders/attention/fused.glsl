@@ -61,8 +61,7 @@ bool heads_there() {
 }
 #endif
 
-// Asks for all at once; what is handed over may not be there yet.
-void ask_heads(uint tid, uint head0, uint kv) {
+void fetch_heads(uint tid, uint head0, uint kv) {
     [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
 #if HAS_NORM
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++)
@@ -73,7 +72,7 @@ void ask_heads(uint tid, uint head0, uint kv) {
             norm_b[i][j] = query ? q_norm[at.y] : k_norm[at.y];
         }
 #endif
-    read_heads(tid, head0, kv);
+    AWAIT(read_heads(tid, head0, kv), heads_there());
 }
 
 void put_query(uint head, uint place, vec2 v) {

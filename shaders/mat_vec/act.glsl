@@ -4,11 +4,6 @@
 //   PROLOGUE 2: as 1, after RMS norm and its weight
 //   PROLOGUE 3: Q8_1 from memory, copied into shared memory by every workgroup
 
-// How often x is read again before the weights are asked for. A read takes a third of a microsecond on an H200.
-#ifndef EARLY_READS
-#define EARLY_READS 2
-#endif
-
 #if PATH_INT
 struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };  // both sums: of the int8 of each half, the first times d
 #else
@@ -74,18 +69,9 @@ bool x_there() {
 }
 #endif
 
-#if AWAITS
-// x is asked for before the weights: where it is there already, or as good as there, it need not queue behind them.
-void ask_x(uint tid) {
-    read_x(tid);
-    [[unroll]] for (uint i = 0; i < EARLY_READS; i++)
-        if (!x_there()) read_x(tid);
-}
-#endif
-
 void fetch_x(uint tid, uint first_row) {
 #if AWAITS
-    AWAIT_ASKED(read_x(tid), x_there());
+    AWAIT_ASKED(read_x(tid), x_there());  // by the includer
 #else
     read_x(tid);
 #endif

@@ -310,7 +310,7 @@ void main() {
     fetch_norm(tid);
 #endif
 #if AWAITS && QUANTIZES
-    ask_x(tid);
+    read_x(tid);  // where it is there already, it need not queue behind the weights
 #endif
 #if CHOOSE
     // No weight can be asked for before the choice.
