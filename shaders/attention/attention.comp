@@ -49,6 +49,7 @@ layout(local_size_x = WG_SIZE) in;
 // What is left of the streams where those of a subgroup have met.
 #define BUNDLES (STREAMS / JOINED)
 
+#include "common/clock.glsl"
 #include "common/handover.glsl"
 
 layout(push_constant) uniform Push {
@@ -167,6 +168,7 @@ OVER_STREAMS(over_streams_sum, vec4, plus)
 #endif
 
 void main() {
+    MARK(MARK_BEGIN);
     const uint tid = gl_LocalInvocationID.x;
     const uint head0 = gl_WorkGroupID.x * HEADS;
     const uint kv = head0 / (p.n_head / p.n_head_kv);
@@ -205,6 +207,7 @@ void main() {
   #if AWAITS
     fetch_heads(tid, head0, kv);
   #endif
+    MARK(MARK_THERE);
     prepare(tid, head0, kv, split == used - 1);
 #else
     for (uint i = tid; i < QUERIES * OUT4; i += WG_SIZE) {
@@ -222,6 +225,7 @@ void main() {
         walk(kv, base, tid);
     }
     walk_end(tid);
+    MARK(MARK_DONE);
 
     // The streams of the workgroup meet, ROUND queries at a time.
     const uint bundle = tid / (COLS * JOINED);
@@ -258,7 +262,10 @@ void main() {
 
 #if SPLITS > 1
     if (used > 1) {
-        if (!adds_up(tile, split, used)) return;
+        if (!adds_up(tile, split, used)) {
+            MARK(MARK_END);
+            return;
+        }
         for (uint o = tid; o < QUERIES * OUT4; o += WG_SIZE) {
             const uint i = o / OUT4;
             vec2 weight;
@@ -269,4 +276,5 @@ void main() {
 #endif
     barrier();
     store(tid, token0, head0);
+    MARK(MARK_END);
 }

@@ -28,6 +28,7 @@
 layout(local_size_x = WG) in;
 
 #include "quant/weights.glsl"
+#include "common/clock.glsl"
 #include "common/handover.glsl"
 #include "mat_vec/iface.glsl"
 #if PATH_INT
@@ -276,6 +277,7 @@ void main() {
     const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     const uint tiles = (p.m + TILE_ROWS - 1) / TILE_ROWS;
     if (group >= tiles) return;
+    MARK(MARK_BEGIN);
     const uint slot_row = (tid / LANES) * ROWS;
     lane = tid % LANES;
     first_row = group * TILE_ROWS + slot_row;
@@ -319,6 +321,7 @@ void main() {
     fetch_x(tid, x_row);
     prologue(tid);
     AWAIT(fetch_logits(tid, 0u), logits_there());
+    MARK(MARK_THERE);
   #else
     fetch_logits(tid, 0u);
     #if PROLOGUE
@@ -344,6 +347,7 @@ void main() {
   #endif
   #if PROLOGUE
     fetch_x(tid, x_row);
+    MARK(MARK_THERE);
     prologue(tid);
   #elif defined(UNIT_TABLE)
     barrier();
@@ -367,6 +371,7 @@ void main() {
             [[unroll]] for (int c = 0; c < COLS; c++) acc[r][c] = 0.0;
         fetch_addend();
         walk(raw, has_next, next_row);
+        MARK(MARK_DONE);
         reduce(tid, turn);
         epilogue(tid, turn, tile);
         first_row = next_row;
@@ -379,4 +384,5 @@ void main() {
         store_chosen(tid, 0u, TOPK_SCALE);
     }
 #endif
+    MARK(MARK_END);
 }

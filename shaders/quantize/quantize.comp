@@ -9,6 +9,7 @@
 // Defines: WIDTH 4: k is a multiple of 4; 1: any k
 #define REDUCE_GROUPS 1
 #include "common/reduce.glsl"
+#include "common/clock.glsl"
 #include "common/handover.glsl"
 
 layout(local_size_x = WG_SIZE) in;
@@ -28,6 +29,7 @@ layout(std430, set = 0, binding = 1) writeonly buffer OutY { uint y_words[]; };
 #include "common/q8_1.glsl"
 
 void main() {
+    MARK(MARK_BEGIN);
     const uint index = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     const uint row = index / (8u * p.units);
     const uint quad = index - row * 8u * p.units;
@@ -39,6 +41,9 @@ void main() {
     for (uint c = 0u; c < 4u; c++)
         if (there && 4u * quad + c < p.k) AWAIT(v[c] = x[row * p.k + 4u * quad + c], filled(v[c]))
 #endif
+    MARK(MARK_THERE);
     const Q8_1Quad packed = q8_1_pack(quad, v);
+    MARK(MARK_DONE);
     if (there) q8_1_store(row, p.units, quad, packed);
+    MARK(MARK_END);
 }

@@ -71,6 +71,7 @@ class Capabilities:
     int_dot       the feature; `int_dot_accelerated` that 4x8-bit packed signed dot products are fast
     subgroup_ops  "basic", "vote", "arithmetic", "ballot", "shuffle", "shuffle_relative", "clustered", "quad", "rotate", ...
     extensions    names the driver lists
+    shader_clock  kernels may read the clock of the device; no profile records it
     uma           host and device share their memory; `rebar`: all device memory is host-visible
     shader_cores  SMs, compute units, shader cores; None when not reported
     What is not known is held to be absent, and a limit not known to be the least that Vulkan allows.
@@ -112,6 +113,7 @@ class Capabilities:
     vulkan_memory_model_device_scope: bool
     synchronization2: bool
     maintenance4: bool
+    shader_clock: bool
 
     max_storage_buffer_range: int
     max_shared_memory: int
@@ -273,6 +275,7 @@ def _from_profile(p: Mapping[str, Any]) -> Capabilities:
         vulkan_memory_model_device_scope=feature("vulkanMemoryModelDeviceScope"),
         synchronization2=feature("synchronization2"),
         maintenance4=feature("maintenance4"),
+        shader_clock=False,
         max_storage_buffer_range=limit("maxStorageBufferRange", 1 << 27),
         max_shared_memory=limit("maxComputeSharedMemorySize", 16384),
         max_workgroup_invocations=limit("maxComputeWorkGroupInvocations", 128),

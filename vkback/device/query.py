@@ -152,6 +152,7 @@ class _Bits:
         for extension, name in (
             ("VK_KHR_cooperative_matrix", "VkPhysicalDeviceCooperativeMatrixFeaturesKHR"),
             ("VK_EXT_device_fault", "VkPhysicalDeviceFaultFeaturesEXT"),
+            ("VK_KHR_shader_clock", "VkPhysicalDeviceShaderClockFeaturesKHR"),
         ):
             if extension in extensions:
                 chain.add(name)
@@ -178,6 +179,10 @@ class _Bits:
     def bfloat16(self) -> bool:
         found = self._chain.structs.get("VkPhysicalDeviceVulkanMemoryModelFeatures")
         return bool(found and found.vulkanMemoryModel)
+
+    def clock(self) -> bool:
+        found = self._chain.structs.get("VkPhysicalDeviceShaderClockFeaturesKHR")
+        return bool(found and found.shaderDeviceClock)
 
     def matrix(self) -> bool:
         found = self._chain.structs.get("VkPhysicalDeviceCooperativeMatrixFeaturesKHR")
@@ -275,6 +280,7 @@ def _capabilities(
         vulkan_memory_model_device_scope=bool(bits.v12.vulkanMemoryModelDeviceScope),
         synchronization2=bits.newer("synchronization2", "VkPhysicalDeviceSynchronization2FeaturesKHR"),
         maintenance4=bits.newer("maintenance4", "VkPhysicalDeviceMaintenance4FeaturesKHR"),
+        shader_clock=bits.clock(),
         max_storage_buffer_range=limits.maxStorageBufferRange,
         max_shared_memory=limits.maxComputeSharedMemorySize,
         max_workgroup_invocations=limits.maxComputeWorkGroupInvocations,

@@ -49,6 +49,7 @@ CAPABILITY_NEEDS: Mapping[int, tuple[str, str]] = {
     39: ("Int8", "int8"),
     4433: ("StorageBuffer16BitAccess", "storage_16bit"),
     4448: ("StorageBuffer8BitAccess", "storage_8bit"),
+    5055: ("ShaderClockKHR", "shader_clock"),
     5116: ("BFloat16TypeKHR", "bf16"),
     5345: ("VulkanMemoryModel", "vulkan_memory_model"),
     5346: ("VulkanMemoryModelDeviceScope", "vulkan_memory_model_device_scope"),

@@ -148,7 +148,11 @@ class TokenProgram:
         """Of one token, after a whole recording that has to leave everything as it was."""
         device = self._tokens.device
         device.submit([self.commands, self._one]).wait()
-        return device.download(self._program.range(LOGITS), np.float32)
+        return self.download(LOGITS, np.float32)
+
+    def download(self, name: str, dtype: type[np.generic]) -> Array:
+        """What a tensor of the program holds, as a row of values."""
+        return self._tokens.device.download(self._program.range(name), dtype)
 
     @property
     def gave_up(self) -> bool:

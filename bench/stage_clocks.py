@@ -1,0 +1,56 @@
+"""When the workgroups of each stage of a token start, have what they await, have made their sums and have stored them.
+
+    python bench/stage_clocks.py MODEL.gguf [--ctx 4352] [--depth 4096] [VARIANT]
+
+A VARIANT is as for bench/one_token.py. A line a kind of stage, medians over its layers, by the device's clock: how many, microseconds from
+the end of the stage before to its own, and when after that the first, the middle and the last workgroup got to each point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import numpy as np
+from one_token import table
+
+from vkback.device import Device
+from vkback.harness.in_program import Tokens
+from vkback.harness.stage_clocks import POINTS, StageClock, measure_clocks
+from vkback.models.registry import Model
+from vkback.ops.base import LowerContext
+from vkback.plan.planner import plan
+from vkback.plan.tuning import Tuning
+from vkback.shader import ShaderLibrary
+
+
+def kind(clock: StageClock) -> tuple[str, int]:
+    """What stages of different layers have in common."""
+    return " ".join(dict.fromkeys(re.sub(r"-\d+", "", label) for label in clock.labels)), clock.workgroups
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("variant", nargs="?", default="", metavar="VARIANT")
+    parser.add_argument("--ctx", type=int, help="rows of the cache, default as the engine's")
+    parser.add_argument("--depth", type=int, default=128, help="tokens that the timed one sees; beyond 128 their keys and values are zeros")
+    args = parser.parse_intermixed_args()
+    with Device.open() as device:
+        tables = Tuning.for_device(device.caps)
+        ctx = LowerContext(device.caps, Tuning([table(args.variant), *tables.tables]))
+        with Tokens(Model.open(args.model), device, ShaderLibrary(), ctx, n_ctx=args.ctx, depth=args.depth) as tokens:
+            clocks = measure_clocks(tokens, plan(tokens.graph, ctx))
+    kinds: dict[tuple[str, int], list[StageClock]] = {}
+    for clock in clocks:
+        kinds.setdefault(kind(clock), []).append(clock)
+    print(f"{'stage':36} {'groups':>6} {'times':>5} {'us':>8}  " + "  ".join(f"{point:^23}" for point in POINTS))
+    for (name, groups), found in kinds.items():
+        us = np.median([c.us for c in found], axis=0)
+        points = "  ".join("".join(f"{v:7.1f} " for v in row)[:-1] for row in us)
+        print(f"{name[:36]:36} {groups:6} {len(found):5} {np.median([c.took_us for c in found]):8.2f}  {points}")
+
+
+if __name__ == "__main__":
+    main()

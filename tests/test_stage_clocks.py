@@ -1,0 +1,80 @@
+"""Clocks read in the kernels of a token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from kernel_paths import planned_for, with_params
+
+from vkback.device import Device
+from vkback.harness.in_program import TokenProgram, Tokens, token_graph
+from vkback.harness.stage_clocks import POINTS, ClockError, measure_clocks, with_clocks
+from vkback.models import Model
+from vkback.ops.base import LowerContext
+from vkback.paths import builtin_model
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule
+from vkback.shader import ShaderLibrary
+
+N_CTX = 64
+
+
+def schedule(model: Model, ctx: LowerContext, handover: str) -> Schedule:
+    return plan(token_graph(model, N_CTX), with_params(ctx, handover=handover, quantize="attention", router="experts"))
+
+
+def test_kernels_of_stages_that_hand_over_get_marks() -> None:
+    model = Model.open(builtin_model("demo-moe"))
+    plain = schedule(model, planned_for("nvidia_h200_linux"), "word")
+    marked = with_clocks(plain, 64)
+    for old, new in zip(plain.dispatches(), marked.dispatches(), strict=True):
+        if old.handover is None:
+            assert new is old
+        else:
+            assert len(new.args) == len(old.args) + 1 and dict(new.kernel.defines)["BIND_CLOCKS"] == len(old.args)
+            assert new.args[-1].tensor.shape == (np.prod(old.groups), len(POINTS))
+    names = [d.args[-1].tensor.name for d in marked.dispatches() if d.handover]
+    assert len(names) == len(set(names)) == 7 * model.hp.n_layer + 1
+    assert with_clocks(plain, 3).stages == plain.stages, "no room for one more buffer"
+
+
+@pytest.fixture(scope="module")
+def tokens(device: Device, library: ShaderLibrary, ctx: LowerContext) -> Iterator[Tokens]:
+    if not device.caps.shader_clock:
+        pytest.skip(f"kernels of {device.caps.name} cannot read its clock")
+    with Tokens(Model.open(builtin_model("demo-moe")), device, library, ctx, n_ctx=N_CTX, depth=20) as made:
+        yield made
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("handover", ["barrier", "word"])
+def test_workgroups_pass_the_points_in_order(handover: str, tokens: Tokens, ctx: LowerContext) -> None:
+    planned = schedule(tokens.model, ctx, handover)
+    clocks = measure_clocks(tokens, planned)
+    # The first of them has none before it to count from.
+    assert [c.stage for c in clocks] == [i for i, stage in enumerate(planned.stages) if any(d.handover for d in stage)][1:]
+    for clock in clocks:
+        assert clock.workgroups > 0 and 0 < clock.took_us < 1e6
+        known = clock.us[np.isfinite(clock.us).all(axis=1)]
+        assert np.isfinite(clock.us[[0, -1]]).all(), f"{clock.labels} did not begin or did not end"
+        assert (np.diff(known, axis=0) >= 0).all() and (np.diff(known, axis=1) >= 0).all()
+    if handover == "barrier":
+        assert all(clock.us[0, 0] > 0 for clock in clocks), "a workgroup began before the barrier"
+
+
+@pytest.mark.vulkan
+def test_marks_change_no_bit(tokens: Tokens, ctx: LowerContext) -> None:
+    planned = schedule(tokens.model, ctx, "word")
+    with TokenProgram(tokens, planned) as plain, TokenProgram(tokens, with_clocks(planned, 64)) as marked:
+        np.testing.assert_array_equal(marked.logits().view(np.uint32), plain.logits().view(np.uint32))
+
+
+@pytest.mark.vulkan
+def test_a_device_without_a_clock_is_named(tokens: Tokens, ctx: LowerContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    blind = dataclasses.replace(tokens.device.caps, shader_clock=False)
+    monkeypatch.setattr(tokens.device, "caps", blind)
+    with pytest.raises(ClockError, match="cannot read the device's clock"):
+        measure_clocks(tokens, schedule(tokens.model, ctx, "word"))

@@ -1,0 +1,123 @@
+"""How far the workgroups of a token's stages are when, by clocks that their kernels read (shaders/common/clock.glsl).
+
+Stages that hand over without barriers run into each other, so that a timestamp between them says little. The kernels that can take part in
+a hand-over note the device's clock themselves, which takes a few stores a workgroup.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from vkback.device import Device
+from vkback.errors import VkbackError
+from vkback.graph import Tensor
+from vkback.harness.in_program import TokenProgram, Tokens
+from vkback.harness.sweep import WARM_S
+from vkback.harness.timing import warm_up
+from vkback.ops.base import Arg, Array, Dispatch
+from vkback.plan.schedule import Schedule
+
+POINTS = ("begin", "there", "done", "end")
+"""The marks of shaders/common/clock.glsl: started, what is awaited is there, sums made, results stored."""
+
+WORKGROUPS = ("first", "median", "last")
+
+CALIBRATION_S = 0.05
+"""Time between two runs by which the clock's tick is found: the end of a run is known to a few microseconds."""
+
+
+class ClockError(VkbackError):
+    """A device whose kernels cannot read its clock."""
+
+
+@dataclass(frozen=True)
+class StageClock:
+    """One stage of one token.
+
+    us  microseconds since the stage with clocks before it had ended, POINTS x WORKGROUPS; NaN for points its kernels do not pass
+    """
+
+    stage: int
+    labels: tuple[str, ...]
+    workgroups: int
+    us: Array
+
+    @property
+    def took_us(self) -> float:
+        """From the end of the stage before to its own."""
+        return float(self.us[POINTS.index("end"), WORKGROUPS.index("last")])
+
+
+def with_clocks(schedule: Schedule, max_bindings: int) -> Schedule:
+    """The schedule with marks in all kernels that can take part in a hand-over, as far as the device binds one more buffer."""
+    stages = [[_marked(d, f"clocks {i}.{j}", max_bindings) for j, d in enumerate(stage)] for i, stage in enumerate(schedule.stages)]
+    return dataclasses.replace(schedule, stages=stages)
+
+
+def _marked(d: Dispatch, name: str, max_bindings: int) -> Dispatch:
+    if d.handover is None or len(d.args) >= max_bindings:
+        return d
+    defines = {**dict(d.kernel.defines), "CLOCKS": 1, "BIND_CLOCKS": len(d.args)}
+    kernel = dataclasses.replace(d.kernel, defines=tuple(sorted(defines.items())))
+    marks = Tensor(name, "I32", (prod(d.groups), len(POINTS)), "counter")
+    return dataclasses.replace(d, kernel=kernel, args=(*d.args, Arg(marks, "w")))
+
+
+def measure_clocks(tokens: Tokens, schedule: Schedule) -> list[StageClock]:
+    """The stages of a token whose kernels have marks, in their order, at the clocks the device reaches under load.
+
+    Raises ClockError where kernels cannot read the clock.
+    """
+    device = tokens.device
+    if not device.caps.shader_clock:
+        raise ClockError(f"[clocks] {device.caps.name}: kernels cannot read the device's clock (VK_KHR_shader_clock, shaderDeviceClock)")
+    marked = with_clocks(schedule, device.caps.max_storage_bindings)
+    with TokenProgram(tokens, marked) as program:
+        warm_up(device, program.commands, WARM_S)
+        (first, begun), (second, ended) = (_run(device, tokens, program, marked) for _ in range(2))
+    us_a_tick = (ended - begun) / 1e3 / int((_last(second) - _last(first))[0])
+    return _stages(marked, second, us_a_tick)
+
+
+def _run(device: Device, tokens: Tokens, program: TokenProgram, schedule: Schedule) -> tuple[dict[int, Array], float]:
+    """Ticks of one run's last token by stage, [workgroups, points], and when it had ended, in ns of the device's timestamps."""
+    time.sleep(CALIBRATION_S)
+    warm_up(device, program.commands, WARM_S)
+    device.submit([program.commands, tokens.end]).wait()
+    ((_, ended),) = tokens.end.timestamps()
+    found = {}
+    for i, stage in enumerate(schedule.stages):
+        names = [a.tensor.name for d in stage for a in d.args if a.tensor.name.startswith("clocks ")]
+        if names:
+            found[i] = np.concatenate([program.download(name, np.uint32).reshape(-1, len(POINTS)) for name in names])
+    return found, float(ended)
+
+
+def _last(ticks: dict[int, Array]) -> Array:
+    """The mark of a run's end, one element, so that differences wrap as the clock does."""
+    marks = ticks[max(ticks)][:, POINTS.index("end")]
+    marks = marks[marks > 0]
+    return marks[:1] + np.max((marks - marks[:1]).view(np.int32)).astype(np.uint32)
+
+
+def _stages(schedule: Schedule, ticks: dict[int, Array], us_a_tick: float) -> list[StageClock]:
+    end = _last(ticks)
+    found = []
+    before: float | None = None
+    for i, marks in ticks.items():
+        since = np.where(marks > 0, (marks - end).view(np.int32) * us_a_tick, np.nan)
+        last = float(np.nanmax(since[:, POINTS.index("end")]))
+        if before is not None:
+            us = np.full((len(POINTS), len(WORKGROUPS)), np.nan)
+            for p, column in enumerate(since.T):
+                if np.isfinite(column).any():
+                    us[p] = np.nanpercentile(column, (0, 50, 100)) - before
+            ended = int(np.isfinite(since[:, POINTS.index("end")]).sum())
+            found.append(StageClock(i, tuple(d.label for d in schedule.stages[i]), ended, us))
+        before = last
+    return found
