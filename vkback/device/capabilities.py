@@ -71,7 +71,7 @@ class Capabilities:
     int_dot       the feature; `int_dot_accelerated` that 4x8-bit packed signed dot products are fast
     subgroup_ops  "basic", "vote", "arithmetic", "ballot", "shuffle", "shuffle_relative", "clustered", "quad", "rotate", ...
     extensions    names the driver lists
-    shader_clock  kernels may read the clock of the device; no profile records it
+    shader_clock  kernels may read the clock of the device; of a profile, that it lists the extension
     uma           host and device share their memory; `rebar`: all device memory is host-visible
     shader_cores  SMs, compute units, shader cores; None when not reported
     What is not known is held to be absent, and a limit not known to be the least that Vulkan allows.
@@ -275,7 +275,7 @@ def _from_profile(p: Mapping[str, Any]) -> Capabilities:
         vulkan_memory_model_device_scope=feature("vulkanMemoryModelDeviceScope"),
         synchronization2=feature("synchronization2"),
         maintenance4=feature("maintenance4"),
-        shader_clock=False,
+        shader_clock=bool(p["extensions"].get("VK_KHR_shader_clock")),
         max_storage_buffer_range=limit("maxStorageBufferRange", 1 << 27),
         max_shared_memory=limit("maxComputeSharedMemorySize", 16384),
         max_workgroup_invocations=limit("maxComputeWorkGroupInvocations", 128),
