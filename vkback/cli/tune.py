@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vkback.harness.sweep import Job, Point, Result
     from vkback.ops.base import LowerContext
 
-OPS = ("mat_vec",)
+OPS = ("mat_vec", "attention")
 PATHS = ("auto", "int", "float", "both")
 DEFAULT_QUANTS = "Q4_0,Q8_0,Q2_K,Q3_K,Q4_K,Q5_K,Q6_K,IQ4_XS,MXFP4,F16"
 DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
@@ -32,6 +32,8 @@ def tune(
     case: Annotated[list[str] | None, typer.Option(metavar="CASE", help="Fused products instead, as the suite prints them.")] = None,
     model: Annotated[str | None, typer.Option("-m", "--model", help="The products of this model's decode schedule instead.")] = None,
     tokens: Annotated[int, typer.Option("-t", "--tokens", min=1, help="Tokens at once.")] = 1,
+    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=32, help="Attention: rows of the KV cache [default: as trained].")] = None,
+    depth: Annotated[int, typer.Option("-d", "--depth", min=0, help="Attention: rows of the cache in use.")] = 128,
     path: Annotated[str, typer.Option(help=f"Float or integer dot: {', '.join(PATHS)}; both times both and keeps the quicker.")] = "auto",
     budget: Annotated[float, typer.Option(min=1, help="Seconds for all.")] = 480.0,
     resume: Annotated[bool, typer.Option("--resume", help="Pass over what an earlier run has finished.")] = False,
@@ -41,8 +43,8 @@ def tune(
     """Time kernel shapes on this device and write those that beat the tables, beyond the noise, into the device's own table.
 
     Every candidate's result is checked before it is timed. The measure is the latency of one launch that waits for the one before; where
-    stages of a model's decode schedule hand over without barriers, the time of a token with the candidate in it. Exit code 1 when a kernel
-    computed something wrong.
+    stages of a model's decode schedule hand over without barriers, the time of a token with the candidate in it; of attention, which takes
+    --op attention and a model, always that. Exit code 1 when a kernel computed something wrong.
     """
     from vkback.device import Device
     from vkback.harness.in_program import ProgramSweep
@@ -53,7 +55,9 @@ def tune(
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
 
-    one_of(op, OPS, "--op")
+    if one_of(op, OPS, "--op") == "attention":
+        _tune_attention(device, model, ctx, depth, budget, verbose)
+        return
     wanted = cast(Literal["auto", "int", "float", "both"], one_of(path, PATHS, "--path"))
     if sum(given is not None for given in (case, model)) > 1:
         raise UsageError("--case and --model exclude each other")
@@ -91,6 +95,53 @@ def tune(
         drawn = _draw(list(sweep.journal.results.values()), picture or sweep.table_path.with_suffix(".png"), opened.caps.name)
         print(drawn)
     if faults or any(r.wrong for r in results):
+        raise typer.Exit(1)
+
+
+def _tune_attention(device: str | None, model: str | None, n_ctx: int | None, depth: int, budget: float, verbose: bool) -> None:
+    """Attention of a model's token, with so many rows of the cache in use."""
+    from vkback.device import Device
+    from vkback.harness.attention_sweep import forms_of, tune_attention
+    from vkback.harness.in_program import Tokens
+    from vkback.harness.sweep import Sweep, SweepError
+    from vkback.models.registry import Model
+    from vkback.ops.base import LowerContext
+    from vkback.paths import user_tuning_root
+    from vkback.plan.tuning import Tuning
+    from vkback.shader import ShaderLibrary
+
+    if model is None:
+        raise UsageError("--op attention is tuned in the program of a model's token; name one with --model")
+    start = time.monotonic()
+    library = ShaderLibrary()
+    wrong = 0
+    with Device.open(device) as opened:
+        print(opened.caps.summary_line())
+        tables = Tuning.for_device(opened.caps)
+        context = LowerContext(opened.caps, tables)
+        sweep = Sweep(opened, library, user_tuning_root(), measured_read_rate(opened), budget_s=budget)
+        with Tokens(Model.open(model_path(model)), opened, library, context, n_ctx=n_ctx, depth=depth) as tokens:
+            forms = forms_of(tokens.graph, context)
+            for form in forms:
+                print(f"{form.text}, {tokens.depth} in use")
+                try:
+                    result = tune_attention(
+                        tokens, context, form, budget / len(forms), lambda p, said: print(f"  [{p.text}] {said}") if verbose else None
+                    )
+                except SweepError as e:
+                    print(e)
+                    wrong += 1
+                    continue
+                wrong += len(result.wrong)
+                change = f"{100 * (result.after_us / result.before_us - 1):+.1f} %" if result.kept else "nothing better"
+                print(f"  before: {result.before.text}: {result.before_us:.2f} us a token ({result.source})")
+                print(f"  after:  {result.after.text}: {result.after_us:.2f} us a token, {change}, of {result.tried} points")
+                for text in result.wrong:
+                    print(f"  WRONG RESULT {text}")
+                if result.kept:
+                    sweep.write_table([result.row(sweep.table_path.name, opened.caps.name, sweep.driver)])
+        print(f"{time.monotonic() - start:.0f} s; table {sweep.table_path}")
+    if wrong:
         raise typer.Exit(1)
 
 

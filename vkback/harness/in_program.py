@@ -12,7 +12,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -28,9 +29,12 @@ from vkback.models.weights import load_weights
 from vkback.ops.base import Chooser, Dispatch, LowerContext, PlanError, Tolerance
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Fixed
+from vkback.plan.tuning import Fixed, Row
 from vkback.program import Program, compile_kernels
 from vkback.shader import ShaderLibrary
+
+P = TypeVar("P")
+"""A setting of what is tuned."""
 
 TOKEN_NOISE = 0.001
 """Differences of a token's time below this share are noise. A product is a small part of a token: the best shape of one that takes a tenth
@@ -98,7 +102,7 @@ class Tokens:
             self._stack.callback(arena.destroy)
             self.ranges = zeroed(device, [t for t in tensors.values() if t.kind in ("state", "input")], self._stack)
             first = zeroed(device, [tensors[name] for name in INPUTS], self._stack)
-            depth = min(depth, (n_ctx or model.default_n_ctx) - 2 * TOKENS_PER_SUBMIT)
+            depth = self.depth = min(depth, (n_ctx or model.default_n_ctx) - 2 * TOKENS_PER_SUBMIT)
             device.upload(first["pos"], np.array([depth], np.int32))
             self.begin = [(first[name], self.ranges[name]) for name in INPUTS]
             self.start, self.end = (self._stamp(label) for label in ("start", "end"))
@@ -170,13 +174,17 @@ class TokenProgram:
         self.close()
 
 
-class ProgramTrial:
-    """A job in the token's program."""
+class ProgramTrial(Generic[P]):
+    """Points in the token's program.
 
-    def __init__(self, tokens: Tokens, job: Job, ctx: LowerContext) -> None:
-        self._tokens, self._job, self._ctx = tokens, job, ctx
-        self._schedules: dict[Point, Schedule] = {}
-        self._programs: dict[Point, TokenProgram] = {}
+    name    of what is tuned, for errors
+    tables  what answers for a point
+    """
+
+    def __init__(self, tokens: Tokens, ctx: LowerContext, name: str, tables: Callable[[P], Chooser]) -> None:
+        self._tokens, self._ctx, self._name, self._tables = tokens, ctx, name, tables
+        self._schedules: dict[P, Schedule] = {}
+        self._programs: dict[P, TokenProgram] = {}
         self._present = TokenProgram(tokens, plan(tokens.graph, ctx))
         self._want = self._present.logits()
 
@@ -184,7 +192,7 @@ class ProgramTrial:
         if self._present.gave_up or not np.isfinite(self._want).all():
             self.__exit__()
             raise SweepError(
-                f"[tune] {self._job.program}: the program that the tables lead to gives no right result: a wait for the stage before was "
+                f"[tune] {self._name}: the program that the tables lead to gives no right result: a wait for the stage before was "
                 "given up, or logits are not numbers. vkback doctor looks for the setting that cures it"
             )
         return self
@@ -193,39 +201,38 @@ class ProgramTrial:
         for program in (self._present, *self._programs.values()):
             program.close()
 
-    def compile(self, points: Iterable[Point]) -> None:
+    def compile(self, points: Iterable[P]) -> None:
         dispatches: list[Dispatch] = []
         for point in points:
             with suppress(PlanError):  # said again when the point is tried
                 dispatches += self._schedule(point).dispatches()
         compile_kernels(self._tokens.device, self._tokens.library, dispatches)
 
-    def wrong(self, point: Point) -> str:
+    def wrong(self, point: P) -> str:
         program = self._program(point)
         verdict = judge(program.logits(), self._want, LOGITS_TOLERANCE)
         if program.gave_up:
             return "a wait for the stage before was given up"
         return "" if verdict.ok else f"logits of a token: {verdict.text}"
 
-    def lap(self, point: Point, repetitions: int) -> Lap:
+    def lap(self, point: P, repetitions: int) -> Lap:
         program = self._program(point)
         if not self._tokens.device.caps.software:
             warm_up(self._tokens.device, self._present.commands, WARM_S)
         return lap_of([program.time_us() for _ in range(RUNS * repetitions)])
 
-    def throughput(self, point: Point) -> float:
+    def throughput(self, point: P) -> float:
         return self.lap(point, 1).us
 
-    def nbytes(self, point: Point) -> int:
+    def nbytes(self, point: P) -> int:
         return self._program(point).nbytes
 
-    def _schedule(self, point: Point) -> Schedule:
+    def _schedule(self, point: P) -> Schedule:
         if point not in self._schedules:
-            ctx = dataclasses.replace(self._ctx, tuning=replaced(self._ctx.tuning, self._job, point))
-            self._schedules[point] = plan(self._tokens.graph, ctx)
+            self._schedules[point] = plan(self._tokens.graph, dataclasses.replace(self._ctx, tuning=self._tables(point)))
         return self._schedules[point]
 
-    def _program(self, point: Point) -> TokenProgram:
+    def _program(self, point: P) -> TokenProgram:
         program = self._programs.pop(point, None) or TokenProgram(self._tokens, self._schedule(point))
         self._programs[point] = program  # the last used last
         if len(self._programs) > KEPT_PROGRAMS:
@@ -248,12 +255,12 @@ class ProgramSweep(Sweep):
         with Tokens(self._model, self.device, self.library, self.ctx) as self._tokens:
             return super().run(jobs, resume=resume)
 
-    def write_table(self) -> None:
-        super().write_table()
+    def write_table(self, rows: Sequence[Row] = ()) -> None:
+        super().write_table(rows)
         self.ctx = dataclasses.replace(self.ctx, tuning=self._tables())
 
     def _prepare(self, job: Job) -> Callable[[], Trial]:
-        return lambda: ProgramTrial(self._tokens, job, self.ctx)
+        return lambda: ProgramTrial(self._tokens, self.ctx, job.program, partial(replaced, self.ctx.tuning, job))
 
     def _guesses(self, job: Job, shipped: Point) -> list[Point]:
         if self.device.caps.software:

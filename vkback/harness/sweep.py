@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,9 @@ WARM_S = 0.005
 """Before each lap of a search: the GPU has been busy all along."""
 
 JOURNAL_FORMAT = 3
+
+P = TypeVar("P")
+P_contra = TypeVar("P_contra", contravariant=True)
 
 
 class SweepError(VkbackError):
@@ -576,9 +579,14 @@ class Sweep:
                     next_one = ahead.submit(self._prepare, todo[i + 1])
         return results
 
-    def write_table(self) -> None:
-        """The device's table from the journal, checked as any table before it takes the old one's place."""
-        others = [r for r in load_table(self.table_path) if r.family not in ("mat_vec", "mat_vec_path")]
+    def write_table(self, rows: Sequence[Row] = ()) -> None:
+        """The device's table from the journal, checked as any table before it takes the old one's place.
+
+        rows  of other families, in the place of those that speak of the same
+        """
+        mine = [(r.family, r.match) for r in rows]
+        kept = [r for r in load_table(self.table_path) if r.family not in ("mat_vec", "mat_vec_path") and (r.family, r.match) not in mine]
+        others = [*kept, *rows]
         text = table_text(self.journal.results.values(), self.device.caps.name, self.driver, others)
         parse_table(text, self.table_path.name)
         if not write_atomic(self.table_path, text.encode()):
@@ -647,7 +655,8 @@ class Sweep:
                 if found == best:
                     break
                 best = found
-            after, laps = self._duel(trial, before, [p for p in (present, *search.best(2)) if p in search.laps])
+            challengers = [p for p in (present, *search.best(2)) if p in search.laps]
+            after, laps = duel(trial, before, challengers, self.relative_noise)
             through = {p: trial.throughput(p) for p in dict.fromkeys((before, after))}
             nbytes = trial.nbytes(after)
         return Result(
@@ -711,20 +720,27 @@ class Sweep:
             self.watcher.point(job, point, f"{search.laps[point].us:.2f} us")
         self.journal.tried(job, point)
 
-    def _duel(self, trial: Trial, incumbent: Point, challengers: Sequence[Point]) -> tuple[Point, dict[Point, Lap]]:
-        """Who is left when each challenger has met the best before it, the incumbent first; and everyone's time. All take turns, and to win
-        takes a median better beyond the noise and the better time in every round."""
-        points = list(dict.fromkeys([incumbent, *challengers]))
-        times: dict[Point, list[float]] = {p: [] for p in points}
-        for _ in range(DUEL_ROUNDS):
-            for p in points:
-                times[p].append(trial.lap(p, 2).us)
-        laps = {p: Lap(float(np.median(t)), float(np.subtract(*np.percentile(t, [75, 25])) / 2)) for p, t in times.items()}
-        best = incumbent
-        for p in points[1:]:
-            if beats(laps[p], laps[best], self.relative_noise) and all(new < old for new, old in zip(times[p], times[best], strict=True)):
-                best = p
-        return best, laps
+
+class Timed(Protocol[P_contra]):
+    """What a duel needs of a trial."""
+
+    def lap(self, point: P_contra, repetitions: int) -> Lap: ...
+
+
+def duel(trial: Timed[P], incumbent: P, challengers: Sequence[P], share: float) -> tuple[P, dict[P, Lap]]:
+    """Who is left when each challenger has met the best before it, the incumbent first; and everyone's time. All take turns, and to win
+    takes a median better beyond the noise (at least `share` of the time) and the better time in every round."""
+    points = list(dict.fromkeys([incumbent, *challengers]))
+    times: dict[P, list[float]] = {p: [] for p in points}
+    for _ in range(DUEL_ROUNDS):
+        for p in points:
+            times[p].append(trial.lap(p, 2).us)
+    laps = {p: Lap(float(np.median(t)), float(np.subtract(*np.percentile(t, [75, 25])) / 2)) for p, t in times.items()}
+    best = incumbent
+    for p in points[1:]:
+        if beats(laps[p], laps[best], share) and all(new < old for new, old in zip(times[p], times[best], strict=True)):
+            best = p
+    return best, laps
 
 
 # -- the table

@@ -1,0 +1,191 @@
+"""Sweeps of attention in the program of a model's token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kernel_paths import planned_for
+from typer.testing import CliRunner
+
+from vkback.cli import main as cli
+from vkback.cli.shell import UsageError
+from vkback.device import Device
+from vkback.harness.attention_sweep import AttentionPoint, AttentionResult, Form, actual, axes, forms_of, neighbours, tune_attention
+from vkback.harness.in_program import ProgramTrial, Tokens, token_graph
+from vkback.harness.sweep import Sweep, SweepError
+from vkback.harness.timing import Lap
+from vkback.models.registry import Model
+from vkback.ops.base import Choice, LowerContext, PlanError
+from vkback.paths import builtin_model
+from vkback.plan.tuning import Tuning, load_table
+from vkback.shader import ShaderLibrary
+
+N_CTX = 64
+H200 = "nvidia_h200_linux"
+FORM = Form(32, 8, 128, 4096)
+Clock = Callable[[Callable[[AttentionPoint], float]], None]
+
+
+def result(form: Form, after: AttentionPoint) -> AttentionResult:
+    return AttentionResult(form, 100, AttentionPoint(64, 4, 1, 1, 64, 64), "a row", 10.0, after, 9.0, 0.1, 5, ())
+
+
+# -- what is planned
+
+
+def test_layers_that_the_tables_cannot_tell_apart_are_one_form(models: Callable[[str], Model]) -> None:
+    ctx = planned_for(H200)
+    assert forms_of(token_graph(models("gpt-oss-20b-MXFP4:4"), 512), ctx) == [Form(64, 8, 64, 512)], "with a window and without"
+    hp = models("demo-dense").hp
+    assert forms_of(token_graph(models("demo-dense"), 64), ctx) == [Form(hp.n_head, hp.n_head_kv, hp.head_dim_k, 64)]
+
+
+def test_points_are_those_that_kernels_are_built_for() -> None:
+    ctx = planned_for(H200)
+    point = AttentionPoint(512, 16, 2, 4, 128, 64)
+    assert actual(Choice(point._asdict(), "test"), FORM, ctx) == point
+    bent = {"lanes": (32, 16), "steps": (8, 4), "queries": (8, 4)}
+    for name, (wanted, got) in bent.items():
+        changed = point._replace(**{"lanes": 8, name: wanted} if name == "steps" else {name: wanted})
+        assert getattr(actual(Choice(changed._asdict(), "test"), FORM, ctx), name) == got
+
+
+def test_neighbours_reach_every_value() -> None:
+    ctx = planned_for(H200)
+    choices = axes(ctx.caps)
+    point = AttentionPoint(512, 16, 2, 4, 132, 64)
+    found = list(neighbours(point, choices))
+    for name, values in choices.items():
+        assert {getattr(p, name) for p in found} >= set(values) - {getattr(point, name)}
+    assert point not in found
+
+
+def test_a_row_speaks_for_caches_around_its_own_and_for_decoding() -> None:
+    after = AttentionPoint(256, 16, 4, 2, 132, 64)
+    row = result(FORM, after).row("device_test.toml", "a device", "a driver")
+    tuning = Tuning([[row], *planned_for(H200).tuning.tables])
+    form = FORM._asdict()
+
+    def said(**changes: int) -> dict[str, object]:
+        return dict(tuning.pick("attention", **{"n": 1, **form, **changes}).params)
+
+    assert said() == said(n=16) == said(n_ctx=2900) == said(n_ctx=5790) == after._asdict()
+    for changes in ({"n": 17}, {"n_ctx": 2890}, {"n_ctx": 5800}, {"n_head": 64}, {"head_dim": 64}):
+        assert said(**changes) != after._asdict()
+    assert "100 in use" in row.measured and "9.00 us a token, was 10.00" in row.measured
+
+
+# -- on a device
+
+
+@pytest.fixture(scope="module")
+def tokens(device: Device, library: ShaderLibrary, ctx: LowerContext) -> Iterator[Tokens]:
+    with Tokens(Model.open(builtin_model("demo-dense")), device, library, ctx, n_ctx=N_CTX, depth=20) as made:
+        yield made
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Sets what a point takes; the kernels still run once, to be checked."""
+
+    def use(time_us: Callable[[AttentionPoint], float]) -> None:
+        monkeypatch.setattr(ProgramTrial, "lap", lambda self, point, repetitions: Lap(time_us(point), 0.0))
+
+    return use
+
+
+def only(monkeypatch: pytest.MonkeyPatch, **values: tuple[int, ...]) -> None:
+    """Has the sweep vary these parameters alone."""
+    monkeypatch.setattr("vkback.harness.attention_sweep.axes", lambda caps: values)
+    monkeypatch.setattr("vkback.harness.attention_sweep.neighbours", lambda point, choices: (
+        point._replace(**{name: value}) for name, some in choices.items() for value in some
+    ))  # fmt: skip
+
+
+@pytest.mark.vulkan
+def test_the_best_point_is_found_step_by_step(tokens: Tokens, ctx: LowerContext, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, wg_size=(8, 16), rows_per_split=(16, 4096))
+    clock(lambda p: 100.0 - p.wg_size - 3 * (p.rows_per_split == 16))
+    (form,) = forms_of(tokens.graph, ctx)
+    told: list[str] = []
+    found = tune_attention(tokens, ctx, form, 60, lambda p, said: told.append(said))
+    assert found.kept and (found.after.wg_size, found.after.rows_per_split) == (16, 16), "one step at a time leads there"
+    assert found.after_us < found.before_us and not found.wrong and found.tried == len(told) == 4
+
+
+@pytest.mark.vulkan
+def test_what_is_no_better_beyond_the_noise_is_not_kept(
+    tokens: Tokens, ctx: LowerContext, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, wg_size=(8, 16))
+    clock(lambda p: 100.0 - 0.001 * p.wg_size)
+    (form,) = forms_of(tokens.graph, ctx)
+    assert not tune_attention(tokens, ctx, form, 60).kept
+
+
+@pytest.mark.vulkan
+def test_wrong_points_are_named_and_never_kept(tokens: Tokens, ctx: LowerContext, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, wg_size=(8, 16))
+    clock(lambda p: 100.0 - 50 * (p.wg_size == 16))
+    (form,) = forms_of(tokens.graph, ctx)
+    monkeypatch.setattr(ProgramTrial, "wrong", lambda self, point: "row 3 is wrong" if point.wg_size == 16 else "")
+    found = tune_attention(tokens, ctx, form, 60)
+    assert not found.kept and len(found.wrong) == 1 and "16 threads" in found.wrong[0] and "row 3 is wrong" in found.wrong[0]
+    monkeypatch.setattr(ProgramTrial, "wrong", lambda self, point: "all wrong")
+    with pytest.raises(SweepError, match=r"gives no right result: all wrong\. vkback doctor"):
+        tune_attention(tokens, ctx, form, 60)
+
+
+@pytest.mark.vulkan
+def test_points_the_planner_refuses_are_passed_over(
+    tokens: Tokens, ctx: LowerContext, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, wg_size=(8, 16))
+    clock(lambda p: 100.0)
+    (form,) = forms_of(tokens.graph, ctx)
+    right = ProgramTrial.wrong
+
+    def refusing(self: ProgramTrial[AttentionPoint], point: AttentionPoint) -> str:
+        if point.wg_size == 16:
+            raise PlanError("no room")
+        return right(self, point)
+
+    monkeypatch.setattr(ProgramTrial, "wrong", refusing)
+    told: list[str] = []
+    assert tune_attention(tokens, ctx, form, 60, lambda p, said: told.append(said)).tried == 1
+    assert "refused: no room" in told
+
+
+@pytest.mark.vulkan
+def test_rows_replace_those_of_the_same_form_and_no_others(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
+    sweep = Sweep(device, library, tmp_path, 1.0, budget_s=1)
+    name = sweep.table_path.name
+    other, first, second = (AttentionPoint(64, 4, 1, q, 64, 64) for q in (1, 2, 4))
+    sweep.write_table([result(FORM._replace(head_dim=64), other).row(name, "d", "d")])
+    for point in (first, second):
+        sweep.write_table([result(FORM, point).row(name, "d", "d")])
+    rows = {r.match["head_dim"]: r.set["queries"] for r in load_table(sweep.table_path)}
+    assert rows == {64: 1, 128: 4}
+
+
+# -- the command
+
+
+def test_attention_needs_a_model() -> None:
+    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention"])
+    assert isinstance(done.exception, UsageError) and "name one with --model" in str(done.exception)
+
+
+@pytest.mark.vulkan
+def test_the_command_tells_before_and_after(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
+    monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
+    only(monkeypatch, wg_size=(8, 16))
+    clock(lambda p: 108.0 - p.wg_size)
+    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", "--ctx", "64", "--depth", "20", "--budget", "20"])
+    assert done.exit_code == 0, done.output
+    assert "20 in use" in done.output and "before: " in done.output and "92.00 us a token, -8.0 %" in done.output
+    (table,) = tmp_path.glob("device_*.toml")
+    (row,) = load_table(table)
+    assert row.family == "attention" and row.set["wg_size"] == 16
