@@ -48,6 +48,10 @@ LOGITS_TOLERANCE = Tolerance(
     "wrong row of 2048 in each of 24 layers is an NMSE of 1e-2"
 )  # fmt: skip
 
+CHECKED_TOKENS = (0, 37, 101)
+"""Tokens whose logits are compared, of which most must agree. Where two experts are all but equally likely, another order of additions
+chooses the other: NMSE 2.6e-2 was seen for one token of a right kernel. A wrong one is wrong for every token."""
+
 RUNS = 3
 """How often a lap runs a recording, for each repetition asked for."""
 
@@ -104,12 +108,17 @@ class Tokens:
             first = zeroed(device, [tensors[name] for name in INPUTS], self._stack)
             depth = self.depth = min(depth, (n_ctx or model.default_n_ctx) - 2 * TOKENS_PER_SUBMIT)
             device.upload(first["pos"], np.array([depth], np.int32))
+            self._first_token = first["tokens"]
             self.begin = [(first[name], self.ranges[name]) for name in INPUTS]
             self.start, self.end = (self._stamp(label) for label in ("start", "end"))
             self._fill_cache(ctx, min(depth, DEPTH))
         except BaseException:
             self._stack.close()
             raise
+
+    def begin_with(self, token: int) -> None:
+        """The token that runs begin with."""
+        self.device.upload(self._first_token, np.array([token], np.int32))
 
     def _stamp(self, label: str) -> Commands:
         rec = self.device.recorder(label, timestamps=1)
@@ -149,10 +158,15 @@ class TokenProgram:
         return span_us(self._tokens.device, self._tokens.start, self.commands, self._tokens.end) / TOKENS_PER_SUBMIT
 
     def logits(self) -> Array:
-        """Of one token, after a whole recording that has to leave everything as it was."""
-        device = self._tokens.device
-        device.submit([self.commands, self._one]).wait()
-        return self.download(LOGITS, np.float32)
+        """Of CHECKED_TOKENS, each after a whole recording that has to leave everything as it was: F32 [tokens, vocabulary]."""
+        tokens, found = self._tokens, []
+        vocabulary = tokens.model.hp.n_vocab
+        for token in CHECKED_TOKENS:
+            tokens.begin_with(token % vocabulary)
+            tokens.device.submit([self.commands, self._one]).wait()
+            found.append(self.download(LOGITS, np.float32))
+        tokens.begin_with(0)
+        return np.stack(found)
 
     def download(self, name: str, dtype: type[np.generic]) -> Array:
         """What a tensor of the program holds, as a row of values."""
@@ -210,10 +224,11 @@ class ProgramTrial(Generic[P]):
 
     def wrong(self, point: P) -> str:
         program = self._program(point)
-        verdict = judge(program.logits(), self._want, LOGITS_TOLERANCE)
+        verdicts = [judge(got, want, LOGITS_TOLERANCE) for got, want in zip(program.logits(), self._want, strict=True)]
         if program.gave_up:
             return "a wait for the stage before was given up"
-        return "" if verdict.ok else f"logits of a token: {verdict.text}"
+        faults = [v.text for v in verdicts if not v.ok]
+        return f"logits of {len(faults)} tokens of {len(verdicts)}: {faults[0]}" if 2 * len(faults) > len(verdicts) else ""
 
     def lap(self, point: P, repetitions: int) -> Lap:
         program = self._program(point)
@@ -265,5 +280,8 @@ class ProgramSweep(Sweep):
     def _guesses(self, job: Job, shipped: Point) -> list[Point]:
         if self.device.caps.software:
             return super()._guesses(job, shipped)
+        if job.product.out == "F32" and job.product.glu:
+            cores = self.device.caps.shader_cores or 64
+            return [Point(1024, 32, 2, unroll, 1, 0, cores, 0) for unroll in (1, 2)] + [Point(256, 32, 4, 1, 1, 0, 3 * cores, 0)]
         plain = job.product.out == "F32" and "norm" not in job.product.roles
         return [Point(*shape, 1, 0, 0, 0) for shape in (WAITING_STARTS if plain else PROLOGUE_STARTS)]
