@@ -88,6 +88,9 @@ class FakeEngine:
     def reset(self) -> None:
         self.calls.append(("reset",))
 
+    def resize(self, n_ctx: int) -> None:
+        self.calls.append(("resize", n_ctx))
+
     def prompt(self, tokens: Sequence[int]) -> None:
         self.calls.append(("prompt", len(tokens)))
 
@@ -217,6 +220,13 @@ def test_vkbench_prints_a_table(engine: FakeEngine, monkeypatch: pytest.MonkeyPa
     assert lines[6].startswith("build: ")
     assert [entry[0] for entry in engine.loaded] == ["demo-dense-Q4_K_M.gguf", "demo-moe-MXFP4_MOE.gguf"]
     assert engine.closed
+
+
+def test_each_test_has_a_cache_of_its_own_size(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in llama-bench: kernels are chosen by the cache's size, so that a result would else depend on the tests beside it."""
+    assert call(monkeypatch, bench.main, "tg8", "tg8@d100", "pp16", "-r", "1", "-m", "demo-dense") == 0
+    assert [c[1] for c in engine.calls if c[0] == "resize"] == [8, 108, 16]
+    assert [loaded[2] for loaded in engine.loaded] == [108], "loaded once, for the largest"
 
 
 def test_vkbench_takes_llama_bench_s_flags(

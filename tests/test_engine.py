@@ -398,3 +398,20 @@ def test_a_device_whose_hand_overs_give_other_bits_gets_barriers(
         assert generated(engine) == want
         assert not engine.schedule().joined
     assert "differ from those with barriers" in capsys.readouterr().err
+
+
+@pytest.mark.vulkan
+def test_a_resized_engine_is_one_of_that_size(device: Device, engines: Engines) -> None:
+    name = next(n for n in MODELS if "moe" in n)
+    with Engine.load(MODELS[name], device, n_ctx=40, progress=False) as engine:
+        ids = text_ids(engine, 30)
+        for n_ctx in (200, 40, 64):
+            logits_after(engine, [ids])
+            weights = engine.weights
+            engine.resize(n_ctx)
+            fresh = engines(name, n_ctx=n_ctx)
+            assert engine.n_ctx == n_ctx and engine.n_past == 0 and engine.weights is weights
+            np.testing.assert_array_equal(logits_after(engine, [ids]), logits_after(fresh, [ids]))
+            assert greedy(engine, ids, 8) == greedy(fresh, ids, 8)
+        with pytest.raises(EngineError, match="64"):
+            engine.prompt(ids * 3)

@@ -128,6 +128,7 @@ def _measure_all(
                 if rate is None:
                     rate = measured_read_rate(engine.device)
                 for test in tests:
+                    engine.resize(test.n_ctx)  # kernels depend on the size of the cache, and a result must not on other tests
                     result = replace(_measure_one(engine, test, path, act, settings), read_rate_gb_s=rate or None)
                     for writer in writers:
                         writer.row(result)

@@ -223,9 +223,9 @@ class Engine:
 
     def _allocate_state(self) -> dict[str, BufferRange]:
         caches = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "state"}
-        arena = self.device.arena("KV cache", sum(aligned(nbytes(t)) for t in caches.values()), "device")
-        self._arenas.append(arena)
-        return {t.name: arena.alloc(nbytes(t), t.name) for t in caches.values()}
+        self._cache = self.device.arena("KV cache", sum(aligned(nbytes(t)) for t in caches.values()), "device")
+        self._arenas.append(self._cache)
+        return {t.name: self._cache.alloc(nbytes(t), t.name) for t in caches.values()}
 
     def _allocate_inputs(self) -> dict[str, BufferRange]:
         """Inputs of the programs, in memory of the device."""
@@ -273,6 +273,21 @@ class Engine:
     def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
         """The schedule of one generated token, of a bare token with its logits, or of a piece of a prompt."""
         return self._schedule("logits" if kind == "decode" else kind)
+
+    def resize(self, n_ctx: int) -> None:
+        """A KV cache of so many rows, empty, and programs for it; weights stay where they are. Raises VkbackError where it does not fit;
+        the engine is then of no more use."""
+        self.reset()
+        if n_ctx == self.n_ctx:
+            return
+        self._forget_programs()
+        self._arenas.remove(self._cache)
+        self._cache.destroy()
+        self.n_ctx = n_ctx
+        self._handovers_tried = False
+        for kind in ("logits", "prompt"):
+            self._schedule(kind)
+        self._state = self._allocate_state()
 
     def reset(self) -> None:
         """Forget all tokens. Rows of the KV cache beyond n_past are never read, so nothing needs clearing."""
@@ -341,13 +356,16 @@ class Engine:
             'To have them from the start: [[schedule]] with handover = "barrier" in a tuning table',
             file=sys.stderr,
         )
+        self._forget_programs()
+        self.ctx = replace(self.ctx, tuning=Fixed(self.ctx.tuning, {"schedule": {"handover": "barrier"}}, "hand-overs failed"))
+        for back in (self._logits_back, *self._loop_backs):
+            back.forget()
+
+    def _forget_programs(self) -> None:
         for program in self._programs.values():
             program.close()
         for cache in (self._programs, self._loops, self._recordings, self._schedules):
             cache.clear()
-        self.ctx = replace(self.ctx, tuning=Fixed(self.ctx.tuning, {"schedule": {"handover": "barrier"}}, "hand-overs failed"))
-        for back in (self._logits_back, *self._loop_backs):
-            back.forget()
 
     def _recording(self, kind: str) -> Commands:
         if kind not in self._recordings:
