@@ -323,7 +323,7 @@ def test_closing_gives_everything_back(name: str, device: Device) -> None:
         greedy(engine, [1, 2, 3], 9)
     after = {kind: n for kind, n in device.live_objects().items() if kind in before}
     # The device's own upload staging and host barrier may have come with the first use.
-    assert after["Arena"] <= before.get("Arena", 0) + 2
+    assert after.get("Arena", 0) <= before.get("Arena", 0) + 2
     with Engine.load(MODELS[name], device, n_ctx=64, progress=False) as engine:
         greedy(engine, [1, 2, 3], 9)
     assert {kind: n for kind, n in device.live_objects().items() if kind in before} == after
