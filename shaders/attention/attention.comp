@@ -141,25 +141,15 @@ void take_new_row(uint base, uint tid) {
 
 vec4 halves(uvec2 words) { return vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y)); }
 
-// Over the streams of a subgroup. Written out, as in common/reduce.glsl.
+// Over the streams of a subgroup.
 #if JOINED > 1
-#define OVER_STREAMS(NAME, T, COMBINE)                                                                          \
-    T NAME(T v) {                                                                                               \
-        if (COLS <= 1 && SUBGROUP_SIZE > 1) v = COMBINE(v, subgroupShuffleXor(v, 1u));                          \
-        if (COLS <= 2 && SUBGROUP_SIZE > 2) v = COMBINE(v, subgroupShuffleXor(v, 2u));                          \
-        if (COLS <= 4 && SUBGROUP_SIZE > 4) v = COMBINE(v, subgroupShuffleXor(v, 4u));                          \
-        if (COLS <= 8 && SUBGROUP_SIZE > 8) v = COMBINE(v, subgroupShuffleXor(v, 8u));                          \
-        if (COLS <= 16 && SUBGROUP_SIZE > 16) v = COMBINE(v, subgroupShuffleXor(v, 16u));                       \
-        if (COLS <= 32 && SUBGROUP_SIZE > 32) v = COMBINE(v, subgroupShuffleXor(v, 32u));                       \
-        return v;                                                                                               \
-    }
+#define OVER_STREAMS(COMBINE) OVER_LANES(v, COMBINE, COLS, SUBGROUP_SIZE)
 #else
-#define OVER_STREAMS(NAME, T, COMBINE) T NAME(T v) { return v; }
+#define OVER_STREAMS(COMBINE)
 #endif
-vec4 plus(vec4 a, vec4 b) { return a + b; }
-OVER_STREAMS(over_streams_max, float, max)
-OVER_STREAMS(over_streams_sum, float, reduce_add)
-OVER_STREAMS(over_streams_sum, vec4, plus)
+float over_streams_max(float v) { OVER_STREAMS(max) return v; }
+float over_streams_sum(float v) { OVER_STREAMS(OVER_ADD) return v; }
+vec4 over_streams_sum(vec4 v) { OVER_STREAMS(OVER_ADD) return v; }
 
 #if BY_LANES
 #include "attention/walk_lanes.glsl"

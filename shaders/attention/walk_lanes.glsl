@@ -24,21 +24,8 @@ uint own_first, own_end;
 float top, weight;
 
 // Over the lanes of a row that have different scores of one query.
-float over_scores_max(float v) {
-    if (QUERIES <= 1 && HELD > 1) v = max(v, subgroupShuffleXor(v, 1));
-    if (QUERIES <= 2 && HELD > 2) v = max(v, subgroupShuffleXor(v, 2));
-    if (QUERIES <= 4 && HELD > 4) v = max(v, subgroupShuffleXor(v, 4));
-    if (QUERIES <= 8 && HELD > 8) v = max(v, subgroupShuffleXor(v, 8));
-    return v;
-}
-
-float over_scores_sum(float v) {
-    if (QUERIES <= 1 && HELD > 1) v += subgroupShuffleXor(v, 1);
-    if (QUERIES <= 2 && HELD > 2) v += subgroupShuffleXor(v, 2);
-    if (QUERIES <= 4 && HELD > 4) v += subgroupShuffleXor(v, 4);
-    if (QUERIES <= 8 && HELD > 8) v += subgroupShuffleXor(v, 8);
-    return v;
-}
+float over_scores_max(float v) { OVER_LANES(v, max, QUERIES, HELD) return v; }
+float over_scores_sum(float v) { OVER_LANES(v, OVER_ADD, QUERIES, HELD) return v; }
 
 // What lane `lane` of this row has.
 float from_lane(float v, uint lane) { return subgroupShuffle(v, (gl_SubgroupInvocationID & ~(COLS - 1u)) + lane); }

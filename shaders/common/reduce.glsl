@@ -108,15 +108,10 @@ REDUCE_WG(wg_max, uint, max, subgroupMax, 0u)
 
 #if REDUCE_GROUPS
 #if REDUCE_SUBGROUP
-// Written out: a loop that doubles its step is not unrolled by every driver, and costs an H200 over 1 us in a kernel's prologue.
+#include "common/over_lanes.glsl"
 #define REDUCE_GROUP(NAME, T, COMBINE)                                                     \
     T NAME(T v, uint lanes) {                                                              \
-        if (lanes > 1u) v = COMBINE(v, subgroupShuffleXor(v, 1u));                         \
-        if (lanes > 2u) v = COMBINE(v, subgroupShuffleXor(v, 2u));                         \
-        if (lanes > 4u) v = COMBINE(v, subgroupShuffleXor(v, 4u));                         \
-        if (lanes > 8u) v = COMBINE(v, subgroupShuffleXor(v, 8u));                         \
-        if (lanes > 16u) v = COMBINE(v, subgroupShuffleXor(v, 16u));                       \
-        if (lanes > 32u) v = COMBINE(v, subgroupShuffleXor(v, 32u));                       \
+        OVER_LANES(v, COMBINE, 1, lanes)                                                   \
         return v;                                                                          \
     }
 #else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -119,7 +120,7 @@ def _tune_attention(device: str | None, model: str | None, n_ctx: int | None, de
         print(opened.caps.summary_line())
         tables = Tuning.for_device(opened.caps)
         context = LowerContext(opened.caps, tables)
-        sweep = Sweep(opened, library, user_tuning_root(), measured_read_rate(opened), budget_s=budget)
+        sweep = Sweep(opened, library, user_tuning_root(), math.nan, budget_s=budget)  # no share of the read rate is told
         with Tokens(Model.open(model_path(model)), opened, library, context, n_ctx=n_ctx, depth=depth) as tokens:
             forms = forms_of(tokens.graph, context)
             for form in forms:

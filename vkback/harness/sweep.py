@@ -66,6 +66,8 @@ WARM_S = 0.005
 JOURNAL_FORMAT = 3
 
 P = TypeVar("P")
+"""A setting of what is tuned."""
+
 P_contra = TypeVar("P_contra", contravariant=True)
 
 
