@@ -29,6 +29,7 @@ SHAPES = (
     {"wg_size": 64, "lanes": 8, "steps": 2, "queries": 2, "groups": 16, "rows_per_split": 50},
     {"wg_size": 128, "lanes": 2, "steps": 1, "queries": 4, "groups": 1, "rows_per_split": 64},
     {"wg_size": 64, "lanes": 16, "steps": 4, "queries": 4, "groups": 16, "rows_per_split": 32},
+    {"wg_size": 128, "lanes": 16, "steps": 2, "queries": 1, "groups": 64, "rows_per_split": 32},
 )
 SPREAD = [CASES[i] for i in (1, 3, 7, 8, 13, 16, 21, 25, 29)]
 

@@ -24,8 +24,8 @@
 // Where the rows exceed rows_per_split they are cut into up to SPLITS shares of equal size, which one workgroup adds up in their order
 // (attention/shares.glsl). Which shares exist depends on pos alone, so neither the order of arrival nor the other tokens change a bit.
 //
-// Defines: HD HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS ROUND OUT_Q8_1 FUSED HAS_SINKS, FUSED: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX, those of
-// common/reduce.glsl
+// Defines: HD HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND OUT_Q8_1 FUSED HAS_SINKS; FUSED: HAS_NORM HEAD_LANES ROPE_PAIRS
+// ROPE_NEOX; those of common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
 #define COLS (HD / 8)
@@ -115,8 +115,8 @@ uvec4 k_now[STEPS][K_PARTS];
 uvec4 v_now[V_STEPS];
 
 // Rows past the end are the last one again; their scores are masked.
-uint k_row(uint base, uint s, uint tid) { return min(base + s * (WG_SIZE / LANES) + tid / LANES, hi - 1u); }
-uint v_row(uint base, uint s, uint tid) { return min(base + s * STREAMS + tid / COLS, hi - 1u); }
+uint k_row(uint base, uint s, uint tid) { return min(base + s * (WG_SIZE / LANES) + tid / LANES, max(hi, 1u) - 1u); }
+uint v_row(uint base, uint s, uint tid) { return min(base + s * STREAMS + tid / COLS, max(hi, 1u) - 1u); }
 
 void load_k(uint kv, uint base, uint tid) {
     [[unroll]] for (uint s = 0; s < STEPS; s++)
@@ -126,18 +126,6 @@ void load_k(uint kv, uint base, uint tid) {
 void load_v(uint kv, uint base, uint tid) {
     [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = v4[(kv * p.n_ctx + v_row(base, s, tid)) * COLS + tid % COLS];
 }
-
-#if FUSED
-// Row pos of the cache is being written while the fused kernel reads; its owner takes it from shared memory.
-void take_new_row(uint base, uint tid) {
-    if (base + ROWS <= new_row) return;
-    [[unroll]] for (uint s = 0; s < STEPS; s++)
-        [[unroll]] for (uint j = 0; j < K_PARTS; j++)
-            if (k_row(base, s, tid) == new_row) k_now[s][j] = new_k[j * LANES + tid % LANES];
-    [[unroll]] for (uint s = 0; s < V_STEPS; s++)
-        if (v_row(base, s, tid) == new_row) v_now[s] = new_v[tid % COLS];
-}
-#endif
 
 vec4 halves(uvec2 words) { return vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y)); }
 
@@ -164,8 +152,8 @@ void main() {
     const uint kv = head0 / (p.n_head / p.n_head_kv);
     const uint token0 = gl_WorkGroupID.z * TOKENS;
     const uint split = gl_WorkGroupID.y;
-#if FUSED && !AWAITS
-    fetch_heads(tid, head0, kv);
+#if FUSED
+    ask_heads(tid, head0, kv);  // where they are there already, they need not queue behind K and V
 #endif
 
     lo = p.n_ctx;
@@ -190,15 +178,19 @@ void main() {
     if (split >= used) return;
     lo += split * share;
     hi = min(lo + share, hi);
+#if FUSED
+    owns_new = split == used - 1 && uint(pos[0]) < p.n_ctx;
+    if (owns_new) hi--;
+#endif
 
     load_k(kv, lo, tid);
     load_v(kv, lo, tid);
 #if FUSED
   #if AWAITS
-    fetch_heads(tid, head0, kv);
+    AWAIT_ASKED(read_heads(tid, head0, kv), heads_there())
   #endif
     MARK(MARK_THERE);
-    prepare(tid, head0, kv, split == used - 1);
+    prepare(tid, head0, kv);
 #else
     for (uint i = tid; i < QUERIES * OUT4; i += WG_SIZE) {
         const uint token = token0 + i / (HEADS * OUT4);
@@ -208,12 +200,7 @@ void main() {
     barrier();
 
     walk_begin(tid);
-    for (uint base = lo; base < hi; base += ROWS) {
-#if FUSED
-        take_new_row(base, tid);
-#endif
-        walk(kv, base, tid);
-    }
+    for (uint base = lo; base < hi; base += ROWS) walk(kv, base, tid);
     walk_end(tid);
     MARK(MARK_DONE);
 
@@ -256,12 +243,7 @@ void main() {
             MARK(MARK_END);
             return;
         }
-        for (uint o = tid; o < QUERIES * OUT4; o += WG_SIZE) {
-            const uint i = o / OUT4;
-            vec2 weight;
-            const vec4 total = added_up(tile, used, i, o, weight);
-            query4[o] = finished(total, weight.x, weight.y, head0 + i % HEADS);
-        }
+        add_up(tid, tile, used, head0);
     }
 #endif
     barrier();

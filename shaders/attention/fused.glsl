@@ -23,10 +23,9 @@ layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
 #define HEAD_ROUNDS ((HEADS + HEADS_AT_ONCE) / HEADS_AT_ONCE)    // of HEADS queries and the key
 #define VALUE_ROUNDS ((WORDS + WG_SIZE - 1) / WG_SIZE)
 
-const uint NO_ROW = 0xffffffffu;
-
+// Row pos of the cache is being written while other workgroups read: the one whose share it ends takes it from here instead, first of all rows.
 shared uvec4 new_k[COLS], new_v[COLS];
-uint new_row = NO_ROW;
+bool owns_new;
 
 vec2 head_a[HEAD_ROUNDS][SLOT_ROUNDS], head_b[HEAD_ROUNDS][SLOT_ROUNDS];
 #if HAS_NORM
@@ -61,7 +60,7 @@ bool heads_there() {
 }
 #endif
 
-void fetch_heads(uint tid, uint head0, uint kv) {
+void ask_heads(uint tid, uint head0, uint kv) {
     [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
 #if HAS_NORM
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++)
@@ -72,7 +71,7 @@ void fetch_heads(uint tid, uint head0, uint kv) {
             norm_b[i][j] = query ? q_norm[at.y] : k_norm[at.y];
         }
 #endif
-    AWAIT(read_heads(tid, head0, kv), heads_there());
+    read_heads(tid, head0, kv);
 }
 
 void put_query(uint head, uint place, vec2 v) {
@@ -86,11 +85,9 @@ void put_key(uint kv, uint row, bool stores, uint place, vec2 v) {
     if (stores) cache_k1[(kv * p.n_ctx + row) * WORDS + place] = word;
 }
 
-// owner: row pos is among this workgroup's rows.
-void prepare(uint tid, uint head0, uint kv, bool owner) {
+void prepare(uint tid, uint head0, uint kv) {
     const uint row = uint(pos[0]);
-    const bool stores = owner && row < p.n_ctx && head0 % (p.n_head / p.n_head_kv) == 0;
-    if (owner) new_row = row;
+    const bool stores = owns_new && head0 % (p.n_head / p.n_head_kv) == 0;
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++) {
         const uint head = i * HEADS_AT_ONCE + tid / HEAD_LANES;
 #if HAS_NORM

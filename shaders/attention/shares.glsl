@@ -6,10 +6,14 @@
 //   void put_share(tile, share, used, i, o, total, weight)  leaves what this workgroup has found: vec4 o of the tile's sums, of query i,
 //                                                           and that query's (maximum, sum of weights)
 //   bool adds_up(tile, share, used)                         whether this workgroup adds up; every thread calls
-//   vec4 added_up(tile, used, i, o, weight)                 vec4 o of all shares, and their (maximum, sum of weights)
+//   vec4 added_up(tile, used, reader, i, o, weight)         vec4 o of shares reader, reader + READERS .., and their (maximum, sum of weights)
+//   void add_up(tid, tile, used, head0)                     leaves in query4 what attention gives; every thread of that workgroup calls
+//
+// READERS threads share the shares of an item, so that fewer reads follow each other in a thread.
 
 #define SHARE4 (QUERIES * OUT4 + (QUERIES + 1) / 2)   // vec4 of a share
-#define AT_ONCE (SPLITS < 16 ? SPLITS : 16)
+#define READS ((SPLITS + READERS - 1) / READERS)
+#define AT_ONCE (READS < 16 ? READS : 16)
 
 #if !AWAITS
 #include "common/ticket.glsl"
@@ -42,10 +46,10 @@ bool adds_up(uint tile, uint share, uint used) {
 vec4 share_sum[AT_ONCE];
 vec2 share_weight[AT_ONCE];
 
-// Shares from `first` on; past `last` that one again.
+// Shares `first`, `first` + READERS ..; past `last` that one again.
 void read_shares(uint tile, uint first, uint last, uint i, uint o) {
     [[unroll]] for (uint s = 0; s < AT_ONCE; s++) {
-        const uint at = (tile * SPLITS + min(first + s, last)) * SHARE4;
+        const uint at = (tile * SPLITS + min(first + s * READERS, last)) * SHARE4;
         share_weight[s] = partial2[(at + QUERIES * OUT4) * 2 + i];
         share_sum[s] = partial4[at + o];
     }
@@ -59,14 +63,14 @@ bool shares_there() {
 }
 #endif
 
-vec4 added_up(uint tile, uint used, uint i, uint o, out vec2 weight) {
+vec4 added_up(uint tile, uint used, uint reader, uint i, uint o, out vec2 weight) {
     weight = vec2(MASKED, 0.0);
     vec4 total = vec4(0.0);
-    for (uint first = 0; first < used; first += AT_ONCE) {
+    for (uint first = reader; first < used; first += AT_ONCE * READERS) {
         AWAIT(read_shares(tile, first, used - 1u - AWAITS, i, o), shares_there())
 #if AWAITS
         [[unroll]] for (uint s = 0; s < AT_ONCE; s++)
-            if (first + s == used - 1u) {
+            if (first + s * READERS == used - 1u) {
                 share_weight[s] = own_weight[i];
                 share_sum[s] = query4[o];
             }
@@ -77,10 +81,45 @@ vec4 added_up(uint tile, uint used, uint i, uint o, out vec2 weight) {
         weight = vec2(higher, weight.y * shrink);
         total *= shrink;
         [[unroll]] for (uint s = 0; s < AT_ONCE; s++) {
-            const float e = first + s < used ? exp2(share_weight[s].x - higher) : 0.0;
+            const float e = first + s * READERS < used ? exp2(share_weight[s].x - higher) : 0.0;
             weight.y += e * share_weight[s].y;
             total += e * share_sum[s];
         }
     }
     return total;
 }
+
+#if READERS > 1
+shared vec2 reader_weight[READERS * QUERIES];
+
+// What the readers have found goes through bundle_sum, which nobody needs any more.
+void add_up(uint tid, uint tile, uint used, uint head0) {
+    const uint reader = tid / (QUERIES * OUT4), o = tid % (QUERIES * OUT4), i = o / OUT4;
+    if (reader < READERS) {
+        vec2 weight;
+        bundle_sum[tid] = added_up(tile, used, reader, i, o, weight);
+        if (o % OUT4 == 0) reader_weight[reader * QUERIES + i] = weight;
+    }
+    barrier();
+    if (reader > 0) return;
+    float highest = MASKED, all = 0.0;
+    [[unroll]] for (uint r = 0; r < READERS; r++) highest = max(highest, reader_weight[r * QUERIES + i].x);
+    vec4 total = vec4(0.0);
+    [[unroll]] for (uint r = 0; r < READERS; r++) {
+        const vec2 weight = reader_weight[r * QUERIES + i];
+        const float e = exp2(weight.x - highest);
+        all += e * weight.y;
+        total += e * bundle_sum[r * QUERIES * OUT4 + o];
+    }
+    query4[o] = finished(total, highest, all, head0 + i % HEADS);
+}
+#else
+void add_up(uint tid, uint tile, uint used, uint head0) {
+    for (uint o = tid; o < QUERIES * OUT4; o += WG_SIZE) {
+        const uint i = o / OUT4;
+        vec2 weight;
+        const vec4 total = added_up(tile, used, 0u, i, o, weight);
+        query4[o] = finished(total, weight.x, weight.y, head0 + i % HEADS);
+    }
+}
+#endif

@@ -47,6 +47,22 @@ void walk_begin(uint tid) {
     own_end = min(own_end, hi);
     top = MASKED;
     weight = 0.0;
+#if FUSED
+    if (owns_new) {
+        const vec4 a = halves(new_k[tid % COLS].xy), b = halves(new_k[tid % COLS].zw);
+        float part[HELD];
+        [[unroll]] for (uint v = 0; v < HELD; v++) part[v] = dot(a, own_query[v % QUERIES][0]) + dot(b, own_query[v % QUERIES][1]);
+        const float score = lane_sums(part, tid);
+        if (tid < COLS * JOINED) top = score;
+        if (tid < COLS) {
+            weight = tid % HELD < QUERIES ? 1.0 : 0.0;
+            [[unroll]] for (uint i = 0; i < QUERIES; i++) {
+                sum[i][0] = halves(new_v[tid].xy);
+                sum[i][1] = halves(new_v[tid].zw);
+            }
+        }
+    }
+#endif
 }
 
 void walk(uint kv, uint base, uint tid) {

@@ -1,6 +1,6 @@
 // Scores through shared memory: whoever has the row of K leaves them there for the threads that have the row of V.
 //
-//   void walk_begin(tid)          after the queries are in query4
+//   void walk_begin(tid)          after the queries are in query4; takes the new row, where this workgroup owns it
 //   void walk(kv, base, tid)      adds the chunk at `base`, which is in k_now and v_now, and asks for the next one
 //   void walk_end(tid)            leaves bundle_weight, and in the first COLS threads of a bundle its `sum`
 
@@ -10,12 +10,39 @@ uint half_now = 0;
 float top[QUERIES], weight[QUERIES];
 vec4 sum[QUERIES][2];
 
+// This lane's part of the scores of the row of K in `row`.
+void score_parts(uvec4 row[K_PARTS], uint tid, out float score[QUERIES]) {
+    [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] = 0.0;
+    [[unroll]] for (uint j = 0; j < K_PARTS; j++) {
+        const uint part = j * LANES + tid % LANES;
+        const vec4 a = halves(row[j].xy), b = halves(row[j].zw);
+        [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] += dot(a, query4[i * OUT4 + 2 * part]) + dot(b, query4[i * OUT4 + 2 * part + 1]);
+    }
+}
+
 void walk_begin(uint tid) {
     [[unroll]] for (uint i = 0; i < QUERIES; i++) {
         top[i] = MASKED;
         weight[i] = 0.0;
         sum[i][0] = sum[i][1] = vec4(0.0);
     }
+#if FUSED
+    if (owns_new) {
+        uvec4 row[K_PARTS];
+        float score[QUERIES];
+        [[unroll]] for (uint j = 0; j < K_PARTS; j++) row[j] = new_k[j * LANES + tid % LANES];
+        score_parts(row, tid, score);
+        [[unroll]] for (uint i = 0; i < QUERIES; i++) {
+            const float all_lanes = group_sum(score[i], LANES);
+            if (tid < COLS) {
+                top[i] = all_lanes;
+                weight[i] = 1.0;
+                sum[i][0] = halves(new_v[tid].xy);
+                sum[i][1] = halves(new_v[tid].zw);
+            }
+        }
+    }
+#endif
 }
 
 void make_scores(uint base, uint tid) {
@@ -23,12 +50,7 @@ void make_scores(uint base, uint tid) {
         const uint r = s * (WG_SIZE / LANES) + tid / LANES;
         const uint row = base + r;
         float score[QUERIES];
-        [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] = 0.0;
-        [[unroll]] for (uint j = 0; j < K_PARTS; j++) {
-            const uint part = j * LANES + tid % LANES;
-            const vec4 a = halves(k_now[s][j].xy), b = halves(k_now[s][j].zw);
-            [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] += dot(a, query4[i * OUT4 + 2 * part]) + dot(b, query4[i * OUT4 + 2 * part + 1]);
-        }
+        score_parts(k_now[s], tid, score);
         [[unroll]] for (uint i = 0; i < QUERIES; i++) {
             const float all_lanes = group_sum(score[i], LANES);
             if (tid % LANES == i % LANES)

@@ -11,14 +11,9 @@ void k_head(uvec4 head, uint sub, out vec2 scale, out vec2 bias) {
     bias = both.yy;
 }
 
-#if PATH_INT
-#define UNIT_DOT 1.0
-#define UNIT_WORDS 8
-float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
-    int all = 0;
-    [[unroll]] for (int i = 0; i < 8; i++) all += dot4(q[i], x[i]);
-    const ivec2 both = k_scale_min(r.head, r.sub);
-    const vec2 dm = unpackHalf2x16(r.head.x);
-    return dm.x * float(both.x * all) - dm.y * float(both.y * (sum.x + sum.y));
+// d * scale * all - dmin * min * sum
+float k_product(uvec4 head, uint sub, int all, int sum) {
+    const ivec2 both = k_scale_min(head, sub);
+    const vec2 dm = unpackHalf2x16(head.x);
+    return dm.x * float(both.x * all) - dm.y * float(both.y * sum);
 }
-#endif

@@ -18,6 +18,15 @@ void unit_words(UnitRaw r, out uint q[8]) {
     add_bits(r.qh, 16u, q);
 }
 
+#if PATH_INT
+#define UNIT_DOT 1.0
+#define UNIT_WORDS 8
+float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
+    const ivec2 halves = halves_dot(q, x, ivec2(0));
+    return k_product(r.head, r.sub, halves.x + halves.y, sum.x + sum.y);
+}
+#endif
+
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     unit_words(r, q);
     k_head(r.head, r.sub, scale, bias);

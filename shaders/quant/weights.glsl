@@ -30,9 +30,21 @@ layout(std430, set = 0, binding = 0) readonly buffer WeightWords { uint w1[]; };
 layout(std430, set = 0, binding = 0) readonly buffer WeightPairs { uvec2 w2[]; };
 layout(std430, set = 0, binding = 0) readonly buffer WeightQuads { uvec4 w4[]; };
 
+// Units of a row. Where a kernel is built for them (K_UNITS) the rows of a thread lie at constant distances from its first.
+#ifdef K_UNITS
+#define ROW_UNITS uint(K_UNITS)
+#else
+#define ROW_UNITS p.w.units
+#endif
+
 // Number of a unit, and of the item that belongs to it in a plane with one item for 2^shift units.
-#define UNIT_AT(row, unit) ((row) * p.w.units + (unit))
+#define UNIT_AT(row, unit) ((row) * ROW_UNITS + (unit))
+#ifdef K_UNITS
+#define ITEM_AT(row, unit, shift) \
+    (ROW_UNITS % (1u << (shift)) == 0u ? (row) * (ROW_UNITS >> (shift)) + ((unit) >> (shift)) : UNIT_AT(row, unit) >> (shift))
+#else
 #define ITEM_AT(row, unit, shift) (UNIT_AT(row, unit) >> (shift))
+#endif
 
 // The 32-bit word of plane i that holds the item of a unit, where 2^shift units share a word; half_of and byte_of pick the item out.
 #define PLANE_WORD(i, row, unit, shift) w1[p.w.plane[i] * 4u + ITEM_AT(row, unit, shift)]

@@ -180,7 +180,7 @@ def bends(said: Mapping[str, Any], dispatch: Dispatch, ctx: LowerContext) -> Ite
         limits[key] = required * caps.max_workgroup_subgroups
     tightest = min(limits, key=lambda k: limits[k])
     note("wg", said["wg"], got["WG"], tightest if got["WG"] < said["wg"] else need)
-    units = got["K_UNITS"] * got.get("N_USED", 1)
+    units = got["K_UNITS"] * (got["N_USED"] if got["IDS"] == 2 else 1)
     few = f"a row has {units} units of 32 weights" if units <= got["LANES"] < said["lanes"] else need
     note("lanes", said["lanes"], got["LANES"], f"the workgroup has {got['WG']} threads" if said["lanes"] > got["WG"] else few)
     note("rows", said["rows"], got["ROWS"], need)

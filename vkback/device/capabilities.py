@@ -71,6 +71,7 @@ class Capabilities:
     int_dot       the feature; `int_dot_accelerated` that 4x8-bit packed signed dot products are fast
     subgroup_ops  "basic", "vote", "arithmetic", "ballot", "shuffle", "shuffle_relative", "clustered", "quad", "rotate", ...
     extensions    names the driver lists
+    pipeline_robustness  a pipeline may say that its accesses need no bounds checks
     shader_clock  kernels may read the clock of the device; of a profile, that it lists the extension
     uma           host and device share their memory; `rebar`: all device memory is host-visible
     shader_cores  SMs, compute units, shader cores; None when not reported
@@ -113,6 +114,7 @@ class Capabilities:
     vulkan_memory_model_device_scope: bool
     synchronization2: bool
     maintenance4: bool
+    pipeline_robustness: bool
     shader_clock: bool
 
     max_storage_buffer_range: int
@@ -275,6 +277,7 @@ def _from_profile(p: Mapping[str, Any]) -> Capabilities:
         vulkan_memory_model_device_scope=feature("vulkanMemoryModelDeviceScope"),
         synchronization2=feature("synchronization2"),
         maintenance4=feature("maintenance4"),
+        pipeline_robustness=bool(p["extensions"].get("VK_EXT_pipeline_robustness")),
         shader_clock=bool(p["extensions"].get("VK_KHR_shader_clock")),
         max_storage_buffer_range=limit("maxStorageBufferRange", 1 << 27),
         max_shared_memory=limit("maxComputeSharedMemorySize", 16384),

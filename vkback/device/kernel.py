@@ -19,6 +19,9 @@ from vkback.device.spirv import inspect
 from vkback.device.statistics import CAPTURE_STATISTICS, Statistic, read_statistics
 from vkback.paths import cache_dir, write_atomic
 
+UNCHECKED = dict.fromkeys(("storageBuffers", "uniformBuffers", "vertexInputs", "images"), 1)
+"""VK_PIPELINE_ROBUSTNESS_{BUFFER,IMAGE}_BEHAVIOR_DISABLED_EXT for all a VkPipelineRobustnessCreateInfoEXT asks for."""
+
 
 @dataclass(frozen=True)
 class KernelSpec:
@@ -169,8 +172,11 @@ class KernelCache:
         module = driver.create("ShaderModule", struct("VkShaderModuleCreateInfo", codeSize=len(spec.spirv), pCode=words), spec.name)
         try:
             chain, stage_flags = None, 0
+            if caps.pipeline_robustness:
+                # Without it NVIDIA's driver checks the bounds of every access, though robustBufferAccess is off.
+                chain = struct("VkPipelineRobustnessCreateInfoEXT", **UNCHECKED)
             if spec.subgroup_size is not None and caps.subgroup_size_control and caps.subgroup_required_size:
-                chain = struct("VkPipelineShaderStageRequiredSubgroupSizeCreateInfo", requiredSubgroupSize=spec.subgroup_size)
+                chain = struct("VkPipelineShaderStageRequiredSubgroupSizeCreateInfo", chain, requiredSubgroupSize=spec.subgroup_size)
                 if caps.full_subgroups and inspect(spec.spirv).workgroup_size(dict(spec.spec))[0] % spec.subgroup_size == 0:
                     stage_flags = PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS
             stage = struct(

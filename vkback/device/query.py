@@ -153,6 +153,7 @@ class _Bits:
             ("VK_KHR_cooperative_matrix", "VkPhysicalDeviceCooperativeMatrixFeaturesKHR"),
             ("VK_EXT_device_fault", "VkPhysicalDeviceFaultFeaturesEXT"),
             ("VK_KHR_shader_clock", "VkPhysicalDeviceShaderClockFeaturesKHR"),
+            ("VK_EXT_pipeline_robustness", "VkPhysicalDevicePipelineRobustnessFeaturesEXT"),
         ):
             if extension in extensions:
                 chain.add(name)
@@ -179,6 +180,10 @@ class _Bits:
     def bfloat16(self) -> bool:
         found = self._chain.structs.get("VkPhysicalDeviceVulkanMemoryModelFeatures")
         return bool(found and found.vulkanMemoryModel)
+
+    def robustness(self) -> bool:
+        found = self._chain.structs.get("VkPhysicalDevicePipelineRobustnessFeaturesEXT")
+        return bool(found and found.pipelineRobustness)
 
     def clock(self) -> bool:
         found = self._chain.structs.get("VkPhysicalDeviceShaderClockFeaturesKHR")
@@ -280,6 +285,7 @@ def _capabilities(
         vulkan_memory_model_device_scope=bool(bits.v12.vulkanMemoryModelDeviceScope),
         synchronization2=bits.newer("synchronization2", "VkPhysicalDeviceSynchronization2FeaturesKHR"),
         maintenance4=bits.newer("maintenance4", "VkPhysicalDeviceMaintenance4FeaturesKHR"),
+        pipeline_robustness=bits.robustness(),
         shader_clock=bits.clock(),
         max_storage_buffer_range=limits.maxStorageBufferRange,
         max_shared_memory=limits.maxComputeSharedMemorySize,

@@ -83,6 +83,7 @@ class Shape:
     heads: int
     tokens: int
     splits: int
+    readers: int
     round: int
     rows_per_split: int
     reduce: Defines
@@ -121,12 +122,15 @@ def shape_for(
         known = int(reduce["SUBGROUP_SIZE"])
         bundles = wg // cols // (known // cols if known > cols and cols & (cols - 1) == 0 else 1)
         scores = 0 if by_lanes else 2 * steps * (wg // lanes)
-        shared = 4 * queries * (hd + scores + 2 * bundles) + 8 * wg + 256
+        shared = 4 * queries * (hd + scores + 2 * bundles) + 8 * wg + 32 * wg // hd + 256
         shared += 4 * hd if fused else 0
         for parts in (i for i in range(1, queries + 1) if queries % i == 0):
             if shared + 4 * bundles * (queries // parts) * hd <= ctx.caps.max_shared_memory:
                 rounds = queries // parts
-                return Shape(wg, lanes, by_lanes, steps, heads, tokens, splits, rounds, choice["rows_per_split"], reduce, subgroup)
+                readers = max(1, min(splits, wg * 4 // (queries * hd), bundles * rounds // queries))
+                return Shape(
+                    wg, lanes, by_lanes, steps, heads, tokens, splits, readers, rounds, choice["rows_per_split"], reduce, subgroup
+                )
         if wg == least:
             raise PlanError(
                 f"[attention] {choice.source}: {queries} queries of head size {hd} need {shared + 4 * bundles * hd} bytes of shared "
@@ -173,8 +177,8 @@ def _lower(
         args.append(Arg(Tensor(f"{out.name}.tickets", "I32", (tiles,), "counter"), "rw"))
     defines: Defines = {
         **s.reduce, **fused, "HD": hd, "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps, "LANES": s.lanes,
-        "BY_LANES": int(s.by_lanes), "SPLITS": s.splits, "ROUND": s.round, "OUT_Q8_1": int(out.type == "Q8_1"), "FUSED": int(bool(fused)),
-        "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
+        "BY_LANES": int(s.by_lanes), "SPLITS": s.splits, "READERS": s.readers, "ROUND": s.round, "OUT_Q8_1": int(out.type == "Q8_1"),
+        "FUSED": int(bool(fused)), "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
     }  # fmt: skip
     if fused:
         defines["HEAD_LANES"] = head_lanes

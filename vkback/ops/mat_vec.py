@@ -189,10 +189,11 @@ def shared_bytes(defines: Mapping[str, str | int]) -> int:
 
     wg, lanes, turns = number("WG"), number("LANES"), 1 + number("TILES")
     rows, partials = number("COLS") * number("ROWS") * (wg // lanes), lanes // number("SUBGROUP")
+    summed = number("N_USED") if number("IDS") == 2 else 0
     total = 4 * turns * rows * partials if partials > 1 else 0
     if number("PROLOGUE"):
-        total += max(1, number("N_USED")) * number("K_UNITS") * (40 if number("PATH_INT") else 128)
-    total += 8 * number("N_USED")
+        total += max(1, summed) * number("K_UNITS") * (40 if number("PATH_INT") else 128)
+    total += 8 * summed
     if number("Y_TYPE"):
         total += 4 * turns * (rows >> number("GLU"))
     if number("EXPERTS"):
@@ -333,7 +334,7 @@ class Product:
             "Y_TYPE": int(q8_out),
             "K_TAIL": int(self.k % 32 != 0),
         }
-        if self.ids == 2:
+        if self.ids:
             defines["N_USED"] = self.n_used
         if self.glu and "limit" in self.node.params:
             defines |= {f"GLU_{name.upper()}": repr(float(self.node.params[name])) for name in ("alpha", "limit")}
