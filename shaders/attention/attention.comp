@@ -115,16 +115,26 @@ uvec4 k_now[STEPS][K_PARTS];
 uvec4 v_now[V_STEPS];
 
 // Rows past the end are the last one again; their scores are masked.
-uint k_row(uint base, uint s, uint tid) { return min(base + s * (WG_SIZE / LANES) + tid / LANES, max(hi, 1u) - 1u); }
-uint v_row(uint base, uint s, uint tid) { return min(base + s * STREAMS + tid / COLS, max(hi, 1u) - 1u); }
+uint last_row() { return max(hi, 1u) - 1u; }
+
+// Where COLS threads have a row, theirs of the chunk at `base` lie side by side.
+uint row_at(uint kv, uint base, uint s, uint tid) {
+    return min((kv * p.n_ctx + base + s * STREAMS) * COLS + tid, (kv * p.n_ctx + last_row()) * COLS + tid % COLS);
+}
 
 void load_k(uint kv, uint base, uint tid) {
-    [[unroll]] for (uint s = 0; s < STEPS; s++)
-        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = k4[(kv * p.n_ctx + k_row(base, s, tid)) * COLS + j * LANES + tid % LANES];
+#if BY_LANES
+    [[unroll]] for (uint s = 0; s < STEPS; s++) k_now[s][0] = k4[row_at(kv, base, s, tid)];
+#else
+    [[unroll]] for (uint s = 0; s < STEPS; s++) {
+        const uint row = min(base + s * (WG_SIZE / LANES) + tid / LANES, last_row());
+        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = k4[(kv * p.n_ctx + row) * COLS + j * LANES + tid % LANES];
+    }
+#endif
 }
 
 void load_v(uint kv, uint base, uint tid) {
-    [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = v4[(kv * p.n_ctx + v_row(base, s, tid)) * COLS + tid % COLS];
+    [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = v4[row_at(kv, base, s, tid)];
 }
 
 vec4 halves(uvec2 words) { return vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y)); }
