@@ -158,6 +158,11 @@ class Device:
             raise DeviceError("[device] statistics of kernels were not asked for; open the device with statistics=True")
         return self._kernels.statistics(spec)
 
+    def kernel_cache_data(self, spec: KernelSpec) -> bytes:
+        """What the driver's VkPipelineCache holds of a kernel, in a form of its own. Compiles it once more."""
+        self._require_open()
+        return self._kernels.cache_data(spec)
+
     # -- work
 
     def recorder(self, name: str, *, timestamps: int = 0) -> Recorder:

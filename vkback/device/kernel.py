@@ -95,6 +95,19 @@ class KernelCache:
         finally:
             self._driver.destroy("Pipeline", pipeline)
 
+    def cache_data(self, spec: KernelSpec) -> bytes:
+        """VkPipelineCache data of a kernel that is compiled for this alone."""
+        with self._lock:
+            self._check(spec)
+            layout = self._layout(spec.bindings, spec.push_bytes)
+        driver = self._driver
+        cache = driver.create("PipelineCache", struct("VkPipelineCacheCreateInfo"), spec.name)
+        try:
+            driver.destroy("Pipeline", self._compile(spec, layout, cache=cache))
+            return _cache_data(driver, cache)
+        finally:
+            driver.destroy("PipelineCache", cache)
+
     def _check(self, spec: KernelSpec) -> None:
         caps = self._caps
         module = inspect(spec.spirv)
@@ -165,7 +178,7 @@ class KernelCache:
             self._layouts[key] = self._driver.create("PipelineLayout", info, f"{bindings} storage buffers, {push_bytes} push bytes")
         return self._layouts[key]
 
-    def _compile(self, spec: KernelSpec, layout: Handle, flags: int = 0) -> Handle:
+    def _compile(self, spec: KernelSpec, layout: Handle, flags: int = 0, cache: Handle | None = None) -> Handle:
         driver, caps = self._driver, self._caps
         words = ffi.new("uint32_t[]", len(spec.spirv) // 4)
         ffi.memmove(words, spec.spirv, len(spec.spirv))
@@ -191,11 +204,11 @@ class KernelCache:
             info = struct("VkComputePipelineCreateInfo", flags=flags, stage=stage[0], layout=layout)
             out = ffi.new("VkPipeline *")
             about = f"kernel {spec.name}, specialization {dict(spec.spec)}, subgroup size {spec.subgroup_size}"
-            driver.call("vkCreateComputePipelines", driver.device, self._file.handle, 1, info, NULL, out, about=about)
+            driver.call("vkCreateComputePipelines", driver.device, cache or self._file.handle, 1, info, NULL, out, about=about)
         finally:
             driver.destroy("ShaderModule", module)
         driver.count("Pipeline", 1)
-        self._file.changed = True
+        self._file.changed = self._file.changed or cache is None
         return out[0]
 
     def destroy(self) -> None:
@@ -222,6 +235,14 @@ def _specialization(values: Mapping[int, int]) -> Any:
         entries[i].offset = 4 * i
         entries[i].size = 4
     return struct("VkSpecializationInfo", mapEntryCount=len(values), pMapEntries=entries, dataSize=4 * len(values), pData=data)
+
+
+def _cache_data(driver: Driver, cache: Handle) -> bytes:
+    size = ffi.new("size_t *")
+    driver.call("vkGetPipelineCacheData", driver.device, cache, size, NULL)
+    data = ffi.new("char[]", max(size[0], 1))
+    driver.call("vkGetPipelineCacheData", driver.device, cache, size, data)
+    return bytes(ffi.buffer(data, size[0]))
 
 
 class PipelineCacheFile:
@@ -253,11 +274,6 @@ class PipelineCacheFile:
     def close(self) -> None:
         """Write the cache if kernels were compiled, and destroy it."""
         if self.changed:
-            driver = self._driver
-            size = ffi.new("size_t *")
-            driver.call("vkGetPipelineCacheData", driver.device, self.handle, size, NULL)
-            data = ffi.new("char[]", max(size[0], 1))
-            driver.call("vkGetPipelineCacheData", driver.device, self.handle, size, data)
-            blob = bytes(ffi.buffer(data, size[0]))
+            blob = _cache_data(self._driver, self.handle)
             write_atomic(self._path, hashlib.sha256(blob).digest() + blob)
         self._driver.destroy("PipelineCache", self.handle)
