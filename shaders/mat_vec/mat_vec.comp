@@ -351,7 +351,7 @@ void main() {
     prologue(tid);
   #elif defined(UNIT_TABLE)
     barrier();
-  #else
+  #elif PREFETCH || CHUNKS <= 2
     subgroupBarrier();  // or else NVIDIA's driver delays each load until it is needed, to save registers: Q2_K 4096x14336 10 % slower
   #endif
 #endif
