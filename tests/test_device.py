@@ -40,8 +40,9 @@ from vkback.device import driver as driver_module
 from vkback.device import instance as instance_module
 from vkback.device.architecture import Traits, classify
 from vkback.device.capabilities import PROFILE_DIR
-from vkback.device.driver import check
+from vkback.device.driver import check, ffi, vk
 from vkback.device.instance import VALIDATION_LAYER, select, without_duplicates
+from vkback.device.kernel import KernelCache
 from vkback.device.memory import choose_memory_type
 from vkback.device.query import API_1_2, Features, PhysicalDevice, choose_queue_family
 from vkback.device.report import report
@@ -1145,3 +1146,27 @@ def test_report_has_what_a_bug_report_needs(device: Device) -> None:
 def test_report_without_vulkan_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_module, "LOAD_ERROR", "no Vulkan loader: gone. Install one")
     assert "[device] no Vulkan loader: gone. Install one" in report()
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("offered", [False, True])
+def test_pipelines_ask_for_no_bounds_checks_where_they_may(
+    device: Device, spirv: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, offered: bool
+) -> None:
+    """A driver that does not know the struct passes over it."""
+    chained: list[int] = []
+    call = device._driver.call
+
+    def noting(name: str, *args: Any, **about: Any) -> Any:
+        if name == "vkCreateComputePipelines":
+            link = ffi.cast("VkBaseInStructure *", args[3].stage.pNext)
+            while link != ffi.NULL:
+                chained.append(int(link.sType))
+                link = link.pNext
+        return call(name, *args, **about)
+
+    monkeypatch.setattr(device._driver, "call", noting)
+    cache = KernelCache(device._driver, dataclasses.replace(device.caps, pipeline_robustness=offered))
+    cache.get(KernelSpec(spirv["add"], "add", 3, 4))
+    cache.destroy()
+    assert chained.count(vk.VK_STRUCTURE_TYPE_PIPELINE_ROBUSTNESS_CREATE_INFO_EXT) == int(offered)

@@ -220,19 +220,21 @@ TOKENS = (1, 17, 300, 5)
 
 @pytest.fixture(scope="module", params=RUNS, ids="-".join)
 def engines(request: pytest.FixtureRequest, device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
-    """The same model with barriers and with hand-overs; beyond 8 rows attention's workgroups share them."""
+    """The same model with barriers and with hand-overs; beyond 8 rows attention's workgroups share them, several threads read a share."""
     name, router, quantize = request.param
     loaded = []
     for handover in ("barrier", "word"):
         folder = tmp_path_factory.mktemp(handover)
         choices = f'handover = "{handover}", router = "{router}", quantize = "{quantize}"'
         schedule_row = f'[[schedule]]\nset = {{ {choices} }}\nmeasured = "a test"\n'
-        attention_row = '[[attention]]\nset = { groups = 64, rows_per_split = 8 }\nmeasured = "a test"\n'
+        attention_row = '[[attention]]\nset = { wg_size = 64, groups = 64, rows_per_split = 8 }\nmeasured = "a test"\n'
         (folder / device_table(device.caps)).write_text(schedule_row + attention_row)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VKBACK_TUNING", str(folder))
             loaded.append(Engine.load(builtin_model(name), device, n_ctx=N_CTX, progress=False))
     assert not loaded[0].schedule("greedy").joined and len(loaded[1].schedule("greedy").joined) > 20
+    attention = [dict(d.kernel.defines) for d in loaded[1].schedule("greedy").dispatches() if d.kernel.source.startswith("attention/")]
+    assert all(int(defines["READERS"]) > 1 for defines in attention)
     assert any(name.endswith(".splits") for name in loaded[1].schedule("greedy").handed)
     yield loaded[0], loaded[1]
     for engine in loaded:

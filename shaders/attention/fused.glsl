@@ -23,7 +23,7 @@ layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
 #define HEAD_ROUNDS ((HEADS + HEADS_AT_ONCE) / HEADS_AT_ONCE)    // of HEADS queries and the key
 #define VALUE_ROUNDS ((WORDS + WG_SIZE - 1) / WG_SIZE)
 
-// Row pos of the cache is being written while other workgroups read: the one whose share it ends takes it from here instead, first of all rows.
+// Row pos, from the workgroup that writes it to the cache. Its owner takes it before all rows of its share, which it would end.
 shared uvec4 new_k[COLS], new_v[COLS];
 bool owns_new;
 
@@ -60,6 +60,7 @@ bool heads_there() {
 }
 #endif
 
+// With AWAITS what is read here may not be there yet.
 void ask_heads(uint tid, uint head0, uint kv) {
     [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
 #if HAS_NORM

@@ -6,10 +6,9 @@
 //   void put_share(tile, share, used, i, o, total, weight)  leaves what this workgroup has found: vec4 o of the tile's sums, of query i,
 //                                                           and that query's (maximum, sum of weights)
 //   bool adds_up(tile, share, used)                         whether this workgroup adds up; every thread calls
-//   vec4 added_up(tile, used, reader, i, o, weight)         vec4 o of shares reader, reader + READERS .., and their (maximum, sum of weights)
 //   void add_up(tid, tile, used, head0)                     leaves in query4 what attention gives; every thread of that workgroup calls
 //
-// READERS threads share the shares of an item, so that fewer reads follow each other in a thread.
+// READERS threads divide the shares of a vec4 among them, so that a thread waits for few.
 
 #define SHARE4 (QUERIES * OUT4 + (QUERIES + 1) / 2)   // vec4 of a share
 #define READS ((SPLITS + READERS - 1) / READERS)
@@ -63,6 +62,7 @@ bool shares_there() {
 }
 #endif
 
+// vec4 o of shares reader, reader + READERS .., and their (maximum, sum of weights).
 vec4 added_up(uint tile, uint used, uint reader, uint i, uint o, out vec2 weight) {
     weight = vec2(MASKED, 0.0);
     vec4 total = vec4(0.0);

@@ -6,7 +6,7 @@ void split_nibbles(uvec4 qs, out uint q[8]) {
     }
 }
 
-// The same for the integer path with a step less a word: the high nibbles stay where they are, as bytes of 16 * (value - 8).
+// The same for the integer path: high nibbles stay where they are, as signed bytes of 16 * (value - 8).
 void split_nibbles_16(uvec4 qs, out uint q[8]) {
     [[unroll]] for (int i = 0; i < 4; i++) {
         q[i] = qs[i] & 0x0f0f0f0fu;
