@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from vkback.cli import main as cli
 from vkback.cli.tune import of_model
 from vkback.device import Capabilities, Device
+from vkback.harness.climb import beats
 from vkback.harness.products import CaseError, Product
 from vkback.harness.runner import reference_inputs
 from vkback.harness.sweep import (
@@ -30,7 +31,6 @@ from vkback.harness.sweep import (
     Watcher,
     actual,
     axes,
-    beats,
     edges,
     expected,
     jobs_for,

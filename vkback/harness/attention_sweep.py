@@ -11,18 +11,16 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, NamedTuple
 
 from vkback.device import Capabilities
-from vkback.errors import VkbackError
 from vkback.graph import Graph
+from vkback.harness.climb import Climb, duel, noise
 from vkback.harness.in_program import TOKEN_NOISE, ProgramTrial, Tokens
-from vkback.harness.sweep import SweepError, beats, duel, noise, row_lines
-from vkback.harness.timing import Lap
+from vkback.harness.sweep import SweepError, row_lines
 from vkback.ops.attention import DECODE_TOKENS, shape_for
 from vkback.ops.base import Choice, Chooser, LowerContext, PlanError
 from vkback.plan.planner import plan
@@ -30,9 +28,6 @@ from vkback.plan.tuning import Fixed, Row, parse_table
 
 SPREAD = math.sqrt(2)
 """A row speaks for caches up to this factor larger or smaller."""
-
-BATCH = 16
-"""Points compiled together."""
 
 
 class AttentionPoint(NamedTuple):
@@ -148,6 +143,15 @@ def neighbours(point: AttentionPoint, choices: Mapping[str, Sequence[int]]) -> I
         yield point._replace(**{up: getattr(point, up) * 2, down: max(1, getattr(point, down) // 2)})
 
 
+def refusal(point: AttentionPoint, form: Form, ctx: LowerContext) -> str:
+    """Why a point is not worth compiling: the planner would make another of it; "" when it is."""
+    try:
+        real = actual(Choice(point._asdict(), "sweep"), form, ctx)
+    except PlanError as e:
+        return str(e)
+    return ", ".join(f"{name} = {a} would become {b}" for name, a, b in zip(point._fields, point, real, strict=True) if a != b)
+
+
 def tune_attention(
     tokens: Tokens, ctx: LowerContext, form: Form, seconds: float, watch: Callable[[AttentionPoint, str], None] = lambda point, said: None
 ) -> AttentionResult:
@@ -156,64 +160,26 @@ def tune_attention(
     watch  is told of every point and what became of it
     Raises SweepError where the present program is wrong.
     """
-    deadline = time.monotonic() + seconds
     asked = form._asdict()
     choice = ctx.tuning.pick("attention", n=1, **asked)
     before = actual(choice, form, ctx)
-    laps: dict[AttentionPoint, Lap] = {}
-    wrong: dict[AttentionPoint, str] = {}
-    seen: set[AttentionPoint] = set()
 
     def tables(point: AttentionPoint) -> Chooser:
         return Fixed(ctx.tuning, {"attention": point._asdict()}, "sweep", asked)
 
-    def legal(point: AttentionPoint) -> bool:
-        try:
-            return actual(Choice(point._asdict(), "sweep"), form, ctx) == point
-        except PlanError:
-            return False
-
-    def attempt(points: Iterable[AttentionPoint]) -> None:
-        good = [p for p in dict.fromkeys(points) if p not in seen and legal(p)]
-        for batch in (good[i : i + BATCH] for i in range(0, len(good), BATCH)):
-            if laps and time.monotonic() > deadline:
-                return
-            with suppress(VkbackError):  # said again when the point is tried
-                trial.compile(batch)
-            for point in batch:
-                seen.add(point)
-                try:
-                    why = trial.wrong(point)
-                except PlanError as e:
-                    watch(point, f"refused: {e}")
-                    continue
-                if why:
-                    wrong[point] = why
-                    watch(point, f"WRONG RESULT: {why}")
-                else:
-                    laps[point] = trial.lap(point, 1)
-                    watch(point, f"{laps[point].us:.2f} us")
-
     with ProgramTrial(tokens, ctx, form.text, tables) as trial:
-        attempt([before])
-        if before not in laps:
+        climb = Climb(trial, lambda point: refusal(point, form, ctx), watch, time.monotonic() + seconds)
+        climb.attempt([before])
+        if before not in climb.laps:
             raise SweepError(
                 f"[tune] {form.text}: the kernel that the tables choose ({choice.source}: {before.text}) gives no right result: "
-                f"{wrong.get(before)}. vkback doctor looks for the setting that cures it"
+                f"{climb.wrong.get(before) or climb.refused.get(before)}. vkback doctor looks for the setting that cures it"
             )
-        best = before
-        while time.monotonic() < deadline:
-            attempt(neighbours(best, axes(ctx.caps)))
-            for point in sorted(laps, key=lambda p: laps[p].us)[:4]:
-                laps[point] = trial.lap(point, 3)
-            found = min(laps, key=lambda p: laps[p].us)
-            if found == best or not beats(laps[found], laps[best], TOKEN_NOISE):
-                break
-            best = found
-        challengers = sorted(laps, key=lambda p: laps[p].us)[:2]
-        after, final = duel(trial, before, challengers, TOKEN_NOISE)
+        choices = axes(ctx.caps)
+        climb.to_the_top(lambda point: neighbours(point, choices))
+        after, laps = duel(trial, before, climb.best(2), TOKEN_NOISE)
     return AttentionResult(
-        form=form, depth=tokens.depth, before=before, source=choice.source, before_us=final[before].us, after=after,
-        after_us=final[after].us, noise_us=noise(final[after], final[before], TOKEN_NOISE), tried=len(laps),
-        wrong=tuple(f"{p.text}: {why}" for p, why in wrong.items()),
+        form=form, depth=tokens.depth, before=before, source=choice.source, before_us=laps[before].us, after=after,
+        after_us=laps[after].us, noise_us=noise(laps[after], laps[before], TOKEN_NOISE), tried=len(climb.laps),
+        wrong=tuple(f"{p.text}: {why}" for p, why in climb.wrong.items()),
     )  # fmt: skip

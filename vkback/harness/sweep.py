@@ -1,10 +1,11 @@
 """Sweeps of the mat-vec family's tuning parameters on one device: what `vkback tune` does.
 
 A *job* is one product on one path: in launches of its own with barriers between (here), or in the program of a model's token whose stages
-hand over without them (vkback/harness/in_program.py). Its search begins at what the tables say and at a few shapes that have won elsewhere,
-then changes one parameter of the best point at a time (and some pairs), until nothing is better or its share of the budget is spent. Points
-that the planner would bend are refused before anything is compiled; the result of every other is checked against the reference before it is
-timed. The measure is the time of a launch that waits for the one before, or that of a token: what a token pays.
+hand over without them (vkback/harness/in_program.py). Its search (vkback/harness/climb.py) begins at what the tables say and at a few
+shapes that have won elsewhere, then changes one parameter of the best point at a time (and some pairs), until nothing is better or its
+share of the budget is spent. Points that the planner would bend are refused before anything is compiled; the result of every other is
+checked against the reference before it is timed. The measure is the time of a launch that waits for the one before, or that of a token:
+what a token pays.
 
 What is found goes into a journal beside the device's table, a line an event, so that a run that was cut short can go on; the table is made
 from the journal alone.
@@ -18,21 +19,22 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
 from vkback.device import Capabilities, Device
-from vkback.device.errors import DeviceLost
 from vkback.errors import VkbackError
+from vkback.harness.climb import RELATIVE_NOISE, Climb, Tried, duel, noise
 from vkback.harness.judge import judge
 from vkback.harness.products import Product
 from vkback.harness.timing import Bench, Lap
@@ -50,25 +52,14 @@ Path2 = Literal["int", "float"]
 REGISTER_WORDS = 96
 """Weights in flight a thread, 32-bit words: with sums, activations and addresses about what 255 registers hold; more spills."""
 
-RELATIVE_NOISE = 0.01
-"""Differences below this share are noise whatever the spread says: clocks and memory refresh move medians by about as much."""
-
 CHECKED_WEIGHTS = 64 << 20
 """Weights beyond which the reference is computed for a part of the rows only; decoding takes about a second for 30 million."""
 
 REFERENCE_ROWS = 2048
-DUEL_ROUNDS = 5
-"""Of two equals one wins all of them once in 32."""
-
 WARM_S = 0.005
 """Before each lap of a search: the GPU has been busy all along."""
 
 JOURNAL_FORMAT = 3
-
-P = TypeVar("P")
-"""A setting of what is tuned."""
-
-P_contra = TypeVar("P_contra", contravariant=True)
 
 
 class SweepError(VkbackError):
@@ -300,15 +291,6 @@ def neighbours(point: Point, choices: Mapping[str, Sequence[int]]) -> Iterator[P
     yield point._replace(wg=point.wg // 2, lanes=point.lanes // 2)
 
 
-def beats(new: Lap, old: Lap, share: float = RELATIVE_NOISE) -> bool:
-    """Whether a time is shorter beyond the noise of both."""
-    return bool(old.us - new.us > noise(new, old, share))
-
-
-def noise(a: Lap, b: Lap, share: float = RELATIVE_NOISE) -> float:
-    return max(2 * (a.spread_us + b.spread_us), share * max(a.us, b.us))
-
-
 # -- references
 
 
@@ -448,21 +430,12 @@ class Watcher:
     end: Callable[[Result], None] = lambda result: None
 
 
-class Trial(Protocol):
+class Trial(Tried[Point], Protocol):
     """A job on the device, ready for points to be tried, as long as the block lasts."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
-
-    def compile(self, points: Iterable[Point]) -> None:
-        """Kernels of points, for what comes next to find them."""
-
-    def wrong(self, point: Point) -> str:
-        """What is wrong with a point's result; "" when it is right."""
-
-    def lap(self, point: Point, repetitions: int) -> Lap:
-        """The time that points are compared by."""
 
     def throughput(self, point: Point) -> float:
         """Microseconds without waiting."""
@@ -503,23 +476,6 @@ class ChainTrial:
 
     def nbytes(self, point: Point) -> int:
         return sum(d.nbytes for d in lowered(point, self._job, self._ctx))
-
-
-@dataclass
-class _Search:
-    """One job under way: laps of points, the best of them, what was refused and what was wrong."""
-
-    job: Job
-    chosen: frozenset[Point]  # by tables
-    laps: dict[Point, Lap] = field(default_factory=dict)
-    refused: dict[Point, str] = field(default_factory=dict)
-    wrong: dict[Point, str] = field(default_factory=dict)
-
-    def known(self, point: Point) -> bool:
-        return point in self.laps or point in self.refused or point in self.wrong
-
-    def best(self, count: int) -> list[Point]:
-        return sorted(self.laps, key=lambda p: self.laps[p].us)[:count]
 
 
 class Sweep:
@@ -638,26 +594,22 @@ class Sweep:
         shipped = Tuning.for_device(self.device.caps, tuning_root())
         before, source = self._said(job, shipped)
         present, _ = self._said(job, cast(Tuning, self.ctx.tuning))
-        search = _Search(job, frozenset({before, present}))
+        software = self.device.caps.software
         with opened() as trial:
+            climb = Climb(
+                trial, partial(self._refusal, job, {before, present}), partial(self.watcher.point, job), deadline,
+                batch=2 if software else 16, ahead=not software, trying=partial(self._noted, job),
+            )  # fmt: skip
             trial.lap(before, 1)
-            self._try(search, trial, self._starts(job), deadline)
-            if before not in search.laps:
+            climb.attempt(self._starts(job))
+            if before not in climb.laps:
                 raise SweepError(
                     f"[tune] {job.line}: the kernel that the tables choose ({source}: {before.text}) gives no right result: "
-                    f"{search.wrong.get(before) or search.refused.get(before)}. vkback doctor looks for the setting that cures it"
+                    f"{climb.wrong.get(before) or climb.refused.get(before)}. vkback doctor looks for the setting that cures it"
                 )
             choices = axes(self.device.caps)
-            best = search.best(1)[0]
-            while time.monotonic() < deadline:
-                self._try(search, trial, neighbours(best, choices), deadline)
-                for point in search.best(4):
-                    search.laps[point] = trial.lap(point, 3)
-                found = search.best(1)[0]
-                if found == best:
-                    break
-                best = found
-            challengers = [p for p in (present, *search.best(2)) if p in search.laps]
+            climb.to_the_top(lambda point: neighbours(point, choices))
+            challengers = [p for p in (present, *climb.best(2)) if p in climb.laps]
             after, laps = duel(trial, before, challengers, self.relative_noise)
             through = {p: trial.throughput(p) for p in dict.fromkeys((before, after))}
             nbytes = trial.nbytes(after)
@@ -665,84 +617,20 @@ class Sweep:
             key=job.key, line=job.line, match=job.match, m=job.product.m, k=job.product.k, before=before, source=source,
             latency_before=laps[before].us, throughput_before=through[before], after=after, latency=laps[after].us,
             throughput=through[after], noise=noise(laps[after], laps[before], self.relative_noise), nbytes=nbytes,
-            read_rate=self.read_rate, tried=len(search.laps), refused=len(search.refused), date=date.today().isoformat(),
-            wrong=tuple(f"{p.text}: {why}" for p, why in search.wrong.items()),
+            read_rate=self.read_rate, tried=len(climb.laps), refused=len(climb.refused), date=date.today().isoformat(),
+            wrong=tuple(f"{p.text}: {why}" for p, why in climb.wrong.items()),
         )  # fmt: skip
 
-    def _try(self, search: _Search, trial: Trial, points: Iterable[Point], deadline: float) -> None:
-        """Compile, check and time what is not known yet; some at a time, the next of them compiling while these are timed."""
-        job = search.job
-        good = []
-        for point in dict.fromkeys(points):
-            if search.known(point):
-                continue
-            why = refusal(point, job, job.context(self.ctx), chosen=point in search.chosen)
-            if not why and (job.key, point) in self.journal.suspects:
-                why = "the last run ended while trying it"
-            if why:
-                search.refused[point] = why
-                self.watcher.point(job, point, f"refused: {why}")
-            else:
-                good.append(point)
-        size = 2 if self.device.caps.software else 16
-        batches = [good[i : i + size] for i in range(0, len(good), size)]
-        with ThreadPoolExecutor(1) as ahead:
-            ready: Future[None] | None = ahead.submit(trial.compile, batches[0]) if batches else None
-            for i, batch in enumerate(batches):
-                assert ready is not None
-                with suppress(VkbackError):
-                    ready.result()
-                more = i + 1 < len(batches)
-                if more and not self.device.caps.software:
-                    ready = ahead.submit(trial.compile, batches[i + 1])
-                for point in batch:
-                    self._try_one(search, trial, point)
-                if time.monotonic() > deadline and search.laps:
-                    return
-                if more and self.device.caps.software:
-                    ready = ahead.submit(trial.compile, batches[i + 1])
+    def _refusal(self, job: Job, chosen: Container[Point], point: Point) -> str:
+        why = refusal(point, job, job.context(self.ctx), chosen=point in chosen)
+        return why or ("the last run ended while trying it" if (job.key, point) in self.journal.suspects else "")
 
-    def _try_one(self, search: _Search, trial: Trial, point: Point) -> None:
-        job = search.job
+    @contextmanager
+    def _noted(self, job: Job, point: Point) -> Iterator[None]:
+        """A point that a run ends with is not tried by the next."""
         self.journal.trying(job, point)
-        try:
-            why = trial.wrong(point)
-        except DeviceLost:
-            raise
-        except VkbackError as e:
-            search.refused[point] = str(e)
-            self.watcher.point(job, point, f"refused: {e}")
-            self.journal.tried(job, point)
-            return
-        if why:
-            search.wrong[point] = why
-            self.watcher.point(job, point, f"WRONG RESULT: {why}")
-        else:
-            search.laps[point] = trial.lap(point, 1)
-            self.watcher.point(job, point, f"{search.laps[point].us:.2f} us")
+        yield
         self.journal.tried(job, point)
-
-
-class Timed(Protocol[P_contra]):
-    """What a duel needs of a trial."""
-
-    def lap(self, point: P_contra, repetitions: int) -> Lap: ...
-
-
-def duel(trial: Timed[P], incumbent: P, challengers: Sequence[P], share: float) -> tuple[P, dict[P, Lap]]:
-    """Who is left when each challenger has met the best before it, the incumbent first; and everyone's time. All take turns, and to win
-    takes a median better beyond the noise (at least `share` of the time) and the better time in every round."""
-    points = list(dict.fromkeys([incumbent, *challengers]))
-    times: dict[P, list[float]] = {p: [] for p in points}
-    for _ in range(DUEL_ROUNDS):
-        for p in points:
-            times[p].append(trial.lap(p, 2).us)
-    laps = {p: Lap(float(np.median(t)), float(np.subtract(*np.percentile(t, [75, 25])) / 2)) for p, t in times.items()}
-    best = incumbent
-    for p in points[1:]:
-        if beats(laps[p], laps[best], share) and all(new < old for new, old in zip(times[p], times[best], strict=True)):
-            best = p
-    return best, laps
 
 
 # -- the table
