@@ -173,6 +173,12 @@ def test_rows_replace_those_of_the_same_form_and_no_others(device: Device, libra
 # -- the command
 
 
+@pytest.mark.parametrize("option", [["--resume"], ["--case", "MUL_MAT(type_a=Q4_K,m=64,n=1,k=256)"]])
+def test_options_that_attention_cannot_heed_are_refused(option: list[str]) -> None:
+    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", *option])
+    assert isinstance(done.exception, UsageError) and "neither --case, nor --resume" in str(done.exception)
+
+
 def test_attention_needs_a_model() -> None:
     done = CliRunner().invoke(cli.app, ["tune", "--op", "attention"])
     assert isinstance(done.exception, UsageError) and "name one with --model" in str(done.exception)

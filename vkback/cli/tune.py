@@ -57,6 +57,8 @@ def tune(
     from vkback.shader import ShaderLibrary
 
     if one_of(op, OPS, "--op") == "attention":
+        if case is not None or resume:
+            raise UsageError("--op attention takes a model: neither --case, nor --resume, since it keeps no journal")
         _tune_attention(device, model, ctx, depth, budget, verbose)
         return
     wanted = cast(Literal["auto", "int", "float", "both"], one_of(path, PATHS, "--path"))
