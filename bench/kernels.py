@@ -15,21 +15,23 @@ from one_token import table
 
 from vkback.device import Device
 from vkback.harness.in_program import token_graph
-from vkback.harness.machine_code import disassembled, loops, nvidia_code
+from vkback.harness.machine_code import MachineCodeError, disassembled, loops, nvidia_code
 from vkback.models.registry import Model
 from vkback.ops.base import Dispatch, LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Tuning
-from vkback.program import kernel_spec
+from vkback.program import dispatch_spec
 from vkback.shader import ShaderLibrary
 
 
 def show(device: Device, library: ShaderLibrary, d: Dispatch, number: int, folder: Path | None) -> None:
-    spec = kernel_spec(library.spirv(d.kernel), d.kernel, len(d.args), len(d.push))
+    spec = dispatch_spec(d, library)
     statistics = {s.name: s.value for s in device.kernel_statistics(spec)}
     print(f"  {d.label} {d.kernel.source} {'x'.join(map(str, d.groups))}: " + ", ".join(f"{k} {v}" for k, v in statistics.items()))
     if folder is None:
         return
+    if "Binary Size" not in statistics:
+        raise MachineCodeError(f"[code] {device.caps.name}: the driver does not tell how much code there is; --code is for NVIDIA's")
     lines = disassembled(nvidia_code(device.kernel_cache_data(spec), int(statistics["Binary Size"])), device.caps)
     path = folder / (re.sub(r"\W+", "-", f"{number} {d.label}") + ".sass")
     path.write_text("\n".join(lines) + "\n")

@@ -13,8 +13,9 @@ from vkback.cli import main as cli
 from vkback.cli.shell import UsageError
 from vkback.device import Device
 from vkback.harness.attention_sweep import AttentionPoint, AttentionResult, Form, actual, axes, forms_of, neighbours, tune_attention
+from vkback.harness.climb import SweepError
 from vkback.harness.in_program import ProgramTrial, Tokens, token_graph
-from vkback.harness.sweep import Sweep, SweepError
+from vkback.harness.sweep import Sweep
 from vkback.harness.timing import Lap
 from vkback.models.registry import Model
 from vkback.ops.base import Choice, LowerContext, PlanError

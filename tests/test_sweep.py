@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from vkback.cli import main as cli
 from vkback.cli.tune import of_model
 from vkback.device import Capabilities, Device
-from vkback.harness.climb import beats
+from vkback.harness.climb import SweepError, beats
 from vkback.harness.products import CaseError, Product
 from vkback.harness.runner import reference_inputs
 from vkback.harness.sweep import (
@@ -27,7 +27,6 @@ from vkback.harness.sweep import (
     Point,
     Result,
     Sweep,
-    SweepError,
     Watcher,
     actual,
     axes,

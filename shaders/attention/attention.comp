@@ -99,6 +99,20 @@ shared vec4 query4[QUERIES * OUT4];             // queries, and in the end what 
 shared vec4 bundle_sum[BUNDLES * ROUND * OUT4];
 shared vec2 bundle_weight[BUNDLES * QUERIES];   // maximum, sum of weights
 
+// What `parts` parts have found of query i, `stride` vec4 of bundle_sum each, added up: vec4 o, and (maximum, sum of weights).
+vec4 met(uint parts, uint stride, uint i, uint o, out vec2 weight) {
+    weight = vec2(MASKED, 0.0);
+    for (uint b = 0; b < parts; b++) weight.x = max(weight.x, bundle_weight[b * QUERIES + i].x);
+    vec4 total = vec4(0.0);
+    for (uint b = 0; b < parts; b++) {
+        const vec2 w = bundle_weight[b * QUERIES + i];
+        const float e = exp2(w.x - weight.x);
+        weight.y += e * w.y;
+        total += e * bundle_sum[b * stride + o];
+    }
+    return total;
+}
+
 #include "attention/store.glsl"
 #if SPLITS > 1
 #include "attention/shares.glsl"
@@ -228,22 +242,15 @@ void main() {
         barrier();
         for (uint o = tid; o < ROUND * OUT4; o += WG_SIZE) {
             const uint i = first + o / OUT4;
-            float highest = MASKED, all = 0.0;
-            for (uint b = 0; b < BUNDLES; b++) highest = max(highest, bundle_weight[b * QUERIES + i].x);
-            vec4 total = vec4(0.0);
-            for (uint b = 0; b < BUNDLES; b++) {
-                const vec2 w = bundle_weight[b * QUERIES + i];
-                const float e = exp2(w.x - highest);
-                all += e * w.y;
-                total += e * bundle_sum[b * ROUND * OUT4 + o];
-            }
+            vec2 weight;
+            const vec4 total = met(BUNDLES, ROUND * OUT4, i, o, weight);
 #if SPLITS > 1
             if (used > 1) {
-                put_share(tile, split, used, i, first * OUT4 + o, total, vec2(highest, all));
+                put_share(tile, split, used, i, first * OUT4 + o, total, weight);
                 continue;
             }
 #endif
-            query4[first * OUT4 + o] = finished(total, highest, all, head0 + i % HEADS);
+            query4[first * OUT4 + o] = finished(total, weight, head0 + i % HEADS);
         }
     }
 

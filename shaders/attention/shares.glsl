@@ -90,28 +90,18 @@ vec4 added_up(uint tile, uint used, uint reader, uint i, uint o, out vec2 weight
 }
 
 #if READERS > 1
-shared vec2 reader_weight[READERS * QUERIES];
-
-// What the readers have found goes through bundle_sum, which nobody needs any more.
+// What the readers have found goes through the memory of the bundles, which nobody needs any more.
 void add_up(uint tid, uint tile, uint used, uint head0) {
     const uint reader = tid / (QUERIES * OUT4), o = tid % (QUERIES * OUT4), i = o / OUT4;
+    vec2 weight;
     if (reader < READERS) {
-        vec2 weight;
         bundle_sum[tid] = added_up(tile, used, reader, i, o, weight);
-        if (o % OUT4 == 0) reader_weight[reader * QUERIES + i] = weight;
+        if (o % OUT4 == 0) bundle_weight[reader * QUERIES + i] = weight;
     }
     barrier();
     if (reader > 0) return;
-    float highest = MASKED, all = 0.0;
-    [[unroll]] for (uint r = 0; r < READERS; r++) highest = max(highest, reader_weight[r * QUERIES + i].x);
-    vec4 total = vec4(0.0);
-    [[unroll]] for (uint r = 0; r < READERS; r++) {
-        const vec2 weight = reader_weight[r * QUERIES + i];
-        const float e = exp2(weight.x - highest);
-        all += e * weight.y;
-        total += e * bundle_sum[r * QUERIES * OUT4 + o];
-    }
-    query4[o] = finished(total, highest, all, head0 + i % HEADS);
+    const vec4 total = met(READERS, QUERIES * OUT4, i, o, weight);
+    query4[o] = finished(total, weight, head0 + i % HEADS);
 }
 #else
 void add_up(uint tid, uint tile, uint used, uint head0) {
@@ -119,7 +109,7 @@ void add_up(uint tid, uint tile, uint used, uint head0) {
         const uint i = o / OUT4;
         vec2 weight;
         const vec4 total = added_up(tile, used, 0u, i, o, weight);
-        query4[o] = finished(total, weight.x, weight.y, head0 + i % HEADS);
+        query4[o] = finished(total, weight, head0 + i % HEADS);
     }
 }
 #endif

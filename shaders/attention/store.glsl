@@ -1,13 +1,14 @@
 // The end of attention: sinks and normalization, then F32 or Q8_1.
 
-vec4 finished(vec4 total, float highest, float all, uint head) {
+// weight: maximum, sum of weights.
+vec4 finished(vec4 total, vec2 weight, uint head) {
 #if HAS_SINKS
     const float sink = sinks[head] * LOG2_E;
-    const float higher = max(highest, sink);
-    const float shrink = exp2(highest - higher);
-    return total * shrink / (all * shrink + exp2(sink - higher));
+    const float higher = max(weight.x, sink);
+    const float shrink = exp2(weight.x - higher);
+    return total * shrink / (weight.y * shrink + exp2(sink - higher));
 #else
-    return all > 0.0 ? total / all : vec4(0.0);    // padding sees no row
+    return weight.y > 0.0 ? total / weight.y : vec4(0.0);    // padding sees no row
 #endif
 }
 

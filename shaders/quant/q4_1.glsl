@@ -12,13 +12,8 @@ UnitRaw unit_load(uint row, uint unit) {
     return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 0));
 }
 
+#include "quant/nibbles_dot.glsl"
 #if PATH_INT
-#define UNIT_DOT 0.0625
-#define UNIT_WORDS 8
-void unit_words(UnitRaw r, out uint q[8]) {
-    split_nibbles_16(r.qs, q);
-}
-
 float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     const vec2 dm = unpackHalf2x16(r.dm);
     return dm.x * float(nibbles_dot_16(q, x, sum)) + dm.y * float(16 * (sum.x + sum.y));

@@ -13,13 +13,8 @@ UnitRaw unit_load(uint row, uint unit) {
     return UnitRaw(w4[i], w4[p.w.plane[0] + ITEM_AT(row, unit, 3)], unit & 7u);
 }
 
+#include "quant/nibbles_dot.glsl"
 #if PATH_INT
-#define UNIT_DOT 0.0625
-#define UNIT_WORDS 8
-void unit_words(UnitRaw r, out uint q[8]) {
-    split_nibbles_16(r.qs, q);
-}
-
 float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     return k_product(r.head, r.sub, nibbles_dot_16(q, x, sum), 16 * (sum.x + sum.y));
 }

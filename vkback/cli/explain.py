@@ -111,10 +111,9 @@ def explanation(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLi
 
 
 def _statistics(dispatch: Dispatch, library: ShaderLibrary, device: Device) -> Iterator[str]:
-    from vkback.program import kernel_spec
+    from vkback.program import dispatch_spec
 
-    spec = kernel_spec(library.spirv(dispatch.kernel), dispatch.kernel, len(dispatch.args), len(dispatch.push))
-    for s in device.kernel_statistics(spec):
+    for s in device.kernel_statistics(dispatch_spec(dispatch, library)):
         yield f"{s.executable}: {s.name} {s.value}" + (f" ({s.description})" if s.description else "")
 
 

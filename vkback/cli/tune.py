@@ -105,8 +105,9 @@ def _tune_attention(device: str | None, model: str | None, n_ctx: int | None, de
     """Attention of a model's token, with so many rows of the cache in use."""
     from vkback.device import Device
     from vkback.harness.attention_sweep import forms_of, tune_attention
+    from vkback.harness.climb import SweepError
     from vkback.harness.in_program import Tokens
-    from vkback.harness.sweep import Sweep, SweepError
+    from vkback.harness.sweep import Sweep
     from vkback.models.registry import Model
     from vkback.ops.base import LowerContext
     from vkback.paths import user_tuning_root

@@ -64,12 +64,10 @@ class KernelCache:
             found = self._kernels.get(spec)
             if found is not None:
                 return found
-            self._check(spec)
-            set_layout = self._set_layout(spec.bindings)
-            layout = self._layout(spec.bindings, spec.push_bytes)
+        layout = self._checked_layout(spec)
         pipeline = self._compile(spec, layout)
-        kernel = Kernel(spec.name, spec.bindings, spec.push_bytes, pipeline, layout, set_layout)
         with self._lock:
+            kernel = Kernel(spec.name, spec.bindings, spec.push_bytes, pipeline, layout, self._set_layout(spec.bindings))
             twin = self._kernels.setdefault(spec, kernel)
         if twin is not kernel:
             self._driver.destroy("Pipeline", pipeline)
@@ -86,10 +84,7 @@ class KernelCache:
 
     def statistics(self, spec: KernelSpec) -> list[Statistic]:
         """What the driver tells about a kernel, which is compiled for this alone. The device must be open for statistics."""
-        with self._lock:
-            self._check(spec)
-            layout = self._layout(spec.bindings, spec.push_bytes)
-        pipeline = self._compile(spec, layout, CAPTURE_STATISTICS)
+        pipeline = self._compile(spec, self._checked_layout(spec), CAPTURE_STATISTICS)
         try:
             return read_statistics(self._driver, pipeline)
         finally:
@@ -97,9 +92,7 @@ class KernelCache:
 
     def cache_data(self, spec: KernelSpec) -> bytes:
         """VkPipelineCache data of a kernel that is compiled for this alone."""
-        with self._lock:
-            self._check(spec)
-            layout = self._layout(spec.bindings, spec.push_bytes)
+        layout = self._checked_layout(spec)
         driver = self._driver
         cache = driver.create("PipelineCache", struct("VkPipelineCacheCreateInfo"), spec.name)
         try:
@@ -107,6 +100,11 @@ class KernelCache:
             return _cache_data(driver, cache)
         finally:
             driver.destroy("PipelineCache", cache)
+
+    def _checked_layout(self, spec: KernelSpec) -> Handle:
+        with self._lock:
+            self._check(spec)
+            return self._layout(spec.bindings, spec.push_bytes)
 
     def _check(self, spec: KernelSpec) -> None:
         caps = self._caps

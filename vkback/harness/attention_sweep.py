@@ -20,7 +20,7 @@ from vkback.device import Capabilities
 from vkback.graph import Graph
 from vkback.harness.climb import Climb, duel, noise
 from vkback.harness.in_program import TOKEN_NOISE, ProgramTrial, Tokens
-from vkback.harness.sweep import SweepError, row_lines
+from vkback.harness.sweep import row_lines
 from vkback.ops.attention import DECODE_TOKENS, shape_for
 from vkback.ops.base import Choice, Chooser, LowerContext, PlanError
 from vkback.plan.planner import plan
@@ -168,13 +168,8 @@ def tune_attention(
         return Fixed(ctx.tuning, {"attention": point._asdict()}, "sweep", asked)
 
     with ProgramTrial(tokens, ctx, form.text, tables) as trial:
-        climb = Climb(trial, lambda point: refusal(point, form, ctx), watch, time.monotonic() + seconds)
-        climb.attempt([before])
-        if before not in climb.laps:
-            raise SweepError(
-                f"[tune] {form.text}: the kernel that the tables choose ({choice.source}: {before.text}) gives no right result: "
-                f"{climb.wrong.get(before) or climb.refused.get(before)}. vkback doctor looks for the setting that cures it"
-            )
+        climb = Climb(trial, lambda point: refusal(point, form, ctx), watch, time.monotonic() + seconds, ctx.caps.software)
+        climb.begin([before], before, f"{form.text}: the kernel that the tables choose ({choice.source}: {before.text})")
         choices = axes(ctx.caps)
         climb.to_the_top(lambda point: neighbours(point, choices))
         after, laps = duel(trial, before, climb.best(2), TOKEN_NOISE)

@@ -28,6 +28,10 @@ P = TypeVar("P")
 P_contra = TypeVar("P_contra", contravariant=True)
 
 
+class SweepError(VkbackError):
+    """A sweep that cannot go on, with what to do."""
+
+
 class Timed(Protocol[P_contra]):
     """What a duel needs of a trial."""
 
@@ -52,7 +56,7 @@ class Climb(Generic[P]):
     refusal   why a point is not worth compiling; "" when it is
     told      of every point and what became of it
     deadline  of time.monotonic(); the first points are tried in any case
-    batch     points compiled together; ahead: while those before are timed
+    software  the device is the CPU: it compiles few points at a time, and none while others are timed
     trying    around the trial of a point; left by an exception only when nothing more can be tried
     """
 
@@ -60,8 +64,7 @@ class Climb(Generic[P]):
     refusal: Callable[[P], str]
     told: Callable[[P, str], None]
     deadline: float
-    batch: int = 16
-    ahead: bool = True
+    software: bool
     trying: Callable[[P], AbstractContextManager[None]] = lambda point: nullcontext()
     laps: dict[P, Lap] = field(default_factory=dict)
     refused: dict[P, str] = field(default_factory=dict)
@@ -69,6 +72,15 @@ class Climb(Generic[P]):
 
     def best(self, count: int) -> list[P]:
         return sorted(self.laps, key=lambda p: self.laps[p].us)[:count]
+
+    def begin(self, points: Iterable[P], present: P, about: str) -> None:
+        """Try the first points. Raises SweepError where the present one, of which `about` tells, is not among those that are right."""
+        self.attempt(points)
+        if present not in self.laps:
+            raise SweepError(
+                f"[tune] {about} gives no right result: {self.wrong.get(present) or self.refused.get(present)}. "
+                "vkback doctor looks for the setting that cures it"
+            )
 
     def to_the_top(self, neighbours: Callable[[P], Iterable[P]]) -> None:
         """From the best point to the best of its neighbours, until none is better or time is up."""
@@ -85,7 +97,8 @@ class Climb(Generic[P]):
     def attempt(self, points: Iterable[P]) -> None:
         """Compile, check and time what is not known yet."""
         good = [p for p in dict.fromkeys(points) if self._is_new(p)]
-        batches = [good[i : i + self.batch] for i in range(0, len(good), self.batch)]
+        size = 2 if self.software else 16
+        batches = [good[i : i + size] for i in range(0, len(good), size)]
         with ThreadPoolExecutor(1) as pool:
             ready: Future[None] | None = pool.submit(self.trial.compile, batches[0]) if batches else None
             for i, batch in enumerate(batches):
@@ -93,14 +106,14 @@ class Climb(Generic[P]):
                 with suppress(VkbackError):  # said again when the point is tried
                     ready.result()
                 more = i + 1 < len(batches)
-                if more and self.ahead:
+                if more and not self.software:
                     ready = pool.submit(self.trial.compile, batches[i + 1])
                 for point in batch:
                     with self.trying(point):
                         self._try(point)
                 if time.monotonic() > self.deadline and self.laps:
                     return
-                if more and not self.ahead:
+                if more and self.software:
                     ready = pool.submit(self.trial.compile, batches[i + 1])
 
     def _is_new(self, point: P) -> bool:

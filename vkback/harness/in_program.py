@@ -19,10 +19,10 @@ import numpy as np
 
 from vkback.device import Commands, Device
 from vkback.graph import Graph
-from vkback.harness.climb import P
+from vkback.harness.climb import P, SweepError
 from vkback.harness.judge import judge
 from vkback.harness.stage_times import zeroed
-from vkback.harness.sweep import WARM_S, Array, Job, Point, Result, Sweep, SweepError, Trial
+from vkback.harness.sweep import WARM_S, Array, Job, Point, Result, Sweep, Trial
 from vkback.harness.timing import Lap, lap_of, span_us, warm_up
 from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler, matrix_bytes
 from vkback.models.registry import Model

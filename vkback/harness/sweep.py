@@ -34,7 +34,7 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.device import Capabilities, Device
 from vkback.errors import VkbackError
-from vkback.harness.climb import RELATIVE_NOISE, Climb, Tried, duel, noise
+from vkback.harness.climb import RELATIVE_NOISE, Climb, SweepError, Tried, duel, noise
 from vkback.harness.judge import judge
 from vkback.harness.products import Product
 from vkback.harness.timing import Bench, Lap
@@ -56,14 +56,11 @@ CHECKED_WEIGHTS = 64 << 20
 """Weights beyond which the reference is computed for a part of the rows only; decoding takes about a second for 30 million."""
 
 REFERENCE_ROWS = 2048
+
 WARM_S = 0.005
 """Before each lap of a search: the GPU has been busy all along."""
 
 JOURNAL_FORMAT = 3
-
-
-class SweepError(VkbackError):
-    """A sweep that cannot go on, with what to do."""
 
 
 class Point(NamedTuple):
@@ -594,19 +591,13 @@ class Sweep:
         shipped = Tuning.for_device(self.device.caps, tuning_root())
         before, source = self._said(job, shipped)
         present, _ = self._said(job, cast(Tuning, self.ctx.tuning))
-        software = self.device.caps.software
         with opened() as trial:
             climb = Climb(
                 trial, partial(self._refusal, job, {before, present}), partial(self.watcher.point, job), deadline,
-                batch=2 if software else 16, ahead=not software, trying=partial(self._noted, job),
+                self.device.caps.software, partial(self._noted, job),
             )  # fmt: skip
             trial.lap(before, 1)
-            climb.attempt(self._starts(job))
-            if before not in climb.laps:
-                raise SweepError(
-                    f"[tune] {job.line}: the kernel that the tables choose ({source}: {before.text}) gives no right result: "
-                    f"{climb.wrong.get(before) or climb.refused.get(before)}. vkback doctor looks for the setting that cures it"
-                )
+            climb.begin(self._starts(job), before, f"{job.line}: the kernel that the tables choose ({source}: {before.text})")
             choices = axes(self.device.caps)
             climb.to_the_top(lambda point: neighbours(point, choices))
             challengers = [p for p in (present, *climb.best(2)) if p in climb.laps]

@@ -122,7 +122,7 @@ def shape_for(
         known = int(reduce["SUBGROUP_SIZE"])
         bundles = wg // cols // (known // cols if known > cols and cols & (cols - 1) == 0 else 1)
         scores = 0 if by_lanes else 2 * steps * (wg // lanes)
-        shared = 4 * queries * (hd + scores + 2 * bundles) + 8 * wg + 32 * wg // hd + 256
+        shared = 4 * queries * (hd + scores + 2 * bundles) + 8 * wg + 256
         shared += 4 * hd if fused else 0
         for parts in (i for i in range(1, queries + 1) if queries % i == 0):
             if shared + 4 * bundles * (queries // parts) * hd <= ctx.caps.max_shared_memory:

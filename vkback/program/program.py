@@ -140,6 +140,11 @@ def kernel_spec(spirv: bytes, variant: Variant, bindings: int, push_bytes: int) 
     return KernelSpec(spirv, variant.name, bindings, push_bytes, tuple(sorted(variant.spec)), variant.subgroup_size)
 
 
+def dispatch_spec(d: Dispatch, library: ShaderLibrary) -> KernelSpec:
+    """What one dispatch asks the device layer for."""
+    return kernel_spec(library.spirv(d.kernel), d.kernel, len(d.args), len(d.push))
+
+
 def compile_kernels(device: Device, library: ShaderLibrary, dispatches: Iterable[Dispatch]) -> dict[tuple[Variant, int, int], Kernel]:
     """Kernels of dispatches, compiled in parallel, by variant, number of bindings and bytes of push constants."""
     wanted = list(dict.fromkeys((d.kernel, len(d.args), len(d.push)) for d in dispatches))
