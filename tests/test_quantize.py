@@ -55,7 +55,7 @@ def test_bytes_are_those_of_the_host(device: Device, library: ShaderLibrary, ctx
     tail_got, tail_want = (r[:, 32 * units : 40 * units].reshape(3, units, 8) for r in (got, want))
     d_got, d_want = (np.ascontiguousarray(t[:, :, :4]).view(np.float32) for t in (tail_got, tail_want))
     np.testing.assert_allclose(d_got, d_want, rtol=3e-7)
-    sums = np.ascontiguousarray(tail_got[:, :, 4:]).view(np.float16).astype(int)
+    sums = np.ascontiguousarray(tail_got[:, :, 4:]).view(np.int16).astype(int)
     low = got[:, : 16 * units].view(np.int8).reshape(3, units, 16).astype(int).sum(axis=2)
     high = got[:, 16 * units : 32 * units].view(np.int8).reshape(3, units, 16).astype(int).sum(axis=2)
     np.testing.assert_array_equal(sums, np.stack([low, high], axis=2))

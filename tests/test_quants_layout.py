@@ -24,6 +24,11 @@ def nibble(qs: bytes, j: int) -> int:
     return qs[j] & 15 if j < 16 else qs[j - 16] >> 4
 
 
+def flipped(qs: bytes, j: int) -> int:
+    """As `nibble`, the top bit of the high one flipped."""
+    return nibble(qs, j) ^ (8 if j >= 16 else 0)
+
+
 def crumb(qs: bytes, j: int) -> int:
     """Word h, bits 8b + 2i hold value 16h + 4i + b."""
     word = struct.unpack_from("<I", qs, 4 * (j // 16))[0]
@@ -43,6 +48,24 @@ def q3_number(words: bytes, j: int) -> int:
     if i < 3:
         return words[4 * i + b] >> 3 * half & 7
     return words[8 * half + b] >> 6 | (words[4 + b] >> (6 + half) & 1) << 2
+
+
+def q5_number(words: bytes, j: int) -> int:
+    """Byte b of word w: value 4w + b at bits 0..4; 20 + b, 24 + b and 28 + b where the five words have bits left."""
+    i, b = divmod(j, 4)
+    if i < 5:
+        return words[4 * i + b] & 31
+    if i < 7:
+        first = 8 * (i - 5)
+        return words[first + b] >> 5 | (words[first + 4 + b] >> 5 & 3) << 3
+    return words[16 + b] >> 5 | words[4 + b] >> 7 << 3 | words[12 + b] >> 7 << 4
+
+
+def q6_number(words: bytes, j: int) -> int:
+    """Three words for each half: byte b of word w has value 4w + b at bits 0..5; two bits of 12 + b are at the top of each."""
+    half, i, b = j // 16, j % 16 // 4, j % 4
+    bytes_ = [words[12 * half + 4 * w + b] for w in range(3)]
+    return bytes_[i] & 63 if i < 3 else sum(byte >> 6 << 2 * w for w, byte in enumerate(bytes_))
 
 
 def e2m1(qs: bytes, j: int) -> float:
@@ -77,11 +100,11 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
         case "BF16":
             return one(struct.unpack("<f", b"\0\0" + unit[j // 8][2 * (j % 8) :][:2])[0])
         case "Q4_0":
-            return f16(unit[1], 0) * one(nibble(unit[0], j) - 8)
+            return f16(unit[1], 0) * one(flipped(unit[0], j) - 8)
         case "IQ4_NL":
             return f16(unit[1], 0) * one(IQ4_LEVELS[nibble(unit[0], j)])
         case "Q4_1":
-            return f16(unit[1], 0) * one(nibble(unit[0], j)) + f16(unit[1], 2)
+            return f16(unit[1], 0) * one(flipped(unit[0], j)) + f16(unit[1], 2)
         case "Q5_0":
             return f16(unit[2], 0) * one((nibble(unit[0], j) | bit(unit[1], j) << 4) - 16)
         case "Q5_1":
@@ -97,13 +120,13 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
             return f16(block[3], 0) * one(scale - 32) * one(q3_number(unit[0] + unit[1], j) - 4)
         case "Q4_K":
             scale, low = head_pair(block[1], u)
-            return f16(block[1], 0) * one(scale) * one(nibble(unit[0], j)) - f16(block[1], 2) * one(low)
+            return f16(block[1], 0) * one(scale) * one(flipped(unit[0], j)) - f16(block[1], 2) * one(low)
         case "Q5_K":
             scale, low = head_pair(block[2], u)
-            return f16(block[2], 0) * one(scale) * one(nibble(unit[0], j) | bit(unit[1], j) << 4) - f16(block[2], 2) * one(low)
+            return f16(block[2], 0) * one(scale) * one(q5_number(unit[0] + unit[1], j)) - f16(block[2], 2) * one(low)
         case "Q6_K":
             scale = struct.unpack_from("b", unit[2], j // 16)[0]
-            return f16(block[3], 0) * one(scale) * one((nibble(unit[0], j) | crumb(unit[1], j) << 4) - 32)
+            return f16(block[3], 0) * one(scale) * one(q6_number(unit[0] + unit[1], j) - 32)
         case "MXFP4":
             return one(2.0 ** (unit[1][0] - 128)) * one(e2m1(unit[0], j))
         case "IQ4_XS":

@@ -11,12 +11,12 @@ from vkback import quants
 from vkback.quants import QuantShapeError
 
 
-def unit_of(row: bytes, k: int, u: int) -> tuple[float, list[int], list[float]]:
+def unit_of(row: bytes, k: int, u: int) -> tuple[float, list[int], list[int]]:
     """d, the 32 integers and the two sums of unit u, read as docs/architecture.md tells it."""
     units = -(-k // 32)
     first = struct.unpack_from("16b", row, 16 * u)
     second = struct.unpack_from("16b", row, 16 * (units + u))
-    d, low, high = struct.unpack_from("<fee", row, 32 * units + 8 * u)
+    d, low, high = struct.unpack_from("<fhh", row, 32 * units + 8 * u)
     return d, [*first, *second], [low, high]
 
 

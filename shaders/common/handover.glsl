@@ -9,7 +9,7 @@
 //   never_empty(v)       v, a float or vec4, with -0 for the number whose bits are EMPTY (-1.18e-38)
 //
 // What is awaited is declared HANDED: it must come from where the stage before left it, not from a cache. EMPTY is no value of what is stored
-// without never_empty(): four int8 of Q8_1 are -127 at least, its d is not negative, its sums are whole numbers; ids and experts' weights are
+// without never_empty(): four int8 of Q8_1 are -127 at least, its d is not negative, its sums are 2032 in size at most; ids and experts' weights are
 // not negative either. Whoever has awaited a stage's results may read everything that had to be complete for them.
 //
 // Waiting relies on workgroups being started in the order of their dispatches, which no specification promises. A wait that takes too long

@@ -1,5 +1,5 @@
 // Writes Q8_1 rows (docs/architecture.md): per row `units` x 16 bytes of int8 (values 0..15 of each unit), again for values 16..31, then 8 bytes
-// a unit: f32 d, two f16 sums of the halves' int8.
+// a unit: f32 d, two int16, the sums of the halves' int8.
 //
 // The including shader has a uint buffer y_words[] (without one it defines Q8_1_PACK_ONLY) and includes common/reduce.glsl with
 // REDUCE_GROUPS 1.
@@ -44,7 +44,7 @@ void q8_1_store(uint row, uint units, uint quad, Q8_1Quad packed) {
     y_words[base + ((quad & 4u) != 0u ? units * 4u : 0u) + unit * 4u + (quad & 3u)] = packed.word;
     if ((quad & 7u) == 0u) {
         y_words[base + units * 8u + unit * 2u] = packed.d;
-        y_words[base + units * 8u + unit * 2u + 1u] = packHalf2x16(vec2(int16_pair(packed.halves)));
+        y_words[base + units * 8u + unit * 2u + 1u] = packed.halves;
     }
 }
 #endif

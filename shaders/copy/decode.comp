@@ -19,6 +19,7 @@ layout(push_constant) uniform Push {
     uint unit0;
     uint k;
 } p;
+#include "quant/place.glsl"
 #include QUANT_FILE
 
 #if TO_F16
@@ -42,7 +43,7 @@ void main() {
     if (outer >= p.box[0] * p.box[1]) return;
     const uint from = p.row0 + (outer / p.box[1]) * p.stride[0] + (outer % p.box[1]) * p.stride[1] + (row % p.box[2]) * p.stride[2];
     vec4 v[8];
-    unit_decode(unit_load(from, p.unit0 + unit), v);
+    unit_decode(unit_load(place(from, p.unit0 + unit)), v);
     for (uint j = 0u; j < 8u; j++) {
         const uint column = 32u * unit + 4u * j;
 #if TO_F16

@@ -5,6 +5,7 @@
 //   PROLOGUE 3: Q8_1 from memory, copied into shared memory by every workgroup
 
 #if PATH_INT
+struct ActRaw { uvec4 lo, hi; uvec2 ds; };                     // as it lies in memory
 struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };  // both sums: of the int8 of each half, the first times d
 #else
 struct Act { vec4 x[8]; };
@@ -107,7 +108,7 @@ void fetch_x(uint tid, uint first_row) {
               filled(lo) && filled(hi) && filled(ds));
         act_lo[i] = lo;
         act_hi[i] = hi;
-        act_ds[i] = uvec2(ds.x, int16_word(ivec2(unpackHalf2x16(ds.y))));  // sums are F16 in memory
+        act_ds[i] = ds;
     }
 }
 
@@ -118,49 +119,53 @@ void prologue(uint tid) {
 }
 #endif
 
-// Unit of row `row` of x; with a prologue of the rows it has brought, counted from the first.
-Act act_load(uint row, uint unit) {
-    Act a;
+// Unit `unit + units_on` of row `row` of x, units_on a constant as in Place; with a prologue of the rows it has brought, counted from the first.
 #if PATH_INT
-  #if PROLOGUE == 3
-    const uint at = row * K_UNITS + unit;
-    const uvec4 lo = act_lo[at], hi = act_hi[at];
-    const uvec2 ds = act_ds[at];
-  #elif PROLOGUE
-    const uvec4 lo = act_lo[unit], hi = act_hi[unit];
-    const uvec2 ds = act_ds[unit];
-  #else
-    const uint base = row * p.x_stride;
-    const uvec4 lo = x4[base + unit], hi = x4[base + K_UNITS + unit];
-    const uvec2 ds = x2[(base + 2u * K_UNITS) * 2u + unit];
-  #endif
-    [[unroll]] for (int i = 0; i < 4; i++) {
-        a.q[i] = lo[i];
-        a.q[i + 4] = hi[i];
-    }
-    a.d = uintBitsToFloat(ds.x);
+ActRaw act_fetch(uint row, uint unit, uint units_on) {
   #if PROLOGUE
-    a.int_sum = int16_pair(ds.y);
+    const uint at = (PROLOGUE == 3 ? row * K_UNITS : 0u) + unit + units_on;
+    return ActRaw(act_lo[at], act_hi[at], act_ds[at]);
   #else
-    a.int_sum = ivec2(unpackHalf2x16(ds.y));
+    const uint base = row * p.x_stride, quads = FOLDS(base + unit) + units_on;
+    return ActRaw(x4[quads], x4[quads + K_UNITS], x2[FOLDS(base * 2u + unit) + (4u * K_UNITS + units_on)]);
   #endif
+}
+
+Act act_of(ActRaw r) {
+    Act a;
+    [[unroll]] for (int i = 0; i < 4; i++) {
+        a.q[i] = r.lo[i];
+        a.q[i + 4] = r.hi[i];
+    }
+    a.d = uintBitsToFloat(r.ds.x);
+    a.int_sum = int16_pair(r.ds.y);
     a.sum = a.d * vec2(a.int_sum);
-#elif PROLOGUE
-    [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit];
-#elif X_TYPE == X_Q8_1
-    const uint base = row * p.x_stride;
-    const uvec4 lo = x4[base + unit], hi = x4[base + K_UNITS + unit];
-    const float d = uintBitsToFloat(x2[(base + 2u * K_UNITS) * 2u + unit].x);
+    return a;
+}
+#endif
+
+Act act_load(uint row, uint unit, uint units_on) {
+#if PATH_INT
+    return act_of(act_fetch(row, unit, units_on));
+#else
+    Act a;
+  #if PROLOGUE
+    [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit + units_on];
+  #elif X_TYPE == X_Q8_1
+    const uint base = row * p.x_stride, quads = FOLDS(base + unit) + units_on;
+    const uvec4 lo = x4[quads], hi = x4[quads + K_UNITS];
+    const float d = uintBitsToFloat(x2[FOLDS(base * 2u + unit) + (4u * K_UNITS + units_on)].x);
     [[unroll]] for (int i = 0; i < 8; i++) {
         const int word = int(i < 4 ? lo[i & 3] : hi[i & 3]);
         a.x[i] = d * vec4((word << 24) >> 24, (word << 16) >> 24, (word << 8) >> 24, word >> 24);
     }
-#elif K_TAIL
-    const uint base = row * p.x_stride + unit * 32u;
-    for (uint i = 0; i < 32u; i++) a.x[i >> 2][i & 3u] = unit * 32u + i < p.k ? x1[base + i] : 0.0;
-#else
-    const uint base = row * (p.x_stride >> 2) + unit * 8u;
+  #elif K_TAIL
+    const uint column = (unit + units_on) * 32u;
+    for (uint i = 0; i < 32u; i++) a.x[i >> 2][i & 3u] = column + i < p.k ? x1[row * p.x_stride + column + i] : 0.0;
+  #else
+    const uint base = FOLDS(row * (p.x_stride >> 2) + unit * 8u) + units_on * 8u;
     [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = xf4[base + i];
-#endif
+  #endif
     return a;
+#endif
 }

@@ -6,6 +6,7 @@
 // one tile, or with TILES 1 every tile that lies a whole grid further, so that a prologue serves many rows.
 //
 //   PATH_INT   1: q8_1 activations, dot products of packed bytes; 0: f32 activations
+//   ADJOIN     0: the units that a lane takes at once lie LANES apart; 1: they adjoin, and what several units share is loaded once
 //   IDS        0: dense. 1: gl_WorkGroupID.z = token * n_used + slot picks the expert. 2: z = token, its N_USED experts lie end to end
 //              as one long row, each with its weight
 //   GLU        1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
@@ -34,6 +35,13 @@ layout(local_size_x = WG) in;
 #if PATH_INT
 #include "common/int_dot.glsl"
 #endif
+#define CHUNK (LANES * UNROLL)
+#if ADJOIN && K_UNITS % CHUNK == 0
+#define UNIT_STEP UNROLL
+#else
+#define UNIT_STEP 1
+#endif
+#include "quant/place.glsl"
 #include QUANT_FILE
 #define WG_SIZE WG
 #define REDUCE_GROUPS 1
@@ -54,9 +62,11 @@ layout(local_size_x = WG) in;
 
 #define SLOTS (WG / LANES)
 #define PARTIALS (LANES / SUBGROUP)
-#define CHUNK (LANES * UNROLL)
 #define CHUNKS ((WALK_UNITS + CHUNK - 1) / CHUNK)
-#define KEEP_X (CHUNKS == 1 && COLS == 1 && IDS != 2 && PATH_INT)
+// x in registers: where a row is one chunk, for all tiles; with PREFETCH 2, that of the next chunk.
+#define ONE_X (COLS == 1 && IDS != 2 && PATH_INT)
+#define KEEP_X (CHUNKS == 1 && ONE_X)
+#define NEXT_X (CHUNKS > 1 && PREFETCH == 2 && PROLOGUE == 0 && ONE_X)
 #define TILE_ROWS (SLOTS * ROWS)
 #define TILE_OUT (TILE_ROWS >> GLU)
 
@@ -77,24 +87,24 @@ uint token_row(uint x_row, uint c) {
 
 #if !(PATH_INT && COLS == 1)
 // Adds one unit of ROWS rows times the activations of COLS tokens, each times `weight` (the expert's).
-void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
+void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float weight) {
 #if PATH_INT
     Unit u[ROWS];
     [[unroll]] for (uint r = 0; r < ROWS; r++) u[r] = decoded(raw[r]);
     [[unroll]] for (uint c = 0; c < COLS; c++) {
-        const Act a = act_load(token_row(x_row, c), unit);
+        const Act a = act_load(token_row(x_row, c), unit, units_on);
         [[unroll]] for (uint r = 0; r < ROWS; r++) acc[r][c] += weight * product(raw[r], u[r], a);
     }
 #else
   #if COLS == 1
-    const Act a = act_load(x_row, unit);
+    const Act a = act_load(x_row, unit, units_on);
   #endif
     [[unroll]] for (int r = 0; r < ROWS; r++) {
         vec4 w[8];
         unit_decode(raw[r], w);
         [[unroll]] for (int c = 0; c < COLS; c++) {
   #if COLS > 1
-            const Act a = act_load(token_row(x_row, c), unit);
+            const Act a = act_load(token_row(x_row, c), unit, units_on);
   #endif
             vec4 sum = vec4(0.0);
             [[unroll]] for (int i = 0; i < 8; i++) sum = fma(w[i], a.x[i], sum);
@@ -106,8 +116,8 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, float weight) {
 
 #endif
 
-#if KEEP_X
-Act own[UNROLL];  // this lane's units of x, the same for every tile
+#if KEEP_X || NEXT_X
+ActRaw own[UNROLL];  // this lane's units of x
 #endif
 #if IDS == 2
 // The token's experts: row of W where each begins, and its weight.
@@ -133,32 +143,48 @@ void fetch_experts(uint tid) {
 }
 #endif
 
-// Past the end of a row or of the matrix the last unit is read again and not used.
+// A lane's unit j of a chunk is UNITS_ON(j), a constant, behind unit_of(chunk, j). Past the end of a row or of the matrix the last unit is read again
+// and not used.
+#define IN_ROW(j) (CHUNKS == 1 ? ((j) + 1) * LANES <= K_UNITS : K_UNITS % CHUNK == 0)
+#define UNITS_ON(j) (UNIT_STEP > 1 ? (j) : IN_ROW(j) ? (j) * LANES : 0u)
+
 uint unit_of(uint chunk, uint j) {
-    const uint unit = chunk * CHUNK + j * LANES + lane;
-    return WALK_UNITS % CHUNK != 0 ? min(unit, WALK_UNITS - 1u) : unit;
+    const uint first = chunk * CHUNK + lane * UNIT_STEP;
+    return IN_ROW(j) ? first : min(first + j * LANES, WALK_UNITS - 1u);
 }
 
-UnitRaw fetch(uint row, uint unit) {
+// The unit within its row, where a walk goes through several.
+#if IDS == 2
+#define WITHIN_ROW(unit) ((unit) % K_UNITS)
+#else
+#define WITHIN_ROW(unit) (unit)
+#endif
+
+UnitRaw fetch(uint row, uint r, uint chunk, uint j) {
+    const uint unit = unit_of(chunk, j);
 #if IDS == 2
     const uint base = summed_row[unit / K_UNITS];
 #else
     const uint base = expert_row;
 #endif
-    return unit_load(base + (ROWS_FULL != 0 ? row : min(row, p.m - 1u)), unit % K_UNITS);
+#if ROWS_FULL
+    return unit_load(Place(base + row, WITHIN_ROW(unit), r, UNITS_ON(j)));
+#else
+    return unit_load(Place(base + min(row + r, p.m - 1u), WITHIN_ROW(unit), 0u, UNITS_ON(j)));
+#endif
 }
 
 void load(out UnitRaw raw[UNROLL][ROWS], uint row, uint chunk) {
     [[unroll]] for (uint j = 0; j < UNROLL; j++)
-        [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(row + r, unit_of(chunk, j));
+        [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(row, r, chunk, j);
 }
 
 // Adds the units of a chunk. With `again` a row's unit of the next chunk is asked for as soon as that of this one is used: loads are under way
 // all the time and take no registers of their own.
 void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row, uint next_chunk) {
     [[unroll]] for (uint j = 0; j < UNROLL; j++) {
-        const uint unit = chunk * CHUNK + j * LANES + lane;
-        const bool there = WALK_UNITS % CHUNK == 0 || unit < WALK_UNITS;
+        const bool there = WALK_UNITS % CHUNK == 0 || chunk * CHUNK + j * LANES + lane < WALK_UNITS;
+        const uint unit = WITHIN_ROW(unit_of(chunk, j));
 #if IDS == 2
         const uint e = unit_of(chunk, j) / K_UNITS;
         const uint row = PROLOGUE == 3 ? e : p.x_slots == 1u ? y_row : y_row * N_USED + e;
@@ -168,19 +194,22 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
         const float weight = 1.0;
 #endif
 #if PATH_INT && COLS == 1
-  #if KEEP_X
-        const Act a = own[j];
+  #if KEEP_X || NEXT_X
+        const Act a = act_of(own[j]);
   #else
-        const Act a = act_load(row, unit_of(chunk, j) % K_UNITS);
+        const Act a = act_load(row, unit, UNITS_ON(j));
   #endif
         [[unroll]] for (uint r = 0; r < ROWS; r++) {
             if (there) acc[r][0] += weight * product(raw[j][r], decoded(raw[j][r]), a);
-            if (again) raw[j][r] = fetch(next_row + r, unit_of(next_chunk, j));
+            if (again) raw[j][r] = fetch(next_row, r, next_chunk, j);
         }
+  #if NEXT_X
+        if (again) own[j] = act_fetch(x_row, unit_of(next_chunk, j), UNITS_ON(j));
+  #endif
 #else
-        if (there) accumulate(raw[j], row, unit % K_UNITS, weight);
+        if (there) accumulate(raw[j], row, unit, UNITS_ON(j), weight);
         if (again)
-            [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(next_row + r, unit_of(next_chunk, j));
+            [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(next_row, r, next_chunk, j);
 #endif
     }
 }
@@ -265,9 +294,9 @@ bool logits_there() {
 }
 #endif
 
-#if KEEP_X
+#if KEEP_X || NEXT_X
 void fetch_own() {
-    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_load(PROLOGUE == 3 ? 0u : x_row, min(j * LANES + lane, K_UNITS - 1u));
+    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_fetch(PROLOGUE == 3 ? 0u : x_row, unit_of(0u, j), UNITS_ON(j));
 }
 #endif
 
@@ -326,7 +355,7 @@ void main() {
     fetch_logits(tid, 0u);
     #if PROLOGUE
     fetch_x(tid, x_row);
-    #elif KEEP_X
+    #elif KEEP_X || NEXT_X
     fetch_own();
     #endif
   #endif
@@ -355,7 +384,7 @@ void main() {
     subgroupBarrier();  // or else NVIDIA's driver delays each load until it is needed, to save registers: Q2_K 4096x14336 10 % slower
   #endif
 #endif
-#if KEEP_X && !(CHOOSE && PROLOGUE == 0)
+#if (KEEP_X || NEXT_X) && !(CHOOSE && PROLOGUE == 0)
     fetch_own();
 #endif
     uint turn = 0;

@@ -3,10 +3,9 @@
 
 struct UnitRaw { uvec4 part[4]; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
+UnitRaw unit_load(Place at) {
     UnitRaw r;
-    [[unroll]] for (int n = 0; n < 4; n++) r.part[n] = w4[n * p.w.part + i];
+    [[unroll]] for (uint n = 0; n < 4; n++) r.part[n] = w4[item_at(n * p.w.part, at, 0u)];
     return r;
 }
 

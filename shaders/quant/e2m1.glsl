@@ -4,8 +4,8 @@
 // bitwise steps that treat the eight nibbles of a word at once:
 //   small = (b2 ^ b1) (b1 ^ b0)      large = ~b3 (b3 ^ b2) ~b1 (b1 ^ (b0 & b2))
 // Found by a search over pairs of such numbers; with one step each, instead of two for `large`, there is none.
-uint e2m1_small(uint w) {
-    return (w ^ (w >> 1)) & 0x33333333u;
+uint e2m1_small(uint w, uint mask) {
+    return (w ^ (w >> 1)) & mask;
 }
 
 uint e2m1_large(uint w) {
@@ -16,8 +16,8 @@ uint e2m1_large(uint w) {
 // 16 bytes of nibbles, byte j holds value j low and value j + 16 high, as bytes of level + 12.
 void e2m1_plus_12(uvec4 codes, out uint q[8]) {
     [[unroll]] for (int i = 0; i < 4; i++) {
-        const uint small = e2m1_small(codes[i]), large = e2m1_large(codes[i]);
-        q[i] = 3u * (small & 0x03030303u) + (large & 0x0f0f0f0fu);
-        q[i + 4] = 3u * ((small >> 4) & 0x03030303u) + ((large >> 4) & 0x0f0f0f0fu);
+        const uint large = e2m1_large(codes[i]);
+        q[i] = 3u * e2m1_small(codes[i], 0x03030303u) + (large & 0x0f0f0f0fu);
+        q[i + 4] = 3u * (e2m1_small(codes[i], 0x30303030u) >> 4) + ((large >> 4) & 0x0f0f0f0fu);
     }
 }

@@ -11,9 +11,8 @@
 
 struct UnitRaw { uint qs; uint qh; uvec2 scales; uint index; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w1[i], PLANE_WORD(0, row, unit, 1), w2[p.w.plane[1] * 2u + ITEM_AT(row, unit, 3)], UNIT_AT(row, unit));
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w1[unit_at(at)], PLANE_WORD(0, at, 1), w2[item_at(p.w.plane[1] * 2u, at, 3u)], unit_number(at, 8u));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

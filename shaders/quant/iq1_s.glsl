@@ -8,9 +8,8 @@
 
 struct UnitRaw { uint qs; uint qh; uint d; uint index; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w1[i], PLANE_WORD(0, row, unit, 1), PLANE_WORD(1, row, unit, 4), UNIT_AT(row, unit));
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w1[unit_at(at)], PLANE_WORD(0, at, 1), PLANE_WORD(1, at, 4), unit_number(at, 16u));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

@@ -16,10 +16,8 @@ uint entry(uint codes) {
 
 struct UnitRaw { uvec2 qs; uint signs; uint qh; uint scales; uint d; uint index; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    const uint block = ITEM_AT(row, unit, 3);
-    return UnitRaw(w2[i], PLANE_WORD(0, row, unit, 0), PLANE_WORD(1, row, unit, 2), w1[p.w.plane[2] * 4u + block], PLANE_WORD(3, row, unit, 4), UNIT_AT(row, unit));
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w2[unit_at(at)], PLANE_WORD(0, at, 0), PLANE_WORD(1, at, 2), PLANE_WORD(2, at, 3), PLANE_WORD(3, at, 4), unit_number(at, 16u));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

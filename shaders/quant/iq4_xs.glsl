@@ -9,9 +9,8 @@
 
 struct UnitRaw { uvec4 qs; uvec2 head; uint sub; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], w2[p.w.plane[0] * 2u + ITEM_AT(row, unit, 3)], unit & 7u);
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w4[unit_at(at)], w2[item_at(p.w.plane[0] * 2u, at, 3u)], unit_number(at, 8u) & 7u);
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

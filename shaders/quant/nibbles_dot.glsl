@@ -1,4 +1,8 @@
-// Of Q4_0, Q4_1 and Q4_K, whose UnitRaw has `qs` (quant/nibbles.glsl): what their unit_dot begin with.
+// Of Q4_0, Q4_1 and Q4_K, whose UnitRaw has `qs` (quant/nibbles.glsl), the top bit of every high nibble flipped: what they have in common.
+void flipped_nibbles(uvec4 qs, out uint q[8]) {
+    split_nibbles(qs ^ 0x80808080u, q);
+}
+
 #if PATH_INT
 #define UNIT_DOT 0.0625
 #define UNIT_WORDS 8
@@ -6,7 +10,7 @@
 void unit_words(UnitRaw r, out uint q[8]) {
     [[unroll]] for (int i = 0; i < 4; i++) {
         q[i] = r.qs[i] & 0x0f0f0f0fu;
-        q[i + 4] = (r.qs[i] & 0xf0f0f0f0u) ^ 0x80808080u;
+        q[i + 4] = r.qs[i] & 0xf0f0f0f0u;
     }
 }
 

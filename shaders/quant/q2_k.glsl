@@ -9,9 +9,8 @@
 
 struct UnitRaw { uvec2 qs; uint scales; uint dm; uint index; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w2[i], PLANE_WORD(0, row, unit, 1), PLANE_WORD(1, row, unit, 3), UNIT_AT(row, unit));
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w2[unit_at(at)], PLANE_WORD(0, at, 1), PLANE_WORD(1, at, 3), unit_number(at, 2u));
 }
 
 void unit_words(UnitRaw r, out uint q[8]) {
@@ -23,15 +22,16 @@ void unit_words(UnitRaw r, out uint q[8]) {
 }
 
 #if PATH_INT
-#define UNIT_DOT 0.25
+#define UNIT_DOT (1.0 / 1024.0)
 #define UNIT_WORDS 8
 float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     const ivec2 halves = halves_dot(q, x, ivec2(0));
     const uint s = r.scales >> (16u * (r.index & 1u));
-    const int scaled = int((s << 2) & 60u) * halves.x + int((s >> 8) & 15u) * halves.y;
-    const int low = int((s >> 2) & 60u) * sum.x + int((s >> 10) & 60u) * sum.y;
+    // What the masks leave where it is makes the one 256 * 4 and the other 4096 times too large; their sizes are below 2^28.
+    const int scaled = int(s & 0xfu) * (1024 * halves.x) + int(s & 0xf00u) * halves.y;
+    const int low = int(s & 0xf0u) * (256 * sum.x) + int(s & 0xf000u) * sum.y;
     const vec2 dm = unpackHalf2x16(r.dm);
-    return dm.x * float(scaled) - dm.y * float(low);
+    return dm.x * float(scaled) - 0.25 * dm.y * float(low);
 }
 #endif
 

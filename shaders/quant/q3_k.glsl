@@ -9,10 +9,10 @@
 
 struct UnitRaw { uvec2 qs; uint qh; uint scale_lo; uint scale_hi; uint d; uint index; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint scales = p.w.plane[1] * 4u + ITEM_AT(row, unit, 3) * 3u;
-    return UnitRaw(w2[UNIT_AT(row, unit)], PLANE_WORD(0, row, unit, 0), w1[scales + ((unit >> 2) & 1u)], w1[scales + 2u],
-                   PLANE_WORD(2, row, unit, 4), UNIT_AT(row, unit));
+UnitRaw unit_load(Place at) {
+    const uint scales = p.w.plane[1] * 4u, number = unit_number(at, 16u);
+    return UnitRaw(w2[unit_at(at)], PLANE_WORD(0, at, 0), w1[item_at(scales + ((number >> 2) & 1u), at, 3u, 3u)],
+                   w1[item_at(scales + 2u, at, 3u, 3u)], PLANE_WORD(2, at, 4), number);
 }
 
 void unit_words(UnitRaw r, out uint q[8]) {

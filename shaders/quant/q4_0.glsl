@@ -7,9 +7,8 @@
 
 struct UnitRaw { uvec4 qs; uint d; uint index; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 1), UNIT_AT(row, unit));
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w4[unit_at(at)], PLANE_WORD(0, at, 1), unit_number(at, 2u));
 }
 
 #include "quant/nibbles_dot.glsl"
@@ -20,7 +19,7 @@ float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
 #endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    split_nibbles(r.qs, q);
+    flipped_nibbles(r.qs, q);
     scale = vec2(half_of(r.d, r.index));
     bias = 8.0 * scale;
 }

@@ -7,9 +7,8 @@
 
 struct UnitRaw { uvec4 qs; uint dm; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 0));
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w4[unit_at(at)], PLANE_WORD(0, at, 0));
 }
 
 #include "quant/nibbles_dot.glsl"
@@ -21,7 +20,7 @@ float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
 #endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    split_nibbles(r.qs, q);
+    flipped_nibbles(r.qs, q);
     const vec2 dm = unpackHalf2x16(r.dm);
     scale = dm.xx;
     bias = -dm.yy;

@@ -8,9 +8,8 @@
 struct UnitRaw { uvec4 qs; uvec4 head; uint sub; };
 #include "quant/k_head.glsl"
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], w4[p.w.plane[0] + ITEM_AT(row, unit, 3)], unit & 7u);
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w4[unit_at(at)], w4[item_at(p.w.plane[0], at, 3u)], unit_number(at, 8u) & 7u);
 }
 
 #include "quant/nibbles_dot.glsl"
@@ -21,7 +20,7 @@ float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
 #endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    split_nibbles(r.qs, q);
+    flipped_nibbles(r.qs, q);
     k_head(r.head, r.sub, scale, bias);
 }
 #include "quant/decode_ints.glsl"

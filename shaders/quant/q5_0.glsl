@@ -7,14 +7,13 @@
 
 struct UnitRaw { uvec4 qs; uint qh; uint d; uint index; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 0), PLANE_WORD(1, row, unit, 1), UNIT_AT(row, unit));
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w4[unit_at(at)], PLANE_WORD(0, at, 0), PLANE_WORD(1, at, 1), unit_number(at, 2u));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     split_nibbles(r.qs, q);
-    add_bits(r.qh, 16u, q);
+    add_fifth_bits(r.qh, q);
     scale = vec2(half_of(r.d, r.index));
     bias = 16.0 * scale;
 }

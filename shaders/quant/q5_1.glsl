@@ -7,14 +7,13 @@
 
 struct UnitRaw { uvec4 qs; uint qh; uint dm; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 0), PLANE_WORD(1, row, unit, 0));
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w4[unit_at(at)], PLANE_WORD(0, at, 0), PLANE_WORD(1, at, 0));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     split_nibbles(r.qs, q);
-    add_bits(r.qh, 16u, q);
+    add_fifth_bits(r.qh, q);
     const vec2 dm = unpackHalf2x16(r.dm);
     scale = dm.xx;
     bias = -dm.yy;

@@ -1,21 +1,24 @@
-// Q5_K: 256 weights in 176 bytes. Planes: qs (nibbles) 16, qh (fifth bits) 4, head 16 per 256.  weight = d * scale * q - dmin * min
+// Q5_K: 256 weights in 176 bytes. Planes: qs (words 0 to 3 of five) 16, qh (word 4) 4, head 16 per 256.  weight = d * scale * q - dmin * min
+// Byte b of word w holds value 4w + b at bits 0..4. Values 20 + b, 24 + b and 28 + b have no byte of their own: their bits 0..2 are bits 5..7 of
+// words 0, 2 and 4, bits 3 and 4 of the first two are bits 5 and 6 of words 1 and 3, those of the last bit 7 of words 1 and 3.
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 1
 #define UNIT_SIGNED 0
-#include "quant/nibbles.glsl"
 
 struct UnitRaw { uvec4 qs; uint qh; uvec4 head; uint sub; };
 #include "quant/k_head.glsl"
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], PLANE_WORD(0, row, unit, 0), w4[p.w.plane[1] + ITEM_AT(row, unit, 3)], unit & 7u);
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w4[unit_at(at)], PLANE_WORD(0, at, 0), w4[item_at(p.w.plane[1], at, 3u)], unit_number(at, 8u) & 7u);
 }
 
 void unit_words(UnitRaw r, out uint q[8]) {
-    split_nibbles(r.qs, q);
-    add_bits(r.qh, 16u, q);
+    const uint word[5] = {r.qs.x, r.qs.y, r.qs.z, r.qs.w, r.qh};
+    [[unroll]] for (int i = 0; i < 5; i++) q[i] = word[i] & 0x1f1f1f1fu;
+    q[5] = ((word[0] >> 5) & 0x07070707u) | ((word[1] >> 2) & 0x18181818u);
+    q[6] = ((word[2] >> 5) & 0x07070707u) | ((word[3] >> 2) & 0x18181818u);
+    q[7] = ((word[4] >> 5) & 0x07070707u) | ((word[1] >> 4) & 0x08080808u) | ((word[3] >> 3) & 0x10101010u);
 }
 
 #if PATH_INT

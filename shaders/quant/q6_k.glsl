@@ -1,21 +1,24 @@
-// Q6_K: 256 weights in 210 bytes. Planes: qs (low nibbles) 16, qh (2-bit) 8, scales int8 2 (one per 16), d f16 2 per 256.
+// Q6_K: 256 weights in 210 bytes. Planes: qs (words 0 to 3 of six) 16, qh (words 4 and 5) 8, scales int8 2 (one per 16), d f16 2 per 256.
 // weight = d * scale * (q - 32)
+// Each half of 16 weights has three words: byte b of word w holds value 4w + b at bits 0..5, and at bits 6 and 7 two bits of 12 + b, word 0 the
+// lowest.
 #define UNIT_INTS 1
 #define UNIT_HALVES 1
 #define UNIT_BIAS 1
 #define UNIT_SIGNED 0
-#include "quant/nibbles.glsl"
 
 struct UnitRaw { uvec4 qs; uvec2 qh; uint scales; uint d; uint index; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w4[i], w2[p.w.plane[0] * 2u + i], PLANE_WORD(1, row, unit, 1), PLANE_WORD(2, row, unit, 4), UNIT_AT(row, unit));
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w4[unit_at(at)], w2[item_at(p.w.plane[0] * 2u, at, 0u)], PLANE_WORD(1, at, 1), PLANE_WORD(2, at, 4), unit_number(at, 16u));
 }
 
 void unit_words(UnitRaw r, out uint q[8]) {
-    split_nibbles(r.qs, q);
-    [[unroll]] for (int i = 0; i < 8; i++) q[i] |= two_bits(r.qh, i, 4);
+    const uint word[6] = {r.qs.x, r.qs.y, r.qs.z, r.qs.w, r.qh.x, r.qh.y};
+    [[unroll]] for (int h = 0; h < 2; h++) {
+        [[unroll]] for (int i = 0; i < 3; i++) q[4 * h + i] = word[3 * h + i] & 0x3f3f3f3fu;
+        q[4 * h + 3] = ((word[3 * h] >> 6) & 0x03030303u) | ((word[3 * h + 1] >> 4) & 0x0c0c0c0cu) | ((word[3 * h + 2] >> 2) & 0x30303030u);
+    }
 }
 
 ivec2 unit_scales(UnitRaw r) {

@@ -7,13 +7,12 @@
 
 struct UnitRaw { uvec2 qs; uint d; uint block; };
 
-UnitRaw unit_load(uint row, uint unit) {
-    const uint i = UNIT_AT(row, unit);
-    return UnitRaw(w2[i], PLANE_WORD(0, row, unit, 4), UNIT_AT(row, unit) >> 3);
+UnitRaw unit_load(Place at) {
+    return UnitRaw(w2[unit_at(at)], PLANE_WORD(0, at, 4), unit_number(at, 16u) >> 3);
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    [[unroll]] for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i, 0);
+    [[unroll]] for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i);
     scale = vec2(half_of(r.d, r.block));
     bias = scale;
 }

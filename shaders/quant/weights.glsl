@@ -3,8 +3,9 @@
 // A unit is 32 consecutive weights of a row; `units` of them make a row. Part 0 of the quants begins at byte 0, further parts follow
 // every `part` 16-byte words, the other planes begin at `plane[i]` 16-byte words.
 //
-// The including shader has a push-constant block named `p` with a member `Weights w`, and includes quant/<type>.glsl after it:
-//   UnitRaw unit_load(uint row, uint unit)                  reads, decodes nothing
+// The including shader has a push-constant block named `p` with a member `Weights w`, and includes quant/place.glsl and quant/<type>.glsl
+// after it:
+//   UnitRaw unit_load(Place at)                             reads, decodes nothing
 //   void unit_decode(UnitRaw r, out vec4 w[8])              32 weights in order
 // where UNIT_TABLE is defined, all threads of the workgroup call first, and pass a barrier before they decode:
 //   void unit_table(uint thread, uint threads)              brings a code book into shared memory
@@ -29,25 +30,6 @@ struct Weights {
 layout(std430, set = 0, binding = 0) readonly buffer WeightWords { uint w1[]; };
 layout(std430, set = 0, binding = 0) readonly buffer WeightPairs { uvec2 w2[]; };
 layout(std430, set = 0, binding = 0) readonly buffer WeightQuads { uvec4 w4[]; };
-
-// Units of a row. Where a kernel is built for them (K_UNITS) the rows of a thread lie at constant distances from its first.
-#ifdef K_UNITS
-#define ROW_UNITS uint(K_UNITS)
-#else
-#define ROW_UNITS p.w.units
-#endif
-
-// Number of a unit, and of the item that belongs to it in a plane with one item for 2^shift units.
-#define UNIT_AT(row, unit) ((row) * ROW_UNITS + (unit))
-#ifdef K_UNITS
-#define ITEM_AT(row, unit, shift) \
-    (ROW_UNITS % (1u << (shift)) == 0u ? (row) * (ROW_UNITS >> (shift)) + ((unit) >> (shift)) : UNIT_AT(row, unit) >> (shift))
-#else
-#define ITEM_AT(row, unit, shift) (UNIT_AT(row, unit) >> (shift))
-#endif
-
-// The 32-bit word of plane i that holds the item of a unit, where 2^shift units share a word; half_of and byte_of pick the item out.
-#define PLANE_WORD(i, row, unit, shift) w1[p.w.plane[i] * 4u + ITEM_AT(row, unit, shift)]
 
 float half_of(uint word, uint index) {
     return unpackHalf2x16(word >> (16u * (index & 1u))).x;

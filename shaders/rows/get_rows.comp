@@ -21,6 +21,7 @@ layout(push_constant) uniform Push {
     uint rows;
     uint rows_total;
 } p;
+#include "quant/place.glsl"
 #include QUANT_FILE
 
 layout(std430, set = 0, binding = 1) readonly buffer InIds { int ids[]; };
@@ -47,7 +48,7 @@ void main() {
     if (beyond) {
         for (uint j = 0u; j < 8u; j++) v[j] = vec4(0.0);
     } else {
-        unit_decode(unit_load(id - p.row0, unit), v);
+        unit_decode(unit_load(place(id - p.row0, unit)), v);
     }
     for (uint j = 0u; j < 8u; j++) {
         const uint column = 32u * unit + 4u * j;

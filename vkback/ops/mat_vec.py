@@ -87,8 +87,9 @@ declare(
         "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
         "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
         "rows": (1, 2, 4, 8, 16, 32),
-        "unroll": (1, 2, 3, 4, 6, 8, 14, 16),
-        "prefetch": (0, 1),
+        "unroll": (1, 2, 3, 4, 5, 6, 7, 8, 14, 16),
+        "prefetch": (0, 1, 2),  # 1: a unit's registers take that of the next round as soon as it is used; 2: those of x, too
+        "adjoin": (0, 1),  # whether the units a lane takes at once adjoin, where they are a power of two and divide a row
         "stage": (0, 1),  # a Q8_1 x by way of shared memory
         "groups": "count",  # workgroups at most, each taking several tiles; 0: one a tile
         "subgroup": (0, 8, 16, 32, 64, 128),  # size to require where the device has it; 0: its default
@@ -316,14 +317,16 @@ class Product:
         subgroup, required = subgroup_for(ctx, choice["subgroup"])
         if prologue:
             shape = dataclasses.replace(shape, wg=max(shape.wg, 8))
+        unroll = min(choice["unroll"], ceil_div(walk_units, shape.lanes))
         defines: dict[str, str | int] = {
             **decoder(self.w.type, ctx.caps),
             "PATH_INT": int(path == "int"),
             "WG": shape.wg,
             "LANES": shape.lanes,
             "ROWS": shape.rows,
-            "UNROLL": min(choice["unroll"], ceil_div(walk_units, shape.lanes)),
+            "UNROLL": unroll,
             "PREFETCH": choice["prefetch"],
+            "ADJOIN": int(choice["adjoin"] and unroll > 1 and unroll & (unroll - 1) == 0),
             "K_UNITS": k_units,
             "COLS": 1 if self.ids else min(self.n, MAX_COLUMNS),
             "SUBGROUP": min(subgroup, shape.wg),

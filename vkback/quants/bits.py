@@ -191,6 +191,25 @@ def renamed_nibbles(order: Sequence[int], first: Rearrange | None = None) -> Rea
     return Rearrange(to_device, to_file)
 
 
+def flipped_tops(first: Rearrange | None = None) -> Rearrange:
+    """The top bit of every byte flipped, after the moves of `first`: high nibbles become signed when the low ones are masked out."""
+
+    def to_device(src: U8, dst: U8) -> None:
+        if first is None:
+            np.bitwise_xor(src, np.uint8(0x80), out=dst)
+        else:
+            first.to_device(src, dst)
+            dst ^= np.uint8(0x80)
+
+    def to_file(src: U8, dst: U8) -> None:
+        if first is None:
+            np.bitwise_xor(src, np.uint8(0x80), out=dst)
+        else:
+            first.to_file(src ^ np.uint8(0x80), dst)
+
+    return Rearrange(to_device, to_file)
+
+
 # A unit's word number is the half; a byte's field numbers are (i1 i0) of values 4i..4i+3. They become i1 and (i0, half).
 _HALVES_SIDE_BY_SIDE = ((5, 2), (2, 1))
 

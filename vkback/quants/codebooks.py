@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +116,7 @@ class _IQ2XS(_Signed):
 class _IQ2S(_Signed):
     block = packed(("d", 2), ("qs", 64), ("head", 16))
     type = QuantType("IQ2_S", 22, SUPER, block.itemsize, (Plane("qs", 8), Plane("head", 2), Plane("d", 2, SUPER)))
-    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": interleave(np.uint32), "head": interleave(np.uint8)}
+    moves: Mapping[str, Rearrange] = {"qs": interleave(np.uint32), "head": interleave(np.uint8)}
 
     def parts(self, b: Any) -> tuple[F32, npt.NDArray[Any], U8]:
         low, signs = b["qs"][:, :32], b["qs"][:, 32:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +49,8 @@ class Codec(ABC):
 
     type: QuantType
     block: np.dtype[np.void]
-    moves: ClassVar[Mapping[str, Rearrange]] = {}
-    weave: ClassVar[Weave | None] = None
+    moves: Mapping[str, Rearrange] = {}
+    weave: Weave | None = None
 
     @abstractmethod
     def decode(self, blocks: U8) -> F32:

@@ -14,13 +14,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vkback.quants import search
-from vkback.quants.bits import BIT_SQUARE, CRUMBS, NIBBLE_CHUNKS, Q2_CRUMBS, Q6_NIBBLES, Rearrange, Words, swap_digit_pairs
+from vkback.quants.bits import (
+    BIT_SQUARE,
+    CRUMBS,
+    NIBBLE_CHUNKS,
+    Q2_CRUMBS,
+    Q6_NIBBLES,
+    Rearrange,
+    Words,
+    flipped_tops,
+    swap_digit_pairs,
+)
 from vkback.quants.codec import F32, U8, Codec, Weave, Weights, half, packed, put_half, random_half
 from vkback.quants.quant_type import Plane, QuantType
 
@@ -156,7 +166,7 @@ def _every_byte(*fields: tuple[Words, int, int, int]) -> Words:
 class _Q2K(Codec):
     block = packed(("scales", 16), ("qs", 64), ("dm", 4))
     type = QuantType("Q2_K", 10, SUPER, block.itemsize, (Plane("qs", 8), Plane("scales", 2), Plane("dm", 4, SUPER)))
-    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": Q2_CRUMBS}
+    moves: Mapping[str, Rearrange] = {"qs": Q2_CRUMBS}
 
     def decode(self, blocks: U8) -> F32:
         b = self.fields(blocks)
@@ -212,7 +222,7 @@ class _Q3K(Codec):
     type = QuantType(
         "Q3_K", 11, SUPER, block.itemsize, (Plane("qs", 8), Plane("qh", 4), Plane("scales", 12, SUPER), Plane("d", 2, SUPER))
     )
-    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": CRUMBS, "qh": BIT_SQUARE, "scales": _SCALES12}
+    moves: Mapping[str, Rearrange] = {"qs": CRUMBS, "qh": BIT_SQUARE, "scales": _SCALES12}
     weave = Weave(("qs", "qh"), _weave_q3, _unweave_q3)
 
     def decode(self, blocks: U8) -> F32:
@@ -239,8 +249,68 @@ class _Q3K(Codec):
         random_half(self.fields(blocks)["d"], scale / 128, signed=True)
 
 
+def _words(plane: U8, unit: int) -> Words:
+    """A plane [n, bytes] with `unit` words a unit as [n, units, unit]."""
+    return plane.view(np.uint32).reshape(len(plane), -1, unit)
+
+
+def _bits_of(words: Words, mask: int, shift: int) -> Words:
+    """The bits `mask` of every byte, moved up by `shift` (down where it is negative)."""
+    kept = words & np.uint32(mask * 0x01010101)
+    return kept << np.uint32(shift) if shift >= 0 else kept >> np.uint32(-shift)
+
+
+def _weave_q5(planes: Mapping[str, U8]) -> None:
+    """From nibbles and fifth bits to whole numbers, as in shaders/quant/q5_k.glsl. Word w of qs holds values 4w + b low and 16 + 4w + b high."""
+    low, h = _words(planes["qs"], 4), planes["qh"].view(np.uint32)
+    a, b, c, d = (low[..., i].copy() for i in range(4))
+    fifth = h.copy()
+    low[..., 0] = _bits_of(a, 0x0F, 0) | _bits_of(fifth, 0x01, 4) | _bits_of(b, 0x70, 1)
+    low[..., 1] = _bits_of(b, 0x0F, 0) | _bits_of(fifth, 0x02, 3) | _bits_of(b, 0x80, -2) | _bits_of(fifth, 0x20, 1) | _bits_of(d, 0x80, 0)
+    low[..., 2] = _bits_of(c, 0x0F, 0) | _bits_of(fifth, 0x04, 2) | _bits_of(c, 0x70, 1)
+    low[..., 3] = _bits_of(d, 0x0F, 0) | _bits_of(fifth, 0x08, 1) | _bits_of(c, 0x80, -2) | _bits_of(fifth, 0xC0, 0)
+    h[...] = _bits_of(a, 0xF0, -4) | _bits_of(fifth, 0x10, 0) | _bits_of(d, 0x70, 1)
+
+
+def _unweave_q5(planes: Mapping[str, U8]) -> None:
+    low, h = _words(planes["qs"], 4), planes["qh"].view(np.uint32)
+    v, w, x, y = (low[..., i].copy() for i in range(4))
+    z = h.copy()
+    low[..., 0] = _bits_of(v, 0x0F, 0) | _bits_of(z, 0x0F, 4)
+    low[..., 1] = _bits_of(w, 0x0F, 0) | _bits_of(v, 0xE0, -1) | _bits_of(w, 0x20, 2)
+    low[..., 2] = _bits_of(x, 0x0F, 0) | _bits_of(x, 0xE0, -1) | _bits_of(y, 0x20, 2)
+    low[..., 3] = _bits_of(y, 0x0F, 0) | _bits_of(z, 0xE0, -1) | _bits_of(w, 0x80, 0)
+    first = _bits_of(v, 0x10, -4) | _bits_of(w, 0x10, -3) | _bits_of(x, 0x10, -2) | _bits_of(y, 0x10, -1)
+    h[...] = first | _bits_of(z, 0x10, 0) | _bits_of(w, 0x40, -1) | _bits_of(y, 0xC0, 0)
+
+
+def _weave_q6(planes: Mapping[str, U8]) -> None:
+    """From nibbles (as those of Q5_K) and 2-bit fields of a unit's halves to whole numbers, as in shaders/quant/q6_k.glsl."""
+    low, high = _words(planes["qs"], 4), _words(planes["qh"], 2)
+    a, b, c, d = (low[..., i].copy() for i in range(4))
+    first, second = high[..., 0].copy(), high[..., 1].copy()
+    low[..., 0] = _bits_of(a, 0x0F, 0) | _bits_of(first, 0x03, 4) | _bits_of(d, 0x03, 6)
+    low[..., 1] = _bits_of(b, 0x0F, 0) | _bits_of(first, 0x0C, 2) | _bits_of(d, 0x0C, 4)
+    low[..., 2] = _bits_of(c, 0x0F, 0) | _bits_of(first, 0xF0, 0)
+    low[..., 3] = _bits_of(a, 0xF0, -4) | _bits_of(second, 0x03, 4) | _bits_of(d, 0x30, 2)
+    high[..., 0] = _bits_of(b, 0xF0, -4) | _bits_of(second, 0x0C, 2) | _bits_of(d, 0xC0, 0)
+    high[..., 1] = _bits_of(c, 0xF0, -4) | _bits_of(second, 0xF0, 0)
+
+
+def _unweave_q6(planes: Mapping[str, U8]) -> None:
+    low, high = _words(planes["qs"], 4), _words(planes["qh"], 2)
+    u, v, w, x = (low[..., i].copy() for i in range(4))
+    y, z = high[..., 0].copy(), high[..., 1].copy()
+    low[..., 0] = _bits_of(u, 0x0F, 0) | _bits_of(x, 0x0F, 4)
+    low[..., 1] = _bits_of(v, 0x0F, 0) | _bits_of(y, 0x0F, 4)
+    low[..., 2] = _bits_of(w, 0x0F, 0) | _bits_of(z, 0x0F, 4)
+    low[..., 3] = _bits_of(u, 0xC0, -6) | _bits_of(v, 0xC0, -4) | _bits_of(x, 0xC0, -2) | _bits_of(y, 0xC0, 0)
+    high[..., 0] = _bits_of(u, 0x30, -4) | _bits_of(v, 0x30, -2) | _bits_of(w, 0xF0, 0)
+    high[..., 1] = _bits_of(x, 0x30, -4) | _bits_of(y, 0x30, -2) | _bits_of(z, 0xF0, 0)
+
+
 class _Q45K(Codec):
-    """Q4_K and Q5_K: Q5_K only adds the plane of fifth bits."""
+    """Q4_K and Q5_K: Q5_K adds the plane of fifth bits, with which its nibbles are woven into whole numbers."""
 
     def __init__(self, name: str, ggml_id: int, bits: int) -> None:
         high = [("qh", 32)] if bits == 5 else []
@@ -248,8 +318,8 @@ class _Q45K(Codec):
         planes = [Plane("qs", 16), *(Plane("qh", 4) for _ in high), Plane("head", 16, SUPER)]
         self.type = QuantType(name, ggml_id, SUPER, self.block.itemsize, tuple(planes))
         self.bits = bits
-
-    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": NIBBLE_CHUNKS, "qh": BIT_SQUARE, "head": _HEAD}
+        self.moves = {"qs": NIBBLE_CHUNKS if bits == 5 else flipped_tops(NIBBLE_CHUNKS), "qh": BIT_SQUARE, "head": _HEAD}
+        self.weave = Weave(("qs", "qh"), _weave_q5, _unweave_q5) if bits == 5 else None
 
     def decode(self, blocks: U8) -> F32:
         b = self.fields(blocks)
@@ -286,7 +356,8 @@ class _Q6K(Codec):
     type = QuantType(
         "Q6_K", 14, SUPER, block.itemsize, (Plane("qs", 16), Plane("qh", 8), Plane("scales", 2), Plane("d", 2, SUPER))
     )
-    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": Q6_NIBBLES, "qh": CRUMBS}
+    moves: Mapping[str, Rearrange] = {"qs": Q6_NIBBLES, "qh": CRUMBS}
+    weave = Weave(("qs", "qh"), _weave_q6, _unweave_q6)
 
     def decode(self, blocks: U8) -> F32:
         b = self.fields(blocks)

@@ -10,13 +10,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from vkback.quants import search
-from vkback.quants.bits import HIGH_BITS, Rearrange
+from vkback.quants.bits import HIGH_BITS, flipped_tops
 from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
 from vkback.quants.quant_type import Plane, QuantType
 
@@ -55,8 +54,7 @@ class _Nibbles(Codec):
         self.levels = 1 << bits
         self.offset = offset
         self.has_high = bits == 5
-
-    moves: ClassVar[Mapping[str, Rearrange]] = {"qh": HIGH_BITS}
+        self.moves = {"qh": HIGH_BITS} if bits == 5 else {"qs": flipped_tops()}
 
     def decode(self, blocks: U8) -> F32:
         b = self.fields(blocks)

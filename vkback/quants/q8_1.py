@@ -1,7 +1,7 @@
 """Activations in eight bits, in the device's layout.
 
 A row of k values, k rounded up to 32 with zeros: for every unit 16 bytes (int8 of values 0..15); then for every unit 16 bytes (values
-16..31); then for every unit 8 bytes: d f32 and two f16, the sums of the int8 of each half (at most 16 * 127, which an f16 holds exactly).
+16..31); then for every unit 8 bytes: d f32 and two int16, the sums of the int8 of each half.
 Rows start on 16 bytes.
 """
 
@@ -55,7 +55,7 @@ def q8_1_quantize(x: npt.NDArray[np.float32]) -> U8:
     second[...] = q[:, :, 16:].view(np.uint8)
     tail[:, :, :4] = d[:, :, None].view(np.uint8)
     sums = q.reshape(n, units, 2, 16).sum(axis=3, dtype=np.int32)
-    tail[:, :, 4:] = sums.astype(np.float16).view(np.uint8)
+    tail[:, :, 4:] = sums.astype(np.int16).view(np.uint8)
     return rows
 
 

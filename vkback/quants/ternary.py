@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import numpy as np
 
@@ -49,7 +48,7 @@ class _TQ10(DecodeOnly):
 class _TQ20(DecodeOnly):
     block = packed(("qs", 64), ("d", 2))
     type = QuantType("TQ2_0", 35, SUPER, block.itemsize, (Plane("qs", 8), Plane("d", 2, SUPER)))
-    moves: ClassVar[Mapping[str, Rearrange]] = {"qs": CRUMBS}
+    moves: Mapping[str, Rearrange] = {"qs": CRUMBS}
 
     def decode(self, blocks: U8) -> F32:
         return half(blocks[:, 64:]) * (crumbs(blocks[:, :64]).astype(np.int8) - np.int8(1)).astype(np.float32)
