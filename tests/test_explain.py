@@ -41,7 +41,7 @@ def test_a_product_of_a_token_without_barriers_has_rows_and_a_kernel_of_its_own(
     code, text = explain(case, "--profile", "nvidia_h200_linux", "--handover")
     assert code == 0, text
     assert "ids = 0, glu = 0, y = F32, prologue = 0, handover = 1:" in text
-    assert "kernel mat_vec/mat_vec[AWAITS=1, BIND_HANDOVER=4, " in text
+    assert "kernel mat_vec/mat_vec[ADJOIN=0, AWAITS=1, BIND_HANDOVER=4, " in text
     assert "AWAITS" not in explain(case, "--profile", "nvidia_h200_linux")[1]
 
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_explained_is_refused(arguments: tuple[str, ...], said: s
 
 
 def bent(ctx: LowerContext, case: str, **params: int) -> list[str]:
-    base = {"wg": 128, "lanes": 32, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 0, "subgroup": 0}
+    base = {"wg": 128, "lanes": 32, "rows": 2, "unroll": 1, "prefetch": 0, "adjoin": 0, "groups": 0, "subgroup": 0}
     said = base | params
     dispatch = OPS["MAT_VEC"].lower(node_of(case), with_params(ctx, **said))[-1]
     return [line.removeprefix("bent: ") for line in bends(said, dispatch, ctx)]
@@ -93,6 +93,7 @@ def test_every_bend_names_its_limit_or_need() -> None:
     assert bent(ctx, glu, rows=1) == ["rows 1 -> 2: GLU takes rows in pairs"]
     assert bent(ctx, quantized) == ["rows 2 -> 16: a Q8_1 output takes tiles of 64 rows"]
     assert bent(ctx, plain, unroll=4) == ["unroll 4 -> 1: 32 units of 32 weights lie on 32 lanes"]
+    assert bent(ctx, plain, lanes=8, unroll=3, adjoin=1) == ["adjoin 1 -> 0: a lane takes 3 units at once, no power of two above 1"]
     assert bent(ctx, plain, groups=1000) == ["groups 1000 -> 0: there are no more tiles than that"]
     assert bent(ctx, plain, subgroup=16) == ["subgroup 16 -> 32: NVIDIA H200 has sizes from 32 to 32"]
     assert bent(ctx, plain, wg=32, lanes=64) == ["lanes 64 -> 32: the workgroup has 32 threads"]

@@ -22,6 +22,9 @@ SHAPES = [
     {"wg": 32, "lanes": 8, "rows": 2, "unroll": 1, "prefetch": 1, "groups": 0, "stage": 1},
     {"wg": 64, "lanes": 64, "rows": 1, "unroll": 1, "prefetch": 0, "groups": 2, "stage": 1},
     {"wg": 64, "lanes": 64, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 2},
+    {"wg": 16, "lanes": 4, "rows": 2, "unroll": 2, "prefetch": 2, "groups": 0},
+    {"wg": 16, "lanes": 2, "rows": 2, "unroll": 4, "prefetch": 2, "adjoin": 1, "groups": 2},
+    {"wg": 16, "lanes": 4, "rows": 1, "unroll": 2, "prefetch": 1, "adjoin": 1, "groups": 0, "stage": 1},
 ]
 
 

@@ -184,8 +184,8 @@ def test_what_is_not_refused_is_compiled_as_it_stands(profile: str, product: Pro
     assert len(set(tried)) >= 4
     for point in tried:
         defines = dict(lowered(point, job, ctx)[-1].kernel.defines)
-        got = [defines[name] for name in ("WG", "LANES", "ROWS", "UNROLL", "PREFETCH", "TILES")]
-        assert got == [point.wg, point.lanes, point.rows, point.unroll, point.prefetch, int(point.groups > 0)]
+        got = [defines[name] for name in ("WG", "LANES", "ROWS", "UNROLL", "PREFETCH", "ADJOIN", "TILES")]
+        assert got == [point.wg, point.lanes, point.rows, point.unroll, point.prefetch, point.adjoin, int(point.groups > 0)]
         if point.subgroup:
             assert lowered(point, job, ctx)[-1].kernel.subgroup_size == point.subgroup
 

@@ -19,6 +19,11 @@ class Clockwork:
         self.caps = SimpleNamespace(device_type=kind)
         self.now = 100.0
         self.submissions = 0
+        self.rested = 0.0
+
+    def rest(self, seconds: float) -> None:
+        self.rested += seconds
+        self.now += seconds
 
     def submit(self, commands: object) -> Any:
         self.submissions += 1
@@ -31,6 +36,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(kind: str) -> Clockwork:
         device = Clockwork(kind)
         monkeypatch.setattr(timing.time, "perf_counter", lambda: device.now)
+        monkeypatch.setattr(timing.time, "sleep", device.rest)
         return device
 
     return start
@@ -50,6 +56,13 @@ def test_an_idle_gpu_is_kept_busy_until_its_clocks_are_up(busy: Any) -> None:
     device.now += timing.IDLE_S + 0.1
     assert warm_up(device, 0.05) == pytest.approx(timing.RISE_S, abs=0.011)
     assert warm_up(device, 2.0) == pytest.approx(2.0, abs=0.011), "never less than what was asked for"
+
+
+def test_a_warm_up_rests_so_that_no_power_limit_lowers_the_clock(busy: Any) -> None:
+    device = busy("discrete")
+    warm_up(device, 2.0)
+    assert device.rested == pytest.approx(timing.REST * (device.submissions - 1) * 0.01)
+    assert device.rested > 0.1
 
 
 def test_a_cpu_driver_runs_once(busy: Any) -> None:

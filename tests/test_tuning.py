@@ -18,7 +18,7 @@ WHY = 'measured = "test"'
 ROW = "[tuning] default.toml [[mat_vec]] row 1: "
 DEFAULT = f"""
 [[mat_vec]]
-set = {{ wg = 128, lanes = 32, rows = 2, unroll = 2, prefetch = 1, stage = 0, groups = 0, subgroup = 0 }}
+set = {{ wg = 128, lanes = 32, rows = 2, unroll = 2, prefetch = 1, adjoin = 0, stage = 0, groups = 0, subgroup = 0 }}
 {WHY}
 """
 
@@ -48,7 +48,7 @@ def query(**changed: object) -> dict[str, object]:
         (row('quant = "Q4_K"'), ROW + "has no `set = { ... }`"),
         ("[[mat_vec]]\nset = { rows = 2 }", ROW + 'has no evidence; add `measured = "..."` with date, device,'),
         ('[[mat_vec]]\nset = { rows = 2 }\nmeasured = " "', ROW + "has no evidence"),
-        (row("set = { row = 2 }"), ROW + "unknown parameter 'row', expected one of groups, lanes, prefetch,"),
+        (row("set = { row = 2 }"), ROW + "unknown parameter 'row', expected one of adjoin, groups, lanes, prefetch,"),
         (row("set = { rows = 3 }"), ROW + "rows = 3 is not legal, expected one of 1, 2, 4, 8, 16, 32"),
         (row("set = { prefetch = true }"), ROW + "prefetch = True is not legal, expected one of 0, 1"),
         (row("set = { groups = -1 }"), ROW + "groups = -1, expected an integer from 0"),

@@ -126,8 +126,8 @@ ActRaw act_fetch(uint row, uint unit, uint units_on) {
     const uint at = (PROLOGUE == 3 ? row * K_UNITS : 0u) + unit + units_on;
     return ActRaw(act_lo[at], act_hi[at], act_ds[at]);
   #else
-    const uint base = row * p.x_stride, quads = FOLDS(base + unit) + units_on;
-    return ActRaw(x4[quads], x4[quads + K_UNITS], x2[FOLDS(base * 2u + unit) + (4u * K_UNITS + units_on)]);
+    const uint base = row * p.x_stride, quads = foldable(base + unit) + units_on;
+    return ActRaw(x4[quads], x4[quads + K_UNITS], x2[foldable(base * 2u + unit) + (4u * K_UNITS + units_on)]);
   #endif
 }
 
@@ -152,9 +152,9 @@ Act act_load(uint row, uint unit, uint units_on) {
   #if PROLOGUE
     [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit + units_on];
   #elif X_TYPE == X_Q8_1
-    const uint base = row * p.x_stride, quads = FOLDS(base + unit) + units_on;
+    const uint base = row * p.x_stride, quads = foldable(base + unit) + units_on;
     const uvec4 lo = x4[quads], hi = x4[quads + K_UNITS];
-    const float d = uintBitsToFloat(x2[FOLDS(base * 2u + unit) + (4u * K_UNITS + units_on)].x);
+    const float d = uintBitsToFloat(x2[foldable(base * 2u + unit) + (4u * K_UNITS + units_on)].x);
     [[unroll]] for (int i = 0; i < 8; i++) {
         const int word = int(i < 4 ? lo[i & 3] : hi[i & 3]);
         a.x[i] = d * vec4((word << 24) >> 24, (word << 16) >> 24, (word << 8) >> 24, word >> 24);
@@ -163,7 +163,7 @@ Act act_load(uint row, uint unit, uint units_on) {
     const uint column = (unit + units_on) * 32u;
     for (uint i = 0; i < 32u; i++) a.x[i >> 2][i & 3u] = column + i < p.k ? x1[row * p.x_stride + column + i] : 0.0;
   #else
-    const uint base = FOLDS(row * (p.x_stride >> 2) + unit * 8u) + units_on * 8u;
+    const uint base = foldable(row * (p.x_stride >> 2) + unit * 8u) + units_on * 8u;
     [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = xf4[base + i];
   #endif
     return a;

@@ -5,7 +5,7 @@ struct UnitRaw { uvec4 part[8]; };
 
 UnitRaw unit_load(Place at) {
     UnitRaw r;
-    [[unroll]] for (uint n = 0; n < 8; n++) r.part[n] = w4[item_at(n * p.w.part, at, 0u)];
+    [[unroll]] for (uint n = 0; n < 8; n++) r.part[n] = QUAD(n * p.w.part, at, 0);
     return r;
 }
 

@@ -10,7 +10,7 @@
 struct UnitRaw { uvec4 qs; uvec2 head; uint sub; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(w4[unit_at(at)], w2[item_at(p.w.plane[0] * 2u, at, 3u)], unit_number(at, 8u) & 7u);
+    return UnitRaw(QUAD(0u, at, 0), PAIR(p.w.plane[0], at, 3), unit_number(at, 8u) & 7u);
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

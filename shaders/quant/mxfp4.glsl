@@ -9,7 +9,7 @@
 struct UnitRaw { uvec4 qs; uint e; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(w4[unit_at(at)], PLANE_WORD(0, at, 2), unit_number(at, 4u));
+    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 2), unit_number(at, 4u));
 }
 
 float half_power(UnitRaw r) {
@@ -19,25 +19,27 @@ float half_power(UnitRaw r) {
 
 #if PATH_INT
 #define UNIT_DOT 0.0625
-#define UNIT_WORDS 12
-// level + 12 of the first half; of the second 16 * (large - 8), then 16 * small.
-void unit_words(UnitRaw r, out uint q[12]) {
+#define UNIT_WORDS 16
+// large of the first half, 16 * (large - 8) of the second, then small of the first half and, left 16 times too large, of the second.
+void unit_words(UnitRaw r, out uint q[16]) {
     [[unroll]] for (int i = 0; i < 4; i++) {
         const uint large = e2m1_large(r.qs[i]);
-        q[i] = 3u * e2m1_small(r.qs[i], 0x03030303u) + (large & 0x0f0f0f0fu);
+        q[i] = large & 0x0f0f0f0fu;
         q[i + 4] = (large & 0xf0f0f0f0u) ^ 0x80808080u;
-        q[i + 8] = e2m1_small(r.qs[i], 0x30303030u);
+        q[i + 8] = e2m1_small(r.qs[i], 0x03030303u);
+        q[i + 12] = e2m1_small(r.qs[i], 0x30303030u);
     }
 }
 
-float unit_dot(UnitRaw r, uint q[12], uint x[8], ivec2 sum) {
-    int first = -12 * sum.x, second_16 = -64 * sum.y, small_16 = 0;
+float unit_dot(UnitRaw r, uint q[16], uint x[8], ivec2 sum) {
+    int first = -12 * sum.x, second_16 = -64 * sum.y, small = 0, small_16 = 0;
     [[unroll]] for (int i = 0; i < 4; i++) {
         first += dot4(q[i], x[i]);
         second_16 += dot4(q[i + 4], x[i + 4]);
-        small_16 += dot4(q[i + 8], x[i + 4]);
+        small += dot4(q[i + 8], x[i]);
+        small_16 += dot4(q[i + 12], x[i + 4]);
     }
-    return half_power(r) * float(16 * first + second_16 + 3 * small_16);
+    return half_power(r) * float(16 * (first + 3 * small) + second_16 + 3 * small_16);
 }
 #endif
 

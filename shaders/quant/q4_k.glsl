@@ -9,7 +9,7 @@ struct UnitRaw { uvec4 qs; uvec4 head; uint sub; };
 #include "quant/k_head.glsl"
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(w4[unit_at(at)], w4[item_at(p.w.plane[0], at, 3u)], unit_number(at, 8u) & 7u);
+    return UnitRaw(QUAD(0u, at, 0), QUAD(p.w.plane[0], at, 3), unit_number(at, 8u) & 7u);
 }
 
 #include "quant/nibbles_dot.glsl"

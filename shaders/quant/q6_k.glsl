@@ -10,7 +10,7 @@
 struct UnitRaw { uvec4 qs; uvec2 qh; uint scales; uint d; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(w4[unit_at(at)], w2[item_at(p.w.plane[0] * 2u, at, 0u)], PLANE_WORD(1, at, 1), PLANE_WORD(2, at, 4), unit_number(at, 16u));
+    return UnitRaw(QUAD(0u, at, 0), PAIR(p.w.plane[0], at, 0), WORD(p.w.plane[1], at, 1), WORD(p.w.plane[2], at, 4), unit_number(at, 16u));
 }
 
 void unit_words(UnitRaw r, out uint q[8]) {

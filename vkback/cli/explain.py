@@ -184,6 +184,8 @@ def bends(said: Mapping[str, Any], dispatch: Dispatch, ctx: LowerContext) -> Ite
     note("lanes", said["lanes"], got["LANES"], f"the workgroup has {got['WG']} threads" if said["lanes"] > got["WG"] else few)
     note("rows", said["rows"], got["ROWS"], need)
     note("unroll", said["unroll"], got["UNROLL"], f"{units} units of 32 weights lie on {got['LANES']} lanes")
+    if said["adjoin"] and not got["ADJOIN"]:
+        found.append(f"bent: adjoin 1 -> 0: a lane takes {got['UNROLL']} units at once, no power of two above 1")
     if said["groups"] and not got["TILES"]:
         found.append(f"bent: groups {said['groups']} -> 0: there are no more tiles than that")
     if said["subgroup"] and required != said["subgroup"]:

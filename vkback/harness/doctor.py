@@ -75,6 +75,7 @@ def table_row(params: str) -> str:
 SWITCHES: tuple[Switch, ...] = (
     Switch("prefetch off", held(prefetch=0), table_row("prefetch = 0")),
     Switch("x read where it lies", held(stage=0), table_row("stage = 0")),
+    Switch("units apart", held(adjoin=0), table_row("adjoin = 0")),
     Switch("one unit at a time", held(unroll=1), table_row("unroll = 1")),
     Switch("one tile a workgroup", held(groups=0), table_row("groups = 0")),
     Switch("one row a slot", held(rows=1), table_row("rows = 1")),

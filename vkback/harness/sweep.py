@@ -60,7 +60,7 @@ REFERENCE_ROWS = 2048
 WARM_S = 0.005
 """Before each lap of a search: the GPU has been busy all along."""
 
-JOURNAL_FORMAT = 3
+JOURNAL_FORMAT = 4
 
 
 class Point(NamedTuple):
@@ -74,11 +74,13 @@ class Point(NamedTuple):
     stage: int
     groups: int
     subgroup: int
+    adjoin: int = 0
 
     @property
     def text(self) -> str:
         parts = [f"{self.wg} threads", f"{self.lanes} lanes", f"{self.rows} rows", f"unroll {self.unroll}"]
-        parts += ["prefetch"] if self.prefetch else []
+        parts += ["units adjoin"] if self.adjoin else []
+        parts += [("prefetch", "prefetch with x")[self.prefetch - 1]] if self.prefetch else []
         parts += ["x staged"] if self.stage else []
         parts += [f"{self.groups} groups"] if self.groups else []
         parts += [f"subgroup {self.subgroup}"] if self.subgroup else []
@@ -224,7 +226,10 @@ def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
     prefetch = point.prefetch if groups or unroll * shape.lanes < units else 0
     staged = job.path == "int" and job.product.x == "Q8_1" and (job.product.n == 1 or job.product.ids) and not job.program
     stage = point.stage if staged else 0  # in a program with hand-overs x is always staged
-    return Point(shape.wg, shape.lanes, shape.rows, unroll, prefetch, stage, groups, subgroup)
+    if not staged or stage or job.product.ids == 2 or unroll * shape.lanes >= units:
+        prefetch = min(prefetch, 1)
+    adjoin = point.adjoin if unroll in (2, 4, 8, 16) and ceil_div(job.product.k, 32) % (unroll * shape.lanes) == 0 else 0
+    return Point(shape.wg, shape.lanes, shape.rows, unroll, prefetch, stage, groups, subgroup, adjoin)
 
 
 def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) -> str:
@@ -269,7 +274,8 @@ def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
         "lanes": (1, 2, 4, 8, 16) if caps.software else (8, 16, 32, 64, 128, 256),
         "rows": (1, 2, 4, 8),
         "unroll": (1, 2, 3, 4, 6, 8),
-        "prefetch": (0, 1),
+        "prefetch": (0, 1, 2),
+        "adjoin": (0, 1),
         "stage": (0,) if caps.software else (0, 1),
         "groups": (0,) if caps.software else (0, cores, 2 * cores, 4 * cores, 8 * cores),
         "subgroup": (0,) if len(sizes) < 2 else (0, *(s for s in sizes if s != caps.subgroup_size)),

@@ -87,20 +87,28 @@ IDLE_S = 0.3
 RISE_S = 0.8
 """What raising them takes: an H200 stays at 345 of 1980 MHz for the first 0.3 s of work and is at the top after 0.6."""
 
+REST = 0.25
+"""Pause after each run of a warm-up, in times of the run. An H200 that reads at full rate and computes beside it is soon at its 700 W; its clock
+then falls from 1980 to 1725 MHz, and what computes much takes up to a fifth longer, more or less by what was timed before. With pauses
+twice as long as the runs it falls, too, to 930 MHz, as if it were idle."""
+
 _last_work: WeakKeyDictionary[Device, float] = WeakKeyDictionary()
 
 
 def warm_up(device: Device, commands: Commands, seconds: float = 0.05) -> None:
-    """Run a recording for `seconds`, and for RISE_S where the device has been idle: at low clocks it reads at less than half its rate.
+    """Run a recording for `seconds`, resting in between, and for RISE_S where the device has been idle: at low clocks it reads at less than
+    half its rate.
 
     Once is enough where the clock does not depend on load (CPU drivers).
     """
-    now = time.perf_counter()
-    if now - _last_work.get(device, -math.inf) > IDLE_S:
+    begin = time.perf_counter()
+    if begin - _last_work.get(device, -math.inf) > IDLE_S:
         seconds = max(seconds, RISE_S)
-    deadline = now + (0.0 if device.caps.device_type == "cpu" else seconds)
+    deadline = begin + (0.0 if device.caps.device_type == "cpu" else seconds)
     device.submit(commands).wait()
-    while time.perf_counter() < deadline:
+    while (now := time.perf_counter()) < deadline:
+        time.sleep(REST * (now - begin))
+        begin = time.perf_counter()
         device.submit(commands).wait()
     _last_work[device] = time.perf_counter()
 

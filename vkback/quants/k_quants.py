@@ -261,7 +261,7 @@ def _bits_of(words: Words, mask: int, shift: int) -> Words:
 
 
 def _weave_q5(planes: Mapping[str, U8]) -> None:
-    """From nibbles and fifth bits to whole numbers, as in shaders/quant/q5_k.glsl. Word w of qs holds values 4w + b low and 16 + 4w + b high."""
+    """From nibbles (word w of qs: values 4w + b low, 16 + 4w + b high) and fifth bits to whole numbers, as in shaders/quant/q5_k.glsl."""
     low, h = _words(planes["qs"], 4), planes["qh"].view(np.uint32)
     a, b, c, d = (low[..., i].copy() for i in range(4))
     fifth = h.copy()
