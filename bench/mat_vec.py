@@ -30,11 +30,12 @@ def grid(args: argparse.Namespace) -> Iterator[dict[str, int]]:
         axes = {"wg": (128, 256, 512, 1024), "lanes": (16, 32, 64), "rows": (1, 2, 4), "unroll": (1, 2, 4), "prefetch": (0,),
                 "groups": (0, 132, 264, 528)}
     else:
-        axes = {"wg": (32, 64, 128, 256, 512), "lanes": (16, 32, 64, 128, 256), "rows": (1, 2, 4, 8), "unroll": (1, 2, 4, 8), "prefetch": (0, 1),
-                "groups": (0,)}
+        axes = {"wg": (64, 128, 256, 512), "lanes": (16, 32, 64, 128), "rows": (1, 2, 4, 8), "unroll": (1, 2, 4), "prefetch": (0, 1, 2),
+                "adjoin": (0, 1), "groups": (0,)}
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
-        if point["lanes"] <= point["wg"] and point["unroll"] * point["rows"] <= 16:
+        same = point["unroll"] == 1 and point.get("adjoin")
+        if point["lanes"] <= point["wg"] and point["unroll"] * point["rows"] <= 8 and not same:
             yield point
 
 

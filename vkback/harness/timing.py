@@ -89,7 +89,7 @@ RISE_S = 0.8
 
 REST = 0.25
 """Pause after each run of a warm-up, in times of the run. An H200 that reads at full rate and computes beside it is soon at its 700 W; its clock
-then falls from 1980 to 1725 MHz, and what computes much takes up to a fifth longer, more or less by what was timed before. With pauses
+then falls from 1980 to 1725 MHz, and what computes much takes up to a fifth longer, more or less by what was timed before. Where pauses are
 twice as long as the runs it falls, too, to 930 MHz, as if it were idle."""
 
 _last_work: WeakKeyDictionary[Device, float] = WeakKeyDictionary()
