@@ -88,9 +88,9 @@ RISE_S = 0.8
 """What raising them takes: an H200 stays at 345 of 1980 MHz for the first 0.3 s of work and is at the top after 0.6."""
 
 REST = 0.25
-"""Pause after each run of a warm-up, in times of the run. An H200 that reads at full rate and computes beside it is soon at its 700 W; its clock
-then falls from 1980 to 1725 MHz, and what computes much takes up to a fifth longer, more or less by what was timed before. Where pauses are
-twice as long as the runs it falls, too, to 930 MHz, as if it were idle."""
+"""Pause after each run of a warm-up, in times of the run. An H200 that reads at full rate and computes beside it is soon at its 700 W;
+its clock then falls from 1980 to 1725 MHz, and what computes much takes up to a fifth longer, more or less by what was timed before.
+Where pauses are twice as long as the runs it falls, too, to 930 MHz, as if it were idle."""
 
 _last_work: WeakKeyDictionary[Device, float] = WeakKeyDictionary()
 
