@@ -6,6 +6,7 @@
 // one tile, or with TILES 1 every tile that lies a whole grid further, so that a prologue serves many rows.
 //
 //   PATH_INT   1: q8_1 activations, dot products of packed bytes; 0: f32 activations
+//   PREFETCH   1: the registers of a unit take that of the next round as soon as it is used; 2: those of x, too
 //   ADJOIN     0: the units that a lane takes at once lie LANES apart; 1: they adjoin, and what several units share is loaded once
 //   IDS        0: dense. 1: gl_WorkGroupID.z = token * n_used + slot picks the expert. 2: z = token, its N_USED experts lie end to end
 //              as one long row, each with its weight
@@ -63,10 +64,10 @@ layout(local_size_x = WG) in;
 #define SLOTS (WG / LANES)
 #define PARTIALS (LANES / SUBGROUP)
 #define CHUNKS ((WALK_UNITS + CHUNK - 1) / CHUNK)
-// x in registers: where a row is one chunk, for all tiles; with PREFETCH 2, that of the next chunk.
+// OWN_X: a lane has its units of x in registers, for all tiles where a row is one chunk; with NEXT_X those of the next chunk follow.
 #define ONE_X (COLS == 1 && IDS != 2 && PATH_INT)
-#define KEEP_X (CHUNKS == 1 && ONE_X)
 #define NEXT_X (CHUNKS > 1 && PREFETCH == 2 && PROLOGUE == 0 && ONE_X)
+#define OWN_X (NEXT_X || (CHUNKS == 1 && ONE_X))
 #define TILE_ROWS (SLOTS * ROWS)
 #define TILE_OUT (TILE_ROWS >> GLU)
 
@@ -116,8 +117,8 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float w
 
 #endif
 
-#if KEEP_X || NEXT_X
-ActRaw own[UNROLL];  // this lane's units of x
+#if OWN_X
+ActRaw own[UNROLL];
 #endif
 #if IDS == 2
 // The token's experts: row of W where each begins, and its weight.
@@ -194,7 +195,7 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
         const float weight = 1.0;
 #endif
 #if PATH_INT && COLS == 1
-  #if KEEP_X || NEXT_X
+  #if OWN_X
         const Act a = act_of(own[j]);
   #else
         const Act a = act_load(row, unit, UNITS_ON(j));
@@ -294,7 +295,7 @@ bool logits_there() {
 }
 #endif
 
-#if KEEP_X || NEXT_X
+#if OWN_X
 void fetch_own() {
     [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_fetch(PROLOGUE == 3 ? 0u : x_row, unit_of(0u, j), UNITS_ON(j));
 }
@@ -355,7 +356,7 @@ void main() {
     fetch_logits(tid, 0u);
     #if PROLOGUE
     fetch_x(tid, x_row);
-    #elif KEEP_X || NEXT_X
+    #elif OWN_X
     fetch_own();
     #endif
   #endif
@@ -384,7 +385,7 @@ void main() {
     subgroupBarrier();  // or else NVIDIA's driver delays each load until it is needed, to save registers: Q2_K 4096x14336 10 % slower
   #endif
 #endif
-#if (KEEP_X || NEXT_X) && !(CHOOSE && PROLOGUE == 0)
+#if OWN_X && !(CHOOSE && PROLOGUE == 0)
     fetch_own();
 #endif
     uint turn = 0;
