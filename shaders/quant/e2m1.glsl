@@ -4,6 +4,7 @@
 // bitwise steps that treat the eight nibbles of a word at once:
 //   small = (b2 ^ b1) (b1 ^ b0)      large = ~b3 (b3 ^ b2) ~b1 (b1 ^ (b0 & b2))
 // Found by a search over pairs of such numbers; with one step each, instead of two for `large`, there is none.
+// mask: the bits of the nibbles that are wanted.
 uint e2m1_small(uint w, uint mask) {
     return (w ^ (w >> 1)) & mask;
 }

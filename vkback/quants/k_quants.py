@@ -12,7 +12,6 @@ byte 32c + l holds value 64c + l low, 64c + 32 + l high; of Q6_K: byte 64h + l (
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -157,10 +156,17 @@ _SCALES12 = Rearrange(
 )
 
 
-def _every_byte(*fields: tuple[Words, int, int, int]) -> Words:
-    """Fields put together: of (words, mask, from, to) each byte's bits of `mask` from bit `from` up, at bit `to` up."""
-    parts = [((words >> np.uint32(at)) & np.uint32(mask * 0x01010101)) << np.uint32(to) for words, mask, at, to in fields]
-    return functools.reduce(np.bitwise_or, parts)
+def _every_byte(*fields: tuple[Words, int, int]) -> Words:
+    """Fields put together: of (words, mask, shift) each byte's bits of `mask`, moved up by `shift` (down where it is negative)."""
+    together = np.zeros_like(fields[0][0])
+    for words, mask, shift in fields:
+        bits = words & np.uint32(mask * 0x01010101)
+        if shift > 0:
+            bits <<= np.uint32(shift)
+        elif shift < 0:
+            bits >>= np.uint32(-shift)
+        together |= bits
+    return together
 
 
 class _Q2K(Codec):
@@ -202,18 +208,18 @@ def _weave_q3(planes: Mapping[str, U8]) -> None:
     """From 2-bit fields of a unit's first half (a) and second (b) and third bits (h) to whole numbers, as in shaders/quant/q3_k.glsl."""
     low, h = planes["qs"].view(np.uint32).reshape(len(planes["qs"]), -1, 2), planes["qh"].view(np.uint32)
     a, b = low[..., 0], low[..., 1]
-    x = _every_byte((a, 3, 0, 0), (h, 1, 0, 2), (b, 3, 0, 3), (h, 1, 4, 5), (a, 3, 6, 6))
-    y = _every_byte((a, 3, 2, 0), (h, 1, 1, 2), (b, 3, 2, 3), (h, 1, 5, 5), (h, 1, 3, 6), (h, 1, 7, 7))
-    z = _every_byte((a, 3, 4, 0), (h, 1, 2, 2), (b, 3, 4, 3), (h, 1, 6, 5), (b, 3, 6, 6))
+    x = _every_byte((a, 0x03, 0), (h, 0x01, 2), (b, 0x03, 3), (h, 0x10, 1), (a, 0xC0, 0))
+    y = _every_byte((a, 0x0C, -2), (h, 0x02, 1), (b, 0x0C, 1), (h, 0x20, 0), (h, 0x08, 3), (h, 0x80, 0))
+    z = _every_byte((a, 0x30, -4), (h, 0x04, 0), (b, 0x30, -1), (h, 0x40, -1), (b, 0xC0, 0))
     low[..., 0], low[..., 1], h[...] = x, y, z
 
 
 def _unweave_q3(planes: Mapping[str, U8]) -> None:
     low, h = planes["qs"].view(np.uint32).reshape(len(planes["qs"]), -1, 2), planes["qh"].view(np.uint32)
     x, y, z = low[..., 0], low[..., 1], h
-    a = _every_byte((x, 3, 0, 0), (y, 3, 0, 2), (z, 3, 0, 4), (x, 3, 6, 6))
-    b = _every_byte((x, 3, 3, 0), (y, 3, 3, 2), (z, 3, 3, 4), (z, 3, 6, 6))
-    bits = _every_byte((x, 1, 2, 0), (y, 1, 2, 1), (z, 1, 2, 2), (y, 1, 6, 3), (x, 1, 5, 4), (y, 1, 5, 5), (z, 1, 5, 6), (y, 1, 7, 7))
+    a = _every_byte((x, 0x03, 0), (y, 0x03, 2), (z, 0x03, 4), (x, 0xC0, 0))
+    b = _every_byte((x, 0x18, -3), (y, 0x18, -1), (z, 0x18, 1), (z, 0xC0, 0))
+    bits = _every_byte((x, 0x04, -2), (y, 0x04, -1), (z, 0x04, 0), (y, 0x40, -3), (x, 0x20, -1), (y, 0x20, 0), (z, 0x20, 1), (y, 0x80, 0))
     low[..., 0], low[..., 1], h[...] = a, b, bits
 
 
@@ -254,34 +260,27 @@ def _words(plane: U8, unit: int) -> Words:
     return plane.view(np.uint32).reshape(len(plane), -1, unit)
 
 
-def _bits_of(words: Words, mask: int, shift: int) -> Words:
-    """The bits `mask` of every byte, moved up by `shift` (down where it is negative)."""
-    kept = words & np.uint32(mask * 0x01010101)
-    return kept << np.uint32(shift) if shift >= 0 else kept >> np.uint32(-shift)
-
-
 def _weave_q5(planes: Mapping[str, U8]) -> None:
     """From nibbles (word w of qs: values 4w + b low, 16 + 4w + b high) and fifth bits to whole numbers, as in shaders/quant/q5_k.glsl."""
     low, h = _words(planes["qs"], 4), planes["qh"].view(np.uint32)
     a, b, c, d = (low[..., i].copy() for i in range(4))
     fifth = h.copy()
-    low[..., 0] = _bits_of(a, 0x0F, 0) | _bits_of(fifth, 0x01, 4) | _bits_of(b, 0x70, 1)
-    low[..., 1] = _bits_of(b, 0x0F, 0) | _bits_of(fifth, 0x02, 3) | _bits_of(b, 0x80, -2) | _bits_of(fifth, 0x20, 1) | _bits_of(d, 0x80, 0)
-    low[..., 2] = _bits_of(c, 0x0F, 0) | _bits_of(fifth, 0x04, 2) | _bits_of(c, 0x70, 1)
-    low[..., 3] = _bits_of(d, 0x0F, 0) | _bits_of(fifth, 0x08, 1) | _bits_of(c, 0x80, -2) | _bits_of(fifth, 0xC0, 0)
-    h[...] = _bits_of(a, 0xF0, -4) | _bits_of(fifth, 0x10, 0) | _bits_of(d, 0x70, 1)
+    low[..., 0] = _every_byte((a, 0x0F, 0), (fifth, 0x01, 4), (b, 0x70, 1))
+    low[..., 1] = _every_byte((b, 0x0F, 0), (fifth, 0x02, 3), (b, 0x80, -2), (fifth, 0x20, 1), (d, 0x80, 0))
+    low[..., 2] = _every_byte((c, 0x0F, 0), (fifth, 0x04, 2), (c, 0x70, 1))
+    low[..., 3] = _every_byte((d, 0x0F, 0), (fifth, 0x08, 1), (c, 0x80, -2), (fifth, 0xC0, 0))
+    h[...] = _every_byte((a, 0xF0, -4), (fifth, 0x10, 0), (d, 0x70, 1))
 
 
 def _unweave_q5(planes: Mapping[str, U8]) -> None:
     low, h = _words(planes["qs"], 4), planes["qh"].view(np.uint32)
     v, w, x, y = (low[..., i].copy() for i in range(4))
     z = h.copy()
-    low[..., 0] = _bits_of(v, 0x0F, 0) | _bits_of(z, 0x0F, 4)
-    low[..., 1] = _bits_of(w, 0x0F, 0) | _bits_of(v, 0xE0, -1) | _bits_of(w, 0x20, 2)
-    low[..., 2] = _bits_of(x, 0x0F, 0) | _bits_of(x, 0xE0, -1) | _bits_of(y, 0x20, 2)
-    low[..., 3] = _bits_of(y, 0x0F, 0) | _bits_of(z, 0xE0, -1) | _bits_of(w, 0x80, 0)
-    first = _bits_of(v, 0x10, -4) | _bits_of(w, 0x10, -3) | _bits_of(x, 0x10, -2) | _bits_of(y, 0x10, -1)
-    h[...] = first | _bits_of(z, 0x10, 0) | _bits_of(w, 0x40, -1) | _bits_of(y, 0xC0, 0)
+    low[..., 0] = _every_byte((v, 0x0F, 0), (z, 0x0F, 4))
+    low[..., 1] = _every_byte((w, 0x0F, 0), (v, 0xE0, -1), (w, 0x20, 2))
+    low[..., 2] = _every_byte((x, 0x0F, 0), (x, 0xE0, -1), (y, 0x20, 2))
+    low[..., 3] = _every_byte((y, 0x0F, 0), (z, 0xE0, -1), (w, 0x80, 0))
+    h[...] = _every_byte((v, 0x10, -4), (w, 0x10, -3), (x, 0x10, -2), (y, 0x10, -1), (z, 0x10, 0), (w, 0x40, -1), (y, 0xC0, 0))
 
 
 def _weave_q6(planes: Mapping[str, U8]) -> None:
@@ -289,24 +288,24 @@ def _weave_q6(planes: Mapping[str, U8]) -> None:
     low, high = _words(planes["qs"], 4), _words(planes["qh"], 2)
     a, b, c, d = (low[..., i].copy() for i in range(4))
     first, second = high[..., 0].copy(), high[..., 1].copy()
-    low[..., 0] = _bits_of(a, 0x0F, 0) | _bits_of(first, 0x03, 4) | _bits_of(d, 0x03, 6)
-    low[..., 1] = _bits_of(b, 0x0F, 0) | _bits_of(first, 0x0C, 2) | _bits_of(d, 0x0C, 4)
-    low[..., 2] = _bits_of(c, 0x0F, 0) | _bits_of(first, 0xF0, 0)
-    low[..., 3] = _bits_of(a, 0xF0, -4) | _bits_of(second, 0x03, 4) | _bits_of(d, 0x30, 2)
-    high[..., 0] = _bits_of(b, 0xF0, -4) | _bits_of(second, 0x0C, 2) | _bits_of(d, 0xC0, 0)
-    high[..., 1] = _bits_of(c, 0xF0, -4) | _bits_of(second, 0xF0, 0)
+    low[..., 0] = _every_byte((a, 0x0F, 0), (first, 0x03, 4), (d, 0x03, 6))
+    low[..., 1] = _every_byte((b, 0x0F, 0), (first, 0x0C, 2), (d, 0x0C, 4))
+    low[..., 2] = _every_byte((c, 0x0F, 0), (first, 0xF0, 0))
+    low[..., 3] = _every_byte((a, 0xF0, -4), (second, 0x03, 4), (d, 0x30, 2))
+    high[..., 0] = _every_byte((b, 0xF0, -4), (second, 0x0C, 2), (d, 0xC0, 0))
+    high[..., 1] = _every_byte((c, 0xF0, -4), (second, 0xF0, 0))
 
 
 def _unweave_q6(planes: Mapping[str, U8]) -> None:
     low, high = _words(planes["qs"], 4), _words(planes["qh"], 2)
     u, v, w, x = (low[..., i].copy() for i in range(4))
     y, z = high[..., 0].copy(), high[..., 1].copy()
-    low[..., 0] = _bits_of(u, 0x0F, 0) | _bits_of(x, 0x0F, 4)
-    low[..., 1] = _bits_of(v, 0x0F, 0) | _bits_of(y, 0x0F, 4)
-    low[..., 2] = _bits_of(w, 0x0F, 0) | _bits_of(z, 0x0F, 4)
-    low[..., 3] = _bits_of(u, 0xC0, -6) | _bits_of(v, 0xC0, -4) | _bits_of(x, 0xC0, -2) | _bits_of(y, 0xC0, 0)
-    high[..., 0] = _bits_of(u, 0x30, -4) | _bits_of(v, 0x30, -2) | _bits_of(w, 0xF0, 0)
-    high[..., 1] = _bits_of(x, 0x30, -4) | _bits_of(y, 0x30, -2) | _bits_of(z, 0xF0, 0)
+    low[..., 0] = _every_byte((u, 0x0F, 0), (x, 0x0F, 4))
+    low[..., 1] = _every_byte((v, 0x0F, 0), (y, 0x0F, 4))
+    low[..., 2] = _every_byte((w, 0x0F, 0), (z, 0x0F, 4))
+    low[..., 3] = _every_byte((u, 0xC0, -6), (v, 0xC0, -4), (x, 0xC0, -2), (y, 0xC0, 0))
+    high[..., 0] = _every_byte((u, 0x30, -4), (v, 0x30, -2), (w, 0xF0, 0))
+    high[..., 1] = _every_byte((x, 0x30, -4), (y, 0x30, -2), (z, 0xF0, 0))
 
 
 class _Q45K(Codec):
