@@ -32,7 +32,7 @@ def test_a_product_is_explained_from_path_to_kernel() -> None:
     assert "LANES=64" in kernel
     assert kernel.endswith("sg64]")
     assert "  grid 4096x1x1 workgroups of 64x1x1 threads, subgroups of 64, 0 of 65536 bytes of shared memory" in lines
-    assert "  3 buffers, 68 of 256 bytes of push constants, 33.064 MB to move" in lines
+    assert "  3 buffers, 64 of 256 bytes of push constants, 33.064 MB to move" in lines
     assert "  shape as the tables say" in lines
 
 

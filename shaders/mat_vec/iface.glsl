@@ -14,8 +14,7 @@ layout(push_constant) uniform Push {
     uint y_offset;  // output row of this shard's first row
     uint w_row0;    // row of the whole weight where this shard begins
     uint y_units;   // Q8_1 output: units in an output row
-    uint n_used;    // experts of a token
-    uint x_slots;   // 1: the experts of a token share its x; n_used: each has its own
+    uint x_slots;   // 1: the experts of a token share its x; N_USED: each has its own
     float eps;      // RMS norm in the prologue
 } p;
 

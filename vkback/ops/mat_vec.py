@@ -398,7 +398,6 @@ class Product:
             y_row0,
             0 if self.ids else shard.row0,
             ceil_div(self.rows_total, 32),
-            self.n_used,
             self.x.shape[1] if self.ids and len(self.x.shape) == 3 else 1,
             float(self.node.params.get("eps", 0.0)),
         )
