@@ -87,7 +87,7 @@ declare(
         "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
         "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
         "rows": (1, 2, 4, 8, 16, 32),
-        "unroll": (1, 2, 3, 4, 5, 6, 7, 8, 14, 16),
+        "unroll": (1, 2, 3, 4, 6, 8, 14, 16),
         "prefetch": (0, 1, 2),  # 1: a unit's registers take that of the next round as soon as it is used; 2: those of x, too
         "adjoin": (0, 1),  # whether the units a lane takes at once adjoin, where they are a power of two and divide a row
         "stage": (0, 1),  # a Q8_1 x by way of shared memory

@@ -192,20 +192,20 @@ def renamed_nibbles(order: Sequence[int], first: Rearrange | None = None) -> Rea
 
 
 def flipped_tops(first: Rearrange | None = None) -> Rearrange:
-    """The top bit of every byte flipped, after the moves of `first`: high nibbles become signed when the low ones are masked out."""
+    """The top bit of every byte flipped, after the moves of `first`: high nibbles are signed numbers then when the low ones are masked out."""
+
+    def flip(src: U8, dst: U8) -> None:
+        np.bitwise_xor(src, np.uint8(0x80), out=dst)
+
+    if first is None:
+        return Rearrange(flip, flip)
 
     def to_device(src: U8, dst: U8) -> None:
-        if first is None:
-            np.bitwise_xor(src, np.uint8(0x80), out=dst)
-        else:
-            first.to_device(src, dst)
-            dst ^= np.uint8(0x80)
+        first.to_device(src, dst)
+        flip(dst, dst)
 
     def to_file(src: U8, dst: U8) -> None:
-        if first is None:
-            np.bitwise_xor(src, np.uint8(0x80), out=dst)
-        else:
-            first.to_file(src ^ np.uint8(0x80), dst)
+        first.to_file(src ^ np.uint8(0x80), dst)
 
     return Rearrange(to_device, to_file)
 
