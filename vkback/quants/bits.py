@@ -192,7 +192,7 @@ def renamed_nibbles(order: Sequence[int], first: Rearrange | None = None) -> Rea
 
 
 def flipped_tops(first: Rearrange | None = None) -> Rearrange:
-    """The top bit of every byte flipped, after the moves of `first`: high nibbles are signed numbers then when the low ones are masked out."""
+    """The top bit of every byte flipped, after the moves of `first`: high nibbles are then signed, the low ones masked out."""
 
     def flip(src: U8, dst: U8) -> None:
         np.bitwise_xor(src, np.uint8(0x80), out=dst)
