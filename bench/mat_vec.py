@@ -3,7 +3,7 @@
     python bench/mat_vec.py [--quant Q4_K,Q6_K] [--shape 4096x14336] [--ids 128x8] [--sweep] [--act q8_1]
 
 One line a point: kernel shape, microseconds a launch back to back (throughput) and one after the other (latency), GB/s, share of the read
-rate.
+rate. Before them what a launch takes that only reads as many bytes. With --sweep only points that no other beats in both figures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterator
 
 from vkback.device import Device
-from vkback.harness.read_rate import measure_read_rate
+from vkback.harness.read_rate import measure_read_rate, plain_read_us
 from vkback.harness.timing import Bench
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
@@ -72,7 +72,6 @@ def main() -> None:
     parser.add_argument("--norm", action="store_true")
     parser.add_argument("--act", default="auto")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--top", type=int, default=6, help="with --sweep: the quickest points of each case")
     parser.add_argument("--device")
     args = parser.parse_args()
     with Device.open(args.device) as device:
@@ -96,12 +95,13 @@ def main() -> None:
                         t = bench.time(use, repetitions=3)
                     except PlanError:
                         continue
-                    points.append((t.throughput_us, t, params))
-                points.sort(key=lambda p: p[0])
-                best_latency = sorted(points, key=lambda p: p[1].latency_us)[: args.top]
-                for us, t, params in points[: args.top] + [p for p in best_latency if p not in points[: args.top]]:
+                    points.append((t, params))
+            floor = plain_read_us(device, library, points[0][0].nbytes)
+            print(f"{case.line}: a plain read of {points[0][0].nbytes / 1e6:.1f} MB takes {floor:.2f} us")
+            for t, params in sorted(points, key=lambda p: p[0].throughput_us):
+                if not any(o.throughput_us <= t.throughput_us and o.latency_us < t.latency_us for o, _ in points):
                     rate = f"{t.gb_s:.0f} GB/s, {100 * t.gb_s / roof:.0f} % of read rate"
-                    print(f"{case.line} {params or ''}: {us:.2f} us ({rate}), latency {t.latency_us:.2f} us")
+                    print(f"  {t.throughput_us:.2f} us ({rate}), latency {t.latency_us:.2f} us {params or ''}")
 
 
 if __name__ == "__main__":

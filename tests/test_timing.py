@@ -1,4 +1,4 @@
-"""Warm-up before a timing: how long the device is kept busy."""
+"""Warm-up before a timing: how long the device is kept busy; and what is timed as a floor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 
 from vkback.device import Commands, Device
 from vkback.harness import timing
+from vkback.harness.read_rate import plain_read_us
 from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
+from vkback.shader import ShaderLibrary
 
 
 class Clockwork:
@@ -79,3 +81,10 @@ def test_of_a_stack_of_experts_a_launch_reads_those_chosen() -> None:
     assert timing.read_share(summed.build().node) == 0.5
     choosing = fused_case("Q4_K", 8, 256, 1, ("logits",), glu=True, experts=6, used=3)
     assert timing.read_share(choosing.build().node) == 0.5
+
+
+@pytest.mark.vulkan
+def test_a_plain_read_has_a_time(device: Device, library: ShaderLibrary) -> None:
+    assert 0 < plain_read_us(device, library, 1 << 20) < 1e6
+    with pytest.raises(ValueError, match="at least 65536 bytes, got 4096"):
+        plain_read_us(device, library, 4096)

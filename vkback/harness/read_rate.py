@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 
-from vkback.device import Device
-from vkback.harness.timing import span_us, warm_up
+from vkback.device import BufferRange, Device
+from vkback.harness.timing import COLD_BYTES, span_us, warm_up
 from vkback.ops.base import pack_push
 from vkback.shader import ShaderLibrary, Variant
 
@@ -27,6 +29,14 @@ class ReadRate:
         return self.bytes_per_second / 1e9
 
 
+def _fill(device: Device, source: BufferRange) -> None:
+    rec = device.recorder("fill")
+    rec.fill(source, SEED)
+    commands = rec.finish()
+    device.submit(commands).wait()
+    commands.destroy()
+
+
 def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None = None) -> ReadRate:
     """Read `nbytes` (default: far more than any cache, at most a quarter of what is free) with several grids; the best of them.
 
@@ -39,11 +49,7 @@ def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None
     best = ReadRate(0.0, size, 0, 0)
     with device.arena("read rate", size + 4096, "device") as arena:
         source, sink = arena.alloc(size, "source"), arena.alloc(256, "sink")
-        fill = device.recorder("fill")
-        fill.fill(source, SEED)
-        commands = fill.finish()
-        device.submit(commands).wait()
-        commands.destroy()
+        _fill(device, source)
         for threads, groups in grids:
             threads = min(threads, device.caps.max_workgroup_invocations)
             variant = Variant("probe/read.comp", (("UNROLL", UNROLL), ("WG", threads)))
@@ -60,4 +66,46 @@ def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None
             commands.destroy()
             if rate > best.bytes_per_second:
                 best = ReadRate(rate, size, threads, groups)
+    return best
+
+
+CHAIN = 64
+"""Launches in a chain of plain reads."""
+
+
+def plain_read_us(device: Device, library: ShaderLibrary, nbytes: int) -> float:
+    """Microseconds that a launch takes which only reads `nbytes` of cold data and waits for the one before: the best of several grids.
+
+    The floor of a kernel that reads as much and must wait for its input; it stores nothing. Raises ValueError for less than 64 KiB.
+    """
+    if nbytes < 1 << 16:
+        raise ValueError(f"a plain read takes at least 65536 bytes, got {nbytes}")
+    software = device.caps.device_type == "cpu"
+    step = -(-nbytes // 4096) * 4096
+    copies = 2 if software else max(2, COLD_BYTES // step)
+    launches = 4 if software else CHAIN
+    best = math.inf
+    with device.arena("plain read", copies * step + 4096, "device") as arena:
+        source, sink = arena.alloc(copies * step, "source"), arena.alloc(256, "sink")
+        _fill(device, source)
+        for threads, unroll in ((32, 4),) if software else itertools.product((256, 512, 1024), (1, 2, 4)):
+            threads = min(threads, device.caps.max_workgroup_invocations)
+            variant = Variant("probe/read.comp", (("UNROLL", unroll), ("WG", threads)))
+            kernel = device.kernel(library.spirv(variant), name=variant.name, bindings=2, push_bytes=8)
+            tiles = nbytes // (16 * threads * unroll)
+            for groups in sorted({g for g in (tiles, 528, 1056, 2112) if 0 < g <= tiles}):
+                rec = device.recorder("plain read", timestamps=2)
+                rec.barrier()
+                rec.timestamp("start")
+                for i in range(launches):
+                    if i:
+                        rec.barrier()
+                    part = source.slice(i % copies * step, tiles * 16 * threads * unroll)
+                    rec.dispatch(kernel, [part, sink], pack_push(tiles, 1), (groups, 1, 1), "read")
+                rec.timestamp("end")
+                rec.host_barrier()
+                commands = rec.finish()
+                warm_up(device, commands, 0.01)
+                best = min(best, *(span_us(device, commands) / launches for _ in range(3)))
+                commands.destroy()
     return best
