@@ -21,12 +21,11 @@ from vkback.device import Commands, Device
 from vkback.graph import Graph
 from vkback.harness.climb import P, SweepError
 from vkback.harness.judge import judge
-from vkback.harness.stage_times import zeroed
+from vkback.harness.stage_times import loaded, zeroed
 from vkback.harness.sweep import WARM_S, Array, Job, Point, Result, Sweep, Trial
 from vkback.harness.timing import Lap, lap_of, span_us, warm_up
 from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler, matrix_bytes
 from vkback.models.registry import Model
-from vkback.models.weights import load_weights
 from vkback.ops.base import Chooser, Dispatch, LowerContext, PlanError, Tolerance
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
@@ -101,9 +100,7 @@ class Tokens:
         self._stack = ExitStack()
         tensors = plan(self.graph, ctx).tensors()
         try:
-            arena, self.weights = load_weights(model.file, {n: t for n, t in tensors.items() if t.kind == "weight"}, device, progress=False)
-            self._stack.callback(arena.destroy)
-            self.ranges = zeroed(device, [t for t in tensors.values() if t.kind in ("state", "input")], self._stack)
+            self.weights, self.ranges = loaded(model, tensors, device, self._stack, progress=False)
             first = zeroed(device, [tensors[name] for name in INPUTS], self._stack)
             depth = self.depth = min(depth, (n_ctx or model.default_n_ctx) - 2 * TOKENS_PER_SUBMIT)
             device.upload(first["pos"], np.array([depth], np.int32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from vkback.models.weights import load_weights
 from vkback.ops.base import nbytes, pack_push
 from vkback.plan.forecast import Costs
 from vkback.plan.schedule import Schedule, aligned
-from vkback.program import Program
+from vkback.program import Program, WeightRanges
 from vkback.shader import ShaderLibrary, Variant
 
 STAGE_BYTES, SOFTWARE_STAGE_BYTES = 1 << 20, 1 << 14
@@ -118,9 +118,7 @@ def measure_stages(
     if depth + tokens > rows:
         raise StageError(f"[stages] {tokens} tokens after {depth} do not fit a cache of {rows} rows; lower --depth or raise --ctx")
     with ExitStack() as stack:
-        arena, weights = load_weights(model.file, {n: t for n, t in tensors.items() if t.kind == "weight"}, device, progress=progress)
-        stack.callback(arena.destroy)
-        ranges = zeroed(device, [*caches, *(t for t in tensors.values() if t.kind == "input")], stack)
+        weights, ranges = loaded(model, tensors, device, stack, progress=progress)
         device.upload(ranges["pos"], np.arange(depth, depth + tokens, dtype=np.int32))
         program = Program(device, library, schedule, ranges, weights)
         stack.callback(program.close)
@@ -136,6 +134,15 @@ def measure_stages(
             device.submit(whole).wait()
             wholes.append((time.perf_counter_ns() - begun) / 1e3 / REPEAT)
     return StageTimes(tuple(map(float, np.median(stages, axis=0))), float(np.median(wholes)))
+
+
+def loaded(
+    model: Model, tensors: Mapping[str, Tensor], device: Device, stack: ExitStack, *, progress: bool
+) -> tuple[dict[str, WeightRanges], dict[str, BufferRange]]:
+    """What a schedule of a model needs on a device until the stack unwinds: its weights, and its caches and inputs, all zeros."""
+    arena, weights = load_weights(model.file, {n: t for n, t in tensors.items() if t.kind == "weight"}, device, progress=progress)
+    stack.callback(arena.destroy)
+    return weights, zeroed(device, [t for t in tensors.values() if t.kind in ("state", "input")], stack)
 
 
 def zeroed(device: Device, tensors: Sequence[Tensor], stack: ExitStack) -> dict[str, BufferRange]:
