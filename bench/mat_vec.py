@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterator
 
 from vkback.device import Device
-from vkback.harness.read_rate import measure_read_rate, plain_read_us
+from vkback.harness.read_rate import LEAST_READ, measure_read_rate, plain_read_us
 from vkback.harness.timing import Bench
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
@@ -34,8 +34,8 @@ def grid(args: argparse.Namespace) -> Iterator[dict[str, int]]:
                 "adjoin": (0, 1), "groups": (0,)}
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
-        same = point["unroll"] == 1 and point.get("adjoin")
-        if point["lanes"] <= point["wg"] and point["unroll"] * point["rows"] <= 8 and not same:
+        without_effect = point["unroll"] == 1 and point.get("adjoin")
+        if point["lanes"] <= point["wg"] and point["unroll"] * point["rows"] <= 8 and not without_effect:
             yield point
 
 
@@ -96,8 +96,9 @@ def main() -> None:
                     except PlanError:
                         continue
                     points.append((t, params))
-            floor = plain_read_us(device, library, points[0][0].nbytes)
-            print(f"{case.line}: a plain read of {points[0][0].nbytes / 1e6:.1f} MB takes {floor:.2f} us")
+            nbytes = max((t.nbytes for t, _ in points), default=0)
+            floor = f"{plain_read_us(device, library, nbytes):.2f} us" if nbytes >= LEAST_READ else "too little to tell"
+            print(f"{case.line}: a plain read of {nbytes / 1e6:.1f} MB takes {floor}")
             for t, params in sorted(points, key=lambda p: p[0].throughput_us):
                 if not any(o.throughput_us <= t.throughput_us and o.latency_us < t.latency_us for o, _ in points):
                     rate = f"{t.gb_s:.0f} GB/s, {100 * t.gb_s / roof:.0f} % of read rate"

@@ -94,6 +94,9 @@ def test_every_bend_names_its_limit_or_need() -> None:
     assert bent(ctx, quantized) == ["rows 2 -> 16: a Q8_1 output takes tiles of 64 rows"]
     assert bent(ctx, plain, unroll=4) == ["unroll 4 -> 1: 32 units of 32 weights lie on 32 lanes"]
     assert bent(ctx, plain, lanes=8, unroll=3, adjoin=1) == ["adjoin 1 -> 0: a lane takes 3 units at once, no power of two above 1"]
+    assert bent(ctx, plain, lanes=16, unroll=2, adjoin=1) == ["shape as the tables say"]
+    odd = "MUL_MAT(type_a=Q8_0,m=512,n=1,k=1440)"
+    assert bent(ctx, odd, lanes=16, unroll=2, adjoin=1) == ["adjoin 1 -> 0: a row's 45 units of 32 weights are no multiple of 32"]
     assert bent(ctx, plain, groups=1000) == ["groups 1000 -> 0: there are no more tiles than that"]
     assert bent(ctx, plain, subgroup=16) == ["subgroup 16 -> 32: NVIDIA H200 has sizes from 32 to 32"]
     assert bent(ctx, plain, wg=32, lanes=64) == ["lanes 64 -> 32: the workgroup has 32 threads"]

@@ -4,8 +4,8 @@
 //   PROLOGUE 2: as 1, after RMS norm and its weight
 //   PROLOGUE 3: Q8_1 from memory, copied into shared memory by every workgroup
 
+struct ActRaw { uvec4 lo, hi; uvec2 ds; };  // Q8_1 as it lies in memory
 #if PATH_INT
-struct ActRaw { uvec4 lo, hi; uvec2 ds; };                     // as it lies in memory
 struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };  // both sums: of the int8 of each half, the first times d
 #else
 struct Act { vec4 x[8]; };
@@ -120,17 +120,19 @@ void prologue(uint tid) {
 #endif
 
 // Unit `unit + units_on` of row `row` of x, units_on a constant as in Place; with a prologue of the rows it has brought, counted from the first.
-#if PATH_INT
+#if PROLOGUE && PATH_INT
 ActRaw act_fetch(uint row, uint unit, uint units_on) {
-  #if PROLOGUE
     const uint at = (PROLOGUE == 3 ? row * K_UNITS : 0u) + unit + units_on;
     return ActRaw(act_lo[at], act_hi[at], act_ds[at]);
-  #else
+}
+#elif X_TYPE == X_Q8_1
+ActRaw act_fetch(uint row, uint unit, uint units_on) {
     const uint base = row * p.x_stride, quads = foldable(base + unit) + units_on;
     return ActRaw(x4[quads], x4[quads + K_UNITS], x2[foldable(base * 2u + unit) + (4u * K_UNITS + units_on)]);
-  #endif
 }
+#endif
 
+#if PATH_INT
 Act act_of(ActRaw r) {
     Act a;
     [[unroll]] for (int i = 0; i < 4; i++) {
@@ -152,12 +154,10 @@ Act act_load(uint row, uint unit, uint units_on) {
   #if PROLOGUE
     [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit + units_on];
   #elif X_TYPE == X_Q8_1
-    const uint base = row * p.x_stride, quads = foldable(base + unit) + units_on;
-    const uvec4 lo = x4[quads], hi = x4[quads + K_UNITS];
-    const float d = uintBitsToFloat(x2[foldable(base * 2u + unit) + (4u * K_UNITS + units_on)].x);
+    const ActRaw r = act_fetch(row, unit, units_on);
     [[unroll]] for (int i = 0; i < 8; i++) {
-        const int word = int(i < 4 ? lo[i & 3] : hi[i & 3]);
-        a.x[i] = d * vec4((word << 24) >> 24, (word << 16) >> 24, (word << 8) >> 24, word >> 24);
+        const int word = int(i < 4 ? r.lo[i & 3] : r.hi[i & 3]);
+        a.x[i] = uintBitsToFloat(r.ds.x) * vec4((word << 24) >> 24, (word << 16) >> 24, (word << 8) >> 24, word >> 24);
     }
   #elif K_TAIL
     const uint column = (unit + units_on) * 32u;

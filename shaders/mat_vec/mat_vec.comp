@@ -8,6 +8,7 @@
 //   PATH_INT   1: q8_1 activations, dot products of packed bytes; 0: f32 activations
 //   PREFETCH   1: the registers of a unit take that of the next round as soon as it is used; 2: those of x, too
 //   ADJOIN     0: the units that a lane takes at once lie LANES apart; 1: they adjoin, and what several units share is loaded once
+//              (UNROLL is a power of two, and K_UNITS a multiple of LANES * UNROLL)
 //   IDS        0: dense. 1: gl_WorkGroupID.z = token * n_used + slot picks the expert. 2: z = token, its N_USED experts lie end to end
 //              as one long row, each with its weight
 //   GLU        1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
@@ -37,7 +38,7 @@ layout(local_size_x = WG) in;
 #include "common/int_dot.glsl"
 #endif
 #define CHUNK (LANES * UNROLL)
-#if ADJOIN && K_UNITS % CHUNK == 0
+#if ADJOIN
 #define UNIT_STEP UNROLL
 #else
 #define UNIT_STEP 1

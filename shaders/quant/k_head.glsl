@@ -1,4 +1,5 @@
-// Of Q4_K and Q5_K, whose UnitRaw has `head` and `sub`, the number of the unit in its block: the 16-byte head of a block: d, dmin, and eight 6-bit scales and mins (bit order in docs/architecture.md).
+// Of Q4_K and Q5_K: the head of a block in 16 bytes, d, dmin and eight 6-bit scales and mins (bit order in docs/architecture.md). sub: number of
+// the unit in its block.
 ivec2 k_scale_min(uvec4 head, uint sub) {
     const uint lo = ((sub & 4u) == 0u ? head.y : head.z) >> (8u * (sub & 3u));
     const uint hi = head.w >> (4u * sub);

@@ -29,13 +29,13 @@ uint foldable(uint index) { return index & 0x3fffffffu; }
 uint item_at(uint first, Place at, uint shift, uint width) {
 #ifdef K_UNITS
     const uint items = ROW_UNITS >> shift;
-    return ROW_UNITS % (1u << shift) == 0u && (at.units_on % (1u << shift) == 0u || at.units_on < UNIT_STEP)
-               ? foldable(first + (at.row * items + (at.unit >> shift)) * width)
-                     + (at.rows_on * items + (at.units_on >> shift)) * width
-               : first + (((at.row + at.rows_on) * ROW_UNITS + at.unit + at.units_on) >> shift) * width;
-#else
-    return first + (((at.row + at.rows_on) * ROW_UNITS + at.unit + at.units_on) >> shift) * width;
 #endif
+    return
+#ifdef K_UNITS
+        ROW_UNITS % (1u << shift) == 0u && (at.units_on % (1u << shift) == 0u || at.units_on < UNIT_STEP)
+            ? foldable(first + (at.row * items + (at.unit >> shift)) * width) + (at.rows_on * items + (at.units_on >> shift)) * width :
+#endif
+        first + (((at.row + at.rows_on) * ROW_UNITS + at.unit + at.units_on) >> shift) * width;
 }
 
 // The item of 16, 8 or 4 bytes that belongs to a unit in the plane that begins `first` 16-byte words into the tensor, where 2^shift units share an
@@ -47,9 +47,9 @@ uint item_at(uint first, Place at, uint shift, uint width) {
 // Number of a unit as far as its remainder by `period`, a power of two up to 16, goes.
 uint unit_number(Place at, uint period) {
     const uint on = at.units_on % period == 0u ? 0u : at.units_on;
+    return
 #ifdef K_UNITS
-    return ROW_UNITS % period == 0u ? at.unit + on : (at.row + at.rows_on) * ROW_UNITS + at.unit + on;
-#else
-    return (at.row + at.rows_on) * ROW_UNITS + at.unit + on;
+        ROW_UNITS % period == 0u ? at.unit + on :
 #endif
+        (at.row + at.rows_on) * ROW_UNITS + at.unit + on;
 }

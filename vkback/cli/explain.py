@@ -157,6 +157,7 @@ def _kernel(dispatch: Dispatch, caps: Capabilities, library: ShaderLibrary) -> I
 def bends(said: Mapping[str, Any], dispatch: Dispatch, ctx: LowerContext) -> Iterator[str]:
     """What a mat-vec kernel has otherwise than the tables said, each with the limit or the need behind it."""
     from vkback.ops.mat_vec import MAX_COLUMNS, subgroup_for
+    from vkback.ops.workgroup import power_of_two
 
     caps = ctx.caps
     got = {k: v for k, v in dispatch.kernel.defines if isinstance(v, int)}
@@ -185,7 +186,12 @@ def bends(said: Mapping[str, Any], dispatch: Dispatch, ctx: LowerContext) -> Ite
     note("rows", said["rows"], got["ROWS"], need)
     note("unroll", said["unroll"], got["UNROLL"], f"{units} units of 32 weights lie on {got['LANES']} lanes")
     if said["adjoin"] and not got["ADJOIN"]:
-        found.append(f"bent: adjoin 1 -> 0: a lane takes {got['UNROLL']} units at once, no power of two above 1")
+        at_once = got["LANES"] * got["UNROLL"]
+        if got["UNROLL"] > 1 and got["UNROLL"] == power_of_two(got["UNROLL"]):
+            why = f"a row's {got['K_UNITS']} units of 32 weights are no multiple of {at_once}"
+        else:
+            why = f"a lane takes {got['UNROLL']} units at once, no power of two above 1"
+        found.append(f"bent: adjoin 1 -> 0: {why}")
     if said["groups"] and not got["TILES"]:
         found.append(f"bent: groups {said['groups']} -> 0: there are no more tiles than that")
     if said["subgroup"] and required != said["subgroup"]:

@@ -10,11 +10,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
 from vkback.device.errors import DeviceLost
 from vkback.errors import VkbackError
-from vkback.harness.timing import Lap
+from vkback.harness.timing import Lap, lap_of
 
 RELATIVE_NOISE = 0.01
 """Differences below this share are noise whatever the spread says: clocks and memory refresh move medians by about as much."""
@@ -161,7 +159,7 @@ def duel(trial: Timed[P], incumbent: P, challengers: Sequence[P], share: float) 
     for _ in range(DUEL_ROUNDS):
         for p in points:
             times[p].append(trial.lap(p, 2).us)
-    laps = {p: Lap(float(np.median(t)), float(np.subtract(*np.percentile(t, [75, 25])) / 2)) for p, t in times.items()}
+    laps = {p: lap_of(t) for p, t in times.items()}
     best = incumbent
     for p in points[1:]:
         if beats(laps[p], laps[best], share) and all(new < old for new, old in zip(times[p], times[best], strict=True)):

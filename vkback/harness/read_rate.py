@@ -6,9 +6,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from vkback.device import BufferRange, Device
+from vkback.device import BufferRange, Device, Kernel
 from vkback.harness.timing import COLD_BYTES, span_us, warm_up
-from vkback.ops.base import pack_push
+from vkback.ops.base import MAX_GROUPS_X, pack_push
 from vkback.shader import ShaderLibrary, Variant
 
 UNROLL = 4
@@ -27,6 +27,11 @@ class ReadRate:
     @property
     def gb_s(self) -> float:
         return self.bytes_per_second / 1e9
+
+
+def _read_kernel(device: Device, library: ShaderLibrary, threads: int, unroll: int) -> Kernel:
+    variant = Variant("probe/read.comp", (("UNROLL", unroll), ("WG", threads)))
+    return device.kernel(library.spirv(variant), name=variant.name, bindings=2, push_bytes=8)
 
 
 def _fill(device: Device, source: BufferRange) -> None:
@@ -52,8 +57,7 @@ def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None
         _fill(device, source)
         for threads, groups in grids:
             threads = min(threads, device.caps.max_workgroup_invocations)
-            variant = Variant("probe/read.comp", (("UNROLL", UNROLL), ("WG", threads)))
-            kernel = device.kernel(library.spirv(variant), name=variant.name, bindings=2, push_bytes=8)
+            kernel = _read_kernel(device, library, threads, UNROLL)
             push = pack_push(size // (16 * threads * UNROLL), 1)
             rec = device.recorder("read", timestamps=2)
             rec.timestamp("start")
@@ -72,14 +76,17 @@ def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None
 CHAIN = 64
 """Launches in a chain of plain reads."""
 
+LEAST_READ = 1 << 16
+"""Bytes of the smallest plain read: one tile of the largest workgroup."""
+
 
 def plain_read_us(device: Device, library: ShaderLibrary, nbytes: int) -> float:
     """Microseconds that a launch takes which only reads `nbytes` of cold data and waits for the one before: the best of several grids.
 
-    The floor of a kernel that reads as much and must wait for its input; it stores nothing. Raises ValueError for less than 64 KiB.
+    The floor of a kernel that reads as much and must wait for its input; it stores nothing. Raises ValueError for less than LEAST_READ.
     """
-    if nbytes < 1 << 16:
-        raise ValueError(f"a plain read takes at least 65536 bytes, got {nbytes}")
+    if nbytes < LEAST_READ:
+        raise ValueError(f"a plain read takes at least {LEAST_READ} bytes, got {nbytes}")
     software = device.caps.device_type == "cpu"
     step = -(-nbytes // 4096) * 4096
     copies = 2 if software else max(2, COLD_BYTES // step)
@@ -90,10 +97,9 @@ def plain_read_us(device: Device, library: ShaderLibrary, nbytes: int) -> float:
         _fill(device, source)
         for threads, unroll in ((32, 4),) if software else itertools.product((256, 512, 1024), (1, 2, 4)):
             threads = min(threads, device.caps.max_workgroup_invocations)
-            variant = Variant("probe/read.comp", (("UNROLL", unroll), ("WG", threads)))
-            kernel = device.kernel(library.spirv(variant), name=variant.name, bindings=2, push_bytes=8)
+            kernel = _read_kernel(device, library, threads, unroll)
             tiles = nbytes // (16 * threads * unroll)
-            for groups in sorted({g for g in (tiles, 528, 1056, 2112) if 0 < g <= tiles}):
+            for groups in sorted({g for g in (tiles, 528, 1056, 2112) if 0 < g <= min(tiles, MAX_GROUPS_X)}):
                 rec = device.recorder("plain read", timestamps=2)
                 rec.barrier()
                 rec.timestamp("start")

@@ -39,7 +39,7 @@ from vkback.harness.judge import judge
 from vkback.harness.products import Product
 from vkback.harness.timing import Bench, Lap
 from vkback.ops.base import FAMILIES, OPS, Choice, Dispatch, LowerContext, PlanError, Problem, ceil_div
-from vkback.ops.mat_vec import INT_QUANTS, legal_shape, path_for, subgroup_for
+from vkback.ops.mat_vec import INT_QUANTS, can_adjoin, legal_shape, path_for, subgroup_for
 from vkback.paths import tuning_root, write_atomic
 from vkback.plan.planner import check_limits
 from vkback.plan.tuning import Fixed, Row, Tuning, device_table, load_table, parse_table
@@ -228,7 +228,7 @@ def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
     stage = point.stage if staged else 0  # in a program with hand-overs x is always staged
     if not staged or stage or job.product.ids == 2 or unroll * shape.lanes >= units:
         prefetch = min(prefetch, 1)
-    adjoin = point.adjoin if unroll in (2, 4, 8, 16) and ceil_div(job.product.k, 32) % (unroll * shape.lanes) == 0 else 0
+    adjoin = point.adjoin if can_adjoin(unroll, shape.lanes, ceil_div(job.product.k, 32)) else 0
     return Point(shape.wg, shape.lanes, shape.rows, unroll, prefetch, stage, groups, subgroup, adjoin)
 
 

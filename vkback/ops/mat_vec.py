@@ -182,6 +182,11 @@ def legal_shape(choice: Choice, *, units: int, glu: bool, q8_out: bool, ctx: Low
     raise PlanError(f"[mat_vec] {choice.source}: no shape near {dict(choice.params)} makes tiles of {tile} rows on {ctx.caps.name}")
 
 
+def can_adjoin(unroll: int, lanes: int, k_units: int) -> bool:
+    """Whether the units that a lane takes at once can adjoin: they are a power of two, and those of all lanes divide a row."""
+    return unroll > 1 and unroll == power_of_two(unroll) and k_units % (unroll * lanes) == 0
+
+
 def shared_bytes(defines: Mapping[str, str | int]) -> int:
     """Shared memory of a kernel of this family without its code book, as shaders/mat_vec declares it."""
 
@@ -326,7 +331,7 @@ class Product:
             "ROWS": shape.rows,
             "UNROLL": unroll,
             "PREFETCH": choice["prefetch"],
-            "ADJOIN": int(choice["adjoin"] and unroll > 1 and unroll & (unroll - 1) == 0),
+            "ADJOIN": int(choice["adjoin"] and can_adjoin(unroll, shape.lanes, k_units)),
             "K_UNITS": k_units,
             "COLS": 1 if self.ids else min(self.n, MAX_COLUMNS),
             "SUBGROUP": min(subgroup, shape.wg),

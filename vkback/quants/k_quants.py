@@ -156,6 +156,11 @@ _SCALES12 = Rearrange(
 )
 
 
+def _words(plane: U8, unit: int) -> Words:
+    """A plane [n, bytes] with `unit` words a unit as [n, units, unit]."""
+    return plane.view(np.uint32).reshape(len(plane), -1, unit)
+
+
 def _every_byte(*fields: tuple[Words, int, int]) -> Words:
     """Fields put together: of (words, mask, shift) each byte's bits of `mask`, moved up by `shift` (down where it is negative)."""
     together = np.zeros_like(fields[0][0])
@@ -206,7 +211,7 @@ def _random_pair(dm: U8, d: float, mean_q: float) -> None:
 
 def _weave_q3(planes: Mapping[str, U8]) -> None:
     """From 2-bit fields of a unit's first half (a) and second (b) and third bits (h) to whole numbers, as in shaders/quant/q3_k.glsl."""
-    low, h = planes["qs"].view(np.uint32).reshape(len(planes["qs"]), -1, 2), planes["qh"].view(np.uint32)
+    low, h = _words(planes["qs"], 2), planes["qh"].view(np.uint32)
     a, b = low[..., 0], low[..., 1]
     x = _every_byte((a, 0x03, 0), (h, 0x01, 2), (b, 0x03, 3), (h, 0x10, 1), (a, 0xC0, 0))
     y = _every_byte((a, 0x0C, -2), (h, 0x02, 1), (b, 0x0C, 1), (h, 0x20, 0), (h, 0x08, 3), (h, 0x80, 0))
@@ -215,7 +220,7 @@ def _weave_q3(planes: Mapping[str, U8]) -> None:
 
 
 def _unweave_q3(planes: Mapping[str, U8]) -> None:
-    low, h = planes["qs"].view(np.uint32).reshape(len(planes["qs"]), -1, 2), planes["qh"].view(np.uint32)
+    low, h = _words(planes["qs"], 2), planes["qh"].view(np.uint32)
     x, y, z = low[..., 0], low[..., 1], h
     a = _every_byte((x, 0x03, 0), (y, 0x03, 2), (z, 0x03, 4), (x, 0xC0, 0))
     b = _every_byte((x, 0x18, -3), (y, 0x18, -1), (z, 0x18, 1), (z, 0xC0, 0))
@@ -253,11 +258,6 @@ class _Q3K(Codec):
 
     def randomize(self, blocks: U8, scale: float) -> None:
         random_half(self.fields(blocks)["d"], scale / 128, signed=True)
-
-
-def _words(plane: U8, unit: int) -> Words:
-    """A plane [n, bytes] with `unit` words a unit as [n, units, unit]."""
-    return plane.view(np.uint32).reshape(len(plane), -1, unit)
 
 
 def _weave_q5(planes: Mapping[str, U8]) -> None:
