@@ -2,7 +2,7 @@
 
     python bench/one_token.py MODEL.gguf [--ctx 4352] [--depth 4096] [--rounds 3] VARIANT...
 
-A variant is rows of a tuning table that come before all others, `FAMILY key=value ... : parameter=value ...`, several joined by `;`.
+A variant is rows of a tuning table that come before all others, as vkback/harness/by_hand.py has them:
 
     "attention : wg_size=512 steps=2"      "mat_vec ids=1 y=Q8_1 : wg=512 rows=2; schedule : handover=barrier"
 
@@ -21,34 +21,19 @@ import numpy as np
 
 from vkback.device import Device
 from vkback.errors import VkbackError
+from vkback.harness.by_hand import rows_by_hand
 from vkback.harness.in_program import TokenProgram, Tokens
 from vkback.harness.judge import nmse
-from vkback.harness.sweep import row_lines
 from vkback.harness.timing import warm_up
 from vkback.models.registry import Model
 from vkback.ops.base import LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Row, Tuning, parse_table
+from vkback.plan.tuning import Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 
 WARM_S = 0.02
-
-
-def table(variant: str) -> list[Row]:
-    """The rows that a variant stands for, checked as those of any table."""
-    lines: list[str] = []
-    for part in filter(str.strip, variant.split(";")):
-        keys, _, params = part.partition(":")
-        family, *match = keys.split() or [""]
-        lines += row_lines(family, _values(match), _values(params.split()), "by hand")
-    return parse_table("\n".join(lines), "device_by_hand.toml")
-
-
-def _values(words: list[str]) -> dict[str, int | str]:
-    pairs = [word.partition("=") for word in words]
-    return {key: int(value) if value.isdigit() else value for key, _, value in pairs}
 
 
 def main() -> None:
@@ -67,7 +52,7 @@ def main() -> None:
         schedules: dict[str, Schedule] = {}
         for text in ("", *args.variants):
             try:
-                schedules[text] = plan(tokens.graph, dataclasses.replace(ctx, tuning=Tuning([table(text), *tables.tables])))
+                schedules[text] = plan(tokens.graph, dataclasses.replace(ctx, tuning=Tuning([rows_by_hand(text), *tables.tables])))
             except VkbackError as e:
                 print(f"{text}: {e}")
         compile_kernels(device, library, [d for schedule in schedules.values() for d in schedule.dispatches()])

@@ -1,0 +1,62 @@
+"""Times products that read what the one before made, joined as a token runs them where the tables say so, and with barriers.
+
+    python bench/dependent.py [--quant Q4_K,Q6_K] [--shape 14336x4096] [--ids 128x8] [VARIANT...]
+
+A round is norm and product [m, k], then product [k, m]; with --ids EXPERTSxUSED a router before them (vkback/harness/dependent.py). A
+line each for the tables and every variant of them (rows as in bench/one_token.py): microseconds a round, and in brackets how far above
+plain reads of the same bytes, launch after launch with barriers, that is for each product. `schedule : handover=word` tries joined stages
+where the tables have none.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+
+from vkback.device import Device
+from vkback.harness.by_hand import rows_by_hand
+from vkback.harness.dependent import Dependent
+from vkback.harness.read_rate import measure_read_rate, plain_read_us
+from vkback.harness.timing import Lap
+from vkback.ops.base import LowerContext
+from vkback.plan.tuning import Tuning
+from vkback.shader import ShaderLibrary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="*", metavar="VARIANT")
+    parser.add_argument("--quant", default="Q4_K")
+    parser.add_argument("--shape", default="14336x4096")
+    parser.add_argument("--ids", default="0x0")
+    args = parser.parse_intermixed_args()
+    experts, used = map(int, args.ids.split("x"))
+    library = ShaderLibrary()
+    with Device.open() as device:
+        tables = Tuning.for_device(device.caps)
+        variants = ["", *args.variants]
+        contexts = [LowerContext(device.caps, Tuning([rows_by_hand(text), *tables.tables])) for text in variants]
+        print(f"{device.caps.name}, driver {device.caps.driver_info}: read rate {measure_read_rate(device, library).gb_s:.0f} GB/s")
+        for quant in args.quant.split(","):
+            for shape in args.shape.split(","):
+                m, k = map(int, shape.split("x"))
+                with Dependent(device, library, quant, m, k, experts=experts, used=used) as dependent:
+                    dependent.compile(contexts)
+                    found = [dependent.time(ctx) for ctx in contexts]
+                floors = [plain_read_us(device, library, nbytes) for nbytes in dependent.nbytes]
+                title = f"{quant} {shape}, {used} of {experts} experts" if experts else f"{quant} {shape}"
+                reads = " + ".join(f"{f:.2f}" for f in floors)
+                print(f"{title}: {sum(dependent.nbytes) / 1e6:.1f} MB, plain reads {reads} us")
+                for text, t in zip(variants, found, strict=True):
+                    above = partial(above_floors, floors)
+                    joined = f"joined {above(t.joined)}, " if t.joined else ""
+                    print(f"  {joined}barriers {above(t.barriers)}: {text or 'tables'}{f' WRONG: {t.wrong}' if t.wrong else ''}", flush=True)
+
+
+def above_floors(floors: Sequence[float], lap: Lap) -> str:
+    return f"{lap.us:.2f} ± {lap.spread_us:.2f} us ({(lap.us - sum(floors)) / len(floors):+.2f})"
+
+
+if __name__ == "__main__":
+    main()

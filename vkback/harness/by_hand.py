@@ -1,0 +1,26 @@
+"""Rows of tuning tables from a command line, to try parameters without a file."""
+
+from __future__ import annotations
+
+from vkback.harness.sweep import row_lines
+from vkback.plan.tuning import Row, parse_table
+
+
+def rows_by_hand(text: str) -> list[Row]:
+    """The rows of `FAMILY key=value ... : parameter=value ...`, several joined by `;`, checked as those of any table.
+
+    "attention : wg_size=512 steps=2"      "mat_vec ids=1 y=Q8_1 : wg=512 rows=2; schedule : handover=barrier"
+
+    Raises TuningError.
+    """
+    lines: list[str] = []
+    for part in filter(str.strip, text.split(";")):
+        keys, _, params = part.partition(":")
+        family, *match = keys.split() or [""]
+        lines += row_lines(family, _values(match), _values(params.split()), "by hand")
+    return parse_table("\n".join(lines), "device_by_hand.toml")
+
+
+def _values(words: list[str]) -> dict[str, int | str]:
+    pairs = [word.partition("=") for word in words]
+    return {key: int(value) if value.isdigit() else value for key, _, value in pairs}
