@@ -51,7 +51,8 @@ def main() -> None:
                 for text, t in zip(variants, found, strict=True):
                     above = partial(above_floors, floors)
                     joined = f"joined {above(t.joined)}, " if t.joined else ""
-                    print(f"  {joined}barriers {above(t.barriers)}: {text or 'tables'}{f' WRONG: {t.wrong}' if t.wrong else ''}", flush=True)
+                    wrong = f" WRONG: {t.wrong}" if t.wrong else ""
+                    print(f"  {joined}barriers {above(t.barriers)}: {text or 'tables'}{wrong}", flush=True)
 
 
 def above_floors(floors: Sequence[float], lap: Lap) -> str:
