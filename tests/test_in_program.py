@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,12 +16,23 @@ from typer.testing import CliRunner
 from vkback.cli import main as cli
 from vkback.cli.tune import of_model
 from vkback.device import Device
+from vkback.graph import Tensor
 from vkback.harness import in_program
-from vkback.harness.in_program import PROLOGUE_STARTS, WAITING_STARTS, ProgramSweep, ProgramTrial, hands_over, replaced, token_graph
+from vkback.harness.in_program import (
+    CHECKED_TOKENS,
+    PROLOGUE_STARTS,
+    WAITING_STARTS,
+    ProgramSweep,
+    ProgramTrial,
+    first_changed,
+    hands_over,
+    replaced,
+    token_graph,
+)
 from vkback.harness.sweep import Job, Point, Result, Sweep, Watcher, actual, jobs_for, lowered, refusal, table_text
 from vkback.harness.timing import Lap
 from vkback.models.registry import Model
-from vkback.ops.base import LowerContext
+from vkback.ops.base import Array, LowerContext
 from vkback.paths import builtin_model, shader_root
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Fixed, Tuning, device_table, parse_table
@@ -182,22 +193,26 @@ def broken(folder: Path, file: str, place: str, fault: str) -> ShaderLibrary:
 LANE = "    lane = tid % LANES;\n"
 
 
+TENTH_MORE = ("epilogue.glsl", "return NORMED(total[c]) + addend[c];", "return (WG == 8 ? 1.1 : 1.0) * NORMED(total[c]) + addend[c];")
+GIVING_UP = ("mat_vec.comp", LANE, f"{LANE}#if AWAITS && WG == 8\n    handover_failed = 1u;\n#endif\n")
+
+
 @pytest.mark.parametrize(
-    ("file", "place", "fault", "said"),
+    ("fault", "role", "said"),
     [
-        ("epilogue.glsl", "return NORMED(total[c]) + addend[c];", "return (WG == 8 ? 1.1 : 1.0) * NORMED(total[c]) + addend[c];",
-         "WRONG RESULT: logits of 3 tokens of 3: NMSE "),
-        ("mat_vec.comp", LANE, f"{LANE}#if AWAITS && WG == 8\n    handover_failed = 1u;\n#endif\n",
-         "WRONG RESULT: a wait for the stage before was given up"),
+        (TENTH_MORE, "norm", r"WRONG RESULT: logits of 3 tokens of 3: NMSE "),
+        (TENTH_MORE, "residual", r"WRONG RESULT: \S+: NMSE "),
+        (GIVING_UP, "norm", "WRONG RESULT: a wait for the stage before was given up"),
     ],
-    ids=["logits", "waits"],
-)  # fmt: skip
+    ids=["logits", "first result", "waits"],
+)
 @pytest.mark.vulkan
 def test_a_wrong_token_is_refused_and_named(
-    runs: Runs, clock: Clock, file: str, place: str, fault: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, clock: Clock, fault: tuple[str, str, str], role: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock(lambda point: 50.0 if point.wg == 8 else 100.0)
-    job = next(j for j in program_jobs("demo-dense", joined(planned_for(H200))) if j.product.out == "F32" and not j.product.glu)
+    jobs = program_jobs("demo-dense", joined(planned_for(H200)))
+    job = next(j for j in jobs if j.product.out == "F32" and role in j.product.roles)
     before: list[Point] = []
 
     def starts(self: Sweep, job: Job) -> list[Point]:
@@ -205,9 +220,9 @@ def test_a_wrong_token_is_refused_and_named(
         return [*before, actual(Point(8, 8, 1, 1, 0, 0, 0, 0), job, job.context(self.ctx))]
 
     monkeypatch.setattr(Sweep, "_starts", starts)
-    (found,) = runs.sweep(broken(tmp_path, file, place, fault)).run([job])
+    (found,) = runs.sweep(broken(tmp_path, *fault)).run([job])
     assert before[0].wg != 8
-    assert [p.wg for p, text in runs.said.items() if text.startswith(said)] == [8]
+    assert [p.wg for p, text in runs.said.items() if re.match(said, text)] == [8]
     assert [text.partition(":")[0] for text in found.wrong] == ["8 threads, 8 lanes, 1 rows, unroll 1"]
     assert found.after.wg != 8
 
@@ -254,18 +269,73 @@ def test_results_of_programs_and_of_chains_do_not_meet() -> None:
     assert path.measured.endswith("latency 8.00 us in integers, 9.00 in floats")
 
 
+class Answers:
+    """A program with these logits and experts for each of CHECKED_TOKENS, and a first result."""
+
+    def __init__(self, logits: Array, experts: list[Array], first: Array) -> None:
+        self._answers = dict(zip(CHECKED_TOKENS, zip(logits, experts, strict=True), strict=True))
+        self._first = first
+        self.schedule, self.gave_up = None, False
+
+    def run(self, token: int) -> Array:
+        logits, self._experts = self._answers[token]
+        return logits
+
+    def experts(self) -> list[Array]:
+        return [self._experts]
+
+    def output(self, tensor: Tensor) -> Array:
+        return self._first
+
+
 @pytest.mark.parametrize(
-    ("off", "said"), [((), ""), ((1,), ""), ((0, 2), "logits of 2 tokens of 3"), ((0, 1, 2), "logits of 3 tokens of 3")]
+    ("off", "rerouted", "first", "said"),
+    [
+        ((), (), 0.0, ""),
+        ((1,), (), 0.0, ""),
+        ((0, 2), (), 0.0, "logits of 2 tokens of 3"),
+        ((0, 1, 2), (), 0.0, "logits of 3 tokens of 3"),
+        ((0, 1, 2), (0, 1, 2), 0.0, ""),
+        ((0, 1, 2), (1,), 0.0, "logits of 2 tokens of 3"),
+        ((0, 1, 2), (0, 1, 2), 0.5, "y: NMSE"),
+        ((), (), 0.5, "y: NMSE"),
+    ],
 )
-def test_one_token_may_choose_other_experts(off: tuple[int, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another order of additions, with two experts all but equally likely; what is wrong shows in most tokens."""
+def test_tokens_may_choose_other_experts_and_the_first_result_may_not_differ(
+    off: tuple[int, ...], rerouted: tuple[int, ...], first: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another order of additions, with two experts all but equally likely; what is wrong shows in the first result or in most tokens."""
     rng = np.random.default_rng(1)
-    want = rng.standard_normal((3, 64)).astype(np.float32)
-    got = want.copy()
+    want, experts, result = rng.standard_normal((3, 64)).astype(np.float32), rng.integers(0, 32, (3, 4)), rng.standard_normal(64)
+    got, chosen = want.copy(), experts.copy()
     for token in off:
         got[token] += 0.2 * rng.standard_normal(64).astype(np.float32)
+    for token in rerouted:
+        chosen[token, 0] += 1
     trial: ProgramTrial[Point] = object.__new__(ProgramTrial)
-    monkeypatch.setattr(trial, "_want", want, raising=False)
-    monkeypatch.setattr(trial, "_program", lambda point: SimpleNamespace(logits=lambda: got, gave_up=False))
+    present, candidate = Answers(want, list(experts), result), Answers(got, list(chosen), (1 + first) * result)
+    monkeypatch.setattr(trial, "_present", present, raising=False)
+    monkeypatch.setattr(trial, "_want", [(want[i], [experts[i]]) for i in range(3)], raising=False)
+    monkeypatch.setattr(trial, "_program", lambda point: candidate)
+    monkeypatch.setattr(in_program, "first_changed", lambda a, b: Tensor("y", "F32", (64,)))
     told = trial.wrong(Point(64, 32, 1, 1, 0, 0, 0, 0))
     assert told.startswith(said) and bool(told) == bool(said)
+
+
+@pytest.mark.parametrize("name", ["demo-dense", "demo-moe"])
+def test_the_first_tensor_that_another_kernel_makes(name: str) -> None:
+    """Of every product whose results are handed over, and none where nothing has changed."""
+    ctx = joined(planned_for(H200))
+    graph = token_graph(Model.open(builtin_model(name)))
+    present = plan(graph, ctx)
+    assert first_changed(present, plan(graph, ctx)) is None
+    found: list[str] = []
+    for job in program_jobs(name, ctx):
+        point = Point(64, 8, 2, 1, 0, 0, 0, 0)
+        other = plan(graph, dataclasses.replace(ctx, tuning=replaced(ctx.tuning, job, point)))
+        tensor = first_changed(present, other)
+        if tensor is not None:
+            maker = next(d for d in other.dispatches() if (d.kernel, d.groups) not in {(p.kernel, p.groups) for p in present.dispatches()})
+            assert tensor.name in {w for w, _ in maker.writes} and tensor.name in present.handed & other.handed
+            found.append(tensor.name)
+    assert len(found) >= 3
