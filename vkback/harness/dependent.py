@@ -8,7 +8,7 @@ what the chosen ones make. Rounds follow each other with weights that no cache h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -36,11 +36,13 @@ class DependentTiming:
 
     joined    as planned; None where the plan joins no stage
     barriers  with a barrier before every stage
+    y         what the last product made, F32 [k]
     wrong     what makes the figure of joined stages worthless, "" if nothing
     """
 
     joined: Lap | None
     barriers: Lap
+    y: Array
     wrong: str = ""
 
 
@@ -71,7 +73,7 @@ class Dependent:
         self.nbytes = [nbytes(t) * used // experts if len(t.shape) == 3 else nbytes(t) for t in heavy]
         cold = 1 if device.caps.software else COLD_BYTES
         self._copies = min(self.rounds, ceil_div(cold, sum(map(nbytes, heavy))))
-        self.graph = _linked([p for p in problems], self.rounds, self._copies)
+        self.graph = _linked(problems, self.rounds, self._copies)
         self._stack = ExitStack()
         try:
             self._load(problems)
@@ -137,16 +139,16 @@ class Dependent:
         try:
             barriers, y = self._lap(program, program.record("barriers", barriers=True), repetitions)
             if not schedule.joined:
-                return DependentTiming(None, barriers)
+                return DependentTiming(None, barriers, y)
             joined, y_joined = self._lap(program, program.record("joined"), repetitions)
             gave_up = program.state is not None and bool(self.device.download(program.state, np.uint32)[0])
         finally:
             program.close()
-        wrong = "a wait was given up" if gave_up else "" if np.array_equal(y, y_joined) else "other results than with barriers"
-        return DependentTiming(joined, barriers, wrong)
+        wrong = "a wait was given up" if gave_up else "" if y.tobytes() == y_joined.tobytes() else "other results than with barriers"
+        return DependentTiming(joined, barriers, y, wrong)
 
     def _lap(self, program: Program, run: Commands, repetitions: int) -> tuple[Lap, Array]:
-        """Microseconds a round, and the bits of the last y."""
+        """Microseconds a round, and the last y."""
         with ExitStack() as stack:
             stamps = []
             for label in ("start", "end"):
@@ -156,7 +158,7 @@ class Dependent:
                 stack.callback(stamps[-1].destroy)
             warm_up(self.device, run, 0.05)
             times = [span_us(self.device, stamps[0], run, stamps[1]) / self.rounds for _ in range(repetitions)]
-        return lap_of(times), self.device.download(program.range(self.graph.outputs[0].name), np.uint32)
+        return lap_of(times), self.device.download(program.range(self.graph.outputs[0].name), np.float32)
 
 
 def _rotates(t: Tensor) -> bool:
@@ -164,34 +166,27 @@ def _rotates(t: Tensor) -> bool:
 
 
 def _linked(problems: Sequence[Problem], rounds: int, copies: int) -> Graph:
-    """Rounds of products, x of each the y of the one before. Names are STAGE.NAME@COPY for weights, STAGE.NAME of the first x."""
+    """Rounds of products, x of each round the y of the one before. Names are STAGE.NAME@COPY for weights, STAGE.NAME of the first x."""
     graph = Graph()
     x: Tensor | None = None
     for r in range(rounds):
-        made: dict[str, Tensor] = {}  # of this round, by the role it has for those behind
-        start = x
+        made: dict[str, Tensor] = {} if x is None else {"x": x}  # by the role that it has for the products behind
         for s, problem in enumerate(problems):
-            inputs = []
-            for role, t in zip(problem.node.params["roles"], problem.node.inputs, strict=True):
-                inputs.append(_input(t, s, r % copies, role, made, start))
-            if start is None:
-                start = inputs[1]
-            outputs = tuple(dataclasses.replace(t, name=f"{s}.{t.name} of {r}") for t in problem.node.outputs)
-            graph.add("MAT_VEC", tuple(inputs), outputs, **problem.node.params)
-            made |= _roles(problems, s, outputs)
+            node = problem.node
+            inputs = [_input(t, s, r % copies, made.get(role)) for role, t in zip(node.params["roles"], node.inputs, strict=True)]
+            outputs = tuple(dataclasses.replace(t, name=f"{s}.{t.name} of {r}") for t in node.outputs)
+            graph.add("MAT_VEC", tuple(inputs), outputs, **node.params)
+            made = {"x": inputs[1]} | made | _roles(problems, s, outputs)
         x = outputs[0]
     graph.outputs = (outputs[0],)
     return graph
 
 
-def _input(t: Tensor, stage: int, copy: int, role: str, made: Mapping[str, Tensor], start: Tensor | None) -> Tensor:
-    """The tensor that has a role for a product: a weight, what this round made for it, or what the round began with."""
+def _input(t: Tensor, stage: int, copy: int, made: Tensor | None) -> Tensor:
+    """What a product reads in the place of a tensor of its own: a copy of the weight, what was made for it, or the run's input."""
     if t.kind == "weight":
         return dataclasses.replace(t, name=f"{stage}.{t.name}@{copy}", recipe=None)
-    source = made.get(role) if role != "x" else made.get("x", start)
-    if source is None:
-        return dataclasses.replace(t, name=f"{stage}.{t.name}")
-    return dataclasses.replace(source, shape=t.shape)
+    return dataclasses.replace(made, shape=t.shape) if made else dataclasses.replace(t, name=f"{stage}.{t.name}")
 
 
 def _roles(problems: Sequence[Problem], stage: int, outputs: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,96 @@
+"""Products that read what the one before made: how rounds are linked, which stages are joined, and that they compute what they should."""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+
+import numpy as np
+import pytest
+from kernel_paths import planned_for
+
+from vkback import quants
+from vkback.device import Device
+from vkback.harness.by_hand import rows_by_hand
+from vkback.harness.dependent import Dependent, products
+from vkback.harness.judge import judge
+from vkback.ops.base import OPS, Array, LowerContext, Tolerance
+from vkback.plan.planner import plan
+from vkback.plan.tuning import Fixed, Tuning, TuningError
+from vkback.shader import ShaderLibrary
+
+WORD = {"schedule": {"handover": "word"}}
+DENSE, EXPERTS = (0, 0), (8, 3)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("experts", [DENSE, EXPERTS])
+def test_every_product_reads_what_the_one_before_made(device: Device, library: ShaderLibrary, experts: tuple[int, int]) -> None:
+    with Dependent(device, library, "Q4_K", 512, 256, experts=experts[0], used=experts[1], rounds=3) as dependent:
+        graph = dependent.graph
+    stages = 3 if experts[0] else 2
+    assert len(graph.nodes) == 3 * stages and len(dependent.nbytes) == stages
+    assert [t.name for t in graph.tensors().values() if t.kind == "input"] == ["0.x"]
+    for before, node in zip(graph.nodes, graph.nodes[1:], strict=False):
+        assert {t.name for t in before.outputs} & {t.name for t in node.inputs}
+    assert graph.outputs == (graph.nodes[-1].outputs[0],)
+    weights = [{t.name for t in n.inputs if t.kind == "weight"} for n in graph.nodes]
+    assert all(len(names) in (1, 2) for names in weights)
+    if experts[0]:
+        router, first, second = graph.nodes[:3]
+        assert dict(zip(first.params["roles"], first.inputs, strict=True))["logits"].name == router.outputs[0].name
+        assert [t.name for t in second.inputs[1:]] == [first.outputs[i].name for i in (0, 2, 1)]
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("experts", [DENSE, EXPERTS])
+def test_all_stages_are_joined_where_the_tables_hand_over(device: Device, library: ShaderLibrary, experts: tuple[int, int]) -> None:
+    with Dependent(device, library, "Q4_K", 512, 256, experts=experts[0], used=experts[1]) as dependent:
+        schedule = plan(dependent.graph, planned_for("nvidia_h200_linux"))
+    assert schedule.joined == set(range(2, len(schedule.stages)))
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("quant", ["Q2_K", "MXFP4"])
+@pytest.mark.parametrize("experts", [DENSE, EXPERTS])
+def test_rounds_compute_the_chain_joined_or_not(device: Device, library: ShaderLibrary, quant: str, experts: tuple[int, int]) -> None:
+    ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
+    word = dataclasses.replace(ctx, tuning=Fixed(ctx.tuning, WORD, "test"))
+    with Dependent(device, library, quant, 512, 256, experts=experts[0], used=experts[1], rounds=2) as dependent:
+        apart, joined = dependent.time(ctx, repetitions=1), dependent.time(word, repetitions=1)
+    assert apart.joined is None and apart.barriers.us > 0
+    assert joined.joined is not None and joined.joined.us > 0 and not joined.wrong
+    tolerance = Tolerance(5e-3, 0.5, "two rounds of up to three products that round x to 8 bits: 4e-5 each, passed on by the next")
+    for timing in (apart, joined):
+        verdict = judge(timing.y, chain(quant, 512, 256, *experts, rounds=2), tolerance)
+        assert verdict.ok, verdict.text
+
+
+def chain(quant: str, m: int, k: int, experts: int, used: int, rounds: int) -> Array:
+    """The last y by the products' numpy references."""
+    problems = products(quant, m, k, experts, used)
+    x = problems[0].values["x"]
+    for _ in range(rounds):
+        made: dict[str, Array] = {"x": x}
+        for s, problem in enumerate(problems):
+            inputs = []
+            for role, t in zip(problem.node.params["roles"], problem.node.inputs, strict=True):
+                value = problem.values[t.name] if t.kind == "weight" else made[role].reshape(t.shape)
+                if t.kind == "weight" and len(t.shape) > 1:
+                    value = quants.decode(t.type, value.reshape(prod(t.shape[:-1]), -1)).reshape(t.shape)
+                inputs.append(value)
+            found = OPS["MAT_VEC"].reference(inputs, problem.node.params)
+            router = s == 0 and experts
+            made |= {"logits": found[0]} if router else dict(zip(("x", "expert_weights", "ids"), found, strict=False))
+        x = made["x"]
+    return np.asarray(x).ravel()
+
+
+def test_rows_by_hand_are_checked_as_those_of_a_table() -> None:
+    rows = rows_by_hand("attention : wg_size=512 steps=2; mat_vec ids=1 y=Q8_1 : wg=512")
+    assert [(r.family, dict(r.match), dict(r.set)) for r in rows] == [
+        ("attention", {}, {"wg_size": 512, "steps": 2}), ("mat_vec", {"ids": 1, "y": "Q8_1"}, {"wg": 512})
+    ]  # fmt: skip
+    assert rows_by_hand("") == []
+    with pytest.raises(TuningError, match="wg_siez"):
+        rows_by_hand("attention : wg_siez=512")
