@@ -1,7 +1,7 @@
 // Where a unit of 32 activations comes from.
 //   PROLOGUE 0: from memory, F32 or Q8_1 as it lies there
-//   PROLOGUE 1: one token's F32 x, brought into shared memory by every workgroup, quantized for the integer path
-//   PROLOGUE 2: as 1, after RMS norm and its weight
+//   PROLOGUE 2: one token's F32 x, normed (RMS) and times the norm's weight, brought into shared memory by every workgroup, quantized for
+//               the integer path
 //   PROLOGUE 3: Q8_1 from memory, copied into shared memory by every workgroup
 
 struct ActRaw { uvec4 lo, hi; uvec2 ds; };  // Q8_1 as it lies in memory
@@ -21,7 +21,7 @@ shared uvec4 act_hi[WALK_UNITS];
 shared uvec2 act_ds[WALK_UNITS];
 #endif
 
-#if QUANTIZES
+#if PROLOGUE == 2
 #if PATH_INT
 // Eight neighbouring threads share a unit; this one brings its values 4(i & 7)..+3.
 void keep(uint i, vec4 v) {
@@ -41,22 +41,16 @@ void keep(uint i, vec4 v) {
 }
 #endif
 
-#if PROLOGUE == 2
 // What every row sum is multiplied by: 1 / rms of x. The walk need not wait for it.
 float norm_factor;
-#endif
 
 // VALUES4 vec4 a thread stay in registers until they are quantized.
 vec4 x_values[VALUES4];
-#if PROLOGUE == 2
 vec4 norm_values[VALUES4];
-#endif
 
-#if PROLOGUE == 2
 void fetch_norm(uint tid) {
     [[unroll]] for (int j = 0; j < VALUES4; j++) norm_values[j] = norm4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
 }
-#endif
 
 void read_x(uint tid) {
     [[unroll]] for (int j = 0; j < VALUES4; j++) x_values[j] = xf4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
@@ -82,18 +76,14 @@ void fetch_x(uint tid, uint first_row) {
 }
 
 void prologue(uint tid) {
-#if PROLOGUE == 2
     float square = 0.0;
     [[unroll]] for (int j = 0; j < VALUES4; j++) {
         square += dot(x_values[j], x_values[j]);
         x_values[j] *= norm_values[j];
     }
-#endif
     [[unroll]] for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), x_values[j]);
-#if PROLOGUE == 2
     norm_factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
-#endif
-#if PROLOGUE == 1 || REDUCE_ONE_SUBGROUP
+#if REDUCE_ONE_SUBGROUP
     barrier();  // else the one in wg_sum serves
 #endif
 }

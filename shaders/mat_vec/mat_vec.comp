@@ -47,8 +47,7 @@ layout(local_size_x = WG) in;
 #include QUANT_FILE
 #define WG_SIZE WG
 #define REDUCE_GROUPS 1
-#define QUANTIZES (PROLOGUE == 1 || PROLOGUE == 2)
-#if QUANTIZES || Y_TYPE == Y_Q8_1 || TOPK || CHOOSE
+#if PROLOGUE == 2 || Y_TYPE == Y_Q8_1 || TOPK || CHOOSE
 #include "common/reduce.glsl"
 #if Y_TYPE == Y_F32
 #define Q8_1_PACK_ONLY
@@ -342,7 +341,7 @@ void main() {
 #if PROLOGUE == 2
     fetch_norm(tid);
 #endif
-#if AWAITS && QUANTIZES
+#if AWAITS && PROLOGUE == 2
     read_x(tid);  // where it is there already, it need not queue behind the weights
 #endif
 #if CHOOSE

@@ -73,7 +73,7 @@ declare(
     "mat_vec",
     match={
         "y": ("F32", "Q8_1"),
-        "prologue": (0, 1, 2),  # 1 quantizes x, 2 norms it, too
+        "prologue": (0, 2),  # as PROLOGUE in shaders/mat_vec: 2 norms x
         "ids": (0, 1, 2),  # as IDS in shaders/mat_vec: 2 sums the experts of a token
         "glu": (0, 1),
         "n": "number",
@@ -205,7 +205,7 @@ def shared_bytes(defines: Mapping[str, str | int]) -> int:
     if number("EXPERTS"):
         total += choice_bytes(defines)
     sums = number("PROLOGUE") == 2 or (number("EXPERTS") > 0 and number("GATE") == 1)
-    if (sums or number("PROLOGUE") == 1 or number("Y_TYPE")) and not number("REDUCE_SUBGROUP"):
+    if (sums or number("Y_TYPE")) and not number("REDUCE_SUBGROUP"):
         total += 2 * 4 * wg
     elif sums and wg > number("SUBGROUP_SIZE"):
         total += 2 * 4 * ceil_div(wg, 4)
