@@ -6,25 +6,13 @@ import dataclasses
 from typing import Any
 
 from vkback.device import Capabilities
-from vkback.ops.base import Choice, Chooser, LowerContext
-from vkback.plan.tuning import Tuning
-
-
-@dataclasses.dataclass(frozen=True)
-class Overriding:
-    """A chooser that puts some parameters in the place of what the tables say."""
-
-    tables: Chooser
-    params: dict[str, Any]
-
-    def pick(self, op: str, **query: Any) -> Choice:
-        choice = self.tables.pick(op, **query)
-        return Choice({**choice.params, **{k: v for k, v in self.params.items() if k in choice.params}}, "test")
+from vkback.ops.base import LowerContext
+from vkback.plan.tuning import Fixed, Tuning
 
 
 def with_params(ctx: LowerContext, **params: Any) -> LowerContext:
     """The context with these tuning parameters, whatever the tables say."""
-    return dataclasses.replace(ctx, tuning=Overriding(ctx.tuning, params))
+    return dataclasses.replace(ctx, tuning=Fixed.everywhere(ctx.tuning, params, "test"))
 
 
 def without_subgroups(ctx: LowerContext) -> LowerContext:

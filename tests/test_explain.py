@@ -92,6 +92,9 @@ def test_every_bend_names_its_limit_or_need() -> None:
     assert bent(ctx, plain) == ["shape as the tables say"]
     assert bent(ctx, glu, rows=1) == ["rows 1 -> 2: GLU takes rows in pairs"]
     assert bent(ctx, quantized) == ["rows 2 -> 16: a Q8_1 output takes tiles of 64 rows"]
+    ahead = "x asked for ahead is one token's Q8_1, not staged, and takes several rounds"
+    assert bent(ctx, plain, prefetch=2) == [f"prefetch 2 -> 1: {ahead}"]
+    assert bent(ctx, plain, prefetch=2, lanes=16) == ["shape as the tables say"]
     assert bent(ctx, plain, unroll=4) == ["unroll 4 -> 1: 32 units of 32 weights lie on 32 lanes"]
     assert bent(ctx, plain, lanes=8, unroll=3, adjoin=1) == ["adjoin 1 -> 0: a lane takes 3 units at once, no power of two above 1"]
     assert bent(ctx, plain, lanes=16, unroll=2, adjoin=1) == ["shape as the tables say"]

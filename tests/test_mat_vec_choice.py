@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_paths import Overriding, planned_for, with_params, without_subgroups
+from kernel_paths import planned_for, with_params, without_subgroups
 from test_validation import use, validated
 
 from vkback.cli.tune import of_model
@@ -29,7 +29,7 @@ from vkback.paths import builtin_model
 from vkback.plan.fuse import ROUTERS, fuse_choice
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Tuning
+from vkback.plan.tuning import Fixed, Tuning
 from vkback.shader import ShaderLibrary
 
 GLU: dict[str, Any] = {"glu": True}
@@ -269,8 +269,8 @@ def engine_with(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     def load(router: str, act: Any = "auto", on: Device = device) -> Engine:
         class Tables:
             @staticmethod
-            def for_device(caps: Any) -> Overriding:
-                return Overriding(Tuning.for_device(caps), {"router": router})
+            def for_device(caps: Any) -> Fixed:
+                return Fixed(Tuning.for_device(caps), {"schedule": {"router": router}}, "test")
 
         monkeypatch.setattr(engine_module, "Tuning", Tables)
         loaded.append(Engine.load(builtin_model("demo-moe"), on, n_ctx=96, act=act, progress=False))

@@ -151,6 +151,8 @@ def test_a_model_s_products_are_those_of_its_schedule() -> None:
         (A._replace(groups=1 << 20), f"groups = {1 << 20} would become 0"),
         (A._replace(unroll=6, lanes=128, prefetch=1), "unroll = 6 would become 4"),
         (A._replace(unroll=4, lanes=128, prefetch=1), "prefetch = 1 would become 0"),
+        (A._replace(prefetch=2), ""),
+        (A._replace(prefetch=2, stage=1), "prefetch = 2 would become 1"),
         (A._replace(subgroup=32), "subgroup = 32 would become 0"),
         (A._replace(rows=8, unroll=4), "160 registers of weights in flight, at most 96 are worth trying"),
     ],

@@ -209,6 +209,14 @@ def test_fixed_answers_by_hand_what_it_is_told_to(tmp_path: Path) -> None:
     assert (choice.params["rows"], choice.params["wg"], choice.source) == (8, 128, "sweep")
 
 
+def test_fixed_everywhere_answers_in_the_families_that_have_a_parameter(tmp_path: Path) -> None:
+    (tmp_path / "default.toml").write_text(DEFAULT + row('set = { path = "int" }', family="mat_vec_path"))
+    fixed = Fixed.everywhere(Tuning.for_device(CARD, tmp_path), {"rows": 8, "none_has_this": 1}, "test")
+    assert fixed.pick("mat_vec", **query()).params["rows"] == 8
+    other = fixed.pick("mat_vec_path")
+    assert (dict(other.params), other.source) == ({"path": "int"}, "default.toml [[mat_vec_path]] row 1")
+
+
 def test_slugs() -> None:
     assert slug("AMD Radeon VII / Radeon Pro VII (RADV VEGA20)") == "amd_radeon_vii_radeon_pro_vii_radv_vega20"
 

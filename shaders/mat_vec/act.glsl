@@ -1,7 +1,7 @@
 // Where a unit of 32 activations comes from.
 //   PROLOGUE 0: from memory, F32 or Q8_1 as it lies there
-//   PROLOGUE 1: one token's F32 x, brought into shared memory by every workgroup, quantized for the integer path
-//   PROLOGUE 2: as 1, after RMS norm and its weight
+//   PROLOGUE 2: one token's F32 x, normed (RMS) and times the norm's weight, brought into shared memory by every workgroup, quantized for
+//               the integer path
 //   PROLOGUE 3: Q8_1 from memory, copied into shared memory by every workgroup
 
 struct ActRaw { uvec4 lo, hi; uvec2 ds; };  // Q8_1 as it lies in memory
@@ -15,13 +15,21 @@ struct Act { vec4 x[8]; };
 #include "common/int16.glsl"
 #endif
 
+#if X_TYPE == X_Q8_1
+// Unit `unit + units_on` of the row that begins at 16-byte word `base` of memory, units_on a constant as in Place.
+ActRaw act_read(uint base, uint unit, uint units_on) {
+    const uint quads = foldable(base + unit) + units_on;
+    return ActRaw(x4[quads], x4[quads + K_UNITS], x2[foldable(base * 2u + unit) + (4u * K_UNITS + units_on)]);
+}
+#endif
+
 #if PROLOGUE && PATH_INT
 shared uvec4 act_lo[WALK_UNITS];
 shared uvec4 act_hi[WALK_UNITS];
 shared uvec2 act_ds[WALK_UNITS];
 #endif
 
-#if QUANTIZES
+#if PROLOGUE == 2
 #if PATH_INT
 // Eight neighbouring threads share a unit; this one brings its values 4(i & 7)..+3.
 void keep(uint i, vec4 v) {
@@ -41,22 +49,16 @@ void keep(uint i, vec4 v) {
 }
 #endif
 
-#if PROLOGUE == 2
 // What every row sum is multiplied by: 1 / rms of x. The walk need not wait for it.
 float norm_factor;
-#endif
 
 // VALUES4 vec4 a thread stay in registers until they are quantized.
 vec4 x_values[VALUES4];
-#if PROLOGUE == 2
 vec4 norm_values[VALUES4];
-#endif
 
-#if PROLOGUE == 2
 void fetch_norm(uint tid) {
     [[unroll]] for (int j = 0; j < VALUES4; j++) norm_values[j] = norm4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
 }
-#endif
 
 void read_x(uint tid) {
     [[unroll]] for (int j = 0; j < VALUES4; j++) x_values[j] = xf4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
@@ -82,18 +84,14 @@ void fetch_x(uint tid, uint first_row) {
 }
 
 void prologue(uint tid) {
-#if PROLOGUE == 2
     float square = 0.0;
     [[unroll]] for (int j = 0; j < VALUES4; j++) {
         square += dot(x_values[j], x_values[j]);
         x_values[j] *= norm_values[j];
     }
-#endif
     [[unroll]] for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), x_values[j]);
-#if PROLOGUE == 2
     norm_factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
-#endif
-#if PROLOGUE == 1 || REDUCE_ONE_SUBGROUP
+#if REDUCE_ONE_SUBGROUP
     barrier();  // else the one in wg_sum serves
 #endif
 }
@@ -102,13 +100,11 @@ void prologue(uint tid) {
 void fetch_x(uint tid, uint first_row) {
     for (uint i = tid; i < WALK_UNITS; i += WG) {
         const uint base = (p.x_slots == 1u ? first_row : first_row + i / K_UNITS) * p.x_stride, unit = i % K_UNITS;
-        uvec4 lo, hi;
-        uvec2 ds;
-        AWAIT(lo = x4[base + unit]; hi = x4[base + K_UNITS + unit]; ds = x2[(base + 2u * K_UNITS) * 2u + unit],
-              filled(lo) && filled(hi) && filled(ds));
-        act_lo[i] = lo;
-        act_hi[i] = hi;
-        act_ds[i] = ds;
+        ActRaw x;
+        AWAIT(x = act_read(base, unit, 0u), filled(x.lo) && filled(x.hi) && filled(x.ds));
+        act_lo[i] = x.lo;
+        act_hi[i] = x.hi;
+        act_ds[i] = x.ds;
     }
 }
 
@@ -119,17 +115,14 @@ void prologue(uint tid) {
 }
 #endif
 
-// Unit `unit + units_on` of row `row` of x, units_on a constant as in Place; with a prologue of the rows it has brought, counted from the first.
+// The same of row `row` of x; with a prologue of the rows it has brought, counted from the first.
 #if PROLOGUE && PATH_INT
 ActRaw act_fetch(uint row, uint unit, uint units_on) {
     const uint at = (PROLOGUE == 3 ? row * K_UNITS : 0u) + unit + units_on;
     return ActRaw(act_lo[at], act_hi[at], act_ds[at]);
 }
 #elif X_TYPE == X_Q8_1
-ActRaw act_fetch(uint row, uint unit, uint units_on) {
-    const uint base = row * p.x_stride, quads = foldable(base + unit) + units_on;
-    return ActRaw(x4[quads], x4[quads + K_UNITS], x2[foldable(base * 2u + unit) + (4u * K_UNITS + units_on)]);
-}
+ActRaw act_fetch(uint row, uint unit, uint units_on) { return act_read(row * p.x_stride, unit, units_on); }
 #endif
 
 #if PATH_INT

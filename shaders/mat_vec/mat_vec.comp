@@ -6,7 +6,8 @@
 // one tile, or with TILES 1 every tile that lies a whole grid further, so that a prologue serves many rows.
 //
 //   PATH_INT   1: q8_1 activations, dot products of packed bytes; 0: f32 activations
-//   PREFETCH   1: the registers of a unit take that of the next round as soon as it is used; 2: those of x, too
+//   PREFETCH   1: the registers of a unit take that of the next round as soon as it is used; 2: those of x, too (can_prefetch_x in
+//              vkback/ops/mat_vec.py)
 //   ADJOIN     0: the units that a lane takes at once lie LANES apart; 1: they adjoin, and what several units share is loaded once
 //              (UNROLL is a power of two, and K_UNITS a multiple of LANES * UNROLL)
 //   IDS        0: dense. 1: gl_WorkGroupID.z = token * n_used + slot picks the expert. 2: z = token, its N_USED experts lie end to end
@@ -47,8 +48,7 @@ layout(local_size_x = WG) in;
 #include QUANT_FILE
 #define WG_SIZE WG
 #define REDUCE_GROUPS 1
-#define QUANTIZES (PROLOGUE == 1 || PROLOGUE == 2)
-#if QUANTIZES || Y_TYPE == Y_Q8_1 || TOPK || CHOOSE
+#if PROLOGUE == 2 || Y_TYPE == Y_Q8_1 || TOPK || CHOOSE
 #include "common/reduce.glsl"
 #if Y_TYPE == Y_F32
 #define Q8_1_PACK_ONLY
@@ -66,9 +66,8 @@ layout(local_size_x = WG) in;
 #define PARTIALS (LANES / SUBGROUP)
 #define CHUNKS ((WALK_UNITS + CHUNK - 1) / CHUNK)
 // OWN_X: a lane has its units of x in registers, for all tiles where a row is one chunk; with NEXT_X those of the next chunk follow.
-#define ONE_X (COLS == 1 && IDS != 2 && PATH_INT)
-#define NEXT_X (CHUNKS > 1 && PREFETCH == 2 && PROLOGUE == 0 && ONE_X)
-#define OWN_X (NEXT_X || (CHUNKS == 1 && ONE_X))
+#define NEXT_X (PREFETCH == 2)
+#define OWN_X (NEXT_X || (CHUNKS == 1 && COLS == 1 && IDS != 2 && PATH_INT))
 #define TILE_ROWS (SLOTS * ROWS)
 #define TILE_OUT (TILE_ROWS >> GLU)
 
@@ -342,7 +341,7 @@ void main() {
 #if PROLOGUE == 2
     fetch_norm(tid);
 #endif
-#if AWAITS && QUANTIZES
+#if AWAITS && PROLOGUE == 2
     read_x(tid);  // where it is there already, it need not queue behind the weights
 #endif
 #if CHOOSE

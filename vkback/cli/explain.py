@@ -185,6 +185,7 @@ def bends(said: Mapping[str, Any], dispatch: Dispatch, ctx: LowerContext) -> Ite
     note("lanes", said["lanes"], got["LANES"], f"the workgroup has {got['WG']} threads" if said["lanes"] > got["WG"] else few)
     note("rows", said["rows"], got["ROWS"], need)
     note("unroll", said["unroll"], got["UNROLL"], f"{units} units of 32 weights lie on {got['LANES']} lanes")
+    note("prefetch", said["prefetch"], got["PREFETCH"], "x asked for ahead is one token's Q8_1, not staged, and takes several rounds")
     if said["adjoin"] and not got["ADJOIN"]:
         at_once = got["LANES"] * got["UNROLL"]
         if got["UNROLL"] > 1 and got["UNROLL"] == power_of_two(got["UNROLL"]):

@@ -19,7 +19,8 @@ from vkback.harness.judge import judge
 from vkback.harness.runner import Workbench, prepare, reference
 from vkback.harness.suite import Suite
 from vkback.harness.unfused import unfused, unfused_tolerance
-from vkback.ops.base import FAMILIES, OPS, Case, Choice, Chooser, LowerContext, PlanError
+from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.plan.tuning import Fixed
 from vkback.shader import ShaderLibrary
 
 EXAMINED = 40
@@ -41,21 +42,8 @@ class Switch:
     remedy: str
 
 
-@dataclass(frozen=True)
-class Cautious:
-    """Tables whose parameters of some names are held at a value, in every family that has them."""
-
-    tables: Chooser
-    params: dict[str, Any]
-
-    def pick(self, family: str, **query: Any) -> Choice:
-        choice = self.tables.pick(family, **query)
-        mine = {k: v for k, v in self.params.items() if k in choice.params and k in FAMILIES[family].set}
-        return Choice({**choice.params, **mine}, f"{choice.source}, held at {mine}" if mine else choice.source)
-
-
 def held(**params: Any) -> Callable[[LowerContext], LowerContext]:
-    return lambda ctx: dataclasses.replace(ctx, tuning=Cautious(ctx.tuning, params))
+    return lambda ctx: dataclasses.replace(ctx, tuning=Fixed.everywhere(ctx.tuning, params, f"held at {params}"))
 
 
 def without(**caps: Any) -> Callable[[LowerContext], LowerContext]:

@@ -38,8 +38,8 @@ from vkback.harness.climb import RELATIVE_NOISE, Climb, SweepError, Tried, duel,
 from vkback.harness.judge import judge
 from vkback.harness.products import Product
 from vkback.harness.timing import Bench, Lap
-from vkback.ops.base import FAMILIES, OPS, Choice, Dispatch, LowerContext, PlanError, Problem, ceil_div
-from vkback.ops.mat_vec import INT_QUANTS, can_adjoin, legal_shape, path_for, subgroup_for
+from vkback.ops.base import FAMILIES, OPS, Dispatch, LowerContext, PlanError, Problem, ceil_div
+from vkback.ops.mat_vec import INT_QUANTS, path_for, subgroup_for
 from vkback.paths import tuning_root, write_atomic
 from vkback.plan.planner import check_limits
 from vkback.plan.tuning import Fixed, Row, Tuning, device_table, load_table, parse_table
@@ -213,23 +213,20 @@ def jobs_for(
 
 
 def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
-    """The point that a kernel is built for when the tables say `point`: shape bent, what has no effect taken out."""
-    units = ceil_div(job.product.k, 32) * (job.product.used if job.product.ids == 2 else 1)
-    shape = legal_shape(Choice(point._asdict(), "sweep"), units=units, glu=job.product.glu, q8_out=job.product.out == "Q8_1", ctx=ctx)
-    unroll = min(point.unroll, ceil_div(units, shape.lanes))
-    tiles = ceil_div(job.product.m, shape.tile_rows)
-    slices = job.product.n * (job.product.used if job.product.ids == 1 else 1)
-    groups = point.groups if 0 < ceil_div(point.groups, slices) < tiles else 0
+    """The point that a kernel is built for when the tables say `point`: bent to what it needs, without what has no effect."""
+    kernels = [{k: v for k, v in d.kernel.defines if isinstance(v, int)} for d in lowered(point, job, ctx)]
+    got, tiles = kernels[-1], any(kernel.get("TILES") for kernel in kernels)
+    units = got["K_UNITS"] * (got["N_USED"] if got["IDS"] == 2 else 1)
     size, required = subgroup_for(ctx, point.subgroup)
     single = ctx.caps.subgroup_min == ctx.caps.subgroup_max
-    subgroup = point.subgroup if required == point.subgroup == size and not single and size != ctx.caps.subgroup_size else 0
-    prefetch = point.prefetch if groups or unroll * shape.lanes < units else 0
-    staged = job.path == "int" and job.product.x == "Q8_1" and (job.product.n == 1 or job.product.ids) and not job.program
-    stage = point.stage if staged else 0  # in a program with hand-overs x is always staged
-    if not staged or stage or job.product.ids == 2 or unroll * shape.lanes >= units:
-        prefetch = min(prefetch, 1)
-    adjoin = point.adjoin if can_adjoin(unroll, shape.lanes, ceil_div(job.product.k, 32)) else 0
-    return Point(shape.wg, shape.lanes, shape.rows, unroll, prefetch, stage, groups, subgroup, adjoin)
+    return Point(
+        got["WG"], got["LANES"], got["ROWS"], got["UNROLL"],
+        prefetch=got["PREFETCH"] if tiles or got["LANES"] * got["UNROLL"] < units else 0,
+        stage=point.stage if got["PROLOGUE"] == 3 and not job.program else 0,  # in a program with hand-overs x is always staged
+        groups=point.groups if tiles else 0,
+        subgroup=point.subgroup if required == point.subgroup == size and not single and size != ctx.caps.subgroup_size else 0,
+        adjoin=got["ADJOIN"],
+    )  # fmt: skip
 
 
 def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) -> str:

@@ -73,7 +73,7 @@ declare(
     "mat_vec",
     match={
         "y": ("F32", "Q8_1"),
-        "prologue": (0, 1, 2),  # 1 quantizes x, 2 norms it, too
+        "prologue": (0, 2),  # as PROLOGUE in shaders/mat_vec: 2 norms x
         "ids": (0, 1, 2),  # as IDS in shaders/mat_vec: 2 sums the experts of a token
         "glu": (0, 1),
         "n": "number",
@@ -187,6 +187,12 @@ def can_adjoin(unroll: int, lanes: int, k_units: int) -> bool:
     return unroll > 1 and unroll == power_of_two(unroll) and k_units % (unroll * lanes) == 0
 
 
+def can_prefetch_x(defines: Mapping[str, str | int]) -> bool:
+    """Whether a lane can ask for its units of x ahead: those of one row of Q8_1 in memory, which take several rounds."""
+    several = int(defines["LANES"]) * int(defines["UNROLL"]) < int(defines["K_UNITS"])
+    return bool(several and defines["PATH_INT"] and defines["COLS"] == 1 and defines["IDS"] != 2 and defines["PROLOGUE"] == 0)
+
+
 def shared_bytes(defines: Mapping[str, str | int]) -> int:
     """Shared memory of a kernel of this family without its code book, as shaders/mat_vec declares it."""
 
@@ -205,7 +211,7 @@ def shared_bytes(defines: Mapping[str, str | int]) -> int:
     if number("EXPERTS"):
         total += choice_bytes(defines)
     sums = number("PROLOGUE") == 2 or (number("EXPERTS") > 0 and number("GATE") == 1)
-    if (sums or number("PROLOGUE") == 1 or number("Y_TYPE")) and not number("REDUCE_SUBGROUP"):
+    if (sums or number("Y_TYPE")) and not number("REDUCE_SUBGROUP"):
         total += 2 * 4 * wg
     elif sums and wg > number("SUBGROUP_SIZE"):
         total += 2 * 4 * ceil_div(wg, 4)
@@ -357,6 +363,8 @@ class Product:
         if (choice["stage"] or ctx.handover) and self.x.type == "Q8_1" and path == "int" and defines["COLS"] == 1:
             defines["PROLOGUE"] = 3
         self._fit_shared_memory(defines, choice, ctx)
+        if defines["PREFETCH"] == 2 and not can_prefetch_x(defines):
+            defines["PREFETCH"] = 1
         return Build(shape, defines, required, choice["groups"], choice.source)
 
     def _fit_shared_memory(self, defines: dict[str, str | int], choice: Choice, ctx: LowerContext) -> None:

@@ -218,6 +218,12 @@ class Fixed:
             return choice
         return Choice({**choice.params, **mine}, self.source)
 
+    @classmethod
+    def everywhere(cls, tables: Chooser, params: Mapping[str, Any], source: str) -> Fixed:
+        """With parameters answered by hand in every family that has them."""
+        by_family = {name: {k: v for k, v in params.items() if k in family.set} for name, family in FAMILIES.items()}
+        return cls(tables, {name: mine for name, mine in by_family.items() if mine}, source)
+
 
 def slug(name: str) -> str:
     """File-name form of a device name: lower case, runs of other characters become one underscore."""
