@@ -15,14 +15,6 @@ struct Act { vec4 x[8]; };
 #include "common/int16.glsl"
 #endif
 
-#if X_TYPE == X_Q8_1
-// Unit `unit + units_on` of the row that begins at 16-byte word `base` of memory, units_on a constant as in Place.
-ActRaw act_read(uint base, uint unit, uint units_on) {
-    const uint quads = foldable(base + unit) + units_on;
-    return ActRaw(x4[quads], x4[quads + K_UNITS], x2[foldable(base * 2u + unit) + (4u * K_UNITS + units_on)]);
-}
-#endif
-
 #if PROLOGUE && PATH_INT
 shared uvec4 act_lo[WALK_UNITS];
 shared uvec4 act_hi[WALK_UNITS];
@@ -100,11 +92,13 @@ void prologue(uint tid) {
 void fetch_x(uint tid, uint first_row) {
     for (uint i = tid; i < WALK_UNITS; i += WG) {
         const uint base = (p.x_slots == 1u ? first_row : first_row + i / K_UNITS) * p.x_stride, unit = i % K_UNITS;
-        ActRaw x;
-        AWAIT(x = act_read(base, unit, 0u), filled(x.lo) && filled(x.hi) && filled(x.ds));
-        act_lo[i] = x.lo;
-        act_hi[i] = x.hi;
-        act_ds[i] = x.ds;
+        uvec4 lo, hi;
+        uvec2 ds;
+        AWAIT(lo = x4[base + unit]; hi = x4[base + K_UNITS + unit]; ds = x2[(base + 2u * K_UNITS) * 2u + unit],
+              filled(lo) && filled(hi) && filled(ds));
+        act_lo[i] = lo;
+        act_hi[i] = hi;
+        act_ds[i] = ds;
     }
 }
 
@@ -115,14 +109,17 @@ void prologue(uint tid) {
 }
 #endif
 
-// The same of row `row` of x; with a prologue of the rows it has brought, counted from the first.
+// Unit `unit + units_on` of row `row` of x, units_on a constant as in Place; with a prologue of the rows it has brought, counted from the first.
 #if PROLOGUE && PATH_INT
 ActRaw act_fetch(uint row, uint unit, uint units_on) {
     const uint at = (PROLOGUE == 3 ? row * K_UNITS : 0u) + unit + units_on;
     return ActRaw(act_lo[at], act_hi[at], act_ds[at]);
 }
 #elif X_TYPE == X_Q8_1
-ActRaw act_fetch(uint row, uint unit, uint units_on) { return act_read(row * p.x_stride, unit, units_on); }
+ActRaw act_fetch(uint row, uint unit, uint units_on) {
+    const uint base = row * p.x_stride, quads = foldable(base + unit) + units_on;
+    return ActRaw(x4[quads], x4[quads + K_UNITS], x2[foldable(base * 2u + unit) + (4u * K_UNITS + units_on)]);
+}
 #endif
 
 #if PATH_INT
