@@ -88,7 +88,8 @@ void prologue(uint tid) {
 #endif
 }
 #elif PROLOGUE == 3
-// The rows of x that this workgroup's weights meet, unit by unit in their order.
+// The rows of x that this workgroup's weights meet, unit by unit in their order. With foldable indices, as act_fetch has them, a token of
+// llama 1B Q4_K_S takes 383 us on an H200; with these 350.
 void fetch_x(uint tid, uint first_row) {
     for (uint i = tid; i < WALK_UNITS; i += WG) {
         const uint base = (p.x_slots == 1u ? first_row : first_row + i / K_UNITS) * p.x_stride, unit = i % K_UNITS;
