@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from vkback.cli import main as cli
 from vkback.cli.shell import UsageError
 from vkback.device import Device
-from vkback.harness.attention_sweep import AttentionPoint, AttentionResult, Form, actual, axes, forms_of, neighbours, tune_attention
+from vkback.harness.attention_sweep import AttentionPoint, AttentionResult, Form, actual, axes, forms_of, key_of, neighbours, tune_attention
 from vkback.harness.climb import SweepError
 from vkback.harness.in_program import ProgramTrial, Tokens, token_graph
-from vkback.harness.sweep import Sweep
+from vkback.harness.own_table import OwnTable
 from vkback.harness.timing import Lap
 from vkback.models.registry import Model
 from vkback.ops.base import Choice, LowerContext, PlanError
@@ -88,6 +88,11 @@ def tokens(device: Device, library: ShaderLibrary, ctx: LowerContext) -> Iterato
 
 
 @pytest.fixture
+def own(device: Device, library: ShaderLibrary, tmp_path: Path) -> OwnTable:
+    return OwnTable(device, library, tmp_path)
+
+
+@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a point takes; the kernels still run once, to be checked."""
 
@@ -106,42 +111,46 @@ def only(monkeypatch: pytest.MonkeyPatch, **values: tuple[int, ...]) -> None:
 
 
 @pytest.mark.vulkan
-def test_the_best_point_is_found_step_by_step(tokens: Tokens, ctx: LowerContext, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_point_is_found_step_by_step(
+    tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     only(monkeypatch, wg_size=(8, 16), rows_per_split=(16, 4096))
     clock(lambda p: 100.0 - p.wg_size - 3 * (p.rows_per_split == 16))
     (form,) = forms_of(tokens.graph, ctx)
     told: list[str] = []
-    found = tune_attention(tokens, ctx, form, 60, lambda p, said: told.append(said))
+    found = tune_attention(tokens, ctx, form, own, 60, lambda p, said: told.append(said))
     assert found.kept and (found.after.wg_size, found.after.rows_per_split) == (16, 16), "one step at a time leads there"
     assert found.after_us < found.before_us and not found.wrong and found.tried == len(told) == 4
 
 
 @pytest.mark.vulkan
 def test_what_is_no_better_beyond_the_noise_is_not_kept(
-    tokens: Tokens, ctx: LowerContext, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0 - 0.001 * p.wg_size)
     (form,) = forms_of(tokens.graph, ctx)
-    assert not tune_attention(tokens, ctx, form, 60).kept
+    assert not tune_attention(tokens, ctx, form, own, 60).kept
 
 
 @pytest.mark.vulkan
-def test_wrong_points_are_named_and_never_kept(tokens: Tokens, ctx: LowerContext, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_points_are_named_and_never_kept(
+    tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0 - 50 * (p.wg_size == 16))
     (form,) = forms_of(tokens.graph, ctx)
     monkeypatch.setattr(ProgramTrial, "wrong", lambda self, point: "row 3 is wrong" if point.wg_size == 16 else "")
-    found = tune_attention(tokens, ctx, form, 60)
+    found = tune_attention(tokens, ctx, form, own, 60)
     assert not found.kept and len(found.wrong) == 1 and "16 threads" in found.wrong[0] and "row 3 is wrong" in found.wrong[0]
     monkeypatch.setattr(ProgramTrial, "wrong", lambda self, point: "all wrong")
     with pytest.raises(SweepError, match=r"gives no right result: all wrong\. vkback doctor"):
-        tune_attention(tokens, ctx, form, 60)
+        tune_attention(tokens, ctx, form, own, 60)
 
 
 @pytest.mark.vulkan
 def test_points_the_planner_refuses_are_passed_over(
-    tokens: Tokens, ctx: LowerContext, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0)
@@ -155,29 +164,27 @@ def test_points_the_planner_refuses_are_passed_over(
 
     monkeypatch.setattr(ProgramTrial, "wrong", refusing)
     told: list[str] = []
-    assert tune_attention(tokens, ctx, form, 60, lambda p, said: told.append(said)).tried == 1
+    assert tune_attention(tokens, ctx, form, own, 60, lambda p, said: told.append(said)).tried == 1
     assert "refused: no room" in told
 
 
 @pytest.mark.vulkan
-def test_rows_replace_those_of_the_same_form_and_no_others(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
-    sweep = Sweep(device, library, tmp_path, 1.0, budget_s=1)
-    name = sweep.table_path.name
+def test_rows_replace_those_of_the_same_form_and_no_others(own: OwnTable) -> None:
+    name = own.path.name
     other, first, second = (AttentionPoint(64, 4, 1, q, 64, 64) for q in (1, 2, 4))
-    sweep.write_table([result(FORM._replace(head_dim=64), other).row(name, "d", "d")])
+    own.write([result(FORM._replace(head_dim=64), other).row(name, "d", "d")])
     for point in (first, second):
-        sweep.write_table([result(FORM, point).row(name, "d", "d")])
-    rows = {r.match["head_dim"]: r.set["queries"] for r in load_table(sweep.table_path)}
+        own.write([result(FORM, point).row(name, "d", "d")])
+    rows = {r.match["head_dim"]: r.set["queries"] for r in load_table(own.path)}
     assert rows == {64: 1, 128: 4}
 
 
 # -- the command
 
 
-@pytest.mark.parametrize("option", [["--resume"], ["--case", "MUL_MAT(type_a=Q4_K,m=64,n=1,k=256)"]])
-def test_options_that_attention_cannot_heed_are_refused(option: list[str]) -> None:
-    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", *option])
-    assert isinstance(done.exception, UsageError) and "neither --case, nor --resume" in str(done.exception)
+def test_a_case_is_refused() -> None:
+    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", "--case", "MUL_MAT(type_a=Q4_K,m=64,n=1,k=256)"])
+    assert isinstance(done.exception, UsageError) and "takes a model, no --case" in str(done.exception)
 
 
 def test_attention_needs_a_model() -> None:
@@ -196,3 +203,46 @@ def test_the_command_tells_before_and_after(monkeypatch: pytest.MonkeyPatch, tmp
     (table,) = tmp_path.glob("device_*.toml")
     (row,) = load_table(table)
     assert row.family == "attention" and row.set["wg_size"] == 16
+
+
+@pytest.mark.vulkan
+def test_resuming_passes_over_forms_that_are_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
+    monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
+    only(monkeypatch, wg_size=(8, 16))
+    clock(lambda p: 100.0)
+
+    def tune(depth: int) -> str:
+        arguments = ["tune", "--op", "attention", "-m", "demo-dense", "--ctx", "64", "--depth", str(depth), "--budget", "20", "--resume"]
+        done = CliRunner().invoke(cli.app, arguments)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert "before: " in tune(20)
+    again = tune(20)
+    assert "1 of 1 forms were finished by an earlier run" in again and "before: " not in again
+    assert "before: " in tune(5), "another depth is another question"
+
+
+@pytest.mark.vulkan
+def test_a_point_that_ended_the_last_run_is_not_tried_again(
+    tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, wg_size=(8, 16))
+    (form,) = forms_of(tokens.graph, ctx)
+
+    def ends(point: AttentionPoint) -> float:
+        if point.wg_size == 16:
+            raise KeyboardInterrupt
+        return 100.0
+
+    clock(ends)
+    with pytest.raises(KeyboardInterrupt):
+        tune_attention(tokens, ctx, form, own, 60)
+    key = key_of(form, tokens.depth)
+    assert not own.journal.finished(key)
+    clock(lambda p: 100.0)
+    told: list[str] = []
+    again = OwnTable(tokens.device, tokens.library, own.path.parent)
+    found = tune_attention(tokens, ctx, form, again, 60, lambda p, said: told.append(said))
+    assert not found.kept and "refused: the last run ended while trying it" in told
+    assert again.journal.finished(key) and again.journal.results("attention")[key]["tried"] == 1

@@ -29,7 +29,9 @@ from vkback.harness.in_program import (
     replaced,
     token_graph,
 )
-from vkback.harness.sweep import Job, Point, Result, Sweep, Watcher, actual, jobs_for, lowered, refusal, table_text
+from vkback.harness.own_table import Result, table_text
+from vkback.harness.points import Job, Point, actual, jobs_for, lowered, refusal
+from vkback.harness.sweep import Sweep, Watcher
 from vkback.harness.timing import Lap
 from vkback.models.registry import Model
 from vkback.ops.base import Array, LowerContext
@@ -159,7 +161,7 @@ def test_the_quickest_token_is_kept_as_a_row_for_programs_that_hand_over(runs: R
     assert sweep.ctx.tuning.pick("mat_vec", **query) == tables.pick("mat_vec", **query)  # the next job begins with it
     again = runs.sweep(library)
     assert again.run([runs.job], resume=True) == []
-    assert again.journal.results[runs.job.key] == found
+    assert again.own.results == [found]
 
 
 @pytest.mark.vulkan
@@ -233,7 +235,7 @@ def test_a_program_that_is_wrong_as_it_stands_is_a_fault(runs: Runs, tmp_path: P
     sweep = runs.sweep(library)
     assert sweep.run([runs.job]) == []
     assert "a wait for the stage before was given up" in sweep.faults[0]
-    assert not sweep.journal.finished(runs.job)
+    assert not sweep.own.journal.finished(runs.job.key)
 
 
 @pytest.mark.vulkan

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,27 +18,13 @@ from typer.testing import CliRunner
 from vkback.cli import main as cli
 from vkback.cli.tune import of_model
 from vkback.device import Capabilities, Device
-from vkback.harness.climb import SweepError, beats
+from vkback.harness.climb import beats
+from vkback.harness.journal import JOURNAL_FORMAT
+from vkback.harness.own_table import Result, edges, table_text
+from vkback.harness.points import Job, Point, actual, axes, jobs_for, lowered, neighbours, refusal
 from vkback.harness.products import CaseError, Product
 from vkback.harness.runner import reference_inputs
-from vkback.harness.sweep import (
-    JOURNAL_FORMAT,
-    Job,
-    Journal,
-    Point,
-    Result,
-    Sweep,
-    Watcher,
-    actual,
-    axes,
-    edges,
-    expected,
-    jobs_for,
-    lowered,
-    neighbours,
-    refusal,
-    table_text,
-)
+from vkback.harness.sweep import Sweep, Watcher, expected
 from vkback.harness.timing import Lap
 from vkback.ops.base import OPS, LowerContext
 from vkback.paths import shader_root
@@ -240,44 +227,6 @@ def test_the_quicker_path_wins_where_both_were_tuned() -> None:
     assert path.measured == "2026-11-21 Card, driver 1, Q4_K 4096x4096: latency 8.00 us in integers, 6.00 in floats"
 
 
-# -- the journal
-
-
-IDENTITY = {"device": "Card", "driver": "1", "kernels": "k1"}
-
-
-def test_a_journal_survives_being_cut_short(tmp_path: Path) -> None:
-    file = tmp_path / "card.journal"
-    journal = Journal(file, IDENTITY)
-    done, job = result(4096, 4096), Job(Product("Q4_K", 4096, 4096, x="Q8_1"), "int")
-    journal.trying(job, A)
-    journal.tried(job, A)
-    journal.trying(job, B)
-    file.write_text(file.read_text() + '{"trying": "x", "po')
-    again = Journal(file, IDENTITY)
-    assert again.suspects == {(job.key, B)}
-    assert not again.finished(job)
-    again.finish(dataclasses.replace(done, key=job.key))
-    third = Journal(file, IDENTITY)
-    assert third.finished(job)
-    assert third.results[job.key] == dataclasses.replace(done, key=job.key)
-
-
-def test_a_journal_of_other_kernels_keeps_its_results_but_nothing_is_finished(tmp_path: Path) -> None:
-    job = Job(Product("Q4_K", 4096, 4096, x="Q8_1"), "int")
-    Journal(tmp_path / "j", IDENTITY).finish(dataclasses.replace(result(4096, 4096), key=job.key))
-    other = Journal(tmp_path / "j", {**IDENTITY, "kernels": "k2"})
-    assert not other.finished(job)
-    assert set(other.results) == {job.key}
-    assert not Journal(tmp_path / "j", {**IDENTITY, "driver": "2"}).results
-
-
-def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SweepError, match=r"\[tune\] .*card.journal cannot be written: choose another folder with VKBACK_TUNING"):
-        Journal(tmp_path / "file" / "card.journal", IDENTITY)
-
-
 # -- on a device
 
 
@@ -297,7 +246,7 @@ def test_a_sweep_makes_a_table_that_the_next_plan_uses(device: Device, library: 
     assert found.latency <= found.latency_before
     again = Sweep(device, library, tmp_path, 1.0, budget_s=1.0)
     assert again.run(jobs, resume=True) == []
-    assert again.journal.results[jobs[0].key] == found
+    assert again.own.results == [found]
 
 
 @pytest.mark.vulkan
@@ -307,7 +256,8 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(device: Device, libr
     watcher = Watcher(point=lambda job, point, said: refused.update({point: said}))
     sweep = Sweep(device, library, tmp_path, 1.0, budget_s=0.5, cold_bytes=1 << 16, watcher=watcher)
     suspect = sweep._starts(jobs[0])[-1]
-    sweep.journal.trying(jobs[0], suspect)
+    with suppress(KeyboardInterrupt), sweep.own.journal.trying(jobs[0].key, suspect):
+        raise KeyboardInterrupt
     sweep = Sweep(device, library, tmp_path, 1.0, budget_s=0.5, cold_bytes=1 << 16, watcher=watcher)
     sweep.run(jobs)
     assert refused[suspect] == "refused: the last run ended while trying it"

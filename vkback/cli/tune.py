@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,8 +14,10 @@ import typer
 from vkback.cli.shell import DeviceOption, UsageError, measured_read_rate, model_path, one_of
 
 if TYPE_CHECKING:
+    from vkback.harness.attention_sweep import AttentionPoint, Form
+    from vkback.harness.own_table import Result
+    from vkback.harness.points import Job, Point
     from vkback.harness.products import Product
-    from vkback.harness.sweep import Job, Point, Result
     from vkback.ops.base import LowerContext
 
 OPS = ("mat_vec", "attention")
@@ -49,7 +50,8 @@ def tune(
     """
     from vkback.device import Device
     from vkback.harness.in_program import ProgramSweep
-    from vkback.harness.sweep import Sweep, jobs_for
+    from vkback.harness.points import jobs_for
+    from vkback.harness.sweep import Sweep
     from vkback.models.registry import Model
     from vkback.ops.base import LowerContext
     from vkback.paths import user_tuning_root
@@ -57,9 +59,9 @@ def tune(
     from vkback.shader import ShaderLibrary
 
     if one_of(op, OPS, "--op") == "attention":
-        if case is not None or resume:
-            raise UsageError("--op attention takes a model: neither --case, nor --resume, since it keeps no journal")
-        _tune_attention(device, model, ctx, depth, budget, verbose)
+        if case is not None:
+            raise UsageError("--op attention takes a model, no --case")
+        _tune_attention(device, model, ctx, depth, budget, resume, verbose)
         return
     wanted = cast(Literal["auto", "int", "float", "both"], one_of(path, PATHS, "--path"))
     if sum(given is not None for given in (case, model)) > 1:
@@ -91,27 +93,28 @@ def tune(
         for fault in faults:
             print(fault)
         kept = sum(r.kept for r in results)
-        left = sum(not sweep.journal.finished(job) for job in jobs)
+        left = sum(not sweep.own.journal.finished(job.key) for job in jobs)
         if left:
             print(f"{left} of {len(jobs)} products were not reached; --resume goes on with them")
-        print(f"{kept} of {len(results)} products improved in {time.monotonic() - start:.0f} s; table {sweep.table_path}")
-        drawn = _draw(list(sweep.journal.results.values()), picture or sweep.table_path.with_suffix(".png"), opened.caps.name)
+        print(f"{kept} of {len(results)} products improved in {time.monotonic() - start:.0f} s; table {sweep.own.path}")
+        drawn = _draw(sweep.own.results, picture or sweep.own.path.with_suffix(".png"), opened.caps.name)
         print(drawn)
     if faults or any(r.wrong for r in results):
         raise typer.Exit(1)
 
 
-def _tune_attention(device: str | None, model: str | None, n_ctx: int | None, depth: int, budget: float, verbose: bool) -> None:
+def _tune_attention(
+    device: str | None, model: str | None, n_ctx: int | None, depth: int, budget: float, resume: bool, verbose: bool
+) -> None:
     """Attention of a model's token, with so many rows of the cache in use."""
     from vkback.device import Device
-    from vkback.harness.attention_sweep import forms_of, tune_attention
+    from vkback.harness.attention_sweep import forms_of, key_of, tune_attention
     from vkback.harness.climb import SweepError
     from vkback.harness.in_program import Tokens
-    from vkback.harness.sweep import Sweep
+    from vkback.harness.own_table import OwnTable
     from vkback.models.registry import Model
     from vkback.ops.base import LowerContext
     from vkback.paths import user_tuning_root
-    from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
 
     if model is None:
@@ -121,17 +124,19 @@ def _tune_attention(device: str | None, model: str | None, n_ctx: int | None, de
     wrong = 0
     with Device.open(device) as opened:
         print(opened.caps.summary_line())
-        tables = Tuning.for_device(opened.caps)
-        context = LowerContext(opened.caps, tables)
-        sweep = Sweep(opened, library, user_tuning_root(), math.nan, budget_s=budget)  # no share of the read rate is told
-        with Tokens(Model.open(model_path(model)), opened, library, context, n_ctx=n_ctx, depth=depth) as tokens:
+        own = OwnTable(opened, library, user_tuning_root())
+        context = LowerContext(opened.caps, own.tables())
+        opened_model = Model.open(model_path(model))
+        with Tokens(opened_model, opened, library, context, n_ctx=n_ctx, depth=depth) as tokens, _watched(verbose) as watcher:
             forms = forms_of(tokens.graph, context)
-            for form in forms:
-                print(f"{form.text}, {tokens.depth} in use")
+            todo = [f for f in forms if not (resume and own.journal.finished(key_of(f, tokens.depth)))]
+            if len(todo) < len(forms):
+                print(f"{len(forms) - len(todo)} of {len(forms)} forms were finished by an earlier run")
+            for i, form in enumerate(todo):
+                print(f"{form.line}, {tokens.depth} in use")
+                watcher.begin(form, i, len(todo))
                 try:
-                    result = tune_attention(
-                        tokens, context, form, budget / len(forms), lambda p, said: print(f"  [{p.text}] {said}") if verbose else None
-                    )
+                    result = tune_attention(tokens, context, form, own, budget / len(todo), partial(watcher.point, form))
                 except SweepError as e:
                     print(e)
                     wrong += 1
@@ -140,11 +145,7 @@ def _tune_attention(device: str | None, model: str | None, n_ctx: int | None, de
                 change = f"{100 * (result.after_us / result.before_us - 1):+.1f} %" if result.kept else "nothing better"
                 print(f"  before: {result.before.text}: {result.before_us:.2f} us a token ({result.source})")
                 print(f"  after:  {result.after.text}: {result.after_us:.2f} us a token, {change}, of {result.tried} points")
-                for text in result.wrong:
-                    print(f"  WRONG RESULT {text}")
-                if result.kept:
-                    sweep.write_table([result.row(sweep.table_path.name, opened.caps.name, sweep.driver)])
-        print(f"{time.monotonic() - start:.0f} s; table {sweep.table_path}")
+        print(f"{time.monotonic() - start:.0f} s; table {own.path}")
     if wrong:
         raise typer.Exit(1)
 
@@ -152,7 +153,7 @@ def _tune_attention(device: str | None, model: str | None, n_ctx: int | None, de
 def _in_program(model: str, ctx: LowerContext) -> list[Job]:
     """The products of a model's decode schedule if its stages hand over without barriers, to be tuned in the program of a token."""
     from vkback.harness.in_program import hands_over
-    from vkback.harness.sweep import jobs_for
+    from vkback.harness.points import jobs_for
     from vkback.models.registry import Model
 
     path = model_path(model)
@@ -219,11 +220,11 @@ class _watched:  # noqa: N801  used as a function
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def _begin(self, job: Job, number: int, total: int) -> None:
+    def _begin(self, job: Job | Form, number: int, total: int) -> None:
         self._points = 0
         self._bar.update(self._task, description=job.line, completed=number, total=total, said="")
 
-    def _point(self, job: Job, point: Point, said: str) -> None:
+    def _point(self, job: Job | Form, point: Point | AttentionPoint, said: str) -> None:
         self._points += not said.startswith("refused")
         self._bar.update(self._task, said=f"{self._points} points")
         if self._verbose or said.startswith("WRONG"):
@@ -233,8 +234,6 @@ class _watched:  # noqa: N801  used as a function
         self._bar.update(self._task, advance=1)
         if not self._bar.console.is_terminal:
             print(f"  {result.line}: {result.tried} points, {result.latency_before:.2f} -> {result.latency:.2f} us", flush=True)
-        for text in result.wrong:
-            self._bar.console.print(f"WRONG RESULT {result.line}: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(results: Sequence[Result]) -> None:

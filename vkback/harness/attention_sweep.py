@@ -2,29 +2,31 @@
 
 Attention runs between two products, beside the workgroups of both where stages hand over, so a chain of its own launches says little.
 Each point takes the place of the tables' choice for all layers of one form (heads, head size, rows of the cache), and what counts is the
-time of a token. A point is right where the logits of a token are those of the present program and no wait was given up.
+time of a token. A point is judged as those of products in a program are (vkback/harness/in_program.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from typing import Any, NamedTuple
 
 from vkback.device import Capabilities
 from vkback.graph import Graph
 from vkback.harness.climb import Climb, duel, noise
 from vkback.harness.in_program import TOKEN_NOISE, ProgramTrial, Tokens
-from vkback.harness.sweep import row_lines
+from vkback.harness.own_table import OwnTable
 from vkback.ops.attention import DECODE_TOKENS, shape_for
 from vkback.ops.base import Choice, Chooser, LowerContext, PlanError
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Fixed, Row, parse_table
+from vkback.plan.tuning import Fixed, Row, parse_table, row_lines
 
 SPREAD = math.sqrt(2)
 """A row speaks for caches up to this factor larger or smaller."""
@@ -57,7 +59,7 @@ class Form(NamedTuple):
     n_ctx: int
 
     @property
-    def text(self) -> str:
+    def line(self) -> str:
         return f"attention of {self.n_head}/{self.n_head_kv} heads of {self.head_dim}, a cache of {self.n_ctx} rows"
 
 
@@ -86,7 +88,7 @@ class AttentionResult:
         caches = {"min": math.ceil(f.n_ctx / SPREAD), "max": math.floor(f.n_ctx * SPREAD)}
         match = {"n": {"max": DECODE_TOKENS}, "n_head": f.n_head, "n_head_kv": f.n_head_kv, "head_dim": f.head_dim, "n_ctx": caches}
         measured = (
-            f"{date.today().isoformat()} {device}, {driver}, {f.text} with {self.depth} in use: {self.after_us:.2f} us a token, "
+            f"{date.today().isoformat()} {device}, {driver}, {f.line} with {self.depth} in use: {self.after_us:.2f} us a token, "
             f"was {self.before_us:.2f} ({self.source}, noise {self.noise_us:.2f})"
         )
         (row,) = parse_table("\n".join(row_lines("attention", match, self.after._asdict(), measured)), table)
@@ -152,14 +154,22 @@ def refusal(point: AttentionPoint, form: Form, ctx: LowerContext) -> str:
     return ", ".join(f"{name} = {a} would become {b}" for name, a, b in zip(point._fields, point, real, strict=True) if a != b)
 
 
+def key_of(form: Form, depth: int) -> str:
+    """The journal's key of a form with so many rows of the cache in use."""
+    return json.dumps(["attention", *form, depth])
+
+
 def tune_attention(
-    tokens: Tokens, ctx: LowerContext, form: Form, seconds: float, watch: Callable[[AttentionPoint, str], None] = lambda point, said: None
-) -> AttentionResult:
-    """Look for a point that beats the tables beyond the noise, from the tables' own on, always to the best neighbour, for so long.
+    tokens: Tokens, ctx: LowerContext, form: Form, own: OwnTable, seconds: float,
+    watch: Callable[[AttentionPoint, str], None] = lambda point, said: None,
+) -> AttentionResult:  # fmt: skip
+    """Look for a point that beats the tables beyond the noise, from the tables' own on, always to the best neighbour, for so long. What
+    comes of it goes into the device's own table and journal.
 
     watch  is told of every point and what became of it
     Raises SweepError where the present program is wrong.
     """
+    key = key_of(form, tokens.depth)
     asked = form._asdict()
     choice = ctx.tuning.pick("attention", n=1, **asked)
     before = actual(choice, form, ctx)
@@ -167,14 +177,21 @@ def tune_attention(
     def tables(point: AttentionPoint) -> Chooser:
         return Fixed(ctx.tuning, {"attention": point._asdict()}, "sweep", asked)
 
-    with ProgramTrial(tokens, ctx, form.text, tables) as trial:
-        climb = Climb(trial, lambda point: refusal(point, form, ctx), watch, time.monotonic() + seconds, ctx.caps.software)
-        climb.begin([before], before, f"{form.text}: the kernel that the tables choose ({choice.source}: {before.text})")
+    def refused(point: AttentionPoint) -> str:
+        return refusal(point, form, ctx) or ("the last run ended while trying it" if own.journal.suspected(key, point) else "")
+
+    with ProgramTrial(tokens, ctx, form.line, tables) as trial:
+        climb = Climb(trial, refused, watch, time.monotonic() + seconds, ctx.caps.software, partial(own.journal.trying, key))
+        climb.begin([before], before, f"{form.line}: the kernel that the tables choose ({choice.source}: {before.text})")
         choices = axes(ctx.caps)
         climb.to_the_top(lambda point: neighbours(point, choices))
         after, laps = duel(trial, before, climb.best(2), TOKEN_NOISE)
-    return AttentionResult(
+    result = AttentionResult(
         form=form, depth=tokens.depth, before=before, source=choice.source, before_us=laps[before].us, after=after,
         after_us=laps[after].us, noise_us=noise(laps[after], laps[before], TOKEN_NOISE), tried=len(climb.laps),
         wrong=tuple(f"{p.text}: {why}" for p, why in climb.wrong.items()),
     )  # fmt: skip
+    own.journal.finish("attention", key, dataclasses.asdict(result))
+    if result.kept:
+        own.write([result.row(own.path.name, ctx.caps.name, own.driver)])
+    return result

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vkback.harness.sweep import row_lines
-from vkback.plan.tuning import Row, parse_table
+from vkback.plan.tuning import Row, parse_table, row_lines
 
 
 def rows_by_hand(text: str) -> list[Row]:

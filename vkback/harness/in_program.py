@@ -21,17 +21,19 @@ from vkback.device import Commands, Device
 from vkback.graph import Graph, Tensor
 from vkback.harness.climb import P, SweepError
 from vkback.harness.judge import Verdict, judge
+from vkback.harness.own_table import Result
+from vkback.harness.points import Job, Point
 from vkback.harness.runner import decoded
 from vkback.harness.stage_times import loaded, zeroed
-from vkback.harness.sweep import WARM_S, Array, Job, Point, Result, Sweep, Trial
+from vkback.harness.sweep import WARM_S, Sweep, Trial
 from vkback.harness.timing import Lap, lap_of, span_us, warm_up
 from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler, matrix_bytes
 from vkback.models.registry import Model
-from vkback.ops.base import Chooser, Dispatch, LowerContext, PlanError, Tolerance
+from vkback.ops.base import Array, Chooser, Dispatch, LowerContext, PlanError, Tolerance
 from vkback.ops.mat_vec import product_tolerance
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Fixed, Row
+from vkback.plan.tuning import Fixed
 from vkback.program import Program, compile_kernels
 from vkback.shader import ShaderLibrary
 
@@ -298,14 +300,14 @@ class ProgramSweep(Sweep):
         self._model = model
 
     def run(self, jobs: Sequence[Job], *, resume: bool = False) -> list[Result]:
-        if resume and all(map(self.journal.finished, jobs)):
+        if resume and all(self.own.journal.finished(job.key) for job in jobs):
             return []  # no need to load the weights
         with Tokens(self._model, self.device, self.library, self.ctx) as self._tokens:
             return super().run(jobs, resume=resume)
 
-    def write_table(self, rows: Sequence[Row] = ()) -> None:
-        super().write_table(rows)
-        self.ctx = dataclasses.replace(self.ctx, tuning=self._tables())
+    def _keep(self, result: Result) -> None:
+        super()._keep(result)
+        self.ctx = dataclasses.replace(self.ctx, tuning=self.own.tables())
 
     def _prepare(self, job: Job) -> Callable[[], Trial]:
         return lambda: ProgramTrial(self._tokens, self.ctx, job.program, partial(replaced, self.ctx.tuning, job))

@@ -19,6 +19,7 @@ of a family must have a value in default.toml.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -403,3 +404,15 @@ def _ordered(rows: Sequence[Row], family: Family) -> list[Row]:
             raise TuningError(f"[tuning] {row.where}: never wins: row {over[0].number} ({over[0].about}) comes first wherever it matches")
     depth = {r.number: sum(beats(r, s) for s in rows) for r in rows}
     return sorted(rows, key=lambda r: (-depth[r.number], r.number))
+
+
+def row_lines(family: str, match: Mapping[str, Any], set: Mapping[str, Any], measured: str) -> list[str]:
+    """A row as it stands in a table."""
+    keys = [f"{key} = {_toml(value)}" for key, value in match.items()]
+    return [f"[[{family}]]", *keys, f"set = {_toml(set)}", f"measured = {json.dumps(measured)}"]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{k} = {_toml(v)}' for k, v in value.items())} }}"
+    return json.dumps(value)

@@ -1,0 +1,54 @@
+"""The journal of sweeps: what it remembers of a run that was cut short, of other kernels, and of a point that ended a run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from vkback.harness.climb import SweepError
+from vkback.harness.journal import Journal
+
+IDENTITY = {"device": "Card", "driver": "1", "kernels": "k1"}
+A, B = (64, 2), (128, 1)
+
+
+def test_a_journal_survives_being_cut_short(tmp_path: Path) -> None:
+    file = tmp_path / "card.journal"
+    journal = Journal(file, IDENTITY)
+    with journal.trying("job", A):
+        pass
+    with suppress(KeyboardInterrupt), journal.trying("job", B):
+        raise KeyboardInterrupt
+    file.write_text(file.read_text() + '{"trying": "x", "po')
+    again = Journal(file, IDENTITY)
+    assert again.suspected("job", B) and not again.suspected("job", A) and not again.suspected("other", B)
+    assert not again.finished("job")
+    again.finish("mat_vec", "job", {"us": 7.5})
+    third = Journal(file, IDENTITY)
+    assert third.finished("job") and third.suspected("job", B)
+    assert third.results("mat_vec") == {"job": {"us": 7.5}} and third.results("attention") == {}
+
+
+def test_families_are_kept_apart(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", IDENTITY)
+    journal.finish("mat_vec", "a", {"us": 1})
+    journal.finish("attention", "b", {"us": 2})
+    journal.finish("mat_vec", "a", {"us": 3})
+    for read in (journal, Journal(tmp_path / "j", IDENTITY)):
+        assert read.results("mat_vec") == {"a": {"us": 3}} and read.results("attention") == {"b": {"us": 2}}
+
+
+def test_a_journal_of_other_kernels_keeps_its_results_but_nothing_is_finished(tmp_path: Path) -> None:
+    Journal(tmp_path / "j", IDENTITY).finish("mat_vec", "job", {"us": 1})
+    other = Journal(tmp_path / "j", {**IDENTITY, "kernels": "k2"})
+    assert not other.finished("job")
+    assert set(other.results("mat_vec")) == {"job"}
+    assert not Journal(tmp_path / "j", {**IDENTITY, "driver": "2"}).results("mat_vec")
+
+
+def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SweepError, match=r"\[tune\] .*card.journal cannot be written: choose another folder with VKBACK_TUNING"):
+        Journal(tmp_path / "file" / "card.journal", IDENTITY)

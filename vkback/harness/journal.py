@@ -1,0 +1,105 @@
+"""What sweeps have found on a device, kept so that a run that was cut short can go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vkback.harness.climb import SweepError
+from vkback.paths import write_atomic
+from vkback.shader import ShaderLibrary
+
+JOURNAL_FORMAT = 5
+
+
+def kernel_identity(library: ShaderLibrary) -> str:
+    """Changes when any shader does: results of other kernels are not taken up again."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in library.root.rglob("*") if p.suffix in (".comp", ".glsl")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Journal:
+    """Results by family and key, and points whose trial never ended, in a file of JSON lines: a line is whole or it is not read.
+
+    identity  device, driver and kernels: results of another device or driver are dropped; those of other kernels stay, but count as not
+              finished
+    Raises SweepError when the file cannot be written.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path = path
+        self.identity = {"format": JOURNAL_FORMAT, **identity}
+        self._results: dict[str, dict[str, Mapping[str, Any]]] = {}
+        self._suspects: set[tuple[str, tuple[int, ...]]] = set()
+        self._finished: set[str] = set()
+        for event in self._events():
+            if "result" in event:
+                self._results.setdefault(event["family"], {})[event["key"]] = event["result"]
+                if event["kernels"] == self.identity["kernels"]:
+                    self._finished.add(event["key"])
+            elif "trying" in event:
+                self._suspects.add((event["trying"], tuple(event["point"])))
+            elif "tried" in event:
+                self._suspects.discard((event["tried"], tuple(event["point"])))
+        self._write_whole()
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return
+        events = []
+        for line in lines:
+            try:
+                events.append(json.loads(line))
+            except ValueError:  # cut short when the last run ended
+                continue
+        same = ("format", "device", "driver")
+        if events and all(events[0].get(k) == self.identity[k] for k in same):
+            yield from events[1:]
+
+    def results(self, family: str) -> dict[str, Mapping[str, Any]]:
+        """What `finish` was given for a family, by key."""
+        return self._results.get(family, {})
+
+    def finished(self, key: str) -> bool:
+        """Whether a run with these kernels and this driver came to a result."""
+        return key in self._finished
+
+    def suspected(self, key: str, point: tuple[int, ...]) -> bool:
+        """Whether an earlier run ended while it tried a point."""
+        return (key, tuple(point)) in self._suspects
+
+    @contextmanager
+    def trying(self, key: str, point: tuple[int, ...]) -> Iterator[None]:
+        """Around the trial of a point: one that a run ends with is suspected by the next."""
+        self._append({"trying": key, "point": point})
+        yield
+        self._append({"tried": key, "point": point})
+
+    def finish(self, family: str, key: str, result: Mapping[str, Any]) -> None:
+        """Keep a result, plain JSON. Keys of different families differ."""
+        self._results.setdefault(family, {})[key] = result
+        self._finished.add(key)
+        self._append(self._event(family, key))
+
+    def _event(self, family: str, key: str) -> dict[str, Any]:
+        kernels = self.identity["kernels"] if key in self._finished else ""
+        return {"result": self._results[family][key], "family": family, "key": key, "kernels": kernels}
+
+    def _append(self, event: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def _write_whole(self) -> None:
+        events: list[Mapping[str, Any]] = [self.identity]
+        events += [self._event(family, key) for family, results in self._results.items() for key in results]
+        events += [{"trying": key, "point": point} for key, point in sorted(self._suspects)]
+        if not write_atomic(self.path, "".join(json.dumps(e) + "\n" for e in events).encode()):
+            raise SweepError(f"[tune] {self.path} cannot be written: choose another folder with VKBACK_TUNING")

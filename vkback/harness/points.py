@@ -1,0 +1,202 @@
+"""Points of the mat-vec family: which a sweep may try for a product, and where its search goes from one to the next.
+
+A *job* is one product on one path: in launches of its own with barriers between, or in the program of a model's token whose stages hand
+over without them. A point that the planner would bend, or that the device cannot run, is refused before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+from vkback import quants
+from vkback.device import Capabilities, Device
+from vkback.harness.products import Product
+from vkback.ops.base import FAMILIES, OPS, Dispatch, LowerContext, PlanError, ceil_div
+from vkback.ops.mat_vec import INT_QUANTS, path_for, subgroup_for
+from vkback.plan.planner import check_limits
+from vkback.plan.tuning import Fixed
+from vkback.program import compile_kernels
+from vkback.shader import ShaderLibrary
+
+Path2 = Literal["int", "float"]
+
+REGISTER_WORDS = 96
+"""Weights in flight a thread, 32-bit words: with sums, activations and addresses about what 255 registers hold; more spills."""
+
+
+class Point(NamedTuple):
+    """A setting of every parameter of the family."""
+
+    wg: int
+    lanes: int
+    rows: int
+    unroll: int
+    prefetch: int
+    stage: int
+    groups: int
+    subgroup: int
+    adjoin: int = 0
+
+    @property
+    def text(self) -> str:
+        parts = [f"{self.wg} threads", f"{self.lanes} lanes", f"{self.rows} rows", f"unroll {self.unroll}"]
+        parts += ["units adjoin"] if self.adjoin else []
+        parts += [("prefetch", "prefetch with x")[self.prefetch - 1]] if self.prefetch else []
+        parts += ["x staged"] if self.stage else []
+        parts += [f"{self.groups} groups"] if self.groups else []
+        parts += [f"subgroup {self.subgroup}"] if self.subgroup else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A product on one path.
+
+    count    launches of it in a token, for the order of work
+    program  the model in whose token's program it is timed; "" in a chain of its own launches, with barriers between
+    """
+
+    product: Product
+    path: Path2
+    count: int = 1
+    program: str = ""
+
+    @property
+    def match(self) -> dict[str, Any]:
+        """What a row about it says beside m and k."""
+        p = self.product
+        return {
+            "y": p.out, "prologue": 2 if "norm" in p.roles else 0, "ids": p.ids, "glu": int(p.glu), "n": p.n, "quant": p.quant,
+            "path": self.path, "handover": int(bool(self.program)),
+        }  # fmt: skip
+
+    @property
+    def key(self) -> str:
+        """Jobs with equal keys are the same to the tables."""
+        return json.dumps([self.match, self.product.m, self.product.k], sort_keys=True)
+
+    @property
+    def line(self) -> str:
+        return f"{self.product.line} {self.path}" + (f" in {self.program}" if self.program else "")
+
+    def context(self, ctx: LowerContext, point: Point | None = None) -> LowerContext:
+        """The context that leads to this path, and to a point."""
+        tuning = ctx.tuning if point is None else Fixed(ctx.tuning, {"mat_vec": point._asdict()}, "sweep")
+        return dataclasses.replace(ctx, tuning=tuning, act="q8_1" if self.path == "int" else "f32", handover=bool(self.program))
+
+
+def jobs_for(
+    products: Iterable[tuple[Product, int]], ctx: LowerContext, paths: Literal["auto", "int", "float", "both"] = "auto", program: str = ""
+) -> list[Job]:
+    """A job for each product and path, the most bytes a token first; of products that tables cannot tell apart the one with most inputs."""
+    jobs: dict[str, Job] = {}
+    for product, count in products:
+        chosen, _ = path_for(product.quant, product.m, product.k, product.n, product.ids, ctx)
+        possible = product.quant in INT_QUANTS and ctx.caps.int_dot and product.k % 32 == 0
+        wanted = {"auto": (chosen,), "int": ("int",), "float": ("float",), "both": ("int", "float")}[paths]
+        for path in wanted:
+            if path == "int" and not possible:
+                continue
+            # In a schedule the producer leaves x as the product wants it; a norm in the prologue takes it as F32.
+            x = "Q8_1" if path == "int" and "norm" not in product.roles else "F32"
+            job = Job(product.with_x(x), cast(Path2, path), count, program)
+            known = jobs.get(job.key)
+            if known is not None:
+                job = dataclasses.replace(max(job, known, key=lambda j: len(j.product.roles)), count=known.count + count)
+            jobs[job.key] = job
+
+    def read(job: Job) -> int:
+        p = job.product
+        return job.count * quants.layout(p.quant, p.m * max(1, p.used), p.k).nbytes
+
+    return sorted(jobs.values(), key=read, reverse=True)
+
+
+def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
+    """The point that a kernel is built for when the tables say `point`: bent to what it needs, without what has no effect."""
+    kernels = [{k: v for k, v in d.kernel.defines if isinstance(v, int)} for d in lowered(point, job, ctx)]
+    got, tiles = kernels[-1], any(kernel.get("TILES") for kernel in kernels)
+    units = got["K_UNITS"] * (got["N_USED"] if got["IDS"] == 2 else 1)
+    size, required = subgroup_for(ctx, point.subgroup)
+    single = ctx.caps.subgroup_min == ctx.caps.subgroup_max
+    return Point(
+        got["WG"], got["LANES"], got["ROWS"], got["UNROLL"],
+        prefetch=got["PREFETCH"] if tiles or got["LANES"] * got["UNROLL"] < units else 0,
+        stage=point.stage if got["PROLOGUE"] == 3 and not job.program else 0,  # in a program with hand-overs x is always staged
+        groups=point.groups if tiles else 0,
+        subgroup=point.subgroup if required == point.subgroup == size and not single and size != ctx.caps.subgroup_size else 0,
+        adjoin=got["ADJOIN"],
+    )  # fmt: skip
+
+
+def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) -> str:
+    """Why a point is not worth compiling: the planner would make another of it, or the device cannot run it; "" when it is.
+
+    chosen  the tables choose it, so that it is tried however much it takes
+    """
+    for name, value in point._asdict().items():
+        legal = FAMILIES["mat_vec"].set[name]
+        if not isinstance(legal, str) and value not in legal:
+            return f"{name} = {value} is not legal"
+    try:
+        real = actual(point, job, ctx)
+    except PlanError as e:
+        return str(e)
+    for name, wanted, got in zip(Point._fields, point, real, strict=True):
+        if wanted != got:
+            return f"{name} = {wanted} would become {got}"
+    layout = quants.layout(job.product.quant, 64, job.product.k)
+    words = ceil_div(layout.nbytes, 64 * ceil_div(job.product.k, 32) * 4) * point.rows * point.unroll
+    if words > REGISTER_WORDS and not chosen:
+        return f"{words} registers of weights in flight, at most {REGISTER_WORDS} are worth trying"
+    try:
+        for dispatch in lowered(point, job, ctx):
+            check_limits(dispatch, ctx.caps)
+    except PlanError as e:
+        return str(e)
+    return ""
+
+
+def lowered(point: Point, job: Job, ctx: LowerContext) -> list[Dispatch]:
+    return OPS["MAT_VEC"].lower(job.product.node(), job.context(ctx, point))
+
+
+def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
+    """Values to try of each parameter. Workgroup counts are multiples of the device's cores, where it tells them."""
+    cores = caps.shader_cores or 64
+    sizes = [s for s in (8, 16, 32, 64, 128) if caps.subgroup_required_size and caps.subgroup_min <= s <= caps.subgroup_max]
+    threads = (8, 16, 32, 64) if caps.software else (32, 64, 128, 256, 512, 1024)
+    return {
+        "wg": threads,
+        "lanes": (1, 2, 4, 8, 16) if caps.software else (8, 16, 32, 64, 128, 256),
+        "rows": (1, 2, 4, 8),
+        "unroll": (1, 2, 3, 4, 6, 8),
+        "prefetch": (0, 1, 2),
+        "adjoin": (0, 1),
+        "stage": (0,) if caps.software else (0, 1),
+        "groups": (0,) if caps.software else (0, cores, 2 * cores, 4 * cores, 8 * cores),
+        "subgroup": (0,) if len(sizes) < 2 else (0, *(s for s in sizes if s != caps.subgroup_size)),
+    }
+
+
+def neighbours(point: Point, choices: Mapping[str, Sequence[int]]) -> Iterator[Point]:
+    """Points that differ in one parameter, and those where two change against each other."""
+    for name, values in choices.items():
+        for value in values:
+            if value != getattr(point, name):
+                yield point._replace(**{name: value})
+    for up, down in itertools.permutations(("wg", "lanes", "rows", "unroll"), 2):
+        yield point._replace(**{up: getattr(point, up) * 2, down: getattr(point, down) // 2})
+    yield point._replace(wg=point.wg * 2, lanes=point.lanes * 2)
+    yield point._replace(wg=point.wg // 2, lanes=point.lanes // 2)
+
+
+def compile_points(device: Device, library: ShaderLibrary, points: Iterable[Point], job: Job, ctx: LowerContext) -> None:
+    """Kernels of points that are not refused."""
+    good = [p for p in points if not refusal(p, job, ctx)]
+    compile_kernels(device, library, [d for p in good for d in lowered(p, job, ctx)])
