@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 
 from vkback.device import Device
 from vkback.harness.by_hand import rows_by_hand
 from vkback.harness.dependent import Dependent
-from vkback.harness.read_rate import measure_read_rate, plain_read_us
+from vkback.harness.read_rate import LEAST_READ, measure_read_rate, plain_read_us
 from vkback.harness.timing import Lap
 from vkback.ops.base import LowerContext
 from vkback.plan.tuning import Tuning
@@ -44,18 +43,18 @@ def main() -> None:
                 with Dependent(device, library, quant, m, k, experts=experts, used=used) as dependent:
                     dependent.compile(contexts)
                     found = [dependent.time(ctx) for ctx in contexts]
-                floors = [plain_read_us(device, library, nbytes) for nbytes in dependent.nbytes]
+                floors = [plain_read_us(device, library, max(nbytes, LEAST_READ)) for nbytes in dependent.nbytes]
                 title = f"{quant} {shape}, {used} of {experts} experts" if experts else f"{quant} {shape}"
                 reads = " + ".join(f"{f:.2f}" for f in floors)
                 print(f"{title}: {sum(dependent.nbytes) / 1e6:.1f} MB, plain reads {reads} us")
                 for text, t in zip(variants, found, strict=True):
-                    above = partial(above_floors, floors)
-                    joined = f"joined {above(t.joined)}, " if t.joined else ""
+                    joined = f"joined {against(floors, t.joined)}, " if t.joined else ""
                     wrong = f" WRONG: {t.wrong}" if t.wrong else ""
-                    print(f"  {joined}barriers {above(t.barriers)}: {text or 'tables'}{wrong}", flush=True)
+                    print(f"  {joined}barriers {against(floors, t.barriers)}: {text or 'tables'}{wrong}", flush=True)
 
 
-def above_floors(floors: Sequence[float], lap: Lap) -> str:
+def against(floors: Sequence[float], lap: Lap) -> str:
+    """A round's time, and what one product takes longer than its plain read."""
     return f"{lap.us:.2f} ± {lap.spread_us:.2f} us ({(lap.us - sum(floors)) / len(floors):+.2f})"
 
 

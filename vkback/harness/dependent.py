@@ -8,16 +8,16 @@ what the chosen ones make. Rounds follow each other with weights that no cache h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
-from vkback import quants
 from vkback.device import BufferRange, Commands, Device
 from vkback.graph import Graph, Tensor
+from vkback.harness.runner import stored_bytes
 from vkback.harness.timing import COLD_BYTES, Lap, lap_of, span_us, warm_up
 from vkback.ops.base import Array, LowerContext, Problem, ceil_div, nbytes, shards
 from vkback.ops.mat_vec import fused_case
@@ -72,8 +72,8 @@ class Dependent:
         heavy = [t for p in problems for t in p.node.inputs if _rotates(t)]
         self.nbytes = [nbytes(t) * used // experts if len(t.shape) == 3 else nbytes(t) for t in heavy]
         cold = 1 if device.caps.software else COLD_BYTES
-        self._copies = min(self.rounds, ceil_div(cold, sum(map(nbytes, heavy))))
-        self.graph = _linked(problems, self.rounds, self._copies)
+        copies = min(self.rounds, ceil_div(cold, sum(map(nbytes, heavy))))
+        self.graph = _linked(problems, self.rounds, copies)
         self._stack = ExitStack()
         try:
             self._load(problems)
@@ -104,20 +104,11 @@ class Dependent:
                     copies.copy(source, target)
                 continue
             first[made] = blocks
-            for block, data in zip(blocks, self._bytes_of(t, values[made]), strict=True):
+            for block, data in zip(blocks, stored_bytes(t, values[made], caps), strict=True):
                 self.device.upload(block, data)
         commands = copies.finish()
         self.device.submit(commands).wait()
         commands.destroy()
-
-    def _bytes_of(self, t: Tensor, value: Array) -> Iterator[Array]:
-        """What each shard of a tensor holds."""
-        if not _rotates(t):
-            yield np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-            return
-        raw = value.reshape(-1, value.shape[-1])
-        for s in shards(t, self.device.caps):
-            yield quants.to_device(t.type, raw[s.row0 : s.row0 + s.rows], t.shape[-1])
 
     def __enter__(self) -> Self:
         return self

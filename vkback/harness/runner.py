@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.device import Arena, BufferRange, Device
+from vkback.device import Arena, BufferRange, Capabilities, Device
 from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.harness.judge import Verdict, judge
@@ -94,7 +94,7 @@ def prepare(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -> 
     contents: list[Array] = []
     end = 0
     for tensor in tensors.values():
-        for part in _contents(tensor, problem.values.get(tensor.name), ctx):
+        for part in stored_bytes(tensor, problem.values.get(tensor.name), ctx.caps):
             pieces.append(Piece(tensor, end + GUARD, part.nbytes))
             contents.append(part)
             end = aligned(end + 2 * GUARD + part.nbytes)
@@ -248,12 +248,12 @@ def _q8_1(tensor: Tensor, value: Array) -> Array:
     return quants.q8_1_quantize(value.reshape(-1, tensor.shape[-1]).astype(np.float32))
 
 
-def _contents(tensor: Tensor, value: Array | None, ctx: LowerContext) -> list[Array]:
-    """The bytes of a tensor as the device holds them, one array a shard."""
+def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> list[Array]:
+    """The bytes of a tensor as the device holds them, one array a shard; of one without a value NaN, of a counter zeros."""
     if tensor.kind == "weight" and len(tensor.shape) > 1:
         assert value is not None, f"{tensor} has no value"
         raw = value.reshape(prod(tensor.shape[:-1]), -1)
-        return [quants.to_device(tensor.type, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]) for s in shards(tensor, ctx.caps)]
+        return [quants.to_device(tensor.type, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]) for s in shards(tensor, caps)]
     if value is None and tensor.kind == "counter":
         return [np.zeros(nbytes(tensor), np.uint8)]
     if value is None:

@@ -14,10 +14,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from vkback import quants
 from vkback.device import BufferRange, Commands, Device
 from vkback.graph import Node, Tensor
-from vkback.harness.runner import NAN_WORD, Array, decoded
+from vkback.harness.runner import NAN_WORD, Array, decoded, stored_bytes
 from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, Problem, nbytes, shards
 from vkback.plan.schedule import into_stages
 from vkback.program import compile_kernels
@@ -146,7 +145,7 @@ class Bench:
             self._ranges[t.name] = self._arena.alloc(nbytes(t), t.name)
             value = problem.values.get(t.name)
             if value is not None:
-                device.upload(self._ranges[t.name], np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+                device.upload(self._ranges[t.name], stored_bytes(t, value, ctx.caps)[0])
         for _ in range(self.copies):
             self._copies.append({name: [self._arena.alloc(n, name) for n in parts] for name, parts in sizes.items()})
         for t in heavy:
@@ -162,14 +161,9 @@ class Bench:
             commands.destroy()
 
     def _upload(self, tensor: Tensor, problem: Problem, ctx: LowerContext) -> None:
-        first = self._copies[0][tensor.name]
-        value = problem.values[tensor.name]
-        if tensor.kind != "weight":
-            self.device.upload(first[0], np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-            return
-        raw = value.reshape(prod(tensor.shape[:-1]), -1)
-        for s, target in zip(shards(tensor, ctx.caps), first, strict=True):
-            self.device.upload(target, quants.to_device(tensor.type, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]))
+        parts = stored_bytes(tensor, problem.values[tensor.name], ctx.caps)
+        for part, target in zip(parts, self._copies[0][tensor.name], strict=True):
+            self.device.upload(target, part)
 
     def __enter__(self) -> Bench:
         return self
