@@ -12,9 +12,12 @@ from kernel_paths import planned_for
 from vkback import quants
 from vkback.device import Device
 from vkback.harness.by_hand import rows_by_hand
-from vkback.harness.dependent import Dependent, products
+from vkback.harness.dependent import Dependent, DependentTiming, products
+from vkback.harness.factories import fused_product_case, make_case, product_case, routed_case
 from vkback.harness.judge import judge
-from vkback.ops.base import OPS, Array, LowerContext, Tolerance
+from vkback.harness.perf import has_rounds, time_cases
+from vkback.harness.timing import Lap
+from vkback.ops.base import OPS, Array, Case, LowerContext, Tolerance
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Fixed, Tuning, TuningError
 from vkback.shader import ShaderLibrary
@@ -84,6 +87,40 @@ def chain(quant: str, m: int, k: int, experts: int, used: int, rounds: int) -> A
             made |= {"logits": found[0]} if router else dict(zip(("x", "expert_weights", "ids"), found, strict=False))
         x = made["x"]
     return np.asarray(x).ravel()
+
+
+@pytest.mark.parametrize(
+    ("case", "has"),
+    [
+        (product_case("Q4_K", 512, 1, 256), True),
+        (product_case("Q4_K", 512, 1, 256, type_b="q8_1"), True),
+        (routed_case("MXFP4", 8, 3, 96, 1, 256, shared=True), True),
+        (product_case("Q4_K", 512, 2, 256), False),
+        (product_case("Q4_K", 96, 1, 256), False),
+        (product_case("F16", 512, 1, 256), False),
+        (fused_product_case("Q4_K", 512, 1, 256, ("residual",)), False),
+        (make_case("RMS_NORM", {"ne": (1, 256)}), False),
+    ],
+)
+def test_which_cases_have_rounds(case: Case, has: bool) -> None:
+    ctx = planned_for("nvidia_h200_linux")
+    assert has_rounds(case, ctx) == has
+    assert not has_rounds(case, dataclasses.replace(ctx, tuning=Fixed(ctx.tuning, {"schedule": {"handover": "barrier"}}, "test")))
+
+
+@pytest.mark.vulkan
+def test_perf_mode_times_joined_products_where_the_tables_hand_over(
+    device: Device, library: ShaderLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
+    word = dataclasses.replace(ctx, tuning=Fixed(ctx.tuning, WORD, "test"))
+    cases = [product_case("Q4_K", 512, 2, 256), product_case("Q4_K", 512, 1, 256)]
+    assert [r.joined_us for r in time_cases(device, library, cases, ctx, 1.0, repetitions=1)] == [None, None]
+    two, one = time_cases(device, library, cases, word, 1.0, repetitions=1)
+    assert two.joined_us is None and one.joined_us is not None and one.joined_us > 0 and one.passed is None
+    monkeypatch.setattr(Dependent, "time", lambda self, ctx: DependentTiming(None, Lap(1.0, 0.0), np.zeros(1), "other results"))
+    two, one = time_cases(device, library, cases, word, 1.0, repetitions=1)
+    assert two.passed is None and one.passed is False and one.time_us and "joined with the products around it: other results" in one.message
 
 
 def test_rows_by_hand_are_checked_as_those_of_a_table() -> None:

@@ -532,6 +532,7 @@ def test_perf_line() -> None:
         "  MUL_MAT(type_a=Q4_K,m=2,seed=7):           300 runs -    10.00 us/run ±1.0 % -  40.00 MFLOP/run -   4.00 TFLOPS - 2000.00 GB/s "
         "(50.0 % of read rate), latency 12.00 us"
     )
+    assert perf_line(dataclasses.replace(TIMED, joined_us=11.25)) == perf_line(TIMED) + ", joined 11.25 us"
 
 
 def test_csv() -> None:

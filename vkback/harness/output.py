@@ -17,8 +17,8 @@ from vkback.harness.result import Result
 SQL_TABLE = "test_backend_ops"
 
 OURS = (
-    "nmse", "worst", "tolerance_nmse", "tolerance_worst", "spread_us", "latency_us", "latency_spread_us", "read_rate_gb_s",
-    "read_rate_percent", "driver_info", "seed",
+    "nmse", "worst", "tolerance_nmse", "tolerance_worst", "spread_us", "latency_us", "latency_spread_us", "joined_us",
+    "read_rate_gb_s", "read_rate_percent", "driver_info", "seed",
 )  # fmt: skip
 """Fields that test-backend-ops does not have."""
 
@@ -111,6 +111,7 @@ def fields_of(result: Result, about: About) -> dict[str, Any]:
         "spread_us": result.spread_us,
         "latency_us": result.latency_us,
         "latency_spread_us": result.latency_spread_us,
+        "joined_us": result.joined_us,
         "read_rate_gb_s": result.read_rate_gb_s,
         "read_rate_percent": result.read_rate_percent,
         "driver_info": about.driver,
@@ -161,7 +162,7 @@ class Console(Printer):
 
 
 def perf_line(result: Result) -> str:
-    """One timed case: throughput, what it comes to, share of the read rate, deviation, latency."""
+    """One timed case: throughput, what it comes to, share of the read rate, deviation, latency with a barrier and, if known, without."""
     time, spread, latency = result.time_us or 0.0, result.spread_us or 0.0, result.latency_us or 0.0
     head = f"  {result.line}: "
     head += " " * (-len(head) % 8)
@@ -169,9 +170,10 @@ def perf_line(result: Result) -> str:
     percent = result.read_rate_percent
     share = f" ({percent:.1f} % of read rate)" if percent is not None else ""
     deviation = 100 * spread / time if time else 0.0
+    joined = f", joined {result.joined_us:.2f} us" if result.joined_us is not None else ""
     return (
         f"{head}{result.n_runs:8d} runs - {time:8.2f} us/run ±{deviation:.1f} % - {work}{result.gb_s or 0.0:7.2f} GB/s{share}, "
-        f"latency {latency:.2f} us"
+        f"latency {latency:.2f} us{joined}"
     )
 
 

@@ -13,11 +13,14 @@ from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.graph import Node
 from vkback.harness.case_line import unseeded
+from vkback.harness.dependent import Dependent
 from vkback.harness.factories import context_of
 from vkback.harness.result import Result
 from vkback.harness.suite import Kernels
 from vkback.harness.timing import COLD_BYTES, Bench
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
+from vkback.ops.mat_vec import INT_QUANTS
+from vkback.quants import QUANTS
 from vkback.shader import ShaderLibrary
 
 AHEAD = 2
@@ -91,6 +94,41 @@ def time_cases(
             kernels.close()
 
 
+ROUND_PARAMS = frozenset({"type_a", "type_b", "n_mats", "n_used", "b", "m", "n", "k", "seed"})
+"""A product with others has a batch, a view, a route or a path of its own, which rounds do not have."""
+
+
+def has_rounds(case: Case, ctx: LowerContext) -> bool:
+    """Whether the product of a case can be one of dependent products, and the tables have their stages hand over."""
+    p = case.params
+    if case.op not in SHARING or not set(p) <= ROUND_PARAMS or p["n"] != 1 or p["type_a"] not in INT_QUANTS:
+        return False
+    fits = p["m"] % max(32, QUANTS[p["type_a"]].block_values) == 0  # rounded to Q8_1, columns of the next product
+    return bool(fits and ctx.tuning.pick("schedule", n=1, n_expert=p.get("n_mats", 0))["handover"] == "word")
+
+
+def with_joined(device: Device, library: ShaderLibrary, case: Case, ctx: LowerContext, result: Result) -> Result:
+    """A timed case with the time of a product in rounds that it is one of, if there are such; failed where these compute something else
+    joined than with barriers."""
+    if not has_rounds(case, ctx):
+        return result
+    p = case.params
+    m, k, experts = p["m"], p["k"], p.get("n_mats", 0)
+    if not experts:
+        m, k = max(m, k), min(m, k)  # the same two products; the norm is where x is short, as in a feed-forward block
+    try:
+        with Dependent(device, library, p["type_a"], m, k, experts=experts, used=p.get("n_used", 0)) as rounds:
+            found = rounds.time(ctx)
+    except PlanError:  # the products around it cannot run here
+        return result
+    except VkbackError as e:
+        return replace(result, passed=False, message=str(e))
+    if found.wrong:
+        cure = "vkback doctor looks for the setting that cures it"
+        return replace(result, passed=False, message=f"[perf] {case.line}: joined with the products around it: {found.wrong}; {cure}")
+    return replace(result, joined_us=found.joined.us / len(rounds.nbytes)) if found.joined else result
+
+
 def _time_group(
     device: Device, library: ShaderLibrary, group: list[Case], future: Future[_Ready], ctx: LowerContext, rate: float, repetitions: int
 ) -> Iterator[Result]:
@@ -98,18 +136,22 @@ def _time_group(
         ready = future.result()
         cold = CPU_COLD_BYTES if device.caps.device_type == "cpu" else COLD_BYTES
         with Bench(device, library, ready.problem, ctx, cold_bytes=cold) as bench:
-            for case, node in ready.nodes:
-                here = context_of(case, ctx)
-                kernel = "; ".join(d.reason for d in OPS[node.op].lower(node, here))
-                t = bench.time(here, repetitions=repetitions, node=node)
-                yield Result(
-                    op=case.op, line=case.line, mode="perf", time_us=t.throughput_us, spread_us=t.throughput_spread_us,
-                    latency_us=t.latency_us, latency_spread_us=t.latency_spread_us, samples_us=t.samples_us, nbytes=t.nbytes, flops=t.flops,
-                    n_runs=t.launches * repetitions, read_rate_gb_s=rate, kernel=kernel,
-                )  # fmt: skip
+            results = [_timed(bench, case, node, context_of(case, ctx), rate, repetitions) for case, node in ready.nodes]
+        for (case, _), result in zip(ready.nodes, results, strict=True):
+            yield with_joined(device, library, case, context_of(case, ctx), result)
     except PlanError as e:
         for case in group:
             yield Result(op=case.op, line=case.line, mode="perf", supported=False, message=str(e))
     except VkbackError as e:
         for case in group:
             yield Result(op=case.op, line=case.line, mode="perf", passed=False, message=str(e))
+
+
+def _timed(bench: Bench, case: Case, node: Node, ctx: LowerContext, rate: float, repetitions: int) -> Result:
+    kernel = "; ".join(d.reason for d in OPS[node.op].lower(node, ctx))
+    t = bench.time(ctx, repetitions=repetitions, node=node)
+    return Result(
+        op=case.op, line=case.line, mode="perf", time_us=t.throughput_us, spread_us=t.throughput_spread_us, latency_us=t.latency_us,
+        latency_spread_us=t.latency_spread_us, samples_us=t.samples_us, nbytes=t.nbytes, flops=t.flops, n_runs=t.launches * repetitions,
+        read_rate_gb_s=rate, kernel=kernel,
+    )  # fmt: skip
