@@ -142,6 +142,7 @@ def test_a_model_s_products_are_those_of_its_schedule() -> None:
         (A._replace(prefetch=2, stage=1), "prefetch = 2 would become 1"),
         (A._replace(subgroup=32), "subgroup = 32 would become 0"),
         (A._replace(rows=8, unroll=4), "160 registers of weights in flight, at most 96 are worth trying"),
+        (Point(1024, 64, 8, 2, 1, 0, 0, 0), "80 registers of weights in flight in each of 1024 threads: a core has 65536"),
     ],
 )  # fmt: skip
 def test_points_are_refused_before_they_are_compiled(point: Point, said: str) -> None:

@@ -28,6 +28,10 @@ Path2 = Literal["int", "float"]
 REGISTER_WORDS = 96
 """Weights in flight a thread, 32-bit words: with sums, activations and addresses about what 255 registers hold; more spills."""
 
+CORE_REGISTERS = 64 << 10
+"""32-bit registers of a core of today's GPUs (an NVIDIA multiprocessor, an AMD compute unit): what a workgroup has at most, weights and all
+else; a shape with 84 % of it in weights has won on an H200 (Q8_0, 54 words in each of 1024 threads)."""
+
 
 class Point(NamedTuple):
     """A setting of every parameter of the family."""
@@ -154,6 +158,8 @@ def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) 
     words = ceil_div(layout.nbytes, 64 * ceil_div(job.product.k, 32) * 4) * point.rows * point.unroll
     if words > REGISTER_WORDS and not chosen:
         return f"{words} registers of weights in flight, at most {REGISTER_WORDS} are worth trying"
+    if words * point.wg >= CORE_REGISTERS and not chosen:
+        return f"{words} registers of weights in flight in each of {point.wg} threads: a core has {CORE_REGISTERS}"
     try:
         for dispatch in lowered(point, job, ctx):
             check_limits(dispatch, ctx.caps)
