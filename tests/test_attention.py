@@ -68,7 +68,7 @@ def test_replay_gives_the_same_bits(device: Device, library: ShaderLibrary, ctx:
     """The last workgroup to arrive differs from run to run; the result and the counters must not show it."""
     problem = PLAIN.case(8, 2, 64, 600, (599, 64, 300), "F32", seed=1).build()
     stages = into_stages(PLAIN.lower(problem.node, with_params(ctx, **SHAPES[0])))
-    assert dict(stages[0][0].kernel.defines)["SPLITS"] > 4
+    assert int(dict(stages[0][0].kernel.defines)["SPLITS"]) > 4
     slots, size = place(stages, [problem.node.name])
     with device.arena("replay", 4 << 20, "device") as arena:
         ranges: dict[str, BufferRange] = {}
@@ -182,7 +182,7 @@ def test_little_shared_memory_and_few_bindings() -> None:
     (d,) = FUSED.lower(problem.node, small)
     defines = dict(d.kernel.defines)
     assert len(d.args) <= 8 and defines["SPLITS"] == 1
-    assert 16 <= int(defines["WG_SIZE"]) < dict(FUSED.lower(problem.node, wide)[0].kernel.defines)["WG_SIZE"]
+    assert 16 <= int(defines["WG_SIZE"]) < int(dict(FUSED.lower(problem.node, wide)[0].kernel.defines)["WG_SIZE"])
     tiny = dataclasses.replace(small, caps=dataclasses.replace(small.caps, max_shared_memory=2048))
     with pytest.raises(PlanError, match=r"bytes of shared memory, NVIDIA H200 has 2048; lower queries"):
         FUSED.lower(problem.node, tiny)

@@ -66,7 +66,7 @@ def test_neighbours_reach_every_value() -> None:
 def test_a_row_speaks_for_caches_around_its_own_and_for_decoding() -> None:
     after = AttentionPoint(256, 16, 4, 2, 132, 64)
     row = result(FORM, after).row("device_test.toml", "a device", "a driver")
-    tuning = Tuning([[row], *planned_for(H200).tuning.tables])
+    tuning = Tuning([[row], *Tuning.for_device(planned_for(H200).caps).tables])
     form = FORM._asdict()
 
     def said(**changes: int) -> dict[str, object]:

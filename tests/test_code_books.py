@@ -11,7 +11,7 @@ from kernel_paths import planned_for
 from vkback import quants
 from vkback.device import Device
 from vkback.harness.runner import run_case, run_problem
-from vkback.ops.base import LowerContext, Problem
+from vkback.ops.base import Act, LowerContext, Problem
 from vkback.ops.code_books import BYTE_SHIFTS, CODED, code_words, shared_bytes
 from vkback.ops.mat_vec import PROLOGUE_SHARED, fused_case, prologue_problem
 from vkback.ops.rows import GetRows
@@ -83,7 +83,7 @@ def test_shared_memory_of_a_code_book_counts_in_the_prologue(quant: str, gpu: in
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("act", ["f32", "q8_1"])
-def test_code_book_beside_a_prologue(act: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+def test_code_book_beside_a_prologue(act: Act, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     case = fused_case("IQ2_XXS", 64, 512, 1, ("norm",), glu=True)
     outcome = run_case(device, library, case, dataclasses.replace(ctx, act=act))
     assert outcome.ok, outcome.text

@@ -8,7 +8,7 @@ import pytest
 
 from vkback.device import Device
 from vkback.harness.runner import run_case
-from vkback.ops.base import OPS, Case, LowerContext
+from vkback.ops.base import OPS, Act, Case, LowerContext
 from vkback.shader import ShaderLibrary
 
 CASES = [c for name in ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC") for c in OPS[name].cases()]
@@ -17,6 +17,6 @@ CASES = [c for name in ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC") for c in OPS[name].c
 @pytest.mark.vulkan
 @pytest.mark.parametrize("act", ["f32", "q8_1"])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_case(case: Case, act: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+def test_case(case: Case, act: Act, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     outcome = run_case(device, library, case, dataclasses.replace(ctx, act=act))
     assert outcome.ok, outcome.text

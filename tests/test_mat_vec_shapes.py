@@ -10,7 +10,7 @@ from kernel_paths import with_params, without_subgroups
 
 from vkback.device import Device
 from vkback.harness.runner import run_case, run_problem
-from vkback.ops.base import OPS, LowerContext
+from vkback.ops.base import OPS, Act, LowerContext
 from vkback.ops.mat_vec import fused_case, mul_mat_case
 from vkback.shader import ShaderLibrary
 
@@ -45,7 +45,7 @@ def test_any_shape(shape: dict[str, int], shared: bool, device: Device, library:
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("act", ["f32", "q8_1"])
-def test_column_has_the_same_bits_whatever_goes_with_it(act: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+def test_column_has_the_same_bits_whatever_goes_with_it(act: Act, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     fixed = with_params(dataclasses.replace(ctx, act=act), **SHAPES[0])  # the tables may choose other lanes for other numbers of tokens
     many = mul_mat_case("Q4_K", 33, 5, 512).build()
     together = run_problem(device, library, many, fixed)["y"]

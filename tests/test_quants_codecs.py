@@ -11,6 +11,7 @@ import pytest
 
 from vkback import quants
 from vkback.quants import QUANTS, NoEncoder, QuantShapeError, UnknownQuant, search
+from vkback.quants.codec import F32
 
 DECODE_ONLY = ["NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
 ENCODED = [name for name in QUANTS if name not in DECODE_ONLY]
@@ -255,8 +256,9 @@ def test_step_search_comes_near_the_best_of_a_fine_scan() -> None:
     x = np.random.default_rng(2).standard_normal((16, 200)).astype(np.float32)
     nearest = search.integers(-4, 3)
 
-    def error(step: np.ndarray) -> np.ndarray:
-        return ((x - step * nearest(x / step)) ** 2).sum(axis=0)
+    def error(step: F32) -> F32:
+        squares: F32 = np.square(x - step * nearest(x / step)).sum(axis=0)
+        return squares
 
     widest = np.abs(x).max(axis=0)
     fine = np.linspace(0.15, 0.5, 700, dtype=np.float32)
@@ -293,7 +295,7 @@ def test_outlier_and_tiny_values_stay_finite(name: str) -> None:
 
 def test_wrong_arguments_say_what_was_expected() -> None:
     with pytest.raises(QuantShapeError, match=r"Q4_K encodes float32 \[rows, k\], got float64 \[2, 256\]"):
-        quants.encode("Q4_K", np.zeros((2, 256)))
+        quants.encode("Q4_K", np.zeros((2, 256)))  # type: ignore[arg-type]
     with pytest.raises(QuantShapeError, match=r"importance is float32 \[256\] or \[2, 256\], like the weights, got \[2\]"):
         quants.encode("Q4_K", np.zeros((2, 256), np.float32), np.ones(2, np.float32))
     with pytest.raises(QuantShapeError, match=r"100 columns is not a multiple of the Q4_0 block \(32\)"):

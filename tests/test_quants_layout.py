@@ -159,7 +159,7 @@ def trit(block: list[bytes], v: int) -> int:
         m, byte = (v - 160) // 16, 32 + v % 16
     else:
         m, byte = (v - 240) // 4, 48 + v % 4
-    return data[byte] * 3**m % 256 * 3 >> 8
+    return (int(data[byte]) * int(3**m) % 256) * 3 >> 8
 
 
 def minus(signs: int, i: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from math import prod
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def test_kernels_of_stages_that_hand_over_get_marks() -> None:
             assert new is old
         else:
             assert len(new.args) == len(old.args) + 1 and dict(new.kernel.defines)["BIND_CLOCKS"] == len(old.args)
-            assert new.args[-1].tensor.shape == (np.prod(old.groups), len(POINTS))
+            assert new.args[-1].tensor.shape == (prod(old.groups), len(POINTS))
     names = [d.args[-1].tensor.name for d in marked.dispatches() if d.handover]
     assert len(names) == len(set(names)) == 7 * model.hp.n_layer + 1
     assert with_clocks(plain, 3).stages == plain.stages, "no room for one more buffer"

@@ -391,7 +391,7 @@ def test_a_fusion_that_differs_from_its_chain_within_the_op_s_tolerance(
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         return [Node("MUL_MAT", (by["w"], by["x"]), node.outputs)]
 
-    monkeypatch.setitem(UNFUSED, "MAT_VEC", without_residual)  # type: ignore[misc]
+    monkeypatch.setitem(UNFUSED, "MAT_VEC", without_residual)
     result = outcome(case, device, library, ctx)
     assert result.passed is False
     assert result.message.startswith("[MAT_VEC] y against the unfused run: NMSE ")
@@ -420,7 +420,7 @@ def test_shrinking_keeps_to_whole_blocks() -> None:
 
     def fails(case: Case) -> bool:
         tried.append(case)
-        return case.params["m"] >= 5 and case.params["k"] >= 600
+        return bool(case.params["m"] >= 5 and case.params["k"] >= 600)
 
     least = shrink(product_case("Q4_K", 300, 12, 4096), fails)
     assert least.line == "MUL_MAT(type_a=Q4_K,type_b=f32,m=5,n=1,k=768,seed=7)"

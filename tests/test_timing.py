@@ -37,8 +37,8 @@ class Clockwork:
 def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(kind: str) -> Clockwork:
         device = Clockwork(kind)
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: device.now)
-        monkeypatch.setattr(timing.time, "sleep", device.rest)
+        monkeypatch.setattr("time.perf_counter", lambda: device.now)
+        monkeypatch.setattr("time.sleep", device.rest)
         return device
 
     return start

@@ -194,7 +194,7 @@ def test_a_message_s_end_is_not_a_turn_s(tmp_path: Path) -> None:
 
 
 def test_llama3_style_adds_bos_unless_told_otherwise(tmp_path: Path) -> None:
-    keys = {"extra": ["<s>"], "token_type": [NORMAL] * 257 + [CONTROL], "bos_token_id": 257}
+    keys: dict[str, Any] = {"extra": ["<s>"], "token_type": [NORMAL] * 257 + [CONTROL], "bos_token_id": 257}
     assert byte_level(tmp_path, pre="llama-bpe", **keys).add_bos
     assert not byte_level(tmp_path, pre="llama-bpe", add_bos_token=False, **keys).add_bos
     assert not byte_level(tmp_path, pre="qwen2", **keys).add_bos

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Protocol, TextIO, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TextIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,10 @@ import typer
 from vkback import paths
 from vkback.errors import VkbackError
 
-Act = Literal["auto", "f32", "q8_1"]
-ACTS = get_args(Act)
+if TYPE_CHECKING:
+    from vkback.ops.base import Act
+
+ACTS = ("auto", "f32", "q8_1")
 
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
 
@@ -137,7 +139,7 @@ def one_of(value: str, known: Sequence[str], option: str) -> str:
 
 def act_of(value: str) -> Act:
     """How activations enter products, as the user named it."""
-    return cast(Act, one_of(value, ACTS, "--act"))
+    return cast("Act", one_of(value, ACTS, "--act"))
 
 
 def open_for_writing(path: Path) -> TextIO:

@@ -11,7 +11,7 @@ import contextlib
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -381,7 +381,7 @@ class Engine:
         view = self._logits_back.result.map()[: 4 * rows * vocab].view(np.float32)
         return np.array(view.reshape(rows, vocab))
 
-    def generate(self, first: int, n: int, *, sampler: Sampler | None = None, stop_at_eos: bool = True) -> Iterator[int]:
+    def generate(self, first: int, n: int, *, sampler: Sampler | None = None, stop_at_eos: bool = True) -> Generator[int, None, None]:
         """Generate n tokens after token `first` (which goes through the model first), as they come from the device.
 
         Ends early at an end-of-text token, which is yielded, if stop_at_eos.

@@ -24,6 +24,8 @@ from vkback.shader import Variant
 
 Array = npt.NDArray[Any]
 Access = Literal["r", "w", "rw"]
+Act = Literal["auto", "f32", "q8_1"]
+"""How activations enter products: as the tables say, as floats, or rounded to Q8_1."""
 
 MAX_GROUPS_X = 65535
 """Groups along x that every Vulkan device takes (maxComputeWorkGroupCount is at least this); beyond it a grid spills to y or z."""
@@ -149,7 +151,7 @@ class LowerContext:
 
     caps: Capabilities
     tuning: Chooser
-    act: Literal["auto", "f32", "q8_1"] = "auto"
+    act: Act = "auto"
     handover: bool = False
 
 
