@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 
 from vkback.device import Device
-from vkback.harness.by_hand import rows_by_hand
+from vkback.harness.by_hand import with_rows
 from vkback.harness.dependent import Dependent
 from vkback.harness.read_rate import LEAST_READ, measure_read_rate, plain_read_us
 from vkback.harness.timing import Lap
@@ -35,7 +35,7 @@ def main() -> None:
     with Device.open() as device:
         tables = Tuning.for_device(device.caps)
         variants = ["", *args.variants]
-        contexts = [LowerContext(device.caps, Tuning([rows_by_hand(text), *tables.tables])) for text in variants]
+        contexts = [LowerContext(device.caps, with_rows(tables, text)) for text in variants]
         print(f"{device.caps.name}, driver {device.caps.driver_info}: read rate {measure_read_rate(device, library).gb_s:.0f} GB/s")
         for quant in args.quant.split(","):
             for shape in args.shape.split(","):

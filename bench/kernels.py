@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from vkback.device import Device
-from vkback.harness.by_hand import rows_by_hand
+from vkback.harness.by_hand import with_rows
 from vkback.harness.in_program import token_graph
 from vkback.harness.machine_code import MachineCodeError, disassembled, loops, nvidia_code
 from vkback.models.registry import Model
@@ -54,7 +54,7 @@ def main() -> None:
         tables = Tuning.for_device(device.caps)
         for variant in args.variants:
             print(variant or "tables")
-            schedule = plan(graph, LowerContext(device.caps, Tuning([rows_by_hand(variant), *tables.tables])))
+            schedule = plan(graph, LowerContext(device.caps, with_rows(tables, variant)))
             for d in {d.kernel: d for d in reversed(list(schedule.dispatches()))}.values():
                 if d.kernel.source.startswith(args.only):
                     show(device, library, d, shown, args.code)

@@ -21,7 +21,7 @@ import numpy as np
 
 from vkback.device import Device
 from vkback.errors import VkbackError
-from vkback.harness.by_hand import rows_by_hand
+from vkback.harness.by_hand import with_rows
 from vkback.harness.in_program import TokenProgram, Tokens
 from vkback.harness.judge import nmse
 from vkback.harness.timing import warm_up
@@ -52,7 +52,7 @@ def main() -> None:
         schedules: dict[str, Schedule] = {}
         for text in ("", *args.variants):
             try:
-                schedules[text] = plan(tokens.graph, dataclasses.replace(ctx, tuning=Tuning([rows_by_hand(text), *tables.tables])))
+                schedules[text] = plan(tokens.graph, dataclasses.replace(ctx, tuning=with_rows(tables, text)))
             except VkbackError as e:
                 print(f"{text}: {e}")
         compile_kernels(device, library, [d for schedule in schedules.values() for d in schedule.dispatches()])

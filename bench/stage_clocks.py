@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from vkback.device import Device
-from vkback.harness.by_hand import rows_by_hand
+from vkback.harness.by_hand import with_rows
 from vkback.harness.in_program import Tokens
 from vkback.harness.stage_clocks import POINTS, StageClock, measure_clocks
 from vkback.models.registry import Model
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     with Device.open() as device:
         tables = Tuning.for_device(device.caps)
-        ctx = LowerContext(device.caps, Tuning([rows_by_hand(args.variant), *tables.tables]))
+        ctx = LowerContext(device.caps, with_rows(tables, args.variant))
         with Tokens(Model.open(args.model), device, ShaderLibrary(), ctx, n_ctx=args.ctx, depth=args.depth) as tokens:
             clocks = measure_clocks(tokens, plan(tokens.graph, ctx))
     kinds: dict[tuple[str, int], list[StageClock]] = {}

@@ -97,9 +97,7 @@ class Stand:
                 elif value is not None:
                     rec = device.recorder("copy")
                     rec.copy(self._ranges[name, 0], block)
-                    commands = rec.finish()
-                    device.submit(commands).wait()
-                    commands.destroy()
+                    device.run(rec)
 
     def _bind(self, name: str, size: int, layer: int, counter: bool) -> BufferRange:
         for key in ((name, layer % self.layers), (name, 0)):

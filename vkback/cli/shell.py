@@ -18,7 +18,7 @@ from vkback.errors import VkbackError
 if TYPE_CHECKING:
     from vkback.ops.base import Act
 
-ACTS = ("auto", "f32", "q8_1")
+ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
 
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
 

@@ -175,6 +175,12 @@ class Device:
         self._require_open()
         return self._queue.submit([commands] if isinstance(commands, Commands) else list(commands))
 
+    def run(self, recorder: Recorder) -> None:
+        """Finish a recording, run it once to its end, and destroy it."""
+        commands = recorder.finish()
+        self.submit(commands).wait()
+        commands.destroy()
+
     def wait_idle(self) -> None:
         """Until everything submitted is done and its writes are visible to the host."""
         self._require_open()

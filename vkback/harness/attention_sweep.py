@@ -178,7 +178,7 @@ def tune_attention(
         return Fixed(ctx.tuning, {"attention": point._asdict()}, "sweep", asked)
 
     def refused(point: AttentionPoint) -> str:
-        return refusal(point, form, ctx) or ("the last run ended while trying it" if own.journal.suspected(key, point) else "")
+        return refusal(point, form, ctx) or own.journal.refusal(key, point)
 
     with ProgramTrial(tokens, ctx, form.line, tables) as trial:
         climb = Climb(trial, refused, watch, time.monotonic() + seconds, ctx.caps.software, partial(own.journal.trying, key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vkback.plan.tuning import Row, parse_table, row_lines
+from vkback.plan.tuning import Row, Tuning, parse_table, row_lines
 
 
 def rows_by_hand(text: str) -> list[Row]:
@@ -18,6 +18,11 @@ def rows_by_hand(text: str) -> list[Row]:
         family, *match = keys.split() or [""]
         lines += row_lines(family, _values(match), _values(params.split()), "by hand")
     return parse_table("\n".join(lines), "device_by_hand.toml")
+
+
+def with_rows(tables: Tuning, text: str) -> Tuning:
+    """Tables that the rows of `text` come before."""
+    return Tuning([rows_by_hand(text), *tables.tables])
 
 
 def _values(words: list[str]) -> dict[str, int | str]:

@@ -18,7 +18,7 @@ import numpy as np
 from vkback.device import BufferRange, Commands, Device
 from vkback.graph import Graph, Tensor
 from vkback.harness.runner import stored_bytes
-from vkback.harness.timing import COLD_BYTES, Lap, lap_of, span_us, warm_up
+from vkback.harness.timing import COLD_BYTES, Lap, lap_of, rotates, span_us, stamp, warm_up
 from vkback.ops.base import Array, LowerContext, Problem, ceil_div, nbytes, shards
 from vkback.ops.mat_vec import fused_case
 from vkback.plan.planner import plan
@@ -69,12 +69,15 @@ class Dependent:
         self.device, self.library = device, library
         self.rounds = rounds or (SOFTWARE_ROUNDS if device.caps.software else ROUNDS)
         problems = products(quant, m, k, experts, used)
-        heavy = [t for p in problems for t in p.node.inputs if _rotates(t)]
+        heavy = [t for p in problems for t in p.node.inputs if rotates(t)]
         self.nbytes = [nbytes(t) * used // experts if len(t.shape) == 3 else nbytes(t) for t in heavy]
         cold = 1 if device.caps.software else COLD_BYTES
         copies = min(self.rounds, ceil_div(cold, sum(map(nbytes, heavy))))
         self.graph = _linked(problems, self.rounds, copies)
         self._stack = ExitStack()
+        self._start, self._end = (stamp(device, label) for label in ("start", "end"))
+        self._stack.callback(self._start.destroy)
+        self._stack.callback(self._end.destroy)
         try:
             self._load(problems)
         except BaseException:
@@ -86,7 +89,7 @@ class Dependent:
         caps = self.device.caps
         values = {f"{s}.{name}": v for s, p in enumerate(problems) for name, v in p.values.items()}
         tensors = [t for t in self.graph.tensors().values() if t.kind in ("weight", "input")]
-        pieces = {t.name: [aligned(s.layout.nbytes) for s in shards(t, caps)] if _rotates(t) else [aligned(nbytes(t))] for t in tensors}
+        pieces = {t.name: [aligned(s.layout.nbytes) for s in shards(t, caps)] if rotates(t) else [aligned(nbytes(t))] for t in tensors}
         arena = self._stack.enter_context(self.device.arena("dependent products", sum(map(sum, pieces.values())), "device"))
         self.ranges: dict[str, BufferRange] = {}
         self.weights: dict[str, WeightRanges] = {}
@@ -106,9 +109,7 @@ class Dependent:
             first[made] = blocks
             for block, data in zip(blocks, stored_bytes(t, values[made], caps), strict=True):
                 self.device.upload(block, data)
-        commands = copies.finish()
-        self.device.submit(commands).wait()
-        commands.destroy()
+        self.device.run(copies)
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +133,7 @@ class Dependent:
             if not schedule.joined:
                 return DependentTiming(None, barriers, y)
             joined, y_joined = self._lap(program, program.record("joined"), repetitions)
-            gave_up = program.state is not None and bool(self.device.download(program.state, np.uint32)[0])
+            gave_up = program.gave_up
         finally:
             program.close()
         wrong = "a wait was given up" if gave_up else "" if y.tobytes() == y_joined.tobytes() else "other results than with barriers"
@@ -140,20 +141,9 @@ class Dependent:
 
     def _lap(self, program: Program, run: Commands, repetitions: int) -> tuple[Lap, Array]:
         """Microseconds a round, and the last y."""
-        with ExitStack() as stack:
-            stamps = []
-            for label in ("start", "end"):
-                rec = self.device.recorder(label, timestamps=1)
-                rec.timestamp(label)
-                stamps.append(rec.finish())
-                stack.callback(stamps[-1].destroy)
-            warm_up(self.device, run, 0.05)
-            times = [span_us(self.device, stamps[0], run, stamps[1]) / self.rounds for _ in range(repetitions)]
+        warm_up(self.device, run, 0.05)
+        times = [span_us(self.device, self._start, run, self._end) / self.rounds for _ in range(repetitions)]
         return lap_of(times), self.device.download(program.range(self.graph.outputs[0].name), np.float32)
-
-
-def _rotates(t: Tensor) -> bool:
-    return t.kind == "weight" and len(t.shape) > 1
 
 
 def _linked(problems: Sequence[Problem], rounds: int, copies: int) -> Graph:

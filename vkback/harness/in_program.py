@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, Self
 
 import numpy as np
 
-from vkback.device import Commands, Device
+from vkback.device import Device
 from vkback.graph import Graph, Tensor
 from vkback.harness.climb import P, SweepError
 from vkback.harness.judge import Verdict, judge
@@ -26,7 +26,7 @@ from vkback.harness.points import Job, Point
 from vkback.harness.runner import decoded
 from vkback.harness.stage_times import loaded, zeroed
 from vkback.harness.sweep import WARM_S, Sweep, Trial
-from vkback.harness.timing import Lap, lap_of, span_us, warm_up
+from vkback.harness.timing import Lap, lap_of, span_us, stamp, warm_up
 from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler, matrix_bytes
 from vkback.models.registry import Model
 from vkback.ops.base import Array, Chooser, Dispatch, LowerContext, PlanError, Tolerance
@@ -113,7 +113,9 @@ class Tokens:
             device.upload(first["pos"], np.array([depth], np.int32))
             self._first_token = first["tokens"]
             self.begin = [(first[name], self.ranges[name]) for name in INPUTS]
-            self.start, self.end = (self._stamp(label) for label in ("start", "end"))
+            self.start, self.end = (stamp(device, label) for label in ("start", "end"))
+            self._stack.callback(self.start.destroy)
+            self._stack.callback(self.end.destroy)
             self._fill_cache(ctx, min(depth, DEPTH))
         except BaseException:
             self._stack.close()
@@ -122,13 +124,6 @@ class Tokens:
     def begin_with(self, token: int) -> None:
         """The token that runs begin with."""
         self.device.upload(self._first_token, np.array([token], np.int32))
-
-    def _stamp(self, label: str) -> Commands:
-        rec = self.device.recorder(label, timestamps=1)
-        rec.timestamp(label)
-        commands = rec.finish()
-        self._stack.callback(commands.destroy)
-        return commands
 
     def _fill_cache(self, ctx: LowerContext, depth: int) -> None:
         """Make the tokens that the cache holds while a token is timed: with zeros there, next to nothing would come out of attention."""
@@ -187,8 +182,7 @@ class TokenProgram:
     @property
     def gave_up(self) -> bool:
         """Whether a wait of any run so far took too long."""
-        state = self._program.state
-        return state is not None and bool(self._tokens.device.download(state, np.uint32)[0])
+        return self._program.gave_up
 
     def close(self) -> None:
         self._program.close()

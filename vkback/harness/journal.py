@@ -76,6 +76,10 @@ class Journal:
         """Whether an earlier run ended while it tried a point."""
         return (key, tuple(point)) in self._suspects
 
+    def refusal(self, key: str, point: tuple[int, ...]) -> str:
+        """Why a point is not tried again; "" when it may be."""
+        return "the last run ended while trying it" if self.suspected(key, point) else ""
+
     @contextmanager
     def trying(self, key: str, point: tuple[int, ...]) -> Iterator[None]:
         """Around the trial of a point: one that a run ends with is suspected by the next."""

@@ -123,7 +123,12 @@ def jobs_for(
 
 def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
     """The point that a kernel is built for when the tables say `point`: bent to what it needs, without what has no effect."""
-    kernels = [{k: v for k, v in d.kernel.defines if isinstance(v, int)} for d in lowered(point, job, ctx)]
+    return _built(point, lowered(point, job, ctx), job, ctx)
+
+
+def _built(point: Point, dispatches: Sequence[Dispatch], job: Job, ctx: LowerContext) -> Point:
+    """What `actual` says of the dispatches that a point leads to."""
+    kernels = [{k: v for k, v in d.kernel.defines if isinstance(v, int)} for d in dispatches]
     got, tiles = kernels[-1], any(kernel.get("TILES") for kernel in kernels)
     units = got["K_UNITS"] * (got["N_USED"] if got["IDS"] == 2 else 1)
     size, required = subgroup_for(ctx, point.subgroup)
@@ -148,10 +153,10 @@ def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) 
         if not isinstance(legal, str) and value not in legal:
             return f"{name} = {value} is not legal"
     try:
-        real = actual(point, job, ctx)
+        dispatches = lowered(point, job, ctx)
     except PlanError as e:
         return str(e)
-    for name, wanted, got in zip(Point._fields, point, real, strict=True):
+    for name, wanted, got in zip(Point._fields, point, _built(point, dispatches, job, ctx), strict=True):
         if wanted != got:
             return f"{name} = {wanted} would become {got}"
     layout = quants.layout(job.product.quant, 64, job.product.k)
@@ -161,7 +166,7 @@ def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) 
     if words * point.wg >= CORE_REGISTERS and not chosen:
         return f"{words} registers of weights in flight in each of {point.wg} threads: a core has {CORE_REGISTERS}"
     try:
-        for dispatch in lowered(point, job, ctx):
+        for dispatch in dispatches:
             check_limits(dispatch, ctx.caps)
     except PlanError as e:
         return str(e)

@@ -37,9 +37,7 @@ def _read_kernel(device: Device, library: ShaderLibrary, threads: int, unroll: i
 def _fill(device: Device, source: BufferRange) -> None:
     rec = device.recorder("fill")
     rec.fill(source, SEED)
-    commands = rec.finish()
-    device.submit(commands).wait()
-    commands.destroy()
+    device.run(rec)
 
 
 def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None = None) -> ReadRate:

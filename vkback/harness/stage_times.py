@@ -153,7 +153,5 @@ def zeroed(device: Device, tensors: Sequence[Tensor], stack: ExitStack) -> dict[
     rec = device.recorder("zeros")
     for block in ranges.values():
         rec.fill(block, 0)
-    commands = rec.finish()
-    device.submit(commands).wait()
-    commands.destroy()
+    device.run(rec)
     return ranges

@@ -59,6 +59,7 @@ STARTS = (
 )
 """Shapes that have won somewhere: one subgroup a row, many rows a workgroup, half a workgroup a row."""
 
+
 @dataclass(frozen=True)
 class Expected:
     """The reference's output for some rows: `columns` of the output's last axis and their values, float64."""
@@ -278,5 +279,4 @@ class Sweep:
         )  # fmt: skip
 
     def _refusal(self, job: Job, chosen: Container[Point], point: Point) -> str:
-        why = refusal(point, job, job.context(self.ctx), chosen=point in chosen)
-        return why or ("the last run ended while trying it" if self.own.journal.suspected(job.key, point) else "")
+        return refusal(point, job, job.context(self.ctx), chosen=point in chosen) or self.own.journal.refusal(job.key, point)

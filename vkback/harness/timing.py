@@ -41,6 +41,13 @@ def span_us(device: Device, *commands: Commands) -> float:
     return (end - start) / 1e3
 
 
+def stamp(device: Device, label: str) -> Commands:
+    """A recording of one timestamp, to be submitted before or after others."""
+    rec = device.recorder(label, timestamps=1)
+    rec.timestamp(label)
+    return rec.finish()
+
+
 def read_share(node: Node) -> float:
     """The part of a node's weights that one launch reads: of a stack of experts those that are chosen, before it or by it."""
     stacks = [t for t in node.inputs if t.kind == "weight" and len(t.shape) == 3]
@@ -112,7 +119,7 @@ def warm_up(device: Device, commands: Commands, seconds: float = 0.05) -> None:
     _last_work[device] = time.perf_counter()
 
 
-def _rotates(tensor: Tensor) -> bool:
+def rotates(tensor: Tensor) -> bool:
     """Whether a tensor is what a model reads once a token: weights and caches."""
     return len(tensor.shape) > 1 and tensor.kind in ("weight", "state")
 
@@ -128,8 +135,8 @@ class Bench:
     ) -> None:
         self.device, self.library, self.problem = device, library, problem
         tensors = {t.name: t for t in (*problem.node.inputs, *problem.node.outputs)}
-        heavy = [t for t in tensors.values() if _rotates(t)]
-        light = [t for t in tensors.values() if not _rotates(t)]
+        heavy = [t for t in tensors.values() if rotates(t)]
+        light = [t for t in tensors.values() if not rotates(t)]
         sizes = {t.name: [s.layout.nbytes for s in shards(t, ctx.caps)] if t.kind == "weight" else [nbytes(t)] for t in heavy}
         one = sum(map(sum, sizes.values()))
         room = device.free_memory() // 2
@@ -156,9 +163,7 @@ class Bench:
                 for name, first in self._copies[0].items():
                     for source, target in zip(first, copy[name], strict=True):
                         rec.copy(source, target)
-            commands = rec.finish()
-            device.submit(commands).wait()
-            commands.destroy()
+            device.run(rec)
 
     def _upload(self, tensor: Tensor, problem: Problem, ctx: LowerContext) -> None:
         parts = stored_bytes(tensor, problem.values[tensor.name], ctx.caps)
@@ -263,9 +268,7 @@ class Bench:
                 for name, where in ranges.items():
                     if own[name].kind == "counter":
                         rec.fill(where, 0)
-            commands = rec.finish()
-            self.device.submit(commands).wait()
-            commands.destroy()
+            self.device.run(rec)
 
     def _bind(self, arg: Arg, launch: int) -> BufferRange:
         name = arg.tensor.name

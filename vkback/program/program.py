@@ -82,6 +82,11 @@ class Program:
         """Memory of an input, state or node."""
         return self._ranges[name]
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether a wait of any run so far took too long, by a read from the device."""
+        return self.state is not None and bool(self.device.download(self.state, np.uint32)[0])
+
     def _bind(self, arg: Arg) -> BufferRange:
         if arg.tensor.kind == "weight":
             return self._weights[arg.tensor.name].shards[arg.shard]
