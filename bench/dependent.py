@@ -2,9 +2,9 @@
 
     python bench/dependent.py [--quant Q4_K,Q6_K] [--shape 14336x4096] [--ids 128x8] [VARIANT...]
 
-A round is norm and product [m, k], then product [k, m]; with --ids EXPERTSxUSED a router before them (vkback/harness/dependent.py). A
+A round is norm and product [m, k], then product [k, m]; with --ids EXPERTSxUSED a router before them (vkback/timing/dependent.py). A
 line each for the tables and every variant of them (rows as in bench/one_token.py): microseconds a round, and in brackets how far above
-plain reads of the same bytes, launch after launch with barriers, that is for each product. `schedule : handover=word` tries joined stages
+plain reads of the same bytes, launch after launch with barriers, for each mat-vec. `schedule : sync=sentinel` tries barrier-free stages
 where the tables have none.
 """
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from vkback.autotune.overrides import with_overrides
 from vkback.device import Device
-from vkback.harness.by_hand import with_rows
-from vkback.harness.dependent import Dependent
-from vkback.harness.read_rate import LEAST_READ, measure_read_rate, plain_read_us
-from vkback.harness.timing import Lap
 from vkback.ops.base import LowerContext
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
+from vkback.timing.dependent import Dependent
+from vkback.timing.launches import Measurement
+from vkback.timing.read_rate import LEAST_READ, measure_read_rate, plain_read_us
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     with Device.open() as device:
         tables = Tuning.for_device(device.caps)
         variants = ["", *args.variants]
-        contexts = [LowerContext(device.caps, with_rows(tables, text)) for text in variants]
+        contexts = [LowerContext(device.caps, with_overrides(tables, text)) for text in variants]
         print(f"{device.caps.name}, driver {device.caps.driver_info}: read rate {measure_read_rate(device, library).gb_s:.0f} GB/s")
         for quant in args.quant.split(","):
             for shape in args.shape.split(","):
@@ -48,12 +48,12 @@ def main() -> None:
                 reads = " + ".join(f"{f:.2f}" for f in floors)
                 print(f"{title}: {sum(dependent.nbytes) / 1e6:.1f} MB, plain reads {reads} us")
                 for text, t in zip(variants, found, strict=True):
-                    joined = f"joined {against(floors, t.joined)}, " if t.joined else ""
+                    barrier_free = f"barrier-free {against(floors, t.barrier_free)}, " if t.barrier_free else ""
                     wrong = f" WRONG: {t.wrong}" if t.wrong else ""
-                    print(f"  {joined}barriers {against(floors, t.barriers)}: {text or 'tables'}{wrong}", flush=True)
+                    print(f"  {barrier_free}barriers {against(floors, t.barriers)}: {text or 'tables'}{wrong}", flush=True)
 
 
-def against(floors: Sequence[float], lap: Lap) -> str:
+def against(floors: Sequence[float], lap: Measurement) -> str:
     """A round's time, and what one product takes longer than its plain read."""
     return f"{lap.us:.2f} ± {lap.spread_us:.2f} us ({(lap.us - sum(floors)) / len(floors):+.2f})"
 

@@ -11,16 +11,16 @@ import argparse
 import re
 from pathlib import Path
 
+from vkback.autotune.overrides import with_overrides
 from vkback.device import Device
-from vkback.harness.by_hand import with_rows
-from vkback.harness.in_program import token_graph
-from vkback.harness.machine_code import MachineCodeError, disassembled, loops, nvidia_code
 from vkback.models.registry import Model
 from vkback.ops.base import Dispatch, LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Tuning
 from vkback.program import dispatch_spec
 from vkback.shader import ShaderLibrary
+from vkback.timing.machine_code import MachineCodeError, disassembled, loops, nvidia_code
+from vkback.timing.token_program import token_graph
 
 
 def show(device: Device, library: ShaderLibrary, d: Dispatch, number: int, folder: Path | None) -> None:
@@ -54,7 +54,7 @@ def main() -> None:
         tables = Tuning.for_device(device.caps)
         for variant in args.variants:
             print(variant or "tables")
-            schedule = plan(graph, LowerContext(device.caps, with_rows(tables, variant)))
+            schedule = plan(graph, LowerContext(device.caps, with_overrides(tables, variant)))
             for d in {d.kernel: d for d in reversed(list(schedule.dispatches()))}.values():
                 if d.kernel.source.startswith(args.only):
                     show(device, library, d, shown, args.code)

@@ -15,13 +15,13 @@ import itertools
 from collections.abc import Iterator
 
 from vkback.device import Device
-from vkback.harness.read_rate import LEAST_READ, measure_read_rate, plain_read_us
-from vkback.harness.timing import Bench
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
-from vkback.plan.tuning import Fixed, Tuning
+from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
+from vkback.timing.launches import Bench
+from vkback.timing.read_rate import LEAST_READ, measure_read_rate, plain_read_us
 
 
 def grid(args: argparse.Namespace) -> Iterator[dict[str, int]]:
@@ -57,7 +57,7 @@ def compile_all(bench: Bench, ctx: LowerContext, tables: Tuning, args: argparse.
     dispatches = []
     for params in grid(args) if args.sweep else []:
         with contextlib.suppress(PlanError):
-            use = dataclasses.replace(ctx, tuning=Fixed(tables, {"mat_vec": params}, "sweep"))
+            use = dataclasses.replace(ctx, tuning=Overrides(tables, {"mat_vec": params}, "sweep"))
             dispatches += OPS[bench.problem.node.op].lower(bench.problem.node, use)
     compile_kernels(bench.device, bench.library, dispatches)
 
@@ -90,7 +90,7 @@ def main() -> None:
                 compile_all(bench, ctx, tables, args)
                 points = []
                 for params in grid(args) if args.sweep else [None]:
-                    use = ctx if params is None else dataclasses.replace(ctx, tuning=Fixed(tables, {"mat_vec": params}, "sweep"))
+                    use = ctx if params is None else dataclasses.replace(ctx, tuning=Overrides(tables, {"mat_vec": params}, "sweep"))
                     try:
                         t = bench.time(use, repetitions=3)
                     except PlanError:

@@ -4,7 +4,7 @@
 
 A variant is rows of a tuning table that come before all others, as vkback/harness/by_hand.py has them:
 
-    "attention : wg_size=512 steps=2"      "mat_vec ids=1 y=Q8_1 : wg=512 rows=2; schedule : handover=barrier"
+    "attention : wg_size=512 steps=2"      "mat_vec ids=1 y=Q8_1 : wg=512 rows=2; schedule : sync=barrier"
 
 The variants take turns. A line each, the tables' own first: microseconds a token by the device's clock, what that makes of a second, the
 NMSE of the logits against the tables' (median of three tokens), and whether a stage gave up waiting for another.
@@ -19,12 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from vkback.autotune.overrides import with_overrides
+from vkback.autotune.program_sweep import CHECKED_TOKENS
 from vkback.device import Device
 from vkback.errors import VkbackError
-from vkback.harness.by_hand import with_rows
-from vkback.harness.in_program import TokenProgram, Tokens
 from vkback.harness.judge import nmse
-from vkback.harness.timing import warm_up
 from vkback.models.registry import Model
 from vkback.ops.base import LowerContext
 from vkback.plan.planner import plan
@@ -32,6 +31,8 @@ from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
+from vkback.timing.launches import warm_up
+from vkback.timing.token_program import TokenProgram, Tokens
 
 WARM_S = 0.02
 
@@ -52,7 +53,7 @@ def main() -> None:
         schedules: dict[str, Schedule] = {}
         for text in ("", *args.variants):
             try:
-                schedules[text] = plan(tokens.graph, dataclasses.replace(ctx, tuning=with_rows(tables, text)))
+                schedules[text] = plan(tokens.graph, dataclasses.replace(ctx, tuning=with_overrides(tables, text)))
             except VkbackError as e:
                 print(f"{text}: {e}")
         compile_kernels(device, library, [d for schedule in schedules.values() for d in schedule.dispatches()])
@@ -62,13 +63,13 @@ def main() -> None:
             for text, program in programs.items():
                 warm_up(device, program.commands, WARM_S)
                 times[text] += [program.time_us() for _ in range(3)]
-        want = programs[""].logits()
+        want = programs[""].logits(CHECKED_TOKENS)
         for text, program in programs.items():
             us = float(np.median(times[text]))
             change = 100 * (us / float(np.median(times[""])) - 1)
-            error = float(np.median([nmse(got, right) for got, right in zip(program.logits(), want, strict=True)]))
-            gave_up = " GAVE UP" if program.gave_up else ""
-            print(f"{us:9.1f} us {1e6 / us:8.1f} t/s {change:+6.1f} % {error:9.1e}{gave_up}  {text or 'tables'}")
+            error = float(np.median([nmse(got, right) for got, right in zip(program.logits(CHECKED_TOKENS), want, strict=True)]))
+            timed_out = " GAVE UP" if program.timed_out else ""
+            print(f"{us:9.1f} us {1e6 / us:8.1f} t/s {change:+6.1f} % {error:9.1e}{timed_out}  {text or 'tables'}")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from collections import defaultdict
 
 import numpy as np
 
-from vkback.harness.read_rate import measure_read_rate
-from vkback.harness.timing import warm_up
 from vkback.models.engine import Engine, Sampler, loop_state
+from vkback.timing.launches import warm_up
+from vkback.timing.read_rate import measure_read_rate
 
 
 def main() -> None:

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
+from vkback.autotune.overrides import with_overrides
 from vkback.device import Device
-from vkback.harness.by_hand import with_rows
-from vkback.harness.in_program import Tokens
-from vkback.harness.stage_clocks import POINTS, StageClock, measure_clocks
 from vkback.models.registry import Model
 from vkback.ops.base import LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
+from vkback.timing.stage_clocks import POINTS, StageClock, measure_clocks
+from vkback.timing.token_program import Tokens
 
 
 def kind(clock: StageClock) -> tuple[str, int]:
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     with Device.open() as device:
         tables = Tuning.for_device(device.caps)
-        ctx = LowerContext(device.caps, with_rows(tables, args.variant))
+        ctx = LowerContext(device.caps, with_overrides(tables, args.variant))
         with Tokens(Model.open(args.model), device, ShaderLibrary(), ctx, n_ctx=args.ctx, depth=args.depth) as tokens:
             clocks = measure_clocks(tokens, plan(tokens.graph, ctx))
     kinds: dict[tuple[str, int], list[StageClock]] = {}

@@ -14,16 +14,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from vkback.device import BufferRange, Device
-from vkback.harness.timing import span_us, warm_up
 from vkback.ops.attention import AttnDecode, FlashAttnExt
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem, nbytes
 from vkback.ops.moe_reduce import MoeReduce
 from vkback.ops.sample import Params, Sample
 from vkback.ops.topk import Argmax, TopkMoe
 from vkback.plan.schedule import into_stages
-from vkback.plan.tuning import Fixed, Tuning
+from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
+from vkback.timing.launches import span_us, warm_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,7 @@ def main() -> None:
                     family, points = grid(op)
                     for params in points if args.sweep else [{}]:
                         try:
-                            us = stand.time(dataclasses.replace(ctx, tuning=Fixed(tables, {family: params}, "sweep")), args.launches)
+                            us = stand.time(dataclasses.replace(ctx, tuning=Overrides(tables, {family: params}, "sweep")), args.launches)
                         except PlanError:
                             continue
                         results.append((us, str(params or "tables")))

@@ -14,7 +14,7 @@ from vkback.models import Model
 from vkback.models import engine as engine_module
 from vkback.ops.base import LowerContext
 from vkback.paths import builtin_model
-from vkback.plan.tuning import Fixed, Tuning
+from vkback.plan.tuning import Overrides, Tuning
 from vkback.shader import ShaderLibrary
 
 os.environ["VKBACK_TUNING"] = os.devnull  # tables this machine's user made by tuning change which kernels are chosen
@@ -54,9 +54,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 def handing_over(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Engines loaded from here on hand over word by word, which the tables of a CPU driver do not choose. An indirect parameter says who
     chooses the experts."""
-    params = {"handover": "word"} | ({"router": request.param} if hasattr(request, "param") else {})
+    params = {"sync": "sentinel"} | ({"router": request.param} if hasattr(request, "param") else {})
 
-    def tables(caps: Capabilities) -> Fixed:
-        return Fixed(Tuning.for_device(caps), {"schedule": params}, "test")
+    def tables(caps: Capabilities) -> Overrides:
+        return Overrides(Tuning.for_device(caps), {"schedule": params}, "test")
 
     monkeypatch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))

@@ -7,12 +7,12 @@ from typing import Any
 
 from vkback.device import Capabilities
 from vkback.ops.base import LowerContext
-from vkback.plan.tuning import Fixed, Tuning
+from vkback.plan.tuning import Overrides, Tuning
 
 
 def with_params(ctx: LowerContext, **params: Any) -> LowerContext:
     """The context with these tuning parameters, whatever the tables say."""
-    return dataclasses.replace(ctx, tuning=Fixed.everywhere(ctx.tuning, params, "test"))
+    return dataclasses.replace(ctx, tuning=Overrides.everywhere(ctx.tuning, params, "test"))
 
 
 def without_subgroups(ctx: LowerContext) -> LowerContext:

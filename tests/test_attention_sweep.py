@@ -9,27 +9,38 @@ import pytest
 from kernel_paths import planned_for
 from typer.testing import CliRunner
 
+from vkback.autotune.attention import (
+    AttentionPoint,
+    AttentionResult,
+    AttentionShape,
+    actual,
+    attention_shapes,
+    axes,
+    key_of,
+    neighbours,
+    tune_attention,
+)
+from vkback.autotune.own_table import OwnTable
+from vkback.autotune.program_sweep import ProgramTrial
+from vkback.autotune.search import SweepError
 from vkback.cli import main as cli
 from vkback.cli.shell import UsageError
 from vkback.device import Device
-from vkback.harness.attention_sweep import AttentionPoint, AttentionResult, Form, actual, axes, forms_of, key_of, neighbours, tune_attention
-from vkback.harness.climb import SweepError
-from vkback.harness.in_program import ProgramTrial, Tokens, token_graph
-from vkback.harness.own_table import OwnTable
-from vkback.harness.timing import Lap
 from vkback.models.registry import Model
 from vkback.ops.base import Choice, LowerContext, PlanError
 from vkback.paths import builtin_model
 from vkback.plan.tuning import Tuning, load_table
 from vkback.shader import ShaderLibrary
+from vkback.timing.launches import Measurement
+from vkback.timing.token_program import Tokens, token_graph
 
 N_CTX = 64
 H200 = "nvidia_h200_linux"
-FORM = Form(32, 8, 128, 4096)
+FORM = AttentionShape(32, 8, 128, 4096)
 Clock = Callable[[Callable[[AttentionPoint], float]], None]
 
 
-def result(form: Form, after: AttentionPoint) -> AttentionResult:
+def result(form: AttentionShape, after: AttentionPoint) -> AttentionResult:
     return AttentionResult(form, 100, AttentionPoint(64, 4, 1, 1, 64, 64), "a row", 10.0, after, 9.0, 0.1, 5, ())
 
 
@@ -38,9 +49,10 @@ def result(form: Form, after: AttentionPoint) -> AttentionResult:
 
 def test_layers_that_the_tables_cannot_tell_apart_are_one_form(models: Callable[[str], Model]) -> None:
     ctx = planned_for(H200)
-    assert forms_of(token_graph(models("gpt-oss-20b-MXFP4:4"), 512), ctx) == [Form(64, 8, 64, 512)], "with a window and without"
+    graph = token_graph(models("gpt-oss-20b-MXFP4:4"), 512)
+    assert attention_shapes(graph, ctx) == [AttentionShape(64, 8, 64, 512)], "with a window and without"
     hp = models("demo-dense").hp
-    assert forms_of(token_graph(models("demo-dense"), 64), ctx) == [Form(hp.n_head, hp.n_head_kv, hp.head_dim_k, 64)]
+    assert attention_shapes(token_graph(models("demo-dense"), 64), ctx) == [AttentionShape(hp.n_head, hp.n_head_kv, hp.head_dim_k, 64)]
 
 
 def test_points_are_those_that_kernels_are_built_for() -> None:
@@ -97,15 +109,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a point takes; the kernels still run once, to be checked."""
 
     def use(time_us: Callable[[AttentionPoint], float]) -> None:
-        monkeypatch.setattr(ProgramTrial, "lap", lambda self, point, repetitions: Lap(time_us(point), 0.0))
+        monkeypatch.setattr(ProgramTrial, "lap", lambda self, point, repetitions: Measurement(time_us(point), 0.0))
 
     return use
 
 
 def only(monkeypatch: pytest.MonkeyPatch, **values: tuple[int, ...]) -> None:
     """Has the sweep vary these parameters alone."""
-    monkeypatch.setattr("vkback.harness.attention_sweep.axes", lambda caps: values)
-    monkeypatch.setattr("vkback.harness.attention_sweep.neighbours", lambda point, choices: (
+    monkeypatch.setattr("vkback.autotune.attention.axes", lambda caps: values)
+    monkeypatch.setattr("vkback.autotune.attention.neighbours", lambda point, choices: (
         point._replace(**{name: value}) for name, some in choices.items() for value in some
     ))  # fmt: skip
 
@@ -116,7 +128,7 @@ def test_the_best_point_is_found_step_by_step(
 ) -> None:
     only(monkeypatch, wg_size=(8, 16), rows_per_split=(16, 4096))
     clock(lambda p: 100.0 - p.wg_size - 3 * (p.rows_per_split == 16))
-    (form,) = forms_of(tokens.graph, ctx)
+    (form,) = attention_shapes(tokens.graph, ctx)
     told: list[str] = []
     found = tune_attention(tokens, ctx, form, own, 60, lambda p, said: told.append(said))
     assert found.kept and (found.after.wg_size, found.after.rows_per_split) == (16, 16), "one step at a time leads there"
@@ -129,7 +141,7 @@ def test_what_is_no_better_beyond_the_noise_is_not_kept(
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0 - 0.001 * p.wg_size)
-    (form,) = forms_of(tokens.graph, ctx)
+    (form,) = attention_shapes(tokens.graph, ctx)
     assert not tune_attention(tokens, ctx, form, own, 60).kept
 
 
@@ -139,7 +151,7 @@ def test_wrong_points_are_named_and_never_kept(
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0 - 50 * (p.wg_size == 16))
-    (form,) = forms_of(tokens.graph, ctx)
+    (form,) = attention_shapes(tokens.graph, ctx)
     monkeypatch.setattr(ProgramTrial, "wrong", lambda self, point: "row 3 is wrong" if point.wg_size == 16 else "")
     found = tune_attention(tokens, ctx, form, own, 60)
     assert not found.kept and len(found.wrong) == 1 and "16 threads" in found.wrong[0] and "row 3 is wrong" in found.wrong[0]
@@ -154,7 +166,7 @@ def test_points_the_planner_refuses_are_passed_over(
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0)
-    (form,) = forms_of(tokens.graph, ctx)
+    (form,) = attention_shapes(tokens.graph, ctx)
     right = ProgramTrial.wrong
 
     def refusing(self: ProgramTrial[AttentionPoint], point: AttentionPoint) -> str:
@@ -228,7 +240,7 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(
     tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
-    (form,) = forms_of(tokens.graph, ctx)
+    (form,) = attention_shapes(tokens.graph, ctx)
 
     def ends(point: AttentionPoint) -> float:
         if point.wg_size == 16:

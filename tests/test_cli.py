@@ -372,10 +372,10 @@ def test_plan_is_made_for_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPa
     assert call(monkeypatch, main.main, "plan", "--profile", "nvidia_h200_linux", "-c", "64") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("vkback: 0 = NVIDIA H200")
-    stages = [int(text.split()[0]) for text in lines[2:-2] if not text.lstrip().startswith(("barrier:", "joined:"))]
+    stages = [int(text.split()[0]) for text in lines[2:-2] if not text.lstrip().startswith(("barrier:", "barrier-free:"))]
     assert stages == sorted(stages)
     assert "      barrier: waits for inp_embd (written by 0)" in lines
-    assert lines[-2].startswith(f"{stages[-1] + 1} stages (30 joined), {len(stages)} dispatches, ")
+    assert lines[-2].startswith(f"{stages[-1] + 1} stages (30 barrier-free), {len(stages)} dispatches, ")
     assert lines[-1].startswith("predicted: ")
     assert " by 4560.0 GB/s and 3.00 us a stage (95% of the published 4800 GB/s; 3 us a stage as an H200 takes), " in lines[-1]
 
@@ -396,7 +396,7 @@ def test_plan_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 def word_table(folder: Path, caps: Capabilities) -> str:
     """A folder with a device's own table, by which its stages hand over word by word."""
-    (folder / device_table(caps)).write_text('[[schedule]]\nset = { handover = "word" }\nmeasured = "a test"\n')
+    (folder / device_table(caps)).write_text('[[schedule]]\nset = { sync = "sentinel" }\nmeasured = "a test"\n')
     return str(folder)
 
 
@@ -405,14 +405,14 @@ def test_plan_tells_joined_stages(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert call(monkeypatch, main.main, "plan", "--profile", "nvidia_h200_linux", "-c", "64") == 0
     lines = capsys.readouterr().out.splitlines()
     assert "      barrier: waits for inp_embd (written by 0)" in lines
-    assert "      joined: awaits part of Qcur_rope-0.qkv (written by 1); by then there: rope_angles.0 (written by 0)" in lines
-    assert lines[-2].startswith("32 stages (30 joined), ")
-    assert lines[-1].endswith(", 1.00 a joined one (a third of it, as on an H200)")
+    assert "      barrier-free: spins on part of Qcur_rope-0.qkv (written by 1); by then there: rope_angles.0 (written by 0)" in lines
+    assert lines[-2].startswith("32 stages (30 barrier-free), ")
+    assert lines[-1].endswith(", 1.00 a barrier-free one (a third of it, as on an H200)")
     assert call(monkeypatch, main.main, "plan", "--profile", "nvidia_h200_linux", "-c", "64", "--json") == 0
     made = json.loads(capsys.readouterr().out)
-    assert [s["stage"] for s in made["stages"] if s["joined"]] == list(range(2, 32))
+    assert [s["stage"] for s in made["stages"] if s["barrier_free"]] == list(range(2, 32))
     assert made["stages"][2]["waits_for"][0] == {"stage": 1, "tensor": "Qcur_rope-0.qkv", "after": "write", "awaited": "part"}
-    assert made["summary"]["joined"] == 30
+    assert made["summary"]["barrier_free"] == 30
     assert made["summary"]["predicted_us"] == pytest.approx(2 * 3 + 30 + made["summary"]["bytes"] / made["costs"]["read_gb_s"] / 1e3)
 
 

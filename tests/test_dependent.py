@@ -1,4 +1,4 @@
-"""Products that read what the one before made: how rounds are linked, which stages are joined, and that they compute what they should."""
+"""Mat-vecs that read what the one before made: how rounds are linked, which stages are barrier-free, and what they compute."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 from kernel_paths import planned_for
 
 from vkback import quants
+from vkback.autotune.overrides import override_rows
 from vkback.device import Device
-from vkback.harness.by_hand import rows_by_hand
-from vkback.harness.dependent import Dependent, DependentTiming, products
 from vkback.harness.factories import fused_product_case, make_case, product_case, routed_case
 from vkback.harness.judge import judge
 from vkback.harness.perf import has_rounds, time_cases
-from vkback.harness.timing import Lap
 from vkback.ops.base import OPS, Array, Case, LowerContext, Tolerance
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Fixed, Tuning, TuningError
+from vkback.plan.tuning import Overrides, Tuning, TuningError
 from vkback.shader import ShaderLibrary
+from vkback.timing.dependent import Dependent, DependentTiming, products
+from vkback.timing.launches import Measurement
 
-WORD = {"schedule": {"handover": "word"}}
+WORD = {"schedule": {"sync": "sentinel"}}
 DENSE, EXPERTS = (0, 0), (8, 3)
 
 
@@ -50,7 +50,7 @@ def test_every_product_reads_what_the_one_before_made(device: Device, library: S
 def test_all_stages_are_joined_where_the_tables_hand_over(device: Device, library: ShaderLibrary, experts: tuple[int, int]) -> None:
     with Dependent(device, library, "Q4_K", 512, 256, experts=experts[0], used=experts[1]) as dependent:
         schedule = plan(dependent.graph, planned_for("nvidia_h200_linux"))
-    assert schedule.joined == set(range(2, len(schedule.stages)))
+    assert schedule.barrier_free == set(range(2, len(schedule.stages)))
 
 
 @pytest.mark.vulkan
@@ -58,13 +58,13 @@ def test_all_stages_are_joined_where_the_tables_hand_over(device: Device, librar
 @pytest.mark.parametrize("experts", [DENSE, EXPERTS])
 def test_rounds_compute_the_chain_joined_or_not(device: Device, library: ShaderLibrary, quant: str, experts: tuple[int, int]) -> None:
     ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
-    word = dataclasses.replace(ctx, tuning=Fixed(ctx.tuning, WORD, "test"))
+    word = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, WORD, "test"))
     with Dependent(device, library, quant, 512, 256, experts=experts[0], used=experts[1], rounds=2) as dependent:
-        apart, joined = dependent.time(ctx, repetitions=1), dependent.time(word, repetitions=1)
-    assert apart.joined is None and apart.barriers.us > 0
-    assert joined.joined is not None and joined.joined.us > 0 and not joined.wrong
+        apart, barrier_free = dependent.time(ctx, repetitions=1), dependent.time(word, repetitions=1)
+    assert apart.barrier_free is None and apart.barriers.us > 0
+    assert barrier_free.barrier_free is not None and barrier_free.barrier_free.us > 0 and not barrier_free.wrong
     tolerance = Tolerance(5e-3, 0.5, "two rounds of up to three products that round x to 8 bits: 4e-5 each, passed on by the next")
-    for timing in (apart, joined):
+    for timing in (apart, barrier_free):
         verdict = judge(timing.y, chain(quant, 512, 256, *experts, rounds=2), tolerance)
         assert verdict.ok, verdict.text
 
@@ -105,7 +105,7 @@ def chain(quant: str, m: int, k: int, experts: int, used: int, rounds: int) -> A
 def test_which_cases_have_rounds(case: Case, has: bool) -> None:
     ctx = planned_for("nvidia_h200_linux")
     assert has_rounds(case, ctx) == has
-    assert not has_rounds(case, dataclasses.replace(ctx, tuning=Fixed(ctx.tuning, {"schedule": {"handover": "barrier"}}, "test")))
+    assert not has_rounds(case, dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {"schedule": {"sync": "barrier"}}, "test")))
 
 
 @pytest.mark.vulkan
@@ -113,21 +113,21 @@ def test_perf_mode_times_joined_products_where_the_tables_hand_over(
     device: Device, library: ShaderLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
-    word = dataclasses.replace(ctx, tuning=Fixed(ctx.tuning, WORD, "test"))
+    word = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, WORD, "test"))
     cases = [product_case("Q4_K", 512, 2, 256), product_case("Q4_K", 512, 1, 256)]
-    assert [r.joined_us for r in time_cases(device, library, cases, ctx, 1.0, repetitions=1)] == [None, None]
+    assert [r.barrier_free_us for r in time_cases(device, library, cases, ctx, 1.0, repetitions=1)] == [None, None]
     two, one = time_cases(device, library, cases, word, 1.0, repetitions=1)
-    assert two.joined_us is None and one.joined_us is not None and one.joined_us > 0 and one.passed is None
-    monkeypatch.setattr(Dependent, "time", lambda self, ctx: DependentTiming(None, Lap(1.0, 0.0), np.zeros(1), "other results"))
+    assert two.barrier_free_us is None and one.barrier_free_us is not None and one.barrier_free_us > 0 and one.passed is None
+    monkeypatch.setattr(Dependent, "time", lambda self, ctx: DependentTiming(None, Measurement(1.0, 0.0), np.zeros(1), "other results"))
     two, one = time_cases(device, library, cases, word, 1.0, repetitions=1)
-    assert two.passed is None and one.passed is False and one.time_us and "joined with the products around it: other results" in one.message
+    assert two.passed is None and one.passed is False and one.time_us and "barrier-free among its neighbours: other results" in one.message
 
 
 def test_rows_by_hand_are_checked_as_those_of_a_table() -> None:
-    rows = rows_by_hand("attention : wg_size=512 steps=2; mat_vec ids=1 y=Q8_1 : wg=512")
+    rows = override_rows("attention : wg_size=512 steps=2; mat_vec ids=1 y=Q8_1 : wg=512")
     assert [(r.family, dict(r.match), dict(r.set)) for r in rows] == [
         ("attention", {}, {"wg_size": 512, "steps": 2}), ("mat_vec", {"ids": 1, "y": "Q8_1"}, {"wg": 512})
     ]  # fmt: skip
-    assert rows_by_hand("") == []
+    assert override_rows("") == []
     with pytest.raises(TuningError, match="wg_siez"):
-        rows_by_hand("attention : wg_siez=512")
+        override_rows("attention : wg_siez=512")

@@ -84,7 +84,7 @@ def test_a_shape_that_is_wrong_is_named(device: Device, broken: Break, ctx: Lowe
 
 @pytest.mark.vulkan
 def test_what_no_setting_cures_is_said(device: Device, broken: Break, ctx: LowerContext) -> None:
-    found, _ = diagnose(device, broken("mat_vec/epilogue.glsl", "= never_empty(v);", "= never_empty(v + 9.0);"), ctx)
+    found, _ = diagnose(device, broken("mat_vec/epilogue.glsl", "= not_sentinel(v);", "= not_sentinel(v + 9.0);"), ctx)
     assert found.verdict == "3 of 3 cases wrong; no setting cures any of them"
 
 

@@ -329,7 +329,7 @@ def test_closing_gives_everything_back(name: str, device: Device) -> None:
     assert {kind: n for kind, n in device.live_objects().items() if kind in before} == after
 
 
-# Hand-overs without barriers (vkback/plan/handover.py).
+# Hand-overs without barriers (vkback/plan/sync.py).
 
 
 def generated(engine: Engine, n: int = 20) -> list[int]:
@@ -347,9 +347,9 @@ def test_hand_overs_change_no_bit(name: str, engines: Engines, handing_over: Non
     barriers = engines(name)
     want = generated(barriers), barriers.decode_logits(7)
     with Engine.load(MODELS[name], barriers.device, n_ctx=N_CTX, progress=False) as engine:
-        assert len(engine.schedule().joined) > 2 * engine.model.hp.n_layer
+        assert len(engine.schedule().barrier_free) > 2 * engine.model.hp.n_layer
         found = generated(engine), engine.decode_logits(7)
-        assert engine.schedule().joined
+        assert engine.schedule().barrier_free
     assert found[0] == want[0]
     assert np.array_equal(found[1], want[1])
 
@@ -365,7 +365,7 @@ def test_tokens_of_hand_overs_that_were_given_up_are_made_again(
         engine.reset()
         give_up(monkeypatch, at=submit)
         assert generated(engine, 40) == want
-        assert not engine.schedule().joined
+        assert not engine.schedule().barrier_free
         assert engine.n_past == 40
     assert "stopped waiting" in capsys.readouterr().err
 
@@ -396,7 +396,7 @@ def test_a_device_whose_hand_overs_give_other_bits_gets_barriers(
     monkeypatch.setattr(Engine, "_decode", wrong_at_first)
     with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:
         assert generated(engine) == want
-        assert not engine.schedule().joined
+        assert not engine.schedule().barrier_free
     assert "differ from those with barriers" in capsys.readouterr().err
 
 

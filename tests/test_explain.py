@@ -38,11 +38,11 @@ def test_a_product_is_explained_from_path_to_kernel() -> None:
 
 def test_a_product_of_a_token_without_barriers_has_rows_and_a_kernel_of_its_own() -> None:
     case = "MAT_VEC(type_a=Q4_K,m=4096,n=1,k=14336,fused=residual,x=Q8_1)"
-    code, text = explain(case, "--profile", "nvidia_h200_linux", "--handover")
+    code, text = explain(case, "--profile", "nvidia_h200_linux", "--sync", "sentinel")
     assert code == 0, text
-    assert "ids = 0, glu = 0, y = F32, prologue = 0, handover = 1:" in text
-    assert "kernel mat_vec/mat_vec[ADJOIN=0, AWAITS=1, BIND_HANDOVER=4, " in text
-    assert "AWAITS" not in explain(case, "--profile", "nvidia_h200_linux")[1]
+    assert "ids = 0, glu = 0, y = F32, prologue = 0, sync = sentinel:" in text
+    assert "kernel mat_vec/mat_vec[ADJOIN=0, SPINS=1, BIND_SYNC_STATE=4, " in text
+    assert "SPINS" not in explain(case, "--profile", "nvidia_h200_linux")[1]
 
 
 def test_the_reason_for_the_float_path_is_shown() -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.harness.stage_times import profile_costs
 from vkback.ops.base import Arg, Dispatch
 from vkback.plan.forecast import Costs, Wait, moved_bytes, predicted_us, waits
 from vkback.plan.schedule import Schedule, into_stages
 from vkback.shader import Variant
+from vkback.timing.stages import profile_costs
 
 
 def launch(args: tuple[Arg, ...], nbytes: int = 0) -> Dispatch:
@@ -24,7 +24,7 @@ CACHE = Tensor("cache", "F16", (2, 100, 8), "state")
 
 
 def test_a_stage_takes_its_bytes_and_a_fixed_cost() -> None:
-    costs = Costs(read_gb_s=100.0, stage_us=2.0, joined_us=0.5, source="")
+    costs = Costs(read_gb_s=100.0, stage_us=2.0, barrier_free_us=0.5, source="")
     assert predicted_us([launch((), 300_000), launch((), 100_000)], costs, 1) == pytest.approx(2.0 + 4.0)
 
 

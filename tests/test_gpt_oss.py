@@ -224,9 +224,9 @@ def test_hand_overs_change_no_bit(handing_over: None, path: Path, engines: Any) 
     """Sinks, windows, biases, and experts chosen by the router's product or by their own."""
     want = decoded(engines("q8_1"), tokens(20))
     with Engine.load(path, engines("q8_1").device, n_ctx=64, act="q8_1", progress=False) as engine:
-        assert engine.schedule().joined
+        assert engine.schedule().barrier_free
         assert np.array_equal(decoded(engine, tokens(20)), want)
-        assert engine.schedule().joined
+        assert engine.schedule().barrier_free
 
 
 @pytest.mark.vulkan

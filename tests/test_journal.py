@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vkback.harness.climb import SweepError
-from vkback.harness.journal import Journal
+from vkback.autotune.journal import Journal
+from vkback.autotune.search import SweepError
 
 IDENTITY = {"device": "Card", "driver": "1", "kernels": "k1"}
 A, B = (64, 2), (128, 1)

@@ -9,8 +9,8 @@ import zstandard
 from kernel_paths import planned_for
 
 from vkback.device import Device, KernelSpec
-from vkback.harness.machine_code import BRANCH, EXIT, NOTHING, MachineCodeError, disassembled, loops, nvidia_code
 from vkback.shader import ShaderLibrary, Variant
+from vkback.timing.machine_code import BRANCH, EXIT, NOTHING, MachineCodeError, disassembled, loops, nvidia_code
 
 LISTING = """\
 /*0000*/ S2R R0, SR_TID.X ;

@@ -13,11 +13,11 @@ import pytest
 from kernel_paths import planned_for, with_params, without_subgroups
 from test_validation import use, validated
 
+from vkback.autotune.problem import MatVecProblem
 from vkback.cli.tune import of_model
 from vkback.device import Device, profile_ids
 from vkback.graph import Node, Tensor
 from vkback.harness.factories import fused_product_case
-from vkback.harness.products import Product
 from vkback.harness.runner import run_case, run_problem
 from vkback.models import engine as engine_module
 from vkback.models.engine import Engine, Sampler, matrix_bytes
@@ -29,7 +29,7 @@ from vkback.paths import builtin_model
 from vkback.plan.fuse import ROUTERS, fuse_choice
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Fixed, Tuning
+from vkback.plan.tuning import Overrides, Tuning
 from vkback.shader import ShaderLibrary
 
 GLU: dict[str, Any] = {"glu": True}
@@ -254,8 +254,8 @@ def test_it_is_tuned_like_any_other_product() -> None:
     found = {r: dict(of_model("demo-moe", 1, with_params(planned_for("amd_rx_7900_xtx_radv"), router=r))) for r in ("experts", "stage")}
     assert found["experts"] == found["stage"]
     line = choosing("Q4_K", 128, 8, "norm", **Q8_1).line
-    assert Product.parse(line).roles == ("norm", "ids")
-    assert Product.parse(line) == Product.of(choosing("Q4_K", 128, 8, "norm", **Q8_1).build().node)
+    assert MatVecProblem.parse(line).roles == ("norm", "ids")
+    assert MatVecProblem.parse(line) == MatVecProblem.of(choosing("Q4_K", 128, 8, "norm", **Q8_1).build().node)
 
 
 # --- models on a device -------------------------------------------------------------------------------------------------------------
@@ -269,8 +269,8 @@ def engine_with(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     def load(router: str, act: Any = "auto", on: Device = device) -> Engine:
         class Tables:
             @staticmethod
-            def for_device(caps: Any) -> Fixed:
-                return Fixed(Tuning.for_device(caps), {"schedule": {"router": router}}, "test")
+            def for_device(caps: Any) -> Overrides:
+                return Overrides(Tuning.for_device(caps), {"schedule": {"router": router}}, "test")
 
         monkeypatch.setattr(engine_module, "Tuning", Tables)
         loaded.append(Engine.load(builtin_model("demo-moe"), on, n_ctx=96, act=act, progress=False))

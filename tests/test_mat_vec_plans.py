@@ -9,10 +9,10 @@ from functools import cache
 import pytest
 from kernel_paths import planned_for, with_params
 
+from vkback.autotune.problem import MatVecProblem
 from vkback.device import Capabilities, profile_ids
 from vkback.device.spirv import inspect
 from vkback.graph import Node, Tensor
-from vkback.harness.products import Product
 from vkback.ops.base import OPS, Dispatch, LowerContext, PlanError
 from vkback.ops.code_books import shared_bytes as code_book_bytes
 from vkback.ops.mat_vec import QUANTS, choice_problem, fused_case, prologue_problem, shared_bytes
@@ -34,14 +34,14 @@ def small() -> tuple[tuple[str, Node], ...]:
 def real() -> tuple[tuple[str, Node], ...]:
     """Products of the sizes that models have, fused as their schedules have them."""
 
-    def products(quant: str) -> Iterator[Product]:
+    def products(quant: str) -> Iterator[MatVecProblem]:
         for n in (1, 4, 16):
-            yield Product(quant, 4096, 14336, n, ("residual",))
-            yield Product(quant, 2 * 14336, 4096, n, glu=True, out="Q8_1")
-            yield Product(quant, 1536, 2048, n, ("ids",), glu=True, out="Q8_1", experts=32, used=4)
-            yield Product(quant, 2048, 768, n, ("residual", "ids", "expert_weights"), experts=32, used=4)
-        yield Product(quant, 128256, 4096, 1, ("norm",))
-        yield Product(quant, 2 * 14336, 4096, 1, ("norm",), glu=True, out="Q8_1")
+            yield MatVecProblem(quant, 4096, 14336, n, ("residual",))
+            yield MatVecProblem(quant, 2 * 14336, 4096, n, glu=True, out="Q8_1")
+            yield MatVecProblem(quant, 1536, 2048, n, ("ids",), glu=True, out="Q8_1", experts=32, used=4)
+            yield MatVecProblem(quant, 2048, 768, n, ("residual", "ids", "expert_weights"), experts=32, used=4)
+        yield MatVecProblem(quant, 128256, 4096, 1, ("norm",))
+        yield MatVecProblem(quant, 2 * 14336, 4096, 1, ("norm",), glu=True, out="Q8_1")
 
     given = tuple((p.line, p.node()) for quant in QUANTS for p in products(quant))
     choosing = (choosing_product(quant, roles, 192, 2048, experts=128, used=8) for quant in QUANTS for roles in ((), ("norm", "bias")))
@@ -50,7 +50,7 @@ def real() -> tuple[tuple[str, Node], ...]:
 
 def choosing_product(quant: str, roles: tuple[str, ...], m: int, k: int, *, experts: int, used: int) -> tuple[str, Node]:
     """A product that chooses its experts; of as few rows as let any device bind all of them."""
-    routed = Product(quant, m, k, 1, (*roles, "ids"), glu=True, out="Q8_1", experts=experts, used=used).node()
+    routed = MatVecProblem(quant, m, k, 1, (*roles, "ids"), glu=True, out="Q8_1", experts=experts, used=used).node()
     logits, weights, ids = Tensor("logits", "F32", (1, experts)), Tensor("weights", "F32", (1, used)), routed.inputs[-1]
     params = {**routed.params, "roles": ("w", "x", *roles, "logits"), "n_used": used, "norm": True, "gating": "softmax", "scale": 1.0}
     return f"{quant} {roles}", Node("MAT_VEC", (*routed.inputs[:-1], logits), (*routed.outputs, weights, ids), params)
@@ -88,7 +88,7 @@ def faults(dispatch: Dispatch, caps: Capabilities) -> Iterator[str]:
 
 def in_the_way(node: Node, ctx: LowerContext) -> bool:
     """Whether no planner asks for this node on this device: its norm stays a node of its own, or its experts do not fit a binding."""
-    product = Product.of(node) if node.op == "MAT_VEC" else None
+    product = MatVecProblem.of(node) if node.op == "MAT_VEC" else None
     if product is None:
         return False
     if "logits" in node.params["roles"] and choice_problem(node, ctx):

@@ -21,9 +21,9 @@ from vkback.graph import Graph, Node, Tensor, live
 from vkback.models import Model
 from vkback.models.engine import add_sampler
 from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes
-from vkback.plan.handover import STATE
 from vkback.plan.planner import bound_bytes, plan
 from vkback.plan.schedule import Schedule, into_stages, place
+from vkback.plan.sync import STATE
 from vkback.shader import ShaderLibrary, Variant
 
 LARGE = ("llama-8b-Q4_K_S", "qwen3moe-30b-a3b-Q4_K_S")

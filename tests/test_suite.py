@@ -27,7 +27,7 @@ from vkback.harness.factories import ROUTES, make_case, product_case, routed_cas
 from vkback.harness.judge import judge, peer_limit
 from vkback.harness.output import About, Console, Csv, Json, Printer, Sql, perf_line, samples_by_line
 from vkback.harness.perf import groups, with_tokens
-from vkback.harness.result import Result
+from vkback.harness.result import CaseResult
 from vkback.harness.runner import prepare
 from vkback.harness.shrink import save, shrink
 from vkback.harness.suite import Suite, find_case, run_in_processes
@@ -218,7 +218,7 @@ def break_lowering(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[
     return change
 
 
-def outcome(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> Result:
+def outcome(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> CaseResult:
     with Suite(device, library, ctx) as opened:
         return opened.run_one(case).result
 
@@ -469,7 +469,7 @@ def test_several_processes_give_the_same_results(device: Device, library: Shader
     assert [(r.line, r.passed, r.nmse) for r in together] == [(r.line, r.passed, r.nmse) for r in alone]
 
 
-def _die(lines: Sequence[str]) -> list[Result]:
+def _die(lines: Sequence[str]) -> list[CaseResult]:
     os._exit(3)
 
 
@@ -492,18 +492,18 @@ def test_figures_of_a_verdict() -> None:
 
 
 ABOUT = About("Vulkan0", "Example GPU", "example 1.2", "0123456", "2026-01-02T03:04:05Z")
-TESTED = Result(
+TESTED = CaseResult(
     op="MUL_MAT", line="MUL_MAT(type_a=Q4_K,m=1,seed=7)", mode="test", passed=False, message="[MUL_MAT] it's wrong", detail="y: NMSE 1",
     nmse=float("inf"), worst=1.5, tolerance_nmse=1e-9, tolerance_worst=0.002, peer_limit=5e-4,
 )  # fmt: skip
-TIMED = Result(
+TIMED = CaseResult(
     op="MUL_MAT", line="MUL_MAT(type_a=Q4_K,m=2,seed=7)", mode="perf", time_us=10.0, spread_us=0.1, latency_us=12.0,
     samples_us=(9.9, 10.0, 10.1), nbytes=20_000_000, flops=40_000_000, n_runs=300, read_rate_gb_s=4000.0,
 )  # fmt: skip
-REFUSED = Result(op="ADD", line="ADD(ne=[1],seed=2)", mode="test", supported=False, message="[ADD] no")
+REFUSED = CaseResult(op="ADD", line="ADD(ne=[1],seed=2)", mode="test", supported=False, message="[ADD] no")
 
 
-def printed(make: Callable[[StringIO], Printer], *results: Result) -> str:
+def printed(make: Callable[[StringIO], Printer], *results: CaseResult) -> str:
     out = StringIO()
     printer = make(out)
     for result in results:
@@ -532,7 +532,7 @@ def test_perf_line() -> None:
         "  MUL_MAT(type_a=Q4_K,m=2,seed=7):           300 runs -    10.00 us/run ±1.0 % -  40.00 MFLOP/run -   4.00 TFLOPS - 2000.00 GB/s "
         "(50.0 % of read rate), latency 12.00 us"
     )
-    assert perf_line(dataclasses.replace(TIMED, joined_us=11.25)) == perf_line(TIMED) + ", joined 11.25 us"
+    assert perf_line(dataclasses.replace(TIMED, barrier_free_us=11.25)) == perf_line(TIMED) + ", barrier-free 11.25 us"
 
 
 def test_csv() -> None:

@@ -15,32 +15,32 @@ import pytest
 from kernel_paths import planned_for
 from typer.testing import CliRunner
 
+from vkback.autotune.journal import JOURNAL_FORMAT
+from vkback.autotune.own_table import TuneResult, edges, table_text
+from vkback.autotune.points import Job, Point, actual, axes, jobs_for, lowered, neighbours, refusal
+from vkback.autotune.problem import CaseError, MatVecProblem
+from vkback.autotune.search import beats
+from vkback.autotune.sweep import Sweep, Watcher, expected
 from vkback.cli import main as cli
 from vkback.cli.tune import of_model
 from vkback.device import Capabilities, Device
-from vkback.harness.climb import beats
-from vkback.harness.journal import JOURNAL_FORMAT
-from vkback.harness.own_table import Result, edges, table_text
-from vkback.harness.points import Job, Point, actual, axes, jobs_for, lowered, neighbours, refusal
-from vkback.harness.products import CaseError, Product
 from vkback.harness.runner import reference_inputs
-from vkback.harness.sweep import Sweep, Watcher, expected
-from vkback.harness.timing import Lap
 from vkback.ops.base import OPS, LowerContext
 from vkback.paths import shader_root
 from vkback.plan.tuning import Tuning, device_table, parse_table
 from vkback.shader import ShaderLibrary
+from vkback.timing.launches import Measurement
 
 H200 = "nvidia_h200_linux"
 A = Point(256, 64, 1, 4, 0, 0, 0, 0)
 B = Point(64, 32, 2, 2, 0, 0, 0, 0)
 
 PRODUCTS = [
-    Product("Q4_K", 96, 512, 3, ("bias",)),
-    Product("Q8_0", 96, 512, 1, ("residual",), x="Q8_1"),
-    Product("Q6_K", 128, 512, 1, ("norm",), glu=True, out="Q8_1"),
-    Product("MXFP4", 64, 256, 2, ("ids",), glu=True, experts=6, used=3),
-    Product("Q4_K", 96, 256, 2, ("residual", "ids", "expert_weights"), experts=6, used=3),
+    MatVecProblem("Q4_K", 96, 512, 3, ("bias",)),
+    MatVecProblem("Q8_0", 96, 512, 1, ("residual",), x="Q8_1"),
+    MatVecProblem("Q6_K", 128, 512, 1, ("norm",), glu=True, out="Q8_1"),
+    MatVecProblem("MXFP4", 64, 256, 2, ("ids",), glu=True, experts=6, used=3),
+    MatVecProblem("Q4_K", 96, 256, 2, ("residual", "ids", "expert_weights"), experts=6, used=3),
 ]
 
 
@@ -48,17 +48,17 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.line)
-def test_a_product_is_its_text_and_its_node(product: Product) -> None:
-    assert Product.parse(product.line) == product
-    assert Product.of(product.node()) == product
+def test_a_product_is_its_text_and_its_node(product: MatVecProblem) -> None:
+    assert MatVecProblem.parse(product.line) == product
+    assert MatVecProblem.of(product.node()) == product
 
 
 def test_products_are_read_from_the_suite_s_own_lines() -> None:
-    assert Product.parse("MUL_MAT(type_a=q4_K,type_b=f32,m=4096,n=1,k=14336,seed=7)") == Product("Q4_K", 4096, 14336)
-    moe = Product.parse(" mul_mat_id(type_a=MXFP4,type_b=f32,n_mats=32,n_used=4,b=1,m=64,n=2,k=256) ")
-    assert moe == Product("MXFP4", 64, 256, 2, ("ids",), experts=32, used=4)
-    fused = Product.parse("MAT_VEC(type_a=Q8_0,m=64,n=1,k=256,fused=norm+bias,glu=1,out=q8_1)")
-    assert fused == Product("Q8_0", 64, 256, 1, ("norm", "bias"), glu=True, out="Q8_1")
+    assert MatVecProblem.parse("MUL_MAT(type_a=q4_K,type_b=f32,m=4096,n=1,k=14336,seed=7)") == MatVecProblem("Q4_K", 4096, 14336)
+    moe = MatVecProblem.parse(" mul_mat_id(type_a=MXFP4,type_b=f32,n_mats=32,n_used=4,b=1,m=64,n=2,k=256) ")
+    assert moe == MatVecProblem("MXFP4", 64, 256, 2, ("ids",), experts=32, used=4)
+    fused = MatVecProblem.parse("MAT_VEC(type_a=Q8_0,m=64,n=1,k=256,fused=norm+bias,glu=1,out=q8_1)")
+    assert fused == MatVecProblem("Q8_0", 64, 256, 1, ("norm", "bias"), glu=True, out="Q8_1")
 
 
 @pytest.mark.parametrize(
@@ -77,20 +77,20 @@ def test_products_are_read_from_the_suite_s_own_lines() -> None:
 )  # fmt: skip
 def test_a_text_that_is_no_product_is_refused(text: str, said: str) -> None:
     with pytest.raises(CaseError) as error:
-        Product.parse(text)
+        MatVecProblem.parse(text)
     assert said in str(error.value)
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.line)
-def test_the_reference_of_used_experts_and_blocks_of_rows_is_the_op_s(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_of_used_experts_and_blocks_of_rows_is_the_op_s(product: MatVecProblem, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = product.problem()
     (whole,) = OPS["MAT_VEC"].reference(reference_inputs(problem), problem.node.params)
-    monkeypatch.setattr("vkback.harness.sweep.REFERENCE_ROWS", 32)
+    monkeypatch.setattr("vkback.autotune.sweep.REFERENCE_ROWS", 32)
     want = expected(problem, product)
     assert want.columns.tolist() == list(range(product.m >> product.glu))
     np.testing.assert_allclose(want.values, whole, rtol=1e-12)
-    monkeypatch.setattr("vkback.harness.sweep.CHECKED_WEIGHTS", 1)
-    monkeypatch.setattr("vkback.harness.sweep.REFERENCE_ROWS", 2)
+    monkeypatch.setattr("vkback.autotune.sweep.CHECKED_WEIGHTS", 1)
+    monkeypatch.setattr("vkback.autotune.sweep.REFERENCE_ROWS", 2)
     part = expected(problem, product)
     assert {0, (product.m >> product.glu) - 1} <= set(part.columns.tolist())
     assert part.columns.size == 8 >> product.glu
@@ -102,8 +102,8 @@ def test_the_reference_of_used_experts_and_blocks_of_rows_is_the_op_s(product: P
 
 def test_jobs_take_the_path_of_the_tables_and_x_as_a_producer_leaves_it() -> None:
     ctx = planned_for(H200)
-    norm, plain = Product("Q4_K", 4096, 4096, roles=("norm",)), Product("Q4_K", 4096, 4096)
-    jobs = jobs_for([(norm, 1), (plain, 1), (Product("F16", 64, 4096), 1)], ctx)
+    norm, plain = MatVecProblem("Q4_K", 4096, 4096, roles=("norm",)), MatVecProblem("Q4_K", 4096, 4096)
+    jobs = jobs_for([(norm, 1), (plain, 1), (MatVecProblem("F16", 64, 4096), 1)], ctx)
     assert [(j.product.quant, j.product.roles, j.path, j.product.x) for j in jobs] == [
         ("Q4_K", ("norm",), "int", "F32"),
         ("Q4_K", (), "int", "Q8_1"),
@@ -115,8 +115,8 @@ def test_jobs_take_the_path_of_the_tables_and_x_as_a_producer_leaves_it() -> Non
 
 
 def test_products_that_tables_cannot_tell_apart_are_one_job_and_the_most_bytes_come_first() -> None:
-    plain, residual = Product("Q4_K", 4096, 4096), Product("Q4_K", 4096, 4096, roles=("residual",))
-    jobs = jobs_for([(plain, 3), (residual, 2), (Product("Q4_K", 4096, 14336), 2)], planned_for(H200))
+    plain, residual = MatVecProblem("Q4_K", 4096, 4096), MatVecProblem("Q4_K", 4096, 4096, roles=("residual",))
+    jobs = jobs_for([(plain, 3), (residual, 2), (MatVecProblem("Q4_K", 4096, 14336), 2)], planned_for(H200))
     assert [(j.product.roles, j.count) for j in jobs] == [((), 2), (("residual",), 5)]
 
 
@@ -146,18 +146,18 @@ def test_a_model_s_products_are_those_of_its_schedule() -> None:
     ],
 )  # fmt: skip
 def test_points_are_refused_before_they_are_compiled(point: Point, said: str) -> None:
-    assert refusal(point, Job(Product("Q4_K", 4096, 14336, x="Q8_1"), "int"), planned_for(H200)) == said
+    assert refusal(point, Job(MatVecProblem("Q4_K", 4096, 14336, x="Q8_1"), "int"), planned_for(H200)) == said
 
 
 def test_what_the_tables_choose_is_tried_whatever_it_takes() -> None:
-    job = Job(Product("F32", 16, 256, roles=("norm",), x="F32"), "float")
+    job = Job(MatVecProblem("F32", 16, 256, roles=("norm",), x="F32"), "float")
     point = Point(64, 8, 4, 1, 0, 0, 0, 0)
     assert refusal(point, job, planned_for(H200)) == "128 registers of weights in flight, at most 96 are worth trying"
     assert refusal(point, job, planned_for(H200), chosen=True) == ""
 
 
 def test_points_beyond_shared_memory_are_refused() -> None:
-    job = Job(Product("Q4_K", 2 * 14336, 4096, glu=True, out="Q8_1", x="Q8_1"), "int")
+    job = Job(MatVecProblem("Q4_K", 2 * 14336, 4096, glu=True, out="Q8_1", x="Q8_1"), "int")
     ctx = planned_for("apple_m1_moltenvk")  # sums of every thread go through shared memory
     small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_shared_memory=8192))
     said = refusal(Point(256, 32, 8, 1, 0, 0, 0, 0), job, small)
@@ -165,9 +165,12 @@ def test_points_beyond_shared_memory_are_refused() -> None:
     assert f"need {4 * 256 * 8 + 2 * 4 * 256 + 4 * 32} bytes of shared memory, Apple M1 has 8192" in said
 
 
+TWO = [MatVecProblem("Q4_K", 4096, 14336, x="Q8_1"), MatVecProblem("Q4_K", 2048, 1024, 1, ("norm",), True, "Q8_1")]
+
+
 @pytest.mark.parametrize("profile", [H200, "amd_rx_7900_xtx_radv", "intel_arc_a770_anv", "llvmpipe_mesa_22_debian12"])
-@pytest.mark.parametrize("product", [Product("Q4_K", 4096, 14336, x="Q8_1"), Product("Q4_K", 2048, 1024, 1, ("norm",), True, "Q8_1")])
-def test_what_is_not_refused_is_compiled_as_it_stands(profile: str, product: Product) -> None:
+@pytest.mark.parametrize("product", TWO)
+def test_what_is_not_refused_is_compiled_as_it_stands(profile: str, product: MatVecProblem) -> None:
     ctx, job = planned_for(profile), Job(product, "int")
     start = actual(A._replace(rows=2, unroll=2), job, ctx)
     tried = [p for p in neighbours(start, axes(ctx.caps)) if not refusal(p, job, ctx)]
@@ -181,18 +184,18 @@ def test_what_is_not_refused_is_compiled_as_it_stands(profile: str, product: Pro
 
 
 def test_only_a_time_beyond_the_noise_of_both_is_better() -> None:
-    assert beats(Lap(9.0, 0.1), Lap(10.0, 0.1))
-    assert not beats(Lap(9.0, 0.3), Lap(10.0, 0.3))
-    assert not beats(Lap(9.95, 0.0), Lap(10.0, 0.0))
-    assert not beats(Lap(11.0, 0.0), Lap(10.0, 0.0))
+    assert beats(Measurement(9.0, 0.1), Measurement(10.0, 0.1))
+    assert not beats(Measurement(9.0, 0.3), Measurement(10.0, 0.3))
+    assert not beats(Measurement(9.95, 0.0), Measurement(10.0, 0.0))
+    assert not beats(Measurement(11.0, 0.0), Measurement(10.0, 0.0))
 
 
 # -- the table
 
 
-def result(m: int, k: int, *, after: Point = B, path: str = "int", latency: float = 8.0, **match: object) -> Result:
-    job = Job(Product("Q4_K", m, k, x="Q8_1" if path == "int" else "F32"), "int" if path == "int" else "float")
-    return Result(
+def result(m: int, k: int, *, after: Point = B, path: str = "int", latency: float = 8.0, **match: object) -> TuneResult:
+    job = Job(MatVecProblem("Q4_K", m, k, x="Q8_1" if path == "int" else "F32"), "int" if path == "int" else "float")
+    return TuneResult(
         key=job.key + str(match), line=job.line, match={**job.match, **match}, m=m, k=k, before=A, source="nvidia.toml [[mat_vec]] row 1",
         latency_before=10.0, throughput_before=9.0, after=after, latency=latency, throughput=7.0, noise=0.1, nbytes=28_000_000,
         read_rate=4000.0, tried=9, refused=3, wrong=(), date="2026-11-21",
@@ -213,7 +216,7 @@ def test_the_table_has_a_row_for_what_was_kept_and_leaves_the_rest_to_the_others
         ({"min": 2048, "max": 8192}, {"min": 7663, "max": 28672}, 0, 0),
     ]
     assert len(rows) == 4
-    assert all(r.match["handover"] == 0 for r in rows)
+    assert all(r.match["sync"] == "barrier" for r in rows)
     assert rows[0].measured == (
         "2026-11-21 Card, driver 1, MAT_VEC(type_a=Q4_K,m=4096,n=1,k=4096,x=Q8_1) int: latency 8.00 us, was 10.00 (nvidia.toml [[mat_vec]] "
         "row 1, noise 0.10); throughput 7.00 us, was 9.00, 100 % of the read rate"
@@ -235,7 +238,7 @@ def test_the_quicker_path_wins_where_both_were_tuned() -> None:
 def test_a_sweep_makes_a_table_that_the_next_plan_uses(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
     seen: list[str] = []
     watcher = Watcher(point=lambda job, point, said: seen.append(said))
-    jobs = jobs_for([(Product("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    jobs = jobs_for([(MatVecProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
     (found,) = Sweep(device, library, tmp_path, 1.0, budget_s=1.0, cold_bytes=1 << 16, watcher=watcher).run(jobs)
     assert found.tried >= 1
     assert not found.wrong
@@ -253,7 +256,7 @@ def test_a_sweep_makes_a_table_that_the_next_plan_uses(device: Device, library: 
 @pytest.mark.vulkan
 def test_a_point_that_ended_the_last_run_is_not_tried_again(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
     refused: dict[Point, str] = {}
-    jobs = jobs_for([(Product("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    jobs = jobs_for([(MatVecProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
     watcher = Watcher(point=lambda job, point, said: refused.update({point: said}))
     sweep = Sweep(device, library, tmp_path, 1.0, budget_s=0.5, cold_bytes=1 << 16, watcher=watcher)
     suspect = sweep._starts(jobs[0])[-1]
@@ -281,7 +284,7 @@ def test_points_with_wrong_results_are_not_timed(
     device: Device, broken: ShaderLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points = [Point(8, 8, 1, 1, 0, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0, 0)]
-    jobs = jobs_for([(Product("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    jobs = jobs_for([(MatVecProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
 
     def said(self: Sweep, job: Job, tuning: Tuning) -> tuple[Point, str]:
         return points[0], "test"
@@ -307,7 +310,7 @@ def test_points_that_do_not_compile_are_refused(device: Device, tmp_path: Path, 
     points = [Point(8, 8, 1, 1, 0, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0, 0), Point(16, 8, 1, 1, 0, 0, 0, 0)]
     refused: list[str] = []
     watcher = Watcher(point=lambda job, point, said: refused.append(said) if point.rows == 2 else None)
-    jobs = jobs_for([(Product("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    jobs = jobs_for([(MatVecProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
     monkeypatch.setattr(Sweep, "_starts", lambda self, job: points)
     monkeypatch.setattr(Sweep, "_said", lambda self, job, tuning: (points[0], "test"))
     library = ShaderLibrary(root, tmp_path / "cache")

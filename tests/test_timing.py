@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from vkback.device import Commands, Device
-from vkback.harness import timing
-from vkback.harness.read_rate import plain_read_us
 from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.shader import ShaderLibrary
+from vkback.timing import launches
+from vkback.timing.read_rate import plain_read_us
 
 
 class Clockwork:
@@ -47,23 +47,23 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
 def warm_up(device: Clockwork, seconds: float) -> float:
     """Seconds that a warm-up keeps the device busy."""
     before = device.now
-    timing.warm_up(cast(Device, device), cast(Commands, None), seconds)
+    launches.warm_up(cast(Device, device), cast(Commands, None), seconds)
     return device.now - before
 
 
 def test_an_idle_gpu_is_kept_busy_until_its_clocks_are_up(busy: Any) -> None:
     device = busy("discrete")
-    assert warm_up(device, 0.05) == pytest.approx(timing.RISE_S, abs=0.011)
+    assert warm_up(device, 0.05) == pytest.approx(launches.RISE_S, abs=0.011)
     assert warm_up(device, 0.05) == pytest.approx(0.05, abs=0.011), "it was busy a moment ago"
-    device.now += timing.IDLE_S + 0.1
-    assert warm_up(device, 0.05) == pytest.approx(timing.RISE_S, abs=0.011)
+    device.now += launches.IDLE_S + 0.1
+    assert warm_up(device, 0.05) == pytest.approx(launches.RISE_S, abs=0.011)
     assert warm_up(device, 2.0) == pytest.approx(2.0, abs=0.011), "never less than what was asked for"
 
 
 def test_a_warm_up_rests_so_that_no_power_limit_lowers_the_clock(busy: Any) -> None:
     device = busy("discrete")
     warm_up(device, 2.0)
-    assert device.rested == pytest.approx(timing.REST * (device.submissions - 1) * 0.01)
+    assert device.rested == pytest.approx(launches.REST * (device.submissions - 1) * 0.01)
     assert device.rested > 0.1
 
 
@@ -74,13 +74,13 @@ def test_a_cpu_driver_runs_once(busy: Any) -> None:
 
 
 def test_of_a_stack_of_experts_a_launch_reads_those_chosen() -> None:
-    assert timing.read_share(mul_mat_case("Q4_K", 16, 1, 256).build().node) == 1.0
-    assert timing.read_share(mul_mat_id_case("Q4_K", 16, 4, 8, 1, 256, shared=True).build().node) == 0.25
-    assert timing.read_share(mul_mat_id_case("Q4_K", 4, 2, 8, 5, 256, shared=True).build().node) == 1.0
+    assert launches.read_share(mul_mat_case("Q4_K", 16, 1, 256).build().node) == 1.0
+    assert launches.read_share(mul_mat_id_case("Q4_K", 16, 4, 8, 1, 256, shared=True).build().node) == 0.25
+    assert launches.read_share(mul_mat_id_case("Q4_K", 4, 2, 8, 5, 256, shared=True).build().node) == 1.0
     summed = fused_case("Q4_K", 8, 256, 1, ("ids", "expert_weights"), experts=6, used=3)
-    assert timing.read_share(summed.build().node) == 0.5
+    assert launches.read_share(summed.build().node) == 0.5
     choosing = fused_case("Q4_K", 8, 256, 1, ("logits",), glu=True, experts=6, used=3)
-    assert timing.read_share(choosing.build().node) == 0.5
+    assert launches.read_share(choosing.build().node) == 0.5
 
 
 @pytest.mark.vulkan

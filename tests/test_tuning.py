@@ -11,7 +11,7 @@ from vkback.device import Capabilities, profile_ids
 from vkback.device.architecture import BY_ID, BY_NAME, DRIVERS, driver_class, known_class
 from vkback.ops.base import FAMILIES
 from vkback.paths import tuning_root, user_tuning_root
-from vkback.plan.tuning import Fixed, Tuning, TuningError, device_table, load_table, parse_table, slug
+from vkback.plan.tuning import Overrides, Tuning, TuningError, device_table, load_table, parse_table, slug
 
 CARD = Capabilities.from_profile("amd_rx_7900_xtx_radv")
 WHY = 'measured = "test"'
@@ -44,7 +44,7 @@ def query(**changed: object) -> dict[str, object]:
         ("[[mat_vec]", "[tuning] default.toml: not valid TOML: Expected ']]' at the end of an array declaration (at line 1, column 10)"),
         ("[[matvec]]", "[tuning] default.toml: unknown family 'matvec', expected one of argmax, attention"),
         ("[mat_vec]", "[tuning] default.toml: mat_vec must be rows, written [[mat_vec]]"),
-        (row("set = { rows = 2 }", 'qant = "Q4_K"'), ROW + "unknown key 'qant', expected one of glu, handover, ids,"),
+        (row("set = { rows = 2 }", 'qant = "Q4_K"'), ROW + "unknown key 'qant', expected one of glu, ids, k, m, n,"),
         (row('quant = "Q4_K"'), ROW + "has no `set = { ... }`"),
         ("[[mat_vec]]\nset = { rows = 2 }", ROW + 'has no evidence; add `measured = "..."` with date, device,'),
         ('[[mat_vec]]\nset = { rows = 2 }\nmeasured = " "', ROW + "has no evidence"),
@@ -204,14 +204,14 @@ def test_an_edited_table_is_read_again(tmp_path: Path) -> None:
 
 
 def test_fixed_answers_by_hand_what_it_is_told_to(tmp_path: Path) -> None:
-    fixed = Fixed(tables(tmp_path), {"mat_vec": {"rows": 8}}, "sweep")
+    fixed = Overrides(tables(tmp_path), {"mat_vec": {"rows": 8}}, "sweep")
     choice = fixed.pick("mat_vec", **query())
     assert (choice.params["rows"], choice.params["wg"], choice.source) == (8, 128, "sweep")
 
 
 def test_fixed_everywhere_answers_in_the_families_that_have_a_parameter(tmp_path: Path) -> None:
     (tmp_path / "default.toml").write_text(DEFAULT + row('set = { path = "int" }', family="mat_vec_path"))
-    fixed = Fixed.everywhere(Tuning.for_device(CARD, tmp_path), {"rows": 8, "none_has_this": 1}, "test")
+    fixed = Overrides.everywhere(Tuning.for_device(CARD, tmp_path), {"rows": 8, "none_has_this": 1}, "test")
     assert fixed.pick("mat_vec", **query()).params["rows"] == 8
     other = fixed.pick("mat_vec_path")
     assert (dict(other.params), other.source) == ({"path": "int"}, "default.toml [[mat_vec_path]] row 1")

@@ -58,11 +58,11 @@ def test_a_token_without_barriers_runs_without_a_message(mode: Any, handing_over
 
     if mode == "sync":
         monkeypatch.setattr(Program, "record", partialmethod(Program.record, barriers=True))
-        monkeypatch.setattr(Engine, "_try_handovers", lambda self: None)
+        monkeypatch.setattr(Engine, "_try_sync", lambda self: None)
     with validated(mode) as device, Engine.load(builtin_models()[-1], device, n_ctx=96, progress=False) as engine:
-        assert engine.schedule().joined
+        assert engine.schedule().barrier_free
         use(engine)
-        assert engine.schedule().joined
+        assert engine.schedule().barrier_free
     assert [str(m) for m in device.validation_messages] == []
 
 

@@ -12,7 +12,7 @@
 //   tickets  one counter for each (token tile, head group)
 //   sinks    F32 [n_head]: a logit that takes part in the softmax and has no value
 //
-// Workgroup (x, y, z): heads x * HEADS .. + HEADS of one kv head, share y of the rows, tokens z * TOKENS .. + TOKENS. Its QUERIES = HEADS * TOKENS
+// Workgroup (x, y, z): heads x * HEADS .. + HEADS of one kv head, split y of the rows, tokens z * TOKENS .. + TOKENS. Its QUERIES = HEADS * TOKENS
 // queries share every read of K and V. The rows go by in chunks of ROWS:
 //   scores   LANES threads share a row of K
 //   values   COLS = HD / 8 threads share a row of V and keep 8 values each of every query's sum; the STREAMS row streams of the
@@ -21,8 +21,8 @@
 // BY_LANES 0: scores go from one thread to the others through shared memory (attention/walk_shared.glsl).
 // K and V of the next chunk are on their way while the present one is worked on. All logits are in powers of two (scale holds log2 e).
 //
-// Where the rows exceed rows_per_split they are cut into up to SPLITS shares of equal size, which one workgroup adds up in their order
-// (attention/shares.glsl). Which shares exist depends on pos alone, so neither the order of arrival nor the other tokens change a bit.
+// Where the rows exceed rows_per_split they are cut into up to SPLITS splits of equal size (split KV); one workgroup combines them in their order
+// (attention/splits.glsl). Which shares exist depends on pos alone, so neither the order of arrival nor the other tokens change a bit.
 //
 // Defines: HD HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND OUT_Q8_1 FUSED HAS_SINKS; FUSED: HAS_NORM HEAD_LANES ROPE_PAIRS
 // ROPE_NEOX; those of common/reduce.glsl
@@ -50,7 +50,7 @@ layout(local_size_x = WG_SIZE) in;
 #define BUNDLES (STREAMS / JOINED)
 
 #include "common/clock.glsl"
-#include "common/handover.glsl"
+#include "common/sentinel.glsl"
 
 layout(push_constant) uniform Push {
     uint n;
@@ -63,9 +63,9 @@ layout(push_constant) uniform Push {
     float eps;
 } p;
 
-layout(binding = 0) HANDED buffer Q { vec4 q4[]; };
+layout(binding = 0) SYNC_INPUT buffer Q { vec4 q4[]; };
 #if FUSED
-layout(binding = 0) HANDED buffer Qkv { vec2 qkv2[]; };
+layout(binding = 0) SYNC_INPUT buffer Qkv { vec2 qkv2[]; };
 layout(binding = 1) buffer CacheK { uvec4 k4[]; };
 layout(binding = 2) buffer CacheV { uvec4 v4[]; };
 #else
@@ -79,7 +79,7 @@ layout(binding = 4) writeonly buffer Y { uint y_words[]; };
 layout(binding = 4) writeonly buffer Y { vec4 y4[]; };
 #endif
 #if SPLITS > 1
-#if AWAITS
+#if SPINS
 #define SHARES coherent volatile
 #else
 #define SHARES coherent
@@ -115,7 +115,7 @@ vec4 met(uint parts, uint stride, uint i, uint o, out vec2 weight) {
 
 #include "attention/store.glsl"
 #if SPLITS > 1
-#include "attention/shares.glsl"
+#include "attention/splits.glsl"
 #endif
 #if FUSED
 #include "attention/fused.glsl"
@@ -197,11 +197,11 @@ void main() {
     }
     const uint rows = hi - lo;
     const uint wanted = min(SPLITS, (rows + p.rows_per_split - 1) / p.rows_per_split);
-    const uint share = (rows + wanted - 1) / wanted;
-    const uint used = (rows + share - 1) / share;
+    const uint length = (rows + wanted - 1) / wanted;
+    const uint used = (rows + length - 1) / length;
     if (split >= used) return;
-    lo += split * share;
-    hi = min(lo + share, hi);
+    lo += split * length;
+    hi = min(lo + length, hi);
 #if FUSED
     owns_new = split == used - 1 && uint(pos[0]) < p.n_ctx;
     if (owns_new) hi--;
@@ -210,8 +210,8 @@ void main() {
     load_k(kv, lo, tid);
     load_v(kv, lo, tid);
 #if FUSED
-  #if AWAITS
-    AWAIT_ASKED(read_heads(tid, head0, kv), heads_there())
+  #if SPINS
+    SPIN_ON(read_heads(tid, head0, kv), heads_arrived())
   #endif
     MARK(MARK_THERE);
     prepare(tid, head0, kv);
@@ -246,7 +246,7 @@ void main() {
             const vec4 total = met(BUNDLES, ROUND * OUT4, i, o, weight);
 #if SPLITS > 1
             if (used > 1) {
-                put_share(tile, split, used, i, first * OUT4 + o, total, weight);
+                store_partial(tile, split, used, i, first * OUT4 + o, total, weight);
                 continue;
             }
 #endif
@@ -256,11 +256,11 @@ void main() {
 
 #if SPLITS > 1
     if (used > 1) {
-        if (!adds_up(tile, split, used)) {
+        if (!is_combiner(tile, split, used)) {
             MARK(MARK_END);
             return;
         }
-        add_up(tid, tile, used, head0);
+        combine(tid, tile, used, head0);
     }
 #endif
     barrier();

@@ -23,7 +23,7 @@ layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
 #define HEAD_ROUNDS ((HEADS + HEADS_AT_ONCE) / HEADS_AT_ONCE)    // of HEADS queries and the key
 #define VALUE_ROUNDS ((WORDS + WG_SIZE - 1) / WG_SIZE)
 
-// Row pos, from the workgroup that writes it to the cache. Its owner takes it before all rows of its share, which it would end.
+// Row pos, from the workgroup that writes it to the cache. Its owner takes it before all rows of its split, which it would end.
 shared uvec4 new_k[COLS], new_v[COLS];
 bool owns_new;
 
@@ -50,17 +50,17 @@ void read_heads(uint tid, uint head0, uint kv) {
         value_words[i] = qkv2[(p.n_head + p.n_head_kv + kv) * WORDS + min(i * WG_SIZE + tid, WORDS - 1)];
 }
 
-#if AWAITS
-bool heads_there() {
+#if SPINS
+bool heads_arrived() {
     bool there = true;
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++)
-        [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) there = there && filled(head_a[i][j]) && filled(head_b[i][j]);
-    [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) there = there && filled(value_words[i]);
+        [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) there = there && arrived(head_a[i][j]) && arrived(head_b[i][j]);
+    [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) there = there && arrived(value_words[i]);
     return there;
 }
 #endif
 
-// With AWAITS what is read here may not be there yet.
+// With SPINS what is read here may not be there yet.
 void ask_heads(uint tid, uint head0, uint kv) {
     [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
 #if HAS_NORM

@@ -1,4 +1,4 @@
-// When the workgroups of a kernel get how far, by the device's clock (vkback/harness/stage_clocks.py). Without CLOCKS nothing of it is left.
+// When the workgroups of a kernel get how far, by the device's clock (vkback/timing/stage_clocks.py). Without CLOCKS nothing of it is left.
 //
 //   MARK(point)   thread 0 of the workgroup notes the time, the lower word of it (Mesa 22 has zeros in the other), which is then never 0
 //     MARK_BEGIN  it has started

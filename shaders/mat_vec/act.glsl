@@ -56,17 +56,17 @@ void read_x(uint tid) {
     [[unroll]] for (int j = 0; j < VALUES4; j++) x_values[j] = xf4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
 }
 
-#if AWAITS
-bool x_there() {
+#if SPINS
+bool x_arrived() {
     bool there = true;
-    [[unroll]] for (int j = 0; j < VALUES4; j++) there = there && filled(x_values[j]);
+    [[unroll]] for (int j = 0; j < VALUES4; j++) there = there && arrived(x_values[j]);
     return there;
 }
 #endif
 
 void fetch_x(uint tid, uint first_row) {
-#if AWAITS
-    AWAIT_ASKED(read_x(tid), x_there());  // by the includer
+#if SPINS
+    SPIN_ON(read_x(tid), x_arrived());  // by the includer
 #else
     read_x(tid);
 #endif
@@ -95,8 +95,8 @@ void fetch_x(uint tid, uint first_row) {
         const uint base = (p.x_slots == 1u ? first_row : first_row + i / K_UNITS) * p.x_stride, unit = i % K_UNITS;
         uvec4 lo, hi;
         uvec2 ds;
-        AWAIT(lo = x4[base + unit]; hi = x4[base + K_UNITS + unit]; ds = x2[(base + 2u * K_UNITS) * 2u + unit],
-              filled(lo) && filled(hi) && filled(ds));
+        SPIN_UNTIL(lo = x4[base + unit]; hi = x4[base + K_UNITS + unit]; ds = x2[(base + 2u * K_UNITS) * 2u + unit],
+              arrived(lo) && arrived(hi) && arrived(ds));
         act_lo[i] = lo;
         act_hi[i] = hi;
         act_ds[i] = ds;

@@ -92,7 +92,7 @@ void epilogue(uint tid, uint turn, uint tile) {
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         const float v = finished(tid, turn, c);
         if (i < ROWS && first_row + (i << GLU) < p.m && (IDS != 0 || y_row + c < p.n))
-            y1[(y_row + c) * p.y_stride + p.y_offset + (first_row >> GLU) + i] = never_empty(v);
+            y1[(y_row + c) * p.y_stride + p.y_offset + (first_row >> GLU) + i] = not_sentinel(v);
     }
 }
 

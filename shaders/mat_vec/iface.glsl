@@ -19,11 +19,11 @@ layout(push_constant) uniform Push {
 } p;
 
 #if X_TYPE == X_F32
-layout(std430, set = 0, binding = 1) HANDED buffer XFloats { float x1[]; };
-layout(std430, set = 0, binding = 1) HANDED buffer XFloat4s { vec4 xf4[]; };
+layout(std430, set = 0, binding = 1) SYNC_INPUT buffer XFloats { float x1[]; };
+layout(std430, set = 0, binding = 1) SYNC_INPUT buffer XFloat4s { vec4 xf4[]; };
 #else
-layout(std430, set = 0, binding = 1) HANDED buffer XQuads { uvec4 x4[]; };
-layout(std430, set = 0, binding = 1) HANDED buffer XPairs { uvec2 x2[]; };
+layout(std430, set = 0, binding = 1) SYNC_INPUT buffer XQuads { uvec4 x4[]; };
+layout(std430, set = 0, binding = 1) SYNC_INPUT buffer XPairs { uvec2 x2[]; };
 #endif
 
 #if TOPK
@@ -41,16 +41,16 @@ layout(std430, set = 0, binding = BIND_NORM) readonly buffer NormWeight { vec4 n
 layout(std430, set = 0, binding = BIND_BIAS) readonly buffer Bias { float bias1[]; };
 #endif
 #ifdef BIND_RESIDUAL
-layout(std430, set = 0, binding = BIND_RESIDUAL) HANDED buffer Residual { float residual1[]; };
+layout(std430, set = 0, binding = BIND_RESIDUAL) SYNC_INPUT buffer Residual { float residual1[]; };
 #endif
 #ifdef BIND_IDS
-layout(std430, set = 0, binding = BIND_IDS) HANDED buffer Ids { int ids[]; };
+layout(std430, set = 0, binding = BIND_IDS) SYNC_INPUT buffer Ids { int ids[]; };
 #endif
 #ifdef BIND_EXPERT_WEIGHTS
-layout(std430, set = 0, binding = BIND_EXPERT_WEIGHTS) HANDED buffer ExpertWeights { float expert_weight[]; };
+layout(std430, set = 0, binding = BIND_EXPERT_WEIGHTS) SYNC_INPUT buffer ExpertWeights { float expert_weight[]; };
 #endif
 #ifdef BIND_LOGITS
-layout(std430, set = 0, binding = BIND_LOGITS) HANDED buffer RouterLogits { float router_logits[]; };
+layout(std430, set = 0, binding = BIND_LOGITS) SYNC_INPUT buffer RouterLogits { float router_logits[]; };
 #endif
 #if TOPK || CHOOSE
 layout(std430, set = 0, binding = BIND_TOPK) writeonly buffer ChosenWeights { float chosen_weights[]; };

@@ -33,7 +33,7 @@ layout(local_size_x = WG) in;
 
 #include "quant/weights.glsl"
 #include "common/clock.glsl"
-#include "common/handover.glsl"
+#include "common/sentinel.glsl"
 #include "mat_vec/iface.glsl"
 #if PATH_INT
 #include "common/int_dot.glsl"
@@ -83,7 +83,7 @@ uint token_row(uint x_row, uint c) {
 }
 
 #if PATH_INT
-#include "mat_vec/product.glsl"
+#include "mat_vec/unit_dot.glsl"
 #endif
 
 #if !(PATH_INT && COLS == 1)
@@ -136,7 +136,7 @@ void fetch_experts(uint tid) {
     for (uint e = tid; e < N_USED; e += WG) {
         int id;
         float weight;
-        AWAIT(id = ids[y_row * N_USED + e]; weight = expert_weight[y_row * N_USED + e], filled(uint(id)) && filled(weight))
+        SPIN_UNTIL(id = ids[y_row * N_USED + e]; weight = expert_weight[y_row * N_USED + e], arrived(uint(id)) && arrived(weight))
         summed_row[e] = uint(id) * p.m;
         summed_weight[e] = weight;
     }
@@ -287,10 +287,10 @@ float row_total(uint tid, uint turn, uint r, uint c) {
 #include "topk/choose.glsl"
 #endif
 
-#if CHOOSE && AWAITS
-bool logits_there() {
+#if CHOOSE && SPINS
+bool logits_arrived() {
     bool there = true;
-    [[unroll]] for (int j = 0; j < LOGITS_EACH; j++) there = there && filled(own_logits[j]);
+    [[unroll]] for (int j = 0; j < LOGITS_EACH; j++) there = there && arrived(own_logits[j]);
     return there;
 }
 #endif
@@ -317,7 +317,7 @@ void main() {
     // Slice 0 has no product: its first workgroup stores the choice, which takes as long as a product and would hold one up.
     if (gl_WorkGroupID.z == 0) {
         if (group > 0) return;
-        AWAIT(fetch_logits(tid, 0u), logits_there());
+        SPIN_UNTIL(fetch_logits(tid, 0u), logits_arrived());
         choose_experts(tid);
         store_chosen(tid, 0u, TOPK_SCALE);
         return;
@@ -325,7 +325,7 @@ void main() {
     y_row = gl_WorkGroupID.z - 1u;
   #else
     y_row = gl_WorkGroupID.z;
-    AWAIT(const int expert = ids[y_row]; expert_row = uint(expert) * p.m, filled(uint(expert)));
+    SPIN_UNTIL(const int expert = ids[y_row]; expert_row = uint(expert) * p.m, arrived(uint(expert)));
   #endif
     x_row = p.x_slots == 1u ? y_row / N_USED : y_row;
 #elif IDS == 2
@@ -341,16 +341,16 @@ void main() {
 #if PROLOGUE == 2
     fetch_norm(tid);
 #endif
-#if AWAITS && PROLOGUE == 2
+#if SPINS && PROLOGUE == 2
     read_x(tid);  // where it is there already, it need not queue behind the weights
 #endif
 #if CHOOSE
     // No weight can be asked for before the choice.
-  #if AWAITS
+  #if SPINS
     // x was complete before the logits could be: it is made ready while these are awaited.
     fetch_x(tid, x_row);
     prologue(tid);
-    AWAIT(fetch_logits(tid, 0u), logits_there());
+    SPIN_UNTIL(fetch_logits(tid, 0u), logits_arrived());
     MARK(MARK_THERE);
   #else
     fetch_logits(tid, 0u);
@@ -366,7 +366,7 @@ void main() {
     choose_experts(tid);
     expert_row = chosen_id[y_row] * p.m;
     load(raw, first_row, 0);
-  #if PROLOGUE && !AWAITS
+  #if PROLOGUE && !SPINS
     prologue(tid);
   #endif
 #else

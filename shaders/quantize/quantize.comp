@@ -10,7 +10,7 @@
 #define REDUCE_GROUPS 1
 #include "common/reduce.glsl"
 #include "common/clock.glsl"
-#include "common/handover.glsl"
+#include "common/sentinel.glsl"
 
 layout(local_size_x = WG_SIZE) in;
 
@@ -21,9 +21,9 @@ layout(push_constant) uniform Push {
 } p;
 
 #if WIDTH == 4
-layout(std430, set = 0, binding = 0) HANDED buffer InX { vec4 x[]; };
+layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InX { vec4 x[]; };
 #else
-layout(std430, set = 0, binding = 0) HANDED buffer InX { float x[]; };
+layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InX { float x[]; };
 #endif
 layout(std430, set = 0, binding = 1) writeonly buffer OutY { uint y_words[]; };
 #include "common/q8_1.glsl"
@@ -36,10 +36,10 @@ void main() {
     const bool there = row < p.rows;
     vec4 v = vec4(0.0);
 #if WIDTH == 4
-    if (there && 4u * quad < p.k) AWAIT(v = x[row * (p.k / 4u) + quad], filled(v))
+    if (there && 4u * quad < p.k) SPIN_UNTIL(v = x[row * (p.k / 4u) + quad], arrived(v))
 #else
     for (uint c = 0u; c < 4u; c++)
-        if (there && 4u * quad + c < p.k) AWAIT(v[c] = x[row * p.k + 4u * quad + c], filled(v[c]))
+        if (there && 4u * quad + c < p.k) SPIN_UNTIL(v[c] = x[row * p.k + 4u * quad + c], arrived(v[c]))
 #endif
     MARK(MARK_THERE);
     const Q8_1Quad packed = q8_1_pack(quad, v);

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of
+from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, sync_of
 
 if TYPE_CHECKING:
     from vkback.device import Capabilities, Device
@@ -22,7 +22,7 @@ def explain(
     device: DeviceOption = None,
     profile: Annotated[str | None, typer.Option(help="A recorded device instead, as nvidia_h200_linux, or a file.")] = None,
     act: ActOption = "auto",
-    handover: Annotated[bool, typer.Option("--handover", help="As in a token whose stages hand over without barriers.")] = False,
+    sync: Annotated[str, typer.Option(help="barrier, or sentinel: as in a token whose stages run barrier-free.")] = "barrier",
     statistics: Annotated[bool, typer.Option("--statistics", help="What the driver says of the kernel: registers, code, spills.")] = False,
 ) -> None:
     """Show what the tuning tables say about a case on a device: path, shape, the row that wins with its evidence, the rows behind it, what
@@ -40,7 +40,7 @@ def explain(
 
     def lines(caps: Capabilities, here: Device | None) -> str:
         tables = Tuning.for_device(caps)
-        made = explanation(node, LowerContext(caps, tables, act_of(act), handover), tables, library, here)
+        made = explanation(node, LowerContext(caps, tables, act_of(act), sync_of(sync)), tables, library, here)
         return "\n".join([f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})", *made])
 
     if profile is not None:
@@ -53,12 +53,12 @@ def explain(
 def node_of(case: str) -> Node:
     """The node of a product of any shape, or of a case of another op as the suite prints it. Raises UsageError naming what there is."""
     import vkback.ops  # noqa: F401  registers every op
-    from vkback.harness.products import OPS_WITH_SHAPE, Product, parse_case
+    from vkback.autotune.problem import OPS_WITH_SHAPE, MatVecProblem, parse_case
     from vkback.ops.base import OPS
 
     name, _ = parse_case(case)
     if name in OPS_WITH_SHAPE:
-        return Product.parse(case).node()
+        return MatVecProblem.parse(case).node()
     if name not in OPS:
         raise UsageError(f"{case}: no op is called {name}; there are {', '.join(sorted(OPS))}")
     wanted = case.strip().partition("(")[2]
@@ -91,12 +91,12 @@ def explanation(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLi
     import dataclasses
 
     from vkback.ops.base import OPS
-    from vkback.plan.handover import taking_part
+    from vkback.plan.sync import synchronized
 
     noting = Noting(ctx.tuning)
     dispatches = OPS[node.op].lower(node, dataclasses.replace(ctx, tuning=noting))
-    if ctx.handover:
-        dispatches = [taking_part(d, True) if d.handover else d for d in dispatches]
+    if ctx.sync == "sentinel":
+        dispatches = [synchronized(d, True) if d.waits else d for d in dispatches]
     lines: list[str] = []
     for family, query, choice in noting.asked:
         lines += ["", *_chosen(family, query, choice, tables)]

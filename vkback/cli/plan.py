@@ -11,9 +11,9 @@ import typer
 from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, model_path, one_of
 
 if TYPE_CHECKING:
-    from vkback.harness.stage_times import StageTimes
     from vkback.plan.forecast import Costs, Wait
     from vkback.plan.schedule import Schedule
+    from vkback.timing.stages import StageTimes
 
 FUSIONS = ("all", "none")
 HEADS = ("last", "none", "all")
@@ -38,12 +38,12 @@ def plan(
     """List the dispatches of a model on a device, stage by stage: kernel, grid, bytes, why this kernel, the time that bytes and barriers
     should take, and what the stage waits for. Without --measure nothing of the model is run."""
     from vkback.device import Capabilities, Device
-    from vkback.harness.stage_times import device_costs, measure_stages, profile_costs
     from vkback.models.registry import Model
     from vkback.ops.base import LowerContext
     from vkback.plan import planner
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
+    from vkback.timing.stages import device_costs, measure_stages, profile_costs
 
     if device is not None and profile is not None:
         raise UsageError("--device and --profile exclude each other: one is a device that is here, the other one that was recorded")
@@ -75,9 +75,9 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
     stages: list[dict[str, Any]] = [
         {
             "stage": number,
-            "predicted_us": predicted_us(stage, costs, depth + tokens, number in schedule.joined),
+            "predicted_us": predicted_us(stage, costs, depth + tokens, number in schedule.barrier_free),
             "measured_us": times.stages[number] if times else None,
-            "joined": number in schedule.joined,
+            "barrier_free": number in schedule.barrier_free,
             "waits_for": [{"stage": w.stage, "tensor": w.tensor, "after": w.after, "awaited": w.awaited} for w in waited],
             "dispatches": [
                 {
@@ -93,7 +93,7 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
     predicted = sum(s["predicted_us"] for s in stages)
     summary: dict[str, Any] = {
         "stages": len(stages),
-        "joined": len(schedule.joined),
+        "barrier_free": len(schedule.barrier_free),
         "dispatches": len(dispatches),
         "kernels": len({d.kernel for d in dispatches}),
         "bytes": sum(moved_bytes(d, depth + tokens) for d in dispatches),
@@ -104,7 +104,7 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
         "measured_together_us": times.whole if times else None,
         "measured_tokens_per_s": 1e6 * tokens / times.whole if times else None,
     }
-    known = {"read_gb_s": costs.read_gb_s, "stage_us": costs.stage_us, "joined_us": costs.joined_us, "source": costs.source}
+    known = {"read_gb_s": costs.read_gb_s, "stage_us": costs.stage_us, "barrier_free_us": costs.barrier_free_us, "source": costs.source}
     return {"tokens": tokens, "depth": depth, "costs": known, "stages": stages, "summary": summary}
 
 
@@ -125,32 +125,32 @@ def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
                 f"{stage['stage']:5} {d['op']:18} {d['node']:28} {groups:>14} {d['bytes'] / 1e3:10.1f} {figures}  {d['kernel']}{why}"
             )
             figures = " " * len(figures)
-        if stage["joined"]:
-            lines.append(f"      joined: awaits {_awaited(waited)}")
+        if stage["barrier_free"]:
+            lines.append(f"      barrier-free: spins on {_awaited(waited)}")
         elif waited:
             lines.append(f"      barrier: waits for {_named(waited)}")
     s = data["summary"]
-    joined = f" ({s['joined']} joined)" if s["joined"] else ""
+    barrier_free = f" ({s['barrier_free']} barrier-free)" if s["barrier_free"] else ""
     lines.append(
-        f"{s['stages']} stages{joined}, {s['dispatches']} dispatches, {s['kernels']} kernels; "
+        f"{s['stages']} stages{barrier_free}, {s['dispatches']} dispatches, {s['kernels']} kernels; "
         f"{s['bytes'] / 1e6:.3f} MB moved; activations {s['activation_bytes'] / 1024:.1f} KiB"
     )
     lines.append(
         f"predicted: {s['predicted_us']:.1f} us, {s['predicted_tokens_per_s']:.1f} tokens/s, by {costs.read_gb_s:.1f} GB/s and "
         f"{costs.stage_us:.2f} us a stage ({costs.source})"
-        + (f", {costs.joined_us:.2f} a joined one (a third of it, as on an H200)" if s["joined"] else "")
+        + (f", {costs.barrier_free_us:.2f} a barrier-free one (a third of it, as on an H200)" if s["barrier_free"] else "")
     )
     if times:
         lines.append(
-            f"measured: {s['measured_us']:.1f} us stage by stage{' with barriers before all' if s['joined'] else ''}; "
-            f"{s['measured_together_us']:.1f} us together{' as planned' if s['joined'] else ''}, "
+            f"measured: {s['measured_us']:.1f} us stage by stage{' with barriers before all' if s['barrier_free'] else ''}; "
+            f"{s['measured_together_us']:.1f} us together{' as planned' if s['barrier_free'] else ''}, "
             f"{s['measured_tokens_per_s']:.1f} tokens/s"
         )
     return lines
 
 
 def _awaited(waited: list[Wait]) -> str:
-    """What the kernels of a joined stage look for, and what needs no looking for because it was complete before."""
+    """What the kernels of a barrier-free stage look for, and what needs no looking for because it was complete before."""
     looked_for = [w for w in waited if w.awaited]
     implied = [w for w in waited if not w.awaited]
     return _named(looked_for) + (f"; by then there: {_named(implied)}" if implied else "")

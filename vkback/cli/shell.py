@@ -16,7 +16,7 @@ from vkback import paths
 from vkback.errors import VkbackError
 
 if TYPE_CHECKING:
-    from vkback.ops.base import Act
+    from vkback.ops.base import Act, Sync
 
 ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
 
@@ -142,6 +142,11 @@ def act_of(value: str) -> Act:
     return cast("Act", one_of(value, ACTS, "--act"))
 
 
+def sync_of(value: str) -> Sync:
+    """What orders the stages of a token, as the user named it."""
+    return cast("Sync", one_of(value, ("barrier", "sentinel"), "--sync"))
+
+
 def open_for_writing(path: Path) -> TextIO:
     """Open a text file the user named. Raises UsageError saying why it cannot be written."""
     try:
@@ -161,8 +166,8 @@ def load_engine(
 
 def measured_read_rate(device: Any) -> float:
     """GB/s at which an open `vkback.device.Device` was just measured to read."""
-    from vkback.harness.read_rate import measure_read_rate
     from vkback.shader import ShaderLibrary
+    from vkback.timing.read_rate import measure_read_rate
 
     return measure_read_rate(device, ShaderLibrary()).gb_s
 

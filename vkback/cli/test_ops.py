@@ -16,7 +16,7 @@ from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, one_of
 
 if TYPE_CHECKING:
     from vkback.harness.output import Printer
-    from vkback.harness.result import Result
+    from vkback.harness.result import CaseResult
     from vkback.ops.base import Case
 
 MODES = ("test", "perf", "support")
@@ -90,7 +90,7 @@ def _run(
         printer = _printer(output, opened, verbose, _against(baseline))
         if output == "console":
             print(opened.caps.summary_line(opened.index), flush=True)
-        results: Iterable[Result]
+        results: Iterable[CaseResult]
         if mode == "support":
             made = list(support_of(cases, ctx))
             for result in made if verbose or output != "console" else ():
@@ -134,7 +134,7 @@ def _shrink(suite: Any, failed: Sequence[str], save_in: Path) -> None:
         print(f"  values in {path}; rerun: vkback test-ops '{least.line}'", file=sys.stderr)
 
 
-def _printer(output: str, device: Any, verbose: bool, notes: Callable[[Result], str]) -> Printer:
+def _printer(output: str, device: Any, verbose: bool, notes: Callable[[CaseResult], str]) -> Printer:
     from vkback.harness.output import About, Console, Csv, Json, Sql
     from vkback.report.build import build_info
 
@@ -158,7 +158,7 @@ def _plain(text: str, colour: str) -> str:
     return text
 
 
-def _against(baseline: Path | None) -> Callable[[Result], str]:
+def _against(baseline: Path | None) -> Callable[[CaseResult], str]:
     """What an earlier run says of a timed case: the change, and whether it beats the noise. Raises UsageError when it cannot be read."""
     if baseline is None:
         return lambda result: ""
@@ -171,7 +171,7 @@ def _against(baseline: Path | None) -> Callable[[Result], str]:
     return lambda result: compared(before, result)
 
 
-def compared(before: Mapping[str, Sequence[float]], result: Result) -> str:
+def compared(before: Mapping[str, Sequence[float]], result: CaseResult) -> str:
     """The change against the samples of an earlier run, in microseconds a launch."""
     from statistics import fmean, stdev
 

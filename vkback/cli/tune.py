@@ -14,10 +14,10 @@ import typer
 from vkback.cli.shell import DeviceOption, UsageError, measured_read_rate, model_path, one_of
 
 if TYPE_CHECKING:
-    from vkback.harness.attention_sweep import AttentionPoint, Form
-    from vkback.harness.own_table import Result
-    from vkback.harness.points import Job, Point
-    from vkback.harness.products import Product
+    from vkback.autotune.attention import AttentionPoint, AttentionShape
+    from vkback.autotune.own_table import TuneResult
+    from vkback.autotune.points import Job, Point
+    from vkback.autotune.problem import MatVecProblem
     from vkback.ops.base import LowerContext
 
 OPS = ("mat_vec", "attention")
@@ -48,10 +48,10 @@ def tune(
     stages of a model's decode schedule hand over without barriers, the time of a token with the candidate in it; of attention, which takes
     --op attention and a model, always that. Exit code 1 when a kernel computed something wrong.
     """
+    from vkback.autotune.points import jobs_for
+    from vkback.autotune.program_sweep import ProgramSweep
+    from vkback.autotune.sweep import Sweep
     from vkback.device import Device
-    from vkback.harness.in_program import ProgramSweep
-    from vkback.harness.points import jobs_for
-    from vkback.harness.sweep import Sweep
     from vkback.models.registry import Model
     from vkback.ops.base import LowerContext
     from vkback.paths import user_tuning_root
@@ -79,7 +79,7 @@ def tune(
         rate = measured_read_rate(opened)
         where = f", {len(inside)} of them in the program of a token" if inside else ""
         print(f"read rate {rate:.1f} GB/s; {len(jobs)} products{where}, {budget:.0f} s")
-        results: list[Result] = []
+        results: list[TuneResult] = []
         faults: list[str] = []
         with _watched(verbose) as watcher:
             for part in filter(None, (inside, chain)):
@@ -88,8 +88,8 @@ def tune(
                 sweep = kind(opened, ShaderLibrary(), user_tuning_root(), rate, budget_s=share, watcher=watcher)
                 results += sweep.run(part, resume=resume)
                 faults += sweep.faults
-        for handover in (1, 0):
-            _show([r for r in results if r.match["handover"] == handover])
+        for sync in ("sentinel", "barrier"):
+            _show([r for r in results if r.match["sync"] == sync])
         for fault in faults:
             print(fault)
         kept = sum(r.kept for r in results)
@@ -107,15 +107,15 @@ def _tune_attention(
     device: str | None, model: str | None, n_ctx: int | None, depth: int, budget: float, resume: bool, verbose: bool
 ) -> None:
     """Attention of a model's token, with so many rows of the cache in use."""
+    from vkback.autotune.attention import attention_shapes, key_of, tune_attention
+    from vkback.autotune.own_table import OwnTable
+    from vkback.autotune.search import SweepError
     from vkback.device import Device
-    from vkback.harness.attention_sweep import forms_of, key_of, tune_attention
-    from vkback.harness.climb import SweepError
-    from vkback.harness.in_program import Tokens
-    from vkback.harness.own_table import OwnTable
     from vkback.models.registry import Model
     from vkback.ops.base import LowerContext
     from vkback.paths import user_tuning_root
     from vkback.shader import ShaderLibrary
+    from vkback.timing.token_program import Tokens
 
     if model is None:
         raise UsageError("--op attention is tuned in the program of a model's token; name one with --model")
@@ -128,7 +128,7 @@ def _tune_attention(
         context = LowerContext(opened.caps, own.tables())
         opened_model = Model.open(model_path(model))
         with Tokens(opened_model, opened, library, context, n_ctx=n_ctx, depth=depth) as tokens, _watched(verbose) as watcher:
-            forms = forms_of(tokens.graph, context)
+            forms = attention_shapes(tokens.graph, context)
             todo = [f for f in forms if not (resume and own.journal.finished(key_of(f, tokens.depth)))]
             if len(todo) < len(forms):
                 print(f"{len(forms) - len(todo)} of {len(forms)} forms were finished by an earlier run")
@@ -152,25 +152,25 @@ def _tune_attention(
 
 def _in_program(model: str, ctx: LowerContext) -> list[Job]:
     """The products of a model's decode schedule if its stages hand over without barriers, to be tuned in the program of a token."""
-    from vkback.harness.in_program import hands_over
-    from vkback.harness.points import jobs_for
+    from vkback.autotune.points import jobs_for
     from vkback.models.registry import Model
+    from vkback.timing.token_program import is_barrier_free
 
     path = model_path(model)
-    if not hands_over(Model.open(path), ctx):
+    if not is_barrier_free(Model.open(path), ctx):
         return []
-    joined = dataclasses.replace(ctx, handover=True)
-    return jobs_for(of_model(model, 1, joined), joined, program=path.stem)
+    barrier_free = dataclasses.replace(ctx, sync="sentinel")
+    return jobs_for(of_model(model, 1, barrier_free), barrier_free, program=path.stem)
 
 
 def _products(
     case: Sequence[str] | None, model: str | None, quant: str, shape: str, tokens: int, ctx: LowerContext
-) -> Iterator[tuple[Product, int]]:
-    from vkback.harness.products import Product
+) -> Iterator[tuple[MatVecProblem, int]]:
+    from vkback.autotune.problem import MatVecProblem
 
     if case is not None:
         for text in case:
-            yield Product.parse(text), 1
+            yield MatVecProblem.parse(text), 1
     elif model is not None:
         yield from of_model(model, tokens, ctx)
     else:
@@ -179,15 +179,15 @@ def _products(
                 m, cross, k = size.strip().partition("x")
                 if not (cross and m.isdigit() and k.isdigit()):
                     raise UsageError(f"--shape {size}: expected rows x columns, as 4096x14336")
-                yield Product.parse(f"MUL_MAT(type_a={name.strip()},m={m},n={tokens},k={k})"), 1
+                yield MatVecProblem.parse(f"MUL_MAT(type_a={name.strip()},m={m},n={tokens},k={k})"), 1
 
 
-def of_model(model: str, tokens: int, ctx: LowerContext) -> Iterator[tuple[Product, int]]:
+def of_model(model: str, tokens: int, ctx: LowerContext) -> Iterator[tuple[MatVecProblem, int]]:
     """The products of a model's schedule on a device, fused as they are there, with how often each comes."""
     from collections import Counter
 
+    from vkback.autotune.problem import MatVecProblem
     from vkback.graph import live
-    from vkback.harness.products import Product
     from vkback.models.registry import Model
     from vkback.ops.router import product_of
     from vkback.plan.fuse import fuse
@@ -196,7 +196,7 @@ def of_model(model: str, tokens: int, ctx: LowerContext) -> Iterator[tuple[Produ
     graph = opened.graph(tokens, opened.default_n_ctx, head="last")
     nodes = live(fuse(graph, ctx), graph.outputs)
     products = (product_of(n) if n.op == "MOE_ROUTER" else n for n in nodes)
-    yield from Counter(Product.of(n) for n in products if n.op == "MAT_VEC").items()
+    yield from Counter(MatVecProblem.of(n) for n in products if n.op == "MAT_VEC").items()
 
 
 class _watched:  # noqa: N801  used as a function
@@ -212,7 +212,7 @@ class _watched:  # noqa: N801  used as a function
         self._points = 0
 
     def __enter__(self) -> Any:
-        from vkback.harness.sweep import Watcher
+        from vkback.autotune.sweep import Watcher
 
         self._bar.start()
         return Watcher(self._begin, self._point, self._end)
@@ -220,23 +220,23 @@ class _watched:  # noqa: N801  used as a function
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def _begin(self, job: Job | Form, number: int, total: int) -> None:
+    def _begin(self, job: Job | AttentionShape, number: int, total: int) -> None:
         self._points = 0
         self._bar.update(self._task, description=job.line, completed=number, total=total, said="")
 
-    def _point(self, job: Job | Form, point: Point | AttentionPoint, said: str) -> None:
+    def _point(self, job: Job | AttentionShape, point: Point | AttentionPoint, said: str) -> None:
         self._points += not said.startswith("refused")
         self._bar.update(self._task, said=f"{self._points} points")
         if self._verbose or said.startswith("WRONG"):
             self._bar.console.print(f"  {job.line} [{point.text}] {said}", markup=False, highlight=False, soft_wrap=True)
 
-    def _end(self, result: Result) -> None:
+    def _end(self, result: TuneResult) -> None:
         self._bar.update(self._task, advance=1)
         if not self._bar.console.is_terminal:
             print(f"  {result.line}: {result.tried} points, {result.latency_before:.2f} -> {result.latency:.2f} us", flush=True)
 
 
-def _show(results: Sequence[Result]) -> None:
+def _show(results: Sequence[TuneResult]) -> None:
     """Before and after, a line a product, all in a token's program or none; nothing where there is no product."""
     from rich.console import Console
     from rich.table import Table
@@ -244,7 +244,7 @@ def _show(results: Sequence[Result]) -> None:
     if not results:
         return
     table = Table(box=None, pad_edge=False)
-    alone = not results[0].match["handover"]
+    alone = results[0].match["sync"] == "barrier"
     unit = "latency us" if alone else "us a token"
     through = ("throughput us", "was") if alone else ()
     for name in ("product", "before", unit, "after", unit, "change", "noise us", *through, "% of read rate"):
@@ -265,13 +265,13 @@ def _difference(before: Point, after: Point) -> str:
     return ", ".join(f"{name} {a}->{b}" for name, a, b in zip(before._fields, before, after, strict=True) if a != b)
 
 
-def _draw(results: Sequence[Result], file: Path, device: str) -> str:
+def _draw(results: Sequence[TuneResult], file: Path, device: str) -> str:
     """The heatmap of chains, or why there is none."""
     try:
         from vkback.report.heatmap import draw
     except ImportError:
         return "no picture: matplotlib is missing, pip install vkback[pictures]"
-    chains = [r for r in results if not r.match["handover"]]
+    chains = [r for r in results if r.match["sync"] == "barrier"]
     if not chains:
         return "no picture: no product was timed by itself"
     draw(chains, file, device)

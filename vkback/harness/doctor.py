@@ -20,7 +20,7 @@ from vkback.harness.runner import Workbench, prepare, reference
 from vkback.harness.suite import Suite
 from vkback.harness.unfused import unfused, unfused_tolerance
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
-from vkback.plan.tuning import Fixed
+from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
 
 EXAMINED = 40
@@ -43,7 +43,7 @@ class Switch:
 
 
 def held(**params: Any) -> Callable[[LowerContext], LowerContext]:
-    return lambda ctx: dataclasses.replace(ctx, tuning=Fixed.everywhere(ctx.tuning, params, f"held at {params}"))
+    return lambda ctx: dataclasses.replace(ctx, tuning=Overrides.everywhere(ctx.tuning, params, f"held at {params}"))
 
 
 def without(**caps: Any) -> Callable[[LowerContext], LowerContext]:

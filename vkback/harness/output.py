@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from vkback.harness.result import Result
+from vkback.harness.result import CaseResult
 
 SQL_TABLE = "test_backend_ops"
 
 OURS = (
-    "nmse", "worst", "tolerance_nmse", "tolerance_worst", "spread_us", "latency_us", "latency_spread_us", "joined_us",
+    "nmse", "worst", "tolerance_nmse", "tolerance_worst", "spread_us", "latency_us", "latency_spread_us", "barrier_free_us",
     "read_rate_gb_s", "read_rate_percent", "driver_info", "seed",
 )  # fmt: skip
 """Fields that test-backend-ops does not have."""
@@ -57,7 +57,7 @@ class Tally:
     unsupported: int = 0
     total: int = 0
 
-    def count(self, result: Result) -> None:
+    def count(self, result: CaseResult) -> None:
         self.total += 1
         self.unsupported += not result.supported
         if result.passed is False:
@@ -72,19 +72,19 @@ class Printer(ABC):
     def __init__(self, out: TextIO, about: About) -> None:
         self.out, self.about, self.tally = out, about, Tally()
 
-    def add(self, result: Result) -> None:
+    def add(self, result: CaseResult) -> None:
         self.tally.count(result)
         self.write(result)
         self.out.flush()
 
     @abstractmethod
-    def write(self, result: Result) -> None: ...
+    def write(self, result: CaseResult) -> None: ...
 
     @abstractmethod
     def finish(self) -> None: ...
 
 
-def fields_of(result: Result, about: About) -> dict[str, Any]:
+def fields_of(result: CaseResult, about: About) -> dict[str, Any]:
     """Every field of csv and sql."""
     seed = result.line.rpartition("seed=")[2].removesuffix(")")
     return {
@@ -111,7 +111,7 @@ def fields_of(result: Result, about: About) -> dict[str, Any]:
         "spread_us": result.spread_us,
         "latency_us": result.latency_us,
         "latency_spread_us": result.latency_spread_us,
-        "joined_us": result.joined_us,
+        "barrier_free_us": result.barrier_free_us,
         "read_rate_gb_s": result.read_rate_gb_s,
         "read_rate_percent": result.read_rate_percent,
         "driver_info": about.driver,
@@ -122,11 +122,13 @@ def fields_of(result: Result, about: About) -> dict[str, Any]:
 class Console(Printer):
     """Lines for people. verbose: errors and bounds of cases that pass, too; notes: what else to say of a line, by line."""
 
-    def __init__(self, out: TextIO, about: About, *, verbose: bool, style: Style, notes: Callable[[Result], str] = lambda r: "") -> None:
+    def __init__(
+        self, out: TextIO, about: About, *, verbose: bool, style: Style, notes: Callable[[CaseResult], str] = lambda r: ""
+    ) -> None:
         super().__init__(out, about)
         self.verbose, self.style, self.notes = verbose, style, notes
 
-    def write(self, result: Result) -> None:
+    def write(self, result: CaseResult) -> None:
         if result.passed is False:
             self._line(result.message)
         if not result.supported:
@@ -142,7 +144,7 @@ class Console(Printer):
             verdict = self.style("OK", "green")
         self._line(f"  {result.line}: {verdict}{self._details(result)}")
 
-    def _details(self, result: Result) -> str:
+    def _details(self, result: CaseResult) -> str:
         if not self.verbose or not result.detail:
             return ""
         limit = f"; llama.cpp allows NMSE {result.peer_limit:.0e}" if result.peer_limit is not None else ""
@@ -161,7 +163,7 @@ class Console(Printer):
                 self._line(f"  {line}")
 
 
-def perf_line(result: Result) -> str:
+def perf_line(result: CaseResult) -> str:
     """One timed case: throughput, what it comes to, share of the read rate, deviation, latency with a barrier and, if known, without."""
     time, spread, latency = result.time_us or 0.0, result.spread_us or 0.0, result.latency_us or 0.0
     head = f"  {result.line}: "
@@ -170,10 +172,10 @@ def perf_line(result: Result) -> str:
     percent = result.read_rate_percent
     share = f" ({percent:.1f} % of read rate)" if percent is not None else ""
     deviation = 100 * spread / time if time else 0.0
-    joined = f", joined {result.joined_us:.2f} us" if result.joined_us is not None else ""
+    barrier_free = f", barrier-free {result.barrier_free_us:.2f} us" if result.barrier_free_us is not None else ""
     return (
         f"{head}{result.n_runs:8d} runs - {time:8.2f} us/run ±{deviation:.1f} % - {work}{result.gb_s or 0.0:7.2f} GB/s{share}, "
-        f"latency {latency:.2f} us{joined}"
+        f"latency {latency:.2f} us{barrier_free}"
     )
 
 
@@ -192,7 +194,7 @@ class Csv(Printer):
         self._writer = csv.DictWriter(out, CSV_FIELDS, quoting=csv.QUOTE_ALL, extrasaction="ignore", lineterminator="\n")
         self._writer.writeheader()
 
-    def write(self, result: Result) -> None:
+    def write(self, result: CaseResult) -> None:
         self._writer.writerow(fields_of(result, self.about))
 
     def finish(self) -> None:
@@ -207,7 +209,7 @@ class Sql(Printer):
         columns = ",\n".join(f"  {name} {kind}" for name, kind in SQL_FIELDS.items())
         out.write(f"CREATE TABLE IF NOT EXISTS {SQL_TABLE} (\n{columns}\n);\n")
 
-    def write(self, result: Result) -> None:
+    def write(self, result: CaseResult) -> None:
         values = fields_of(result, self.about)
         listed = ", ".join(_literal(values[name]) for name in SQL_FIELDS)
         self.out.write(f"INSERT INTO {SQL_TABLE} ({', '.join(SQL_FIELDS)}) VALUES ({listed});\n")
@@ -233,7 +235,7 @@ class Json(Printer):
         super().__init__(out, about)
         self._objects: list[dict[str, Any]] = []
 
-    def write(self, result: Result) -> None:
+    def write(self, result: CaseResult) -> None:
         self._objects.append({**fields_of(result, self.about), **asdict(result)})
 
     def finish(self) -> None:

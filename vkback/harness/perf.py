@@ -13,15 +13,15 @@ from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.graph import Node
 from vkback.harness.case_line import unseeded
-from vkback.harness.dependent import Dependent
 from vkback.harness.factories import context_of
-from vkback.harness.result import Result
+from vkback.harness.result import CaseResult
 from vkback.harness.suite import Kernels
-from vkback.harness.timing import COLD_BYTES, Bench
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
 from vkback.ops.mat_vec import INT_QUANTS
 from vkback.quants import QUANTS
 from vkback.shader import ShaderLibrary
+from vkback.timing.dependent import Dependent
+from vkback.timing.launches import COLD_BYTES, Bench
 
 AHEAD = 2
 """Groups made ready ahead of the one that is timed; their weights stay in host memory until then."""
@@ -76,7 +76,7 @@ def _make_ready(group: list[Case], ctx: LowerContext, kernels: Kernels) -> _Read
 
 def time_cases(
     device: Device, library: ShaderLibrary, cases: Iterable[Case], ctx: LowerContext, read_rate_gb_s: float, *, repetitions: int = 9
-) -> Iterator[Result]:
+) -> Iterator[CaseResult]:
     """Results in the order of the cases."""
     kernels = Kernels(device, library, os.cpu_count() or 1)
     with ThreadPoolExecutor(1) as maker:
@@ -104,10 +104,10 @@ def has_rounds(case: Case, ctx: LowerContext) -> bool:
     if case.op not in SHARING or not set(p) <= ROUND_PARAMS or p["n"] != 1 or p["type_a"] not in INT_QUANTS:
         return False
     fits = p["m"] % max(32, QUANTS[p["type_a"]].block_values) == 0  # rounded to Q8_1, columns of the next product
-    return bool(fits and ctx.tuning.pick("schedule", n=1, n_expert=p.get("n_mats", 0))["handover"] == "word")
+    return bool(fits and ctx.tuning.pick("schedule", n=1, n_expert=p.get("n_mats", 0))["sync"] == "sentinel")
 
 
-def with_joined(device: Device, library: ShaderLibrary, case: Case, ctx: LowerContext, result: Result) -> Result:
+def with_joined(device: Device, library: ShaderLibrary, case: Case, ctx: LowerContext, result: CaseResult) -> CaseResult:
     """A timed case with the time of a product in rounds that it is one of, if there are such; failed where these compute something else
     joined than with barriers."""
     if not has_rounds(case, ctx):
@@ -125,13 +125,13 @@ def with_joined(device: Device, library: ShaderLibrary, case: Case, ctx: LowerCo
         return replace(result, passed=False, message=str(e))
     if found.wrong:
         cure = "vkback doctor looks for the setting that cures it"
-        return replace(result, passed=False, message=f"[perf] {case.line}: joined with the products around it: {found.wrong}; {cure}")
-    return replace(result, joined_us=found.joined.us / len(rounds.nbytes)) if found.joined else result
+        return replace(result, passed=False, message=f"[perf] {case.line}: barrier-free among its neighbours: {found.wrong}; {cure}")
+    return replace(result, barrier_free_us=found.barrier_free.us / len(rounds.nbytes)) if found.barrier_free else result
 
 
 def _time_group(
     device: Device, library: ShaderLibrary, group: list[Case], future: Future[_Ready], ctx: LowerContext, rate: float, repetitions: int
-) -> Iterator[Result]:
+) -> Iterator[CaseResult]:
     try:
         ready = future.result()
         cold = CPU_COLD_BYTES if device.caps.device_type == "cpu" else COLD_BYTES
@@ -141,16 +141,16 @@ def _time_group(
             yield with_joined(device, library, case, context_of(case, ctx), result)
     except PlanError as e:
         for case in group:
-            yield Result(op=case.op, line=case.line, mode="perf", supported=False, message=str(e))
+            yield CaseResult(op=case.op, line=case.line, mode="perf", supported=False, message=str(e))
     except VkbackError as e:
         for case in group:
-            yield Result(op=case.op, line=case.line, mode="perf", passed=False, message=str(e))
+            yield CaseResult(op=case.op, line=case.line, mode="perf", passed=False, message=str(e))
 
 
-def _timed(bench: Bench, case: Case, node: Node, ctx: LowerContext, rate: float, repetitions: int) -> Result:
+def _timed(bench: Bench, case: Case, node: Node, ctx: LowerContext, rate: float, repetitions: int) -> CaseResult:
     kernel = "; ".join(d.reason for d in OPS[node.op].lower(node, ctx))
     t = bench.time(ctx, repetitions=repetitions, node=node)
-    return Result(
+    return CaseResult(
         op=case.op, line=case.line, mode="perf", time_us=t.throughput_us, spread_us=t.throughput_spread_us, latency_us=t.latency_us,
         latency_spread_us=t.latency_spread_us, samples_us=t.samples_us, nbytes=t.nbytes, flops=t.flops, n_runs=t.launches * repetitions,
         read_rate_gb_s=rate, kernel=kernel,

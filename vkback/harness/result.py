@@ -9,7 +9,7 @@ Mode = Literal["test", "perf", "support"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class CaseResult:
     """One case on one device.
 
     supported  the device can run it; else `message` says why not
@@ -19,8 +19,8 @@ class Result:
     nmse, worst, tolerance_nmse, tolerance_worst   of the output that came nearest its bound; peer_limit: NMSE that llama.cpp allows the op
     time_us    throughput: independent launches back to back; latency_us: each launch waits for the one before; spreads: half the range
                between first and third quartile; samples_us: throughput of each repetition
-    joined_us  a product of one that reads what the one before made, where the tables have stages hand over without barriers
-               (vkback/harness/dependent.py); None for everything else
+    barrier_free_us  a product of one that reads what the one before made, where the tables have stages hand over without barriers
+               (vkback/timing/dependent.py); None for everything else
     n_runs     launches timed in all; nbytes and flops of one launch; read_rate_gb_s: what the device was measured to read
     """
 
@@ -40,7 +40,7 @@ class Result:
     spread_us: float | None = None
     latency_us: float | None = None
     latency_spread_us: float | None = None
-    joined_us: float | None = None
+    barrier_free_us: float | None = None
     samples_us: tuple[float, ...] = ()
     n_runs: int = 0
     nbytes: int = 0

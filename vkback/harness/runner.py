@@ -9,20 +9,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.device import Arena, BufferRange, Capabilities, Device
+from vkback.device import Arena, BufferRange, Device
 from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.harness.judge import Verdict, judge
-from vkback.ops.base import OPS, Case, LowerContext, Problem, nbytes, shards
+from vkback.ops.base import OPS, Case, LowerContext, Problem
 from vkback.plan.schedule import Schedule, aligned, into_stages
 from vkback.program import Program, WeightRanges
+from vkback.program.values import decoded, q8_1_bytes, stored_bytes
 from vkback.shader import ShaderLibrary
 
 Array = npt.NDArray[Any]
@@ -32,7 +32,6 @@ GUARD = 256
 GUARD_WORD = {"read": 0x7FCA7FCA, "written": 0xFFC5FFC5}
 """Around tensors that are only read, and around others. NaN as F32, F16 and BF16, so that reading past an end spoils a result; two of them,
 since arithmetic hands a NaN's bits on, and a NaN read past one end and written past another must not look as if nothing had happened."""
-NAN_WORD = 0x7FC0DEAD
 
 LEAST_BLOCK = 16 << 20
 TIMEOUT_S = 60.0
@@ -237,37 +236,5 @@ def _plain(tensor: Tensor, value: Array) -> Array:
     if tensor.kind == "weight" and len(tensor.shape) > 1:
         return quants.decode(tensor.type, value).reshape(tensor.shape)
     if tensor.type == "Q8_1":
-        return quants.q8_1_dequantize(_q8_1(tensor, value), tensor.shape[-1]).reshape(tensor.shape)
+        return quants.q8_1_dequantize(q8_1_bytes(tensor, value), tensor.shape[-1]).reshape(tensor.shape)
     return value
-
-
-def _q8_1(tensor: Tensor, value: Array) -> Array:
-    """The bytes of a Q8_1 tensor whose value may be given in floats."""
-    if value.dtype == np.uint8:
-        return value.reshape(prod(tensor.shape[:-1]), -1)
-    return quants.q8_1_quantize(value.reshape(-1, tensor.shape[-1]).astype(np.float32))
-
-
-def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> list[Array]:
-    """The bytes of a tensor as the device holds them, one array a shard; of one without a value NaN, of a counter zeros."""
-    if tensor.kind == "weight" and len(tensor.shape) > 1:
-        assert value is not None, f"{tensor} has no value"
-        raw = value.reshape(prod(tensor.shape[:-1]), -1)
-        return [quants.to_device(tensor.type, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]) for s in shards(tensor, caps)]
-    if value is None and tensor.kind == "counter":
-        return [np.zeros(nbytes(tensor), np.uint8)]
-    if value is None:
-        return [np.full(-(-nbytes(tensor) // 4), NAN_WORD, np.uint32).view(np.uint8)[: nbytes(tensor)]]
-    if tensor.type == "Q8_1":
-        return [np.ascontiguousarray(_q8_1(tensor, value)).ravel()]
-    dtype = {"F32": np.float32, "F16": np.float16, "I32": np.int32}[tensor.type]
-    return [np.ascontiguousarray(value.astype(dtype)).ravel().view(np.uint8)]
-
-
-def decoded(tensor: Tensor, raw: Array) -> Array:
-    """A tensor's bytes as the host reads them: float32 (F32, F16, Q8_1) or int32 (I32), in its shape."""
-    if tensor.type == "Q8_1":
-        rows = raw[: nbytes(tensor)].reshape(prod(tensor.shape[:-1]), -1)
-        return quants.q8_1_dequantize(rows, tensor.shape[-1]).reshape(tensor.shape)
-    dtype = {"F32": np.float32, "F16": np.float16, "I32": np.int32}[tensor.type]
-    return raw[: nbytes(tensor)].view(dtype).reshape(tensor.shape).astype(np.int32 if tensor.type == "I32" else np.float32)

@@ -23,7 +23,7 @@ from vkback.harness import generators
 from vkback.harness.case_line import parse_line, unseeded
 from vkback.harness.factories import context_of, make_case, reseeded
 from vkback.harness.judge import Verdict, judge, peer_limit
-from vkback.harness.result import Result
+from vkback.harness.result import CaseResult
 from vkback.harness.runner import Array, Prepared, Workbench, prepare, reference
 from vkback.harness.unfused import unfused, unfused_tolerance
 from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance
@@ -119,7 +119,7 @@ class Ready:
 class Run:
     """A case that has run: its values and what came out."""
 
-    result: Result
+    result: CaseResult
     problem: Problem | None = None
     want: dict[str, Array] | None = None
     got: dict[str, Array] | None = None
@@ -145,7 +145,7 @@ class Suite:
         self._kernels.close()
         self._bench.close()
 
-    def run(self, cases: Iterable[Case]) -> Iterator[Result]:
+    def run(self, cases: Iterable[Case]) -> Iterator[CaseResult]:
         """Results in the order of the cases. Raises DeviceLost, naming the case, when the device stops."""
         waiting: deque[tuple[Case, Future[Ready]]] = deque()
         for case in cases:
@@ -181,22 +181,22 @@ class Suite:
             if ready.chain and ready.chain_tolerance:
                 plain = self._bench.run(ready.chain)
                 against = {f"{name} against the unfused run": judge(got[name], plain[name], ready.chain_tolerance) for name in got}
-                result = _joined(result, judged(case, against, ready.chain_tolerance))
+                result = _barrier_free(result, judged(case, against, ready.chain_tolerance))
             return Run(result, ready.problem, ready.want, got)
         except DeviceLost as e:
             raise DeviceLost(f"{case.line}: {e}", call=e.call, result=e.result) from e
         except PlanError as e:
-            return Run(Result(op=case.op, line=case.line, mode="test", supported=False, message=str(e)))
+            return Run(CaseResult(op=case.op, line=case.line, mode="test", supported=False, message=str(e)))
         except VkbackError as e:
-            return Run(Result(op=case.op, line=case.line, mode="test", passed=False, message=str(e), peer_limit=peer_limit(case.op)))
+            return Run(CaseResult(op=case.op, line=case.line, mode="test", passed=False, message=str(e), peer_limit=peer_limit(case.op)))
         except Exception as e:  # a fault of one op's Python must not take the other cases with it
-            return Run(Result(op=case.op, line=case.line, mode="test", passed=False, message=f"[{case.op}] {type(e).__name__}: {e}"))
+            return Run(CaseResult(op=case.op, line=case.line, mode="test", passed=False, message=f"[{case.op}] {type(e).__name__}: {e}"))
 
 
-def judged(case: Case, verdicts: dict[str, Verdict], tolerance: Tolerance) -> Result:
+def judged(case: Case, verdicts: dict[str, Verdict], tolerance: Tolerance) -> CaseResult:
     """The result of a case from the verdicts on its outputs."""
     failed = "; ".join(f"{name}: {v.text}" for name, v in verdicts.items() if not v.ok)
-    return Result(
+    return CaseResult(
         op=case.op,
         line=case.line,
         mode="test",
@@ -211,7 +211,7 @@ def judged(case: Case, verdicts: dict[str, Verdict], tolerance: Tolerance) -> Re
     )
 
 
-def _joined(first: Result, second: Result) -> Result:
+def _barrier_free(first: CaseResult, second: CaseResult) -> CaseResult:
     """A result that fails where either does; figures are those of the first."""
     texts = [m for m in (first.message, second.message) if m]
     passed = bool(first.passed and second.passed)
@@ -263,14 +263,19 @@ def _open_worker(device: str | int | None, act: str, compile_threads: int) -> No
     Finalize(_worker, stack.close, exitpriority=1)  # pipelines are kept for the next run when the device is closed
 
 
-def _run_lines(lines: Sequence[str]) -> list[Result]:
+def _run_lines(lines: Sequence[str]) -> list[CaseResult]:
     assert _worker is not None
     return list(_worker.run(map(find_case, lines)))
 
 
 def run_in_processes(
-    lines: Sequence[str], processes: int, device: str | int | None, act: str, *, work: Callable[[Sequence[str]], list[Result]] = _run_lines
-) -> Iterator[Result]:
+    lines: Sequence[str],
+    processes: int,
+    device: str | int | None,
+    act: str,
+    *,
+    work: Callable[[Sequence[str]], list[CaseResult]] = _run_lines,
+) -> Iterator[CaseResult]:
     """Results in the order of the lines, by processes that open the device each for itself.
 
     A process that dies, or loses its device, makes its cases fail and ends the run.
@@ -289,7 +294,7 @@ def run_in_processes(
                     later.cancel()
                 reason = "the process that ran this case or one beside it died" if isinstance(e, BrokenProcessPool) else str(e)
                 for line in chunk:
-                    yield Result(op=line.partition("(")[0], line=line, mode="test", passed=False, message=reason)
+                    yield CaseResult(op=line.partition("(")[0], line=line, mode="test", passed=False, message=reason)
                 return
 
 

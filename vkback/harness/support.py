@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from vkback import quants
 from vkback.harness.factories import context_of
-from vkback.harness.result import Result
+from vkback.harness.result import CaseResult
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.ops.mat_vec import QUANTS
 
@@ -16,16 +16,16 @@ BY_TYPE = {"MUL_MAT": "type_a", "MUL_MAT_ID": "type_a", "MAT_VEC": "type_a", "GE
 MOST_REASONS = 3
 
 
-def support_of(cases: Iterable[Case], ctx: LowerContext) -> Iterator[Result]:
+def support_of(cases: Iterable[Case], ctx: LowerContext) -> Iterator[CaseResult]:
     """Whether each case can be planned."""
     for case in cases:
         problem = case.build()
         try:
             dispatches = [d for n in problem.parts or (problem.node,) for d in OPS[n.op].lower(n, context_of(case, ctx))]
         except PlanError as e:
-            yield Result(op=case.op, line=case.line, mode="support", supported=False, message=str(e))
+            yield CaseResult(op=case.op, line=case.line, mode="support", supported=False, message=str(e))
         else:
-            yield Result(op=case.op, line=case.line, mode="support", kernel="; ".join(d.reason for d in dispatches))
+            yield CaseResult(op=case.op, line=case.line, mode="support", kernel="; ".join(d.reason for d in dispatches))
 
 
 def row_of(case: Case) -> tuple[str, str]:
@@ -34,9 +34,9 @@ def row_of(case: Case) -> tuple[str, str]:
     return case.op, str(case.params[key]) if key else ""
 
 
-def support_table(cases: Sequence[Case], results: Sequence[Result]) -> list[str]:
+def support_table(cases: Sequence[Case], results: Sequence[CaseResult]) -> list[str]:
     """Lines: op, type of the weights, cases that run, cases in all, and why the others do not."""
-    found: dict[tuple[str, str], list[Result]] = {}
+    found: dict[tuple[str, str], list[CaseResult]] = {}
     for case, result in zip(cases, results, strict=True):
         found.setdefault(row_of(case), []).append(result)
     width = max((len(f"{op} {kind}") for op, kind in found), default=2)

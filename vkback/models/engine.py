@@ -29,7 +29,7 @@ from vkback.ops.base import LowerContext, nbytes
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
-from vkback.plan.tuning import Fixed, Tuning
+from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import Program
 from vkback.shader import ShaderLibrary
 
@@ -136,7 +136,7 @@ class Engine:
         self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
         self._schedules: dict[str, Schedule] = {}
-        self._handovers_tried = False
+        self._sync_tried = False
         for kind in ("logits", "prompt"):
             self._schedule(kind)
         weights = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "weight"}
@@ -284,7 +284,7 @@ class Engine:
         self._arenas.remove(self._cache)
         self._cache.destroy()
         self.n_ctx = n_ctx
-        self._handovers_tried = False
+        self._sync_tried = False
         for kind in ("logits", "prompt"):
             self._schedule(kind)
         self._state = self._allocate_state()
@@ -321,7 +321,7 @@ class Engine:
         """One token through the model in one submit; its logits, float32 [n_vocab]."""
         self._check_room(1, "token")
         self._check_ids([token])
-        self._try_handovers()
+        self._try_sync()
         logits, given_up = self._decode(token, self._recording("logits"))
         if given_up:
             self._use_barriers(GAVE_UP)
@@ -336,11 +336,11 @@ class Engine:
         self.device.submit(commands).wait(spin_s=0.0 if self.device.caps.software else SPIN_S)
         return self._read_logits(1)[0], self._logits_back.given_up
 
-    def _try_handovers(self) -> None:
+    def _try_sync(self) -> None:
         """Before the first token goes through a schedule that lacks barriers: see that it gives the same bits as with all of them."""
-        if self._handovers_tried or not self._schedule("logits").joined:
+        if self._sync_tried or not self._schedule("logits").barrier_free:
             return
-        self._handovers_tried = True
+        self._sync_tried = True
         found, given_up = self._decode(0, self._recording("logits"))
         if not given_up:
             program = self._program("logits")
@@ -353,11 +353,11 @@ class Engine:
         """Plan everything anew with a barrier between all stages."""
         print(
             f"vkback: {self.device.caps.name}: stages cannot hand over without barriers ({why}), going on with barriers. "
-            'To have them from the start: [[schedule]] with handover = "barrier" in a tuning table',
+            'To have them from the start: [[schedule]] with sync = "barrier" in a tuning table',
             file=sys.stderr,
         )
         self._forget_programs()
-        self.ctx = replace(self.ctx, tuning=Fixed(self.ctx.tuning, {"schedule": {"handover": "barrier"}}, "hand-overs failed"))
+        self.ctx = replace(self.ctx, tuning=Overrides(self.ctx.tuning, {"schedule": {"sync": "barrier"}}, "barrier-free stages failed"))
         for back in (self._logits_back, *self._loop_backs):
             back.forget()
 
@@ -390,7 +390,7 @@ class Engine:
         sampler = sampler or Sampler()
         self._check_room(n, "generation")
         self._check_ids([first])
-        self._try_handovers()
+        self._try_sync()
         eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
         self._set_input([first], [self.n_past])
         self.device.upload(self._inputs["loop"], loop_state(sampler, eos))

@@ -32,11 +32,11 @@ from vkback.ops.base import (
     Case,
     Choice,
     Dispatch,
-    Handover,
     LowerContext,
     Op,
     PlanError,
     Problem,
+    SpinWaits,
     Tolerance,
     ceil_div,
     declare,
@@ -67,7 +67,7 @@ declare(
         "steps": (1, 2, 4, 8),  # rows of K a thread holds at once
         "queries": (1, 2, 4, 8, 16),  # (head, token) pairs that share the reads of a workgroup, at most
         "groups": "positive",  # workgroups wanted for one token when the context is full
-        "rows_per_split": "positive",  # rows below which a share is not worth its own workgroup
+        "rows_per_split": "positive",  # rows below which a split is not worth its own workgroup
     },
 )
 
@@ -169,11 +169,11 @@ def _lower(
     groups = (n_head // s.heads, s.splits, ceil_div(n, s.tokens))
     cached: Access = "rw" if fused else "r"
     args = [Arg(q), Arg(cache_k, cached), Arg(cache_v, cached), Arg(pos), Arg(out, "w")]
-    shares = [f"{out.name}.splits"] if s.splits > 1 else []
-    if shares:
+    splits = [f"{out.name}.splits"] if s.splits > 1 else []
+    if splits:
         tiles = groups[0] * groups[2]
         part = s.queries * hd + 4 * ceil_div(s.queries, 2)
-        args.append(Arg(Tensor(shares[0], "F32", (tiles, s.splits, part)), "rw"))
+        args.append(Arg(Tensor(splits[0], "F32", (tiles, s.splits, part)), "rw"))
         args.append(Arg(Tensor(f"{out.name}.tickets", "I32", (tiles,), "counter"), "rw"))
     defines: Defines = {
         **s.reduce, **fused, "HD": hd, "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps, "LANES": s.lanes,
@@ -198,7 +198,7 @@ def _lower(
         reason=choice.source,
         nbytes=nbytes(q) + nbytes(out) + 2 * n_head_kv * rows * hd * 2,
         flops=4 * n * n_head * rows * hd,
-        handover=Handover(part=(q.name,), own=tuple(shares)) if fused else None,  # one token, which is never padding
+        waits=SpinWaits(part=(q.name,), own=tuple(splits)) if fused else None,  # one token, which is never padding
     )
 
 
@@ -347,7 +347,7 @@ class AttnDecode(Op):
             yield self.case(heads, kv, hd, n_ctx, pos, mode, norm, ff, y, seed=seed)
         yield self.case(4, 2, 64, 300, 200, "neox", False, False, "F32", seed=20, n_dims=32, freq_scale=0.25, ext_factor=1.0, n_ctx_orig=64)
         yield self.case(8, 1, 64, 300, 200, "neox", False, False, "Q8_1", seed=21, sinks=True, window=128)
-        # gpt-oss: sinks and YaRN, every other layer with a window; one that is not yet full, one that is, and rows that take several shares
+        # gpt-oss: sinks and YaRN, every other layer with a window; one that is not yet full, one that is, and rows that take several splits
         yarn: dict[str, Any] = {"freq_base": 150000.0, "freq_scale": 1 / 32, "ext_factor": 1.0, "n_ctx_orig": 4096}
         yield self.case(16, 2, 64, 600, 50, "neox", False, False, "Q8_1", seed=22, sinks=True, window=128, **yarn)
         yield self.case(16, 2, 64, 600, 599, "neox", False, False, "Q8_1", seed=23, sinks=True, window=128, **yarn)

@@ -25,7 +25,9 @@ from vkback.shader import Variant
 Array = npt.NDArray[Any]
 Access = Literal["r", "w", "rw"]
 Act = Literal["auto", "f32", "q8_1"]
-"""How activations enter products: as the tables say, as floats, or rounded to Q8_1."""
+"""How activations enter mat-vecs: as the tables say, as floats, or rounded to Q8_1."""
+Sync = Literal["barrier", "sentinel"]
+"""What orders the stages of a token: pipeline barriers, or spin-waits on a sentinel value (vkback/plan/sync.py)."""
 
 MAX_GROUPS_X = 65535
 """Groups along x that every Vulkan device takes (maxComputeWorkGroupCount is at least this); beyond it a grid spills to y or z."""
@@ -51,9 +53,13 @@ class Arg:
 
 
 @dataclass(frozen=True)
-class Handover:
-    """What a kernel with shaders/common/handover.glsl awaits, by tensor names; `whole`: every workgroup all of it, `part`: some of it;
-    `own`: what its own workgroups await of each other."""
+class SpinWaits:
+    """What the workgroups of a kernel with shaders/common/sentinel.glsl wait for, by tensor names.
+
+    whole  every workgroup waits for all of it
+    part   every workgroup waits for some of it
+    own    partial results that workgroups of this dispatch wait for from each other
+    """
 
     whole: tuple[str, ...] = ()
     part: tuple[str, ...] = ()
@@ -69,7 +75,7 @@ class Dispatch:
     push    push constants, at most 128 bytes
     groups  workgroups along x, y, z
     op      the op or fusion it carries out, `label` the node's name
-    handover  how its kernel can take part in hand-overs (vkback/plan/handover.py); None: it cannot
+    waits   what its kernel can spin-wait on (vkback/plan/sync.py); None: the kernel needs barriers around it
     reason  why this variant: the tuning row that won, or what the device lacks
     nbytes  bytes it must move through memory, each operand once; flops: multiply-adds count 2
     """
@@ -83,7 +89,7 @@ class Dispatch:
     reason: str = ""
     nbytes: int = 0
     flops: int = 0
-    handover: Handover | None = None
+    waits: SpinWaits | None = None
 
     @property
     def reads(self) -> frozenset[tuple[str, str]]:
@@ -146,13 +152,13 @@ class LowerContext:
     """All that a lowering may depend on.
 
     act  "auto": tables choose between float and integer-dot path; "f32": float path only; "q8_1": integer dot wherever a kernel has it
-    handover  stages will hand over without barriers where they can
+    sync "sentinel": stages run barrier-free where they can
     """
 
     caps: Capabilities
     tuning: Chooser
     act: Act = "auto"
-    handover: bool = False
+    sync: Sync = "barrier"
 
 
 @dataclass(frozen=True)

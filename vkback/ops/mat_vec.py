@@ -34,12 +34,12 @@ from vkback.ops.base import (
     Case,
     Choice,
     Dispatch,
-    Handover,
     LowerContext,
     Op,
     PlanError,
     Problem,
     Shard,
+    SpinWaits,
     Tolerance,
     ceil_div,
     declare,
@@ -81,7 +81,7 @@ declare(
         "path": ("int", "float"),
         "m": "number",
         "k": "number",
-        "handover": (0, 1),  # 1: of a token whose stages hand over where they can
+        "sync": ("barrier", "sentinel"),  # sentinel: of a token whose stages run barrier-free where they can
     },
     params={
         "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
@@ -224,7 +224,7 @@ PROLOGUE_SHARED = 8192 + 2048
 
 def choice_problem(node: Node, ctx: LowerContext) -> str:
     """Why a MAT_VEC node with the role "logits" must be given the experts' ids instead; "" when it can choose them."""
-    product = Product.of(node)
+    product = MatVecNode.of(node)
     if product.n != 1:
         return f"it takes one token, got {product.n}"
     if 5 + len(product.extra) > ctx.caps.max_storage_bindings:
@@ -264,7 +264,7 @@ class Build:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class MatVecNode:
     """A MAT_VEC node taken apart. extra: the optional inputs by role, in binding order; ids: 0 dense, 1 an expert a slot, 2 summed;
     chosen: weights and ids that it writes where it chooses its experts."""
 
@@ -278,7 +278,7 @@ class Product:
     chosen: tuple[Tensor, ...] = ()
 
     @classmethod
-    def of(cls, node: Node) -> Product:
+    def of(cls, node: Node) -> MatVecNode:
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         ids = 2 if "expert_weights" in by else int("ids" in by or "logits" in by)
         extra = {role: by[role] for role in FUSED_ROLES if role in by}
@@ -320,7 +320,7 @@ class Product:
         q8_out = self.y.type == "Q8_1"
         choice = ctx.tuning.pick(
             "mat_vec", quant=self.w.type, path=path, m=self.m, k=self.k, n=self.n, ids=self.ids, glu=int(self.glu), y=self.y.type,
-            prologue=prologue, handover=int(ctx.handover),
+            prologue=prologue, sync=ctx.sync,
         )
         k_units = ceil_div(self.k, 32)
         walk_units = k_units * (self.n_used if self.ids == 2 else 1)
@@ -360,7 +360,7 @@ class Product:
             defines["REDUCE_SUBGROUP"] = int(subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops)
             defines["SUBGROUP_SIZE"] = subgroup if subgroup > 1 else 0
         defines |= {f"BIND_{role.upper()}": binding for binding, role in enumerate(self.extra, 3)}
-        if (choice["stage"] or ctx.handover) and self.x.type == "Q8_1" and path == "int" and defines["COLS"] == 1:
+        if (choice["stage"] or ctx.sync == "sentinel") and self.x.type == "Q8_1" and path == "int" and defines["COLS"] == 1:
             defines["PROLOGUE"] = 3
         self._fit_shared_memory(defines, choice, ctx)
         if defines["PREFETCH"] == 2 and not can_prefetch_x(defines):
@@ -382,14 +382,14 @@ class Product:
                 )
             defines["COLS"] = ceil_div(int(defines["COLS"]), 2)
 
-    def handover(self, build: Build) -> Handover | None:
+    def waits(self, build: Build) -> SpinWaits | None:
         """What the kernel awaits of the stage before; x must come by way of shared memory."""
         if not build.defines["PROLOGUE"] or build.columns > 1 or self.n > 1:
             return None
         first = [self.extra[role].name for role in ("ids", "expert_weights", "logits") if role in self.extra]
         if self.ids == 1 and len(self.x.shape) == 3 and self.x.shape[1] > 1:
-            return Handover(tuple(first), (self.x.name,))
-        return Handover((*first, self.x.name))
+            return SpinWaits(tuple(first), (self.x.name,))
+        return SpinWaits((*first, self.x.name))
 
     def dispatch(self, build: Build, index: int, shard: Shard, shard_count: int, reason: str) -> Dispatch:
         """The launch for one shard of the weight."""
@@ -436,7 +436,7 @@ class Product:
             reason,
             nbytes=weight_bytes + nbytes(self.x) + nbytes(self.y) + choice_moved,
             flops=2 * rows * self.k * self.n * self.n_used,
-            handover=self.handover(build),
+            waits=self.waits(build),
         )
 
 
@@ -472,7 +472,7 @@ class MatVec(Op):
         return [y, *chosen]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        product = Product.of(node)
+        product = MatVecNode.of(node)
         path, why = product.path(ctx)
         before: list[Dispatch] = []
         prologue = 2 if "norm" in product.extra else 0
@@ -517,7 +517,7 @@ class MatVec(Op):
             yield split_case(fused_case("Q8_0", 192, 256, n, ("residual",), out="Q8_1"), (64, 32, 96))
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        product = Product.of(node)
+        product = MatVecNode.of(node)
         path, _ = product.path(ctx)
         return product_tolerance(path == "int" and product.x.type == "F32", product.y.type == "Q8_1", product.glu)
 

@@ -14,10 +14,10 @@ from vkback.ops.base import (
     Array,
     Case,
     Dispatch,
-    Handover,
     LowerContext,
     Op,
     Problem,
+    SpinWaits,
     Tolerance,
     ceil_div,
     declare,
@@ -59,7 +59,7 @@ def quantize_dispatch(x: Tensor, y: Tensor, ctx: LowerContext, label: str = "") 
             f"{wg} threads: {choice.source}",
             nbytes=nbytes(x) + nbytes(y),
             flops=3 * rows * k,
-            handover=Handover(part=(x.name,)),
+            waits=SpinWaits(part=(x.name,)),
         )
     ]
 

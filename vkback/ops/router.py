@@ -16,7 +16,7 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, nbytes, register, shards
-from vkback.ops.mat_vec import MatVec, Product, path_for, shared_bytes, weight
+from vkback.ops.mat_vec import MatVec, MatVecNode, path_for, shared_bytes, weight
 from vkback.ops.topk import TOPK_PARAMS, TopkMoe
 
 
@@ -56,7 +56,7 @@ class MoeRouter(Op):
         problem = router_problem(node.inputs[0], node.inputs[1], ctx)
         if problem:
             raise PlanError(f"[router] {node.name}: product and choice cannot be one launch: {problem}; give the choice a node of its own")
-        product = Product.of(product_of(node))
+        product = MatVecNode.of(product_of(node))
         build = product.build("float", 2, ctx)
         defines = {**build.defines, "TOPK": 1, **product.choice(node, product.y, ctx)}
         need = shared_bytes({**defines, "TILES": int(build.groups > 0)})

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vkback.ops.base import Dispatch, nbytes
-from vkback.plan.handover import STATE
 from vkback.plan.schedule import Schedule, overlap
+from vkback.plan.sync import STATE
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Costs:
 
     read_gb_s  memory read rate, 10^9 bytes a second
     stage_us   microseconds of a stage beside its bytes, a barrier before it
-    joined_us  the same of a stage that is handed what it needs without one
+    barrier_free_us  the same of a stage that is handed what it needs without one
     """
 
     read_gb_s: float
     stage_us: float
-    joined_us: float
+    barrier_free_us: float
     source: str
 
 
@@ -29,7 +29,7 @@ class Costs:
 class Wait:
     """A stage must run after an earlier one, which has `tensor` written ("write"), or read before it is overwritten here ("read").
 
-    awaited  "whole" or "part" where the kernels of a joined stage look for it; "" where a barrier, or what they look for, stands for it
+    awaited  "whole" or "part" where the kernels of a barrier-free stage spin on it; "" where a barrier orders it, or it happened before
     """
 
     stage: int
@@ -47,9 +47,9 @@ def moved_bytes(dispatch: Dispatch, rows: int) -> int:
     return dispatch.nbytes - whole + sum(nbytes(t) * min(rows, t.shape[1]) // t.shape[1] for t in caches)
 
 
-def predicted_us(stage: Sequence[Dispatch], costs: Costs, rows: int, joined: bool = False) -> float:
+def predicted_us(stage: Sequence[Dispatch], costs: Costs, rows: int, barrier_free: bool = False) -> float:
     """Microseconds of one stage."""
-    return (costs.joined_us if joined else costs.stage_us) + sum(moved_bytes(d, rows) for d in stage) / costs.read_gb_s / 1e3
+    return (costs.barrier_free_us if barrier_free else costs.stage_us) + sum(moved_bytes(d, rows) for d in stage) / costs.read_gb_s / 1e3
 
 
 def waits(schedule: Schedule) -> list[list[Wait]]:
@@ -59,7 +59,7 @@ def waits(schedule: Schedule) -> list[list[Wait]]:
     for number, stage in enumerate(schedule.stages):
         here = [*((r, "read") for d in stage for r in d.reads), *((w, "write") for d in stage for w in d.writes)]
         here = [(r, how) for r, how in here if r[0] != STATE.name]
-        awaited = _awaited(stage) if number in schedule.joined else {}
+        awaited = _awaited(stage) if number in schedule.barrier_free else {}
         nearest: dict[str, Wait] = {}
         for (name, part), how in here:
             for earlier, other, after in touched.get(name, []):
@@ -73,6 +73,6 @@ def waits(schedule: Schedule) -> list[list[Wait]]:
 
 
 def _awaited(stage: Sequence[Dispatch]) -> dict[str, str]:
-    """Names of the tensors that a joined stage awaits, and how much of them."""
-    whole = {name: "whole" for d in stage if d.handover for name in d.handover.whole}
-    return {name: "part" for d in stage if d.handover for name in d.handover.part} | whole
+    """Names of the tensors that a barrier-free stage awaits, and how much of them."""
+    whole = {name: "whole" for d in stage if d.waits for name in d.waits.whole}
+    return {name: "part" for d in stage if d.waits for name in d.waits.part} | whole

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from vkback.graph import Graph, Node, Recipe, Tensor
 from vkback.ops import rope_angles
 from vkback.ops.base import Choice, LowerContext, declare
-from vkback.ops.mat_vec import FUSED_ROLES, Product, choice_problem, prologue_problem
+from vkback.ops.mat_vec import FUSED_ROLES, MatVecNode, choice_problem, prologue_problem
 from vkback.ops.router import router_problem
 from vkback.ops.topk import TOPK_PARAMS
 
@@ -28,7 +28,7 @@ declare(
         "rope": ("attention", "stage"),
         "quantize": ("producer", "attention", "stage"),
         "router": ROUTERS,
-        "handover": ("barrier", "word"),
+        "sync": ("barrier", "sentinel"),
     },
 )
 
@@ -359,7 +359,7 @@ def _runs(products: Sequence[Node]) -> list[list[Node]]:
 
 
 def _x_path(node: Node, ctx: LowerContext) -> str:
-    return Product.of(node).path(ctx)[0]
+    return MatVecNode.of(node).path(ctx)[0]
 
 
 def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:

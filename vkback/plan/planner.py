@@ -6,10 +6,10 @@ import dataclasses
 
 from vkback.device import Capabilities
 from vkback.graph import Graph, live
-from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, nbytes, shards
+from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, Sync, nbytes, shards
 from vkback.plan.fuse import fuse, schedule_choice, tokens_of
-from vkback.plan.handover import with_handovers
 from vkback.plan.schedule import Schedule, Slot, into_stages, place, place_apart
+from vkback.plan.sync import without_barriers
 
 
 def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
@@ -19,7 +19,8 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
     Raises PlanError naming the node when an op is unknown or cannot run on the device.
     """
     one_token = fusion == "all" and tokens_of(graph.nodes) == 1
-    ctx = dataclasses.replace(ctx, handover=one_token and schedule_choice(graph.nodes, ctx)["handover"] == "word")
+    sync: Sync = schedule_choice(graph.nodes, ctx)["sync"] if one_token else "barrier"
+    ctx = dataclasses.replace(ctx, sync=sync)
     nodes = live(fuse(graph, ctx, level=fusion), graph.outputs)
     dispatches: list[Dispatch] = []
     for node in nodes:
@@ -28,13 +29,13 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
             raise PlanError(f"[plan] {node.name}: op {node.op} has no kernel; known are {', '.join(sorted(OPS))}")
         dispatches.extend(op.lower(node, ctx))
     schedule = Schedule(into_stages(dispatches))
-    if ctx.handover:
-        schedule = with_handovers(schedule, ctx.caps.max_storage_bindings)
+    if ctx.sync == "sentinel":
+        schedule = without_barriers(schedule, ctx.caps.max_storage_bindings)
     for dispatch in schedule.dispatches():
         check_limits(dispatch, ctx.caps)
-    slots, size = place(schedule.stages, [t.name for t in graph.outputs], schedule.handed)
-    apart, end = place_apart(schedule.stages, schedule.handed, size)
-    return dataclasses.replace(schedule, slots=slots | apart, activation_bytes=end, emptied=Slot(size, end - size))
+    slots, size = place(schedule.stages, [t.name for t in graph.outputs], schedule.sentinel_tensors)
+    apart, end = place_apart(schedule.stages, schedule.sentinel_tensors, size)
+    return dataclasses.replace(schedule, slots=slots | apart, activation_bytes=end, sentinel_range=Slot(size, end - size))
 
 
 def check_limits(dispatch: Dispatch, caps: Capabilities) -> None:

@@ -29,17 +29,17 @@ class Slot:
 class Schedule:
     """Stages in order. Dispatches of one stage do not depend on each other; one barrier stands between two stages.
 
-    joined  numbers of stages that need no barrier before them (vkback/plan/handover.py)
-    handed  names of tensors that joined stages await, each in memory of its own
-    emptied where these lie; it is filled with EMPTY before every run
+    barrier_free      numbers of stages that need no barrier before them (vkback/plan/sync.py)
+    sentinel_tensors  names of tensors that barrier-free stages spin on, each in memory of its own
+    sentinel_range    where these lie; it is filled with SENTINEL before every run
     """
 
     stages: list[list[Dispatch]]
     slots: dict[str, Slot] = field(default_factory=dict)
     activation_bytes: int = 0
-    joined: frozenset[int] = frozenset()
-    handed: frozenset[str] = frozenset()
-    emptied: Slot = Slot(0, 0)
+    barrier_free: frozenset[int] = frozenset()
+    sentinel_tensors: frozenset[str] = frozenset()
+    sentinel_range: Slot = Slot(0, 0)
 
     def dispatches(self) -> Iterable[Dispatch]:
         return (d for stage in self.stages for d in stage)

@@ -200,7 +200,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Overrides:
     """Tables with some parameters answered by hand.
 
     params  by family; the families' other parameters stay as the tables have them
@@ -220,7 +220,7 @@ class Fixed:
         return Choice({**choice.params, **mine}, self.source)
 
     @classmethod
-    def everywhere(cls, tables: Chooser, params: Mapping[str, Any], source: str) -> Fixed:
+    def everywhere(cls, tables: Chooser, params: Mapping[str, Any], source: str) -> Overrides:
         """With parameters answered by hand in every family that has them."""
         by_family = {name: {k: v for k, v in params.items() if k in family.set} for name, family in FAMILIES.items()}
         return cls(tables, {name: mine for name, mine in by_family.items() if mine}, source)

@@ -10,8 +10,8 @@ import numpy as np
 
 from vkback.device import Arena, BufferRange, Commands, Device, Kernel, KernelSpec
 from vkback.ops.base import Arg, Dispatch, PlanError, nbytes
-from vkback.plan.handover import EMPTY, STATE
 from vkback.plan.schedule import Schedule, aligned
+from vkback.plan.sync import SENTINEL, STATE
 from vkback.shader import ShaderLibrary, Variant
 
 
@@ -62,8 +62,8 @@ class Program:
             block = self._allocate("activations", schedule.activation_bytes)
             for name, slot in schedule.slots.items():
                 self._ranges[name] = block.slice(slot.offset, slot.size)
-        if schedule.emptied.size:
-            self._emptied = block.slice(schedule.emptied.offset, schedule.emptied.size)
+        if schedule.sentinel_range.size:
+            self._emptied = block.slice(schedule.sentinel_range.offset, schedule.sentinel_range.size)
         counters = [t for t in schedule.tensors().values() if t.kind == "counter" and t.name not in self._ranges]
         if counters:
             sizes = [aligned(nbytes(t)) for t in counters]
@@ -83,7 +83,7 @@ class Program:
         return self._ranges[name]
 
     @property
-    def gave_up(self) -> bool:
+    def timed_out(self) -> bool:
         """Whether a wait of any run so far took too long, by a read from the device."""
         return self.state is not None and bool(self.device.download(self.state, np.uint32)[0])
 
@@ -112,9 +112,9 @@ class Program:
             if timestamps:
                 rec.timestamp("start")
             if self._emptied is not None:
-                rec.fill(self._emptied, EMPTY)
+                rec.fill(self._emptied, SENTINEL)
             for i, stage in enumerate(self.schedule.stages):
-                if i and (barriers or timestamps or i not in self.schedule.joined):
+                if i and (barriers or timestamps or i not in self.schedule.barrier_free):
                     rec.barrier()
                 for d in stage:
                     kernel = self._kernels[d.kernel, len(d.args), len(d.push)]

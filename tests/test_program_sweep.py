@@ -13,41 +13,40 @@ import pytest
 from kernel_paths import planned_for
 from typer.testing import CliRunner
 
-from vkback.cli import main as cli
-from vkback.cli.tune import of_model
-from vkback.device import Device
-from vkback.graph import Tensor
-from vkback.harness import in_program
-from vkback.harness.in_program import (
+from vkback.autotune import program_sweep
+from vkback.autotune.own_table import TuneResult, table_text
+from vkback.autotune.points import Job, Point, actual, jobs_for, lowered, refusal
+from vkback.autotune.program_sweep import (
     CHECKED_TOKENS,
     PROLOGUE_STARTS,
     WAITING_STARTS,
     ProgramSweep,
     ProgramTrial,
     first_changed,
-    hands_over,
     replaced,
-    token_graph,
 )
-from vkback.harness.own_table import Result, table_text
-from vkback.harness.points import Job, Point, actual, jobs_for, lowered, refusal
-from vkback.harness.sweep import Sweep, Watcher
-from vkback.harness.timing import Lap
+from vkback.autotune.sweep import Sweep, Watcher
+from vkback.cli import main as cli
+from vkback.cli.tune import of_model
+from vkback.device import Device
+from vkback.graph import Tensor
 from vkback.models.registry import Model
 from vkback.ops.base import Array, LowerContext
 from vkback.paths import builtin_model, shader_root
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Fixed, Tuning, device_table, parse_table
+from vkback.plan.tuning import Overrides, Tuning, device_table, parse_table
 from vkback.shader import ShaderLibrary
+from vkback.timing.launches import Measurement
+from vkback.timing.token_program import is_barrier_free, token_graph
 
 H200 = "nvidia_h200_linux"
 Clock = Callable[[Callable[[Point], float]], None]
-WORD = {"schedule": {"handover": "word"}}
-SCHEDULE_ROW = '[[schedule]]\nn = 1\nset = { handover = "word" }\nmeasured = "test"\n'
+WORD = {"schedule": {"sync": "sentinel"}}
+SCHEDULE_ROW = '[[schedule]]\nn = 1\nset = { sync = "sentinel" }\nmeasured = "test"\n'
 
 
-def joined(ctx: LowerContext) -> LowerContext:
-    return dataclasses.replace(ctx, tuning=Fixed(ctx.tuning, WORD, "test"), handover=True)
+def barrier_free(ctx: LowerContext) -> LowerContext:
+    return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, WORD, "test"), sync="sentinel")
 
 
 def program_jobs(name: str, ctx: LowerContext) -> list[Job]:
@@ -59,20 +58,20 @@ def program_jobs(name: str, ctx: LowerContext) -> list[Job]:
 
 def test_the_tables_decide_whether_there_is_a_program_to_tune_in() -> None:
     model, ctx = Model.open(builtin_model("demo-moe")), planned_for(H200)
-    barriers = dataclasses.replace(ctx, tuning=Fixed(ctx.tuning, {"schedule": {"handover": "barrier"}}, "test"))
-    assert hands_over(model, joined(ctx))
-    assert not hands_over(model, barriers)
+    barriers = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {"schedule": {"sync": "barrier"}}, "test"))
+    assert is_barrier_free(model, barrier_free(ctx))
+    assert not is_barrier_free(model, barriers)
 
 
 @pytest.mark.parametrize("name", ["demo-dense", "demo-moe"])
 def test_a_point_takes_the_place_of_its_own_product_alone(name: str) -> None:
-    ctx = joined(planned_for(H200))
+    ctx = barrier_free(planned_for(H200))
     graph = token_graph(Model.open(builtin_model(name)))
     present = [d for stage in plan(graph, ctx).stages for d in stage]
     jobs = program_jobs(name, ctx)
     changed: set[int] = set()
     for job in jobs:
-        assert job.match["handover"] == 1
+        assert job.match["sync"] == "sentinel"
         assert job.line.endswith(f" in {name}")
         point = actual(Point(256, 16, 4, 1, 0, 0, 0, 0), job, job.context(ctx))
         other = plan(graph, dataclasses.replace(ctx, tuning=replaced(ctx.tuning, job, point)))
@@ -89,7 +88,7 @@ def test_a_point_takes_the_place_of_its_own_product_alone(name: str) -> None:
 
 def test_starts_are_legal_where_they_are_meant_for() -> None:
     ctx = planned_for(H200)
-    jobs = program_jobs("demo-dense", joined(ctx))
+    jobs = program_jobs("demo-dense", barrier_free(ctx))
     large = [dataclasses.replace(j, product=dataclasses.replace(j.product, m=8192, k=4096)) for j in jobs]
     for job in large:
         plain = job.product.out == "F32" and "norm" not in job.product.roles
@@ -108,14 +107,14 @@ def test_starts_are_legal_where_they_are_meant_for() -> None:
 
 
 class Runs:
-    """Sweeps of the dense built-in model in a folder whose table has its stages joined; few tokens, and a clock of its own."""
+    """Sweeps of the dense built-in model in a folder whose table has its stages barrier-free; few tokens, and a clock of its own."""
 
     def __init__(self, device: Device, folder: Path) -> None:
         self.device, self.folder = device, folder
         self.table = folder / device_table(device.caps)
         self.table.write_text(SCHEDULE_ROW)
         self.said: dict[Point, str] = {}
-        self.job = program_jobs("demo-dense", joined(LowerContext(device.caps, Tuning.for_device(device.caps))))[0]
+        self.job = program_jobs("demo-dense", barrier_free(LowerContext(device.caps, Tuning.for_device(device.caps))))[0]
 
     def sweep(self, library: ShaderLibrary) -> ProgramSweep:
         watcher = Watcher(point=lambda job, point, said: self.said.update({point: said}))
@@ -125,8 +124,8 @@ class Runs:
 
 @pytest.fixture
 def runs(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    monkeypatch.setattr(in_program, "TOKENS_PER_SUBMIT", 2)
-    monkeypatch.setattr(in_program, "DEPTH", 3)
+    monkeypatch.setattr(program_sweep, "TOKENS_PER_SUBMIT", 2)
+    monkeypatch.setattr(program_sweep, "DEPTH", 3)
     return Runs(device, tmp_path)
 
 
@@ -135,7 +134,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a token takes with a point in its program."""
 
     def to(time_us: Callable[[Point], float]) -> None:
-        monkeypatch.setattr(ProgramTrial, "lap", lambda self, point, repetitions: Lap(time_us(point), 0.0))
+        monkeypatch.setattr(ProgramTrial, "lap", lambda self, point, repetitions: Measurement(time_us(point), 0.0))
 
     return to
 
@@ -155,14 +154,14 @@ def test_the_quickest_token_is_kept_as_a_row_for_programs_that_hand_over(runs: R
     assert found.before == seen[0]
     assert not found.wrong
     rows = parse_table(runs.table.read_text(), runs.table.name)
-    assert [(r.family, r.match.get("handover")) for r in rows] == [("schedule", None), ("mat_vec", 1)]
-    assert rows[0].set == {"handover": "word"}
+    assert [(r.family, r.match.get("sync")) for r in rows] == [("schedule", None), ("mat_vec", "sentinel")]
+    assert rows[0].set == {"sync": "sentinel"}
     assert rows[1].measured.startswith(f"{found.date} {runs.device.caps.name}")
     assert f"{runs.job.line}: 99.50 us a token, was 100.00 ({found.source}, noise 0.10)" in rows[1].measured
     query = {**runs.job.match, "m": runs.job.product.m, "k": runs.job.product.k}
     tables = Tuning.for_device(runs.device.caps, user=runs.folder)
     assert Point(**tables.pick("mat_vec", **query).params) == found.after
-    assert tables.pick("mat_vec", **query | {"handover": 0}).source != tables.pick("mat_vec", **query).source
+    assert tables.pick("mat_vec", **query | {"sync": "barrier"}).source != tables.pick("mat_vec", **query).source
     assert sweep.ctx.tuning.pick("mat_vec", **query) == tables.pick("mat_vec", **query)  # the next job begins with it
     again = runs.sweep(library)
     assert again.run([runs.job], resume=True) == []
@@ -201,7 +200,7 @@ LANE = "    lane = tid % LANES;\n"
 
 
 TENTH_MORE = ("epilogue.glsl", "return NORMED(total[c]) + addend[c];", "return (WG == 8 ? 1.1 : 1.0) * NORMED(total[c]) + addend[c];")
-GIVING_UP = ("mat_vec.comp", LANE, f"{LANE}#if AWAITS && WG == 8\n    handover_failed = 1u;\n#endif\n")
+GIVING_UP = ("mat_vec.comp", LANE, f"{LANE}#if SPINS && WG == 8\n    spin_timeout = 1u;\n#endif\n")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_a_wrong_token_is_refused_and_named(
     runs: Runs, clock: Clock, fault: tuple[str, str, str], role: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock(lambda point: 50.0 if point.wg == 8 else 100.0)
-    jobs = program_jobs("demo-dense", joined(planned_for(H200)))
+    jobs = program_jobs("demo-dense", barrier_free(planned_for(H200)))
     job = next(j for j in jobs if j.product.out == "F32" and role in j.product.roles)
     before: list[Point] = []
 
@@ -236,7 +235,7 @@ def test_a_wrong_token_is_refused_and_named(
 
 @pytest.mark.vulkan
 def test_a_program_that_is_wrong_as_it_stands_is_a_fault(runs: Runs, tmp_path: Path) -> None:
-    library = broken(tmp_path, "mat_vec.comp", LANE, f"{LANE}#if AWAITS\n    handover_failed = 1u;\n#endif\n")
+    library = broken(tmp_path, "mat_vec.comp", LANE, f"{LANE}#if SPINS\n    spin_timeout = 1u;\n#endif\n")
     sweep = runs.sweep(library)
     assert sweep.run([runs.job]) == []
     assert "a wait for the stage before was given up" in sweep.faults[0]
@@ -258,11 +257,11 @@ def test_the_command_tunes_in_the_program_where_the_tables_hand_over(runs: Runs,
 
 
 def test_results_of_programs_and_of_chains_do_not_meet() -> None:
-    job = program_jobs("demo-dense", joined(planned_for(H200)))[0]
+    job = program_jobs("demo-dense", barrier_free(planned_for(H200)))[0]
     point = Point(64, 32, 2, 2, 0, 0, 0, 0)
 
-    def result(job: Job, latency: float) -> Result:
-        return Result(
+    def result(job: Job, latency: float) -> TuneResult:
+        return TuneResult(
             key=job.key, line=job.line, match=job.match, m=job.product.m, k=job.product.k, before=point, source="test", latency_before=10.0,
             throughput_before=9.0, after=point._replace(wg=128), latency=latency, throughput=7.0, noise=0.1, nbytes=28_000_000,
             read_rate=4000.0, tried=9, refused=3, wrong=(), date="2026-11-21",
@@ -271,7 +270,7 @@ def test_results_of_programs_and_of_chains_do_not_meet() -> None:
     chain = dataclasses.replace(job, program="")
     text = table_text([result(job, 900.0), result(chain, 8.0), result(dataclasses.replace(chain, path="float"), 9.0)], "Card", "driver 1")
     rows = parse_table(text, "device_card.toml")
-    assert sorted(r.match["handover"] for r in rows if r.family == "mat_vec") == [0, 0, 1]
+    assert sorted(r.match["sync"] for r in rows if r.family == "mat_vec") == ["barrier", "barrier", "sentinel"]
     (path,) = [r for r in rows if r.family == "mat_vec_path"]
     assert path.measured.endswith("latency 8.00 us in integers, 9.00 in floats")
 
@@ -283,7 +282,7 @@ class Answers:
         self._answers: dict[int, tuple[Array, Array]] = dict(zip(CHECKED_TOKENS, zip(logits, experts, strict=True), strict=True))
         self._first = first
         self._token = CHECKED_TOKENS[0]
-        self.schedule, self.gave_up = None, False
+        self.schedule, self.timed_out = None, False
 
     def run(self, token: int) -> Array:
         self._token = token
@@ -325,7 +324,7 @@ def test_tokens_may_choose_other_experts_and_the_first_result_may_not_differ(
     monkeypatch.setattr(trial, "_present", present, raising=False)
     monkeypatch.setattr(trial, "_want", [(want[i], [experts[i]]) for i in range(3)], raising=False)
     monkeypatch.setattr(trial, "_program", lambda point: candidate)
-    monkeypatch.setattr(in_program, "first_changed", lambda a, b: Tensor("y", "F32", (64,)))
+    monkeypatch.setattr(program_sweep, "first_changed", lambda a, b: Tensor("y", "F32", (64,)))
     told = trial.wrong(Point(64, 32, 1, 1, 0, 0, 0, 0))
     assert told.startswith(said) and bool(told) == bool(said)
 
@@ -333,7 +332,7 @@ def test_tokens_may_choose_other_experts_and_the_first_result_may_not_differ(
 @pytest.mark.parametrize("name", ["demo-dense", "demo-moe"])
 def test_the_first_tensor_that_another_kernel_makes(name: str) -> None:
     """Of every product whose results are handed over, and none where nothing has changed."""
-    ctx = joined(planned_for(H200))
+    ctx = barrier_free(planned_for(H200))
     graph = token_graph(Model.open(builtin_model(name)))
     present = plan(graph, ctx)
     assert first_changed(present, plan(graph, ctx)) is None
@@ -344,6 +343,6 @@ def test_the_first_tensor_that_another_kernel_makes(name: str) -> None:
         tensor = first_changed(present, other)
         if tensor is not None:
             maker = next(d for d in other.dispatches() if (d.kernel, d.groups) not in {(p.kernel, p.groups) for p in present.dispatches()})
-            assert tensor.name in {w for w, _ in maker.writes} and tensor.name in present.handed & other.handed
+            assert tensor.name in {w for w, _ in maker.writes} and tensor.name in present.sentinel_tensors & other.sentinel_tensors
             found.append(tensor.name)
     assert len(found) >= 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 from vkback.plan.tuning import Row, Tuning, parse_table, row_lines
 
 
-def rows_by_hand(text: str) -> list[Row]:
+def override_rows(text: str) -> list[Row]:
     """The rows of `FAMILY key=value ... : parameter=value ...`, several joined by `;`, checked as those of any table.
 
-    "attention : wg_size=512 steps=2"      "mat_vec ids=1 y=Q8_1 : wg=512 rows=2; schedule : handover=barrier"
+    "attention : wg_size=512 steps=2"      "mat_vec ids=1 y=Q8_1 : wg=512 rows=2; schedule : sync=barrier"
 
     Raises TuningError.
     """
@@ -17,12 +17,12 @@ def rows_by_hand(text: str) -> list[Row]:
         keys, _, params = part.partition(":")
         family, *match = keys.split() or [""]
         lines += row_lines(family, _values(match), _values(params.split()), "by hand")
-    return parse_table("\n".join(lines), "device_by_hand.toml")
+    return parse_table("\n".join(lines), "device_override.toml")
 
 
-def with_rows(tables: Tuning, text: str) -> Tuning:
+def with_overrides(tables: Tuning, text: str) -> Tuning:
     """Tables that the rows of `text` come before."""
-    return Tuning([rows_by_hand(text), *tables.tables])
+    return Tuning([override_rows(text), *tables.tables])
 
 
 def _values(words: list[str]) -> dict[str, int | str]:

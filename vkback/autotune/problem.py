@@ -31,7 +31,7 @@ class CaseError(VkbackError):
 
 
 @dataclass(frozen=True)
-class Product:
+class MatVecProblem:
     """One product of the mat-vec family.
 
     m        weight rows (of one expert); with `glu` twice the output rows
@@ -56,7 +56,7 @@ class Product:
             raise CaseError(f"[case] {self.line}: a token uses {self.used} of {self.experts} experts; expected 1 to {self.experts}")
 
     @classmethod
-    def of(cls, node: Node) -> Product:
+    def of(cls, node: Node) -> MatVecProblem:
         """The product that a MAT_VEC node carries out."""
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         w, x = by["w"], by["x"]
@@ -69,7 +69,7 @@ class Product:
         )  # fmt: skip
 
     @classmethod
-    def parse(cls, text: str) -> Product:
+    def parse(cls, text: str) -> MatVecProblem:
         """From MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336), MUL_MAT_ID(... n_mats=128,n_used=8) or MAT_VEC(... fused=norm+bias,glu=1,out=Q8_1).
 
         Keys that only say how values are made (seed, type_b, b, oai, gating, norm_w, ties) are passed over. Raises CaseError.
@@ -126,7 +126,7 @@ class Product:
         parts |= {"x": self.x} if self.x != "F32" else {}
         return f"MAT_VEC({','.join(f'{k}={v}' for k, v in parts.items())})"
 
-    def with_x(self, type: str) -> Product:
+    def with_x(self, type: str) -> MatVecProblem:
         return replace(self, x=type)
 
     def node(self) -> Node:

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 from vkback import quants
+from vkback.autotune.problem import MatVecProblem
 from vkback.device import Capabilities, Device
-from vkback.harness.products import Product
-from vkback.ops.base import FAMILIES, OPS, Dispatch, LowerContext, PlanError, ceil_div
+from vkback.ops.base import FAMILIES, OPS, Act, Dispatch, LowerContext, PlanError, ceil_div
 from vkback.ops.mat_vec import INT_QUANTS, path_for, subgroup_for
 from vkback.plan.planner import check_limits
-from vkback.plan.tuning import Fixed
+from vkback.plan.tuning import Overrides
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 
-Path2 = Literal["int", "float"]
+MatVecPath = Literal["int", "float"]
 
 REGISTER_WORDS = 96
 """Weights in flight a thread, 32-bit words: with sums, activations and addresses about what 255 registers hold; more spills."""
@@ -65,8 +65,8 @@ class Job:
     program  the model in whose token's program it is timed; "" in a chain of its own launches, with barriers between
     """
 
-    product: Product
-    path: Path2
+    product: MatVecProblem
+    path: MatVecPath
     count: int = 1
     program: str = ""
 
@@ -76,7 +76,7 @@ class Job:
         p = self.product
         return {
             "y": p.out, "prologue": 2 if "norm" in p.roles else 0, "ids": p.ids, "glu": int(p.glu), "n": p.n, "quant": p.quant,
-            "path": self.path, "handover": int(bool(self.program)),
+            "path": self.path, "sync": "sentinel" if self.program else "barrier",
         }  # fmt: skip
 
     @property
@@ -90,12 +90,16 @@ class Job:
 
     def context(self, ctx: LowerContext, point: Point | None = None) -> LowerContext:
         """The context that leads to this path, and to a point."""
-        tuning = ctx.tuning if point is None else Fixed(ctx.tuning, {"mat_vec": point._asdict()}, "sweep")
-        return dataclasses.replace(ctx, tuning=tuning, act="q8_1" if self.path == "int" else "f32", handover=bool(self.program))
+        tuning = ctx.tuning if point is None else Overrides(ctx.tuning, {"mat_vec": point._asdict()}, "sweep")
+        act: Act = "q8_1" if self.path == "int" else "f32"
+        return dataclasses.replace(ctx, tuning=tuning, act=act, sync="sentinel" if self.program else "barrier")
 
 
 def jobs_for(
-    products: Iterable[tuple[Product, int]], ctx: LowerContext, paths: Literal["auto", "int", "float", "both"] = "auto", program: str = ""
+    products: Iterable[tuple[MatVecProblem, int]],
+    ctx: LowerContext,
+    paths: Literal["auto", "int", "float", "both"] = "auto",
+    program: str = "",
 ) -> list[Job]:
     """A job for each product and path, the most bytes a token first; of products that tables cannot tell apart the one with most inputs."""
     jobs: dict[str, Job] = {}
@@ -108,7 +112,7 @@ def jobs_for(
                 continue
             # In a schedule the producer leaves x as the product wants it; a norm in the prologue takes it as F32.
             x = "Q8_1" if path == "int" and "norm" not in product.roles else "F32"
-            job = Job(product.with_x(x), cast(Path2, path), count, program)
+            job = Job(product.with_x(x), cast(MatVecPath, path), count, program)
             known = jobs.get(job.key)
             if known is not None:
                 job = dataclasses.replace(max(job, known, key=lambda j: len(j.product.roles)), count=known.count + count)

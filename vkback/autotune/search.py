@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from vkback.device.errors import DeviceLost
 from vkback.errors import VkbackError
-from vkback.harness.timing import Lap, lap_of
+from vkback.timing.launches import Measurement, measurement_of
 
 RELATIVE_NOISE = 0.01
 """Differences below this share are noise whatever the spread says: clocks and memory refresh move medians by about as much."""
@@ -33,7 +33,7 @@ class SweepError(VkbackError):
 class Timed(Protocol[P_contra]):
     """What a duel needs of a trial."""
 
-    def lap(self, point: P_contra, repetitions: int) -> Lap:
+    def measure(self, point: P_contra, repetitions: int) -> Measurement:
         """The time that points are compared by."""
 
 
@@ -48,8 +48,8 @@ class Tried(Timed[P_contra], Protocol[P_contra]):
 
 
 @dataclass
-class Climb(Generic[P]):
-    """A search under way: laps of points, what was refused and what was wrong.
+class Search(Generic[P]):
+    """A search under way: measured of points, what was refused and what was wrong.
 
     refusal   why a point is not worth compiling; "" when it is
     told      of every point and what became of it
@@ -64,29 +64,29 @@ class Climb(Generic[P]):
     deadline: float
     software: bool
     trying: Callable[[P], AbstractContextManager[None]] = lambda point: nullcontext()
-    laps: dict[P, Lap] = field(default_factory=dict)
+    measured: dict[P, Measurement] = field(default_factory=dict)
     refused: dict[P, str] = field(default_factory=dict)
     wrong: dict[P, str] = field(default_factory=dict)
 
     def best(self, count: int) -> list[P]:
-        return sorted(self.laps, key=lambda p: self.laps[p].us)[:count]
+        return sorted(self.measured, key=lambda p: self.measured[p].us)[:count]
 
     def begin(self, points: Iterable[P], present: P, about: str) -> None:
         """Try the first points. Raises SweepError where the present one, of which `about` tells, is not among those that are right."""
         self.attempt(points)
-        if present not in self.laps:
+        if present not in self.measured:
             raise SweepError(
                 f"[tune] {about} gives no right result: {self.wrong.get(present) or self.refused.get(present)}. "
                 "vkback doctor looks for the setting that cures it"
             )
 
-    def to_the_top(self, neighbours: Callable[[P], Iterable[P]]) -> None:
+    def hill_climb(self, neighbours: Callable[[P], Iterable[P]]) -> None:
         """From the best point to the best of its neighbours, until none is better or time is up."""
         best = self.best(1)[0]
         while time.monotonic() < self.deadline:
             self.attempt(neighbours(best))
             for point in self.best(4):
-                self.laps[point] = self.trial.lap(point, 3)
+                self.measured[point] = self.trial.measure(point, 3)
             found = self.best(1)[0]
             if found == best:
                 return
@@ -109,13 +109,13 @@ class Climb(Generic[P]):
                 for point in batch:
                     with self.trying(point):
                         self._try(point)
-                if time.monotonic() > self.deadline and self.laps:
+                if time.monotonic() > self.deadline and self.measured:
                     return
                 if more and self.software:
                     ready = pool.submit(self.trial.compile, batches[i + 1])
 
     def _is_new(self, point: P) -> bool:
-        if point in self.laps or point in self.refused or point in self.wrong:
+        if point in self.measured or point in self.refused or point in self.wrong:
             return False
         why = self.refusal(point)
         if why:
@@ -138,30 +138,30 @@ class Climb(Generic[P]):
             self.wrong[point] = why
             self.told(point, f"WRONG RESULT: {why}")
         else:
-            self.laps[point] = self.trial.lap(point, 1)
-            self.told(point, f"{self.laps[point].us:.2f} us")
+            self.measured[point] = self.trial.measure(point, 1)
+            self.told(point, f"{self.measured[point].us:.2f} us")
 
 
-def beats(new: Lap, old: Lap, share: float = RELATIVE_NOISE) -> bool:
+def beats(new: Measurement, old: Measurement, share: float = RELATIVE_NOISE) -> bool:
     """Whether a time is shorter beyond the noise of both."""
     return bool(old.us - new.us > noise(new, old, share))
 
 
-def noise(a: Lap, b: Lap, share: float = RELATIVE_NOISE) -> float:
+def noise(a: Measurement, b: Measurement, share: float = RELATIVE_NOISE) -> float:
     return max(2 * (a.spread_us + b.spread_us), share * max(a.us, b.us))
 
 
-def duel(trial: Timed[P], incumbent: P, challengers: Sequence[P], share: float) -> tuple[P, dict[P, Lap]]:
+def duel(trial: Timed[P], incumbent: P, challengers: Sequence[P], share: float) -> tuple[P, dict[P, Measurement]]:
     """Who is left when each challenger has met the best before it, the incumbent first; and everyone's time. All take turns, and to win
     takes a median better beyond the noise (at least `share` of the time) and the better time in every round."""
     points = list(dict.fromkeys([incumbent, *challengers]))
     times: dict[P, list[float]] = {p: [] for p in points}
     for _ in range(DUEL_ROUNDS):
         for p in points:
-            times[p].append(trial.lap(p, 2).us)
-    laps = {p: lap_of(t) for p, t in times.items()}
+            times[p].append(trial.measure(p, 2).us)
+    measured = {p: measurement_of(t) for p, t in times.items()}
     best = incumbent
     for p in points[1:]:
-        if beats(laps[p], laps[best], share) and all(new < old for new, old in zip(times[p], times[best], strict=True)):
+        if beats(measured[p], measured[best], share) and all(new < old for new, old in zip(times[p], times[best], strict=True)):
             best = p
-    return best, laps
+    return best, measured

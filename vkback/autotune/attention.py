@@ -18,15 +18,16 @@ from datetime import date
 from functools import partial
 from typing import Any, NamedTuple
 
+from vkback.autotune.own_table import OwnTable
+from vkback.autotune.program_sweep import TOKEN_NOISE, ProgramTrial
+from vkback.autotune.search import Search, duel, noise
 from vkback.device import Capabilities
 from vkback.graph import Graph
-from vkback.harness.climb import Climb, duel, noise
-from vkback.harness.in_program import TOKEN_NOISE, ProgramTrial, Tokens
-from vkback.harness.own_table import OwnTable
 from vkback.ops.attention import DECODE_TOKENS, shape_for
 from vkback.ops.base import Choice, Chooser, LowerContext, PlanError
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Fixed, Row, parse_table, row_lines
+from vkback.plan.tuning import Overrides, Row, parse_table, row_lines
+from vkback.timing.token_program import Tokens
 
 SPREAD = math.sqrt(2)
 """A row speaks for caches up to this factor larger or smaller."""
@@ -50,7 +51,7 @@ class AttentionPoint(NamedTuple):
         )
 
 
-class Form(NamedTuple):
+class AttentionShape(NamedTuple):
     """Attention that the tables cannot tell apart."""
 
     n_head: int
@@ -67,7 +68,7 @@ class Form(NamedTuple):
 class AttentionResult:
     """What a form came to. us: microseconds a token; before and after are the same where nothing beats the tables."""
 
-    form: Form
+    form: AttentionShape
     depth: int
     before: AttentionPoint
     source: str
@@ -100,22 +101,22 @@ class _Asked:
     """Tables that remember which attention they were asked for."""
 
     tables: Chooser
-    forms: dict[Form, None] = field(default_factory=dict)
+    forms: dict[AttentionShape, None] = field(default_factory=dict)
 
     def pick(self, family: str, **query: Any) -> Choice:
         if family == "attention":
-            self.forms[Form(*(query[name] for name in Form._fields))] = None
+            self.forms[AttentionShape(*(query[name] for name in AttentionShape._fields))] = None
         return self.tables.pick(family, **query)
 
 
-def forms_of(graph: Graph, ctx: LowerContext) -> list[Form]:
+def attention_shapes(graph: Graph, ctx: LowerContext) -> list[AttentionShape]:
     """The forms of attention in a graph's schedule."""
     asked = _Asked(ctx.tuning)
     plan(graph, dataclasses.replace(ctx, tuning=asked))
     return list(asked.forms)
 
 
-def actual(choice: Choice, form: Form, ctx: LowerContext) -> AttentionPoint:
+def actual(choice: Choice, form: AttentionShape, ctx: LowerContext) -> AttentionPoint:
     """The point that a kernel of one token is built for when the tables say `choice`. Raises PlanError where there is none."""
     s = shape_for(choice, 1, form.n_head, form.n_head_kv, form.head_dim, form.n_ctx, 0, fused=True, quantizes=True, ctx=ctx)
     return AttentionPoint(s.wg, s.lanes, s.steps, s.queries, choice["groups"], choice["rows_per_split"])
@@ -145,7 +146,7 @@ def neighbours(point: AttentionPoint, choices: Mapping[str, Sequence[int]]) -> I
         yield point._replace(**{up: getattr(point, up) * 2, down: max(1, getattr(point, down) // 2)})
 
 
-def refusal(point: AttentionPoint, form: Form, ctx: LowerContext) -> str:
+def refusal(point: AttentionPoint, form: AttentionShape, ctx: LowerContext) -> str:
     """Why a point is not worth compiling: the planner would make another of it; "" when it is."""
     try:
         real = actual(Choice(point._asdict(), "sweep"), form, ctx)
@@ -154,13 +155,13 @@ def refusal(point: AttentionPoint, form: Form, ctx: LowerContext) -> str:
     return ", ".join(f"{name} = {a} would become {b}" for name, a, b in zip(point._fields, point, real, strict=True) if a != b)
 
 
-def key_of(form: Form, depth: int) -> str:
+def key_of(form: AttentionShape, depth: int) -> str:
     """The journal's key of a form with so many rows of the cache in use."""
     return json.dumps(["attention", *form, depth])
 
 
 def tune_attention(
-    tokens: Tokens, ctx: LowerContext, form: Form, own: OwnTable, seconds: float,
+    tokens: Tokens, ctx: LowerContext, form: AttentionShape, own: OwnTable, seconds: float,
     watch: Callable[[AttentionPoint, str], None] = lambda point, said: None,
 ) -> AttentionResult:  # fmt: skip
     """Look for a point that beats the tables beyond the noise, from the tables' own on, always to the best neighbour, for so long. What
@@ -175,20 +176,20 @@ def tune_attention(
     before = actual(choice, form, ctx)
 
     def tables(point: AttentionPoint) -> Chooser:
-        return Fixed(ctx.tuning, {"attention": point._asdict()}, "sweep", asked)
+        return Overrides(ctx.tuning, {"attention": point._asdict()}, "sweep", asked)
 
     def refused(point: AttentionPoint) -> str:
         return refusal(point, form, ctx) or own.journal.refusal(key, point)
 
     with ProgramTrial(tokens, ctx, form.line, tables) as trial:
-        climb = Climb(trial, refused, watch, time.monotonic() + seconds, ctx.caps.software, partial(own.journal.trying, key))
+        climb = Search(trial, refused, watch, time.monotonic() + seconds, ctx.caps.software, partial(own.journal.trying, key))
         climb.begin([before], before, f"{form.line}: the kernel that the tables choose ({choice.source}: {before.text})")
         choices = axes(ctx.caps)
-        climb.to_the_top(lambda point: neighbours(point, choices))
-        after, laps = duel(trial, before, climb.best(2), TOKEN_NOISE)
+        climb.hill_climb(lambda point: neighbours(point, choices))
+        after, measured = duel(trial, before, climb.best(2), TOKEN_NOISE)
     result = AttentionResult(
-        form=form, depth=tokens.depth, before=before, source=choice.source, before_us=laps[before].us, after=after,
-        after_us=laps[after].us, noise_us=noise(laps[after], laps[before], TOKEN_NOISE), tried=len(climb.laps),
+        form=form, depth=tokens.depth, before=before, source=choice.source, before_us=measured[before].us, after=after,
+        after_us=measured[after].us, noise_us=noise(measured[after], measured[before], TOKEN_NOISE), tried=len(climb.measured),
         wrong=tuple(f"{p.text}: {why}" for p, why in climb.wrong.items()),
     )  # fmt: skip
     own.journal.finish("attention", key, dataclasses.asdict(result))

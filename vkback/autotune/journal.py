@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vkback.harness.climb import SweepError
+from vkback.autotune.search import SweepError
 from vkback.paths import write_atomic
 from vkback.shader import ShaderLibrary
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vkback.autotune.journal import Journal, kernel_identity
+from vkback.autotune.points import Point
+from vkback.autotune.search import SweepError
 from vkback.device import Device
-from vkback.harness.climb import SweepError
-from vkback.harness.journal import Journal, kernel_identity
-from vkback.harness.points import Point
 from vkback.paths import tuning_root, write_atomic
 from vkback.plan.tuning import Row, Tuning, device_table, load_table, parse_table, row_lines
 from vkback.shader import ShaderLibrary
 
 
 @dataclass(frozen=True)
-class Result:
+class TuneResult:
     """What a job came to. Times are microseconds a launch: `latency` of one that waits for the one before, `throughput` back to back; of a
     job in a program both are microseconds a token, and `nbytes` what a token reads.
 
@@ -63,7 +63,7 @@ class Result:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Result:
+    def from_json(cls, values: Mapping[str, Any]) -> TuneResult:
         return cls(**{**values, "before": Point(*values["before"]), "after": Point(*values["after"]), "wrong": tuple(values["wrong"])})
 
 
@@ -84,15 +84,15 @@ class OwnTable:
         )
 
     @property
-    def results(self) -> list[Result]:
+    def results(self) -> list[TuneResult]:
         """Of products, as the journal has them."""
-        return [Result.from_json(values) for values in self.journal.results("mat_vec").values()]
+        return [TuneResult.from_json(values) for values in self.journal.results("mat_vec").values()]
 
     def tables(self) -> Tuning:
         """The tables that come with vkback, this one before them."""
         return Tuning.for_device(self._caps, tuning_root(), user=self._folder)
 
-    def keep(self, result: Result) -> None:
+    def keep(self, result: TuneResult) -> None:
         """Write down what a product came to."""
         self.journal.finish("mat_vec", result.key, result.to_json())
         self.write()
@@ -119,7 +119,7 @@ def edges(values: Sequence[int]) -> dict[int, tuple[int, int]]:
     return {v: (low, high) for v, low, high in zip(ordered, lows, highs, strict=True)}
 
 
-def table_text(results: Iterable[Result], device: str, driver: str, others: Iterable[Row] = ()) -> str:
+def table_text(results: Iterable[TuneResult], device: str, driver: str, others: Iterable[Row] = ()) -> str:
     """The table of a device: a row for each result that beat the shipped tables, for the sizes around its own; and rows that no sweep
     makes, as they were."""
     lines = [
@@ -128,7 +128,7 @@ def table_text(results: Iterable[Result], device: str, driver: str, others: Iter
     ]
     for row in others:
         lines += ["", *row_lines(row.family, row.match, row.set, row.measured)]
-    forms: dict[str, list[Result]] = {}
+    forms: dict[str, list[TuneResult]] = {}
     for result in results:
         forms.setdefault(json.dumps(result.match, sort_keys=True), []).append(result)
     for _, form in sorted(forms.items()):
@@ -143,8 +143,8 @@ def table_text(results: Iterable[Result], device: str, driver: str, others: Iter
     return "\n".join(lines) + "\n"
 
 
-def _result_lines(result: Result, m: tuple[int, int], k: tuple[int, int], device: str, driver: str) -> list[str]:
-    if result.match["handover"]:
+def _result_lines(result: TuneResult, m: tuple[int, int], k: tuple[int, int], device: str, driver: str) -> list[str]:
+    if result.match["sync"] == "sentinel":
         times = f"{result.latency:.2f} us a token, was {result.latency_before:.2f} ({result.source}, noise {result.noise:.2f})"
     else:
         times = (
@@ -160,10 +160,10 @@ def _range(ends: tuple[int, int]) -> dict[str, int]:
     return {"min": ends[0], "max": ends[1]}
 
 
-def _path_rows(forms: Mapping[str, Sequence[Result]], device: str, driver: str) -> Iterator[list[str]]:
+def _path_rows(forms: Mapping[str, Sequence[TuneResult]], device: str, driver: str) -> Iterator[list[str]]:
     """Rows that choose the path, for products that were tuned on both. Fused forms share the choice of the plain one, if that was tuned."""
-    pairs: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Result]]] = {}
-    for result in (r for form in forms.values() for r in form if not r.match["handover"]):
+    pairs: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, TuneResult]]] = {}
+    for result in (r for form in forms.values() for r in form if r.match["sync"] == "barrier"):
         match = result.match
         fused = (match["prologue"], match["glu"], match["y"])
         product = pairs.setdefault((match["ids"], match["n"], match["quant"], result.m, result.k), {})

@@ -16,10 +16,10 @@ import numpy as np
 
 from vkback.device import BufferRange, Commands, Device
 from vkback.graph import Node, Tensor
-from vkback.harness.runner import NAN_WORD, Array, decoded, stored_bytes
-from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, Problem, nbytes, shards
+from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, Problem, nbytes, shards
 from vkback.plan.schedule import into_stages
 from vkback.program import compile_kernels
+from vkback.program.values import NAN_WORD, decoded, stored_bytes
 from vkback.shader import ShaderLibrary
 
 COLD_BYTES = 512 << 20
@@ -58,7 +58,7 @@ def read_share(node: Node) -> float:
 
 
 @dataclass(frozen=True)
-class Lap:
+class Measurement:
     """Microseconds a launch: median over repetitions, the spread (half the range between first and third quartile), each repetition."""
 
     us: float
@@ -192,7 +192,7 @@ class Bench:
                 found += self._measure(commands, count, -(-repetitions // rounds))
         for commands in recorded:
             commands.destroy()
-        through, latency = map(lap_of, times)
+        through, latency = map(measurement_of, times)
         return Timing(
             through.us, through.spread_us, latency.us, latency.spread_us, sum(d.nbytes for d in dispatches),
             sum(d.flops for d in dispatches), count, through.samples,
@@ -205,10 +205,10 @@ class Bench:
         enough = 16 if self.device.caps.device_type == "cpu" else min(MOST_LAUNCHES, STEADY_BYTES // once)
         return max(1, -(-enough // self.copies)) * self.copies
 
-    def lap(
+    def measure(
         self, ctx: LowerContext, *, chained: bool, launches: int | None = None, repetitions: int = 5, warm_s: float = 0.05,
         node: Node | None = None,
-    ) -> Lap:
+    ) -> Measurement:
         """Time launches of the node as `ctx` lowers it. chained: each waits for the one before."""
         node = node or self.problem.node
         dispatches = OPS[node.op].lower(node, ctx)
@@ -217,7 +217,7 @@ class Bench:
         warm_up(self.device, commands, warm_s)
         times = self._measure(commands, count, repetitions)
         commands.destroy()
-        return lap_of(times)
+        return measurement_of(times)
 
     def _measure(self, commands: Commands, count: int, repetitions: int) -> list[float]:
         """Microseconds a launch of each repetition."""
@@ -278,5 +278,5 @@ class Bench:
         return heavy[arg.shard] if heavy is not None else self._own[launch % len(self._own)][name]
 
 
-def lap_of(times: Sequence[float]) -> Lap:
-    return Lap(float(np.median(times)), float(np.subtract(*np.percentile(times, [75, 25])) / 2), tuple(times))
+def measurement_of(times: Sequence[float]) -> Measurement:
+    return Measurement(float(np.median(times)), float(np.subtract(*np.percentile(times, [75, 25])) / 2), tuple(times))

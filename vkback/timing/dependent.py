@@ -17,14 +17,14 @@ import numpy as np
 
 from vkback.device import BufferRange, Commands, Device
 from vkback.graph import Graph, Tensor
-from vkback.harness.runner import stored_bytes
-from vkback.harness.timing import COLD_BYTES, Lap, lap_of, rotates, span_us, stamp, warm_up
 from vkback.ops.base import Array, LowerContext, Problem, ceil_div, nbytes, shards
 from vkback.ops.mat_vec import fused_case
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program, WeightRanges, compile_kernels
+from vkback.program.values import stored_bytes
 from vkback.shader import ShaderLibrary
+from vkback.timing.launches import COLD_BYTES, Measurement, measurement_of, rotates, span_us, stamp, warm_up
 
 ROUNDS, SOFTWARE_ROUNDS = 64, 4
 """Rounds of one run: its first stages stand behind barriers whatever the tables say, and are little beside the others."""
@@ -37,11 +37,11 @@ class DependentTiming:
     joined    as planned; None where the plan joins no stage
     barriers  with a barrier before every stage
     y         what the last product made, F32 [k]
-    wrong     what makes the figure of joined stages worthless, "" if nothing
+    wrong     what makes the figure of barrier-free stages worthless, "" if nothing
     """
 
-    joined: Lap | None
-    barriers: Lap
+    barrier_free: Measurement | None
+    barriers: Measurement
     y: Array
     wrong: str = ""
 
@@ -130,20 +130,20 @@ class Dependent:
         program = Program(self.device, self.library, schedule, self.ranges, self.weights)
         try:
             barriers, y = self._lap(program, program.record("barriers", barriers=True), repetitions)
-            if not schedule.joined:
+            if not schedule.barrier_free:
                 return DependentTiming(None, barriers, y)
-            joined, y_joined = self._lap(program, program.record("joined"), repetitions)
-            gave_up = program.gave_up
+            barrier_free, y_joined = self._lap(program, program.record("barrier_free"), repetitions)
+            timed_out = program.timed_out
         finally:
             program.close()
-        wrong = "a wait was given up" if gave_up else "" if y.tobytes() == y_joined.tobytes() else "other results than with barriers"
-        return DependentTiming(joined, barriers, y, wrong)
+        wrong = "a wait was given up" if timed_out else "" if y.tobytes() == y_joined.tobytes() else "other results than with barriers"
+        return DependentTiming(barrier_free, barriers, y, wrong)
 
-    def _lap(self, program: Program, run: Commands, repetitions: int) -> tuple[Lap, Array]:
+    def _lap(self, program: Program, run: Commands, repetitions: int) -> tuple[Measurement, Array]:
         """Microseconds a round, and the last y."""
         warm_up(self.device, run, 0.05)
         times = [span_us(self.device, self._start, run, self._end) / self.rounds for _ in range(repetitions)]
-        return lap_of(times), self.device.download(program.range(self.graph.outputs[0].name), np.float32)
+        return measurement_of(times), self.device.download(program.range(self.graph.outputs[0].name), np.float32)
 
 
 def _linked(problems: Sequence[Problem], rounds: int, copies: int) -> Graph:

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 
 from vkback.device import BufferRange, Device, Kernel
-from vkback.harness.timing import COLD_BYTES, span_us, warm_up
 from vkback.ops.base import MAX_GROUPS_X, pack_push
 from vkback.shader import ShaderLibrary, Variant
+from vkback.timing.launches import COLD_BYTES, span_us, warm_up
 
 UNROLL = 4
 SEED = 0x9E3779B9

@@ -13,14 +13,14 @@ from math import prod
 
 import numpy as np
 
+from vkback.autotune.sweep import WARM_S
 from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.graph import Tensor
-from vkback.harness.in_program import TokenProgram, Tokens
-from vkback.harness.sweep import WARM_S
-from vkback.harness.timing import warm_up
 from vkback.ops.base import Arg, Array, Dispatch
 from vkback.plan.schedule import Schedule
+from vkback.timing.launches import warm_up
+from vkback.timing.token_program import TokenProgram, Tokens
 
 POINTS = ("begin", "there", "done", "end")
 """The marks of shaders/common/clock.glsl: started, what is awaited is there, sums made, results stored."""
@@ -60,7 +60,7 @@ def with_clocks(schedule: Schedule, max_bindings: int) -> Schedule:
 
 
 def _marked(d: Dispatch, name: str, max_bindings: int) -> Dispatch:
-    if d.handover is None or len(d.args) >= max_bindings:
+    if d.waits is None or len(d.args) >= max_bindings:
         return d
     defines = {**dict(d.kernel.defines), "CLOCKS": 1, "BIND_CLOCKS": len(d.args)}
     kernel = dataclasses.replace(d.kernel, defines=tuple(sorted(defines.items())))

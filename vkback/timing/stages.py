@@ -15,8 +15,6 @@ from vkback.device import BufferRange, Capabilities, Device
 from vkback.device.capabilities import PROFILE_DIR
 from vkback.errors import VkbackError
 from vkback.graph import Tensor
-from vkback.harness.read_rate import UNROLL, measure_read_rate
-from vkback.harness.timing import span_us, warm_up
 from vkback.models.registry import Model
 from vkback.models.weights import load_weights
 from vkback.ops.base import nbytes, pack_push
@@ -24,6 +22,8 @@ from vkback.plan.forecast import Costs
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program, WeightRanges
 from vkback.shader import ShaderLibrary, Variant
+from vkback.timing.launches import span_us, warm_up
+from vkback.timing.read_rate import UNROLL, measure_read_rate
 
 STAGE_BYTES, SOFTWARE_STAGE_BYTES = 1 << 20, 1 << 14
 """What a stage of the probe reads: little enough that its fixed cost shows, on a GPU enough to occupy every core."""
@@ -32,10 +32,10 @@ PEAK_SHARE = 0.95
 """Of a vendor's peak bandwidth, what a device reads: 4544 of 4800 GB/s on an H200."""
 PROFILE_STAGE_US = 3.0
 """Of a stage of a device that is not here: launch, barrier and memory's way to full speed, 2.7 to 3.1 us on an H200."""
-JOINED_SHARE = 1 / 3
-"""Of a stage's cost, what a joined one takes (docs/architecture.md, Hand-over). On an H200 a token of llama 1B Q4_K_S with 80 joined stages
-took 150 us less (1830 -> 2520 tokens/s), one of 8B with 160 took 337 us less (556 -> 684): 1.9 and 2.1 of a stage's 3.0 us. No other device
-was measured."""
+BARRIER_FREE_SHARE = 1 / 3
+"""Of a stage's cost, what a barrier-free one takes (docs/architecture.md). On an H200 a token of llama 1B Q4_K_S with 80 barrier-free
+stages took 150 us less (1830 -> 2520 tokens/s), one of 8B with 160 took 337 us less (556 -> 684): 1.9 and 2.1 of a stage's 3.0 us. No
+other device was measured."""
 UNKNOWN_GB_S = {"discrete": 400.0, "integrated": 60.0, "cpu": 20.0}
 """Read rate of a profile that names no peak, by type of device: the middle of what is sold."""
 
@@ -65,14 +65,14 @@ def profile_costs(profile: str, caps: Capabilities) -> Costs:
     else:
         rate = UNKNOWN_GB_S.get(caps.device_type, UNKNOWN_GB_S["integrated"])
         why = f"a guess for a device of type {caps.device_type}, whose peak is not known"
-    return Costs(rate, PROFILE_STAGE_US, JOINED_SHARE * PROFILE_STAGE_US, f"{why}; {PROFILE_STAGE_US:g} us a stage as an H200 takes")
+    return Costs(rate, PROFILE_STAGE_US, BARRIER_FREE_SHARE * PROFILE_STAGE_US, f"{why}; {PROFILE_STAGE_US:g} us a stage as an H200 takes")
 
 
 def device_costs(device: Device, library: ShaderLibrary) -> Costs:
     """Costs measured on the device now."""
     rate = measure_read_rate(device, library)
     stage = measure_stage_us(device, library, rate.bytes_per_second)
-    return Costs(rate.gb_s, stage, JOINED_SHARE * stage, "both just measured")
+    return Costs(rate.gb_s, stage, BARRIER_FREE_SHARE * stage, "both just measured")
 
 
 def measure_stage_us(device: Device, library: ShaderLibrary, bytes_per_second: float) -> float:

@@ -25,18 +25,18 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
+from vkback.autotune.own_table import OwnTable, TuneResult
+from vkback.autotune.points import Job, Point, actual, axes, compile_points, lowered, neighbours, refusal
+from vkback.autotune.problem import MatVecProblem
+from vkback.autotune.search import RELATIVE_NOISE, Search, SweepError, Tried, duel, noise
 from vkback.device import Device
 from vkback.errors import VkbackError
-from vkback.harness.climb import RELATIVE_NOISE, Climb, SweepError, Tried, duel, noise
 from vkback.harness.judge import judge
-from vkback.harness.own_table import OwnTable, Result
-from vkback.harness.points import Job, Point, actual, axes, compile_points, lowered, neighbours, refusal
-from vkback.harness.products import Product
-from vkback.harness.timing import Bench, Lap
 from vkback.ops.base import OPS, Array, Chooser, LowerContext, PlanError, Problem
 from vkback.paths import tuning_root
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
+from vkback.timing.launches import Bench, Measurement
 
 CHECKED_WEIGHTS = 64 << 20
 """Weights beyond which the reference is computed for a part of the rows only; decoding takes about a second for 30 million."""
@@ -68,7 +68,7 @@ class Expected:
     values: Array
 
 
-def expected(problem: Problem, product: Product) -> Expected:
+def expected(problem: Problem, product: MatVecProblem) -> Expected:
     """The reference, block of rows by block; of a product with more than CHECKED_WEIGHTS weights the first, the last and two others."""
     node = problem.node
     by = dict(zip(node.params["roles"], node.inputs, strict=True))
@@ -115,7 +115,7 @@ class Watcher:
 
     begin: Callable[[Job, int, int], None] = lambda job, number, total: None
     point: Callable[[Job, Point, str], None] = lambda job, point, said: None
-    end: Callable[[Result], None] = lambda result: None
+    end: Callable[[TuneResult], None] = lambda result: None
 
 
 class Trial(Tried[Point], Protocol):
@@ -150,11 +150,11 @@ class ChainTrial:
     def wrong(self, point: Point) -> str:
         return wrong(self._bench, self._job, self._job.context(self._ctx, point), self._want)
 
-    def lap(self, point: Point, repetitions: int) -> Lap:
-        return self._bench.lap(self._job.context(self._ctx, point), chained=True, repetitions=repetitions, warm_s=WARM_S)
+    def measure(self, point: Point, repetitions: int) -> Measurement:
+        return self._bench.measure(self._job.context(self._ctx, point), chained=True, repetitions=repetitions, warm_s=WARM_S)
 
     def throughput(self, point: Point) -> float:
-        return self._bench.lap(self._job.context(self._ctx, point), chained=False, warm_s=WARM_S).us
+        return self._bench.measure(self._job.context(self._ctx, point), chained=False, warm_s=WARM_S).us
 
     def nbytes(self, point: Point) -> int:
         return sum(d.nbytes for d in lowered(point, self._job, self._ctx))
@@ -181,7 +181,7 @@ class Sweep:
         self.watcher = watcher or Watcher()
         self.faults: list[str] = []
 
-    def run(self, jobs: Sequence[Job], *, resume: bool = False) -> list[Result]:
+    def run(self, jobs: Sequence[Job], *, resume: bool = False) -> list[TuneResult]:
         """Tune each job and write the table after each, until the budget is spent; the first is done in any case. A job whose present
         kernel is wrong is left with a text in `faults`.
 
@@ -189,7 +189,7 @@ class Sweep:
         """
         start = time.monotonic()
         todo = [j for j in jobs if not (resume and self.own.journal.finished(j.key))]
-        results: list[Result] = []
+        results: list[TuneResult] = []
         with ThreadPoolExecutor(1) as ahead:
             next_one = ahead.submit(self._prepare, todo[0]) if todo else None
             for i, job in enumerate(todo):
@@ -213,7 +213,7 @@ class Sweep:
                     next_one = ahead.submit(self._prepare, todo[i + 1])
         return results
 
-    def _keep(self, result: Result) -> None:
+    def _keep(self, result: TuneResult) -> None:
         self.own.keep(result)
 
     def _prepare(self, job: Job) -> Callable[[], Trial]:
@@ -253,28 +253,28 @@ class Sweep:
         many = [] if self.device.caps.software else [shipped._replace(groups=4 * cores)]
         return [start for start in STARTS if self.device.caps.software == (start.wg < 64)] + many
 
-    def _tune(self, job: Job, opened: Callable[[], Trial], deadline: float) -> Result:
+    def _tune(self, job: Job, opened: Callable[[], Trial], deadline: float) -> TuneResult:
         shipped = Tuning.for_device(self.device.caps, tuning_root())
         before, source = self._said(job, shipped)
         present, _ = self._said(job, self.ctx.tuning)
         with opened() as trial:
-            climb = Climb(
+            climb = Search(
                 trial, partial(self._refusal, job, {before, present}), partial(self.watcher.point, job), deadline,
                 self.device.caps.software, partial(self.own.journal.trying, job.key),
             )  # fmt: skip
-            trial.lap(before, 1)
+            trial.measure(before, 1)
             climb.begin(self._starts(job), before, f"{job.line}: the kernel that the tables choose ({source}: {before.text})")
             choices = axes(self.device.caps)
-            climb.to_the_top(lambda point: neighbours(point, choices))
-            challengers = [p for p in (present, *climb.best(2)) if p in climb.laps]
-            after, laps = duel(trial, before, challengers, self.relative_noise)
+            climb.hill_climb(lambda point: neighbours(point, choices))
+            challengers = [p for p in (present, *climb.best(2)) if p in climb.measured]
+            after, measured = duel(trial, before, challengers, self.relative_noise)
             through = {p: trial.throughput(p) for p in dict.fromkeys((before, after))}
             nbytes = trial.nbytes(after)
-        return Result(
+        return TuneResult(
             key=job.key, line=job.line, match=job.match, m=job.product.m, k=job.product.k, before=before, source=source,
-            latency_before=laps[before].us, throughput_before=through[before], after=after, latency=laps[after].us,
-            throughput=through[after], noise=noise(laps[after], laps[before], self.relative_noise), nbytes=nbytes,
-            read_rate=self.read_rate, tried=len(climb.laps), refused=len(climb.refused), date=date.today().isoformat(),
+            latency_before=measured[before].us, throughput_before=through[before], after=after, latency=measured[after].us,
+            throughput=through[after], noise=noise(measured[after], measured[before], self.relative_noise), nbytes=nbytes,
+            read_rate=self.read_rate, tried=len(climb.measured), refused=len(climb.refused), date=date.today().isoformat(),
             wrong=tuple(f"{p.text}: {why}" for p, why in climb.wrong.items()),
         )  # fmt: skip
 

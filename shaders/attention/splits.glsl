@@ -1,0 +1,115 @@
+// Split KV: workgroups take splits of a tile's rows, and one workgroup combines their partial results in the order of the splits.
+//
+// With barriers between stages the combiner is the last workgroup to arrive (common/ticket.glsl). In barrier-free stages it is the one with the
+// last split, which spin-waits on the others' partial results: workgroups start in order, so it waits for none that has not started.
+//
+//   void store_partial(tile, split, used, i, o, total, weight)  stores what this workgroup has found: vec4 o of the tile's sums, of query i, and
+//                                                               that query's (maximum, sum of weights)
+//   bool is_combiner(tile, split, used)                         whether this workgroup combines; every thread calls
+//   void combine(tid, tile, used, head0)                        leaves the result of attention in query4; every thread of the combiner calls
+//
+// READERS threads divide the splits of a vec4 among them, so that a thread spins on few words.
+
+#define SPLIT4 (QUERIES * OUT4 + (QUERIES + 1) / 2)   // vec4 of a split
+#define READS ((SPLITS + READERS - 1) / READERS)
+#define AT_ONCE (READS < 16 ? READS : 16)
+
+#if !SPINS
+#include "common/ticket.glsl"
+#endif
+
+shared vec2 own_weight[QUERIES];  // the combiner of a barrier-free stage keeps the last split here, its sums in query4
+
+void store_partial(uint tile, uint split, uint used, uint i, uint o, vec4 total, vec2 weight) {
+#if SPINS
+    if (split == used - 1u) {
+        query4[o] = total;
+        if (o % OUT4 == 0) own_weight[i] = weight;
+        return;
+    }
+#endif
+    const uint at = (tile * SPLITS + split) * SPLIT4;
+    partial4[at + o] = not_sentinel(total);
+    if (o % OUT4 == 0) partial2[(at + QUERIES * OUT4) * 2 + i] = vec2(not_sentinel(weight.x), not_sentinel(weight.y));
+}
+
+bool is_combiner(uint tile, uint split, uint used) {
+#if SPINS
+    barrier();
+    return split == used - 1u;
+#else
+    return last_to_arrive(tile, used);
+#endif
+}
+
+vec4 split_sum[AT_ONCE];
+vec2 split_weight[AT_ONCE];
+
+// Splits `first`, `first` + READERS ..; past `last` that one again.
+void read_splits(uint tile, uint first, uint last, uint i, uint o) {
+    [[unroll]] for (uint s = 0; s < AT_ONCE; s++) {
+        const uint at = (tile * SPLITS + min(first + s * READERS, last)) * SPLIT4;
+        split_weight[s] = partial2[(at + QUERIES * OUT4) * 2 + i];
+        split_sum[s] = partial4[at + o];
+    }
+}
+
+#if SPINS
+bool splits_arrived() {
+    bool there = true;
+    [[unroll]] for (uint s = 0; s < AT_ONCE; s++) there = there && arrived(split_weight[s]) && arrived(split_sum[s]);
+    return there;
+}
+#endif
+
+// vec4 o of splits reader, reader + READERS .., and their (maximum, sum of weights).
+vec4 combined(uint tile, uint used, uint reader, uint i, uint o, out vec2 weight) {
+    weight = vec2(MASKED, 0.0);
+    vec4 total = vec4(0.0);
+    for (uint first = reader; first < used; first += AT_ONCE * READERS) {
+        SPIN_UNTIL(read_splits(tile, first, used - 1u - SPINS, i, o), splits_arrived())
+#if SPINS
+        [[unroll]] for (uint s = 0; s < AT_ONCE; s++)
+            if (first + s * READERS == used - 1u) {
+                split_weight[s] = own_weight[i];
+                split_sum[s] = query4[o];
+            }
+#endif
+        float higher = weight.x;
+        [[unroll]] for (uint s = 0; s < AT_ONCE; s++) higher = max(higher, split_weight[s].x);
+        const float shrink = exp2(weight.x - higher);
+        weight = vec2(higher, weight.y * shrink);
+        total *= shrink;
+        [[unroll]] for (uint s = 0; s < AT_ONCE; s++) {
+            const float e = first + s * READERS < used ? exp2(split_weight[s].x - higher) : 0.0;
+            weight.y += e * split_weight[s].y;
+            total += e * split_sum[s];
+        }
+    }
+    return total;
+}
+
+#if READERS > 1
+// The readers' results go through the shared memory of the bundles, which is free by now.
+void combine(uint tid, uint tile, uint used, uint head0) {
+    const uint reader = tid / (QUERIES * OUT4), o = tid % (QUERIES * OUT4), i = o / OUT4;
+    vec2 weight;
+    if (reader < READERS) {
+        bundle_sum[tid] = combined(tile, used, reader, i, o, weight);
+        if (o % OUT4 == 0) bundle_weight[reader * QUERIES + i] = weight;
+    }
+    barrier();
+    if (reader > 0) return;
+    const vec4 total = met(READERS, QUERIES * OUT4, i, o, weight);
+    query4[o] = finished(total, weight, head0 + i % HEADS);
+}
+#else
+void combine(uint tid, uint tile, uint used, uint head0) {
+    for (uint o = tid; o < QUERIES * OUT4; o += WG_SIZE) {
+        const uint i = o / OUT4;
+        vec2 weight;
+        const vec4 total = combined(tile, used, 0u, i, o, weight);
+        query4[o] = finished(total, weight, head0 + i % HEADS);
+    }
+}
+#endif
