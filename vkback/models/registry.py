@@ -74,13 +74,13 @@ class Model:
         f = GgufFile.open(path)
         model = cls(f, read_hparams(f))
         used = model.graph(1, 1, head="all").tensors()
-        known = [q.name for q in quants.QUANTS.values() if q.name != "Q8_1"]
         for name, tensor in f.tensors.items():
             if name not in used:
                 raise GgufError(f"[gguf] {f.path}: tensor {name} has no place in the {f.arch} architecture; the result would be wrong")
-            if tensor.type not in known:
+            if tensor.type not in quants.WEIGHT_TYPES:
                 raise GgufError(
-                    f"[gguf] {f.path}: tensor {name} has type {tensor.type}, which has no kernel; types with one are {', '.join(known)}"
+                    f"[gguf] {f.path}: tensor {name} has type {tensor.type}, which has no kernel; "
+                    f"types with one are {', '.join(quants.WEIGHT_TYPES)}"
                 )
         return model
 

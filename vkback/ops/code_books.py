@@ -1,4 +1,4 @@
-"""Code books of the IQ1, IQ2 and IQ3 types as GLSL, for shaders/quant/code_book.glsl: generated/<type>_codes.glsl."""
+"""Vector code books (types of decoder "codebook") as GLSL, for shaders/quant/code_book.glsl: generated/<type>_codes.glsl."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from functools import partial
 
 import numpy as np
 
+from vkback import quants
 from vkback.device import Capabilities
-from vkback.quants import codebook
 from vkback.shader import register_include
 
-CODED = ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
-"""IQ1_M has IQ1_S's code book."""
+CODED = tuple(dict.fromkeys(t.code_book.name for t in quants.QUANTS.values() if t.code_book))
+"""Names of the code books: of the types they were made for."""
 
 BYTE_SHIFTS = (0, 8, 4, 12)
 """Where 16 bits hold what belongs in bytes 0..3 of a word: `(e | e << 12) & mask` puts all four there at once."""
@@ -19,21 +19,19 @@ BYTE_SHIFTS = (0, 8, 4, 12)
 
 def decoder(quant: str, caps: Capabilities) -> dict[str, str | int]:
     """Defines that choose the decoder of a weight type (shaders/quant) in a kernel."""
-    defines: dict[str, str | int] = {"QUANT_FILE": f'"quant/{quant.lower()}.glsl"'}
-    if quant in CODED or quant == "IQ1_M":
+    t = quants.quant(quant)
+    defines: dict[str, str | int] = {"QUANT_FILE": f'"{t.shader}"'}
+    if t.code_book:
         defines["CODE_BOOK_LITERAL"] = int(caps.software)
     return defines
 
 
 def shared_bytes(quant: str, caps: Capabilities) -> int:
     """Shared memory that a kernel's code book takes (shaders/quant/code_book.glsl), 0 for types without one."""
-    if quant not in CODED and quant != "IQ1_M":
+    book = quants.quant(quant).code_book
+    if book is None:
         return 0
-    entries = len(codebook(quant))
-    if caps.software:
-        return 2 * entries
-    # IQ2 keeps eight bytes an entry ready for use; IQ1 and IQ3 one word.
-    return entries * (8 if quant.startswith("IQ2") else 4)
+    return len(book.grid()) * (2 if caps.software else book.entry_bytes)
 
 
 def code_words(name: str) -> list[int]:
@@ -41,7 +39,7 @@ def code_words(name: str) -> list[int]:
 
     Weight b of the first four begins at bit BYTE_SHIFTS[b]; the second four, of entries of eight, two bits above.
     """
-    grid = codebook(name)
+    grid = quants.codebook(name)
     levels = np.searchsorted(np.unique(grid), grid).astype(np.uint32)
     shifts = np.array([shift + 2 * four for four in range(grid.shape[1] // 4) for shift in BYTE_SHIFTS], np.uint32)
     entries = np.bitwise_or.reduce(levels << shifts, axis=1)

@@ -63,11 +63,9 @@ MAX_COLUMNS = 16
 MAX_ROWS = 16
 """Rows of a slot at most: each keeps its sums and its loads in registers."""
 
-INT_QUANTS = frozenset(
-    {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS",
-     "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"}
-)
-"""Types with an integer-dot path (UNIT_INTS in shaders/quant)."""
+QUANTS = quants.WEIGHT_TYPES
+INT_QUANTS = frozenset(name for name in QUANTS if quants.quant(name).int_dot)
+RARE = frozenset(name for name in QUANTS if quants.quant(name).rare)
 
 declare(
     "mat_vec",
@@ -628,12 +626,6 @@ def fused_case(
 
     params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
     return Case("MAT_VEC", params | ({"oai": True} if oai else {}) | choice | {"seed": seed}, make, seed)
-
-
-QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
-          "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
-RARE = frozenset(QUANTS[QUANTS.index("NVFP4") :])
-"""Types whose cases take few shapes: each is a compilation, and long where a CPU driver must swallow a code book."""
 
 
 def mul_mat_case(quant: str, m: int, n: int, k: int, *, seed: int = 7) -> Case:

@@ -6,16 +6,19 @@
     q8_1_quantize(x)            activations to the bytes the integer-dot shaders read
 """
 
-from vkback.quants.codebooks import EVEN_SIGNS, codebook
+from vkback.quants.codebooks import EVEN_SIGNS
 from vkback.quants.device_layout import DeviceLayout, PlaneLayout, layout, repack, to_device, unpack
 from vkback.quants.q8_1 import q8_1_dequantize, q8_1_quantize, q8_1_stride
-from vkback.quants.quant_type import UNIT, NoEncoder, Plane, QuantShapeError, QuantType, UnknownQuant
-from vkback.quants.registry import QUANTS, decode, encode, quant, random_blocks, row_bytes
+from vkback.quants.quant_type import UNIT, CodeBook, Decoder, NoEncoder, Plane, QuantShapeError, QuantType, UnknownQuant
+from vkback.quants.registry import QUANTS, WEIGHT_TYPES, codebook, decode, encode, quant, random_blocks, row_bytes
 
 __all__ = [
     "EVEN_SIGNS",
     "QUANTS",
     "UNIT",
+    "WEIGHT_TYPES",
+    "CodeBook",
+    "Decoder",
     "DeviceLayout",
     "NoEncoder",
     "Plane",

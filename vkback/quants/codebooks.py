@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,8 @@ import numpy.typing as npt
 from vkback.quants.bits import Rearrange, interleave
 from vkback.quants.codec import F32, U8, Codec, DecodeOnly, half, packed, random_half
 from vkback.quants.k_quants import SUPER
-from vkback.quants.quant_type import Plane, QuantType, UnknownQuant
+from vkback.quants.quant_type import CodeBook, Plane, QuantType
 
-INDEX_BITS = {"IQ2_XXS": 8, "IQ2_XS": 9, "IQ2_S": 10, "IQ3_XXS": 8, "IQ3_S": 9, "IQ1_S": 11, "IQ1_M": 11}
 DELTA = np.float32(0.125)
 
 EVEN_SIGNS = np.array([i | (i.bit_count() & 1) << 7 for i in range(128)], np.uint8)
@@ -35,22 +34,31 @@ EVEN_SIGNS = np.array([i | (i.bit_count() & 1) << 7 for i in range(128)], np.uin
 
 
 @cache
-def codebook(name: str) -> npt.NDArray[np.int8]:
-    """The grid of a codebook format, int8 [entries, 8] (IQ1, IQ2) or [entries, 4] (IQ3). Raises UnknownQuant for other types."""
-    if name not in INDEX_BITS:
-        raise UnknownQuant(f"[quants] {name!r} has no codebook; those that have: {', '.join(INDEX_BITS)}")
-    from gguf import quants as tables  # the grids are part of the format and kilobytes long: taken from its own package, when asked for
+def _gguf_grid(name: str, index_bits: int) -> npt.NDArray[np.int8]:
+    """int8 [2^index_bits, 8 or 4]. The grids are part of the format and kilobytes long: taken from its own package, when asked for."""
+    from gguf import quants as tables
 
     source = getattr(tables, name)
     source.init_grid()
-    grid: npt.NDArray[np.int8] = source.grid.reshape(1 << INDEX_BITS[name], -1).astype(np.int8)
+    grid: npt.NDArray[np.int8] = source.grid.reshape(1 << index_bits, -1).astype(np.int8)
     grid.flags.writeable = False
     return grid
 
 
+def _code_book(name: str, index_bits: int, entry_bytes: int) -> CodeBook:
+    return CodeBook(name, partial(_gguf_grid, name, index_bits), entry_bytes)
+
+
+_IQ1 = _code_book("IQ1_S", 11, 4)
+
+
+def _coded(name: str, ggml_id: int, block: np.dtype[np.void], planes: tuple[Plane, ...], book: CodeBook) -> QuantType:
+    return QuantType(name, ggml_id, SUPER, block.itemsize, planes, "codebook", code_book=book, rare=True)
+
+
 @cache
-def _grid(name: str) -> F32:
-    return codebook(name).astype(np.float32)
+def _levels(book: CodeBook) -> F32:
+    return book.grid().astype(np.float32)
 
 
 def _nibble_pairs(field: U8) -> U8:
@@ -79,7 +87,8 @@ class _Signed(DecodeOnly):
     def decode(self, blocks: U8) -> F32:
         n = len(blocks)
         scales, index, signs = self.parts(self.fields(blocks))
-        weight: F32 = scales[:, :, None] * _grid(self.type.name)[index].reshape(n, scales.shape[1], -1)
+        assert self.type.code_book is not None
+        weight: F32 = scales[:, :, None] * _levels(self.type.code_book)[index].reshape(n, scales.shape[1], -1)
         weight = weight.reshape(n, SUPER)
         np.negative(weight, out=weight, where=np.unpackbits(signs, axis=1, bitorder="little").astype(np.bool_))
         return weight
@@ -95,7 +104,7 @@ def _codes_and_scales(words: npt.NDArray[np.uint32]) -> tuple[U8, F32]:
 
 class _IQ2XXS(_Signed):
     block = packed(("d", 2), ("qs", 64))
-    type = QuantType("IQ2_XXS", 16, SUPER, block.itemsize, (Plane("qs", 8), Plane("d", 2, SUPER)))
+    type = _coded("IQ2_XXS", 16, block, (Plane("qs", 8), Plane("d", 2, SUPER)), _code_book("IQ2_XXS", 8, 8))
 
     def parts(self, b: Any) -> tuple[F32, npt.NDArray[Any], U8]:
         words = _unsigned(b["qs"], np.uint32).reshape(len(b), 8, 2)
@@ -105,7 +114,7 @@ class _IQ2XXS(_Signed):
 
 class _IQ2XS(_Signed):
     block = packed(("d", 2), ("qs", 64), ("scales", 8))
-    type = QuantType("IQ2_XS", 17, SUPER, block.itemsize, (Plane("qs", 8), Plane("scales", 1), Plane("d", 2, SUPER)))
+    type = _coded("IQ2_XS", 17, block, (Plane("qs", 8), Plane("scales", 1), Plane("d", 2, SUPER)), _code_book("IQ2_XS", 9, 8))
 
     def parts(self, b: Any) -> tuple[F32, npt.NDArray[Any], U8]:
         words = _unsigned(b["qs"], np.uint16)
@@ -115,7 +124,7 @@ class _IQ2XS(_Signed):
 
 class _IQ2S(_Signed):
     block = packed(("d", 2), ("qs", 64), ("head", 16))
-    type = QuantType("IQ2_S", 22, SUPER, block.itemsize, (Plane("qs", 8), Plane("head", 2), Plane("d", 2, SUPER)))
+    type = _coded("IQ2_S", 22, block, (Plane("qs", 8), Plane("head", 2), Plane("d", 2, SUPER)), _code_book("IQ2_S", 10, 8))
     moves: Mapping[str, Rearrange] = {"qs": interleave(np.uint32), "head": interleave(np.uint8)}
 
     def parts(self, b: Any) -> tuple[F32, npt.NDArray[Any], U8]:
@@ -127,7 +136,7 @@ class _IQ2S(_Signed):
 
 class _IQ3XXS(_Signed):
     block = packed(("d", 2), ("qs", 64), ("signs", 32))
-    type = QuantType("IQ3_XXS", 18, SUPER, block.itemsize, (Plane("qs", 8), Plane("signs", 4), Plane("d", 2, SUPER)))
+    type = _coded("IQ3_XXS", 18, block, (Plane("qs", 8), Plane("signs", 4), Plane("d", 2, SUPER)), _code_book("IQ3_XXS", 8, 4))
 
     def parts(self, b: Any) -> tuple[F32, npt.NDArray[Any], U8]:
         signs, s = _codes_and_scales(_unsigned(b["signs"], np.uint32))
@@ -136,13 +145,10 @@ class _IQ3XXS(_Signed):
 
 class _IQ3S(_Signed):
     block = packed(("d", 2), ("qs", 64), ("qh", 8), ("signs", 32), ("scales", 4))
-    type = QuantType(
-        "IQ3_S",
-        21,
-        SUPER,
-        block.itemsize,
-        (Plane("qs", 8), Plane("signs", 4), Plane("qh", 1), Plane("scales", 4, SUPER), Plane("d", 2, SUPER)),
-    )
+    type = _coded(
+        "IQ3_S", 21, block, (Plane("qs", 8), Plane("signs", 4), Plane("qh", 1), Plane("scales", 4, SUPER), Plane("d", 2, SUPER)),
+        _code_book("IQ3_S", 9, 4),
+    )  # fmt: skip
 
     def parts(self, b: Any) -> tuple[F32, npt.NDArray[Any], U8]:
         index = b["qs"].astype(np.uint16) | (_bits_of(b["qh"], tuple(range(8)), 1).astype(np.uint16) << np.uint16(8))
@@ -152,7 +158,7 @@ class _IQ3S(_Signed):
 
 class _IQ1S(DecodeOnly):
     block = packed(("d", 2), ("qs", 32), ("qh", 16))
-    type = QuantType("IQ1_S", 19, SUPER, block.itemsize, (Plane("qs", 4), Plane("qh", 2), Plane("d", 2, SUPER)))
+    type = _coded("IQ1_S", 19, block, (Plane("qs", 4), Plane("qh", 2), Plane("d", 2, SUPER)), _IQ1)
 
     def decode(self, blocks: U8) -> F32:
         n = len(blocks)
@@ -161,7 +167,7 @@ class _IQ1S(DecodeOnly):
         index = b["qs"].astype(np.uint16) | (_bits_of(qh, (0, 3, 6, 9), 7) << np.uint16(8))
         scales = half(b["d"]) * (1 + 2 * (qh >> np.uint16(12) & np.uint16(7))).astype(np.float32)
         delta = np.where(qh >> np.uint16(15), -DELTA, DELTA)
-        weight: F32 = scales[:, :, None] * (_grid("IQ1_S")[index].reshape(n, 8, 32) + delta[:, :, None])
+        weight: F32 = scales[:, :, None] * (_levels(_IQ1)[index].reshape(n, 8, 32) + delta[:, :, None])
         return weight.reshape(n, SUPER)
 
     def randomize(self, blocks: U8, scale: float) -> None:
@@ -170,7 +176,7 @@ class _IQ1S(DecodeOnly):
 
 class _IQ1M(DecodeOnly):
     block = packed(("qs", 32), ("qh", 16), ("scales", 8))
-    type = QuantType("IQ1_M", 29, SUPER, block.itemsize, (Plane("qs", 4), Plane("qh", 2), Plane("scales", 8, SUPER)))
+    type = _coded("IQ1_M", 29, block, (Plane("qs", 4), Plane("qh", 2), Plane("scales", 8, SUPER)), _IQ1)
 
     def decode(self, blocks: U8) -> F32:
         n = len(blocks)
@@ -182,7 +188,7 @@ class _IQ1M(DecodeOnly):
         high = _nibble_pairs(b["qh"])
         index = b["qs"].astype(np.uint16) | ((high & np.uint8(7)).astype(np.uint16) << np.uint16(8))
         delta = np.where(high & np.uint8(8), -DELTA, DELTA)
-        level = _grid("IQ1_M")[index] + delta[:, :, None]
+        level = _levels(_IQ1)[index] + delta[:, :, None]
         weight: F32 = scales[:, :, None] * level.reshape(n, 16, 16)
         return weight.reshape(n, SUPER)
 

@@ -15,7 +15,7 @@ class _Floats(Codec):
     def __init__(self, name: str, ggml_id: int, nbytes: int) -> None:
         parts = tuple((f"v{p}", 16) for p in range(UNIT * nbytes // 16))
         self.block = packed(*parts)
-        self.type = QuantType(name, ggml_id, 1, nbytes, tuple(Plane(*part) for part in parts))
+        self.type = QuantType(name, ggml_id, 1, nbytes, tuple(Plane(*part) for part in parts), "float", int_dot=False)
 
 
 class _F32(_Floats):

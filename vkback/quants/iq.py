@@ -26,7 +26,7 @@ _TARGETS = [*np.linspace(-140, -95, 16), *np.linspace(100, 130, 11)]
 
 class _IQ4NL(Codec):
     block = packed(("d", 2), ("qs", 16))
-    type = QuantType("IQ4_NL", 20, 32, block.itemsize, (Plane("qs", 16), Plane("d", 2)))
+    type = QuantType("IQ4_NL", 20, 32, block.itemsize, (Plane("qs", 16), Plane("d", 2)), "levels")
 
     def decode(self, blocks: U8) -> F32:
         return half(blocks[:, :2]) * _LEVELS[nibbles(blocks[:, 2:])]
@@ -46,7 +46,7 @@ class _IQ4NL(Codec):
 
 class _IQ4XS(Codec):
     block = packed(("head", 8), ("qs", 128))
-    type = QuantType("IQ4_XS", 23, SUPER, block.itemsize, (Plane("qs", 16), Plane("head", 8, SUPER)))
+    type = QuantType("IQ4_XS", 23, SUPER, block.itemsize, (Plane("qs", 16), Plane("head", 8, SUPER)), "levels")
 
     def decode(self, blocks: U8) -> F32:
         n = len(blocks)

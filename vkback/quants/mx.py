@@ -47,7 +47,7 @@ def nearest_e2m1(x: F32, unit: F32) -> U8:
 
 class _MXFP4(Codec):
     block = packed(("e", 1), ("qs", 16))
-    type = QuantType("MXFP4", 39, 32, block.itemsize, (Plane("qs", 16), Plane("e", 1)))
+    type = QuantType("MXFP4", 39, 32, block.itemsize, (Plane("qs", 16), Plane("e", 1)), "levels")
     moves: Mapping[str, Rearrange] = {"qs": renamed_nibbles(E2M1_ORDER)}
 
     def decode(self, blocks: U8) -> F32:
@@ -96,7 +96,7 @@ HALF_UE4M3 = np.array([_ue4m3(code) / 2 for code in range(256)], np.float32)
 
 class _NVFP4(DecodeOnly):
     block = packed(("d", 4), ("qs", 32))
-    type = QuantType("NVFP4", 40, 64, block.itemsize, (Plane("qs", 16), Plane("d", 2)))
+    type = QuantType("NVFP4", 40, 64, block.itemsize, (Plane("qs", 16), Plane("d", 2)), "levels", rare=True)
     moves: Mapping[str, Rearrange] = {"qs": renamed_nibbles(E2M1_ORDER, NIBBLE_GROUPS)}
 
     def decode(self, blocks: U8) -> F32:

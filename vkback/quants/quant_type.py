@@ -1,8 +1,16 @@
-"""What a quantized type is: its block in a GGUF file and the planes it is cut into on the device. Numbers only, no codec."""
+"""What a quantized type is: its block in a GGUF file, the planes it is cut into on the device, and how a kernel decodes it. No codec.
+
+These facts are the only place that says them: kernels, tables, the suite and the models ask the type.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from vkback.errors import VkbackError
 
@@ -31,6 +39,31 @@ class Plane:
     values: int = UNIT
 
 
+Decoder = Literal["float", "bits", "levels", "codebook", "ternary"]
+"""What a kernel does to decode a weight, most costly last but one:
+
+    float     nothing but a conversion
+    bits      shifts and masks give an integer, scales (and offsets) the weight
+    levels    four bits choose one of 16 levels, which a kernel computes (a scalar code book)
+    codebook  an index chooses 4 or 8 weights at once from a table in shared memory (a vector code book)
+    ternary   -1, 0 or 1 times a scale
+"""
+
+
+@dataclass(frozen=True)
+class CodeBook:
+    """A vector code book.
+
+    name         of the type it was made for; types that share it name it alike. Shaders include it as generated/<name>_codes.glsl
+    grid         gives it: int8 [entries, 4 or 8], at most four levels of entries of 8, eight levels of entries of 4
+    entry_bytes  of an entry in a GPU's shared memory: of ENTRY in shaders/quant
+    """
+
+    name: str
+    grid: Callable[[], npt.NDArray[np.int8]]
+    entry_bytes: int
+
+
 @dataclass(frozen=True)
 class QuantType:
     """A GGUF tensor type.
@@ -40,6 +73,10 @@ class QuantType:
     block_values  weights in a block of the file; 1 for plain floats
     block_bytes   bytes of that block
     planes        device layout, bulky planes first; empty when weights of this type are not kept on the device
+    decoder       how a kernel decodes it; a match key of the tuning tables
+    int_dot       whether its shader has an integer-dot path (UNIT_INTS)
+    code_book     of decoder "codebook"
+    rare          seldom met in files: the suite that runs at every build takes few of its cases, each of which is a compilation
     """
 
     name: str
@@ -47,10 +84,15 @@ class QuantType:
     block_values: int
     block_bytes: int
     planes: tuple[Plane, ...]
+    decoder: Decoder = "bits"
+    int_dot: bool = True
+    code_book: CodeBook | None = None
+    rare: bool = False
 
     @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.block_bytes / self.block_values
+    def shader(self) -> str:
+        """The file that decodes it on the device, relative to the shaders folder."""
+        return f"quant/{self.name.lower()}.glsl"
 
     def row_bytes(self, k: int, tensor: str = "") -> int:
         """Bytes of a row of k weights in the file. Raises QuantShapeError, naming `tensor`, when k does not divide into blocks."""

@@ -1,21 +1,38 @@
-"""All types by name, and decode, encode and random blocks of any of them."""
+"""All types by name, and decode, encode and random blocks of any of them.
+
+A new type is a codec in one of the modules of `FAMILIES`, or a module of its own and its name there: docs/adding_a_quant_type.md.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 
 import numpy as np
 import numpy.typing as npt
 
-from vkback.quants import codebooks, floats, iq, k_quants, legacy, mx, ternary
 from vkback.quants.codec import F32, U8, Codec
 from vkback.quants.quant_type import QuantShapeError, QuantType, UnknownQuant
 
-_CODECS: dict[str, Codec] = {c.type.name: c for family in (floats, legacy, k_quants, iq, mx, codebooks, ternary) for c in family.CODECS}
+FAMILIES = (
+    "floats",
+    "legacy",
+    "k_quants",
+    "iq",
+    "mx",
+    "codebooks",
+    "ternary",
+)
+"""Modules of this package with codecs (`CODECS`), in the order in which types are listed."""
+
+_CODECS: dict[str, Codec] = {c.type.name: c for family in FAMILIES for c in import_module(f"vkback.quants.{family}").CODECS}
 
 QUANTS: dict[str, QuantType] = {name: c.type for name, c in _CODECS.items()}
 """Every known type by its GGUF name."""
+
+WEIGHT_TYPES: tuple[str, ...] = tuple(name for name, t in QUANTS.items() if t.planes)
+"""Types that weights on the device have: all but that of activations."""
 
 _CHUNK_VALUES = 1 << 15
 """Weights handled at once: temporaries of a few times 128 KiB stay in a second-level cache."""
@@ -31,6 +48,15 @@ def codec(name: str) -> Codec:
 def quant(name: str) -> QuantType:
     """The type called `name`. Raises UnknownQuant."""
     return codec(name).type
+
+
+def codebook(name: str) -> npt.NDArray[np.int8]:
+    """The code book of a type, int8 [entries, 8] (IQ1, IQ2) or [entries, 4] (IQ3). Raises UnknownQuant for types without one."""
+    book = QUANTS[name].code_book if name in QUANTS else None
+    if book is None:
+        having = sorted((len(t.code_book.grid()), name) for name, t in QUANTS.items() if t.code_book)
+        raise UnknownQuant(f"[quants] {name!r} has no codebook; those that have: {', '.join(name for _, name in having)}")
+    return book.grid()
 
 
 def row_bytes(name: str, k: int, tensor: str = "") -> int:

@@ -35,6 +35,8 @@ class _TQ10(DecodeOnly):
         SUPER,
         block.itemsize,
         (Plane("qs0", 16, SUPER), Plane("qs1", 16, SUPER), Plane("qs2", 16, SUPER), Plane("qh", 4, SUPER), Plane("d", 2, SUPER)),
+        "ternary",
+        rare=True,
     )
 
     def decode(self, blocks: U8) -> F32:
@@ -47,7 +49,7 @@ class _TQ10(DecodeOnly):
 
 class _TQ20(DecodeOnly):
     block = packed(("qs", 64), ("d", 2))
-    type = QuantType("TQ2_0", 35, SUPER, block.itemsize, (Plane("qs", 8), Plane("d", 2, SUPER)))
+    type = QuantType("TQ2_0", 35, SUPER, block.itemsize, (Plane("qs", 8), Plane("d", 2, SUPER)), "ternary", rare=True)
     moves: Mapping[str, Rearrange] = {"qs": CRUMBS}
 
     def decode(self, blocks: U8) -> F32:
