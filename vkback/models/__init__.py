@@ -1,9 +1,10 @@
 """Models: GGUF files, tokenizer, architectures and their graphs, the numpy twin, perplexity, synthetic files."""
 
+from vkback.models.architecture import ARCHITECTURES
 from vkback.models.gguf_file import GgufError, GgufFile, GgufTensor
 from vkback.models.hparams import HParams
 from vkback.models.naming import model_description, params_string, size_string
-from vkback.models.registry import ARCHITECTURES, Model, build_graph, read_hparams
+from vkback.models.registry import Model, read_hparams
 from vkback.models.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 
 __all__ = [
@@ -16,7 +17,6 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "TokenizerError",
-    "build_graph",
     "model_description",
     "params_string",
     "read_hparams",

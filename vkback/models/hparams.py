@@ -1,4 +1,4 @@
-"""Hyperparameters of the llama family, read from GGUF metadata with the defaults of the format."""
+"""Hyperparameters, read from GGUF metadata with the defaults of the format."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Rope:
     freq_scale   positions are multiplied by it: 1/factor
     ext_factor   share of YaRN's extrapolation, 0 without YaRN
     n_ctx_orig   context the model was trained on before it was stretched
+    factors      weight F32 [n_dims / 2] that divides the frequency of each pair, where the file has one of that name
     """
 
     mode: RopeMode
@@ -42,6 +43,7 @@ class Rope:
     beta_fast: float
     beta_slow: float
     n_ctx_orig: int
+    factors: str = "rope_freqs.weight"
 
     @property
     def params(self) -> RopeParams:
@@ -51,8 +53,18 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Heads of an attention layer: n of Q, n_kv of K and V; widths of a head of K (and Q) and of V."""
+
+    n: int
+    n_kv: int
+    dim_k: int
+    dim_v: int
+
+
+@dataclass(frozen=True)
 class HParams:
-    """What a graph of the llama family depends on.
+    """What graphs depend on, as nearly all architectures have it. What only one has is an attribute of its Architecture.
 
     n_ff          width of a dense feed-forward layer
     head_dim_k/v  width of a head of K (and Q) and of V
@@ -84,10 +96,9 @@ class HParams:
     norm_w: bool
     weights: Mapping[str, Tensor] = field(compare=False, hash=False, repr=False)
 
-    @classmethod
-    def from_gguf(cls, f: GgufFile, *, rope_mode: RopeMode) -> HParams:
-        """Read and check the metadata. Raises GgufError naming the key that is missing, of another type or out of range."""
-        return _Reader(f).read(rope_mode)
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.n_head, self.n_head_kv, self.head_dim_k, self.head_dim_v)
 
     def has_weight(self, name: str) -> bool:
         return name in self.weights
@@ -103,14 +114,18 @@ class HParams:
         return found
 
 
-class _Reader:
-    """Metadata of one file under its architecture's prefix."""
+class Metadata:
+    """Metadata of one file under its architecture's prefix: `count("block_count")` is `llama.block_count`, checked.
+
+    Readers raise GgufError naming the key that is missing, of another type or out of range.
+    """
 
     def __init__(self, f: GgufFile) -> None:
         self._f = f
         self._arch = f.arch
 
-    def read(self, rope_mode: RopeMode) -> HParams:
+    def hparams(self, rope_mode: RopeMode) -> HParams:
+        """What nearly all architectures have."""
         n_embd = self.count("embedding_length")
         n_head = self.count("attention.head_count")
         n_head_kv = self.count("attention.head_count_kv", n_head)
@@ -171,12 +186,22 @@ class _Reader:
             raise self.fail(name, value, "a positive number")
         return value
 
+    def stated(self, name: str, default: int = 0) -> int:
+        """An integer of a file that need not be sound; the default where it has none."""
+        value = self._f.metadata.get(self.key(name), default)
+        return value if isinstance(value, int) else default
+
     def vocabulary(self) -> int:
         """Rows of the output: the vocabulary's tokens, or `vocab_size` where the file has no text vocabulary."""
+        return self._n_tokens() or self.count("vocab_size")
+
+    def stated_vocabulary(self) -> int:
+        """The same of a file that need not be sound, 0 where it does not say."""
+        return self._n_tokens() or self.stated("vocab_size")
+
+    def _n_tokens(self) -> int:
         tokens = self._f.metadata.get("tokenizer.ggml.tokens")
-        if isinstance(tokens, list) and tokens:
-            return len(tokens)
-        return self.count("vocab_size")
+        return len(tokens) if isinstance(tokens, list) else 0
 
     def rope(self, mode: RopeMode, head_dim: int) -> Rope:
         n_dims = self.count("rope.dimension_count", head_dim)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from vkback.models.architecture import ARCHITECTURES, UNKNOWN_SIZE
 from vkback.models.gguf_file import GgufFile
+from vkback.models.hparams import Metadata
 
 FILE_TYPES = {
     0: "all F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K - Medium", 11: "Q3_K - Small",
@@ -23,18 +25,12 @@ _GUESSED = {
 }  # fmt: skip
 """The file type that a file without `general.file_type` gets from its most frequent tensor type."""
 
-_LLAMA_BY_LAYERS = {
-    16: "1B", 22: "1B", 26: "3B", 28: "3B", 30: "256M", 36: "8B", 40: "13B", 48: "34B", 60: "30B",
-}  # fmt: skip
-_MIXTRAL_BY_LAYERS = {32: "8x7B", 56: "8x22B"}
-_BY_LAYERS = {"gpt-oss": {24: "20B", 36: "120B"}, "qwen3moe": {48: "30B.A3B", 94: "235B.A22B"}}
-UNKNOWN_TYPE = "?B"
-
-
 def model_description(f: GgufFile) -> str:
     """Architecture, size class and file type: `llama 8B Q4_K - Medium`. The size class follows layers, not parameters, oddities included
     (40 layers are `13B` whatever their width)."""
-    return f"{f.arch} {_size_class(f)} {file_type_name(f)}"
+    known = ARCHITECTURES.get(f.arch)
+    size = known.size_class(Metadata(f)) if known else UNKNOWN_SIZE
+    return f"{f.arch} {size} {file_type_name(f)}"
 
 
 def file_type_name(f: GgufFile) -> str:
@@ -45,35 +41,6 @@ def file_type_name(f: GgufFile) -> str:
     types = Counter(t.type for t in f.tensors.values())
     guess = _GUESSED.get(types.most_common(1)[0][0]) if types else None
     return "unknown, may not work" if guess is None else f"(guessed) {FILE_TYPES[guess]}"
-
-
-def _size_class(f: GgufFile) -> str:
-    layers = _number(f, "block_count")
-    if f.arch == "llama":
-        return _llama_class(f, layers)
-    return _BY_LAYERS.get(f.arch, {}).get(layers, UNKNOWN_TYPE)
-
-
-def _llama_class(f: GgufFile, layers: int) -> str:
-    if _number(f, "expert_count") == 8:
-        return _MIXTRAL_BY_LAYERS.get(layers, UNKNOWN_TYPE)
-    if layers == 32:
-        vocab = _vocabulary(f)
-        return "3B" if vocab == 49152 else "7B" if vocab < 40000 else "8B"
-    if layers == 80:
-        heads = _number(f, "attention.head_count")
-        return "65B" if _number(f, "attention.head_count_kv", heads) == heads else "70B"
-    return _LLAMA_BY_LAYERS.get(layers, UNKNOWN_TYPE)
-
-
-def _number(f: GgufFile, name: str, default: int = 0) -> int:
-    value = f.metadata.get(f"{f.arch}.{name}", default)
-    return value if isinstance(value, int) else default
-
-
-def _vocabulary(f: GgufFile) -> int:
-    tokens = f.metadata.get("tokenizer.ggml.tokens")
-    return len(tokens) if isinstance(tokens, list) and tokens else _number(f, "vocab_size")
 
 
 def size_string(nbytes: int) -> str:

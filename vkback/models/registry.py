@@ -1,59 +1,33 @@
-"""The architectures there are, and a model opened and checked as one of them."""
+"""A model: a file opened and checked as one of the architectures there are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
+import vkback.models.architectures  # registers them  # noqa: F401
 from vkback import quants
 from vkback.graph import Graph
-from vkback.models import gpt_oss, llama, qwen3moe
+from vkback.models.architecture import ARCHITECTURES, Architecture
 from vkback.models.builder import Head
 from vkback.models.gguf_file import GgufError, GgufFile
-from vkback.models.hparams import NO_TEXT_VOCABULARY, HParams, RopeMode
+from vkback.models.hparams import NO_TEXT_VOCABULARY, HParams
 from vkback.models.naming import model_description
 from vkback.models.tokenizer import Tokenizer
 
 
-class BuildGraph(Protocol):
-    def __call__(self, hp: HParams, n_tokens: int, n_ctx: int, *, head: Head) -> Graph: ...
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What sets an architecture apart: how it pairs values in RoPE, and its graph."""
-
-    name: str
-    rope_mode: RopeMode
-    build_graph: BuildGraph
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "gpt-oss": Architecture("gpt-oss", gpt_oss.ROPE_MODE, gpt_oss.build_graph),
-    "llama": Architecture("llama", llama.ROPE_MODE, llama.build_graph),
-    "qwen3moe": Architecture("qwen3moe", qwen3moe.ROPE_MODE, qwen3moe.build_graph),
-}
-"""Every architecture by its `general.architecture`."""
-
-
 def architecture(f: GgufFile) -> Architecture:
-    """The architecture of a file. Raises GgufError listing those there are."""
+    """The architecture of a file, its hyperparameters read. Raises GgufError, listing the architectures there are for an unknown one."""
     found = ARCHITECTURES.get(f.arch)
     if found is None:
         raise GgufError(f"[gguf] {f.path}: architecture {f.arch!r} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}")
-    return found
+    return found(f)
 
 
 def read_hparams(f: GgufFile) -> HParams:
     """Hyperparameters of a file of any supported architecture. Raises GgufError."""
-    return HParams.from_gguf(f, rope_mode=architecture(f).rope_mode)
-
-
-def build_graph(hp: HParams, n_tokens: int, n_ctx: int, *, head: Head) -> Graph:
-    """The graph of `hp`'s architecture; see vkback/models/builder.py for inputs and names."""
-    return ARCHITECTURES[hp.arch].build_graph(hp, n_tokens, n_ctx, head=head)
+    return architecture(f).hp
 
 
 DEFAULT_N_CTX = 4096
@@ -65,14 +39,14 @@ class Model:
     """A file whose hyperparameters and tensors have been checked against its architecture."""
 
     file: GgufFile
-    hp: HParams
+    architecture: Architecture
 
     @classmethod
     def open(cls, path: str | Path) -> Model:
         """Raises GgufError when the file is broken, of an unknown architecture, lacks a tensor, or has one that would go unused or is of a
         type without codec and kernel."""
         f = GgufFile.open(path)
-        model = cls(f, read_hparams(f))
+        model = cls(f, architecture(f))
         used = model.graph(1, 1, head="all").tensors()
         for name, tensor in f.tensors.items():
             if name not in used:
@@ -85,7 +59,12 @@ class Model:
         return model
 
     def graph(self, n_tokens: int, n_ctx: int, *, head: Head) -> Graph:
-        return build_graph(self.hp, n_tokens, n_ctx, head=head)
+        """Raises GgufError naming a weight that is missing or misshaped; vkback/models/builder.py has inputs and names."""
+        return self.architecture.graph(n_tokens, n_ctx, head=head)
+
+    @property
+    def hp(self) -> HParams:
+        return self.architecture.hp
 
     @property
     def default_n_ctx(self) -> int:

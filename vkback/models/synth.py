@@ -26,8 +26,10 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingTyp
 
 from vkback import quants
 from vkback.errors import VkbackError
+from vkback.models.architecture import ARCHITECTURES
 from vkback.models.gguf_file import DEFAULT_ALIGNMENT, tensor_bytes
 from vkback.models.hparams import NO_TEXT_VOCABULARY
+from vkback.models.shape import ModelShape
 
 CHUNK_BYTES = 4 << 20
 """Bytes of one job: enough to fill a write, little enough that many workers need little memory."""
@@ -45,53 +47,8 @@ class SynthError(VkbackError):
     """An unknown model or type, or a file that cannot be written."""
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The published shape of a model.
-
-    tied          the embedding table is the output weight too
-    rope_stretch  Llama 3's factor by which slow RoPE pairs are stretched; 1 for none
-    n_expert      0 for a dense model; an expert is n_ff_expert wide
-    window        rows of the sliding window in the layers that have one, 0 without
-    yarn          factor by which YaRN stretches the context of 4096 that the model was trained on first; 1 without
-    """
-
-    arch: str
-    n_layer: int
-    n_embd: int
-    n_ff: int
-    n_head: int
-    n_head_kv: int
-    head_dim: int
-    n_vocab: int
-    n_ctx: int
-    freq_base: float
-    rms_eps: float = 1e-5
-    tied: bool = False
-    rope_stretch: float = 1.0
-    n_expert: int = 0
-    n_expert_used: int = 0
-    n_ff_expert: int = 0
-    window: int = 0
-    yarn: float = 1.0
-
-
-SHAPES: dict[str, ModelShape] = {
-    "llama-1b": ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, tied=True, rope_stretch=32.0),
-    "llama-3b": ModelShape("llama", 28, 3072, 8192, 24, 8, 128, 128256, 131072, 500000.0, tied=True, rope_stretch=32.0),
-    "llama-8b": ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, rope_stretch=8.0),
-    "llama2-7b": ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, 4096, 10000.0),
-    "mistral-small-24b": ModelShape("llama", 40, 5120, 32768, 32, 8, 128, 131072, 32768, 100000000.0),
-    "mistral-22b": ModelShape("llama", 56, 6144, 16384, 48, 8, 128, 32000, 65536, 1000000.0),
-    "gpt-oss-20b": ModelShape(
-        "gpt-oss", 24, 2880, 2880, 64, 8, 64, 201088, 131072, 150000.0,
-        n_expert=32, n_expert_used=4, n_ff_expert=2880, window=128, yarn=32.0,
-    ),
-    "qwen3moe-30b-a3b": ModelShape(
-        "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1000000.0, 1e-6, n_expert=128, n_expert_used=8, n_ff_expert=768
-    ),
-}
-"""Shapes by name."""
+SHAPES: dict[str, ModelShape] = {name: shape for known in ARCHITECTURES.values() for name, shape in known.shapes.items()}
+"""Shapes by name, of all architectures."""
 
 
 @dataclass(frozen=True)
@@ -201,35 +158,8 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
     if s.rope_stretch != 1.0:
         yield "rope_freqs.weight", (s.head_dim // 2,)
     for il in range(n_layer):
-        for stem, dims in _layer_shapes(s):
-            yield f"blk.{il}.{stem}.weight", dims
-            if s.arch == "gpt-oss" and stem.startswith(("attn_", "ffn_")) and len(dims) > 1:
-                yield f"blk.{il}.{stem}.bias", dims[:-1]
-
-
-def _layer_shapes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "attn_k", (s.n_head_kv * s.head_dim, s.n_embd)
-    yield "attn_norm", (s.n_embd,)
-    yield "attn_output", (s.n_embd, s.n_head * s.head_dim)
-    yield "attn_q", (s.n_head * s.head_dim, s.n_embd)
-    yield "attn_v", (s.n_head_kv * s.head_dim, s.n_embd)
-    if s.arch == "qwen3moe":
-        yield "attn_k_norm", (s.head_dim,)
-        yield "attn_q_norm", (s.head_dim,)
-    if s.arch == "gpt-oss":
-        yield "attn_sinks", (s.n_head,)
-        yield "post_attention_norm", (s.n_embd,)
-    else:
-        yield "ffn_norm", (s.n_embd,)
-    if s.n_expert:
-        yield "ffn_gate_inp", (s.n_expert, s.n_embd)
-        yield "ffn_down_exps", (s.n_expert, s.n_embd, s.n_ff_expert)
-        yield "ffn_gate_exps", (s.n_expert, s.n_ff_expert, s.n_embd)
-        yield "ffn_up_exps", (s.n_expert, s.n_ff_expert, s.n_embd)
-    else:
-        yield "ffn_down", (s.n_embd, s.n_ff)
-        yield "ffn_gate", (s.n_ff, s.n_embd)
-        yield "ffn_up", (s.n_ff, s.n_embd)
+        for name, dims in ARCHITECTURES[s.arch].layer_tensors(s):
+            yield f"blk.{il}.{name}", dims
 
 
 def _type_of(mix: dict[str, dict[str, str]], name: str) -> str:
@@ -293,6 +223,8 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
         writer.add_expert_count(s.n_expert)
         writer.add_expert_used_count(s.n_expert_used)
         writer.add_expert_feed_forward_length(s.n_ff_expert)
+    for key, value in s.metadata.items():
+        _add_value(writer, f"{s.arch}.{key}", value)
     writer.add_tokenizer_model(NO_TEXT_VOCABULARY)
     for t in tensors:
         writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.nbytes, GGMLQuantizationType[t.type])
@@ -301,6 +233,15 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     writer.write_ti_data_to_file()
     writer.close()
     return -(-path.stat().st_size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
+
+
+def _add_value(writer: GGUFWriter, key: str, value: int | float | str) -> None:
+    if isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,92 @@
+"""What an architecture is, and those there are. docs/adding_an_architecture.md shows how one is added."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
+
+from vkback.graph import Graph, Tensor
+from vkback.models.blocks import rms_norm
+from vkback.models.builder import GraphBuilder, Head
+from vkback.models.gguf_file import GgufError, GgufFile
+from vkback.models.hparams import Metadata, RopeMode
+from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
+
+UNKNOWN_SIZE = "?B"
+
+
+class Architecture(ABC):
+    """One file's architecture: its hyperparameters, checked, and its graph.
+
+    name       its `general.architecture`
+    rope_mode  how RoPE pairs values
+    required   keys under its prefix, integers, that must be there and be at least 1
+    sizes      size class by number of layers, as llama-bench names it
+    shapes     published shapes that `vkback synth` can write, by name
+
+    Hyperparameters beyond those of `hp` are attributes that __init__ reads from `self.metadata`.
+    """
+
+    name: ClassVar[str]
+    rope_mode: ClassVar[RopeMode] = "normal"
+    required: ClassVar[tuple[str, ...]] = ()
+    sizes: ClassVar[Mapping[int, str]] = {}
+    shapes: ClassVar[Mapping[str, ModelShape]] = {}
+
+    def __init__(self, f: GgufFile) -> None:
+        """Raises GgufError naming the key that is missing, of another type or out of range."""
+        self.metadata = Metadata(f)
+        self.hp = self.metadata.hparams(self.rope_mode)
+        for name in self.required:
+            if self.metadata.count(name, 0, least=0) == 0:
+                raise GgufError(f"[gguf] {f.path}: metadata key {self.metadata.key(name)} is 0 or missing, expected at least 1")
+
+    def embed(self, b: GraphBuilder) -> Tensor:
+        """What goes into the first layer, F32 [n, n_embd]."""
+        return b.embed()
+
+    @abstractmethod
+    def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
+        """Layer `il` of x [n, n_embd], residuals included."""
+
+    def output(self, b: GraphBuilder, x: Tensor) -> Tensor:
+        """Logits [n, n_vocab] of what the last layer gave."""
+        return b.logits(rms_norm(b, x, "output_norm", "result_norm", plain="result_rms"))
+
+    def graph(self, n_tokens: int, n_ctx: int, *, head: Head) -> Graph:
+        """The graph of n_tokens tokens at once, over caches of n_ctx rows; vkback/models/builder.py has inputs and names.
+
+        Raises GgufError naming a weight that is missing or misshaped.
+        """
+        b = GraphBuilder(self.hp, n_tokens, n_ctx, head)
+        x = self.embed(b)
+        for il in range(self.hp.n_layer):
+            x = self.layer(b, x, il)
+        return b.finish(self.output(b, x))
+
+    @classmethod
+    def size_class(cls, metadata: Metadata) -> str:
+        """The size as llama-bench names it ("8B"), of a file that need not be sound."""
+        return cls.sizes.get(metadata.stated("block_count"), UNKNOWN_SIZE)
+
+    @classmethod
+    def layer_tensors(cls, s: ModelShape) -> Tensors:
+        """The tensors of a layer of a synthetic model."""
+        yield from attention_tensors(s)
+        yield "ffn_norm.weight", (s.n_embd,)
+        yield from expert_tensors(s) if s.n_expert else feed_forward_tensors(s)
+
+
+ARCHITECTURES: dict[str, type[Architecture]] = {}
+"""Every architecture by its `general.architecture`; vkback/models/architectures fills it."""
+
+A = TypeVar("A", bound=Architecture)
+
+
+def register(cls: type[A]) -> type[A]:
+    """Add an architecture. Raises ValueError when its name is taken."""
+    if cls.name in ARCHITECTURES:
+        raise ValueError(f"[models] two architectures are called {cls.name}")
+    ARCHITECTURES[cls.name] = cls
+    return cls

@@ -1,0 +1,13 @@
+"""The architectures, a file each. Importing the package registers them (vkback.models.architecture.ARCHITECTURES)."""
+
+from importlib import import_module
+
+NAMES = (
+    "llama",
+    "gpt_oss",
+    "qwen3moe",
+)
+"""Modules of this package, in the order in which architectures are listed."""
+
+for _name in NAMES:
+    import_module(f"{__name__}.{_name}")

@@ -1,0 +1,51 @@
+"""The `llama` architecture: Llama 1 to 3, Mistral, Mixtral, SmolLM and everything converted to their shape.
+
+Per layer: RMS norm, attention with grouped K and V heads and RoPE over neighbouring pairs, residual, RMS norm, SwiGLU or (Mixtral) a
+mixture of SwiGLU experts, residual. Output tied to the embedding, biases and RoPE frequency factors as the file has them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from vkback.graph import Tensor
+from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
+from vkback.models.blocks import attention, attention_norm, experts, feed_forward, feed_forward_norm
+from vkback.models.builder import GraphBuilder
+from vkback.models.hparams import Metadata
+from vkback.models.shape import ModelShape
+
+MIXTRAL_SIZES = {32: "8x7B", 56: "8x22B"}
+
+
+@register
+class Llama(Architecture):
+    name = "llama"
+    sizes: ClassVar = {16: "1B", 22: "1B", 26: "3B", 28: "3B", 30: "256M", 36: "8B", 40: "13B", 48: "34B", 60: "30B"}
+    shapes: ClassVar = {
+        "llama-1b": ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, tied=True, rope_stretch=32.0),
+        "llama-3b": ModelShape("llama", 28, 3072, 8192, 24, 8, 128, 128256, 131072, 500000.0, tied=True, rope_stretch=32.0),
+        "llama-8b": ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, rope_stretch=8.0),
+        "llama2-7b": ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, 4096, 10000.0),
+        "mistral-small-24b": ModelShape("llama", 40, 5120, 32768, 32, 8, 128, 131072, 32768, 100000000.0),
+        "mistral-22b": ModelShape("llama", 56, 6144, 16384, 48, 8, 128, 32000, 65536, 1000000.0),
+    }
+
+    def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
+        x = b.add(attention(b, attention_norm(b, x, il), il, rope=self.hp.rope), x, f"ffn_inp-{il}")
+        x = b.last_token(x, il)
+        block = experts if self.hp.n_expert else feed_forward
+        return b.add(block(b, feed_forward_norm(b, x, il), il), x, f"l_out-{il}")
+
+    @classmethod
+    def size_class(cls, metadata: Metadata) -> str:
+        layers = metadata.stated("block_count")
+        if metadata.stated("expert_count") == 8:
+            return MIXTRAL_SIZES.get(layers, UNKNOWN_SIZE)
+        if layers == 32:
+            vocab = metadata.stated_vocabulary()
+            return "3B" if vocab == 49152 else "7B" if vocab < 40000 else "8B"
+        if layers == 80:
+            heads = metadata.stated("attention.head_count")
+            return "65B" if metadata.stated("attention.head_count_kv", heads) == heads else "70B"
+        return super().size_class(metadata)

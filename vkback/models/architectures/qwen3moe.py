@@ -1,0 +1,41 @@
+"""The `qwen3moe` architecture: Qwen3 30B-A3B, 235B-A22B.
+
+As llama, but every head of Q and K is RMS-normed before RoPE, RoPE pairs value i with value i + n_dims/2, and every feed-forward layer is
+a mixture of experts.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from vkback.graph import Tensor
+from vkback.models.architecture import Architecture, register
+from vkback.models.blocks import attention, attention_norm, experts, feed_forward_norm, rms_norm
+from vkback.models.builder import GraphBuilder
+from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors
+
+
+@register
+class Qwen3Moe(Architecture):
+    name = "qwen3moe"
+    rope_mode = "neox"
+    required = ("expert_count",)
+    sizes: ClassVar = {48: "30B.A3B", 94: "235B.A22B"}
+    shapes: ClassVar = {
+        "qwen3moe-30b-a3b": ModelShape(
+            "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1000000.0, 1e-6, n_expert=128, n_expert_used=8, n_ff_expert=768
+        ),
+    }
+
+    def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
+        x = b.add(attention(b, attention_norm(b, x, il), il, rope=self.hp.rope, qk_norm=rms_norm), x, f"ffn_inp-{il}")
+        x = b.last_token(x, il)
+        return b.add(experts(b, feed_forward_norm(b, x, il), il), x, f"l_out-{il}")
+
+    @classmethod
+    def layer_tensors(cls, s: ModelShape) -> Tensors:
+        yield from attention_tensors(s)
+        yield "attn_k_norm.weight", (s.head_dim,)
+        yield "attn_q_norm.weight", (s.head_dim,)
+        yield "ffn_norm.weight", (s.n_embd,)
+        yield from expert_tensors(s)

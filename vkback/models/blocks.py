@@ -1,0 +1,132 @@
+"""Blocks of a layer: norms, attention with its KV cache, dense and mixture-of-experts feed-forward. Each is a function of a builder and a
+tensor. An architecture's file puts them together, and has what only it needs in functions of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from vkback.graph import Tensor
+from vkback.models.builder import GraphBuilder
+from vkback.models.hparams import Heads, Rope
+
+
+@dataclass(frozen=True)
+class Glu:
+    """A gated linear unit: op and params (vkback/ops/glu.py)."""
+
+    op: str
+    params: Mapping[str, float] = field(default_factory=dict)
+
+
+SWIGLU = Glu("SWIGLU")
+
+
+class Norm(Protocol):
+    """A norm over the last axis with the weights `stem`.weight and, where it has one, `stem`.bias. `plain`: name of the value before
+    these come in."""
+
+    def __call__(self, b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str) -> Tensor: ...
+
+
+def rms_norm(b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str) -> Tensor:
+    """RMS norm times `stem`.weight."""
+    w = b.hp.weight(f"{stem}.weight", x.shape[-1:])
+    y = b.graph.emit("RMS_NORM", plain, "F32", x.shape, (x,), eps=b.hp.rms_eps)
+    return b.graph.emit("MUL", name, "F32", x.shape, (y, w))
+
+
+def attention_norm(b: GraphBuilder, x: Tensor, il: int) -> Tensor:
+    """RMS norm before attention."""
+    return rms_norm(b, x, f"blk.{il}.attn_norm", f"attn_norm-{il}", plain=f"attn_rms-{il}")
+
+
+def feed_forward_norm(b: GraphBuilder, x: Tensor, il: int) -> Tensor:
+    """RMS norm before the feed-forward."""
+    return rms_norm(b, x, f"blk.{il}.ffn_norm", f"ffn_norm-{il}", plain=f"ffn_rms-{il}")
+
+
+Projection = Callable[[GraphBuilder, Tensor, int, Heads], tuple[Tensor, Tensor, Tensor]]
+"""Q, K and V of a layer from its normed input [n, n_embd]: [n, heads * head width] each."""
+
+
+def separate_qkv(b: GraphBuilder, x: Tensor, il: int, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """A Projection with a weight each."""
+    q = b.linear(x, f"blk.{il}.attn_q", heads.n * heads.dim_k, f"Qcur-{il}")
+    k = b.linear(x, f"blk.{il}.attn_k", heads.n_kv * heads.dim_k, f"Kcur-{il}")
+    v = b.linear(x, f"blk.{il}.attn_v", heads.n_kv * heads.dim_v, f"Vcur-{il}")
+    return q, k, v
+
+
+def attention(
+    b: GraphBuilder, x: Tensor, il: int, *, rope: Rope | None, heads: Heads | None = None, qkv: Projection = separate_qkv,
+    qk_norm: Norm | None = None, sinks: bool = False, window: int = 0,
+) -> Tensor:
+    """Causal attention of layer `il` over the normed input x [n, n_embd] -> [n, n_embd].
+
+    rope     how Q and K are rotated; None: not at all
+    heads    those of this layer; default: hp's
+    qk_norm  every head of Q and K is normed before it is rotated
+    sinks    every head has an attention sink
+    window   rows that a token sees; 0: all so far
+    """
+    heads = heads or b.hp.heads
+
+    def placed(x: Tensor, count: int, value: str, weight: str) -> Tensor:
+        """Q or K cut into heads, normed and rotated: [n, count, dim_k]."""
+        x = b.view(x, (b.n, count, heads.dim_k))
+        if qk_norm:
+            x = qk_norm(b, x, f"blk.{il}.{weight}", f"{value}_normed-{il}", plain=f"{value}_rms-{il}")
+        return b.rope(x, f"{value}_rope-{il}", rope) if rope else x
+
+    q, k, v = qkv(b, x, il, heads)
+    k = placed(k, heads.n_kv, "Kcur", "attn_k_norm")
+    v = b.view(v, (b.n, heads.n_kv, heads.dim_v))
+    cache_k, cache_v = b.store(k, f"cache_k_l{il}"), b.store(v, f"cache_v_l{il}")
+    q = placed(q, heads.n, "Qcur", "attn_q_norm")
+    weights = (b.hp.weight(f"blk.{il}.attn_sinks.weight", (heads.n,)),) if sinks else ()
+    params = {"scale": b.hp.attn_scale} | ({"window": window} if window else {})
+    out = b.graph.emit(
+        "FLASH_ATTN_EXT", f"kqv_out-{il}", "F32", (b.n, heads.n * heads.dim_v), (q, cache_k, cache_v, b.pos, *weights), **params
+    )
+    return b.linear(out, f"blk.{il}.attn_output", b.hp.n_embd, f"attn_out-{il}")
+
+
+def feed_forward(b: GraphBuilder, x: Tensor, il: int, *, width: int = 0, glu: Glu = SWIGLU) -> Tensor:
+    """Dense, with a gate: down(glu(gate(x), up(x))). width: of gate and up, default hp's."""
+    width = width or b.hp.n_ff
+    gate = b.linear(x, f"blk.{il}.ffn_gate", width, f"ffn_gate-{il}")
+    up = b.linear(x, f"blk.{il}.ffn_up", width, f"ffn_up-{il}")
+    act = b.graph.emit(glu.op, f"ffn_{glu.op.lower()}-{il}", "F32", gate.shape, (gate, up), **glu.params)
+    return b.linear(act, f"blk.{il}.ffn_down", b.hp.n_embd, f"ffn_out-{il}")
+
+
+def experts(b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: str = "softmax") -> Tensor:
+    """Mixture of experts: the router picks n_expert_used of n_expert gated layers for every token; their weighted sum.
+
+    gating  how the router weighs the experts it chose (TOPK_MOE)
+    """
+    hp, g, n = b.hp, b.graph, x.shape[0]
+    logits = b.linear(x, f"blk.{il}.ffn_gate_inp", hp.n_expert, f"ffn_moe_logits-{il}")
+    weights = Tensor(f"ffn_moe_weights-{il}", "F32", (n, hp.n_expert_used))
+    ids = Tensor(f"ffn_moe_topk-{il}", "I32", (n, hp.n_expert_used))
+    g.add("TOPK_MOE", (logits,), (weights, ids), n_used=hp.n_expert_used, norm=hp.norm_w, gating=gating, scale=1.0)
+    shared = b.view(x, (n, 1, hp.n_embd))
+    gate = routed(b, shared, ids, f"blk.{il}.ffn_gate_exps", hp.n_ff_expert, f"ffn_moe_gate-{il}")
+    up = routed(b, shared, ids, f"blk.{il}.ffn_up_exps", hp.n_ff_expert, f"ffn_moe_up-{il}")
+    act = g.emit(glu.op, f"ffn_moe_{glu.op.lower()}-{il}", "F32", gate.shape, (gate, up), **glu.params)
+    down = routed(b, act, ids, f"blk.{il}.ffn_down_exps", hp.n_embd, f"ffn_moe_down-{il}")
+    return g.emit("MOE_REDUCE", f"ffn_moe_out-{il}", "F32", (n, hp.n_embd), (down, weights))
+
+
+def routed(b: GraphBuilder, x: Tensor, ids: Tensor, stem: str, rows: int, name: str) -> Tensor:
+    """`stem` of each token's experts times x [n, 1 or n_used, cols], plus the experts' biases where the file has them."""
+    hp = b.hp
+    w = hp.weight(f"{stem}.weight", (hp.n_expert, rows, x.shape[-1]))
+    y = b.graph.emit("MUL_MAT_ID", name, "F32", (*ids.shape, rows), (w, x, ids))
+    if not hp.has_weight(f"{stem}.bias"):
+        return y
+    bias = hp.weight(f"{stem}.bias", (hp.n_expert, rows))
+    bias = replace(bias, shape=(hp.n_expert * rows,))
+    return b.graph.emit("ADD_ID", name.replace("-", "_biased-"), "F32", y.shape, (y, bias, ids))

@@ -1,0 +1,74 @@
+"""Published shapes of models, and the tensors of a layer that most architectures have: what synthetic files are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+Tensors = Iterator[tuple[str, tuple[int, ...]]]
+"""Names within a layer ("attn_q.weight") and shapes, in the order of a file."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The published shape of a model.
+
+    tied          the embedding table is the output weight too
+    rope_stretch  Llama 3's factor by which slow RoPE pairs are stretched; 1 for none
+    n_expert      0 for a dense model; an expert is n_ff_expert wide
+    window        rows of the sliding window in the layers that have one, 0 without
+    yarn          factor by which YaRN stretches the context of 4096 that the model was trained on first; 1 without
+    metadata      further keys of the architecture and their values: integers, floats, strings
+    """
+
+    arch: str
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_vocab: int
+    n_ctx: int
+    freq_base: float
+    rms_eps: float = 1e-5
+    tied: bool = False
+    rope_stretch: float = 1.0
+    n_expert: int = 0
+    n_expert_used: int = 0
+    n_ff_expert: int = 0
+    window: int = 0
+    yarn: float = 1.0
+    metadata: Mapping[str, int | float | str] = field(default_factory=dict)
+
+
+def attention_tensors(s: ModelShape) -> Tensors:
+    """Q, K, V and output, apart, and the norm before them."""
+    yield "attn_k.weight", (s.n_head_kv * s.head_dim, s.n_embd)
+    yield "attn_norm.weight", (s.n_embd,)
+    yield "attn_output.weight", (s.n_embd, s.n_head * s.head_dim)
+    yield "attn_q.weight", (s.n_head * s.head_dim, s.n_embd)
+    yield "attn_v.weight", (s.n_head_kv * s.head_dim, s.n_embd)
+
+
+def feed_forward_tensors(s: ModelShape) -> Tensors:
+    """A dense feed-forward with a gate."""
+    yield "ffn_down.weight", (s.n_embd, s.n_ff)
+    yield "ffn_gate.weight", (s.n_ff, s.n_embd)
+    yield "ffn_up.weight", (s.n_ff, s.n_embd)
+
+
+def expert_tensors(s: ModelShape) -> Tensors:
+    """A router and its experts."""
+    yield "ffn_gate_inp.weight", (s.n_expert, s.n_embd)
+    yield "ffn_down_exps.weight", (s.n_expert, s.n_embd, s.n_ff_expert)
+    yield "ffn_gate_exps.weight", (s.n_expert, s.n_ff_expert, s.n_embd)
+    yield "ffn_up_exps.weight", (s.n_expert, s.n_ff_expert, s.n_embd)
+
+
+def with_biases(tensors: Tensors) -> Tensors:
+    """After every matrix its bias."""
+    for name, dims in tensors:
+        yield name, dims
+        if len(dims) > 1:
+            yield f"{name.removesuffix('weight')}bias", dims[:-1]
