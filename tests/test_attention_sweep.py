@@ -109,7 +109,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a point takes; the kernels still run once, to be checked."""
 
     def use(time_us: Callable[[AttentionPoint], float]) -> None:
-        monkeypatch.setattr(ProgramTrial, "lap", lambda self, point, repetitions: Measurement(time_us(point), 0.0))
+        monkeypatch.setattr(ProgramTrial, "measure", lambda self, point, repetitions: Measurement(time_us(point), 0.0))
 
     return use
 

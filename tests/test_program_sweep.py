@@ -36,6 +36,7 @@ from vkback.paths import builtin_model, shader_root
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Overrides, Tuning, device_table, parse_table
 from vkback.shader import ShaderLibrary
+from vkback.timing import token_program
 from vkback.timing.launches import Measurement
 from vkback.timing.token_program import is_barrier_free, token_graph
 
@@ -124,8 +125,8 @@ class Runs:
 
 @pytest.fixture
 def runs(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    monkeypatch.setattr(program_sweep, "TOKENS_PER_SUBMIT", 2)
-    monkeypatch.setattr(program_sweep, "DEPTH", 3)
+    monkeypatch.setattr(token_program, "TOKENS_PER_SUBMIT", 2)
+    monkeypatch.setattr(token_program, "DEPTH", 3)
     return Runs(device, tmp_path)
 
 
@@ -134,7 +135,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a token takes with a point in its program."""
 
     def to(time_us: Callable[[Point], float]) -> None:
-        monkeypatch.setattr(ProgramTrial, "lap", lambda self, point, repetitions: Measurement(time_us(point), 0.0))
+        monkeypatch.setattr(ProgramTrial, "measure", lambda self, point, repetitions: Measurement(time_us(point), 0.0))
 
     return to
 

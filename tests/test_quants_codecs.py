@@ -15,7 +15,7 @@ from vkback.quants.codec import F32
 
 DECODE_ONLY = ["NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
 ENCODED = [name for name in QUANTS if name not in DECODE_ONLY]
-GGUF_DECODES = [name for name in QUANTS if name != "Q8_1"]
+GGUF_DECODES = [name for name in QUANTS if name != "Q8_1" and name in gguf.GGMLQuantizationType.__members__]
 
 
 def gguf_type(name: str) -> gguf.GGMLQuantizationType:

@@ -30,7 +30,7 @@ def schedule(model: Model, ctx: LowerContext, sync: str) -> Schedule:
 
 def test_kernels_of_stages_that_hand_over_get_marks() -> None:
     model = Model.open(builtin_model("demo-moe"))
-    plain = schedule(model, planned_for("nvidia_h200_linux"), "word")
+    plain = schedule(model, planned_for("nvidia_h200_linux"), "sentinel")
     marked = with_clocks(plain, 64)
     for old, new in zip(plain.dispatches(), marked.dispatches(), strict=True):
         if old.waits is None:
@@ -69,7 +69,7 @@ def test_workgroups_pass_the_points_in_order(sync: str, tokens: Tokens, ctx: Low
 
 @pytest.mark.vulkan
 def test_marks_change_no_bit(tokens: Tokens, ctx: LowerContext) -> None:
-    planned = schedule(tokens.model, ctx, "word")
+    planned = schedule(tokens.model, ctx, "sentinel")
     with TokenProgram(tokens, planned) as plain, TokenProgram(tokens, with_clocks(planned, 64)) as marked:
         np.testing.assert_array_equal(marked.logits(CHECKED_TOKENS).view(np.uint32), plain.logits(CHECKED_TOKENS).view(np.uint32))
 
@@ -79,4 +79,4 @@ def test_a_device_without_a_clock_is_named(tokens: Tokens, ctx: LowerContext, mo
     blind = dataclasses.replace(tokens.device.caps, shader_clock=False)
     monkeypatch.setattr(tokens.device, "caps", blind)
     with pytest.raises(ClockError, match="cannot read the device's clock"):
-        measure_clocks(tokens, schedule(tokens.model, ctx, "word"))
+        measure_clocks(tokens, schedule(tokens.model, ctx, "sentinel"))

@@ -9,6 +9,7 @@ from vkback.harness.factories import context_of
 from vkback.harness.result import CaseResult
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.ops.mat_vec import QUANTS
+from vkback.paths import shader_root
 
 BY_TYPE = {"MUL_MAT": "type_a", "MUL_MAT_ID": "type_a", "MAT_VEC": "type_a", "GET_ROWS": "type"}
 """Ops that the table splits by the type of their weights, with the parameter that holds it."""
@@ -47,6 +48,6 @@ def support_table(cases: Sequence[Case], results: Sequence[CaseResult]) -> list[
         more = f"; and {len(reasons) - MOST_REASONS} other reasons" if len(reasons) > MOST_REASONS else ""
         why = f"  not the rest: {'; '.join(reasons[:MOST_REASONS])}{more}" if reasons else ""
         lines.append(f"{f'{op} {kind}':{width}}  {len(rows) - len(refused):5} of {len(rows):5}{why}".rstrip())
-    missing = [q for q in quants.QUANTS if q not in (*QUANTS, "Q8_1")]  # Q8_1 is for activations
+    missing = [q for q in QUANTS if not (shader_root() / quants.quant(q).shader).is_file()]
     lines.append(f"weight types without a kernel: {', '.join(missing) or 'none'}")
     return lines

@@ -65,11 +65,11 @@ class GraphBuilder:
         self.graph.add("SET_ROWS", (x, self.pos, state), (state,))
         return state
 
-    def last_token(self, x: Tensor, il: int) -> Tensor:
+    def last_token(self, x: Tensor, il: int, name: str = "ffn_inp_last") -> Tensor:
         """In the last layer, where the logits of one token of several are wanted, its row of x; else x. Before it comes all that other
         tokens' rows are needed for: the KV cache."""
         if self.head == "last" and self.n > 1 and il == self.hp.n_layer - 1:
-            return self.graph.emit("GET_ROWS", f"ffn_inp_last-{il}", "F32", (1, self.hp.n_embd), (x, self.out_ids))
+            return self.graph.emit("GET_ROWS", f"{name}-{il}", "F32", (1, x.shape[-1]), (x, self.out_ids))
         return x
 
     def logits(self, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from vkback import quants
 from vkback.errors import VkbackError
 
 MAGIC = b"GGUF"
@@ -55,8 +56,8 @@ class BlockSize:
 
 def _block_sizes() -> dict[int, BlockSize]:
     sizes = {int(t): BlockSize(t.name, *GGML_QUANT_SIZES[t]) for t in GGMLQuantizationType}
-    # gguf 0.19 says 40 bytes, which is neither ggml's block (two f16 and 32 int8) nor any file's.
-    sizes[GGMLQuantizationType.Q8_1] = BlockSize("Q8_1", 32, 36)
+    # Also where gguf errs: 0.19 gives Q8_1 40 bytes, which is neither ggml's block (two f16 and 32 int8) nor any file's.
+    sizes |= {t.ggml_id: BlockSize(t.name, t.block_values, t.block_bytes) for t in quants.QUANTS.values()}
     return sizes
 
 

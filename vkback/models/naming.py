@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from gguf import LlamaFileType
+
 from vkback.models.architecture import ARCHITECTURES, UNKNOWN_SIZE
 from vkback.models.gguf_file import GgufFile
 from vkback.models.hparams import Metadata
@@ -18,12 +20,14 @@ FILE_TYPES = {
 }  # fmt: skip
 """`general.file_type` to its name."""
 
-_GUESSED = {
-    "F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17,
-    "Q6_K": 18, "IQ2_XXS": 19, "IQ2_XS": 20, "IQ2_S": 28, "IQ3_XXS": 23, "IQ1_S": 24, "IQ1_M": 31, "IQ4_NL": 25, "IQ4_XS": 30, "IQ3_S": 26,
-    "TQ1_0": 36, "TQ2_0": 37, "MXFP4": 38, "NVFP4": 39, "Q1_0": 40,
-}  # fmt: skip
-"""The file type that a file without `general.file_type` gets from its most frequent tensor type."""
+_FORMS = ("MOSTLY_{}", "MOSTLY_{}_M", "MOSTLY_{}_MOE", "ALL_{}")
+
+
+def file_type(name: str) -> LlamaFileType | None:
+    """The file type of a mix ("Q4_K_S"), or of files whose most frequent tensor type is `name` ("Q4_K": Q4_K_M); None: there is none."""
+    found = (LlamaFileType.__members__.get(form.format(name)) for form in _FORMS)
+    return next((t for t in found if t is not None), None)
+
 
 def model_description(f: GgufFile) -> str:
     """Architecture, size class and file type: `llama 8B Q4_K - Medium`. The size class follows layers, not parameters, oddities included
@@ -39,7 +43,7 @@ def file_type_name(f: GgufFile) -> str:
     if isinstance(stated, int):
         return FILE_TYPES.get(stated, "unknown, may not work")
     types = Counter(t.type for t in f.tensors.values())
-    guess = _GUESSED.get(types.most_common(1)[0][0]) if types else None
+    guess = file_type(types.most_common(1)[0][0]) if types else None
     return "unknown, may not work" if guess is None else f"(guessed) {FILE_TYPES[guess]}"
 
 

@@ -22,25 +22,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 
 from vkback import quants
 from vkback.errors import VkbackError
 from vkback.models.architecture import ARCHITECTURES
 from vkback.models.gguf_file import DEFAULT_ALIGNMENT, tensor_bytes
 from vkback.models.hparams import NO_TEXT_VOCABULARY
+from vkback.models.naming import file_type
 from vkback.models.shape import ModelShape
 
 CHUNK_BYTES = 4 << 20
 """Bytes of one job: enough to fill a write, little enough that many workers need little memory."""
 
-FILE_TYPES = {
-    "Q4_0": LlamaFileType.MOSTLY_Q4_0, "Q5_0": LlamaFileType.MOSTLY_Q5_0, "Q8_0": LlamaFileType.MOSTLY_Q8_0,
-    "Q2_K": LlamaFileType.MOSTLY_Q2_K, "Q3_K_S": LlamaFileType.MOSTLY_Q3_K_S, "Q3_K_M": LlamaFileType.MOSTLY_Q3_K_M,
-    "Q3_K_L": LlamaFileType.MOSTLY_Q3_K_L, "Q4_K_S": LlamaFileType.MOSTLY_Q4_K_S, "Q4_K_M": LlamaFileType.MOSTLY_Q4_K_M,
-    "Q5_K_S": LlamaFileType.MOSTLY_Q5_K_S, "Q5_K_M": LlamaFileType.MOSTLY_Q5_K_M, "Q6_K": LlamaFileType.MOSTLY_Q6_K,
-    "IQ4_NL": LlamaFileType.MOSTLY_IQ4_NL, "IQ4_XS": LlamaFileType.MOSTLY_IQ4_XS, "MXFP4": LlamaFileType.MOSTLY_MXFP4_MOE,
-}  # fmt: skip
+UNIFORM = "Q8_0"
+"""The type of files that need no mix of a real file: llama-quantize gives all matrices this one type."""
 
 
 class SynthError(VkbackError):
@@ -70,7 +66,7 @@ class PlannedTensor:
 
 def synthetic_names() -> list[str]:
     """Every name `synthesize` takes, as `llama-8b-Q4_K_S`."""
-    return [f"{shape}-{type}" for shape in SHAPES for type in _type_mixes()[shape]]
+    return [f"{shape}-{type}" for shape in SHAPES for type in _types(shape)]
 
 
 def planned_tensors(name: str, *, layers: int | None = None) -> list[PlannedTensor]:
@@ -78,7 +74,7 @@ def planned_tensors(name: str, *, layers: int | None = None) -> list[PlannedTens
     shape_name, type = _split(name)
     shape = SHAPES[shape_name]
     n_layer = _layers(name, shape, layers)
-    mix = _type_mixes()[shape_name][type]
+    mix = _type_mixes().get(shape_name, {}).get(type)
     return [PlannedTensor(t, _type_of(mix, t), dims) for t, dims in _shapes(shape, n_layer)]
 
 
@@ -132,11 +128,17 @@ def _type_mixes() -> dict[str, Any]:
     return mixes
 
 
+def _types(shape: str) -> list[str]:
+    """Types that a shape can be written in: those of its mixes."""
+    return list(_type_mixes().get(shape, (UNIFORM,)))
+
+
 def _split(name: str) -> tuple[str, str]:
     shape, _, type = name.rpartition("-")
-    if shape not in SHAPES or type not in _type_mixes()[shape]:
+    if shape not in SHAPES or type not in _types(shape):
+        types = dict.fromkeys(type for shape in SHAPES for type in _types(shape))
         raise SynthError(
-            f"[synth] no model is called {name!r}; names are a shape ({', '.join(SHAPES)}), a dash and a type ({', '.join(FILE_TYPES)})"
+            f"[synth] no model is called {name!r}; names are a shape ({', '.join(SHAPES)}), a dash and a type ({', '.join(types)})"
         )
     return shape, type
 
@@ -162,11 +164,13 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"blk.{il}.{name}", dims
 
 
-def _type_of(mix: dict[str, dict[str, str]], name: str) -> str:
-    """The type of a tensor: norms, biases, sinks, frequencies and routers are F32 in every real file, the rest as the mix says."""
+def _type_of(mix: dict[str, dict[str, str]] | None, name: str) -> str:
+    """The type of a tensor: norms, biases, sinks, frequencies and routers are F32 in every file, the rest as the mix says, else UNIFORM."""
     block, _, stem = name.removesuffix(".weight").rpartition(".")
     if stem.endswith("norm") or stem in ("bias", "attn_sinks", "rope_freqs", "ffn_gate_inp"):
         return "F32"
+    if mix is None:
+        return UNIFORM
     layer = int(block.split(".")[1]) if block else None
     for type, where in mix[f"{stem}.weight"].items():
         if layer is None or where == "all" or layer in _ranges(where):
@@ -199,7 +203,8 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     s = SHAPES[shape_name]
     writer = GGUFWriter(path, s.arch)
     writer.add_name(f"{name} with random weights")
-    writer.add_file_type(FILE_TYPES[type])
+    if (known := file_type(type)) is not None:
+        writer.add_file_type(known)
     writer.add_quantization_version(2)
     writer.add_context_length(s.n_ctx)
     writer.add_embedding_length(s.n_embd)

@@ -14,7 +14,7 @@ from vkback.errors import VkbackError
 from vkback.graph import Graph, Node, Tensor
 from vkback.models.builder import Head
 from vkback.models.registry import Model
-from vkback.ops.reference import REFERENCES
+from vkback.ops.base import OPS
 
 Array = npt.NDArray[Any]
 
@@ -99,7 +99,7 @@ class NumpyTwin:
             logits = self.forward(fed, pos, head="last")["result_output"][-1]
             pos += len(fed)
             second, best = np.partition(logits, -2)[-2:]
-            ids.append(int(REFERENCES["ARGMAX"]([logits[None]], {})[0][0]))
+            ids.append(int(OPS["ARGMAX"].reference([logits[None]], {})[0][0]))
             margins.append(float(best - second))
             if ids[-1] in stop:
                 break
@@ -113,13 +113,16 @@ class NumpyTwin:
         return self._graphs[key]
 
     def _compute(self, node: Node, values: dict[str, Array]) -> list[Array]:
-        if node.op == "VIEW":
-            return [self._value(node.inputs[0], values).reshape(node.outputs[0].shape)]
-        if node.op == "GET_ROWS" and node.inputs[0].kind == "weight":
+        if node.op == "VIEW":  # its input under another shape
+            results = [self._value(node.inputs[0], values)]
+        elif node.op == "GET_ROWS" and node.inputs[0].kind == "weight":
             # Decodes the wanted rows, not a table of a hundred thousand.
             rows = self.model.file.tensor(node.inputs[0].name).data[values[node.inputs[1].name]]
-            return REFERENCES["GET_ROWS"]([quants.decode(node.inputs[0].type, rows), np.arange(len(rows))], node.params)
-        return REFERENCES[node.op]([self._value(t, values) for t in node.inputs], node.params)
+            table = quants.decode(node.inputs[0].type, rows)
+            results = OPS[node.op].reference([table, np.arange(len(rows))], node.params)
+        else:
+            results = OPS[node.op].reference([self._value(t, values) for t in node.inputs], node.params)
+        return [result.reshape(t.shape) for t, result in zip(node.outputs, results, strict=True)]
 
     def _value(self, tensor: Tensor, values: dict[str, Array]) -> Array:
         if tensor.kind == "weight":

@@ -40,7 +40,7 @@ class Plane:
 
 
 Decoder = Literal["float", "bits", "levels", "codebook", "ternary"]
-"""What a kernel does to decode a weight, most costly last but one:
+"""What a kernel does to decode a weight:
 
     float     nothing but a conversion
     bits      shifts and masks give an integer, scales (and offsets) the weight

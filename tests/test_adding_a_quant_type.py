@@ -1,0 +1,22 @@
+"""docs/adding_a_quant_type.md, followed in a copy of the tree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pages import copy_tree, follow, run
+
+
+@pytest.mark.vulkan
+def test_the_page_adds_a_type_that_runs(tmp_path: Path) -> None:
+    tree = copy_tree(tmp_path / "tree")
+    tests, floats, ints = follow("adding_a_quant_type.md", tree)
+
+    said = run(tests, tree)
+    assert "failed" not in said and "test_device_layout_holds" in run([*tests, "--collect-only"], tree), said
+
+    for command, path, count in ((floats, "float", 4), (ints, "int", 3)):
+        said = run([*command, "-v"], tree)
+        assert re.search(rf"\b{count}/{count} ", said), f"{path}: {said}"
