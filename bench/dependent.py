@@ -1,11 +1,11 @@
-"""Times products that read what the one before made, joined as a token runs them where the tables say so, and with barriers.
+"""Times dependent mat-vec chains, barrier-free where the tables say so, and with barriers.
 
     python bench/dependent.py [--quant Q4_K,Q6_K] [--shape 14336x4096] [--ids 128x8] [VARIANT...]
 
-A round is norm and product [m, k], then product [k, m]; with --ids EXPERTSxUSED a router before them (vkback/timing/dependent.py). A
-line each for the tables and every variant of them (rows as in bench/one_token.py): microseconds a round, and in brackets how far above
-plain reads of the same bytes, launch after launch with barriers, for each mat-vec. `schedule : sync=sentinel` tries barrier-free stages
-where the tables have none.
+A round is norm and mat-vec [m, k], then mat-vec [k, m]; with --ids EXPERTSxUSED a router before them (vkback/timing/dependent.py). A line
+each for the tables and every variant of them (rows as in bench/one_token.py): microseconds a round, and in brackets, for each mat-vec, how
+far above plain reads of the same bytes, launch after launch with barriers. `schedule : sync=sentinel` tries barrier-free stages where the
+tables have none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vkback.device import Device
 from vkback.ops.base import LowerContext
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
-from vkback.timing.dependent import Dependent
+from vkback.timing.dependent import DependentChain
 from vkback.timing.launches import Measurement
 from vkback.timing.read_rate import LEAST_READ, measure_read_rate, plain_read_us
 
@@ -40,7 +40,7 @@ def main() -> None:
         for quant in args.quant.split(","):
             for shape in args.shape.split(","):
                 m, k = map(int, shape.split("x"))
-                with Dependent(device, library, quant, m, k, experts=experts, used=used) as dependent:
+                with DependentChain(device, library, quant, m, k, experts=experts, used=used) as dependent:
                     dependent.compile(contexts)
                     found = [dependent.time(ctx) for ctx in contexts]
                 floors = [plain_read_us(device, library, max(nbytes, LEAST_READ)) for nbytes in dependent.nbytes]
@@ -53,9 +53,9 @@ def main() -> None:
                     print(f"  {barrier_free}barriers {against(floors, t.barriers)}: {text or 'tables'}{wrong}", flush=True)
 
 
-def against(floors: Sequence[float], lap: Measurement) -> str:
-    """A round's time, and what one product takes longer than its plain read."""
-    return f"{lap.us:.2f} ± {lap.spread_us:.2f} us ({(lap.us - sum(floors)) / len(floors):+.2f})"
+def against(floors: Sequence[float], found: Measurement) -> str:
+    """A round's time, and what one mat-vec takes longer than its plain read."""
+    return f"{found.us:.2f} ± {found.spread_us:.2f} us ({(found.us - sum(floors)) / len(floors):+.2f})"
 
 
 if __name__ == "__main__":

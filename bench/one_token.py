@@ -1,13 +1,13 @@
-"""Times a token with kernel parameters answered by hand, in the token's own program, so that stages wait for each other as in use.
+"""Times a token under tuning overrides, in the token's own program, so that stages wait for each other as in use.
 
     python bench/one_token.py MODEL.gguf [--ctx 4352] [--depth 4096] [--rounds 3] VARIANT...
 
-A variant is rows of a tuning table that come before all others, as vkback/harness/by_hand.py has them:
+A variant is rows of a tuning table that come before all others (vkback/autotune/overrides.py):
 
     "attention : wg_size=512 steps=2"      "mat_vec ids=1 y=Q8_1 : wg=512 rows=2; schedule : sync=barrier"
 
 The variants take turns. A line each, the tables' own first: microseconds a token by the device's clock, what that makes of a second, the
-NMSE of the logits against the tables' (median of three tokens), and whether a stage gave up waiting for another.
+NMSE of the logits against the tables' (median of three tokens), and whether a spin-wait gave up.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections import defaultdict
 
 import numpy as np
+import pandas as pd
 
 from vkback.models.engine import Engine, Sampler, loop_state
 from vkback.timing.launches import warm_up
@@ -44,32 +44,29 @@ def main() -> None:
         engine.device.upload(engine._inputs["loop"], loop_state(Sampler(), []))
         commands = program.record("profile", timestamps=True)
         warm_up(engine.device, commands, 0.3)
-        totals: dict[str, list[float]] = defaultdict(list)
-        sizes: dict[str, int] = defaultdict(int)
-        counts: dict[str, int] = defaultdict(int)
-        kernels: dict[str, str] = {}
-        for i in range(args.tokens + 2):
+        stages = pd.DataFrame(
+            {
+                "kind": " | ".join(dict.fromkeys(re.sub(r"-\d+", "", d.label) for d in stage)),
+                "nbytes": sum(d.nbytes for d in stage),
+                "kernel": "; ".join(f"{d.groups} {d.reason.split(':')[1] if ':' in d.reason else ''}" for d in stage),
+            }
+            for stage in program.schedule.stages
+        )
+        runs = []
+        for _ in range(args.tokens + 2):
             engine.device.submit(commands).wait()
-            marks = [t for _, t in commands.timestamps()]
-            sums: dict[str, float] = defaultdict(float)
-            for k, stage in enumerate(program.schedule.stages):
-                key = " | ".join(dict.fromkeys(re.sub(r"-\d+", "", d.label) for d in stage))
-                sums[key] += (marks[k + 1] - marks[k]) / 1e3
-                if i == 0:
-                    sizes[key] += sum(d.nbytes for d in stage)
-                    counts[key] += 1
-                    kernels[key] = "; ".join(f"{d.groups} {d.reason.split(':')[1] if ':' in d.reason else ''}" for d in stage)
-            if i > 1:
-                for key, us in sums.items():
-                    totals[key].append(us)
-        total = sum(float(np.median(v)) for v in totals.values())
+            runs.append(np.diff([t for _, t in commands.timestamps()]) / 1e3)
+        us_by_run = pd.DataFrame(np.array(runs[2:]).T).groupby(stages["kind"]).sum()  # the first two runs warm up
+        kinds = stages.groupby("kind").agg(nbytes=("nbytes", "sum"), count=("kind", "size"), kernel=("kernel", "last"))
+        kinds["us"] = us_by_run.median(axis=1)
+        total = kinds["us"].sum()
         share = engine.bytes_per_token / per_token / 1e9 / roof * 100
         print(f"{engine.description}: {1 / per_token:.1f} t/s ({per_token * 1e6:.0f} us a token), {total:.0f} us with timestamps, "
               f"read rate {roof:.0f} GB/s, {share:.0f} % of it")
-        for key, values in sorted(totals.items(), key=lambda kv: -float(np.median(kv[1]))):
-            us, count = float(np.median(values)), counts[key]
-            least = sizes[key] / count / roof / 1e3
-            print(f"{us:8.1f} us {100 * us / total:5.1f} %  {count:3} x {us / count:6.2f} us  roof {least:6.2f}  {key}  {kernels[key]}")
+        for kind, k in kinds.sort_values("us", ascending=False).iterrows():
+            least = k["nbytes"] / k["count"] / roof / 1e3
+            times = f"{k['us']:8.1f} us {100 * k['us'] / total:5.1f} %  {k['count']:3} x {k['us'] / k['count']:6.2f} us"
+            print(f"{times}  roof {least:6.2f}  {kind}  {k['kernel']}")
 
 
 if __name__ == "__main__":

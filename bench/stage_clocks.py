@@ -1,4 +1,4 @@
-"""When the workgroups of each stage of a token start, have what they await, have made their sums and have stored them.
+"""When the workgroups of each stage of a token start, end their spin-waits, have made their sums and have stored them.
 
     python bench/stage_clocks.py MODEL.gguf [--ctx 4352] [--depth 4096] [VARIANT]
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+import pandas as pd
 
 from vkback.autotune.overrides import with_overrides
 from vkback.device import Device
@@ -42,14 +44,13 @@ def main() -> None:
         ctx = LowerContext(device.caps, with_overrides(tables, args.variant))
         with Tokens(Model.open(args.model), device, ShaderLibrary(), ctx, n_ctx=args.ctx, depth=args.depth) as tokens:
             clocks = measure_clocks(tokens, plan(tokens.graph, ctx))
-    kinds: dict[tuple[str, int], list[StageClock]] = {}
-    for clock in clocks:
-        kinds.setdefault(kind(clock), []).append(clock)
+    table = pd.DataFrame([(*kind(c), c.took_us, c) for c in clocks], columns=["stage", "groups", "took", "clock"])
     print(f"{'stage':36} {'groups':>6} {'times':>5} {'us':>8}  " + "  ".join(f"{point:^23}" for point in POINTS))
-    for (name, groups), found in kinds.items():
-        us = np.median([c.us for c in found], axis=0)
+    for key, found in table.groupby(["stage", "groups"], sort=False):
+        name, groups = cast(tuple[str, int], key)
+        us = np.median([c.us for c in found["clock"]], axis=0)
         points = "  ".join("".join(f"{v:7.1f} " for v in row)[:-1] for row in us)
-        print(f"{name[:36]:36} {groups:6} {len(found):5} {np.median([c.took_us for c in found]):8.2f}  {points}")
+        print(f"{name[:36]:36} {groups:6} {len(found):5} {found['took'].median():8.2f}  {points}")
 
 
 if __name__ == "__main__":

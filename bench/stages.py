@@ -1,4 +1,4 @@
-"""Times the stages between the matrix products as a token pays for them: one launch after the other, each with its own layer's KV cache.
+"""Times the stages between the mat-vecs as a token pays for them: one launch after the other, each with its own layer's KV cache.
 
     python bench/stages.py [--op ATTN_DECODE] [--model 8b,qwen3moe,gpt-oss] [--context 1,128,512] [--n-ctx 32768] [--layers 32] [--sweep]
 

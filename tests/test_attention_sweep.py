@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,38 +12,61 @@ from kernel_paths import planned_for
 from typer.testing import CliRunner
 
 from vkback.autotune.attention import (
+    Attention,
+    AttentionJob,
     AttentionPoint,
-    AttentionResult,
     AttentionShape,
     actual,
     attention_shapes,
     axes,
-    key_of,
     neighbours,
-    tune_attention,
 )
-from vkback.autotune.own_table import OwnTable
+from vkback.autotune.driver import Sweep, Watcher
+from vkback.autotune.own_table import OwnTable, table_text
 from vkback.autotune.program_sweep import ProgramTrial
-from vkback.autotune.search import SweepError
+from vkback.autotune.tunable import TuneResult
 from vkback.cli import main as cli
 from vkback.cli.shell import UsageError
 from vkback.device import Device
 from vkback.models.registry import Model
 from vkback.ops.base import Choice, LowerContext, PlanError
 from vkback.paths import builtin_model
-from vkback.plan.tuning import Tuning, load_table
+from vkback.plan.tuning import Tuning, load_table, parse_table
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Measurement
 from vkback.timing.token_program import Tokens, token_graph
 
 N_CTX = 64
 H200 = "nvidia_h200_linux"
-FORM = AttentionShape(32, 8, 128, 4096)
+SHAPE = AttentionShape(32, 8, 128, 4096)
 Clock = Callable[[Callable[[AttentionPoint], float]], None]
 
 
-def result(form: AttentionShape, after: AttentionPoint) -> AttentionResult:
-    return AttentionResult(form, 100, AttentionPoint(64, 4, 1, 1, 64, 64), "a row", 10.0, after, 9.0, 0.1, 5, ())
+def result(shape: AttentionShape, after: AttentionPoint) -> TuneResult[AttentionPoint]:
+    job, before = AttentionJob(shape, 100), AttentionPoint(32, 4, 1, 1, 64, 64)
+    return TuneResult(
+        key=job.key, line=job.line, match=job.match, sizes=job.sizes, before=before, source="a row", latency_before=10.0,
+        throughput_before=10.0, after=after, latency=9.0, throughput=9.0, noise=0.1, nbytes=1, read_rate=1.0, tried=5, refused=0, wrong=(),
+        date="2026-11-21",
+    )  # fmt: skip
+
+
+def no_tokens() -> AbstractContextManager[Tokens]:
+    raise AssertionError("no program is run")
+
+
+def attention(tokens: Tokens, ctx: LowerContext) -> Attention:
+    return Attention(lambda: nullcontext(tokens), ctx)
+
+
+def tuned(
+    tokens: Tokens, ctx: LowerContext, own: OwnTable, told: list[str] | None = None
+) -> tuple[Sweep[AttentionJob, AttentionPoint], list[TuneResult[AttentionPoint]]]:
+    """A sweep of the one shape there is, and its result."""
+    (shape,) = attention_shapes(tokens.graph, ctx)
+    watcher = Watcher(point=lambda job, point, said: told.append(said) if told is not None else None)
+    sweep = Sweep(attention(tokens, ctx), own, 1.0, budget_s=60, watcher=watcher)
+    return sweep, sweep.run([AttentionJob(shape, tokens.depth)])
 
 
 # -- what is planned
@@ -58,11 +83,11 @@ def test_layers_that_the_tables_cannot_tell_apart_are_one_form(models: Callable[
 def test_points_are_those_that_kernels_are_built_for() -> None:
     ctx = planned_for(H200)
     point = AttentionPoint(512, 16, 2, 4, 128, 64)
-    assert actual(Choice(point._asdict(), "test"), FORM, ctx) == point
+    assert actual(Choice(point._asdict(), "test"), SHAPE, ctx) == point
     bent = {"lanes": (32, 16), "steps": (8, 4), "queries": (8, 4)}
     for name, (wanted, got) in bent.items():
         changed = point._replace(**{"lanes": 8, name: wanted} if name == "steps" else {name: wanted})
-        assert getattr(actual(Choice(changed._asdict(), "test"), FORM, ctx), name) == got
+        assert getattr(actual(Choice(changed._asdict(), "test"), SHAPE, ctx), name) == got
 
 
 def test_neighbours_reach_every_value() -> None:
@@ -77,12 +102,13 @@ def test_neighbours_reach_every_value() -> None:
 
 def test_a_row_speaks_for_caches_around_its_own_and_for_decoding() -> None:
     after = AttentionPoint(256, 16, 4, 2, 132, 64)
-    row = result(FORM, after).row("device_test.toml", "a device", "a driver")
+    lines = Attention(no_tokens, planned_for(H200)).rows([result(SHAPE, after)], [], "a device, a driver")
+    (row,) = parse_table(table_text(lines, "a device"), "device_test.toml")
     tuning = Tuning([[row], *Tuning.for_device(planned_for(H200).caps).tables])
-    form = FORM._asdict()
+    shape = SHAPE._asdict()
 
     def said(**changes: int) -> dict[str, object]:
-        return dict(tuning.pick("attention", **{"n": 1, **form, **changes}).params)
+        return dict(tuning.pick("attention", **{"n": 1, **shape, **changes}).params)
 
     assert said() == said(n=16) == said(n_ctx=2900) == said(n_ctx=5790) == after._asdict()
     for changes in ({"n": 17}, {"n_ctx": 2890}, {"n_ctx": 5800}, {"n_head": 64}, {"head_dim": 64}):
@@ -128,11 +154,10 @@ def test_the_best_point_is_found_step_by_step(
 ) -> None:
     only(monkeypatch, wg_size=(8, 16), rows_per_split=(16, 4096))
     clock(lambda p: 100.0 - p.wg_size - 3 * (p.rows_per_split == 16))
-    (form,) = attention_shapes(tokens.graph, ctx)
     told: list[str] = []
-    found = tune_attention(tokens, ctx, form, own, 60, lambda p, said: told.append(said))
+    _, (found,) = tuned(tokens, ctx, own, told)
     assert found.kept and (found.after.wg_size, found.after.rows_per_split) == (16, 16), "one step at a time leads there"
-    assert found.after_us < found.before_us and not found.wrong and found.tried == len(told) == 4
+    assert found.latency < found.latency_before and not found.wrong and found.tried == len(told) == 4
 
 
 @pytest.mark.vulkan
@@ -141,8 +166,8 @@ def test_what_is_no_better_beyond_the_noise_is_not_kept(
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0 - 0.001 * p.wg_size)
-    (form,) = attention_shapes(tokens.graph, ctx)
-    assert not tune_attention(tokens, ctx, form, own, 60).kept
+    _, (found,) = tuned(tokens, ctx, own)
+    assert not found.kept
 
 
 @pytest.mark.vulkan
@@ -151,13 +176,12 @@ def test_wrong_points_are_named_and_never_kept(
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0 - 50 * (p.wg_size == 16))
-    (form,) = attention_shapes(tokens.graph, ctx)
     monkeypatch.setattr(ProgramTrial, "wrong", lambda self, point: "row 3 is wrong" if point.wg_size == 16 else "")
-    found = tune_attention(tokens, ctx, form, own, 60)
+    _, (found,) = tuned(tokens, ctx, own)
     assert not found.kept and len(found.wrong) == 1 and "16 threads" in found.wrong[0] and "row 3 is wrong" in found.wrong[0]
     monkeypatch.setattr(ProgramTrial, "wrong", lambda self, point: "all wrong")
-    with pytest.raises(SweepError, match=r"gives no right result: all wrong\. vkback doctor"):
-        tune_attention(tokens, ctx, form, own, 60)
+    sweep, results = tuned(tokens, ctx, own)
+    assert not results and re.search(r"gives no right result: all wrong\. vkback doctor", sweep.faults[0])
 
 
 @pytest.mark.vulkan
@@ -166,7 +190,6 @@ def test_points_the_planner_refuses_are_passed_over(
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0)
-    (form,) = attention_shapes(tokens.graph, ctx)
     right = ProgramTrial.wrong
 
     def refusing(self: ProgramTrial[AttentionPoint], point: AttentionPoint) -> str:
@@ -176,17 +199,18 @@ def test_points_the_planner_refuses_are_passed_over(
 
     monkeypatch.setattr(ProgramTrial, "wrong", refusing)
     told: list[str] = []
-    assert tune_attention(tokens, ctx, form, own, 60, lambda p, said: told.append(said)).tried == 1
+    _, (found,) = tuned(tokens, ctx, own, told)
+    assert found.tried == 1
     assert "refused: no room" in told
 
 
 @pytest.mark.vulkan
 def test_rows_replace_those_of_the_same_form_and_no_others(own: OwnTable) -> None:
-    name = own.path.name
+    tunable = Attention(no_tokens, planned_for(H200))
     other, first, second = (AttentionPoint(64, 4, 1, q, 64, 64) for q in (1, 2, 4))
-    own.write([result(FORM._replace(head_dim=64), other).row(name, "d", "d")])
+    own.keep(tunable, result(SHAPE._replace(head_dim=64), other))
     for point in (first, second):
-        own.write([result(FORM, point).row(name, "d", "d")])
+        own.keep(tunable, result(SHAPE, point))
     rows = {r.match["head_dim"]: r.set["queries"] for r in load_table(own.path)}
     assert rows == {64: 1, 128: 4}
 
@@ -231,7 +255,7 @@ def test_resuming_passes_over_forms_that_are_done(monkeypatch: pytest.MonkeyPatc
 
     assert "before: " in tune(20)
     again = tune(20)
-    assert "1 of 1 forms were finished by an earlier run" in again and "before: " not in again
+    assert "1 of 1 shapes were finished by an earlier run" in again and "before: " not in again
     assert "before: " in tune(5), "another depth is another question"
 
 
@@ -240,7 +264,7 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(
     tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
-    (form,) = attention_shapes(tokens.graph, ctx)
+    (shape,) = attention_shapes(tokens.graph, ctx)
 
     def ends(point: AttentionPoint) -> float:
         if point.wg_size == 16:
@@ -249,12 +273,12 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(
 
     clock(ends)
     with pytest.raises(KeyboardInterrupt):
-        tune_attention(tokens, ctx, form, own, 60)
-    key = key_of(form, tokens.depth)
+        tuned(tokens, ctx, own)
+    key = AttentionJob(shape, tokens.depth).key
     assert not own.journal.finished(key)
     clock(lambda p: 100.0)
     told: list[str] = []
     again = OwnTable(tokens.device, tokens.library, own.path.parent)
-    found = tune_attention(tokens, ctx, form, again, 60, lambda p, said: told.append(said))
+    _, (found,) = tuned(tokens, ctx, again, told)
     assert not found.kept and "refused: the last run ended while trying it" in told
     assert again.journal.finished(key) and again.journal.results("attention")[key]["tried"] == 1

@@ -574,3 +574,9 @@ def test_test_ops_stands_alone() -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("  1/1 tests passed\n")
+
+
+def test_starting_up_leaves_pandas_alone() -> None:
+    """It takes half a second to import; tables that need it import it where they are made."""
+    code = "import sys; from vkback.cli import bench, main; assert 'pandas' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=60)

@@ -19,7 +19,7 @@ from vkback.ops.base import OPS, Array, Case, LowerContext, Tolerance
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Overrides, Tuning, TuningError
 from vkback.shader import ShaderLibrary
-from vkback.timing.dependent import Dependent, DependentTiming, products
+from vkback.timing.dependent import DependentChain, DependentTiming, round_problems
 from vkback.timing.launches import Measurement
 
 WORD = {"schedule": {"sync": "sentinel"}}
@@ -28,8 +28,8 @@ DENSE, EXPERTS = (0, 0), (8, 3)
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("experts", [DENSE, EXPERTS])
-def test_every_product_reads_what_the_one_before_made(device: Device, library: ShaderLibrary, experts: tuple[int, int]) -> None:
-    with Dependent(device, library, "Q4_K", 512, 256, experts=experts[0], used=experts[1], rounds=3) as dependent:
+def test_every_mat_vec_reads_what_the_one_before_made(device: Device, library: ShaderLibrary, experts: tuple[int, int]) -> None:
+    with DependentChain(device, library, "Q4_K", 512, 256, experts=experts[0], used=experts[1], rounds=3) as dependent:
         graph = dependent.graph
     stages = 3 if experts[0] else 2
     assert len(graph.nodes) == 3 * stages and len(dependent.nbytes) == stages
@@ -47,8 +47,8 @@ def test_every_product_reads_what_the_one_before_made(device: Device, library: S
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("experts", [DENSE, EXPERTS])
-def test_all_stages_are_joined_where_the_tables_hand_over(device: Device, library: ShaderLibrary, experts: tuple[int, int]) -> None:
-    with Dependent(device, library, "Q4_K", 512, 256, experts=experts[0], used=experts[1]) as dependent:
+def test_all_stages_are_barrier_free_where_the_tables_say_so(device: Device, library: ShaderLibrary, experts: tuple[int, int]) -> None:
+    with DependentChain(device, library, "Q4_K", 512, 256, experts=experts[0], used=experts[1]) as dependent:
         schedule = plan(dependent.graph, planned_for("nvidia_h200_linux"))
     assert schedule.barrier_free == set(range(2, len(schedule.stages)))
 
@@ -56,22 +56,22 @@ def test_all_stages_are_joined_where_the_tables_hand_over(device: Device, librar
 @pytest.mark.vulkan
 @pytest.mark.parametrize("quant", ["Q2_K", "MXFP4"])
 @pytest.mark.parametrize("experts", [DENSE, EXPERTS])
-def test_rounds_compute_the_chain_joined_or_not(device: Device, library: ShaderLibrary, quant: str, experts: tuple[int, int]) -> None:
+def test_rounds_compute_the_chain_barrier_free_or_not(device: Device, library: ShaderLibrary, quant: str, experts: tuple[int, int]) -> None:
     ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
     word = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, WORD, "test"))
-    with Dependent(device, library, quant, 512, 256, experts=experts[0], used=experts[1], rounds=2) as dependent:
+    with DependentChain(device, library, quant, 512, 256, experts=experts[0], used=experts[1], rounds=2) as dependent:
         apart, barrier_free = dependent.time(ctx, repetitions=1), dependent.time(word, repetitions=1)
     assert apart.barrier_free is None and apart.barriers.us > 0
     assert barrier_free.barrier_free is not None and barrier_free.barrier_free.us > 0 and not barrier_free.wrong
-    tolerance = Tolerance(5e-3, 0.5, "two rounds of up to three products that round x to 8 bits: 4e-5 each, passed on by the next")
+    tolerance = Tolerance(5e-3, 0.5, "two rounds of up to three mat-vecs that round x to 8 bits: 4e-5 each, passed on by the next")
     for timing in (apart, barrier_free):
         verdict = judge(timing.y, chain(quant, 512, 256, *experts, rounds=2), tolerance)
         assert verdict.ok, verdict.text
 
 
 def chain(quant: str, m: int, k: int, experts: int, used: int, rounds: int) -> Array:
-    """The last y by the products' numpy references."""
-    problems = products(quant, m, k, experts, used)
+    """The last y by the mat-vecs' numpy references."""
+    problems = round_problems(quant, m, k, experts, used)
     x = problems[0].values["x"]
     for _ in range(rounds):
         made: dict[str, Array] = {"x": x}
@@ -109,7 +109,7 @@ def test_which_cases_have_rounds(case: Case, has: bool) -> None:
 
 
 @pytest.mark.vulkan
-def test_perf_mode_times_joined_products_where_the_tables_hand_over(
+def test_perf_mode_times_barrier_free_mat_vecs_where_the_tables_have_them(
     device: Device, library: ShaderLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
@@ -118,12 +118,13 @@ def test_perf_mode_times_joined_products_where_the_tables_hand_over(
     assert [r.barrier_free_us for r in time_cases(device, library, cases, ctx, 1.0, repetitions=1)] == [None, None]
     two, one = time_cases(device, library, cases, word, 1.0, repetitions=1)
     assert two.barrier_free_us is None and one.barrier_free_us is not None and one.barrier_free_us > 0 and one.passed is None
-    monkeypatch.setattr(Dependent, "time", lambda self, ctx: DependentTiming(None, Measurement(1.0, 0.0), np.zeros(1), "other results"))
+    other = DependentTiming(None, Measurement(1.0, 0.0), np.zeros(1), "other results")
+    monkeypatch.setattr(DependentChain, "time", lambda self, ctx: other)
     two, one = time_cases(device, library, cases, word, 1.0, repetitions=1)
     assert two.passed is None and one.passed is False and one.time_us and "barrier-free among its neighbours: other results" in one.message
 
 
-def test_rows_by_hand_are_checked_as_those_of_a_table() -> None:
+def test_overrides_are_checked_as_those_of_a_table() -> None:
     rows = override_rows("attention : wg_size=512 steps=2; mat_vec ids=1 y=Q8_1 : wg=512")
     assert [(r.family, dict(r.match), dict(r.set)) for r in rows] == [
         ("attention", {}, {"wg_size": 512, "steps": 2}), ("mat_vec", {"ids": 1, "y": "Q8_1"}, {"wg": 512})
@@ -131,3 +132,19 @@ def test_rows_by_hand_are_checked_as_those_of_a_table() -> None:
     assert override_rows("") == []
     with pytest.raises(TuningError, match="wg_siez"):
         override_rows("attention : wg_siez=512")
+
+
+@pytest.mark.vulkan
+def test_two_mat_vecs_of_the_same_rounds_are_timed_once(device: Device, library: ShaderLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
+    word = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, WORD, "test"))
+    timed: list[DependentChain] = []
+
+    def once(self: DependentChain, ctx: LowerContext) -> DependentTiming:
+        timed.append(self)
+        return DependentTiming(Measurement(4.0, 0.0), Measurement(6.0, 0.0), np.zeros(1))
+
+    monkeypatch.setattr(DependentChain, "time", once)
+    cases = [product_case("Q4_K", m, 1, k) for m, k in ((512, 256), (256, 512))]
+    assert [r.barrier_free_us for r in time_cases(device, library, cases, word, 1.0, repetitions=1)] == [2.0, 2.0]
+    assert len(timed) == 1

@@ -17,12 +17,15 @@ import pytest
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 
 from vkback.device import Device
+from vkback.graph import Graph
 from vkback.harness.judge import nmse
 from vkback.models import engine as engine_module
 from vkback.models.engine import PROMPT_TOKENS, Engine, EngineError, Sampler
 from vkback.models.perplexity import perplexity
 from vkback.models.twin import NumpyTwin
 from vkback.paths import builtin_models
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule
 
 pytestmark = pytest.mark.vulkan
 
@@ -415,3 +418,18 @@ def test_a_resized_engine_is_one_of_that_size(device: Device, engines: Engines) 
             assert greedy(engine, ids, 8) == greedy(fresh, ids, 8)
         with pytest.raises(EngineError, match="64"):
             engine.prompt(ids * 3)
+
+
+@pytest.mark.vulkan
+def test_a_size_is_planned_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+
+    def counting(graph: Graph, *args: Any, **kwargs: Any) -> Schedule:
+        planned.append(f"{len(graph.nodes)} {next(t for t in graph.tensors().values() if t.kind == 'state').shape}")
+        return plan(graph, *args, **kwargs)
+
+    monkeypatch.setattr(engine_module, "plan", counting)
+    with Engine.load(next(iter(MODELS.values())), device, n_ctx=64, progress=False) as engine:
+        for n_ctx in (32, 64, 32):
+            engine.resize(n_ctx)
+    assert len(planned) == len(set(planned)) == 4, "a token and a prompt, of two sizes"

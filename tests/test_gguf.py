@@ -12,8 +12,9 @@ import pytest
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 
 from vkback.errors import VkbackError
-from vkback.models import GgufError, GgufFile, Model, TokenizerError, model_description, params_string, read_hparams, size_string
+from vkback.models import GgufError, GgufFile, Model, TokenizerError, model_description, read_hparams
 from vkback.paths import builtin_model, builtin_models
+from vkback.units import params_text, size_text
 
 
 def string(text: str) -> bytes:
@@ -242,13 +243,13 @@ def test_model_names(tmp_path: Path, arch: str, layers: int, extra: dict[str, in
 
 
 def test_size_and_parameter_strings() -> None:
-    assert [size_string(n) for n in (546 * 2**20 + 2**19, 2**30 - 1, 2**30, 4917000000)] == [
+    assert [size_text(n) for n in (546 * 2**20 + 2**19, 2**30 - 1, 2**30, 4917000000)] == [
         "546.50 MiB",
         "1024.00 MiB",
         "1.00 GiB",
         "4.58 GiB",
     ]
-    assert [params_string(n) for n in (134515008, 999999999, 8030261312)] == ["134.52 M", "1000.00 M", "8.03 B"]
+    assert [params_text(n) for n in (134515008, 999999999, 8030261312)] == ["134.52 M", "1000.00 M", "8.03 B"]
 
 
 def test_a_file_without_text_vocabulary_says_so_when_text_is_wanted(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 pytest.importorskip("matplotlib", reason="the heatmap is an optional extra: pip install vkback[pictures]")
@@ -15,19 +15,21 @@ from matplotlib.image import imread
 from vkback.report.heatmap import draw
 
 
-def measured(quant: str, m: int, k: int, share: float) -> SimpleNamespace:
-    return SimpleNamespace(match={"quant": quant, "path": "int"}, m=m, k=k, read_share=share)
+def measured(*rows: tuple[str, int, int, float]) -> pd.DataFrame:
+    return pd.DataFrame(
+        [{"quant": quant, "path": "int", "m": m, "k": k, "read_share": share} for quant, m, k, share in rows],
+    )
 
 
 def test_a_panel_a_type_and_a_colour_a_size(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "map.png"
-    draw([measured("Q4_K", 4096, 4096, 0.05), measured("Q4_K", 14336, 4096, 0.95), measured("Q8_0", 4096, 4096, 0.5)], file, "Card")
+    draw(measured(("Q4_K", 4096, 4096, 0.05), ("Q4_K", 14336, 4096, 0.95), ("Q8_0", 4096, 4096, 0.5)), file, "Card")
     two = imread(file)
     assert len(np.unique(two.reshape(-1, two.shape[-1]), axis=0)) > 10
-    draw([measured("Q4_K", 4096, 4096, 0.05)], file, "Card")
+    draw(measured(("Q4_K", 4096, 4096, 0.05)), file, "Card")
     assert imread(file).shape[1] < two.shape[1]
 
 
 def test_nothing_measured_is_an_empty_picture(tmp_path: Path) -> None:
-    draw([], tmp_path / "map.png", "Card")
+    draw(measured(), tmp_path / "map.png", "Card")
     assert (tmp_path / "map.png").stat().st_size > 0

@@ -19,13 +19,14 @@ from make_gguf import llama_metadata, llama_tensors, write_gguf
 
 from vkback import quants
 from vkback.graph import Graph, Tensor
-from vkback.models import GgufError, Model, params_string, size_string, synth
+from vkback.models import GgufError, Model, synth
 from vkback.models.perplexity import PerplexityError, perplexity
 from vkback.models.synth import SynthError, planned_tensors, synthesize, synthetic_names, synthetic_size
 from vkback.models.twin import NumpyTwin, TwinError
 from vkback.ops.reference import REFERENCES, rope_angles
 from vkback.ops.rope_angles import frequencies, mscale
 from vkback.paths import builtin_model
+from vkback.units import params_text, size_text
 
 DATA = Path(__file__).parent / "data"
 PEER = json.loads((DATA / "peer_cpu.json").read_text())
@@ -427,7 +428,7 @@ def test_perplexity_of_a_short_text_is_refused() -> None:
 )
 def test_sizes_are_what_llama_bench_prints_for_the_real_files(name: str, size: str, params: str) -> None:
     nbytes, elements = synthetic_size(name)
-    assert (size_string(nbytes), params_string(elements)) == (size, params)
+    assert (size_text(nbytes), params_text(elements)) == (size, params)
 
 
 def test_every_name_has_a_type_for_every_tensor() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +15,21 @@ from kernel_paths import planned_for
 from typer.testing import CliRunner
 
 from vkback.autotune import program_sweep
-from vkback.autotune.own_table import TuneResult, table_text
+from vkback.autotune.driver import Sweep, Watcher
+from vkback.autotune.mat_vec_rows import mat_vec_rows
+from vkback.autotune.mat_vecs import MatVecs
+from vkback.autotune.own_table import OwnTable, table_text
 from vkback.autotune.points import Job, Point, actual, jobs_for, lowered, refusal
 from vkback.autotune.program_sweep import (
     CHECKED_TOKENS,
     PROLOGUE_STARTS,
     WAITING_STARTS,
-    ProgramSweep,
+    ProgramMatVecs,
     ProgramTrial,
     first_changed,
     replaced,
 )
-from vkback.autotune.sweep import Sweep, Watcher
+from vkback.autotune.tunable import TuneResult
 from vkback.cli import main as cli
 from vkback.cli.tune import of_model
 from vkback.device import Device
@@ -38,7 +42,7 @@ from vkback.plan.tuning import Overrides, Tuning, device_table, parse_table
 from vkback.shader import ShaderLibrary
 from vkback.timing import token_program
 from vkback.timing.launches import Measurement
-from vkback.timing.token_program import is_barrier_free, token_graph
+from vkback.timing.token_program import Tokens, is_barrier_free, token_graph
 
 H200 = "nvidia_h200_linux"
 Clock = Callable[[Callable[[Point], float]], None]
@@ -65,7 +69,7 @@ def test_the_tables_decide_whether_there_is_a_program_to_tune_in() -> None:
 
 
 @pytest.mark.parametrize("name", ["demo-dense", "demo-moe"])
-def test_a_point_takes_the_place_of_its_own_product_alone(name: str) -> None:
+def test_a_point_takes_the_place_of_its_own_mat_vec_alone(name: str) -> None:
     ctx = barrier_free(planned_for(H200))
     graph = token_graph(Model.open(builtin_model(name)))
     present = [d for stage in plan(graph, ctx).stages for d in stage]
@@ -82,24 +86,24 @@ def test_a_point_takes_the_place_of_its_own_product_alone(name: str) -> None:
             defines = dict(list(other.dispatches())[i].kernel.defines)
             assert (defines["WG"], defines["LANES"], defines["ROWS"]) == (point.wg, point.lanes, point.rows)
         changed |= mine
-    products = {i for i, d in enumerate(present) if d.op in ("MAT_VEC", "MOE_ROUTER")}
-    assert changed == products
-    assert sum(job.count for job in jobs) == len(products)
+    mat_vecs = {i for i, d in enumerate(present) if d.op in ("MAT_VEC", "MOE_ROUTER")}
+    assert changed == mat_vecs
+    assert sum(job.count for job in jobs) == len(mat_vecs)
 
 
 def test_starts_are_legal_where_they_are_meant_for() -> None:
     ctx = planned_for(H200)
     jobs = program_jobs("demo-dense", barrier_free(ctx))
-    large = [dataclasses.replace(j, product=dataclasses.replace(j.product, m=8192, k=4096)) for j in jobs]
+    large = [dataclasses.replace(j, problem=dataclasses.replace(j.problem, m=8192, k=4096)) for j in jobs]
     for job in large:
-        plain = job.product.out == "F32" and "norm" not in job.product.roles
+        plain = job.problem.out == "F32" and "norm" not in job.problem.roles
         for shape in WAITING_STARTS if plain else PROLOGUE_STARTS:
             start = actual(Point(*shape, 1, 0, 0, 0), job, job.context(ctx))
             assert refusal(start, job, job.context(ctx)) == ""
             defines = dict(lowered(start, job, ctx)[-1].kernel.defines)
             assert [defines[n] for n in ("WG", "LANES", "ROWS", "UNROLL")] == [*start[:4]]
             assert defines["PROLOGUE"] == (3 if plain else job.match["prologue"])
-    plain_job = next(j for j in large if j.product.x == "Q8_1")
+    plain_job = next(j for j in large if j.problem.x == "Q8_1")
     staged = Point(1024, 64, 2, 1, 1, 1, 0, 0)
     assert refusal(staged, plain_job, plain_job.context(ctx)) == "stage = 1 would become 0"  # it always is
 
@@ -117,10 +121,13 @@ class Runs:
         self.said: dict[Point, str] = {}
         self.job = program_jobs("demo-dense", barrier_free(LowerContext(device.caps, Tuning.for_device(device.caps))))[0]
 
-    def sweep(self, library: ShaderLibrary) -> ProgramSweep:
+    def sweep(self, library: ShaderLibrary) -> Sweep[Job, Point]:
         watcher = Watcher(point=lambda job, point, said: self.said.update({point: said}))
         model = Model.open(builtin_model("demo-dense"))
-        return ProgramSweep(model, self.device, library, self.folder, 1.0, budget_s=0.1, watcher=watcher)
+        own = OwnTable(self.device, library, self.folder)
+        ctx = LowerContext(self.device.caps, own.tables())
+        tunable = ProgramMatVecs(partial(Tokens, model, self.device, library, ctx), ctx)
+        return Sweep(tunable, own, 1.0, budget_s=0.1, watcher=watcher)
 
 
 @pytest.fixture
@@ -141,7 +148,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.vulkan
-def test_the_quickest_token_is_kept_as_a_row_for_programs_that_hand_over(runs: Runs, library: ShaderLibrary, clock: Clock) -> None:
+def test_the_quickest_token_is_kept_as_a_row_for_barrier_free_programs(runs: Runs, library: ShaderLibrary, clock: Clock) -> None:
     seen: list[Point] = []  # what the tables choose first
 
     def time_us(point: Point) -> float:
@@ -159,14 +166,14 @@ def test_the_quickest_token_is_kept_as_a_row_for_programs_that_hand_over(runs: R
     assert rows[0].set == {"sync": "sentinel"}
     assert rows[1].measured.startswith(f"{found.date} {runs.device.caps.name}")
     assert f"{runs.job.line}: 99.50 us a token, was 100.00 ({found.source}, noise 0.10)" in rows[1].measured
-    query = {**runs.job.match, "m": runs.job.product.m, "k": runs.job.product.k}
+    query = {**runs.job.match, **runs.job.sizes}
     tables = Tuning.for_device(runs.device.caps, user=runs.folder)
     assert Point(**tables.pick("mat_vec", **query).params) == found.after
     assert tables.pick("mat_vec", **query | {"sync": "barrier"}).source != tables.pick("mat_vec", **query).source
-    assert sweep.ctx.tuning.pick("mat_vec", **query) == tables.pick("mat_vec", **query)  # the next job begins with it
+    assert sweep.tunable.ctx.tuning.pick("mat_vec", **query) == tables.pick("mat_vec", **query)  # the next job begins with it
     again = runs.sweep(library)
     assert again.run([runs.job], resume=True) == []
-    assert again.own.results == [found]
+    assert again.results == [found]
 
 
 @pytest.mark.vulkan
@@ -181,7 +188,7 @@ def test_a_token_as_quick_within_the_noise_is_not_kept(runs: Runs, library: Shad
 
 @pytest.mark.vulkan
 def test_a_token_is_timed_by_the_device(runs: Runs, library: ShaderLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sweep, "_starts", lambda self, job: [self._said(job, self.ctx.tuning)[0]])
+    monkeypatch.setattr(MatVecs, "starts", lambda self, job: [self.picked(job, self.ctx.tuning)[0]])
     (found,) = runs.sweep(library).run([runs.job])
     assert 0 < found.latency < 1e6
     assert found.read_share > 0
@@ -219,14 +226,14 @@ def test_a_wrong_token_is_refused_and_named(
 ) -> None:
     clock(lambda point: 50.0 if point.wg == 8 else 100.0)
     jobs = program_jobs("demo-dense", barrier_free(planned_for(H200)))
-    job = next(j for j in jobs if j.product.out == "F32" and role in j.product.roles)
+    job = next(j for j in jobs if j.problem.out == "F32" and role in j.problem.roles)
     before: list[Point] = []
 
-    def starts(self: Sweep, job: Job) -> list[Point]:
-        before[:] = [self._said(job, self.ctx.tuning)[0]]
+    def starts(self: MatVecs, job: Job) -> list[Point]:
+        before[:] = [self.picked(job, self.ctx.tuning)[0]]
         return [*before, actual(Point(8, 8, 1, 1, 0, 0, 0, 0), job, job.context(self.ctx))]
 
-    monkeypatch.setattr(Sweep, "_starts", starts)
+    monkeypatch.setattr(MatVecs, "starts", starts)
     (found,) = runs.sweep(broken(tmp_path, *fault)).run([job])
     assert before[0].wg != 8
     assert [p.wg for p, text in runs.said.items() if re.match(said, text)] == [8]
@@ -244,12 +251,12 @@ def test_a_program_that_is_wrong_as_it_stands_is_a_fault(runs: Runs, tmp_path: P
 
 
 @pytest.mark.vulkan
-def test_the_command_tunes_in_the_program_where_the_tables_hand_over(runs: Runs, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_the_command_tunes_in_the_program_where_it_is_barrier_free(runs: Runs, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     clock(lambda point: 100.0)
     monkeypatch.setenv("VKBACK_TUNING", str(runs.folder))
     ran = CliRunner().invoke(cli.app, ["tune", "-m", "demo-dense", "--budget", "1"])
     assert ran.exit_code == 0, ran.output
-    assert "8 products, 8 of them in the program of a token" in ran.output
+    assert "8 mat-vecs, 8 of them in the program of a token" in ran.output
     assert runs.job.line in ran.output.replace("demo-dense-Q4_K_M", "demo-dense")
     assert "us a token" in ran.output
     assert "latency us" not in ran.output
@@ -261,15 +268,16 @@ def test_results_of_programs_and_of_chains_do_not_meet() -> None:
     job = program_jobs("demo-dense", barrier_free(planned_for(H200)))[0]
     point = Point(64, 32, 2, 2, 0, 0, 0, 0)
 
-    def result(job: Job, latency: float) -> TuneResult:
+    def result(job: Job, latency: float) -> TuneResult[Point]:
         return TuneResult(
-            key=job.key, line=job.line, match=job.match, m=job.product.m, k=job.product.k, before=point, source="test", latency_before=10.0,
+            key=job.key, line=job.line, match=job.match, sizes=job.sizes, before=point, source="test", latency_before=10.0,
             throughput_before=9.0, after=point._replace(wg=128), latency=latency, throughput=7.0, noise=0.1, nbytes=28_000_000,
             read_rate=4000.0, tried=9, refused=3, wrong=(), date="2026-11-21",
         )  # fmt: skip
 
     chain = dataclasses.replace(job, program="")
-    text = table_text([result(job, 900.0), result(chain, 8.0), result(dataclasses.replace(chain, path="float"), 9.0)], "Card", "driver 1")
+    results = [result(job, 900.0), result(chain, 8.0), result(dataclasses.replace(chain, path="float"), 9.0)]
+    text = table_text(mat_vec_rows(results, "Card, driver 1"), "Card, driver 1")
     rows = parse_table(text, "device_card.toml")
     assert sorted(r.match["sync"] for r in rows if r.family == "mat_vec") == ["barrier", "barrier", "sentinel"]
     (path,) = [r for r in rows if r.family == "mat_vec_path"]
@@ -332,7 +340,7 @@ def test_tokens_may_choose_other_experts_and_the_first_result_may_not_differ(
 
 @pytest.mark.parametrize("name", ["demo-dense", "demo-moe"])
 def test_the_first_tensor_that_another_kernel_makes(name: str) -> None:
-    """Of every product whose results are handed over, and none where nothing has changed."""
+    """Of every mat-vec that the next spins on, and none where nothing has changed."""
     ctx = barrier_free(planned_for(H200))
     graph = token_graph(Model.open(builtin_model(name)))
     present = plan(graph, ctx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import warnings
+from fractions import Fraction
 
 import gguf
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from vkback import quants
 from vkback.quants import QUANTS, NoEncoder, QuantShapeError, UnknownQuant, search
 from vkback.quants.codec import F32
+from vkback.quants.mx import half_power
 
 DECODE_ONLY = ["NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
 ENCODED = [name for name in QUANTS if name not in DECODE_ONLY]
@@ -332,3 +334,10 @@ def test_random_q8_1_keeps_its_sums() -> None:
     d, s = (np.ascontiguousarray(raw[:, i : i + 2]).view(np.float16).astype(np.float32)[:, 0] for i in (0, 2))
     want = d * raw[:, 4:].view(np.int8).sum(axis=1, dtype=np.int32)
     np.testing.assert_array_equal(s, want.astype(np.float16))
+
+
+def test_half_of_every_e8m0_scale_is_exact() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    halves = half_power(codes)
+    assert halves.dtype == np.float32
+    assert [Fraction(float(h)) for h in halves] == [Fraction(2) ** (e - 127) / 2 for e in range(256)]

@@ -9,7 +9,9 @@ import sqlite3
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 
 from vkback.report import compare
@@ -18,11 +20,10 @@ from vkback.report.bench_table import (
     MarkdownWriter,
     ReportError,
     open_writer,
-    params_text,
-    size_text,
 )
 from vkback.report.build import build_info
-from vkback.report.compare import Speed, judge, two_sided_p
+from vkback.report.compare import Speed, change_between, two_sided_p
+from vkback.units import params_text, size_text
 
 LLAMA_8B = BenchResult(
     build_commit="5d8bb900b",
@@ -203,24 +204,28 @@ def test_p_of_no_difference_is_one() -> None:
 def test_welch_by_hand() -> None:
     # Means 100 and 103, deviations 1 and 2, five runs each: standard error sqrt(1/5 + 4/5) = 1, so t = 3;
     # freedom = 1 / (0.04/4 + 0.64/4) = 5.88, for which |t| >= 3 has p between 0.02 and 0.03.
-    verdict = judge(Speed(100, 1, 5), Speed(103, 2, 5))
-    assert verdict.beats_noise is False
-    assert 0.02 < float(verdict.reason.removeprefix("p = ")) < 0.03
-    assert judge(Speed(100, 1, 5), Speed(110, 2, 5)).beats_noise is True
+    change = change_between(Speed(100, 1, 5), Speed(103, 2, 5))
+    assert change.beats_noise is False
+    assert 0.02 < float(change.reason.removeprefix("p = ")) < 0.03
+    assert change_between(Speed(100, 1, 5), Speed(110, 2, 5)).beats_noise is True
 
 
 def test_without_repetition_counts_deviations_decide() -> None:
     # The rows of a published before/after table: 72.03 -> 86.22 with deviations around 0.25 is no noise, 159.56 -> 159.13 is.
-    assert judge(Speed(71.40, 0.24, None), Speed(83.84, 0.26, None)).beats_noise is True
-    assert judge(Speed(159.56, 1.25, None), Speed(159.13, 0.85, None)).beats_noise is False
-    assert judge(Speed(1, 0, None), Speed(2, 0, None)) == compare.Verdict(None, "no deviation given")
-    assert judge(Speed(1, 0, 1), Speed(2, 0, 5)) == compare.Verdict(None, "one repetition")
-    assert judge(Speed(1, 0, 3), Speed(2, 0, 5)) == compare.Verdict(True, "no spread")
+    assert change_between(Speed(71.40, 0.24, None), Speed(83.84, 0.26, None)).beats_noise is True
+    assert change_between(Speed(159.56, 1.25, None), Speed(159.13, 0.85, None)).beats_noise is False
+    assert change_between(Speed(1, 0, None), Speed(2, 0, None)) == compare.Change(None, "no deviation given")
+    assert change_between(Speed(1, 0, 1), Speed(2, 0, 5)) == compare.Change(None, "one repetition")
+    assert change_between(Speed(1, 0, 3), Speed(2, 0, 5)) == compare.Change(True, "no spread")
 
 
 def saved(path: Path, fmt: str, *results: BenchResult) -> Path:
     path.write_text(written(fmt, *results), encoding="utf-8")
     return path
+
+
+def frame(*rows: dict[str, Any]) -> pd.DataFrame:
+    return pd.DataFrame(rows, dtype=object)
 
 
 SLOWER = replace(LLAMA_8B, samples_ns=(500_000_000, 510_000_000, 490_000_000))
@@ -241,7 +246,7 @@ def test_every_machine_format_can_be_compared(tmp_path: Path, fmt: str) -> None:
     )
     assert d.before.mean == pytest.approx(SLOWER.avg_ts)
     assert d.percent == pytest.approx(100 * (FASTER.avg_ts / SLOWER.avg_ts - 1))
-    assert d.verdict.beats_noise is True
+    assert d.change.beats_noise is True
     assert d.before.n == (3 if fmt.startswith("json") else None)
 
 
@@ -250,13 +255,13 @@ def test_sqlite_files_can_be_compared(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.executescript(written("sql", SLOWER))
     db.close()
-    (row,) = compare.load(path)
+    (row,) = compare.load(path).to_dict("records")
     assert row["avg_ts"] == pytest.approx(SLOWER.avg_ts)
 
 
 def test_comparison_table_reads_like_a_before_after_table() -> None:
-    before = [{**r.row(), "avg_ts": 71.40, "stddev_ts": 0.24} for r in [LLAMA_8B]]
-    after = [{**r.row(), "avg_ts": 83.84, "stddev_ts": 0.26} for r in [LLAMA_8B]]
+    before = frame({**LLAMA_8B.row(), "avg_ts": 71.40, "stddev_ts": 0.24})
+    after = frame({**LLAMA_8B.row(), "avg_ts": 83.84, "stddev_ts": 0.26})
     lines = compare.markdown(compare.compare(before, after)).splitlines()
     assert lines[0] == (
         "| model                          |       size |     params | backend    | ngl |            test |         t/s (before) |"
@@ -269,14 +274,14 @@ def test_comparison_table_reads_like_a_before_after_table() -> None:
 
 
 def test_settings_that_vary_tell_rows_apart() -> None:
-    rows = [{**replace(LLAMA_8B, flash_attn=fa).row(), "samples_ts": [speed, speed + 1]} for fa, speed in ((0, 10.0), (1, 20.0))]
+    rows = frame(*({**replace(LLAMA_8B, flash_attn=fa).row(), "samples_ts": [speed, speed + 1]} for fa, speed in ((0, 10.0), (1, 20.0))))
     comparison = compare.compare(rows, rows)
     assert [(d.settings, d.before.mean) for d in comparison.differences] == [({"flash_attn": "0"}, 10.5), ({"flash_attn": "1"}, 20.5)]
     assert "| ngl | fa |            test |" in compare.markdown(comparison)
 
 
 def test_repeated_rows_of_one_test_are_pooled_and_the_first_repetition_can_go() -> None:
-    rows = [{**LLAMA_8B.row(), "samples_ts": s} for s in ([1.0, 10.0, 12.0], [2.0, 14.0, 16.0])]
+    rows = frame(*({**LLAMA_8B.row(), "samples_ts": s} for s in ([1.0, 10.0, 12.0], [2.0, 14.0, 16.0])))
     (d,) = compare.compare(rows, rows, skip_first=True).differences
     assert (d.before.mean, d.before.n) == (13.0, 4)
     (d,) = compare.compare(rows, rows).differences
@@ -285,30 +290,30 @@ def test_repeated_rows_of_one_test_are_pooled_and_the_first_repetition_can_go() 
 
 def test_rows_without_samples_are_pooled_with_both_spreads() -> None:
     # Two rows 10 +- 3 and 18 +- 3: mean 14; inside them variance 9, between their means (4^2 + 4^2) / 1 = 32; together sqrt(41).
-    rows = [{**LLAMA_8B.row(), "avg_ts": mean, "stddev_ts": 3.0} for mean in (10.0, 18.0)]
+    rows = frame(*({**LLAMA_8B.row(), "avg_ts": mean, "stddev_ts": 3.0} for mean in (10.0, 18.0)))
     (d,) = compare.compare(rows, rows).differences
     assert d.before.mean == 14.0 and d.before.deviation == pytest.approx(sqrt(41)) and d.before.n is None
 
 
 def test_first_repetition_cannot_go_without_samples() -> None:
     with pytest.raises(ReportError, match="tg128: no samples to leave the first out of"):
-        compare.compare([LLAMA_8B.row()], [LLAMA_8B.row()], skip_first=True)
+        compare.compare(frame(LLAMA_8B.row()), frame(LLAMA_8B.row()), skip_first=True)
 
 
 def test_what_only_one_side_has_is_named() -> None:
     pp = replace(LLAMA_8B, n_prompt=512, n_gen=0)
-    text = compare.markdown(compare.compare([LLAMA_8B.row(), pp.row()], [LLAMA_8B.row()]))
+    text = compare.markdown(compare.compare(frame(LLAMA_8B.row(), pp.row()), frame(LLAMA_8B.row())))
     assert text.splitlines()[-1] == "only before: llama 8B Q4_K - Medium pp512"
 
 
 def test_backends_that_differ_are_both_shown() -> None:
-    (d,) = compare.compare([replace(LLAMA_8B, backends="ROCm").row()], [LLAMA_8B.row()]).differences
+    (d,) = compare.compare(frame(replace(LLAMA_8B, backends="ROCm").row()), frame(LLAMA_8B.row())).differences
     assert d.backend == "ROCm -> Vulkan"
 
 
 def test_nothing_in_common_says_what_each_side_has() -> None:
     with pytest.raises(ReportError, match="share no test: the first has llama 8B Q4_K - Medium tg128, the second other tg128"):
-        compare.compare([LLAMA_8B.row()], [replace(LLAMA_8B, model_type="other").row()])
+        compare.compare(frame(LLAMA_8B.row()), frame(replace(LLAMA_8B, model_type="other").row()))
 
 
 @pytest.mark.parametrize(

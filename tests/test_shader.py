@@ -85,8 +85,8 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
 
 def test_names_are_readable_and_tell_variants_apart() -> None:
     assert Variant("norm/rms_norm.comp").name == "norm/rms_norm"
-    full = Variant("mat_vec/mat_vec.comp", (("QUANT", "Q4_K"), ("ROWS", 2)), ((0, 64),), 32)
-    assert full.name == "mat_vec/mat_vec[QUANT=Q4_K, ROWS=2, 0:64, sg32]"
+    full = Variant("mat_vec/mat_vec.comp", (("QUANT", "Q4_K"), ("ROWS", 2)), 32)
+    assert full.name == "mat_vec/mat_vec[QUANT=Q4_K, ROWS=2, sg32]"
     assert len({full, full, Variant("mat_vec/mat_vec.comp")}) == 2
 
 
@@ -106,7 +106,7 @@ def test_expanded_has_includes_in_place_and_defines_after_version(library: Shade
 def test_defines_change_the_module_and_specialization_does_not(library: ShaderLibrary) -> None:
     plain = library.spirv(Variant("copy.comp"))
     assert library.spirv(Variant("copy.comp", (("SCALE", 7),))) != plain
-    assert library.spirv(Variant("copy.comp", (), ((0, 5),), 32)) == plain
+    assert library.spirv(Variant("copy.comp", (), 32)) == plain
 
 
 def test_fault_in_an_include_is_shown_in_its_own_file_and_lines(library: ShaderLibrary, root: Path) -> None:
@@ -197,7 +197,7 @@ def test_compile_many_gives_all_faults_at_once(library: ShaderLibrary, root: Pat
 
 
 def test_compile_many_compiles_each_source_once(library: ShaderLibrary, counting: Counting) -> None:
-    variants = [Variant("copy.comp", (("SCALE", s),), ((0, n),)) for s in (1, 2) for n in (1, 2, 3)]
+    variants = [Variant("copy.comp", (("SCALE", s),), size) for s in (1, 2) for size in (None, 8, 32)]
     built = library.compile_many(variants)
     assert set(built) == set(variants)
     assert counting.calls == 2

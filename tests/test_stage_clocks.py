@@ -28,7 +28,7 @@ def schedule(model: Model, ctx: LowerContext, sync: str) -> Schedule:
     return plan(token_graph(model, N_CTX), with_params(ctx, sync=sync, quantize="attention", router="experts"))
 
 
-def test_kernels_of_stages_that_hand_over_get_marks() -> None:
+def test_kernels_of_barrier_free_stages_get_marks() -> None:
     model = Model.open(builtin_model("demo-moe"))
     plain = schedule(model, planned_for("nvidia_h200_linux"), "sentinel")
     marked = with_clocks(plain, 64)

@@ -15,12 +15,16 @@ import pytest
 from kernel_paths import planned_for
 from typer.testing import CliRunner
 
+from vkback.autotune.chain_sweep import ChainMatVecs, expected
+from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.journal import JOURNAL_FORMAT
-from vkback.autotune.own_table import TuneResult, edges, table_text
+from vkback.autotune.mat_vec_rows import edges, mat_vec_rows
+from vkback.autotune.mat_vecs import MatVecs
+from vkback.autotune.own_table import OwnTable, table_text
 from vkback.autotune.points import Job, Point, actual, axes, jobs_for, lowered, neighbours, refusal
 from vkback.autotune.problem import CaseError, MatVecProblem
 from vkback.autotune.search import beats
-from vkback.autotune.sweep import Sweep, Watcher, expected
+from vkback.autotune.tunable import TuneResult
 from vkback.cli import main as cli
 from vkback.cli.tune import of_model
 from vkback.device import Capabilities, Device
@@ -35,7 +39,7 @@ H200 = "nvidia_h200_linux"
 A = Point(256, 64, 1, 4, 0, 0, 0, 0)
 B = Point(64, 32, 2, 2, 0, 0, 0, 0)
 
-PRODUCTS = [
+MAT_VECS = [
     MatVecProblem("Q4_K", 96, 512, 3, ("bias",)),
     MatVecProblem("Q8_0", 96, 512, 1, ("residual",), x="Q8_1"),
     MatVecProblem("Q6_K", 128, 512, 1, ("norm",), glu=True, out="Q8_1"),
@@ -44,16 +48,16 @@ PRODUCTS = [
 ]
 
 
-# -- products
+# -- mat-vecs
 
 
-@pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.line)
-def test_a_product_is_its_text_and_its_node(product: MatVecProblem) -> None:
-    assert MatVecProblem.parse(product.line) == product
-    assert MatVecProblem.of(product.node()) == product
+@pytest.mark.parametrize("mat_vec", MAT_VECS, ids=lambda p: p.line)
+def test_a_mat_vec_is_its_text_and_its_node(mat_vec: MatVecProblem) -> None:
+    assert MatVecProblem.parse(mat_vec.line) == mat_vec
+    assert MatVecProblem.of(mat_vec.node()) == mat_vec
 
 
-def test_products_are_read_from_the_suite_s_own_lines() -> None:
+def test_mat_vecs_are_read_from_the_suite_s_own_lines() -> None:
     assert MatVecProblem.parse("MUL_MAT(type_a=q4_K,type_b=f32,m=4096,n=1,k=14336,seed=7)") == MatVecProblem("Q4_K", 4096, 14336)
     moe = MatVecProblem.parse(" mul_mat_id(type_a=MXFP4,type_b=f32,n_mats=32,n_used=4,b=1,m=64,n=2,k=256) ")
     assert moe == MatVecProblem("MXFP4", 64, 256, 2, ("ids",), experts=32, used=4)
@@ -75,25 +79,25 @@ def test_products_are_read_from_the_suite_s_own_lines() -> None:
         ("MUL_MAT_ID(type_a=Q4_K,m=1,k=256,n_mats=2,n_used=3)", "a token uses 3 of 2 experts; expected 1 to 2"),
     ],
 )  # fmt: skip
-def test_a_text_that_is_no_product_is_refused(text: str, said: str) -> None:
+def test_a_text_that_is_no_mat_vec_is_refused(text: str, said: str) -> None:
     with pytest.raises(CaseError) as error:
         MatVecProblem.parse(text)
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.line)
-def test_the_reference_of_used_experts_and_blocks_of_rows_is_the_op_s(product: MatVecProblem, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = product.problem()
+@pytest.mark.parametrize("mat_vec", MAT_VECS, ids=lambda p: p.line)
+def test_the_reference_of_used_experts_and_blocks_of_rows_is_the_op_s(mat_vec: MatVecProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = mat_vec.build()
     (whole,) = OPS["MAT_VEC"].reference(reference_inputs(problem), problem.node.params)
-    monkeypatch.setattr("vkback.autotune.sweep.REFERENCE_ROWS", 32)
-    want = expected(problem, product)
-    assert want.columns.tolist() == list(range(product.m >> product.glu))
+    monkeypatch.setattr("vkback.autotune.chain_sweep.REFERENCE_ROWS", 32)
+    want = expected(problem, mat_vec)
+    assert want.columns.tolist() == list(range(mat_vec.m >> mat_vec.glu))
     np.testing.assert_allclose(want.values, whole, rtol=1e-12)
-    monkeypatch.setattr("vkback.autotune.sweep.CHECKED_WEIGHTS", 1)
-    monkeypatch.setattr("vkback.autotune.sweep.REFERENCE_ROWS", 2)
-    part = expected(problem, product)
-    assert {0, (product.m >> product.glu) - 1} <= set(part.columns.tolist())
-    assert part.columns.size == 8 >> product.glu
+    monkeypatch.setattr("vkback.autotune.chain_sweep.CHECKED_WEIGHTS", 1)
+    monkeypatch.setattr("vkback.autotune.chain_sweep.REFERENCE_ROWS", 2)
+    part = expected(problem, mat_vec)
+    assert {0, (mat_vec.m >> mat_vec.glu) - 1} <= set(part.columns.tolist())
+    assert part.columns.size == 8 >> mat_vec.glu
     np.testing.assert_allclose(part.values, whole[..., part.columns], rtol=1e-12)
 
 
@@ -104,7 +108,7 @@ def test_jobs_take_the_path_of_the_tables_and_x_as_a_producer_leaves_it() -> Non
     ctx = planned_for(H200)
     norm, plain = MatVecProblem("Q4_K", 4096, 4096, roles=("norm",)), MatVecProblem("Q4_K", 4096, 4096)
     jobs = jobs_for([(norm, 1), (plain, 1), (MatVecProblem("F16", 64, 4096), 1)], ctx)
-    assert [(j.product.quant, j.product.roles, j.path, j.product.x) for j in jobs] == [
+    assert [(j.problem.quant, j.problem.roles, j.path, j.problem.x) for j in jobs] == [
         ("Q4_K", ("norm",), "int", "F32"),
         ("Q4_K", (), "int", "Q8_1"),
         ("F16", (), "float", "F32"),
@@ -114,13 +118,13 @@ def test_jobs_take_the_path_of_the_tables_and_x_as_a_producer_leaves_it() -> Non
     assert [j.path for j in jobs_for([(plain, 1)], without, "both")] == ["float"]
 
 
-def test_products_that_tables_cannot_tell_apart_are_one_job_and_the_most_bytes_come_first() -> None:
+def test_mat_vecs_that_tables_cannot_tell_apart_are_one_job_and_the_most_bytes_come_first() -> None:
     plain, residual = MatVecProblem("Q4_K", 4096, 4096), MatVecProblem("Q4_K", 4096, 4096, roles=("residual",))
     jobs = jobs_for([(plain, 3), (residual, 2), (MatVecProblem("Q4_K", 4096, 14336), 2)], planned_for(H200))
-    assert [(j.product.roles, j.count) for j in jobs] == [((), 2), (("residual",), 5)]
+    assert [(j.problem.roles, j.count) for j in jobs] == [((), 2), (("residual",), 5)]
 
 
-def test_a_model_s_products_are_those_of_its_schedule() -> None:
+def test_a_model_s_mat_vecs_are_those_of_its_schedule() -> None:
     found = dict(of_model("demo-moe", 1, planned_for(H200)))
     assert {(p.ids, p.glu, p.out) for p in found} >= {(1, True, "F32"), (2, False, "F32"), (0, False, "F32")}
     assert all(count > 0 for count in found.values())
@@ -169,9 +173,9 @@ TWO = [MatVecProblem("Q4_K", 4096, 14336, x="Q8_1"), MatVecProblem("Q4_K", 2048,
 
 
 @pytest.mark.parametrize("profile", [H200, "amd_rx_7900_xtx_radv", "intel_arc_a770_anv", "llvmpipe_mesa_22_debian12"])
-@pytest.mark.parametrize("product", TWO)
-def test_what_is_not_refused_is_compiled_as_it_stands(profile: str, product: MatVecProblem) -> None:
-    ctx, job = planned_for(profile), Job(product, "int")
+@pytest.mark.parametrize("mat_vec", TWO)
+def test_what_is_not_refused_is_compiled_as_it_stands(profile: str, mat_vec: MatVecProblem) -> None:
+    ctx, job = planned_for(profile), Job(mat_vec, "int")
     start = actual(A._replace(rows=2, unroll=2), job, ctx)
     tried = [p for p in neighbours(start, axes(ctx.caps)) if not refusal(p, job, ctx)]
     assert len(set(tried)) >= 4
@@ -192,13 +196,15 @@ def test_only_a_time_beyond_the_noise_of_both_is_better() -> None:
 
 # -- the table
 
+CARD = "Card, driver 1"
 
-def result(m: int, k: int, *, after: Point = B, path: str = "int", latency: float = 8.0, **match: object) -> TuneResult:
+
+def result(m: int, k: int, *, after: Point = B, path: str = "int", latency: float = 8.0, **match: object) -> TuneResult[Point]:
     job = Job(MatVecProblem("Q4_K", m, k, x="Q8_1" if path == "int" else "F32"), "int" if path == "int" else "float")
     return TuneResult(
-        key=job.key + str(match), line=job.line, match={**job.match, **match}, m=m, k=k, before=A, source="nvidia.toml [[mat_vec]] row 1",
-        latency_before=10.0, throughput_before=9.0, after=after, latency=latency, throughput=7.0, noise=0.1, nbytes=28_000_000,
-        read_rate=4000.0, tried=9, refused=3, wrong=(), date="2026-11-21",
+        key=job.key + str(match), line=job.line, match={**job.match, **match}, sizes=job.sizes, before=A,
+        source="nvidia.toml [[mat_vec]] row 1", latency_before=10.0, throughput_before=9.0, after=after, latency=latency,
+        throughput=7.0, noise=0.1, nbytes=28_000_000, read_rate=4000.0, tried=9, refused=3, wrong=(), date="2026-11-21",
     )  # fmt: skip
 
 
@@ -209,7 +215,7 @@ def test_ranges_meet_at_the_geometric_mean_and_end_at_a_factor_of_two() -> None:
 
 def test_the_table_has_a_row_for_what_was_kept_and_leaves_the_rest_to_the_others() -> None:
     results = [result(4096, 4096), result(14336, 4096, after=A), result(4096, 14336), result(4096, 4096, glu=1), result(4096, 4096, ids=2)]
-    text = table_text(results, "Card", "driver 1")
+    text = table_text(mat_vec_rows(results, CARD), CARD)
     rows = parse_table(text, "device_card.toml")
     assert [(r.match["m"], r.match["k"], r.match["glu"], r.match["ids"]) for r in rows if r.match["glu"] == r.match["ids"] == 0] == [
         ({"min": 2048, "max": 7662}, {"min": 2048, "max": 7662}, 0, 0),
@@ -225,7 +231,7 @@ def test_the_table_has_a_row_for_what_was_kept_and_leaves_the_rest_to_the_others
 
 def test_the_quicker_path_wins_where_both_were_tuned() -> None:
     results = [result(4096, 4096), result(4096, 4096, path="float", latency=6.0), result(4096, 14336)]
-    (path,) = [r for r in parse_table(table_text(results, "Card", "driver 1"), "device_card.toml") if r.family == "mat_vec_path"]
+    (path,) = [r for r in parse_table(table_text(mat_vec_rows(results, CARD), CARD), "device_card.toml") if r.family == "mat_vec_path"]
     assert path.set == {"path": "float"}
     assert (path.match["m"], path.match["k"]) == ({"min": 2048, "max": 8192}, {"min": 2048, "max": 8192})
     assert path.measured == "2026-11-21 Card, driver 1, Q4_K 4096x4096: latency 8.00 us in integers, 6.00 in floats"
@@ -234,12 +240,20 @@ def test_the_quicker_path_wins_where_both_were_tuned() -> None:
 # -- on a device
 
 
+def sweep_of(
+    device: Device, library: ShaderLibrary, folder: Path, *, budget_s: float, watcher: Watcher | None = None
+) -> Sweep[Job, Point]:
+    own = OwnTable(device, library, folder)
+    tunable = ChainMatVecs(device, library, LowerContext(device.caps, own.tables()), cold_bytes=1 << 16)
+    return Sweep(tunable, own, 1.0, budget_s=budget_s, watcher=watcher)
+
+
 @pytest.mark.vulkan
 def test_a_sweep_makes_a_table_that_the_next_plan_uses(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
     seen: list[str] = []
     watcher = Watcher(point=lambda job, point, said: seen.append(said))
     jobs = jobs_for([(MatVecProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
-    (found,) = Sweep(device, library, tmp_path, 1.0, budget_s=1.0, cold_bytes=1 << 16, watcher=watcher).run(jobs)
+    (found,) = sweep_of(device, library, tmp_path, budget_s=1.0, watcher=watcher).run(jobs)
     assert found.tried >= 1
     assert not found.wrong
     assert any(said.endswith(" us") for said in seen)
@@ -248,9 +262,9 @@ def test_a_sweep_makes_a_table_that_the_next_plan_uses(device: Device, library: 
     picked = Tuning.for_device(device.caps, user=tmp_path).pick("mat_vec", **found.match, m=64, k=256)
     assert (picked.source.startswith(str(table))) == found.kept
     assert found.latency <= found.latency_before
-    again = Sweep(device, library, tmp_path, 1.0, budget_s=1.0)
+    again = sweep_of(device, library, tmp_path, budget_s=1.0)
     assert again.run(jobs, resume=True) == []
-    assert again.own.results == [found]
+    assert again.results == [found]
 
 
 @pytest.mark.vulkan
@@ -258,11 +272,11 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(device: Device, libr
     refused: dict[Point, str] = {}
     jobs = jobs_for([(MatVecProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
     watcher = Watcher(point=lambda job, point, said: refused.update({point: said}))
-    sweep = Sweep(device, library, tmp_path, 1.0, budget_s=0.5, cold_bytes=1 << 16, watcher=watcher)
-    suspect = sweep._starts(jobs[0])[-1]
+    sweep = sweep_of(device, library, tmp_path, budget_s=0.5, watcher=watcher)
+    suspect = sweep.tunable.starts(jobs[0])[-1]
     with suppress(KeyboardInterrupt), sweep.own.journal.trying(jobs[0].key, suspect):
         raise KeyboardInterrupt
-    sweep = Sweep(device, library, tmp_path, 1.0, budget_s=0.5, cold_bytes=1 << 16, watcher=watcher)
+    sweep = sweep_of(device, library, tmp_path, budget_s=0.5, watcher=watcher)
     sweep.run(jobs)
     assert refused[suspect] == "refused: the last run ended while trying it"
 
@@ -286,17 +300,14 @@ def test_points_with_wrong_results_are_not_timed(
     points = [Point(8, 8, 1, 1, 0, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0, 0)]
     jobs = jobs_for([(MatVecProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
 
-    def said(self: Sweep, job: Job, tuning: Tuning) -> tuple[Point, str]:
-        return points[0], "test"
-
-    monkeypatch.setattr(Sweep, "_starts", lambda self, job: points)
-    monkeypatch.setattr(Sweep, "_said", said)
-    (found,) = Sweep(device, broken, tmp_path, 1.0, budget_s=0.1, cold_bytes=1 << 16).run(jobs)
+    monkeypatch.setattr(MatVecs, "starts", lambda self, job: points)
+    monkeypatch.setattr(MatVecs, "picked", lambda self, job, tables: (points[0], "test"))
+    (found,) = sweep_of(device, broken, tmp_path, budget_s=0.1).run(jobs)
     assert found.after.rows == 1
     assert any(text.startswith("8 threads, 8 lanes, 2 rows, unroll 1: NMSE 1.0e-02 >") for text in found.wrong)
     assert not any(", 1 rows," in text for text in found.wrong)
     points.reverse()
-    sweep = Sweep(device, broken, tmp_path, 1.0, budget_s=0.1, cold_bytes=1 << 16)
+    sweep = sweep_of(device, broken, tmp_path, budget_s=0.1)
     assert sweep.run(jobs) == []
     assert re.search(r"\(test: 8 threads, 8 lanes, 2 rows, unroll 1\) gives no right result: NMSE .* vkback doctor", sweep.faults[0])
 
@@ -311,10 +322,10 @@ def test_points_that_do_not_compile_are_refused(device: Device, tmp_path: Path, 
     refused: list[str] = []
     watcher = Watcher(point=lambda job, point, said: refused.append(said) if point.rows == 2 else None)
     jobs = jobs_for([(MatVecProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
-    monkeypatch.setattr(Sweep, "_starts", lambda self, job: points)
-    monkeypatch.setattr(Sweep, "_said", lambda self, job, tuning: (points[0], "test"))
+    monkeypatch.setattr(MatVecs, "starts", lambda self, job: points)
+    monkeypatch.setattr(MatVecs, "picked", lambda self, job, tables: (points[0], "test"))
     library = ShaderLibrary(root, tmp_path / "cache")
-    (found,) = Sweep(device, library, tmp_path, 1.0, budget_s=0.1, cold_bytes=1 << 16, watcher=watcher).run(jobs)
+    (found,) = sweep_of(device, library, tmp_path, budget_s=0.1, watcher=watcher).run(jobs)
     assert found.after.rows == 1
     assert "two rows" in refused[0]
 

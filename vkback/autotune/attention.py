@@ -1,8 +1,8 @@
-"""Sweeps of attention inside the program of a model's token, at a size of the cache and a depth.
+"""Attention tuned in the program of a model's token, at a size of the KV cache and a depth.
 
-Attention runs between two products, beside the workgroups of both where stages hand over, so a chain of its own launches says little.
-Each point takes the place of the tables' choice for all layers of one form (heads, head size, rows of the cache), and what counts is the
-time of a token. A point is judged as those of products in a program are (vkback/harness/in_program.py).
+Attention runs between two mat-vecs, and beside the workgroups of both where stages are barrier-free: a chain of its own launches says
+little. Each point takes the place of the tables' choice in all layers of one shape (heads, head size, rows of the cache). The measure is
+the time of a token, and points are judged as those of mat-vecs in a program are (vkback/autotune/program_sweep.py).
 """
 
 from __future__ import annotations
@@ -11,22 +11,19 @@ import dataclasses
 import itertools
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import date
-from functools import partial
 from typing import Any, NamedTuple
 
-from vkback.autotune.own_table import OwnTable
-from vkback.autotune.program_sweep import TOKEN_NOISE, ProgramTrial
-from vkback.autotune.search import Search, duel, noise
+from vkback.autotune.program_sweep import InProgram, ProgramTrial
+from vkback.autotune.tunable import Chosen, Trial, TuneResult
 from vkback.device import Capabilities
 from vkback.graph import Graph
 from vkback.ops.attention import DECODE_TOKENS, shape_for
 from vkback.ops.base import Choice, Chooser, LowerContext, PlanError
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Overrides, Row, parse_table, row_lines
+from vkback.plan.tuning import Overrides, Row, row_lines
 from vkback.timing.token_program import Tokens
 
 SPREAD = math.sqrt(2)
@@ -47,12 +44,12 @@ class AttentionPoint(NamedTuple):
     def text(self) -> str:
         return (
             f"{self.wg_size} threads, {self.lanes} lanes, {self.steps} steps, {self.queries} queries, {self.groups} groups, "
-            f"shares of {self.rows_per_split} rows"
+            f"splits of {self.rows_per_split} rows"
         )
 
 
 class AttentionShape(NamedTuple):
-    """Attention that the tables cannot tell apart."""
+    """What the tables tell apart of attention: heads, values a head, rows of the cache."""
 
     n_head: int
     n_head_kv: int
@@ -65,60 +62,53 @@ class AttentionShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionResult:
-    """What a form came to. us: microseconds a token; before and after are the same where nothing beats the tables."""
+class AttentionJob:
+    """One shape of attention with so many rows of the cache in use."""
 
-    form: AttentionShape
+    shape: AttentionShape
     depth: int
-    before: AttentionPoint
-    source: str
-    before_us: float
-    after: AttentionPoint
-    after_us: float
-    noise_us: float
-    tried: int
-    wrong: tuple[str, ...]
 
     @property
-    def kept(self) -> bool:
-        return self.after != self.before
+    def key(self) -> str:
+        return json.dumps(["attention", *self.shape, self.depth])
 
-    def row(self, table: str, device: str, driver: str) -> Row:
-        """The row of the device's table that says so."""
-        f = self.form
-        caches = {"min": math.ceil(f.n_ctx / SPREAD), "max": math.floor(f.n_ctx * SPREAD)}
-        match = {"n": {"max": DECODE_TOKENS}, "n_head": f.n_head, "n_head_kv": f.n_head_kv, "head_dim": f.head_dim, "n_ctx": caches}
-        measured = (
-            f"{date.today().isoformat()} {device}, {driver}, {f.line} with {self.depth} in use: {self.after_us:.2f} us a token, "
-            f"was {self.before_us:.2f} ({self.source}, noise {self.noise_us:.2f})"
-        )
-        (row,) = parse_table("\n".join(row_lines("attention", match, self.after._asdict(), measured)), table)
-        return row
+    @property
+    def line(self) -> str:
+        return f"{self.shape.line}, {self.depth} in use"
+
+    @property
+    def match(self) -> dict[str, Any]:
+        s = self.shape
+        return {"n": {"max": DECODE_TOKENS}, "n_head": s.n_head, "n_head_kv": s.n_head_kv, "head_dim": s.head_dim}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"n_ctx": self.shape.n_ctx}
 
 
 @dataclass
 class _Asked:
-    """Tables that remember which attention they were asked for."""
+    """Tables that record which shapes of attention they were asked for."""
 
     tables: Chooser
-    forms: dict[AttentionShape, None] = field(default_factory=dict)
+    shapes: dict[AttentionShape, None] = field(default_factory=dict)
 
     def pick(self, family: str, **query: Any) -> Choice:
         if family == "attention":
-            self.forms[AttentionShape(*(query[name] for name in AttentionShape._fields))] = None
+            self.shapes[AttentionShape(*(query[name] for name in AttentionShape._fields))] = None
         return self.tables.pick(family, **query)
 
 
 def attention_shapes(graph: Graph, ctx: LowerContext) -> list[AttentionShape]:
-    """The forms of attention in a graph's schedule."""
+    """The shapes of attention in a graph's schedule."""
     asked = _Asked(ctx.tuning)
     plan(graph, dataclasses.replace(ctx, tuning=asked))
-    return list(asked.forms)
+    return list(asked.shapes)
 
 
-def actual(choice: Choice, form: AttentionShape, ctx: LowerContext) -> AttentionPoint:
+def actual(choice: Choice, shape: AttentionShape, ctx: LowerContext) -> AttentionPoint:
     """The point that a kernel of one token is built for when the tables say `choice`. Raises PlanError where there is none."""
-    s = shape_for(choice, 1, form.n_head, form.n_head_kv, form.head_dim, form.n_ctx, 0, fused=True, quantizes=True, ctx=ctx)
+    s = shape_for(choice, 1, shape.n_head, shape.n_head_kv, shape.head_dim, shape.n_ctx, 0, fused=True, quantizes=True, ctx=ctx)
     return AttentionPoint(s.wg, s.lanes, s.steps, s.queries, choice["groups"], choice["rows_per_split"])
 
 
@@ -146,53 +136,62 @@ def neighbours(point: AttentionPoint, choices: Mapping[str, Sequence[int]]) -> I
         yield point._replace(**{up: getattr(point, up) * 2, down: max(1, getattr(point, down) // 2)})
 
 
-def refusal(point: AttentionPoint, form: AttentionShape, ctx: LowerContext) -> str:
+def refusal(point: AttentionPoint, shape: AttentionShape, ctx: LowerContext) -> str:
     """Why a point is not worth compiling: the planner would make another of it; "" when it is."""
     try:
-        real = actual(Choice(point._asdict(), "sweep"), form, ctx)
+        real = actual(Choice(point._asdict(), "sweep"), shape, ctx)
     except PlanError as e:
         return str(e)
     return ", ".join(f"{name} = {a} would become {b}" for name, a, b in zip(point._fields, point, real, strict=True) if a != b)
 
 
-def key_of(form: AttentionShape, depth: int) -> str:
-    """The journal's key of a form with so many rows of the cache in use."""
-    return json.dumps(["attention", *form, depth])
+class Attention(InProgram):
+    """Attention as a `Tunable`. The incumbent is what all tables say, the device's own among them."""
+
+    families = ("attention",)
+
+    def __init__(self, tokens: Callable[[], AbstractContextManager[Tokens]], ctx: LowerContext) -> None:
+        super().__init__(tokens)
+        self.ctx = ctx
+
+    def point(self, values: Iterable[Any]) -> AttentionPoint:
+        return AttentionPoint(*values)
+
+    def chosen(self, job: AttentionJob) -> Chosen[AttentionPoint]:
+        choice = self.ctx.tuning.pick("attention", n=1, **job.shape._asdict())
+        point = actual(choice, job.shape, self.ctx)
+        return Chosen(point, choice.source, point)
+
+    def starts(self, job: AttentionJob) -> list[AttentionPoint]:
+        return [self.chosen(job).incumbent]
+
+    def neighbours(self, point: AttentionPoint) -> Iterator[AttentionPoint]:
+        return neighbours(point, axes(self.ctx.caps))
+
+    def refusal(self, job: AttentionJob, point: AttentionPoint, *, chosen: bool) -> str:
+        return refusal(point, job.shape, self.ctx)
+
+    def prepare(self, job: AttentionJob) -> Callable[[], Trial[AttentionPoint]]:
+        def tables(point: AttentionPoint) -> Chooser:
+            return Overrides(self.ctx.tuning, {"attention": point._asdict()}, "sweep", job.shape._asdict())
+
+        return lambda: ProgramTrial(self._tokens, self.ctx, job.line, tables)
+
+    def rows(self, results: Sequence[TuneResult[AttentionPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
+        """Those the table has, the newest result's in the place of one that matches the same."""
+        newest = results[-1]
+        match = {**newest.match, **{name: around(size) for name, size in newest.sizes.items()}}
+        stays = [r for r in present if not (newest.kept and r.match == match)]
+        rows = [row_lines(r.family, r.match, r.set, r.measured) for r in stays]
+        return [*rows, row_lines("attention", match, newest.after._asdict(), evidence(newest, card))] if newest.kept else rows
 
 
-def tune_attention(
-    tokens: Tokens, ctx: LowerContext, form: AttentionShape, own: OwnTable, seconds: float,
-    watch: Callable[[AttentionPoint, str], None] = lambda point, said: None,
-) -> AttentionResult:  # fmt: skip
-    """Look for a point that beats the tables beyond the noise, from the tables' own on, always to the best neighbour, for so long. What
-    comes of it goes into the device's own table and journal.
+def around(n_ctx: int) -> dict[str, int]:
+    """The sizes of a cache that a row measured at one speaks for."""
+    return {"min": math.ceil(n_ctx / SPREAD), "max": math.floor(n_ctx * SPREAD)}
 
-    watch  is told of every point and what became of it
-    Raises SweepError where the present program is wrong.
-    """
-    key = key_of(form, tokens.depth)
-    asked = form._asdict()
-    choice = ctx.tuning.pick("attention", n=1, **asked)
-    before = actual(choice, form, ctx)
 
-    def tables(point: AttentionPoint) -> Chooser:
-        return Overrides(ctx.tuning, {"attention": point._asdict()}, "sweep", asked)
-
-    def refused(point: AttentionPoint) -> str:
-        return refusal(point, form, ctx) or own.journal.refusal(key, point)
-
-    with ProgramTrial(tokens, ctx, form.line, tables) as trial:
-        climb = Search(trial, refused, watch, time.monotonic() + seconds, ctx.caps.software, partial(own.journal.trying, key))
-        climb.begin([before], before, f"{form.line}: the kernel that the tables choose ({choice.source}: {before.text})")
-        choices = axes(ctx.caps)
-        climb.hill_climb(lambda point: neighbours(point, choices))
-        after, measured = duel(trial, before, climb.best(2), TOKEN_NOISE)
-    result = AttentionResult(
-        form=form, depth=tokens.depth, before=before, source=choice.source, before_us=measured[before].us, after=after,
-        after_us=measured[after].us, noise_us=noise(measured[after], measured[before], TOKEN_NOISE), tried=len(climb.measured),
-        wrong=tuple(f"{p.text}: {why}" for p, why in climb.wrong.items()),
-    )  # fmt: skip
-    own.journal.finish("attention", key, dataclasses.asdict(result))
-    if result.kept:
-        own.write([result.row(own.path.name, ctx.caps.name, own.driver)])
-    return result
+def evidence(result: TuneResult[AttentionPoint], card: str) -> str:
+    """What a row says of its measurement."""
+    times = f"{result.latency:.2f} us a token, was {result.latency_before:.2f} ({result.source}, noise {result.noise:.2f})"
+    return f"{result.date} {card}, {result.line}: {times}"

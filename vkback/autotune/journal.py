@@ -1,10 +1,10 @@
-"""What sweeps have found on a device, kept so that a run that was cut short can go on."""
+"""The journal of sweeps on a device: a run that was cut short goes on from it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from vkback.autotune.search import SweepError
 from vkback.paths import write_atomic
 from vkback.shader import ShaderLibrary
 
-JOURNAL_FORMAT = 5
+JOURNAL_FORMAT = 6
 
 
 def kernel_identity(library: ShaderLibrary) -> str:
@@ -36,11 +36,11 @@ class Journal:
         self.path = path
         self.identity = {"format": JOURNAL_FORMAT, **identity}
         self._results: dict[str, dict[str, Mapping[str, Any]]] = {}
-        self._suspects: set[tuple[str, tuple[int, ...]]] = set()
+        self._suspects: set[tuple[str, tuple[Any, ...]]] = set()
         self._finished: set[str] = set()
         for event in self._events():
             if "result" in event:
-                self._results.setdefault(event["family"], {})[event["key"]] = event["result"]
+                self._put(event["family"], event["key"], event["result"])
                 if event["kernels"] == self.identity["kernels"]:
                     self._finished.add(event["key"])
             elif "trying" in event:
@@ -64,32 +64,37 @@ class Journal:
         if events and all(events[0].get(k) == self.identity[k] for k in same):
             yield from events[1:]
 
+    def _put(self, family: str, key: str, result: Mapping[str, Any]) -> None:
+        results = self._results.setdefault(family, {})
+        results.pop(key, None)  # the newest is the last
+        results[key] = result
+
     def results(self, family: str) -> dict[str, Mapping[str, Any]]:
-        """What `finish` was given for a family, by key."""
+        """What `finish` was given for a family, by key, newest last."""
         return self._results.get(family, {})
 
     def finished(self, key: str) -> bool:
         """Whether a run with these kernels and this driver came to a result."""
         return key in self._finished
 
-    def suspected(self, key: str, point: tuple[int, ...]) -> bool:
+    def suspected(self, key: str, point: Iterable[Any]) -> bool:
         """Whether an earlier run ended while it tried a point."""
         return (key, tuple(point)) in self._suspects
 
-    def refusal(self, key: str, point: tuple[int, ...]) -> str:
+    def refusal(self, key: str, point: Iterable[Any]) -> str:
         """Why a point is not tried again; "" when it may be."""
         return "the last run ended while trying it" if self.suspected(key, point) else ""
 
     @contextmanager
-    def trying(self, key: str, point: tuple[int, ...]) -> Iterator[None]:
+    def trying(self, key: str, point: Iterable[Any]) -> Iterator[None]:
         """Around the trial of a point: one that a run ends with is suspected by the next."""
-        self._append({"trying": key, "point": point})
+        self._append({"trying": key, "point": list(point)})
         yield
-        self._append({"tried": key, "point": point})
+        self._append({"tried": key, "point": list(point)})
 
     def finish(self, family: str, key: str, result: Mapping[str, Any]) -> None:
         """Keep a result, plain JSON. Keys of different families differ."""
-        self._results.setdefault(family, {})[key] = result
+        self._put(family, key, result)
         self._finished.add(key)
         self._append(self._event(family, key))
 

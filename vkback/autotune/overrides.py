@@ -1,4 +1,4 @@
-"""Rows of tuning tables from a command line, to try parameters without a file."""
+"""Rows of tuning tables from a command line: parameters to try without a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def override_rows(text: str) -> list[Row]:
     for part in filter(str.strip, text.split(";")):
         keys, _, params = part.partition(":")
         family, *match = keys.split() or [""]
-        lines += row_lines(family, _values(match), _values(params.split()), "by hand")
+        lines += row_lines(family, _values(match), _values(params.split()), "command line")
     return parse_table("\n".join(lines), "device_override.toml")
 
 

@@ -1,7 +1,7 @@
-"""Points of the mat-vec family: which a sweep may try for a product, and where its search goes from one to the next.
+"""Points of the mat-vec family: which of them a sweep may try, and the neighbours of each.
 
-A *job* is one product on one path: in launches of its own with barriers between, or in the program of a model's token whose stages hand
-over without them. A point that the planner would bend, or that the device cannot run, is refused before anything is compiled.
+A *job* is one mat-vec on one path: in a chain of its own launches with barriers between, or in the program of a model's token with
+barrier-free stages. A point that the planner would adjust, or that the device cannot run, is refused before anything is compiled.
 """
 
 from __future__ import annotations
@@ -59,34 +59,38 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A product on one path.
+    """A mat-vec on one path.
 
     count    launches of it in a token, for the order of work
     program  the model in whose token's program it is timed; "" in a chain of its own launches, with barriers between
     """
 
-    product: MatVecProblem
+    problem: MatVecProblem
     path: MatVecPath
     count: int = 1
     program: str = ""
 
     @property
     def match(self) -> dict[str, Any]:
-        """What a row about it says beside m and k."""
-        p = self.product
+        """What a row about it matches beside its sizes."""
+        p = self.problem
         return {
             "y": p.out, "prologue": 2 if "norm" in p.roles else 0, "ids": p.ids, "glu": int(p.glu), "n": p.n, "quant": p.quant,
             "path": self.path, "sync": "sentinel" if self.program else "barrier",
         }  # fmt: skip
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {"m": self.problem.m, "k": self.problem.k}
+
+    @property
     def key(self) -> str:
-        """Jobs with equal keys are the same to the tables."""
-        return json.dumps([self.match, self.product.m, self.product.k], sort_keys=True)
+        """The journal's key. Jobs with equal keys are the same to the tables."""
+        return json.dumps([self.match, self.problem.m, self.problem.k], sort_keys=True)
 
     @property
     def line(self) -> str:
-        return f"{self.product.line} {self.path}" + (f" in {self.program}" if self.program else "")
+        return f"{self.problem.line} {self.path}" + (f" in {self.program}" if self.program else "")
 
     def context(self, ctx: LowerContext, point: Point | None = None) -> LowerContext:
         """The context that leads to this path, and to a point."""
@@ -96,30 +100,30 @@ class Job:
 
 
 def jobs_for(
-    products: Iterable[tuple[MatVecProblem, int]],
+    problems: Iterable[tuple[MatVecProblem, int]],
     ctx: LowerContext,
     paths: Literal["auto", "int", "float", "both"] = "auto",
     program: str = "",
 ) -> list[Job]:
-    """A job for each product and path, the most bytes a token first; of products that tables cannot tell apart the one with most inputs."""
+    """A job for each mat-vec and path, the most bytes a token first. Of mat-vecs that tables cannot tell apart the one with most inputs."""
     jobs: dict[str, Job] = {}
-    for product, count in products:
-        chosen, _ = path_for(product.quant, product.m, product.k, product.n, product.ids, ctx)
-        possible = product.quant in INT_QUANTS and ctx.caps.int_dot and product.k % 32 == 0
+    for problem, count in problems:
+        chosen, _ = path_for(problem.quant, problem.m, problem.k, problem.n, problem.ids, ctx)
+        possible = problem.quant in INT_QUANTS and ctx.caps.int_dot and problem.k % 32 == 0
         wanted = {"auto": (chosen,), "int": ("int",), "float": ("float",), "both": ("int", "float")}[paths]
         for path in wanted:
             if path == "int" and not possible:
                 continue
-            # In a schedule the producer leaves x as the product wants it; a norm in the prologue takes it as F32.
-            x = "Q8_1" if path == "int" and "norm" not in product.roles else "F32"
-            job = Job(product.with_x(x), cast(MatVecPath, path), count, program)
+            # In a schedule the producer leaves x as the mat-vec wants it; a norm in the prologue takes it as F32.
+            x = "Q8_1" if path == "int" and "norm" not in problem.roles else "F32"
+            job = Job(problem.with_x(x), cast(MatVecPath, path), count, program)
             known = jobs.get(job.key)
             if known is not None:
-                job = dataclasses.replace(max(job, known, key=lambda j: len(j.product.roles)), count=known.count + count)
+                job = dataclasses.replace(max(job, known, key=lambda j: len(j.problem.roles)), count=known.count + count)
             jobs[job.key] = job
 
     def read(job: Job) -> int:
-        p = job.product
+        p = job.problem
         return job.count * quants.layout(p.quant, p.m * max(1, p.used), p.k).nbytes
 
     return sorted(jobs.values(), key=read, reverse=True)
@@ -163,8 +167,8 @@ def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) 
     for name, wanted, got in zip(Point._fields, point, _built(point, dispatches, job, ctx), strict=True):
         if wanted != got:
             return f"{name} = {wanted} would become {got}"
-    layout = quants.layout(job.product.quant, 64, job.product.k)
-    words = ceil_div(layout.nbytes, 64 * ceil_div(job.product.k, 32) * 4) * point.rows * point.unroll
+    layout = quants.layout(job.problem.quant, 64, job.problem.k)
+    words = ceil_div(layout.nbytes, 64 * ceil_div(job.problem.k, 32) * 4) * point.rows * point.unroll
     if words > REGISTER_WORDS and not chosen:
         return f"{words} registers of weights in flight, at most {REGISTER_WORDS} are worth trying"
     if words * point.wg >= CORE_REGISTERS and not chosen:
@@ -178,7 +182,7 @@ def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) 
 
 
 def lowered(point: Point, job: Job, ctx: LowerContext) -> list[Dispatch]:
-    return OPS["MAT_VEC"].lower(job.product.node(), job.context(ctx, point))
+    return OPS["MAT_VEC"].lower(job.problem.node(), job.context(ctx, point))
 
 
 def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Matrix-vector products by what tuning tells apart: from the text of a case, from a schedule; and values made up for them."""
+"""Mat-vecs by what tuning tells apart: read from the text of a case or from a node, and built with made-up values."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from vkback.ops.mat_vec import FUSED_ROLES, weight
 Array = npt.NDArray[Any]
 
 _CASE = re.compile(r"\s*(\w+)\s*\((.*)\)\s*", re.DOTALL)
-PRODUCT_ROLES = tuple(r for r in FUSED_ROLES if r != "logits")
-"""Roles that tuning tells apart: a product that chooses its experts counts as one that is given their ids."""
+MAT_VEC_ROLES = tuple(r for r in FUSED_ROLES if r != "logits")
+"""Roles that tuning tells apart: a mat-vec that chooses its experts counts as one that is given their ids."""
 
 OPS_WITH_SHAPE = ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC")
 
@@ -32,10 +32,10 @@ class CaseError(VkbackError):
 
 @dataclass(frozen=True)
 class MatVecProblem:
-    """One product of the mat-vec family.
+    """A mat-vec by what tuning tells apart.
 
     m        weight rows (of one expert); with `glu` twice the output rows
-    roles    further inputs, in the order of PRODUCT_ROLES
+    roles    further inputs, in the order of MAT_VEC_ROLES
     x        type of the activations: F32, or Q8_1 where their producer leaves them so
     experts  how many there are and how many a token uses, with the role "ids"
     """
@@ -57,13 +57,13 @@ class MatVecProblem:
 
     @classmethod
     def of(cls, node: Node) -> MatVecProblem:
-        """The product that a MAT_VEC node carries out."""
+        """The mat-vec that a MAT_VEC node carries out."""
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         w, x = by["w"], by["x"]
         if "logits" in by:
             by["ids"] = node.outputs[2]
         return cls(
-            quant=w.type, m=w.shape[-2], k=w.shape[-1], n=x.shape[0], roles=tuple(r for r in PRODUCT_ROLES if r in by),
+            quant=w.type, m=w.shape[-2], k=w.shape[-1], n=x.shape[0], roles=tuple(r for r in MAT_VEC_ROLES if r in by),
             glu=bool(node.params.get("glu")), out=node.outputs[0].type, x=x.type,
             experts=w.shape[0] if "ids" in by else 0, used=by["ids"].shape[-1] if "ids" in by else 0,
         )  # fmt: skip
@@ -91,7 +91,7 @@ class MatVecProblem:
         fused = tuple("ids" if r == "logits" else r for r in given.get("fused", "none").split("+") if r != "none")
         if op == "MUL_MAT_ID":
             fused = ("ids", *fused)
-        unknown = [r for r in fused if r not in PRODUCT_ROLES]
+        unknown = [r for r in fused if r not in MAT_VEC_ROLES]
         if unknown:
             raise CaseError(f"[case] {text}: unknown fused input {unknown[0]!r}, expected some of {'+'.join(FUSED_ROLES)}")
 
@@ -103,7 +103,7 @@ class MatVecProblem:
 
         ids = "ids" in fused
         return cls(
-            quant=quant, m=whole("m", 1), k=whole("k", 1), n=whole("n", 1), roles=tuple(r for r in PRODUCT_ROLES if r in fused),
+            quant=quant, m=whole("m", 1), k=whole("k", 1), n=whole("n", 1), roles=tuple(r for r in MAT_VEC_ROLES if r in fused),
             glu=bool(whole("glu", 0)), out=given.get("out", "F32").upper(), x=given.get("x", "F32").upper(),
             experts=whole("n_mats", 6) if ids else 0, used=whole("n_used", 3) if ids else 0,
         )  # fmt: skip
@@ -130,7 +130,7 @@ class MatVecProblem:
         return replace(self, x=type)
 
     def node(self) -> Node:
-        """A MAT_VEC node of this product, its tensors named after their roles."""
+        """A MAT_VEC node of it, its tensors named after their roles."""
         n, rows = self.n, self.m >> self.glu
         ids, summed = "ids" in self.roles, "expert_weights" in self.roles
         w = weight("w", self.quant, (self.experts, self.m, self.k) if ids else (self.m, self.k))
@@ -146,7 +146,7 @@ class MatVecProblem:
         params = {"roles": ("w", "x", *self.roles), "glu": self.glu, "eps": 1e-5}
         return Node("MAT_VEC", (w, x, *(extra[r] for r in self.roles)), (y,), params)
 
-    def problem(self, seed: int = 7) -> Problem:
+    def build(self, seed: int = 7) -> Problem:
         """The node with made-up values: weights of random blocks, activations uniform in -1..1, experts drawn without repeats."""
         rng = np.random.default_rng(seed)
         node = self.node()

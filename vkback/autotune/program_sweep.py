@@ -1,41 +1,42 @@
-"""Sweeps of products inside the program of a model's token, where stages hand over without barriers (vkback/plan/sync.py).
+"""Trials in the program of a model's token, and mat-vecs tuned so (vkback/plan/sync.py has the barrier-free stages).
 
-A stage of such a program starts while the one before it still runs, so its best shape differs from that of a chain of launches with
-barriers: larger workgroups, with all their weights in flight while they wait. Each point is therefore planned into the token's schedule in
-the place of the product's present one, and what counts is the time of a token. A point is right where the first result of its kernel and
-the logits of a token are those of the present program and no wait was given up. Rows found so say `sync = "sentinel"`.
+A barrier-free stage starts while the one before it still runs. Its best shape differs from that of a chain of launches with barriers:
+larger workgroups, with all their weights in flight while they spin. So the point under trial is planned into the token's schedule, and the
+measure is the time of a token. A point is right where the first result of its kernel and the logits of a token equal those of the present
+program within rounding, and no wait timed out. Rows found so say `sync = "sentinel"`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from abc import ABC
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, ClassVar, Generic, Self
+from typing import Generic, Self
 
 import numpy as np
 
-from vkback.autotune.own_table import TuneResult
+from vkback.autotune.chain_sweep import guesses
+from vkback.autotune.mat_vecs import MatVecs
 from vkback.autotune.points import Job, Point
 from vkback.autotune.search import P, SweepError
-from vkback.autotune.sweep import WARM_S, Sweep, Trial
+from vkback.autotune.tunable import Trial
 from vkback.graph import Tensor
 from vkback.harness.judge import Verdict, judge
-from vkback.models.registry import Model
 from vkback.ops.base import Chooser, Dispatch, LowerContext, PlanError, Tolerance
 from vkback.ops.mat_vec import product_tolerance
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Overrides
+from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
-from vkback.timing.launches import Measurement, measurement_of, warm_up
+from vkback.timing.launches import WARM_S, Measurement, summarize, warm_up
 from vkback.timing.token_program import TokenProgram, Tokens
 
 TOKEN_NOISE = 0.001
-"""Differences of a token's time below this share are noise. A product is a small part of a token: the best shape of one that takes a tenth
-of it seldom saves more than a hundredth, which a chain's sweep would call noise."""
+"""Relative differences of a token's time below this are noise. One kernel is a small part of a token: the best shape of a mat-vec that
+takes a tenth of it seldom saves more than a hundredth, which a chain's sweep would call noise."""
 
 LOGITS_TOLERANCE = Tolerance(
     5e-3, 1.0, "sums in another order round otherwise to Q8_1 now and then, and layers pass that on: NMSE 2.5e-4 seen after 24 layers. One "
@@ -48,25 +49,25 @@ equally likely, another order of additions chooses the other, and logits are oth
 as one that agrees; there the first result of the changed kernel speaks."""
 
 FIRST_TOLERANCE = product_tolerance(q8_in=True, q8_out=True, glu=True)
-"""Of the first tensor that a changed kernel makes, from inputs of the same bits: the widest bound of any product."""
+"""Of the first tensor that a changed kernel makes, from inputs of the same bits: the widest bound of any mat-vec."""
 
 RUNS = 3
-"""How often a lap runs a recording, for each repetition asked for."""
+"""Runs of a recording in one measurement, for each repetition asked for."""
 
 KEPT_PROGRAMS = 8
-"""As many as a duel or a second look at the best takes turns with."""
+"""As many as a duel, or a second measurement of the best points, takes turns with."""
 
 WAITING_STARTS = ((1024, 64, 2, 1), (1024, 64, 2, 2), (1024, 32, 1, 4), (1024, 32, 2, 2), (1024, 128, 4, 1), (1024, 128, 4, 2),
                   (512, 64, 4, 2), (512, 32, 2, 4))  # fmt: skip
-"""Threads, lanes, rows and unroll that have won where x is copied as it is: a whole tile's weights are asked for before x is there."""
+"""Threads, lanes, rows and unroll that have won where x is copied as it is: a whole tile's weights are in flight before x is there."""
 
 PROLOGUE_STARTS = tuple((wg, lanes, rows, 1) for wg, lanes, rows in itertools.product((1024, 512), (16, 32, 64, 8), (2, 4, 1)))
-"""The same where every workgroup works x out by itself, or rounds its results to Q8_1."""
+"""The same where every workgroup computes x in its prologue, or rounds its results to Q8_1."""
 
 
 def replaced(tables: Chooser, job: Job, point: Point) -> Overrides:
-    """Tables that answer for one job with a point of its own."""
-    return Overrides(tables, {"mat_vec": point._asdict()}, "sweep", {**job.match, "m": job.product.m, "k": job.product.k})
+    """Tables that choose a point for one job, and for all others what they say."""
+    return Overrides(tables, {"mat_vec": point._asdict()}, "sweep", {**job.match, **job.sizes})
 
 
 def first_changed(present: Schedule, other: Schedule) -> Tensor | None:
@@ -79,10 +80,10 @@ def first_changed(present: Schedule, other: Schedule) -> Tensor | None:
 
 
 class ProgramTrial(Generic[P]):
-    """Points in the token's program.
+    """A trial whose points are planned into a token's program.
 
     name    of what is tuned, for errors
-    tables  what answers for a point
+    tables  those that choose a point
     """
 
     def __init__(self, tokens: Tokens, ctx: LowerContext, name: str, tables: Callable[[P], Chooser]) -> None:
@@ -138,7 +139,7 @@ class ProgramTrial(Generic[P]):
         program = self._program(point)
         if not self._tokens.device.caps.software:
             warm_up(self._tokens.device, self._present.commands, WARM_S)
-        return measurement_of([program.time_us() for _ in range(RUNS * repetitions)])
+        return summarize([program.time_us() for _ in range(RUNS * repetitions)])
 
     def throughput(self, point: P) -> float:
         return self.measure(point, 1).us
@@ -159,33 +160,43 @@ class ProgramTrial(Generic[P]):
         return program
 
 
-class ProgramSweep(Sweep):
-    """Tunes jobs in the program of a model's token; each begins with what the tables say once the one before is done."""
+class InProgram(ABC):
+    """The part of a `Tunable` that is timed in the program of a model's token. Each job begins with what the tables say once the one
+    before is done.
 
-    relative_noise: ClassVar[float] = TOKEN_NOISE
+    tokens  opens the model's weights, cache and inputs
+    """
 
-    def __init__(self, model: Model, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._model = model
+    relative_noise = TOKEN_NOISE
+    ctx: LowerContext
 
-    def run(self, jobs: Sequence[Job], *, resume: bool = False) -> list[TuneResult]:
-        if resume and all(self.own.journal.finished(job.key) for job in jobs):
-            return []  # no need to load the weights
-        with Tokens(self._model, self.device, self.library, self.ctx) as self._tokens:
-            return super().run(jobs, resume=resume)
+    def __init__(self, tokens: Callable[[], AbstractContextManager[Tokens]]) -> None:
+        self._open_tokens = tokens
 
-    def _keep(self, result: TuneResult) -> None:
-        super()._keep(result)
-        self.ctx = dataclasses.replace(self.ctx, tuning=self.own.tables())
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        with self._open_tokens() as self._tokens:
+            yield
 
-    def _prepare(self, job: Job) -> Callable[[], Trial]:
+    def learn(self, tables: Tuning) -> None:
+        self.ctx = dataclasses.replace(self.ctx, tuning=tables)
+
+
+class ProgramMatVecs(InProgram, MatVecs):
+    """Mat-vecs in the program of a model's token."""
+
+    def __init__(self, tokens: Callable[[], AbstractContextManager[Tokens]], ctx: LowerContext) -> None:
+        InProgram.__init__(self, tokens)
+        MatVecs.__init__(self, ctx)
+
+    def prepare(self, job: Job) -> Callable[[], Trial[Point]]:
         return lambda: ProgramTrial(self._tokens, self.ctx, job.program, partial(replaced, self.ctx.tuning, job))
 
-    def _guesses(self, job: Job, shipped: Point) -> list[Point]:
-        if self.device.caps.software:
-            return super()._guesses(job, shipped)
-        if job.product.out == "F32" and job.product.glu:
-            cores = self.device.caps.shader_cores or 64
+    def guesses(self, job: Job, shipped: Point) -> list[Point]:
+        if self.ctx.caps.software:
+            return guesses(self.ctx.caps, shipped)
+        if job.problem.out == "F32" and job.problem.glu:
+            cores = self.ctx.caps.shader_cores or 64
             return [Point(1024, 32, 2, unroll, 1, 0, cores, 0) for unroll in (1, 2)] + [Point(256, 32, 4, 1, 1, 0, 3 * cores, 0)]
-        plain = job.product.out == "F32" and "norm" not in job.product.roles
+        plain = job.problem.out == "F32" and "norm" not in job.problem.roles
         return [Point(*shape, 1, 0, 0, 0) for shape in (WAITING_STARTS if plain else PROLOGUE_STARTS)]

@@ -1,5 +1,8 @@
-"""The search that sweeps share: from a few points to the neighbours of the best, for as long as one of them is better; and the duel at the
-end, which says whether what was found beats what there was beyond the noise."""
+"""The search of a sweep: hill climbing, and the duel at its end.
+
+Hill climbing goes from a few points to the best neighbour of the best point, for as long as one is better. The duel then says which
+challenger beats the incumbent beyond the noise of the measurement.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from typing import Generic, Protocol, TypeVar
 
 from vkback.device.errors import DeviceLost
 from vkback.errors import VkbackError
-from vkback.timing.launches import Measurement, measurement_of
+from vkback.timing.launches import Measurement, summarize
 
 RELATIVE_NOISE = 0.01
-"""Differences below this share are noise whatever the spread says: clocks and memory refresh move medians by about as much."""
+"""Relative differences below this are noise whatever the spread says: clocks and memory refresh move medians by about as much."""
 
 DUEL_ROUNDS = 5
-"""Of two equals one wins all of them once in 32."""
+"""Measurements of each point in a duel. Of two equal points one wins all rounds once in 32."""
 
 P = TypeVar("P")
-"""A setting of what is tuned."""
+"""A point: a setting of what is tuned."""
 
 P_contra = TypeVar("P_contra", contravariant=True)
 
@@ -41,7 +44,7 @@ class Tried(Timed[P_contra], Protocol[P_contra]):
     """What a search needs of a trial."""
 
     def compile(self, points: Iterable[P_contra]) -> None:
-        """Kernels of points, for what comes next to find them."""
+        """Compile the kernels of points into the device's cache, for `wrong` and `measure` to find them there."""
 
     def wrong(self, point: P_contra) -> str:
         """What is wrong with a point's result; "" when it is right."""
@@ -49,13 +52,14 @@ class Tried(Timed[P_contra], Protocol[P_contra]):
 
 @dataclass
 class Search(Generic[P]):
-    """A search under way: measured of points, what was refused and what was wrong.
+    """A search under way, and what it has found.
 
     refusal   why a point is not worth compiling; "" when it is
-    told      of every point and what became of it
-    deadline  of time.monotonic(); the first points are tried in any case
+    told      called with every point and what became of it
+    deadline  in seconds of time.monotonic(); the first points are tried in any case
     software  the device is the CPU: it compiles few points at a time, and none while others are timed
-    trying    around the trial of a point; left by an exception only when nothing more can be tried
+    trying    context around the trial of a point; an exception that leaves it ends the search
+    measured  points with right results; refused and wrong: the others, and why
     """
 
     trial: Tried[P]
@@ -69,14 +73,15 @@ class Search(Generic[P]):
     wrong: dict[P, str] = field(default_factory=dict)
 
     def best(self, count: int) -> list[P]:
+        """The quickest points, first the quickest."""
         return sorted(self.measured, key=lambda p: self.measured[p].us)[:count]
 
-    def begin(self, points: Iterable[P], present: P, about: str) -> None:
-        """Try the first points. Raises SweepError where the present one, of which `about` tells, is not among those that are right."""
+    def begin(self, points: Iterable[P], incumbent: P, about: str) -> None:
+        """Try the first points. Raises SweepError where the incumbent, which `about` names, gives no right result."""
         self.attempt(points)
-        if present not in self.measured:
+        if incumbent not in self.measured:
             raise SweepError(
-                f"[tune] {about} gives no right result: {self.wrong.get(present) or self.refused.get(present)}. "
+                f"[tune] {about} gives no right result: {self.wrong.get(incumbent) or self.refused.get(incumbent)}. "
                 "vkback doctor looks for the setting that cures it"
             )
 
@@ -142,26 +147,27 @@ class Search(Generic[P]):
             self.told(point, f"{self.measured[point].us:.2f} us")
 
 
-def beats(new: Measurement, old: Measurement, share: float = RELATIVE_NOISE) -> bool:
+def beats(new: Measurement, old: Measurement, relative: float = RELATIVE_NOISE) -> bool:
     """Whether a time is shorter beyond the noise of both."""
-    return bool(old.us - new.us > noise(new, old, share))
+    return bool(old.us - new.us > noise(new, old, relative))
 
 
-def noise(a: Measurement, b: Measurement, share: float = RELATIVE_NOISE) -> float:
-    return max(2 * (a.spread_us + b.spread_us), share * max(a.us, b.us))
+def noise(a: Measurement, b: Measurement, relative: float = RELATIVE_NOISE) -> float:
+    """Microseconds within which two measurements count as equal: from their spreads, and at least `relative` of the longer."""
+    return max(2 * (a.spread_us + b.spread_us), relative * max(a.us, b.us))
 
 
-def duel(trial: Timed[P], incumbent: P, challengers: Sequence[P], share: float) -> tuple[P, dict[P, Measurement]]:
-    """Who is left when each challenger has met the best before it, the incumbent first; and everyone's time. All take turns, and to win
-    takes a median better beyond the noise (at least `share` of the time) and the better time in every round."""
+def duel(trial: Timed[P], incumbent: P, challengers: Sequence[P], relative: float) -> tuple[P, dict[P, Measurement]]:
+    """The winner, and everyone's measurement. Each challenger meets the winner so far, the incumbent first. Points are measured in turn. A
+    challenger wins with a median better beyond the noise (`relative`, as in `noise`) and the better time in every round."""
     points = list(dict.fromkeys([incumbent, *challengers]))
     times: dict[P, list[float]] = {p: [] for p in points}
     for _ in range(DUEL_ROUNDS):
         for p in points:
             times[p].append(trial.measure(p, 2).us)
-    measured = {p: measurement_of(t) for p, t in times.items()}
+    measured = {p: summarize(t) for p, t in times.items()}
     best = incumbent
     for p in points[1:]:
-        if beats(measured[p], measured[best], share) and all(new < old for new, old in zip(times[p], times[best], strict=True)):
+        if beats(measured[p], measured[best], relative) and all(new < old for new, old in zip(times[p], times[best], strict=True)):
             best = p
     return best, measured

@@ -1,10 +1,8 @@
-"""vkback compare: before and after side by side."""
+"""vkback compare: two benchmark results side by side."""
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -34,8 +32,6 @@ def compare(
         return
     records = report.records(comparison)
     if output == "json":
-        print(json.dumps(records, indent=2))
-        return
-    writer = csv.DictWriter(sys.stdout, list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
+        print(json.dumps(records.to_dict("records"), indent=2))
+    else:
+        print(records.to_csv(index=False, lineterminator="\n"), end="")

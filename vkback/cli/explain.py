@@ -139,7 +139,7 @@ def _kernel(dispatch: Dispatch, caps: Capabilities, library: ShaderLibrary) -> I
     yield f"kernel {kernel.name}"
     try:
         module = inspect(library.spirv(kernel))
-        threads = "x".join(map(str, module.workgroup_size(dict(kernel.spec))))
+        threads = "x".join(map(str, module.workgroup_size({})))
         memory = f"{module.shared_bytes} of {caps.max_shared_memory} bytes of shared memory"
         lacks = module.missing(caps)
         if lacks:

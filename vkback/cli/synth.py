@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vkback.cli.shell import UsageError
-from vkback.report.bench_table import params_text, size_text
+from vkback.units import params_text, size_text
 
 
 def synth(

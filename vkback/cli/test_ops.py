@@ -175,7 +175,7 @@ def compared(before: Mapping[str, Sequence[float]], result: CaseResult) -> str:
     """The change against the samples of an earlier run, in microseconds a launch."""
     from statistics import fmean, stdev
 
-    from vkback.report.compare import Speed, judge, verdict_text
+    from vkback.report.compare import Speed, change_between, change_text
 
     old = before.get(result.line)
     if not old or not result.samples_us:
@@ -185,7 +185,8 @@ def compared(before: Mapping[str, Sequence[float]], result: CaseResult) -> str:
         return Speed(fmean(samples), stdev(samples) if len(samples) > 1 else 0.0, len(samples))
 
     was, now = speed(old), speed(result.samples_us)
-    return f", time {100 * (now.mean / was.mean - 1):+.1f} % against {was.mean:.2f} us, beats the noise: {verdict_text(judge(was, now))}"
+    change = change_text(change_between(was, now))
+    return f", time {100 * (now.mean / was.mean - 1):+.1f} % against {was.mean:.2f} us, beats the noise: {change}"
 
 
 def print_counts() -> None:

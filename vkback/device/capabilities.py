@@ -149,11 +149,6 @@ class Capabilities:
         """The "GPU" is the CPU."""
         return self.device_type == "cpu"
 
-    @property
-    def device_memory(self) -> int:
-        """Bytes of all device-local heaps."""
-        return sum(h.size for h in self.heaps if h.device_local)
-
     def has_subgroup_ops(self, *names: str) -> bool:
         """Whether every one of the subgroup operations is there."""
         return set(names) <= set(self.subgroup_ops)

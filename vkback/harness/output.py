@@ -5,7 +5,6 @@ The fields of csv and sql are those of test-backend-ops, under its names and in 
 
 from __future__ import annotations
 
-import csv
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 from vkback.harness.result import CaseResult
+from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords
 
 SQL_TABLE = "test_backend_ops"
 
@@ -186,61 +186,43 @@ def _scaled(value: float) -> str:
     return f"{value:6.2f} "
 
 
-class Csv(Printer):
+class Records(Printer):
+    """Results as records for machines."""
+
+    def __init__(self, records: RecordWriter, about: About) -> None:
+        super().__init__(records.out, about)
+        self._records = records
+        records.begin()
+
+    def write(self, result: CaseResult) -> None:
+        self._records.write(fields_of(result, self.about))
+
+    def finish(self) -> None:
+        self._records.end()
+
+
+class Csv(Records):
     """A line a case, every value quoted."""
 
     def __init__(self, out: TextIO, about: About) -> None:
-        super().__init__(out, about)
-        self._writer = csv.DictWriter(out, CSV_FIELDS, quoting=csv.QUOTE_ALL, extrasaction="ignore", lineterminator="\n")
-        self._writer.writeheader()
-
-    def write(self, result: CaseResult) -> None:
-        self._writer.writerow(fields_of(result, self.about))
-
-    def finish(self) -> None:
-        return
+        super().__init__(CsvRecords(out, CSV_FIELDS, quote_header=True), about)
 
 
-class Sql(Printer):
+class Sql(Records):
     """Statements that make a table and fill it."""
 
     def __init__(self, out: TextIO, about: About) -> None:
-        super().__init__(out, about)
-        columns = ",\n".join(f"  {name} {kind}" for name, kind in SQL_FIELDS.items())
-        out.write(f"CREATE TABLE IF NOT EXISTS {SQL_TABLE} (\n{columns}\n);\n")
-
-    def write(self, result: CaseResult) -> None:
-        values = fields_of(result, self.about)
-        listed = ", ".join(_literal(values[name]) for name in SQL_FIELDS)
-        self.out.write(f"INSERT INTO {SQL_TABLE} ({', '.join(SQL_FIELDS)}) VALUES ({listed});\n")
-
-    def finish(self) -> None:
-        return
+        super().__init__(SqlRecords(out, SQL_TABLE, SQL_FIELDS), about)
 
 
-def _literal(value: Any) -> str:
-    if value is None or (isinstance(value, float) and value != value):
-        return "NULL"
-    if isinstance(value, str):
-        return "'" + value.replace("'", "''") + "'"
-    if value == float("inf"):
-        return "9e999"
-    return str(value)
-
-
-class Json(Printer):
-    """One array of objects: the fields of sql, and all that a result holds. Written at the end."""
+class Json(Records):
+    """One array of objects: the fields of sql, and all that a result holds."""
 
     def __init__(self, out: TextIO, about: About) -> None:
-        super().__init__(out, about)
-        self._objects: list[dict[str, Any]] = []
+        super().__init__(JsonArray(out, indent=1), about)
 
     def write(self, result: CaseResult) -> None:
-        self._objects.append({**fields_of(result, self.about), **asdict(result)})
-
-    def finish(self) -> None:
-        json.dump(self._objects, self.out, indent=1)
-        self.out.write("\n")
+        self._records.write({**fields_of(result, self.about), **asdict(result)})
 
 
 def samples_by_line(text: str) -> dict[str, tuple[float, ...]]:

@@ -20,7 +20,7 @@ from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
 from vkback.ops.mat_vec import INT_QUANTS
 from vkback.quants import QUANTS
 from vkback.shader import ShaderLibrary
-from vkback.timing.dependent import Dependent
+from vkback.timing.dependent import DependentChain, DependentTiming
 from vkback.timing.launches import COLD_BYTES, Bench
 
 AHEAD = 2
@@ -79,15 +79,16 @@ def time_cases(
 ) -> Iterator[CaseResult]:
     """Results in the order of the cases."""
     kernels = Kernels(device, library, os.cpu_count() or 1)
+    rounds = RoundTimes(device, library)
     with ThreadPoolExecutor(1) as maker:
         waiting: deque[tuple[list[Case], Future[_Ready]]] = deque()
         try:
             for group in groups(cases):
                 waiting.append((group, maker.submit(_make_ready, group, ctx, kernels)))
                 if len(waiting) > AHEAD:
-                    yield from _time_group(device, library, *waiting.popleft(), ctx, read_rate_gb_s, repetitions)
+                    yield from _time_group(device, library, rounds, *waiting.popleft(), ctx, read_rate_gb_s, repetitions)
             while waiting:
-                yield from _time_group(device, library, *waiting.popleft(), ctx, read_rate_gb_s, repetitions)
+                yield from _time_group(device, library, rounds, *waiting.popleft(), ctx, read_rate_gb_s, repetitions)
         finally:
             for _, future in waiting:
                 future.cancel()
@@ -95,50 +96,66 @@ def time_cases(
 
 
 ROUND_PARAMS = frozenset({"type_a", "type_b", "n_mats", "n_used", "b", "m", "n", "k", "seed"})
-"""A product with others has a batch, a view, a route or a path of its own, which rounds do not have."""
+"""A mat-vec with others has a batch, a view, a route or a path of its own, which rounds do not have."""
 
 
 def has_rounds(case: Case, ctx: LowerContext) -> bool:
-    """Whether the product of a case can be one of dependent products, and the tables have their stages hand over."""
+    """Whether the mat-vec of a case can be one of a dependent chain, and the tables make its stages barrier-free."""
     p = case.params
     if case.op not in SHARING or not set(p) <= ROUND_PARAMS or p["n"] != 1 or p["type_a"] not in INT_QUANTS:
         return False
-    fits = p["m"] % max(32, QUANTS[p["type_a"]].block_values) == 0  # rounded to Q8_1, columns of the next product
+    fits = p["m"] % max(32, QUANTS[p["type_a"]].block_values) == 0  # rounded to Q8_1, columns of the next mat-vec
     return bool(fits and ctx.tuning.pick("schedule", n=1, n_expert=p.get("n_mats", 0))["sync"] == "sentinel")
 
 
-def with_joined(device: Device, library: ShaderLibrary, case: Case, ctx: LowerContext, result: CaseResult) -> CaseResult:
-    """A timed case with the time of a product in rounds that it is one of, if there are such; failed where these compute something else
-    joined than with barriers."""
+class RoundTimes:
+    """Times of rounds of dependent mat-vecs. One round serves both of its mat-vecs, so that each round is timed once."""
+
+    def __init__(self, device: Device, library: ShaderLibrary) -> None:
+        self._device, self._library = device, library
+        self._known: dict[tuple[object, ...], tuple[DependentTiming, int]] = {}
+
+    def of(self, case: Case, ctx: LowerContext) -> tuple[DependentTiming, int]:
+        """The round that a case's mat-vec is one of, and how many there are in it. Raises PlanError where the others cannot run here."""
+        p = case.params
+        m, k, experts, used = p["m"], p["k"], p.get("n_mats", 0), p.get("n_used", 0)
+        if not experts:
+            m, k = max(m, k), min(m, k)  # the same two mat-vecs; the norm is where x is short, as in a feed-forward block
+        key = (p["type_a"], m, k, experts, used, ctx.act)
+        if key not in self._known:
+            with DependentChain(self._device, self._library, p["type_a"], m, k, experts=experts, used=used) as chain:
+                self._known[key] = chain.time(ctx), len(chain.nbytes)
+        return self._known[key]
+
+
+def with_barrier_free(rounds: RoundTimes, case: Case, ctx: LowerContext, result: CaseResult) -> CaseResult:
+    """A timed case with the time of its mat-vec in barrier-free rounds, if there are such; failed where these compute something else than
+    with barriers."""
     if not has_rounds(case, ctx):
         return result
-    p = case.params
-    m, k, experts = p["m"], p["k"], p.get("n_mats", 0)
-    if not experts:
-        m, k = max(m, k), min(m, k)  # the same two products; the norm is where x is short, as in a feed-forward block
     try:
-        with Dependent(device, library, p["type_a"], m, k, experts=experts, used=p.get("n_used", 0)) as rounds:
-            found = rounds.time(ctx)
-    except PlanError:  # the products around it cannot run here
+        found, mat_vecs = rounds.of(case, ctx)
+    except PlanError:  # the mat-vecs around it cannot run here
         return result
     except VkbackError as e:
         return replace(result, passed=False, message=str(e))
     if found.wrong:
         cure = "vkback doctor looks for the setting that cures it"
         return replace(result, passed=False, message=f"[perf] {case.line}: barrier-free among its neighbours: {found.wrong}; {cure}")
-    return replace(result, barrier_free_us=found.barrier_free.us / len(rounds.nbytes)) if found.barrier_free else result
+    return replace(result, barrier_free_us=found.barrier_free.us / mat_vecs) if found.barrier_free else result
 
 
 def _time_group(
-    device: Device, library: ShaderLibrary, group: list[Case], future: Future[_Ready], ctx: LowerContext, rate: float, repetitions: int
-) -> Iterator[CaseResult]:
+    device: Device, library: ShaderLibrary, rounds: RoundTimes, group: list[Case], future: Future[_Ready], ctx: LowerContext, rate: float,
+    repetitions: int,
+) -> Iterator[CaseResult]:  # fmt: skip
     try:
         ready = future.result()
         cold = CPU_COLD_BYTES if device.caps.device_type == "cpu" else COLD_BYTES
         with Bench(device, library, ready.problem, ctx, cold_bytes=cold) as bench:
             results = [_timed(bench, case, node, context_of(case, ctx), rate, repetitions) for case, node in ready.nodes]
         for (case, _), result in zip(ready.nodes, results, strict=True):
-            yield with_joined(device, library, case, context_of(case, ctx), result)
+            yield with_barrier_free(rounds, case, context_of(case, ctx), result)
     except PlanError as e:
         for case in group:
             yield CaseResult(op=case.op, line=case.line, mode="perf", supported=False, message=str(e))

@@ -87,7 +87,7 @@ class Kernels:
         variant, bindings, push_bytes = key
         try:
             kernel = self._device.kernel(
-                self._library.spirv(variant), name=variant.name, bindings=bindings, push_bytes=push_bytes, spec=dict(variant.spec),
+                self._library.spirv(variant), name=variant.name, bindings=bindings, push_bytes=push_bytes,
                 subgroup_size=variant.subgroup_size,
             )  # fmt: skip
         except Exception as e:  # whoever waits for the kernel gets it

@@ -3,7 +3,7 @@
 from vkback.models.architecture import ARCHITECTURES
 from vkback.models.gguf_file import GgufError, GgufFile, GgufTensor
 from vkback.models.hparams import HParams
-from vkback.models.naming import model_description, params_string, size_string
+from vkback.models.naming import model_description
 from vkback.models.registry import Model, read_hparams
 from vkback.models.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 
@@ -18,7 +18,5 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "model_description",
-    "params_string",
     "read_hparams",
-    "size_string",
 ]

@@ -135,11 +135,10 @@ class Engine:
         self._loops: dict[tuple[bool, int], _Loop] = {}
         self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
-        self._schedules: dict[str, Schedule] = {}
+        self._schedules: dict[tuple[int, str], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
         self._sync_tried = False
-        for kind in ("logits", "prompt"):
-            self._schedule(kind)
-        weights = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "weight"}
+        first = [self._schedule(kind) for kind in ("logits", "prompt")]
+        weights = {t.name: t for s in first for t in s.tensors().values() if t.kind == "weight"}
         try:
             # The cache before the weights: a context that does not fit is to be said before minutes of loading.
             self._state = self._allocate_state()
@@ -222,7 +221,8 @@ class Engine:
         return matrix_bytes(self._schedule("logits"))
 
     def _allocate_state(self) -> dict[str, BufferRange]:
-        caches = {t.name: t for s in self._schedules.values() for t in s.tensors().values() if t.kind == "state"}
+        schedules = [self._schedule(kind) for kind in ("logits", "prompt")]
+        caches = {t.name: t for s in schedules for t in s.tensors().values() if t.kind == "state"}
         self._cache = self.device.arena("KV cache", sum(aligned(nbytes(t)) for t in caches.values()), "device")
         self._arenas.append(self._cache)
         return {t.name: self._cache.alloc(nbytes(t), t.name) for t in caches.values()}
@@ -260,15 +260,16 @@ class Engine:
         return self._programs[kind]
 
     def _schedule(self, kind: str) -> Schedule:
-        if kind not in self._schedules:
+        key = (self.n_ctx, kind)
+        if key not in self._schedules:
             if kind in ("prompt", "all logits"):
                 graph = self.model.graph(PROMPT_TOKENS, self.n_ctx, head="all" if kind == "all logits" else "none")
             else:
                 graph = self.model.graph(1, self.n_ctx, head="last")
                 if kind != "logits":
                     add_sampler(graph, greedy=kind == "greedy")
-            self._schedules[kind] = plan(graph, self.ctx, fusion=self.fusion)
-        return self._schedules[kind]
+            self._schedules[key] = plan(graph, self.ctx, fusion=self.fusion)
+        return self._schedules[key]
 
     def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
         """The schedule of one generated token, of a bare token with its logits, or of a piece of a prompt."""
@@ -285,8 +286,6 @@ class Engine:
         self._cache.destroy()
         self.n_ctx = n_ctx
         self._sync_tried = False
-        for kind in ("logits", "prompt"):
-            self._schedule(kind)
         self._state = self._allocate_state()
 
     def reset(self) -> None:
@@ -357,6 +356,7 @@ class Engine:
             file=sys.stderr,
         )
         self._forget_programs()
+        self._schedules.clear()
         self.ctx = replace(self.ctx, tuning=Overrides(self.ctx.tuning, {"schedule": {"sync": "barrier"}}, "barrier-free stages failed"))
         for back in (self._logits_back, *self._loop_backs):
             back.forget()
@@ -364,7 +364,7 @@ class Engine:
     def _forget_programs(self) -> None:
         for program in self._programs.values():
             program.close()
-        for cache in (self._programs, self._loops, self._recordings, self._schedules):
+        for cache in (self._programs, self._loops, self._recordings):
             cache.clear()
 
     def _recording(self, kind: str) -> Commands:

@@ -45,15 +45,3 @@ def file_type_name(f: GgufFile) -> str:
     types = Counter(t.type for t in f.tensors.values())
     guess = file_type(types.most_common(1)[0][0]) if types else None
     return "unknown, may not work" if guess is None else f"(guessed) {FILE_TYPES[guess]}"
-
-
-def size_string(nbytes: int) -> str:
-    """`546.50 MiB`, `4.58 GiB`."""
-    if nbytes < 1 << 30:
-        return f"{nbytes / (1 << 20):.2f} MiB"
-    return f"{nbytes / (1 << 30):.2f} GiB"
-
-
-def params_string(n: int) -> str:
-    """`134.52 M`, `8.03 B`."""
-    return f"{n / 1e6:.2f} M" if n < 1e9 else f"{n / 1e9:.2f} B"

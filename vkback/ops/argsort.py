@@ -38,7 +38,7 @@ def _ranked(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch
     gz = ceil_div(rows, MAX_GROUPS_X)
     return [
         Dispatch(
-            Variant("argsort/argsort.comp", (("DESCENDING", int(descending)), ("WG_SIZE", wg)), (), None),
+            Variant("argsort/argsort.comp", (("DESCENDING", int(descending)), ("WG_SIZE", wg))),
             (Arg(x), Arg(y, "w")),
             pack_push(rows, dim, y.shape[-1]),
             (ceil_div(dim, wg), ceil_div(rows, gz), gz),

@@ -85,7 +85,7 @@ class Convert(Op):
         wg = workgroup_size(ctx.caps, choice["wg_size"], pairs)
         defines = (("FROM_F16", int(x.type == "F16")), ("TO_F16", int(y.type == "F16")), ("WG_SIZE", wg))
         return Dispatch(
-            Variant("copy/convert.comp", defines, (), None),
+            Variant("copy/convert.comp", defines),
             (Arg(x), Arg(y, "w")),
             pack_push(pairs),
             spread(ceil_div(pairs, wg)),
@@ -139,7 +139,7 @@ class Convert(Op):
         defines = {"WG_SIZE": wg, "TO_F16": int(y.type == "F16"), "WIDTH": 4 if k % 4 == 0 else 1, **decoder(x.type, ctx.caps)}
         push = (*weight_push(x.type, parts[0].layout, columns), *four.shape[:3], *(s // columns for s in four.strides[:3]))
         return Dispatch(
-            Variant("copy/decode.comp", tuple(sorted(defines.items())), (), None),
+            Variant("copy/decode.comp", tuple(sorted(defines.items()))),
             (Arg(x), Arg(y, "w")),
             pack_push(*push, row0, column0 // 32, k),
             spread(ceil_div(threads, wg)),
@@ -227,7 +227,7 @@ def _box(
     wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
     defines = (("FILL", int(fill)), ("FROM_F16", int(x.type == "F16")), ("TO_F16", int(y.type == "F16")), ("WG_SIZE", wg))
     return Dispatch(
-        Variant("copy/box.comp", defines, (), None),
+        Variant("copy/box.comp", defines),
         (Arg(x), Arg(y, "w", part=part)),
         pack_push(*box, *x_size, *x_stride, *y_stride, x_offset, y_offset, x_next),
         spread(ceil_div(elements, wg)),

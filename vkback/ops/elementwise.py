@@ -99,7 +99,7 @@ class Binary(Op):
         defines: dict[str, str | int] = {"WG_SIZE": wg, "OPERATOR": BINARY[self.name][0], "WIDTH": width, "B_WIDTH": b_width}
         return [
             Dispatch(
-                Variant("elementwise/binary.comp", tuple(sorted(defines.items())), (), None),
+                Variant("elementwise/binary.comp", tuple(sorted(defines.items()))),
                 (Arg(a), Arg(b), Arg(y, "w")),
                 pack_push(elements, max(inner // width, 1), count // b_width),
                 spread(ceil_div(elements, wg)),
@@ -201,7 +201,7 @@ class Unary(Op):
         defines: dict[str, str | int] = {"WG_SIZE": wg, "FUNCTION": UNARY[self.name].function, "WIDTH": width}
         return [
             Dispatch(
-                Variant("elementwise/unary.comp", tuple(sorted(defines.items())), (), None),
+                Variant("elementwise/unary.comp", tuple(sorted(defines.items()))),
                 (Arg(x), Arg(y, "w")),
                 pack_push(elements, *[*self._values(node.params), 0.0, 0.0][:2]),
                 spread(ceil_div(elements, wg)),

@@ -419,7 +419,7 @@ class MatVecNode:
         choice_moved = sum(map(nbytes, (self.extra["logits"], *self.chosen))) if self.chosen else 0
         defines = {**build.defines, "TILES": int(groups < tiles), "ROWS_FULL": int(rows % build.shape.tile_rows == 0)}
         return Dispatch(
-            Variant("mat_vec/mat_vec.comp", tuple(sorted(defines.items())), (), build.subgroup),
+            Variant("mat_vec/mat_vec.comp", tuple(sorted(defines.items())), build.subgroup),
             (
                 Arg(self.w, "r", index),
                 Arg(self.x),

@@ -86,7 +86,7 @@ class Norm(Op):
         args = (*(Arg(t) for t in node.inputs), *(Arg(t, "rw" if self.add and t is node.outputs[0] else "w") for t in node.outputs))
         return [
             Dispatch(
-                Variant("norm/norm.comp", tuple(sorted(defines.items())), (), subgroup),
+                Variant("norm/norm.comp", tuple(sorted(defines.items())), subgroup),
                 args,
                 pack_push(rows, dim, quads, rounds, units, float(node.params["eps"])),
                 spread(rows),

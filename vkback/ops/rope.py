@@ -68,7 +68,7 @@ def _dispatch(
     gz = ceil_div(heads.n, MAX_GROUPS_X)
     rows = heads.n * total * heads.dim
     return Dispatch(
-        Variant("rope/rope.comp", tuple(sorted(values.items())), (), subgroup),
+        Variant("rope/rope.comp", tuple(sorted(values.items())), subgroup),
         tuple(args),
         pack_push(heads.n, n_ctx, float(node.params.get("eps", 0.0))),
         (ceil_div(total, per_group), ceil_div(heads.n, gz), gz),

@@ -65,7 +65,7 @@ class SetRows(Op):
         defines = (("FROM_F16", int(x.type == "F16")), ("TO_F16", int(cache.type == "F16")), ("WG_SIZE", wg))
         return [
             Dispatch(
-                Variant("rows/set_rows.comp", defines, (), None),
+                Variant("rows/set_rows.comp", defines),
                 (Arg(x), Arg(pos), Arg(cache, "w")),
                 pack_push(n, heads, dim // 2, n_ctx),
                 spread(ceil_div(words, wg)),
@@ -133,7 +133,7 @@ class GetRows(Op):
         rows = prod(table.shape[:-1])
         return [
             Dispatch(
-                Variant("rows/get_rows.comp", tuple(sorted(defines.items())), (), None),
+                Variant("rows/get_rows.comp", tuple(sorted(defines.items()))),
                 (Arg(table, "r", i), Arg(ids), Arg(y, "w", part=f"rows of shard {i}" if len(parts) > 1 else "")),
                 pack_push(*weight_push(table.type, part.layout, k), n, k, part.row0, part.rows, rows),
                 spread(ceil_div(units * n, wg)),
@@ -155,7 +155,7 @@ class GetRows(Op):
         choice = ctx.tuning.pick("rows", k=k, n=n)
         wg = workgroup_size(ctx.caps, choice["wg_size"], n * k // width)
         return Dispatch(
-            Variant("rows/get_rows_values.comp", (("FROM_F16", int(table.type == "F16")), ("WG_SIZE", wg), ("WIDTH", width)), (), None),
+            Variant("rows/get_rows_values.comp", (("FROM_F16", int(table.type == "F16")), ("WG_SIZE", wg), ("WIDTH", width))),
             (Arg(table), Arg(ids), Arg(y, "w")),
             pack_push(n, k // width, prod(table.shape[:-1])),
             spread(ceil_div(n * k // width, wg)),

@@ -37,7 +37,7 @@ def _dispatch(node: Node, ctx: LowerContext, *, sum_rows: bool) -> Dispatch:
     defines, subgroup = reduction(ctx.caps, wg)
     defines |= {"MASK": len(mask), "SUM": int(sum_rows)}
     return Dispatch(
-        Variant("soft_max/soft_max.comp", tuple(sorted(defines.items())), (), subgroup),
+        Variant("soft_max/soft_max.comp", tuple(sorted(defines.items())), subgroup),
         (Arg(x), *map(Arg, mask), Arg(node.outputs[0], "w" if sum_rows else "rw")),
         pack_push(rows, dim, prod(mask[0].shape[:-1]) if mask else 1, float(node.params.get("scale", 1.0))),
         spread(rows),

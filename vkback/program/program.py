@@ -142,7 +142,7 @@ class Program:
 
 def kernel_spec(spirv: bytes, variant: Variant, bindings: int, push_bytes: int) -> KernelSpec:
     """What the device layer is asked for: a variant's SPIR-V with the buffers and the bytes of push constants of its dispatches."""
-    return KernelSpec(spirv, variant.name, bindings, push_bytes, tuple(sorted(variant.spec)), variant.subgroup_size)
+    return KernelSpec(spirv, variant.name, bindings, push_bytes, subgroup_size=variant.subgroup_size)
 
 
 def dispatch_spec(d: Dispatch, library: ShaderLibrary) -> KernelSpec:

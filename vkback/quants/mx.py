@@ -27,11 +27,16 @@ E2M1_ORDER = (7, 1, 10, 3, 6, 2, 4, 5, 13, 11, 0, 9, 12, 8, 14, 15)
 _MIDDLES = np.array([(a + b) / 2 for a, b in pairwise(MAGNITUDES)], np.float32)
 
 
+E8M0_BIAS = 127
+
+HALF_E8M0 = np.ldexp(np.float32(0.5), np.arange(256) - E8M0_BIAS).astype(np.float32)
+"""Half the scale of each code of E8M0, a power of two without sign or fraction: half because E2M1_DOUBLED holds levels twice as large. The
+scales of codes 0 and 1 are subnormal then. Code 255, NaN in the specification, is a power of two like the others."""
+
+
 def half_power(e: U8) -> F32:
-    """2^(e - 128). For e = 0 and 1 that is below the normal range of a float: a single fraction bit."""
-    exponent = e.astype(np.uint32)
-    bits = np.where(e < 2, np.uint32(0x00200000) << exponent, (exponent - np.uint32(1)) << np.uint32(23))
-    return bits.view(np.float32)
+    """2^(e - 127) / 2."""
+    return HALF_E8M0[e]
 
 
 def nearest_e2m1(x: F32, unit: F32) -> U8:

@@ -1,13 +1,11 @@
 """Results of vkbench in the formats of llama-bench: md, csv, json, jsonl, sql.
 
-Fields, their order, column widths and alignment are llama-bench's, so that tables can be laid side by side and its readers take the files.
-What it does not know comes last: bytes read per token, GB/s, the device's measured read rate and the share of it reached.
+Fields, their order, column widths and alignment are llama-bench's: tables can be laid side by side, and readers of its files take ours.
+What llama-bench does not have comes last: bytes read per token, GB/s, the device's measured read rate and the part of it reached.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -15,7 +13,9 @@ from statistics import fmean, stdev
 from typing import Any, TextIO
 
 from vkback.errors import VkbackError
+from vkback.records import CsvRecords, JsonArray, JsonLines, RecordWriter, SqlRecords
 from vkback.report.markdown import Column, head, line
+from vkback.units import params_text, size_text
 
 SQL_TABLE = "llama_bench"
 
@@ -111,7 +111,7 @@ class BenchResult:
 
     @property
     def percent_of_read(self) -> float | None:
-        """`gb_s` as a share of the rate at which the device was measured to read."""
+        """`gb_s` in percent of the rate at which the device was measured to read."""
         if self.gb_s is None or not self.read_rate_gb_s:
             return None
         return 100 * self.gb_s / self.read_rate_gb_s
@@ -141,14 +141,6 @@ def test_name(n_prompt: int, n_gen: int, n_depth: int = 0) -> str:
     """`pp512`, `tg128`, `pp512+tg128`, each with ` @ d4096` at a depth."""
     parts = [f"pp{n_prompt}"] * (n_prompt > 0) + [f"tg{n_gen}"] * (n_gen > 0)
     return "+".join(parts) + (f" @ d{n_depth}" if n_depth else "")
-
-
-def size_text(n_bytes: int) -> str:
-    return f"{n_bytes / 2**20:.2f} MiB" if n_bytes < 2**30 else f"{n_bytes / 2**30:.2f} GiB"
-
-
-def params_text(n: int) -> str:
-    return f"{n / 1e6:.2f} M" if n < 1e9 else f"{n / 1e9:.2f} B"
 
 
 def speed_text(mean: float, dev: float) -> str:
@@ -221,61 +213,55 @@ class MarkdownWriter(Writer):
         self._print(f"\nbuild: {build[0]} ({build[1]})")
 
 
-class CsvWriter(Writer):
-    """A bare header, then every value in quotes."""
+class RecordsWriter(Writer):
+    """Results as records for machines. samples: with those of each repetition."""
+
+    def __init__(self, records: RecordWriter, *, samples: bool = False) -> None:
+        super().__init__(records.out)
+        self._records, self._samples = records, samples
 
     def header(self, device_line: str = "") -> None:
-        self._print(",".join(field_types()))
+        self._records.begin()
 
     def row(self, result: BenchResult) -> None:
-        csv.writer(self.out, quoting=csv.QUOTE_ALL, lineterminator="\n").writerow([_plain(v) for v in result.row().values()])
-        self.out.flush()
-
-
-class JsonLinesWriter(Writer):
-    """One object a line, with the samples."""
-
-    def row(self, result: BenchResult) -> None:
-        self._print(json.dumps(_with_samples(result)))
-
-
-class JsonWriter(Writer):
-    """One array of objects with the samples."""
-
-    def __init__(self, out: TextIO) -> None:
-        super().__init__(out)
-        self._first = True
-
-    def header(self, device_line: str = "") -> None:
-        self.out.write("[")
-
-    def row(self, result: BenchResult) -> None:
-        body = "\n".join("  " + text for text in json.dumps(_with_samples(result), indent=2).splitlines())
-        self.out.write(("\n" if self._first else ",\n") + body)
-        self.out.flush()
-        self._first = False
+        samples = {"samples_ns": list(result.samples_ns), "samples_ts": result.samples_ts} if self._samples else {}
+        self._records.write({**result.row(), **samples})
 
     def footer(self, build: tuple[str, int]) -> None:
-        self._print("\n]")
+        self._records.end()
 
 
-class SqlWriter(Writer):
+def csv_writer(out: TextIO) -> Writer:
+    """A bare header, then every value in quotes."""
+    return RecordsWriter(CsvRecords(out, list(field_types()), quote_header=False))
+
+
+def json_writer(out: TextIO) -> Writer:
+    """One array of objects with the samples."""
+    return RecordsWriter(JsonArray(out, indent=2), samples=True)
+
+
+def json_lines_writer(out: TextIO) -> Writer:
+    """One object a line, with the samples."""
+    return RecordsWriter(JsonLines(out), samples=True)
+
+
+class SqlWriter(RecordsWriter):
     """Statements that make and fill the table `llama_bench`, for sqlite3."""
 
-    def header(self, device_line: str = "") -> None:
-        columns = ",\n".join(f"  {name} {kind}" for name, kind in field_types().items())
-        self._print(f"CREATE TABLE IF NOT EXISTS {SQL_TABLE} (\n{columns}\n);\n")
+    def __init__(self, out: TextIO) -> None:
+        super().__init__(SqlRecords(out, SQL_TABLE, field_types()))
 
-    def row(self, result: BenchResult) -> None:
-        values = result.row()
-        self._print(f"INSERT INTO {SQL_TABLE} ({', '.join(values)}) VALUES ({', '.join(_sql_literal(v) for v in values.values())});")
+    def header(self, device_line: str = "") -> None:
+        super().header(device_line)
+        self._print("")
 
 
 WRITERS: dict[str, Callable[[TextIO], Writer]] = {
     "md": MarkdownWriter,
-    "csv": CsvWriter,
-    "json": JsonWriter,
-    "jsonl": JsonLinesWriter,
+    "csv": csv_writer,
+    "json": json_writer,
+    "jsonl": json_lines_writer,
     "sql": SqlWriter,
 }
 
@@ -289,28 +275,17 @@ def open_writer(fmt: str, out: TextIO, extra_columns: Sequence[str] = ()) -> Wri
     return WRITERS[fmt](out)
 
 
+SQL_TYPES = {"b": "INTEGER", "i": "INTEGER", "f": "REAL"}
+"""By the kind of a column."""
+
+
 def field_types() -> dict[str, str]:
     """Name and SQL type of each field of the machine formats, in order."""
+    import pandas as pd
+
     probe = BenchResult(
         build_commit="", build_number=0, cpu_info="", gpu_info="", model_filename="", model_type="", model_size=0, model_n_params=0,
         n_prompt=0, n_gen=1, n_depth=0, test_time="", samples_ns=(1,), bytes_per_token=1, read_rate_gb_s=1.0,
     )  # fmt: skip
-    return {name: "TEXT" if isinstance(v, str) else "REAL" if isinstance(v, float) else "INTEGER" for name, v in probe.row().items()}
-
-
-def _with_samples(result: BenchResult) -> dict[str, Any]:
-    return {**result.row(), "samples_ns": list(result.samples_ns), "samples_ts": result.samples_ts}
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return ""
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def _sql_literal(value: Any) -> str:
-    if value is None:
-        return "NULL"
-    if isinstance(value, str):
-        return "'" + value.replace("'", "''") + "'"
-    return _plain(value)
+    kinds = pd.DataFrame([probe.row()]).dtypes
+    return {str(name): SQL_TYPES.get(kind.kind, "TEXT") for name, kind in kinds.items()}

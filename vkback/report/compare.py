@@ -1,26 +1,28 @@
-"""Before and after: two results joined test by test, with the difference and whether it beats the noise.
+"""Before and after: two results joined test by test, with the change of each and whether it beats the noise.
 
 Reads what vkbench and llama-bench write: JSON, JSONL, CSV, SQL statements, or an SQLite file with a table `llama_bench`.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from io import StringIO
 from itertools import chain
 from math import atan2, sqrt
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 
-from vkback.report.bench_table import SQL_TABLE, ReportError, deviation, params_text, size_text, speed_text, test_name
+from vkback.report.bench_table import SQL_TABLE, ReportError, deviation, speed_text, test_name
 from vkback.report.markdown import Column, head, line
+from vkback.units import params_text, size_text
 
 SIGNIFICANCE = 0.01
 """A difference beats the noise when chance alone would show one as large less often than this. Tables have tens of rows, so 0.05 would
@@ -28,8 +30,6 @@ flag one in twenty of them for nothing."""
 
 SPREAD = 3.0
 """Without samples: a difference beats the noise when it exceeds this many times the two deviations taken together."""
-
-Row = Mapping[str, Any]
 
 REQUIRED = ("model_type", "model_size", "model_n_params", "n_prompt", "n_gen", "avg_ts", "stddev_ts")
 
@@ -49,8 +49,8 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """beats_noise is None where nothing can be said: single repetitions."""
+class Change:
+    """Whether a speed has changed. beats_noise is None where nothing can be said: single repetitions."""
 
     beats_noise: bool | None
     reason: str
@@ -69,7 +69,7 @@ class Difference:
     test: str
     before: Speed
     after: Speed
-    verdict: Verdict
+    change: Change
 
     @property
     def percent(self) -> float:
@@ -85,21 +85,21 @@ class Comparison:
     only_after: list[str]
 
 
-def load(path: str | Path) -> list[Row]:
+def load(path: str | Path) -> pd.DataFrame:
     """The rows of a result file, numbers as numbers. Raises ReportError naming the file and what is wrong."""
     path = Path(path)
     if not path.is_file():
         raise ReportError(f"{path}: no such file; expected a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite)")
     try:
-        rows = [_typed(row, number) for number, row in enumerate(_parse(path), start=1)]
-    except (ValueError, sqlite3.Error, csv.Error) as e:
+        rows = _typed(_parse(path))
+    except (ValueError, sqlite3.Error) as e:
         raise ReportError(f"{path}: not a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite): {e}") from e
-    if not rows:
+    if rows.empty:
         raise ReportError(f"{path}: holds no result")
     return rows
 
 
-def _parse(path: Path) -> list[dict[str, Any]]:
+def _parse(path: Path) -> pd.DataFrame:
     data = path.read_bytes()
     if data.startswith(b"SQLite format 3\0"):
         with closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True)) as db:
@@ -110,44 +110,44 @@ def _parse(path: Path) -> list[dict[str, Any]]:
             db.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # a result file has no business with other files
             db.executescript(text)
             return _rows_of(db)
-    if text.startswith("["):
-        rows = json.loads(text)
-    elif text.startswith("{"):
-        rows = [json.loads(part) for part in text.splitlines() if part.strip()]
-    else:
-        rows = list(csv.DictReader(text.splitlines()))
-    if not all(isinstance(r, dict) for r in rows):
+    if not text.startswith(("[", "{")):
+        return pd.read_csv(StringIO(text), dtype=object, keep_default_na=False, index_col=False) if text else pd.DataFrame()
+    objects = json.loads(text) if text.startswith("[") else [json.loads(part) for part in text.splitlines() if part.strip()]
+    if not all(isinstance(o, dict) for o in objects):
         raise ValueError("expected one object a result")
-    return list(rows)
+    return pd.DataFrame(objects, dtype=object)
 
 
-def _rows_of(db: sqlite3.Connection) -> list[dict[str, Any]]:
-    db.row_factory = sqlite3.Row
-    return [dict(r) for r in db.execute(f"SELECT * FROM {SQL_TABLE}")]
+def _rows_of(db: sqlite3.Connection) -> pd.DataFrame:
+    cursor = db.execute(f"SELECT * FROM {SQL_TABLE}")
+    return pd.DataFrame(cursor.fetchall(), columns=[name for name, *_ in cursor.description], dtype=object)
 
 
-def _typed(row: Row, number: int) -> Row:
-    missing = [name for name in REQUIRED if row.get(name) in (None, "")]
-    if missing:
-        raise ValueError(f"result {number} lacks {', '.join(missing)}")
-    typed = {**row, "n_depth": row.get("n_depth") or 0}
-    typed |= {name: int(typed[name]) for name in INTEGERS if typed.get(name) not in (None, "")}
-    return typed | {name: float(row[name]) for name in ("avg_ts", "stddev_ts")}
+def _typed(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with their numbers as numbers. Raises ValueError naming what one lacks."""
+    if rows.empty:
+        return rows
+    rows = rows.reindex(columns=rows.columns.union([*REQUIRED, "n_depth"], sort=False))
+    known = rows.notna() & (rows != "")
+    for number, row in enumerate(known[list(REQUIRED)].itertuples(index=False), start=1):
+        missing = [name for name, there in zip(REQUIRED, row, strict=True) if not there]
+        if missing:
+            raise ValueError(f"result {number} lacks {', '.join(missing)}")
+    rows["n_depth"] = rows["n_depth"].where(known["n_depth"], 0)
+    for names, number_of in ((INTEGERS, int), (("avg_ts", "stddev_ts"), float)):
+        for name in filter(rows.columns.__contains__, names):
+            rows[name] = pd.Series([number_of(v) if k else v for v, k in zip(rows[name], known[name], strict=True)], dtype=object)
+    return rows
 
 
-def compare(before: Sequence[Row], after: Sequence[Row], *, skip_first: bool = False) -> Comparison:
+def compare(before: pd.DataFrame, after: pd.DataFrame, *, skip_first: bool = False) -> Comparison:
     """Join two results on model and test, and on every setting that varies inside one of them.
 
     skip_first  leave out the first repetition of each test, which often carries what the warm-up did not warm; it needs samples
     Raises ReportError when they share no test.
     """
-    told_apart = [s for s in SETTINGS if any(len({str(r.get(s)) for r in rows}) > 1 for rows in (before, after))]
-
-    def key(row: Row) -> tuple[str, ...]:
-        setting = (str(row.get(s)) for s in told_apart)
-        return (row["model_type"], size_text(row["model_size"]), params_text(row["model_n_params"]), _test(row), *setting)
-
-    old, new = _grouped(before, key), _grouped(after, key)
+    told_apart = [s for s in SETTINGS if any(_texts(rows, s).nunique() > 1 for rows in (before, after))]
+    old, new = (_tests(rows, told_apart) for rows in (before, after))
     differences = []
     for k in (k for k in old if k in new):
         b, a = _speed(old[k], skip_first), _speed(new[k], skip_first)
@@ -156,13 +156,13 @@ def compare(before: Sequence[Row], after: Sequence[Row], *, skip_first: bool = F
                 model=k[0],
                 size=k[1],
                 params=k[2],
-                backend=_both(old[k][0], new[k][0], "backends"),
-                ngl=_both(old[k][0], new[k][0], "n_gpu_layers"),
+                backend=_both(old[k], new[k], "backends"),
+                ngl=_both(old[k], new[k], "n_gpu_layers"),
                 settings={s: v for s, v in zip(told_apart, k[4:], strict=True) if s not in ("backends", "n_gpu_layers")},
                 test=k[3],
                 before=b,
                 after=a,
-                verdict=judge(b, a),
+                change=change_between(b, a),
             )
         )
     if not differences:
@@ -173,19 +173,23 @@ def compare(before: Sequence[Row], after: Sequence[Row], *, skip_first: bool = F
     return Comparison(differences, [_words(k) for k in old if k not in new], [_words(k) for k in new if k not in old])
 
 
-def _test(row: Row) -> str:
-    return test_name(row["n_prompt"], row["n_gen"], row["n_depth"])
+def _tests(rows: pd.DataFrame, told_apart: Sequence[str]) -> dict[tuple[str, ...], pd.DataFrame]:
+    """The rows of each test by model, size, parameters, test and settings, in the order of the file."""
+    test = rows[["n_prompt", "n_gen", "n_depth"]].apply(lambda sizes: test_name(*sizes), axis=1)
+    key = [rows["model_type"], rows["model_size"].map(size_text), rows["model_n_params"].map(params_text), test]
+    key += [_texts(rows, s) for s in told_apart]
+    return {cast(tuple[str, ...], k): group for k, group in rows.groupby(key, sort=False)}
 
 
-def _grouped(rows: Iterable[Row], key: Any) -> dict[tuple[str, ...], list[Row]]:
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
+def _texts(rows: pd.DataFrame, name: str, unknown: str = "None") -> pd.Series[str]:
+    """A column as text; `unknown` where the file does not say."""
+    if name not in rows:
+        return pd.Series(unknown, rows.index)
+    return rows[name].map(str).where(rows[name].notna(), unknown)
 
 
-def _both(before: Row, after: Row, name: str) -> str:
-    b, a = str(before.get(name, "")), str(after.get(name, ""))
+def _both(before: pd.DataFrame, after: pd.DataFrame, name: str) -> str:
+    b, a = (_texts(rows, name, "").iloc[0] for rows in (before, after))
     return b if a == b else f"{b} -> {a}"
 
 
@@ -198,38 +202,39 @@ def _few(groups: Mapping[tuple[str, ...], Any]) -> str:
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
-def _speed(rows: Sequence[Row], skip_first: bool) -> Speed:
+def _speed(rows: pd.DataFrame, skip_first: bool) -> Speed:
     """Rows of one test taken together: all their samples where every row has them, else their means with equal weight."""
-    samples = [r.get("samples_ts") or [] for r in rows]
-    if all(samples):
-        kept = [s[1:] if skip_first else s for s in samples]
-        flat = list(chain.from_iterable(kept))
+    first = rows.iloc[0]
+    name = f"{first['model_type']} {test_name(first['n_prompt'], first['n_gen'], first['n_depth'])}"
+    samples = list(rows["samples_ts"]) if "samples_ts" in rows else []
+    if samples and all(isinstance(s, list) and s for s in samples):
+        flat = list(chain.from_iterable(s[1:] if skip_first else s for s in samples))
         if not flat:
-            raise ReportError(f"{rows[0]['model_type']} {_test(rows[0])}: one repetition only, none is left without the first")
+            raise ReportError(f"{name}: one repetition only, none is left without the first")
         return Speed(fmean(flat), deviation(flat), len(flat))
     if skip_first:
-        raise ReportError(f"{rows[0]['model_type']} {_test(rows[0])}: no samples to leave the first out of (json and jsonl have them)")
-    means = [r["avg_ts"] for r in rows]
-    within = fmean(r["stddev_ts"] ** 2 for r in rows)
+        raise ReportError(f"{name}: no samples to leave the first out of (json and jsonl have them)")
+    means = list(rows["avg_ts"])
+    within = fmean(d**2 for d in rows["stddev_ts"])
     return Speed(fmean(means), sqrt(within + deviation(means) ** 2), None)
 
 
-def judge(before: Speed, after: Speed) -> Verdict:
+def change_between(before: Speed, after: Speed) -> Change:
     """Welch's t-test where both sides say how many repetitions they had, else the difference against the two deviations."""
     difference = abs(after.mean - before.mean)
     if before.n is None or after.n is None:
         spread = sqrt(before.deviation**2 + after.deviation**2)
         if spread == 0:
-            return Verdict(None, "no deviation given")
-        return Verdict(difference > SPREAD * spread, f"{difference / spread:.1f} deviations")
+            return Change(None, "no deviation given")
+        return Change(difference > SPREAD * spread, f"{difference / spread:.1f} deviations")
     if before.n < 2 or after.n < 2:
-        return Verdict(None, "one repetition")
+        return Change(None, "one repetition")
     vb, va = before.deviation**2 / before.n, after.deviation**2 / after.n
     if vb + va == 0:
-        return Verdict(difference > 0, "no spread")
+        return Change(difference > 0, "no spread")
     freedom = (vb + va) ** 2 / (vb**2 / (before.n - 1) + va**2 / (after.n - 1))
     p = two_sided_p(difference / sqrt(vb + va), freedom)
-    return Verdict(p < SIGNIFICANCE, f"p = {p:.2g}")
+    return Change(p < SIGNIFICANCE, f"p = {p:.2g}")
 
 
 def two_sided_p(t: float, freedom: float) -> float:
@@ -249,68 +254,74 @@ def two_sided_p(t: float, freedom: float) -> float:
 
 _HEADERS = {"flash_attn": "fa", "devices": "dev", "gpu_info": "device"}
 
+_WIDTHS = {"model": 30, "size": 10, "params": 10, "backend": 10, "ngl": 3, "test": 15, "t/s (before)": 20, "t/s (after)": 20, "diff": 8,
+           "beats the noise": 24}  # fmt: skip
+"""Columns of the markdown table with their least widths; settings stand before the test. Others are aligned left."""
 
-def _columns(comparison: Comparison) -> list[Column]:
-    rows = comparison.differences
-    names = {s: _HEADERS.get(s, s) for s in rows[0].settings}
-    settings = [Column(name, max(len(name), *(len(d.settings[s]) for d in rows)), left=True) for s, name in names.items()]
-    return [
-        Column("model", 30, left=True),
-        Column("size", 10),
-        Column("params", 10),
-        Column("backend", max(10, *(len(d.backend) for d in rows)), left=True),
-        Column("ngl", max(3, *(len(d.ngl) for d in rows))),
-        *settings,
-        Column("test", 15),
-        Column("t/s (before)", 20),
-        Column("t/s (after)", 20),
-        Column("diff", 8),
-        Column("beats the noise", 24, left=True),
-    ]
+_RIGHT = ("size", "params", "ngl", "test", "t/s (before)", "t/s (after)", "diff")
+_GROWING = ("backend", "ngl")
 
 
-def _cells(d: Difference) -> list[str]:
-    return [d.model, d.size, d.params, d.backend, d.ngl, *d.settings.values(), d.test, _speed_cell(d.before), _speed_cell(d.after),
-            f"{d.percent:+.1f}%", verdict_text(d.verdict)]  # fmt: skip
+def _cells(comparison: Comparison) -> pd.DataFrame:
+    """The markdown table's cells."""
+    return pd.DataFrame(
+        [
+            {
+                "model": d.model, "size": d.size, "params": d.params, "backend": d.backend, "ngl": d.ngl,
+                **{_HEADERS.get(s, s): value for s, value in d.settings.items()},
+                "test": d.test, "t/s (before)": speed_text(d.before.mean, d.before.deviation),
+                "t/s (after)": speed_text(d.after.mean, d.after.deviation), "diff": f"{d.percent:+.1f}%",
+                "beats the noise": change_text(d.change),
+            }
+            for d in comparison.differences
+        ]
+    )  # fmt: skip
 
 
-def _speed_cell(speed: Speed) -> str:
-    return speed_text(speed.mean, speed.deviation)
+def _column(cells: pd.Series[str]) -> Column:
+    name = str(cells.name)
+    width = _WIDTHS.get(name, len(name))
+    if name in _GROWING or name not in _WIDTHS:
+        width = max(width, int(cells.str.len().max()))
+    return Column(name, width, left=name not in _RIGHT)
 
 
-def verdict_text(verdict: Verdict) -> str:
-    word = "unknown" if verdict.beats_noise is None else "yes" if verdict.beats_noise else "no"
-    return f"{word} ({verdict.reason})"
+def change_text(change: Change) -> str:
+    word = "unknown" if change.beats_noise is None else "yes" if change.beats_noise else "no"
+    return f"{word} ({change.reason})"
 
 
 def markdown(comparison: Comparison) -> str:
     """The table for people, and below it the tests that only one file has."""
-    columns = _columns(comparison)
-    text = head(columns) + [line(columns, _cells(d)) for d in comparison.differences]
+    cells = _cells(comparison)
+    columns = [_column(cells[name]) for name in cells]
+    text = head(columns) + [line(columns, row) for row in cells.itertuples(index=False)]
     for where, tests in (("before", comparison.only_before), ("after", comparison.only_after)):
         if tests:
             text += ["", f"only {where}: {'; '.join(tests)}"]
     return "\n".join(text)
 
 
-def records(comparison: Comparison) -> list[dict[str, Any]]:
+def records(comparison: Comparison) -> pd.DataFrame:
     """The differences as flat records, for machines."""
-    return [
-        {
-            "model": d.model,
-            "size": d.size,
-            "params": d.params,
-            "backend": d.backend,
-            "ngl": d.ngl,
-            **d.settings,
-            "test": d.test,
-            "before_ts": d.before.mean,
-            "before_stddev_ts": d.before.deviation,
-            "after_ts": d.after.mean,
-            "after_stddev_ts": d.after.deviation,
-            "diff_percent": d.percent,
-            "beats_noise": d.verdict.beats_noise,
-            "reason": d.verdict.reason,
-        }
-        for d in comparison.differences
-    ]
+    return pd.DataFrame(
+        [
+            {
+                "model": d.model,
+                "size": d.size,
+                "params": d.params,
+                "backend": d.backend,
+                "ngl": d.ngl,
+                **d.settings,
+                "test": d.test,
+                "before_ts": d.before.mean,
+                "before_stddev_ts": d.before.deviation,
+                "after_ts": d.after.mean,
+                "after_stddev_ts": d.after.deviation,
+                "diff_percent": d.percent,
+                "beats_noise": d.change.beats_noise,
+                "reason": d.change.reason,
+            }
+            for d in comparison.differences
+        ]
+    )

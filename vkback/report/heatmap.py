@@ -1,40 +1,21 @@
-"""A picture of how much of a device's read rate its mat-vec kernels reach: rows x columns for each weight type. Needs matplotlib."""
+"""A heatmap of the part of a device's read rate that its mat-vec kernels reach: rows x columns of each weight type. Needs matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
+import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 
-class Measured(Protocol):
-    """What the picture needs of a result."""
+def draw(results: pd.DataFrame, file: Path, device: str) -> None:
+    """Write the PNG. One panel a weight type and path, of each size the best; colour: throughput over read rate, 0 to 1.
 
-    @property
-    def m(self) -> int: ...
-
-    @property
-    def k(self) -> int: ...
-
-    @property
-    def match(self) -> object: ...
-
-    @property
-    def read_share(self) -> float: ...
-
-
-def draw(results: Sequence[Measured], file: Path, device: str) -> None:
-    """Write the PNG. One panel a weight type and path, the best form of each size; colour: throughput over read rate, 0 to 1."""
-    panels: dict[str, dict[tuple[int, int], float]] = {}
-    for r in results:
-        match = r.match
-        assert isinstance(match, dict)
-        cells = panels.setdefault(f"{match['quant']} {match['path']}", {})
-        cells[r.m, r.k] = max(r.read_share, cells.get((r.m, r.k), 0.0))
+    results  a row a result, with columns quant, path, m, k, read_share
+    """
+    panels = {} if results.empty else dict(list(results.groupby(results["quant"] + " " + results["path"])))
     columns = min(4, max(1, len(panels)))
     lines = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(3.4 * columns + 1.2, 2.6 * lines + 0.6), layout="constrained")
@@ -44,13 +25,13 @@ def draw(results: Sequence[Measured], file: Path, device: str) -> None:
     for axis in axes[len(panels) :]:
         axis.axis("off")
     shown = None
-    for axis, (title, cells) in zip(axes, sorted(panels.items()), strict=False):
-        ms, ks = sorted({m for m, _ in cells}), sorted({k for _, k in cells})
-        grid = np.array([[cells.get((m, k), np.nan) for k in ks] for m in ms])
+    for axis, (title, panel) in zip(axes, panels.items(), strict=False):
+        table = panel.pivot_table(index="m", columns="k", values="read_share", aggfunc="max")
+        grid = table.to_numpy()
         shown = axis.imshow(grid, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto", origin="lower")
         axis.set(title=title, xlabel="columns k", ylabel="rows m")
-        axis.set_xticks(range(len(ks)), [str(k) for k in ks])
-        axis.set_yticks(range(len(ms)), [str(m) for m in ms])
+        axis.set_xticks(range(len(table.columns)), table.columns.map(str))
+        axis.set_yticks(range(len(table.index)), table.index.map(str))
         for (row, column), value in np.ndenumerate(grid):
             if np.isfinite(value):
                 axis.text(column, row, f"{100 * value:.0f} %", ha="center", va="center", color="white" if value < 0.6 else "black")

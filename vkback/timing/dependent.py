@@ -1,8 +1,9 @@
-"""Products that read what the one before made, timed as a token runs them: joined where the tables say so, and with barriers.
+"""Dependent mat-vec chains: each mat-vec reads what the one before made, as in a token. Timed with barriers and, where the tables say so,
+barrier-free.
 
-A round is what a feed-forward block reads: a product of k columns after an RMS norm, whose m results it rounds to Q8_1, and a product of m
-columns that leads back to k. With experts a router's product stands before the two, the first chooses by its logits and the second adds up
-what the chosen ones make. Rounds follow each other with weights that no cache holds any more.
+A round is what a feed-forward block reads: a mat-vec of k columns after an RMS norm, whose m results it rounds to Q8_1, and a mat-vec of m
+columns that leads back to k. With experts a router's mat-vec stands before the two; the first chooses experts by its logits, and the second
+sums their results. Rounds follow each other with copies of the weights, so that no cache holds what a round reads.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ import numpy as np
 
 from vkback.device import BufferRange, Commands, Device
 from vkback.graph import Graph, Tensor
-from vkback.ops.base import Array, LowerContext, Problem, ceil_div, nbytes, shards
+from vkback.ops.base import Array, LowerContext, Problem, ceil_div, nbytes
 from vkback.ops.mat_vec import fused_case
 from vkback.plan.planner import plan
-from vkback.plan.schedule import Schedule, aligned
+from vkback.plan.schedule import Schedule
 from vkback.program import Program, WeightRanges, compile_kernels
-from vkback.program.values import stored_bytes
 from vkback.shader import ShaderLibrary
-from vkback.timing.launches import COLD_BYTES, Measurement, measurement_of, rotates, span_us, stamp, warm_up
+from vkback.timing.copies import copied_bytes, rotates, upload_copies
+from vkback.timing.launches import COLD_BYTES, Measurement, span_us, stamp, summarize, warm_up
 
 ROUNDS, SOFTWARE_ROUNDS = 64, 4
-"""Rounds of one run: its first stages stand behind barriers whatever the tables say, and are little beside the others."""
+"""Rounds of one run. Its first stages have barriers whatever the tables say, and are few beside the others."""
 
 
 @dataclass(frozen=True)
 class DependentTiming:
     """Microseconds a round.
 
-    joined    as planned; None where the plan joins no stage
-    barriers  with a barrier before every stage
-    y         what the last product made, F32 [k]
-    wrong     what makes the figure of barrier-free stages worthless, "" if nothing
+    barrier_free  as planned; None where the plan has no barrier-free stage
+    barriers      with a barrier before every stage
+    y             what the last mat-vec made, F32 [k]
+    wrong         why the barrier-free time counts for nothing; "" when it counts
     """
 
     barrier_free: Measurement | None
@@ -46,8 +47,8 @@ class DependentTiming:
     wrong: str = ""
 
 
-def products(quant: str, m: int, k: int, experts: int = 0, used: int = 0) -> list[Problem]:
-    """The products of a round, each by itself with made-up values; y of the last has as many elements as x of the first."""
+def round_problems(quant: str, m: int, k: int, experts: int = 0, used: int = 0) -> list[Problem]:
+    """The mat-vecs of a round, each by itself with made-up values; y of the last has as many elements as x of the first."""
     if not experts:
         return [fused_case(quant, m, k, 1, ("norm",), out="Q8_1").build(), fused_case(quant, k, m, 1, ()).build()]
     return [
@@ -57,10 +58,11 @@ def products(quant: str, m: int, k: int, experts: int = 0, used: int = 0) -> lis
     ]
 
 
-class Dependent:
-    """Rounds of products on a device. Use as a context manager.
+class DependentChain:
+    """Rounds of dependent mat-vecs on a device. Use as a context manager.
 
-    nbytes  of the weights that each product of a round reads
+    rounds  in one run
+    nbytes  of the weights that each mat-vec of a round reads
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Dependent:
     ) -> None:
         self.device, self.library = device, library
         self.rounds = rounds or (SOFTWARE_ROUNDS if device.caps.software else ROUNDS)
-        problems = products(quant, m, k, experts, used)
+        problems = round_problems(quant, m, k, experts, used)
         heavy = [t for p in problems for t in p.node.inputs if rotates(t)]
         self.nbytes = [nbytes(t) * used // experts if len(t.shape) == 3 else nbytes(t) for t in heavy]
         cold = 1 if device.caps.software else COLD_BYTES
@@ -85,31 +87,22 @@ class Dependent:
             raise
 
     def _load(self, problems: Sequence[Problem]) -> None:
-        """Weights in as many copies as a run goes through, and the first round's x."""
-        caps = self.device.caps
+        """Weights in as many copies as a run takes turns with, and the first round's x."""
         values = {f"{s}.{name}": v for s, p in enumerate(problems) for name, v in p.values.items()}
         tensors = [t for t in self.graph.tensors().values() if t.kind in ("weight", "input")]
-        pieces = {t.name: [aligned(s.layout.nbytes) for s in shards(t, caps)] if rotates(t) else [aligned(nbytes(t))] for t in tensors}
-        arena = self._stack.enter_context(self.device.arena("dependent products", sum(map(sum, pieces.values())), "device"))
+        device, caps = self.device, self.device.caps
+        arena = self._stack.enter_context(device.arena("dependent mat-vecs", copied_bytes(tensors, caps), "device"))
         self.ranges: dict[str, BufferRange] = {}
         self.weights: dict[str, WeightRanges] = {}
-        first: dict[str, tuple[BufferRange, ...]] = {}
-        copies = self.device.recorder("copies")
+        same: dict[str, list[Tensor]] = {}
         for t in tensors:
-            blocks = tuple(arena.alloc(size, t.name) for size in pieces[t.name])
-            if t.kind == "input":
-                self.ranges[t.name] = blocks[0]
-            else:
-                self.weights[t.name] = WeightRanges(blocks)
-            made = t.name.partition("@")[0]
-            if made in first:
-                for source, target in zip(first[made], blocks, strict=True):
-                    copies.copy(source, target)
-                continue
-            first[made] = blocks
-            for block, data in zip(blocks, stored_bytes(t, values[made], caps), strict=True):
-                self.device.upload(block, data)
-        self.device.run(copies)
+            same.setdefault(t.name.partition("@")[0], []).append(t)
+        for name, copies in same.items():
+            for t, blocks in zip(copies, upload_copies(device, arena, caps, copies[0], values[name], len(copies)), strict=True):
+                if t.kind == "input":
+                    self.ranges[t.name] = blocks[0]
+                else:
+                    self.weights[t.name] = WeightRanges(blocks)
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +111,7 @@ class Dependent:
         self._stack.close()
 
     def compile(self, contexts: Sequence[LowerContext]) -> None:
-        """Compile what several contexts lead to at once."""
+        """Compile the kernels of several contexts in parallel."""
         compile_kernels(self.device, self.library, [d for ctx in contexts for d in self.plan(ctx).dispatches()])
 
     def plan(self, ctx: LowerContext) -> Schedule:
@@ -129,29 +122,30 @@ class Dependent:
         schedule = self.plan(ctx)
         program = Program(self.device, self.library, schedule, self.ranges, self.weights)
         try:
-            barriers, y = self._lap(program, program.record("barriers", barriers=True), repetitions)
+            barriers, y = self._measure(program, program.record("barriers", barriers=True), repetitions)
             if not schedule.barrier_free:
                 return DependentTiming(None, barriers, y)
-            barrier_free, y_joined = self._lap(program, program.record("barrier_free"), repetitions)
+            barrier_free, y_barrier_free = self._measure(program, program.record("barrier_free"), repetitions)
             timed_out = program.timed_out
         finally:
             program.close()
-        wrong = "a wait was given up" if timed_out else "" if y.tobytes() == y_joined.tobytes() else "other results than with barriers"
+        same = y.tobytes() == y_barrier_free.tobytes()
+        wrong = "a wait was given up" if timed_out else "" if same else "other results than with barriers"
         return DependentTiming(barrier_free, barriers, y, wrong)
 
-    def _lap(self, program: Program, run: Commands, repetitions: int) -> tuple[Measurement, Array]:
+    def _measure(self, program: Program, run: Commands, repetitions: int) -> tuple[Measurement, Array]:
         """Microseconds a round, and the last y."""
         warm_up(self.device, run, 0.05)
         times = [span_us(self.device, self._start, run, self._end) / self.rounds for _ in range(repetitions)]
-        return measurement_of(times), self.device.download(program.range(self.graph.outputs[0].name), np.float32)
+        return summarize(times), self.device.download(program.range(self.graph.outputs[0].name), np.float32)
 
 
 def _linked(problems: Sequence[Problem], rounds: int, copies: int) -> Graph:
-    """Rounds of products, x of each round the y of the one before. Names are STAGE.NAME@COPY for weights, STAGE.NAME of the first x."""
+    """Rounds of mat-vecs, x of each round the y of the one before. Weights are named STAGE.NAME@COPY, the first x STAGE.NAME."""
     graph = Graph()
     x: Tensor | None = None
     for r in range(rounds):
-        made: dict[str, Tensor] = {} if x is None else {"x": x}  # by the role that it has for the products behind
+        made: dict[str, Tensor] = {} if x is None else {"x": x}  # by its role for the mat-vecs behind
         for s, problem in enumerate(problems):
             node = problem.node
             inputs = [_input(t, s, r % copies, made.get(role)) for role, t in zip(node.params["roles"], node.inputs, strict=True)]
@@ -164,14 +158,14 @@ def _linked(problems: Sequence[Problem], rounds: int, copies: int) -> Graph:
 
 
 def _input(t: Tensor, stage: int, copy: int, made: Tensor | None) -> Tensor:
-    """What a product reads in the place of a tensor of its own: a copy of the weight, what was made for it, or the run's input."""
+    """What a mat-vec reads in the place of a tensor of its own: a copy of the weight, what an earlier one made, or the run's input."""
     if t.kind == "weight":
         return dataclasses.replace(t, name=f"{stage}.{t.name}@{copy}", recipe=None)
     return dataclasses.replace(made, shape=t.shape) if made else dataclasses.replace(t, name=f"{stage}.{t.name}")
 
 
 def _roles(problems: Sequence[Problem], stage: int, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What a product's outputs are for those behind it in its round."""
+    """The outputs of a mat-vec by their role for those behind it in its round."""
     if len(outputs) == 3:
         return dict(zip(("x", "expert_weights", "ids"), outputs, strict=True))
     router = stage + 1 < len(problems) and "logits" in problems[stage + 1].node.params["roles"]

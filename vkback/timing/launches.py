@@ -1,4 +1,4 @@
-"""Times nodes on a device with cold weights: copies of the weights larger than the last cache are read in turn.
+"""Times nodes on a device with cold weights: launches take turns with copies of the weights that are together larger than any cache.
 
 Two figures: throughput (independent launches back to back, no barrier between) and latency (each launch waits for the one before).
 """
@@ -15,15 +15,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from vkback.device import BufferRange, Commands, Device
-from vkback.graph import Node, Tensor
-from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, Problem, nbytes, shards
+from vkback.graph import Node
+from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, Problem, nbytes
 from vkback.plan.schedule import into_stages
 from vkback.program import compile_kernels
 from vkback.program.values import NAN_WORD, decoded, stored_bytes
 from vkback.shader import ShaderLibrary
+from vkback.timing.copies import copied_bytes, rotates, upload_copies
 
 COLD_BYTES = 512 << 20
-"""Weights in rotation: several times the largest last-level cache of today's GPUs (96 MiB)."""
+"""Copies of weights that launches take turns with: several times the largest last-level cache of today's GPUs (96 MiB)."""
 
 STEADY_BYTES = 4 << 30
 """Bytes read in one recording: about a millisecond on the fastest memory there is."""
@@ -31,6 +32,9 @@ STEADY_BYTES = 4 << 30
 MOST_LAUNCHES = 2000
 
 SCRATCH_BYTES = 64 << 20
+
+WARM_S = 0.005
+"""Warm-up before a measurement of a sweep, in seconds: the GPU has been busy all along."""
 
 
 def span_us(device: Device, *commands: Commands) -> float:
@@ -59,7 +63,7 @@ def read_share(node: Node) -> float:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Microseconds a launch: median over repetitions, the spread (half the range between first and third quartile), each repetition."""
+    """Microseconds a launch: the median over repetitions, the spread (half the interquartile range), and each repetition."""
 
     us: float
     spread_us: float
@@ -68,7 +72,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a launch, median over repetitions with the spread (half the range between first and third quartile).
+    """Microseconds a launch: medians over repetitions, with the spread (half the interquartile range).
 
     samples_us  throughput of each repetition; launches: in one recording; nbytes, flops: of one launch
     """
@@ -119,15 +123,12 @@ def warm_up(device: Device, commands: Commands, seconds: float = 0.05) -> None:
     _last_work[device] = time.perf_counter()
 
 
-def rotates(tensor: Tensor) -> bool:
-    """Whether a tensor is what a model reads once a token: weights and caches."""
-    return len(tensor.shape) > 1 and tensor.kind in ("weight", "state")
-
-
 class Bench:
-    """One problem's tensors on a device, weights and caches in several copies, ready to time any lowering of its node.
+    """One problem's tensors on a device, weights and caches in several copies, to time any lowering of its node.
 
     A node with the same tensors but fewer tokens may be timed, too.
+    copies      of each weight and cache
+    cold_bytes  what the copies are together, as far as there is memory
     """
 
     def __init__(
@@ -137,38 +138,20 @@ class Bench:
         tensors = {t.name: t for t in (*problem.node.inputs, *problem.node.outputs)}
         heavy = [t for t in tensors.values() if rotates(t)]
         light = [t for t in tensors.values() if not rotates(t)]
-        sizes = {t.name: [s.layout.nbytes for s in shards(t, ctx.caps)] if t.kind == "weight" else [nbytes(t)] for t in heavy}
-        one = sum(map(sum, sizes.values()))
+        one = copied_bytes(heavy, ctx.caps)
         room = device.free_memory() // 2
         touched = max(1, int(one * read_share(problem.node)))
         self.copies = max(1, min(256, -(-cold_bytes // touched), room // one)) if heavy else 1
-        pieces = sum(map(len, sizes.values()))
-        self._arena = device.arena("timing", self.copies * (one + 512 * pieces) + sum(nbytes(t) + 512 for t in light) + 1, "device")
+        self._arena = device.arena("timing", self.copies * one + sum(nbytes(t) + 512 for t in light) + 1, "device")
         self._scratch = device.arena("timing scratch", SCRATCH_BYTES, "device")
         self._own: list[dict[str, BufferRange]] = []
         self._ranges: dict[str, BufferRange] = {}
-        self._copies: list[dict[str, list[BufferRange]]] = []
         for t in light:
             self._ranges[t.name] = self._arena.alloc(nbytes(t), t.name)
             value = problem.values.get(t.name)
             if value is not None:
                 device.upload(self._ranges[t.name], stored_bytes(t, value, ctx.caps)[0])
-        for _ in range(self.copies):
-            self._copies.append({name: [self._arena.alloc(n, name) for n in parts] for name, parts in sizes.items()})
-        for t in heavy:
-            self._upload(t, problem, ctx)
-        if self.copies > 1:
-            rec = device.recorder("copies")
-            for copy in self._copies[1:]:
-                for name, first in self._copies[0].items():
-                    for source, target in zip(first, copy[name], strict=True):
-                        rec.copy(source, target)
-            device.run(rec)
-
-    def _upload(self, tensor: Tensor, problem: Problem, ctx: LowerContext) -> None:
-        parts = stored_bytes(tensor, problem.values[tensor.name], ctx.caps)
-        for part, target in zip(parts, self._copies[0][tensor.name], strict=True):
-            self.device.upload(target, part)
+        self._copies = {t.name: upload_copies(device, self._arena, ctx.caps, t, problem.values[t.name], self.copies) for t in heavy}
 
     def __enter__(self) -> Bench:
         return self
@@ -192,7 +175,7 @@ class Bench:
                 found += self._measure(commands, count, -(-repetitions // rounds))
         for commands in recorded:
             commands.destroy()
-        through, latency = map(measurement_of, times)
+        through, latency = map(summarize, times)
         return Timing(
             through.us, through.spread_us, latency.us, latency.spread_us, sum(d.nbytes for d in dispatches),
             sum(d.flops for d in dispatches), count, through.samples,
@@ -217,7 +200,7 @@ class Bench:
         warm_up(self.device, commands, warm_s)
         times = self._measure(commands, count, repetitions)
         commands.destroy()
-        return measurement_of(times)
+        return summarize(times)
 
     def _measure(self, commands: Commands, count: int, repetitions: int) -> list[float]:
         """Microseconds a launch of each repetition."""
@@ -256,7 +239,8 @@ class Bench:
     def _place(self, dispatches: Sequence[Dispatch], count: int) -> None:
         """Memory for what the dispatches need beside the problem's tensors: each launch its own as far as there is room, since launches
         that run at once must not share counters."""
-        own = {a.tensor.name: a.tensor for d in dispatches for a in d.args if a.tensor.name not in self._ranges | self._copies[0]}
+        known = self._ranges.keys() | self._copies.keys()
+        own = {a.tensor.name: a.tensor for d in dispatches for a in d.args if a.tensor.name not in known}
         self._scratch.reset()
         self._own = []
         one = sum(nbytes(t) + 512 for t in own.values())
@@ -274,9 +258,11 @@ class Bench:
         name = arg.tensor.name
         if name in self._ranges:
             return self._ranges[name]
-        heavy = self._copies[launch % self.copies].get(name)
-        return heavy[arg.shard] if heavy is not None else self._own[launch % len(self._own)][name]
+        if name in self._copies:
+            return self._copies[name][launch % self.copies][arg.shard]
+        return self._own[launch % len(self._own)][name]
 
 
-def measurement_of(times: Sequence[float]) -> Measurement:
+def summarize(times: Sequence[float]) -> Measurement:
+    """Median and spread of repetitions, in microseconds."""
     return Measurement(float(np.median(times)), float(np.subtract(*np.percentile(times, [75, 25])) / 2), tuple(times))

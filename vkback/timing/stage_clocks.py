@@ -1,7 +1,7 @@
-"""How far the workgroups of a token's stages are when, by clocks that their kernels read (shaders/common/clock.glsl).
+"""When the workgroups of a token's stages start, get their input and end, by the clock that their kernels read (shaders/common/clock.glsl).
 
-Stages that hand over without barriers run into each other, so that a timestamp between them says little. The kernels that can take part in
-a hand-over note the device's clock themselves, which takes a few stores a workgroup.
+Barrier-free stages overlap, so that a timestamp between them says little. Kernels that can be barrier-free store the device's clock
+themselves, at the cost of a few stores a workgroup.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from math import prod
 
 import numpy as np
 
-from vkback.autotune.sweep import WARM_S
 from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.graph import Tensor
 from vkback.ops.base import Arg, Array, Dispatch
 from vkback.plan.schedule import Schedule
-from vkback.timing.launches import warm_up
+from vkback.timing.launches import WARM_S, warm_up
 from vkback.timing.token_program import TokenProgram, Tokens
 
 POINTS = ("begin", "there", "done", "end")
-"""The marks of shaders/common/clock.glsl: started, what is awaited is there, sums made, results stored."""
+"""The marks of shaders/common/clock.glsl: started, all spin-waits done, sums made, results stored."""
 
 WORKGROUPS = ("first", "median", "last")
 
@@ -54,7 +53,7 @@ class StageClock:
 
 
 def with_clocks(schedule: Schedule, max_bindings: int) -> Schedule:
-    """The schedule with marks in all kernels that can take part in a hand-over, as far as the device binds one more buffer."""
+    """The schedule with marks in all kernels that can be barrier-free, as far as the device binds one more buffer."""
     stages = [[_marked(d, f"clocks {i}.{j}", max_bindings) for j, d in enumerate(stage)] for i, stage in enumerate(schedule.stages)]
     return dataclasses.replace(schedule, stages=stages)
 

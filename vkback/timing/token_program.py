@@ -37,8 +37,13 @@ def token_graph(model: Model, n_ctx: int | None = None) -> Graph:
 
 
 def is_barrier_free(model: Model, ctx: LowerContext) -> bool:
-    """Whether the tables have stages of a model's token hand over without barriers."""
+    """Whether the tables make stages of a model's token barrier-free."""
     return bool(plan(token_graph(model), ctx).barrier_free)
+
+
+def fitting_depth(model: Model, n_ctx: int | None, depth: int) -> int:
+    """The depth at which tokens are timed: as asked for, with room left in the cache for those that are timed."""
+    return min(depth, (n_ctx or model.default_n_ctx) - 2 * TOKENS_PER_SUBMIT)
 
 
 class Tokens:
@@ -58,7 +63,7 @@ class Tokens:
         try:
             self.weights, self.ranges = loaded(model, tensors, device, self._stack, progress=False)
             first = zeroed(device, [tensors[name] for name in INPUTS], self._stack)
-            depth = self.depth = min(depth, (n_ctx or model.default_n_ctx) - 2 * TOKENS_PER_SUBMIT)
+            depth = self.depth = fitting_depth(model, n_ctx, depth)
             device.upload(first["pos"], np.array([depth], np.int32))
             self._first_token = first["tokens"]
             self.begin = [(first[name], self.ranges[name]) for name in INPUTS]
@@ -121,7 +126,7 @@ class TokenProgram:
         return [self.output(t) for t in self.schedule.tensors().values() if t.type == "I32" and t.name in self.schedule.sentinel_tensors]
 
     def output(self, tensor: Tensor) -> Array:
-        """What a tensor that is handed over held at the end of the last run."""
+        """What a tensor with sentinels held at the end of the last run."""
         return decoded(tensor, self.download(tensor.name, np.uint8))
 
     def download(self, name: str, dtype: type[np.generic]) -> Array:

@@ -1,0 +1,134 @@
+"""The driver of all sweeps: for each job a search, a duel with the incumbent, a line in the journal and rows in the device's table.
+
+The search (vkback/autotune/search.py) begins at what the tables say and at points that have won elsewhere. It then changes one parameter
+of the best point at a time, and some pairs, until nothing is better or the job's part of the budget is spent. Every point's result is
+checked before it is timed. A tunable (vkback/autotune/tunable.py) says what is searched and what a point costs.
+
+Results go into a journal beside the device's table, a line an event, so that a run that was cut short can go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from typing import Any, Generic
+
+from vkback.autotune.own_table import OwnTable
+from vkback.autotune.search import Search, SweepError, duel, noise
+from vkback.autotune.tunable import J, S, Trial, Tunable, TuneResult
+
+
+@dataclass
+class Watcher:
+    """What a sweep tells while it runs; the command draws a progress bar from it.
+
+    begin  a job, its number from 0, and how many there are
+    point  a job, a point of it, and what became of the point
+    end    a job's result
+    fault  why a job could not be tuned
+    """
+
+    begin: Callable[[Any, int, int], None] = lambda job, number, total: None
+    point: Callable[[Any, Any, str], None] = lambda job, point, said: None
+    end: Callable[[TuneResult[Any]], None] = lambda result: None
+    fault: Callable[[str], None] = lambda text: None
+
+
+class Sweep(Generic[J, S]):
+    """Tunes jobs on a device and keeps its table.
+
+    read_rate  of the device, GB/s
+    budget_s   seconds for all jobs; each gets an equal part of what is left
+    """
+
+    def __init__(
+        self, tunable: Tunable[J, S], own: OwnTable, read_rate: float, *, budget_s: float, watcher: Watcher | None = None
+    ) -> None:
+        self.tunable, self.own, self.read_rate, self.budget_s = tunable, own, read_rate, budget_s
+        self.watcher = watcher or Watcher()
+        self.faults: list[str] = []
+
+    @property
+    def results(self) -> list[TuneResult[S]]:
+        """All that the journal has of the family."""
+        return self.own.results(self.tunable.families[0], self.tunable.point)
+
+    def run(self, jobs: Sequence[J], *, resume: bool = False) -> list[TuneResult[S]]:
+        """Tune each job and write the table after each, until the budget is spent; the first is done in any case. A job whose present
+        kernel is wrong is left with a text in `faults`.
+
+        resume  pass over the jobs that the journal has a result for
+        """
+        todo = [j for j in jobs if not (resume and self.own.journal.finished(j.key))]
+        if not todo:
+            return []
+        with self.tunable.opened():
+            return self._run(todo)
+
+    def _run(self, todo: Sequence[J]) -> list[TuneResult[S]]:
+        start = time.monotonic()
+        software = self.tunable.ctx.caps.software  # a CPU driver needs the cores itself while points are timed
+        results: list[TuneResult[S]] = []
+        with ThreadPoolExecutor(1) as ahead:
+            next_one = ahead.submit(self.tunable.prepare, todo[0])
+            for i, job in enumerate(todo):
+                left = self.budget_s - (time.monotonic() - start)
+                if left <= 0 and i:
+                    next_one.cancel()
+                    break
+                self.watcher.begin(job, i, len(todo))
+                open_trial = next_one.result()
+                more = i + 1 < len(todo)
+                if more and not software:
+                    next_one = ahead.submit(self.tunable.prepare, todo[i + 1])
+                results += self._finish(job, open_trial, time.monotonic() + left / (len(todo) - i))
+                if more and software:
+                    next_one = ahead.submit(self.tunable.prepare, todo[i + 1])
+        return results
+
+    def _finish(self, job: J, open_trial: Callable[[], Trial[S]], deadline: float) -> list[TuneResult[S]]:
+        """Tune a job and keep its result; nothing where its present kernel is wrong."""
+        try:
+            result = self._tune(job, open_trial, deadline)
+        except SweepError as e:
+            self.faults.append(str(e))
+            self.watcher.fault(str(e))
+            return []
+        self.own.keep(self.tunable, result)
+        self.tunable.learn(self.own.tables())
+        self.watcher.end(result)
+        return [result]
+
+    def _tune(self, job: J, open_trial: Callable[[], Trial[S]], deadline: float) -> TuneResult[S]:
+        tunable, share = self.tunable, self.tunable.relative_noise
+        chosen = tunable.chosen(job)
+        before, present = chosen.incumbent, chosen.present
+
+        def refusal(point: S) -> str:
+            by_tables = point in (before, present)
+            return tunable.refusal(job, point, chosen=by_tables) or self.own.journal.refusal(job.key, point)
+
+        with open_trial() as trial:
+            search = Search(
+                trial, refusal, partial(self.watcher.point, job), deadline, tunable.ctx.caps.software,
+                partial(self.own.journal.trying, job.key),
+            )  # fmt: skip
+            search.begin(
+                tunable.starts(job), before, f"{job.line}: the kernel that the tables choose ({chosen.source}: {before.text})"
+            )
+            search.hill_climb(tunable.neighbours)
+            challengers = [p for p in (present, *search.best(2)) if p in search.measured]
+            after, measured = duel(trial, before, challengers, share)
+            throughput = {p: trial.throughput(p) for p in dict.fromkeys((before, after))}
+            nbytes = trial.nbytes(after)
+        return TuneResult(
+            key=job.key, line=job.line, match=job.match, sizes=job.sizes, before=before, source=chosen.source,
+            latency_before=measured[before].us, throughput_before=throughput[before], after=after, latency=measured[after].us,
+            throughput=throughput[after], noise=noise(measured[after], measured[before], share), nbytes=nbytes,
+            read_rate=self.read_rate, tried=len(search.measured), refused=len(search.refused), date=date.today().isoformat(),
+            wrong=tuple(f"{p.text}: {why}" for p, why in search.wrong.items()),
+        )  # fmt: skip

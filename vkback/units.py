@@ -1,0 +1,13 @@
+"""Sizes in words, as llama-bench writes them."""
+
+from __future__ import annotations
+
+
+def size_text(nbytes: int) -> str:
+    """`546.50 MiB`, `4.58 GiB`."""
+    return f"{nbytes / 2**20:.2f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:.2f} GiB"
+
+
+def params_text(n: int) -> str:
+    """`134.52 M`, `8.03 B`."""
+    return f"{n / 1e6:.2f} M" if n < 1e9 else f"{n / 1e9:.2f} B"
