@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
+from cli_kit import engine  # noqa: F401  a fixture
+from device_kit import arena, spirv  # noqa: F401  fixtures
 from model_files import BUILT_IN, hollow
 
 from vkback.device import Capabilities, Device
@@ -51,8 +53,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 
 
 @pytest.fixture
-def handing_over(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Engines loaded from here on hand over word by word, which the tables of a CPU driver do not choose. An indirect parameter says who
+def barrier_free(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Engines loaded from here on run stages barrier-free, which the tables of a CPU driver do not choose. An indirect parameter says who
     chooses the experts."""
     params = {"sync": "sentinel"} | ({"router": request.param} if hasattr(request, "param") else {})
 

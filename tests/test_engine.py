@@ -22,6 +22,7 @@ from vkback.harness.judge import nmse
 from vkback.models import engine as engine_module
 from vkback.models.engine import PROMPT_TOKENS, Engine, EngineError, Sampler
 from vkback.models.perplexity import perplexity
+from vkback.models.readback import Readback
 from vkback.models.twin import NumpyTwin
 from vkback.paths import builtin_models
 from vkback.plan.planner import plan
@@ -332,21 +333,21 @@ def test_closing_gives_everything_back(name: str, device: Device) -> None:
     assert {kind: n for kind, n in device.live_objects().items() if kind in before} == after
 
 
-# Hand-overs without barriers (vkback/plan/sync.py).
+# Barrier-free stages (vkback/plan/sync.py).
 
 
 def generated(engine: Engine, n: int = 20) -> list[int]:
     return list(engine.generate(5, n, sampler=Sampler(temp=0.8, seed=3), stop_at_eos=False))
 
 
-def give_up(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """The host is told once, at this ask, that a stage stopped waiting."""
+def time_out(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The host is told once, at this ask, that a spin-wait timed out."""
     asked = iter(range(1000))
-    monkeypatch.setattr(engine_module.Readback, "given_up", property(lambda _: next(asked) == at))
+    monkeypatch.setattr(Readback, "timed_out", property(lambda _: next(asked) == at))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_hand_overs_change_no_bit(name: str, engines: Engines, handing_over: None) -> None:
+def test_barrier_free_stages_change_no_bit(name: str, engines: Engines, barrier_free: None) -> None:
     barriers = engines(name)
     want = generated(barriers), barriers.decode_logits(7)
     with Engine.load(MODELS[name], barriers.device, n_ctx=N_CTX, progress=False) as engine:
@@ -358,43 +359,43 @@ def test_hand_overs_change_no_bit(name: str, engines: Engines, handing_over: Non
 
 
 @pytest.mark.parametrize("submit", (0, 2))
-def test_tokens_of_hand_overs_that_were_given_up_are_made_again(
-    submit: int, engines: Engines, handing_over: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_tokens_after_a_spin_wait_that_timed_out_are_made_again(
+    submit: int, engines: Engines, barrier_free: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = next(iter(MODELS))
     want = generated(engines(name), 40)
     with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:
         engine.decode_logits(1)  # the trial is behind it
         engine.reset()
-        give_up(monkeypatch, at=submit)
+        time_out(monkeypatch, at=submit)
         assert generated(engine, 40) == want
         assert not engine.schedule().barrier_free
         assert engine.n_past == 40
-    assert "stopped waiting" in capsys.readouterr().err
+    assert "spin-wait timed out" in capsys.readouterr().err
 
 
-def test_logits_of_hand_overs_that_were_given_up_are_made_again(
-    engines: Engines, handing_over: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_logits_after_a_spin_wait_that_timed_out_are_made_again(
+    engines: Engines, barrier_free: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = next(iter(MODELS))
     want = engines(name).decode_logits(9)
     with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:
-        give_up(monkeypatch, at=2)  # the trial asks twice
+        time_out(monkeypatch, at=2)  # the trial asks twice
         assert np.array_equal(engine.decode_logits(9), want)
         assert engine.n_past == 1
-    assert "stopped waiting" in capsys.readouterr().err
+    assert "spin-wait timed out" in capsys.readouterr().err
 
 
-def test_a_device_whose_hand_overs_give_other_bits_gets_barriers(
-    engines: Engines, handing_over: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_device_whose_barrier_free_stages_give_other_bits_gets_barriers(
+    engines: Engines, barrier_free: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = next(iter(MODELS))
     want = generated(engines(name))
     decode, calls = Engine._decode, iter(range(1000))
 
     def wrong_at_first(self: Engine, token: int, commands: Any) -> tuple[Any, bool]:
-        logits, given_up = decode(self, token, commands)
-        return logits + (next(calls) == 0), given_up
+        logits, timed_out = decode(self, token, commands)
+        return logits + (next(calls) == 0), timed_out
 
     monkeypatch.setattr(Engine, "_decode", wrong_at_first)
     with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:

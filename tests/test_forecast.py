@@ -5,18 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kernel_paths import planned_for
 
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import Arg, Dispatch
+from vkback.models import Model
+from vkback.ops.base import Arg, Dispatch, nbytes
+from vkback.paths import builtin_model
 from vkback.plan.forecast import Costs, Wait, moved_bytes, predicted_us, waits
+from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, into_stages
+from vkback.quants import row_bytes
 from vkback.shader import Variant
 from vkback.timing.stages import profile_costs
 
 
-def launch(args: tuple[Arg, ...], nbytes: int = 0) -> Dispatch:
-    return Dispatch(Variant("x.comp"), args, b"", (1, 1, 1), "X", "x", nbytes=nbytes)
+def launch(args: tuple[Arg, ...], moved: int = 0) -> Dispatch:
+    return Dispatch(Variant("x.comp"), args, b"", (1, 1, 1), "X", "x", nbytes=moved)
 
 
 A, B, C = (Tensor(name, "F32", (8,)) for name in "abc")
@@ -62,3 +67,18 @@ def test_a_profile_may_be_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"peak_bandwidth_gb_s": 200}')
     assert profile_costs(str(file), Capabilities.from_profile("nvidia_h200_linux")).read_gb_s == pytest.approx(190.0)
+
+
+@pytest.mark.parametrize(("name", "used"), [("demo-dense", 1.0), ("demo-moe", 0.25)])
+def test_weight_bytes_are_those_of_the_matrices_that_a_token_reads(name: str, used: float) -> None:
+    """Each matrix once, of experts those used, of the embedding one row; no norm, no bias, no activation."""
+    model = Model.open(builtin_model(name))
+    assert not model.hp.n_expert or model.hp.n_expert_used / model.hp.n_expert == used
+    for profile, fusion in (("nvidia_h200_linux", "all"), ("llvmpipe_mesa_26", "all"), ("llvmpipe_mesa_26", "none")):
+        s = plan(model.graph(1, 64, head="last"), planned_for(profile), fusion=fusion)
+        read = {a.tensor.name: a.tensor for d in s.dispatches() if d.op != "GET_ROWS" for a in d.args if a.tensor.kind == "weight"}
+        matrices = [t for t in read.values() if len(t.shape) > 1]
+        (embedding,) = (a.tensor for d in s.dispatches() if d.op == "GET_ROWS" for a in d.args if a.tensor.kind == "weight")
+        whole = sum(nbytes(t) * (used if len(t.shape) == 3 else 1) for t in matrices)
+        assert s.weight_bytes == whole + row_bytes(embedding.type, embedding.shape[-1])
+        assert s.weight_bytes < sum(d.nbytes for d in s.dispatches() if d.weight_bytes)

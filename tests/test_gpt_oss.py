@@ -219,8 +219,8 @@ def test_fused_is_unfused(engines: Any) -> None:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("handing_over", ["product", "experts"], indirect=True)
-def test_hand_overs_change_no_bit(handing_over: None, path: Path, engines: Any) -> None:
+@pytest.mark.parametrize("barrier_free", ["product", "experts"], indirect=True)
+def test_barrier_free_stages_change_no_bit(barrier_free: None, path: Path, engines: Any) -> None:
     """Sinks, windows, biases, and experts chosen by the router's product or by their own."""
     want = decoded(engines("q8_1"), tokens(20))
     with Engine.load(path, engines("q8_1").device, n_ctx=64, act="q8_1", progress=False) as engine:

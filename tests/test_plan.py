@@ -50,7 +50,7 @@ def overlap(a: tuple[str, str], b: tuple[str, str]) -> bool:
 
 
 def conflict(a: Dispatch, b: Dispatch) -> bool:
-    """Whether two dispatches must not run at once. The word that a failed hand-over leaves behind is for any of them to raise."""
+    """Whether two dispatches must not run at once. Any of them may set the state word of the spin-waits."""
     touched = [*product(a.writes, b.writes | b.reads), *product(b.writes, a.reads)]
     return any(overlap(w, t) for w, t in touched if w[0] != STATE.name)
 

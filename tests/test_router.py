@@ -13,7 +13,6 @@ from vkback.cli.tune import of_model
 from vkback.device import Device
 from vkback.graph import Tensor
 from vkback.harness.runner import run_case, run_problem
-from vkback.models.engine import matrix_bytes
 from vkback.models.registry import Model
 from vkback.ops.base import LowerContext, PlanError
 from vkback.ops.router import MoeRouter, router_case
@@ -45,18 +44,20 @@ def test_the_largest_logit_is_found_in_every_workgroup_s_rows(device: Device, li
 
 
 def test_it_takes_a_stage_less(model: Model) -> None:
-    found, moved = {}, {}
+    found, moved, weights = {}, {}, {}
     for router in ("product", "stage"):
         ctx = with_params(planned_for("amd_rx_7900_xtx_radv"), router=router)
         s = plan(model.graph(1, 512, head="last"), ctx)
         found[router] = len(s.stages), Counter(d.op for d in s.dispatches())
-        moved[router] = matrix_bytes(s)
+        moved[router] = sum(d.nbytes for d in s.dispatches() if d.weight_bytes)
+        weights[router] = s.weight_bytes
     layers = model.hp.n_layer
     assert found["stage"][0] - found["product"][0] == layers
     assert found["product"][1]["MOE_ROUTER"] == found["stage"][1]["TOPK_MOE"] == layers
     assert "TOPK_MOE" not in found["product"][1]
     chosen = 8 * model.hp.n_expert_used  # weights and ids, which then belong to the launch that reads the router
     assert moved["product"] == moved["stage"] + layers * chosen
+    assert weights["product"] == weights["stage"]
 
 
 def test_its_product_is_tuned_like_any_other() -> None:

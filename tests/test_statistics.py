@@ -55,7 +55,7 @@ def test_a_device_is_opened_for_statistics_or_says_why_not(device: Device) -> No
     if EXTENSION in device.caps.extensions:
         code, said = explain_statistics()
         assert code == 0
-        assert "kernel mat_vec/mat_vec[" in said
+        assert "kernel mat_vec " in said
         return
     with pytest.raises(FeatureMissing, match=rf"statistics of kernels need {EXTENSION}, which .* does not offer\. Do without them, or use"):
         Device.open(statistics=True)

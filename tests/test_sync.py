@@ -1,4 +1,4 @@
-"""Stages that hand over word by word: which are barrier_free, where what they hand over lies, and that nothing but time depends on it."""
+"""Barrier-free stages: which stages are, where the tensors lie that they spin on, and that nothing but time depends on it."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ GRAPHS = (*BUILT_IN, *(f"{large}:4" for large in (*LARGE, "gpt-oss-20b-MXFP4")))
 N_CTX = 64
 
 
-def word(profile: str, router: str = "product") -> LowerContext:
+def sentinel(profile: str, router: str = "product") -> LowerContext:
     return with_params(planned_for(profile), sync="sentinel", router=router)
 
 
-# --- which stages are joined --------------------------------------------------------------------------------------------------------
+# --- which stages are barrier-free ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("router", ["product", "experts"])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_all_stages_of_a_token_are_joined_but_the_ends(name: str, router: str, models: Callable[[str], Model]) -> None:
-    """The embedding and the angles hand nothing over, memory is filled beside them, and the sampler cannot await."""
-    s = schedule(models(name), word("nvidia_h200_linux", router), "greedy")
+def test_all_stages_of_a_token_are_barrier_free_but_the_ends(name: str, router: str, models: Callable[[str], Model]) -> None:
+    """Memory is filled beside the embedding and the angles, so nobody can spin on them; and the sampler has no spin-waits."""
+    s = schedule(models(name), sentinel("nvidia_h200_linux", router), "greedy")
     assert s.barrier_free == set(range(2, len(s.stages) - 1))
     rounding = sum(d.op == "QUANTIZE_Q8_1" for d in s.dispatches())
     assert len(s.barrier_free) == (6 if models(name).hp.n_expert else 5) * models(name).hp.n_layer + rounding
@@ -60,24 +60,24 @@ def test_all_stages_of_a_token_are_joined_but_the_ends(name: str, router: str, m
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_what_is_handed_over_lies_apart(name: str, models: Callable[[str], Model]) -> None:
-    s = schedule(models(name), word("nvidia_h200_linux"), "greedy")
+def test_what_is_spun_on_lies_apart(name: str, models: Callable[[str], Model]) -> None:
+    s = schedule(models(name), sentinel("nvidia_h200_linux"), "greedy")
     end = s.sentinel_range.offset + s.sentinel_range.size
     assert end == s.activation_bytes
-    handed = {n: s.slots[n] for n in s.sentinel_tensors}
-    assert sum(slot.size for slot in handed.values()) == s.sentinel_range.size
-    for slot in handed.values():
+    apart = {n: s.slots[n] for n in s.sentinel_tensors}
+    assert sum(slot.size for slot in apart.values()) == s.sentinel_range.size
+    for slot in apart.values():
         assert s.sentinel_range.offset <= slot.offset and slot.offset + slot.size <= end
-    assert all(slot.offset + slot.size <= s.sentinel_range.offset for n, slot in s.slots.items() if n not in handed)
-    assert all(a.offset + a.size <= b.offset or b.offset + b.size <= a.offset for a, b in combinations(handed.values(), 2))
-    awaited = {n for i in s.barrier_free for d in s.stages[i] if d.waits for n in (*d.waits.whole, *d.waits.part, *d.waits.own)}
-    assert awaited <= handed.keys()
-    assert all(s.slots[t.name].size >= nbytes(t) for t in s.tensors().values() if t.name in handed)
+    assert all(slot.offset + slot.size <= s.sentinel_range.offset for n, slot in s.slots.items() if n not in apart)
+    assert all(a.offset + a.size <= b.offset or b.offset + b.size <= a.offset for a, b in combinations(apart.values(), 2))
+    spun_on = {n for i in s.barrier_free for d in s.stages[i] if d.waits for n in (*d.waits.whole, *d.waits.part, *d.waits.own)}
+    assert spun_on <= apart.keys()
+    assert all(s.slots[t.name].size >= nbytes(t) for t in s.tensors().values() if t.name in apart)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_prompts_and_single_ops_are_not_joined(name: str, models: Callable[[str], Model]) -> None:
-    ctx = word("nvidia_h200_linux")
+def test_prompts_and_single_ops_keep_their_barriers(name: str, models: Callable[[str], Model]) -> None:
+    ctx = sentinel("nvidia_h200_linux")
     for n, head in ((2, "last"), (16, "none"), (16, "all")):
         prompt = models(name).graph(n, N_CTX, head=head)  # type: ignore[arg-type]
         assert plan(prompt, ctx) == plan(prompt, with_params(ctx, sync="barrier"))
@@ -86,8 +86,8 @@ def test_prompts_and_single_ops_are_not_joined(name: str, models: Callable[[str]
 
 
 def test_a_stage_of_its_own_for_the_norm_keeps_its_barriers(models: Callable[[str], Model]) -> None:
-    """Neither the norm nor the product that follows it is barrier_free: one cannot await, from the other nothing can be awaited."""
-    s = schedule(models("demo-dense"), with_params(word("nvidia_h200_linux"), sync="sentinel", norm="stage"), "greedy")
+    """Neither the norm nor the mat-vec after it is barrier-free: the norm cannot spin, and nobody can spin on its output."""
+    s = schedule(models("demo-dense"), with_params(sentinel("nvidia_h200_linux"), sync="sentinel", norm="stage"), "greedy")
     cannot = {i for i, stage in enumerate(s.stages) if any(d.waits is None for d in stage)}
     assert len(cannot) > 12
     assert s.barrier_free == {i for i in range(2, len(s.stages)) if not {i - 1, i} & cannot}
@@ -97,51 +97,51 @@ D, E = Tensor("d", "F32", (8,)), Tensor("e", "F32", (8,))
 
 
 def step(made: Tensor, *read: Tensor, whole: Sequence[Tensor] = (), part: Sequence[Tensor] = ()) -> Dispatch:
-    """A launch that can take part in hand-overs."""
+    """A launch that can spin on what it reads."""
     waits = SpinWaits(tuple(t.name for t in whole), tuple(t.name for t in part))
     args = (*map(Arg, dict.fromkeys((*read, *whole, *part))), Arg(made, "w"))
     return Dispatch(Variant("none.comp"), args, b"", (1, 1, 1), "TEST", made.name, waits=waits)
 
 
-def handed_over(stages: list[list[Dispatch]], max_bindings: int = 8) -> Schedule:
+def planned(stages: list[list[Dispatch]], max_bindings: int = 8) -> Schedule:
     return without_barriers(Schedule(stages), max_bindings)
 
 
 def start() -> list[list[Dispatch]]:
-    """Two stages that never are joined; the second makes a."""
+    """Two stages that always keep their barriers; the second makes a."""
     return [[], [step(A)]]
 
 
-def test_a_chain_is_joined() -> None:
-    s = handed_over([*start(), [step(B, whole=[A])], [step(C, A, whole=[B])], [step(D, A, B, whole=[C])]])
+def test_a_chain_is_barrier_free() -> None:
+    s = planned([*start(), [step(B, whole=[A])], [step(C, A, whole=[B])], [step(D, A, B, whole=[C])]])
     assert s.barrier_free == {2, 3, 4}
     assert s.sentinel_tensors == {"a", "b", "c"}
-    assert all(w.awaited == ("whole" if w.stage == i - 1 else "") for i, found in enumerate(waits(s)) for w in found)
+    assert all(w.spins == ("whole" if w.stage == i - 1 else "") for i, found in enumerate(waits(s)) for w in found)
 
 
 def test_the_first_two_stages_keep_their_barriers() -> None:
-    s = handed_over([[step(A)], [step(B, whole=[A])], [step(C, whole=[B])]])
+    s = planned([[step(A)], [step(B, whole=[A])], [step(C, whole=[B])]])
     assert s.barrier_free == {2}
     assert s.sentinel_tensors == {"b"}
 
 
-def test_what_nothing_awaited_implies_needs_a_barrier() -> None:
-    """d is made beside b; who awaits b does not know that d is there."""
-    s = handed_over([*start(), [step(B, whole=[A]), step(D, whole=[A])], [step(C, D, whole=[B])]])
+def test_a_tensor_without_a_happens_before_order_needs_a_barrier() -> None:
+    """d is made beside b; to see b says nothing of d."""
+    s = planned([*start(), [step(B, whole=[A]), step(D, whole=[A])], [step(C, D, whole=[B])]])
     assert s.barrier_free == {2}
 
 
-def test_a_part_does_not_imply_the_whole() -> None:
+def test_a_part_does_not_order_the_whole() -> None:
     stages = [*start(), [step(B, part=[A])], [step(C, A, whole=[B])]]
-    assert handed_over(stages).barrier_free == {2}
+    assert planned(stages).barrier_free == {2}
 
 
-def test_a_part_implies_what_all_its_makers_awaited() -> None:
-    """c is made by two launches: one awaited a and b, one only a. Who awaits some of it knows of a, who awaits all of it of both."""
+def test_a_part_happens_after_what_all_its_writers_waited_for() -> None:
+    """Two launches write c: one waited for a and b, one only for a. A part of c happens after a, the whole of c after both."""
 
-    def barrier_free(*read: Tensor, **awaits: Sequence[Tensor]) -> frozenset[int]:
-        makers = [step(C, whole=[A, B]), step(C, whole=[A])]
-        return handed_over([[], [step(A), step(B)], makers, [step(D, *read, **awaits)]]).barrier_free
+    def barrier_free(*read: Tensor, **spun_on: Sequence[Tensor]) -> frozenset[int]:
+        writers = [step(C, whole=[A, B]), step(C, whole=[A])]
+        return planned([[], [step(A), step(B)], writers, [step(D, *read, **spun_on)]]).barrier_free
 
     assert barrier_free(A, part=[C]) == {2, 3}
     assert barrier_free(B, part=[C]) == {2}
@@ -149,52 +149,52 @@ def test_a_part_implies_what_all_its_makers_awaited() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_tensor_written_twice_is_not_handed_over(first: int) -> None:
+def test_nobody_spins_on_a_tensor_written_twice(first: int) -> None:
     stages = [*start(), [step(B, whole=[A])], [step(C, whole=[B])], [step(E, whole=[C])], [step(D, whole=[E])]]
     stages[first] = [*stages[first], step(E)]
-    s = handed_over(stages)
+    s = planned(stages)
     assert not s.barrier_free & {4, 5}
     assert "e" not in s.sentinel_tensors
 
 
-def test_what_was_made_before_the_last_barrier_is_not_awaited() -> None:
-    """It lies in memory that is not emptied, where SENTINEL is a number like any other."""
+def test_nobody_spins_on_what_was_made_before_the_last_barrier() -> None:
+    """It lies in memory that is not filled with SENTINEL, where that is a number like any other."""
     barrier = dataclasses.replace(step(B), waits=None)
-    s = handed_over([*start(), [barrier], [step(C)], [step(D, whole=[C, A])]])
+    s = planned([*start(), [barrier], [step(C)], [step(D, whole=[C, A])]])
     assert not s.barrier_free
-    s = handed_over([*start(), [barrier], [step(C)], [step(D, A, whole=[C])]])
+    s = planned([*start(), [barrier], [step(C)], [step(D, A, whole=[C])]])
     assert s.barrier_free == {4}
 
 
 def test_a_kernel_without_room_for_the_state_keeps_its_barrier() -> None:
     stages = [*start(), [step(B, whole=[A])], [step(C, A, whole=[B])], [step(D, whole=[C])]]
-    assert handed_over(stages, 4).barrier_free == {2, 3, 4}
-    assert handed_over(stages, 3).barrier_free == {2, 4}
+    assert planned(stages, 4).barrier_free == {2, 3, 4}
+    assert planned(stages, 3).barrier_free == {2, 4}
 
 
 def test_many_layers_are_planned_quickly() -> None:
-    """Each tensor has two makers, whose every path back must not be walked."""
+    """Each tensor has two writers, whose every path back must not be walked."""
     chain = [Tensor(f"t{i}", "F32", (8,)) for i in range(400)]
     stages = [[step(chain[i], whole=chain[max(i - 1, 0) : i]), step(chain[i], whole=chain[max(i - 1, 0) : i])] for i in range(400)]
-    assert handed_over(stages).barrier_free == set(range(2, 400))
+    assert planned(stages).barrier_free == set(range(2, 400))
 
 
-def test_a_joined_stage_is_charged_a_hand_over() -> None:
+def test_a_barrier_free_stage_is_charged_less() -> None:
     costs = Costs(read_gb_s=100.0, stage_us=3.0, barrier_free_us=1.0, source="")
     stage = [dataclasses.replace(step(A), nbytes=200_000)]
     assert predicted_us(stage, costs, 1) == pytest.approx(5.0)
     assert predicted_us(stage, costs, 1, barrier_free=True) == pytest.approx(3.0)
 
 
-def test_waits_tell_what_is_awaited() -> None:
-    s = handed_over([*start(), [step(B, part=[A])], [step(C, whole=[B])]])
+def test_waits_tell_what_is_spun_on() -> None:
+    s = planned([*start(), [step(B, part=[A])], [step(C, whole=[B])]])
     assert waits(s)[2:] == [[Wait(1, "a", "write", "part")], [Wait(2, "b", "write", "whole")]]
 
 
 @pytest.mark.parametrize("profile", profile_ids())
-def test_every_recorded_device_plans_hand_overs_within_its_limits(profile: str, models: Callable[[str], Model]) -> None:
+def test_every_recorded_device_plans_barrier_free_stages_within_its_limits(profile: str, models: Callable[[str], Model]) -> None:
     for name in (*BUILT_IN, "llama-8b-Q4_K_S:4", "gpt-oss-20b-MXFP4:4"):
-        ctx = word(profile)
+        ctx = sentinel(profile)
         try:
             schedule(models(name), planned_for(profile), "greedy")
         except PlanError:  # a tensor beyond the device's range, whatever the stages do
@@ -204,10 +204,10 @@ def test_every_recorded_device_plans_hand_overs_within_its_limits(profile: str, 
         assert all(d.waits for i in s.barrier_free for d in (*s.stages[i - 1], *s.stages[i]))
 
 
-def test_kernels_that_await_stay_within_the_poorest_devices(models: Callable[[str], Model], library: ShaderLibrary) -> None:
-    """x goes by way of shared memory, as the compiled modules declare it."""
+def test_kernels_that_spin_stay_within_the_poorest_devices(models: Callable[[str], Model], library: ShaderLibrary) -> None:
+    """x goes through shared memory, as the compiled modules declare it."""
     caps = Capabilities.from_profile("broadcom_v3d_4_2_pi4")
-    kernels = {d.kernel for name in BUILT_IN for d in schedule(models(name), word("broadcom_v3d_4_2_pi4"), "greedy").dispatches()}
+    kernels = {d.kernel for name in BUILT_IN for d in schedule(models(name), sentinel("broadcom_v3d_4_2_pi4"), "greedy").dispatches()}
     for variant, spirv in library.compile_many(sorted(kernels, key=repr)).items():
         assert inspect(spirv).shared_bytes <= caps.max_shared_memory, variant.name
 
@@ -220,7 +220,7 @@ TOKENS = (1, 17, 300, 5)
 
 @pytest.fixture(scope="module", params=RUNS, ids="-".join)
 def engines(request: pytest.FixtureRequest, device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
-    """The same model with barriers and with hand-overs; beyond 8 rows attention's workgroups share them, several threads read a share."""
+    """The same model with barriers and without; beyond 8 rows attention splits KV among workgroups, several threads read a split."""
     name, router, quantize = request.param
     loaded = []
     for sync in ("barrier", "sentinel"):
@@ -284,7 +284,7 @@ def test_tokens_are_the_same(engines: tuple[Engine, Engine], device: Device) -> 
 
 
 @pytest.mark.vulkan
-def test_a_wait_that_cannot_end_gives_up(engines: tuple[Engine, Engine], device: Device, library: ShaderLibrary) -> None:
+def test_a_spin_wait_that_cannot_end_times_out(engines: tuple[Engine, Engine], device: Device, library: ShaderLibrary) -> None:
     """Only the second of two barrier-free stages is recorded: nobody fills its input."""
     engine = engines[1]
     whole = engine.schedule("decode")
@@ -301,7 +301,7 @@ def test_a_wait_that_cannot_end_gives_up(engines: tuple[Engine, Engine], device:
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize(("sentinel_sync", "stored"), [(0, SENTINEL), (1, 0x80000000)])
-def test_the_number_that_is_empty_is_stored_as_zero(
+def test_the_number_that_is_the_sentinel_is_stored_as_zero(
     sentinel_sync: int, stored: int, device: Device, library: ShaderLibrary, ctx: LowerContext
 ) -> None:
     problem = fused_case("Q8_0", 96, 512, 1, ("residual",)).build()

@@ -53,7 +53,7 @@ def test_a_model_runs_without_a_message(mode: Any, path: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [True, "sync"], ids=["core", "sync"])
-def test_a_token_without_barriers_runs_without_a_message(mode: Any, handing_over: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_without_barriers_runs_without_a_message(mode: Any, barrier_free: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The synchronization checks know no order but that of barriers: for them those are recorded, too, that are left out in use."""
 
     if mode == "sync":

@@ -39,7 +39,11 @@ app = new_app("How fast a model runs, in the tables of llama-bench.")
 
 @dataclass(frozen=True)
 class Settings:
-    """All that applies to every test of a run. read_rate: GB/s, None to measure it, 0 to do without."""
+    """All that applies to every test of a run.
+
+    read_rate  GB/s, None to measure it, 0 to do without
+    compile_line  whether stderr is free for a line about compile time
+    """
 
     repetitions: int
     device: str | None
@@ -47,6 +51,7 @@ class Settings:
     read_rate: float | None
     warmup: bool
     progress: bool
+    compile_line: bool
     command: str
     build: tuple[str, int]
 
@@ -87,6 +92,7 @@ def bench(
         read_rate=read_rate,
         warmup=warmup,
         progress=progress,
+        compile_line=output_err == "none",
         command=shlex.join(["vkbench", *sys.argv[1:]]),
         build=build_info(),
     )
@@ -117,7 +123,7 @@ def _measure_all(
     headed = False
     for path in files:
         for act in acts:
-            with load_engine(path, settings.device, n_ctx=n_ctx, act=act, progress=settings.progress) as engine:
+            with load_engine(path, settings.device, n_ctx=n_ctx, act=act, progress=settings.progress or sys.stderr.isatty()) as engine:
                 if not headed:
                     line = engine.device.caps.summary_line()
                     for writer in shown:
@@ -154,8 +160,11 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
         if settings.progress:
             print(f"vkbench: {path.name} {test.name}: {text}", file=sys.stderr, flush=True)
 
-    begun = datetime.now(UTC)
+    begun, before = datetime.now(UTC), engine.compiled
     samples = measure(engine, test, settings.repetitions, warmup=settings.warmup, feed=settings.feed, note=note)
+    made = engine.compiled - before
+    if made.compiled and settings.compile_line:
+        print(f"vkbench: {path.name} {test.name}: {made}, not part of the speed", file=sys.stderr, flush=True)
     return BenchResult(
         build_commit=settings.build[0],
         build_number=settings.build[1],

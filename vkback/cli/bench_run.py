@@ -37,7 +37,7 @@ def measure(
     note: Callable[[str], None] = lambda text: None,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> tuple[int, ...]:
-    """Nanoseconds of each repetition. Filling the cache to the test's depth is not in the time.
+    """Nanoseconds of each repetition. Compiling, and filling the cache to the test's depth, are not in the time.
 
     note  told what is being done, for a progress display
     Random tokens come from `seed`, so every repetition and every run processes the same ones.
@@ -48,20 +48,25 @@ def measure(
     prompt = rng.integers(vocabulary, size=test.n_prompt).tolist()
     fed = rng.integers(vocabulary, size=max(test.n_gen, 1)).tolist()
 
+    random = feed == "random"
+
     def go(n_gen: int) -> None:
         if prompt:
             engine.prompt(prompt)
         if not n_gen:
             return
-        if feed == "random":
+        if random:
             for token in fed[:n_gen]:
                 engine.decode_logits(token)
         else:
             exhaust(engine.generate(fed[0], n_gen, sampler=make_sampler(), stop_at_eos=False))
 
+    engine.prepare(
+        prompt=bool(prompt or depth), logits=bool(test.n_gen) and random, sampler=make_sampler() if test.n_gen and not random else None
+    )
     if warmup:
         note("warm-up")
-        begun = None  # the first turn compiles and records, while the GPU idles: it does not count
+        begun = None  # the first turn may still record something, while the GPU idles: it does not count
         while begun is None or clock() - begun < WARMUP_NS:
             engine.reset()
             go(min(test.n_gen, WARMUP_TOKENS))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, sync_of
+from vkback.cli.terminal import defines_text, fit, kernel_text
 
 if TYPE_CHECKING:
     from vkback.device import Capabilities, Device
@@ -24,6 +25,7 @@ def explain(
     act: ActOption = "auto",
     sync: Annotated[str, typer.Option(help="barrier, or sentinel: as in a token whose stages run barrier-free.")] = "barrier",
     statistics: Annotated[bool, typer.Option("--statistics", help="What the driver says of the kernel: registers, code, spills.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="All defines of the kernel.")] = False,
 ) -> None:
     """Show what the tuning tables say about a case on a device: path, shape, the row that wins with its evidence, the rows behind it, what
     the device's limits made of it, and the kernel. Nothing is run; with --statistics it is compiled."""
@@ -40,8 +42,9 @@ def explain(
 
     def lines(caps: Capabilities, here: Device | None) -> str:
         tables = Tuning.for_device(caps)
-        made = explanation(node, LowerContext(caps, tables, act_of(act), sync_of(sync)), tables, library, here)
-        return "\n".join([f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})", *made])
+        made = explanation(node, LowerContext(caps, tables, act_of(act), sync_of(sync)), tables, library, here, verbose)
+        heading = f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})"
+        return "\n".join(part for line in (heading, *made) for part in fit(line))
 
     if profile is not None:
         print(lines(Capabilities.from_profile(profile), None))
@@ -51,7 +54,7 @@ def explain(
 
 
 def node_of(case: str) -> Node:
-    """The node of a product of any shape, or of a case of another op as the suite prints it. Raises UsageError naming what there is."""
+    """The node of a mat-vec of any shape, or of a case of another op as the suite prints it. Raises UsageError naming what there is."""
     import vkback.ops  # noqa: F401  registers every op
     from vkback.autotune.problem import OPS_WITH_SHAPE, MatVecProblem, parse_case
     from vkback.ops.base import OPS
@@ -83,10 +86,13 @@ class Noting:
         return choice
 
 
-def explanation(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrary, device: Device | None = None) -> list[str]:
+def explanation(
+    node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrary, device: Device | None = None, verbose: bool = False
+) -> list[str]:
     """Lines about every choice that the lowering of a node asks for, and every dispatch it comes to.
 
-    device  open for statistics: what its driver says of each kernel, too
+    device   open for statistics: what its driver says of each kernel, too
+    verbose  all defines of each kernel
     """
     import dataclasses
 
@@ -101,7 +107,7 @@ def explanation(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLi
     for family, query, choice in noting.asked:
         lines += ["", *_chosen(family, query, choice, tables)]
     for dispatch in dispatches:
-        lines += ["", *_kernel(dispatch, ctx.caps, library)]
+        lines += ["", *_kernel(dispatch, ctx.caps, library, verbose)]
         if dispatch.kernel.source.startswith("mat_vec/"):
             asked = next(choice for family, _, choice in noting.asked if family == "mat_vec")
             lines += [f"  {bend}" for bend in bends(asked.params, dispatch, ctx)]
@@ -131,12 +137,14 @@ def _chosen(family: str, query: Mapping[str, Any], choice: Choice, tables: Tunin
         yield f"     {row.measured}"
 
 
-def _kernel(dispatch: Dispatch, caps: Capabilities, library: ShaderLibrary) -> Iterator[str]:
+def _kernel(dispatch: Dispatch, caps: Capabilities, library: ShaderLibrary, verbose: bool) -> Iterator[str]:
     from vkback.device.spirv import inspect
     from vkback.shader import NoCompiler
 
     kernel = dispatch.kernel
-    yield f"kernel {kernel.name}"
+    yield f"kernel {kernel_text(kernel)}"
+    if verbose:
+        yield f"  {defines_text(kernel)}"
     try:
         module = inspect(library.spirv(kernel))
         threads = "x".join(map(str, module.workgroup_size({})))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, model_path, one_of
+from vkback.cli.terminal import defines_text, fit, kernel_text, shortened
 
 if TYPE_CHECKING:
     from vkback.plan.forecast import Costs, Wait
@@ -20,6 +22,9 @@ HEADS = ("last", "none", "all")
 
 NAMED = 4
 """Most tensors named of those a stage waits for."""
+
+NODE, KERNEL = 20, 39
+"""Columns for a node's name and for a kernel with its parameters."""
 
 
 def plan(
@@ -34,9 +39,10 @@ def plan(
     act: ActOption = "auto",
     measure: Annotated[bool, typer.Option("--measure", help="Load the model and time every stage.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="The op, the reason and all defines of each kernel.")] = False,
 ) -> None:
-    """List the dispatches of a model on a device, stage by stage: kernel, grid, bytes, why this kernel, the time that bytes and barriers
-    should take, and what the stage waits for. Without --measure nothing of the model is run."""
+    """List the dispatches of a model on a device, stage by stage: node, kernel with the parameters that matter, workgroups, bytes, the time
+    that bytes and barriers should take, and what the stage waits for. Without --measure nothing of the model is run."""
     from vkback.device import Capabilities, Device
     from vkback.models.registry import Model
     from vkback.ops.base import LowerContext
@@ -64,8 +70,7 @@ def plan(
     if as_json:
         print(json.dumps({"device": caps.name, "model": str(path), **as_data(schedule, costs, tokens, depth, times)}, indent=1))
         return
-    print(caps.summary_line())
-    print("\n".join(listing(schedule, costs, tokens, depth, times)))
+    print("\n".join([*fit(caps.summary_line()), *listing(schedule, costs, tokens, depth, times, verbose)]))
 
 
 def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
             "predicted_us": predicted_us(stage, costs, depth + tokens, number in schedule.barrier_free),
             "measured_us": times.stages[number] if times else None,
             "barrier_free": number in schedule.barrier_free,
-            "waits_for": [{"stage": w.stage, "tensor": w.tensor, "after": w.after, "awaited": w.awaited} for w in waited],
+            "waits_for": [{"stage": w.stage, "tensor": w.tensor, "after": w.after, "spins": w.spins} for w in waited],
             "dispatches": [
                 {
                     "op": d.op, "node": d.label, "kernel": d.kernel.name, "groups": list(d.groups), "bytes": moved_bytes(d, depth + tokens),
@@ -108,58 +113,64 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
     return {"tokens": tokens, "depth": depth, "costs": known, "stages": stages, "summary": summary}
 
 
-def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None) -> list[str]:
-    """A line a dispatch, below those of a stage what it waits for and how, and lines of totals. Times stand beside the first dispatch of a
-    stage; dispatches with the same stage number do not depend on each other."""
+def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None, verbose: bool = False) -> list[str]:
+    """A line a dispatch, below those of a stage what it waits for and how, and lines of totals; none is wider than a terminal.
+
+    Times stand beside the first dispatch of a stage; dispatches with the same stage number do not depend on each other.
+    verbose  below each dispatch its op, the reason for its kernel, and all defines
+    """
     from vkback.plan.forecast import waits
 
     data = as_data(schedule, costs, tokens, depth, times)
-    measured = f" {'measured':>9}" if times else ""
-    lines = [f"{'stage':>5} {'op':18} {'node':28} {'groups':>14} {'kB':>10} {'us':>9}{measured}  kernel; reason"]
-    for stage, waited in zip(data["stages"], waits(schedule), strict=True):
-        figures = f"{stage['predicted_us']:9.2f}" + (f" {stage['measured_us']:9.2f}" if times else "")
-        for d in stage["dispatches"]:
-            groups = "x".join(map(str, d["groups"]))
-            why = f"; {d['reason']}" if d["reason"] else ""
-            lines.append(
-                f"{stage['stage']:5} {d['op']:18} {d['node']:28} {groups:>14} {d['bytes'] / 1e3:10.1f} {figures}  {d['kernel']}{why}"
-            )
-            figures = " " * len(figures)
+    measured = f" {'measured':>8}" if times else ""
+    lines = [f"{'stage':>5} {'node':{NODE}} {'kernel':{KERNEL}} {'groups':>8} {'kB':>8} {'us':>7}{measured}"]
+    for dispatches, stage, waited in zip(schedule.stages, data["stages"], waits(schedule), strict=True):
+        figures = f"{stage['predicted_us']:7.2f}" + (f" {stage['measured_us']:8.2f}" if times else "")
+        for dispatch, d in zip(dispatches, stage["dispatches"], strict=True):
+            groups = "x".join(map(str, d["groups"])).removesuffix("x1").removesuffix("x1")
+            node, kernel = shortened(d["node"], NODE), kernel_text(dispatch.kernel)
+            lines.append(f"{stage['stage']:5} {node:{NODE}} {kernel:{KERNEL}} {groups:>8} {d['bytes'] / 1e3:8.1f} {figures}".rstrip())
+            if verbose:
+                lines += fit(f"      {d['op']} {d['node']}" + (f": {d['reason']}" if d["reason"] else ""))
+                lines += fit(f"      {defines_text(dispatch.kernel)}")
+            figures = ""
         if stage["barrier_free"]:
-            lines.append(f"      barrier-free: spins on {_awaited(waited)}")
+            lines += fit(f"      barrier-free: spins on {_spun_on(waited)}")
         elif waited:
-            lines.append(f"      barrier: waits for {_named(waited)}")
-    s = data["summary"]
+            lines += fit(f"      barrier: waits for {_named(waited)}")
+    return lines + [part for line in _totals(data["summary"], costs, times) for part in fit(line)]
+
+
+def _totals(s: Mapping[str, Any], costs: Costs, times: StageTimes | None) -> Iterator[str]:
+    """What the stages come to: the summary of `as_data` in words."""
     barrier_free = f" ({s['barrier_free']} barrier-free)" if s["barrier_free"] else ""
-    lines.append(
+    yield (
         f"{s['stages']} stages{barrier_free}, {s['dispatches']} dispatches, {s['kernels']} kernels; "
         f"{s['bytes'] / 1e6:.3f} MB moved; activations {s['activation_bytes'] / 1024:.1f} KiB"
     )
-    lines.append(
+    yield (
         f"predicted: {s['predicted_us']:.1f} us, {s['predicted_tokens_per_s']:.1f} tokens/s, by {costs.read_gb_s:.1f} GB/s and "
         f"{costs.stage_us:.2f} us a stage ({costs.source})"
         + (f", {costs.barrier_free_us:.2f} a barrier-free one (a third of it, as on an H200)" if s["barrier_free"] else "")
     )
     if times:
-        lines.append(
+        yield (
             f"measured: {s['measured_us']:.1f} us stage by stage{' with barriers before all' if s['barrier_free'] else ''}; "
             f"{s['measured_together_us']:.1f} us together{' as planned' if s['barrier_free'] else ''}, "
             f"{s['measured_tokens_per_s']:.1f} tokens/s"
         )
-    return lines
 
 
-def _awaited(waited: list[Wait]) -> str:
-    """What the kernels of a barrier-free stage look for, and what needs no looking for because it was complete before."""
-    looked_for = [w for w in waited if w.awaited]
-    implied = [w for w in waited if not w.awaited]
-    return _named(looked_for) + (f"; by then there: {_named(implied)}" if implied else "")
+def _spun_on(waited: list[Wait]) -> str:
+    """What the kernels of a barrier-free stage spin on, and what needs no spin-wait because it happened before."""
+    before = [w for w in waited if not w.spins]
+    return _named([w for w in waited if w.spins]) + (f"; happened before: {_named(before)}" if before else "")
 
 
 def _named(waited: list[Wait]) -> str:
     """Tensors with the stage that touched them last, the nearest first."""
     shown = [
-        f"{'part of ' if w.awaited == 'part' else ''}{w.tensor} ({'written' if w.after == 'write' else 'read'} by {w.stage})"
+        f"{'part of ' if w.spins == 'part' else ''}{w.tensor} ({'written' if w.after == 'write' else 'read'} by {w.stage})"
         for w in waited[:NAMED]
     ]
     more = f" and {len(waited) - NAMED} more" if len(waited) > NAMED else ""

@@ -17,6 +17,7 @@ from vkback.errors import VkbackError
 
 if TYPE_CHECKING:
     from vkback.ops.base import Act, Sync
+    from vkback.program import CompileTotals
 
 ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
 
@@ -87,6 +88,9 @@ class EngineLike(Protocol):
     def bytes_per_token(self) -> int: ...
 
     @property
+    def compiled(self) -> CompileTotals: ...
+
+    @property
     def device(self) -> DeviceLike: ...
 
     @property
@@ -95,6 +99,8 @@ class EngineLike(Protocol):
     def reset(self) -> None: ...
 
     def resize(self, n_ctx: int) -> None: ...
+
+    def prepare(self, *, prompt: bool = False, logits: bool = False, sampler: Any = None) -> None: ...
 
     def prompt(self, tokens: Sequence[int]) -> None: ...
 
@@ -138,7 +144,7 @@ def one_of(value: str, known: Sequence[str], option: str) -> str:
 
 
 def act_of(value: str) -> Act:
-    """How activations enter products, as the user named it."""
+    """How activations enter a mat-vec, as the user named it."""
     return cast("Act", one_of(value, ACTS, "--act"))
 
 

@@ -1,7 +1,7 @@
 """Which generation a GPU belongs to, from what its driver reports.
 
-The PCI id says it outright where the table knows it, then the name of the product. For others the properties in which generations differ
-decide, as far as they do (Ampere and Ada report the same).
+First the PCI id decides, where the table knows it, then the name of the product. For other devices the properties decide in which
+generations differ, as far as they do (Ampere and Ada report the same).
 """
 
 from __future__ import annotations

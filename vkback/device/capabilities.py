@@ -1,4 +1,4 @@
-"""What a device can do, as a frozen value: read from a driver, from JSON, or from a recorded profile of a GPU that is not there."""
+"""What a device can do, as a frozen value: read from a driver, from JSON, or from the recorded profile of a GPU."""
 
 from __future__ import annotations
 
@@ -215,88 +215,123 @@ def vendor_name(vendor_id: int, device_type: str, driver_id: str) -> str:
     return VENDORS.get(vendor_id, "other")
 
 
+_FEATURES = {
+    "full_subgroups": "computeFullSubgroups",
+    "int_dot": "shaderIntegerDotProduct",
+    "fp16": "shaderFloat16",
+    "int8": "shaderInt8",
+    "int16": "shaderInt16",
+    "int64": "shaderInt64",
+    "storage_8bit": "storageBuffer8BitAccess",
+    "storage_16bit": "storageBuffer16BitAccess",
+    "timeline_semaphore": "timelineSemaphore",
+    "buffer_device_address": "bufferDeviceAddress",
+    "vulkan_memory_model": "vulkanMemoryModel",
+    "vulkan_memory_model_device_scope": "vulkanMemoryModelDeviceScope",
+    "synchronization2": "synchronization2",
+    "maintenance4": "maintenance4",
+}
+"""Fields that are feature bits, with Vulkan's name."""
+
+_EXTENSIONS = {
+    "bf16": "VK_KHR_shader_bfloat16",
+    "pipeline_robustness": "VK_EXT_pipeline_robustness",
+    "shader_clock": "VK_KHR_shader_clock",
+}
+"""Fields that a profile tells by the extension."""
+
+_LIMITS: Mapping[str, tuple[str, int | tuple[int, int, int]]] = {
+    "max_storage_buffer_range": ("maxStorageBufferRange", 1 << 27),
+    "max_shared_memory": ("maxComputeSharedMemorySize", 16384),
+    "max_workgroup_invocations": ("maxComputeWorkGroupInvocations", 128),
+    "max_workgroup_size": ("maxComputeWorkGroupSize", (128, 128, 64)),
+    "max_workgroup_count": ("maxComputeWorkGroupCount", (65535, 65535, 65535)),
+    "max_push_constants": ("maxPushConstantsSize", 128),
+    "max_storage_bindings": ("maxPerStageDescriptorStorageBuffers", LEAST_STORAGE_BINDINGS),
+    "max_allocation_size": ("maxMemoryAllocationSize", 1 << 30),
+    "max_buffer_size": ("maxBufferSize", 1 << 30),
+    "min_storage_buffer_offset_alignment": ("minStorageBufferOffsetAlignment", 256),
+}
+"""Fields that are limits, with Vulkan's name and what Vulkan 1.2 guarantees (its table of required limits)."""
+
+
 def _from_profile(p: Mapping[str, Any]) -> Capabilities:
-    limits, features, subgroup = p["limits"], p["features"], p["subgroup"]
-    memory, matrix, driver = p["memory"], p["cooperative_matrix"], p["driver"]
-    size = subgroup["size"] or 1
-    matrix_shapes = matrix["shapes"] or ()
-
-    def limit(name: str, least: int) -> int:
-        """`least`: what Vulkan 1.2 guarantees (its table of required limits)."""
-        value = limits[name]
-        return least if value is None else int(value)
-
-    def triple(name: str, least: tuple[int, int, int]) -> tuple[int, int, int]:
-        x, y, z = limits[name] or least
-        return int(x), int(y), int(z)
-
-    def feature(name: str) -> bool:
-        return bool(features[name])
-
-    memory_mib = memory["device_memory_mib"]
-    heaps = tuple(Heap(int(h["size"]), bool(h["device_local"])) for h in memory["heaps"] or ())
-    if not heaps and memory_mib:
-        heaps = (Heap(int(memory_mib) << 20, True),)
+    limits = p["limits"]
     return Capabilities(
-        name=p["name"],
-        vendor=vendor_name(p["vendor_id"] or 0, p["device_type"], driver["id"] or ""),
-        architecture=p["architecture"]["class"] or "unknown",
-        device_type=p["device_type"] or "other",
-        vendor_id=p["vendor_id"] or 0,
-        device_id=p["device_id"] or 0,
-        driver_id=driver["id"] or "",
-        driver_name=driver["name"] or "",
-        driver_info=driver["info"] or "",
-        driver_version=driver["version"] or "",
-        api_version=p["api_version"] or "1.2.0",
-        subgroup_size=size,
-        subgroup_min=subgroup["min"] or size,
-        subgroup_max=subgroup["max"] or size,
-        subgroup_ops=tuple(subgroup["operations"] or ()),
-        subgroup_size_control=bool(subgroup["size_control"]),
-        subgroup_required_size=bool(subgroup["required_size_in_compute"]),
-        full_subgroups=feature("computeFullSubgroups"),
-        max_workgroup_subgroups=subgroup["max_workgroup_subgroups"] or 0,
-        int_dot=feature("shaderIntegerDotProduct"),
+        **_profile_identity(p),
+        **_profile_subgroups(p["subgroup"]),
+        **_profile_features(p),
+        **_profile_limits(limits),
+        **_profile_memory(p["memory"]),
+        **_profile_matrix(p["cooperative_matrix"]),
         int_dot_accelerated=bool(p["integer_dot_accelerated"]["packed_4x8_signed"]),
-        fp16=feature("shaderFloat16"),
-        bf16=bool(p["extensions"].get("VK_KHR_shader_bfloat16")),
-        int8=feature("shaderInt8"),
-        int16=feature("shaderInt16"),
-        int64=feature("shaderInt64"),
-        storage_8bit=feature("storageBuffer8BitAccess"),
-        storage_16bit=feature("storageBuffer16BitAccess"),
-        timeline_semaphore=feature("timelineSemaphore"),
-        buffer_device_address=feature("bufferDeviceAddress"),
-        vulkan_memory_model=feature("vulkanMemoryModel"),
-        vulkan_memory_model_device_scope=feature("vulkanMemoryModelDeviceScope"),
-        synchronization2=feature("synchronization2"),
-        maintenance4=feature("maintenance4"),
-        pipeline_robustness=bool(p["extensions"].get("VK_EXT_pipeline_robustness")),
-        shader_clock=bool(p["extensions"].get("VK_KHR_shader_clock")),
-        max_storage_buffer_range=limit("maxStorageBufferRange", 1 << 27),
-        max_shared_memory=limit("maxComputeSharedMemorySize", 16384),
-        max_workgroup_invocations=limit("maxComputeWorkGroupInvocations", 128),
-        max_workgroup_size=triple("maxComputeWorkGroupSize", (128, 128, 64)),
-        max_workgroup_count=triple("maxComputeWorkGroupCount", (65535, 65535, 65535)),
-        max_push_constants=limit("maxPushConstantsSize", 128),
-        max_storage_bindings=limit("maxPerStageDescriptorStorageBuffers", LEAST_STORAGE_BINDINGS),
-        max_allocation_size=limit("maxMemoryAllocationSize", 1 << 30),
-        max_buffer_size=limit("maxBufferSize", 1 << 30),
-        min_storage_buffer_offset_alignment=limit("minStorageBufferOffsetAlignment", 256),
-        heaps=heaps,
-        memory_types=tuple(MemoryType(int(t["heap"]), tuple(t["flags"])) for t in memory["types"] or ()),
-        uma=bool(memory["uma"]),
-        rebar=bool(memory["rebar"]),
         timestamp_period=float(limits["timestampPeriod"] or 1.0),
         timestamp_bits=64 if limits["timestampPeriod"] else 0,
-        cooperative_matrix=bool(matrix["supported"]),
-        cooperative_matrix_shapes=tuple(
-            MatrixShape(s["m"], s["n"], s["k"], s["a"], s["b"], s["c"], s["result"], bool(s["saturating"]), s["scope"])
-            for s in matrix_shapes
-        ),
         shader_cores=p["compute_units"]["count"],
         extensions=tuple(sorted(name for name, there in p["extensions"].items() if there)),
-        uuid="",
-        driver_uuid="",
     )
+
+
+def _profile_identity(p: Mapping[str, Any]) -> dict[str, Any]:
+    driver = p["driver"]
+    return {
+        "name": p["name"],
+        "vendor": vendor_name(p["vendor_id"] or 0, p["device_type"], driver["id"] or ""),
+        "architecture": p["architecture"]["class"] or "unknown",
+        "device_type": p["device_type"] or "other",
+        "vendor_id": p["vendor_id"] or 0,
+        "device_id": p["device_id"] or 0,
+        "driver_id": driver["id"] or "",
+        "driver_name": driver["name"] or "",
+        "driver_info": driver["info"] or "",
+        "driver_version": driver["version"] or "",
+        "api_version": p["api_version"] or "1.2.0",
+        "uuid": "",
+        "driver_uuid": "",
+    }
+
+
+def _profile_subgroups(subgroup: Mapping[str, Any]) -> dict[str, Any]:
+    size = subgroup["size"] or 1
+    return {
+        "subgroup_size": size,
+        "subgroup_min": subgroup["min"] or size,
+        "subgroup_max": subgroup["max"] or size,
+        "subgroup_ops": tuple(subgroup["operations"] or ()),
+        "subgroup_size_control": bool(subgroup["size_control"]),
+        "subgroup_required_size": bool(subgroup["required_size_in_compute"]),
+        "max_workgroup_subgroups": subgroup["max_workgroup_subgroups"] or 0,
+    }
+
+
+def _profile_features(p: Mapping[str, Any]) -> dict[str, Any]:
+    features = {field: bool(p["features"][name]) for field, name in _FEATURES.items()}
+    return features | {field: bool(p["extensions"].get(name)) for field, name in _EXTENSIONS.items()}
+
+
+def _profile_limits(limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Limits as recorded; the least allowed where one is not known."""
+    values = {field: least if limits[name] is None else limits[name] for field, (name, least) in _LIMITS.items()}
+    return {field: tuple(map(int, v)) if isinstance(v, list | tuple) else int(v) for field, v in values.items()}
+
+
+def _profile_memory(memory: Mapping[str, Any]) -> dict[str, Any]:
+    heaps = tuple(Heap(int(h["size"]), bool(h["device_local"])) for h in memory["heaps"] or ())
+    if not heaps and memory["device_memory_mib"]:
+        heaps = (Heap(int(memory["device_memory_mib"]) << 20, True),)
+    return {
+        "heaps": heaps,
+        "memory_types": tuple(MemoryType(int(t["heap"]), tuple(t["flags"])) for t in memory["types"] or ()),
+        "uma": bool(memory["uma"]),
+        "rebar": bool(memory["rebar"]),
+    }
+
+
+def _profile_matrix(matrix: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "cooperative_matrix": bool(matrix["supported"]),
+        "cooperative_matrix_shapes": tuple(
+            MatrixShape(s["m"], s["n"], s["k"], s["a"], s["b"], s["c"], s["result"], bool(s["saturating"]), s["scope"])
+            for s in matrix["shapes"] or ()
+        ),
+    }

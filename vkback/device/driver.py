@@ -1,4 +1,4 @@
-"""The one gate to Vulkan: loading the binding, building structs, calling the driver, typed errors, the count of what is alive.
+"""All calls of Vulkan go through here: loading the binding, building structs, calling the driver, typed errors, counts of live objects.
 
 Everything goes through cffi; the binding's Python wrappers are slow and raise on success codes. Hot vkCmd* calls, which return nothing, are
 called on `Driver.fn` directly.

@@ -218,98 +218,123 @@ def _capabilities(
     fn: Any, handle: Handle, families: list[tuple[int, int]], extensions: frozenset[str], properties: dict[str, Any], bits: _Bits
 ) -> Capabilities:
     base = properties["VkPhysicalDeviceProperties2"].properties
-    limits = base.limits
-    v11, v12 = properties["VkPhysicalDeviceVulkan11Properties"], properties["VkPhysicalDeviceVulkan12Properties"]
+    identity = _identity(base, properties["VkPhysicalDeviceVulkan12Properties"])
+    v11 = properties["VkPhysicalDeviceVulkan11Properties"]
     v13 = properties.get("VkPhysicalDeviceVulkan13Properties")
-    control = v13 or properties.get("VkPhysicalDeviceSubgroupSizeControlPropertiesEXT")
     dot = v13 or properties.get("VkPhysicalDeviceShaderIntegerDotProductPropertiesKHR")
-    large = v13 or properties.get("VkPhysicalDeviceMaintenance4PropertiesKHR")
-    device_type = DEVICE_TYPES[base.deviceType] if base.deviceType < len(DEVICE_TYPES) else "other"
-    driver_id = ffi.typeof("VkDriverId").elements.get(int(v12.driverID), f"VkDriverId {int(v12.driverID)}")
-    size = int(v11.subgroupSize)
-    smallest, largest = (int(control.minSubgroupSize), int(control.maxSubgroupSize)) if control else (size, size)
-    heaps, types = _memory(fn, handle)
-    shapes = _matrix_shapes(fn, handle) if bits.matrix() else ()
+    subgroups = _subgroups(v11, v13 or properties.get("VkPhysicalDeviceSubgroupSizeControlPropertiesEXT"))
     dot_signed = bool(dot and dot.integerDotProduct4x8BitPackedSignedAccelerated)
-    vendor = vendor_name(base.vendorID, device_type, driver_id)
     hints, cores = _cores(properties)
     traits = Traits(
-        vendor=vendor,
-        name=text(base.deviceName),
+        vendor=identity["vendor"],
+        name=identity["name"],
         device_id=base.deviceID,
-        subgroup_min=smallest,
-        subgroup_max=largest,
+        subgroup_min=subgroups["subgroup_min"],
+        subgroup_max=subgroups["subgroup_max"],
         dot_signed_accelerated=dot_signed,
         dot_mixed_accelerated=bool(dot and dot.integerDotProduct4x8BitPackedMixedSignednessAccelerated),
         cooperative_matrix=bits.matrix(),
         extensions=extensions,
         hints=hints,
     )
-    local = [i for i, h in enumerate(heaps) if h.device_local]
-    mapped = {t.heap for t in types if {"device_local", "host_visible", "host_coherent"} <= set(t.flags)}
-    uma = device_type in ("integrated", "cpu")
     return Capabilities(
-        name=traits.name,
-        vendor=vendor,
+        **identity,
+        **subgroups,
+        **_feature_fields(bits),
+        **_limit_fields(base.limits, v11, v13 or properties.get("VkPhysicalDeviceMaintenance4PropertiesKHR")),
+        **_memory_fields(*_memory(fn, handle), uma=identity["device_type"] in ("integrated", "cpu")),
         architecture=classify(traits),
-        device_type=device_type,
-        vendor_id=base.vendorID,
-        device_id=base.deviceID,
-        driver_id=driver_id,
-        driver_name=text(v12.driverName),
-        driver_info=text(v12.driverInfo),
-        driver_version=_driver_version(base.driverVersion, vendor),
-        api_version=f"{(base.apiVersion >> 22) & 0x7F}.{(base.apiVersion >> 12) & 0x3FF}.{base.apiVersion & 0xFFF}",
-        subgroup_size=size,
-        subgroup_min=smallest,
-        subgroup_max=largest,
-        subgroup_ops=tuple(op for i, op in enumerate(SUBGROUP_OPS) if v11.subgroupSupportedOperations >> i & 1)
-        if v11.subgroupSupportedStages & vk.VK_SHADER_STAGE_COMPUTE_BIT
-        else (),
-        subgroup_size_control=bits.newer("subgroupSizeControl", "VkPhysicalDeviceSubgroupSizeControlFeaturesEXT"),
-        subgroup_required_size=bool(control and control.requiredSubgroupSizeStages & vk.VK_SHADER_STAGE_COMPUTE_BIT),
-        full_subgroups=bits.newer("computeFullSubgroups", "VkPhysicalDeviceSubgroupSizeControlFeaturesEXT"),
-        max_workgroup_subgroups=int(control.maxComputeWorkgroupSubgroups) if control else 0,
-        int_dot=bits.newer("shaderIntegerDotProduct", "VkPhysicalDeviceShaderIntegerDotProductFeaturesKHR"),
         int_dot_accelerated=dot_signed,
-        fp16=bool(bits.v12.shaderFloat16),
-        bf16=bits.bfloat16(),
-        int8=bool(bits.v12.shaderInt8),
-        int16=bool(bits.core.shaderInt16),
-        int64=bool(bits.core.shaderInt64),
-        storage_8bit=bool(bits.v12.storageBuffer8BitAccess),
-        storage_16bit=bool(bits.v11.storageBuffer16BitAccess),
-        timeline_semaphore=bool(bits.v12.timelineSemaphore),
-        buffer_device_address=bool(bits.v12.bufferDeviceAddress),
-        vulkan_memory_model=bool(bits.v12.vulkanMemoryModel),
-        vulkan_memory_model_device_scope=bool(bits.v12.vulkanMemoryModelDeviceScope),
-        synchronization2=bits.newer("synchronization2", "VkPhysicalDeviceSynchronization2FeaturesKHR"),
-        maintenance4=bits.newer("maintenance4", "VkPhysicalDeviceMaintenance4FeaturesKHR"),
-        pipeline_robustness=bits.robustness(),
-        shader_clock=bits.clock(),
-        max_storage_buffer_range=limits.maxStorageBufferRange,
-        max_shared_memory=limits.maxComputeSharedMemorySize,
-        max_workgroup_invocations=limits.maxComputeWorkGroupInvocations,
-        max_workgroup_size=_triple(limits.maxComputeWorkGroupSize),
-        max_workgroup_count=_triple(limits.maxComputeWorkGroupCount),
-        max_push_constants=limits.maxPushConstantsSize,
-        max_storage_bindings=min(limits.maxPerStageDescriptorStorageBuffers, limits.maxDescriptorSetStorageBuffers),
-        max_allocation_size=int(v11.maxMemoryAllocationSize),
-        max_buffer_size=int(large.maxBufferSize) if large else int(v11.maxMemoryAllocationSize),
-        min_storage_buffer_offset_alignment=int(limits.minStorageBufferOffsetAlignment),
-        heaps=heaps,
-        memory_types=types,
-        uma=uma,
-        rebar=not uma and bool(local) and max(local, key=lambda i: heaps[i].size) in mapped,
-        timestamp_period=float(limits.timestampPeriod),
         timestamp_bits=families[choose_queue_family(families)][1],
-        cooperative_matrix=bits.matrix(),
-        cooperative_matrix_shapes=shapes,
+        cooperative_matrix_shapes=_matrix_shapes(fn, handle) if bits.matrix() else (),
         shader_cores=cores,
         extensions=tuple(sorted(extensions)),
         uuid=str(uuid.UUID(bytes=bytes(ffi.buffer(v11.deviceUUID)))),
         driver_uuid=str(uuid.UUID(bytes=bytes(ffi.buffer(v11.driverUUID)))),
     )
+
+
+def _identity(base: Any, v12: Any) -> dict[str, Any]:
+    """Who made the device and its driver, and what they are called."""
+    device_type = DEVICE_TYPES[base.deviceType] if base.deviceType < len(DEVICE_TYPES) else "other"
+    driver_id = ffi.typeof("VkDriverId").elements.get(int(v12.driverID), f"VkDriverId {int(v12.driverID)}")
+    vendor = vendor_name(base.vendorID, device_type, driver_id)
+    return {
+        "name": text(base.deviceName),
+        "vendor": vendor,
+        "device_type": device_type,
+        "vendor_id": base.vendorID,
+        "device_id": base.deviceID,
+        "driver_id": driver_id,
+        "driver_name": text(v12.driverName),
+        "driver_info": text(v12.driverInfo),
+        "driver_version": _driver_version(base.driverVersion, vendor),
+        "api_version": f"{(base.apiVersion >> 22) & 0x7F}.{(base.apiVersion >> 12) & 0x3FF}.{base.apiVersion & 0xFFF}",
+    }
+
+
+def _subgroups(v11: Any, control: Any) -> dict[str, Any]:
+    """control: properties of subgroup size control, None where the device has none."""
+    size = int(v11.subgroupSize)
+    compute = vk.VK_SHADER_STAGE_COMPUTE_BIT
+    operations = v11.subgroupSupportedOperations if v11.subgroupSupportedStages & compute else 0
+    return {
+        "subgroup_size": size,
+        "subgroup_min": int(control.minSubgroupSize) if control else size,
+        "subgroup_max": int(control.maxSubgroupSize) if control else size,
+        "subgroup_ops": tuple(op for i, op in enumerate(SUBGROUP_OPS) if operations >> i & 1),
+        "subgroup_required_size": bool(control and control.requiredSubgroupSizeStages & compute),
+        "max_workgroup_subgroups": int(control.maxComputeWorkgroupSubgroups) if control else 0,
+    }
+
+
+def _feature_fields(bits: _Bits) -> dict[str, Any]:
+    control = "VkPhysicalDeviceSubgroupSizeControlFeaturesEXT"
+    return {
+        "subgroup_size_control": bits.newer("subgroupSizeControl", control),
+        "full_subgroups": bits.newer("computeFullSubgroups", control),
+        "int_dot": bits.newer("shaderIntegerDotProduct", "VkPhysicalDeviceShaderIntegerDotProductFeaturesKHR"),
+        "fp16": bool(bits.v12.shaderFloat16),
+        "bf16": bits.bfloat16(),
+        "int8": bool(bits.v12.shaderInt8),
+        "int16": bool(bits.core.shaderInt16),
+        "int64": bool(bits.core.shaderInt64),
+        "storage_8bit": bool(bits.v12.storageBuffer8BitAccess),
+        "storage_16bit": bool(bits.v11.storageBuffer16BitAccess),
+        "timeline_semaphore": bool(bits.v12.timelineSemaphore),
+        "buffer_device_address": bool(bits.v12.bufferDeviceAddress),
+        "vulkan_memory_model": bool(bits.v12.vulkanMemoryModel),
+        "vulkan_memory_model_device_scope": bool(bits.v12.vulkanMemoryModelDeviceScope),
+        "synchronization2": bits.newer("synchronization2", "VkPhysicalDeviceSynchronization2FeaturesKHR"),
+        "maintenance4": bits.newer("maintenance4", "VkPhysicalDeviceMaintenance4FeaturesKHR"),
+        "pipeline_robustness": bits.robustness(),
+        "shader_clock": bits.clock(),
+        "cooperative_matrix": bits.matrix(),
+    }
+
+
+def _limit_fields(limits: Any, v11: Any, large: Any) -> dict[str, Any]:
+    """large: properties of maintenance4, None where the device has none."""
+    return {
+        "max_storage_buffer_range": limits.maxStorageBufferRange,
+        "max_shared_memory": limits.maxComputeSharedMemorySize,
+        "max_workgroup_invocations": limits.maxComputeWorkGroupInvocations,
+        "max_workgroup_size": _triple(limits.maxComputeWorkGroupSize),
+        "max_workgroup_count": _triple(limits.maxComputeWorkGroupCount),
+        "max_push_constants": limits.maxPushConstantsSize,
+        "max_storage_bindings": min(limits.maxPerStageDescriptorStorageBuffers, limits.maxDescriptorSetStorageBuffers),
+        "max_allocation_size": int(v11.maxMemoryAllocationSize),
+        "max_buffer_size": int(large.maxBufferSize) if large else int(v11.maxMemoryAllocationSize),
+        "min_storage_buffer_offset_alignment": int(limits.minStorageBufferOffsetAlignment),
+        "timestamp_period": float(limits.timestampPeriod),
+    }
+
+
+def _memory_fields(heaps: tuple[Heap, ...], types: tuple[MemoryType, ...], *, uma: bool) -> dict[str, Any]:
+    local = [i for i, h in enumerate(heaps) if h.device_local]
+    mapped = {t.heap for t in types if {"device_local", "host_visible", "host_coherent"} <= set(t.flags)}
+    rebar = not uma and bool(local) and max(local, key=lambda i: heaps[i].size) in mapped
+    return {"heaps": heaps, "memory_types": types, "uma": uma, "rebar": rebar}
 
 
 def queue_families(fn: Any, handle: Handle) -> list[tuple[int, int]]:

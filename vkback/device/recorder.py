@@ -1,7 +1,7 @@
 """Recording of command buffers that are replayed many times.
 
-`Recorder` only collects; `finish` allocates and writes all descriptor sets at once and then emits the commands, so a dispatch costs a few
-Python operations and a few driver calls.
+`Recorder` only collects commands. `finish` allocates and writes all descriptor sets at once and then emits the commands. So a dispatch
+costs a few Python operations and a few driver calls.
 """
 
 from __future__ import annotations

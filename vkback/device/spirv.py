@@ -1,7 +1,7 @@
-"""Reads the few facts about a SPIR-V module that a device must be asked about before it sees the module.
+"""Reads from a SPIR-V module what it needs of a device: capabilities, bindings, threads, shared memory.
 
-Drivers need not refuse a module whose features they lack; many crash or compute nonsense. Opcodes and enumerants are from the SPIR-V
-specification.
+A driver need not refuse a module whose features it lacks; many crash or compute nonsense. So vkback checks first. Opcodes and enumerants
+are from the SPIR-V specification.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ import numpy.typing as npt
 from vkback.device import Arena, BufferRange, Commands, Device, DeviceLost, Ticket
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Tensor
+from vkback.models.kernels import KernelCompiler
+from vkback.models.readback import Readback, TokenLoop
 from vkback.models.registry import Model
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import load_weights
@@ -30,7 +32,7 @@ from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STAT
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.tuning import Overrides, Tuning
-from vkback.program import Program
+from vkback.program import CompileTotals, Program
 from vkback.shader import ShaderLibrary
 
 Floats = npt.NDArray[np.float32]
@@ -49,7 +51,7 @@ RING = 4096
 
 SUBMITS_IN_FLIGHT = 2
 
-GAVE_UP = "a stage stopped waiting for the one before it"
+TIMED_OUT = "a spin-wait timed out"
 
 SPIN_S = 0.005
 """How long the host stays awake for the logits of one token: longer than a fast GPU takes for them."""
@@ -74,49 +76,6 @@ class Sampler:
         return self.temp <= 0.0
 
 
-def matrix_bytes(schedule: Schedule) -> int:
-    """Bytes moved by the dispatches of a schedule that read a matrix of weights, whatever is fused with it."""
-    return sum(d.nbytes for d in schedule.dispatches() if any(a.tensor.kind == "weight" and len(a.tensor.shape) > 1 for a in d.args))
-
-
-@dataclass(frozen=True)
-class Readback:
-    """Where the host finds a submit's result, and the state of the hand-overs (Program.state) that led to it."""
-
-    result: BufferRange
-    state: BufferRange
-
-    def copies(self, program: Program, result: BufferRange) -> list[tuple[BufferRange, BufferRange]]:
-        """What a recording of a program must copy at its end."""
-        copies = [(result, self.result.slice(0, result.size))]
-        return copies if program.state is None else [*copies, (program.state, self.state)]
-
-    @property
-    def given_up(self) -> bool:
-        """Whether a stage stopped waiting, so that the result is none."""
-        return bool(self.state.map().view(np.int32)[0])
-
-    def forget(self) -> None:
-        """As if no stage had."""
-        self.state.map()[:] = 0
-
-
-class _Loop:
-    """A recording of `tokens` generated tokens, as many copies as may be in flight, each with its own read-back of the loop state."""
-
-    def __init__(self, program: Program, name: str, tokens: int, loop: BufferRange, readback: Sequence[Readback]) -> None:
-        self.tokens = tokens
-        self.copies = [
-            (program.record(f"{name} x{tokens}", repeat=tokens, copies=back.copies(program, loop)), back) for back in readback
-        ]
-        self._next = 0
-
-    def submit(self, device: Device) -> tuple[Ticket, Readback]:
-        commands, back = self.copies[self._next]
-        self._next = (self._next + 1) % len(self.copies)
-        return device.submit(commands), back
-
-
 class Engine:
     """A loaded model. Use as a context manager; `load` opens everything."""
 
@@ -132,11 +91,12 @@ class Engine:
         self.fusion = fusion
         self._owns_device = False
         self._programs: dict[str, Program] = {}
-        self._loops: dict[tuple[bool, int], _Loop] = {}
+        self._loops: dict[tuple[bool, int], TokenLoop] = {}
         self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
         self._schedules: dict[tuple[int, str], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
         self._sync_tried = False
+        self._kernels = KernelCompiler(device, self.library, progress=progress)
         first = [self._schedule(kind) for kind in ("logits", "prompt")]
         weights = {t.name: t for s in first for t in s.tensors().values() if t.kind == "weight"}
         try:
@@ -216,9 +176,14 @@ class Engine:
         return self.model.tokenizer
 
     @property
+    def compiled(self) -> CompileTotals:
+        """Kernels made ready so far, and the time that took: to be left out of every speed."""
+        return self._kernels.totals
+
+    @property
     def bytes_per_token(self) -> int:
-        """Weight bytes a generated token must read: every weight once, of the embedding one row, of the experts those used."""
-        return matrix_bytes(self._schedule("logits"))
+        """Bytes of weight matrices that a generated token must read: each matrix once, of the embedding one row, of experts those used."""
+        return self._schedule("logits").weight_bytes
 
     def _allocate_state(self) -> dict[str, BufferRange]:
         schedules = [self._schedule(kind) for kind in ("logits", "prompt")]
@@ -243,10 +208,42 @@ class Engine:
         sizes = [4 * self.model.hp.n_vocab * PROMPT_TOKENS, *loops]
         arena = self.device.arena("readback", sum(aligned(size) + aligned(4) for size in sizes), "readback")
         self._arenas.append(arena)
-        logits, *rest = (Readback(arena.alloc(size, "readback"), arena.alloc(4, "state of hand-overs")) for size in sizes)
+        logits, *rest = (Readback(arena.alloc(size, "readback"), arena.alloc(4, "state of spin-waits")) for size in sizes)
         for back in (logits, *rest):
             back.forget()
         return logits, rest
+
+    def prepare(self, *, prompt: bool = False, logits: bool = False, sampler: Sampler | None = None) -> None:
+        """Compile and record what later calls need, and run each recording once, so that their time holds no compile time.
+
+        prompt   for `prompt`
+        logits   for `decode_logits`
+        sampler  for `generate` with it
+        Some drivers compile a kernel when it first runs; hence the runs. They store nothing, or into the first free row of the KV cache.
+        `compiled` says what it all took. Progress is shown as `load` was told.
+        """
+        decode = (["logits"] if logits else []) + ([_loop_kind(sampler.greedy)] if sampler else [])
+        room = self.n_past < self.n_ctx
+        try_sync = bool(decode) and room and not self._sync_tried and bool(self._schedule("logits").barrier_free)
+        kinds = [*(["prompt"] if prompt else []), *(["logits"] if try_sync and not logits else []), *decode]
+        with self._kernels.preparing(d for kind in kinds for d in self._schedule(kind).dispatches()):
+            tickets = []
+            if try_sync:
+                self._try_sync()
+            if prompt:
+                self._set_input([0] * PROMPT_TOKENS, [-1] * PROMPT_TOKENS)
+                tickets.append(self.device.submit(self._recording("prompt")))
+            for kind in decode:
+                self._program(kind)  # while the driver may be compiling the prompt's kernels
+            if logits and room:
+                self._decode(0, self._recording("logits"))
+            if sampler:
+                self._loop(sampler.greedy, TOKENS_PER_SUBMIT)
+                if room:
+                    self._begin_loop(0, sampler, [])
+                    tickets.append(self._loop(sampler.greedy, 1).submit(self.device)[0])
+            for ticket in tickets:
+                ticket.wait()
 
     def _program(self, kind: str) -> Program:
         """The program of a kind, bound on first use: "prompt", "logits", "greedy", "sample", "all logits"."""
@@ -256,6 +253,7 @@ class Engine:
             for name in ("tokens", "pos"):
                 ranges[name] = self._input(name, PROMPT_TOKENS if prompt else 1)
             ranges["loop"] = self._inputs["loop"]
+            self._kernels.compile(self._schedule(kind).dispatches())
             self._programs[kind] = Program(self.device, self.library, self._schedule(kind), ranges, self.weights)
         return self._programs[kind]
 
@@ -321,37 +319,37 @@ class Engine:
         self._check_room(1, "token")
         self._check_ids([token])
         self._try_sync()
-        logits, given_up = self._decode(token, self._recording("logits"))
-        if given_up:
-            self._use_barriers(GAVE_UP)
+        logits, timed_out = self._decode(token, self._recording("logits"))
+        if timed_out:
+            self._use_barriers(TIMED_OUT)
             logits, _ = self._decode(token, self._recording("logits"))
         self.n_past += 1
         return self._finite(logits)
 
     def _decode(self, token: int, commands: Commands) -> tuple[Floats, bool]:
-        """Logits of a token at n_past, and whether they are none since a hand-over was given up."""
+        """Logits of a token at n_past, and whether they are worth nothing because a spin-wait timed out."""
         self._set_input([token], [self.n_past])
         # A driver on the CPU needs the cores itself.
         self.device.submit(commands).wait(spin_s=0.0 if self.device.caps.software else SPIN_S)
-        return self._read_logits(1)[0], self._logits_back.given_up
+        return self._read_logits(1)[0], self._logits_back.timed_out
 
     def _try_sync(self) -> None:
-        """Before the first token goes through a schedule that lacks barriers: see that it gives the same bits as with all of them."""
+        """Before the first token goes through a schedule with barrier-free stages: see that it gives the same bits as with all barriers."""
         if self._sync_tried or not self._schedule("logits").barrier_free:
             return
         self._sync_tried = True
-        found, given_up = self._decode(0, self._recording("logits"))
-        if not given_up:
+        found, timed_out = self._decode(0, self._recording("logits"))
+        if not timed_out:
             program = self._program("logits")
             copies = self._logits_back.copies(program, program.range("result_output"))
             want, _ = self._decode(0, program.record("logits, all barriers", barriers=True, copies=copies))
-        if given_up or not np.array_equal(found.view(np.uint32), want.view(np.uint32)):
-            self._use_barriers(GAVE_UP if given_up else "logits differ from those with barriers")
+        if timed_out or not np.array_equal(found.view(np.uint32), want.view(np.uint32)):
+            self._use_barriers(TIMED_OUT if timed_out else "logits differ from those with barriers")
 
     def _use_barriers(self, why: str) -> None:
         """Plan everything anew with a barrier between all stages."""
         print(
-            f"vkback: {self.device.caps.name}: stages cannot hand over without barriers ({why}), going on with barriers. "
+            f"vkback: {self.device.caps.name}: stages cannot run barrier-free ({why}), going on with barriers. "
             'To have them from the start: [[schedule]] with sync = "barrier" in a tuning table',
             file=sys.stderr,
         )
@@ -392,11 +390,10 @@ class Engine:
         self._check_ids([first])
         self._try_sync()
         eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
-        self._set_input([first], [self.n_past])
-        self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
+        self._begin_loop(first, sampler, eos)
         start = self.n_past
         made = submitted = 0
-        given_up = False
+        timed_out = False
         flying: deque[tuple[Ticket, Readback, int]] = deque()
         try:
             while made < n:
@@ -407,7 +404,7 @@ class Engine:
                     flying.append((ticket, back, submitted))
                 ticket, back, upto = flying.popleft()
                 ticket.wait()
-                if given_up := back.given_up:
+                if timed_out := back.timed_out:
                     break
                 words = back.result.map().view(np.int32)
                 step, status = int(words[0]), int(words[1])
@@ -428,15 +425,19 @@ class Engine:
             with contextlib.suppress(DeviceLost):  # of which the wait above has told
                 for ticket, _, _ in flying:
                     ticket.wait()
-        if given_up:
-            self._use_barriers(GAVE_UP)
+        if timed_out:
+            self._use_barriers(TIMED_OUT)
             yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos)
 
-    def _loop(self, greedy: bool, size: int) -> _Loop:
+    def _begin_loop(self, first: int, sampler: Sampler, eos: Sequence[int]) -> None:
+        self._set_input([first], [self.n_past])
+        self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
+
+    def _loop(self, greedy: bool, size: int) -> TokenLoop:
         key = (greedy, size)
         if key not in self._loops:
-            kind = "greedy" if greedy else "sample"
-            self._loops[key] = _Loop(self._program(kind), kind, size, self._inputs["loop"], self._loop_backs)
+            kind = _loop_kind(greedy)
+            self._loops[key] = TokenLoop(self._program(kind), kind, size, self._inputs["loop"], self._loop_backs)
         return self._loops[key]
 
     def _input(self, name: Literal["tokens", "pos"], count: int) -> BufferRange:
@@ -481,6 +482,10 @@ def add_sampler(graph: Graph, *, greedy: bool) -> None:
     tokens, pos = Tensor("tokens", "I32", (1,), "input"), Tensor("pos", "I32", (1,), "input")
     loop = Tensor("loop", "I32", (LOOP_RING + RING,), "input")
     graph.add("SAMPLE", (logits, loop, tokens, pos), (loop, tokens, pos), capacity=RING, greedy=greedy)
+
+
+def _loop_kind(greedy: bool) -> str:
+    return "greedy" if greedy else "sample"
 
 
 def loop_state(sampler: Sampler, eos: Sequence[int]) -> npt.NDArray[np.int32]:

@@ -139,6 +139,24 @@ def shape_for(
         wg //= 2
 
 
+def _check(node: Node, ctx: LowerContext, cache_k: Tensor, cache_v: Tensor, n_head: int) -> None:
+    """Raises PlanError where no kernel fits the heads, or the device cannot bind a cache."""
+    n_head_kv, _, hd = cache_k.shape
+    if hd % HEAD_SIZE_MULTIPLE or cache_v.shape != cache_k.shape or n_head % n_head_kv:
+        raise PlanError(
+            f"[attention] {node.name}: {n_head} heads over {cache_k} and {cache_v}; expected one head size, a multiple of "
+            f"{HEAD_SIZE_MULTIPLE}, and heads a multiple of kv heads"
+        )
+    if node.outputs[0].type == "Q8_1" and hd % 32:
+        raise PlanError(f"[attention] {node.name}: Q8_1 output needs a head size that is a multiple of 32, got {hd}; make the output F32")
+    for cache in (cache_k, cache_v):
+        if nbytes(cache) > ctx.caps.max_storage_buffer_range:
+            raise PlanError(
+                f"[attention] {cache}: {nbytes(cache)} bytes, {ctx.caps.name} binds at most {ctx.caps.max_storage_buffer_range} "
+                "at once. Use a smaller context"
+            )
+
+
 def _lower(
     node: Node, ctx: LowerContext, q: Tensor, cache_k: Tensor, cache_v: Tensor, pos: Tensor, n: int, n_head: int,
     extra: Sequence[tuple[str, Tensor]], fused: Defines,
@@ -147,19 +165,7 @@ def _lower(
     n_head_kv, n_ctx, hd = cache_k.shape
     out = node.outputs[0]
     window = int(node.params.get("window", 0))
-    if hd % HEAD_SIZE_MULTIPLE or cache_v.shape != cache_k.shape or n_head % n_head_kv:
-        raise PlanError(
-            f"[attention] {node.name}: {n_head} heads over {cache_k} and {cache_v}; expected one head size, a multiple of "
-            f"{HEAD_SIZE_MULTIPLE}, and heads a multiple of kv heads"
-        )
-    if out.type == "Q8_1" and hd % 32:
-        raise PlanError(f"[attention] {node.name}: Q8_1 output needs a head size that is a multiple of 32, got {hd}; make the output F32")
-    for cache in (cache_k, cache_v):
-        if nbytes(cache) > ctx.caps.max_storage_buffer_range:
-            raise PlanError(
-                f"[attention] {cache}: {nbytes(cache)} bytes, {ctx.caps.name} binds at most {ctx.caps.max_storage_buffer_range} "
-                "at once. Use a smaller context"
-            )
+    _check(node, ctx, cache_k, cache_v, n_head)
     choice = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
     s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx)
     if s.splits > 1 and 7 + len(extra) > ctx.caps.max_storage_bindings:

@@ -78,6 +78,7 @@ class Dispatch:
     waits   what its kernel can spin-wait on (vkback/plan/sync.py); None: the kernel needs barriers around it
     reason  why this variant: the tuning row that won, or what the device lacks
     nbytes  bytes it must move through memory, each operand once; flops: multiply-adds count 2
+    weight_bytes  of `nbytes`, those of weight matrices: all rows, of experts those of the experts used, of an embedding the rows looked up
     """
 
     kernel: Variant
@@ -89,6 +90,7 @@ class Dispatch:
     reason: str = ""
     nbytes: int = 0
     flops: int = 0
+    weight_bytes: int = 0
     waits: SpinWaits | None = None
 
     @property

@@ -433,6 +433,7 @@ class MatVecNode:
             self.node.name,
             reason,
             nbytes=weight_bytes + nbytes(self.x) + nbytes(self.y) + choice_moved,
+            weight_bytes=weight_bytes,
             flops=2 * rows * self.k * self.n * self.n_used,
             waits=self.waits(build),
         )

@@ -141,6 +141,7 @@ class GetRows(Op):
                 node.name,
                 f"{wg} threads: {choice.source}",
                 nbytes=n * quants.row_bytes(table.type, k) + nbytes(y),
+                weight_bytes=n * quants.row_bytes(table.type, k),
             )
             for i, part in enumerate(parts)
         ]

@@ -1,4 +1,4 @@
-"""What a schedule should take: bytes at a device's read rate and a fixed cost a stage; and what each stage waits for."""
+"""Predicts the time of a schedule, from its bytes, the device's read rate and a fixed cost a stage; and lists what each stage waits for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vkback.plan.sync import STATE
 class Costs:
     """What a device takes, and whence that is known.
 
-    read_gb_s  memory read rate, 10^9 bytes a second
-    stage_us   microseconds of a stage beside its bytes, a barrier before it
-    barrier_free_us  the same of a stage that is handed what it needs without one
+    read_gb_s        memory read rate, 10^9 bytes a second
+    stage_us         microseconds of a stage beside its bytes, a barrier before it
+    barrier_free_us  the same of a barrier-free stage
     """
 
     read_gb_s: float
@@ -29,13 +29,13 @@ class Costs:
 class Wait:
     """A stage must run after an earlier one, which has `tensor` written ("write"), or read before it is overwritten here ("read").
 
-    awaited  "whole" or "part" where the kernels of a barrier-free stage spin on it; "" where a barrier orders it, or it happened before
+    spins  "whole" or "part" where the kernels of a barrier-free stage spin on it; "" where a barrier orders it, or it happened before
     """
 
     stage: int
     tensor: str
     after: str
-    awaited: str = ""
+    spins: str = ""
 
 
 def moved_bytes(dispatch: Dispatch, rows: int) -> int:
@@ -59,20 +59,20 @@ def waits(schedule: Schedule) -> list[list[Wait]]:
     for number, stage in enumerate(schedule.stages):
         here = [*((r, "read") for d in stage for r in d.reads), *((w, "write") for d in stage for w in d.writes)]
         here = [(r, how) for r, how in here if r[0] != STATE.name]
-        awaited = _awaited(stage) if number in schedule.barrier_free else {}
+        spun_on = _spun_on(stage) if number in schedule.barrier_free else {}
         nearest: dict[str, Wait] = {}
         for (name, part), how in here:
             for earlier, other, after in touched.get(name, []):
                 before = nearest.get(name)
                 if overlap(part, other) and "write" in (how, after) and (before is None or (before.stage, before.after) < (earlier, after)):
-                    nearest[name] = Wait(earlier, name, after, awaited.get(name, ""))
+                    nearest[name] = Wait(earlier, name, after, spun_on.get(name, ""))
         found.append(sorted(nearest.values(), key=lambda w: (-w.stage, w.tensor)))
         for (name, part), how in here:
             touched.setdefault(name, []).append((number, part, how))
     return found
 
 
-def _awaited(stage: Sequence[Dispatch]) -> dict[str, str]:
-    """Names of the tensors that a barrier-free stage awaits, and how much of them."""
+def _spun_on(stage: Sequence[Dispatch]) -> dict[str, str]:
+    """Names of the tensors that a barrier-free stage spins on, and how much of them."""
     whole = {name: "whole" for d in stage if d.waits for name in d.waits.whole}
     return {name: "part" for d in stage if d.waits for name in d.waits.part} | whole

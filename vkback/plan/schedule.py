@@ -44,6 +44,11 @@ class Schedule:
     def dispatches(self) -> Iterable[Dispatch]:
         return (d for stage in self.stages for d in stage)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weight matrices that a run reads."""
+        return sum(d.weight_bytes for d in self.dispatches())
+
     def tensors(self) -> dict[str, Tensor]:
         return {a.tensor.name: a.tensor for d in self.dispatches() for a in d.args}
 

@@ -1,18 +1,19 @@
-"""Binding and recording of schedules."""
+"""Binds a schedule to memory of a device and records it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
-from vkback.device import Arena, BufferRange, Commands, Device, Kernel, KernelSpec
-from vkback.ops.base import Arg, Dispatch, PlanError, nbytes
+from vkback.device import Arena, BufferRange, Commands, Device
+from vkback.ops.base import Arg, PlanError, nbytes
 from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.sync import SENTINEL, STATE
-from vkback.shader import ShaderLibrary, Variant
+from vkback.program.compile import compile_kernels
+from vkback.shader import ShaderLibrary
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Program:
 
     ranges   memory of inputs and states by tensor name
     weights  memory of weights by tensor name
-    state    one word, not zero once a stage has given up waiting for the one before; None where barriers stand between all stages
+    state    one word, not zero once a spin-wait has timed out; None where barriers stand between all stages
     Tensors of kind "node" live in one activation arena of this program, laid out by the schedule; those of kind "counter" in another,
     zeroed.
     """
@@ -46,7 +47,7 @@ class Program:
         self._weights = weights
         self._arenas: list[Arena] = []
         self._commands: list[Commands] = []
-        self._emptied: BufferRange | None = None
+        self._sentinel: BufferRange | None = None
         self.state: BufferRange | None = None
         self._kernels = compile_kernels(device, library, schedule.dispatches())
         try:
@@ -63,7 +64,7 @@ class Program:
             for name, slot in schedule.slots.items():
                 self._ranges[name] = block.slice(slot.offset, slot.size)
         if schedule.sentinel_range.size:
-            self._emptied = block.slice(schedule.sentinel_range.offset, schedule.sentinel_range.size)
+            self._sentinel = block.slice(schedule.sentinel_range.offset, schedule.sentinel_range.size)
         counters = [t for t in schedule.tensors().values() if t.kind == "counter" and t.name not in self._ranges]
         if counters:
             sizes = [aligned(nbytes(t)) for t in counters]
@@ -84,7 +85,7 @@ class Program:
 
     @property
     def timed_out(self) -> bool:
-        """Whether a wait of any run so far took too long, by a read from the device."""
+        """Whether a spin-wait of any run so far has timed out, by a read from the device."""
         return self.state is not None and bool(self.device.download(self.state, np.uint32)[0])
 
     def _bind(self, arg: Arg) -> BufferRange:
@@ -111,8 +112,8 @@ class Program:
             rec.barrier()
             if timestamps:
                 rec.timestamp("start")
-            if self._emptied is not None:
-                rec.fill(self._emptied, SENTINEL)
+            if self._sentinel is not None:
+                rec.fill(self._sentinel, SENTINEL)
             for i, stage in enumerate(self.schedule.stages):
                 if i and (barriers or timestamps or i not in self.schedule.barrier_free):
                     rec.barrier()
@@ -138,21 +139,3 @@ class Program:
         for arena in self._arenas:
             arena.destroy()
         self._arenas.clear()
-
-
-def kernel_spec(spirv: bytes, variant: Variant, bindings: int, push_bytes: int) -> KernelSpec:
-    """What the device layer is asked for: a variant's SPIR-V with the buffers and the bytes of push constants of its dispatches."""
-    return KernelSpec(spirv, variant.name, bindings, push_bytes, subgroup_size=variant.subgroup_size)
-
-
-def dispatch_spec(d: Dispatch, library: ShaderLibrary) -> KernelSpec:
-    """What one dispatch asks the device layer for."""
-    return kernel_spec(library.spirv(d.kernel), d.kernel, len(d.args), len(d.push))
-
-
-def compile_kernels(device: Device, library: ShaderLibrary, dispatches: Iterable[Dispatch]) -> dict[tuple[Variant, int, int], Kernel]:
-    """Kernels of dispatches, compiled in parallel, by variant, number of bindings and bytes of push constants."""
-    wanted = list(dict.fromkeys((d.kernel, len(d.args), len(d.push)) for d in dispatches))
-    modules = library.compile_many([v for v, _, _ in wanted])
-    specs = [kernel_spec(modules[variant], variant, bindings, push_bytes) for variant, bindings, push_bytes in wanted]
-    return dict(zip(wanted, device.kernels(specs), strict=True))

@@ -1,12 +1,13 @@
-"""Variant -> SPIR-V, with a disk cache."""
+"""From a variant of a shader to SPIR-V: compiled in parallel, with a cache on disk."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from math import ceil
 from pathlib import Path
 
 from vkback.paths import cache_dir as default_cache_dir
@@ -17,6 +18,12 @@ from vkback.shader.source import Expanded, Variant, expand
 
 CACHE_FORMAT = "1"
 """Raise when this module changes what it gives the compiler or writes to the cache."""
+
+BATCH = 6
+"""Shaders of one call of the compiler: glslc takes longer to start than for a small shader, but tells nothing before its last is done."""
+
+SourceKey = tuple[str, tuple[tuple[str, str | int], ...]]
+"""Source file and defines: what SPIR-V depends on of a variant."""
 
 FAULT = re.compile(r"^shader:(\d+): (.*)$")
 CONTEXT_LINES = 3
@@ -34,7 +41,9 @@ class ShaderLibrary:
         """root: folder of the shaders, default vkback's own; cache_dir: default `shaders` in vkback's cache folder."""
         self.root = root or shader_root()
         self._cache = (cache_dir or default_cache_dir()) / "shaders"
-        self._ready: dict[tuple[str, tuple[tuple[str, str | int], ...]], bytes] = {}
+        self._ready: dict[SourceKey, bytes] = {}
+        self.compiled: set[SourceKey] = set()
+        """Sources and defines that this object had to compile, since the cache lacked them."""
 
     @property
     def compiler(self) -> Compiler | None:
@@ -54,46 +63,64 @@ class ShaderLibrary:
         return self.compile_many([variant])[variant] if found is None else found
 
     def compile_many(self, variants: Iterable[Variant]) -> dict[Variant, bytes]:
-        """SPIR-V of each variant, compiled in as many batches as there are processors. Raises one CompileError that holds all faults."""
+        """SPIR-V of each variant, compiled in parallel. Raises one CompileError that holds all faults."""
         wanted = list(dict.fromkeys(variants))
+        made = dict(self.compile_each(wanted))
+        return {v: made[v] for v in wanted}
+
+    def compile_each(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, bytes]]:
+        """Each variant with its SPIR-V as soon as it is there: first what the cache has, then what is compiled in parallel.
+
+        Raises one CompileError that holds all faults, after the variants that have none; NoCompiler where the cache lacks one.
+        """
+        users: dict[SourceKey, list[Variant]] = {}
+        for variant in dict.fromkeys(variants):
+            users.setdefault((variant.source, variant.defines), []).append(variant)
         faults: list[str] = []
         missing: list[tuple[Variant, Expanded]] = []
-        for variant in {(v.source, v.defines): v for v in wanted if (v.source, v.defines) not in self._ready}.values():
-            try:
-                source = expand(self.root, variant)
-            except CompileError as error:
-                faults.append(str(error))
+        for key, same in users.items():
+            if key not in self._ready:
+                try:
+                    source = expand(self.root, same[0])
+                except CompileError as error:
+                    faults.append(str(error))
+                    continue
+                found = self._cached(source)
+                if found is None:
+                    missing.append((same[0], source))
+                    continue
+                self._ready[key] = found
+            yield from ((variant, self._ready[key]) for variant in same)
+        for variant, fault in self._compile(missing):
+            if fault is not None:
+                faults.append(fault)
                 continue
-            found = self._cached(source)
-            if found is None:
-                missing.append((variant, source))
-            else:
-                self._ready[variant.source, variant.defines] = found
-        faults += self._compile(missing)
+            key = (variant.source, variant.defines)
+            yield from ((user, self._ready[key]) for user in users[key])
         if faults:
             raise CompileError("\n\n".join(sorted(faults)))
-        return {v: self._ready[v.source, v.defines] for v in wanted}
 
-    def _compile(self, sources: list[tuple[Variant, Expanded]]) -> list[str]:
-        """Compile and keep; the faults."""
+    def _compile(self, sources: Sequence[tuple[Variant, Expanded]]) -> Iterator[tuple[Variant, str | None]]:
+        """Compile and keep, in as many threads as there are processors; each variant as it is done, with its fault if it has one."""
         if not sources:
-            return []
+            return
         compiler = self.compiler
         if compiler is None:
             raise NoCompiler(f"[shader] {sources[0][0].name} is not in the cache and there is no GLSL compiler. {INSTALL_HINT}")
-        count = min(len(sources), os.cpu_count() or 1)
+        threads = min(len(sources), os.cpu_count() or 1)
+        count = max(threads, ceil(len(sources) / BATCH))
         batches = [sources[i::count] for i in range(count)]
-        with ThreadPoolExecutor(count) as pool:
-            results = list(pool.map(lambda batch: compiler.compile_batch([source.text for _, source in batch]), batches))
-        faults = []
-        for batch, made in zip(batches, results, strict=True):
-            for (variant, source), spirv in zip(batch, made, strict=True):
-                if isinstance(spirv, GlslError):
-                    faults.append(explain(variant, source, str(spirv)))
-                    continue
-                self._ready[variant.source, variant.defines] = spirv
-                write_atomic(self._folder(source) / f"{identity_key(compiler)}.spv", hashlib.sha256(spirv).digest() + spirv)
-        return faults
+        with ThreadPoolExecutor(threads) as pool:
+            running = {pool.submit(compiler.compile_batch, [source.text for _, source in batch]): batch for batch in batches}
+            for done in as_completed(running):
+                for (variant, source), spirv in zip(running[done], done.result(), strict=True):
+                    if isinstance(spirv, GlslError):
+                        yield variant, explain(variant, source, str(spirv))
+                        continue
+                    self._ready[variant.source, variant.defines] = spirv
+                    self.compiled.add((variant.source, variant.defines))
+                    write_atomic(self._folder(source) / f"{identity_key(compiler)}.spv", hashlib.sha256(spirv).digest() + spirv)
+                    yield variant, None
 
     def _folder(self, source: Expanded) -> Path:
         identity = "\0".join((CACHE_FORMAT, TARGET, source.text))

@@ -36,16 +36,19 @@ class Variant:
     source         file relative to the shaders folder, "norm/rms_norm.comp"
     defines        preprocessor names and values, in order
     subgroup_size  demanded of the device; None leaves it to the driver
+    spec           specialization constants (id, 32-bit value); applied when the pipeline is made, so they do not enter the SPIR-V
     """
 
     source: str
     defines: tuple[tuple[str, str | int], ...] = ()
     subgroup_size: int | None = None
+    spec: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
-        """Readable and unique: "norm/rms_norm[QUANT=2, sg32]"."""
+        """Readable and unique: "norm/rms_norm[QUANT=2, 0:64, sg32]"."""
         parts = [f"{k}={v}" for k, v in self.defines]
+        parts += [f"{k}:{v}" for k, v in self.spec]
         if self.subgroup_size is not None:
             parts.append(f"sg{self.subgroup_size}")
         stem = self.source.removesuffix(".comp")

@@ -10,7 +10,7 @@ import numpy as np
 
 from vkback.device import Device
 from vkback.graph import Graph, Tensor
-from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler, matrix_bytes
+from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler
 from vkback.models.registry import Model
 from vkback.ops.base import Array, LowerContext
 from vkback.plan.planner import plan
@@ -100,7 +100,7 @@ class TokenProgram:
 
     def __init__(self, tokens: Tokens, schedule: Schedule) -> None:
         self._tokens, self.schedule = tokens, schedule
-        self.nbytes = matrix_bytes(schedule)
+        self.nbytes = schedule.weight_bytes
         self._program = Program(tokens.device, tokens.library, schedule, tokens.ranges, tokens.weights)
         self.commands = self._program.record("tokens", repeat=TOKENS_PER_SUBMIT, copies=tokens.begin)
         self._one = self._program.record("token", copies=tokens.begin)

@@ -1,0 +1,121 @@
+"""What the tests of commands share: an engine that computes nothing, and a command run as the shell does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vkback.cli import bench, generate
+from vkback.program import CompileTotals
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class FakeTokenizer:
+    """One token a byte of UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def stream(self) -> FakeStream:
+        return FakeStream()
+
+
+class FakeStream:
+    """Holds everything back until it is whole."""
+
+    def __init__(self) -> None:
+        self.held = b""
+
+    def feed(self, id: int) -> str:
+        self.held += bytes([id])
+        try:
+            text = self.held.decode()
+        except UnicodeDecodeError:
+            return ""
+        self.held = b""
+        return text
+
+    def flush(self) -> str:
+        return self.held.decode(errors="replace")
+
+
+class FakeEngine:
+    """Notes what it is asked for; generates the bytes of a fixed text."""
+
+    description = "llama 0.1B Q4_0"
+    size_bytes = 2**20
+    n_params = 2_000_000
+    bytes_per_token = 1_000_000
+    model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256))
+    device = SimpleNamespace(
+        caps=SimpleNamespace(
+            name="Test GPU", device_type="cpu", driver_name="testdrv", driver_info="1.2", summary_line=lambda: "vkback: 0 = Test GPU"
+        )
+    )
+
+    def __init__(self, text: str = "né, " * 50) -> None:
+        self.tokenizer = FakeTokenizer()
+        self.text = text.encode()
+        self.calls: list[tuple[Any, ...]] = []
+        self.loaded: list[tuple[Any, ...]] = []
+        self.prepared: list[tuple[bool, bool, bool]] = []
+        self.compiled = CompileTotals()
+        self.n_past = 0
+        self.closed = False
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.closed = True
+
+    def prepare(self, *, prompt: bool = False, logits: bool = False, sampler: Any = None) -> None:
+        self.prepared.append((prompt, logits, sampler is not None))
+
+    def reset(self) -> None:
+        self.calls.append(("reset",))
+
+    def resize(self, n_ctx: int) -> None:
+        self.calls.append(("resize", n_ctx))
+
+    def prompt(self, tokens: Sequence[int]) -> None:
+        self.calls.append(("prompt", len(tokens)))
+
+    def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Iterator[int]:
+        self.calls.append(("generate", n, stop_at_eos))
+        yield from self.text[:n]
+
+    def decode_logits(self, token: int) -> np.ndarray:
+        self.calls.append(("decode_logits",))
+        return np.zeros(256, np.float32)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    fake = FakeEngine()
+
+    def load(path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True) -> FakeEngine:
+        fake.loaded.append((path.name, device, n_ctx, act))
+        return fake
+
+    for module in (bench, generate):
+        monkeypatch.setattr(module, "load_engine", load)
+    monkeypatch.setattr(bench, "measured_read_rate", lambda device: 200.0)
+    for target in ("vkback.cli.bench_run.make_sampler", "vkback.cli.generate.make_sampler"):
+        monkeypatch.setattr(target, lambda **kwargs: kwargs)
+    return fake
+
+
+def call(monkeypatch: pytest.MonkeyPatch, entry: Any, *args: str) -> int:
+    """Run a command's entry point as the shell does; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["prog", *args])
+    with pytest.raises(SystemExit) as e:
+        entry()
+    return int(e.value.code or 0)

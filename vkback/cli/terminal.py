@@ -1,0 +1,56 @@
+"""What commands print of kernels, in lines that fit a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from vkback.shader import Variant
+
+WIDTH = 100
+"""Columns of the narrowest terminal that tables are made for."""
+
+CONTINUED = " " * 12
+"""Before what did not fit the line."""
+
+Parameters = tuple[tuple[str, str], ...]
+
+PARAMETERS: dict[str, Parameters] = {
+    "mat_vec/mat_vec": (("WG", "threads"), ("LANES", "lanes"), ("ROWS", "rows")),
+    "attention/attention": (("WG_SIZE", "threads"), ("HEADS", "heads"), ("SPLITS", "splits")),
+    "norm/norm": (("WG_SIZE", "threads"), ("WIDTH", "wide"), ("ROUNDS", "rounds")),
+    "rope/rope": (("WG_SIZE", "threads"), ("HEADS", "heads")),
+    "topk/router": (("WG_SIZE", "threads"), ("EXPERTS", "experts"), ("USED", "used")),
+    "moe/moe_reduce": (("WG_SIZE", "threads"), ("WIDTH", "wide"), ("USED", "experts")),
+    "probe/read": (("WG", "threads"), ("UNROLL", "loads")),
+}
+"""By kernel the defines that matter most, and what they are called. lanes: threads that share a row; rows: rows that such a group of lanes
+takes; wide: values that a thread loads at once."""
+
+OTHERS: Parameters = (("WG_SIZE", "threads"), ("WIDTH", "wide"), ("PER_THREAD", "values a thread"))
+
+
+def kernel_text(variant: Variant) -> str:
+    """A kernel's name and up to three parameters: "mat_vec 1024 threads 16 lanes 4 rows"."""
+    family = variant.source.removesuffix(".comp")
+    defines = dict(variant.defines)
+    known = [f"{defines[key]} {word}" for key, word in PARAMETERS.get(family, OTHERS) if key in defines]
+    return " ".join([family.rpartition("/")[2], *known])
+
+
+def defines_text(variant: Variant) -> str:
+    """All defines of a kernel but lists of constants, and the subgroup size it demands."""
+    parts = [f"{key}={value}" for key, value in variant.defines if "," not in str(value)]
+    if variant.subgroup_size is not None:
+        parts.append(f"subgroup size {variant.subgroup_size}")
+    return "defines: " + (", ".join(parts) or "none")
+
+
+def fit(line: str) -> Iterator[str]:
+    """A line cut between words where it is wider than WIDTH."""
+    yield from textwrap.wrap(line, WIDTH, subsequent_indent=CONTINUED, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def shortened(text: str, width: int) -> str:
+    """A text of at most `width` characters, its end kept: the ends of node names tell them apart."""
+    return text if len(text) <= width else "~" + text[1 - width :]

@@ -1,0 +1,80 @@
+"""Compiles the kernels of a model, with progress on stderr, and accounts for the time, which no speed may contain."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vkback.device import Device
+from vkback.ops.base import Dispatch
+from vkback.program import CompileTotals, KernelKey, OnKernel, compile_kernels, kernel_keys
+from vkback.shader import ShaderLibrary
+
+
+class KernelCompiler:
+    """Compiles the kernels of one device once, and keeps count.
+
+    totals  kernels made ready so far and the time that took
+    """
+
+    def __init__(self, device: Device, library: ShaderLibrary, *, progress: bool) -> None:
+        """progress: show a bar, or where stderr is no terminal print a line, whenever something is compiled."""
+        self.totals = CompileTotals()
+        self._device, self._library, self._progress = device, library, progress
+        self._known: set[KernelKey] = set()
+        self._on_kernel: OnKernel | None = None
+
+    @contextmanager
+    def preparing(self, dispatches: Iterable[Dispatch]) -> Iterator[None]:
+        """One bar for the kernels of these dispatches, which are compiled meanwhile. All time inside counts as compile time."""
+        if self._on_kernel is not None:
+            yield
+            return
+        begun = time.perf_counter()
+        try:
+            with _progress(len(self._missing(dispatches)), self._progress) as self._on_kernel:
+                yield
+        finally:
+            self._on_kernel = None
+            self.totals += CompileTotals(seconds=time.perf_counter() - begun)
+
+    def compile(self, dispatches: Iterable[Dispatch]) -> None:
+        """The kernels of dispatches, into the device's cache. Raises as `compile_kernels`."""
+        dispatches = list(dispatches)
+        missing = self._missing(dispatches)
+        if not missing:
+            return
+        with self.preparing(dispatches):
+            compile_kernels(self._device, self._library, [d for d in dispatches if kernel_keys([d])[0] in missing], self._on_kernel)
+        self._known |= missing
+        made = sum((variant.source, variant.defines) in self._library.compiled for variant, _, _ in missing)
+        self.totals += CompileTotals(len(missing), made)
+
+    def _missing(self, dispatches: Iterable[Dispatch]) -> set[KernelKey]:
+        return set(kernel_keys(dispatches)) - self._known
+
+
+@contextmanager
+def _progress(total: int, shown: bool) -> Iterator[OnKernel]:
+    """A function to call for each of `total` kernels that is ready. The bar goes away at the end."""
+    console = Console(stderr=True)
+    if not (shown and total and console.is_terminal):
+        if shown and total:
+            print(f"vkback: preparing {total} kernels", file=sys.stderr, flush=True)
+        yield lambda: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("kernels", total=total)
+
+        def on_kernel() -> None:
+            bar.advance(task)
+            if bar.tasks[task].finished:  # drivers on the CPU compile to machine code when a kernel first runs
+                bar.update(task, description="kernels, first run")
+
+        yield on_kernel
