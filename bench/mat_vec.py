@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from vkback.device import Device
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
@@ -24,17 +25,18 @@ from vkback.timing.launches import Bench
 from vkback.timing.read_rate import LEAST_READ, measure_read_rate, plain_read_us
 
 
-def grid(args: argparse.Namespace) -> Iterator[dict[str, int]]:
+def grid(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Points of a sweep. A prologue wants many threads a workgroup and several tiles each; without one, small workgroups start quicker."""
+    axes: dict[str, tuple[Any, ...]]
     if args.norm or args.glu:
-        axes = {"wg": (128, 256, 512, 1024), "lanes": (16, 32, 64), "rows": (1, 2, 4), "unroll": (1, 2, 4), "prefetch": (0,),
-                "groups": (0, 132, 264, 528)}
+        axes = {"wg": (128, 256, 512, 1024), "lanes": (16, 32, 64), "rows": (1, 2, 4), "unroll": (1, 2, 4), "prefetch": ("none",),
+                "groups": ("per_tile", 132, 264, 528)}
     else:
-        axes = {"wg": (64, 128, 256, 512), "lanes": (16, 32, 64, 128), "rows": (1, 2, 4, 8), "unroll": (1, 2, 4), "prefetch": (0, 1, 2),
-                "adjoin": (0, 1), "groups": (0,)}
+        axes = {"wg": (64, 128, 256, 512), "lanes": (16, 32, 64, 128), "rows": (1, 2, 4, 8), "unroll": (1, 2, 4),
+                "prefetch": ("none", "weights", "weights+x"), "lane_order": ("strided", "blocked"), "groups": ("per_tile",)}
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
-        without_effect = point["unroll"] == 1 and point.get("adjoin")
+        without_effect = point["unroll"] == 1 and point.get("lane_order") == "blocked"
         if point["lanes"] <= point["wg"] and point["unroll"] * point["rows"] <= 8 and not without_effect:
             yield point
 

@@ -4,7 +4,7 @@
 
 A variant is rows of a tuning table that come before all others (vkback/autotune/overrides.py):
 
-    "attention : wg_size=512 steps=2"      "mat_vec ids=1 y=Q8_1 : wg=512 rows=2; schedule : sync=barrier"
+    "attention : wg_size=512 steps=2"      "mat_vec experts=each : wg=512 x_in_shared=true; schedule : sync=barrier"
 
 The variants take turns. A line each, the tables' own first: microseconds a token by the device's clock, what that makes of a second, the
 NMSE of the logits against the tables' (median of three tokens), and whether a spin-wait gave up.

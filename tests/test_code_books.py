@@ -13,7 +13,8 @@ from vkback.device import Device
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.base import Act, LowerContext, Problem
 from vkback.ops.code_books import BYTE_SHIFTS, CODED, code_words, shared_bytes
-from vkback.ops.mat_vec import PROLOGUE_SHARED, fused_case, prologue_problem
+from vkback.ops.mat_vec import fused_case
+from vkback.ops.mat_vec_config import PROLOGUE_SHARED, prologue_problem
 from vkback.ops.rows import GetRows
 from vkback.shader import ShaderLibrary
 

@@ -125,9 +125,9 @@ def test_perf_mode_times_barrier_free_mat_vecs_where_the_tables_have_them(
 
 
 def test_overrides_are_checked_as_those_of_a_table() -> None:
-    rows = override_rows("attention : wg_size=512 steps=2; mat_vec ids=1 y=Q8_1 : wg=512")
+    rows = override_rows("attention : wg_size=512 steps=2; mat_vec experts=each y=Q8_1 : wg=512 x_in_shared=true")
     assert [(r.family, dict(r.match), dict(r.set)) for r in rows] == [
-        ("attention", {}, {"wg_size": 512, "steps": 2}), ("mat_vec", {"ids": 1, "y": "Q8_1"}, {"wg": 512})
+        ("attention", {}, {"wg_size": 512, "steps": 2}), ("mat_vec", {"experts": "each", "y": "Q8_1"}, {"wg": 512, "x_in_shared": True})
     ]  # fmt: skip
     assert override_rows("") == []
     with pytest.raises(TuningError, match="wg_siez"):

@@ -40,7 +40,7 @@ def broken(tmp_path: Path) -> Break:
 
 
 CASES = [mul_mat_case("Q4_K", 32, 1, 256), mul_mat_case("F16", 32, 1, 256), fused_case("Q8_0", 32, 256, 1, ("residual",))]
-SHAPE = {"wg": 32, "lanes": 8, "rows": 2, "unroll": 2, "prefetch": 1, "groups": 0, "subgroup": 0}
+SHAPE = {"wg": 32, "lanes": 8, "rows": 2, "unroll": 2, "prefetch": "weights", "groups": "per_tile", "subgroup": "default"}
 
 
 def diagnose(device: Device, library: ShaderLibrary, ctx: LowerContext) -> tuple[Diagnosis, list[str]]:

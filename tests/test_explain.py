@@ -9,7 +9,7 @@ from kernel_paths import planned_for, with_params
 from typer.testing import CliRunner
 
 from vkback.cli import main as cli
-from vkback.cli.explain import bends, node_of
+from vkback.cli.explain import node_of
 from vkback.cli.terminal import CONTINUED, WIDTH
 from vkback.ops.base import OPS, LowerContext
 
@@ -26,7 +26,7 @@ def test_a_product_is_explained_from_path_to_kernel() -> None:
     assert code == 0, text
     lines = text.splitlines()
     assert lines[0] == "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336) on AMD Radeon RX 7900 XTX (RADV NAVI31) (amd rdna3)"
-    assert "mat_vec_path for accelerated = 1, ids = 0, n = 1, quant = Q4_K, m = 4096, k = 14336:" in lines
+    assert "mat_vec_path for accelerated = true, experts = none, n = 1, quant = Q4_K, m = 4096, k = 14336:" in lines
     assert "  path = int" in lines
     assert "  1. amd.toml [[mat_vec]] row 3 (path = int): gives rows" in lines
     assert "  2. amd.toml [[mat_vec]] row 1 (anything): gives wg, lanes, unroll, prefetch, subgroup; behind: rows 2" in lines
@@ -46,7 +46,7 @@ def test_a_product_of_a_token_without_barriers_has_rows_and_a_kernel_of_its_own(
     case = "MAT_VEC(type_a=Q4_K,m=4096,n=1,k=14336,fused=residual,x=Q8_1)"
     code, text = explain(case, "--profile", "nvidia_h200_linux", "--sync", "sentinel")
     assert code == 0, text
-    assert "ids = 0, glu = 0, y = F32, prologue = 0, sync = sentinel:" in text
+    assert "experts = none, glu = false, y = F32, prologue = none, sync = sentinel:" in text
     verbose = explain(case, "--profile", "nvidia_h200_linux", "--sync", "sentinel", "--verbose")[1]
     assert "SPINS=1" in verbose and "BIND_SYNC_STATE=4" in verbose
     assert "SPINS" not in explain(case, "--profile", "nvidia_h200_linux", "-v")[1]
@@ -55,8 +55,8 @@ def test_a_product_of_a_token_without_barriers_has_rows_and_a_kernel_of_its_own(
 def test_the_reason_for_the_float_path_is_shown() -> None:
     code, text = explain("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "--profile", "apple_m1_moltenvk")
     assert code == 0, text
-    assert "  1. default.toml [[mat_vec_path]] row 1 (accelerated = 0): gives path" in text
-    assert "  bent: sums go through shared memory: its subgroup size is not known beforehand" in text
+    assert "  1. default.toml [[mat_vec_path]] row 1 (accelerated = false): gives path" in text
+    assert "  adjusted: sums shuffles -> shared memory: its subgroup size is not known beforehand" in text
     forced = explain("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "--profile", "apple_m1_moltenvk", "--act", "q8_1", "-v")[1]
     assert "PATH_INT=1" in forced
     assert "mat_vec_path for" not in forced
@@ -85,39 +85,45 @@ def test_what_cannot_be_explained_is_refused(arguments: tuple[str, ...], said: s
     assert said in text
 
 
-def bent(ctx: LowerContext, case: str, **params: int) -> list[str]:
-    base = {"wg": 128, "lanes": 32, "rows": 2, "unroll": 1, "prefetch": 0, "adjoin": 0, "groups": 0, "subgroup": 0}
-    said = base | params
-    dispatch = OPS["MAT_VEC"].lower(node_of(case), with_params(ctx, **said))[-1]
-    return [line.removeprefix("bent: ") for line in bends(said, dispatch, ctx)]
+def adjusted(ctx: LowerContext, case: str, **params: int | str) -> list[str]:
+    base = {
+        "wg": 128, "lanes": 32, "rows": 2, "unroll": 1, "prefetch": "none", "lane_order": "strided", "groups": "per_tile",
+        "subgroup": "default",
+    }  # fmt: skip
+    dispatch = OPS["MAT_VEC"].lower(node_of(case), with_params(ctx, **(base | params)))[-1]
+    assert dispatch.config is not None
+    return list(map(str, dispatch.config.adjustments))
 
 
-def test_every_bend_names_its_limit_or_need() -> None:
+def test_every_adjustment_names_its_limit_or_need() -> None:
     plain, glu = "MUL_MAT(type_a=Q4_K,m=512,n=1,k=1024)", "MAT_VEC(type_a=Q4_K,m=512,n=1,k=1024,glu=1)"
     quantized = "MAT_VEC(type_a=Q4_K,m=512,n=1,k=1024,glu=1,out=Q8_1)"
     ctx = planned_for("nvidia_h200_linux")
-    assert bent(ctx, plain) == ["shape as the tables say"]
-    assert bent(ctx, glu, rows=1) == ["rows 1 -> 2: GLU takes rows in pairs"]
-    assert bent(ctx, quantized) == ["rows 2 -> 16: a Q8_1 output takes tiles of 64 rows"]
-    ahead = "x asked for ahead is one token's Q8_1, not staged, and takes several rounds"
-    assert bent(ctx, plain, prefetch=2) == [f"prefetch 2 -> 1: {ahead}"]
-    assert bent(ctx, plain, prefetch=2, lanes=16) == ["shape as the tables say"]
-    assert bent(ctx, plain, unroll=4) == ["unroll 4 -> 1: 32 units of 32 weights lie on 32 lanes"]
-    assert bent(ctx, plain, lanes=8, unroll=3, adjoin=1) == ["adjoin 1 -> 0: a lane takes 3 units at once, no power of two above 1"]
-    assert bent(ctx, plain, lanes=16, unroll=2, adjoin=1) == ["shape as the tables say"]
+    assert adjusted(ctx, plain) == []
+    assert adjusted(ctx, glu, rows=1) == ["rows 1 -> 2: GLU takes rows in pairs"]
+    assert adjusted(ctx, quantized) == ["rows 2 -> 16: a Q8_1 output takes tiles of 64 rows"]
+    ahead = "x is prefetched where it is one token's Q8_1, in memory, and a row takes several chunks"
+    assert adjusted(ctx, plain, prefetch="weights+x") == [f"prefetch weights+x -> weights: {ahead}"]
+    assert adjusted(ctx, plain, prefetch="weights+x", lanes=16) == []
+    assert adjusted(ctx, plain, unroll=4) == ["unroll 4 -> 1: 32 units of 32 weights are spread over 32 lanes"]
+    blocked = "lane_order blocked -> strided: "
+    three = adjusted(ctx, plain, lanes=8, unroll=3, lane_order="blocked")
+    assert three == [blocked + "a lane takes 3 units at once, no power of two above 1"]
+    assert adjusted(ctx, plain, lanes=16, unroll=2, lane_order="blocked") == []
     odd = "MUL_MAT(type_a=Q8_0,m=512,n=1,k=1440)"
-    assert bent(ctx, odd, lanes=16, unroll=2, adjoin=1) == ["adjoin 1 -> 0: a row's 45 units of 32 weights are no multiple of 32"]
-    assert bent(ctx, plain, groups=1000) == ["groups 1000 -> 0: there are no more tiles than that"]
-    assert bent(ctx, plain, subgroup=16) == ["subgroup 16 -> 32: NVIDIA H200 has sizes from 32 to 32"]
-    assert bent(ctx, plain, wg=32, lanes=64) == ["lanes 64 -> 32: the workgroup has 32 threads"]
-    assert bent(ctx, plain, lanes=128) == ["lanes 128 -> 32: a row has 32 units of 32 weights"]
+    uneven = adjusted(ctx, odd, lanes=16, unroll=2, lane_order="blocked")
+    assert uneven == [blocked + "a row's 45 units of 32 weights are no multiple of 32"]
+    assert adjusted(ctx, plain, groups=1000) == ["groups 1000 -> per_tile: there are no more tiles than that"]
+    assert adjusted(ctx, plain, subgroup=16) == ["subgroup 16 -> 32: NVIDIA H200 has sizes from 32 to 32"]
+    assert adjusted(ctx, plain, wg=32, lanes=64) == ["lanes 64 -> 32: the workgroup has 32 threads"]
+    assert adjusted(ctx, plain, lanes=128) == ["lanes 128 -> 32: a row has 32 units of 32 weights"]
     small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_workgroup_invocations=64))
-    assert bent(small, plain) == ["wg 128 -> 64: maxComputeWorkGroupInvocations is 64"]
+    assert adjusted(small, plain) == ["wg 128 -> 64: maxComputeWorkGroupInvocations is 64"]
     few = planned_for("llvmpipe_mesa_22_debian12")
-    assert bent(few, plain, wg=1024) == ["wg 1024 -> 256: 32 subgroups of 8 at most (maxComputeWorkgroupSubgroups)"]
-    v3d = bent(planned_for("broadcom_v3d_4_2_pi4"), "MAT_VEC(type_a=Q4_0,m=512,n=16,k=1024)", rows=4)
-    assert v3d[0] == "sums go through shared memory: it has no shuffles"
-    assert v3d[1] == "8 tokens a workgroup: 16384 bytes of shared memory hold the sums of no more"
+    assert adjusted(few, plain, wg=1024) == ["wg 1024 -> 256: 32 subgroups of 8 at most (maxComputeWorkgroupSubgroups)"]
+    v3d = adjusted(planned_for("broadcom_v3d_4_2_pi4"), "MAT_VEC(type_a=Q4_0,m=512,n=16,k=1024)", rows=4)
+    assert v3d[0] == "sums shuffles -> shared memory: it has no shuffles"
+    assert v3d[1] == "tokens 16 -> 8: 16384 bytes of shared memory hold the sums of no more"
 
 
 @pytest.mark.vulkan

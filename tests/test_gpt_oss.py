@@ -219,7 +219,7 @@ def test_fused_is_unfused(engines: Any) -> None:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("barrier_free", ["product", "experts"], indirect=True)
+@pytest.mark.parametrize("barrier_free", ["mat_vec", "experts"], indirect=True)
 def test_barrier_free_stages_change_no_bit(barrier_free: None, path: Path, engines: Any) -> None:
     """Sinks, windows, biases, and experts chosen by the router's product or by their own."""
     want = decoded(engines("q8_1"), tokens(20))

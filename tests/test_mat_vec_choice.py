@@ -23,7 +23,8 @@ from vkback.models import engine as engine_module
 from vkback.models.engine import Engine, Sampler
 from vkback.models.registry import Model
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
-from vkback.ops.mat_vec import choice_problem, fused_case
+from vkback.ops.mat_vec import fused_case
+from vkback.ops.mat_vec_config import choice_problem
 from vkback.ops.topk import TOPK_PARAMS
 from vkback.paths import builtin_model
 from vkback.plan.fuse import ROUTERS, fuse_choice
@@ -64,11 +65,11 @@ def test_whatever_is_fused_with_it(quant: str, act: Any, device: Device, library
 @pytest.mark.parametrize(
     "shape",
     [
-        {"wg": 8, "lanes": 8, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 0, "block": 128},
-        {"wg": 128, "lanes": 4, "rows": 2, "unroll": 2, "prefetch": 1, "groups": 0, "block": 16},
-        {"wg": 256, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": 1, "groups": 0, "block": 128, "stage": 1},
-        {"wg": 32, "lanes": 8, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 6, "block": 64, "stage": 1},
-        {"wg": 64, "lanes": 64, "rows": 4, "unroll": 1, "prefetch": 0, "groups": 6, "block": 16},
+        {"wg": 8, "lanes": 8, "rows": 2, "unroll": 1, "prefetch": "none", "groups": "per_tile", "block": 128},
+        {"wg": 128, "lanes": 4, "rows": 2, "unroll": 2, "prefetch": "weights", "groups": "per_tile", "block": 16},
+        {"wg": 256, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": "weights", "groups": "per_tile", "block": 128, "x_in_shared": True},
+        {"wg": 32, "lanes": 8, "rows": 2, "unroll": 1, "prefetch": "none", "groups": 6, "block": 64, "x_in_shared": True},
+        {"wg": 64, "lanes": 64, "rows": 4, "unroll": 1, "prefetch": "none", "groups": 6, "block": 16},
     ],
     ids=lambda s: "-".join(map(str, s.values())),
 )
@@ -293,7 +294,7 @@ def test_tokens_are_the_same_wherever_the_choice_is_made(act: str, engine_with: 
         made[router] = list(engine.generate(7, 40, stop_at_eos=False))
         made[router] += engine.generate(made[router][-1], 9, sampler=Sampler(temp=0.8, seed=3), stop_at_eos=False)
         logits[router] = engine.decode_logits(made[router][-1])
-    assert made["experts"] == made["stage"] == made["product"]
+    assert made["experts"] == made["stage"] == made["mat_vec"]
     # The same sums in the same order; only an exp of the weights may be compiled another way.
     np.testing.assert_allclose(logits["experts"], logits["stage"], rtol=0, atol=1e-3)
 

@@ -15,7 +15,9 @@ from vkback.device.spirv import inspect
 from vkback.graph import Node, Tensor
 from vkback.ops.base import OPS, Dispatch, LowerContext, PlanError
 from vkback.ops.code_books import shared_bytes as code_book_bytes
-from vkback.ops.mat_vec import QUANTS, choice_problem, fused_case, prologue_problem, shared_bytes
+from vkback.ops.mat_vec import QUANTS, fused_case
+from vkback.ops.mat_vec_config import SHADER_WORDS, MatVecConfig, choice_problem, prologue_problem, shared_bytes
+from vkback.paths import shader_root
 from vkback.plan.planner import check_limits
 from vkback.shader import ShaderLibrary
 
@@ -38,8 +40,8 @@ def real() -> tuple[tuple[str, Node], ...]:
         for n in (1, 4, 16):
             yield MatVecProblem(quant, 4096, 14336, n, ("residual",))
             yield MatVecProblem(quant, 2 * 14336, 4096, n, glu=True, out="Q8_1")
-            yield MatVecProblem(quant, 1536, 2048, n, ("ids",), glu=True, out="Q8_1", experts=32, used=4)
-            yield MatVecProblem(quant, 2048, 768, n, ("residual", "ids", "expert_weights"), experts=32, used=4)
+            yield MatVecProblem(quant, 1536, 2048, n, ("ids",), glu=True, out="Q8_1", n_expert=32, n_used=4)
+            yield MatVecProblem(quant, 2048, 768, n, ("residual", "ids", "expert_weights"), n_expert=32, n_used=4)
         yield MatVecProblem(quant, 128256, 4096, 1, ("norm",))
         yield MatVecProblem(quant, 2 * 14336, 4096, 1, ("norm",), glu=True, out="Q8_1")
 
@@ -50,7 +52,7 @@ def real() -> tuple[tuple[str, Node], ...]:
 
 def choosing_product(quant: str, roles: tuple[str, ...], m: int, k: int, *, experts: int, used: int) -> tuple[str, Node]:
     """A product that chooses its experts; of as few rows as let any device bind all of them."""
-    routed = MatVecProblem(quant, m, k, 1, (*roles, "ids"), glu=True, out="Q8_1", experts=experts, used=used).node()
+    routed = MatVecProblem(quant, m, k, 1, (*roles, "ids"), glu=True, out="Q8_1", n_expert=experts, n_used=used).node()
     logits, weights, ids = Tensor("logits", "F32", (1, experts)), Tensor("weights", "F32", (1, used)), routed.inputs[-1]
     params = {**routed.params, "roles": ("w", "x", *roles, "logits"), "n_used": used, "norm": True, "gating": "softmax", "scale": 1.0}
     return f"{quant} {roles}", Node("MAT_VEC", (*routed.inputs[:-1], logits), (*routed.outputs, weights, ids), params)
@@ -66,7 +68,8 @@ def faults(dispatch: Dispatch, caps: Capabilities) -> Iterator[str]:
     threads, subgroup, required = defines["WG"], defines["SUBGROUP"], dispatch.kernel.subgroup_size
     if threads > min(caps.max_workgroup_invocations, caps.max_workgroup_size[0]):
         yield f"{threads} threads"
-    shared = shared_bytes(defines) + code_book_bytes(quant, caps)
+    assert isinstance(dispatch.config, MatVecConfig)
+    shared = shared_bytes(dispatch.config) + code_book_bytes(quant, caps)
     if shared > caps.max_shared_memory:
         yield f"{shared} bytes of shared memory"
     if required is not None:
@@ -94,7 +97,7 @@ def in_the_way(node: Node, ctx: LowerContext) -> bool:
     if "logits" in node.params["roles"] and choice_problem(node, ctx):
         return True
     normed = "norm" in product.roles and any(prologue_problem(product.quant, product.k, 1, path, ctx) for path in ("int", "float"))
-    return normed or (product.experts > 0 and ctx.caps.max_storage_buffer_range < 1 << 28)
+    return normed or (product.n_expert > 0 and ctx.caps.max_storage_buffer_range < 1 << 28)
 
 
 @pytest.mark.parametrize("profile", profile_ids())
@@ -120,17 +123,25 @@ def test_every_case_keeps_to_the_limits_of_every_device(profile: str) -> None:
 def test_shared_memory_is_what_the_shader_declares(profile: str, library: ShaderLibrary) -> None:
     ctx = planned_for(profile)
     shapes = [
-        ({"wg": 128, "lanes": 32, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 0}, fused_case("Q4_K", 512, 1024, 5, ())),
-        ({"wg": 64, "lanes": 64, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 2}, fused_case("Q8_0", 512, 1024, 1, ("norm",))),
-        ({"wg": 64, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": 0, "groups": 0},
+        ({"wg": 128, "lanes": 32, "rows": 2, "unroll": 1, "prefetch": "none", "groups": "per_tile"}, fused_case("Q4_K", 512, 1024, 5, ())),
+        ({"wg": 64, "lanes": 64, "rows": 2, "unroll": 1, "prefetch": "none", "groups": 2}, fused_case("Q8_0", 512, 1024, 1, ("norm",))),
+        ({"wg": 64, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": "none", "groups": "per_tile"},
          fused_case("Q4_K", 512, 512, 2, (), glu=True, out="Q8_1")),
-        ({"wg": 64, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": 0, "groups": 0, "block": 16},
+        ({"wg": 64, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": "none", "groups": "per_tile", "block": 16},
          fused_case("Q4_K", 64, 512, 1, ("logits",), glu=True, experts=40, used=5, gating="softmax", norm_w=False)),
-        ({"wg": 64, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": 0, "groups": 0, "block": 64},
+        ({"wg": 64, "lanes": 16, "rows": 4, "unroll": 1, "prefetch": "none", "groups": "per_tile", "block": 64},
          fused_case("Q4_K", 64, 512, 1, ("norm", "logits"), glu=True, out="Q8_1", experts=40, used=5)),
     ]  # fmt: skip
     for params, case in shapes:
         for dispatch in OPS["MAT_VEC"].lower(case.build().node, with_params(ctx, **params)):
             if dispatch.kernel.source.startswith("mat_vec/"):
                 declared = inspect(library.spirv(dispatch.kernel)).shared_bytes
-                assert declared == shared_bytes(dict(dispatch.kernel.defines)), dispatch.kernel.name
+                assert isinstance(dispatch.config, MatVecConfig)
+                assert declared == shared_bytes(dispatch.config), dispatch.kernel.name
+
+
+def test_the_words_of_a_config_are_constants_of_the_shader() -> None:
+    text = (shader_root() / "mat_vec" / "mat_vec.comp").read_text()
+    for define, words in SHADER_WORDS.items():
+        for number, word in enumerate(words):
+            assert f"#define {define}_{word.upper().replace('+', '_')} {number}\n" in text

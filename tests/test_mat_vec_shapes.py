@@ -15,17 +15,18 @@ from vkback.ops.mat_vec import fused_case, mul_mat_case
 from vkback.shader import ShaderLibrary
 
 SHAPES = [
-    {"wg": 8, "lanes": 8, "rows": 1, "unroll": 1, "prefetch": 0, "groups": 0},
-    {"wg": 8, "lanes": 1, "rows": 1, "unroll": 2, "prefetch": 1, "groups": 0},
-    {"wg": 32, "lanes": 4, "rows": 2, "unroll": 4, "prefetch": 0, "groups": 2},
-    {"wg": 64, "lanes": 32, "rows": 4, "unroll": 2, "prefetch": 1, "groups": 3},
-    {"wg": 32, "lanes": 8, "rows": 2, "unroll": 1, "prefetch": 1, "groups": 0, "stage": 1},
-    {"wg": 64, "lanes": 64, "rows": 1, "unroll": 1, "prefetch": 0, "groups": 2, "stage": 1},
-    {"wg": 64, "lanes": 64, "rows": 2, "unroll": 1, "prefetch": 0, "groups": 2},
-    {"wg": 16, "lanes": 4, "rows": 2, "unroll": 2, "prefetch": 2, "groups": 0},
-    {"wg": 16, "lanes": 2, "rows": 2, "unroll": 4, "prefetch": 2, "adjoin": 1, "groups": 2},
-    {"wg": 16, "lanes": 4, "rows": 1, "unroll": 2, "prefetch": 1, "adjoin": 1, "groups": 0, "stage": 1},
-]
+    {"wg": 8, "lanes": 8, "rows": 1, "unroll": 1, "prefetch": "none", "groups": "per_tile"},
+    {"wg": 8, "lanes": 1, "rows": 1, "unroll": 2, "prefetch": "weights", "groups": "per_tile"},
+    {"wg": 32, "lanes": 4, "rows": 2, "unroll": 4, "prefetch": "none", "groups": 2},
+    {"wg": 64, "lanes": 32, "rows": 4, "unroll": 2, "prefetch": "weights", "groups": 3},
+    {"wg": 32, "lanes": 8, "rows": 2, "unroll": 1, "prefetch": "weights", "groups": "per_tile", "x_in_shared": True},
+    {"wg": 64, "lanes": 64, "rows": 1, "unroll": 1, "prefetch": "none", "groups": 2, "x_in_shared": True},
+    {"wg": 64, "lanes": 64, "rows": 2, "unroll": 1, "prefetch": "none", "groups": 2},
+    {"wg": 16, "lanes": 4, "rows": 2, "unroll": 2, "prefetch": "weights+x", "groups": "per_tile"},
+    {"wg": 16, "lanes": 2, "rows": 2, "unroll": 4, "prefetch": "weights+x", "lane_order": "blocked", "groups": 2},
+    {"wg": 16, "lanes": 4, "rows": 1, "unroll": 2, "prefetch": "weights", "lane_order": "blocked", "groups": "per_tile",
+     "x_in_shared": True},
+]  # fmt: skip
 
 
 @pytest.mark.vulkan

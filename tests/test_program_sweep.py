@@ -78,7 +78,7 @@ def test_a_point_takes_the_place_of_its_own_mat_vec_alone(name: str) -> None:
     for job in jobs:
         assert job.match["sync"] == "sentinel"
         assert job.line.endswith(f" in {name}")
-        point = actual(Point(256, 16, 4, 1, 0, 0, 0, 0), job, job.context(ctx))
+        point = actual(Point(256, 16, 4, 1), job, job.context(ctx))
         other = plan(graph, dataclasses.replace(ctx, tuning=replaced(ctx.tuning, job, point)))
         mine = {i for i, (d, was) in enumerate(zip(other.dispatches(), present, strict=True)) if d.kernel != was.kernel}
         assert not mine & changed
@@ -98,14 +98,14 @@ def test_starts_are_legal_where_they_are_meant_for() -> None:
     for job in large:
         plain = job.problem.out == "F32" and "norm" not in job.problem.roles
         for shape in WAITING_STARTS if plain else PROLOGUE_STARTS:
-            start = actual(Point(*shape, 1, 0, 0, 0), job, job.context(ctx))
+            start = actual(Point(*shape, prefetch="weights"), job, job.context(ctx))
             assert refusal(start, job, job.context(ctx)) == ""
             defines = dict(lowered(start, job, ctx)[-1].kernel.defines)
             assert [defines[n] for n in ("WG", "LANES", "ROWS", "UNROLL")] == [*start[:4]]
-            assert defines["PROLOGUE"] == (3 if plain else job.match["prologue"])
+            assert defines["PROLOGUE"] == ("none", "norm", "copy").index("copy" if plain else job.match["prologue"])
     plain_job = next(j for j in large if j.problem.x == "Q8_1")
-    staged = Point(1024, 64, 2, 1, 1, 1, 0, 0)
-    assert refusal(staged, plain_job, plain_job.context(ctx)) == "stage = 1 would become 0"  # it always is
+    staged = Point(1024, 64, 2, 1, prefetch="weights", x_in_shared=True)
+    assert refusal(staged, plain_job, plain_job.context(ctx)) == "x_in_shared = true would become false"  # it always is
 
 
 # -- on a device
@@ -231,7 +231,7 @@ def test_a_wrong_token_is_refused_and_named(
 
     def starts(self: MatVecs, job: Job) -> list[Point]:
         before[:] = [self.picked(job, self.ctx.tuning)[0]]
-        return [*before, actual(Point(8, 8, 1, 1, 0, 0, 0, 0), job, job.context(self.ctx))]
+        return [*before, actual(Point(8, 8, 1, 1), job, job.context(self.ctx))]
 
     monkeypatch.setattr(MatVecs, "starts", starts)
     (found,) = runs.sweep(broken(tmp_path, *fault)).run([job])
@@ -266,7 +266,7 @@ def test_the_command_tunes_in_the_program_where_it_is_barrier_free(runs: Runs, m
 
 def test_results_of_programs_and_of_chains_do_not_meet() -> None:
     job = program_jobs("demo-dense", barrier_free(planned_for(H200)))[0]
-    point = Point(64, 32, 2, 2, 0, 0, 0, 0)
+    point = Point(64, 32, 2, 2)
 
     def result(job: Job, latency: float) -> TuneResult[Point]:
         return TuneResult(
@@ -334,7 +334,7 @@ def test_tokens_may_choose_other_experts_and_the_first_result_may_not_differ(
     monkeypatch.setattr(trial, "_want", [(want[i], [experts[i]]) for i in range(3)], raising=False)
     monkeypatch.setattr(trial, "_program", lambda point: candidate)
     monkeypatch.setattr(program_sweep, "first_changed", lambda a, b: Tensor("y", "F32", (64,)))
-    told = trial.wrong(Point(64, 32, 1, 1, 0, 0, 0, 0))
+    told = trial.wrong(Point(64, 32, 1, 1))
     assert told.startswith(said) and bool(told) == bool(said)
 
 
@@ -347,7 +347,7 @@ def test_the_first_tensor_that_another_kernel_makes(name: str) -> None:
     assert first_changed(present, plan(graph, ctx)) is None
     found: list[str] = []
     for job in program_jobs(name, ctx):
-        point = Point(64, 8, 2, 1, 0, 0, 0, 0)
+        point = Point(64, 8, 2, 1)
         other = plan(graph, dataclasses.replace(ctx, tuning=replaced(ctx.tuning, job, point)))
         tensor = first_changed(present, other)
         if tensor is not None:

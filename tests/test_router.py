@@ -27,7 +27,8 @@ from vkback.shader import ShaderLibrary
 def test_any_number_of_workgroups(
     wg: int, lanes: int, rows: int, shared: bool, device: Device, library: ShaderLibrary, ctx: LowerContext
 ) -> None:
-    fixed = with_params(without_subgroups(ctx) if shared else ctx, wg=wg, lanes=lanes, rows=rows, unroll=1, prefetch=0, groups=0, block=16)
+    shape = {"wg": wg, "lanes": lanes, "rows": rows, "unroll": 1, "prefetch": "none", "groups": "per_tile", "block": 16}
+    fixed = with_params(without_subgroups(ctx) if shared else ctx, **shape)
     outcome = run_case(device, library, router_case(60, 512, 4, True, "softmax", True, 3), fixed)
     assert outcome.ok, outcome.text
 
@@ -45,25 +46,25 @@ def test_the_largest_logit_is_found_in_every_workgroup_s_rows(device: Device, li
 
 def test_it_takes_a_stage_less(model: Model) -> None:
     found, moved, weights = {}, {}, {}
-    for router in ("product", "stage"):
+    for router in ("mat_vec", "stage"):
         ctx = with_params(planned_for("amd_rx_7900_xtx_radv"), router=router)
         s = plan(model.graph(1, 512, head="last"), ctx)
         found[router] = len(s.stages), Counter(d.op for d in s.dispatches())
         moved[router] = sum(d.nbytes for d in s.dispatches() if d.weight_bytes)
         weights[router] = s.weight_bytes
     layers = model.hp.n_layer
-    assert found["stage"][0] - found["product"][0] == layers
-    assert found["product"][1]["MOE_ROUTER"] == found["stage"][1]["TOPK_MOE"] == layers
-    assert "TOPK_MOE" not in found["product"][1]
+    assert found["stage"][0] - found["mat_vec"][0] == layers
+    assert found["mat_vec"][1]["MOE_ROUTER"] == found["stage"][1]["TOPK_MOE"] == layers
+    assert "TOPK_MOE" not in found["mat_vec"][1]
     chosen = 8 * model.hp.n_expert_used  # weights and ids, which then belong to the launch that reads the router
-    assert moved["product"] == moved["stage"] + layers * chosen
-    assert weights["product"] == weights["stage"]
+    assert moved["mat_vec"] == moved["stage"] + layers * chosen
+    assert weights["mat_vec"] == weights["stage"]
 
 
 def test_its_product_is_tuned_like_any_other() -> None:
-    found = {r: dict(of_model("demo-moe", 1, with_params(planned_for("amd_rx_7900_xtx_radv"), router=r))) for r in ("product", "stage")}
-    assert found["product"] == found["stage"]
-    assert any(p.quant == "F32" and "norm" in p.roles for p in found["product"])
+    found = {r: dict(of_model("demo-moe", 1, with_params(planned_for("amd_rx_7900_xtx_radv"), router=r))) for r in ("mat_vec", "stage")}
+    assert found["mat_vec"] == found["stage"]
+    assert any(p.quant == "F32" and "norm" in p.roles for p in found["mat_vec"])
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,8 @@ from vkback.harness.suite import Suite, find_case, run_in_processes
 from vkback.harness.support import support_of, support_table
 from vkback.harness.unfused import UNFUSED, unfused, unfused_tolerance
 from vkback.ops.base import OPS, Arg, Case, Dispatch, LowerContext, Problem, Tolerance, pack_push
-from vkback.ops.mat_vec import INT_QUANTS, QUANTS
+from vkback.ops.mat_vec import QUANTS
+from vkback.ops.mat_vec_node import INT_QUANTS
 from vkback.paths import shader_root
 from vkback.shader import ShaderLibrary
 

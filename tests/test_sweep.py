@@ -36,15 +36,15 @@ from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Measurement
 
 H200 = "nvidia_h200_linux"
-A = Point(256, 64, 1, 4, 0, 0, 0, 0)
-B = Point(64, 32, 2, 2, 0, 0, 0, 0)
+A = Point(256, 64, 1, 4)
+B = Point(64, 32, 2, 2)
 
 MAT_VECS = [
     MatVecProblem("Q4_K", 96, 512, 3, ("bias",)),
     MatVecProblem("Q8_0", 96, 512, 1, ("residual",), x="Q8_1"),
     MatVecProblem("Q6_K", 128, 512, 1, ("norm",), glu=True, out="Q8_1"),
-    MatVecProblem("MXFP4", 64, 256, 2, ("ids",), glu=True, experts=6, used=3),
-    MatVecProblem("Q4_K", 96, 256, 2, ("residual", "ids", "expert_weights"), experts=6, used=3),
+    MatVecProblem("MXFP4", 64, 256, 2, ("ids",), glu=True, n_expert=6, n_used=3),
+    MatVecProblem("Q4_K", 96, 256, 2, ("residual", "ids", "expert_weights"), n_expert=6, n_used=3),
 ]
 
 
@@ -60,7 +60,7 @@ def test_a_mat_vec_is_its_text_and_its_node(mat_vec: MatVecProblem) -> None:
 def test_mat_vecs_are_read_from_the_suite_s_own_lines() -> None:
     assert MatVecProblem.parse("MUL_MAT(type_a=q4_K,type_b=f32,m=4096,n=1,k=14336,seed=7)") == MatVecProblem("Q4_K", 4096, 14336)
     moe = MatVecProblem.parse(" mul_mat_id(type_a=MXFP4,type_b=f32,n_mats=32,n_used=4,b=1,m=64,n=2,k=256) ")
-    assert moe == MatVecProblem("MXFP4", 64, 256, 2, ("ids",), experts=32, used=4)
+    assert moe == MatVecProblem("MXFP4", 64, 256, 2, ("ids",), n_expert=32, n_used=4)
     fused = MatVecProblem.parse("MAT_VEC(type_a=Q8_0,m=64,n=1,k=256,fused=norm+bias,glu=1,out=q8_1)")
     assert fused == MatVecProblem("Q8_0", 64, 256, 1, ("norm", "bias"), glu=True, out="Q8_1")
 
@@ -126,7 +126,8 @@ def test_mat_vecs_that_tables_cannot_tell_apart_are_one_job_and_the_most_bytes_c
 
 def test_a_model_s_mat_vecs_are_those_of_its_schedule() -> None:
     found = dict(of_model("demo-moe", 1, planned_for(H200)))
-    assert {(p.ids, p.glu, p.out) for p in found} >= {(1, True, "F32"), (2, False, "F32"), (0, False, "F32")}
+    kinds = {(p.experts, p.glu, p.out) for p in found}
+    assert kinds >= {("each", True, "F32"), ("summed", False, "F32"), ("none", False, "F32")}
     assert all(count > 0 for count in found.values())
 
 
@@ -139,14 +140,14 @@ def test_a_model_s_mat_vecs_are_those_of_its_schedule() -> None:
         (A._replace(wg=32), "lanes = 64 would become 32"),
         (A._replace(unroll=8), "unroll = 8 would become 7"),
         (A._replace(unroll=14), "unroll = 14 would become 7"),
-        (A._replace(groups=1 << 20), f"groups = {1 << 20} would become 0"),
-        (A._replace(unroll=6, lanes=128, prefetch=1), "unroll = 6 would become 4"),
-        (A._replace(unroll=4, lanes=128, prefetch=1), "prefetch = 1 would become 0"),
-        (A._replace(prefetch=2), ""),
-        (A._replace(prefetch=2, stage=1), "prefetch = 2 would become 1"),
-        (A._replace(subgroup=32), "subgroup = 32 would become 0"),
+        (A._replace(groups=1 << 20), f"groups = {1 << 20} would become per_tile"),
+        (A._replace(unroll=6, lanes=128, prefetch="weights"), "unroll = 6 would become 4"),
+        (A._replace(unroll=4, lanes=128, prefetch="weights"), "prefetch = weights would become none"),
+        (A._replace(prefetch="weights+x"), ""),
+        (A._replace(prefetch="weights+x", x_in_shared=True), "prefetch = weights+x would become weights"),
+        (A._replace(subgroup=32), "subgroup = 32 would become default"),
         (A._replace(rows=8, unroll=4), "160 registers of weights in flight, at most 96 are worth trying"),
-        (Point(1024, 64, 8, 2, 1, 0, 0, 0), "80 registers of weights in flight in each of 1024 threads: a core has 65536"),
+        (Point(1024, 64, 8, 2, prefetch="weights"), "80 registers of weights in flight in each of 1024 threads: a core has 65536"),
     ],
 )  # fmt: skip
 def test_points_are_refused_before_they_are_compiled(point: Point, said: str) -> None:
@@ -155,7 +156,7 @@ def test_points_are_refused_before_they_are_compiled(point: Point, said: str) ->
 
 def test_what_the_tables_choose_is_tried_whatever_it_takes() -> None:
     job = Job(MatVecProblem("F32", 16, 256, roles=("norm",), x="F32"), "float")
-    point = Point(64, 8, 4, 1, 0, 0, 0, 0)
+    point = Point(64, 8, 4, 1)
     assert refusal(point, job, planned_for(H200)) == "128 registers of weights in flight, at most 96 are worth trying"
     assert refusal(point, job, planned_for(H200), chosen=True) == ""
 
@@ -164,7 +165,7 @@ def test_points_beyond_shared_memory_are_refused() -> None:
     job = Job(MatVecProblem("Q4_K", 2 * 14336, 4096, glu=True, out="Q8_1", x="Q8_1"), "int")
     ctx = planned_for("apple_m1_moltenvk")  # sums of every thread go through shared memory
     small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_shared_memory=8192))
-    said = refusal(Point(256, 32, 8, 1, 0, 0, 0, 0), job, small)
+    said = refusal(Point(256, 32, 8, 1), job, small)
     # 256 threads of 8 sums, a word a thread twice to reduce over, 32 output rows
     assert f"need {4 * 256 * 8 + 2 * 4 * 256 + 4 * 32} bytes of shared memory, Apple M1 has 8192" in said
 
@@ -181,9 +182,11 @@ def test_what_is_not_refused_is_compiled_as_it_stands(profile: str, mat_vec: Mat
     assert len(set(tried)) >= 4
     for point in tried:
         defines = dict(lowered(point, job, ctx)[-1].kernel.defines)
-        got = [defines[name] for name in ("WG", "LANES", "ROWS", "UNROLL", "PREFETCH", "ADJOIN", "TILES")]
-        assert got == [point.wg, point.lanes, point.rows, point.unroll, point.prefetch, point.adjoin, int(point.groups > 0)]
-        if point.subgroup:
+        got = [defines[name] for name in ("WG", "LANES", "ROWS", "UNROLL", "PREFETCH", "LANES_BLOCKED", "TILES")]
+        prefetch = ("none", "weights", "weights+x").index(point.prefetch)
+        blocked, loops = point.lane_order == "blocked", point.groups != "per_tile"
+        assert got == [point.wg, point.lanes, point.rows, point.unroll, prefetch, int(blocked), int(loops)]
+        if point.subgroup != "default":
             assert lowered(point, job, ctx)[-1].kernel.subgroup_size == point.subgroup
 
 
@@ -214,12 +217,13 @@ def test_ranges_meet_at_the_geometric_mean_and_end_at_a_factor_of_two() -> None:
 
 
 def test_the_table_has_a_row_for_what_was_kept_and_leaves_the_rest_to_the_others() -> None:
-    results = [result(4096, 4096), result(14336, 4096, after=A), result(4096, 14336), result(4096, 4096, glu=1), result(4096, 4096, ids=2)]
+    others = [result(4096, 4096, glu=True), result(4096, 4096, experts="summed")]
+    results = [result(4096, 4096), result(14336, 4096, after=A), result(4096, 14336), *others]
     text = table_text(mat_vec_rows(results, CARD), CARD)
     rows = parse_table(text, "device_card.toml")
-    assert [(r.match["m"], r.match["k"], r.match["glu"], r.match["ids"]) for r in rows if r.match["glu"] == r.match["ids"] == 0] == [
-        ({"min": 2048, "max": 7662}, {"min": 2048, "max": 7662}, 0, 0),
-        ({"min": 2048, "max": 8192}, {"min": 7663, "max": 28672}, 0, 0),
+    assert [(r.match["m"], r.match["k"]) for r in rows if not r.match["glu"] and r.match["experts"] == "none"] == [
+        ({"min": 2048, "max": 7662}, {"min": 2048, "max": 7662}),
+        ({"min": 2048, "max": 8192}, {"min": 7663, "max": 28672}),
     ]
     assert len(rows) == 4
     assert all(r.match["sync"] == "barrier" for r in rows)
@@ -297,7 +301,7 @@ def broken(tmp_path: Path) -> ShaderLibrary:
 def test_points_with_wrong_results_are_not_timed(
     device: Device, broken: ShaderLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = [Point(8, 8, 1, 1, 0, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0, 0)]
+    points = [Point(8, 8, 1, 1), Point(8, 8, 2, 1)]
     jobs = jobs_for([(MatVecProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
 
     monkeypatch.setattr(MatVecs, "starts", lambda self, job: points)
@@ -318,7 +322,7 @@ def test_points_that_do_not_compile_are_refused(device: Device, tmp_path: Path, 
     shutil.copytree(shader_root(), root)
     file = root / "mat_vec" / "epilogue.glsl"
     file.write_text("#if ROWS == 2\n#error two rows\n#endif\n" + file.read_text())
-    points = [Point(8, 8, 1, 1, 0, 0, 0, 0), Point(8, 8, 2, 1, 0, 0, 0, 0), Point(16, 8, 1, 1, 0, 0, 0, 0)]
+    points = [Point(8, 8, 1, 1), Point(8, 8, 2, 1), Point(16, 8, 1, 1)]
     refused: list[str] = []
     watcher = Watcher(point=lambda job, point, said: refused.append(said) if point.rows == 2 else None)
     jobs = jobs_for([(MatVecProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
@@ -367,6 +371,6 @@ def test_the_command_refuses_what_it_cannot_do(arguments: Sequence[str], said: s
 
 def test_axes_follow_the_device() -> None:
     intel, nvidia = (Capabilities.from_profile(p) for p in ("intel_arc_a770_anv", H200))
-    assert axes(intel)["subgroup"] == (0, 8, 16)
-    assert axes(nvidia)["subgroup"] == (0,)
-    assert axes(dataclasses.replace(nvidia, shader_cores=132))["groups"] == (0, 132, 264, 528, 1056)
+    assert axes(intel)["subgroup"] == ("default", 8, 16)
+    assert axes(nvidia)["subgroup"] == ("default",)
+    assert axes(dataclasses.replace(nvidia, shader_cores=132))["groups"] == ("per_tile", 132, 264, 528, 1056)

@@ -34,14 +34,14 @@ GRAPHS = (*BUILT_IN, *(f"{large}:4" for large in (*LARGE, "gpt-oss-20b-MXFP4")))
 N_CTX = 64
 
 
-def sentinel(profile: str, router: str = "product") -> LowerContext:
+def sentinel(profile: str, router: str = "mat_vec") -> LowerContext:
     return with_params(planned_for(profile), sync="sentinel", router=router)
 
 
 # --- which stages are barrier-free ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("router", ["product", "experts"])
+@pytest.mark.parametrize("router", ["mat_vec", "experts"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_all_stages_of_a_token_are_barrier_free_but_the_ends(name: str, router: str, models: Callable[[str], Model]) -> None:
     """Memory is filled beside the embedding and the angles, so nobody can spin on them; and the sampler has no spin-waits."""
@@ -214,7 +214,7 @@ def test_kernels_that_spin_stay_within_the_poorest_devices(models: Callable[[str
 
 # --- on a device --------------------------------------------------------------------------------------------------------------------
 
-RUNS = [("demo-dense", "product", "attention"), ("demo-moe", "product", "producer"), ("demo-moe", "experts", "attention")]
+RUNS = [("demo-dense", "mat_vec", "attention"), ("demo-moe", "mat_vec", "producer"), ("demo-moe", "experts", "attention")]
 TOKENS = (1, 17, 300, 5)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import vkback.plan.fuse  # noqa: F401  declares every family
+from vkback.autotune.overrides import override_rows
 from vkback.device import Capabilities, profile_ids
 from vkback.device.architecture import BY_ID, BY_NAME, DRIVERS, driver_class, known_class
 from vkback.ops.base import FAMILIES
@@ -18,8 +19,17 @@ WHY = 'measured = "test"'
 ROW = "[tuning] default.toml [[mat_vec]] row 1: "
 DEFAULT = f"""
 [[mat_vec]]
-set = {{ wg = 128, lanes = 32, rows = 2, unroll = 2, prefetch = 1, adjoin = 0, stage = 0, groups = 0, subgroup = 0 }}
 {WHY}
+[mat_vec.set]
+wg = 128
+lanes = 32
+rows = 2
+unroll = 2
+prefetch = "weights"
+lane_order = "strided"
+x_in_shared = false
+groups = "per_tile"
+subgroup = "default"
 """
 
 
@@ -35,7 +45,8 @@ def tables(folder: Path, **files: str) -> Tuning:
 
 
 def query(**changed: object) -> dict[str, object]:
-    return {"quant": "Q4_K", "path": "int", "m": 4096, "k": 4096, "n": 1, "ids": 0, "glu": 0, "y": "F32", "prologue": 0, **changed}
+    fused = {"experts": "none", "glu": False, "y": "F32", "prologue": "none"}
+    return {"quant": "Q4_K", "decoder": "bits", "path": "int", "m": 4096, "k": 4096, "n": 1, **fused, **changed}
 
 
 @pytest.mark.parametrize(
@@ -44,14 +55,14 @@ def query(**changed: object) -> dict[str, object]:
         ("[[mat_vec]", "[tuning] default.toml: not valid TOML: Expected ']]' at the end of an array declaration (at line 1, column 10)"),
         ("[[matvec]]", "[tuning] default.toml: unknown family 'matvec', expected one of argmax, attention"),
         ("[mat_vec]", "[tuning] default.toml: mat_vec must be rows, written [[mat_vec]]"),
-        (row("set = { rows = 2 }", 'qant = "Q4_K"'), ROW + "unknown key 'qant', expected one of glu, ids, k, m, n,"),
+        (row("set = { rows = 2 }", 'qant = "Q4_K"'), ROW + "unknown key 'qant', expected one of decoder, experts, glu, k, m, n,"),
         (row('quant = "Q4_K"'), ROW + "has no `set = { ... }`"),
         ("[[mat_vec]]\nset = { rows = 2 }", ROW + 'has no evidence; add `measured = "..."` with date, device,'),
         ('[[mat_vec]]\nset = { rows = 2 }\nmeasured = " "', ROW + "has no evidence"),
-        (row("set = { row = 2 }"), ROW + "unknown parameter 'row', expected one of adjoin, groups, lanes, prefetch,"),
+        (row("set = { row = 2 }"), ROW + "unknown parameter 'row', expected one of groups, lane_order, lanes, prefetch,"),
         (row("set = { rows = 3 }"), ROW + "rows = 3 is not legal, expected one of 1, 2, 4, 8, 16, 32"),
-        (row("set = { prefetch = true }"), ROW + "prefetch = True is not legal, expected one of 0, 1"),
-        (row("set = { groups = -1 }"), ROW + "groups = -1, expected an integer from 0"),
+        (row("set = { prefetch = true }"), ROW + "prefetch = true is not legal, expected one of none, weights, weights+x"),
+        (row("set = { groups = -1 }"), ROW + "groups = -1, expected an integer from 1, or 'per_tile'"),
         (row("set = { groups = 0 }", family="attention"),
          "[tuning] default.toml [[attention]] row 1: groups = 0, expected an integer from 1"),
         (row("set = { rows = 2 }", "m = { min = 4096, max = 1024 }"),
@@ -62,8 +73,10 @@ def query(**changed: object) -> dict[str, object]:
         (row("set = { rows = 2 }", 'quant = ["Q4_K", "Q4K"]'),
          ROW + "matches nothing: quant = 'Q4K', expected one of F32, F16, BF16, Q4_0,"),
         (row("set = { rows = 2 }", "quant = []"), ROW + "matches nothing: quant = [], expected one of F32,"),
-        (row("set = { rows = 2 }", "ids = 3"), ROW + "matches nothing: ids = 3, expected one of 0, 1, 2"),
-        (row("set = { rows = 2 }", "glu = { min = 2 }"), ROW + "matches nothing: glu >= 2, expected one of 0, 1"),
+        (row("set = { rows = 2 }", "experts = 3"), ROW + "matches nothing: experts = 3, expected one of none, each, summed"),
+        (row("set = { rows = 2 }", "glu = { min = 2 }"), ROW + "glu must be true or false, got {'min': 2}"),
+        (row("set = { rows = 2 }", "glu = 1"), ROW + "matches nothing: glu = 1, expected one of false, true"),
+        (row("set = { x_in_shared = 1 }"), ROW + "x_in_shared = 1 is not legal, expected one of false, true"),
         (row("set = { rows = 2 }", 'quant = ["F16", "F32"]', 'path = "int"'),
          ROW + "matches nothing: there is no mat_vec with quant = F16|F32 and path = int"),
         (row("set = { rows = 2 }", 'architecture = "rdna2"'), ROW + "architecture belongs in a vendor's table:"),
@@ -97,8 +110,8 @@ def test_a_table_that_no_device_has_is_refused() -> None:
          "name a further key in one of them, or ranges that do not meet"),
         (('quant = ["Q4_K", "Q5_K"]',), ('quant = ["Q5_K", "Q6_K"]',),
          "[tuning] amd.toml [[mat_vec]] row 2 (quant = Q5_K|Q6_K): overlaps row 1 (quant = Q4_K|Q5_K), and they disagree on rows"),
-        (("glu = 1", "m = { max = 4096 }"), ("glu = 1", "m = { min = 1024, max = 8192 }"),
-         "[tuning] amd.toml [[mat_vec]] row 2 (glu = 1, 1024 <= m <= 8192): overlaps row 1 (glu = 1, m <= 4096), and they disagree on"),
+        (("glu = true", "m = { max = 4096 }"), ("glu = true", "m = { min = 1024, max = 8192 }"),
+         "[tuning] amd.toml [[mat_vec]] row 2 (glu = true, 1024 <= m <= 8192): overlaps row 1 (glu = true, m <= 4096), and they"),
         ((), (), "[tuning] amd.toml [[mat_vec]] row 2 (anything): overlaps row 1 (anything), and they disagree on rows (2 and 4);"),
     ],
 )  # fmt: skip
@@ -123,21 +136,22 @@ def test_rows_of_different_architectures_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_rows_for_a_driver_stand_beside_those_for_an_architecture(tmp_path: Path) -> None:
-    text = row("set = { rows = 8, lanes = 8 }", 'architecture = "rdna3"') + row("set = { rows = 4 }", 'driver = "mesa_radv"', "ids = 0")
+    driver = row("set = { rows = 4 }", 'driver = "mesa_radv"', 'experts = "none"')
+    text = row("set = { rows = 8, lanes = 8 }", 'architecture = "rdna3"') + driver
     choice = tables(tmp_path, amd=text).pick("mat_vec", **query())
     assert (choice.params["rows"], choice.params["lanes"]) == (4, 8)
     assert tables(tmp_path, amd=text.replace("mesa_radv", "amd_proprietary")).pick("mat_vec", **query()).params["rows"] == 8
     with pytest.raises(TuningError, match=r"row 2 \(driver = mesa_radv\): overlaps row 1 \(architecture = rdna3\), and they"):
-        parse_table(text.replace("\nids = 0", ""), "amd.toml")
+        parse_table(text.replace('\nexperts = "none"', ""), "amd.toml")
     with pytest.raises(TuningError, match="row 1: matches nothing: amd has no driver 'radv', expected one of amd_proprietary, "):
         parse_table(row("set = { rows = 8 }", 'driver = "radv"'), "amd.toml")
 
 
 def test_a_row_that_never_wins_is_refused() -> None:
-    text = row("set = { rows = 2 }", "ids = { max = 1 }") + row("set = { rows = 4, lanes = 16 }", "ids = { min = 0 }", "m = { min = 0 }")
+    text = row("set = { rows = 2 }", "n = { max = 1 }") + row("set = { rows = 4, lanes = 16 }", "n = { min = 0 }", "m = { min = 0 }")
     with pytest.raises(TuningError) as error:
         parse_table(text, "amd.toml")
-    assert str(error.value) == "[tuning] amd.toml [[mat_vec]] row 1: never wins: row 2 (ids >= 0, m >= 0) comes first wherever it matches"
+    assert str(error.value) == "[tuning] amd.toml [[mat_vec]] row 1: never wins: row 2 (n >= 0, m >= 0) comes first wherever it matches"
 
 
 def test_device_beats_architecture_beats_vendor_beats_default(tmp_path: Path) -> None:
@@ -167,7 +181,7 @@ def test_device_beats_architecture_beats_vendor_beats_default(tmp_path: Path) ->
 def test_within_a_table_more_keys_win_then_the_narrower_range_whatever_the_order(tmp_path: Path) -> None:
     rows = [
         row("set = { rows = 1 }"),
-        row("set = { rows = 32 }", "prologue = 2"),
+        row("set = { rows = 32 }", 'prologue = "norm"'),
         row("set = { lanes = 8 }", 'y = "Q8_1"'),
         row("set = { rows = 2 }", 'quant = ["Q4_K", "Q6_K"]'),
         row("set = { rows = 4 }", 'quant = "Q4_K"'),
@@ -179,9 +193,9 @@ def test_within_a_table_more_keys_win_then_the_narrower_range_whatever_the_order
         picked = [found.pick("mat_vec", **query(quant=q, m=m)).params["rows"] for q, m in
                   (("Q5_K", 8192), ("Q6_K", 8192), ("Q4_K", 8191), ("Q4_K", 8192), ("Q4_K", 32768), ("Q4_K", 32769))]  # fmt: skip
         assert picked == [1, 2, 4, 8, 16, 8]
-        normed = found.pick("mat_vec", **query(prologue=2, y="Q8_1"))
+        normed = found.pick("mat_vec", **query(prologue="norm", y="Q8_1"))
         assert (normed.params["rows"], normed.params["lanes"]) == (32, 8)
-        assert [r.about for r in found.rows("mat_vec", query(prologue=2, y="Q8_1"))[:2]] == ["y = Q8_1", "prologue = 2"]
+        assert [r.about for r in found.rows("mat_vec", query(prologue="norm", y="Q8_1"))[:2]] == ["y = Q8_1", "prologue = norm"]
 
 
 def test_every_parameter_knows_its_row(tmp_path: Path) -> None:
@@ -203,17 +217,17 @@ def test_an_edited_table_is_read_again(tmp_path: Path) -> None:
     assert tables(tmp_path, amd=row("set = { rows = 16 }")).pick("mat_vec", **query()).params["rows"] == 16
 
 
-def test_fixed_answers_by_hand_what_it_is_told_to(tmp_path: Path) -> None:
-    fixed = Overrides(tables(tmp_path), {"mat_vec": {"rows": 8}}, "sweep")
-    choice = fixed.pick("mat_vec", **query())
+def test_overrides_answer_what_they_are_told_to(tmp_path: Path) -> None:
+    overrides = Overrides(tables(tmp_path), {"mat_vec": {"rows": 8}}, "sweep")
+    choice = overrides.pick("mat_vec", **query())
     assert (choice.params["rows"], choice.params["wg"], choice.source) == (8, 128, "sweep")
 
 
-def test_fixed_everywhere_answers_in_the_families_that_have_a_parameter(tmp_path: Path) -> None:
+def test_overrides_everywhere_answer_in_the_families_that_have_a_parameter(tmp_path: Path) -> None:
     (tmp_path / "default.toml").write_text(DEFAULT + row('set = { path = "int" }', family="mat_vec_path"))
-    fixed = Overrides.everywhere(Tuning.for_device(CARD, tmp_path), {"rows": 8, "none_has_this": 1}, "test")
-    assert fixed.pick("mat_vec", **query()).params["rows"] == 8
-    other = fixed.pick("mat_vec_path")
+    overrides = Overrides.everywhere(Tuning.for_device(CARD, tmp_path), {"rows": 8, "none_has_this": 1}, "test")
+    assert overrides.pick("mat_vec", **query()).params["rows"] == 8
+    other = overrides.pick("mat_vec_path")
     assert (dict(other.params), other.source) == ({"path": "int"}, "default.toml [[mat_vec_path]] row 1")
 
 
@@ -250,3 +264,75 @@ def test_every_class_is_one_that_tables_may_name() -> None:
         assert not caps.driver_id or driver_class(caps.driver_id) in DRIVERS, profile
     for vendor, rules in {**BY_ID, **BY_NAME}.items():
         assert all(known_class(vendor, name.replace(r"\1", "2")) for _, name in rules)
+
+
+GROUP = """
+[[mat_vec]]
+architecture = "rdna3"
+experts = "none"
+set = { unroll = 4, rows = 2 }
+
+[[mat_vec.row]]
+quant = "Q4_K"
+set = { rows = 4 }
+measured = "four"
+
+[[mat_vec.row]]
+quant = "Q5_K"
+m = { max = 1024 }
+measured = "two"
+"""
+
+
+def test_rows_of_a_group_have_its_keys_and_parameters(tmp_path: Path) -> None:
+    first, second = sorted(parse_table(GROUP, "amd.toml"), key=lambda r: r.number)
+    assert [r.label for r in (first, second)] == ["1.1", "1.2"]
+    assert first.match == {"experts": "none", "quant": "Q4_K"}
+    assert (first.set, first.measured, first.about) == (
+        {"unroll": 4, "rows": 4}, "four", "architecture = rdna3, experts = none, quant = Q4_K"
+    )  # fmt: skip
+    assert (second.set, second.match["m"]) == ({"unroll": 4, "rows": 2}, {"max": 1024})
+    choice = tables(tmp_path, amd=GROUP).pick("mat_vec", **query())
+    assert (choice["rows"], choice["unroll"], choice.source) == (4, 4, "amd.toml [[mat_vec]] row 1.1")
+
+
+def test_a_group_with_evidence_is_a_row_too() -> None:
+    text = GROUP.replace("rows = 2 }", 'rows = 2 }\nmeasured = "all"', 1)
+    assert [r.label for r in sorted(parse_table(text, "amd.toml"), key=lambda r: r.number)] == ["1", "1.1", "1.2"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("set = { rows = 4 }", "set = { rows = 3 }", "row 1.1: rows = 3 is not legal"),
+        ('measured = "two"', "", "row 1.2: has no evidence"),
+        ('quant = "Q4_K"', 'experts = "each"', "row 1.1: experts is among what its group says already; leave it out here or there"),
+        ('measured = "four"', 'measured = "four"\n[[mat_vec.row.row]]', "row 1.1: a row of a group has no rows of its own"),
+        ("set = { unroll = 4, rows = 2 }", "", "row 1.2: has no `set = { ... }`"),
+        ("set = { unroll = 4, rows = 2 }", "row = 1", "row 1: the rows of a group are written [[mat_vec.row]]"),
+    ],
+)
+def test_a_broken_row_of_a_group_is_refused(old: str, new: str, said: str) -> None:
+    text = GROUP.replace(old, new) if not new.startswith("row =") else "[[mat_vec]]\nrow = 1\n"
+    with pytest.raises(TuningError) as error:
+        parse_table(text, "amd.toml")
+    assert str(error.value).startswith(f"[tuning] amd.toml [[mat_vec]] {said}")
+
+
+def test_no_number_stands_for_a_word() -> None:
+    """What a row matches or sets is a word, a boolean, or a quantity."""
+    for name, family in FAMILIES.items():
+        for key, kind in family.match.items():
+            assert kind == "number" or kind == "word" or all(isinstance(v, (str, bool)) for v in kind), (name, key)
+        for key, legal in family.set.items():
+            assert not isinstance(legal, tuple) or all(isinstance(v, (str, bool)) or v > 0 for v in legal), (name, key)
+
+
+def test_overrides_from_a_command_line_take_words_booleans_and_numbers() -> None:
+    rows = override_rows("mat_vec experts=each glu=true n=1 : wg=512 x_in_shared=true prefetch=weights+x; schedule : sync=barrier")
+    assert (rows[0].match, rows[0].set) == (
+        {"experts": "each", "glu": True, "n": 1}, {"wg": 512, "x_in_shared": True, "prefetch": "weights+x"}
+    )  # fmt: skip
+    assert rows[1].set == {"sync": "barrier"}
+    with pytest.raises(TuningError, match=r"x_in_shared = 1 is not legal, expected one of false, true"):
+        override_rows("mat_vec : x_in_shared=1")

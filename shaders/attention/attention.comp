@@ -4,25 +4,25 @@
 //
 // out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
 //
-//   q        F32 [n, n_head, HD], read as vec4; with FUSED one token of packed q, k and v heads, F32 [n_head + 2 n_head_kv, HD]
+//   q        F32 [n, n_head, HD], read as vec4; with FUSED the packed q, k and v heads of one token, F32 [n_head + 2 n_head_kv, HD]
 //   cache_k  F16 [n_head_kv, n_ctx, HD], read as uvec4 (8 values); cache_v the same. With FUSED row pos is written first
 //   pos      I32 [n]; -1: padding, its output is zero and nothing is stored
 //   y        F32 [n, n_head * HD], or Q8_1 rows (OUT_Q8_1) as in docs/architecture.md
 //   partial  scratch of the splits: for each (token tile, head group, split) QUERIES * HD / 4 vec4 of sums, then QUERIES vec2 (max, sum of weights)
 //   tickets  one counter for each (token tile, head group)
-//   sinks    F32 [n_head]: a logit that takes part in the softmax and has no value
+//   sinks    F32 [n_head]: a further logit in the softmax of a head, without a row of V
 //
 // Workgroup (x, y, z): heads x * HEADS .. + HEADS of one kv head, split y of the rows, tokens z * TOKENS .. + TOKENS. Its QUERIES = HEADS * TOKENS
-// queries share every read of K and V. The rows go by in chunks of ROWS:
-//   scores   LANES threads share a row of K
-//   values   COLS = HD / 8 threads share a row of V and keep 8 values each of every query's sum; the STREAMS row streams of the
-//            workgroup meet only at the end, those of a subgroup by shuffles
-// BY_LANES 1: LANES = COLS, a row of K has the threads of the row of V. Scores and queries stay in registers (attention/walk_lanes.glsl).
-// BY_LANES 0: scores go from one thread to the others through shared memory (attention/walk_shared.glsl).
-// K and V of the next chunk are on their way while the present one is worked on. All logits are in powers of two (scale holds log2 e).
+// queries use every row of K and V that is read. The workgroup walks the rows in chunks of ROWS:
+//   scores   LANES threads read a row of K together
+//   values   COLS = HD / 8 threads read a row of V together; each keeps 8 values of every query's sum. The workgroup has STREAMS such groups
+//            (row streams). Their sums are merged at the end: within a subgroup by shuffles, then through shared memory
+// BY_LANES 1: LANES = COLS, the same threads read a row of K and the row of V. Scores and queries stay in registers (attention/walk_lanes.glsl).
+// BY_LANES 0: scores pass between threads through shared memory (attention/walk_shared.glsl).
+// K and V of the next chunk are prefetched into registers (software prefetch). Logits are in base 2: scale includes log2 e.
 //
 // Where the rows exceed rows_per_split they are cut into up to SPLITS splits of equal size (split KV); one workgroup combines them in their order
-// (attention/splits.glsl). Which shares exist depends on pos alone, so neither the order of arrival nor the other tokens change a bit.
+// (attention/splits.glsl). The splits depend on pos alone, so the result is the same bits whatever the order of arrival and the other tokens.
 //
 // Defines: HD HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND OUT_Q8_1 FUSED HAS_SINKS; FUSED: HAS_NORM HEAD_LANES ROPE_PAIRS
 // ROPE_NEOX; those of common/reduce.glsl
@@ -42,12 +42,12 @@
 layout(local_size_x = WG_SIZE) in;
 
 #if REDUCE_SUBGROUP && (COLS & (COLS - 1)) == 0 && SUBGROUP_SIZE > COLS && WG_SIZE >= SUBGROUP_SIZE
-#define JOINED (SUBGROUP_SIZE / COLS)
+#define MERGED (SUBGROUP_SIZE / COLS)
 #else
-#define JOINED 1
+#define MERGED 1
 #endif
-// What is left of the streams where those of a subgroup have met.
-#define BUNDLES (STREAMS / JOINED)
+// Streams of the workgroup once those of a subgroup are merged.
+#define BUNDLES (STREAMS / MERGED)
 
 #include "common/clock.glsl"
 #include "common/sentinel.glsl"
@@ -80,12 +80,12 @@ layout(binding = 4) writeonly buffer Y { vec4 y4[]; };
 #endif
 #if SPLITS > 1
 #if SPINS
-#define SHARES coherent volatile
+#define SPLIT_ACCESS coherent volatile
 #else
-#define SHARES coherent
+#define SPLIT_ACCESS coherent
 #endif
-layout(binding = 5) SHARES buffer Partial { vec4 partial4[]; };
-layout(binding = 5) SHARES buffer Partial2 { vec2 partial2[]; };
+layout(binding = 5) SPLIT_ACCESS buffer Partial { vec4 partial4[]; };
+layout(binding = 5) SPLIT_ACCESS buffer Partial2 { vec2 partial2[]; };
 layout(binding = 6) coherent buffer Tickets { uint tickets[]; };
 #endif
 #if HAS_SINKS
@@ -95,12 +95,12 @@ layout(binding = BIND_SINKS) readonly buffer Sinks { float sinks[]; };
 const float LOG2_E = 1.44269504;
 const float MASKED = -3.0e38;
 
-shared vec4 query4[QUERIES * OUT4];             // queries, and in the end what is stored
+shared vec4 query4[QUERIES * OUT4];             // queries; at the end the results
 shared vec4 bundle_sum[BUNDLES * ROUND * OUT4];
 shared vec2 bundle_weight[BUNDLES * QUERIES];   // maximum, sum of weights
 
-// What `parts` parts have found of query i, `stride` vec4 of bundle_sum each, added up: vec4 o, and (maximum, sum of weights).
-vec4 met(uint parts, uint stride, uint i, uint o, out vec2 weight) {
+// Merges `parts` partial results of query i, each `stride` vec4 of bundle_sum: returns vec4 o; weight: (maximum, sum of weights).
+vec4 merged(uint parts, uint stride, uint i, uint o, out vec2 weight) {
     weight = vec2(MASKED, 0.0);
     for (uint b = 0; b < parts; b++) weight.x = max(weight.x, bundle_weight[b * QUERIES + i].x);
     vec4 total = vec4(0.0);
@@ -121,17 +121,17 @@ vec4 met(uint parts, uint stride, uint i, uint o, out vec2 weight) {
 #include "attention/fused.glsl"
 #endif
 
-// Rows of this workgroup, and what they look like to each of its tokens.
+// Rows of this workgroup, and the rows that each of its tokens sees.
 uint lo, hi;
 uint row_first[TOKENS], row_end[TOKENS];
 
 uvec4 k_now[STEPS][K_PARTS];
 uvec4 v_now[V_STEPS];
 
-// Rows past the end are the last one again; their scores are masked.
+// Past the end the last row is read again; its scores are masked.
 uint last_row() { return max(hi, 1u) - 1u; }
 
-// Where COLS threads have a row, theirs of the chunk at `base` lie side by side.
+// A thread's uvec4 of the chunk at `base` where COLS threads read a row: neighbouring threads read neighbouring words.
 uint row_at(uint kv, uint base, uint s, uint tid) {
     return min((kv * p.n_ctx + base + s * STREAMS) * COLS + tid, (kv * p.n_ctx + last_row()) * COLS + tid % COLS);
 }
@@ -154,7 +154,7 @@ void load_v(uint kv, uint base, uint tid) {
 vec4 halves(uvec2 words) { return vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y)); }
 
 // Over the streams of a subgroup.
-#if JOINED > 1
+#if MERGED > 1
 #define OVER_STREAMS(COMBINE) OVER_LANES(v, COMBINE, COLS, SUBGROUP_SIZE)
 #else
 #define OVER_STREAMS(COMBINE)
@@ -177,7 +177,7 @@ void main() {
     const uint token0 = gl_WorkGroupID.z * TOKENS;
     const uint split = gl_WorkGroupID.y;
 #if FUSED
-    ask_heads(tid, head0, kv);  // where they are there already, they need not queue behind K and V
+    prefetch_heads(tid, head0, kv);  // if they have arrived, these loads need not queue behind those of K and V
 #endif
 
     lo = p.n_ctx;
@@ -228,9 +228,9 @@ void main() {
     walk_end(tid);
     MARK(MARK_DONE);
 
-    // The streams of the workgroup meet, ROUND queries at a time.
-    const uint bundle = tid / (COLS * JOINED);
-    const bool leads = tid % (COLS * JOINED) < COLS && bundle < BUNDLES;
+    // Merge the workgroup's streams, ROUND queries at a time.
+    const uint bundle = tid / (COLS * MERGED);
+    const bool leads = tid % (COLS * MERGED) < COLS && bundle < BUNDLES;
 #if SPLITS > 1
     const uint tile = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
 #endif
@@ -243,7 +243,7 @@ void main() {
         for (uint o = tid; o < ROUND * OUT4; o += WG_SIZE) {
             const uint i = first + o / OUT4;
             vec2 weight;
-            const vec4 total = met(BUNDLES, ROUND * OUT4, i, o, weight);
+            const vec4 total = merged(BUNDLES, ROUND * OUT4, i, o, weight);
 #if SPLITS > 1
             if (used > 1) {
                 store_partial(tile, split, used, i, first * OUT4 + o, total, weight);

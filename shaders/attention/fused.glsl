@@ -1,8 +1,8 @@
-// What ATTN_DECODE does before attention: norm and RoPE of the workgroup's queries and of the key, and in the workgroup that owns row pos the
-// store of key and value. The new row is used as it was rounded to F16, so the result is that of storing first and reading back.
+// Prologue of ATTN_DECODE: norm and RoPE of the workgroup's queries and of the key. The workgroup that owns row pos also stores key and value.
+// Attention uses the new row rounded to F16, so the result equals that of storing first and reading back.
 //
-// HEAD_LANES neighbouring threads take the slots of a head (rope/slots.glsl). Everything is fetched before anything is used, and nothing of it
-// waits for pos.
+// HEAD_LANES neighbouring threads take the slots of a head (rope/slots.glsl). All loads are issued before the first is used, and none depends
+// on pos.
 //
 //   angles  vec4 [ROPE_PAIRS / 2]: (cos, sin) of two neighbouring pairs (rope/angles.comp)
 
@@ -23,7 +23,7 @@ layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
 #define HEAD_ROUNDS ((HEADS + HEADS_AT_ONCE) / HEADS_AT_ONCE)    // of HEADS queries and the key
 #define VALUE_ROUNDS ((WORDS + WG_SIZE - 1) / WG_SIZE)
 
-// Row pos, from the workgroup that writes it to the cache. Its owner takes it before all rows of its split, which it would end.
+// Row pos, which the cache does not hold yet. The workgroup with the last split owns it and takes it before the rows of its split.
 shared uvec4 new_k[COLS], new_v[COLS];
 bool owns_new;
 
@@ -60,8 +60,8 @@ bool heads_arrived() {
 }
 #endif
 
-// With SPINS what is read here may not be there yet.
-void ask_heads(uint tid, uint head0, uint kv) {
+// Loads angles, norms and heads. With SPINS the heads may not have arrived yet: the includer spins on them later.
+void prefetch_heads(uint tid, uint head0, uint kv) {
     [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
 #if HAS_NORM
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++)

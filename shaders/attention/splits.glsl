@@ -3,8 +3,8 @@
 // With barriers between stages the combiner is the last workgroup to arrive (common/ticket.glsl). In barrier-free stages it is the one with the
 // last split, which spin-waits on the others' partial results: workgroups start in order, so it waits for none that has not started.
 //
-//   void store_partial(tile, split, used, i, o, total, weight)  stores what this workgroup has found: vec4 o of the tile's sums, of query i, and
-//                                                               that query's (maximum, sum of weights)
+//   void store_partial(tile, split, used, i, o, total, weight)  stores this workgroup's partial result: vec4 o of the tile's sums, which is of
+//                                                               query i, and that query's (maximum, sum of weights)
 //   bool is_combiner(tile, split, used)                         whether this workgroup combines; every thread calls
 //   void combine(tid, tile, used, head0)                        leaves the result of attention in query4; every thread of the combiner calls
 //
@@ -45,7 +45,7 @@ bool is_combiner(uint tile, uint split, uint used) {
 vec4 split_sum[AT_ONCE];
 vec2 split_weight[AT_ONCE];
 
-// Splits `first`, `first` + READERS ..; past `last` that one again.
+// Reads splits `first`, `first` + READERS ..; past `last` that one again.
 void read_splits(uint tile, uint first, uint last, uint i, uint o) {
     [[unroll]] for (uint s = 0; s < AT_ONCE; s++) {
         const uint at = (tile * SPLITS + min(first + s * READERS, last)) * SPLIT4;
@@ -90,7 +90,7 @@ vec4 combined(uint tile, uint used, uint reader, uint i, uint o, out vec2 weight
 }
 
 #if READERS > 1
-// The readers' results go through the shared memory of the bundles, which is free by now.
+// The readers merge their results in the shared memory of the bundles, which is free by now.
 void combine(uint tid, uint tile, uint used, uint head0) {
     const uint reader = tid / (QUERIES * OUT4), o = tid % (QUERIES * OUT4), i = o / OUT4;
     vec2 weight;
@@ -100,7 +100,7 @@ void combine(uint tid, uint tile, uint used, uint head0) {
     }
     barrier();
     if (reader > 0) return;
-    const vec4 total = met(READERS, QUERIES * OUT4, i, o, weight);
+    const vec4 total = merged(READERS, QUERIES * OUT4, i, o, weight);
     query4[o] = finished(total, weight, head0 + i % HEADS);
 }
 #else

@@ -1,8 +1,8 @@
-// Scores in registers: the COLS threads that have a row of K have the same row of V. Their parts of the scores of a chunk are added up so that
-// each thread gets other scores (common/lane_sums.glsl): it takes the exponentials of its own, and the others ask for them by shuffles. No
-// thread waits for another between the first chunk and the last. Functions as in attention/walk_shared.glsl.
+// Scores in registers: the COLS threads that read a row of K also read the row of V. Each has a part of every score of the chunk. Adding the
+// parts leaves each thread with the sums of other scores (common/lane_sums.glsl). A thread computes the exponentials of its own scores; the
+// others read them by shuffles. There is no barrier between the first chunk and the last. Functions as in attention/walk_shared.glsl.
 //
-// Score v = step * QUERIES + query. Lane l of a row has scores HELD * n + l % HELD, n = 0, 1 .., all of query l % QUERIES.
+// Score v = step * QUERIES + query. Lane l of a row has scores HELD * n + l % HELD, n = 0, 1 .., which all belong to query l % QUERIES.
 // QUERIES is a power of two, at most COLS and at most 16.
 
 #define SCORES (STEPS * QUERIES)
@@ -19,15 +19,16 @@
 
 vec4 own_query[QUERIES][2];
 vec4 sum[QUERIES][2];
-// Of query lane % QUERIES: rows of this workgroup that it sees, maximum over the rows of the subgroup's streams, sum of the weights this lane has made.
+// Of query lane % QUERIES: the rows it sees of this workgroup's, the maximum over the rows of the subgroup's streams, and the sum of the weights that
+// this lane has computed.
 uint own_first, own_end;
 float top, weight;
 
-// Over the lanes of a row that have different scores of one query.
+// Reductions over the lanes of a row that have different scores of one query.
 float over_scores_max(float v) { OVER_LANES(v, max, QUERIES, HELD) return v; }
 float over_scores_sum(float v) { OVER_LANES(v, OVER_ADD, QUERIES, HELD) return v; }
 
-// What lane `lane` of this row has.
+// The value of v in lane `lane` of this row.
 float from_lane(float v, uint lane) { return subgroupShuffle(v, (gl_SubgroupInvocationID & ~(COLS - 1u)) + lane); }
 
 void walk_begin(uint tid) {
@@ -53,7 +54,7 @@ void walk_begin(uint tid) {
         float part[HELD];
         [[unroll]] for (uint v = 0; v < HELD; v++) part[v] = dot(a, own_query[v % QUERIES][0]) + dot(b, own_query[v % QUERIES][1]);
         const float score = lane_sums(part, tid);
-        if (tid < COLS * JOINED) top = score;
+        if (tid < COLS * MERGED) top = score;
         if (tid < COLS) {
             weight = tid % HELD < QUERIES ? 1.0 : 0.0;
             [[unroll]] for (uint i = 0; i < QUERIES; i++) {
@@ -107,9 +108,9 @@ void walk(uint kv, uint base, uint tid) {
 }
 
 void walk_end(uint tid) {
-    const uint bundle = tid / (COLS * JOINED);
+    const uint bundle = tid / (COLS * MERGED);
     weight = over_streams_sum(over_scores_sum(weight));
-    if (tid % (COLS * JOINED) < QUERIES) bundle_weight[bundle * QUERIES + tid % QUERIES] = vec2(top, weight);
+    if (tid % (COLS * MERGED) < QUERIES) bundle_weight[bundle * QUERIES + tid % QUERIES] = vec2(top, weight);
     [[unroll]] for (uint i = 0; i < QUERIES; i++)
         [[unroll]] for (uint j = 0; j < 2; j++) sum[i][j] = over_streams_sum(sum[i][j]);
 }

@@ -1,10 +1,10 @@
-// Scores through shared memory: whoever has the row of K leaves them there for the threads that have the row of V.
+// Scores through shared memory: the threads that read a row of K write its scores there, those that read the row of V take them.
 //
-//   void walk_begin(tid)          after the queries are in query4; takes the new row, where this workgroup owns it
-//   void walk(kv, base, tid)      adds the chunk at `base`, which is in k_now and v_now, and asks for the next one
-//   void walk_end(tid)            leaves bundle_weight, and in the first COLS threads of a bundle its `sum`
+//   void walk_begin(tid)          after the queries are in query4; takes the new row if this workgroup owns it
+//   void walk(kv, base, tid)      adds the chunk at `base`, which is in k_now and v_now, and prefetches the next one
+//   void walk_end(tid)            writes bundle_weight; the first COLS threads of a bundle then have its `sum`
 
-shared float scores[2][ROWS * QUERIES];  // two chunks in turn: one barrier a chunk is enough
+shared float scores[2][ROWS * QUERIES];  // two chunks in turn (double buffering): one barrier a chunk suffices
 uint half_now = 0;
 
 float top[QUERIES], weight[QUERIES];
@@ -93,15 +93,15 @@ void walk(uint kv, uint base, uint tid) {
 }
 
 void walk_end(uint tid) {
-    const uint bundle = tid / (COLS * JOINED);
+    const uint bundle = tid / (COLS * MERGED);
     [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-#if JOINED > 1
+#if MERGED > 1
         const float higher = over_streams_max(top[i]);
         const float shrink = exp2(top[i] - higher);
         top[i] = higher;
         weight[i] = over_streams_sum(weight[i] * shrink);
         [[unroll]] for (uint j = 0; j < 2; j++) sum[i][j] = over_streams_sum(sum[i][j] * shrink);
 #endif
-        if (tid % (COLS * JOINED) == 0 && bundle < BUNDLES) bundle_weight[bundle * QUERIES + i] = vec2(top[i], weight[i]);
+        if (tid % (COLS * MERGED) == 0 && bundle < BUNDLES) bundle_weight[bundle * QUERIES + i] = vec2(top[i], weight[i]);
     }
 }

@@ -1,12 +1,13 @@
 // Where a unit of 32 activations comes from.
-//   PROLOGUE 0: from memory, F32 or Q8_1 as it lies there
-//   PROLOGUE 2: one token's F32 x, normed (RMS) and times the norm's weight, brought into shared memory by every workgroup, quantized for
-//               the integer path
-//   PROLOGUE 3: Q8_1 from memory, copied into shared memory by every workgroup
+//   PROLOGUE_NONE  from memory, F32 or Q8_1 as stored
+//   PROLOGUE_NORM  from shared memory. Every workgroup reads one token's F32 x, applies the RMS norm and its weight, and stores the result
+//                  there; the integer path quantizes it on the way
+//   PROLOGUE_COPY  from shared memory. Every workgroup copies its rows of a Q8_1 x there
 
-struct ActRaw { uvec4 lo, hi; uvec2 ds; };  // Q8_1 as it lies in memory
+struct ActRaw { uvec4 lo, hi; uvec2 ds; };  // Q8_1 as stored
 #if PATH_INT
-struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };  // both sums: of the int8 of each half, the first times d
+// int_sum: sums of the int8 values of each half; sum: the same times d.
+struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };
 #else
 struct Act { vec4 x[8]; };
 #endif
@@ -15,15 +16,15 @@ struct Act { vec4 x[8]; };
 #include "common/int16.glsl"
 #endif
 
-#if PROLOGUE && PATH_INT
+#if PROLOGUE != PROLOGUE_NONE && PATH_INT
 shared uvec4 act_lo[WALK_UNITS];
 shared uvec4 act_hi[WALK_UNITS];
 shared uvec2 act_ds[WALK_UNITS];
 #endif
 
-#if PROLOGUE == 2
+#if PROLOGUE == PROLOGUE_NORM
 #if PATH_INT
-// Eight neighbouring threads share a unit; this one brings its values 4(i & 7)..+3.
+// Eight neighbouring threads quantize a unit together; thread i has its values 4 (i & 7) .. + 3.
 void keep(uint i, vec4 v) {
     const Q8_1Quad packed = q8_1_pack(i, v);
     if (i >= K_UNITS * 8) return;
@@ -33,7 +34,7 @@ void keep(uint i, vec4 v) {
     if ((i & 7u) == 0u) act_ds[unit] = uvec2(packed.d, packed.halves);
 }
 #else
-// Value group i & 7 of every unit lies together, so that lanes with neighbouring units read neighbouring words.
+// Values 4i .. 4i + 3 of all units are stored together: lanes with neighbouring units then read neighbouring words.
 shared vec4 act_x[8][K_UNITS];
 
 void keep(uint i, vec4 v) {
@@ -41,10 +42,10 @@ void keep(uint i, vec4 v) {
 }
 #endif
 
-// What every row sum is multiplied by: 1 / rms of x. The walk need not wait for it.
+// 1 / rms of x, a factor of every row sum. It is applied in the epilogue, so that the walk does not wait for the reduction.
 float norm_factor;
 
-// VALUES4 vec4 a thread stay in registers until they are quantized.
+// A thread keeps VALUES4 vec4 in registers until they are quantized.
 vec4 x_values[VALUES4];
 vec4 norm_values[VALUES4];
 
@@ -84,12 +85,12 @@ void prologue(uint tid) {
     [[unroll]] for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), x_values[j]);
     norm_factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
 #if REDUCE_ONE_SUBGROUP
-    barrier();  // else the one in wg_sum serves
+    barrier();  // otherwise wg_sum has one
 #endif
 }
-#elif PROLOGUE == 3
-// The rows of x that this workgroup's weights meet, unit by unit in their order. With foldable indices, as act_fetch has them, a token of
-// llama 1B Q4_K_S takes 383 us on an H200; with these 350.
+#elif PROLOGUE == PROLOGUE_COPY
+// Copies the rows of x that this workgroup needs, in the order of its weights' units. The indices are plain: with foldable ones, as in act_fetch,
+// a token of llama 1B Q4_K_S takes 383 us on an H200 instead of 350.
 void fetch_x(uint tid, uint first_row) {
     for (uint i = tid; i < WALK_UNITS; i += WG) {
         const uint base = (p.x_slots == 1u ? first_row : first_row + i / K_UNITS) * p.x_stride, unit = i % K_UNITS;
@@ -110,10 +111,10 @@ void prologue(uint tid) {
 }
 #endif
 
-// Unit `unit + units_on` of row `row` of x, units_on a constant as in Place; with a prologue of the rows it has brought, counted from the first.
-#if PROLOGUE && PATH_INT
+// Unit `unit + units_on` of row `row` of x; units_on is a constant, as in Place. After a prologue, rows count from the first in shared memory.
+#if PROLOGUE != PROLOGUE_NONE && PATH_INT
 ActRaw act_fetch(uint row, uint unit, uint units_on) {
-    const uint at = (PROLOGUE == 3 ? row * K_UNITS : 0u) + unit + units_on;
+    const uint at = (PROLOGUE == PROLOGUE_COPY ? row * K_UNITS : 0u) + unit + units_on;
     return ActRaw(act_lo[at], act_hi[at], act_ds[at]);
 }
 #elif X_TYPE == X_Q8_1
@@ -142,7 +143,7 @@ Act act_load(uint row, uint unit, uint units_on) {
     return act_of(act_fetch(row, unit, units_on));
 #else
     Act a;
-  #if PROLOGUE
+  #if PROLOGUE != PROLOGUE_NONE
     [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit + units_on];
   #elif X_TYPE == X_Q8_1
     const ActRaw r = act_fetch(row, unit, units_on);

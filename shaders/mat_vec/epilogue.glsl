@@ -1,18 +1,18 @@
-// What becomes of the row sums: bias, GLU, residual, then F32 or Q8_1.
+// Epilogue: bias, GLU and residual on the row sums, then the store as F32 or Q8_1.
 
 #if Y_TYPE == Y_F32
 #define RESIDUAL_STRIDE p.y_stride
 #else
-#define RESIDUAL_STRIDE (32u * p.y_units)  // it is F32 whatever the output is
+#define RESIDUAL_STRIDE (32u * p.y_units)  // the residual is F32 for any type of output
 #endif
 
-// Bias and residual of this lane's output row, fetched before the walk so that the end need not wait for them.
+// Bias and residual of this lane's output row, loaded before the walk: their latency is hidden behind it.
 float addend[COLS];
 
 #ifdef BIND_BIAS
-// Of a row of this slot's matrix; where the experts of a token are summed, of all of them by weight.
+// Bias of a row of this slot's matrix; with EXPERTS_SUMMED the weighted sum of the experts' biases.
 float bias_of(uint row) {
-#if IDS == 2
+#if EXPERTS == EXPERTS_SUMMED
     float sum = 0.0;
     [[unroll]] for (uint e = 0; e < N_USED; e++) sum += summed_weight[e] * bias1[summed_row[e] + row];
     return sum;
@@ -43,7 +43,7 @@ void fetch_addend() {
     }
 }
 
-// The lane's output row, counted within its slot; ROWS or more where it has none.
+// The lane's output row within its slot; ROWS or more for a lane without one.
 uint output_row() {
 #if PARTIALS > 1
     return lane < (ROWS >> GLU) ? lane : ROWS;
@@ -52,13 +52,13 @@ uint output_row() {
 #endif
 }
 
-#if PROLOGUE == 2
+#if PROLOGUE == PROLOGUE_NORM
 #define NORMED(sum) (norm_factor * (sum))
 #else
 #define NORMED(sum) (sum)
 #endif
 
-// Value of that row for token c. Every lane calls.
+// Value of output_row() for token c. Every lane must call: it shuffles.
 float finished(uint tid, uint turn, uint c) {
 #if GLU && PARTIALS > 1
     float gate = row_total(tid, turn, min(2u * lane, ROWS - 2u), c), up = row_total(tid, turn, min(2u * lane, ROWS - 2u) + 1u, c);
@@ -91,7 +91,7 @@ void epilogue(uint tid, uint turn, uint tile) {
     const uint i = output_row();
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         const float v = finished(tid, turn, c);
-        if (i < ROWS && first_row + (i << GLU) < p.m && (IDS != 0 || y_row + c < p.n))
+        if (i < ROWS && first_row + (i << GLU) < p.m && (EXPERTS != EXPERTS_NONE || y_row + c < p.n))
             y1[(y_row + c) * p.y_stride + p.y_offset + (first_row >> GLU) + i] = not_sentinel(v);
     }
 }
@@ -113,7 +113,7 @@ void epilogue(uint tid, uint turn, uint tile) {
             const uint t = first + tid;
             const uint quad = (p.y_offset + tile * TILE_OUT) / 4 + t;
             const Q8_1Quad packed = q8_1_pack(quad, staged[turn][c][min(t, TILE_OUT / 4 - 1)]);
-            if (t < TILE_OUT / 4 && tile * TILE_OUT + t * 4 < (p.m >> GLU) && (IDS != 0 || y_row + c < p.n))
+            if (t < TILE_OUT / 4 && tile * TILE_OUT + t * 4 < (p.m >> GLU) && (EXPERTS != EXPERTS_NONE || y_row + c < p.n))
                 q8_1_store(y_row + c, p.y_units, quad, packed);
         }
 }

@@ -1,5 +1,5 @@
 // Bindings and push constants of the mat-vec family. Optional buffers come after the first three; the planner numbers them
-// (BIND_NORM, BIND_BIAS, BIND_RESIDUAL, BIND_IDS, BIND_LOGITS, BIND_EXPERT_WEIGHTS, and BIND_TOPK for what is chosen).
+// (BIND_NORM, BIND_BIAS, BIND_RESIDUAL, BIND_IDS, BIND_LOGITS, BIND_EXPERT_WEIGHTS, and BIND_TOPK for the chosen experts).
 //   0  weights, planes of docs/architecture.md (quant/weights.glsl)
 //   1  x: F32 [tokens][x_stride floats] or Q8_1 [tokens][x_stride 16-byte words]
 //   2  y: F32 [tokens][y_stride floats] or Q8_1 [tokens][y_stride 16-byte words]
@@ -14,7 +14,7 @@ layout(push_constant) uniform Push {
     uint y_offset;  // output row of this shard's first row
     uint w_row0;    // row of the whole weight where this shard begins
     uint y_units;   // Q8_1 output: units in an output row
-    uint x_slots;   // 1: the experts of a token share its x; N_USED: each has its own
+    uint x_slots;   // rows of x a token has: 1 for all its experts, or N_USED, one for each
     float eps;      // RMS norm in the prologue
 } p;
 

@@ -1,23 +1,25 @@
 #version 450
-// y = W x for 1 to COLS tokens: every quantized mat-vec, float and integer-dot (MMVQ), dense and MUL_MAT_ID, passes through here.
+// Mat-vec: y = W x for 1 to COLS tokens. One kernel for every weight type, float and integer dot (MMVQ), dense and MUL_MAT_ID.
 //
-// A tile is SLOTS * ROWS weight rows: LANES neighbouring threads form a slot, which owns ROWS rows and walks their units (32 weights) side
-// by side, UNROLL units a lane at once; the partial sums of its lanes are added at the end in a fixed order. A workgroup of WG threads makes
-// one tile, or with TILES 1 every tile that lies a whole grid further, so that a prologue serves many rows.
+// A tile is SLOTS * ROWS weight rows. LANES neighbouring threads form a slot; the slot owns ROWS rows (register blocking). Its lanes walk the
+// rows side by side, UNROLL units (of 32 weights) a lane and step. A step's units of a slot are a chunk. At the end the lanes' partial sums are
+// added in a fixed order. A workgroup of WG threads computes one tile; with TILES 1 it loops over the tiles with the stride of the grid, and one
+// prologue serves them all.
 //
-//   PATH_INT   1: q8_1 activations, dot products of packed bytes; 0: f32 activations
-//   PREFETCH   1: the registers of a unit take that of the next round as soon as it is used; 2: those of x, too (can_prefetch_x in
-//              vkback/ops/mat_vec.py)
-//   ADJOIN     0: the units that a lane takes at once lie LANES apart; 1: they adjoin, and what several units share is loaded once
-//              (UNROLL is a power of two, and K_UNITS a multiple of LANES * UNROLL)
-//   IDS        0: dense. 1: gl_WorkGroupID.z = token * n_used + slot picks the expert. 2: z = token, its N_USED experts lie end to end
-//              as one long row, each with its weight
-//   GLU        1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
-//              clamped form, SWIGLU_OAI
-//   TOPK       1: y are the logits of a router; the last workgroup to arrive chooses the experts (topk/choose.glsl)
-//   CHOOSE     1: every workgroup chooses its token's experts by the logits of their router, one stores them with their weights (IDS 1)
-//   ROWS_FULL  1: tiles end where the matrix ends, so that no row number needs a bound
-//   Y_TYPE     Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
+//   PATH_INT       1: Q8_1 activations, dot products of packed bytes; 0: F32 activations
+//   PROLOGUE       what precedes the walk: PROLOGUE_NONE, PROLOGUE_NORM, PROLOGUE_COPY (mat_vec/act.glsl)
+//   PREFETCH       software prefetch into registers. PREFETCH_WEIGHTS: as soon as a unit is used, its registers are loaded with the unit of the
+//                  next chunk. PREFETCH_WEIGHTS_X: so are those of x (can_prefetch_x in vkback/ops/mat_vec_config.py)
+//   LANES_BLOCKED  0: the UNROLL units of a lane are LANES apart (strided). 1: they are neighbours (blocked), and scales that they share are
+//                  loaded once. UNROLL is then a power of two, and K_UNITS a multiple of LANES * UNROLL
+//   EXPERTS        EXPERTS_NONE: dense. EXPERTS_EACH: gl_WorkGroupID.z = token * N_USED + slot picks the expert. EXPERTS_SUMMED: z = token; its
+//                  N_USED experts are walked as one long row, each with its weight
+//   GLU            1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
+//                  clamped form, SWIGLU_OAI
+//   TOPK           1: y holds the logits of a router; the last workgroup to arrive chooses the experts (topk/choose.glsl)
+//   CHOOSE         1: every workgroup chooses its token's experts by the router's logits; one stores ids and weights (EXPERTS_EACH)
+//   ROWS_FULL      1: the matrix is a whole number of tiles, so that row numbers need no bound
+//   Y_TYPE         Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_KHR_shader_subgroup_basic : require
 #if SUBGROUP > 1
@@ -28,6 +30,16 @@
 #define X_Q8_1 1
 #define Y_F32 0
 #define Y_Q8_1 1
+// As in SHADER_WORDS of vkback/ops/mat_vec_config.py.
+#define PROLOGUE_NONE 0
+#define PROLOGUE_NORM 1
+#define PROLOGUE_COPY 2
+#define EXPERTS_NONE 0
+#define EXPERTS_EACH 1
+#define EXPERTS_SUMMED 2
+#define PREFETCH_NONE 0
+#define PREFETCH_WEIGHTS 1
+#define PREFETCH_WEIGHTS_X 2
 
 layout(local_size_x = WG) in;
 
@@ -39,7 +51,7 @@ layout(local_size_x = WG) in;
 #include "common/int_dot.glsl"
 #endif
 #define CHUNK (LANES * UNROLL)
-#if ADJOIN
+#if LANES_BLOCKED
 #define UNIT_STEP UNROLL
 #else
 #define UNIT_STEP 1
@@ -48,14 +60,14 @@ layout(local_size_x = WG) in;
 #include QUANT_FILE
 #define WG_SIZE WG
 #define REDUCE_GROUPS 1
-#if PROLOGUE == 2 || Y_TYPE == Y_Q8_1 || TOPK || CHOOSE
+#if PROLOGUE == PROLOGUE_NORM || Y_TYPE == Y_Q8_1 || TOPK || CHOOSE
 #include "common/reduce.glsl"
 #if Y_TYPE == Y_F32
 #define Q8_1_PACK_ONLY
 #endif
 #include "common/q8_1.glsl"
 #endif
-#if IDS == 2
+#if EXPERTS == EXPERTS_SUMMED
 #define WALK_UNITS (N_USED * K_UNITS)
 #else
 #define WALK_UNITS K_UNITS
@@ -65,15 +77,15 @@ layout(local_size_x = WG) in;
 #define SLOTS (WG / LANES)
 #define PARTIALS (LANES / SUBGROUP)
 #define CHUNKS ((WALK_UNITS + CHUNK - 1) / CHUNK)
-// OWN_X: a lane has its units of x in registers, for all tiles where a row is one chunk; with NEXT_X those of the next chunk follow.
-#define NEXT_X (PREFETCH == 2)
-#define OWN_X (NEXT_X || (CHUNKS == 1 && COLS == 1 && IDS != 2 && PATH_INT))
+// OWN_X: a lane keeps its units of x in registers; if a row is one chunk, for all tiles. NEXT_X: it prefetches those of the next chunk.
+#define NEXT_X (PREFETCH == PREFETCH_WEIGHTS_X)
+#define OWN_X (NEXT_X || (CHUNKS == 1 && COLS == 1 && EXPERTS != EXPERTS_SUMMED && PATH_INT))
 #define TILE_ROWS (SLOTS * ROWS)
 #define TILE_OUT (TILE_ROWS >> GLU)
 
 float acc[ROWS][COLS];
 
-// Row of x for column c; columns past the last token read it again and are not stored.
+// Row of x for column c. Columns past the last token read that token again; they are not stored.
 uint token_row(uint x_row, uint c) {
 #if COLS > 1
     return min(x_row + c, p.n - 1u);
@@ -94,7 +106,7 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float w
     [[unroll]] for (uint r = 0; r < ROWS; r++) u[r] = decoded(raw[r]);
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         const Act a = act_load(token_row(x_row, c), unit, units_on);
-        [[unroll]] for (uint r = 0; r < ROWS; r++) acc[r][c] += weight * product(raw[r], u[r], a);
+        [[unroll]] for (uint r = 0; r < ROWS; r++) acc[r][c] += weight * dot_unit(raw[r], u[r], a);
     }
 #else
   #if COLS == 1
@@ -120,18 +132,18 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float w
 #if OWN_X
 ActRaw own[UNROLL];
 #endif
-#if IDS == 2
+#if EXPERTS == EXPERTS_SUMMED
 // The token's experts: row of W where each begins, and its weight.
 shared uint summed_row[N_USED];
 shared float summed_weight[N_USED];
 #endif
 uint first_row;   // of the tile for this slot, within its matrix
-uint expert_row;  // row of W where the matrix begins (IDS 0 and 1)
+uint expert_row;  // row of W where the matrix begins (not with EXPERTS_SUMMED)
 uint x_row;
 uint y_row;
 uint lane;
 
-#if IDS == 2
+#if EXPERTS == EXPERTS_SUMMED
 void fetch_experts(uint tid) {
     for (uint e = tid; e < N_USED; e += WG) {
         int id;
@@ -144,8 +156,8 @@ void fetch_experts(uint tid) {
 }
 #endif
 
-// A lane's unit j of a chunk is UNITS_ON(j), a constant, behind unit_of(chunk, j). Past the end of a row or of the matrix the last unit is read again
-// and not used.
+// Unit j of a lane's chunk is unit_of(chunk, j) + UNITS_ON(j); the second is a constant, which the compiler folds into the address. Past the end
+// of a row or of the matrix the last unit is read again and not used.
 #define IN_ROW(j) (CHUNKS == 1 ? ((j) + 1) * LANES <= K_UNITS : K_UNITS % CHUNK == 0)
 #define UNITS_ON(j) (UNIT_STEP > 1 ? (j) : IN_ROW(j) ? (j) * LANES : 0u)
 
@@ -154,8 +166,8 @@ uint unit_of(uint chunk, uint j) {
     return IN_ROW(j) ? first : min(first + j * LANES, WALK_UNITS - 1u);
 }
 
-// The unit within its row, where a walk goes through several.
-#if IDS == 2
+// The unit within its row, for a walk through several rows.
+#if EXPERTS == EXPERTS_SUMMED
 #define WITHIN_ROW(unit) ((unit) % K_UNITS)
 #else
 #define WITHIN_ROW(unit) (unit)
@@ -163,7 +175,7 @@ uint unit_of(uint chunk, uint j) {
 
 UnitRaw fetch(uint row, uint r, uint chunk, uint j) {
     const uint unit = unit_of(chunk, j);
-#if IDS == 2
+#if EXPERTS == EXPERTS_SUMMED
     const uint base = summed_row[unit / K_UNITS];
 #else
     const uint base = expert_row;
@@ -180,18 +192,18 @@ void load(out UnitRaw raw[UNROLL][ROWS], uint row, uint chunk) {
         [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(row, r, chunk, j);
 }
 
-// Adds the units of a chunk. With `again` a row's unit of the next chunk is asked for as soon as that of this one is used: loads are under way
-// all the time and take no registers of their own.
+// Adds the units of a chunk to the sums. With `again`, as soon as a unit is used, its registers are loaded with the same unit of the next chunk
+// (software prefetch): loads are always in flight and take no further registers.
 void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row, uint next_chunk) {
     [[unroll]] for (uint j = 0; j < UNROLL; j++) {
         const bool there = WALK_UNITS % CHUNK == 0 || chunk * CHUNK + j * LANES + lane < WALK_UNITS;
         const uint unit = WITHIN_ROW(unit_of(chunk, j));
-#if IDS == 2
+#if EXPERTS == EXPERTS_SUMMED
         const uint e = unit_of(chunk, j) / K_UNITS;
-        const uint row = PROLOGUE == 3 ? e : p.x_slots == 1u ? y_row : y_row * N_USED + e;
+        const uint row = PROLOGUE == PROLOGUE_COPY ? e : p.x_slots == 1u ? y_row : y_row * N_USED + e;
         const float weight = there ? summed_weight[e] : 0.0;
 #else
-        const uint row = PROLOGUE == 3 ? 0u : x_row;
+        const uint row = PROLOGUE == PROLOGUE_COPY ? 0u : x_row;
         const float weight = 1.0;
 #endif
 #if PATH_INT && COLS == 1
@@ -201,7 +213,7 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
         const Act a = act_load(row, unit, UNITS_ON(j));
   #endif
         [[unroll]] for (uint r = 0; r < ROWS; r++) {
-            if (there) acc[r][0] += weight * product(raw[j][r], decoded(raw[j][r]), a);
+            if (there) acc[r][0] += weight * dot_unit(raw[j][r], decoded(raw[j][r]), a);
             if (again) raw[j][r] = fetch(next_row, r, next_chunk, j);
         }
   #if NEXT_X
@@ -215,9 +227,9 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
     }
 }
 
-// Goes through a tile in chunks. `raw` holds its first chunk and in the end that of the tile at `next_row`, if there is one.
+// Walks a tile chunk by chunk. On entry `raw` holds its first chunk; on return that of the tile at `next_row`, if there is one.
 void walk(inout UnitRaw raw[UNROLL][ROWS], bool has_next, uint next_row) {
-#if PREFETCH
+#if PREFETCH != PREFETCH_NONE
     for (uint chunk = 0; chunk + 1 < CHUNKS; chunk++) use(raw, chunk, true, first_row, chunk + 1);
     if (has_next) use(raw, CHUNKS - 1, true, next_row, 0);
     else use(raw, CHUNKS - 1, false, 0, 0);
@@ -230,7 +242,7 @@ void walk(inout UnitRaw raw[UNROLL][ROWS], bool has_next, uint next_row) {
 #endif
 }
 
-float total[COLS];  // of row `lane % ROWS`, as far as this subgroup has it
+float total[COLS];  // this subgroup's part of the sum of row `lane % ROWS`
 #if PARTIALS > 1
 shared float partial[1 + TILES][COLS * ROWS * SLOTS * PARTIALS];
 #endif
@@ -241,8 +253,8 @@ shared float partial[1 + TILES][COLS * ROWS * SLOTS * PARTIALS];
 #include "common/lane_sums.glsl"
 #endif
 
-// Adds the partial sums of a slot's lanes: by shuffles inside a subgroup, through shared memory across subgroups.
-// `turn` alternates between tiles, so that one barrier a tile is enough. The order of additions does not depend on COLS.
+// Adds the partial sums of a slot's lanes: by shuffles within a subgroup, through shared memory across subgroups.
+// `turn` alternates between tiles (double buffering), so that one barrier a tile suffices. The order of additions does not depend on COLS.
 void reduce(uint tid, uint turn) {
 #if SUBGROUP > 1
     [[unroll]] for (int c = 0; c < COLS; c++) {
@@ -297,7 +309,7 @@ bool logits_arrived() {
 
 #if OWN_X
 void fetch_own() {
-    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_fetch(PROLOGUE == 3 ? 0u : x_row, unit_of(0u, j), UNITS_ON(j));
+    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_fetch(PROLOGUE == PROLOGUE_COPY ? 0u : x_row, unit_of(0u, j), UNITS_ON(j));
 }
 #endif
 
@@ -312,9 +324,9 @@ void main() {
     lane = tid % LANES;
     first_row = group * TILE_ROWS + slot_row;
     expert_row = 0;
-#if IDS == 1
+#if EXPERTS == EXPERTS_EACH
   #if CHOOSE
-    // Slice 0 has no product: its first workgroup stores the choice, which takes as long as a product and would hold one up.
+    // Slice 0 computes no rows: its first workgroup stores the choice. That takes as long as a slice's mat-vec and would delay one.
     if (gl_WorkGroupID.z == 0) {
         if (group > 0) return;
         SPIN_UNTIL(fetch_logits(tid, 0u), logits_arrived());
@@ -328,7 +340,7 @@ void main() {
     SPIN_UNTIL(const int expert = ids[y_row]; expert_row = uint(expert) * p.m, arrived(uint(expert)));
   #endif
     x_row = p.x_slots == 1u ? y_row / N_USED : y_row;
-#elif IDS == 2
+#elif EXPERTS == EXPERTS_SUMMED
     y_row = gl_WorkGroupID.z;
     x_row = y_row * p.x_slots;
     fetch_experts(tid);
@@ -338,23 +350,23 @@ void main() {
 #endif
 
     UnitRaw raw[UNROLL][ROWS];
-#if PROLOGUE == 2
+#if PROLOGUE == PROLOGUE_NORM
     fetch_norm(tid);
 #endif
-#if SPINS && PROLOGUE == 2
-    read_x(tid);  // where it is there already, it need not queue behind the weights
+#if SPINS && PROLOGUE == PROLOGUE_NORM
+    read_x(tid);  // if x has arrived, this load need not queue behind those of the weights
 #endif
 #if CHOOSE
-    // No weight can be asked for before the choice.
+    // No weight can be loaded before the choice.
   #if SPINS
-    // x was complete before the logits could be: it is made ready while these are awaited.
+    // x was complete before the logits: prepare it before the spin-wait on them.
     fetch_x(tid, x_row);
     prologue(tid);
     SPIN_UNTIL(fetch_logits(tid, 0u), logits_arrived());
     MARK(MARK_THERE);
   #else
     fetch_logits(tid, 0u);
-    #if PROLOGUE
+    #if PROLOGUE != PROLOGUE_NONE
     fetch_x(tid, x_row);
     #elif OWN_X
     fetch_own();
@@ -366,26 +378,26 @@ void main() {
     choose_experts(tid);
     expert_row = chosen_id[y_row] * p.m;
     load(raw, first_row, 0);
-  #if PROLOGUE && !SPINS
+  #if PROLOGUE != PROLOGUE_NONE && !SPINS
     prologue(tid);
   #endif
 #else
-    // The first weights are on their way before the prologue.
+    // The first weights are in flight during the prologue.
     load(raw, first_row, 0);
   #ifdef UNIT_TABLE
     unit_table(tid, WG);
   #endif
-  #if PROLOGUE
+  #if PROLOGUE != PROLOGUE_NONE
     fetch_x(tid, x_row);
     MARK(MARK_THERE);
     prologue(tid);
   #elif defined(UNIT_TABLE)
     barrier();
-  #elif PREFETCH || CHUNKS <= 2
-    subgroupBarrier();  // or else NVIDIA's driver delays each load until it is needed, to save registers: Q2_K 4096x14336 10 % slower
+  #elif PREFETCH != PREFETCH_NONE || CHUNKS <= 2
+    subgroupBarrier();  // without it NVIDIA's driver delays each load until its use, to save registers: Q2_K 4096x14336 is 10 % slower
   #endif
 #endif
-#if OWN_X && !(CHOOSE && PROLOGUE == 0)
+#if OWN_X && !(CHOOSE && PROLOGUE == PROLOGUE_NONE)
     fetch_own();
 #endif
     uint turn = 0;

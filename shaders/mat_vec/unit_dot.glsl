@@ -1,6 +1,8 @@
-// The integer path's product of a unit of 32 weights with one of x. Needs a quant/*.glsl, common/int_dot.glsl and mat_vec/act.glsl before it.
+// Integer path: the dot product of a unit of 32 weights and a unit of x. Include quant/*.glsl, common/int_dot.glsl and mat_vec/act.glsl first.
+//
+//   Unit decoded(raw)              the part that is the same for every token
+//   float dot_unit(raw, unit, a)   the dot product with one token's unit
 
-// A unit as far as it is the same for every token, and its product with x.
 #ifdef UNIT_DOT
 struct Unit { uint q[UNIT_WORDS]; };
 
@@ -10,7 +12,7 @@ Unit decoded(UnitRaw raw) {
     return u;
 }
 
-float product(UnitRaw raw, Unit u, Act a) {
+float dot_unit(UnitRaw raw, Unit u, Act a) {
     return UNIT_DOT * a.d * unit_dot(raw, u.q, a.q, a.int_sum);
 }
 #else
@@ -22,7 +24,7 @@ Unit decoded(UnitRaw raw) {
     return u;
 }
 
-float product(UnitRaw raw, Unit u, Act a) {
+float dot_unit(UnitRaw raw, Unit u, Act a) {
     const ivec2 halves = halves_dot(u.q, a.q, ivec2(0));
   #if UNIT_HALVES
     return a.d * (u.scale.x * float(halves.x) + u.scale.y * float(halves.y)) - dot(u.bias, a.sum);

@@ -1,4 +1,4 @@
-// The choice of experts, by all threads of one workgroup: the USED largest of EXPERTS logits and their weights (TOPK_MOE).
+// The choice of experts, by all threads of one workgroup: the USED largest of N_EXPERT logits and their weights (TOPK_MOE).
 //
 //   fetch_logits    asks for the logits; what else a kernel waits for it best asks for between this and the next
 //   choose_experts  makes chosen_id[0 .. USED) the experts' ids, largest logit first, for every thread to read. Its barriers serve for whatever
@@ -10,11 +10,11 @@
 // each block, the candidates, are then counted among themselves.
 //
 // The includer has common/reduce.glsl, LOGIT(token, e), and buffers `float chosen_weights[]` and `int chosen_ids[]`, USED for each token.
-// Defines: EXPERTS USED BLOCK, GATE (0: softmax over the chosen; 1: softmax over all; 2: sigmoid; 3: sigmoid divided by its sum)
+// Defines: N_EXPERT USED BLOCK, GATE (0: softmax over the chosen; 1: softmax over all; 2: sigmoid; 3: sigmoid divided by its sum)
 
 #include "topk/best.glsl"
 
-#define BLOCKS ((EXPERTS + BLOCK - 1) / BLOCK)
+#define BLOCKS ((N_EXPERT + BLOCK - 1) / BLOCK)
 #define KEPT (USED < BLOCK ? USED : BLOCK)
 #define CANDIDATES (BLOCKS > 1 ? BLOCKS * KEPT : 0)
 #define LOGITS_EACH ((BLOCKS * BLOCK + WG_SIZE - 1) / WG_SIZE)
@@ -44,7 +44,7 @@ shared uint candidate_ids[CANDIDATES];
 float own_logits[LOGITS_EACH];
 
 void fetch_logits(uint tid, uint token) {
-    [[unroll]] for (uint j = 0; j < LOGITS_EACH; j++) own_logits[j] = LOGIT(token, min(tid + j * WG_SIZE, EXPERTS - 1u));
+    [[unroll]] for (uint j = 0; j < LOGITS_EACH; j++) own_logits[j] = LOGIT(token, min(tid + j * WG_SIZE, N_EXPERT - 1u));
 }
 
 // What `candidate` made a key of, but for the sign of a zero.
@@ -78,13 +78,13 @@ uint place_of(uint first, uint quads, uint i, uint mine, uint share, uint sharer
 void choose_experts(uint tid) {
     [[unroll]] for (uint j = 0; j < LOGITS_EACH; j++) {
         const uint e = tid + j * WG_SIZE;
-        if (e < BLOCKS * BLOCK) keys[e >> 2][e & 3u] = e < EXPERTS ? candidate(own_logits[j], e).x : 0u;
+        if (e < BLOCKS * BLOCK) keys[e >> 2][e & 3u] = e < N_EXPERT ? candidate(own_logits[j], e).x : 0u;
     }
     for (uint q = KEY_QUADS + tid; q < KEY_QUADS + CANDIDATE_QUADS; q += WG_SIZE) keys[q] = uvec4(0u);
     barrier();
 
-    const uint share = SHARE(EXPERTS);
-    for (uint t = tid; t < EXPERTS * share; t += WG_SIZE) {
+    const uint share = SHARE(N_EXPERT);
+    for (uint t = tid; t < N_EXPERT * share; t += WG_SIZE) {
         const uint e = t / share, mine = keys[e >> 2][e & 3u];
         const uint place = place_of(e / BLOCK * (BLOCK / 4), BLOCK / 4, e % BLOCK, mine, share, t % share);
         if (place < KEPT && t % share == 0) {
@@ -118,7 +118,7 @@ void store_chosen(uint tid, uint token, float scale) {
     const float highest = logit_of(chosen_key[0]);
 #if GATE == 1
     float sum = 0.0;
-    for (uint e = tid; e < EXPERTS; e += WG_SIZE) sum += exp(logit_of(keys[e >> 2][e & 3]) - highest);
+    for (uint e = tid; e < N_EXPERT; e += WG_SIZE) sum += exp(logit_of(keys[e >> 2][e & 3]) - highest);
     sum = wg_sum(sum);
 #endif
     for (uint i = tid; i < USED; i += WG_SIZE) {

@@ -1,7 +1,7 @@
 #version 450
 // The experts of a token and their weights (TOPK_MOE): the USED largest logits, of equals the lower id first, and the gate's function of them.
 //
-//   logits   F32 [n, EXPERTS]
+//   logits   F32 [n, N_EXPERT]
 //   weights  F32 [n, USED]
 //   ids      I32 [n, USED], largest logit first
 //
@@ -23,7 +23,7 @@ layout(binding = 0) readonly buffer Logits { float logits[]; };
 layout(binding = 1) writeonly buffer Weights { float chosen_weights[]; };
 layout(binding = 2) writeonly buffer Ids { int chosen_ids[]; };
 
-#define LOGIT(token, e) logits[(token) * EXPERTS + (e)]
+#define LOGIT(token, e) logits[(token) * N_EXPERT + (e)]
 #include "topk/choose.glsl"
 
 void main() {

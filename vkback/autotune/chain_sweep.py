@@ -33,15 +33,15 @@ CHECKED_WEIGHTS = 64 << 20
 REFERENCE_ROWS = 2048
 
 STARTS = (
-    Point(64, 64, 2, 2, 0, 0, 0, 0),
-    Point(64, 32, 2, 4, 0, 0, 0, 0),
-    Point(512, 64, 1, 1, 0, 0, 0, 0),
-    Point(256, 32, 2, 2, 0, 0, 0, 0),
-    Point(512, 16, 4, 1, 0, 0, 0, 0),
-    Point(512, 32, 4, 2, 0, 0, 0, 0),
-    Point(128, 64, 2, 1, 0, 0, 0, 0),
-    Point(8, 8, 1, 1, 0, 0, 0, 0),
-    Point(32, 8, 4, 1, 0, 0, 0, 0),
+    Point(64, 64, 2, 2),
+    Point(64, 32, 2, 4),
+    Point(512, 64, 1, 1),
+    Point(256, 32, 2, 2),
+    Point(512, 16, 4, 1),
+    Point(512, 32, 4, 2),
+    Point(128, 64, 2, 1),
+    Point(8, 8, 1, 1),
+    Point(32, 8, 4, 1),
 )
 """Shapes that have won somewhere: one subgroup a row, many rows a workgroup, half a workgroup a row."""
 
@@ -62,7 +62,7 @@ def expected(problem: Problem, mat_vec: MatVecProblem) -> Expected:
     if by["x"].type == "Q8_1":
         values["x"] = quants.q8_1_dequantize(values["x"].reshape(-1, quants.q8_1_stride(mat_vec.k)), mat_vec.k).reshape(by["x"].shape)
     raw = values["w"].reshape(-1, mat_vec.m, values["w"].shape[-1])
-    if mat_vec.ids:
+    if mat_vec.experts != "none":
         chosen, ids = np.unique(values["ids"], return_inverse=True)
         raw, values["ids"] = raw[chosen], ids.reshape(values["ids"].shape)
     starts = list(range(0, mat_vec.m, REFERENCE_ROWS))
@@ -73,9 +73,9 @@ def expected(problem: Problem, mat_vec: MatVecProblem) -> Expected:
         last = min(first + REFERENCE_ROWS, mat_vec.m)
         rows, outs = slice(first, last), slice(first >> mat_vec.glu, last >> mat_vec.glu)
         w = quants.decode(mat_vec.quant, raw[:, rows].reshape(-1, raw.shape[-1])).reshape(raw.shape[0], last - first, mat_vec.k)
-        cut = {**values, "w": w if mat_vec.ids else w[0]}
+        cut = {**values, "w": w if mat_vec.experts != "none" else w[0]}
         if "bias" in cut:
-            experts = chosen if mat_vec.ids else np.zeros(1, np.intp)
+            experts = chosen if mat_vec.experts != "none" else np.zeros(1, np.intp)
             cut["bias"] = cut["bias"].reshape(-1, mat_vec.m)[experts, rows].ravel()
         if "residual" in cut:
             cut["residual"] = cut["residual"][..., outs]

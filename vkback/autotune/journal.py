@@ -13,7 +13,7 @@ from vkback.autotune.search import SweepError
 from vkback.paths import write_atomic
 from vkback.shader import ShaderLibrary
 
-JOURNAL_FORMAT = 6
+JOURNAL_FORMAT = 7
 
 
 def kernel_identity(library: ShaderLibrary) -> str:

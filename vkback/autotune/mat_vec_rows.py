@@ -16,7 +16,7 @@ from vkback.plan.tuning import row_lines
 
 Range = tuple[int, int]
 
-PLAIN_SHAPE = ["ids", "n", "quant", "m", "k"]
+PLAIN_SHAPE = ["experts", "n", "quant", "m", "k"]
 """What a row of [[mat_vec_path]] tells apart, its sizes last."""
 
 
@@ -80,7 +80,7 @@ def _path_rows(table: pd.DataFrame, card: str) -> Iterator[list[str]]:
     if set(both.columns) != {"int", "float"} or both.empty:
         return
     plainest = both.groupby(level=PLAIN_SHAPE).first().reset_index()
-    for _, form in plainest.groupby(["ids", "n", "quant"]):
+    for _, form in plainest.groupby(["experts", "n", "quant"]):
         for cell, m, k in _cells(form):
             pair = {path: cell[path].iloc[0] for path in ("int", "float")}
             first = min(pair, key=lambda path: pair[path].latency)
@@ -89,5 +89,5 @@ def _path_rows(table: pd.DataFrame, card: str) -> Iterator[list[str]]:
                 f"{pair[first].date} {card}, {match['quant']} {sizes['m']}x{sizes['k']}: latency {pair['int'].latency:.2f} us in integers, "
                 f"{pair['float'].latency:.2f} in floats"
             )
-            keys = {**{name: match[name] for name in ("ids", "n", "quant")}, "m": _range(m), "k": _range(k)}
+            keys = {**{name: match[name] for name in ("experts", "n", "quant")}, "m": _range(m), "k": _range(k)}
             yield row_lines("mat_vec_path", keys, {"path": first}, evidence)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from vkback import quants
 from vkback.autotune.mat_vec_rows import mat_vec_rows
 from vkback.autotune.points import Job, Point, actual, axes, neighbours, refusal
 from vkback.autotune.search import RELATIVE_NOISE
@@ -34,7 +35,7 @@ class MatVecs(ABC):
 
     def picked(self, job: Job, tables: Chooser) -> tuple[Point, str]:
         """The point that tables lead to, and the row it comes from."""
-        choice = tables.pick("mat_vec", **job.match, **job.sizes)
+        choice = tables.pick("mat_vec", **job.match, decoder=quants.quant(job.problem.quant).decoder, **job.sizes)
         return actual(Point(**{k: choice[k] for k in Point._fields}), job, job.context(self.ctx)), choice.source
 
     def starts(self, job: Job) -> list[Point]:

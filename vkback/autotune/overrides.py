@@ -8,7 +8,7 @@ from vkback.plan.tuning import Row, Tuning, parse_table, row_lines
 def override_rows(text: str) -> list[Row]:
     """The rows of `FAMILY key=value ... : parameter=value ...`, several joined by `;`, checked as those of any table.
 
-    "attention : wg_size=512 steps=2"      "mat_vec ids=1 y=Q8_1 : wg=512 rows=2; schedule : sync=barrier"
+    "attention : wg_size=512 steps=2"      "mat_vec experts=each : wg=512 x_in_shared=true; schedule : sync=barrier"
 
     Raises TuningError.
     """
@@ -25,6 +25,8 @@ def with_overrides(tables: Tuning, text: str) -> Tuning:
     return Tuning([override_rows(text), *tables.tables])
 
 
-def _values(words: list[str]) -> dict[str, int | str]:
+def _values(words: list[str]) -> dict[str, int | str | bool]:
+    """Of `key=value` texts: numbers, true and false, and words."""
+    booleans = {"true": True, "false": False}
     pairs = [word.partition("=") for word in words]
-    return {key: int(value) if value.isdigit() else value for key, _, value in pairs}
+    return {key: int(value) if value.isdigit() else booleans.get(value, value) for key, _, value in pairs}

@@ -11,19 +11,18 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, get_args
 
 from vkback import quants
 from vkback.autotune.problem import MatVecProblem
 from vkback.device import Capabilities, Device
-from vkback.ops.base import FAMILIES, OPS, Act, Dispatch, LowerContext, PlanError, ceil_div
-from vkback.ops.mat_vec import INT_QUANTS, path_for, subgroup_for
+from vkback.ops.base import FAMILIES, OPS, Act, Dispatch, LowerContext, PlanError, ceil_div, table_word
+from vkback.ops.mat_vec_config import DEFAULT_SUBGROUP, PER_TILE, LaneOrder, MatVecConfig, Prefetch, subgroup_for
+from vkback.ops.mat_vec_node import INT_QUANTS, Path, path_for
 from vkback.plan.planner import check_limits
 from vkback.plan.tuning import Overrides
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
-
-MatVecPath = Literal["int", "float"]
 
 REGISTER_WORDS = 96
 """Weights in flight a thread, 32-bit words: with sums, activations and addresses about what 255 registers hold; more spills."""
@@ -34,26 +33,26 @@ else; a shape with 84 % of it in weights has won on an H200 (Q8_0, 54 words in e
 
 
 class Point(NamedTuple):
-    """A setting of every parameter of the family."""
+    """A setting of every parameter of the family, as tables spell it."""
 
     wg: int
     lanes: int
     rows: int
     unroll: int
-    prefetch: int
-    stage: int
-    groups: int
-    subgroup: int
-    adjoin: int = 0
+    prefetch: Prefetch = "none"
+    x_in_shared: bool = False
+    groups: int | Literal["per_tile"] = PER_TILE
+    subgroup: int | Literal["default"] = DEFAULT_SUBGROUP
+    lane_order: LaneOrder = "strided"
 
     @property
     def text(self) -> str:
         parts = [f"{self.wg} threads", f"{self.lanes} lanes", f"{self.rows} rows", f"unroll {self.unroll}"]
-        parts += ["units adjoin"] if self.adjoin else []
-        parts += [("prefetch", "prefetch with x")[self.prefetch - 1]] if self.prefetch else []
-        parts += ["x staged"] if self.stage else []
-        parts += [f"{self.groups} groups"] if self.groups else []
-        parts += [f"subgroup {self.subgroup}"] if self.subgroup else []
+        parts += [f"lanes {self.lane_order}"] if self.lane_order != "strided" else []
+        parts += [f"prefetch {self.prefetch}"] if self.prefetch != "none" else []
+        parts += ["x in shared memory"] if self.x_in_shared else []
+        parts += [f"{self.groups} groups"] if self.groups != PER_TILE else []
+        parts += [f"subgroup {self.subgroup}"] if self.subgroup != DEFAULT_SUBGROUP else []
         return ", ".join(parts)
 
 
@@ -66,7 +65,7 @@ class Job:
     """
 
     problem: MatVecProblem
-    path: MatVecPath
+    path: Path
     count: int = 1
     program: str = ""
 
@@ -75,8 +74,8 @@ class Job:
         """What a row about it matches beside its sizes."""
         p = self.problem
         return {
-            "y": p.out, "prologue": 2 if "norm" in p.roles else 0, "ids": p.ids, "glu": int(p.glu), "n": p.n, "quant": p.quant,
-            "path": self.path, "sync": "sentinel" if self.program else "barrier",
+            "y": p.out, "prologue": "norm" if "norm" in p.roles else "none", "experts": p.experts, "glu": p.glu, "n": p.n,
+            "quant": p.quant, "path": self.path, "sync": "sentinel" if self.program else "barrier",
         }  # fmt: skip
 
     @property
@@ -108,15 +107,15 @@ def jobs_for(
     """A job for each mat-vec and path, the most bytes a token first. Of mat-vecs that tables cannot tell apart the one with most inputs."""
     jobs: dict[str, Job] = {}
     for problem, count in problems:
-        chosen, _ = path_for(problem.quant, problem.m, problem.k, problem.n, problem.ids, ctx)
+        chosen, _ = path_for(problem.quant, problem.m, problem.k, problem.n, problem.experts, ctx)
         possible = problem.quant in INT_QUANTS and ctx.caps.int_dot and problem.k % 32 == 0
-        wanted = {"auto": (chosen,), "int": ("int",), "float": ("float",), "both": ("int", "float")}[paths]
+        wanted: tuple[Path, ...] = ("int", "float") if paths == "both" else (chosen if paths == "auto" else paths,)
         for path in wanted:
             if path == "int" and not possible:
                 continue
             # In a schedule the producer leaves x as the mat-vec wants it; a norm in the prologue takes it as F32.
             x = "Q8_1" if path == "int" and "norm" not in problem.roles else "F32"
-            job = Job(problem.with_x(x), cast(MatVecPath, path), count, program)
+            job = Job(problem.with_x(x), path, count, program)
             known = jobs.get(job.key)
             if known is not None:
                 job = dataclasses.replace(max(job, known, key=lambda j: len(j.problem.roles)), count=known.count + count)
@@ -124,30 +123,30 @@ def jobs_for(
 
     def read(job: Job) -> int:
         p = job.problem
-        return job.count * quants.layout(p.quant, p.m * max(1, p.used), p.k).nbytes
+        return job.count * quants.layout(p.quant, p.m * max(1, p.n_used), p.k).nbytes
 
     return sorted(jobs.values(), key=read, reverse=True)
 
 
 def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
-    """The point that a kernel is built for when the tables say `point`: bent to what it needs, without what has no effect."""
+    """The point that a kernel is built for when the tables say `point`: adjusted to what it needs, without what has no effect."""
     return _built(point, lowered(point, job, ctx), job, ctx)
 
 
 def _built(point: Point, dispatches: Sequence[Dispatch], job: Job, ctx: LowerContext) -> Point:
     """What `actual` says of the dispatches that a point leads to."""
-    kernels = [{k: v for k, v in d.kernel.defines if isinstance(v, int)} for d in dispatches]
-    got, tiles = kernels[-1], any(kernel.get("TILES") for kernel in kernels)
-    units = got["K_UNITS"] * (got["N_USED"] if got["IDS"] == 2 else 1)
+    configs = [d.config for d in dispatches if isinstance(d.config, MatVecConfig)]
+    got, loops_tiles = configs[-1], any(config.loops_tiles for config in configs)
     size, required = subgroup_for(ctx, point.subgroup)
-    single = ctx.caps.subgroup_min == ctx.caps.subgroup_max
+    several = ctx.caps.subgroup_min != ctx.caps.subgroup_max
+    held = several and required == point.subgroup == size != ctx.caps.subgroup_size
     return Point(
-        got["WG"], got["LANES"], got["ROWS"], got["UNROLL"],
-        prefetch=got["PREFETCH"] if tiles or got["LANES"] * got["UNROLL"] < units else 0,
-        stage=point.stage if got["PROLOGUE"] == 3 and not job.program else 0,  # in a program with hand-overs x is always staged
-        groups=point.groups if tiles else 0,
-        subgroup=point.subgroup if required == point.subgroup == size and not single and size != ctx.caps.subgroup_size else 0,
-        adjoin=got["ADJOIN"],
+        got.wg, got.lanes, got.rows, got.unroll,
+        prefetch=got.prefetch if loops_tiles or got.several_chunks else "none",
+        x_in_shared=point.x_in_shared and got.prologue == "copy" and not job.program,  # in a barrier-free program x always is
+        groups=point.groups if loops_tiles else PER_TILE,
+        subgroup=point.subgroup if held else DEFAULT_SUBGROUP,
+        lane_order=got.lane_order,
     )  # fmt: skip
 
 
@@ -157,16 +156,15 @@ def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) 
     chosen  the tables choose it, so that it is tried however much it takes
     """
     for name, value in point._asdict().items():
-        legal = FAMILIES["mat_vec"].set[name]
-        if not isinstance(legal, str) and value not in legal:
-            return f"{name} = {value} is not legal"
+        if FAMILIES["mat_vec"].why_illegal(name, value):
+            return f"{name} = {table_word(value)} is not legal"
     try:
         dispatches = lowered(point, job, ctx)
     except PlanError as e:
         return str(e)
     for name, wanted, got in zip(Point._fields, point, _built(point, dispatches, job, ctx), strict=True):
         if wanted != got:
-            return f"{name} = {wanted} would become {got}"
+            return f"{name} = {table_word(wanted)} would become {table_word(got)}"
     layout = quants.layout(job.problem.quant, 64, job.problem.k)
     words = ceil_div(layout.nbytes, 64 * ceil_div(job.problem.k, 32) * 4) * point.rows * point.unroll
     if words > REGISTER_WORDS and not chosen:
@@ -185,7 +183,7 @@ def lowered(point: Point, job: Job, ctx: LowerContext) -> list[Dispatch]:
     return OPS["MAT_VEC"].lower(job.problem.node(), job.context(ctx, point))
 
 
-def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
+def axes(caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     """Values to try of each parameter. Workgroup counts are multiples of the device's cores, where it tells them."""
     cores = caps.shader_cores or 64
     sizes = [s for s in (8, 16, 32, 64, 128) if caps.subgroup_required_size and caps.subgroup_min <= s <= caps.subgroup_max]
@@ -195,15 +193,15 @@ def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
         "lanes": (1, 2, 4, 8, 16) if caps.software else (8, 16, 32, 64, 128, 256),
         "rows": (1, 2, 4, 8),
         "unroll": (1, 2, 3, 4, 6, 8),
-        "prefetch": (0, 1, 2),
-        "adjoin": (0, 1),
-        "stage": (0,) if caps.software else (0, 1),
-        "groups": (0,) if caps.software else (0, cores, 2 * cores, 4 * cores, 8 * cores),
-        "subgroup": (0,) if len(sizes) < 2 else (0, *(s for s in sizes if s != caps.subgroup_size)),
+        "prefetch": get_args(Prefetch),
+        "lane_order": get_args(LaneOrder),
+        "x_in_shared": (False,) if caps.software else (False, True),
+        "groups": (PER_TILE,) if caps.software else (PER_TILE, cores, 2 * cores, 4 * cores, 8 * cores),
+        "subgroup": (DEFAULT_SUBGROUP, *(s for s in sizes if len(sizes) > 1 and s != caps.subgroup_size)),
     }
 
 
-def neighbours(point: Point, choices: Mapping[str, Sequence[int]]) -> Iterator[Point]:
+def neighbours(point: Point, choices: Mapping[str, Sequence[Any]]) -> Iterator[Point]:
     """Points that differ in one parameter, and those where two change against each other."""
     for name, values in choices.items():
         for value in values:

@@ -15,7 +15,8 @@ from vkback import quants
 from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Problem
-from vkback.ops.mat_vec import FUSED_ROLES, weight
+from vkback.ops.mat_vec import weight
+from vkback.ops.mat_vec_node import FUSED_ROLES, Experts
 
 Array = npt.NDArray[Any]
 
@@ -36,8 +37,8 @@ class MatVecProblem:
 
     m        weight rows (of one expert); with `glu` twice the output rows
     roles    further inputs, in the order of MAT_VEC_ROLES
-    x        type of the activations: F32, or Q8_1 where their producer leaves them so
-    experts  how many there are and how many a token uses, with the role "ids"
+    x        type of the activations: F32, or Q8_1 where their producer stores them so
+    n_expert, n_used  how many experts there are and how many a token uses, with the role "ids"
     """
 
     quant: str
@@ -48,12 +49,12 @@ class MatVecProblem:
     glu: bool = False
     out: str = "F32"
     x: str = "F32"
-    experts: int = 0
-    used: int = 0
+    n_expert: int = 0
+    n_used: int = 0
 
     def __post_init__(self) -> None:
-        if self.experts and not 1 <= self.used <= self.experts:
-            raise CaseError(f"[case] {self.line}: a token uses {self.used} of {self.experts} experts; expected 1 to {self.experts}")
+        if self.n_expert and not 1 <= self.n_used <= self.n_expert:
+            raise CaseError(f"[case] {self.line}: a token uses {self.n_used} of {self.n_expert} experts; expected 1 to {self.n_expert}")
 
     @classmethod
     def of(cls, node: Node) -> MatVecProblem:
@@ -65,7 +66,7 @@ class MatVecProblem:
         return cls(
             quant=w.type, m=w.shape[-2], k=w.shape[-1], n=x.shape[0], roles=tuple(r for r in MAT_VEC_ROLES if r in by),
             glu=bool(node.params.get("glu")), out=node.outputs[0].type, x=x.type,
-            experts=w.shape[0] if "ids" in by else 0, used=by["ids"].shape[-1] if "ids" in by else 0,
+            n_expert=w.shape[0] if "ids" in by else 0, n_used=by["ids"].shape[-1] if "ids" in by else 0,
         )  # fmt: skip
 
     @classmethod
@@ -105,20 +106,20 @@ class MatVecProblem:
         return cls(
             quant=quant, m=whole("m", 1), k=whole("k", 1), n=whole("n", 1), roles=tuple(r for r in MAT_VEC_ROLES if r in fused),
             glu=bool(whole("glu", 0)), out=given.get("out", "F32").upper(), x=given.get("x", "F32").upper(),
-            experts=whole("n_mats", 6) if ids else 0, used=whole("n_used", 3) if ids else 0,
+            n_expert=whole("n_mats", 6) if ids else 0, n_used=whole("n_used", 3) if ids else 0,
         )  # fmt: skip
 
     @property
-    def ids(self) -> int:
-        """0: dense, 1: one output a chosen expert, 2: the sum over them."""
-        return 0 if "ids" not in self.roles else 2 if "expert_weights" in self.roles else 1
+    def experts(self) -> Experts:
+        """Whose rows it takes, in the word of the tables."""
+        return "none" if "ids" not in self.roles else "summed" if "expert_weights" in self.roles else "each"
 
     @property
     def line(self) -> str:
         """The text that `parse` takes."""
         parts: dict[str, Any] = {"type_a": self.quant, "m": self.m, "n": self.n, "k": self.k}
-        if self.experts:
-            parts |= {"n_mats": self.experts, "n_used": self.used}
+        if self.n_expert:
+            parts |= {"n_mats": self.n_expert, "n_used": self.n_used}
         if self.roles:
             parts["fused"] = "+".join(self.roles)
         parts |= {"glu": 1} if self.glu else {}
@@ -133,15 +134,15 @@ class MatVecProblem:
         """A MAT_VEC node of it, its tensors named after their roles."""
         n, rows = self.n, self.m >> self.glu
         ids, summed = "ids" in self.roles, "expert_weights" in self.roles
-        w = weight("w", self.quant, (self.experts, self.m, self.k) if ids else (self.m, self.k))
-        x = Tensor("x", self.x, (n, self.used if summed else 1, self.k) if ids else (n, self.k), "input")
-        y = Tensor("y", self.out, (n, self.used, rows) if ids and not summed else (n, rows))
+        w = weight("w", self.quant, (self.n_expert, self.m, self.k) if ids else (self.m, self.k))
+        x = Tensor("x", self.x, (n, self.n_used if summed else 1, self.k) if ids else (n, self.k), "input")
+        y = Tensor("y", self.out, (n, self.n_used, rows) if ids and not summed else (n, rows))
         extra = {
             "norm": Tensor("norm", "F32", (self.k,), "weight"),
-            "bias": Tensor("bias", "F32", (self.experts * self.m if ids else self.m,), "weight"),
+            "bias": Tensor("bias", "F32", (self.n_expert * self.m if ids else self.m,), "weight"),
             "residual": Tensor("residual", "F32", y.shape, "input"),
-            "ids": Tensor("ids", "I32", (n, self.used), "input"),
-            "expert_weights": Tensor("expert_weights", "F32", (n, self.used), "input"),
+            "ids": Tensor("ids", "I32", (n, self.n_used), "input"),
+            "expert_weights": Tensor("expert_weights", "F32", (n, self.n_used), "input"),
         }
         params = {"roles": ("w", "x", *self.roles), "glu": self.glu, "eps": 1e-5}
         return Node("MAT_VEC", (w, x, *(extra[r] for r in self.roles)), (y,), params)
@@ -155,7 +156,7 @@ class MatVecProblem:
             if role == "w":
                 values[tensor.name] = quants.random_blocks(self.quant, prod(tensor.shape[:-1]), self.k, rng, std=0.5)
             elif role == "ids":
-                values[tensor.name] = np.stack([rng.permutation(self.experts)[: self.used] for _ in range(self.n)]).astype(np.int32)
+                values[tensor.name] = np.stack([rng.permutation(self.n_expert)[: self.n_used] for _ in range(self.n)]).astype(np.int32)
             else:
                 value = rng.uniform(-1, 1, tensor.shape).astype(np.float32)
                 values[tensor.name] = quants.q8_1_quantize(value.reshape(-1, self.k)) if tensor.type == "Q8_1" else value

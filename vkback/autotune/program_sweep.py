@@ -26,7 +26,7 @@ from vkback.autotune.tunable import Trial
 from vkback.graph import Tensor
 from vkback.harness.judge import Verdict, judge
 from vkback.ops.base import Chooser, Dispatch, LowerContext, PlanError, Tolerance
-from vkback.ops.mat_vec import product_tolerance
+from vkback.ops.mat_vec import mat_vec_tolerance
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Overrides, Tuning
@@ -48,7 +48,7 @@ CHECKED_TOKENS = (0, 37, 101)
 equally likely, another order of additions chooses the other, and logits are others (NMSE up to 3.1e-2 seen in gpt-oss). Such a token counts
 as one that agrees; there the first result of the changed kernel speaks."""
 
-FIRST_TOLERANCE = product_tolerance(q8_in=True, q8_out=True, glu=True)
+FIRST_TOLERANCE = mat_vec_tolerance(q8_in=True, q8_out=True, glu=True)
 """Of the first tensor that a changed kernel makes, from inputs of the same bits: the widest bound of any mat-vec."""
 
 RUNS = 3
@@ -197,6 +197,7 @@ class ProgramMatVecs(InProgram, MatVecs):
             return guesses(self.ctx.caps, shipped)
         if job.problem.out == "F32" and job.problem.glu:
             cores = self.ctx.caps.shader_cores or 64
-            return [Point(1024, 32, 2, unroll, 1, 0, cores, 0) for unroll in (1, 2)] + [Point(256, 32, 4, 1, 1, 0, 3 * cores, 0)]
+            full = [Point(1024, 32, 2, unroll, "weights", groups=cores) for unroll in (1, 2)]
+            return [*full, Point(256, 32, 4, 1, "weights", groups=3 * cores)]
         plain = job.problem.out == "F32" and "norm" not in job.problem.roles
-        return [Point(*shape, 1, 0, 0, 0) for shape in (WAITING_STARTS if plain else PROLOGUE_STARTS)]
+        return [Point(*shape, prefetch="weights") for shape in (WAITING_STARTS if plain else PROLOGUE_STARTS)]

@@ -108,9 +108,8 @@ def explanation(
         lines += ["", *_chosen(family, query, choice, tables)]
     for dispatch in dispatches:
         lines += ["", *_kernel(dispatch, ctx.caps, library, verbose)]
-        if dispatch.kernel.source.startswith("mat_vec/"):
-            asked = next(choice for family, _, choice in noting.asked if family == "mat_vec")
-            lines += [f"  {bend}" for bend in bends(asked.params, dispatch, ctx)]
+        if dispatch.config is not None:
+            lines += [f"  adjusted: {adjustment}" for adjustment in dispatch.config.adjustments] or ["  shape as the tables say"]
         if device is not None:
             lines += [f"  {line}" for line in _statistics(dispatch, library, device)]
     return lines
@@ -125,13 +124,14 @@ def _statistics(dispatch: Dispatch, library: ShaderLibrary, device: Device) -> I
 
 def _chosen(family: str, query: Mapping[str, Any], choice: Choice, tables: Tuning) -> Iterator[str]:
     """The choice, and the rows that matched, the winner first."""
-    asked = ", ".join(f"{k} = {v}" for k, v in query.items())
-    yield f"{family} for {asked}:"
-    yield "  " + ", ".join(f"{k} = {v}" for k, v in choice.params.items())
+    from vkback.ops.base import table_word
+
+    yield f"{family} for {', '.join(f'{k} = {table_word(v)}' for k, v in query.items())}:"
+    yield "  " + ", ".join(f"{k} = {table_word(v)}" for k, v in choice.params.items())
     origins = tables.origins(family, query)
     for place, row in enumerate(tables.rows(family, query), 1):
         gives = [key for key in row.set if origins[key] is row]
-        over = [f"{key} {row.set[key]}" for key in row.set if key not in gives]
+        over = [f"{key} {table_word(row.set[key])}" for key in row.set if key not in gives]
         says = f"gives {', '.join(gives)}" if gives else "gives nothing"
         yield f"  {place}. {row.where} ({row.about}): {says}" + (f"; behind: {', '.join(over)}" if over else "")
         yield f"     {row.measured}"
@@ -161,54 +161,3 @@ def _kernel(dispatch: Dispatch, caps: Capabilities, library: ShaderLibrary, verb
         f"{dispatch.nbytes / 1e6:.3f} MB to move"
     )
 
-
-def bends(said: Mapping[str, Any], dispatch: Dispatch, ctx: LowerContext) -> Iterator[str]:
-    """What a mat-vec kernel has otherwise than the tables said, each with the limit or the need behind it."""
-    from vkback.ops.mat_vec import MAX_COLUMNS, subgroup_for
-    from vkback.ops.workgroup import power_of_two
-
-    caps = ctx.caps
-    got = {k: v for k, v in dispatch.kernel.defines if isinstance(v, int)}
-    subgroup, required = subgroup_for(ctx, said["subgroup"])
-    tile = (32 if got["Y_TYPE"] else 1) << got["GLU"]
-    need = "GLU takes rows in pairs" if got["GLU"] else "one row a lane at most"
-    need = f"a Q8_1 output takes tiles of {tile} rows" if got["Y_TYPE"] else need
-    found: list[str] = []
-
-    def note(name: str, wanted: int, have: int, why: str) -> None:
-        if wanted != have:
-            found.append(f"bent: {name} {wanted} -> {have}: {why}")
-
-    limits = {
-        f"maxComputeWorkGroupInvocations is {caps.max_workgroup_invocations}": caps.max_workgroup_invocations,
-        f"maxComputeWorkGroupSize[0] is {caps.max_workgroup_size[0]}": caps.max_workgroup_size[0],
-    }
-    if required and caps.max_workgroup_subgroups:
-        key = f"{caps.max_workgroup_subgroups} subgroups of {required} at most (maxComputeWorkgroupSubgroups)"
-        limits[key] = required * caps.max_workgroup_subgroups
-    tightest = min(limits, key=lambda k: limits[k])
-    note("wg", said["wg"], got["WG"], tightest if got["WG"] < said["wg"] else need)
-    units = got["K_UNITS"] * (got["N_USED"] if got["IDS"] == 2 else 1)
-    few = f"a row has {units} units of 32 weights" if units <= got["LANES"] < said["lanes"] else need
-    note("lanes", said["lanes"], got["LANES"], f"the workgroup has {got['WG']} threads" if said["lanes"] > got["WG"] else few)
-    note("rows", said["rows"], got["ROWS"], need)
-    note("unroll", said["unroll"], got["UNROLL"], f"{units} units of 32 weights lie on {got['LANES']} lanes")
-    note("prefetch", said["prefetch"], got["PREFETCH"], "x asked for ahead is one token's Q8_1, not staged, and takes several rounds")
-    if said["adjoin"] and not got["ADJOIN"]:
-        at_once = got["LANES"] * got["UNROLL"]
-        if got["UNROLL"] > 1 and got["UNROLL"] == power_of_two(got["UNROLL"]):
-            why = f"a row's {got['K_UNITS']} units of 32 weights are no multiple of {at_once}"
-        else:
-            why = f"a lane takes {got['UNROLL']} units at once, no power of two above 1"
-        found.append(f"bent: adjoin 1 -> 0: {why}")
-    if said["groups"] and not got["TILES"]:
-        found.append(f"bent: groups {said['groups']} -> 0: there are no more tiles than that")
-    if said["subgroup"] and required != said["subgroup"]:
-        why = f"sizes from {caps.subgroup_min} to {caps.subgroup_max}" if caps.subgroup_required_size else "no way to fix the size"
-        found.append(f"bent: subgroup {said['subgroup']} -> {subgroup if subgroup > 1 else 'unknown'}: {caps.name} has {why}")
-    if subgroup == 1:
-        why = "its subgroup size is not known beforehand" if caps.has_subgroup_ops("shuffle") else "it has no shuffles"
-        found.append(f"bent: sums go through shared memory: {why}")
-    if not got["IDS"] and got["COLS"] not in (1, MAX_COLUMNS) and dispatch.groups[2] > 1:
-        found.append(f"bent: {got['COLS']} tokens a workgroup: {caps.max_shared_memory} bytes of shared memory hold the sums of no more")
-    yield from found or ["shape as the tables say"]

@@ -246,13 +246,13 @@ def of_model(model: str, tokens: int, ctx: LowerContext) -> Iterator[tuple[MatVe
     from vkback.autotune.problem import MatVecProblem
     from vkback.graph import live
     from vkback.models.registry import Model
-    from vkback.ops.router import product_of
+    from vkback.ops.router import mat_vec_of
     from vkback.plan.fuse import fuse
 
     opened = Model.open(model_path(model))
     graph = opened.graph(tokens, opened.default_n_ctx, head="last")
     nodes = live(fuse(graph, ctx), graph.outputs)
-    mat_vecs = (product_of(n) if n.op == "MOE_ROUTER" else n for n in nodes)
+    mat_vecs = (mat_vec_of(n) if n.op == "MOE_ROUTER" else n for n in nodes)
     yield from Counter(MatVecProblem.of(n) for n in mat_vecs if n.op == "MAT_VEC").items()
 
 
@@ -325,7 +325,9 @@ def _show(results: Sequence[TuneResult[Point]]) -> None:
 
 
 def _difference(before: Point, after: Point) -> str:
-    return ", ".join(f"{name} {a}->{b}" for name, a, b in zip(before._fields, before, after, strict=True) if a != b)
+    from vkback.ops.base import table_word
+
+    return ", ".join(f"{name} {table_word(a)}->{table_word(b)}" for name, a, b in zip(before._fields, before, after, strict=True) if a != b)
 
 
 def _draw(own: OwnTable, ctx: LowerContext, file: Path) -> str:

@@ -46,6 +46,11 @@ def held(**params: Any) -> Callable[[LowerContext], LowerContext]:
     return lambda ctx: dataclasses.replace(ctx, tuning=Overrides.everywhere(ctx.tuning, params, f"held at {params}"))
 
 
+def held_in(family: str, **params: Any) -> Callable[[LowerContext], LowerContext]:
+    """In one family: others may have a parameter of this name."""
+    return lambda ctx: dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {family: params}, f"held at {params}"))
+
+
 def without(**caps: Any) -> Callable[[LowerContext], LowerContext]:
     return lambda ctx: dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, **caps))
 
@@ -61,11 +66,11 @@ def table_row(params: str) -> str:
 
 
 SWITCHES: tuple[Switch, ...] = (
-    Switch("prefetch off", held(prefetch=0), table_row("prefetch = 0")),
-    Switch("x read where it lies", held(stage=0), table_row("stage = 0")),
-    Switch("units apart", held(adjoin=0), table_row("adjoin = 0")),
+    Switch("prefetch off", held(prefetch="none"), table_row('prefetch = "none"')),
+    Switch("x read from memory", held(x_in_shared=False), table_row("x_in_shared = false")),
+    Switch("lanes strided", held(lane_order="strided"), table_row('lane_order = "strided"')),
     Switch("one unit at a time", held(unroll=1), table_row("unroll = 1")),
-    Switch("one tile a workgroup", held(groups=0), table_row("groups = 0")),
+    Switch("one tile a workgroup", held_in("mat_vec", groups="per_tile"), table_row('groups = "per_tile"')),
     Switch("one row a slot", held(rows=1), table_row("rows = 1")),
     Switch("fusion off", None, "Engine.load(..., fusion='none')"),
     Switch("integer dot off", without(int_dot=False, int_dot_accelerated=False), "--act f32"),

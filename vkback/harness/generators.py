@@ -24,7 +24,8 @@ from vkback.ops.attention import AttnDecode
 from vkback.ops.base import OPS, Case
 from vkback.ops.elementwise import BINARY, UNARY
 from vkback.ops.glu import GLU
-from vkback.ops.mat_vec import INT_QUANTS, QUANTS
+from vkback.ops.mat_vec import QUANTS
+from vkback.ops.mat_vec_node import INT_QUANTS
 from vkback.ops.sample import Params, Sample
 
 Cases = Iterator[Case]

@@ -17,7 +17,7 @@ from vkback.harness.factories import context_of
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import Kernels
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
-from vkback.ops.mat_vec import INT_QUANTS
+from vkback.ops.mat_vec_node import INT_QUANTS
 from vkback.quants import QUANTS
 from vkback.shader import ShaderLibrary
 from vkback.timing.dependent import DependentChain, DependentTiming

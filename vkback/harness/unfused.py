@@ -9,7 +9,7 @@ from math import prod
 from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
 from vkback.ops.base import OPS, LowerContext, Tolerance
-from vkback.ops.router import choice_of, product_of
+from vkback.ops.router import choice_of, mat_vec_of
 
 
 def _mat_vec(node: Node) -> list[Node]:
@@ -94,7 +94,7 @@ def _attn_decode(node: Node) -> list[Node]:
 
 
 def _moe_router(node: Node) -> list[Node]:
-    product = product_of(node)
+    product = mat_vec_of(node)
     return [*_mat_vec(product), choice_of(node, product.outputs[0])]
 
 

@@ -67,6 +67,27 @@ class SpinWaits:
 
 
 @dataclass(frozen=True)
+class Adjustment:
+    """A parameter that a kernel has otherwise than the tables say. why: the device's limit or the node's need behind it."""
+
+    name: str
+    wanted: int | str | bool
+    got: int | str | bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {table_word(self.wanted)} -> {table_word(self.got)}: {self.why}"
+
+
+class KernelConfig(Protocol):
+    """What a kernel is built for, as a typed value of its family (`MatVecConfig`)."""
+
+    @property
+    def adjustments(self) -> tuple[Adjustment, ...]:
+        """Where it differs from what the tables say."""
+
+
+@dataclass(frozen=True)
 class Dispatch:
     """One kernel launch.
 
@@ -79,6 +100,7 @@ class Dispatch:
     reason  why this variant: the tuning row that won, or what the device lacks
     nbytes  bytes it must move through memory, each operand once; flops: multiply-adds count 2
     weight_bytes  of `nbytes`, those of weight matrices: all rows, of experts those of the experts used, of an embedding the rows looked up
+    config  what the kernel was built for, in families that have a typed value of it
     """
 
     kernel: Variant
@@ -92,6 +114,7 @@ class Dispatch:
     flops: int = 0
     weight_bytes: int = 0
     waits: SpinWaits | None = None
+    config: KernelConfig | None = None
 
     @property
     def reads(self) -> frozenset[tuple[str, str]]:
@@ -116,12 +139,45 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Family:
-    """What a family's rows may contain: `match` keys with their kind, `set` keys with their legal values, `never` what nobody asks for."""
+class CountOr:
+    """A kind of parameter: any whole number above 0, or `word`."""
 
-    match: Mapping[str, tuple[Any, ...] | str]
-    set: Mapping[str, tuple[Any, ...] | str]
+    word: str
+
+
+MatchKind = tuple[Any, ...] | Literal["word", "number"]
+"""Of a match key: all words or booleans it can hold, any word, or any whole number from 0."""
+ParameterKind = tuple[Any, ...] | Literal["positive"] | CountOr
+"""Of a parameter: its legal values, or any whole number above 0 (or one word)."""
+
+
+def is_one_of(value: Any, legal: Sequence[Any]) -> bool:
+    """Whether a value is among some of the same type: True is not 1."""
+    return any(type(value) is type(one) and value == one for one in legal)
+
+
+def table_word(value: Any) -> str:
+    """A value as tables spell it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's rows may contain: `match` keys with their kind, `set` keys with their kind, `never` what nobody asks for."""
+
+    match: Mapping[str, MatchKind]
+    set: Mapping[str, ParameterKind]
     never: tuple[Mapping[str, Collection[Any]], ...] = ()
+
+    def why_illegal(self, parameter: str, value: Any) -> str:
+        """What a value of a parameter should have been; "" when it is legal."""
+        kind = self.set[parameter]
+        if isinstance(kind, tuple):
+            return "" if is_one_of(value, kind) else f"{table_word(value)} is not legal, expected one of {', '.join(map(table_word, kind))}"
+        count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if isinstance(kind, CountOr):
+            return "" if count or value == kind.word else f"{table_word(value)}, expected an integer from 1, or {kind.word!r}"
+        return "" if count else f"{table_word(value)}, expected an integer from 1"
 
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -133,13 +189,15 @@ FAMILIES: dict[str, Family] = {}
 def declare(
     name: str,
     *,
-    match: Mapping[str, tuple[Any, ...] | str],
-    params: Mapping[str, tuple[Any, ...] | str],
+    match: Mapping[str, MatchKind],
+    params: Mapping[str, ParameterKind],
     never: Sequence[Mapping[str, Collection[Any]]] = (),
 ) -> None:
-    """Make a family known. match: key -> all words or numbers it can hold, or "word" or "number", the key that tells most first; params:
-    key -> legal values, "positive" for any integer above 0, "count" for any from 0; never: combinations of match values that do not
-    occur."""
+    """Make a family known. match: keys with their kind, the key that tells most first; params: parameters with their kind; never:
+    combinations of match values that do not occur.
+
+    What is not a quantity is a word or a boolean, never a number that stands for one.
+    """
     FAMILIES[name] = Family(dict(match), dict(params), tuple(never))
 
 

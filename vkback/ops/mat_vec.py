@@ -1,18 +1,7 @@
-"""Products of a stored weight and few tokens with what is fused around them: one family of kernels (shaders/mat_vec).
+"""MAT_VEC: a stored weight times few tokens, with what is fused around it (vkback/ops/mat_vec_node.py), and its suite's cases.
 
-`MAT_VEC` is the fused form. Its inputs carry roles:
-
-    w               weight [m, k], or [n_expert, m, k] with ids
-    x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]
-    norm            F32 [k]: x is RMS-normed and multiplied by it first (params: eps)
-    bias            F32 [m]; with ids [n_expert * m], the experts' rows end to end
-    residual        F32, shape of the output: added to it
-    ids             I32 [n, n_used]: the experts of each token
-    logits          F32 [1, n_expert], in the place of ids: the experts are chosen by them as TOPK_MOE does (its params, too); weights
-                    F32 [1, n_used] and ids I32 [1, n_used] are further outputs
-    expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
-    params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up, or with alpha and limit what
-    SWIGLU_OAI makes of them), row0 and rows_total (the output is rows row0.. of a wider tensor, filled by several nodes)
+One family of kernels (shaders/mat_vec) serves every weight type, dense and by experts. Which kernel it is, the tables and the device decide
+(vkback/ops/mat_vec_config.py).
 """
 
 from __future__ import annotations
@@ -29,10 +18,10 @@ from vkback.graph import Node, Recipe, Tensor
 from vkback.ops.base import (
     MAX_GROUPS_X,
     OPS,
+    Adjustment,
     Arg,
     Array,
     Case,
-    Choice,
     Dispatch,
     LowerContext,
     Op,
@@ -42,406 +31,90 @@ from vkback.ops.base import (
     SpinWaits,
     Tolerance,
     ceil_div,
-    declare,
     nbytes,
     pack_push,
     register,
     shards,
 )
-from vkback.ops.code_books import decoder
-from vkback.ops.code_books import shared_bytes as code_book_bytes
 from vkback.ops.glu import SWIGLU_OAI
+from vkback.ops.mat_vec_config import PER_TILE, MatVecConfig, choice_problem, configure, prologue_problem, shader_defines
+from vkback.ops.mat_vec_node import FUSED_ROLES, MatVecNode
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.reference import REFERENCES
-from vkback.ops.topk import choice_bytes, choice_defines
-from vkback.ops.workgroup import Defines, power_of_two
 from vkback.shader import Variant
 
-MAX_COLUMNS = 16
-"""Tokens one workgroup takes at once; more go along the grid."""
-
-MAX_ROWS = 16
-"""Rows of a slot at most: each keeps its sums and its loads in registers."""
-
 QUANTS = quants.WEIGHT_TYPES
-INT_QUANTS = frozenset(name for name in QUANTS if quants.quant(name).int_dot)
 RARE = frozenset(name for name in QUANTS if quants.quant(name).rare)
 
-declare(
-    "mat_vec",
-    match={
-        "y": ("F32", "Q8_1"),
-        "prologue": (0, 2),  # as PROLOGUE in shaders/mat_vec: 2 norms x
-        "ids": (0, 1, 2),  # as IDS in shaders/mat_vec: 2 sums the experts of a token
-        "glu": (0, 1),
-        "n": "number",
-        "quant": tuple(quants.QUANTS),
-        "path": ("int", "float"),
-        "m": "number",
-        "k": "number",
-        "sync": ("barrier", "sentinel"),  # sentinel: of a token whose stages run barrier-free where they can
-    },
-    params={
-        "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
-        "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
-        "rows": (1, 2, 4, 8, 16, 32),
-        "unroll": (1, 2, 3, 4, 6, 8, 14, 16),
-        "prefetch": (0, 1, 2),  # 1: a unit's registers take that of the next round as soon as it is used; 2: those of x, too
-        "adjoin": (0, 1),  # whether the units a lane takes at once adjoin, where they are a power of two and divide a row
-        "stage": (0, 1),  # a Q8_1 x by way of shared memory
-        "groups": "count",  # workgroups at most, each taking several tiles; 0: one a tile
-        "subgroup": (0, 8, 16, 32, 64, 128),  # size to require where the device has it; 0: its default
-    },
-    never=({"quant": set(quants.QUANTS) - INT_QUANTS, "path": ("int",)},),
-)
-declare(
-    "mat_vec_path",
-    match={
-        "accelerated": (0, 1),  # the device has integer dot as an instruction, says its driver
-        "ids": (0, 1, 2),
-        "n": "number",
-        "quant": tuple(sorted(INT_QUANTS)),
-        "m": "number",
-        "k": "number",
-    },
-    params={"path": ("int", "float")},
-)
 
-FUSED_ROLES = ("norm", "bias", "residual", "ids", "logits", "expert_weights")
+def spin_waits(node: MatVecNode, config: MatVecConfig) -> SpinWaits | None:
+    """What the kernel waits for in a barrier-free stage; x must come through shared memory."""
+    if config.prologue == "none" or config.columns > 1 or node.n > 1:
+        return None
+    first = [node.extra[role].name for role in ("ids", "expert_weights", "logits") if role in node.extra]
+    if node.experts == "each" and len(node.x.shape) == 3 and node.x.shape[1] > 1:
+        return SpinWaits(tuple(first), (node.x.name,))
+    return SpinWaits((*first, node.x.name))
 
 
-def path_for(quant: str, m: int, k: int, n: int, ids: int, ctx: LowerContext) -> tuple[str, str]:
-    """("int" or "float", why) for a product of a [m, k] weight with n tokens."""
-    if quant not in INT_QUANTS:
-        return "float", f"{quant} has no integer-dot path"
-    if not ctx.caps.int_dot:
-        return "float", "device has no integer dot product"
-    if k % 32:
-        return "float", f"k = {k} is not a multiple of 32"
-    if ctx.act != "auto":
-        return ("float" if ctx.act == "f32" else "int"), f"--act {ctx.act}"
-    choice = ctx.tuning.pick("mat_vec_path", accelerated=int(ctx.caps.int_dot_accelerated), ids=ids, n=n, quant=quant, m=m, k=k)
-    return choice["path"], choice.source
-
-
-def subgroup_for(ctx: LowerContext, wanted: int = 0) -> tuple[int, int | None]:
-    """(size the shader may rely on, size to require): (1, None) when reductions must go through shared memory.
-
-    wanted  the tables' size, taken where the device can be held to it; 0 and others: the device's default
-    """
-    caps = ctx.caps
-    if "shuffle" not in caps.subgroup_ops:
-        return 1, None
-    if caps.subgroup_required_size:
-        size = wanted if caps.subgroup_min <= wanted <= caps.subgroup_max else caps.subgroup_size
-        return size, size
-    if caps.subgroup_min == caps.subgroup_max:
-        return caps.subgroup_size, None
-    return 1, None
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Threads of a workgroup: `lanes` of them share a slot of `rows` weight rows."""
-
-    wg: int
-    lanes: int
-    rows: int
-
-    @property
-    def tile_rows(self) -> int:
-        return self.wg // self.lanes * self.rows
-
-
-def legal_shape(choice: Choice, *, units: int, glu: bool, q8_out: bool, ctx: LowerContext) -> Shape:
-    """The tables' shape bent to what this node and device need.
-
-    Lanes beyond the `units` of a row would have nothing to do. A lane finishes at most one row of its slot, GLU has row pairs, a Q8_1
-    output whole units. The nearest shape wins: more rows, then fewer lanes, then more threads. Raises PlanError when none fits.
-    """
-    most = min(ctx.caps.max_workgroup_invocations, ctx.caps.max_workgroup_size[0])
-    subgroup, required = subgroup_for(ctx, choice["subgroup"])
-    if required and ctx.caps.max_workgroup_subgroups:
-        most = min(most, required * ctx.caps.max_workgroup_subgroups)
-    tile = (32 if q8_out else 1) << glu
-    wg = min(max(choice["wg"], 8 if q8_out else 1), most)
-    while wg <= most:
-        lanes = min(max(choice["lanes"], 1 << glu), wg, max(power_of_two(units), choice["rows"], 1 << glu))
-        while lanes:
-            rows = max(choice["rows"], 1 << glu)
-            most_rows = min(lanes, MAX_ROWS, subgroup if subgroup > 1 else MAX_ROWS)
-            while rows <= most_rows:
-                shape = Shape(wg, lanes, rows)
-                if shape.tile_rows % tile == 0:
-                    return shape
-                rows *= 2
-            lanes //= 2
-        wg *= 2
-    raise PlanError(f"[mat_vec] {choice.source}: no shape near {dict(choice.params)} makes tiles of {tile} rows on {ctx.caps.name}")
-
-
-def can_adjoin(unroll: int, lanes: int, k_units: int) -> bool:
-    """Whether the units that a lane takes at once can adjoin: they are a power of two, and those of all lanes divide a row."""
-    return unroll > 1 and unroll == power_of_two(unroll) and k_units % (unroll * lanes) == 0
-
-
-def can_prefetch_x(defines: Mapping[str, str | int]) -> bool:
-    """Whether a lane can ask for its units of x ahead: those of one row of Q8_1 in memory, which take several rounds."""
-    several = int(defines["LANES"]) * int(defines["UNROLL"]) < int(defines["K_UNITS"])
-    return bool(several and defines["PATH_INT"] and defines["COLS"] == 1 and defines["IDS"] != 2 and defines["PROLOGUE"] == 0)
-
-
-def shared_bytes(defines: Mapping[str, str | int]) -> int:
-    """Shared memory of a kernel of this family without its code book, as shaders/mat_vec declares it."""
-
-    def number(name: str) -> int:
-        return int(defines.get(name, 0))
-
-    wg, lanes, turns = number("WG"), number("LANES"), 1 + number("TILES")
-    rows, partials = number("COLS") * number("ROWS") * (wg // lanes), lanes // number("SUBGROUP")
-    summed = number("N_USED") if number("IDS") == 2 else 0
-    total = 4 * turns * rows * partials if partials > 1 else 0
-    if number("PROLOGUE"):
-        total += max(1, summed) * number("K_UNITS") * (40 if number("PATH_INT") else 128)
-    total += 8 * summed
-    if number("Y_TYPE"):
-        total += 4 * turns * (rows >> number("GLU"))
-    if number("EXPERTS"):
-        total += choice_bytes(defines)
-    sums = number("PROLOGUE") == 2 or (number("EXPERTS") > 0 and number("GATE") == 1)
-    if (sums or number("Y_TYPE")) and not number("REDUCE_SUBGROUP"):
-        total += 2 * 4 * wg
-    elif sums and wg > number("SUBGROUP_SIZE"):
-        total += 2 * 4 * ceil_div(wg, 4)
-    return total
-
-
-PROLOGUE_SHARED = 8192 + 2048
-"""Shared memory beside x: parts of a reduction over 1024 threads without subgroup operations, and the row sums."""
-
-
-def choice_problem(node: Node, ctx: LowerContext) -> str:
-    """Why a MAT_VEC node with the role "logits" must be given the experts' ids instead; "" when it can choose them."""
-    product = MatVecNode.of(node)
-    if product.n != 1:
-        return f"it takes one token, got {product.n}"
-    if 5 + len(product.extra) > ctx.caps.max_storage_bindings:
-        return f"it binds {5 + len(product.extra)} storage buffers, {ctx.caps.name} takes {ctx.caps.max_storage_bindings}"
-    try:
-        product.build(product.path(ctx)[0], 2 if "norm" in product.extra else 0, ctx)
-    except PlanError as e:
-        return str(e)
-    return ""
-
-
-def prologue_problem(quant: str, k: int, n: int, path: str, ctx: LowerContext) -> str:
-    """Why x [n, k] cannot be brought into shared memory by every workgroup of a product with such weights; "" when it can."""
-    need = (k // 32 * 40 if path == "int" else 4 * k) + code_book_bytes(quant, ctx.caps)
-    if n > 1:
-        return f"it takes one token, got {n}"
-    if k % 32:
-        return f"k = {k} is not a multiple of 32"
-    if need + PROLOGUE_SHARED > ctx.caps.max_shared_memory:
-        return f"{quant} with k = {k} needs {need} bytes of shared memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}"
-    return ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Build:
-    """A kernel of the family before its last defines (TILES, ROWS_FULL), which depend on the shard."""
-
-    shape: Shape
-    defines: Mapping[str, str | int]
-    subgroup: int | None
-    groups: int
-    source: str
-
-    @property
-    def columns(self) -> int:
-        return int(self.defines["COLS"])
-
-
-@dataclasses.dataclass(frozen=True)
-class MatVecNode:
-    """A MAT_VEC node taken apart. extra: the optional inputs by role, in binding order; ids: 0 dense, 1 an expert a slot, 2 summed;
-    chosen: weights and ids that it writes where it chooses its experts."""
-
-    node: Node
-    w: Tensor
-    x: Tensor
-    y: Tensor
-    extra: Mapping[str, Tensor]
-    glu: bool
-    ids: int
-    chosen: tuple[Tensor, ...] = ()
-
-    @classmethod
-    def of(cls, node: Node) -> MatVecNode:
-        by = dict(zip(node.params["roles"], node.inputs, strict=True))
-        ids = 2 if "expert_weights" in by else int("ids" in by or "logits" in by)
-        extra = {role: by[role] for role in FUSED_ROLES if role in by}
-        return cls(node, by["w"], by["x"], node.outputs[0], extra, bool(node.params.get("glu")), ids, node.outputs[1:])
-
-    @property
-    def m(self) -> int:
-        """Weight rows of the matrix, or of one expert."""
-        return self.w.shape[-2]
-
-    @property
-    def k(self) -> int:
-        return self.w.shape[-1]
-
-    @property
-    def n(self) -> int:
-        return self.x.shape[0]
-
-    @property
-    def n_used(self) -> int:
-        return (self.chosen[1] if self.chosen else self.extra["ids"]).shape[-1] if self.ids else 1
-
-    @property
-    def rows_total(self) -> int:
-        """Rows of the output tensor, which several nodes may fill."""
-        return int(self.node.params.get("rows_total", self.m >> self.glu))
-
-    def path(self, ctx: LowerContext) -> tuple[str, str]:
-        """("int" or "float", why), as `path_for` has it."""
-        return path_for(self.w.type, self.m, self.k, self.n, self.ids, ctx)
-
-    def choice(self, node: Node, logits: Tensor, ctx: LowerContext) -> Defines:
-        """Defines of the choice of experts that a kernel of this product makes for a node, its results bound after the optional inputs."""
-        defines = choice_defines(node, logits, ctx)
-        return {**defines, "TOPK_SCALE": repr(float(node.params["scale"])), "BIND_TOPK": 3 + len(self.extra)}
-
-    def build(self, path: str, prologue: int, ctx: LowerContext) -> Build:
-        """The kernel that the tables and the device's limits lead to. Raises PlanError when it cannot be made to fit."""
-        q8_out = self.y.type == "Q8_1"
-        choice = ctx.tuning.pick(
-            "mat_vec", quant=self.w.type, path=path, m=self.m, k=self.k, n=self.n, ids=self.ids, glu=int(self.glu), y=self.y.type,
-            prologue=prologue, sync=ctx.sync,
-        )
-        k_units = ceil_div(self.k, 32)
-        walk_units = k_units * (self.n_used if self.ids == 2 else 1)
-        shape = legal_shape(choice, units=walk_units, glu=self.glu, q8_out=q8_out, ctx=ctx)
-        subgroup, required = subgroup_for(ctx, choice["subgroup"])
-        if prologue:
-            shape = dataclasses.replace(shape, wg=max(shape.wg, 8))
-        unroll = min(choice["unroll"], ceil_div(walk_units, shape.lanes))
-        defines: dict[str, str | int] = {
-            **decoder(self.w.type, ctx.caps),
-            "PATH_INT": int(path == "int"),
-            "WG": shape.wg,
-            "LANES": shape.lanes,
-            "ROWS": shape.rows,
-            "UNROLL": unroll,
-            "PREFETCH": choice["prefetch"],
-            "ADJOIN": int(choice["adjoin"] and can_adjoin(unroll, shape.lanes, k_units)),
-            "K_UNITS": k_units,
-            "COLS": 1 if self.ids else min(self.n, MAX_COLUMNS),
-            "SUBGROUP": min(subgroup, shape.wg),
-            "IDS": self.ids,
-            "GLU": int(self.glu),
-            "PROLOGUE": prologue,
-            "X_TYPE": int(self.x.type == "Q8_1"),
-            "Y_TYPE": int(q8_out),
-            "K_TAIL": int(self.k % 32 != 0),
-        }
-        if self.ids:
-            defines["N_USED"] = self.n_used
-        if self.glu and "limit" in self.node.params:
-            defines |= {f"GLU_{name.upper()}": repr(float(self.node.params[name])) for name in ("alpha", "limit")}
-        if prologue:
-            defines["VALUES4"] = ceil_div(self.k // 4, shape.wg)
-        if self.chosen:
-            defines |= {"CHOOSE": 1, **self.choice(self.node, self.extra["logits"], ctx)}
-        if prologue or q8_out or self.chosen:
-            defines["REDUCE_SUBGROUP"] = int(subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops)
-            defines["SUBGROUP_SIZE"] = subgroup if subgroup > 1 else 0
-        defines |= {f"BIND_{role.upper()}": binding for binding, role in enumerate(self.extra, 3)}
-        if (choice["stage"] or ctx.sync == "sentinel") and self.x.type == "Q8_1" and path == "int" and defines["COLS"] == 1:
-            defines["PROLOGUE"] = 3
-        self._fit_shared_memory(defines, choice, ctx)
-        if defines["PREFETCH"] == 2 and not can_prefetch_x(defines):
-            defines["PREFETCH"] = 1
-        return Build(shape, defines, required, choice["groups"], choice.source)
-
-    def _fit_shared_memory(self, defines: dict[str, str | int], choice: Choice, ctx: LowerContext) -> None:
-        """Halve the tokens of a workgroup until the device's shared memory holds what they need."""
-        room = ctx.caps.max_shared_memory - code_book_bytes(self.w.type, ctx.caps)
-        tiles = {"TILES": int(choice["groups"] > 0)}
-        while (need := shared_bytes(defines | tiles)) > room:
-            if defines["PROLOGUE"] == 3:
-                defines["PROLOGUE"] = 0
-                continue
-            if defines["COLS"] == 1:
-                raise PlanError(
-                    f"[mat_vec] {self.node.name}: {defines['WG']} threads of {defines['ROWS']} rows need {need} bytes of shared memory, "
-                    f"{ctx.caps.name} has {room} besides the code book; {choice.source} asks for too much"
-                )
-            defines["COLS"] = ceil_div(int(defines["COLS"]), 2)
-
-    def waits(self, build: Build) -> SpinWaits | None:
-        """What the kernel awaits of the stage before; x must come by way of shared memory."""
-        if not build.defines["PROLOGUE"] or build.columns > 1 or self.n > 1:
-            return None
-        first = [self.extra[role].name for role in ("ids", "expert_weights", "logits") if role in self.extra]
-        if self.ids == 1 and len(self.x.shape) == 3 and self.x.shape[1] > 1:
-            return SpinWaits(tuple(first), (self.x.name,))
-        return SpinWaits((*first, self.x.name))
-
-    def dispatch(self, build: Build, index: int, shard: Shard, shard_count: int, reason: str) -> Dispatch:
-        """The launch for one shard of the weight."""
-        rows = self.m if self.ids else shard.rows
-        slices = {0: ceil_div(self.n, build.columns), 1: self.n * self.n_used, 2: self.n}[self.ids]
-        tiles = ceil_div(rows, build.shape.tile_rows)
-        most = ceil_div(build.groups, slices)
-        groups = most if 0 < most < tiles else tiles
-        gy = ceil_div(groups, MAX_GROUPS_X)
-        y_row0 = int(self.node.params.get("row0", 0)) + (0 if self.ids else shard.row0 >> self.glu)
-        q8_in, q8_out = self.x.type == "Q8_1", self.y.type == "Q8_1"
-        push = pack_push(
-            *weight_push(self.w.type, shard.layout, self.k),
-            rows,
-            self.k,
-            self.n,
-            quants.q8_1_stride(self.k) // 16 if q8_in else self.k,
-            quants.q8_1_stride(self.rows_total) // 16 if q8_out else self.rows_total,
-            y_row0,
-            0 if self.ids else shard.row0,
-            ceil_div(self.rows_total, 32),
-            self.x.shape[1] if self.ids and len(self.x.shape) == 3 else 1,
-            float(self.node.params.get("eps", 0.0)),
-        )
-        whole = self.rows_total == self.m >> self.glu and shard_count == 1
-        weight_bytes = shard.layout.nbytes
-        if self.ids:
-            weight_bytes = weight_bytes * min(self.n * self.n_used, self.w.shape[0]) // self.w.shape[0]
-        choice_moved = sum(map(nbytes, (self.extra["logits"], *self.chosen))) if self.chosen else 0
-        defines = {**build.defines, "TILES": int(groups < tiles), "ROWS_FULL": int(rows % build.shape.tile_rows == 0)}
-        return Dispatch(
-            Variant("mat_vec/mat_vec.comp", tuple(sorted(defines.items())), build.subgroup),
-            (
-                Arg(self.w, "r", index),
-                Arg(self.x),
-                Arg(self.y, "w", part="" if whole else f"rows {y_row0}"),
-                *map(Arg, self.extra.values()),
-                *(Arg(t, "w") for t in self.chosen),
-            ),
-            push,
-            (ceil_div(groups, gy), gy, slices + bool(self.chosen)),  # one more slice to store the choice
-            self.node.op,
-            self.node.name,
-            reason,
-            nbytes=weight_bytes + nbytes(self.x) + nbytes(self.y) + choice_moved,
-            weight_bytes=weight_bytes,
-            flops=2 * rows * self.k * self.n * self.n_used,
-            waits=self.waits(build),
-        )
+def launch(node: MatVecNode, config: MatVecConfig, index: int, pieces: Sequence[Shard], reason: str, ctx: LowerContext) -> Dispatch:
+    """The launch for shard `index` of the weight."""
+    shard, routed = pieces[index], node.experts != "none"
+    rows = node.m if routed else shard.rows
+    slices = {"none": ceil_div(node.n, config.columns), "each": node.n * node.n_used, "summed": node.n}[node.experts]
+    tiles = ceil_div(rows, config.tile_rows)
+    most = ceil_div(config.groups, slices) if config.groups else tiles
+    groups = min(most, tiles)
+    gy = ceil_div(groups, MAX_GROUPS_X)
+    config = dataclasses.replace(config, loops_tiles=groups < tiles, rows_full=rows % config.tile_rows == 0)
+    if config.groups and not config.loops_tiles:
+        too_many = Adjustment("groups", config.groups, PER_TILE, "there are no more tiles than that")
+        config = dataclasses.replace(config, adjustments=(*config.adjustments, too_many))
+    y_row0 = int(node.node.params.get("row0", 0)) + (0 if routed else shard.row0 >> node.glu)
+    q8_in, q8_out = node.x.type == "Q8_1", node.y.type == "Q8_1"
+    push = pack_push(
+        *weight_push(node.w.type, shard.layout, node.k),
+        rows,
+        node.k,
+        node.n,
+        quants.q8_1_stride(node.k) // 16 if q8_in else node.k,
+        quants.q8_1_stride(node.rows_total) // 16 if q8_out else node.rows_total,
+        y_row0,
+        0 if routed else shard.row0,
+        ceil_div(node.rows_total, 32),
+        node.x.shape[1] if routed and len(node.x.shape) == 3 else 1,
+        float(node.node.params.get("eps", 0.0)),
+    )
+    whole = node.rows_total == node.m >> node.glu and len(pieces) == 1
+    weight_bytes = shard.layout.nbytes
+    if routed:
+        weight_bytes = weight_bytes * min(node.n * node.n_used, node.w.shape[0]) // node.w.shape[0]
+    choice_moved = sum(map(nbytes, (node.extra["logits"], *node.chosen))) if node.chosen else 0
+    return Dispatch(
+        Variant("mat_vec/mat_vec.comp", tuple(sorted(shader_defines(config, ctx.caps).items())), config.required),
+        (
+            Arg(node.w, "r", index),
+            Arg(node.x),
+            Arg(node.y, "w", part="" if whole else f"rows {y_row0}"),
+            *map(Arg, node.extra.values()),
+            *(Arg(t, "w") for t in node.chosen),
+        ),
+        push,
+        (ceil_div(groups, gy), gy, slices + bool(node.chosen)),  # one more slice to store the choice
+        node.node.op,
+        node.node.name,
+        reason,
+        nbytes=weight_bytes + nbytes(node.x) + nbytes(node.y) + choice_moved,
+        weight_bytes=weight_bytes,
+        flops=2 * rows * node.k * node.n * node.n_used,
+        waits=spin_waits(node, config),
+        config=config,
+    )
 
 
 @register
 class MatVec(Op):
-    """The fused form; see the module's text."""
+    """The fused form; the roles are in vkback/ops/mat_vec_node.py."""
 
     name = "MAT_VEC"
 
@@ -471,24 +144,23 @@ class MatVec(Op):
         return [y, *chosen]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        product = MatVecNode.of(node)
-        path, why = product.path(ctx)
+        mat_vec = MatVecNode.of(node)
+        path, why = mat_vec.path(ctx)
         before: list[Dispatch] = []
-        prologue = 2 if "norm" in product.extra else 0
-        if product.chosen and (problem := choice_problem(node, ctx)):
+        if mat_vec.chosen and (problem := choice_problem(node, ctx)):
             raise PlanError(f"[mat_vec] {node.name}: it cannot choose its experts: {problem}; give TOPK_MOE a node of its own")
-        if prologue:
-            problem = prologue_problem(product.w.type, product.k, product.n, path, ctx)
+        if "norm" in mat_vec.extra:
+            problem = prologue_problem(mat_vec.w.type, mat_vec.k, mat_vec.n, path, ctx)
             if problem:
                 raise PlanError(f"[mat_vec] {node.name}: x cannot be normed in the prologue: {problem}; give the norm a node of its own")
-        elif path == "int" and product.x.type == "F32":
-            x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", product.x.shape)
-            before = quantize_dispatch(product.x, x8, ctx)
-            product = dataclasses.replace(product, x=x8)
-        build = product.build(path, prologue, ctx)
-        reason = f"{path}: {why}; {build.shape.wg} threads, {build.shape.lanes} lanes, {build.shape.rows} rows: {build.source}"
-        pieces = shards(product.w, ctx.caps)
-        return before + [product.dispatch(build, i, piece, len(pieces), reason) for i, piece in enumerate(pieces)]
+        elif path == "int" and mat_vec.x.type == "F32":
+            x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", mat_vec.x.shape)
+            before = quantize_dispatch(mat_vec.x, x8, ctx)
+            mat_vec = dataclasses.replace(mat_vec, x=x8)
+        config = configure(mat_vec, path, ctx)
+        reason = f"{path}: {why}; {config.wg} threads, {config.lanes} lanes, {config.rows} rows: {config.source}"
+        pieces = shards(mat_vec.w, ctx.caps)
+        return before + [launch(mat_vec, config, i, pieces, reason, ctx) for i in range(len(pieces))]
 
     def cases(self) -> Iterator[Case]:
         for quant in ("Q4_K", "Q6_K", "Q8_0", "MXFP4"):
@@ -516,13 +188,13 @@ class MatVec(Op):
             yield split_case(fused_case("Q8_0", 192, 256, n, ("residual",), out="Q8_1"), (64, 32, 96))
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        product = MatVecNode.of(node)
-        path, _ = product.path(ctx)
-        return product_tolerance(path == "int" and product.x.type == "F32", product.y.type == "Q8_1", product.glu)
+        mat_vec = MatVecNode.of(node)
+        path, _ = mat_vec.path(ctx)
+        return mat_vec_tolerance(path == "int" and mat_vec.x.type == "F32", mat_vec.y.type == "Q8_1", mat_vec.glu)
 
 
-def product_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance:
-    """One bound for all products. q8_in: x is rounded on the way; an x that comes as Q8_1 the reference sees as it is.
+def mat_vec_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance:
+    """One bound for all mat-vecs. q8_in: x is rounded on the way; an x that comes as Q8_1 is the reference's, too.
 
     Rounding to q8_1 has a step of amax/127: on uniform data an NMSE of (1/127)^2/12 * 3 = 1.5e-5, on Gaussian data about 4e-5, once for
     activations and once more where the output is stored so. In a GLU the gate's error goes through silu, which passes it on at up to

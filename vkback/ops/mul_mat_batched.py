@@ -1,6 +1,6 @@
 """MUL_MAT of batches, views and operands that the device made: brought into the form that the mat-vec kernels take.
 
-A batch of one matrix is a product with more tokens. Of several, each slice is a token of a MUL_MAT_ID: its matrix is its expert, its n rows
+A batch of one matrix is a mat-vec with more tokens. Of several, each slice is a token of a MUL_MAT_ID: its matrix is its expert, its n rows
 of x are its slots, and a small kernel writes which matrix each slice takes. So every weight type, and both ways to compute, serve batches
 with one launch; weights are read once a row of x, from the cache after the first.
 
@@ -19,7 +19,8 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, PlanError, Tolerance, ceil_div, nbytes, pack_push, spread
-from vkback.ops.mat_vec import MatVec, path_for, product_tolerance
+from vkback.ops.mat_vec import MatVec, mat_vec_tolerance
+from vkback.ops.mat_vec_node import path_for
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
@@ -63,12 +64,12 @@ class Batch:
 
     @property
     def slices(self) -> int:
-        """Products to carry out."""
+        """Matrices to multiply."""
         return self.matrices * self.outer_repeat * self.inner_repeat
 
 
 def reference(node_params: Mapping[str, Any], inputs: Sequence[Array]) -> Array:
-    """The product in float64, [..., n, m]."""
+    """x times w transposed in float64, [..., n, m]."""
     w, x = (node_params[v].of(np.ascontiguousarray(t)) if v in node_params else t for v, t in zip(VIEWS, inputs, strict=True))
     four = [np.asarray(t, np.float64).reshape((1,) * (4 - t.ndim) + t.shape) for t in (w, x)]
     for axis in (0, 1):
@@ -77,7 +78,7 @@ def reference(node_params: Mapping[str, Any], inputs: Sequence[Array]) -> Array:
 
 
 def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
-    """Copies first, then one product; see the module's text."""
+    """Copies first, then one mat-vec; see the module's text."""
     batch = Batch.of(node)
     y = node.outputs[0]
     if y.elements != batch.slices * batch.n * batch.m or y.type != "F32":
@@ -89,7 +90,7 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
     if batch.matrices == 1:
         tokens = batch.slices * batch.n
         operands = _shaped(w, batch.m, batch.k), _shaped(x, tokens, batch.k)
-        product = Node("MAT_VEC", operands, (_shaped(y, tokens, batch.m),), {"roles": ("w", "x")})
+        mat_vec = Node("MAT_VEC", operands, (_shaped(y, tokens, batch.m),), {"roles": ("w", "x")})
     else:
         if batch.slices * batch.n > ctx.caps.max_workgroup_count[2]:
             raise PlanError(
@@ -99,9 +100,9 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
         ids = Tensor(f"{node.name}.matrices", "I32", (batch.slices, batch.n))
         before.append(_matrices(node, batch, ids, ctx))
         operands = _shaped(w, batch.matrices, batch.m, batch.k), _shaped(x, batch.slices, batch.n, batch.k), ids
-        product = Node("MAT_VEC", operands, (_shaped(y, batch.slices, batch.n, batch.m),), {"roles": ("w", "x", "ids")})
+        mat_vec = Node("MAT_VEC", operands, (_shaped(y, batch.slices, batch.n, batch.m),), {"roles": ("w", "x", "ids")})
     made = {t.name: t for t in (w, x, y)}
-    for d in MatVec().lower(product, ctx):
+    for d in MatVec().lower(mat_vec, ctx):
         args = tuple(dataclasses.replace(a, tensor=made.get(a.tensor.name, a.tensor)) for a in d.args)
         before.append(dataclasses.replace(d, args=args, op=node.op if d.op == "MAT_VEC" else d.op, label=node.name))
     return before
@@ -111,8 +112,8 @@ def tolerance(node: Node, ctx: LowerContext) -> Tolerance:
     batch, (w, x) = Batch.of(node), node.inputs
     copied = "w_view" in node.params or w.kind != "weight"
     n = batch.slices if batch.matrices > 1 else batch.slices * batch.n
-    path, _ = path_for("F32" if copied else w.type, batch.m, batch.k, n, int(batch.matrices > 1), ctx)
-    return product_tolerance(path == "int" and x.type != "Q8_1", False)
+    path, _ = path_for("F32" if copied else w.type, batch.m, batch.k, n, "each" if batch.matrices > 1 else "none", ctx)
+    return mat_vec_tolerance(path == "int" and x.type != "Q8_1", False)
 
 
 def _shaped(tensor: Tensor, *shape: int) -> Tensor:

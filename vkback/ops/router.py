@@ -1,9 +1,9 @@
-"""MOE_ROUTER: norm, product with the router's weight, and the choice of experts in one launch (shaders/mat_vec with TOPK).
+"""MOE_ROUTER: norm, mat-vec with the router's weight, and the choice of experts in one launch (shaders/mat_vec with TOPK).
 
     MOE_ROUTER(w [n_expert, k], x F32 [1, k], norm F32 [k], bias F32 [n_expert] or none) -> weights F32 [1, n_used], ids I32 [1, n_used]
               params: roles and eps as MAT_VEC has them; n_used, norm, gating, scale as TOPK_MOE has them
 
-The workgroups of the product draw tickets; the last to finish reads all logits and chooses. Nobody waits.
+Each workgroup takes a ticket when it has stored its logits; the last one reads them all and chooses. None waits for another.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, nbytes, register, shards
-from vkback.ops.mat_vec import MatVec, MatVecNode, path_for, shared_bytes, weight
-from vkback.ops.topk import TOPK_PARAMS, TopkMoe
+from vkback.ops.mat_vec import MatVec, launch, weight
+from vkback.ops.mat_vec_config import configure, shared_bytes
+from vkback.ops.mat_vec_node import MatVecNode, path_for
+from vkback.ops.topk import TOPK_PARAMS, TopkMoe, expert_choice
 
 
-def product_of(node: Node) -> Node:
-    """The product that the experts are chosen by: the logits, F32 [1, n_expert]."""
+def mat_vec_of(node: Node) -> Node:
+    """The mat-vec whose results the experts are chosen by: the logits, F32 [1, n_expert]."""
     logits = Tensor(f"{node.name}.logits", "F32", (1, node.inputs[0].shape[0]))
     return Node("MAT_VEC", node.inputs, (logits,), {k: node.params[k] for k in ("roles", "eps")})
 
@@ -32,10 +34,10 @@ def choice_of(node: Node, logits: Tensor) -> Node:
 
 
 def router_problem(w: Tensor, x: Tensor, ctx: LowerContext) -> str:
-    """Why a router's product and its choice cannot be one launch; "" when they can."""
+    """Why a router's mat-vec and its choice cannot be one launch; "" when they can."""
     if x.shape[0] != 1:
         return f"it takes one token, got {x.shape[0]}"
-    if path_for(w.type, w.shape[0], w.shape[1], 1, 0, ctx)[0] != "float":
+    if path_for(w.type, w.shape[0], w.shape[1], 1, "none", ctx)[0] != "float":
         return f"logits of {w.type} weights are rounded to 8 bits on the way"
     if len(shards(w, ctx.caps)) != 1:
         return f"{w} does not fit one storage buffer"
@@ -55,24 +57,25 @@ class MoeRouter(Op):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         problem = router_problem(node.inputs[0], node.inputs[1], ctx)
         if problem:
-            raise PlanError(f"[router] {node.name}: product and choice cannot be one launch: {problem}; give the choice a node of its own")
-        product = MatVecNode.of(product_of(node))
-        build = product.build("float", 2, ctx)
-        defines = {**build.defines, "TOPK": 1, **product.choice(node, product.y, ctx)}
-        need = shared_bytes({**defines, "TILES": int(build.groups > 0)})
+            raise PlanError(f"[router] {node.name}: mat-vec and choice cannot be one launch: {problem}; give the choice a node of its own")
+        mat_vec = MatVecNode.of(mat_vec_of(node))
+        config = dataclasses.replace(
+            configure(mat_vec, "float", ctx), expert_choice=expert_choice(node, mat_vec.y, ctx), last_chooses=True,
+            choice_scale=float(node.params["scale"]),
+        )  # fmt: skip
+        need = shared_bytes(dataclasses.replace(config, loops_tiles=config.groups is not None))
         if need > ctx.caps.max_shared_memory:
             raise PlanError(
-                f"[router] {node.name}: {product.m} experts need {need} bytes of shared memory, {ctx.caps.name} has "
-                f"{ctx.caps.max_shared_memory}; {build.source} asks for too much"
+                f"[router] {node.name}: {mat_vec.m} experts need {need} bytes of shared memory, {ctx.caps.name} has "
+                f"{ctx.caps.max_shared_memory}; {config.source} asks for too much"
             )
-        (shard,) = shards(product.w, ctx.caps)
-        launch = product.dispatch(dataclasses.replace(build, defines=defines), 0, shard, 1, f"{build.shape.wg} threads: {build.source}")
+        made = launch(mat_vec, config, 0, shards(mat_vec.w, ctx.caps), f"{config.wg} threads: {config.source}", ctx)
         tickets = Tensor(f"{node.name}.tickets", "I32", (1,), "counter")
         weights, ids = node.outputs
         return [
             dataclasses.replace(
-                launch, args=(*launch.args, Arg(weights, "w"), Arg(ids, "w"), Arg(tickets, "rw")), op=node.op, label=node.name,
-                nbytes=launch.nbytes + nbytes(weights) + nbytes(ids),
+                made, args=(*made.args, Arg(weights, "w"), Arg(ids, "w"), Arg(tickets, "rw")), op=node.op, label=node.name,
+                nbytes=made.nbytes + nbytes(weights) + nbytes(ids),
             )
         ]  # fmt: skip
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -142,8 +143,38 @@ def topk_choice(node: Node, logits: Tensor, ctx: LowerContext) -> Choice:
     return ctx.tuning.pick("topk_moe", n_expert=n_expert, n_used=node.params["n_used"], n=n)
 
 
-def choice_defines(node: Node, logits: Tensor, ctx: LowerContext) -> Defines:
-    """Defines of shaders/topk/choose.glsl for a node with TOPK_MOE's params. Raises PlanError for an unknown gating or too many used."""
+@dataclass(frozen=True)
+class ExpertChoice:
+    """What shaders/topk/choose.glsl is built for.
+
+    block  experts that are counted at once
+    gate   as in GATES
+    """
+
+    n_expert: int
+    n_used: int
+    block: int
+    gate: int
+
+    @property
+    def sums_all(self) -> bool:
+        """Whether it reduces over all experts: a softmax over them."""
+        return self.gate == GATES["softmax", False]
+
+    @property
+    def defines(self) -> Defines:
+        return {"N_EXPERT": self.n_expert, "USED": self.n_used, "BLOCK": self.block, "GATE": self.gate}
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory, without a reduction's."""
+        blocks = ceil_div(self.n_expert, self.block)
+        candidates = blocks * min(self.n_used, self.block)
+        return 4 * blocks * self.block + 8 * self.n_used + (16 * ceil_div(candidates, 4) + 4 * candidates if blocks > 1 else 0)
+
+
+def expert_choice(node: Node, logits: Tensor, ctx: LowerContext) -> ExpertChoice:
+    """Of a node with TOPK_MOE's params. Raises PlanError for an unknown gating or too many used."""
     n_expert, n_used = logits.shape[-1], node.params["n_used"]
     gate = GATES.get((node.params["gating"], bool(node.params["norm"])))
     if gate is None:
@@ -152,15 +183,7 @@ def choice_defines(node: Node, logits: Tensor, ctx: LowerContext) -> Defines:
     if not 1 <= n_used <= n_expert:
         raise PlanError(f"[topk] {node.name}: {n_used} of {n_expert} experts; expected at least 1 and at most all of them")
     block = min(topk_choice(node, logits, ctx)["block"], ceil_div(n_expert, 4) * 4)
-    return {"EXPERTS": n_expert, "USED": n_used, "BLOCK": block, "GATE": gate}
-
-
-def choice_bytes(defines: Mapping[str, str | int]) -> int:
-    """Shared memory of shaders/topk/choose.glsl with these defines, without a reduction's."""
-    experts, used, block = (int(defines[name]) for name in ("EXPERTS", "USED", "BLOCK"))
-    blocks = ceil_div(experts, block)
-    candidates = blocks * min(used, block)
-    return 4 * blocks * block + 8 * used + (16 * ceil_div(candidates, 4) + 4 * candidates if blocks > 1 else 0)
+    return ExpertChoice(n_expert, n_used, block, gate)
 
 
 @register
@@ -178,8 +201,9 @@ class TopkMoe(Op):
         choice = topk_choice(node, logits, ctx)
         wg = workgroup_size(ctx.caps, choice["wg_size"], n_expert)
         reduce, subgroup = reduction(ctx.caps, wg)
-        defines: Defines = {**reduce, **choice_defines(node, logits, ctx)}
-        need = choice_bytes(defines) + 8 * wg  # the last for a reduction
+        experts = expert_choice(node, logits, ctx)
+        defines: Defines = {**reduce, **experts.defines}
+        need = experts.shared_bytes + 8 * wg  # the last for a reduction
         room = ctx.caps.max_shared_memory
         if need > room:
             raise PlanError(f"[topk] {node.name}: {n_expert} experts need {need} bytes of shared memory, {ctx.caps.name} has {room}")

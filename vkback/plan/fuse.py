@@ -13,12 +13,13 @@ from typing import Any, Literal
 from vkback.graph import Graph, Node, Recipe, Tensor
 from vkback.ops import rope_angles
 from vkback.ops.base import Choice, LowerContext, declare
-from vkback.ops.mat_vec import FUSED_ROLES, MatVecNode, choice_problem, prologue_problem
+from vkback.ops.mat_vec_config import choice_problem, prologue_problem
+from vkback.ops.mat_vec_node import FUSED_ROLES, MatVecNode, Path
 from vkback.ops.router import router_problem
 from vkback.ops.topk import TOPK_PARAMS
 
-ROUTERS = ("product", "experts", "stage")
-"""Who chooses the experts: the last workgroup of the router's product, every workgroup of theirs, or a stage of its own."""
+ROUTERS = ("mat_vec", "experts", "stage")
+"""Who chooses the experts: the last workgroup of the router's mat-vec, every workgroup of the experts' mat-vec, or a stage of its own."""
 
 declare(
     "schedule",
@@ -97,7 +98,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     nodes = pack_qkv(nodes, n == 1 and choice["rope"] == "attention")
     if n == 1 and choice["norm"] == "prologue":
         nodes = norms_into_prologue(nodes, outputs, ctx)
-    if choice["router"] == "product":
+    if choice["router"] == "mat_vec":
         nodes = fuse_router(nodes, outputs, ctx)
     nodes = quantize_activations(nodes, outputs, ctx, by=choice["quantize"])
     return fuse_choice(nodes, outputs, ctx) if choice["router"] == "experts" else nodes
@@ -186,43 +187,43 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
 
 
 def as_mat_vec(nodes: Nodes) -> Nodes:
-    """Every product in its fused form, so that the passes after this one see one op."""
+    """Every mat-vec in its fused form, so that the passes after this one see one op."""
     roles = {"MUL_MAT": ("w", "x"), "MUL_MAT_ID": ("w", "x", "ids")}
     return [Node("MAT_VEC", n.inputs, n.outputs, {**n.params, "roles": roles[n.op]}) if n.op in roles else n for n in nodes]
 
 
-def inputs_by_role(product: Node) -> dict[str, Tensor]:
+def inputs_by_role(mat_vec: Node) -> dict[str, Tensor]:
     """Inputs of a MAT_VEC node."""
-    return dict(zip(product.params["roles"], product.inputs, strict=True))
+    return dict(zip(mat_vec.params["roles"], mat_vec.inputs, strict=True))
 
 
-def _product(by: Mapping[str, Tensor], out: Tensor, params: Mapping[str, Any]) -> Node:
+def _mat_vec(by: Mapping[str, Tensor], out: Tensor, params: Mapping[str, Any]) -> Node:
     """A MAT_VEC node with these inputs by role."""
     roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
     return Node("MAT_VEC", tuple(by[r] for r in roles), (out,), {**params, "roles": roles})
 
 
 def fuse_bias(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """ADD of a 1-D weight to a product, ADD_ID of the experts' biases to theirs."""
+    """ADD of a 1-D weight to a mat-vec, ADD_ID of the experts' biases to theirs."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         if node.op not in ("ADD", "ADD_ID") or node.inputs[1].kind != "weight":
             return None
-        product = index.made_by(node.inputs[0], "MAT_VEC")
-        if product is None:
+        mat_vec = index.made_by(node.inputs[0], "MAT_VEC")
+        if mat_vec is None:
             return None
-        by = inputs_by_role(product)
+        by = inputs_by_role(mat_vec)
         routed = node.inputs[2].name if node.op == "ADD_ID" else None
         if not by.keys() <= {"w", "x", "ids"} or (by["ids"].name if "ids" in by else None) != routed:
             return None
-        out = dataclasses.replace(node.outputs[0], shape=product.outputs[0].shape)
-        return [product, node], _product(by | {"bias": node.inputs[1]}, out, product.params)
+        out = dataclasses.replace(node.outputs[0], shape=mat_vec.outputs[0].shape)
+        return [mat_vec, node], _mat_vec(by | {"bias": node.inputs[1]}, out, mat_vec.params)
 
     return _rewrite(nodes, outputs, match)
 
 
 def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """SWIGLU or SWIGLU_OAI of two products of the same x, each with a bias or neither -> one product with gate and up rows in turn."""
+    """SWIGLU or SWIGLU_OAI of two mat-vecs of the same x, each with a bias or neither -> one mat-vec with gate and up rows in turn."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         if node.op not in ("SWIGLU", "SWIGLU_OAI") or len(node.inputs) != 2:
@@ -238,42 +239,42 @@ def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         if (by["w"].type, by["w"].shape) != (other["w"].type, other["w"].shape):
             return None
         by |= {role: combine("interleave", (by[role], other[role])) for role in by.keys() & {"w", "bias"}}
-        return [gate, up, node], _product(by, node.outputs[0], {**node.params, "glu": True})
+        return [gate, up, node], _mat_vec(by, node.outputs[0], {**node.params, "glu": True})
 
     return _rewrite(nodes, outputs, match)
 
 
 def fuse_experts(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """MOE_REDUCE of a product by routed experts -> the product summed over its experts."""
+    """MOE_REDUCE of a mat-vec by routed experts -> the mat-vec summed over its experts."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         if node.op != "MOE_REDUCE" or len(node.inputs) != 2:
             return None
-        product = index.made_by(node.inputs[0], "MAT_VEC")
-        if product is None or product.params.get("glu"):
+        mat_vec = index.made_by(node.inputs[0], "MAT_VEC")
+        if mat_vec is None or mat_vec.params.get("glu"):
             return None
-        by = inputs_by_role(product)
+        by = inputs_by_role(mat_vec)
         if "ids" not in by or not by.keys() <= {"w", "x", "bias", "ids"}:
             return None
-        return [product, node], _product(by | {"expert_weights": node.inputs[1]}, node.outputs[0], product.params)
+        return [mat_vec, node], _mat_vec(by | {"expert_weights": node.inputs[1]}, node.outputs[0], mat_vec.params)
 
     return _rewrite(nodes, outputs, match)
 
 
 def fuse_residual(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """ADD of a same-shaped activation to a product (bias and expert sum included)."""
+    """ADD of a same-shaped activation to a mat-vec (bias and expert sum included)."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         if node.op != "ADD" or node.inputs[1].kind == "weight":
             return None
         for mine, other in (node.inputs, node.inputs[::-1]):
-            product = index.made_by(mine, "MAT_VEC")
-            if product is None or product.params.get("glu") or prod(mine.shape) != prod(other.shape):
+            mat_vec = index.made_by(mine, "MAT_VEC")
+            if mat_vec is None or mat_vec.params.get("glu") or prod(mine.shape) != prod(other.shape):
                 continue
-            by = inputs_by_role(product)
+            by = inputs_by_role(mat_vec)
             if "residual" in by or ("ids" in by and "expert_weights" not in by):
                 continue
-            return [product, node], _product(by | {"residual": other}, node.outputs[0], product.params)
+            return [mat_vec, node], _mat_vec(by | {"residual": other}, node.outputs[0], mat_vec.params)
         return None
 
     return _rewrite(nodes, outputs, match)
@@ -292,16 +293,16 @@ def combine(how: Literal["concat", "interleave"], weights: Sequence[Tensor]) -> 
 
 
 def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
-    """The three products of attention write one packed tensor [n, q + k + v rows]; neighbours of one type become one product.
+    """The three mat-vecs of attention write one packed tensor [n, q + k + v rows]; neighbours of one type become one mat-vec.
 
     into_attention  rope and cache store move into the attention kernel (ATTN_DECODE, one token)
     """
     for fused in [n for n in nodes if n.op == "QKV_ROPE_SET_ROWS"]:
         index = Index(nodes)
-        products = [index.producer.get(t.name) for t in fused.inputs[:3]]
-        if any(p is None or p.op != "MAT_VEC" or len(index.consumers[p.name]) != 1 for p in products):
+        mat_vecs = [index.producer.get(t.name) for t in fused.inputs[:3]]
+        if any(p is None or p.op != "MAT_VEC" or len(index.consumers[p.name]) != 1 for p in mat_vecs):
             continue
-        made = [p for p in products if p is not None]
+        made = [p for p in mat_vecs if p is not None]
         if len({p.inputs[1].name for p in made}) != 1:
             continue
         n, heads, head_dim = fused.inputs[0].shape
@@ -347,10 +348,10 @@ def _rope_angles(nodes: Nodes, pos: Tensor, factors: Sequence[Tensor], params: M
     return Node("ROPE_ANGLES", inputs, (angles,), rope)
 
 
-def _runs(products: Sequence[Node]) -> list[list[Node]]:
+def _runs(mat_vecs: Sequence[Node]) -> list[list[Node]]:
     """Neighbours whose weights have one type and which agree on having a bias."""
     runs: list[list[Node]] = []
-    for p in products:
+    for p in mat_vecs:
         if runs and runs[-1][0].inputs[0].type == p.inputs[0].type and len(runs[-1][0].inputs) == len(p.inputs):
             runs[-1].append(p)
         else:
@@ -358,12 +359,12 @@ def _runs(products: Sequence[Node]) -> list[list[Node]]:
     return runs
 
 
-def _x_path(node: Node, ctx: LowerContext) -> str:
+def _x_path(node: Node, ctx: LowerContext) -> Path:
     return MatVecNode.of(node).path(ctx)[0]
 
 
 def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
-    """RMS_NORM_MUL read only by products: each product norms x itself, which costs no stage."""
+    """RMS_NORM_MUL read only by mat-vecs: each norms x itself in its prologue, which costs no stage."""
     index = Index(nodes, outputs)
     for norm in [n for n in nodes if n.op == "RMS_NORM_MUL"]:
         readers = index.consumers.get(norm.name, [])
@@ -375,7 +376,7 @@ def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext)
         nodes = [n for n in nodes if n is not norm]
         for r in readers:
             x = dataclasses.replace(norm.inputs[0], shape=r.inputs[1].shape)
-            new = _product(inputs_by_role(r) | {"x": x, "norm": norm.inputs[1]}, r.outputs[0], {**r.params, "eps": norm.params["eps"]})
+            new = _mat_vec(inputs_by_role(r) | {"x": x, "norm": norm.inputs[1]}, r.outputs[0], {**r.params, "eps": norm.params["eps"]})
             nodes = [new if n is r else n for n in nodes]
         index = Index(nodes, outputs)
     return nodes
@@ -385,39 +386,39 @@ def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
     """MAT_VEC with its norm, read by TOPK_MOE alone -> MOE_ROUTER."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        product = index.made_by(node.inputs[0], "MAT_VEC") if node.op == "TOPK_MOE" else None
-        if product is None or product.params["roles"] not in (("w", "x", "norm"), ("w", "x", "norm", "bias")):
+        mat_vec = index.made_by(node.inputs[0], "MAT_VEC") if node.op == "TOPK_MOE" else None
+        if mat_vec is None or mat_vec.params["roles"] not in (("w", "x", "norm"), ("w", "x", "norm", "bias")):
             return None
-        if product.params.get("glu") or "rows_total" in product.params or router_problem(product.inputs[0], product.inputs[1], ctx):
+        if mat_vec.params.get("glu") or "rows_total" in mat_vec.params or router_problem(mat_vec.inputs[0], mat_vec.inputs[1], ctx):
             return None
-        params = {k: product.params[k] for k in ("roles", "eps")} | {k: node.params[k] for k in TOPK_PARAMS}
-        return [product, node], Node("MOE_ROUTER", product.inputs, node.outputs, params)
+        params = {k: mat_vec.params[k] for k in ("roles", "eps")} | {k: node.params[k] for k in TOPK_PARAMS}
+        return [mat_vec, node], Node("MOE_ROUTER", mat_vec.inputs, node.outputs, params)
 
     return _rewrite(nodes, outputs, match)
 
 
 def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
-    """TOPK_MOE read by one product that gives each expert its rows, and by products that sum what it makes -> the first chooses the experts
-    itself and leaves their ids and weights to the others. Last of all passes, when it is known what else it needs shared memory for."""
+    """TOPK_MOE read by one mat-vec with an output for each expert, and by mat-vecs that sum these -> the first chooses the experts and
+    stores their ids and weights for the others. It is the last pass: what else the mat-vec needs shared memory for is known by then."""
     for choice in [n for n in nodes if n.op == "TOPK_MOE"]:
         index = Index(nodes, outputs)
         weights, ids = choice.outputs
         readers = [r for r in index.consumers.get(ids.name, []) if r.op == "MAT_VEC" and "expert_weights" not in r.params["roles"]]
         if len(readers) != 1:
             continue
-        (product,) = readers
-        later = [r for t in (weights, ids) for r in index.consumers.get(t.name, []) if r is not product]
-        made = {product.name, *(r.name for r in index.consumers.get(product.name, []) if r.op == "QUANTIZE_Q8_1")}
+        (mat_vec,) = readers
+        later = [r for t in (weights, ids) for r in index.consumers.get(t.name, []) if r is not mat_vec]
+        made = {mat_vec.name, *(r.name for r in index.consumers.get(mat_vec.name, []) if r.op == "QUANTIZE_Q8_1")}
         if any(r.op != "MAT_VEC" or made.isdisjoint(t.name for t in r.inputs) for r in later):
             continue
-        by = inputs_by_role(product) | {"logits": choice.inputs[0]}
+        by = inputs_by_role(mat_vec) | {"logits": choice.inputs[0]}
         if by.pop("ids").name != ids.name:
             continue
         roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
-        params = {**product.params, "roles": roles, **{k: choice.params[k] for k in TOPK_PARAMS}}
-        fused = Node("MAT_VEC", tuple(by[r] for r in roles), (*product.outputs, *choice.outputs), params)
+        params = {**mat_vec.params, "roles": roles, **{k: choice.params[k] for k in TOPK_PARAMS}}
+        fused = Node("MAT_VEC", tuple(by[r] for r in roles), (*mat_vec.outputs, *choice.outputs), params)
         if not choice_problem(fused, ctx):
-            nodes = replace(nodes, [choice, product], [fused])
+            nodes = replace(nodes, [choice, mat_vec], [fused])
     return nodes
 
 
@@ -426,9 +427,9 @@ QUANTIZING = frozenset({"RMS_NORM_MUL", "SWIGLU", "SWIGLU_OAI", "FLASH_ATTN_EXT"
 
 
 def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, by: str) -> Nodes:
-    """Give every x of an integer-dot product as Q8_1: stored so by its producer when nobody else reads it, else quantized once.
+    """Give every x of an integer-dot mat-vec as Q8_1: stored so by its producer when nobody else reads it, else quantized once.
 
-    by  "producer": any that can; "attention": attention, but no product; "stage": none
+    by  "producer": any that can; "attention": attention, but no mat-vec; "stage": none
     """
     index = Index(nodes, outputs)
     out: Nodes = list(nodes)
@@ -439,8 +440,8 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
         if not wants:
             continue
         producer = index.producer[tensor.name]
-        glu_product = producer.op == "MAT_VEC" and producer.params.get("glu")
-        can = {"producer": producer.op in QUANTIZING or glu_product, "attention": producer.op in QUANTIZING, "stage": False}[by]
+        glu_mat_vec = producer.op == "MAT_VEC" and producer.params.get("glu")
+        can = {"producer": producer.op in QUANTIZING or glu_mat_vec, "attention": producer.op in QUANTIZING, "stage": False}[by]
         sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
         if can and sole and tensor.shape[-1] % 32 == 0:
             out = [_retyped(n, tensor.name, tensor.name) if n is producer or n in wants else n for n in out]

@@ -5,10 +5,21 @@ A table is a TOML file. Each op family has rows:
     [[mat_vec]]
     architecture = ["rdna3", "rdna4"] # classes of docs/device_profiles.md; only in a vendor's table
     driver = "mesa_radv"              # VkDriverId in lower case; only in a vendor's table
-    quant = ["Q4_K", "Q5_K"]          # what the row is about: strings or lists of strings match by equality,
+    quant = ["Q4_K", "Q5_K"]          # what the row is about: words and booleans match by equality, a list by any of its words,
     m = { min = 2048 }                # numbers by value or by a range, inclusive
     set = { rows = 2, lanes = 32 }    # what it says
     measured = "2026-01-15 ..."       # why: a measurement with date, device, driver, shape and figures, or the source of the value
+
+Rows that share conditions form a group, which says them once:
+
+    [[mat_vec]]                       # match keys and `set` of every row of the group; with `measured` also a row of its own
+    experts = "none"
+    set = { unroll = 1 }
+
+    [[mat_vec.row]]                   # adds match keys, and parameters, which come before the group's
+    quant = "Q4_K"
+    set = { rows = 2 }
+    measured = "..."
 
 Tables fall back: device (the user's own, then the one shipped) -> architecture or driver -> vendor -> default. Within a table the row that
 names more keys wins; of two with equally many, the one whose keys stand first where the family declares them; of two with the same keys,
@@ -21,7 +32,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
@@ -31,7 +42,7 @@ from typing import Any
 from vkback.device import Capabilities
 from vkback.device.architecture import CLASSES, DRIVERS, driver_class, known_class
 from vkback.errors import VkbackError
-from vkback.ops.base import FAMILIES, Choice, Chooser, Family
+from vkback.ops.base import FAMILIES, Choice, Chooser, Family, MatchKind, is_one_of, table_word
 from vkback.paths import tuning_root, user_tuning_root
 
 INFINITY = float("inf")
@@ -39,10 +50,10 @@ INFINITY = float("inf")
 Range = tuple[float, float]
 Values = frozenset[Any] | Range
 Region = Mapping[str, Values]
-"""Per match key the words or numbers a row is about, or the ends of its range; a key that is not there is free."""
+"""Per match key the words a row is about, or the ends of its range of numbers; a key that is not there is free."""
 
 DEVICE_KEYS = ("architecture", "driver")
-RESERVED = (*DEVICE_KEYS, "set", "measured")
+RESERVED = (*DEVICE_KEYS, "row", "set", "measured")
 
 
 class TuningError(VkbackError):
@@ -54,13 +65,15 @@ class Row:
     """One row of one table.
 
     number   its place among the rows of its family in the file, from 1
-    region   `match`, checked and in a form to compute with
+    label    the same as errors name it: "3", or "3.2" for the second row of a group
+    region   `match`, checked and as sets and ranges
     devices  architectures and drivers it is for; those it does not name are all meant
     """
 
     family: str
     file: str
     number: int
+    label: str
     match: Mapping[str, Any]
     set: Mapping[str, Any]
     measured: str
@@ -72,7 +85,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        return f"{self.file} [[{self.family}]] row {self.number}"
+        return f"{self.file} [[{self.family}]] row {self.label}"
 
     @property
     def about(self) -> str:
@@ -90,7 +103,7 @@ def _phrase(key: str, want: Any) -> str:
         low, high = want.get("min"), want.get("max")
         return f"{key} <= {high}" if low is None else f"{key} >= {low}" if high is None else f"{low} <= {key} <= {high}"
     values = sorted(want) if isinstance(want, frozenset) else want if isinstance(want, list) else [want]
-    return f"{key} = {'|'.join(map(str, values))}"
+    return f"{key} = {'|'.join(map(table_word, values))}"
 
 
 def _holds(values: Values, value: Any) -> bool:
@@ -103,10 +116,8 @@ def _meet(a: Values, b: Values) -> Values | None:
     """What both hold; None when that is nothing."""
     if isinstance(a, frozenset) and isinstance(b, frozenset):
         return a & b or None
-    if isinstance(a, frozenset) or isinstance(b, frozenset):
-        words, span = (a, b) if isinstance(a, frozenset) else (b, a)
-        assert isinstance(words, frozenset)
-        return frozenset(v for v in words if _holds(span, v)) or None
+    assert not isinstance(a, frozenset)  # one key holds words or numbers
+    assert not isinstance(b, frozenset)
     low, high = max(a[0], b[0]), min(a[1], b[1])
     return (low, high) if low <= high else None
 
@@ -201,7 +212,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Tables with some parameters answered by hand.
+    """Tables with overrides: some parameters, whatever the tables say.
 
     params  by family; the families' other parameters stay as the tables have them
     match   only for queries that hold these values
@@ -221,7 +232,7 @@ class Overrides:
 
     @classmethod
     def everywhere(cls, tables: Chooser, params: Mapping[str, Any], source: str) -> Overrides:
-        """With parameters answered by hand in every family that has them."""
+        """With overrides in every family that has the parameters."""
         by_family = {name: {k: v for k, v in params.items() if k in family.set} for name, family in FAMILIES.items()}
         return cls(tables, {name: mine for name, mine in by_family.items() if mine}, source)
 
@@ -273,14 +284,38 @@ def parse_table(text: str, file: str) -> list[Row]:
             raise TuningError(f"[tuning] {file}: unknown family {family!r}, expected one of {', '.join(sorted(FAMILIES))}")
         if not isinstance(entries, list):
             raise TuningError(f"[tuning] {file}: {family} must be rows, written [[{family}]]")
-        rows = [_row(file, stem, family, number, entry) for number, entry in enumerate(entries, 1)]
+        rows = [_row(file, stem, family, i, *labelled) for i, labelled in enumerate(_single(file, family, entries), 1)]
         table += _ordered(rows, FAMILIES[family])
     return table
 
 
-def _row(file: str, stem: str, family: str, number: int, entry: Mapping[str, Any]) -> Row:
+def _single(file: str, family: str, entries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(label, row) of every row, groups resolved: each with the keys and parameters that it inherits."""
+    for number, entry in enumerate(entries, 1):
+        shared = {key: value for key, value in entry.items() if key != "row"}
+        rows = entry.get("row", [])
+        if not rows or "measured" in shared:
+            yield str(number), shared
+        if not isinstance(rows, list):
+            raise TuningError(f"[tuning] {file} [[{family}]] row {number}: the rows of a group are written [[{family}.row]]")
+        for i, row in enumerate(rows, 1):
+            where = f"[tuning] {file} [[{family}]] row {number}.{i}"
+            twice = [key for key in row if key in shared and key not in ("set", "measured")]
+            if twice:
+                raise TuningError(f"{where}: {twice[0]} is among what its group says already; leave it out here or there")
+            if "row" in row:
+                raise TuningError(f"{where}: a row of a group has no rows of its own")
+            both = {**shared, **row}
+            if all(isinstance(one.get("set", {}), Mapping) for one in (shared, row)):
+                both["set"] = {**shared.get("set", {}), **row.get("set", {})}
+            if "measured" not in row:
+                both.pop("measured", None)
+            yield f"{number}.{i}", both
+
+
+def _row(file: str, stem: str, family: str, number: int, label: str, entry: Mapping[str, Any]) -> Row:
     known = FAMILIES[family]
-    where = f"[tuning] {file} [[{family}]] row {number}"
+    where = f"[tuning] {file} [[{family}]] row {label}"
     match = {k: v for k, v in entry.items() if k not in RESERVED}
     params, measured = entry.get("set"), entry.get("measured")
     if not isinstance(params, Mapping) or not params:
@@ -299,7 +334,7 @@ def _row(file: str, stem: str, family: str, number: int, entry: Mapping[str, Any
             shown = " and ".join(_phrase(k, match[k]) for k in never)
             raise TuningError(f"{where}: matches nothing: there is no {family} with {shown}")
     devices = {key: _devices(where, stem, key, entry[key]) for key in DEVICE_KEYS if key in entry}
-    return Row(family, file, number, match, dict(params), measured, region, devices)
+    return Row(family, file, number, label, match, dict(params), measured, region, devices)
 
 
 def _values(where: str, key: str, known: Family, want: Any) -> Values:
@@ -307,44 +342,40 @@ def _values(where: str, key: str, known: Family, want: Any) -> Values:
     kind = known.match[key]
     if isinstance(want, Mapping):
         ends = [want[e] for e in ("min", "max") if e in want]
-        if kind == "word" or (isinstance(kind, tuple) and not isinstance(kind[0], int)):
-            raise TuningError(f"{where}: {key} must be a word or a list of words, got {dict(want)}")
+        if kind != "number":
+            what = "true or false" if kind == (False, True) else "a word or a list of words"
+            raise TuningError(f"{where}: {key} must be {what}, got {dict(want)}")
         if not ends or not set(want) <= {"min", "max"} or not all(_whole(e) for e in ends) or ends[0] > ends[-1]:
             raise TuningError(f"{where}: {key} = {dict(want)} is not a range; write {{ min = .., max = .. }}, whole numbers, min <= max")
-        span: Range = (want.get("min", 0), want.get("max", INFINITY))
-        met = _meet(span, frozenset(kind) if isinstance(kind, tuple) else (0.0, INFINITY))
-        if met is None:
-            raise TuningError(f"{where}: matches nothing: {_phrase(key, want)}, expected {_legal(kind)}")
-        return met
+        return want.get("min", 0), want.get("max", INFINITY)
     if kind == "number":
         if not _whole(want):
             raise TuningError(f"{where}: {key} must be a whole number or a range {{ min = .., max = .. }}, got {want!r}")
         return (want, want)
     values = want if isinstance(want, list) else [want]
-    wrong = [v for v in values if (v not in kind if isinstance(kind, tuple) else not isinstance(v, str)) or isinstance(v, bool)]
+    wrong = [v for v in values if not (is_one_of(v, kind) if isinstance(kind, tuple) else isinstance(v, str))]
     if wrong or not values:
-        raise TuningError(f"{where}: matches nothing: {key} = {wrong[0] if wrong else want!r}, expected {_legal(kind)}")
+        raise TuningError(f"{where}: matches nothing: {key} = {_spelled(wrong[0] if wrong else want)}, expected {_legal(kind)}")
     return frozenset(values)
+
+
+def _spelled(value: Any) -> str:
+    return table_word(value) if isinstance(value, bool) else repr(value)
 
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _legal(kind: str | tuple[Any, ...]) -> str:
-    return f"one of {', '.join(map(str, kind))}" if isinstance(kind, tuple) else "numbers from 0" if kind == "number" else "words"
+def _legal(kind: MatchKind) -> str:
+    return f"one of {', '.join(map(table_word, kind))}" if isinstance(kind, tuple) else "numbers from 0" if kind == "number" else "words"
 
 
 def _check_parameter(where: str, known: Family, key: str, value: Any) -> None:
-    legal = known.set.get(key)
-    if legal is None:
+    if key not in known.set:
         raise TuningError(f"{where}: unknown parameter {key!r}, expected one of {', '.join(sorted(known.set))}")
-    if isinstance(legal, str):
-        least = 1 if legal == "positive" else 0
-        if not _whole(value) or value < least:
-            raise TuningError(f"{where}: {key} = {value!r}, expected an integer from {least}")
-    elif isinstance(value, bool) or value not in legal:
-        raise TuningError(f"{where}: {key} = {value!r} is not legal, expected one of {', '.join(map(str, legal))}")
+    if why := known.why_illegal(key, value):
+        raise TuningError(f"{where}: {key} = {why}")
 
 
 def _devices(where: str, vendor: str, key: str, want: Any) -> frozenset[str]:
@@ -393,15 +424,15 @@ def _ordered(rows: Sequence[Row], family: Family) -> list[Row]:
             continue
         if any(decides(c, a, b) and disputed <= set(c.set) and _inside(common, c.region, family) for c in rows):
             continue
-        says = ", ".join(f"{k} ({a.set[k]} and {b.set[k]})" for k in a.set if k in disputed)
+        says = ", ".join(f"{k} ({table_word(a.set[k])} and {table_word(b.set[k])})" for k in a.set if k in disputed)
         raise TuningError(
-            f"[tuning] {b.where} ({b.about}): overlaps row {a.number} ({a.about}), and they disagree on {says}; "
+            f"[tuning] {b.where} ({b.about}): overlaps row {a.label} ({a.about}), and they disagree on {says}; "
             "name a further key in one of them, or ranges that do not meet"
         )
     for row in rows:
         over = [s for s in rows if beats(s, row) and inside.get((row.number, s.number)) and _serves_all(s, row)]
         if set(row.set) <= {k for s in over for k in s.set}:
-            raise TuningError(f"[tuning] {row.where}: never wins: row {over[0].number} ({over[0].about}) comes first wherever it matches")
+            raise TuningError(f"[tuning] {row.where}: never wins: row {over[0].label} ({over[0].about}) comes first wherever it matches")
     depth = {r.number: sum(beats(r, s) for s in rows) for r in rows}
     return sorted(rows, key=lambda r: (-depth[r.number], r.number))
 

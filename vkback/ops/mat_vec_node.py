@@ -1,0 +1,121 @@
+"""A MAT_VEC node taken apart, and whether it runs in integers or floats.
+
+`MAT_VEC` is a mat-vec with what is fused around it. Its inputs carry roles:
+
+    w               weight [m, k], or [n_expert, m, k] with ids
+    x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]
+    norm            F32 [k]: x is RMS-normed and multiplied by it first (params: eps)
+    bias            F32 [m]; with ids [n_expert * m], the experts' rows end to end
+    residual        F32, shape of the output: added to it
+    ids             I32 [n, n_used]: the experts of each token
+    logits          F32 [1, n_expert], in the place of ids: the experts are chosen by them as TOPK_MOE does (its params, too); weights
+                    F32 [1, n_used] and ids I32 [1, n_used] are further outputs
+    expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
+    params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up, or with alpha and limit what
+    SWIGLU_OAI makes of them), row0 and rows_total (the output is rows row0.. of a wider tensor, filled by several nodes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from vkback import quants
+from vkback.graph import Node, Tensor
+from vkback.ops.base import LowerContext, ceil_div, declare
+
+Path = Literal["int", "float"]
+"""Integer dot products of 8-bit activations (MMVQ), or floats."""
+Experts = Literal["none", "each", "summed"]
+"""A dense mat-vec; one output for each chosen expert; the weighted sum of the chosen experts' outputs."""
+
+INT_QUANTS = frozenset(name for name in quants.WEIGHT_TYPES if quants.quant(name).int_dot)
+"""Types with an integer-dot path (UNIT_INTS in shaders/quant)."""
+
+FUSED_ROLES = ("norm", "bias", "residual", "ids", "logits", "expert_weights")
+"""Optional inputs, in the order of their bindings."""
+
+declare(
+    "mat_vec_path",
+    match={
+        "accelerated": (False, True),  # the driver says that the device has integer dot as an instruction
+        "experts": get_args(Experts),
+        "n": "number",
+        "quant": tuple(sorted(INT_QUANTS)),
+        "m": "number",
+        "k": "number",
+    },
+    params={"path": get_args(Path)},
+)
+
+
+@dataclass(frozen=True)
+class MatVecNode:
+    """A MAT_VEC node by what its inputs are for.
+
+    extra   the optional inputs by role, in binding order
+    chosen  weights and ids that it writes where it chooses its experts
+    """
+
+    node: Node
+    w: Tensor
+    x: Tensor
+    y: Tensor
+    extra: Mapping[str, Tensor]
+    glu: bool
+    experts: Experts
+    chosen: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, node: Node) -> MatVecNode:
+        by = dict(zip(node.params["roles"], node.inputs, strict=True))
+        experts: Experts = "summed" if "expert_weights" in by else "each" if "ids" in by or "logits" in by else "none"
+        extra = {role: by[role] for role in FUSED_ROLES if role in by}
+        return cls(node, by["w"], by["x"], node.outputs[0], extra, bool(node.params.get("glu")), experts, node.outputs[1:])
+
+    @property
+    def m(self) -> int:
+        """Weight rows of the matrix, or of one expert."""
+        return self.w.shape[-2]
+
+    @property
+    def k(self) -> int:
+        return self.w.shape[-1]
+
+    @property
+    def n(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def n_used(self) -> int:
+        """Experts of a token; 1 for a dense mat-vec."""
+        return (self.chosen[1] if self.chosen else self.extra["ids"]).shape[-1] if self.experts != "none" else 1
+
+    @property
+    def walk_units(self) -> int:
+        """Units of 32 weights that a slot walks for one output row."""
+        return ceil_div(self.k, 32) * (self.n_used if self.experts == "summed" else 1)
+
+    @property
+    def rows_total(self) -> int:
+        """Rows of the output tensor, which several nodes may fill."""
+        return int(self.node.params.get("rows_total", self.m >> self.glu))
+
+    def path(self, ctx: LowerContext) -> tuple[Path, str]:
+        """("int" or "float", why), as `path_for` has it."""
+        return path_for(self.w.type, self.m, self.k, self.n, self.experts, ctx)
+
+
+def path_for(quant: str, m: int, k: int, n: int, experts: Experts, ctx: LowerContext) -> tuple[Path, str]:
+    """("int" or "float", why) for the mat-vec of a [m, k] weight and n tokens."""
+    if quant not in INT_QUANTS:
+        return "float", f"{quant} has no integer-dot path"
+    if not ctx.caps.int_dot:
+        return "float", "device has no integer dot product"
+    if k % 32:
+        return "float", f"k = {k} is not a multiple of 32"
+    if ctx.act != "auto":
+        return ("float" if ctx.act == "f32" else "int"), f"--act {ctx.act}"
+    choice = ctx.tuning.pick("mat_vec_path", accelerated=ctx.caps.int_dot_accelerated, experts=experts, n=n, quant=quant, m=m, k=k)
+    return choice["path"], choice.source
