@@ -17,7 +17,7 @@ from typing import Any
 
 from vkback.device import Device
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
-from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
+from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary

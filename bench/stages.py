@@ -17,7 +17,7 @@ from vkback.device import BufferRange, Device
 from vkback.ops.attention import AttnDecode, FlashAttnExt
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem, nbytes
 from vkback.ops.moe_reduce import MoeReduce
-from vkback.ops.sample import Params, Sample
+from vkback.ops.sample import Sample
 from vkback.ops.topk import Argmax, TopkMoe
 from vkback.plan.schedule import into_stages
 from vkback.plan.tuning import Overrides, Tuning
@@ -58,22 +58,22 @@ def cases(op: str, name: str, args: argparse.Namespace) -> Iterator[tuple[str, C
         for rows in map(int, args.context.split(",")):
             moved = 4 * m.n_head_kv * m.head_dim * rows
             if op == "ATTN_DECODE":
-                case = AttnDecode().case(
+                case = AttnDecode().build_case(
                     m.n_head, m.n_head_kv, m.head_dim, args.n_ctx, rows - 1, m.mode, m.norm, False, args.y, seed=1, garbage=False
                 )
             else:
-                case = FlashAttnExt().case(m.n_head, m.n_head_kv, m.head_dim, args.n_ctx, (rows - 1,), args.y, seed=1, garbage=False)
+                case = FlashAttnExt().build_case(m.n_head, m.n_head_kv, m.head_dim, args.n_ctx, (rows - 1,), args.y, seed=1, garbage=False)
             yield f"{name} context {rows}", case, moved
     elif op == "TOPK_MOE" and m.n_expert:
-        yield name, TopkMoe().case(1, m.n_expert, m.n_used, True, m.gating, 1.0, False, 1), 4 * m.n_expert
+        yield name, TopkMoe().build_case(1, m.n_expert, m.n_used, True, m.gating, 1.0, False, 1), 4 * m.n_expert
     elif op == "MOE_REDUCE" and m.n_expert:
-        yield name, MoeReduce().case(1, m.n_used, m.n_embd, False, 1), 4 * m.n_used * m.n_embd
+        yield name, MoeReduce().build_case(1, m.n_used, m.n_embd, False, 1), 4 * m.n_used * m.n_embd
     elif op == "ARGMAX":
-        yield name, Argmax().case(1, m.vocab, "normal", 1), 4 * m.vocab
+        yield name, Argmax().build_case(1, m.vocab, "normal", 1), 4 * m.vocab
     elif op == "SAMPLE":
         for greedy in (True, False):
-            sampler = Params(0.0 if greedy else 0.8, 40, 0.95, 0.05, 1, ())
-            yield f"{name} {'greedy' if greedy else 'sampled'}", Sample().case(m.vocab, sampler, greedy=greedy, seed=1), 4 * m.vocab
+            case = Sample().build_case(m.vocab, 0.0 if greedy else 0.8, 40, 0.95, 0.05, 1, greedy=greedy, seed=1)
+            yield f"{name} {'greedy' if greedy else 'sampled'}", case, 4 * m.vocab
 
 
 class Stand:

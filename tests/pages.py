@@ -32,6 +32,7 @@ def follow(page: str, tree: Path) -> list[list[str]]:
         kind, path, text = block["kind"], block["path"], block["text"]
         if path:
             assert not (tree / path).exists(), f"{page}: {path} is there already"
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
             (tree / path).write_text(text, encoding="utf-8")
         elif kind == "diff":
             apply(text, tree)

@@ -53,7 +53,7 @@ def test_without_subgroups(case: Case, device: Device, library: ShaderLibrary, c
 @pytest.mark.vulkan
 def test_little_shared_memory_goes_in_rounds(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     use = with_params(ctx, wg_size=128, lanes=4, steps=1, queries=8)
-    case = PLAIN.case(8, 1, 128, 64, (40,), "F32", seed=1)
+    case = PLAIN.build_case(8, 1, 128, 64, (40,), "F32", seed=1)
     rounds = []
     for kib in (48, 20):
         limited = dataclasses.replace(use, caps=dataclasses.replace(use.caps, max_shared_memory=kib << 10))
@@ -66,7 +66,7 @@ def test_little_shared_memory_goes_in_rounds(device: Device, library: ShaderLibr
 @pytest.mark.vulkan
 def test_replay_gives_the_same_bits(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     """The last workgroup to arrive differs from run to run; the result and the counters must not show it."""
-    problem = PLAIN.case(8, 2, 64, 600, (599, 64, 300), "F32", seed=1).build()
+    problem = PLAIN.build_case(8, 2, 64, 600, (599, 64, 300), "F32", seed=1).build()
     stages = into_stages(PLAIN.lower(problem.node, with_params(ctx, **SHAPES[0])))
     assert int(dict(stages[0][0].kernel.defines)["SPLITS"]) > 4
     slots, size = place(stages, [problem.node.name])
@@ -90,7 +90,7 @@ def test_replay_gives_the_same_bits(device: Device, library: ShaderLibrary, ctx:
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_a_token_does_not_depend_on_its_company(shape: dict[str, int], device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     use = with_params(ctx, **shape)
-    together = PLAIN.case(4, 2, 64, 400, (10, 399, 130, -1), "F32", seed=1).build()
+    together = PLAIN.build_case(4, 2, 64, 400, (10, 399, 130, -1), "F32", seed=1).build()
     want = run_problem(device, library, together, use)["kqv_out"]
     for i in range(3):
         q, cache_k, cache_v, pos = together.node.inputs
@@ -125,7 +125,7 @@ def test_fused_matches_the_chain_on_the_device(case: Case, device: Device, libra
 
 @pytest.mark.vulkan
 def test_position_beyond_the_cache_stores_nothing(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    problem = FUSED.case(4, 2, 64, 16, 15, "normal", False, False, "F32", seed=1, garbage=False).build()
+    problem = FUSED.build_case(4, 2, 64, 16, 15, "normal", False, False, "F32", seed=1, garbage=False).build()
     values: dict[str, Array] = {**problem.values, "pos": np.array([16], np.int32)}
     got = run_problem(device, library, Problem(problem.node, values), ctx)
     for name in ("cache_k", "cache_v"):
@@ -156,7 +156,7 @@ def test_what_is_refused(wrong: Node, text: str) -> None:
 
 
 def test_fused_takes_one_token() -> None:
-    problem = FUSED.case(4, 2, 64, 16, 3, "normal", False, False, "F32", seed=1).build()
+    problem = FUSED.build_case(4, 2, 64, 16, 3, "normal", False, False, "F32", seed=1).build()
     inputs = (problem.node.inputs[0], Tensor("pos", "I32", (2,), "input"), *problem.node.inputs[2:])
     with pytest.raises(PlanError, match="takes one token"):
         FUSED.lower(dataclasses.replace(problem.node, inputs=inputs), H200)
@@ -178,7 +178,7 @@ def test_every_head_size_can_be_planned(profile: str, hd: int) -> None:
 def test_little_shared_memory_and_few_bindings() -> None:
     wide = with_params(H200, wg_size=256, queries=4)
     small = dataclasses.replace(wide, caps=dataclasses.replace(H200.caps, max_shared_memory=8 << 10, max_storage_bindings=8))
-    problem = FUSED.case(32, 4, 128, 4096, 3, "neox", True, True, "Q8_1", seed=1, garbage=False).build()
+    problem = FUSED.build_case(32, 4, 128, 4096, 3, "neox", True, True, "Q8_1", seed=1, garbage=False).build()
     (d,) = FUSED.lower(problem.node, small)
     defines = dict(d.kernel.defines)
     assert len(d.args) <= 8 and defines["SPLITS"] == 1
@@ -191,7 +191,7 @@ def test_little_shared_memory_and_few_bindings() -> None:
 def test_long_context_fills_the_device_and_splits_do_not_depend_on_tokens() -> None:
     one = PLAIN.lower(node(n_head=32, kv=8, hd=128, n_ctx=16384), H200)[0]
     assert 132 * 0.9 < math.prod(one.groups) <= 132
-    many = FlashAttnExt().case(32, 8, 128, 16384, (1,) * 16, "F32", seed=1, garbage=False).build().node
+    many = FlashAttnExt().build_case(32, 8, 128, 16384, (1,) * 16, "F32", seed=1, garbage=False).build().node
     assert PLAIN.lower(many, H200)[0].kernel == one.kernel
 
 

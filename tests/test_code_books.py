@@ -13,7 +13,7 @@ from vkback.device import Device
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.base import Act, LowerContext, Problem
 from vkback.ops.code_books import BYTE_SHIFTS, CODED, code_words, shared_bytes
-from vkback.ops.mat_vec import fused_case
+from vkback.ops.mat_vec_cases import fused_case
 from vkback.ops.mat_vec_config import PROLOGUE_SHARED, prologue_problem
 from vkback.ops.rows import GetRows
 from vkback.shader import ShaderLibrary
@@ -24,7 +24,7 @@ ROWS, K = 80, 2048
 
 def table(quant: str, rows: int, k: int) -> Problem:
     """All rows of a table of any quants that a file may hold."""
-    problem = GetRows().case(quant, rows, k, tuple(range(rows))).build()
+    problem = GetRows().rows_case(quant, rows, k, tuple(range(rows))).build()
     raw = problem.values["table"]
     rng = np.random.default_rng(5)
     if quant == "NVFP4":

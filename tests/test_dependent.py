@@ -12,10 +12,11 @@ from kernel_paths import planned_for
 from vkback import quants
 from vkback.autotune.overrides import override_rows
 from vkback.device import Device
-from vkback.harness.factories import fused_product_case, make_case, product_case, routed_case
+from vkback.harness.cases import make_case
 from vkback.harness.judge import judge
 from vkback.harness.perf import has_rounds, time_cases
 from vkback.ops.base import OPS, Array, Case, LowerContext, Tolerance
+from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Overrides, Tuning, TuningError
 from vkback.shader import ShaderLibrary
@@ -92,13 +93,13 @@ def chain(quant: str, m: int, k: int, experts: int, used: int, rounds: int) -> A
 @pytest.mark.parametrize(
     ("case", "has"),
     [
-        (product_case("Q4_K", 512, 1, 256), True),
-        (product_case("Q4_K", 512, 1, 256, type_b="q8_1"), True),
-        (routed_case("MXFP4", 8, 3, 96, 1, 256, shared=True), True),
-        (product_case("Q4_K", 512, 2, 256), False),
-        (product_case("Q4_K", 96, 1, 256), False),
-        (product_case("F16", 512, 1, 256), False),
-        (fused_product_case("Q4_K", 512, 1, 256, ("residual",)), False),
+        (mul_mat_case("Q4_K", 512, 1, 256), True),
+        (mul_mat_case("Q4_K", 512, 1, 256, type_b="q8_1"), True),
+        (mul_mat_id_case("MXFP4", 8, 3, 96, 1, 256, shared=True), True),
+        (mul_mat_case("Q4_K", 512, 2, 256), False),
+        (mul_mat_case("Q4_K", 96, 1, 256), False),
+        (mul_mat_case("F16", 512, 1, 256), False),
+        (fused_case("Q4_K", 512, 256, 1, ("residual",)), False),
         (make_case("RMS_NORM", {"ne": (1, 256)}), False),
     ],
 )
@@ -114,7 +115,7 @@ def test_perf_mode_times_barrier_free_mat_vecs_where_the_tables_have_them(
 ) -> None:
     ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
     word = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, WORD, "test"))
-    cases = [product_case("Q4_K", 512, 2, 256), product_case("Q4_K", 512, 1, 256)]
+    cases = [mul_mat_case("Q4_K", 512, 2, 256), mul_mat_case("Q4_K", 512, 1, 256)]
     assert [r.barrier_free_us for r in time_cases(device, library, cases, ctx, 1.0, repetitions=1)] == [None, None]
     two, one = time_cases(device, library, cases, word, 1.0, repetitions=1)
     assert two.barrier_free_us is None and one.barrier_free_us is not None and one.barrier_free_us > 0 and one.passed is None
@@ -145,6 +146,6 @@ def test_two_mat_vecs_of_the_same_rounds_are_timed_once(device: Device, library:
         return DependentTiming(Measurement(4.0, 0.0), Measurement(6.0, 0.0), np.zeros(1))
 
     monkeypatch.setattr(DependentChain, "time", once)
-    cases = [product_case("Q4_K", m, 1, k) for m, k in ((512, 256), (256, 512))]
+    cases = [mul_mat_case("Q4_K", m, 1, k) for m, k in ((512, 256), (256, 512))]
     assert [r.barrier_free_us for r in time_cases(device, library, cases, word, 1.0, repetitions=1)] == [2.0, 2.0]
     assert len(timed) == 1

@@ -74,7 +74,7 @@ def test_cases_of_other_ops_are_explained_too() -> None:
     ("arguments", "said"),
     [
         (("NOPE(m=1)",), "NOPE(m=1): no op is called NOPE; there are "),
-        (("ROPE(m=1)",), "ROPE(m=1): of ROPE only the suite's own cases are known, which test-ops -o ROPE prints, as ROPE("),
+        (("ROPE(m=1)",), "ROPE: no parameter is called m; known are mode, ne, n_dims, pos, ff, seed, freq_base, "),
         (("MUL_MAT(type_a=q4_K,m=1)",), "[case] MUL_MAT(type_a=q4_K,m=1): k is missing"),
         (("MUL_MAT(type_a=q4_K,m=1,k=256)", "--device", "0", "--profile", "x"), "--device and --profile exclude each other"),
     ],

@@ -17,13 +17,12 @@ from vkback.autotune.problem import MatVecProblem
 from vkback.cli.tune import of_model
 from vkback.device import Device, profile_ids
 from vkback.graph import Node, Tensor
-from vkback.harness.factories import fused_product_case
 from vkback.harness.runner import run_case, run_problem
 from vkback.models import engine as engine_module
 from vkback.models.engine import Engine, Sampler
 from vkback.models.registry import Model
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
-from vkback.ops.mat_vec import fused_case
+from vkback.ops.mat_vec_cases import fused_case
 from vkback.ops.mat_vec_config import choice_problem
 from vkback.ops.topk import TOPK_PARAMS
 from vkback.paths import builtin_model
@@ -39,7 +38,7 @@ OAI: dict[str, Any] = {"glu": True, "oai": True, "out": "Q8_1"}
 
 
 def choosing(quant: str, experts: int, used: int, *roles: str, m: int = 64, k: int = 256, **given: Any) -> Case:
-    return fused_product_case(quant, m, 1, k, (*roles, "logits"), experts=experts, used=used, **given)
+    return fused_case(quant, m, k, 1, (*roles, "logits"), experts=experts, used=used, **given)
 
 
 @pytest.mark.vulkan

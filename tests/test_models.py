@@ -15,7 +15,8 @@ from vkback import quants
 from vkback.graph import Graph
 from vkback.models import GgufError, Model
 from vkback.models.twin import NumpyTwin
-from vkback.ops.reference import REFERENCES, rope_angles
+from vkback.ops.base import OPS
+from vkback.ops.rope import reference_angles
 from vkback.ops.rope_angles import frequencies, mscale
 from vkback.paths import builtin_model
 
@@ -145,7 +146,7 @@ def test_qwen3moe_without_experts_is_refused(tmp_path: Path) -> None:
 
 
 def ref(op: str, *inputs: Any, **params: Any) -> list[np.ndarray]:
-    return REFERENCES[op]([np.asarray(x) for x in inputs], params)
+    return OPS[op].reference([np.asarray(x) for x in inputs], params)
 
 
 ROPE = {
@@ -216,9 +217,9 @@ def test_rope_turns_pairs_and_depends_on_distance_alone() -> None:
 
 @pytest.mark.parametrize("ext", [0.0, 0.7, 1.0])
 def test_yarn_of_the_reference_equals_that_of_the_shaders(ext: float) -> None:
-    """Two formulations written apart; and YaRN's ends: the fastest pair keeps its frequency, the slowest is stretched."""
+    """Two formulations written apart; and YaRN's ends: the fastest pair keeps its frequency, the slowest is scaled."""
     params = ROPE | {"n_dims": 128, "freq_base": 10000.0, "freq_scale": 0.25, "ext_factor": ext, "attn_factor": 1.1}
-    angles, magnitude = rope_angles(np.array([1]), None, params)
+    angles, magnitude = reference_angles(np.array([1]), None, params)
     np.testing.assert_allclose(angles[0], frequencies(params), rtol=1e-12)
     np.testing.assert_allclose(magnitude, mscale(params), rtol=1e-12)
     assert magnitude == pytest.approx(1.1 if ext == 0 else 1.1 * (1 + 0.1 * math.log(4)))

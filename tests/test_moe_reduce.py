@@ -22,5 +22,5 @@ def test_case(case: Case, wg_size: int, device: Device, library: ShaderLibrary, 
 
 @pytest.mark.parametrize(("m", "width"), [(2048, 4), (30, 1)])
 def test_four_at_a_time_where_rows_allow(m: int, width: int, ctx: LowerContext) -> None:
-    (d,) = MoeReduce().lower(MoeReduce().case(1, 4, m, False, 1).build().node, ctx)
+    (d,) = MoeReduce().lower(MoeReduce().build_case(1, 4, m, False, 1).build().node, ctx)
     assert dict(d.kernel.defines)["WIDTH"] == width

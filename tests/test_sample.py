@@ -181,7 +181,7 @@ def test_what_is_refused(wrong: Node, text: str) -> None:
 
 def test_greedy_is_one_dispatch() -> None:
     ctx = planned_for("nvidia_h200_linux")
-    greedy = SAMPLE.case(128256, EVERYTHING, greedy=True, seed=1).build().node
+    greedy = SAMPLE.build_case(128256, EVERYTHING.temp, 40, 0.95, 0.05, 1, greedy=True).build().node
     assert len(SAMPLE.lower(greedy, ctx)) == 1
-    sampled = SAMPLE.case(3000, dataclasses.replace(EVERYTHING, top_k=40), seed=1).build().node
+    sampled = SAMPLE.build_case(3000, EVERYTHING.temp, 40, EVERYTHING.top_p, EVERYTHING.min_p, EVERYTHING.seed).build().node
     assert len(into_stages(SAMPLE.lower(sampled, ctx))) == 3

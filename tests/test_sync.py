@@ -20,7 +20,7 @@ from vkback.harness.runner import Workbench, prepare
 from vkback.models import Model
 from vkback.models.engine import Engine
 from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, SpinWaits, nbytes
-from vkback.ops.mat_vec import fused_case
+from vkback.ops.mat_vec_cases import fused_case
 from vkback.paths import builtin_model
 from vkback.plan.forecast import Costs, Wait, predicted_us, waits
 from vkback.plan.planner import plan

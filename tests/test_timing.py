@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from vkback.device import Commands, Device
-from vkback.ops.mat_vec import fused_case, mul_mat_case, mul_mat_id_case
+from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.shader import ShaderLibrary
 from vkback.timing import launches
 from vkback.timing.read_rate import plain_read_us

@@ -45,7 +45,7 @@ def test_without_subgroups(case: Case, device: Device, library: ShaderLibrary, c
 
 @pytest.mark.vulkan
 def test_a_router_fed_nan_chooses_different_experts_and_shows_it(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    problem = TopkMoe().case(1, 16, 4, True, "softmax", 1.0, False, 1).build()
+    problem = TopkMoe().build_case(1, 16, 4, True, "softmax", 1.0, False, 1).build()
     problem.values["ffn_moe_logits"][0, 5:12] = np.nan
     got = run_problem(device, library, problem, ctx)
     assert len(set(got["ffn_moe_topk"][0])) == 4
@@ -73,7 +73,7 @@ def test_what_is_refused(wrong: Node, text: str) -> None:
 
 
 def test_argmax_of_a_large_vocabulary_uses_many_workgroups() -> None:
-    node = Argmax().case(1, 262144, "normal", 1).build().node
+    node = Argmax().build_case(1, 262144, "normal", 1).build().node
     ctx = planned_for("nvidia_h200_linux")
     (d,) = Argmax().lower(node, ctx)
     assert d.groups[0] >= 64

@@ -10,8 +10,9 @@ import pytest
 
 from vkback.device import Device, FeatureMissing, Recorder
 from vkback.device.instance import VALIDATION_LAYER
+from vkback.harness.cases import find_case
 from vkback.harness.runner import prepare
-from vkback.harness.suite import Suite, find_case
+from vkback.harness.suite import Suite
 from vkback.models.engine import PROMPT_TOKENS, Engine, Sampler
 from vkback.ops.base import OPS, Case, LowerContext
 from vkback.paths import builtin_models

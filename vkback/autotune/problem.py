@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -12,23 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Problem
+from vkback.ops.case_line import CaseLineError, parse_line
 from vkback.ops.mat_vec import weight
 from vkback.ops.mat_vec_node import FUSED_ROLES, Experts
 
 Array = npt.NDArray[Any]
 
-_CASE = re.compile(r"\s*(\w+)\s*\((.*)\)\s*", re.DOTALL)
 MAT_VEC_ROLES = tuple(r for r in FUSED_ROLES if r != "logits")
 """Roles that tuning tells apart: a mat-vec that chooses its experts counts as one that is given their ids."""
 
 OPS_WITH_SHAPE = ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC")
-
-
-class CaseError(VkbackError):
-    """A case text that says too little or something unknown, with what it should hold."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ class MatVecProblem:
 
     def __post_init__(self) -> None:
         if self.n_expert and not 1 <= self.n_used <= self.n_expert:
-            raise CaseError(f"[case] {self.line}: a token uses {self.n_used} of {self.n_expert} experts; expected 1 to {self.n_expert}")
+            raise CaseLineError(f"[case] {self.line}: a token uses {self.n_used} of {self.n_expert} experts; expected 1 to {self.n_expert}")
 
     @classmethod
     def of(cls, node: Node) -> MatVecProblem:
@@ -73,33 +66,34 @@ class MatVecProblem:
     def parse(cls, text: str) -> MatVecProblem:
         """From MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336), MUL_MAT_ID(... n_mats=128,n_used=8) or MAT_VEC(... fused=norm+bias,glu=1,out=Q8_1).
 
-        Keys that only say how values are made (seed, type_b, b, oai, gating, norm_w, ties) are passed over. Raises CaseError.
+        Keys that only say how values are made (seed, type_b, b, oai, gating, norm_w, ties) are passed over. Raises CaseLineError.
         """
-        op, given = parse_case(text)
+        op, params = parse_line(text)
+        given = {key: str(value) for key, value in params.items()}
         made_up = ("gating", "norm_w", "ties", "seed")
         known = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "oai", "out", "x", *made_up)
         wrong = [key for key in given if key not in known]
         if op not in OPS_WITH_SHAPE:
-            raise CaseError(f"[case] {text}: expected one of {', '.join(OPS_WITH_SHAPE)}")
+            raise CaseLineError(f"[case] {text}: expected one of {', '.join(OPS_WITH_SHAPE)}")
         if wrong:
-            raise CaseError(f"[case] {text}: unknown key {wrong[0]!r}, expected some of {', '.join(known)}")
+            raise CaseLineError(f"[case] {text}: unknown key {wrong[0]!r}, expected some of {', '.join(known)}")
         missing = [key for key in ("type_a", "m", "k") if key not in given]
         if missing:
-            raise CaseError(f"[case] {text}: {missing[0]} is missing; write it as {op}(type_a=q4_K,m=4096,n=1,k=14336)")
+            raise CaseLineError(f"[case] {text}: {missing[0]} is missing; write it as {op}(type_a=q4_K,m=4096,n=1,k=14336)")
         quant = next((q for q in quants.QUANTS if q.lower() == given["type_a"].lower()), None)
         if quant is None:
-            raise CaseError(f"[case] {text}: unknown type_a {given['type_a']!r}, expected one of {', '.join(quants.QUANTS)}")
+            raise CaseLineError(f"[case] {text}: unknown type_a {given['type_a']!r}, expected one of {', '.join(quants.QUANTS)}")
         fused = tuple("ids" if r == "logits" else r for r in given.get("fused", "none").split("+") if r != "none")
         if op == "MUL_MAT_ID":
             fused = ("ids", *fused)
         unknown = [r for r in fused if r not in MAT_VEC_ROLES]
         if unknown:
-            raise CaseError(f"[case] {text}: unknown fused input {unknown[0]!r}, expected some of {'+'.join(FUSED_ROLES)}")
+            raise CaseLineError(f"[case] {text}: unknown fused input {unknown[0]!r}, expected some of {'+'.join(FUSED_ROLES)}")
 
         def whole(key: str, otherwise: int) -> int:
             value = given.get(key, str(otherwise))
             if not value.isdigit() or (not int(value) and key != "glu"):
-                raise CaseError(f"[case] {text}: {key} = {value!r}, expected a whole number above 0")
+                raise CaseLineError(f"[case] {text}: {key} = {value!r}, expected a whole number above 0")
             return int(value)
 
         ids = "ids" in fused
@@ -161,15 +155,3 @@ class MatVecProblem:
                 value = rng.uniform(-1, 1, tensor.shape).astype(np.float32)
                 values[tensor.name] = quants.q8_1_quantize(value.reshape(-1, self.k)) if tensor.type == "Q8_1" else value
         return Problem(node, values)
-
-
-def parse_case(text: str) -> tuple[str, Mapping[str, str]]:
-    """(op, values by key) of a case as the suite prints it. Raises CaseError."""
-    match = _CASE.fullmatch(text)
-    if match is None:
-        raise CaseError(f"[case] {text}: expected OP(key=value,...), as MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)")
-    pairs = [part.partition("=") for part in re.split(r",(?![^\[]*\])", match[2]) if part.strip()]
-    bad = next((key for key, equals, _ in pairs if not equals), None)
-    if bad is not None:
-        raise CaseError(f"[case] {text}: {bad.strip()!r} has no value, expected key=value")
-    return match[1].upper(), {key.strip(): value.strip() for key, _, value in pairs}

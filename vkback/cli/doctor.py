@@ -22,7 +22,7 @@ def doctor(
     import vkback
     from vkback.cli.test_ops import select
     from vkback.device import Device
-    from vkback.harness import generators
+    from vkback.harness.cases import full_cases, quick_cases
     from vkback.harness.doctor import examine, report, spread
     from vkback.ops.base import LowerContext
     from vkback.plan.tuning import Tuning
@@ -30,7 +30,7 @@ def doctor(
     from vkback.shader import ShaderLibrary, find_compiler
 
     names = ops.split(",") if ops and "(" not in ops else [ops] if ops else []
-    cases = spread(select(generators.full_cases() if full else generators.quick_cases(), names, params), per_op)
+    cases = spread(select(full_cases() if full else quick_cases(), names, params), per_op)
     commit, number = build_info()
     compiler = find_compiler()
     about = f"vkback {vkback.__version__}, build {commit} ({number}), shader compiler {compiler.identity if compiler else 'none'}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    case: Annotated[str, typer.Argument(metavar="CASE", help='As "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)"; of other ops a whole case.')],
+    case: Annotated[str, typer.Argument(metavar="CASE", help='As "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)"; else as test-ops prints it.')],
     device: DeviceOption = None,
     profile: Annotated[str | None, typer.Option(help="A recorded device instead, as nvidia_h200_linux, or a file.")] = None,
     act: ActOption = "auto",
@@ -54,22 +54,18 @@ def explain(
 
 
 def node_of(case: str) -> Node:
-    """The node of a mat-vec of any shape, or of a case of another op as the suite prints it. Raises UsageError naming what there is."""
+    """The node of a case. Raises UsageError for an unknown op, CaseLineError for parameters that make no case."""
     import vkback.ops  # noqa: F401  registers every op
-    from vkback.autotune.problem import OPS_WITH_SHAPE, MatVecProblem, parse_case
+    from vkback.autotune.problem import OPS_WITH_SHAPE, MatVecProblem
     from vkback.ops.base import OPS
+    from vkback.ops.case_line import parse_line
 
-    name, _ = parse_case(case)
+    name, params = parse_line(case)
     if name in OPS_WITH_SHAPE:
         return MatVecProblem.parse(case).node()
     if name not in OPS:
         raise UsageError(f"{case}: no op is called {name}; there are {', '.join(sorted(OPS))}")
-    wanted = case.strip().partition("(")[2]
-    found = next((c for c in OPS[name].cases() if c.line.partition("(")[2] == wanted), None)
-    if found is None:
-        example = next(iter(OPS[name].cases())).line
-        raise UsageError(f"{case}: of {name} only the suite's own cases are known, which test-ops -o {name} prints, as {example}")
-    return found.build().node
+    return OPS[name].case(params).build().node
 
 
 class Noting:

@@ -50,7 +50,7 @@ def test_ops(
 
     perf times cases with cold weights; support says what the device runs and why not the rest.
     """
-    from vkback.harness import generators
+    from vkback.harness.cases import full_cases, perf_cases, quick_cases
 
     names = list(wanted or [])
     mode = names.pop(0) if names and names[0] in MODES else "test"
@@ -60,12 +60,10 @@ def test_ops(
         print_counts()
         return
     names += _split(ops)
-    listed = generators.perf_cases() if mode == "perf" else generators.full_cases() if full else generators.quick_cases()
+    listed = perf_cases() if mode == "perf" else full_cases() if full else quick_cases()
     cases = list(select(listed, names, params))
     if seed is not None:
-        from vkback.harness.factories import reseeded
-
-        cases = [reseeded(case, seed) for case in cases]
+        cases = [case.reseeded(seed) for case in cases]
     failed = _run(mode, cases, device, act, processes, output, baseline, save_in if smaller else None, verbose)
     if failed:
         raise typer.Exit(1)
@@ -123,8 +121,8 @@ def _run(
 
 
 def _shrink(suite: Any, failed: Sequence[str], save_in: Path) -> None:
+    from vkback.harness.cases import find_case
     from vkback.harness.shrink import save, shrink
-    from vkback.harness.suite import find_case
 
     for line in failed[:SHRUNK]:
         least = shrink(find_case(line), lambda case: suite.run_one(case).result.passed is False)
@@ -193,17 +191,17 @@ def print_counts() -> None:
     """Ops with their number of cases in each set."""
     from collections import Counter
 
-    from vkback.harness import generators
+    from vkback.harness.cases import full_cases, perf_cases, quick_cases
     from vkback.ops.base import OPS
 
-    sets = [Counter(case.op for case in made()) for made in (generators.quick_cases, generators.full_cases, generators.perf_cases)]
+    sets = [Counter(case.op for case in made()) for made in (quick_cases, full_cases, perf_cases)]
     for name in sorted(OPS):
         print("{:24} {:5} quick {:6} full {:5} perf cases".format(name, *(s[name] for s in sets)))
     print("{:24} {:5} quick {:6} full {:5} perf cases".format("all", *(s.total() for s in sets)))
 
 
 def _split(ops: str | None) -> list[str]:
-    from vkback.harness.case_line import split_lines
+    from vkback.ops.case_line import split_lines
 
     return split_lines(ops) if ops else []
 
@@ -232,7 +230,7 @@ def select(cases: Iterable[Case], names: Sequence[str], params: str | None) -> I
     if unknown:
         raise UsageError(f"no op and no case is called {', '.join(unknown)}; --list-ops shows the ops")
     if lines:
-        from vkback.harness.suite import find_case
+        from vkback.harness.cases import find_case
 
         for line in lines:
             found = True

@@ -14,11 +14,11 @@ from typing import Any
 from vkback.device import Capabilities, Device
 from vkback.device.errors import DeviceLost
 from vkback.errors import VkbackError
-from vkback.harness.factories import context_of
+from vkback.harness.cases import context_of
 from vkback.harness.judge import judge
 from vkback.harness.runner import Workbench, prepare, reference
 from vkback.harness.suite import Suite
-from vkback.harness.unfused import unfused, unfused_tolerance
+from vkback.harness.unfused import unfused_tolerance
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
@@ -208,7 +208,7 @@ def _kernels(case: Case, ctx: LowerContext) -> list[Any] | None:
 def _chain_is_right(bench: Workbench, case: Case, ctx: LowerContext) -> bool | None:
     """Whether the plain ops that a fused case stands for give the right result; None for a case that is no fusion."""
     problem, own = case.build(), context_of(case, ctx)
-    chain = unfused(problem.node)
+    chain = OPS[case.op].unfused(problem.node)
     if not chain:
         return None
     try:

@@ -8,20 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vkback.ops.base import Tolerance
+from vkback.ops.base import OPS, Tolerance
 
 Array = npt.NDArray[Any]
 
-PEER_LIMITS = {
-    "MUL_MAT": 5e-4, "MUL_MAT_ID": 5e-4, "MAT_VEC": 5e-3, "FLASH_ATTN_EXT": 5e-4, "ATTN_DECODE": 5e-4, "SOFT_MAX": 1e-6, "CPY": 1e-6,
-    "ARGMAX": 0.0, "ARGSORT": 0.0, "TOP_K": 0.0,
-}  # fmt: skip
-"""NMSE that llama.cpp's test-backend-ops allows, by op; see `peer_limit`. MAT_VEC stands for its MUL_MAT_VEC_FUSION."""
-
-
 def peer_limit(op: str) -> float:
-    """NMSE that llama.cpp's test-backend-ops (ggml 0.25) allows an op: 1e-7 where it says nothing else."""
-    return PEER_LIMITS.get(op, 1e-7)
+    """NMSE that llama.cpp's test-backend-ops allows an op."""
+    return OPS[op].peer_nmse
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from itertools import groupby
 from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.graph import Node
-from vkback.harness.case_line import unseeded
-from vkback.harness.factories import context_of
+from vkback.harness.cases import context_of
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import Kernels
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
+from vkback.ops.case_line import unseeded
 from vkback.ops.mat_vec_node import INT_QUANTS
 from vkback.quants import QUANTS
 from vkback.shader import ShaderLibrary
@@ -29,12 +29,9 @@ AHEAD = 2
 CPU_COLD_BYTES = 32 << 20
 """Weights in rotation on a CPU driver, whose kernels are bound by arithmetic: a figure within a minute is worth more than a cold cache."""
 
-SHARING = ("MUL_MAT", "MUL_MAT_ID")
-"""Ops of which cases that differ in tokens alone use the same weights."""
-
 
 def with_tokens(node: Node, n: int) -> Node:
-    """A product of the first n tokens of x."""
+    """The same weights times the first n tokens of x."""
     w, *rest = node.inputs
     cut = [replace(t, shape=(n, *t.shape[1:])) for t in (*rest, *node.outputs)]
     return Node(node.op, (w, *cut[: len(rest)]), tuple(cut[len(rest) :]), node.params)
@@ -45,7 +42,7 @@ def groups(cases: Iterable[Case]) -> Iterator[list[Case]]:
 
     def key(case: Case) -> str:
         same = {k: v for k, v in unseeded(case.params).items() if k != "n"}
-        return f"{case.op} {same}" if case.op in SHARING else case.line
+        return f"{case.op} {same}" if OPS[case.op].shares_weights else case.line
 
     return (list(group) for _, group in groupby(cases, key))
 
@@ -102,7 +99,7 @@ ROUND_PARAMS = frozenset({"type_a", "type_b", "n_mats", "n_used", "b", "m", "n",
 def has_rounds(case: Case, ctx: LowerContext) -> bool:
     """Whether the mat-vec of a case can be one of a dependent chain, and the tables make its stages barrier-free."""
     p = case.params
-    if case.op not in SHARING or not set(p) <= ROUND_PARAMS or p["n"] != 1 or p["type_a"] not in INT_QUANTS:
+    if not OPS[case.op].shares_weights or not set(p) <= ROUND_PARAMS or p.get("n") != 1 or p.get("type_a") not in INT_QUANTS:
         return False
     fits = p["m"] % max(32, QUANTS[p["type_a"]].block_values) == 0  # rounded to Q8_1, columns of the next mat-vec
     return bool(fits and ctx.tuning.pick("schedule", n=1, n_expert=p.get("n_mats", 0))["sync"] == "sentinel")

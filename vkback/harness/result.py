@@ -19,7 +19,7 @@ class CaseResult:
     nmse, worst, tolerance_nmse, tolerance_worst   of the output that came nearest its bound; peer_limit: NMSE that llama.cpp allows the op
     time_us    throughput: independent launches back to back; latency_us: each launch waits for the one before; spreads: half the range
                between first and third quartile; samples_us: throughput of each repetition
-    barrier_free_us  a product of one that reads what the one before made, where the tables have stages hand over without barriers
+    barrier_free_us  a mat-vec of a chain in which each reads what the one before made, where the tables run such stages barrier-free
                (vkback/timing/dependent.py); None for everything else
     n_runs     launches timed in all; nbytes and flops of one launch; read_rate_gb_s: what the device was measured to read
     """

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from vkback import quants
 from vkback.errors import VkbackError
-from vkback.harness.factories import make_case
-from vkback.harness.generators import block
+from vkback.harness.cases import make_case
 from vkback.harness.suite import Run
 from vkback.ops.base import Case
 
@@ -55,7 +55,7 @@ def _sizes(params: Mapping[str, Any]) -> list[tuple[str, int]]:
 def _least(case: Case, key: tuple[str, int], fails: Callable[[Case], bool]) -> Case | None:
     name, place = key
     value = case.params[name] if place < 0 else case.params[name][place]
-    step = next((block(case.params[t]) for t, columns in TYPE_AND_COLUMNS if t in case.params and columns == name), 1)
+    step = next((quants.QUANTS[case.params[t]].block_values for t, columns in TYPE_AND_COLUMNS if t in case.params and columns == name), 1)
     passing, failing, best = 0, value // step, None
     while failing - passing > 1:
         middle = (passing + failing) // 2

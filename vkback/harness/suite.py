@@ -11,7 +11,6 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -19,13 +18,11 @@ from threading import Lock, Thread
 from vkback.device import Device, Kernel
 from vkback.device.errors import DeviceLost
 from vkback.errors import VkbackError
-from vkback.harness import generators
-from vkback.harness.case_line import parse_line, unseeded
-from vkback.harness.factories import context_of, make_case, reseeded
+from vkback.harness.cases import context_of, find_case
 from vkback.harness.judge import Verdict, judge, peer_limit
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import Array, Prepared, Workbench, prepare, reference
-from vkback.harness.unfused import unfused, unfused_tolerance
+from vkback.harness.unfused import unfused_tolerance
 from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary, Variant
@@ -162,7 +159,7 @@ class Suite:
     def _prepare(self, case: Case) -> Ready:
         problem = case.build()
         ctx = context_of(case, self.ctx)
-        chain_nodes = unfused(problem.node)
+        chain_nodes = OPS[case.op].unfused(problem.node)
         fused = prepare(problem, ctx)
         chain = prepare(problem, ctx, chain_nodes) if chain_nodes else None
         kernels = self._kernels.start([*fused.schedule.dispatches(), *(chain.schedule.dispatches() if chain else ())])
@@ -216,37 +213,6 @@ def _barrier_free(first: CaseResult, second: CaseResult) -> CaseResult:
     texts = [m for m in (first.message, second.message) if m]
     passed = bool(first.passed and second.passed)
     return dataclasses.replace(first, passed=passed, message="\n".join(texts), detail=f"{first.detail}; {second.detail}")
-
-
-# -- finding cases
-
-
-@cache
-def known_cases() -> dict[str, Case]:
-    """Every case of the full set by its line."""
-    return {case.line: case for case in generators.full_cases()}
-
-
-@cache
-def _by_params() -> dict[tuple[str, tuple[tuple[str, object], ...]], Case]:
-    return {_key(line): case for line, case in known_cases().items()}
-
-
-def _key(line: str) -> tuple[str, tuple[tuple[str, object], ...]]:
-    op, params = parse_line(line)
-    return op, tuple(unseeded(params).items())
-
-
-def find_case(line: str) -> Case:
-    """The case a line names: one of the full set, perhaps with another seed, else made from its parameters. Raises CaseLineError."""
-    found = known_cases().get(line)
-    if found is not None:
-        return found
-    op, params = parse_line(line)
-    found = _by_params().get((op, tuple(unseeded(params).items())))
-    if found is not None:
-        return reseeded(found, params["seed"]) if "seed" in params else found
-    return make_case(op, params)
 
 
 # -- several processes

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from vkback import quants
-from vkback.harness.factories import context_of
+from vkback.harness.cases import context_of
 from vkback.harness.result import CaseResult
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.ops.mat_vec import QUANTS
 from vkback.paths import shader_root
-
-BY_TYPE = {"MUL_MAT": "type_a", "MUL_MAT_ID": "type_a", "MAT_VEC": "type_a", "GET_ROWS": "type"}
-"""Ops that the table splits by the type of their weights, with the parameter that holds it."""
 
 MOST_REASONS = 3
 
@@ -31,7 +28,7 @@ def support_of(cases: Iterable[Case], ctx: LowerContext) -> Iterator[CaseResult]
 
 def row_of(case: Case) -> tuple[str, str]:
     """Op and weight type of a case, the row it counts in."""
-    key = BY_TYPE.get(case.op)
+    key = OPS[case.op].weight_type
     return case.op, str(case.params[key]) if key else ""
 
 

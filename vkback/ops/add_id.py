@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ from vkback.ops.base import (
     register,
     spread,
 )
-from vkback.ops.reference import REFERENCES
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -39,7 +39,8 @@ class AddId(Op):
     name = "ADD_ID"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return REFERENCES["ADD_ID"](inputs, params)
+        a, b, ids = inputs
+        return [np.asarray(a, np.float64) + np.asarray(b, np.float64).reshape(-1, a.shape[-1])[ids]]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         a, b, ids = node.inputs
@@ -69,16 +70,20 @@ class AddId(Op):
 
     def cases(self) -> Iterator[Case]:
         for n_expert, used, m, n in ((4, 2, 5, 1), (32, 4, 2880, 1), (32, 4, 96, 17), (8, 8, 33, 3)):
-            yield self.case(n_expert, used, m, n)
+            yield self.build_case(n_expert, used, m, n)
 
-    def case(self, n_expert: int, used: int, m: int, n: int, *, seed: int = 47) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        for n, used, m in product((1, 3, 33), (1, 4), (1, 33, 768, 2880)):
+            yield self.build_case(32, used, m, n)
+
+    def build_case(self, n_expert: int, n_used: int, m: int, n: int, seed: int = 47) -> Case:
         """Normal values; a token's experts are all different."""
 
         def make(rng: np.random.Generator) -> Problem:
-            a, ids = Tensor("a", "F32", (n, used, m), "input"), Tensor("ids", "I32", (n, used), "input")
+            a, ids = Tensor("a", "F32", (n, n_used, m), "input"), Tensor("ids", "I32", (n, n_used), "input")
             b = Tensor("b", "F32", (n_expert * m,), "weight")
             values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in (a, b)}
-            values["ids"] = np.stack([rng.permutation(n_expert)[:used] for _ in range(n)]).astype(np.int32)
+            values["ids"] = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(n)]).astype(np.int32)
             return Problem(Node(self.name, (a, b, ids), (Tensor("y", "F32", a.shape),)), values)
 
-        return Case(self.name, {"n_expert": n_expert, "n_used": used, "m": m, "n": n, "seed": seed}, make, seed)
+        return Case(self.name, {"n_expert": n_expert, "n_used": n_used, "m": m, "n": n, "seed": seed}, make, seed)

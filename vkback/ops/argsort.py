@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Shape,
     Tolerance,
     ceil_div,
     nbytes,
@@ -62,12 +64,16 @@ def _coarse(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
 
 EXACT = Tolerance(0.0, 0.0, "comparisons are exact")
 
+SHAPES: tuple[Shape, ...] = ((1,), (2,), (1, 7), (16, 10, 10), (60, 10, 10), (1, 512), (1, 1025), (3, 2047), (2, 8192))
+"""Of the full set."""
+
 
 @register
 class ArgSort(Op):
     """ARGSORT(x F32 [..., dim]; order "asc" | "desc") -> I32 [..., dim]; of equal values the lower index comes first."""
 
     name = "ARGSORT"
+    peer_nmse = 0.0
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [_order(inputs[0], descending=params["order"] == "desc")]
@@ -81,14 +87,18 @@ class ArgSort(Op):
     def cases(self) -> Iterator[Case]:
         for order in ("asc", "desc"):
             for shape in ((2, 16), (3, 2, 60), (1, 1023), (4, 1)):
-                yield self.case(shape, order)
+                yield self.build_case(shape, order)
 
-    def case(self, shape: tuple[int, ...], order: str, *, seed: int = 43) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        for order, shape in product(("asc", "desc"), SHAPES):
+            yield self.build_case(shape, order)
+
+    def build_case(self, ne: Shape, order: str, seed: int = 43) -> Case:
         def make(rng: np.random.Generator) -> Problem:
-            node = Node("ARGSORT", (Tensor("x", "F32", shape, "input"),), (Tensor("y", "I32", shape),), {"order": order})
-            return Problem(node, {"x": _coarse(shape, rng)})
+            node = Node("ARGSORT", (Tensor("x", "F32", ne, "input"),), (Tensor("y", "I32", ne),), {"order": order})
+            return Problem(node, {"x": _coarse(ne, rng)})
 
-        return Case("ARGSORT", {"ne": shape, "order": order, "seed": seed}, make, seed)
+        return Case("ARGSORT", {"ne": ne, "order": order, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return EXACT
@@ -99,6 +109,7 @@ class TopK(Op):
     """TOP_K(x F32 [..., dim]) -> I32 [..., k]: indices of the k largest of each row, the largest first, of equal ones the lower index."""
 
     name = "TOP_K"
+    peer_nmse = 0.0
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [_order(inputs[0], descending=True)[..., : params["k"]]]
@@ -111,14 +122,20 @@ class TopK(Op):
 
     def cases(self) -> Iterator[Case]:
         for shape, k in (((2, 16), 1), ((3, 2, 60), 7), ((1, 1023), 40), ((4, 5), 5)):
-            yield self.case(shape, k)
+            yield self.build_case(shape, k)
 
-    def case(self, shape: tuple[int, ...], k: int, *, seed: int = 47) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        for shape in SHAPES:
+            for k in sorted({1, 2, 40, shape[-1] // 2, shape[-1] - 1, shape[-1]}):
+                if 1 <= k <= shape[-1]:
+                    yield self.build_case(shape, k)
+
+    def build_case(self, ne: Shape, k: int, seed: int = 47) -> Case:
         def make(rng: np.random.Generator) -> Problem:
-            y = Tensor("y", "I32", (*shape[:-1], k))
-            return Problem(Node("TOP_K", (Tensor("x", "F32", shape, "input"),), (y,), {"k": k}), {"x": _coarse(shape, rng)})
+            y = Tensor("y", "I32", (*ne[:-1], k))
+            return Problem(Node("TOP_K", (Tensor("x", "F32", ne, "input"),), (y,), {"k": k}), {"x": _coarse(ne, rng)})
 
-        return Case("TOP_K", {"ne": shape, "k": k, "seed": seed}, make, seed)
+        return Case("TOP_K", {"ne": ne, "k": k, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return EXACT

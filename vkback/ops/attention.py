@@ -15,7 +15,7 @@ multiple of 8, and of 32 where the output is Q8_1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,19 +23,17 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
+from vkback.ops.attention_cases import DecodeCases, FlashCases
 from vkback.ops.base import (
     OPS,
     POWERS,
     Access,
     Arg,
     Array,
-    Case,
     Choice,
     Dispatch,
     LowerContext,
-    Op,
     PlanError,
-    Problem,
     SpinWaits,
     Tolerance,
     ceil_div,
@@ -44,7 +42,8 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
-from vkback.ops.reference import REFERENCES, turn_pairs
+from vkback.ops.rope import FREQUENCY, turn_pairs
+from vkback.ops.rows import set_rows
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -214,14 +213,46 @@ def _tolerance(node: Node) -> Tolerance:
     return Tolerance(1e-10, 1e-4, "f32 sums of exact F16 products; exp2 of logits up to 20 is off by 5e-6, the worst by a few times that")
 
 
+def _attention_in_window(inputs: Sequence[Array], token: int, params: Mapping[str, Any]) -> Array:
+    """The reference's output for one token [1, n_head * hd], from the rows in its window alone."""
+    q, cache_k, cache_v, pos = inputs[:4]
+    seen = slice(max(0, int(pos[token]) + 1 - params["window"]), int(pos[token]) + 1)
+    last = np.array([seen.stop - seen.start - 1])
+    k, v = cache_k[:, seen], cache_v[:, seen]
+    return OPS["FLASH_ATTN_EXT"].reference([q[token : token + 1], k, v, last, *inputs[4:]], {"scale": params["scale"]})[0]
+
+
 @register
-class FlashAttnExt(Op):
+class FlashAttnExt(FlashCases):
     """Attention of n tokens over the cache; see the module's text."""
 
     name = "FLASH_ATTN_EXT"
+    peer_nmse = 5e-4
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return REFERENCES["FLASH_ATTN_EXT"](inputs, params)
+        """Padding (pos -1) sees nothing and gives zeros. A sink is a logit without a value: it takes its part of a head's softmax away from
+        the rows."""
+        if params.get("window"):
+            return [np.concatenate([_attention_in_window(inputs, t, params) for t in range(len(inputs[0]))])]
+        q, (cache_k, cache_v, pos) = np.asarray(inputs[0], np.float64), inputs[1:4]
+        sinks = np.asarray(inputs[4], np.float64) if len(inputs) > 4 else None
+        n, n_head, _ = q.shape
+        n_head_kv = cache_k.shape[0]
+        out = np.zeros((n, n_head, cache_v.shape[-1]))
+        rows = max(0, int(pos.max()) + 1)
+        real = np.flatnonzero(pos >= 0)
+        if not real.size:
+            return [out.reshape(n, -1)]
+        hidden = np.arange(rows)[None, :] > pos[real][:, None]
+        for head in range(n_head):
+            kv = head * n_head_kv // n_head
+            scores = q[real, head] @ np.asarray(cache_k[kv, :rows], np.float64).T * params["scale"]
+            scores[hidden] = -np.inf
+            top = scores.max(axis=-1, keepdims=True) if sinks is None else np.maximum(scores.max(axis=-1, keepdims=True), sinks[head])
+            p = np.exp(scores - top)
+            total = p.sum(axis=-1, keepdims=True) + (0.0 if sinks is None else np.exp(sinks[head] - top))
+            out[real, head] = p / total @ np.asarray(cache_v[kv, :rows], np.float64)
+        return [out.reshape(n, -1)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         q, cache_k, cache_v, pos = node.inputs[:4]
@@ -232,87 +263,25 @@ class FlashAttnExt(Op):
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return _tolerance(node)
 
-    def cases(self) -> Iterator[Case]:
-        # (n_head, n_head_kv, hd, n_ctx, positions): one row, one short of and one past a chunk, several splits, padding, many tokens
-        shapes: tuple[tuple[int, int, int, int, tuple[int, ...]], ...] = (
-            (4, 1, 128, 64, (0,)),
-            (8, 2, 128, 300, (299,)),
-            (8, 2, 64, 300, (65,)),
-            (7, 1, 64, 130, (128, 3)),
-            (4, 4, 80, 70, (33, -1, 0)),
-            (6, 2, 96, 70, (31, 69)),
-            (2, 1, 256, 40, (36,)),
-            (3, 1, 40, 50, (49, 17)),
-            (8, 1, 32, 600, (599, 64, 63, -1)),
-            (4, 2, 64, 96, (*range(20, 41), -1, -1)),
-            (8, 1, 128, 48, tuple(range(17))),
-        )
-        for seed, (n_head, n_head_kv, hd, n_ctx, pos) in enumerate(shapes, 1):
-            for y in ("F32", "Q8_1"):
-                if y == "F32" or hd % 32 == 0:
-                    yield self.case(n_head, n_head_kv, hd, n_ctx, pos, y, seed=seed)
-        yield self.case(8, 2, 64, 300, (299, 40), "F32", seed=20, sinks=True)
-        yield self.case(8, 2, 64, 300, (299, 40, 127, 128), "F32", seed=21, window=128)
-        yield self.case(8, 2, 64, 80, tuple(range(40, 60)), "Q8_1", seed=22, window=16, sinks=True)
-
-    def case(
-        self, n_head: int, n_head_kv: int, hd: int, n_ctx: int, pos: Sequence[int], y: str, *, seed: int, window: int = 0,
-        sinks: bool = False, garbage: bool = True,
-    ) -> Case:
-        """A case whose cache holds NaN in every row that no token sees (garbage False: zeros everywhere, made quickly)."""
-
-        def make(rng: np.random.Generator) -> Problem:
-            n = len(pos)
-            q = Tensor("q", "F32", (n, n_head, hd), "input")
-            cache_k, cache_v = (Tensor(name, "F16", (n_head_kv, n_ctx, hd), "state") for name in ("cache_k", "cache_v"))
-            inputs = [q, cache_k, cache_v, Tensor("pos", "I32", (n,), "input")]
-            values: dict[str, Array] = {
-                "q": rng.standard_normal(q.shape, np.float32),
-                "pos": np.array(pos, np.int32),
-                **{c.name: random_cache(rng, c.shape, pos if garbage else None, window) for c in (cache_k, cache_v)},
-            }
-            if sinks:
-                inputs.append(Tensor("sinks", "F32", (n_head,), "weight"))
-                values["sinks"] = rng.uniform(-3, 6, n_head).astype(np.float32)
-            params = {"scale": 1 / math.sqrt(hd)} | ({"window": window} if window else {})
-            return Problem(Node("FLASH_ATTN_EXT", tuple(inputs), (Tensor("kqv_out", y, (n, n_head * hd)),), params), values)
-
-        shown = {
-            "n_head": n_head, "n_head_kv": n_head_kv, "hd": hd, "n_ctx": n_ctx, "pos": pos, "y": y, "window": window, "sinks": sinks,
-            "seed": seed,
-        }  # fmt: skip
-        return Case(self.name, shown, make, seed)
-
-
-def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence[int] | None, window: int = 0) -> Array:
-    """F16 cache with normal values in the rows that tokens at these positions see and NaN in all others; None: zeros everywhere."""
-    if pos is None:
-        return np.zeros(shape, np.float16)
-    cache = np.full(shape, np.nan, np.float16)
-    for p in pos:
-        first = max(0, p + 1 - window) if window else 0
-        cache[:, first : p + 1] = 0.0
-    seen = np.isfinite(cache)
-    cache[seen] = rng.standard_normal(int(seen.sum())).astype(np.float16)
-    return cache
-
 
 @register
-class AttnDecode(Op):
-    """Norm, RoPE, cache store and attention of one token; see the module's text. Its twin is the chain of those ops."""
+class AttnDecode(DecodeCases):
+    """Norm, RoPE, cache store and attention of one token; see the module's text."""
 
     name = "ATTN_DECODE"
+    peer_nmse = 5e-4
+    further = FREQUENCY
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         qkv, pos, cache_k, cache_v, angles, *rest = inputs
         hd, heads, kv = params["head_dim"], params["n_head"], params["n_head_kv"]
         q, k, v = np.split(np.asarray(qkv, np.float64).reshape(1, heads + 2 * kv, hd), (heads, heads + kv), axis=1)
         if params.get("has_norm"):
-            (q,), (k,) = (REFERENCES["RMS_NORM"]([x], params) for x in (q, k))
+            (q,), (k,) = (OPS["RMS_NORM"].reference([x], params) for x in (q, k))
             q, k = q * np.asarray(rest.pop(0), np.float64), k * np.asarray(rest.pop(0), np.float64)
         cos, sin = np.moveaxis(np.asarray(angles, np.float64), -1, 0)
         q, k = (turn_pairs(x, cos, sin, params["mode"]) for x in (q, k))
-        (cache_k,), (cache_v,) = (REFERENCES["SET_ROWS"]([x, pos, c], params) for x, c in ((k, cache_k), (v, cache_v)))
+        cache_k, cache_v = set_rows(k, pos, cache_k), set_rows(v, pos, cache_v)
         out = OPS["FLASH_ATTN_EXT"].reference([q, cache_k, cache_v, pos, *rest], params)
         return [*out, cache_k, cache_v]
 
@@ -336,62 +305,13 @@ class AttnDecode(Op):
             return plain
         return Tolerance(1e-6, 5e-3, "the key is rounded to F16 after norm and RoPE in f32: one on the edge may go the other way (2^-11)")
 
-    def cases(self) -> Iterator[Case]:
-        for seed, (heads, kv, hd, n_ctx, pos, mode, norm, ff, y) in enumerate(
-            (
-                (4, 1, 128, 64, 0, "normal", False, False, "F32"),
-                (8, 2, 128, 300, 299, "normal", False, True, "Q8_1"),
-                (8, 2, 64, 300, 130, "neox", True, False, "Q8_1"),
-                (7, 1, 64, 200, 64, "neox", False, False, "F32"),
-                (4, 4, 80, 70, 33, "neox", True, False, "F32"),
-                (4, 2, 96, 5000, 4095, "normal", False, False, "Q8_1"),
-                (2, 1, 256, 40, 36, "normal", True, True, "F32"),
-                (4, 2, 64, 40, -1, "normal", False, False, "Q8_1"),
-            ),
-            1,
-        ):
-            yield self.case(heads, kv, hd, n_ctx, pos, mode, norm, ff, y, seed=seed)
-        yield self.case(4, 2, 64, 300, 200, "neox", False, False, "F32", seed=20, n_dims=32, freq_scale=0.25, ext_factor=1.0, n_ctx_orig=64)
-        yield self.case(8, 1, 64, 300, 200, "neox", False, False, "Q8_1", seed=21, sinks=True, window=128)
-        # gpt-oss: sinks and YaRN, every other layer with a window; one that is not yet full, one that is, and rows that take several splits
-        yarn: dict[str, Any] = {"freq_base": 150000.0, "freq_scale": 1 / 32, "ext_factor": 1.0, "n_ctx_orig": 4096}
-        yield self.case(16, 2, 64, 600, 50, "neox", False, False, "Q8_1", seed=22, sinks=True, window=128, **yarn)
-        yield self.case(16, 2, 64, 600, 599, "neox", False, False, "Q8_1", seed=23, sinks=True, window=128, **yarn)
-        yield self.case(16, 2, 64, 2000, 1500, "neox", False, False, "F32", seed=24, sinks=True, **yarn)
-
-    def case(
-        self, n_head: int, n_head_kv: int, hd: int, n_ctx: int, pos: int, mode: str, norm: bool, ff: bool, y: str, *, seed: int,
-        n_dims: int = 0, window: int = 0, sinks: bool = False, garbage: bool = True, **rope: float,
-    ) -> Case:
-        """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly)."""
-
-        def make(rng: np.random.Generator) -> Problem:
-            qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))
-            caches = tuple(Tensor(name, "F16", (n_head_kv, n_ctx, hd), "state") for name in ("cache_k", "cache_v"))
-            turned = n_dims or hd
-            weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("sinks", n_head)] if sinks else [])]
-            position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, turned // 2, 2), "input")
-            inputs = (qkv, position, *caches, angles, *(Tensor(name, "F32", (size,), "weight") for name, size in weights))
-            values: dict[str, Array] = {
-                "qkv": rng.standard_normal(qkv.shape, np.float32),
-                "pos": np.array([pos], np.int32),
-                **{c.name: random_cache(rng, c.shape, (pos - 1,) if garbage else None, max(window - 1, 0)) for c in caches},
-                **{name: rng.uniform(0.5, 1.5, size).astype(np.float32) for name, size in weights},
-            }
-            factors = (rng.uniform(0.5, 1.5, turned // 2).astype(np.float32),) if ff else ()
-            params = {
-                **rope_angles.DEFAULTS, **rope, "mode": mode, "n_dims": turned, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim": hd,
-                "scale": 1 / math.sqrt(hd), "has_norm": norm, "has_ff": ff, "window": window,
-            }  # fmt: skip
-            if norm:
-                params["eps"] = 1e-6
-            made = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
-            values["angles"] = made[0].astype(np.float32)
-            out = Tensor("kqv_out", y, (1, n_head * hd))
-            return Problem(Node("ATTN_DECODE", inputs, (out, *caches), params), values)
-
-        shown = {
-            "n_head": n_head, "n_head_kv": n_head_kv, "hd": hd, "n_ctx": n_ctx, "pos": pos, "mode": mode, "norm": norm, "ff": ff,
-            "y": y, "n_dims": n_dims or hd, "window": window, "sinks": sinks, **rope, "seed": seed,
-        }  # fmt: skip
-        return Case(self.name, shown, make, seed)
+    def unfused(self, node: Node) -> list[Node]:
+        """None with frequency factors: they are in the angles already, and the plain op has no such input."""
+        qkv, pos, cache_k, cache_v, _, *extra = node.inputs
+        params = node.params
+        if params.get("has_ff"):
+            return []
+        norms = 2 * bool(params.get("has_norm"))
+        q = Tensor(f"{node.name}.q", "F32", (1, params["n_head"], params["head_dim"]))
+        stored = Node("QKV_ROPE_SET_ROWS", (qkv, pos, cache_k, cache_v, *extra[:norms]), (q, cache_k, cache_v), {**params, "packed": True})
+        return [stored, Node("FLASH_ATTN_EXT", (q, cache_k, cache_v, pos, *extra[norms:]), node.outputs[:1], params)]

@@ -1,4 +1,4 @@
-"""What an op is: a float64 reference, a lowering to dispatches, seeded cases and a tolerance.
+"""What an op is: a float64 reference, a lowering to dispatches, seeded cases, a tolerance, and the chain that a fusion stands for.
 
 Lowering is pure: it turns a node into `Dispatch` values that name tensors, never buffers, so that a schedule can be planned, printed and
 tested with the capability profile of a GPU that is not there.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -20,9 +20,11 @@ from vkback import quants
 from vkback.device import Capabilities
 from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
+from vkback.ops.case_line import call_with
 from vkback.shader import Variant
 
 Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
 Access = Literal["r", "w", "rw"]
 Act = Literal["auto", "f32", "q8_1"]
 """How activations enter mat-vecs: as the tables say, as floats, or rounded to Q8_1."""
@@ -259,6 +261,10 @@ class Case:
     def build(self) -> Problem:
         return self.make(np.random.default_rng(self.seed))
 
+    def reseeded(self, seed: int) -> Case:
+        """The same case with other values."""
+        return replace(self, seed=seed, params={**self.params, "seed": seed})
+
 
 def _show(value: Any) -> str:
     if isinstance(value, (list, tuple)):
@@ -269,25 +275,58 @@ def _show(value: Any) -> str:
 
 
 class Op(ABC):
-    """An op of the graph."""
+    """An op of the graph: all that is particular to it. docs/adding_an_op.md shows one.
+
+    name            as the graph and the lines of cases have it
+    peer_nmse       NMSE that llama.cpp's test-backend-ops (ggml 0.25) allows the op
+    further         names that `build_case` takes as **keywords
+    weight_type     parameter of a case that holds the type of the op's weights; the support table counts each type apart
+    shares_weights  it multiplies a stored weight by n tokens: cases that differ in the parameter n alone use the same weights
+    """
 
     name: ClassVar[str]
+    peer_nmse: ClassVar[float] = 1e-7
+    further: ClassVar[tuple[str, ...]] = ()
+    weight_type: ClassVar[str] = ""
+    shares_weights: ClassVar[bool] = False
 
     @abstractmethod
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        """The op in plain float64 numpy; weights come dequantized. In-place outputs are returned as modified copies."""
+        """The op in plain float64 numpy; weights come dequantized. In-place outputs are returned as modified copies. Callers give each
+        output the shape of the node's."""
 
     @abstractmethod
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         """Dispatches that compute the node, in order; hazards between them follow from what they read and write."""
 
     @abstractmethod
-    def cases(self) -> Iterator[Case]:
-        """Seeded cases of the suite."""
-
-    @abstractmethod
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         """How far the device may be from the reference on the path `ctx` leads to."""
+
+    @abstractmethod
+    def build_case(self, *args: Any, **kwargs: Any) -> Case:
+        """The case of these parameters, which have the names that its line prints; annotated, so that `case` can check them."""
+
+    @abstractmethod
+    def cases(self) -> Iterator[Case]:
+        """The quick set: seeded cases that every build runs."""
+
+    def full_cases(self) -> Iterator[Case]:
+        """The cross product of the parameters, beside the quick set. Kernels are compiled for what they are built with: vary that with
+        care, and the rest freely."""
+        return iter(())
+
+    def perf_cases(self) -> Iterator[Case]:
+        """Cases worth timing: sizes of real models. Cases that share their weights stand together, the largest n first."""
+        return iter(())
+
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """The case of parameters as its line prints them. Raises CaseLineError naming the parameter, what is known, and an example."""
+        return call_with(self.build_case, params, op=self.name, further=self.further, example=lambda: next(iter(self.cases())).line)
+
+    def unfused(self, node: Node) -> list[Node]:
+        """The chain of plain nodes that makes the same outputs; empty where the op, or this node of it, is no fusion."""
+        return []
 
 
 OPS: dict[str, Op] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Shape,
     Tolerance,
     ceil_div,
     declare,
@@ -29,9 +31,9 @@ from vkback.ops.base import (
     spread,
 )
 from vkback.ops.code_books import decoder
-from vkback.ops.mat_vec import weight_push
+from vkback.ops.mat_vec import QUANTS, weight_push
 from vkback.ops.rows import F16_TOLERANCE
-from vkback.ops.view import View, laid_out
+from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -43,6 +45,14 @@ DECODED = Tolerance(1e-12, 1e-5, "a multiplication and a subtraction in f32 of n
 
 PAIRS = frozenset({("F32", "F32"), ("F32", "F16"), ("F16", "F32"), ("F16", "F16"), ("I32", "I32")})
 """Types that are copied from and to."""
+
+
+TYPES = (("F32", "F32"), ("F32", "F16"), ("F16", "F32"), ("F16", "F16"), ("I32", "I32"))
+SHAPES: tuple[Shape, ...] = (
+    (2,), (1, 4096), (3, 5, 32), (5, 7, 11, 2), (128, 2, 2, 2), (7, 6), (1, 64, 1, 3), (2, 3, 1000), (33, 34), (4, 262144),
+)  # fmt: skip
+BOXES: tuple[Shape, ...] = ((2, 3, 4, 32), (6, 8, 10, 12), (3, 5, 7, 32), (10, 10, 10, 2))
+"""Of the full set: types from and to, shapes of whole copies, and of copies in another order."""
 
 
 class Convert(Op):
@@ -151,35 +161,44 @@ class Convert(Op):
 
     def cases(self) -> Iterator[Case]:
         for types in (("F32", "F32"), ("F32", "F16"), ("F16", "F32"), ("F16", "F16"), ("I32", "I32")):
-            yield self.case((3, 5, 32), *types)
-            yield self.case((3, 5, 32), *types, order=(1, 0, 2))
-        yield self.case((3, 5, 7), "F32", "F32")
-        yield self.case((6, 8, 10), "F32", "F16", order=(2, 1, 0))
-        yield self.case((4, 6), "F16", "F32", to=(1, 0), gap=6)
-        yield self.case((4, 6), "F32", "F16", order=(0, 1), to=(0, 1), gap=4)
+            yield self.build_case((3, 5, 32), *types)
+            yield self.build_case((3, 5, 32), *types, order=(1, 0, 2))
+        yield self.build_case((3, 5, 7), "F32", "F32")
+        yield self.build_case((6, 8, 10), "F32", "F16", order=(2, 1, 0))
+        yield self.build_case((4, 6), "F16", "F32", to=(1, 0), gap=6)
+        yield self.build_case((4, 6), "F32", "F16", order=(0, 1), to=(0, 1), gap=4)
         for quant in ("F32", "F16", "Q4_K", "Q8_0"):
-            yield self.case((5, 256), quant, "F32", weight=True)
-        yield self.case((2, 3, 256), "Q4_0", "F16", order=(1, 0, 2), gap=64, weight=True)
+            yield self.build_case((5, 256), quant, "F32", weight=True)
+        yield self.build_case((2, 3, 256), "Q4_0", "F16", order=(1, 0, 2), gap=64, weight=True)
 
-    def case(
-        self, shape: tuple[int, ...], source: str, target: str, *, order: tuple[int, ...] = (), to: tuple[int, ...] = (), gap: int = 0,
-        weight: bool = False, seed: int = 29,
+    def full_cases(self) -> Iterator[Case]:
+        for shape, a, b in product(SHAPES, ("F32", "F16"), ("F32", "F16")):
+            yield self.build_case(shape, a, b)
+        for shape in ((1,), (3, 5, 7), (5, 7, 11, 13)):
+            yield self.build_case(shape, "F32", "F32")
+        for (a, b), shape, order in product(TYPES, BOXES, (*ORDERS, *TRANSPOSED)):
+            yield self.build_case(shape, a, b, order=order)
+
+    def build_case(
+        self, ne: Shape, type_src: str, type_dst: str, order: Shape = (), to: Shape = (), gap: int = 0, weight: bool = False,
+        seed: int = 29,
     ) -> Case:
         """order, gap: how the values lie in x (see `laid_out`); to: in y likewise, a tensor that holds values already."""
-        x_shape, view = laid_out(shape, order, gap=gap if order else 0)
-        y_shape, into = laid_out(shape, to, gap=gap if to else 0)
+        x_shape, view = laid_out(ne, order, gap=gap if order else 0)
+        y_shape, into = laid_out(ne, to, gap=gap if to else 0)
         params = {"view": view} if order else {}
         params |= {"to": into} if to else {}
 
         def make(rng: np.random.Generator) -> Problem:
-            x = Tensor("x", source, x_shape, "weight" if weight else "input")
-            y = Tensor("y", target, y_shape, "state" if to else "node")
-            values = {"x": quants.random_blocks(source, prod(x_shape[:-1]), x_shape[-1], rng) if weight else some(source, x_shape, rng)}
+            x = Tensor("x", type_src, x_shape, "weight" if weight else "input")
+            y = Tensor("y", type_dst, y_shape, "state" if to else "node")
+            blocks = quants.random_blocks(type_src, prod(x_shape[:-1]), x_shape[-1], rng) if weight else None
+            values = {"x": some(type_src, x_shape, rng) if blocks is None else blocks}
             if to:
-                values["y"] = some(target, y_shape, rng)
+                values["y"] = some(type_dst, y_shape, rng)
             return Problem(Node(self.name, (x, y) if to else (x,), (y,), params), values)
 
-        shown: dict[str, Any] = {"type_src": source, "type_dst": target, "ne": shape}
+        shown: dict[str, Any] = {"type_src": type_src, "type_dst": type_dst, "ne": ne}
         shown |= {"order": order} if order else {}
         shown |= {"to": to} if to else {}
         shown |= {"gap": gap} if gap else {}
@@ -200,8 +219,37 @@ def some(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     return rng.uniform(-1, 1, shape).astype(np.float16 if kind == "F16" else np.float32)
 
 
-for _name in ("CPY", "CONT"):
-    register(type(_name.title(), (Convert,), {"name": _name, "__doc__": f"{_name}(x); see Convert.", "__module__": __name__}))
+@register
+class Cpy(Convert):
+    """CPY(x); see Convert."""
+
+    name = "CPY"
+    peer_nmse = 1e-6
+
+    def full_cases(self) -> Iterator[Case]:
+        yield from super().full_cases()
+        for shape in (*SHAPES, (1,), (3, 5, 7)):
+            yield self.build_case(shape, "I32", "I32")
+        for (a, b), shape, order in product(TYPES, BOXES, (*ORDERS, *TRANSPOSED)):
+            yield self.build_case(shape, a, b, order=order, gap=6)
+        for (a, b), shape, to in product(TYPES, ((3, 5, 32), (6, 8, 10)), ((0, 1, 2), (1, 0, 2))):
+            yield self.build_case(shape, a, b, to=to, gap=4)
+            yield self.build_case(shape, a, b, order=(0, 2, 1), to=to, gap=4)
+        for quant, target in product(QUANTS, ("F32", "F16")):
+            for shape in ((1, 256), (5, 768)):
+                yield self.build_case(shape, quant, target, weight=True)
+            yield self.build_case((2, 3, 256), quant, target, order=(1, 0, 2), gap=512, weight=True)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for n in (1, 512):
+            yield self.build_case((n, 4096), "F32", "F16")
+
+
+@register
+class Cont(Convert):
+    """CONT(x); see Convert."""
+
+    name = "CONT"
 
 
 def _four(shape: Sequence[int]) -> tuple[int, ...]:
@@ -238,6 +286,11 @@ def _box(
     )
 
 
+def by_x(shape: Shape) -> str:
+    """A shape as one word: 3x5x7."""
+    return "x".join(map(str, shape))
+
+
 class Boxed(Op):
     """An op whose launches are boxes of F32 or I32 values of up to four axes."""
 
@@ -261,13 +314,16 @@ class Boxed(Op):
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return EXACT
 
-    def case(self, shapes: Sequence[tuple[int, ...]], out: tuple[int, ...], *, type: str = "F32", seed: int = 31, **params: Any) -> Case:
+    def boxed_case(self, ne: Sequence[str | int], out: Shape, type: str, seed: int, **params: Any) -> Case:
+        """ne: the inputs' shapes, each as 3x5; params: of the node."""
+        shapes = [tuple(map(int, str(s).split("x"))) for s in ne]
+
         def make(rng: np.random.Generator) -> Problem:
             inputs = tuple(Tensor(f"x{i}", type, s, "input") for i, s in enumerate(shapes))
             values = {t.name: some(type, t.shape, rng) for t in inputs}
             return Problem(Node(self.name, inputs, (Tensor("y", type, out),), params), values)
 
-        shown = {"ne": tuple("x".join(map(str, s)) for s in shapes), "out": out, **({} if type == "F32" else {"type": type})}
+        shown = {"ne": tuple(ne), "out": out, **({} if type == "F32" else {"type": type})}
         return Case(self.name, {**shown, **params, "seed": seed}, make, seed)
 
 
@@ -287,9 +343,20 @@ class Repeat(Boxed):
         return [_box(node, ctx, x, y, _four(y.shape), _four(x.shape), _strides(x.shape), _strides(y.shape))]
 
     def cases(self) -> Iterator[Case]:
-        yield self.case([(5, 7)], (10, 21), shape=(10, 21))
-        yield self.case([(5, 7)], (10, 21), type="I32", shape=(10, 21))
-        yield self.case([(3, 1, 4)], (2, 3, 5, 4), shape=(2, 3, 5, 4))
+        yield self.build_case(("5x7",), (10, 21), (10, 21))
+        yield self.build_case(("5x7",), (10, 21), (10, 21), "I32")
+        yield self.build_case(("3x1x4",), (2, 3, 5, 4), (2, 3, 5, 4))
+
+    def full_cases(self) -> Iterator[Case]:
+        repeats = ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 3), (2, 2, 2, 2), (1, 1, 1, 5))
+        smalls: tuple[Shape, ...] = ((5, 4, 3), (1, 33), (7,), (2, 3, 5, 10))
+        for small, times in product(smalls, repeats):
+            big = tuple(s * t for s, t in zip(small, times[4 - len(small) :], strict=True))
+            for type in ("F32", "I32"):
+                yield self.build_case((by_x(small),), big, big, type)
+
+    def build_case(self, ne: tuple[str | int, ...], out: Shape, shape: Shape, type: str = "F32", seed: int = 31) -> Case:
+        return self.boxed_case(ne, out, type, seed, shape=shape)
 
 
 @register
@@ -314,9 +381,21 @@ class Concat(Boxed):
         ]
 
     def cases(self) -> Iterator[Case]:
-        yield self.case([(3, 4, 5), (3, 2, 5)], (3, 6, 5), axis=1)
-        yield self.case([(3, 4, 5), (3, 2, 5)], (3, 6, 5), type="I32", axis=1)
-        yield self.case([(2, 64), (2, 33), (2, 1)], (2, 98), axis=-1)
+        yield self.build_case(("3x4x5", "3x2x5"), (3, 6, 5), 1)
+        yield self.build_case(("3x4x5", "3x2x5"), (3, 6, 5), 1, "I32")
+        yield self.build_case(("2x64", "2x33", "2x1"), (2, 98), -1)
+
+    def full_cases(self) -> Iterator[Case]:
+        bases: tuple[Shape, ...] = ((11, 12, 13, 14), (3, 64), (5,))
+        for base, axis, other in product(bases, (0, 1, 2, 3), (1, 7, 12)):
+            if axis < len(base):
+                second = tuple(other if i == axis else s for i, s in enumerate(base))
+                out = tuple(s + other if i == axis else s for i, s in enumerate(base))
+                for type in ("F32", "I32"):
+                    yield self.build_case((by_x(base), by_x(second)), out, axis, type)
+
+    def build_case(self, ne: tuple[str | int, ...], out: Shape, axis: int, type: str = "F32", seed: int = 31) -> Case:
+        return self.boxed_case(ne, out, type, seed, axis=axis)
 
 
 @register
@@ -334,7 +413,16 @@ class Pad(Boxed):
         return [_box(node, ctx, x, y, _four(y.shape), _four(x.shape), _strides(x.shape), _strides(y.shape), fill=True)]
 
     def cases(self) -> Iterator[Case]:
-        yield self.case([(3, 5)], (4, 9), shape=(4, 9))
+        yield self.build_case(("3x5",), (4, 9), (4, 9))
+
+    def full_cases(self) -> Iterator[Case]:
+        bases: tuple[Shape, ...] = ((5,), (3, 512), (2, 3, 33), (5, 7, 11, 13))
+        for base, more in product(bases, ((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 3, 1), (1, 2, 3, 4))):
+            big = tuple(s + m for s, m in zip(base, more[4 - len(base) :], strict=True))
+            yield self.build_case((by_x(base),), big, big)
+
+    def build_case(self, ne: tuple[str | int, ...], out: Shape, shape: Shape, type: str = "F32", seed: int = 31) -> Case:
+        return self.boxed_case(ne, out, type, seed, shape=shape)
 
 
 @register
@@ -354,5 +442,16 @@ class Permute(Boxed):
         return [_box(node, ctx, x, y, _four(y.shape), _four(y.shape), [strides[a] for a in axes], _strides(y.shape))]
 
     def cases(self) -> Iterator[Case]:
-        yield self.case([(3, 5, 7)], (5, 7, 3), axes=(1, 2, 0))
-        yield self.case([(2, 3, 4, 32)], (2, 4, 3, 32), axes=(0, 2, 1, 3))
+        yield self.build_case(("3x5x7",), (5, 7, 3), (1, 2, 0))
+        yield self.build_case(("2x3x4x32",), (2, 4, 3, 32), (0, 2, 1, 3))
+
+    def full_cases(self) -> Iterator[Case]:
+        four = ((0, 2, 1, 3), (0, 1, 3, 2), (0, 3, 2, 1), (3, 2, 1, 0), (1, 0, 2, 3), (2, 3, 0, 1), (0, 1, 2, 3))
+        orders: list[tuple[Shape, Shape]] = [
+            *product(((2, 3, 4, 32), (5, 7, 11, 13), (1, 64, 3, 8)), four), *product(((33, 65), (1, 128), (512, 4)), ((1, 0), (0, 1))),
+        ]  # fmt: skip
+        for shape, axes in orders:
+            yield self.build_case((by_x(shape),), tuple(shape[a] for a in axes), axes)
+
+    def build_case(self, ne: tuple[str | int, ...], out: Shape, axes: Shape, type: str = "F32", seed: int = 31) -> Case:
+        return self.boxed_case(ne, out, type, seed, axes=axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Shape,
     Tolerance,
     ceil_div,
     declare,
@@ -70,6 +72,20 @@ def tiles(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return len(b) <= len(a) <= 4 and all(big % small == 0 for big, small in zip(a[len(a) - len(b) :], b, strict=True))
 
 
+TIMES: tuple[Shape, ...] = (
+    (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (2, 1, 1, 2), (2, 2, 2, 2),
+)  # fmt: skip
+"""How often b is repeated along each axis, in the full set."""
+
+PAIRS: tuple[tuple[Shape, Shape], ...] = (
+    ((1, 1, 8, 1), (1, 1, 8, 1)), ((16, 10, 9), (16, 10, 9)), ((16, 10, 9), (10, 9)), ((16, 10, 9), (9,)), ((16, 10, 9), (1,)),
+    ((16, 10, 8), (16, 10, 1)), ((16, 10, 9), (16, 1, 1)), ((4, 16, 10, 32), (16, 1, 1)), ((5, 7, 11, 13), (7, 11, 13)),
+    ((5, 7, 11, 13), (1, 1, 1, 13)), ((5, 7, 11, 13), (1, 7, 1, 1)), ((1, 1), (1, 1)), ((1, 2880), (2880,)), ((33, 4096), (4096,)),
+    ((1000, 13), (13,)), ((4100, 13), (4100, 13)), ((2, 3, 70001), (1,)), ((8_400_000,), (1,)), ((8_400_001,), (1,)),
+)  # fmt: skip
+"""Shapes of a and b in the full set."""
+
+
 class Binary(Op):
     """An op of BINARY: (a, b) -> value by value, b repeated along any axis until it fills a."""
 
@@ -117,16 +133,27 @@ class Binary(Op):
             ((2, 4, 64), (2, 4, 1)), ((3, 4, 10), (3, 4, 1)), ((3, 4, 10), (4, 1)), ((1, 1), (1,)), ((9, 16), (1, 1)),
             ((4, 6, 10), (2, 3, 10)),
         ):
-            yield self.case(a, b)
+            yield self.build_case(a, b)
 
-    def case(self, a: tuple[int, ...], b: tuple[int, ...], *, seed: int = 2) -> Case:
-        """a uniform in +-1, b in 0.5..1.5, away from zero for DIV."""
+    def full_cases(self) -> Iterator[Case]:
+        for small, times in product(((3, 4, 5, 10), (1, 2, 16, 32)), TIMES):
+            yield self.build_case(tuple(s * t for s, t in zip(small, times, strict=True)), small)
+        for a, b in PAIRS:
+            yield self.build_case(a, b)
+
+    def perf_cases(self) -> Iterator[Case]:
+        if self.name == "ADD":
+            for n in (1, 512):
+                yield self.build_case((n, 4096), (n, 4096))
+
+    def build_case(self, ne: Shape, b: Shape, seed: int = 2) -> Case:
+        """a [ne] uniform in +-1, b in 0.5..1.5, away from zero for DIV."""
 
         def make(rng: np.random.Generator) -> Problem:
-            node = Node(self.name, (Tensor("a", "F32", a, "input"), Tensor("b", "F32", b, "input")), (Tensor("y", "F32", a),))
-            return Problem(node, {"a": rng.uniform(-1, 1, a).astype(np.float32), "b": rng.uniform(0.5, 1.5, b).astype(np.float32)})
+            node = Node(self.name, (Tensor("a", "F32", ne, "input"), Tensor("b", "F32", b, "input")), (Tensor("y", "F32", ne),))
+            return Problem(node, {"a": rng.uniform(-1, 1, ne).astype(np.float32), "b": rng.uniform(0.5, 1.5, b).astype(np.float32)})
 
-        return Case(self.name, {"ne": a, "b": b, "seed": seed}, make, seed)
+        return Case(self.name, {"ne": ne, "b": b, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-13, 1e-6, "one f32 operation: 2^-24, a division 2.5 ulp")
@@ -139,19 +166,24 @@ for _name in BINARY:
 @dataclass(frozen=True)
 class Function:
     """function: its name in shaders/elementwise; params: the node's parameters that are p.a and p.b there, with values for the cases;
-    domain: where the cases take x from."""
+    domain: where the cases take x from; others: further values of the parameters, for the full set."""
 
     function: str
     formula: Callable[..., Array]
     domain: tuple[float, float] = (-4.0, 4.0)
     params: tuple[tuple[str, float], ...] = ()
+    others: tuple[tuple[float, ...], ...] = ()
 
 
 UNARY: Mapping[str, Function] = {
-    "SCALE": Function("scale", lambda x, scale, bias: x * scale + bias, params=(("scale", 0.625), ("bias", -1.5))),
-    "CLAMP": Function("clamp_to", np.clip, params=(("min", -0.5), ("max", 1.25))),
+    "SCALE": Function(
+        "scale", lambda x, scale, bias: x * scale + bias, params=(("scale", 0.625), ("bias", -1.5)),
+        others=((2.0, 0.0), (2.0, 1.0), (0.0, -1.0), (-1e-3, 0.0)),
+    ),
+    "CLAMP": Function("clamp_to", np.clip, params=(("min", -0.5), ("max", 1.25)), others=((-0.25, 0.25), (0.0, 4.0), (1.0, 1.0))),
     "LEAKY_RELU": Function(
-        "leaky_relu", lambda x, slope: np.maximum(x, 0.0) + slope * np.minimum(x, 0.0), params=(("negative_slope", 0.125),)
+        "leaky_relu", lambda x, slope: np.maximum(x, 0.0) + slope * np.minimum(x, 0.0), params=(("negative_slope", 0.125),),
+        others=((0.0,), (1.0,), (-0.5,)),
     ),
     "SILU": Function("silu", lambda x: x * sigmoid(x), (-100.0, 100.0)),
     "SIGMOID": Function("sigmoid", sigmoid, (-20.0, 20.0)),
@@ -215,22 +247,31 @@ class Unary(Op):
 
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 4096), (5, 7, 11)):
-            yield self.case(shape)
+            yield self.build_case(shape)
 
-    def case(self, shape: tuple[int, ...], *, seed: int = 4, **given: float) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        for shape in ((1,), (3,), (1, 33), (7, 1), (1, 4096), (128, 2, 2, 2), (5, 7, 11, 13), (2, 14336), (3, 70001)):
+            yield self.build_case(shape)
+        function = UNARY[self.name]
+        for some, values in product(((10, 10), (5, 7, 11, 13)), function.others):
+            given: dict[str, Any] = {name: value for (name, _), value in zip(function.params, values, strict=True)}
+            yield self.build_case(some, **given)
+
+    def build_case(self, ne: Shape, seed: int = 4, **given: float) -> Case:
         """Values uniform over the function's domain; given: parameters in place of the function's usual ones."""
         function = UNARY[self.name]
-        params = dict(function.params) | given
+        params = dict(function.params) | {name: float(value) for name, value in given.items()}
 
         def make(rng: np.random.Generator) -> Problem:
-            node = Node(self.name, (Tensor("x", "F32", shape, "input"),), (Tensor("y", "F32", shape),), params)
-            return Problem(node, {"x": rng.uniform(*function.domain, shape).astype(np.float32)})
+            node = Node(self.name, (Tensor("x", "F32", ne, "input"),), (Tensor("y", "F32", ne),), params)
+            return Problem(node, {"x": rng.uniform(*function.domain, ne).astype(np.float32)})
 
-        return Case(self.name, {"ne": shape, **params, "seed": seed}, make, seed)
+        return Case(self.name, {"ne": ne, **params, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-11, 1e-4, "f32; Vulkan allows exp 3 + 2|x| ulp and log 3 ulp, erf is good to 1.5e-7")
 
 
-for _name in UNARY:
-    register(type(_name.title().replace("_", ""), (Unary,), {"name": _name, "__doc__": f"{_name}(x).", "__module__": __name__}))
+for _name, _function in UNARY.items():
+    _own = {"name": _name, "further": tuple(name for name, _ in _function.params), "__doc__": f"{_name}(x).", "__module__": __name__}
+    register(type(_name.title().replace("_", ""), (Unary,), _own))

@@ -19,6 +19,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Shape,
     Tolerance,
     ceil_div,
     declare,
@@ -28,7 +29,6 @@ from vkback.ops.base import (
     spread,
 )
 from vkback.ops.quantize import Q8_1_TOLERANCE
-from vkback.ops.reference import REFERENCES
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -60,13 +60,27 @@ def gelu_quick(x: Array) -> Array:
     return x * sigmoid(1.702 * x)
 
 
+def swiglu(gate: Array, up: Array) -> Array:
+    with np.errstate(over="ignore"):  # exp(-gate) of a very negative gate is inf, and gate / inf is the right 0
+        e: Array = np.exp(-gate)
+    return gate / (1.0 + e) * up
+
+
+def swiglu_oai(gate: Array, up: Array, alpha: float, limit: float) -> Array:
+    """min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (up within +-limit, plus 1)."""
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    with np.errstate(over="ignore"):  # as above
+        e: Array = np.exp(-alpha * gate)
+    return gate / (1.0 + e) * (up + 1.0)
+
+
 GLU: Mapping[str, Callable[[Array, Array, Params], Array]] = {
-    "SWIGLU": lambda gate, up, params: REFERENCES["SWIGLU"]([gate, up], params)[0],
+    "SWIGLU": lambda gate, up, params: swiglu(gate, up),
     "REGLU": lambda gate, up, params: np.maximum(gate, 0.0) * up,
     "GEGLU": lambda gate, up, params: gelu(gate) * up,
     "GEGLU_ERF": lambda gate, up, params: gelu_erf(gate) * up,
     "GEGLU_QUICK": lambda gate, up, params: gelu_quick(gate) * up,
-    "SWIGLU_OAI": lambda gate, up, params: REFERENCES["SWIGLU_OAI"]([gate, up], params)[0],
+    "SWIGLU_OAI": lambda gate, up, params: swiglu_oai(gate, up, params["alpha"], params["limit"]),
 }
 """References of the family; SWIGLU_OAI has params alpha and limit."""
 
@@ -120,27 +134,41 @@ class Glu(Op):
 
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 4096), (2, 2, 128), (7, 11, 5), (3, 37)):
-            yield self.case(shape)
-            yield self.case(shape, packed=True)
-        yield self.case((2, 64), packed=True, swapped=True)
-        yield self.case((1, 256), size=60.0)
+            yield self.build_case(shape)
+            yield self.build_case(shape, packed=True)
+        yield self.build_case((2, 64), packed=True, swapped=True)
+        yield self.build_case((1, 256), size=60.0)
         for shape in ((1, 2048), (3, 96), (2, 40)):
-            yield self.case(shape, out="Q8_1")
+            yield self.build_case(shape, out="Q8_1")
 
-    def case(
-        self, shape: tuple[int, ...], *, packed: bool = False, swapped: bool = False, size: float = 3.0, out: str = "F32", seed: int = 5
+    def full_cases(self) -> Iterator[Case]:
+        for shape in ((1,), (1, 33), (5, 7, 11, 13), (128, 2, 2, 2), (1, 14336), (3, 2880), (33, 768), (2, 96)):
+            yield self.build_case(shape)
+            yield self.build_case(shape, packed=True)
+            yield self.build_case(shape, packed=True, swapped=True)
+            yield self.build_case(shape, size=60.0)
+            yield self.build_case(shape, out="Q8_1")
+
+    def perf_cases(self) -> Iterator[Case]:
+        if self.name in ("SWIGLU", "GEGLU"):
+            yield self.build_case((1, 14336))
+        if self.name == "SWIGLU":
+            yield self.build_case((1, 14336), out="Q8_1")
+
+    def build_case(
+        self, ne: Shape, packed: bool = False, swapped: bool = False, size: float = 3.0, out: str = "F32", seed: int = 5, **given: float
     ) -> Case:
-        """Values uniform in +-size: where the activation bends, or far beyond it."""
-        extra = SWIGLU_OAI if self.name == "SWIGLU_OAI" else {}
+        """Values uniform in +-size: about where the activation is curved, or far beyond. given: alpha and limit of SWIGLU_OAI."""
+        extra = {**SWIGLU_OAI, **given} if self.name == "SWIGLU_OAI" else {}
 
         def make(rng: np.random.Generator) -> Problem:
-            wide = (*shape[:-1], 2 * shape[-1])
-            inputs = tuple(Tensor(n, "F32", wide if packed else shape, "input") for n in (("x",) if packed else ("gate", "up")))
+            wide = (*ne[:-1], 2 * ne[-1])
+            inputs = tuple(Tensor(n, "F32", wide if packed else ne, "input") for n in (("x",) if packed else ("gate", "up")))
             params = extra | ({"swapped": True} if swapped else {})
-            node = Node(self.name, inputs, (Tensor("y", out, shape),), params)
+            node = Node(self.name, inputs, (Tensor("y", out, ne),), params)
             return Problem(node, {t.name: rng.uniform(-size, size, t.shape).astype(np.float32) for t in inputs})
 
-        params = {"ne": shape, "packed": packed, "swapped": swapped, "size": size, "out": out, **extra, "seed": seed}
+        params = {"ne": ne, "packed": packed, "swapped": swapped, "size": size, "out": out, **extra, "seed": seed}
         return Case(self.name, params, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -150,6 +178,7 @@ class Glu(Op):
         return Tolerance(1e-11, 1e-4, "f32, exp within 3 + 2|x| ulp by Vulkan's rules, that is 2e-5 relative at the bound of 87")
 
 
-
 for _name in GLU:
-    register(type(_name.title().replace("_", ""), (Glu,), {"name": _name, "__doc__": f"{_name}(gate, up).", "__module__": __name__}))
+    _own: dict[str, Any] = {"name": _name, "__doc__": f"{_name}(gate, up).", "__module__": __name__}
+    _own |= {"further": tuple(SWIGLU_OAI)} if _name == "SWIGLU_OAI" else {}
+    register(type(_name.title().replace("_", ""), (Glu,), _own))

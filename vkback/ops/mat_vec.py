@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from vkback.ops.base import (
     LowerContext,
     Op,
     PlanError,
-    Problem,
     Shard,
     SpinWaits,
     Tolerance,
@@ -36,11 +34,9 @@ from vkback.ops.base import (
     register,
     shards,
 )
-from vkback.ops.glu import SWIGLU_OAI
 from vkback.ops.mat_vec_config import PER_TILE, MatVecConfig, choice_problem, configure, prologue_problem, shader_defines
-from vkback.ops.mat_vec_node import FUSED_ROLES, MatVecNode
+from vkback.ops.mat_vec_node import MatVecNode
 from vkback.ops.quantize import quantize_dispatch
-from vkback.ops.reference import REFERENCES
 from vkback.shader import Variant
 
 QUANTS = quants.WEIGHT_TYPES
@@ -117,6 +113,8 @@ class MatVec(Op):
     """The fused form; the roles are in vkback/ops/mat_vec_node.py."""
 
     name = "MAT_VEC"
+    peer_nmse = 5e-3  # of its MUL_MAT_VEC_FUSION
+    weight_type = "type_a"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         by = dict(zip(params["roles"], (np.asarray(i, np.float64) if i.dtype.kind == "f" else i for i in inputs), strict=True))
@@ -136,7 +134,7 @@ class MatVec(Op):
         if "bias" in by:
             y = y + (by["bias"].reshape(len(w), -1)[by["ids"]] if "ids" in by else by["bias"])
         if params.get("glu"):
-            (y,) = REFERENCES["SWIGLU_OAI" if "limit" in params else "SWIGLU"]([y[..., 0::2], y[..., 1::2]], params)
+            (y,) = OPS["SWIGLU_OAI" if "limit" in params else "SWIGLU"].reference([y[..., 0::2], y[..., 1::2]], params)
         if "expert_weights" in by:
             y = np.einsum("nsm,ns->nm", y, by["expert_weights"])
         if "residual" in by:
@@ -163,29 +161,34 @@ class MatVec(Op):
         return before + [launch(mat_vec, config, i, pieces, reason, ctx) for i in range(len(pieces))]
 
     def cases(self) -> Iterator[Case]:
-        for quant in ("Q4_K", "Q6_K", "Q8_0", "MXFP4"):
-            for n in (1, 3):
-                yield fused_case(quant, 96, 512, n, ("residual",))
-                yield fused_case(quant, 96, 512, n, ("bias",))
-                yield fused_case(quant, 128, 512, n, (), glu=True)
-                yield fused_case(quant, 128, 512, n, ("bias",), glu=True)
-                yield fused_case(quant, 128, 512, n, (), glu=True, out="Q8_1")
-                yield fused_case(quant, 64, 512, n, ("ids",), glu=True)
-                yield fused_case(quant, 64, 512, n, ("ids",), glu=True, out="Q8_1")
-                yield fused_case(quant, 100, 256, n, ("ids", "expert_weights"))
-                yield fused_case(quant, 100, 256, n, ("ids", "expert_weights", "residual"))
-                yield fused_case(quant, 100, 256, n, ("bias", "ids", "expert_weights", "residual"))
-                yield fused_case(quant, 64, 512, n, ("bias", "ids"), glu=True, oai=True, out="Q8_1")
-            yield fused_case(quant, 128, 512, 1, ("norm",))
-            yield fused_case(quant, 128, 1024, 1, ("norm",), glu=True, out="Q8_1")
-            yield fused_case(quant, 64, 512, 1, ("logits",), glu=True, out="Q8_1")
-            yield fused_case(quant, 64, 512, 1, ("norm", "bias", "logits"), glu=True, ties=True)
-        yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1")
-        yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "logits"), glu=True, oai=True, out="Q8_1", gating="softmax_weight")
-        yield fused_case("MXFP4", 100, 256, 2, (), glu=True, oai=True)
-        for n in (1, 3):
-            yield split_case(fused_case("Q4_K", 100, 256, n, ("bias",)), (64, 33, 3))
-            yield split_case(fused_case("Q8_0", 192, 256, n, ("residual",), out="Q8_1"), (64, 32, 96))
+        from vkback.ops import mat_vec_cases
+
+        return mat_vec_cases.quick_fused()
+
+    def full_cases(self) -> Iterator[Case]:
+        from vkback.ops import mat_vec_cases
+
+        return mat_vec_cases.full_fused()
+
+    def perf_cases(self) -> Iterator[Case]:
+        from vkback.ops import mat_vec_cases
+
+        return mat_vec_cases.perf_fused()
+
+    def case(self, params: Mapping[str, Any]) -> Case:
+        from vkback.ops import mat_vec_cases
+
+        return mat_vec_cases.fused_from(params)
+
+    def build_case(self, *args: Any, **kwargs: Any) -> Case:
+        from vkback.ops import mat_vec_cases
+
+        return mat_vec_cases.fused_case(*args, **kwargs)
+
+    def unfused(self, node: Node) -> list[Node]:
+        from vkback.ops.mat_vec_chain import unfused
+
+        return unfused(node)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         mat_vec = MatVecNode.of(node)
@@ -207,39 +210,6 @@ def mat_vec_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance
     return Tolerance(1e-9, 2e-3, "f32 sums of k products, relative error about sqrt(k) * 2^-24")
 
 
-def _rows_of(node: Node, row0: int, rows: int) -> Node:
-    """The part of a MAT_VEC node that makes some rows of its output."""
-    glu, total = int(bool(node.params.get("glu"))), node.outputs[0].shape[-1]
-
-    def cut(role: str, t: Tensor) -> Tensor:
-        return dataclasses.replace(t, name=f"{t.name}.{row0}", shape=(rows << glu, *t.shape[1:])) if role in ("w", "bias") else t
-
-    inputs = tuple(cut(role, t) for role, t in zip(node.params["roles"], node.inputs, strict=True))
-    return Node("MAT_VEC", inputs, node.outputs, {**node.params, "row0": row0, "rows_total": total})
-
-
-def split_case(case: Case, split: tuple[int, ...]) -> Case:
-    """A MAT_VEC case without ids of which nodes make so many output rows each, all into one tensor."""
-
-    def make(rng: np.random.Generator) -> Problem:
-        whole = case.make(rng)
-        node, glu = whole.node, int(bool(whole.node.params.get("glu")))
-        parts, values, row0 = [], dict(whole.values), 0
-        for rows in split:
-            part = _rows_of(node, row0, rows)
-            parts.append(part)
-            for t, old in zip(part.inputs, node.inputs, strict=True):
-                if t.name != old.name:
-                    values[t.name] = whole.values[old.name][row0 << glu : (row0 + rows) << glu]
-            row0 += rows
-        if row0 != node.outputs[0].shape[-1]:
-            raise ValueError(f"split {split} of {node.outputs[0].shape[-1]} rows")
-        return Problem(node, values, tuple(parts))
-
-    params = {k: v for k, v in case.params.items() if k != "seed"} | {"split": split, "seed": case.seed}
-    return dataclasses.replace(case, params=params, make=make)
-
-
 def weight_push(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:
     """The `Weights` block of shaders/quant/weights.glsl, in 16-byte words: units, part, plane[4]."""
     stem = layout.planes[0].name.rstrip("0123456789")
@@ -250,77 +220,3 @@ def weight_push(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:
 
 def weight(name: str, quant: str, shape: tuple[int, ...]) -> Tensor:
     return Tensor(name, quant, shape, "weight", Recipe("plain", (name,)))
-
-
-def fused_case(
-    quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, oai: bool = False, out: str = "F32",
-    experts: int = 6, used: int = 3, gating: str = "softmax", norm_w: bool = True, ties: bool = False, seed: int = 7,
-) -> Case:
-    """A case of the fused family; with ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU is
-    SWIGLU_OAI; with logits: gating and norm_w as TOPK_MOE's gating and norm, ties: the logits are whole numbers."""
-    choosing = "logits" in roles
-    choice = {"gating": gating, "norm_w": norm_w, "ties": ties} if choosing else {}
-
-    def make(rng: np.random.Generator) -> Problem:
-        routed = choosing or "ids" in roles
-        shape = (experts, m, k) if routed else (m, k)
-        w = weight("w", quant, shape)
-        x = Tensor("x", "F32", (n, used if "expert_weights" in roles else 1, k) if routed else (n, k), "input")
-        rows = m >> glu
-        y_shape = (n, used, rows) if routed and "expert_weights" not in roles else (n, rows)
-        outs = [Tensor("y", out, y_shape)]
-        if choosing:
-            outs += [Tensor("weights", "F32", (n, used)), Tensor("ids", "I32", (n, used))]
-        extra = {
-            "norm": Tensor("norm", "F32", (k,), "weight"),
-            "bias": Tensor("bias", "F32", (experts * m if routed else m,), "weight"),
-            "residual": Tensor("residual", "F32", y_shape, "input"),
-            "ids": Tensor("ids", "I32", (n, used), "input"),
-            "logits": Tensor("logits", "F32", (n, experts), "input"),
-            "expert_weights": Tensor("expert_weights", "F32", (n, used), "input"),
-        }
-        inputs = [extra[r] for r in FUSED_ROLES if r in roles]
-        params = {"roles": ("w", "x", *(r for r in FUSED_ROLES if r in roles)), "glu": glu, "eps": 1e-5, **(SWIGLU_OAI if oai else {})}
-        if choosing:
-            params |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
-        node = Node("MAT_VEC", (w, x, *inputs), tuple(outs), params)
-        values: dict[str, Array] = {
-            "w": quants.random_blocks(quant, prod(shape[:-1]), k, rng, std=0.5),
-            "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
-        }
-        for t in inputs:
-            values[t.name] = rng.uniform(-1, 1, t.shape).astype(np.float32)
-        if "ids" in roles:
-            values["ids"] = np.stack([rng.permutation(np.arange(1, experts))[:used] for _ in range(n)]).astype(np.int32)
-        if choosing:
-            logits = 3 * rng.standard_normal((n, experts), np.float32)
-            values["logits"] = np.round(logits) if ties else logits
-        return Problem(node, values)
-
-    params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
-    return Case("MAT_VEC", params | ({"oai": True} if oai else {}) | choice | {"seed": seed}, make, seed)
-
-
-def mul_mat_case(quant: str, m: int, n: int, k: int, *, seed: int = 7) -> Case:
-    def make(rng: np.random.Generator) -> Problem:
-        w, x = weight("w", quant, (m, k)), Tensor("x", "F32", (n, k), "input")
-        node = Node("MUL_MAT", (w, x), (Tensor("y", "F32", (n, m)),))
-        return Problem(node, {"w": quants.random_blocks(quant, m, k, rng, std=0.5), "x": rng.uniform(-1, 1, (n, k)).astype(np.float32)})
-
-    return Case("MUL_MAT", {"type_a": quant, "type_b": "f32", "m": m, "n": n, "k": k, "seed": seed}, make, seed)
-
-
-def mul_mat_id_case(quant: str, experts: int, used: int, m: int, n: int, k: int, *, shared: bool, seed: int = 7) -> Case:
-    def make(rng: np.random.Generator) -> Problem:
-        w = weight("w", quant, (experts, m, k))
-        x = Tensor("x", "F32", (n, 1 if shared else used, k), "input")
-        ids = Tensor("ids", "I32", (n, used), "input")
-        node = Node("MUL_MAT_ID", (w, x, ids), (Tensor("y", "F32", (n, used, m)),))
-        return Problem(node, {
-            "w": quants.random_blocks(quant, experts * m, k, rng, std=0.5),
-            "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
-            "ids": np.stack([rng.permutation(experts)[:used] for _ in range(n)]).astype(np.int32),
-        })
-
-    params = {"type_a": quant, "type_b": "f32", "n_mats": experts, "n_used": used, "b": shared, "m": m, "n": n, "k": k, "seed": seed}
-    return Case("MUL_MAT_ID", params, make, seed)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
-from vkback.ops.reference import REFERENCES
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -41,8 +41,9 @@ class MoeReduce(Op):
     name = "MOE_REDUCE"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        (out,) = REFERENCES["MOE_REDUCE"](inputs[:2], params)
-        return [out + np.asarray(inputs[2], np.float64)] if len(inputs) > 2 else [out]
+        y, weights, *residual = (np.asarray(i, np.float64) for i in inputs)
+        out = (y * weights[..., None]).sum(axis=1)
+        return [out + residual[0]] if residual else [out]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         y, _ = node.inputs[:2]
@@ -72,9 +73,13 @@ class MoeReduce(Op):
         for seed, (n, n_used, m, residual) in enumerate(
             ((1, 1, 1, False), (1, 8, 2048, True), (3, 4, 30, False), (2, 8, 2880, False), (5, 32, 260, True)), 1
         ):
-            yield self.case(n, n_used, m, residual, seed)
+            yield self.build_case(n, n_used, m, residual, seed)
 
-    def case(self, n: int, n_used: int, m: int, residual: bool, seed: int) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        for n, used, m, residual in product((1, 3, 33), (1, 2, 8, 32), (1, 33, 768, 2880), (False, True)):
+            yield self.build_case(n, used, m, residual)
+
+    def build_case(self, n: int, n_used: int, m: int, residual: bool, seed: int = 1) -> Case:
         """One case with normal values."""
 
         def make(rng: np.random.Generator) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -12,19 +13,31 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import mul_mat_batched as batched
-from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, Problem, Tolerance, register
+from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, Problem, Shape, Tolerance, register
 from vkback.ops.copy import some
-from vkback.ops.mat_vec import QUANTS, RARE, MatVec, mul_mat_case, mul_mat_id_case, weight
-from vkback.ops.view import laid_out
+from vkback.ops.mat_vec import QUANTS, RARE, MatVec, weight
+from vkback.ops.mat_vec_cases import (
+    BASE,
+    full_mul_mat,
+    full_mul_mat_id,
+    known_type,
+    mul_mat_case,
+    mul_mat_id_case,
+    paths,
+    perf_mul_mat,
+    perf_mul_mat_id,
+    with_x,
+)
+from vkback.ops.view import ORDERS, TRANSPOSED, laid_out
 
 
 class _Plain(Op):
     """MUL_MAT and MUL_MAT_ID: the fused op with no fusion."""
 
     roles: tuple[str, ...]
-
-    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return MatVec().reference(inputs, {**params, "roles": self.roles})
+    peer_nmse = 5e-4
+    weight_type = "type_a"
+    shares_weights = True
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         fused = Node("MAT_VEC", node.inputs, node.outputs, {**node.params, "roles": self.roles})
@@ -46,6 +59,9 @@ class MulMat(_Plain):
     roles = ("w", "x")
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        w, x = inputs
+        if w.ndim == x.ndim == 2 and not any(view in params for view in batched.VIEWS):
+            return [np.asarray(x, np.float64) @ np.asarray(w, np.float64).T]
         return [batched.reference(params, inputs)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
@@ -74,8 +90,25 @@ class MulMat(_Plain):
         for quant in ("F32", "Q4_K", "Q8_0"):
             yield batched_case(quant, 17, 3, 256, (1, 3), (2, 2))
             yield batched_case(quant, 17, 2, 256, (3, 2), (1, 2), order=(0, 2, 1, 3), gap=256)
-        yield batched_case("F16", 17, 3, 80, (2, 2), (1, 3), order=(0, 1, 3, 2), plain=True, x_type="F16")
+        yield batched_case("F16", 17, 3, 80, (2, 2), (1, 3), order=(0, 1, 3, 2), plain=True, type_b="f16")
         yield batched_case("F32", 5, 4, 65, (1, 1), (2, 3), plain=True)
+
+    def full_cases(self) -> Iterator[Case]:
+        yield from full_mul_mat()
+        yield from full_batched()
+
+    def perf_cases(self) -> Iterator[Case]:
+        return perf_mul_mat()
+
+    def build_case(
+        self, type_a: str, m: int, n: int, k: int, type_b: str = "f32", bs: tuple[int, int] | None = None, nr: tuple[int, int] = (1, 1),
+        order: Shape = (), gap: int = 0, plain: bool = False, act: str = "auto", amax: float = 1.0, seed: int = 7,
+    ) -> Case:
+        """bs: a batch of so many matrices, each for nr slices of x; order, gap and plain as in `batched_case`; else as `mul_mat_case`."""
+        quant = known_type(type_a)
+        if bs is None:
+            return mul_mat_case(quant, m, n, k, type_b=type_b, act=act, amax=amax, seed=seed)
+        return batched_case(quant, m, n, k, bs, nr, type_b=type_b, act=act, order=order, gap=gap, plain=plain, seed=seed)
 
 
 @register
@@ -84,6 +117,15 @@ class MulMatId(_Plain):
 
     name = "MUL_MAT_ID"
     roles = ("w", "x", "ids")
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        w, x, ids = inputs
+        x = np.broadcast_to(np.asarray(x, np.float64), (*ids.shape, x.shape[-1]))
+        out = np.zeros((*ids.shape, w.shape[1]))
+        for expert in np.unique(ids):
+            chosen = ids == expert
+            out[chosen] = x[chosen] @ np.asarray(w[expert], np.float64).T
+        return [out]
 
     def cases(self) -> Iterator[Case]:
         for quant in QUANTS:
@@ -94,16 +136,32 @@ class MulMatId(_Plain):
                 for n in (1, 5):
                     yield mul_mat_id_case(quant, experts, used, 32, n, 256, shared=used != 4)
 
+    def full_cases(self) -> Iterator[Case]:
+        return full_mul_mat_id()
+
+    def perf_cases(self) -> Iterator[Case]:
+        return perf_mul_mat_id()
+
+    def build_case(
+        self, type_a: str, n_mats: int, n_used: int, m: int, n: int, k: int, type_b: str = "f32", b: bool = True, ids: str = "shuffled",
+        act: str = "auto", amax: float = 1.0, seed: int = 7,
+    ) -> Case:
+        """n_mats experts, of which each token uses n_used; b: they share its x; ids: one of ROUTES."""
+        quant = known_type(type_a)
+        return mul_mat_id_case(quant, n_mats, n_used, m, n, k, shared=b, type_b=type_b, ids=ids, act=act, amax=amax, seed=seed)
+
 
 def batched_case(
-    quant: str, m: int, n: int, k: int, batch: tuple[int, int], repeat: tuple[int, int], *, order: tuple[int, ...] = (), gap: int = 0,
-    plain: bool = False, x_type: str = "F32", seed: int = 7,
+    quant: str, m: int, n: int, k: int, batch: tuple[int, int], repeat: tuple[int, int], *, type_b: str = "f32", act: str = "auto",
+    order: Shape = (), gap: int = 0, plain: bool = False, seed: int = 7,
 ) -> Case:
     """A batched MUL_MAT: w [*batch, m, k], x [repeat times batch, n, k].
 
+    type_b      "f32", "f16", or "q8_1" for activations that come quantized
     order, gap  how the values of both operands lie in memory (see `laid_out`); given, they are views
     plain       w is no weight but F32 or F16 that the device has, as a cache is
     """
+    x_type = "F16" if type_b == "f16" else "F32"
     shapes = (*batch, m, k), (batch[0] * repeat[0], batch[1] * repeat[1], n, k)
     order = order or ((0, 1, 2, 3) if gap else ())
     (w_inner, w_view), (x_inner, x_view) = (laid_out(s, order, gap=gap) for s in shapes)
@@ -119,4 +177,25 @@ def batched_case(
     shown |= {"order": order} if order else {}
     shown |= {"gap": gap} if gap else {}
     shown |= {"plain": 1} if plain else {}
-    return Case("MUL_MAT", {**shown, "seed": seed}, make, seed)
+    return with_x(Case("MUL_MAT", {**shown, "seed": seed}, make, seed), type_b, act, [])
+
+
+def full_batched() -> Iterator[Case]:
+    """As attention multiplies by its cache, and more: every type in a few shapes, base types in many."""
+    repeats = ((1, 1), (1, 2), (2, 1), (2, 2))
+    for quant in QUANTS:
+        for path in paths(quant):
+            for bs, nr, n in product(((1, 1), (1, 3), (2, 3)), repeats, (1, 4, 8, 16) if quant in BASE else (2,)):
+                yield batched_case(quant, 16, n, 256, bs, nr, **path)
+        for order, n in product(ORDERS, (1, 8, 16) if quant in BASE else (2,)):
+            yield batched_case(quant, 16, n, 256, (3, 2), (1, 1), order=order)
+        for n, k in product((1, 4), (256, 768)):
+            yield batched_case(quant, 19, n, k, (1, 2), (1, 2), gap=256)
+    for quant, x_type, n in product(("F32", "F16"), ("f32", "f16"), (1, 2, 8)):
+        for m, k, nr in product((127, 128, 129, 1056), (64, 65, 128), ((1, 1), (1, 4))):
+            if m < 1000 or k == 128:
+                yield batched_case(quant, m, n, k, (1, 2), nr, plain=True, type_b=x_type)
+        for order, gap, k in product((*ORDERS, *TRANSPOSED), (0, 64), (32, 80)):
+            yield batched_case(quant, 40, n, k, (2, 3), (1, 2), order=order, gap=gap, plain=True, type_b=x_type)
+    for quant in BASE:
+        yield batched_case(quant, 8, 2, 256, (1, 1536), (1, 1))

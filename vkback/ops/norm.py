@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Shape,
     Tolerance,
     ceil_div,
     declare,
@@ -27,7 +29,6 @@ from vkback.ops.base import (
     spread,
 )
 from vkback.ops.quantize import Q8_1_TOLERANCE
-from vkback.ops.reference import REFERENCES
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -43,6 +44,10 @@ MAX_KEPT = 8
 TOLERANCE = Tolerance(1e-11, 1e-4, "f32: the sum of squares and a handful of roundings, each 2^-24; 1/sqrt is allowed 3 ulp")
 
 
+WIDTHS = (1, 2, 31, 32, 33, 64, 100, 511, 512, 1023, 1024, 1025, 2048, 2880, 4096, 5120, 8192, 14336, 16896)
+"""Of the full set."""
+
+
 class Norm(Op):
     """All members of the family: inputs a, (b,) (w,); outputs (sum,) y."""
 
@@ -54,7 +59,8 @@ class Norm(Op):
         x = np.asarray(inputs[0], np.float64)
         if self.add:
             x = x + inputs[1]
-        y = REFERENCES["RMS_NORM"]([x - x.mean(axis=-1, keepdims=True) if self.center else x], params)[0]
+        centered = x - x.mean(axis=-1, keepdims=True) if self.center else x
+        y = centered / np.sqrt(np.mean(centered * centered, axis=-1, keepdims=True) + params["eps"])
         if self.weight:
             y = y * inputs[-1]
         return [x, y] if self.add else [y]
@@ -100,33 +106,56 @@ class Norm(Op):
 
     def cases(self) -> Iterator[Case]:
         for dim in (1, 64, 511, 1025, 4096, 8192, 16896):
-            yield self.case((2 if dim < 8192 else 1, dim))
-        yield self.case((5, 3, 128), eps=1e-5)
-        yield self.case((1, 512), scale=1e-3, eps=1e-12)
-        yield self.case((1, 512), scale=0.0)
+            yield self.build_case((2 if dim < 8192 else 1, dim))
+        yield self.build_case((5, 3, 128), eps=1e-5)
+        yield self.build_case((1, 512), scale=1e-3, eps=1e-12)
+        yield self.build_case((1, 512), scale=0.0)
         if self.weight:
             for shape in ((1, 32), (3, 2048), (1, 4096), (2, 16896), (1, 100), (2, 37)):
-                yield self.case(shape, out="Q8_1")
+                yield self.build_case(shape, out="Q8_1")
 
-    def case(self, shape: tuple[int, ...], *, eps: float = 1e-6, out: str = "F32", scale: float = 1.0, seed: int = 11) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        for dim, rows in product(WIDTHS, (1, 2, 5, 33)):
+            if rows * dim <= 70000 and not (self.center and dim == 1):  # the variance of one value is nothing but rounding
+                yield self.build_case((rows, dim))
+        for eps in (1e-12, 1e-5, 0.1, 10.0):
+            yield self.build_case((2, 3, 64), eps=eps)
+        if self.weight:
+            for dim, rows in product(WIDTHS[2:], (1, 2)):
+                yield self.build_case((rows, dim), out="Q8_1")
+
+    def build_case(self, ne: Shape, eps: float = 1e-6, scale: float = 1.0, out: str = "F32", seed: int = 11) -> Case:
         """Values uniform in +-scale about 0.3 * scale, weights in 0.5..1.5."""
 
         def make(rng: np.random.Generator) -> Problem:
-            dim = shape[-1]
-            inputs = [Tensor("a", "F32", shape, "input")]
+            dim = ne[-1]
+            inputs = [Tensor("a", "F32", ne, "input")]
             if self.add:
-                inputs.append(Tensor("b", "F32", shape, "input"))
-            values: dict[str, Array] = {t.name: (scale * rng.uniform(-0.7, 1.3, shape)).astype(np.float32) for t in inputs}
+                inputs.append(Tensor("b", "F32", ne, "input"))
+            values: dict[str, Array] = {t.name: (scale * rng.uniform(-0.7, 1.3, ne)).astype(np.float32) for t in inputs}
             if self.weight:
                 inputs.append(Tensor("w", "F32", (dim,), "weight"))
                 values["w"] = rng.uniform(0.5, 1.5, dim).astype(np.float32)
-            outputs = ((Tensor("sum", "F32", shape),) if self.add else ()) + (Tensor("y", out, shape),)
+            outputs = ((Tensor("sum", "F32", ne),) if self.add else ()) + (Tensor("y", out, ne),)
             return Problem(Node(self.name, tuple(inputs), outputs, {"eps": eps}), values)
 
-        return Case(self.name, {"ne": shape, "eps": eps, "scale": scale, "out": out, "seed": seed}, make, seed)
+        return Case(self.name, {"ne": ne, "eps": eps, "scale": scale, "out": out, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Q8_1_TOLERANCE if node.outputs[-1].type == "Q8_1" else TOLERANCE
+
+
+def _sizes_of_models(op: Norm) -> Iterator[Case]:
+    for rows in (1, 512):
+        yield op.build_case((rows, 4096))
+
+
+def _normed(x: Tensor, w: Tensor, y: Tensor, params: Mapping[str, Any]) -> list[Node]:
+    """y = RMS_NORM(x) * w as plain nodes; y may be Q8_1."""
+    normed, scaled = Tensor(f"{y.name}.norm", "F32", y.shape), Tensor(f"{y.name}.scaled", "F32", y.shape)
+    q8 = y.type == "Q8_1"
+    chain = [Node("RMS_NORM", (x,), (normed,), params), Node("MUL", (normed, w), (scaled if q8 else y,))]
+    return [*chain, Node("QUANTIZE_Q8_1", (scaled,), (y,))] if q8 else chain
 
 
 @register
@@ -134,6 +163,9 @@ class RmsNorm(Norm):
     """RMS_NORM(x [..., dim]; eps) -> x / sqrt(mean(x^2) + eps) over the last axis."""
 
     name = "RMS_NORM"
+
+    def perf_cases(self) -> Iterator[Case]:
+        return _sizes_of_models(self)
 
 
 @register
@@ -151,6 +183,13 @@ class RmsNormMul(Norm):
     name = "RMS_NORM_MUL"
     weight = True
 
+    def perf_cases(self) -> Iterator[Case]:
+        return _sizes_of_models(self)
+
+    def unfused(self, node: Node) -> list[Node]:
+        (x, w), (y,) = node.inputs, node.outputs
+        return _normed(x, w, y, node.params)
+
 
 @register
 class AddRmsNormMul(Norm):
@@ -159,3 +198,10 @@ class AddRmsNormMul(Norm):
     name = "ADD_RMS_NORM_MUL"
     add = True
     weight = True
+
+    def perf_cases(self) -> Iterator[Case]:
+        return _sizes_of_models(self)
+
+    def unfused(self, node: Node) -> list[Node]:
+        (a, b, w), (x, y) = node.inputs, node.outputs
+        return [Node("ADD", (a, b), (x,)), *_normed(x, w, y, node.params)]

@@ -17,6 +17,7 @@ from vkback.ops.base import (
     LowerContext,
     Op,
     Problem,
+    Shape,
     SpinWaits,
     Tolerance,
     ceil_div,
@@ -78,15 +79,22 @@ class QuantizeQ81(Op):
 
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 32), (1, 4096), (3, 96), (2, 2, 2880), (5, 70), (1, 33), (7, 1)):
-            yield quantize_case(shape)
+            yield self.build_case(shape)
+
+    def full_cases(self) -> Iterator[Case]:
+        for shape in ((1, 32), (1, 64), (1, 4096), (1, 14336), (17, 64), (2, 2880), (3, 33), (5, 1), (2, 3, 4, 96), (16, 4096), (70000, 1)):
+            yield self.build_case(shape)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for n in (1, 512):
+            yield self.build_case((n, 4096))
+
+    def build_case(self, ne: Shape, seed: int = 3) -> Case:
+        def make(rng: np.random.Generator) -> Problem:
+            node = Node("QUANTIZE_Q8_1", (Tensor("x", "F32", ne, "input"),), (Tensor("y", "Q8_1", ne),))
+            return Problem(node, {"x": rng.standard_normal(ne).astype(np.float32)})
+
+        return Case("QUANTIZE_Q8_1", {"ne": ne, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Q8_1_TOLERANCE
-
-
-def quantize_case(shape: tuple[int, ...], *, seed: int = 3) -> Case:
-    def make(rng: np.random.Generator) -> Problem:
-        node = Node("QUANTIZE_Q8_1", (Tensor("x", "F32", shape, "input"),), (Tensor("y", "Q8_1", shape),))
-        return Problem(node, {"x": rng.standard_normal(shape).astype(np.float32)})
-
-    return Case("QUANTIZE_Q8_1", {"ne": shape, "seed": seed}, make, seed)

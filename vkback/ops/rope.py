@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
 from vkback.ops.base import (
     MAX_GROUPS_X,
+    OPS,
     Arg,
     Array,
     Case,
@@ -21,14 +24,13 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Shape,
     Tolerance,
     ceil_div,
     declare,
     pack_push,
     register,
 )
-from vkback.ops.reference import REFERENCES
-from vkback.ops.reference import rope_angles as reference_angles
 from vkback.ops.rows import F16_TOLERANCE, set_rows
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
@@ -38,6 +40,53 @@ declare(
     match={"n": "number", "heads": "number", "head_dim": "number"},
     params={"wg_size": (8, 16, 32, 64, 128, 256), "heads_per_group": "positive"},
 )
+
+
+FREQUENCY = tuple(name for name in rope_angles.DEFAULTS if name != "mode")
+"""Params of the frequencies that a case may give in place of the defaults."""
+
+YARN: tuple[dict[str, Any], ...] = (
+    {}, {"freq_base": 1e6}, {"freq_scale": 1.4245}, {"attn_factor": 1.4245}, {"freq_scale": 1.4245, "attn_factor": 1.4245},
+    {"ext_factor": 0.7465, "freq_scale": 1.4245}, {"ext_factor": 0.7465, "freq_scale": 1.4245, "attn_factor": 1.4245},
+    {"freq_base": 150000.0, "freq_scale": 0.03125, "ext_factor": 1.0},
+)  # fmt: skip
+"""Of the full set."""
+
+
+def reference_angles(pos: Array, factors: Array | None, params: Mapping[str, Any]) -> tuple[Array, float]:
+    """Angles [n, n_dims/2] of every position and pair, and the magnitude of cosine and sine. With YaRN, fast pairs keep their frequency,
+    slow ones are scaled by freq_scale, and a ramp leads from one to the other. Written apart from `rope_angles`, which it judges."""
+    n_dims, base, scale, ext = params["n_dims"], params["freq_base"], params["freq_scale"], params["ext_factor"]
+    freq = np.array([base ** (-2.0 * i / n_dims) for i in range(n_dims // 2)])
+    if factors is not None:
+        freq = freq / np.asarray(factors, np.float64)
+    scaled = freq * scale
+    magnitude = float(params["attn_factor"])
+    if ext != 0.0:
+        first, last = (_yarn_pair(turns, params) for turns in (params["beta_fast"], params["beta_slow"]))
+        first, last = max(0.0, math.floor(first)), min(n_dims - 1.0, math.ceil(last))
+        ramp = np.array([1.0 - min(1.0, max(0.0, (i - first) / max(0.001, last - first))) for i in range(n_dims // 2)])
+        scaled = scaled * (1.0 - ramp * ext) + freq * ramp * ext
+        magnitude *= 1.0 + 0.1 * math.log(1.0 / scale)
+    return np.asarray(pos, np.float64)[:, None] * scaled, magnitude
+
+
+def _yarn_pair(turns: float, params: Mapping[str, Any]) -> float:
+    """The pair, as a real number, that makes `turns` full turns within the original context."""
+    wavelength = params["n_ctx_orig"] / (turns * 2 * math.pi)
+    return float(params["n_dims"] * math.log(wavelength) / (2 * math.log(params["freq_base"])))
+
+
+def turn_pairs(x: Array, cos: Array, sin: Array, mode: str) -> Array:
+    """x [n, heads, head_dim] with its first pairs, paired as `mode` says, turned by cos and sin [n, pairs]: "normal" pairs values 2i and
+    2i + 1, "neox" i and i + n_dims/2."""
+    pairs = cos.shape[-1]
+    a, b = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if mode == "normal" else (slice(0, pairs), slice(pairs, 2 * pairs))
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    out = x.copy()
+    out[..., a] = x[..., a] * cos - x[..., b] * sin
+    out[..., b] = x[..., a] * sin + x[..., b] * cos
+    return out
 
 
 @dataclass(frozen=True)
@@ -95,9 +144,12 @@ class Rope(Op):
     """
 
     name = "ROPE"
+    further = FREQUENCY
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return REFERENCES["ROPE"](inputs, params)
+        x, pos, *factors = inputs
+        angles, magnitude = reference_angles(pos, factors[0] if factors else None, params)
+        return [turn_pairs(np.asarray(x, np.float64), np.cos(angles) * magnitude, np.sin(angles) * magnitude, params["mode"])]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, pos, *factors = node.inputs
@@ -109,39 +161,52 @@ class Rope(Op):
 
     def cases(self) -> Iterator[Case]:
         for mode in ("normal", "neox"):
-            yield self.case(mode, (3, 4, 128))
-            yield self.case(mode, (2, 3, 80), n_dims=20)
-            yield self.case(mode, (1, 7, 64), n_dims=32, factors=True)
-            yield self.case(mode, (2, 1, 256), freq_base=1e6)
-            yield self.case(mode, (2, 2, 40), freq_scale=1.4245, attn_factor=1.4245)
-            yield self.case(mode, (3, 2, 128), freq_scale=1.4245, ext_factor=0.7465, attn_factor=1.4245, factors=True)
-            yield self.case(mode, (3, 2, 64), freq_base=150000.0, freq_scale=1 / 32, ext_factor=1.0)
-            yield self.case(mode, (3, 2, 128), first=99_998)
-            yield self.case(mode, (3, 2, 128), first=131_069, freq_base=500000.0)
-            yield self.case(mode, (3, 2, 128), first=131_069, factors=True)
+            yield self.build_case(mode, (3, 4, 128))
+            yield self.build_case(mode, (2, 3, 80), 20)
+            yield self.build_case(mode, (1, 7, 64), 32, ff=1.0)
+            yield self.build_case(mode, (2, 1, 256), freq_base=1e6)
+            yield self.build_case(mode, (2, 2, 40), freq_scale=1.4245, attn_factor=1.4245)
+            yield self.build_case(mode, (3, 2, 128), ff=1.0, freq_scale=1.4245, ext_factor=0.7465, attn_factor=1.4245)
+            yield self.build_case(mode, (3, 2, 64), freq_base=150000.0, freq_scale=1 / 32, ext_factor=1.0)
+            yield self.build_case(mode, (3, 2, 128), pos=99_998)
+            yield self.build_case(mode, (3, 2, 128), pos=131_069, freq_base=500000.0)
+            yield self.build_case(mode, (3, 2, 128), pos=131_069, ff=1.0)
             for fast in (1.08, 0.7, 1e30):
-                yield self.case(mode, (3, 2, 128), first=131_069, factors=True, fast_factor=fast)
-            yield self.case(mode, (2, 2, 128), first=-1)
+                yield self.build_case(mode, (3, 2, 128), pos=131_069, ff=fast)
+            yield self.build_case(mode, (2, 2, 128), pos=-1)
 
-    def case(
-        self, mode: str, shape: tuple[int, int, int], *, first: int = 30, factors: bool = False, fast_factor: float = 1.0,
-        seed: int = 13, **given: Any,
+    def full_cases(self) -> Iterator[Case]:
+        dims = ((64, 64), (64, 32), (80, 80), (80, 20), (96, 96), (128, 128), (128, 64), (256, 256), (256, 64))
+        for mode in ("normal", "neox"):
+            for (dim, n_dims), heads, n in product(dims, (1, 8, 32), (1, 3)):
+                yield self.build_case(mode, (n, heads, dim), n_dims)
+            for yarn, fast, pos in product(YARN, (0.0, 1.0, 1.08), (0, 511, 131069)):
+                yield self.build_case(mode, (2, 4, 128), 128, pos, fast, **yarn)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for n in (1, 512):
+            yield self.build_case("normal", (n, 32, 128))
+
+    def build_case(
+        self, mode: str, ne: tuple[int, int, int], n_dims: int = 0, pos: int = 30, ff: float = 0.0, seed: int = 13, **given: Any
     ) -> Case:
-        """Tokens at positions first, first + 1, ...; factors: fast_factor for the fast half of the pairs, up to 8 for the slow half."""
-        params = {**rope_angles.DEFAULTS, "mode": mode, "n_dims": shape[2], **given}
+        """Tokens at positions pos, pos + 1, ...; ff: frequency factors, this one for the fast half of the pairs, up to 8 for the slow half;
+        0: none. given: of FREQUENCY."""
+        n_dims = n_dims or ne[2]
+        params = {**rope_angles.DEFAULTS, "mode": mode, "n_dims": n_dims, **given}
 
         def make(rng: np.random.Generator) -> Problem:
-            inputs = [Tensor("x", "F32", shape, "input"), Tensor("pos", "I32", (shape[0],), "input")]
+            inputs = [Tensor("x", "F32", ne, "input"), Tensor("pos", "I32", (ne[0],), "input")]
             values: dict[str, Array] = {
-                "x": rng.uniform(-1, 1, shape).astype(np.float32),
-                "pos": np.arange(first, first + shape[0], dtype=np.int32),
+                "x": rng.uniform(-1, 1, ne).astype(np.float32),
+                "pos": np.arange(pos, pos + ne[0], dtype=np.int32),
             }
-            if factors:
-                inputs.append(Tensor("factors", "F32", (params["n_dims"] // 2,), "weight"))
-                values["factors"] = frequency_factors(params["n_dims"], fast_factor)
-            return Problem(Node("ROPE", tuple(inputs), (Tensor("y", "F32", shape),), params), values)
+            if ff:
+                inputs.append(Tensor("factors", "F32", (n_dims // 2,), "weight"))
+                values["factors"] = frequency_factors(n_dims, ff)
+            return Problem(Node("ROPE", tuple(inputs), (Tensor("y", "F32", ne),), params), values)
 
-        shown = {"mode": mode, "ne": shape, "n_dims": params["n_dims"], "pos": first, "ff": fast_factor if factors else 0}
+        shown = {"mode": mode, "ne": ne, "n_dims": n_dims, "pos": pos, "ff": ff or 0}
         return Case("ROPE", {**shown, **given, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -160,6 +225,7 @@ class RopeAngles(Op):
     turns each pair of dimensions, times its magnitude."""
 
     name = "ROPE_ANGLES"
+    further = FREQUENCY
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         pos, *factors = inputs
@@ -189,23 +255,29 @@ class RopeAngles(Op):
 
     def cases(self) -> Iterator[Case]:
         yarn: dict[str, Any] = {"freq_base": 150000.0, "freq_scale": 1 / 32, "ext_factor": 1.0}
-        yield self.case((0, 1, 4095), 128)
-        yield self.case((131072,), 64, factors=True)
-        yield self.case((7, -1), 96, **yarn)
+        yield self.build_case((0, 1, 4095), 128)
+        yield self.build_case((131072,), 64, ff=True)
+        yield self.build_case((7, -1), 96, **yarn)
 
-    def case(self, pos: Sequence[int], n_dims: int, *, factors: bool = False, seed: int = 5, **given: Any) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        positions: tuple[Shape, ...] = ((0,), (4095,), (131072, 3, -1))
+        for pos, n_dims, fast, yarn in product(positions, (32, 64, 128, 256), (False, True), YARN):
+            yield self.build_case(pos, n_dims, fast, **yarn)
+
+    def build_case(self, pos: Shape, n_dims: int, ff: bool = False, seed: int = 5, **given: Any) -> Case:
+        """ff: with frequency factors; given: of FREQUENCY."""
         params = {**rope_angles.DEFAULTS, "n_dims": n_dims, **given}
 
         def make(rng: np.random.Generator) -> Problem:
             inputs = [Tensor("pos", "I32", (len(pos),), "input")]
             values: dict[str, Array] = {"pos": np.array(pos, np.int32)}
-            if factors:
+            if ff:
                 inputs.append(Tensor("factors", "F32", (n_dims // 2,), "weight"))
                 values["factors"] = frequency_factors(n_dims, 1.0)
             out = Tensor("angles", "F32", (len(pos), n_dims // 2, 2))
             return Problem(Node(self.name, tuple(inputs), (out,), params), values)
 
-        return Case(self.name, {"pos": tuple(pos), "n_dims": n_dims, "ff": factors, **given, "seed": seed}, make, seed)
+        return Case(self.name, {"pos": pos, "n_dims": n_dims, "ff": ff, **given, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return rotation_tolerance(factors=len(node.inputs) > 1)
@@ -227,6 +299,7 @@ class QkvRopeSetRows(Op):
     """
 
     name = "QKV_ROPE_SET_ROWS"
+    further = FREQUENCY
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         if params["packed"]:
@@ -239,9 +312,9 @@ class QkvRopeSetRows(Op):
             rest = list(inputs[3:])
         pos, cache_k, cache_v, *extra = rest
         if params["has_norm"]:
-            q, k = (REFERENCES["MUL"]([REFERENCES["RMS_NORM"]([x], params)[0], w], {})[0] for x, w in zip((q, k), extra[:2], strict=True))
+            q, k = (OPS["RMS_NORM_MUL"].reference([x, w], params)[0] for x, w in zip((q, k), extra[:2], strict=True))
             extra = extra[2:]
-        q, k = (REFERENCES["ROPE"]([x, pos, *extra], params)[0] for x in (q, k))
+        q, k = (OPS["ROPE"].reference([x, pos, *extra], params)[0] for x in (q, k))
         return [q, set_rows(k, pos, cache_k), set_rows(v, pos, cache_v)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
@@ -268,19 +341,28 @@ class QkvRopeSetRows(Op):
     def cases(self) -> Iterator[Case]:
         for mode in ("normal", "neox"):
             for packed in (False, True):
-                yield self.case(mode, 1, 4, 2, 64, packed=packed)
-                yield self.case(mode, 3, 6, 2, 128, packed=packed, norm=True)
-                yield self.case(mode, 2, 3, 1, 80, packed=packed, factors=True, n_dims=32)
-            yield self.case(mode, 5, 2, 2, 256, norm=True, factors=True, packed=True)
+                yield self.build_case(mode, 1, 4, 2, 64, packed)
+                yield self.build_case(mode, 3, 6, 2, 128, packed, norm=True)
+                yield self.build_case(mode, 2, 3, 1, 80, packed, ff=True, n_dims=32)
+            yield self.build_case(mode, 5, 2, 2, 256, True, norm=True, ff=True)
 
-    def case(
-        self, mode: str, n: int, heads: int, kv_heads: int, dim: int, *, packed: bool, norm: bool = False, factors: bool = False,
-        seed: int = 17, **given: Any,
+    def full_cases(self) -> Iterator[Case]:
+        sizes = ((4, 2, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (4, 1, 256))
+        both = (False, True)
+        for mode, n, packed, norm, ff, (heads, kv, dim) in product(("normal", "neox"), (1, 3), both, both, both, sizes):
+            if dim in (64, 128) or norm == ff:
+                yield self.build_case(mode, n, heads, kv, dim, packed, norm, ff)
+
+    def build_case(
+        self, mode: str, n: int, n_head: int, n_head_kv: int, head_dim: int, packed: bool, norm: bool = False, ff: bool = False,
+        n_dims: int = 0, seed: int = 17, **given: Any,
     ) -> Case:
-        """Caches of 16 positions holding values already; tokens from position 3 on, the last of several being padding."""
+        """Caches of 16 positions holding values already; tokens from position 3 on, the last of several being padding. given: of
+        FREQUENCY."""
+        given = {**({"n_dims": n_dims} if n_dims else {}), **given}
+        heads, kv_heads, dim = n_head, n_head_kv, head_dim
         params = {
-            **rope_angles.DEFAULTS, "mode": mode, "n_dims": dim, "has_norm": norm, "has_ff": factors, "packed": packed, "eps": 1e-6,
-            **given,
+            **rope_angles.DEFAULTS, "mode": mode, "n_dims": dim, "has_norm": norm, "has_ff": ff, "packed": packed, "eps": 1e-6, **given,
         }  # fmt: skip
         if packed:
             params |= {"n_head": heads, "n_head_kv": kv_heads, "head_dim": dim}
@@ -301,14 +383,31 @@ class QkvRopeSetRows(Op):
             if norm:
                 inputs += [Tensor("q_norm", "F32", (dim,), "weight"), Tensor("k_norm", "F32", (dim,), "weight")]
                 values |= {w: rng.uniform(0.5, 1.5, dim).astype(np.float32) for w in ("q_norm", "k_norm")}
-            if factors:
+            if ff:
                 inputs.append(Tensor("factors", "F32", (params["n_dims"] // 2,), "weight"))
                 values["factors"] = frequency_factors(params["n_dims"], 1.0)
             outputs = (Tensor("q_out", "F32", (n, heads, dim)), *caches)
             return Problem(Node(self.name, tuple(inputs), outputs, params), values)
 
         shown = {"mode": mode, "n": n, "n_head": heads, "n_head_kv": kv_heads, "head_dim": dim, "packed": packed, "norm": norm}
-        return Case(self.name, {**shown, "ff": factors, **given, "seed": seed}, make, seed)
+        return Case(self.name, {**shown, "ff": ff, **given, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return F16_TOLERANCE
+
+    def unfused(self, node: Node) -> list[Node]:
+        """None where q, k and v come as one tensor: no plain op takes a slice."""
+        if node.params["packed"]:
+            return []
+        q, k, v, pos, cache_k, cache_v, *extra = node.inputs
+        out = node.outputs[0]
+        chain: list[Node] = []
+        if node.params["has_norm"]:
+            normed = [Tensor(f"{t.name}.normed", "F32", t.shape) for t in (q, k)]
+            eps = {"eps": node.params["eps"]}
+            chain += [Node("RMS_NORM_MUL", (t, w), (y,), eps) for t, w, y in zip((q, k), extra[:2], normed, strict=True)]
+            (q, k), extra = normed, extra[2:]
+        params = {key: node.params[key] for key in rope_angles.PARAMS}
+        turned = Tensor(f"{k.name}.turned", "F32", k.shape)
+        chain += [Node("ROPE", (q, pos, *extra), (out,), params), Node("ROPE", (k, pos, *extra), (turned,), params)]
+        return [*chain, Node("SET_ROWS", (turned, pos, cache_k), (cache_k,)), Node("SET_ROWS", (v, pos, cache_v), (cache_v,))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,13 @@ from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanEr
 from vkback.ops.mat_vec import MatVec, launch, weight
 from vkback.ops.mat_vec_config import configure, shared_bytes
 from vkback.ops.mat_vec_node import MatVecNode, path_for
-from vkback.ops.topk import TOPK_PARAMS, TopkMoe, expert_choice
+from vkback.ops.topk import TopkMoe, choice_of, expert_choice
 
 
 def mat_vec_of(node: Node) -> Node:
     """The mat-vec whose results the experts are chosen by: the logits, F32 [1, n_expert]."""
     logits = Tensor(f"{node.name}.logits", "F32", (1, node.inputs[0].shape[0]))
     return Node("MAT_VEC", node.inputs, (logits,), {k: node.params[k] for k in ("roles", "eps")})
-
-
-def choice_of(node: Node, logits: Tensor) -> Node:
-    """The choice by these logits, of a node whose last outputs are the chosen experts' weights and ids."""
-    return Node("TOPK_MOE", (logits,), node.outputs[-2:], {k: node.params[k] for k in TOPK_PARAMS})
 
 
 def router_problem(w: Tensor, x: Tensor, ctx: LowerContext) -> str:
@@ -88,7 +84,20 @@ class MoeRouter(Op):
              (9, 256, 9, True, "sigmoid", False), (257, 256, 8, False, "sigmoid", True)),
             1,
         ):  # fmt: skip
-            yield router_case(n_expert, k, n_used, norm, gating, bias, seed)
+            yield self.build_case(n_expert, k, n_used, norm, gating, bias, seed)
+
+    def full_cases(self) -> Iterator[Case]:
+        experts = ((8, 2), (9, 9), (32, 4), (128, 8), (256, 8), (512, 10))
+        gates = (("softmax", False), ("softmax", True), ("softmax_weight", False), ("sigmoid", True))
+        for (n_expert, used), k, (gating, norm), bias in product(experts, (256, 2048, 2880), gates, (False, True)):
+            yield self.build_case(n_expert, k, used, norm, gating, bias)
+
+    def build_case(self, n_expert: int, k: int, n_used: int, norm: bool, gating: str, bias: bool, seed: int = 1) -> Case:
+        return router_case(n_expert, k, n_used, norm, gating, bias, seed)
+
+    def unfused(self, node: Node) -> list[Node]:
+        logits = mat_vec_of(node)
+        return [*MatVec().unfused(logits), choice_of(node, logits.outputs[0])]
 
 
 def router_case(n_expert: int, k: int, n_used: int, norm: bool, gating: str, bias: bool, seed: int) -> Case:

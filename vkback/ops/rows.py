@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -19,6 +21,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Shape,
     Tolerance,
     ceil_div,
     declare,
@@ -28,9 +31,9 @@ from vkback.ops.base import (
     shards,
     spread,
 )
+from vkback.ops.case_line import CaseLineError, unseeded
 from vkback.ops.code_books import decoder
 from vkback.ops.mat_vec import QUANTS, weight, weight_push
-from vkback.ops.reference import REFERENCES
 from vkback.ops.workgroup import Defines, workgroup_size
 from vkback.shader import Variant
 
@@ -40,8 +43,12 @@ F16_TOLERANCE = Tolerance(5e-7, 3e-3, "stored as f16; Vulkan lets packHalf2x16 r
 
 
 def set_rows(x: Array, pos: Array, cache: Array) -> Array:
-    """The reference of SET_ROWS; positions beyond the cache store nothing, as -1 does."""
-    return REFERENCES["SET_ROWS"]([x, np.where(pos < cache.shape[1], pos, -1), cache], {})[0]
+    """The reference of SET_ROWS: a copy of the cache, of its type, with row pos[i] of every head from x[i]. Positions beyond the cache
+    store nothing, as -1 does."""
+    out = cache.copy()
+    real = (pos >= 0) & (pos < cache.shape[1])
+    out[:, pos[real]] = np.swapaxes(x[real], 0, 1)
+    return out
 
 
 @register
@@ -78,27 +85,35 @@ class SetRows(Op):
 
     def cases(self) -> Iterator[Case]:
         for n, heads, dim, pos in ((1, 8, 128, (5,)), (3, 2, 64, (0, 7, 3)), (4, 1, 6, (15, -1, 2, 16)), (2, 3, 80, (-1, -1))):
-            yield self.case(n, heads, dim, pos)
+            yield self.build_case((n, heads, dim), pos)
         for types in (("F32", "F32"), ("F16", "F16"), ("F16", "F32")):
-            yield self.case(4, 2, 6, (15, -1, 2, 16), types=types)
+            yield self.build_case((4, 2, 6), (15, -1, 2, 16), *types)
 
-    def case(
-        self, n: int, heads: int, dim: int, pos: Sequence[int], *, types: tuple[str, str] = ("F32", "F16"), seed: int = 19
-    ) -> Case:
-        """A cache of 16 positions that holds values already. types: of x and the cache."""
+    def full_cases(self) -> Iterator[Case]:
+        some: tuple[Shape, ...] = ((0,), (15,), (3, 4, 5), (9, -1, 2), (16, 1), tuple(range(15, -1, -1)))
+        for heads, dim, pos in product((1, 2, 8), (2, 6, 40, 64, 80, 128, 256), some):
+            yield self.build_case((len(pos), heads, dim), pos)
+        few: tuple[Shape, ...] = ((15,), (9, -1, 2), (16, 1))
+        for types, dim, pos in product((("F32", "F32"), ("F16", "F16"), ("F16", "F32")), (2, 64, 80, 128), few):
+            yield self.build_case((len(pos), 2, dim), pos, *types)
+
+    def build_case(self, ne: tuple[int, int, int], pos: Shape, type_src: str = "F32", type_dst: str = "F16", seed: int = 19) -> Case:
+        """ne: tokens, heads, head size; a cache of 16 positions that holds values already."""
+        n, heads, dim = ne
+        types = type_src, type_dst
         numpy_types = [np.float16 if t == "F16" else np.float32 for t in types]
 
         def make(rng: np.random.Generator) -> Problem:
-            cache = Tensor("cache", types[1], (heads, 16, dim), "state")
-            node = Node("SET_ROWS", (Tensor("x", types[0], (n, heads, dim), "input"), Tensor("pos", "I32", (n,), "input"), cache), (cache,))
+            cache = Tensor("cache", type_dst, (heads, 16, dim), "state")
+            node = Node("SET_ROWS", (Tensor("x", type_src, (n, heads, dim), "input"), Tensor("pos", "I32", (n,), "input"), cache), (cache,))
             return Problem(node, {
                 "x": rng.uniform(-1, 1, (n, heads, dim)).astype(numpy_types[0]),
                 "pos": np.array(pos, np.int32),
                 "cache": rng.uniform(-1, 1, cache.shape).astype(numpy_types[1]),
             })
 
-        shown = {} if types == ("F32", "F16") else {"type_src": types[0], "type_dst": types[1]}
-        return Case("SET_ROWS", {"ne": (n, heads, dim), "pos": tuple(pos), **shown, "seed": seed}, make, seed)
+        shown = {} if types == ("F32", "F16") else {"type_src": type_src, "type_dst": type_dst}
+        return Case("SET_ROWS", {"ne": ne, "pos": pos, **shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return F16_TOLERANCE
@@ -112,11 +127,12 @@ class GetRows(Op):
     """
 
     name = "GET_ROWS"
+    weight_type = "type"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         table, ids = inputs
         inside = (ids >= 0) & (ids < len(table))
-        rows = REFERENCES["GET_ROWS"]([table, np.where(inside, ids, 0)], params)[0]
+        rows = np.asarray(table[np.where(inside, ids, 0)], np.float64)
         return [np.where(inside[:, None], rows, 0.0)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
@@ -168,18 +184,52 @@ class GetRows(Op):
 
     def cases(self) -> Iterator[Case]:
         for quant in QUANTS:
-            yield self.case(quant, 9, 512, (8, 0, 3))
+            yield self.rows_case(quant, 9, 512, (8, 0, 3))
         for quant in ("F32", "F16", "Q8_0"):
-            yield self.case(quant, 5, 96 if quant == "Q8_0" else 70, (4, -1, 5, 2, 2))
-        yield self.case("Q4_K", 1000, 256, tuple(range(0, 1000, 31)))
-        yield self.case("F32", 5, 70, (4, -1, 5, 2, 2), kind="input")
-        yield self.case("F32", 7, 33, (6, 0), kind="input")
+            yield self.rows_case(quant, 5, 96 if quant == "Q8_0" else 70, (4, -1, 5, 2, 2))
+        yield self.rows_case("Q4_K", 1000, 256, tuple(range(0, 1000, 31)))
+        yield self.rows_case("F32", 5, 70, (4, -1, 5, 2, 2), kind="input")
+        yield self.rows_case("F32", 7, 33, (6, 0), kind="input")
         for kind in ("F16", "I32"):
             for k in (33, 64):
-                yield self.case(kind, 7, k, (6, 7, 0), kind="input")
+                yield self.rows_case(kind, 7, k, (6, 7, 0), kind="input")
 
-    def case(self, quant: str, rows: int, k: int, ids: Sequence[int], *, kind: str = "weight", seed: int = 23) -> Case:
-        """A table of random blocks."""
+    def full_cases(self) -> Iterator[Case]:
+        for quant in QUANTS:
+            for k, (r, ids) in product((256, 768, 4096), ((1, "spread"), (7, "spread"), (33, "one"), (8, "outside"))):
+                yield self.build_case(quant, k, 100, r, ids)
+            if quant in ("F32", "F16", "BF16"):
+                for k in (1, 33, 70, 80):
+                    yield self.build_case(quant, k, 9, 4, "spread")
+        for k, (r, ids) in product((1, 32, 33, 70, 256, 4096), ((1, "spread"), (7, "spread"), (8, "outside"))):
+            for type in ("F32", "F16", "I32"):
+                yield self.build_case(type, k, 100, r, ids, "input")
+
+    def perf_cases(self) -> Iterator[Case]:
+        for quant in ("Q4_K", "Q6_K", "F16"):
+            yield self.build_case(quant, 4096, 32000, 1, "spread")
+
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """Lines of the quick set do not name the rows: without `ids` the case is one of those."""
+        for own in self.cases() if "ids" not in params else ():
+            if unseeded(own.params) == unseeded(params):
+                return own.reseeded(params["seed"]) if "seed" in params else own
+        return super().case(params)
+
+    def build_case(self, type: str, n: int, m: int, r: int, ids: str, kind: str = "weight", seed: int = 23) -> Case:
+        """r rows of a table [m, n]. ids: "spread" over all rows, "one" row again and again, or some of them "outside" the table."""
+        chosen = {
+            "spread": [round(i * (m - 1) / max(r - 1, 1)) for i in range(r)][::-1],
+            "one": [m - 1] * r,
+            "outside": [(-1, m, 0, m - 1)[i % 4] for i in range(r)],
+        }
+        if ids not in chosen:
+            raise CaseLineError(f"ids={ids}: expected one of {', '.join(chosen)}")
+        case = self.rows_case(type, m, n, tuple(chosen[ids]), kind=kind, seed=seed)
+        return dataclasses.replace(case, params={**unseeded(case.params), "ids": ids, "seed": seed})
+
+    def rows_case(self, quant: str, rows: int, k: int, ids: Sequence[int], *, kind: str = "weight", seed: int = 23) -> Case:
+        """These rows of a table of random blocks, or with kind "input" of a tensor that is no weight."""
 
         def make(rng: np.random.Generator) -> Problem:
             table = weight("table", quant, (rows, k)) if kind == "weight" else Tensor("table", quant, (rows, k), "input")

@@ -22,6 +22,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -221,41 +222,50 @@ class Sample(Op):
         return Tolerance(0.0, 0.0, "a token is right or wrong; cases avoid close calls (see pick)")
 
     def cases(self) -> Iterator[Case]:
-        yield self.case(1000, Params(0.0, 40, 0.95, 0.05, 1, ()), greedy=True, seed=1)
-        yield self.case(151936, Params(0.0, 40, 0.95, 0.05, 1, ()), greedy=True, seed=2)
-        yield self.case(1000, Params(0.0, 40, 0.95, 0.05, 1, ()), greedy=True, kind="nan", seed=3)
-        yield self.case(1000, Params(0.0, 40, 0.95, 0.05, 1, ()), kind="eos", greedy=True, seed=4)
-        yield self.case(1000, Params(0.0, 40, 0.95, 0.05, 1, ()), kind="stopped", greedy=True, seed=5)
-        yield self.case(1000, Params(0.0, 40, 0.95, 0.05, 1, ()), seed=6)
-        yield self.case(1000, Params(0.8, 40, 0.95, 0.05, 7, ()), seed=7)
-        yield self.case(1000, Params(0.8, 40, 0.95, 0.05, 7, ()), kind="eos", seed=8)
-        yield self.case(1000, Params(0.8, 40, 0.95, 0.05, 7, ()), kind="nan", seed=9)
-        yield self.case(1000, Params(0.8, 40, 0.95, 0.05, 7, ()), kind="stopped", seed=10)
-        yield self.case(3000, Params(1.0, 0, 0.9, 0.0, 2**32 - 1, ()), seed=11)
-        yield self.case(3000, Params(1.5, 0, 1.0, 0.0, 3, ()), seed=12)
-        yield self.case(3000, Params(0.7, 0, 1.0, 0.1, 4, ()), seed=13)
-        yield self.case(3000, Params(2.0, 1, 1.0, 0.0, 5, ()), seed=14)
-        yield self.case(3000, Params(1.0, 1000, 1.0, 0.0, 6, ()), seed=15)
-        yield self.case(3000, Params(1.0, 50, 0.5, 0.0, 6, ()), kind="ties", seed=16)
-        yield self.case(1001, Params(1.0, 20, 0.0, 0.0, 8, ()), kind="masked", seed=17)
-        yield self.case(151936, Params(0.8, 40, 0.95, 0.05, 9, ()), seed=18)
+        yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, greedy=True, seed=1)
+        yield self.build_case(151936, 0.0, 40, 0.95, 0.05, 1, greedy=True, seed=2)
+        yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, greedy=True, kind="nan", seed=3)
+        yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, kind="eos", greedy=True, seed=4)
+        yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, kind="stopped", greedy=True, seed=5)
+        yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, seed=6)
+        yield self.build_case(1000, 0.8, 40, 0.95, 0.05, 7, seed=7)
+        yield self.build_case(1000, 0.8, 40, 0.95, 0.05, 7, kind="eos", seed=8)
+        yield self.build_case(1000, 0.8, 40, 0.95, 0.05, 7, kind="nan", seed=9)
+        yield self.build_case(1000, 0.8, 40, 0.95, 0.05, 7, kind="stopped", seed=10)
+        yield self.build_case(3000, 1.0, 0, 0.9, 0.0, 2**32 - 1, seed=11)
+        yield self.build_case(3000, 1.5, 0, 1.0, 0.0, 3, seed=12)
+        yield self.build_case(3000, 0.7, 0, 1.0, 0.1, 4, seed=13)
+        yield self.build_case(3000, 2.0, 1, 1.0, 0.0, 5, seed=14)
+        yield self.build_case(3000, 1.0, 1000, 1.0, 0.0, 6, seed=15)
+        yield self.build_case(3000, 1.0, 50, 0.5, 0.0, 6, kind="ties", seed=16)
+        yield self.build_case(1001, 1.0, 20, 0.0, 0.0, 8, kind="masked", seed=17)
+        yield self.build_case(151936, 0.8, 40, 0.95, 0.05, 9, seed=18)
 
-    def case(self, vocab: int, sampler: Params, *, greedy: bool = False, kind: str = "normal", seed: int) -> Case:
-        """kind: normal; nan; stopped (status set before); ties (logits on a grid of 1/2); masked (most -inf); eos (the pick is one)."""
-        capacity = 5
+    def full_cases(self) -> Iterator[Case]:
+        for temp, top_k, top_p, min_p in product((0.5, 1.0), (0, 1, 40), (0.8, 1.0), (0.0, 0.05)):
+            for vocab, seed in ((1000, 1), (5003, 2), (32000, 3)):
+                yield self.build_case(vocab, temp, top_k, top_p, min_p, seed, seed=seed)
 
-        def make(rng: np.random.Generator) -> Problem:
+    def build_case(
+        self, vocab: int, temp: float, top_k: int, top_p: float, min_p: float, rng: int, greedy: bool = False, kind: str = "normal",
+        seed: int = 1,
+    ) -> Case:
+        """rng: the sampler's seed; kind: normal; nan; stopped (status set before); ties (logits on a grid of 1/2); masked (most -inf); eos
+        (the pick is one)."""
+        capacity, sampler = 5, Params(temp, top_k, top_p, min_p, rng, ())
+
+        def make(generator: np.random.Generator) -> Problem:
             tensors = (
                 Tensor("result_output", "F32", (1, vocab)),
                 *(Tensor(name, "I32", (size,), "input") for name, size in (("loop", LOOP_RING + capacity), ("tokens", 1), ("pos", 1))),
             )
             pos = 77
             while True:
-                x = (3 * rng.standard_normal((1, vocab))).astype(np.float32)
+                x = (3 * generator.standard_normal((1, vocab))).astype(np.float32)
                 if kind == "ties":
                     x = np.round(2 * x) / np.float32(2)
                 elif kind == "masked":
-                    x[0, rng.permutation(vocab)[10:]] = -np.inf
+                    x[0, generator.permutation(vocab)[10:]] = -np.inf
                 elif kind == "nan":
                     x[0, vocab - 1] = np.nan
                 made = pick(x[0], sampler, pos)
@@ -274,7 +284,7 @@ class Sample(Op):
             return Problem(Node(self.name, tensors, tensors[1:], {"capacity": capacity, "greedy": greedy}), values)
 
         shown = {
-            "vocab": vocab, "temp": sampler.temp, "top_k": sampler.top_k, "top_p": sampler.top_p, "min_p": sampler.min_p,
-            "rng": sampler.seed, "greedy": greedy, "kind": kind, "seed": seed,
+            "vocab": vocab, "temp": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "rng": rng, "greedy": greedy, "kind": kind,
+            "seed": seed,
         }  # fmt: skip
         return Case(self.name, shown, make, seed)

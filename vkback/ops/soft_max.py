@@ -18,6 +18,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Shape,
     Tolerance,
     ceil_div,
     nbytes,
@@ -49,6 +50,12 @@ def _dispatch(node: Node, ctx: LowerContext, *, sum_rows: bool) -> Dispatch:
     )
 
 
+SHAPES: tuple[Shape, ...] = (
+    (1, 1), (1, 32), (2, 33), (4, 1, 128), (7, 1024), (3, 4096), (2, 16, 1000), (1, 151936), (1, 643251), (5, 4, 3, 70),
+)  # fmt: skip
+"""Of the full set."""
+
+
 @register
 class SoftMax(Op):
     """SOFT_MAX(x [..., dim] [, mask [..., dim]]; scale) -> softmax of scale * x + mask over the last axis.
@@ -58,6 +65,7 @@ class SoftMax(Op):
     """
 
     name = "SOFT_MAX"
+    peer_nmse = 1e-6
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         z = np.asarray(inputs[0], np.float64) * params.get("scale", 1.0)
@@ -77,24 +85,32 @@ class SoftMax(Op):
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 4096), (3, 2, 37), (5, 1), (1, 20000)):
             for masked in (False, True):
-                yield self.case(shape, masked)
+                yield self.build_case(shape, masked)
 
-    def case(self, shape: tuple[int, ...], masked: bool, *, seed: int = 37) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        for shape in SHAPES:
+            for masked in (False, True):
+                yield self.build_case(shape, masked)
+
+    def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case((32, 4096))
+
+    def build_case(self, ne: Shape, mask: bool = False, scale: float = 0.5, seed: int = 37) -> Case:
         """Values uniform in +-20; the mask hides a third of them and its first row altogether where there are several."""
 
         def make(rng: np.random.Generator) -> Problem:
-            inputs = [Tensor("x", "F32", shape, "input")]
-            values: dict[str, Array] = {"x": rng.uniform(-20, 20, shape).astype(np.float32)}
-            if masked:
-                inputs.append(Tensor("mask", "F32", shape[-2:], "input"))
-                mask = np.where(rng.random(shape[-2:]) < 1 / 3, -np.inf, 0.0)
-                mask[-1, 0] = 0.0
-                if len(mask) > 1:
-                    mask[0] = -np.inf
-                values["mask"] = mask.astype(np.float32)
-            return Problem(Node("SOFT_MAX", tuple(inputs), (Tensor("y", "F32", shape),), {"scale": 0.5}), values)
+            inputs = [Tensor("x", "F32", ne, "input")]
+            values: dict[str, Array] = {"x": rng.uniform(-20, 20, ne).astype(np.float32)}
+            if mask:
+                inputs.append(Tensor("mask", "F32", ne[-2:], "input"))
+                hidden = np.where(rng.random(ne[-2:]) < 1 / 3, -np.inf, 0.0)
+                hidden[-1, 0] = 0.0
+                if len(hidden) > 1:
+                    hidden[0] = -np.inf
+                values["mask"] = hidden.astype(np.float32)
+            return Problem(Node("SOFT_MAX", tuple(inputs), (Tensor("y", "F32", ne),), {"scale": scale}), values)
 
-        return Case("SOFT_MAX", {"ne": shape, "mask": masked, "scale": 0.5, "seed": seed}, make, seed)
+        return Case("SOFT_MAX", {"ne": ne, "mask": mask, "scale": scale, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-10, 1e-3, "f32; exp(z - max) with |z| up to 20 has 3 + 2|z| ulp by Vulkan's rules: 3e-6 relative; small rms")
@@ -114,14 +130,18 @@ class SumRows(Op):
 
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 4096), (3, 2, 37), (5, 1)):
-            yield self.case(shape)
+            yield self.build_case(shape)
 
-    def case(self, shape: tuple[int, ...], *, seed: int = 41) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        for shape in SHAPES:
+            yield self.build_case(shape)
+
+    def build_case(self, ne: Shape, seed: int = 41) -> Case:
         def make(rng: np.random.Generator) -> Problem:
-            node = Node("SUM_ROWS", (Tensor("x", "F32", shape, "input"),), (Tensor("y", "F32", (*shape[:-1], 1)),))
-            return Problem(node, {"x": rng.uniform(-0.5, 1.5, shape).astype(np.float32)})
+            node = Node("SUM_ROWS", (Tensor("x", "F32", ne, "input"),), (Tensor("y", "F32", (*ne[:-1], 1)),))
+            return Problem(node, {"x": rng.uniform(-0.5, 1.5, ne).astype(np.float32)})
 
-        return Case("SUM_ROWS", {"ne": shape, "seed": seed}, make, seed)
+        return Case("SUM_ROWS", {"ne": ne, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-11, 1e-5, "f32 sums of dim values, relative error about sqrt(dim) * 2^-24")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,6 @@ from vkback.ops.base import (
     register,
     spread,
 )
-from vkback.ops.reference import REFERENCES
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -49,6 +49,9 @@ declare(
 
 TOPK_PARAMS = ("n_used", "norm", "gating", "scale")
 """Params of TOPK_MOE, and of every op that chooses experts."""
+
+LEAST_WEIGHT_SUM = 2.0**-14
+"""Sums of expert weights are clamped to this, the smallest normal F16, before they divide."""
 
 
 def argmax_dispatch(node: Node, ctx: LowerContext, logits: Tensor, results: Sequence[Arg], extra: Defines, capacity: int) -> Dispatch:
@@ -83,10 +86,10 @@ class Argmax(Op):
     """See the module's text."""
 
     name = "ARGMAX"
+    peer_nmse = 0.0
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        (ids,) = REFERENCES["ARGMAX"](inputs, params)
-        return [np.where(np.isnan(inputs[0]).any(axis=-1), -1, ids).astype(np.int32)]
+        return [np.where(np.isnan(inputs[0]).any(axis=-1), -1, np.argmax(inputs[0], axis=-1)).astype(np.int32)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         return [argmax_dispatch(node, ctx, node.inputs[0], [Arg(node.outputs[0], "w")], {"THEN": 0}, 0)]
@@ -107,9 +110,17 @@ class Argmax(Op):
             ),
             1,
         ):
-            yield self.case(n, vocab, kind, seed)
+            yield self.build_case(n, vocab, kind, seed)
 
-    def case(self, n: int, vocab: int, kind: str, seed: int) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        for n, vocab, kind in product((1, 2, 7), (1, 2, 31, 33, 1000, 32000, 151936), ("normal", "ties", "negative", "zeros")):
+            yield self.build_case(n, vocab, kind)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for vocab in (32000, 151936):
+            yield self.build_case(1, vocab, "normal")
+
+    def build_case(self, n: int, vocab: int, kind: str, seed: int = 1) -> Case:
         """kind: normal, negative; ties (whole numbers); zeros (of both signs); nan (in the last row; others infinite)."""
 
         def make(rng: np.random.Generator) -> Problem:
@@ -186,6 +197,18 @@ def expert_choice(node: Node, logits: Tensor, ctx: LowerContext) -> ExpertChoice
     return ExpertChoice(n_expert, n_used, block, gate)
 
 
+def choice_of(node: Node, logits: Tensor) -> Node:
+    """The TOPK_MOE by these logits, of a node whose last outputs are the chosen experts' weights and ids."""
+    return Node("TOPK_MOE", (logits,), node.outputs[-2:], {k: node.params[k] for k in TOPK_PARAMS})
+
+
+def softmax(x: Array) -> Array:
+    """Over the last axis, in float64."""
+    x = np.asarray(x, np.float64)
+    e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
+    return np.asarray(e / e.sum(axis=-1, keepdims=True))
+
+
 @register
 class TopkMoe(Op):
     """The router of a mixture of experts; see the module's text."""
@@ -193,7 +216,21 @@ class TopkMoe(Op):
     name = "TOPK_MOE"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return REFERENCES["TOPK_MOE"](inputs, params)
+        logits = np.asarray(inputs[0], np.float64)
+        # Ordered by logits: two that differ may have one probability after rounding.
+        ids = np.argsort(-logits, axis=-1, kind="stable")[:, : params["n_used"]]
+        chosen = np.take_along_axis(logits, ids, axis=-1)
+        if params["gating"] == "softmax":
+            weights = np.take_along_axis(softmax(logits), ids, axis=-1)
+        elif params["gating"] == "softmax_weight":
+            weights = softmax(chosen)
+        elif params["gating"] == "sigmoid":
+            weights = 1.0 / (1.0 + np.exp(-chosen))
+        else:
+            raise NotImplementedError(f"TOPK_MOE with gating {params['gating']!r}")
+        if params["norm"]:
+            weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), LEAST_WEIGHT_SUM)
+        return [weights * params["scale"], ids.astype(np.int32)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         logits = node.inputs[0]
@@ -243,9 +280,24 @@ class TopkMoe(Op):
             ),
             1,
         ):
-            yield self.case(n, n_expert, n_used, norm, gating, scale, ties, seed)
+            yield self.build_case(n, n_expert, n_used, norm, gating, scale, ties, seed)
 
-    def case(self, n: int, n_expert: int, n_used: int, norm: bool, gating: str, scale: float, ties: bool, seed: int) -> Case:
+    def full_cases(self) -> Iterator[Case]:
+        experts = (
+            (8, 2), (8, 8), (16, 1), (31, 3), (32, 4), (60, 4), (64, 6), (72, 6), (128, 8), (160, 6), (256, 8), (288, 8), (512, 10),
+            (160, 160),
+        )  # fmt: skip
+        gates = (("softmax", False), ("softmax", True), ("softmax_weight", False), ("sigmoid", False), ("sigmoid", True))
+        for (n_expert, used), n, (gating, norm), ties in product(experts, (1, 4, 22), gates, (False, True)):
+            yield self.build_case(n, n_expert, used, norm, gating, 2.0 if n == 4 else 1.0, ties)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for n in (1, 512):
+            yield self.build_case(n, 128, 8, True, "softmax", 1.0, False)
+
+    def build_case(
+        self, n: int, n_expert: int, n_used: int, norm: bool, gating: str, scale: float, ties: bool, seed: int = 1
+    ) -> Case:
         """ties: the logits are whole numbers."""
 
         def make(rng: np.random.Generator) -> Problem:

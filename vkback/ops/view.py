@@ -10,6 +10,11 @@ import numpy as np
 from vkback.graph import Tensor
 from vkback.ops.base import Array, PlanError
 
+ORDERS = ((0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3))
+"""Of four axes, rows and batches exchanged; the values of a row stay together."""
+TRANSPOSED = ((0, 1, 3, 2), (3, 2, 1, 0))
+"""Here they do not."""
+
 
 @dataclass(frozen=True)
 class View:

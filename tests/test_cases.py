@@ -1,0 +1,135 @@
+"""The sets of cases, and the lines that name them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from vkback.harness.cases import find_case, full_cases, known_cases, make_case, perf_cases, quick_cases
+from vkback.harness.perf import groups, with_tokens
+from vkback.ops.base import OPS, Case
+from vkback.ops.case_line import CaseLineError, parse_line, split_lines
+from vkback.ops.mat_vec import QUANTS
+from vkback.ops.mat_vec_cases import ROUTES, mul_mat_case, mul_mat_id_case
+from vkback.ops.mat_vec_node import INT_QUANTS
+from vkback.ops.view import ORDERS, TRANSPOSED
+
+FULL = list(full_cases())
+PERF = list(perf_cases())
+
+
+def test_the_full_set_is_large_and_names_each_case_once() -> None:
+    lines = [case.line for case in FULL]
+    assert len(set(lines)) == len(lines) >= 6000
+    assert {case.op for case in FULL} == set(OPS)
+
+
+def test_every_type_runs_with_one_to_sixteen_tokens_on_every_path() -> None:
+    found = Counter((c.params["type_a"], c.params.get("act"), c.params["n"]) for c in FULL if c.op == "MUL_MAT")
+    for quant in QUANTS:
+        for act in ("f32", "q8_1") if quant in INT_QUANTS else ("f32",):
+            assert all(found[quant, act, n] for n in range(1, 17)), (quant, act)
+
+
+def test_batches_are_broadcast_permuted_and_views() -> None:
+    cases = [c for c in FULL if c.op == "MUL_MAT" and "bs" in c.params]
+    for quant in QUANTS:
+        own = [c.params for c in cases if c.params["type_a"] == quant]
+        assert {p["nr"] for p in own} >= {(1, 1), (1, 2), (2, 1), (2, 2)}, quant
+        assert {p.get("order") for p in own} >= {None, *ORDERS}, quant
+        assert any(p.get("gap") for p in own), quant
+    held = [c.params for c in cases if c.params.get("plain")]
+    assert {(p["type_a"], p["type_b"]) for p in held} == {(a, b) for a in ("F32", "F16") for b in ("f32", "f16")}
+    assert {p.get("order") for p in held} >= set(TRANSPOSED)
+
+
+def test_copies_go_between_all_types() -> None:
+    found = {(c.op, c.params["type_src"], c.params["type_dst"]) for c in FULL if c.op in ("CPY", "SET_ROWS") and "type_src" in c.params}
+    floats = [(a, b) for a in ("F32", "F16") for b in ("F32", "F16")]
+    assert found >= {("CPY", *pair) for pair in (*floats, ("I32", "I32"), *((q, b) for q in QUANTS for b in ("F32", "F16")))}
+    assert found >= {("SET_ROWS", *pair) for pair in floats if pair != ("F32", "F16")}  # which their lines leave out
+    assert {c.params["type"] for c in FULL if c.op == "GET_ROWS"} == {*QUANTS, "I32"}
+
+
+def test_experts_are_chosen_in_every_way() -> None:
+    cases = [c for c in FULL if c.op == "MUL_MAT_ID"]
+    assert {c.params.get("ids", "shuffled") for c in cases} == set(ROUTES)
+    assert {c.params["n_mats"] for c in cases} >= {4, 8, 128, 512}
+    assert {c.params["n_used"] for c in cases} >= {1, 2, 4, 8}
+    values = mul_mat_id_case("Q4_K", 8, 2, 4, 3, 256, shared=True, ids="last").build().values["ids"]
+    np.testing.assert_array_equal(values, [[6, 7]] * 3)
+    assert len(set(map(tuple, mul_mat_id_case("Q4_K", 8, 2, 4, 3, 256, shared=True, ids="one").build().values["ids"]))) == 1
+
+
+def test_a_line_makes_its_case() -> None:
+    for case in FULL + PERF:
+        assert make_case(*parse_line(case.line)).line == case.line
+    for case in quick_cases():
+        assert find_case(case.line).line == case.line
+
+
+@pytest.mark.parametrize("case", FULL[:: len(FULL) // 60], ids=lambda c: c.line)
+def test_a_line_makes_the_same_values(case: Case) -> None:
+    first, second = case.build(), find_case(case.line).build()
+    assert first.node == second.node
+    for name, value in first.values.items():
+        np.testing.assert_array_equal(value, second.values[name])
+
+
+def test_another_seed_changes_the_values_alone() -> None:
+    line = "MUL_MAT(type_a=Q4_K,type_b=f32,m=16,n=1,k=256,seed=7)"
+    assert line in known_cases()
+    other = find_case(line.replace("seed=7", "seed=8"))
+    assert other.line == line.replace("seed=7", "seed=8")
+    assert other.build().node == find_case(line).build().node
+    assert (other.build().values["x"] != find_case(line).build().values["x"]).any()
+
+
+def test_a_line_of_no_set_makes_a_case() -> None:
+    assert find_case("MUL_MAT(type_a=Q6_K,m=4097,n=1,k=512)").line == "MUL_MAT(type_a=Q6_K,type_b=f32,m=4097,n=1,k=512,seed=7)"
+
+
+MUL_MAT_EXAMPLE = "MUL_MAT(type_a=F32,type_b=f32,m=16,n=1,k=256,seed=7)"
+MUL_MAT_KNOWS = f"type_a, m, n, k, type_b, bs, nr, order, gap, plain, act, amax, seed; a whole case is {MUL_MAT_EXAMPLE}"
+ROLES = "norm+bias+residual+ids+logits+expert_weights"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("MUL_MAT", "MUL_MAT: not a case; a case is written OP(key=value,...), as a run prints it"),
+        ("MUL_MAT(m)", "MUL_MAT(m): 'm' is not key=value"),
+        ("MUL_MAT(type_a=Q4_K,m=1,n=1)", f"MUL_MAT: parameter k is missing; known are {MUL_MAT_KNOWS}"),
+        ("MUL_MAT(type_a=Q4_K,m=1,n=1,k=256,q=1)", f"MUL_MAT: no parameter is called q; known are {MUL_MAT_KNOWS}"),
+        ("MUL_MAT(type_a=Q4_K,m=a,n=1,k=256)", f"MUL_MAT: m=a: expected a whole number; a whole case is {MUL_MAT_EXAMPLE}"),
+        ("SILU(ne=5)", "SILU: ne=5: expected a list of numbers, as [1,2]; a whole case is SILU(ne=[1,4096],seed=4)"),
+        ("MAT_VEC(type_a=Q4_K,m=1,n=1,k=256,fused=relu)", f"fused=relu: no input is called relu; expected some of {ROLES}, or none"),
+        ("MUL_MAT_ID(type_a=Q4_K,n_mats=4,n_used=1,m=1,n=1,k=256,ids=all)", "ids=all: expected one of shuffled, one, last, repeat"),
+        ("FLASH_ATTN_EXT(n_head=1,n_head_kv=1,hd=64,kv=2,nb=3,y=F32)", "nb=3: more tokens than the 2 rows of the cache"),
+    ],
+)
+def test_a_line_that_makes_no_case_says_why(line: str, message: str) -> None:
+    with pytest.raises(CaseLineError) as e:
+        find_case(line)
+    assert str(e.value) == message
+
+
+def test_unknown_op_names_the_known() -> None:
+    with pytest.raises(CaseLineError, match=r"^XYZ: no such op; known are ABS, ADD, "):
+        find_case("XYZ(m=1)")
+
+
+def test_commas_inside_a_case_do_not_split() -> None:
+    assert split_lines("ADD, SILU(ne=[1,4096],seed=4),MUL") == ["ADD", "SILU(ne=[1,4096],seed=4)", "MUL"]
+
+
+def test_perf_cases_that_share_weights_stand_together() -> None:
+    assert len({c.line for c in PERF}) == len(PERF)
+    made = list(groups(PERF))
+    assert sum(map(len, made)) == len(PERF)
+    first = made[0]
+    assert [c.params["n"] for c in first] == [16, 8, 7, 6, 5, 4, 3, 2, 1]
+    node = mul_mat_case("Q4_K", 8, 4, 256, type_b="q8_1").build().node
+    assert [t.shape for t in (*with_tokens(node, 2).inputs, *with_tokens(node, 2).outputs)] == [(8, 256), (2, 256), (2, 8)]

@@ -1,0 +1,75 @@
+"""The sets of cases, and the case that a line or its parameters name. What there is to know of an op is in its own file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import vkback.ops  # noqa: F401  registers every op
+from vkback.ops.base import OPS, Case, LowerContext
+from vkback.ops.case_line import CaseLineError, parse_line, unseeded
+
+
+def quick_cases() -> Iterator[Case]:
+    """What every build runs."""
+    return (case for op in OPS.values() for case in op.cases())
+
+
+def full_cases() -> Iterator[Case]:
+    """The quick set, then the cross product of each op's parameters; each line once."""
+    seen: set[str] = set()
+    for source in (quick_cases(), *(op.full_cases() for op in OPS.values())):
+        for case in source:
+            line = case.line
+            if line not in seen:
+                seen.add(line)
+                yield case
+
+
+def perf_cases() -> Iterator[Case]:
+    """Cases worth timing, ops with most of them first."""
+    for own in sorted(([*op.perf_cases()] for op in OPS.values()), key=len, reverse=True):
+        yield from own
+
+
+def context_of(case: Case, ctx: LowerContext) -> LowerContext:
+    """The context a case runs in: its own parameter `act` decides where it has one."""
+    return dataclasses.replace(ctx, act=case.params["act"]) if "act" in case.params else ctx
+
+
+def make_case(op: str, params: Mapping[str, Any]) -> Case:
+    """The case of an op with these parameters. Raises CaseLineError for an unknown op and for parameters that are unknown, missing or do
+    not fit."""
+    if op not in OPS:
+        raise CaseLineError(f"{op}: no such op; known are {', '.join(sorted(OPS))}")
+    return OPS[op].case(params)
+
+
+@cache
+def known_cases() -> dict[str, Case]:
+    """Every case of the full set by its line."""
+    return {case.line: case for case in full_cases()}
+
+
+@cache
+def _by_params() -> dict[tuple[str, tuple[tuple[str, object], ...]], Case]:
+    return {_key(line): case for line, case in known_cases().items()}
+
+
+def _key(line: str) -> tuple[str, tuple[tuple[str, object], ...]]:
+    op, params = parse_line(line)
+    return op, tuple(unseeded(params).items())
+
+
+def find_case(line: str) -> Case:
+    """The case a line names: one of the full set, perhaps with another seed, else made from its parameters. Raises CaseLineError."""
+    found = known_cases().get(line)
+    if found is not None:
+        return found
+    op, params = parse_line(line)
+    found = _by_params().get((op, tuple(unseeded(params).items())))
+    if found is not None:
+        return found.reseeded(params["seed"]) if "seed" in params else found
+    return make_case(op, params)

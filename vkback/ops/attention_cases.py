@@ -1,0 +1,200 @@
+"""Cases of FLASH_ATTN_EXT and ATTN_DECODE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops import rope_angles
+from vkback.ops.base import OPS, Array, Case, Op, Problem, Shape
+from vkback.ops.case_line import CaseLineError
+
+
+def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence[int] | None, window: int = 0) -> Array:
+    """F16 cache with normal values in the rows that tokens at these positions see and NaN in all others; None: zeros everywhere."""
+    if pos is None:
+        return np.zeros(shape, np.float16)
+    cache = np.full(shape, np.nan, np.float16)
+    for p in pos:
+        first = max(0, p + 1 - window) if window else 0
+        cache[:, first : p + 1] = 0.0
+    seen = np.isfinite(cache)
+    cache[seen] = rng.standard_normal(int(seen.sum())).astype(np.float16)
+    return cache
+
+
+class FlashCases(Op):
+    """Cases of FLASH_ATTN_EXT."""
+
+    def cases(self) -> Iterator[Case]:
+        # (n_head, n_head_kv, hd, n_ctx, positions): one row, one short of and one past a chunk, several splits, padding, many tokens
+        shapes: tuple[tuple[int, int, int, int, tuple[int, ...]], ...] = (
+            (4, 1, 128, 64, (0,)),
+            (8, 2, 128, 300, (299,)),
+            (8, 2, 64, 300, (65,)),
+            (7, 1, 64, 130, (128, 3)),
+            (4, 4, 80, 70, (33, -1, 0)),
+            (6, 2, 96, 70, (31, 69)),
+            (2, 1, 256, 40, (36,)),
+            (3, 1, 40, 50, (49, 17)),
+            (8, 1, 32, 600, (599, 64, 63, -1)),
+            (4, 2, 64, 96, (*range(20, 41), -1, -1)),
+            (8, 1, 128, 48, tuple(range(17))),
+        )
+        for seed, (n_head, n_head_kv, hd, n_ctx, pos) in enumerate(shapes, 1):
+            for y in ("F32", "Q8_1"):
+                if y == "F32" or hd % 32 == 0:
+                    yield self.build_case(n_head, n_head_kv, hd, n_ctx, pos, y, seed=seed)
+        yield self.build_case(8, 2, 64, 300, (299, 40), "F32", seed=20, sinks=True)
+        yield self.build_case(8, 2, 64, 300, (299, 40, 127, 128), "F32", seed=21, window=128)
+        yield self.build_case(8, 2, 64, 80, tuple(range(40, 60)), "Q8_1", seed=22, window=16, sinks=True)
+
+    def full_cases(self) -> Iterator[Case]:
+        for hd, ratio, kv, nb in product((64, 128), (1, 4, 8, 12, 16, 20, 32), (113, 512, 1024), (1, 3, 32, 75)):
+            yield self.full_cache(ratio, 1, hd, kv, nb)
+        for hd, ratio, kv, nb in product((40, 72, 80, 96, 192, 256), (1, 4, 8, 16), (113, 1024), (1, 32)):
+            yield self.full_cache(ratio, 1, hd, kv, nb)
+        for hd in (320, 512, 576):
+            for ratio, kv, nb in ((1, 113, 1), (4, 113, 1), (16, 1024, 1), (4, 113, 3)):
+                yield self.full_cache(ratio, 1, hd, kv, nb)
+        for hd, ratio, nb in product((64, 128, 256), (1, 4, 7), (1, 3, 32)):
+            yield self.full_cache(4 * ratio, 4, hd, 513, nb)
+        for hd, ratio, kv, nb in product((32, 64, 96, 128, 192, 256), (1, 8), (113, 1024), (1, 3, 32)):
+            yield self.full_cache(2 * ratio, 2, hd, kv, nb, "Q8_1")
+        views = ((0, True), (128, False), (128, True), (16, True))
+        for hd, (window, sinks), kv, nb, y in product((64, 128), views, (113, 512), (1, 3, 32), ("F32", "Q8_1")):
+            yield self.full_cache(8, 2, hd, kv, nb, y, window, sinks)
+        for hd, kv, nb in ((128, 8192, 1), (64, 8192, 2), (128, 32768, 1), (128, 16, 16), (64, 1, 1), (65 * 8, 64, 1)):
+            yield self.full_cache(8, 2, hd, kv, nb)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for hd, ratio, kv, nb in product((64, 128, 256), (1, 4, 8), (512, 4096, 16384), (1, 4)):
+            yield self.full_cache(8 * ratio, 8, hd, kv, nb)
+
+    def full_cache(
+        self, n_head: int, n_head_kv: int, hd: int, kv: int, nb: int, y: str = "F32", window: int = 0, sinks: bool = False
+    ) -> Case:
+        return self.build_case(n_head, n_head_kv, hd, y=y, window=window, sinks=sinks, kv=kv, nb=nb)
+
+    def build_case(
+        self, n_head: int, n_head_kv: int, hd: int, n_ctx: int = 0, pos: Shape = (), y: str = "F32", window: int = 0, sinks: bool = False,
+        kv: int = 0, nb: int = 0, garbage: bool = True, seed: int = 1,
+    ) -> Case:
+        """Tokens at positions pos over a cache of n_ctx rows, or the last nb tokens of a full cache of kv rows.
+
+        The cache holds NaN in every row that no token sees (garbage False: zeros everywhere, made quickly).
+        """
+        if kv:
+            if nb > kv:
+                raise CaseLineError(f"nb={nb}: more tokens than the {kv} rows of the cache")
+            n_ctx, pos = kv, tuple(range(kv - nb, kv))
+        if not n_ctx or not pos:
+            raise CaseLineError(f"{self.name}: which tokens? expected n_ctx and pos as n_ctx=300,pos=[299,40], or kv and nb as kv=512,nb=1")
+
+        def make(rng: np.random.Generator) -> Problem:
+            n = len(pos)
+            q = Tensor("q", "F32", (n, n_head, hd), "input")
+            cache_k, cache_v = (Tensor(name, "F16", (n_head_kv, n_ctx, hd), "state") for name in ("cache_k", "cache_v"))
+            inputs = [q, cache_k, cache_v, Tensor("pos", "I32", (n,), "input")]
+            values: dict[str, Array] = {
+                "q": rng.standard_normal(q.shape, np.float32),
+                "pos": np.array(pos, np.int32),
+                **{c.name: random_cache(rng, c.shape, pos if garbage else None, window) for c in (cache_k, cache_v)},
+            }
+            if sinks:
+                inputs.append(Tensor("sinks", "F32", (n_head,), "weight"))
+                values["sinks"] = rng.uniform(-3, 6, n_head).astype(np.float32)
+            params = {"scale": 1 / math.sqrt(hd)} | ({"window": window} if window else {})
+            return Problem(Node("FLASH_ATTN_EXT", tuple(inputs), (Tensor("kqv_out", y, (n, n_head * hd)),), params), values)
+
+        shown: dict[str, Any] = {"n_head": n_head, "n_head_kv": n_head_kv, "hd": hd}
+        shown |= {} if kv else {"n_ctx": n_ctx, "pos": pos}
+        shown |= {"y": y, "window": window, "sinks": sinks}
+        shown |= {"kv": kv, "nb": nb} if kv else {}
+        shown |= {} if garbage else {"garbage": False}
+        return Case(self.name, {**shown, "seed": seed}, make, seed)
+
+
+class DecodeCases(Op):
+    """Cases of ATTN_DECODE."""
+
+    def cases(self) -> Iterator[Case]:
+        for seed, (heads, kv, hd, n_ctx, pos, mode, norm, ff, y) in enumerate(
+            (
+                (4, 1, 128, 64, 0, "normal", False, False, "F32"),
+                (8, 2, 128, 300, 299, "normal", False, True, "Q8_1"),
+                (8, 2, 64, 300, 130, "neox", True, False, "Q8_1"),
+                (7, 1, 64, 200, 64, "neox", False, False, "F32"),
+                (4, 4, 80, 70, 33, "neox", True, False, "F32"),
+                (4, 2, 96, 5000, 4095, "normal", False, False, "Q8_1"),
+                (2, 1, 256, 40, 36, "normal", True, True, "F32"),
+                (4, 2, 64, 40, -1, "normal", False, False, "Q8_1"),
+            ),
+            1,
+        ):
+            yield self.build_case(heads, kv, hd, n_ctx, pos, mode, norm, ff, y, seed=seed)
+        short: dict[str, Any] = {"freq_scale": 0.25, "ext_factor": 1.0, "n_ctx_orig": 64}
+        yield self.build_case(4, 2, 64, 300, 200, "neox", False, False, "F32", seed=20, n_dims=32, **short)
+        yield self.build_case(8, 1, 64, 300, 200, "neox", False, False, "Q8_1", seed=21, sinks=True, window=128)
+        # gpt-oss: sinks and YaRN, every other layer with a window; one that is not yet full, one that is, and rows that take several splits
+        yarn: dict[str, Any] = {"freq_base": 150000.0, "freq_scale": 1 / 32, "ext_factor": 1.0, "n_ctx_orig": 4096}
+        yield self.build_case(16, 2, 64, 600, 50, "neox", False, False, "Q8_1", seed=22, sinks=True, window=128, **yarn)
+        yield self.build_case(16, 2, 64, 600, 599, "neox", False, False, "Q8_1", seed=23, sinks=True, window=128, **yarn)
+        yield self.build_case(16, 2, 64, 2000, 1500, "neox", False, False, "F32", seed=24, sinks=True, **yarn)
+
+    def full_cases(self) -> Iterator[Case]:
+        heads = ((4, 1, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (16, 1, 128), (4, 1, 256))
+        for mode, (n_head, kv, hd), (n_ctx, pos) in product(("normal", "neox"), heads, ((64, 0), (113, 112), (1024, 511), (4096, 4095))):
+            yield self.build_case(n_head, kv, hd, n_ctx, pos, mode, False, False, "F32", seed=1)
+        both = (False, True)
+        for mode, norm, ff, y, sinks, window in product(("normal", "neox"), both, both, ("F32", "Q8_1"), both, (0, 128)):
+            yield self.build_case(8, 2, 64, 600, 300, mode, norm, ff, y, seed=2, sinks=sinks, window=window)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for kv in (512, 4096, 16384):
+            yield self.build_case(32, 8, 128, kv, kv - 1, "normal", False, False, "Q8_1", seed=1)
+            for window in (0, 128):
+                yield self.build_case(64, 8, 64, kv, kv - 1, "neox", False, False, "Q8_1", seed=1, sinks=True, window=window)
+
+    def build_case(
+        self, n_head: int, n_head_kv: int, hd: int, n_ctx: int, pos: int, mode: str, norm: bool, ff: bool, y: str, n_dims: int = 0,
+        window: int = 0, sinks: bool = False, garbage: bool = True, seed: int = 1, **rope: Any,
+    ) -> Case:
+        """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly)."""
+
+        def make(rng: np.random.Generator) -> Problem:
+            qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))
+            caches = tuple(Tensor(name, "F16", (n_head_kv, n_ctx, hd), "state") for name in ("cache_k", "cache_v"))
+            turned = n_dims or hd
+            weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("sinks", n_head)] if sinks else [])]
+            position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, turned // 2, 2), "input")
+            inputs = (qkv, position, *caches, angles, *(Tensor(name, "F32", (size,), "weight") for name, size in weights))
+            values: dict[str, Array] = {
+                "qkv": rng.standard_normal(qkv.shape, np.float32),
+                "pos": np.array([pos], np.int32),
+                **{c.name: random_cache(rng, c.shape, (pos - 1,) if garbage else None, max(window - 1, 0)) for c in caches},
+                **{name: rng.uniform(0.5, 1.5, size).astype(np.float32) for name, size in weights},
+            }
+            factors = (rng.uniform(0.5, 1.5, turned // 2).astype(np.float32),) if ff else ()
+            params = {
+                **rope_angles.DEFAULTS, **rope, "mode": mode, "n_dims": turned, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim": hd,
+                "scale": 1 / math.sqrt(hd), "has_norm": norm, "has_ff": ff, "window": window,
+            }  # fmt: skip
+            if norm:
+                params["eps"] = 1e-6
+            made = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
+            values["angles"] = made[0].astype(np.float32)
+            out = Tensor("kqv_out", y, (1, n_head * hd))
+            return Problem(Node("ATTN_DECODE", inputs, (out, *caches), params), values)
+
+        shown: dict[str, Any] = {
+            "n_head": n_head, "n_head_kv": n_head_kv, "hd": hd, "n_ctx": n_ctx, "pos": pos, "mode": mode, "norm": norm, "ff": ff,
+            "y": y, "n_dims": n_dims or hd, "window": window, "sinks": sinks, **rope,
+        }  # fmt: skip
+        shown |= {} if garbage else {"garbage": False}
+        return Case(self.name, {**shown, "seed": seed}, make, seed)

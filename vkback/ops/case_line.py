@@ -1,0 +1,127 @@
+"""The line that names a case and reruns it, OP(key=value,...,seed=N): its parser, and the call of the function that makes its case."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from vkback.errors import VkbackError
+
+Made = TypeVar("Made")
+
+_LINE = re.compile(r"(\w+)\s*\((.*)\)", re.DOTALL)
+_COMMA = re.compile(r",(?![^\[]*\])")
+_BETWEEN_CASES = re.compile(r",(?![^(]*\))")
+
+
+class CaseLineError(VkbackError):
+    """A line that names no case, with what is wrong in it."""
+
+
+def split_lines(text: str) -> list[str]:
+    """Names of ops and whole cases, separated by commas outside of parentheses."""
+    return [part.strip() for part in _BETWEEN_CASES.split(text) if part.strip()]
+
+
+def parse_line(line: str) -> tuple[str, dict[str, Any]]:
+    """Op and parameters of a line: whole numbers, floats, [lists] as tuples, and words. Raises CaseLineError."""
+    match = _LINE.fullmatch(line.strip())
+    if match is None:
+        raise CaseLineError(f"{line}: not a case; a case is written OP(key=value,...), as a run prints it")
+    params: dict[str, Any] = {}
+    for part in filter(str.strip, _COMMA.split(match[2])):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise CaseLineError(f"{line}: {part.strip()!r} is not key=value")
+        params[key.strip()] = _value(value.strip())
+    return match[1].upper(), params
+
+
+def _value(text: str) -> Any:
+    if text.startswith("[") and text.endswith("]"):
+        return tuple(_value(v.strip()) for v in text[1:-1].split(",")) if text != "[]" else ()
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def unseeded(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters without the seed."""
+    return {k: v for k, v in params.items() if k != "seed"}
+
+
+@cache
+def _hints(function: Callable[..., object]) -> dict[str, Any]:
+    return get_type_hints(function)
+
+
+def call_with(
+    build: Callable[..., Made], params: Mapping[str, Any], *, op: str, further: Collection[str], example: Callable[[], str]
+) -> Made:
+    """build(**params), each parameter checked against its annotation: int, float, bool, str or a tuple.
+
+    further  names that `build` takes as **keywords
+    example  a whole line of the op, for messages
+
+    Raises CaseLineError for a parameter that is unknown, missing or of another kind, and where `build` refuses the values.
+    """
+    signature = {n: p for n, p in inspect.signature(build).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    known = [*signature, *further]
+    hint = f"known are {', '.join(known)}; a whole case is {{}}"
+    for name in params:
+        if name not in known:
+            raise CaseLineError(f"{op}: no parameter is called {name}; {hint.format(example())}")
+    for name, parameter in signature.items():
+        if name not in params and parameter.default is inspect.Parameter.empty:
+            raise CaseLineError(f"{op}: parameter {name} is missing; {hint.format(example())}")
+    kinds = _hints(getattr(build, "__func__", build))
+    given: dict[str, Any] = {}
+    for name, value in params.items():
+        try:
+            given[name] = _as(kinds.get(name) if name in signature else None, value)
+        except ValueError as e:
+            raise CaseLineError(f"{op}: {name}={value}: expected {e}; a whole case is {example()}") from e
+    try:
+        return build(**given)
+    except (TypeError, ValueError, AttributeError) as e:
+        raise CaseLineError(f"{op}: these parameters make no case: {e}") from e
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """The value as an annotation says. Raises ValueError with what was expected."""
+    number = isinstance(value, (int, float))
+    if kind is bool:
+        if not (number and value in (0, 1)):
+            raise ValueError("0 or 1")
+        return bool(value)
+    if kind is int:
+        if not isinstance(value, int):
+            raise ValueError("a whole number")
+        return int(value)
+    if kind is float:
+        if not number:
+            raise ValueError("a number")
+        return float(value)
+    if kind is str:
+        if isinstance(value, (tuple, list)):
+            raise ValueError("a word")
+        return str(value)
+    if get_origin(kind) is tuple:
+        return _as_tuple(get_args(kind), value)
+    return value
+
+
+def _as_tuple(elements: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    length = None if elements[-1] is ... else len(elements)
+    many = "numbers" if length is None else f"{length} numbers"
+    if not isinstance(value, (tuple, list)) or (length is not None and value and len(value) != length):
+        raise ValueError(f"a list of {many}, as [1,2]")
+    if elements[0] is int and any(not isinstance(v, int) for v in value):
+        raise ValueError(f"a list of whole {many}, as [1,2]")
+    return tuple(value)

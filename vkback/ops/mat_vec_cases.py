@@ -1,0 +1,440 @@
+"""Cases of MUL_MAT, MUL_MAT_ID and MAT_VEC.
+
+Kernels are built for types, columns and k, not for m, tokens or experts, so the sets vary the latter freely and the former with care.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from vkback import quants
+from vkback.graph import Node, Tensor
+from vkback.ops.base import Array, Case, Problem, Shape
+from vkback.ops.case_line import CaseLineError, call_with
+from vkback.ops.glu import SWIGLU_OAI
+from vkback.ops.mat_vec import QUANTS, weight
+from vkback.ops.mat_vec_node import FUSED_ROLES, INT_QUANTS
+
+Change = Callable[[Problem], Problem]
+
+DEFAULT_EXPERTS = (6, 3)
+"""Experts, and how many a token uses, where the line of a MAT_VEC does not say."""
+
+ROUTES = ("shuffled", "one", "last", "repeat")
+"""Which experts the tokens of a case choose: any; all tokens the same; only the last ones, so that others are never chosen; one expert in
+every slot of a token."""
+
+
+# -- parameters that all of them have
+
+
+def _amended(case: Case, changes: list[Change], **shown: Any) -> Case:
+    """A case whose problem goes through `changes`; `shown` joins its parameters."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        problem = case.make(rng)
+        for change in changes:
+            problem = change(problem)
+        return problem
+
+    params = {k: v for k, v in {**case.params, **shown}.items() if k != "seed"} | {"seed": case.seed}
+    return dataclasses.replace(case, params=params, make=make)
+
+
+def _quantized_x(problem: Problem) -> Problem:
+    """x as Q8_1 bytes: the reference then sees what the kernel sees."""
+    node = problem.node
+    w, x, *rest = node.inputs
+    data = quants.q8_1_quantize(problem.values[x.name].reshape(-1, x.shape[-1]))
+    x8 = dataclasses.replace(x, type="Q8_1")
+    return Problem(Node(node.op, (w, x8, *rest), node.outputs, node.params), {**problem.values, x.name: data})
+
+
+def with_x(case: Case, type_b: str, act: str, changes: list[Change], **shown: Any) -> Case:
+    """The case with x of a type and on a path, where they are not the usual ones; `changes` and `shown` as in `_amended`."""
+    for name, value, known in (("type_b", type_b, ("f32", "f16", "q8_1")), ("act", act, ("auto", "f32", "q8_1"))):
+        if value not in known:
+            raise CaseLineError(f"{name}={value}: expected one of {', '.join(known)}")
+    if type_b == "q8_1":
+        changes = [_quantized_x, *changes]
+        shown["type_b"] = type_b
+    if act != "auto":
+        shown["act"] = act
+    return _amended(case, changes, **shown) if shown else case
+
+
+def _scaled(case: Case, amax: float) -> Case:
+    """x from -amax to amax instead of -1 to 1."""
+
+    def change(problem: Problem) -> Problem:
+        x = problem.node.inputs[1].name
+        return dataclasses.replace(problem, values={**problem.values, x: np.float32(amax) * problem.values[x]})
+
+    return case if amax == 1.0 else _amended(case, [change], amax=amax)
+
+
+def known_type(name: str) -> str:
+    """The name of a weight type, given in any case. Raises CaseLineError."""
+    found = next((q for q in QUANTS if q.lower() == name.lower()), None)
+    if found is None:
+        raise CaseLineError(f"type_a={name}: expected one of {', '.join(QUANTS)}")
+    return found
+
+
+# -- one case
+
+
+def mul_mat_case(
+    quant: str, m: int, n: int, k: int, *, type_b: str = "f32", act: str = "auto", amax: float = 1.0, seed: int = 7
+) -> Case:
+    """MUL_MAT. type_b: "f32", or "q8_1" for activations that come quantized; amax: the largest of them."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        w, x = weight("w", quant, (m, k)), Tensor("x", "F32", (n, k), "input")
+        node = Node("MUL_MAT", (w, x), (Tensor("y", "F32", (n, m)),))
+        return Problem(node, {"w": quants.random_blocks(quant, m, k, rng, std=0.5), "x": rng.uniform(-1, 1, (n, k)).astype(np.float32)})
+
+    case = Case("MUL_MAT", {"type_a": quant, "type_b": "f32", "m": m, "n": n, "k": k, "seed": seed}, make, seed)
+    return with_x(_scaled(case, amax), type_b, act, [])
+
+
+def mul_mat_id_case(
+    quant: str, experts: int, used: int, m: int, n: int, k: int, *, shared: bool, type_b: str = "f32", ids: str = "shuffled",
+    act: str = "auto", amax: float = 1.0, seed: int = 7,
+) -> Case:
+    """MUL_MAT_ID. shared: one x for all experts of a token; ids: one of ROUTES; type_b, amax as for MUL_MAT."""
+    if ids not in ROUTES:
+        raise CaseLineError(f"ids={ids}: expected one of {', '.join(ROUTES)}")
+
+    def make(rng: np.random.Generator) -> Problem:
+        w = weight("w", quant, (experts, m, k))
+        x = Tensor("x", "F32", (n, 1 if shared else used, k), "input")
+        chosen = Tensor("ids", "I32", (n, used), "input")
+        node = Node("MUL_MAT_ID", (w, x, chosen), (Tensor("y", "F32", (n, used, m)),))
+        return Problem(node, {
+            "w": quants.random_blocks(quant, experts * m, k, rng, std=0.5),
+            "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
+            "ids": np.stack([rng.permutation(experts)[:used] for _ in range(n)]).astype(np.int32),
+        })
+
+    def route(problem: Problem) -> Problem:
+        chosen = problem.values["ids"].copy()
+        if ids == "one":
+            chosen[:] = chosen[0]
+        elif ids == "last":
+            chosen[:] = np.arange(experts - used, experts)
+        elif ids == "repeat":
+            chosen[:] = chosen[:, :1]
+        return Problem(problem.node, {**problem.values, "ids": chosen})
+
+    params = {"type_a": quant, "type_b": "f32", "n_mats": experts, "n_used": used, "b": shared, "m": m, "n": n, "k": k, "seed": seed}
+    case = _scaled(Case("MUL_MAT_ID", params, make, seed), amax)
+    return with_x(case, type_b, act, [route], **({} if ids == "shuffled" else {"ids": ids}))
+
+
+def fused_case(
+    quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, oai: bool = False, out: str = "F32",
+    experts: int = 6, used: int = 3, gating: str = "softmax", norm_w: bool = True, ties: bool = False, split: Shape = (),
+    act: str = "auto", seed: int = 7,
+) -> Case:
+    """MAT_VEC. With ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU is SWIGLU_OAI; with
+    logits: gating and norm_w as TOPK_MOE's gating and norm, ties: the logits are whole numbers; split: rows of the nodes that fill the
+    output between them."""
+    choosing = "logits" in roles
+    choice = {"gating": gating, "norm_w": norm_w, "ties": ties} if choosing else {}
+
+    def make(rng: np.random.Generator) -> Problem:
+        routed = choosing or "ids" in roles
+        shape = (experts, m, k) if routed else (m, k)
+        w = weight("w", quant, shape)
+        x = Tensor("x", "F32", (n, used if "expert_weights" in roles else 1, k) if routed else (n, k), "input")
+        rows = m >> glu
+        y_shape = (n, used, rows) if routed and "expert_weights" not in roles else (n, rows)
+        outs = [Tensor("y", out, y_shape)]
+        if choosing:
+            outs += [Tensor("weights", "F32", (n, used)), Tensor("ids", "I32", (n, used))]
+        extra = {
+            "norm": Tensor("norm", "F32", (k,), "weight"),
+            "bias": Tensor("bias", "F32", (experts * m if routed else m,), "weight"),
+            "residual": Tensor("residual", "F32", y_shape, "input"),
+            "ids": Tensor("ids", "I32", (n, used), "input"),
+            "logits": Tensor("logits", "F32", (n, experts), "input"),
+            "expert_weights": Tensor("expert_weights", "F32", (n, used), "input"),
+        }
+        inputs = [extra[r] for r in FUSED_ROLES if r in roles]
+        params = {"roles": ("w", "x", *(r for r in FUSED_ROLES if r in roles)), "glu": glu, "eps": 1e-5, **(SWIGLU_OAI if oai else {})}
+        if choosing:
+            params |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
+        node = Node("MAT_VEC", (w, x, *inputs), tuple(outs), params)
+        values: dict[str, Array] = {
+            "w": quants.random_blocks(quant, prod(shape[:-1]), k, rng, std=0.5),
+            "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
+        }
+        for t in inputs:
+            values[t.name] = rng.uniform(-1, 1, t.shape).astype(np.float32)
+        if "ids" in roles:
+            values["ids"] = np.stack([rng.permutation(np.arange(1, experts))[:used] for _ in range(n)]).astype(np.int32)
+        if choosing:
+            logits = 3 * rng.standard_normal((n, experts), np.float32)
+            values["logits"] = np.round(logits) if ties else logits
+        return Problem(node, values)
+
+    params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
+    case = Case("MAT_VEC", params | ({"oai": True} if oai else {}) | choice | {"seed": seed}, make, seed)
+    case = split_case(case, split) if split else case
+    return with_x(case, "f32", act, [], **({} if (experts, used) == DEFAULT_EXPERTS else {"n_mats": experts, "n_used": used}))
+
+
+def _rows_of(node: Node, row0: int, rows: int) -> Node:
+    """The part of a MAT_VEC node that makes some rows of its output."""
+    glu, total = int(bool(node.params.get("glu"))), node.outputs[0].shape[-1]
+
+    def cut(role: str, t: Tensor) -> Tensor:
+        return dataclasses.replace(t, name=f"{t.name}.{row0}", shape=(rows << glu, *t.shape[1:])) if role in ("w", "bias") else t
+
+    inputs = tuple(cut(role, t) for role, t in zip(node.params["roles"], node.inputs, strict=True))
+    return Node("MAT_VEC", inputs, node.outputs, {**node.params, "row0": row0, "rows_total": total})
+
+
+def split_case(case: Case, split: tuple[int, ...]) -> Case:
+    """A MAT_VEC case without ids of which nodes make so many output rows each, all into one tensor."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        whole = case.make(rng)
+        node, glu = whole.node, int(bool(whole.node.params.get("glu")))
+        parts, values, row0 = [], dict(whole.values), 0
+        for rows in split:
+            part = _rows_of(node, row0, rows)
+            parts.append(part)
+            for t, old in zip(part.inputs, node.inputs, strict=True):
+                if t.name != old.name:
+                    values[t.name] = whole.values[old.name][row0 << glu : (row0 + rows) << glu]
+            row0 += rows
+        if row0 != node.outputs[0].shape[-1]:
+            raise CaseLineError(f"split={split}: expected parts of {node.outputs[0].shape[-1]} rows in all")
+        return Problem(node, values, tuple(parts))
+
+    params = {k: v for k, v in case.params.items() if k != "seed"} | {"split": split, "seed": case.seed}
+    return dataclasses.replace(case, params=params, make=make)
+
+
+def fused_from(params: Mapping[str, Any]) -> Case:
+    """The MAT_VEC of printed parameters; see `Op.case`."""
+
+    def build(
+        type_a: str, m: int, n: int, k: int, fused: str = "none", glu: bool = False, out: str = "F32", oai: bool = False,
+        gating: str = "softmax", norm_w: bool = True, ties: bool = False, split: Shape = (), n_mats: int = DEFAULT_EXPERTS[0],
+        n_used: int = DEFAULT_EXPERTS[1], act: str = "auto", seed: int = 7,
+    ) -> Case:
+        roles = () if fused == "none" else tuple(fused.split("+"))
+        unknown = [r for r in roles if r not in FUSED_ROLES]
+        if unknown:
+            raise CaseLineError(f"fused={fused}: no input is called {unknown[0]}; expected some of {'+'.join(FUSED_ROLES)}, or none")
+        return fused_case(
+            known_type(type_a), m, k, n, roles, glu=glu, oai=oai, out=out, experts=n_mats, used=n_used, gating=gating, norm_w=norm_w,
+            ties=ties, split=split, act=act, seed=seed,
+        )  # fmt: skip
+
+    return call_with(build, params, op="MAT_VEC", further=(), example=lambda: next(quick_fused()).line)
+
+
+# -- sets of cases
+
+
+def quick_fused() -> Iterator[Case]:
+    for quant in ("Q4_K", "Q6_K", "Q8_0", "MXFP4"):
+        for n in (1, 3):
+            yield fused_case(quant, 96, 512, n, ("residual",))
+            yield fused_case(quant, 96, 512, n, ("bias",))
+            yield fused_case(quant, 128, 512, n, (), glu=True)
+            yield fused_case(quant, 128, 512, n, ("bias",), glu=True)
+            yield fused_case(quant, 128, 512, n, (), glu=True, out="Q8_1")
+            yield fused_case(quant, 64, 512, n, ("ids",), glu=True)
+            yield fused_case(quant, 64, 512, n, ("ids",), glu=True, out="Q8_1")
+            yield fused_case(quant, 100, 256, n, ("ids", "expert_weights"))
+            yield fused_case(quant, 100, 256, n, ("ids", "expert_weights", "residual"))
+            yield fused_case(quant, 100, 256, n, ("bias", "ids", "expert_weights", "residual"))
+            yield fused_case(quant, 64, 512, n, ("bias", "ids"), glu=True, oai=True, out="Q8_1")
+        yield fused_case(quant, 128, 512, 1, ("norm",))
+        yield fused_case(quant, 128, 1024, 1, ("norm",), glu=True, out="Q8_1")
+        yield fused_case(quant, 64, 512, 1, ("logits",), glu=True, out="Q8_1")
+        yield fused_case(quant, 64, 512, 1, ("norm", "bias", "logits"), glu=True, ties=True)
+    yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1")
+    yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "logits"), glu=True, oai=True, out="Q8_1", gating="softmax_weight")
+    yield fused_case("MXFP4", 100, 256, 2, (), glu=True, oai=True)
+    for n in (1, 3):
+        yield fused_case("Q4_K", 100, 256, n, ("bias",), split=(64, 33, 3))
+        yield fused_case("Q8_0", 192, 256, n, ("residual",), out="Q8_1", split=(64, 32, 96))
+
+
+BASE = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "IQ2_XXS")
+"""Types that get the whole cross product of the fused families; the others a part of it."""
+
+FLOAT: dict[str, Any] = {"act": "f32"}
+INT: dict[str, Any] = {"type_b": "q8_1", "act": "q8_1"}
+INT_FROM_F32: dict[str, Any] = {"act": "q8_1"}
+
+HUGE = 1e5
+"""Activations beyond what F16 holds: none may pass through one."""
+
+
+def paths(quant: str) -> list[dict[str, Any]]:
+    """Ways to compute with this type, as parameters of a case: floats, and the integer dot of activations that come as Q8_1."""
+    return [FLOAT, INT] if quant in INT_QUANTS else [FLOAT]
+
+
+def block(quant: str) -> int:
+    """Weights of a block: k must be a multiple of it."""
+    return quants.QUANTS[quant].block_values
+
+
+def full_mul_mat() -> Iterator[Case]:
+    for quant in QUANTS:
+        unit = block(quant)
+        for path in paths(quant):
+            for n, m in product(range(1, 17), (16, 67)):
+                yield mul_mat_case(quant, m, n, 256, **path)
+            for n in (17, 33):
+                yield mul_mat_case(quant, 16, n, 256, **path)
+            for m in (1, 2, 3, 5, 31, 33, 127, 129):
+                yield mul_mat_case(quant, m, 1, 256, **path)
+            for n in (2, 5, 9, 16, 64, 512):
+                yield mul_mat_case(quant, 1, n, 256, **path)
+            for k, n in product((1792, 2048, 2304, 3840, 4096, 4352), (1, 8)):
+                yield mul_mat_case(quant, 33, n, k, **path)
+            for k, n in product((unit, 3 * unit), (1, 3)):
+                yield mul_mat_case(quant, 17, n, -(-k // 32) * 32 if quant in ("F32", "F16", "BF16") else k, **path)
+            if 2880 % unit == 0:
+                for n in (1, 4, 8):
+                    yield mul_mat_case(quant, 131, n, 2880, **path)
+            yield mul_mat_case(quant, 64, 1, 14336, **path)
+            for n in (1, 3):
+                yield mul_mat_case(quant, 33, n, 256, amax=HUGE, **path)
+        for n in (1, 8):
+            yield mul_mat_case(quant, 1023, n, 4096)
+        if quant in INT_QUANTS:
+            for n, k in product((1, 4, 9), (256, 2048)):
+                yield mul_mat_case(quant, 35, n, k, **INT_FROM_F32)
+            for n in (1, 3):
+                yield mul_mat_case(quant, 35, n, 256, type_b="q8_1", act="f32")
+    for quant, k, n in product(("F32", "F16", "BF16"), (1, 2, 31, 33, 63, 65, 80, 588), (1, 2, 9)):
+        yield mul_mat_case(quant, 17, n, k)
+    for m in (6271, 6272, 6273):
+        yield mul_mat_case("Q4_K", m, 1, 256)
+    for quant in ("Q8_0", "Q4_0"):
+        yield mul_mat_case(quant, 1_100_003, 1, 32)  # more tiles than workgroups along one axis
+
+
+def full_mul_mat_id() -> Iterator[Case]:
+    pairs = ((4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8), (32, 4), (128, 8))
+    for quant in QUANTS:
+        for path in paths(quant):
+            for (experts, used), (n, shared) in product(pairs, ((1, True), (4, False), (17, True))):
+                yield mul_mat_id_case(quant, experts, used, 32, n, 256, shared=shared, **path)
+            for ids, n in product(("one", "last", "repeat"), (5, 32)):
+                yield mul_mat_id_case(quant, 8, 2, 32, n, 256, shared=True, ids=ids, **path)
+            for m in (1, 5, 67):
+                yield mul_mat_id_case(quant, 8, 2, m, 3, 256, shared=False, **path)
+            for k, n in product((768, 2048, 2304, 4096), (1, 5)):
+                yield mul_mat_id_case(quant, 8, 2, 33, n, k, shared=True, **path)
+            yield mul_mat_id_case(quant, 4, 2, 32, 129, 256, shared=True, **path)
+            yield mul_mat_id_case(quant, 512, 8, 8, 2, 256, shared=True, **path)
+            if 2880 % block(quant) == 0:
+                yield mul_mat_id_case(quant, 32, 4, 96, 1, 2880, shared=True, **path)
+                yield mul_mat_id_case(quant, 32, 4, 96, 4, 2880, shared=False, **path)
+        if quant in INT_QUANTS:
+            for n in (1, 4):
+                yield mul_mat_id_case(quant, 8, 4, 40, n, 256, shared=n == 1, **INT_FROM_F32)
+        for path in paths(quant):
+            yield mul_mat_id_case(quant, 8, 2, 32, 3, 256, shared=False, amax=HUGE, **path)
+    for quant, k, n in product(("F32", "F16", "BF16"), (1, 31, 63, 65, 80), (1, 5)):
+        yield mul_mat_id_case(quant, 8, 2, 33, n, k, shared=n == 1)
+
+
+PLAIN_FUSIONS: tuple[tuple[tuple[str, ...], bool], ...] = (
+    (("residual",), False), (("bias",), False), (("bias", "residual"), False), ((), True), (("bias",), True),
+)  # fmt: skip
+EXPERT_FUSIONS: tuple[tuple[tuple[str, ...], bool], ...] = (
+    (("ids",), True), (("bias", "ids"), False), (("bias", "ids"), True), (("ids", "expert_weights"), False),
+    (("residual", "ids", "expert_weights"), False), (("bias", "residual", "ids", "expert_weights"), False),
+)  # fmt: skip
+NORM_FUSIONS: tuple[tuple[tuple[str, ...], bool], ...] = ((("norm",), False), (("norm",), True), (("norm", "bias"), False))
+"""Roles beside w and x, and whether there is a GLU."""
+CHOICE_FUSIONS: tuple[tuple[tuple[str, ...], str, bool], ...] = (
+    (("logits",), "F32", False), (("norm", "logits"), "Q8_1", False), (("norm", "bias", "logits"), "F32", True),
+    (("bias", "logits"), "Q8_1", True),
+)  # fmt: skip
+"""Roles, type of the output, and whether the GLU is SWIGLU_OAI."""
+
+
+def full_fused() -> Iterator[Case]:
+    for quant in QUANTS:
+        for act in ("f32", "q8_1") if quant in INT_QUANTS else ("f32",):
+            for (roles, glu), n in product((*PLAIN_FUSIONS, *EXPERT_FUSIONS), (1, 2, 4, 8) if quant in BASE else (1, 4)):
+                yield fused_case(quant, 100, 256, n, roles, glu=glu, act=act)
+            for m in (2, 4, 8):  # many tokens: a few values may be small by chance, and their NMSE large
+                yield fused_case(quant, m, 256, 16, ("bias",), glu=True, act=act)
+            for roles, glu in NORM_FUSIONS:
+                yield fused_case(quant, 130, 512, 1, roles, glu=glu, act=act)
+            for roles, n in product(((), ("ids",)), (1, 3)):
+                yield fused_case(quant, 128, 256, n, roles, glu=True, out="Q8_1", act=act)
+            for roles, n in product(((), ("bias",), ("bias", "ids")), (1, 3)):
+                yield fused_case(quant, 100, 256, n, roles, glu=True, oai=True, act=act)
+            for n in (1, 3):
+                yield fused_case(quant, 96, 256, n, ("residual",), out="Q8_1", act=act)
+                yield fused_case(quant, 101, 256, n, ("bias",), split=(64, 32, 5), act=act)
+            yield fused_case(quant, 128, 512, 1, ("norm",), glu=True, out="Q8_1", act=act)
+            yield fused_case(quant, 64, 256, 2, ("ids", "expert_weights"), experts=64, used=8, act=act)
+    yield from _full_choosing()
+
+
+def _full_choosing() -> Iterator[Case]:
+    """Those that choose their experts, by as many as there are models of; of few rows, since every expert has them."""
+    for quant in QUANTS:
+        for act in ("f32", "q8_1") if quant in INT_QUANTS else ("f32",):
+            for roles, out, oai in CHOICE_FUSIONS:
+                yield fused_case(quant, 64, 256, 1, roles, glu=True, oai=oai, out=out, experts=20, used=3, act=act)
+    for (experts, used), (gating, norm_w), ties in product(
+        ((8, 2), (8, 8), (16, 1), (32, 4), (60, 4), (128, 8), (256, 8), (512, 10)),
+        (("softmax", False), ("softmax", True), ("softmax_weight", False), ("sigmoid", False), ("sigmoid", True)), (False, True),
+    ):  # fmt: skip
+        yield fused_case(
+            "Q4_K", 16, 256, 1, ("norm", "logits"), glu=True, experts=experts, used=used, act="f32", gating=gating, norm_w=norm_w, ties=ties
+        )
+
+
+def perf_mul_mat() -> Iterator[Case]:
+    for quant in QUANTS:
+        form: dict[str, Any] = {"type_b": "q8_1"} if quant in INT_QUANTS else {}
+        for m, k, columns in ((4096, 14336, (16, 8, 7, 6, 5, 4, 3, 2, 1)), (14336, 4096, (4, 1)), (4096, 4096, (1,))):
+            for n in columns:
+                yield mul_mat_case(quant, m, n, k, **form)
+
+
+def perf_mul_mat_id() -> Iterator[Case]:
+    for quant in (q for q in QUANTS if q not in ("F32", "BF16")):
+        form: dict[str, Any] = {"type_b": "q8_1"} if quant in INT_QUANTS else {}
+        for (experts, used, m, k), n in product(((128, 8, 768, 2048), (32, 4, 1792, 2048)), (32, 8, 4, 1)):
+            yield mul_mat_id_case(quant, experts, used, m, n, k, shared=True, **form)
+    for quant, n in product(("MXFP4", "Q4_0", "Q8_0"), (4, 1)):
+        yield mul_mat_id_case(quant, 32, 4, 2880, n, 2880, shared=True, type_b="q8_1")
+
+
+def perf_fused() -> Iterator[Case]:
+    for quant in ("Q4_K", "Q6_K", "Q8_0", "MXFP4"):
+        yield fused_case(quant, 28672, 4096, 1, ("norm",), glu=True, out="Q8_1")
+        yield fused_case(quant, 1536, 2048, 1, ("ids",), glu=True, out="Q8_1", experts=128, used=8)
+        yield fused_case(quant, 1536, 2048, 1, ("norm", "ids"), glu=True, out="Q8_1", experts=128, used=8)
+        yield fused_case(quant, 1536, 2048, 1, ("norm", "logits"), glu=True, out="Q8_1", experts=128, used=8)
+        yield fused_case(quant, 2048, 768, 1, ("residual", "ids", "expert_weights"), experts=128, used=8)
+    yield fused_case("Q8_0", 5120, 2880, 1, ("norm", "bias"))  # from here gpt-oss 20B
+    yield fused_case("Q8_0", 2880, 4096, 1, ("bias", "residual"))
+    yield fused_case("MXFP4", 5760, 2880, 1, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1", experts=32, used=4)
+    yield fused_case("MXFP4", 5760, 2880, 1, ("norm", "bias", "logits"), glu=True, oai=True, out="Q8_1", experts=32, used=4)
+    yield fused_case("MXFP4", 2880, 2880, 1, ("bias", "residual", "ids", "expert_weights"), experts=32, used=4)
