@@ -7,7 +7,7 @@ A variant is rows of a tuning table that come before all others (vkback/autotune
     "attention : wg_size=512 steps=2"      "mat_vec experts=each : wg=512 x_in_shared=true; schedule : sync=barrier"
 
 The variants take turns. A line each, the tables' own first: microseconds a token by the device's clock, what that makes of a second, the
-NMSE of the logits against the tables' (median of three tokens), and whether a spin-wait gave up.
+NMSE of the logits against the tables' (median of three tokens), and whether a spin-wait timed out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
             us = float(np.median(times[text]))
             change = 100 * (us / float(np.median(times[""])) - 1)
             error = float(np.median([nmse(got, right) for got, right in zip(program.logits(CHECKED_TOKENS), want, strict=True)]))
-            timed_out = " GAVE UP" if program.timed_out else ""
+            timed_out = " TIMED OUT" if program.timed_out else ""
             print(f"{us:9.1f} us {1e6 / us:8.1f} t/s {change:+6.1f} % {error:9.1e}{timed_out}  {text or 'tables'}")
 
 

@@ -76,8 +76,8 @@ class FakeEngine:
     def __exit__(self, *exc: object) -> None:
         self.closed = True
 
-    def prepare(self, *, prompt: bool = False, logits: bool = False, sampler: Any = None) -> None:
-        self.prepared.append((prompt, logits, sampler is not None))
+    def prepare(self, *, prompt: int = 0, logits: bool = False, sampler: Any = None) -> None:
+        self.prepared.append((prompt > 0, logits, sampler is not None))
 
     def reset(self) -> None:
         self.calls.append(("reset",))

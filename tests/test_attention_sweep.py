@@ -84,8 +84,8 @@ def test_points_are_those_that_kernels_are_built_for() -> None:
     ctx = planned_for(H200)
     point = AttentionPoint(512, 16, 2, 4, 128, 64)
     assert actual(Choice(point._asdict(), "test"), SHAPE, ctx) == point
-    bent = {"lanes": (32, 16), "steps": (8, 4), "queries": (8, 4)}
-    for name, (wanted, got) in bent.items():
+    adjusted = {"lanes": (32, 16), "steps": (8, 4), "queries": (8, 4)}
+    for name, (wanted, got) in adjusted.items():
         changed = point._replace(**{"lanes": 8, name: wanted} if name == "steps" else {name: wanted})
         assert getattr(actual(Choice(changed._asdict(), "test"), SHAPE, ctx), name) == got
 

@@ -20,7 +20,7 @@ from vkback.cli.bench_run import measure
 from vkback.cli.bench_tests import BenchTest
 from vkback.device import Device
 from vkback.models import kernels as kernels_module
-from vkback.models.engine import Engine, Sampler
+from vkback.models.engine import Engine, EngineError, Sampler
 from vkback.ops.base import LowerContext
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
@@ -170,14 +170,14 @@ def test_what_was_prepared_compiles_nothing_later_and_leaves_no_trace(device: De
         loaded.prompt([1, 2, 3])
         made = list(loaded.generate(4, 12, sampler=sampler, stop_at_eos=False))
         if prepared:
-            loaded.prepare(prompt=True, logits=True, sampler=sampler)
+            loaded.prepare(prompt=3, logits=True, sampler=sampler)
         return [made, loaded.decode_logits(5).tolist()]
 
     found = []
     for prepared in (False, True):
         with Engine.load(builtin_model("demo-moe"), device, n_ctx=32, progress=False) as loaded:
             if prepared:
-                loaded.prepare(prompt=True, logits=True, sampler=sampler)
+                loaded.prepare(prompt=3, logits=True, sampler=sampler)
                 assert loaded.n_past == 0
                 before = loaded.compiled
                 assert before.kernels > 10
@@ -192,8 +192,10 @@ def test_what_was_prepared_compiles_nothing_later_and_leaves_no_trace(device: De
 def test_an_engine_that_is_full_can_be_prepared(device: Device) -> None:
     with Engine.load(builtin_model("demo-dense"), device, n_ctx=16, progress=False) as loaded:
         loaded.prompt(range(16))
-        loaded.prepare(prompt=True, logits=True, sampler=Sampler())
+        loaded.prepare(logits=True, sampler=Sampler())
         assert loaded.n_past == 16
+        with pytest.raises(EngineError, match="prompt of 1 tokens after 16 does not fit the context of 16"):
+            loaded.prepare(prompt=1)
 
 
 class Slow:

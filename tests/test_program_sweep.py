@@ -208,7 +208,7 @@ LANE = "    lane = tid % LANES;\n"
 
 
 TENTH_MORE = ("epilogue.glsl", "return NORMED(total[c]) + addend[c];", "return (WG == 8 ? 1.1 : 1.0) * NORMED(total[c]) + addend[c];")
-GIVING_UP = ("mat_vec.comp", LANE, f"{LANE}#if SPINS && WG == 8\n    spin_timeout = 1u;\n#endif\n")
+TIMING_OUT = ("mat_vec.comp", LANE, f"{LANE}#if SPINS && WG == 8\n    spin_timeout = 1u;\n#endif\n")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ GIVING_UP = ("mat_vec.comp", LANE, f"{LANE}#if SPINS && WG == 8\n    spin_timeou
     [
         (TENTH_MORE, "norm", r"WRONG RESULT: logits of 3 tokens of 3: NMSE "),
         (TENTH_MORE, "residual", r"WRONG RESULT: \S+: NMSE "),
-        (GIVING_UP, "norm", "WRONG RESULT: a wait for the stage before was given up"),
+        (TIMING_OUT, "norm", "WRONG RESULT: a spin-wait timed out"),
     ],
     ids=["logits", "first result", "waits"],
 )
@@ -246,7 +246,7 @@ def test_a_program_that_is_wrong_as_it_stands_is_a_fault(runs: Runs, tmp_path: P
     library = broken(tmp_path, "mat_vec.comp", LANE, f"{LANE}#if SPINS\n    spin_timeout = 1u;\n#endif\n")
     sweep = runs.sweep(library)
     assert sweep.run([runs.job]) == []
-    assert "a wait for the stage before was given up" in sweep.faults[0]
+    assert "a spin-wait timed out" in sweep.faults[0]
     assert not sweep.own.journal.finished(runs.job.key)
 
 

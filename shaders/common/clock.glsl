@@ -2,7 +2,7 @@
 //
 //   MARK(point)   thread 0 of the workgroup notes the time, the lower word of it (Mesa 22 has zeros in the other), which is then never 0
 //     MARK_BEGIN  it has started
-//     MARK_THERE  what it awaits is there
+//     MARK_THERE  what it waits for is there
 //     MARK_DONE   its sums are made, as far as thread 0 makes them
 //     MARK_END    its results are stored
 //

@@ -11,7 +11,7 @@
 //
 // Buffers that a kernel spins on are declared SYNC_INPUT (coherent, volatile), so that each read goes to memory. SENTINEL is no value of what is
 // stored without not_sentinel(): four int8 of Q8_1 are -127 at least, its d is not negative, its sums are 2032 in size at most; ids and experts'
-// weights are not negative either. What happened before the awaited stores may be read without a spin-wait (vkback/plan/sync.py has the rule).
+// weights are not negative either. What happened before the stores it saw may be read without a spin-wait (vkback/plan/sync.py has the rule).
 //
 // A spin-wait ends only if the workgroups it waits for are resident or done, that is, if workgroups start in the order of their dispatches. No
 // specification promises that. After MAX_SPINS reads a spin-wait times out: it sets spin_timeout and goes on, so that nothing hangs. The host

@@ -97,8 +97,8 @@ class ProgramTrial(Generic[P]):
         if self._present.timed_out or not all(np.isfinite(logits).all() for logits, _ in self._want):
             self.__exit__()
             raise SweepError(
-                f"[tune] {self._name}: the program that the tables lead to gives no right result: a wait for the stage before was "
-                "given up, or logits are not numbers. vkback doctor looks for the setting that cures it"
+                f"[tune] {self._name}: the program that the tables lead to gives no right result: a spin-wait timed out, "
+                "or logits are not numbers. vkback doctor looks for the setting that cures it"
             )
         return self
 
@@ -117,7 +117,7 @@ class ProgramTrial(Generic[P]):
         program = self._program(point)
         verdicts = [self._verdict(program, i) for i in range(len(CHECKED_TOKENS))]
         if program.timed_out:
-            return "a wait for the stage before was given up"
+            return "a spin-wait timed out"
         changed = first_changed(self._present.schedule, program.schedule)
         if changed is not None:
             self._present.run(CHECKED_TOKENS[-1])

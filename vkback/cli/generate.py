@@ -32,7 +32,7 @@ def generate(
         ids = engine.tokenizer.encode(prompt)
         if not ids:
             raise UsageError(f"-p {prompt!r} has no token in the vocabulary of {engine.description}; give another text")
-        engine.prepare(prompt=len(ids) > 1, sampler=sampler)
+        engine.prepare(prompt=len(ids) - 1, sampler=sampler)
         ready = engine.compiled
         start = time.perf_counter()
         engine.prompt(ids[:-1])

@@ -213,15 +213,16 @@ class Engine:
             back.forget()
         return logits, rest
 
-    def prepare(self, *, prompt: bool = False, logits: bool = False, sampler: Sampler | None = None) -> None:
+    def prepare(self, *, prompt: int = 0, logits: bool = False, sampler: Sampler | None = None) -> None:
         """Compile and record what later calls need, and run each recording once, so that their time holds no compile time.
 
-        prompt   for `prompt`
+        prompt   tokens of the prompt, 0 for none
         logits   for `decode_logits`
         sampler  for `generate` with it
-        Some drivers compile a kernel when it first runs; hence the runs. They store nothing, or into the first free row of the KV cache.
-        `compiled` says what it all took. Progress is shown as `load` was told.
+        The runs, which some drivers need to compile a kernel, store into the first free row of the KV cache at most. Raises EngineError
+        when the prompt does not fit the context.
         """
+        self._check_room(prompt, "prompt")
         decode = (["logits"] if logits else []) + ([_loop_kind(sampler.greedy)] if sampler else [])
         room = self.n_past < self.n_ctx
         try_sync = bool(decode) and room and not self._sync_tried and bool(self._schedule("logits").barrier_free)

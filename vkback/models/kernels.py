@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -61,12 +62,19 @@ class KernelCompiler:
 
 @contextmanager
 def _progress(total: int, shown: bool) -> Iterator[OnKernel]:
-    """A function to call for each of `total` kernels that is ready. The bar goes away at the end."""
+    """A function to call for each of `total` kernels that is ready. The bar goes away at the end; the line comes with the first kernel."""
     console = Console(stderr=True)
-    if not (shown and total and console.is_terminal):
-        if shown and total:
-            print(f"vkback: preparing {total} kernels", file=sys.stderr, flush=True)
+    if not (shown and total):
         yield lambda: None
+        return
+    if not console.is_terminal:
+        first = Lock()
+
+        def say_once() -> None:
+            if first.acquire(blocking=False):
+                print(f"vkback: preparing {total} kernels", file=sys.stderr, flush=True)
+
+        yield say_once
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

@@ -100,7 +100,7 @@ def _largest_divisor(n: int, limit: int) -> int:
 def shape_for(
     choice: Choice, n: int, n_head: int, n_head_kv: int, hd: int, n_ctx: int, window: int, fused: bool, quantizes: bool, ctx: LowerContext
 ) -> Shape:
-    """The tables' choice bent to what head size, heads and device allow: where shared memory is short, the streams meet in more
+    """The tables' choice adjusted to what head size, heads and device allow: where shared memory is short, the streams meet in more
     rounds, then there are fewer threads."""
     cols = hd // 8
     heads = _largest_divisor(n_head // n_head_kv, choice["queries"])

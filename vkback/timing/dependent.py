@@ -130,7 +130,7 @@ class DependentChain:
         finally:
             program.close()
         same = y.tobytes() == y_barrier_free.tobytes()
-        wrong = "a wait was given up" if timed_out else "" if same else "other results than with barriers"
+        wrong = "a spin-wait timed out" if timed_out else "" if same else "other results than with barriers"
         return DependentTiming(barrier_free, barriers, y, wrong)
 
     def _measure(self, program: Program, run: Commands, repetitions: int) -> tuple[Measurement, Array]:
