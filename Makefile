@@ -3,13 +3,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH_ARGS ?=
 TEST_ARGS ?=
+MUTANTS ?=
 TEST_PROCESSES ?= 2
 
-.PHONY: help bench test lint wheel clean
+.PHONY: help bench test mutants lint wheel clean
 
 help:
 	@echo "make bench   set up what is missing, then benchmark the built-in models (BENCH_ARGS='tg128 -r 3')"
 	@echo "make test    set up what is missing, then run the tests (TEST_ARGS='tests/test_cli.py')"
+	@echo "make mutants plant faults in a copy of the sources, each must fail a case of the quick suite (MUTANTS='norm-eps -j 1')"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   dist/vkback-*.whl"
 	@echo "make clean   remove build outputs and caches, keep $(VENV)"
@@ -21,6 +23,10 @@ bench:
 test:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh test
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TEST_ARGS) || { status=$$?; [ $$status -ne 5 ] || echo "make test: no test was collected" >&2; exit $$status; }
+
+mutants:
+	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh test
+	@$(BIN)/python tools/mutants.py $(MUTANTS)
 
 lint:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh dev

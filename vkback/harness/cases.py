@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import vkback.ops  # noqa: F401  registers every op
-from vkback.ops.base import OPS, Case, LowerContext
+from vkback.ops.base import FAMILIES, OPS, Case, LowerContext
 from vkback.ops.case_line import CaseLineError, parse_line, unseeded
+from vkback.plan.tuning import Overrides
 
 
 def quick_cases() -> Iterator[Case]:
@@ -35,8 +36,36 @@ def perf_cases() -> Iterator[Case]:
 
 
 def context_of(case: Case, ctx: LowerContext) -> LowerContext:
-    """The context a case runs in: its own parameter `act` decides where it has one."""
-    return dataclasses.replace(ctx, act=case.params["act"]) if "act" in case.params else ctx
+    """The context a case runs in: its own parameters act, sync, range and tuning decide where it has them (`Case.where`)."""
+    params = case.params
+    if "act" in params:
+        ctx = dataclasses.replace(ctx, act=params["act"])
+    if "sync" in params:
+        ctx = dataclasses.replace(ctx, sync=params["sync"])
+    if "range" in params:
+        ctx = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_storage_buffer_range=params["range"]))
+    if "tuning" in params:
+        own = _tuning(case.op, params["tuning"])
+        ctx = dataclasses.replace(ctx, tuning=Overrides.everywhere(ctx.tuning, own, "the case's own parameters"))
+    return ctx
+
+
+def _tuning(op: str, words: Sequence[object]) -> dict[str, Any]:
+    """Tuning parameters from `name:value`, values as a table has them. Raises CaseLineError for one that no family of tables takes."""
+    found: dict[str, Any] = {}
+    for word in map(str, words):
+        name, _, text = word.partition(":")
+        value = {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
+        faults = [family.why_illegal(name, value) for family in FAMILIES.values() if name in family.set]
+        if all(faults):
+            fault = faults[0] if faults else f"no parameter is called {name}"
+            raise CaseLineError(f"{op}: tuning=[{word}]: {fault}; a list of parameters is written [lanes:16,unroll:2]")
+        found[name] = value
+    return found
+
+
+CONDITIONS = ("tuning", "sync", "range")
+"""Parameters of `Case.where`, which a case of any op may have."""
 
 
 def make_case(op: str, params: Mapping[str, Any]) -> Case:
@@ -44,7 +73,10 @@ def make_case(op: str, params: Mapping[str, Any]) -> Case:
     not fit."""
     if op not in OPS:
         raise CaseLineError(f"{op}: no such op; known are {', '.join(sorted(OPS))}")
-    return OPS[op].case(params)
+    case = OPS[op].case({k: v for k, v in params.items() if k not in CONDITIONS})
+    conditions = {k: params[k] for k in CONDITIONS if k in params}
+    tuning = _tuning(op, conditions.pop("tuning", ()))
+    return case.where(**conditions, **tuning) if conditions or tuning else case
 
 
 @cache

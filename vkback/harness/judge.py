@@ -36,8 +36,21 @@ def nmse(got: Array, want: Array) -> float:
     return error / energy
 
 
-def judge(got: Array, want: Array, tolerance: Tolerance) -> Verdict:
-    """Compare a device output with its reference.
+def steps_of(values: Array) -> Array:
+    """The step of Q8_1 at each value, [..., k]: the largest of its unit of 32, over 127."""
+    k = values.shape[-1]
+    units = np.zeros((*values.shape[:-1], -(-k // 32) * 32))
+    units[..., :k] = np.abs(values)
+    steps = units.reshape(*values.shape[:-1], -1, 32).max(axis=-1, keepdims=True) / 127
+    return np.asarray(np.broadcast_to(steps, (*steps.shape[:-1], 32)).reshape(units.shape)[..., :k])
+
+
+HALF_A_STEP = 0.501
+"""Rounding to nearest is off by half a step at most, the quotient that is rounded by 127 times a few 2^-23, a thousandth of a step."""
+
+
+def judge(got: Array, want: Array, tolerance: Tolerance, steps: Array | None = None) -> Verdict:
+    """Compare a device output with its reference. steps: the output is stored in such steps, half of one is not counted as an error.
 
     Integers must be equal. Floats: same shape, finite exactly where the reference is finite, an all-zero reference needs an all-zero
     answer, NMSE and worst element within tolerance. One zeroed row in 4096 adds only about 2e-4 to NMSE, hence the second gate.
@@ -60,6 +73,9 @@ def judge(got: Array, want: Array, tolerance: Tolerance) -> Verdict:
         )
     got = np.where(finite, got, 0.0)
     want = np.where(finite, want, 0.0)
+    if steps is not None:
+        off = got.astype(np.float64) - want
+        got = want + np.sign(off) * np.maximum(np.abs(off) - HALF_A_STEP * steps, 0.0)
     error = nmse(got, want)
     rms = float(np.sqrt(np.mean(np.square(want.astype(np.float64))))) if want.size else 0.0
     difference = np.abs(got.astype(np.float64) - want.astype(np.float64)).ravel()

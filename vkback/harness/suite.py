@@ -21,7 +21,7 @@ from vkback.errors import VkbackError
 from vkback.harness.cases import context_of, find_case
 from vkback.harness.judge import Verdict, judge, peer_limit
 from vkback.harness.result import CaseResult
-from vkback.harness.runner import Array, Prepared, Workbench, prepare, reference
+from vkback.harness.runner import Array, Expected, Prepared, Workbench, expected, prepare
 from vkback.harness.unfused import unfused_tolerance
 from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance
 from vkback.plan.tuning import Tuning
@@ -106,8 +106,7 @@ class Ready:
     problem: Problem
     fused: Prepared
     chain: Prepared | None
-    want: dict[str, Array]
-    tolerance: Tolerance
+    expected: list[Expected]
     chain_tolerance: Tolerance | None
     kernels: list[Future[Kernel]]
 
@@ -163,9 +162,8 @@ class Suite:
         fused = prepare(problem, ctx)
         chain = prepare(problem, ctx, chain_nodes) if chain_nodes else None
         kernels = self._kernels.start([*fused.schedule.dispatches(), *(chain.schedule.dispatches() if chain else ())])
-        tolerance = OPS[case.op].tolerance(problem.node, ctx)
         second = unfused_tolerance(problem.node, chain_nodes, ctx) if chain else None
-        return Ready(case, problem, fused, chain, reference(problem), tolerance, second, kernels)
+        return Ready(case, problem, fused, chain, expected(problem, ctx), second, kernels)
 
     def _finish(self, case: Case, future: Future[Ready]) -> Run:
         try:
@@ -173,13 +171,16 @@ class Suite:
             for kernel in ready.kernels:
                 kernel.result()
             got = self._bench.run(ready.fused)
-            verdicts = {name: judge(got[name], want, ready.tolerance) for name, want in ready.want.items()}
-            result = judged(case, verdicts, ready.tolerance)
+            verdicts = {e.name: e.verdict(got) for e in ready.expected if not e.label}
+            result = judged(case, verdicts, ready.expected[0].tolerance)
+            if own := {e.name: e.verdict(got) for e in ready.expected if e.label}:
+                result = _both(result, judged(case, own, ready.expected[-1].tolerance))
             if ready.chain and ready.chain_tolerance:
                 plain = self._bench.run(ready.chain)
                 against = {f"{name} against the unfused run": judge(got[name], plain[name], ready.chain_tolerance) for name in got}
-                result = _barrier_free(result, judged(case, against, ready.chain_tolerance))
-            return Run(result, ready.problem, ready.want, got)
+                result = _both(result, judged(case, against, ready.chain_tolerance))
+            want = {e.output: e.values for e in reversed(ready.expected)}
+            return Run(result, ready.problem, want, got)
         except DeviceLost as e:
             raise DeviceLost(f"{case.line}: {e}", call=e.call, result=e.result) from e
         except PlanError as e:
@@ -208,7 +209,7 @@ def judged(case: Case, verdicts: dict[str, Verdict], tolerance: Tolerance) -> Ca
     )
 
 
-def _barrier_free(first: CaseResult, second: CaseResult) -> CaseResult:
+def _both(first: CaseResult, second: CaseResult) -> CaseResult:
     """A result that fails where either does; figures are those of the first."""
     texts = [m for m in (first.message, second.message) if m]
     passed = bool(first.passed and second.passed)

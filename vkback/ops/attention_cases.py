@@ -28,6 +28,14 @@ def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence
     return cache
 
 
+MANY_SPLITS: tuple[dict[str, Any], ...] = (
+    {"wg_size": 32, "lanes": 4, "steps": 1, "queries": 2, "groups": 64, "rows_per_split": 32},
+    {"wg_size": 32, "lanes": 8, "steps": 2, "queries": 4, "groups": 64, "rows_per_split": 32},
+)
+"""Tuning of cases with more than two splits and workgroups of several subgroups. The second keeps its scores in registers where a row of V
+takes 8 lanes and subgroups allow it, the first passes them through shared memory."""
+
+
 class FlashCases(Op):
     """Cases of FLASH_ATTN_EXT."""
 
@@ -53,6 +61,10 @@ class FlashCases(Op):
         yield self.build_case(8, 2, 64, 300, (299, 40), "F32", seed=20, sinks=True)
         yield self.build_case(8, 2, 64, 300, (299, 40, 127, 128), "F32", seed=21, window=128)
         yield self.build_case(8, 2, 64, 80, tuple(range(40, 60)), "Q8_1", seed=22, window=16, sinks=True)
+        for shape in MANY_SPLITS:
+            yield self.build_case(8, 2, 64, 600, (599, 255, 31, -1), "F32", seed=23).where(**shape)
+        yield self.build_case(8, 2, 32, 300, (299, 90), "F32", seed=24, window=200, sinks=True).where(**MANY_SPLITS[0])
+        yield self.build_case(4, 2, 80, 300, (299,), "F32", seed=25).where(**MANY_SPLITS[0])
 
     def full_cases(self) -> Iterator[Case]:
         for hd, ratio, kv, nb in product((64, 128), (1, 4, 8, 12, 16, 20, 32), (113, 512, 1024), (1, 3, 32, 75)):
@@ -146,6 +158,10 @@ class DecodeCases(Op):
         yield self.build_case(16, 2, 64, 600, 50, "neox", False, False, "Q8_1", seed=22, sinks=True, window=128, **yarn)
         yield self.build_case(16, 2, 64, 600, 599, "neox", False, False, "Q8_1", seed=23, sinks=True, window=128, **yarn)
         yield self.build_case(16, 2, 64, 2000, 1500, "neox", False, False, "F32", seed=24, sinks=True, **yarn)
+        split = self.build_case(8, 2, 64, 600, 500, "neox", True, False, "F32", seed=25)
+        yield split.where(**MANY_SPLITS[0])
+        yield split.where(sync="sentinel", **MANY_SPLITS[0])
+        yield split.where(sync="sentinel", **MANY_SPLITS[1])
 
     def full_cases(self) -> Iterator[Case]:
         heads = ((4, 1, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (16, 1, 128), (4, 1, 256))

@@ -233,6 +233,15 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """What an op must make of activations that its kernel rounds before it computes: `outputs` as of Op.reference, and the bound around
+    them, which need not allow for that rounding."""
+
+    outputs: list[Array]
+    tolerance: Tolerance
+
+
+@dataclass(frozen=True)
 class Problem:
     """A node with values for its inputs: F32/I32/F16 arrays by tensor name, raw GGUF bytes [rows, row_bytes] for quantized weights.
 
@@ -260,6 +269,19 @@ class Case:
 
     def build(self) -> Problem:
         return self.make(np.random.default_rng(self.seed))
+
+    def where(self, *, sync: Sync | None = None, range: int | None = None, **tuning: int | str) -> Case:
+        """The same case under other conditions, which stand in its line and hold on every device.
+
+        tuning  parameters of the kernels, whatever the tables say: `tuning=[lanes:16,unroll:2]`
+        sync    "sentinel": as in a barrier-free stage
+        range   bytes that the device binds at most, so that a weight is cut into shards
+        """
+        shown: dict[str, Any] = {"tuning": tuple(f"{k}:{table_word(v)}" for k, v in tuning.items())} if tuning else {}
+        shown |= {"sync": sync} if sync else {}
+        shown |= {"range": range} if range else {}
+        rest = {k: v for k, v in self.params.items() if k != "seed"}
+        return replace(self, params={**rest, **shown, "seed": self.seed})
 
     def reseeded(self, seed: int) -> Case:
         """The same case with other values."""
@@ -302,6 +324,11 @@ class Op(ABC):
     @abstractmethod
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         """How far the device may be from the reference on the path `ctx` leads to."""
+
+    def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
+        """The reference of activations that the path `ctx` leads to rounds, rounded on the host as the device does it; None where it
+        rounds none. Inputs as `reference` takes them."""
+        return None
 
     @abstractmethod
     def build_case(self, *args: Any, **kwargs: Any) -> Case:

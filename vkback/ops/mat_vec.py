@@ -25,6 +25,7 @@ from vkback.ops.base import (
     LowerContext,
     Op,
     PlanError,
+    Rounded,
     Shard,
     SpinWaits,
     Tolerance,
@@ -36,7 +37,7 @@ from vkback.ops.base import (
 )
 from vkback.ops.mat_vec_config import PER_TILE, MatVecConfig, choice_problem, configure, prologue_problem, shader_defines
 from vkback.ops.mat_vec_node import MatVecNode
-from vkback.ops.quantize import quantize_dispatch
+from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
 from vkback.shader import Variant
 
 QUANTS = quants.WEIGHT_TYPES
@@ -117,10 +118,36 @@ class MatVec(Op):
     weight_type = "type_a"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        by = dict(zip(params["roles"], (np.asarray(i, np.float64) if i.dtype.kind == "f" else i for i in inputs), strict=True))
-        w, x = by["w"], by["x"]
+        by = self._by_role(inputs, params)
+        x = by["x"]
         if "norm" in by:
-            x = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + params["eps"]) * by["norm"]
+            x = x / self._rms(x, params) * by["norm"]
+        return self._of_normed(x, by, params)
+
+    def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
+        """The integer path rounds an F32 x, with a norm after it is multiplied by the weight and before it is divided by the rms."""
+        mat_vec = MatVecNode.of(node)
+        if mat_vec.x.type != "F32" or mat_vec.path(ctx)[0] != "int":
+            return None
+        by = self._by_role(inputs, node.params)
+        if "norm" in by:
+            x = rounded_rows(by["x"].astype(np.float32) * by["norm"].astype(np.float32)) / self._rms(by["x"], node.params)
+        else:
+            x = rounded_rows(by["x"])
+        return Rounded(self._of_normed(x, by, node.params), rounded_tolerance(mat_vec.k, mat_vec.glu))
+
+    @staticmethod
+    def _by_role(inputs: Sequence[Array], params: Mapping[str, Any]) -> dict[str, Array]:
+        return dict(zip(params["roles"], (np.asarray(i, np.float64) if i.dtype.kind == "f" else i for i in inputs), strict=True))
+
+    @staticmethod
+    def _rms(x: Array, params: Mapping[str, Any]) -> Array:
+        return np.asarray(np.sqrt(np.mean(np.square(x), -1, keepdims=True) + params["eps"]))
+
+    @staticmethod
+    def _of_normed(x: Array, by: dict[str, Array], params: Mapping[str, Any]) -> list[Array]:
+        """The outputs from an x that is normed already, where there is a norm."""
+        w = by["w"]
         chosen: list[Array] = []
         if "logits" in by:
             chosen = OPS["TOPK_MOE"].reference([by["logits"]], params)

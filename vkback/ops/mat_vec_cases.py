@@ -224,22 +224,42 @@ def split_case(case: Case, split: tuple[int, ...]) -> Case:
     return dataclasses.replace(case, params=params, make=make)
 
 
+SENTINEL_VALUE = np.array([0x80808080], np.uint32).view(np.float32)[0]
+"""-1.18e-38, which no kernel of a barrier-free stage may store (shaders/common/sentinel.glsl)."""
+
+
+def with_sentinels(case: Case) -> Case:
+    """A case with a residual, whose outputs would be SENTINEL: x is zero, every third residual that number."""
+
+    def change(problem: Problem) -> Problem:
+        by = dict(zip(problem.node.params["roles"], problem.node.inputs, strict=True))
+        residual = problem.values[by["residual"].name].copy()
+        residual[..., ::3] = SENTINEL_VALUE
+        values = {**problem.values, by["x"].name: np.zeros(by["x"].shape, np.float32), by["residual"].name: residual}
+        return dataclasses.replace(problem, values=values)
+
+    return _amended(case, [change], sentinels=True)
+
+
 def fused_from(params: Mapping[str, Any]) -> Case:
     """The MAT_VEC of printed parameters; see `Op.case`."""
 
     def build(
         type_a: str, m: int, n: int, k: int, fused: str = "none", glu: bool = False, out: str = "F32", oai: bool = False,
         gating: str = "softmax", norm_w: bool = True, ties: bool = False, split: Shape = (), n_mats: int = DEFAULT_EXPERTS[0],
-        n_used: int = DEFAULT_EXPERTS[1], act: str = "auto", seed: int = 7,
+        n_used: int = DEFAULT_EXPERTS[1], act: str = "auto", sentinels: bool = False, seed: int = 7,
     ) -> Case:
         roles = () if fused == "none" else tuple(fused.split("+"))
         unknown = [r for r in roles if r not in FUSED_ROLES]
         if unknown:
             raise CaseLineError(f"fused={fused}: no input is called {unknown[0]}; expected some of {'+'.join(FUSED_ROLES)}, or none")
-        return fused_case(
+        if sentinels and "residual" not in roles:
+            raise CaseLineError(f"sentinels=1 with fused={fused}: expected a residual among the inputs, which holds them")
+        case = fused_case(
             known_type(type_a), m, k, n, roles, glu=glu, oai=oai, out=out, experts=n_mats, used=n_used, gating=gating, norm_w=norm_w,
             ties=ties, split=split, act=act, seed=seed,
         )  # fmt: skip
+        return with_sentinels(case) if sentinels else case
 
     return call_with(build, params, op="MAT_VEC", further=(), example=lambda: next(quick_fused()).line)
 
@@ -271,6 +291,13 @@ def quick_fused() -> Iterator[Case]:
     for n in (1, 3):
         yield fused_case("Q4_K", 100, 256, n, ("bias",), split=(64, 33, 3))
         yield fused_case("Q8_0", 192, 256, n, ("residual",), out="Q8_1", split=(64, 32, 96))
+    yield fused_case("Q8_0", 100, 96, 2, ("ids", "expert_weights"))
+    yield with_sentinels(fused_case("Q4_K", 100, 512, 1, ("residual",))).where(sync="sentinel")
+    for quant, roles, glu, out in (
+        ("Q4_K", ("norm",), True, "Q8_1"), ("Q8_0", ("ids", "expert_weights", "residual"), False, "F32"),
+        ("MXFP4", ("norm", "bias", "logits"), True, "Q8_1"),
+    ):  # fmt: skip
+        yield fused_case(quant, 64, 512, 1, roles, glu=glu, out=out).where(sync="sentinel")
 
 
 BASE = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "IQ2_XXS")

@@ -13,7 +13,7 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import mul_mat_batched as batched
-from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, Problem, Shape, Tolerance, register
+from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, Problem, Rounded, Shape, Tolerance, register
 from vkback.ops.copy import some
 from vkback.ops.mat_vec import QUANTS, RARE, MatVec, weight
 from vkback.ops.mat_vec_cases import (
@@ -46,6 +46,9 @@ class _Plain(Op):
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return MatVec().tolerance(Node("MAT_VEC", node.inputs, node.outputs, {"roles": self.roles}), ctx)
 
+    def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
+        return MatVec().rounded(inputs, Node("MAT_VEC", node.inputs, node.outputs, {"roles": self.roles}), ctx)
+
 
 @register
 class MulMat(_Plain):
@@ -70,18 +73,29 @@ class MulMat(_Plain):
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return batched.tolerance(node, ctx) if batched.is_batched(node) else super().tolerance(node, ctx)
 
+    def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
+        return batched.rounded(inputs, node, ctx) if batched.is_batched(node) else super().rounded(inputs, node, ctx)
+
     def cases(self) -> Iterator[Case]:
         for quant in QUANTS:
             if quant in RARE:
                 yield mul_mat_case(quant, 19, 8, 256)
                 yield mul_mat_case(quant, 131, 1, 2048)
                 yield mul_mat_case(quant, 33, 2, 2048)
+                yield _with_a_tail(quant)
                 continue
             for n in (1, 2, 3, 5, 8, 9, 16, 17):
                 yield mul_mat_case(quant, 16, n, 256)
             yield mul_mat_case(quant, 1, 16, 256)  # several tokens: a single value may be small by chance, and its NMSE large
             yield mul_mat_case(quant, 131, 1, 2048)
             yield mul_mat_case(quant, 33, 2, 4096)
+            yield _with_a_tail(quant)
+            if quants.QUANTS[quant].block_values <= 32:
+                yield mul_mat_case(quant, 21, 1, 96)
+        for quant in ("Q4_0", "Q8_0", "MXFP4"):  # software prefetch of w and x, several tiles a workgroup
+            yield mul_mat_case(quant, 35, 1, 7 * 32).where(lanes=4, rows=2, unroll=2, prefetch="weights+x", groups=3)
+        yield mul_mat_case("Q4_K", 35, 1, 5 * 256).where(lanes=4, rows=2, unroll=2, lane_order="blocked", prefetch="weights", groups=3)
+        yield mul_mat_case("Q6_K", 203, 2, 256).where(range=20_000)  # shards of 64 rows
         for quant in ("F32", "F16", "BF16"):
             for k in (65, 80, 588):
                 yield mul_mat_case(quant, 17, 2, k)
@@ -111,6 +125,12 @@ class MulMat(_Plain):
         return batched_case(quant, m, n, k, bs, nr, type_b=type_b, act=act, order=order, gap=gap, plain=plain, seed=seed)
 
 
+def _with_a_tail(quant: str) -> Case:
+    """Rows of five blocks of 256: the units of a row are no multiple of those that the lanes of two subgroups take at once, so that some of
+    them have none in the end, and partial sums go through shared memory."""
+    return mul_mat_case(quant, 35, 1, 5 * 256).where(wg=32, lanes=16, rows=2, unroll=2)
+
+
 @register
 class MulMatId(_Plain):
     """MUL_MAT_ID(w [n_expert, m, k], x F32 [n, 1 or n_used, k], ids I32 [n, n_used]) -> F32 [n, n_used, m]."""
@@ -135,6 +155,8 @@ class MulMatId(_Plain):
             for experts, used in ((4, 1), (8, 2), (8, 4)):
                 for n in (1, 5):
                     yield mul_mat_id_case(quant, experts, used, 32, n, 256, shared=used != 4)
+        yield mul_mat_id_case("Q8_0", 8, 3, 21, 2, 96, shared=False)
+        yield mul_mat_id_case("Q5_K", 4, 2, 35, 1, 1280, shared=True).where(wg=32, lanes=16, rows=2, unroll=2)
 
     def full_cases(self) -> Iterator[Case]:
         return full_mul_mat_id()

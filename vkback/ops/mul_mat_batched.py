@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, PlanError, Tolerance, ceil_div, nbytes, pack_push, spread
+from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, PlanError, Rounded, Tolerance, ceil_div, nbytes, pack_push, spread
 from vkback.ops.mat_vec import MatVec, mat_vec_tolerance
 from vkback.ops.mat_vec_node import path_for
+from vkback.ops.quantize import rounded_rows, rounded_tolerance
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
@@ -109,11 +110,24 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
 
 
 def tolerance(node: Node, ctx: LowerContext) -> Tolerance:
+    return mat_vec_tolerance(_rounds_x(node, ctx), False)
+
+
+def rounded(inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
+    """See Op.rounded."""
+    if not _rounds_x(node, ctx):
+        return None
+    w, x = (node.params[v].of(np.ascontiguousarray(t)) if v in node.params else t for v, t in zip(VIEWS, inputs, strict=True))
+    return Rounded([reference({}, (w, rounded_rows(x)))], rounded_tolerance(x.shape[-1]))
+
+
+def _rounds_x(node: Node, ctx: LowerContext) -> bool:
+    """Whether the kernels take x rounded to Q8_1 on the way."""
     batch, (w, x) = Batch.of(node), node.inputs
     copied = "w_view" in node.params or w.kind != "weight"
     n = batch.slices if batch.matrices > 1 else batch.slices * batch.n
     path, _ = path_for("F32" if copied else w.type, batch.m, batch.k, n, "each" if batch.matrices > 1 else "none", ctx)
-    return mat_vec_tolerance(path == "int" and x.type != "Q8_1", False)
+    return path == "int" and x.type != "Q8_1"
 
 
 def _shaped(tensor: Tensor, *shape: int) -> Tensor:

@@ -8,7 +8,7 @@
 
 from vkback.quants.codebooks import EVEN_SIGNS
 from vkback.quants.device_layout import DeviceLayout, PlaneLayout, layout, repack, to_device, unpack
-from vkback.quants.q8_1 import q8_1_dequantize, q8_1_quantize, q8_1_stride
+from vkback.quants.q8_1 import q8_1_dequantize, q8_1_quantize, q8_1_stride, q8_1_wrong_sums
 from vkback.quants.quant_type import UNIT, CodeBook, Decoder, NoEncoder, Plane, QuantShapeError, QuantType, UnknownQuant
 from vkback.quants.registry import QUANTS, WEIGHT_TYPES, codebook, decode, encode, quant, random_blocks, row_bytes
 
@@ -33,6 +33,7 @@ __all__ = [
     "q8_1_dequantize",
     "q8_1_quantize",
     "q8_1_stride",
+    "q8_1_wrong_sums",
     "quant",
     "random_blocks",
     "repack",

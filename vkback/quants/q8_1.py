@@ -59,6 +59,16 @@ def q8_1_quantize(x: npt.NDArray[np.float32]) -> U8:
     return rows
 
 
+def q8_1_wrong_sums(rows: U8, k: int) -> npt.NDArray[np.int64]:
+    """[row, unit] of each unit whose stored sums are not those of its int8; units whose step is no number do not count."""
+    units = -(-k // UNIT)
+    first, second, tail = _planes(rows, units)
+    d = np.ascontiguousarray(tail[:, :, :4]).view(np.float32)[:, :, 0]
+    stored = np.ascontiguousarray(tail[:, :, 4:]).view(np.int16)
+    sums = np.stack([half.view(np.int8).sum(axis=2, dtype=np.int32) for half in (first, second)], axis=2)
+    return np.argwhere((stored != sums).any(axis=2) & np.isfinite(d))
+
+
 def q8_1_dequantize(rows: U8, k: int) -> F32:
     """[n, q8_1_stride(k)] bytes -> [n, k] float32."""
     if rows.ndim != 2 or rows.shape[1] != q8_1_stride(k):
