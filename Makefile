@@ -6,13 +6,14 @@ TEST_ARGS ?=
 MUTANTS ?=
 TEST_PROCESSES ?= 2
 
-.PHONY: help bench test mutants lint wheel clean
+.PHONY: help bench test mutants lint prebuilt wheel clean
 
 help:
 	@echo "make bench   set up what is missing, then benchmark the built-in models (BENCH_ARGS='tg128 -r 3')"
 	@echo "make test    set up what is missing, then run the tests (TEST_ARGS='tests/test_cli.py')"
 	@echo "make mutants plant faults in a copy of the sources, each must fail a case of the quick suite (MUTANTS='norm-eps -j 1')"
 	@echo "make lint    ruff and mypy"
+	@echo "make prebuilt  shaders/prebuilt: the SPIR-V that needs a glslc with cooperative matrices (shaderc 2024 or newer)"
 	@echo "make wheel   dist/vkback-*.whl"
 	@echo "make clean   remove build outputs and caches, keep $(VENV)"
 
@@ -32,6 +33,10 @@ lint:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+prebuilt:
+	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh
+	PYTHONPATH=. $(BIN)/python tools/prebuilt.py
 
 wheel:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh

@@ -215,12 +215,14 @@ class LowerContext:
 
     act  "auto": tables choose between float and integer-dot path; "f32": float path only; "q8_1": integer dot wherever a kernel has it
     sync "sentinel": stages run barrier-free where they can
+    fragments  the driver lays a cooperative matrix out over lanes in one way in all kernels (vkback/program/fragments.py checks it)
     """
 
     caps: Capabilities
     tuning: Chooser
     act: Act = "auto"
     sync: Sync = "barrier"
+    fragments: bool = True
 
 
 @dataclass(frozen=True)

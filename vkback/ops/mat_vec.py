@@ -35,6 +35,7 @@ from vkback.ops.base import (
     register,
     shards,
 )
+from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose, lower_node
 from vkback.ops.mat_vec_config import PER_TILE, MatVecConfig, choice_problem, configure, prologue_problem, shader_defines
 from vkback.ops.mat_vec_node import MatVecNode
 from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
@@ -170,6 +171,9 @@ class MatVec(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         mat_vec = MatVecNode.of(node)
+        by_mat_mul = choose(mat_vec, ctx)
+        if by_mat_mul.shape is not None:
+            return lower_node(mat_vec, by_mat_mul, ctx)
         path, why = mat_vec.path(ctx)
         before: list[Dispatch] = []
         if mat_vec.chosen and (problem := choice_problem(node, ctx)):
@@ -219,6 +223,9 @@ class MatVec(Op):
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         mat_vec = MatVecNode.of(node)
+        by_mat_mul = choose(mat_vec, ctx)
+        if by_mat_mul.shape is not None and by_mat_mul.shape.way == "coop_mat" and mat_vec.y.type == "F32":
+            return F16_TOLERANCE
         path, _ = mat_vec.path(ctx)
         return mat_vec_tolerance(path == "int" and mat_vec.x.type == "F32", mat_vec.y.type == "Q8_1", mat_vec.glu)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from vkback.graph import Graph, Node, Recipe, Tensor
 from vkback.ops import rope_angles
 from vkback.ops.base import Choice, LowerContext, declare
+from vkback.ops.mat_mul_lower import x_wanted
 from vkback.ops.mat_vec_config import choice_problem, prologue_problem
 from vkback.ops.mat_vec_node import FUSED_ROLES, MatVecNode, Path
 from vkback.ops.router import router_problem
@@ -436,7 +437,7 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
     for tensor in [t for n in nodes for t in n.outputs if t.type == "F32"]:
         readers = index.consumers.get(tensor.name, [])
         wants = [r for r in readers if r.op == "MAT_VEC" and r.inputs[1].name == tensor.name and "norm" not in r.params["roles"]
-                 and _x_path(r, ctx) == "int"]
+                 and x_wanted(r, ctx) == "Q8_1"]
         if not wants:
             continue
         producer = index.producer[tensor.name]

@@ -14,6 +14,7 @@ from vkback.paths import cache_dir as default_cache_dir
 from vkback.paths import shader_root, write_atomic
 from vkback.shader.compiler import TARGET, Compiler, GlslError, find_compiler, identity_key
 from vkback.shader.errors import CompileError, NoCompiler
+from vkback.shader.prebuilt import Prebuilt
 from vkback.shader.source import Expanded, Variant, expand
 
 CACHE_FORMAT = "1"
@@ -41,6 +42,7 @@ class ShaderLibrary:
         """root: folder of the shaders, default vkback's own; cache_dir: default `shaders` in vkback's cache folder."""
         self.root = root or shader_root()
         self._cache = (cache_dir or default_cache_dir()) / "shaders"
+        self._prebuilt = Prebuilt.read(self.root)
         self._ready: dict[SourceKey, bytes] = {}
         self.compiled: set[SourceKey] = set()
         """Sources and defines that this object had to compile, since the cache lacked them."""
@@ -127,7 +129,10 @@ class ShaderLibrary:
         return self._cache / hashlib.sha256(identity.encode()).hexdigest()[:40]
 
     def _cached(self, source: Expanded) -> bytes | None:
-        """What this compiler made of a source before; without a compiler, what any made."""
+        """The module that comes with vkback, else what this compiler made of a source before; without a compiler, what any made."""
+        ready = self._prebuilt.module(source.text)
+        if ready is not None:
+            return ready
         compiler = self.compiler
         folder = self._folder(source)
         files = sorted(folder.glob("*.spv")) if compiler is None else [folder / f"{identity_key(compiler)}.spv"]

@@ -1,0 +1,254 @@
+"""Times the mat-mul kernels with weights that rotate through more than the last cache, and the matrices alone in registers.
+
+    python bench/mat_mul.py [--quant Q4_K,Q8_0] [--shape 28672x512x4096] [--way coop_mat] [--cut 128x128x32/64x64x4+f/2,...] [--ids 128x8]
+
+A --cut is TILE_M x TILE_N x STEP_K, the part of a subgroup, with +f activations as fragments, and the parts of a split-K product. One line
+a point: microseconds with a barrier after each launch (the best and the median of the repetitions), TFLOPS, share of the device's matrix
+rate, and the NMSE of some rows against numpy. --ids EXPERTSxUSED times a grouped product without its route, every expert as likely as
+another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback import quants
+from vkback.device import Arena, BufferRange, Device, DeviceError
+from vkback.graph import Tensor
+from vkback.ops import mat_mul
+from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes, pack_push
+from vkback.ops.mat_mul import MatMul, MatMulShape
+from vkback.ops.mat_vec import weight
+from vkback.ops.quantize import quantize_dispatch
+from vkback.plan.tuning import Tuning
+from vkback.program import compile_kernels
+from vkback.shader import ShaderLibrary, Variant
+from vkback.timing.launches import span_us, warm_up
+
+COLD_BYTES = 256 << 20
+CHECKED_ROWS = 96
+"""Rows of the weight that are compared with numpy, from its end."""
+
+CUT = re.compile(r"(\d+)x(\d+)x(\d+)(?:/(\d+)x(\d+))?(\+f)?(?:/(\d+))?$")
+
+
+def cut_of(text: str, way: mat_mul.Way, device: Device) -> MatMulShape:
+    """A shape from its short form."""
+    match = CUT.match(text)
+    if not match:
+        raise PlanError(f"[bench] cut {text!r}: expected TILE_MxTILE_NxSTEP_K[/WARP_MxWARP_N][+f][/SPLIT_K]")
+    m, n, k, warp_m, warp_n = (int(g or 0) for g in match.groups()[:5])
+    split = int(match[7] or 1)
+    if way != "coop_mat":
+        return MatMulShape(way, m, n, k, 1 if device.caps.software else max(1, 128 // device.caps.subgroup_size))
+    matrix = mat_mul.matrix_shape(device.caps)
+    if matrix is None:
+        raise PlanError(f"[bench] {device.caps.name} has no cooperative matrices")
+    warps = m // max(warp_m, 1) * (n // max(warp_n, 1))
+    return MatMulShape(way, m, n, k, warps, split, warp_m, warp_n, matrix, bool(match[6]))
+
+
+def matrix_rate(device: Device, library: ShaderLibrary) -> float:
+    """TFLOPS of the device's matrices in registers, the best of a few numbers of subgroups and sums."""
+    matrix = mat_mul.matrix_shape(device.caps)
+    if matrix is None:
+        return 0.0
+    lanes, best = device.caps.subgroup_size, 0.0
+    rounds, groups = (64, 8) if device.caps.software else (4096, 1056)
+    with device.arena("matrix rate", 1 << 27, "device") as arena:
+        source, sink = arena.alloc(1 << 16, "source"), arena.alloc(96 << 20, "sink")
+        device.upload(source, np.random.default_rng(1).uniform(-1, 1, 1 << 15).astype(np.float16).view(np.uint8))
+        for warps, rows, columns in ((4, 2, 4), (4, 4, 4), (8, 2, 2), (8, 4, 2)):
+            spec = {0: warps * lanes, 1: lanes, 2: matrix[0], 3: matrix[1], 4: matrix[2], 5: rows, 6: columns}
+            kernel = device.kernel(
+                library.spirv(Variant("probe/matrix_rate.comp")), name="matrix_rate", bindings=2, push_bytes=4, spec=spec,
+                subgroup_size=lanes if device.caps.subgroup_required_size else None,
+            )  # fmt: skip
+            rec = device.recorder("matrix rate", timestamps=2)
+            rec.timestamp("start")
+            rec.dispatch(kernel, [source, sink], pack_push(rounds), (groups, 1, 1))
+            rec.barrier()
+            rec.timestamp("end")
+            commands = rec.finish()
+            warm_up(device, commands, 0.1)
+            us = min(span_us(device, commands) for _ in range(5))
+            best = max(best, 2 * prod(matrix) * rows * columns * warps * groups * rounds / us / 1e6)
+            commands.destroy()
+    return best
+
+
+@dataclasses.dataclass
+class Point:
+    """A measured shape. us: best and median of a launch."""
+
+    quant: str
+    shape: str
+    cut: str
+    way: str
+    us: float
+    median_us: float
+    tflops: float
+    nmse: float
+
+    def line(self, rate: float) -> str:
+        share = f", {100 * self.tflops / rate:4.1f} % of matrices" if rate else ""
+        return (
+            f"{self.quant:8s} {self.shape:18s} {self.way} {self.cut:28s} {self.us:9.1f} us ({self.median_us:9.1f}) "
+            f"{self.tflops:7.2f} TFLOPS{share}, NMSE {self.nmse:.1e}"
+        )
+
+
+class Product:
+    """Operands of one product on the device, the weight in several copies."""
+
+    def __init__(self, device: Device, library: ShaderLibrary, quant: str, m: int, n: int, k: int, experts: int, used: int) -> None:
+        self.device, self.library, self.m, self.n, self.k = device, library, m, n, k
+        self.experts, self.used = experts, used
+        rng = np.random.default_rng(3)
+        self.w = weight("w", quant, (experts, m, k) if experts else (m, k))
+        rows = prod(self.w.shape[:-1])
+        some = quants.random_blocks(quant, min(rows, 512), k, rng, std=0.5).reshape(min(rows, 512), -1)
+        self.raw = np.resize(some, (rows, some.shape[1]))
+        data = quants.to_device(quant, self.raw, k)
+        self.x_values = rng.uniform(-1, 1, (n, k)).astype(np.float32)
+        self.copies = 1 if device.caps.software else max(1, -(-COLD_BYTES // data.nbytes))
+        slots = n * max(used, 1)
+        room = self.copies * (data.nbytes + 512) + 64 * slots * (m + k) + (1 << 24)
+        self.arena: Arena = device.arena("mat-mul", room, "device")
+        self.weights = [self.arena.alloc(data.nbytes, f"w{i}") for i in range(self.copies)]
+        for w in self.weights:
+            device.upload(w, data)
+        self.x = Tensor("x", "F32", (n, k), "input")
+        self.y = Tensor("y", "F32", (slots, m))
+        self.ranges: dict[str, BufferRange] = {t.name: self.arena.alloc(nbytes(t), t.name) for t in (self.x, self.y)}
+        device.upload(self.ranges["x"], self.x_values)
+        if experts:
+            self.ids = np.stack([rng.permutation(experts)[:used] for _ in range(n)]).astype(np.int32)
+            self.ranges["ids"] = self.arena.alloc(self.ids.nbytes, "ids")
+            device.upload(self.ranges["ids"], self.ids)
+
+    def close(self) -> None:
+        self.arena.destroy()
+
+    def dispatches(self, shape: MatMulShape, ctx: LowerContext) -> tuple[list[Dispatch], list[Dispatch]]:
+        """What prepares the operands, and the product."""
+        caps, slots = self.device.caps, self.y.shape[0]
+        job = MatMul(self.w, self.x, self.y, slots)
+        before: list[Dispatch] = []
+        if self.experts:
+            routes = mat_mul.route_tensor(f"route{shape.tile_n}", slots, self.experts, shape.tile_n)
+            ids = Tensor("ids", "I32", (self.n, self.used), "input")
+            before.append(mat_mul.route(ids, routes, self.experts, shape.tile_n, caps))
+            job = dataclasses.replace(job, route=routes, x_shared=self.used)
+        if shape.way == "coop_mat":
+            x = mat_mul.packed(f"x16 {shape.tile_n} {shape.fragments}", slots, self.k, shape, self.experts)
+            before.append(mat_mul.pack_f16(self.x, x, slots, shape, caps, routes=job.route, x_shared=job.x_shared))
+            job = dataclasses.replace(job, x=x)
+        elif shape.way == "int_dot":
+            x = Tensor("x8", "Q8_1", self.x.shape)
+            before += quantize_dispatch(self.x, x, ctx)
+            job = dataclasses.replace(job, x=x)
+        return before, mat_mul.lower(job, shape, caps)
+
+    def bind(self, arg: Arg, launch: int) -> BufferRange:
+        if arg.tensor.kind == "weight":
+            return self.weights[launch % self.copies]
+        if arg.tensor in (self.x, self.y) or arg.tensor.name == "ids":
+            return self.ranges[arg.tensor.name]
+        key = str(arg.tensor)  # scratch: its size depends on the cut
+        if key not in self.ranges:
+            self.ranges[key] = self.arena.alloc(nbytes(arg.tensor), key)
+        return self.ranges[key]
+
+    def time(self, shape: MatMulShape, ctx: LowerContext, repetitions: int) -> tuple[float, float, float]:
+        """Best and median microseconds of a launch, and the NMSE."""
+        before, product = self.dispatches(shape, ctx)
+        kernels = compile_kernels(self.device, self.library, [*before, *product])
+
+        def record(name: str, parts: Sequence[Sequence[Dispatch]]) -> object:
+            rec = self.device.recorder(name, timestamps=2)
+            rec.timestamp("start")
+            for launch, part in enumerate(parts):
+                for d in part:
+                    rec.dispatch(kernels[d.kernel, len(d.args), len(d.push)], [self.bind(a, launch) for a in d.args], d.push, d.groups)
+                    rec.barrier()
+            rec.timestamp("end")
+            return rec.finish()
+
+        first = record("before", [before, product])
+        span_us(self.device, first)  # type: ignore[arg-type]
+        wrong = self.nmse()
+        launches = 1 if self.device.caps.software else max(self.copies, 8)
+        commands = record("product", [product] * launches)
+        warm_up(self.device, commands, 0.1)  # type: ignore[arg-type]
+        times = [span_us(self.device, commands) / launches for _ in range(repetitions)]  # type: ignore[arg-type]
+        first.destroy()  # type: ignore[attr-defined]
+        commands.destroy()  # type: ignore[attr-defined]
+        return min(times), statistics.median(times), wrong
+
+    def nmse(self) -> float:
+        want = self.expected()
+        got = self.device.download(self.ranges["y"], np.float32).reshape(self.y.shape)[:, -want.shape[1] :].astype(np.float64)
+        return float(np.square(got - want).sum() / np.square(want).sum())
+
+    @cache  # noqa: B019  a few products in all
+    def expected(self) -> npt.NDArray[np.float64]:
+        """The last rows of the product."""
+        rows = min(CHECKED_ROWS, self.m)
+        decoded = quants.decode(self.w.type, self.raw.reshape(-1, self.m, self.raw.shape[-1])[:, -rows:])
+        weights = np.asarray(decoded.reshape(-1, rows, decoded.shape[-1]), np.float64)[..., : self.k]
+        if self.experts:
+            return np.stack([weights[e] @ self.x_values[s // self.used].astype(np.float64) for s, e in enumerate(self.ids.reshape(-1))])
+        return np.asarray(self.x_values.astype(np.float64) @ weights[0].T)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quant", default="Q4_K")
+    parser.add_argument("--shape", default="28672x512x4096,4096x512x14336,6144x512x4096")
+    parser.add_argument("--way", default="coop_mat", choices=("coop_mat", "int_dot", "f32"))
+    parser.add_argument("--cut", default="")
+    parser.add_argument("--ids", default="")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device")
+    args = parser.parse_args()
+    library = ShaderLibrary()
+    points: list[Point] = []
+    with Device.open(args.device) as device:
+        ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
+        rate = matrix_rate(device, library) if args.way == "coop_mat" else 0.0
+        print(f"{device.caps.name}, driver {device.caps.driver_info}: matrices {rate:.1f} TFLOPS", flush=True)
+        experts, used = map(int, args.ids.split("x")) if args.ids else (0, 0)
+        for quant in args.quant.split(","):
+            for text in args.shape.split(","):
+                m, n, k = map(int, text.split("x"))
+                product = Product(device, library, quant, m, n, k, experts, used)
+                for cut in args.cut.split(",") if args.cut else [""]:
+                    try:
+                        shape = cut_of(cut, args.way, device) if cut else mat_mul.default_shape(args.way, n, device.caps)
+                        us, median, wrong = product.time(shape, ctx, args.repetitions)
+                    except (PlanError, DeviceError) as error:
+                        print(f"{quant} {text} {cut}: {error}", flush=True)
+                        continue
+                    flops = 2 * m * n * max(used, 1) * k
+                    points.append(Point(quant, text, cut or "default", args.way, us, median, flops / us / 1e6, wrong))
+                    print(points[-1].line(rate), flush=True)
+                product.close()
+        if args.json:
+            args.json.write_text(json.dumps({"device": device.caps.name, "rate": rate, "points": [vars(p) for p in points]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+#version 450
+// Y = X W^T by cooperative matrices: f16 weights, decoded on the way, times f16 activations, sums in f32. Dense or grouped by experts.
+//
+//   binding 0  weights, planes of docs/architecture.md
+//   binding 1  x F16, packed (mat_mul/matrix.glsl): x_stride words of 16 bytes a row, or with FRAGMENTS for FN columns; room for whole
+//              column tiles
+//   binding 2  y F32 [tokens or slots][y_stride values]; or F16, packed as x (y_stride likewise); or, PARTIAL, F32 [parts][n][y_stride]
+//   binding 3  bias F32, binding 4 residual F32, binding 5 route: as in mat_mul/iface.glsl
+//
+// A workgroup makes a tile of TILE_M weight rows times TILE_N columns, each subgroup a part of WARP_M x WARP_N of it as matrices of FM x
+// FN. Along K it goes in steps of STEP_K: threads decode one unit of 32 weights each into f16 rows in shared memory, padded against bank
+// conflicts and double buffered, so that there is one barrier a step; the units of the step after the next are on their way from memory
+// meanwhile. Activations come as ready fragments from memory into registers (FRAGMENTS), or else through shared memory like the weights.
+//
+// In the epilogue each subgroup stages FN columns of its part at a time in shared memory, so that threads get neighbouring rows of one
+// column: bias, GLU and residual are added there, and f16 outputs become fragments by way of a second staging.
+//
+// Defines: QUANT_FILE. The rest are specialization constants.
+#include "mat_mul/matrix.glsl"
+
+layout(constant_id = 5) const uint TILE_M = 128;
+layout(constant_id = 6) const uint TILE_N = 128;
+layout(constant_id = 7) const uint WARP_M = 64;
+layout(constant_id = 8) const uint WARP_N = 64;
+layout(constant_id = 9) const uint STEP_K = 32;
+layout(constant_id = 10) const uint FRAGMENTS = 1;
+layout(constant_id = 11) const uint GROUPED = 0;
+layout(constant_id = 12) const uint HAS_BIAS = 0;
+layout(constant_id = 13) const uint HAS_RESIDUAL = 0;
+layout(constant_id = 14) const uint GLU = 0;
+layout(constant_id = 15) const uint Y_TYPE = 0;   // Y_*
+layout(constant_id = 16) const float GLU_ALPHA = 1.0;
+layout(constant_id = 17) const float GLU_LIMIT = 1.0;
+
+#define Y_F32 0u
+#define Y_PACKED 1u     // F16 row-major
+#define Y_FRAGMENTS 2u
+#define Y_PARTIAL 3u    // F32, sums of a part of K
+
+#define PATH_INT 0
+#include "quant/weights.glsl"
+#include "mat_mul/iface.glsl"
+#include "quant/place.glsl"
+#include QUANT_FILE
+#include "mat_mul/tile.glsl"
+#include "mat_mul/glu.glsl"
+#include "mat_mul/pack.glsl"
+
+layout(std430, set = 0, binding = 1) readonly buffer X { uvec4 x4[]; };
+layout(std430, set = 0, binding = 2) buffer Y { float y1[]; };
+layout(std430, set = 0, binding = 2) buffer YPairs { uvec2 y2[]; };
+layout(std430, set = 0, binding = 2) buffer YQuads { uvec4 y4[]; };
+layout(std430, set = 0, binding = 3) readonly buffer Bias { float bias[]; };
+layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]; };
+
+const uint ACROSS = TILE_N / WARP_N;          // subgroups along the columns
+const uint MS = WARP_M / FM, NS = WARP_N / FN;  // matrices of a subgroup's part
+const uint STEP_UNITS = STEP_K / 32;
+const uint PITCH = STEP_K / 8 + 1;            // words of 16 bytes from row to row
+const uint W_WORDS = TILE_M * PITCH, X_WORDS = TILE_N * PITCH;
+const uint W_PIECES = (TILE_M * STEP_UNITS + WG - 1) / WG;  // units that a thread decodes a step
+const uint X_PIECES = FRAGMENTS != 0 ? 1 : (TILE_N * STEP_K / 8 + WG - 1) / WG;
+const uint CHUNKS = STEP_K / FK;              // matrices along K in a step
+const uint AHEAD = 2;                         // chunks that fragments are asked for before their use
+const uint FRAGMENT_COUNT = FRAGMENTS != 0 ? AHEAD * NS : 1;
+const uint STAGE_PITCH = WARP_M / 4 + 1;
+const uint STAGE_WORDS = FN * STAGE_PITCH;    // of a subgroup
+const uint ALL_STAGES = WG / SG * STAGE_WORDS;
+
+shared uvec4 w_rows[2 * W_WORDS > ALL_STAGES ? 2 * W_WORDS : ALL_STAGES];
+shared uvec4 x_rows[FRAGMENTS != 0 ? 1 : 2 * X_WORDS];
+
+MATRIX_SUM sums[MS * NS];
+UnitRaw raw[W_PIECES];
+uvec4 x_words[X_PIECES];
+uvec4 fragments[FRAGMENT_COUNT];
+
+uint part_m, part_n;  // where this subgroup's part begins in the tile
+
+// Weights: piece `i` of this thread is unit `piece_unit` of row `piece_row` of the tile in this step. Neighbouring threads take
+// neighbouring units.
+uint piece_row(uint i) { return (i * WG + gl_LocalInvocationID.x) / STEP_UNITS; }
+uint piece_unit(uint i) { return (i * WG + gl_LocalInvocationID.x) % STEP_UNITS; }
+
+void fetch_piece(uint i, uint unit) {
+    raw[i] = unit_load(place(tile_matrix + min(tile_row + piece_row(i), p.m - 1u), min(unit + piece_unit(i), end_unit - 1u)));
+}
+
+#if UNIT_INTS
+// Bytes of a word as f16: above 1024 an f16's last bit is worth 1, so a byte put into the low bits of 1024 is 1024 more.
+f16vec2 bytes_of(uint word) {
+#if UNIT_SIGNED
+    return unpackFloat2x16((word & 0x00ff00ffu) | 0x64006400u) - f16vec2(1152.0);
+#else
+    return unpackFloat2x16((word & 0x00ff00ffu) | 0x64006400u) - f16vec2(1024.0);
+#endif
+}
+
+uint scaled(uint word, f16vec2 scale, f16vec2 bias) {
+#if UNIT_BIAS
+    return packFloat2x16(fma(bytes_of(word), scale, -bias));
+#else
+    return packFloat2x16(bytes_of(word) * scale);
+#endif
+}
+
+void put_unit(UnitRaw unit, uint at, bool there) {
+    uint q[8];
+    vec2 scale, bias;
+    unit_ints(unit, q, scale, bias);
+    if (!there) scale = bias = vec2(0.0);
+    const f16vec2 scales = f16vec2(scale), biases = f16vec2(bias);
+    [[unroll]] for (uint i = 0; i < 4; i++) {
+#if UNIT_HALVES
+        const f16vec2 s = i < 2 ? scales.xx : scales.yy, b = i < 2 ? biases.xx : biases.yy;
+#else
+        const f16vec2 s = scales.xx, b = biases.xx;
+#endif
+#if UNIT_SIGNED
+        const uint low = q[2 * i] ^ 0x80808080u, high = q[2 * i + 1] ^ 0x80808080u;
+#else
+        const uint low = q[2 * i], high = q[2 * i + 1];
+#endif
+        w_rows[at + i] = uvec4(scaled(low, s, b), scaled(low >> 8, s, b), scaled(high, s, b), scaled(high >> 8, s, b));
+    }
+}
+#else
+void put_unit(UnitRaw unit, uint at, bool there) {
+    vec4 w[8];
+    unit_decode(unit, w);
+    if (!there)
+        [[unroll]] for (uint i = 0; i < 8; i++) w[i] = vec4(0.0);
+    [[unroll]] for (uint i = 0; i < 4; i++) w_rows[at + i] = uvec4(pack_four(w[2 * i]), pack_four(w[2 * i + 1]));
+}
+#endif
+
+// Units past the end of a row, which a step of several may have, become zeros.
+void put_piece(uint i, uint buffer_at, uint unit) {
+    if (TILE_M * STEP_UNITS % WG == 0 || piece_row(i) < TILE_M)
+        put_unit(raw[i], buffer_at * W_WORDS + piece_row(i) * PITCH + 4 * piece_unit(i),
+                 STEP_UNITS == 1 || unit + piece_unit(i) < end_unit);
+}
+
+// Activations through shared memory.
+void fetch_rows(uint unit) {
+    if (FRAGMENTS != 0) return;
+    [[unroll]] for (uint i = 0; i < X_PIECES; i++) {
+        const uint piece = i * WG + gl_LocalInvocationID.x, c = min(piece / (STEP_K / 8), TILE_N - 1), word = piece % (STEP_K / 8);
+        x_words[i] = x4[(tile_number * TILE_N + c) * p.x_stride + min(unit * 4u + word, end_unit * 4u - 1u)];
+    }
+}
+
+void put_rows(uint buffer_at) {
+    if (FRAGMENTS != 0) return;
+    [[unroll]] for (uint i = 0; i < X_PIECES; i++) {
+        const uint piece = i * WG + gl_LocalInvocationID.x, c = piece / (STEP_K / 8), word = piece % (STEP_K / 8);
+        if (TILE_N * STEP_K / 8 % WG == 0 || c < TILE_N) x_rows[buffer_at * X_WORDS + c * PITCH + word] = x_words[i];
+    }
+}
+
+// Activations as fragments: those of chunk `chunk` of the rows, counted in FK weights.
+void fetch_fragments(uint slot, uint chunk) {
+    if (FRAGMENTS == 0) return;
+    const uint block = min(chunk, end_unit * (32u / FK) - 1u);
+    [[unroll]] for (uint j = 0; j < NS; j++)
+        fragments[slot * NS + j] = x4[((tile_number * TILE_N + part_n) / FN + j) * p.x_stride + block * SG + gl_SubgroupInvocationID];
+}
+
+// Products of the step that begins at `unit`. Meanwhile the weights of the next step are put into the other buffer, those of the step
+// after it asked for, and fragments, too. Weights are put after matrices were loaded and before they are multiplied: a compiler can put
+// the one's instructions between the other's, but no store to shared memory before a load.
+void multiply(uint buffer_at, uint unit) {
+    [[unroll]] for (uint chunk = 0; chunk < CHUNKS; chunk++) {
+        MATRIX_A a[MS];
+        [[unroll]] for (uint i = 0; i < MS; i++)
+            coopMatLoad(a[i], w_rows, buffer_at * W_WORDS + (part_m + i * FM) * PITCH + chunk * FK / 8, PITCH,
+                        gl_CooperativeMatrixLayoutRowMajor);
+        MATRIX_B b[NS];
+        [[unroll]] for (uint j = 0; j < NS; j++) {
+            if (FRAGMENTS != 0) b[j] = from_fragment(fragments[chunk % AHEAD * NS + j]);
+            else coopMatLoad(b[j], x_rows, buffer_at * X_WORDS + (part_n + j * FN) * PITCH + chunk * FK / 8, PITCH,
+                             gl_CooperativeMatrixLayoutColumnMajor);
+        }
+        fetch_fragments(chunk % AHEAD, unit * (32u / FK) + chunk + AHEAD);
+        [[unroll]] for (uint i = 0; i < W_PIECES; i++)
+            if (i * CHUNKS / W_PIECES == chunk) {
+                put_piece(i, buffer_at ^ 1, unit + STEP_UNITS);
+                fetch_piece(i, unit + 2 * STEP_UNITS);
+            }
+        if (chunk == 0) {
+            put_rows(buffer_at ^ 1);
+            fetch_rows(unit + 2 * STEP_UNITS);
+        }
+        [[unroll]] for (uint j = 0; j < NS; j++)
+            [[unroll]] for (uint i = 0; i < MS; i++) sums[i * NS + j] = coopMatMulAdd(a[i], b[j], sums[i * NS + j]);
+    }
+}
+
+// Four neighbouring output rows, from `row` of the tile on, of column `c`, out of what is staged from `at` on.
+vec4 finished(uint at, uint row, uint column) {
+    vec4 v[2];
+    const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
+    [[unroll]] for (uint i = 0; i < quads; i++) {
+        v[i] = p.y_scale * uintBitsToFloat(w_rows[at + i]);
+        if (HAS_BIAS != 0 && Y_TYPE != Y_PARTIAL)
+            [[unroll]] for (uint e = 0; e < 4; e++) v[i][e] += bias[p.w_row0 + tile_matrix + min(matrix_row + 4u * i + e, p.m - 1u)];
+    }
+    if (GLU != 0) return vec4(glu(v[0].x, v[0].y), glu(v[0].z, v[0].w), glu(v[1].x, v[1].y), glu(v[1].z, v[1].w));
+    if (HAS_RESIDUAL != 0 && Y_TYPE != Y_PARTIAL)
+        [[unroll]] for (uint e = 0; e < 4; e++)
+            if (matrix_row + e < p.m) v[0][e] += residual[column * p.y_stride + p.y_offset + matrix_row + e];
+    return v[0];
+}
+
+const uint OUT_SHIFT = GLU != 0 ? 1 : 0;
+const uint OUT_QUADS = WARP_M >> (2 + OUT_SHIFT);  // of a column of a subgroup's part
+const uint OUT_PITCH = (OUT_QUADS + 1) / 2 + 1;    // of the second staging, in f16
+const uint ITEMS = (FN * OUT_QUADS + SG - 1) / SG;   // of four outputs, a lane
+
+void store_four(uint column, uint row, vec4 v) {
+    const uint rows = p.m >> OUT_SHIFT;
+    if (row >= rows) return;
+    const uint at = (Y_TYPE == Y_PARTIAL ? gl_WorkGroupID.z * p.n + column : column) * p.y_stride + p.y_offset + row;
+    if ((at & 3u) == 0u && row + 3u < rows) y4[at >> 2] = floatBitsToUint(v);
+    else
+        [[unroll]] for (uint e = 0; e < 4; e++)
+            if (row + e < rows) y1[at + e] = v[e];
+}
+
+// Stages FN columns of this subgroup's part, which begin at column `first` of the tile, and stores them.
+void store_columns(uint j, uint first) {
+    const uint stage = gl_SubgroupID * STAGE_WORDS, lane = gl_SubgroupInvocationID;
+    const uint out_row = (tile_row + part_m) >> OUT_SHIFT, rows = p.m >> OUT_SHIFT;
+    [[unroll]] for (uint i = 0; i < MS; i++)
+        coopMatStore(sums[i * NS + j], w_rows, stage + i * FM / 4, STAGE_PITCH, gl_CooperativeMatrixLayoutColumnMajor);
+    subgroup_sync();
+    uvec2 packed[ITEMS];
+    [[unroll]] for (uint i = 0; i < ITEMS; i++) {
+        const uint item = i * SG + lane, c = item / OUT_QUADS, quad = item % OUT_QUADS;
+        const bool there = first + c < tile_count && (FN * OUT_QUADS % SG == 0 || c < FN);
+        const uint column = there ? column_of(first + c) : 0u;
+        vec4 v = vec4(0.0);
+        if (there) v = finished(stage + c * STAGE_PITCH + (quad << OUT_SHIFT), part_m + ((4 * quad) << OUT_SHIFT), column);
+        if (Y_TYPE == Y_F32 || Y_TYPE == Y_PARTIAL) {
+            if (there) store_four(column, out_row + 4 * quad, v);
+        } else {
+            // Outputs past the last row fill the last unit up with zeros.
+            [[unroll]] for (uint e = 0; e < 4; e++) v[e] = out_row + 4 * quad + e < rows ? p.out_scale * v[e] : 0.0;
+            packed[i] = pack_four(v);
+            if (Y_TYPE == Y_PACKED && there && p.y_offset + out_row + 4 * quad < 8u * p.y_stride)
+                y2[(tile_number * TILE_N + first + c) * 2u * p.y_stride + (p.y_offset + out_row) / 4u + quad] = packed[i];
+        }
+    }
+    subgroup_sync();
+    if (Y_TYPE != Y_FRAGMENTS) return;
+    [[unroll]] for (uint i = 0; i < ITEMS; i++) {
+        const uint item = i * SG + lane, c = item / OUT_QUADS, quad = item % OUT_QUADS;
+        if (FN * OUT_QUADS % SG == 0 || c < FN) {
+            w_rows[stage + c * OUT_PITCH + quad / 2][2 * (quad & 1)] = packed[i].x;
+            w_rows[stage + c * OUT_PITCH + quad / 2][2 * (quad & 1) + 1] = packed[i].y;
+        }
+    }
+    subgroup_sync();
+    [[unroll]] for (uint k = 0; k < 4 * OUT_QUADS; k += FK) {
+        const uint block = (p.y_offset + out_row + k) / FK;
+        if (block * SG < p.y_stride) {
+            MATRIX_B b;
+            coopMatLoad(b, w_rows, stage + k / 8, OUT_PITCH, gl_CooperativeMatrixLayoutColumnMajor);
+            y4[((tile_number * TILE_N + first) / FN) * p.y_stride + block * SG + lane] = to_fragment(b);
+        }
+    }
+    subgroup_sync();
+}
+
+void store_part() {
+    // All subgroups go through all columns, though some may have nothing to store: CPU drivers may hold up the whole workgroup for a
+    // subgroup's barrier.
+    [[unroll]] for (uint j = 0; j < NS; j++) store_columns(j, part_n + j * FN);
+}
+
+void main() {
+#ifdef UNIT_TABLE
+    unit_table(gl_LocalInvocationID.x, WG);
+#endif
+    if (!find_tile()) return;
+    part_m = gl_SubgroupID / ACROSS * WARP_M;
+    part_n = gl_SubgroupID % ACROSS * WARP_N;
+    [[unroll]] for (uint i = 0; i < W_PIECES; i++) fetch_piece(i, first_unit);
+    fetch_rows(first_unit);
+    [[unroll]] for (uint i = 0; i < AHEAD; i++) fetch_fragments(i, first_unit * (32u / FK) + i);
+    [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
+#ifdef UNIT_TABLE
+    barrier();
+#endif
+    [[unroll]] for (uint i = 0; i < W_PIECES; i++) {
+        put_piece(i, 0, first_unit);
+        fetch_piece(i, first_unit + STEP_UNITS);
+    }
+    put_rows(0);
+    fetch_rows(first_unit + STEP_UNITS);
+    barrier();
+    uint turn = 0;
+    [[dont_unroll]] for (uint unit = first_unit; unit < end_unit; unit += STEP_UNITS) {
+        multiply(turn, unit);
+        barrier();
+        turn ^= 1;
+    }
+    if (Y_TYPE == Y_F32 && HAS_BIAS == 0 && HAS_RESIDUAL == 0 && GLU == 0 && GROUPED == 0 && tile_row + TILE_M <= p.m &&
+        tile_count == TILE_N) {
+        // A whole tile with nothing to add: straight from the matrices.
+        [[unroll]] for (uint i = 0; i < MS * NS; i++)
+            coopMatStore(sums[i] * p.y_scale, y1,
+                         (tile_column + part_n + i % NS * FN) * p.y_stride + p.y_offset + tile_row + part_m + i / NS * FM, p.y_stride,
+                         gl_CooperativeMatrixLayoutColumnMajor);
+        return;
+    }
+    store_part();
+}

@@ -1,0 +1,94 @@
+#version 450
+// Y = X W^T in f32 throughout: many tokens times a weight of any type, dense or grouped by experts. The reference of the mat-mul family,
+// what `--act f32` takes, and the quickest on CPU drivers.
+//
+//   binding 0  weights, planes of docs/architecture.md
+//   binding 1  x F32 [tokens or slots][x_stride values]
+//   binding 2  y F32 [tokens or slots][y_stride values]
+//   binding 3  bias F32, binding 4 residual F32, binding 5 route: as in mat_mul/iface.glsl
+//
+// Threads and tiles: mat_mul/rows.glsl.
+//
+// Defines:
+//   QUANT_FILE         the decoder of the weights
+//   WG, ROWS, COLS     threads, weight rows of a thread, columns of a tile
+//   BY_LANES           1: activations go from lane to lane (subgroups of eight or more, WG a multiple of them)
+//   K_TAIL             1: k is no multiple of 32
+//   GROUPED            1: columns are slots of experts
+//   HAS_BIAS, HAS_RESIDUAL, GLU (0, 1, 2), GLU_ALPHA, GLU_LIMIT
+#extension GL_EXT_control_flow_attributes : require
+#if BY_LANES
+#extension GL_KHR_shader_subgroup_basic : require
+#extension GL_KHR_shader_subgroup_shuffle : require
+#endif
+
+layout(local_size_x = WG) in;
+
+#define PATH_INT 0
+#define Y_F32 0
+#define Y_Q8_1 1
+#define Y_TYPE Y_F32
+#define TILE_M (WG * ROWS)
+#define TILE_N COLS
+#include "quant/weights.glsl"
+#include "mat_mul/iface.glsl"
+#include "quant/place.glsl"
+#include QUANT_FILE
+#include "mat_mul/tile.glsl"
+
+layout(std430, set = 0, binding = 1) readonly buffer X { float x1[]; };
+layout(std430, set = 0, binding = 1) readonly buffer XQuads { vec4 x4[]; };
+layout(std430, set = 0, binding = 2) writeonly buffer Y { float y1[]; };
+
+vec4 weights[ROWS][8];
+
+void decode(uint r, UnitRaw raw) { unit_decode(raw, weights[r]); }
+
+// Four neighbouring values, zeros past the end of a row.
+vec4 four_of(uint row, uint quad) {
+#if K_TAIL
+    vec4 v;
+    [[unroll]] for (uint i = 0; i < 4; i++) v[i] = 4u * quad + i < p.k ? x1[row * p.x_stride + 4u * quad + i] : 0.0;
+    return v;
+#else
+    return x4[row * (p.x_stride >> 2) + quad];
+#endif
+}
+
+#if BY_LANES
+vec4 own;
+
+void activations(uint row, uint unit) { own = four_of(row, unit * 8u + (gl_SubgroupInvocationID & 7u)); }
+vec4 quad_of(uint i) { return subgroupShuffle(own, i); }
+#else
+vec4 all_quads[8];
+
+void activations(uint row, uint unit) {
+    [[unroll]] for (uint i = 0; i < 8; i++) all_quads[i] = four_of(row, unit * 8u + i);
+}
+vec4 quad_of(uint i) { return all_quads[i]; }
+#endif
+
+void multiply(inout float sums[ROWS]) {
+    // Two chains of additions a row: a CPU starts two a cycle and has each after four or five.
+    vec2 chains[ROWS];
+    [[unroll]] for (uint r = 0; r < ROWS; r++) chains[r] = vec2(0.0);
+    [[unroll]] for (uint i = 0; i < 8; i++) {
+        const vec4 x = quad_of(i);
+        [[unroll]] for (uint r = 0; r < ROWS; r++) chains[r] = fma(weights[r][i].zw, x.zw, fma(weights[r][i].xy, x.xy, chains[r]));
+    }
+    [[unroll]] for (uint r = 0; r < ROWS; r++) sums[r] += chains[r].x + chains[r].y;
+}
+
+#include "mat_mul/rows.glsl"
+
+void main() {
+    const uint tid = gl_LocalInvocationIndex;
+#ifdef UNIT_TABLE
+    unit_table(tid, WG);
+    barrier();
+#endif
+    if (!find_tile()) return;
+    sum_tile(tid);
+    store_tile(tid);
+}

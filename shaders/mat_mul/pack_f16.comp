@@ -1,0 +1,128 @@
+#version 450
+// Activations as packed f16 (mat_mul/matrix.glsl), for mat_mul/coop_mat.comp; with NORM the RMS norm of each row before.
+//
+//   binding 0  x F32 [rows][k]
+//   binding 1  y F16: row-major or fragments
+//   binding 2  norm weight F32 [k] (NORM 2); else any buffer
+//   binding 3  route (GROUPED); else any buffer
+//
+// A workgroup packs a group of columns: with FRAGMENTS the FN of a column of matrices, else as many as it has subgroups. Columns are
+// tokens or, GROUPED, places of the route's tiles, whose rows of x are those of their slots. Each subgroup first adds up the squares of some of the
+// columns (NORM), a column at a time; then subgroups take turns along K, 64 values at a time for fragments: threads bring f16 rows into
+// shared memory, from where they are loaded as matrices.
+//
+// Defines: FRAGMENTS (1 needs cooperative matrices). The rest are specialization constants.
+#if FRAGMENTS
+#include "mat_mul/matrix.glsl"
+#else
+#extension GL_EXT_control_flow_attributes : require
+#extension GL_KHR_shader_subgroup_basic : require
+layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
+layout(constant_id = 0) const uint WG = 128;  // threads
+layout(constant_id = 1) const uint SG = 32;   // threads of a subgroup
+#endif
+#extension GL_KHR_shader_subgroup_arithmetic : require
+layout(constant_id = 5) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight
+layout(constant_id = 6) const uint GROUPED = 0;
+layout(constant_id = 7) const uint TILE_N = 128;
+#include "mat_mul/pack.glsl"
+
+layout(push_constant) uniform Push {
+    uint n;         // columns
+    uint k;         // values of a row of x
+    uint y_stride;  // words of 16 bytes: of a row, or of a column of matrices
+    uint tiles;     // grouped: column tiles that the route has room for
+    uint x_shared;  // grouped: slots that share a row of x
+    float scale;    // everything is multiplied by it
+    float eps;
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer X { float x[]; };
+layout(std430, set = 0, binding = 0) readonly buffer XQuads { vec4 x4[]; };
+#if FRAGMENTS
+layout(std430, set = 0, binding = 1) writeonly buffer Y { uvec4 y4[]; };
+#else
+layout(std430, set = 0, binding = 1) writeonly buffer Y { uvec2 y2[]; };
+#endif
+layout(std430, set = 0, binding = 2) readonly buffer NormWeight { float norm_weight[]; };
+layout(std430, set = 0, binding = 3) readonly buffer Route { uint route[]; };
+
+// The row of x of a column; NONE where there is none.
+#define NONE 0xffffffffu
+uint row_of(uint column) {
+    if (GROUPED == 0) return column < p.n ? column : NONE;
+    const uint tile = column / TILE_N, c = column % TILE_N;
+    if (tile >= p.tiles || c >= route[4u * tile + 2u]) return NONE;
+    return route[4u * p.tiles + route[4u * tile + 1u] + c] / p.x_shared;
+}
+
+// Values 4 * quad .. + 3 of a row, zeros where there is none.
+vec4 four_of(uint row, uint quad) {
+    if (row == NONE || 4u * quad >= p.k) return vec4(0.0);
+    if ((p.k & 3u) == 0u) return x4[row * (p.k >> 2) + quad];
+    vec4 v;
+    [[unroll]] for (uint i = 0; i < 4; i++) v[i] = 4u * quad + i < p.k ? x[row * p.k + 4u * quad + i] : 0.0;
+    return v;
+}
+
+float row_factor(uint row) {
+    if (NORM == 0) return p.scale;
+    float square = 0.0;
+    for (uint quad = gl_SubgroupInvocationID; 4u * quad < p.k; quad += SG) {
+        const vec4 v = four_of(row, quad);
+        square += dot(v, v);
+    }
+    return p.scale * inversesqrt(subgroupAdd(square) / float(p.k) + p.eps);
+}
+
+uvec2 packed(uint row, uint quad, float factor) {
+    vec4 v = factor * four_of(row, quad);
+    if (NORM == 2)
+        [[unroll]] for (uint i = 0; i < 4; i++) v[i] *= norm_weight[min(4u * quad + i, p.k - 1u)];
+    return pack_four(v);
+}
+
+#if FRAGMENTS
+#define PIECE 64  // values along K that a subgroup has in shared memory
+const uint PITCH = PIECE / 8 + 1;
+const uint SUBGROUPS = WG / SG;
+shared float factors[FN];
+shared uvec4 rows[SUBGROUPS * FN * PITCH];
+
+void main() {
+    const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x, lane = gl_SubgroupInvocationID;
+    const uint stage = gl_SubgroupID * FN * PITCH, end = p.y_stride / SG * FK;
+    for (uint c = gl_SubgroupID; c < FN; c += SUBGROUPS) {
+        const float factor = row_factor(row_of(group * FN + c));
+        if (lane == 0u) factors[c] = factor;
+    }
+    barrier();
+    for (uint turn = 0; turn < end; turn += SUBGROUPS * PIECE) {
+        const uint first = turn + gl_SubgroupID * PIECE;
+        [[unroll]] for (uint i = 0; i < FN * PIECE / 4; i += SG) {
+            const uint c = (i + lane) / (PIECE / 4), quad = (i + lane) % (PIECE / 4);
+            const uvec2 four = packed(row_of(group * FN + c), first / 4u + quad, factors[c]);
+            rows[stage + c * PITCH + quad / 2u][2u * (quad & 1u)] = four.x;
+            rows[stage + c * PITCH + quad / 2u][2u * (quad & 1u) + 1u] = four.y;
+        }
+        subgroup_sync();
+        [[unroll]] for (uint k = 0; k < PIECE; k += FK) {
+            if (first + k < end) {
+                MATRIX_B b;
+                coopMatLoad(b, rows, stage + k / 8, PITCH, gl_CooperativeMatrixLayoutColumnMajor);
+                y4[group * p.y_stride + (first + k) / FK * SG + lane] = to_fragment(b);
+            }
+        }
+        subgroup_sync();
+    }
+}
+#else
+void main() {
+    const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+    const uint column = group * (WG / SG) + gl_SubgroupID, row = row_of(column);
+    if (row == NONE) return;
+    const float factor = row_factor(row);
+    for (uint quad = gl_SubgroupInvocationID; quad < 2u * p.y_stride; quad += SG)
+        y2[column * 2u * p.y_stride + quad] = packed(row, quad, factor);
+}
+#endif

@@ -1,0 +1,41 @@
+#version 450
+// Adds up the parts of a split-K product, in their order, and does what its epilogue would have done.
+//
+//   binding 0  parts F32 [PARTS][n][m]
+//   binding 1  y F32 [n][y_stride]
+//   binding 2  bias F32 [m], binding 3 residual F32 [n][y_stride]; where there is none, any buffer
+//
+// A thread makes an output row of one column; gl_WorkGroupID.y counts columns.
+//
+// Defines: WG, PARTS, HAS_BIAS, HAS_RESIDUAL, GLU (0, 1, 2), GLU_ALPHA, GLU_LIMIT
+#extension GL_EXT_control_flow_attributes : require
+layout(local_size_x = WG) in;
+
+layout(push_constant) uniform Push {
+    uint m;         // weight rows
+    uint n;         // columns
+    uint y_stride;
+    uint y_offset;  // output row of the first weight row
+    uint w_row0;    // row of the whole weight where these begin
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer Parts { float parts[]; };
+layout(std430, set = 0, binding = 1) writeonly buffer Y { float y[]; };
+layout(std430, set = 0, binding = 2) readonly buffer Bias { float bias[]; };
+layout(std430, set = 0, binding = 3) readonly buffer Residual { float residual[]; };
+#include "mat_mul/glu.glsl"
+
+float total(uint column, uint row) {
+    float sum = HAS_BIAS != 0 ? bias[p.w_row0 + row] : 0.0;
+    [[unroll]] for (uint i = 0; i < PARTS; i++) sum += parts[(i * p.n + column) * p.m + row];
+    return sum;
+}
+
+void main() {
+    const uint row = gl_GlobalInvocationID.x, column = gl_WorkGroupID.y;
+    if (row >= (GLU != 0 ? p.m / 2u : p.m)) return;
+    const uint at = column * p.y_stride + p.y_offset + row;
+    float v = GLU != 0 ? glu(total(column, 2u * row), total(column, 2u * row + 1u)) : total(column, row);
+    if (HAS_RESIDUAL != 0) v += residual[at];
+    y[at] = v;
+}

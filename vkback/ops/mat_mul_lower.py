@@ -1,0 +1,175 @@
+"""MAT_VEC nodes of many tokens as mat-mats: which kernel the tables choose, and the dispatches of the node by it.
+
+A prompt's mat-vecs take many tokens at once; the kernels of shaders/mat_mul then read each weight once for a whole tile of tokens. What is
+fused around the node is carried out by their epilogues, or by dispatches behind them: the weighted sum of experts, rounding to Q8_1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from vkback import quants
+from vkback.graph import Node, Tensor
+from vkback.ops.base import OPS, Dispatch, LowerContext, PlanError, Tolerance, declare
+from vkback.ops.mat_mul import UNIT, MatMul, MatMulShape, Way, default_shape, lower, matrix_shape, pack_f16, packed, route, route_tensor
+from vkback.ops.mat_vec_node import Experts, MatVecNode, Path
+from vkback.ops.quantize import quantize_dispatch
+
+Kernel = Literal["mat_vec", "coop_mat", "int_dot", "f32"]
+"""The mat-vec kernels, 16 tokens at a time; or one of the mat-mats (vkback/ops/mat_mul.py)."""
+
+declare(
+    "mat_mul",
+    match={
+        "matrices": (False, True),  # cooperative matrices of f16 with f32 sums, and no --act that forbids them
+        "path": get_args(Path),  # how mat-vecs of the type multiply
+        "experts": get_args(Experts),
+        "n": "number",
+        "quant": tuple(quants.QUANTS),
+        "decoder": get_args(quants.Decoder),
+        "m": "number",
+        "k": "number",
+    },
+    params={
+        "kernel": get_args(Kernel),
+        "tile_m": "positive",  # weight rows of a workgroup's tile (coop_mat)
+        "tile_n": "positive",  # tokens or slots of the tile
+        "step_k": "positive",  # weights of a row between two barriers (coop_mat)
+        "warp_m": "positive",  # the part of the tile that a subgroup makes (coop_mat)
+        "warp_n": "positive",
+        "split_k": "positive",  # parts of a row, added up at the end (coop_mat, dense)
+    },
+)
+
+F16_TOLERANCE = Tolerance(
+    1e-6, 0.02, "weights and activations rounded to f16 (relative error 2^-12 in the mean square of each: NMSE 1.2e-7), sums in f32"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatMulChoice:
+    """What the tables say for a node. shape None: the mat-vec kernels."""
+
+    shape: MatMulShape | None
+    source: str
+
+    @property
+    def x_type(self) -> str:
+        """What the kernel wants x as from its producer: F32 (coop_mat packs it) or Q8_1."""
+        return "Q8_1" if self.shape is not None and self.shape.way == "int_dot" else "F32"
+
+
+def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
+    """The kernel for a node: a mat-mat where the tables say so and device and node allow it, else the mat-vec kernels."""
+    if node.n < 2 or "norm" in node.extra or node.chosen:
+        return MatMulChoice(None, "one token, or a prologue that only mat-vecs have")
+    path, _ = node.path(ctx)
+    matrix = matrix_shape(ctx.caps) if ctx.act == "auto" else None
+    choice = ctx.tuning.pick(
+        "mat_mul", matrices=matrix is not None, path=path, experts=node.experts, n=node.n, quant=node.w.type,
+        decoder=quants.quant(node.w.type).decoder, m=node.m, k=node.k,
+    )  # fmt: skip
+    kernel: Kernel = choice["kernel"]
+    if kernel == "int_dot" and path == "float":
+        kernel = "f32"
+    if kernel == "coop_mat" and matrix is None:
+        kernel = "int_dot" if path == "int" else "f32"
+    partial_q8 = node.y.type == "Q8_1" and node.rows_total != node.m >> node.glu
+    if kernel == "mat_vec" or (node.x.type == "Q8_1" and kernel != "int_dot") or partial_q8:
+        return MatMulChoice(None, choice.source)
+    if kernel != "coop_mat":
+        return MatMulChoice(_by_rows(kernel, node, choice["tile_n"], ctx), choice.source)
+    assert matrix is not None
+    warps = choice["tile_m"] // choice["warp_m"] * (choice["tile_n"] // choice["warp_n"])
+    split = choice["split_k"] if node.experts == "none" else 1
+    cut = (choice["tile_m"], choice["tile_n"], choice["step_k"], warps, split, choice["warp_m"], choice["warp_n"])
+    shape = MatMulShape("coop_mat", *cut, matrix, ctx.fragments)
+    return MatMulChoice(_fitting(shape, ctx), choice.source)
+
+
+def _by_rows(way: Way, node: MatVecNode, tile_n: int, ctx: LowerContext) -> MatMulShape:
+    """A shape of the kernels without shared memory; a Q8_1 output takes 4 rows a thread, 8 with GLU."""
+    shape = default_shape(way, node.n, ctx.caps)
+    rows = 8 if node.y.type == "Q8_1" and node.glu and way == "int_dot" else 4
+    return dataclasses.replace(shape, tile_n=tile_n, tile_m=shape.tile_m // 4 * rows)
+
+
+def shared_bytes(shape: MatMulShape) -> int:
+    """Shared memory of shaders/mat_mul/coop_mat.comp: double-buffered rows of weights, and of activations where they are no fragments."""
+    pitch = 16 * (shape.step_k // 8 + 1)
+    stages = 16 * shape.warps * shape.matrix[1] * (shape.warp_m // 4 + 1)
+    return max(2 * shape.tile_m * pitch, stages) + (16 if shape.fragments else 2 * shape.tile_n * pitch)
+
+
+def _fitting(shape: MatMulShape, ctx: LowerContext) -> MatMulShape | None:
+    """The shape with steps along K, and then rows, as the device's shared memory and workgroup size allow; None where none fits."""
+    caps = ctx.caps
+    while shared_bytes(shape) > caps.max_shared_memory and shape.step_k > UNIT:
+        shape = dataclasses.replace(shape, step_k=shape.step_k // 2)
+    threads = shape.warps * caps.subgroup_size
+    fits = shared_bytes(shape) <= caps.max_shared_memory and threads <= caps.max_workgroup_invocations
+    return shape if fits else None
+
+
+def x_wanted(node: Node, ctx: LowerContext) -> str:
+    """F32 or Q8_1: how a MAT_VEC node without a prologue wants its x."""
+    taken = MatVecNode.of(node)
+    choice = choose(taken, ctx)
+    if choice.shape is None:
+        return "Q8_1" if taken.path(ctx)[0] == "int" else "F32"
+    return choice.x_type
+
+
+def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> list[Dispatch]:
+    """The dispatches of a node by a mat-mat: route of the experts, x in the form that the kernel takes, the mat-mat, what comes behind."""
+    shape, name, caps = choice.shape, node.node.name, ctx.caps
+    if shape is None:
+        raise PlanError(f"[mat_mul] {name}: {choice.source} chooses the mat-vec kernels")
+    before: list[Dispatch] = []
+    grouped = node.experts != "none"
+    columns, experts = node.n * node.n_used, node.w.shape[0] if grouped else 0
+    routes = None
+    if grouped:
+        routes = route_tensor(f"{name}.route", columns, experts, shape.tile_n)
+        before.append(route(node.extra["ids"], routes, experts, shape.tile_n, caps))
+    x, x_shared = node.x, node.n_used if grouped and (len(node.x.shape) < 3 or node.x.shape[1] == 1) else 1
+    if shape.way == "coop_mat":
+        x = packed(f"{name}.x_f16", columns, node.k, shape, experts)
+        before.append(pack_f16(node.x, x, columns, shape, caps, routes=routes, x_shared=x_shared))
+    elif shape.way == "int_dot" and x.type == "F32":
+        x = Tensor(f"{name}.x_q8_1", "Q8_1", node.x.shape)
+        before += quantize_dispatch(node.x, x, ctx)
+    target, behind = _behind(node, shape, ctx)
+    params = node.node.params
+    clamped = node.glu and "limit" in params
+    job = MatMul(
+        node.w, x, target, columns,
+        bias=node.extra.get("bias"),
+        residual=node.extra.get("residual") if node.experts != "summed" else None,
+        route=routes,
+        x_shared=x_shared,
+        glu=("oai" if clamped else "silu") if node.glu else "",
+        alpha=float(params["alpha"]) if clamped else 0.0,
+        limit=float(params["limit"]) if clamped else 0.0,
+        y_row0=int(params.get("row0", 0)),
+        label=name,
+    )  # fmt: skip
+    made = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in lower(job, shape, caps)]
+    return [*before, *made, *behind]
+
+
+def _behind(node: MatVecNode, shape: MatMulShape, ctx: LowerContext) -> tuple[Tensor, list[Dispatch]]:
+    """Where the mat-mat stores, and the dispatches that make the node's output of it: the sum over experts, rounding to Q8_1."""
+    name, y = node.node.name, node.y
+    rounds = y.type == "Q8_1" and shape.way != "int_dot"
+    final = Tensor(f"{name}.f32", "F32", y.shape) if rounds or (y.type == "Q8_1" and node.experts == "summed") else y
+    behind: list[Dispatch] = []
+    target = final
+    if node.experts == "summed":
+        target = Tensor(f"{name}.slots", "F32", (node.n, node.n_used, node.m >> node.glu))
+        terms = [target, node.extra["expert_weights"], *([node.extra["residual"]] if "residual" in node.extra else [])]
+        behind += OPS["MOE_REDUCE"].lower(Node("MOE_REDUCE", tuple(terms), (final,)), ctx)
+    if final is not y:
+        behind += quantize_dispatch(final, y, ctx)
+    return target, behind
