@@ -20,7 +20,8 @@ from vkback.shader import ShaderLibrary
 
 PLAIN = FlashAttnExt()
 FUSED = AttnDecode()
-CASES = [c for op in (PLAIN, FUSED) for c in op.cases() if "tuning" not in c.params]
+PROMPTS = {c.line for c in PLAIN.prompt_cases()}  # tests/test_attention_prompt.py has these
+CASES = [c for op in (PLAIN, FUSED) for c in op.cases() if "tuning" not in c.params and c.line not in PROMPTS]
 FUSED_CASES = sum(c.op == FUSED.name for c in CASES)
 
 # Where the wanted threads are fewer than a row of V needs, the kernel takes more; splits appear only where rows_per_split allows. With 16

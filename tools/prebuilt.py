@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from vkback.ops.mat_mul import prebuilt_variants
+from vkback.ops import attention_prompt, mat_mul
 from vkback.paths import shader_root
 from vkback.shader import ShaderLibrary
 from vkback.shader.prebuilt import FOLDER, stale, write
@@ -19,7 +19,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    variants = prebuilt_variants()
+    variants = [*mat_mul.prebuilt_variants(), *attention_prompt.prebuilt_variants()]
     if args.check:
         old = stale(shader_root(), variants)
         for name in old:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops import rope_angles
+from vkback.ops import attention_prompt, rope_angles
 from vkback.ops.attention_cases import DecodeCases, FlashCases
 from vkback.ops.base import (
     OPS,
@@ -67,6 +67,7 @@ declare(
         "queries": (1, 2, 4, 8, 16),  # (head, token) pairs that share the reads of a workgroup, at most
         "groups": "positive",  # workgroups wanted for one token when the context is full
         "rows_per_split": "positive",  # rows below which a split is not worth its own workgroup
+        **attention_prompt.PARAMS,
     },
 )
 
@@ -207,6 +208,26 @@ def _lower(
     )
 
 
+def _choice(node: Node, ctx: LowerContext) -> Choice:
+    """What the tables say of a FLASH_ATTN_EXT."""
+    (n, n_head, hd), (n_head_kv, n_ctx, _) = node.inputs[0].shape, node.inputs[1].shape
+    return ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
+
+
+def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape | None:
+    """The shape of the kernel for prompts, where the tables choose it for a FLASH_ATTN_EXT and the device can run it."""
+    _check(node, ctx, node.inputs[1], node.inputs[2], node.inputs[0].shape[1])
+    return attention_prompt.shape_for(_choice(node, ctx), node.inputs[1].shape[2], ctx.caps)
+
+
+def prompt_job(node: Node) -> attention_prompt.PromptJob:
+    q, cache_k, cache_v, pos, *sinks = node.inputs
+    window = int(node.params.get("window", 0))
+    return attention_prompt.PromptJob(
+        q, cache_k, cache_v, pos, node.outputs[0], float(node.params["scale"]), window, sinks[0] if sinks else None, node.name
+    )
+
+
 def _tolerance(node: Node) -> Tolerance:
     if node.outputs[0].type == "Q8_1":
         return Tolerance(1e-4, 0.1, "outputs are rounded to 8 bits: 1/254 of the largest of 32, which is up to ten times their rms")
@@ -258,10 +279,15 @@ class FlashAttnExt(FlashCases):
         q, cache_k, cache_v, pos = node.inputs[:4]
         n, n_head = q.shape[:2]
         extra = [("sinks", t) for t in node.inputs[4:]]
+        prompt = prompt_shape(node, ctx)
+        if prompt is not None:
+            job = prompt_job(node)
+            return [attention_prompt.lower(job, prompt, ctx.caps, _choice(node, ctx).source)]
         return [_lower(node, ctx, q, cache_k, cache_v, pos, n, n_head, extra, {})]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return _tolerance(node)
+        prompt = prompt_shape(node, ctx)
+        return _tolerance(node) if prompt is None else attention_prompt.tolerance(prompt, node.outputs[0])
 
 
 @register

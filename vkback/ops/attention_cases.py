@@ -65,6 +65,27 @@ class FlashCases(Op):
             yield self.build_case(8, 2, 64, 600, (599, 255, 31, -1), "F32", seed=23).where(**shape)
         yield self.build_case(8, 2, 32, 300, (299, 90), "F32", seed=24, window=200, sinks=True).where(**MANY_SPLITS[0])
         yield self.build_case(4, 2, 80, 300, (299,), "F32", seed=25).where(**MANY_SPLITS[0])
+        yield from self.prompt_cases()
+
+    def prompt_cases(self) -> Iterator[Case]:
+        """Prompts: one, four and eight heads of a kv head, at several depths, blocks and tiles that are not full."""
+        shapes: tuple[tuple[int, int, int, int, int, str], ...] = (
+            (4, 1, 64, 17, 17, "F32"),
+            (4, 1, 64, 67, 64, "F32"),
+            (8, 1, 64, 1100, 100, "Q8_1"),
+            (2, 2, 32, 512, 512, "F32"),
+            (4, 2, 80, 38, 35, "F32"),
+            (4, 2, 128, 1033, 33, "F32"),
+            (2, 1, 256, 39, 34, "F32"),
+        )
+        for seed, (n_head, n_head_kv, hd, kv, nb, y) in enumerate(shapes, 30):
+            yield self.build_case(n_head, n_head_kv, hd, y=y, kv=kv, nb=nb, seed=seed)
+        yield self.build_case(8, 1, 64, kv=1100, nb=100, seed=40, sinks=True)
+        yield self.build_case(4, 1, 64, kv=250, nb=100, seed=41, window=50)
+        yield self.build_case(6, 2, 64, y="Q8_1", kv=67, nb=67, seed=42, window=16, sinks=True)
+        padded = (*range(3, 22), -1, -1, -1, *range(22, 50), -1)
+        yield self.build_case(4, 2, 64, 64, padded, seed=43)
+        yield self.build_case(2, 2, 64, 64, padded, seed=44, window=9, sinks=True)
 
     def full_cases(self) -> Iterator[Case]:
         for hd, ratio, kv, nb in product((64, 128), (1, 4, 8, 12, 16, 20, 32), (113, 512, 1024), (1, 3, 32, 75)):

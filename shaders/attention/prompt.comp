@@ -1,0 +1,182 @@
+#version 450
+// Attention of many tokens over an F16 cache with online softmax, f32 throughout (FLASH_ATTN_EXT), for devices without matrices.
+//
+// out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
+//
+// Operands and tiles: attention/prompt_iface.glsl. A workgroup walks the rows that any query of its tile sees in blocks of ROWS, which begin at
+// multiples of ROWS, so that a token's bits do not depend on the others of its tile. LANES neighbouring threads share a query: each has quads (four
+// values) part, part + LANES .. of it and of its weighted sum, and QUERIES queries that lie SLOTS apart. A thread keeps maximum and sum of weights of
+// its own queries, so the softmax needs no other thread.
+//
+//   BY_LANES 1  a workgroup is one subgroup and LANES is 1. Lanes load the words of a row between them and broadcast them by shuffles: on a CPU driver
+//               a load takes an instruction for every lane, a shuffle one for all.
+//   BY_LANES 0  blocks of K and V go through shared memory as f32; threads with the same part read the same address.
+//
+// Defines: HD LANES QUERIES ROWS BY_LANES OUT_TYPE HAS_SINKS; WG_SIZE and the others of common/reduce.glsl
+
+#define QUADS (HD / 4 / LANES)        // of a query, a thread
+#define ROW_QUADS (HD / 4)
+#define ROW_WORDS (HD / 8)
+#define SLOTS (WG_SIZE / LANES)
+#define TILE_Q (SLOTS * QUERIES)
+#define ROWS_AT_ONCE (ROWS < 4 ? ROWS : 4)
+#define REDUCE_GROUPS 1
+
+#extension GL_EXT_control_flow_attributes : require
+#include "common/reduce.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+#include "attention/prompt_iface.glsl"
+
+vec4 query[QUERIES][QUADS];
+vec4 sum[QUERIES][QUADS];
+float score[QUERIES][ROWS];
+float top[QUERIES], weight[QUERIES];
+uvec2 seen[QUERIES];
+uint lo, hi;  // rows that any query of the tile sees
+
+vec4 low_half(uvec4 words) { return vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y)); }
+vec4 high_half(uvec4 words) { return vec4(unpackHalf2x16(words.z), unpackHalf2x16(words.w)); }
+
+#if BY_LANES
+#define STAGE_QUADS (SLOTS * ROW_QUADS)
+shared vec4 stage[STAGE_QUADS];
+
+#define CHUNKS ((ROW_WORDS + WG_SIZE - 1) / WG_SIZE)
+vec4 k_row[ROWS][CHUNKS][2], v_row[ROWS][CHUNKS][2];
+
+// Word of row `row` that this lane loads; rows that nobody sees are zeros.
+#define LOAD(CACHE, INTO)                                                                                               \
+    [[unroll]] for (uint r = 0; r < ROWS; r++)                                                                          \
+        [[unroll]] for (uint c = 0; c < CHUNKS; c++) {                                                                  \
+            const uint row = base + r;                                                                                  \
+            const uint word = min(c * WG_SIZE + tid, uint(ROW_WORDS - 1));                                              \
+            const uvec4 words = CACHE[(kv * p.n_ctx + min(row, hi - 1u)) * ROW_WORDS + word];                           \
+            const uvec4 those = row >= lo && row < hi ? words : uvec4(0u);                                              \
+            INTO[r][c][0] = low_half(those);                                                                            \
+            INTO[r][c][1] = high_half(those);                                                                           \
+        }
+void load_block(uint kv, uint base, uint tid) {
+    LOAD(k4, k_row)
+    LOAD(v4, v_row)
+}
+#define K_QUAD(r, j) subgroupShuffle(k_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
+#define V_QUAD(r, j) subgroupShuffle(v_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
+#else
+#define BLOCK_QUADS (ROWS * ROW_QUADS)
+#define STAGE_QUADS (2 * BLOCK_QUADS > SLOTS * ROW_QUADS ? 2 * BLOCK_QUADS : SLOTS * ROW_QUADS)
+shared vec4 stage[STAGE_QUADS];  // a block of K, then one of V; in the end what is stored
+
+void load_block(uint kv, uint base, uint tid) {
+    barrier();
+    for (uint w = tid; w < ROWS * ROW_WORDS; w += WG_SIZE) {
+        const uint row = base + w / ROW_WORDS;
+        const bool there = row >= lo && row < hi;
+        const uint at = (kv * p.n_ctx + min(row, hi - 1u)) * ROW_WORDS + w % ROW_WORDS;
+        const uvec4 k = there ? k4[at] : uvec4(0u), v = there ? v4[at] : uvec4(0u);
+        stage[2u * w] = low_half(k);
+        stage[2u * w + 1u] = high_half(k);
+        stage[BLOCK_QUADS + 2u * w] = low_half(v);
+        stage[BLOCK_QUADS + 2u * w + 1u] = high_half(v);
+    }
+    barrier();
+}
+#define K_QUAD(r, j) stage[(r) * ROW_QUADS + (j) * LANES + tid % LANES]
+#define V_QUAD(r, j) stage[BLOCK_QUADS + (r) * ROW_QUADS + (j) * LANES + tid % LANES]
+#endif
+
+float over_lanes_sum(float v) {
+#if LANES > 1
+    return group_sum(v, LANES);
+#else
+    return v;
+#endif
+}
+
+// Loops have constant bounds: drivers unroll from the inside out, and an inner bound that an outer loop sets stops them.
+void make_scores(uint base, uint tid) {
+    [[unroll]] for (uint part_of = 0; part_of < ROWS / ROWS_AT_ONCE; part_of++) {
+        [[unroll]] for (uint t = 0; t < QUERIES; t++)
+            [[unroll]] for (uint r = 0; r < ROWS_AT_ONCE; r++) score[t][part_of * ROWS_AT_ONCE + r] = 0.0;
+        [[unroll]] for (uint j = 0; j < QUADS; j++)
+            [[unroll]] for (uint r = 0; r < ROWS_AT_ONCE; r++) {
+                const uint row = part_of * ROWS_AT_ONCE + r;
+                const vec4 k = K_QUAD(row, j);
+                [[unroll]] for (uint t = 0; t < QUERIES; t++)
+                    score[t][row] = fma(query[t][j].w, k.w, fma(query[t][j].z, k.z, fma(query[t][j].y, k.y, fma(query[t][j].x, k.x, score[t][row]))));
+            }
+    }
+    [[unroll]] for (uint t = 0; t < QUERIES; t++)
+        [[unroll]] for (uint r = 0; r < ROWS; r++) {
+            const float all_lanes = over_lanes_sum(score[t][r]);
+            score[t][r] = base + r >= seen[t].x && base + r < seen[t].y ? all_lanes : MASKED;
+        }
+}
+
+// Scores become weights; what is there so far is scaled to the new maximum.
+void make_weights() {
+    [[unroll]] for (uint t = 0; t < QUERIES; t++) {
+        float higher = top[t];
+        [[unroll]] for (uint r = 0; r < ROWS; r++) higher = max(higher, score[t][r]);
+        const float shrink = exp2(top[t] - higher);
+        top[t] = higher;
+        weight[t] *= shrink;
+        [[unroll]] for (uint r = 0; r < ROWS; r++) {
+            score[t][r] = score[t][r] > MASKED ? exp2(score[t][r] - higher) : 0.0;
+            weight[t] += score[t][r];
+        }
+        [[unroll]] for (uint j = 0; j < QUADS; j++) sum[t][j] *= shrink;
+    }
+}
+
+void add_values(uint tid) {
+    [[unroll]] for (uint part_of = 0; part_of < ROWS / ROWS_AT_ONCE; part_of++)
+        [[unroll]] for (uint j = 0; j < QUADS; j++)
+            [[unroll]] for (uint r = 0; r < ROWS_AT_ONCE; r++) {
+                const uint row = part_of * ROWS_AT_ONCE + r;
+                const vec4 v = V_QUAD(row, j);
+                [[unroll]] for (uint t = 0; t < QUERIES; t++) sum[t][j] = fma(vec4(score[t][row]), v, sum[t][j]);
+            }
+}
+
+#include "attention/prompt_store.glsl"
+
+void main() {
+    const uint tid = gl_LocalInvocationID.x, part = tid % LANES;
+    const uint kv = gl_WorkGroupID.y, query0 = first_query(TILE_Q);
+    uint first = 0xffffffffu, end = 0u;
+    [[unroll]] for (uint t = 0; t < QUERIES; t++) {
+        const uint i = query0 + t * SLOTS + tid / LANES, token = min(token_of(i), p.n - 1u);
+        seen[t] = rows_of(i);
+        if (seen[t].y > 0u) first = min(first, seen[t].x);
+        end = max(end, seen[t].y);
+        top[t] = MASKED;
+        weight[t] = 0.0;
+        [[unroll]] for (uint j = 0; j < QUADS; j++) {
+            query[t][j] = p.scale * q4[(token * p.n_head + head_of(i)) * ROW_QUADS + j * LANES + part];
+            sum[t][j] = vec4(0.0);
+        }
+    }
+    lo = ~wg_max(~first);
+    hi = wg_max(end);
+
+    for (uint base = lo / ROWS * ROWS; base < hi; base += ROWS) {
+        load_block(kv, base, tid);
+        make_scores(base, tid);
+        make_weights();
+        add_values(tid);
+    }
+
+    [[unroll]] for (uint t = 0; t < QUERIES; t++) {
+        const float factor = normalizer(query0 + t * SLOTS + tid / LANES, top[t], weight[t]);
+        barrier();
+        [[unroll]] for (uint j = 0; j < QUADS; j++) stage[tid / LANES * ROW_QUADS + j * LANES + part] = factor * sum[t][j];
+        barrier();
+        for (uint turn = 0; turn < SLOTS * ROW_QUADS; turn += WG_SIZE) {
+            const uint at = turn + tid;
+            const bool there = at < SLOTS * ROW_QUADS;
+            store_quad(query0 + t * SLOTS + at / ROW_QUADS, at % ROW_QUADS, there, stage[there ? at : 0u]);
+        }
+    }
+}

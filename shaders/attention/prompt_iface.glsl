@@ -1,0 +1,61 @@
+// What the kernels of attention for prompts have in common: operands, and which query is which.
+//
+//   binding 0  q F32 [n, n_head, HD]
+//   binding 1  cache_k F16 [n_head_kv, n_ctx, HD], read as uvec4 (8 values); binding 2 cache_v, the same
+//   binding 3  pos I32 [n]; -1: padding, its output is zero
+//   binding 4  y: F32 [n, n_head * HD], Q8_1 rows, or F16 rows in K order (mat_mul/matrix.glsl) of y_stride words of 16 bytes
+//   binding 5  sinks F32 [n_head] (HAS_SINKS); else any buffer
+//
+// The query heads of one kv head read the same rows, so the queries of a kv head are numbered across both: query i is token i / group,
+// head i % group of the kv head's. A workgroup takes a tile of neighbouring queries of kv head gl_WorkGroupID.y. The last tiles, which see the
+// most rows, start first.
+
+layout(push_constant) uniform Push {
+    uint n;
+    uint n_head;
+    uint n_head_kv;
+    uint n_ctx;
+    uint window;    // 0: none
+    uint y_stride;  // F16: words of 16 bytes of a row; else unused
+    float scale;    // times log2 e
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer Q { vec4 q4[]; };
+layout(std430, set = 0, binding = 1) readonly buffer CacheK { uvec4 k4[]; };
+layout(std430, set = 0, binding = 2) readonly buffer CacheV { uvec4 v4[]; };
+layout(std430, set = 0, binding = 3) readonly buffer Pos { int pos[]; };
+layout(std430, set = 0, binding = 4) writeonly buffer Y { vec4 y4[]; };
+layout(std430, set = 0, binding = 4) writeonly buffer YPairs { uvec2 y2[]; };
+layout(std430, set = 0, binding = 4) writeonly buffer YWords { uint y_words[]; };
+layout(std430, set = 0, binding = 5) readonly buffer Sinks { float sinks[]; };
+
+#define OUT_F32 0u
+#define OUT_Q8_1 1u
+#define OUT_F16 2u
+
+const float LOG2_E = 1.44269504;
+const float MASKED = -3.0e38;
+
+uint group_heads() { return p.n_head / p.n_head_kv; }
+uint first_query(uint tile_q) { return (gl_NumWorkGroups.x - 1u - gl_WorkGroupID.x) * tile_q; }
+uint token_of(uint query) { return query / group_heads(); }
+uint head_of(uint query) { return gl_WorkGroupID.y * group_heads() + query % group_heads(); }
+
+// The first row a query sees, and the one after the last; (0, 0): none.
+uvec2 rows_of(uint query) {
+    const uint token = token_of(query);
+    const int at = token < p.n ? pos[token] : -1;
+    const uint end = min(uint(at + 1), p.n_ctx);
+    return uvec2(p.window > 0u && end > p.window ? end - p.window : 0u, end);
+}
+
+// What a query's weighted sum is multiplied by in the end, from its maximum and its sum of weights: both with its sink, if it has one.
+float normalizer(uint query, float top, float weight) {
+    if (HAS_SINKS != 0) {
+        const float sink = sinks[min(head_of(query), p.n_head - 1u)] * LOG2_E;
+        const float higher = max(top, sink);
+        const float shrink = exp2(top - higher);
+        return weight > 0.0 ? shrink / (weight * shrink + exp2(sink - higher)) : 0.0;
+    }
+    return weight > 0.0 ? 1.0 / weight : 0.0;
+}

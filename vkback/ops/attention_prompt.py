@@ -1,0 +1,234 @@
+"""Attention of many tokens at once: the kernels of shaders/attention/prompt*.comp as pure lowering helpers.
+
+A `PromptJob` says what to compute, in tensors; a `PromptShape` which kernel does it and how it cuts the work; `lower` makes the dispatch.
+
+    matrix  cooperative matrices: f16 queries, keys, values and weights, f32 sums
+    plain   f32 throughout
+
+Both walk the cache in blocks of rows with online softmax, as FlashAttention-2 does. A workgroup takes a tile of queries (token, head)
+of one kv head, so that tokens and heads share the reads of K and V. Blocks that no query of the tile sees are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from vkback.device import Capabilities
+from vkback.graph import Tensor
+from vkback.ops.base import MAX_GROUPS_X, Arg, Choice, Dispatch, PlanError, Tolerance, ceil_div, nbytes, pack_push
+from vkback.ops.mat_mul import matrix_shape
+from vkback.ops.workgroup import Defines, reduction, workgroup_size
+from vkback.shader import Variant
+
+Way = Literal["plain", "matrix"]
+
+OUT_TYPES = {"F32": 0, "Q8_1": 1, "F16": 2}
+"""OUT_TYPE of shaders/attention/prompt_store.glsl."""
+
+LOG2_E = math.log2(math.e)
+
+MAX_VALUES = 32
+"""Values of a query, and as many of its sum, that a thread of `plain` holds on a GPU: two queries then take 128 registers."""
+
+PARAMS: dict[str, tuple[str | int, ...] | Literal["positive"]] = {
+    "way": ("decode", "plain", "matrix"),  # the kernel of shaders/attention/attention.comp, or which of these
+    "tile_q": "positive",  # queries (token, head) of a workgroup, at most
+    "tile_kv": (4, 8, 16, 32, 64, 128),  # rows of the cache in a block
+    "warps": (1, 2, 4, 8, 16),  # subgroups of a workgroup
+}
+"""What the tables say of prompts, in family `attention`."""
+
+
+@dataclass(frozen=True)
+class PromptJob:
+    """Attention of n tokens.
+
+    q      F32 [n, n_head, hd]
+    cache  K and V, F16 [n_head_kv, n_ctx, hd]
+    pos    I32 [n], -1: padding
+    y      F32 or Q8_1 [n, n_head * hd], or F16 as `mat_mul.packed` has it (row-major)
+    sinks  F32 [n_head]
+    """
+
+    q: Tensor
+    cache_k: Tensor
+    cache_v: Tensor
+    pos: Tensor
+    y: Tensor
+    scale: float
+    window: int = 0
+    sinks: Tensor | None = None
+    label: str = ""
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.q.shape[1] // self.cache_k.shape[0]
+
+    @property
+    def hd(self) -> int:
+        return self.cache_k.shape[2]
+
+    @property
+    def name(self) -> str:
+        return self.label or self.y.name
+
+
+@dataclass(frozen=True)
+class PromptShape:
+    """How attention is cut.
+
+    tile_q   queries of a workgroup
+    tile_kv  rows of the cache in a block
+    warps    subgroups of a workgroup
+
+    Of plain alone:
+    lanes    threads that share a query
+    by_lanes a workgroup is one subgroup whose lanes broadcast rows to each other; else rows go through shared memory
+
+    Of matrix alone:
+    matrix   rows, columns and depth of a matrix
+    """
+
+    way: Way
+    tile_q: int
+    tile_kv: int
+    warps: int
+    lanes: int = 1
+    by_lanes: bool = False
+    matrix: tuple[int, int, int] = (0, 0, 0)
+
+
+def shape_for(choice: Choice, hd: int, caps: Capabilities) -> PromptShape | None:
+    """The tables' choice, cut down to what the device has room for. `matrix` is `plain` where there are no matrices. None: decode."""
+    if choice["way"] == "matrix":
+        shape = matrix_way(choice, hd, caps)
+        if shape is not None:
+            return shape
+    return None if choice["way"] == "decode" else plain_way(choice, hd, caps)
+
+
+def plain_way(choice: Choice, hd: int, caps: Capabilities) -> PromptShape | None:
+    """None where the device has no shuffles among eight lanes, or too little shared memory."""
+    if not caps.has_subgroup_ops("arithmetic", "shuffle") or caps.subgroup_min < 8:
+        return None
+    sg = caps.subgroup_size
+    if caps.software:
+        return PromptShape("plain", sg * max(1, choice["tile_q"] // sg), choice["tile_kv"], 1, 1, True)
+    quads = hd // 4
+    lanes = next((i for i in (1, 2, 4, 8) if quads % i == 0 and hd // i <= MAX_VALUES), 0)
+    lanes = lanes or max(i for i in (1, 2, 4, 8) if quads % i == 0)
+    threads = workgroup_size(caps, choice["warps"] * sg)
+    rows = choice["tile_kv"]
+    while 8 * rows * hd > caps.max_shared_memory - 1024 and rows > 4:
+        rows //= 2
+    while 4 * hd * (threads // lanes) > caps.max_shared_memory - 1024 and threads > sg:
+        threads //= 2
+    if max(8 * rows, 4 * (threads // lanes)) * hd > caps.max_shared_memory - 1024:
+        return None
+    queries = max(1, choice["tile_q"] * lanes // threads)
+    return PromptShape("plain", threads // lanes * queries, rows, threads // sg, lanes, False)
+
+
+def matrix_way(choice: Choice, hd: int, caps: Capabilities) -> PromptShape | None:
+    """None where the device has no matrices that the kernel can use, or too little shared memory."""
+    matrix = matrix_shape(caps)
+    if matrix is None or not caps.has_subgroup_ops("arithmetic", "shuffle") or not _f16_sums(matrix, caps):
+        return None
+    sg = caps.subgroup_size
+    if sg % 8 or matrix[0] * matrix[1] % sg or matrix[1] > 32:
+        return None
+    warps = min(choice["warps"], workgroup_size(caps, choice["warps"] * sg) // sg)
+    deep = max(1, choice["tile_q"] // (warps * matrix[0]))
+    rows = max(choice["tile_kv"], matrix[1], matrix[2])
+    shape = PromptShape("matrix", warps * deep * matrix[0], rows, warps, matrix=matrix)
+    while matrix_shared(shape, hd) > caps.max_shared_memory:
+        if shape.tile_kv > max(matrix[1], matrix[2]):
+            shape = replace(shape, tile_kv=shape.tile_kv // 2)
+        elif shape.warps > 1:
+            shape = replace(shape, warps=shape.warps // 2, tile_q=shape.tile_q // 2)
+        else:
+            return None
+    return shape
+
+
+def _f16_sums(matrix: tuple[int, int, int], caps: Capabilities) -> bool:
+    """Whether matrices of sums may be f16, too, which weights are on their way to matrix A."""
+    wanted = ("f16", "f16", "f16", "f16", "subgroup")
+    return any((s.a, s.b, s.c, s.result, s.scope) == wanted and (s.m, s.n, s.k) == matrix for s in caps.cooperative_matrix_shapes)
+
+
+def matrix_shared(shape: PromptShape, hd: int) -> int:
+    """Bytes of shared memory of shaders/attention/prompt_matrix.comp."""
+    fm, fn, fk = shape.matrix
+    align = max(fn, fk)
+    pitch = ceil_div(hd, align) * align // 8 + 1
+    rows = max(2 * shape.tile_kv, shape.warps * fm) * pitch
+    scratch = fm * max(fn // 4 + 1, shape.tile_kv // 8 + 1)
+    return 16 * (max(rows, shape.warps * fm * 9) + shape.warps * scratch) + 16 * shape.tile_q
+
+
+def tolerance(shape: PromptShape, y: Tensor) -> Tolerance:
+    """How far either way may be from float64."""
+    if y.type == "Q8_1":
+        return Tolerance(1e-4, 0.1, "outputs are rounded to 8 bits: 1/254 of the largest of 32, which is up to ten times their rms")
+    if shape.way == "matrix":
+        return Tolerance(
+            1e-6,
+            1e-2,
+            "queries and weights are rounded to f16, 2^-12 rms each. A logit whose terms add up to 1 rms moves by 2^-12, its weight by as "
+            "much; both errors differ from row to row, so the energy is 2 * 2^-24 = 1.2e-7, eight times that where few rows count",
+        )
+    return Tolerance(1e-10, 1e-4, "f32 sums of exact F16 products; exp2 of logits up to 20 is off by 5e-6, the worst by a few times that")
+
+
+def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = "") -> Dispatch:
+    """The dispatch. Raises PlanError for what the kernel cannot do."""
+    n, n_head, hd = job.q.shape
+    n_head_kv, n_ctx, _ = job.cache_k.shape
+    if job.y.type not in OUT_TYPES or (job.y.type != "F32" and n_head * hd % 32) or (job.y.type == "Q8_1" and hd % 32):
+        raise PlanError(f"[attention] {job.name}: {job.y} of {n_head} heads of {hd}; expected F32, or whole units of 32 as Q8_1 or F16")
+    tiles = ceil_div(n * job.group, shape.tile_q)
+    if tiles > MAX_GROUPS_X:
+        raise PlanError(f"[attention] {job.name}: {n} tokens of {job.group} heads in tiles of {shape.tile_q}; take fewer tokens at a time")
+    rows = min(n_ctx, job.window + n) if job.window else n_ctx
+    y_stride = job.y.shape[-1] // 8 if job.y.type == "F16" else 0
+    return Dispatch(
+        kernel=plain_kernel(job, shape, caps) if shape.way == "plain" else matrix_kernel(job, shape, caps),
+        args=(Arg(job.q), Arg(job.cache_k), Arg(job.cache_v), Arg(job.pos), Arg(job.y, "w"), Arg(job.sinks or job.q)),
+        push=pack_push(n, n_head, n_head_kv, n_ctx, job.window, y_stride, job.scale * LOG2_E),
+        groups=(tiles, n_head_kv, 1),
+        op="FLASH_ATTN_EXT",
+        label=job.name,
+        reason=f"{reason}, {shape.way}: tiles of {shape.tile_q} queries x {shape.tile_kv} rows, {shape.warps} subgroups",
+        nbytes=nbytes(job.q) + nbytes(job.y) + 2 * n_head_kv * rows * hd * 2,
+        flops=4 * n * n_head * (min(n_ctx, job.window) if job.window else n_ctx) * hd,
+    )
+
+
+def plain_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:
+    """shaders/attention/prompt.comp."""
+    wg = shape.warps * caps.subgroup_size
+    reduce, subgroup = reduction(caps, wg, lanes=8)
+    defines: Defines = {
+        **reduce, "HD": job.hd, "LANES": shape.lanes, "QUERIES": shape.tile_q * shape.lanes // wg, "ROWS": shape.tile_kv,
+        "BY_LANES": int(shape.by_lanes), "OUT_TYPE": f"{OUT_TYPES[job.y.type]}u", "HAS_SINKS": int(job.sinks is not None),
+    }  # fmt: skip
+    return Variant("attention/prompt.comp", tuple(sorted(defines.items())), subgroup)
+
+
+def matrix_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:
+    """shaders/attention/prompt_matrix.comp."""
+    warp_rows = shape.tile_q // shape.warps // shape.matrix[0]
+    sg = caps.subgroup_size
+    constants = (
+        shape.warps * sg, sg, *shape.matrix, job.hd, shape.tile_kv, warp_rows, OUT_TYPES[job.y.type], int(job.sinks is not None)
+    )  # fmt: skip
+    return Variant("attention/prompt_matrix.comp", (), sg if caps.subgroup_required_size else None, tuple(enumerate(constants)))
+
+
+def prebuilt_variants() -> list[Variant]:
+    """The module that needs a compiler with cooperative matrices."""
+    return [Variant("attention/prompt_matrix.comp")]
