@@ -40,7 +40,7 @@ def main() -> None:
         per_token = (time.perf_counter() - start) / 128
         engine.n_past = args.depth
         program = engine._program("greedy")
-        engine._set_input([1], [engine.n_past])
+        engine._set_input(1)
         engine.device.upload(engine._inputs["loop"], loop_state(Sampler(), []))
         commands = program.record("profile", timestamps=True)
         warm_up(engine.device, commands, 0.3)

@@ -53,6 +53,7 @@ class FakeEngine:
     size_bytes = 2**20
     n_params = 2_000_000
     bytes_per_token = 1_000_000
+    ubatch = 512
     model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256))
     device = SimpleNamespace(
         caps=SimpleNamespace(
@@ -76,8 +77,8 @@ class FakeEngine:
     def __exit__(self, *exc: object) -> None:
         self.closed = True
 
-    def prepare(self, *, prompt: int = 0, logits: bool = False, sampler: Any = None) -> None:
-        self.prepared.append((prompt > 0, logits, sampler is not None))
+    def prepare(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Any = None) -> None:
+        self.prepared.append((bool(prompt), logits, sampler is not None))
 
     def reset(self) -> None:
         self.calls.append(("reset",))
@@ -85,7 +86,7 @@ class FakeEngine:
     def resize(self, n_ctx: int) -> None:
         self.calls.append(("resize", n_ctx))
 
-    def prompt(self, tokens: Sequence[int]) -> None:
+    def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None:
         self.calls.append(("prompt", len(tokens)))
 
     def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Iterator[int]:
@@ -101,8 +102,11 @@ class FakeEngine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
 
-    def load(path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True) -> FakeEngine:
-        fake.loaded.append((path.name, device, n_ctx, act))
+    def load(
+        path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None
+    ) -> FakeEngine:
+        fake.loaded.append((path.name, device, n_ctx, act, *([] if ubatch is None else [ubatch])))
+        fake.ubatch = ubatch or FakeEngine.ubatch
         return fake
 
     for module in (bench, generate):

@@ -20,8 +20,9 @@ from vkback.device import Device
 from vkback.graph import Graph
 from vkback.harness.judge import nmse
 from vkback.models import engine as engine_module
-from vkback.models.engine import PROMPT_TOKENS, Engine, EngineError, Sampler
+from vkback.models.engine import Engine, EngineError, Sampler
 from vkback.models.perplexity import perplexity
+from vkback.models.prompt import SMALLEST
 from vkback.models.readback import Readback
 from vkback.models.twin import NumpyTwin
 from vkback.paths import builtin_models
@@ -184,7 +185,7 @@ def test_logits_of_prompt_and_decode_are_the_twin_s(name: str, act: str, bound: 
         assert nmse(np.stack([engine.decode_logits(t) for t in ids]), want) <= bound
 
 
-@pytest.mark.parametrize("length", [1, PROMPT_TOKENS - 1, PROMPT_TOKENS, PROMPT_TOKENS + 1, 40])
+@pytest.mark.parametrize("length", [1, SMALLEST - 1, SMALLEST, SMALLEST + 1, 40])
 def test_prompts_of_any_length_are_the_twin_s(name: str, length: int, engines: Engines, twins: Any) -> None:
     engine = engines(name, act="f32")
     ids = text_ids(engine, length)

@@ -13,7 +13,8 @@ from vkback.device.instance import VALIDATION_LAYER
 from vkback.harness.cases import find_case
 from vkback.harness.runner import prepare
 from vkback.harness.suite import Suite
-from vkback.models.engine import PROMPT_TOKENS, Engine, Sampler
+from vkback.models.engine import Engine, Sampler
+from vkback.models.prompt import SMALLEST
 from vkback.ops.base import OPS, Case, LowerContext
 from vkback.paths import builtin_models
 from vkback.plan.tuning import Tuning
@@ -34,12 +35,12 @@ def validated(mode: Any) -> Device:
 
 def use(engine: Engine) -> None:
     """Every program of an engine: a prompt in two pieces, logits of all and of one, both ways of generating, many submits in flight."""
-    engine.prompt(list(range(1, PROMPT_TOKENS + 5)))
+    engine.prompt(list(range(1, SMALLEST + 5)))
     made = list(engine.generate(7, 27, stop_at_eos=False))
     made += engine.generate(made[-1], 9, sampler=Sampler(temp=0.8), stop_at_eos=False)
     engine.decode_logits(made[-1])
     engine.reset()
-    engine.prompt_logits(made[: PROMPT_TOKENS + 1])
+    engine.prompt_logits(made[: SMALLEST + 1])
 
 
 @pytest.mark.parametrize("path", builtin_models(), ids=lambda p: p.stem)

@@ -9,7 +9,7 @@
 // A workgroup packs a group of columns: with FRAGMENTS the FN of a column of matrices, else as many as it has subgroups. Columns are
 // tokens or, GROUPED, places of the route's tiles, whose rows of x are those of their slots. Each subgroup first adds up the squares of some of the
 // columns (NORM), a column at a time; then subgroups take turns along K, 64 values at a time for fragments: threads bring f16 rows into
-// shared memory, from where they are loaded as matrices.
+// shared memory, from where they are loaded as matrices. Workgroups along z share the turns.
 //
 // Defines: FRAGMENTS (1 needs cooperative matrices). The rest are specialization constants.
 #if FRAGMENTS
@@ -97,7 +97,7 @@ void main() {
         if (lane == 0u) factors[c] = factor;
     }
     barrier();
-    for (uint turn = 0; turn < end; turn += SUBGROUPS * PIECE) {
+    for (uint turn = gl_WorkGroupID.z * SUBGROUPS * PIECE; turn < end; turn += gl_NumWorkGroups.z * SUBGROUPS * PIECE) {
         const uint first = turn + gl_SubgroupID * PIECE;
         [[unroll]] for (uint i = 0; i < FN * PIECE / 4; i += SG) {
             const uint c = (i + lane) / (PIECE / 4), quad = (i + lane) % (PIECE / 4);

@@ -15,7 +15,7 @@ import typer
 
 from vkback import paths
 from vkback.cli.bench_run import Feed, cpu_name, measure
-from vkback.cli.bench_tests import BenchTest, plan_tests
+from vkback.cli.bench_tests import BenchTest, parse_values, plan_tests
 from vkback.cli.shell import (
     ACTS,
     DeviceOption,
@@ -64,6 +64,9 @@ def bench(
     gens: Annotated[list[str] | None, typer.Option("-n", "--n-gen", help="Generated tokens, same notation.")] = None,
     pairs: Annotated[list[str] | None, typer.Option("-pg", help="Prompt and generation in one time: 512,128.")] = None,
     depths: Annotated[list[str] | None, typer.Option("-d", "--n-depth", help="Tokens already in the cache, same notation.")] = None,
+    ubatch: Annotated[
+        list[str] | None, typer.Option("-ub", "--ubatch-size", "--ubatch", help="Prompt tokens processed at once, same notation.")
+    ] = None,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
     output: Annotated[str, typer.Option("-o", "--output", help=f"On stdout: {', '.join(WRITERS)}.")] = "md",
     output_err: Annotated[str, typer.Option("-oe", "--output-err", help="On stderr: none or a format.")] = "none",
@@ -84,6 +87,7 @@ def bench(
     tests = plan_tests(names or [], prompts or [], gens or [], pairs or [], depths or [])
     files = [model_path(m) for m in models] if models else paths.builtin_models()
     acts = [act_of(a) for a in act.split(",")]
+    ubatches: list[int] | list[None] = parse_values(ubatch, "-ub") if ubatch else [None]
     feed = "random" if to_host else feed
     settings = Settings(
         repetitions=repetitions,
@@ -96,7 +100,8 @@ def bench(
         command=shlex.join(["vkbench", *sys.argv[1:]]),
         build=build_info(),
     )
-    columns = ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
+    columns = ["n_ubatch"] * (ubatches not in ([None], [BenchResult.n_ubatch]))
+    columns += ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
     with ExitStack() as open_files:
         shown = [open_writer(output, sys.stdout, columns)]
         if output_err != "none":
@@ -106,24 +111,26 @@ def bench(
             open_writer(fmt, open_files.enter_context(open_for_writing(path)), columns)
             for fmt, path in zip(formats, save or [], strict=True)
         ]
-        _measure_all(files, acts, tests, settings, shown, kept)
+        _measure_all(files, [(a, u) for a in acts for u in ubatches], tests, settings, shown, kept)
 
 
 def _measure_all(
     files: Sequence[Path],
-    acts: Sequence[str],
+    variants: Sequence[tuple[str, int | None]],
     tests: Sequence[BenchTest],
     settings: Settings,
     shown: Sequence[Writer],
     kept: Sequence[Writer],
 ) -> None:
+    """variants: activations and tokens of a prompt processed at once (None: the engine's default), each with a model loaded anew."""
     writers = (*shown, *kept)
     n_ctx = max(t.n_ctx for t in tests)
     rate = settings.read_rate
     headed = False
     for path in files:
-        for act in acts:
-            with load_engine(path, settings.device, n_ctx=n_ctx, act=act, progress=settings.progress or sys.stderr.isatty()) as engine:
+        for act, ubatch in variants:
+            progress = settings.progress or sys.stderr.isatty()
+            with load_engine(path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch) as engine:
                 if not headed:
                     line = engine.device.caps.summary_line()
                     for writer in shown:
@@ -154,8 +161,6 @@ def _driver(engine: EngineLike) -> str:
 
 
 def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, settings: Settings) -> BenchResult:
-    from vkback.models.engine import PROMPT_TOKENS
-
     def note(text: str) -> None:
         if settings.progress:
             print(f"vkbench: {path.name} {test.name}: {text}", file=sys.stderr, flush=True)
@@ -174,8 +179,8 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
         model_type=engine.description,
         model_size=engine.size_bytes,
         model_n_params=engine.n_params,
-        n_batch=PROMPT_TOKENS,
-        n_ubatch=PROMPT_TOKENS,
+        n_batch=max(BenchResult.n_batch, engine.ubatch),
+        n_ubatch=engine.ubatch,
         devices=settings.device or "auto",
         n_prompt=test.n_prompt,
         n_gen=test.n_gen,

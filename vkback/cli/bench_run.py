@@ -62,7 +62,7 @@ def measure(
             exhaust(engine.generate(fed[0], n_gen, sampler=make_sampler(), stop_at_eos=False))
 
     sampler = make_sampler() if test.n_gen and not random else None
-    engine.prepare(prompt=max(len(prompt), len(depth)), logits=bool(test.n_gen) and random, sampler=sampler)
+    engine.prepare(prompt=[len(t) for t in (prompt, depth) if t], logits=bool(test.n_gen) and random, sampler=sampler)
     if warmup:
         note("warm-up")
         begun = None  # the first turn may still record something, while the GPU idles: it does not count

@@ -22,20 +22,23 @@ def generate(
     seed: Annotated[int, typer.Option("-s", "--seed", min=0, help="The same seed gives the same text.")] = 0,
     device: DeviceOption = None,
     ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")] = None,
+    ubatch: Annotated[
+        int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 16].")
+    ] = None,
     act: ActOption = "auto",
 ) -> None:
     """Continue a text. The text goes to stdout as it is generated; to stderr go the compile time, and speeds without it."""
     if not prompt:
         raise UsageError("-p is empty; give a text to continue, as -p 'Once upon a time'")
     sampler = make_sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    with load_engine(model_path(model), device, n_ctx=ctx, act=act) as engine:
+    with load_engine(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch) as engine:
         ids = engine.tokenizer.encode(prompt)
         if not ids:
             raise UsageError(f"-p {prompt!r} has no token in the vocabulary of {engine.description}; give another text")
         engine.prepare(prompt=len(ids) - 1, sampler=sampler)
         ready = engine.compiled
         start = time.perf_counter()
-        engine.prompt(ids[:-1])
+        engine.prompt(ids[:-1], progress=True)
         prompted = time.perf_counter()
         print(prompt, end="", flush=True)
         decoder = engine.tokenizer.stream()

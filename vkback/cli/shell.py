@@ -88,6 +88,9 @@ class EngineLike(Protocol):
     def bytes_per_token(self) -> int: ...
 
     @property
+    def ubatch(self) -> int: ...
+
+    @property
     def compiled(self) -> CompileTotals: ...
 
     @property
@@ -100,9 +103,9 @@ class EngineLike(Protocol):
 
     def resize(self, n_ctx: int) -> None: ...
 
-    def prepare(self, *, prompt: int = 0, logits: bool = False, sampler: Any = None) -> None: ...
+    def prepare(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Any = None) -> None: ...
 
-    def prompt(self, tokens: Sequence[int]) -> None: ...
+    def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None: ...
 
     def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Iterator[int]: ...
 
@@ -162,12 +165,12 @@ def open_for_writing(path: Path) -> TextIO:
 
 
 def load_engine(
-    path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True
+    path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None
 ) -> AbstractContextManager[EngineLike]:
     """Open a model on a device; see `Engine.load`."""
     from vkback.models.engine import Engine
 
-    return Engine.load(path, device, n_ctx=n_ctx, act=act_of(act), progress=progress)
+    return Engine.load(path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch)
 
 
 def measured_read_rate(device: Any) -> float:

@@ -1,8 +1,8 @@
 """A model on a device: prompt reading, generation with the token loop on the device, logits to the host.
 
-The graph of one token and the graph of PROMPT_TOKENS tokens are planned and recorded once. Tokens, positions and the loop's state live in
-device memory; a generated token goes from the sampler to the next embedding without the host. Several tokens go per submit, two submits are
-in flight, and the host reads the ids as submits finish.
+The graph of one token is planned and recorded once; vkback/models/prompt.py has the programs of prompts. Token, position and the loop's
+state live in device memory; a generated token goes from the sampler to the next embedding without the host. Several tokens go per submit,
+two submits are in flight, and the host reads the ids as submits finish.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,28 +24,25 @@ from vkback.device import Arena, BufferRange, Commands, Device, DeviceLost, Tick
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Tensor
 from vkback.models.kernels import KernelCompiler
+from vkback.models.prompt import PromptHead, Prompts, with_barriers
 from vkback.models.readback import Readback, TokenLoop
 from vkback.models.registry import Model
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import load_weights
-from vkback.ops.base import LowerContext, nbytes
+from vkback.ops.base import Act, LowerContext, nbytes
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
-from vkback.plan.tuning import Overrides, Tuning
+from vkback.plan.tuning import Tuning
 from vkback.program import CompileTotals, Program
 from vkback.shader import ShaderLibrary
 
 Floats = npt.NDArray[np.float32]
 
-PROMPT_TOKENS = 16
-"""Tokens of a prompt that go through the weights at once."""
-
 TOKENS_PER_SUBMIT = 8
 """A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
 
-INPUT_BYTES = aligned(4 * PROMPT_TOKENS)
-"""From tokens to their positions in memory, at most PROMPT_TOKENS of I32 each."""
+INPUT_BYTES = aligned(4)  # from a token to its position in memory
 
 RING = 4096
 """Token ids the loop state keeps: more than all submits in flight can make."""
@@ -80,12 +78,11 @@ class Engine:
     """A loaded model. Use as a context manager; `load` opens everything."""
 
     def __init__(
-        self, model: Model, device: Device, *, n_ctx: int, act: Literal["auto", "f32", "q8_1"], fusion: str, progress: bool
+        self, model: Model, device: Device, *, n_ctx: int, act: Act, fusion: str, progress: bool, ubatch: int | None = None
     ) -> None:
         self.model = model
         self.device = device
-        self.n_ctx = n_ctx
-        self.n_past = 0
+        self.n_ctx, self.n_past = n_ctx, 0
         self.library = ShaderLibrary()
         self.ctx = LowerContext(device.caps, Tuning.for_device(device.caps), act)
         self.fusion = fusion
@@ -94,11 +91,12 @@ class Engine:
         self._loops: dict[tuple[bool, int], TokenLoop] = {}
         self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
-        self._schedules: dict[tuple[int, str], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
+        self._schedules: dict[tuple[int, str, int], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
+        self._prompts = Prompts(device, model.hp.n_vocab, ubatch, self._prompt_schedule, self._bind)
         self._sync_tried = False
         self._kernels = KernelCompiler(device, self.library, progress=progress)
-        first = [self._schedule(kind) for kind in ("logits", "prompt")]
-        weights = {t.name: t for s in first for t in s.tensors().values() if t.kind == "weight"}
+        self._prompts.attach(n_ctx)
+        weights = self._tensors("weight")
         try:
             # The cache before the weights: a context that does not fit is to be said before minutes of loading.
             self._state = self._allocate_state()
@@ -117,24 +115,28 @@ class Engine:
         device: Device | str | int | None = None,
         *,
         n_ctx: int | None = None,
-        act: Literal["auto", "f32", "q8_1"] = "auto",
+        act: Act = "auto",
         fusion: str = "all",
         progress: bool = True,
+        ubatch: int | None = None,
     ) -> Engine:
         """Open a GGUF file and bring it to a device.
 
         device  an open device, or what `Device.open` takes
         n_ctx   rows of the KV cache; default: the trained context, at most 4096
         act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
+        ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 16
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
         """
         if n_ctx is not None and n_ctx < 1:
             raise EngineError(f"[engine] n_ctx is {n_ctx}, expected at least 1")
+        if ubatch is not None and ubatch < 1:
+            raise EngineError(f"[engine] ubatch is {ubatch}, expected at least 1 (--ubatch)")
         model = Model.open(path)
         rows = n_ctx or model.default_n_ctx
         opened = device if isinstance(device, Device) else Device.open(device)
         try:
-            engine = cls(model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress)
+            engine = cls(model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress, ubatch=ubatch)
         except BaseException:
             if opened is not device:
                 opened.close()
@@ -150,6 +152,7 @@ class Engine:
 
     def close(self) -> None:
         """Destroy everything the engine made, and the device if the engine opened it."""
+        self._prompts.close()
         for program in self._programs.values():
             program.close()
         for arena in reversed(self._arenas):
@@ -176,6 +179,11 @@ class Engine:
         return self.model.tokenizer
 
     @property
+    def ubatch(self) -> int:
+        """Tokens of a prompt that go through the weights at once, at most, were the context as large."""
+        return self._prompts.ubatch
+
+    @property
     def compiled(self) -> CompileTotals:
         """Kernels made ready so far, and the time that took: to be left out of every speed."""
         return self._kernels.totals
@@ -185,16 +193,20 @@ class Engine:
         """Bytes of weight matrices that a generated token must read: each matrix once, of the embedding one row, of experts those used."""
         return self._schedule("logits").weight_bytes
 
+    def _tensors(self, kind: str) -> dict[str, Tensor]:
+        """Tensors of a kind that programs of one and of several tokens use."""
+        schedules = (self._schedule("logits"), self._prompt_schedule(self._prompts.sizes()[-1], "none"))
+        return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind}
+
     def _allocate_state(self) -> dict[str, BufferRange]:
-        schedules = [self._schedule(kind) for kind in ("logits", "prompt")]
-        caches = {t.name: t for s in schedules for t in s.tensors().values() if t.kind == "state"}
+        caches = self._tensors("state")
         self._cache = self.device.arena("KV cache", sum(aligned(nbytes(t)) for t in caches.values()), "device")
         self._arenas.append(self._cache)
         return {t.name: self._cache.alloc(nbytes(t), t.name) for t in caches.values()}
 
     def _allocate_inputs(self) -> dict[str, BufferRange]:
         """Inputs of the programs, in memory of the device."""
-        sizes = {"one": 2 * INPUT_BYTES, "prompt": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING)}
+        sizes = {"one": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING)}
         caps = self.device.caps
         device = self.device.arena(
             "inputs", sum(map(aligned, sizes.values())), "host_visible_device" if caps.rebar or caps.uma else "device"
@@ -203,9 +215,9 @@ class Engine:
         return {n: device.alloc(s, n) for n, s in sizes.items()}
 
     def _allocate_readbacks(self) -> tuple[Readback, list[Readback]]:
-        """Memory of the host for the logits of a prompt's tokens, and for the loop's state after each submit in flight."""
+        """Memory of the host for the logits of one token, and for the loop's state after each submit in flight."""
         loops = [self._inputs["loop"].size] * (SUBMITS_IN_FLIGHT + 1)
-        sizes = [4 * self.model.hp.n_vocab * PROMPT_TOKENS, *loops]
+        sizes = [aligned(4 * self.model.hp.n_vocab), *loops]
         arena = self.device.arena("readback", sum(aligned(size) + aligned(4) for size in sizes), "readback")
         self._arenas.append(arena)
         logits, *rest = (Readback(arena.alloc(size, "readback"), arena.alloc(4, "state of spin-waits")) for size in sizes)
@@ -213,27 +225,26 @@ class Engine:
             back.forget()
         return logits, rest
 
-    def prepare(self, *, prompt: int = 0, logits: bool = False, sampler: Sampler | None = None) -> None:
+    def prepare(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None) -> None:
         """Compile and record what later calls need, and run each recording once, so that their time holds no compile time.
 
-        prompt   tokens of the prompt, 0 for none
+        prompt   tokens of the prompt, 0 for none; or of each of several
         logits   for `decode_logits`
         sampler  for `generate` with it
         The runs, which some drivers need to compile a kernel, store into the first free row of the KV cache at most. Raises EngineError
         when the prompt does not fit the context.
         """
-        self._check_room(prompt, "prompt")
+        prompts = [prompt] if isinstance(prompt, int) else prompt
+        self._check_room(max(prompts, default=0), "prompt")
         decode = (["logits"] if logits else []) + ([_loop_kind(sampler.greedy)] if sampler else [])
         room = self.n_past < self.n_ctx
         try_sync = bool(decode) and room and not self._sync_tried and bool(self._schedule("logits").barrier_free)
-        kinds = [*(["prompt"] if prompt else []), *(["logits"] if try_sync and not logits else []), *decode]
-        with self._kernels.preparing(d for kind in kinds for d in self._schedule(kind).dispatches()):
-            tickets = []
+        kinds = [*(["logits"] if try_sync and not logits else []), *decode]
+        dispatches = (d for kind in kinds for d in self._schedule(kind).dispatches())
+        with self._kernels.preparing(chain(self._prompts.dispatches(prompts), dispatches)):
             if try_sync:
                 self._try_sync()
-            if prompt:
-                self._set_input([0] * PROMPT_TOKENS, [-1] * PROMPT_TOKENS)
-                tickets.append(self.device.submit(self._recording("prompt")))
+            tickets = self._prompts.prepare(prompts)
             for kind in decode:
                 self._program(kind)  # while the driver may be compiling the prompt's kernels
             if logits and room:
@@ -247,32 +258,37 @@ class Engine:
                 ticket.wait()
 
     def _program(self, kind: str) -> Program:
-        """The program of a kind, bound on first use: "prompt", "logits", "greedy", "sample", "all logits"."""
+        """The program of a kind, bound on first use: "logits", "greedy", "sample"."""
         if kind not in self._programs:
-            prompt = kind in ("prompt", "all logits")
-            ranges = dict(self._state)
-            for name in ("tokens", "pos"):
-                ranges[name] = self._input(name, PROMPT_TOKENS if prompt else 1)
-            ranges["loop"] = self._inputs["loop"]
-            self._kernels.compile(self._schedule(kind).dispatches())
-            self._programs[kind] = Program(self.device, self.library, self._schedule(kind), ranges, self.weights)
+            one = self._inputs["one"]
+            inputs = {"tokens": one.slice(0, 4), "pos": one.slice(INPUT_BYTES, 4), "loop": self._inputs["loop"]}
+            self._programs[kind] = self._bind(self._schedule(kind), inputs)
         return self._programs[kind]
 
+    def _bind(self, schedule: Schedule, inputs: dict[str, BufferRange], activations: BufferRange | None = None) -> Program:
+        self._kernels.compile(schedule.dispatches())
+        return Program(self.device, self.library, schedule, self._state | inputs, self.weights, activations)
+
     def _schedule(self, kind: str) -> Schedule:
-        key = (self.n_ctx, kind)
+        key = self.n_ctx, kind, 1
         if key not in self._schedules:
-            if kind in ("prompt", "all logits"):
-                graph = self.model.graph(PROMPT_TOKENS, self.n_ctx, head="all" if kind == "all logits" else "none")
-            else:
-                graph = self.model.graph(1, self.n_ctx, head="last")
-                if kind != "logits":
-                    add_sampler(graph, greedy=kind == "greedy")
+            graph = self.model.graph(1, self.n_ctx, head="last")
+            if kind != "logits":
+                add_sampler(graph, greedy=kind == "greedy")
             self._schedules[key] = plan(graph, self.ctx, fusion=self.fusion)
         return self._schedules[key]
 
+    def _prompt_schedule(self, tokens: int, head: PromptHead) -> Schedule:
+        key = self.n_ctx, f"prompt, head {head}", tokens
+        if key not in self._schedules:
+            graph = self.model.graph(tokens, self.n_ctx, head=head)
+            self._schedules[key] = plan(graph, with_barriers(self.ctx, "a prompt"), fusion=self.fusion)
+        return self._schedules[key]
+
     def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
-        """The schedule of one generated token, of a bare token with its logits, or of a piece of a prompt."""
-        return self._schedule("logits" if kind == "decode" else kind)
+        """The schedule of one generated token, of a bare token with its logits, or of the largest piece of a prompt."""
+        prompt = kind == "prompt"
+        return self._prompt_schedule(self._prompts.sizes()[0], "none") if prompt else self._schedule("logits" if kind == "decode" else kind)
 
     def resize(self, n_ctx: int) -> None:
         """A KV cache of so many rows, empty, and programs for it; weights stay where they are. Raises VkbackError where it does not fit;
@@ -285,35 +301,32 @@ class Engine:
         self._cache.destroy()
         self.n_ctx = n_ctx
         self._sync_tried = False
+        self._prompts.attach(n_ctx)
         self._state = self._allocate_state()
 
     def reset(self) -> None:
         """Forget all tokens. Rows of the KV cache beyond n_past are never read, so nothing needs clearing."""
         self.n_past = 0
 
-    def prompt(self, tokens: Sequence[int]) -> None:
-        """Run tokens through the model, appending to the KV cache. Raises EngineError when they do not fit the context."""
+    def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None:
+        """Run tokens through the model, appending to the KV cache. Raises EngineError when they do not fit the context.
+
+        progress  show a bar on a terminal when it takes over a second
+        """
         self._check_room(len(tokens), "prompt")
         self._check_ids(tokens)
-        for start in range(0, len(tokens), PROMPT_TOKENS):
-            self._prompt_piece("prompt", tokens[start : start + PROMPT_TOKENS])
+        for done in self._prompts.run(tokens, self.n_past, progress=progress):
+            self.n_past += done
 
     def prompt_logits(self, tokens: Sequence[int]) -> Floats:
         """As `prompt`, and the logits after every token: float32 [len(tokens), n_vocab]."""
         self._check_room(len(tokens), "prompt")
         self._check_ids(tokens)
-        out = np.empty((len(tokens), self.model.hp.n_vocab), np.float32)
-        for start in range(0, len(tokens), PROMPT_TOKENS):
-            piece = tokens[start : start + PROMPT_TOKENS]
-            self._prompt_piece("all logits", piece)
-            out[start : start + len(piece)] = self._read_logits(PROMPT_TOKENS)[: len(piece)]
+        out, first = np.empty((len(tokens), self.model.hp.n_vocab), np.float32), self.n_past
+        for rows in self._prompts.logits(tokens, first):
+            out[self.n_past - first :][: len(rows)] = rows
+            self.n_past += len(rows)
         return self._finite(out)
-
-    def _prompt_piece(self, kind: str, piece: Sequence[int]) -> None:
-        missing = PROMPT_TOKENS - len(piece)
-        self._set_input([*piece] + [0] * missing, [*range(self.n_past, self.n_past + len(piece))] + [-1] * missing)
-        self.device.submit(self._recording(kind)).wait()
-        self.n_past += len(piece)
 
     def decode_logits(self, token: int) -> Floats:
         """One token through the model in one submit; its logits, float32 [n_vocab]."""
@@ -329,10 +342,11 @@ class Engine:
 
     def _decode(self, token: int, commands: Commands) -> tuple[Floats, bool]:
         """Logits of a token at n_past, and whether they are worth nothing because a spin-wait timed out."""
-        self._set_input([token], [self.n_past])
+        self._set_input(token)
         # A driver on the CPU needs the cores itself.
         self.device.submit(commands).wait(spin_s=0.0 if self.device.caps.software else SPIN_S)
-        return self._read_logits(1)[0], self._logits_back.timed_out
+        logits = self._logits_back.result.map().view(np.float32)[: self.model.hp.n_vocab]
+        return np.array(logits), self._logits_back.timed_out
 
     def _try_sync(self) -> None:
         """Before the first token goes through a schedule with barrier-free stages: see that it gives the same bits as with all barriers."""
@@ -356,7 +370,7 @@ class Engine:
         )
         self._forget_programs()
         self._schedules.clear()
-        self.ctx = replace(self.ctx, tuning=Overrides(self.ctx.tuning, {"schedule": {"sync": "barrier"}}, "barrier-free stages failed"))
+        self.ctx = with_barriers(self.ctx, "barrier-free stages failed")
         for back in (self._logits_back, *self._loop_backs):
             back.forget()
 
@@ -369,16 +383,8 @@ class Engine:
     def _recording(self, kind: str) -> Commands:
         if kind not in self._recordings:
             program = self._program(kind)
-            copies = []
-            if kind in ("logits", "all logits"):
-                copies = self._logits_back.copies(program, program.range("result_output"))
-            self._recordings[kind] = program.record(kind, copies=copies)
+            self._recordings[kind] = program.record(kind, copies=self._logits_back.copies(program, program.range("result_output")))
         return self._recordings[kind]
-
-    def _read_logits(self, rows: int) -> Floats:
-        vocab = self.model.hp.n_vocab
-        view = self._logits_back.result.map()[: 4 * rows * vocab].view(np.float32)
-        return np.array(view.reshape(rows, vocab))
 
     def generate(self, first: int, n: int, *, sampler: Sampler | None = None, stop_at_eos: bool = True) -> Generator[int, None, None]:
         """Generate n tokens after token `first` (which goes through the model first), as they come from the device.
@@ -431,7 +437,7 @@ class Engine:
             yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos)
 
     def _begin_loop(self, first: int, sampler: Sampler, eos: Sequence[int]) -> None:
-        self._set_input([first], [self.n_past])
+        self._set_input(first)
         self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
 
     def _loop(self, greedy: bool, size: int) -> TokenLoop:
@@ -441,17 +447,11 @@ class Engine:
             self._loops[key] = TokenLoop(self._program(kind), kind, size, self._inputs["loop"], self._loop_backs)
         return self._loops[key]
 
-    def _input(self, name: Literal["tokens", "pos"], count: int) -> BufferRange:
-        """Where a program of so many tokens reads them or their positions."""
-        block = self._inputs["one" if count == 1 else "prompt"]
-        return block.slice(INPUT_BYTES if name == "pos" else 0, 4 * count)
-
-    def _set_input(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Tokens and positions of the next submit, in one upload."""
+    def _set_input(self, token: int) -> None:
+        """The token at n_past for the next submit."""
         words = np.zeros((2, INPUT_BYTES // 4), np.int32)
-        words[0, : len(tokens)] = tokens
-        words[1, : len(positions)] = positions
-        self.device.upload(self._inputs["one" if len(tokens) == 1 else "prompt"], words)
+        words[:, 0] = token, self.n_past
+        self.device.upload(self._inputs["one"], words)
 
     def _check_room(self, count: int, what: str) -> None:
         if self.n_past + count > self.n_ctx:

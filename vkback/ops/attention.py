@@ -14,6 +14,7 @@ multiple of 8, and of 32 where the output is Q8_1.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -217,7 +218,9 @@ def _choice(node: Node, ctx: LowerContext) -> Choice:
 def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape | None:
     """The shape of the kernel for prompts, where the tables choose it for a FLASH_ATTN_EXT and the device can run it."""
     _check(node, ctx, node.inputs[1], node.inputs[2], node.inputs[0].shape[1])
-    return attention_prompt.shape_for(_choice(node, ctx), node.inputs[1].shape[2], ctx.caps)
+    # --act f32 keeps floats whole: no f16 in matrices.
+    caps = ctx.caps if ctx.act != "f32" else dataclasses.replace(ctx.caps, cooperative_matrix=False)
+    return attention_prompt.shape_for(_choice(node, ctx), node.inputs[1].shape[2], caps)
 
 
 def prompt_job(node: Node) -> attention_prompt.PromptJob:

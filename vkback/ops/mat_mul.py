@@ -280,11 +280,12 @@ def pack_f16(
     rooms = y.shape[0]
     groups = ceil_div(rooms if routes is not None else n, columns)
     grid_y = ceil_div(groups, MAX_GROUPS_X)
+    turns = ceil_div(y.shape[1], 64 * warps) if shape.fragments and eps is None else 1  # a norm is worked out once
     return Dispatch(
         Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", int(shape.fragments)),), _required(caps), spec),
         (Arg(x), Arg(y, "w"), Arg(norm or x), Arg(routes or x)),
         pack_push(n, k, packed_stride(k, shape, caps), rooms // shape.tile_n, x_shared, float(scale), float(eps or 0.0)),
-        (ceil_div(groups, grid_y), grid_y, 1),
+        (ceil_div(groups, grid_y), grid_y, turns),
         "PACK_F16",
         y.name,
         "fragments" if shape.fragments else "row-major",

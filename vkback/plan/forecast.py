@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vkback.device import Capabilities
 from vkback.ops.base import Dispatch, nbytes
 from vkback.plan.schedule import Schedule, overlap
 from vkback.plan.sync import STATE
@@ -17,12 +19,14 @@ class Costs:
     read_gb_s        memory read rate, 10^9 bytes a second
     stage_us         microseconds of a stage beside its bytes, a barrier before it
     barrier_free_us  the same of a barrier-free stage
+    gflops           10^9 operations a second, multiply-adds count 2; infinite where only bytes are counted
     """
 
     read_gb_s: float
     stage_us: float
     barrier_free_us: float
     source: str
+    gflops: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,48 @@ def moved_bytes(dispatch: Dispatch, rows: int) -> int:
 def predicted_us(stage: Sequence[Dispatch], costs: Costs, rows: int, barrier_free: bool = False) -> float:
     """Microseconds of one stage."""
     return (costs.barrier_free_us if barrier_free else costs.stage_us) + sum(moved_bytes(d, rows) for d in stage) / costs.read_gb_s / 1e3
+
+
+LOW_GB_S = {"discrete": 100.0, "cpu": 3.0}
+LOW_GFLOPS = {"discrete": 400.0, "cpu": 3.0}
+OTHER_GB_S, OTHER_GFLOPS = 20.0, 100.0
+"""Rates by type of device, integrated and virtual ones at the end: what the slow ones of a type reach with kernels far from their peak.
+llvmpipe on two busy cores: 3.5 GFLOPS in prompts."""
+
+CORE_GFLOPS = 20.0
+"""Of an SM or compute unit: a twentieth of its peak in f32."""
+
+LOW_STAGE_US = 10.0
+
+
+def guessed_costs(caps: Capabilities) -> Costs:
+    """Costs of a device that was not measured, rather too high: for limits on the length of a submit."""
+    gflops = LOW_GFLOPS.get(caps.device_type, OTHER_GFLOPS)
+    if caps.shader_cores and caps.device_type != "cpu":
+        gflops = CORE_GFLOPS * caps.shader_cores
+    rate = LOW_GB_S.get(caps.device_type, OTHER_GB_S)
+    return Costs(rate, LOW_STAGE_US, LOW_STAGE_US, f"a low guess for a device of type {caps.device_type}", gflops)
+
+
+def dispatch_us(dispatch: Dispatch, costs: Costs) -> float:
+    """Microseconds of one dispatch by itself, all rows of the cache in use."""
+    return max(dispatch.nbytes / costs.read_gb_s, dispatch.flops / costs.gflops) / 1e3
+
+
+def cuts(schedule: Schedule, costs: Costs, limit_us: float) -> dict[int, float]:
+    """Submits for a schedule, none longer than `limit_us` unless a dispatch alone is: the number of the dispatch, in the schedule's order,
+    with which each begins, and its microseconds. Dispatches of one stage do not depend on each other, so a cut may lie between them."""
+    submits = {0: 0.0}
+    begin = number = 0
+    for stage in schedule.stages:
+        for i, d in enumerate(stage):
+            own = dispatch_us(d, costs) + (costs.stage_us if i == 0 else 0.0)
+            if number > begin and submits[begin] + own > limit_us:
+                begin = number
+                submits[begin] = 0.0
+            submits[begin] += own
+            number += 1
+    return submits
 
 
 def waits(schedule: Schedule) -> list[list[Wait]]:

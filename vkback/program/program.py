@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
-from vkback.device import Arena, BufferRange, Commands, Device
-from vkback.ops.base import Arg, PlanError, nbytes
+from vkback.device import Arena, BufferRange, Commands, Device, Recorder
+from vkback.ops.base import Arg, Dispatch, PlanError, nbytes
 from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.sync import SENTINEL, STATE
 from vkback.program.compile import compile_kernels
@@ -29,8 +29,9 @@ class Program:
     ranges   memory of inputs and states by tensor name
     weights  memory of weights by tensor name
     state    one word, not zero once a spin-wait has timed out; None where barriers stand between all stages
-    Tensors of kind "node" live in one activation arena of this program, laid out by the schedule; those of kind "counter" in another,
-    zeroed.
+    Tensors of kind "node" live in `activations`, laid out by the schedule; those of kind "counter" in an arena of this program, zeroed.
+    activations  memory of at least schedule.activation_bytes, which programs that run one after the other may share; None: an arena of this
+                 program
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Program:
         schedule: Schedule,
         ranges: Mapping[str, BufferRange],
         weights: Mapping[str, WeightRanges],
+        activations: BufferRange | None = None,
     ) -> None:
         self.device = device
         self.schedule = schedule
@@ -51,16 +53,16 @@ class Program:
         self.state: BufferRange | None = None
         self._kernels = compile_kernels(device, library, schedule.dispatches())
         try:
-            self._place()
+            self._place(activations)
         except BaseException:
             self.close()
             raise
 
-    def _place(self) -> None:
+    def _place(self, activations: BufferRange | None) -> None:
         """Give nodes and counters their memory."""
         schedule = self.schedule
         if schedule.activation_bytes:
-            block = self._allocate("activations", schedule.activation_bytes)
+            block = activations or self._allocate("activations", schedule.activation_bytes)
             for name, slot in schedule.slots.items():
                 self._ranges[name] = block.slice(slot.offset, slot.size)
         if schedule.sentinel_range.size:
@@ -118,10 +120,39 @@ class Program:
                 if i and (barriers or timestamps or i not in self.schedule.barrier_free):
                     rec.barrier()
                 for d in stage:
-                    kernel = self._kernels[d.kernel, len(d.args), len(d.push)]
-                    rec.dispatch(kernel, [self._bind(a) for a in d.args], d.push, d.groups, d.label)
+                    self._dispatch(rec, d)
                 if timestamps:
                     rec.timestamp(str(i))
+        return self._finish(rec, copies)
+
+    def record_parts(self, name: str, begins: Collection[int], *, copies: Sequence[tuple[BufferRange, BufferRange]] = ()) -> list[Commands]:
+        """Record the schedule once, with all barriers, into several command buffers, to be submitted one after the other.
+
+        begins  numbers of the dispatches, in the schedule's order, with which a command buffer begins; the first is 0
+        copies  as in `record`
+        A recording begins with a barrier, so the order across a cut is that within a command buffer.
+        """
+        rec = self.device.recorder(name)
+        if self._sentinel is not None:
+            rec.fill(self._sentinel, SENTINEL)
+        parts: list[Commands] = []
+        number = 0
+        for stage in self.schedule.stages:
+            for i, d in enumerate(stage):
+                if number and number in begins:
+                    parts.append(self._finish(rec))
+                    rec = self.device.recorder(f"{name}, part {len(parts) + 1}")
+                elif i == 0 and number:
+                    rec.barrier()
+                self._dispatch(rec, d)
+                number += 1
+        return [*parts, self._finish(rec, copies)]
+
+    def _dispatch(self, rec: Recorder, d: Dispatch) -> None:
+        kernel = self._kernels[d.kernel, len(d.args), len(d.push)]
+        rec.dispatch(kernel, [self._bind(a) for a in d.args], d.push, d.groups, d.label)
+
+    def _finish(self, rec: Recorder, copies: Sequence[tuple[BufferRange, BufferRange]] = ()) -> Commands:
         if copies:
             rec.barrier()
         for source, target in copies:

@@ -157,6 +157,7 @@ COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
     "params": (Column("params", 10), lambda r: params_text(r.model_n_params)),
     "backend": (Column("backend", 10, left=True), lambda r: r.backends),
     "n_gpu_layers": (Column("ngl", 3), lambda r: str(r.n_gpu_layers)),
+    "n_ubatch": (Column("n_ubatch", 8), lambda r: str(r.n_ubatch)),
     "flash_attn": (Column("fa", 3), lambda r: str(r.flash_attn)),
     "devices": (Column("dev", 12, left=True), lambda r: r.devices),
     "act": (Column("act", 10, left=True), lambda r: r.act),

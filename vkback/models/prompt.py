@@ -1,0 +1,344 @@
+"""Prompts on a device: recorded programs of several tokens (micro-batches), and how a prompt is cut into them.
+
+Programs have `ubatch` tokens, the powers of two below, and at least SMALLEST. A prompt goes through programs of decreasing size; what the
+last one has too many is padding (pos = -1), which no result shows. A program is planned, compiled and recorded when it is first used. One
+whose predicted time is too long for one submit is recorded in several command buffers, so that no driver takes it for a hang.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vkback.device import Arena, BufferRange, Capabilities, Commands, Device, OutOfDeviceMemory, Ticket
+from vkback.ops.base import Dispatch, LowerContext
+from vkback.plan.forecast import cuts, dispatch_us, guessed_costs
+from vkback.plan.schedule import Schedule, aligned
+from vkback.plan.tuning import Overrides
+from vkback.program import Program
+
+Floats = npt.NDArray[np.float32]
+
+PromptHead = Literal["none", "all"]
+"""Logits that a program of a prompt makes: none, or those of every token."""
+
+UBATCH = 512
+"""Tokens of a program on GPUs, as in llama.cpp."""
+
+SOFTWARE_UBATCH = 16
+"""The same on a CPU driver. Prompts of 512 tokens on llvmpipe: 281 and 394 tokens/s in programs of 16 (both built-in models), 267 and 241
+in programs of 64."""
+
+SMALLEST = 16
+"""Tokens of the smallest program, unless `ubatch` or the context is smaller."""
+
+PADDED = 32
+"""Programs up to so many tokens mostly wait for weights: one with padding is faster than two."""
+
+LOGITS_BYTES = 64 << 20
+"""Most memory for the logits of a program's tokens; the smallest program may have more."""
+
+LONGEST_SUBMIT_US = 0.5e6
+"""Predicted time of one submit, at most. Drivers reset a GPU after 2 to 10 s in one submit."""
+
+PROGRESS_AFTER_S = 1.0
+
+
+def with_barriers(ctx: LowerContext, why: str) -> LowerContext:
+    """The same, with barriers between all stages; why: what plans name as the source of that choice."""
+    return replace(ctx, tuning=Overrides(ctx.tuning, {"schedule": {"sync": "barrier"}}, why))
+
+
+def default_ubatch(caps: Capabilities) -> int:
+    return SOFTWARE_UBATCH if caps.software else UBATCH
+
+
+def program_sizes(ubatch: int, n_ctx: int) -> list[int]:
+    """Tokens of the programs there may be, the largest first."""
+    largest = min(ubatch, n_ctx)
+    size = 1 << (largest - 1).bit_length()
+    sizes = [largest]
+    while (size := size // 2) >= SMALLEST:
+        if size < largest:
+            sizes.append(size)
+    return sizes
+
+
+def next_size(left: int, sizes: Sequence[int]) -> int:
+    """Tokens of the program that `left` tokens of a prompt begin with; sizes: those there are, the largest first.
+
+    The smallest program that takes them all, if at most a quarter of it is padding or it has at most PADDED tokens; else the largest that
+    they fill.
+    """
+    enough = [size for size in sizes if size >= left]
+    filled = [size for size in sizes if size <= left]
+    if not enough:
+        return filled[0]
+    padding = enough[-1] - left
+    if not filled or enough[-1] <= PADDED or 4 * padding <= enough[-1]:
+        return enough[-1]
+    return filled[0]
+
+
+def piece_sizes(count: int, sizes: Sequence[int]) -> list[int]:
+    """Tokens of each program that a prompt of `count` tokens goes through."""
+    out: list[int] = []
+    while count > 0:
+        out.append(next_size(count, sizes))
+        count -= out[-1]
+    return out
+
+
+@dataclass
+class _Recording:
+    """A program recorded for submits of limited length.
+
+    parts         command buffers, submitted one after the other
+    predicted_us  of each
+    slowness      as known when the program was cut
+    runs          so far: the first may hold compile time of the driver
+    """
+
+    size: int
+    parts: list[Commands]
+    predicted_us: list[float]
+    slowness: float
+    runs: int = 0
+
+
+class Prompts:
+    """Runs prompts of one model over one KV cache at a time.
+
+    plan  (tokens, head) -> schedule of a program
+    bind  (schedule, inputs by name, memory for activations) -> program; may raise OutOfDeviceMemory
+    All programs share one block of memory for activations, as large as the largest used so far needs.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        n_vocab: int,
+        ubatch: int | None,
+        plan: Callable[[int, PromptHead], Schedule],
+        bind: Callable[[Schedule, dict[str, BufferRange], BufferRange | None], Program],
+    ) -> None:
+        """ubatch: tokens of the largest program, None for the device's default."""
+        self.device = device
+        self._n_vocab = n_vocab
+        self._plan, self._bind = plan, bind
+        self._asked = ubatch
+        self._most = ubatch or default_ubatch(device.caps)
+        self._in_time = sys.maxsize  # tokens of the largest program without a dispatch that takes too long
+        self._n_ctx = sys.maxsize
+        self._costs = guessed_costs(device.caps)
+        self._slowness = 1.0  # measured over predicted time: the largest so far, up to a power of two
+        self._programs: dict[tuple[int, PromptHead], Program] = {}
+        self._recordings: dict[tuple[int, PromptHead], _Recording] = {}
+        self._blocks: dict[str, tuple[Arena, BufferRange]] = {}
+
+    def attach(self, n_ctx: int) -> None:
+        """From here on the cache is another one, of n_ctx rows."""
+        self.close()
+        self._n_ctx = n_ctx
+        self._in_time = sys.maxsize
+
+    def close(self) -> None:
+        """Give programs and memory back; later calls make them anew."""
+        self._forget_programs()
+        for arena, _ in self._blocks.values():
+            arena.destroy()
+        self._blocks.clear()
+
+    @property
+    def ubatch(self) -> int:
+        """Tokens of the largest program, were the context as large: what was asked, unless that did not work."""
+        return min(self._most, self._in_time)
+
+    def sizes(self, head: PromptHead = "none") -> list[int]:
+        """Tokens of the programs there may be, the largest first."""
+        sizes = program_sizes(self.ubatch, self._n_ctx)
+        if head == "none":
+            return sizes
+        return [size for size in sizes if 4 * self._n_vocab * size <= LOGITS_BYTES] or sizes[-1:]
+
+    def dispatches(self, counts: Iterable[int]) -> Iterable[Dispatch]:
+        """What prompts of so many tokens run."""
+        used = dict.fromkeys(size for count in counts for size in piece_sizes(count, self.sizes()))
+        return (d for size in used for d in self._plan(size, "none").dispatches())
+
+    def prepare(self, counts: Iterable[int]) -> list[Ticket]:
+        """Compile and record what prompts of so many tokens need, and submit each recording once with nothing but padding."""
+        tickets = []
+        for count in sorted(counts, reverse=True):
+            left = count
+            while left > 0:
+                recording = self._ready(left, "none")
+                left -= recording.size
+                if not recording.runs:
+                    self._set_input(recording.size, [], 0)
+                    tickets += [self.device.submit(part) for part in recording.parts]
+                    recording.runs = 1
+        return tickets
+
+    def run(self, tokens: Sequence[int], n_past: int, *, progress: bool = False) -> Iterator[int]:
+        """Fill the cache with tokens from row n_past on; gives the number of tokens after each program that has finished."""
+        for done, _ in self._pieces(tokens, n_past, "none", progress):
+            yield done
+
+    def logits(self, tokens: Sequence[int], n_past: int) -> Iterator[Floats]:
+        """As `run`; gives the logits after each token, float32 [tokens of a program, n_vocab]."""
+        for done, size in self._pieces(tokens, n_past, "all", False):
+            words = self._logits_memory(size).map().view(np.float32)
+            yield np.array(words[: done * self._n_vocab].reshape(done, self._n_vocab))
+
+    def _pieces(self, tokens: Sequence[int], n_past: int, head: PromptHead, progress: bool) -> Iterator[tuple[int, int]]:
+        """(tokens done, size of the program) after each program."""
+        at = 0
+        with PromptBar(len(tokens), shown=progress) as bar:
+            while at < len(tokens):
+                recording = self._ready(len(tokens) - at, head)
+                piece = tokens[at : at + recording.size]
+                self._set_input(recording.size, piece, n_past + at)
+                self._submit(recording, lambda share, piece=piece: bar.advance(share * len(piece)))  # type: ignore[misc]
+                at += len(piece)
+                yield len(piece), recording.size
+
+    def _submit(self, recording: _Recording, on_part: Callable[[float], None]) -> None:
+        """Run a recording to its end. on_part: told the share of it that each submit was."""
+        whole = sum(recording.predicted_us)
+        begun = time.perf_counter()
+        tickets = [self.device.submit(part) for part in recording.parts]
+        for ticket, predicted in zip(tickets, recording.predicted_us, strict=True):
+            ticket.wait()
+            on_part(predicted / whole)
+        if recording.runs:
+            slowness = (time.perf_counter() - begun) * 1e6 / whole
+            self._slowness = max(self._slowness, 2.0 ** math.ceil(math.log2(max(slowness, 1.0))))
+        recording.runs += 1
+
+    def _ready(self, left: int, head: PromptHead) -> _Recording:
+        """The recording that `left` tokens begin with. A program that does not fit memory or a submit gives way to a smaller one; raises
+        OutOfDeviceMemory when there is none."""
+        while True:
+            sizes = self.sizes(head)
+            size = next_size(left, sizes)
+            smaller = next((s for s in self.sizes() if s < size), None)
+            if smaller is not None and self._longest_us(size, head) > LONGEST_SUBMIT_US:
+                if self._asked is not None and self._in_time == sys.maxsize:
+                    _say(f"one kernel over {size} tokens of a prompt may take over {LONGEST_SUBMIT_US / 1e6:g} s", smaller)
+                self._in_time = smaller
+                continue
+            try:
+                return self._recording(size, head)
+            except OutOfDeviceMemory as error:
+                if smaller is None:
+                    raise
+                self._forget_programs()
+                _say(f"no memory for {size} tokens of a prompt at a time ({error})", smaller)
+                self._most = smaller
+
+    def _longest_us(self, size: int, head: PromptHead) -> float:
+        return max(dispatch_us(d, self._costs) for d in self._plan(size, head).dispatches())
+
+    def _recording(self, size: int, head: PromptHead) -> _Recording:
+        key = (size, head)
+        found = self._recordings.get(key)
+        if found is not None and (max(found.predicted_us) * self._slowness <= LONGEST_SUBMIT_US or found.slowness >= self._slowness):
+            return found
+        logits = self._logits_memory(size) if head == "all" else None
+        program = self._program(size, head)
+        submits = cuts(program.schedule, self._costs, LONGEST_SUBMIT_US / self._slowness)
+        result = program.range("result_output") if logits else None
+        copies = [(result, logits.slice(0, result.size))] if logits and result else []
+        parts = program.record_parts(f"prompt x{size}", submits, copies=copies)
+        self._recordings[key] = _Recording(size, parts, list(submits.values()), self._slowness)
+        return self._recordings[key]
+
+    def _program(self, size: int, head: PromptHead) -> Program:
+        key = (size, head)
+        if key not in self._programs:
+            schedule = self._plan(size, head)
+            need = schedule.activation_bytes
+            activations = self._block("activations of prompts", need, "device") if need else None
+            inputs = self._inputs()
+            half = aligned(4 * size)
+            ranges = {"tokens": inputs.slice(0, 4 * size), "pos": inputs.slice(half, 4 * size)}
+            self._programs[key] = self._bind(schedule, ranges, activations)
+        return self._programs[key]
+
+    def _block(self, purpose: str, size: int, kind: Literal["device", "readback", "host_visible_device"]) -> BufferRange:
+        """Memory of at least `size` bytes for a purpose. Where it must grow, programs that use the old one are forgotten."""
+        found = self._blocks.get(purpose)
+        if found is not None and found[1].size >= size:
+            return found[1]
+        if found is not None:
+            self._forget_programs()
+            del self._blocks[purpose]
+            found[0].destroy()
+        arena = self.device.arena(purpose, aligned(size), kind)
+        self._blocks[purpose] = arena, arena.alloc(aligned(size), purpose)
+        return self._blocks[purpose][1]
+
+    def _inputs(self) -> BufferRange:
+        caps = self.device.caps
+        size = 2 * aligned(4 * program_sizes(self.ubatch, self._n_ctx)[0])
+        return self._block("inputs of prompts", size, "host_visible_device" if caps.rebar or caps.uma else "device")
+
+    def _logits_memory(self, size: int) -> BufferRange:
+        return self._block("logits of prompts", 4 * self._n_vocab * size, "readback")
+
+    def _set_input(self, size: int, piece: Sequence[int], n_past: int) -> None:
+        """Tokens and positions of a program of `size` tokens, padding at the end, in one upload."""
+        half = aligned(4 * size)
+        words = np.zeros((2, half // 4), np.int32)
+        words[0, : len(piece)] = piece
+        words[1] = -1
+        words[1, : len(piece)] = np.arange(n_past, n_past + len(piece))
+        self.device.upload(self._inputs().slice(0, 2 * half), words)
+
+    def _forget_programs(self) -> None:
+        for program in self._programs.values():
+            program.close()
+        self._programs.clear()
+        self._recordings.clear()
+
+
+class PromptBar:
+    """A bar on a terminal for a prompt that takes over PROGRESS_AFTER_S; nothing elsewhere."""
+
+    def __init__(self, tokens: int, *, shown: bool, console: Console | None = None) -> None:
+        self._total, self._done = tokens, 0.0
+        self._console = console or Console(stderr=True)
+        self._shown = shown and self._console.is_terminal
+        self._stack = ExitStack()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> PromptBar:
+        self._begun = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def advance(self, tokens: float) -> None:
+        self._done += tokens
+        if self._bar is None and self._shown and time.perf_counter() - self._begun > PROGRESS_AFTER_S:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = self._stack.enter_context(Progress(*columns, console=self._console, transient=True))
+            self._bar.add_task("prompt", total=self._total)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=int(self._done + 1e-6))
+
+
+def _say(why: str, smaller: int) -> None:
+    print(f"vkback: {why}; going on with {smaller} (--ubatch {smaller})", file=sys.stderr)
