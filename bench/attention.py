@@ -3,9 +3,9 @@
     python bench/attention.py [--heads 32x8x128,64x8x64] [--n 128,512] [--depth 0,4096] [--window 0] [--sinks]
                               [--way decode,plain,matrix] [--cut 64x32/4,...] [--json FILE]
 
---heads N_HEADxN_HEAD_KVxHEAD_DIM. --depth: rows of the cache in use before the prompt. A --cut is TILE_QxTILE_KV/WARPS of plain and
-matrix; without one the tables say. One line a point: microseconds a launch (the best and the median of the repetitions, a barrier after
-each launch), TFLOPS of the rows that are seen (4 x head_dim for each query and row), and the NMSE of some queries against numpy.
+--heads N_HEADxN_HEAD_KVxHEAD_DIM. --depth: rows of the cache in use before the prompt. A --cut is TILE_QxTILE_KV/WARPS of plain and matrix;
+without one the tables say. One line a point: microseconds a launch (the best and the median of the repetitions, a barrier after each
+launch), TFLOPS of the rows that are seen (4 x head_dim for each query and row), and the NMSE of some queries against numpy.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Point:
     nmse: float
 
     def line(self) -> str:
-        times = f"{self.us:10.1f} us ({self.median_us:10.1f}) {self.tflops:8.3f} TFLOPS"
-        return f"{self.shape:34s} {times}  NMSE {self.nmse:.1e}  {self.kernel}"
+        times = f"{self.us:10.1f} us ({self.median_us:10.1f})"
+        return f"{self.shape:34s} {times} {self.tflops:8.3f} TFLOPS  NMSE {self.nmse:.1e}  {self.kernel}"
 
 
 class Operands:
@@ -146,7 +146,7 @@ class Operands:
         return rec.finish()
 
     def time(self, library: ShaderLibrary, ctx: LowerContext, seconds: float) -> Point:
-        """Runs the kernel that the tables of ctx choose, for `seconds` at least three times."""
+        """Runs the kernel that the tables of ctx choose for `seconds`, at least three times."""
         (d,) = FlashAttnExt().lower(self.node, ctx)
         kernel = compile_kernels(self.device, library, [d])[d.kernel, len(d.args), len(d.push)]
         self.device.upload(self.bind(self.y), np.full(self.y.elements, np.nan, np.float32).view(np.uint8))

@@ -17,6 +17,6 @@ def test_the_page_adds_a_type_that_runs(tmp_path: Path) -> None:
     said = run(tests, tree)
     assert "failed" not in said and "test_device_layout_holds" in run([*tests, "--collect-only"], tree), said
 
-    for command, path, count in ((floats, "float", 4), (ints, "int", 3)):
+    for command, path, count in ((floats, "float", 5), (ints, "int", 4)):
         said = run([*command, "-v"], tree)
         assert re.search(rf"\b{count}/{count} ", said), f"{path}: {said}"

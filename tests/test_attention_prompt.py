@@ -12,6 +12,7 @@ import pytest
 from kernel_paths import planned_for, with_params
 
 from vkback.device import Device
+from vkback.device.capabilities import MatrixShape
 from vkback.graph import Node, Tensor
 from vkback.harness.judge import judge
 from vkback.harness.runner import Workbench, prepare, reference, run_case, run_problem
@@ -143,7 +144,8 @@ def test_faults_are_caught(way: str, fault: str, device: Device, ctx: LowerConte
     right, wrong = (FAULTS if way == "plain" else MATRIX_FAULTS)[fault]
     shutil.copytree(shader_root(), tmp_path / "shaders", ignore=shutil.ignore_patterns("prebuilt"))
     found = 0
-    for file in (tmp_path / "shaders" / "attention").glob("prompt*"):
+    for name in ({"plain": "prompt.comp", "matrix": "prompt_matrix.comp"}[way], "prompt_iface.glsl"):
+        file = tmp_path / "shaders" / "attention" / name
         text = file.read_text(encoding="utf-8")
         found += text.count(right)
         file.write_text(text.replace(right, wrong), encoding="utf-8")
@@ -153,13 +155,15 @@ def test_faults_are_caught(way: str, fault: str, device: Device, ctx: LowerConte
     assert any(not run_case(device, broken, c, use).ok for c in cases)
 
 
-H200 = planned_for("nvidia_h200_linux")
+NO_SHAPES = planned_for("nvidia_h200_linux")
+SHAPES = tuple(MatrixShape(16, 16, 16, "f16", "f16", sums, sums, False, "subgroup") for sums in ("f16", "f32"))
+H200 = dataclasses.replace(NO_SHAPES, caps=dataclasses.replace(NO_SHAPES.caps, cooperative_matrix_shapes=SHAPES))
 
 
 def test_cuts_fit_the_device() -> None:
     """Matrices where there are any; else, or where shared memory is short, less at a time."""
     for hd in (40, 64, 80, 128, 256):
-        node = OP.build_case(8, 2, hd, 512, tuple(range(512)), garbage=False).build().node
+        node = OP.build_case(8, 2, hd, kv=512, nb=512, garbage=False).build().node
         shape = prompt_shape(node, with_params(H200, **WAYS["matrix"]))
         assert shape is not None and shape.way == "matrix" and shape.matrix == matrix_shape(H200.caps)
         assert attention_prompt.matrix_shared(shape, hd) <= H200.caps.max_shared_memory
@@ -171,7 +175,7 @@ def test_cuts_fit_the_device() -> None:
 
 
 def test_what_is_refused() -> None:
-    node = OP.build_case(3, 1, 40, 64, tuple(range(64)), garbage=False).build().node
+    node = OP.build_case(3, 1, 40, kv=64, nb=64, garbage=False).build().node
     node = dataclasses.replace(node, outputs=(dataclasses.replace(node.outputs[0], type="F16"),))
     with pytest.raises(PlanError, match="whole units of 32"):
         OP.lower(node, with_params(H200, **WAYS["matrix"]))
@@ -180,7 +184,7 @@ def test_what_is_refused() -> None:
 def test_tables_choose_by_tokens() -> None:
     cpu = planned_for("llvmpipe_mesa_22_debian12")
     for n, way in ((16, None), (31, None), (32, "plain"), (512, "plain")):
-        node = OP.build_case(4, 2, 64, 512, tuple(range(n)), garbage=False).build().node
+        node = OP.build_case(4, 2, 64, kv=512, nb=n, garbage=False).build().node
         shape = prompt_shape(node, cpu)
         assert (shape and shape.way) == way
     assert math.prod(OP.lower(node, cpu)[0].groups) == 512 * 4 // 16

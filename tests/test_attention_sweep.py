@@ -108,7 +108,8 @@ def test_a_row_speaks_for_caches_around_its_own_and_for_decoding() -> None:
     shape = SHAPE._asdict()
 
     def said(**changes: int) -> dict[str, object]:
-        return dict(tuning.pick("attention", **{"n": 1, **shape, **changes}).params)
+        params = tuning.pick("attention", **{"n": 1, **shape, **changes}).params
+        return {name: params[name] for name in AttentionPoint._fields}
 
     assert said() == said(n=16) == said(n_ctx=2900) == said(n_ctx=5790) == after._asdict()
     for changes in ({"n": 17}, {"n_ctx": 2890}, {"n_ctx": 5800}, {"n_head": 64}, {"head_dim": 64}):

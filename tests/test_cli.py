@@ -29,6 +29,8 @@ def test_run_streams_text_and_tells_speed(engine: FakeEngine, monkeypatch: pytes
     assert [text.split()[:3] for text in err.splitlines()] == [["prompt", "3", "tokens"], ["generation", "10", "tokens"]]
     assert engine.calls == [("prompt", 3), ("generate", 10, True)]
     assert engine.loaded == [("demo-dense-Q4_K_M.gguf", "0", 64, "auto")]
+    assert call(monkeypatch, main.main, "run", "-p", "Once", "-n", "1", "-ub", "256") == 0
+    assert engine.loaded[-1] == ("demo-dense-Q4_K_M.gguf", None, None, "auto", 256)
 
 
 def test_run_refuses_an_empty_prompt(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

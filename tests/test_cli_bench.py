@@ -137,6 +137,16 @@ def test_vkbench_takes_llama_bench_s_flags(
     assert first["command"].startswith("vkbench -m demo-moe")
 
 
+def test_vkbench_runs_each_ubatch(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, bench.main, "pp8", "-r", "1", "-m", "demo-dense", "-ub", "64,128", "-oe", "jsonl", "--read-rate", "0") == 0
+    out, err = capsys.readouterr()
+    assert [loaded[-1] for loaded in engine.loaded] == [64, 128]
+    assert [json.loads(text)["n_ubatch"] for text in err.splitlines()] == [64, 128]
+    assert out.splitlines()[1].startswith("| model                          |       size |     params | backend    | ngl | n_ubatch |")
+    assert call(monkeypatch, bench.main, "pp8", "-r", "1", "-m", "demo-dense", "-ub", "512") == 0
+    assert "n_ubatch" not in capsys.readouterr().out, "llama-bench's default"
+
+
 def test_logits_to_host_is_feeding_random_tokens(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,12 +58,13 @@ class Engines:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._loaded: dict[tuple[str, str, str, int], Engine] = {}
+        self._loaded: dict[tuple[str, str, str, int, int | None], Engine] = {}
 
-    def __call__(self, name: str, *, act: Any = "auto", fusion: str = "all", n_ctx: int = N_CTX) -> Engine:
-        key = (name, act, fusion, n_ctx)
+    def __call__(self, name: str, *, act: Any = "auto", fusion: str = "all", n_ctx: int = N_CTX, ubatch: int | None = None) -> Engine:
+        key = (name, act, fusion, n_ctx, ubatch)
         if key not in self._loaded:
-            self._loaded[key] = Engine.load(MODELS[name], self.device, n_ctx=n_ctx, act=act, fusion=fusion, progress=False)
+            path = MODELS[name]
+            self._loaded[key] = Engine.load(path, self.device, n_ctx=n_ctx, act=act, fusion=fusion, progress=False, ubatch=ubatch)
         self._loaded[key].reset()
         return self._loaded[key]
 
@@ -274,14 +275,17 @@ def test_another_load_has_the_same_bits(name: str, engines: Engines) -> None:
 
 
 def test_a_prompt_may_come_in_pieces(name: str, engines: Engines) -> None:
-    engine = engines(name)
+    """Where all programs have one size; tests/test_ubatch.py compares pieces in programs of several sizes."""
+    engine = engines(name, ubatch=SMALLEST)
     ids = text_ids(engine, 40)
     whole = logits_after(engine, [ids])
     for cuts in ((7,), (16, 33), (1, 2, 3, 39), (32,)):
         pieces = [ids[a:b] for a, b in zip((0, *cuts), (*cuts, 40), strict=True)]
         assert np.array_equal(logits_after(engine, pieces), whole), cuts
     engine.reset()
-    assert np.array_equal(np.concatenate([engine.prompt_logits(p) for p in (ids[:5], ids[5:])])[-1], engines(name).prompt_logits(ids)[-1])
+    in_pieces = np.concatenate([engine.prompt_logits(p) for p in (ids[:5], ids[5:])])
+    engine.reset()
+    assert np.array_equal(in_pieces[-1], engine.prompt_logits(ids)[-1])
 
 
 def test_the_same_seed_gives_the_same_text(name: str, engines: Engines) -> None:

@@ -18,7 +18,6 @@ import pytest
 from vkback import quants
 from vkback.device import Device
 from vkback.graph import Node, Tensor
-from vkback.harness.fragment_map import fragments_alike
 from vkback.harness.runner import Workbench, prepare
 from vkback.ops import mat_mul
 from vkback.ops.base import OPS, Dispatch, LowerContext, Op, PlanError, Problem
@@ -26,6 +25,7 @@ from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_vec import QUANTS, MatVec, weight
 from vkback.ops.quantize import quantize_dispatch
 from vkback.paths import shader_root
+from vkback.program.fragments import fragments_alike
 from vkback.shader import ShaderLibrary
 from vkback.shader.prebuilt import stale
 

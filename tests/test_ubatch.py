@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from make_gguf import gpt_oss_metadata, gpt_oss_tensors, llama_metadata, llama_t
 from rich.console import Console
 
 from vkback.device import Arena, BufferRange, Device, OutOfDeviceMemory
+from vkback.device import recorder as recorder_module
 from vkback.harness.judge import nmse
 from vkback.models import prompt as prompt_module
 from vkback.models.engine import Engine, EngineError
-from vkback.models.prompt import PromptBar, Prompts, next_size, piece_sizes, program_sizes
-from vkback.plan.forecast import cuts, dispatch_us, guessed_costs
+from vkback.models.prompt import PromptBar, Prompts, next_size, program_sizes
+from vkback.ops.base import PlanError
+from vkback.plan.forecast import cuts, dispatch_us, low_costs
+from vkback.plan.schedule import Schedule
 
 FLOAT_NMSE = 1e-6
 """As in test_engine.py."""
@@ -32,6 +35,15 @@ SIZES = [512, 256, 128, 64, 32, 16]
 
 
 # --- how a prompt is cut ------------------------------------------------------------------------------------------------------------
+
+
+def piece_sizes(count: int, sizes: Sequence[int]) -> list[int]:
+    """Tokens of each program that a prompt of `count` tokens goes through."""
+    out: list[int] = []
+    while count > 0:
+        out.append(next_size(count, sizes))
+        count -= out[-1]
+    return out
 
 
 @pytest.mark.parametrize(
@@ -76,11 +88,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ids(count: int) -> list[int]:
-    return np.random.default_rng(7).integers(32, size=count).tolist()
+    return [int(i) for i in np.random.default_rng(7).integers(32, size=count)]
 
 
-def load(path: Path, device: Device, **options: Any) -> Engine:
-    return Engine.load(path, device, **{"n_ctx": N_CTX, "act": "f32", "progress": False, "ubatch": 512} | options)
+def load(path: Path, device: Device, *, ubatch: int = 512, n_ctx: int = N_CTX) -> Engine:
+    return Engine.load(path, device, n_ctx=n_ctx, act="f32", progress=False, ubatch=ubatch)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +220,7 @@ def test_logits_of_many_tokens_take_bounded_memory(
 @pytest.mark.vulkan
 def test_cuts_keep_every_submit_below_the_limit(engine: Engine) -> None:
     schedule = engine.schedule("prompt")
-    costs = guessed_costs(engine.device.caps)
+    costs = low_costs(engine.device.caps)
     flat = list(schedule.dispatches())
     whole = sum(dispatch_us(d, costs) for d in flat) + costs.stage_us * len(schedule.stages)
     assert cuts(schedule, costs, 2 * whole) == {0: pytest.approx(whole)}
@@ -228,12 +240,35 @@ def test_a_prompt_cut_into_many_submits_has_the_same_bits(
 ) -> None:
     engine.reset()
     want = engine.prompt_logits(ids(150)), last_logits(engine, [ids(150)])
-    with load(path, device, act="f32") as cut:
+    with load(path, device) as cut:
         monkeypatch.setattr(prompt_module, "cuts", lambda schedule, costs, limit: cuts(schedule, costs, 0.0))
         found = cut.prompt_logits(ids(150)), last_logits(cut, [ids(150)])
         for recording in cut._prompts._recordings.values():
-            assert len(recording.parts) == len(recording.predicted_us) > 15
+            assert len(recording.parts) == len(recording.predicted_us) > 12
     assert np.array_equal(found[0], want[0]) and np.array_equal(found[1], want[1])
+
+
+@pytest.mark.vulkan
+def test_every_submit_of_a_cut_program_begins_with_a_barrier_for_everything(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what came before, for all shaders and copies; a cut between stages needs no other, one within a stage none at all."""
+    program = engine._prompts._program(16, "none")
+    stages = program.schedule.stages
+    before: list[frozenset[str]] = []
+    barrier = recorder_module._barrier
+
+    def noted(kinds: frozenset[Any], after: frozenset[Any]) -> Any:
+        before.append(kinds)
+        return barrier(kinds, after)
+
+    monkeypatch.setattr(recorder_module, "_barrier", noted)
+    starts = list(accumulate((len(stage) for stage in stages), initial=0))[:-1]
+    for begins in ([0], starts, range(sum(map(len, stages))), [0, starts[2]], [0, starts[2] + 1]):
+        before.clear()
+        parts = program.record_parts("cut", begins)
+        assert len(parts) == len(begins) == before.count(frozenset())
+        assert len(before) == len({*begins, *starts}), "each stage or cut has one"
+        for part in parts:
+            part.destroy()
 
 
 @pytest.mark.vulkan
@@ -254,7 +289,7 @@ def test_a_kernel_too_long_for_a_submit_gets_fewer_tokens(
     path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with load(path, device) as engine:
-        longest = engine._prompts._longest_us(64, "none")
+        longest = max(dispatch_us(d, engine._prompts._costs) for d in engine._prompt_schedule(64, "none").dispatches())
         monkeypatch.setattr(prompt_module, "LONGEST_SUBMIT_US", longest)
         capsys.readouterr()
         engine.prompt(ids(513))
@@ -262,6 +297,27 @@ def test_a_kernel_too_long_for_a_submit_gets_fewer_tokens(
         assert nmse(engine.decode_logits(ids(520)[513]), one_by_one[513]) <= FLOAT_NMSE
         assert all(max(r.predicted_us) <= longest + engine._prompts._costs.stage_us for r in engine._prompts._recordings.values())
     assert capsys.readouterr().err.startswith("vkback: one kernel over 512 tokens of a prompt may take over ")
+
+
+@pytest.mark.vulkan
+def test_a_program_beyond_a_limit_of_the_device_gives_way(
+    path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when the largest storage buffer is too small for the activations of so many tokens."""
+    with load(path, device) as engine:
+        plan = engine._prompts._plan
+
+        def limited(tokens: int, head: Any) -> Schedule:
+            if tokens > 128:
+                raise PlanError(f"[plan] {tokens} tokens")
+            return plan(tokens, head)
+
+        engine._prompts._plan = limited
+        engine.prepare(prompt=513)
+        engine.prompt(ids(513))
+        assert engine.ubatch == 128
+        assert nmse(engine.decode_logits(ids(520)[513]), one_by_one[513]) <= FLOAT_NMSE
+        assert "512 tokens of a prompt at a time exceed a limit of the device ([plan] 512 tokens); going on" in capsys.readouterr().err
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------------------
@@ -335,7 +391,7 @@ def test_errors_name_what_was_asked(path: Path, engine: Engine, device: Device) 
 
 def test_a_long_prompt_shows_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(np.arange(0.0, 100.0, 0.4))
-    monkeypatch.setattr(prompt_module.time, "perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr("vkback.models.prompt.time.perf_counter", lambda: float(next(now)))
 
     def shown(terminal: bool, steps: int) -> str:
         out = io.StringIO()
@@ -352,4 +408,4 @@ def test_a_long_prompt_shows_a_bar_on_a_terminal_only(monkeypatch: pytest.Monkey
 def test_software_drivers_take_small_programs_by_default(ctx: Any) -> None:
     gpu = replace(ctx.caps, vendor="nvidia", device_type="discrete")
     assert prompt_module.default_ubatch(gpu) == 512
-    assert prompt_module.default_ubatch(replace(ctx.caps, vendor="software", device_type="cpu")) == 16
+    assert prompt_module.default_ubatch(replace(ctx.caps, vendor="software", device_type="cpu")) == 64

@@ -13,6 +13,7 @@ from vkback.device.instance import VALIDATION_LAYER
 from vkback.harness.cases import find_case
 from vkback.harness.runner import prepare
 from vkback.harness.suite import Suite
+from vkback.models import prompt as prompt_module
 from vkback.models.engine import Engine, Sampler
 from vkback.models.prompt import SMALLEST
 from vkback.ops.base import OPS, Case, LowerContext
@@ -65,6 +66,16 @@ def test_a_token_without_barriers_runs_without_a_message(mode: Any, barrier_free
         assert engine.schedule().barrier_free
         use(engine)
         assert engine.schedule().barrier_free
+    assert [str(m) for m in device.validation_messages] == []
+
+
+def test_a_prompt_cut_into_many_submits_runs_without_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within each submit: the layer does not look across them; tests/test_ubatch.py looks at the barriers between."""
+    monkeypatch.setattr(prompt_module, "LONGEST_SUBMIT_US", 1.0)
+    monkeypatch.setattr(prompt_module.Prompts, "_why_not", lambda *_: "")
+    with validated("sync") as device, Engine.load(builtin_models()[-1], device, n_ctx=96, ubatch=64, progress=False) as engine:
+        use(engine)
+        assert min(len(recording.parts) for recording in engine._prompts._recordings.values()) > 20
     assert [str(m) for m in device.validation_messages] == []
 
 

@@ -23,7 +23,7 @@ def generate(
     device: DeviceOption = None,
     ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")] = None,
     ubatch: Annotated[
-        int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 16].")
+        int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 32].")
     ] = None,
     act: ActOption = "auto",
 ) -> None:

@@ -35,6 +35,7 @@ from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.tuning import Tuning
 from vkback.program import CompileTotals, Program
+from vkback.program.fragments import fragments_hold
 from vkback.shader import ShaderLibrary
 
 Floats = npt.NDArray[np.float32]
@@ -84,7 +85,7 @@ class Engine:
         self.device = device
         self.n_ctx, self.n_past = n_ctx, 0
         self.library = ShaderLibrary()
-        self.ctx = LowerContext(device.caps, Tuning.for_device(device.caps), act)
+        self.ctx = LowerContext(device.caps, Tuning.for_device(device.caps), act, fragments=fragments_hold(device, self.library))
         self.fusion = fusion
         self._owns_device = False
         self._programs: dict[str, Program] = {}
@@ -125,7 +126,7 @@ class Engine:
         device  an open device, or what `Device.open` takes
         n_ctx   rows of the KV cache; default: the trained context, at most 4096
         act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
-        ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 16
+        ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 32
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
         """
         if n_ctx is not None and n_ctx < 1:
@@ -287,8 +288,7 @@ class Engine:
 
     def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
         """The schedule of one generated token, of a bare token with its logits, or of the largest piece of a prompt."""
-        prompt = kind == "prompt"
-        return self._prompt_schedule(self._prompts.sizes()[0], "none") if prompt else self._schedule("logits" if kind == "decode" else kind)
+        return self._prompts.schedule() if kind == "prompt" else self._schedule("logits" if kind == "decode" else kind)
 
     def resize(self, n_ctx: int) -> None:
         """A KV cache of so many rows, empty, and programs for it; weights stay where they are. Raises VkbackError where it does not fit;

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vkback.device import Arena, BufferRange, Capabilities, Commands, Device, OutOfDeviceMemory, Ticket
-from vkback.ops.base import Dispatch, LowerContext
-from vkback.plan.forecast import cuts, dispatch_us, guessed_costs
+from vkback.ops.base import Dispatch, LowerContext, PlanError
+from vkback.plan.forecast import cuts, dispatch_us, low_costs
 from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.tuning import Overrides
 from vkback.program import Program
@@ -35,9 +35,10 @@ PromptHead = Literal["none", "all"]
 UBATCH = 512
 """Tokens of a program on GPUs, as in llama.cpp."""
 
-SOFTWARE_UBATCH = 16
-"""The same on a CPU driver. Prompts of 512 tokens on llvmpipe: 281 and 394 tokens/s in programs of 16 (both built-in models), 267 and 241
-in programs of 64."""
+SOFTWARE_UBATCH = 64
+"""The same on a CPU driver. Tokens/s of pp512 on llvmpipe, dense and MoE built-in model, two busy cores: in programs of 32 tokens 1528
+and 1035, of 64 1615 and 1596, of 128 1530 and 1566, of 512 1526 and 1896; through the mat-vec kernels, 16 at a time, 315 and 372.
+Larger programs take the driver seconds longer to compile."""
 
 SMALLEST = 16
 """Tokens of the smallest program, unless `ubatch` or the context is smaller."""
@@ -90,15 +91,6 @@ def next_size(left: int, sizes: Sequence[int]) -> int:
     return filled[0]
 
 
-def piece_sizes(count: int, sizes: Sequence[int]) -> list[int]:
-    """Tokens of each program that a prompt of `count` tokens goes through."""
-    out: list[int] = []
-    while count > 0:
-        out.append(next_size(count, sizes))
-        count -= out[-1]
-    return out
-
-
 @dataclass
 class _Recording:
     """A program recorded for submits of limited length.
@@ -107,6 +99,7 @@ class _Recording:
     predicted_us  of each
     slowness      as known when the program was cut
     runs          so far: the first may hold compile time of the driver
+    last          measured over predicted time of the last run, of later ones than the first
     """
 
     size: int
@@ -114,6 +107,7 @@ class _Recording:
     predicted_us: list[float]
     slowness: float
     runs: int = 0
+    last: float = 0.0
 
 
 class Prompts:
@@ -138,10 +132,10 @@ class Prompts:
         self._plan, self._bind = plan, bind
         self._asked = ubatch
         self._most = ubatch or default_ubatch(device.caps)
-        self._in_time = sys.maxsize  # tokens of the largest program without a dispatch that takes too long
+        self._fitting = sys.maxsize  # tokens of the largest program within the limits of device and submit
         self._n_ctx = sys.maxsize
-        self._costs = guessed_costs(device.caps)
-        self._slowness = 1.0  # measured over predicted time: the largest so far, up to a power of two
+        self._costs = low_costs(device.caps)
+        self._slowness = 1.0  # measured over predicted time: the largest so far of two runs in a row, up to a power of two
         self._programs: dict[tuple[int, PromptHead], Program] = {}
         self._recordings: dict[tuple[int, PromptHead], _Recording] = {}
         self._blocks: dict[str, tuple[Arena, BufferRange]] = {}
@@ -150,7 +144,7 @@ class Prompts:
         """From here on the cache is another one, of n_ctx rows."""
         self.close()
         self._n_ctx = n_ctx
-        self._in_time = sys.maxsize
+        self._fitting = sys.maxsize
 
     def close(self) -> None:
         """Give programs and memory back; later calls make them anew."""
@@ -162,7 +156,7 @@ class Prompts:
     @property
     def ubatch(self) -> int:
         """Tokens of the largest program, were the context as large: what was asked, unless that did not work."""
-        return min(self._most, self._in_time)
+        return min(self._most, self._fitting)
 
     def sizes(self, head: PromptHead = "none") -> list[int]:
         """Tokens of the programs there may be, the largest first."""
@@ -171,9 +165,18 @@ class Prompts:
             return sizes
         return [size for size in sizes if 4 * self._n_vocab * size <= LOGITS_BYTES] or sizes[-1:]
 
+    def schedule(self) -> Schedule:
+        """That of the largest program."""
+        return self._plan(self._next_size(sys.maxsize, "none"), "none")
+
     def dispatches(self, counts: Iterable[int]) -> Iterable[Dispatch]:
         """What prompts of so many tokens run."""
-        used = dict.fromkeys(size for count in counts for size in piece_sizes(count, self.sizes()))
+        used: dict[int, None] = {}
+        for left in counts:
+            while left > 0:
+                size = self._next_size(left, "none")
+                used[size] = None
+                left -= size
         return (d for size in used for d in self._plan(size, "none").dispatches())
 
     def prepare(self, counts: Iterable[int]) -> list[Ticket]:
@@ -223,32 +226,50 @@ class Prompts:
             on_part(predicted / whole)
         if recording.runs:
             slowness = (time.perf_counter() - begun) * 1e6 / whole
-            self._slowness = max(self._slowness, 2.0 ** math.ceil(math.log2(max(slowness, 1.0))))
+            both = min(slowness, recording.last)  # one run may have been slow for other reasons
+            self._slowness = max(self._slowness, 2.0 ** math.ceil(math.log2(max(both, 1.0))))
+            recording.last = slowness
         recording.runs += 1
 
+    def _next_size(self, left: int, head: PromptHead) -> int:
+        """Tokens of the program that `left` tokens begin with. Sizes that the device's limits forbid, or with a kernel that may take longer
+        than a submit should, are left out from then on, in this context."""
+        while True:
+            size = next_size(left, self.sizes(head))
+            smaller = self._smaller(size)
+            why = self._why_not(size, head) if smaller else ""
+            if smaller is None or not why:
+                return size
+            if self._asked is not None and self._fitting == sys.maxsize:
+                _say(why, smaller)
+            self._fitting = smaller
+
+    def _smaller(self, size: int) -> int | None:
+        return next((s for s in self.sizes() if s < size), None)
+
+    def _why_not(self, size: int, head: PromptHead) -> str:
+        """What speaks against a program, from its plan alone; "" for nothing."""
+        try:
+            longest_us = max(dispatch_us(d, self._costs) for d in self._plan(size, head).dispatches())
+        except PlanError as error:
+            return f"{size} tokens of a prompt at a time exceed a limit of the device ({error})"
+        late = longest_us > LONGEST_SUBMIT_US
+        return f"one kernel over {size} tokens of a prompt may take over {LONGEST_SUBMIT_US / 1e6:g} s" if late else ""
+
     def _ready(self, left: int, head: PromptHead) -> _Recording:
-        """The recording that `left` tokens begin with. A program that does not fit memory or a submit gives way to a smaller one; raises
+        """The recording that `left` tokens begin with. A program for which there is no memory gives way to a smaller one; raises
         OutOfDeviceMemory when there is none."""
         while True:
-            sizes = self.sizes(head)
-            size = next_size(left, sizes)
-            smaller = next((s for s in self.sizes() if s < size), None)
-            if smaller is not None and self._longest_us(size, head) > LONGEST_SUBMIT_US:
-                if self._asked is not None and self._in_time == sys.maxsize:
-                    _say(f"one kernel over {size} tokens of a prompt may take over {LONGEST_SUBMIT_US / 1e6:g} s", smaller)
-                self._in_time = smaller
-                continue
+            size = self._next_size(left, head)
             try:
                 return self._recording(size, head)
             except OutOfDeviceMemory as error:
+                smaller = self._smaller(size)
                 if smaller is None:
                     raise
                 self._forget_programs()
                 _say(f"no memory for {size} tokens of a prompt at a time ({error})", smaller)
                 self._most = smaller
-
-    def _longest_us(self, size: int, head: PromptHead) -> float:
-        return max(dispatch_us(d, self._costs) for d in self._plan(size, head).dispatches())
 
     def _recording(self, size: int, head: PromptHead) -> _Recording:
         key = (size, head)

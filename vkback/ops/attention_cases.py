@@ -70,16 +70,16 @@ class FlashCases(Op):
     def prompt_cases(self) -> Iterator[Case]:
         """Prompts: one, four and eight heads of a kv head, at several depths, blocks and tiles that are not full."""
         shapes: tuple[tuple[int, int, int, int, int, str], ...] = (
-            (4, 1, 64, 17, 17, "F32"),
-            (4, 1, 64, 67, 64, "F32"),
-            (8, 1, 64, 1100, 100, "Q8_1"),
-            (2, 2, 32, 512, 512, "F32"),
-            (4, 2, 80, 38, 35, "F32"),
-            (4, 2, 128, 1033, 33, "F32"),
-            (2, 1, 256, 39, 34, "F32"),
+            (4, 1, 64, 0, 17, "F32"),
+            (4, 1, 64, 3, 64, "F32"),
+            (8, 1, 64, 1000, 100, "Q8_1"),
+            (2, 2, 32, 0, 512, "F32"),
+            (4, 2, 80, 3, 35, "F32"),
+            (4, 2, 128, 1000, 33, "F32"),
+            (2, 1, 256, 5, 34, "F32"),
         )
-        for seed, (n_head, n_head_kv, hd, kv, nb, y) in enumerate(shapes, 30):
-            yield self.build_case(n_head, n_head_kv, hd, y=y, kv=kv, nb=nb, seed=seed)
+        for seed, (n_head, n_head_kv, hd, depth, n, y) in enumerate(shapes, 30):
+            yield self.build_case(n_head, n_head_kv, hd, y=y, kv=depth + n, nb=n, seed=seed)
         yield self.build_case(8, 1, 64, kv=1100, nb=100, seed=40, sinks=True)
         yield self.build_case(4, 1, 64, kv=250, nb=100, seed=41, window=50)
         yield self.build_case(6, 2, 64, y="Q8_1", kv=67, nb=67, seed=42, window=16, sinks=True)

@@ -299,6 +299,20 @@ def _required(caps: Capabilities) -> int | None:
     return caps.subgroup_size if caps.subgroup_required_size else None
 
 
+def _coop_spec(job: MatMul, shape: MatMulShape, y_type: int, caps: Capabilities) -> tuple[tuple[int, int], ...]:
+    """Specialization constants of shaders/mat_mul/coop_mat.comp."""
+    return matrix_spec(shape, caps) + tuple(
+        enumerate(
+            (
+                shape.tile_m, shape.tile_n, shape.warp_m, shape.warp_n, shape.step_k, int(shape.fragments), int(job.route is not None),
+                int(job.bias is not None), int(job.residual is not None), GLU_KINDS[job.glu], y_type,
+                _float_bits(job.alpha), _float_bits(job.limit),
+            ),
+            5,
+        )
+    )  # fmt: skip
+
+
 def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> list[Dispatch]:
     """A dispatch of shaders/mat_mul/coop_mat.comp, and with split-K one that adds up the parts."""
     rows = job.m if job.route is not None else shard.rows
@@ -312,16 +326,7 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
     if split > 1:
         target, y_stride, y_type = Tensor(f"{job.name}.parts{index}", "F32", (split, job.n, rows)), rows, 3
         making, row0 = dataclasses.replace(job, bias=None, residual=None, glu="", y_row0=0), 0
-    spec = matrix_spec(shape, caps) + tuple(
-        enumerate(
-            (
-                shape.tile_m, shape.tile_n, shape.warp_m, shape.warp_n, shape.step_k, int(shape.fragments), int(job.route is not None),
-                int(making.bias is not None), int(making.residual is not None), GLU_KINDS[making.glu], y_type,
-                _float_bits(job.alpha), _float_bits(job.limit),
-            ),
-            5,
-        )
-    )  # fmt: skip
+    spec = _coop_spec(making, shape, y_type, caps)
     pieces = shards(job.w, caps)
     whole = len(pieces) == 1 and (job.y.type == "F16" or job.y.shape[-1] == job.m >> glu)
     part = "" if whole or split > 1 else f"rows {row0} {shard.row0}"

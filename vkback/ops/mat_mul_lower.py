@@ -12,7 +12,20 @@ from typing import Literal, get_args
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.base import OPS, Dispatch, LowerContext, PlanError, Tolerance, declare
-from vkback.ops.mat_mul import UNIT, MatMul, MatMulShape, Way, default_shape, lower, matrix_shape, pack_f16, packed, route, route_tensor
+from vkback.ops.mat_mul import (
+    UNIT,
+    MatMul,
+    MatMulShape,
+    Way,
+    default_shape,
+    fragments_possible,
+    lower,
+    matrix_shape,
+    pack_f16,
+    packed,
+    route,
+    route_tensor,
+)
 from vkback.ops.mat_vec_node import Experts, MatVecNode, Path
 from vkback.ops.quantize import quantize_dispatch
 
@@ -73,6 +86,8 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     kernel: Kernel = choice["kernel"]
     if kernel == "int_dot" and path == "float":
         kernel = "f32"
+    if ctx.act == "q8_1" and path == "int" and kernel != "mat_vec":
+        kernel = "int_dot"
     if kernel == "coop_mat" and matrix is None:
         kernel = "int_dot" if path == "int" else "f32"
     partial_q8 = node.y.type == "Q8_1" and node.rows_total != node.m >> node.glu
@@ -84,7 +99,7 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     warps = choice["tile_m"] // choice["warp_m"] * (choice["tile_n"] // choice["warp_n"])
     split = choice["split_k"] if node.experts == "none" else 1
     cut = (choice["tile_m"], choice["tile_n"], choice["step_k"], warps, split, choice["warp_m"], choice["warp_n"])
-    shape = MatMulShape("coop_mat", *cut, matrix, ctx.fragments)
+    shape = MatMulShape("coop_mat", *cut, matrix, ctx.fragments and fragments_possible(matrix, ctx.caps))
     return MatMulChoice(_fitting(shape, ctx), choice.source)
 
 
@@ -103,13 +118,23 @@ def shared_bytes(shape: MatMulShape) -> int:
 
 
 def _fitting(shape: MatMulShape, ctx: LowerContext) -> MatMulShape | None:
-    """The shape with steps along K, and then rows, as the device's shared memory and workgroup size allow; None where none fits."""
+    """The shape with steps along K as the device's shared memory allows; None where matrices, workgroup size or memory forbid it."""
     caps = ctx.caps
+    rows, columns, depth = shape.matrix
+    if shape.warp_m % rows or shape.warp_n % columns or UNIT % depth or shape.tile_m % shape.warp_m or shape.tile_n % shape.warp_n:
+        return None
     while shared_bytes(shape) > caps.max_shared_memory and shape.step_k > UNIT:
         shape = dataclasses.replace(shape, step_k=shape.step_k // 2)
     threads = shape.warps * caps.subgroup_size
     fits = shared_bytes(shape) <= caps.max_shared_memory and threads <= caps.max_workgroup_invocations
     return shape if fits else None
+
+
+def rounds_x(node: MatVecNode, ctx: LowerContext) -> bool:
+    """Whether the kernel of a node rounds an F32 x to Q8_1."""
+    shape = choose(node, ctx).shape
+    by_ints = node.path(ctx)[0] == "int" if shape is None else shape.way == "int_dot"
+    return by_ints and node.x.type == "F32"
 
 
 def x_wanted(node: Node, ctx: LowerContext) -> str:

@@ -35,7 +35,7 @@ from vkback.ops.base import (
     register,
     shards,
 )
-from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose, lower_node
+from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose, lower_node, rounds_x
 from vkback.ops.mat_vec_config import PER_TILE, MatVecConfig, choice_problem, configure, prologue_problem, shader_defines
 from vkback.ops.mat_vec_node import MatVecNode
 from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
@@ -128,7 +128,7 @@ class MatVec(Op):
     def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
         """The integer path rounds an F32 x, with a norm after it is multiplied by the weight and before it is divided by the rms."""
         mat_vec = MatVecNode.of(node)
-        if mat_vec.x.type != "F32" or mat_vec.path(ctx)[0] != "int":
+        if not rounds_x(mat_vec, ctx):
             return None
         by = self._by_role(inputs, node.params)
         if "norm" in by:
@@ -226,8 +226,7 @@ class MatVec(Op):
         by_mat_mul = choose(mat_vec, ctx)
         if by_mat_mul.shape is not None and by_mat_mul.shape.way == "coop_mat" and mat_vec.y.type == "F32":
             return F16_TOLERANCE
-        path, _ = mat_vec.path(ctx)
-        return mat_vec_tolerance(path == "int" and mat_vec.x.type == "F32", mat_vec.y.type == "Q8_1", mat_vec.glu)
+        return mat_vec_tolerance(rounds_x(mat_vec, ctx), mat_vec.y.type == "Q8_1", mat_vec.glu)
 
 
 def mat_vec_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance:

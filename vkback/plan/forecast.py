@@ -56,24 +56,27 @@ def predicted_us(stage: Sequence[Dispatch], costs: Costs, rows: int, barrier_fre
     return (costs.barrier_free_us if barrier_free else costs.stage_us) + sum(moved_bytes(d, rows) for d in stage) / costs.read_gb_s / 1e3
 
 
-LOW_GB_S = {"discrete": 100.0, "cpu": 3.0}
-LOW_GFLOPS = {"discrete": 400.0, "cpu": 3.0}
-OTHER_GB_S, OTHER_GFLOPS = 20.0, 100.0
-"""Rates by type of device, integrated and virtual ones at the end: what the slow ones of a type reach with kernels far from their peak.
-llvmpipe on two busy cores: 3.5 GFLOPS in prompts."""
+GPU_GB_S, GPU_GFLOPS = 20.0, 100.0
+"""Low rates of a GPU that shares the host's memory: the slowest that are sold in PCs reach some 30 GB/s and 400 GFLOPS at best."""
 
-CORE_GFLOPS = 20.0
-"""Of an SM or compute unit: a twentieth of its peak in f32."""
+SLOW_GB_S, SLOW_GFLOPS = 3.0, 3.0
+"""Of CPU drivers and Raspberry Pis; llvmpipe on two busy cores makes 3.3 to 6.4 GFLOPS in prompts."""
+
+GIB_GB_S, GIB_GFLOPS = 10.0, 100.0
+"""Of a GPU with memory of its own, for each GiB of it: peaks are 14 to 70 GB/s and 300 GFLOPS to 2 TFLOPS a GiB."""
 
 LOW_STAGE_US = 10.0
 
 
-def guessed_costs(caps: Capabilities) -> Costs:
+def low_costs(caps: Capabilities) -> Costs:
     """Costs of a device that was not measured, rather too high: for limits on the length of a submit."""
-    gflops = LOW_GFLOPS.get(caps.device_type, OTHER_GFLOPS)
-    if caps.shader_cores and caps.device_type != "cpu":
-        gflops = CORE_GFLOPS * caps.shader_cores
-    rate = LOW_GB_S.get(caps.device_type, OTHER_GB_S)
+    if caps.device_type == "cpu" or caps.vendor == "broadcom":
+        rate, gflops = SLOW_GB_S, SLOW_GFLOPS
+    elif caps.device_type == "discrete":
+        gib = max((heap.size for heap in caps.heaps if heap.device_local), default=0) / 2**30
+        rate, gflops = max(GPU_GB_S, GIB_GB_S * gib), max(GPU_GFLOPS, GIB_GFLOPS * gib)
+    else:
+        rate, gflops = GPU_GB_S, GPU_GFLOPS
     return Costs(rate, LOW_STAGE_US, LOW_STAGE_US, f"a low guess for a device of type {caps.device_type}", gflops)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from vkback.device import Device
-from vkback.ops.mat_mul import fragments_possible
+from vkback.ops.mat_mul import fragments_possible, matrix_shape
 from vkback.shader import ShaderLibrary, Variant
 
 Shape = tuple[int, int, int]
@@ -42,3 +42,9 @@ def fragments_alike(device: Device, library: ShaderLibrary, matrix: Shape) -> bo
         found = device.download(result, np.float32).reshape(columns, rows).T
     depth_seen = min(rows, depth)
     return bool(held[-1] == 8 and np.array_equal(found[:depth_seen], elements.reshape(depth, columns)[:depth_seen]))
+
+
+def fragments_hold(device: Device, library: ShaderLibrary) -> bool:
+    """`fragments_alike` for the matrices that mat-mats take on this device; False where there are none."""
+    matrix = matrix_shape(device.caps)
+    return matrix is not None and fragments_alike(device, library, matrix)
