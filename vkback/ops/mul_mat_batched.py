@@ -19,6 +19,7 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, PlanError, Rounded, Tolerance, ceil_div, nbytes, pack_push, spread
+from vkback.ops.mat_mul_lower import F16_TOLERANCE
 from vkback.ops.mat_vec import MatVec, mat_vec_tolerance
 from vkback.ops.mat_vec_node import path_for
 from vkback.ops.quantize import rounded_rows, rounded_tolerance
@@ -110,7 +111,14 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
 
 
 def tolerance(node: Node, ctx: LowerContext) -> Tolerance:
+    if "mat_mul/coop_mat.comp" in _kernels(node, ctx):
+        return F16_TOLERANCE
     return mat_vec_tolerance(_rounds_x(node, ctx), False)
+
+
+def _kernels(node: Node, ctx: LowerContext) -> set[str]:
+    """Shaders that a node is lowered to."""
+    return {d.kernel.source for d in lower(node, ctx)}
 
 
 def rounded(inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
@@ -123,6 +131,8 @@ def rounded(inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded |
 
 def _rounds_x(node: Node, ctx: LowerContext) -> bool:
     """Whether the kernels take x rounded to Q8_1 on the way."""
+    if _kernels(node, ctx) & {"mat_mul/coop_mat.comp", "mat_mul/f32.comp"}:
+        return False
     batch, (w, x) = Batch.of(node), node.inputs
     copied = "w_view" in node.params or w.kind != "weight"
     n = batch.slices if batch.matrices > 1 else batch.slices * batch.n
