@@ -368,6 +368,14 @@ def register(cls: type[Op]) -> type[Op]:
     return cls
 
 
+def weight_push(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:
+    """The `Weights` block of shaders/quant/weights.glsl, in 16-byte words: units, part, plane[4]."""
+    stem = layout.planes[0].name.rstrip("0123456789")
+    parts = sum(p.name.rstrip("0123456789") == stem for p in layout.planes)
+    others = [p.offset // 16 for p in layout.planes[parts:]]
+    return [ceil_div(k, 32), layout.part_stride // 16, *others, *([0] * (4 - len(others)))]
+
+
 def nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor in device memory, in the layouts of docs/architecture.md (weights as one shard)."""
     if tensor.type in ("F32", "I32") and tensor.kind != "weight":

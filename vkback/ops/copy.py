@@ -29,9 +29,10 @@ from vkback.ops.base import (
     register,
     shards,
     spread,
+    weight_push,
 )
 from vkback.ops.code_books import decoder
-from vkback.ops.mat_vec import QUANTS, weight_push
+from vkback.ops.mat_vec import QUANTS
 from vkback.ops.rows import F16_TOLERANCE
 from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
 from vkback.ops.workgroup import workgroup_size

@@ -23,7 +23,7 @@ from typing import Literal
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, PlanError, Shard, ceil_div, nbytes, pack_push, shards
+from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, PlanError, Shard, ceil_div, nbytes, pack_push, shards, weight_push
 from vkback.ops.code_books import CODED, decoder
 from vkback.ops.workgroup import Defines, reduction
 from vkback.shader import Variant
@@ -382,14 +382,6 @@ def epilogue_defines(job: MatMul) -> Defines:
     }
 
 
-def weight_words(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:
-    """The `Weights` block of shaders/quant/weights.glsl, in 16-byte words: units, part, plane[4]."""
-    stem = layout.planes[0].name.rstrip("0123456789")
-    parts = sum(p.name.rstrip("0123456789") == stem for p in layout.planes)
-    others = [p.offset // 16 for p in layout.planes[parts:]]
-    return [ceil_div(k, UNIT), layout.part_stride // 16, *others, *([0] * (4 - len(others)))]
-
-
 def column_tiles(job: MatMul, tile_n: int) -> int:
     """Column tiles of the grid."""
     return ceil_div(job.n, tile_n) if job.route is None else most_tiles(job.n, job.w.shape[0], tile_n)
@@ -400,7 +392,7 @@ def push_words(job: MatMul, shape: MatMulShape, shard: Shard, x_stride: int, y_s
     units = ceil_div(job.k, UNIT)
     grouped = job.route is not None
     return pack_push(
-        *weight_words(job.w.type, shard.layout, job.k),
+        *weight_push(job.w.type, shard.layout, job.k),
         job.m if grouped else shard.rows,
         job.k,
         job.n,

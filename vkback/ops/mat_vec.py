@@ -34,6 +34,7 @@ from vkback.ops.base import (
     pack_push,
     register,
     shards,
+    weight_push,
 )
 from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose, lower_node, rounds_x
 from vkback.ops.mat_vec_config import PER_TILE, MatVecConfig, choice_problem, configure, prologue_problem, shader_defines
@@ -241,14 +242,6 @@ def mat_vec_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance
     if q8_in or q8_out:
         return Tolerance(2e-4, 0.25, "8-bit activations: step amax/127 a unit, and again for a Q8_1 output")
     return Tolerance(1e-9, 2e-3, "f32 sums of k products, relative error about sqrt(k) * 2^-24")
-
-
-def weight_push(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:
-    """The `Weights` block of shaders/quant/weights.glsl, in 16-byte words: units, part, plane[4]."""
-    stem = layout.planes[0].name.rstrip("0123456789")
-    parts = sum(p.name.rstrip("0123456789") == stem for p in layout.planes)
-    others = [p.offset // 16 for p in layout.planes[parts:]]
-    return [ceil_div(k, 32), layout.part_stride // 16, *others, *([0] * (4 - len(others)))]
 
 
 def weight(name: str, quant: str, shape: tuple[int, ...]) -> Tensor:

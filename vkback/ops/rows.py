@@ -30,10 +30,11 @@ from vkback.ops.base import (
     register,
     shards,
     spread,
+    weight_push,
 )
 from vkback.ops.case_line import CaseLineError, unseeded
 from vkback.ops.code_books import decoder
-from vkback.ops.mat_vec import QUANTS, weight, weight_push
+from vkback.ops.mat_vec import QUANTS, weight
 from vkback.ops.workgroup import Defines, workgroup_size
 from vkback.shader import Variant
 
