@@ -1,9 +1,9 @@
-"""Times the mat-mul kernels with weights that rotate through more than the last cache, and the matrices alone in registers.
+"""Times the mat-mul kernels with weights that rotate through more than the last cache, beside the device's math rate.
 
     python bench/mat_mul.py [--quant Q4_K,Q8_0] [--shape 28672x512x4096] [--way coop_mat] [--cut 128x128x32/64x64x4+f/2,...] [--ids 128x8]
 
 A --cut is TILE_M x TILE_N x STEP_K, the part of a subgroup, with +f activations as fragments, and the parts of a split-K product. One line
-a point: microseconds with a barrier after each launch (the best and the median of the repetitions), TFLOPS, share of the device's matrix
+a point: microseconds with a barrier after each launch (the best and the median of the repetitions), TFLOPS, share of the device's math
 rate, and the NMSE of some rows against numpy. --ids EXPERTSxUSED times a grouped product without its route, every expert as likely as
 another.
 """
@@ -27,14 +27,15 @@ from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceError
 from vkback.graph import Tensor
 from vkback.ops import mat_mul
-from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes, pack_push
+from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes
 from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_vec import weight
 from vkback.ops.quantize import quantize_dispatch
 from vkback.plan.tuning import Tuning
 from vkback.program import compile_kernels
-from vkback.shader import ShaderLibrary, Variant
+from vkback.shader import ShaderLibrary
 from vkback.timing.launches import span_us, warm_up
+from vkback.timing.math_rate import MathRate, measure_math_rate
 
 COLD_BYTES = 256 << 20
 CHECKED_ROWS = 96
@@ -59,35 +60,6 @@ def cut_of(text: str, way: mat_mul.Way, device: Device) -> MatMulShape:
     return MatMulShape(way, m, n, k, warps, split, warp_m, warp_n, matrix, bool(match[6]))
 
 
-def matrix_rate(device: Device, library: ShaderLibrary) -> float:
-    """TFLOPS of the device's matrices in registers, the best of a few numbers of subgroups and sums."""
-    matrix = mat_mul.matrix_shape(device.caps)
-    if matrix is None:
-        return 0.0
-    lanes, best = device.caps.subgroup_size, 0.0
-    rounds, groups = (64, 8) if device.caps.software else (4096, 1056)
-    with device.arena("matrix rate", 1 << 27, "device") as arena:
-        source, sink = arena.alloc(1 << 16, "source"), arena.alloc(96 << 20, "sink")
-        device.upload(source, np.random.default_rng(1).uniform(-1, 1, 1 << 15).astype(np.float16).view(np.uint8))
-        for warps, rows, columns in ((4, 2, 4), (4, 4, 4), (8, 2, 2), (8, 4, 2)):
-            spec = {0: warps * lanes, 1: lanes, 2: matrix[0], 3: matrix[1], 4: matrix[2], 5: rows, 6: columns}
-            kernel = device.kernel(
-                library.spirv(Variant("probe/matrix_rate.comp")), name="matrix_rate", bindings=2, push_bytes=4, spec=spec,
-                subgroup_size=lanes if device.caps.subgroup_required_size else None,
-            )  # fmt: skip
-            rec = device.recorder("matrix rate", timestamps=2)
-            rec.timestamp("start")
-            rec.dispatch(kernel, [source, sink], pack_push(rounds), (groups, 1, 1))
-            rec.barrier()
-            rec.timestamp("end")
-            commands = rec.finish()
-            warm_up(device, commands, 0.1)
-            us = min(span_us(device, commands) for _ in range(5))
-            best = max(best, 2 * prod(matrix) * rows * columns * warps * groups * rounds / us / 1e6)
-            commands.destroy()
-    return best
-
-
 @dataclasses.dataclass
 class Point:
     """A measured shape. us: best and median of a launch."""
@@ -101,11 +73,10 @@ class Point:
     tflops: float
     nmse: float
 
-    def line(self, rate: float) -> str:
-        share = f", {100 * self.tflops / rate:4.1f} % of matrices" if rate else ""
+    def line(self, math: MathRate) -> str:
         return (
             f"{self.quant:8s} {self.shape:18s} {self.way} {self.cut:28s} {self.us:9.1f} us ({self.median_us:9.1f}) "
-            f"{self.tflops:7.2f} TFLOPS{share}, NMSE {self.nmse:.1e}"
+            f"{self.tflops:7.2f} TFLOPS, {100 * self.tflops / math.tflops:4.1f} % of {math.name}, NMSE {self.nmse:.1e}"
         )
 
 
@@ -228,8 +199,8 @@ def main() -> None:
     points: list[Point] = []
     with Device.open(args.device) as device:
         ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
-        rate = matrix_rate(device, library) if args.way == "coop_mat" else 0.0
-        print(f"{device.caps.name}, driver {device.caps.driver_info}: matrices {rate:.1f} TFLOPS", flush=True)
+        math = measure_math_rate(device, library, args.way)
+        print(f"{device.caps.name}, driver {device.caps.driver_info}: {math.name} {math.tflops:.4g} TFLOPS", flush=True)
         experts, used = map(int, args.ids.split("x")) if args.ids else (0, 0)
         for quant in args.quant.split(","):
             for text in args.shape.split(","):
@@ -244,10 +215,11 @@ def main() -> None:
                         continue
                     flops = 2 * m * n * max(used, 1) * k
                     points.append(Point(quant, text, cut or "default", args.way, us, median, flops / us / 1e6, wrong))
-                    print(points[-1].line(rate), flush=True)
+                    print(points[-1].line(math), flush=True)
                 product.close()
         if args.json:
-            args.json.write_text(json.dumps({"device": device.caps.name, "rate": rate, "points": [vars(p) for p in points]}, indent=1))
+            found = {"device": device.caps.name, "rate": math.tflops, "points": [vars(p) for p in points]}
+            args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from vkback.cli import bench, generate
+from vkback.ops.mat_mul import Way
 from vkback.program import CompileTotals
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -83,6 +84,12 @@ class FakeEngine:
     def reset(self) -> None:
         self.calls.append(("reset",))
 
+    def prompt_flops(self, tokens: int, n_past: int = 0) -> int:
+        return 2_000_000 * tokens + 1000 * n_past
+
+    def prompt_way(self, tokens: int) -> Way | None:
+        return "coop_mat" if tokens > 16 else "int_dot"
+
     def resize(self, n_ctx: int) -> None:
         self.calls.append(("resize", n_ctx))
 
@@ -112,6 +119,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     for module in (bench, generate):
         monkeypatch.setattr(module, "load_engine", load)
     monkeypatch.setattr(bench, "measured_read_rate", lambda device: 200.0)
+    monkeypatch.setattr(bench, "measured_math_rate", lambda device, way: {"coop_mat": 0.5, "int_dot": 0.25}[way])
     for target in ("vkback.cli.bench_run.make_sampler", "vkback.cli.generate.make_sampler"):
         monkeypatch.setattr(target, lambda **kwargs: kwargs)
     return fake

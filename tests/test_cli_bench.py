@@ -181,6 +181,45 @@ def test_vkbench_shows_the_share_of_the_read_rate(
     assert result["percent_of_read"] == (None if rate is None else pytest.approx(100 * result["gb_s"] / rate))
 
 
+@pytest.mark.parametrize(("args", "rate"), [([], 0.5), (["--math-rate", "2"], 2.0), (["--math-rate", "0"], None)])
+def test_vkbench_shows_the_share_of_the_math_rate(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], rate: float | None
+) -> None:
+    assert call(monkeypatch, bench.main, "pp32", "pp32@d64", "-r", "1", "-m", "demo-dense", "-oe", "jsonl", *args) == 0
+    out, err = capsys.readouterr()
+    assert "TFLOPS" in out
+    assert ("% math" in out) == (rate is not None)
+    first, deep = map(json.loads, err.splitlines())
+    assert (first["prompt_flops"], deep["prompt_flops"]) == (64_000_000, 64_064_000), "depth counts in attention"
+    assert (first["math_way"], first["math_rate_tflops"]) == ("coop_mat", rate)
+    assert first["tflops"] == pytest.approx(first["prompt_flops"] / first["samples_ns"][0] / 1e3)
+    assert first["percent_of_math"] == (None if rate is None else pytest.approx(100 * first["tflops"] / rate))
+
+
+def test_the_math_rate_is_that_of_the_way_a_prompt_takes(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def measured(device: object, way: str) -> float:
+        asked.append(way)
+        return 1.0
+
+    monkeypatch.setattr(bench, "measured_math_rate", measured)
+    assert call(monkeypatch, bench.main, "pp8", "pp9", "pp32", "tg8", "pp8+tg8", "-r", "1", "-m", "demo-dense", "-oe", "jsonl") == 0
+    results = [json.loads(text) for text in capsys.readouterr().err.splitlines()]
+    assert [r["math_way"] for r in results] == ["int_dot", "int_dot", "coop_mat", "", ""]
+    assert asked == ["int_dot", "coop_mat"], "each once"
+
+
+def test_generation_alone_has_no_columns_of_prompts(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, bench.main, "tg8", "-r", "1", "-m", "demo-dense") == 0
+    out = capsys.readouterr().out
+    assert "TFLOPS" not in out and "% math" not in out
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

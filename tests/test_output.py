@@ -78,6 +78,22 @@ def test_perf_line() -> None:
     assert perf_line(dataclasses.replace(TIMED, barrier_free_us=11.25)) == perf_line(TIMED) + ", barrier-free 11.25 us"
 
 
+def test_perf_line_of_a_mat_mat_has_the_share_of_its_math_rate() -> None:
+    for way, name in (("coop_mat", "matrix rate"), ("int_dot", "integer dot rate"), ("f32", "f32 rate")):
+        line = perf_line(dataclasses.replace(TIMED, math_way=way, math_rate_tflops=16.0))
+        assert f"-   4.00 TFLOPS (25.0 % of {name}) - 2000.00 GB/s (50.0 % of read rate)" in line
+
+
+def test_math_rate_is_in_the_fields_for_machines() -> None:
+    timed = dataclasses.replace(TIMED, math_way="coop_mat", math_rate_tflops=16.0)
+    db = sqlite3.connect(":memory:")
+    db.executescript(printed(lambda out: Sql(out, ABOUT), timed, TIMED))
+    query = "SELECT math_way, math_rate_tflops, math_rate_percent FROM test_backend_ops"
+    assert db.execute(query).fetchall() == [("coop_mat", 16.0, 25.0), ("", None, None)]
+    (read,) = json.loads(printed(lambda out: Json(out, ABOUT), timed))
+    assert (read["math_way"], read["math_rate_tflops"], read["math_rate_percent"]) == ("coop_mat", 16.0, 25.0)
+
+
 def test_csv() -> None:
     rows = printed(lambda out: Csv(out, ABOUT), TESTED).splitlines()
     assert rows[0].startswith('"backend_name","op_name","op_params","test_mode","supported","error_message","backend_reg_name","passed",')

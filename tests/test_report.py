@@ -20,6 +20,7 @@ from vkback.report.bench_table import (
     MarkdownWriter,
     ReportError,
     open_writer,
+    tflops_text,
 )
 from vkback.report.build import build_info
 from vkback.report.compare import Speed, change_between, two_sided_p
@@ -137,7 +138,56 @@ def test_gb_s_is_for_generation_only() -> None:
 def test_machine_formats_begin_with_llama_bench_s_fields() -> None:
     names = list(LLAMA_8B.row())
     assert " ".join(names).startswith(LLAMA_BENCH_FIELDS + " ")
-    assert names[-2:] == ["gb_s", "percent_of_read"]
+    assert names[-4:] == ["gb_s", "percent_of_read", "tflops", "percent_of_math"]
+
+
+PROMPT = replace(
+    LLAMA_8B, n_prompt=512, n_gen=0, samples_ns=(500_000_000, 500_000_000), prompt_flops=8_000_000_000_000, math_way="coop_mat",
+    math_rate_tflops=64.0,
+)  # fmt: skip
+"""512 tokens in 0.5 s, 8e12 operations: 16 TFLOPS, a quarter of 64."""
+
+
+def test_tflops_are_for_prompts_only() -> None:
+    assert (PROMPT.tflops, PROMPT.percent_of_math) == (16.0, 25.0)
+    assert (PROMPT.gb_s, PROMPT.percent_of_read) == (None, None)
+    assert replace(PROMPT, math_rate_tflops=None).percent_of_math is None
+    assert replace(PROMPT, n_gen=128).tflops is None, "the time of the prompt alone is not known"
+    assert (LLAMA_8B.tflops, LLAMA_8B.percent_of_math) == (None, None)
+    assert [tflops_text(v) for v in (331.6, 16.0, 1.2345, 0.0105, 0.000123, 0.0)] == ["332", "16.0", "1.23", "0.0105", "0.000123", "0.00"]
+
+
+def test_prompts_have_their_columns_and_fields_in_every_format() -> None:
+    lines = written("md", LLAMA_8B, PROMPT, extra=("% read", "TFLOPS", "% math")).splitlines()
+    assert lines[0].endswith("|       GB/s |     % read |     TFLOPS |     % math |")
+    assert lines[2].endswith("|    1296.00 |            |            |            |")
+    assert lines[3].endswith("|            |            |       16.0 |       25.0 |")
+    (row,) = csv.DictReader(written("csv", PROMPT).splitlines())
+    ours = ("prompt_flops", "math_way", "math_rate_tflops", "tflops", "percent_of_math")
+    assert [row[name] for name in ours] == ["8000000000000", "coop_mat", "64.0", "16.0", "25.0"]
+    for text in (json.dumps(json.loads(written("json", PROMPT))[0]), written("jsonl", PROMPT)):
+        read = json.loads(text)
+        assert [read[name] for name in ours] == [8_000_000_000_000, "coop_mat", 64.0, 16.0, 25.0]
+    db = sqlite3.connect(":memory:")
+    db.executescript(written("sql", PROMPT, LLAMA_8B))
+    query = f"SELECT {', '.join(ours)} FROM llama_bench"
+    assert db.execute(query).fetchall() == [(8_000_000_000_000, "coop_mat", 64.0, 16.0, 25.0), (None, "", None, None, None)]
+    types = {name: kind for _, name, kind, *_ in db.execute("PRAGMA table_info(llama_bench)")}
+    assert [types[name] for name in ours] == ["INTEGER", "TEXT", "REAL", "REAL", "REAL"]
+
+
+def test_results_from_before_and_with_math_are_compared(tmp_path: Path) -> None:
+    for fmt in ("json", "jsonl", "csv", "sql"):
+        old, new = tmp_path / f"old.{fmt}", tmp_path / f"new.{fmt}"
+        text = written("jsonl", PROMPT)
+        without = {k: v for k, v in json.loads(text).items() if "math" not in k and "flops" not in k}
+        (tmp_path / "old.json").write_text(json.dumps([without]))
+        new.write_text(written(fmt, replace(PROMPT, samples_ns=(250_000_000, 250_000_000))))
+        old = tmp_path / "old.json" if fmt != "json" else tmp_path / "older.jsonl"
+        if fmt == "json":
+            old.write_text(json.dumps(without))
+        (difference,) = compare.compare(compare.load(old), compare.load(new)).differences
+        assert difference.percent == pytest.approx(100.0)
 
 
 def test_csv_has_a_bare_header_and_quoted_values() -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast, get_args
 
 import typer
 
@@ -22,6 +22,7 @@ from vkback.cli.shell import (
     EngineLike,
     act_of,
     load_engine,
+    measured_math_rate,
     measured_read_rate,
     model_path,
     new_app,
@@ -31,6 +32,9 @@ from vkback.cli.shell import (
 )
 from vkback.report.bench_table import WRITERS, BenchResult, Writer, open_writer
 from vkback.report.build import build_info
+
+if TYPE_CHECKING:
+    from vkback.ops.mat_mul import Way
 
 FEEDS = get_args(Feed)
 
@@ -42,6 +46,7 @@ class Settings:
     """All that applies to every test of a run.
 
     read_rate  GB/s, None to measure it, 0 to do without
+    math_rate  TFLOPS, likewise
     compile_line  whether stderr is free for a line about compile time
     """
 
@@ -49,6 +54,7 @@ class Settings:
     device: str | None
     feed: Feed
     read_rate: float | None
+    math_rate: float | None
     warmup: bool
     progress: bool
     compile_line: bool
@@ -80,6 +86,10 @@ def bench(
     read_rate: Annotated[
         float | None, typer.Option(min=0.0, help="GB/s that 100 % read stands for; without it measured, with 0 the column is left out.")
     ] = None,
+    math_rate: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="TFLOPS that 100 % math stands for; without it measured, with 0 the column is left out."),
+    ] = None,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup")] = True,
     progress: Annotated[bool, typer.Option("--progress", help="Say on stderr what is being run.")] = False,
 ) -> None:
@@ -94,6 +104,7 @@ def bench(
         device=device,
         feed=cast(Feed, one_of(feed, FEEDS, "--feed")),
         read_rate=read_rate,
+        math_rate=math_rate,
         warmup=warmup,
         progress=progress,
         compile_line=output_err == "none",
@@ -102,6 +113,8 @@ def bench(
     )
     columns = ["n_ubatch"] * (ubatches not in ([None], [BenchResult.n_ubatch]))
     columns += ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
+    if any(test.is_prompt for test in tests):
+        columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
     with ExitStack() as open_files:
         shown = [open_writer(output, sys.stdout, columns)]
         if output_err != "none":
@@ -126,6 +139,7 @@ def _measure_all(
     writers = (*shown, *kept)
     n_ctx = max(t.n_ctx for t in tests)
     rate = settings.read_rate
+    math_rates: dict[Way, float] = {}
     headed = False
     for path in files:
         for act, ubatch in variants:
@@ -143,10 +157,28 @@ def _measure_all(
                 for test in tests:
                     engine.resize(test.n_ctx)  # kernels depend on the size of the cache, and a result must not on other tests
                     result = replace(_measure_one(engine, test, path, act, settings), read_rate_gb_s=rate or None)
+                    if test.is_prompt:
+                        result = _with_flops(result, engine, test, settings.math_rate, math_rates)
                     for writer in writers:
                         writer.row(result)
     for writer in writers:
         writer.footer(settings.build)
+
+
+def _with_flops(
+    result: BenchResult, engine: EngineLike, test: BenchTest, rate: float | None, known: dict[Way, float]
+) -> BenchResult:
+    """A prompt's result with its operations and the math rate of the way that makes most of them.
+
+    rate   TFLOPS that the user gave, None to measure it, 0 to do without
+    known  rates measured so far, by way
+    """
+    way = engine.prompt_way(test.n_prompt)
+    if rate is None and way is not None and way not in known:
+        known[way] = measured_math_rate(engine.device, way)
+    found = rate if rate is not None else known.get(way) if way is not None else None
+    flops = engine.prompt_flops(test.n_prompt, test.n_depth)
+    return replace(result, prompt_flops=flops, math_way=way or "", math_rate_tflops=found or None)
 
 
 def _circumstances(settings: Settings, engine: EngineLike) -> str:

@@ -26,6 +26,11 @@ class BenchTest:
         return test_name(self.n_prompt, self.n_gen, self.n_depth)
 
     @property
+    def is_prompt(self) -> bool:
+        """A prompt and no generation."""
+        return bool(self.n_prompt) and not self.n_gen
+
+    @property
     def n_ctx(self) -> int:
         return self.n_depth + self.n_prompt + self.n_gen
 

@@ -17,6 +17,7 @@ from vkback.errors import VkbackError
 
 if TYPE_CHECKING:
     from vkback.ops.base import Act, Sync
+    from vkback.ops.mat_mul import Way
     from vkback.program import CompileTotals
 
 ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
@@ -86,6 +87,10 @@ class EngineLike(Protocol):
 
     @property
     def bytes_per_token(self) -> int: ...
+
+    def prompt_flops(self, tokens: int, n_past: int = 0) -> int: ...
+
+    def prompt_way(self, tokens: int) -> Way | None: ...
 
     @property
     def ubatch(self) -> int: ...
@@ -179,6 +184,14 @@ def measured_read_rate(device: Any) -> float:
     from vkback.timing.read_rate import measure_read_rate
 
     return measure_read_rate(device, ShaderLibrary()).gb_s
+
+
+def measured_math_rate(device: Any, way: Way) -> float:
+    """TFLOPS at which an open `vkback.device.Device` was just measured to multiply in registers by a way."""
+    from vkback.shader import ShaderLibrary
+    from vkback.timing.math_rate import measure_math_rate
+
+    return measure_math_rate(device, ShaderLibrary(), way).tflops
 
 
 def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> Any:

@@ -9,16 +9,18 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from vkback.harness.result import CaseResult
+from vkback.ops.mat_mul import Way
 from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords
+from vkback.timing.math_rate import RATE_NAMES
 
 SQL_TABLE = "test_backend_ops"
 
 OURS = (
     "nmse", "worst", "tolerance_nmse", "tolerance_worst", "spread_us", "latency_us", "latency_spread_us", "barrier_free_us",
-    "read_rate_gb_s", "read_rate_percent", "driver_info", "seed",
+    "read_rate_gb_s", "read_rate_percent", "math_way", "math_rate_tflops", "math_rate_percent", "driver_info", "seed",
 )  # fmt: skip
 """Fields that test-backend-ops does not have."""
 
@@ -31,7 +33,7 @@ SQL_FIELDS: Mapping[str, str] = {
     "test_time": "TEXT", "build_commit": "TEXT", "backend_name": "TEXT", "op_name": "TEXT", "op_params": "TEXT", "test_mode": "TEXT",
     "supported": "INTEGER", "passed": "INTEGER", "error_message": "TEXT", "time_us": "REAL", "flops": "REAL", "bandwidth_gb_s": "REAL",
     "memory_kb": "INTEGER", "n_runs": "INTEGER", "device_description": "TEXT", "backend_reg_name": "TEXT",
-    **{name: "TEXT" if name == "driver_info" else "REAL" for name in OURS},
+    **{name: "TEXT" if name in ("driver_info", "math_way") else "REAL" for name in OURS},
 }  # fmt: skip
 
 Style = Callable[[str, str], str]
@@ -114,6 +116,9 @@ def fields_of(result: CaseResult, about: About) -> dict[str, Any]:
         "barrier_free_us": result.barrier_free_us,
         "read_rate_gb_s": result.read_rate_gb_s,
         "read_rate_percent": result.read_rate_percent,
+        "math_way": result.math_way,
+        "math_rate_tflops": result.math_rate_tflops,
+        "math_rate_percent": result.math_rate_percent,
         "driver_info": about.driver,
         "seed": int(seed) if seed.isdigit() else None,
     }
@@ -164,11 +169,14 @@ class Console(Printer):
 
 
 def perf_line(result: CaseResult) -> str:
-    """One timed case: throughput, what it comes to, share of the read rate, deviation, latency with a barrier and, if known, without."""
+    """One timed case: throughput, what it comes to, share of the math rate of a mat-mat and of the read rate, deviation, latency with a
+    barrier and, if known, without."""
     time, spread, latency = result.time_us or 0.0, result.spread_us or 0.0, result.latency_us or 0.0
     head = f"  {result.line}: "
     head += " " * (-len(head) % 8)
-    work = f"{_scaled(result.flops)}FLOP/run - {_scaled(1e6 * result.flops / time)}FLOPS - " if result.flops and time else ""
+    of_math = result.math_rate_percent
+    math = f" ({of_math:.1f} % of {RATE_NAMES[cast(Way, result.math_way)]})" if of_math is not None else ""
+    work = f"{_scaled(result.flops)}FLOP/run - {_scaled(1e6 * result.flops / time)}FLOPS{math} - " if result.flops and time else ""
     percent = result.read_rate_percent
     share = f" ({percent:.1f} % of read rate)" if percent is not None else ""
     deviation = 100 * spread / time if time else 0.0

@@ -18,10 +18,12 @@ from vkback.harness.suite import Kernels
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
 from vkback.ops.case_line import unseeded
 from vkback.ops.mat_vec_node import INT_QUANTS
+from vkback.plan.flops import main_way
 from vkback.quants import QUANTS
 from vkback.shader import ShaderLibrary
 from vkback.timing.dependent import DependentChain, DependentTiming
-from vkback.timing.launches import COLD_BYTES, Bench
+from vkback.timing.launches import COLD_BYTES, Bench, too_long
+from vkback.timing.math_rate import MathRates
 
 AHEAD = 2
 """Groups made ready ahead of the one that is timed; their weights stay in host memory until then."""
@@ -74,18 +76,18 @@ def _make_ready(group: list[Case], ctx: LowerContext, kernels: Kernels) -> _Read
 def time_cases(
     device: Device, library: ShaderLibrary, cases: Iterable[Case], ctx: LowerContext, read_rate_gb_s: float, *, repetitions: int = 9
 ) -> Iterator[CaseResult]:
-    """Results in the order of the cases."""
+    """Results in the order of the cases. Of those that are mat-mats the math rate is measured once a way, before the first of them."""
     kernels = Kernels(device, library, os.cpu_count() or 1)
-    rounds = RoundTimes(device, library)
+    rounds, math_rates = RoundTimes(device, library), MathRates(device, library)
     with ThreadPoolExecutor(1) as maker:
         waiting: deque[tuple[list[Case], Future[_Ready]]] = deque()
         try:
             for group in groups(cases):
                 waiting.append((group, maker.submit(_make_ready, group, ctx, kernels)))
                 if len(waiting) > AHEAD:
-                    yield from _time_group(device, library, rounds, *waiting.popleft(), ctx, read_rate_gb_s, repetitions)
+                    yield from _time_group(device, library, rounds, math_rates, *waiting.popleft(), ctx, read_rate_gb_s, repetitions)
             while waiting:
-                yield from _time_group(device, library, rounds, *waiting.popleft(), ctx, read_rate_gb_s, repetitions)
+                yield from _time_group(device, library, rounds, math_rates, *waiting.popleft(), ctx, read_rate_gb_s, repetitions)
         finally:
             for _, future in waiting:
                 future.cancel()
@@ -143,16 +145,26 @@ def with_barrier_free(rounds: RoundTimes, case: Case, ctx: LowerContext, result:
 
 
 def _time_group(
-    device: Device, library: ShaderLibrary, rounds: RoundTimes, group: list[Case], future: Future[_Ready], ctx: LowerContext, rate: float,
-    repetitions: int,
+    device: Device, library: ShaderLibrary, rounds: RoundTimes, math_rates: MathRates, group: list[Case], future: Future[_Ready],
+    ctx: LowerContext, rate: float, repetitions: int,
 ) -> Iterator[CaseResult]:  # fmt: skip
     try:
         ready = future.result()
         cold = CPU_COLD_BYTES if device.caps.device_type == "cpu" else COLD_BYTES
-        with Bench(device, library, ready.problem, ctx, cold_bytes=cold) as bench:
-            results = [_timed(bench, case, node, context_of(case, ctx), rate, repetitions) for case, node in ready.nodes]
-        for (case, _), result in zip(ready.nodes, results, strict=True):
-            yield with_barrier_free(rounds, case, context_of(case, ctx), result)
+        late = {case.line: too_long(OPS[node.op].lower(node, context_of(case, ctx)), ctx.caps) for case, node in ready.nodes}
+        results = {
+            line: CaseResult(op=group[0].op, line=line, mode="perf", supported=False, message=f"[perf] {why}")
+            for line, why in late.items()
+            if why
+        }
+        nodes = [(case, node) for case, node in ready.nodes if case.line not in results]
+        if nodes:
+            with Bench(device, library, ready.problem, ctx, cold_bytes=cold) as bench:
+                for case, node in nodes:
+                    results[case.line] = _timed(bench, case, node, context_of(case, ctx), rate, math_rates, repetitions)
+        for case, _ in ready.nodes:
+            result = results[case.line]
+            yield with_barrier_free(rounds, case, context_of(case, ctx), result) if result.supported else result
     except PlanError as e:
         for case in group:
             yield CaseResult(op=case.op, line=case.line, mode="perf", supported=False, message=str(e))
@@ -161,11 +173,16 @@ def _time_group(
             yield CaseResult(op=case.op, line=case.line, mode="perf", passed=False, message=str(e))
 
 
-def _timed(bench: Bench, case: Case, node: Node, ctx: LowerContext, rate: float, repetitions: int) -> CaseResult:
-    kernel = "; ".join(d.reason for d in OPS[node.op].lower(node, ctx))
+def _timed(
+    bench: Bench, case: Case, node: Node, ctx: LowerContext, rate: float, math_rates: MathRates, repetitions: int
+) -> CaseResult:
+    dispatches = OPS[node.op].lower(node, ctx)
+    kernel = "; ".join(d.reason for d in dispatches)
+    way = main_way(dispatches) if any(d.kernel.source.startswith("mat_mul/") for d in dispatches) else None
+    math = math_rates.of(way) if way is not None else None
     t = bench.time(ctx, repetitions=repetitions, node=node)
     return CaseResult(
         op=case.op, line=case.line, mode="perf", time_us=t.throughput_us, spread_us=t.throughput_spread_us, latency_us=t.latency_us,
         latency_spread_us=t.latency_spread_us, samples_us=t.samples_us, nbytes=t.nbytes, flops=t.flops, n_runs=t.launches * repetitions,
-        read_rate_gb_s=rate, kernel=kernel,
+        read_rate_gb_s=rate, math_way=way or "", math_rate_tflops=math.tflops if math else None, kernel=kernel,
     )  # fmt: skip

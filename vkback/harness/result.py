@@ -21,6 +21,8 @@ class CaseResult:
                between first and third quartile; samples_us: throughput of each repetition
     barrier_free_us  a mat-vec of a chain in which each reads what the one before made, where the tables run such stages barrier-free
                (vkback/timing/dependent.py); None for everything else
+    math_way   of a mat-mat, by what it multiplies ("coop_mat", "int_dot", "f32"; "" for everything else), and math_rate_tflops: what the
+               device was measured to reach by it in registers
     n_runs     launches timed in all; nbytes and flops of one launch; read_rate_gb_s: what the device was measured to read
     """
 
@@ -46,6 +48,8 @@ class CaseResult:
     nbytes: int = 0
     flops: int = 0
     read_rate_gb_s: float | None = None
+    math_way: str = ""
+    math_rate_tflops: float | None = None
     kernel: str = ""
 
     @property
@@ -60,3 +64,9 @@ class CaseResult:
     @property
     def read_rate_percent(self) -> float | None:
         return 100 * self.gb_s / self.read_rate_gb_s if self.gb_s and self.read_rate_gb_s else None
+
+    @property
+    def math_rate_percent(self) -> float | None:
+        if not self.time_us or not self.flops or not self.math_rate_tflops:
+            return None
+        return 100 * self.flops / self.time_us / 1e6 / self.math_rate_tflops

@@ -30,7 +30,9 @@ from vkback.models.registry import Model
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import load_weights
 from vkback.ops.base import Act, LowerContext, nbytes
+from vkback.ops.mat_mul import Way
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN
+from vkback.plan.flops import main_way, prompt_flops
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.tuning import Tuning
@@ -193,6 +195,14 @@ class Engine:
     def bytes_per_token(self) -> int:
         """Bytes of weight matrices that a generated token must read: each matrix once, of the embedding one row, of experts those used."""
         return self._schedule("logits").weight_bytes
+
+    def prompt_flops(self, tokens: int, n_past: int = 0) -> int:
+        """Operations of a prompt of `tokens` tokens after `n_past` others: products with weights and attention (vkback/plan/flops.py)."""
+        return prompt_flops(self.model.graph(1, self.n_ctx, head="none"), tokens, n_past)
+
+    def prompt_way(self, tokens: int) -> Way | None:
+        """How the kernels of a prompt multiply that make most of its operations."""
+        return main_way(self._prompts.dispatches([tokens]))
 
     def _tensors(self, kind: str) -> dict[str, Tensor]:
         """Tensors of a kind that programs of one and of several tokens use."""

@@ -442,6 +442,13 @@ def perf_mul_mat() -> Iterator[Case]:
         for m, k, columns in ((4096, 14336, (16, 8, 7, 6, 5, 4, 3, 2, 1)), (14336, 4096, (4, 1)), (4096, 4096, (1,))):
             for n in columns:
                 yield mul_mat_case(quant, m, n, k, **form)
+    for quant in QUANTS:  # a prompt's gate and up of 8B
+        yield mul_mat_case(quant, 28672, 512, 4096)
+    for quant in ("Q4_K", "Q6_K", "Q8_0", "MXFP4"):
+        for (m, k), n in product(((4096, 14336), (6144, 4096)), (512, 64, 32, 16, 8, 4, 2)):
+            yield mul_mat_case(quant, m, n, k)
+    for quant, n in product(("Q4_K", "Q8_0"), (512, 32)):  # 1B; within reach of a CPU driver
+        yield mul_mat_case(quant, 2048, n, 2048)
 
 
 def perf_mul_mat_id() -> Iterator[Case]:
@@ -451,6 +458,10 @@ def perf_mul_mat_id() -> Iterator[Case]:
             yield mul_mat_id_case(quant, experts, used, m, n, k, shared=True, **form)
     for quant, n in product(("MXFP4", "Q4_0", "Q8_0"), (4, 1)):
         yield mul_mat_id_case(quant, 32, 4, 2880, n, 2880, shared=True, type_b="q8_1")
+    for quant in ("Q2_K", "Q4_K", "Q8_0", "MXFP4"):  # prompts of qwen3moe 30B and gpt-oss 20B
+        yield mul_mat_id_case(quant, 128, 8, 1536, 512, 2048, shared=True)
+        yield mul_mat_id_case(quant, 128, 8, 2048, 512, 768, shared=False)
+    yield mul_mat_id_case("MXFP4", 32, 4, 5760, 512, 2880, shared=True)
 
 
 def perf_fused() -> Iterator[Case]:

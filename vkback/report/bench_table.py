@@ -1,14 +1,16 @@
 """Results of vkbench in the formats of llama-bench: md, csv, json, jsonl, sql.
 
 Fields, their order, column widths and alignment are llama-bench's: tables can be laid side by side, and readers of its files take ours.
-What llama-bench does not have comes last: bytes read per token, GB/s, the device's measured read rate and the part of it reached.
+What llama-bench does not have comes last: of generation bytes read per token, GB/s, the device's measured read rate and the part of it
+reached; of prompts their operations, TFLOPS, the device's measured math rate and the part of it reached.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import fmean, stdev
 from typing import Any, TextIO
 
@@ -33,6 +35,9 @@ class BenchResult:
     test_time      RFC 3339, UTC, when the test began
     samples_ns     time of each repetition
     bytes_per_token, read_rate_gb_s   None where not known; GB = 1e9 bytes
+    prompt_flops    operations of the test's prompt (vkback/plan/flops.py); None where not known
+    math_way        by what most of them are made, "coop_mat", "int_dot" or "f32", and math_rate_tflops: what the device was measured to
+                    reach by it in registers (vkback/timing/math_rate.py); "" and None where not known
     """
 
     build_commit: str
@@ -80,6 +85,9 @@ class BenchResult:
     feed: str = "self"
     bytes_per_token: int | None = None
     read_rate_gb_s: float | None = None
+    prompt_flops: int | None = None
+    math_way: str = ""
+    math_rate_tflops: float | None = None
 
     @property
     def samples_ts(self) -> list[float]:
@@ -117,6 +125,20 @@ class BenchResult:
         return 100 * self.gb_s / self.read_rate_gb_s
 
     @property
+    def tflops(self) -> float | None:
+        """Operations of the prompt a second, 10^12; None for tests that generate, where the time of neither part is known."""
+        if self.prompt_flops is None or self.n_gen or not self.n_prompt:
+            return None
+        return self.prompt_flops / self.n_prompt * self.avg_ts / 1e12
+
+    @property
+    def percent_of_math(self) -> float | None:
+        """`tflops` in percent of the rate at which the device was measured to multiply."""
+        if self.tflops is None or not self.math_rate_tflops:
+            return None
+        return 100 * self.tflops / self.math_rate_tflops
+
+    @property
     def test(self) -> str:
         return test_name(self.n_prompt, self.n_gen, self.n_depth)
 
@@ -129,7 +151,8 @@ class BenchResult:
                     values[name] = getattr(self, name)
             else:
                 values[f.name] = getattr(self, f.name)
-        return {**values, "gb_s": self.gb_s, "percent_of_read": self.percent_of_read}
+        ours = ("gb_s", "percent_of_read", "tflops", "percent_of_math")
+        return {**values, **{name: getattr(self, name) for name in ours}}
 
 
 def deviation(samples: Sequence[float]) -> float:
@@ -145,6 +168,12 @@ def test_name(n_prompt: int, n_gen: int, n_depth: int = 0) -> str:
 
 def speed_text(mean: float, dev: float) -> str:
     return f"{mean:.2f} ± {dev:.2f}"
+
+
+def tflops_text(value: float) -> str:
+    """10^12 operations a second with three digits: a GPU makes hundreds of them in prompts, a CPU hundredths of one."""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 2
+    return f"{value:.{max(0, min(digits, 6))}f}"
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -166,11 +195,14 @@ COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
     "t/s": (Column("t/s", 20), lambda r: speed_text(r.avg_ts, r.stddev_ts)),
     "GB/s": (Column("GB/s", 10), lambda r: _number(r.gb_s, 2)),
     "% read": (Column("% read", 10), lambda r: _number(r.percent_of_read, 1)),
+    "TFLOPS": (Column("TFLOPS", 10), lambda r: "" if r.tflops is None else tflops_text(r.tflops)),
+    "% math": (Column("% math", 10), lambda r: _number(r.percent_of_math, 1)),
 }
 """Every column of the markdown table in its order: how it looks and what it holds."""
 
 FIXED_COLUMNS = frozenset({"model", "size", "params", "backend", "n_gpu_layers", "test", "t/s", "GB/s"})
-"""Columns that are always there; the others come when a parameter differs from its default, or `% read` when the rate is known."""
+"""Columns that are always there. The others come when a parameter differs from its default, `% read` when the rate is known, `TFLOPS` when
+a test is a prompt, `% math` when the rate is known, too."""
 
 
 class Writer(ABC):
@@ -286,7 +318,9 @@ def field_types() -> dict[str, str]:
 
     probe = BenchResult(
         build_commit="", build_number=0, cpu_info="", gpu_info="", model_filename="", model_type="", model_size=0, model_n_params=0,
-        n_prompt=0, n_gen=1, n_depth=0, test_time="", samples_ns=(1,), bytes_per_token=1, read_rate_gb_s=1.0,
+        n_prompt=0, n_gen=1, n_depth=0, test_time="", samples_ns=(1,), bytes_per_token=1, read_rate_gb_s=1.0, prompt_flops=1,
+        math_rate_tflops=1.0,
     )  # fmt: skip
-    kinds = pd.DataFrame([probe.row()]).dtypes
+    prompt = replace(probe, n_prompt=1, n_gen=0)  # generation and prompts have figures of their own
+    kinds = pd.DataFrame([probe.row(), prompt.row()]).dtypes
     return {str(name): SQL_TYPES.get(kind.kind, "TEXT") for name, kind in kinds.items()}

@@ -14,9 +14,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from vkback.device import BufferRange, Commands, Device
+from vkback.device import BufferRange, Capabilities, Commands, Device
 from vkback.graph import Node
+from vkback.models.prompt import LONGEST_SUBMIT_US
 from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, Problem, nbytes
+from vkback.plan.forecast import dispatch_us, low_costs
 from vkback.plan.schedule import into_stages
 from vkback.program import compile_kernels
 from vkback.program.values import NAN_WORD, decoded, stored_bytes
@@ -32,6 +34,10 @@ STEADY_BYTES = 4 << 30
 MOST_LAUNCHES = 2000
 
 SCRATCH_BYTES = 64 << 20
+"""Memory for what launches need beside the problem's tensors, unless one launch alone needs more."""
+
+SLOWEST_CPU_LAUNCH_US = 2e6
+"""Of a launch on a CPU driver, which resets nothing, at the low rates of `low_costs`: beyond it a measurement takes minutes."""
 
 WARM_S = 0.005
 """Warm-up before a measurement of a sweep, in seconds: the GPU has been busy all along."""
@@ -50,6 +56,19 @@ def stamp(device: Device, label: str) -> Commands:
     rec = device.recorder(label, timestamps=1)
     rec.timestamp(label)
     return rec.finish()
+
+
+def predicted_us(dispatches: Sequence[Dispatch], caps: Capabilities) -> float:
+    """Microseconds that a launch takes at most, at the low rates of a device that was not measured."""
+    costs = low_costs(caps)
+    return sum(dispatch_us(d, costs) for d in dispatches)
+
+
+def too_long(dispatches: Sequence[Dispatch], caps: Capabilities) -> str:
+    """Why a launch is not timed: it may be so long that a driver takes it for a hang; "" when it is short enough."""
+    us, limit = predicted_us(dispatches, caps), SLOWEST_CPU_LAUNCH_US if caps.software else LONGEST_SUBMIT_US
+    rest = "a measurement would take minutes" if caps.software else "drivers take a long submit for a hang"
+    return f"one launch may take {us / 1e6:.1f} s on such a device, more than {limit / 1e6:g} s; {rest}" if us > limit else ""
 
 
 def read_share(node: Node) -> float:
@@ -143,7 +162,7 @@ class Bench:
         touched = max(1, int(one * read_share(problem.node)))
         self.copies = max(1, min(256, -(-cold_bytes // touched), room // one)) if heavy else 1
         self._arena = device.arena("timing", self.copies * one + sum(nbytes(t) + 512 for t in light) + 1, "device")
-        self._scratch = device.arena("timing scratch", SCRATCH_BYTES, "device")
+        self._scratch, self._scratch_bytes = device.arena("timing scratch", SCRATCH_BYTES, "device"), SCRATCH_BYTES
         self._own: list[dict[str, BufferRange]] = []
         self._ranges: dict[str, BufferRange] = {}
         for t in light:
@@ -183,10 +202,12 @@ class Bench:
 
     def launches(self, dispatches: Sequence[Dispatch]) -> int:
         """How many launches make one recording: whole rounds through the copies, on a GPU enough of them for about a millisecond, so that
-        clocks and timestamps are steady."""
+        clocks and timestamps are steady; fewer where they might take longer than a submit should."""
         once = max(1, sum(d.nbytes for d in dispatches))
         enough = 16 if self.device.caps.device_type == "cpu" else min(MOST_LAUNCHES, STEADY_BYTES // once)
-        return max(1, -(-enough // self.copies)) * self.copies
+        count = max(1, -(-enough // self.copies)) * self.copies
+        most = max(1, int(LONGEST_SUBMIT_US / max(1.0, predicted_us(dispatches, self.device.caps))))
+        return count if count <= most else most // self.copies * self.copies or most
 
     def measure(
         self, ctx: LowerContext, *, chained: bool, launches: int | None = None, repetitions: int = 5, warm_s: float = 0.05,
@@ -206,9 +227,9 @@ class Bench:
         """Microseconds a launch of each repetition."""
         return [span_us(self.device, commands) / count for _ in range(repetitions)]
 
-    def outputs(self, ctx: LowerContext) -> dict[str, Array]:
+    def outputs(self, ctx: LowerContext, node: Node | None = None) -> dict[str, Array]:
         """The node's outputs, filled with NaN before it runs once on the first copy."""
-        node = self.problem.node
+        node = node or self.problem.node
         names = {t.name: t for t in node.outputs if t.name in self._ranges}
         for t in names.values():
             self.device.upload(self._ranges[t.name], np.full(-(-nbytes(t) // 4), NAN_WORD, np.uint32).view(np.uint8)[: nbytes(t)])
@@ -241,9 +262,12 @@ class Bench:
         that run at once must not share counters."""
         known = self._ranges.keys() | self._copies.keys()
         own = {a.tensor.name: a.tensor for d in dispatches for a in d.args if a.tensor.name not in known}
-        self._scratch.reset()
         self._own = []
         one = sum(nbytes(t) + 512 for t in own.values())
+        if one > self._scratch_bytes:  # split-K sums of many tokens; nobody keeps a recording of other dispatches
+            self._scratch.destroy()
+            self._scratch, self._scratch_bytes = self.device.arena("timing scratch", one, "device"), one
+        self._scratch.reset()
         for _ in range(max(1, min(count, SCRATCH_BYTES // one)) if one else 1):
             self._own.append({t.name: self._scratch.alloc(nbytes(t), t.name) for t in own.values()})
         if any(t.kind == "counter" for t in own.values()):

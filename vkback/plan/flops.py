@@ -1,0 +1,69 @@
+"""Floating-point operations of a prompt, and the way its kernels multiply.
+
+Counted are products with weights and attention, as the plan has them: what nobody reads (of the last layer, where no logits are wanted) is
+not planned and not counted. Padding, packing, split-K sums and blocks of the cache that a kernel reads beyond what a token sees do not
+count: they are work of a kernel, not of the model. A multiply-add counts 2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from vkback.graph import Graph, Node, live
+from vkback.ops.base import Dispatch
+from vkback.ops.mat_mul import Way
+from vkback.ops.mat_vec_config import MatVecConfig
+
+WAYS: dict[str, Way] = {
+    "mat_mul/coop_mat.comp": "coop_mat",
+    "mat_mul/int_dot.comp": "int_dot",
+    "mat_mul/f32.comp": "f32",
+    "attention/prompt_matrix.comp": "coop_mat",
+    "attention/prompt.comp": "f32",
+    "attention/attention.comp": "f32",
+}
+"""How kernels multiply, by their source; of mat-vecs their config says it."""
+
+
+def prompt_flops(one_token: Graph, tokens: int, n_past: int) -> int:
+    """Operations of a prompt of `tokens` tokens after `n_past` others.
+
+    one_token  the model's graph of one token, with the head that the prompt has
+    """
+    return sum(_node_flops(node, tokens, n_past) for node in live(one_token.nodes, one_token.outputs))
+
+
+def _node_flops(node: Node, tokens: int, n_past: int) -> int:
+    """Of a node of one token, for so many."""
+    if node.op in ("MUL_MAT", "MUL_MAT_ID"):
+        return 2 * tokens * node.inputs[0].shape[-1] * node.outputs[0].elements
+    if node.op == "FLASH_ATTN_EXT":
+        q, cache_k, cache_v = node.inputs[:3]
+        return 2 * q.shape[1] * (cache_k.shape[-1] + cache_v.shape[-1]) * seen_rows(tokens, n_past, int(node.params.get("window", 0)))
+    return 0
+
+
+def seen_rows(tokens: int, n_past: int, window: int = 0) -> int:
+    """Rows of the cache that the tokens of a prompt see in all: the one at position p rows 0..p, at most the last `window` of them."""
+    if not window:
+        return tokens * n_past + tokens * (tokens + 1) // 2
+    growing = min(tokens, max(0, window - n_past))  # tokens that see fewer rows than the window has
+    return growing * n_past + growing * (growing + 1) // 2 + (tokens - growing) * window
+
+
+def way_of(dispatch: Dispatch) -> Way | None:
+    """How a kernel multiplies; None for one that is neither a product with a weight nor attention."""
+    if isinstance(dispatch.config, MatVecConfig):
+        return "int_dot" if dispatch.config.path == "int" else "f32"
+    return WAYS.get(dispatch.kernel.source)
+
+
+def main_way(dispatches: Iterable[Dispatch]) -> Way | None:
+    """The way that makes most of the operations; None where there are none."""
+    flops: Counter[Way] = Counter()
+    for dispatch in dispatches:
+        way = way_of(dispatch)
+        if way is not None and dispatch.flops:
+            flops[way] += dispatch.flops
+    return flops.most_common(1)[0][0] if flops else None

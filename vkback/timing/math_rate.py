@@ -1,0 +1,131 @@
+"""The device's own math rate: how fast it multiplies and adds in registers, the roof of products of many tokens.
+
+There is a rate for each way of shaders/mat_mul: cooperative matrices (f16 with f32 sums: the matrix rate), packed integer dot products,
+f32. A kernel is measured against the rate of its own way, since that says how much of the time goes into anything else than multiplying.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from vkback.device import BufferRange, Device, Kernel
+from vkback.ops.base import PlanError, pack_push
+from vkback.ops.mat_mul import Way, matrix_shape
+from vkback.shader import ShaderLibrary, Variant
+from vkback.timing.launches import span_us, warm_up
+
+RATE_NAMES: dict[Way, str] = {"coop_mat": "matrix rate", "int_dot": "integer dot rate", "f32": "f32 rate"}
+
+MATRIX_CUTS = ((4, 2, 4), (4, 4, 4), (8, 2, 2), (8, 4, 2))
+"""Subgroups of a workgroup, matrices A and matrices B of each: which is best differs from device to device."""
+
+DOT_SUMS, DOT_STEPS = 12, 8
+"""SUMS and STEPS of shaders/probe/dot_rate.comp."""
+
+REPETITIONS = 5
+
+
+@dataclass(frozen=True)
+class MathRate:
+    """Best rate found, in operations a second (multiply-adds count 2), by a way; cut: what reached it."""
+
+    way: Way
+    flops_per_second: float
+    cut: str
+
+    @property
+    def tflops(self) -> float:
+        return self.flops_per_second / 1e12
+
+    @property
+    def name(self) -> str:
+        return RATE_NAMES[self.way]
+
+
+def measure_math_rate(device: Device, library: ShaderLibrary, way: Way) -> MathRate:
+    """Run the probe of a way in several cuts; the best of them, each the best of some runs after a warm-up.
+
+    Raises PlanError for a way that the device does not have.
+    """
+    return _matrix_rate(device, library) if way == "coop_mat" else _dot_rate(device, library, way)
+
+
+class MathRates:
+    """Rates of a device, each measured when it is first asked for."""
+
+    def __init__(self, device: Device, library: ShaderLibrary) -> None:
+        self._device, self._library = device, library
+        self._known: dict[Way, MathRate] = {}
+
+    def of(self, way: Way) -> MathRate:
+        if way not in self._known:
+            self._known[way] = measure_math_rate(self._device, self._library, way)
+        return self._known[way]
+
+
+def _matrix_rate(device: Device, library: ShaderLibrary) -> MathRate:
+    """Of shaders/probe/matrix_rate.comp."""
+    caps = device.caps
+    matrix = matrix_shape(caps)
+    if matrix is None:
+        raise PlanError(f"[math rate] {caps.name} has no cooperative matrices of f16 with f32 sums for subgroups")
+    rows, columns, depth = matrix
+    lanes, best = caps.subgroup_size, MathRate("coop_mat", 0.0, "")
+    rounds, groups = (64, 8) if caps.software else (4096, 8 * (caps.shader_cores or 132))
+    most = max(warps * a * b for warps, a, b in MATRIX_CUTS)
+    with device.arena("matrix rate", 4 * rows * columns * most * groups + (1 << 17), "device") as arena:
+        source = arena.alloc(2 * depth * (rows + columns), "source")
+        sink = arena.alloc(4 * rows * columns * most * groups, "sink")
+        device.upload(source, np.random.default_rng(1).uniform(-1, 1, depth * (rows + columns)).astype(np.float16).view(np.uint8))
+        for warps, a, b in MATRIX_CUTS:
+            if warps * lanes > caps.max_workgroup_invocations:
+                continue
+            kernel = device.kernel(
+                library.spirv(Variant("probe/matrix_rate.comp")), name="probe/matrix_rate", bindings=2, push_bytes=4,
+                spec=dict(enumerate((warps * lanes, lanes, *matrix, a, b))), subgroup_size=lanes if caps.subgroup_required_size else None,
+            )  # fmt: skip
+            us = _shortest_us(device, kernel, [source, sink], pack_push(rounds), groups)
+            rate = 2e6 * prod(matrix) * a * b * warps * groups * rounds / us
+            if rate > best.flops_per_second:
+                best = MathRate("coop_mat", rate, f"{warps} subgroups of {a} x {b} matrices")
+    return best
+
+
+def _dot_rate(device: Device, library: ShaderLibrary, way: Way) -> MathRate:
+    """Of shaders/probe/dot_rate.comp."""
+    caps = device.caps
+    if way == "int_dot" and not caps.int_dot:
+        raise PlanError(f"[math rate] {caps.name} has no packed integer dot products")
+    factor = pack_push(0x01FF01FF) if way == "int_dot" else struct.pack("<f", 0.999)
+    operations, best = (8 if way == "int_dot" else 2), MathRate(way, 0.0, "")
+    rounds, groups = (256, 16) if caps.software else (512, 16 * (caps.shader_cores or 132))
+    with device.arena("math rate", 4096, "device") as arena:
+        sink = arena.alloc(256, "sink")
+        for wg in (32, 64) if caps.software else (128, 256, 512):
+            wg = min(wg, caps.max_workgroup_invocations)
+            variant = Variant("probe/dot_rate.comp", (("INT_DOT", int(way == "int_dot")), ("WG", wg)))
+            kernel = device.kernel(library.spirv(variant), name=variant.name, bindings=1, push_bytes=12)
+            us = _shortest_us(device, kernel, [sink], pack_push(rounds) + factor + pack_push(1), groups)
+            rate = 1e6 * operations * DOT_SUMS * DOT_STEPS * rounds * wg * groups / us
+            if rate > best.flops_per_second:
+                best = MathRate(way, rate, f"{wg} threads")
+    return best
+
+
+def _shortest_us(device: Device, kernel: Kernel, buffers: Sequence[BufferRange], push: bytes, groups: int) -> float:
+    """Microseconds of one launch, the best of some."""
+    rec = device.recorder("math rate", timestamps=2)
+    rec.timestamp("start")
+    rec.dispatch(kernel, buffers, push, (groups, 1, 1), "math rate")
+    rec.barrier()
+    rec.timestamp("end")
+    commands = rec.finish()
+    warm_up(device, commands, 0.1)
+    us = min(span_us(device, commands) for _ in range(REPETITIONS))
+    commands.destroy()
+    return us
