@@ -234,7 +234,7 @@ def test_the_command_tells_before_and_after(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 108.0 - p.wg_size)
-    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", "--ctx", "64", "--depth", "20", "--budget", "20"])
+    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", "--ctx", "64", "--depth", "20", "-t", "1"])
     assert done.exit_code == 0, done.output
     assert "20 in use" in done.output and "before: " in done.output and "92.00 us a token, -8.0 %" in done.output
     (table,) = tmp_path.glob("device_*.toml")
@@ -249,14 +249,14 @@ def test_resuming_passes_over_forms_that_are_done(monkeypatch: pytest.MonkeyPatc
     clock(lambda p: 100.0)
 
     def tune(depth: int) -> str:
-        arguments = ["tune", "--op", "attention", "-m", "demo-dense", "--ctx", "64", "--depth", str(depth), "--budget", "20", "--resume"]
+        arguments = ["tune", "--op", "attention", "-m", "demo-dense", "--ctx", "64", "--depth", str(depth), "-t", "1", "--resume"]
         done = CliRunner().invoke(cli.app, arguments)
         assert done.exit_code == 0, done.output
         return done.output
 
     assert "before: " in tune(20)
     again = tune(20)
-    assert "1 of 1 shapes were finished by an earlier run" in again and "before: " not in again
+    assert "1 of 1 shapes of attention were finished by an earlier run" in again and "before: " not in again
     assert "before: " in tune(5), "another depth is another question"
 
 

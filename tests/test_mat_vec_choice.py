@@ -14,7 +14,7 @@ from kernel_paths import planned_for, with_params, without_subgroups
 from test_validation import use, validated
 
 from vkback.autotune.problem import MatVecProblem
-from vkback.cli.tune import of_model
+from vkback.cli.tune_parts import of_model
 from vkback.device import Device, profile_ids
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case, run_problem

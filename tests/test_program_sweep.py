@@ -31,7 +31,7 @@ from vkback.autotune.program_sweep import (
 )
 from vkback.autotune.tunable import TuneResult
 from vkback.cli import main as cli
-from vkback.cli.tune import of_model
+from vkback.cli.tune_parts import of_model
 from vkback.device import Device
 from vkback.graph import Tensor
 from vkback.models.registry import Model
@@ -254,7 +254,7 @@ def test_a_program_that_is_wrong_as_it_stands_is_a_fault(runs: Runs, tmp_path: P
 def test_the_command_tunes_in_the_program_where_it_is_barrier_free(runs: Runs, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     clock(lambda point: 100.0)
     monkeypatch.setenv("VKBACK_TUNING", str(runs.folder))
-    ran = CliRunner().invoke(cli.app, ["tune", "-m", "demo-dense", "--budget", "1"])
+    ran = CliRunner().invoke(cli.app, ["tune", "--op", "mat_vec", "-m", "demo-dense", "--budget", "1"])
     assert ran.exit_code == 0, ran.output
     assert "8 mat-vecs, 8 of them in the program of a token" in ran.output
     assert runs.job.line in ran.output.replace("demo-dense-Q4_K_M", "demo-dense")

@@ -26,7 +26,7 @@ from vkback.autotune.problem import MatVecProblem
 from vkback.autotune.search import beats
 from vkback.autotune.tunable import TuneResult
 from vkback.cli import main as cli
-from vkback.cli.tune import of_model
+from vkback.cli.tune_parts import of_model
 from vkback.device import Capabilities, Device
 from vkback.harness.runner import reference_inputs
 from vkback.ops.base import OPS, LowerContext

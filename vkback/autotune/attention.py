@@ -148,6 +148,7 @@ def refusal(point: AttentionPoint, shape: AttentionShape, ctx: LowerContext) -> 
 class Attention(InProgram):
     """Attention as a `Tunable`. The incumbent is what all tables say, the device's own among them."""
 
+    journal = "attention"
     families = ("attention",)
 
     def __init__(self, tokens: Callable[[], AbstractContextManager[Tokens]], ctx: LowerContext) -> None:

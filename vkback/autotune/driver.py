@@ -54,8 +54,8 @@ class Sweep(Generic[J, S]):
 
     @property
     def results(self) -> list[TuneResult[S]]:
-        """All that the journal has of the family."""
-        return self.own.results(self.tunable.families[0], self.tunable.point)
+        """All that the journal has of the tunable."""
+        return self.own.results(self.tunable.journal, self.tunable.point)
 
     def run(self, jobs: Sequence[J], *, resume: bool = False) -> list[TuneResult[S]]:
         """Tune each job and write the table after each, until the budget is spent; the first is done in any case. A job whose present

@@ -20,6 +20,7 @@ from vkback.plan.tuning import Row, Tuning
 class MatVecs(ABC):
     """The part of a `Tunable` that is the same however a mat-vec is timed. The incumbent is what the tables that come with vkback say."""
 
+    journal = "mat_vec"
     families = ("mat_vec", "mat_vec_path")
     relative_noise = RELATIVE_NOISE
 

@@ -45,11 +45,11 @@ class OwnTable:
 
         Raises SweepError when the table cannot be written.
         """
-        self.journal.finish(tunable.families[0], result.key, result.to_json())
+        self.journal.finish(tunable.journal, result.key, result.to_json())
         card = f"{self._caps.name}, {self.driver}"
         present = load_table(self.path)
         others = [row_lines(r.family, r.match, r.set, r.measured) for r in present if r.family not in tunable.families]
-        mine = tunable.rows(self.results(tunable.families[0], tunable.point), [r for r in present if r.family in tunable.families], card)
+        mine = tunable.rows(self.results(tunable.journal, tunable.point), [r for r in present if r.family in tunable.families], card)
         text = table_text([*others, *mine], card)
         parse_table(text, self.path.name)
         if not write_atomic(self.path, text.encode()):

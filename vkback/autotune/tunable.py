@@ -148,12 +148,16 @@ class Tunable(Protocol[J_contra, S]):
     """A family of kernels on a device.
 
     ctx             device and tables
-    families        of the rows that `rows` makes; the first is the journal's name for the results
+    journal         the journal's name for the results
+    families        of the rows that `rows` makes
     relative_noise  differences of a latency below this share of it are noise whatever the spread says
     """
 
     @property
     def ctx(self) -> LowerContext: ...
+
+    @property
+    def journal(self) -> str: ...
 
     @property
     def families(self) -> tuple[str, ...]: ...

@@ -1,0 +1,335 @@
+"""Attention of many tokens tuned in chains of its own launches: which kernel, and how it cuts queries and cache.
+
+A prompt's program has a barrier before and after attention, so a chain of launches that wait for each other says what it costs there. The
+cache is as full as after a prompt of so many tokens at a depth. The result of every point is compared with the reference, for tokens drawn
+all over the prompt, before it is timed. Size of the cache and rows in use change the time, but hardly which point is best: rows say
+nothing of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.autotune.mat_vec_rows import edges
+from vkback.autotune.search import RELATIVE_NOISE
+from vkback.autotune.tunable import Chosen, Trial, TuneResult
+from vkback.device import Capabilities, Device
+from vkback.errors import VkbackError
+from vkback.graph import Node
+from vkback.harness.judge import judge
+from vkback.ops.attention import DECODE_TOKENS, prompt_shape
+from vkback.ops.base import FAMILIES, OPS, Array, Dispatch, LowerContext, PlanError, Problem
+from vkback.ops.mat_mul import matrix_shape
+from vkback.paths import tuning_root
+from vkback.plan.planner import check_limits
+from vkback.plan.tuning import Overrides, Row, Tuning, row_lines
+from vkback.program import compile_kernels
+from vkback.shader import ShaderLibrary
+from vkback.timing.launches import WARM_S, Bench, Measurement, too_long
+
+CHECKED_TOKENS = 48
+"""Tokens whose results are compared: the first, the last, and others drawn at random, all heads of each."""
+
+NO_EFFECT = 1
+
+SOFTWARE_LAUNCHES = 2
+
+
+class PromptPoint(NamedTuple):
+    """A setting of the parameters of [[attention]] for many tokens; for way "decode" the others have no effect."""
+
+    way: Literal["decode", "plain", "matrix"]
+    tile_q: int = NO_EFFECT
+    tile_kv: int = NO_EFFECT
+    warps: int = NO_EFFECT
+
+    @property
+    def text(self) -> str:
+        return self.way if self.way == "decode" else f"{self.way} {self.tile_q} queries x {self.tile_kv} rows, {self.warps} subgroups"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What a row says: the parameters that have an effect."""
+        return {"way": self.way} if self.way == "decode" else self._asdict()
+
+
+@dataclass(frozen=True)
+class PromptJob:
+    """Attention of n tokens after `depth` others, by what the tables tell apart, and a window and sinks if the layer has them."""
+
+    n: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    depth: int = 0
+    window: int = 0
+    sinks: bool = False
+
+    @property
+    def key(self) -> str:
+        return json.dumps(["prompt attention", *dataclasses.astuple(self)])
+
+    @property
+    def line(self) -> str:
+        return f"attention of {self.n} tokens, {self.n_head}/{self.n_head_kv} heads of {self.head_dim}, depth {self.depth}"
+
+    @property
+    def match(self) -> dict[str, Any]:
+        return {"n_head": self.n_head, "n_head_kv": self.n_head_kv, "head_dim": self.head_dim}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def build(self) -> Problem:
+        """The node, the last n tokens of a full cache, with made-up values."""
+        rows = self.depth + self.n
+        case = OPS["FLASH_ATTN_EXT"].build_case(
+            self.n_head, self.n_head_kv, self.head_dim, window=self.window, sinks=self.sinks, kv=rows, nb=self.n
+        )
+        return case.build()
+
+    def node(self) -> Node:
+        """The node alone; its values, which are many, are made once, in `build`."""
+        small = dataclasses.replace(self, n=1, depth=0).build().node
+        q, cache_k, cache_v, pos, *sinks = small.inputs
+        caches = (dataclasses.replace(c, shape=(self.n_head_kv, self.depth + self.n, self.head_dim)) for c in (cache_k, cache_v))
+        inputs = (dataclasses.replace(q, shape=(self.n, *q.shape[1:])), *caches, dataclasses.replace(pos, shape=(self.n,)), *sinks)
+        (out,) = small.outputs
+        return Node(small.op, inputs, (dataclasses.replace(out, shape=(self.n, *out.shape[1:])),), small.params)
+
+
+def jobs_for(nodes: Iterable[Node], depth: int, ctx: LowerContext) -> tuple[list[PromptJob], list[str]]:
+    """A job for each shape of attention among the nodes of a prompt, and texts about those that are passed over. Of layers that tables
+    cannot tell apart one without a window, if there is one."""
+    jobs: dict[str, PromptJob] = {}
+    for node in nodes:
+        if node.op != "FLASH_ATTN_EXT":
+            continue
+        (n, n_head, head_dim), n_head_kv = node.inputs[0].shape, node.inputs[1].shape[0]
+        job = PromptJob(n, n_head, n_head_kv, head_dim, depth, int(node.params.get("window", 0)), len(node.inputs) > 4)
+        known = jobs.get(json.dumps([job.match, job.sizes]))
+        if known is None or known.window:
+            jobs[json.dumps([job.match, job.sizes])] = job
+    found = list(jobs.values())
+    said = {job.key: _passed_over(job, ctx) for job in found}
+    return [j for j in found if not said[j.key]], [f"{j.line} passed over: {said[j.key]}" for j in found if said[j.key]]
+
+
+def _passed_over(job: PromptJob, ctx: LowerContext) -> str:
+    if job.n <= DECODE_TOKENS:
+        return f"up to {DECODE_TOKENS} tokens take the kernel of generation"
+    try:
+        return too_long(OPS["FLASH_ATTN_EXT"].lower(job.node(), ctx), ctx.caps)
+    except PlanError as e:
+        return str(e)
+
+
+def with_point(ctx: LowerContext, point: PromptPoint) -> LowerContext:
+    """The context that leads to a point."""
+    return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {"attention": point.params}, "sweep"))
+
+
+def actual(node: Node, ctx: LowerContext) -> PromptPoint:
+    """The point that a kernel is built for by the tables of a context."""
+    shape = prompt_shape(node, ctx)
+    return PromptPoint("decode") if shape is None else PromptPoint(shape.way, shape.tile_q, shape.tile_kv, shape.warps)
+
+
+def lowered(node: Node, point: PromptPoint, ctx: LowerContext) -> list[Dispatch]:
+    return OPS[node.op].lower(node, with_point(ctx, point))
+
+
+def refusal(node: Node, point: PromptPoint, ctx: LowerContext) -> str:
+    """Why a point is not worth compiling: the planner would make another of it, or the device cannot run it; "" when it is."""
+    for name, value in point.params.items():
+        if why := FAMILIES["attention"].why_illegal(name, value):
+            return f"{name} = {why}"
+    try:
+        for name, a, b in zip(point._fields, point, actual(node, with_point(ctx, point)), strict=True):
+            if a != b:
+                return f"{name} = {a} would become {b}"
+        dispatches = lowered(node, point, ctx)
+        for dispatch in dispatches:
+            check_limits(dispatch, ctx.caps)
+    except PlanError as e:
+        return str(e)
+    return too_long(dispatches, ctx.caps)
+
+
+def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
+    """Values to try of each parameter. CPU drivers take long to compile large tiles."""
+    if caps.software:
+        return {"tile_q": (8, 16, 32), "tile_kv": (4, 8, 16), "warps": (1, 2)}
+    return {"tile_q": (16, 32, 64, 128, 256), "tile_kv": (8, 16, 32, 64, 128), "warps": (1, 2, 4, 8)}
+
+
+def neighbours(point: PromptPoint, caps: Capabilities) -> Iterator[PromptPoint]:
+    """Points that differ in one parameter, and those where two change together or against each other."""
+    if point.way == "decode":
+        return
+    for name, values in axes(caps).items():
+        for value in values:
+            changed: dict[str, Any] = {name: value}
+            yield point._replace(**changed)
+    yield point._replace(tile_q=2 * point.tile_q, warps=2 * point.warps)
+    yield point._replace(tile_q=point.tile_q // 2, warps=max(1, point.warps // 2))
+    for up, down in itertools.permutations(("tile_q", "tile_kv", "warps"), 2):
+        yield point._replace(**{up: 2 * getattr(point, up), down: max(1, getattr(point, down) // 2)})
+
+
+def guesses(caps: Capabilities) -> Iterator[PromptPoint]:
+    """Points of each way that have won somewhere."""
+    yield PromptPoint("decode")
+    if caps.software:
+        yield from (PromptPoint("plain", 16, 8, 1), PromptPoint("plain", 8, 4, 1))
+        if matrix_shape(caps) is not None:
+            yield PromptPoint("matrix", 16, 8, 2)
+        return
+    if matrix_shape(caps) is not None:
+        yield from (PromptPoint("matrix", q, kv, warps) for q, kv, warps in ((64, 64, 4), (64, 32, 4), (32, 32, 2), (128, 64, 8)))
+    yield from (PromptPoint("plain", q, kv, 4) for q, kv in ((64, 16), (64, 32), (32, 16)))
+
+
+class PromptTrial:
+    """Attention in a chain of launches."""
+
+    def __init__(self, bench: Bench, ctx: LowerContext, tokens: npt.NDArray[np.intp], want: Array) -> None:
+        self._bench, self._ctx, self._seen, self._want = bench, ctx, tokens, want
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bench.__exit__()
+
+    @property
+    def _node(self) -> Node:
+        return self._bench.problem.node
+
+    def compile(self, points: Iterable[PromptPoint]) -> None:
+        compile_points(self._bench.device, self._bench.library, self._node, points, self._ctx)
+
+    def wrong(self, point: PromptPoint) -> str:
+        ctx = with_point(self._ctx, point)
+        got = self._bench.outputs(ctx)[self._node.outputs[0].name]
+        if not np.isfinite(got).all():
+            return f"{int((~np.isfinite(got)).sum())} of {got.size} values are not finite"
+        verdict = judge(got[self._seen], self._want, OPS[self._node.op].tolerance(self._node, ctx))
+        return "" if verdict.ok else verdict.text
+
+    def measure(self, point: PromptPoint, repetitions: int) -> Measurement:
+        return self._measured(point, True, repetitions)
+
+    def throughput(self, point: PromptPoint) -> float:
+        return self._measured(point, False, 5).us
+
+    def _measured(self, point: PromptPoint, chained: bool, repetitions: int) -> Measurement:
+        launches = SOFTWARE_LAUNCHES if self._ctx.caps.software else None
+        ctx = with_point(self._ctx, point)
+        return self._bench.measure(ctx, chained=chained, launches=launches, repetitions=repetitions, warm_s=WARM_S)
+
+    def nbytes(self, point: PromptPoint) -> int:
+        return sum(d.nbytes for d in lowered(self._node, point, self._ctx))
+
+
+def compile_points(device: Device, library: ShaderLibrary, node: Node, points: Iterable[PromptPoint], ctx: LowerContext) -> None:
+    """Kernels of points that are not refused."""
+    good = [p for p in points if not refusal(node, p, ctx)]
+    compile_kernels(device, library, [d for p in good for d in lowered(node, p, ctx)])
+
+
+class PromptAttention:
+    """Attention of prompts as a `Tunable`. The incumbent is what the tables that come with vkback say."""
+
+    journal = "prompt attention"
+    families = ("attention",)
+    relative_noise = RELATIVE_NOISE
+
+    def __init__(self, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+        self.device, self.library, self.ctx = device, library, ctx
+
+    def opened(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def point(self, values: Iterable[Any]) -> PromptPoint:
+        return PromptPoint(*values)
+
+    def chosen(self, job: PromptJob) -> Chosen[PromptPoint]:
+        node, shipped = job.node(), Tuning.for_device(self.ctx.caps, tuning_root())
+        query = {**job.match, "n": job.n, "n_ctx": job.depth + job.n}
+        incumbent = actual(node, dataclasses.replace(self.ctx, tuning=shipped))
+        return Chosen(incumbent, shipped.pick("attention", **query).source, actual(node, self.ctx))
+
+    def starts(self, job: PromptJob) -> list[PromptPoint]:
+        chosen, node = self.chosen(job), job.node()
+        found = [chosen.incumbent, chosen.present]
+        for guess in guesses(self.ctx.caps):
+            with suppress(PlanError):
+                found.append(actual(node, with_point(self.ctx, guess)))
+        return list(dict.fromkeys(found))
+
+    def neighbours(self, point: PromptPoint) -> Iterator[PromptPoint]:
+        return neighbours(point, self.ctx.caps)
+
+    def refusal(self, job: PromptJob, point: PromptPoint, *, chosen: bool) -> str:
+        return refusal(job.node(), point, self.ctx)
+
+    def prepare(self, job: PromptJob) -> Callable[[], Trial[PromptPoint]]:
+        problem = job.build()
+        with suppress(VkbackError):  # said again, for the point it is about, when that is tried
+            compile_points(self.device, self.library, job.node(), self.starts(job), self.ctx)
+        tokens, want = sample(problem)
+
+        def open_trial() -> PromptTrial:
+            # One cache: that of a prompt was stored a moment ago.
+            return PromptTrial(Bench(self.device, self.library, problem, self.ctx, cold_bytes=1), self.ctx, tokens, want)
+
+        return open_trial
+
+    def learn(self, tables: Tuning) -> None:
+        """Nothing: a chain of launches holds one attention."""
+
+    def rows(self, results: Sequence[TuneResult[PromptPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
+        """From the journal alone, beside the rows about generation, which stay."""
+        stays = [row_lines(r.family, r.match, r.set, r.measured) for r in present if "way" not in r.set]
+        return stays + [row for form in _forms(results) for row in _rows_of(form, card)]
+
+
+def sample(problem: Problem) -> tuple[npt.NDArray[np.intp], Array]:
+    """Some tokens, and the reference's output for them, float64."""
+    node = problem.node
+    n, rng = node.inputs[0].shape[0], np.random.default_rng(11)
+    tokens = np.unique(np.concatenate([[0, n - 1], rng.choice(n, min(n, CHECKED_TOKENS), replace=False)]))
+    inputs = [np.asarray(v, np.float64) if v.dtype.kind == "f" else v for v in (problem.values[t.name] for t in node.inputs)]
+    cut = [inputs[0][tokens], *inputs[1:3], inputs[3][tokens], *inputs[4:]]
+    (out,) = OPS[node.op].reference(cut, node.params)
+    return tokens, out.reshape(len(tokens), -1)
+
+
+def _forms(results: Sequence[TuneResult[PromptPoint]]) -> list[list[TuneResult[PromptPoint]]]:
+    """Results by what they match beside their tokens, of each number of tokens the newest."""
+    forms: dict[str, dict[int, TuneResult[PromptPoint]]] = {}
+    for result in results:
+        forms.setdefault(json.dumps(result.match), {})[result.sizes["n"]] = result
+    return [list(form.values()) for form in forms.values()]
+
+
+def _rows_of(form: Sequence[TuneResult[PromptPoint]], card: str) -> Iterator[list[str]]:
+    ranges = edges(r.sizes["n"] for r in form)
+    for result in form:
+        if result.kept:
+            low, high = ranges[result.sizes["n"]]
+            tokens = {"min": max(DECODE_TOKENS + 1, low), "max": high}
+            was = f"was {result.latency_before:.2f} ({result.before.text}; {result.source}, noise {result.noise:.2f})"
+            evidence = f"{result.date} {card}, {result.line}: latency {result.latency:.2f} us, {was}"
+            yield row_lines("attention", {"n": tokens, **result.match}, result.after.params, evidence)

@@ -1,0 +1,216 @@
+"""What `vkback tune` prints and draws: a bar while it runs, tables and heatmaps at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from vkback.autotune.driver import Watcher
+    from vkback.autotune.mat_mul_points import MatMulJob, MatMulPoint
+    from vkback.autotune.own_table import OwnTable
+    from vkback.autotune.points import Point
+    from vkback.autotune.tunable import Setting, Tuned, TuneResult
+    from vkback.device import Device
+
+
+class watched:  # noqa: N801  used as a function
+    """A progress bar fed by a sweep, as long as the block lasts."""
+
+    def __init__(self, verbose: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        said = TextColumn("{task.fields[said]}")
+        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), said, transient=True)
+        self._task = self._bar.add_task("tune", total=None, said="")
+        self._verbose = verbose
+        self._points = 0
+
+    def __enter__(self) -> Watcher:
+        from vkback.autotune.driver import Watcher
+
+        self._bar.start()
+        return Watcher(self._begin, self._point, self._end)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def _begin(self, job: Tuned, number: int, total: int) -> None:
+        self._points = 0
+        self._bar.update(self._task, description=job.line, completed=number, total=total, said="")
+
+    def _point(self, job: Tuned, point: Setting, said: str) -> None:
+        self._points += not said.startswith("refused")
+        self._bar.update(self._task, said=f"{self._points} points")
+        if self._verbose or said.startswith("WRONG"):
+            self._bar.console.print(f"  {job.line} [{point.text}] {said}", markup=False, highlight=False, soft_wrap=True)
+
+    def _end(self, result: TuneResult[Any]) -> None:
+        self._bar.update(self._task, advance=1)
+        if not self._bar.console.is_terminal:
+            print(f"  {result.line}: {result.tried} points, {result.latency_before:.2f} -> {result.latency:.2f} us", flush=True)
+
+
+def show_mat_vecs(results: Sequence[TuneResult[Point]], own: OwnTable) -> None:
+    """Before and after, a line a mat-vec, all in a token's program or none; nothing where there is no mat-vec."""
+    import pandas as pd
+
+    if not results:
+        return
+    alone = results[0].match["sync"] == "barrier"
+    unit = "latency us" if alone else "us a token"
+    shown = pd.DataFrame(
+        [
+            (
+                r.line, r.before.text, f"{r.latency_before:.2f}", _difference(r.before, r.after) if r.kept else "same",
+                f"{r.latency:.2f}", f"{r.percent:+.1f} %" if r.kept else "", f"{r.noise:.2f}",
+                f"{r.throughput:.2f}", f"{r.throughput_before:.2f}", f"{100 * r.read_share:.0f}",
+            )
+            for r in results
+        ],
+        columns=["mat-vec", "before", unit, "after", unit, "change", "noise us", "throughput us", "was", "% of read rate"],
+    )  # fmt: skip
+    if not alone:
+        shown = shown.drop(columns=["throughput us", "was"])
+    _print_table(shown, ("mat-vec", "before", "after"))
+
+
+def _print_table(shown: pd.DataFrame, texts: Sequence[str]) -> None:
+    """A table of strings; columns named in `texts` begin at the left."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in shown.columns:
+        table.add_column(name, justify="left" if name in texts else "right", no_wrap=True)
+    for row in shown.itertuples(index=False):
+        table.add_row(*row)
+    Console(width=260).print(table)
+
+
+def _difference(before: Point, after: Point) -> str:
+    from vkback.ops.base import table_word
+
+    return ", ".join(f"{name} {table_word(a)}->{table_word(b)}" for name, a, b in zip(before._fields, before, after, strict=True) if a != b)
+
+
+def show_mat_muls(results: Sequence[TuneResult[MatMulPoint]], quickest: Mapping[str, Mapping[Any, float]], device: Device) -> None:
+    """Before and after, a line a product, with the share of the math rate and the shortest time of every kernel tried."""
+    import pandas as pd
+
+    from vkback.autotune.mat_mul_rows import math_share, tflops
+    from vkback.shader import ShaderLibrary
+    from vkback.timing.math_rate import MathRates
+
+    if not results:
+        return
+    rates = MathRates(device, ShaderLibrary())
+    times = ("before", "latency us", "after", "latency us", "change", "noise us")
+    columns = ["product", *times, "TFLOPS", "% of math rate", "kernels' best us"]
+    shown = pd.DataFrame(
+        [
+            (
+                r.line, r.before.text, f"{r.latency_before:.2f}", r.after.text if r.kept else "same", f"{r.latency:.2f}",
+                f"{r.percent:+.1f} %" if r.kept else "", f"{r.noise:.2f}", f"{tflops(r, r.latency):.4g}",
+                f"{100 * math_share(r, rates):.0f}",
+                _each_kernel(quickest.get(r.key, {})),
+            )
+            for r in results
+        ],
+        columns=columns,
+    )  # fmt: skip
+    _print_table(shown, ("product", "before", "after", columns[-1]))
+
+
+def _each_kernel(quickest: Mapping[str, float]) -> str:
+    """Kernels with their shortest times, the quickest first."""
+    return ", ".join(f"{name} {us:.2f}" for name, us in sorted(quickest.items(), key=lambda item: item[1]))
+
+
+def show_crossings(own: OwnTable, jobs: Sequence[MatMulJob]) -> None:
+    """For each weight that was timed with several numbers of tokens, which kernel was best at which."""
+    from vkback.autotune.mat_mul_points import MatMulPoint
+
+    asked = {job.key for job in jobs}
+    by_weight: dict[str, list[tuple[int, str]]] = {}
+    for r in own.results("mat_mul", lambda values: MatMulPoint(*values)):
+        if r.key in asked:
+            of = "" if r.match["experts"] == "none" else f", experts {r.match['experts']}"
+            name = f"{r.match['quant']} {r.sizes['m']}x{r.sizes['k']}{of}"
+            by_weight.setdefault(name, []).append((r.sizes["n"], r.after.kernel))
+    for name, found in by_weight.items():
+        if len(found) > 1:
+            runs = [(kernel, [str(n) for n, _ in run]) for kernel, run in groupby(sorted(found), key=lambda pair: pair[1])]
+            print(f"{name}: " + "; ".join(f"{kernel} for {', '.join(ns)} tokens" for kernel, ns in runs))
+
+
+def nothing(results: Sequence[TuneResult[Any]], own: OwnTable) -> None:
+    """Results of attention are told as they come."""
+
+
+def told(watcher: Watcher, unit: str) -> Watcher:
+    """Says what each job came to when it is done."""
+
+    def begin(job: Any, number: int, total: int) -> None:
+        watcher.begin(job, number, total)
+        print(job.line)
+
+    return dataclasses.replace(watcher, begin=begin, end=partial(_tell, unit=unit), fault=print)
+
+
+def _tell(result: TuneResult[Setting], unit: str) -> None:
+    change = f"{result.percent:+.1f} %" if result.kept else "nothing better"
+    print(f"  before: {result.before.text}: {result.latency_before:.2f} {unit} ({result.source})")
+    print(f"  after:  {result.after.text}: {result.latency:.2f} {unit}, {change}, of {result.tried} points")
+
+
+def pictures(own: OwnTable, device: Device, ops: Sequence[str], file: Path | None) -> Iterator[str]:
+    """Heatmaps of all that was timed in chains so far, one a family that was tuned now, or why there is none."""
+    try:
+        import vkback.report.heatmap  # noqa: F401
+    except ImportError:
+        yield "no picture: matplotlib is missing, pip install vkback[pictures]"
+        return
+    if "mat_vec" in ops:
+        yield _draw_mat_vecs(own, device, file or own.path.with_suffix(".png"))
+    if "mat_mul" in ops:
+        own_file = own.path.with_name(f"{own.path.stem}_mat_mul.png")
+        yield _draw_mat_muls(own, device, own_file if file is None or "mat_vec" in ops else file)
+
+
+def _draw_mat_vecs(own: OwnTable, device: Device, file: Path) -> str:
+    from vkback.autotune.points import Point
+    from vkback.autotune.tunable import results_table
+    from vkback.report.heatmap import draw
+
+    chains = [r for r in own.results("mat_vec", lambda values: Point(*values)) if r.match["sync"] == "barrier"]
+    if not chains:
+        return "no picture: no mat-vec was timed by itself"
+    draw(results_table(chains), file, f"{device.caps.name}: share of the read rate, launches back to back")
+    return f"picture {file}"
+
+
+def _draw_mat_muls(own: OwnTable, device: Device, file: Path) -> str:
+    from vkback.autotune.mat_mul_points import MatMulPoint
+    from vkback.autotune.mat_mul_rows import math_share
+    from vkback.autotune.tunable import results_table
+    from vkback.report.heatmap import Axes, draw
+    from vkback.shader import ShaderLibrary
+    from vkback.timing.math_rate import MathRates
+
+    results = own.results("mat_mul", lambda values: MatMulPoint(*values))
+    if not results:
+        return "no picture: no product of several tokens was timed"
+    rates = MathRates(device, ShaderLibrary())
+    table = results_table(results)
+    table["share"] = [math_share(r, rates) for r in results]
+    table["weight"] = [f"{r.sizes['m']}x{r.sizes['k']}" for r in results]
+    named = Axes("weight", "weight m x k", "n", "tokens n", "share", "share of math rate")
+    draw(table, file, f"{device.caps.name}: share of the math rate, launches that wait for each other", named)
+    return f"picture {file}"
