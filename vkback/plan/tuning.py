@@ -161,6 +161,7 @@ class Tuning:
 
     def __init__(self, tables: Sequence[Sequence[Row]]) -> None:
         self.tables = tables
+        self._picked: dict[tuple[str, tuple[tuple[str, Any], ...]], Choice] = {}
 
     @classmethod
     def for_device(cls, caps: Capabilities, root: Path | None = None, *, user: Path | None = None) -> Tuning:
@@ -199,6 +200,12 @@ class Tuning:
 
     def pick(self, family: str, **query: Any) -> Choice:
         """Parameters for a query, each from the most specific row that sets it; `source` names the winning row."""
+        key = family, tuple(query.items())
+        if key not in self._picked:
+            self._picked[key] = self._pick(family, query)
+        return self._picked[key]
+
+    def _pick(self, family: str, query: Mapping[str, Any]) -> Choice:
         found = self.rows(family, query)
         params: dict[str, Any] = {}
         for row in reversed(found):
