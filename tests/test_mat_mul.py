@@ -19,7 +19,8 @@ from vkback import quants
 from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import Workbench, prepare
-from vkback.ops import mat_mul
+from vkback.ops import attention_prompt, mat_mul
+from vkback.ops.attention import FlashAttnExt, prompt_job
 from vkback.ops.base import OPS, Dispatch, LowerContext, Op, PlanError, Problem
 from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_vec import QUANTS, MatVec, weight
@@ -327,6 +328,30 @@ def test_f16_output_is_the_next_input(
         both = w1[e] @ plain[slot // used if ids else slot]
         want.append(w2[e] @ (both[0::2] / (1 + np.exp(-both[0::2])) * both[1::2]))
     assert nmse(got, np.stack(want)) < BOUNDS["coop_mat"]
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("fragments", [True, False])
+@pytest.mark.parametrize(("heads", "taken"), [((4, 1), 4), ((6, 2), 1), ((8, 1), 4)], ids=str)
+def test_attention_leaves_what_a_product_takes(
+    heads: tuple[int, int], taken: int, fragments: bool, device: Device, library: ShaderLibrary, ctx: LowerContext
+) -> None:
+    """Attention in f16, packed, times the identity. A tile has whole matrices of tokens, of all heads of a kv head or of some."""
+    reader = dataclasses.replace(matrices(device), fragments=fragments)
+    rows, columns, _ = reader.matrix
+    shape = attention_prompt.PromptShape("matrix", 4 * columns, 32, 1, matrix=reader.matrix)
+    shape = dataclasses.replace(shape, warps=shape.tile_q // rows)
+    n, hd = 4 * columns + 3, 32
+    problem = FlashAttnExt().build_case(*heads, hd, kv=n + 20, nb=n).build()
+    width = heads[0] * hd
+    packed, y, identity = mat_mul.packed("kqv_out", n, width, reader), Tensor("y", "F32", (n, width)), weight("one", "F16", (width, width))
+    job = dataclasses.replace(prompt_job(problem.node), y=packed, fragments=fragments)
+    assert not fragments or attention_prompt.heads_of_fragments(shape, heads[0] // heads[1], hd, device.caps) == taken
+    chain = [attention_prompt.lower(job, shape, device.caps), *mat_mul.lower(MatMul(identity, packed, y, n), reader, device.caps)]
+    values = {**problem.values, "one": np.eye(width, dtype=np.float16).view(np.uint8)}
+    got = run_chain(device, library, ctx, chain, values, (*problem.node.inputs, identity), (y,))["y"]
+    (want,) = FlashAttnExt().reference([problem.values[t.name] for t in problem.node.inputs], problem.node.params)
+    assert nmse(got, want) <= attention_prompt.tolerance(shape, packed).nmse
 
 
 @pytest.mark.vulkan

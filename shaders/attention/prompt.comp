@@ -144,7 +144,7 @@ void add_values(uint tid) {
 
 void main() {
     const uint tid = gl_LocalInvocationID.x, part = tid % LANES;
-    const uint kv = gl_WorkGroupID.y, query0 = first_query(TILE_Q);
+    const uint kv = kv_head(), query0 = first_query(TILE_Q);
     uint first = 0xffffffffu, end = 0u;
     [[unroll]] for (uint t = 0; t < QUERIES; t++) {
         const uint i = query0 + t * SLOTS + tid / LANES, token = min(token_of(i), p.n - 1u);

@@ -3,12 +3,13 @@
 //   binding 0  q F32 [n, n_head, HD]
 //   binding 1  cache_k F16 [n_head_kv, n_ctx, HD], read as uvec4 (8 values); binding 2 cache_v, the same
 //   binding 3  pos I32 [n]; -1: padding, its output is zero
-//   binding 4  y: F32 [n, n_head * HD], Q8_1 rows, or F16 rows in K order (mat_mul/matrix.glsl) of y_stride words of 16 bytes
+//   binding 4  y: F32 [n, n_head * HD], Q8_1 rows, or packed F16 (mat_mul/matrix.glsl): rows of y_stride words of
+//              16 bytes, or, of prompt_matrix.comp alone, fragments, y_stride words for FN tokens
 //   binding 5  sinks F32 [n_head] (HAS_SINKS); else any buffer
 //
-// The query heads of one kv head read the same rows, so the queries of a kv head are numbered across both: query i is token i / group,
-// head i % group of the kv head's. A workgroup takes a tile of neighbouring queries of kv head gl_WorkGroupID.y. The last tiles, which see the
-// most rows, start first.
+// The query heads of one kv head read the same rows. They are taken together, all or a part of them: gl_NumWorkGroups.y groups of heads in all,
+// none with heads of two kv heads. The queries of a group are numbered across tokens and heads: query i is token i / heads, head i % heads of
+// the group. A workgroup takes a tile of neighbouring queries of group gl_WorkGroupID.y. The last tiles, which see the most rows, start first.
 
 layout(push_constant) uniform Push {
     uint n;
@@ -16,7 +17,7 @@ layout(push_constant) uniform Push {
     uint n_head_kv;
     uint n_ctx;
     uint window;    // 0: none
-    uint y_stride;  // F16: words of 16 bytes of a row; else unused
+    uint y_stride;  // F16: words of 16 bytes of a row, or of a column of matrices; else unused
     float scale;    // times log2 e
 } p;
 
@@ -28,15 +29,18 @@ layout(std430, set = 0, binding = 4) writeonly buffer Y { vec4 y4[]; };
 layout(std430, set = 0, binding = 4) writeonly buffer YPairs { uvec2 y2[]; };
 layout(std430, set = 0, binding = 4) writeonly buffer YWords { uint y_words[]; };
 layout(std430, set = 0, binding = 5) readonly buffer Sinks { float sinks[]; };
+layout(std430, set = 0, binding = 4) writeonly buffer YFragments { uvec4 y_fragments[]; };
 
 #define OUT_F32 0u
 #define OUT_Q8_1 1u
 #define OUT_F16 2u
+#define OUT_FRAGMENTS 3u
 
 const float LOG2_E = 1.44269504;
 const float MASKED = -3.0e38;
 
-uint group_heads() { return p.n_head / p.n_head_kv; }
+uint group_heads() { return p.n_head / gl_NumWorkGroups.y; }
+uint kv_head() { return gl_WorkGroupID.y / (gl_NumWorkGroups.y / p.n_head_kv); }
 uint first_query(uint tile_q) { return (gl_NumWorkGroups.x - 1u - gl_WorkGroupID.x) * tile_q; }
 uint token_of(uint query) { return query / group_heads(); }
 uint head_of(uint query) { return gl_WorkGroupID.y * group_heads() + query % group_heads(); }

@@ -12,6 +12,9 @@
 // Which row and column an element of a matrix has is the driver's affair: a matrix of such numbers, loaded at the start, says it. Sums of weights are
 // kept elementwise and added up over a row in the end.
 //
+// Results as fragments (OUT_FRAGMENTS) go through shared memory once more, rows ordered by head and token: FN tokens of a head are the columns of
+// matrices B. A tile then has whole groups of FN tokens: TILE_Q is a multiple of FN times the heads of a group.
+//
 // No defines; all is specialized. Head sizes are filled up with zeros to whole matrices.
 #include "mat_mul/matrix.glsl"
 #extension GL_KHR_shader_subgroup_arithmetic : require
@@ -63,7 +66,9 @@ const uint ALL_STAGES = WARPS * STAGE_WORDS;
 // Lanes that share a row when its maximum or its sum is found.
 const uint SHARE = SG / FM < 1 ? 1 : SG / FM > FN / 4 ? FN / 4 : SG / FM;
 
-shared uvec4 kv_rows[KV_WORDS > ALL_STAGES ? KV_WORDS : ALL_STAGES];
+const uint OUT_WORDS = ALL_STAGES + (OUT_TYPE == OUT_FRAGMENTS ? TILE_Q * PITCH : 0);  // results in f32, behind them packed ones
+
+shared uvec4 kv_rows[KV_WORDS > OUT_WORDS ? KV_WORDS : OUT_WORDS];
 shared uvec4 scratch[WARPS * SCRATCH];
 shared uvec2 seen[TILE_Q];
 shared float row_top[TILE_Q];
@@ -79,7 +84,7 @@ uint lo, hi;
 #define FETCH(CACHE, INTO)                                                                                                      \
     [[unroll]] for (uint i = 0; i < PIECES; i++) {                                                                              \
         const uint at = i * WG + gl_LocalInvocationIndex, row = base + at / (WIDTH / 8), word = at % (WIDTH / 8);               \
-        const uvec4 words = CACHE[(gl_WorkGroupID.y * p.n_ctx + min(row, hi - 1u)) * ROW_WORDS + min(word, ROW_WORDS - 1u)];    \
+        const uvec4 words = CACHE[(kv_head() * p.n_ctx + min(row, hi - 1u)) * ROW_WORDS + min(word, ROW_WORDS - 1u)];           \
         INTO[i] = row >= lo && row < hi && word < ROW_WORDS ? words : uvec4(0u);                                                \
     }
 void fetch_k(uint base) { FETCH(k4, k_words) }
@@ -206,6 +211,31 @@ void make_weights(uint m, uint base, bool masks, uint mine, out MATRIX_A p_matri
     subgroup_sync();
 }
 
+// Values 4 * quad .. of query i of the tile, packed, into its head's and token's row.
+void stage_quad(uint query0, uint i, uint quad, vec4 v) {
+    const uint heads = group_heads();
+    if (quad >= ROW_QUADS) return;
+    const uvec2 four = pack_four(token_of(query0 + i) < p.n ? v : vec4(0.0));
+    const uint at = ALL_STAGES + (i % heads * (TILE_Q / heads) + i / heads) * PITCH + quad / 2u;
+    kv_rows[at][2u * (quad & 1u)] = four.x;
+    kv_rows[at][2u * (quad & 1u) + 1u] = four.y;
+}
+
+// Subgroups take turns at the matrices of the tile.
+void store_fragments(uint query0) {
+    const uint heads = group_heads(), tokens = TILE_Q / heads, token0 = query0 / heads, all = heads * (tokens / FN) * (HD / FK);
+    for (uint turn = 0; turn < all; turn += WARPS) {
+        const uint matrix = turn + gl_SubgroupID, k = matrix % (HD / FK), head = matrix / (HD / FK) % heads;
+        const uint first = matrix / (HD / FK) / heads * FN;
+        if (matrix < all && token0 + first < p.n) {
+            MATRIX_B b;
+            coopMatLoad(b, kv_rows, ALL_STAGES + (head * tokens + first) * PITCH + k * FK / 8, PITCH, gl_CooperativeMatrixLayoutColumnMajor);
+            const uint column = (gl_WorkGroupID.y * heads + head) * (HD / FK) + k;
+            y_fragments[(token0 + first) / FN * p.y_stride + column * SG + gl_SubgroupInvocationID] = to_fragment(b);
+        }
+    }
+}
+
 void store_results(uint query0, uint mine) {
     const uint stage = gl_SubgroupID * STAGE_WORDS, lane = gl_SubgroupInvocationID;
     [[unroll]] for (uint m = 0; m < MQ; m++) {
@@ -226,11 +256,15 @@ void store_results(uint query0, uint mine) {
             [[unroll]] for (uint turn = 0; turn < FM * (STAGE_COLS / 4); turn += SG) {
                 const uint row = (turn + lane) / (STAGE_COLS / 4), quad = (turn + lane) % (STAGE_COLS / 4);
                 const vec4 v = row_factor[first_row + row] * uintBitsToFloat(kv_rows[stage + row * STAGE_PITCH + quad]);
-                store_quad(query0 + first_row + row, first / 4u + quad, first / 4u + quad < ROW_QUADS, v);
+                if (OUT_TYPE == OUT_FRAGMENTS) stage_quad(query0, first_row + row, first / 4u + quad, v);
+                else store_quad(query0 + first_row + row, first / 4u + quad, first / 4u + quad < ROW_QUADS, v);
             }
             subgroup_sync();
         }
     }
+    if (OUT_TYPE != OUT_FRAGMENTS) return;
+    barrier();
+    store_fragments(query0);
 }
 
 void main() {

@@ -13,7 +13,8 @@
 // meanwhile. Activations come as ready fragments from memory into registers (FRAGMENTS), or else through shared memory like the weights.
 //
 // In the epilogue each subgroup stages FN columns of its part at a time in shared memory, so that threads get neighbouring rows of one
-// column: bias, GLU and residual are added there, and f16 outputs become fragments by way of a second staging.
+// column: bias, GLU and residual are added there, and f16 outputs become fragments by way of a second staging. Groups of FN columns that
+// hold no token are not stored.
 //
 // Defines: QUANT_FILE. The rest are specialization constants.
 #include "mat_mul/matrix.glsl"
@@ -263,7 +264,7 @@ void store_columns(uint j, uint first) {
     subgroup_sync();
     [[unroll]] for (uint k = 0; k < 4 * OUT_QUADS; k += FK) {
         const uint block = (p.y_offset + out_row + k) / FK;
-        if (block * SG < p.y_stride) {
+        if (block * SG < p.y_stride && first < tile_count) {
             MATRIX_B b;
             coopMatLoad(b, w_rows, stage + k / 8, OUT_PITCH, gl_CooperativeMatrixLayoutColumnMajor);
             y4[((tile_number * TILE_N + first) / FN) * p.y_stride + block * SG + lane] = to_fragment(b);

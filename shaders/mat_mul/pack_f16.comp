@@ -5,11 +5,14 @@
 //   binding 1  y F16: row-major or fragments
 //   binding 2  norm weight F32 [k] (NORM 2); else any buffer
 //   binding 3  route (GROUPED); else any buffer
+//   binding 4  factors F32 [rows]: 1 / rms of each row, stored for other launches (FACTORS 1) or as another has stored them (FACTORS 2);
+//              else any buffer
 //
 // A workgroup packs a group of columns: with FRAGMENTS the FN of a column of matrices, else as many as it has subgroups. Columns are
 // tokens or, GROUPED, places of the route's tiles, whose rows of x are those of their slots. Each subgroup first adds up the squares of some of the
-// columns (NORM), a column at a time; then subgroups take turns along K, 64 values at a time for fragments: threads bring f16 rows into
-// shared memory, from where they are loaded as matrices. Workgroups along z share the turns.
+// columns (NORM, unless there are factors), a column at a time; then subgroups take turns along K, 64 values at a time for fragments:
+// threads bring f16 rows into shared memory, from where they are loaded as matrices. Workgroups along z share the turns; each adds up its squares itself.
+// Groups without a column are left as they are: a column's sums are its own, so that what the columns of no token hold does not matter.
 //
 // Defines: FRAGMENTS (1 needs cooperative matrices). The rest are specialization constants.
 #if FRAGMENTS
@@ -25,6 +28,7 @@ layout(constant_id = 1) const uint SG = 32;   // threads of a subgroup
 layout(constant_id = 5) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight
 layout(constant_id = 6) const uint GROUPED = 0;
 layout(constant_id = 7) const uint TILE_N = 128;
+layout(constant_id = 8) const uint FACTORS = 0;  // 0: none, 1: stored, 2: read
 #include "mat_mul/pack.glsl"
 
 layout(push_constant) uniform Push {
@@ -46,6 +50,7 @@ layout(std430, set = 0, binding = 1) writeonly buffer Y { uvec2 y2[]; };
 #endif
 layout(std430, set = 0, binding = 2) readonly buffer NormWeight { float norm_weight[]; };
 layout(std430, set = 0, binding = 3) readonly buffer Route { uint route[]; };
+layout(std430, set = 0, binding = 4) buffer Factors { float row_factors[]; };
 
 // The row of x of a column; NONE where there is none.
 #define NONE 0xffffffffu
@@ -58,21 +63,28 @@ uint row_of(uint column) {
 
 // Values 4 * quad .. + 3 of a row, zeros where there is none.
 vec4 four_of(uint row, uint quad) {
-    if (row == NONE || 4u * quad >= p.k) return vec4(0.0);
-    if ((p.k & 3u) == 0u) return x4[row * (p.k >> 2) + quad];
+    const bool there = row != NONE && 4u * quad < p.k;
     vec4 v;
-    [[unroll]] for (uint i = 0; i < 4; i++) v[i] = 4u * quad + i < p.k ? x[row * p.k + 4u * quad + i] : 0.0;
-    return v;
+    if ((p.k & 3u) == 0u) v = x4[there ? row * (p.k >> 2) + quad : 0u];
+    else
+        [[unroll]] for (uint i = 0; i < 4; i++) v[i] = there && 4u * quad + i < p.k ? x[row * p.k + 4u * quad + i] : 0.0;
+    return there ? v : vec4(0.0);
 }
+
+#define AHEAD 8  // loads of a thread on their way at once
 
 float row_factor(uint row) {
     if (NORM == 0) return p.scale;
-    float square = 0.0;
-    for (uint quad = gl_SubgroupInvocationID; 4u * quad < p.k; quad += SG) {
-        const vec4 v = four_of(row, quad);
-        square += dot(v, v);
+    if (FACTORS == 2) return row == NONE ? 0.0 : p.scale * row_factors[row];
+    vec4 squares = vec4(0.0);
+    for (uint first = 0; 4u * first < p.k; first += AHEAD * SG) {
+        vec4 v[AHEAD];
+        [[unroll]] for (uint i = 0; i < AHEAD; i++) v[i] = four_of(row, first + i * SG + gl_SubgroupInvocationID);
+        [[unroll]] for (uint i = 0; i < AHEAD; i++) squares += v[i] * v[i];
     }
-    return p.scale * inversesqrt(subgroupAdd(square) / float(p.k) + p.eps);
+    const float factor = inversesqrt(subgroupAdd(dot(squares, vec4(1.0))) / float(p.k) + p.eps);
+    if (FACTORS == 1 && row != NONE && gl_WorkGroupID.z == 0u && gl_SubgroupInvocationID == 0u) row_factors[row] = factor;
+    return p.scale * factor;
 }
 
 uvec2 packed(uint row, uint quad, float factor) {
@@ -92,6 +104,7 @@ shared uvec4 rows[SUBGROUPS * FN * PITCH];
 void main() {
     const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x, lane = gl_SubgroupInvocationID;
     const uint stage = gl_SubgroupID * FN * PITCH, end = p.y_stride / SG * FK;
+    if (row_of(group * FN) == NONE) return;
     for (uint c = gl_SubgroupID; c < FN; c += SUBGROUPS) {
         const float factor = row_factor(row_of(group * FN + c));
         if (lane == 0u) factors[c] = factor;

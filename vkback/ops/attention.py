@@ -1,8 +1,8 @@
 """FLASH_ATTN_EXT and ATTN_DECODE: attention over an F16 cache (shaders/attention).
 
     FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k and cache_v F16 [n_head_kv, n_ctx, hd], pos I32 [n] [, sinks F32 [n_head]]
-                    -> F32 or Q8_1 [n, n_head * hd]
-                    params: scale [, window]
+                    -> F32 or Q8_1 [n, n_head * hd], or of a prompt F16 as mat_mul.packed has it
+                    params: scale [, window] [, fragments: the order of an F16 output]
     ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)
                     [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] -> the same, cache_k, cache_v
                     params: those of ROPE, n_head, n_head_kv, head_dim, scale [, window, eps], has_norm, has_ff (angles hold factors)
@@ -43,6 +43,7 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
+from vkback.ops.mat_mul import MatMulShape
 from vkback.ops.rope import FREQUENCY, turn_pairs
 from vkback.ops.rows import set_rows
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
@@ -227,8 +228,16 @@ def prompt_job(node: Node) -> attention_prompt.PromptJob:
     q, cache_k, cache_v, pos, *sinks = node.inputs
     window = int(node.params.get("window", 0))
     return attention_prompt.PromptJob(
-        q, cache_k, cache_v, pos, node.outputs[0], float(node.params["scale"]), window, sinks[0] if sinks else None, node.name
-    )
+        q, cache_k, cache_v, pos, node.outputs[0], float(node.params["scale"]), window, sinks[0] if sinks else None, node.name,
+        fragments=bool(node.params.get("fragments")),
+    )  # fmt: skip
+
+
+def packs_output(node: Node, reader: MatMulShape, ctx: LowerContext) -> bool:
+    """Whether a FLASH_ATTN_EXT can leave its output packed for a mat-mat of shape `reader` (param `fragments` says in which order)."""
+    shape = prompt_shape(node, ctx)
+    (_, n_head, hd), n_head_kv = node.inputs[0].shape, node.inputs[1].shape[0]
+    return shape is not None and attention_prompt.packs(shape, n_head // n_head_kv, hd, n_head, reader, ctx.caps)
 
 
 def _tolerance(node: Node) -> Tolerance:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.base import MAX_GROUPS_X, Arg, Choice, Dispatch, PlanError, Tolerance, ceil_div, nbytes, pack_push
-from vkback.ops.mat_mul import matrix_shape
+from vkback.ops.mat_mul import UNIT, MatMulShape, fragments_possible, matrix_shape
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -27,6 +27,8 @@ Way = Literal["plain", "matrix"]
 
 OUT_TYPES = {"F32": 0, "Q8_1": 1, "F16": 2}
 """OUT_TYPE of shaders/attention/prompt_store.glsl."""
+
+OUT_FRAGMENTS = 3
 
 LOG2_E = math.log2(math.e)
 
@@ -49,8 +51,9 @@ class PromptJob:
     q      F32 [n, n_head, hd]
     cache  K and V, F16 [n_head_kv, n_ctx, hd]
     pos    I32 [n], -1: padding
-    y      F32 or Q8_1 [n, n_head * hd], or F16 as `mat_mul.packed` has it (row-major)
+    y      F32 or Q8_1 [n, n_head * hd], or F16 as `mat_mul.packed` has it
     sinks  F32 [n_head]
+    fragments  an F16 y is in fragment order (`heads_of_fragments` must not be 0); else row-major
     """
 
     q: Tensor
@@ -62,6 +65,7 @@ class PromptJob:
     window: int = 0
     sinks: Tensor | None = None
     label: str = ""
+    fragments: bool = False
 
     @property
     def group(self) -> int:
@@ -161,14 +165,33 @@ def _f16_sums(matrix: tuple[int, int, int], caps: Capabilities) -> bool:
     return any((s.a, s.b, s.c, s.result, s.scope) == wanted and (s.m, s.n, s.k) == matrix for s in caps.cooperative_matrix_shapes)
 
 
-def matrix_shared(shape: PromptShape, hd: int) -> int:
-    """Bytes of shared memory of shaders/attention/prompt_matrix.comp."""
+def heads_of_fragments(shape: PromptShape, group: int, hd: int, caps: Capabilities) -> int:
+    """Query heads that a tile takes where its results are stored as fragments: as many as leave whole matrices of tokens. group: those of a
+    kv head. 0: head size, tile or shared memory do not allow it."""
+    _, columns, depth = shape.matrix
+    if shape.way != "matrix" or hd % depth or not fragments_possible(shape.matrix, caps):
+        return 0
+    if matrix_shared(shape, hd, fragments=True) > caps.max_shared_memory:
+        return 0
+    return max((h for h in range(1, group + 1) if group % h == 0 and shape.tile_q % (columns * h) == 0), default=0)
+
+
+def packs(shape: PromptShape, group: int, hd: int, n_head: int, reader: MatMulShape, caps: Capabilities) -> bool:
+    """Whether attention can store what a mat-mat of shape `reader` takes as its x."""
+    if n_head * hd % UNIT:
+        return False
+    return not reader.fragments or (shape.matrix == reader.matrix and heads_of_fragments(shape, group, hd, caps) > 0)
+
+
+def matrix_shared(shape: PromptShape, hd: int, fragments: bool = False) -> int:
+    """Bytes of shared memory of shaders/attention/prompt_matrix.comp. fragments: results are stored as such."""
     fm, fn, fk = shape.matrix
     align = max(fn, fk)
     pitch = ceil_div(hd, align) * align // 8 + 1
     rows = max(2 * shape.tile_kv, shape.warps * fm) * pitch
     scratch = fm * max(fn // 4 + 1, shape.tile_kv // 8 + 1)
-    return 16 * (max(rows, shape.warps * fm * 9) + shape.warps * scratch) + 16 * shape.tile_q
+    staged = shape.warps * fm * 9 + (shape.tile_q * pitch if fragments else 0)
+    return 16 * (max(rows, staged) + shape.warps * scratch) + 16 * shape.tile_q
 
 
 def tolerance(shape: PromptShape, y: Tensor) -> Tolerance:
@@ -193,19 +216,25 @@ def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = 
     n_head_kv, n_ctx, _ = job.cache_k.shape
     if job.y.type not in OUT_TYPES or (job.y.type != "F32" and n_head * hd % 32) or (job.y.type == "Q8_1" and hd % 32):
         raise PlanError(f"[attention] {job.name}: {job.y} of {n_head} heads of {hd}; expected F32, or whole units of 32 as Q8_1 or F16")
-    tiles = ceil_div(n * job.group, shape.tile_q)
+    heads = heads_of_fragments(shape, job.group, hd, caps) if job.fragments else job.group
+    if not heads or (job.fragments and job.y.type != "F16"):
+        raise PlanError(f"[attention] {job.name}: {job.y} cannot be fragments, heads being of {hd} and tiles of {shape.tile_q}; take F32")
+    tiles = ceil_div(n * heads, shape.tile_q)
     if tiles > MAX_GROUPS_X:
-        raise PlanError(f"[attention] {job.name}: {n} tokens of {job.group} heads in tiles of {shape.tile_q}; take fewer tokens at a time")
+        raise PlanError(f"[attention] {job.name}: {n} tokens of {heads} heads in tiles of {shape.tile_q}; take fewer tokens at a time")
     rows = min(n_ctx, job.window + n) if job.window else n_ctx
     y_stride = job.y.shape[-1] // 8 if job.y.type == "F16" else 0
+    if job.fragments:
+        y_stride = job.y.shape[-1] // shape.matrix[2] * caps.subgroup_size
     return Dispatch(
         kernel=plain_kernel(job, shape, caps) if shape.way == "plain" else matrix_kernel(job, shape, caps),
         args=(Arg(job.q), Arg(job.cache_k), Arg(job.cache_v), Arg(job.pos), Arg(job.y, "w"), Arg(job.sinks or job.q)),
         push=pack_push(n, n_head, n_head_kv, n_ctx, job.window, y_stride, job.scale * LOG2_E),
-        groups=(tiles, n_head_kv, 1),
+        groups=(tiles, n_head // heads, 1),
         op="FLASH_ATTN_EXT",
         label=job.name,
-        reason=f"{reason}, {shape.way}: tiles of {shape.tile_q} queries x {shape.tile_kv} rows, {shape.warps} subgroups",
+        reason=f"{reason}, {shape.way}: tiles of {shape.tile_q} queries x {shape.tile_kv} rows, {shape.warps} subgroups"
+        + (f", stored as f16 {'fragments' if job.fragments else 'rows'}" if job.y.type == "F16" else ""),
         nbytes=nbytes(job.q) + nbytes(job.y) + 2 * n_head_kv * rows * hd * 2,
         flops=4 * n * n_head * (min(n_ctx, job.window) if job.window else n_ctx) * hd,
     )
@@ -227,7 +256,8 @@ def matrix_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Var
     warp_rows = shape.tile_q // shape.warps // shape.matrix[0]
     sg = caps.subgroup_size
     constants = (
-        shape.warps * sg, sg, *shape.matrix, job.hd, shape.tile_kv, warp_rows, OUT_TYPES[job.y.type], int(job.sinks is not None)
+        shape.warps * sg, sg, *shape.matrix, job.hd, shape.tile_kv, warp_rows, OUT_FRAGMENTS if job.fragments else OUT_TYPES[job.y.type],
+        int(job.sinks is not None),
     )  # fmt: skip
     return Variant("attention/prompt_matrix.comp", (), sg if caps.subgroup_required_size else None, tuple(enumerate(constants)))
 

@@ -90,6 +90,8 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
         kernel = "int_dot"
     if kernel == "coop_mat" and matrix is None:
         kernel = "int_dot" if path == "int" else "f32"
+    if node.x.type == "F16" and kernel != "coop_mat":
+        raise PlanError(f"[mat_mul] {node.node.name}: {choice.source} chooses {kernel}, which takes no packed {node.x}; give it F32")
     partial_q8 = node.y.type == "Q8_1" and node.rows_total != node.m >> node.glu
     if kernel == "mat_vec" or (node.x.type == "Q8_1" and kernel != "int_dot") or partial_q8:
         return MatMulChoice(None, choice.source)
@@ -154,12 +156,12 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
     before: list[Dispatch] = []
     grouped = node.experts != "none"
     columns, experts = node.n * node.n_used, node.w.shape[0] if grouped else 0
-    routes = None
-    if grouped:
+    routes = node.route
+    if grouped and routes is None:
         routes = route_tensor(f"{name}.route", columns, experts, shape.tile_n)
         before.append(route(node.extra["ids"], routes, experts, shape.tile_n, caps))
     x, x_shared = node.x, node.n_used if grouped and (len(node.x.shape) < 3 or node.x.shape[1] == 1) else 1
-    if shape.way == "coop_mat":
+    if shape.way == "coop_mat" and x.type != "F16":
         x = packed(f"{name}.x_f16", columns, node.k, shape, experts)
         before.append(pack_f16(node.x, x, columns, shape, caps, routes=routes, x_shared=x_shared))
     elif shape.way == "int_dot" and x.type == "F32":

@@ -3,7 +3,7 @@
 `MAT_VEC` is a mat-vec with what is fused around it. Its inputs carry roles:
 
     w               weight [m, k], or [n_expert, m, k] with ids
-    x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]
+    x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]; or F16 as mat_mul.packed has it, which only mat-mats take
     norm            F32 [k]: x is RMS-normed and multiplied by it first (params: eps)
     bias            F32 [m]; with ids [n_expert * m], the experts' rows end to end
     residual        F32, shape of the output: added to it
@@ -11,8 +11,11 @@
     logits          F32 [1, n_expert], in the place of ids: the experts are chosen by them as TOPK_MOE does (its params, too); weights
                     F32 [1, n_used] and ids I32 [1, n_used] are further outputs
     expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
+    route           of a mat-mat by experts: what a ROUTE node made of its ids (vkback/ops/mat_mul_nodes.py); an F16 x and an F16 output
+                    have their columns in its order
     params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up, or with alpha and limit what
-    SWIGLU_OAI makes of them), row0 and rows_total (the output is rows row0.. of a wider tensor, filled by several nodes)
+    SWIGLU_OAI makes of them), row0 and rows_total (the output is rows row0.. of a wider tensor, filled by several nodes), n (tokens,
+    where x is F16)
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ INT_QUANTS = frozenset(name for name in quants.WEIGHT_TYPES if quants.quant(name
 """Types with an integer-dot path (UNIT_INTS in shaders/quant)."""
 
 FUSED_ROLES = ("norm", "bias", "residual", "ids", "logits", "expert_weights")
-"""Optional inputs, in the order of their bindings."""
+"""Optional inputs, in the order of their bindings. A route comes after them."""
 
 declare(
     "mat_vec_path",
@@ -56,6 +59,7 @@ class MatVecNode:
 
     extra   the optional inputs by role, in binding order
     chosen  weights and ids that it writes where it chooses its experts
+    route   as a node of its own made it
     """
 
     node: Node
@@ -66,13 +70,14 @@ class MatVecNode:
     glu: bool
     experts: Experts
     chosen: tuple[Tensor, ...] = ()
+    route: Tensor | None = None
 
     @classmethod
     def of(cls, node: Node) -> MatVecNode:
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         experts: Experts = "summed" if "expert_weights" in by else "each" if "ids" in by or "logits" in by else "none"
         extra = {role: by[role] for role in FUSED_ROLES if role in by}
-        return cls(node, by["w"], by["x"], node.outputs[0], extra, bool(node.params.get("glu")), experts, node.outputs[1:])
+        return cls(node, by["w"], by["x"], node.outputs[0], extra, bool(node.params.get("glu")), experts, node.outputs[1:], by.get("route"))
 
     @property
     def m(self) -> int:
@@ -85,7 +90,8 @@ class MatVecNode:
 
     @property
     def n(self) -> int:
-        return self.x.shape[0]
+        """Tokens."""
+        return int(self.node.params.get("n", self.x.shape[0]))
 
     @property
     def n_used(self) -> int:

@@ -30,6 +30,7 @@ declare(
         "rope": ("attention", "stage"),
         "quantize": ("producer", "attention", "stage"),
         "router": ROUTERS,
+        "pack": ("producer", "mat_mul", "stage"),  # of prompts (vkback/plan/pack.py)
         "sync": ("barrier", "sentinel"),
     },
 )

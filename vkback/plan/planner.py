@@ -7,7 +7,9 @@ import dataclasses
 from vkback.device import Capabilities
 from vkback.graph import Graph, live
 from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, Sync, nbytes, shards
+from vkback.ops.mat_mul_nodes import LOWER
 from vkback.plan.fuse import fuse, schedule_choice, tokens_of
+from vkback.plan.pack import pack_activations
 from vkback.plan.schedule import Schedule, Slot, into_stages, place, place_apart
 from vkback.plan.sync import without_barriers
 
@@ -22,12 +24,15 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
     sync: Sync = schedule_choice(graph.nodes, ctx)["sync"] if one_token else "barrier"
     ctx = dataclasses.replace(ctx, sync=sync)
     nodes = live(fuse(graph, ctx, level=fusion), graph.outputs)
+    if fusion == "all":
+        nodes = pack_activations(nodes, graph.outputs, ctx)
     dispatches: list[Dispatch] = []
     for node in nodes:
         op = OPS.get(node.op)
-        if op is None:
+        lower = LOWER.get(node.op) or (op.lower if op else None)
+        if lower is None:
             raise PlanError(f"[plan] {node.name}: op {node.op} has no kernel; known are {', '.join(sorted(OPS))}")
-        dispatches.extend(op.lower(node, ctx))
+        dispatches.extend(lower(node, ctx))
     schedule = Schedule(into_stages(dispatches))
     if ctx.sync == "sentinel":
         schedule = without_barriers(schedule, ctx.caps.max_storage_bindings)

@@ -1,0 +1,80 @@
+"""PACK_F16 and ROUTE: what the planner puts between the ops of a prompt, so that mat-mats share what they read.
+
+    PACK_F16  x F32 [n, k] or [n, 1 or n_used, k] [, norm F32 [k]] [, factors F32 [n]] [, route]
+              -> F16, columns for coop_mat (mat_mul.packed) [, factors F32 [n]]
+              params: roles (names in input order), shape (MatMulShape of a mat-mat that reads it), n (columns), x_shared (slots that share
+              a row of x), eps (with norm). With `norm` it is RMS_NORM_MUL, too. Then `factors` are 1 / rms of each row: as an output
+              for other nodes, as an input so that squares need not be added up again.
+    ROUTE     ids I32 [n, n_used] -> I32 (mat_mul.route_tensor)
+              params: experts, tile_n
+
+They are no ops of a graph. A packed tensor is no value that a host could judge (its order is the driver's affair), and of a route many
+orders are right: both are judged by the products that read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import Dispatch, LowerContext
+from vkback.ops.mat_mul import MatMulShape, pack_f16, packed, packed_columns, route, route_tensor
+
+PACK_ROLES = ("x", "norm", "factors", "route")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS_NORM_MUL of the rows of x on the way: weight F32 [k] and eps."""
+
+    weight: Tensor
+    eps: float
+
+
+def pack_node(
+    name: str, x: Tensor, n: int, shape: MatMulShape, *, columns: int = 0, norm: Norm | None = None, route: Tensor | None = None,
+    experts: int = 0, x_shared: int = 1, factors: Tensor | None = None, stores_factors: bool = False,
+) -> Node:  # fmt: skip
+    """A PACK_F16 of n columns for mat-mats of this shape.
+
+    columns  to leave room for, where another reader's tiles are larger; with a route there is room for all of its tiles
+    """
+    by = {"x": x, "norm": norm.weight if norm else None, "factors": None if stores_factors else factors, "route": route}
+    inputs = {role: tensor for role, tensor in by.items() if tensor is not None}
+    out = packed(name, n, x.shape[-1], shape, experts)
+    out = Tensor(name, out.type, (max(columns, out.shape[0]), out.shape[1]))
+    params = {"roles": tuple(inputs), "shape": shape, "n": n, "x_shared": x_shared, **({"eps": norm.eps} if norm else {})}
+    outputs = (out, factors) if stores_factors and factors else (out,)
+    return Node("PACK_F16", tuple(inputs.values()), outputs, params)
+
+
+def lower_pack(node: Node, ctx: LowerContext) -> list[Dispatch]:
+    by = dict(zip(node.params["roles"], node.inputs, strict=True))
+    stored = node.outputs[1] if len(node.outputs) > 1 else None
+    return [
+        pack_f16(
+            by["x"], node.outputs[0], node.params["n"], node.params["shape"], ctx.caps, norm=by.get("norm"), eps=node.params.get("eps"),
+            routes=by.get("route"), x_shared=node.params["x_shared"], factors=stored or by.get("factors"),
+            stores_factors=stored is not None,
+        )
+    ]  # fmt: skip
+
+
+def route_node(ids: Tensor, experts: int, tile_n: int) -> Node:
+    """A ROUTE for mat-mats by these experts whose tiles have tile_n columns."""
+    out = route_tensor(f"{ids.name}.route{tile_n}", ids.elements, experts, tile_n)
+    return Node("ROUTE", (ids,), (out,), {"experts": experts, "tile_n": tile_n})
+
+
+def lower_route(node: Node, ctx: LowerContext) -> list[Dispatch]:
+    return [route(node.inputs[0], node.outputs[0], node.params["experts"], node.params["tile_n"], ctx.caps)]
+
+
+def room(n: int, *shapes: MatMulShape) -> int:
+    """Columns that a dense packed tensor needs for whole tiles of each of these."""
+    return max(packed_columns(n, shape) for shape in shapes)
+
+
+LOWER: Mapping[str, Callable[[Node, LowerContext], list[Dispatch]]] = {"PACK_F16": lower_pack, "ROUTE": lower_route}
+"""How each of them is lowered."""

@@ -1,0 +1,181 @@
+"""Packing: every activation of a prompt's mat-mats by matrices as f16 once, by its producer where that can, and one route for all mat-mats
+by the same experts.
+
+A mat-mat by cooperative matrices takes x as packed f16 (`mat_mul.packed`), by itself after a PACK_F16 of its own
+(`mat_mul_lower.lower_node`). Here, once all fusions are done, packing becomes nodes of the plan and is shared:
+
+    GLU -> down              the epilogue of gate and up stores packed f16, where they make whole sums; by experts in the order of a route
+                             that both share
+    attention -> its output  likewise, where a tile has whole matrices of tokens
+    norm -> mat-mats         norm and packing are one PACK_F16; experts read the rows again, by their route, with the factors it stored
+    anything else            a PACK_F16 that all mat-mats share which read the tensor
+
+Matrices, and whether they are fragments, are the same for all mat-mats of a device (`mat_mul_lower.choose`); by experts, producer and
+readers must agree on ids and tiles, too. Where they do not, or somebody else reads the tensor as well, it stays F32 and is packed behind
+its producer. The nodes that this makes are those of vkback/ops/mat_mul_nodes.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Literal
+
+from vkback.graph import Node, Tensor
+from vkback.ops.attention import packs_output
+from vkback.ops.base import LowerContext, ceil_div
+from vkback.ops.mat_mul import UNIT, MatMulShape, packed, packs_glu
+from vkback.ops.mat_mul_lower import choose
+from vkback.ops.mat_mul_nodes import Norm, pack_node, room, route_node
+from vkback.ops.mat_vec_node import MatVecNode
+from vkback.plan.fuse import Nodes, schedule_choice, tokens_of
+
+By = Literal["producer", "mat_mul", "stage"]
+"""Who packs: whatever producer can, mat-mats alone, or a stage of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A mat-mat by matrices that reads a tensor as its x: the number of its node, the node taken apart, its shape."""
+
+    number: int
+    mat_vec: MatVecNode
+    shape: MatMulShape
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """("", 0) where columns are tokens; else the route they follow, and the columns of its tiles."""
+        return (self.mat_vec.route.name, self.shape.tile_n) if self.mat_vec.route else ("", 0)
+
+    def reading(self, x: Tensor) -> Node:
+        """Its node with a packed x."""
+        node = self.mat_vec.node
+        inputs = tuple(x if role == "x" else t for role, t in zip(node.params["roles"], node.inputs, strict=True))
+        return dataclasses.replace(node, inputs=inputs, params={**node.params, "n": self.mat_vec.n})
+
+
+def pack_activations(nodes: Sequence[Node], outputs: Iterable[Tensor], ctx: LowerContext) -> Nodes:
+    """The nodes with routes and packed activations; a plan without mat-mats stays as it is."""
+    if tokens_of(nodes) == 1:
+        return list(nodes)
+    packing = _Packing(share_routes(nodes, ctx), [t.name for t in outputs], ctx)
+    for name in [t.name for node in packing.nodes for t in node.outputs if t.type == "F32"]:
+        packing.pack(name)
+    return packing.result()
+
+
+def share_routes(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
+    """A ROUTE for all mat-mats by the same experts, in tiles of the same columns, ahead of the first."""
+    out: Nodes = []
+    routes: dict[str, Tensor] = {}
+    for node in nodes:
+        mat_vec = MatVecNode.of(node) if node.op == "MAT_VEC" else None
+        shape = choose(mat_vec, ctx).shape if mat_vec and "ids" in mat_vec.extra else None
+        if mat_vec and shape:
+            made = route_node(mat_vec.extra["ids"], mat_vec.w.shape[0], shape.tile_n)
+            if made.name not in routes:
+                routes[made.name] = made.outputs[0]
+                out.append(made)
+            params = {**node.params, "roles": (*node.params["roles"], "route")}
+            node = dataclasses.replace(node, inputs=(*node.inputs, routes[made.name]), params=params)
+        out.append(node)
+    return out
+
+
+class _Packing:
+    """Nodes while their tensors are packed one by one. A node keeps its number; one that another replaces becomes None."""
+
+    def __init__(self, nodes: Sequence[Node], outputs: Sequence[str], ctx: LowerContext) -> None:
+        self.nodes = nodes
+        self.now: list[Node | None] = list(nodes)
+        self.before: dict[int, Nodes] = {}
+        self.outputs = outputs
+        self.ctx = ctx
+        choice = schedule_choice(nodes, ctx)
+        self.by: By = choice["pack"]
+        self.norms: bool = choice["norm"] == "prologue"
+        self.producer: dict[str, int] = {}
+        self.consumers: dict[str, list[int]] = {}
+        for number, node in enumerate(nodes):
+            for t in node.outputs:
+                self.producer[t.name] = number
+            for name in {t.name for t in node.inputs}:
+                self.consumers.setdefault(name, []).append(number)
+
+    def result(self) -> Nodes:
+        return [made for i, node in enumerate(self.now) for made in (*self.before.get(i, ()), *([node] if node else []))]
+
+    def pack(self, name: str) -> None:
+        """Pack a tensor for the mat-mats that read it."""
+        consumers = self.consumers.get(name, [])
+        readers = [r for number in consumers if (r := self._reader(number, name))]
+        producer = self.now[self.producer[name]]
+        if not readers or producer is None:
+            return
+        (tensor,) = (t for t in producer.outputs if t.name == name)
+        if len(readers) < len(consumers) or name in self.outputs or len(producer.outputs) > 1:
+            return self._add_packs(name, tensor, readers)
+        if self.by != "stage" and (out := self._by_producer(producer, readers)):
+            params = {**producer.params, "fragments": readers[0].shape.fragments} if producer.op == "FLASH_ATTN_EXT" else producer.params
+            self.now[self.producer[name]] = dataclasses.replace(producer, outputs=(out,), params=params)
+            for r in readers:
+                self.now[r.number] = r.reading(out)
+        elif self.norms and producer.op == "RMS_NORM_MUL" and any(r.mat_vec.route is None for r in readers):
+            self.now[self.producer[name]] = None
+            x = dataclasses.replace(producer.inputs[0], shape=tensor.shape)
+            self._add_packs(name, x, readers, Norm(producer.inputs[1], float(producer.params["eps"])))
+        else:
+            self._add_packs(name, tensor, readers)
+
+    def _reader(self, number: int, name: str) -> Reader | None:
+        """A node as a mat-mat by matrices that reads a tensor as its x, and as nothing else."""
+        node = self.now[number]
+        if node is None or node.op != "MAT_VEC" or [t.name for t in node.inputs].count(name) != 1:
+            return None
+        mat_vec = MatVecNode.of(node)
+        shape = choose(mat_vec, self.ctx).shape
+        return Reader(number, mat_vec, shape) if shape and shape.way == "coop_mat" and mat_vec.x.name == name else None
+
+    def _by_producer(self, producer: Node, readers: Sequence[Reader]) -> Tensor | None:
+        """What a producer stores packed for all of these readers; None where it cannot."""
+        first, name = readers[0], f"{producer.name}.f16"
+        n, k = first.mat_vec.n, first.mat_vec.k
+        if any(r.order != first.order for r in readers):
+            return None
+        if producer.op == "FLASH_ATTN_EXT" and self.by == "producer" and packs_output(producer, first.shape, self.ctx):
+            return Tensor(name, "F16", (room(n, *(r.shape for r in readers)), k))
+        if producer.op != "MAT_VEC":
+            return None
+        made = MatVecNode.of(producer)
+        shape = choose(made, self.ctx).shape
+        if shape is None or not packs_glu(shape, made.glu, made.k) or "rows_total" in producer.params or made.experts == "summed":
+            return None
+        if Reader(0, made, shape).order != first.order:
+            return None
+        if made.route is not None:
+            return packed(name, made.n * made.n_used, k, shape, made.w.shape[0])
+        return Tensor(name, "F16", (room(n, shape, *(r.shape for r in readers)), ceil_div(k, UNIT) * UNIT))
+
+    def _add_packs(self, name: str, x: Tensor, readers: Sequence[Reader], norm: Norm | None = None) -> None:
+        """A PACK_F16 of x for readers of each order, ahead of the first. With a norm the one for dense readers stores its factors for those
+        by experts."""
+        by_order: dict[tuple[str, int], list[Reader]] = {}
+        for r in readers:
+            by_order.setdefault(r.order, []).append(r)
+        factors = Tensor(f"{name}.factors", "F32", (prod(x.shape[:-1]),)) if norm and len(by_order) > 1 else None
+        for mine in sorted(by_order.values(), key=lambda group: group[0].mat_vec.route is not None):  # factors are stored first
+            first, ahead_of = mine[0].mat_vec, mine
+            if first.route is None:
+                columns = room(first.n, *(r.shape for r in mine))
+                pack = pack_node(f"{name}.f16", x, first.n, mine[0].shape, columns=columns, norm=norm, factors=factors, stores_factors=True)
+                ahead_of = list(readers) if factors else mine
+            else:
+                shared = first.n_used if len(x.shape) < 3 or x.shape[1] == 1 else 1
+                pack = pack_node(
+                    f"{name}.f16.{first.route.name}", x, first.n * first.n_used, mine[0].shape, norm=norm, route=first.route,
+                    experts=first.w.shape[0], x_shared=shared, factors=factors,
+                )  # fmt: skip
+            self.before.setdefault(min(r.number for r in ahead_of), []).append(pack)
+            for r in mine:
+                self.now[r.number] = r.reading(pack.outputs[0])
