@@ -54,7 +54,7 @@ def test_sizes_that_are_refused(dim: int, n_dims: int) -> None:
     with pytest.raises(PlanError) as error:
         OPS["ROPE"].lower(node, planned_for("nvidia_h200_linux"))
     assert str(error.value) == (
-        f"[ROPE] y: head size {dim} with n_dims {n_dims}: both must be multiples of 4, and 0 < n_dims <= head size"
+        f"[ROPE] y: head size {dim} with n_dims {n_dims}: both must be multiples of 4, and 0 <= n_dims <= head size"
     )
 
 

@@ -4,13 +4,15 @@
 // HEAD_LANES neighbouring threads take the slots of a head (rope/slots.glsl). All loads are issued before the first is used, and none depends
 // on pos.
 //
-//   angles  vec4 [ROPE_PAIRS / 2]: (cos, sin) of two neighbouring pairs (rope/angles.comp)
+//   angles  vec4 [ROPE_PAIRS / 2]: (cos, sin) of two neighbouring pairs (rope/angles.comp); none where ROPE_PAIRS is 0: nothing is turned
 
 #include "rope/slots.glsl"
 
 layout(binding = 1) writeonly buffer CacheK1 { uint cache_k1[]; };
 layout(binding = 2) writeonly buffer CacheV1 { uint cache_v1[]; };
+#if ROPE_PAIRS
 layout(binding = BIND_ANGLES) readonly buffer Angles { vec4 angles[]; };
+#endif
 #if HAS_NORM
 layout(binding = BIND_Q_NORM) readonly buffer QNorm { vec2 q_norm[]; };
 layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
@@ -31,7 +33,9 @@ vec2 head_a[HEAD_ROUNDS][SLOT_ROUNDS], head_b[HEAD_ROUNDS][SLOT_ROUNDS];
 #if HAS_NORM
 vec2 norm_a[HEAD_ROUNDS][SLOT_ROUNDS], norm_b[HEAD_ROUNDS][SLOT_ROUNDS];
 #endif
+#if ROPE_PAIRS
 vec4 slot_angles[SLOT_ROUNDS];
+#endif
 vec2 value_words[VALUE_ROUNDS];
 
 void read_heads(uint tid, uint head0, uint kv) {
@@ -62,7 +66,9 @@ bool heads_arrived() {
 
 // Loads angles, norms and heads. With SPINS the heads may not have arrived yet: the includer spins on them later.
 void prefetch_heads(uint tid, uint head0, uint kv) {
+#if ROPE_PAIRS
     [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
+#endif
 #if HAS_NORM
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++)
         [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) {
@@ -103,7 +109,9 @@ void prepare(uint tid, uint head0, uint kv) {
             a *= norm * norm_a[i][j];
             b *= norm * norm_b[i][j];
 #endif
+#if ROPE_PAIRS
             if (slot < ROTATED) turn(a, b, slot_angles[j]);
+#endif
             const uvec2 at = places(slot);
             if (slot < SLOTS && head < HEADS) {
                 put_query(head, at.x, a);

@@ -1,5 +1,5 @@
 #version 450
-// RoPE of heads; with STORE also the norm of Q and K heads before it, and K and V stored into the cache as f16.
+// RoPE of heads (none where ROPE_PAIRS is 0); with STORE also the norm of Q and K heads before it, and K and V stored into the cache as f16.
 //
 // Bindings, in this order, those in brackets where the define says so:
 //   q F32 [tokens, Q_HEADS, HEAD_DIM]; PACKED: [tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM] with the heads of q, k, v
@@ -15,7 +15,9 @@
 // rope/slots.glsl and common/reduce.glsl.
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
+#if ROPE_PAIRS
 #include "rope/rope.glsl"
+#endif
 #include "rope/slots.glsl"
 
 layout(local_size_x = WG_SIZE) in;
@@ -50,6 +52,7 @@ layout(std430, set = 0, binding = AFTER_EXTRA + 1) writeonly buffer CacheK { uin
 layout(std430, set = 0, binding = AFTER_EXTRA + 2) writeonly buffer CacheV { uint cache_v[]; };
 #endif
 
+#if ROPE_PAIRS
 vec2 angle_of(uint pair, int position) {
 #if FACTORS
     return rope_angle(pair, position, factors[pair]);
@@ -57,6 +60,7 @@ vec2 angle_of(uint pair, int position) {
     return rope_angle(pair, position);
 #endif
 }
+#endif
 
 vec2 load(uint token, uint head, uint place) {
 #if PACKED
@@ -89,6 +93,7 @@ void main() {
     const uint t = gl_LocalInvocationID.x;
     const uint first = gl_WorkGroupID.x * HEADS;
     const int position = pos[token];
+#if ROPE_PAIRS
     vec4 angles[ROUNDS];
     if (first < Q_HEADS + KV_HEADS) {
         [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
@@ -96,6 +101,7 @@ void main() {
             if (slot < ROTATED) angles[i] = vec4(angle_of(2u * slot, position), angle_of(2u * slot + 1u, position));
         }
     }
+#endif
     for (uint head = first; head < min(first + HEADS, Q_HEADS + 2 * KV_HEADS); head++) {
         vec2 a[ROUNDS], b[ROUNDS];
         [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
@@ -123,7 +129,9 @@ void main() {
         [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
             const uint slot = i * WG_SIZE + t;
             if (slot >= SLOTS) continue;
+#if ROPE_PAIRS
             if (!value && slot < ROTATED) turn(a[i], b[i], angles[i]);
+#endif
             const uvec2 at = places(slot);
             store(token, head, at.x, position, a[i]);
             store(token, head, at.y, position, b[i]);

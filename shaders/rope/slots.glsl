@@ -4,12 +4,12 @@
 //   uvec2 places(uint slot)                              the two places of a slot within its head, counted in values / 2
 //   void turn(inout vec2 a, inout vec2 b, vec4 angles)   the values at these places turned by (cos, sin) of either pair
 //
-// Defines: ROPE_PAIRS (even: n_dims / 2), ROPE_NEOX (1: dimension i is paired with i + ROPE_PAIRS, 0: with its neighbour)
+// Defines: ROPE_PAIRS (even: n_dims / 2; 0: nothing is turned), ROPE_NEOX (1: dimension i is paired with i + ROPE_PAIRS, 0: with its neighbour)
 
 #define ROTATED (ROPE_PAIRS / 2)
 
 uvec2 places(uint slot) {
-#if ROPE_NEOX
+#if ROPE_NEOX && ROPE_PAIRS
     if (slot < ROTATED) return uvec2(slot, slot + ROTATED);
 #endif
     return uvec2(2u * slot, 2u * slot + 1u);

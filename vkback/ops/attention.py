@@ -3,9 +3,10 @@
     FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k and cache_v F16 [n_head_kv, n_ctx, hd], pos I32 [n] [, sinks F32 [n_head]]
                     -> F32 or Q8_1 [n, n_head * hd], or of a prompt F16 as mat_mul.packed has it
                     params: scale [, window] [, fragments: the order of an F16 output]
-    ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)
+    ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]
                     [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] -> the same, cache_k, cache_v
-                    params: those of ROPE, n_head, n_head_kv, head_dim, scale [, window, eps], has_norm, has_ff (angles hold factors)
+                    params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, eps], has_norm,
+                    has_ff (angles hold factors)
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
 A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. hd is a
@@ -311,7 +312,8 @@ class AttnDecode(DecodeCases):
     further = FREQUENCY
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        qkv, pos, cache_k, cache_v, angles, *rest = inputs
+        qkv, pos, cache_k, cache_v, *rest = inputs
+        angles = rest.pop(0) if params["n_dims"] else np.zeros((1, 0, 2))
         hd, heads, kv = params["head_dim"], params["n_head"], params["n_head_kv"]
         q, k, v = np.split(np.asarray(qkv, np.float64).reshape(1, heads + 2 * kv, hd), (heads, heads + kv), axis=1)
         if params.get("has_norm"):
@@ -331,7 +333,7 @@ class AttnDecode(DecodeCases):
             raise PlanError(f"[attention] {node.name}: ATTN_DECODE takes one token, got {pos}")
         if n_dims % 4:
             raise PlanError(f"[attention] {node.name}: ATTN_DECODE turns pairs two by two, n_dims = {n_dims} is no multiple of 4")
-        roles = ["angles", *(["q_norm", "k_norm"] if has_norm else [])]
+        roles = [*(["angles"] if n_dims else []), *(["q_norm", "k_norm"] if has_norm else [])]
         roles += ["sinks"] * (len(rest) - len(roles))
         fused: Defines = {"HAS_NORM": int(has_norm), "ROPE_PAIRS": n_dims // 2, "ROPE_NEOX": rope_angles.MODES[params["mode"]]}
         extra = list(zip(roles, rest, strict=True))
@@ -345,8 +347,9 @@ class AttnDecode(DecodeCases):
 
     def unfused(self, node: Node) -> list[Node]:
         """None with frequency factors: they are in the angles already, and the plain op has no such input."""
-        qkv, pos, cache_k, cache_v, _, *extra = node.inputs
         params = node.params
+        qkv, pos, cache_k, cache_v, *extra = node.inputs
+        extra = extra[1:] if params["n_dims"] else extra
         if params.get("has_ff"):
             return []
         norms = 2 * bool(params.get("has_norm"))

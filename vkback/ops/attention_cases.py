@@ -179,6 +179,8 @@ class DecodeCases(Op):
         yield self.build_case(16, 2, 64, 600, 50, "neox", False, False, "Q8_1", seed=22, sinks=True, window=128, **yarn)
         yield self.build_case(16, 2, 64, 600, 599, "neox", False, False, "Q8_1", seed=23, sinks=True, window=128, **yarn)
         yield self.build_case(16, 2, 64, 2000, 1500, "neox", False, False, "F32", seed=24, sinks=True, **yarn)
+        yield self.build_case(4, 2, 64, 300, 200, "normal", False, False, "Q8_1", seed=26, n_dims=-1)
+        yield self.build_case(4, 2, 80, 70, 33, "neox", True, False, "F32", seed=27, n_dims=-1, sinks=True)
         split = self.build_case(8, 2, 64, 600, 500, "neox", True, False, "F32", seed=25)
         yield split.where(**MANY_SPLITS[0])
         yield split.where(sync="sentinel", **MANY_SPLITS[0])
@@ -202,15 +204,19 @@ class DecodeCases(Op):
         self, n_head: int, n_head_kv: int, hd: int, n_ctx: int, pos: int, mode: str, norm: bool, ff: bool, y: str, n_dims: int = 0,
         window: int = 0, sinks: bool = False, garbage: bool = True, seed: int = 1, **rope: Any,
     ) -> Case:
-        """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly)."""
+        """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
+
+        n_dims  0: the head size; -1: nothing is turned
+        """
 
         def make(rng: np.random.Generator) -> Problem:
             qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))
             caches = tuple(Tensor(name, "F16", (n_head_kv, n_ctx, hd), "state") for name in ("cache_k", "cache_v"))
-            turned = n_dims or hd
+            turned = max(n_dims, 0) if n_dims else hd
             weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("sinks", n_head)] if sinks else [])]
             position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, turned // 2, 2), "input")
-            inputs = (qkv, position, *caches, angles, *(Tensor(name, "F32", (size,), "weight") for name, size in weights))
+            inputs = (qkv, position, *caches, *([angles] if turned else []))
+            inputs += tuple(Tensor(name, "F32", (size,), "weight") for name, size in weights)
             values: dict[str, Array] = {
                 "qkv": rng.standard_normal(qkv.shape, np.float32),
                 "pos": np.array([pos], np.int32),
@@ -224,8 +230,9 @@ class DecodeCases(Op):
             }  # fmt: skip
             if norm:
                 params["eps"] = 1e-6
-            made = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
-            values["angles"] = made[0].astype(np.float32)
+            if turned:
+                made = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
+                values["angles"] = made[0].astype(np.float32)
             out = Tensor("kqv_out", y, (1, n_head * hd))
             return Problem(Node("ATTN_DECODE", inputs, (out, *caches), params), values)
 

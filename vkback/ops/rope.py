@@ -103,9 +103,10 @@ def _dispatch(
     node: Node, ctx: LowerContext, heads: _Heads, args: Sequence[Arg], defines: Mapping[str, int], n_ctx: int
 ) -> Dispatch:
     n_dims = node.params["n_dims"]
-    if heads.dim % 4 or n_dims % 4 or not 0 < n_dims <= heads.dim:
+    if heads.dim % 4 or n_dims % 4 or not 0 <= n_dims <= heads.dim:
         raise PlanError(
-            f"[{node.op}] {node.name}: head size {heads.dim} with n_dims {n_dims}: both must be multiples of 4, and 0 < n_dims <= head size"
+            f"[{node.op}] {node.name}: head size {heads.dim} with n_dims {n_dims}: both must be multiples of 4, "
+            "and 0 <= n_dims <= head size"
         )
     total = heads.q + 2 * heads.kv
     choice = ctx.tuning.pick("rope", n=heads.n, heads=total, head_dim=heads.dim)
@@ -140,7 +141,7 @@ class Rope(Op):
     """ROPE(x [n, heads, head_dim], pos I32 [n] [, factors F32 [n_dims / 2]]) -> x with the first n_dims values of each head turned.
 
     params  mode "normal" | "neox", n_dims, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow, n_ctx_orig
-    The factors divide the frequencies.
+    The factors divide the frequencies. n_dims 0 turns nothing.
     """
 
     name = "ROPE"
@@ -294,8 +295,8 @@ class QkvRopeSetRows(Op):
     """QKV_ROPE_SET_ROWS(q [n, heads, d], k, v [n, kv_heads, d], pos, cache_k, cache_v [, q_norm, k_norm F32 [d]] [, factors]) ->
     (q turned F32 [n, heads, d], cache_k, cache_v).
 
-    params  those of ROPE; has_norm, eps: heads of q and k are RMS-normed and multiplied first; has_ff; packed: q, k, v are one tensor
-            [n, (heads + 2 kv_heads) d], with n_head, n_head_kv, head_dim
+    params  those of ROPE (n_dims 0: q and k are not turned); has_norm, eps: heads of q and k are RMS-normed and multiplied first; has_ff;
+            packed: q, k, v are one tensor [n, (heads + 2 kv_heads) d], with n_head, n_head_kv, head_dim
     """
 
     name = "QKV_ROPE_SET_ROWS"
@@ -344,6 +345,7 @@ class QkvRopeSetRows(Op):
                 yield self.build_case(mode, 1, 4, 2, 64, packed)
                 yield self.build_case(mode, 3, 6, 2, 128, packed, norm=True)
                 yield self.build_case(mode, 2, 3, 1, 80, packed, ff=True, n_dims=32)
+                yield self.build_case(mode, 3, 4, 2, 64, packed, norm=packed, n_dims=-1)
             yield self.build_case(mode, 5, 2, 2, 256, True, norm=True, ff=True)
 
     def full_cases(self) -> Iterator[Case]:
@@ -357,13 +359,14 @@ class QkvRopeSetRows(Op):
         self, mode: str, n: int, n_head: int, n_head_kv: int, head_dim: int, packed: bool, norm: bool = False, ff: bool = False,
         n_dims: int = 0, seed: int = 17, **given: Any,
     ) -> Case:
-        """Caches of 16 positions holding values already; tokens from position 3 on, the last of several being padding. given: of
-        FREQUENCY."""
+        """Caches of 16 positions holding values already; tokens from position 3 on, the last of several being padding. n_dims: 0: the head
+        size, -1: nothing is turned. given: of FREQUENCY."""
         given = {**({"n_dims": n_dims} if n_dims else {}), **given}
         heads, kv_heads, dim = n_head, n_head_kv, head_dim
         params = {
             **rope_angles.DEFAULTS, "mode": mode, "n_dims": dim, "has_norm": norm, "has_ff": ff, "packed": packed, "eps": 1e-6, **given,
         }  # fmt: skip
+        params["n_dims"] = max(params["n_dims"], 0)
         if packed:
             params |= {"n_head": heads, "n_head_kv": kv_heads, "head_dim": dim}
 

@@ -51,12 +51,14 @@ class Index:
             for t in node.inputs:
                 self.consumers.setdefault(t.name, []).append(node)
 
+    def read_once(self, tensor: Tensor) -> bool:
+        """Whether one node reads a tensor, and it is no output of the graph."""
+        return tensor.name not in self.outputs and len(self.consumers.get(tensor.name, [])) == 1
+
     def made_by(self, tensor: Tensor, op: str) -> Node | None:
         """The producer of a tensor if it is this op and nobody else reads the tensor."""
         node = self.producer.get(tensor.name)
-        if node is None or node.op != op or tensor.name in self.outputs or len(self.consumers.get(tensor.name, [])) != 1:
-            return None
-        return node
+        return node if node is not None and node.op == op and self.read_once(tensor) else None
 
 
 def replace(nodes: Sequence[Node], old: Iterable[Node], new: Sequence[Node]) -> Nodes:
@@ -151,39 +153,43 @@ def fuse_norms(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
 
 
 def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """Q and K norms, ROPE of both, both cache stores -> QKV_ROPE_SET_ROWS, ahead of its FLASH_ATTN_EXT."""
+    """Q and K norms, ROPE of both or of neither, both cache stores -> QKV_ROPE_SET_ROWS, ahead of its FLASH_ATTN_EXT."""
     index = Index(nodes, outputs)
     for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
         q_in, cache_k, cache_v = attention.inputs[:3]
         stores = {n.outputs[0].name: n for n in nodes if n.op == "SET_ROWS" and n.outputs[0].name in (cache_k.name, cache_v.name)}
-        rope_q = index.made_by(q_in, "ROPE")
-        if rope_q is None or len(stores) != 2:
+        if len(stores) != 2:
             continue
         store_k, store_v = stores[cache_k.name], stores[cache_v.name]
-        rope_k = index.made_by(store_k.inputs[0], "ROPE")
-        if rope_k is None or rope_k.params != rope_q.params:
+        k_in = store_k.inputs[0]
+        ropes = [rope for rope in (index.made_by(q_in, "ROPE"), index.made_by(k_in, "ROPE")) if rope is not None]
+        gone = [*ropes, store_k, store_v]
+        params: dict[str, Any]
+        factors: tuple[Tensor, ...] = ()
+        if not ropes and index.read_once(q_in) and index.read_once(k_in):
+            params = {**rope_angles.DEFAULTS, "n_dims": 0}
+            q, k, pos, q_out = q_in, k_in, attention.inputs[3], dataclasses.replace(q_in, name=f"{q_in.name}.heads")
+        elif len(ropes) == 2 and ropes[0].params == ropes[1].params:
+            params = dict(ropes[0].params)
+            (q, pos, *rest), k, q_out = ropes[0].inputs, ropes[1].inputs[0], q_in
+            factors = tuple(rest)
+        else:
             continue
-        gone = [rope_q, rope_k, store_k, store_v]
-        q, k, v = rope_q.inputs[0], rope_k.inputs[0], store_v.inputs[0]
+        v = store_v.inputs[0]
         norms = index.made_by(q, "RMS_NORM_MUL"), index.made_by(k, "RMS_NORM_MUL")
         extra: tuple[Tensor, ...] = ()
-        params: dict[str, Any] = dict(rope_q.params)
         if norms[0] is not None and norms[1] is not None:
             gone += [norms[0], norms[1]]
             q, k = norms[0].inputs[0], norms[1].inputs[0]
             extra = (norms[0].inputs[1], norms[1].inputs[1])
             params["eps"] = norms[0].params["eps"]
-        params |= {"has_norm": bool(extra), "has_ff": len(rope_q.inputs) > 2, "packed": False}
-        shape = dict(q=(*q_in.shape,), k=store_k.inputs[0].shape)
-        q = dataclasses.replace(q, shape=shape["q"])
-        k, v = dataclasses.replace(k, shape=shape["k"]), dataclasses.replace(v, shape=shape["k"])
-        fused = Node(
-            "QKV_ROPE_SET_ROWS",
-            (q, k, v, rope_q.inputs[1], cache_k, cache_v, *extra, *rope_q.inputs[2:]),
-            (q_in, cache_k, cache_v),
-            params,
-        )
+        params |= {"has_norm": bool(extra), "has_ff": bool(factors), "packed": False}
+        q, k, v = (dataclasses.replace(t, shape=shape) for t, shape in ((q, q_in.shape), (k, k_in.shape), (v, k_in.shape)))
+        fused = Node("QKV_ROPE_SET_ROWS", (q, k, v, pos, cache_k, cache_v, *extra, *factors), (q_out, cache_k, cache_v), params)
         nodes = replace(nodes, gone, [fused])
+        if q_out is not q_in:
+            reads = dataclasses.replace(attention, inputs=(q_out, *attention.inputs[1:]))
+            nodes = [reads if n is attention else n for n in nodes]
         index = Index(nodes, outputs)
     return nodes
 
@@ -327,11 +333,10 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
             outputs = (attention.outputs[0], *fused.outputs[1:])
             pos, cache_k, cache_v, *extra = fused.inputs[3:]
             norms, factors = extra[: 2 * params["has_norm"]], extra[2 * params["has_norm"] :]
-            angles = _rope_angles(nodes, pos, factors, params)
-            inputs = (packed, pos, cache_k, cache_v, angles.outputs[0], *norms, *attention.inputs[4:])
-            tail = [Node("ATTN_DECODE", inputs, outputs, {**params, **attention.params})]
-            if not any(n is angles for n in nodes):
-                tail.insert(0, angles)
+            angles = [_rope_angles(nodes, pos, factors, params)] if params["n_dims"] else []
+            inputs = (packed, pos, cache_k, cache_v, *(a.outputs[0] for a in angles), *norms, *attention.inputs[4:])
+            tail = [*angles, Node("ATTN_DECODE", inputs, outputs, {**params, **attention.params})]
+            tail = [n for n in tail if not any(n is there for there in nodes)]
             nodes = replace(nodes, [*made, fused, attention], [*parts, *tail])
         else:
             nodes = replace(nodes, [*made, fused], [*parts, Node(fused.op, (packed, *fused.inputs[3:]), fused.outputs, params)])
@@ -424,8 +429,10 @@ def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
     return nodes
 
 
-QUANTIZING = frozenset({"RMS_NORM_MUL", "SWIGLU", "SWIGLU_OAI", "FLASH_ATTN_EXT", "ATTN_DECODE"})
-"""Ops that can leave their first output as Q8_1."""
+ATTENTION = frozenset({"FLASH_ATTN_EXT", "ATTN_DECODE"})
+
+QUANTIZING = ATTENTION | {"RMS_NORM_MUL", "SWIGLU", "SWIGLU_OAI"}
+"""Ops that can leave their first output as Q8_1: attention where a head is whole units of 32."""
 
 
 def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, by: str) -> Nodes:
@@ -442,10 +449,11 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
         if not wants:
             continue
         producer = index.producer[tensor.name]
+        whole_units = producer.op not in ATTENTION or next(t for t in producer.inputs if t.kind == "state").shape[-1] % 32 == 0
         glu_mat_vec = producer.op == "MAT_VEC" and producer.params.get("glu")
         can = {"producer": producer.op in QUANTIZING or glu_mat_vec, "attention": producer.op in QUANTIZING, "stage": False}[by]
         sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
-        if can and sole and tensor.shape[-1] % 32 == 0:
+        if can and sole and whole_units and tensor.shape[-1] % 32 == 0:
             out = [_retyped(n, tensor.name, tensor.name) if n is producer or n in wants else n for n in out]
         else:
             quantized = f"{tensor.name}.q8_1"
