@@ -18,6 +18,7 @@ class ModelShape:
     n_expert      0 for a dense model; an expert is n_ff_expert wide
     window        rows of the sliding window in the layers that have one, 0 without
     yarn          factor by which YaRN stretches the context of 4096 that the model was trained on first; 1 without
+    rope_dims     values of a head that RoPE turns; 0: all
     metadata      further keys of the architecture and their values: integers, floats, strings
     """
 
@@ -39,7 +40,13 @@ class ModelShape:
     n_ff_expert: int = 0
     window: int = 0
     yarn: float = 1.0
+    rope_dims: int = 0
     metadata: Mapping[str, int | float | str] = field(default_factory=dict)
+
+    @property
+    def n_rot(self) -> int:
+        """Values of a head that RoPE turns."""
+        return self.rope_dims or self.head_dim
 
 
 def attention_tensors(s: ModelShape) -> Tensors:
@@ -49,6 +56,12 @@ def attention_tensors(s: ModelShape) -> Tensors:
     yield "attn_output.weight", (s.n_embd, s.n_head * s.head_dim)
     yield "attn_q.weight", (s.n_head * s.head_dim, s.n_embd)
     yield "attn_v.weight", (s.n_head_kv * s.head_dim, s.n_embd)
+
+
+def qk_norm_tensors(s: ModelShape) -> Tensors:
+    """Norms of the heads of K and Q."""
+    yield "attn_k_norm.weight", (s.head_dim,)
+    yield "attn_q_norm.weight", (s.head_dim,)
 
 
 def feed_forward_tensors(s: ModelShape) -> Tensors:

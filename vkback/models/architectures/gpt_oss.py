@@ -30,6 +30,9 @@ class GptOss(Architecture):
             "gpt-oss", 24, 2880, 2880, 64, 8, 64, 201088, 131072, 150000.0,
             n_expert=32, n_expert_used=4, n_ff_expert=2880, window=128, yarn=32.0,
         ),
+        "tiny-gpt-oss": ModelShape(
+            "gpt-oss", 3, 96, 96, 4, 2, 40, 331, 128, 150000.0, n_expert=5, n_expert_used=2, n_ff_expert=96, window=8, yarn=32.0
+        ),
     }  # fmt: skip
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:

@@ -27,8 +27,17 @@ class Llama(Architecture):
         "llama-3b": ModelShape("llama", 28, 3072, 8192, 24, 8, 128, 128256, 131072, 500000.0, tied=True, rope_stretch=32.0),
         "llama-8b": ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, rope_stretch=8.0),
         "llama2-7b": ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, 4096, 10000.0),
+        "smollm-135m": ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, 2048, 10000.0, tied=True),
         "mistral-small-24b": ModelShape("llama", 40, 5120, 32768, 32, 8, 128, 131072, 32768, 100000000.0),
         "mistral-22b": ModelShape("llama", 56, 6144, 16384, 48, 8, 128, 32000, 65536, 1000000.0),
+        "mistral-large-123b": ModelShape("llama", 88, 12288, 28672, 96, 8, 128, 32768, 131072, 1000000.0),
+        "mixtral-8x7b": ModelShape(
+            "llama", 32, 4096, 14336, 32, 8, 128, 32000, 32768, 1000000.0, n_expert=8, n_expert_used=2, n_ff_expert=14336
+        ),
+        "tiny-llama": ModelShape("llama", 3, 96, 160, 3, 1, 32, 331, 128, 500000.0, rope_stretch=8.0),
+        "tiny-mixtral": ModelShape(
+            "llama", 3, 96, 160, 6, 2, 16, 331, 128, 1000000.0, tied=True, n_expert=5, n_expert_used=2, n_ff_expert=160
+        ),
     }
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:

@@ -12,7 +12,7 @@ from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import attention, attention_norm, experts, feed_forward_norm, rms_norm
 from vkback.models.builder import GraphBuilder
-from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors
+from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, qk_norm_tensors
 
 
 @register
@@ -25,6 +25,9 @@ class Qwen3Moe(Architecture):
         "qwen3moe-30b-a3b": ModelShape(
             "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1000000.0, 1e-6, n_expert=128, n_expert_used=8, n_ff_expert=768
         ),
+        "tiny-qwen3moe": ModelShape(
+            "qwen3moe", 3, 96, 224, 4, 2, 40, 331, 128, 1000000.0, 1e-6, n_expert=7, n_expert_used=3, n_ff_expert=96
+        ),
     }
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
@@ -35,7 +38,6 @@ class Qwen3Moe(Architecture):
     @classmethod
     def layer_tensors(cls, s: ModelShape) -> Tensors:
         yield from attention_tensors(s)
-        yield "attn_k_norm.weight", (s.head_dim,)
-        yield "attn_q_norm.weight", (s.head_dim,)
+        yield from qk_norm_tensors(s)
         yield "ffn_norm.weight", (s.n_embd,)
         yield from expert_tensors(s)

@@ -1,0 +1,153 @@
+"""What references share: a GGUF file's metadata and its tensors in float64, read by the `gguf` package alone, and their way into a model.
+
+Nothing here or in the references beside it imports vkback: what they say is independent of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from gguf import GGUFReader
+from gguf.quants import dequantize
+
+transformers.logging.set_verbosity_error()  # it warns of contexts as short as those of tiny models
+
+Logits = npt.NDArray[np.float64]
+State = dict[str, Any]
+"""Tensors of a model by their names in `transformers`."""
+
+
+class Checkpoint:
+    """A GGUF file. It knows which of its tensors were read, so that none is forgotten (`fill`)."""
+
+    def __init__(self, path: Path) -> None:
+        reader = GGUFReader(path)
+        self._metadata = {key: f.contents() for key, f in reader.fields.items()}
+        self._tensors = {t.name: t for t in reader.tensors}
+        self.unread = set(self._tensors)
+        self.arch = str(self._metadata["general.architecture"])
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value under the architecture's prefix. Raises KeyError when it is missing and there is no default."""
+        value = self._metadata.get(f"{self.arch}.{key}", default)
+        if value is None:
+            raise KeyError(f"{self.arch}.{key}")
+        return value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Any:
+        """A tensor in float64. Raises KeyError when the file lacks it."""
+        found = self._tensors[name]
+        self.unread.discard(name)
+        shape = tuple(int(n) for n in reversed(found.shape))
+        return torch.from_numpy(dequantize(found.data, found.tensor_type).astype(np.float64).reshape(shape))
+
+    def linear(self, state: State, target: str, source: str, *, permuted_heads: int = 0) -> None:
+        """Put `source`.weight and, where the file has one, `source`.bias into `state`.
+
+        permuted_heads  heads of Q or K whose rows lie as llama files have them (`unpermuted`); 0: they lie as in transformers
+        """
+        for kind in ("weight", "bias"):
+            if f"{source}.{kind}" in self:
+                t = self[f"{source}.{kind}"]
+                state[f"{target}.{kind}"] = unpermuted(t, permuted_heads) if permuted_heads else t
+
+
+def unpermuted(t: Any, n_head: int) -> Any:
+    """Rows of Q or K in the order of transformers, which rotates value i of a head with value i + d/2; files of the llama architecture
+    have such pairs side by side."""
+    return t.reshape(n_head, t.shape[0] // n_head // 2, 2, *t.shape[1:]).transpose(1, 2).reshape(t.shape)
+
+
+def config(f: Checkpoint, **more: Any) -> dict[str, Any]:
+    """Arguments that nearly all configurations take. `rope_parameters` knows the base alone."""
+    n_head = int(f.get("attention.head_count"))
+    width = int(f.get("attention.key_length", f.get("embedding_length") // n_head))
+    given = {
+        "vocab_size": int(f.get("vocab_size")),
+        "hidden_size": int(f.get("embedding_length")),
+        "intermediate_size": int(f.get("feed_forward_length")),
+        "num_hidden_layers": int(f.get("block_count")),
+        "num_attention_heads": n_head,
+        "num_key_value_heads": int(f.get("attention.head_count_kv", n_head)),
+        "head_dim": width,
+        "max_position_embeddings": int(f.get("context_length")),
+        "rms_norm_eps": float(f.get("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(f.get("rope.freq_base", 10000.0))},
+        "tie_word_embeddings": "output.weight" not in f,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return given | more
+
+
+def outer(f: Checkpoint) -> State:
+    """Embedding, last norm and output."""
+    return {
+        "model.embed_tokens.weight": f["token_embd.weight"],
+        "model.norm.weight": f["output_norm.weight"],
+        "lm_head.weight": f["output.weight" if "output.weight" in f else "token_embd.weight"],
+    }
+
+
+def attention(f: Checkpoint, state: State, il: int, *, permuted: bool = False) -> None:
+    """Norm, Q, K, V and output of a layer. permuted: Q and K as llama files have them."""
+    ours, theirs = f"blk.{il}", f"model.layers.{il}"
+    n_head = int(f.get("attention.head_count"))
+    n_kv = int(f.get("attention.head_count_kv", n_head))
+    state[f"{theirs}.input_layernorm.weight"] = f[f"{ours}.attn_norm.weight"]
+    f.linear(state, f"{theirs}.self_attn.q_proj", f"{ours}.attn_q", permuted_heads=n_head if permuted else 0)
+    f.linear(state, f"{theirs}.self_attn.k_proj", f"{ours}.attn_k", permuted_heads=n_kv if permuted else 0)
+    f.linear(state, f"{theirs}.self_attn.v_proj", f"{ours}.attn_v")
+    f.linear(state, f"{theirs}.self_attn.o_proj", f"{ours}.attn_output")
+
+
+def qk_norms(f: Checkpoint, state: State, il: int) -> None:
+    """Norms of the heads of Q and K."""
+    for which in ("q", "k"):
+        state[f"model.layers.{il}.self_attn.{which}_norm.weight"] = f[f"blk.{il}.attn_{which}_norm.weight"]
+
+
+def feed_forward(f: Checkpoint, state: State, il: int) -> None:
+    """Norm and the three matrices of a dense gated feed-forward."""
+    ours, theirs = f"blk.{il}", f"model.layers.{il}"
+    state[f"{theirs}.post_attention_layernorm.weight"] = f[f"{ours}.ffn_norm.weight"]
+    for which in ("gate", "up", "down"):
+        f.linear(state, f"{theirs}.mlp.{which}_proj", f"{ours}.ffn_{which}")
+
+
+def experts(f: Checkpoint, state: State, il: int) -> None:
+    """Norm, router and experts: gate and up of an expert are one matrix, gate first."""
+    ours, theirs = f"blk.{il}", f"model.layers.{il}"
+    state[f"{theirs}.post_attention_layernorm.weight"] = f[f"{ours}.ffn_norm.weight"]
+    f.linear(state, f"{theirs}.mlp.gate", f"{ours}.ffn_gate_inp")
+    gate_up = [f[f"{ours}.ffn_{which}_exps.weight"] for which in ("gate", "up")]
+    state[f"{theirs}.mlp.experts.gate_up_proj"] = torch.cat(gate_up, dim=1)
+    state[f"{theirs}.mlp.experts.down_proj"] = f[f"{ours}.ffn_down_exps.weight"]
+
+
+def fill(model: Any, f: Checkpoint, state: Mapping[str, Any]) -> Any:
+    """The model in float64 with the weights of `state`. Raises ValueError when it lacks one, or a tensor of the file went unused."""
+    model = model.double().eval()
+    found = model.load_state_dict(state, strict=False)
+    if found.missing_keys or found.unexpected_keys or f.unread:
+        raise ValueError(f"missing {found.missing_keys}, unexpected {found.unexpected_keys}, left in the file {sorted(f.unread)}")
+    return model
+
+
+def run(model: Any, tokens: Sequence[int]) -> Logits:
+    """Logits [len(tokens), n_vocab] of a fresh context."""
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return np.asarray(out.numpy(), np.float64)

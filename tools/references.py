@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Logits of the architectures' tiny models by the references of tests/references, stored in tests/references/data.
+
+    tools/references.py [ARCH]...      of these architectures, or tiny shapes (tiny-mixtral); default all that have a reference
+    tools/references.py --check        compute nothing: say which stored files are missing or of another model file; exit code 1 if any
+
+For each shape called `tiny-NAME`, `vkback synth tiny-NAME-Q8_0` makes the model. NAME.npz (`-` is `_`) holds
+    tokens   int32 [24], the prompt; logits float32 [24, n_vocab] after each of its tokens, computed in float64
+    greedy   int32 [64], the most likely tokens after it, one after another; margins float32 [64], of their logits over the second best
+    source   JSON: model, sha256 of its file, class and versions that made it
+Needs torch and transformers (`pip install vkback[references]`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from vkback.models.synth import SHAPES, synthesize  # noqa: E402
+
+DATA = ROOT / "tests" / "references" / "data"
+TYPE = "Q8_0"
+PROMPT, GREEDY = 24, 64
+
+
+def module_of(shape: str) -> str:
+    """Module of the reference for a tiny shape."""
+    return f"references.{SHAPES[shape].arch.replace('-', '_')}"
+
+
+def data_of(shape: str) -> Path:
+    """File of the stored logits of a tiny shape."""
+    return DATA / f"{shape.removeprefix('tiny-').replace('-', '_')}.npz"
+
+
+def tiny_shapes() -> list[str]:
+    """Tiny shapes of architectures that have a reference."""
+    return [s for s in SHAPES if s.startswith("tiny-") and importlib.util.find_spec(module_of(s))]
+
+
+def compute(shape: str, path: Path) -> dict[str, Any]:
+    """What the stored file of a shape holds, of the model at `path`."""
+    import torch
+    import transformers
+
+    reference = importlib.import_module(module_of(shape))
+    tokens = [int(t) for t in np.random.default_rng(0).integers(0, SHAPES[shape].n_vocab, PROMPT)]
+    logits = reference.logits(path, tokens)
+    fed, margins = list(tokens), []
+    for _ in range(GREEDY):
+        last = logits[-1] if len(fed) == PROMPT else reference.logits(path, fed)[-1]
+        second, best = np.partition(last, -2)[-2:]
+        margins.append(best - second)
+        fed.append(int(last.argmax()))
+    source = {
+        "model": f"{shape}-{TYPE}",
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "reference": module_of(shape),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return {
+        "tokens": np.array(tokens, np.int32),
+        "logits": logits.astype(np.float32),
+        "greedy": np.array(fed[PROMPT:], np.int32),
+        "margins": np.array(margins, np.float32),
+        "source": np.array(json.dumps(source)),
+    }
+
+
+def stale(shape: str, path: Path) -> bool:
+    """Whether the stored file of a shape is missing, or of another model than the one at `path`."""
+    if not data_of(shape).exists():
+        return True
+    with np.load(data_of(shape)) as stored:
+        return bool(json.loads(str(stored["source"]))["sha256"] != hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arch", nargs="*", help="architecture or tiny shape; default all")
+    parser.add_argument("--check", action="store_true", help="only say which stored files are missing or of another model")
+    args = parser.parse_args()
+    known = tiny_shapes()
+    for name in args.arch:
+        if not any(name in (s, SHAPES[s].arch) for s in known):
+            parser.error(f"no reference is called {name!r}; there are {', '.join(dict.fromkeys(SHAPES[s].arch for s in known))}")
+    code = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in known:
+            if args.arch and not {shape, SHAPES[shape].arch} & set(args.arch):
+                continue
+            path = Path(folder) / f"{shape}.gguf"
+            synthesize(f"{shape}-{TYPE}", path)
+            if args.check:
+                if stale(shape, path):
+                    print(f"{data_of(shape).relative_to(ROOT)}: missing or of another model; run tools/references.py {shape}")
+                    code = 1
+                continue
+            DATA.mkdir(exist_ok=True)
+            found = compute(shape, path)
+            np.savez_compressed(data_of(shape), **found)
+            wide = np.median(found["margins"]) / np.sqrt(np.mean(np.square(found["logits"])))
+            print(f"{data_of(shape).relative_to(ROOT)}: {data_of(shape).stat().st_size} bytes, median margin {wide:.3f} of the rms")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
