@@ -20,6 +20,7 @@ from vkback.device import Device, DeviceLost, Heap, OutOfDeviceMemory
 from vkback.device import instance as instance_module
 from vkback.device.query import read_physical_device
 from vkback.models import GgufError, GgufFile
+from vkback.models.architecture import ARCHITECTURES
 from vkback.models.engine import Engine, EngineError, Sampler
 from vkback.ops.base import PlanError
 from vkback.paths import builtin_model
@@ -103,7 +104,8 @@ def test_an_unknown_tensor_type(tmp_path: Path, refused: Refused) -> None:
 
 def test_an_unknown_architecture(tmp_path: Path, refused: Refused) -> None:
     path = write_gguf(tmp_path / "m.gguf", "rwkv6", {}, llama_tensors())
-    assert refused(main.main, *run(path)) == f"[gguf] {path}: architecture 'rwkv6' is not supported; supported are gpt-oss, llama, qwen3moe"
+    known = ", ".join(sorted(ARCHITECTURES))
+    assert refused(main.main, *run(path)) == f"[gguf] {path}: architecture 'rwkv6' is not supported; supported are {known}"
 
 
 @pytest.mark.vulkan

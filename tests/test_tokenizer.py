@@ -151,6 +151,7 @@ def byte_level(tmp_path: Path, *, pre: str = "gpt-2", merges: list[str] | None =
         ("llama-bpe", "I'M x 12345 a  b", ["I", "'M", " x", " ", "123", "45", " a", " ", " b"]),
         ("qwen2", "I'M x 12", ["I", "'M", " x", " ", "1", "2"]),
         ("smollm", "x 12", ["x", " ", "1", "2"]),
+        ("dbrx", "I'M x 12345", ["I", "'M", " x", " ", "123", "45"]),
         ("tekken", "fooBar 12", ["foo", "Bar", " ", "1", "2"]),
         ("gpt-4o", "fooBar'LL 1234", ["foo", "Bar'LL", " ", "123", "4"]),
         ("default", "a-b 1234", ["a", "-", "b", " ", "123", "4"]),

@@ -23,7 +23,8 @@ class Architecture(ABC):
     rope_mode  how RoPE pairs values
     required   keys under its prefix, integers, that must be there and be at least 1
     sizes      size class by number of layers, as llama-bench names it
-    shapes     published shapes that `vkback synth` can write, by name
+    shapes     shapes that `vkback synth` can write, by name: published ones, and tiny ones, which tests compare with references
+    by_context weights that a graph reads or not, depending on its n_ctx
 
     Hyperparameters beyond those of `hp` are attributes that __init__ reads from `self.metadata`.
     """
@@ -33,14 +34,21 @@ class Architecture(ABC):
     required: ClassVar[tuple[str, ...]] = ()
     sizes: ClassVar[Mapping[int, str]] = {}
     shapes: ClassVar[Mapping[str, ModelShape]] = {}
+    by_context: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, f: GgufFile) -> None:
         """Raises GgufError naming the key that is missing, of another type or out of range."""
+        self.file = f
         self.metadata = Metadata(f)
         self.hp = self.metadata.hparams(self.rope_mode)
         for name in self.required:
             if self.metadata.count(name, 0, least=0) == 0:
                 raise GgufError(f"[gguf] {f.path}: metadata key {self.metadata.key(name)} is 0 or missing, expected at least 1")
+
+    @classmethod
+    def opened(cls, f: GgufFile) -> GgufFile:
+        """The file as graphs read it: tensors that hold several weights are cut into these (`GgufFile.cut`). Raises GgufError."""
+        return f
 
     def embed(self, b: GraphBuilder) -> Tensor:
         """What goes into the first layer, F32 [n, n_embd]."""
@@ -69,6 +77,12 @@ class Architecture(ABC):
     def size_class(cls, metadata: Metadata) -> str:
         """The size as llama-bench names it ("8B"), of a file that need not be sound."""
         return cls.sizes.get(metadata.stated("block_count"), UNKNOWN_SIZE)
+
+    @classmethod
+    def outer_tensors(cls, s: ModelShape) -> Tensors:
+        """The tensors of a synthetic model outside its layers, besides embedding, output and the norm before it."""
+        if s.rope_stretch != 1.0:
+            yield "rope_freqs.weight", (s.n_rot // 2,)
 
     @classmethod
     def layer_tensors(cls, s: ModelShape) -> Tensors:

@@ -99,7 +99,8 @@ class Engine:
         self._sync_tried = False
         self._kernels = KernelCompiler(device, self.library, progress=progress)
         self._prompts.attach(n_ctx)
-        weights = self._tensors("weight")
+        others = {name: model.hp.weights[name] for name in model.architecture.by_context if model.hp.has_weight(name)}
+        weights = others | self._tensors("weight")
         try:
             # The cache before the weights: a context that does not fit is to be said before minutes of loading.
             self._state = self._allocate_state()

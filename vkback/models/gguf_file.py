@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -78,8 +78,10 @@ _BY_NAME = {b.name: b for b in TENSOR_TYPES.values()}
 class GgufTensor:
     """One tensor of a file.
 
+    name    as in the file, also of a part that `GgufFile.cut` made
     shape   numpy order: [rows, cols], [n_expert, rows, cols] or [n]
     offset  of its first byte, from the start of the file
+    row0    first row of a part
     """
 
     name: str
@@ -88,6 +90,7 @@ class GgufTensor:
     offset: int
     nbytes: int
     file: npt.NDArray[np.uint8]
+    row0: int = 0
 
     @property
     def elements(self) -> int:
@@ -153,6 +156,27 @@ class GgufFile:
         if type(value) is not kind:
             raise GgufError(f"[gguf] {self.path}: metadata key {key} should be {_kind_name(kind)}, the file has {_kind_name(type(value))}")
         return value
+
+    def cut(self, cuts: Mapping[str, Mapping[str, int]]) -> GgufFile:
+        """The same file with tensors cut by rows: each name of `cuts` gives way to its parts, name -> rows, in the order of the rows.
+
+        Raises GgufError when the file lacks one, or the rows do not add up to those it has.
+        """
+        tensors: dict[str, GgufTensor] = {}
+        for name, t in self.tensors.items():
+            parts = cuts.get(name, {name: t.shape[0]})
+            if sum(parts.values()) != t.shape[0]:
+                expected = [sum(parts.values()), *t.shape[1:]]
+                raise GgufError(f"[gguf] {self.path}: tensor {name} has shape {list(t.shape)}, the hyperparameters say {expected}")
+            row0 = 0
+            for part, rows in parts.items():
+                row_bytes = t.nbytes // t.shape[0]
+                shape = (rows, *t.shape[1:])
+                tensors[part] = GgufTensor(name, t.type, shape, t.offset + row0 * row_bytes, rows * row_bytes, t.file, t.row0 + row0)
+                row0 += rows
+        for name in cuts:
+            self.tensor(name)
+        return replace(self, tensors=tensors)
 
     def tensor(self, name: str) -> GgufTensor:
         """A tensor by name. Raises GgufError when the file lacks it."""

@@ -14,7 +14,7 @@ from vkback.graph import Recipe, Tensor
 from vkback.models.gguf_file import GgufError, GgufFile
 
 RopeMode = Literal["normal", "neox"]
-RopeScaling = Literal["none", "linear", "yarn"]
+RopeScaling = Literal["none", "linear", "yarn", "longrope"]
 RopeParams = dict[str, Any]
 
 NO_TEXT_VOCABULARY = "no_vocab"
@@ -157,7 +157,7 @@ class Metadata:
             n_expert_used=n_expert_used,
             n_ff_expert=self.count("expert_feed_forward_length", n_ff) if n_expert else 0,
             norm_w=self._f.get(self.key("expert_weights_norm"), bool, True),
-            weights={t.name: Tensor(t.name, t.type, t.shape, "weight", Recipe("plain", (t.name,))) for t in self._f.tensors.values()},
+            weights={name: Tensor(name, t.type, t.shape, "weight", Recipe("plain", (name,))) for name, t in self._f.tensors.items()},
         )
 
     def key(self, name: str) -> str:
@@ -208,14 +208,15 @@ class Metadata:
         if n_dims % 2 or n_dims > head_dim:
             raise self.fail("rope.dimension_count", n_dims, f"an even number, at most the head size {head_dim}")
         scaling = self._f.get(self.key("rope.scaling.type"), str, "linear")
-        if scaling not in ("none", "linear", "yarn"):
+        long_rope = scaling == "longrope" and "rope_factors_long.weight" in self._f.tensors
+        if scaling not in ("none", "linear", "yarn") and not long_rope:
             raise self.fail("rope.scaling.type", repr(scaling), "none, linear or yarn")
         return Rope(
             mode=mode,
             n_dims=n_dims,
             freq_base=self.positive("rope.freq_base", 10000.0),
             scaling=cast(RopeScaling, scaling),
-            freq_scale=1.0 if scaling == "none" else 1.0 / self.scaling_factor(),
+            freq_scale=1.0 if scaling in ("none", "longrope") else 1.0 / self.scaling_factor(),
             ext_factor=1.0 if scaling == "yarn" else 0.0,
             attn_factor=self.positive("rope.scaling.attn_factor", 1.0),
             beta_fast=self.positive("rope.scaling.yarn_beta_fast", 32.0),

@@ -22,7 +22,7 @@ def architecture(f: GgufFile) -> Architecture:
     found = ARCHITECTURES.get(f.arch)
     if found is None:
         raise GgufError(f"[gguf] {f.path}: architecture {f.arch!r} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}")
-    return found(f)
+    return found(found.opened(f))
 
 
 def read_hparams(f: GgufFile) -> HParams:
@@ -45,11 +45,12 @@ class Model:
     def open(cls, path: str | Path) -> Model:
         """Raises GgufError when the file is broken, of an unknown architecture, lacks a tensor, or has one that would go unused or is of a
         type without codec and kernel."""
-        f = GgufFile.open(path)
-        model = cls(f, architecture(f))
+        known = architecture(GgufFile.open(path))
+        f = known.file
+        model = cls(f, known)
         used = model.graph(1, 1, head="all").tensors()
         for name, tensor in f.tensors.items():
-            if name not in used:
+            if name not in used and name not in known.by_context:
                 raise GgufError(f"[gguf] {f.path}: tensor {name} has no place in the {f.arch} architecture; the result would be wrong")
             if tensor.type not in quants.WEIGHT_TYPES:
                 raise GgufError(

@@ -157,8 +157,7 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
         yield "output.weight", (s.n_vocab, s.n_embd)
     yield "token_embd.weight", (s.n_vocab, s.n_embd)
     yield "output_norm.weight", (s.n_embd,)
-    if s.rope_stretch != 1.0:
-        yield "rope_freqs.weight", (s.head_dim // 2,)
+    yield from ARCHITECTURES[s.arch].outer_tensors(s)
     for il in range(n_layer):
         for name, dims in ARCHITECTURES[s.arch].layer_tensors(s):
             yield f"blk.{il}.{name}", dims
@@ -167,7 +166,7 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
 def _type_of(mix: dict[str, dict[str, str]] | None, name: str) -> str:
     """The type of a tensor: norms, biases, sinks, frequencies and routers are F32 in every file, the rest as the mix says, else UNIFORM."""
     block, _, stem = name.removesuffix(".weight").rpartition(".")
-    if stem.endswith("norm") or stem in ("bias", "attn_sinks", "rope_freqs", "ffn_gate_inp"):
+    if stem.endswith("norm") or stem in ("attn_sinks", "ffn_gate_inp") or stem.startswith("rope_") or name.endswith(".bias"):
         return "F32"
     if mix is None:
         return UNIFORM
@@ -214,7 +213,7 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     writer.add_head_count_kv(s.n_head_kv)
     writer.add_key_length(s.head_dim)
     writer.add_value_length(s.head_dim)
-    writer.add_rope_dimension_count(s.head_dim)
+    writer.add_rope_dimension_count(s.n_rot)
     writer.add_rope_freq_base(s.freq_base)
     if s.window:
         writer.add_sliding_window(s.window)

@@ -80,7 +80,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt"), _PLAIN),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3_STYLE),
-    "smaug-bpe": PreTokenizer((_LLAMA3,)),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), PreTokenizer((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2_STYLE),
     "gpt-4o": PreTokenizer((_O200K,)),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),

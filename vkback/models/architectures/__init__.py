@@ -5,7 +5,11 @@ from importlib import import_module
 NAMES = (
     "llama",
     "gpt_oss",
+    "phi3",
+    "qwen2",
+    "qwen3",
     "qwen3moe",
+    "smollm3",
 )
 """Modules of this package, in the order in which architectures are listed."""
 

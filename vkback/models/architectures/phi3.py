@@ -1,0 +1,86 @@
+"""The `phi3` architecture: Phi-3 mini and medium, Phi-3.5 mini, Phi-4 mini.
+
+As llama, but RoPE pairs value i with value i + n_dims/2, Q, K and V are one tensor of a file, gate and up another, and a file may have a
+sliding window for all layers. The tensors are cut by rows when the file is opened, so the graph is llama's.
+
+Long contexts come with long-rope: two sets of frequency factors. The long ones hold where the KV cache has more rows than the model was
+trained on first, at all positions; else the short ones. RoPE's magnitude is the same for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from vkback.graph import Tensor
+from vkback.models.architecture import Architecture, register
+from vkback.models.blocks import attention, attention_norm, feed_forward, feed_forward_norm
+from vkback.models.builder import GraphBuilder
+from vkback.models.gguf_file import GgufError, GgufFile
+from vkback.models.hparams import Metadata, Rope
+from vkback.models.shape import ModelShape, Tensors
+
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+
+
+@register
+class Phi3(Architecture):
+    name = "phi3"
+    rope_mode = "neox"
+    by_context = (LONG, SHORT)
+    sizes: ClassVar = {24: "1B", 32: "3B", 40: "14B"}
+    shapes: ClassVar = {
+        "phi3-3b": ModelShape(
+            "phi3", 32, 3072, 8192, 32, 32, 96, 32064, 131072, 10000.0, window=262144,
+            metadata={"rope.scaling.original_context_length": 4096, "rope.scaling.attn_factor": 1.1902381},
+        ),
+        "tiny-phi3": ModelShape(
+            "phi3", 3, 96, 160, 3, 1, 32, 331, 512, 10000.0, window=9, rope_dims=24,
+            metadata={"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": 1.0606602},
+        ),
+        "tiny-phi3-long": ModelShape(
+            "phi3", 3, 96, 160, 4, 4, 24, 331, 128, 10000.0,
+            metadata={"rope.scaling.original_context_length": 16, "rope.scaling.attn_factor": 1.3228757},
+        ),
+    }  # fmt: skip
+
+    @classmethod
+    def opened(cls, f: GgufFile) -> GgufFile:
+        hp = Metadata(f).hparams(cls.rope_mode)
+        heads = {"attn_q": hp.n_head * hp.head_dim_k, "attn_k": hp.n_head_kv * hp.head_dim_k, "attn_v": hp.n_head_kv * hp.head_dim_v}
+        cuts: dict[str, dict[str, int]] = {}
+        for il in range(hp.n_layer):
+            for whole, parts in (("attn_qkv", heads), ("ffn_up", {"ffn_gate": hp.n_ff, "ffn_up": hp.n_ff})):
+                apart = f"blk.{il}.{next(iter(parts))}.weight" in f.tensors
+                if not apart and f"blk.{il}.{whole}.weight" not in f.tensors:
+                    raise GgufError(
+                        f"[gguf] {f.path}: tensor blk.{il}.{whole}.weight is missing; {f.arch} with {hp.n_layer} layers needs it "
+                        f"({len(f.tensors)} tensors in the file)"
+                    )
+                for kind in ("weight", "bias"):
+                    if not apart and f"blk.{il}.{whole}.{kind}" in f.tensors:
+                        cuts[f"blk.{il}.{whole}.{kind}"] = {f"blk.{il}.{part}.{kind}": rows for part, rows in parts.items()}
+        return f.cut(cuts)
+
+    def rope_for(self, n_ctx: int) -> Rope:
+        """RoPE over a KV cache of n_ctx rows."""
+        return replace(self.hp.rope, factors=LONG if n_ctx > self.hp.rope.n_ctx_orig else SHORT)
+
+    def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
+        y = attention(b, attention_norm(b, x, il), il, rope=self.rope_for(b.n_ctx), window=self.hp.window)
+        x = b.last_token(b.add(y, x, f"ffn_inp-{il}"), il)
+        return b.add(feed_forward(b, feed_forward_norm(b, x, il), il), x, f"l_out-{il}")
+
+    @classmethod
+    def outer_tensors(cls, s: ModelShape) -> Tensors:
+        yield LONG, (s.n_rot // 2,)
+        yield SHORT, (s.n_rot // 2,)
+
+    @classmethod
+    def layer_tensors(cls, s: ModelShape) -> Tensors:
+        yield "attn_norm.weight", (s.n_embd,)
+        yield "attn_output.weight", (s.n_embd, s.n_head * s.head_dim)
+        yield "attn_qkv.weight", ((s.n_head + 2 * s.n_head_kv) * s.head_dim, s.n_embd)
+        yield "ffn_norm.weight", (s.n_embd,)
+        yield "ffn_down.weight", (s.n_embd, s.n_ff)
+        yield "ffn_up.weight", (2 * s.n_ff, s.n_embd)
