@@ -165,6 +165,28 @@ def test_hand_made_nvfp4() -> None:
     assert got.tolist() == [d * level / 2 for d in (1, 2.25, 0, 2.0**-9) for level in [12.0] * 8 + [-2.0] * 8]
 
 
+@pytest.mark.parametrize("name", [name for name in quants.WEIGHT_TYPES if all(p.name != "e" for p in quants.quant(name).planes)])
+def test_blocks_that_are_not_numbers_are_those_that_decode_to_none(name: str) -> None:
+    """But for types with an exponent E8M0, whose code 255 decodes to a number where it should be NaN: below."""
+    q = quants.quant(name)
+    rows = np.random.default_rng(3).integers(0, 256, (1000, q.block_bytes), dtype=np.uint8)
+    want = ~np.isfinite(quants.decode(name, rows)).all(axis=1)
+    assert [quants.unsound_row(name, row[None]) is not None for row in rows] == want.tolist()
+    assert name == "NVFP4" or want.any()
+    sound = rows[~want]
+    assert quants.unsound_row(name, sound) is None
+    if want.any():
+        wide = np.concatenate([sound[:7], rows[want][:1], sound[7:11]]).reshape(3, -1)
+        assert quants.unsound_row(name, wide) == 1
+
+
+def test_the_nan_of_an_exponent_byte_is_found() -> None:
+    rows = np.full((5, 34), 127, np.uint8)
+    assert quants.unsound_row("MXFP4", rows) is None
+    rows[3, 17] = 255
+    assert quants.unsound_row("MXFP4", rows) == 3
+
+
 def test_sign_codes_and_codebooks_are_those_of_the_format() -> None:
     assert quants.EVEN_SIGNS.tobytes() == gguf.quants.IQ2_XXS.ksigns
     assert {name: quants.codebook(name).shape for name in ("IQ1_M", "IQ2_XS", "IQ3_S")} == {

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from vkback import quants
 from vkback.device import Arena, BufferRange, Device
 from vkback.graph import Tensor
-from vkback.models.gguf_file import GgufFile
+from vkback.models.gguf_file import GgufError, GgufFile
 from vkback.ops.base import shards
 from vkback.plan.schedule import aligned
 from vkback.program import WeightRanges
@@ -53,6 +53,7 @@ def load_weights(
 
     weights  by name, with the recipes that say which tensors of the file make them
     Returns the arena (the caller destroys it) and the ranges of every weight's shards. The size is known before anything is asked for.
+    Raises GgufError naming a tensor with weights that are not numbers.
     """
     total = sum(device_bytes(w, device) for w in weights.values())
     arena = device.arena("weights", total, "device")
@@ -104,9 +105,25 @@ def _vector(file: GgufFile, weight: Tensor) -> npt.NDArray[np.float32]:
     """The values of a weight of one axis; what has more in the file (the experts' biases) lies end to end."""
     found = [file.tensors[s] for s in _sources(weight)]
     parts = [np.asarray(quants.decode(t.type, np.asarray(t.data).reshape(-1)), np.float32).ravel() for t in found]
+    if not all(np.isfinite(part).all() for part in parts):
+        raise _not_numbers(file, weight)
     if weight.recipe is not None and weight.recipe.how == "interleave":
         return np.stack(parts, axis=-1).ravel()
     return np.concatenate(parts)
+
+
+def _not_numbers(file: GgufFile, weight: Tensor) -> GgufError:
+    """Which tensor of a weight holds something else than numbers."""
+    for source in _sources(weight):
+        t = file.tensors[source]
+        row = quants.unsound_row(t.type, t.data)
+        if row is not None:
+            where = f"row {t.row0 + row}" if len(t.shape) > 1 else "it"
+            return GgufError(
+                f"[gguf] {file.path}: tensor {t.name} ({t.type} {list(t.shape)}): {where} holds weights that are NaN or infinite. "
+                "The file is damaged, or was made from a damaged model: fetch it again, or convert the model anew"
+            )
+    raise AssertionError(f"{weight.name}: all weights are numbers")
 
 
 def _chunks(rows: int, weight: Tensor) -> Iterator[tuple[int, int]]:
@@ -130,6 +147,8 @@ def _repack(
     file: GgufFile, weight: Tensor, target: BufferRange, shard_row0: int, shard_rows: int, layout: quants.DeviceLayout, a: int, b: int
 ) -> _Piece:
     raw = gather_rows(file, weight, shard_row0 + a, shard_row0 + b)
+    if quants.unsound_row(weight.type, raw) is not None:
+        raise _not_numbers(file, weight)
     planes = quants.repack(weight.type, raw, weight.shape[-1])
     return _Piece(
         target,

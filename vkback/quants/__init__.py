@@ -10,7 +10,7 @@ from vkback.quants.codebooks import EVEN_SIGNS
 from vkback.quants.device_layout import DeviceLayout, PlaneLayout, layout, repack, to_device, unpack
 from vkback.quants.q8_1 import q8_1_dequantize, q8_1_quantize, q8_1_stride, q8_1_wrong_sums
 from vkback.quants.quant_type import UNIT, CodeBook, Decoder, NoEncoder, Plane, QuantShapeError, QuantType, UnknownQuant
-from vkback.quants.registry import QUANTS, WEIGHT_TYPES, codebook, decode, encode, quant, random_blocks, row_bytes
+from vkback.quants.registry import QUANTS, WEIGHT_TYPES, codebook, decode, encode, quant, random_blocks, row_bytes, unsound_row
 
 __all__ = [
     "EVEN_SIGNS",
@@ -40,4 +40,5 @@ __all__ = [
     "row_bytes",
     "to_device",
     "unpack",
+    "unsound_row",
 ]

@@ -178,6 +178,12 @@ class _IQ1M(DecodeOnly):
     block = packed(("qs", 32), ("qh", 16), ("scales", 8))
     type = _coded("IQ1_M", 29, block, (Plane("qs", 4), Plane("qh", 2), Plane("scales", 8, SUPER)), _IQ1)
 
+    def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
+        # The scale's exponent is in the top bits of the last two words.
+        words = _unsigned(self.fields(blocks)["scales"], np.uint16)
+        full: npt.NDArray[np.bool_] = ((words[:, 3] & np.uint16(0x7000)) == 0x7000) & (words[:, 2] >= np.uint16(0xC000))
+        return full
+
     def decode(self, blocks: U8) -> F32:
         n = len(blocks)
         b = self.fields(blocks)

@@ -64,6 +64,22 @@ class Codec(ABC):
     def randomize(self, blocks: U8, scale: float) -> None:
         """Random bytes become blocks whose weights have a magnitude of about `scale`: sets the scale fields, leaves the rest as it is."""
 
+    def halves(self) -> tuple[int, ...]:
+        """Bytes of a block at which its f16 begin: of the scale `d`, or of scale and offset `dm`."""
+        places: Mapping[str, Any] = self.block.fields or {}
+        found = (places[name][1] for name in ("d", "dm") if name in places and self.block[name].itemsize == 2 * len(name))
+        return tuple(at + 2 * i for at in found for i in range(1 + ("dm" in places)))
+
+    def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
+        """[n, block_bytes] -> [n]: blocks with weights that are NaN or infinite. Looks at the block's floats alone: its f16, and
+        an exponent `e` (E8M0), of which 255 is NaN."""
+        found = np.zeros(len(blocks), np.bool_)
+        for at in self.halves():
+            found |= exponent_full(blocks.view(np.uint16)[:, at // 2])
+        if "e" in (self.block.fields or {}):
+            found |= self.fields(blocks)["e"][:, 0] == np.uint8(255)
+        return found
+
     def fields(self, blocks: U8) -> Any:
         """Record view of [n, bytes] blocks: `fields(b)["qs"]` is [n, 16], writable through."""
         return blocks.view(self.block)[:, 0]
@@ -74,6 +90,12 @@ class DecodeOnly(Codec):
 
     def encode(self, x: F32, weights: Weights) -> U8:
         raise NoEncoder(f"[quants] {self.type.name} can be decoded, not encoded: quantize with another tool, or to Q2_K")
+
+
+def exponent_full(halves: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
+    """Which f16, given as their bits, are NaN or infinite."""
+    full: npt.NDArray[np.bool_] = (halves & np.uint16(0x7C00)) == np.uint16(0x7C00)
+    return full
 
 
 def half(field: U8) -> F32:

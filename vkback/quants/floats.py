@@ -6,8 +6,9 @@ On the device a unit of 32 values lies in parts of 16 bytes.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from vkback.quants.codec import F32, U8, Codec, Weights, packed
+from vkback.quants.codec import F32, U8, Codec, Weights, exponent_full, packed
 from vkback.quants.quant_type import UNIT, Plane, QuantType
 
 
@@ -19,6 +20,9 @@ class _Floats(Codec):
 
 
 class _F32(_Floats):
+    def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
+        return ~np.isfinite(blocks.view(np.float32)[:, 0])
+
     def decode(self, blocks: U8) -> F32:
         return np.ascontiguousarray(blocks).view(np.float32)
 
@@ -36,6 +40,9 @@ class _F32(_Floats):
 
 
 class _F16(_Floats):
+    def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
+        return exponent_full(blocks.view(np.uint16)[:, 0])
+
     def decode(self, blocks: U8) -> F32:
         return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
 
@@ -49,6 +56,10 @@ class _F16(_Floats):
 
 
 class _BF16(_Floats):
+    def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
+        full: npt.NDArray[np.bool_] = (blocks.view(np.uint16)[:, 0] & np.uint16(0x7F80)) == np.uint16(0x7F80)
+        return full
+
     def decode(self, blocks: U8) -> F32:
         bits = np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32)
         bits <<= np.uint32(16)

@@ -48,6 +48,9 @@ class _IQ4XS(Codec):
     block = packed(("head", 8), ("qs", 128))
     type = QuantType("IQ4_XS", 23, SUPER, block.itemsize, (Plane("qs", 16), Plane("head", 8, SUPER)), "levels")
 
+    def halves(self) -> tuple[int, ...]:
+        return (0,)
+
     def decode(self, blocks: U8) -> F32:
         n = len(blocks)
         b = self.fields(blocks)

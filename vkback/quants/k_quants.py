@@ -320,6 +320,9 @@ class _Q45K(Codec):
         self.moves = {"qs": NIBBLE_CHUNKS if bits == 5 else flipped_tops(NIBBLE_CHUNKS), "qh": BIT_SQUARE, "head": _HEAD}
         self.weave = Weave(("qs", "qh"), _weave_q5, _unweave_q5) if bits == 5 else None
 
+    def halves(self) -> tuple[int, ...]:
+        return 0, 2
+
     def decode(self, blocks: U8) -> F32:
         b = self.fields(blocks)
         dm = half(b["head"][:, :4])

@@ -85,6 +85,19 @@ def decode(name: str, raw: npt.NDArray[np.uint8]) -> F32:
     return out.reshape(*raw.shape[:-1], raw.shape[-1] // t.block_bytes * t.block_values)
 
 
+def unsound_row(name: str, raw: npt.NDArray[np.uint8]) -> int | None:
+    """The first of rows uint8 [rows, row_bytes] with a weight that is NaN or infinite, None when all are numbers. Costs little beside
+    anything else that is done with them: of a quantized block it looks at the scales alone."""
+    c = codec(name)
+    blocks = raw.reshape(-1, c.type.block_bytes)
+    for part in _chunks(len(blocks), max(1, 8 * _CHUNK_VALUES // c.type.block_values)):
+        found = c.unsound(blocks[part])
+        if found.any():
+            block = int(part.start) + int(found.argmax())
+            return int(block // (raw.shape[-1] // c.type.block_bytes))
+    return None
+
+
 def encode(name: str, x: npt.NDArray[np.float32], importance: npt.NDArray[np.float32] | None = None) -> U8:
     """float32 [rows, k] -> blocks of the file, uint8 [rows, row_bytes].
 
