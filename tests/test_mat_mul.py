@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -26,7 +26,7 @@ from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_vec import QUANTS, MatVec, weight
 from vkback.ops.quantize import quantize_dispatch
 from vkback.paths import shader_root
-from vkback.program.fragments import fragments_alike
+from vkback.program.fragments import fragments_alike, lanes_of_row, row_lanes_found
 from vkback.shader import ShaderLibrary
 from vkback.shader.prebuilt import stale
 
@@ -357,6 +357,41 @@ def test_attention_leaves_what_a_product_takes(
 @pytest.mark.vulkan
 def test_fragments_are_alike(device: Device, library: ShaderLibrary) -> None:
     assert fragments_alike(device, library, matrices(device).matrix)
+
+
+@pytest.mark.vulkan
+def test_rows_are_held_as_known(device: Device, library: ShaderLibrary) -> None:
+    matrices(device)
+    assert row_lanes_found(device, library) == mat_mul.KNOWN_ROW_LANES[device.caps.vendor]
+
+
+def held(lanes: int, t: int, matrix: tuple[int, int, int], along: Callable[[int, int], int]) -> npt.NDArray[np.int64]:
+    """Elements that lanes hold where t of them share a row; along(lane of the row, number): place along K, or column of a sum."""
+    rows, columns, depth = matrix
+    out = np.full((3, lanes, 16), -1, np.int64)
+    for lane in range(lanes):
+        for i in range(rows * depth // lanes):
+            row, k = lane // t + lanes // t * (i // (depth // t)), along(lane % t, i % (depth // t))
+            out[0, lane, i] = row * depth + k
+        for i in range(depth * columns // lanes):
+            column, k = lane // t + lanes // t * (i // (depth // t)), along(lane % t, i % (depth // t))
+            out[1, lane, i] = k * columns + column
+        for i in range(rows * columns // lanes):
+            row, column = lane // t + lanes // t * (i // (columns // t)), along(lane % t, i % (columns // t))
+            out[2, lane, i] = row * columns + column
+    return out
+
+
+def test_order_of_rows_is_recognized() -> None:
+    """NVIDIA's order and llvmpipe's, and two that no kernel can use."""
+    pairs = held(32, 4, (16, 16, 16), lambda t, i: 2 * t + (i & 1) + 8 * (i >> 1))
+    assert lanes_of_row(pairs, (16, 16, 16)) == 4
+    assert lanes_of_row(held(32, 4, (16, 8, 16), lambda t, i: 2 * t + (i & 1) + 8 * (i >> 1)), (16, 8, 16)) == 4
+    assert lanes_of_row(held(8, 8, (8, 8, 8), lambda t, i: t), (8, 8, 8)) == 8
+    swapped = pairs.copy()
+    swapped[1, :, [0, 1]] = swapped[1, :, [1, 0]]
+    assert lanes_of_row(swapped, (16, 16, 16)) == 0
+    assert lanes_of_row(np.roll(pairs, 1, axis=1), (16, 16, 16)) == 0
 
 
 def test_prebuilt_modules_are_of_this_source() -> None:

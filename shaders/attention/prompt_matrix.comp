@@ -6,11 +6,10 @@
 // any query of the tile sees in blocks of ROWS, which begin at multiples of ROWS. A block of K and one of V lie in shared memory as they are in the
 // cache, in rows padded against bank conflicts; the next ones are on their way into registers meanwhile. For each block a subgroup
 //   makes its scores            S [FM x ROWS] = Q [FM x HD] K^T, Q being in registers all along
-//   finds their row maxima      elementwise over the matrices of S, then one matrix FM x FN by way of shared memory
-//   makes weights               P = exp2(S - maximum), in f16 by way of shared memory from sums to matrix A
+//   finds their row maxima and makes weights  P = exp2(S - maximum), which become matrices A of f16
 //   scales and adds             O [FM x HD] = O * exp2(old maximum - new) + P V
-// Which row and column an element of a matrix has is the driver's affair: a matrix of such numbers, loaded at the start, says it. Sums of weights are
-// kept elementwise and added up over a row in the end.
+// Which row and column an element of a matrix has is the driver's affair: a matrix of such numbers, loaded at the start, says it. Where a check at
+// start-up found an order that suits (ROW_LANES), maxima and weights stay in registers; elsewhere they go through shared memory.
 //
 // Results as fragments (OUT_FRAGMENTS) go through shared memory once more, rows ordered by head and token: FN tokens of a head are the columns of
 // matrices B. A tile then has whole groups of FN tokens: TILE_Q is a multiple of FN times the heads of a group.
@@ -25,6 +24,7 @@ layout(constant_id = 6) const uint ROWS = 32;
 layout(constant_id = 7) const uint MQ = 1;        // matrices of query rows of a subgroup
 layout(constant_id = 8) const uint OUT_TYPE = 0;  // OUT_*
 layout(constant_id = 9) const uint HAS_SINKS = 0;
+layout(constant_id = 10) const uint ROW_LANES = 0;  // lanes that share a row of a matrix of sums; 0: not known
 
 #include "attention/prompt_iface.glsl"
 
@@ -57,11 +57,11 @@ const uint NS = ROWS / FN, NP = ROWS / FK;    // matrices of scores, and of weig
 const uint PIECES = (ROWS * (WIDTH / 8) + WG - 1) / WG;
 const uint Q_ROWS = WARPS * FM;
 const uint KV_WORDS = (2 * ROWS > Q_ROWS ? 2 * ROWS : Q_ROWS) * PITCH;
-const uint STAGE_COLS = 32;                   // of what is stored
+const uint STAGE_COLS = OUT_TYPE == OUT_Q8_1 ? 32 : 16, STAGED = STAGE_COLS / FN;  // of what is stored, and matrices of them
 const uint MAX_PITCH = FN / 4 + 1, P_PITCH = ROWS / 8 + 1, STAGE_PITCH = STAGE_COLS / 4 + 1;
 const uint MAX_WORDS = FM * MAX_PITCH, P_WORDS = FM * P_PITCH, STAGE_WORDS = FM * STAGE_PITCH;
 const uint SCRATCH = MAX_WORDS > P_WORDS ? MAX_WORDS : P_WORDS;
-const uint ALL_STAGES = WARPS * STAGE_WORDS;
+const uint ALL_STAGES = WARPS * (STAGE_WORDS > MAX_WORDS ? STAGE_WORDS : MAX_WORDS);
 
 // Lanes that share a row when its maximum or its sum is found.
 const uint SHARE = SG / FM < 1 ? 1 : SG / FM > FN / 4 ? FN / 4 : SG / FM;
@@ -69,10 +69,10 @@ const uint SHARE = SG / FM < 1 ? 1 : SG / FM > FN / 4 ? FN / 4 : SG / FM;
 const uint OUT_WORDS = ALL_STAGES + (OUT_TYPE == OUT_FRAGMENTS ? TILE_Q * PITCH : 0);  // results in f32, behind them packed ones
 
 shared uvec4 kv_rows[KV_WORDS > OUT_WORDS ? KV_WORDS : OUT_WORDS];
-shared uvec4 scratch[WARPS * SCRATCH];
+shared uvec4 scratch[ROW_LANES != 0 ? 1 : WARPS * SCRATCH];
 shared uvec2 seen[TILE_Q];
-shared float row_top[TILE_Q];
-shared float row_factor[TILE_Q];
+shared float row_top[ROW_LANES != 0 ? 1 : TILE_Q];
+shared float row_factor[ROW_LANES != 0 ? 1 : TILE_Q];
 
 MATRIX_A query[MQ * NK];
 MATRIX_SUM sums[MQ * NO];
@@ -81,11 +81,19 @@ uint place[ELEMENTS];  // row * 256 + column of an element
 uvec4 k_words[PIECES], v_words[PIECES];
 uint lo, hi;
 
+// Rows past the last that is seen stand for that one: no query sees them, but their V must be numbers.
 #define FETCH(CACHE, INTO)                                                                                                      \
-    [[unroll]] for (uint i = 0; i < PIECES; i++) {                                                                              \
-        const uint at = i * WG + gl_LocalInvocationIndex, row = base + at / (WIDTH / 8), word = at % (WIDTH / 8);               \
-        const uvec4 words = CACHE[(kv_head() * p.n_ctx + min(row, hi - 1u)) * ROW_WORDS + min(word, ROW_WORDS - 1u)];           \
-        INTO[i] = row >= lo && row < hi && word < ROW_WORDS ? words : uvec4(0u);                                                \
+    const uint first = kv_head() * p.n_ctx;                                                                                     \
+    if (WIDTH == HD && base + ROWS <= hi) {                                                                                     \
+        [[unroll]] for (uint i = 0; i < PIECES; i++)                                                                            \
+            if (ROWS * ROW_WORDS % WG == 0 || i * WG + gl_LocalInvocationIndex < ROWS * ROW_WORDS)                              \
+                INTO[i] = CACHE[(first + base) * ROW_WORDS + gl_LocalInvocationIndex + i * WG];                                 \
+    } else {                                                                                                                    \
+        [[unroll]] for (uint i = 0; i < PIECES; i++) {                                                                          \
+            const uint at = i * WG + gl_LocalInvocationIndex, row = base + at / (WIDTH / 8), word = at % (WIDTH / 8);           \
+            const uvec4 words = CACHE[(first + min(row, hi - 1u)) * ROW_WORDS + min(word, ROW_WORDS - 1u)];                     \
+            INTO[i] = word < ROW_WORDS ? words : uvec4(0u);                                                                     \
+        }                                                                                                                       \
     }
 void fetch_k(uint base) { FETCH(k4, k_words) }
 void fetch_v(uint base) { FETCH(v4, v_words) }
@@ -122,63 +130,26 @@ void load_queries(uint query0) {
 void find_places(uint mine) {
     for (uint at = gl_SubgroupInvocationID; at < FM * FN / 4; at += SG) {
         const uint row = at / (FN / 4), quad = at % (FN / 4);
-        scratch[mine + row * MAX_PITCH + quad] = floatBitsToUint(vec4(float(row * 256u + 4u * quad)) + vec4(0.0, 1.0, 2.0, 3.0));
+        kv_rows[mine + row * MAX_PITCH + quad] = floatBitsToUint(vec4(float(row * 256u + 4u * quad)) + vec4(0.0, 1.0, 2.0, 3.0));
     }
     subgroup_sync();
     MATRIX_SUM numbers;
-    coopMatLoad(numbers, scratch, mine, MAX_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+    coopMatLoad(numbers, kv_rows, mine, MAX_PITCH, gl_CooperativeMatrixLayoutRowMajor);
     [[unroll]] for (uint e = 0; e < ELEMENTS; e++) place[e] = uint(numbers[e]);
     subgroup_sync();
 }
 
-// A lane's part of its row of the matrix in scratch, by maximum and by sum; lane / SHARE + turn is the row.
-float part_max(uint at) {
-    float found = MASKED;
-    [[unroll]] for (uint i = 0; i < FN / 4 / SHARE; i++) {
-        const vec4 v = uintBitsToFloat(scratch[at + i]);
-        found = max(found, max(max(v.x, v.y), max(v.z, v.w)));
-    }
-    [[unroll]] for (uint step_size = 1; step_size < SHARE; step_size *= 2) found = max(found, subgroupShuffleXor(found, step_size));
-    return found;
-}
-
-float part_sum(uint at) {
-    float found = 0.0;
-    [[unroll]] for (uint i = 0; i < FN / 4 / SHARE; i++) {
-        const vec4 v = uintBitsToFloat(scratch[at + i]);
-        found += v.x + v.y + v.z + v.w;
-    }
-    [[unroll]] for (uint step_size = 1; step_size < SHARE; step_size *= 2) found += subgroupShuffleXor(found, step_size);
-    return found;
-}
-
-// The rows' new maxima and what that makes of the sums so far, from a matrix whose row maxima are those of the scores.
-void find_maxima(MATRIX_SUM higher, uint mine, uint first_row) {
-    coopMatStore(higher, scratch, mine, MAX_PITCH, gl_CooperativeMatrixLayoutRowMajor);
-    subgroup_sync();
-    [[unroll]] for (uint turn = 0; turn < FM; turn += SG / SHARE) {
-        const uint row = turn + gl_SubgroupInvocationID / SHARE;
-        const float found = part_max(mine + min(row, FM - 1u) * MAX_PITCH + gl_SubgroupInvocationID % SHARE * (FN / 4 / SHARE));
-        if (row < FM && gl_SubgroupInvocationID % SHARE == 0u) {
-            const float before = row_top[first_row + row], now = max(before, found);
-            row_top[first_row + row] = now;
-            row_factor[first_row + row] = exp2(before - now);
-        }
-    }
-    subgroup_sync();
-}
-
-// One block for matrix row m of this subgroup's queries: scores and weights, which become matrices A.
-void make_weights(uint m, uint base, bool masks, uint mine, out MATRIX_A p_matrix[NP]) {
+// Scores of a block for matrix row m of this subgroup's queries; those of rows that a query may not see are MASKED.
+void find_scores(uint m, uint base, bool masks, out MATRIX_SUM score[NS]) {
     const uint first_row = (gl_SubgroupID * MQ + m) * FM;
-    MATRIX_SUM score[NS];
     [[unroll]] for (uint s = 0; s < NS; s++) score[s] = MATRIX_SUM(0.0);
-    [[unroll]] for (uint k = 0; k < NK; k++)
+    [[unroll]] for (uint k = 0; k < NK; k++) {
         [[unroll]] for (uint s = 0; s < NS; s++) {
             MATRIX_B b;
             coopMatLoad(b, kv_rows, s * FN * PITCH + k * FK / 8, PITCH, gl_CooperativeMatrixLayoutColumnMajor);
             score[s] = coopMatMulAdd(query[m * NK + k], b, score[s]);
         }
+    }
     if (masks) {
         [[unroll]] for (uint e = 0; e < ELEMENTS; e++) {
             const uvec2 rows = seen[first_row + place[e] / 256u];
@@ -188,28 +159,10 @@ void make_weights(uint m, uint base, bool masks, uint mine, out MATRIX_A p_matri
             }
         }
     }
-    MATRIX_SUM higher = score[0];
-    [[unroll]] for (uint s = 1; s < NS; s++)
-        [[unroll]] for (uint e = 0; e < ELEMENTS; e++) higher[e] = max(higher[e], score[s][e]);
-    find_maxima(higher, mine, first_row);
-
-    [[unroll]] for (uint e = 0; e < ELEMENTS; e++) {
-        const uint row = first_row + place[e] / 256u;
-        const float top = max(row_top[row], LOWEST), factor = row_factor[row];
-        float weight = weights[m][e] * factor;
-        [[unroll]] for (uint s = 0; s < NS; s++) {
-            score[s][e] = exp2(score[s][e] - top);
-            weight += score[s][e];
-        }
-        weights[m][e] = weight;
-        [[unroll]] for (uint o = 0; o < NO; o++) sums[m * NO + o][e] *= factor;
-    }
-    [[unroll]] for (uint s = 0; s < NS; s++)
-        coopMatStore(MATRIX_WEIGHT(score[s]), scratch, mine + s * FN / 8, P_PITCH, gl_CooperativeMatrixLayoutRowMajor);
-    subgroup_sync();
-    [[unroll]] for (uint k = 0; k < NP; k++) coopMatLoad(p_matrix[k], scratch, mine + k * FK / 8, P_PITCH, gl_CooperativeMatrixLayoutRowMajor);
-    subgroup_sync();
 }
+
+#include "attention/softmax_shared.glsl"
+#include "attention/softmax_registers.glsl"
 
 // Values 4 * quad .. of query i of the tile, packed, into its head's and token's row.
 void stage_quad(uint query0, uint i, uint quad, vec4 v) {
@@ -236,30 +189,28 @@ void store_fragments(uint query0) {
     }
 }
 
+// Matrices are numbered by constants alone, here and everywhere: NVIDIA's driver 580 keeps the whole array in memory for one number that it has
+// to work out, min() of constants included, and every sum is then stored as soon as it is made (4 times the time).
 void store_results(uint query0, uint mine) {
     const uint stage = gl_SubgroupID * STAGE_WORDS, lane = gl_SubgroupInvocationID;
     [[unroll]] for (uint m = 0; m < MQ; m++) {
         const uint first_row = (gl_SubgroupID * MQ + m) * FM;
-        coopMatStore(weights[m], scratch, mine, MAX_PITCH, gl_CooperativeMatrixLayoutRowMajor);
-        subgroup_sync();
-        [[unroll]] for (uint turn = 0; turn < FM; turn += SG / SHARE) {
-            const uint row = turn + lane / SHARE;
-            const float weight = part_sum(mine + min(row, FM - 1u) * MAX_PITCH + lane % SHARE * (FN / 4 / SHARE));
-            if (row < FM && lane % SHARE == 0u) row_factor[first_row + row] = normalizer(query0 + first_row + row, row_top[first_row + row], weight);
-        }
-        subgroup_sync();
-        [[unroll]] for (uint first = 0; first < WIDTH; first += STAGE_COLS) {
-            [[unroll]] for (uint o = 0; o < STAGE_COLS / FN; o++)
-                if (first + o * FN < WIDTH)
-                    coopMatStore(sums[m * NO + min(first / FN + o, NO - 1)], kv_rows, stage + o * FN / 4, STAGE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
-            subgroup_sync();
-            [[unroll]] for (uint turn = 0; turn < FM * (STAGE_COLS / 4); turn += SG) {
-                const uint row = (turn + lane) / (STAGE_COLS / 4), quad = (turn + lane) % (STAGE_COLS / 4);
-                const vec4 v = row_factor[first_row + row] * uintBitsToFloat(kv_rows[stage + row * STAGE_PITCH + quad]);
-                if (OUT_TYPE == OUT_FRAGMENTS) stage_quad(query0, first_row + row, first / 4u + quad, v);
-                else store_quad(query0 + first_row + row, first / 4u + quad, first / 4u + quad < ROW_QUADS, v);
+        if (ROW_LANES != 0) finish_in_registers(m, query0);
+        else finish_through_shared(m, query0, mine);
+        [[unroll]] for (uint o = 0; o < NO; o++) {
+            coopMatStore(sums[m * NO + o], kv_rows, stage + o % STAGED * (FN / 4), STAGE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+            if ((o + 1) % STAGED == 0 || o + 1 == NO) {
+                const uint first = o / STAGED * STAGE_COLS;
+                subgroup_sync();
+                [[unroll]] for (uint turn = 0; turn < FM * (STAGE_COLS / 4); turn += SG) {
+                    const uint row = (turn + lane) / (STAGE_COLS / 4), quad = (turn + lane) % (STAGE_COLS / 4);
+                    const float factor = ROW_LANES != 0 ? 1.0 : row_factor[first_row + row];
+                    const vec4 v = factor * uintBitsToFloat(kv_rows[stage + row * STAGE_PITCH + quad]);
+                    if (OUT_TYPE == OUT_FRAGMENTS) stage_quad(query0, first_row + row, first / 4u + quad, v);
+                    else store_quad(query0 + first_row + row, first / 4u + quad, first / 4u + quad < ROW_QUADS, v);
+                }
+                subgroup_sync();
             }
-            subgroup_sync();
         }
     }
     if (OUT_TYPE != OUT_FRAGMENTS) return;
@@ -271,9 +222,13 @@ void main() {
     const uint query0 = first_query(TILE_Q), mine = gl_SubgroupID * SCRATCH;
     for (uint i = gl_LocalInvocationIndex; i < TILE_Q; i += WG) {
         seen[i] = rows_of(query0 + i);
-        row_top[i] = MASKED;
+        if (ROW_LANES == 0) row_top[i] = MASKED;
     }
-    find_places(mine);
+    [[unroll]] for (uint i = 0; i < MQ * OWN_ROWS; i++) {
+        own_top[i] = MASKED;
+        own_weight[i] = 0.0;
+    }
+    find_places(gl_SubgroupID * MAX_WORDS);
     barrier();
     // (first, end) of rows that any query sees, and of those that all see.
     uvec2 any = uvec2(0xffffffffu, 0u), every = uvec2(0u, 0xffffffffu);
@@ -300,7 +255,12 @@ void main() {
             fetch_v(base);
             barrier();
             MATRIX_A p_matrix[MQ][NP];
-            [[unroll]] for (uint m = 0; m < MQ; m++) make_weights(m, base, masks, mine, p_matrix[m]);
+            [[unroll]] for (uint m = 0; m < MQ; m++) {
+                MATRIX_SUM score[NS];
+                find_scores(m, base, masks, score);
+                if (ROW_LANES != 0) weigh_in_registers(m, score, p_matrix[m]);
+                else weigh_through_shared(m, score, mine, p_matrix[m]);
+            }
             put_v();
             if (base + ROWS < hi) fetch_k(base + ROWS);
             barrier();

@@ -8,6 +8,12 @@
 //   fragments   [columns / FN][k / FK][SG] words of 16 bytes: the eight elements that a lane of a subgroup holds of a FK x FN matrix B.
 //               Which these are is the driver's affair; mat_mul/fragment_map.comp finds out whether it does the same in two
 //               kernels. FK * FN = 8 * SG.
+//
+// Which lane holds which elements is the driver's affair, too. Kernels that hold rows in registers take for granted what the check at start-up
+// (vkback/program/fragments.py) found: ROW_LANES = T neighbouring lanes share rows. With G = SG / T groups of such lanes, lane l's elements of a
+// matrix A or of sums are those of row l / T, then those of row l / T + G, and so on; its elements of a matrix B those of column l / T, then of
+// column l / T + G. The places along K are the same in all rows of A and all columns of B; A's elements lie where those of sums do, if the
+// matrices have the same shape.
 #extension GL_KHR_cooperative_matrix : require
 #extension GL_KHR_memory_scope_semantics : require
 #extension GL_KHR_shader_subgroup_basic : require

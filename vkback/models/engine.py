@@ -37,7 +37,7 @@ from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.tuning import Tuning
 from vkback.program import CompileTotals, Program
-from vkback.program.fragments import fragments_hold
+from vkback.program.fragments import fragments_hold, row_lanes_found
 from vkback.shader import ShaderLibrary
 
 Floats = npt.NDArray[np.float32]
@@ -87,7 +87,10 @@ class Engine:
         self.device = device
         self.n_ctx, self.n_past = n_ctx, 0
         self.library = ShaderLibrary()
-        self.ctx = LowerContext(device.caps, Tuning.for_device(device.caps), act, fragments=fragments_hold(device, self.library))
+        self.ctx = LowerContext(
+            device.caps, Tuning.for_device(device.caps), act, fragments=fragments_hold(device, self.library),
+            row_lanes=row_lanes_found(device, self.library),
+        )  # fmt: skip
         self.fusion = fusion
         self._owns_device = False
         self._programs: dict[str, Program] = {}

@@ -222,7 +222,7 @@ def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape 
     _check(node, ctx, node.inputs[1], node.inputs[2], node.inputs[0].shape[1])
     # --act f32 keeps floats whole: no f16 in matrices.
     caps = ctx.caps if ctx.act != "f32" else dataclasses.replace(ctx.caps, cooperative_matrix=False)
-    return attention_prompt.shape_for(_choice(node, ctx), node.inputs[1].shape[2], caps)
+    return attention_prompt.shape_for(_choice(node, ctx), node.inputs[1].shape[2], dataclasses.replace(ctx, caps=caps))
 
 
 def prompt_job(node: Node) -> attention_prompt.PromptJob:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import MAX_GROUPS_X, Arg, Choice, Dispatch, PlanError, Tolerance, ceil_div, nbytes, pack_push
-from vkback.ops.mat_mul import UNIT, MatMulShape, fragments_possible, matrix_shape
+from vkback.ops.base import MAX_GROUPS_X, Arg, Choice, Dispatch, LowerContext, PlanError, Tolerance, ceil_div, nbytes, pack_push
+from vkback.ops.mat_mul import UNIT, MatMulShape, fragments_possible, matrix_shape, row_lanes
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -94,7 +94,8 @@ class PromptShape:
     by_lanes a workgroup is one subgroup whose lanes broadcast rows to each other; else rows go through shared memory
 
     Of matrix alone:
-    matrix   rows, columns and depth of a matrix
+    matrix     rows, columns and depth of a matrix
+    row_lanes  neighbouring lanes that share a row of one, 0 where that is not known (shaders/mat_mul/matrix.glsl)
     """
 
     way: Way
@@ -104,12 +105,14 @@ class PromptShape:
     lanes: int = 1
     by_lanes: bool = False
     matrix: tuple[int, int, int] = (0, 0, 0)
+    row_lanes: int = 0
 
 
-def shape_for(choice: Choice, hd: int, caps: Capabilities) -> PromptShape | None:
+def shape_for(choice: Choice, hd: int, ctx: LowerContext) -> PromptShape | None:
     """The tables' choice, cut down to what the device has room for. `matrix` is `plain` where there are no matrices. None: decode."""
+    caps = ctx.caps
     if choice["way"] == "matrix":
-        shape = matrix_way(choice, hd, caps)
+        shape = matrix_way(choice, hd, caps, row_lanes(ctx))
         if shape is not None:
             return shape
     return None if choice["way"] == "decode" else plain_way(choice, hd, caps)
@@ -137,10 +140,14 @@ def plain_way(choice: Choice, hd: int, caps: Capabilities) -> PromptShape | None
     return PromptShape("plain", threads // lanes * queries, rows, threads // sg, lanes, False)
 
 
-def matrix_way(choice: Choice, hd: int, caps: Capabilities) -> PromptShape | None:
+def matrix_way(choice: Choice, hd: int, caps: Capabilities, lanes: int) -> PromptShape | None:
     """None where the device has no matrices that the kernel can use, or too little shared memory."""
     matrix = matrix_shape(caps)
-    if matrix is None or not caps.has_subgroup_ops("arithmetic", "shuffle") or not _f16_sums(matrix, caps):
+    if matrix is None or not caps.has_subgroup_ops("arithmetic", "shuffle"):
+        return None
+    if matrix[1] != matrix[2]:
+        lanes = 0
+    if not lanes and not _f16_sums(matrix, caps):
         return None
     sg = caps.subgroup_size
     if sg % 8 or matrix[0] * matrix[1] % sg or matrix[1] > 32:
@@ -148,7 +155,7 @@ def matrix_way(choice: Choice, hd: int, caps: Capabilities) -> PromptShape | Non
     warps = min(choice["warps"], workgroup_size(caps, choice["warps"] * sg) // sg)
     deep = max(1, choice["tile_q"] // (warps * matrix[0]))
     rows = max(choice["tile_kv"], matrix[1], matrix[2])
-    shape = PromptShape("matrix", warps * deep * matrix[0], rows, warps, matrix=matrix)
+    shape = PromptShape("matrix", warps * deep * matrix[0], rows, warps, matrix=matrix, row_lanes=lanes)
     while matrix_shared(shape, hd) > caps.max_shared_memory:
         if shape.tile_kv > max(matrix[1], matrix[2]):
             shape = replace(shape, tile_kv=shape.tile_kv // 2)
@@ -189,9 +196,11 @@ def matrix_shared(shape: PromptShape, hd: int, fragments: bool = False) -> int:
     align = max(fn, fk)
     pitch = ceil_div(hd, align) * align // 8 + 1
     rows = max(2 * shape.tile_kv, shape.warps * fm) * pitch
+    stages = shape.warps * fm * max(5 if fragments else 9, fn // 4 + 1) + (shape.tile_q * pitch if fragments else 0)
+    if shape.row_lanes:
+        return 16 * (max(rows, stages) + 1) + 8 * (shape.tile_q + 1)
     scratch = fm * max(fn // 4 + 1, shape.tile_kv // 8 + 1)
-    staged = shape.warps * fm * 9 + (shape.tile_q * pitch if fragments else 0)
-    return 16 * (max(rows, staged) + shape.warps * scratch) + 16 * shape.tile_q
+    return 16 * (max(rows, stages) + shape.warps * scratch) + 16 * shape.tile_q
 
 
 def tolerance(shape: PromptShape, y: Tensor) -> Tolerance:
@@ -257,7 +266,7 @@ def matrix_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Var
     sg = caps.subgroup_size
     constants = (
         shape.warps * sg, sg, *shape.matrix, job.hd, shape.tile_kv, warp_rows, OUT_FRAGMENTS if job.fragments else OUT_TYPES[job.y.type],
-        int(job.sinks is not None),
+        int(job.sinks is not None), shape.row_lanes,
     )  # fmt: skip
     return Variant("attention/prompt_matrix.comp", (), sg if caps.subgroup_required_size else None, tuple(enumerate(constants)))
 

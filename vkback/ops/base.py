@@ -216,6 +216,8 @@ class LowerContext:
     act  "auto": tables choose between float and integer-dot path; "f32": float path only; "q8_1": integer dot wherever a kernel has it
     sync "sentinel": stages run barrier-free where they can
     fragments  the driver lays a cooperative matrix out over lanes in one way in all kernels (vkback/program/fragments.py checks it)
+    row_lanes  neighbouring lanes that share a row of a cooperative matrix, in the order of shaders/mat_mul/matrix.glsl (checked too);
+               0: in no such order; None: not checked, what is known of the driver counts
     """
 
     caps: Capabilities
@@ -223,6 +225,7 @@ class LowerContext:
     act: Act = "auto"
     sync: Sync = "barrier"
     fragments: bool = True
+    row_lanes: int | None = None
 
 
 @dataclass(frozen=True)

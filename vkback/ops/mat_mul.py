@@ -23,7 +23,7 @@ from typing import Literal
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, PlanError, Shard, ceil_div, nbytes, pack_push, shards, weight_push
+from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, LowerContext, PlanError, Shard, ceil_div, nbytes, pack_push, shards, weight_push
 from vkback.ops.code_books import CODED, decoder
 from vkback.ops.workgroup import Defines, reduction
 from vkback.shader import Variant
@@ -172,17 +172,33 @@ def default_shape(way: Way, n: int, caps: Capabilities) -> MatMulShape:
     return MatMulShape(way, tile_m=warps * lanes * 4, tile_n=16 if n > 8 else 8, warps=warps)
 
 
-def matrix_shape(caps: Capabilities) -> tuple[int, int, int] | None:
-    """The largest matrices of f16 with f32 sums at subgroup scope that the shaders can use, or None."""
+def matrix_shapes(caps: Capabilities) -> list[tuple[int, int, int]]:
+    """Matrices of f16 with f32 sums at subgroup scope that the shaders can use: rows, columns, depth; the largest first."""
+    if not (caps.cooperative_matrix and caps.fp16):
+        return []
     wanted = ("f16", "f16", "f32", "f32", "subgroup")
-    shapes = [(s.m, s.n, s.k) for s in caps.cooperative_matrix_shapes if (s.a, s.b, s.c, s.result, s.scope) == wanted]
+    shapes = {(s.m, s.n, s.k) for s in caps.cooperative_matrix_shapes if (s.a, s.b, s.c, s.result, s.scope) == wanted}
     fit = [s for s in shapes if not any(size % 8 for size in s) and s[2] <= UNIT]
-    return max(fit, key=lambda s: (s[0] * s[1] * s[2], s)) if fit and caps.cooperative_matrix and caps.fp16 else None
+    return sorted(fit, key=lambda s: (s[0] * s[1] * s[2], s), reverse=True)
+
+
+def matrix_shape(caps: Capabilities) -> tuple[int, int, int] | None:
+    """The largest of `matrix_shapes`, or None."""
+    return next(iter(matrix_shapes(caps)), None)
 
 
 def fragments_possible(matrix: tuple[int, int, int], caps: Capabilities) -> bool:
     """Whether each lane holds eight elements of a matrix B; that the driver lays them out alike everywhere is for a probe to find out."""
     return matrix[1] * matrix[2] == 8 * caps.subgroup_size
+
+
+KNOWN_ROW_LANES = {"nvidia": 4, "software": 8}
+"""Lanes that share a row of a matrix, by vendor: NVIDIA's driver 580 and Mesa 26's llvmpipe, as vkback/program/fragments.py found them."""
+
+
+def row_lanes(ctx: LowerContext) -> int:
+    """Neighbouring lanes that share a row of a matrix (shaders/mat_mul/matrix.glsl), 0 where that is not known."""
+    return KNOWN_ROW_LANES.get(ctx.caps.vendor, 0) if ctx.row_lanes is None else ctx.row_lanes
 
 
 def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]:
@@ -505,7 +521,8 @@ def prebuilt_variants() -> list[Variant]:
     """All modules that need a compiler with cooperative matrices, as they come with vkback (shaders/prebuilt): one for each weight type,
     the rest
     by specialization."""
-    found = [Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", 1),)), Variant("mat_mul/fragment_map.comp"), Variant("probe/matrix_rate.comp")]
+    found = [Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", 1),))]
+    found += [Variant(source) for source in ("mat_mul/fragment_map.comp", "mat_mul/element_map.comp", "probe/matrix_rate.comp")]
     for name, kind in quants.QUANTS.items():
         if kind.planes and name != "Q8_1":
             found.append(Variant("mat_mul/coop_mat.comp", tuple(sorted(gpu_decoder(name).items()))))
