@@ -2,8 +2,9 @@
 
     python bench/mat_mul.py [--quant Q4_K,Q8_0] [--shape 28672x512x4096] [--way coop_mat] [--cut 128x128x32/64x64x4+f/2,...] [--ids 128x8]
 
-A --cut is TILE_M x TILE_N x STEP_K, the part of a subgroup, with +f activations as fragments, and the parts of a split-K product. One line
-a point: microseconds with a barrier after each launch (the best and the median of the repetitions), TFLOPS, share of the device's math
+A --cut is TILE_M x TILE_N x STEP_K, the part of a subgroup, with +f activations as fragments, and the parts of a split-K product; of
+coop_reg TILE_M x TILE_N x 32 / WARP_M x SLICE_K. One line a point: microseconds with a barrier after each launch (the best and the
+median of the repetitions), TFLOPS, share of the device's math
 rate, and the NMSE of some rows against numpy. --ids EXPERTSxUSED times a grouped product without its route, every expert as likely as
 another.
 """
@@ -26,7 +27,7 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceError
 from vkback.graph import Tensor
-from vkback.ops import mat_mul
+from vkback.ops import mat_mul, mat_mul_reg
 from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes
 from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_vec import weight
@@ -50,6 +51,11 @@ def cut_of(text: str, way: mat_mul.Way, device: Device) -> MatMulShape:
     if not match:
         raise PlanError(f"[bench] cut {text!r}: expected TILE_MxTILE_NxSTEP_K[/WARP_MxWARP_N][+f][/SPLIT_K]")
     m, n, k, warp_m, warp_n = (int(g or 0) for g in match.groups()[:5])
+    if way == "coop_reg":
+        shape = mat_mul_reg.shape_of(m, n, warp_m, warp_n, mat_mul.KNOWN_ROW_LANES.get(device.caps.vendor, 0), device.caps)
+        if shape is None:
+            raise PlanError(f"[bench] cut {text}: {device.caps.name} cannot run it")
+        return shape
     split = int(match[7] or 1)
     if way != "coop_mat":
         return MatMulShape(way, m, n, k, 1 if device.caps.software else max(1, 128 // device.caps.subgroup_size))
@@ -126,6 +132,10 @@ class Product:
             x = mat_mul.packed(f"x16 {shape.tile_n} {shape.fragments}", slots, self.k, shape, self.experts)
             before.append(mat_mul.pack_f16(self.x, x, slots, shape, caps, routes=job.route, x_shared=job.x_shared))
             job = dataclasses.replace(job, x=x)
+        elif shape.way == "coop_reg":
+            x = mat_mul_reg.packed_units(f"xu {shape.tile_n}", slots, self.k, shape)
+            before.append(mat_mul_reg.pack_units(self.x, x, slots, shape, caps))
+            return before, mat_mul_reg.lower(dataclasses.replace(job, x=x), shape, caps)
         elif shape.way == "int_dot":
             x = Tensor("x8", "Q8_1", self.x.shape)
             before += quantize_dispatch(self.x, x, ctx)
@@ -188,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quant", default="Q4_K")
     parser.add_argument("--shape", default="28672x512x4096,4096x512x14336,6144x512x4096")
-    parser.add_argument("--way", default="coop_mat", choices=("coop_mat", "int_dot", "f32"))
+    parser.add_argument("--way", default="coop_mat", choices=("coop_mat", "coop_reg", "int_dot", "f32"))
     parser.add_argument("--cut", default="")
     parser.add_argument("--ids", default="")
     parser.add_argument("--repetitions", type=int, default=5)

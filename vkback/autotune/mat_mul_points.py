@@ -40,6 +40,14 @@ NO_EFFECT = 1
 """The value of a parameter that the kernel of a point does not have."""
 
 
+EFFECTIVE: dict[Kernel, tuple[str, ...]] = {
+    "mat_vec": ("kernel",),
+    "coop_mat": ("kernel", "tile_m", "tile_n", "step_k", "warp_m", "warp_n", "split_k"),
+    "coop_reg": ("kernel", "tile_m", "tile_n", "warp_m", "slice_k"),
+}
+"""Parameters that have an effect, where these are not kernel and tile_n alone."""
+
+
 class MatMulPoint(NamedTuple):
     """A setting of every parameter of [[mat_mul]]; of parameters that `kernel` does not have NO_EFFECT."""
 
@@ -50,11 +58,14 @@ class MatMulPoint(NamedTuple):
     warp_m: int = NO_EFFECT
     warp_n: int = NO_EFFECT
     split_k: int = NO_EFFECT
+    slice_k: int = NO_EFFECT
 
     @property
     def text(self) -> str:
         if self.kernel == "mat_vec":
             return "mat_vec"
+        if self.kernel == "coop_reg":
+            return f"coop_reg {self.tile_m}x{self.tile_n}, warp {self.warp_m}, {self.slice_k} subgroups a row"
         if self.kernel != "coop_mat":
             return f"{self.kernel} {self.tile_n} columns"
         parts = f", {self.split_k} parts" if self.split_k > 1 else ""
@@ -63,8 +74,7 @@ class MatMulPoint(NamedTuple):
     @property
     def params(self) -> dict[str, Any]:
         """What a row says: the parameters that have an effect."""
-        names = {"mat_vec": ("kernel",), "coop_mat": self._fields}.get(self.kernel, ("kernel", "tile_n"))
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in EFFECTIVE.get(self.kernel, ("kernel", "tile_n"))}
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,8 @@ def point_of(choice: MatMulChoice) -> MatMulPoint:
     s = choice.shape
     if s is None:
         return MatMulPoint("mat_vec")
+    if s.way == "coop_reg":
+        return MatMulPoint("coop_reg", s.tile_m, s.tile_n, warp_m=s.warp_m, slice_k=s.slice_k)
     if s.way != "coop_mat":
         return MatMulPoint(s.way, tile_n=s.tile_n)
     return MatMulPoint("coop_mat", s.tile_m, s.tile_n, s.step_k, s.warp_m, s.warp_n, s.split_k)
@@ -180,12 +192,12 @@ def refusal(job: MatMulJob, point: MatMulPoint, ctx: LowerContext, *, chosen: bo
     caps = ctx.caps
     try:
         got, _ = actual(job, with_point(ctx, point))
-        if point.kernel == "coop_mat" and got.kernel == "mat_vec":
+        if point.kernel in ("coop_mat", "coop_reg") and got.kernel == "mat_vec":
             return MISFIT
         for name, a, b in zip(MatMulPoint._fields, point, got, strict=True):
             if a != b:
                 return f"{name} = {a} would become {b}"
-        if point.kernel == "coop_mat" and not chosen and (why := _too_large(point, job, caps)):
+        if point.kernel in ("coop_mat", "coop_reg") and not chosen and (why := _too_large(point, job, caps)):
             return why
         dispatches = lowered(job, point, ctx)
         for dispatch in dispatches:
@@ -196,6 +208,10 @@ def refusal(job: MatMulJob, point: MatMulPoint, ctx: LowerContext, *, chosen: bo
 
 
 def _too_large(point: MatMulPoint, job: MatMulJob, caps: Capabilities) -> str:
+    if point.kernel == "coop_reg":
+        if point.tile_n >= 2 * max(job.problem.n, 8):
+            return f"half of {point.tile_n} columns and more would be empty"
+        return f"{point.slice_k} subgroups for a row of {job.problem.k} weights" if 128 * point.slice_k > job.problem.k else ""
     sums = point.warp_m * point.warp_n // caps.subgroup_size
     threads = point.tile_m // point.warp_m * (point.tile_n // point.warp_n) * caps.subgroup_size
     if sums > SUM_REGISTERS and not caps.software:
@@ -244,9 +260,16 @@ LARGE = ((128, 128, 64, 64, 64), (128, 128, 32, 64, 64), (128, 64, 64, 64, 32), 
 """The same for up to 128 tokens, and for more."""
 
 
+REGISTERS = {False: ((16, 16, 16), (16, 16, 8), (64, 16, 4), (128, 16, 2), (32, 32, 8)), True: ((16, 8, 2),)}
+"""tile_m, warp_m and slice_k of coop_reg; on CPU drivers, which compile it for long, the least."""
+
+
 def guesses(job: MatMulJob, caps: Capabilities) -> Iterator[MatMulPoint]:
     """Points of each kernel that have won somewhere, the plainest first."""
     yield MatMulPoint("mat_vec")
+    if job.matrices and job.problem.n <= 32 and job.problem.experts == "none":
+        columns = 8 if job.problem.n <= 8 else 16 if job.problem.n <= 16 else 32
+        yield from (MatMulPoint("coop_reg", m, columns, warp_m=warp_m, slice_k=k) for m, warp_m, k in REGISTERS[caps.software])
     if job.matrices:
         yield from _matrix_guesses(job, caps)
     if job.path == "int":
@@ -282,6 +305,9 @@ def neighbours(point: MatMulPoint, caps: Capabilities) -> Iterator[MatMulPoint]:
         yield from (MatMulPoint("coop_mat", m, i * columns, k, warp_m, i * columns, parts) for i, m, k, warp_m, parts in sides)
     if point.kernel in ("int_dot", "f32"):
         yield from (point._replace(tile_n=n) for n in COLUMNS)
+    if point.kernel == "coop_reg" and not caps.software:
+        for m, warp_m, k in itertools.product((16, 32, 64, 128), (16, 32), (2, 4, 8, 16)):
+            yield point._replace(tile_m=m, warp_m=warp_m, slice_k=k)
     if point.kernel != "coop_mat":
         return
     for name, values in axes(caps).items():

@@ -3,9 +3,10 @@
 A `MatMul` says what to compute, in tensors; a `MatMulShape` which kernel does it and how it cuts the work; `lower` makes the dispatches.
 Nothing here chooses a shape from tables or takes part in fusion.
 
-Three ways:
+Four ways:
 
     coop_mat  cooperative matrices of f16 with f32 sums; x comes packed (`pack_f16`)
+    coop_reg  the same for few tokens (vkback/ops/mat_mul_reg.py)
     int_dot   packed integer dot products; x is Q8_1
     f32       plain f32; x is F32
 
@@ -28,7 +29,7 @@ from vkback.ops.code_books import CODED, decoder
 from vkback.ops.workgroup import Defines, reduction
 from vkback.shader import Variant
 
-Way = Literal["coop_mat", "int_dot", "f32"]
+Way = Literal["coop_mat", "coop_reg", "int_dot", "f32"]
 
 UNIT = quants.UNIT
 GLU_KINDS = {"": 0, "silu": 1, "oai": 2}
@@ -50,6 +51,10 @@ class MatMulShape:
     warp_m, warp_n  the part of the tile that one subgroup makes; warps = tile_m / warp_m * tile_n / warp_n
     matrix          rows, columns and depth of a matrix
     fragments       x is packed in fragment order and goes straight into matrices; else it is row-major and goes through shared memory
+
+    Of coop_reg, with warp_m and matrix as above:
+    slice_k    subgroups that share the rows of a part and take turns along K; warps = tile_m / warp_m * slice_k
+    row_lanes  neighbouring lanes that share a row of a matrix
     """
 
     way: Way
@@ -62,6 +67,8 @@ class MatMulShape:
     warp_n: int = 0
     matrix: tuple[int, int, int] = (0, 0, 0)
     fragments: bool = False
+    slice_k: int = 1
+    row_lanes: int = 0
 
 
 @dataclass(frozen=True)
@@ -214,7 +221,7 @@ def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]
 
 def check(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None:
     """Raises PlanError, with what to do instead, where kernel, product and device do not fit together."""
-    wanted = {"int_dot": "Q8_1", "f32": "F32", "coop_mat": "F16"}[shape.way]
+    wanted = {"int_dot": "Q8_1", "f32": "F32", "coop_mat": "F16", "coop_reg": "F16"}[shape.way]
     if job.x.type != wanted:
         raise PlanError(f"[mat_mul] {job.name}: {shape.way} takes x as {wanted}, got {job.x}; convert it first")
     if job.glu and job.m % 2:
@@ -316,7 +323,7 @@ def pack_f16(
     if sums:  # each workgroup of a group adds up its squares anew
         turns = min(turns, max(1, NORM_GROUPS // groups))
     return Dispatch(
-        Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", int(shape.fragments)),), _required(caps), spec),
+        Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", int(shape.fragments)),), required_subgroup(caps), spec),
         (Arg(x), Arg(y, "w"), Arg(norm or x), Arg(routes or x), Arg(factors or x, "w" if factors and stores_factors else "r")),
         pack_push(n, k, packed_stride(k, shape, caps), rooms // shape.tile_n, x_shared, float(scale), float(eps or 0.0)),
         (ceil_div(groups, grid_y), grid_y, turns),
@@ -341,7 +348,7 @@ def pack_warps(shape: MatMulShape, caps: Capabilities, sums: bool) -> int:
     return 4
 
 
-def _required(caps: Capabilities) -> int | None:
+def required_subgroup(caps: Capabilities) -> int | None:
     """The subgroup size to require: the device's own, where it could choose another."""
     return caps.subgroup_size if caps.subgroup_required_size else None
 
@@ -353,7 +360,7 @@ def _coop_spec(job: MatMul, shape: MatMulShape, y_type: int, caps: Capabilities)
             (
                 shape.tile_m, shape.tile_n, shape.warp_m, shape.warp_n, shape.step_k, int(shape.fragments), int(job.route is not None),
                 int(job.bias is not None), int(job.residual is not None), GLU_KINDS[job.glu], y_type,
-                _float_bits(job.alpha), _float_bits(job.limit),
+                float_bits(job.alpha), float_bits(job.limit),
             ),
             5,
         )
@@ -380,7 +387,7 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
     alone = dataclasses.replace(shard, row0=0) if split > 1 else shard  # parts have this shard's rows alone
     push = push_words(making, shape, alone, packed_stride(job.k, shape, caps), y_stride)
     product = Dispatch(
-        Variant("mat_mul/coop_mat.comp", tuple(sorted(decoder(job.w.type, caps).items())), _required(caps), spec),
+        Variant("mat_mul/coop_mat.comp", tuple(sorted(decoder(job.w.type, caps).items())), required_subgroup(caps), spec),
         bindings(making, index, target, part),
         push,
         grid(job, shape, shard),
@@ -415,7 +422,7 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
     ]  # fmt: skip
 
 
-def _float_bits(value: float) -> int:
+def float_bits(value: float) -> int:
     return int.from_bytes(pack_push(float(value)), "little")
 
 
@@ -525,7 +532,7 @@ def prebuilt_variants() -> list[Variant]:
     found += [Variant(source) for source in ("mat_mul/fragment_map.comp", "mat_mul/element_map.comp", "probe/matrix_rate.comp")]
     for name, kind in quants.QUANTS.items():
         if kind.planes and name != "Q8_1":
-            found.append(Variant("mat_mul/coop_mat.comp", tuple(sorted(gpu_decoder(name).items()))))
+            found += [Variant(f"mat_mul/{way}.comp", tuple(sorted(gpu_decoder(name).items()))) for way in ("coop_mat", "coop_reg")]
     return found
 
 

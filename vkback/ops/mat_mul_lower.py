@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from vkback import quants
 from vkback.graph import Node, Tensor
+from vkback.ops import mat_mul_reg
 from vkback.ops.base import OPS, Dispatch, LowerContext, PlanError, Tolerance, declare
 from vkback.ops.mat_mul import (
     UNIT,
@@ -25,11 +26,12 @@ from vkback.ops.mat_mul import (
     packed,
     route,
     route_tensor,
+    row_lanes,
 )
 from vkback.ops.mat_vec_node import Experts, MatVecNode, Path
 from vkback.ops.quantize import quantize_dispatch
 
-Kernel = Literal["mat_vec", "coop_mat", "int_dot", "f32"]
+Kernel = Literal["mat_vec", "coop_mat", "coop_reg", "int_dot", "f32"]
 """The mat-vec kernels, 16 tokens at a time; or one of the mat-mats (vkback/ops/mat_mul.py)."""
 
 declare(
@@ -52,6 +54,7 @@ declare(
         "warp_m": "positive",  # the part of the tile that a subgroup makes (coop_mat)
         "warp_n": "positive",
         "split_k": "positive",  # parts of a row, added up at the end (coop_mat, dense)
+        "slice_k": (1, 2, 4, 8, 16),  # subgroups of a workgroup that share a row (coop_reg, dense)
     },
 )
 
@@ -88,6 +91,11 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
         kernel = "f32"
     if ctx.act == "q8_1" and path == "int" and kernel != "mat_vec":
         kernel = "int_dot"
+    if kernel == "coop_reg":
+        fits = ctx.act == "auto" and node.experts == "none" and node.y.type == "F32" and node.x.type != "Q8_1"
+        lanes = row_lanes(ctx) if fits else 0
+        shape = mat_mul_reg.shape_of(choice["tile_m"], choice["tile_n"], choice["warp_m"], choice["slice_k"], lanes, ctx.caps)
+        return MatMulChoice(shape, choice.source)
     if kernel == "coop_mat" and matrix is None:
         kernel = "int_dot" if path == "int" else "f32"
     if node.x.type == "F16" and kernel != "coop_mat":
@@ -164,6 +172,9 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
     if shape.way == "coop_mat" and x.type != "F16":
         x = packed(f"{name}.x_f16", columns, node.k, shape, experts)
         before.append(pack_f16(node.x, x, columns, shape, caps, routes=routes, x_shared=x_shared))
+    elif shape.way == "coop_reg" and x.type != "F16":
+        x = mat_mul_reg.packed_units(f"{name}.x_f16", columns, node.k, shape)
+        before.append(mat_mul_reg.pack_units(node.x, x, columns, shape, caps))
     elif shape.way == "int_dot" and x.type == "F32":
         x = Tensor(f"{name}.x_q8_1", "Q8_1", node.x.shape)
         before += quantize_dispatch(node.x, x, ctx)
@@ -182,7 +193,8 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
         y_row0=int(params.get("row0", 0)),
         label=name,
     )  # fmt: skip
-    made = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in lower(job, shape, caps)]
+    kernels = mat_mul_reg.lower(job, shape, caps) if shape.way == "coop_reg" else lower(job, shape, caps)
+    made = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]
     return [*before, *made, *behind]
 
 

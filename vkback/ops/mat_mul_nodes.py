@@ -1,7 +1,7 @@
 """PACK_F16 and ROUTE: what the planner puts between the ops of a prompt, so that mat-mats share what they read.
 
     PACK_F16  x F32 [n, k] or [n, 1 or n_used, k] [, norm F32 [k]] [, factors F32 [n]] [, route]
-              -> F16, columns for coop_mat (mat_mul.packed) [, factors F32 [n]]
+              -> F16, columns for coop_mat (mat_mul.packed) or coop_reg (mat_mul_reg.packed_units) [, factors F32 [n]]
               params: roles (names in input order), shape (MatMulShape of a mat-mat that reads it), n (columns), x_shared (slots that share
               a row of x), eps (with norm). With `norm` it is RMS_NORM_MUL, too. Then `factors` are 1 / rms of each row: as an output
               for other nodes, as an input so that squares need not be added up again.
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Dispatch, LowerContext
 from vkback.ops.mat_mul import MatMulShape, pack_f16, packed, packed_columns, route, route_tensor
+from vkback.ops.mat_mul_reg import pack_units, packed_units
 
 PACK_ROLES = ("x", "norm", "factors", "route")
 
@@ -42,7 +43,7 @@ def pack_node(
     """
     by = {"x": x, "norm": norm.weight if norm else None, "factors": None if stores_factors else factors, "route": route}
     inputs = {role: tensor for role, tensor in by.items() if tensor is not None}
-    out = packed(name, n, x.shape[-1], shape, experts)
+    out = packed_units(name, n, x.shape[-1], shape) if shape.way == "coop_reg" else packed(name, n, x.shape[-1], shape, experts)
     out = Tensor(name, out.type, (max(columns, out.shape[0]), out.shape[1]))
     params = {"roles": tuple(inputs), "shape": shape, "n": n, "x_shared": x_shared, **({"eps": norm.eps} if norm else {})}
     outputs = (out, factors) if stores_factors and factors else (out,)
@@ -52,9 +53,16 @@ def pack_node(
 def lower_pack(node: Node, ctx: LowerContext) -> list[Dispatch]:
     by = dict(zip(node.params["roles"], node.inputs, strict=True))
     stored = node.outputs[1] if len(node.outputs) > 1 else None
+    shape: MatMulShape = node.params["shape"]
+    if shape.way == "coop_reg":
+        return [
+            pack_units(
+                by["x"], node.outputs[0], node.params["n"], shape, ctx.caps, norm=by.get("norm"), eps=node.params.get("eps")
+            )
+        ]  # fmt: skip
     return [
         pack_f16(
-            by["x"], node.outputs[0], node.params["n"], node.params["shape"], ctx.caps, norm=by.get("norm"), eps=node.params.get("eps"),
+            by["x"], node.outputs[0], node.params["n"], shape, ctx.caps, norm=by.get("norm"), eps=node.params.get("eps"),
             routes=by.get("route"), x_shared=node.params["x_shared"], factors=stored or by.get("factors"),
             stores_factors=stored is not None,
         )

@@ -225,7 +225,7 @@ class MatVec(Op):
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         mat_vec = MatVecNode.of(node)
         by_mat_mul = choose(mat_vec, ctx)
-        if by_mat_mul.shape is not None and by_mat_mul.shape.way == "coop_mat" and mat_vec.y.type == "F32":
+        if by_mat_mul.shape is not None and by_mat_mul.shape.way in ("coop_mat", "coop_reg") and mat_vec.y.type == "F32":
             return F16_TOLERANCE
         return mat_vec_tolerance(rounds_x(mat_vec, ctx), mat_vec.y.type == "Q8_1", mat_vec.glu)
 

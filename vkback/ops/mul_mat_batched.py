@@ -111,7 +111,7 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
 
 
 def tolerance(node: Node, ctx: LowerContext) -> Tolerance:
-    if "mat_mul/coop_mat.comp" in _kernels(node, ctx):
+    if _kernels(node, ctx) & {"mat_mul/coop_mat.comp", "mat_mul/coop_reg.comp"}:
         return F16_TOLERANCE
     return mat_vec_tolerance(_rounds_x(node, ctx), False)
 
@@ -131,7 +131,7 @@ def rounded(inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded |
 
 def _rounds_x(node: Node, ctx: LowerContext) -> bool:
     """Whether the kernels take x rounded to Q8_1 on the way."""
-    if _kernels(node, ctx) & {"mat_mul/coop_mat.comp", "mat_mul/f32.comp"}:
+    if _kernels(node, ctx) & {"mat_mul/coop_mat.comp", "mat_mul/coop_reg.comp", "mat_mul/f32.comp"}:
         return False
     batch, (w, x) = Batch.of(node), node.inputs
     copied = "w_view" in node.params or w.kind != "weight"

@@ -45,7 +45,10 @@ class Reader:
 
     @property
     def order(self) -> tuple[str, int]:
-        """("", 0) where columns are tokens; else the route they follow, and the columns of its tiles."""
+        """("", 0) where columns are tokens; else the route they follow, and the columns of its tiles. Of coop_reg: unit order, and the
+        columns of a matrix."""
+        if self.shape.way == "coop_reg":
+            return "units", self.shape.matrix[1]
         return (self.mat_vec.route.name, self.shape.tile_n) if self.mat_vec.route else ("", 0)
 
     def reading(self, x: Tensor) -> Node:
@@ -135,13 +138,13 @@ class _Packing:
             return None
         mat_vec = MatVecNode.of(node)
         shape = choose(mat_vec, self.ctx).shape
-        return Reader(number, mat_vec, shape) if shape and shape.way == "coop_mat" and mat_vec.x.name == name else None
+        return Reader(number, mat_vec, shape) if shape and shape.way in ("coop_mat", "coop_reg") and mat_vec.x.name == name else None
 
     def _by_producer(self, producer: Node, readers: Sequence[Reader]) -> Tensor | None:
         """What a producer stores packed for all of these readers; None where it cannot."""
         first, name = readers[0], f"{producer.name}.f16"
         n, k = first.mat_vec.n, first.mat_vec.k
-        if any(r.order != first.order for r in readers):
+        if first.shape.way == "coop_reg" or any(r.order != first.order for r in readers):
             return None
         if producer.op == "FLASH_ATTN_EXT" and self.by == "producer" and packs_output(producer, first.shape, self.ctx):
             return Tensor(name, "F16", (room(n, *(r.shape for r in readers)), k))
@@ -163,10 +166,13 @@ class _Packing:
         by_order: dict[tuple[str, int], list[Reader]] = {}
         for r in readers:
             by_order.setdefault(r.order, []).append(r)
-        factors = Tensor(f"{name}.factors", "F32", (prod(x.shape[:-1]),)) if norm and len(by_order) > 1 else None
+        stores = any(r.mat_vec.route is None and r.shape.way == "coop_mat" for r in readers) and len(by_order) > 1
+        factors = Tensor(f"{name}.factors", "F32", (prod(x.shape[:-1]),)) if norm and stores else None
         for mine in sorted(by_order.values(), key=lambda group: group[0].mat_vec.route is not None):  # factors are stored first
             first, ahead_of = mine[0].mat_vec, mine
-            if first.route is None:
+            if mine[0].shape.way == "coop_reg":
+                pack = pack_node(f"{name}.units", x, first.n, mine[0].shape, norm=norm)
+            elif first.route is None:
                 columns = room(first.n, *(r.shape for r in mine))
                 pack = pack_node(f"{name}.f16", x, first.n, mine[0].shape, columns=columns, norm=norm, factors=factors, stores_factors=True)
                 ahead_of = list(readers) if factors else mine

@@ -19,7 +19,7 @@ from vkback.ops.mat_mul import Way, matrix_shape
 from vkback.shader import ShaderLibrary, Variant
 from vkback.timing.launches import span_us, warm_up
 
-RATE_NAMES: dict[Way, str] = {"coop_mat": "matrix rate", "int_dot": "integer dot rate", "f32": "f32 rate"}
+RATE_NAMES: dict[Way, str] = {"coop_mat": "matrix rate", "coop_reg": "matrix rate", "int_dot": "integer dot rate", "f32": "f32 rate"}
 
 MATRIX_CUTS = ((4, 2, 4), (4, 4, 4), (8, 2, 2), (8, 4, 2))
 """Subgroups of a workgroup, matrices A and matrices B of each: which is best differs from device to device."""
@@ -63,6 +63,7 @@ class MathRates:
         self._known: dict[Way, MathRate] = {}
 
     def of(self, way: Way) -> MathRate:
+        way = "coop_mat" if way == "coop_reg" else way  # the same matrices
         if way not in self._known:
             self._known[way] = measure_math_rate(self._device, self._library, way)
         return self._known[way]

@@ -1,0 +1,177 @@
+#version 450
+// Y = X W^T for few columns by cooperative matrices, weights decoded in registers: what waits for weights from memory, as mat-vecs do.
+//
+//   binding 0  weights, planes of docs/architecture.md
+//   binding 1  x F16 in unit order (mat_mul/units.glsl), x_stride words of 16 bytes for FN columns
+//   binding 2  y F32 [n][y_stride]
+//   binding 3  bias F32, binding 4 residual F32, binding 5 any buffer: as in mat_mul/iface.glsl
+//
+// A workgroup makes a tile of ROW_WARPS * WARP_M weight rows times TILE_N columns. Each subgroup takes WARP_M rows of it, all columns, and every
+// K_WARPS-th block along K (sliced-K). A lane loads whole units of 32 weights, neighbouring lanes neighbouring units of a row, decodes them to f16,
+// and has in them just what its elements of matrices A are: no shared memory, no barriers. Registers are loaded for the subgroup's next block as soon
+// as they are free. In the end the sums of the slices are added through shared memory, in a fixed order.
+//
+// Defines: QUANT_FILE. The rest are specialization constants.
+#include "mat_mul/matrix.glsl"
+
+layout(constant_id = 5) const uint WARP_M = 32;
+layout(constant_id = 6) const uint TILE_N = 16;
+layout(constant_id = 7) const uint ROW_WARPS = 1;
+layout(constant_id = 8) const uint ROW_LANES = 4;
+layout(constant_id = 9) const uint HAS_BIAS = 0;
+layout(constant_id = 10) const uint HAS_RESIDUAL = 0;
+layout(constant_id = 11) const uint GLU = 0;
+layout(constant_id = 12) const float GLU_ALPHA = 1.0;
+layout(constant_id = 13) const float GLU_LIMIT = 1.0;
+const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
+
+#define PATH_INT 0
+#include "quant/weights.glsl"
+#include "mat_mul/iface.glsl"
+#include "quant/place.glsl"
+#include QUANT_FILE
+#include "mat_mul/tile.glsl"
+#include "mat_mul/glu.glsl"
+#include "mat_mul/pack.glsl"
+#include "mat_mul/unit_f16.glsl"
+#include "mat_mul/units.glsl"
+
+layout(std430, set = 0, binding = 1) readonly buffer X { uvec4 x4[]; };
+layout(std430, set = 0, binding = 2) writeonly buffer Y { float y1[]; };
+layout(std430, set = 0, binding = 2) writeonly buffer YQuads { vec4 y4[]; };
+layout(std430, set = 0, binding = 3) readonly buffer Bias { float bias[]; };
+layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]; };
+
+const uint K_WARPS = WG / SG / ROW_WARPS;
+const uint MS = WARP_M / FM, NS = TILE_N / FN;
+const uint OWN_ROWS = FM / GROUPS;                 // rows of a matrix that a lane has
+const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes a block
+const uint MATRICES = 32 / V;                      // along K in a block
+const uint STAGE_PITCH = WARP_M / 4 + 1;
+const uint STAGE_WORDS = TILE_N * STAGE_PITCH;     // the sums of a subgroup
+const uint STAGES = ROW_WARPS * (K_WARPS > 1 ? K_WARPS / 2 : 1);
+
+shared vec4 stages[STAGES * STAGE_WORDS];
+
+MATRIX_SUM sums[MS * NS];
+UnitRaw raw[UNITS];
+uvec4 x[NS * BLOCK_WORDS];
+uint blocks;
+
+float16_t half_at(uvec4 word, uint i) {
+    const f16vec2 pair = unpackFloat2x16(word[i / 2]);
+    return i % 2 == 0 ? pair.x : pair.y;
+}
+
+void fetch(uint i, uint first_row, uint block) {
+    const uint row = first_row + i / OWN_ROWS * FM + i % OWN_ROWS * GROUPS + gl_SubgroupInvocationID / T;
+    raw[i] = unit_load(place(min(row, p.m - 1u), min(block * T + gl_SubgroupInvocationID % T, end_unit - 1u)));
+}
+
+void fetch_x(uint n, uint i, uint block) {
+    x[n * BLOCK_WORDS + i] = x4[(tile_number * NS + n) * p.x_stride + (min(block, blocks - 1u) * BLOCK_WORDS + i) * SG + gl_SubgroupInvocationID];
+}
+
+// The products of a block. Registers of weights and activations are loaded with those of the subgroup's next block after their last use.
+void multiply(uint first_row, uint block) {
+    [[unroll]] for (uint i = 0; i < MS; i++) {
+        uvec4 w[OWN_ROWS * 4];
+        [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {
+            uvec4 words[4];
+            unit_f16(raw[i * OWN_ROWS + r], true, words);  // past the end of a row x is zero
+            [[unroll]] for (uint j = 0; j < 4; j++) w[r * 4 + j] = words[j];
+            fetch(i * OWN_ROWS + r, first_row, block + K_WARPS);
+        }
+        [[unroll]] for (uint j = 0; j < MATRICES; j++) {
+            MATRIX_A a;
+            [[unroll]] for (uint r = 0; r < OWN_ROWS; r++)
+                [[unroll]] for (uint e = 0; e < V; e++) a[r * V + e] = half_at(w[r * 4 + (j * V + e) / 8], (j * V + e) % 8);
+            [[unroll]] for (uint n = 0; n < NS; n++) {
+                MATRIX_B b;
+                [[unroll]] for (uint e = 0; e < OWN_COLUMNS * V; e++) {
+                    const uint number = j * OWN_COLUMNS * V + e;
+                    b[e] = half_at(x[n * BLOCK_WORDS + number / 8], number % 8);
+                }
+                sums[i * NS + n] = coopMatMulAdd(a, b, sums[i * NS + n]);
+                const uint used = (j + 1) * OWN_COLUMNS * V;  // values of x
+                if (i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, block + K_WARPS);
+            }
+        }
+    }
+}
+
+void put_sums(uint stage) {
+    [[unroll]] for (uint i = 0; i < MS; i++)
+        [[unroll]] for (uint n = 0; n < NS; n++)
+            coopMatStore(sums[i * NS + n], stages, stage * STAGE_WORDS + n * FN * STAGE_PITCH + i * FM / 4, STAGE_PITCH,
+                         gl_CooperativeMatrixLayoutColumnMajor);
+}
+
+void add_sums(uint stage) {
+    [[unroll]] for (uint i = 0; i < MS; i++)
+        [[unroll]] for (uint n = 0; n < NS; n++) {
+            MATRIX_SUM other;
+            coopMatLoad(other, stages, stage * STAGE_WORDS + n * FN * STAGE_PITCH + i * FM / 4, STAGE_PITCH,
+                        gl_CooperativeMatrixLayoutColumnMajor);
+            sums[i * NS + n] = sums[i * NS + n] + other;
+        }
+}
+
+// Four neighbouring output rows, from `row` of the tile on, of a column of the tile.
+vec4 finished(uint row, uint c, uint column) {
+    vec4 v[2];
+    const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
+    [[unroll]] for (uint i = 0; i < quads; i++) {
+        v[i] = p.y_scale * stages[row / WARP_M * STAGE_WORDS + c * STAGE_PITCH + row % WARP_M / 4u + i];
+        if (HAS_BIAS != 0)
+            [[unroll]] for (uint e = 0; e < 4; e++) v[i][e] += bias[p.w_row0 + min(matrix_row + 4u * i + e, p.m - 1u)];
+    }
+    if (GLU != 0) return vec4(glu(v[0].x, v[0].y), glu(v[0].z, v[0].w), glu(v[1].x, v[1].y), glu(v[1].z, v[1].w));
+    if (HAS_RESIDUAL != 0)
+        [[unroll]] for (uint e = 0; e < 4; e++)
+            if (matrix_row + e < p.m) v[0][e] += residual[column * p.y_stride + p.y_offset + matrix_row + e];
+    return v[0];
+}
+
+const uint OUT_SHIFT = GLU != 0 ? 1 : 0;
+const uint OUT_QUADS = TILE_M >> (2 + OUT_SHIFT);
+
+void store_tile() {
+    const uint rows = p.m >> OUT_SHIFT;
+    for (uint item = gl_LocalInvocationID.x; item < tile_count * OUT_QUADS; item += WG) {
+        const uint c = item / OUT_QUADS, quad = item % OUT_QUADS, row = (tile_row >> OUT_SHIFT) + 4u * quad;
+        if (row >= rows) continue;
+        const vec4 v = finished(quad << (2 + OUT_SHIFT), c, tile_column + c);
+        const uint at = (tile_column + c) * p.y_stride + p.y_offset + row;
+        if ((at & 3u) == 0u && row + 3u < rows) y4[at >> 2] = v;
+        else
+            [[unroll]] for (uint e = 0; e < 4; e++)
+                if (row + e < rows) y1[at + e] = v[e];
+    }
+}
+
+void main() {
+#ifdef UNIT_TABLE
+    unit_table(gl_LocalInvocationID.x, WG);
+    barrier();
+#endif
+    if (!find_tile()) return;
+    const uint row_warp = gl_SubgroupID / K_WARPS, slice = gl_SubgroupID % K_WARPS;
+    const uint first_row = tile_row + row_warp * WARP_M;
+    blocks = (end_unit + T - 1u) / T;
+    [[unroll]] for (uint i = 0; i < UNITS; i++) fetch(i, first_row, slice);
+    [[unroll]] for (uint n = 0; n < NS; n++)
+        [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice);
+    [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
+    [[dont_unroll]] for (uint block = slice; block < blocks; block += K_WARPS) multiply(first_row, block);
+    // Halves of the slices are added to the others until one is left.
+    [[unroll]] for (uint half_way = K_WARPS / 2; half_way > 0; half_way /= 2) {
+        if (slice >= half_way && slice < 2 * half_way) put_sums(row_warp * half_way + slice - half_way);
+        barrier();
+        if (slice < half_way) add_sums(row_warp * half_way + slice);
+        barrier();
+    }
+    if (slice == 0u) put_sums(row_warp);
+    barrier();
+    store_tile();
+}

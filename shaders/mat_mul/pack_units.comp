@@ -1,0 +1,79 @@
+#version 450
+// Activations as f16 in unit order (mat_mul/units.glsl), for mat_mul/coop_reg.comp; with NORM the RMS norm of each row before.
+//
+//   binding 0  x F32 [n][k]
+//   binding 1  y F16; columns past the last are left as they are
+//   binding 2  norm weight F32 [k] (NORM 2); else any buffer
+//
+// A workgroup packs a column, or with several along y a part of it: a thread takes four neighbours at a time. With NORM it first adds up the
+// squares of the whole row.
+//
+// No defines; all is specialized.
+#extension GL_EXT_control_flow_attributes : require
+#extension GL_EXT_shader_explicit_arithmetic_types_float16 : require
+#extension GL_EXT_shader_16bit_storage : require
+#extension GL_KHR_shader_subgroup_arithmetic : require
+layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
+layout(constant_id = 0) const uint WG = 256;  // threads
+layout(constant_id = 1) const uint SG = 32;   // threads of a subgroup
+layout(constant_id = 2) const uint FM = 16;   // shape of the matrices
+layout(constant_id = 3) const uint FN = 16;
+layout(constant_id = 4) const uint FK = 16;
+layout(constant_id = 5) const uint ROW_LANES = 4;
+layout(constant_id = 6) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight
+#include "mat_mul/pack.glsl"
+#include "mat_mul/units.glsl"
+
+layout(push_constant) uniform Push {
+    uint k;         // values of a row of x
+    uint y_stride;  // words of 16 bytes of a column of matrices
+    uint blocks;    // of T units; what is past the end of a row becomes zeros
+    float eps;
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer X { float x[]; };
+layout(std430, set = 0, binding = 0) readonly buffer XQuads { vec4 x4[]; };
+layout(std430, set = 0, binding = 1) writeonly buffer Y { float16_t y1[]; };
+layout(std430, set = 0, binding = 1) writeonly buffer YPairs { uvec2 y2[]; };
+layout(std430, set = 0, binding = 2) readonly buffer NormWeight { float norm_weight[]; };
+
+shared float squares[WG / SG];
+
+vec4 four_of(uint row, uint quad) {
+    if (4u * quad >= p.k) return vec4(0.0);
+    if ((p.k & 3u) == 0u) return x4[row * (p.k >> 2) + quad];
+    vec4 v;
+    [[unroll]] for (uint i = 0; i < 4; i++) v[i] = 4u * quad + i < p.k ? x[row * p.k + 4u * quad + i] : 0.0;
+    return v;
+}
+
+float row_factor(uint row) {
+    if (NORM == 0) return 1.0;
+    float square = 0.0;
+    for (uint quad = gl_LocalInvocationID.x; 4u * quad < p.k; quad += WG) {
+        const vec4 v = four_of(row, quad);
+        square += dot(v, v);
+    }
+    square = subgroupAdd(square);
+    if (gl_SubgroupInvocationID == 0u) squares[gl_SubgroupID] = square;
+    barrier();
+    float sum = 0.0;
+    [[unroll]] for (uint i = 0; i < WG / SG; i++) sum += squares[i];
+    return inversesqrt(sum / float(p.k) + p.eps);
+}
+
+void main() {
+    const uint column = gl_WorkGroupID.x;
+    const float factor = row_factor(column);
+    for (uint quad = gl_WorkGroupID.y * WG + gl_LocalInvocationID.x; quad < p.blocks * T * 8u; quad += gl_NumWorkGroups.y * WG) {
+        vec4 v = factor * four_of(column, quad);
+        if (NORM == 2)
+            [[unroll]] for (uint i = 0; i < 4; i++) v[i] *= norm_weight[min(4u * quad + i, p.k - 1u)];
+        const uvec2 packed = pack_four(v);
+        if (V >= 4) {
+            y2[unit_place(column, 4u * quad, p.y_stride) / 4u] = packed;
+        } else
+            [[unroll]] for (uint i = 0; i < 4; i++)
+                y1[unit_place(column, 4u * quad + i, p.y_stride)] = float16_t(unpackHalf2x16(packed[i / 2])[i % 2]);
+    }
+}

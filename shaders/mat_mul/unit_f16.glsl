@@ -1,0 +1,50 @@
+// A unit of 32 weights as f16 in K order (mat_mul/matrix.glsl), eight a word. Needs quant/weights.glsl, a QUANT_FILE and mat_mul/pack.glsl.
+
+#if UNIT_INTS
+// Bytes of a word as f16: above 1024 an f16's last bit is worth 1, so a byte put into the low bits of 1024 is 1024 more.
+f16vec2 bytes_of(uint word) {
+#if UNIT_SIGNED
+    return unpackFloat2x16((word & 0x00ff00ffu) | 0x64006400u) - f16vec2(1152.0);
+#else
+    return unpackFloat2x16((word & 0x00ff00ffu) | 0x64006400u) - f16vec2(1024.0);
+#endif
+}
+
+uint scaled(uint word, f16vec2 scale, f16vec2 bias) {
+#if UNIT_BIAS
+    return packFloat2x16(fma(bytes_of(word), scale, -bias));
+#else
+    return packFloat2x16(bytes_of(word) * scale);
+#endif
+}
+
+// there: false makes zeros of it.
+void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
+    uint q[8];
+    vec2 scale, bias;
+    unit_ints(unit, q, scale, bias);
+    if (!there) scale = bias = vec2(0.0);
+    const f16vec2 scales = f16vec2(scale), biases = f16vec2(bias);
+    [[unroll]] for (uint i = 0; i < 4; i++) {
+#if UNIT_HALVES
+        const f16vec2 s = i < 2 ? scales.xx : scales.yy, b = i < 2 ? biases.xx : biases.yy;
+#else
+        const f16vec2 s = scales.xx, b = biases.xx;
+#endif
+#if UNIT_SIGNED
+        const uint low = q[2 * i] ^ 0x80808080u, high = q[2 * i + 1] ^ 0x80808080u;
+#else
+        const uint low = q[2 * i], high = q[2 * i + 1];
+#endif
+        words[i] = uvec4(scaled(low, s, b), scaled(low >> 8, s, b), scaled(high, s, b), scaled(high >> 8, s, b));
+    }
+}
+#else
+void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
+    vec4 w[8];
+    unit_decode(unit, w);
+    if (!there)
+        [[unroll]] for (uint i = 0; i < 8; i++) w[i] = vec4(0.0);
+    [[unroll]] for (uint i = 0; i < 4; i++) words[i] = uvec4(pack_four(w[2 * i]), pack_four(w[2 * i + 1]));
+}
+#endif

@@ -1,0 +1,172 @@
+"""Products of few tokens by cooperative matrices with weights decoded in registers: packing in unit order, products of every type."""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernel_paths import planned_for
+from test_mat_mul import nmse, run_chain
+
+from vkback import quants
+from vkback.device import Device
+from vkback.device.capabilities import MatrixShape
+from vkback.graph import Node, Tensor
+from vkback.ops import mat_mul, mat_mul_reg
+from vkback.ops.base import OPS, LowerContext, PlanError
+from vkback.ops.mat_mul import MatMul, MatMulShape
+from vkback.ops.mat_mul_lower import F16_TOLERANCE
+from vkback.ops.mat_vec import QUANTS, weight
+from vkback.plan.tuning import Overrides
+from vkback.shader import ShaderLibrary
+
+H200 = planned_for("nvidia_h200_linux")
+SHAPES = tuple(MatrixShape(16, n, 16, "f16", "f16", "f32", "f32", False, "subgroup") for n in (8, 16))
+WITH_MATRICES = dataclasses.replace(H200, caps=dataclasses.replace(H200.caps, cooperative_matrix_shapes=SHAPES))
+CUT: dict[str, Any] = {"kernel": "coop_reg", "tile_m": 16, "tile_n": 8, "warp_m": 8, "slice_k": 2}
+"""A cut that a CPU driver compiles in seconds."""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ShaderLibrary:
+    return ShaderLibrary()
+
+
+def by_registers(ctx: LowerContext, device: Device) -> LowerContext:
+    if not mat_mul.matrix_shapes(device.caps):
+        pytest.skip(f"{device.caps.name} has no cooperative matrices")
+    return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {"mat_mul": CUT}, "coop_reg"))
+
+
+def unit_place(column: int, k: int, stride: int, shape: MatMulShape, lanes: int) -> int:
+    """The place of a value, as shaders/mat_mul/units.glsl describes it: block, lane and element of a matrix."""
+    _, columns, depth = shape.matrix
+    t = shape.row_lanes
+    groups, each = lanes // t, depth // t
+    block, unit, value = k // (32 * t), k // 32 % t, k % 32
+    matrix, element = divmod(value, each)
+    own = columns // groups
+    number = (matrix * own + column % columns // groups) * each + element
+    lane = column % groups * t + unit
+    word = (column // columns) * stride + (block * 4 * own + number // 8) * lanes + lane
+    return 8 * word + number % 8
+
+
+def test_every_value_has_a_place_of_its_own() -> None:
+    """All places of a packed tensor are used, each once, for NVIDIA's order of rows and llvmpipe's."""
+    for matrix, t, lanes in (((16, 16, 16), 4, 32), ((16, 8, 16), 4, 32), ((8, 8, 8), 8, 8)):
+        shape = MatMulShape("coop_reg", 16, 16, warps=1, warp_m=16, matrix=matrix, row_lanes=t)
+        caps = dataclasses.replace(H200.caps, subgroup_size=lanes)
+        tensor = mat_mul_reg.packed_units("x", 5, 300, shape)
+        stride = mat_mul_reg.units_stride(300, shape, caps)
+        columns, k = tensor.shape
+        places = {unit_place(c, i, stride, shape, lanes) for c in range(columns) for i in range(k)}
+        assert places == set(range(prod(tensor.shape))), matrix
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("k", [256, 300])
+def test_packing(k: int, norm: bool, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    """Runs everywhere: packing itself needs no matrices. The order is that of matrices of 8x8x8 on a CPU driver, of 16x16x16 elsewhere."""
+    caps, n = device.caps, 5
+    matrix, t = ((8, 8, 8), 8) if caps.subgroup_size == 8 else ((16, 16, 16), 4)
+    shape = MatMulShape("coop_reg", 16, 16, warps=1, warp_m=16, matrix=matrix, row_lanes=t)
+    rng = np.random.default_rng(5)
+    values = rng.standard_normal((n, k)).astype(np.float32)
+    scale = rng.uniform(0.5, 2, k).astype(np.float32)
+    x, w = Tensor("x", "F32", (n, k), "input"), Tensor("w", "F32", (k,), "input")
+    y = mat_mul_reg.packed_units("y", n, k, shape)
+    d = mat_mul_reg.pack_units(x, y, n, shape, caps, norm=w if norm else None, eps=1e-5 if norm else None)
+    chosen = {"x": values} | ({"w": scale} if norm else {})
+    got = run_chain(device, kernels, ctx, [d], chosen, (x, w) if norm else (x,), (y,))["y"].reshape(-1)
+    want = values.astype(np.float64)
+    if norm:
+        want = want / np.sqrt(np.square(want).mean(-1, keepdims=True) + 1e-5) * scale
+    full = np.zeros((n, y.shape[1]))
+    full[:, :k] = want
+    full = full.reshape(n, -1, 4)[..., [0, 2, 1, 3]].reshape(n, -1)  # K order
+    stride = mat_mul_reg.units_stride(k, shape, caps)
+    places = np.array([[unit_place(c, i, stride, shape, caps.subgroup_size) for i in range(y.shape[1])] for c in range(n)])
+    np.testing.assert_allclose(got[places], full, rtol=1e-3, atol=1e-4)  # f16: 2^-11 of a value
+
+
+def run_product(
+    device: Device, kernels: ShaderLibrary, ctx: LowerContext, quant: str, m: int, n: int, k: int, **more: Any
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
+    """What the kernel makes of a random product and what numpy does. more: glu, bias, residual."""
+    rng = np.random.default_rng(m + n)
+    shape = mat_mul_reg.shape_of(16, 8, 8, 2, mat_mul.row_lanes(ctx), device.caps)
+    assert shape is not None
+    w, x = weight("w", quant, (m, k)), Tensor("x", "F32", (n, k), "input")
+    y = Tensor("y", "F32", (n, m // 2 if more.get("glu") else m))
+    values: dict[str, Any] = {"w": quants.random_blocks(quant, m, k, rng, std=0.5), "x": rng.uniform(-1, 1, (n, k)).astype(np.float32)}
+    bias, residual = Tensor("bias", "F32", (m,), "input"), Tensor("residual", "F32", (n, y.shape[1]), "input")
+    inputs = [w, x]
+    for tensor in (bias, residual):
+        if more.get(tensor.name):
+            values[tensor.name] = rng.uniform(-2, 2, tensor.shape).astype(np.float32)
+            inputs.append(tensor)
+    packed = mat_mul_reg.packed_units("x16", n, k, shape)
+    job = MatMul(
+        w,
+        packed,
+        y,
+        n,
+        glu=more.get("glu", ""),
+        bias=bias if more.get("bias") else None,
+        residual=residual if more.get("residual") else None,
+    )
+    chain = [mat_mul_reg.pack_units(x, packed, n, shape, device.caps), *mat_mul_reg.lower(job, shape, device.caps)]
+    got = run_chain(device, kernels, ctx, chain, values, tuple(inputs), (y,))["y"]
+    want = values["x"].astype(np.float64) @ quants.decode(quant, values["w"]).reshape(m, -1)[:, :k].astype(np.float64).T
+    want = want + values.get("bias", 0.0)
+    if more.get("glu"):
+        want = want[:, 0::2] / (1 + np.exp(-want[:, 0::2])) * want[:, 1::2]
+    return got, np.asarray(want + values.get("residual", 0.0))
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("quant", QUANTS)
+def test_product(quant: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    """Odd rows, columns that leave a tile part empty, rows of K that leave a block part empty."""
+    use = by_registers(ctx, device)
+    for m, n, k in ((37, 5, 768), (16, 8, 256)):
+        assert nmse(*run_product(device, kernels, use, quant, m, n, k)) <= F16_TOLERANCE.nmse, (m, n, k)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("more", [{"glu": "silu"}, {"bias": True, "residual": True}, {"residual": True}], ids=str)
+def test_epilogue(more: dict[str, Any], device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    use = by_registers(ctx, device)
+    assert nmse(*run_product(device, kernels, use, "Q4_K", 50, 3, 512, **more)) <= 4 * F16_TOLERANCE.nmse  # GLU multiplies two such sums
+
+
+def test_tables_choose_it_for_few_tokens() -> None:
+    """Dense products of 3 to 16 tokens on Hopper; not where the order of rows is unknown, nor with --act f32."""
+
+    def kernels(n: int, **changes: Any) -> set[str]:
+        w, x, y = weight("w", "Q4_K", (4096, 4096)), Tensor("x", "F32", (n, 4096), "input"), Tensor("y", "F32", (n, 4096))
+        node = Node("MAT_VEC", (w, x), (y,), {"roles": ("w", "x")})
+        return {d.kernel.source for d in OPS["MAT_VEC"].lower(node, dataclasses.replace(WITH_MATRICES, **changes))}
+
+    for n in (3, 4, 8, 9, 16):
+        assert "mat_mul/coop_reg.comp" in kernels(n), n
+        assert not any(k.startswith("mat_mul/") for k in kernels(n, row_lanes=0)), n
+        assert not any(k.startswith("mat_mul/coop") for k in kernels(n, act="f32")), n
+    assert "mat_mul/coop_mat.comp" in kernels(64)
+
+
+def test_what_is_refused() -> None:
+    shape = mat_mul_reg.shape_of(16, 16, 16, 16, 4, WITH_MATRICES.caps)
+    assert shape is not None and shape.matrix == (16, 16, 16)
+    assert mat_mul_reg.shape_of(16, 8, 16, 16, 4, WITH_MATRICES.caps) is not None
+    assert mat_mul_reg.shape_of(16, 16, 16, 16, 0, WITH_MATRICES.caps) is None  # order of rows unknown
+    assert mat_mul_reg.shape_of(1024, 16, 16, 16, 4, WITH_MATRICES.caps) is None  # too many threads
+    w, x = weight("w", "Q4_K", (64, 256)), Tensor("x", "F32", (4, 256), "input")
+    with pytest.raises(PlanError, match="coop_reg makes F32 of a dense product and packed F16"):
+        mat_mul_reg.lower(MatMul(w, x, Tensor("y", "F32", (4, 64)), 4), shape, WITH_MATRICES.caps)

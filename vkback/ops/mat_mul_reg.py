@@ -1,0 +1,127 @@
+"""Products of a stored weight and few tokens by cooperative matrices, weights decoded in registers: shaders/mat_mul/coop_reg.comp as pure
+lowering helpers, beside those of vkback/ops/mat_mul.py.
+
+For 2 to 16 tokens a product waits for weights from memory, as a mat-vec does. The kernel reads them as mat-vecs do, each lane whole units,
+and its time hardly depends on the number of tokens. It counts on which lanes share a row of a matrix (`mat_mul.row_lanes`).
+"""
+
+from __future__ import annotations
+
+from vkback.device import Capabilities
+from vkback.graph import Tensor
+from vkback.ops.base import Arg, Dispatch, PlanError, Shard, ceil_div, nbytes, pack_push, shards
+from vkback.ops.code_books import decoder
+from vkback.ops.mat_mul import (
+    GLU_KINDS,
+    UNIT,
+    MatMul,
+    MatMulShape,
+    bindings,
+    float_bits,
+    grid,
+    matrix_shapes,
+    matrix_spec,
+    push_words,
+    required_subgroup,
+    weight_bytes,
+)
+from vkback.shader import Variant
+
+
+def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, caps: Capabilities) -> MatMulShape | None:
+    """A shape with the largest matrices that tile_n columns are whole ones of; None where the device has none, or not so many threads or so
+    much shared memory.
+
+    lanes  neighbouring lanes that share a row of a matrix, 0 where that is not known
+    """
+    matrix = next((s for s in matrix_shapes(caps) if tile_n % s[1] == 0 and warp_m % s[0] == 0), None)
+    if matrix is None or not lanes or tile_m % warp_m or caps.subgroup_size % lanes or matrix[2] % lanes or slice_k & (slice_k - 1):
+        return None
+    warps = tile_m // warp_m * slice_k
+    shape = MatMulShape("coop_reg", tile_m, tile_n, UNIT, warps, 1, warp_m, tile_n, matrix, slice_k=slice_k, row_lanes=lanes)
+    fits = warps * caps.subgroup_size <= caps.max_workgroup_invocations and shared_bytes(shape) <= caps.max_shared_memory
+    return shape if fits else None
+
+
+def shared_bytes(shape: MatMulShape) -> int:
+    """Shared memory of shaders/mat_mul/coop_reg.comp, code books left out."""
+    stages = shape.tile_m // shape.warp_m * max(1, shape.slice_k // 2)
+    return 16 * stages * shape.tile_n * (shape.warp_m // 4 + 1)
+
+
+def blocks_of(k: int, shape: MatMulShape) -> int:
+    """Blocks along K, of a unit for each lane of a row."""
+    return ceil_div(ceil_div(k, UNIT), shape.row_lanes)
+
+
+def packed_units(name: str, n: int, k: int, shape: MatMulShape) -> Tensor:
+    """Activations as the kernel takes them (shaders/mat_mul/units.glsl): F16, columns to whole tiles, K to whole blocks."""
+    return Tensor(name, "F16", (ceil_div(n, shape.tile_n) * shape.tile_n, blocks_of(k, shape) * shape.row_lanes * UNIT))
+
+
+def units_stride(k: int, shape: MatMulShape, caps: Capabilities) -> int:
+    """16-byte words of a column of matrices of such a tensor."""
+    own_columns = shape.matrix[1] * shape.row_lanes // caps.subgroup_size
+    return blocks_of(k, shape) * 4 * own_columns * caps.subgroup_size
+
+
+def pack_units(
+    x: Tensor, y: Tensor, n: int, shape: MatMulShape, caps: Capabilities, *, norm: Tensor | None = None, eps: float | None = None
+) -> Dispatch:
+    """The dispatch that makes `y` (see `packed_units`) of x F32 [n, k].
+
+    eps  given: every row is RMS-normed first, and multiplied by `norm` F32 [k] if there is one
+    """
+    k = x.shape[-1]
+    blocks = blocks_of(k, shape)
+    quads = blocks * shape.row_lanes * UNIT // 4
+    most = min(512 if eps is not None else 128, caps.max_workgroup_invocations)
+    threads = max(caps.subgroup_size, min(most, quads) // caps.subgroup_size * caps.subgroup_size)
+    norms = 0 if eps is None else 1 if norm is None else 2
+    spec = tuple(enumerate((threads, caps.subgroup_size, *shape.matrix, shape.row_lanes, norms)))
+    parts = 1 if eps is not None else ceil_div(quads, 2 * threads)
+    return Dispatch(
+        Variant("mat_mul/pack_units.comp", (), required_subgroup(caps), spec),
+        (Arg(x), Arg(y, "w"), Arg(norm or x)),
+        pack_push(k, units_stride(k, shape, caps), blocks, float(eps or 0.0)),
+        (n, parts, 1),
+        "PACK_F16",
+        y.name,
+        "units",
+        nbytes=nbytes(x) + nbytes(y),
+        flops=4 * x.elements,
+    )
+
+
+def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]:
+    """The dispatches of a product, one a shard of its weight. Raises PlanError for what the kernel cannot do."""
+    if job.route is not None or job.y.type != "F32" or job.x.type != "F16" or shape.way != "coop_reg":
+        raise PlanError(f"[mat_mul] {job.name}: coop_reg makes F32 of a dense product and packed F16, got {job.x} and {job.y}")
+    if job.glu and job.m % 2:
+        raise PlanError(f"[mat_mul] {job.name}: rows of {job.w} should alternate gate and up, but they are odd in number")
+    return [_product(job, shape, caps, i, shard) for i, shard in enumerate(shards(job.w, caps))]
+
+
+def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
+    spec = matrix_spec(shape, caps) + tuple(
+        enumerate(
+            (
+                shape.warp_m, shape.tile_n, shape.tile_m // shape.warp_m, shape.row_lanes, int(job.bias is not None),
+                int(job.residual is not None), GLU_KINDS[job.glu], float_bits(job.alpha), float_bits(job.limit),
+            ),
+            5,
+        )
+    )  # fmt: skip
+    whole = job.y.shape[-1] == job.m >> (job.glu != "") and len(shards(job.w, caps)) == 1
+    return Dispatch(
+        Variant("mat_mul/coop_reg.comp", tuple(sorted(decoder(job.w.type, caps).items())), required_subgroup(caps), spec),
+        bindings(job, index, job.y, "" if whole else f"rows {job.y_row0} {shard.row0}"),
+        push_words(job, shape, shard, units_stride(job.k, shape, caps), job.y.shape[-1]),
+        grid(job, shape, shard),
+        "MUL_MAT",
+        job.name,
+        f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.warps} subgroups share a row",
+        nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
+        weight_bytes=weight_bytes(job, shard),
+        flops=2 * shard.rows * job.k * job.n,
+    )
