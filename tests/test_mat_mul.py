@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,6 +126,8 @@ def glu(spec: Spec, y: Array) -> Array:
     if spec.glu == "oai":
         gate = np.minimum(gate, OAI["limit"])
         return np.asarray(gate / (1 + np.exp(-OAI["alpha"] * gate)) * (np.clip(up, -OAI["limit"], OAI["limit"]) + 1))
+    if spec.glu == "gelu":
+        return np.asarray(0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up)
     return np.asarray(gate / (1 + np.exp(-gate)) * up)
 
 
@@ -209,6 +212,7 @@ def specs() -> Iterator[Spec]:
             yield Spec(way, quant, 33, 1, 256)
             yield Spec(way, quant, 100, 7, 768, bias=True, residual=True)
             yield Spec(way, quant, 70, 21, 256, glu="silu", bias=True)
+            yield Spec(way, quant, 70, 21, 256, glu="gelu")
             for ids in ("spread", "one", "few"):
                 yield Spec(way, quant, 40, 21, 256, ids=ids, bias=True)
             yield Spec(way, quant, 34, 9, 256, ids="spread", shared=False, glu="oai", bias=True)

@@ -5,6 +5,8 @@
 //   SYNC_SENTINEL  1: results are stored with not_sentinel(), so that no stored word equals SENTINEL
 //   SPINS          1: inputs of the stage before are read with SPIN_UNTIL; memory holds SENTINEL wherever nothing was written yet
 //
+//   SPINS_ALSO     1: so are the inputs that may be older than the last barrier, because they are not
+//
 //   SPIN_UNTIL(read, arrived)   repeats the statement `read` until the condition `arrived` holds; each thread for itself
 //   bool arrived(words)         whether none of the words is SENTINEL
 //   not_sentinel(v)             v, a float or vec4, with -0 for the number whose bits are SENTINEL (-1.18e-38)
@@ -20,6 +22,10 @@
 #ifndef SYNC_SENTINEL
 #define SYNC_SENTINEL 0
 #define SPINS 0
+#endif
+
+#ifndef SPINS_ALSO
+#define SPINS_ALSO 0
 #endif
 
 #define SENTINEL 0x80808080u

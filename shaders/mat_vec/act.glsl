@@ -1,7 +1,8 @@
 // Where a unit of 32 activations comes from.
 //   PROLOGUE_NONE  from memory, F32 or Q8_1 as stored
 //   PROLOGUE_NORM  from shared memory. Every workgroup reads one token's F32 x, applies the RMS norm and its weight, and stores the result
-//                  there; the integer path quantizes it on the way
+//                  there; the integer path quantizes it on the way. With BIND_NORM_BIAS it is a layer norm with a bias. With BIND_POST_NORM x is
+//                  first normed, weighted and added to another tensor; with BIND_SUM the first workgroup stores that sum
 //   PROLOGUE_COPY  from shared memory. Every workgroup copies its rows of a Q8_1 x there
 
 struct ActRaw { uvec4 lo, hi; uvec2 ds; };  // Q8_1 as stored
@@ -42,25 +43,53 @@ void keep(uint i, vec4 v) {
 }
 #endif
 
-// 1 / rms of x, a factor of every row sum. It is applied in the epilogue, so that the walk does not wait for the reduction.
+// 1 / rms of x, a factor of every row sum. It is applied in the epilogue, so that the walk does not wait for the reduction. A layer norm is
+// applied before x is stored, since what it adds is not to be multiplied.
 float norm_factor;
 
 // A thread keeps VALUES4 vec4 in registers until they are quantized.
 vec4 x_values[VALUES4];
 vec4 norm_values[VALUES4];
+#ifdef BIND_NORM_BIAS
+vec4 norm_bias_values[VALUES4];
+#endif
+#ifdef BIND_POST_NORM
+vec4 post_values[VALUES4];
+vec4 post_residual_values[VALUES4];
+#endif
+#define VALUE_AT(tid, j) min(tid + uint(j * WG), K_UNITS * 8 - 1u)
+#define WITHIN_X(tid, j) (K_UNITS * 8 % WG == 0 || tid + uint(j * WG) < K_UNITS * 8)
 
 void fetch_norm(uint tid) {
-    [[unroll]] for (int j = 0; j < VALUES4; j++) norm_values[j] = norm4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
+    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+        norm_values[j] = norm4[VALUE_AT(tid, j)];
+#ifdef BIND_NORM_BIAS
+        norm_bias_values[j] = norm_bias4[VALUE_AT(tid, j)];
+#endif
+#ifdef BIND_POST_NORM
+        post_values[j] = post_norm4[VALUE_AT(tid, j)];
+#endif
+    }
 }
 
 void read_x(uint tid) {
-    [[unroll]] for (int j = 0; j < VALUES4; j++) x_values[j] = xf4[min(tid + uint(j * WG), K_UNITS * 8 - 1u)];
+    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+        x_values[j] = xf4[VALUE_AT(tid, j)];
+#ifdef BIND_POST_NORM
+        post_residual_values[j] = post_residual4[VALUE_AT(tid, j)];
+#endif
+    }
 }
 
 #if SPINS
 bool x_arrived() {
     bool there = true;
-    [[unroll]] for (int j = 0; j < VALUES4; j++) there = there && arrived(x_values[j]);
+    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+        there = there && arrived(x_values[j]);
+#if defined(BIND_POST_NORM) && SPINS_ALSO
+        there = there && arrived(post_residual_values[j]);
+#endif
+    }
     return there;
 }
 #endif
@@ -72,11 +101,48 @@ void fetch_x(uint tid, uint first_row) {
     read_x(tid);
 #endif
     [[unroll]] for (int j = 0; j < VALUES4; j++) {
-        if (K_UNITS * 8 % WG != 0 && tid + uint(j * WG) >= K_UNITS * 8) x_values[j] = vec4(0.0);
+        if (!WITHIN_X(tid, j)) x_values[j] = vec4(0.0);
     }
 }
 
+#ifdef BIND_POST_NORM
+// x becomes post_residual + norm(x) * post_norm. Values past its end stay zero.
+void post_norm(uint tid) {
+    float square = 0.0;
+    [[unroll]] for (int j = 0; j < VALUES4; j++) square += dot(x_values[j], x_values[j]);
+    const float factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
+    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+        if (!WITHIN_X(tid, j)) continue;
+        x_values[j] = post_residual_values[j] + factor * x_values[j] * post_values[j];
+#ifdef BIND_SUM
+        if (gl_WorkGroupID == uvec3(0)) sum4[tid + uint(j * WG)] = not_sentinel(x_values[j]);
+#endif
+    }
+}
+#endif
+
+#ifdef BIND_NORM_BIAS
 void prologue(uint tid) {
+    float sum = 0.0, square = 0.0;
+    [[unroll]] for (int j = 0; j < VALUES4; j++) sum += dot(x_values[j], vec4(1.0));
+    const float mean = wg_sum(sum) / float(K_UNITS * 32);
+    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+        x_values[j] -= mean;
+        if (WITHIN_X(tid, j)) square += dot(x_values[j], x_values[j]);
+    }
+    const float factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
+    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+        x_values[j] = factor * x_values[j] * norm_values[j] + norm_bias_values[j];
+        keep(tid + uint(j * WG), x_values[j]);
+    }
+    norm_factor = 1.0;
+    barrier();
+}
+#else
+void prologue(uint tid) {
+#ifdef BIND_POST_NORM
+    post_norm(tid);
+#endif
     float square = 0.0;
     [[unroll]] for (int j = 0; j < VALUES4; j++) {
         square += dot(x_values[j], x_values[j]);
@@ -88,6 +154,7 @@ void prologue(uint tid) {
     barrier();  // otherwise wg_sum has one
 #endif
 }
+#endif
 #elif PROLOGUE == PROLOGUE_COPY
 // Copies the rows of x that this workgroup needs, in the order of its weights' units. The indices are plain: with foldable ones, as in act_fetch,
 // a token of llama 1B Q4_K_S takes 383 us on an H200 instead of 350.

@@ -1,4 +1,7 @@
-// Epilogue: bias, GLU and residual on the row sums, then the store as F32 or Q8_1.
+// Epilogue: bias, GLU or gelu, and residual on the row sums, then the store as F32 or Q8_1.
+#if GELU
+#include "elementwise/functions.glsl"
+#endif
 
 #if Y_TYPE == Y_F32
 #define RESIDUAL_STRIDE p.y_stride
@@ -76,8 +79,14 @@ float finished(uint tid, uint turn, uint c) {
 #if GLU && defined(GLU_LIMIT)
     gate = min(gate, GLU_LIMIT);
     return gate / (1.0 + exp(-GLU_ALPHA * gate)) * (clamp(up, -GLU_LIMIT, GLU_LIMIT) + 1.0);
+#elif GLU && GELU
+    return gelu(gate) * up;
 #elif GLU
     return gate / (1.0 + exp(-gate)) * up;
+#elif GELU && PARTIALS > 1
+    return gelu(NORMED(row_total(tid, turn, min(lane, ROWS - 1u), c)) + addend[c]);
+#elif GELU
+    return gelu(NORMED(total[c]) + addend[c]);
 #elif PARTIALS > 1
     return NORMED(row_total(tid, turn, min(lane, ROWS - 1u), c)) + addend[c];
 #else

@@ -1,5 +1,5 @@
 // Bindings and push constants of the mat-vec family. Optional buffers come after the first three; the planner numbers them
-// (BIND_NORM, BIND_BIAS, BIND_RESIDUAL, BIND_IDS, BIND_LOGITS, BIND_EXPERT_WEIGHTS, and BIND_TOPK for the chosen experts).
+// (BIND_NORM, BIND_NORM_BIAS, BIND_POST_NORM, BIND_POST_RESIDUAL, BIND_SUM, BIND_BIAS, BIND_RESIDUAL, BIND_IDS, BIND_LOGITS, BIND_EXPERT_WEIGHTS, and BIND_TOPK for the chosen experts).
 //   0  weights, planes of docs/architecture.md (quant/weights.glsl)
 //   1  x: F32 [tokens][x_stride floats] or Q8_1 [tokens][x_stride 16-byte words]
 //   2  y: F32 [tokens][y_stride floats] or Q8_1 [tokens][y_stride 16-byte words]
@@ -36,6 +36,16 @@ layout(std430, set = 0, binding = 2) writeonly buffer YWords { uint y_words[]; }
 
 #ifdef BIND_NORM
 layout(std430, set = 0, binding = BIND_NORM) readonly buffer NormWeight { vec4 norm4[]; };
+#endif
+#ifdef BIND_NORM_BIAS
+layout(std430, set = 0, binding = BIND_NORM_BIAS) readonly buffer NormBias { vec4 norm_bias4[]; };
+#endif
+#ifdef BIND_POST_NORM
+layout(std430, set = 0, binding = BIND_POST_NORM) readonly buffer PostNorm { vec4 post_norm4[]; };
+layout(std430, set = 0, binding = BIND_POST_RESIDUAL) SYNC_INPUT buffer PostResidual { vec4 post_residual4[]; };
+#endif
+#ifdef BIND_SUM
+layout(std430, set = 0, binding = BIND_SUM) writeonly buffer Sum { vec4 sum4[]; };
 #endif
 #ifdef BIND_BIAS
 layout(std430, set = 0, binding = BIND_BIAS) readonly buffer Bias { float bias1[]; };

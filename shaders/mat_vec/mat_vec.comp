@@ -16,6 +16,7 @@
 //                  N_USED experts are walked as one long row, each with its weight
 //   GLU            1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
 //                  clamped form, SWIGLU_OAI
+//   GELU           1: with GLU gelu, its tanh form, in the place of silu; without: y = gelu of the row sum and its bias
 //   TOPK           1: y holds the logits of a router; the last workgroup to arrive chooses the experts (topk/choose.glsl)
 //   CHOOSE         1: every workgroup chooses its token's experts by the router's logits; one stores ids and weights (EXPERTS_EACH)
 //   ROWS_FULL      1: the matrix is a whole number of tiles, so that row numbers need no bound

@@ -1,10 +1,11 @@
 #version 450
-// RMS norm and layer norm of rows, with the addition before and the weight after.
+// RMS norm and layer norm of rows, with the addition before, the weight, and what is added after.
 //
-//   x = a (+ b)      y = x / sqrt(mean(x^2) + eps) (* w)      layer norm: x - mean(x) in place of x
+//   x = a (+ b)      y = x / sqrt(mean(x^2) + eps) (* w) (+ bias) (+ residual)      layer norm: x - mean(x) in place of x
 //
 // Bindings, in this order, those in brackets where the define says so:
-//   a [rows, dim], [ADD: b [rows, dim]], [WEIGHT: w [dim]], [ADD: sum [rows, dim]], y [rows, dim] F32 or Q8_1 (OUT_Q8_1)
+//   a [rows, dim], [ADD: b [rows, dim]], [WEIGHT: w [dim]], [BIAS: bias [dim]], [RESIDUAL: residual [rows, dim]],
+//   [ADD: sum [rows, dim]], y [rows, dim] F32 or Q8_1 (OUT_Q8_1)
 //
 // One workgroup a row; thread t takes the quads (4 values) t, t + WG_SIZE, ...
 //
@@ -33,19 +34,26 @@ layout(push_constant) uniform Push {
     float eps;
 } p;
 
+#define INPUTS (1 + ADD + WEIGHT + BIAS + RESIDUAL)
 layout(std430, set = 0, binding = 0) readonly buffer InA { ELEMENT a[]; };
 #if ADD
 layout(std430, set = 0, binding = 1) readonly buffer InB { ELEMENT b[]; };
-layout(std430, set = 0, binding = 2 + WEIGHT) buffer OutSum { ELEMENT sum[]; };
+layout(std430, set = 0, binding = INPUTS) buffer OutSum { ELEMENT sum[]; };
 #endif
 #if WEIGHT
 layout(std430, set = 0, binding = 1 + ADD) readonly buffer Weight { ELEMENT w[]; };
 #endif
+#if BIAS
+layout(std430, set = 0, binding = 1 + ADD + WEIGHT) readonly buffer Bias { ELEMENT bias[]; };
+#endif
+#if RESIDUAL
+layout(std430, set = 0, binding = 1 + ADD + WEIGHT + BIAS) readonly buffer Residual { ELEMENT residual[]; };
+#endif
 #if OUT_Q8_1
-layout(std430, set = 0, binding = 1 + 2 * ADD + WEIGHT) writeonly buffer OutY { uint y_words[]; };
+layout(std430, set = 0, binding = INPUTS + ADD) writeonly buffer OutY { uint y_words[]; };
 #include "common/q8_1.glsl"
 #else
-layout(std430, set = 0, binding = 1 + 2 * ADD + WEIGHT) writeonly buffer OutY { ELEMENT y[]; };
+layout(std430, set = 0, binding = INPUTS + ADD) writeonly buffer OutY { ELEMENT y[]; };
 #endif
 
 #if WIDTH == 4
@@ -76,6 +84,18 @@ vec4 again(uint row, uint q) {
 #endif
 }
 
+// What is added to a quad of y.
+vec4 addend(uint row, uint q) {
+    vec4 v = vec4(0.0);
+#if BIAS
+    v += LOAD(bias, 0u, q);
+#endif
+#if RESIDUAL
+    v += LOAD(residual, row, q);
+#endif
+    return v;
+}
+
 // 1 for the values of a quad that lie within the row.
 vec4 within(uint q) {
     return vec4(lessThan(uvec4(4u * q) + uvec4(0u, 1u, 2u, 3u), uvec4(p.dim)));
@@ -98,6 +118,9 @@ void main() {
 #if WEIGHT
     vec4 weight[ROUNDS];    // read before the reduction, so that its latency hides behind it
 #endif
+#if BIAS || RESIDUAL
+    vec4 added[ROUNDS];     // this, too
+#endif
 #endif
     float total = 0.0;
     EACH(i) {
@@ -107,6 +130,9 @@ void main() {
         kept[i] = v;
 #if WEIGHT
         weight[i] = q < p.quads ? LOAD(w, 0u, q) : vec4(0.0);
+#endif
+#if BIAS || RESIDUAL
+        added[i] = q < p.quads ? addend(row, q) : vec4(0.0);
 #endif
 #endif
 #if CENTER
@@ -137,6 +163,11 @@ void main() {
         v *= weight[i];
 #elif WEIGHT
         v *= q < p.quads ? LOAD(w, 0u, q) : vec4(0.0);
+#endif
+#if (BIAS || RESIDUAL) && ROUNDS
+        v += added[i];
+#elif BIAS || RESIDUAL
+        v += q < p.quads ? addend(row, q) : vec4(0.0);
 #endif
 #if OUT_Q8_1
         const Q8_1Quad made = q8_1_pack(q, q < p.quads ? v : vec4(0.0));

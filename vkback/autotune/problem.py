@@ -66,12 +66,12 @@ class MatVecProblem:
     def parse(cls, text: str) -> MatVecProblem:
         """From MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336), MUL_MAT_ID(... n_mats=128,n_used=8) or MAT_VEC(... fused=norm+bias,glu=1,out=Q8_1).
 
-        Keys that only say how values are made (seed, type_b, b, oai, gating, norm_w, ties) are passed over. Raises CaseLineError.
+        Keys that only say how values are made (seed, type_b, b, oai, gelu, gating, norm_w, ties) are passed over. Raises CaseLineError.
         """
         op, params = parse_line(text)
         given = {key: str(value) for key, value in params.items()}
         made_up = ("gating", "norm_w", "ties", "seed")
-        known = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "oai", "out", "x", *made_up)
+        known = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "oai", "gelu", "out", "x", *made_up)
         wrong = [key for key in given if key not in known]
         if op not in OPS_WITH_SHAPE:
             raise CaseLineError(f"[case] {text}: expected one of {', '.join(OPS_WITH_SHAPE)}")
@@ -132,7 +132,8 @@ class MatVecProblem:
         x = Tensor("x", self.x, (n, self.n_used if summed else 1, self.k) if ids else (n, self.k), "input")
         y = Tensor("y", self.out, (n, self.n_used, rows) if ids and not summed else (n, rows))
         extra = {
-            "norm": Tensor("norm", "F32", (self.k,), "weight"),
+            **{role: Tensor(role, "F32", (self.k,), "weight") for role in ("norm", "norm_bias", "post_norm")},
+            "post_residual": Tensor("post_residual", "F32", x.shape, "input"),
             "bias": Tensor("bias", "F32", (self.n_expert * self.m if ids else self.m,), "weight"),
             "residual": Tensor("residual", "F32", y.shape, "input"),
             "ids": Tensor("ids", "I32", (n, self.n_used), "input"),

@@ -60,12 +60,14 @@ class SpinWaits:
 
     whole  every workgroup waits for all of it
     part   every workgroup waits for some of it
+    also   every workgroup waits for all of it where it was made since the last barrier (define SPINS_ALSO), else reads it
     own    partial results that workgroups of this dispatch wait for from each other
     """
 
     whole: tuple[str, ...] = ()
     part: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

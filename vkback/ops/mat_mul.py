@@ -32,7 +32,7 @@ from vkback.shader import Variant
 Way = Literal["coop_mat", "coop_reg", "int_dot", "f32"]
 
 UNIT = quants.UNIT
-GLU_KINDS = {"": 0, "silu": 1, "oai": 2}
+GLU_KINDS = {"": 0, "silu": 1, "oai": 2, "gelu": 3}
 """GLU of shaders/mat_mul/glu.glsl by name."""
 
 
@@ -84,7 +84,8 @@ class MatMul:
     residual  F32, shape of y
     route     what `route` makes of the ids of the slots
     x_scale   what an F16 x was multiplied by, and out_scale what an F16 y will be, so that all values stay within 65504
-    glu       "": none. Rows of w alternate gate and up: "silu": silu(gate) * up; "oai": the clamped form with alpha and limit
+    glu       "": none. Rows of w alternate gate and up: "silu": silu(gate) * up; "gelu": gelu(gate) * up; "oai": the clamped form
+              of the first with alpha and limit
     """
 
     w: Tensor
@@ -95,7 +96,7 @@ class MatMul:
     residual: Tensor | None = None
     route: Tensor | None = None
     x_shared: int = 1
-    glu: Literal["", "silu", "oai"] = ""
+    glu: Literal["", "silu", "oai", "gelu"] = ""
     alpha: float = 0.0
     limit: float = 0.0
     y_row0: int = 0

@@ -187,7 +187,7 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
         residual=node.extra.get("residual") if node.experts != "summed" else None,
         route=routes,
         x_shared=x_shared,
-        glu=("oai" if clamped else "silu") if node.glu else "",
+        glu=("oai" if clamped else "gelu" if node.gelu else "silu") if node.glu else "",
         alpha=float(params["alpha"]) if clamped else 0.0,
         limit=float(params["limit"]) if clamped else 0.0,
         y_row0=int(params.get("row0", 0)),
@@ -199,12 +199,17 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
 
 
 def _behind(node: MatVecNode, shape: MatMulShape, ctx: LowerContext) -> tuple[Tensor, list[Dispatch]]:
-    """Where the mat-mat stores, and the dispatches that make the node's output of it: the sum over experts, rounding to Q8_1."""
+    """Where the mat-mat stores, and the dispatches that make the node's output of it: the sum over experts, gelu without GLU, rounding to
+    Q8_1."""
     name, y = node.node.name, node.y
-    rounds = y.type == "Q8_1" and shape.way != "int_dot"
-    final = Tensor(f"{name}.f32", "F32", y.shape) if rounds or (y.type == "Q8_1" and node.experts == "summed") else y
+    activates = node.gelu and not node.glu
+    rounds = y.type == "Q8_1" and (shape.way != "int_dot" or activates or node.experts == "summed")
+    final = Tensor(f"{name}.f32", "F32", y.shape) if rounds else y
     behind: list[Dispatch] = []
     target = final
+    if activates:
+        target = Tensor(f"{name}.plain", "F32", y.shape)
+        behind += OPS["GELU"].lower(Node("GELU", (target,), (final,)), ctx)
     if node.experts == "summed":
         target = Tensor(f"{name}.slots", "F32", (node.n, node.n_used, node.m >> node.glu))
         terms = [target, node.extra["expert_weights"], *([node.extra["residual"]] if "residual" in node.extra else [])]

@@ -38,7 +38,7 @@ from vkback.ops.base import (
 )
 from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose, lower_node, rounds_x
 from vkback.ops.mat_vec_config import PER_TILE, MatVecConfig, choice_problem, configure, prologue_problem, shader_defines
-from vkback.ops.mat_vec_node import MatVecNode
+from vkback.ops.mat_vec_node import MatVecNode, bindings, glu_op
 from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
 from vkback.shader import Variant
 
@@ -53,7 +53,8 @@ def spin_waits(node: MatVecNode, config: MatVecConfig) -> SpinWaits | None:
     first = [node.extra[role].name for role in ("ids", "expert_weights", "logits") if role in node.extra]
     if node.experts == "each" and len(node.x.shape) == 3 and node.x.shape[1] > 1:
         return SpinWaits(tuple(first), (node.x.name,))
-    return SpinWaits((*first, node.x.name))
+    also = (node.extra["post_residual"].name,) if "post_residual" in node.extra else ()
+    return SpinWaits((*first, node.x.name), also=also)
 
 
 def launch(node: MatVecNode, config: MatVecConfig, index: int, pieces: Sequence[Shard], reason: str, ctx: LowerContext) -> Dispatch:
@@ -88,6 +89,8 @@ def launch(node: MatVecNode, config: MatVecConfig, index: int, pieces: Sequence[
     weight_bytes = shard.layout.nbytes
     if routed:
         weight_bytes = weight_bytes * min(node.n * node.n_used, node.w.shape[0]) // node.w.shape[0]
+    stores_sum = node.summed is not None and index == 0  # once, whatever the shards
+    config = dataclasses.replace(config, stores_sum=stores_sum)
     choice_moved = sum(map(nbytes, (node.extra["logits"], *node.chosen))) if node.chosen else 0
     return Dispatch(
         Variant("mat_vec/mat_vec.comp", tuple(sorted(shader_defines(config, ctx.caps).items())), config.required),
@@ -97,6 +100,7 @@ def launch(node: MatVecNode, config: MatVecConfig, index: int, pieces: Sequence[
             Arg(node.y, "w", part="" if whole else f"rows {y_row0}"),
             *map(Arg, node.extra.values()),
             *(Arg(t, "w") for t in node.chosen),
+            *((Arg(node.summed, "w"),) if node.summed is not None and stores_sum else ()),
         ),
         push,
         (ceil_div(groups, gy), gy, slices + bool(node.chosen)),  # one more slice to store the choice
@@ -122,21 +126,34 @@ class MatVec(Op):
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         by = self._by_role(inputs, params)
         x = by["x"]
-        if "norm" in by:
+        summed: list[Array] = []
+        if "post_norm" in by:
+            x = x / self._rms(x, params) * by["post_norm"] + by["post_residual"]
+            summed = [x] if params.get("sum") else []
+        if "norm_bias" in by:
+            x = self._layer_norm(x, by, params)
+        elif "norm" in by:
             x = x / self._rms(x, params) * by["norm"]
-        return self._of_normed(x, by, params)
+        return self._of_normed(x, by, params) + summed
 
     def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
-        """The integer path rounds an F32 x, with a norm after it is multiplied by the weight and before it is divided by the rms."""
+        """The integer path rounds an F32 x: with an RMS norm after it is multiplied by the weight and before it is divided by the rms,
+        with a layer norm behind all of it."""
         mat_vec = MatVecNode.of(node)
         if not rounds_x(mat_vec, ctx):
             return None
         by = self._by_role(inputs, node.params)
-        if "norm" in by:
-            x = rounded_rows(by["x"].astype(np.float32) * by["norm"].astype(np.float32)) / self._rms(by["x"], node.params)
+        x, summed = by["x"], []
+        if "post_norm" in by:
+            x = x / self._rms(x, node.params) * by["post_norm"] + by["post_residual"]
+            summed = [x] if mat_vec.summed is not None else []
+        if "norm_bias" in by:
+            x = rounded_rows(self._layer_norm(x, by, node.params))
+        elif "norm" in by:
+            x = rounded_rows(x.astype(np.float32) * by["norm"].astype(np.float32)) / self._rms(x, node.params)
         else:
-            x = rounded_rows(by["x"])
-        return Rounded(self._of_normed(x, by, node.params), rounded_tolerance(mat_vec.k, mat_vec.glu))
+            x = rounded_rows(x)
+        return Rounded(self._of_normed(x, by, node.params) + summed, rounded_tolerance(mat_vec.k, mat_vec.glu or mat_vec.gelu))
 
     @staticmethod
     def _by_role(inputs: Sequence[Array], params: Mapping[str, Any]) -> dict[str, Array]:
@@ -145,6 +162,11 @@ class MatVec(Op):
     @staticmethod
     def _rms(x: Array, params: Mapping[str, Any]) -> Array:
         return np.asarray(np.sqrt(np.mean(np.square(x), -1, keepdims=True) + params["eps"]))
+
+    @staticmethod
+    def _layer_norm(x: Array, by: Mapping[str, Array], params: Mapping[str, Any]) -> Array:
+        (normed,) = OPS["NORM_MUL_ADD"].reference([x, by["norm"], by["norm_bias"]], params)
+        return normed
 
     @staticmethod
     def _of_normed(x: Array, by: dict[str, Array], params: Mapping[str, Any]) -> list[Array]:
@@ -163,7 +185,9 @@ class MatVec(Op):
         if "bias" in by:
             y = y + (by["bias"].reshape(len(w), -1)[by["ids"]] if "ids" in by else by["bias"])
         if params.get("glu"):
-            (y,) = OPS["SWIGLU_OAI" if "limit" in params else "SWIGLU"].reference([y[..., 0::2], y[..., 1::2]], params)
+            (y,) = OPS[glu_op(params)].reference([y[..., 0::2], y[..., 1::2]], params)
+        elif params.get("gelu"):
+            (y,) = OPS["GELU"].reference([y], params)
         if "expert_weights" in by:
             y = np.einsum("nsm,ns->nm", y, by["expert_weights"])
         if "residual" in by:
@@ -180,7 +204,7 @@ class MatVec(Op):
         if mat_vec.chosen and (problem := choice_problem(node, ctx)):
             raise PlanError(f"[mat_vec] {node.name}: it cannot choose its experts: {problem}; give TOPK_MOE a node of its own")
         if "norm" in mat_vec.extra:
-            problem = prologue_problem(mat_vec.w.type, mat_vec.k, mat_vec.n, path, ctx)
+            problem = prologue_problem(mat_vec.w.type, mat_vec.k, mat_vec.n, path, ctx, bindings(mat_vec))
             if problem:
                 raise PlanError(f"[mat_vec] {node.name}: x cannot be normed in the prologue: {problem}; give the norm a node of its own")
         elif path == "int" and mat_vec.x.type == "F32":
@@ -227,7 +251,7 @@ class MatVec(Op):
         by_mat_mul = choose(mat_vec, ctx)
         if by_mat_mul.shape is not None and by_mat_mul.shape.way in ("coop_mat", "coop_reg") and mat_vec.y.type == "F32":
             return F16_TOLERANCE
-        return mat_vec_tolerance(rounds_x(mat_vec, ctx), mat_vec.y.type == "Q8_1", mat_vec.glu)
+        return mat_vec_tolerance(rounds_x(mat_vec, ctx), mat_vec.y.type == "Q8_1", mat_vec.glu or mat_vec.gelu)
 
 
 def mat_vec_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance:

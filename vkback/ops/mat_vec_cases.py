@@ -139,13 +139,13 @@ def mul_mat_id_case(
 
 
 def fused_case(
-    quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, oai: bool = False, out: str = "F32",
-    experts: int = 6, used: int = 3, gating: str = "softmax", norm_w: bool = True, ties: bool = False, split: Shape = (),
+    quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, oai: bool = False, gelu: bool = False,
+    out: str = "F32", experts: int = 6, used: int = 3, gating: str = "softmax", norm_w: bool = True, ties: bool = False, split: Shape = (),
     act: str = "auto", seed: int = 7,
 ) -> Case:
-    """MAT_VEC. With ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU is SWIGLU_OAI; with
-    logits: gating and norm_w as TOPK_MOE's gating and norm, ties: the logits are whole numbers; split: rows of the nodes that fill the
-    output between them."""
+    """MAT_VEC. With ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU is SWIGLU_OAI, gelu:
+    GEGLU, or without GLU gelu is applied; with post_norm the sum behind it is a further output; with logits: gating and norm_w as
+    TOPK_MOE's gating and norm, ties: the logits are whole numbers; split: rows of the nodes that fill the output between them."""
     choosing = "logits" in roles
     choice = {"gating": gating, "norm_w": norm_w, "ties": ties} if choosing else {}
 
@@ -159,8 +159,13 @@ def fused_case(
         outs = [Tensor("y", out, y_shape)]
         if choosing:
             outs += [Tensor("weights", "F32", (n, used)), Tensor("ids", "I32", (n, used))]
+        if "post_norm" in roles:
+            outs.append(Tensor("sum", "F32", x.shape))
         extra = {
             "norm": Tensor("norm", "F32", (k,), "weight"),
+            "norm_bias": Tensor("norm_bias", "F32", (k,), "weight"),
+            "post_norm": Tensor("post_norm", "F32", (k,), "weight"),
+            "post_residual": Tensor("post_residual", "F32", x.shape, "input"),
             "bias": Tensor("bias", "F32", (experts * m if routed else m,), "weight"),
             "residual": Tensor("residual", "F32", y_shape, "input"),
             "ids": Tensor("ids", "I32", (n, used), "input"),
@@ -169,6 +174,7 @@ def fused_case(
         }
         inputs = [extra[r] for r in FUSED_ROLES if r in roles]
         params = {"roles": ("w", "x", *(r for r in FUSED_ROLES if r in roles)), "glu": glu, "eps": 1e-5, **(SWIGLU_OAI if oai else {})}
+        params |= {name: True for name, there in (("gelu", gelu), ("sum", "post_norm" in roles)) if there}
         if choosing:
             params |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
         node = Node("MAT_VEC", (w, x, *inputs), tuple(outs), params)
@@ -186,7 +192,8 @@ def fused_case(
         return Problem(node, values)
 
     params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
-    case = Case("MAT_VEC", params | ({"oai": True} if oai else {}) | choice | {"seed": seed}, make, seed)
+    activation = ({"oai": True} if oai else {}) | ({"gelu": True} if gelu else {})
+    case = Case("MAT_VEC", params | activation | choice | {"seed": seed}, make, seed)
     case = split_case(case, split) if split else case
     return with_x(case, "f32", act, [], **({} if (experts, used) == DEFAULT_EXPERTS else {"n_mats": experts, "n_used": used}))
 
@@ -246,8 +253,8 @@ def fused_from(params: Mapping[str, Any]) -> Case:
 
     def build(
         type_a: str, m: int, n: int, k: int, fused: str = "none", glu: bool = False, out: str = "F32", oai: bool = False,
-        gating: str = "softmax", norm_w: bool = True, ties: bool = False, split: Shape = (), n_mats: int = DEFAULT_EXPERTS[0],
-        n_used: int = DEFAULT_EXPERTS[1], act: str = "auto", sentinels: bool = False, seed: int = 7,
+        gelu: bool = False, gating: str = "softmax", norm_w: bool = True, ties: bool = False, split: Shape = (),
+        n_mats: int = DEFAULT_EXPERTS[0], n_used: int = DEFAULT_EXPERTS[1], act: str = "auto", sentinels: bool = False, seed: int = 7,
     ) -> Case:
         roles = () if fused == "none" else tuple(fused.split("+"))
         unknown = [r for r in roles if r not in FUSED_ROLES]
@@ -256,8 +263,8 @@ def fused_from(params: Mapping[str, Any]) -> Case:
         if sentinels and "residual" not in roles:
             raise CaseLineError(f"sentinels=1 with fused={fused}: expected a residual among the inputs, which holds them")
         case = fused_case(
-            known_type(type_a), m, k, n, roles, glu=glu, oai=oai, out=out, experts=n_mats, used=n_used, gating=gating, norm_w=norm_w,
-            ties=ties, split=split, act=act, seed=seed,
+            known_type(type_a), m, k, n, roles, glu=glu, oai=oai, gelu=gelu, out=out, experts=n_mats, used=n_used, gating=gating,
+            norm_w=norm_w, ties=ties, split=split, act=act, seed=seed,
         )  # fmt: skip
         return with_sentinels(case) if sentinels else case
 
@@ -265,6 +272,11 @@ def fused_from(params: Mapping[str, Any]) -> Case:
 
 
 # -- sets of cases
+
+
+LAYER_NORM = ("norm", "norm_bias")
+POST_NORM = ("norm", "post_norm", "post_residual")
+"""Roles of a layer norm in the prologue, and of a norm behind the addition of a normed x."""
 
 
 def quick_fused() -> Iterator[Case]:
@@ -285,6 +297,15 @@ def quick_fused() -> Iterator[Case]:
         yield fused_case(quant, 128, 1024, 1, ("norm",), glu=True, out="Q8_1")
         yield fused_case(quant, 64, 512, 1, ("logits",), glu=True, out="Q8_1")
         yield fused_case(quant, 64, 512, 1, ("norm", "bias", "logits"), glu=True, ties=True)
+        yield fused_case(quant, 100, 512, 1, (*LAYER_NORM, "bias"))
+        yield fused_case(quant, 100, 512, 1, POST_NORM)
+        yield fused_case(quant, 128, 512, 1, POST_NORM, glu=True, gelu=True, out="Q8_1")
+        for n in (1, 3, 35):
+            yield fused_case(quant, 100, 256, n, ("bias",), gelu=True)
+            yield fused_case(quant, 128, 256, n, ("bias",), gelu=True, out="Q8_1")
+            yield fused_case(quant, 100, 256, n, (), glu=True, gelu=True)
+    yield fused_case("F16", 100, 1600, 1, (*LAYER_NORM, "bias"), gelu=True)
+    yield fused_case("Q4_K", 130, 1280, 1, POST_NORM).where(range=50_000)  # shards, of which the first stores the sum
     yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1")
     yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "logits"), glu=True, oai=True, out="Q8_1", gating="softmax_weight")
     yield fused_case("MXFP4", 100, 256, 2, (), glu=True, oai=True)
@@ -295,7 +316,8 @@ def quick_fused() -> Iterator[Case]:
     yield with_sentinels(fused_case("Q4_K", 100, 512, 1, ("residual",))).where(sync="sentinel")
     for quant, roles, glu, out in (
         ("Q4_K", ("norm",), True, "Q8_1"), ("Q8_0", ("ids", "expert_weights", "residual"), False, "F32"),
-        ("MXFP4", ("norm", "bias", "logits"), True, "Q8_1"),
+        ("MXFP4", ("norm", "bias", "logits"), True, "Q8_1"), ("Q4_K", POST_NORM, True, "Q8_1"),
+        ("Q4_K", (*LAYER_NORM, "bias"), False, "F32"),
     ):  # fmt: skip
         yield fused_case(quant, 64, 512, 1, roles, glu=glu, out=out).where(sync="sentinel")
 
@@ -413,6 +435,12 @@ def full_fused() -> Iterator[Case]:
                 yield fused_case(quant, 128, 256, n, roles, glu=True, out="Q8_1", act=act)
             for roles, n in product(((), ("bias",), ("bias", "ids")), (1, 3)):
                 yield fused_case(quant, 100, 256, n, roles, glu=True, oai=True, act=act)
+            for roles in (LAYER_NORM, (*LAYER_NORM, "bias"), POST_NORM, (*POST_NORM, "bias")):
+                yield fused_case(quant, 130, 512, 1, roles, act=act)
+                yield fused_case(quant, 128, 512, 1, roles, glu=True, gelu=True, out="Q8_1", act=act)
+            for n, out in product((1, 4), ("F32", "Q8_1")):
+                yield fused_case(quant, 128, 256, n, ("bias",), gelu=True, out=out, act=act)
+                yield fused_case(quant, 128, 256, n, (), glu=True, gelu=True, out=out, act=act)
             for n in (1, 3):
                 yield fused_case(quant, 96, 256, n, ("residual",), out="Q8_1", act=act)
                 yield fused_case(quant, 101, 256, n, ("bias",), split=(64, 32, 5), act=act)
@@ -471,6 +499,8 @@ def perf_fused() -> Iterator[Case]:
         yield fused_case(quant, 1536, 2048, 1, ("norm", "ids"), glu=True, out="Q8_1", experts=128, used=8)
         yield fused_case(quant, 1536, 2048, 1, ("norm", "logits"), glu=True, out="Q8_1", experts=128, used=8)
         yield fused_case(quant, 2048, 768, 1, ("residual", "ids", "expert_weights"), experts=128, used=8)
+    yield fused_case("Q4_K", 20480, 2560, 1, POST_NORM, glu=True, gelu=True, out="Q8_1")  # gemma3 4B
+    yield fused_case("F16", 6400, 1600, 1, (*LAYER_NORM, "bias"), gelu=True)  # GPT-2 XL
     yield fused_case("Q8_0", 5120, 2880, 1, ("norm", "bias"))  # from here gpt-oss 20B
     yield fused_case("Q8_0", 2880, 4096, 1, ("bias", "residual"))
     yield fused_case("MXFP4", 5760, 2880, 1, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1", experts=32, used=4)

@@ -6,6 +6,7 @@ import dataclasses
 from math import prod
 
 from vkback.graph import Node, Tensor
+from vkback.ops.mat_vec_node import glu_op
 from vkback.ops.topk import choice_of
 
 
@@ -14,7 +15,8 @@ def unfused(node: Node) -> list[Node]:
     that makes a part of a wider output."""
     by = dict(zip(node.params["roles"], node.inputs, strict=True))
     w, x, out = by["w"], by["x"], node.outputs[0]
-    plain = len(node.params["roles"]) == 2 and not node.params.get("glu") and out.type == "F32"
+    activated = node.params.get("glu") or node.params.get("gelu")
+    plain = len(node.params["roles"]) == 2 and not activated and out.type == "F32"
     if plain or node.params.get("rows_total"):
         return []
     chain: list[Node] = []
@@ -29,7 +31,17 @@ def unfused(node: Node) -> list[Node]:
         chain.append(choice_of(node, by["logits"]))
         by["ids"] = node.outputs[2]
     lead = by["ids"].shape if "ids" in by else (n,)
-    if "norm" in by:
+    if "post_norm" in by:
+        normed = emit("RMS_NORM", "post_normed", x.shape, x, eps=node.params["eps"])
+        weighted = emit("MUL", "post_weighted", x.shape, normed, by["post_norm"])
+        x = emit("ADD", "sum", x.shape, weighted, by["post_residual"])
+        if node.params.get("sum"):
+            x = node.outputs[1]
+            chain[-1] = dataclasses.replace(chain[-1], outputs=(x,))
+    if "norm_bias" in by:
+        weighted = emit("MUL", "normed", x.shape, emit("NORM", "norm", x.shape, x, eps=node.params["eps"]), by["norm"])
+        x = emit("ADD", "norm_biased", x.shape, weighted, by["norm_bias"])
+    elif "norm" in by:
         x = emit("MUL", "normed", x.shape, emit("RMS_NORM", "norm", x.shape, x, eps=node.params["eps"]), by["norm"])
     routed = (by["ids"],) if "ids" in by else ()
     y = emit("MUL_MAT_ID" if routed else "MUL_MAT", "mul_mat", (*lead, m), w, x, *routed)
@@ -40,7 +52,9 @@ def unfused(node: Node) -> list[Node]:
         halves = emit("PERMUTE", "halves", (prod(lead), 2, m // 2), pairs, axes=(0, 2, 1))
         both = dataclasses.replace(halves, shape=(*lead, m))
         clamp = {name: node.params[name] for name in ("alpha", "limit") if name in node.params}
-        y = emit("SWIGLU_OAI" if clamp else "SWIGLU", "glu", (*lead, m // 2), both, **clamp)
+        y = emit(glu_op(node.params), "glu", (*lead, m // 2), both, **clamp)
+    elif node.params.get("gelu"):
+        y = emit("GELU", "gelu", y.shape, y)
     if "expert_weights" in by:
         y = emit("MOE_REDUCE", "sum", (n, y.shape[-1]), y, by["expert_weights"])
     if "residual" in by:

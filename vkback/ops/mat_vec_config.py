@@ -93,7 +93,8 @@ class MatVecConfig:
         x, y                  types of activations and output, F32 or Q8_1
         roles                 optional inputs, in binding order
         experts, n_used       whose rows, and how many experts a token has
-        glu, glu_clamp        whether rows are gate and up in turn; alpha and limit of SWIGLU_OAI
+        glu, glu_clamp, gelu  whether rows are gate and up in turn; alpha and limit of SWIGLU_OAI; whether the activation is gelu
+        stores_sum            whether a further output is what the post-norm and its residual make of x
         expert_choice         how it chooses experts, if it does; `last_chooses`: the last workgroup, by y; else every workgroup, by the
                               role "logits". choice_scale is a factor of their weights
     How:
@@ -135,6 +136,8 @@ class MatVecConfig:
     expert_choice: ExpertChoice | None = None
     last_chooses: bool = False
     choice_scale: float = 1.0
+    gelu: bool = False
+    stores_sum: bool = False
     loops_tiles: bool = False
     rows_full: bool = False
     adjustments: tuple[Adjustment, ...] = ()
@@ -240,7 +243,7 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext) -> MatVecConfig:
         groups=None if choice["groups"] == PER_TILE else choice["groups"], subgroup=subgroup, required=required,
         reduce_subgroup=subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops, source=choice.source,
         expert_choice=expert_choice(node.node, node.extra["logits"], ctx) if node.chosen else None,
-        choice_scale=float(params["scale"]) if node.chosen else 1.0,
+        choice_scale=float(params["scale"]) if node.chosen else 1.0, gelu=node.gelu, stores_sum=node.summed is not None,
     )  # fmt: skip
     config = _fitted(config, node.node.name, ctx)
     if config.prefetch == "weights+x" and not config.can_prefetch_x:
@@ -303,6 +306,7 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
         "COLS": config.columns,
         "SUBGROUP": config.shuffle_lanes,
         "GLU": int(config.glu),
+        "GELU": int(config.gelu),
         "X_TYPE": int(config.x == "Q8_1"),
         "Y_TYPE": int(config.y == "Q8_1"),
         "TILES": int(config.loops_tiles),
@@ -318,6 +322,8 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
     if config.expert_choice:
         defines |= {"TOPK" if config.last_chooses else "CHOOSE": 1, **config.expert_choice.defines}
         defines |= {"TOPK_SCALE": repr(config.choice_scale), "BIND_TOPK": 3 + len(config.roles)}
+    if config.stores_sum:
+        defines["BIND_SUM"] = 3 + len(config.roles)
     if config.prologue == "norm" or config.y == "Q8_1" or config.expert_choice:
         defines["REDUCE_SUBGROUP"] = int(config.reduce_subgroup)
         defines["SUBGROUP_SIZE"] = config.subgroup if config.subgroup > 1 else 0
@@ -407,13 +413,18 @@ def choice_problem(node: Node, ctx: LowerContext) -> str:
     return ""
 
 
-def prologue_problem(quant: str, k: int, n: int, path: Path, ctx: LowerContext) -> str:
-    """Why x [n, k] cannot be brought into shared memory by every workgroup of a mat-vec with such weights; "" when it can."""
+def prologue_problem(quant: str, k: int, n: int, path: Path, ctx: LowerContext, buffers: int = 0) -> str:
+    """Why x [n, k] cannot be brought into shared memory by every workgroup of a mat-vec with such weights; "" when it can.
+
+    buffers  storage buffers that the mat-vec binds then
+    """
     need = (k // 32 * 40 if path == "int" else 4 * k) + code_book_bytes(quant, ctx.caps)
     if n > 1:
         return f"it takes one token, got {n}"
     if k % 32:
         return f"k = {k} is not a multiple of 32"
+    if buffers > ctx.caps.max_storage_bindings:
+        return f"it binds {buffers} storage buffers, {ctx.caps.name} takes {ctx.caps.max_storage_bindings}"
     if need + PROLOGUE_SHARED > ctx.caps.max_shared_memory:
         return f"{quant} with k = {k} needs {need} bytes of shared memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}"
     return ""

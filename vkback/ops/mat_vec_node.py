@@ -5,6 +5,9 @@
     w               weight [m, k], or [n_expert, m, k] with ids
     x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]; or F16 as mat_mul.packed has it, which only mat-mats take
     norm            F32 [k]: x is RMS-normed and multiplied by it first (params: eps)
+    norm_bias       F32 [k], with norm: the norm is a layer norm, and this is added behind it
+    post_norm       F32 [k], with norm: before that, x is RMS-normed, multiplied by this, and post_residual is added
+    post_residual   F32, shape of x, with post_norm. With the param `sum` that sum, F32 of its shape, is a further output
     bias            F32 [m]; with ids [n_expert * m], the experts' rows end to end
     residual        F32, shape of the output: added to it
     ids             I32 [n, n_used]: the experts of each token
@@ -14,15 +17,15 @@
     route           of a mat-mat by experts: what a ROUTE node made of its ids (vkback/ops/mat_mul_nodes.py); an F16 x and an F16 output
                     have their columns in its order
     params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up, or with alpha and limit what
-    SWIGLU_OAI makes of them), row0 and rows_total (the output is rows row0.. of a wider tensor, filled by several nodes), n (tokens,
-    where x is F16)
+    SWIGLU_OAI makes of them), gelu (with glu: gelu, its tanh form, in the place of silu; without: y = gelu of the sum with its bias),
+    row0 and rows_total (the output is rows row0.. of a wider tensor, filled by several nodes), n (tokens, where x is F16)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from vkback import quants
 from vkback.graph import Node, Tensor
@@ -36,7 +39,7 @@ Experts = Literal["none", "each", "summed"]
 INT_QUANTS = frozenset(name for name in quants.WEIGHT_TYPES if quants.quant(name).int_dot)
 """Types with an integer-dot path (UNIT_INTS in shaders/quant)."""
 
-FUSED_ROLES = ("norm", "bias", "residual", "ids", "logits", "expert_weights")
+FUSED_ROLES = ("norm", "norm_bias", "post_norm", "post_residual", "bias", "residual", "ids", "logits", "expert_weights")
 """Optional inputs, in the order of their bindings. A route comes after them."""
 
 declare(
@@ -58,6 +61,7 @@ class MatVecNode:
     """A MAT_VEC node by what its inputs are for.
 
     extra   the optional inputs by role, in binding order
+    summed  what it writes of x, normed, and post_residual
     chosen  weights and ids that it writes where it chooses its experts
     route   as a node of its own made it
     """
@@ -69,6 +73,8 @@ class MatVecNode:
     extra: Mapping[str, Tensor]
     glu: bool
     experts: Experts
+    gelu: bool = False
+    summed: Tensor | None = None
     chosen: tuple[Tensor, ...] = ()
     route: Tensor | None = None
 
@@ -77,7 +83,10 @@ class MatVecNode:
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         experts: Experts = "summed" if "expert_weights" in by else "each" if "ids" in by or "logits" in by else "none"
         extra = {role: by[role] for role in FUSED_ROLES if role in by}
-        return cls(node, by["w"], by["x"], node.outputs[0], extra, bool(node.params.get("glu")), experts, node.outputs[1:], by.get("route"))
+        glu, gelu = bool(node.params.get("glu")), bool(node.params.get("gelu"))
+        summed = node.outputs[1] if node.params.get("sum") else None
+        chosen = node.outputs[1:] if "logits" in by else ()
+        return cls(node, by["w"], by["x"], node.outputs[0], extra, glu, experts, gelu, summed, chosen, by.get("route"))
 
     @property
     def m(self) -> int:
@@ -111,6 +120,16 @@ class MatVecNode:
     def path(self, ctx: LowerContext) -> tuple[Path, str]:
         """("int" or "float", why), as `path_for` has it."""
         return path_for(self.w.type, self.m, self.k, self.n, self.experts, ctx)
+
+
+def glu_op(params: Mapping[str, Any]) -> str:
+    """The op that a MAT_VEC with the param glu makes of gate and up."""
+    return "SWIGLU_OAI" if "limit" in params else "GEGLU" if params.get("gelu") else "SWIGLU"
+
+
+def bindings(node: MatVecNode) -> int:
+    """Storage buffers that a launch binds; a stage that spins binds one more."""
+    return 3 + len(node.extra) + len(node.chosen) + (node.summed is not None)
 
 
 def path_for(quant: str, m: int, k: int, n: int, experts: Experts, ctx: LowerContext) -> tuple[Path, str]:

@@ -49,11 +49,13 @@ WIDTHS = (1, 2, 31, 32, 33, 64, 100, 511, 512, 1023, 1024, 1025, 2048, 2880, 409
 
 
 class Norm(Op):
-    """All members of the family: inputs a, (b,) (w,); outputs (sum,) y."""
+    """All members of the family: inputs a, (b,) (w,) (bias,) (residual,); outputs (sum,) y."""
 
     add: ClassVar[bool] = False
     weight: ClassVar[bool] = False
     center: ClassVar[bool] = False
+    bias: ClassVar[bool] = False
+    residual: ClassVar[bool] = False
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x = np.asarray(inputs[0], np.float64)
@@ -61,15 +63,21 @@ class Norm(Op):
             x = x + inputs[1]
         centered = x - x.mean(axis=-1, keepdims=True) if self.center else x
         y = centered / np.sqrt(np.mean(centered * centered, axis=-1, keepdims=True) + params["eps"])
+        rest = list(inputs[1 + self.add :])
         if self.weight:
-            y = y * inputs[-1]
+            y = y * rest.pop(0)
+        for added in rest:
+            y = y + added
         return [x, y] if self.add else [y]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         a, y = node.inputs[0], node.outputs[-1]
         dim, rows = a.shape[-1], prod(a.shape[:-1])
-        if self.weight and node.inputs[-1].shape != (dim,):
-            raise PlanError(f"[{self.name}] {node.name}: the weight is {node.inputs[-1]}, expected F32[{dim}] for rows of {a}")
+        for what, t in zip(("weight", "bias"), node.inputs[1 + self.add : 1 + self.add + self.weight + self.bias], strict=False):
+            if t.shape != (dim,):
+                raise PlanError(f"[{self.name}] {node.name}: the {what} is {t}, expected F32[{dim}] for rows of {a}")
+        if self.residual and node.inputs[-1].elements != a.elements:
+            raise PlanError(f"[{self.name}] {node.name}: {node.inputs[-1]} is added, expected as many values as {a} has")
         if y.type not in ("F32", "Q8_1"):
             raise PlanError(f"[{self.name}] {node.name}: output {y} must be F32 or Q8_1")
         q8 = y.type == "Q8_1"
@@ -85,6 +93,8 @@ class Norm(Op):
             "ADD": int(self.add),
             "WEIGHT": int(self.weight),
             "CENTER": int(self.center),
+            "BIAS": int(self.bias),
+            "RESIDUAL": int(self.residual),
             "OUT_Q8_1": int(q8),
             "WIDTH": 4 if dim % 4 == 0 else 1,
             "ROUNDS": rounds if rounds <= MAX_KEPT else 0,
@@ -100,7 +110,7 @@ class Norm(Op):
                 node.name,
                 f"{wg} threads, {rounds} rounds {'in registers' if rounds <= MAX_KEPT else 'read twice'}: {choice.source}",
                 nbytes=sum(map(nbytes, (*node.inputs, *node.outputs))),
-                flops=(3 + self.add + self.weight) * rows * dim,
+                flops=(3 + self.add + self.weight + self.bias + self.residual) * rows * dim,
             )
         ]
 
@@ -136,6 +146,12 @@ class Norm(Op):
             if self.weight:
                 inputs.append(Tensor("w", "F32", (dim,), "weight"))
                 values["w"] = rng.uniform(0.5, 1.5, dim).astype(np.float32)
+            if self.bias:
+                inputs.append(Tensor("bias", "F32", (dim,), "weight"))
+                values["bias"] = rng.uniform(-1, 1, dim).astype(np.float32)
+            if self.residual:
+                inputs.append(Tensor("residual", "F32", ne, "input"))
+                values["residual"] = rng.uniform(-1, 1, ne).astype(np.float32)
             outputs = ((Tensor("sum", "F32", ne),) if self.add else ()) + (Tensor("y", out, ne),)
             return Problem(Node(self.name, tuple(inputs), outputs, {"eps": eps}), values)
 
@@ -150,12 +166,15 @@ def _sizes_of_models(op: Norm) -> Iterator[Case]:
         yield op.build_case((rows, 4096))
 
 
-def _normed(x: Tensor, w: Tensor, y: Tensor, params: Mapping[str, Any]) -> list[Node]:
-    """y = RMS_NORM(x) * w as plain nodes; y may be Q8_1."""
-    normed, scaled = Tensor(f"{y.name}.norm", "F32", y.shape), Tensor(f"{y.name}.scaled", "F32", y.shape)
-    q8 = y.type == "Q8_1"
-    chain = [Node("RMS_NORM", (x,), (normed,), params), Node("MUL", (normed, w), (scaled if q8 else y,))]
-    return [*chain, Node("QUANTIZE_Q8_1", (scaled,), (y,))] if q8 else chain
+def _normed(x: Tensor, w: Tensor, y: Tensor, params: Mapping[str, Any], *added: Tensor, norm: str = "RMS_NORM") -> list[Node]:
+    """y = RMS_NORM(x) * w, or of another norm, and what is added to it, as plain nodes; y may be Q8_1."""
+    steps = [(norm, ()), ("MUL", (w,)), *(("ADD", (t,)) for t in added), *([("QUANTIZE_Q8_1", ())] if y.type == "Q8_1" else [])]
+    chain: list[Node] = []
+    for i, (op, others) in enumerate(steps):
+        out = y if i == len(steps) - 1 else Tensor(f"{y.name}.step{i}", "F32", y.shape)
+        chain.append(Node(op, (x, *others), (out,), params if i == 0 else {}))
+        x = out
+    return chain
 
 
 @register
@@ -189,6 +208,39 @@ class RmsNormMul(Norm):
     def unfused(self, node: Node) -> list[Node]:
         (x, w), (y,) = node.inputs, node.outputs
         return _normed(x, w, y, node.params)
+
+
+@register
+class LayerNormMulAdd(Norm):
+    """NORM_MUL_ADD(x [..., dim], w, bias [dim]; eps) -> NORM(x) * w + bias, F32 or Q8_1."""
+
+    name = "NORM_MUL_ADD"
+    center = True
+    weight = True
+    bias = True
+
+    def perf_cases(self) -> Iterator[Case]:
+        return _sizes_of_models(self)
+
+    def unfused(self, node: Node) -> list[Node]:
+        (x, w, bias), (y,) = node.inputs, node.outputs
+        return _normed(x, w, y, node.params, bias, norm="NORM")
+
+
+@register
+class RmsNormMulAdd(Norm):
+    """RMS_NORM_MUL_ADD(x [..., dim], w [dim], residual [..., dim]; eps) -> RMS_NORM(x) * w + residual, F32 or Q8_1."""
+
+    name = "RMS_NORM_MUL_ADD"
+    weight = True
+    residual = True
+
+    def perf_cases(self) -> Iterator[Case]:
+        return _sizes_of_models(self)
+
+    def unfused(self, node: Node) -> list[Node]:
+        (x, w, residual), (y,) = node.inputs, node.outputs
+        return _normed(x, w, y, node.params, residual)
 
 
 @register

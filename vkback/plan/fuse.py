@@ -15,7 +15,7 @@ from vkback.ops import rope_angles
 from vkback.ops.base import Choice, LowerContext, declare
 from vkback.ops.mat_mul_lower import x_wanted
 from vkback.ops.mat_vec_config import choice_problem, prologue_problem
-from vkback.ops.mat_vec_node import FUSED_ROLES, MatVecNode, Path
+from vkback.ops.mat_vec_node import FUSED_ROLES, MatVecNode, Path, bindings
 from vkback.ops.router import router_problem
 from vkback.ops.topk import TOPK_PARAMS
 
@@ -97,11 +97,12 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     n = tokens_of(nodes)
     choice = schedule_choice(nodes, ctx)
     nodes = as_mat_vec(nodes)
-    for step in (fuse_norms, fuse_attention, fuse_bias, fuse_glu, fuse_experts, fuse_residual):
+    for step in (fuse_norms, fuse_attention, fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
     nodes = pack_qkv(nodes, n == 1 and choice["rope"] == "attention")
     if n == 1 and choice["norm"] == "prologue":
         nodes = norms_into_prologue(nodes, outputs, ctx)
+        nodes = post_norms_into_prologue(nodes, outputs, ctx)
     if choice["router"] == "mat_vec":
         nodes = fuse_router(nodes, outputs, ctx)
     nodes = quantize_activations(nodes, outputs, ctx, by=choice["quantize"])
@@ -139,17 +140,35 @@ def _rewrite(nodes: Nodes, outputs: Iterable[str], match: Callable[[Node, Index]
 
 
 def fuse_norms(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """RMS_NORM, MUL by a weight -> RMS_NORM_MUL."""
+    """RMS_NORM, MUL by a weight -> RMS_NORM_MUL; with an ADD of another tensor behind it -> RMS_NORM_MUL_ADD. NORM, MUL by a weight, ADD of
+    a bias -> NORM_MUL_ADD."""
 
-    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        if node.op != "MUL" or node.inputs[1].kind != "weight":
-            return None
-        norm = index.made_by(node.inputs[0], "RMS_NORM")
-        if norm is None:
+    def rms(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        norm = index.made_by(node.inputs[0], "RMS_NORM") if node.op == "MUL" and node.inputs[1].kind == "weight" else None
+        if norm is None or node.inputs[1].shape != norm.inputs[0].shape[-1:]:  # norms of groups, a weight for all of them
             return None
         return [norm, node], Node("RMS_NORM_MUL", (*norm.inputs, node.inputs[1]), node.outputs, norm.params)
 
-    return _rewrite(nodes, outputs, match)
+    def added(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "ADD" or node.inputs[1].kind == "weight" or node.inputs[0].elements != node.inputs[1].elements:
+            return None
+        for mine, other in (node.inputs, node.inputs[::-1]):
+            norm = index.made_by(mine, "RMS_NORM_MUL")
+            if norm is not None:
+                return [norm, node], Node("RMS_NORM_MUL_ADD", (*norm.inputs, other), node.outputs, norm.params)
+        return None
+
+    def layer_norm(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        weighted = index.made_by(node.inputs[0], "MUL") if node.op == "ADD" and node.inputs[1].kind == "weight" else None
+        norm = index.made_by(weighted.inputs[0], "NORM") if weighted is not None and weighted.inputs[1].kind == "weight" else None
+        if weighted is None or norm is None or weighted.inputs[1].shape != node.inputs[1].shape:
+            return None
+        fused = Node("NORM_MUL_ADD", (*norm.inputs, weighted.inputs[1], node.inputs[1]), node.outputs, norm.params)
+        return [norm, weighted, node], fused
+
+    for match in (rms, added, layer_norm):
+        nodes = _rewrite(nodes, outputs, match)
+    return nodes
 
 
 def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
@@ -211,6 +230,11 @@ def _mat_vec(by: Mapping[str, Tensor], out: Tensor, params: Mapping[str, Any]) -
     return Node("MAT_VEC", tuple(by[r] for r in roles), (out,), {**params, "roles": roles})
 
 
+def activated(mat_vec: Node) -> bool:
+    """Whether a MAT_VEC applies an activation to its sums."""
+    return bool(mat_vec.params.get("glu") or mat_vec.params.get("gelu"))
+
+
 def fuse_bias(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     """ADD of a 1-D weight to a mat-vec, ADD_ID of the experts' biases to theirs."""
 
@@ -231,10 +255,11 @@ def fuse_bias(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
 
 
 def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """SWIGLU or SWIGLU_OAI of two mat-vecs of the same x, each with a bias or neither -> one mat-vec with gate and up rows in turn."""
+    """SWIGLU, SWIGLU_OAI or GEGLU of two mat-vecs of the same x, each with a bias or neither -> one mat-vec with gate and up rows in
+    turn."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        if node.op not in ("SWIGLU", "SWIGLU_OAI") or len(node.inputs) != 2:
+        if node.op not in ("SWIGLU", "SWIGLU_OAI", "GEGLU") or len(node.inputs) != 2:
             return None
         gate, up = (index.made_by(t, "MAT_VEC") for t in node.inputs)
         if gate is None or up is None or gate is up or gate.params.get("glu") or up.params.get("glu"):
@@ -247,7 +272,20 @@ def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         if (by["w"].type, by["w"].shape) != (other["w"].type, other["w"].shape):
             return None
         by |= {role: combine("interleave", (by[role], other[role])) for role in by.keys() & {"w", "bias"}}
-        return [gate, up, node], _mat_vec(by, node.outputs[0], {**node.params, "glu": True})
+        gelu = {"gelu": True} if node.op == "GEGLU" else {}
+        return [gate, up, node], _mat_vec(by, node.outputs[0], {**node.params, "glu": True, **gelu})
+
+    return _rewrite(nodes, outputs, match)
+
+
+def fuse_gelu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """GELU of a mat-vec with a bias or none."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        mat_vec = index.made_by(node.inputs[0], "MAT_VEC") if node.op == "GELU" else None
+        if mat_vec is None or activated(mat_vec) or not {"w", "x", "bias"} >= set(mat_vec.params["roles"]):
+            return None
+        return [mat_vec, node], _mat_vec(inputs_by_role(mat_vec), node.outputs[0], {**mat_vec.params, "gelu": True})
 
     return _rewrite(nodes, outputs, match)
 
@@ -259,7 +297,7 @@ def fuse_experts(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         if node.op != "MOE_REDUCE" or len(node.inputs) != 2:
             return None
         mat_vec = index.made_by(node.inputs[0], "MAT_VEC")
-        if mat_vec is None or mat_vec.params.get("glu"):
+        if mat_vec is None or activated(mat_vec):
             return None
         by = inputs_by_role(mat_vec)
         if "ids" not in by or not by.keys() <= {"w", "x", "bias", "ids"}:
@@ -277,7 +315,7 @@ def fuse_residual(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
             return None
         for mine, other in (node.inputs, node.inputs[::-1]):
             mat_vec = index.made_by(mine, "MAT_VEC")
-            if mat_vec is None or mat_vec.params.get("glu") or prod(mine.shape) != prod(other.shape):
+            if mat_vec is None or activated(mat_vec) or prod(mine.shape) != prod(other.shape):
                 continue
             by = inputs_by_role(mat_vec)
             if "residual" in by or ("ids" in by and "expert_weights" not in by):
@@ -371,19 +409,59 @@ def _x_path(node: Node, ctx: LowerContext) -> Path:
 
 
 def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
-    """RMS_NORM_MUL read only by mat-vecs: each norms x itself in its prologue, which costs no stage."""
+    """RMS_NORM_MUL or NORM_MUL_ADD read only by mat-vecs: each norms x itself in its prologue, which costs no stage."""
     index = Index(nodes, outputs)
-    for norm in [n for n in nodes if n.op == "RMS_NORM_MUL"]:
+    for norm in [n for n in nodes if n.op in ("RMS_NORM_MUL", "NORM_MUL_ADD")]:
         readers = index.consumers.get(norm.name, [])
         if norm.name in index.outputs or not readers or any(r.op != "MAT_VEC" or r.inputs[1].name != norm.name for r in readers):
             continue
         n, k = prod(norm.outputs[0].shape[:-1]), norm.outputs[0].shape[-1]
-        if any(prologue_problem(r.inputs[0].type, k, n, _x_path(r, ctx), ctx) for r in readers):
+        weights = dict(zip(("norm", "norm_bias"), norm.inputs[1:], strict=False))
+        if any(prologue_problem(r.inputs[0].type, k, n, _x_path(r, ctx), ctx, _bindings(r) + len(weights)) for r in readers):
             continue
         nodes = [n for n in nodes if n is not norm]
         for r in readers:
             x = dataclasses.replace(norm.inputs[0], shape=r.inputs[1].shape)
-            new = _mat_vec(inputs_by_role(r) | {"x": x, "norm": norm.inputs[1]}, r.outputs[0], {**r.params, "eps": norm.params["eps"]})
+            new = _mat_vec(inputs_by_role(r) | {"x": x, **weights}, r.outputs[0], {**r.params, "eps": norm.params["eps"]})
+            nodes = [new if n is r else n for n in nodes]
+        index = Index(nodes, outputs)
+    return nodes
+
+
+def _bindings(mat_vec: Node) -> int:
+    return bindings(MatVecNode.of(mat_vec))
+
+
+def post_norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """RMS_NORM_MUL_ADD whose result mat-vecs norm in their prologue: they make it themselves, all before that norm. The first of them
+    stores it for who else reads it, which is behind them."""
+    index = Index(nodes, outputs)
+    for post in [n for n in nodes if n.op == "RMS_NORM_MUL_ADD"]:
+        x, w, residual = post.inputs
+        readers = [r for r in index.consumers.get(post.name, []) if r.op == "MAT_VEC" and r.inputs[1].name == post.name]
+        roles = [r.params["roles"] for r in readers]
+        able = all("norm" in r and not {"norm_bias", "post_norm", "logits"} & set(r) for r in roles)
+        same_eps = all(r.params.get("eps") == post.params["eps"] for r in readers)
+        read_as_more = any(t.name == post.name for r in readers for t in r.inputs[2:])
+        fit = all(_bindings(r) + 3 <= ctx.caps.max_storage_bindings for r in readers)
+        if not (readers and able and same_eps and fit) or read_as_more:
+            continue
+        # Who else reads the sum must come behind the mat-vec that stores it.
+        first = next(i for i, n in enumerate(nodes) if any(n is r for r in readers))
+        others = [i for i, n in enumerate(nodes) if any(t.name == post.name for t in n.inputs) and not any(n is r for r in readers)]
+        if any(i < first for i in others):
+            continue
+        stored = bool(others) or post.name in index.outputs
+        nodes = [n for n in nodes if n is not post]
+        for i, r in enumerate(readers):
+            by = inputs_by_role(r)
+            shape = by["x"].shape
+            by |= {
+                "x": dataclasses.replace(x, shape=shape), "post_norm": w, "post_residual": dataclasses.replace(residual, shape=shape),
+            }  # fmt: skip
+            new = _mat_vec(by, r.outputs[0], r.params)
+            if stored and i == 0:
+                new = dataclasses.replace(new, outputs=(*r.outputs, post.outputs[0]), params={**new.params, "sum": True})
             nodes = [new if n is r else n for n in nodes]
         index = Index(nodes, outputs)
     return nodes
@@ -419,7 +497,7 @@ def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
         if any(r.op != "MAT_VEC" or made.isdisjoint(t.name for t in r.inputs) for r in later):
             continue
         by = inputs_by_role(mat_vec) | {"logits": choice.inputs[0]}
-        if by.pop("ids").name != ids.name:
+        if by.pop("ids").name != ids.name or mat_vec.params.get("sum"):
             continue
         roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
         params = {**mat_vec.params, "roles": roles, **{k: choice.params[k] for k in TOPK_PARAMS}}
@@ -431,7 +509,7 @@ def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
 
 ATTENTION = frozenset({"FLASH_ATTN_EXT", "ATTN_DECODE"})
 
-QUANTIZING = ATTENTION | {"RMS_NORM_MUL", "SWIGLU", "SWIGLU_OAI"}
+QUANTIZING = ATTENTION | {"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD", "SWIGLU", "SWIGLU_OAI", "GEGLU"}
 """Ops that can leave their first output as Q8_1: attention where a head is whole units of 32."""
 
 
@@ -450,8 +528,8 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
             continue
         producer = index.producer[tensor.name]
         whole_units = producer.op not in ATTENTION or next(t for t in producer.inputs if t.kind == "state").shape[-1] % 32 == 0
-        glu_mat_vec = producer.op == "MAT_VEC" and producer.params.get("glu")
-        can = {"producer": producer.op in QUANTIZING or glu_mat_vec, "attention": producer.op in QUANTIZING, "stage": False}[by]
+        by_mat_vec = producer.op == "MAT_VEC" and activated(producer)
+        can = {"producer": producer.op in QUANTIZING or by_mat_vec, "attention": producer.op in QUANTIZING, "stage": False}[by]
         sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
         if can and sole and whole_units and tensor.shape[-1] % 32 == 0:
             out = [_retyped(n, tensor.name, tensor.name) if n is producer or n in wants else n for n in out]

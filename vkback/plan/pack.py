@@ -154,6 +154,8 @@ class _Packing:
         shape = choose(made, self.ctx).shape
         if shape is None or not packs_glu(shape, made.glu, made.k) or "rows_total" in producer.params or made.experts == "summed":
             return None
+        if made.gelu and not made.glu:  # a dispatch behind the mat-mat applies it, to floats
+            return None
         if Reader(0, made, shape).order != first.order:
             return None
         if made.route is not None:

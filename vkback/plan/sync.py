@@ -37,12 +37,12 @@ SENTINEL = 0x80808080
 
 def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
     """The schedule with as few barriers as its kernels allow. A kernel that spin-waits binds one buffer more."""
-    free = _barrier_free(schedule.stages, max_bindings)
+    free, resolved = _barrier_free(schedule.stages, max_bindings)
     stages = []
-    for i, stage in enumerate(schedule.stages):
+    for i, stage in enumerate(resolved):
         produces = i + 1 < len(free) and free[i + 1]
         stages.append([synchronized(d, free[i]) if free[i] or produces else d for d in stage])
-    waits = [d.waits for spins, stage in zip(free, schedule.stages, strict=True) if spins for d in stage if d.waits]
+    waits = [d.waits for spins, stage in zip(free, resolved, strict=True) if spins for d in stage if d.waits]
     tensors = frozenset(name for w in waits for name in (*w.whole, *w.part, *w.own))
     numbers = frozenset(i for i, spins in enumerate(free) if spins)
     return dataclasses.replace(schedule, stages=stages, barrier_free=numbers, sentinel_tensors=tensors)
@@ -53,12 +53,23 @@ def _written(stage: Sequence[Dispatch]) -> set[str]:
     return {a.tensor.name for d in stage for a in d.args if "w" in a.access and a.tensor.kind == "node"}
 
 
-def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> list[bool]:
-    """For each stage whether it can run without a barrier before it."""
+def _resolved(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> Dispatch:
+    """A dispatch that waits for `also` as for its other wholes, as far as these were made since the last barrier, or not at all."""
+    if d.waits is None or not d.waits.also:
+        return d
+    since = tuple(name for name in d.waits.also if name in made)
+    return dataclasses.replace(d, waits=dataclasses.replace(d.waits, whole=(*d.waits.whole, *since), also=since))
+
+
+def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> tuple[list[bool], list[list[Dispatch]]]:
+    """For each stage whether it can run without a barrier before it; and the stages, their waits resolved."""
+    found: list[list[Dispatch]] = []
     free = [False] * len(stages)
     writers = Counter(name for stage in stages for name in _written(stage))
     made: dict[str, list[set[str]]] = {}  # since the last barrier: per tensor, for each writer, what happens before its stores
-    for i, stage in enumerate(stages):
+    for i, planned in enumerate(stages):
+        stage = [_resolved(d, made) for d in planned]
+        found.append(stage)
         # Memory is filled with SENTINEL beside stage 0, so nobody can spin on what stage 0 writes.
         able = i > 1 and all(d.waits is not None for d in (*stages[i - 1], *stage))
         able = able and all(len(d.args) < max_bindings for d in stage)
@@ -70,7 +81,7 @@ def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> li
         for d, names in before:
             for name in _written([d]):
                 made.setdefault(name, []).append(names)
-    return free
+    return free, found
 
 
 def _ordered(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> bool:
@@ -94,5 +105,7 @@ def _happened_before(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> set
 def synchronized(d: Dispatch, spins: bool) -> Dispatch:
     """A dispatch whose kernel avoids SENTINEL in what it stores, and with `spins` spin-waits on what it reads."""
     defines = {**dict(d.kernel.defines), "SYNC_SENTINEL": 1, "SPINS": int(spins)} | ({"BIND_SYNC_STATE": len(d.args)} if spins else {})
+    if spins and d.waits is not None and d.waits.also:
+        defines["SPINS_ALSO"] = 1
     kernel = dataclasses.replace(d.kernel, defines=tuple(sorted(defines.items())))
     return dataclasses.replace(d, kernel=kernel, args=(*d.args, *([Arg(STATE, "rw")] if spins else [])))
