@@ -234,6 +234,12 @@ def test_defaults_of_hyperparameters(tmp_path: Path) -> None:
         ("qwen3moe", 48, {}, 10, "qwen3moe 30B.A3B Q2_K - Medium"),
         ("qwen3moe", 94, {}, 38, "qwen3moe 235B.A22B MXFP4 MoE"),
         ("llama", 16, {}, None, "llama 1B (guessed) F16"),
+        ("gemma3", 18, {}, 7, "gemma3 270M Q8_0"),
+        ("gemma3", 26, {}, 15, "gemma3 1B Q4_K - Medium"),
+        ("gemma3", 62, {}, 10, "gemma3 27B Q2_K - Medium"),
+        ("gpt2", 36, {}, 1, "gpt2 0.8B F16"),
+        ("deci", 80, {}, 14, "deci 70B Q4_K - Small"),
+        ("deci", 162, {}, 14, "deci 405B Q4_K - Small"),
     ],
 )
 def test_model_names(tmp_path: Path, arch: str, layers: int, extra: dict[str, int], file_type: int | None, name: str) -> None:

@@ -48,6 +48,9 @@ from vkback.units import params_text, size_text
         ("smollm3-3b-Q4_K_M", "1.78 GiB", "3.08 B"),
         ("qwen3moe-30b-a3b-Q2_K", "10.48 GiB", "30.53 B"),
         ("gpt-oss-20b-MXFP4", "11.27 GiB", "20.91 B"),
+        ("gemma3-1b-Q4_K_M", "762.49 MiB", "999.89 M"),
+        ("gemma3-4b-Q4_K_M", "2.31 GiB", "3.88 B"),
+        ("deci-49b-Q4_K_S", "26.66 GiB", "49.87 B"),
     ],
 )
 def test_sizes_are_what_llama_bench_prints_for_the_real_files(name: str, size: str, params: str) -> None:

@@ -107,6 +107,26 @@ def test_spm_space_prefix_bos_and_byte_fallback(tmp_path: Path) -> None:
     assert bare.decode(bare.encode("a a")) == "a a"
 
 
+def test_gemma_s_vocabulary(tmp_path: Path) -> None:
+    """Of the SentencePiece kind: no space before a text, line breaks and runs of spaces as tokens of their own, turns that end."""
+    pieces = {SPACE: -9.0, "a": -9.0, f"{SPACE}a": -1.0, "\n\n": 0.0, "  ": 0.0, "<start_of_turn>": 0.0, "<end_of_turn>": 0.0}
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, *pieces]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 3, USER_DEFINED, USER_DEFINED, CONTROL, CONTROL]
+    tokenizer = spm(tmp_path, pieces, tokens=tokens, token_type=types, add_space_prefix=False)
+    ids = tokenizer.encode("a a\n\n  a\n")
+    assert texts(tokenizer, ids) == ["<s>", "a", " a", "\n\n", "  ", "a", "\n"]
+    assert tokenizer.decode(ids) == "a a\n\n  a\n"
+    assert texts(tokenizer, tokenizer.encode("<start_of_turn>a", parse_special=True)) == ["<s>", "<start_of_turn>", "a"]
+    assert tokenizer.eos_ids == {2, len(tokens) - 1}
+
+
+def test_gpt2_adds_no_bos(tmp_path: Path) -> None:
+    tokenizer = byte_level(tmp_path, pre="gpt-2", extra=["<|endoftext|>"], token_type=[NORMAL] * 257 + [CONTROL], bos_token_id=257,
+                           eos_token_id=257)  # fmt: skip
+    assert texts(tokenizer, tokenizer.encode("ab")) == ["ab"]
+    assert tokenizer.eos_ids == {257} and tokenizer.decode([257]) == ""
+
+
 def test_spm_without_byte_tokens_gives_unknown(tmp_path: Path) -> None:
     keys = {"model": "llama", "tokens": ["<unk>", SPACE, "a"], "token_type": [UNKNOWN, NORMAL, NORMAL], "scores": [0.0, -1.0, -1.0]}
     tokenizer = from_keys(tmp_path, **keys)

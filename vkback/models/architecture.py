@@ -10,7 +10,7 @@ from vkback.graph import Graph, Tensor
 from vkback.models.blocks import rms_norm
 from vkback.models.builder import GraphBuilder, Head
 from vkback.models.gguf_file import GgufError, GgufFile
-from vkback.models.hparams import Metadata, RopeMode
+from vkback.models.hparams import RMS_EPS, Metadata, RopeMode
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
 
 UNKNOWN_SIZE = "?B"
@@ -21,26 +21,30 @@ class Architecture(ABC):
 
     name       its `general.architecture`
     rope_mode  how RoPE pairs values
+    norm_eps   the key of the norms' epsilon
     required   keys under its prefix, integers, that must be there and be at least 1
     sizes      size class by number of layers, as llama-bench names it
     shapes     shapes that `vkback synth` can write, by name: published ones, and tiny ones, which tests compare with references
     by_context weights that a graph reads or not, depending on its n_ctx
+    varying    of the keys of `hp`, those that may differ from layer to layer: `hp` has the largest, `Metadata.of_layers` all
 
     Hyperparameters beyond those of `hp` are attributes that __init__ reads from `self.metadata`.
     """
 
     name: ClassVar[str]
     rope_mode: ClassVar[RopeMode] = "normal"
+    norm_eps: ClassVar[str] = RMS_EPS
     required: ClassVar[tuple[str, ...]] = ()
     sizes: ClassVar[Mapping[int, str]] = {}
     shapes: ClassVar[Mapping[str, ModelShape]] = {}
     by_context: ClassVar[tuple[str, ...]] = ()
+    varying: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, f: GgufFile) -> None:
         """Raises GgufError naming the key that is missing, of another type or out of range."""
         self.file = f
-        self.metadata = Metadata(f)
-        self.hp = self.metadata.hparams(self.rope_mode)
+        self.metadata = Metadata(f, self.varying)
+        self.hp = self.metadata.hparams(self.rope_mode, self.norm_eps)
         for name in self.required:
             if self.metadata.count(name, 0, least=0) == 0:
                 raise GgufError(f"[gguf] {f.path}: metadata key {self.metadata.key(name)} is 0 or missing, expected at least 1")
@@ -83,6 +87,11 @@ class Architecture(ABC):
         """The tensors of a synthetic model outside its layers, besides embedding, output and the norm before it."""
         if s.rope_stretch != 1.0:
             yield "rope_freqs.weight", (s.n_rot // 2,)
+
+    @classmethod
+    def tensors_of_layer(cls, s: ModelShape, il: int) -> Tensors:
+        """The tensors of layer `il` of a synthetic model, where layers differ."""
+        return cls.layer_tensors(s)
 
     @classmethod
     def layer_tensors(cls, s: ModelShape) -> Tensors:

@@ -37,6 +37,15 @@ def rms_norm(b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str) ->
     return b.graph.emit("MUL", name, "F32", x.shape, (y, w))
 
 
+def layer_norm(b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str) -> Tensor:
+    """Layer norm times `stem`.weight plus `stem`.bias."""
+    w, bias = (b.hp.weight(f"{stem}.{kind}", x.shape[-1:]) for kind in ("weight", "bias"))
+    prefix, dash, layer = name.partition("-")
+    y = b.graph.emit("NORM", plain, "F32", x.shape, (x,), eps=b.hp.rms_eps)
+    y = b.graph.emit("MUL", f"{prefix}_weighted{dash}{layer}", "F32", x.shape, (y, w))
+    return b.graph.emit("ADD", name, "F32", x.shape, (y, bias))
+
+
 def attention_norm(b: GraphBuilder, x: Tensor, il: int) -> Tensor:
     """RMS norm before attention."""
     return rms_norm(b, x, f"blk.{il}.attn_norm", f"attn_norm-{il}", plain=f"attn_rms-{il}")
@@ -99,6 +108,13 @@ def feed_forward(b: GraphBuilder, x: Tensor, il: int, *, width: int = 0, glu: Gl
     gate = b.linear(x, f"blk.{il}.ffn_gate", width, f"ffn_gate-{il}")
     up = b.linear(x, f"blk.{il}.ffn_up", width, f"ffn_up-{il}")
     act = b.graph.emit(glu.op, f"ffn_{glu.op.lower()}-{il}", "F32", gate.shape, (gate, up), **glu.params)
+    return b.linear(act, f"blk.{il}.ffn_down", b.hp.n_embd, f"ffn_out-{il}")
+
+
+def feed_forward_plain(b: GraphBuilder, x: Tensor, il: int) -> Tensor:
+    """Dense, without a gate: down(gelu(up(x)))."""
+    up = b.linear(x, f"blk.{il}.ffn_up", b.hp.n_ff, f"ffn_up-{il}")
+    act = b.graph.emit("GELU", f"ffn_gelu-{il}", "F32", up.shape, (up,))
     return b.linear(act, f"blk.{il}.ffn_down", b.hp.n_embd, f"ffn_out-{il}")
 
 

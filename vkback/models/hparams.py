@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,6 +16,9 @@ from vkback.models.gguf_file import GgufError, GgufFile
 RopeMode = Literal["normal", "neox"]
 RopeScaling = Literal["none", "linear", "yarn", "longrope"]
 RopeParams = dict[str, Any]
+
+RMS_EPS = "attention.layer_norm_rms_epsilon"
+"""The key of the epsilon of RMS norms."""
 
 NO_TEXT_VOCABULARY = "no_vocab"
 """`tokenizer.ggml.model` of a file that knows token ids only."""
@@ -120,15 +123,17 @@ class Metadata:
     Readers raise GgufError naming the key that is missing, of another type or out of range.
     """
 
-    def __init__(self, f: GgufFile) -> None:
+    def __init__(self, f: GgufFile, varying: Collection[str] = ()) -> None:
+        """varying: integers that may differ from layer to layer; `count` gives the largest."""
         self._f = f
         self._arch = f.arch
+        self._varying = varying
 
-    def hparams(self, rope_mode: RopeMode) -> HParams:
+    def hparams(self, rope_mode: RopeMode, norm_eps: str = RMS_EPS) -> HParams:
         """What nearly all architectures have."""
         n_embd = self.count("embedding_length")
         n_head = self.count("attention.head_count")
-        n_head_kv = self.count("attention.head_count_kv", n_head)
+        n_head_kv = self.count("attention.head_count_kv", n_head, least=0 if "attention.head_count_kv" in self._varying else 1) or n_head
         if n_head % n_head_kv:
             raise self.fail("attention.head_count_kv", n_head_kv, f"a divisor of the {n_head} heads")
         head_dim_k = self.count("attention.key_length", n_embd // n_head)
@@ -149,7 +154,7 @@ class Metadata:
             head_dim_v=self.count("attention.value_length", n_embd // n_head),
             n_vocab=self.vocabulary(),
             n_ctx_train=self.count("context_length"),
-            rms_eps=self.positive("attention.layer_norm_rms_epsilon"),
+            rms_eps=self.positive(norm_eps),
             attn_scale=self.positive("attention.scale", 1.0 / math.sqrt(max(head_dim_k, 1))),
             window=self.count("attention.sliding_window", 0, least=0),
             rope=self.rope(rope_mode, head_dim_k),
@@ -171,20 +176,41 @@ class Metadata:
         key = self.key(name)
         value = self._f.metadata.get(key)
         if isinstance(value, np.ndarray) and value.size:
-            if (value != value[0]).any():
+            if (value != value[0]).any() and name not in self._varying:
                 raise self.fail(name, f"different from layer to layer ({value.min()} to {value.max()})", "one value for all layers")
-            value = int(value[0])
+            value = int(value.max())
         else:
             value = self._f.get(key, int, default)
         if value < least:
             raise self.fail(name, value, f"at least {least}")
         return value
 
+    def of_layers(self, name: str, n_layer: int, default: int | None = None, *, least: int = 0) -> tuple[int, ...]:
+        """An integer for each layer: an array of as many, or one value for all."""
+        value = self._f.metadata.get(self.key(name))
+        if not isinstance(value, np.ndarray):
+            return (self.count(name, default, least=least),) * n_layer
+        if value.shape != (n_layer,) or value.dtype.kind not in "iu" or value.min() < least:
+            stated = f"{value.size} values of {value.dtype} from {value.min(initial=0)}"
+            raise self.fail(name, stated, f"{n_layer} integers, at least {least}")
+        return tuple(int(v) for v in value)
+
     def positive(self, name: str, default: float | None = None) -> float:
         value = self._f.get(self.key(name), float, default)
         if not (math.isfinite(value) and value > 0):
             raise self.fail(name, value, "a positive number")
         return value
+
+    def pattern(self, name: str, n_layer: int, period: int) -> tuple[bool, ...]:
+        """Which layers see all tokens: the last of every `period`, or of as many as the key says; or as its array of booleans says, one a
+        layer, true for a sliding window."""
+        value = self._f.metadata.get(self.key(name))
+        if isinstance(value, np.ndarray):
+            if value.shape != (n_layer,):
+                raise self.fail(name, f"{value.size} values", f"one for each of {n_layer} layers")
+            return tuple(not bool(v) for v in value)
+        period = self.count(name, period)
+        return tuple(il % period == period - 1 for il in range(n_layer))
 
     def stated(self, name: str, default: int = 0) -> int:
         """An integer of a file that need not be sound; the default where it has none."""

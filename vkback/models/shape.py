@@ -10,6 +10,15 @@ Tensors = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """What one layer has where layers differ: heads, K and V heads, and the width of its feed-forward; 0: none."""
+
+    n_head: int
+    n_head_kv: int
+    n_ff: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The published shape of a model.
 
@@ -19,6 +28,7 @@ class ModelShape:
     window        rows of the sliding window in the layers that have one, 0 without
     yarn          factor by which YaRN stretches the context of 4096 that the model was trained on first; 1 without
     rope_dims     values of a head that RoPE turns; 0: all
+    layers        what every layer has, where they differ; n_head, n_head_kv and n_ff are then the largest
     metadata      further keys of the architecture and their values: integers, floats, strings
     """
 
@@ -41,6 +51,7 @@ class ModelShape:
     window: int = 0
     yarn: float = 1.0
     rope_dims: int = 0
+    layers: tuple[LayerShape, ...] = ()
     metadata: Mapping[str, int | float | str] = field(default_factory=dict)
 
     @property

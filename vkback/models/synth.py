@@ -159,14 +159,16 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
     yield "output_norm.weight", (s.n_embd,)
     yield from ARCHITECTURES[s.arch].outer_tensors(s)
     for il in range(n_layer):
-        for name, dims in ARCHITECTURES[s.arch].layer_tensors(s):
+        for name, dims in ARCHITECTURES[s.arch].tensors_of_layer(s, il):
             yield f"blk.{il}.{name}", dims
 
 
 def _type_of(mix: dict[str, dict[str, str]] | None, name: str) -> str:
-    """The type of a tensor: norms, biases, sinks, frequencies and routers are F32 in every file, the rest as the mix says, else UNIFORM."""
+    """The type of a tensor: norms, biases, sinks, frequencies, positions and routers are F32 in every file, the rest as the mix says, else
+    UNIFORM."""
     block, _, stem = name.removesuffix(".weight").rpartition(".")
-    if stem.endswith("norm") or stem in ("attn_sinks", "ffn_gate_inp") or stem.startswith("rope_") or name.endswith(".bias"):
+    floats = ("attn_sinks", "ffn_gate_inp", "position_embd")
+    if stem.endswith("norm") or stem in floats or stem.startswith("rope_") or name.endswith(".bias"):
         return "F32"
     if mix is None:
         return UNIFORM
@@ -208,9 +210,10 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     writer.add_context_length(s.n_ctx)
     writer.add_embedding_length(s.n_embd)
     writer.add_block_count(_layers(name, s, layers))
-    writer.add_feed_forward_length(s.n_ff)
-    writer.add_head_count(s.n_head)
-    writer.add_head_count_kv(s.n_head_kv)
+    own = s.layers[: _layers(name, s, layers)]
+    writer.add_feed_forward_length([layer.n_ff for layer in own] or s.n_ff)
+    writer.add_head_count([layer.n_head for layer in own] or s.n_head)
+    writer.add_head_count_kv([layer.n_head_kv for layer in own] or s.n_head_kv)
     writer.add_key_length(s.head_dim)
     writer.add_value_length(s.head_dim)
     writer.add_rope_dimension_count(s.n_rot)
@@ -221,7 +224,7 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(s.yarn)
         writer.add_rope_scaling_orig_ctx_len(4096)
-    writer.add_layer_norm_rms_eps(s.rms_eps)
+    _add_value(writer, f"{s.arch}.{ARCHITECTURES[s.arch].norm_eps}", s.rms_eps)
     writer.add_vocab_size(s.n_vocab)
     if s.n_expert:
         writer.add_expert_count(s.n_expert)

@@ -10,6 +10,9 @@ NAMES = (
     "qwen3",
     "qwen3moe",
     "smollm3",
+    "gemma3",
+    "gpt2",
+    "deci",
 )
 """Modules of this package, in the order in which architectures are listed."""
 
