@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from kernel_paths import planned_for
 from tiny_models import changed, tiny
@@ -75,9 +77,29 @@ def test_a_token_takes_five_stages_a_layer(name: str, models: Callable[[str], Mo
     add_sampler(graph, greedy=True)
     s = plan(graph, planned_for("nvidia_h200_linux"))
     assert len(s.stages) == 2 + 5 * model.hp.n_layer + 2
+    # All but the first stages and the sampler run barrier-free, whether activations are floats or rounded.
+    assert len(s.barrier_free) == len(s.stages) - 4
     assert Counter(d.op for d in s.dispatches()) == {
         "GET_ROWS": 2, "ADD": 1, "MAT_VEC": 4 * model.hp.n_layer + 1, "ATTN_DECODE": model.hp.n_layer, "SAMPLE": 1
     }  # fmt: skip
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("act", ["f32", "q8_1"])
+def test_barrier_free_stages_change_no_bit(act: Any, barrier_free: None, path: Path, device: Device) -> None:
+    """Activations are spun on as floats, too."""
+    tokens = [int(t) for t in np.random.default_rng(0).integers(0, 331, 20)]
+
+    def decoded(engine: Engine) -> np.ndarray:
+        return np.stack([engine.decode_logits(t) for t in tokens])
+
+    with Engine.load(path, device, n_ctx=64, act=act, progress=False) as engine:
+        found = decoded(engine)
+        assert len(engine.schedule().barrier_free) >= 5 * 3 - 1
+        engine._use_barriers("test")
+        engine.reset()
+        assert not engine.schedule().barrier_free
+        assert np.array_equal(decoded(engine), found)
 
 
 @pytest.mark.parametrize(("name", "described"), [("gpt2-F16", "gpt2 0.1B F16"), ("gpt2-xl-F16", "gpt2 1.5B F16")])

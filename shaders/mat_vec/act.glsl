@@ -3,7 +3,7 @@
 //   PROLOGUE_NORM  from shared memory. Every workgroup reads one token's F32 x, applies the RMS norm and its weight, and stores the result
 //                  there; the integer path quantizes it on the way. With BIND_NORM_BIAS it is a layer norm with a bias. With BIND_POST_NORM x is
 //                  first normed, weighted and added to another tensor; with BIND_SUM the first workgroup stores that sum
-//   PROLOGUE_COPY  from shared memory. Every workgroup copies its rows of a Q8_1 x there
+//   PROLOGUE_COPY  from shared memory. Every workgroup copies its rows of x there: Q8_1 on the integer path, F32 (whole units) on the other
 
 struct ActRaw { uvec4 lo, hi; uvec2 ds; };  // Q8_1 as stored
 #if PATH_INT
@@ -23,6 +23,11 @@ shared uvec4 act_hi[WALK_UNITS];
 shared uvec2 act_ds[WALK_UNITS];
 #endif
 
+#if PROLOGUE != PROLOGUE_NONE && !PATH_INT
+// Values 4i .. 4i + 3 of all units are stored together: lanes with neighbouring units then read neighbouring words.
+shared vec4 act_x[8][WALK_UNITS];
+#endif
+
 #if PROLOGUE == PROLOGUE_NORM
 #if PATH_INT
 // Eight neighbouring threads quantize a unit together; thread i has its values 4 (i & 7) .. + 3.
@@ -35,9 +40,6 @@ void keep(uint i, vec4 v) {
     if ((i & 7u) == 0u) act_ds[unit] = uvec2(packed.d, packed.halves);
 }
 #else
-// Values 4i .. 4i + 3 of all units are stored together: lanes with neighbouring units then read neighbouring words.
-shared vec4 act_x[8][K_UNITS];
-
 void keep(uint i, vec4 v) {
     if (i < K_UNITS * 8) act_x[i & 7u][i >> 3] = v;
 }
@@ -156,6 +158,7 @@ void prologue(uint tid) {
 }
 #endif
 #elif PROLOGUE == PROLOGUE_COPY
+#if PATH_INT
 // Copies the rows of x that this workgroup needs, in the order of its weights' units. The indices are plain: with foldable ones, as in act_fetch,
 // a token of llama 1B Q4_K_S takes 383 us on an H200 instead of 350.
 void fetch_x(uint tid, uint first_row) {
@@ -170,6 +173,16 @@ void fetch_x(uint tid, uint first_row) {
         act_ds[i] = ds;
     }
 }
+#else
+void fetch_x(uint tid, uint first_row) {
+    for (uint i = tid; i < WALK_UNITS * 8; i += WG) {
+        const uint unit = i >> 3, row = p.x_slots == 1u ? first_row : first_row + unit / K_UNITS;
+        vec4 v;
+        SPIN_UNTIL(v = xf4[row * (p.x_stride >> 2) + (unit % K_UNITS) * 8u + (i & 7u)], arrived(v));
+        act_x[i & 7u][unit] = v;
+    }
+}
+#endif
 
 void prologue(uint tid) {
 #if !CHOOSE
@@ -211,7 +224,7 @@ Act act_load(uint row, uint unit, uint units_on) {
 #else
     Act a;
   #if PROLOGUE != PROLOGUE_NONE
-    [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][unit + units_on];
+    [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][(PROLOGUE == PROLOGUE_COPY ? row * K_UNITS : 0u) + unit + units_on];
   #elif X_TYPE == X_Q8_1
     const ActRaw r = act_fetch(row, unit, units_on);
     [[unroll]] for (int i = 0; i < 8; i++) {

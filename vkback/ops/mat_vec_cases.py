@@ -317,7 +317,8 @@ def quick_fused() -> Iterator[Case]:
     for quant, roles, glu, out in (
         ("Q4_K", ("norm",), True, "Q8_1"), ("Q8_0", ("ids", "expert_weights", "residual"), False, "F32"),
         ("MXFP4", ("norm", "bias", "logits"), True, "Q8_1"), ("Q4_K", POST_NORM, True, "Q8_1"),
-        ("Q4_K", (*LAYER_NORM, "bias"), False, "F32"),
+        ("Q4_K", (*LAYER_NORM, "bias"), False, "F32"), ("F16", ("bias",), False, "F32"),
+        ("F16", ("ids", "expert_weights", "residual"), False, "F32"), ("F32", ("ids",), True, "F32"),
     ):  # fmt: skip
         yield fused_case(quant, 64, 512, 1, roles, glu=glu, out=out).where(sync="sentinel")
 

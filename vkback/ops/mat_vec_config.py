@@ -22,7 +22,7 @@ from vkback.ops.topk import ExpertChoice, expert_choice
 from vkback.ops.workgroup import Defines, power_of_two
 
 Prologue = Literal["none", "norm", "copy"]
-"""x as it is in memory; x normed into shared memory by every workgroup; a Q8_1 x copied there."""
+"""x as it is in memory; x normed into shared memory by every workgroup; a Q8_1 x, or in a barrier-free stage any, copied there."""
 Prefetch = Literal["none", "weights", "weights+x"]
 """Software prefetch into registers: as soon as a unit is used, its registers are loaded with that of the next chunk."""
 LaneOrder = Literal["strided", "blocked"]
@@ -234,6 +234,7 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext) -> MatVecConfig:
     blocked = choice["lane_order"] == "blocked" and can_block_lanes(unroll, lanes, ceil_div(node.k, 32))
     columns = min(node.n, MAX_COLUMNS) if node.experts == "none" else 1
     copies = (choice["x_in_shared"] or ctx.sync == "sentinel") and node.x.type == "Q8_1" and path == "int" and columns == 1
+    copies |= ctx.sync == "sentinel" and node.x.type == "F32" and path == "float" and columns == 1 and not norm and node.k % 32 == 0
     params = node.node.params
     config = MatVecConfig(
         quant=node.w.type, path=path, k=node.k, x=node.x.type, y=node.y.type, roles=tuple(node.extra), experts=node.experts,
@@ -389,7 +390,7 @@ def _why_copied(config: MatVecConfig, node: MatVecNode, ctx: LowerContext) -> st
     if config.prologue == "norm":
         return "the norm in the prologue brings x there"
     if config.path != "int" or config.x != "Q8_1":
-        return "only a Q8_1 x of the integer path is copied"
+        return "with barriers, only a Q8_1 x of the integer path is copied"
     if node.experts == "none" and node.n > 1:
         return f"it takes one token, got {node.n}"
     return f"{ctx.caps.max_shared_memory} bytes of shared memory do not hold it"
