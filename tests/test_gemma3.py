@@ -64,20 +64,20 @@ def test_files_that_lack_something_are_refused(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3-1b-Q4_K_M", "gemma3-4b-Q4_K_M"])
 def test_a_token_takes_five_stages_a_layer(name: str, models: Callable[[str], Model]) -> None:
-    """Embedding and angles, its scale, then five a layer; in the end output and argmax. The post-norms and what is added to them are in the
+    """Embedding and angles, then five a layer; in the end output and argmax. The post-norms and what is added to them are in the
     prologues of the products behind them, of which the first stores the sum."""
     model = models(name)
     graph = model.graph(1, 4096, head="last")
     add_sampler(graph, greedy=True)
     s = plan(graph, planned_for("nvidia_h200_linux"))
     layers = model.hp.n_layer
-    assert len(s.stages) == 2 + 5 * layers + 2
-    assert {d.op for d in s.dispatches()} == {"GET_ROWS", "SCALE", "ROPE_ANGLES", "MAT_VEC", "ATTN_DECODE", "SAMPLE"}
+    assert len(s.stages) == 1 + 5 * layers + 2
+    assert {d.op for d in s.dispatches()} == {"GET_ROWS", "ROPE_ANGLES", "MAT_VEC", "ATTN_DECODE", "SAMPLE"}
     written = [a.tensor.name for d in s.dispatches() for a in d.args if "w" in a.access]
     stored = Counter(name for name in written if name.startswith(("sa_out", "l_out")))
     assert stored == {name: 1 for il in range(layers - 1) for name in (f"sa_out-{il}", f"l_out-{il}")} | {f"sa_out-{layers - 1}": 1}
     # All but the first stages run barrier-free: who reads a sum spins on it, too.
-    assert len(s.barrier_free) == len(s.stages) - 4
+    assert len(s.barrier_free) == len(s.stages) - 3
     waits = {d.label: d.waits for stage in s.stages for d in stage}
     assert waits["ffn_geglu-3"] is not None and waits["ffn_geglu-3"].whole == ("attn_out-3", "l_out-2")
 

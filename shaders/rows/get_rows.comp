@@ -1,5 +1,5 @@
 #version 450
-// Rows of a weight table, decoded.
+// Rows of a weight table, decoded, times a number.
 //
 //   binding 0  table, rows row0 .. row0 + rows of it, in the device layout (quant/weights.glsl)
 //   binding 1  ids I32 [n]
@@ -20,6 +20,7 @@ layout(push_constant) uniform Push {
     uint row0;
     uint rows;
     uint rows_total;
+    float scale;
 } p;
 #include "quant/place.glsl"
 #include QUANT_FILE
@@ -49,6 +50,7 @@ void main() {
         for (uint j = 0u; j < 8u; j++) v[j] = vec4(0.0);
     } else {
         unit_decode(unit_load(place(id - p.row0, unit)), v);
+        for (uint j = 0u; j < 8u; j++) v[j] *= p.scale;
     }
     for (uint j = 0u; j < 8u; j++) {
         const uint column = 32u * unit + 4u * j;

@@ -124,7 +124,8 @@ class SetRows(Op):
 class GetRows(Op):
     """GET_ROWS(table [rows, k], ids I32 [n]) -> [n, k]; an id outside the table gives zeros.
 
-    The table is a weight of any type, F32 or F16, and becomes F32, or I32 and stays so.
+    The table is a weight of any type, F32 or F16, and becomes F32, or I32 and stays so. Rows of a weight are multiplied by the param
+    `scale`, if there is one.
     """
 
     name = "GET_ROWS"
@@ -134,13 +135,16 @@ class GetRows(Op):
         table, ids = inputs
         inside = (ids >= 0) & (ids < len(table))
         rows = np.asarray(table[np.where(inside, ids, 0)], np.float64)
-        return [np.where(inside[:, None], rows, 0.0)]
+        return [np.where(inside[:, None], rows, 0.0) * params.get("scale", 1.0)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         table, ids = node.inputs
         y = node.outputs[0]
         k, n = table.shape[-1], ids.elements
+        scale = float(node.params.get("scale", 1.0))
         if table.kind != "weight":
+            if scale != 1.0:
+                raise PlanError(f"[GET_ROWS] {node.name}: {table} is no weight, its rows cannot be scaled; give SCALE a node of its own")
             return [self._plain(node, ctx)]
         units = ceil_div(k, 32)
         choice = ctx.tuning.pick("rows", k=k, n=n)
@@ -152,7 +156,7 @@ class GetRows(Op):
             Dispatch(
                 Variant("rows/get_rows.comp", tuple(sorted(defines.items()))),
                 (Arg(table, "r", i), Arg(ids), Arg(y, "w", part=f"rows of shard {i}" if len(parts) > 1 else "")),
-                pack_push(*weight_push(table.type, part.layout, k), n, k, part.row0, part.rows, rows),
+                pack_push(*weight_push(table.type, part.layout, k), n, k, part.row0, part.rows, rows, scale),
                 spread(ceil_div(units * n, wg)),
                 node.op,
                 node.name,
@@ -186,6 +190,8 @@ class GetRows(Op):
     def cases(self) -> Iterator[Case]:
         for quant in QUANTS:
             yield self.rows_case(quant, 9, 512, (8, 0, 3))
+        for quant in ("Q6_K", "Q8_0"):
+            yield self.rows_case(quant, 9, 512, (8, -1, 3), scale=33.94)
         for quant in ("F32", "F16", "Q8_0"):
             yield self.rows_case(quant, 5, 96 if quant == "Q8_0" else 70, (4, -1, 5, 2, 2))
         yield self.rows_case("Q4_K", 1000, 256, tuple(range(0, 1000, 31)))
@@ -217,8 +223,9 @@ class GetRows(Op):
                 return own.reseeded(params["seed"]) if "seed" in params else own
         return super().case(params)
 
-    def build_case(self, type: str, n: int, m: int, r: int, ids: str, kind: str = "weight", seed: int = 23) -> Case:
-        """r rows of a table [m, n]. ids: "spread" over all rows, "one" row again and again, or some of them "outside" the table."""
+    def build_case(self, type: str, n: int, m: int, r: int, ids: str, kind: str = "weight", scale: float = 1.0, seed: int = 23) -> Case:
+        """r rows of a table [m, n], of a weight times scale. ids: "spread" over all rows, "one" row again and again, or some of them
+        "outside" the table."""
         chosen = {
             "spread": [round(i * (m - 1) / max(r - 1, 1)) for i in range(r)][::-1],
             "one": [m - 1] * r,
@@ -226,16 +233,25 @@ class GetRows(Op):
         }
         if ids not in chosen:
             raise CaseLineError(f"ids={ids}: expected one of {', '.join(chosen)}")
-        case = self.rows_case(type, m, n, tuple(chosen[ids]), kind=kind, seed=seed)
+        case = self.rows_case(type, m, n, tuple(chosen[ids]), kind=kind, scale=scale, seed=seed)
         return dataclasses.replace(case, params={**unseeded(case.params), "ids": ids, "seed": seed})
 
-    def rows_case(self, quant: str, rows: int, k: int, ids: Sequence[int], *, kind: str = "weight", seed: int = 23) -> Case:
+    def unfused(self, node: Node) -> list[Node]:
+        if "scale" not in node.params:
+            return []
+        plain = Tensor(f"{node.name}.plain", "F32", node.outputs[0].shape)
+        return [Node(self.name, node.inputs, (plain,)), Node("SCALE", (plain,), node.outputs, {"scale": node.params["scale"], "bias": 0.0})]
+
+    def rows_case(
+        self, quant: str, rows: int, k: int, ids: Sequence[int], *, kind: str = "weight", scale: float = 1.0, seed: int = 23
+    ) -> Case:
         """These rows of a table of random blocks, or with kind "input" of a tensor that is no weight."""
 
         def make(rng: np.random.Generator) -> Problem:
             table = weight("table", quant, (rows, k)) if kind == "weight" else Tensor("table", quant, (rows, k), "input")
             y = Tensor("y", "I32" if quant == "I32" else "F32", (len(ids), k))
-            node = Node("GET_ROWS", (table, Tensor("ids", "I32", (len(ids),), "input")), (y,))
+            params = {} if scale == 1.0 else {"scale": scale}
+            node = Node("GET_ROWS", (table, Tensor("ids", "I32", (len(ids),), "input")), (y,), params)
             values: dict[str, Array] = {"ids": np.array(ids, np.int32)}
             if kind == "weight":
                 values["table"] = quants.random_blocks(quant, rows, k, rng, std=0.5)
@@ -245,7 +261,8 @@ class GetRows(Op):
                 values["table"] = rng.uniform(-1, 1, (rows, k)).astype(np.float16 if quant == "F16" else np.float32)
             return Problem(node, values)
 
-        return Case("GET_ROWS", {"type": quant, "n": k, "m": rows, "r": len(ids), "kind": kind, "seed": seed}, make, seed)
+        shown = {} if scale == 1.0 else {"scale": scale}
+        return Case("GET_ROWS", {"type": quant, "n": k, "m": rows, "r": len(ids), "kind": kind, **shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Tolerance(1e-12, 1e-5, "a multiplication and a subtraction in f32 of numbers that a file's block holds exactly")
+        return Tolerance(1e-12, 1e-5, "two multiplications and a subtraction in f32 of numbers that a file's block holds exactly")

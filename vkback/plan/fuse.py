@@ -97,7 +97,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     n = tokens_of(nodes)
     choice = schedule_choice(nodes, ctx)
     nodes = as_mat_vec(nodes)
-    for step in (fuse_norms, fuse_attention, fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
+    for step in (fuse_embedding, fuse_norms, fuse_attention, fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
     nodes = pack_qkv(nodes, n == 1 and choice["rope"] == "attention")
     if n == 1 and choice["norm"] == "prologue":
@@ -137,6 +137,18 @@ def _rewrite(nodes: Nodes, outputs: Iterable[str], match: Callable[[Node, Index]
             nodes = replace(nodes, found[0], [found[1]])
             progress = True
     return nodes
+
+
+def fuse_embedding(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """GET_ROWS of a weight, SCALE -> GET_ROWS with a scale."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        rows = index.made_by(node.inputs[0], "GET_ROWS") if node.op == "SCALE" and node.params["bias"] == 0.0 else None
+        if rows is None or rows.inputs[0].kind != "weight" or "scale" in rows.params:
+            return None
+        return [rows, node], dataclasses.replace(rows, outputs=node.outputs, params={**rows.params, "scale": node.params["scale"]})
+
+    return _rewrite(nodes, outputs, match)
 
 
 def fuse_norms(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
