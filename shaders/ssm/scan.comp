@@ -1,0 +1,169 @@
+#version 450
+// SSM_SCAN: the recurrence of Mamba-2, token by token, and SSM_CONV_SCAN: with the convolution before it, of one token.
+//
+//   dt = softplus(dt + dt_bias[h])      state[h, r, :] = exp(dt a[h]) state[h, r, :] + dt x[h, r] B[g, :]
+//   y[h, r] = (state[h, r, :] . C[g, :] + d[h] x[h, r]) * silu(z[h, r])
+//
+// Head h has HEAD_DIM rows r of STATE values, and shares B and C with the other heads of its group g = h / (N_HEAD / N_GROUP).
+//
+//   zx        F32 [n, stride], a row is z [N_HEAD * HEAD_DIM], the convolution's input x, B, C [CHANNELS], dt [N_HEAD]
+//   CONV 0:   xbc F32 [n, CHANNELS], the convolution's output;  CONV 1: w F32 [CHANNELS, TAPS], [BIAS: bias F32 [CHANNELS]]
+//   a, d, dt_bias  F32 [N_HEAD]
+//   pos       I32 [n], -1 for padding, which stands at the end, gives zeros and leaves the states as they are
+//   state     F32 [2, N_HEAD, HEAD_DIM, STATE]: slot p & 1 is the state after the token at position p. A batch whose first position is 0 begins
+//             with zeros. What was read stays where it is, so a token that runs twice gives the same twice.
+//   CONV 1:   conv F32 [TAPS, CHANNELS] (ssm/taps.glsl)
+//   y         F32 [n, N_HEAD * HEAD_DIM]
+//
+// A workgroup of WG_SIZE threads has ROWS rows of a head; LANES = WG_SIZE / ROWS neighbouring threads share a row and hold its state in registers, EACH quads a thread, for all
+// tokens. B, C and the factors of TILE tokens at a time lie in shared memory.
+#extension GL_EXT_control_flow_attributes : require
+#define REDUCE_GROUPS 1
+#include "common/reduce.glsl"
+#include "common/sentinel.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint n;
+    uint stride;
+} p;
+
+#define INNER (N_HEAD * HEAD_DIM)
+#define CHANNELS (INNER + 2 * N_GROUP * STATE)
+#define QUADS (STATE / 4)
+#define EACH ((QUADS + LANES - 1) / LANES)
+
+layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InZx { float zx[]; };
+#if CONV
+layout(std430, set = 0, binding = 1) readonly buffer InW { float w[]; };
+#if BIAS
+layout(std430, set = 0, binding = 2) readonly buffer InBias { float bias[]; };
+#endif
+#define NEXT (2 + BIAS)
+#else
+layout(std430, set = 0, binding = 1) readonly buffer InXbc { float xbc[]; };
+#define NEXT 2
+#endif
+layout(std430, set = 0, binding = NEXT) readonly buffer InA { float a[]; };
+layout(std430, set = 0, binding = NEXT + 1) readonly buffer InD { float d[]; };
+layout(std430, set = 0, binding = NEXT + 2) readonly buffer InDtBias { float dt_bias[]; };
+layout(std430, set = 0, binding = NEXT + 3) readonly buffer InPos { int pos[]; };
+layout(std430, set = 0, binding = NEXT + 4) buffer States { vec4 states[]; };
+#if CONV
+layout(std430, set = 0, binding = NEXT + 5) buffer ConvState { float conv[]; };
+#endif
+layout(std430, set = 0, binding = NEXT + 5 + CONV) writeonly buffer OutY { float y[]; };
+
+#define CONV_X(token, c) zx[(token) * p.stride + INNER + (c)]
+#define CONV_ROW(row, c) conv[(row) * CHANNELS + (c)]
+#include "ssm/taps.glsl"
+
+// log(1 + exp(v)) to the last bits for any v: what 1 + exp(v) rounds away is put back.
+float softplus(float v) {
+    if (v > 20.0) return v;
+    const float e = exp(v);
+    precise float sum = 1.0 + e;
+    precise float seen = sum - 1.0;
+    return seen == 0.0 ? e : log(sum) * (e / seen);
+}
+
+shared vec4 tile_b[TILE][QUADS], tile_c[TILE][QUADS];
+shared float tile_x[TILE][ROWS];
+shared float tile_dt[TILE], tile_decay[TILE];
+
+// Channel of the convolution that is item i of what this workgroup needs: its rows of x, then B, then C.
+uint channel_of(uint i, uint head, uint row0) {
+    if (i < ROWS) return head * HEAD_DIM + min(row0 + i, HEAD_DIM - 1u);
+    const uint group = head / (N_HEAD / N_GROUP);
+    i -= ROWS;
+    return i < STATE ? INNER + group * STATE + i : INNER + (N_GROUP + group) * STATE + (i - STATE);
+}
+
+void keep(uint t, uint i, float v) {
+    if (i < ROWS) tile_x[t][i] = v;
+    else if (i < ROWS + STATE) tile_b[t][(i - ROWS) / 4u][(i - ROWS) % 4u] = v;
+    else tile_c[t][(i - ROWS - STATE) / 4u][(i - ROWS - STATE) % 4u] = v;
+}
+
+#define ITEMS (ROWS + 2 * STATE)
+
+void main() {
+    const uint tid = gl_LocalInvocationIndex;
+    const uint head = gl_WorkGroupID.y, row0 = gl_WorkGroupID.x * ROWS;
+    const uint row = row0 + tid / LANES, lane = tid % LANES;
+    const bool there = row < HEAD_DIM;
+    const uint y_at = head * HEAD_DIM + min(row, HEAD_DIM - 1u);
+    const float decay_rate = a[head], skip = d[head], dt_base = dt_bias[head];
+
+    const int first = pos[0];
+    int last = -1;
+    const uint slot = N_HEAD * HEAD_DIM * QUADS;
+    const uint at = (head * HEAD_DIM + min(row, HEAD_DIM - 1u)) * QUADS;
+    vec4 state[EACH];
+    [[unroll]] for (uint i = 0; i < EACH; i++) {
+        const uint q = i * LANES + lane;
+        state[i] = first > 0 && q < QUADS ? states[uint((first - 1) & 1) * slot + at + q] : vec4(0.0);
+    }
+
+    for (uint t0 = 0u; t0 < p.n; t0 += TILE) {
+        const uint count = min(TILE, p.n - t0);
+        if (t0 > 0u) barrier();
+#if CONV
+        for (uint i = tid; i < ITEMS; i += WG_SIZE) {
+            const uint c = channel_of(i, head, row0);
+            float sum = 0.0;
+            for (uint back = TAPS - 1u; back > 0u; back--)
+                sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(0u, first, c, back), sum);
+            float x;
+            SPIN_UNTIL(x = CONV_X(0u, c), arrived(x));
+            sum = fma(w[c * TAPS + TAPS - 1u], x, sum);
+  #if BIAS
+            sum += bias[c];
+  #endif
+            keep(0u, i, silu(sum));
+            // The row of this token is nobody's tap. B and C are stored once for their group.
+            const bool owner = i < ROWS ? row0 + i < HEAD_DIM : row0 == 0u && head % (N_HEAD / N_GROUP) == 0u;
+            if (first >= 0 && owner) CONV_ROW(uint(first) % TAPS, c) = x;
+        }
+#else
+        for (uint i = tid; i < count * ITEMS; i += WG_SIZE) {
+            const uint t = i / ITEMS;
+            keep(t, i % ITEMS, xbc[(t0 + t) * CHANNELS + channel_of(i % ITEMS, head, row0)]);
+        }
+#endif
+        for (uint t = tid; t < count; t += WG_SIZE) {
+            float dt;
+            SPIN_UNTIL(dt = zx[(t0 + t) * p.stride + INNER + CHANNELS + head], arrived(dt));
+            dt = pos[t0 + t] >= 0 ? softplus(dt + dt_base) : 0.0;  // of padding: 0 and 1, which change nothing
+            tile_dt[t] = dt;
+            tile_decay[t] = exp(dt * decay_rate);
+        }
+        barrier();
+        for (uint t = 0u; t < count; t++) {
+            const float x = tile_x[t][tid / LANES];
+            const float input_x = tile_dt[t] * x, decay = tile_decay[t];
+            vec4 sum = vec4(0.0);
+            [[unroll]] for (uint i = 0; i < EACH; i++) {
+                const uint q = i * LANES + lane;
+                if (QUADS % LANES == 0 || q < QUADS) {
+                    state[i] = state[i] * decay + tile_b[t][q] * input_x;
+                    sum = fma(state[i], tile_c[t][q], sum);
+                }
+            }
+            const float total = group_sum((sum.x + sum.y) + (sum.z + sum.w), LANES);
+            last = max(last, pos[t0 + t]);
+            if (lane == 0u && there) {
+                float z;
+                SPIN_UNTIL(z = zx[(t0 + t) * p.stride + y_at], arrived(z));
+                y[(t0 + t) * INNER + y_at] = pos[t0 + t] >= 0 ? not_sentinel((total + skip * x) * silu(z)) : 0.0;
+            }
+        }
+    }
+
+    if (last >= 0 && there)
+        [[unroll]] for (uint i = 0; i < EACH; i++) {
+            const uint q = i * LANES + lane;
+            if (q < QUADS) states[uint(last & 1) * slot + at + q] = state[i];
+        }
+}
