@@ -16,10 +16,12 @@ class Recipe:
 
     how      "plain": one source; "concat": sources stacked by rows; "interleave": row i of every source in turn
     sources  tensor names in the file, all of one type and with equal columns
+    scale    by which the values of a weight of one axis are multiplied
     """
 
     how: Literal["plain", "concat", "interleave"]
     sources: tuple[str, ...]
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class Architecture(ABC):
     sizes      size class by number of layers, as llama-bench names it
     shapes     shapes that `vkback synth` can write, by name: published ones, and tiny ones, which tests compare with references
     by_context weights that a graph reads or not, depending on its n_ctx
+    recurrent  it has states that hold all tokens so far and cannot be rewound, beside or instead of a KV cache
     varying    of the keys of `hp`, those that may differ from layer to layer: `hp` has the largest, `Metadata.of_layers` all
 
     Hyperparameters beyond those of `hp` are attributes that __init__ reads from `self.metadata`.
@@ -38,6 +39,7 @@ class Architecture(ABC):
     sizes: ClassVar[Mapping[int, str]] = {}
     shapes: ClassVar[Mapping[str, ModelShape]] = {}
     by_context: ClassVar[tuple[str, ...]] = ()
+    recurrent: ClassVar[bool] = False
     varying: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, f: GgufFile) -> None:

@@ -31,7 +31,7 @@ from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import load_weights
 from vkback.ops.base import Act, LowerContext, nbytes
 from vkback.ops.mat_mul import Way
-from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN
+from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.flops import main_way, prompt_flops
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
@@ -86,6 +86,8 @@ class Engine:
         self.model = model
         self.device = device
         self.n_ctx, self.n_past = n_ctx, 0
+        self._fed: list[int] = []  # tokens so far, for `_catch_up`
+        self._states_ahead = False
         self.library = ShaderLibrary()
         self.ctx = LowerContext(
             device.caps, Tuning.for_device(device.caps), act, fragments=fragments_hold(device, self.library),
@@ -319,8 +321,27 @@ class Engine:
         self._state = self._allocate_state()
 
     def reset(self) -> None:
-        """Forget all tokens. Rows of the KV cache beyond n_past are never read, so nothing needs clearing."""
+        """Forget all tokens. Rows of the KV cache beyond n_past are never read, and recurrent states begin anew at position 0, so nothing
+        needs clearing."""
         self.n_past = 0
+        self._fed.clear()
+        self._states_ahead = False
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """These tokens have gone through the model."""
+        self.n_past += len(tokens)
+        if self.model.architecture.recurrent:
+            self._fed += tokens
+
+    def _catch_up(self) -> None:
+        """Recurrent states hold all tokens that the device has seen, and no fewer: where those are more than n_past (a generation that was
+        left before its end), run the tokens up to there once more."""
+        if not self._states_ahead:
+            return
+        fed = self._fed[:]
+        self.reset()
+        for done in self._prompts.run(fed, 0):
+            self._advance(fed[self.n_past : self.n_past + done])
 
     def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None:
         """Run tokens through the model, appending to the KV cache. Raises EngineError when they do not fit the context.
@@ -329,29 +350,35 @@ class Engine:
         """
         self._check_room(len(tokens), "prompt")
         self._check_ids(tokens)
+        self._catch_up()
+        at = 0
         for done in self._prompts.run(tokens, self.n_past, progress=progress):
-            self.n_past += done
+            self._advance(tokens[at : at + done])
+            at += done
 
     def prompt_logits(self, tokens: Sequence[int]) -> Floats:
         """As `prompt`, and the logits after every token: float32 [len(tokens), n_vocab]."""
         self._check_room(len(tokens), "prompt")
         self._check_ids(tokens)
+        self._catch_up()
         out, first = np.empty((len(tokens), self.model.hp.n_vocab), np.float32), self.n_past
         for rows in self._prompts.logits(tokens, first):
-            out[self.n_past - first :][: len(rows)] = rows
-            self.n_past += len(rows)
+            at = self.n_past - first
+            out[at:][: len(rows)] = rows
+            self._advance(tokens[at : at + len(rows)])
         return self._finite(out)
 
     def decode_logits(self, token: int) -> Floats:
         """One token through the model in one submit; its logits, float32 [n_vocab]."""
         self._check_room(1, "token")
         self._check_ids([token])
+        self._catch_up()
         self._try_sync()
         logits, timed_out = self._decode(token, self._recording("logits"))
         if timed_out:
             self._use_barriers(TIMED_OUT)
             logits, _ = self._decode(token, self._recording("logits"))
-        self.n_past += 1
+        self._advance([token])
         return self._finite(logits)
 
     def _decode(self, token: int, commands: Commands) -> tuple[Floats, bool]:
@@ -409,11 +436,11 @@ class Engine:
         sampler = sampler or Sampler()
         self._check_room(n, "generation")
         self._check_ids([first])
+        self._catch_up()
         self._try_sync()
         eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
         self._begin_loop(first, sampler, eos)
-        start = self.n_past
-        made = submitted = 0
+        made = submitted = step = status = 0
         timed_out = False
         flying: deque[tuple[Ticket, Readback, int]] = deque()
         try:
@@ -432,7 +459,7 @@ class Engine:
                 ids = [int(words[LOOP_RING + i % RING]) for i in range(made, min(step, upto))]
                 for token in ids:
                     made += 1
-                    self.n_past = start + made
+                    self._advance([first])
                     first = token
                     yield token
                 if status == STATUS_NAN:
@@ -446,6 +473,8 @@ class Engine:
             with contextlib.suppress(DeviceLost):  # of which the wait above has told
                 for ticket, _, _ in flying:
                     ticket.wait()
+            if self.model.architecture.recurrent and (made < step or (status == STATUS_RUNNING and made < submitted)):
+                self._states_ahead = True
         if timed_out:
             self._use_barriers(TIMED_OUT)
             yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos)

@@ -29,7 +29,8 @@ class ModelShape:
     yarn          factor by which YaRN stretches the context of 4096 that the model was trained on first; 1 without
     rope_dims     values of a head that RoPE turns; 0: all
     layers        what every layer has, where they differ; n_head, n_head_kv and n_ff are then the largest
-    metadata      further keys of the architecture and their values: integers, floats, strings
+    attention     numbers of the layers with attention, where the others have none; None: all
+    metadata      further keys of the architecture and their values: integers, floats, strings, booleans
     """
 
     arch: str
@@ -52,6 +53,7 @@ class ModelShape:
     yarn: float = 1.0
     rope_dims: int = 0
     layers: tuple[LayerShape, ...] = ()
+    attention: frozenset[int] | None = None
     metadata: Mapping[str, int | float | str] = field(default_factory=dict)
 
     @property

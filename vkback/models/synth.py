@@ -43,6 +43,9 @@ class SynthError(VkbackError):
     """An unknown model or type, or a file that cannot be written."""
 
 
+RECURRENT = ("ssm_a", "ssm_d", "ssm_conv1d")
+"""Small tensors of a Mamba-2 block. A decays states within a token to some hundreds, by dt and its bias, as trained models have them."""
+
 SHAPES: dict[str, ModelShape] = {name: shape for known in ARCHITECTURES.values() for name, shape in known.shapes.items()}
 """Shapes by name, of all architectures."""
 
@@ -164,10 +167,10 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _type_of(mix: dict[str, dict[str, str]] | None, name: str) -> str:
-    """The type of a tensor: norms, biases, sinks, frequencies, positions and routers are F32 in every file, the rest as the mix says, else
-    UNIFORM."""
+    """The type of a tensor: norms, biases, sinks, frequencies, positions, routers and the small tensors of recurrences are F32 in every file,
+    the rest as the mix says, else UNIFORM."""
     block, _, stem = name.removesuffix(".weight").rpartition(".")
-    floats = ("attn_sinks", "ffn_gate_inp", "position_embd")
+    floats = ("attn_sinks", "ffn_gate_inp", "position_embd", *RECURRENT)
     if stem.endswith("norm") or stem in floats or stem.startswith("rope_") or name.endswith(".bias"):
         return "F32"
     if mix is None:
@@ -213,7 +216,10 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     own = s.layers[: _layers(name, s, layers)]
     writer.add_feed_forward_length([layer.n_ff for layer in own] or s.n_ff)
     writer.add_head_count([layer.n_head for layer in own] or s.n_head)
-    writer.add_head_count_kv([layer.n_head_kv for layer in own] or s.n_head_kv)
+    if s.attention is None:
+        writer.add_head_count_kv([layer.n_head_kv for layer in own] or s.n_head_kv)
+    else:
+        writer.add_head_count_kv([s.n_head_kv if il in s.attention else 0 for il in range(_layers(name, s, layers))])
     writer.add_key_length(s.head_dim)
     writer.add_value_length(s.head_dim)
     writer.add_rope_dimension_count(s.n_rot)
@@ -245,6 +251,8 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
 def _add_value(writer: GGUFWriter, key: str, value: int | float | str) -> None:
     if isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
     else:
@@ -275,10 +283,15 @@ class _Pieces:
         rng = np.random.default_rng([self.seed, index, row0])
         if t.name == "rope_freqs.weight":
             data = _rope_divisors(self.shape).view(np.uint8)
+        elif t.name.endswith("ssm_dt.bias"):
+            step = np.exp(rng.uniform(math.log(1e-3), math.log(0.3), k))
+            data = np.log(np.expm1(step)).astype(np.float32).view(np.uint8)
         elif t.name.endswith((".bias", "attn_sinks.weight")):
             data = (0.1 * rng.standard_normal((rows, k), np.float32)).view(np.uint8)
-        elif len(t.shape) == 1:
-            data = (1.0 + 0.1 * rng.standard_normal(k, np.float32)).view(np.uint8)
+        elif t.name.endswith("ssm_a"):
+            data = -np.exp(rng.uniform(0.0, math.log(16.0), rows)).astype(np.float32).view(np.uint8)
+        elif len(t.shape) == 1 or t.name.endswith(("norm.weight", "ssm_d")):
+            data = (1.0 + 0.1 * rng.standard_normal(rows * k, np.float32)).view(np.uint8)
         else:
             data = quants.random_blocks(t.type, rows, k, rng, std=1.0 / math.sqrt(k))
         return self.offsets[index] + row0 * (data.size // rows), data.reshape(-1)

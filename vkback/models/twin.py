@@ -138,6 +138,8 @@ class NumpyTwin:
         if kept is not None:
             return kept
         decoded = quants.decode(tensor.type, self.model.file.tensor(tensor.name).data).astype(np.float64).reshape(tensor.shape)
+        if tensor.recipe is not None:
+            decoded *= tensor.recipe.scale
         if decoded.nbytes <= self._room:
             self._room -= decoded.nbytes
             self._kept[tensor.name] = decoded

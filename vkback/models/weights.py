@@ -109,7 +109,8 @@ def _vector(file: GgufFile, weight: Tensor) -> npt.NDArray[np.float32]:
         raise _not_numbers(file, weight)
     if weight.recipe is not None and weight.recipe.how == "interleave":
         return np.stack(parts, axis=-1).ravel()
-    return np.concatenate(parts)
+    whole = np.concatenate(parts)
+    return whole if weight.recipe is None else whole * np.float32(weight.recipe.scale)
 
 
 def _not_numbers(file: GgufFile, weight: Tensor) -> GgufError:

@@ -53,7 +53,7 @@ from vkback.shader import Variant
 LOOP_PARAMS, LOOP_EOS, LOOP_RING = 8, 16, 32
 """Where parameters, end-of-text ids and ring begin in `loop`."""
 
-STATUS_NAN, STATUS_EOS = 1, 2
+STATUS_RUNNING, STATUS_NAN, STATUS_EOS = 0, 1, 2
 
 MAX_VOCAB = 2**18
 """More tokens could overflow the 32-bit sums of a histogram bin (shaders/sample/scale.glsl)."""

@@ -97,6 +97,8 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     n = tokens_of(nodes)
     choice = schedule_choice(nodes, ctx)
     nodes = as_mat_vec(nodes)
+    if n == 1:
+        nodes = fuse_ssm(nodes, outputs, ctx)
     for step in (fuse_embedding, fuse_norms, fuse_attention, fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
     nodes = pack_qkv(nodes, n == 1 and choice["rope"] == "attention")
@@ -181,6 +183,23 @@ def fuse_norms(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     for match in (rms, added, layer_norm):
         nodes = _rewrite(nodes, outputs, match)
     return nodes
+
+
+def fuse_ssm(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """SSM_CONV read by SSM_SCAN alone, of one token -> SSM_CONV_SCAN, where the device binds as many buffers."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        conv = index.made_by(node.inputs[0], "SSM_CONV") if node.op == "SSM_SCAN" else None
+        if conv is None or conv.inputs[0].name != node.inputs[1].name or conv.params["offset"] != node.outputs[0].shape[-1]:
+            return None
+        zx, *weights, pos, conv_state = conv.inputs
+        *per_head, state = (*node.inputs[2:5], node.inputs[6])
+        inputs = (zx, *weights, *per_head, pos, conv_state, state)
+        if len(inputs) + 1 > ctx.caps.max_storage_bindings:
+            return None
+        return [conv, node], Node("SSM_CONV_SCAN", inputs, (node.outputs[0], conv_state, state), node.params)
+
+    return _rewrite(nodes, outputs, match)
 
 
 def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:

@@ -5,6 +5,7 @@ from importlib import import_module
 NAMES = (
     "llama",
     "gpt_oss",
+    "granitehybrid",
     "phi3",
     "qwen2",
     "qwen3",
