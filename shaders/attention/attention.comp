@@ -5,35 +5,39 @@
 // out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
 //
 //   q        F32 [n, n_head, HD], read as vec4; with FUSED the packed q, k and v heads of one token, F32 [n_head + 2 n_head_kv, HD]
-//   cache_k  F16 [n_head_kv, n_ctx, HD], read as uvec4 (8 values); cache_v the same. With FUSED row pos is written first
+//   cache_k  F16 [n_head_kv, n_ctx, HD], read as uvec4 (8 values). With FUSED row pos is written first
+//   cache_v  the same with VD values a row, rows V_PITCH uvec4 apart: more than VD / 8 where V is the first part of each row of K's cache (MLA)
+//   q_pe     F32 [n, n_head, HD - NOPE] (SPLIT_Q): the rest of Q, of which q then has the first NOPE values in rows of Q_PITCH
 //   pos      I32 [n]; -1: padding, its output is zero and nothing is stored
-//   y        F32 [n, n_head * HD], or Q8_1 rows (OUT_Q8_1) as in docs/architecture.md
-//   partial  scratch of the splits: for each (token tile, head group, split) QUERIES * HD / 4 vec4 of sums, then QUERIES vec2 (max, sum of weights)
+//   y        F32 [n, n_head * VD], or Q8_1 rows (OUT_Q8_1) as in docs/architecture.md
+//   partial  scratch of the splits: for each (token tile, head group, split) QUERIES * VD / 4 vec4 of sums, then QUERIES vec2 (max, sum of weights)
 //   tickets  one counter for each (token tile, head group)
 //   sinks    F32 [n_head]: a further logit in the softmax of a head, without a row of V
 //
 // Workgroup (x, y, z): heads x * HEADS .. + HEADS of one kv head, split y of the rows, tokens z * TOKENS .. + TOKENS. Its QUERIES = HEADS * TOKENS
 // queries use every row of K and V that is read. The workgroup walks the rows in chunks of ROWS:
 //   scores   LANES threads read a row of K together
-//   values   COLS = HD / 8 threads read a row of V together; each keeps 8 values of every query's sum. The workgroup has STREAMS such groups
+//   values   COLS = VD / 8 threads read a row of V together; each keeps 8 values of every query's sum. The workgroup has STREAMS such groups
 //            (row streams). Their sums are merged at the end: within a subgroup by shuffles, then through shared memory
-// BY_LANES 1: LANES = COLS, the same threads read a row of K and the row of V. Scores and queries stay in registers (attention/walk_lanes.glsl).
+// BY_LANES 1: HD = VD and LANES = COLS, the same threads read a row of K and the row of V. Scores and queries stay in registers (attention/walk_lanes.glsl).
 // BY_LANES 0: scores pass between threads through shared memory (attention/walk_shared.glsl).
 // K and V of the next chunk are prefetched into registers (software prefetch). Logits are in base 2: scale includes log2 e.
 //
 // Where the rows exceed rows_per_split they are cut into up to SPLITS splits of equal size (split KV); one workgroup combines them in their order
 // (attention/splits.glsl). The splits depend on pos alone, so the result is the same bits whatever the order of arrival and the other tokens.
 //
-// Defines: HD HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND OUT_Q8_1 FUSED HAS_SINKS; FUSED: HAS_NORM HEAD_LANES ROPE_PAIRS
-// ROPE_NEOX; those of common/reduce.glsl
+// Defines: HD VD V_PITCH SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND OUT_Q8_1 FUSED HAS_SINKS; FUSED (HD = VD): HAS_NORM
+// HEAD_LANES ROPE_PAIRS ROPE_NEOX; those of common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
-#define COLS (HD / 8)
+#define K_COLS (HD / 8)
+#define COLS (VD / 8)
 #define STREAMS (WG_SIZE / COLS)
 #define ROWS (STEPS * WG_SIZE / LANES)
-#define K_PARTS (COLS / LANES)
+#define K_PARTS (K_COLS / LANES)
 #define V_STEPS ((ROWS + STREAMS - 1) / STREAMS)
-#define OUT4 (HD / 4)
+#define HEAD4 (HD / 4)
+#define OUT4 (VD / 4)
 #define REDUCE_GROUPS 1
 
 #extension GL_EXT_control_flow_attributes : require
@@ -92,10 +96,20 @@ layout(binding = 6) coherent buffer Tickets { uint tickets[]; };
 layout(binding = BIND_SINKS) readonly buffer Sinks { float sinks[]; };
 #endif
 
+#if SPLIT_Q
+layout(binding = BIND_Q_PE) readonly buffer QPe { vec4 q_pe4[]; };
+
+vec4 query_quad(uint row, uint i) {
+    return i < NOPE / 4 ? q4[row * (Q_PITCH / 4) + i] : q_pe4[row * (HEAD4 - NOPE / 4) + i - NOPE / 4];
+}
+#elif !FUSED
+vec4 query_quad(uint row, uint i) { return q4[row * HEAD4 + i]; }
+#endif
+
 const float LOG2_E = 1.44269504;
 const float MASKED = -3.0e38;
 
-shared vec4 query4[QUERIES * OUT4];             // queries; at the end the results
+shared vec4 query4[QUERIES * (HD > VD ? HEAD4 : OUT4)];  // queries; at the end the results
 shared vec4 bundle_sum[BUNDLES * ROUND * OUT4];
 shared vec2 bundle_weight[BUNDLES * QUERIES];   // maximum, sum of weights
 
@@ -133,7 +147,11 @@ uint last_row() { return max(hi, 1u) - 1u; }
 
 // A thread's uvec4 of the chunk at `base` where COLS threads read a row: neighbouring threads read neighbouring words.
 uint row_at(uint kv, uint base, uint s, uint tid) {
+#if V_PITCH == COLS
     return min((kv * p.n_ctx + base + s * STREAMS) * COLS + tid, (kv * p.n_ctx + last_row()) * COLS + tid % COLS);
+#else
+    return (kv * p.n_ctx + min(base + s * STREAMS + tid / COLS, last_row())) * V_PITCH + tid % COLS;
+#endif
 }
 
 void load_k(uint kv, uint base, uint tid) {
@@ -142,7 +160,7 @@ void load_k(uint kv, uint base, uint tid) {
 #else
     [[unroll]] for (uint s = 0; s < STEPS; s++) {
         const uint row = min(base + s * (WG_SIZE / LANES) + tid / LANES, last_row());
-        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = k4[(kv * p.n_ctx + row) * COLS + j * LANES + tid % LANES];
+        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = k4[(kv * p.n_ctx + row) * K_COLS + j * LANES + tid % LANES];
     }
 #endif
 }
@@ -216,9 +234,9 @@ void main() {
     MARK(MARK_THERE);
     prepare(tid, head0, kv);
 #else
-    for (uint i = tid; i < QUERIES * OUT4; i += WG_SIZE) {
-        const uint token = token0 + i / (HEADS * OUT4);
-        query4[i] = token < p.n ? p.scale * q4[(token * p.n_head + head0) * OUT4 + i % (HEADS * OUT4)] : vec4(0.0);
+    for (uint i = tid; i < QUERIES * HEAD4; i += WG_SIZE) {
+        const uint token = token0 + i / (HEADS * HEAD4);
+        query4[i] = token < p.n ? p.scale * query_quad(token * p.n_head + head0 + i / HEAD4 % HEADS, i % HEAD4) : vec4(0.0);
     }
 #endif
     barrier();

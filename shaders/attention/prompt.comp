@@ -3,7 +3,10 @@
 //
 // out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
 //
-// Operands and tiles: attention/prompt_iface.glsl. A workgroup walks the rows that any query of its tile sees in blocks of ROWS, which begin at
+// Operands and tiles: attention/prompt_iface.glsl; a row of cache_v has VD values, and rows are V_PITCH uvec4 apart: more than VD / 8 where V is the
+// first part of each row of K's cache (MLA).
+//
+// A workgroup walks the rows that any query of its tile sees in blocks of ROWS, which begin at
 // multiples of ROWS, so that a token's bits do not depend on the others of its tile. LANES neighbouring threads share a query: each has quads (four
 // values) part, part + LANES .. of it and of its weighted sum, and QUERIES queries that lie SLOTS apart. A thread keeps maximum and sum of weights of
 // its own queries, so the softmax needs no other thread.
@@ -12,11 +15,16 @@
 //               a load takes an instruction for every lane, a shuffle one for all.
 //   BY_LANES 0  blocks of K and V go through shared memory as f32; threads with the same part read the same address.
 //
-// Defines: HD LANES QUERIES ROWS BY_LANES OUT_TYPE HAS_SINKS; WG_SIZE and the others of common/reduce.glsl
+// SPLIT_Q: Q is in two tensors as in attention/attention.comp, q_pe at binding 6.
+//
+// Defines: HD VD V_PITCH SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS BY_LANES OUT_TYPE HAS_SINKS; WG_SIZE and the others of common/reduce.glsl
 
 #define QUADS (HD / 4 / LANES)        // of a query, a thread
-#define ROW_QUADS (HD / 4)
-#define ROW_WORDS (HD / 8)
+#define V_QUADS (VD / 4 / LANES)      // of its weighted sum
+#define K_ROW_QUADS (HD / 4)
+#define ROW_QUADS (VD / 4)
+#define K_WORDS (HD / 8)
+#define V_WORDS (VD / 8)
 #define SLOTS (WG_SIZE / LANES)
 #define TILE_Q (SLOTS * QUERIES)
 #define ROWS_AT_ONCE (ROWS < 4 ? ROWS : 4)
@@ -29,8 +37,18 @@ layout(local_size_x = WG_SIZE) in;
 
 #include "attention/prompt_iface.glsl"
 
+#if SPLIT_Q
+layout(std430, set = 0, binding = 6) readonly buffer QPe { vec4 q_pe4[]; };
+
+vec4 query_quad(uint row, uint i) {
+    return i < NOPE / 4 ? q4[row * (Q_PITCH / 4) + i] : q_pe4[row * (K_ROW_QUADS - NOPE / 4) + i - NOPE / 4];
+}
+#else
+vec4 query_quad(uint row, uint i) { return q4[row * K_ROW_QUADS + i]; }
+#endif
+
 vec4 query[QUERIES][QUADS];
-vec4 sum[QUERIES][QUADS];
+vec4 sum[QUERIES][V_QUADS];
 float score[QUERIES][ROWS];
 float top[QUERIES], weight[QUERIES];
 uvec2 seen[QUERIES];
@@ -43,47 +61,52 @@ vec4 high_half(uvec4 words) { return vec4(unpackHalf2x16(words.z), unpackHalf2x1
 #define STAGE_QUADS (SLOTS * ROW_QUADS)
 shared vec4 stage[STAGE_QUADS];
 
-#define CHUNKS ((ROW_WORDS + WG_SIZE - 1) / WG_SIZE)
-vec4 k_row[ROWS][CHUNKS][2], v_row[ROWS][CHUNKS][2];
+#define CHUNKS(words) (((words) + WG_SIZE - 1) / WG_SIZE)
+vec4 k_row[ROWS][CHUNKS(K_WORDS)][2], v_row[ROWS][CHUNKS(V_WORDS)][2];
 
 // Word of row `row` that this lane loads; rows that nobody sees are zeros.
-#define LOAD(CACHE, INTO)                                                                                               \
+#define LOAD(CACHE, INTO, WORDS, PITCH)                                                                                 \
     [[unroll]] for (uint r = 0; r < ROWS; r++)                                                                          \
-        [[unroll]] for (uint c = 0; c < CHUNKS; c++) {                                                                  \
+        [[unroll]] for (uint c = 0; c < CHUNKS(WORDS); c++) {                                                           \
             const uint row = base + r;                                                                                  \
-            const uint word = min(c * WG_SIZE + tid, uint(ROW_WORDS - 1));                                              \
-            const uvec4 words = CACHE[(kv * p.n_ctx + min(row, hi - 1u)) * ROW_WORDS + word];                           \
+            const uint word = min(c * WG_SIZE + tid, uint(WORDS - 1));                                                  \
+            const uvec4 words = CACHE[(kv * p.n_ctx + min(row, hi - 1u)) * PITCH + word];                               \
             const uvec4 those = row >= lo && row < hi ? words : uvec4(0u);                                              \
             INTO[r][c][0] = low_half(those);                                                                            \
             INTO[r][c][1] = high_half(those);                                                                           \
         }
 void load_block(uint kv, uint base, uint tid) {
-    LOAD(k4, k_row)
-    LOAD(v4, v_row)
+    LOAD(k4, k_row, K_WORDS, K_WORDS)
+    LOAD(v4, v_row, V_WORDS, V_PITCH)
 }
 #define K_QUAD(r, j) subgroupShuffle(k_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
 #define V_QUAD(r, j) subgroupShuffle(v_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
 #else
-#define BLOCK_QUADS (ROWS * ROW_QUADS)
-#define STAGE_QUADS (2 * BLOCK_QUADS > SLOTS * ROW_QUADS ? 2 * BLOCK_QUADS : SLOTS * ROW_QUADS)
+#define K_BLOCK_QUADS (ROWS * K_ROW_QUADS)
+#define BLOCK_QUADS (K_BLOCK_QUADS + ROWS * ROW_QUADS)
+#define STAGE_QUADS (BLOCK_QUADS > SLOTS * ROW_QUADS ? BLOCK_QUADS : SLOTS * ROW_QUADS)
 shared vec4 stage[STAGE_QUADS];  // a block of K, then one of V; in the end what is stored
 
 void load_block(uint kv, uint base, uint tid) {
     barrier();
-    for (uint w = tid; w < ROWS * ROW_WORDS; w += WG_SIZE) {
-        const uint row = base + w / ROW_WORDS;
-        const bool there = row >= lo && row < hi;
-        const uint at = (kv * p.n_ctx + min(row, hi - 1u)) * ROW_WORDS + w % ROW_WORDS;
-        const uvec4 k = there ? k4[at] : uvec4(0u), v = there ? v4[at] : uvec4(0u);
-        stage[2u * w] = low_half(k);
-        stage[2u * w + 1u] = high_half(k);
-        stage[BLOCK_QUADS + 2u * w] = low_half(v);
-        stage[BLOCK_QUADS + 2u * w + 1u] = high_half(v);
+    for (uint w = tid; w < ROWS * max(K_WORDS, V_WORDS); w += WG_SIZE) {
+        if (w < ROWS * K_WORDS) {
+            const uint row = base + w / K_WORDS;
+            const uvec4 k = row >= lo && row < hi ? k4[(kv * p.n_ctx + row) * K_WORDS + w % K_WORDS] : uvec4(0u);
+            stage[2u * w] = low_half(k);
+            stage[2u * w + 1u] = high_half(k);
+        }
+        if (w < ROWS * V_WORDS) {
+            const uint row = base + w / V_WORDS;
+            const uvec4 v = row >= lo && row < hi ? v4[(kv * p.n_ctx + row) * V_PITCH + w % V_WORDS] : uvec4(0u);
+            stage[K_BLOCK_QUADS + 2u * w] = low_half(v);
+            stage[K_BLOCK_QUADS + 2u * w + 1u] = high_half(v);
+        }
     }
     barrier();
 }
-#define K_QUAD(r, j) stage[(r) * ROW_QUADS + (j) * LANES + tid % LANES]
-#define V_QUAD(r, j) stage[BLOCK_QUADS + (r) * ROW_QUADS + (j) * LANES + tid % LANES]
+#define K_QUAD(r, j) stage[(r) * K_ROW_QUADS + (j) * LANES + tid % LANES]
+#define V_QUAD(r, j) stage[K_BLOCK_QUADS + (r) * ROW_QUADS + (j) * LANES + tid % LANES]
 #endif
 
 float over_lanes_sum(float v) {
@@ -126,13 +149,13 @@ void make_weights() {
             score[t][r] = score[t][r] > MASKED ? exp2(score[t][r] - higher) : 0.0;
             weight[t] += score[t][r];
         }
-        [[unroll]] for (uint j = 0; j < QUADS; j++) sum[t][j] *= shrink;
+        [[unroll]] for (uint j = 0; j < V_QUADS; j++) sum[t][j] *= shrink;
     }
 }
 
 void add_values(uint tid) {
     [[unroll]] for (uint part_of = 0; part_of < ROWS / ROWS_AT_ONCE; part_of++)
-        [[unroll]] for (uint j = 0; j < QUADS; j++)
+        [[unroll]] for (uint j = 0; j < V_QUADS; j++)
             [[unroll]] for (uint r = 0; r < ROWS_AT_ONCE; r++) {
                 const uint row = part_of * ROWS_AT_ONCE + r;
                 const vec4 v = V_QUAD(row, j);
@@ -153,10 +176,8 @@ void main() {
         end = max(end, seen[t].y);
         top[t] = MASKED;
         weight[t] = 0.0;
-        [[unroll]] for (uint j = 0; j < QUADS; j++) {
-            query[t][j] = p.scale * q4[(token * p.n_head + head_of(i)) * ROW_QUADS + j * LANES + part];
-            sum[t][j] = vec4(0.0);
-        }
+        [[unroll]] for (uint j = 0; j < QUADS; j++) query[t][j] = p.scale * query_quad(token * p.n_head + head_of(i), j * LANES + part);
+        [[unroll]] for (uint j = 0; j < V_QUADS; j++) sum[t][j] = vec4(0.0);
     }
     lo = ~wg_max(~first);
     hi = wg_max(end);
@@ -171,7 +192,7 @@ void main() {
     [[unroll]] for (uint t = 0; t < QUERIES; t++) {
         const float factor = normalizer(query0 + t * SLOTS + tid / LANES, top[t], weight[t]);
         barrier();
-        [[unroll]] for (uint j = 0; j < QUADS; j++) stage[tid / LANES * ROW_QUADS + j * LANES + part] = factor * sum[t][j];
+        [[unroll]] for (uint j = 0; j < V_QUADS; j++) stage[tid / LANES * ROW_QUADS + j * LANES + part] = factor * sum[t][j];
         barrier();
         for (uint turn = 0; turn < SLOTS * ROW_QUADS; turn += WG_SIZE) {
             const uint at = turn + tid;

@@ -25,7 +25,7 @@ void store(uint tid, uint token0, uint head0) {
         const bool there = o < QUERIES * OUT4 && token < p.n;
 #if OUT_Q8_1
         const Q8_1Quad packed = q8_1_pack(quad, there ? query4[o] : vec4(0.0));
-        if (there) q8_1_store(token, p.n_head * (HD / 32), quad, packed);
+        if (there) q8_1_store(token, p.n_head * (VD / 32), quad, packed);
 #else
         if (there) y4[token * p.n_head * OUT4 + quad] = not_sentinel(query4[o]);
 #endif

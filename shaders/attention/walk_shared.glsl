@@ -16,7 +16,7 @@ void score_parts(uvec4 row[K_PARTS], uint tid, out float score[QUERIES]) {
     [[unroll]] for (uint j = 0; j < K_PARTS; j++) {
         const uint part = j * LANES + tid % LANES;
         const vec4 a = halves(row[j].xy), b = halves(row[j].zw);
-        [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] += dot(a, query4[i * OUT4 + 2 * part]) + dot(b, query4[i * OUT4 + 2 * part + 1]);
+        [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] += dot(a, query4[i * HEAD4 + 2 * part]) + dot(b, query4[i * HEAD4 + 2 * part + 1]);
     }
 }
 

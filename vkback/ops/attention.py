@@ -1,16 +1,18 @@
 """FLASH_ATTN_EXT and ATTN_DECODE: attention over an F16 cache (shaders/attention).
 
-    FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k and cache_v F16 [n_head_kv, n_ctx, hd], pos I32 [n] [, sinks F32 [n_head]]
-                    -> F32 or Q8_1 [n, n_head * hd], or of a prompt F16 as mat_mul.packed has it
-                    params: scale [, window] [, fragments: the order of an F16 output]
+    FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n]
+                    [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as mat_mul.packed has it
+                    params: scale [, window, v_dim, split_q] [, fragments: the order of an F16 output]; with v_dim V is the first v_dim
+                    values of each row of cache_v, which may be K's (MLA); with split_q the last input is q_pe F32 [n, n_head, rot], the
+                    last rot values of each head of Q: of q count the first hd - rot values of a row
     ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]
                     [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] -> the same, cache_k, cache_v
                     params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, eps], has_norm,
                     has_ff (angles hold factors)
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
-A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. hd is a
-multiple of 8, and of 32 where the output is Q8_1.
+A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. hd and
+vd are multiples of 8, vd of 32 where the output is Q8_1.
 """
 
 from __future__ import annotations
@@ -102,11 +104,13 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 
 def shape_for(
-    choice: Choice, n: int, n_head: int, n_head_kv: int, hd: int, n_ctx: int, window: int, fused: bool, quantizes: bool, ctx: LowerContext
+    choice: Choice, n: int, n_head: int, n_head_kv: int, hd: int, n_ctx: int, window: int, fused: bool, quantizes: bool, ctx: LowerContext,
+    vd: int = 0,
 ) -> Shape:
     """The tables' choice adjusted to what head size, heads and device allow: where shared memory is short, the streams meet in more
-    rounds, then there are fewer threads."""
-    cols = hd // 8
+    rounds, then there are fewer threads. vd: width of V, 0: as K."""
+    vd = vd or hd
+    cols, k_cols = vd // 8, hd // 8
     heads = _largest_divisor(n_head // n_head_kv, choice["queries"])
     tokens = 1 if n <= DECODE_TOKENS else max(1, choice["queries"] // heads)
     rows = min(n_ctx, window) if window else n_ctx
@@ -116,42 +120,66 @@ def shape_for(
     least = 1 << (cols - 1).bit_length()
     wg = max(workgroup_size(ctx.caps, choice["wg_size"]), least)
     while True:
-        fits = [i for i in (1, 2, 4, 8, 16, 32) if i <= wg and cols % i == 0]
+        fits = [i for i in (1, 2, 4, 8, 16, 32) if i <= wg and k_cols % i == 0]
         lanes = max((i for i in fits if i <= choice["lanes"]), default=1)
-        lanes = next((i for i in fits if i >= lanes and cols // i <= MAX_LOADS), lanes)
-        steps = min(choice["steps"], max(1, MAX_LOADS * lanes // cols))
+        lanes = next((i for i in fits if i >= lanes and k_cols // i <= MAX_LOADS), fits[-1])
+        steps = min(choice["steps"], max(1, MAX_LOADS * lanes // k_cols))
         reduce, subgroup = reduction(ctx.caps, wg, lanes=max(lanes, 8 if quantizes else 1))
-        by_lanes = bool(reduce["REDUCE_SUBGROUP"]) and lanes == cols and queries in (1, 2, 4, 8, 16) and queries <= cols
+        by_lanes = bool(reduce["REDUCE_SUBGROUP"]) and lanes == cols == k_cols and queries in (1, 2, 4, 8, 16) and queries <= cols
         known = int(reduce["SUBGROUP_SIZE"])
         bundles = wg // cols // (known // cols if known > cols and cols & (cols - 1) == 0 else 1)
         scores = 0 if by_lanes else 2 * steps * (wg // lanes)
-        shared = 4 * queries * (hd + scores + 2 * bundles) + 8 * wg + 256
+        shared = 4 * queries * (max(hd, vd) + scores + 2 * bundles) + 8 * wg + 256
         shared += 4 * hd if fused else 0
         for parts in (i for i in range(1, queries + 1) if queries % i == 0):
-            if shared + 4 * bundles * (queries // parts) * hd <= ctx.caps.max_shared_memory:
+            if shared + 4 * bundles * (queries // parts) * vd <= ctx.caps.max_shared_memory:
                 rounds = queries // parts
-                readers = max(1, min(splits, wg * 4 // (queries * hd), bundles * rounds // queries))
+                readers = max(1, min(splits, wg * 4 // (queries * vd), bundles * rounds // queries))
                 return Shape(
                     wg, lanes, by_lanes, steps, heads, tokens, splits, readers, rounds, choice["rows_per_split"], reduce, subgroup
                 )
         if wg == least:
             raise PlanError(
-                f"[attention] {choice.source}: {queries} queries of head size {hd} need {shared + 4 * bundles * hd} bytes of shared "
+                f"[attention] {choice.source}: {queries} queries of head size {hd} need {shared + 4 * bundles * vd} bytes of shared "
                 f"memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}; lower queries"
             )
         wg //= 2
 
 
+def v_dim(node: Node, cache_v: Tensor) -> int:
+    """Values of a row of V."""
+    return int(node.params.get("v_dim", cache_v.shape[2]))
+
+
+def further(node: Node) -> list[tuple[str, Tensor]]:
+    """Optional inputs of a FLASH_ATTN_EXT by role: sinks, q_pe. Raises PlanError where a Q in two parts is no head of K."""
+    rest = list(node.inputs[4:])
+    q_pe = rest.pop() if node.params.get("split_q") else None
+    extra = [("sinks", t) for t in rest]
+    if q_pe is None:
+        return extra
+    q, hd, rot = node.inputs[0], node.inputs[1].shape[2], q_pe.shape[-1]
+    if q_pe.shape[:2] != q.shape[:2] or rot % 4 or not 0 < hd - rot <= q.shape[2] or q.shape[2] % 4:
+        raise PlanError(f"[attention] {node.name}: {q} and {q_pe} are no heads of {hd}; expected parts of whole fours, {hd} together")
+    return [*extra, ("q_pe", q_pe)]
+
+
 def _check(node: Node, ctx: LowerContext, cache_k: Tensor, cache_v: Tensor, n_head: int) -> None:
     """Raises PlanError where no kernel fits the heads, or the device cannot bind a cache."""
     n_head_kv, _, hd = cache_k.shape
-    if hd % HEAD_SIZE_MULTIPLE or cache_v.shape != cache_k.shape or n_head % n_head_kv:
+    vd, pitch = v_dim(node, cache_v), cache_v.shape[2]
+    if hd % HEAD_SIZE_MULTIPLE or vd % HEAD_SIZE_MULTIPLE or pitch % HEAD_SIZE_MULTIPLE or not 0 < vd <= pitch:
         raise PlanError(
-            f"[attention] {node.name}: {n_head} heads over {cache_k} and {cache_v}; expected one head size, a multiple of "
-            f"{HEAD_SIZE_MULTIPLE}, and heads a multiple of kv heads"
+            f"[attention] {node.name}: {cache_k} and {vd} values a row of {cache_v}; expected head sizes, each a "
+            f"multiple of {HEAD_SIZE_MULTIPLE}"
         )
-    if node.outputs[0].type == "Q8_1" and hd % 32:
-        raise PlanError(f"[attention] {node.name}: Q8_1 output needs a head size that is a multiple of 32, got {hd}; make the output F32")
+    if cache_v.shape[:2] != cache_k.shape[:2] or n_head % n_head_kv:
+        raise PlanError(
+            f"[attention] {node.name}: {n_head} heads over {cache_k} and {cache_v}; expected as many rows and kv heads in either, and "
+            "heads a multiple of kv heads"
+        )
+    if node.outputs[0].type == "Q8_1" and vd % 32:
+        raise PlanError(f"[attention] {node.name}: Q8_1 output needs a head size that is a multiple of 32, got {vd}; make the output F32")
     for cache in (cache_k, cache_v):
         if nbytes(cache) > ctx.caps.max_storage_buffer_range:
             raise PlanError(
@@ -165,12 +193,12 @@ def _lower(
     extra: Sequence[tuple[str, Tensor]], fused: Defines,
 ) -> Dispatch:
     """The one dispatch of either op. extra: (role, tensor) bound after the rest as BIND_<ROLE>; fused: defines of ATTN_DECODE."""
-    n_head_kv, n_ctx, hd = cache_k.shape
+    (n_head_kv, n_ctx, hd), vd = cache_k.shape, v_dim(node, cache_v)
     out = node.outputs[0]
     window = int(node.params.get("window", 0))
     _check(node, ctx, cache_k, cache_v, n_head)
     choice = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
-    s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx)
+    s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx, vd)
     if s.splits > 1 and 7 + len(extra) > ctx.caps.max_storage_bindings:
         s = replace(s, splits=1)  # a Raspberry Pi binds 8 buffers; scratch and counters would be two too many
     # A head's slots of four values (shaders/attention/fused.glsl) go to as many threads, as far as they can add up by shuffles.
@@ -181,12 +209,14 @@ def _lower(
     splits = [f"{out.name}.splits"] if s.splits > 1 else []
     if splits:
         tiles = groups[0] * groups[2]
-        part = s.queries * hd + 4 * ceil_div(s.queries, 2)
+        part = s.queries * vd + 4 * ceil_div(s.queries, 2)
         args.append(Arg(Tensor(splits[0], "F32", (tiles, s.splits, part)), "rw"))
         args.append(Arg(Tensor(f"{out.name}.tickets", "I32", (tiles,), "counter"), "rw"))
     defines: Defines = {
-        **s.reduce, **fused, "HD": hd, "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps, "LANES": s.lanes,
-        "BY_LANES": int(s.by_lanes), "SPLITS": s.splits, "READERS": s.readers, "ROUND": s.round, "OUT_Q8_1": int(out.type == "Q8_1"),
+        **s.reduce, **fused, "HD": hd, "VD": vd, "V_PITCH": cache_v.shape[2] // 8,
+        **attention_prompt.split_q(q, dict(extra).get("q_pe"), hd), "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps,
+        "LANES": s.lanes, "BY_LANES": int(s.by_lanes), "SPLITS": s.splits, "READERS": s.readers, "ROUND": s.round,
+        "OUT_Q8_1": int(out.type == "Q8_1"),
         "FUSED": int(bool(fused)), "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
     }  # fmt: skip
     if fused:
@@ -205,15 +235,15 @@ def _lower(
         op=node.op,
         label=node.name,
         reason=choice.source,
-        nbytes=nbytes(q) + nbytes(out) + 2 * n_head_kv * rows * hd * 2,
-        flops=4 * n * n_head * rows * hd,
+        nbytes=nbytes(q) + nbytes(out) + 2 * n_head_kv * rows * (hd if cache_k.name == cache_v.name else hd + vd),
+        flops=2 * n * n_head * rows * (hd + vd),
         waits=SpinWaits(part=(q.name,), own=tuple(splits)) if fused else None,  # one token, which is never padding
     )
 
 
 def _choice(node: Node, ctx: LowerContext) -> Choice:
     """What the tables say of a FLASH_ATTN_EXT."""
-    (n, n_head, hd), (n_head_kv, n_ctx, _) = node.inputs[0].shape, node.inputs[1].shape
+    (n, n_head, _), (n_head_kv, n_ctx, hd) = node.inputs[0].shape, node.inputs[1].shape
     return ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
 
 
@@ -222,23 +252,27 @@ def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape 
     _check(node, ctx, node.inputs[1], node.inputs[2], node.inputs[0].shape[1])
     # --act f32 keeps floats whole: no f16 in matrices.
     caps = ctx.caps if ctx.act != "f32" else dataclasses.replace(ctx.caps, cooperative_matrix=False)
-    return attention_prompt.shape_for(_choice(node, ctx), node.inputs[1].shape[2], dataclasses.replace(ctx, caps=caps))
+    return attention_prompt.shape_for(
+        _choice(node, ctx), node.inputs[1].shape[2], dataclasses.replace(ctx, caps=caps), v_dim(node, node.inputs[2])
+    )
 
 
 def prompt_job(node: Node) -> attention_prompt.PromptJob:
-    q, cache_k, cache_v, pos, *sinks = node.inputs
+    q, cache_k, cache_v, pos, *_ = node.inputs
+    extra = dict(further(node))
     window = int(node.params.get("window", 0))
     return attention_prompt.PromptJob(
-        q, cache_k, cache_v, pos, node.outputs[0], float(node.params["scale"]), window, sinks[0] if sinks else None, node.name,
-        fragments=bool(node.params.get("fragments")),
+        q, cache_k, cache_v, pos, node.outputs[0], float(node.params["scale"]), window, extra.get("sinks"), node.name,
+        fragments=bool(node.params.get("fragments")), v_dim=v_dim(node, cache_v), q_pe=extra.get("q_pe"),
     )  # fmt: skip
 
 
 def packs_output(node: Node, reader: MatMulShape, ctx: LowerContext) -> bool:
     """Whether a FLASH_ATTN_EXT can leave its output packed for a mat-mat of shape `reader` (param `fragments` says in which order)."""
     shape = prompt_shape(node, ctx)
-    (_, n_head, hd), n_head_kv = node.inputs[0].shape, node.inputs[1].shape[0]
-    return shape is not None and attention_prompt.packs(shape, n_head // n_head_kv, hd, n_head, reader, ctx.caps)
+    n_head, (n_head_kv, _, hd) = node.inputs[0].shape[1], node.inputs[1].shape
+    equal = v_dim(node, node.inputs[2]) == hd
+    return shape is not None and equal and attention_prompt.packs(shape, n_head // n_head_kv, hd, n_head, reader, ctx.caps)
 
 
 def _tolerance(node: Node) -> Tolerance:
@@ -253,7 +287,8 @@ def _attention_in_window(inputs: Sequence[Array], token: int, params: Mapping[st
     seen = slice(max(0, int(pos[token]) + 1 - params["window"]), int(pos[token]) + 1)
     last = np.array([seen.stop - seen.start - 1])
     k, v = cache_k[:, seen], cache_v[:, seen]
-    return OPS["FLASH_ATTN_EXT"].reference([q[token : token + 1], k, v, last, *inputs[4:]], {"scale": params["scale"]})[0]
+    rest = {key: value for key, value in params.items() if key != "window"}
+    return OPS["FLASH_ATTN_EXT"].reference([q[token : token + 1], k, v, last, *inputs[4:]], rest)[0]
 
 
 @register
@@ -266,9 +301,14 @@ class FlashAttnExt(FlashCases):
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         """Padding (pos -1) sees nothing and gives zeros. A sink is a logit without a value: it takes its part of a head's softmax away from
         the rows."""
-        if params.get("window"):
+        if params.get("window") and not params.get("split_q"):
             return [np.concatenate([_attention_in_window(inputs, t, params) for t in range(len(inputs[0]))])]
+        if params.get("split_q"):
+            nope = inputs[1].shape[-1] - inputs[-1].shape[-1]
+            whole = np.concatenate([inputs[0][:, :, :nope], inputs[-1]], axis=-1)
+            return self.reference([whole, *inputs[1:-1]], {**params, "split_q": False})
         q, (cache_k, cache_v, pos) = np.asarray(inputs[0], np.float64), inputs[1:4]
+        cache_v = cache_v[..., : params.get("v_dim", cache_v.shape[-1])]
         sinks = np.asarray(inputs[4], np.float64) if len(inputs) > 4 else None
         n, n_head, _ = q.shape
         n_head_kv = cache_k.shape[0]
@@ -291,7 +331,7 @@ class FlashAttnExt(FlashCases):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         q, cache_k, cache_v, pos = node.inputs[:4]
         n, n_head = q.shape[:2]
-        extra = [("sinks", t) for t in node.inputs[4:]]
+        extra = further(node)
         prompt = prompt_shape(node, ctx)
         if prompt is not None:
             job = prompt_job(node)

@@ -65,7 +65,38 @@ class FlashCases(Op):
             yield self.build_case(8, 2, 64, 600, (599, 255, 31, -1), "F32", seed=23).where(**shape)
         yield self.build_case(8, 2, 32, 300, (299, 90), "F32", seed=24, window=200, sinks=True).where(**MANY_SPLITS[0])
         yield self.build_case(4, 2, 80, 300, (299,), "F32", seed=25).where(**MANY_SPLITS[0])
+        yield from self.unequal_cases()
         yield from self.prompt_cases()
+
+    def unequal_cases(self) -> Iterator[Case]:
+        """V narrower than K, in a cache of its own or as the first part of K's rows (MLA): decode, few tokens, splits, prompts."""
+        for seed, (n_head, n_head_kv, hd, vd, pos, y, v_view) in enumerate(
+            (
+                (16, 1, 576, 512, (299,), "F32", True),
+                (16, 1, 576, 512, (299, 40), "Q8_1", True),
+                (6, 1, 72, 64, (130, -1, 3), "F32", True),
+                (3, 3, 192, 128, (299,), "Q8_1", False),
+                (4, 2, 40, 24, (33, -1, 0), "F32", False),
+                (4, 1, 96, 64, tuple(range(100, 140)), "F32", True),
+                (2, 2, 192, 128, tuple(range(35)), "F32", False),
+                (16, 1, 576, 512, tuple(range(250, 283)), "F32", True),
+            ),
+            60,
+        ):
+            yield self.build_case(n_head, n_head_kv, hd, 300, pos, y, seed=seed, vd=vd, v_view=v_view)
+        for seed, (n_head, n_head_kv, hd, vd, rot, q_width, pos) in enumerate(
+            (
+                (16, 1, 576, 512, 64, 512, (299,)),
+                (4, 1, 72, 64, 8, 64, tuple(range(40, 60))),
+                (3, 3, 192, 128, 64, 192, (299, 3)),
+                (4, 1, 96, 64, 32, 64, tuple(range(100, 140))),
+                (2, 2, 48, 32, 16, 48, tuple(range(35))),
+            ),
+            80,
+        ):
+            yield self.build_case(n_head, n_head_kv, hd, 300, pos, seed=seed, vd=vd, v_view=n_head_kv == 1, rot=rot, q_width=q_width)
+        split = self.build_case(8, 1, 72, 600, (599, 255, 31, -1), seed=70, vd=64, v_view=True, sinks=True, window=300)
+        yield split.where(**MANY_SPLITS[0])
 
     def prompt_cases(self) -> Iterator[Case]:
         """Prompts: one, four and eight heads of a kv head, at several depths, blocks and tiles that are not full."""
@@ -95,6 +126,11 @@ class FlashCases(Op):
         for hd in (320, 512, 576):
             for ratio, kv, nb in ((1, 113, 1), (4, 113, 1), (16, 1024, 1), (4, 113, 3)):
                 yield self.full_cache(ratio, 1, hd, kv, nb)
+        unequal = ((576, 512, True), (192, 128, False), (80, 64, True))
+        for (hd, vd, view), ratio, kv, nb in product(unequal, (4, 16), (113, 1024), (1, 3, 32)):
+            kv_heads = 1 if view else ratio
+            yield self.build_case(ratio, kv_heads, hd, kv=kv, nb=nb, vd=vd, v_view=view)
+        yield self.build_case(128, 1, 576, kv=512, nb=1, vd=512, v_view=True)
         for hd, ratio, nb in product((64, 128, 256), (1, 4, 7), (1, 3, 32)):
             yield self.full_cache(4 * ratio, 4, hd, 513, nb)
         for hd, ratio, kv, nb in product((32, 64, 96, 128, 192, 256), (1, 8), (113, 1024), (1, 3, 32)):
@@ -108,6 +144,10 @@ class FlashCases(Op):
     def perf_cases(self) -> Iterator[Case]:
         for hd, ratio, kv, nb in product((64, 128, 256), (1, 4, 8), (512, 4096, 16384), (1, 4)):
             yield self.full_cache(8 * ratio, 8, hd, kv, nb)
+        for kv in (512, 4096, 16384):
+            yield self.build_case(16, 1, 576, kv=kv, nb=1, vd=512, v_view=True)
+            yield self.build_case(128, 1, 576, kv=kv, nb=1, vd=512, v_view=True)
+            yield self.build_case(16, 16, 192, kv=kv, nb=1, vd=128)
 
     def full_cache(
         self, n_head: int, n_head_kv: int, hd: int, kv: int, nb: int, y: str = "F32", window: int = 0, sinks: bool = False
@@ -116,12 +156,18 @@ class FlashCases(Op):
 
     def build_case(
         self, n_head: int, n_head_kv: int, hd: int, n_ctx: int = 0, pos: Shape = (), y: str = "F32", window: int = 0, sinks: bool = False,
-        kv: int = 0, nb: int = 0, garbage: bool = True, seed: int = 1,
+        kv: int = 0, nb: int = 0, garbage: bool = True, seed: int = 1, vd: int = 0, v_view: bool = False,
+        rot: int = 0, q_width: int = 0,
     ) -> Case:
         """Tokens at positions pos over a cache of n_ctx rows, or the last nb tokens of a full cache of kv rows.
 
-        The cache holds NaN in every row that no token sees (garbage False: zeros everywhere, made quickly).
+        The cache holds NaN in every row that no token sees (garbage False: zeros everywhere, made quickly). vd: width of a row of V, 0: as
+        K; v_view: V is the first part of K's rows. rot: that many last values of a head of Q are a tensor of their own; the others are in
+        rows of q_width values.
         """
+        vd = vd or hd
+        if vd > hd and v_view:
+            raise CaseLineError(f"vd={vd}: a view of K's rows has at most their {hd} values")
         if kv:
             if nb > kv:
                 raise CaseLineError(f"nb={nb}: more tokens than the {kv} rows of the cache")
@@ -131,8 +177,9 @@ class FlashCases(Op):
 
         def make(rng: np.random.Generator) -> Problem:
             n = len(pos)
-            q = Tensor("q", "F32", (n, n_head, hd), "input")
-            cache_k, cache_v = (Tensor(name, "F16", (n_head_kv, n_ctx, hd), "state") for name in ("cache_k", "cache_v"))
+            q = Tensor("q", "F32", (n, n_head, q_width or hd), "input")
+            cache_k = Tensor("cache_k", "F16", (n_head_kv, n_ctx, hd), "state")
+            cache_v = cache_k if v_view else Tensor("cache_v", "F16", (n_head_kv, n_ctx, vd), "state")
             inputs = [q, cache_k, cache_v, Tensor("pos", "I32", (n,), "input")]
             values: dict[str, Array] = {
                 "q": rng.standard_normal(q.shape, np.float32),
@@ -142,13 +189,20 @@ class FlashCases(Op):
             if sinks:
                 inputs.append(Tensor("sinks", "F32", (n_head,), "weight"))
                 values["sinks"] = rng.uniform(-3, 6, n_head).astype(np.float32)
-            params = {"scale": 1 / math.sqrt(hd)} | ({"window": window} if window else {})
-            return Problem(Node("FLASH_ATTN_EXT", tuple(inputs), (Tensor("kqv_out", y, (n, n_head * hd)),), params), values)
+            params = {"scale": 1 / math.sqrt(hd)} | ({"window": window} if window else {}) | ({"v_dim": vd} if v_view else {})
+            if rot:
+                inputs.append(Tensor("q_pe", "F32", (n, n_head, rot), "input"))
+                values["q_pe"] = rng.standard_normal((n, n_head, rot), np.float32)
+                params |= {"split_q": True}
+            return Problem(Node("FLASH_ATTN_EXT", tuple(inputs), (Tensor("kqv_out", y, (n, n_head * vd)),), params), values)
 
         shown: dict[str, Any] = {"n_head": n_head, "n_head_kv": n_head_kv, "hd": hd}
         shown |= {} if kv else {"n_ctx": n_ctx, "pos": pos}
         shown |= {"y": y, "window": window, "sinks": sinks}
         shown |= {"kv": kv, "nb": nb} if kv else {}
+        shown |= {"vd": vd} if vd != hd else {}
+        shown |= {"v_view": True} if v_view else {}
+        shown |= {"rot": rot, "q_width": q_width} if rot else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 

@@ -49,11 +49,13 @@ class PromptJob:
     """Attention of n tokens.
 
     q      F32 [n, n_head, hd]
-    cache  K and V, F16 [n_head_kv, n_ctx, hd]
+    cache  K F16 [n_head_kv, n_ctx, hd]; V the same with v_dim values a row, or with more, of which the first v_dim count
     pos    I32 [n], -1: padding
-    y      F32 or Q8_1 [n, n_head * hd], or F16 as `mat_mul.packed` has it
+    y      F32 or Q8_1 [n, n_head * v_dim], or F16 as `mat_mul.packed` has it
     sinks  F32 [n_head]
     fragments  an F16 y is in fragment order (`heads_of_fragments` must not be 0); else row-major
+    q_pe   F32 [n, n_head, rot]: the last rot values of a head of Q, of which q then has the first hd - rot, in rows as wide as its shape
+           says
     """
 
     q: Tensor
@@ -66,6 +68,8 @@ class PromptJob:
     sinks: Tensor | None = None
     label: str = ""
     fragments: bool = False
+    v_dim: int = 0  # 0: as wide as K
+    q_pe: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -75,6 +79,10 @@ class PromptJob:
     @property
     def hd(self) -> int:
         return self.cache_k.shape[2]
+
+    @property
+    def vd(self) -> int:
+        return self.v_dim or self.hd
 
     @property
     def name(self) -> str:
@@ -108,33 +116,33 @@ class PromptShape:
     row_lanes: int = 0
 
 
-def shape_for(choice: Choice, hd: int, ctx: LowerContext) -> PromptShape | None:
-    """The tables' choice, cut down to what the device has room for. `matrix` is `plain` where there are no matrices. None: decode."""
-    caps = ctx.caps
-    if choice["way"] == "matrix":
+def shape_for(choice: Choice, hd: int, ctx: LowerContext, vd: int = 0) -> PromptShape | None:
+    """The tables' choice, cut down to what the device has room for. `matrix` is `plain` where there are no matrices, and where V is not as
+    wide as K. vd: width of V, 0: as K. None: decode."""
+    vd, caps = vd or hd, ctx.caps
+    if choice["way"] == "matrix" and vd == hd:
         shape = matrix_way(choice, hd, caps, row_lanes(ctx))
         if shape is not None:
             return shape
-    return None if choice["way"] == "decode" else plain_way(choice, hd, caps)
+    return None if choice["way"] == "decode" else plain_way(choice, hd, caps, vd)
 
 
-def plain_way(choice: Choice, hd: int, caps: Capabilities) -> PromptShape | None:
+def plain_way(choice: Choice, hd: int, caps: Capabilities, vd: int) -> PromptShape | None:
     """None where the device has no shuffles among eight lanes, or too little shared memory."""
     if not caps.has_subgroup_ops("arithmetic", "shuffle") or caps.subgroup_min < 8:
         return None
     sg = caps.subgroup_size
     if caps.software:
         return PromptShape("plain", sg * max(1, choice["tile_q"] // sg), choice["tile_kv"], 1, 1, True)
-    quads = hd // 4
-    lanes = next((i for i in (1, 2, 4, 8) if quads % i == 0 and hd // i <= MAX_VALUES), 0)
-    lanes = lanes or max(i for i in (1, 2, 4, 8) if quads % i == 0)
+    fits = [i for i in (1, 2, 4, 8) if hd // 4 % i == 0 and vd // 4 % i == 0]
+    lanes = next((i for i in fits if max(hd, vd) // i <= MAX_VALUES), fits[-1])
     threads = workgroup_size(caps, choice["warps"] * sg)
     rows = choice["tile_kv"]
-    while 8 * rows * hd > caps.max_shared_memory - 1024 and rows > 4:
+    while 4 * rows * (hd + vd) > caps.max_shared_memory - 1024 and rows > 4:
         rows //= 2
-    while 4 * hd * (threads // lanes) > caps.max_shared_memory - 1024 and threads > sg:
+    while 4 * vd * (threads // lanes) > caps.max_shared_memory - 1024 and threads > sg:
         threads //= 2
-    if max(8 * rows, 4 * (threads // lanes)) * hd > caps.max_shared_memory - 1024:
+    if 4 * max(rows * (hd + vd), threads // lanes * vd) > caps.max_shared_memory - 1024:
         return None
     queries = max(1, choice["tile_q"] * lanes // threads)
     return PromptShape("plain", threads // lanes * queries, rows, threads // sg, lanes, False)
@@ -221,10 +229,11 @@ def tolerance(shape: PromptShape, y: Tensor) -> Tolerance:
 
 def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = "") -> Dispatch:
     """The dispatch. Raises PlanError for what the kernel cannot do."""
-    n, n_head, hd = job.q.shape
+    n, n_head, vd = *job.q.shape[:2], job.vd
+    hd = job.hd
     n_head_kv, n_ctx, _ = job.cache_k.shape
-    if job.y.type not in OUT_TYPES or (job.y.type != "F32" and n_head * hd % 32) or (job.y.type == "Q8_1" and hd % 32):
-        raise PlanError(f"[attention] {job.name}: {job.y} of {n_head} heads of {hd}; expected F32, or whole units of 32 as Q8_1 or F16")
+    if job.y.type not in OUT_TYPES or (job.y.type != "F32" and n_head * vd % 32) or (job.y.type == "Q8_1" and vd % 32):
+        raise PlanError(f"[attention] {job.name}: {job.y} of {n_head} heads of {vd}; expected F32, or whole units of 32 as Q8_1 or F16")
     heads = heads_of_fragments(shape, job.group, hd, caps) if job.fragments else job.group
     if not heads or (job.fragments and job.y.type != "F16"):
         raise PlanError(f"[attention] {job.name}: {job.y} cannot be fragments, heads being of {hd} and tiles of {shape.tile_q}; take F32")
@@ -237,16 +246,24 @@ def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = 
         y_stride = job.y.shape[-1] // shape.matrix[2] * caps.subgroup_size
     return Dispatch(
         kernel=plain_kernel(job, shape, caps) if shape.way == "plain" else matrix_kernel(job, shape, caps),
-        args=(Arg(job.q), Arg(job.cache_k), Arg(job.cache_v), Arg(job.pos), Arg(job.y, "w"), Arg(job.sinks or job.q)),
+        args=(
+            Arg(job.q), Arg(job.cache_k), Arg(job.cache_v), Arg(job.pos), Arg(job.y, "w"), Arg(job.sinks or job.q),
+            *([Arg(job.q_pe)] if job.q_pe else []),
+        ),
         push=pack_push(n, n_head, n_head_kv, n_ctx, job.window, y_stride, job.scale * LOG2_E),
         groups=(tiles, n_head // heads, 1),
         op="FLASH_ATTN_EXT",
         label=job.name,
         reason=f"{reason}, {shape.way}: tiles of {shape.tile_q} queries x {shape.tile_kv} rows, {shape.warps} subgroups"
         + (f", stored as f16 {'fragments' if job.fragments else 'rows'}" if job.y.type == "F16" else ""),
-        nbytes=nbytes(job.q) + nbytes(job.y) + 2 * n_head_kv * rows * hd * 2,
-        flops=4 * n * n_head * (min(n_ctx, job.window) if job.window else n_ctx) * hd,
+        nbytes=nbytes(job.q) + nbytes(job.y) + 2 * n_head_kv * rows * (hd if job.cache_k.name == job.cache_v.name else hd + vd),
+        flops=2 * n * n_head * (min(n_ctx, job.window) if job.window else n_ctx) * (hd + vd),
     )
+
+
+def split_q(q: Tensor, q_pe: Tensor | None, hd: int) -> Defines:
+    """Defines of a Q in two tensors."""
+    return {"SPLIT_Q": 0} if q_pe is None else {"SPLIT_Q": 1, "NOPE": hd - q_pe.shape[-1], "Q_PITCH": q.shape[-1]}
 
 
 def plain_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:
@@ -254,7 +271,8 @@ def plain_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Vari
     wg = shape.warps * caps.subgroup_size
     reduce, subgroup = reduction(caps, wg, lanes=8)
     defines: Defines = {
-        **reduce, "HD": job.hd, "LANES": shape.lanes, "QUERIES": shape.tile_q * shape.lanes // wg, "ROWS": shape.tile_kv,
+        **reduce, "HD": job.hd, "VD": job.vd, "V_PITCH": job.cache_v.shape[2] // 8, **split_q(job.q, job.q_pe, job.hd),
+        "LANES": shape.lanes, "QUERIES": shape.tile_q * shape.lanes // wg, "ROWS": shape.tile_kv,
         "BY_LANES": int(shape.by_lanes), "OUT_TYPE": f"{OUT_TYPES[job.y.type]}u", "HAS_SINKS": int(job.sinks is not None),
     }  # fmt: skip
     return Variant("attention/prompt.comp", tuple(sorted(defines.items())), subgroup)
