@@ -93,7 +93,7 @@ def test_a_line_of_no_set_makes_a_case() -> None:
 
 MUL_MAT_EXAMPLE = "MUL_MAT(type_a=F32,type_b=f32,m=16,n=1,k=256,seed=7)"
 MUL_MAT_KNOWS = f"type_a, m, n, k, type_b, bs, nr, order, gap, plain, act, amax, seed; a whole case is {MUL_MAT_EXAMPLE}"
-ROLES = "norm+norm_bias+post_norm+post_residual+bias+residual+ids+logits+expert_weights"
+ROLES = "norm+norm_bias+post_norm+post_residual+bias+residual+ids+logits+expert_weights+selection_bias"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ from vkback.units import params_text, size_text
         ("gemma3-1b-Q4_K_M", "762.49 MiB", "999.89 M"),
         ("gemma3-4b-Q4_K_M", "2.31 GiB", "3.88 B"),
         ("deci-49b-Q4_K_S", "26.66 GiB", "49.87 B"),
+        ("deepseek2-16b-Q4_K_M", "9.65 GiB", "15.71 B"),
     ],
 )
 def test_sizes_are_what_llama_bench_prints_for_the_real_files(name: str, size: str, params: str) -> None:

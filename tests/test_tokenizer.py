@@ -174,6 +174,8 @@ def byte_level(tmp_path: Path, *, pre: str = "gpt-2", merges: list[str] | None =
         ("dbrx", "I'M x 12345", ["I", "'M", " x", " ", "123", "45"]),
         ("tekken", "fooBar 12", ["foo", "Bar", " ", "1", "2"]),
         ("gpt-4o", "fooBar'LL 1234", ["foo", "Bar'LL", " ", "123", "4"]),
+        ("deepseek-llm", "Hi you! 12", ["Hi", " you", "!", " ", "1", "2"]),
+        ("deepseek-v3", "foo_bar 1234!\n", ["foo", "_bar", " ", "123", "4", "!\n"]),
         ("default", "a-b 1234", ["a", "-", "b", " ", "123", "4"]),
         ("llama-bpe", "!\n\n x", ["!\n\n", " x"]),
     ],

@@ -101,7 +101,7 @@ void epilogue(uint tid, uint turn, uint tile) {
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         const float v = finished(tid, turn, c);
         if (i < ROWS && first_row + (i << GLU) < p.m && (EXPERTS != EXPERTS_NONE || y_row + c < p.n))
-            y1[(y_row + c) * p.y_stride + p.y_offset + (first_row >> GLU) + i] = not_sentinel(v);
+            y1[(y_row + c) * p.y_stride + Y_OFFSET + (first_row >> GLU) + i] = not_sentinel(v);
     }
 }
 
@@ -120,7 +120,7 @@ void epilogue(uint tid, uint turn, uint tile) {
     for (uint first = 0; first < TILE_OUT / 4; first += WG)
         [[unroll]] for (uint c = 0; c < COLS; c++) {
             const uint t = first + tid;
-            const uint quad = (p.y_offset + tile * TILE_OUT) / 4 + t;
+            const uint quad = (Y_OFFSET + tile * TILE_OUT) / 4 + t;
             const Q8_1Quad packed = q8_1_pack(quad, staged[turn][c][min(t, TILE_OUT / 4 - 1)]);
             if (t < TILE_OUT / 4 && tile * TILE_OUT + t * 4 < (p.m >> GLU) && (EXPERTS != EXPERTS_NONE || y_row + c < p.n))
                 q8_1_store(y_row + c, p.y_units, quad, packed);

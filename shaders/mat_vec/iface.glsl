@@ -1,5 +1,6 @@
 // Bindings and push constants of the mat-vec family. Optional buffers come after the first three; the planner numbers them
-// (BIND_NORM, BIND_NORM_BIAS, BIND_POST_NORM, BIND_POST_RESIDUAL, BIND_SUM, BIND_BIAS, BIND_RESIDUAL, BIND_IDS, BIND_LOGITS, BIND_EXPERT_WEIGHTS, and BIND_TOPK for the chosen experts).
+// (BIND_NORM, BIND_NORM_BIAS, BIND_POST_NORM, BIND_POST_RESIDUAL, BIND_SUM, BIND_BIAS, BIND_RESIDUAL, BIND_IDS, BIND_LOGITS, BIND_EXPERT_WEIGHTS,
+// BIND_SELECTION_BIAS, and BIND_TOPK for the chosen experts).
 //   0  weights, planes of docs/architecture.md (quant/weights.glsl)
 //   1  x: F32 [tokens][x_stride floats] or Q8_1 [tokens][x_stride 16-byte words]
 //   2  y: F32 [tokens][y_stride floats] or Q8_1 [tokens][y_stride 16-byte words]
@@ -61,6 +62,10 @@ layout(std430, set = 0, binding = BIND_EXPERT_WEIGHTS) SYNC_INPUT buffer ExpertW
 #endif
 #ifdef BIND_LOGITS
 layout(std430, set = 0, binding = BIND_LOGITS) SYNC_INPUT buffer RouterLogits { float router_logits[]; };
+#endif
+#ifdef BIND_SELECTION_BIAS
+layout(std430, set = 0, binding = BIND_SELECTION_BIAS) readonly buffer SelectionBias { float selection_bias[]; };
+#define SELECTION_BIAS(e) selection_bias[e]
 #endif
 #if TOPK || CHOOSE
 layout(std430, set = 0, binding = BIND_TOPK) writeonly buffer ChosenWeights { float chosen_weights[]; };

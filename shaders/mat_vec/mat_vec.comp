@@ -13,7 +13,8 @@
 //   LANES_BLOCKED  0: the UNROLL units of a lane are LANES apart (strided). 1: they are neighbours (blocked), and scales that they share are
 //                  loaded once. UNROLL is then a power of two, and K_UNITS a multiple of LANES * UNROLL
 //   EXPERTS        EXPERTS_NONE: dense. EXPERTS_EACH: gl_WorkGroupID.z = token * N_USED + slot picks the expert. EXPERTS_SUMMED: z = token; its
-//                  N_USED experts are walked as one long row, each with its weight
+//                  N_USED experts are walked as one long row, each with its weight. EXPERTS_HEADS: z = token * N_USED + head; matrix `head` is
+//                  multiplied by that head's part of x, X_UNITS / N_USED units, and makes that head's part of y
 //   GLU            1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
 //                  clamped form, SWIGLU_OAI
 //   GELU           1: with GLU gelu, its tanh form, in the place of silu; without: y = gelu of the row sum and its bias
@@ -38,6 +39,7 @@
 #define EXPERTS_NONE 0
 #define EXPERTS_EACH 1
 #define EXPERTS_SUMMED 2
+#define EXPERTS_HEADS 3
 #define PREFETCH_NONE 0
 #define PREFETCH_WEIGHTS 1
 #define PREFETCH_WEIGHTS_X 2
@@ -72,6 +74,15 @@ layout(local_size_x = WG) in;
 #define WALK_UNITS (N_USED * K_UNITS)
 #else
 #define WALK_UNITS K_UNITS
+#endif
+#if EXPERTS == EXPERTS_HEADS
+#define X_HEAD_UNITS (X_UNITS / N_USED)
+#define Y_OFFSET (p.y_offset + expert_row)
+uint x_unit0;     // where the head's part of x begins
+#else
+#define X_UNITS K_UNITS
+#define Y_OFFSET p.y_offset
+#define x_unit0 0u
 #endif
 #include "mat_vec/act.glsl"
 
@@ -341,6 +352,11 @@ void main() {
     SPIN_UNTIL(const int expert = ids[y_row]; expert_row = uint(expert) * p.m, arrived(uint(expert)));
   #endif
     x_row = p.x_slots == 1u ? y_row / N_USED : y_row;
+#elif EXPERTS == EXPERTS_HEADS
+    y_row = x_row = gl_WorkGroupID.z / N_USED;
+    const uint head = gl_WorkGroupID.z % N_USED;
+    expert_row = head * p.m;
+    x_unit0 = head * X_HEAD_UNITS;
 #elif EXPERTS == EXPERTS_SUMMED
     y_row = gl_WorkGroupID.z;
     x_row = y_row * p.x_slots;

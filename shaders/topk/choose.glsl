@@ -9,12 +9,19 @@
 // there are threads enough, up to 8 neighbours count for one. More than BLOCK experts are first counted within blocks of BLOCK; the first of
 // each block, the candidates, are then counted among themselves.
 //
+// Experts are ordered by their logits. With SELECT_BIAS 1, or with groups by two, by the logistic function of them, plus SELECTION_BIAS(e) of the
+// includer; the bias takes no part in the weights. With N_GROUP > 1 groups of neighbouring experts are chosen first: the GROUPS_USED with the largest
+// best expert (GROUP_TOP 1), or sum of the two best (GROUP_TOP 2), of equals the lower group; only their experts count then.
+//
 // The includer has common/reduce.glsl, LOGIT(token, e), and buffers `float chosen_weights[]` and `int chosen_ids[]`, USED for each token.
-// Defines: N_EXPERT USED BLOCK, GATE (0: softmax over the chosen; 1: softmax over all; 2: sigmoid; 3: sigmoid divided by its sum)
+// Defines: N_EXPERT USED BLOCK, GATE (0: softmax over the chosen; 1: softmax over all; 2: sigmoid; 3: sigmoid divided by its sum), SELECT_BIAS, N_GROUP GROUPS_USED
+// GROUP_TOP. SELECT_BIAS and GROUP_TOP 2 go with GATE 2 and 3 alone
 
 #include "topk/best.glsl"
 
 #define BLOCKS ((N_EXPERT + BLOCK - 1) / BLOCK)
+// The order is that of values which do not tell the logits.
+#define BY_VALUE (SELECT_BIAS || (N_GROUP > 1 && GROUP_TOP == 2))
 #define KEPT (USED < BLOCK ? USED : BLOCK)
 #define CANDIDATES (BLOCKS > 1 ? BLOCKS * KEPT : 0)
 #define LOGITS_EACH ((BLOCKS * BLOCK + WG_SIZE - 1) / WG_SIZE)
@@ -28,6 +35,12 @@ const float LEAST_SUM = 6.103515625e-5;
 shared uvec4 keys[KEY_QUADS + CANDIDATE_QUADS];
 shared uint chosen_key[USED];
 shared uint chosen_id[USED];
+#if BY_VALUE
+shared float chosen_logit[USED];
+#endif
+#if N_GROUP > 1
+shared float group_score[N_GROUP];
+#endif
 #if BLOCKS > 1
 shared uint candidate_ids[CANDIDATES];
 #endif
@@ -75,13 +88,57 @@ uint place_of(uint first, uint quads, uint i, uint mine, uint share, uint sharer
     return place + count_of(bvec4(uvec4(equals) * uvec4(lower)));
 }
 
+// What experts are ordered by.
+float selection(float logit, uint e) {
+#if BY_VALUE && SELECT_BIAS
+    return 1.0 / (1.0 + exp(-logit)) + SELECTION_BIAS(min(e, N_EXPERT - 1u));
+#elif BY_VALUE
+    return 1.0 / (1.0 + exp(-logit));
+#else
+    return logit;
+#endif
+}
+
+#if N_GROUP > 1
+#define GROUP_SIZE (N_EXPERT / N_GROUP)
+// The lowest key of all: an expert of a group that was not chosen. A number's keys are larger.
+const uint LEFT_OUT = 1u;
+
+// Leaves the keys of the best groups' experts as they are. A thread takes a group.
+void choose_groups(uint tid) {
+    for (uint g = tid; g < N_GROUP; g += WG_SIZE) {
+        uvec2 top = uvec2(0u);
+        for (uint i = 0; i < GROUP_SIZE; i++) {
+            const uint e = g * GROUP_SIZE + i, key = keys[e >> 2][e & 3u];
+            top = key > top.x ? uvec2(key, top.x) : uvec2(top.x, max(top.y, key));
+        }
+        group_score[g] = GROUP_TOP == 2 ? logit_of(top.x) + logit_of(top.y) : logit_of(top.x);
+    }
+    barrier();
+    for (uint g = tid; g < N_GROUP; g += WG_SIZE) {
+        uint place = 0;
+        const float mine = group_score[g];
+        for (uint other = 0; other < N_GROUP; other++) place += uint(group_score[other] > mine || (group_score[other] == mine && other < g));
+        if (place >= GROUPS_USED)
+            for (uint i = 0; i < GROUP_SIZE; i++) {
+                const uint e = g * GROUP_SIZE + i;
+                keys[e >> 2][e & 3u] = LEFT_OUT;
+            }
+    }
+    barrier();
+}
+#endif
+
 void choose_experts(uint tid) {
     [[unroll]] for (uint j = 0; j < LOGITS_EACH; j++) {
         const uint e = tid + j * WG_SIZE;
-        if (e < BLOCKS * BLOCK) keys[e >> 2][e & 3u] = e < N_EXPERT ? candidate(own_logits[j], e).x : 0u;
+        if (e < BLOCKS * BLOCK) keys[e >> 2][e & 3u] = e < N_EXPERT ? candidate(selection(own_logits[j], e), e).x : 0u;
     }
     for (uint q = KEY_QUADS + tid; q < KEY_QUADS + CANDIDATE_QUADS; q += WG_SIZE) keys[q] = uvec4(0u);
     barrier();
+#if N_GROUP > 1
+    choose_groups(tid);
+#endif
 
     const uint share = SHARE(N_EXPERT);
     for (uint t = tid; t < N_EXPERT * share; t += WG_SIZE) {
@@ -114,15 +171,29 @@ void choose_experts(uint tid) {
 #endif
 }
 
+#if BY_VALUE
+#define CHOSEN_LOGIT(i) chosen_logit[i]
+#else
+#define CHOSEN_LOGIT(i) logit_of(chosen_key[i])
+#endif
+
 void store_chosen(uint tid, uint token, float scale) {
-    const float highest = logit_of(chosen_key[0]);
+#if BY_VALUE
+    for (uint i = tid; i < USED; i += WG_SIZE) chosen_logit[i] = LOGIT(token, chosen_id[i]);
+    barrier();
+#endif
+    const float highest = CHOSEN_LOGIT(0);  // of groups by their best expert, the first has the largest of all
 #if GATE == 1
     float sum = 0.0;
+  #if N_GROUP > 1
+    [[unroll]] for (uint j = 0; j < LOGITS_EACH; j++) sum += tid + j * WG_SIZE < N_EXPERT ? exp(own_logits[j] - highest) : 0.0;
+  #else
     for (uint e = tid; e < N_EXPERT; e += WG_SIZE) sum += exp(logit_of(keys[e >> 2][e & 3]) - highest);
+  #endif
     sum = wg_sum(sum);
 #endif
     for (uint i = tid; i < USED; i += WG_SIZE) {
-        const float logit = logit_of(chosen_key[i]);
+        const float logit = CHOSEN_LOGIT(i);
 #if GATE < 2
         float weight = exp(logit - highest);
 #else
@@ -130,10 +201,10 @@ void store_chosen(uint tid, uint token, float scale) {
 #endif
 #if GATE == 0
         float sum = 0.0;
-        for (uint j = 0; j < USED; j++) sum += exp(logit_of(chosen_key[j]) - highest);
+        for (uint j = 0; j < USED; j++) sum += exp(CHOSEN_LOGIT(j) - highest);
 #elif GATE == 3
         float sum = 0.0;
-        for (uint j = 0; j < USED; j++) sum += 1.0 / (1.0 + exp(-logit_of(chosen_key[j])));
+        for (uint j = 0; j < USED; j++) sum += 1.0 / (1.0 + exp(-CHOSEN_LOGIT(j)));
         sum = max(sum, LEAST_SUM);
 #endif
 #if GATE != 2

@@ -4,6 +4,7 @@
 //   logits   F32 [n, N_EXPERT]
 //   weights  F32 [n, USED]
 //   ids      I32 [n, USED], largest logit first
+//   bias     F32 [N_EXPERT] (SELECT_BIAS): added to what experts are ordered by
 //
 // A workgroup a token; it runs alone between two stages, so what counts is the time from first load to last store.
 //
@@ -22,6 +23,11 @@ layout(push_constant) uniform Push {
 layout(binding = 0) readonly buffer Logits { float logits[]; };
 layout(binding = 1) writeonly buffer Weights { float chosen_weights[]; };
 layout(binding = 2) writeonly buffer Ids { int chosen_ids[]; };
+
+#if SELECT_BIAS
+layout(binding = 3) readonly buffer Bias { float selection_bias[]; };
+#define SELECTION_BIAS(e) selection_bias[e]
+#endif
 
 #define LOGIT(token, e) logits[(token) * N_EXPERT + (e)]
 #include "topk/choose.glsl"

@@ -118,16 +118,31 @@ def feed_forward_plain(b: GraphBuilder, x: Tensor, il: int) -> Tensor:
     return b.linear(act, f"blk.{il}.ffn_down", b.hp.n_embd, f"ffn_out-{il}")
 
 
-def experts(b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: str = "softmax") -> Tensor:
+def shared_expert(b: GraphBuilder, x: Tensor, il: int, width: int, *, glu: Glu = SWIGLU) -> Tensor:
+    """The gated layer beside the routed experts that works on every token. width: of gate and up."""
+    gate = b.linear(x, f"blk.{il}.ffn_gate_shexp", width, f"ffn_shexp_gate-{il}")
+    up = b.linear(x, f"blk.{il}.ffn_up_shexp", width, f"ffn_shexp_up-{il}")
+    act = b.graph.emit(glu.op, f"ffn_shexp_{glu.op.lower()}-{il}", "F32", gate.shape, (gate, up), **glu.params)
+    return b.linear(act, f"blk.{il}.ffn_down_shexp", b.hp.n_embd, f"ffn_shexp-{il}")
+
+
+def experts(
+    b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: str = "softmax", scale: float = 1.0, groups: tuple[int, int] = (1, 1)
+) -> Tensor:
     """Mixture of experts: the router picks n_expert_used of n_expert gated layers for every token; their weighted sum.
 
-    gating  how the router weighs the experts it chose (TOPK_MOE)
+    gating  how the router weighs the experts it chose (TOPK_MOE); with "sigmoid" the file may have a bias for the choice, exp_probs_b
+    scale   factor of the experts' weights
+    groups  (of how many groups of experts, how many count)
     """
     hp, g, n = b.hp, b.graph, x.shape[0]
     logits = b.linear(x, f"blk.{il}.ffn_gate_inp", hp.n_expert, f"ffn_moe_logits-{il}")
     weights = Tensor(f"ffn_moe_weights-{il}", "F32", (n, hp.n_expert_used))
     ids = Tensor(f"ffn_moe_topk-{il}", "I32", (n, hp.n_expert_used))
-    g.add("TOPK_MOE", (logits,), (weights, ids), n_used=hp.n_expert_used, norm=hp.norm_w, gating=gating, scale=1.0)
+    bias = f"blk.{il}.exp_probs_b.bias"
+    sources = (logits, *([hp.weight(bias, (hp.n_expert,))] if gating == "sigmoid" and hp.has_weight(bias) else []))
+    grouped = {"n_group": groups[0], "n_group_used": groups[1]} if groups[0] > 1 else {}
+    g.add("TOPK_MOE", sources, (weights, ids), n_used=hp.n_expert_used, norm=hp.norm_w, gating=gating, scale=scale, **grouped)
     shared = b.view(x, (n, 1, hp.n_embd))
     gate = routed(b, shared, ids, f"blk.{il}.ffn_gate_exps", hp.n_ff_expert, f"ffn_moe_gate-{il}")
     up = routed(b, shared, ids, f"blk.{il}.ffn_up_exps", hp.n_ff_expert, f"ffn_moe_up-{il}")

@@ -30,7 +30,8 @@ class ModelShape:
     rope_dims     values of a head that RoPE turns; 0: all
     layers        what every layer has, where they differ; n_head, n_head_kv and n_ff are then the largest
     attention     numbers of the layers with attention, where the others have none; None: all
-    metadata      further keys of the architecture and their values: integers, floats, strings, booleans
+    metadata      further keys of the architecture and their values: integers, floats, strings, booleans; they hold where a field says
+                  otherwise
     """
 
     arch: str

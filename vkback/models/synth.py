@@ -167,8 +167,8 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _type_of(mix: dict[str, dict[str, str]] | None, name: str) -> str:
-    """The type of a tensor: norms, biases, sinks, frequencies, positions, routers and the small tensors of recurrences are F32 in every file,
-    the rest as the mix says, else UNIFORM."""
+    """The type of a tensor: norms, biases, sinks, frequencies, positions, routers and the small tensors of recurrences are F32 in every
+    file, the rest as the mix says, else UNIFORM."""
     block, _, stem = name.removesuffix(".weight").rpartition(".")
     floats = ("attn_sinks", "ffn_gate_inp", "position_embd", *RECURRENT)
     if stem.endswith("norm") or stem in floats or stem.startswith("rope_") or name.endswith(".bias"):
@@ -237,6 +237,7 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
         writer.add_expert_used_count(s.n_expert_used)
         writer.add_expert_feed_forward_length(s.n_ff_expert)
     for key, value in s.metadata.items():
+        writer.kv_data[0].pop(f"{s.arch}.{key}", None)
         _add_value(writer, f"{s.arch}.{key}", value)
     writer.add_tokenizer_model(NO_TEXT_VOCABULARY)
     for t in tensors:

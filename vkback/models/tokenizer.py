@@ -57,6 +57,18 @@ _O200K = (
 )
 
 
+# Cased letters, punctuation with letters among it, Chinese and Korean, digits one by one.
+_DEEPSEEK = (
+    r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$",
+    r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}",
+)  # fmt: skip
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class PreTokenizer:
     """How text is cut before BPE: each pattern cuts the pieces that the one before left.
@@ -82,6 +94,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3_STYLE),
     **dict.fromkeys(("smaug-bpe", "dbrx"), PreTokenizer((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2_STYLE),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK),
+    **dict.fromkeys(("deepseek-v3", "deepseek-r1"), PreTokenizer(_DEEPSEEK3)),
     "gpt-4o": PreTokenizer((_O200K,)),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
 }

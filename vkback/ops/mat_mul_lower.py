@@ -78,8 +78,8 @@ class MatMulChoice:
 
 def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     """The kernel for a node: a mat-mat where the tables say so and device and node allow it, else the mat-vec kernels."""
-    if node.n < 2 or "norm" in node.extra or node.chosen:
-        return MatMulChoice(None, "one token, or a prologue that only mat-vecs have")
+    if node.n < 2 or "norm" in node.extra or node.chosen or node.experts == "heads":
+        return MatMulChoice(None, "one token, or what only mat-vecs have: a prologue, heads")
     path, _ = node.path(ctx)
     matrix = matrix_shape(ctx.caps) if ctx.act == "auto" else None
     choice = ctx.tuning.pick(

@@ -51,7 +51,7 @@ def spin_waits(node: MatVecNode, config: MatVecConfig) -> SpinWaits | None:
     if config.prologue == "none" or config.columns > 1 or node.n > 1:
         return None
     first = [node.extra[role].name for role in ("ids", "expert_weights", "logits") if role in node.extra]
-    if node.experts == "each" and len(node.x.shape) == 3 and node.x.shape[1] > 1:
+    if node.experts == "heads" or (node.experts == "each" and len(node.x.shape) == 3 and node.x.shape[1] > 1):
         return SpinWaits(tuple(first), (node.x.name,))
     also = (node.extra["post_residual"].name,) if "post_residual" in node.extra else ()
     return SpinWaits((*first, node.x.name), also=also)
@@ -61,7 +61,7 @@ def launch(node: MatVecNode, config: MatVecConfig, index: int, pieces: Sequence[
     """The launch for shard `index` of the weight."""
     shard, routed = pieces[index], node.experts != "none"
     rows = node.m if routed else shard.rows
-    slices = {"none": ceil_div(node.n, config.columns), "each": node.n * node.n_used, "summed": node.n}[node.experts]
+    slices = {"none": ceil_div(node.n, config.columns), "summed": node.n}.get(node.experts, node.n * node.n_used)
     tiles = ceil_div(rows, config.tile_rows)
     most = ceil_div(config.groups, slices) if config.groups else tiles
     groups = min(most, tiles)
@@ -72,12 +72,13 @@ def launch(node: MatVecNode, config: MatVecConfig, index: int, pieces: Sequence[
         config = dataclasses.replace(config, adjustments=(*config.adjustments, too_many))
     y_row0 = int(node.node.params.get("row0", 0)) + (0 if routed else shard.row0 >> node.glu)
     q8_in, q8_out = node.x.type == "Q8_1", node.y.type == "Q8_1"
+    x_width = node.x.shape[-1] if node.experts == "heads" else node.k
     push = pack_push(
         *weight_push(node.w.type, shard.layout, node.k),
         rows,
         node.k,
         node.n,
-        quants.q8_1_stride(node.k) // 16 if q8_in else node.k,
+        quants.q8_1_stride(x_width) // 16 if q8_in else x_width,
         quants.q8_1_stride(node.rows_total) // 16 if q8_out else node.rows_total,
         y_row0,
         0 if routed else shard.row0,
@@ -85,7 +86,7 @@ def launch(node: MatVecNode, config: MatVecConfig, index: int, pieces: Sequence[
         node.x.shape[1] if routed and len(node.x.shape) == 3 else 1,
         float(node.node.params.get("eps", 0.0)),
     )
-    whole = node.rows_total == node.m >> node.glu and len(pieces) == 1
+    whole = node.rows_total == (node.m >> node.glu) * (node.n_used if node.experts == "heads" else 1) and len(pieces) == 1
     weight_bytes = shard.layout.nbytes
     if routed:
         weight_bytes = weight_bytes * min(node.n * node.n_used, node.w.shape[0]) // node.w.shape[0]
@@ -174,7 +175,8 @@ class MatVec(Op):
         w = by["w"]
         chosen: list[Array] = []
         if "logits" in by:
-            chosen = OPS["TOPK_MOE"].reference([by["logits"]], params)
+            bias = [by["selection_bias"]] if "selection_bias" in by else []
+            chosen = OPS["TOPK_MOE"].reference([by["logits"], *bias], params)
             by["ids"] = chosen[1]
         if "ids" in by:
             ids = by["ids"]

@@ -28,7 +28,7 @@ def unfused(node: Node) -> list[Node]:
 
     n, m = x.shape[0], w.shape[-2]
     if "logits" in by:
-        chain.append(choice_of(node, by["logits"]))
+        chain.append(choice_of(node, by["logits"], by.get("selection_bias")))
         by["ids"] = node.outputs[2]
     lead = by["ids"].shape if "ids" in by else (n,)
     if "post_norm" in by:

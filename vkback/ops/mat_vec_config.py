@@ -90,6 +90,7 @@ class MatVecConfig:
 
     What it computes:
         quant, path, k        type of the weights, how they are multiplied, their columns
+        x_width               values of a token's x: of all heads
         x, y                  types of activations and output, F32 or Q8_1
         roles                 optional inputs, in binding order
         experts, n_used       whose rows, and how many experts a token has
@@ -113,6 +114,7 @@ class MatVecConfig:
     quant: str
     path: Path
     k: int
+    x_width: int
     x: str
     y: str
     roles: tuple[str, ...]
@@ -237,13 +239,14 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext) -> MatVecConfig:
     copies |= ctx.sync == "sentinel" and node.x.type == "F32" and path == "float" and columns == 1 and not norm and node.k % 32 == 0
     params = node.node.params
     config = MatVecConfig(
-        quant=node.w.type, path=path, k=node.k, x=node.x.type, y=node.y.type, roles=tuple(node.extra), experts=node.experts,
-        n_used=node.n_used, glu=node.glu, glu_clamp=(params["alpha"], params["limit"]) if node.glu and "limit" in params else None,
+        quant=node.w.type, path=path, k=node.k, x_width=node.x.shape[-1], x=node.x.type, y=node.y.type,
+        roles=tuple(node.extra), experts=node.experts, n_used=node.n_used, glu=node.glu,
+        glu_clamp=(params["alpha"], params["limit"]) if node.glu and "limit" in params else None,
         wg=max(wg, 8) if norm else wg, lanes=lanes, rows=rows, unroll=unroll, prefetch=choice["prefetch"],
         lane_order="blocked" if blocked else "strided", prologue="copy" if copies else "norm" if norm else "none", columns=columns,
         groups=None if choice["groups"] == PER_TILE else choice["groups"], subgroup=subgroup, required=required,
         reduce_subgroup=subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops, source=choice.source,
-        expert_choice=expert_choice(node.node, node.extra["logits"], ctx) if node.chosen else None,
+        expert_choice=expert_choice(node.node, node.extra["logits"], ctx, bias=node.extra.get("selection_bias")) if node.chosen else None,
         choice_scale=float(params["scale"]) if node.chosen else 1.0, gelu=node.gelu, stores_sum=node.summed is not None,
     )  # fmt: skip
     config = _fitted(config, node.node.name, ctx)
@@ -316,6 +319,8 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
     }
     if config.experts != "none":
         defines["N_USED"] = config.n_used
+    if config.experts == "heads":
+        defines["X_UNITS"] = config.x_width // 32
     if config.glu_clamp:
         defines |= {f"GLU_{name}": repr(float(value)) for name, value in zip(("ALPHA", "LIMIT"), config.glu_clamp, strict=True)}
     if config.prologue == "norm":

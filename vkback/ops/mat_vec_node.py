@@ -14,6 +14,7 @@
     logits          F32 [1, n_expert], in the place of ids: the experts are chosen by them as TOPK_MOE does (its params, too); weights
                     F32 [1, n_used] and ids I32 [1, n_used] are further outputs
     expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
+    selection_bias  F32 [n_expert]: where it chooses experts, TOPK_MOE's bias
     route           of a mat-mat by experts: what a ROUTE node made of its ids (vkback/ops/mat_mul_nodes.py); an F16 x and an F16 output
                     have their columns in its order
     params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up, or with alpha and limit what
@@ -24,7 +25,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from vkback import quants
@@ -33,13 +34,16 @@ from vkback.ops.base import LowerContext, ceil_div, declare
 
 Path = Literal["int", "float"]
 """Integer dot products of 8-bit activations (MMVQ), or floats."""
-Experts = Literal["none", "each", "summed"]
-"""A dense mat-vec; one output for each chosen expert; the weighted sum of the chosen experts' outputs."""
+Experts = Literal["none", "each", "summed", "heads"]
+"""A dense mat-vec; one output for each chosen expert; the weighted sum of the chosen experts' outputs; a matrix for each head times its
+part of x (MAT_VEC_HEADS)."""
 
 INT_QUANTS = frozenset(name for name in quants.WEIGHT_TYPES if quants.quant(name).int_dot)
 """Types with an integer-dot path (UNIT_INTS in shaders/quant)."""
 
-FUSED_ROLES = ("norm", "norm_bias", "post_norm", "post_residual", "bias", "residual", "ids", "logits", "expert_weights")
+FUSED_ROLES = (
+    "norm", "norm_bias", "post_norm", "post_residual", "bias", "residual", "ids", "logits", "expert_weights", "selection_bias"
+)  # fmt: skip
 """Optional inputs, in the order of their bindings. A route comes after them."""
 
 declare(
@@ -80,6 +84,9 @@ class MatVecNode:
 
     @classmethod
     def of(cls, node: Node) -> MatVecNode:
+        if node.op == "MAT_VEC_HEADS":
+            w, x = node.inputs
+            return cls(node, w, x, node.outputs[0], {}, False, "heads")
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         experts: Experts = "summed" if "expert_weights" in by else "each" if "ids" in by or "logits" in by else "none"
         extra = {role: by[role] for role in FUSED_ROLES if role in by}
@@ -87,6 +94,10 @@ class MatVecNode:
         summed = node.outputs[1] if node.params.get("sum") else None
         chosen = node.outputs[1:] if "logits" in by else ()
         return cls(node, by["w"], by["x"], node.outputs[0], extra, glu, experts, gelu, summed, chosen, by.get("route"))
+
+    def with_x(self, x: Tensor) -> MatVecNode:
+        """The same with another x."""
+        return replace(self, x=x)
 
     @property
     def m(self) -> int:
@@ -104,7 +115,9 @@ class MatVecNode:
 
     @property
     def n_used(self) -> int:
-        """Experts of a token; 1 for a dense mat-vec."""
+        """Experts of a token, or heads; 1 for a dense mat-vec."""
+        if self.experts == "heads":
+            return self.w.shape[0]
         return (self.chosen[1] if self.chosen else self.extra["ids"]).shape[-1] if self.experts != "none" else 1
 
     @property
@@ -115,7 +128,7 @@ class MatVecNode:
     @property
     def rows_total(self) -> int:
         """Rows of the output tensor, which several nodes may fill."""
-        return int(self.node.params.get("rows_total", self.m >> self.glu))
+        return int(self.node.params.get("rows_total", (self.m >> self.glu) * (self.n_used if self.experts == "heads" else 1)))
 
     def path(self, ctx: LowerContext) -> tuple[Path, str]:
         """("int" or "float", why), as `path_for` has it."""

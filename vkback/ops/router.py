@@ -1,7 +1,8 @@
 """MOE_ROUTER: norm, mat-vec with the router's weight, and the choice of experts in one launch (shaders/mat_vec with TOPK).
 
-    MOE_ROUTER(w [n_expert, k], x F32 [1, k], norm F32 [k], bias F32 [n_expert] or none) -> weights F32 [1, n_used], ids I32 [1, n_used]
-              params: roles and eps as MAT_VEC has them; n_used, norm, gating, scale as TOPK_MOE has them
+    MOE_ROUTER(w [n_expert, k], x F32 [1, k], norm F32 [k], bias F32 [n_expert] or none, selection_bias F32 [n_expert] or none)
+              -> weights F32 [1, n_used], ids I32 [1, n_used]
+              params: roles and eps as MAT_VEC has them; the rest as TOPK_MOE has them, whose bias is selection_bias here
 
 Each workgroup takes a ticket when it has stored its logits; the last one reads them all and chooses. None waits for another.
 """
@@ -29,6 +30,11 @@ def mat_vec_of(node: Node) -> Node:
     return Node("MAT_VEC", node.inputs, (logits,), {k: node.params[k] for k in ("roles", "eps")})
 
 
+def selection_bias(node: Node) -> Tensor | None:
+    """What is added to the values that the experts are ordered by."""
+    return dict(zip(node.params["roles"], node.inputs, strict=True)).get("selection_bias")
+
+
 def router_problem(w: Tensor, x: Tensor, ctx: LowerContext) -> str:
     """Why a router's mat-vec and its choice cannot be one launch; "" when they can."""
     if x.shape[0] != 1:
@@ -48,7 +54,8 @@ class MoeRouter(Op):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         (logits,) = MatVec().reference(inputs, {"roles": params["roles"], "eps": params["eps"]})
-        return TopkMoe().reference([logits], params)
+        bias = [x for role, x in zip(params["roles"], inputs, strict=True) if role == "selection_bias"]
+        return TopkMoe().reference([logits, *bias], params)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         problem = router_problem(node.inputs[0], node.inputs[1], ctx)
@@ -56,8 +63,8 @@ class MoeRouter(Op):
             raise PlanError(f"[router] {node.name}: mat-vec and choice cannot be one launch: {problem}; give the choice a node of its own")
         mat_vec = MatVecNode.of(mat_vec_of(node))
         config = dataclasses.replace(
-            configure(mat_vec, "float", ctx), expert_choice=expert_choice(node, mat_vec.y, ctx), last_chooses=True,
-            choice_scale=float(node.params["scale"]),
+            configure(mat_vec, "float", ctx), expert_choice=expert_choice(node, mat_vec.y, ctx, bias=selection_bias(node)),
+            last_chooses=True, choice_scale=float(node.params["scale"]),
         )  # fmt: skip
         need = shared_bytes(dataclasses.replace(config, loops_tiles=config.groups is not None))
         if need > ctx.caps.max_shared_memory:
@@ -85,33 +92,47 @@ class MoeRouter(Op):
             1,
         ):  # fmt: skip
             yield self.build_case(n_expert, k, n_used, norm, gating, bias, seed)
+        yield self.build_case(64, 256, 6, True, "sigmoid", False, 9, True, 8, 4)
+        yield self.build_case(160, 512, 6, False, "softmax", False, 10, False, 8, 3)
 
     def full_cases(self) -> Iterator[Case]:
         experts = ((8, 2), (9, 9), (32, 4), (128, 8), (256, 8), (512, 10))
         gates = (("softmax", False), ("softmax", True), ("softmax_weight", False), ("sigmoid", True))
         for (n_expert, used), k, (gating, norm), bias in product(experts, (256, 2048, 2880), gates, (False, True)):
             yield self.build_case(n_expert, k, used, norm, gating, bias)
+        for (n_expert, used), k, norm, groups in product(((64, 6), (256, 8)), (256, 2048), (False, True), ((1, 1), (8, 4))):
+            yield self.build_case(n_expert, k, used, norm, "sigmoid", False, 1, True, *groups)
 
-    def build_case(self, n_expert: int, k: int, n_used: int, norm: bool, gating: str, bias: bool, seed: int = 1) -> Case:
-        return router_case(n_expert, k, n_used, norm, gating, bias, seed)
+    def build_case(
+        self, n_expert: int, k: int, n_used: int, norm: bool, gating: str, bias: bool, seed: int = 1, selection_bias: bool = False,
+        n_group: int = 1, n_group_used: int = 1,
+    ) -> Case:
+        return router_case(n_expert, k, n_used, norm, gating, bias, seed, selection_bias, (n_group, n_group_used))
 
     def unfused(self, node: Node) -> list[Node]:
         logits = mat_vec_of(node)
-        return [*MatVec().unfused(logits), choice_of(node, logits.outputs[0])]
+        return [*MatVec().unfused(logits), choice_of(node, logits.outputs[0], selection_bias(node))]
 
 
-def router_case(n_expert: int, k: int, n_used: int, norm: bool, gating: str, bias: bool, seed: int) -> Case:
+def router_case(
+    n_expert: int, k: int, n_used: int, norm: bool, gating: str, bias: bool, seed: int, selects: bool = False,
+    groups: tuple[int, int] = (1, 1),
+) -> Case:
     """Logits are about 3 in size; that two of the best come within rounding of each other is as good as impossible."""
+
+    grouped = {"n_group": groups[0], "n_group_used": groups[1]} if groups[0] > 1 else {}
 
     def make(rng: np.random.Generator) -> Problem:
         w, x = weight("w", "F32", (n_expert, k)), Tensor("x", "F32", (1, k), "input")
-        extra = [Tensor("norm", "F32", (k,), "weight"), *([Tensor("bias", "F32", (n_expert,), "weight")] if bias else [])]
+        roles = ("norm", *(["bias"] if bias else []), *(["selection_bias"] if selects else []))
+        extra = [Tensor(role, "F32", (k if role == "norm" else n_expert,), "weight") for role in roles]
         outs = (Tensor("weights", "F32", (1, n_used)), Tensor("ids", "I32", (1, n_used)))
-        roles = ("w", "x", "norm", *(("bias",) if bias else ()))
-        params = {"roles": roles, "eps": 1e-5, "n_used": n_used, "norm": norm, "gating": gating, "scale": 1.5}
+        params = {"roles": ("w", "x", *roles), "eps": 1e-5, "n_used": n_used, "norm": norm, "gating": gating, "scale": 1.5, **grouped}
         values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in (x, *extra)}
         values["w"] = (3 / np.sqrt(k) * rng.standard_normal((n_expert, k))).astype(np.float32).view(np.uint8).reshape(n_expert, -1)
         return Problem(Node("MOE_ROUTER", (w, x, *extra), outs, params), values)
 
-    shown = {"n_expert": n_expert, "k": k, "n_used": n_used, "norm": norm, "gating": gating, "bias": bias, "seed": seed}
+    shown: dict[str, Any] = {"n_expert": n_expert, "k": k, "n_used": n_used, "norm": norm, "gating": gating, "bias": bias, "seed": seed}
+    shown |= {"selection_bias": True} if selects else {}
+    shown |= grouped
     return Case("MOE_ROUTER", shown, make, seed)

@@ -1,11 +1,14 @@
 """ARGMAX and TOPK_MOE (shaders/topk).
 
     ARGMAX    logits F32 [n, vocab] -> I32 [n]: index of the largest, of equals the first; -1 for a row with a NaN
-    TOPK_MOE  logits F32 [n, n_expert] -> weights F32 [n, n_used], ids I32 [n, n_used]
-              params: n_used, norm, gating, scale
+    TOPK_MOE  logits F32 [n, n_expert] [, bias F32 [n_expert]] -> weights F32 [n, n_used], ids I32 [n, n_used]
+              params: n_used, norm, gating, scale [, n_group, n_group_used]
               The n_used largest logits, largest first, of equals the lower id first. gating "softmax": their share of the softmax over
               all experts, with norm over the chosen; "softmax_weight": softmax over the chosen; "sigmoid": the logistic function, with
               norm divided by the sum. Sums are clamped to at least 2^-14 before they divide; scale multiplies at the end.
+              bias (sigmoid alone): experts are ordered by sigmoid plus bias; weights are without it. n_group: of so many groups of
+              neighbouring experts, the n_group_used best ones' experts alone count. A group is as good as its best logit (softmax:
+              DeepSeek-V2), or as the sum of the two best values that experts are ordered by (sigmoid: DeepSeek-V3).
 """
 
 from __future__ import annotations
@@ -47,8 +50,14 @@ declare(
     params={"wg_size": POWERS, "block": (16, 32, 64, 128, 256, 512, 1024)},
 )
 
-TOPK_PARAMS = ("n_used", "norm", "gating", "scale")
-"""Params of TOPK_MOE, and of every op that chooses experts."""
+TOPK_PARAMS = ("n_used", "norm", "gating", "scale", "n_group", "n_group_used")
+"""Params of TOPK_MOE, and of every op that chooses experts; the groups' are optional."""
+
+
+def topk_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a node's params that choose experts."""
+    return {key: params[key] for key in TOPK_PARAMS if key in params}
+
 
 LEAST_WEIGHT_SUM = 2.0**-14
 """Sums of expert weights are clamped to this, the smallest normal F16, before they divide."""
@@ -149,6 +158,9 @@ GATES: Mapping[tuple[str, bool], int] = {
 """GATE of shaders/topk/choose.glsl by gating and norm. A softmax over all divided by the sum of the chosen is one over the chosen."""
 
 
+SIGMOIDS = (GATES["sigmoid", False], GATES["sigmoid", True])
+
+
 def topk_choice(node: Node, logits: Tensor, ctx: LowerContext) -> Choice:
     n, n_expert = logits.shape
     return ctx.tuning.pick("topk_moe", n_expert=n_expert, n_used=node.params["n_used"], n=n)
@@ -160,12 +172,16 @@ class ExpertChoice:
 
     block  experts that are counted at once
     gate   as in GATES
+    bias   whether a bias takes part in the order
+    groups (of how many groups, how many count)
     """
 
     n_expert: int
     n_used: int
     block: int
     gate: int
+    bias: bool = False
+    groups: tuple[int, int] = (1, 1)
 
     @property
     def sums_all(self) -> bool:
@@ -174,18 +190,25 @@ class ExpertChoice:
 
     @property
     def defines(self) -> Defines:
-        return {"N_EXPERT": self.n_expert, "USED": self.n_used, "BLOCK": self.block, "GATE": self.gate}
+        n_group, n_used = self.groups
+        return {
+            "N_EXPERT": self.n_expert, "USED": self.n_used, "BLOCK": self.block, "GATE": self.gate, "SELECT_BIAS": int(self.bias),
+            "N_GROUP": n_group, "GROUPS_USED": n_used, "GROUP_TOP": 2 if self.gate in SIGMOIDS else 1,
+        }  # fmt: skip
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory, without a reduction's."""
         blocks = ceil_div(self.n_expert, self.block)
         candidates = blocks * min(self.n_used, self.block)
-        return 4 * blocks * self.block + 8 * self.n_used + (16 * ceil_div(candidates, 4) + 4 * candidates if blocks > 1 else 0)
+        grouped = self.groups[0] > 1
+        by_value = self.bias or (grouped and self.gate in SIGMOIDS)
+        fixed = 4 * blocks * self.block + (12 if by_value else 8) * self.n_used + 4 * self.groups[0] * grouped
+        return fixed + (16 * ceil_div(candidates, 4) + 4 * candidates if blocks > 1 else 0)
 
 
-def expert_choice(node: Node, logits: Tensor, ctx: LowerContext) -> ExpertChoice:
-    """Of a node with TOPK_MOE's params. Raises PlanError for an unknown gating or too many used."""
+def expert_choice(node: Node, logits: Tensor, ctx: LowerContext, *, bias: Tensor | None = None) -> ExpertChoice:
+    """Of a node with TOPK_MOE's params. Raises PlanError for an unknown gating, a bias or groups that do not fit, or too many used."""
     n_expert, n_used = logits.shape[-1], node.params["n_used"]
     gate = GATES.get((node.params["gating"], bool(node.params["norm"])))
     if gate is None:
@@ -193,13 +216,27 @@ def expert_choice(node: Node, logits: Tensor, ctx: LowerContext) -> ExpertChoice
         raise PlanError(f"[topk] {node.name}: unknown gating {node.params['gating']!r}, expected one of {known}")
     if not 1 <= n_used <= n_expert:
         raise PlanError(f"[topk] {node.name}: {n_used} of {n_expert} experts; expected at least 1 and at most all of them")
+    if bias is not None and (gate not in SIGMOIDS or bias.elements != n_expert):
+        raise PlanError(f"[topk] {node.name}: bias {bias} with gating {node.params['gating']!r}; expected sigmoid and {n_expert} values")
+    groups = int(node.params.get("n_group", 1)), int(node.params.get("n_group_used", 1))
+    if groups_problem(n_expert, n_used, *groups):
+        raise PlanError(f"[topk] {node.name}: {groups_problem(n_expert, n_used, *groups)}")
     block = min(topk_choice(node, logits, ctx)["block"], ceil_div(n_expert, 4) * 4)
-    return ExpertChoice(n_expert, n_used, block, gate)
+    return ExpertChoice(n_expert, n_used, block, gate, bias is not None, groups)
 
 
-def choice_of(node: Node, logits: Tensor) -> Node:
+def groups_problem(n_expert: int, n_used: int, n_group: int, n_group_used: int) -> str:
+    """Why n_used experts cannot be chosen from n_group_used of n_group groups; "" when they can."""
+    if n_group < 1 or n_expert % n_group or not 1 <= n_group_used <= n_group:
+        return f"{n_group_used} of {n_group} groups of {n_expert} experts; expected a divisor of them, and at most all groups used"
+    if n_used > n_expert // n_group * n_group_used:
+        return f"{n_used} experts of {n_group_used} groups of {n_expert // n_group}; expected at most as many as these have"
+    return ""
+
+
+def choice_of(node: Node, logits: Tensor, bias: Tensor | None = None) -> Node:
     """The TOPK_MOE by these logits, of a node whose last outputs are the chosen experts' weights and ids."""
-    return Node("TOPK_MOE", (logits,), node.outputs[-2:], {k: node.params[k] for k in TOPK_PARAMS})
+    return Node("TOPK_MOE", (logits, *([bias] if bias is not None else [])), node.outputs[-2:], topk_params(node.params))
 
 
 def softmax(x: Array) -> Array:
@@ -207,6 +244,22 @@ def softmax(x: Array) -> Array:
     x = np.asarray(x, np.float64)
     e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
     return np.asarray(e / e.sum(axis=-1, keepdims=True))
+
+
+def order_of(logits: Array, bias: Sequence[Array], params: Mapping[str, Any]) -> Array:
+    """What experts are ordered by, float64 [n, n_expert]: -inf where their group does not count. bias: one, or none."""
+    n_group, sigmoid = params.get("n_group", 1), params["gating"] == "sigmoid"
+    order = logits
+    if bias or (n_group > 1 and sigmoid):
+        order = 1.0 / (1.0 + np.exp(-logits)) + (np.asarray(bias[0], np.float64) if bias else 0.0)
+    if n_group == 1:
+        return order
+    grouped = order.reshape(len(order), n_group, -1)
+    scores = np.sort(grouped, axis=-1)[:, :, -2 if sigmoid else -1 :].sum(axis=-1)
+    best = np.argsort(-scores, axis=-1, kind="stable")[:, : params["n_group_used"]]
+    counts = np.zeros(scores.shape, bool)
+    np.put_along_axis(counts, best, True, axis=-1)
+    return np.where(counts[:, :, None], grouped, -np.inf).reshape(order.shape)
 
 
 @register
@@ -218,7 +271,7 @@ class TopkMoe(Op):
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         logits = np.asarray(inputs[0], np.float64)
         # Ordered by logits: two that differ may have one probability after rounding.
-        ids = np.argsort(-logits, axis=-1, kind="stable")[:, : params["n_used"]]
+        ids = np.argsort(-order_of(logits, inputs[1:], params), axis=-1, kind="stable")[:, : params["n_used"]]
         chosen = np.take_along_axis(logits, ids, axis=-1)
         if params["gating"] == "softmax":
             weights = np.take_along_axis(softmax(logits), ids, axis=-1)
@@ -238,7 +291,7 @@ class TopkMoe(Op):
         choice = topk_choice(node, logits, ctx)
         wg = workgroup_size(ctx.caps, choice["wg_size"], n_expert)
         reduce, subgroup = reduction(ctx.caps, wg)
-        experts = expert_choice(node, logits, ctx)
+        experts = expert_choice(node, logits, ctx, bias=next(iter(node.inputs[1:]), None))
         defines: Defines = {**reduce, **experts.defines}
         need = experts.shared_bytes + 8 * wg  # the last for a reduction
         room = ctx.caps.max_shared_memory
@@ -247,7 +300,7 @@ class TopkMoe(Op):
         return [
             Dispatch(
                 kernel=Variant("topk/router.comp", tuple(sorted(defines.items())), subgroup),
-                args=(Arg(logits), Arg(node.outputs[0], "w"), Arg(node.outputs[1], "w")),
+                args=(Arg(logits), Arg(node.outputs[0], "w"), Arg(node.outputs[1], "w"), *map(Arg, node.inputs[1:])),
                 push=pack_push(n, float(node.params["scale"])),
                 groups=spread(n),
                 op=node.op,
@@ -281,6 +334,18 @@ class TopkMoe(Op):
             1,
         ):
             yield self.build_case(n, n_expert, n_used, norm, gating, scale, ties, seed)
+        for seed, (n, n_expert, n_used, norm, gating, bias, groups) in enumerate(
+            (
+                (3, 256, 8, True, "sigmoid", True, (8, 4)),
+                (1, 64, 6, False, "sigmoid", True, (1, 1)),
+                (4, 160, 6, False, "softmax", False, (8, 3)),
+                (2, 160, 6, True, "softmax", False, (8, 3)),
+                (3, 24, 4, True, "sigmoid", False, (4, 1)),
+                (2, 320, 20, False, "sigmoid", True, (2, 2)),
+            ),
+            20,
+        ):
+            yield self.build_case(n, n_expert, n_used, norm, gating, 2.5, False, seed, bias, *groups)
 
     def full_cases(self) -> Iterator[Case]:
         experts = (
@@ -290,23 +355,36 @@ class TopkMoe(Op):
         gates = (("softmax", False), ("softmax", True), ("softmax_weight", False), ("sigmoid", False), ("sigmoid", True))
         for (n_expert, used), n, (gating, norm), ties in product(experts, (1, 4, 22), gates, (False, True)):
             yield self.build_case(n, n_expert, used, norm, gating, 2.0 if n == 4 else 1.0, ties)
+        both = (False, True)
+        for (n_expert, used), n, norm, bias, groups in product(experts[5:], (1, 22), both, both, ((1, 1), (4, 4), (8, 4))):
+            if not groups_problem(n_expert, used, *groups):
+                yield self.build_case(n, n_expert, used, norm, "sigmoid", 2.0, False, 1, bias, *groups)
+                yield self.build_case(n, n_expert, used, norm, "softmax", 2.0, False, 1, False, *groups)
 
     def perf_cases(self) -> Iterator[Case]:
         for n in (1, 512):
             yield self.build_case(n, 128, 8, True, "softmax", 1.0, False)
 
     def build_case(
-        self, n: int, n_expert: int, n_used: int, norm: bool, gating: str, scale: float, ties: bool, seed: int = 1
+        self, n: int, n_expert: int, n_used: int, norm: bool, gating: str, scale: float, ties: bool, seed: int = 1, bias: bool = False,
+        n_group: int = 1, n_group_used: int = 1,
     ) -> Case:
         """ties: the logits are whole numbers."""
+
+        groups = {"n_group": n_group, "n_group_used": n_group_used} if n_group > 1 else {}
 
         def make(rng: np.random.Generator) -> Problem:
             logits = Tensor("ffn_moe_logits", "F32", (n, n_expert))
             x = 3 * rng.standard_normal(logits.shape, np.float32)
             outs = (Tensor("ffn_moe_weights", "F32", (n, n_used)), Tensor("ffn_moe_topk", "I32", (n, n_used)))
-            params = {"n_used": n_used, "norm": norm, "gating": gating, "scale": scale}
-            return Problem(Node(self.name, (logits,), outs, params), {logits.name: np.round(x) if ties else x})
+            params = {"n_used": n_used, "norm": norm, "gating": gating, "scale": scale, **groups}
+            values: dict[str, Array] = {logits.name: np.round(x) if ties else x}
+            inputs = [logits]
+            if bias:
+                inputs.append(Tensor("bias", "F32", (n_expert,), "weight"))
+                values["bias"] = rng.uniform(-0.3, 0.3, n_expert).astype(np.float32)
+            return Problem(Node(self.name, tuple(inputs), outs, params), values)
 
         shown = {"n": n, "n_expert": n_expert, "n_used": n_used, "norm": norm, "gating": gating, "scale": scale, "ties": ties}
-        shown |= {"seed": seed}
+        shown |= {"seed": seed, **({"bias": bias} if bias else {}), **groups}
         return Case(self.name, shown, make, seed)

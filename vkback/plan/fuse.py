@@ -15,9 +15,12 @@ from vkback.ops import rope_angles
 from vkback.ops.base import Choice, LowerContext, declare
 from vkback.ops.mat_mul_lower import x_wanted
 from vkback.ops.mat_vec_config import choice_problem, prologue_problem
+from vkback.ops.mat_vec_heads import heads_problem
 from vkback.ops.mat_vec_node import FUSED_ROLES, MatVecNode, Path, bindings
+from vkback.ops.mul_mat_batched import is_batched
 from vkback.ops.router import router_problem
-from vkback.ops.topk import TOPK_PARAMS
+from vkback.ops.topk import topk_params
+from vkback.ops.view import View
 
 ROUTERS = ("mat_vec", "experts", "stage")
 """Who chooses the experts: the last workgroup of the router's mat-vec, every workgroup of the experts' mat-vec, or a stage of its own."""
@@ -99,7 +102,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     nodes = as_mat_vec(nodes)
     if n == 1:
         nodes = fuse_ssm(nodes, outputs, ctx)
-    for step in (fuse_embedding, fuse_norms, fuse_attention, fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
+    for step in (fuse_embedding, fuse_norms, fuse_latent, fuse_attention, fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
     nodes = pack_qkv(nodes, n == 1 and choice["rope"] == "attention")
     if n == 1 and choice["norm"] == "prologue":
@@ -208,7 +211,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
         q_in, cache_k, cache_v = attention.inputs[:3]
         stores = {n.outputs[0].name: n for n in nodes if n.op == "SET_ROWS" and n.outputs[0].name in (cache_k.name, cache_v.name)}
-        if len(stores) != 2:
+        if len(stores) != 2 or cache_k.shape != cache_v.shape:
             continue
         store_k, store_v = stores[cache_k.name], stores[cache_v.name]
         k_in = store_k.inputs[0]
@@ -244,10 +247,104 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     return nodes
 
 
+def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """MLA: what is between the products and FLASH_ATTN_EXT -> MLA_ROPE_SET_ROWS, with Q in two parts; for one token the products by heads
+    (MUL_MAT of a view, PERMUTE) -> MAT_VEC_HEADS, and the latent's part of a token's row is read where it is."""
+    for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
+        found = _latent(attention, Index(nodes, outputs), nodes)
+        if found is not None:
+            gone, new = found
+            nodes = replace(nodes, [*gone, attention], new)
+    if tokens_of(nodes) > 1:
+        return nodes
+    index = Index(nodes, outputs)
+    for permute in [n for n in nodes if n.op == "PERMUTE" and n.params["axes"] == (1, 0, 2)]:
+        product = index.made_by(permute.inputs[0], "MUL_MAT")
+        if product is None or "w_view" in product.params or len(product.inputs[0].shape) != 3:
+            continue
+        w, x = product.inputs
+        heads, m, k = w.shape
+        width = x.elements // heads
+        flat = dataclasses.replace(x, shape=(1, x.elements))
+        if product.params.get("x_view") != View(0, (heads, 1, k), (width, x.elements, 1)) or heads_problem(w, flat):
+            continue
+        y = dataclasses.replace(permute.outputs[0], shape=(1, heads * m))
+        nodes = replace(nodes, [product, permute], [Node("MAT_VEC_HEADS", (w, flat), (y,))])
+    for part in [n for n in nodes if n.op == "CONT" and "view" in n.params]:
+        x, y, view = part.inputs[0], part.outputs[0], part.params["view"]
+        if part.name in outputs or view != View(0, (1, y.elements), (x.elements, 1)):
+            continue
+        prefix = dataclasses.replace(x, shape=y.shape)
+        nodes = [
+            dataclasses.replace(n, inputs=tuple(prefix if t.name == y.name else t for t in n.inputs)) for n in nodes if n is not part
+        ]
+    return nodes
+
+
+def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[Node], list[Node]] | None:
+    """The nodes that MLA_ROPE_SET_ROWS takes the place of, and it with its attention."""
+    query, cache_k, cache_v, pos = attention.inputs[:4]
+    if len(attention.inputs) > 4 or "window" in attention.params:
+        return None
+    n, heads, _ = query.shape
+    stores = [next((s for s in nodes if s.op == "SET_ROWS" and s.outputs[0].name == c.name), None) for c in (cache_k, cache_v)]
+    joined = index.made_by(query, "CONCAT")
+    stored = index.made_by(stores[0].inputs[0], "CONCAT") if stores[0] is not None else None
+    if joined is None or stored is None or stores[0] is None or stores[1] is None or len(joined.inputs) != 2 or len(stored.inputs) != 2:
+        return None
+    legacy = cache_k.name != cache_v.name
+    rope_q, repeat = index.made_by(joined.inputs[1], "ROPE"), index.made_by(stored.inputs[1], "REPEAT") if legacy else None
+    rope_k = index.made_by(repeat.inputs[0] if repeat is not None else stored.inputs[1], "ROPE")
+    parts = [index.made_by(rope.inputs[0], "CONT") if rope is not None else None for rope in (rope_q, rope_k)]
+    if rope_q is None or rope_k is None or parts[0] is None or parts[1] is None or rope_q.params != rope_k.params:
+        return None
+    q, kv = parts[0].inputs[0], parts[1].inputs[0]
+    dim_k, rot, row = q.elements // (n * heads), rope_q.inputs[0].shape[2], kv.elements // n
+    views = [
+        (parts[0], View(dim_k - rot, (n, heads, rot), (heads * dim_k, dim_k, 1))),
+        (parts[1], View(row - rot, (n, 1, rot), (row, row, 1))),
+    ]
+    gone = [joined, stored, rope_q, rope_k, parts[0], parts[1], stores[0]]
+    if legacy:
+        own, value, q_own = (index.made_by(t, "CONT") for t in (stored.inputs[0], stores[1].inputs[0], joined.inputs[0]))
+        if repeat is None or own is None or value is None or q_own is None or own.inputs[0].name != value.inputs[0].name:
+            return None
+        third, first = own.inputs[0], dataclasses.replace(q, shape=(n, heads, dim_k))
+        both, nope = third.elements // (n * heads), dim_k - rot
+        views += [
+            (own, View(0, (n, heads, nope), (heads * both, both, 1))),
+            (value, View(nope, (n, heads, both - nope), (heads * both, both, 1))),
+            (q_own, View(0, (n, heads, nope), (heads * dim_k, dim_k, 1))),
+        ]
+        gone += [stores[1], repeat, own, value, q_own]
+        params: dict[str, Any] = {"legacy": True}
+        if q_own.inputs[0].name != q.name:
+            return None
+    else:
+        norm = index.made_by(stored.inputs[0], "RMS_NORM_MUL")
+        latent = index.made_by(norm.inputs[0], "CONT") if norm is not None else None
+        if norm is None or latent is None or latent.inputs[0].name != kv.name:
+            return None
+        third, first = norm.inputs[1], joined.inputs[0]
+        views.append((latent, View(0, (n, row - rot), (row, 1))))
+        gone += [norm, latent]
+        params = {"legacy": False, "eps": norm.params["eps"]}
+    if any(part.params.get("view") != view for part, view in views) or rope_q.params["mode"] != "normal":
+        return None
+    factors = rope_q.inputs[2:]
+    caches = (cache_k, cache_v) if legacy else (cache_k,)
+    inputs = (dataclasses.replace(q, shape=(n, heads, dim_k)), dataclasses.replace(kv, shape=(n, row)), third, pos, *caches, *factors)
+    q_pe = rope_q.outputs[0]
+    made = Node("MLA_ROPE_SET_ROWS", inputs, (q_pe, *caches), {**rope_q.params, **params, "has_ff": bool(factors)})
+    reads = dataclasses.replace(attention, inputs=(first, cache_k, cache_v, pos, q_pe), params={**attention.params, "split_q": True})
+    return gone, [made, reads]
+
+
 def as_mat_vec(nodes: Nodes) -> Nodes:
-    """Every mat-vec in its fused form, so that the passes after this one see one op."""
+    """Every mat-vec in its fused form, so that the passes after this one see one op. Batches stay what they are."""
     roles = {"MUL_MAT": ("w", "x"), "MUL_MAT_ID": ("w", "x", "ids")}
-    return [Node("MAT_VEC", n.inputs, n.outputs, {**n.params, "roles": roles[n.op]}) if n.op in roles else n for n in nodes]
+    taken = [n.op in roles and not (n.op == "MUL_MAT" and is_batched(n)) for n in nodes]
+    return [Node("MAT_VEC", n.inputs, n.outputs, {**n.params, "roles": roles[n.op]}) if t else n for t, n in zip(taken, nodes, strict=True)]
 
 
 def inputs_by_role(mat_vec: Node) -> dict[str, Tensor]:
@@ -507,8 +604,10 @@ def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
             return None
         if mat_vec.params.get("glu") or "rows_total" in mat_vec.params or router_problem(mat_vec.inputs[0], mat_vec.inputs[1], ctx):
             return None
-        params = {k: mat_vec.params[k] for k in ("roles", "eps")} | {k: node.params[k] for k in TOPK_PARAMS}
-        return [mat_vec, node], Node("MOE_ROUTER", mat_vec.inputs, node.outputs, params)
+        bias = node.inputs[1:]
+        roles = (*mat_vec.params["roles"], *(["selection_bias"] if bias else []))
+        params = {"roles": roles, "eps": mat_vec.params["eps"], **topk_params(node.params)}
+        return [mat_vec, node], Node("MOE_ROUTER", (*mat_vec.inputs, *bias), node.outputs, params)
 
     return _rewrite(nodes, outputs, match)
 
@@ -527,11 +626,11 @@ def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
         made = {mat_vec.name, *(r.name for r in index.consumers.get(mat_vec.name, []) if r.op == "QUANTIZE_Q8_1")}
         if any(r.op != "MAT_VEC" or made.isdisjoint(t.name for t in r.inputs) for r in later):
             continue
-        by = inputs_by_role(mat_vec) | {"logits": choice.inputs[0]}
+        by = inputs_by_role(mat_vec) | dict(zip(("logits", "selection_bias"), choice.inputs, strict=False))
         if by.pop("ids").name != ids.name or mat_vec.params.get("sum"):
             continue
         roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
-        params = {**mat_vec.params, "roles": roles, **{k: choice.params[k] for k in TOPK_PARAMS}}
+        params = {**mat_vec.params, "roles": roles, **topk_params(choice.params)}
         fused = Node("MAT_VEC", tuple(by[r] for r in roles), (*mat_vec.outputs, *choice.outputs), params)
         if not choice_problem(fused, ctx):
             nodes = replace(nodes, [choice, mat_vec], [fused])
@@ -540,25 +639,26 @@ def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
 
 ATTENTION = frozenset({"FLASH_ATTN_EXT", "ATTN_DECODE"})
 
-QUANTIZING = ATTENTION | {"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD", "SWIGLU", "SWIGLU_OAI", "GEGLU"}
-"""Ops that can leave their first output as Q8_1: attention where a head is whole units of 32."""
+QUANTIZING = ATTENTION | {"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD", "SWIGLU", "SWIGLU_OAI", "GEGLU", "MAT_VEC_HEADS"}
+"""Ops that can leave their first output as Q8_1: attention where a head of V is whole units of 32."""
 
 
 def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, by: str) -> Nodes:
     """Give every x of an integer-dot mat-vec as Q8_1: stored so by its producer when nobody else reads it, else quantized once.
 
-    by  "producer": any that can; "attention": attention, but no mat-vec; "stage": none
+    by  "producer": any that can; "attention": attention and products by heads, but no other mat-vec; "stage": none
     """
     index = Index(nodes, outputs)
     out: Nodes = list(nodes)
     for tensor in [t for n in nodes for t in n.outputs if t.type == "F32"]:
         readers = index.consumers.get(tensor.name, [])
-        wants = [r for r in readers if r.op == "MAT_VEC" and r.inputs[1].name == tensor.name and "norm" not in r.params["roles"]
-                 and x_wanted(r, ctx) == "Q8_1"]
+        wants = [r for r in readers if r.op in ("MAT_VEC", "MAT_VEC_HEADS") and r.inputs[1].name == tensor.name
+                 and "norm" not in r.params.get("roles", ()) and x_wanted(r, ctx) == "Q8_1"]
         if not wants:
             continue
         producer = index.producer[tensor.name]
-        whole_units = producer.op not in ATTENTION or next(t for t in producer.inputs if t.kind == "state").shape[-1] % 32 == 0
+        caches = [t for t in producer.inputs if t.kind == "state"] if producer.op in ATTENTION else []
+        whole_units = not caches or producer.params.get("v_dim", caches[-1].shape[-1]) % 32 == 0
         by_mat_vec = producer.op == "MAT_VEC" and activated(producer)
         can = {"producer": producer.op in QUANTIZING or by_mat_vec, "attention": producer.op in QUANTIZING, "stage": False}[by]
         sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
@@ -567,7 +667,8 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
         else:
             quantized = f"{tensor.name}.q8_1"
             at = next(i for i, n in enumerate(out) if n is producer)
-            out.insert(at + 1, Node("QUANTIZE_Q8_1", (tensor,), (Tensor(quantized, "Q8_1", tensor.shape),)))
+            rows = wants[0].inputs[1]  # a token's values are a row, whatever the shape they were made in
+            out.insert(at + 1, Node("QUANTIZE_Q8_1", (rows,), (dataclasses.replace(rows, name=quantized, type="Q8_1"),)))
             out = [_retyped(n, tensor.name, quantized) if n in wants else n for n in out]
         index = Index(out, outputs)
     return out

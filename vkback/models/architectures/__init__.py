@@ -4,6 +4,7 @@ from importlib import import_module
 
 NAMES = (
     "llama",
+    "deepseek2",
     "gpt_oss",
     "granitehybrid",
     "phi3",

@@ -1,0 +1,125 @@
+#version 450
+// What MLA does to a token's values between the products and attention: RoPE of Q and of the key that all heads share, norm of the latent, and
+// the store into the cache. Pairs are neighbours.
+//
+// Bindings, in this order, those in brackets where the define says so:
+//   q      F32 [tokens, HEADS, NOPE + ROT], of which the last ROT values of a head are turned
+//   kv     F32 [tokens, RANK + ROT]: latent and shared key
+//   [LEGACY: kv_heads F32 [tokens, HEADS, NOPE + VALUES]: of each head the part of K that is not turned, and V]
+//   [not LEGACY: norm F32 [RANK]: weight of the latent's RMS norm]
+//   pos    I32 [tokens]: -1 or a position outside the cache stores nothing
+//   [FACTORS: F32 [ROPE_PAIRS] that divide the frequencies]
+//   q_pe   F32 [tokens, HEADS, ROT]: the turned values of Q
+//   cache_k  F16 [1, n_ctx, RANK + ROT]: normed latent, then turned key;  LEGACY: [HEADS, n_ctx, NOPE + ROT], and cache_v [HEADS, n_ctx, VALUES]
+//
+// A thread takes pairs, counted through q_pe, then (LEGACY) through the rows of K and V of all heads. Without LEGACY workgroup 0 of a token makes
+// its row of K, which takes a sum over the latent, and the pairs of q_pe begin in workgroup 1.
+//
+// Defines: HEADS NOPE ROT RANK VALUES LEGACY FACTORS, those of rope/rope.glsl and common/reduce.glsl
+#extension GL_EXT_control_flow_attributes : require
+#include "common/reduce.glsl"
+#include "rope/rope.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+#define POS 3
+#define AFTER (POS + 1 + FACTORS)
+
+layout(push_constant) uniform Push {
+    uint tokens;
+    uint n_ctx;
+    float eps;
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InQ { vec2 q[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InKv { vec2 kv[]; };
+#if LEGACY
+layout(std430, set = 0, binding = 2) readonly buffer InKvHeads { vec2 kv_heads[]; };
+#else
+layout(std430, set = 0, binding = 2) readonly buffer InNorm { vec2 norm[]; };
+#endif
+layout(std430, set = 0, binding = POS) readonly buffer InPos { int pos[]; };
+#if FACTORS
+layout(std430, set = 0, binding = POS + 1) readonly buffer InFactors { float factors[]; };
+#endif
+layout(std430, set = 0, binding = AFTER) writeonly buffer OutQ { vec2 q_pe[]; };
+layout(std430, set = 0, binding = AFTER + 1) writeonly buffer CacheK { uint cache_k[]; };
+#if LEGACY
+layout(std430, set = 0, binding = AFTER + 2) writeonly buffer CacheV { uint cache_v[]; };
+#endif
+
+// Pairs of a row.
+#define NOPE2 (NOPE / 2)
+#define ROT2 (ROT / 2)
+#define RANK2 (RANK / 2)
+#define VALUES2 (VALUES / 2)
+
+vec2 turned(vec2 pair, uint i, int position) {
+#if FACTORS
+    const vec2 angle = rope_angle(i, position, factors[i]);
+#else
+    const vec2 angle = rope_angle(i, position);
+#endif
+    return vec2(pair.x * angle.x - pair.y * angle.y, pair.x * angle.y + pair.y * angle.x);
+}
+
+vec2 turned_key(uint token, uint i, int position) { return turned(kv[token * (RANK2 + ROT2) + RANK2 + i], i, position); }
+
+#if !LEGACY
+#define ROUNDS ((RANK2 + WG_SIZE - 1) / WG_SIZE)
+
+void store_row(uint t, uint token, int position, bool stores) {
+    vec2 latent[ROUNDS];
+    float square = 0.0;
+    [[unroll]] for (uint i = 0; i < ROUNDS; i++) {
+        const uint at = i * WG_SIZE + t;
+        latent[i] = at < RANK2 ? kv[token * (RANK2 + ROT2) + at] : vec2(0.0);
+        square += dot(latent[i], latent[i]);
+    }
+    const float scale = inversesqrt(wg_sum(square) / float(RANK) + p.eps);
+    if (!stores) return;
+    const uint row = uint(position) * (RANK2 + ROT2);
+    [[unroll]] for (uint i = 0; i < ROUNDS; i++) {
+        const uint at = i * WG_SIZE + t;
+        if (at < RANK2) cache_k[row + at] = packHalf2x16(scale * latent[i] * norm[at]);
+    }
+    for (uint i = t; i < ROT2; i += WG_SIZE) cache_k[row + RANK2 + i] = packHalf2x16(turned_key(token, i, position));
+}
+#endif
+
+void main() {
+    const uint token = gl_WorkGroupID.z * gl_NumWorkGroups.y + gl_WorkGroupID.y;
+    if (token >= p.tokens) return;
+    const uint t = gl_LocalInvocationID.x;
+    const int position = pos[token];
+    const bool stores = position >= 0 && uint(position) < p.n_ctx;
+#if LEGACY
+    uint pair = gl_WorkGroupID.x * WG_SIZE + t;
+#else
+    if (gl_WorkGroupID.x == 0) {
+        store_row(t, token, position, stores);
+        return;
+    }
+    const uint pair = (gl_WorkGroupID.x - 1u) * WG_SIZE + t;
+#endif
+    if (pair < HEADS * ROT2) {
+        const uint head = pair / ROT2, i = pair % ROT2;
+        q_pe[(token * HEADS + head) * ROT2 + i] = turned(q[(token * HEADS + head) * (NOPE2 + ROT2) + NOPE2 + i], i, position);
+        return;
+    }
+#if LEGACY
+    if (!stores) return;
+    pair -= HEADS * ROT2;
+    if (pair < HEADS * (NOPE2 + ROT2)) {
+        const uint head = pair / (NOPE2 + ROT2), i = pair % (NOPE2 + ROT2);
+        const vec2 key = i < NOPE2 ? kv_heads[(token * HEADS + head) * (NOPE2 + VALUES2) + i] : turned_key(token, i - NOPE2, position);
+        cache_k[(head * p.n_ctx + uint(position)) * (NOPE2 + ROT2) + i] = packHalf2x16(key);
+        return;
+    }
+    pair -= HEADS * (NOPE2 + ROT2);
+    if (pair < HEADS * VALUES2) {
+        const uint head = pair / VALUES2, i = pair % VALUES2;
+        cache_v[(head * p.n_ctx + uint(position)) * VALUES2 + i] = packHalf2x16(kv_heads[(token * HEADS + head) * (NOPE2 + VALUES2) + NOPE2 + i]);
+    }
+#endif
+}

@@ -1,0 +1,185 @@
+"""MLA_ROPE_SET_ROWS (shaders/rope/latent.comp): what multi-head latent attention does between its products and attention, as one kernel.
+
+    absorbed  (q F32 [n, heads, nope + rot], kv F32 [n, rank + rot], norm F32 [rank], pos I32 [n], cache_k F16 [1, n_ctx, rank + rot]
+              [, factors F32 [rot / 2]]) -> q_pe F32 [n, heads, rot], cache_k
+              The latent is RMS-normed and stored with the turned key that all heads share.
+    legacy    (q, kv, kv_heads F32 [n, heads * (nope + dim_v)], pos, cache_k F16 [heads, n_ctx, nope + rot],
+              cache_v F16 [heads, n_ctx, dim_v] [, factors]) -> q_pe, cache_k, cache_v
+              A head's K is its own part, then the shared key; its V comes behind its part of K.
+
+    params    those of ROPE (mode "normal", n_dims = rot), legacy, has_ff; absorbed: eps
+    q_pe is the turned part of Q; attention takes the rest from where it is (FLASH_ATTN_EXT with split_q).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops import rope_angles
+from vkback.ops.base import (
+    MAX_GROUPS_X,
+    OPS,
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Tolerance,
+    ceil_div,
+    nbytes,
+    pack_push,
+    register,
+)
+from vkback.ops.rope import FREQUENCY, frequency_factors
+from vkback.ops.rows import F16_TOLERANCE, set_rows
+from vkback.ops.view import View
+from vkback.ops.workgroup import reduction, workgroup_size
+from vkback.shader import Variant
+
+
+@register
+class MlaRopeSetRows(Op):
+    """See the module's text."""
+
+    name = "MLA_ROPE_SET_ROWS"
+    further = FREQUENCY
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        q, kv, third, pos, *rest = inputs
+        caches, factors = rest[: 1 + params["legacy"]], rest[1 + params["legacy"] :]
+        rot, n, heads = params["n_dims"], len(q), q.shape[1]
+        rope = OPS["ROPE"]
+        (q_pe,) = rope.reference([np.asarray(q, np.float64)[:, :, -rot:], pos, *factors], params)
+        (key,) = rope.reference([np.asarray(kv, np.float64)[:, None, -rot:], pos, *factors], params)
+        if params["legacy"]:
+            made = np.asarray(third, np.float64).reshape(n, heads, -1)
+            nope = q.shape[2] - rot
+            key = np.concatenate([made[:, :, :nope], np.repeat(key, heads, axis=1)], axis=-1)
+            return [q_pe, set_rows(key, pos, caches[0]), set_rows(made[:, :, nope:], pos, caches[1])]
+        (latent,) = OPS["RMS_NORM_MUL"].reference([np.asarray(kv, np.float64)[:, :-rot], third], params)
+        return [q_pe, set_rows(np.concatenate([latent[:, None], key], axis=-1), pos, caches[0])]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        q, kv, third, pos, cache_k, *rest = node.inputs
+        q_pe, params = node.outputs[0], node.params
+        legacy, (n, heads, dim_k), rot = bool(params["legacy"]), q.shape, int(params["n_dims"])
+        nope, rank, n_ctx = dim_k - rot, kv.shape[-1] - rot, cache_k.shape[1]
+        values = rest[0].shape[2] if legacy else 0
+        factors = rest[legacy:]
+        fits = q_pe.shape == (n, heads, rot) and min(nope, rank) > 0
+        fits = fits and cache_k.shape[2] == (dim_k if legacy else rank + rot)
+        fits = fits and third.elements == (n * heads * (nope + values) if legacy else rank) and len(factors) == bool(params["has_ff"])
+        if not fits or any(size % 2 for size in (nope, rot, rank, values)) or params["mode"] != "normal":
+            raise PlanError(
+                f"[{self.name}] {node.name}: {q}, {kv}, {third} into {cache_k}: expected a turned part of {rot} values behind the rest of "
+                "a head and of a row, even widths, and mode normal"
+            )
+        pairs = heads * rot // 2 + (heads * (dim_k + values) // 2 if legacy else 0)
+        choice = ctx.tuning.pick("rope", n=n, heads=heads, head_dim=dim_k)
+        wg = workgroup_size(ctx.caps, max(choice["wg_size"], 128))
+        defines, subgroup = reduction(ctx.caps, wg)
+        defines |= {"HEADS": heads, "NOPE": nope, "ROT": rot, "RANK": rank, "VALUES": values}
+        defines |= {"LEGACY": int(legacy), "FACTORS": len(factors)}
+        defines |= {key: value for key, value in rope_angles.defines(params).items() if key != "ROPE_NEOX"}
+        gz = ceil_div(n, MAX_GROUPS_X)
+        caches = [cache_k, *rest[:legacy]]
+        return [
+            Dispatch(
+                Variant("rope/latent.comp", tuple(sorted(defines.items())), subgroup),
+                (*map(Arg, (q, kv, third, pos, *factors)), Arg(q_pe, "w"), *(Arg(c, "w") for c in caches)),
+                pack_push(n, n_ctx, float(params.get("eps", 0.0))),
+                (ceil_div(pairs, wg) + (not legacy), ceil_div(n, gz), gz),
+                node.op,
+                node.name,
+                f"{wg} threads: {choice.source}",
+                nbytes=2 * nbytes(q_pe) + nbytes(kv) + nbytes(third) + 2 * n * sum(c.shape[0] * c.shape[2] for c in caches),
+                flops=6 * n * (heads * rot + kv.shape[-1]),
+            )
+        ]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return F16_TOLERANCE
+
+    def cases(self) -> Iterator[Case]:
+        for legacy in (False, True):
+            yield self.build_case(1, 16, 128, 64, 512, 128, legacy)
+            yield self.build_case(3, 3, 32, 16, 64, 32, legacy, freq_scale=1 / 40, ext_factor=1.0)
+            yield self.build_case(2, 5, 6, 12, 14, 2, legacy, ff=True)
+
+    def full_cases(self) -> Iterator[Case]:
+        for legacy, n, heads, (nope, rot, rank, dim_v), ff in product(
+            (False, True), (1, 3, 33), (1, 16, 128), ((128, 64, 512, 128), (32, 16, 64, 32), (64, 32, 256, 96)), (False, True)
+        ):
+            yield self.build_case(n, heads, nope, rot, rank, dim_v, legacy, ff)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for n in (1, 512):
+            yield self.build_case(n, 16, 128, 64, 512, 128, False)
+
+    def build_case(
+        self, n: int, n_head: int, nope: int, rot: int, rank: int, dim_v: int, legacy: bool, ff: bool = False, seed: int = 17, **given: Any
+    ) -> Case:
+        """Caches of 16 positions (more for more tokens) holding values already; tokens from position 3 on, the last of several being
+        padding. given: of FREQUENCY."""
+        params = {**rope_angles.DEFAULTS, "n_dims": rot, "eps": 1e-6, "legacy": legacy, "has_ff": ff, **given}
+
+        def make(rng: np.random.Generator) -> Problem:
+            n_ctx = max(16, n + 4)
+            q, kv = Tensor("q", "F32", (n, n_head, nope + rot), "input"), Tensor("kv", "F32", (n, rank + rot), "input")
+            third = Tensor("kv_heads", "F32", (n, n_head * (nope + dim_v)), "input") if legacy else Tensor("norm", "F32", (rank,), "weight")
+            caches = [Tensor("cache_k", "F16", (n_head, n_ctx, nope + rot) if legacy else (1, n_ctx, rank + rot), "state")]
+            caches += [Tensor("cache_v", "F16", (n_head, n_ctx, dim_v), "state")] if legacy else []
+            inputs = [q, kv, third, Tensor("pos", "I32", (n,), "input"), *caches]
+            values: dict[str, Array] = {t.name: rng.uniform(-1, 1, t.shape).astype(np.float32) for t in (q, kv, third)}
+            values |= {t.name: rng.uniform(-1, 1, t.shape).astype(np.float16) for t in caches}
+            values["pos"] = np.arange(3, 3 + n, dtype=np.int32)
+            if n > 1:
+                values["pos"][-1] = -1
+            if ff:
+                inputs.append(Tensor("factors", "F32", (rot // 2,), "weight"))
+                values["factors"] = frequency_factors(rot, 1.0)
+            return Problem(Node(self.name, tuple(inputs), (Tensor("q_pe", "F32", (n, n_head, rot)), *caches), params), values)
+
+        shown = {"n": n, "n_head": n_head, "nope": nope, "rot": rot, "rank": rank, "dim_v": dim_v, "legacy": legacy, "ff": ff}
+        return Case(self.name, {**shown, **given, "seed": seed}, make, seed)
+
+    def unfused(self, node: Node) -> list[Node]:
+        q, kv, third, pos, *rest = node.inputs
+        legacy, (n, heads, dim_k), rot = bool(node.params["legacy"]), q.shape, node.params["n_dims"]
+        caches, factors = rest[: 1 + legacy], rest[1 + legacy :]
+        nope, row = dim_k - rot, kv.shape[-1]
+        rope = {key: node.params[key] for key in rope_angles.PARAMS}
+        chain: list[Node] = []
+
+        def emit(op: str, name: str, shape: tuple[int, ...], *inputs: Tensor, **params: Any) -> Tensor:
+            made = Tensor(f"{node.name}.{name}", "F32", shape)
+            chain.append(Node(op, inputs, (made,), params))
+            return made
+
+        q_part = emit("CONT", "q", (n, heads, rot), q, view=View(nope, (n, heads, rot), (heads * dim_k, dim_k, 1)))
+        chain.append(Node("ROPE", (q_part, pos, *factors), node.outputs[:1], rope))
+        key = emit("CONT", "key", (n, 1, rot), kv, view=View(row - rot, (n, 1, rot), (row, row, 1)))
+        key = emit("ROPE", "key_turned", (n, 1, rot), key, pos, *factors, **rope)
+        if legacy:
+            both = third.elements // (n * heads)
+            shape = (n, heads, rot)
+            repeated = Tensor(f"{node.name}.keys", "F32", shape)
+            chain.append(Node("REPEAT", (key,), (repeated,), {"shape": shape}))
+            own = emit("CONT", "own", (n, heads, nope), third, view=View(0, (n, heads, nope), (heads * both, both, 1)))
+            of_v = (n, heads, both - nope)
+            value = emit("CONT", "value", of_v, third, view=View(nope, of_v, (heads * both, both, 1)))
+            stored = emit("CONCAT", "k", (n, heads, dim_k), own, repeated, axis=-1)
+            stores = [Node("SET_ROWS", (t, pos, c), (c,)) for t, c in zip((stored, value), caches, strict=True)]
+            return [*chain, *stores]
+        latent = emit("CONT", "latent", (n, 1, row - rot), kv, view=View(0, (n, 1, row - rot), (row, row, 1)))
+        latent = emit("RMS_NORM_MUL", "normed", (n, 1, row - rot), latent, third, eps=node.params["eps"])
+        stored = emit("CONCAT", "k", (n, 1, row), latent, key, axis=-1)
+        return [*chain, Node("SET_ROWS", (stored, pos, caches[0]), (caches[0],))]

@@ -1,0 +1,128 @@
+"""MAT_VEC_HEADS: a matrix for each head times that head's part of x, one launch of the mat-vec kernels (shaders/mat_vec).
+
+    MAT_VEC_HEADS(w [n_head, m, k], x F32 or Q8_1 [n, n_head * width]) -> F32 or Q8_1 [n, n_head * m]
+              Head h reads values h * width .. + k of x; k and width are multiples of 32, m too where the output is Q8_1.
+
+It is what MLA's k_b and v_b are for few tokens. As MUL_MAT it would be a batch that is copied first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from vkback import quants
+from vkback.graph import Node, Tensor
+from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Rounded, Tolerance, register, shards
+from vkback.ops.mat_vec import QUANTS, launch, mat_vec_tolerance, weight
+from vkback.ops.mat_vec_cases import BASE, known_type, with_x
+from vkback.ops.mat_vec_config import configure
+from vkback.ops.mat_vec_node import MatVecNode
+from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
+from vkback.ops.view import View
+
+
+def heads_problem(w: Tensor, x: Tensor, q8_out: bool = False) -> str:
+    """Why a product by heads cannot be one launch; "" when it can."""
+    heads, m, k = w.shape
+    width = x.shape[-1] // heads
+    if w.kind != "weight" or x.shape[-1] % heads or width % 32 or k % 32 or k > width:
+        return f"{w} times {x}: expected a weight, and heads of whole units of 32 values, at least {k}"
+    return f"{m} rows of a head are no whole units of 32" if q8_out and m % 32 else ""
+
+
+@register
+class MatVecHeads(Op):
+    """See the module's text."""
+
+    name = "MAT_VEC_HEADS"
+    peer_nmse = 5e-4
+    weight_type = "type_a"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        w, x = (np.asarray(t, np.float64) for t in inputs)
+        x = x.reshape(len(x), len(w), -1)[:, :, : w.shape[-1]]
+        return [np.einsum("hmk,nhk->nhm", w, x).reshape(len(x), -1)]
+
+    def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
+        if not self._rounds_x(node, ctx):
+            return None
+        w, x = inputs
+        return Rounded(self.reference([w, rounded_rows(x)], node.params), rounded_tolerance(w.shape[-1]))
+
+    @staticmethod
+    def _rounds_x(node: Node, ctx: LowerContext) -> bool:
+        return MatVecNode.of(node).path(ctx)[0] == "int" and node.inputs[1].type == "F32"
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        mat_vec = MatVecNode.of(node)
+        problem = heads_problem(mat_vec.w, mat_vec.x, mat_vec.y.type == "Q8_1")
+        if problem or len(shards(mat_vec.w, ctx.caps)) != 1:
+            raise PlanError(f"[mat_vec] {node.name}: {problem or f'{mat_vec.w} does not fit one storage buffer'}")
+        path, why = mat_vec.path(ctx)
+        before: list[Dispatch] = []
+        if path == "int" and mat_vec.x.type == "F32":
+            x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", mat_vec.x.shape)
+            before = quantize_dispatch(mat_vec.x, x8, ctx)
+            mat_vec = mat_vec.with_x(x8)
+        config = configure(mat_vec, path, ctx)
+        reason = f"{path}: {why}; {config.wg} threads, {config.lanes} lanes, {config.rows} rows: {config.source}"
+        return [*before, launch(mat_vec, config, 0, shards(mat_vec.w, ctx.caps), reason, ctx)]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return mat_vec_tolerance(self._rounds_x(node, ctx), node.outputs[0].type == "Q8_1")
+
+    def cases(self) -> Iterator[Case]:
+        for quant in ("Q4_K", "Q5_0", "Q8_0", "F16"):
+            yield self.build_case(quant, 5, 96, 256, 1)
+            yield self.build_case(quant, 3, 64, 512, 2, out="Q8_1")
+        yield self.build_case("Q5_0", 16, 512, 128, 1, width=192)
+        yield self.build_case("Q5_0", 16, 512, 128, 1, width=192, act="q8_1")
+        yield self.build_case("Q8_0", 3, 33, 96, 3, width=160)
+        yield self.build_case("Q4_K", 3, 40, 256, 1, width=288, type_b="q8_1")
+        yield self.build_case("Q4_K", 16, 128, 512, 1, type_b="q8_1", out="Q8_1")
+
+    def full_cases(self) -> Iterator[Case]:
+        for quant, n, (m, k, width) in product(QUANTS, (1, 3), ((128, 512, 512), (64, 256, 320))):
+            for type_b in ("f32", "q8_1") if quant in BASE else ("f32",):
+                yield self.build_case(quant, 4, m, k, n, width=width, type_b=type_b)
+                yield self.build_case(quant, 4, m, k, n, width=width, type_b=type_b, out="Q8_1")
+
+    def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case("Q5_0", 16, 512, 128, 1, width=192)
+        yield self.build_case("Q4_K", 16, 128, 512, 1, type_b="q8_1")
+        yield self.build_case("Q5_0", 128, 512, 128, 1, width=192)
+        yield self.build_case("Q4_K", 128, 128, 512, 1, type_b="q8_1")
+
+    def build_case(
+        self, type_a: str, n_head: int, m: int, k: int, n: int, width: int = 0, type_b: str = "f32", act: str = "auto", out: str = "F32",
+        seed: int = 7,
+    ) -> Case:
+        """width: values of a head of x, 0: k."""
+        quant, width = known_type(type_a), width or k
+
+        def make(rng: np.random.Generator) -> Problem:
+            w, x = weight("w", quant, (n_head, m, k)), Tensor("x", "F32", (n, n_head * width), "input")
+            node = Node(self.name, (w, x), (Tensor("y", out, (n, n_head * m)),))
+            blocks = quants.random_blocks(quant, n_head * m, k, rng, std=0.5)
+            return Problem(node, {"w": blocks, "x": rng.uniform(-1, 1, x.shape).astype(np.float32)})
+
+        shown: dict[str, Any] = {"type_a": quant, "n_head": n_head, "m": m, "k": k, "n": n, "width": width, "out": out}
+        return with_x(Case(self.name, {**shown, "seed": seed}, make, seed), type_b, act, [])
+
+    def unfused(self, node: Node) -> list[Node]:
+        w, x = node.inputs
+        y, (heads, m, k), n = node.outputs[0], w.shape, x.shape[0]
+        if x.type != "F32":
+            return []
+        width = x.shape[-1] // heads
+        product = Tensor(f"{y.name}.by_head", "F32", (heads, n, m))
+        flat = y if y.type == "F32" else Tensor(f"{y.name}.f32", "F32", y.shape)
+        chain = [
+            Node("MUL_MAT", (w, x), (product,), {"x_view": View(0, (heads, n, k), (width, heads * width, 1))}),
+            Node("CONT", (product,), (flat,), {"view": View(0, (n, heads, m), (m, n * m, 1))}),
+        ]
+        return chain if flat is y else [*chain, Node("QUANTIZE_Q8_1", (flat,), (y,))]
