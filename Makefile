@@ -6,7 +6,7 @@ TEST_ARGS ?=
 MUTANTS ?=
 TEST_PROCESSES ?= 2
 
-.PHONY: help bench test mutants lint prebuilt wheel clean
+.PHONY: help bench test mutants lint prebuilt prebuilt-ordinary wheel clean
 
 help:
 	@echo "make bench   set up what is missing, then benchmark the built-in models (BENCH_ARGS='tg128 -r 3')"
@@ -14,6 +14,7 @@ help:
 	@echo "make mutants plant faults in a copy of the sources, each must fail a case of the quick suite (MUTANTS='norm-eps -j 1')"
 	@echo "make lint    ruff and mypy"
 	@echo "make prebuilt  shaders/prebuilt: the SPIR-V that needs a glslc with cooperative matrices (shaderc 2024 or newer)"
+	@echo "make prebuilt-ordinary  shaders/prebuilt/ordinary: the SPIR-V of ordinary kernels, before a release"
 	@echo "make wheel   dist/vkback-*.whl"
 	@echo "make clean   remove build outputs and caches, keep $(VENV)"
 
@@ -36,10 +37,15 @@ lint:
 
 prebuilt:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh
-	PYTHONPATH=. $(BIN)/python tools/prebuilt.py
+	PYTHONPATH=. $(BIN)/python tools/prebuilt.py matrix
+
+prebuilt-ordinary:
+	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh
+	PYTHONPATH=. $(BIN)/python tools/prebuilt.py ordinary
 
 wheel:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh
+	PYTHONPATH=. $(BIN)/python tools/prebuilt.py --check --release
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 

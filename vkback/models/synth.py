@@ -125,6 +125,14 @@ def synthesize(
         part.unlink(missing_ok=True)
 
 
+def write_outline(name: str, out: Path, *, layers: int | None = None) -> None:
+    """The file of `synthesize` with a hole where the weights would be: enough to plan the model. Raises SynthError for an unknown name."""
+    tensors = planned_tensors(name, layers=layers)
+    start = _write_header(out, name, tensors, layers)
+    with out.open("r+b") as f:
+        f.truncate(start + _lay_out(tensors)[1])
+
+
 @cache
 def _type_mixes() -> dict[str, Any]:
     mixes: dict[str, Any] = json.loads(Path(__file__).with_name("type_mixes.json").read_text())

@@ -20,7 +20,7 @@ OnKernel = Callable[[], object]
 
 @dataclass(frozen=True)
 class CompileTotals:
-    """How many kernels were made ready, how many of them were compiled from GLSL rather than found in the cache, and the time of it all."""
+    """How many kernels were made ready, how many of them were compiled from GLSL rather than found as SPIR-V, and the time of it all."""
 
     kernels: int = 0
     compiled: int = 0
@@ -34,10 +34,10 @@ class CompileTotals:
 
     def __str__(self) -> str:
         """As "compiled 41 kernels in 9.8 s"."""
-        cached = self.kernels - self.compiled
+        found = self.kernels - self.compiled
         if not self.compiled:
-            return f"took {cached} kernels from the cache in {self.seconds:.1f} s"
-        return f"compiled {self.compiled} kernels in {self.seconds:.1f} s" + (f", took {cached} more from the cache" if cached else "")
+            return f"found {found} kernels ready-made in {self.seconds:.1f} s"
+        return f"compiled {self.compiled} kernels in {self.seconds:.1f} s" + (f", found {found} more ready-made" if found else "")
 
 
 def kernel_keys(dispatches: Iterable[Dispatch]) -> list[KernelKey]:

@@ -22,7 +22,7 @@ TIMEOUT_S = 120
 _TARGET_ENV_VULKAN = 0
 _ENV_VERSION_VULKAN_1_2 = (1 << 22) | (2 << 12)
 _GLSL_COMPUTE_SHADER = 2
-_OPTIMIZE_PERFORMANCE = 2
+_OPTIMIZE_ZERO, _OPTIMIZE_PERFORMANCE = 0, 2
 _STATUS_SUCCESS = 0
 
 _C_API = """
@@ -56,11 +56,11 @@ class Compiler(Protocol):
     identity: str
     """Program or library and its version: part of the cache key."""
 
-    def compile_into_spirv(self, source: str) -> bytes:
+    def compile_into_spirv(self, source: str, *, optimize: bool = True) -> bytes:
         """Raises GlslError."""
 
-    def compile_batch(self, sources: Sequence[str]) -> list[bytes | GlslError]:
-        """Several shaders in one go; in the place of each its module or its fault."""
+    def compile_batch(self, sources: Sequence[str], *, optimize: bool = True) -> list[bytes | GlslError]:
+        """Several shaders in one go; in the place of each its module or its fault. optimize: run the SPIR-V optimizer."""
 
 
 class ShadercLibrary:
@@ -72,17 +72,21 @@ class ShadercLibrary:
         self._ffi.cdef(_C_API)
         self._lib: Any = self._ffi.dlopen(path)
         self._compiler = self._ffi.gc(self._lib.shaderc_compiler_initialize(), self._lib.shaderc_compiler_release)
-        self._options = self._ffi.gc(self._lib.shaderc_compile_options_initialize(), self._lib.shaderc_compile_options_release)
-        self._lib.shaderc_compile_options_set_target_env(self._options, _TARGET_ENV_VULKAN, _ENV_VERSION_VULKAN_1_2)
-        self._lib.shaderc_compile_options_set_optimization_level(self._options, _OPTIMIZE_PERFORMANCE)
+        self._options = {True: self._make_options(_OPTIMIZE_PERFORMANCE), False: self._make_options(_OPTIMIZE_ZERO)}
         version, revision = self._ffi.new("unsigned int *"), self._ffi.new("unsigned int *")
         self._lib.shaderc_get_spv_version(version, revision)
         # libshaderc does not tell its own version; the file it was loaded from does as well.
         self.identity = f"{Path(path).name} spv {version[0]:#x}.{revision[0]} {_file_stamp(path)}"
 
-    def compile_into_spirv(self, source: str) -> bytes:
-        lib, raw = self._lib, source.encode()
-        result = lib.shaderc_compile_into_spv(self._compiler, raw, len(raw), _GLSL_COMPUTE_SHADER, b"shader", b"main", self._options)
+    def _make_options(self, level: int) -> Any:
+        options = self._ffi.gc(self._lib.shaderc_compile_options_initialize(), self._lib.shaderc_compile_options_release)
+        self._lib.shaderc_compile_options_set_target_env(options, _TARGET_ENV_VULKAN, _ENV_VERSION_VULKAN_1_2)
+        self._lib.shaderc_compile_options_set_optimization_level(options, level)
+        return options
+
+    def compile_into_spirv(self, source: str, *, optimize: bool = True) -> bytes:
+        lib, raw, options = self._lib, source.encode(), self._options[optimize]
+        result = lib.shaderc_compile_into_spv(self._compiler, raw, len(raw), _GLSL_COMPUTE_SHADER, b"shader", b"main", options)
         try:
             if lib.shaderc_result_get_compilation_status(result) != _STATUS_SUCCESS:
                 raise GlslError(self._ffi.string(lib.shaderc_result_get_error_message(result)).decode("utf-8", "replace"))
@@ -90,8 +94,8 @@ class ShadercLibrary:
         finally:
             lib.shaderc_result_release(result)
 
-    def compile_batch(self, sources: Sequence[str]) -> list[bytes | GlslError]:
-        return [_attempt(self, source) for source in sources]
+    def compile_batch(self, sources: Sequence[str], *, optimize: bool = True) -> list[bytes | GlslError]:
+        return [_attempt(self, source, optimize) for source in sources]
 
 
 class GlslcProgram:
@@ -102,32 +106,37 @@ class GlslcProgram:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
         self.identity = "glslc " + " ".join(said.stdout.split())
 
-    def compile_into_spirv(self, source: str) -> bytes:
-        command = [self._path, "-fshader-stage=compute", f"--target-env={TARGET}", "-O", "-o", "-", "-"]
+    def compile_into_spirv(self, source: str, *, optimize: bool = True) -> bytes:
+        command = [self._path, "-fshader-stage=compute", f"--target-env={TARGET}", _level(optimize), "-o", "-", "-"]
         ran = subprocess.run(command, input=source.encode(), capture_output=True, timeout=TIMEOUT_S, check=False)
         if ran.returncode:
             raise GlslError(ran.stderr.decode("utf-8", "replace").replace("<stdin>", "shader"))
         return ran.stdout
 
-    def compile_batch(self, sources: Sequence[str]) -> list[bytes | GlslError]:
-        """In one process: glslc needs 70 to 90 ms to start and 10 to 30 for a shader."""
+    def compile_batch(self, sources: Sequence[str], *, optimize: bool = True) -> list[bytes | GlslError]:
+        """In one process: glslc needs 70 to 90 ms to start. Parsing takes 10 ms a shader; the optimizer 10 to 30 ms for most, 300 for a
+        mat-vec and over a second for a mat-mat."""
         if len(sources) < 2:
-            return [_attempt(self, source) for source in sources]
+            return [_attempt(self, source, optimize) for source in sources]
         with tempfile.TemporaryDirectory(prefix="vkback-") as name:
             folder = Path(name)
             files = [folder / f"{i}.comp" for i in range(len(sources))]
             for file, source in zip(files, sources, strict=True):
                 file.write_text(source, encoding="utf-8")
-            command = [self._path, f"--target-env={TARGET}", "-O", "-c", *(f.name for f in files)]
+            command = [self._path, f"--target-env={TARGET}", _level(optimize), "-c", *(f.name for f in files)]
             subprocess.run(command, cwd=folder, capture_output=True, timeout=TIMEOUT_S * len(files), check=False)
             made = [folder / f"{f.name}.spv" for f in files]
             # What is missing is compiled again by itself, for a fault that names no file of ours.
-            return [m.read_bytes() if m.exists() else _attempt(self, s) for m, s in zip(made, sources, strict=True)]
+            return [m.read_bytes() if m.exists() else _attempt(self, s, optimize) for m, s in zip(made, sources, strict=True)]
 
 
-def _attempt(compiler: Compiler, source: str) -> bytes | GlslError:
+def _level(optimize: bool) -> str:
+    return "-O" if optimize else "-O0"
+
+
+def _attempt(compiler: Compiler, source: str, optimize: bool) -> bytes | GlslError:
     try:
-        return compiler.compile_into_spirv(source)
+        return compiler.compile_into_spirv(source, optimize=optimize)
     except GlslError as error:
         return error
 
@@ -174,6 +183,6 @@ def find_compiler() -> Compiler | None:
     return GlslcProgram(path) if path else None
 
 
-def identity_key(compiler: Compiler) -> str:
-    """Short name of a compiler and version, fit for a file name."""
-    return hashlib.sha256(compiler.identity.encode()).hexdigest()[:16]
+def identity_key(compiler: Compiler, optimize: bool = True) -> str:
+    """Short name of a compiler and version, fit for a file name; another one without the optimizer."""
+    return hashlib.sha256((compiler.identity + ("" if optimize else " -O0")).encode()).hexdigest()[:16]

@@ -15,6 +15,7 @@ from vkback.paths import shader_root, write_atomic
 from vkback.shader.compiler import TARGET, Compiler, GlslError, find_compiler, identity_key
 from vkback.shader.errors import CompileError, NoCompiler
 from vkback.shader.prebuilt import Prebuilt
+from vkback.shader.shipped import Shipped
 from vkback.shader.source import Expanded, Variant, expand
 
 CACHE_FORMAT = "1"
@@ -23,26 +24,35 @@ CACHE_FORMAT = "1"
 BATCH = 6
 """Shaders of one call of the compiler: glslc takes longer to start than for a small shader, but tells nothing before its last is done."""
 
+UNOPTIMIZED = "VKBACK_UNOPTIMIZED"
+"""Variable with the sources, as "mat_vec/mat_vec.comp,glu/glu.comp", that are compiled without the SPIR-V optimizer. The tests set it on
+CPU drivers for kernels on which the optimizer takes 95 % of the compile time (tests/conftest.py). Speed may suffer, and the last bits
+of sums may be others; so such sources pass over the modules that come with vkback, and all variants of one are compiled alike."""
+
 SourceKey = tuple[str, tuple[tuple[str, str | int], ...]]
 """Source file and defines: what SPIR-V depends on of a variant."""
 
 FAULT = re.compile(r"^shader:(\d+): (.*)$")
 CONTEXT_LINES = 3
-INSTALL_HINT = "Install libshaderc or glslc (Debian and Ubuntu: apt install libshaderc1 or glslc; elsewhere the Vulkan SDK)"
+INSTALL_HINT = "Install glslc or libshaderc (Debian and Ubuntu: apt install glslc; elsewhere shaderc or the Vulkan SDK)"
 
 
 class ShaderLibrary:
     """The shaders of one folder, compiled on demand.
 
-    The cache holds one folder for each source (hash of the expanded text with its defines, the target and this module's version), and in it
-    one file for each compiler; without a compiler any of them will do.
+    A module comes from shaders/prebuilt where that has one of exactly this source (`Prebuilt` and `Shipped`), else from the cache, else it
+    is compiled. The cache holds one folder for each source (hash of the expanded text with its defines, the target and this module's
+    version), and in it one file for each compiler; without a compiler any of them will do.
     """
 
-    def __init__(self, root: Path | None = None, cache_dir: Path | None = None) -> None:
-        """root: folder of the shaders, default vkback's own; cache_dir: default `shaders` in vkback's cache folder."""
+    def __init__(self, root: Path | None = None, cache_dir: Path | None = None, *, shipped: bool = True) -> None:
+        """root: folder of the shaders, default vkback's own; cache_dir: default `shaders` in vkback's cache folder; shipped: use modules
+        of ordinary kernels that come with vkback."""
         self.root = root or shader_root()
         self._cache = (cache_dir or default_cache_dir()) / "shaders"
         self._prebuilt = Prebuilt.read(self.root)
+        self._shipped = Shipped(self.root) if shipped else None
+        self._unoptimized = frozenset(os.environ.get(UNOPTIMIZED, "").split(","))
         self._ready: dict[SourceKey, bytes] = {}
         self.compiled: set[SourceKey] = set()
         """Sources and defines that this object had to compile, since the cache lacked them."""
@@ -59,7 +69,7 @@ class ShaderLibrary:
     def spirv(self, variant: Variant) -> bytes:
         """SPIR-V for Vulkan 1.2 of a variant; its specialization and subgroup size do not enter.
 
-        Raises CompileError, or NoCompiler when there is none and the cache has nothing.
+        Raises CompileError, or NoCompiler when there is none and neither vkback nor the cache brings the module.
         """
         found = self._ready.get((variant.source, variant.defines))
         return self.compile_many([variant])[variant] if found is None else found
@@ -87,7 +97,7 @@ class ShaderLibrary:
                 except CompileError as error:
                     faults.append(str(error))
                     continue
-                found = self._cached(source)
+                found = self._found(same[0], source)
                 if found is None:
                     missing.append((same[0], source))
                     continue
@@ -108,12 +118,19 @@ class ShaderLibrary:
             return
         compiler = self.compiler
         if compiler is None:
-            raise NoCompiler(f"[shader] {sources[0][0].name} is not in the cache and there is no GLSL compiler. {INSTALL_HINT}")
+            others = f" (and {len(sources) - 1} more kernels)" if len(sources) > 1 else ""
+            raise NoCompiler(
+                f"[shader] {sources[0][0].name}{others} does not come ready-made with vkback, is not in the cache, and there is no GLSL "
+                f"compiler. {INSTALL_HINT}"
+            )
         threads = min(len(sources), os.cpu_count() or 1)
-        count = max(threads, ceil(len(sources) / BATCH))
-        batches = [sources[i::count] for i in range(count)]
+        batches: list[Sequence[tuple[Variant, Expanded]]] = []
+        for level in (True, False):
+            some = [s for s in sources if self._optimizes(s[0]) == level]
+            count = min(len(some), max(threads, ceil(len(some) / BATCH)))
+            batches += [some[i::count] for i in range(count)]
         with ThreadPoolExecutor(threads) as pool:
-            running = {pool.submit(compiler.compile_batch, [source.text for _, source in batch]): batch for batch in batches}
+            running = {pool.submit(self._compile_batch, compiler, batch): batch for batch in batches}
             for done in as_completed(running):
                 for (variant, source), spirv in zip(running[done], done.result(), strict=True):
                     if isinstance(spirv, GlslError):
@@ -121,21 +138,33 @@ class ShaderLibrary:
                         continue
                     self._ready[variant.source, variant.defines] = spirv
                     self.compiled.add((variant.source, variant.defines))
-                    write_atomic(self._folder(source) / f"{identity_key(compiler)}.spv", hashlib.sha256(spirv).digest() + spirv)
+                    file = self._folder(source) / f"{identity_key(compiler, self._optimizes(variant))}.spv"
+                    write_atomic(file, hashlib.sha256(spirv).digest() + spirv)
                     yield variant, None
+
+    def _optimizes(self, variant: Variant) -> bool:
+        return variant.source not in self._unoptimized
+
+    def _compile_batch(self, compiler: Compiler, batch: Sequence[tuple[Variant, Expanded]]) -> list[bytes | GlslError]:
+        """A batch of one level of optimization."""
+        texts = [source.text for _, source in batch]
+        return compiler.compile_batch(texts) if self._optimizes(batch[0][0]) else compiler.compile_batch(texts, optimize=False)
 
     def _folder(self, source: Expanded) -> Path:
         identity = "\0".join((CACHE_FORMAT, TARGET, source.text))
         return self._cache / hashlib.sha256(identity.encode()).hexdigest()[:40]
 
-    def _cached(self, source: Expanded) -> bytes | None:
+    def _found(self, variant: Variant, source: Expanded) -> bytes | None:
         """The module that comes with vkback, else what this compiler made of a source before; without a compiler, what any made."""
         ready = self._prebuilt.module(source.text)
+        if ready is None and self._shipped is not None and self._optimizes(variant):
+            ready = self._shipped.module(variant, source.text)
         if ready is not None:
             return ready
         compiler = self.compiler
         folder = self._folder(source)
-        files = sorted(folder.glob("*.spv")) if compiler is None else [folder / f"{identity_key(compiler)}.spv"]
+        named = [] if compiler is None else [folder / f"{identity_key(compiler, self._optimizes(variant))}.spv"]
+        files = sorted(folder.glob("*.spv")) if compiler is None else named
         return next((found for f in files if (found := read_cached(f))), None)
 
 

@@ -27,6 +27,9 @@ MATRIX_CUTS = ((4, 2, 4), (4, 4, 4), (8, 2, 2), (8, 4, 2))
 DOT_SUMS, DOT_STEPS = 12, 8
 """SUMS and STEPS of shaders/probe/dot_rate.comp."""
 
+SOFTWARE_WG, WG = (32, 64), (128, 256, 512)
+"""Threads of a workgroup that are tried."""
+
 REPETITIONS = 5
 
 
@@ -97,6 +100,15 @@ def _matrix_rate(device: Device, library: ShaderLibrary) -> MathRate:
     return best
 
 
+def dot_variants() -> list[Variant]:
+    """The kernels of the rates of f32 products and packed integer dot products, on any device."""
+    return [_dot_variant(way, wg) for way in ("f32", "int_dot") for wg in (*SOFTWARE_WG, *WG)]
+
+
+def _dot_variant(way: str, wg: int) -> Variant:
+    return Variant("probe/dot_rate.comp", (("INT_DOT", int(way == "int_dot")), ("WG", wg)))
+
+
 def _dot_rate(device: Device, library: ShaderLibrary, way: Way) -> MathRate:
     """Of shaders/probe/dot_rate.comp."""
     caps = device.caps
@@ -107,9 +119,9 @@ def _dot_rate(device: Device, library: ShaderLibrary, way: Way) -> MathRate:
     rounds, groups = (256, 16) if caps.software else (512, 16 * (caps.shader_cores or 132))
     with device.arena("math rate", 4096, "device") as arena:
         sink = arena.alloc(256, "sink")
-        for wg in (32, 64) if caps.software else (128, 256, 512):
+        for wg in SOFTWARE_WG if caps.software else WG:
             wg = min(wg, caps.max_workgroup_invocations)
-            variant = Variant("probe/dot_rate.comp", (("INT_DOT", int(way == "int_dot")), ("WG", wg)))
+            variant = _dot_variant(way, wg)
             kernel = device.kernel(library.spirv(variant), name=variant.name, bindings=1, push_bytes=12)
             us = _shortest_us(device, kernel, [sink], pack_push(rounds) + factor + pack_push(1), groups)
             rate = 1e6 * operations * DOT_SUMS * DOT_STEPS * rounds * wg * groups / us

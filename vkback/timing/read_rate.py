@@ -14,6 +14,10 @@ from vkback.timing.launches import COLD_BYTES, span_us, warm_up
 UNROLL = 4
 SEED = 0x9E3779B9
 
+GRIDS = [(t, g) for t in (128, 256, 512) for g in (1056, 2112, 4224)]
+SOFTWARE_GRIDS = [(32, 16), (8, 64)]
+"""Threads of a workgroup and number of workgroups that are tried."""
+
 
 @dataclass(frozen=True)
 class ReadRate:
@@ -29,8 +33,17 @@ class ReadRate:
         return self.bytes_per_second / 1e9
 
 
+def read_variants() -> list[Variant]:
+    """The kernels of `measure_read_rate` and of the cost of a stage, on any device."""
+    return [_read_variant(threads, UNROLL) for threads in sorted({t for t, _ in (*SOFTWARE_GRIDS, *GRIDS)})]
+
+
+def _read_variant(threads: int, unroll: int) -> Variant:
+    return Variant("probe/read.comp", (("UNROLL", unroll), ("WG", threads)))
+
+
 def _read_kernel(device: Device, library: ShaderLibrary, threads: int, unroll: int) -> Kernel:
-    variant = Variant("probe/read.comp", (("UNROLL", unroll), ("WG", threads)))
+    variant = _read_variant(threads, unroll)
     return device.kernel(library.spirv(variant), name=variant.name, bindings=2, push_bytes=8)
 
 
@@ -48,7 +61,7 @@ def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None
     software = device.caps.device_type == "cpu"
     limit = min(device.caps.max_storage_buffer_range, device.free_memory() // 4)
     size = min(nbytes or (64 << 20 if software else 2 << 30), limit) // (1 << 20) * (1 << 20)
-    grids = [(32, 16), (8, 64)] if software else [(t, g) for t in (128, 256, 512) for g in (1056, 2112, 4224)]
+    grids = SOFTWARE_GRIDS if software else GRIDS
     best = ReadRate(0.0, size, 0, 0)
     with device.arena("read rate", size + 4096, "device") as arena:
         source, sink = arena.alloc(size, "source"), arena.alloc(256, "sink")
