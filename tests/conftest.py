@@ -12,14 +12,38 @@ from device_kit import arena, spirv  # noqa: F401  fixtures
 from model_files import BUILT_IN, hollow
 
 from vkback.device import Capabilities, Device
+from vkback.errors import VkbackError
 from vkback.models import Model
 from vkback.models import engine as engine_module
 from vkback.ops.base import LowerContext
 from vkback.paths import builtin_model
 from vkback.plan.tuning import Overrides, Tuning
 from vkback.shader import ShaderLibrary
+from vkback.shader.library import UNOPTIMIZED
 
 os.environ["VKBACK_TUNING"] = os.devnull  # tables this machine's user made by tuning change which kernels are chosen
+os.environ.setdefault("GALLIVM_PERF", "nopt")
+"""Mesa's llvmpipe then leaves out LLVM's optimizer: 40 % less time for a mat-vec's machine code, 30 % less for attention. Other drivers do
+not read it. Tests run a kernel once or twice, so that this outweighs slower code by far."""
+
+SLOW_TO_OPTIMIZE = ("mat_vec/mat_vec.comp", "mat_mul/f32.comp", "mat_mul/int_dot.comp", "attention/prompt.comp")
+"""Compiled in 0.01 s each without the SPIR-V optimizer, with it in 0.3, 1.4, 1.4 and 1.3 s. A CPU driver takes as long for its own part
+either way. It takes longer for other shaders (ROPE: 2.5 times), which are quick to optimize. On GPUs tests run what users run; on CPU
+drivers test_shipped.py does."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_shaders() -> Iterator[None]:
+    """Set before any shader library is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            with Device.open() as opened:
+                software = opened.caps.software
+        except VkbackError:
+            software = False
+        if software and UNOPTIMIZED not in os.environ:
+            patch.setenv(UNOPTIMIZED, ",".join(SLOW_TO_OPTIMIZE))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,8 @@ def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
 
 def child(copy: Path, *args: str, write_bytecode: bool = False) -> subprocess.CompletedProcess[str]:
     """This script with vkback from a copy of the sources. Bytecode is written only while the copy is as the original."""
-    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONHASHSEED": "0", "VKBACK_TUNING": os.devnull, "VKBACK_CACHE": str(copy / "cache")}
+    own = {"PYTHONPATH": str(copy), "PYTHONHASHSEED": "0", "VKBACK_TUNING": os.devnull, "VKBACK_CACHE": str(copy / "cache")}
+    env = {"GALLIVM_PERF": "nopt", **os.environ, **own}  # llvmpipe compiles faster without LLVM's optimizer
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     if not write_bytecode:
         env["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -313,12 +314,13 @@ def run_one(file: str, plans: Path, shaders: Path, cache: Path) -> Fate:
     cases = list(quick_cases())
     ops, tokens = [r for r in records if r[0] < len(cases)], [r for r in records if r[0] >= len(cases)]
     in_shader = file.startswith("shaders/")
-    library = ShaderLibrary() if in_shader else ShaderLibrary(cache_dir=cache)
+    # SPIR-V is compared with SPIR-V of the same compiler, so none that comes ready-made.
+    library = ShaderLibrary(shipped=False) if in_shader else ShaderLibrary(cache_dir=cache)
     with Device.open() as device:
         ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
         wanted: Iterator[Record] = iter(())
         if in_shader:
-            reached = Reached(file.removeprefix("shaders/"), ShaderLibrary(shaders, cache), library)
+            reached = Reached(file.removeprefix("shaders/"), ShaderLibrary(shaders, cache, shipped=False), library)
             wanted = reached.differing(newest_first([r for r in ops if reached.includes(r)], "/quant/" in file))
             tokens = []  # their kernels are those of the ops
         elif file.startswith("vkback/ops/"):
