@@ -269,16 +269,12 @@ def one_float(name: str, at: int, value: float, code: str = "f") -> Callable[[by
     return lambda data: struct.pack_into(f"<{code}", data, start, value)
 
 
-Q6_K_ROW, Q6_K_D = 210, 208
-"""Bytes of a row of the embedding table (256 columns, one block), which is the output layer too, and where its scale lies."""
-
-
 @pytest.mark.vulkan
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("place", ["one row of the output", "one value of a norm"])
-def test_a_model_whose_logits_are_no_numbers(value: float, place: str, tmp_path: Path, device: Device, refused: Refused) -> None:
-    row = one_float("token_embd.weight", 77 * Q6_K_ROW + Q6_K_D, value, "e")
-    path = changed(tmp_path, row if place == "one row of the output" else one_float("blk.2.ffn_norm.weight", 400, value))
+@pytest.mark.parametrize("value", [3e38, -3e38])
+@pytest.mark.parametrize("norm", ["blk.2.ffn_norm.weight", "blk.3.ffn_norm.weight"])
+def test_a_model_whose_logits_are_no_numbers(value: float, norm: str, tmp_path: Path, device: Device, refused: Refused) -> None:
+    """Weights that are numbers, but so large that sums with them are none. Those that are none themselves are refused at the load."""
+    path = changed(tmp_path, one_float(norm, 400, value))
     said = rf"^\[engine\] {path}: logits are not numbers .*position \d+; the file is damaged or a kernel is wrong on this device: run"
     with Engine.load(path, device, n_ctx=64, progress=False) as engine:
         with pytest.raises(EngineError, match=said):

@@ -4,7 +4,10 @@ from importlib import import_module
 
 NAMES = (
     "llama",
+    "deci",
     "deepseek2",
+    "gemma3",
+    "gpt2",
     "gpt_oss",
     "granitehybrid",
     "phi3",
@@ -12,11 +15,8 @@ NAMES = (
     "qwen3",
     "qwen3moe",
     "smollm3",
-    "gemma3",
-    "gpt2",
-    "deci",
 )
-"""Modules of this package, in the order in which architectures are listed."""
+"""Modules of this package, in the order in which architectures are listed: the one that most models have comes first."""
 
 for _name in NAMES:
     import_module(f"{__name__}.{_name}")
