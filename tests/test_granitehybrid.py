@@ -168,6 +168,22 @@ def test_a_prompt_of_several_programs_and_then_tokens(engine: Engine, twin: Nump
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize("when", [(0,), (2,), (2, 3)])
+def test_tokens_that_run_again_find_the_states_of_those_before(
+    when: tuple[int, ...], paths: dict[str, Path], device: Device, twin: NumpyTwin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an overflow of f16, in which run of a program it may be, one of the repeated ones, too."""
+    text = tokens(40)
+    with Engine.load(paths["tiny-granitehybrid"], device, n_ctx=64, act="f32", progress=False, ubatch=16) as engine:
+        found = iter([{"x.overflow": 1e5} if run in when else {} for run in range(100)])
+        monkeypatch.setattr(engine._prompts, "_overflowed", lambda recording: next(found))
+        engine.prompt(text[:16])
+        got = engine.prompt_logits(text[16:])
+        assert engine.n_past == len(text) and engine.ctx.f16_scales
+        assert nmse(got, twin.logits(text)[16:]) <= FLOAT_NMSE
+
+
+@pytest.mark.vulkan
 def test_a_new_sequence_forgets_the_old_one(engine: Engine) -> None:
     ids = tokens(20)
     engine.reset()

@@ -16,14 +16,17 @@ from vkback import quants
 from vkback.device import Device
 from vkback.device.capabilities import MatrixShape
 from vkback.graph import Node, Tensor
+from vkback.harness import runner
 from vkback.ops import mat_mul, mat_mul_reg
 from vkback.ops.base import OPS, LowerContext, PlanError
 from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_mul_lower import F16_TOLERANCE
 from vkback.ops.mat_vec import QUANTS, weight
+from vkback.ops.mat_vec_cases import mul_mat_case
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
 
+INF, NAN = float("inf"), float("nan")
 H200 = planned_for("nvidia_h200_linux")
 SHAPES = tuple(MatrixShape(16, n, 16, "f16", "f16", "f32", "f32", False, "subgroup") for n in (8, 16))
 WITH_MATRICES = dataclasses.replace(H200, caps=dataclasses.replace(H200.caps, cooperative_matrix_shapes=SHAPES))
@@ -70,8 +73,8 @@ def test_every_value_has_a_place_of_its_own() -> None:
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("k", [256, 300])
-def test_packing(k: int, norm: bool, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+@pytest.mark.parametrize(("k", "factor"), [(256, 1.0), (300, 1.0), (300, 0.25)])
+def test_packing(k: int, factor: float, norm: bool, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
     """Runs everywhere: packing itself needs no matrices. The order is that of matrices of 8x8x8 on a CPU driver, of 16x16x16 elsewhere."""
     caps, n = device.caps, 5
     matrix, t = ((8, 8, 8), 8) if caps.subgroup_size == 8 else ((16, 16, 16), 4)
@@ -81,18 +84,68 @@ def test_packing(k: int, norm: bool, device: Device, kernels: ShaderLibrary, ctx
     scale = rng.uniform(0.5, 2, k).astype(np.float32)
     x, w = Tensor("x", "F32", (n, k), "input"), Tensor("w", "F32", (k,), "input")
     y = mat_mul_reg.packed_units("y", n, k, shape)
-    d = mat_mul_reg.pack_units(x, y, n, shape, caps, norm=w if norm else None, eps=1e-5 if norm else None)
+    d = mat_mul_reg.pack_units(x, y, n, shape, caps, norm=w if norm else None, eps=1e-5 if norm else None, scale=factor)
     chosen = {"x": values} | ({"w": scale} if norm else {})
     got = run_chain(device, kernels, ctx, [d], chosen, (x, w) if norm else (x,), (y,))["y"].reshape(-1)
     want = values.astype(np.float64)
     if norm:
         want = want / np.sqrt(np.square(want).mean(-1, keepdims=True) + 1e-5) * scale
     full = np.zeros((n, y.shape[1]))
-    full[:, :k] = want
+    full[:, :k] = factor * want
     full = full.reshape(n, -1, 4)[..., [0, 2, 1, 3]].reshape(n, -1)  # K order
     stride = mat_mul_reg.units_stride(k, shape, caps)
     places = np.array([[unit_place(c, i, stride, shape, caps.subgroup_size) for i in range(y.shape[1])] for c in range(n)])
     np.testing.assert_allclose(got[places], full, rtol=1e-3, atol=1e-4)  # f16: 2^-11 of a value
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("value", "scale", "word"),
+    [
+        (65504.0, 1.0, None), (65505.0, 1.0, 65505.0), (-1e5, 1.0, 1e5), (-1e5, 0.25, None), (1e6, 0.25, 2.5e5), (-INF, 1.0, INF),
+        (NAN, 0.5, NAN),
+    ],
+)  # fmt: skip
+def test_packing_tells_what_f16_cannot_hold(
+    value: float, scale: float, word: float | None, device: Device, kernels: ShaderLibrary, ctx: LowerContext,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One value among others of 1, on every device."""
+    caps, n, k = device.caps, 3, 300
+    matrix, t = ((8, 8, 8), 8) if caps.subgroup_size == 8 else ((16, 16, 16), 4)
+    shape = MatMulShape("coop_reg", 16, 16, warps=1, warp_m=16, matrix=matrix, row_lanes=t)
+    values = np.random.default_rng(6).uniform(-1, 1, (n, k)).astype(np.float32)
+    values[2, 299] = value
+    seen: dict[str, float] = {}
+    own = runner.overflowed
+
+    def noted(prepared: Any, after: Any) -> dict[str, float]:
+        seen.update(own(prepared, after))
+        return {}
+
+    monkeypatch.setattr(runner, "overflowed", noted)
+    x, y = Tensor("x", "F32", (n, k), "input"), mat_mul_reg.packed_units("y", n, k, shape)
+    got = run_chain(device, kernels, ctx, [mat_mul_reg.pack_units(x, y, n, shape, caps, scale=scale)], {"x": values}, (x,), (y,))["y"]
+    stride = mat_mul_reg.units_stride(k, shape, caps)
+    at = unit_place(1, 0, stride, shape, caps.subgroup_size)
+    assert got.reshape(-1)[at] == pytest.approx(scale * values[1, 0], rel=1e-3)
+    np.testing.assert_equal(seen, {} if word is None else {"y.overflow": np.float32(word)})
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("amax", [1e5, 1e6])
+def test_activations_beyond_f16(
+    amax: float, device: Device, kernels: ShaderLibrary, ctx: LowerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are scaled, and the products are those of other activations; were the overflow word not looked at, they would be wrong."""
+    use = by_registers(ctx, device)
+    problem = mul_mat_case("Q4_K", 45, 5, 256, amax=amax).build()
+    assert "mat_mul/coop_reg.comp" in {d.kernel.source for d in OPS[problem.node.op].lower(problem.node, use)}
+    y, want = problem.node.outputs[0].name, runner.reference(problem)
+    found = nmse(runner.run_problem(device, kernels, problem, use)[y], want[y])
+    assert 1e-9 < found <= F16_TOLERANCE.nmse, "f16 has a part in it"
+    monkeypatch.setattr(runner, "overflowed", lambda prepared, after: {})
+    assert nmse(runner.run_problem(device, kernels, problem, use)[y], want[y]) > 10 * F16_TOLERANCE.nmse
 
 
 def run_product(

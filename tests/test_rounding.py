@@ -10,15 +10,18 @@ from kernel_paths import planned_for
 
 from vkback import quants
 from vkback.device import Device
+from vkback.device.capabilities import MatrixShape
 from vkback.graph import Tensor
 from vkback.harness.cases import context_of, find_case, quick_cases
-from vkback.harness.judge import judge, steps_of
+from vkback.harness.judge import judge, nmse, steps_of
 from vkback.harness.runner import WordError, check_words, expected, prepare, run_problem
 from vkback.ops.base import Array, LowerContext
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.mat_vec import mat_vec_tolerance
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case
 from vkback.ops.mat_vec_node import INT_QUANTS
 from vkback.ops.quantize import EXACT, rounded_rows
+from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
 
 H200 = planned_for("nvidia_h200_linux")
@@ -54,6 +57,26 @@ def test_what_is_judged_against_its_own_rounding() -> None:
         assert [e.name for e in judged] == names, case.line
         assert len(judged) == 1 or judged[1].tolerance.nmse < judged[0].tolerance.nmse / 20
         assert (judged[-1].steps is not None) == ("out=Q8_1" in case.line)
+
+
+def test_parts_of_an_output_are_judged_each_by_its_own_kernel() -> None:
+    """Several nodes fill a Q8_1 output by mat-vecs, which round x; one node would fill it by matrices of f16."""
+    shapes = tuple(MatrixShape(16, 16, 16, "f16", "f16", sums, sums, False, "subgroup") for sums in ("f16", "f32"))
+    caps = dataclasses.replace(H200.caps, cooperative_matrix_shapes=shapes)
+    cut = {"tile_m": 128, "tile_n": 16, "step_k": 64, "warp_m": 32, "warp_n": 16, "split_k": 1}
+    tuning = Overrides(H200.tuning, {"mat_mul": {"kernel": "coop_mat", **cut}, "mat_vec_path": {"path": "int"}}, "test")
+    matrices = dataclasses.replace(H200, caps=caps, tuning=tuning)
+    whole, parts = (fused_case("Q8_0", 192, 256, 3, ("residual",), out="Q8_1", split=s) for s in ((), (64, 32, 96)))
+    assert [e.name for e in expected(whole.build(), matrices)] == ["y", "y beyond its own rounding"]
+    judged = expected(parts.build(), matrices)
+    names = ["y rows 0 to 63", "y rows 64 to 95", "y rows 96 to 191"]
+    assert [e.name for e in judged] == [n + s for n in names for s in ("", " beyond its own rounding")]
+    rounded = mat_vec_tolerance(True, False).nmse
+    assert all(e.tolerance.nmse < rounded / 20 and e.values.shape == (3, e.rows[1] - e.rows[0]) for e in judged[1::2] if e.rows)
+    exact, own = (np.concatenate([e.values for e in judged[i::2]], axis=-1) for i in (0, 1))
+    assert not failed(list(judged[1::2]), {"y": own})
+    assert len(failed(list(judged[1::2]), {"y": exact + 0.5})) == 3
+    assert 1e-6 < nmse(own, exact) < rounded, "x is rounded in the bounds of the parts"
 
 
 def test_the_norm_is_rounded_as_the_prologue_does() -> None:

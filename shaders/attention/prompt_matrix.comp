@@ -27,6 +27,8 @@ layout(constant_id = 9) const uint HAS_SINKS = 0;
 layout(constant_id = 10) const uint ROW_LANES = 0;  // lanes that share a row of a matrix of sums; 0: not known
 
 #include "attention/prompt_iface.glsl"
+#define OVERFLOW_BINDING 6  // of the queries in f16
+#include "mat_mul/overflow.glsl"
 
 uint group_max(uint v, uint lanes) {
     v = max(v, subgroupShuffleXor(v, 1u));
@@ -116,7 +118,8 @@ void load_queries(uint query0) {
             const uint i = query0 + (row / FM * MQ + m) * FM + row % FM;
             const uint from = (min(token_of(i), p.n - 1u) * p.n_head + head_of(i)) * ROW_QUADS + 2u * min(word, ROW_WORDS - 1u);
             const float scale = word < ROW_WORDS ? p.scale : 0.0;
-            const vec4 a = clamp(scale * q4[from], -65504.0, 65504.0), b = clamp(scale * q4[from + 1u], -65504.0, 65504.0);
+            const vec4 a = clamp(noted(scale * q4[from]), -65504.0, 65504.0);
+            const vec4 b = clamp(noted(scale * q4[from + 1u]), -65504.0, 65504.0);
             kv_rows[row * PITCH + word] = uvec4(packHalf2x16(a.xy), packHalf2x16(a.zw), packHalf2x16(b.xy), packHalf2x16(b.zw));
         }
         barrier();
@@ -274,4 +277,5 @@ void main() {
     }
     barrier();
     store_results(query0, mine);
+    report_overflow();
 }

@@ -6,6 +6,7 @@
 //              column tiles
 //   binding 2  y F32 [tokens or slots][y_stride values]; or F16, packed as x (y_stride likewise); or, PARTIAL, F32 [parts][n][y_stride]
 //   binding 3  bias F32, binding 4 residual F32, binding 5 route: as in mat_mul/iface.glsl
+//   binding 6  of an F16 y its overflow word (mat_mul/overflow.glsl); else any buffer
 //
 // A workgroup makes a tile of TILE_M weight rows times TILE_N columns, each subgroup a part of WARP_M x WARP_N of it as matrices of FM x
 // FN. Along K it goes in steps of STEP_K: threads decode one unit of 32 weights each into f16 rows in shared memory, padded against bank
@@ -47,6 +48,8 @@ layout(constant_id = 17) const float GLU_LIMIT = 1.0;
 #include "mat_mul/glu.glsl"
 #include "mat_mul/pack.glsl"
 #include "mat_mul/unit_f16.glsl"
+#define OVERFLOW_BINDING 6
+#include "mat_mul/overflow.glsl"
 
 layout(std430, set = 0, binding = 1) readonly buffer X { uvec4 x4[]; };
 layout(std430, set = 0, binding = 2) buffer Y { float y1[]; };
@@ -206,7 +209,7 @@ void store_columns(uint j, uint first) {
         } else {
             // Outputs past the last row fill the last unit up with zeros.
             [[unroll]] for (uint e = 0; e < 4; e++) v[e] = out_row + 4 * quad + e < rows ? p.out_scale * v[e] : 0.0;
-            packed[i] = pack_four(v);
+            packed[i] = pack_four(noted(v));
             if (Y_TYPE == Y_PACKED && there && p.y_offset + out_row + 4 * quad < 8u * p.y_stride)
                 y2[(tile_number * TILE_N + first + c) * 2u * p.y_stride + (p.y_offset + out_row) / 4u + quad] = packed[i];
         }
@@ -236,6 +239,7 @@ void store_part() {
     // All subgroups go through all columns, though some may have nothing to store: CPU drivers may hold up the whole workgroup for a
     // subgroup's barrier.
     [[unroll]] for (uint j = 0; j < NS; j++) store_columns(j, part_n + j * FN);
+    if (Y_TYPE == Y_PACKED || Y_TYPE == Y_FRAGMENTS) report_overflow();
 }
 
 void main() {

@@ -7,6 +7,7 @@
 //   binding 3  route (GROUPED); else any buffer
 //   binding 4  factors F32 [rows]: 1 / rms of each row, stored for other launches (FACTORS 1) or as another has stored them (FACTORS 2);
 //              else any buffer
+//   binding 5  the overflow word (mat_mul/overflow.glsl)
 //
 // A workgroup packs a group of columns: with FRAGMENTS the FN of a column of matrices, else as many as it has subgroups. Columns are
 // tokens or, GROUPED, places of the route's tiles, whose rows of x are those of their slots. Each subgroup first adds up the squares of some of the
@@ -30,6 +31,8 @@ layout(constant_id = 6) const uint GROUPED = 0;
 layout(constant_id = 7) const uint TILE_N = 128;
 layout(constant_id = 8) const uint FACTORS = 0;  // 0: none, 1: stored, 2: read
 #include "mat_mul/pack.glsl"
+#define OVERFLOW_BINDING 5
+#include "mat_mul/overflow.glsl"
 
 layout(push_constant) uniform Push {
     uint n;         // columns
@@ -91,7 +94,7 @@ uvec2 packed(uint row, uint quad, float factor) {
     vec4 v = factor * four_of(row, quad);
     if (NORM == 2)
         [[unroll]] for (uint i = 0; i < 4; i++) v[i] *= norm_weight[min(4u * quad + i, p.k - 1u)];
-    return pack_four(v);
+    return pack_four(noted(v));
 }
 
 #if FRAGMENTS
@@ -128,6 +131,7 @@ void main() {
         }
         subgroup_sync();
     }
+    report_overflow();
 }
 #else
 void main() {
@@ -137,5 +141,6 @@ void main() {
     const float factor = row_factor(row);
     for (uint quad = gl_SubgroupInvocationID; quad < 2u * p.y_stride; quad += SG)
         y2[column * 2u * p.y_stride + quad] = packed(row, quad, factor);
+    report_overflow();
 }
 #endif

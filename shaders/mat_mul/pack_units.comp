@@ -4,6 +4,7 @@
 //   binding 0  x F32 [n][k]
 //   binding 1  y F16; columns past the last are left as they are
 //   binding 2  norm weight F32 [k] (NORM 2); else any buffer
+//   binding 3  the overflow word (mat_mul/overflow.glsl)
 //
 // A workgroup packs a column, or with several along y a part of it: a thread takes four neighbours at a time. With NORM it first adds up the
 // squares of the whole row.
@@ -22,6 +23,8 @@ layout(constant_id = 4) const uint FK = 16;
 layout(constant_id = 5) const uint ROW_LANES = 4;
 layout(constant_id = 6) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight
 #include "mat_mul/pack.glsl"
+#define OVERFLOW_BINDING 3
+#include "mat_mul/overflow.glsl"
 #include "mat_mul/units.glsl"
 
 layout(push_constant) uniform Push {
@@ -29,6 +32,7 @@ layout(push_constant) uniform Push {
     uint y_stride;  // words of 16 bytes of a column of matrices
     uint blocks;    // of T units; what is past the end of a row becomes zeros
     float eps;
+    float scale;    // all values are multiplied by it, so that they stay within 65504
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer X { float x[]; };
@@ -64,16 +68,17 @@ float row_factor(uint row) {
 
 void main() {
     const uint column = gl_WorkGroupID.x;
-    const float factor = row_factor(column);
+    const float factor = p.scale * row_factor(column);
     for (uint quad = gl_WorkGroupID.y * WG + gl_LocalInvocationID.x; quad < p.blocks * T * 8u; quad += gl_NumWorkGroups.y * WG) {
         vec4 v = factor * four_of(column, quad);
         if (NORM == 2)
             [[unroll]] for (uint i = 0; i < 4; i++) v[i] *= norm_weight[min(4u * quad + i, p.k - 1u)];
-        const uvec2 packed = pack_four(v);
+        const uvec2 packed = pack_four(noted(v));
         if (V >= 4) {
             y2[unit_place(column, 4u * quad, p.y_stride) / 4u] = packed;
         } else
             [[unroll]] for (uint i = 0; i < 4; i++)
                 y1[unit_place(column, 4u * quad + i, p.y_stride)] = float16_t(unpackHalf2x16(packed[i / 2])[i % 2]);
     }
+    report_overflow();
 }

@@ -32,7 +32,7 @@ class Tensor:
     shape  numpy order, last axis contiguous
     kind   "input": written by the host or by the step before; "weight": from the file; "state": lives across tokens
            (KV cache); "node": made by a node; "counter": a kernel's own counters, zero before the first run and put
-           back to zero by every run
+           back to zero by every run (but for words that tell the host of a fault)
     """
 
     name: str

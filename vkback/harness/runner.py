@@ -7,8 +7,8 @@ reverse, since they may run in any order: a barrier missing between two of them 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -22,6 +22,7 @@ from vkback.graph import Node, Tensor
 from vkback.harness.cases import context_of
 from vkback.harness.judge import Verdict, judge, steps_of
 from vkback.ops.base import OPS, Case, LowerContext, Problem, Tolerance, ceil_div, nbytes
+from vkback.ops.f16_range import F16RangeError, is_overflow_word, rescaled
 from vkback.plan.schedule import Schedule, aligned, into_stages
 from vkback.plan.sync import SENTINEL, STATE, synchronized
 from vkback.program import Program, WeightRanges
@@ -65,13 +66,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Nodes ready to run: the block's bytes, where everything lies in it, what is launched, and what comes out."""
+    """Nodes ready to run: the block's bytes, where everything lies in it, what is launched, and what comes out.
+
+    scales  of activations in f16 (LowerContext.f16_scales)
+    scaled  prepares the same nodes with other ones; None where that changes nothing
+    """
 
     label: str
     schedule: Schedule
     block: Array
     pieces: tuple[Piece, ...]
     outputs: tuple[Tensor, ...]
+    scales: Mapping[str, float] = field(default_factory=dict)
+    scaled: Callable[[Mapping[str, float]], Prepared] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Expected:
     """What an output must be: `values` within `tolerance`; with `steps` half a step of its own rounding is no error.
 
     label  "" for the op's reference, else what the bound is about
+    rows   (first, end) along the last axis: the values are of that part of the output
     """
 
     output: str
@@ -86,13 +94,16 @@ class Expected:
     tolerance: Tolerance
     label: str = ""
     steps: Array | None = None
+    rows: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.output} {self.label}".rstrip()
+        of_rows = f"rows {self.rows[0]} to {self.rows[1] - 1} " if self.rows else ""
+        return f"{self.output} {of_rows}{self.label}".rstrip()
 
     def verdict(self, got: Mapping[str, Array]) -> Verdict:
-        return judge(got[self.output], self.values, self.tolerance, self.steps)
+        found = got[self.output]
+        return judge(found[..., slice(*self.rows)] if self.rows else found, self.values, self.tolerance, self.steps)
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,11 @@ def prepare(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -> 
     block = words.view(np.uint8)
     for piece, part in zip(pieces, contents, strict=True):
         block[piece.offset : piece.offset + piece.nbytes] = part
-    return Prepared(node.op, schedule, block, tuple(pieces), node.outputs)
+
+    def scaled(scales: Mapping[str, float]) -> Prepared:
+        return prepare(problem, replace(ctx, f16_scales=scales), nodes)
+
+    return Prepared(node.op, schedule, block, tuple(pieces), node.outputs, ctx.f16_scales, scaled)
 
 
 def _barrier_free(schedule: Schedule, ctx: LowerContext) -> Schedule:
@@ -178,10 +193,29 @@ class Workbench:
         self._block = self._upload = self._readback = None
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
-        """Run once; the outputs by name: float32 (F32, F16 and Q8_1 decoded) or int32.
+        """Run; the outputs by name: float32 (F32, F16 and Q8_1 decoded) or int32.
 
-        Raises GuardError or OverwriteError naming the tensor when memory changed that should not have.
+        Where activations leave the range of f16, it runs again with the scales that an engine would take then. Raises F16RangeError where
+        there are none, GuardError or OverwriteError naming the tensor when memory changed that should not have.
         """
+        while True:
+            raw = self._run(prepared)
+            check_memory(prepared, raw)
+            sizes = overflowed(prepared, raw)
+            if not sizes:
+                break
+            scales = rescaled(prepared.scales, sizes)
+            if prepared.scaled is None:
+                raise F16RangeError(f"[{prepared.label}] activations leave the range of f16: {sizes}")
+            prepared = prepared.scaled(scales)
+        where = {p.tensor.name: p for p in prepared.pieces}
+        stored = {t: raw[where[t.name].offset :][: where[t.name].nbytes].copy() for t in prepared.outputs}
+        for t, words in stored.items():
+            check_words(prepared, t, words)
+        return {t.name: decoded(t, words) for t, words in stored.items()}
+
+    def _run(self, prepared: Prepared) -> Array:
+        """The block after one run."""
         size = prepared.block.nbytes
         block, upload, readback = (r.slice(0, size) for r in self._ranges(size))
         upload.map()[:] = prepared.block
@@ -206,13 +240,7 @@ class Workbench:
         finally:
             program.close()
             inputs.destroy()
-        raw = readback.map()
-        check_memory(prepared, raw)
-        where = {p.tensor.name: p for p in prepared.pieces}
-        stored = {t: raw[where[t.name].offset :][: where[t.name].nbytes].copy() for t in prepared.outputs}
-        for t, words in stored.items():
-            check_words(prepared, t, words)
-        return {t.name: decoded(t, words) for t, words in stored.items()}
+        return readback.map()
 
     def _ranges(self, size: int) -> tuple[BufferRange, BufferRange, BufferRange]:
         if self._block is None or self._upload is None or self._readback is None or self._block.size < size:
@@ -224,6 +252,12 @@ class Workbench:
                 made.append(self._arenas[-1].alloc(room, f"case {kind}"))
             self._block, self._upload, self._readback = made
         return self._block, self._upload, self._readback
+
+
+def overflowed(prepared: Prepared, after: Array) -> dict[str, float]:
+    """Names of the overflow words that a run raised, with the size that they hold."""
+    words = {p.tensor.name: after[p.offset : p.offset + 4].view(np.float32)[0] for p in prepared.pieces if is_overflow_word(p.tensor)}
+    return {name: float(size) for name, size in words.items() if size != 0.0}
 
 
 def check_words(prepared: Prepared, tensor: Tensor, raw: Array) -> None:
@@ -250,7 +284,7 @@ def check_memory(prepared: Prepared, after: Array) -> None:
     written = {name for d in prepared.schedule.dispatches() for name, _ in d.writes}
     changed = after != prepared.block
     for p in prepared.pieces:
-        if p.tensor.kind == "counter":
+        if p.tensor.kind == "counter" and not is_overflow_word(p.tensor):
             left = after[p.offset : p.offset + p.nbytes].view(np.uint32)
             if left.any():
                 raise OverwriteError(f"[{prepared.label}] {p.tensor}: {np.count_nonzero(left)} counters were not put back to zero")
@@ -299,11 +333,18 @@ def _by_name(node: Node, results: Sequence[Array]) -> dict[str, Array]:
 
 def expected(problem: Problem, ctx: LowerContext) -> list[Expected]:
     """What each output of a problem must be: first against the op's reference, then, where the kernel rounds to eight bits, against the
-    reference of its own rounding.
+    reference of its own rounding. Nodes that fill an output between them may take kernels that round otherwise than the whole node's would:
+    each has bounds of its own, for its rows.
 
     The first bound must allow for the rounding, which hides a small fault: a tenth of one row in a hundred. The second need not. x that the
     kernel rounds is rounded on the host as well (Op.rounded), and of a Q8_1 output half a step is taken off.
     """
+    if problem.parts:
+        found = []
+        for part in problem.parts:
+            rows = rows_of(part)
+            found += [replace(e, rows=rows) for e in expected(alone(part, problem.values, slice(*rows)), ctx)]
+        return found
     node, op = problem.node, OPS[problem.node.op]
     inputs = reference_inputs(problem)
     want = _by_name(node, op.reference(inputs, node.params))
@@ -319,6 +360,24 @@ def expected(problem: Problem, ctx: LowerContext) -> list[Expected]:
             steps = steps_of(want[t.name]) if t.type == "Q8_1" else None
             found.append(Expected(t.name, want[t.name], tight, "beyond its own rounding", steps))
     return found
+
+
+def rows_of(part: Node) -> tuple[int, int]:
+    """(first, end) of the output rows that a MAT_VEC node fills."""
+    first = int(part.params["row0"])
+    return first, first + (part.inputs[0].shape[-2] >> bool(part.params.get("glu")))
+
+
+def alone(part: Node, values: Mapping[str, Array], rows: slice) -> Problem:
+    """A MAT_VEC node that fills some rows of an output, with those rows for its output and its residual."""
+
+    def cut(t: Tensor) -> Tensor:
+        return replace(t, shape=(*t.shape[:-1], rows.stop - rows.start))
+
+    roles = part.params["roles"]
+    inputs = tuple(cut(t) if role == "residual" else t for role, t in zip(roles, part.inputs, strict=True))
+    own = {t.name: values[t.name][..., rows] for role, t in zip(roles, inputs, strict=True) if role == "residual"}
+    return Problem(replace(part, inputs=inputs, outputs=tuple(map(cut, part.outputs))), {**values, **own})
 
 
 def reference_inputs(problem: Problem) -> list[Array]:

@@ -21,7 +21,7 @@ from vkback.errors import VkbackError
 from vkback.harness.cases import context_of, find_case
 from vkback.harness.judge import Verdict, judge, peer_limit
 from vkback.harness.result import CaseResult
-from vkback.harness.runner import Array, Expected, Prepared, Workbench, expected, prepare
+from vkback.harness.runner import Array, Expected, Prepared, Workbench, expected, prepare, reference
 from vkback.harness.unfused import unfused_tolerance
 from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance
 from vkback.plan.tuning import Tuning
@@ -179,7 +179,8 @@ class Suite:
                 plain = self._bench.run(ready.chain)
                 against = {f"{name} against the unfused run": judge(got[name], plain[name], ready.chain_tolerance) for name in got}
                 result = _both(result, judged(case, against, ready.chain_tolerance))
-            want = {e.output: e.values for e in reversed(ready.expected)}
+            whole = [e for e in reversed(ready.expected) if e.rows is None]
+            want = {e.output: e.values for e in whole} or reference(ready.problem)
             return Run(result, ready.problem, want, got)
         except DeviceLost as e:
             raise DeviceLost(f"{case.line}: {e}", call=e.call, result=e.result) from e

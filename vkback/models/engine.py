@@ -12,7 +12,7 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from vkback.models.registry import Model
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import load_weights
 from vkback.ops.base import Act, LowerContext, nbytes
+from vkback.ops.f16_range import rescaled
 from vkback.ops.mat_mul import Way
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.flops import main_way, prompt_flops
@@ -100,7 +101,7 @@ class Engine:
         self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
         self._schedules: dict[tuple[int, str, int], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
-        self._prompts = Prompts(device, model.hp.n_vocab, ubatch, self._prompt_schedule, self._bind)
+        self._prompts = Prompts(device, model.hp.n_vocab, ubatch, self._prompt_schedule, self._bind, self._rescale)
         self._sync_tried = False
         self._kernels = KernelCompiler(device, self.library, progress=progress)
         self._prompts.attach(n_ctx)
@@ -191,6 +192,11 @@ class Engine:
     def ubatch(self) -> int:
         """Tokens of a prompt that go through the weights at once, at most, were the context as large."""
         return self._prompts.ubatch
+
+    @property
+    def longest_submit_s(self) -> float:
+        """Seconds of the longest submit of a prompt so far, by the host's clock."""
+        return self._prompts.longest_submit_s
 
     @property
     def compiled(self) -> CompileTotals:
@@ -301,6 +307,17 @@ class Engine:
             graph = self.model.graph(tokens, self.n_ctx, head=head)
             self._schedules[key] = plan(graph, with_barriers(self.ctx, "a prompt"), fusion=self.fusion)
         return self._schedules[key]
+
+    def _rescale(self, overflowed: dict[str, float]) -> Sequence[int]:
+        """Plan prompts anew, with scales that bring activations back into the range of f16. Raises F16RangeError where there are none.
+        Gives the tokens so far if recurrent states, which the bad run has changed, have to be made anew from them."""
+        before = self.ctx.f16_scales
+        self.ctx = replace(self.ctx, f16_scales=rescaled(before, overflowed))
+        changed = [f"{name}: {scale:g}" for name, scale in self.ctx.f16_scales.items() if before.get(name) != scale]
+        shown = ", ".join(changed[:4]) + (f", {len(changed) - 4} more" if len(changed) > 4 else "")
+        print(f"vkback: activations are beyond the range of f16: from now on they are scaled ({shown})", file=sys.stderr)
+        self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
+        return tuple(self._fed)
 
     def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
         """The schedule of one generated token, of a bare token with its logits, or of the largest piece of a prompt."""

@@ -26,6 +26,7 @@ from vkback.plan.forecast import cuts, dispatch_us, low_costs
 from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.tuning import Overrides
 from vkback.program import Program
+from vkback.program.program import overflow_bytes
 
 Floats = npt.NDArray[np.float32]
 
@@ -95,6 +96,7 @@ def next_size(left: int, sizes: Sequence[int]) -> int:
 class _Recording:
     """A program recorded for submits of limited length.
 
+    program       what it is a recording of
     parts         command buffers, submitted one after the other
     predicted_us  of each
     slowness      as known when the program was cut
@@ -103,6 +105,7 @@ class _Recording:
     """
 
     size: int
+    program: Program
     parts: list[Commands]
     predicted_us: list[float]
     slowness: float
@@ -115,7 +118,11 @@ class Prompts:
 
     plan  (tokens, head) -> schedule of a program
     bind  (schedule, inputs by name, memory for activations) -> program; may raise OutOfDeviceMemory
+    rescale  (overflow words with what they hold) -> earlier tokens, from row 0 on, that must run once more. From then on `plan` scales
+             those activations so that f16 holds them
     All programs share one block of memory for activations, as large as the largest used so far needs.
+
+    longest_submit_s  of all so far, on the host's clock
     """
 
     def __init__(
@@ -125,16 +132,18 @@ class Prompts:
         ubatch: int | None,
         plan: Callable[[int, PromptHead], Schedule],
         bind: Callable[[Schedule, dict[str, BufferRange], BufferRange | None], Program],
+        rescale: Callable[[dict[str, float]], Sequence[int]],
     ) -> None:
         """ubatch: tokens of the largest program, None for the device's default."""
         self.device = device
         self._n_vocab = n_vocab
-        self._plan, self._bind = plan, bind
+        self._plan, self._bind, self._rescale = plan, bind, rescale
         self._asked = ubatch
         self._most = ubatch or default_ubatch(device.caps)
         self._fitting = sys.maxsize  # tokens of the largest program within the limits of device and submit
         self._n_ctx = sys.maxsize
         self._costs = low_costs(device.caps)
+        self.longest_submit_s = 0.0
         self._slowness = 1.0  # measured over predicted time: the largest so far of two runs in a row, up to a power of two
         self._programs: dict[tuple[int, PromptHead], Program] = {}
         self._recordings: dict[tuple[int, PromptHead], _Recording] = {}
@@ -207,22 +216,38 @@ class Prompts:
     def _pieces(self, tokens: Sequence[int], n_past: int, head: PromptHead, progress: bool) -> Iterator[tuple[int, int]]:
         """(tokens done, size of the program) after each program."""
         at = 0
+        no_logits: PromptHead = "none"
+        again, again_at = tokens[:0], 0  # earlier tokens that run once more
         with PromptBar(len(tokens), shown=progress) as bar:
             while at < len(tokens):
-                recording = self._ready(len(tokens) - at, head)
-                piece = tokens[at : at + recording.size]
-                self._set_input(recording.size, piece, n_past + at)
-                self._submit(recording, lambda share, piece=piece: bar.advance(share * len(piece)))  # type: ignore[misc]
-                at += len(piece)
-                yield len(piece), recording.size
+                repeats = again_at < len(again)
+                rest, row, kind = (again[again_at:], again_at, no_logits) if repeats else (tokens[at:], n_past + at, head)
+                recording = self._ready(len(rest), kind)
+                piece = rest[: recording.size]
+                shown = 0 if repeats else len(piece)
+                self._set_input(recording.size, piece, row)
+                self._submit(recording, lambda share, shown=shown: bar.advance(share * shown))  # type: ignore[misc]
+                if overflowed := self._overflowed(recording):
+                    bar.advance(-shown)
+                    self._forget_programs()
+                    again, again_at = self._rescale(overflowed), 0
+                elif repeats:
+                    again_at += len(piece)
+                else:
+                    at += len(piece)
+                    yield len(piece), recording.size
 
     def _submit(self, recording: _Recording, on_part: Callable[[float], None]) -> None:
         """Run a recording to its end. on_part: told the share of it that each submit was."""
         whole = sum(recording.predicted_us)
         begun = time.perf_counter()
         tickets = [self.device.submit(part) for part in recording.parts]
+        before = begun
         for ticket, predicted in zip(tickets, recording.predicted_us, strict=True):
             ticket.wait()
+            now = time.perf_counter()
+            self.longest_submit_s = max(self.longest_submit_s, now - before)
+            before = now
             on_part(predicted / whole)
         if recording.runs:
             slowness = (time.perf_counter() - begun) * 1e6 / whole
@@ -230,6 +255,14 @@ class Prompts:
             self._slowness = max(self._slowness, 2.0 ** math.ceil(math.log2(max(both, 1.0))))
             recording.last = slowness
         recording.runs += 1
+
+    def _overflowed(self, recording: _Recording) -> dict[str, float]:
+        """Overflow words that the last run of a recording left, with what they hold: its tokens then have to run again."""
+        words = recording.program.overflow
+        if words is None:
+            return {}
+        held = self._overflow_memory(words.size).map()[: words.size].view(np.uint32)
+        return recording.program.overflowed(held) if held.any() else {}
 
     def _next_size(self, left: int, head: PromptHead) -> int:
         """Tokens of the program that `left` tokens begin with. Sizes that the device's limits forbid, or with a kernel that may take longer
@@ -277,12 +310,15 @@ class Prompts:
         if found is not None and (max(found.predicted_us) * self._slowness <= LONGEST_SUBMIT_US or found.slowness >= self._slowness):
             return found
         logits = self._logits_memory(size) if head == "all" else None
+        words = overflow_bytes(self._plan(size, head))
+        held = self._overflow_memory(words) if words else None
         program = self._program(size, head)
         submits = cuts(program.schedule, self._costs, LONGEST_SUBMIT_US / self._slowness)
         result = program.range("result_output") if logits else None
         copies = [(result, logits.slice(0, result.size))] if logits and result else []
+        copies += [(program.overflow, held.slice(0, words))] if program.overflow and held else []
         parts = program.record_parts(f"prompt x{size}", submits, copies=copies)
-        self._recordings[key] = _Recording(size, parts, list(submits.values()), self._slowness)
+        self._recordings[key] = _Recording(size, program, parts, list(submits.values()), self._slowness)
         return self._recordings[key]
 
     def _program(self, size: int, head: PromptHead) -> Program:
@@ -317,6 +353,9 @@ class Prompts:
 
     def _logits_memory(self, size: int) -> BufferRange:
         return self._block("logits of prompts", 4 * self._n_vocab * size, "readback")
+
+    def _overflow_memory(self, size: int) -> BufferRange:
+        return self._block("overflow words of prompts", size, "readback")
 
     def _set_input(self, size: int, piece: Sequence[int], n_past: int) -> None:
         """Tokens and positions of a program of `size` tokens, padding at the end, in one upload."""

@@ -250,8 +250,9 @@ def _choice(node: Node, ctx: LowerContext) -> Choice:
 def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape | None:
     """The shape of the kernel for prompts, where the tables choose it for a FLASH_ATTN_EXT and the device can run it."""
     _check(node, ctx, node.inputs[1], node.inputs[2], node.inputs[0].shape[1])
-    # --act f32 keeps floats whole: no f16 in matrices.
-    caps = ctx.caps if ctx.act != "f32" else dataclasses.replace(ctx.caps, cooperative_matrix=False)
+    # --act f32 keeps floats whole: no f16 in matrices. Nor for queries that f16 cannot hold.
+    beyond = attention_prompt.queries_f16(node.inputs[0]).name in ctx.f16_scales
+    caps = ctx.caps if ctx.act != "f32" and not beyond else dataclasses.replace(ctx.caps, cooperative_matrix=False)
     return attention_prompt.shape_for(
         _choice(node, ctx), node.inputs[1].shape[2], dataclasses.replace(ctx, caps=caps), v_dim(node, node.inputs[2])
     )

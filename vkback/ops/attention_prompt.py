@@ -19,6 +19,7 @@ from typing import Any, Literal
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.base import MAX_GROUPS_X, Arg, Choice, Dispatch, LowerContext, PlanError, Tolerance, ceil_div, nbytes, pack_push
+from vkback.ops.f16_range import overflow_word
 from vkback.ops.mat_mul import UNIT, MatMulShape, fragments_possible, matrix_shape, row_lanes
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
@@ -244,11 +245,12 @@ def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = 
     y_stride = job.y.shape[-1] // 8 if job.y.type == "F16" else 0
     if job.fragments:
         y_stride = job.y.shape[-1] // shape.matrix[2] * caps.subgroup_size
+    overflow = [Arg(overflow_word(queries_f16(job.q)), "rw")] if shape.way == "matrix" else []
     return Dispatch(
         kernel=plain_kernel(job, shape, caps) if shape.way == "plain" else matrix_kernel(job, shape, caps),
         args=(
             Arg(job.q), Arg(job.cache_k), Arg(job.cache_v), Arg(job.pos), Arg(job.y, "w"), Arg(job.sinks or job.q),
-            *([Arg(job.q_pe)] if job.q_pe else []),
+            *([Arg(job.q_pe)] if job.q_pe else []), *overflow,
         ),
         push=pack_push(n, n_head, n_head_kv, n_ctx, job.window, y_stride, job.scale * LOG2_E),
         groups=(tiles, n_head // heads, 1),
@@ -264,6 +266,11 @@ def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = 
 def split_q(q: Tensor, q_pe: Tensor | None, hd: int) -> Defines:
     """Defines of a Q in two tensors."""
     return {"SPLIT_Q": 0} if q_pe is None else {"SPLIT_Q": 1, "NOPE": hd - q_pe.shape[-1], "Q_PITCH": q.shape[-1]}
+
+
+def queries_f16(q: Tensor) -> Tensor:
+    """The scaled queries as `matrix` packs them, in registers only."""
+    return Tensor(f"{q.name}.q_f16", "F16", q.shape)
 
 
 def plain_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:

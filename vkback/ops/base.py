@@ -220,6 +220,8 @@ class LowerContext:
     fragments  the driver lays a cooperative matrix out over lanes in one way in all kernels (vkback/program/fragments.py checks it)
     row_lanes  neighbouring lanes that share a row of a cooperative matrix, in the order of shaders/mat_mul/matrix.glsl (checked too);
                0: in no such order; None: not checked, what is known of the driver counts
+    f16_scales  what activations are multiplied by when they are packed as f16, by name of the F16 tensor; 1 for the others
+               (vkback/ops/f16_range.py)
     """
 
     caps: Capabilities
@@ -228,6 +230,11 @@ class LowerContext:
     sync: Sync = "barrier"
     fragments: bool = True
     row_lanes: int | None = None
+    f16_scales: Mapping[str, float] = field(default_factory=dict)
+
+    def f16_scale(self, packed: Tensor) -> float:
+        """What the values of an F16 tensor are multiplied by."""
+        return self.f16_scales.get(packed.name, 1.0)
 
 
 @dataclass(frozen=True)

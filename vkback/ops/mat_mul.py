@@ -26,6 +26,7 @@ from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, LowerContext, PlanError, Shard, ceil_div, nbytes, pack_push, shards, weight_push
 from vkback.ops.code_books import CODED, decoder
+from vkback.ops.f16_range import overflow_word
 from vkback.ops.workgroup import Defines, reduction
 from vkback.shader import Variant
 
@@ -325,7 +326,10 @@ def pack_f16(
         turns = min(turns, max(1, NORM_GROUPS // groups))
     return Dispatch(
         Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", int(shape.fragments)),), required_subgroup(caps), spec),
-        (Arg(x), Arg(y, "w"), Arg(norm or x), Arg(routes or x), Arg(factors or x, "w" if factors and stores_factors else "r")),
+        (
+            Arg(x), Arg(y, "w"), Arg(norm or x), Arg(routes or x), Arg(factors or x, "w" if factors and stores_factors else "r"),
+            Arg(overflow_word(y), "rw"),
+        ),
         pack_push(n, k, packed_stride(k, shape, caps), rooms // shape.tile_n, x_shared, float(scale), float(eps or 0.0)),
         (ceil_div(groups, grid_y), grid_y, turns),
         "PACK_F16",
@@ -387,9 +391,10 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
     part = "" if whole or split > 1 else f"rows {row0} {shard.row0}"
     alone = dataclasses.replace(shard, row0=0) if split > 1 else shard  # parts have this shard's rows alone
     push = push_words(making, shape, alone, packed_stride(job.k, shape, caps), y_stride)
+    overflow = Arg(overflow_word(target), "rw", part=part) if target.type == "F16" else Arg(job.w, "r", index)
     product = Dispatch(
         Variant("mat_mul/coop_mat.comp", tuple(sorted(decoder(job.w.type, caps).items())), required_subgroup(caps), spec),
-        bindings(making, index, target, part),
+        (*bindings(making, index, target, part), overflow),
         push,
         grid(job, shape, shard),
         "MUL_MAT" if job.route is None else "MUL_MAT_ID",

@@ -171,10 +171,10 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
     x, x_shared = node.x, node.n_used if grouped and (len(node.x.shape) < 3 or node.x.shape[1] == 1) else 1
     if shape.way == "coop_mat" and x.type != "F16":
         x = packed(f"{name}.x_f16", columns, node.k, shape, experts)
-        before.append(pack_f16(node.x, x, columns, shape, caps, routes=routes, x_shared=x_shared))
+        before.append(pack_f16(node.x, x, columns, shape, caps, routes=routes, x_shared=x_shared, scale=ctx.f16_scale(x)))
     elif shape.way == "coop_reg" and x.type != "F16":
         x = mat_mul_reg.packed_units(f"{name}.x_f16", columns, node.k, shape)
-        before.append(mat_mul_reg.pack_units(node.x, x, columns, shape, caps))
+        before.append(mat_mul_reg.pack_units(node.x, x, columns, shape, caps, scale=ctx.f16_scale(x)))
     elif shape.way == "int_dot" and x.type == "F32":
         x = Tensor(f"{name}.x_q8_1", "Q8_1", node.x.shape)
         before += quantize_dispatch(node.x, x, ctx)
@@ -191,6 +191,8 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
         alpha=float(params["alpha"]) if clamped else 0.0,
         limit=float(params["limit"]) if clamped else 0.0,
         y_row0=int(params.get("row0", 0)),
+        x_scale=ctx.f16_scale(x),
+        out_scale=ctx.f16_scale(target),
         label=name,
     )  # fmt: skip
     kernels = mat_mul_reg.lower(job, shape, caps) if shape.way == "coop_reg" else lower(job, shape, caps)

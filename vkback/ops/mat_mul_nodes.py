@@ -57,14 +57,15 @@ def lower_pack(node: Node, ctx: LowerContext) -> list[Dispatch]:
     if shape.way == "coop_reg":
         return [
             pack_units(
-                by["x"], node.outputs[0], node.params["n"], shape, ctx.caps, norm=by.get("norm"), eps=node.params.get("eps")
+                by["x"], node.outputs[0], node.params["n"], shape, ctx.caps, norm=by.get("norm"), eps=node.params.get("eps"),
+                scale=ctx.f16_scale(node.outputs[0]),
             )
         ]  # fmt: skip
     return [
         pack_f16(
             by["x"], node.outputs[0], node.params["n"], shape, ctx.caps, norm=by.get("norm"), eps=node.params.get("eps"),
             routes=by.get("route"), x_shared=node.params["x_shared"], factors=stored or by.get("factors"),
-            stores_factors=stored is not None,
+            stores_factors=stored is not None, scale=ctx.f16_scale(node.outputs[0]),
         )
     ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.base import Arg, Dispatch, PlanError, Shard, ceil_div, nbytes, pack_push, shards
 from vkback.ops.code_books import decoder
+from vkback.ops.f16_range import overflow_word
 from vkback.ops.mat_mul import (
     GLU_KINDS,
     UNIT,
@@ -66,11 +67,13 @@ def units_stride(k: int, shape: MatMulShape, caps: Capabilities) -> int:
 
 
 def pack_units(
-    x: Tensor, y: Tensor, n: int, shape: MatMulShape, caps: Capabilities, *, norm: Tensor | None = None, eps: float | None = None
-) -> Dispatch:
+    x: Tensor, y: Tensor, n: int, shape: MatMulShape, caps: Capabilities, *, norm: Tensor | None = None, eps: float | None = None,
+    scale: float = 1.0,
+) -> Dispatch:  # fmt: skip
     """The dispatch that makes `y` (see `packed_units`) of x F32 [n, k].
 
     eps  given: every row is RMS-normed first, and multiplied by `norm` F32 [k] if there is one
+    scale  of all values, so that f16 holds them (vkback/ops/f16_range.py)
     """
     k = x.shape[-1]
     blocks = blocks_of(k, shape)
@@ -82,8 +85,8 @@ def pack_units(
     parts = 1 if eps is not None else ceil_div(quads, 2 * threads)
     return Dispatch(
         Variant("mat_mul/pack_units.comp", (), required_subgroup(caps), spec),
-        (Arg(x), Arg(y, "w"), Arg(norm or x)),
-        pack_push(k, units_stride(k, shape, caps), blocks, float(eps or 0.0)),
+        (Arg(x), Arg(y, "w"), Arg(norm or x), Arg(overflow_word(y), "rw")),
+        pack_push(k, units_stride(k, shape, caps), blocks, float(eps or 0.0), float(scale)),
         (n, parts, 1),
         "PACK_F16",
         y.name,

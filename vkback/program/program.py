@@ -7,13 +7,20 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from vkback.device import Arena, BufferRange, Commands, Device, Recorder
 from vkback.ops.base import Arg, Dispatch, PlanError, nbytes
+from vkback.ops.f16_range import is_overflow_word
 from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.sync import SENTINEL, STATE
 from vkback.program.compile import compile_kernels
 from vkback.shader import ShaderLibrary
+
+
+def overflow_bytes(schedule: Schedule) -> int:
+    """Bytes of `Program.overflow`."""
+    return sum(aligned(nbytes(t)) for t in schedule.tensors().values() if is_overflow_word(t))
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,8 @@ class Program:
     ranges   memory of inputs and states by tensor name
     weights  memory of weights by tensor name
     state    one word, not zero once a spin-wait has timed out; None where barriers stand between all stages
+    overflow  the overflow words of the kernels that pack activations as f16 (vkback/ops/f16_range.py), one after the other; None: no such
+              kernel
     Tensors of kind "node" live in `activations`, laid out by the schedule; those of kind "counter" in an arena of this program, zeroed.
     activations  memory of at least schedule.activation_bytes, which programs that run one after the other may share; None: an arena of this
                  program
@@ -51,6 +60,7 @@ class Program:
         self._commands: list[Commands] = []
         self._sentinel: BufferRange | None = None
         self.state: BufferRange | None = None
+        self.overflow: BufferRange | None = None
         self._kernels = compile_kernels(device, library, schedule.dispatches())
         try:
             self._place(activations)
@@ -68,12 +78,15 @@ class Program:
         if schedule.sentinel_range.size:
             self._sentinel = block.slice(schedule.sentinel_range.offset, schedule.sentinel_range.size)
         counters = [t for t in schedule.tensors().values() if t.kind == "counter" and t.name not in self._ranges]
+        counters.sort(key=is_overflow_word)
         if counters:
             sizes = [aligned(nbytes(t)) for t in counters]
             block = self._allocate("counters", sum(sizes))
             self.device.upload(block, np.zeros(sum(sizes), np.uint8))
             for tensor, end in zip(counters, accumulate(sizes), strict=True):
                 self._ranges[tensor.name] = block.slice(end - aligned(nbytes(tensor)), nbytes(tensor))
+            if size := overflow_bytes(schedule):
+                self.overflow = block.slice(sum(sizes) - size, size)
         self.state = self._ranges.get(STATE.name)
 
     def _allocate(self, purpose: str, size: int) -> BufferRange:
@@ -89,6 +102,12 @@ class Program:
     def timed_out(self) -> bool:
         """Whether a spin-wait of any run so far has timed out, by a read from the device."""
         return self.state is not None and bool(self.device.download(self.state, np.uint32)[0])
+
+    def overflowed(self, words: npt.NDArray[np.uint32]) -> dict[str, float]:
+        """Names of the overflow words that are not zero, with the size that they hold. words: a copy of `overflow`, as 32-bit words."""
+        names = [t.name for t in self.schedule.tensors().values() if is_overflow_word(t)]
+        sizes = words.reshape(len(names), -1)[:, 0].view(np.float32)
+        return {name: float(size) for name, size in zip(names, sizes, strict=True) if size != 0.0}
 
     def _bind(self, arg: Arg) -> BufferRange:
         if arg.tensor.kind == "weight":

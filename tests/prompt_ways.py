@@ -1,0 +1,72 @@
+"""Engines whose prompts go through one kind of mat-mat, whatever the tables say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vkback.device import Capabilities, Device
+from vkback.models import engine as engine_module
+from vkback.models.engine import Engine
+from vkback.ops.base import Act
+from vkback.ops.mat_mul import Way, default_shape, matrix_shape
+from vkback.plan.tuning import Overrides, Tuning
+
+ACTS: dict[Way, Act] = {"f32": "f32", "coop_mat": "auto", "int_dot": "q8_1"}
+
+WAY_NMSE: dict[Way, float] = {"f32": 1e-6, "coop_mat": 1e-4, "int_dot": 3e-4}
+"""Prompt logits against float64.
+
+f32: sums leave 1e-14 to 1e-11; a key or value on the edge between two F16 falls the other way now and then, up to 2e-9.
+
+coop_mat: weights and activations are rounded to f16, each by 2^-24 / 3 of its energy at most (half a step is 2^-11 of the value where
+values are small in their binade, less elsewhere), 4e-8 a product. What a block adds to the residual stream has gone through three products
+in a row (norm to q and k to attention, or gate and up to GLU to down). Softmax passes the error of a logit on times the logit's size: at
+logits of 10 rms, its square is 100 times as large. silu(gate) * up: six times (tests/test_mat_mul.py). So a block is off by
+(100 + 6) * 4e-8 = 4e-6, and of the residual stream, to which all blocks add, the errors are in the same proportion as long as blocks are
+independent. The last norm and head add 4e-8. What is left to 1e-4 is for depth, where errors pass through later blocks: 24 times. Measured
+here 6e-8 to 6e-7.
+
+int_dot: activations in 8 bits, an NMSE of 1.5e-5 to 4e-5 of each product (vkback/ops/mat_vec.py), some thirty in a row, each diluted in the
+residual stream."""
+
+
+def way_params(way: Way, caps: Capabilities) -> dict[str, dict[str, Any]]:
+    """Tuning parameters by family that choose a way for programs of any size."""
+    if way == "coop_mat":
+        s = default_shape(way, 64, caps)
+        cut = {"tile_m": s.tile_m, "tile_n": s.tile_n, "step_k": s.step_k, "warp_m": s.warp_m, "warp_n": s.warp_n, "split_k": 1}
+        return {"mat_mul": {"kernel": way, **cut}, "attention": {"way": "matrix", "tile_q": 16, "tile_kv": 16, "warps": 2}}
+    return {"mat_mul": {"kernel": way}}
+
+
+def skip_without(way: Way, caps: Capabilities) -> None:
+    """Skips the test where the device cannot go this way."""
+    if way == "coop_mat" and matrix_shape(caps) is None:
+        pytest.skip(f"{caps.name} has no cooperative matrices of f16 with f32 sums")
+    if way == "int_dot" and not caps.int_dot:
+        pytest.skip(f"{caps.name} has no integer dot product")
+
+
+@contextmanager
+def engine_of(path: Path, device: Device, way: Way, *, n_ctx: int, ubatch: int = 512) -> Iterator[Engine]:
+    """An engine all of whose prompts go one way; what takes part in it, its plans show."""
+
+    def tables(caps: Capabilities) -> Overrides:
+        return Overrides(Tuning.for_device(caps), way_params(way, caps), "test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))
+        loaded = Engine.load(path, device, n_ctx=n_ctx, act=ACTS[way], progress=False, ubatch=ubatch)
+    with loaded:
+        yield loaded
+
+
+def kernels_of(engine: Engine, tokens: int) -> set[str]:
+    """Source files of the kernels that a program of so many tokens of a prompt runs."""
+    return {d.kernel.source for d in engine._prompt_schedule(tokens, "none").dispatches()}
