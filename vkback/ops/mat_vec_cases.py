@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -314,6 +315,7 @@ def quick_fused() -> Iterator[Case]:
         yield fused_case("Q8_0", 192, 256, n, ("residual",), out="Q8_1", split=(64, 32, 96))
     yield fused_case("Q8_0", 100, 96, 2, ("ids", "expert_weights"))
     yield with_sentinels(fused_case("Q4_K", 100, 512, 1, ("residual",))).where(sync="sentinel")
+    yield from prompts_fused()
     for quant, roles, glu, out in (
         ("Q4_K", ("norm",), True, "Q8_1"), ("Q8_0", ("ids", "expert_weights", "residual"), False, "F32"),
         ("MXFP4", ("norm", "bias", "logits"), True, "Q8_1"), ("Q4_K", POST_NORM, True, "Q8_1"),
@@ -321,6 +323,52 @@ def quick_fused() -> Iterator[Case]:
         ("F16", ("ids", "expert_weights", "residual"), False, "F32"), ("F32", ("ids",), True, "F32"),
     ):  # fmt: skip
         yield fused_case(quant, 64, 512, 1, roles, glu=glu, out=out).where(sync="sentinel")
+
+
+MATRICES: dict[str, Any] = {"kernel": "coop_mat", "tile_m": 64, "tile_n": 16, "step_k": 32, "warp_m": 16, "warp_n": 16, "split_k": 1}
+"""Tuning parameters that choose cooperative matrices, of any shape, where the device has them; else integer dot products or floats."""
+
+
+REGISTERS: dict[str, Any] = {"kernel": "coop_reg", "tile_m": 16, "tile_n": 8, "warp_m": 8, "slice_k": 2}
+"""The same with weights decoded in registers, where the order of rows is known."""
+
+
+def each_way(case: Callable[..., Case]) -> Iterator[Case]:
+    """A case of many tokens by each kind of mat-mat. case: given `act`."""
+    yield case(act="f32")
+    yield case(act="q8_1")
+    yield case(act="auto").where(**MATRICES)
+
+
+def prompts_mul_mat() -> Iterator[Case]:
+    """Odd rows and columns that fill no tile; a row that ends within a unit; shards; values that f16 does not hold."""
+    yield from each_way(partial(mul_mat_case, "Q4_K", 45, 19, 512))
+    yield from each_way(partial(mul_mat_case, "Q8_0", 131, 35, 96))
+    yield mul_mat_case("F16", 33, 19, 80).where(**MATRICES)
+    yield mul_mat_case("Q4_K", 203, 18, 256).where(range=20_000)
+    yield mul_mat_case("Q4_K", 203, 18, 256).where(range=20_000, **{**MATRICES, "split_k": 2})
+    for amax in (HUGE, 10 * HUGE):
+        yield mul_mat_case("Q8_0", 33, 19, 256, amax=amax).where(**MATRICES)
+        yield mul_mat_case("Q8_0", 33, 5, 256, amax=amax).where(**REGISTERS)
+    yield mul_mat_case("Q8_0", 45, 7, 96).where(**REGISTERS)
+
+
+def prompts_mul_mat_id() -> Iterator[Case]:
+    """Experts with no token, with some, and with all of them."""
+    for ids in ROUTES:
+        yield from each_way(partial(mul_mat_id_case, "Q8_0", 6, 2, 45, 21, 96, shared=ids != "last", ids=ids))
+    yield mul_mat_id_case("Q8_0", 5, 1, 33, 19, 96, shared=True, amax=HUGE).where(**MATRICES)
+
+
+def prompts_fused() -> Iterator[Case]:
+    """What is fused around a mat-mat."""
+    for roles, glu, oai, out in (
+        (("bias", "residual"), False, False, "F32"),
+        (("bias", "ids"), True, True, "Q8_1"),
+        (("ids", "expert_weights", "residual"), False, False, "F32"),
+    ):
+        yield from each_way(partial(fused_case, "Q8_0", 90 if out == "F32" else 128, 96, 19, roles, glu=glu, oai=oai, out=out))
+    yield fused_case("Q8_0", 90, 96, 19, ("residual",), split=(64, 26), act="f32")
 
 
 BASE = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "IQ2_XXS")
@@ -331,7 +379,7 @@ INT: dict[str, Any] = {"type_b": "q8_1", "act": "q8_1"}
 INT_FROM_F32: dict[str, Any] = {"act": "q8_1"}
 
 HUGE = 1e5
-"""Activations beyond what F16 holds: none may pass through one."""
+"""Activations beyond what F16 holds: they pass through one scaled, or not at all."""
 
 
 def paths(quant: str) -> list[dict[str, Any]]:
@@ -366,6 +414,7 @@ def full_mul_mat() -> Iterator[Case]:
             yield mul_mat_case(quant, 64, 1, 14336, **path)
             for n in (1, 3):
                 yield mul_mat_case(quant, 33, n, 256, amax=HUGE, **path)
+        yield from each_way(partial(mul_mat_case, quant, 45, 19, 512))
         for n in (1, 8):
             yield mul_mat_case(quant, 1023, n, 4096)
         if quant in INT_QUANTS:
@@ -401,6 +450,8 @@ def full_mul_mat_id() -> Iterator[Case]:
         if quant in INT_QUANTS:
             for n in (1, 4):
                 yield mul_mat_id_case(quant, 8, 4, 40, n, 256, shared=n == 1, **INT_FROM_F32)
+        for ids in ROUTES:
+            yield from each_way(partial(mul_mat_id_case, quant, 6, 2, 45, 21, 256, shared=ids != "last", ids=ids))
         for path in paths(quant):
             yield mul_mat_id_case(quant, 8, 2, 32, 3, 256, shared=False, amax=HUGE, **path)
     for quant, k, n in product(("F32", "F16", "BF16"), (1, 31, 63, 65, 80), (1, 5)):

@@ -26,6 +26,8 @@ from vkback.ops.mat_vec_cases import (
     paths,
     perf_mul_mat,
     perf_mul_mat_id,
+    prompts_mul_mat,
+    prompts_mul_mat_id,
     with_x,
 )
 from vkback.ops.view import ORDERS, TRANSPOSED, laid_out
@@ -104,6 +106,7 @@ class MulMat(_Plain):
         for quant in ("F32", "Q4_K", "Q8_0"):
             yield batched_case(quant, 17, 3, 256, (1, 3), (2, 2))
             yield batched_case(quant, 17, 2, 256, (3, 2), (1, 2), order=(0, 2, 1, 3), gap=256)
+        yield from prompts_mul_mat()
         yield batched_case("F16", 17, 3, 80, (2, 2), (1, 3), order=(0, 1, 3, 2), plain=True, type_b="f16")
         yield batched_case("F32", 5, 4, 65, (1, 1), (2, 3), plain=True)
 
@@ -156,6 +159,7 @@ class MulMatId(_Plain):
                 for n in (1, 5):
                     yield mul_mat_id_case(quant, experts, used, 32, n, 256, shared=used != 4)
         yield mul_mat_id_case("Q8_0", 8, 3, 21, 2, 96, shared=False)
+        yield from prompts_mul_mat_id()
         yield mul_mat_id_case("Q5_K", 4, 2, 35, 1, 1280, shared=True).where(wg=32, lanes=16, rows=2, unroll=2)
 
     def full_cases(self) -> Iterator[Case]:
