@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -282,6 +283,40 @@ def test_programs_slower_than_predicted_are_cut_anew(path: Path, device: Device,
         engine.prompt(ids(64))
         assert len(prompts._recordings[64, "none"].parts) > before
         assert nmse(engine.decode_logits(ids(65)[64]), one_by_one[64]) <= FLOAT_NMSE
+
+
+@pytest.mark.vulkan
+def test_one_submit_that_took_too_long_is_enough(path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run has more cuts, and what a device's own slowness asks for. That run counts too: the program is compiled already."""
+    with load(path, device, ubatch=64) as engine:
+        prompts = engine._prompts
+        engine.prepare(prompt=64)
+        whole = sum(prompts._recordings[64, "none"].predicted_us)
+        clock = iter(range(10**6))
+        monkeypatch.setattr(time, "perf_counter", lambda: 4e-6 * whole * next(clock))
+        monkeypatch.setattr(prompt_module, "LONGEST_SUBMIT_US", whole)
+        engine.prompt(ids(64))
+        assert prompts._slowness == 4.0
+        engine.reset()
+        engine.prompt(ids(64))
+        cut = prompts._recordings[64, "none"]
+        assert len(cut.parts) > 1 and cut.runs == 3
+
+
+@pytest.mark.vulkan
+def test_one_slow_run_of_short_submits_is_not_enough(path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(path, device, ubatch=64) as engine:
+        prompts = engine._prompts
+        engine.prepare(prompt=64)
+        whole = sum(prompts._recordings[64, "none"].predicted_us)
+        clock = iter(range(10**6))
+        monkeypatch.setattr(time, "perf_counter", lambda: 4e-6 * whole * next(clock))
+        monkeypatch.setattr(prompt_module, "LONGEST_SUBMIT_US", 100 * whole)
+        engine.prompt(ids(64))
+        assert prompts._slowness == 1.0
+        engine.reset()
+        engine.prompt(ids(64))
+        assert prompts._slowness > 4.0
 
 
 @pytest.mark.vulkan

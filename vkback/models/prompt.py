@@ -100,7 +100,7 @@ class _Recording:
     parts         command buffers, submitted one after the other
     predicted_us  of each
     slowness      as known when the program was cut
-    runs          so far: the first may hold compile time of the driver
+    runs          of the program so far: the first may hold compile time of the driver
     last          measured over predicted time of the last run, of later ones than the first
     """
 
@@ -144,7 +144,7 @@ class Prompts:
         self._n_ctx = sys.maxsize
         self._costs = low_costs(device.caps)
         self.longest_submit_s = 0.0
-        self._slowness = 1.0  # measured over predicted time: the largest so far of two runs in a row, up to a power of two
+        self._slowness = 1.0  # measured over predicted time, up to a power of two: the largest so far of two runs in a row or a late submit
         self._programs: dict[tuple[int, PromptHead], Program] = {}
         self._recordings: dict[tuple[int, PromptHead], _Recording] = {}
         self._blocks: dict[str, tuple[Arena, BufferRange]] = {}
@@ -243,16 +243,20 @@ class Prompts:
         begun = time.perf_counter()
         tickets = [self.device.submit(part) for part in recording.parts]
         before = begun
+        late = 0.0  # slowness of a submit that took too long
         for ticket, predicted in zip(tickets, recording.predicted_us, strict=True):
             ticket.wait()
             now = time.perf_counter()
             self.longest_submit_s = max(self.longest_submit_s, now - before)
+            if (now - before) * 1e6 > LONGEST_SUBMIT_US:
+                late = max(late, (now - before) * 1e6 / predicted)
             before = now
             on_part(predicted / whole)
         if recording.runs:
             slowness = (time.perf_counter() - begun) * 1e6 / whole
-            both = min(slowness, recording.last)  # one run may have been slow for other reasons
-            self._slowness = max(self._slowness, 2.0 ** math.ceil(math.log2(max(both, 1.0))))
+            # One run may have been slow for other reasons; but none is waited for once a submit took too long.
+            known = max(late, min(slowness, recording.last))
+            self._slowness = max(self._slowness, 2.0 ** math.ceil(math.log2(max(known, 1.0))))
             recording.last = slowness
         recording.runs += 1
 
@@ -318,7 +322,8 @@ class Prompts:
         copies = [(result, logits.slice(0, result.size))] if logits and result else []
         copies += [(program.overflow, held.slice(0, words))] if program.overflow and held else []
         parts = program.record_parts(f"prompt x{size}", submits, copies=copies)
-        self._recordings[key] = _Recording(size, program, parts, list(submits.values()), self._slowness)
+        runs = found.runs if found is not None and found.program is program else 0
+        self._recordings[key] = _Recording(size, program, parts, list(submits.values()), self._slowness, runs)
         return self._recordings[key]
 
     def _program(self, size: int, head: PromptHead) -> Program:
