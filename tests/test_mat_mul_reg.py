@@ -199,6 +199,31 @@ def test_epilogue(more: dict[str, Any], device: Device, kernels: ShaderLibrary, 
     assert nmse(*run_product(device, kernels, use, "Q4_K", 50, 3, 512, **more)) <= 4 * F16_TOLERANCE.nmse  # GLU multiplies two such sums
 
 
+@pytest.mark.vulkan
+def test_gate_and_up_store_what_down_reads(device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    use = by_registers(ctx, device)
+    shape = mat_mul_reg.shape_of(16, 8, 8, 2, mat_mul.row_lanes(use), device.caps)
+    assert shape is not None
+    n, k, middle, m, rng = 5, 256, 256, 40, np.random.default_rng(7)
+    gate_up, down = weight("gate_up", "Q4_K", (2 * middle, k)), weight("down", "Q4_K", (m, middle))
+    assert mat_mul_reg.stores_units(gate_up, True, shape, device.caps)
+    assert not mat_mul_reg.stores_units(weight("w", "Q4_K", (2 * middle + 64, k)), True, shape, device.caps)  # no whole blocks
+    x, y = Tensor("x", "F32", (n, k), "input"), Tensor("y", "F32", (n, m))
+    x16, act = mat_mul_reg.packed_units("x16", n, k, shape), mat_mul_reg.packed_units("act", n, middle, shape)
+    chain = [
+        mat_mul_reg.pack_units(x, x16, n, shape, device.caps),
+        *mat_mul_reg.lower(MatMul(gate_up, x16, act, n, glu="silu"), shape, device.caps),
+        *mat_mul_reg.lower(MatMul(down, act, y, n), shape, device.caps),
+    ]
+    values: dict[str, Any] = {w.name: quants.random_blocks("Q4_K", w.shape[0], w.shape[1], rng, std=0.3) for w in (gate_up, down)}
+    values["x"] = rng.uniform(-1, 1, (n, k)).astype(np.float32)
+    got = run_chain(device, kernels, use, chain, values, (gate_up, down, x), (y,))["y"]
+    w1, w2 = (quants.decode("Q4_K", values[w.name]).reshape(w.shape).astype(np.float64) for w in (gate_up, down))
+    both = values["x"].astype(np.float64) @ w1.T
+    want = (both[:, 0::2] / (1 + np.exp(-both[:, 0::2])) * both[:, 1::2]) @ w2.T
+    assert nmse(got, want) <= 4 * F16_TOLERANCE.nmse  # two products one after the other, a GLU between
+
+
 def test_tables_choose_it_for_few_tokens() -> None:
     """Dense products of 3 to 16 tokens on Hopper; not where the order of rows is unknown, nor with --act f32."""
 

@@ -3,8 +3,9 @@
 //
 //   binding 0  weights, planes of docs/architecture.md
 //   binding 1  x F16 in unit order (mat_mul/units.glsl), x_stride words of 16 bytes for FN columns
-//   binding 2  y F32 [n][y_stride]
+//   binding 2  y F32 [n][y_stride]; or F16 in unit order, y_stride words of 16 bytes for FN columns, its rows whole blocks
 //   binding 3  bias F32, binding 4 residual F32, binding 5 any buffer: as in mat_mul/iface.glsl
+//   binding 6  of an F16 y its overflow word (mat_mul/overflow.glsl); else any buffer
 //
 // A workgroup makes a tile of ROW_WARPS * WARP_M weight rows times TILE_N columns. Each subgroup takes WARP_M rows of it, all columns, and every
 // K_WARPS-th block along K (sliced-K). A lane loads whole units of 32 weights, neighbouring lanes neighbouring units of a row, decodes them to f16,
@@ -13,6 +14,7 @@
 //
 // Defines: QUANT_FILE. The rest are specialization constants.
 #include "mat_mul/matrix.glsl"
+#extension GL_EXT_shader_16bit_storage : require
 
 layout(constant_id = 5) const uint WARP_M = 32;
 layout(constant_id = 6) const uint TILE_N = 16;
@@ -23,6 +25,7 @@ layout(constant_id = 10) const uint HAS_RESIDUAL = 0;
 layout(constant_id = 11) const uint GLU = 0;
 layout(constant_id = 12) const float GLU_ALPHA = 1.0;
 layout(constant_id = 13) const float GLU_LIMIT = 1.0;
+layout(constant_id = 14) const uint Y_UNITS = 0;  // 1: y is F16
 const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 
 #define PATH_INT 0
@@ -35,10 +38,14 @@ const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 #include "mat_mul/pack.glsl"
 #include "mat_mul/unit_f16.glsl"
 #include "mat_mul/units.glsl"
+#define OVERFLOW_BINDING 6
+#include "mat_mul/overflow.glsl"
 
 layout(std430, set = 0, binding = 1) readonly buffer X { uvec4 x4[]; };
 layout(std430, set = 0, binding = 2) writeonly buffer Y { float y1[]; };
 layout(std430, set = 0, binding = 2) writeonly buffer YQuads { vec4 y4[]; };
+layout(std430, set = 0, binding = 2) writeonly buffer YPairs { uvec2 y2[]; };
+layout(std430, set = 0, binding = 2) writeonly buffer YHalves { float16_t y_half[]; };
 layout(std430, set = 0, binding = 3) readonly buffer Bias { float bias[]; };
 layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]; };
 
@@ -136,12 +143,26 @@ vec4 finished(uint row, uint c, uint column) {
 const uint OUT_SHIFT = GLU != 0 ? 1 : 0;
 const uint OUT_QUADS = TILE_M >> (2 + OUT_SHIFT);
 
+// Four neighbouring rows of a column, as the next product takes them.
+void store_units(uint column, uint row, vec4 v) {
+    const uvec2 packed = pack_four(noted(p.out_scale * v));
+    if (V >= 4) {
+        y2[unit_place(column, row, p.y_stride) / 4u] = packed;
+    } else
+        [[unroll]] for (uint e = 0; e < 4; e++)
+            y_half[unit_place(column, row + e, p.y_stride)] = float16_t(unpackHalf2x16(packed[e / 2])[e % 2]);
+}
+
 void store_tile() {
     const uint rows = p.m >> OUT_SHIFT;
     for (uint item = gl_LocalInvocationID.x; item < tile_count * OUT_QUADS; item += WG) {
         const uint c = item / OUT_QUADS, quad = item % OUT_QUADS, row = (tile_row >> OUT_SHIFT) + 4u * quad;
         if (row >= rows) continue;
         const vec4 v = finished(quad << (2 + OUT_SHIFT), c, tile_column + c);
+        if (Y_UNITS != 0) {
+            store_units(tile_column + c, row, v);
+            continue;
+        }
         const uint at = (tile_column + c) * p.y_stride + p.y_offset + row;
         if ((at & 3u) == 0u && row + 3u < rows) y4[at >> 2] = v;
         else
@@ -174,4 +195,5 @@ void main() {
     if (slice == 0u) put_sums(row_warp);
     barrier();
     store_tile();
+    if (Y_UNITS != 0) report_overflow();
 }

@@ -92,7 +92,7 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     if ctx.act == "q8_1" and path == "int" and kernel != "mat_vec":
         kernel = "int_dot"
     if kernel == "coop_reg":
-        fits = ctx.act == "auto" and node.experts == "none" and node.y.type == "F32" and node.x.type != "Q8_1"
+        fits = ctx.act == "auto" and node.experts == "none" and node.y.type != "Q8_1" and node.x.type != "Q8_1"
         lanes = row_lanes(ctx) if fits else 0
         shape = mat_mul_reg.shape_of(choice["tile_m"], choice["tile_n"], choice["warp_m"], choice["slice_k"], lanes, ctx.caps)
         return MatMulChoice(shape, choice.source)

@@ -96,34 +96,45 @@ def pack_units(
     )
 
 
+def stores_units(w: Tensor, glu: bool, shape: MatMulShape, caps: Capabilities) -> bool:
+    """Whether the product with a weight can leave its output in unit order: whole blocks, made of one shard."""
+    return shape.way == "coop_reg" and (w.shape[0] >> glu) % (UNIT * shape.row_lanes) == 0 and len(shards(w, caps)) == 1
+
+
 def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]:
     """The dispatches of a product, one a shard of its weight. Raises PlanError for what the kernel cannot do."""
-    if job.route is not None or job.y.type != "F32" or job.x.type != "F16" or shape.way != "coop_reg":
-        raise PlanError(f"[mat_mul] {job.name}: coop_reg makes F32 of a dense product and packed F16, got {job.x} and {job.y}")
+    stored = job.y.type == "F32" or (job.y.type == "F16" and stores_units(job.w, job.glu != "", shape, caps))
+    if job.route is not None or not stored or job.x.type != "F16" or shape.way != "coop_reg":
+        said = "coop_reg makes F32 of a dense product and packed F16, or F16 of whole blocks"
+        raise PlanError(f"[mat_mul] {job.name}: {said}; got {job.x} and {job.y}")
     if job.glu and job.m % 2:
         raise PlanError(f"[mat_mul] {job.name}: rows of {job.w} should alternate gate and up, but they are odd in number")
     return [_product(job, shape, caps, i, shard) for i, shard in enumerate(shards(job.w, caps))]
 
 
 def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
+    units, outputs = job.y.type == "F16", job.m >> (job.glu != "")
     spec = matrix_spec(shape, caps) + tuple(
         enumerate(
             (
                 shape.warp_m, shape.tile_n, shape.tile_m // shape.warp_m, shape.row_lanes, int(job.bias is not None),
-                int(job.residual is not None), GLU_KINDS[job.glu], float_bits(job.alpha), float_bits(job.limit),
+                int(job.residual is not None), GLU_KINDS[job.glu], float_bits(job.alpha), float_bits(job.limit), int(units),
             ),
             5,
         )
     )  # fmt: skip
-    whole = job.y.shape[-1] == job.m >> (job.glu != "") and len(shards(job.w, caps)) == 1
+    whole = job.y.shape[-1] == outputs and len(shards(job.w, caps)) == 1
+    part = "" if whole else f"rows {job.y_row0} {shard.row0}"
+    overflow = Arg(overflow_word(job.y), "rw") if units else Arg(job.w, "r", index)
     return Dispatch(
         Variant("mat_mul/coop_reg.comp", tuple(sorted(decoder(job.w.type, caps).items())), required_subgroup(caps), spec),
-        bindings(job, index, job.y, "" if whole else f"rows {job.y_row0} {shard.row0}"),
-        push_words(job, shape, shard, units_stride(job.k, shape, caps), job.y.shape[-1]),
+        (*bindings(job, index, job.y, part), overflow),
+        push_words(job, shape, shard, units_stride(job.k, shape, caps), units_stride(outputs, shape, caps) if units else job.y.shape[-1]),
         grid(job, shape, shard),
         "MUL_MAT",
         job.name,
-        f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.warps} subgroups share a row",
+        f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.warps} subgroups share a row"
+        + (", stored as f16 units" if units else ""),
         nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
         weight_bytes=weight_bytes(job, shard),
         flops=2 * shard.rows * job.k * job.n,

@@ -5,7 +5,7 @@ A mat-mat by cooperative matrices takes x as packed f16 (`mat_mul.packed`), by i
 (`mat_mul_lower.lower_node`). Here, once all fusions are done, packing becomes nodes of the plan and is shared:
 
     GLU -> down              the epilogue of gate and up stores packed f16, where they make whole sums; by experts in the order of a route
-                             that both share
+                             that both share; few tokens in unit order (mat_mul_reg)
     attention -> its output  likewise, where a tile has whole matrices of tokens
     norm -> mat-mats         norm and packing are one PACK_F16; experts read the rows again, by their route, with the factors it stored
     anything else            a PACK_F16 that all mat-mats share which read the tensor
@@ -28,6 +28,7 @@ from vkback.ops.base import LowerContext, ceil_div
 from vkback.ops.mat_mul import UNIT, MatMulShape, packed, packs_glu
 from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_mul_nodes import Norm, pack_node, room, route_node
+from vkback.ops.mat_mul_reg import packed_units, stores_units
 from vkback.ops.mat_vec_node import MatVecNode
 from vkback.plan.fuse import Nodes, schedule_choice, tokens_of
 
@@ -144,8 +145,10 @@ class _Packing:
         """What a producer stores packed for all of these readers; None where it cannot."""
         first, name = readers[0], f"{producer.name}.f16"
         n, k = first.mat_vec.n, first.mat_vec.k
-        if first.shape.way == "coop_reg" or any(r.order != first.order for r in readers):
+        if any(r.order != first.order for r in readers):
             return None
+        if first.shape.way == "coop_reg":
+            return self._units_by_producer(producer, readers, name)
         if producer.op == "FLASH_ATTN_EXT" and self.by == "producer" and packs_output(producer, first.shape, self.ctx):
             return Tensor(name, "F16", (room(n, *(r.shape for r in readers)), k))
         if producer.op != "MAT_VEC":
@@ -161,6 +164,18 @@ class _Packing:
         if made.route is not None:
             return packed(name, made.n * made.n_used, k, shape, made.w.shape[0])
         return Tensor(name, "F16", (room(n, shape, *(r.shape for r in readers)), ceil_div(k, UNIT) * UNIT))
+
+    def _units_by_producer(self, producer: Node, readers: Sequence[Reader], name: str) -> Tensor | None:
+        """The same in unit order: gate and up for down."""
+        made = MatVecNode.of(producer) if producer.op == "MAT_VEC" else None
+        shape = choose(made, self.ctx).shape if made else None
+        if made is None or shape is None or not made.glu or "rows_total" in producer.params:
+            return None
+        widest = max((shape, *(r.shape for r in readers)), key=lambda s: s.tile_n)
+        alike = all(r.shape.matrix == shape.matrix and r.shape.row_lanes == shape.row_lanes for r in readers)
+        if not alike or not stores_units(made.w, made.glu, shape, self.ctx.caps):
+            return None
+        return packed_units(name, made.n, readers[0].mat_vec.k, widest)
 
     def _add_packs(self, name: str, x: Tensor, readers: Sequence[Reader], norm: Norm | None = None) -> None:
         """A PACK_F16 of x for readers of each order, ahead of the first. With a norm the one for dense readers stores its factors for those
