@@ -17,9 +17,9 @@ from vkback.ops.base import Act
 from vkback.ops.mat_mul import Way, default_shape, matrix_shape
 from vkback.plan.tuning import Overrides, Tuning
 
-ACTS: dict[Way, Act] = {"f32": "f32", "coop_mat": "auto", "int_dot": "q8_1"}
+ACTS: dict[Way, Act] = {"f32": "f32", "coop_mat": "auto", "coop_reg": "auto", "int_dot": "q8_1"}
 
-WAY_NMSE: dict[Way, float] = {"f32": 1e-6, "coop_mat": 1e-4, "int_dot": 3e-4}
+WAY_NMSE: dict[Way, float] = {"f32": 1e-6, "coop_mat": 1e-4, "coop_reg": 3e-4, "int_dot": 3e-4}
 """Prompt logits against float64.
 
 f32: sums leave 1e-14 to 1e-11; a key or value on the edge between two F16 falls the other way now and then, up to 2e-9.
@@ -32,6 +32,8 @@ logits of 10 rms, its square is 100 times as large. silu(gate) * up: six times (
 independent. The last norm and head add 4e-8. What is left to 1e-4 is for depth, where errors pass through later blocks: 24 times. Measured
 here 6e-8 to 6e-7.
 
+coop_reg: dense products as coop_mat; experts go through the mat-vec kernels, which round activations to 8 bits where they can.
+
 int_dot: activations in 8 bits, an NMSE of 1.5e-5 to 4e-5 of each product (vkback/ops/mat_vec.py), some thirty in a row, each diluted in the
 residual stream."""
 
@@ -42,12 +44,16 @@ def way_params(way: Way, caps: Capabilities) -> dict[str, dict[str, Any]]:
         s = default_shape(way, 64, caps)
         cut = {"tile_m": s.tile_m, "tile_n": s.tile_n, "step_k": s.step_k, "warp_m": s.warp_m, "warp_n": s.warp_n, "split_k": 1}
         return {"mat_mul": {"kernel": way, **cut}, "attention": {"way": "matrix", "tile_q": 16, "tile_kv": 16, "warps": 2}}
+    if way == "coop_reg":
+        rows, columns, _ = default_shape("coop_mat", 64, caps).matrix
+        cut = {"tile_m": 2 * rows, "tile_n": columns, "warp_m": rows, "slice_k": 2}
+        return {"mat_mul": {"kernel": way, **cut}, "attention": {"way": "plain"}}
     return {"mat_mul": {"kernel": way}}
 
 
 def skip_without(way: Way, caps: Capabilities) -> None:
     """Skips the test where the device cannot go this way."""
-    if way == "coop_mat" and matrix_shape(caps) is None:
+    if way in ("coop_mat", "coop_reg") and matrix_shape(caps) is None:
         pytest.skip(f"{caps.name} has no cooperative matrices of f16 with f32 sums")
     if way == "int_dot" and not caps.int_dot:
         pytest.skip(f"{caps.name} has no integer dot product")

@@ -26,7 +26,9 @@ N_CTX = 512
 LENGTHS = (1, 16, 17, 31, 63, 100, 333, 512)
 """Programs of 16; of 32 with one and 15 tokens of padding; 64; 128 with 28; 256 + 64 + 16 with 3; 512."""
 
-KERNEL = {"f32": "mat_mul/f32.comp", "coop_mat": "mat_mul/coop_mat.comp", "int_dot": "mat_mul/int_dot.comp"}
+KERNEL = {
+    "f32": "mat_mul/f32.comp", "coop_mat": "mat_mul/coop_mat.comp", "coop_reg": "mat_mul/coop_reg.comp", "int_dot": "mat_mul/int_dot.comp"
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
