@@ -172,7 +172,7 @@ class Product:
         wrong = self.nmse()
         launches = 1 if self.device.caps.software else max(self.copies, 8)
         commands = record("product", [product] * launches)
-        warm_up(self.device, commands, 0.1)  # type: ignore[arg-type]
+        warm_up(self.device, commands, 0.3)  # type: ignore[arg-type]
         times = [span_us(self.device, commands) / launches for _ in range(repetitions)]  # type: ignore[arg-type]
         first.destroy()  # type: ignore[attr-defined]
         commands.destroy()  # type: ignore[attr-defined]

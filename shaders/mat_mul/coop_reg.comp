@@ -8,9 +8,10 @@
 //   binding 6  of an F16 y its overflow word (mat_mul/overflow.glsl); else any buffer
 //
 // A workgroup makes a tile of ROW_WARPS * WARP_M weight rows times TILE_N columns. Each subgroup takes WARP_M rows of it, all columns, and every
-// K_WARPS-th block along K (sliced-K). A lane loads whole units of 32 weights, neighbouring lanes neighbouring units of a row, decodes them to f16,
-// and has in them just what its elements of matrices A are: no shared memory, no barriers. Registers are loaded for the subgroup's next block as soon
-// as they are free. In the end the sums of the slices are added through shared memory, in a fixed order.
+// K_WARPS-th step along K (sliced-K). A step is LANE_UNITS blocks. A lane loads whole units of 32 weights, neighbouring lanes neighbouring units of
+// a row, decodes them to f16, and has in them just what its elements of matrices A are: no shared memory, no barriers. Registers are loaded for the
+// subgroup's next step as soon as they are free. In the end the sums of all slices go to shared memory, and whoever stores a value adds them up in
+// a fixed order.
 //
 // Defines: QUANT_FILE. The rest are specialization constants.
 #include "mat_mul/matrix.glsl"
@@ -26,11 +27,14 @@ layout(constant_id = 11) const uint GLU = 0;
 layout(constant_id = 12) const float GLU_ALPHA = 1.0;
 layout(constant_id = 13) const float GLU_LIMIT = 1.0;
 layout(constant_id = 14) const uint Y_UNITS = 0;  // 1: y is F16
+layout(constant_id = 15) const uint LANE_UNITS = 1;  // units of a row that a lane takes a step
+layout(constant_id = 16) const uint EIGHTS = 0;      // 1: a step is 8 units, rows are whole steps
 const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 
 #define PATH_INT 0
 #include "quant/weights.glsl"
 #include "mat_mul/iface.glsl"
+#define UNIT_EIGHTS EIGHTS
 #include "quant/place.glsl"
 #include QUANT_FILE
 #include "mat_mul/tile.glsl"
@@ -56,52 +60,60 @@ const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes 
 const uint MATRICES = 32 / V;                      // along K in a block
 const uint STAGE_PITCH = WARP_M / 4 + 1;
 const uint STAGE_WORDS = TILE_N * STAGE_PITCH;     // the sums of a subgroup
-const uint STAGES = ROW_WARPS * (K_WARPS > 1 ? K_WARPS / 2 : 1);
 
-shared vec4 stages[STAGES * STAGE_WORDS];
+shared vec4 stages[ROW_WARPS * K_WARPS * STAGE_WORDS];  // those of a row's slices follow each other
 
 MATRIX_SUM sums[MS * NS];
-UnitRaw raw[UNITS];
+UnitRaw raw[LANE_UNITS * UNITS];
 uvec4 x[NS * BLOCK_WORDS];
-uint blocks;
+uint steps, blocks;
 
 float16_t half_at(uvec4 word, uint i) {
     const f16vec2 pair = unpackFloat2x16(word[i / 2]);
     return i % 2 == 0 ? pair.x : pair.y;
 }
 
-void fetch(uint i, uint first_row, uint block) {
-    const uint row = first_row + i / OWN_ROWS * FM + i % OWN_ROWS * GROUPS + gl_SubgroupInvocationID / T;
-    raw[i] = unit_load(place(min(row, p.m - 1u), min(block * T + gl_SubgroupInvocationID % T, end_unit - 1u)));
+// Unit `u` of a step of the lane's row number i.
+UnitRaw fetched(uint i, uint u, uint first_row, uint step) {
+    const uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * GROUPS + gl_SubgroupInvocationID / T, p.m - 1u);
+    const uint lane = gl_SubgroupInvocationID % T;
+    if (EIGHTS != 0) return unit_load(Place(row, min(step, steps - 1u) * 8u + lane, 0u, u * T));
+    return unit_load(place(row, min((step * LANE_UNITS + u) * T + lane, end_unit - 1u)));
 }
 
 void fetch_x(uint n, uint i, uint block) {
-    x[n * BLOCK_WORDS + i] = x4[(tile_number * NS + n) * p.x_stride + (min(block, blocks - 1u) * BLOCK_WORDS + i) * SG + gl_SubgroupInvocationID];
+    const uint first = (tile_number * NS + n) * p.x_stride + min(block, blocks - 1u) * (BLOCK_WORDS * SG) + gl_SubgroupInvocationID;
+    x[n * BLOCK_WORDS + i] = x4[foldable(first) + i * SG];
 }
 
-// The products of a block. Registers of weights and activations are loaded with those of the subgroup's next block after their last use.
-void multiply(uint first_row, uint block) {
-    [[unroll]] for (uint i = 0; i < MS; i++) {
-        uvec4 w[OWN_ROWS * 4];
-        [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {
-            uvec4 words[4];
-            unit_f16(raw[i * OWN_ROWS + r], true, words);  // past the end of a row x is zero
-            [[unroll]] for (uint j = 0; j < 4; j++) w[r * 4 + j] = words[j];
-            fetch(i * OWN_ROWS + r, first_row, block + K_WARPS);
-        }
-        [[unroll]] for (uint j = 0; j < MATRICES; j++) {
-            MATRIX_A a;
-            [[unroll]] for (uint r = 0; r < OWN_ROWS; r++)
-                [[unroll]] for (uint e = 0; e < V; e++) a[r * V + e] = half_at(w[r * 4 + (j * V + e) / 8], (j * V + e) % 8);
-            [[unroll]] for (uint n = 0; n < NS; n++) {
-                MATRIX_B b;
-                [[unroll]] for (uint e = 0; e < OWN_COLUMNS * V; e++) {
-                    const uint number = j * OWN_COLUMNS * V + e;
-                    b[e] = half_at(x[n * BLOCK_WORDS + number / 8], number % 8);
+// The products of a step. Registers of weights and activations are loaded with those of later steps after their last use.
+void multiply(uint first_row, uint step) {
+    [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) {
+        const uint next_block = u + 1 < LANE_UNITS ? step * LANE_UNITS + u + 1 : (step + K_WARPS) * LANE_UNITS;
+        const bool there = LANE_UNITS == 1 || EIGHTS != 0 || step * LANE_UNITS + u < blocks;
+        [[unroll]] for (uint i = 0; i < MS; i++) {
+            uvec4 w[OWN_ROWS * 4];
+            [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {
+                uvec4 words[4];
+                const uint own = (i * OWN_ROWS + r) * LANE_UNITS + u;
+                unit_f16(raw[own], there, words);  // past the end of a row x is zero
+                [[unroll]] for (uint j = 0; j < 4; j++) w[r * 4 + j] = words[j];
+                raw[own] = fetched(i * OWN_ROWS + r, u, first_row, step + K_WARPS);
+            }
+            [[unroll]] for (uint j = 0; j < MATRICES; j++) {
+                MATRIX_A a;
+                [[unroll]] for (uint r = 0; r < OWN_ROWS; r++)
+                    [[unroll]] for (uint e = 0; e < V; e++) a[r * V + e] = half_at(w[r * 4 + (j * V + e) / 8], (j * V + e) % 8);
+                [[unroll]] for (uint n = 0; n < NS; n++) {
+                    MATRIX_B b;
+                    [[unroll]] for (uint e = 0; e < OWN_COLUMNS * V; e++) {
+                        const uint number = j * OWN_COLUMNS * V + e;
+                        b[e] = half_at(x[n * BLOCK_WORDS + number / 8], number % 8);
+                    }
+                    sums[i * NS + n] = coopMatMulAdd(a, b, sums[i * NS + n]);
+                    const uint used = (j + 1) * OWN_COLUMNS * V;  // values of x
+                    if (i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, next_block);
                 }
-                sums[i * NS + n] = coopMatMulAdd(a, b, sums[i * NS + n]);
-                const uint used = (j + 1) * OWN_COLUMNS * V;  // values of x
-                if (i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, block + K_WARPS);
             }
         }
     }
@@ -114,14 +126,12 @@ void put_sums(uint stage) {
                          gl_CooperativeMatrixLayoutColumnMajor);
 }
 
-void add_sums(uint stage) {
-    [[unroll]] for (uint i = 0; i < MS; i++)
-        [[unroll]] for (uint n = 0; n < NS; n++) {
-            MATRIX_SUM other;
-            coopMatLoad(other, stages, stage * STAGE_WORDS + n * FN * STAGE_PITCH + i * FM / 4, STAGE_PITCH,
-                        gl_CooperativeMatrixLayoutColumnMajor);
-            sums[i * NS + n] = sums[i * NS + n] + other;
-        }
+// The sums of four neighbouring rows, from `row` of the tile on, of a column: those of all slices in their order.
+vec4 added(uint row, uint c) {
+    vec4 v = vec4(0.0);
+    [[unroll]] for (uint slice = 0; slice < K_WARPS; slice++)
+        v += stages[(row / WARP_M * K_WARPS + slice) * STAGE_WORDS + c * STAGE_PITCH + row % WARP_M / 4u];
+    return v;
 }
 
 // Four neighbouring output rows, from `row` of the tile on, of a column of the tile.
@@ -129,7 +139,7 @@ vec4 finished(uint row, uint c, uint column) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
     [[unroll]] for (uint i = 0; i < quads; i++) {
-        v[i] = p.y_scale * stages[row / WARP_M * STAGE_WORDS + c * STAGE_PITCH + row % WARP_M / 4u + i];
+        v[i] = p.y_scale * added(row + 4u * i, c);
         if (HAS_BIAS != 0)
             [[unroll]] for (uint e = 0; e < 4; e++) v[i][e] += bias[p.w_row0 + min(matrix_row + 4u * i + e, p.m - 1u)];
     }
@@ -180,19 +190,14 @@ void main() {
     const uint row_warp = gl_SubgroupID / K_WARPS, slice = gl_SubgroupID % K_WARPS;
     const uint first_row = tile_row + row_warp * WARP_M;
     blocks = (end_unit + T - 1u) / T;
-    [[unroll]] for (uint i = 0; i < UNITS; i++) fetch(i, first_row, slice);
+    steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
+    [[unroll]] for (uint i = 0; i < UNITS; i++)
+        [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) raw[i * LANE_UNITS + u] = fetched(i, u, first_row, slice);
     [[unroll]] for (uint n = 0; n < NS; n++)
-        [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice);
+        [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
-    [[dont_unroll]] for (uint block = slice; block < blocks; block += K_WARPS) multiply(first_row, block);
-    // Halves of the slices are added to the others until one is left.
-    [[unroll]] for (uint half_way = K_WARPS / 2; half_way > 0; half_way /= 2) {
-        if (slice >= half_way && slice < 2 * half_way) put_sums(row_warp * half_way + slice - half_way);
-        barrier();
-        if (slice < half_way) add_sums(row_warp * half_way + slice);
-        barrier();
-    }
-    if (slice == 0u) put_sums(row_warp);
+    [[dont_unroll]] for (uint step = slice; step < steps; step += K_WARPS) multiply(first_row, step);
+    put_sums(gl_SubgroupID);
     barrier();
     store_tile();
     if (Y_UNITS != 0) report_overflow();

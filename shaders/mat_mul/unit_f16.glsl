@@ -1,6 +1,31 @@
 // A unit of 32 weights as f16 in K order (mat_mul/matrix.glsl), eight a word. Needs quant/weights.glsl, a QUANT_FILE and mat_mul/pack.glsl.
 
-#if UNIT_INTS
+#ifdef UNIT_FLIPPED_NIBBLES
+// Nibbles without a byte of their own: above 1024 an f16's last bit is worth 1, so a nibble in its low bits is 1 and in the next 16 times its value
+// more. The differences are exact.
+f16vec2 low_nibbles(uint word) {
+    return unpackFloat2x16((word & 0x000f000fu) | 0x64006400u) - f16vec2(1024.0);
+}
+
+f16vec2 high_nibbles(uint word) {  // their top bits are flipped
+    return fma(unpackFloat2x16((word & 0x00f000f0u) ^ 0x64806480u), f16vec2(0.0625), f16vec2(-64.0));
+}
+
+// there: false makes zeros of it.
+void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
+    vec2 scale, bias;
+    unit_scale(unit, scale, bias);
+    if (!there) scale = bias = vec2(0.0);
+    const f16vec2 s = f16vec2(scale), b = -f16vec2(bias);
+    [[unroll]] for (uint i = 0; i < 4; i++) {
+        const uint even = unit.qs[i], odd = even >> 8, at = 2u * (i & 1u);
+        words[i >> 1][at] = packFloat2x16(fma(low_nibbles(even), s, b));
+        words[i >> 1][at + 1u] = packFloat2x16(fma(low_nibbles(odd), s, b));
+        words[2u + (i >> 1)][at] = packFloat2x16(fma(high_nibbles(even), s, b));
+        words[2u + (i >> 1)][at + 1u] = packFloat2x16(fma(high_nibbles(odd), s, b));
+    }
+}
+#elif UNIT_INTS
 // Bytes of a word as f16: above 1024 an f16's last bit is worth 1, so a byte put into the low bits of 1024 is 1024 more.
 f16vec2 bytes_of(uint word) {
 #if UNIT_SIGNED

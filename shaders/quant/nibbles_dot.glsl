@@ -1,4 +1,5 @@
 // Of Q4_0, Q4_1 and Q4_K, whose UnitRaw has `qs` (quant/nibbles.glsl), the top bit of every high nibble flipped: what they have in common.
+#define UNIT_FLIPPED_NIBBLES 1
 void flipped_nibbles(uvec4 qs, out uint q[8]) {
     split_nibbles(qs ^ 0x80808080u, q);
 }

@@ -2,6 +2,8 @@
 //
 //   K_UNITS    units of a row, where a kernel is built for one length of rows
 //   UNIT_STEP  a power of two that every Place's `unit` is a multiple of
+//   UNIT_EIGHTS  a constant; not 0: rows are whole eights of units, a Place's `unit` and `unit + units_on` lie in the same one, and `units_on` is a
+//              multiple of 4: what eight units share is then seen to be one item
 
 #ifdef K_UNITS
 #define ROW_UNITS uint(K_UNITS)
@@ -30,6 +32,10 @@ uint item_at(uint first, Place at, uint shift, uint width) {
 #ifdef K_UNITS
     const uint items = ROW_UNITS >> shift;
 #endif
+#ifdef UNIT_EIGHTS
+    if (UNIT_EIGHTS != 0)
+        return foldable(first + (((at.row + at.rows_on) * ROW_UNITS + at.unit) >> shift) * width) + (shift < 3u ? (at.units_on >> shift) * width : 0u);
+#endif
     return
 #ifdef K_UNITS
         ROW_UNITS % (1u << shift) == 0u && (at.units_on % (1u << shift) == 0u || at.units_on < UNIT_STEP)
@@ -46,6 +52,9 @@ uint item_at(uint first, Place at, uint shift, uint width) {
 
 // Number of a unit as far as its remainder by `period`, a power of two up to 16, goes.
 uint unit_number(Place at, uint period) {
+#ifdef UNIT_EIGHTS
+    if (UNIT_EIGHTS != 0 && period <= 8u) return (at.unit & 7u) + at.units_on;
+#endif
     const uint on = at.units_on % period == 0u ? 0u : at.units_on;
     return
 #ifdef K_UNITS

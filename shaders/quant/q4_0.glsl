@@ -18,9 +18,13 @@ float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
 }
 #endif
 
-void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    flipped_nibbles(r.qs, q);
+void unit_scale(UnitRaw r, out vec2 scale, out vec2 bias) {
     scale = vec2(half_of(r.d, r.index));
     bias = 8.0 * scale;
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    flipped_nibbles(r.qs, q);
+    unit_scale(r, scale, bias);
 }
 #include "quant/decode_ints.glsl"

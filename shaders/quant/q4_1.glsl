@@ -19,10 +19,14 @@ float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
 }
 #endif
 
-void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    flipped_nibbles(r.qs, q);
+void unit_scale(UnitRaw r, out vec2 scale, out vec2 bias) {
     const vec2 dm = unpackHalf2x16(r.dm);
     scale = dm.xx;
     bias = -dm.yy;
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    flipped_nibbles(r.qs, q);
+    unit_scale(r, scale, bias);
 }
 #include "quant/decode_ints.glsl"

@@ -19,8 +19,12 @@ float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
 }
 #endif
 
+void unit_scale(UnitRaw r, out vec2 scale, out vec2 bias) {
+    k_head(r.head, r.sub, scale, bias);
+}
+
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     flipped_nibbles(r.qs, q);
-    k_head(r.head, r.sub, scale, bias);
+    unit_scale(r, scale, bias);
 }
 #include "quant/decode_ints.glsl"

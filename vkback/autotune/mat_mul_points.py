@@ -260,7 +260,7 @@ LARGE = ((128, 128, 64, 64, 64), (128, 128, 32, 64, 64), (128, 64, 64, 64, 32), 
 """The same for up to 128 tokens, and for more."""
 
 
-REGISTERS = {False: ((16, 16, 16), (16, 16, 8), (64, 16, 4), (128, 16, 2), (32, 32, 8)), True: ((16, 8, 2),)}
+REGISTERS = {False: ((16, 16, 8), (16, 16, 4), (16, 16, 16), (64, 16, 2), (32, 32, 8)), True: ((16, 8, 2),)}
 """tile_m, warp_m and slice_k of coop_reg; on CPU drivers, which compile it for long, the least."""
 
 

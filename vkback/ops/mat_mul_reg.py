@@ -7,6 +7,7 @@ and its time hardly depends on the number of tokens. It counts on which lanes sh
 
 from __future__ import annotations
 
+from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.base import Arg, Dispatch, PlanError, Shard, ceil_div, nbytes, pack_push, shards
@@ -46,8 +47,14 @@ def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, ca
 
 def shared_bytes(shape: MatMulShape) -> int:
     """Shared memory of shaders/mat_mul/coop_reg.comp, code books left out."""
-    stages = shape.tile_m // shape.warp_m * max(1, shape.slice_k // 2)
-    return 16 * stages * shape.tile_n * (shape.warp_m // 4 + 1)
+    return 16 * shape.warps * shape.tile_n * (shape.warp_m // 4 + 1)
+
+
+def lane_units(quant: str, row_lanes: int) -> int:
+    """Units of a row that a lane takes a step: so many that the lanes of a row have eight, which share their scales, but of types of more
+    than 40 bytes a unit one, for those take more registers than a lane can spare."""
+    bytes_of_unit = quants.quant(quant).row_bytes(256) / 8
+    return max(1, min(2, 8 // row_lanes)) if bytes_of_unit <= 40 else 1
 
 
 def blocks_of(k: int, shape: MatMulShape) -> int:
@@ -114,11 +121,13 @@ def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]
 
 def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
     units, outputs = job.y.type == "F16", job.m >> (job.glu != "")
+    step_units = lane_units(job.w.type, shape.row_lanes)
     spec = matrix_spec(shape, caps) + tuple(
         enumerate(
             (
                 shape.warp_m, shape.tile_n, shape.tile_m // shape.warp_m, shape.row_lanes, int(job.bias is not None),
                 int(job.residual is not None), GLU_KINDS[job.glu], float_bits(job.alpha), float_bits(job.limit), int(units),
+                step_units, int(step_units * shape.row_lanes == 8 and job.k % (8 * UNIT) == 0),
             ),
             5,
         )
