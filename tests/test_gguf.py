@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 
-from vkback.errors import VkbackError
 from vkback.models import GgufError, GgufFile, Model, TokenizerError, model_description, read_hparams
 from vkback.paths import builtin_model, builtin_models
 from vkback.units import params_text, size_text
@@ -130,6 +130,9 @@ def test_tensor_errors(tmp_path: Path) -> None:
     says(tmp_path, raw_file([], [info("w", (8,), offset=4)], 64), "offset 4, not a multiple of the alignment 32")
     says(tmp_path, raw_file([], [info("w", (8,)), info("v", (16,), offset=32), info("u", (8,), offset=64)], 128),
          "tensors 'v' and 'u' overlap", "ends at byte")  # fmt: skip
+    says(tmp_path, raw_file([], [info("a\nb", (8,))], 32), r"tensor info 0 of 1 has the name 'a\nb', expected at most 63 bytes that can be")
+    says(tmp_path, raw_file([], [info(64 * "w", (8,))], 32), f"has the name '{64 * 'w'}', expected at most 63 bytes")
+    says(tmp_path, raw_file([], [info(999 * "w", (8,))], 32), f"has the name '{80 * 'w'}...', expected at most 63 bytes")
     whole = raw_file([], [info("w", (8,))], 32)
     says(tmp_path, whole[:-1], "truncated: tensor 'w' (F32 [8])", f"ends at byte {len(whole)}, the file has {len(whole) - 1} bytes")
     says(tmp_path, raw_file([], [info("w", (1 << 40, 1 << 40))], 32), "truncated: tensor 'w'")
@@ -144,35 +147,6 @@ def test_every_truncation_of_a_header_is_noticed(tmp_path: Path) -> None:
             GgufFile.open(path)
     path.write_bytes(whole)
     assert list(GgufFile.open(path).tensors) == ["w"]
-
-
-def test_random_damage_raises_only_our_errors(tmp_path: Path) -> None:
-    """Flipped bytes in the tables, and random cuts: open, check and tokenize, or say why not."""
-    original = builtin_model("demo-dense").read_bytes()
-    data = min(t.offset for t in GgufFile.open(builtin_model("demo-dense")).tensors.values())
-    # The short keys at the front hold lengths and hyperparameters, the last 4 kB the tensor table; the vocabulary lies between.
-    regions = [(0, 1500), (0, data), (data - 4000, data)]
-    path = tmp_path / "damaged.gguf"
-    path.write_bytes(original)
-    rng = np.random.default_rng(20)
-    outcomes = {"sound": 0, "refused": 0}
-    for i in range(150):
-        head = bytearray(original[:data])
-        for at in rng.integers(*regions[i % 3], rng.integers(1, 4)):
-            head[at] = rng.integers(0, 256)
-        with path.open("r+b") as f:
-            f.write(head)
-        try:
-            Model.open(path).tokenizer.encode("It was a dark night")
-            outcomes["sound"] += 1
-        except VkbackError as e:
-            assert str(path) in str(e)
-            outcomes["refused"] += 1
-    assert min(outcomes.values()) >= 5, "damage that never or always matters tests nothing"
-    for size in rng.integers(0, len(original), 50):
-        path.write_bytes(original[:size])
-        with pytest.raises(GgufError, match=r"truncated|hold at most|empty"):
-            Model.open(path)
 
 
 def refused(tmp_path: Path, *parts: str, arch: str = "llama", tensors: dict[str, object] | None = None, **changes: object) -> None:
@@ -194,6 +168,14 @@ def test_hyperparameter_errors(tmp_path: Path) -> None:
         "llama.attention.layer_norm_rms_epsilon is nan, expected a positive number",
         attention__layer_norm_rms_epsilon=float("nan"),
     )
+    refused(
+        tmp_path,
+        "llama.attention.layer_norm_rms_epsilon is inf, expected a number from 1e-30 to 1e+30",
+        attention__layer_norm_rms_epsilon=math.inf,
+    )
+    refused(tmp_path, "llama.rope.freq_base is 1.0, expected a number above 1", rope__freq_base=1.0)
+    refused(tmp_path, "llama.feed_forward_length should be an integer, the file has an array", feed_forward_length=[96.0, math.inf])
+    refused(tmp_path, "llama.rope.scaling.factor should be a number, the file has an array", rope__scaling__factor=[1.0, 2.0])
     refused(tmp_path, "llama.rope.dimension_count is 17, expected an even number, at most the head size 16", rope__dimension_count=17)
     refused(tmp_path, "llama.rope.scaling.type is 'longrope', expected none, linear or yarn", rope__scaling__type="longrope")
     refused(tmp_path, "llama.feed_forward_length is different from layer to layer (96 to 97)", feed_forward_length=[96, 97])
@@ -203,7 +185,7 @@ def test_hyperparameter_errors(tmp_path: Path) -> None:
 
 def test_tensor_set_errors(tmp_path: Path) -> None:
     refused(tmp_path, "tensor blk.2.attn_norm.weight is missing; llama with 3 layers needs it", block_count=3)
-    refused(tmp_path, "tensor blk.2.attn_norm.weight is missing", block_count=1 << 31)
+    refused(tmp_path, "llama.block_count is 2147483648, expected at most as many layers as the file has tensors, ", block_count=1 << 31)
     refused(tmp_path, "tensor blk.0.ffn_gate.weight has shape [96, 64], the hyperparameters say [128, 64]", feed_forward_length=128)
     refused(tmp_path, "tensor blk.0.attn_sinks.weight has no place in the llama architecture",
             tensors={"blk.0.attn_sinks.weight": ("F32", np.ones(4, np.float32))})  # fmt: skip

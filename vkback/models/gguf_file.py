@@ -29,6 +29,9 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 4
 """Real files nest arrays once; a limit keeps a broken file from exhausting the stack."""
+MAX_NAME_BYTES = 63
+"""Of a tensor: what ggml has room for."""
+MAX_QUOTED = 80
 
 T = TypeVar("T")
 
@@ -43,6 +46,13 @@ _MIN_VALUE_BYTES = {**{code: s.size for code, s in _STRUCTS.items()}, _STRING: 8
 
 class GgufError(VkbackError):
     """A file that is no sound GGUF, or that lacks what its architecture needs. The text begins with the file's name."""
+
+
+def quoted(value: object) -> str:
+    """A name or value of a file for an error text: on one line, and of bounded length."""
+    text = value if isinstance(value, str) else " ".join(str(value).split())
+    text = text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."
+    return repr(text) if isinstance(value, str) else text
 
 
 @dataclass(frozen=True)
@@ -272,9 +282,9 @@ class _Parser:
         for i in range(n_keys):
             self._part = f"metadata key {i} of {n_keys}"
             key = self._string()
-            self._part = f"metadata key {key!r}"
+            self._part = f"metadata key {quoted(key)}"
             if key in metadata:
-                raise self._fail(f"metadata key {key!r} comes twice")
+                raise self._fail(f"{self._part} comes twice")
             metadata[key] = self._value(self._unpack(_U32), depth=0)
         return metadata
 
@@ -320,7 +330,7 @@ class _Parser:
     def _alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-            raise self._fail(f"general.alignment is {alignment!r}, expected a power of two")
+            raise self._fail(f"general.alignment is {quoted(alignment)}, expected a power of two")
         return alignment
 
     def _tensor_infos(self, n: int) -> list[_Info]:
@@ -328,6 +338,8 @@ class _Parser:
         for i in range(n):
             self._part = f"tensor info {i} of {n}"
             name = self._string()
+            if not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+                raise self._fail(f"{self._part} has the name {quoted(name)}, expected at most {MAX_NAME_BYTES} bytes that can be printed")
             if name in infos:
                 raise self._fail(f"tensor {name!r} comes twice")
             infos[name] = self._tensor_info(name)

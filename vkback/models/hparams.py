@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from vkback.graph import Recipe, Tensor
-from vkback.models.gguf_file import GgufError, GgufFile
+from vkback.models.gguf_file import GgufError, GgufFile, quoted
 
 RopeMode = Literal["normal", "neox"]
 RopeScaling = Literal["none", "linear", "yarn", "longrope"]
@@ -110,11 +110,16 @@ class HParams:
         """The weight `name`, whose shape must be `shape`. Raises GgufError when it is missing or shaped otherwise."""
         found = self.weights.get(name)
         if found is None:
-            raise GgufError(f"[gguf] {self.path}: tensor {name} is missing; {self.arch} with {self.n_layer} layers needs it "
-                            f"({len(self.weights)} tensors in the file)")
+            raise self.missing(name)
         if found.shape != shape:
             raise GgufError(f"[gguf] {self.path}: tensor {name} has shape {list(found.shape)}, the hyperparameters say {list(shape)}")
         return found
+
+    def missing(self, name: str) -> GgufError:
+        return GgufError(
+            f"[gguf] {self.path}: tensor {name} is missing; {self.arch} with {self.n_layer} layers needs it "
+            f"({len(self.weights)} tensors in the file)"
+        )
 
 
 class Metadata:
@@ -145,7 +150,7 @@ class Metadata:
         return HParams(
             path=self._f.path,
             arch=self._arch,
-            n_layer=self.count("block_count"),
+            n_layer=self.layers(),
             n_embd=n_embd,
             n_ff=n_ff,
             n_head=n_head,
@@ -175,7 +180,7 @@ class Metadata:
         """An integer; an array of one value for every layer serves when all layers agree."""
         key = self.key(name)
         value = self._f.metadata.get(key)
-        if isinstance(value, np.ndarray) and value.size:
+        if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":
             if (value != value[0]).any() and name not in self._varying:
                 raise self.fail(name, f"different from layer to layer ({value.min()} to {value.max()})", "one value for all layers")
             value = int(value.max())
@@ -185,8 +190,15 @@ class Metadata:
             raise self.fail(name, value, f"at least {least}")
         return value
 
+    def layers(self) -> int:
+        """How many layers there are: no more than tensors, so that nothing made of a wrong number is larger than the file."""
+        n_layer, n_tensors = self.count("block_count"), len(self._f.tensors)
+        if n_layer > n_tensors:
+            raise self.fail("block_count", n_layer, f"at most as many layers as the file has tensors, {n_tensors}")
+        return n_layer
+
     def of_layers(self, name: str, n_layer: int, default: int | None = None, *, least: int = 0) -> tuple[int, ...]:
-        """An integer for each layer: an array of as many, or one value for all."""
+        """An integer for each layer: an array of as many, or one value for all. n_layer: of `hparams`, which knows the file has as many."""
         value = self._f.metadata.get(self.key(name))
         if not isinstance(value, np.ndarray):
             return (self.count(name, default, least=least),) * n_layer
@@ -195,11 +207,18 @@ class Metadata:
             raise self.fail(name, stated, f"{n_layer} integers, at least {least}")
         return tuple(int(v) for v in value)
 
-    def positive(self, name: str, default: float | None = None) -> float:
+    def positive(self, name: str, default: float | None = None, *, most: float = 1e30) -> float:
+        """A number from 1 / most to most: what is made of it should be a float32 too."""
         value = self._f.get(self.key(name), float, default)
-        if not (math.isfinite(value) and value > 0):
+        if not value > 0:
             raise self.fail(name, value, "a positive number")
+        if not 1.0 / most <= value <= most:
+            raise self.fail(name, value, f"a number from {1.0 / most:g} to {most:g}")
         return value
+
+    def positive_or(self, name: str, default: float, *, most: float = 1e30) -> float:
+        """The same where 0 in a file stands for the default, as no key does."""
+        return self.positive(name, most=most) if self._f.get(self.key(name), float, 0.0) != 0.0 else default
 
     def pattern(self, name: str, n_layer: int, period: int) -> tuple[bool, ...]:
         """Which layers see all tokens: the last of every `period`, or of as many as the key says; or as its array of booleans says, one a
@@ -234,13 +253,16 @@ class Metadata:
         if n_dims % 2 or n_dims > head_dim:
             raise self.fail("rope.dimension_count", n_dims, f"an even number, at most the head size {head_dim}")
         scaling = self._f.get(self.key("rope.scaling.type"), str, "linear")
+        base = self.positive("rope.freq_base", 10000.0)
+        if base <= 1.0:
+            raise self.fail("rope.freq_base", base, "a number above 1")
         long_rope = scaling == "longrope" and "rope_factors_long.weight" in self._f.tensors
         if scaling not in ("none", "linear", "yarn") and not long_rope:
-            raise self.fail("rope.scaling.type", repr(scaling), "none, linear or yarn")
+            raise self.fail("rope.scaling.type", quoted(scaling), "none, linear or yarn")
         return Rope(
             mode=mode,
             n_dims=n_dims,
-            freq_base=self.positive("rope.freq_base", 10000.0),
+            freq_base=base,
             scaling=cast(RopeScaling, scaling),
             freq_scale=1.0 if scaling in ("none", "longrope") else 1.0 / self.scaling_factor(),
             ext_factor=1.0 if scaling == "yarn" else 0.0,
@@ -252,7 +274,4 @@ class Metadata:
 
     def scaling_factor(self) -> float:
         """`rope.scaling.factor`, or `rope.scale_linear` of older files; 0 stands for none."""
-        for name in ("rope.scaling.factor", "rope.scale_linear"):
-            if self._f.metadata.get(self.key(name)):
-                return self.positive(name)
-        return 1.0
+        return self.positive_or("rope.scaling.factor", self.positive_or("rope.scale_linear", 1.0))

@@ -11,7 +11,7 @@ from vkback import quants
 from vkback.graph import Graph
 from vkback.models.architecture import ARCHITECTURES, Architecture
 from vkback.models.builder import Head
-from vkback.models.gguf_file import GgufError, GgufFile
+from vkback.models.gguf_file import GgufError, GgufFile, quoted
 from vkback.models.hparams import NO_TEXT_VOCABULARY, HParams
 from vkback.models.naming import model_description
 from vkback.models.tokenizer import Tokenizer
@@ -21,7 +21,8 @@ def architecture(f: GgufFile) -> Architecture:
     """The architecture of a file, its hyperparameters read. Raises GgufError, listing the architectures there are for an unknown one."""
     found = ARCHITECTURES.get(f.arch)
     if found is None:
-        raise GgufError(f"[gguf] {f.path}: architecture {f.arch!r} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}")
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise GgufError(f"[gguf] {f.path}: architecture {quoted(f.arch)} is not supported; supported are {known}")
     return found(found.opened(f))
 
 
@@ -80,7 +81,7 @@ class Model:
     @property
     def has_text(self) -> bool:
         """Whether the file has a text vocabulary; synthetic models know token ids only."""
-        return bool(self.file.metadata.get("tokenizer.ggml.model", NO_TEXT_VOCABULARY) != NO_TEXT_VOCABULARY)
+        return self.file.get("tokenizer.ggml.model", str, NO_TEXT_VOCABULARY) != NO_TEXT_VOCABULARY
 
     @property
     def description(self) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import tokenizers
 from tokenizers import Regex, models, pre_tokenizers
 
 from vkback.errors import VkbackError
-from vkback.models.gguf_file import GgufFile
+from vkback.models.gguf_file import GgufFile, quoted
 from vkback.models.hparams import NO_TEXT_VOCABULARY
 from vkback.models.spm import SPACE, SpmEncoder
 
@@ -292,15 +291,16 @@ class _Reader:
     """The tokenizer keys of one file."""
 
     def __init__(self, f: GgufFile) -> None:
-        self._path: Path = f.path
+        self._file = f
         self._metadata = f.metadata
 
     def read(self) -> Tokenizer:
-        model = self.value("model", NO_TEXT_VOCABULARY)
+        model = self._file.get("tokenizer.ggml.model", str, NO_TEXT_VOCABULARY)
         if model == NO_TEXT_VOCABULARY:
             raise self.fail("the file has no text vocabulary; give token ids instead of text")
         if model not in ("gpt2", "llama"):
-            raise self.fail(f"vocabulary model {model!r} is not supported; supported are gpt2 (byte-level BPE) and llama (SentencePiece)")
+            known = "gpt2 (byte-level BPE) and llama (SentencePiece)"
+            raise self.fail(f"vocabulary model {quoted(model)} is not supported; supported are {known}")
         tokens = self.strings("tokens")
         types = self.numbers("token_type", len(tokens), default=TokenType.NORMAL)
         ends = [self.id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom")]
@@ -311,7 +311,7 @@ class _Reader:
             try:
                 vocabulary: Vocabulary = BpeVocabulary(tokens, merges, pre)
             except Exception as e:  # the library raises bare Exception when a merge is not in the vocabulary
-                raise self.fail(f"the merges do not fit the vocabulary: {e}") from e
+                raise self.fail(f"the merges do not fit the vocabulary: {quoted(str(e))}") from e
             add_bos, strip = self.flag("add_bos_token", pre.add_bos), False
         else:
             strip = self.flag("add_space_prefix", True)
@@ -322,7 +322,7 @@ class _Reader:
         return Tokenizer(vocabulary, tokens, types, bos=bos, eos_ids=[i for i in ends if i is not None], add_bos=add_bos, strip_space=strip)
 
     def fail(self, text: str) -> TokenizerError:
-        return TokenizerError(f"[tokenizer] {self._path}: {text}")
+        return TokenizerError(f"[tokenizer] {self._file.path}: {text}")
 
     def value(self, name: str, default: Any) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{name}", default)
@@ -331,7 +331,7 @@ class _Reader:
         name = self.value("pre", "default")
         found = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
         if found is None:
-            raise self.fail(f"pre-tokenizer {name!r} is not supported; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
+            raise self.fail(f"pre-tokenizer {quoted(name)} is not supported; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
         return found
 
     def strings(self, name: str) -> list[str]:
@@ -351,12 +351,12 @@ class _Reader:
         return numbers
 
     def flag(self, name: str, default: bool) -> bool:
-        return bool(self.value(name, default))
+        return self._file.get(f"tokenizer.ggml.{name}", bool, default)
 
     def id(self, name: str, n: int) -> int | None:
         value = self.value(name, None)
         if value is None:
             return None
         if not isinstance(value, int) or not 0 <= value < n:
-            raise self.fail(f"tokenizer.ggml.{name} is {value!r}, expected an id below {n}")
+            raise self.fail(f"tokenizer.ggml.{name} is {quoted(value)}, expected an id below {n}")
         return value

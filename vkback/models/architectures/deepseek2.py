@@ -114,16 +114,14 @@ class Deepseek2(Architecture):
         if gating not in GATINGS:
             raise m.fail("expert_gating_func", gating, "1 (softmax) or 2 (sigmoid)")
         self.gating = GATINGS[gating]
-        self.expert_scale = f.get(m.key("expert_weights_scale"), float, 1.0) or 1.0
-        if not (math.isfinite(self.expert_scale) and self.expert_scale > 0):
-            raise m.fail("expert_weights_scale", self.expert_scale, "a positive number")
+        self.expert_scale = m.positive_or("expert_weights_scale", 1.0)
         self.groups = m.count("expert_group_count", 1, least=0) or 1, m.count("expert_group_used_count", 1, least=0) or 1
         if hp.n_expert and (problem := groups_problem(hp.n_expert, hp.n_expert_used, *self.groups)):
             raise GgufError(f"[gguf] {f.path}: metadata keys {m.key('expert_group_count')} and expert_group_used_count: {problem}")
         rope, scale = hp.rope, 1.0 / math.sqrt(self.mla.dim_k)
         if rope.scaling == "yarn" and rope.freq_scale < 1.0:
             stretched = math.log(1.0 / rope.freq_scale)
-            multiplier = f.get(m.key("rope.scaling.yarn_log_multiplier"), float, 0.0)
+            multiplier = m.positive_or("rope.scaling.yarn_log_multiplier", 0.0, most=1e6)
             scale *= (1.0 + multiplier * stretched) ** 2
             if multiplier:
                 rope = replace(rope, attn_factor=rope.attn_factor / (1.0 + 0.1 * stretched))

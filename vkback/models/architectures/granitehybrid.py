@@ -111,7 +111,7 @@ class GraniteHybrid(Architecture):
         self.n_head_kv = m.of_layers("attention.head_count_kv", self.hp.n_layer)
         self.rope = self.hp.rope if f.get(m.key("rope.scaling.finetuned"), bool, True) else None
         self.n_ff_shared = m.count("expert_shared_feed_forward_length", 0, least=0) if self.hp.n_expert else 0
-        residual = m.positive("residual_scale", 1.0)
+        residual = m.positive("residual_scale", 1.0, most=1e3)
         self.embedding_scale = m.positive("embedding_scale", 1.0) / residual
         weights = dict(self.hp.weights)
         if "output_norm.weight" in weights:
