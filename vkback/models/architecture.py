@@ -25,6 +25,7 @@ class Architecture(ABC):
     required   keys under its prefix, integers, that must be there and be at least 1
     sizes      size class by number of layers, as llama-bench names it
     shapes     shapes that `vkback synth` can write, by name: published ones, and tiny ones, which tests compare with references
+    biases     linear layers of a block ("attn_q") that have a bias in every file
     by_context weights that a graph reads or not, depending on its n_ctx
     recurrent  it has states that hold all tokens so far and cannot be rewound, beside or instead of a KV cache
     varying    of the keys of `hp`, those that may differ from layer to layer: `hp` has the largest, `Metadata.of_layers` all
@@ -38,6 +39,7 @@ class Architecture(ABC):
     required: ClassVar[tuple[str, ...]] = ()
     sizes: ClassVar[Mapping[int, str]] = {}
     shapes: ClassVar[Mapping[str, ModelShape]] = {}
+    biases: ClassVar[tuple[str, ...]] = ()
     by_context: ClassVar[tuple[str, ...]] = ()
     recurrent: ClassVar[bool] = False
     varying: ClassVar[frozenset[str]] = frozenset()

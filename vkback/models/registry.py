@@ -31,6 +31,27 @@ def read_hparams(f: GgufFile) -> HParams:
     return architecture(f).hp
 
 
+def _check_biases(known: Architecture) -> None:
+    """Raises GgufError naming a bias that a layer lacks: one that its architecture always has, or one that another layer has, all of whose
+    other tensors are those of this one."""
+
+    def kind(names: set[str]) -> frozenset[str]:
+        return frozenset(name for name in names if not name.endswith(".bias"))
+
+    layers: dict[str, set[str]] = {}
+    for name in known.file.tensors:
+        if name.startswith("blk."):
+            _, layer, rest = name.split(".", 2)
+            layers.setdefault(layer, set()).add(rest)
+    biases: dict[frozenset[str], set[str]] = {}
+    for names in layers.values():
+        always = {f"{stem}.bias" for stem in known.biases if f"{stem}.weight" in names}
+        biases.setdefault(kind(names), always).update(names - kind(names))
+    for layer, names in layers.items():
+        for lacking in sorted(biases[kind(names)] - names):
+            raise known.hp.missing(f"blk.{layer}.{lacking}")
+
+
 DEFAULT_N_CTX = 4096
 """Enough for a conversation; a model trained on 131072 would fill a GPU with its cache alone."""
 
@@ -58,6 +79,7 @@ class Model:
                     f"[gguf] {f.path}: tensor {name} has type {tensor.type}, which has no kernel; "
                     f"types with one are {', '.join(quants.WEIGHT_TYPES)}"
                 )
+        _check_biases(known)
         return model
 
     def graph(self, n_tokens: int, n_ctx: int, *, head: Head) -> Graph:

@@ -106,7 +106,7 @@ class Deepseek2(Architecture):
     def __init__(self, f: GgufFile) -> None:
         super().__init__(f)
         m, hp = self.metadata, self.hp
-        self.absorbed = hp.has_weight("blk.0.attn_k_b.weight")
+        self.absorbed = any(name.endswith((".attn_k_b.weight", ".attn_v_b.weight")) for name in hp.weights)
         self.mla = latent(m, hp, absorbed=self.absorbed)
         self.n_dense = m.count("leading_dense_block_count", 0, least=0) if hp.n_expert else hp.n_layer
         self.n_ff_shared = m.count("expert_shared_count", 0, least=0) * hp.n_ff_expert

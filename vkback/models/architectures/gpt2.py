@@ -22,6 +22,7 @@ from vkback.models.shape import ModelShape, Tensors, with_biases
 class Gpt2(Architecture):
     name = "gpt2"
     norm_eps = "attention.layer_norm_epsilon"
+    biases = ("attn_output", "ffn_up", "ffn_down")
     sizes: ClassVar = {12: "0.1B", 24: "0.4B", 36: "0.8B", 48: "1.5B"}
     shapes: ClassVar = {
         "tiny-gpt2": ModelShape("gpt2", 3, 96, 160, 3, 3, 32, 331, 128, 10000.0, tied=True),

@@ -23,6 +23,7 @@ CLAMPED = Glu("SWIGLU_OAI", SWIGLU_OAI)
 class GptOss(Architecture):
     name = "gpt-oss"
     rope_mode = "neox"
+    biases = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
     required = ("expert_count", "attention.sliding_window")
     sizes: ClassVar = {24: "20B", 36: "120B"}
     shapes: ClassVar = {

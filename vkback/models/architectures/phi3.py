@@ -16,7 +16,7 @@ from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import attention, attention_norm, feed_forward, feed_forward_norm
 from vkback.models.builder import GraphBuilder
-from vkback.models.gguf_file import GgufError, GgufFile
+from vkback.models.gguf_file import GgufFile
 from vkback.models.hparams import Metadata, Rope
 from vkback.models.shape import ModelShape, Tensors
 
@@ -48,15 +48,15 @@ class Phi3(Architecture):
     def opened(cls, f: GgufFile) -> GgufFile:
         hp = Metadata(f).hparams(cls.rope_mode)
         heads = {"attn_q": hp.n_head * hp.head_dim_k, "attn_k": hp.n_head_kv * hp.head_dim_k, "attn_v": hp.n_head_kv * hp.head_dim_v}
+        for factors, others in ((LONG, SHORT), (SHORT, LONG)):
+            if hp.has_weight(others):
+                hp.weight(factors, (hp.rope.n_dims // 2,))
         cuts: dict[str, dict[str, int]] = {}
         for il in range(hp.n_layer):
             for whole, parts in (("attn_qkv", heads), ("ffn_up", {"ffn_gate": hp.n_ff, "ffn_up": hp.n_ff})):
                 apart = f"blk.{il}.{next(iter(parts))}.weight" in f.tensors
-                if not apart and f"blk.{il}.{whole}.weight" not in f.tensors:
-                    raise GgufError(
-                        f"[gguf] {f.path}: tensor blk.{il}.{whole}.weight is missing; {f.arch} with {hp.n_layer} layers needs it "
-                        f"({len(f.tensors)} tensors in the file)"
-                    )
+                if not apart and not hp.has_weight(f"blk.{il}.{whole}.weight"):
+                    raise hp.missing(f"blk.{il}.{whole}.weight")
                 for kind in ("weight", "bias"):
                     if not apart and f"blk.{il}.{whole}.{kind}" in f.tensors:
                         cuts[f"blk.{il}.{whole}.{kind}"] = {f"blk.{il}.{part}.{kind}": rows for part, rows in parts.items()}

@@ -19,6 +19,7 @@ from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_for
 class Qwen2(Architecture):
     name = "qwen2"
     rope_mode = "neox"
+    biases = ("attn_q", "attn_k", "attn_v")
     sizes: ClassVar = {32: "7B", 36: "3B", 48: "14B", 64: "32B", 80: "70B"}
     shapes: ClassVar = {
         "qwen2-7b": ModelShape("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, 32768, 1000000.0, 1e-6),
