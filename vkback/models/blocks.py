@@ -102,6 +102,10 @@ def attention(
     return b.linear(out, f"blk.{il}.attn_output", b.hp.n_embd, f"attn_out-{il}")
 
 
+FeedForward = Callable[[GraphBuilder, Tensor, int], Tensor]
+"""Of layer `il` over its normed input [n, n_embd] -> [n, n_embd]."""
+
+
 def feed_forward(b: GraphBuilder, x: Tensor, il: int, *, width: int = 0, glu: Glu = SWIGLU) -> Tensor:
     """Dense, with a gate: down(glu(gate(x), up(x))). width: of gate and up, default hp's."""
     width = width or b.hp.n_ff
@@ -109,6 +113,17 @@ def feed_forward(b: GraphBuilder, x: Tensor, il: int, *, width: int = 0, glu: Gl
     up = b.linear(x, f"blk.{il}.ffn_up", width, f"ffn_up-{il}")
     act = b.graph.emit(glu.op, f"ffn_{glu.op.lower()}-{il}", "F32", gate.shape, (gate, up), **glu.params)
     return b.linear(act, f"blk.{il}.ffn_down", b.hp.n_embd, f"ffn_out-{il}")
+
+
+def pre_norm_layer(
+    b: GraphBuilder, x: Tensor, il: int, *, rope: Rope | None, qk_norm: Norm | None = None, window: int = 0,
+    feed: FeedForward = feed_forward,
+) -> Tensor:
+    """Layer `il` as most architectures have it: RMS norm, attention, residual, RMS norm, feed-forward, residual. feed: `feed_forward` or
+    `experts`; the rest as of `attention`."""
+    y = attention(b, attention_norm(b, x, il), il, rope=rope, qk_norm=qk_norm, window=window)
+    x = b.last_token(b.add(y, x, f"ffn_inp-{il}"), il)
+    return b.add(feed(b, feed_forward_norm(b, x, il), il), x, f"l_out-{il}")
 
 
 def feed_forward_plain(b: GraphBuilder, x: Tensor, il: int) -> Tensor:

@@ -93,6 +93,13 @@ def expert_tensors(s: ModelShape) -> Tensors:
     yield "ffn_up_exps.weight", (s.n_expert, s.n_ff_expert, s.n_embd)
 
 
+def shared_expert_tensors(s: ModelShape, width: int) -> Tensors:
+    """The expert of every token, `width` wide."""
+    yield "ffn_down_shexp.weight", (s.n_embd, width)
+    yield "ffn_gate_shexp.weight", (width, s.n_embd)
+    yield "ffn_up_shexp.weight", (width, s.n_embd)
+
+
 def with_biases(tensors: Tensors) -> Tensors:
     """After every matrix its bias."""
     for name, dims in tensors:

@@ -105,6 +105,11 @@ class MatMul:
     out_scale: float = 1.0
     label: str = ""
 
+    def __post_init__(self) -> None:
+        """Raises PlanError where a GLU has a gate too many."""
+        if self.glu and self.m % 2:
+            raise PlanError(f"[mat_mul] {self.name}: rows of {self.w} should alternate gate and up, but they are odd in number")
+
     @property
     def m(self) -> int:
         """Weight rows of the matrix, or of one expert."""
@@ -226,8 +231,6 @@ def check(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None:
     wanted = {"int_dot": "Q8_1", "f32": "F32", "coop_mat": "F16", "coop_reg": "F16"}[shape.way]
     if job.x.type != wanted:
         raise PlanError(f"[mat_mul] {job.name}: {shape.way} takes x as {wanted}, got {job.x}; convert it first")
-    if job.glu and job.m % 2:
-        raise PlanError(f"[mat_mul] {job.name}: rows of {job.w} should alternate gate and up, but they are odd in number")
     if shape.way == "coop_mat":
         return _check_matrices(job, shape, caps)
     if shape.way == "int_dot" and (job.w.type in ("F32", "F16", "BF16") or not caps.int_dot):

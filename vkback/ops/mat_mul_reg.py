@@ -114,8 +114,6 @@ def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]
     if job.route is not None or not stored or job.x.type != "F16" or shape.way != "coop_reg":
         said = "coop_reg makes F32 of a dense product and packed F16, or F16 of whole blocks"
         raise PlanError(f"[mat_mul] {job.name}: {said}; got {job.x} and {job.y}")
-    if job.glu and job.m % 2:
-        raise PlanError(f"[mat_mul] {job.name}: rows of {job.w} should alternate gate and up, but they are odd in number")
     return [_product(job, shape, caps, i, shard) for i, shard in enumerate(shards(job.w, caps))]
 
 

@@ -24,7 +24,7 @@ from vkback.models.blocks import attention_norm, experts, feed_forward, feed_for
 from vkback.models.builder import GraphBuilder
 from vkback.models.gguf_file import GgufError, GgufFile
 from vkback.models.hparams import HParams, Metadata
-from vkback.models.shape import ModelShape, Tensors, expert_tensors, feed_forward_tensors
+from vkback.models.shape import ModelShape, Tensors, expert_tensors, feed_forward_tensors, shared_expert_tensors
 from vkback.ops.topk import groups_problem
 from vkback.ops.view import View
 
@@ -198,10 +198,7 @@ class Deepseek2(Architecture):
         yield from expert_tensors(s)
         if s.metadata["expert_gating_func"] == 2:
             yield "exp_probs_b.bias", (s.n_expert,)
-        shared = int(s.metadata["expert_shared_count"]) * s.n_ff_expert
-        yield "ffn_down_shexp.weight", (s.n_embd, shared)
-        yield "ffn_gate_shexp.weight", (shared, s.n_embd)
-        yield "ffn_up_shexp.weight", (shared, s.n_embd)
+        yield from shared_expert_tensors(s, int(s.metadata["expert_shared_count"]) * s.n_ff_expert)
 
 
 def latent(m: Metadata, hp: HParams, *, absorbed: bool) -> Latent:

@@ -17,7 +17,7 @@ from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import Glu, attention, attention_norm, feed_forward, feed_forward_norm, rms_norm
 from vkback.models.builder import GraphBuilder
 from vkback.models.gguf_file import GgufFile
-from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_forward_tensors
+from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_forward_tensors, qk_norm_tensors
 
 PERIOD = 6
 """One layer of so many, the last of them, sees all tokens, unless `attention.sliding_window_pattern` says otherwise."""
@@ -71,8 +71,7 @@ class Gemma3(Architecture):
     @classmethod
     def layer_tensors(cls, s: ModelShape) -> Tensors:
         yield from attention_tensors(s)
-        yield "attn_k_norm.weight", (s.head_dim,)
-        yield "attn_q_norm.weight", (s.head_dim,)
+        yield from qk_norm_tensors(s)
         yield "post_attention_norm.weight", (s.n_embd,)
         yield "ffn_norm.weight", (s.n_embd,)
         yield from feed_forward_tensors(s)

@@ -17,11 +17,11 @@ from typing import ClassVar
 
 from vkback.graph import Recipe, Tensor
 from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
-from vkback.models.blocks import attention, attention_norm, experts, feed_forward, feed_forward_norm
+from vkback.models.blocks import attention, attention_norm, experts, feed_forward, feed_forward_norm, shared_expert
 from vkback.models.builder import GraphBuilder
 from vkback.models.gguf_file import GgufFile
 from vkback.models.hparams import Metadata
-from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
+from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors, shared_expert_tensors
 
 SIZES = {768: "350M", 2048: "3B", 2560: "3B", 4096: "32B.A9B"}
 """By embedding width; 1536 is "1B", with experts 512 wide "7B.A1B"."""
@@ -137,7 +137,7 @@ class GraniteHybrid(Architecture):
         if not self.hp.n_expert:
             return b.add(feed_forward(b, normed, il), x, f"l_out-{il}")
         if self.n_ff_shared:
-            x = b.add(self.shared_expert(b, normed, il), x, f"ffn_shared-{il}")
+            x = b.add(shared_expert(b, normed, il, self.n_ff_shared), x, f"ffn_shared-{il}")
         return b.add(experts(b, normed, il), x, f"l_out-{il}")
 
     def recurrence(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
@@ -161,13 +161,6 @@ class GraniteHybrid(Architecture):
         y = g.emit("MUL", f"ssm_norm-{il}", "F32", y.shape, (y, replace(weight, shape=(s.inner,))))
         return b.linear(y, f"{block}.ssm_out", b.hp.n_embd, f"mamba_out-{il}")
 
-    def shared_expert(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
-        """The expert of every token."""
-        gate = b.linear(x, f"blk.{il}.ffn_gate_shexp", self.n_ff_shared, f"ffn_shexp_gate-{il}")
-        up = b.linear(x, f"blk.{il}.ffn_up_shexp", self.n_ff_shared, f"ffn_shexp_up-{il}")
-        act = b.graph.emit("SWIGLU", f"ffn_shexp_swiglu-{il}", "F32", gate.shape, (gate, up))
-        return b.linear(act, f"blk.{il}.ffn_down_shexp", b.hp.n_embd, f"ffn_shexp-{il}")
-
     @classmethod
     def size_class(cls, metadata: Metadata) -> str:
         width = metadata.stated("embedding_length")
@@ -183,10 +176,7 @@ class GraniteHybrid(Architecture):
             yield from feed_forward_tensors(s)
             return
         yield from expert_tensors(s)
-        shared = int(s.metadata["expert_shared_feed_forward_length"])
-        yield "ffn_down_shexp.weight", (s.n_embd, shared)
-        yield "ffn_gate_shexp.weight", (shared, s.n_embd)
-        yield "ffn_up_shexp.weight", (shared, s.n_embd)
+        yield from shared_expert_tensors(s, int(s.metadata["expert_shared_feed_forward_length"]))
 
 
 def recurrence_tensors(s: ModelShape) -> Tensors:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from vkback.graph import Tensor
 from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
-from vkback.models.blocks import attention, attention_norm, experts, feed_forward, feed_forward_norm
+from vkback.models.blocks import experts, feed_forward, pre_norm_layer
 from vkback.models.builder import GraphBuilder
 from vkback.models.hparams import Metadata
 from vkback.models.shape import ModelShape
@@ -41,10 +41,7 @@ class Llama(Architecture):
     }
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
-        x = b.add(attention(b, attention_norm(b, x, il), il, rope=self.hp.rope), x, f"ffn_inp-{il}")
-        x = b.last_token(x, il)
-        block = experts if self.hp.n_expert else feed_forward
-        return b.add(block(b, feed_forward_norm(b, x, il), il), x, f"l_out-{il}")
+        return pre_norm_layer(b, x, il, rope=self.hp.rope, feed=experts if self.hp.n_expert else feed_forward)
 
     @classmethod
     def size_class(cls, metadata: Metadata) -> str:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
-from vkback.models.blocks import attention, attention_norm, feed_forward, feed_forward_norm
+from vkback.models.blocks import pre_norm_layer
 from vkback.models.builder import GraphBuilder
 from vkback.models.gguf_file import GgufFile
 from vkback.models.hparams import Metadata, Rope
@@ -67,9 +67,7 @@ class Phi3(Architecture):
         return replace(self.hp.rope, factors=LONG if n_ctx > self.hp.rope.n_ctx_orig else SHORT)
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
-        y = attention(b, attention_norm(b, x, il), il, rope=self.rope_for(b.n_ctx), window=self.hp.window)
-        x = b.last_token(b.add(y, x, f"ffn_inp-{il}"), il)
-        return b.add(feed_forward(b, feed_forward_norm(b, x, il), il), x, f"l_out-{il}")
+        return pre_norm_layer(b, x, il, rope=self.rope_for(b.n_ctx), window=self.hp.window)
 
     @classmethod
     def outer_tensors(cls, s: ModelShape) -> Tensors:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
-from vkback.models.blocks import attention, attention_norm, experts, feed_forward_norm, rms_norm
+from vkback.models.blocks import experts, pre_norm_layer, rms_norm
 from vkback.models.builder import GraphBuilder
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, qk_norm_tensors
 
@@ -31,9 +31,7 @@ class Qwen3Moe(Architecture):
     }
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
-        x = b.add(attention(b, attention_norm(b, x, il), il, rope=self.hp.rope, qk_norm=rms_norm), x, f"ffn_inp-{il}")
-        x = b.last_token(x, il)
-        return b.add(experts(b, feed_forward_norm(b, x, il), il), x, f"l_out-{il}")
+        return pre_norm_layer(b, x, il, rope=self.hp.rope, qk_norm=rms_norm, feed=experts)
 
     @classmethod
     def layer_tensors(cls, s: ModelShape) -> Tensors:
