@@ -33,6 +33,17 @@ def test_several_matrices_take_two_stages() -> None:
     assert kernels(node, dataclasses.replace(H200, act="f32")) == [["mul_mat/slices.comp"], ["mat_vec/mat_vec.comp"]]
 
 
+@pytest.mark.parametrize(("tokens", "last"), [(16, "mat_vec/mat_vec.comp"), (17, "mat_mul/f32.comp")])
+def test_many_tokens_take_a_grouped_mat_mat(tokens: int, last: str) -> None:
+    """However many matrices there are: MLA's are as many as heads."""
+    floats = dataclasses.replace(H200, act="f32")
+    found = kernels(batched_case("Q4_K", 16, tokens, 256, (1, 3), (1, 1)).build().node, floats)
+    assert found[-1] == [last] and (["mat_mul/route.comp"] in found) == (tokens > 16)
+    many = batched_case("Q4_K", 16, tokens, 256, (1, 1500), (1, 1)).build().node
+    little = dataclasses.replace(floats, caps=dataclasses.replace(H200.caps, max_shared_memory=16384))
+    assert kernels(many, little)[-1] == ["mat_vec/mat_vec.comp"]
+
+
 def test_views_are_copied_side_by_side() -> None:
     node = batched_case("Q4_K", 16, 4, 256, (2, 3), (1, 2), order=(0, 2, 1, 3)).build().node
     first, second, third = kernels(node)

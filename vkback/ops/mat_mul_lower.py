@@ -63,6 +63,10 @@ F16_TOLERANCE = Tolerance(
 )
 
 
+ROUTE_BYTES = 12
+"""Shared memory of shaders/mat_mul/route.comp for each expert."""
+
+
 @dataclasses.dataclass(frozen=True)
 class MatMulChoice:
     """What the tables say for a node. shape None: the mat-vec kernels."""
@@ -78,6 +82,8 @@ class MatMulChoice:
 
 def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     """The kernel for a node: a mat-mat where the tables say so and device and node allow it, else the mat-vec kernels."""
+    if ROUTE_BYTES * node.w.shape[0] > ctx.caps.max_shared_memory and node.experts != "none":
+        return MatMulChoice(None, f"{node.w.shape[0]} matrices, more than a route has shared memory for")
     if node.n < 2 or "norm" in node.extra or node.chosen or node.experts == "heads":
         return MatMulChoice(None, "one token, or what only mat-vecs have: a prologue, heads")
     path, _ = node.path(ctx)

@@ -106,6 +106,7 @@ class MulMat(_Plain):
         for quant in ("F32", "Q4_K", "Q8_0"):
             yield batched_case(quant, 17, 3, 256, (1, 3), (2, 2))
             yield batched_case(quant, 17, 2, 256, (3, 2), (1, 2), order=(0, 2, 1, 3), gap=256)
+        yield batched_case("Q8_0", 35, 37, 96, (1, 3), (1, 2))  # a grouped mat-mat
         yield from prompts_mul_mat()
         yield batched_case("F16", 17, 3, 80, (2, 2), (1, 3), order=(0, 1, 3, 2), plain=True, type_b="f16")
         yield batched_case("F32", 5, 4, 65, (1, 1), (2, 3), plain=True)
@@ -225,3 +226,4 @@ def full_batched() -> Iterator[Case]:
             yield batched_case(quant, 40, n, k, (2, 3), (1, 2), order=order, gap=gap, plain=True, type_b=x_type)
     for quant in BASE:
         yield batched_case(quant, 8, 2, 256, (1, 1536), (1, 1))
+        yield batched_case(quant, 70, 130, 256, (1, 5), (1, 1))

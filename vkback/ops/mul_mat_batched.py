@@ -1,8 +1,9 @@
 """MUL_MAT of batches, views and operands that the device made: brought into the form that the mat-vec kernels take.
 
-A batch of one matrix is a mat-vec with more tokens. Of several, each slice is a token of a MUL_MAT_ID: its matrix is its expert, its n rows
-of x are its slots, and a small kernel writes which matrix each slice takes. So every weight type, and both ways to compute, serve batches
-with one launch; weights are read once a row of x, from the cache after the first.
+A batch of one matrix is a mat-vec with more tokens. Of several it is a MUL_MAT_ID of n tokens: matrices are experts, every row of x is a
+slot, and a small kernel writes which matrix each slot takes. Slots lie slice after slice, not token after token as experts' do, but only
+their number and their matrix matter. So every weight type and all ways to compute serve batches: for few tokens the mat-vec kernels, which
+read a matrix once a slot, from the cache after the first; for many a grouped mat-mat, which reads it once a tile of slots.
 
 What does not lie as the kernels need it is copied before: x that is a view or F16 to F32 rows, a weight that is a view to F32, and values
 that are no weight (a cache, an activation) into the device layout of one.
@@ -99,10 +100,10 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
                 f"[MUL_MAT] {node.name}: {batch.slices} slices of {batch.n} tokens, the device takes {ctx.caps.max_workgroup_count[2]} "
                 "workgroups along z (maxComputeWorkGroupCount); cut the batch"
             )
-        ids = Tensor(f"{node.name}.matrices", "I32", (batch.slices, batch.n))
+        ids = Tensor(f"{node.name}.matrices", "I32", (batch.n, batch.slices))
         before.append(_matrices(node, batch, ids, ctx))
-        operands = _shaped(w, batch.matrices, batch.m, batch.k), _shaped(x, batch.slices, batch.n, batch.k), ids
-        mat_vec = Node("MAT_VEC", operands, (_shaped(y, batch.slices, batch.n, batch.m),), {"roles": ("w", "x", "ids")})
+        operands = _shaped(w, batch.matrices, batch.m, batch.k), _shaped(x, batch.n, batch.slices, batch.k), ids
+        mat_vec = Node("MAT_VEC", operands, (_shaped(y, batch.n, batch.slices, batch.m),), {"roles": ("w", "x", "ids")})
     made = {t.name: t for t in (w, x, y)}
     for d in MatVec().lower(mat_vec, ctx):
         args = tuple(dataclasses.replace(a, tensor=made.get(a.tensor.name, a.tensor)) for a in d.args)
@@ -135,7 +136,7 @@ def _rounds_x(node: Node, ctx: LowerContext) -> bool:
         return False
     batch, (w, x) = Batch.of(node), node.inputs
     copied = "w_view" in node.params or w.kind != "weight"
-    n = batch.slices if batch.matrices > 1 else batch.slices * batch.n
+    n = batch.n if batch.matrices > 1 else batch.slices * batch.n
     path, _ = path_for("F32" if copied else w.type, batch.m, batch.k, n, "each" if batch.matrices > 1 else "none", ctx)
     return path == "int" and x.type != "Q8_1"
 
