@@ -1,4 +1,5 @@
-"""Activations beyond 65504 on the way through f16: they are scaled, or there is an error; nothing is clamped unsaid."""
+"""Activations beyond 65504 on the way through f16: they are scaled, or there is an error. Weights beyond it: they do not go that way.
+Nothing is clamped unsaid."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kernel_paths import planned_for
 from make_gguf import llama_metadata, llama_tensors, write_gguf
-from prompt_ways import WAY_NMSE, engine_of, skip_without, way_params
+from prompt_ways import WAY_NMSE, engine_of, kernels_of, skip_without, way_params
 
+from vkback import quants
 from vkback.device import Device
 from vkback.graph import Tensor
 from vkback.harness import runner
@@ -20,9 +23,13 @@ from vkback.harness.suite import Suite
 from vkback.models.engine import Engine
 from vkback.models.twin import NumpyTwin
 from vkback.ops.attention import FlashAttnExt, prompt_shape
-from vkback.ops.base import Case, LowerContext, Problem
+from vkback.ops.base import OPS, Case, LowerContext, Problem
 from vkback.ops.f16_range import LEAST_SCALE, F16RangeError, is_overflow_word, overflow_word, rescaled
+from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
+from vkback.ops.mat_vec_node import MatVecNode
+from vkback.ops.mul_mat import batched_case
+from vkback.plan.fuse import as_mat_vec
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
 
@@ -147,6 +154,67 @@ def test_queries_beyond_f16_are_not_rounded(device: Device, library: ShaderLibra
     assert nmse(got, runner.reference(large)["kqv_out"]) < 1e-9
     plain = dataclasses.replace(matrices, f16_scales={"q.q_f16": 0.5})
     assert prompt_shape(node, plain).way == "plain"  # type: ignore[union-attr]
+
+
+# --- weights ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", quants.WEIGHT_TYPES)
+def test_weights_that_f16_cannot_hold_are_seen(name: str) -> None:
+    """With room for what kernels subtract of a quantized weight last."""
+    limit = 65504.0 if name in ("F32", "F16", "BF16") else 16376.0
+    seen = set()
+    for std in (0.02, 1.0, 300.0, 3e3, 1e4, 1e6):
+        raw = quants.random_blocks(name, 2, 512, np.random.default_rng(3), std=min(std, 2e4) if name == "F16" else std)
+        beyond = quants.beyond_f16(name, raw)
+        assert beyond == bool(np.abs(quants.decode(name, raw)).max() > limit), std
+        seen.add(beyond)
+    # No F16 is, and scales of NVFP4 end at 448.
+    assert seen == ({False} if name in ("F16", "NVFP4") else {False, True})
+
+
+@pytest.mark.parametrize(("quant", "way"), [("BF16", "f32"), ("MXFP4", "int_dot")])
+def test_such_weights_take_no_matrices(quant: str, way: str) -> None:
+    ctx = planned_for("nvidia_h200_linux")
+    for n in (8, 512):
+        (mat_vec,) = as_mat_vec([mul_mat_case(quant, 64, n, 256).build().node])
+        node = MatVecNode.of(mat_vec)
+        usual = choose(node, ctx).shape
+        assert usual is not None and usual.way == ("coop_reg" if n == 8 else "coop_mat")
+        found = choose(node, dataclasses.replace(ctx, beyond_f16=frozenset({node.w.name}))).shape
+        assert found is None if n == 8 else found is not None and found.way == way
+
+
+def test_matrices_of_the_device_s_own_making_take_none() -> None:
+    node = batched_case("F32", 64, 40, 64, (1, 1), (1, 2), plain=True).build().node
+    (*_, product) = OPS["MUL_MAT"].lower(node, planned_for("nvidia_h200_linux"))
+    assert product.kernel.source == "mat_mul/f32.comp"
+
+
+def large_weights(path: Path) -> Path:
+    """A llama some of whose feed-forward weights reach 5e5, and others next to them are so small that its results are as usual."""
+    tensors = llama_tensors(tied=False)
+    for stem, factor in (("ffn_up", 2.0**20), ("ffn_gate", 2.0**-10)):
+        tensors[f"blk.0.{stem}.weight"][1][3] *= np.float32(factor)
+    tensors["blk.0.ffn_down.weight"][1][:, 3] *= np.float32(2.0**-10)
+    return write_gguf(path, "llama", llama_metadata(context_length=96), tensors)
+
+
+@pytest.mark.vulkan
+def test_a_model_of_large_weights(
+    tmp_path: Path, device: Device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without("coop_mat", device.caps)
+    path, ids = large_weights(tmp_path / "large.gguf"), some_ids(40)
+    want = NumpyTwin(path).logits(ids)
+    with engine_of(path, device, "coop_mat", n_ctx=96, ubatch=32) as engine:
+        assert nmse(engine.prompt_logits(ids), want) <= WAY_NMSE["coop_mat"]
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.endswith("prompts take no matrices for them (blk.0.ffn_gate.weight+blk.0.ffn_up.weight)")
+        assert {"mat_mul/f32.comp", "mat_mul/coop_mat.comp"} <= kernels_of(engine, 32)
+    monkeypatch.setattr(quants, "beyond_f16", lambda *_: False)
+    with engine_of(path, device, "coop_mat", n_ctx=96, ubatch=32) as engine:
+        assert nmse(engine.prompt_logits(ids), want) > WAY_NMSE["coop_mat"], "clamped"
 
 
 # --- a model ------------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import load_weights
 from vkback.ops.base import Act, LowerContext, nbytes
 from vkback.ops.f16_range import rescaled
-from vkback.ops.mat_mul import Way
+from vkback.ops.mat_mul import Way, matrix_shape
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.flops import main_way, prompt_flops
 from vkback.plan.planner import plan
@@ -112,8 +112,10 @@ class Engine:
             self._state = self._allocate_state()
             self._inputs = self._allocate_inputs()
             self._logits_back, self._loop_backs = self._allocate_readbacks()
-            arena, self.weights = load_weights(model.file, weights, device, progress=progress)
+            arena, self.weights, beyond = load_weights(model.file, weights, device, progress=progress)
             self._arenas.append(arena)
+            if beyond:
+                self._keep_out_of_f16(beyond)
         except BaseException:
             self.close()
             raise
@@ -308,14 +310,21 @@ class Engine:
             self._schedules[key] = plan(graph, with_barriers(self.ctx, "a prompt"), fusion=self.fusion)
         return self._schedules[key]
 
+    def _keep_out_of_f16(self, weights: frozenset[str]) -> None:
+        """Plan prompts anew, with other kernels for weights that f16 cannot hold."""
+        self.ctx = replace(self.ctx, beyond_f16=weights)
+        self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
+        if matrix_shape(self.device.caps) is not None and self.ctx.act == "auto":
+            text = f"weights are beyond the range of f16: prompts take no matrices for them ({_few(sorted(weights))})"
+            print(f"vkback: {text}", file=sys.stderr)
+
     def _rescale(self, overflowed: dict[str, float]) -> Sequence[int]:
         """Plan prompts anew, with scales that bring activations back into the range of f16. Raises F16RangeError where there are none.
         Gives the tokens so far if recurrent states, which the bad run has changed, have to be made anew from them."""
         before = self.ctx.f16_scales
         self.ctx = replace(self.ctx, f16_scales=rescaled(before, overflowed))
         changed = [f"{name}: {scale:g}" for name, scale in self.ctx.f16_scales.items() if before.get(name) != scale]
-        shown = ", ".join(changed[:4]) + (f", {len(changed) - 4} more" if len(changed) > 4 else "")
-        print(f"vkback: activations are beyond the range of f16: from now on they are scaled ({shown})", file=sys.stderr)
+        print(f"vkback: activations are beyond the range of f16: from now on they are scaled ({_few(changed)})", file=sys.stderr)
         self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
         return tuple(self._fed)
 
@@ -543,6 +552,11 @@ def add_sampler(graph: Graph, *, greedy: bool) -> None:
     tokens, pos = Tensor("tokens", "I32", (1,), "input"), Tensor("pos", "I32", (1,), "input")
     loop = Tensor("loop", "I32", (LOOP_RING + RING,), "input")
     graph.add("SAMPLE", (logits, loop, tokens, pos), (loop, tokens, pos), capacity=RING, greedy=greedy)
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first four, and how many more."""
+    return ", ".join(names[:4]) + (f", {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _loop_kind(greedy: bool) -> str:

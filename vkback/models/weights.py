@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,20 @@ CHUNK_BYTES = 4 << 20
 class _Piece:
     """Rows of one shard, repacked: where each plane's bytes go."""
 
+    weight: str
     target: BufferRange
     planes: list[tuple[int, Bytes]]
     file_bytes: int
+    beyond_f16: bool
+
+
+class LoadedWeights(NamedTuple):
+    """arena holds all of them, and the caller destroys it; ranges has every weight's shards; beyond_f16 names matrices with weights that
+    f16 cannot hold."""
+
+    arena: Arena
+    ranges: dict[str, WeightRanges]
+    beyond_f16: frozenset[str]
 
 
 def device_bytes(weight: Tensor, device: Device) -> int:
@@ -46,18 +57,16 @@ def device_bytes(weight: Tensor, device: Device) -> int:
     return sum(aligned(s.layout.nbytes) for s in shards(weight, device.caps))
 
 
-def load_weights(
-    file: GgufFile, weights: Mapping[str, Tensor], device: Device, *, progress: bool = True
-) -> tuple[Arena, dict[str, WeightRanges]]:
+def load_weights(file: GgufFile, weights: Mapping[str, Tensor], device: Device, *, progress: bool = True) -> LoadedWeights:
     """Bring weights to the device.
 
     weights  by name, with the recipes that say which tensors of the file make them
-    Returns the arena (the caller destroys it) and the ranges of every weight's shards. The size is known before anything is asked for.
-    Raises GgufError naming a tensor with weights that are not numbers.
+    The size is known before anything is asked for. Raises GgufError naming a tensor with weights that are not numbers.
     """
     total = sum(device_bytes(w, device) for w in weights.values())
     arena = device.arena("weights", total, "device")
     ranges: dict[str, WeightRanges] = {}
+    beyond_f16: set[str] = set()
     uploader = device.uploader()
     console = Console(stderr=True)
     with (
@@ -87,10 +96,12 @@ def load_weights(
         for piece in _in_order(pool, jobs):
             for offset, data in piece.planes:
                 uploader.write(piece.target, offset, data)
+            if piece.beyond_f16:
+                beyond_f16.add(piece.weight)
             bar.advance(task, piece.file_bytes)
         uploader.finish()
         undo.pop_all()
-    return arena, ranges
+    return LoadedWeights(arena, ranges, frozenset(beyond_f16))
 
 
 def _sources(weight: Tensor) -> tuple[str, ...]:
@@ -152,9 +163,11 @@ def _repack(
         raise _not_numbers(file, weight)
     planes = quants.repack(weight.type, raw, weight.shape[-1])
     return _Piece(
+        weight.name,
         target,
         [(where.offset + a * where.row_bytes, np.ascontiguousarray(p).reshape(-1)) for where, p in zip(layout.planes, planes, strict=True)],
         raw.nbytes,
+        quants.beyond_f16(weight.type, raw),
     )
 
 

@@ -222,6 +222,7 @@ class LowerContext:
                0: in no such order; None: not checked, what is known of the driver counts
     f16_scales  what activations are multiplied by when they are packed as f16, by name of the F16 tensor; 1 for the others
                (vkback/ops/f16_range.py)
+    beyond_f16  names of weights that f16 cannot hold: no kernel that makes f16 of weights takes them
     """
 
     caps: Capabilities
@@ -231,6 +232,7 @@ class LowerContext:
     fragments: bool = True
     row_lanes: int | None = None
     f16_scales: Mapping[str, float] = field(default_factory=dict)
+    beyond_f16: frozenset[str] = frozenset()
 
     def f16_scale(self, packed: Tensor) -> float:
         """What the values of an F16 tensor are multiplied by."""

@@ -87,7 +87,9 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     if node.n < 2 or "norm" in node.extra or node.chosen or node.experts == "heads":
         return MatMulChoice(None, "one token, or what only mat-vecs have: a prologue, heads")
     path, _ = node.path(ctx)
-    matrix = matrix_shape(ctx.caps) if ctx.act == "auto" else None
+    # Matrices make f16 of weights: of what the device made, nobody knows whether it fits.
+    fits_f16 = node.w.name not in ctx.beyond_f16 and (node.w.kind == "weight" or node.w.type not in ("F32", "BF16"))
+    matrix = matrix_shape(ctx.caps) if ctx.act == "auto" and fits_f16 else None
     choice = ctx.tuning.pick(
         "mat_mul", matrices=matrix is not None, path=path, experts=node.experts, n=node.n, quant=node.w.type,
         decoder=quants.quant(node.w.type).decoder, m=node.m, k=node.k,
@@ -98,7 +100,7 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     if ctx.act == "q8_1" and path == "int" and kernel != "mat_vec":
         kernel = "int_dot"
     if kernel == "coop_reg":
-        fits = ctx.act == "auto" and node.experts == "none" and node.y.type != "Q8_1" and node.x.type != "Q8_1"
+        fits = matrix is not None and node.experts == "none" and node.y.type != "Q8_1" and node.x.type != "Q8_1"
         lanes = row_lanes(ctx) if fits else 0
         shape = mat_mul_reg.shape_of(choice["tile_m"], choice["tile_n"], choice["warp_m"], choice["slice_k"], lanes, ctx.caps)
         return MatMulChoice(shape, choice.source)

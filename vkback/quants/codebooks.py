@@ -184,6 +184,10 @@ class _IQ1M(DecodeOnly):
         full: npt.NDArray[np.bool_] = ((words[:, 3] & np.uint16(0x7000)) == 0x7000) & (words[:, 2] >= np.uint16(0xC000))
         return full
 
+    def scaled_up(self, blocks: U8) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = (_unsigned(self.fields(blocks)["scales"], np.uint16)[:, 3] & np.uint16(0x4000)) != 0
+        return found
+
     def decode(self, blocks: U8) -> F32:
         n = len(blocks)
         b = self.fields(blocks)

@@ -22,6 +22,7 @@ F32 = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float32] | None
 
 LARGEST_HALF = np.float32(65504)
+HALF_BITS_OF_2 = np.uint16(0x4000)
 
 
 def packed(*fields: tuple[str, int]) -> np.dtype[np.void]:
@@ -78,6 +79,22 @@ class Codec(ABC):
             found |= exponent_full(blocks.view(np.uint16)[:, at // 2])
         if "e" in (self.block.fields or {}):
             found |= self.fields(blocks)["e"][:, 0] == np.uint8(255)
+        return found
+
+    def beyond_f16(self, blocks: U8) -> bool:
+        """Whether weights of [n, block_bytes] may overflow where a kernel makes f16 of them (shaders/mat_mul/unit_f16.glsl): whether one is
+        beyond a quarter of the largest f16, which leaves room for what is subtracted last."""
+        large = self.scaled_up(blocks)
+        return bool(large.any()) and bool(np.abs(self.decode(np.ascontiguousarray(blocks[large]))).max() > LARGEST_HALF / 4)
+
+    def scaled_up(self, blocks: U8) -> npt.NDArray[np.bool_]:
+        """[n, block_bytes] -> [n]: blocks with a scale or offset of 2 or more. Others have no weight beyond 8192: by a scale of 1 the
+        largest is 4096 (Q6_K)."""
+        found = np.zeros(len(blocks), np.bool_)
+        for at in self.halves():
+            found |= (blocks.view(np.uint16)[:, at // 2] & np.uint16(0x7FFF)) >= HALF_BITS_OF_2
+        if "e" in (self.block.fields or {}):
+            found |= self.fields(blocks)["e"][:, 0] > np.uint8(127)
         return found
 
     def fields(self, blocks: U8) -> Any:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from vkback.quants.codec import F32, U8, Codec, Weights, exponent_full, packed
+from vkback.quants.codec import F32, LARGEST_HALF, U8, Codec, Weights, exponent_full, packed
 from vkback.quants.quant_type import UNIT, Plane, QuantType
+
+BITS_OF_65536 = np.uint16(0x4780)
+"""As BF16, whose next number below it is within the range of f16."""
 
 
 class _Floats(Codec):
@@ -22,6 +25,9 @@ class _Floats(Codec):
 class _F32(_Floats):
     def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
         return ~np.isfinite(blocks.view(np.float32)[:, 0])
+
+    def beyond_f16(self, blocks: U8) -> bool:
+        return bool((np.abs(blocks.view(np.float32)) > LARGEST_HALF).any())
 
     def decode(self, blocks: U8) -> F32:
         return np.ascontiguousarray(blocks).view(np.float32)
@@ -43,6 +49,9 @@ class _F16(_Floats):
     def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
         return exponent_full(blocks.view(np.uint16)[:, 0])
 
+    def beyond_f16(self, blocks: U8) -> bool:
+        return False
+
     def decode(self, blocks: U8) -> F32:
         return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
 
@@ -59,6 +68,9 @@ class _BF16(_Floats):
     def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
         full: npt.NDArray[np.bool_] = (blocks.view(np.uint16)[:, 0] & np.uint16(0x7F80)) == np.uint16(0x7F80)
         return full
+
+    def beyond_f16(self, blocks: U8) -> bool:
+        return bool(((blocks.view(np.uint16) & np.uint16(0x7FFF)) >= BITS_OF_65536).any())
 
     def decode(self, blocks: U8) -> F32:
         bits = np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32)

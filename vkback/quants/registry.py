@@ -98,6 +98,13 @@ def unsound_row(name: str, raw: npt.NDArray[np.uint8]) -> int | None:
     return None
 
 
+def beyond_f16(name: str, raw: npt.NDArray[np.uint8]) -> bool:
+    """Whether kernels that make f16 of rows uint8 [rows, row_bytes] may overflow (`Codec.beyond_f16`); as cheap as `unsound_row`."""
+    c = codec(name)
+    blocks = raw.reshape(-1, c.type.block_bytes)
+    return any(c.beyond_f16(blocks[part]) for part in _chunks(len(blocks), max(1, 8 * _CHUNK_VALUES // c.type.block_values)))
+
+
 def encode(name: str, x: npt.NDArray[np.float32], importance: npt.NDArray[np.float32] | None = None) -> U8:
     """float32 [rows, k] -> blocks of the file, uint8 [rows, row_bytes].
 
