@@ -111,6 +111,14 @@ def test_who_packs_is_up_to_the_tables(large: Callable[[str], Model]) -> None:
             assert len(layer(schedule, f"attn_norm-0{suffix}", f"attn_norm-1{suffix}")) == expected, (pack, norm)
 
 
+@pytest.mark.parametrize("n", [16, N])
+def test_heads_are_packed_side_by_side(n: int, large: Callable[[str], Model]) -> None:
+    """The values of all heads of a token are one row of what the output product reads."""
+    schedule = scheduled(large("deepseek2-16b-Q4_K_M:2"), n=n)
+    packs = [d for d in schedule.dispatches() if d.op == "PACK_F16" and d.args[0].tensor.name == "kqv_decompressed-0"]
+    assert [d.args[1].tensor.shape[-1] for d in packs] == [2048]
+
+
 def test_packed_values_agree_with_their_readers(large: Callable[[str], Model]) -> None:
     """Every F16 activation is read as it was stored: by the same route, in as many words a column."""
     for name in (DENSE, EXPERTS, BIASED):

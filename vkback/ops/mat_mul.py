@@ -233,6 +233,8 @@ def check(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None:
         raise PlanError(f"[mat_mul] {job.name}: {shape.way} takes x as {wanted}, got {job.x}; convert it first")
     if shape.way == "coop_mat":
         return _check_matrices(job, shape, caps)
+    if job.x.shape[-1] != job.k:
+        raise PlanError(f"[mat_mul] {job.name}: {job.w} takes rows of {job.k} values, got {job.x}")
     if shape.way == "int_dot" and (job.w.type in ("F32", "F16", "BF16") or not caps.int_dot):
         raise PlanError(f"[mat_mul] {job.name}: no integer dot products of {job.w.type} on {caps.name}; take f32")
     threads = shape.warps * lanes_for(caps)[0]
@@ -251,6 +253,7 @@ def _check_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None
     wrong = [
         text
         for text, there in (
+            (f"x {job.x} does not hold rows of {job.k} values", job.x.shape[-1] != ceil_div(job.k, UNIT) * UNIT),
             ("parts are no multiples of matrices", shape.warp_m % rows or shape.warp_n % columns),
             ("tiles are no multiples of parts", shape.tile_m % shape.warp_m or shape.tile_n % shape.warp_n),
             (f"{shape.warps} subgroups do not make a tile", shape.warps * shape.warp_m * shape.warp_n != shape.tile_m * shape.tile_n),

@@ -114,6 +114,8 @@ def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]
     if job.route is not None or not stored or job.x.type != "F16" or shape.way != "coop_reg":
         said = "coop_reg makes F32 of a dense product and packed F16, or F16 of whole blocks"
         raise PlanError(f"[mat_mul] {job.name}: {said}; got {job.x} and {job.y}")
+    if job.x.shape[-1] != blocks_of(job.k, shape) * shape.row_lanes * UNIT:
+        raise PlanError(f"[mat_mul] {job.name}: {job.x} does not hold rows of {job.k} values in whole blocks")
     return [_product(job, shape, caps, i, shard) for i, shard in enumerate(shards(job.w, caps))]
 
 

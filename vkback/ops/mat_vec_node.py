@@ -93,7 +93,10 @@ class MatVecNode:
         glu, gelu = bool(node.params.get("glu")), bool(node.params.get("gelu"))
         summed = node.outputs[1] if node.params.get("sum") else None
         chosen = node.outputs[1:] if "logits" in by else ()
-        return cls(node, by["w"], by["x"], node.outputs[0], extra, glu, experts, gelu, summed, chosen, by.get("route"))
+        w, x = by["w"], by["x"]
+        if experts == "none" and len(x.shape) > 2:  # heads side by side
+            x = replace(x, shape=(x.shape[0], w.shape[-1]))
+        return cls(node, w, x, node.outputs[0], extra, glu, experts, gelu, summed, chosen, by.get("route"))
 
     def with_x(self, x: Tensor) -> MatVecNode:
         """The same with another x."""

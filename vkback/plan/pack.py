@@ -125,7 +125,7 @@ class _Packing:
             self.now[self.producer[name]] = dataclasses.replace(producer, outputs=(out,), params=params)
             for r in readers:
                 self.now[r.number] = r.reading(out)
-        elif self.norms and producer.op == "RMS_NORM_MUL" and any(r.mat_vec.route is None for r in readers):
+        elif self.norms and producer.op == "RMS_NORM_MUL" and any(_whole_rows(r, tensor) for r in readers):
             self.now[self.producer[name]] = None
             x = dataclasses.replace(producer.inputs[0], shape=tensor.shape)
             self._add_packs(name, x, readers, Norm(producer.inputs[1], float(producer.params["eps"])))
@@ -187,6 +187,8 @@ class _Packing:
         factors = Tensor(f"{name}.factors", "F32", (prod(x.shape[:-1]),)) if norm and stores else None
         for mine in sorted(by_order.values(), key=lambda group: group[0].mat_vec.route is not None):  # factors are stored first
             first, ahead_of = mine[0].mat_vec, mine
+            if first.route is None and len(x.shape) > 2:  # heads side by side
+                x = dataclasses.replace(x, shape=(x.shape[0], first.k))
             if mine[0].shape.way == "coop_reg":
                 pack = pack_node(f"{name}.units", x, first.n, mine[0].shape, norm=norm)
             elif first.route is None:
@@ -202,3 +204,8 @@ class _Packing:
             self.before.setdefault(min(r.number for r in ahead_of), []).append(pack)
             for r in mine:
                 self.now[r.number] = r.reading(pack.outputs[0])
+
+
+def _whole_rows(reader: Reader, x: Tensor) -> bool:
+    """Whether a dense mat-mat reads the rows of x as they are, not several as one."""
+    return reader.mat_vec.route is None and x.shape[-1] == reader.mat_vec.k
