@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import quiet_blas  # isort: skip  # noqa: F401  before anything imports numpy
+
+import gc
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
+from ahead import compile_ahead
 from cli_kit import engine  # noqa: F401  a fixture
 from device_kit import arena, spirv  # noqa: F401  fixtures
 from model_files import BUILT_IN, hollow
@@ -19,22 +23,27 @@ from vkback.ops.base import LowerContext
 from vkback.paths import builtin_model
 from vkback.plan.tuning import Overrides, Tuning
 from vkback.shader import ShaderLibrary
-from vkback.shader.library import UNOPTIMIZED
+from vkback.shader.library import SLOW_TO_OPTIMIZE, UNOPTIMIZED
 
 os.environ["VKBACK_TUNING"] = os.devnull  # tables this machine's user made by tuning change which kernels are chosen
 os.environ.setdefault("GALLIVM_PERF", "nopt")
 """Mesa's llvmpipe then leaves out LLVM's optimizer: 40 % less time for a mat-vec's machine code, 30 % less for attention. Other drivers do
 not read it. Tests run a kernel once or twice, so that this outweighs slower code by far."""
 
-SLOW_TO_OPTIMIZE = ("mat_vec/mat_vec.comp", "mat_mul/f32.comp", "mat_mul/int_dot.comp", "attention/prompt.comp")
-"""Compiled in 0.01 s each without the SPIR-V optimizer, with it in 0.3, 1.4, 1.4 and 1.3 s. A CPU driver takes as long for its own part
-either way. It takes longer for other shaders (ROPE: 2.5 times), which are quick to optimize. On GPUs tests run what users run; on CPU
-drivers test_shipped.py does."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests are a million objects that live to the end: no garbage collection looks through them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_shaders() -> Iterator[None]:
-    """Set before any shader library is made."""
+    """Set before any shader library is made. On GPUs tests run what users run; on CPU drivers test_shipped.py does."""
     with pytest.MonkeyPatch.context() as patch:
         try:
             with Device.open() as opened:
@@ -60,6 +69,13 @@ def library() -> ShaderLibrary:
 @pytest.fixture(scope="session")
 def ctx(device: Device) -> LowerContext:
     return LowerContext(device.caps, Tuning.for_device(device.caps))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_ahead(request: pytest.FixtureRequest, quick_shaders: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The module's shaders compiled together (tests/ahead.py)."""
+    several = "PYTEST_XDIST_WORKER" in os.environ
+    compile_ahead(request, tmp_path_factory.getbasetemp().parent if several else None)
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,13 @@ from vkback.ops.base import OPS, Act, Case, LowerContext
 from vkback.shader import ShaderLibrary
 
 CASES = [c for name in ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC") for c in OPS[name].cases()]
+PATHS: tuple[Act, ...] = ("f32", "q8_1")
+RUNS = [(case, act) for case in CASES for act in ((case.params["act"],) if "act" in case.params else PATHS)]
+"""A case that says its path is run on that one alone."""
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("act", ["f32", "q8_1"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
+@pytest.mark.parametrize(("case", "act"), RUNS, ids=lambda v: v.line if isinstance(v, Case) else v)
 def test_case(case: Case, act: Act, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     outcome = run_case(device, library, case, dataclasses.replace(ctx, act=act))
     assert outcome.ok, outcome.text

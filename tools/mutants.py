@@ -309,14 +309,17 @@ def run_one(file: str, plans: Path, shaders: Path, cache: Path) -> Fate:
     from vkback.ops.base import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
+    from vkback.shader.library import SLOW_TO_OPTIMIZE, UNOPTIMIZED
 
     records: list[Record] = pickle.loads(plans.read_bytes())
     cases = list(quick_cases())
     ops, tokens = [r for r in records if r[0] < len(cases)], [r for r in records if r[0] >= len(cases)]
     in_shader = file.startswith("shaders/")
-    # SPIR-V is compared with SPIR-V of the same compiler, so none that comes ready-made.
-    library = ShaderLibrary(shipped=False) if in_shader else ShaderLibrary(cache_dir=cache)
     with Device.open() as device:
+        if device.caps.software:  # as in the tests, whose modules are in the user's cache
+            os.environ.setdefault(UNOPTIMIZED, ",".join(SLOW_TO_OPTIMIZE))
+        # SPIR-V is compared with SPIR-V of the same compiler, so none that comes ready-made.
+        library = ShaderLibrary(shipped=False) if in_shader else ShaderLibrary(cache_dir=cache)
         ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
         wanted: Iterator[Record] = iter(())
         if in_shader:

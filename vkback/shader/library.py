@@ -24,10 +24,17 @@ CACHE_FORMAT = "1"
 BATCH = 6
 """Shaders of one call of the compiler: glslc takes longer to start than for a small shader, but tells nothing before its last is done."""
 
+LARGE_BATCH = 64
+"""The same where nobody waits for single shaders."""
+
 UNOPTIMIZED = "VKBACK_UNOPTIMIZED"
 """Variable with the sources, as "mat_vec/mat_vec.comp,glu/glu.comp", that are compiled without the SPIR-V optimizer. The tests set it on
 CPU drivers for kernels on which the optimizer takes 95 % of the compile time (tests/conftest.py). Speed may suffer, and the last bits
 of sums may be others; so such sources pass over the modules that come with vkback, and all variants of one are compiled alike."""
+
+SLOW_TO_OPTIMIZE = ("mat_vec/mat_vec.comp", "mat_mul/f32.comp", "mat_mul/int_dot.comp", "attention/prompt.comp")
+"""What tests on CPU drivers set it to: compiled in 0.01 s each without the SPIR-V optimizer, with it in 0.3, 1.4, 1.4 and 1.3 s. A CPU
+driver takes as long for its own part either way. It takes longer for other shaders (ROPE: 2.5 times), which are quick to optimize."""
 
 SourceKey = tuple[str, tuple[tuple[str, str | int], ...]]
 """Source file and defines: what SPIR-V depends on of a variant."""
@@ -77,11 +84,12 @@ class ShaderLibrary:
     def compile_many(self, variants: Iterable[Variant]) -> dict[Variant, bytes]:
         """SPIR-V of each variant, compiled in parallel. Raises one CompileError that holds all faults."""
         wanted = list(dict.fromkeys(variants))
-        made = dict(self.compile_each(wanted))
+        made = dict(self.compile_each(wanted, LARGE_BATCH))
         return {v: made[v] for v in wanted}
 
-    def compile_each(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, bytes]]:
-        """Each variant with its SPIR-V as soon as it is there: first what the cache has, then what is compiled in parallel.
+    def compile_each(self, variants: Iterable[Variant], batch: int | None = None) -> Iterator[tuple[Variant, bytes]]:
+        """Each variant with its SPIR-V as soon as it is there: first what the cache has, then what is compiled in parallel. batch: shaders
+        of one call of the compiler, default BATCH.
 
         Raises one CompileError that holds all faults, after the variants that have none; NoCompiler where the cache lacks one.
         """
@@ -103,7 +111,7 @@ class ShaderLibrary:
                     continue
                 self._ready[key] = found
             yield from ((variant, self._ready[key]) for variant in same)
-        for variant, fault in self._compile(missing):
+        for variant, fault in self._compile(missing, batch or BATCH):
             if fault is not None:
                 faults.append(fault)
                 continue
@@ -112,7 +120,7 @@ class ShaderLibrary:
         if faults:
             raise CompileError("\n\n".join(sorted(faults)))
 
-    def _compile(self, sources: Sequence[tuple[Variant, Expanded]]) -> Iterator[tuple[Variant, str | None]]:
+    def _compile(self, sources: Sequence[tuple[Variant, Expanded]], size: int) -> Iterator[tuple[Variant, str | None]]:
         """Compile and keep, in as many threads as there are processors; each variant as it is done, with its fault if it has one."""
         if not sources:
             return
@@ -127,7 +135,8 @@ class ShaderLibrary:
         batches: list[Sequence[tuple[Variant, Expanded]]] = []
         for level in (True, False):
             some = [s for s in sources if self._optimizes(s[0]) == level]
-            count = min(len(some), max(threads, ceil(len(some) / BATCH)))
+            # Without the optimizer all of them take less than another start.
+            count = min(len(some), max(threads, ceil(len(some) / size))) if level else ceil(len(some) / LARGE_BATCH)
             batches += [some[i::count] for i in range(count)]
         with ThreadPoolExecutor(threads) as pool:
             running = {pool.submit(self._compile_batch, compiler, batch): batch for batch in batches}
