@@ -8,13 +8,16 @@ from kernel_paths import planned_for, with_params, without_subgroups
 
 from vkback.device import Device
 from vkback.graph import Node, Tensor
+from vkback.harness.cases import find_case
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
 from vkback.ops.rope_angles import DEFAULTS
 from vkback.shader import ShaderLibrary
 
 CASES = [c for name in ("ROPE", "QKV_ROPE_SET_ROWS") for c in OPS[name].cases()]
-NORMED = [c for c in CASES if c.params.get("norm")]
+NORMED = [find_case(c.line.replace("head_dim=256", "head_dim=128")) for c in CASES if c.params.get("norm")]
+"""In test_ops.py heads of 256 values run as the tables say. Where a thread has several slots of those a CPU driver compiles for 8 s; with
+heads of 128 for 1."""
 PLAIN = [c for c in CASES if c.op != "ROPE" and not c.params["norm"] and not c.params["packed"]]
 
 
@@ -31,7 +34,7 @@ def test_several_heads_and_subgroups(
 @pytest.mark.vulkan
 @pytest.mark.parametrize("case", NORMED, ids=lambda c: c.line)
 def test_without_subgroups(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, without_subgroups(with_params(ctx, wg_size=32, heads_per_group=2)))
+    outcome = run_case(device, library, case, without_subgroups(with_params(ctx, wg_size=16, heads_per_group=2)))
     assert outcome.ok, outcome.text
 
 
