@@ -65,7 +65,7 @@ def test_synth_lists_names_and_writes_a_model(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_graph_lists_nodes_in_order(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(monkeypatch, main.main, "graph", "-t", "3", "-c", "32") == 0
+    assert call(monkeypatch, main.main, "graph", "-t", "3", "-c", "32", "-f", "list") == 0
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(lines[0].split()) == "0 GET_ROWS inp_embd F32[3, 256] <- token_embd.weight Q6_K[4096, 256], tokens I32[3]"
     assert lines[-1].split()[:3] == [str(len(lines) - 1), "MUL_MAT", "result_output"]

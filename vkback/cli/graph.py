@@ -1,22 +1,97 @@
-"""vkback graph: the nodes of a model, before any device is asked."""
+"""vkback graph: the nodes of a model with what they cost and how long their values live, before any device is asked."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from vkback.cli.shell import model_path
+from vkback.cli.shell import UsageError, model_path, one_of
+
+FORMATS = ("text", "list", "ir", "dot", "json", "html")
+GRANULARITIES = ("elementary", "built")
 
 
 def graph(
     model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
-    tokens: Annotated[int, typer.Option("-t", "--tokens", min=1, help="Tokens of the batch.")] = 1,
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="A name of vkback synth --list in place of a model: no file is needed.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("-t", "--tokens", "--n-tokens", min=1, help="Tokens of the batch.")] = 1,
     ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as trained, at most 4096].")] = None,
+    depth: Annotated[int, typer.Option("-d", "--depth", min=0, help="Rows of the cache in use before the batch.")] = 0,
+    layers: Annotated[str | None, typer.Option("--layers", metavar="A:B", help="List layers A to B-1 alone.")] = None,
+    nodes: Annotated[
+        str,
+        typer.Option("--nodes", help="elementary: attention, gated units, stores as ggml builds them without fused ops; built: as vkback."),
+    ] = "elementary",
+    format: Annotated[str, typer.Option("-f", "--format", help=", ".join(FORMATS))] = "text",
 ) -> None:
-    """List the nodes of a model: op, result, and what it is made from."""
+    """List the nodes of a model: operands, shapes (contiguous axis first), bytes, cost by kind, temporary storage alive, the values'
+    lifelines in the margin; totals first. docs/looking_inside.md says what counts as what."""
     from vkback.models.registry import Model
+    from vkback.models.synth import write_outline
 
-    opened = Model.open(model_path(model))
-    for i, node in enumerate(opened.graph(tokens, ctx or opened.default_n_ctx, head="last").nodes):
-        print(f"{i:4} {node.op:16} {', '.join(map(str, node.outputs)):40} <- {', '.join(map(str, node.inputs))}")
+    one_of(format, FORMATS, "--format")
+    one_of(nodes, GRANULARITIES, "--nodes")
+    if shape is None:
+        path = model_path(model)
+        _print(Model.open(path), str(path), tokens, ctx, depth, layers, nodes, format)
+        return
+    if model is not None:
+        raise UsageError("--shape and -m exclude each other: one is a model's shape, the other a file")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outline.gguf"
+        write_outline(shape, path)
+        _print(Model.open(path), shape, tokens, ctx, depth, layers, nodes, format)
+
+
+def _print(model: Any, name: str, tokens: int, ctx: int | None, depth: int, layers: str | None, granularity: str, format: str) -> None:
+    from vkback.ops.attention_chain import padded
+    from vkback.plan.elementary import elementary
+    from vkback.plan.liveness import listing
+    from vkback.report import graph_formats, graph_ir, graph_text
+
+    n_ctx = ctx or max(model.default_n_ctx, depth + tokens)
+    if depth + tokens > n_ctx:
+        raise UsageError(f"--ctx {n_ctx}: {tokens} tokens behind {depth} others need {depth + tokens} rows")
+    first, last = _layers(layers, model.hp.n_layer)
+    built = model.graph(tokens, n_ctx, head="last")
+    n_kv = min(n_ctx, padded(depth + tokens))
+    if format == "ir":
+        lines = graph_ir.forward(model.hp, built, n_ctx, first, last)
+    else:
+        whole = listing(elementary(built, n_kv) if granularity == "elementary" and format != "list" else built, n_kv)
+        shown = whole if layers is None else whole.of_layers(first, last)
+        facts = {
+            "model": name, "description": model.description, "n_tokens": tokens, "n_ctx": n_ctx, "n_kv": n_kv, "nodes_as": granularity,
+        }  # fmt: skip
+        if format == "json":
+            lines = iter([json.dumps(graph_formats.as_data(facts, whole, shown), indent=1)])
+        elif format == "html":
+            lines = graph_formats.html(facts, whole, shown)
+        elif format == "dot":
+            lines = graph_formats.dot(facts, shown)
+        elif format == "list":
+            lines = graph_formats.brief(shown)
+        else:
+            lines = graph_text.text(whole, None if layers is None else shown)
+    for line in lines:
+        print(line)
+
+
+def _layers(text: str | None, n_layer: int) -> tuple[int, int]:
+    """The first layer and the one behind the last, of "a:b" with either left out."""
+    if text is None:
+        return 0, n_layer
+    first, colon, last = text.partition(":")
+    try:
+        a, b = int(first or 0), int(last or n_layer)
+    except ValueError:
+        a = b = -1
+    if not colon or not 0 <= a < b <= n_layer:
+        raise UsageError(f"--layers {text}: expected A:B with 0 <= A < B <= {n_layer}, the model's layers")
+    return a, b

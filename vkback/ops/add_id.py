@@ -28,6 +28,7 @@ from vkback.ops.base import (
     register,
     spread,
 )
+from vkback.ops.cost import Cost
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -37,6 +38,15 @@ class AddId(Op):
     """See the module's text."""
 
     name = "ADD_ID"
+    formula = "x+y[z]"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        return {"fadd": node.outputs[0].elements}
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the biases one row for each id, at most all."""
+        a, b, ids = node.inputs
+        return 4 * min(b.elements, ids.elements * a.shape[-1]) if tensor.name == b.name else nbytes(tensor)
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         a, b, ids = inputs

@@ -23,6 +23,7 @@ from vkback.ops.base import (
     Shape,
     Tolerance,
     ceil_div,
+    moves_values,
     nbytes,
     pack_push,
     register,
@@ -73,6 +74,7 @@ class ArgSort(Op):
     """ARGSORT(x F32 [..., dim]; order "asc" | "desc") -> I32 [..., dim]; of equal values the lower index comes first."""
 
     name = "ARGSORT"
+    arithmetic = moves_values
     peer_nmse = 0.0
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
@@ -109,6 +111,7 @@ class TopK(Op):
     """TOP_K(x F32 [..., dim]) -> I32 [..., k]: indices of the k largest of each row, the largest first, of equal ones the lower index."""
 
     name = "TOP_K"
+    arithmetic = moves_values
     peer_nmse = 0.0
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:

@@ -21,12 +21,13 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops import attention_prompt, rope_angles
+from vkback.ops import attention_chain, attention_prompt, rope_angles
 from vkback.ops.attention_cases import DecodeCases, FlashCases
 from vkback.ops.base import (
     OPS,
@@ -41,11 +42,13 @@ from vkback.ops.base import (
     SpinWaits,
     Tolerance,
     ceil_div,
+    cost_rule,
     declare,
     nbytes,
     pack_push,
     register,
 )
+from vkback.ops.cost import Cost, total
 from vkback.ops.mat_mul import MatMulShape
 from vkback.ops.rope import FREQUENCY, turn_pairs
 from vkback.ops.rows import set_rows
@@ -299,6 +302,28 @@ class FlashAttnExt(FlashCases):
     name = "FLASH_ATTN_EXT"
     peer_nmse = 5e-4
 
+    def elementary(self, node: Node, n_kv: int) -> list[Node]:
+        """Products with views of the cached rows, and a softmax under a mask between them (attention_chain.py); none with sinks, or where
+        the queries come in two parts."""
+        return attention_chain.without_flash(node, n_kv) if len(node.inputs) == 4 else []
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """That of the chain; a sink adds an exponential and a sum for each row of the softmax."""
+        whole = dataclasses.replace(node, inputs=(attention_chain.whole_query(node), *node.inputs[1:4]))
+        rows = prod(whole.inputs[0].shape[:-1])
+        sinks = {"fadd": rows, "fexp": rows} if len(node.inputs) - bool(node.params.get("split_q")) > 4 else {}
+        return total((sinks, *(cost_rule(n).arithmetic(n, n_kv) for n in attention_chain.without_flash(whole, n_kv))))
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the caches the rows in use; keys that are values as well (MLA) twice, as two products read them."""
+        cache_k, cache_v = node.inputs[1:3]
+        if tensor.kind != "state":
+            return nbytes(tensor)
+        rows = attention_chain.seen(node, n_kv)
+        v_dim = int(node.params.get("v_dim", cache_v.shape[-1]))
+        widths = (cache_k.shape[-1] * (tensor.name == cache_k.name), v_dim * (tensor.name == cache_v.name))
+        return 2 * tensor.shape[0] * rows * sum(widths)
+
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         """Padding (pos -1) sees nothing and gives zeros. A sink is a logit without a value: it takes its part of a head's softmax away from
         the rows."""
@@ -385,6 +410,11 @@ class AttnDecode(DecodeCases):
         if plain.nmse >= 1e-6:
             return plain
         return Tolerance(1e-6, 5e-3, "the key is rounded to F16 after norm and RoPE in f32: one on the edge may go the other way (2^-11)")
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """As of the plain chain, which turns its own angles."""
+        plain = dataclasses.replace(node, params={**node.params, "has_ff": False})
+        return total(cost_rule(n).arithmetic(n, n_kv) for n in self.unfused(plain))
 
     def unfused(self, node: Node) -> list[Node]:
         """None with frequency factors: they are in the angles already, and the plain op has no such input."""

@@ -21,6 +21,7 @@ from vkback.device import Capabilities
 from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.ops.case_line import call_with
+from vkback.ops.cost import Cost, total
 from vkback.shader import Variant
 
 Array = npt.NDArray[Any]
@@ -320,6 +321,7 @@ class Op(ABC):
     further         names that `build_case` takes as **keywords
     weight_type     parameter of a case that holds the type of the op's weights; the support table counts each type apart
     shares_weights  it multiplies a stored weight by n tokens: cases that differ in the parameter n alone use the same weights
+    formula         what listings print for it, with x, y, z for the operands; "" is the name
     """
 
     name: ClassVar[str]
@@ -327,6 +329,7 @@ class Op(ABC):
     further: ClassVar[tuple[str, ...]] = ()
     weight_type: ClassVar[str] = ""
     shares_weights: ClassVar[bool] = False
+    formula: ClassVar[str] = ""
 
     @abstractmethod
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
@@ -371,6 +374,29 @@ class Op(ABC):
         """The chain of plain nodes that makes the same outputs; empty where the op, or this node of it, is no fusion."""
         return []
 
+    def elementary(self, node: Node, n_kv: int) -> list[Node]:
+        """The chain of simpler nodes by which ggml makes the same outputs without fused ops; empty where the node is one of these.
+
+        n_kv  rows of the caches that attention reads
+        """
+        return []
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Operations of a node by kind (vkback/ops/cost.py); by default those of the chain that it stands for. Raises PlanError for an op
+        without a rule."""
+        chain = self.elementary(node, n_kv) or self.unfused(node)
+        if not chain:
+            raise PlanError(f"[{self.name}] {node.name}: no rule says what it costs; expected a method `arithmetic` on its op")
+        return total(cost_rule(n).arithmetic(n, n_kv) for n in chain)
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Bytes that a node reads of an operand outside temporary storage: a weight, a state or an input."""
+        return nbytes(tensor)
+
+    def stored_bytes(self, node: Node, n_kv: int) -> int:
+        """Bytes that a node writes into states."""
+        return sum(nbytes(t) for t in node.outputs if t.kind == "state")
+
 
 OPS: dict[str, Op] = {}
 """Every op by name."""
@@ -380,6 +406,36 @@ def register(cls: type[Op]) -> type[Op]:
     """Class decorator: make an op known by its name."""
     OPS[cls.name] = cls()
     return cls
+
+
+class Reshape:
+    """The rules of VIEW, which is a tensor under another shape, or with the param `view` (vkback/ops/view.py) a part of it: no work."""
+
+    def elementary(self, node: Node, n_kv: int) -> list[Node]:
+        return []
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        return {}
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        return 0
+
+    def stored_bytes(self, node: Node, n_kv: int) -> int:
+        return 0
+
+    @staticmethod
+    def shown(node: Node) -> str:
+        return "view(x)" if "view" in node.params else "reshape(x)"
+
+
+def cost_rule(node: Node) -> Op | Reshape:
+    """What knows a node's cost: its op."""
+    return Reshape() if node.op == "VIEW" else OPS[node.op]
+
+
+def moves_values(self: Op, node: Node, n_kv: int) -> Cost:
+    """The `Op.arithmetic` of an op that computes nothing."""
+    return {}
 
 
 def weight_push(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:

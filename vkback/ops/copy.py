@@ -24,6 +24,7 @@ from vkback.ops.base import (
     Tolerance,
     ceil_div,
     declare,
+    moves_values,
     nbytes,
     pack_push,
     register,
@@ -72,6 +73,15 @@ class Convert(Op):
         part = params["to"].of(y)
         part[...] = values.reshape(part.shape)
         return [y]
+
+    arithmetic = moves_values
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of x what the view shows; nothing of the tensor that is written."""
+        if tensor.name != node.inputs[0].name:
+            return 0
+        view = node.params.get("view")
+        return nbytes(tensor) * view.elements // tensor.elements if view else nbytes(tensor)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, y = node.inputs[0], node.outputs[0]
@@ -225,6 +235,7 @@ class Cpy(Convert):
     """CPY(x); see Convert."""
 
     name = "CPY"
+    formula = "x->y"
     peer_nmse = 1e-6
 
     def full_cases(self) -> Iterator[Case]:
@@ -251,6 +262,7 @@ class Cont(Convert):
     """CONT(x); see Convert."""
 
     name = "CONT"
+    formula = "cont(x)"
 
 
 def _four(shape: Sequence[int]) -> tuple[int, ...]:
@@ -294,6 +306,8 @@ def by_x(shape: Shape) -> str:
 
 class Boxed(Op):
     """An op whose launches are boxes of F32 or I32 values of up to four axes."""
+
+    arithmetic = moves_values
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         y = node.outputs[0]
@@ -431,6 +445,7 @@ class Permute(Boxed):
     """PERMUTE(x; axes) -> numpy's transpose, as a tensor of its own."""
 
     name = "PERMUTE"
+    formula = "permute(x)"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [np.transpose(inputs[0], params["axes"])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
+from vkback.ops import cost as costs
 from vkback.ops.base import (
     OPS,
     Arg,
@@ -30,7 +31,18 @@ from vkback.ops.base import (
     register,
     spread,
 )
-from vkback.ops.glu import gelu, gelu_erf, gelu_quick, sigmoid
+from vkback.ops.cost import Cost
+from vkback.ops.glu import (
+    GELU_COST,
+    GELU_ERF_COST,
+    GELU_QUICK_COST,
+    SIGMOID_COST,
+    TANH_COST,
+    gelu,
+    gelu_erf,
+    gelu_quick,
+    sigmoid,
+)
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -88,6 +100,10 @@ PAIRS: tuple[tuple[Shape, Shape], ...] = (
 
 class Binary(Op):
     """An op of BINARY: (a, b) -> value by value, b repeated along any axis until it fills a."""
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        kind = {"ADD": "fadd", "SUB": "fadd", "MUL": "fmul", "DIV": "fdiv"}[self.name]
+        return {kind: node.outputs[0].elements}
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         a, b = (np.asarray(i, np.float64) for i in inputs)
@@ -160,17 +176,19 @@ class Binary(Op):
 
 
 for _name in BINARY:
-    register(type(_name.title(), (Binary,), {"name": _name, "__doc__": f"{_name}(a, b).", "__module__": __name__}))
+    _facts = {"name": _name, "formula": f"x{BINARY[_name][0]}y", "__doc__": f"{_name}(a, b).", "__module__": __name__}
+    register(type(_name.title(), (Binary,), _facts))
 
 
 @dataclass(frozen=True)
 class Function:
     """function: its name in shaders/elementwise; params: the node's parameters that are p.a and p.b there, with values for the cases;
-    domain: where the cases take x from; others: further values of the parameters, for the full set."""
+    domain: where the cases take x from; others: further values of the parameters, for the full set; cost: of a value."""
 
     function: str
     formula: Callable[..., Array]
     domain: tuple[float, float] = (-4.0, 4.0)
+    cost: Cost = field(default_factory=dict)
     params: tuple[tuple[str, float], ...] = ()
     others: tuple[tuple[float, ...], ...] = ()
 
@@ -178,32 +196,32 @@ class Function:
 UNARY: Mapping[str, Function] = {
     "SCALE": Function(
         "scale", lambda x, scale, bias: x * scale + bias, params=(("scale", 0.625), ("bias", -1.5)),
-        others=((2.0, 0.0), (2.0, 1.0), (0.0, -1.0), (-1e-3, 0.0)),
+        others=((2.0, 0.0), (2.0, 1.0), (0.0, -1.0), (-1e-3, 0.0)), cost={"fmul": 1, "fadd": 1},
     ),
     "CLAMP": Function("clamp_to", np.clip, params=(("min", -0.5), ("max", 1.25)), others=((-0.25, 0.25), (0.0, 4.0), (1.0, 1.0))),
     "LEAKY_RELU": Function(
         "leaky_relu", lambda x, slope: np.maximum(x, 0.0) + slope * np.minimum(x, 0.0), params=(("negative_slope", 0.125),),
-        others=((0.0,), (1.0,), (-0.5,)),
+        others=((0.0,), (1.0,), (-0.5,)), cost={"fmul": 1},
     ),
-    "SILU": Function("silu", lambda x: x * sigmoid(x), (-100.0, 100.0)),
-    "SIGMOID": Function("sigmoid", sigmoid, (-20.0, 20.0)),
-    "GELU": Function("gelu", gelu),
-    "GELU_ERF": Function("gelu_erf", gelu_erf),
-    "GELU_QUICK": Function("gelu_quick", gelu_quick),
+    "SILU": Function("silu", lambda x: x * sigmoid(x), (-100.0, 100.0), cost=SIGMOID_COST),
+    "SIGMOID": Function("sigmoid", sigmoid, (-20.0, 20.0), cost=SIGMOID_COST),
+    "GELU": Function("gelu", gelu, cost=GELU_COST),
+    "GELU_ERF": Function("gelu_erf", gelu_erf, cost=GELU_ERF_COST),
+    "GELU_QUICK": Function("gelu_quick", gelu_quick, cost=GELU_QUICK_COST),
     "RELU": Function("relu", lambda x: np.maximum(x, 0.0)),
-    "TANH": Function("tanh_exact", np.tanh),
-    "EXP": Function("exp", np.exp),
-    "ELU": Function("elu", lambda x: np.maximum(x, 0.0) + np.expm1(np.minimum(x, 0.0))),
-    "SOFTPLUS": Function("softplus", lambda x: np.logaddexp(0.0, x), (-30.0, 30.0)),
-    "HARDSIGMOID": Function("hardsigmoid", lambda x: np.clip((x + 3.0) / 6.0, 0.0, 1.0)),
-    "HARDSWISH": Function("hardswish", lambda x: x * np.clip((x + 3.0) / 6.0, 0.0, 1.0)),
-    "NEG": Function("neg", np.negative),
+    "TANH": Function("tanh_exact", np.tanh, cost=TANH_COST),
+    "EXP": Function("exp", np.exp, cost={"fexp": 1}),
+    "ELU": Function("elu", lambda x: np.maximum(x, 0.0) + np.expm1(np.minimum(x, 0.0)), cost={"fadd": 1, "fexp": 1}),
+    "SOFTPLUS": Function("softplus", lambda x: np.logaddexp(0.0, x), (-30.0, 30.0), cost={"fadd": 1, "fexp": 2}),
+    "HARDSIGMOID": Function("hardsigmoid", lambda x: np.clip((x + 3.0) / 6.0, 0.0, 1.0), cost={"fmul": 1, "fadd": 1}),
+    "HARDSWISH": Function("hardswish", lambda x: x * np.clip((x + 3.0) / 6.0, 0.0, 1.0), cost={"fmul": 2, "fadd": 1}),
+    "NEG": Function("neg", np.negative, cost={"fadd": 1}),
     "ABS": Function("abs", np.abs),
     "SGN": Function("sign", np.sign),
     "STEP": Function("step_up", lambda x: np.heaviside(x, 0.0)),
-    "SQR": Function("sqr", np.square),
-    "SQRT": Function("sqrt", np.sqrt, (0.0, 100.0)),
-    "LOG": Function("log", np.log, (1e-3, 100.0)),
+    "SQR": Function("sqr", np.square, cost={"fmul": 1}),
+    "SQRT": Function("sqrt", np.sqrt, (0.0, 100.0), cost={"sqrt": 1}),
+    "LOG": Function("log", np.log, (1e-3, 100.0), cost={"fexp": 1}),
     "FLOOR": Function("floor", np.floor),
     "CEIL": Function("ceil", np.ceil),
 }
@@ -212,6 +230,9 @@ UNARY: Mapping[str, Function] = {
 
 class Unary(Op):
     """An op of UNARY: x -> value by value."""
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        return costs.times(UNARY[self.name].cost, node.outputs[0].elements)
 
     def _values(self, params: Mapping[str, Any]) -> list[float]:
         missing = [name for name, _ in UNARY[self.name].params if name not in params]

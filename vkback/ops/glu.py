@@ -28,6 +28,7 @@ from vkback.ops.base import (
     register,
     spread,
 )
+from vkback.ops.cost import Cost, times, total
 from vkback.ops.quantize import Q8_1_TOLERANCE
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
@@ -74,6 +75,31 @@ def swiglu_oai(gate: Array, up: Array, alpha: float, limit: float) -> Array:
     return gate / (1.0 + e) * (up + 1.0)
 
 
+SIGMOID_COST: Cost = {"fadd": 2, "fdiv": 1, "fexp": 1}
+"""1 / (1 + exp(-x)); silu is as dear, x being divided in place of 1."""
+
+TANH_COST: Cost = {"fmul": 1, "fadd": 2, "fdiv": 1, "fexp": 1}
+"""1 - 2 / (1 + exp(2 x))"""
+
+GELU_COST: Cost = {"fmul": 7, "fadd": 4, "fdiv": 1, "fexp": 1}
+"""0.5 x (1 + tanh(a x (1 + b x^2)))"""
+
+GELU_ERF_COST: Cost = {"fmul": 11, "fadd": 3, "fdiv": 1, "fexp": 1}
+"""0.5 x (1 + erf(x / sqrt 2)), erf by a polynomial of fifth degree in 1 / (1 + p x), times exp(-x^2)."""
+
+GELU_QUICK_COST: Cost = {"fmul": 1, **SIGMOID_COST}
+"""x / (1 + exp(-a x))"""
+
+GATES: Mapping[str, tuple[str, Cost]] = {
+    "SWIGLU": ("SILU", SIGMOID_COST),
+    "REGLU": ("RELU", {}),
+    "GEGLU": ("GELU", GELU_COST),
+    "GEGLU_ERF": ("GELU_ERF", GELU_ERF_COST),
+    "GEGLU_QUICK": ("GELU_QUICK", GELU_QUICK_COST),
+    "SWIGLU_OAI": ("", {"fmul": 1, "fadd": 3, "fdiv": 1, "fexp": 1}),
+}
+"""Of each op that of one operand for the gate, if there is one, and what a value of the gate costs; the product with up comes to it."""
+
 GLU: Mapping[str, Callable[[Array, Array, Params], Array]] = {
     "SWIGLU": lambda gate, up, params: swiglu(gate, up),
     "REGLU": lambda gate, up, params: np.maximum(gate, 0.0) * up,
@@ -91,6 +117,21 @@ SWIGLU_OAI = {"alpha": 1.702, "limit": 7.0}
 class Glu(Op):
     """An op of GLU. Inputs gate and up [..., k], or one [..., 2 k] whose rows hold the gate and then the up half (param swapped: up first);
     output F32 or Q8_1 [..., k]."""
+
+    def elementary(self, node: Node, n_kv: int) -> list[Node]:
+        """The gate's activation and a product, where gate and up are tensors of their own."""
+        activation = GATES[self.name][0]
+        y = node.outputs[0]
+        if not activation or len(node.inputs) == 1 or y.type != "F32":
+            return []
+        gate, up = node.inputs
+        # ffn_swiglu-0 is made from ffn_silu-0
+        name = y.name.replace(self.name.lower(), activation.lower()) if self.name.lower() in y.name else f"{y.name} ({activation.lower()})"
+        act = Tensor(name, "F32", gate.shape)
+        return [Node(activation, (gate,), (act,)), Node("MUL", (act, up), (y,))]
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        return total(times(cost, node.outputs[0].elements) for cost in (GATES[self.name][1], {"fmul": 1}))
 
     def reference(self, inputs: Sequence[Array], params: Params) -> list[Array]:
         x = [np.asarray(i, np.float64) for i in inputs]

@@ -28,6 +28,7 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
+from vkback.ops.cost import Cost
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -39,6 +40,10 @@ class MoeReduce(Op):
     """See the module's text."""
 
     name = "MOE_REDUCE"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """A multiply-add for each value of each expert, and the residual's sum."""
+        return {"fmul": node.inputs[0].elements} | ({"fadd": node.outputs[0].elements} if len(node.inputs) > 2 else {})
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         y, weights, *residual = (np.asarray(i, np.float64) for i in inputs)

@@ -13,8 +13,9 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import mul_mat_batched as batched
-from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, Problem, Rounded, Shape, Tolerance, register
+from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, Problem, Rounded, Shape, Tolerance, nbytes, register
 from vkback.ops.copy import some
+from vkback.ops.cost import Cost
 from vkback.ops.mat_vec import QUANTS, RARE, MatVec, weight
 from vkback.ops.mat_vec_cases import (
     BASE,
@@ -40,6 +41,12 @@ class _Plain(Op):
     peer_nmse = 5e-4
     weight_type = "type_a"
     shares_weights = True
+    formula = "X*Y"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """A multiply-add for each value of a row and each value of the output."""
+        w = node.params["w_view"].shape if "w_view" in node.params else node.inputs[0].shape
+        return {"fmul": w[-1] * node.outputs[0].elements}
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         fused = Node("MAT_VEC", node.inputs, node.outputs, {**node.params, "roles": self.roles})
@@ -141,6 +148,12 @@ class MulMatId(_Plain):
 
     name = "MUL_MAT_ID"
     roles = ("w", "x", "ids")
+    formula = "X[z]*Y"
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the experts' matrices as many as there are tokens times experts used: tokens that share an expert are not foreseen."""
+        w, _, ids = node.inputs
+        return nbytes(w) // w.shape[0] * min(w.shape[0], ids.elements) if tensor.name == w.name else nbytes(tensor)
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         w, x, ids = inputs

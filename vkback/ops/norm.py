@@ -28,6 +28,7 @@ from vkback.ops.base import (
     register,
     spread,
 )
+from vkback.ops.cost import Cost, times, total
 from vkback.ops.quantize import Q8_1_TOLERANCE
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
@@ -56,6 +57,15 @@ class Norm(Op):
     center: ClassVar[bool] = False
     bias: ClassVar[bool] = False
     residual: ClassVar[bool] = False
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Of a value its square and its product with the scale, of a row a division and a square root; what centers, subtracts and adds up
+        before. Fused ones are the sum of their chain."""
+        if self.unfused(node):
+            return super().arithmetic(node, n_kv)
+        x = node.inputs[0]
+        per_value = {"fmul": 2, "fadd": 2} if self.center else {"fmul": 2}
+        return total((times(per_value, x.elements), times({"fdiv": 1, "sqrt": 1}, x.elements // x.shape[-1])))
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x = np.asarray(inputs[0], np.float64)
@@ -182,6 +192,7 @@ class RmsNorm(Norm):
     """RMS_NORM(x [..., dim]; eps) -> x / sqrt(mean(x^2) + eps) over the last axis."""
 
     name = "RMS_NORM"
+    formula = "rms_norm(x)"
 
     def perf_cases(self) -> Iterator[Case]:
         return _sizes_of_models(self)
@@ -192,6 +203,7 @@ class LayerNorm(Norm):
     """NORM(x [..., dim]; eps) -> (x - mean) / sqrt(variance + eps) over the last axis."""
 
     name = "NORM"
+    formula = "norm(x)"
     center = True
 
 

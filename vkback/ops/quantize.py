@@ -28,6 +28,7 @@ from vkback.ops.base import (
     register,
     spread,
 )
+from vkback.ops.cost import Cost
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -92,6 +93,11 @@ class QuantizeQ81(Op):
     """QUANTIZE_Q8_1(x F32 [..., k]) -> Q8_1 [..., k]; k is filled up with zeros to a multiple of 32."""
 
     name = "QUANTIZE_Q8_1"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Of a value its product with 1 / d, of 32 the two divisions that give d and 1 / d. Sums are of integers."""
+        x = node.inputs[0]
+        return {"fmul": x.elements, "fdiv": 2 * (x.elements // x.shape[-1]) * ceil_div(x.shape[-1], 32)}
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [np.asarray(inputs[0], np.float64)]

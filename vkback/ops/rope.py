@@ -31,6 +31,7 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
+from vkback.ops.cost import Cost
 from vkback.ops.rows import F16_TOLERANCE, set_rows
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
@@ -145,7 +146,15 @@ class Rope(Op):
     """
 
     name = "ROPE"
+    formula = "rope(x)"
     further = FREQUENCY
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Of a value that is turned two products, half of the two that give its pair's angle, and one of the pair's sine and cosine; of a
+        pair the division by its frequency factor, where there are any. Angles are counted for every head anew; YaRN's blend is not."""
+        x, _, *factors = node.inputs
+        turned = x.elements // x.shape[-1] * int(node.params["n_dims"])
+        return {"fmul": 3 * turned, "fsin": turned} | ({"fdiv": turned // 2} if factors else {})
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x, pos, *factors = inputs
@@ -227,6 +236,11 @@ class RopeAngles(Op):
 
     name = "ROPE_ANGLES"
     further = FREQUENCY
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Two products, a sine and a cosine for each pair, and the division by its frequency factor."""
+        pairs = node.outputs[0].elements // 2
+        return {"fmul": 2 * pairs, "fsin": 2 * pairs} | ({"fdiv": pairs} if len(node.inputs) > 1 else {})
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         pos, *factors = inputs
@@ -397,6 +411,16 @@ class QkvRopeSetRows(Op):
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return F16_TOLERANCE
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """That of the chain, also where q, k and v come as one tensor."""
+        if not node.params["packed"]:
+            return super().arithmetic(node, n_kv)
+        _, pos, cache_k, cache_v, *extra = node.inputs
+        q = node.outputs[0]
+        k, v = (Tensor(t.name, "F32", (q.shape[0], t.shape[0], t.shape[2])) for t in (cache_k, cache_v))
+        apart = Node(node.op, (q, k, v, pos, cache_k, cache_v, *extra), node.outputs, {**node.params, "packed": False})
+        return super().arithmetic(apart, n_kv)
 
     def unfused(self, node: Node) -> list[Node]:
         """None where q, k and v come as one tensor: no plain op takes a slice."""

@@ -25,6 +25,7 @@ from vkback.ops.base import (
     Tolerance,
     ceil_div,
     declare,
+    moves_values,
     nbytes,
     pack_push,
     register,
@@ -34,7 +35,9 @@ from vkback.ops.base import (
 )
 from vkback.ops.case_line import CaseLineError, unseeded
 from vkback.ops.code_books import decoder
+from vkback.ops.cost import Cost
 from vkback.ops.mat_vec import QUANTS, weight
+from vkback.ops.view import View
 from vkback.ops.workgroup import Defines, workgroup_size
 from vkback.shader import Variant
 
@@ -57,6 +60,27 @@ class SetRows(Op):
     """SET_ROWS(x F32 or F16 [n, heads, d], pos I32 [n], cache F16 or F32 [heads, n_ctx, d]) -> cache, written in place; d is even."""
 
     name = "SET_ROWS"
+    formula = "x->z"
+    arithmetic = moves_values
+
+    def elementary(self, node: Node, n_kv: int) -> list[Node]:
+        """The rows as a view of the cache, and a copy of x to them."""
+        x, pos, cache = node.inputs
+        shape = (cache.shape[0], pos.elements, cache.shape[2])
+        rows = Tensor(f"{cache.name} (view)", cache.type, shape)
+        whole = View.whole(cache.shape)
+        return [
+            Node("VIEW", (cache,), (rows,), {"view": View(0, shape, whole.strides)}),
+            Node("CPY", (x, rows), (dataclasses.replace(cache, shape=shape),)),
+        ]
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        return 0 if tensor.kind == "state" else nbytes(tensor)
+
+    def stored_bytes(self, node: Node, n_kv: int) -> int:
+        """As many values as x has, of the cache's type."""
+        x, _, cache = node.inputs
+        return nbytes(cache) // cache.elements * x.elements
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [set_rows(*inputs)]
@@ -129,7 +153,17 @@ class GetRows(Op):
     """
 
     name = "GET_ROWS"
+    formula = "get_rows(x)"
     weight_type = "type"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        return {"fmul": node.outputs[0].elements} if node.params.get("scale", 1.0) != 1.0 else {}
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the table the rows looked up."""
+        table, ids = node.inputs
+        rows = prod(table.shape[:-1])
+        return nbytes(table) // rows * min(rows, ids.elements) if tensor.name == table.name else nbytes(tensor)
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         table, ids = inputs

@@ -26,6 +26,7 @@ from vkback.ops.base import (
     register,
     spread,
 )
+from vkback.ops.cost import Cost, times
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -65,6 +66,7 @@ class SoftMax(Op):
     """
 
     name = "SOFT_MAX"
+    formula = "soft_max(x)"
     peer_nmse = 1e-6
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
@@ -75,6 +77,13 @@ class SoftMax(Op):
         e = np.exp(z - np.where(np.isfinite(top), top, 0.0))
         total = e.sum(axis=-1, keepdims=True)
         return [np.divide(e, total, out=np.zeros_like(e), where=total > 0)]
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Of a value: its scale and the sum's inverse, subtraction of the maximum and the sum, an exponential. A mask adds its slope and a
+        sum, and each row the power that ALiBi's slope is, as ggml's op has it: without ALiBi the slope is 1."""
+        x, *mask = node.inputs
+        per_value = {"fmul": 3, "fadd": 3, "fexp": 1} if mask else {"fmul": 2, "fadd": 2, "fexp": 1}
+        return ({"fpow": prod(x.shape[:-1])} if mask else {}) | times(per_value, x.elements)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, *mask = node.inputs
@@ -124,6 +133,9 @@ class SumRows(Op):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [np.asarray(inputs[0], np.float64).sum(axis=-1, keepdims=True)]
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        return {"fadd": node.inputs[0].elements}
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         return [_dispatch(node, ctx, sum_rows=True)]

@@ -32,7 +32,8 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
-from vkback.ops.glu import sigmoid
+from vkback.ops.cost import Cost, times, total
+from vkback.ops.glu import SIGMOID_COST, sigmoid
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -67,6 +68,21 @@ class SsmConv(Op):
     """See the module's text."""
 
     name = "SSM_CONV"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Of a value a product for each tap, the bias and silu."""
+        _, _, *bias, _, state = node.inputs
+        per_value = [{"fmul": state.shape[0]}, SIGMOID_COST, {"fadd": len(bias)}]
+        return times(total(per_value), node.outputs[0].elements)
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the state the inputs before the first token's."""
+        return nbytes(tensor) // tensor.shape[0] * (tensor.shape[0] - 1) if tensor.kind == "state" else nbytes(tensor)
+
+    def stored_bytes(self, node: Node, n_kv: int) -> int:
+        """The last tokens' inputs, as many as the state has rows."""
+        state = node.inputs[-1]
+        return nbytes(state) // state.shape[0] * min(state.shape[0], node.outputs[0].shape[0])
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x, w, *bias, pos, state = inputs

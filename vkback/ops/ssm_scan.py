@@ -43,7 +43,8 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
-from vkback.ops.glu import sigmoid
+from vkback.ops.cost import Cost, times, total
+from vkback.ops.glu import SIGMOID_COST, sigmoid
 from vkback.ops.ssm_conv import convolved, positions
 from vkback.ops.workgroup import Defines, power_of_two, reduction
 from vkback.shader import Variant
@@ -172,6 +173,22 @@ class SsmScan(_Scan):
     """See the module's text."""
 
     name = "SSM_SCAN"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Of an element of the state decay, input and output, a product each; of a value of y dt x, d x, the gate's silu and its product;
+        of a head the softplus of dt and the decay."""
+        y, state = node.outputs
+        _, n_head, _, d_state = state.shape
+        per_value = total(({"fmul": 3 * d_state}, {"fmul": 3}, SIGMOID_COST))
+        per_head = {"fmul": 1, "fadd": 2, "fexp": 3}
+        return total((times(per_value, y.elements), times(per_head, y.shape[0] * n_head)))
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the state one of its two slots."""
+        return nbytes(tensor) // (2 if tensor.kind == "state" else 1)
+
+    def stored_bytes(self, node: Node, n_kv: int) -> int:
+        return nbytes(node.inputs[-1]) // 2
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         xbc, zx, a, d, dt_bias, pos, state = inputs

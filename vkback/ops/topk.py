@@ -35,11 +35,14 @@ from vkback.ops.base import (
     Tolerance,
     ceil_div,
     declare,
+    moves_values,
     nbytes,
     pack_push,
     register,
     spread,
 )
+from vkback.ops.cost import Cost, times, total
+from vkback.ops.glu import SIGMOID_COST
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -96,6 +99,7 @@ class Argmax(Op):
 
     name = "ARGMAX"
     peer_nmse = 0.0
+    arithmetic = moves_values
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [np.where(np.isnan(inputs[0]).any(axis=-1), -1, np.argmax(inputs[0], axis=-1)).astype(np.int32)]
@@ -267,6 +271,16 @@ class TopkMoe(Op):
     """The router of a mixture of experts; see the module's text."""
 
     name = "TOPK_MOE"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Softmax or sigmoid of the logits it is taken of (all, or those of the experts chosen), a bias for the choice, the division by the
+        weights' sum and their scale. Sorting is comparisons."""
+        logits, weights = node.inputs[0], node.outputs[0]
+        gating = node.params["gating"]
+        over = logits if gating == "softmax" else weights
+        gate = SIGMOID_COST if gating == "sigmoid" else {"fmul": 1, "fadd": 2, "fexp": 1}
+        parts = [times(gate, over.elements), {"fadd": logits.elements * (len(node.inputs) > 1)}, {"fmul": weights.elements}]
+        return total([*parts, {"fadd": weights.elements, "fdiv": weights.elements}] if node.params["norm"] else parts)
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         logits = np.asarray(inputs[0], np.float64)

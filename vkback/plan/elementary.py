@@ -1,0 +1,65 @@
+"""The graph of a model as ggml builds it without fused ops: the granularity in which listings count costs and temporary storage.
+
+The rule, from our graph to that one:
+- A node whose op has an elementary chain (`Op.elementary`: attention, gated units, the store into a cache) becomes that chain.
+- The order is depth-first, first operand first, from these roots: for every attention its queries, the values that its caches are to store
+  (without the views around them) and the stores; then the outputs; then what else writes a state. A node is listed once all its operands
+  are.
+
+Names of values are ours, and so are the operands: nothing is described anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vkback.graph import Graph, Node, Tensor
+from vkback.ops.base import cost_rule
+
+
+def elementary(graph: Graph, n_kv: int) -> Graph:
+    """The same values by elementary nodes. n_kv: rows of the caches in use, the batch's included."""
+    nodes = [simple for node in graph.nodes for simple in cost_rule(node).elementary(node, n_kv) or [node]]
+    return Graph(_ordered(nodes, list(_roots(graph))), graph.outputs)
+
+
+def _roots(graph: Graph) -> Iterator[Tensor]:
+    """What the listing descends from, in order; a state stands for the nodes that write it."""
+    made = {t.name: node for node in graph.nodes for t in node.outputs if t.kind != "state"}
+    stores = {t.name: node for node in graph.nodes if node.op == "SET_ROWS" for t in node.outputs}
+    for node in graph.nodes:
+        if node.op != "FLASH_ATTN_EXT":
+            continue
+        yield node.inputs[0]
+        caches = list(dict.fromkeys(t for t in node.inputs if t.kind == "state"))
+        for cache in caches:
+            if cache.name in stores:
+                x = stores[cache.name].inputs[0]
+                while x.name in made and made[x.name].op == "VIEW":
+                    x = made[x.name].inputs[0]
+                yield x
+        yield from caches
+    yield from graph.outputs
+    yield from (t for node in graph.nodes for t in node.outputs if t.kind in ("state", "input"))
+
+
+def _ordered(nodes: list[Node], roots: list[Tensor]) -> list[Node]:
+    """Depth-first from the roots. What reads a state that was written before, as attention its caches, comes after: stores are roots."""
+    makers: dict[str, list[Node]] = {}
+    for node in nodes:
+        for t in node.outputs:
+            makers.setdefault(t.name, []).append(node)
+    order: list[Node] = []
+    done: set[int] = set()
+    stack = [(node, False) for root in reversed(roots) for node in reversed(makers.get(root.name, []))]
+    while stack:
+        node, ready = stack.pop()
+        if id(node) in done:
+            continue
+        if ready:
+            done.add(id(node))
+            order.append(node)
+            continue
+        stack.append((node, True))
+        stack += [(makers[t.name][0], False) for t in reversed(node.inputs) if t.kind == "node" and t.name in makers]
+    return order
