@@ -43,15 +43,17 @@ def test_compare_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         assert call(monkeypatch, bench.main, "tg8", "-r", "3", "-m", "demo-dense", "--save", str(tmp_path / name)) == 0
     capsys.readouterr()
     files = [str(tmp_path / "old.json"), str(tmp_path / "new.csv")]
-    assert call(monkeypatch, main.main, "compare", *files) == 0
+    assert call(monkeypatch, main.main, "compare-bench", *files) == 0
+    assert capsys.readouterr().out.split()[:5] == ["test", "before", "after", "diff", "llama"]
+    assert call(monkeypatch, main.main, "compare-bench", *files, "-o", "md") == 0
     assert "t/s (before) |          t/s (after) |     diff | beats the noise" in capsys.readouterr().out
-    assert call(monkeypatch, main.main, "compare", *files, "-o", "json") == 0
+    assert call(monkeypatch, main.main, "compare-bench", *files, "-o", "json") == 0
     (record,) = json.loads(capsys.readouterr().out)
     assert (record["test"], record["model"]) == ("tg8", "llama 0.1B Q4_0")
-    assert call(monkeypatch, main.main, "compare", *files, "-o", "csv") == 0
+    assert call(monkeypatch, main.main, "compare-bench", *files, "-o", "csv") == 0
     assert capsys.readouterr().out.startswith("model,size,params,backend,ngl,test,before_ts,")
-    assert call(monkeypatch, main.main, "compare", *files, "-o", "xml") == 1
-    assert capsys.readouterr().err == "vkback: error: -o xml: expected one of md, csv, json\n"
+    assert call(monkeypatch, main.main, "compare-bench", *files, "-o", "xml") == 1
+    assert capsys.readouterr().err == "vkback: error: -o xml: expected one of table, md, csv, html, json\n"
 
 
 def test_synth_lists_names_and_writes_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -77,6 +77,9 @@ def bench(
     output: Annotated[str, typer.Option("-o", "--output", help=f"On stdout: {', '.join(WRITERS)}.")] = "md",
     output_err: Annotated[str, typer.Option("-oe", "--output-err", help="On stderr: none or a format.")] = "none",
     save: Annotated[list[Path] | None, typer.Option(help="Into a file too; its ending names the format. Repeat for several.")] = None,
+    store: Annotated[
+        Path | None, typer.Option("--store", metavar="FILE.sqlite", help="Append to a store, for vkback history and compare-bench.")
+    ] = None,
     device: DeviceOption = None,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
     feed: Annotated[str, typer.Option(help="self: generate as in use; random: random tokens one by one, as llama-bench does.")] = "self",
@@ -124,6 +127,10 @@ def bench(
             open_writer(fmt, open_files.enter_context(open_for_writing(path)), columns)
             for fmt, path in zip(formats, save or [], strict=True)
         ]
+        if store is not None:
+            from vkback.report.store import Store, StoreWriter
+
+            shown.append(StoreWriter(open_files.enter_context(Store(store))))
         _measure_all(files, [(a, u) for a in acts for u in ubatches], tests, settings, shown, kept)
 
 

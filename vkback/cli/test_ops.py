@@ -40,6 +40,7 @@ def test_ops(
     processes: Annotated[int, typer.Option("-j", min=1, help="Processes that run cases, each with a device of its own.")] = 1,
     output: Annotated[str, typer.Option("--output", help=", ".join(OUTPUTS))] = "console",
     baseline: Annotated[Path | None, typer.Option("--baseline", help="perf: json of an earlier run to compare with.")] = None,
+    store: Annotated[Path | None, typer.Option("--store", metavar="FILE", help="perf: append to a store, for vkback history.")] = None,
     smaller: Annotated[bool, typer.Option("--shrink", help="Look for the smallest case that fails and save its values.")] = False,
     save_in: Annotated[Path, typer.Option("--save-in", help="Folder for what --shrink saves.")] = Path("failing-cases"),
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the error and its bound for cases that pass, too.")] = False,
@@ -56,6 +57,8 @@ def test_ops(
     mode = names.pop(0) if names and names[0] in MODES else "test"
     one_of(output, OUTPUTS, "--output")
     act_of(act)
+    if store is not None and mode != "perf":
+        raise UsageError(f"--store keeps times: expected vkback test-ops perf, not {mode}")
     if list_ops:
         print_counts()
         return
@@ -64,17 +67,18 @@ def test_ops(
     cases = list(select(listed, names, params))
     if seed is not None:
         cases = [case.reseeded(seed) for case in cases]
-    failed = _run(mode, cases, device, act, processes, output, baseline, save_in if smaller else None, verbose)
+    failed = _run(mode, cases, device, act, processes, output, baseline, store, save_in if smaller else None, verbose)
     if failed:
         raise typer.Exit(1)
 
 
 def _run(
     mode: str, cases: Sequence[Case], device: str | None, act: str, processes: int, output: str, baseline: Path | None,
-    save_in: Path | None, verbose: bool,
+    store: Path | None, save_in: Path | None, verbose: bool,
 ) -> bool:
     """Run, print, and say whether a case failed."""
     from vkback.device import Device
+    from vkback.harness.output import fields_of
     from vkback.harness.suite import Suite, run_in_processes
     from vkback.harness.support import support_of, support_table
     from vkback.ops.base import LowerContext
@@ -110,8 +114,15 @@ def _run(
             results = run_in_processes([c.line for c in cases], processes, opened.index, act)
         else:
             results = stack.enter_context(Suite(opened, library, ctx)).run(cases)
+        kept = None
+        if store is not None:
+            from vkback.report.store import Store
+
+            kept = stack.enter_context(Store(store))
         for result in results:
             printer.add(result)
+            if kept is not None and result.supported:
+                kept.add_op(fields_of(result, printer.about), result.samples_us or ())
         if mode == "test" or printer.tally.failed or output != "console":
             printer.finish()
         if save_in is not None and mode == "test" and printer.tally.failed:

@@ -1,15 +1,16 @@
 """Before and after: two results joined test by test, with the change of each and whether it beats the noise.
 
-Reads what vkbench and llama-bench write: JSON, JSONL, CSV, SQL statements, or an SQLite file with a table `llama_bench`.
+Reads what vkbench and llama-bench write: JSON, JSONL, CSV, SQL statements, or an SQLite file with a table `llama_bench`, a store of vkbench
+(vkback/report/store.py) among them. `FILE@COMMIT` stands for the results of one build.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from itertools import chain
 from math import atan2, sqrt
@@ -20,8 +21,10 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
+from vkback.report import tables
 from vkback.report.bench_table import SQL_TABLE, ReportError, deviation, speed_text, test_name
 from vkback.report.markdown import Column, head, line
+from vkback.report.store import Store, is_store
 from vkback.units import params_text, size_text
 
 SIGNIFICANCE = 0.01
@@ -35,6 +38,9 @@ REQUIRED = ("model_type", "model_size", "model_n_params", "n_prompt", "n_gen", "
 
 SETTINGS = ("backends", "n_gpu_layers", "flash_attn", "type_k", "type_v", "n_batch", "n_ubatch", "devices", "gpu_info", "act", "feed")
 """Parameters that tell two rows of one file apart; those that never vary inside a file are not compared across files."""
+
+PLACES = ("backends", "devices", "gpu_info")
+"""Settings that results beside may have otherwise."""
 
 INTEGERS = ("model_size", "model_n_params", "n_prompt", "n_gen", "n_depth", "n_gpu_layers")
 
@@ -58,7 +64,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """One test in both results. `settings` are the parameters that had to be told apart."""
+    """One test in both results. `settings` are the parameters that had to be told apart; `beside` has other results for the same test, by
+    what they are called, None where they lack it."""
 
     model: str
     size: str
@@ -70,6 +77,7 @@ class Difference:
     before: Speed
     after: Speed
     change: Change
+    beside: Mapping[str, Speed | None] = field(default_factory=dict)
 
     @property
     def percent(self) -> float:
@@ -87,7 +95,7 @@ class Comparison:
 
 def load(path: str | Path) -> pd.DataFrame:
     """The rows of a result file, numbers as numbers. Raises ReportError naming the file and what is wrong."""
-    path = Path(path)
+    path, commit = located(path)
     if not path.is_file():
         raise ReportError(f"{path}: no such file; expected a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite)")
     try:
@@ -96,10 +104,37 @@ def load(path: str | Path) -> pd.DataFrame:
         raise ReportError(f"{path}: not a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite): {e}") from e
     if rows.empty:
         raise ReportError(f"{path}: holds no result")
-    return rows
+    return of_commit(rows, path, commit)
+
+
+def located(path: str | Path) -> tuple[Path, str]:
+    """The file and the commit of `FILE@COMMIT`, or of a plain name."""
+    if Path(path).is_file() or "@" not in str(path):
+        return Path(path), ""
+    name, _, commit = str(path).rpartition("@")
+    return Path(name), commit
+
+
+def of_commit(rows: pd.DataFrame, path: Path, commit: str) -> pd.DataFrame:
+    """The rows of one build. Raises ReportError where it is in doubt which: for a commit that is not there, and for a store of several
+    when none is named."""
+    known = list(dict.fromkeys(map(str, rows.get("build_commit", ()))))
+    if not commit:
+        if len(known) > 1 and is_store(path):
+            which = f"{path.name}@{known[-1]} (there are {', '.join(known)})"
+            raise ReportError(f"{path}: holds results of {len(known)} builds; say which, as {which}")
+        return rows
+    found = [c for c in known if c.startswith(commit)]
+    if len(found) != 1:
+        count = "more than one" if found else "no"
+        raise ReportError(f"{path}: {count} build is called {commit}; there are {', '.join(known) or 'none'}")
+    return rows[rows["build_commit"].map(str) == found[0]]
 
 
 def _parse(path: Path) -> pd.DataFrame:
+    if is_store(path):
+        with Store(path) as store:
+            return store.bench()
     data = path.read_bytes()
     if data.startswith(b"SQLite format 3\0"):
         with closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True)) as db:
@@ -140,17 +175,23 @@ def _typed(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def compare(before: pd.DataFrame, after: pd.DataFrame, *, skip_first: bool = False) -> Comparison:
+def compare(
+    before: pd.DataFrame, after: pd.DataFrame, *, skip_first: bool = False, beside: Mapping[str, pd.DataFrame] | None = None
+) -> Comparison:
     """Join two results on model and test, and on every setting that varies inside one of them.
 
     skip_first  leave out the first repetition of each test, which often carries what the warm-up did not warm; it needs samples
+    beside      further results of the same tests, by what they are called; devices and backends may be others
     Raises ReportError when they share no test.
     """
     told_apart = [s for s in SETTINGS if any(_texts(rows, s).nunique() > 1 for rows in (before, after))]
     old, new = (_tests(rows, told_apart) for rows in (before, after))
+    alike = [s for s in told_apart if s not in PLACES]
+    others = {name: _tests(rows, alike) for name, rows in (beside or {}).items()}
     differences = []
     for k in (k for k in old if k in new):
-        b, a = _speed(old[k], skip_first), _speed(new[k], skip_first)
+        b, a = pooled(old[k], skip_first), pooled(new[k], skip_first)
+        same = (*k[:4], *(v for s, v in zip(told_apart, k[4:], strict=True) if s not in PLACES))
         differences.append(
             Difference(
                 model=k[0],
@@ -163,6 +204,7 @@ def compare(before: pd.DataFrame, after: pd.DataFrame, *, skip_first: bool = Fal
                 before=b,
                 after=a,
                 change=change_between(b, a),
+                beside={name: pooled(tests[same], skip_first) if same in tests else None for name, tests in others.items()},
             )
         )
     if not differences:
@@ -202,7 +244,7 @@ def _few(groups: Mapping[tuple[str, ...], Any]) -> str:
     return ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
-def _speed(rows: pd.DataFrame, skip_first: bool) -> Speed:
+def pooled(rows: pd.DataFrame, skip_first: bool) -> Speed:
     """Rows of one test taken together: all their samples where every row has them, else their means with equal weight."""
     first = rows.iloc[0]
     name = f"{first['model_type']} {test_name(first['n_prompt'], first['n_gen'], first['n_depth'])}"
@@ -252,7 +294,8 @@ def two_sided_p(t: float, freedom: float) -> float:
     return area(atan2(abs(t), sqrt(freedom))) / area(0.0)
 
 
-_HEADERS = {"flash_attn": "fa", "devices": "dev", "gpu_info": "device"}
+HEADERS = {"flash_attn": "fa", "devices": "dev", "gpu_info": "device"}
+"""What settings are called in tables, where that is not their name."""
 
 _WIDTHS = {"model": 30, "size": 10, "params": 10, "backend": 10, "ngl": 3, "test": 15, "t/s (before)": 20, "t/s (after)": 20, "diff": 8,
            "beats the noise": 24}  # fmt: skip
@@ -268,9 +311,9 @@ def _cells(comparison: Comparison) -> pd.DataFrame:
         [
             {
                 "model": d.model, "size": d.size, "params": d.params, "backend": d.backend, "ngl": d.ngl,
-                **{_HEADERS.get(s, s): value for s, value in d.settings.items()},
-                "test": d.test, "t/s (before)": speed_text(d.before.mean, d.before.deviation),
-                "t/s (after)": speed_text(d.after.mean, d.after.deviation), "diff": f"{d.percent:+.1f}%",
+                **{HEADERS.get(s, s): value for s, value in d.settings.items()},
+                "test": d.test, **{f"t/s ({name})": _text(s) for name, s in d.beside.items()},
+                "t/s (before)": _text(d.before), "t/s (after)": _text(d.after), "diff": f"{d.percent:+.1f}%",
                 "beats the noise": change_text(d.change),
             }
             for d in comparison.differences
@@ -278,12 +321,53 @@ def _cells(comparison: Comparison) -> pd.DataFrame:
     )  # fmt: skip
 
 
+def _text(speed: Speed | None) -> str:
+    return "" if speed is None else speed_text(speed.mean, speed.deviation)
+
+
+def terminal(comparison: Comparison) -> list[str]:
+    """The table for a terminal: models as headings, settings that tell rows apart, and a mark at what beats the noise; below it the tests
+    that only one file has."""
+    marks = {True: " *", False: "  ", None: " ?"}
+    cells = pd.DataFrame(
+        [
+            {
+                "model": f"{d.model}, {d.size}, {d.params}",
+                **{HEADERS.get(s, s): value for s, value in d.settings.items()},
+                "test": d.test, **{name: _text(s) for name, s in d.beside.items()}, "before": _text(d.before),
+                "after": _text(d.after), "diff": f"{d.percent:+.1f}%{marks[d.change.beats_noise]}",
+            }
+            for d in comparison.differences
+        ]
+    )  # fmt: skip
+    numbers = ("test", "before", "after", "diff", *comparison.differences[0].beside)
+    found = tables.terminal(cells, [str(c) for c in cells if c not in numbers], group="model")
+    found += ["", f"Tokens per second. {NOISE_LEGEND}"]
+    return found + list(_only(comparison))
+
+
+NOISE_LEGEND = "* beats the noise, ? unknown: one repetition."
+
+
+def _only(comparison: Comparison) -> Iterator[str]:
+    for where, tests in (("before", comparison.only_before), ("after", comparison.only_after)):
+        if tests:
+            yield ""
+            yield f"only {where}: {'; '.join(tests)}"
+
+
+def html(comparison: Comparison, title: str) -> str:
+    """The markdown table as a page."""
+    cells = _cells(comparison)
+    return tables.html(cells, [str(name) for name in cells if name not in _RIGHT and not str(name).startswith("t/s")], title)
+
+
 def _column(cells: pd.Series[str]) -> Column:
     name = str(cells.name)
     width = _WIDTHS.get(name, len(name))
     if name in _GROWING or name not in _WIDTHS:
         width = max(width, int(cells.str.len().max()))
-    return Column(name, width, left=name not in _RIGHT)
+    return Column(name, width, left=name not in _RIGHT and not name.startswith("t/s"))
 
 
 def change_text(change: Change) -> str:
@@ -296,10 +380,7 @@ def markdown(comparison: Comparison) -> str:
     cells = _cells(comparison)
     columns = [_column(cells[name]) for name in cells]
     text = head(columns) + [line(columns, row) for row in cells.itertuples(index=False)]
-    for where, tests in (("before", comparison.only_before), ("after", comparison.only_after)):
-        if tests:
-            text += ["", f"only {where}: {'; '.join(tests)}"]
-    return "\n".join(text)
+    return "\n".join([*text, *_only(comparison)])
 
 
 def records(comparison: Comparison) -> pd.DataFrame:
@@ -314,6 +395,7 @@ def records(comparison: Comparison) -> pd.DataFrame:
                 "ngl": d.ngl,
                 **d.settings,
                 "test": d.test,
+                **{f"{name}_ts": s and s.mean for name, s in d.beside.items()},
                 "before_ts": d.before.mean,
                 "before_stddev_ts": d.before.deviation,
                 "after_ts": d.after.mean,

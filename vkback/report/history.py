@@ -1,0 +1,147 @@
+"""What a store tells over time: every test on every device, build by build, with the change against the build before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from vkback.report import compare_ops, tables
+from vkback.report.bench_table import ReportError, speed_text, test_name
+from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, pooled
+
+VARYING = ("act", "feed", "n_ubatch", "type_k", "type_v")
+"""Settings that tell series apart, shown with the test where they are not what most results have."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One build in a series.
+
+    when    day of its first result
+    change  against the build before of the same series; None at the first
+    percent how much faster it is than that one
+    """
+
+    device: str
+    driver: str
+    what: str
+    test: str
+    when: str
+    commit: str
+    speed: Speed
+    unit: str
+    percent: float | None = None
+    change: Change | None = None
+
+
+def of_bench(rows: pd.DataFrame) -> list[Point]:
+    """Points of benchmark results, series by series in the order of their first results, builds in the order of theirs."""
+    if rows.empty:
+        return []
+    usual = {name: rows[name].mode().iloc[0] for name in VARYING if name in rows and rows[name].notna().any()}
+    tests = [test_name(*sizes) for sizes in rows[["n_prompt", "n_gen", "n_depth"]].itertuples(index=False)]
+    extra = [
+        "".join(f" {name} {value}" for name, value in zip(usual, values, strict=True) if value is not None and value != usual[name])
+        for values in rows[list(usual)].itertuples(index=False)
+    ]
+    named = [t + e for t, e in zip(tests, extra, strict=True)]
+    keyed = rows.assign(device=rows["gpu_info"], what=rows["model_type"], test=named, unit="t/s")
+    return list(_points(keyed, lambda group: pooled(group, skip_first=False)))
+
+
+def of_ops(rows: pd.DataFrame) -> list[Point]:
+    """Points of timed ops, likewise; microseconds a launch."""
+    if rows.empty:
+        return []
+    params = rows["op_params"].map(str).str.replace(compare_ops.SEED, "", regex=True)
+    keyed = rows.assign(device=rows["device_description"], what=rows["op_name"], test=params, unit="us")
+    return list(_points(keyed, compare_ops.pooled))
+
+
+def _points(rows: pd.DataFrame, speed_of: Callable[[pd.DataFrame], Speed]) -> Iterator[Point]:
+    series = ["device", "driver_info", "what", "test"]
+    filled = rows.assign(driver_info=rows["driver_info"].fillna(""))
+    for key, tests in filled.groupby(series, sort=False):
+        device, driver, what, test = map(str, key)
+        before: Speed | None = None
+        for commit, group in sorted(tests.groupby("build_commit", sort=False), key=lambda item: str(item[1]["test_time"].min())):
+            speed, unit = speed_of(group), str(group["unit"].iloc[0])
+            if before is None:
+                percent = change = None
+            else:
+                ratio = speed.mean / before.mean if unit == "t/s" else before.mean / speed.mean
+                percent, change = 100 * (ratio - 1), change_between(before, speed)
+            when = str(group["test_time"].min())[:10]
+            yield Point(device, driver, what, test, when, str(commit), speed, unit, percent, change)
+            before = speed
+
+
+def select(
+    points: Sequence[Point], wanted: Mapping[str, str | None], *, since: str | None = None, last: int | None = None
+) -> list[Point]:
+    """Points whose fields contain what is wanted of them, by the field's name, whatever the case; a commit by its beginning.
+
+    since  day, 2026-11-22, before which nothing is shown
+    last   only so many builds of each series
+    Raises ReportError when nothing is left.
+    """
+    found = list(points)
+    for name, part in wanted.items():
+        if part:
+            low = part.lower()
+            found = [p for p in found if (p.commit.startswith(low) if name == "commit" else low in getattr(p, name).lower())]
+    if since:
+        found = [p for p in found if p.when >= since]
+    if last:
+        kept: list[Point] = []
+        for point in reversed(found):
+            same = sum((p.device, p.driver, p.what, p.test) == (point.device, point.driver, point.what, point.test) for p in kept)
+            if same < last:
+                kept.append(point)
+        found = kept[::-1]
+    if not found:
+        asked = ", ".join(f"{name} {part}" for name, part in wanted.items() if part) + (f", since {since}" if since else "")
+        raise ReportError(f"no result matches {asked or 'this'}; the store has {len(points)} points of "
+                          f"{', '.join(dict.fromkeys(p.device for p in points)) or 'no device'}")
+    return found
+
+
+LEFT = ("date", "build", "model", "test", "device", "driver")
+
+
+def cells(points: Sequence[Point]) -> pd.DataFrame:
+    """The table's texts. `where` is device and driver."""
+    marks = {True: " *", False: "  ", None: " ?"}
+    return pd.DataFrame([
+        {
+            "where": ", ".join(filter(None, (p.device, p.driver))),
+            "date": p.when, "build": p.commit, "model": p.what, "test": p.test, p.unit: speed_text(p.speed.mean, p.speed.deviation),
+            "change": "" if p.percent is None or p.change is None else f"{p.percent:+.1f}%{marks[p.change.beats_noise]}",
+        }
+        for p in points
+    ])  # fmt: skip
+
+
+def terminal(points: Sequence[Point]) -> list[str]:
+    """The table for a terminal: a part for each device and driver, with a heading for each model, or each case of an op."""
+    lines: list[str] = []
+    for where, part in cells(points).groupby("where", sort=False):
+        shown = part.drop(columns="where")
+        if "us" in shown:
+            shown = shown.assign(model=shown["model"] + "(" + shown["test"] + ")").drop(columns="test")
+        lines += [str(where), *tables.terminal(shown, LEFT, group="model"), ""]
+    return [*lines, f"Change against the build before. {NOISE_LEGEND}"]
+
+
+def records(points: Sequence[Point]) -> pd.DataFrame:
+    """Flat records, for machines."""
+    return pd.DataFrame([
+        {
+            "date": p.when, "commit": p.commit, "device": p.device, "driver": p.driver, "what": p.what, "test": p.test, "unit": p.unit,
+            "mean": p.speed.mean, "stddev": p.speed.deviation, "n": p.speed.n, "change_percent": p.percent,
+            "beats_noise": p.change.beats_noise if p.change else None, "reason": p.change.reason if p.change else None,
+        }
+        for p in points
+    ])  # fmt: skip
