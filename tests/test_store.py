@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from cli_kit import FakeEngine, call, engine  # noqa: F401
 from test_report import LLAMA_8B
@@ -16,6 +17,7 @@ from test_report import LLAMA_8B
 from vkback.cli import bench, main
 from vkback.harness.output import About, fields_of
 from vkback.harness.result import CaseResult
+from vkback.report import tables
 from vkback.report.bench_table import BenchResult, ReportError, field_types
 from vkback.report.store import VERSION, Store, is_store
 
@@ -238,3 +240,12 @@ def test_bars_of_a_comparison(store: Path, tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "bars.png"
     printed(monkeypatch, capsys, "compare-bench", f"{store}@aaaa", f"{store}@bbbb", "--plot", str(file))
     assert imread(file).shape[1] == 1320
+
+
+def test_tables_fit_a_terminal() -> None:
+    cells = pd.DataFrame([{"where": "a card " * 20, "model": "x" * 60, "test": "tg128", "t/s": "1.00 ± 0.10"}] * 2)
+    lines = tables.terminal(cells, ["model", "test"], group="where")
+    assert max(map(len, lines)) == 80
+    assert lines[1].startswith("a card a card") and lines[2].startswith("    card a")
+    assert lines[-1].endswith("x~  tg128  1.00 ± 0.10")
+    assert tables.terminal(cells.drop(columns="where"), ["model"], width=200)[1].startswith("x" * 60)

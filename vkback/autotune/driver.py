@@ -125,10 +125,12 @@ class Sweep(Generic[J, S]):
             after, measured = duel(trial, before, challengers, share)
             throughput = {p: trial.throughput(p) for p in dict.fromkeys((before, after))}
             nbytes = trial.nbytes(after)
+            timed = {**search.measured, **measured}  # the duel's figures are of more repetitions
         return TuneResult(
             key=job.key, line=job.line, match=job.match, sizes=job.sizes, before=before, source=chosen.source,
             latency_before=measured[before].us, throughput_before=throughput[before], after=after, latency=measured[after].us,
             throughput=throughput[after], noise=noise(measured[after], measured[before], share), nbytes=nbytes,
             read_rate=self.read_rate, tried=len(search.measured), refused=len(search.refused), date=date.today().isoformat(),
             wrong=tuple(f"{p.text}: {why}" for p, why in search.wrong.items()),
+            timed=tuple((tuple(p), m.us, m.spread_us) for p, m in timed.items()),
         )  # fmt: skip

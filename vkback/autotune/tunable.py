@@ -92,6 +92,7 @@ class TuneResult(Generic[S]):
     noise                   microseconds within which two latencies count as equal
     read_rate               of the device, GB/s
     refused, wrong, tried   how many points were not compiled, gave wrong results, were timed
+    timed                   every point that was timed: the values of its parameters, latency and spread in microseconds
     """
 
     key: str
@@ -112,6 +113,7 @@ class TuneResult(Generic[S]):
     refused: int
     wrong: tuple[str, ...]
     date: str
+    timed: tuple[tuple[tuple[Any, ...], float, float], ...] = ()
 
     @property
     def kept(self) -> bool:
@@ -134,7 +136,8 @@ class TuneResult(Generic[S]):
     def from_json(cls, values: Mapping[str, Any], point: Callable[[Iterable[Any]], S]) -> TuneResult[S]:
         """point: makes a setting of its values."""
         before, after = point(values["before"]), point(values["after"])
-        return cls(**{**values, "before": before, "after": after, "wrong": tuple(values["wrong"])})
+        timed = tuple((tuple(at), us, spread) for at, us, spread in values.get("timed", ()))
+        return cls(**{**values, "before": before, "after": after, "wrong": tuple(values["wrong"]), "timed": timed})
 
 
 def results_table(results: Sequence[TuneResult[S]]) -> pd.DataFrame:

@@ -64,34 +64,30 @@ def show_mat_vecs(results: Sequence[TuneResult[Point]], own: OwnTable) -> None:
     if not results:
         return
     alone = results[0].match["sync"] == "barrier"
-    unit = "latency us" if alone else "us a token"
     shown = pd.DataFrame(
         [
-            (
-                r.line, r.before.text, f"{r.latency_before:.2f}", _difference(r.before, r.after) if r.kept else "same",
-                f"{r.latency:.2f}", f"{r.percent:+.1f} %" if r.kept else "", f"{r.noise:.2f}",
-                f"{r.throughput:.2f}", f"{r.throughput_before:.2f}", f"{100 * r.read_share:.0f}",
-            )
+            {
+                "product": _heading(r, _difference(r.before, r.after)),
+                "latency us" if alone else "us a token": f"{r.latency:.2f}", "was": f"{r.latency_before:.2f}",
+                "change": f"{r.percent:+.1f} %" if r.kept else "", "noise": f"{r.noise:.2f}", "back to back": f"{r.throughput:.2f}",
+                "before": f"{r.throughput_before:.2f}", "% of read rate": f"{100 * r.read_share:.0f}",
+            }
             for r in results
-        ],
-        columns=["mat-vec", "before", unit, "after", unit, "change", "noise us", "throughput us", "was", "% of read rate"],
+        ]
     )  # fmt: skip
-    if not alone:
-        shown = shown.drop(columns=["throughput us", "was"])
-    _print_table(shown, ("mat-vec", "before", "after"))
+    _print_table(shown if alone else shown.drop(columns=["back to back", "before"]))
 
 
-def _print_table(shown: pd.DataFrame, texts: Sequence[str]) -> None:
-    """A table of strings; columns named in `texts` begin at the left."""
-    from rich.console import Console
-    from rich.table import Table
+def _heading(result: TuneResult[Any], change: str) -> str:
+    """What was tuned, the setting that it had, and what became of that."""
+    return f"{result.line}: {result.before.text}; {change if result.kept else 'nothing better'}"
 
-    table = Table(box=None, pad_edge=False)
-    for name in shown.columns:
-        table.add_column(name, justify="left" if name in texts else "right", no_wrap=True)
-    for row in shown.itertuples(index=False):
-        table.add_row(*row)
-    Console(width=260).print(table)
+
+def _print_table(shown: pd.DataFrame) -> None:
+    """A table of strings that fits a terminal, what was tuned above its figures."""
+    from vkback.report.tables import terminal
+
+    print("\n" + "\n".join(terminal(shown, (), group="product")))
 
 
 def _difference(before: Point, after: Point) -> str:
@@ -111,21 +107,17 @@ def show_mat_muls(results: Sequence[TuneResult[MatMulPoint]], quickest: Mapping[
     if not results:
         return
     rates = MathRates(device, ShaderLibrary())
-    times = ("before", "latency us", "after", "latency us", "change", "noise us")
-    columns = ["product", *times, "TFLOPS", "% of math rate", "kernels' best us"]
     shown = pd.DataFrame(
         [
-            (
-                r.line, r.before.text, f"{r.latency_before:.2f}", r.after.text if r.kept else "same", f"{r.latency:.2f}",
-                f"{r.percent:+.1f} %" if r.kept else "", f"{r.noise:.2f}", f"{tflops(r, r.latency):.4g}",
-                f"{100 * math_share(r, rates):.0f}",
-                _each_kernel(quickest.get(r.key, {})),
-            )
+            {
+                "product": f"{_heading(r, r.after.text)}; kernels' best us: {_each_kernel(quickest.get(r.key, {})) or 'none'}",
+                "latency us": f"{r.latency:.2f}", "was": f"{r.latency_before:.2f}", "change": f"{r.percent:+.1f} %" if r.kept else "",
+                "noise": f"{r.noise:.2f}", "TFLOPS": f"{tflops(r, r.latency):.4g}", "% of math rate": f"{100 * math_share(r, rates):.0f}",
+            }
             for r in results
-        ],
-        columns=columns,
+        ]
     )  # fmt: skip
-    _print_table(shown, ("product", "before", "after", columns[-1]))
+    _print_table(shown)
 
 
 def _each_kernel(quickest: Mapping[str, float]) -> str:
@@ -178,25 +170,27 @@ def pictures(own: OwnTable, device: Device, ops: Sequence[str], file: Path | Non
         yield "no picture: matplotlib is missing, pip install vkback[pictures]"
         return
     if "mat_vec" in ops:
-        yield _draw_mat_vecs(own, device, file or own.path.with_suffix(".png"))
+        yield from _draw_mat_vecs(own, device, file or own.path.with_suffix(".png"))
     if "mat_mul" in ops:
         own_file = own.path.with_name(f"{own.path.stem}_mat_mul.png")
-        yield _draw_mat_muls(own, device, own_file if file is None or "mat_vec" in ops else file)
+        yield from _draw_mat_muls(own, device, own_file if file is None or "mat_vec" in ops else file)
 
 
-def _draw_mat_vecs(own: OwnTable, device: Device, file: Path) -> str:
+def _draw_mat_vecs(own: OwnTable, device: Device, file: Path) -> Iterator[str]:
     from vkback.autotune.points import Point
     from vkback.autotune.tunable import results_table
     from vkback.report.heatmap import draw
 
     chains = [r for r in own.results("mat_vec", lambda values: Point(*values)) if r.match["sync"] == "barrier"]
     if not chains:
-        return "no picture: no mat-vec was timed by itself"
+        yield "no picture: no mat-vec was timed by itself"
+        return
     draw(results_table(chains), file, f"{device.caps.name}: share of the read rate, launches back to back")
-    return f"picture {file}"
+    yield f"picture {file}"
+    yield from _draw_search(device, file, [(r, r.nbytes / 1e3 / r.read_rate, "read rate") for r in chains])
 
 
-def _draw_mat_muls(own: OwnTable, device: Device, file: Path) -> str:
+def _draw_mat_muls(own: OwnTable, device: Device, file: Path) -> Iterator[str]:
     from vkback.autotune.mat_mul_points import MatMulPoint
     from vkback.autotune.mat_mul_rows import math_share
     from vkback.autotune.tunable import results_table
@@ -206,11 +200,29 @@ def _draw_mat_muls(own: OwnTable, device: Device, file: Path) -> str:
 
     results = own.results("mat_mul", lambda values: MatMulPoint(*values))
     if not results:
-        return "no picture: no product of several tokens was timed"
+        yield "no picture: no product of several tokens was timed"
+        return
     rates = MathRates(device, ShaderLibrary())
     table = results_table(results)
     table["share"] = [math_share(r, rates) for r in results]
     table["weight"] = [f"{r.sizes['m']}x{r.sizes['k']}" for r in results]
     named = Axes("weight", "weight m x k", "n", "tokens n", "share", "share of math rate")
     draw(table, file, f"{device.caps.name}: share of the math rate, launches that wait for each other", named)
-    return f"picture {file}"
+    yield f"picture {file}"
+    yield from _draw_search(device, file, [(r, math_share(r, rates) * r.latency, "math rate") for r in results])
+
+
+def _draw_search(device: Device, beside: Path, results: Sequence[tuple[TuneResult[Any], float, str]]) -> Iterator[str]:
+    """A picture of what the last jobs searched, those of an earlier vkback left out, whose points were not kept. results: each with the
+    microseconds that it cannot go below, and why."""
+    from vkback.report.search_picture import Searched, draw
+
+    jobs = [
+        Searched(r.line, tuple(r.after._asdict()), r.timed, tuple(r.after), tuple(r.before), r.noise, roof, name)
+        for r, roof, name in results
+        if r.timed
+    ]
+    if jobs:
+        file = beside.with_name(f"{beside.stem}_search.png")
+        draw(jobs, file, f"{device.caps.name}: latency of the points that were tried; red: the point chosen, dashed: that of the tables")
+        yield f"picture {file}"

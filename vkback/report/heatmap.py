@@ -3,6 +3,7 @@ math rate that products of several tokens reach, weight x tokens. Needs matplotl
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,12 @@ class Axes:
 
 MAT_VEC_AXES = Axes()
 
+CELL = 0.55
+"""Inches that a cell needs for its text."""
+
+WIDEST = 15.0
+"""Inches of the widest picture, colour bar left out."""
+
 
 def draw(results: pd.DataFrame, file: Path, title: str, named: Axes = MAT_VEC_AXES) -> None:
     """Write the PNG. One panel a weight type and path, of each size the best; colour: a share, 0 to 1.
@@ -33,11 +40,13 @@ def draw(results: pd.DataFrame, file: Path, title: str, named: Axes = MAT_VEC_AX
     results  a row a result, with columns quant, path and those that `named` names
     """
     panels = {} if results.empty else dict(list(results.groupby(results["quant"] + " " + results["path"])))
-    columns = min(4, max(1, len(panels)))
+    cells = max((panel[named.column].nunique() for panel in panels.values()), default=1)
+    width = max(3.4, 1.6 + CELL * cells)
+    columns = max(1, min(4, len(panels), int(WIDEST / width)))
     lines = max(1, -(-len(panels) // columns))
-    figure = Figure(figsize=(3.4 * columns + 1.2, 2.6 * lines + 0.6), layout="constrained")
+    figure = Figure(figsize=(width * columns + 1.2, 2.6 * lines + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure.suptitle("\n".join(textwrap.wrap(title, max(24, int(10.5 * figure.get_figwidth())))))
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
     for axis in axes[len(panels) :]:
         axis.axis("off")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Collection, Mapping
 from html import escape
 from typing import Any
@@ -27,7 +28,7 @@ def terminal(cells: pd.DataFrame, left: Collection[str], *, group: str = "", wid
 
     cells  of text
     left   names of the columns aligned left
-    group  a column that becomes a line of its own above the rows that share it
+    group  a column that becomes lines of their own above the rows that share it
     """
     shown = cells.drop(columns=group) if group else cells
     widths = {name: max(len(str(name)), int(shown[name].str.len().max() or 0)) for name in shown}
@@ -50,7 +51,7 @@ def terminal(cells: pd.DataFrame, left: Collection[str], *, group: str = "", wid
     before = None
     for (_, texts), heading in zip(shown.iterrows(), cells[group] if group else [""] * len(cells), strict=True):
         if group and heading != before:
-            lines.append(heading if len(heading) <= width else heading[: width - 1] + "~")
+            lines += textwrap.wrap(heading, width, subsequent_indent=4 * " ", break_on_hyphens=False)
             before = heading
         lines.append(row({str(name): str(text) for name, text in texts.items()}))
     return lines
