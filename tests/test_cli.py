@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,9 @@ def test_synth_lists_names_and_writes_a_model(monkeypatch: pytest.MonkeyPatch, c
     assert call(monkeypatch, main.main, "synth", "--list") == 0
     row = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("llama-8b-Q4_K_M "))
     assert row.split() == ["llama-8b-Q4_K_M", "4.58", "GiB", "8.03", "B"]
+    assert call(monkeypatch, main.main, "synth", "--list", "--json") == 0
+    sizes = {entry["name"]: entry["params"] for entry in json.loads(capsys.readouterr().out)}
+    assert sizes["mistral-large-123b-Q4_K"] == 122_610_069_504
     assert call(monkeypatch, main.main, "synth", "llama-1b-Q4_K_M") == 1
     assert capsys.readouterr().err.startswith("vkback: error: synth needs a name and a file")
     assert call(monkeypatch, main.main, "synth", "nothing-Q4_0", str(tmp_path / "x.gguf")) == 1
@@ -146,6 +150,9 @@ def test_a_failing_case_is_shown_and_fails_the_command(monkeypatch: pytest.Monke
 
 @pytest.mark.vulkan
 def test_devices_lists_what_device_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "devices", "--json") == 0
+    first = json.loads(capsys.readouterr().out)[0]
+    assert first["index"] == 0 and first["subgroup_size"] > 0
     assert call(monkeypatch, main.main, "devices") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines
@@ -205,3 +212,12 @@ def test_starting_up_leaves_pandas_alone() -> None:
     """It takes half a second to import; tables that need it import it where they are made."""
     code = "import sys; from vkback.cli import bench, main; assert 'pandas' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=60)
+
+
+def test_a_status_line_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: FakeEngine) -> None:
+    assert call(monkeypatch, bench.main, "tg8", "-r", "2", "-m", "demo-dense") == 0
+    assert "\x1b" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert call(monkeypatch, bench.main, "tg8", "-r", "2", "-m", "demo-dense") == 0
+    err = capsys.readouterr().err
+    assert re.search("\r\x1b\\[2Kvkbench: demo-dense.*tg8: run 2/2\r\x1b\\[2K$", err)

@@ -215,6 +215,25 @@ def test_costs_by_hand(tmp_path: Path) -> None:
     assert whole.cost["read"] == tables + table * tied + table // hp.n_vocab + caches_and_inputs
 
 
+def test_costs_of_experts_by_hand() -> None:
+    """demo-moe, one token, as above: a router, and of every expert layer the experts used."""
+    model = Model.open(builtin_model("demo-moe"))
+    hp = model.hp
+    whole = listed(model, n_ctx=64)
+    q, kv, used = hp.n_head * hp.head_dim_k, hp.n_head_kv * hp.head_dim_k, hp.n_expert_used
+    experts = used * hp.n_ff_expert
+    matrices = hp.n_embd * (2 * q + 2 * kv + hp.n_expert + 3 * experts)
+    head_norms = 3 * (q + kv) if "blk.0.attn_q_norm.weight" in model.file.tensors else 0
+    router = hp.n_expert + used  # softmax over all, times the scale
+    layer = matrices + 2 * 32 * q + 3 * 32 * hp.n_head + 2 * 3 * hp.n_embd + head_norms + 3 * (q + kv) + router + experts + used * hp.n_embd
+    assert whole.cost["fmul"] == hp.n_layer * layer + 3 * hp.n_embd + hp.n_vocab * hp.n_embd
+    assert whole.cost["fexp"] == hp.n_layer * (32 * hp.n_head + hp.n_expert + experts)
+    read = {line.node.name: line.cost["read"] for line in whole.lines if line.node.op == "MUL_MAT_ID"}
+    for kind in ("gate", "up", "down"):
+        whole_tensor = model.file.tensors[f"blk.0.ffn_{kind}_exps.weight"].nbytes
+        assert read[f"ffn_moe_{kind}-0"] == whole_tensor // hp.n_expert * used
+
+
 @pytest.mark.parametrize("shape", [f"tiny-{a}" for a in ("llama", "mixtral", "gpt-oss", "gemma3", "deepseek2", "granitehybrid")])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_both_granularities_cost_the_same(shape: str, tokens: int, tmp_path: Path) -> None:
@@ -281,7 +300,7 @@ def test_formats_and_layers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         assert call(monkeypatch, main.main, "graph", "--shape", "tiny-qwen3moe-Q8_0", "-c", "64", *options) == 0
         return capsys.readouterr().out
 
-    data = json.loads(out("-f", "json", "--n-tokens", "2"))
+    data = json.loads(out("--json", "--n-tokens", "2"))
     assert data["n_kv"] == 32 and data["total"]["fmul"] == sum(n["cost"].get("fmul", 0) for n in data["nodes"])
     assert data["peak_temporary_bytes"] == max(n["temporary_bytes"] for n in data["nodes"])
     experts = next(n for n in data["nodes"] if n["name"] == "ffn_moe_topk-0" or n["op"] == "TOPK_MOE")

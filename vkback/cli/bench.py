@@ -30,6 +30,7 @@ from vkback.cli.shell import (
     open_for_writing,
     run,
 )
+from vkback.cli.terminal import StatusLine
 from vkback.report.bench_table import WRITERS, BenchResult, Writer, open_writer
 from vkback.report.build import build_info
 
@@ -200,12 +201,17 @@ def _driver(engine: EngineLike) -> str:
 
 
 def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, settings: Settings) -> BenchResult:
-    def note(text: str) -> None:
-        if settings.progress:
-            print(f"vkbench: {path.name} {test.name}: {text}", file=sys.stderr, flush=True)
-
     begun, before = datetime.now(UTC), engine.compiled
-    samples = measure(engine, test, settings.repetitions, warmup=settings.warmup, feed=settings.feed, note=note)
+    with StatusLine(wanted=not settings.progress and settings.compile_line) as status:
+
+        def note(text: str) -> None:
+            line = f"vkbench: {path.name} {test.name}: {text}"
+            if settings.progress:
+                print(line, file=sys.stderr, flush=True)
+            else:
+                status.say(line)
+
+        samples = measure(engine, test, settings.repetitions, warmup=settings.warmup, feed=settings.feed, note=note)
     made = engine.compiled - before
     if made.compiled and settings.compile_line:
         print(f"vkbench: {path.name} {test.name}: {made}, not part of the speed", file=sys.stderr, flush=True)

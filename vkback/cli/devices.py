@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 
 def devices(
     report: Annotated[bool, typer.Option("--report", help="All that a bug report needs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Every capability of every device.")] = False,
 ) -> None:
     """List the Vulkan devices with the index that --device takes."""
     if report:
@@ -16,6 +18,9 @@ def devices(
         return
     from vkback.device import list_devices
 
+    if as_json:
+        print(json.dumps([{"index": index, **caps.to_dict()} for index, caps in enumerate(list_devices())], indent=1))
+        return
     for index, caps in enumerate(list_devices()):
         print(caps.summary_line(index))
 

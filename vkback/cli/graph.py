@@ -29,6 +29,7 @@ def graph(
         typer.Option("--nodes", help="elementary: attention, gated units, stores as ggml builds them without fused ops; built: as vkback."),
     ] = "elementary",
     format: Annotated[str, typer.Option("-f", "--format", help=", ".join(FORMATS))] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as -f json.")] = False,
 ) -> None:
     """List the nodes of a model: operands, shapes (contiguous axis first), bytes, cost by kind, temporary storage alive, the values'
     lifelines in the margin; totals first. docs/looking_inside.md says what counts as what."""
@@ -37,6 +38,7 @@ def graph(
 
     one_of(format, FORMATS, "--format")
     one_of(nodes, GRANULARITIES, "--nodes")
+    format = "json" if as_json else format
     if shape is None:
         path = model_path(model)
         _print(Model.open(path), str(path), tokens, ctx, depth, layers, nodes, format)

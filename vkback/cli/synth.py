@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ def synth(
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first so many layers.")] = None,
     seed: Annotated[int, typer.Option("-s", "--seed", min=0)] = 0,
     list_names: Annotated[bool, typer.Option("--list", help="List the names with size and parameters.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The list as JSON.")] = False,
 ) -> None:
     """Write a model that times like a real one: its shape, the type of every tensor, random weights, no text vocabulary."""
     from rich.console import Console
@@ -25,8 +27,11 @@ def synth(
     from vkback.models import synth as models
 
     if list_names:
-        for known in models.synthetic_names():
-            size, params = models.synthetic_size(known, layers=layers)
+        sizes = {known: models.synthetic_size(known, layers=layers) for known in models.synthetic_names()}
+        if as_json:
+            print(json.dumps([{"name": known, "bytes": size, "params": params} for known, (size, params) in sizes.items()], indent=1))
+            return
+        for known, (size, params) in sizes.items():
             print(f"{known:30} {size_text(size):>10} {params_text(params):>10}")
         return
     if name is None or out is None:

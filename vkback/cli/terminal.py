@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterator
+from types import TracebackType
 
 from vkback.shader import Variant
 
@@ -54,3 +56,27 @@ def fit(line: str) -> Iterator[str]:
 def shortened(text: str, width: int) -> str:
     """A text of at most `width` characters, its end kept: the ends of node names tell them apart."""
     return text if len(text) <= width else "~" + text[1 - width :]
+
+
+class StatusLine:
+    """One line on stderr that says how far a long work is, rewritten in place and gone at the end; nothing where stderr is no terminal.
+    Whoever prints below it clears it first."""
+
+    def __init__(self, *, wanted: bool = True) -> None:
+        self._on = wanted and sys.stderr.isatty()
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.clear()
+
+    def say(self, text: str) -> None:
+        self._put(text if len(text) < 80 else text[:78] + "~")
+
+    def clear(self) -> None:
+        self._put("")
+
+    def _put(self, text: str) -> None:
+        if self._on:
+            print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, one_of
+from vkback.cli.terminal import StatusLine
 
 if TYPE_CHECKING:
     from vkback.harness.output import Printer
@@ -119,7 +120,9 @@ def _run(
             from vkback.report.store import Store
 
             kept = stack.enter_context(Store(store))
-        for result in results:
+        status = stack.enter_context(StatusLine(wanted=not sys.stdout.isatty()))  # where lines are seen as they come, these will do
+        for number, result in enumerate(results, start=1):
+            status.say(f"vkback: {number} of {len(cases)} cases, {len(printer.tally.failed)} failed")
             printer.add(result)
             if kept is not None and result.supported:
                 kept.add_op(fields_of(result, printer.about), result.samples_us or ())
