@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, act_of
+from vkback.cli.shell import ActOption, DeviceOption, act_of, model_path
 
 
 def doctor(
@@ -14,11 +14,14 @@ def doctor(
     params: Annotated[str | None, typer.Option("-p", help="Only cases whose parameters match this regular expression.")] = None,
     per_op: Annotated[int, typer.Option("--cases", min=1, help="Cases of each op at most.")] = 12,
     full: Annotated[bool, typer.Option("--full", help="Choose them from the whole suite.")] = False,
+    model: Annotated[str | None, typer.Option("-m", "--model", help="Examine this model, node by node, instead of op cases.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Text to run it with [default: a few random tokens].")] = None,
     device: DeviceOption = None,
     act: ActOption = "auto",
 ) -> None:
     """Run a part of the op cases. Where some fail, switch integer dot, fusion, subgroup operations, row counts and more, one by one, and
-    say which setting cures them. Ends in a text for a bug report; exit code 1 when something was wrong."""
+    say which setting cures them. With -m the same for a model that gives
+    wrong text, whose nodes are compared with numpy. Ends in a text for a bug report; exit code 1 when something was wrong."""
     import vkback
     from vkback.cli.test_ops import select
     from vkback.device import Device
@@ -29,6 +32,9 @@ def doctor(
     from vkback.report.build import build_info
     from vkback.shader import ShaderLibrary, find_compiler
 
+    if model is not None:
+        _examine_model(model, prompt, device, act)
+        return
     names = ops.split(",") if ops and "(" not in ops else [ops] if ops else []
     cases = spread(select(full_cases() if full else quick_cases(), names, params), per_op)
     commit, number = build_info()
@@ -42,4 +48,25 @@ def doctor(
     print()
     print("\n".join(report(diagnosis, opened.caps, about)))
     if not diagnosis.healthy:
+        raise typer.Exit(1)
+
+
+def _examine_model(name: str, prompt: str | None, device: str | None, act: str) -> None:
+    """Which node of a model is wrong first, and what cures it."""
+    from vkback.cli.compare_model import TOKENS, batch_of
+    from vkback.device import Device
+    from vkback.harness.doctor_model import examine_model
+    from vkback.harness.node_run import context_on
+    from vkback.models.registry import Model
+    from vkback.shader import ShaderLibrary
+
+    opened = Model.open(model_path(name))
+    batch = batch_of(opened, prompt, TOKENS, False, None)
+    with Device.open(device) as here:
+        print(f"{here.caps.summary_line()}\n{opened.description}, {len(batch.tokens)} tokens, the last of them node by node", flush=True)
+        library = ShaderLibrary()
+        context = context_on(here, library, act_of(act))
+        found = examine_model(opened, here, library, context, batch, lambda line: print(line, flush=True))
+    print(f"verdict: {found.verdict}")
+    if found.first is not None:
         raise typer.Exit(1)

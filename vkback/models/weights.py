@@ -84,7 +84,7 @@ def load_weights(file: GgufFile, weights: Mapping[str, Tensor], device: Device, 
         for w in weights.values():
             if len(w.shape) == 1:
                 block = arena.alloc(4 * w.shape[0], w.name)
-                vector = _vector(file, w)
+                vector = vector_values(file, w)
                 uploader.write(block, 0, vector.view(np.uint8))
                 ranges[w.name] = WeightRanges((block,))
                 bar.advance(task, vector.nbytes)
@@ -112,7 +112,7 @@ def _file_bytes(file: GgufFile, weight: Tensor) -> int:
     return sum(file.tensors[s].nbytes for s in _sources(weight))
 
 
-def _vector(file: GgufFile, weight: Tensor) -> npt.NDArray[np.float32]:
+def vector_values(file: GgufFile, weight: Tensor) -> npt.NDArray[np.float32]:
     """The values of a weight of one axis; what has more in the file (the experts' biases) lies end to end."""
     found = [file.tensors[s] for s in _sources(weight)]
     parts = [np.asarray(quants.decode(t.type, np.asarray(t.data).reshape(-1)), np.float32).ravel() for t in found]

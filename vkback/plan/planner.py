@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from vkback.device import Capabilities
-from vkback.graph import Graph, live
+from vkback.graph import Graph, Node, live
 from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, Sync, nbytes, shards
 from vkback.ops.mat_mul_nodes import LOWER
 from vkback.plan.fuse import fuse, schedule_choice, tokens_of
@@ -20,10 +20,7 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
     fusion  "all" or "none" (each op by itself)
     Raises PlanError naming the node when an op is unknown or cannot run on the device.
     """
-    one_token = fusion == "all" and tokens_of(graph.nodes) == 1
-    sync: Sync = schedule_choice(graph.nodes, ctx)["sync"] if one_token else "barrier"
-    ctx = dataclasses.replace(ctx, sync=sync)
-    nodes = live(fuse(graph, ctx, level=fusion), graph.outputs)
+    nodes, ctx = fused_nodes(graph, ctx, fusion=fusion)
     if fusion == "all":
         nodes = pack_activations(nodes, graph.outputs, ctx)
     dispatches: list[Dispatch] = []
@@ -41,6 +38,15 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
     slots, size = place(schedule.stages, [t.name for t in graph.outputs], schedule.sentinel_tensors)
     apart, end = place_apart(schedule.stages, schedule.sentinel_tensors, size)
     return dataclasses.replace(schedule, slots=slots | apart, activation_bytes=end, sentinel_range=Slot(size, end - size))
+
+
+def fused_nodes(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> tuple[list[Node], LowerContext]:
+    """The nodes that `plan` lowers, before prompts' activations are packed, and the context with the sync that the tables choose. Every
+    node has a reference."""
+    one_token = fusion == "all" and tokens_of(graph.nodes) == 1
+    sync: Sync = schedule_choice(graph.nodes, ctx)["sync"] if one_token else "barrier"
+    ctx = dataclasses.replace(ctx, sync=sync)
+    return live(fuse(graph, ctx, level=fusion), graph.outputs), ctx
 
 
 def check_limits(dispatch: Dispatch, caps: Capabilities) -> None:

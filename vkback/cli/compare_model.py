@@ -1,0 +1,167 @@
+"""vkback compare: a model's nodes on a device beside those of numpy, of another device, of another setting, or of a saved run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, model_path, one_of
+from vkback.cli.terminal import fit
+
+if TYPE_CHECKING:
+    from vkback.harness.node_compare import Comparison
+    from vkback.harness.node_run import Batch
+    from vkback.models.registry import Model
+    from vkback.ops.base import LowerContext
+
+FUSIONS = ("all", "none")
+
+TOKENS = 4
+"""Tokens without a prompt: enough that attention has rows to weigh."""
+
+
+def compare(
+    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    against: Annotated[
+        str, typer.Option(help='numpy; a file of --save; a device; act=f32; fusion=none; or "FAMILY KEY=VALUE : PARAMETER=VALUE".')
+    ] = "numpy",
+    device: DeviceOption = None,
+    fused: Annotated[bool, typer.Option("--fused/--unfused", help="Compare at the outputs of fusions, or op by op.")] = True,
+    step: Annotated[bool, typer.Option("--step", help="Give each node's reference the device's own inputs: its own error shows.")] = False,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Text whose tokens are run [default: a few random ones].")] = None,
+    tokens: Annotated[int, typer.Option("-n", "--tokens", min=1, help="How many random tokens.")] = TOKENS,
+    at_once: Annotated[bool, typer.Option("--at-once", help="All tokens at once, as a prompt, instead of one by one.")] = False,
+    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as the tokens need].")] = None,
+    act: ActOption = "auto",
+    save: Annotated[Path | None, typer.Option(help="Keep this run in a file, for --against.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the errors as a picture: svg, png or pdf.")] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="Only nodes outside the band.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of lines.")] = False,
+) -> None:
+    """Run tokens on a device, the last of them node by node beside a reference, and name the first node whose error is more than the
+    rounding of activations explains. Exit code 1 when there is one."""
+    from vkback.device import Device
+    from vkback.harness import node_compare as nodes
+    from vkback.harness.node_run import context_on, run_nodes
+    from vkback.models.registry import Model
+    from vkback.shader import ShaderLibrary
+
+    if step and against != "numpy":
+        raise UsageError("--step compares each node with its own reference; leave out --against")
+    if step and save:
+        raise UsageError("--step has no run to --save: leave one of them out")
+    if against.endswith(".npz") and not Path(against).is_file():
+        raise UsageError(f"--against {against}: no such file. Write one with --save")
+    picture = drawer(plot)
+    opened = Model.open(model_path(model))
+    batch = batch_of(opened, prompt, tokens, at_once, ctx)
+    fusion = "all" if fused else "none"
+    about = {"model": opened.description, "tokens": list(batch.tokens), "at once": batch.n}
+    library = ShaderLibrary()
+
+    def one(chosen: str | None, change: Callable[[LowerContext], LowerContext], label: str, fusion: str) -> Any:
+        with Device.open(chosen) as here:
+            context = change(context_on(here, library, act_of(act)))
+            alone = None
+            run = run_nodes(opened, here, library, context, batch, fusion=fusion, progress=not as_json)
+            label = f"{here.caps.name}{label}"
+        if step or against == "numpy":
+            with bar(len(run.nodes), "references", not as_json) as tick:
+                alone = nodes.compare_steps(opened, run, batch, label, tick)
+        if step:
+            return alone, None, None
+        with bar(len(run.nodes) * len(batch.steps), "numpy", not as_json) as tick:
+            return alone, *nodes.sides(run, nodes.walked(opened, run, batch, tick), batch, label, about)
+
+    shown = f"{'' if act == 'auto' else f', act={act}'}{'' if fused else ', unfused'}"
+    alone, mine, exact = one(device, lambda c: c, shown, fusion)
+    if save:
+        nodes.save(save, mine)
+    if step:
+        comparison = alone
+    elif against == "numpy":
+        comparison = nodes.with_own(nodes.compare(mine, exact), alone)
+    else:
+        comparison = nodes.compare(mine, _other(against, device, fusion, one, about))
+    if picture:
+        picture(comparison, plot, f"{opened.description}: {comparison.device} against {comparison.against}")
+    if as_json:
+        print(json.dumps({**about, **comparison.as_data()}, indent=1))
+    else:
+        print("\n".join(listing(comparison, opened, batch, brief)))
+    if comparison.first:
+        raise typer.Exit(1)
+
+
+def _other(against: str, device: str | None, fusion: str, one: Callable[..., Any], about: dict[str, Any]) -> Any:
+    """The side that --against names."""
+    from vkback.autotune.overrides import with_overrides
+    from vkback.harness import node_compare as nodes
+
+    if Path(against).is_file():
+        return nodes.load(Path(against), about)
+    key, equals, value = against.partition("=")
+    if equals and key == "act":
+        act = act_of(value)
+        return one(device, lambda c: replace(c, act=act), f", {against}", fusion)[1]
+    if equals and key == "fusion":
+        return one(device, lambda c: c, f", {against}", one_of(value, FUSIONS, "--against fusion="))[1]
+    if ":" in against:
+        return one(device, lambda c: replace(c, tuning=with_overrides(c.tuning, against)), f", {against}", fusion)[1]
+    return one(against, lambda c: c, "", fusion)[1]
+
+
+def batch_of(model: Model, prompt: str | None, count: int, at_once: bool, ctx: int | None) -> Batch:
+    """The tokens to run: those of a text, or random ones, always the same."""
+    import numpy as np
+
+    from vkback.harness.node_run import Batch
+
+    ids = model.tokenizer.encode(prompt) if prompt else np.random.default_rng(1).integers(0, model.hp.n_vocab, count).tolist()
+    return Batch(tuple(map(int, ids)), len(ids) if at_once else 1, ctx or -(-len(ids) // 64) * 64)
+
+
+def drawer(plot: Path | None) -> Callable[..., None] | None:
+    """What draws the picture; before anything is run, whether there can be one."""
+    if plot is None:
+        return None
+    try:
+        from vkback.report.node_plot import draw
+    except ImportError as e:
+        raise UsageError("--plot needs matplotlib: pip install vkback[pictures]") from e
+    return draw
+
+
+@contextmanager
+def bar(total: int, what: str, shown: bool) -> Iterator[Callable[[], object]]:
+    """A progress bar on a terminal; gives what moves it on by one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
+
+
+def listing(c: Comparison, model: Model, batch: Batch, brief: bool) -> list[str]:
+    """A line a node, below it what is wrong with it; the growth by layer; the verdict."""
+    from vkback.harness.node_compare import growth_lines
+
+    how = f"{batch.n} tokens at once" if batch.n > 1 else f"token {len(batch.tokens)} of {len(batch.tokens)}"
+    lines = list(fit(f"{model.description}, {how}: {c.device} against {c.against}"))
+    for row in c.rows:
+        if row.outside or not brief:
+            lines.append(row.line)
+        if row.outside:
+            lines += fit(f"  outside: {row.outside}")
+    if not c.step:
+        lines += ["", *growth_lines(c.rows)]
+    return [*lines, "", *(part for note in c.notes for part in fit(f"note: {note}")), *fit(c.verdict)]
