@@ -65,7 +65,7 @@ def test_a_right_run_is_within_the_band(name: str, sync: str, run: Run, right: t
         model, found, made = right
         result = nodes.compare(*nodes.sides(found, made, BATCH, "device", {}))
     else:
-        model, found = run(name, with_params(ctx, sync=sync, router="experts"))
+        model, found = run(name, with_params(ctx, sync=sync, router="experts", quantize="attention"))
         result = compared(model, found)
     assert result.first is None, result.verdict
     assert not found.timed_out and bool(found.schedule.barrier_free) == (sync == "sentinel")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from vkback.cli import compare, compare_model, devices, doctor, explain, generate, graph, history, plan, synth, test_ops, tune
+from vkback.cli import compare, compare_model, devices, doctor, explain, generate, graph, history, plan, profile, synth, test_ops, tune
 from vkback.cli.shell import new_app, run
 
 app = new_app("GGUF models on any Vulkan device: run, inspect, compare. Speed is measured by vkbench.")
@@ -13,6 +13,7 @@ app.command("run")(generate.generate)
 app.command("synth")(synth.synth)
 app.command("graph")(graph.graph)
 app.command("plan")(plan.plan)
+app.command("profile")(profile.profile)
 app.command("test-ops")(test_ops.test_ops)
 app.command("compare")(compare_model.compare)
 app.command("compare-bench")(compare.compare)

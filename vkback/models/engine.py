@@ -332,6 +332,14 @@ class Engine:
         """The schedule of one generated token, of a bare token with its logits, or of the largest piece of a prompt."""
         return self._prompts.schedule() if kind == "prompt" else self._schedule("logits" if kind == "decode" else kind)
 
+    def prompt_schedules(self, tokens: int) -> list[tuple[int, Schedule]]:
+        """Tokens and schedule of each program that a prompt of so many tokens runs, in order."""
+        return [(size, self._prompt_schedule(size, "none")) for size in self._prompts.pieces(tokens)]
+
+    def bind(self, schedule: Schedule, inputs: dict[str, BufferRange], activations: BufferRange | None = None) -> Program:
+        """Another program over this engine's weights and caches, which the caller closes. inputs: memory by name."""
+        return self._bind(schedule, inputs, activations)
+
     def resize(self, n_ctx: int) -> None:
         """A KV cache of so many rows, empty, and programs for it; weights stay where they are. Raises VkbackError where it does not fit;
         the engine is then of no more use."""

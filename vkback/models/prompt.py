@@ -180,13 +180,16 @@ class Prompts:
 
     def dispatches(self, counts: Iterable[int]) -> Iterable[Dispatch]:
         """What prompts of so many tokens run."""
-        used: dict[int, None] = {}
-        for left in counts:
-            while left > 0:
-                size = self._next_size(left, "none")
-                used[size] = None
-                left -= size
+        used = dict.fromkeys(size for count in counts for size in self.pieces(count))
         return (d for size in used for d in self._plan(size, "none").dispatches())
+
+    def pieces(self, count: int) -> list[int]:
+        """Tokens of each program that a prompt of so many tokens runs, in order; the last may hold padding."""
+        found: list[int] = []
+        while count > 0:
+            found.append(self._next_size(count, "none"))
+            count -= found[-1]
+        return found
 
     def prepare(self, counts: Iterable[int]) -> list[Ticket]:
         """Compile and record what prompts of so many tokens need, and submit each recording once with nothing but padding."""

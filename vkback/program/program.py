@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -119,15 +119,19 @@ class Program:
 
     def record(
         self, name: str, *, repeat: int = 1, timestamps: bool = False, barriers: bool = False,
-        copies: Sequence[tuple[BufferRange, BufferRange]] = (),
+        copies: Sequence[tuple[BufferRange, BufferRange]] = (), part: Sequence[int] | None = None,
+        on_dispatch: Callable[[Dispatch], object] | None = None,
     ) -> Commands:  # fmt: skip
         """Record the schedule `repeat` times into one command buffer.
 
         copies      (source, target) copied at the end, for the host to read
         timestamps  write a GPU timestamp after every stage (and one at the start); labels are the stages' numbers
         barriers    between all stages, also those that could do without; timestamps need them
+        part        numbers of the stages to record, in a row; None: all. Of a schedule without barrier-free stages
+        on_dispatch  called after each dispatch was recorded
         """
-        count = 1 + len(self.schedule.stages) if timestamps else 0
+        part = range(len(self.schedule.stages)) if part is None else part
+        count = 1 + len(part) if timestamps else 0
         rec = self.device.recorder(name, timestamps=count * repeat)
         for _ in range(repeat):
             rec.barrier()
@@ -135,11 +139,13 @@ class Program:
                 rec.timestamp("start")
             if self._sentinel is not None:
                 rec.fill(self._sentinel, SENTINEL)
-            for i, stage in enumerate(self.schedule.stages):
-                if i and (barriers or timestamps or i not in self.schedule.barrier_free):
+            for i in part:
+                if i > part[0] and (barriers or timestamps or i not in self.schedule.barrier_free):
                     rec.barrier()
-                for d in stage:
+                for d in self.schedule.stages[i]:
                     self._dispatch(rec, d)
+                    if on_dispatch is not None:
+                        on_dispatch(d)
                 if timestamps:
                     rec.timestamp(str(i))
         return self._finish(rec, copies)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -78,8 +79,8 @@ def measure_clocks(tokens: Tokens, schedule: Schedule) -> list[StageClock]:
     marked = with_clocks(schedule, device.caps.max_storage_bindings)
     with TokenProgram(tokens, marked) as program:
         (first, begun), (second, ended) = (_run(device, tokens, program, marked) for _ in range(2))
-    us_a_tick = (ended - begun) / 1e3 / int((_last(second) - _last(first))[0])
-    return _stages(marked, second, us_a_tick)
+    us_a_tick = (ended - begun) / 1e3 / ticks_between(first, second)
+    return stages_of(marked, second, us_a_tick)
 
 
 def _run(device: Device, tokens: Tokens, program: TokenProgram, schedule: Schedule) -> tuple[dict[int, Array], float]:
@@ -88,12 +89,22 @@ def _run(device: Device, tokens: Tokens, program: TokenProgram, schedule: Schedu
     warm_up(device, program.commands, WARM_S)
     device.submit([program.commands, tokens.end]).wait()
     ((_, ended),) = tokens.end.timestamps()
+    return read_marks(schedule, lambda name: program.download(name, np.uint32)), float(ended)
+
+
+def read_marks(schedule: Schedule, download: Callable[[str], Array]) -> dict[int, Array]:
+    """Ticks of the last run of a schedule with marks, by stage: uint32 [workgroups, points]. download: a tensor's words by name."""
     found = {}
     for i, stage in enumerate(schedule.stages):
         names = [d.args[-1].tensor.name for d in stage if "CLOCKS" in dict(d.kernel.defines)]
         if names:
-            found[i] = np.concatenate([program.download(name, np.uint32).reshape(-1, len(POINTS)) for name in names])
-    return found, float(ended)
+            found[i] = np.concatenate([download(name).reshape(-1, len(POINTS)) for name in names])
+    return found
+
+
+def ticks_between(first: dict[int, Array], second: dict[int, Array]) -> int:
+    """From the last mark of one run to that of another."""
+    return int((_last(second) - _last(first))[0])
 
 
 def _last(ticks: dict[int, Array]) -> Array:
@@ -103,7 +114,8 @@ def _last(ticks: dict[int, Array]) -> Array:
     return marks[:1] + np.max((marks - marks[:1]).view(np.int32)).astype(np.uint32)
 
 
-def _stages(schedule: Schedule, ticks: dict[int, Array], us_a_tick: float) -> list[StageClock]:
+def stages_of(schedule: Schedule, ticks: dict[int, Array], us_a_tick: float) -> list[StageClock]:
+    """The stages with marks, from the second on."""
     end = _last(ticks)
     found = []
     before: float | None = None

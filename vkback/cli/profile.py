@@ -1,0 +1,56 @@
+"""vkback profile: where a model's time goes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vkback.cli.shell import ActOption, DeviceOption, act_of, model_path, open_for_writing
+
+
+def profile(
+    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    device: DeviceOption = None,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Text of the prompt [default: random tokens].")] = None,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=2, help="How many random tokens, without -p.")] = 64,
+    tokens: Annotated[int, typer.Option("-n", "--tokens", min=1, help="Tokens behind the prompt, each profiled.")] = 16,
+    batch: Annotated[int, typer.Option("-b", "--batch", min=0, help="Tokens of a batch to profile, too; 0: none.")] = 4,
+    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as trained, at most 4096].")] = None,
+    act: ActOption = "auto",
+    everything: Annotated[bool, typer.Option("-v", "--all", help="All kernels and all layers.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for ui.perfetto.dev.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with tree, timeline, roofline and heatmap.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
+) -> None:
+    """Time every kernel of a prompt, of the tokens behind it and of a batch: milliseconds and share, GB/s and share of the device's read
+    rate, forecast and measured, by module of the model. Barrier-free stages are timed by clocks that the kernels read."""
+    import numpy as np
+
+    from vkback.models.engine import Engine
+    from vkback.report import profile_text as text
+    from vkback.timing.profile_model import profile as measure
+
+    outputs = [open_for_writing(path) if path else None for path in (trace, html)]
+    path = model_path(model)
+    begun = time.perf_counter()
+    with Engine.load(path, device, n_ctx=ctx, act=act_of(act), progress=not as_json) as engine:
+        load_s = time.perf_counter() - begun
+        ids = engine.tokenizer.encode(prompt) if prompt else []
+        if len(ids) < 2:
+            ids += np.random.default_rng(1).integers(0, engine.model.hp.n_vocab, prompt_tokens - len(ids)).tolist()
+        loud = not as_json and sys.stderr.isatty()
+        found = measure(engine, load_s, ids, tokens, batch, lambda part: print(f"vkback: {part}", file=sys.stderr) if loud else None)
+    if outputs[0]:
+        with outputs[0] as f:
+            json.dump(text.trace(found), f)
+    if outputs[1]:
+        from vkback.report.profile_page import page
+
+        with outputs[1] as f:
+            f.write(page(found))
+    print(json.dumps(text.as_data(found), indent=1) if as_json else "\n".join(text.report(found, everything)))
