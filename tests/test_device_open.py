@@ -15,6 +15,7 @@ from device_kit import KiB, hidden, word
 from vkback.device import (
     BufferRange,
     Capabilities,
+    CompileOnly,
     Device,
     DeviceError,
     FeatureMissing,
@@ -263,3 +264,31 @@ def test_report_has_what_a_bug_report_needs(device: Device) -> None:
 def test_report_without_vulkan_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_module, "LOAD_ERROR", "no Vulkan loader: gone. Install one")
     assert "[device] no Vulkan loader: gone. Install one" in report()
+
+
+# -- without hardware
+
+
+@pytest.mark.vulkan
+def test_a_device_that_only_compiles_says_so_of_all_that_would_run(device: Device, spirv: dict[str, bytes]) -> None:
+    with Device.open(device.index, compile_only=True) as compiling:
+        assert compiling.compile_only
+        compiling.kernel(spirv["add"], name="add", bindings=3, push_bytes=4)
+        for run in (
+            lambda: compiling.arena("weights", KiB),
+            lambda: compiling.recorder("token"),
+            lambda: compiling.submit([]),
+            compiling.wait_idle,
+        ):
+            with pytest.raises(CompileOnly, match=r"only compiles kernels \(it was opened so\); .* needs a device that runs them"):
+                run()
+    assert not compiling.live_objects()
+
+
+def test_drivers_without_hardware_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Capabilities.from_profile("amd_rx_7900_xtx_radv")
+    null = dataclasses.replace(card, name="Null hardware (RADV NAVI21)")
+    assert instance_module.no_hardware(card) == "" != instance_module.no_hardware(null)
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libamdgpu_noop_drm_shim.so")
+    assert "no-op kernel shim" in instance_module.no_hardware(card)
+    assert instance_module.no_hardware(Capabilities.from_profile("llvmpipe_mesa_26")) == ""

@@ -153,10 +153,17 @@ def doctored(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.vulkan
-def test_a_device_without_16_bit_storage(doctored: Callable[..., None], refused: Refused) -> None:
-    doctored(storage_16bit=False)
+def test_a_device_without_timeline_semaphores(doctored: Callable[..., None], refused: Refused) -> None:
+    doctored(timeline_semaphore=False)
     said = refused(main.main, *run(DENSE))
-    assert said.startswith("[device] ") and "vkback needs storageBuffer16BitAccess, which it does not offer. Update the driver or" in said
+    assert said.startswith("[device] ") and "vkback needs timelineSemaphore, which it does not offer. Update the driver or" in said
+
+
+@pytest.mark.vulkan
+def test_a_driver_without_hardware(doctored: Callable[..., None], refused: Refused) -> None:
+    doctored(name="Null hardware (RADV NAVI21)")
+    said = refused(main.main, *run(DENSE))
+    assert said.startswith("[device] Null hardware (RADV NAVI21) only compiles kernels (RADV's null device has no hardware); this needs a ")
 
 
 @pytest.mark.vulkan

@@ -11,11 +11,9 @@ from typer.testing import CliRunner
 from vkback.cli import main as cli
 from vkback.device import Device, DeviceError, FeatureMissing, KernelSpec
 from vkback.device.driver import ffi, vk
-from vkback.device.statistics import EXTENSION, Statistic, read_statistics
+from vkback.device.statistics import EXTENSION, CompiledText, Statistic, read_statistics, read_texts
 
-FORMATS = {
-    kind: getattr(vk, f"VK_PIPELINE_EXECUTABLE_STATISTIC_FORMAT_{kind}_KHR") for kind in ("BOOL32", "INT64", "UINT64", "FLOAT64")
-}
+FORMATS = {kind: getattr(vk, f"VK_PIPELINE_EXECUTABLE_STATISTIC_FORMAT_{kind}_KHR") for kind in ("BOOL32", "INT64", "UINT64", "FLOAT64")}
 TOLD: dict[str, list[tuple[str, str, str, Any]]] = {
     "SIMD16": [("Spills", "values that found no register", "INT64", 0), ("Dispatch", "", "BOOL32", True)],
     "SIMD32": [("Registers", "of a thread", "UINT64", 64), ("Cycles", "as estimated", "FLOAT64", 1234.5)],
@@ -39,6 +37,23 @@ class Teller:
             items[i].name, items[i].description, items[i].format = name.encode(), description.encode(), FORMATS[kind]
             setattr(items[i].value, {"BOOL32": "b32", "INT64": "i64", "UINT64": "u64", "FLOAT64": "f64"}[kind], value)
         return 0
+
+    def vkGetPipelineExecutableInternalRepresentationsKHR(self, device: Any, info: Any, count: Any, items: Any) -> int:  # noqa: N802
+        code = f"mov r{info.executableIndex}, 1".encode()
+        count[0] = 2
+        for i, (name, is_text) in enumerate((("Assembly", 1), ("Binary", 0)) if items else ()):
+            items[i].name, items[i].isText = name.encode(), is_text
+            if items[i].pData == ffi.NULL:
+                items[i].dataSize = len(code) + 1
+            else:
+                ffi.memmove(items[i].pData, code + b"\0", items[i].dataSize)
+        return 0
+
+
+def test_the_code_is_read_as_far_as_it_is_text() -> None:
+    fn = Teller()
+    driver: Any = SimpleNamespace(device=ffi.NULL, fn=fn, call=lambda name, *args, about: getattr(fn, name)(*args))
+    assert read_texts(driver, ffi.cast("VkPipeline", 7)) == [CompiledText(form, "Assembly", f"mov r{i}, 1") for i, form in enumerate(TOLD)]
 
 
 def test_every_form_of_a_kernel_and_every_kind_of_figure_is_read() -> None:

@@ -49,7 +49,7 @@ def explain(
     if profile is not None:
         print(lines(Capabilities.from_profile(profile), None))
         return
-    with Device.open(device, statistics=statistics) as opened:
+    with Device.open(device, statistics=statistics, compile_only=True) as opened:
         print(lines(opened.caps, opened if statistics else None))
 
 

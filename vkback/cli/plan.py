@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, model_path, one_of
+from vkback.cli.shell import ActOption, CompileOnlyOption, DeviceOption, UsageError, act_of, model_path, one_of
 from vkback.cli.terminal import defines_text, fit, kernel_text, shortened
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def plan(
     head: Annotated[str, typer.Option(help="Logits of the last token, none or all.")] = "last",
     fusion: Annotated[str, typer.Option(help="all or none.")] = "all",
     act: ActOption = "auto",
+    compile_only: CompileOnlyOption = False,
     measure: Annotated[bool, typer.Option("--measure", help="Load the model and time every stage.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="The op, the reason and all defines of each kernel.")] = False,
@@ -55,17 +56,19 @@ def plan(
         raise UsageError("--device and --profile exclude each other: one is a device that is here, the other one that was recorded")
     if measure and profile is not None:
         raise UsageError("--measure and --profile exclude each other: a recorded device cannot be measured")
+    if measure and compile_only:
+        raise UsageError("--measure and --compile-only exclude each other: what is only compiled takes no time")
     wanted = cast(Literal["last", "none", "all"], one_of(head, HEADS, "--head"))
     one_of(fusion, FUSIONS, "--fusion")
     path = model_path(model)
     with ExitStack() as stack:
         opened = Model.open(path)
-        here = stack.enter_context(Device.open(device)) if profile is None else None
+        here = stack.enter_context(Device.open(device, compile_only=not measure and (compile_only or "auto"))) if profile is None else None
         caps = here.caps if here else Capabilities.from_profile(profile or "")
         nodes = opened.graph(tokens, ctx or max(opened.default_n_ctx, depth + tokens), head=wanted)
         schedule = planner.plan(nodes, LowerContext(caps, Tuning.for_device(caps), act_of(act)), fusion=fusion)
         library = ShaderLibrary()
-        costs = device_costs(here, library) if here else profile_costs(profile or "", caps)
+        costs = device_costs(here, library) if here and not here.compile_only else profile_costs(profile, caps)
         times = measure_stages(opened, here, library, schedule, depth=depth, progress=not as_json) if here and measure else None
     if as_json:
         print(json.dumps({"device": caps.name, "model": str(path), **as_data(schedule, costs, tokens, depth, times)}, indent=1))

@@ -24,6 +24,10 @@ ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
 
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
 
+CompileOnlyOption = Annotated[
+    bool, typer.Option("--compile-only", help="Run nothing on the device. By default so where the driver has no hardware.")
+]
+
 ActOption = Annotated[str, typer.Option("--act", help=f"Activations: {', '.join(ACTS)}.")]
 
 

@@ -2,13 +2,13 @@
 
 from vkback.device.capabilities import Capabilities, Heap, MatrixShape, MemoryType, profile_ids
 from vkback.device.device import Device
-from vkback.device.errors import DeviceError, DeviceLost, FeatureMissing, NoDevice, OutOfDeviceMemory, Timeout
+from vkback.device.errors import CompileOnly, DeviceError, DeviceLost, FeatureMissing, NoDevice, OutOfDeviceMemory, Timeout
 from vkback.device.instance import ValidationMessage, list_devices
 from vkback.device.kernel import Kernel, KernelSpec
 from vkback.device.memory import Arena, BufferRange
 from vkback.device.queue import Ticket
 from vkback.device.recorder import Commands, Recorder
-from vkback.device.statistics import Statistic
+from vkback.device.statistics import CompiledText, Statistic
 from vkback.device.transfer import Uploader
 
 __all__ = [
@@ -16,6 +16,8 @@ __all__ = [
     "BufferRange",
     "Capabilities",
     "Commands",
+    "CompileOnly",
+    "CompiledText",
     "Device",
     "DeviceError",
     "DeviceLost",

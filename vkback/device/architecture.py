@@ -79,6 +79,7 @@ BY_NAME: Mapping[str, Sequence[tuple[str, str]]] = {
         (r"\bRX 9\d\d\d|\bGFX120[0-9]\b|\bR9700\b", "rdna4"),
         (r"\bRX 7\d\d\d|\b7[48]0M\b|\bGFX110[0-9]\b|\bNAVI3", "rdna3"),
         (r"\bRX 5\d\d\b|\bRX 4\d\d\b|POLARIS", "gcn4"),
+        (r"\bVEGA|\bRAVEN|\bRENOIR|\bRadeon VII\b", "gcn5"),
     ),
     "intel": (
         (r"\bB[3-7]\d0\b|\bBMG\b", "xe2_hpg"),
@@ -124,7 +125,7 @@ DRIVERS = (
 
 
 def driver_class(driver_id: str) -> str:
-    """"VK_DRIVER_ID_MESA_RADV" -> "mesa_radv"."""
+    """ "VK_DRIVER_ID_MESA_RADV" -> "mesa_radv"."""
     return driver_id.removeprefix("VK_DRIVER_ID_").removesuffix("_KHR").lower()
 
 

@@ -210,7 +210,7 @@ def vendor_name(vendor_id: int, device_type: str, driver_id: str) -> str:
     """The maker's name as tuning tables use it."""
     if device_type == "cpu":
         return "software"
-    if "HONEYKRISP" in driver_id:  # Apple hardware under Mesa's vendor id
+    if "HONEYKRISP" in driver_id or "KOSMICKRISP" in driver_id:  # Apple hardware under Mesa's vendor id
         return "apple"
     return VENDORS.get(vendor_id, "other")
 

@@ -5,34 +5,39 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from vkback.device.capabilities import LEAST_STORAGE_BINDINGS, Capabilities
 from vkback.device.driver import NULL, Driver, check, ffi, strings, struct, text
-from vkback.device.errors import DeviceError, DeviceLost, FeatureMissing, Timeout
-from vkback.device.instance import Instance, Validation, ValidationMessage, select
+from vkback.device.errors import CompileOnly, DeviceError, DeviceLost, FeatureMissing, Timeout
+from vkback.device.instance import Instance, Validation, ValidationMessage, no_hardware, select
 from vkback.device.kernel import Kernel, KernelCache, KernelSpec
 from vkback.device.memory import Arena, BufferRange, Kind, MemoryPool
 from vkback.device.query import API_1_2, PhysicalDevice, choose_queue_family, queue_families
 from vkback.device.queue import Queue, Ticket
 from vkback.device.recorder import Commands, Recorder
 from vkback.device.statistics import EXTENSION as STATISTICS_EXTENSION
-from vkback.device.statistics import Statistic
+from vkback.device.statistics import CompiledText, Statistic
 from vkback.device.transfer import BLOCKING_CHUNK, CHUNK, Uploader, download
+
+CompilesOnly = bool | Literal["auto"]
 
 
 class Device:
     """A Vulkan device opened for compute. Use as a context manager, or call `close()`.
 
     Everything made from a device belongs to it and dies with it at the latest.
+
+    compile_only  why it only compiles: no queue, no memory; "" where it runs what it compiles
     """
 
-    def __init__(self, instance: Instance, physical: PhysicalDevice, index: int, statistics: bool = False) -> None:
+    def __init__(self, instance: Instance, physical: PhysicalDevice, index: int, statistics: bool = False, compile_only: str = "") -> None:
         """Use `Device.open`."""
         self.index = index
+        self.compile_only = compile_only
         self.caps: Capabilities = physical.caps
         self._instance = instance
         self._physical = physical
@@ -62,7 +67,7 @@ class Device:
         self._driver.count("Device", 1)
         queue = ffi.new("VkQueue *")
         self._driver.fn.vkGetDeviceQueue(self._driver.device, self._family, 0, queue)
-        self._queue = Queue(self._driver, queue[0], self._fault_report)
+        self._running = None if compile_only else Queue(self._driver, queue[0], self._fault_report)
         self._memory = MemoryPool(self._driver, physical.handle, instance.fn, self.caps, self._settle)
         self._kernels = KernelCache(self._driver, self.caps)
         self._arenas: list[Arena] = []
@@ -73,13 +78,22 @@ class Device:
         self._open = True
 
     @classmethod
-    def open(cls, selector: str | int | None = None, *, validation: Validation = False, statistics: bool = False) -> Device:
+    def open(
+        cls,
+        selector: str | int | None = None,
+        *,
+        validation: Validation = False,
+        statistics: bool = False,
+        compile_only: CompilesOnly = False,
+    ) -> Device:
         """Open a device.
 
         selector    index, part of the name, or UUID; None means the environment variable VKBACK_DEVICE, else the best GPU there is.
                     Software drivers are taken when asked for or when there is no GPU (with a line on stderr).
         validation  True: run under the Khronos validation layer; "sync": with its synchronization checks too
-        statistics  for `kernel_statistics`
+        statistics  for `kernel_statistics` and `kernel_texts`
+        compile_only  True: kernels are compiled and looked at, and what would run raises CompileOnly. That is all that drivers without
+                    hardware can do (RADV's null device, any over a no-op kernel shim). "auto": so for these; False refuses them
         Raises NoDevice, or FeatureMissing naming every required feature the device lacks.
         """
         instance = Instance(validation)
@@ -92,7 +106,12 @@ class Device:
                     f"[device] statistics of kernels need {STATISTICS_EXTENSION}, which {physical.caps.name} ({physical.caps.driver_name}) "
                     "does not offer. Do without them, or use a driver that has it, as NVIDIA's and Mesa's for AMD and Intel do"
                 )
-            return cls(instance, physical, next(i for i, d in enumerate(devices) if d is physical), statistics)
+            why = no_hardware(physical.caps)
+            if why and not compile_only:
+                raise compiles_only(physical.caps, why)
+            if compile_only is True:
+                why = why or "it was opened so"
+            return cls(instance, physical, next(i for i, d in enumerate(devices) if d is physical), statistics, why)
         except BaseException:
             instance.close()
             raise
@@ -116,7 +135,7 @@ class Device:
 
         Raises OutOfDeviceMemory with what was asked, what was free, and for what; FeatureMissing when there is no memory of that kind.
         """
-        self._require_open()
+        self._require_running(f"memory for {purpose}")
         arena = Arena(self._memory, purpose, nbytes, kind)
         self._arenas = [a for a in self._arenas if a.alive]
         self._arenas.append(arena)
@@ -158,6 +177,16 @@ class Device:
             raise DeviceError("[device] statistics of kernels were not asked for; open the device with statistics=True")
         return self._kernels.statistics(spec)
 
+    def kernel_texts(self, spec: KernelSpec) -> list[CompiledText]:
+        """What the driver prints of a kernel: its intermediate forms and, last, its machine code. Compiles it once more.
+
+        Empty where the driver keeps that to itself. Raises DeviceError on a device that was not opened with `statistics`.
+        """
+        self._require_open()
+        if not self._has_statistics:
+            raise DeviceError("[device] texts of kernels were not asked for; open the device with statistics=True")
+        return self._kernels.texts(spec)
+
     def kernel_cache_data(self, spec: KernelSpec) -> bytes:
         """What the driver's VkPipelineCache holds of a kernel, in a form of its own. Compiles it once more."""
         self._require_open()
@@ -167,7 +196,7 @@ class Device:
 
     def recorder(self, name: str, *, timestamps: int = 0) -> Recorder:
         """Begin a recording; timestamps: the most it will write."""
-        self._require_open()
+        self._require_running(name)
         return Recorder(self._driver, self.caps, self._family, name, timestamps, self._commands)
 
     def submit(self, commands: Commands | Sequence[Commands]) -> Ticket:
@@ -270,14 +299,16 @@ class Device:
         self._open = False
         # The objects of a lost device must be destroyed like any others; those of a hung one may as well.
         with contextlib.suppress(DeviceLost, Timeout):
-            self._queue.last.wait()
+            if self._running is not None:
+                self._running.last.wait()
         for commands in list(self._commands):
             commands.release()
         for arena in self._arenas:
             if arena.alive:
                 arena.release()
         self._kernels.destroy()
-        self._queue.destroy()
+        if self._running is not None:
+            self._running.destroy()
         self._driver.fn.vkDestroyDevice(self._driver.device, NULL)
         self._driver.count("Device", -1)
         self._instance.close()
@@ -289,9 +320,28 @@ class Device:
         with contextlib.suppress(DeviceLost):
             self._queue.last.wait()
 
+    @property
+    def _queue(self) -> Queue:
+        self._require_running("work")
+        assert self._running is not None
+        return self._running
+
+    def _require_running(self, what: str) -> None:
+        self._require_open()
+        if self.compile_only:
+            raise compiles_only(self.caps, self.compile_only, what)
+
     def _require_open(self) -> None:
         if not self._open:
             raise DeviceError("[device] this Device is closed")
+
+
+def compiles_only(caps: Capabilities, why: str, what: str = "this") -> CompileOnly:
+    """The error of what would run on a device that only compiles."""
+    return CompileOnly(
+        f"[device] {caps.name} only compiles kernels ({why}); {what} needs a device that runs them. Choose one with VKBACK_DEVICE, or look "
+        "at kernels with vkback kernels, explain and plan"
+    )
 
 
 def require(physical: PhysicalDevice) -> None:
@@ -299,7 +349,6 @@ def require(physical: PhysicalDevice) -> None:
     caps = physical.caps
     needs = (
         ("Vulkan 1.2", physical.api_version >= API_1_2),
-        ("storageBuffer16BitAccess", caps.storage_16bit),
         ("timelineSemaphore", caps.timeline_semaphore),
         ("a compute queue", physical.has_compute_queue),
         (f"{LEAST_STORAGE_BINDINGS} storage buffers a shader", caps.max_storage_bindings >= LEAST_STORAGE_BINDINGS),

@@ -34,6 +34,10 @@ class FeatureMissing(DeviceError):  # noqa: N818
     """The device, driver or loader lacks something that was required or asked for."""
 
 
+class CompileOnly(DeviceError):  # noqa: N818
+    """The device compiles kernels and cannot run them: it was opened so, or no hardware is behind its driver."""
+
+
 class NoDevice(DeviceError):  # noqa: N818
     """No Vulkan loader, no driver, or no device that the selector fits."""
 

@@ -214,6 +214,18 @@ def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> Phy
     return fits[0]
 
 
+def no_hardware(caps: Capabilities) -> str:
+    """Why a device can compile kernels but run none; "" where nothing says so.
+
+    Mesa's no-op shims let a driver open any chip of its vendor: submits succeed, and buffers read as zeros.
+    """
+    if caps.name.startswith("Null hardware"):
+        return "RADV's null device has no hardware"
+    if not caps.software and "_noop_drm_shim" in os.environ.get("LD_PRELOAD", ""):
+        return "a no-op kernel shim stands in for its hardware"
+    return ""
+
+
 def list_devices() -> list[Capabilities]:
     """Capabilities of every device, by index. Raises NoDevice when there is no loader or no driver."""
     instance = Instance()

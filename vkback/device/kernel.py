@@ -16,7 +16,7 @@ from vkback.device.capabilities import Capabilities
 from vkback.device.driver import NULL, PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS, Driver, Handle, array, ffi, struct, vk
 from vkback.device.errors import DeviceError, FeatureMissing
 from vkback.device.spirv import inspect
-from vkback.device.statistics import CAPTURE_STATISTICS, Statistic, read_statistics
+from vkback.device.statistics import CAPTURE_STATISTICS, CAPTURE_TEXTS, CompiledText, Statistic, read_statistics, read_texts
 from vkback.paths import cache_dir, write_atomic
 
 UNCHECKED = dict.fromkeys(("storageBuffers", "uniformBuffers", "vertexInputs", "images"), 1)
@@ -87,6 +87,14 @@ class KernelCache:
         pipeline = self._compile(spec, self._checked_layout(spec), CAPTURE_STATISTICS)
         try:
             return read_statistics(self._driver, pipeline)
+        finally:
+            self._driver.destroy("Pipeline", pipeline)
+
+    def texts(self, spec: KernelSpec) -> list[CompiledText]:
+        """What the driver prints of a kernel, which is compiled for this alone. The device must be open for statistics."""
+        pipeline = self._compile(spec, self._checked_layout(spec), CAPTURE_TEXTS)
+        try:
+            return read_texts(self._driver, pipeline)
         finally:
             self._driver.destroy("Pipeline", pipeline)
 

@@ -18,6 +18,9 @@ QUEUE_GRAPHICS, QUEUE_COMPUTE = 1, 2
 BFLOAT16_FEATURES_STYPE = 1000141000
 """VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_SHADER_BFLOAT16_FEATURES_KHR; newer than the binding."""
 
+NEWER_DRIVER_IDS = {26: "VK_DRIVER_ID_MESA_HONEYKRISP", 28: "VK_DRIVER_ID_MESA_KOSMICKRISP"}
+"""VkDriverId values that the binding does not know by their present names."""
+
 DEVICE_TYPES = ("other", "integrated", "discrete", "virtual", "cpu")
 SUBGROUP_OPS = (
     "basic",
@@ -257,7 +260,8 @@ def _capabilities(
 def _identity(base: Any, v12: Any) -> dict[str, Any]:
     """Who made the device and its driver, and what they are called."""
     device_type = DEVICE_TYPES[base.deviceType] if base.deviceType < len(DEVICE_TYPES) else "other"
-    driver_id = ffi.typeof("VkDriverId").elements.get(int(v12.driverID), f"VkDriverId {int(v12.driverID)}")
+    number = int(v12.driverID)
+    driver_id = NEWER_DRIVER_IDS.get(number) or ffi.typeof("VkDriverId").elements.get(number, f"VkDriverId {number}")
     vendor = vendor_name(base.vendorID, device_type, driver_id)
     return {
         "name": text(base.deviceName),

@@ -55,11 +55,15 @@ class StageTimes:
     whole: float
 
 
-def profile_costs(profile: str, caps: Capabilities) -> Costs:
-    """Stated costs of a recorded device: from its published peak bandwidth, or a guess that says so."""
-    file = Path(profile)
-    text = (file if file.suffix or file.exists() else PROFILE_DIR / f"{profile}.json").read_text(encoding="utf-8")
-    peak = json.loads(text).get("peak_bandwidth_gb_s")
+def profile_costs(profile: str | None, caps: Capabilities) -> Costs:
+    """Stated costs of a recorded device: from its published peak bandwidth, or a guess that says so.
+
+    profile  a file or an id; None for a device that only compiles
+    """
+    file, peak = Path(profile or ""), None
+    if profile:
+        text = (file if file.suffix or file.exists() else PROFILE_DIR / f"{profile}.json").read_text(encoding="utf-8")
+        peak = json.loads(text).get("peak_bandwidth_gb_s")
     if peak:
         rate, why = PEAK_SHARE * peak, f"{PEAK_SHARE:.0%} of the published {peak:g} GB/s"
     else:
