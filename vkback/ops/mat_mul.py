@@ -161,13 +161,14 @@ def lanes_for(caps: Capabilities) -> tuple[int, int | None, int]:
     """(subgroup size to count on, size to require, BY_LANES) of the kernels without shared memory (shaders/mat_mul/rows.glsl).
 
     Activations go from lane to lane where the device is a CPU: its loads take an instruction for every lane, its shuffles one for all.
+    Narrower subgroups than eight count as eight: so many threads make a unit of Q8_1, which must lie within a workgroup.
     """
-    if caps.software and caps.has_subgroup_ops("shuffle"):
+    if caps.software and caps.subgroup_size >= 8 and caps.has_subgroup_ops("shuffle"):
         if caps.subgroup_required_size:
-            return caps.subgroup_size, caps.subgroup_size, int(caps.subgroup_size >= 8)
+            return caps.subgroup_size, caps.subgroup_size, 1
         if caps.subgroup_min == caps.subgroup_max:
-            return caps.subgroup_size, None, int(caps.subgroup_size >= 8)
-    return caps.subgroup_size, None, 0
+            return caps.subgroup_size, None, 1
+    return max(caps.subgroup_size, 8), None, 0
 
 
 def default_shape(way: Way, n: int, caps: Capabilities) -> MatMulShape:
