@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from vkback.cli import compare, compare_model, devices, doctor, explain, generate, graph, history, plan, profile, synth, test_ops, tune
+from vkback.cli import (
+    compare,
+    compare_model,
+    devices,
+    doctor,
+    explain,
+    generate,
+    graph,
+    history,
+    kernels,
+    plan,
+    profile,
+    synth,
+    test_ops,
+    tune,
+)
 from vkback.cli.shell import new_app, run
 
 app = new_app("GGUF models on any Vulkan device: run, inspect, compare. Speed is measured by vkbench.")
@@ -21,6 +36,7 @@ app.command("history")(history.history)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 app.command("explain")(explain.explain)
+app.command("kernels")(kernels.kernels)
 
 
 def main() -> NoReturn:

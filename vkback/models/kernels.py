@@ -38,7 +38,7 @@ class KernelCompiler:
             return
         begun = time.perf_counter()
         try:
-            with _progress(len(self._missing(dispatches)), self._progress) as self._on_kernel:
+            with kernel_progress(len(self._missing(dispatches)), self._progress) as self._on_kernel:
                 yield
         finally:
             self._on_kernel = None
@@ -61,7 +61,7 @@ class KernelCompiler:
 
 
 @contextmanager
-def _progress(total: int, shown: bool) -> Iterator[OnKernel]:
+def kernel_progress(total: int, shown: bool) -> Iterator[OnKernel]:
     """A function to call for each of `total` kernels that is ready. The bar goes away at the end; the line comes with the first kernel."""
     console = Console(stderr=True)
     if not (shown and total):
