@@ -4,15 +4,17 @@ BIN := $(VENV)/bin
 BENCH_ARGS ?=
 TEST_ARGS ?=
 MUTANTS ?=
+LAB ?=
 TEST_PROCESSES ?= 2
 
-.PHONY: help bench test mutants lint prebuilt prebuilt-ordinary wheel clean
+.PHONY: help bench test mutants lint lab prebuilt prebuilt-ordinary wheel clean
 
 help:
 	@echo "make bench   set up what is missing, then benchmark the built-in models (BENCH_ARGS='tg128 -r 3')"
 	@echo "make test    set up what is missing, then run the tests (TEST_ARGS='tests/test_cli.py')"
 	@echo "make mutants plant faults in a copy of the sources, each must fail a case of the quick suite (MUTANTS='norm-eps -j 1')"
 	@echo "make lint    ruff and mypy"
+	@echo "make lab     as root: the compilers of AMD, Qualcomm, Apple and NVK on our kernels, and two more CPU drivers (LAB='--only table --chips amd:navi31')"
 	@echo "make prebuilt  shaders/prebuilt: the SPIR-V that needs a glslc with cooperative matrices (shaderc 2024 or newer)"
 	@echo "make prebuilt-ordinary  shaders/prebuilt/ordinary: the SPIR-V of ordinary kernels, before a release"
 	@echo "make wheel   dist/vkback-*.whl"
@@ -34,6 +36,9 @@ lint:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+lab:
+	@$(PYTHON) tools/lab.py $(LAB)
 
 prebuilt:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh

@@ -28,16 +28,17 @@ def test_a_product_is_explained_from_path_to_kernel() -> None:
     assert lines[0] == "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336) on AMD Radeon RX 7900 XTX (RADV NAVI31) (amd rdna3)"
     assert "mat_vec_path for accelerated = true, experts = none, n = 1, quant = Q4_K, m = 4096, k = 14336:" in lines
     assert "  path = int" in lines
-    assert "  1. amd.toml [[mat_vec]] row 3 (path = int): gives rows" in lines
-    assert "  2. amd.toml [[mat_vec]] row 1 (anything): gives wg, lanes, unroll, prefetch, subgroup; behind: rows 2" in lines
-    assert "     llama.cpp (ggml 0.25.3): integer path 1 row" in lines
-    assert "kernel mat_vec 64 threads 64 lanes 1 rows" in lines
+    assert "  1. amd.toml [[mat_vec]] row 1 (anything): gives wg, lanes, rows, unroll, prefetch, scales, subgroup" in lines
+    behind = "wg 128, lanes 32, rows 2, unroll 2, prefetch weights, scales weights, subgroup default"
+    assert f"  2. default.toml [[mat_vec]] row 1 (anything): gives lane_order, x_in_shared, groups; behind: {behind}" in lines
+    assert any(line.startswith("     2026-11-22 ACO, in32 of Q4_K") for line in lines)
+    assert "kernel mat_vec 64 threads 64 lanes 2 rows" in lines
     assert "LANES=64" not in text
     verbose = explain("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "--profile", "amd_rx_7900_xtx_radv", "-v")[1].splitlines()
     (defines,) = (line for line in verbose if "LANES=64" in line)
     assert defines.startswith("  defines: ")
     assert defines.endswith(", subgroup size 64")
-    assert "  grid 4096x1x1 workgroups of 64x1x1 threads, subgroups of 64, 0 of 65536 bytes of shared memory" in lines
+    assert "  grid 2048x1x1 workgroups of 64x1x1 threads, subgroups of 64, 0 of 65536 bytes of shared memory" in lines
     assert "  3 buffers, 64 of 256 bytes of push constants, 33.064 MB to move" in lines
     assert "  shape as the tables say" in lines
 

@@ -139,11 +139,11 @@ def test_the_bound_follows_from_published_facts() -> None:
     assert chip is not None and chip.discrete and chip_of(dataclasses.replace(caps, name="another")) is None
     config = mat_vec("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "amd_rx_7900_xtx_radv")
     # 96 units of 64 lanes at 2.499 GHz start 1.535e13 operations a second; 960 GB/s are 5.33e10 times 18 bytes: 288 for each.
-    bound, arithmetic, share = predicted(144.0, 18.0, config, 32, chip)
+    bound, arithmetic, share = predicted(144.0, 18.0, config, 2048, chip)
     assert (bound, share) == ("memory", 1.0) and arithmetic == pytest.approx(0.5, rel=0.01)
-    bound, arithmetic, share = predicted(576.0, 18.0, config, 32, chip)
+    bound, arithmetic, share = predicted(576.0, 18.0, config, 2048, chip)
     assert bound == "arithmetic" and share == pytest.approx(0.5, rel=0.01)
-    assert predicted(144.0, 18.0, config, 32, None) == ("", None, None)
+    assert predicted(144.0, 18.0, config, 2048, None) == ("", None, None)
 
 
 def figure(**changes: Any) -> Figures:

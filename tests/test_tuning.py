@@ -27,6 +27,7 @@ rows = 2
 unroll = 2
 prefetch = "weights"
 lane_order = "strided"
+scales = "weights"
 x_in_shared = false
 groups = "per_tile"
 subgroup = "default"

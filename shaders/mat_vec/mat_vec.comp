@@ -22,6 +22,7 @@
 //   CHOOSE         1: every workgroup chooses its token's experts by the router's logits; one stores ids and weights (EXPERTS_EACH)
 //   ROWS_FULL      1: the matrix is a whole number of tiles, so that row numbers need no bound
 //   Y_TYPE         Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
+//   SCALE_SUMS     1, float path: scales multiply the sums of a unit's products with whole numbers, not every weight (types with unit_ints)
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_KHR_shader_subgroup_basic : require
 #if SUBGROUP > 1
@@ -110,6 +111,49 @@ uint token_row(uint x_row, uint c) {
 #include "mat_vec/unit_dot.glsl"
 #endif
 
+#if SCALE_SUMS
+// The 32 whole numbers of a unit; weight = scale[half] * number - bias[half]. Byte 0 by its position: a mask would be merged with the one before
+// it, and what is left is no byte that AMD converts in one instruction.
+void unit_numbers(UnitRaw raw, out vec4 w[8], out vec2 scale, out vec2 bias) {
+    uint q[8];
+    unit_ints(raw, q, scale, bias);
+    [[unroll]] for (int i = 0; i < 8; i++) {
+  #if UNIT_SIGNED
+        w[i] = vec4(int(q[i] << 24) >> 24, int(q[i] << 16) >> 24, int(q[i] << 8) >> 24, int(q[i]) >> 24);
+  #else
+        w[i] = vec4(bitfieldExtract(q[i], 0, 8), bitfieldExtract(q[i], 8, 8), bitfieldExtract(q[i], 16, 8), q[i] >> 24);
+  #endif
+    }
+}
+
+// Sums of each half of a unit of x.
+vec2 sums_of(Act a) {
+    const vec4 low = (a.x[0] + a.x[1]) + (a.x[2] + a.x[3]), high = (a.x[4] + a.x[5]) + (a.x[6] + a.x[7]);
+    return vec2((low.x + low.y) + (low.z + low.w), (high.x + high.y) + (high.z + high.w));
+}
+
+float dot_numbers(vec4 w[8], vec2 scale, vec2 bias, Act a, vec2 x_sums) {
+    // Two chains of multiply-adds a half.
+    vec2 low = vec2(0.0), high = vec2(0.0);
+    [[unroll]] for (int i = 0; i < 4; i++) {
+        low = fma(w[i].zw, a.x[i].zw, fma(w[i].xy, a.x[i].xy, low));
+        high = fma(w[i + 4].zw, a.x[i + 4].zw, fma(w[i + 4].xy, a.x[i + 4].xy, high));
+    }
+  #if UNIT_HALVES
+    const float products = scale.x * (low.x + low.y) + scale.y * (high.x + high.y);
+  #else
+    const float products = scale.x * ((low.x + low.y) + (high.x + high.y));
+  #endif
+  #if UNIT_HALVES && UNIT_BIAS
+    return products - dot(bias, x_sums);
+  #elif UNIT_BIAS
+    return products - bias.x * (x_sums.x + x_sums.y);
+  #else
+    return products;
+  #endif
+}
+#endif
+
 #if !(PATH_INT && COLS == 1)
 // Adds one unit of ROWS rows times the activations of COLS tokens, each times `weight` (the expert's).
 void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float weight) {
@@ -123,17 +167,32 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float w
 #else
   #if COLS == 1
     const Act a = act_load(x_row, unit, units_on);
+    #if SCALE_SUMS
+    const vec2 x_sums = sums_of(a);
+    #endif
   #endif
     [[unroll]] for (int r = 0; r < ROWS; r++) {
         vec4 w[8];
+  #if SCALE_SUMS
+        vec2 scale, bias;
+        unit_numbers(raw[r], w, scale, bias);
+  #else
         unit_decode(raw[r], w);
+  #endif
         [[unroll]] for (int c = 0; c < COLS; c++) {
   #if COLS > 1
             const Act a = act_load(token_row(x_row, c), unit, units_on);
+    #if SCALE_SUMS
+            const vec2 x_sums = sums_of(a);
+    #endif
   #endif
+  #if SCALE_SUMS
+            acc[r][c] += weight * dot_numbers(w, scale, bias, a, x_sums);
+  #else
             vec4 sum = vec4(0.0);
             [[unroll]] for (int i = 0; i < 8; i++) sum = fma(w[i], a.x[i], sum);
             acc[r][c] += weight * ((sum.x + sum.y) + (sum.z + sum.w));
+  #endif
         }
     }
 #endif

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -114,7 +115,8 @@ def compiled(device: Device, dispatches: Iterable[Dispatch], *, code: bool = Tru
     with kernel_progress(len(different), progress) as on_kernel:
 
         def one(dispatch: Dispatch) -> Figures:
-            made = figures(device, dispatch_spec(dispatch, library), dispatch, chip, code=code)
+            spec_of = partial(dispatch_spec, library=library)
+            made = figures(device, spec_of(dispatch), dispatch, chip, code=code, spec_of=spec_of)
             on_kernel()
             return made
 

@@ -340,6 +340,12 @@ def each_way(case: Callable[..., Case]) -> Iterator[Case]:
     yield case(act="auto").where(**MATRICES)
 
 
+def scaled_sums() -> Iterator[Case]:
+    """Scales of sums, not of weights: a bias for a unit, for each half, none with signed bytes, offset levels; several tokens."""
+    for quant, n in (("Q4_K", 1), ("Q6_K", 1), ("Q8_0", 1), ("MXFP4", 1), ("Q5_K", 3)):
+        yield mul_mat_case(quant, 33, n, 512, act="f32").where(scales="sums", unroll=1)
+
+
 def prompts_mul_mat() -> Iterator[Case]:
     """Odd rows and columns that fill no tile; a row that ends within a unit; shards; values that f16 does not hold."""
     yield from each_way(partial(mul_mat_case, "Q4_K", 45, 19, 512))

@@ -25,6 +25,8 @@ Prologue = Literal["none", "norm", "copy"]
 """x as it is in memory; x normed into shared memory by every workgroup; a Q8_1 x, or in a barrier-free stage any, copied there."""
 Prefetch = Literal["none", "weights", "weights+x"]
 """Software prefetch into registers: as soon as a unit is used, its registers are loaded with that of the next chunk."""
+Scales = Literal["weights", "sums"]
+"""Float path: scales multiply every weight, or the sums of a unit's products with whole numbers."""
 LaneOrder = Literal["strided", "blocked"]
 """The units that a lane takes at once are LANES apart, or neighbours."""
 
@@ -75,6 +77,7 @@ declare(
         "rows": (1, 2, 4, 8, 16, 32),  # weight rows of a slot (register blocking)
         "unroll": (1, 2, 3, 4, 6, 8, 14, 16),  # units of a row that a lane takes at once
         "prefetch": get_args(Prefetch),
+        "scales": get_args(Scales),
         "lane_order": get_args(LaneOrder),  # blocked where unroll is a power of two and the units of all lanes divide a row
         "x_in_shared": (False, True),  # every workgroup copies a Q8_1 x into shared memory
         "groups": CountOr(PER_TILE),  # workgroups at most, each looping over several tiles
@@ -99,7 +102,7 @@ class MatVecConfig:
         expert_choice         how it chooses experts, if it does; `last_chooses`: the last workgroup, by y; else every workgroup, by the
                               role "logits". choice_scale is a factor of their weights
     How:
-        wg, lanes, rows, unroll, prefetch, lane_order   as in the tables
+        wg, lanes, rows, unroll, prefetch, lane_order, scales   as in the tables
         prologue              what precedes the walk; "copy" is x_in_shared
         columns               tokens of a workgroup
         groups                workgroups at most, None: one a tile
@@ -140,6 +143,7 @@ class MatVecConfig:
     choice_scale: float = 1.0
     gelu: bool = False
     stores_sum: bool = False
+    scales: Scales = "weights"
     loops_tiles: bool = False
     rows_full: bool = False
     adjustments: tuple[Adjustment, ...] = ()
@@ -248,6 +252,7 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext) -> MatVecConfig:
         reduce_subgroup=subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops, source=choice.source,
         expert_choice=expert_choice(node.node, node.extra["logits"], ctx, bias=node.extra.get("selection_bias")) if node.chosen else None,
         choice_scale=float(params["scale"]) if node.chosen else 1.0, gelu=node.gelu, stores_sum=node.summed is not None,
+        scales=choice.params.get("scales", "weights") if path == "float" and node.w.type in INT_QUANTS else "weights",
     )  # fmt: skip
     config = _fitted(config, node.node.name, ctx)
     if config.prefetch == "weights+x" and not config.can_prefetch_x:
@@ -317,6 +322,8 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
         "ROWS_FULL": int(config.rows_full),
         **{f"BIND_{role.upper()}": binding for binding, role in enumerate(config.roles, 3)},
     }
+    if config.scales == "sums":
+        defines["SCALE_SUMS"] = 1
     if config.experts != "none":
         defines["N_USED"] = config.n_used
     if config.experts == "heads":

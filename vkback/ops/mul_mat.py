@@ -29,6 +29,7 @@ from vkback.ops.mat_vec_cases import (
     perf_mul_mat_id,
     prompts_mul_mat,
     prompts_mul_mat_id,
+    scaled_sums,
     with_x,
 )
 from vkback.ops.view import ORDERS, TRANSPOSED, laid_out
@@ -114,6 +115,7 @@ class MulMat(_Plain):
             yield batched_case(quant, 17, 3, 256, (1, 3), (2, 2))
             yield batched_case(quant, 17, 2, 256, (3, 2), (1, 2), order=(0, 2, 1, 3), gap=256)
         yield batched_case("Q8_0", 35, 37, 96, (1, 3), (1, 2))  # a grouped mat-mat
+        yield from scaled_sums()
         yield from prompts_mul_mat()
         yield batched_case("F16", 17, 3, 80, (2, 2), (1, 3), order=(0, 1, 3, 2), plain=True, type_b="f16")
         yield batched_case("F32", 5, 4, 65, (1, 1), (2, 3), plain=True)

@@ -12,8 +12,8 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from vkback import quants
@@ -38,6 +38,9 @@ MOST_WAVES = {"gcn4": 10, "gcn5": 10, "rdna1": 20, "rdna2": 16, "rdna3": 16, "rd
 
 LATENCY_S = 600e-9
 """From a load to its data in a busy GPU: 500 to 800 ns are measured on cards of many kinds."""
+
+DOTS = {"MXFP4": 16, "NVFP4": 16}
+"""Dot products for 32 weights where they are not 8: E2M1 codes are two numbers each (shaders/quant/e2m1.glsl)."""
 
 MEMORY_BOUND = 0.8
 """Arithmetic is out of the way of the loads up to this share of their time."""
@@ -135,7 +138,7 @@ def prints_to_stderr(caps: Capabilities) -> bool:
 
 def print_machine_code() -> None:
     """Have Turnip print the code of what it compiles, before a device is opened; `figures` catches it."""
-    os.environ["IR3_SHADER_DEBUG"] = "cs,disasm"
+    os.environ["IR3_SHADER_DEBUG"] = "cs"
     os.environ["MESA_SHADER_CACHE_DISABLE"] = "true"
 
 
@@ -163,6 +166,11 @@ def captured_stderr() -> Iterator[Said]:
             said.text = file.read().decode(errors="replace")
 
 
+def stderr_caught(caps: Capabilities) -> contextlib.AbstractContextManager[object]:
+    """For compiling on a device whose driver may print code that nobody wants to see."""
+    return captured_stderr() if prints_to_stderr(caps) else contextlib.nullcontext()
+
+
 def walked(config: MatVecConfig) -> tuple[int, int]:
     """(units of 32 weights that a thread decodes for a tile, chunks of its walk)."""
     chunk = config.lanes * config.unroll
@@ -173,8 +181,8 @@ def walked(config: MatVecConfig) -> tuple[int, int]:
 def executed_by(listing: Listing, config: MatVecConfig) -> Counter[str]:
     """Instructions by class that a thread of a mat-vec issues for a tile.
 
-    The walk is the largest loop, or unrolled. On the integer path its dot products tell how often it turns: eight a unit; on the float path
-    the source does, unless the compiler unrolled all of it.
+    The walk is the largest loop, or unrolled. On the integer path its dot products tell how often it turns; on the float path the source
+    does, unless the compiler unrolled all of it.
     """
     loop = listing.largest_loop()
     if loop is None:
@@ -182,19 +190,48 @@ def executed_by(listing: Listing, config: MatVecConfig) -> Counter[str]:
     units, chunks = walked(config)
     inside, once = listing.inside(loop)["dot"], listing.executed()["dot"]
     if config.path == "int" and inside:
-        turns = max(1, round((8 * units - (once - inside)) / inside))
+        turns = max(1, round((DOTS.get(config.quant, 8) * units - (once - inside)) / inside))
     else:
         turns = chunks if config.prefetch == "none" else max(1, chunks - 1)
     return listing.executed(loop, turns)
 
 
-def figures(device: Device, spec: KernelSpec, dispatch: Dispatch, chip: Chip | None = None, *, code: bool = True) -> Figures:
+def short_walks(dispatch: Dispatch, config: MatVecConfig) -> list[Dispatch]:
+    """A mat-vec's dispatch with rows of one chunk and of two, which compilers unroll: what a chunk costs is the difference."""
+    found = []
+    for chunks in (1, 2):
+        units = chunks * config.lanes * config.unroll
+        defines = tuple((name, units if name == "K_UNITS" else value) for name, value in dispatch.kernel.defines)
+        found.append(replace(dispatch, kernel=replace(dispatch.kernel, defines=defines)))
+    return found
+
+
+def executed_by_difference(
+    device: Device, dispatch: Dispatch, config: MatVecConfig, spec_of: Callable[[Dispatch], KernelSpec]
+) -> Counter[str] | None:
+    """Instructions that a thread of a mat-vec issues, in one class, from the totals of two shorter walks; None where they have loops."""
+    if "K_UNITS" not in dict(dispatch.kernel.defines) or config.prologue == "norm" or config.experts == "summed":
+        return None
+    counts = []
+    for short in short_walks(dispatch, config):
+        statistics = device.kernel_statistics(spec_of(short))
+        if first_of(statistics, ("Loops",)) != 0:
+            return None
+        counts.append(first_of(statistics, INSTRUCTIONS) or 0)
+    return Counter(vector=counts[0] + (walked(config)[1] - 1) * (counts[1] - counts[0]))
+
+
+def figures(
+    device: Device, spec: KernelSpec, dispatch: Dispatch, chip: Chip | None = None, *, code: bool = True,
+    spec_of: Callable[[Dispatch], KernelSpec] | None = None,
+) -> Figures:
     """All that can be said of a dispatch's kernel on an open device (`statistics=True`).
 
-    code  read the machine code, too
-    """
+    code     read the machine code, too
+    spec_of  compiles a dispatch's shader: for drivers that print no machine code, whose loops are seen by compiling shorter walks
+    """  # fmt: skip
     caps = device.caps
-    with captured_stderr() if prints_to_stderr(caps) else contextlib.nullcontext():
+    with stderr_caught(caps):
         statistics = device.kernel_statistics(spec)
     config = dispatch.config if isinstance(dispatch.config, MatVecConfig) else None
     names = (dispatch.label, dispatch.kernel.source, config.quant if config else "", config.path if config else "", spec.name)
@@ -212,16 +249,19 @@ def figures(device: Device, spec: KernelSpec, dispatch: Dispatch, chip: Chip | N
     if config is None:
         return Figures(*names, **made)
     counts = executed_by(listing, config) if listing else None
-    units, _ = walked(config)
     if counts is None and first_of(statistics, ("Loops",)) == 0 and made["instructions"]:
         counts = Counter({"vector": made["instructions"]})  # all that a thread issues, in classes that the driver does not tell
+    if counts is None and code and spec_of is not None and listing is None:
+        counts = executed_by_difference(device, dispatch, config, spec_of)
     if counts is None:
         return Figures(*names, **made)
-    per_32 = total(counts) / units / config.columns
-    cost_32 = per_32 + 3 * sum(counts[c] for c in QUARTER_RATE) / units / config.columns
+    # By the units that there are: those past the end of a row are issued for nothing.
+    real = config.walk_units * config.rows / config.lanes * config.columns
+    per_32 = total(counts) / real
+    cost_32 = per_32 + 3 * sum(counts[c] for c in QUARTER_RATE) / real
     kind = quants.quant(config.quant)
     bytes_32 = 32 * kind.block_bytes / kind.block_values / config.columns
-    bound, arithmetic, share = predicted(cost_32, bytes_32, config, made["waves"], chip)
+    bound, arithmetic, share = predicted(cost_32, bytes_32, config, threads_of(caps, made["waves"]), chip)
     return Figures(
         *names, **made, executed=dict(counts), per_32=per_32, cost_32=cost_32, bytes_32=bytes_32, bound=bound,
         arithmetic=arithmetic, share=share,
@@ -229,21 +269,35 @@ def figures(device: Device, spec: KernelSpec, dispatch: Dispatch, chip: Chip | N
 
 
 def predicted(
-    cost_32: float, bytes_32: float, config: MatVecConfig, waves: int | None, chip: Chip | None
+    cost_32: float, bytes_32: float, config: MatVecConfig, threads: int, chip: Chip | None
 ) -> tuple[str, float | None, float | None]:
-    """(what bounds it, arithmetic time over memory time, share of the memory rate) from a chip's published facts."""
+    """(what bounds it, arithmetic time over memory time, share of the memory rate) from a chip's published facts.
+
+    threads  in flight on a unit
+    """
     if chip is None:
         return "", None, None
     memory_s = bytes_32 / (chip.gb_s * 1e9)
     arithmetic = cost_32 / (chip.units * chip.lanes * chip.mhz * 1e6) / memory_s
     # Bytes in flight: what a thread loads before it first waits is a chunk's weights.
-    threads = (waves or 8) * 32 * (chip.lanes // 32) if chip.lanes == 64 else (waves or 8) * 32
     in_flight = chip.units * threads * config.rows * config.unroll * bytes_32
     latency = chip.gb_s * 1e9 * LATENCY_S / in_flight
     worst = max(arithmetic, latency)
     if worst <= MEMORY_BOUND:
         return "memory", arithmetic, 1.0
     return ("arithmetic" if arithmetic >= latency else "latency"), arithmetic, min(1.0, 1.0 / worst)
+
+
+def threads_of(caps: Capabilities, waves: int | None) -> int:
+    """Threads in flight on a unit of the chip, from the driver's count: waves of 64 on one of GCN's four SIMDs, waves of 32 on one of
+    RDNA's two, warps of a multiprocessor, threads of an Apple core. A quarter of what is usual where the driver does not count."""
+    if waves is None:
+        return 512
+    if caps.vendor == "apple":
+        return waves
+    if caps.vendor == "amd":
+        return waves * 256 if caps.architecture.startswith("gcn") else waves * 64
+    return waves * 32
 
 
 def _most_waves(caps: Capabilities, spec: KernelSpec) -> int | None:
