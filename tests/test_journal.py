@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from vkback.autotune.journal import Journal
 from vkback.autotune.search import SweepError
+from vkback.autotune.share import share
+from vkback.device import Capabilities
+from vkback.plan.tuning import device_table
 
 IDENTITY = {"device": "Card", "driver": "1", "kernels": "k1"}
 A, B = (64, 2), (128, 1)
@@ -52,3 +56,17 @@ def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SweepError, match=r"\[tune\] .*card.journal cannot be written: choose another folder with VKBACK_TUNING"):
         Journal(tmp_path / "file" / "card.journal", IDENTITY)
+
+
+def test_what_tuning_found_goes_into_one_file(tmp_path: Path) -> None:
+    caps = Capabilities.from_profile("amd_rx_7900_xtx_radv")
+    with pytest.raises(SweepError, match=r"nothing to share: .*\.journal is missing\. Run vkback tune on .*7900 XTX.* first"):
+        share(caps, "report", tmp_path, tmp_path / "out.json")
+    table = tmp_path / device_table(caps)
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text("[[mat_vec]]\n")
+    table.with_suffix(".journal").write_text('{"format": 7}\n{"result": {"key": 1}}\n{"cut sho')
+    share(caps, "report", tmp_path, tmp_path / "out.json")
+    held = json.loads((tmp_path / "out.json").read_text())
+    assert Capabilities.from_dict(held["device"]) == caps and held["report"] == "report"
+    assert held["journal"] == [{"format": 7}, {"result": {"key": 1}}] and held["table"] == "[[mat_vec]]\n"

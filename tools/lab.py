@@ -189,7 +189,7 @@ def rendered(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:
 
 def chosen(row: dict[str, Any], data: dict[str, Any]) -> bool:
     """Whether a way is one that the tables may choose on the chip: integer dot products where they are accelerated."""
-    return row["path"] == "float" if not data["int_dot"] or data["device"].startswith("Turnip") else True
+    return bool(row["path"] == "float" or data["int_dot"])
 
 
 def _figure(value: float | None) -> str:

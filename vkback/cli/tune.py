@@ -56,6 +56,9 @@ def tune(
     resume: Annotated[bool, typer.Option("--resume", help="Pass over what an earlier run has finished.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Heatmap file [default: beside the table, if matplotlib is there].")] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every point.")] = False,
+    share: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Tune nothing: write device report, journal and table of earlier runs to one file.")
+    ] = None,
 ) -> None:
     """Time kernel shapes on this device and write those that beat the tables, beyond the noise, into the device's own table.
 
@@ -64,6 +67,9 @@ def tune(
     token. mat_mul is about products of several tokens: which kernel, the mat-vec kernels among them, and which tiles. Exit code 1 when a
     kernel computed something wrong.
     """
+    if share is not None:
+        _share(device, share)
+        return
     if case is not None and model is not None and op != "attention":
         raise UsageError("--case and --model exclude each other")
     paths = cast(Paths, one_of(path, PATHS, "--path"))
@@ -77,6 +83,18 @@ def tune(
     asked = Asked(case, model, quant, shape, _counts(tokens), paths, ctx, depth)
     if _tune(ops, asked, _Run(device, budget, resume, verbose), picture):
         raise typer.Exit(1)
+
+
+def _share(device: str | None, file: Path) -> None:
+    """Write what tuning has found on a device so far."""
+    from vkback.autotune.share import share
+    from vkback.cli.devices import bug_report
+    from vkback.device import Device
+    from vkback.paths import user_tuning_root
+
+    with Device.open(device) as opened:
+        share(opened.caps, bug_report(), user_tuning_root(), file)
+    print(f"{file}: send it with an issue; it names your device, driver and system, no files")
 
 
 def _counts(tokens: str | None) -> tuple[int, ...]:
