@@ -47,7 +47,8 @@ def simple_tests(items: Iterable[pytest.Item], module: Any) -> list[tuple[Any, d
         if isinstance(item, pytest.Function) and item.module is module and item.cls is None:
             params = item.callspec.params if hasattr(item, "callspec") else {}
             takes = set(item._fixtureinfo.argnames) - params.keys()
-            if "library" in takes and takes <= {"device", "library", "ctx"}:
+            own = any(item._fixtureinfo.name2fixturedefs[name][-1].scope == "function" for name in takes)  # not those of conftest.py
+            if "library" in takes and takes <= {"device", "library", "ctx"} and not own:
                 found.append((item.obj, {**params, **dict.fromkeys(takes)}))
     return found
 
