@@ -83,7 +83,7 @@ def test_one_column_past_the_edge(
         return [dataclasses.replace(d, push=pack_push(elements + 1) + d.push[4:])]
 
     break_lowering("SUB", longer)
-    result = outcome(make_case("SUB", {"ne": (5, 37), "b": (37,)}), device, library, ctx)
+    result = outcome(make_case("SUB", {"ne": (37,), "nr": (1, 5, 1, 1)}), device, library, ctx)
     assert result.passed is False
     assert result.message == "[SUB] y F32[5, 37]: 4 guard bytes after it were overwritten"
 
@@ -189,7 +189,7 @@ def test_an_input_overwritten(device: Device, library: ShaderLibrary, ctx: Lower
         return [d, dataclasses.replace(d, args=(Arg(y), Arg(b), Arg(a)))]
 
     break_lowering("MUL", twice)
-    result = outcome(make_case("MUL", {"ne": (3, 64), "b": (64,)}), device, library, ctx)
+    result = outcome(make_case("MUL", {"ne": (64,), "nr": (1, 3, 1, 1)}), device, library, ctx)
     assert result.passed is False
     assert re.fullmatch(
         r"\[MUL\] a F32\[3, 64\]: \d+ of its 768 bytes were changed, the first at \d+, and the kernel may only read it", result.message

@@ -27,9 +27,9 @@ def test_chunks_shrink_and_cover_all() -> None:
 @pytest.mark.vulkan
 def test_results_come_in_order_and_say_what_is_not_supported(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     cases = [
-        make_case("SILU", {"ne": (1, 64)}),
+        make_case("SILU", {"ne_a": (64,)}),
         make_case("FLASH_ATTN_EXT", {"n_head": 8, "n_head_kv": 2, "hd": 63, "kv": 8, "nb": 1, "y": "F32"}),
-        make_case("ADD", {"ne": (2, 64), "b": (64,)}),
+        make_case("ADD", {"ne": (64,), "nr": (1, 2, 1, 1)}),
     ]
     with Suite(device, library, ctx) as opened:
         results = list(opened.run(cases))
@@ -48,7 +48,7 @@ def test_a_fault_of_one_op_does_not_end_the_run(
 
     monkeypatch.setattr(OPS["SILU"], "reference", broken)
     with Suite(device, library, ctx) as opened:
-        bad, good = opened.run([make_case("SILU", {"ne": (1, 64)}), make_case("ABS", {"ne": (1, 64)})])
+        bad, good = opened.run([make_case("SILU", {"ne_a": (64,)}), make_case("ABS", {"ne_a": (64,)})])
     assert (bad.passed, bad.message) == (False, "[SILU] IndexError: no such axis")
     assert good.passed
 

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 import vkback.ops  # noqa: F401  registers every op
-from vkback.ops.base import FAMILIES, OPS, Case, LowerContext
+from vkback.ops.base import FAMILIES, OPS, Case, LowerContext, PlanError, Problem
 from vkback.ops.case_line import CaseLineError, parse_line, unseeded
+from vkback.ops.peer import ABSENT
 from vkback.plan.tuning import Overrides
 
 
@@ -70,13 +73,27 @@ CONDITIONS = ("tuning", "sync", "range")
 
 def make_case(op: str, params: Mapping[str, Any]) -> Case:
     """The case of an op with these parameters. Raises CaseLineError for an unknown op and for parameters that are unknown, missing or do
-    not fit."""
+    not fit. What makes sense but cannot run here makes a case that raises PlanError when it is built."""
     if op not in OPS:
+        if op in ABSENT:
+            return unsupported(op, params, f"[{op}] this project has no such op")
         raise CaseLineError(f"{op}: no such op; known are {', '.join(sorted(OPS))}")
-    case = OPS[op].case({k: v for k, v in params.items() if k not in CONDITIONS})
+    try:
+        case = OPS[op].case({k: v for k, v in params.items() if k not in CONDITIONS})
+    except PlanError as e:
+        return unsupported(op, params, str(e) if str(e).startswith("[") else f"[{op}] {e}")
     conditions = {k: params[k] for k in CONDITIONS if k in params}
     tuning = _tuning(op, conditions.pop("tuning", ()))
     return case.where(**conditions, **tuning) if conditions or tuning else case
+
+
+def unsupported(op: str, params: Mapping[str, Any], why: str) -> Case:
+    """A case that raises PlanError when it is built."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        raise PlanError(why)
+
+    return Case(op, dict(params), make, int(params.get("seed", 0)))
 
 
 @cache

@@ -23,6 +23,7 @@ from vkback.harness.cases import context_of
 from vkback.harness.judge import Verdict, judge, steps_of
 from vkback.ops.base import OPS, Case, LowerContext, Problem, Tolerance, ceil_div, nbytes
 from vkback.ops.f16_range import F16RangeError, is_overflow_word, rescaled
+from vkback.ops.general import viewed
 from vkback.plan.schedule import Schedule, aligned, into_stages
 from vkback.plan.sync import SENTINEL, STATE, synchronized
 from vkback.program import Program, WeightRanges
@@ -382,7 +383,8 @@ def alone(part: Node, values: Mapping[str, Array], rows: slice) -> Problem:
 
 def reference_inputs(problem: Problem) -> list[Array]:
     """Values of a node's inputs as the reference takes them: weights and Q8_1 dequantized, floats as they are."""
-    return [_plain(t, problem.values[t.name]) for t in problem.node.inputs]
+    params = problem.node.params
+    return [viewed(params, i, _plain(t, problem.values[t.name])) for i, t in enumerate(problem.node.inputs)]
 
 
 def _plain(tensor: Tensor, value: Array) -> Array:

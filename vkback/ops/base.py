@@ -20,7 +20,7 @@ from vkback import quants
 from vkback.device import Capabilities
 from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
-from vkback.ops.case_line import call_with
+from vkback.ops.case_line import call_with, line_of
 from vkback.ops.cost import Cost, total
 from vkback.shader import Variant
 
@@ -31,6 +31,9 @@ Act = Literal["auto", "f32", "q8_1"]
 """How activations enter mat-vecs: as the tables say, as floats, or rounded to Q8_1."""
 Sync = Literal["barrier", "sentinel"]
 """What orders the stages of a token: pipeline barriers, or spin-waits on a sentinel value (vkback/plan/sync.py)."""
+
+VALUE_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I64": 8, "I16": 2, "I8": 1}
+"""Types whose values lie one after the other, with the bytes of one; a tensor of them takes whole words of 32 bits."""
 
 MAX_GROUPS_X = 65535
 """Groups along x that every Vulkan device takes (maxComputeWorkGroupCount is at least this); beyond it a grid spills to y or z."""
@@ -281,8 +284,7 @@ class Case:
 
     @property
     def line(self) -> str:
-        inner = ",".join(f"{k}={_show(v)}" for k, v in self.params.items())
-        return f"{self.op}({inner})"
+        return line_of(self.op, self.params)
 
     def build(self) -> Problem:
         return self.make(np.random.default_rng(self.seed))
@@ -303,14 +305,6 @@ class Case:
     def reseeded(self, seed: int) -> Case:
         """The same case with other values."""
         return replace(self, seed=seed, params={**self.params, "seed": seed})
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(str, value)) + "]"
-    if isinstance(value, bool):
-        return str(int(value))
-    return str(value)
 
 
 class Op(ABC):
@@ -448,10 +442,8 @@ def weight_push(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:
 
 def nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor in device memory, in the layouts of docs/architecture.md (weights as one shard)."""
-    if tensor.type in ("F32", "I32") and tensor.kind != "weight":
-        return 4 * tensor.elements
-    if tensor.type == "F16" and tensor.kind != "weight":
-        return 2 * tensor.elements
+    if tensor.type in VALUE_BYTES and tensor.kind != "weight":
+        return 4 * ceil_div(VALUE_BYTES[tensor.type] * tensor.elements, 4)
     k = tensor.shape[-1]
     if tensor.type == "Q8_1":
         return prod(tensor.shape[:-1]) * quants.q8_1_stride(k)

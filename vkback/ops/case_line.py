@@ -12,9 +12,22 @@ from vkback.errors import VkbackError
 
 Made = TypeVar("Made")
 
-_LINE = re.compile(r"(\w+)\s*\((.*)\)", re.DOTALL)
+_LINE = re.compile(r"([A-Za-z]\w*)\s*\(([^()]*)\)", re.ASCII)
 _COMMA = re.compile(r",(?![^\[]*\])")
 _BETWEEN_CASES = re.compile(r",(?![^(]*\))")
+_KEY = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_INT = re.compile(r"[+-]?[0-9]{1,15}")
+_FLOAT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?|[+-]?inf")
+
+
+class Bare:
+    """The value of a key that a line has without one, as `split` of a GLU. A flag may be written so."""
+
+    def __repr__(self) -> str:
+        return "BARE"
+
+
+BARE = Bare()
 
 
 class CaseLineError(VkbackError):
@@ -27,28 +40,54 @@ def split_lines(text: str) -> list[str]:
 
 
 def parse_line(line: str) -> tuple[str, dict[str, Any]]:
-    """Op and parameters of a line: whole numbers, floats, [lists] as tuples, and words. Raises CaseLineError."""
+    """Op and parameters of a line: whole numbers, floats, [lists] as tuples, words, and BARE for a key without a value. Raises
+    CaseLineError."""
     match = _LINE.fullmatch(line.strip())
     if match is None:
         raise CaseLineError(f"{line}: not a case; a case is written OP(key=value,...), as a run prints it")
     params: dict[str, Any] = {}
-    for part in filter(str.strip, _COMMA.split(match[2])):
-        key, equals, value = part.partition("=")
-        if not equals:
+    for part in _COMMA.split(match[2]) if match[2].strip() else ():
+        key, equals, value = (p.strip() for p in part.partition("="))
+        if _KEY.fullmatch(key) is None or (equals and not value):
             raise CaseLineError(f"{line}: {part.strip()!r} is not key=value")
-        params[key.strip()] = _value(value.strip())
+        if key in params:
+            raise CaseLineError(f"{line}: {key} stands there twice")
+        try:
+            params[key] = _value(value) if equals else BARE
+        except ValueError as e:
+            raise CaseLineError(f"{line}: {key}={value}: {e}") from e
     return match[1].upper(), params
 
 
 def _value(text: str) -> Any:
-    if text.startswith("[") and text.endswith("]"):
-        return tuple(_value(v.strip()) for v in text[1:-1].split(",")) if text != "[]" else ()
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
+    """Raises ValueError with what is wrong."""
+    if text.startswith("[") and text.endswith("]") and "[" not in text[1:]:
+        inner = text[1:-1]
+        return tuple(_value(v.strip()) for v in inner.split(",")) if inner.strip() else ()
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if not text or any(c in "[]=\"'" for c in text):
+        raise ValueError("expected a number, a word, or a list as [1,2]")
     return text
+
+
+def shown(value: Any) -> str:
+    """A value as a line has it: floats with six places, where that says all of them."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(shown, value)) + "]"
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, float):
+        short = f"{value:.6f}"
+        return short if float(short) == value else repr(value)
+    return str(value)
+
+
+def line_of(op: str, params: Mapping[str, Any]) -> str:
+    """The line that `parse_line` reads."""
+    return f"{op}({','.join(k if v is BARE else f'{k}={shown(v)}' for k, v in params.items())})"
 
 
 def unseeded(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,6 +123,8 @@ def call_with(
     given: dict[str, Any] = {}
     for name, value in params.items():
         try:
+            if name == "seed" and isinstance(value, int) and value < 0:
+                raise ValueError("a whole number from 0")
             given[name] = _as(kinds.get(name) if name in signature else None, value)
         except ValueError as e:
             raise CaseLineError(f"{op}: {name}={value}: expected {e}; a whole case is {example()}") from e
@@ -96,6 +137,10 @@ def call_with(
 def _as(kind: Any, value: Any) -> Any:
     """The value as an annotation says. Raises ValueError with what was expected."""
     number = isinstance(value, (int, float))
+    if kind is bool and value is BARE:
+        return True
+    if value is BARE:
+        raise ValueError(f"a value, as {'[1,2]' if get_origin(kind) is tuple else '1'}")
     if kind is bool:
         if not (number and value in (0, 1)):
             raise ValueError("0 or 1")

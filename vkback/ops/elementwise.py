@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,7 +31,9 @@ from vkback.ops.base import (
     register,
     spread,
 )
+from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.cost import Cost
+from vkback.ops.general import is_general, lowered, permuted, rounded_to, stored_tolerance, view_in
 from vkback.ops.glu import (
     GELU_COST,
     GELU_ERF_COST,
@@ -43,6 +45,8 @@ from vkback.ops.glu import (
     gelu_quick,
     sigmoid,
 )
+from vkback.ops.peer import FLOATS, Four, ne_of, one_of_types, shape_of, sized, type_word
+from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -106,14 +110,23 @@ class Binary(Op):
         return {kind: node.outputs[0].elements}
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        a, b = (np.asarray(i, np.float64) for i in inputs)
-        if a.size == b.size:
-            return [BINARY[self.name][1](a, b.reshape(a.shape))]
-        b = b.reshape((1,) * (a.ndim - b.ndim) + b.shape)
-        return [BINARY[self.name][1](a, np.tile(b, [big // small for big, small in zip(a.shape, b.shape, strict=True)]))]
+        a, *more = (np.asarray(i, np.float64) for i in inputs)
+        for b in more:
+            if b.size != a.size:
+                b = b.reshape((1,) * (a.ndim - b.ndim) + b.shape)
+                b = np.tile(b, [big // small for big, small in zip(a.shape, b.shape, strict=True)])
+            a = BINARY[self.name][1](a, b.reshape(a.shape))
+        return [a]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        a, b = node.inputs
+        if is_general(node):
+            return lowered(self, node, ctx)
+        a, *more = node.inputs
+        if len(more) > 1:  # a chain of additions
+            first = Tensor(f"{node.name}.1", "F32", a.shape)
+            rest = Node(node.op, (first, *more[1:]), node.outputs, node.params)
+            return self.lower(Node(node.op, (a, more[0]), (first,), node.params), ctx) + self.lower(rest, ctx)
+        b = more[0]
         y = node.outputs[0]
         found = repetition(a.shape, b.shape)
         if (found is None and not tiles(a.shape, b.shape)) or y.elements != a.elements:
@@ -149,30 +162,75 @@ class Binary(Op):
             ((2, 4, 64), (2, 4, 1)), ((3, 4, 10), (3, 4, 1)), ((3, 4, 10), (4, 1)), ((1, 1), (1,)), ((9, 16), (1, 1)),
             ((4, 6, 10), (2, 3, 10)),
         ):
-            yield self.build_case(a, b)
+            yield self._of_shapes(a, b)
+        if self.name == "ADD":
+            yield self.build_case("f16", (10, 5, 4, 3), (2, 1, 1, 2), perm1=1)
+            yield self.build_case("bf16", (7, 5, 3, 1), nf=3)
+            yield self.build_case("f32", (2, 5, 6, 4), (1, 2, 1, 1), src_overlap=1)
 
     def full_cases(self) -> Iterator[Case]:
         for small, times in product(((3, 4, 5, 10), (1, 2, 16, 32)), TIMES):
-            yield self.build_case(tuple(s * t for s, t in zip(small, times, strict=True)), small)
+            yield self._of_shapes(tuple(s * t for s, t in zip(small, times, strict=True)), small)
         for a, b in PAIRS:
-            yield self.build_case(a, b)
+            yield self._of_shapes(a, b)
+        for type, (ne, nr), (perm1, overlap) in product(
+            ("f16", "bf16"), (((10, 5, 4, 3), (2, 2, 1, 1)), ((1, 1, 640, 1), (32, 32, 1, 1)), ((33, 5, 1, 1), (1, 1, 1, 1))),
+            ((0, 0), (1, 0), (0, 1)),
+        ):  # fmt: skip
+            yield self.build_case(type, ne, nr, perm1=perm1, src_overlap=overlap)
 
     def perf_cases(self) -> Iterator[Case]:
         if self.name == "ADD":
             for n in (1, 512):
-                yield self.build_case((n, 4096), (n, 4096))
+                yield self._of_shapes((n, 4096), (n, 4096))
 
-    def build_case(self, ne: Shape, b: Shape, seed: int = 2) -> Case:
-        """a [ne] uniform in +-1, b in 0.5..1.5, away from zero for DIV."""
+    def _of_shapes(self, a: Shape, b: Shape) -> Case:
+        small, big = ne_of(b), ne_of(a)
+        return self.build_case(ne=small, nr=cast(Four, tuple(x // y for x, y in zip(big, small, strict=True))))
+
+    def build_case(
+        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), nr: Four = (1, 1, 1, 1), nf: int = 1, perm1: int = 0, src_overlap: int = 0,
+        seed: int = 2,
+    ) -> Case:
+        """a of sizes ne * nr, uniform in +-1, and nf times b of sizes ne in 0.5..1.5, away from zero for DIV.
+
+        perm1        b's first two axes are exchanged in memory
+        src_overlap  a and b are views of one tensor of which b begins in the middle of a (1), or after a third of it (2)
+        """
+        kind, small, times = one_of_types(type, FLOATS), shape_of(ne), shape_of(nr, "nr")
+        big = sized(tuple(s * t for s, t in zip(small, times, strict=True)))
+        if nf < 1 or nf > 16 or perm1 not in (0, 1) or src_overlap not in (0, 1, 2):
+            given = f"nf={nf}, perm1={perm1}, src_overlap={src_overlap}"
+            raise CaseLineError(f"{self.name}: {given}: expected nf from 1 to 16, perm1 0 or 1, src_overlap 0 to 2")
+        if nf > 1 and self.name != "ADD":
+            raise CaseLineError(f"nf={nf}: only ADD is fused with itself")
+        if src_overlap and (nf > 1 or perm1):
+            raise PlanError(f"src_overlap={src_overlap} with nf={nf}, perm1={perm1}: only two operands that lie in order overlap here")
 
         def make(rng: np.random.Generator) -> Problem:
-            node = Node(self.name, (Tensor("a", "F32", ne, "input"), Tensor("b", "F32", b, "input")), (Tensor("y", "F32", ne),))
-            return Problem(node, {"a": rng.uniform(-1, 1, ne).astype(np.float32), "b": rng.uniform(0.5, 1.5, b).astype(np.float32)})
+            y = Tensor("y", kind, big)
+            if src_overlap:
+                start = prod(big) // (src_overlap + 1)
+                both = Tensor("ab", kind, (start + max(prod(big), prod(small)),), "input")
+                views = {i: View(at, s, View.whole(s).strides) for i, (s, at) in enumerate(((big, 0), (small, start)))}
+                node = Node(self.name, (both, both), (y,), {"views": views})
+                return Problem(node, {"ab": rounded_to(kind, rng.uniform(0.5, 1.5, both.shape))})
+            a = Tensor("a", kind, big, "input")
+            lies = (*small[:2], small[3], small[2]) if perm1 else small
+            bs = tuple(Tensor(f"b{i}" if i else "b", kind, lies, "input") for i in range(nf))
+            views = {1 + i: permuted(lies, (1, 0, 2, 3)) for i in range(nf)} if perm1 else {}
+            values = {"a": rounded_to(kind, rng.uniform(-1, 1, big))}
+            values |= {b.name: rounded_to(kind, rng.uniform(0.5, 1.5, lies)) for b in bs}
+            return Problem(Node(self.name, (a, *bs), (y,), {"views": views} if views else {}), values)
 
-        return Case(self.name, {"ne": ne, "b": b, "seed": seed}, make, seed)
+        shown = {"type": type_word(kind), "ne": ne_of(small), "nr": ne_of(times), "nf": nf, "perm1": perm1, "src_overlap": src_overlap}
+        return Case(self.name, {**shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Tolerance(1e-13, 1e-6, "one f32 operation: 2^-24, a division 2.5 ulp")
+        exact = Tolerance(1e-13, 1e-6, "one f32 operation: 2^-24, a division 2.5 ulp")
+        if len(node.inputs) > 2:
+            exact = Tolerance(1e-12, 1e-5, "up to 16 f32 additions")
+        return stored_tolerance(exact, node.outputs[0].type)
 
 
 for _name in BINARY:
@@ -227,6 +285,12 @@ UNARY: Mapping[str, Function] = {
 }
 """Ops of one operand."""
 
+WITH_VIEWS = frozenset(UNARY) - {"SCALE", "CLAMP", "LEAKY_RELU", "SQR", "SQRT", "LOG", "SIN", "COS"}
+"""Those that the peer also asks of a view of x."""
+
+SIZES: Mapping[str, str] = {name: "ne_a" for name in (*WITH_VIEWS, "LEAKY_RELU")}
+"""What the peer calls the sizes, where it is not ne."""
+
 
 class Unary(Op):
     """An op of UNARY: x -> value by value."""
@@ -244,6 +308,8 @@ class Unary(Op):
         return [UNARY[self.name].formula(np.asarray(inputs[0], np.float64), *self._values(params))]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        if is_general(node):
+            return lowered(self, node, ctx)
         x, y = node.inputs[0], node.outputs[0]
         if x.elements != y.elements:
             raise PlanError(f"[{self.name}] {node.name}: output {y} has other elements than {x}")
@@ -268,29 +334,65 @@ class Unary(Op):
 
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 4096), (5, 7, 11)):
-            yield self.build_case(shape)
+            yield self._of_shape(shape)
+        if self.name in ("SILU", "SQR"):
+            yield self._of_shape((3, 5, 7, 10), type="bf16")
+            yield self._of_shape((3, 5, 7, 11), type="f16", **({"v": True} if self.name in WITH_VIEWS else {}))
 
     def full_cases(self) -> Iterator[Case]:
         for shape in ((1,), (3,), (1, 33), (7, 1), (1, 4096), (128, 2, 2, 2), (5, 7, 11, 13), (2, 14336), (3, 70001)):
-            yield self.build_case(shape)
+            yield self._of_shape(shape)
         function = UNARY[self.name]
         for some, values in product(((10, 10), (5, 7, 11, 13)), function.others):
             given: dict[str, Any] = {name: value for (name, _), value in zip(function.params, values, strict=True)}
-            yield self.build_case(some, **given)
+            yield self._of_shape(some, **given)
+        for type in FLOATS:
+            yield self._of_shape((2, 2, 2, 128), type=type.lower())
+            if self.name in WITH_VIEWS:
+                yield self._of_shape((2, 2, 2, 128), type=type.lower(), v=True)
 
-    def build_case(self, ne: Shape, seed: int = 4, **given: float) -> Case:
-        """Values uniform over the function's domain; given: parameters in place of the function's usual ones."""
-        function = UNARY[self.name]
+    def _of_shape(self, shape: Shape, **given: Any) -> Case:
+        return self.case({SIZES.get(self.name, "ne"): ne_of(shape), **given})
+
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """Parameters are `type`, sizes `ne_a` or `ne`, `v` or `inplace` where the peer has them, and those of the function."""
+
+        def build(type: str = "f32", ne: Shape = (), v: bool = False, inplace: bool = False, seed: int = 4, **given: float) -> Case:
+            return self.build_case(type, ne, v=v, inplace=inplace, seed=seed, **given)
+
+        own = SIZES.get(self.name, "ne")
+        keys = ("type", own, *self.further, *(("v",) if self.name in WITH_VIEWS else ("inplace",) if self.name == "SCALE" else ()), "seed")
+        unknown = [k for k in params if k not in keys]
+        if unknown or own not in params:
+            wrong = f"no parameter is called {unknown[0]}" if unknown else f"parameter {own} is missing"
+            raise CaseLineError(f"{self.name}: {wrong}; known are {', '.join(keys)}; a whole case is {self._of_shape((1, 4096)).line}")
+        renamed = {"ne" if k == own else k: v for k, v in params.items()}
+        return call_with(build, renamed, op=self.name, further=self.further, example=lambda: self._of_shape((1, 4096)).line)
+
+    def build_case(
+        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), *, v: bool = False, inplace: bool = False, seed: int = 4, **given: float
+    ) -> Case:
+        """Values uniform over the function's domain; v: x is a view of a tensor three times as large along its first two axes and
+        others; inplace: the output is x itself; given: parameters in place of the function's usual ones."""
+        function, kind, shape = UNARY[self.name], one_of_types(type, FLOATS), shape_of(ne, SIZES.get(self.name, "ne"))
+        if any(not isinstance(value, (int, float)) for value in given.values()):
+            raise CaseLineError(f"{self.name}: {', '.join(f'{k}={value}' for k, value in given.items())}: expected numbers")
         params = dict(function.params) | {name: float(value) for name, value in given.items()}
+        inner, view = view_in(shape, (4, 2, 5, 3)) if v else (shape, None)
+        sized(inner)
 
         def make(rng: np.random.Generator) -> Problem:
-            node = Node(self.name, (Tensor("x", "F32", ne, "input"),), (Tensor("y", "F32", ne),), params)
-            return Problem(node, {"x": rng.uniform(*function.domain, ne).astype(np.float32)})
+            x = Tensor("x", kind, inner, "input")
+            node = Node(self.name, (x,), (x if inplace else Tensor("y", kind, shape),), params | ({"views": {0: view}} if view else {}))
+            return Problem(node, {"x": rounded_to(kind, rng.uniform(*function.domain, inner))})
 
-        return Case(self.name, {"ne": ne, **params, "seed": seed}, make, seed)
+        shown: dict[str, Any] = {"type": type_word(kind), SIZES.get(self.name, "ne"): ne_of(shape), **params}
+        shown |= {"v": int(v)} if self.name in WITH_VIEWS else {"inplace": int(inplace)} if self.name == "SCALE" else {}
+        return Case(self.name, {**shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Tolerance(1e-11, 1e-4, "f32; Vulkan allows exp 3 + 2|x| ulp and log 3 ulp, erf is good to 1.5e-7")
+        exact = Tolerance(1e-11, 1e-4, "f32; Vulkan allows exp 3 + 2|x| ulp and log 3 ulp, erf is good to 1.5e-7")
+        return stored_tolerance(exact, node.outputs[0].type)
 
 
 for _name, _function in UNARY.items():

@@ -9,10 +9,19 @@ import numpy as np
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import Array, nbytes, shards
+from vkback.ops.base import VALUE_BYTES, Array, nbytes, shards
+from vkback.ops.general import DTYPES, INTEGERS
 
 NAN_WORD = 0x7FC0DEAD
 """What fills memory that has no value yet: NaN as F32, F16 and BF16."""
+
+
+def plain_bytes(type: str, value: Array) -> Array:
+    """Values of a type whose values lie one after the other, as bytes."""
+    if type == "BF16":
+        return quants.encode("BF16", np.ascontiguousarray(value, np.float32).reshape(1, -1)).ravel()
+    raw: Array = np.ascontiguousarray(value.astype(DTYPES[type])).ravel().view(np.uint8)
+    return raw
 
 
 def q8_1_bytes(tensor: Tensor, value: Array) -> Array:
@@ -34,14 +43,17 @@ def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> lis
         return [np.full(-(-nbytes(tensor) // 4), NAN_WORD, np.uint32).view(np.uint8)[: nbytes(tensor)]]
     if tensor.type == "Q8_1":
         return [np.ascontiguousarray(q8_1_bytes(tensor, value)).ravel()]
-    dtype = {"F32": np.float32, "F16": np.float16, "I32": np.int32}[tensor.type]
-    return [np.ascontiguousarray(value.astype(dtype)).ravel().view(np.uint8)]
+    raw = plain_bytes(tensor.type, value)
+    return [np.pad(raw, (0, -raw.nbytes % 4))]
 
 
 def decoded(tensor: Tensor, raw: Array) -> Array:
-    """A tensor's bytes as the host reads them: float32 (F32, F16, Q8_1) or int32 (I32), in its shape."""
+    """A tensor's bytes as the host reads them, in its shape: float32 of every float type, integers as they are."""
     if tensor.type == "Q8_1":
         rows = raw[: nbytes(tensor)].reshape(prod(tensor.shape[:-1]), -1)
         return quants.q8_1_dequantize(rows, tensor.shape[-1]).reshape(tensor.shape)
-    dtype = {"F32": np.float32, "F16": np.float16, "I32": np.int32}[tensor.type]
-    return raw[: nbytes(tensor)].view(dtype).reshape(tensor.shape).astype(np.int32 if tensor.type == "I32" else np.float32)
+    own = np.ascontiguousarray(raw[: VALUE_BYTES[tensor.type] * tensor.elements])
+    if tensor.type == "BF16":
+        return quants.decode("BF16", own).reshape(tensor.shape)
+    values = own.view(DTYPES[tensor.type]).reshape(tensor.shape)
+    return values if tensor.type in INTEGERS else values.astype(np.float32)

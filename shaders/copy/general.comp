@@ -1,0 +1,125 @@
+#version 450
+// Values from any plain type to any other, between places given by strides (in values, last axis last). Slow and general: for what the
+// other kernels of this folder do not take.
+//
+//   binding 0  x of type FROM: value i comes from x_offset + sum of i[a] * x_stride[a]
+//   binding 1  y of type TO: it goes to y_offset + sum of i[a] * y_stride[a] where SCATTER is 1, else behind value i - 1
+//
+// Types: 0 F32, 1 F16, 2 BF16, 3 I32, 4 I16, 5 I8, 6 I64. Equal types are moved bit by bit; a float becomes an integer towards zero.
+// Without SCATTER a thread makes one word of y, or both of an I64, with SCATTER one value: of smaller ones it changes only their bits of the
+// word, which a neighbour may change at the same time.
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uvec4 size;
+    uvec4 x_stride;
+    uvec4 y_stride;
+    uint x_offset;
+    uint y_offset;
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InX { uint x[]; };
+layout(std430, set = 0, binding = 1) buffer OutY { uint y[]; };
+
+#define BITS(type) (type == 5 ? 8u : type == 1 || type == 2 || type == 4 ? 16u : 32u)
+#define FROM_BITS BITS(FROM)
+#define TO_BITS BITS(TO)
+const uint per = 32u / TO_BITS;
+
+uvec4 place(uint i) {
+    uvec4 at;
+    for (int axis = 3; axis >= 0; axis--) {
+        at[axis] = i % p.size[axis];
+        i /= p.size[axis];
+    }
+    return at;
+}
+
+// The bits of value `at` of x, and of an I64 those above.
+uvec2 bits(uint at) {
+#if FROM == 6
+    return uvec2(x[2u * at], x[2u * at + 1u]);
+#else
+    const uint each = 32u / FROM_BITS;
+    return uvec2(bitfieldExtract(x[at / each], int(FROM_BITS * (at % each)), int(FROM_BITS)), 0u);
+#endif
+}
+
+// The value as TO has it.
+uvec2 converted(uvec2 b) {
+#if FROM == TO
+    return b;
+#else
+#if FROM == 0
+    const float f = uintBitsToFloat(b.x);
+#elif FROM == 1
+    const float f = unpackHalf2x16(b.x).x;
+#elif FROM == 2
+    const float f = uintBitsToFloat(b.x << 16u);
+#endif
+#if FROM >= 3 && FROM <= 5
+    const int n = bitfieldExtract(int(b.x), 0, int(FROM_BITS));
+    const uint above = n < 0 ? ~0u : 0u;
+#elif FROM == 6
+    const int n = int(b.x);
+    const uint above = b.y;
+#else
+    const int n = int(f);
+    const uint above = n < 0 ? ~0u : 0u;
+#endif
+#if FROM >= 3
+    const float f = float(n);
+#endif
+#if TO == 0
+    return uvec2(floatBitsToUint(f), 0u);
+#elif TO == 1
+    return uvec2(packHalf2x16(vec2(f, 0.0)), 0u);
+#elif TO == 2
+    const uint u = floatBitsToUint(f);
+    return uvec2(((u & 0x7FFFFFFFu) > 0x7F800000u ? u | 0x400000u : u + 0x7FFFu + ((u >> 16u) & 1u)) >> 16u, 0u);
+#elif TO == 6
+    return uvec2(uint(n), above);
+#else
+    return uvec2(bitfieldExtract(uint(n), 0, int(TO_BITS)), 0u);
+#endif
+#endif
+}
+
+uvec2 value(uint i) {
+    const uvec4 steps = place(i) * p.x_stride;
+    return converted(bits(p.x_offset + steps.x + steps.y + steps.z + steps.w));
+}
+
+void main() {
+    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    const uint elements = p.size.x * p.size.y * p.size.z * p.size.w;
+#if SCATTER
+    if (i >= elements) return;
+    const uvec4 steps = place(i) * p.y_stride;
+    const uint to = p.y_offset + steps.x + steps.y + steps.z + steps.w;
+    const uvec2 v = value(i);
+#if TO == 6
+    y[2u * to] = v.x;
+    y[2u * to + 1u] = v.y;
+#elif TO == 0 || TO == 3
+    y[to] = v.x;
+#else
+    const int first = int(TO_BITS * (to % per));
+    atomicAnd(y[to / per], ~bitfieldInsert(0u, ~0u, first, int(TO_BITS)));
+    atomicOr(y[to / per], bitfieldInsert(0u, v.x, first, int(TO_BITS)));
+#endif
+#else
+#if TO == 6
+    if (i >= elements) return;
+    const uvec2 v = value(i);
+    y[2u * i] = v.x;
+    y[2u * i + 1u] = v.y;
+#else
+    if (i >= (elements + per - 1u) / per) return;
+    uint word = 0u;
+    for (uint j = 0u; j < per; j++)
+        if (per * i + j < elements) word = bitfieldInsert(word, value(per * i + j).x, int(TO_BITS * j), int(TO_BITS));
+    y[i] = word;
+#endif
+#endif
+}
