@@ -122,12 +122,12 @@ class EngineLike(Protocol):
 
 
 def run(app: typer.Typer, prog: str) -> NoReturn:
-    """Run a command line. Errors of ours become `prog: error: ...` and exit code 1; Ctrl-C exits with 130; wrong usage with 2."""
+    """Run a command line. Errors of ours become `prog: error: ...` and their exit code; Ctrl-C exits with 130; wrong usage with 2."""
     try:
         app(prog_name=prog)
     except VkbackError as e:
         print(f"{prog}: error: {e}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(e.exit_code)
     sys.exit(0)
 
 

@@ -34,6 +34,9 @@ def test_ops(
     ] = None,
     ops: Annotated[str | None, typer.Option("-o", help="Op names or whole cases, with commas.")] = None,
     params: Annotated[str | None, typer.Option("-p", help="Only cases whose parameters match this regular expression.")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Run the cases in this text: what test-backend-ops printed, its csv or sql, or any other.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="All cases of the suite, not just the ones every build runs.")] = False,
     device: DeviceOption = None,
     act: ActOption = "auto",
@@ -48,7 +51,7 @@ def test_ops(
     list_ops: Annotated[bool, typer.Option("--list-ops", help="List the ops with their number of cases.")] = False,
 ) -> None:
     """Run the seeded cases of ops on a device and judge each against the op's numpy reference and, where it is a fusion, against the ops it
-    replaces. Exit code 1 when one fails.
+    replaces. Exit code 1 when one fails, 2 for a line that names no case. Cases are written as llama.cpp's test-backend-ops prints them.
 
     perf times cases with cold weights; support says what the device runs and why not the rest.
     """
@@ -64,22 +67,23 @@ def test_ops(
         print_counts()
         return
     names += _split(ops)
-    listed = perf_cases() if mode == "perf" else full_cases() if full else quick_cases()
+    listed = lines_of(source) if source else perf_cases() if mode == "perf" else full_cases() if full else quick_cases()
     cases = list(select(listed, names, params))
     if seed is not None:
         cases = [case.reseeded(seed) for case in cases]
-    failed = _run(mode, cases, device, act, processes, output, baseline, store, save_in if smaller else None, verbose)
+    by_op = source is not None
+    failed = _run(mode, cases, device, act, processes, output, baseline, store, save_in if smaller else None, verbose, by_op)
     if failed:
         raise typer.Exit(1)
 
 
 def _run(
     mode: str, cases: Sequence[Case], device: str | None, act: str, processes: int, output: str, baseline: Path | None,
-    store: Path | None, save_in: Path | None, verbose: bool,
+    store: Path | None, save_in: Path | None, verbose: bool, by_op: bool,
 ) -> bool:
-    """Run, print, and say whether a case failed."""
+    """Run, print, and say whether a case failed. by_op: a table of the ops in the end, on stderr where the output is for machines."""
     from vkback.device import Device
-    from vkback.harness.output import fields_of
+    from vkback.harness.output import fields_of, op_table
     from vkback.harness.suite import Suite, run_in_processes
     from vkback.harness.support import support_of, support_table
     from vkback.ops.base import LowerContext
@@ -120,14 +124,18 @@ def _run(
             from vkback.report.store import Store
 
             kept = stack.enter_context(Store(store))
+        ran: list[CaseResult] = []
         status = stack.enter_context(StatusLine(wanted=not sys.stdout.isatty()))  # where lines are seen as they come, these will do
         for number, result in enumerate(results, start=1):
             status.say(f"vkback: {number} of {len(cases)} cases, {len(printer.tally.failed)} failed")
             printer.add(result)
+            ran.append(result)
             if kept is not None and result.supported:
                 kept.add_op(fields_of(result, printer.about), result.samples_us or ())
         if mode == "test" or printer.tally.failed or output != "console":
             printer.finish()
+        if by_op and mode == "test":
+            print("\n" + "\n".join(op_table(ran)), file=sys.stdout if output == "console" else sys.stderr)
         if save_in is not None and mode == "test" and printer.tally.failed:
             with Suite(opened, library, ctx) as suite:
                 _shrink(suite, printer.tally.failed, save_in)
@@ -212,6 +220,16 @@ def print_counts() -> None:
     for name in sorted(OPS):
         print("{:24} {:5} quick {:6} full {:5} perf cases".format(name, *(s[name] for s in sets)))
     print("{:24} {:5} quick {:6} full {:5} perf cases".format("all", *(s.total() for s in sets)))
+
+
+def lines_of(source: Path) -> list[Case]:
+    """The cases in a file. Raises UsageError when it cannot be read, CaseLineError for lines that make no case."""
+    from vkback.harness.lines import cases_of
+
+    try:
+        return cases_of(source.read_text(encoding="utf-8", errors="replace"), str(source))
+    except OSError as e:
+        raise UsageError(f"--from {source}: cannot be read: {e.strerror}") from e
 
 
 def _split(ops: str | None) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 import vkback.ops  # noqa: F401  registers every op
 from vkback.ops.base import FAMILIES, OPS, Case, LowerContext, PlanError, Problem
-from vkback.ops.case_line import CaseLineError, parse_line, unseeded
+from vkback.ops.case_line import CaseLineError, parse_line
 from vkback.ops.peer import ABSENT
 from vkback.plan.tuning import Overrides
 
@@ -102,23 +102,6 @@ def known_cases() -> dict[str, Case]:
     return {case.line: case for case in full_cases()}
 
 
-@cache
-def _by_params() -> dict[tuple[str, tuple[tuple[str, object], ...]], Case]:
-    return {_key(line): case for line, case in known_cases().items()}
-
-
-def _key(line: str) -> tuple[str, tuple[tuple[str, object], ...]]:
-    op, params = parse_line(line)
-    return op, tuple(unseeded(params).items())
-
-
 def find_case(line: str) -> Case:
-    """The case a line names: one of the full set, perhaps with another seed, else made from its parameters. Raises CaseLineError."""
-    found = known_cases().get(line)
-    if found is not None:
-        return found
-    op, params = parse_line(line)
-    found = _by_params().get((op, tuple(unseeded(params).items())))
-    if found is not None:
-        return found.reseeded(params["seed"]) if "seed" in params else found
-    return make_case(op, params)
+    """The case that a line names. Raises CaseLineError."""
+    return make_case(*parse_line(line))

@@ -1,13 +1,15 @@
 """Results of the suite as text: console lines as test-backend-ops prints them, csv, sql and json.
 
-The fields of csv and sql are those of test-backend-ops, under its names and in its order; ours follow.
+The fields of csv and sql are those of test-backend-ops, under its names and in its order; ours follow. `op_params` is as it prints them;
+the seed has a field of its own.
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO, cast
 
@@ -48,6 +50,31 @@ class About:
     driver: str
     commit: str
     time: str
+
+
+MOST_REASONS = 3
+"""Reasons shown of those for which an op's cases did not run."""
+
+
+def op_table(results: Iterable[CaseResult]) -> list[str]:
+    """Lines of a table: of each op the cases, how many ran and were right, how many are not supported, and why."""
+    by_op: dict[str, list[CaseResult]] = {}
+    for result in results:
+        by_op.setdefault(result.op, []).append(result)
+    width = max((len(op) for op in by_op), default=2)
+    head = f"{'op':{width}}  {'lines':>6} {'run':>6} {'right':>6} {'not supported':>14}"
+
+    def row(name: str, own: Sequence[CaseResult]) -> str:
+        run = [r for r in own if r.supported]
+        return f"{name:{width}}  {len(own):6} {len(run):6} {sum(r.passed is True for r in run):6} {len(own) - len(run):14}"
+
+    lines = [head]
+    for op in sorted(by_op):
+        reasons = Counter(r.message.removeprefix(f"[{op}] ") for r in by_op[op] if not r.supported)
+        shown = [f"{why} ({count})" for why, count in reasons.most_common(MOST_REASONS)]
+        shown += [f"{len(reasons) - MOST_REASONS} other reasons"] if len(reasons) > MOST_REASONS else []
+        lines.append((row(op, by_op[op]) + ("  " + "; ".join(shown) if shown else "")).rstrip())
+    return [*lines, row("all", [r for own in by_op.values() for r in own])]
 
 
 @dataclass
@@ -94,7 +121,7 @@ def fields_of(result: CaseResult, about: About) -> dict[str, Any]:
         "build_commit": about.commit,
         "backend_name": about.backend_name,
         "op_name": result.op,
-        "op_params": result.params,
+        "op_params": result.params.removesuffix(f"seed={seed}").removesuffix(",") if seed.isdigit() else result.params,
         "test_mode": result.mode,
         "supported": int(result.supported),
         "passed": None if result.passed is None else int(result.passed),

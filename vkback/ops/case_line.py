@@ -33,6 +33,8 @@ BARE = Bare()
 class CaseLineError(VkbackError):
     """A line that names no case, with what is wrong in it."""
 
+    exit_code = 2
+
 
 def split_lines(text: str) -> list[str]:
     """Names of ops and whole cases, separated by commas outside of parentheses."""

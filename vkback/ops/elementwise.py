@@ -190,7 +190,7 @@ class Binary(Op):
 
     def build_case(
         self, type: str = "f32", ne: Shape = (10, 5, 4, 3), nr: Four = (1, 1, 1, 1), nf: int = 1, perm1: int = 0, src_overlap: int = 0,
-        seed: int = 2,
+        type_b: str = "", seed: int = 2,
     ) -> Case:
         """a of sizes ne * nr, uniform in +-1, and nf times b of sizes ne in 0.5..1.5, away from zero for DIV.
 
@@ -198,14 +198,15 @@ class Binary(Op):
         src_overlap  a and b are views of one tensor of which b begins in the middle of a (1), or after a third of it (2)
         """
         kind, small, times = one_of_types(type, FLOATS), shape_of(ne), shape_of(nr, "nr")
+        b_kind = one_of_types(type_b, FLOATS, "type_b") if type_b else kind
         big = sized(tuple(s * t for s, t in zip(small, times, strict=True)))
         if nf < 1 or nf > 16 or perm1 not in (0, 1) or src_overlap not in (0, 1, 2):
             given = f"nf={nf}, perm1={perm1}, src_overlap={src_overlap}"
             raise CaseLineError(f"{self.name}: {given}: expected nf from 1 to 16, perm1 0 or 1, src_overlap 0 to 2")
         if nf > 1 and self.name != "ADD":
             raise CaseLineError(f"nf={nf}: only ADD is fused with itself")
-        if src_overlap and (nf > 1 or perm1):
-            raise PlanError(f"src_overlap={src_overlap} with nf={nf}, perm1={perm1}: only two operands that lie in order overlap here")
+        if src_overlap and (nf > 1 or perm1 or b_kind != kind):
+            raise PlanError(f"src_overlap={src_overlap}: only two operands of one type that lie in order overlap here")
 
         def make(rng: np.random.Generator) -> Problem:
             y = Tensor("y", kind, big)
@@ -217,13 +218,14 @@ class Binary(Op):
                 return Problem(node, {"ab": rounded_to(kind, rng.uniform(0.5, 1.5, both.shape))})
             a = Tensor("a", kind, big, "input")
             lies = (*small[:2], small[3], small[2]) if perm1 else small
-            bs = tuple(Tensor(f"b{i}" if i else "b", kind, lies, "input") for i in range(nf))
+            bs = tuple(Tensor(f"b{i}" if i else "b", b_kind, lies, "input") for i in range(nf))
             views = {1 + i: permuted(lies, (1, 0, 2, 3)) for i in range(nf)} if perm1 else {}
             values = {"a": rounded_to(kind, rng.uniform(-1, 1, big))}
-            values |= {b.name: rounded_to(kind, rng.uniform(0.5, 1.5, lies)) for b in bs}
+            values |= {b.name: rounded_to(b_kind, rng.uniform(0.5, 1.5, lies)) for b in bs}
             return Problem(Node(self.name, (a, *bs), (y,), {"views": views} if views else {}), values)
 
         shown = {"type": type_word(kind), "ne": ne_of(small), "nr": ne_of(times), "nf": nf, "perm1": perm1, "src_overlap": src_overlap}
+        shown |= {"type_b": type_word(b_kind)} if b_kind != kind else {}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -290,6 +292,16 @@ WITH_VIEWS = frozenset(UNARY) - {"SCALE", "CLAMP", "LEAKY_RELU", "SQR", "SQRT", 
 
 SIZES: Mapping[str, str] = {name: "ne_a" for name in (*WITH_VIEWS, "LEAKY_RELU")}
 """What the peer calls the sizes, where it is not ne."""
+
+EITHER = frozenset({"FLOOR", "CEIL", "ROUND", "TRUNC"})
+"""Those of which the peer has cases with `ne`, too, and then no view."""
+
+
+def _last_keys(name: str, sizes: str) -> tuple[str, ...]:
+    """Keys behind the function's parameters."""
+    if name in WITH_VIEWS and not (name in EITHER and sizes == "ne"):
+        return ("v",)
+    return ("inplace",) if name == "SCALE" else ()
 
 
 class Unary(Op):
@@ -358,10 +370,10 @@ class Unary(Op):
         """Parameters are `type`, sizes `ne_a` or `ne`, `v` or `inplace` where the peer has them, and those of the function."""
 
         def build(type: str = "f32", ne: Shape = (), v: bool = False, inplace: bool = False, seed: int = 4, **given: float) -> Case:
-            return self.build_case(type, ne, v=v, inplace=inplace, seed=seed, **given)
+            return self.build_case(type, ne, v=v, inplace=inplace, seed=seed, sizes=own, **given)
 
-        own = SIZES.get(self.name, "ne")
-        keys = ("type", own, *self.further, *(("v",) if self.name in WITH_VIEWS else ("inplace",) if self.name == "SCALE" else ()), "seed")
+        own = "ne" if "ne" in params and self.name in EITHER else SIZES.get(self.name, "ne")
+        keys = ("type", own, *self.further, *_last_keys(self.name, own), "seed")
         unknown = [k for k in params if k not in keys]
         if unknown or own not in params:
             wrong = f"no parameter is called {unknown[0]}" if unknown else f"parameter {own} is missing"
@@ -370,11 +382,13 @@ class Unary(Op):
         return call_with(build, renamed, op=self.name, further=self.further, example=lambda: self._of_shape((1, 4096)).line)
 
     def build_case(
-        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), *, v: bool = False, inplace: bool = False, seed: int = 4, **given: float
+        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), *, v: bool = False, inplace: bool = False, seed: int = 4, sizes: str = "",
+        **given: float,
     ) -> Case:
         """Values uniform over the function's domain; v: x is a view of a tensor three times as large along its first two axes and
-        others; inplace: the output is x itself; given: parameters in place of the function's usual ones."""
-        function, kind, shape = UNARY[self.name], one_of_types(type, FLOATS), shape_of(ne, SIZES.get(self.name, "ne"))
+        others; inplace: the output is x itself; sizes: what the sizes are called; given: parameters in place of the usual ones."""
+        sizes = sizes or SIZES.get(self.name, "ne")
+        function, kind, shape = UNARY[self.name], one_of_types(type, FLOATS), shape_of(ne, sizes)
         if any(not isinstance(value, (int, float)) for value in given.values()):
             raise CaseLineError(f"{self.name}: {', '.join(f'{k}={value}' for k, value in given.items())}: expected numbers")
         params = dict(function.params) | {name: float(value) for name, value in given.items()}
@@ -386,8 +400,8 @@ class Unary(Op):
             node = Node(self.name, (x,), (x if inplace else Tensor("y", kind, shape),), params | ({"views": {0: view}} if view else {}))
             return Problem(node, {"x": rounded_to(kind, rng.uniform(*function.domain, inner))})
 
-        shown: dict[str, Any] = {"type": type_word(kind), SIZES.get(self.name, "ne"): ne_of(shape), **params}
-        shown |= {"v": int(v)} if self.name in WITH_VIEWS else {"inplace": int(inplace)} if self.name == "SCALE" else {}
+        last = {"v": int(v), "inplace": int(inplace)}
+        shown = {"type": type_word(kind), sizes: ne_of(shape), **params, **{k: last[k] for k in _last_keys(self.name, sizes)}}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:

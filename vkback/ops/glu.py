@@ -1,9 +1,10 @@
-"""Gated linear units (shaders/glu): SWIGLU, REGLU, GEGLU, GEGLU_ERF, GEGLU_QUICK, SWIGLU_OAI."""
+"""Gated linear units (shaders/glu): SWIGLU, REGLU, GEGLU, GEGLU_ERF, GEGLU_QUICK, SWIGLU_OAI, SWIGLU_CLAMP."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.base import (
+    OPS,
     Arg,
     Array,
     Case,
@@ -28,7 +30,10 @@ from vkback.ops.base import (
     register,
     spread,
 )
+from vkback.ops.case_line import BARE, CaseLineError
 from vkback.ops.cost import Cost, times, total
+from vkback.ops.general import is_general, lowered, rounded_to, stored_tolerance, view_in
+from vkback.ops.peer import FLOATS, ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.quantize import Q8_1_TOLERANCE
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
@@ -107,11 +112,18 @@ GLU: Mapping[str, Callable[[Array, Array, Params], Array]] = {
     "GEGLU_ERF": lambda gate, up, params: gelu_erf(gate) * up,
     "GEGLU_QUICK": lambda gate, up, params: gelu_quick(gate) * up,
     "SWIGLU_OAI": lambda gate, up, params: swiglu_oai(gate, up, params["alpha"], params["limit"]),
+    "SWIGLU_CLAMP": lambda gate, up, params: swiglu(np.minimum(gate, params["limit"]), np.clip(up, -params["limit"], params["limit"])),
 }
-"""References of the family; SWIGLU_OAI has params alpha and limit."""
+"""References of the family; SWIGLU_OAI has params alpha and limit, SWIGLU_CLAMP limit."""
 
 SWIGLU_OAI = {"alpha": 1.702, "limit": 7.0}
 """Its params as gpt-oss has them."""
+
+PARAMS: Mapping[str, Mapping[str, float]] = {"SWIGLU_OAI": SWIGLU_OAI, "SWIGLU_CLAMP": {"limit": 7.0}}
+"""Params of those that have some. Their gate and up are two tensors."""
+
+TAKES = ("F32", "Q8_1")
+"""Types of the kernel."""
 
 
 class Glu(Op):
@@ -142,6 +154,10 @@ class Glu(Op):
         return [GLU[self.name](x[0], x[1], params)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        if is_general(node, TAKES):
+            return lowered(self, node, ctx, TAKES)
+        if self.name == "SWIGLU_CLAMP":
+            return self._clamped(node, ctx)
         y = node.outputs[0]
         k, rows = y.shape[-1], prod(y.shape[:-1])
         split = len(node.inputs) == 2
@@ -173,53 +189,101 @@ class Glu(Op):
             )
         ]
 
+    def _clamped(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        """Gate and up within their limits as tensors of their own, then SWIGLU."""
+        limit = float(node.params["limit"])
+        before, inside = [], []
+        for t, least in zip(node.inputs, (-np.inf, -limit), strict=True):
+            inside.append(Tensor(f"{node.name}.{t.name}", "F32", t.shape))
+            before += OPS["CLAMP"].lower(Node("CLAMP", (t,), (inside[-1],), {"min": least, "max": limit}), ctx)
+        return before + OPS["SWIGLU"].lower(Node("SWIGLU", tuple(inside), node.outputs), ctx)
+
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 4096), (2, 2, 128), (7, 11, 5), (3, 37)):
-            yield self.build_case(shape)
-            yield self.build_case(shape, packed=True)
-        yield self.build_case((2, 64), packed=True, swapped=True)
-        yield self.build_case((1, 256), size=60.0)
+            yield from self._each_way(shape)
+        if self.name not in PARAMS:
+            yield self._of_shape((2, 64), swapped=True)
+        yield self._of_shape((1, 256), size=60.0)
         for shape in ((1, 2048), (3, 96), (2, 40)):
-            yield self.build_case(shape, out="Q8_1")
+            yield self._of_shape(shape, out="q8_1")
+        if self.name == "SWIGLU":
+            yield self._of_shape((2, 2, 2, 33), type="f16", v=True)
+            yield self._of_shape((2, 2, 2, 33), type="bf16", split=True, v=True)
 
     def full_cases(self) -> Iterator[Case]:
         for shape in ((1,), (1, 33), (5, 7, 11, 13), (128, 2, 2, 2), (1, 14336), (3, 2880), (33, 768), (2, 96)):
-            yield self.build_case(shape)
-            yield self.build_case(shape, packed=True)
-            yield self.build_case(shape, packed=True, swapped=True)
-            yield self.build_case(shape, size=60.0)
-            yield self.build_case(shape, out="Q8_1")
+            yield from self._each_way(shape)
+            if self.name not in PARAMS:
+                yield self._of_shape(shape, swapped=True)
+            yield self._of_shape(shape, size=60.0)
+            yield self._of_shape(shape, out="q8_1")
+        for type, v in product(("f32", "f16", "bf16"), (False, True)):
+            yield from self._each_way((2, 2, 2, 128), type=type, v=v)
 
     def perf_cases(self) -> Iterator[Case]:
         if self.name in ("SWIGLU", "GEGLU"):
-            yield self.build_case((1, 14336))
+            yield self._of_shape((1, 14336), split=True)
         if self.name == "SWIGLU":
-            yield self.build_case((1, 14336), out="Q8_1")
+            yield self._of_shape((1, 14336), split=True, out="q8_1")
+
+    def _each_way(self, shape: Shape, **given: Any) -> Iterator[Case]:
+        """Gate and up apart and, where there are no params, as halves of one tensor."""
+        yield self._of_shape(shape, split=True, **given)
+        if self.name not in PARAMS:
+            yield self._of_shape(shape, **given)
+
+    def _of_shape(self, shape: Shape, split: bool = False, **given: Any) -> Case:
+        """By the shape of the output."""
+        apart = split or self.name in PARAMS or "out" in given or "size" in given
+        wide = shape if apart else (*shape[:-1], 2 * shape[-1])
+        return self.build_case(ne_a=ne_of(wide), **({"split": True} if apart and self.name not in PARAMS else {}), **given)
 
     def build_case(
-        self, ne: Shape, packed: bool = False, swapped: bool = False, size: float = 3.0, out: str = "F32", seed: int = 5, **given: float
+        self, type: str = "f32", ne_a: Shape = (128, 2, 2, 2), v: bool = False, swapped: bool = False, split: bool = False,
+        size: float = 3.0, out: str = "", seed: int = 5, **given: float,
     ) -> Case:
-        """Values uniform in +-size: about where the activation is curved, or far beyond. given: alpha and limit of SWIGLU_OAI."""
-        extra = {**SWIGLU_OAI, **given} if self.name == "SWIGLU_OAI" else {}
+        """Values uniform in +-size: about where the activation is curved, or far beyond.
+
+        ne_a   sizes of the input; with `split`, and where there are params, of gate and up each
+        v      inputs are views of tensors three times as large along the first axis
+        out    q8_1: a quantized output; given: alpha and limit
+        """
+        kind, wide = one_of_types(type, FLOATS), shape_of(ne_a, "ne_a")
+        made = one_of_types(out, ("F32", "Q8_1"), "out") if out else kind
+        apart = split or self.name in PARAMS
+        if swapped and apart:
+            raise CaseLineError(f"{self.name}: swapped=1: only halves of one tensor can be swapped")
+        if split and self.name in PARAMS:
+            raise CaseLineError(f"{self.name}: split: gate and up are always two tensors")
+        if not apart and wide[-1] % 2:
+            raise CaseLineError(f"{self.name}: ne_a=[{wide[-1]},...]: expected an even size, for gate and up")
+        if out and (kind != "F32" or v):
+            raise PlanError(f"[{self.name}] out={out} of type={type}, v={int(v)}: only plain F32 inputs are quantized")
+        extra = {**PARAMS.get(self.name, {}), **{name: float(value) for name, value in given.items()}}
+        inner, view = view_in(wide, (1, 1, 1, 3)) if v else (wide, None)
+        shape = wide if apart else (*wide[:-1], wide[-1] // 2)
 
         def make(rng: np.random.Generator) -> Problem:
-            wide = (*ne[:-1], 2 * ne[-1])
-            inputs = tuple(Tensor(n, "F32", wide if packed else ne, "input") for n in (("x",) if packed else ("gate", "up")))
-            params = extra | ({"swapped": True} if swapped else {})
-            node = Node(self.name, inputs, (Tensor("y", out, ne),), params)
-            return Problem(node, {t.name: rng.uniform(-size, size, t.shape).astype(np.float32) for t in inputs})
+            inputs = tuple(Tensor(n, kind, sized(inner), "input") for n in (("gate", "up") if apart else ("x",)))
+            params = extra | ({"swapped": True} if swapped else {}) | ({"views": dict.fromkeys(range(len(inputs)), view)} if view else {})
+            node = Node(self.name, inputs, (Tensor("y", made, shape),), params)
+            return Problem(node, {t.name: rounded_to(kind, rng.uniform(-size, size, t.shape)) for t in inputs})
 
-        params = {"ne": ne, "packed": packed, "swapped": swapped, "size": size, "out": out, **extra, "seed": seed}
-        return Case(self.name, params, make, seed)
+        shown: dict[str, Any] = {"type": type_word(kind), "ne_a": ne_of(wide), "v": int(v)}
+        shown |= extra if self.name in PARAMS else {"split": BARE} if split else {"swapped": int(swapped)}
+        shown |= {"size": size} if size != 3.0 else {}
+        shown |= {"out": type_word(made)} if out else {}
+        return Case(self.name, {**shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         if node.outputs[0].type == "Q8_1":
             # The product of two values has wider tails than either: amax is up to 10 rms.
             return Tolerance(3e-4, 0.1, Q8_1_TOLERANCE.reason)
-        return Tolerance(1e-11, 1e-4, "f32, exp within 3 + 2|x| ulp by Vulkan's rules, that is 2e-5 relative at the bound of 87")
+        exact = Tolerance(1e-11, 1e-4, "f32, exp within 3 + 2|x| ulp by Vulkan's rules, that is 2e-5 relative at the bound of 87")
+        return stored_tolerance(exact, node.outputs[0].type)
 
 
 for _name in GLU:
     _own: dict[str, Any] = {"name": _name, "__doc__": f"{_name}(gate, up).", "__module__": __name__}
-    _own |= {"further": tuple(SWIGLU_OAI)} if _name == "SWIGLU_OAI" else {}
+    _own |= {"further": tuple(PARAMS.get(_name, ()))}
     register(type(_name.title().replace("_", ""), (Glu,), _own))
