@@ -28,7 +28,9 @@ from vkback.ops.base import (
     register,
     spread,
 )
+from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost
+from vkback.ops.peer import one_of_types, sized
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -80,20 +82,30 @@ class AddId(Op):
 
     def cases(self) -> Iterator[Case]:
         for n_expert, used, m, n in ((4, 2, 5, 1), (32, 4, 2880, 1), (32, 4, 96, 17), (8, 8, 33, 3)):
-            yield self.build_case(n_expert, used, m, n)
+            yield self.build_case(n_embd=m, n_experts=n_expert, n_experts_used=used, n_token=n)
 
     def full_cases(self) -> Iterator[Case]:
         for n, used, m in product((1, 3, 33), (1, 4), (1, 33, 768, 2880)):
-            yield self.build_case(32, used, m, n)
+            yield self.build_case(n_embd=m, n_experts=32, n_experts_used=used, n_token=n)
 
-    def build_case(self, n_expert: int, n_used: int, m: int, n: int, seed: int = 47) -> Case:
+    def build_case(
+        self, type_a: str = "f32", type_b: str = "f32", n_embd: int = 128, n_experts: int = 16, n_experts_used: int = 8, n_token: int = 10,
+        seed: int = 47,
+    ) -> Case:
         """Normal values; a token's experts are all different."""
+        for key, word in (("type_a", type_a), ("type_b", type_b)):
+            one_of_types(word, ("F32",), key)
+        if not 1 <= n_experts_used <= n_experts:
+            raise CaseLineError(f"ADD_ID: n_experts_used={n_experts_used}: expected 1 to {n_experts}, the experts")
+        sized((n_experts, n_embd))
+        shape = sized((n_token, n_experts_used, n_embd))
 
         def make(rng: np.random.Generator) -> Problem:
-            a, ids = Tensor("a", "F32", (n, n_used, m), "input"), Tensor("ids", "I32", (n, n_used), "input")
-            b = Tensor("b", "F32", (n_expert * m,), "weight")
+            a, ids = Tensor("a", "F32", shape, "input"), Tensor("ids", "I32", shape[:2], "input")
+            b = Tensor("b", "F32", (n_experts * n_embd,), "weight")
             values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in (a, b)}
-            values["ids"] = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(n)]).astype(np.int32)
+            values["ids"] = np.stack([rng.permutation(n_experts)[:n_experts_used] for _ in range(n_token)]).astype(np.int32)
             return Problem(Node(self.name, (a, b, ids), (Tensor("y", "F32", a.shape),)), values)
 
-        return Case(self.name, {"n_expert": n_expert, "n_used": n_used, "m": m, "n": n, "seed": seed}, make, seed)
+        sizes = {"n_embd": n_embd, "n_experts": n_experts, "n_experts_used": n_experts_used, "n_token": n_token}
+        return Case(self.name, {"type_a": type_a.lower(), "type_b": type_b.lower(), **sizes, "seed": seed}, make, seed)

@@ -1,4 +1,5 @@
-"""ARGSORT and TOP_K (shaders/argsort): every value counts its rank, so time grows with the square of a row."""
+"""ARGSORT and TOP_K (shaders/argsort): every value counts its rank, so that time grows with the square of a row; long rows are
+merge-sorted."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
+from vkback.ops.case_line import CaseLineError
+from vkback.ops.peer import ne_of, one_of_types, shape_of
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -36,6 +39,8 @@ def _ranked(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch
     """The launch that writes the first indices of each row's order, as many as the output has columns."""
     x, y = node.inputs[0], node.outputs[0]
     dim, rows = x.shape[-1], prod(x.shape[:-1])
+    if dim > LONGEST_COUNTED:
+        return _merged(node, ctx, descending=descending)
     choice = ctx.tuning.pick("elementwise", elements=x.elements)
     wg = workgroup_size(ctx.caps, choice["wg_size"], dim)
     gz = ceil_div(rows, MAX_GROUPS_X)
@@ -53,6 +58,34 @@ def _ranked(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch
     ]
 
 
+def _merged(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch]:
+    """The launches of a merge sort: runs of 1, 2, 4... indices, until one takes the whole row; the last writes as many as are wanted."""
+    x, y = node.inputs[0], node.outputs[0]
+    dim, rows = x.shape[-1], prod(x.shape[:-1])
+    choice = ctx.tuning.pick("elementwise", elements=x.elements)
+    wg = workgroup_size(ctx.caps, choice["wg_size"], dim)
+    gz = ceil_div(rows, MAX_GROUPS_X)
+    passes = (dim - 1).bit_length()
+    between = [Tensor(f"{node.name}.order{i}", "I32", x.shape) for i in range(2)]
+    made = []
+    for i in range(passes):
+        source, target = x if i == 0 else between[i % 2], y if i == passes - 1 else between[(i + 1) % 2]
+        defines = (("DESCENDING", int(descending)), ("FIRST", int(i == 0)), ("WG_SIZE", wg))
+        made.append(
+            Dispatch(
+                Variant("argsort/merge.comp", defines),
+                (Arg(x), Arg(source), Arg(target, "w")),
+                pack_push(rows, dim, 1 << i, target.shape[-1]),
+                (ceil_div(dim, wg), ceil_div(rows, gz), gz),
+                node.op,
+                node.name,
+                f"{wg} threads: {choice.source}",
+                nbytes=nbytes(x) + nbytes(target),
+            )
+        )
+    return made
+
+
 def _order(x: Array, *, descending: bool) -> Array:
     values = np.asarray(x, np.float64)
     return np.argsort(-values if descending else values, axis=-1, kind="stable").astype(np.int32)
@@ -62,6 +95,9 @@ def _coarse(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     """Values of a coarse grid, so that many are equal."""
     return (rng.integers(-20, 20, shape) / 4).astype(np.float32)
 
+
+LONGEST_COUNTED = 4096
+"""Values of a row whose ranks are counted: up to here less than the launches of a merge sort cost."""
 
 EXACT = Tolerance(0.0, 0.0, "comparisons are exact")
 
@@ -87,20 +123,28 @@ class ArgSort(Op):
         return _ranked(node, ctx, descending=order == "desc")
 
     def cases(self) -> Iterator[Case]:
-        for order in ("asc", "desc"):
+        for order in (0, 1):
             for shape in ((2, 16), (3, 2, 60), (1, 1023), (4, 1)):
-                yield self.build_case(shape, order)
+                yield self.build_case(ne=ne_of(shape), order=order)
+        yield self.build_case(ne=(5001, 2), order=1)
 
     def full_cases(self) -> Iterator[Case]:
-        for order, shape in product(("asc", "desc"), SHAPES):
-            yield self.build_case(shape, order)
+        for order, shape in product((0, 1), (*SHAPES, (3, 4097), (1, 20000))):
+            yield self.build_case(ne=ne_of(shape), order=order)
 
-    def build_case(self, ne: Shape, order: str, seed: int = 43) -> Case:
+    def build_case(self, type: str = "f32", ne: Shape = (16, 10, 10, 10), order: int = 0, seed: int = 43) -> Case:
+        """order: 0 ascending, 1 descending. Many values are equal."""
+        one_of_types(type, ("F32",))
+        shape = shape_of(ne)
+        if order not in (0, 1):
+            raise CaseLineError(f"ARGSORT: order={order}: expected 0 (ascending) or 1 (descending)")
+
         def make(rng: np.random.Generator) -> Problem:
-            node = Node("ARGSORT", (Tensor("x", "F32", ne, "input"),), (Tensor("y", "I32", ne),), {"order": order})
-            return Problem(node, {"x": _coarse(ne, rng)})
+            params = {"order": ("asc", "desc")[order]}
+            node = Node("ARGSORT", (Tensor("x", "F32", shape, "input"),), (Tensor("y", "I32", shape),), params)
+            return Problem(node, {"x": _coarse(shape, rng)})
 
-        return Case("ARGSORT", {"ne": ne, "order": order, "seed": seed}, make, seed)
+        return Case("ARGSORT", {"type": type.lower(), "ne": ne_of(shape), "order": order, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return EXACT
@@ -125,20 +169,30 @@ class TopK(Op):
 
     def cases(self) -> Iterator[Case]:
         for shape, k in (((2, 16), 1), ((3, 2, 60), 7), ((1, 1023), 40), ((4, 5), 5)):
-            yield self.build_case(shape, k)
+            yield self.build_case(ne=ne_of(shape), k=k, ties=True)
+        yield self.build_case(ne=(5001, 2), k=40)
 
     def full_cases(self) -> Iterator[Case]:
-        for shape in SHAPES:
+        for shape in (*SHAPES, (3, 4097), (1, 20000)):
             for k in sorted({1, 2, 40, shape[-1] // 2, shape[-1] - 1, shape[-1]}):
                 if 1 <= k <= shape[-1]:
-                    yield self.build_case(shape, k)
+                    yield self.build_case(ne=ne_of(shape), k=k, ties=True)
 
-    def build_case(self, ne: Shape, k: int, seed: int = 47) -> Case:
+    def build_case(
+        self, type: str = "f32", ne: Shape = (16, 10, 10, 10), k: int = 4, ties: bool = False, seed: int = 47
+    ) -> Case:
+        """ties: many values are equal; else none are."""
+        one_of_types(type, ("F32",))
+        shape = shape_of(ne)
+        if not 1 <= k <= shape[-1]:
+            raise CaseLineError(f"TOP_K: k={k}: expected 1 to {shape[-1]}, the first of ne")
+
         def make(rng: np.random.Generator) -> Problem:
-            y = Tensor("y", "I32", (*ne[:-1], k))
-            return Problem(Node("TOP_K", (Tensor("x", "F32", ne, "input"),), (y,), {"k": k}), {"x": _coarse(ne, rng)})
+            y = Tensor("y", "I32", (*shape[:-1], k))
+            values = _coarse(shape, rng) if ties else rng.permutation(prod(shape)).reshape(shape).astype(np.float32) - 10
+            return Problem(Node("TOP_K", (Tensor("x", "F32", shape, "input"),), (y,), {"k": k}), {"x": values})
 
-        return Case("TOP_K", {"ne": ne, "k": k, "seed": seed}, make, seed)
+        return Case("TOP_K", {"type": type.lower(), "ne": ne_of(shape), "k": k, "ties": int(ties), "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return EXACT

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from vkback.errors import VkbackError
@@ -103,17 +104,19 @@ def _hints(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def call_with(
-    build: Callable[..., Made], params: Mapping[str, Any], *, op: str, further: Collection[str], example: Callable[[], str]
+    build: Callable[..., Made], params: Mapping[str, Any], *, op: str, further: Collection[str], only: Collection[str] = (),
+    example: Callable[[], str],
 ) -> Made:
     """build(**params), each parameter checked against its annotation: int, float, bool, str or a tuple.
 
     further  names that `build` takes as **keywords
+    only     names that a line may have, in their order; empty: all that `build` takes
     example  a whole line of the op, for messages
 
     Raises CaseLineError for a parameter that is unknown, missing or of another kind, and where `build` refuses the values.
     """
     signature = {n: p for n, p in inspect.signature(build).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    known = [*signature, *further]
+    known = [*only] if only else [*signature, *further]
     hint = f"known are {', '.join(known)}; a whole case is {{}}"
     for name in params:
         if name not in known:
@@ -138,6 +141,8 @@ def call_with(
 
 def _as(kind: Any, value: Any) -> Any:
     """The value as an annotation says. Raises ValueError with what was expected."""
+    if isinstance(kind, UnionType):  # a parameter that may be left out
+        kind = get_args(kind)[0]
     number = isinstance(value, (int, float))
     if kind is bool and value is BARE:
         return True

@@ -12,6 +12,7 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.base import (
+    VALUE_BYTES,
     Arg,
     Array,
     Case,
@@ -32,8 +33,11 @@ from vkback.ops.base import (
     spread,
     weight_push,
 )
+from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.code_books import decoder
+from vkback.ops.general import DTYPES, INTEGERS, copied, is_general, lowered, permuted, rounded_to, view_in, views_of
 from vkback.ops.mat_vec import QUANTS
+from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, sized, tensor_type, type_word
 from vkback.ops.rows import F16_TOLERANCE
 from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
 from vkback.ops.workgroup import workgroup_size
@@ -227,7 +231,10 @@ def some(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     """Values of a type: numbers in -1..1, or any whole ones."""
     if kind == "I32":
         return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
-    return rng.uniform(-1, 1, shape).astype(np.float16 if kind == "F16" else np.float32)
+    if kind in INTEGERS:
+        values: Array = rng.integers(np.iinfo(DTYPES[kind]).min, np.iinfo(DTYPES[kind]).max, shape, DTYPES[kind], endpoint=True)
+        return values
+    return rounded_to(kind, rng.uniform(-1, 1, shape))
 
 
 @register
@@ -263,6 +270,54 @@ class Cont(Convert):
 
     name = "CONT"
     formula = "cont(x)"
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        x, y = node.inputs[0], node.outputs[0]
+        if x.kind != "weight" and x.type == y.type and (x.type not in ("F32", "I32", "F16") or (x.type == "F16" and y.shape[-1] % 2)):
+            return [copied(x, y, node, ctx, source=node.params.get("view"))]
+        return super().lower(node, ctx)
+
+    def cases(self) -> Iterator[Case]:
+        for type in ("f32", "f16", "i32", "bf16"):
+            yield self.line_case(type, (32, 5, 3))
+            yield self.line_case(type, (6, 5, 4), permute=(1, 2, 0, 3))
+            yield self.line_case(type, (7, 5, 3), use_view_slice=True)
+
+    def full_cases(self) -> Iterator[Case]:
+        orders: tuple[Four, ...] = ((0, 0, 0, 0), (2, 1, 0, 3), (0, 2, 1, 3), (1, 2, 0, 3))
+        for type, ne, permute in product(("f32", "f16", "i32", "bf16"), CONT_SIZES, orders):
+            yield self.line_case(type, ne, permute=permute)
+            if not any(permute):
+                yield self.line_case(type, ne, use_view_slice=True)
+
+    def case(self, params: Mapping[str, Any]) -> Case:
+        return call_with(self.line_case, params, op=self.name, further=(), example=lambda: next(self.cases()).line)
+
+    def line_case(
+        self, type: str = "f32", ne: Shape = (10, 10, 10, 1), use_view_slice: bool = False, permute: Four = (0, 0, 0, 0), seed: int = 29
+    ) -> Case:
+        """use_view_slice: of the second axis only the last; permute: axis i of ne becomes axis permute[i], all zeros: none does."""
+        kind, shape = one_of_types(type, VALUE_BYTES), shape_of(ne)
+        view = View.whole(shape)
+        if any(permute) and sorted(permute) != [0, 1, 2, 3]:
+            raise CaseLineError(f"CONT: permute=[{','.join(map(str, permute))}]: expected an order of 0 to 3, or all zeros")
+        if use_view_slice and any(permute):
+            raise PlanError("[CONT] use_view_slice=1 with permute: expected one of them")
+        if use_view_slice:
+            view = View((shape[2] - 1) * shape[3], (*shape[:2], 1, shape[3]), view.strides)
+        if any(permute):
+            view = permuted(shape, permute)
+
+        def make(rng: np.random.Generator) -> Problem:
+            node = Node("CONT", (Tensor("x", kind, shape, "input"),), (Tensor("y", kind, view.shape),), {"view": view})
+            return Problem(node, {"x": some(kind, shape, rng)})
+
+        shown = {"type": type_word(kind), "ne": ne_of(shape), "use_view_slice": int(use_view_slice), "permute": permute, "seed": seed}
+        return Case("CONT", shown, make, seed)
+
+
+CONT_SIZES: tuple[Shape, ...] = ((2, 1, 1, 1), (1, 8, 17, 1), (2, 3, 5, 7), (33, 5, 7, 1), (64, 3, 65, 1))
+"""Of the full set."""
 
 
 def _four(shape: Sequence[int]) -> tuple[int, ...]:
@@ -311,6 +366,8 @@ class Boxed(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         y = node.outputs[0]
+        if is_general(node):
+            return lowered(self, node, ctx)
         for t in (*node.inputs, y):
             if t.type not in ("F32", "I32") or t.type != y.type or len(t.shape) > 4:
                 raise PlanError(f"[{self.name}] {node.name}: {t}: expected F32 (or I32 everywhere) of at most four axes")
@@ -358,20 +415,24 @@ class Repeat(Boxed):
         return [_box(node, ctx, x, y, _four(y.shape), _four(x.shape), _strides(x.shape), _strides(y.shape))]
 
     def cases(self) -> Iterator[Case]:
-        yield self.build_case(("5x7",), (10, 21), (10, 21))
-        yield self.build_case(("5x7",), (10, 21), (10, 21), "I32")
-        yield self.build_case(("3x1x4",), (2, 3, 5, 4), (2, 3, 5, 4))
+        for type, ne, nr in (("f32", (21, 10), (1, 2, 1, 1)), ("i32", (7, 5), (3, 2, 1, 1)), ("f32", (4, 1, 3), (1, 5, 1, 2)),
+                             ("i16", (7, 5, 2), (2, 1, 1, 2)), ("bf16", (10, 5), (2, 1, 2, 1))):  # fmt: skip
+            yield self.build_case(type, ne, nr)
 
     def full_cases(self) -> Iterator[Case]:
-        repeats = ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 3), (2, 2, 2, 2), (1, 1, 1, 5))
-        smalls: tuple[Shape, ...] = ((5, 4, 3), (1, 33), (7,), (2, 3, 5, 10))
-        for small, times in product(smalls, repeats):
-            big = tuple(s * t for s, t in zip(small, times[4 - len(small) :], strict=True))
-            for type in ("F32", "I32"):
-                yield self.build_case((by_x(small),), big, big, type)
+        repeats: tuple[Four, ...] = ((1, 1, 1, 1), (1, 1, 1, 2), (3, 1, 2, 1), (2, 2, 2, 2), (5, 1, 1, 1))
+        for ne, nr, type in product(((3, 4, 5), (33, 1), (7,), (10, 5, 3, 2)), repeats, ("f32", "i32", "f16", "i16")):
+            yield self.build_case(type, ne, nr)
 
-    def build_case(self, ne: tuple[str | int, ...], out: Shape, shape: Shape, type: str = "F32", seed: int = 31) -> Case:
-        return self.boxed_case(ne, out, type, seed, shape=shape)
+    def build_case(self, type: str = "f32", ne: Shape = (10, 5, 4, 3), nr: Four = (2, 2, 2, 2), seed: int = 31) -> Case:
+        kind, small, times = one_of_types(type, ("F32", "F16", "BF16", "I32", "I16", "I8")), shape_of(ne), shape_of(nr, "nr")
+        big = sized(tuple(n * t for n, t in zip(small, times, strict=True)))
+
+        def make(rng: np.random.Generator) -> Problem:
+            node = Node("REPEAT", (Tensor("x", kind, small, "input"),), (Tensor("y", kind, big),), {"shape": big})
+            return Problem(node, {"x": some(kind, small, rng)})
+
+        return Case("REPEAT", {"type": type_word(kind), "ne": ne_of(small), "nr": ne_of(times), "seed": seed}, make, seed)
 
 
 @register
@@ -395,49 +456,154 @@ class Concat(Boxed):
             for i, (x, start) in enumerate(zip(node.inputs, starts, strict=False))
         ]
 
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        return self._anyhow(node, ctx) if is_general(node) else super().lower(node, ctx)
+
+    def _anyhow(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        """Inputs of any type that lie anyhow, each copied to its place."""
+        y, axis, start = node.outputs[0], node.params["axis"], 0
+        strides, made = View.whole(y.shape).strides, []
+        for i, t in enumerate(node.inputs):
+            source = views_of(node.params).get(i, View.whole(t.shape))
+            made.append(copied(t, y, node, ctx, source=source, target=View(start * strides[axis], source.shape, strides)))
+            start += source.shape[axis]
+        return made
+
     def cases(self) -> Iterator[Case]:
-        yield self.build_case(("3x4x5", "3x2x5"), (3, 6, 5), 1)
-        yield self.build_case(("3x4x5", "3x2x5"), (3, 6, 5), 1, "I32")
-        yield self.build_case(("2x64", "2x33", "2x1"), (2, 98), -1)
+        yield self.build_case("f32", (5, 4, 3), 2, 1)
+        yield self.build_case("i32", (5, 4, 3), 2, 1)
+        yield self.build_case("f32", (64, 2), 33, 0)
+        yield self.build_case("i8", (5, 3, 2), 2, 0, v=3)
+        yield self.build_case("i64", (5, 3, 2), 2, 1, v=1)
+        yield self.build_case("q4_0", (64, 3, 2), 32, 0)
 
     def full_cases(self) -> Iterator[Case]:
-        bases: tuple[Shape, ...] = ((11, 12, 13, 14), (3, 64), (5,))
-        for base, axis, other in product(bases, (0, 1, 2, 3), (1, 7, 12)):
-            if axis < len(base):
-                second = tuple(other if i == axis else s for i, s in enumerate(base))
-                out = tuple(s + other if i == axis else s for i, s in enumerate(base))
-                for type in ("F32", "I32"):
-                    yield self.build_case((by_x(base), by_x(second)), out, axis, type)
+        for (ne, dim), other in product((((14, 13, 12, 11), 0), ((14, 13, 12, 11), 3), ((64, 3), 0), ((64, 3), 1), ((5,), 0)), (1, 7, 12)):
+            for type, v in product(("f32", "i32", "bf16", "i16", "i8", "i64"), (0, 1, 2)):
+                yield self.build_case(type, ne, other, dim, v)
+        for type in ("q4_0", "q4_1", "q5_0", "q8_0"):
+            yield self.build_case(type, (64, 3, 2), 32, 0, v=4)
+            yield self.build_case(type, (64, 3, 2), 5, 1, v=8)
 
-    def build_case(self, ne: tuple[str | int, ...], out: Shape, axis: int, type: str = "F32", seed: int = 31) -> Case:
-        return self.boxed_case(ne, out, type, seed, axis=axis)
+    def build_case(
+        self, type: str = "f32", ne_a: Shape = (10, 5, 5, 5), ne_b_d: int = 5, dim: int = 2, v: int = 0, seed: int = 31
+    ) -> Case:
+        """b of sizes ne_a but along `dim`, where it has ne_b_d. v: bits 1 and 4 make a a view of a larger tensor, 2 and 8 b. Of a quantized
+        type blocks are moved as the file has them."""
+        kind, a_shape = tensor_type(type), shape_of(ne_a, "ne_a")
+        if not 0 <= dim <= 3 or not 0 <= v <= 15 or ne_b_d < 1:
+            raise CaseLineError(f"CONCAT: dim={dim}, v={v}, ne_b_d={ne_b_d}: expected dim from 0 to 3, v from 0 to 15, ne_b_d from 1")
+        b_shape = tuple(ne_b_d if axis == 3 - dim else n for axis, n in enumerate(a_shape))
+        stored, shapes = kind, [a_shape, b_shape]
+        if kind not in VALUE_BYTES:
+            stored = "I8"
+            try:
+                shapes = [(*s[:3], quants.row_bytes(kind, s[3])) for s in shapes]
+            except quants.QuantShapeError as e:
+                raise CaseLineError(f"CONCAT: {e}") from e
+        inner = [view_in(s, (1, 2, 2, 2) if v & bits else (1, 1, 1, 1)) for s, bits in zip(shapes, (5, 10), strict=True)]
+        for big, _ in inner:
+            sized(big)
+        views = {i: view for i, (_, view) in enumerate(inner) if v & (5, 10)[i]}
+        out = tuple(shapes[0][i] + shapes[1][i] if i == 3 - dim else n for i, n in enumerate(shapes[0]))
+
+        def make(rng: np.random.Generator) -> Problem:
+            tensors = tuple(Tensor(name, stored, big, "input") for name, (big, _) in zip("ab", inner, strict=True))
+            params = {"axis": 3 - dim} | ({"views": views} if views else {})
+            values = {t.name: some(stored, t.shape, rng) for t in tensors}
+            return Problem(Node("CONCAT", tensors, (Tensor("y", stored, out),), params), values)
+
+        shown = {"type": type_word(kind), "ne_a": ne_of(a_shape), "ne_b_d": ne_b_d, "dim": dim, "v": v, "seed": seed}
+        return Case("CONCAT", shown, make, seed)
 
 
 @register
 class Pad(Boxed):
-    """PAD(x; shape) -> x with zeros behind it along each axis, up to `shape`."""
+    """PAD(x; shape, before, circular) -> x with zeros (of a circular one with the other end's values) before and behind it along each axis,
+    up to `shape`. Default is nothing before it."""
 
     name = "PAD"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x = inputs[0]
-        return [np.pad(x, [(0, big - small) for big, small in zip(params["shape"], x.shape, strict=True)])]
+        before = params.get("before", (0,) * x.ndim)
+        if not params.get("circular"):
+            return [np.pad(x, [(b, big - small - b) for big, small, b in zip(params["shape"], x.shape, before, strict=True)])]
+        for axis, (big, b) in enumerate(zip(params["shape"], before, strict=True)):
+            x = np.take(x, (np.arange(big) - b) % x.shape[axis], axis=axis)
+        return [x]
 
     def boxes(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, y = node.inputs[0], node.outputs[0]
+        if "before" in node.params or node.params.get("circular"):
+            return [self._around(node, ctx)]
         return [_box(node, ctx, x, y, _four(y.shape), _four(x.shape), _strides(x.shape), _strides(y.shape), fill=True)]
 
+    def _around(self, node: Node, ctx: LowerContext) -> Dispatch:
+        x, y = node.inputs[0], node.outputs[0]
+        before = (*(0,) * (4 - len(x.shape)), *node.params.get("before", (0,) * len(x.shape)))
+        choice = ctx.tuning.pick("copy", elements=y.elements)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], y.elements)
+        return Dispatch(
+            Variant("copy/pad.comp", (("CIRCULAR", int(bool(node.params.get("circular")))), ("WG_SIZE", wg))),
+            (Arg(x), Arg(y, "w")),
+            pack_push(*_four(y.shape), *_four(x.shape), *_strides(x.shape), *before, 0),
+            spread(ceil_div(y.elements, wg)),
+            node.op,
+            node.name,
+            f"{wg} threads: {choice.source}",
+            nbytes=nbytes(x) + nbytes(y),
+        )
+
     def cases(self) -> Iterator[Case]:
-        yield self.build_case(("3x5",), (4, 9), (4, 9))
+        yield self.build_case(ne_a=(5, 3), pad_0=4, pad_1=1)
+        yield self.build_case(ne_a=(5, 3, 2, 2), lp0=1, rp0=2, lp1=3, lp2=1, rp3=1)
+        yield self.build_case(ne_a=(5, 3, 2, 2), lp0=1, rp0=2, lp1=3, lp2=1, rp3=1, circular=True, tfrm=1)
 
     def full_cases(self) -> Iterator[Case]:
-        bases: tuple[Shape, ...] = ((5,), (3, 512), (2, 3, 33), (5, 7, 11, 13))
-        for base, more in product(bases, ((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 3, 1), (1, 2, 3, 4))):
-            big = tuple(s + m for s, m in zip(base, more[4 - len(base) :], strict=True))
-            yield self.build_case((by_x(base),), big, big)
+        for ne, (p0, p1) in product(((5,), (512, 3), (33, 3, 2), (13, 11, 7, 5)), ((0, 0), (1, 0), (0, 3), (4, 3))):
+            yield self.build_case(ne_a=ne, pad_0=p0, pad_1=p1)
+            for tfrm, circular in product((0, 1, 2), (False, True)):
+                yield self.build_case(ne_a=ne, lp0=p0, rp0=2, lp1=p1, rp1=1, rp2=1, lp3=1, tfrm=tfrm, circular=circular)
 
-    def build_case(self, ne: tuple[str | int, ...], out: Shape, shape: Shape, type: str = "F32", seed: int = 31) -> Case:
-        return self.boxed_case(ne, out, type, seed, shape=shape)
+    def build_case(
+        self, type: str = "f32", ne_a: Shape = (512, 512, 3, 1), pad_0: int | None = None, pad_1: int | None = None, lp0: int | None = None,
+        rp0: int | None = None, lp1: int | None = None, rp1: int | None = None, lp2: int | None = None, rp2: int | None = None,
+        lp3: int | None = None, rp3: int | None = None, tfrm: int = 0, circular: bool = False, seed: int = 31,
+    ) -> Case:
+        """pad_0 and pad_1 behind the first two axes, or lp and rp before and behind each of four. tfrm: x is a tensor as it lies (0), one
+        whose first two axes are exchanged in memory (1), or a view of a larger one (2)."""
+        one_of_types(type, ("F32",))
+        shape = shape_of(ne_a, "ne_a")
+        given = {"lp0": lp0, "rp0": rp0, "lp1": lp1, "rp1": rp1, "lp2": lp2, "rp2": rp2, "lp3": lp3, "rp3": rp3}
+        around = any(value is not None for value in given.values())
+        if around and (pad_0 is not None or pad_1 is not None):
+            raise CaseLineError("PAD: pad_0 and pad_1 with lp0, rp0...: expected one or the other")
+        if tfrm not in (0, 1, 2) or (tfrm and not around):
+            raise CaseLineError(f"PAD: tfrm={tfrm}: expected 0 to 2, and lp0, rp0... with it")
+        pads = {key: value or 0 for key, value in (given if around else {"pad_0": pad_0, "pad_1": pad_1}).items()}
+        if any(not isinstance(n, int) or not 0 <= n < 1 << 20 for n in pads.values()):
+            raise CaseLineError(f"PAD: {', '.join(f'{k}={n}' for k, n in pads.items())}: expected whole numbers from 0")
+        before = tuple(pads.get(f"lp{axis}", 0) for axis in (3, 2, 1, 0))
+        behind = (0, 0, pads["pad_1"], pads["pad_0"]) if not around else tuple(pads[f"rp{axis}"] for axis in (3, 2, 1, 0))
+        big = sized(tuple(b + n + e for b, n, e in zip(before, shape, behind, strict=True)))
+        inner, view = shape, View.whole(shape)
+        if tfrm == 1:
+            inner = (*shape[:2], shape[3], shape[2])
+            view = permuted(inner, (1, 0, 2, 3))
+        elif tfrm == 2:
+            inner, view = view_in(shape, (2, 2, 2, 2))
+        sized(inner)
+
+        def make(rng: np.random.Generator) -> Problem:
+            params: dict[str, Any] = {"shape": big, "before": before} if around else {"shape": big}
+            params |= {"circular": True} if circular else {}
+            params |= {"views": {0: view}} if tfrm else {}
+            node = Node("PAD", (Tensor("x", "F32", inner, "input"),), (Tensor("y", "F32", big),), params)
+            return Problem(node, {"x": some("F32", inner, rng)})
+
+        shown = {"type": type.lower(), "ne_a": ne_of(shape), **pads, **({"tfrm": tfrm} if around else {}), "circular": int(circular)}
+        return Case("PAD", {**shown, "seed": seed}, make, seed)
 
 
 @register

@@ -1,4 +1,4 @@
-"""RMS_NORM, NORM and the fusions around them (shaders/norm): a workgroup a row."""
+"""RMS_NORM, NORM, L2_NORM and the fusions around them (shaders/norm): a workgroup a row."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from vkback.ops.base import (
     spread,
 )
 from vkback.ops.cost import Cost, times, total
+from vkback.ops.general import is_general, lowered, permuted, view_in
+from vkback.ops.peer import ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.quantize import Q8_1_TOLERANCE
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
@@ -38,6 +40,9 @@ declare(
     match={"dim": "number", "rows": "number"},
     params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)},
 )
+
+TAKES = ("F32", "Q8_1")
+"""Types of the kernels."""
 
 MAX_KEPT = 8
 """Quads (4 values) of a row, and as many of the weight, that a thread keeps in registers: 64 registers. Longer rows are read twice."""
@@ -49,6 +54,10 @@ WIDTHS = (1, 2, 31, 32, 33, 64, 100, 511, 512, 1023, 1024, 1025, 2048, 2880, 409
 """Of the full set."""
 
 
+OURS = ("scale", "out", "seed")
+"""Keys of every member that the peer does not have."""
+
+
 class Norm(Op):
     """All members of the family: inputs a, (b,) (w,) (bias,) (residual,); outputs (sum,) y."""
 
@@ -57,6 +66,7 @@ class Norm(Op):
     center: ClassVar[bool] = False
     bias: ClassVar[bool] = False
     residual: ClassVar[bool] = False
+    keys = ("type", "ne", "eps", *OURS)
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """Of a value its square and its product with the scale, of a row a division and a square root; what centers, subtracts and adds up
@@ -81,6 +91,8 @@ class Norm(Op):
         return [x, y] if self.add else [y]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        if is_general(node, TAKES):
+            return lowered(self, node, ctx, TAKES)
         a, y = node.inputs[0], node.outputs[-1]
         dim, rows = a.shape[-1], prod(a.shape[:-1])
         for what, t in zip(("weight", "bias"), node.inputs[1 + self.add : 1 + self.add + self.weight + self.bias], strict=False):
@@ -126,33 +138,60 @@ class Norm(Op):
 
     def cases(self) -> Iterator[Case]:
         for dim in (1, 64, 511, 1025, 4096, 8192, 16896):
-            yield self.build_case((2 if dim < 8192 else 1, dim))
-        yield self.build_case((5, 3, 128), eps=1e-5)
-        yield self.build_case((1, 512), scale=1e-3, eps=1e-12)
-        yield self.build_case((1, 512), scale=0.0)
+            yield self._of_shape((2 if dim < 8192 else 1, dim))
+        yield self._of_shape((5, 3, 128), eps=1e-5)
+        yield self._of_shape((1, 512), scale=1e-3, eps=1e-12)
+        yield self._of_shape((1, 512), scale=0.0)
         if self.weight:
             for shape in ((1, 32), (3, 2048), (1, 4096), (2, 16896), (1, 100), (2, 37)):
-                yield self.build_case(shape, out="Q8_1")
+                yield self._of_shape(shape, out="q8_1")
+        if "v" in self.keys:
+            yield self._of_shape((3, 5, 70), v=True)
+            yield self._of_shape((3, 5, 64), inplace=True) if "inplace" in self.keys else self._of_shape((3, 5, 64), noncontig_rows=True)
 
     def full_cases(self) -> Iterator[Case]:
         for dim, rows in product(WIDTHS, (1, 2, 5, 33)):
             if rows * dim <= 70000 and not (self.center and dim == 1):  # the variance of one value is nothing but rounding
-                yield self.build_case((rows, dim))
+                yield self._of_shape((rows, dim))
         for eps in (1e-12, 1e-5, 0.1, 10.0):
-            yield self.build_case((2, 3, 64), eps=eps)
+            yield self._of_shape((2, 3, 64), eps=eps)
         if self.weight:
             for dim, rows in product(WIDTHS[2:], (1, 2)):
-                yield self.build_case((rows, dim), out="Q8_1")
+                yield self._of_shape((rows, dim), out="q8_1")
+        for way, dim in product(self.keys, (33, 1025)):
+            if way in ("v", "noncontig_rows", "inplace"):
+                yield self._of_shape((3, 4, 5, dim), **{way: True})
 
-    def build_case(self, ne: Shape, eps: float = 1e-6, scale: float = 1.0, out: str = "F32", seed: int = 11) -> Case:
-        """Values uniform in +-scale about 0.3 * scale, weights in 0.5..1.5."""
+    def _of_shape(self, shape: Shape, **given: Any) -> Case:
+        return self.build_case(ne=ne_of(shape), **given)
+
+    def build_case(
+        self, type: str = "f32", ne: Shape = (64, 5, 4, 3), v: bool = False, eps: float = 1e-6, noncontig_rows: bool = False,
+        inplace: bool = False, scale: float = 1.0, out: str = "f32", seed: int = 11,
+    ) -> Case:
+        """Values uniform in +-scale about 0.3 * scale, weights in 0.5..1.5.
+
+        v               a is a view of a tensor twice as large along its inner axes
+        noncontig_rows  a's rows lie as columns of its tensor
+        inplace         the output is a itself
+        """
+        one_of_types(type, ("F32",))
+        made, shape = one_of_types(out, TAKES, "out"), shape_of(ne)
+        if made == "Q8_1" and not self.weight:
+            raise PlanError(f"[{self.name}] out={out}: only norms with a weight are quantized")
+        if v + noncontig_rows + inplace > 1:
+            raise PlanError(f"[{self.name}] v={int(v)}, noncontig_rows={int(noncontig_rows)}, inplace={int(inplace)}: expected one of them")
+        inner, view = view_in(shape, (1, 2, 2, 2)) if v else (shape, None)
+        if noncontig_rows:
+            inner, view = (*shape[:2], shape[3], shape[2]), permuted((*shape[:2], shape[3], shape[2]), (1, 0, 2, 3))
+        sized(inner)
 
         def make(rng: np.random.Generator) -> Problem:
-            dim = ne[-1]
-            inputs = [Tensor("a", "F32", ne, "input")]
+            dim = shape[-1]
+            inputs = [Tensor("a", "F32", inner, "input")]
             if self.add:
-                inputs.append(Tensor("b", "F32", ne, "input"))
-            values: dict[str, Array] = {t.name: (scale * rng.uniform(-0.7, 1.3, ne)).astype(np.float32) for t in inputs}
+                inputs.append(Tensor("b", "F32", shape, "input"))
+            values: dict[str, Array] = {t.name: (scale * rng.uniform(-0.7, 1.3, t.shape)).astype(np.float32) for t in inputs}
             if self.weight:
                 inputs.append(Tensor("w", "F32", (dim,), "weight"))
                 values["w"] = rng.uniform(0.5, 1.5, dim).astype(np.float32)
@@ -160,12 +199,19 @@ class Norm(Op):
                 inputs.append(Tensor("bias", "F32", (dim,), "weight"))
                 values["bias"] = rng.uniform(-1, 1, dim).astype(np.float32)
             if self.residual:
-                inputs.append(Tensor("residual", "F32", ne, "input"))
-                values["residual"] = rng.uniform(-1, 1, ne).astype(np.float32)
-            outputs = ((Tensor("sum", "F32", ne),) if self.add else ()) + (Tensor("y", out, ne),)
-            return Problem(Node(self.name, tuple(inputs), outputs, {"eps": eps}), values)
+                inputs.append(Tensor("residual", "F32", shape, "input"))
+                values["residual"] = rng.uniform(-1, 1, shape).astype(np.float32)
+            outputs = ((Tensor("sum", "F32", shape),) if self.add else ()) + (inputs[0] if inplace else Tensor("y", made, shape),)
+            return Problem(Node(self.name, tuple(inputs), outputs, {"eps": eps} | ({"views": {0: view}} if view else {})), values)
 
-        return Case(self.name, {"ne": ne, "eps": eps, "scale": scale, "out": out, "seed": seed}, make, seed)
+        given: dict[str, Any] = {
+            "type": type.lower(), "ne": ne_of(shape), "v": int(v), "eps": eps, "noncontig_rows": int(noncontig_rows),
+            "inplace": int(inplace),
+        }  # fmt: skip
+        shown = {key: given[key] for key in self.keys if key in given}
+        shown |= {"scale": scale} if scale != 1.0 else {}
+        shown |= {"out": type_word(made)} if made != "F32" else {}
+        return Case(self.name, {**shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Q8_1_TOLERANCE if node.outputs[-1].type == "Q8_1" else TOLERANCE
@@ -173,7 +219,7 @@ class Norm(Op):
 
 def _sizes_of_models(op: Norm) -> Iterator[Case]:
     for rows in (1, 512):
-        yield op.build_case((rows, 4096))
+        yield op.build_case(ne=(4096, rows))
 
 
 def _normed(x: Tensor, w: Tensor, y: Tensor, params: Mapping[str, Any], *added: Tensor, norm: str = "RMS_NORM") -> list[Node]:
@@ -193,6 +239,7 @@ class RmsNorm(Norm):
 
     name = "RMS_NORM"
     formula = "rms_norm(x)"
+    keys = ("type", "ne", "v", "eps", "inplace", *OURS)
 
     def perf_cases(self) -> Iterator[Case]:
         return _sizes_of_models(self)
@@ -205,6 +252,42 @@ class LayerNorm(Norm):
     name = "NORM"
     formula = "norm(x)"
     center = True
+    keys = ("type", "ne", "v", "eps", "noncontig_rows", *OURS)
+
+
+@register
+class L2Norm(Norm):
+    """L2_NORM(x [..., dim]; eps) -> x / max(sqrt(sum of x^2), eps) over the last axis."""
+
+    name = "L2_NORM"
+    keys = ("type", "ne", "eps", "v", "noncontig_rows", *OURS)
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        x = np.asarray(inputs[0], np.float64)
+        length = np.maximum(np.sqrt(np.sum(x * x, axis=-1, keepdims=True)), params["eps"])
+        return [np.divide(x, length, out=np.zeros_like(x), where=length > 0)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        if is_general(node):
+            return lowered(self, node, ctx)
+        x, y = node.inputs[0], node.outputs[0]
+        dim, rows = x.shape[-1], prod(x.shape[:-1])
+        choice = ctx.tuning.pick("norm", dim=dim, rows=rows)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], dim)
+        defines, subgroup = reduction(ctx.caps, wg)
+        return [
+            Dispatch(
+                Variant("norm/l2_norm.comp", tuple(sorted(defines.items())), subgroup),
+                (Arg(x), Arg(y, "w")),
+                pack_push(rows, dim, float(node.params["eps"])),
+                spread(rows),
+                node.op,
+                node.name,
+                f"{wg} threads: {choice.source}",
+                nbytes=nbytes(x) + nbytes(y),
+                flops=3 * x.elements,
+            )
+        ]
 
 
 @register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -26,7 +27,11 @@ from vkback.ops.base import (
     register,
     spread,
 )
+from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times
+from vkback.ops.general import is_general, lowered, rounded_to
+from vkback.ops.peer import ne_of, one_of_types, shape_of, sized, type_word
+from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -57,12 +62,19 @@ SHAPES: tuple[Shape, ...] = (
 """Of the full set."""
 
 
+def slopes(heads: int, max_bias: float) -> tuple[int, float, float]:
+    """ALiBi by max_bias: head h of the first n (a power of two) weighs its mask by below^(h + 1), later ones by above^(2 (h - n) + 1)."""
+    n = 1 << (heads.bit_length() - 1)
+    return n, 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
+
+
 @register
 class SoftMax(Op):
-    """SOFT_MAX(x [..., dim] [, mask [..., dim]]; scale) -> softmax of scale * x + mask over the last axis.
+    """SOFT_MAX(x [..., dim] [, mask [..., dim]] [, sinks [heads]]; scale) -> softmax of scale * x + mask over the last axis.
 
     The mask's rows are those of x's last axes, used again for each of the leading ones; -inf hides a value, and a row that is hidden
-    altogether gives zeros.
+    altogether gives zeros. With the param `sinks`, `max_bias` or `repeat_mask` x is [outer, heads, rows, dim]: the last input is then one
+    more value of every row of a head, of which nothing is put out; the mask is weighted by `slopes`; it is repeated along its first axes.
     """
 
     name = "SOFT_MAX"
@@ -71,11 +83,22 @@ class SoftMax(Op):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         z = np.asarray(inputs[0], np.float64) * params.get("scale", 1.0)
-        if len(inputs) > 1:
-            z = z + inputs[1]
+        masks = inputs[1 : len(inputs) - bool(params.get("sinks"))]
+        if masks:
+            mask = np.asarray(masks[0], np.float64)
+            if params.get("repeat_mask"):
+                mask = np.tile(mask, [big // small for big, small in zip(z.shape, mask.shape, strict=True)])
+            if params.get("max_bias"):
+                n, below, above = slopes(z.shape[-3], params["max_bias"])
+                slope = [below ** (h + 1) if h < n else above ** (2 * (h - n) + 1) for h in range(z.shape[-3])]
+                mask = mask * np.array(slope)[:, None, None]
+            z = z + mask
         top = z.max(axis=-1, keepdims=True)
-        e = np.exp(z - np.where(np.isfinite(top), top, 0.0))
-        total = e.sum(axis=-1, keepdims=True)
+        sink = np.asarray(inputs[-1], np.float64).reshape(-1, 1, 1) if params.get("sinks") else np.full((1,) * z.ndim, -np.inf)
+        top = np.maximum(top, sink)
+        top = np.where(np.isfinite(top), top, 0.0)
+        e = np.exp(z - top)
+        total = e.sum(axis=-1, keepdims=True) + np.exp(sink - top)
         return [np.divide(e, total, out=np.zeros_like(e), where=total > 0)]
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
@@ -86,40 +109,101 @@ class SoftMax(Op):
         return ({"fpow": prod(x.shape[:-1])} if mask else {}) | times(per_value, x.elements)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        if is_general(node):
+            return lowered(self, node, ctx)
         x, *mask = node.inputs
+        if any(node.params.get(key) for key in ("sinks", "max_bias", "repeat_mask")):
+            return [self._with_heads(node, ctx)]
         if mask and mask[0].shape != x.shape[len(x.shape) - len(mask[0].shape) :]:
             raise PlanError(f"[SOFT_MAX] {node.name}: mask {mask[0]} does not fit {x}: expected its last axes")
         return [_dispatch(node, ctx, sum_rows=False)]
 
+    def _with_heads(self, node: Node, ctx: LowerContext) -> Dispatch:
+        x, *rest = node.inputs
+        sinks = bool(node.params.get("sinks"))
+        mask = rest[: len(rest) - sinks]
+        outer, heads, rows, dim = x.shape
+        fits = not mask or (mask[0].shape[2:] == (rows, dim) and outer % mask[0].shape[0] == 0 and heads % mask[0].shape[1] == 0)
+        if not fits or (sinks and rest[-1].elements != heads):
+            raise PlanError(f"[SOFT_MAX] {node.name}: {', '.join(map(str, rest))} do not fit {x}")
+        choice = ctx.tuning.pick("norm", dim=dim, rows=outer * heads * rows)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], ceil_div(dim, 4))
+        defines, subgroup = reduction(ctx.caps, wg)
+        defines |= {"MASK": len(mask), "SINKS": int(sinks)}
+        mask_outer, mask_heads = mask[0].shape[:2] if mask else (1, 1)
+        n, below, above = slopes(heads, float(node.params.get("max_bias", 0.0)))
+        return Dispatch(
+            Variant("soft_max/general.comp", tuple(sorted(defines.items())), subgroup),
+            (Arg(x), *map(Arg, rest), Arg(node.outputs[0], "rw")),
+            pack_push(outer, heads, rows, dim, mask_outer, mask_heads, n, float(node.params.get("scale", 1.0)), below, above),
+            spread(outer * heads * rows),
+            node.op,
+            node.name,
+            f"{wg} threads: {choice.source}",
+            nbytes=sum(map(nbytes, (*node.inputs, *node.outputs))),
+            flops=8 * x.elements,
+        )
+
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 4096), (3, 2, 37), (5, 1), (1, 20000)):
             for masked in (False, True):
-                yield self.build_case(shape, masked)
+                yield self.build_case(ne=ne_of(shape), mask=masked)
+        yield self.build_case(ne=(33, 3, 2, 2), mask=True, sinks=True, m_prec="f16", nr23=(3, 1), max_bias=8.0)
+        yield self.build_case(ne=(40, 3, 3, 1), sinks=True)
+        yield self.build_case(ne=(32, 2, 2, 1), mask=True, nr23=(1, 2), inplace=True)
 
     def full_cases(self) -> Iterator[Case]:
         for shape in SHAPES:
             for masked in (False, True):
-                yield self.build_case(shape, masked)
+                yield self.build_case(ne=ne_of(shape), mask=masked)
+        for ne, (sinks, bias), nr23 in product(
+            ((16, 16, 1, 1), (1024, 3, 2, 1), (15, 15, 3, 2), (200, 2, 5, 2)), product((False, True), (0.0, 8.0)), ((1, 1), (3, 1), (2, 2))
+        ):
+            for prec in ("f32", "f16"):
+                yield self.build_case(ne=ne, mask=True, sinks=sinks, m_prec=prec, nr23=nr23, scale=0.1, max_bias=bias)
 
     def perf_cases(self) -> Iterator[Case]:
-        yield self.build_case((32, 4096))
+        yield self.build_case(ne=(4096, 32))
 
-    def build_case(self, ne: Shape, mask: bool = False, scale: float = 0.5, seed: int = 37) -> Case:
-        """Values uniform in +-20; the mask hides a third of them and its first row altogether where there are several."""
+    def build_case(
+        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), mask: bool = False, sinks: bool = False, m_prec: str = "f32",
+        nr23: tuple[int, int] = (1, 1), scale: float = 0.5, max_bias: float = 0.0, inplace: bool = False, seed: int = 37,
+    ) -> Case:
+        """Values uniform in +-20; the mask hides a third of them and the first row altogether where there are several. nr23: how often the
+        mask is repeated along the axes of heads and outside, which x has so many times longer than ne; inplace: the output is x itself."""
+        one_of_types(type, ("F32",))
+        kind, small = one_of_types(m_prec, ("F32", "F16"), "m_prec"), shape_of(ne)
+        if min(nr23) < 1 or max_bias < 0:
+            raise CaseLineError(f"SOFT_MAX: nr23=[{nr23[0]},{nr23[1]}], max_bias={max_bias}: expected counts from 1, and a bias from 0")
+        if max_bias and not mask:
+            raise CaseLineError(f"SOFT_MAX: max_bias={max_bias} without a mask: there is nothing to weigh")
+        shape = sized((small[0] * nr23[1], small[1] * nr23[0], *small[2:]))
 
         def make(rng: np.random.Generator) -> Problem:
-            inputs = [Tensor("x", "F32", ne, "input")]
-            values: dict[str, Array] = {"x": rng.uniform(-20, 20, ne).astype(np.float32)}
+            inputs = [Tensor("x", "F32", shape, "input")]
+            values: dict[str, Array] = {"x": rng.uniform(-20, 20, shape).astype(np.float32)}
+            params: dict[str, Any] = {"scale": scale}
             if mask:
-                inputs.append(Tensor("mask", "F32", ne[-2:], "input"))
-                hidden = np.where(rng.random(ne[-2:]) < 1 / 3, -np.inf, 0.0)
-                hidden[-1, 0] = 0.0
-                if len(hidden) > 1:
-                    hidden[0] = -np.inf
-                values["mask"] = hidden.astype(np.float32)
-            return Problem(Node("SOFT_MAX", tuple(inputs), (Tensor("y", "F32", ne),), {"scale": scale}), values)
+                inputs.append(Tensor("mask", kind, small, "input"))
+                hidden = np.where(rng.random(small) < 1 / 3, -np.inf, rng.uniform(-1, 1, small) if max_bias else 0.0)
+                hidden[..., -1, 0] = 0.0
+                if small[2] > 1:
+                    hidden[..., 0, :] = -np.inf
+                values["mask"] = rounded_to(kind, hidden)
+                params |= {"repeat_mask": True} if shape != small else {}
+                params |= {"max_bias": max_bias} if max_bias else {}
+            if sinks:
+                inputs.append(Tensor("sinks", "F32", (shape[1],), "input"))
+                values["sinks"] = rng.uniform(-20, 20, shape[1]).astype(np.float32)
+                params["sinks"] = True
+            y = inputs[0] if inplace else Tensor("y", "F32", shape)
+            return Problem(Node("SOFT_MAX", tuple(inputs), (y,), params), values)
 
-        return Case("SOFT_MAX", {"ne": ne, "mask": mask, "scale": scale, "seed": seed}, make, seed)
+        shown = {
+            "type": type.lower(), "ne": ne_of(small), "mask": int(mask), "sinks": int(sinks), "m_prec": type_word(kind), "nr23": nr23,
+            "scale": scale, "max_bias": max_bias, "inplace": int(inplace), "seed": seed,
+        }  # fmt: skip
+        return Case("SOFT_MAX", shown, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-10, 1e-3, "f32; exp(z - max) with |z| up to 20 has 3 + 2|z| ulp by Vulkan's rules: 3e-6 relative; small rms")
@@ -138,22 +222,41 @@ class SumRows(Op):
         return {"fadd": node.inputs[0].elements}
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        return [_dispatch(node, ctx, sum_rows=True)]
+        return lowered(self, node, ctx) if is_general(node) else [_dispatch(node, ctx, sum_rows=True)]
 
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 4096), (3, 2, 37), (5, 1)):
-            yield self.build_case(shape)
+            yield self.build_case(ne=ne_of(shape))
+        yield self.build_case(ne=(16, 5, 6, 3), permute=True, slice=True)
 
     def full_cases(self) -> Iterator[Case]:
         for shape in SHAPES:
-            yield self.build_case(shape)
+            yield self.build_case(ne=ne_of(shape))
+        for permute, slice in product((False, True), repeat=2):
+            yield self.build_case(ne=(33, 5, 6, 3), permute=permute, slice=slice)
 
-    def build_case(self, ne: Shape, seed: int = 41) -> Case:
+    def build_case(
+        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), permute: bool = False, slice: bool = False, seed: int = 41
+    ) -> Case:
+        """slice: of the third axis every second, of the fourth all but the first; permute: the axes behind the first turn by one."""
+        one_of_types(type, ("F32",))
+        inner = shape_of(ne)
+        view = View.whole(inner)
+        if slice:
+            if inner[0] < 2 or inner[1] < 2:
+                raise CaseLineError("SUM_ROWS: slice=1: expected two or more as third and fourth of ne")
+            outer, head, row, one = view.strides
+            view = View(outer, (inner[0] - 1, inner[1] // 2, *inner[2:]), (outer, 2 * head, row, one))
+        if permute:
+            view = View(view.offset, *(tuple(v[a] for a in (2, 0, 1, 3)) for v in (view.shape, view.strides)))
+
         def make(rng: np.random.Generator) -> Problem:
-            node = Node("SUM_ROWS", (Tensor("x", "F32", ne, "input"),), (Tensor("y", "F32", (*ne[:-1], 1)),))
-            return Problem(node, {"x": rng.uniform(-0.5, 1.5, ne).astype(np.float32)})
+            x, y = Tensor("x", "F32", inner, "input"), Tensor("y", "F32", (*view.shape[:-1], 1))
+            node = Node("SUM_ROWS", (x,), (y,), {"views": {0: view}} if permute or slice else {})
+            return Problem(node, {"x": rng.uniform(-0.5, 1.5, inner).astype(np.float32)})
 
-        return Case("SUM_ROWS", {"ne": ne, "seed": seed}, make, seed)
+        shown = {"type": type.lower(), "ne": ne_of(inner), "permute": int(permute), "slice": int(slice), "seed": seed}
+        return Case("SUM_ROWS", shown, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-11, 1e-5, "f32 sums of dim values, relative error about sqrt(dim) * 2^-24")

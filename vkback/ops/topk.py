@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Shape,
     Tolerance,
     ceil_div,
     declare,
@@ -41,8 +43,10 @@ from vkback.ops.base import (
     register,
     spread,
 )
+from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times, total
 from vkback.ops.glu import SIGMOID_COST
+from vkback.ops.peer import ne_of, one_of_types, shape_of
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -123,18 +127,23 @@ class Argmax(Op):
             ),
             1,
         ):
-            yield self.build_case(n, vocab, kind, seed)
+            yield self.build_case(ne=(vocab, n), kind=kind, seed=seed)
 
     def full_cases(self) -> Iterator[Case]:
         for n, vocab, kind in product((1, 2, 7), (1, 2, 31, 33, 1000, 32000, 151936), ("normal", "ties", "negative", "zeros")):
-            yield self.build_case(n, vocab, kind)
+            yield self.build_case(ne=(vocab, n), kind=kind)
 
     def perf_cases(self) -> Iterator[Case]:
         for vocab in (32000, 151936):
-            yield self.build_case(1, vocab, "normal")
+            yield self.build_case(ne=(vocab,))
 
-    def build_case(self, n: int, vocab: int, kind: str, seed: int = 1) -> Case:
+    def build_case(self, type: str = "f32", ne: Shape = (10, 100, 1, 1), kind: str = "normal", seed: int = 1) -> Case:
         """kind: normal, negative; ties (whole numbers); zeros (of both signs); nan (in the last row; others infinite)."""
+        one_of_types(type, ("F32",))
+        shape = shape_of(ne)
+        n, vocab = prod(shape[:-1]), shape[-1]
+        if kind not in ("normal", "negative", "ties", "zeros", "nan") or (kind == "nan" and n < 2):
+            raise CaseLineError(f"ARGMAX: kind={kind}: expected normal, negative, ties, zeros, or of two rows and more nan")
 
         def make(rng: np.random.Generator) -> Problem:
             x = rng.standard_normal((n, vocab), np.float32)
@@ -152,7 +161,8 @@ class Argmax(Op):
             logits = Tensor("result_output", "F32", (n, vocab))
             return Problem(Node(self.name, (logits,), (Tensor("ids", "I32", (n,)),)), {"result_output": x})
 
-        return Case(self.name, {"n": n, "vocab": vocab, "kind": kind, "seed": seed}, make, seed)
+        shown = {"type": type.lower(), "ne": ne_of(shape)} | ({"kind": kind} if kind != "normal" else {})
+        return Case(self.name, {**shown, "seed": seed}, make, seed)
 
 
 GATES: Mapping[tuple[str, bool], int] = {

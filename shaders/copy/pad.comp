@@ -1,0 +1,41 @@
+#version 450
+// Values of 32 bits with others before and behind them along each axis: zeros, or those of the other end (CIRCULAR 1).
+//
+//   binding 0  x [size], with strides in values
+//   binding 1  y [big]: value i is that of x at i - before
+//
+// A thread makes one value.
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uvec4 big;
+    uvec4 size;
+    uvec4 stride;
+    uvec4 before;
+    uint offset;
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InX { uint x[]; };
+layout(std430, set = 0, binding = 1) writeonly buffer OutY { uint y[]; };
+
+void main() {
+    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    if (i >= p.big.x * p.big.y * p.big.z * p.big.w) return;
+    uint rest = i;
+    uint from = p.offset;
+    bool there = true;
+    for (int axis = 3; axis >= 0; axis--) {
+        const uint n = p.size[axis];
+        const uint at = rest % p.big[axis];
+        rest /= p.big[axis];
+#if CIRCULAR
+        from += (at + n - p.before[axis] % n) % n * p.stride[axis];
+#else
+        there = there && at >= p.before[axis] && at - p.before[axis] < n;
+        from += (at - p.before[axis]) * p.stride[axis];
+#endif
+    }
+    uint v = 0u;
+    if (there) v = x[from];
+    y[i] = v;
+}
