@@ -21,6 +21,7 @@ from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.glu import SWIGLU_OAI
 from vkback.ops.mat_vec import QUANTS, weight
 from vkback.ops.mat_vec_node import FUSED_ROLES, INT_QUANTS
+from vkback.ops.peer import one_of_types, type_word
 
 Change = Callable[[Problem], Problem]
 
@@ -81,11 +82,8 @@ def _scaled(case: Case, amax: float) -> Case:
 
 
 def known_type(name: str) -> str:
-    """The name of a weight type, given in any case. Raises CaseLineError."""
-    found = next((q for q in QUANTS if q.lower() == name.lower()), None)
-    if found is None:
-        raise CaseLineError(f"type_a={name}: expected one of {', '.join(QUANTS)}")
-    return found
+    """The name of a weight type, given in any case. Raises CaseLineError, PlanError for a type that weights do not have here."""
+    return one_of_types(name, QUANTS, "type_a")
 
 
 # -- one case
@@ -101,8 +99,9 @@ def mul_mat_case(
         node = Node("MUL_MAT", (w, x), (Tensor("y", "F32", (n, m)),))
         return Problem(node, {"w": quants.random_blocks(quant, m, k, rng, std=0.5), "x": rng.uniform(-1, 1, (n, k)).astype(np.float32)})
 
-    case = Case("MUL_MAT", {"type_a": quant, "type_b": "f32", "m": m, "n": n, "k": k, "seed": seed}, make, seed)
-    return with_x(_scaled(case, amax), type_b, act, [])
+    lies = {"bs": (1, 1), "nr": (1, 1), "per": (0, 1, 2, 3), "k_v": 0, "o": 1, "src_overlap": 0, "m_v": 0, "pad": 0}
+    params = {"type_a": type_word(quant), "type_b": "f32", "m": m, "n": n, "k": k, **lies, "seed": seed}
+    return with_x(_scaled(Case("MUL_MAT", params, make, seed), amax), type_b, act, [])
 
 
 def mul_mat_id_case(
@@ -134,7 +133,8 @@ def mul_mat_id_case(
             chosen[:] = chosen[:, :1]
         return Problem(problem.node, {**problem.values, "ids": chosen})
 
-    params = {"type_a": quant, "type_b": "f32", "n_mats": experts, "n_used": used, "b": shared, "m": m, "n": n, "k": k, "seed": seed}
+    params = {"type_a": type_word(quant), "type_b": "f32", "n_mats": experts, "n_used": used, "b": shared, "m": m, "n": n, "k": k}
+    params |= {"amax": 1.0, "m_v": 0, "seed": seed}
     case = _scaled(Case("MUL_MAT_ID", params, make, seed), amax)
     return with_x(case, type_b, act, [route], **({} if ids == "shuffled" else {"ids": ids}))
 

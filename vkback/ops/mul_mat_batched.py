@@ -20,6 +20,7 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, PlanError, Rounded, Tolerance, ceil_div, nbytes, pack_push, spread
+from vkback.ops.general import copied
 from vkback.ops.mat_mul_lower import F16_TOLERANCE
 from vkback.ops.mat_vec import MatVec, mat_vec_tolerance
 from vkback.ops.mat_vec_node import path_for
@@ -35,7 +36,7 @@ VIEWS = ("w_view", "x_view")
 def is_batched(node: Node) -> bool:
     """Whether a MUL_MAT is more than a stored weight times some tokens."""
     w, x = node.inputs
-    return len(w.shape) != 2 or len(x.shape) != 2 or w.kind != "weight" or x.type == "F16" or any(v in node.params for v in VIEWS)
+    return len(w.shape) != 2 or len(x.shape) != 2 or w.kind != "weight" or x.type in ("F16", "BF16") or any(v in node.params for v in VIEWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +87,8 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
     y = node.outputs[0]
     if y.elements != batch.slices * batch.n * batch.m or y.type != "F32":
         raise PlanError(f"[MUL_MAT] {node.name}: output {y}, expected F32 of {batch.slices} slices of [{batch.n}, {batch.m}]")
-    before, w = _weight(node, ctx)
-    copies, x = _tokens(node, ctx)
+    before, w = weight_operand(node, ctx)
+    copies, x = token_operand(node, ctx)
     before += copies
     operands: tuple[Tensor, ...]
     if batch.matrices == 1:
@@ -145,7 +146,7 @@ def _shaped(tensor: Tensor, *shape: int) -> Tensor:
     return dataclasses.replace(tensor, shape=shape)
 
 
-def _weight(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor]:
+def weight_operand(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor]:
     """w as the kernels take it: itself, or a copy as F32 in the device layout."""
     w = node.inputs[0]
     view = node.params.get("w_view", View.whole(w.shape))
@@ -157,8 +158,12 @@ def _weight(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor]:
         plain = Tensor(f"{node.name}.w_f32", "F32", view.shape)
         before += OPS["CPY"].lower(Node("CPY", (w,), (plain,), {"view": view}), ctx)
         w, view = plain, View.whole(view.shape)
+    if w.type == "BF16":
+        plain = Tensor(f"{node.name}.w_f32", "F32", view.shape)
+        before.append(copied(w, plain, node, ctx, source=view))
+        w, view = plain, View.whole(view.shape)
     if w.type not in ("F32", "F16"):
-        raise PlanError(f"[MUL_MAT] {node.name}: {w}: expected F32, F16 or a weight")
+        raise PlanError(f"[MUL_MAT] {node.name}: {w}: expected F32, F16, BF16 or a weight")
     four = view.four()
     rows, k = prod(four.shape[:3]), four.shape[3]
     units = ceil_div(k, 32)
@@ -181,13 +186,15 @@ def _weight(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor]:
     return before, laid
 
 
-def _tokens(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor]:
+def token_operand(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor]:
     """x as the kernels take it: itself, or a copy as F32 rows."""
     x = node.inputs[1]
-    if x.type != "F16" and "x_view" not in node.params:
+    if x.type not in ("F16", "BF16") and "x_view" not in node.params:
         return [], x
     view = node.params.get("x_view", View.whole(x.shape))
     rows = Tensor(f"{node.name}.x_f32", "F32", view.shape)
+    if x.type == "BF16":
+        return [copied(x, rows, node, ctx, source=view)], rows
     return OPS["CPY"].lower(Node("CPY", (x,), (rows,), {"view": view}), ctx), rows
 
 

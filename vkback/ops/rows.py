@@ -13,6 +13,7 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.base import (
+    VALUE_BYTES,
     Arg,
     Array,
     Case,
@@ -33,10 +34,12 @@ from vkback.ops.base import (
     spread,
     weight_push,
 )
-from vkback.ops.case_line import CaseLineError, unseeded
+from vkback.ops.case_line import CaseLineError
 from vkback.ops.code_books import decoder
 from vkback.ops.cost import Cost
+from vkback.ops.general import copied, rounded_to, views_of
 from vkback.ops.mat_vec import QUANTS, weight
+from vkback.ops.peer import one_of_types, sized, type_word
 from vkback.ops.view import View
 from vkback.ops.workgroup import Defines, workgroup_size
 from vkback.shader import Variant
@@ -150,6 +153,9 @@ class GetRows(Op):
 
     The table is a weight of any type, F32 or F16, and becomes F32, or I32 and stays so. Rows of a weight are multiplied by the param
     `scale`, if there is one.
+
+    With the param `part` (first row, rows, first column, columns) the table is a batch [outer, inner, table rows, table columns] of
+    matrices, each that part of its own; ids [outer, inner, n], which may be a view (`views`), count rows of the part; y [outer, inner, n, columns].
     """
 
     name = "GET_ROWS"
@@ -167,11 +173,18 @@ class GetRows(Op):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         table, ids = inputs
+        if "part" in params:
+            row, rows, column, columns = params["part"]
+            part = table[..., row : row + rows, column : column + columns]
+            found = np.take_along_axis(part, np.clip(ids, 0, rows - 1)[..., None], axis=-2)
+            return [np.where(((ids >= 0) & (ids < rows))[..., None], found, 0)]
         inside = (ids >= 0) & (ids < len(table))
         rows = np.asarray(table[np.where(inside, ids, 0)], np.float64)
         return [np.where(inside[:, None], rows, 0.0) * params.get("scale", 1.0)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        if "part" in node.params:
+            return self._of_batch(node, ctx)
         table, ids = node.inputs
         y = node.outputs[0]
         k, n = table.shape[-1], ids.elements
@@ -201,6 +214,46 @@ class GetRows(Op):
             for i, part in enumerate(parts)
         ]
 
+    def _of_batch(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        """Ids into all rows of the table, then rows of all its columns; some columns are cut out in the end. A table that no kernel takes
+        becomes F32 before."""
+        table, ids = node.inputs
+        y = node.outputs[0]
+        row, rows, column, columns = node.params["part"]
+        outer, inner, table_rows, k = table.shape
+        view = views_of(node.params).get(1, View.whole(ids.shape))
+        before: list[Dispatch] = []
+        if table.kind != "weight" and table.type not in ("F32", "F16", "I32"):
+            plain = Tensor(f"{node.name}.table", "F32", table.shape)
+            before.append(copied(table, plain, node, ctx))
+            table = plain
+        all_ids = Tensor(f"{node.name}.ids", "I32", view.shape)
+        choice = ctx.tuning.pick("rows", k=1, n=all_ids.elements)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], all_ids.elements)
+        n = view.shape[-1]
+        before.append(
+            Dispatch(
+                Variant("rows/batch_ids.comp", (("WG_SIZE", wg),)),
+                (Arg(ids), Arg(all_ids, "w")),
+                pack_push(outer, inner, n, view.offset, *view.strides, row, rows, table_rows),
+                spread(ceil_div(all_ids.elements, wg)),
+                node.op,
+                node.name,
+                f"{wg} threads: {choice.source}",
+                nbytes=2 * nbytes(all_ids),
+            )
+        )
+        flat = dataclasses.replace(table, shape=(outer * inner * table_rows, k))
+        wide = y if columns == k else Tensor(f"{node.name}.rows", y.type, (*view.shape, k))
+        found = self.lower(Node(node.op, (flat, all_ids), (wide,)), ctx)
+        for d in found:
+            args = (dataclasses.replace(a, tensor=table) if a.tensor.name == table.name else a for a in d.args)
+            before.append(dataclasses.replace(d, args=tuple(args)))
+        if columns != k:
+            cut = View(column, (outer, inner, n, columns), (inner * n * k, n * k, k, 1))
+            before.append(copied(wide, y, node, ctx, source=cut))
+        return before
+
     def _plain(self, node: Node, ctx: LowerContext) -> Dispatch:
         table, ids = node.inputs
         y = node.outputs[0]
@@ -223,80 +276,108 @@ class GetRows(Op):
 
     def cases(self) -> Iterator[Case]:
         for quant in QUANTS:
-            yield self.rows_case(quant, 9, 512, (8, 0, 3))
+            yield self.build_case(quant, 512, 9, 3, kind="weight")
         for quant in ("Q6_K", "Q8_0"):
-            yield self.rows_case(quant, 9, 512, (8, -1, 3), scale=33.94)
+            yield self.build_case(quant, 512, 9, 4, ids="outside", scale=33.94)
         for quant in ("F32", "F16", "Q8_0"):
-            yield self.rows_case(quant, 5, 96 if quant == "Q8_0" else 70, (4, -1, 5, 2, 2))
-        yield self.rows_case("Q4_K", 1000, 256, tuple(range(0, 1000, 31)))
-        yield self.rows_case("F32", 5, 70, (4, -1, 5, 2, 2), kind="input")
-        yield self.rows_case("F32", 7, 33, (6, 0), kind="input")
-        for kind in ("F16", "I32"):
-            for k in (33, 64):
-                yield self.rows_case(kind, 7, k, (6, 7, 0), kind="input")
+            yield self.build_case(quant, 96 if quant == "Q8_0" else 70, 5, 5, ids="outside", kind="weight")
+        yield self.build_case("Q4_K", 256, 1000, 33, ids="spread")
+        yield self.build_case("F32", 70, 5, 5, ids="outside")
+        yield self.build_case("F32", 33, 7, 2)
+        for type, k in product(("F16", "I32"), (33, 64)):
+            yield self.build_case(type, k, 7, 4, ids="outside")
+        for type in ("F32", "Q4_0", "BF16"):
+            yield self.build_case(type, 64, 5, 4, 3, 2, v=True, vs0=True)
+            yield self.build_case(type, 64, 5, 4, 1, 2, vs0=True, offset_cols=32, ids="outside")
 
     def full_cases(self) -> Iterator[Case]:
         for quant in QUANTS:
             for k, (r, ids) in product((256, 768, 4096), ((1, "spread"), (7, "spread"), (33, "one"), (8, "outside"))):
-                yield self.build_case(quant, k, 100, r, ids)
+                yield self.build_case(quant, k, 100, r, ids=ids, kind="weight")
             if quant in ("F32", "F16", "BF16"):
                 for k in (1, 33, 70, 80):
-                    yield self.build_case(quant, k, 9, 4, "spread")
+                    yield self.build_case(quant, k, 9, 4, ids="spread", kind="weight")
+            for v, vs0 in product((False, True), repeat=2):
+                yield self.build_case(quant, 256, 5, 4, 7, 1, v=v, vs0=vs0)
         for k, (r, ids) in product((1, 32, 33, 70, 256, 4096), ((1, "spread"), (7, "spread"), (8, "outside"))):
             for type in ("F32", "F16", "I32"):
-                yield self.build_case(type, k, 100, r, ids, "input")
+                yield self.build_case(type, k, 100, r, ids=ids)
 
     def perf_cases(self) -> Iterator[Case]:
         for quant in ("Q4_K", "Q6_K", "F16"):
-            yield self.build_case(quant, 4096, 32000, 1, "spread")
+            yield self.build_case(quant, 4096, 32000, 1, ids="spread", kind="weight")
 
-    def case(self, params: Mapping[str, Any]) -> Case:
-        """Lines of the quick set do not name the rows: without `ids` the case is one of those."""
-        for own in self.cases() if "ids" not in params else ():
-            if unseeded(own.params) == unseeded(params):
-                return own.reseeded(params["seed"]) if "seed" in params else own
-        return super().case(params)
+    def build_case(
+        self, type: str = "f32", n: int = 10, m: int = 5, r: int = 3, be1: int = 1, be2: int = 1, v: bool = False, vs0: bool = False,
+        offset_cols: int = 0, ids: str = "random", kind: str = "", scale: float = 1.0, seed: int = 23,
+    ) -> Case:
+        """r rows of each of be1 * be2 tables [m, n], of a weight times scale.
 
-    def build_case(self, type: str, n: int, m: int, r: int, ids: str, kind: str = "weight", scale: float = 1.0, seed: int = 23) -> Case:
-        """r rows of a table [m, n], of a weight times scale. ids: "spread" over all rows, "one" row again and again, or some of them
-        "outside" the table."""
-        chosen = {
-            "spread": [round(i * (m - 1) / max(r - 1, 1)) for i in range(r)][::-1],
-            "one": [m - 1] * r,
-            "outside": [(-1, m, 0, m - 1)[i % 4] for i in range(r)],
-        }
-        if ids not in chosen:
-            raise CaseLineError(f"ids={ids}: expected one of {', '.join(chosen)}")
-        case = self.rows_case(type, m, n, tuple(chosen[ids]), kind=kind, scale=scale, seed=seed)
-        return dataclasses.replace(case, params={**unseeded(case.params), "ids": ids, "seed": seed})
+        v            the ids are a view of r // 2 of r + 1
+        vs0          the tables are views of larger ones, behind three further rows and, with offset_cols, so many columns
+        ids          "random"; "spread" over all rows; the last one again and again ("one"); or some of them "outside" the table
+        kind         "weight" or "input": of a stored matrix, or of a tensor that is none; default by the type
+        """
+        known = one_of_types(type, (*QUANTS, "I32"))
+        bare = known in VALUE_BYTES if kind not in ("weight", "input") else kind == "input"
+        if kind not in ("", "weight", "input") or (bare and known not in VALUE_BYTES) or (not bare and known == "I32"):
+            raise CaseLineError(f"GET_ROWS: kind={kind} of type={type}: expected weight, or of f32, f16, bf16 and i32 input")
+        if ids not in ("random", "spread", "one", "outside"):
+            raise CaseLineError(f"GET_ROWS: ids={ids}: expected one of random, spread, one, outside")
+        if min(n, m, r, be1, be2) < 1 or offset_cols < 0 or (v and r < 2) or (offset_cols and not vs0):
+            given = f"n={n}, m={m}, r={r}, be1={be1}, be2={be2}, v={int(v)}, vs0={int(vs0)}, offset_cols={offset_cols}"
+            raise CaseLineError(f"GET_ROWS: {given}: expected sizes from 1, r from 2 with v, and offset_cols only with vs0")
+        plain = (be1, be2, v, vs0) == (1, 1, False, False)
+        if scale != 1.0 and (bare or not plain):
+            raise PlanError(f"[GET_ROWS] scale={scale}: only rows of one stored matrix are scaled")
+        rows, columns = (m + 3, n + offset_cols) if vs0 else (m, n)
+        if not bare:
+            try:
+                quants.row_bytes(known, columns)
+            except quants.QuantShapeError as e:
+                raise CaseLineError(f"GET_ROWS: {e}") from e
+        table_shape = sized((rows, columns) if plain and not (bare and known == "BF16") else (be2, be1, rows, columns))
+        count = r + 1 if v else r
+        batch = table_shape[:-2]
+        view = View(1, (*batch, r // 2), View.whole((*batch, count)).strides) if v else View.whole((*batch, count))
+        sized((*view.shape, columns))
+
+        def make(rng: np.random.Generator) -> Problem:
+            table = weight("table", known, table_shape) if not bare else Tensor("table", known, table_shape, "input")
+            y = Tensor("y", "I32" if known == "I32" else "F32", (*view.shape, n))
+            params: dict[str, Any] = {} if scale == 1.0 else {"scale": scale}
+            params |= {"part": (rows - m, m, columns - n, n)} if batch else {}
+            params |= {"views": {1: view}} if v else {}
+            node = Node("GET_ROWS", (table, Tensor("ids", "I32", (*batch, count), "input")), (y,), params)
+            chosen = {
+                "spread": [round(i * (m - 1) / max(count - 1, 1)) for i in range(count)][::-1],
+                "one": [m - 1] * count,
+                "outside": [(-1, m, 0, m - 1)[i % 4] for i in range(count)],
+            }
+            numbers = rng.integers(0, m, (*batch, count)) if ids == "random" else np.broadcast_to(np.array(chosen[ids]), (*batch, count))
+            values: dict[str, Array] = {"ids": np.array(numbers, np.int32)}
+            if not bare:
+                values["table"] = quants.random_blocks(known, prod(table_shape[:-1]), columns, rng, std=0.5)
+            elif known == "I32":
+                values["table"] = rng.integers(-(2**31), 2**31, table_shape).astype(np.int32)
+            else:
+                values["table"] = rounded_to(known, rng.uniform(-1, 1, table_shape))
+            return Problem(node, values)
+
+        shown: dict[str, Any] = {
+            "type": type_word(known), "n": n, "m": m, "r": r, "be1": be1, "be2": be2, "v": int(v), "vs0": int(vs0),
+            "offset_cols": offset_cols,
+        }  # fmt: skip
+        shown |= {"ids": ids} if ids != "random" else {}
+        shown |= {"kind": kind} if kind else {}
+        shown |= {"scale": scale} if scale != 1.0 else {}
+        return Case("GET_ROWS", {**shown, "seed": seed}, make, seed)
 
     def unfused(self, node: Node) -> list[Node]:
         if "scale" not in node.params:
             return []
         plain = Tensor(f"{node.name}.plain", "F32", node.outputs[0].shape)
         return [Node(self.name, node.inputs, (plain,)), Node("SCALE", (plain,), node.outputs, {"scale": node.params["scale"], "bias": 0.0})]
-
-    def rows_case(
-        self, quant: str, rows: int, k: int, ids: Sequence[int], *, kind: str = "weight", scale: float = 1.0, seed: int = 23
-    ) -> Case:
-        """These rows of a table of random blocks, or with kind "input" of a tensor that is no weight."""
-
-        def make(rng: np.random.Generator) -> Problem:
-            table = weight("table", quant, (rows, k)) if kind == "weight" else Tensor("table", quant, (rows, k), "input")
-            y = Tensor("y", "I32" if quant == "I32" else "F32", (len(ids), k))
-            params = {} if scale == 1.0 else {"scale": scale}
-            node = Node("GET_ROWS", (table, Tensor("ids", "I32", (len(ids),), "input")), (y,), params)
-            values: dict[str, Array] = {"ids": np.array(ids, np.int32)}
-            if kind == "weight":
-                values["table"] = quants.random_blocks(quant, rows, k, rng, std=0.5)
-            elif quant == "I32":
-                values["table"] = rng.integers(-(2**31), 2**31, (rows, k)).astype(np.int32)
-            else:
-                values["table"] = rng.uniform(-1, 1, (rows, k)).astype(np.float16 if quant == "F16" else np.float32)
-            return Problem(node, values)
-
-        shown = {} if scale == 1.0 else {"scale": scale}
-        return Case("GET_ROWS", {"type": quant, "n": k, "m": rows, "r": len(ids), "kind": kind, **shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-12, 1e-5, "two multiplications and a subtraction in f32 of numbers that a file's block holds exactly")
