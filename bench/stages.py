@@ -69,7 +69,7 @@ def cases(op: str, name: str, args: argparse.Namespace) -> Iterator[tuple[str, C
     elif op == "MOE_REDUCE" and m.n_expert:
         yield name, MoeReduce().build_case(1, m.n_used, m.n_embd, False, 1), 4 * m.n_used * m.n_embd
     elif op == "ARGMAX":
-        yield name, Argmax().build_case(1, m.vocab, "normal", 1), 4 * m.vocab
+        yield name, Argmax().build_case(ne=(m.vocab,), seed=1), 4 * m.vocab
     elif op == "SAMPLE":
         for greedy in (True, False):
             case = Sample().build_case(m.vocab, 0.0 if greedy else 0.8, 40, 0.95, 0.05, 1, greedy=greedy, seed=1)

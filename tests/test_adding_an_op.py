@@ -33,7 +33,6 @@ FILES = sorted(block["path"] for block in BLOCKS if block["path"])
 
 def forget() -> None:
     cases.known_cases.cache_clear()
-    cases._by_params.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def test_the_commands_of_the_page(followed: Followed) -> None:
     [
         ({"size": 2.0}, "SOFTSIGN: parameter ne is missing; known are ne, size, seed; a whole case is SOFTSIGN(ne=[1,4096],"),
         ({"ne": (1,), "sise": 2.0}, "SOFTSIGN: no parameter is called sise; known are ne, size, seed; a whole case is SOFTSIGN("),
-        ({"ne": (1,), "size": "big"}, "SOFTSIGN: size=big: expected a number; a whole case is SOFTSIGN(ne=[1,4096],size=4.0,seed=1)"),
+        ({"ne": (1,), "size": "big"}, "SOFTSIGN: size=big: expected a number; a whole case is SOFTSIGN(ne=[1,4096],size=4.000000,seed=1)"),
         ({"ne": (1, "x")}, "SOFTSIGN: ne=(1, 'x'): expected a list of whole numbers, as [1,2]; a whole case is SOFTSIGN("),
     ],
 )

@@ -14,7 +14,7 @@ from vkback.ops.case_line import CaseLineError, parse_line, split_lines
 from vkback.ops.mat_vec import QUANTS
 from vkback.ops.mat_vec_cases import ROUTES, mul_mat_case, mul_mat_id_case
 from vkback.ops.mat_vec_node import INT_QUANTS
-from vkback.ops.view import ORDERS, TRANSPOSED
+from vkback.ops.peer import type_word
 
 FULL = list(full_cases())
 PERF = list(perf_cases())
@@ -30,19 +30,20 @@ def test_every_type_runs_with_one_to_sixteen_tokens_on_every_path() -> None:
     found = Counter((c.params["type_a"], c.params.get("act"), c.params["n"]) for c in FULL if c.op == "MUL_MAT")
     for quant in QUANTS:
         for act in ("f32", "q8_1") if quant in INT_QUANTS else ("f32",):
-            assert all(found[quant, act, n] for n in range(1, 17)), (quant, act)
+            assert all(found[type_word(quant), act, n] for n in range(1, 17)), (quant, act)
 
 
 def test_batches_are_broadcast_permuted_and_views() -> None:
-    cases = [c for c in FULL if c.op == "MUL_MAT" and "bs" in c.params]
+    cases = [c for c in FULL if c.op == "MUL_MAT"]
+    rows_together, rows_apart = ((0, 2, 1, 3), (0, 1, 3, 2), (0, 3, 2, 1)), ((1, 0, 2, 3), (3, 2, 1, 0))
     for quant in QUANTS:
-        own = [c.params for c in cases if c.params["type_a"] == quant]
+        own = [c.params for c in cases if c.params["type_a"] == type_word(quant)]
         assert {p["nr"] for p in own} >= {(1, 1), (1, 2), (2, 1), (2, 2)}, quant
-        assert {p.get("order") for p in own} >= {None, *ORDERS}, quant
-        assert any(p.get("gap") for p in own), quant
+        assert {p["per"] for p in own} >= {(0, 1, 2, 3), *rows_together}, quant
+        assert any(p["k_v"] for p in own), quant
     held = [c.params for c in cases if c.params.get("plain")]
-    assert {(p["type_a"], p["type_b"]) for p in held} == {(a, b) for a in ("F32", "F16") for b in ("f32", "f16")}
-    assert {p.get("order") for p in held} >= set(TRANSPOSED)
+    assert {(p["type_a"], p["type_b"]) for p in held} == {(a, b) for a in ("f32", "f16") for b in ("f32", "f16")}
+    assert {p["per"] for p in held} >= set(rows_apart)
 
 
 def test_copies_go_between_all_types() -> None:
@@ -50,7 +51,7 @@ def test_copies_go_between_all_types() -> None:
     floats = [(a, b) for a in ("F32", "F16") for b in ("F32", "F16")]
     assert found >= {("CPY", *pair) for pair in (*floats, ("I32", "I32"), *((q, b) for q in QUANTS for b in ("F32", "F16")))}
     assert found >= {("SET_ROWS", *pair) for pair in floats if pair != ("F32", "F16")}  # which their lines leave out
-    assert {c.params["type"] for c in FULL if c.op == "GET_ROWS"} == {*QUANTS, "I32"}
+    assert {c.params["type"] for c in FULL if c.op == "GET_ROWS"} == {*map(type_word, QUANTS), "i32"}
 
 
 def test_experts_are_chosen_in_every_way() -> None:
@@ -78,8 +79,11 @@ def test_a_line_makes_the_same_values(case: Case) -> None:
         np.testing.assert_array_equal(value, second.values[name])
 
 
+AS_THEY_LIE = "bs=[1,1],nr=[1,1],per=[0,1,2,3],k_v=0,o=1,src_overlap=0,m_v=0,pad=0"
+
+
 def test_another_seed_changes_the_values_alone() -> None:
-    line = "MUL_MAT(type_a=Q4_K,type_b=f32,m=16,n=1,k=256,seed=7)"
+    line = f"MUL_MAT(type_a=q4_K,type_b=f32,m=16,n=1,k=256,{AS_THEY_LIE},seed=7)"
     assert line in known_cases()
     other = find_case(line.replace("seed=7", "seed=8"))
     assert other.line == line.replace("seed=7", "seed=8")
@@ -88,11 +92,15 @@ def test_another_seed_changes_the_values_alone() -> None:
 
 
 def test_a_line_of_no_set_makes_a_case() -> None:
-    assert find_case("MUL_MAT(type_a=Q6_K,m=4097,n=1,k=512)").line == "MUL_MAT(type_a=Q6_K,type_b=f32,m=4097,n=1,k=512,seed=7)"
+    line = find_case("MUL_MAT(type_a=Q6_K,m=4097,n=1,k=512)").line
+    assert line == f"MUL_MAT(type_a=q6_K,type_b=f32,m=4097,n=1,k=512,{AS_THEY_LIE},seed=7)"
 
 
-MUL_MAT_EXAMPLE = "MUL_MAT(type_a=F32,type_b=f32,m=16,n=1,k=256,seed=7)"
-MUL_MAT_KNOWS = f"type_a, m, n, k, type_b, bs, nr, order, gap, plain, act, amax, seed; a whole case is {MUL_MAT_EXAMPLE}"
+MUL_MAT_EXAMPLE = f"MUL_MAT(type_a=f32,type_b=f32,m=16,n=1,k=256,{AS_THEY_LIE},seed=7)"
+MUL_MAT_KNOWS = (
+    "type_a, m, n, k, type_b, bs, nr, per, k_v, o, src_overlap, m_v, pad, plain, act, amax, seed; a whole case is " + MUL_MAT_EXAMPLE
+)
+SILU_EXAMPLE = "a whole case is SILU(type=f32,ne_a=[4096,1,1,1],v=0,seed=4)"
 ROLES = "norm+norm_bias+post_norm+post_residual+bias+residual+ids+logits+expert_weights+selection_bias"
 
 
@@ -100,11 +108,13 @@ ROLES = "norm+norm_bias+post_norm+post_residual+bias+residual+ids+logits+expert_
     ("line", "message"),
     [
         ("MUL_MAT", "MUL_MAT: not a case; a case is written OP(key=value,...), as a run prints it"),
-        ("MUL_MAT(m)", "MUL_MAT(m): 'm' is not key=value"),
+        ("MUL_MAT(=1)", "MUL_MAT(=1): '=1' is not key=value"),
+        ("MUL_MAT(m=1,m=2)", "MUL_MAT(m=1,m=2): m stands there twice"),
+        ("SILU(ne_a)", f"SILU: ne_a: expected a value, as [1,2]; {SILU_EXAMPLE}"),
         ("MUL_MAT(type_a=Q4_K,m=1,n=1)", f"MUL_MAT: parameter k is missing; known are {MUL_MAT_KNOWS}"),
         ("MUL_MAT(type_a=Q4_K,m=1,n=1,k=256,q=1)", f"MUL_MAT: no parameter is called q; known are {MUL_MAT_KNOWS}"),
         ("MUL_MAT(type_a=Q4_K,m=a,n=1,k=256)", f"MUL_MAT: m=a: expected a whole number; a whole case is {MUL_MAT_EXAMPLE}"),
-        ("SILU(ne=5)", "SILU: ne=5: expected a list of numbers, as [1,2]; a whole case is SILU(ne=[1,4096],seed=4)"),
+        ("SILU(ne_a=5)", f"SILU: ne_a=5: expected a list of numbers, as [1,2]; {SILU_EXAMPLE}"),
         ("MAT_VEC(type_a=Q4_K,m=1,n=1,k=256,fused=relu)", f"fused=relu: no input is called relu; expected some of {ROLES}, or none"),
         ("MUL_MAT_ID(type_a=Q4_K,n_mats=4,n_used=1,m=1,n=1,k=256,ids=all)", "ids=all: expected one of shuffled, one, last, repeat"),
         ("FLASH_ATTN_EXT(n_head=1,n_head_kv=1,hd=64,kv=2,nb=3,y=F32)", "nb=3: more tokens than the 2 rows of the cache"),

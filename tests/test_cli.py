@@ -137,7 +137,7 @@ def test_a_failing_case_is_shown_and_fails_the_command(monkeypatch: pytest.Monke
     monkeypatch.setattr("vkback.harness.runner.Workbench.run", fail)
     assert call(monkeypatch, main.main, "test-ops", "-o", "SILU", "-p", "4096") == 1
     lines = capsys.readouterr().out.splitlines()
-    case = "SILU(ne=[1,4096],seed=4)"
+    case = "SILU(type=f32,ne_a=[4096,1,1,1],v=0,seed=4)"
     assert lines[1:] == [
         "[SILU] guard bytes were overwritten",
         f"  {case}: FAIL",

@@ -24,7 +24,8 @@ ROWS, K = 80, 2048
 
 def table(quant: str, rows: int, k: int) -> Problem:
     """All rows of a table of any quants that a file may hold."""
-    problem = GetRows().rows_case(quant, rows, k, tuple(range(rows))).build()
+    problem = GetRows().build_case(quant, k, rows, rows, ids="spread").build()
+    problem.values["ids"] = np.arange(rows, dtype=np.int32)
     raw = problem.values["table"]
     rng = np.random.default_rng(5)
     if quant == "NVFP4":

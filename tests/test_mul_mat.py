@@ -74,7 +74,7 @@ def test_batches_that_cannot_be(w: tuple[int, ...], x: tuple[int, ...], y: tuple
 
 def test_integers_are_no_weight() -> None:
     node = Node("MUL_MAT", (Tensor("w", "I32", (2, 16, 64)), Tensor("x", "F32", (2, 1, 64))), (Tensor("y", "F32", (2, 1, 16)),))
-    with pytest.raises(PlanError, match=r"w I32\[2, 16, 64\]: expected F32, F16 or a weight"):
+    with pytest.raises(PlanError, match=r"w I32\[2, 16, 64\]: expected F32, F16, BF16 or a weight"):
         OPS["MUL_MAT"].lower(node, H200)
 
 

@@ -40,10 +40,10 @@ def test_wrong_weight() -> None:
 
 
 def test_wrong_output_type() -> None:
-    node = Node("RMS_NORM", (Tensor("x", "F32", (2, 64)),), (Tensor("y", "F16", (2, 64)),), {"eps": 1e-5})
+    node = Node("RMS_NORM", (Tensor("x", "F32", (2, 64)),), (Tensor("y", "I32", (2, 64)),), {"eps": 1e-5})
     with pytest.raises(PlanError) as error:
         OPS["RMS_NORM"].lower(node, H200)
-    assert str(error.value) == "[RMS_NORM] y: output y F16[2, 64] must be F32 or Q8_1"
+    assert str(error.value) == "[RMS_NORM] y: y I32[2, 64]: expected a type of floats"
 
 
 def test_a_row_of_4096_stays_in_registers() -> None:

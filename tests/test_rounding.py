@@ -20,6 +20,7 @@ from vkback.ops.case_line import CaseLineError
 from vkback.ops.mat_vec import mat_vec_tolerance
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case
 from vkback.ops.mat_vec_node import INT_QUANTS
+from vkback.ops.peer import tensor_type, type_word
 from vkback.ops.quantize import EXACT, rounded_rows
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
@@ -116,7 +117,10 @@ def test_sums_that_are_not_those_of_the_int8_are_found() -> None:
 def test_a_case_sets_its_own_conditions() -> None:
     plain = mul_mat_case("Q4_K", 35, 1, 1280)
     case = plain.where(lanes=16, unroll=2, sync="sentinel", range=70_000)
-    assert case.line == "MUL_MAT(type_a=Q4_K,type_b=f32,m=35,n=1,k=1280,tuning=[lanes:16,unroll:2],sync=sentinel,range=70000,seed=7)"
+    assert case.line == (
+        "MUL_MAT(type_a=q4_K,type_b=f32,m=35,n=1,k=1280,bs=[1,1],nr=[1,1],per=[0,1,2,3],k_v=0,o=1,src_overlap=0,m_v=0,pad=0,"
+        "tuning=[lanes:16,unroll:2],sync=sentinel,range=70000,seed=7)"
+    )
     assert find_case(case.line).line == case.line
     for words, says in (("[lanez:16]", "no parameter is called lanez"), ("[lanes:3]", "3 is not legal, expected one of 1, 2, 4")):
         with pytest.raises(CaseLineError, match=says):
@@ -131,10 +135,10 @@ def test_a_case_sets_its_own_conditions() -> None:
 def test_the_quick_set_has_tails_and_many_splits() -> None:
     """An odd number of units; units that the lanes of a workgroup do not divide; more splits of the cache than two, on any device."""
     cases = [c for c in quick_cases() if c.op in ("MUL_MAT", "FLASH_ATTN_EXT", "ATTN_DECODE")]
-    odd = {c.params["type_a"] for c in cases if c.op == "MUL_MAT" and c.params["k"] % 64 == 32}
+    odd = {tensor_type(c.params["type_a"]) for c in cases if c.op == "MUL_MAT" and c.params["k"] % 64 == 32}
     assert odd >= {q for q in INT_QUANTS if quants.QUANTS[q].block_values == 32}
     for quant in INT_QUANTS:
-        tails = [c for c in cases if c.params.get("type_a") == quant and "lanes:16" in c.params.get("tuning", ())]
+        tails = [c for c in cases if c.params.get("type_a") == type_word(quant) and "lanes:16" in c.params.get("tuning", ())]
         assert any(c.params["k"] // 32 % 32 for c in tails), quant
     for op in ("FLASH_ATTN_EXT", "ATTN_DECODE"):
         found = [c for c in cases if c.op == op and "rows_per_split:32" in c.params.get("tuning", ())]

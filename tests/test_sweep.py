@@ -60,6 +60,8 @@ def test_a_mat_vec_is_its_text_and_its_node(mat_vec: MatVecProblem) -> None:
 
 def test_mat_vecs_are_read_from_the_suite_s_own_lines() -> None:
     assert MatVecProblem.parse("MUL_MAT(type_a=q4_K,type_b=f32,m=4096,n=1,k=14336,seed=7)") == MatVecProblem("Q4_K", 4096, 14336)
+    lies = "bs=[1,1],nr=[1,1],per=[0,1,2,3],k_v=0,o=1,src_overlap=0,m_v=0,pad=0"
+    assert MatVecProblem.parse(f"MUL_MAT(type_a=q8_0,type_b=f32,m=64,n=2,k=256,{lies})") == MatVecProblem("Q8_0", 64, 256, 2)
     moe = MatVecProblem.parse(" mul_mat_id(type_a=MXFP4,type_b=f32,n_mats=32,n_used=4,b=1,m=64,n=2,k=256) ")
     assert moe == MatVecProblem("MXFP4", 64, 256, 2, ("ids",), n_expert=32, n_used=4)
     fused = MatVecProblem.parse("MAT_VEC(type_a=Q8_0,m=64,n=1,k=256,fused=norm+bias,glu=1,out=q8_1)")
@@ -70,9 +72,10 @@ def test_mat_vecs_are_read_from_the_suite_s_own_lines() -> None:
     ("text", "said"),
     [
         ("MUL_MAT", "MUL_MAT: not a case; a case is written OP(key=value,...), as a run prints it"),
-        ("MUL_MAT(m)", "MUL_MAT(m): 'm' is not key=value"),
+        ("MUL_MAT(m)", "[case] MUL_MAT(m): type_a is missing; write it as"),
         ("ROPE(m=1)", "[case] ROPE(m=1): expected one of MUL_MAT, MUL_MAT_ID, MAT_VEC"),
         ("MUL_MAT(type_a=Q4_K,m=1,q=1)", "[case] MUL_MAT(type_a=Q4_K,m=1,q=1): unknown key 'q', expected some of type_a, type_b, m,"),
+        ("MUL_MAT(type_a=Q4_K,m=1,k=256,nr=[2,1])", "[case] MUL_MAT(type_a=Q4_K,m=1,k=256,nr=[2,1]): nr: expected a weight of two axes"),
         ("MUL_MAT(type_a=Q4_K,m=1)", "[case] MUL_MAT(type_a=Q4_K,m=1): k is missing; write it as MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)"),
         ("MUL_MAT(type_a=Q4,m=1,k=1)", "[case] MUL_MAT(type_a=Q4,m=1,k=1): unknown type_a 'Q4', expected one of F32, F16,"),
         ("MUL_MAT(type_a=Q4_K,m=0,k=1)", "[case] MUL_MAT(type_a=Q4_K,m=0,k=1): m = '0', expected a whole number above 0"),

@@ -19,7 +19,7 @@ CASES = [*Argmax().cases(), *TopkMoe().cases()]
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("case", [c for c in CASES if c.op == "ARGMAX" and c.params["vocab"] < 5000], ids=lambda c: c.line)
+@pytest.mark.parametrize("case", [c for c in CASES if c.op == "ARGMAX" and c.params["ne"][0] < 5000], ids=lambda c: c.line)
 @pytest.mark.parametrize(("wg_size", "per_thread"), [(16, 1), (128, 4)])
 def test_argmax_over_many_workgroups(
     case: Case, wg_size: int, per_thread: int, device: Device, library: ShaderLibrary, ctx: LowerContext
@@ -73,7 +73,7 @@ def test_what_is_refused(wrong: Node, text: str) -> None:
 
 
 def test_argmax_of_a_large_vocabulary_uses_many_workgroups() -> None:
-    node = Argmax().build_case(1, 262144, "normal", 1).build().node
+    node = Argmax().build_case(ne=(262144,), seed=1).build().node
     ctx = planned_for("nvidia_h200_linux")
     (d,) = Argmax().lower(node, ctx)
     assert d.groups[0] >= 64

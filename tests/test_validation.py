@@ -83,8 +83,8 @@ def sample(ctx: LowerContext) -> list[Case]:
     """A case of every op, the one with most launches, and others that take several stages."""
     lines = (
         "MUL_MAT(type_a=Q8_0,type_b=f32,m=8,n=3,k=256,act=q8_1)", "MUL_MAT_ID(type_a=Q4_K,n_mats=4,n_used=2,m=8,n=3,k=256,act=q8_1)",
-        "MUL_MAT(type_a=Q4_K,type_b=f32,m=17,n=2,k=256,bs=[3,2],nr=[1,2],order=[0,2,1,3],gap=256)",
-        "MAT_VEC(type_a=Q4_K,m=100,n=3,k=256,fused=bias,split=[64,33,3])", "ARGMAX(n=2,vocab=32000,kind=normal)",
+        "MUL_MAT(type_a=Q4_K,type_b=f32,m=17,n=2,k=256,bs=[2,3],nr=[2,1],per=[0,2,1,3],k_v=512)",
+        "MAT_VEC(type_a=Q4_K,m=100,n=3,k=256,fused=bias,split=[64,33,3])", "ARGMAX(ne=[32000,2])",
     )  # fmt: skip
     chosen = [find_case(line) for line in lines]
     for op in OPS.values():

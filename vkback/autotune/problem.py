@@ -14,6 +14,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.base import Problem
 from vkback.ops.case_line import CaseLineError, parse_line
 from vkback.ops.mat_vec import weight
+from vkback.ops.mat_vec_cases import LIES, lie_elsewhere
 from vkback.ops.mat_vec_node import FUSED_ROLES, Experts
 
 Array = npt.NDArray[Any]
@@ -66,11 +67,15 @@ class MatVecProblem:
     def parse(cls, text: str) -> MatVecProblem:
         """From MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336), MUL_MAT_ID(... n_mats=128,n_used=8) or MAT_VEC(... fused=norm+bias,glu=1,out=Q8_1).
 
-        Keys that only say how values are made (seed, type_b, b, oai, gelu, gating, norm_w, ties) are passed over. Raises CaseLineError.
+        Keys that only say how values are made (seed, type_b, b, amax, oai, gelu, gating, norm_w, ties) are passed over. Raises
+        CaseLineError, also for operands that do not lie as a weight and its tokens do.
         """
         op, params = parse_line(text)
+        if elsewhere := lie_elsewhere(params):
+            raise CaseLineError(f"[case] {text}: {elsewhere[0]}: expected a weight of two axes times some tokens, as they lie")
+        params = {key: value for key, value in params.items() if key not in LIES}
         given = {key: str(value) for key, value in params.items()}
-        made_up = ("gating", "norm_w", "ties", "seed")
+        made_up = ("amax", "gating", "norm_w", "ties", "seed")
         known = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "oai", "gelu", "out", "x", *made_up)
         wrong = [key for key in given if key not in known]
         if op not in OPS_WITH_SHAPE:

@@ -54,18 +54,18 @@ def explain(
 
 
 def node_of(case: str) -> Node:
-    """The node of a case. Raises UsageError for an unknown op, CaseLineError for parameters that make no case."""
+    """The node of a case. Raises CaseLineError for an unknown op and for parameters that make no case, PlanError for one that this project
+    cannot run."""
     import vkback.ops  # noqa: F401  registers every op
     from vkback.autotune.problem import OPS_WITH_SHAPE, MatVecProblem
-    from vkback.ops.base import OPS
+    from vkback.harness.cases import make_case
     from vkback.ops.case_line import parse_line
+    from vkback.ops.mat_vec_cases import lie_elsewhere
 
     name, params = parse_line(case)
-    if name in OPS_WITH_SHAPE:
+    if name in OPS_WITH_SHAPE and not lie_elsewhere(params):
         return MatVecProblem.parse(case).node()
-    if name not in OPS:
-        raise UsageError(f"{case}: no op is called {name}; there are {', '.join(sorted(OPS))}")
-    return OPS[name].case(params).build().node
+    return make_case(name, params).build().node
 
 
 class Noting:

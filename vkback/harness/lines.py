@@ -45,10 +45,10 @@ def _of_text(text: str) -> Iterator[tuple[int, str]]:
                 yield number, match[0]
             continue
         values, at = [], insert.end()
-        while match := _LITERAL.match(row, at):
-            values.append(match[1].strip())
-            at = match.end()
-            if match[2] == ")":
+        while literal := _LITERAL.match(row, at):
+            values.append(literal[1].strip())
+            at = literal.end()
+            if literal[2] == ")":
                 break
         record = dict(zip((name.strip() for name in insert[1].split(",")), values, strict=False))
         if "op_name" in record and "op_params" in record:

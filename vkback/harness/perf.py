@@ -17,7 +17,9 @@ from vkback.harness.result import CaseResult
 from vkback.harness.suite import Kernels
 from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
 from vkback.ops.case_line import unseeded
+from vkback.ops.mat_vec_cases import LIES, lie_elsewhere
 from vkback.ops.mat_vec_node import INT_QUANTS
+from vkback.ops.peer import tensor_type
 from vkback.plan.flops import main_way
 from vkback.quants import QUANTS
 from vkback.shader import ShaderLibrary
@@ -44,7 +46,7 @@ def groups(cases: Iterable[Case]) -> Iterator[list[Case]]:
 
     def key(case: Case) -> str:
         same = {k: v for k, v in unseeded(case.params).items() if k != "n"}
-        return f"{case.op} {same}" if OPS[case.op].shares_weights else case.line
+        return f"{case.op} {same}" if OPS[case.op].shares_weights and not lie_elsewhere(case.params) else case.line
 
     return (list(group) for _, group in groupby(cases, key))
 
@@ -94,16 +96,17 @@ def time_cases(
             kernels.close()
 
 
-ROUND_PARAMS = frozenset({"type_a", "type_b", "n_mats", "n_used", "b", "m", "n", "k", "seed"})
+ROUND_PARAMS = frozenset({"type_a", "type_b", "n_mats", "n_used", "b", "m", "n", "k", "amax", "seed", *LIES})
 """A mat-vec with others has a batch, a view, a route or a path of its own, which rounds do not have."""
 
 
 def has_rounds(case: Case, ctx: LowerContext) -> bool:
     """Whether the mat-vec of a case can be one of a dependent chain, and the tables make its stages barrier-free."""
     p = case.params
-    if not OPS[case.op].shares_weights or not set(p) <= ROUND_PARAMS or p.get("n") != 1 or p.get("type_a") not in INT_QUANTS:
+    usual = set(p) <= ROUND_PARAMS and not lie_elsewhere(p) and p.get("amax", 1.0) == 1.0 and not p.get("m_v")
+    if not OPS[case.op].shares_weights or not usual or p.get("n") != 1 or tensor_type(p["type_a"]) not in INT_QUANTS:
         return False
-    fits = p["m"] % max(32, QUANTS[p["type_a"]].block_values) == 0  # rounded to Q8_1, columns of the next mat-vec
+    fits = p["m"] % max(32, QUANTS[tensor_type(p["type_a"])].block_values) == 0  # rounded to Q8_1, columns of the next mat-vec
     return bool(fits and ctx.tuning.pick("schedule", n=1, n_expert=p.get("n_mats", 0))["sync"] == "sentinel")
 
 
@@ -120,9 +123,10 @@ class RoundTimes:
         m, k, experts, used = p["m"], p["k"], p.get("n_mats", 0), p.get("n_used", 0)
         if not experts:
             m, k = max(m, k), min(m, k)  # the same two mat-vecs; the norm is where x is short, as in a feed-forward block
-        key = (p["type_a"], m, k, experts, used, ctx.act)
+        quant = tensor_type(p["type_a"])
+        key = (quant, m, k, experts, used, ctx.act)
         if key not in self._known:
-            with DependentChain(self._device, self._library, p["type_a"], m, k, experts=experts, used=used) as chain:
+            with DependentChain(self._device, self._library, quant, m, k, experts=experts, used=used) as chain:
                 self._known[key] = chain.time(ctx), len(chain.nbytes)
         return self._known[key]
 

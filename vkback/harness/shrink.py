@@ -14,10 +14,12 @@ from vkback.errors import VkbackError
 from vkback.harness.cases import make_case
 from vkback.harness.suite import Run
 from vkback.ops.base import Case
+from vkback.ops.peer import tensor_type
 
-FIXED = frozenset(
-    {"seed", "act", "axis", "axes", "pos", "glu", "b", "packed", "norm", "ff", "sinks", "residual", "ties", "order", "to", "split"}
-)
+FIXED = frozenset({
+    "seed", "act", "axis", "axes", "pos", "glu", "b", "packed", "norm", "ff", "sinks", "residual", "ties", "order", "to", "split", "per",
+    "permute", "dim", "v", "tfrm", "perm1", "src_overlap", "o",
+})  # fmt: skip
 """Parameters that say what a case is, not how large."""
 
 TYPE_AND_COLUMNS = (("type_a", "k"), ("type", "n"))
@@ -55,7 +57,7 @@ def _sizes(params: Mapping[str, Any]) -> list[tuple[str, int]]:
 def _least(case: Case, key: tuple[str, int], fails: Callable[[Case], bool]) -> Case | None:
     name, place = key
     value = case.params[name] if place < 0 else case.params[name][place]
-    step = next((quants.QUANTS[case.params[t]].block_values for t, columns in TYPE_AND_COLUMNS if t in case.params and columns == name), 1)
+    step = next((_block(case.params[t]) for t, columns in TYPE_AND_COLUMNS if t in case.params and columns == name), 1)
     passing, failing, best = 0, value // step, None
     while failing - passing > 1:
         middle = (passing + failing) // 2
@@ -65,6 +67,11 @@ def _least(case: Case, key: tuple[str, int], fails: Callable[[Case], bool]) -> C
         else:
             passing = middle
     return best
+
+
+def _block(type: str) -> int:
+    known = quants.QUANTS.get(tensor_type(type))
+    return known.block_values if known else 1
 
 
 def _with(case: Case, name: str, place: int, value: int) -> Case | None:

@@ -29,7 +29,7 @@ def support_of(cases: Iterable[Case], ctx: LowerContext) -> Iterator[CaseResult]
 def row_of(case: Case) -> tuple[str, str]:
     """Op and weight type of a case, the row it counts in."""
     key = OPS[case.op].weight_type
-    return case.op, str(case.params[key]) if key else ""
+    return case.op, str(case.params.get(key, "")) if key else ""
 
 
 def support_table(cases: Sequence[Case], results: Sequence[CaseResult]) -> list[str]:

@@ -132,7 +132,8 @@ def call_with(
                 raise ValueError("a whole number from 0")
             given[name] = _as(kinds.get(name) if name in signature else None, value)
         except ValueError as e:
-            raise CaseLineError(f"{op}: {name}={value}: expected {e}; a whole case is {example()}") from e
+            said = name if value is BARE else f"{name}={value}"
+            raise CaseLineError(f"{op}: {said}: expected {e}; a whole case is {example()}") from e
     try:
         return build(**given)
     except (TypeError, ValueError, AttributeError) as e:

@@ -369,17 +369,17 @@ class Unary(Op):
     def case(self, params: Mapping[str, Any]) -> Case:
         """Parameters are `type`, sizes `ne_a` or `ne`, `v` or `inplace` where the peer has them, and those of the function."""
 
-        def build(type: str = "f32", ne: Shape = (), v: bool = False, inplace: bool = False, seed: int = 4, **given: float) -> Case:
-            return self.build_case(type, ne, v=v, inplace=inplace, seed=seed, sizes=own, **given)
+        def with_ne(*, type: str = "f32", ne: Shape, v: bool = False, inplace: bool = False, seed: int = 4, **given: float) -> Case:
+            return self.build_case(type, ne, v=v, inplace=inplace, seed=seed, sizes="ne", **given)
 
-        own = "ne" if "ne" in params and self.name in EITHER else SIZES.get(self.name, "ne")
-        keys = ("type", own, *self.further, *_last_keys(self.name, own), "seed")
-        unknown = [k for k in params if k not in keys]
-        if unknown or own not in params:
-            wrong = f"no parameter is called {unknown[0]}" if unknown else f"parameter {own} is missing"
-            raise CaseLineError(f"{self.name}: {wrong}; known are {', '.join(keys)}; a whole case is {self._of_shape((1, 4096)).line}")
-        renamed = {"ne" if k == own else k: v for k, v in params.items()}
-        return call_with(build, renamed, op=self.name, further=self.further, example=lambda: self._of_shape((1, 4096)).line)
+        def with_ne_a(*, type: str = "f32", ne_a: Shape, v: bool = False, seed: int = 4, **given: float) -> Case:
+            return self.build_case(type, ne_a, v=v, inplace=False, seed=seed, sizes="ne_a", **given)
+
+        sizes = "ne" if "ne" in params and self.name in EITHER else SIZES.get(self.name, "ne")
+        keys = ("type", sizes, *self.further, *_last_keys(self.name, sizes), "seed")
+        build = with_ne if sizes == "ne" else with_ne_a
+        example = lambda: self._of_shape((1, 4096)).line  # noqa: E731
+        return call_with(build, params, op=self.name, further=self.further, only=keys, example=example)
 
     def build_case(
         self, type: str = "f32", ne: Shape = (10, 5, 4, 3), *, v: bool = False, inplace: bool = False, seed: int = 4, sizes: str = "",

@@ -93,7 +93,12 @@ def lowered(op: Op, node: Node, ctx: LowerContext, takes: Collection[str] = ("F3
     views = views_of(node.params)
 
     def kernel_type(t: Tensor) -> str:
-        return t.type if t.type in takes or t.kind == "weight" else "I32" if t.type in INTEGERS else "F32"
+        if t.type in takes or t.kind == "weight":
+            return t.type
+        wanted = "I32" if t.type in INTEGERS else "F32"
+        if wanted not in takes:
+            raise PlanError(f"[{node.op}] {node.name}: {t}: expected a type of floats")
+        return wanted
 
     before, inputs = [], []
     for i, t in enumerate(node.inputs):

@@ -236,7 +236,7 @@ class Glu(Op):
         """By the shape of the output."""
         apart = split or self.name in PARAMS or "out" in given or "size" in given
         wide = shape if apart else (*shape[:-1], 2 * shape[-1])
-        return self.build_case(ne_a=ne_of(wide), **({"split": True} if apart and self.name not in PARAMS else {}), **given)
+        return self.build_case(ne_a=ne_of(wide), split=apart and self.name not in PARAMS, **given)
 
     def build_case(
         self, type: str = "f32", ne_a: Shape = (128, 2, 2, 2), v: bool = False, swapped: bool = False, split: bool = False,

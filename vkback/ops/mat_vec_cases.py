@@ -33,6 +33,15 @@ ROUTES = ("shuffled", "one", "last", "repeat")
 every slot of a token."""
 
 
+LIES = {"bs": (1, 1), "nr": (1, 1), "per": (0, 1, 2, 3), "k_v": 0, "o": 1, "src_overlap": 0, "m_v": 0, "pad": 0}
+"""Parameters of MUL_MAT and MUL_MAT_ID that say how operands lie in memory, with the values that mat-vecs of models have."""
+
+
+def lie_elsewhere(params: Mapping[str, Any]) -> list[str]:
+    """Which parameters make operands lie otherwise than a weight and its tokens do."""
+    return [key for key, value in params.items() if value != {**LIES, "plain": 0}.get(key, value)]
+
+
 # -- parameters that all of them have
 
 
@@ -99,8 +108,7 @@ def mul_mat_case(
         node = Node("MUL_MAT", (w, x), (Tensor("y", "F32", (n, m)),))
         return Problem(node, {"w": quants.random_blocks(quant, m, k, rng, std=0.5), "x": rng.uniform(-1, 1, (n, k)).astype(np.float32)})
 
-    lies = {"bs": (1, 1), "nr": (1, 1), "per": (0, 1, 2, 3), "k_v": 0, "o": 1, "src_overlap": 0, "m_v": 0, "pad": 0}
-    params = {"type_a": type_word(quant), "type_b": "f32", "m": m, "n": n, "k": k, **lies, "seed": seed}
+    params = {"type_a": type_word(quant), "type_b": "f32", "m": m, "n": n, "k": k, **LIES, "seed": seed}
     return with_x(_scaled(Case("MUL_MAT", params, make, seed), amax), type_b, act, [])
 
 

@@ -66,7 +66,7 @@ class Norm(Op):
     center: ClassVar[bool] = False
     bias: ClassVar[bool] = False
     residual: ClassVar[bool] = False
-    keys = ("type", "ne", "eps", *OURS)
+    keys: ClassVar[tuple[str, ...]] = ("type", "ne", "eps", *OURS)
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """Of a value its square and its product with the scale, of a row a division and a square root; what centers, subtracts and adds up

@@ -155,7 +155,8 @@ class GetRows(Op):
     `scale`, if there is one.
 
     With the param `part` (first row, rows, first column, columns) the table is a batch [outer, inner, table rows, table columns] of
-    matrices, each that part of its own; ids [outer, inner, n], which may be a view (`views`), count rows of the part; y [outer, inner, n, columns].
+    matrices, each that part of its own; ids [outer, inner, n], which may be a view (`views`), count rows of the part; y is
+    [outer, inner, n, columns].
     """
 
     name = "GET_ROWS"

@@ -55,5 +55,5 @@ def decoded(tensor: Tensor, raw: Array) -> Array:
     own = np.ascontiguousarray(raw[: VALUE_BYTES[tensor.type] * tensor.elements])
     if tensor.type == "BF16":
         return quants.decode("BF16", own).reshape(tensor.shape)
-    values = own.view(DTYPES[tensor.type]).reshape(tensor.shape)
+    values: Array = own.view(DTYPES[tensor.type]).reshape(tensor.shape)
     return values if tensor.type in INTEGERS else values.astype(np.float32)
