@@ -192,7 +192,8 @@ def test_an_input_overwritten(device: Device, library: ShaderLibrary, ctx: Lower
     result = outcome(make_case("MUL", {"ne": (64,), "nr": (1, 3, 1, 1)}), device, library, ctx)
     assert result.passed is False
     assert re.fullmatch(
-        r"\[MUL\] a F32\[1, 1, 3, 64\]: \d+ of its 768 bytes were changed, the first at \d+, and the kernel may only read it", result.message
+        r"\[MUL\] a F32\[1, 1, 3, 64\]: \d+ of its 768 bytes were changed, the first at \d+, and the kernel may only read it",
+        result.message,
     )
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 import vkback.ops  # noqa: F401  registers every op
-from vkback.ops.base import FAMILIES, OPS, Case, LowerContext, PlanError, Problem
-from vkback.ops.case_line import CaseLineError, parse_line
+from vkback.ops.base import FAMILIES, OPS, Case, LowerContext, PlanError, Problem, Sync
+from vkback.ops.case_line import NO_CASE, CaseLineError, parse_line
 from vkback.ops.peer import ABSENT
 from vkback.plan.tuning import Overrides
 
@@ -83,8 +83,31 @@ def make_case(op: str, params: Mapping[str, Any]) -> Case:
     except PlanError as e:
         return unsupported(op, params, str(e) if str(e).startswith("[") else f"[{op}] {e}")
     conditions = {k: params[k] for k in CONDITIONS if k in params}
+    if not isinstance(conditions.get("tuning", ()), tuple):
+        raise CaseLineError(f"{op}: tuning={conditions['tuning']}: expected a list, as [lanes:16,unroll:2]")
+    if conditions.get("sync", "barrier") not in get_args(Sync):
+        raise CaseLineError(f"{op}: sync={conditions['sync']}: expected one of {', '.join(get_args(Sync))}")
+    if not isinstance(conditions.get("range", 1), int) or conditions.get("range", 1) < 1:
+        raise CaseLineError(f"{op}: range={conditions['range']}: expected a number of bytes")
     tuning = _tuning(op, conditions.pop("tuning", ()))
+    case = dataclasses.replace(case, make=_checked(case))
     return case.where(**conditions, **tuning) if conditions or tuning else case
+
+
+def _checked(case: Case) -> Callable[[np.random.Generator], Problem]:
+    """The case's `make`, which raises CaseLineError where values that nobody reckoned with make no tensors."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        try:
+            problem = case.make(rng)
+        except NO_CASE as e:
+            raise CaseLineError(f"{case.line}: these parameters make no case: {e}") from e
+        for tensor in (*problem.node.inputs, *problem.node.outputs):
+            if any(n < 1 for n in tensor.shape):
+                raise CaseLineError(f"{case.line}: {tensor} has no values")
+        return problem
+
+    return make
 
 
 def unsupported(op: str, params: Mapping[str, Any], why: str) -> Case:

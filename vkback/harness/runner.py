@@ -7,7 +7,7 @@ reverse, since they may run in any order: a barrier missing between two of them 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.harness.cases import context_of
 from vkback.harness.judge import Verdict, judge, steps_of
-from vkback.ops.base import OPS, Case, LowerContext, Problem, Tolerance, ceil_div, nbytes
+from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance, ceil_div, nbytes
 from vkback.ops.f16_range import F16RangeError, is_overflow_word, rescaled
 from vkback.ops.general import viewed
 from vkback.plan.schedule import Schedule, aligned, into_stages
@@ -130,6 +130,7 @@ def scheduled(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -
     """
     stages = into_stages([d for n in nodes or problem.parts or (problem.node,) for d in OPS[n.op].lower(n, ctx)])
     schedule = Schedule([stage[::-1] for stage in stages])
+    check_bound(schedule.dispatches(), ctx)
     return _barrier_free(schedule, ctx) if ctx.sync == "sentinel" else schedule
 
 
@@ -161,6 +162,15 @@ def prepare(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -> 
         return prepare(problem, replace(ctx, f16_scales=scales), nodes)
 
     return Prepared(node.op, schedule, block, tuple(pieces), node.outputs, ctx.f16_scales, scaled)
+
+
+def check_bound(dispatches: Iterable[Dispatch], ctx: LowerContext) -> None:
+    """Raises PlanError where a tensor that no lowering cuts into shards exceeds what the device binds."""
+    most = ctx.caps.max_storage_buffer_range
+    for d in dispatches:
+        for t in (a.tensor for a in d.args):
+            if t.kind != "weight" and nbytes(t) > most:
+                raise PlanError(f"[{d.op}] {t} takes {nbytes(t)} bytes, the device binds at most {most} (maxStorageBufferRange)")
 
 
 def _barrier_free(schedule: Schedule, ctx: LowerContext) -> Schedule:

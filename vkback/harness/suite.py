@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 
 from vkback.device import Device, Kernel
-from vkback.device.errors import DeviceLost
+from vkback.device.errors import DeviceLost, OutOfDeviceMemory
 from vkback.errors import VkbackError
 from vkback.harness.cases import context_of, find_case
 from vkback.harness.judge import Verdict, judge, peer_limit
@@ -24,6 +24,7 @@ from vkback.harness.result import CaseResult
 from vkback.harness.runner import Array, Expected, Prepared, Workbench, expected, prepare, reference
 from vkback.harness.unfused import unfused_tolerance
 from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance
+from vkback.ops.case_line import CaseLineError
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary, Variant
 
@@ -184,7 +185,9 @@ class Suite:
             return Run(result, ready.problem, want, got)
         except DeviceLost as e:
             raise DeviceLost(f"{case.line}: {e}", call=e.call, result=e.result) from e
-        except PlanError as e:
+        except CaseLineError:  # no case at all, and so no failed one
+            raise
+        except (PlanError, OutOfDeviceMemory) as e:
             return Run(CaseResult(op=case.op, line=case.line, mode="test", supported=False, message=str(e)))
         except VkbackError as e:
             return Run(CaseResult(op=case.op, line=case.line, mode="test", passed=False, message=str(e), peer_limit=peer_limit(case.op)))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from vkback import quants
 from vkback.harness.cases import context_of
 from vkback.harness.result import CaseResult
+from vkback.harness.runner import check_bound
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.ops.mat_vec import QUANTS
 from vkback.paths import shader_root
@@ -17,9 +18,10 @@ MOST_REASONS = 3
 def support_of(cases: Iterable[Case], ctx: LowerContext) -> Iterator[CaseResult]:
     """Whether each case can be planned."""
     for case in cases:
-        problem = case.build()
         try:
+            problem = case.build()
             dispatches = [d for n in problem.parts or (problem.node,) for d in OPS[n.op].lower(n, context_of(case, ctx))]
+            check_bound(dispatches, context_of(case, ctx))
         except PlanError as e:
             yield CaseResult(op=case.op, line=case.line, mode="support", supported=False, message=str(e))
         else:

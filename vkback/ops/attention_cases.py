@@ -262,6 +262,7 @@ class DecodeCases(Op):
 
         n_dims  0: the head size; -1: nothing is turned
         """
+        rope_angles.checked_mode(mode)
 
         def make(rng: np.random.Generator) -> Problem:
             qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))

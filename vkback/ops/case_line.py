@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from vkback.errors import VkbackError
 
@@ -16,9 +16,13 @@ Made = TypeVar("Made")
 _LINE = re.compile(r"([A-Za-z]\w*)\s*\(([^()]*)\)", re.ASCII)
 _COMMA = re.compile(r",(?![^\[]*\])")
 _BETWEEN_CASES = re.compile(r",(?![^(]*\))")
-_KEY = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_KEY = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _INT = re.compile(r"[+-]?[0-9]{1,15}")
 _FLOAT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?|[+-]?inf")
+
+
+NO_CASE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError)
+"""What Python raises of values that an op did not reckon with."""
 
 
 class Bare:
@@ -107,7 +111,7 @@ def call_with(
     build: Callable[..., Made], params: Mapping[str, Any], *, op: str, further: Collection[str], only: Collection[str] = (),
     example: Callable[[], str],
 ) -> Made:
-    """build(**params), each parameter checked against its annotation: int, float, bool, str or a tuple.
+    """build(**params), each parameter checked against its annotation: int, float, bool, str, a Literal or a tuple.
 
     further  names that `build` takes as **keywords
     only     names that a line may have, in their order; empty: all that `build` takes
@@ -125,18 +129,21 @@ def call_with(
         if name not in params and parameter.default is inspect.Parameter.empty:
             raise CaseLineError(f"{op}: parameter {name} is missing; {hint.format(example())}")
     kinds = _hints(getattr(build, "__func__", build))
+    rest = next((n for n, p in inspect.signature(build).parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD), "")
     given: dict[str, Any] = {}
     for name, value in params.items():
         try:
             if name == "seed" and isinstance(value, int) and value < 0:
                 raise ValueError("a whole number from 0")
-            given[name] = _as(kinds.get(name) if name in signature else None, value)
+            if name not in signature and not isinstance(value, (int, float)):
+                raise ValueError("a number")
+            given[name] = _as(kinds.get(name if name in signature else rest), value)
         except ValueError as e:
             said = name if value is BARE else f"{name}={value}"
             raise CaseLineError(f"{op}: {said}: expected {e}; a whole case is {example()}") from e
     try:
         return build(**given)
-    except (TypeError, ValueError, AttributeError) as e:
+    except NO_CASE as e:
         raise CaseLineError(f"{op}: these parameters make no case: {e}") from e
 
 
@@ -145,6 +152,10 @@ def _as(kind: Any, value: Any) -> Any:
     if isinstance(kind, UnionType):  # a parameter that may be left out
         kind = get_args(kind)[0]
     number = isinstance(value, (int, float))
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"one of {', '.join(get_args(kind))}")
+        return value
     if kind is bool and value is BARE:
         return True
     if value is BARE:
@@ -173,7 +184,7 @@ def _as(kind: Any, value: Any) -> Any:
 def _as_tuple(elements: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     length = None if elements[-1] is ... else len(elements)
     many = "numbers" if length is None else f"{length} numbers"
-    if not isinstance(value, (tuple, list)) or (length is not None and value and len(value) != length):
+    if not isinstance(value, (tuple, list)) or (length is not None and len(value) != length):
         raise ValueError(f"a list of {many}, as [1,2]")
     if elements[0] is int and any(not isinstance(v, int) for v in value):
         raise ValueError(f"a list of whole {many}, as [1,2]")

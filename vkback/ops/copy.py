@@ -488,8 +488,8 @@ class Concat(Boxed):
     def build_case(
         self, type: str = "f32", ne_a: Shape = (10, 5, 5, 5), ne_b_d: int = 5, dim: int = 2, v: int = 0, seed: int = 31
     ) -> Case:
-        """b of sizes ne_a but along `dim`, where it has ne_b_d. v: bits 1 and 4 make a a view of a larger tensor, 2 and 8 b. Of a quantized
-        type blocks are moved as the file has them."""
+        """b of sizes ne_a but along `dim`, where it has ne_b_d. v: bits 1 and 4 make a a view of a larger tensor, 1 of one with longer
+        rows, 2 and 8 likewise b. Of a quantized type blocks are moved as the file has them."""
         kind, a_shape = tensor_type(type), shape_of(ne_a, "ne_a")
         if not 0 <= dim <= 3 or not 0 <= v <= 15 or ne_b_d < 1:
             raise CaseLineError(f"CONCAT: dim={dim}, v={v}, ne_b_d={ne_b_d}: expected dim from 0 to 3, v from 0 to 15, ne_b_d from 1")
@@ -501,7 +501,8 @@ class Concat(Boxed):
                 shapes = [(*s[:3], quants.row_bytes(kind, s[3])) for s in shapes]
             except quants.QuantShapeError as e:
                 raise CaseLineError(f"CONCAT: {e}") from e
-        inner = [view_in(s, (1, 2, 2, 2) if v & bits else (1, 1, 1, 1)) for s, bits in zip(shapes, (5, 10), strict=True)]
+        larger = [(1, 2 << 2 * (v >> i + 2 & 1), 2, 1 + (v >> i & 1)) if v & (5, 10)[i] else (1, 1, 1, 1) for i in range(2)]
+        inner = [view_in(s, times) for s, times in zip(shapes, larger, strict=True)]
         for big, _ in inner:
             sized(big)
         views = {i: view for i, (_, view) in enumerate(inner) if v & (5, 10)[i]}

@@ -42,8 +42,8 @@ DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "I32": np.int
 
 INTEGERS = frozenset({"I32", "I64", "I16", "I8"})
 
-F16_ROUNDING = Tolerance(4e-7, 1.5e-2, "stored as F16: at most 2^-10 of a value by Vulkan's rules, NMSE 2^-20 / 3; sixteen times the rms")
-BF16_ROUNDING = Tolerance(6e-6, 6.5e-2, "stored as BF16 to nearest: at most 2^-8 of a value, NMSE 2^-16 / 3; sixteen times the rms")
+F16_ROUNDING = Tolerance(1e-6, 1.6e-2, "stored as F16: at most 2^-10 of a value by Vulkan's rules, so NMSE 2^-20; sixteen times the rms")
+BF16_ROUNDING = Tolerance(1.6e-5, 6.5e-2, "stored as BF16 to nearest: at most 2^-8 of a value, so NMSE 2^-16; sixteen times the rms")
 
 
 def copied(x: Tensor, y: Tensor, node: Node, ctx: LowerContext, *, source: View | None = None, target: View | None = None) -> Dispatch:

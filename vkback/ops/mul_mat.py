@@ -138,6 +138,15 @@ class MulMat(_Plain):
     def full_cases(self) -> Iterator[Case]:
         yield from full_mul_mat()
         yield from full_batched()
+        for quant, x_type in product(("F32", "F16", "BF16"), ("f32", "f16", "bf16")):
+            for bs, nr, per in product(((1, 1), (3, 2)), ((1, 1), (2, 1)), (ORDERLY, (0, 2, 1, 3), (1, 0, 2, 3))):
+                yield self.build_case(quant, 16, 3, 64, x_type, bs, nr, per)
+            yield self.build_case(quant, 8, 16, 64, x_type, (8, 1), m_v=5120)
+            yield self.build_case(quant, 8, 16, 64, x_type, (8, 1), m_v=16, pad=16)
+        for type in ("f32", "f16"):
+            yield self.build_case(type, 32, 4, 96, type, (3, 2), src_overlap=1)
+        for quant, n in product(("F32", "Q4_K", "Q8_0"), (1, 8)):
+            yield self.build_case(quant, 16, n, 256, o=3)
 
     def perf_cases(self) -> Iterator[Case]:
         return perf_mul_mat()
@@ -222,7 +231,9 @@ class MulMatId(_Plain):
         yield mul_mat_id_case("Q5_K", 4, 2, 35, 1, 1280, shared=True).where(wg=32, lanes=16, rows=2, unroll=2)
 
     def full_cases(self) -> Iterator[Case]:
-        return full_mul_mat_id()
+        yield from full_mul_mat_id()
+        for quant, shared in product(("F32", "F16", "BF16", "Q4_0"), (False, True)):
+            yield self.build_case(quant, 4, 2, 8, 16, 64, b=shared, m_v=64)
 
     def perf_cases(self) -> Iterator[Case]:
         return perf_mul_mat_id()

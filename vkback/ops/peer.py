@@ -19,7 +19,7 @@ from vkback.ops.case_line import CaseLineError
 WITHOUT_CODEC = ("F64", "Q1_0", "Q2_0", "Q8_K")
 """Types of ggml 0.25 that this project cannot read."""
 
-MOST_VALUES = 1 << 31
+MOST_VALUES = 1 << 29
 """In one tensor of a case: beyond it a case is not run."""
 
 FLOATS = ("F32", "F16", "BF16")

@@ -203,7 +203,7 @@ class Rope(Op):
         """Tokens at positions pos, pos + 1, ...; ff: frequency factors, this one for the fast half of the pairs, up to 8 for the slow half;
         0: none. given: of FREQUENCY."""
         n_dims = n_dims or ne[2]
-        params = {**rope_angles.DEFAULTS, "mode": mode, "n_dims": n_dims, **given}
+        params = {**rope_angles.DEFAULTS, "mode": rope_angles.checked_mode(mode), "n_dims": n_dims, **given}
 
         def make(rng: np.random.Generator) -> Problem:
             inputs = [Tensor("x", "F32", ne, "input"), Tensor("pos", "I32", (ne[0],), "input")]
@@ -375,6 +375,7 @@ class QkvRopeSetRows(Op):
     ) -> Case:
         """Caches of 16 positions holding values already; tokens from position 3 on, the last of several being padding. n_dims: 0: the head
         size, -1: nothing is turned. given: of FREQUENCY."""
+        rope_angles.checked_mode(mode)
         given = {**({"n_dims": n_dims} if n_dims else {}), **given}
         heads, kv_heads, dim = n_head, n_head_kv, head_dim
         params = {

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vkback.ops.case_line import CaseLineError
+
 MODES = {"normal": 0, "neox": 1}
 """Rotation by neighbouring dimensions, or by dimension i and i + n_dims / 2."""
 
@@ -20,6 +22,13 @@ DEFAULTS: Mapping[str, Any] = {
 
 PARAMS = ("n_dims", *DEFAULTS)
 """Params of ROPE, and of every op that turns heads or makes the angles for it."""
+
+
+def checked_mode(mode: str) -> str:
+    """The mode. Raises CaseLineError where it is none."""
+    if mode not in MODES:
+        raise CaseLineError(f"mode={mode}: expected one of {', '.join(MODES)}")
+    return mode
 
 
 def frequencies(params: Mapping[str, Any]) -> npt.NDArray[np.float64]:
