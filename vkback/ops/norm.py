@@ -140,6 +140,7 @@ class Norm(Op):
         for dim in (1, 64, 511, 1025, 4096, 8192, 16896):
             yield self._of_shape((2 if dim < 8192 else 1, dim))
         yield self._of_shape((5, 3, 128), eps=1e-5)
+        yield self._of_shape((2, 64), eps=4.0)
         yield self._of_shape((1, 512), scale=1e-3, eps=1e-12)
         yield self._of_shape((1, 512), scale=0.0)
         if self.weight:
