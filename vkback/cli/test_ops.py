@@ -33,7 +33,7 @@ def test_ops(
         typer.Argument(metavar="[test|perf|support] [CASE]...", help="Mode, default test; whole cases, as a run prints them, to rerun."),
     ] = None,
     ops: Annotated[str | None, typer.Option("-o", help="Op names or whole cases, with commas.")] = None,
-    params: Annotated[str | None, typer.Option("-p", help="Only cases whose parameters match this regular expression.")] = None,
+    params: Annotated[str | None, typer.Option("-p", help="Only cases whose parameters match this regular expression, in any case.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Run the cases in this text: what test-backend-ops printed, its csv or sql, or any other.")
     ] = None,
@@ -244,7 +244,7 @@ def select(cases: Iterable[Case], names: Sequence[str], params: str | None) -> I
     Raises UsageError for a name that is neither an op nor a case, for a bad expression, and when nothing is left.
     """
     try:
-        pattern = re.compile(params or "")
+        pattern = re.compile(params or "", re.IGNORECASE)
     except re.error as e:
         raise UsageError(f"-p {params}: not a regular expression: {e}") from e
     names = [n.strip() for n in names]
