@@ -59,6 +59,8 @@ SMALL = (
     "MUL_MAT(type_a=f32,type_b=f32,m=32,n=4,k=96,bs=[3,2],nr=[1,1],per=[0,1,2,3],k_v=0,o=1,src_overlap=1,m_v=0,pad=0)",
     "MUL_MAT(type_a=q4_0,type_b=f16,m=16,n=3,k=64,bs=[3,2],nr=[1,2],per=[0,1,2,3],k_v=128,o=2,src_overlap=0,m_v=0,pad=0)",
     "MUL_MAT_ID(type_a=f16,type_b=f32,n_mats=4,n_used=2,b=0,m=8,n=16,k=64,amax=1.000000,m_v=64)",
+    "SSM_CONV(type=f32,ne_a=[12,33,4,1],ne_b=[4,33,1,1])",
+    "SSM_SCAN(type=f32,d_state=16,head_dim=8,n_head=4,n_group=2,n_seq_tokens=5,n_seqs=2,xbc_overlap=0,K=1,weak_decay=1)",
 )  # fmt: skip
 """As test-backend-ops prints them; every key that our ops take from it occurs with another value than its default."""
 

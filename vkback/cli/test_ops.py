@@ -33,7 +33,7 @@ def test_ops(
         typer.Argument(metavar="[test|perf|support] [CASE]...", help="Mode, default test; whole cases, as a run prints them, to rerun."),
     ] = None,
     ops: Annotated[str | None, typer.Option("-o", help="Op names or whole cases, with commas.")] = None,
-    params: Annotated[str | None, typer.Option("-p", help="Only cases whose parameters match this regular expression, in any case.")] = None,
+    params: Annotated[str | None, typer.Option("-p", help="Only cases whose parameters match this regular expression.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Run the cases in this text: what test-backend-ops printed, its csv or sql, or any other.")
     ] = None,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
+from vkback.ops import ssm_sequences
 from vkback.ops.base import (
     Arg,
     Array,
@@ -32,6 +33,7 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
+from vkback.ops.case_line import call_with
 from vkback.ops.cost import Cost, times, total
 from vkback.ops.glu import SIGMOID_COST, sigmoid
 from vkback.ops.workgroup import workgroup_size
@@ -85,12 +87,22 @@ class SsmConv(Op):
         return nbytes(state) // state.shape[0] * min(state.shape[0], node.outputs[0].shape[0])
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        if "sequences" in params:
+            return [ssm_sequences.convolved(*inputs)]
         x, w, *bias, pos, state = inputs
         channels = state.shape[1]
         y, state = convolved(x[:, params["offset"] :][:, :channels], w, bias[0] if bias else None, pos, state)
         return [y, state]
 
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """A line of test-backend-ops, which has sizes `ne_a`, is one of several sequences."""
+        if "ne_a" not in params:
+            return super().case(params)
+        return call_with(ssm_sequences.conv_case, params, op=self.name, further=(), example=lambda: ssm_sequences.conv_case().line)
+
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        if "sequences" in node.params:
+            return ssm_sequences.lower(node, ctx)
         x, w, *bias, pos, state = node.inputs
         y = node.outputs[0]
         (n, width), (taps, channels), offset = x.shape, state.shape, int(node.params["offset"])
@@ -121,6 +133,7 @@ class SsmConv(Op):
             yield self.build_case(n, 96, pos0=pos0, padding=padding)
         yield self.build_case(33, 37, taps=3, pos0=1, bias=False)
         yield self.build_case(64, 3328, taps=4, pos0=100, padding=5)
+        yield from ssm_sequences.conv_cases()
 
     def full_cases(self) -> Iterator[Case]:
         for n, (channels, taps), pos0 in product((1, 2, 7, 128), ((1, 4), (33, 2), (260, 5), (1536, 4)), (0, 1, 1000)):

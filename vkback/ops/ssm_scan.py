@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
+from vkback.ops import ssm_sequences
 from vkback.ops.base import (
     Arg,
     Array,
@@ -43,6 +44,7 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
+from vkback.ops.case_line import call_with
 from vkback.ops.cost import Cost, times, total
 from vkback.ops.glu import SIGMOID_COST, sigmoid
 from vkback.ops.ssm_conv import convolved, positions
@@ -191,10 +193,23 @@ class SsmScan(_Scan):
         return nbytes(node.inputs[-1]) // 2
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        if "sequences" in params:
+            return ssm_sequences.scanned(inputs)
         xbc, zx, a, d, dt_bias, pos, state = inputs
         return list(scanned(xbc, zx, a, d, dt_bias, pos, state, params["n_group"]))
 
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """A line of test-backend-ops, which has `n_seqs`, is one of several sequences."""
+        if "n_seqs" not in params:
+            return super().case(params)
+        return call_with(ssm_sequences.scan_case, params, op=self.name, further=(), example=lambda: ssm_sequences.scan_case().line)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return ssm_sequences.TOLERANCE if "sequences" in node.params else super().tolerance(node, ctx)
+
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        if "sequences" in node.params:
+            return ssm_sequences.lower(node, ctx)
         xbc, zx, a, d, dt_bias, pos, state = node.inputs
         return [self._dispatch(node, ctx, zx, pos, state, None, (xbc, a, d, dt_bias))]
 
@@ -203,6 +218,7 @@ class SsmScan(_Scan):
             yield self.build_case(n, 3, 8, 16, pos0=pos0, padding=padding)
         yield self.build_case(3, 4, 20, 20, n_group=2, pos0=1)
         yield self.build_case(6, 6, 64, 128, n_group=3, pos0=5, padding=1)
+        yield from ssm_sequences.scan_cases()
 
     def full_cases(self) -> Iterator[Case]:
         for n, (n_head, head_dim, d_state, n_group), pos0 in product(

@@ -1,0 +1,57 @@
+#version 450
+// The recurrence of ggml's SSM_SCAN, token after token of each sequence:
+//
+//   state = state * exp(step * a) + b * x * step,  step = log(1 + exp(dt)),  y = sum of state * c
+//
+//   binding 0  s F32 [sequences, heads, dim, n_state], states before
+//   binding 1  x F32 [sequences, tokens, heads, dim]    binding 2  dt F32 [sequences, tokens, heads]
+//   binding 3  a F32 [heads, A_WIDTH]: of a head, or of each of its states
+//   binding 4  b F32, 5  c F32 [sequences, tokens, groups, n_state]: neighbouring heads share a group
+//   binding 6  y F32 [sequences, tokens, heads, dim]    binding 7  states after, as s
+//
+// A thread takes one value of a head's dim and all its states, which it keeps in binding 7.
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint sequences;
+    uint tokens;
+    uint heads;
+    uint dim;
+    uint n_state;
+    uint groups;
+    uint a_width;
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InS { float s[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InX { float x[]; };
+layout(std430, set = 0, binding = 2) readonly buffer InDt { float dt[]; };
+layout(std430, set = 0, binding = 3) readonly buffer InA { float a[]; };
+layout(std430, set = 0, binding = 4) readonly buffer InB { float b[]; };
+layout(std430, set = 0, binding = 5) readonly buffer InC { float c[]; };
+layout(std430, set = 0, binding = 6) writeonly buffer OutY { float y[]; };
+layout(std430, set = 0, binding = 7) buffer OutS { float after[]; };
+
+void main() {
+    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    if (i >= p.sequences * p.heads * p.dim) return;
+    const uint head = i / p.dim % p.heads;
+    const uint sequence = i / p.dim / p.heads;
+    const uint own = i * p.n_state;
+    for (uint n = 0u; n < p.n_state; n++) after[own + n] = s[own + n];
+    for (uint t = 0u; t < p.tokens; t++) {
+        const uint token = sequence * p.tokens + t;
+        const float raw = dt[token * p.heads + head];
+        const float step = raw > 20.0 ? raw : log(1.0 + exp(raw));
+        const uint at = (token * p.heads + head) * p.dim + i % p.dim;
+        const uint group = (token * p.groups + head / (p.heads / p.groups)) * p.n_state;
+        const float fed = x[at] * step;
+        float sum = 0.0;
+        for (uint n = 0u; n < p.n_state; n++) {
+            const float decay = exp(step * a[head * p.a_width + n % p.a_width]);
+            const float state = after[own + n] * decay + b[group + n] * fed;
+            after[own + n] = state;
+            sum += state * c[group + n];
+        }
+        y[at] = sum;
+    }
+}
