@@ -102,6 +102,7 @@ GATES: Mapping[str, tuple[str, Cost]] = {
     "GEGLU_ERF": ("GELU_ERF", GELU_ERF_COST),
     "GEGLU_QUICK": ("GELU_QUICK", GELU_QUICK_COST),
     "SWIGLU_OAI": ("", {"fmul": 1, "fadd": 3, "fdiv": 1, "fexp": 1}),
+    "SWIGLU_CLAMP": ("", SIGMOID_COST),
 }
 """Of each op that of one operand for the gate, if there is one, and what a value of the gate costs; the product with up comes to it."""
 
