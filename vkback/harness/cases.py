@@ -74,6 +74,9 @@ CONDITIONS = ("tuning", "sync", "range")
 def make_case(op: str, params: Mapping[str, Any]) -> Case:
     """The case of an op with these parameters. Raises CaseLineError for an unknown op and for parameters that are unknown, missing or do
     not fit. What makes sense but cannot run here makes a case that raises PlanError when it is built."""
+    seed = params.get("seed", 0)
+    if not isinstance(seed, int) or seed < 0:
+        raise CaseLineError(f"{op}: seed={seed}: expected a whole number from 0")
     if op not in OPS:
         if op in ABSENT:
             return unsupported(op, params, f"[{op}] this project has no such op")

@@ -21,7 +21,7 @@ _INT = re.compile(r"[+-]?[0-9]{1,15}")
 _FLOAT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?|[+-]?inf")
 
 
-NO_CASE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError)
+NO_CASE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, MemoryError)
 """What Python raises of values that an op did not reckon with."""
 
 
