@@ -46,6 +46,7 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
+from vkback.ops.case_line import CaseLineError
 from vkback.ops.topk import argmax_dispatch
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
@@ -156,6 +157,10 @@ def pick(logits: Array, params: Params, pos: int) -> Pick:
     return Pick(int(kept[best[0]]), sure)
 
 
+TRIES = 200
+"""Draws of a case's logits until the choice is sure."""
+
+
 @register
 class Sample(Op):
     """See the module's text."""
@@ -260,7 +265,7 @@ class Sample(Op):
                 *(Tensor(name, "I32", (size,), "input") for name, size in (("loop", LOOP_RING + capacity), ("tokens", 1), ("pos", 1))),
             )
             pos = 77
-            while True:
+            for _ in range(TRIES):
                 x = (3 * generator.standard_normal((1, vocab))).astype(np.float32)
                 if kind == "ties":
                     x = np.round(2 * x) / np.float32(2)
@@ -271,6 +276,8 @@ class Sample(Op):
                 made = pick(x[0], sampler, pos)
                 if made.sure:
                     break
+            else:
+                raise CaseLineError(f"SAMPLE: in {TRIES} tries no choice that rounding cannot change; expected other parameters")
             loop = sampler.words(capacity)
             loop[0] = 7
             loop[LOOP_RING:] = -1
