@@ -21,7 +21,7 @@ from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.harness.cases import context_of
 from vkback.harness.judge import Verdict, judge, steps_of
-from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance, ceil_div, nbytes
+from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance, ceil_div, is_coded, nbytes
 from vkback.ops.f16_range import F16RangeError, is_overflow_word, rescaled
 from vkback.ops.general import viewed
 from vkback.plan.schedule import Schedule, aligned, into_stages
@@ -398,7 +398,7 @@ def reference_inputs(problem: Problem) -> list[Array]:
 
 
 def _plain(tensor: Tensor, value: Array) -> Array:
-    if tensor.kind == "weight" and len(tensor.shape) > 1:
+    if is_coded(tensor):
         return quants.decode(tensor.type, value).reshape(tensor.shape)
     if tensor.type == "Q8_1":
         return quants.q8_1_dequantize(q8_1_bytes(tensor, value), tensor.shape[-1]).reshape(tensor.shape)

@@ -35,6 +35,7 @@ from vkback.ops.base import (
     Access,
     Arg,
     Array,
+    Case,
     Choice,
     Dispatch,
     LowerContext,
@@ -323,6 +324,10 @@ class FlashAttnExt(FlashCases):
         v_dim = int(node.params.get("v_dim", cache_v.shape[-1]))
         widths = (cache_k.shape[-1] * (tensor.name == cache_k.name), v_dim * (tensor.name == cache_v.name))
         return 2 * tensor.shape[0] * rows * sum(widths)
+
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """A line of test-backend-ops, which has head sizes `hsk` and `hsv`, is one of ATTENTION."""
+        return OPS["ATTENTION"].case(params) if "hsk" in params else super().case(params)
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         """Padding (pos -1) sees nothing and gives zeros. A sink is a logit without a value: it takes its part of a head's softmax away from

@@ -443,6 +443,11 @@ def weight_push(quant: str, layout: quants.DeviceLayout, k: int) -> list[int]:
     return [ceil_div(k, 32), layout.part_stride // 16, *others, *([0] * (4 - len(others)))]
 
 
+def is_coded(tensor: Tensor) -> bool:
+    """Whether it lies in the planes of docs/architecture.md: quantized, or a stored weight of several axes."""
+    return (tensor.kind == "weight" and len(tensor.shape) > 1) or (tensor.type in quants.WEIGHT_TYPES and tensor.type not in VALUE_BYTES)
+
+
 def nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor in device memory, in the layouts of docs/architecture.md (weights as one shard)."""
     if tensor.type in VALUE_BYTES and tensor.kind != "weight":

@@ -9,7 +9,7 @@ import numpy as np
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import VALUE_BYTES, Array, nbytes, shards
+from vkback.ops.base import VALUE_BYTES, Array, is_coded, nbytes, shards
 from vkback.ops.general import DTYPES, INTEGERS
 
 NAN_WORD = 0x7FC0DEAD
@@ -33,8 +33,7 @@ def q8_1_bytes(tensor: Tensor, value: Array) -> Array:
 
 def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> list[Array]:
     """The bytes of a tensor as the device holds them, one array a shard; of one without a value NaN, of a counter zeros."""
-    if tensor.kind == "weight" and len(tensor.shape) > 1:
-        assert value is not None, f"{tensor} has no value"
+    if value is not None and is_coded(tensor):
         raw = value.reshape(prod(tensor.shape[:-1]), -1)
         return [quants.to_device(tensor.type, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]) for s in shards(tensor, caps)]
     if value is None and tensor.kind == "counter":
@@ -49,6 +48,10 @@ def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> lis
 
 def decoded(tensor: Tensor, raw: Array) -> Array:
     """A tensor's bytes as the host reads them, in its shape: float32 of every float type, integers as they are."""
+    if is_coded(tensor):
+        rows, k = prod(tensor.shape[:-1]), tensor.shape[-1]
+        planes = [raw[p.offset :][: rows * p.row_bytes].reshape(rows, -1) for p in quants.layout(tensor.type, rows, k).planes]
+        return quants.decode(tensor.type, quants.unpack(tensor.type, planes, k)).reshape(tensor.shape)
     if tensor.type == "Q8_1":
         rows = raw[: nbytes(tensor)].reshape(prod(tensor.shape[:-1]), -1)
         return quants.q8_1_dequantize(rows, tensor.shape[-1]).reshape(tensor.shape)

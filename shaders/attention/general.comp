@@ -1,0 +1,142 @@
+#version 450
+// Attention with everything that FLASH_ATTN_EXT has: head sizes of any length, V of another size than K, several sequences, a mask as a tensor,
+// ALiBi, softcap, sinks. Slower than attention.comp and prompt.comp, which serve models.
+//
+//   y[s, t, h] = sum over i of softmax_i(cap(scale * q . k_i) + slope_h * mask[s, h, t, i]) * v_i
+//
+//   binding 0  q F32 [sequences, heads, tokens, k_dim]
+//   binding 1  k F32, row i of kv head h of sequence s at k_offset + s * k_step.x + h * k_step.y + i * k_step.z
+//   binding 2  v F32, likewise
+//   binding 3  mask F16 [mask_size.x, mask_size.y, tokens or more, kv], repeated over sequences and heads; unread where has_mask is 0
+//   binding 4  sinks F32 [heads]; unread where has_sinks is 0
+//   binding 5  y F32 [sequences, tokens, heads, v_dim]
+//
+// A workgroup takes up to QUERIES queries (token, head) that share a kv head. It walks over the rows in chunks of WG_SIZE, with online softmax: a
+// thread makes the scores of one row, then sums columns of V over the chunk. A query of which all rows are masked gives zeros.
+//
+// Defines: QUERIES; MOST_DIM, what k_dim and v_dim are at most; those of common/reduce.glsl
+#include "common/reduce.glsl"
+#include "elementwise/functions.glsl"
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint tokens;
+    uint heads;
+    uint kv_heads;
+    uint kv;
+    uint k_dim;
+    uint v_dim;
+    uint k_offset;
+    uint v_offset;
+    uint k_step[3];
+    uint v_step[3];
+    uint mask_size[3];    // sequences, heads, tokens
+    uint has_mask;
+    uint has_sinks;
+    float scale;          // of the scores; divided by softcap where there is one
+    float softcap;        // 0: none
+    float max_bias;       // 0: no ALiBi, slopes are 1
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InQ { float q[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InK { float k[]; };
+layout(std430, set = 0, binding = 2) readonly buffer InV { float v[]; };
+layout(std430, set = 0, binding = 3) readonly buffer InMask { uint mask[]; };
+layout(std430, set = 0, binding = 4) readonly buffer InSinks { float sinks[]; };
+layout(std430, set = 0, binding = 5) writeonly buffer OutY { float y[]; };
+
+shared float query[QUERIES][MOST_DIM];
+shared float sums[QUERIES][MOST_DIM];
+shared float weights[QUERIES][WG_SIZE];
+
+#define LOWEST uintBitsToFloat(0xff800000u)    // -inf
+
+// ALiBi: heads up to the largest power of two n have slopes 2^(-max_bias / n * (h + 1)), those beyond the odd powers of its root.
+float slope_of(uint head) {
+    if (p.max_bias == 0.0) return 1.0;
+    const uint n = 1u << findMSB(p.heads);
+    return head < n ? exp2(-p.max_bias / float(n) * float(head + 1u)) : exp2(-0.5 * p.max_bias / float(n) * float(2u * (head - n) + 1u));
+}
+
+void main() {
+    const uint thread = gl_LocalInvocationID.x;
+    const uint group = p.heads / p.kv_heads;
+    const uint kv_head = gl_WorkGroupID.y;
+    const uint sequence = gl_WorkGroupID.z;
+    const uint first = gl_WorkGroupID.x * QUERIES;
+    uint head[QUERIES], token[QUERIES];
+    for (uint j = 0u; j < QUERIES; j++) {
+        const uint number = min(first + j, group * p.tokens - 1u);
+        head[j] = kv_head * group + number / p.tokens;
+        token[j] = number % p.tokens;
+        const uint from = ((sequence * p.heads + head[j]) * p.tokens + token[j]) * p.k_dim;
+        for (uint d = thread; d < p.k_dim; d += WG_SIZE) query[j][d] = q[from + d];
+        for (uint d = thread; d < p.v_dim; d += WG_SIZE) sums[j][d] = 0.0;
+    }
+    barrier();
+    const uint k_first = p.k_offset + sequence * p.k_step[0] + kv_head * p.k_step[1];
+    const uint v_first = p.v_offset + sequence * p.v_step[0] + kv_head * p.v_step[1];
+    float top[QUERIES], total[QUERIES];
+    for (uint j = 0u; j < QUERIES; j++) {
+        top[j] = LOWEST;
+        total[j] = 0.0;
+    }
+    for (uint chunk = 0u; chunk < p.kv; chunk += WG_SIZE) {
+        const uint row = chunk + thread;
+        const bool inside = row < p.kv;
+        float score[QUERIES];
+        for (uint j = 0u; j < QUERIES; j++) score[j] = 0.0;
+        if (inside) {
+            const uint from = k_first + row * p.k_step[2];
+            for (uint d = 0u; d < p.k_dim; d++) {
+                const float value = k[from + d];
+                for (uint j = 0u; j < QUERIES; j++) score[j] += query[j][d] * value;
+            }
+        }
+        float shrink[QUERIES];
+        float most = LOWEST;
+        for (uint j = 0u; j < QUERIES; j++) {
+            float s = score[j] * p.scale;
+            if (p.softcap != 0.0) s = p.softcap * tanh_exact(s);
+            if (inside && p.has_mask != 0u) {
+                const uint at = (((sequence % p.mask_size[0]) * p.mask_size[1] + head[j] % p.mask_size[1]) * p.mask_size[2] + token[j]) * p.kv + row;
+                s += slope_of(head[j]) * unpackHalf2x16(mask[at >> 1] >> (16u * (at & 1u))).x;
+            }
+            s = inside ? s : LOWEST;
+            const float before = top[j];
+            top[j] = max(before, wg_max(s));
+            const float weight = s == LOWEST ? 0.0 : exp_bounded(s - top[j]);
+            shrink[j] = before == LOWEST ? 0.0 : exp_bounded(before - top[j]);
+            total[j] = total[j] * shrink[j] + wg_sum(weight);
+            weights[j][thread] = weight;
+            most = max(most, top[j]);
+        }
+        barrier();
+        const uint rows = min(uint(WG_SIZE), p.kv - chunk);
+        if (most != LOWEST) {
+            for (uint d = thread; d < p.v_dim; d += WG_SIZE) {
+                float sum[QUERIES];
+                for (uint j = 0u; j < QUERIES; j++) sum[j] = sums[j][d] * shrink[j];
+                for (uint i = 0u; i < rows; i++) {
+                    const float value = v[v_first + (chunk + i) * p.v_step[2] + d];
+                    for (uint j = 0u; j < QUERIES; j++) sum[j] += weights[j][i] * value;
+                }
+                for (uint j = 0u; j < QUERIES; j++) sums[j][d] = sum[j];
+            }
+        }
+        barrier();
+    }
+    for (uint j = 0u; j < QUERIES; j++) {
+        if (first + j >= group * p.tokens) break;
+        float factor = 1.0;
+        if (p.has_sinks != 0u) {
+            const float sink = sinks[head[j]];
+            const float above = max(top[j], sink);
+            factor = top[j] == LOWEST ? 0.0 : exp_bounded(top[j] - above);
+            total[j] = total[j] * factor + exp_bounded(sink - above);
+        }
+        const float part = total[j] > 0.0 ? factor / total[j] : 0.0;
+        const uint to = ((sequence * p.tokens + token[j]) * p.heads + head[j]) * p.v_dim;
+        for (uint d = thread; d < p.v_dim; d += WG_SIZE) y[to + d] = sums[j][d] * part;
+    }
+}
