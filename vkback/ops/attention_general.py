@@ -2,10 +2,10 @@
 
     ATTENTION  q F32 [sequences, n_head, n, hsk], k [.., n_head_kv, kv, hsk], v [.., n_head_kv, kv, hsv] of any plain or quantized type
                [, mask F16 [sequences, heads, n, kv]] [, sinks F32 [n_head]] -> F32 [sequences, n, n_head, hsv]
-               params: scale, has_mask, has_sinks [, max_bias, softcap] [, views of the first three]
+               params: scale, has_mask, has_sinks [, max_bias, softcap] [, views of q, k, v]
 
-A score is scale * q . k, or softcap * tanh(scale * q . k / softcap), plus slope * mask, slope being 1 without ALiBi (max_bias 0). A sink is a
-logit without a value. A query that sees no row gives zeros. K and V that are not F32 are made so first; the kernels of models, which read a
+A score is scale * q . k, or softcap * tanh(scale * q . k / softcap), plus slope * mask, slope being 1 without ALiBi (max_bias 0). A sink
+is a logit without a value. A query that sees no row gives zeros. K and V that are not F32 are made so first; the kernels of models, which read a
 cache as it is, are in attention.py.
 """
 
@@ -38,9 +38,9 @@ from vkback.ops.base import (
     register,
 )
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.peer import operand, sized, tensor_type, type_word
 from vkback.ops.coded import as_floats
 from vkback.ops.general import rounded_to, views_of
+from vkback.ops.peer import operand, sized, tensor_type, type_word
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant

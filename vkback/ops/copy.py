@@ -11,6 +11,7 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
+from vkback.ops import copy_cases, encode
 from vkback.ops.base import (
     VALUE_BYTES,
     Arg,
@@ -21,10 +22,12 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Rounded,
     Shape,
     Tolerance,
     ceil_div,
     declare,
+    is_coded,
     moves_values,
     nbytes,
     pack_push,
@@ -35,10 +38,21 @@ from vkback.ops.base import (
 )
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.code_books import decoder
-from vkback.ops.general import DTYPES, INTEGERS, copied, is_general, lowered, permuted, rounded_to, view_in, views_of
+from vkback.ops.coded import as_floats
+from vkback.ops.general import (
+    DTYPES,
+    INTEGERS,
+    copied,
+    is_general,
+    lowered,
+    permuted,
+    rounded_to,
+    stored_tolerance,
+    view_in,
+    views_of,
+)
 from vkback.ops.mat_vec import QUANTS
 from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, sized, tensor_type, type_word
-from vkback.ops.rows import F16_TOLERANCE
 from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
@@ -62,15 +76,19 @@ BOXES: tuple[Shape, ...] = ((2, 3, 4, 32), (6, 8, 10, 12), (3, 5, 7, 32), (10, 1
 
 
 class Convert(Op):
-    """A copy. params: `view` (View of x), `to` (View of y, whose other values stay: y is then an input, too); default all values.
+    """A copy. params: `view` (View of x), `to` (View of y, whose other values stay: y is then an input, too), by default all values;
+    `to_integers`, where floats become integers, towards zero.
 
-    x   F32 or F16 to F32 or F16; I32 to I32; a weight of any type to F32 or F16. F16 is written two values at a time.
+    Any plain type becomes any other. A quantized tensor or weight becomes floats, rows of floats become those of a quantized tensor that is
+    encoded (vkback/ops/encode.py), and quantized rows move as they are between tensors of one type.
     """
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x = inputs[0]
         values = params["view"].of(np.ascontiguousarray(x)) if "view" in params else x
         values = values if values.dtype.kind == "i" else values.astype(np.float64)
+        if params.get("to_integers"):
+            values = np.trunc(values).astype(np.int64)
         if "to" not in params:
             return [values]
         y = inputs[1].astype(values.dtype)
@@ -95,13 +113,19 @@ class Convert(Op):
         source.check(x, self.name)
         target.check(y, self.name)
         whole = "view" not in node.params and "to" not in node.params
-        if x.kind == "weight" and len(x.shape) > 1:
-            return [self._decoded(node, ctx, source)]
-        if (x.type, y.type) not in PAIRS:
-            raise PlanError(f"[{self.name}] {node.name}: {x} to {y}: expected F32 or F16 on either side, I32 on both, or a weight")
-        if whole and x.elements % 2 == 0 and x.type != "I32":
+        if is_coded(y):
+            return into_coded(node, ctx, source, target)
+        if is_coded(x):
+            if "to" not in node.params and (y.type == "F32" or (y.type == "F16" and source.shape[-1] % 2 == 0)):
+                return [self._decoded(node, ctx, source)]
+            copies, floats = as_floats(node, ctx, x, source)
+            return [*copies, *anyhow(node, ctx, floats, View.whole(floats.shape), y, target)]
+        if (x.type, y.type) in PAIRS and whole and x.elements % 2 == 0 and x.type != "I32":
             return [self._in_pairs(node, ctx)]
-        return [self._boxed(node, ctx, source, target)]
+        alike = len({"view", "to"} & set(node.params)) < 2 or source.shape == target.shape
+        if (x.type, y.type) in PAIRS and alike and (y.type != "F16" or in_pairs(node, source, target)):
+            return [self._boxed(node, ctx, source, target)]
+        return anyhow(node, ctx, x, source, y, target)
 
     def _in_pairs(self, node: Node, ctx: LowerContext) -> Dispatch:
         x, y = node.inputs[0], node.outputs[0]
@@ -127,15 +151,7 @@ class Convert(Op):
             source = View.whole(target.shape)
         elif "to" not in node.params:
             target = View.whole(source.shape)
-        elif source.shape != target.shape:
-            raise PlanError(f"[{self.name}] {node.name}: from {source} to {target}: two views must have one shape")
         source, target = source.four(), target.four()
-        if y.type == "F16":
-            if source.elements % 2:
-                raise PlanError(f"[{self.name}] {node.name}: {x} to {y}: an odd number of F16 values is not supported")
-            odd = any(s % 2 for s in (target.offset, target.shape[3], *target.strides[:3]))
-            if odd or target.strides[3] != 1:
-                raise PlanError(f"[{self.name}] {node.name}: {y}: F16 is written in pairs, expected rows of an even length, got {target}")
         return _box(
             node, ctx, x, y, source.shape, source.shape, source.strides, target.strides, x_offset=source.offset, y_offset=target.offset
         )
@@ -151,7 +167,6 @@ class Convert(Op):
         problem = (
             f"it does not fit one binding, but takes {len(parts)}" if len(parts) > 1
             else f"weights become F32 or F16, not {y.type}" if y.type not in ("F32", "F16") or "to" in node.params
-            else "an odd number of F16 values is not supported" if y.type == "F16" and k % 2
             else f"{source} is not made of whole rows from a multiple of 32 on"
             if four.strides[3] != 1 or any(s % columns for s in four.strides[:3]) or column0 % 32 or column0 + k > columns
             else ""
@@ -220,11 +235,89 @@ class Convert(Op):
         shown |= {"weight": 1} if weight else {}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """Lines of test-backend-ops have other parameters than those of views: see copy_cases."""
+        made = copy_cases.peer_case(self.name, params)
+        return made if made is not None else super().case(params)
+
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         x, y = node.inputs[0], node.outputs[0]
-        if y.type == "F16" and x.type != "F16":
-            return F16_TOLERANCE
-        return DECODED if x.kind == "weight" else EXACT
+        if x.type == y.type and (is_coded(y) or not is_coded(x)):
+            return EXACT
+        if is_coded(y):
+            return encode.loose(y.type)
+        return stored_tolerance(DECODED if is_coded(x) else EXACT, y.type)
+
+    def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
+        x, y = node.inputs[0], node.outputs[0]
+        if x.type == y.type or y.type not in encode.SAME_RULE:
+            return None
+        values = self.reference(inputs, node.params)[0]
+        return Rounded([encode.as_encoded(y.type, values.reshape(-1, y.shape[-1]))], encode.tight(y.type, x.type, y.elements))
+
+
+def in_pairs(node: Node, source: View, target: View) -> bool:
+    """Whether copy/box.comp can write F16: two neighbours of even rows at once."""
+    into = (target if "to" in node.params else View.whole(source.shape)).four()
+    return into.strides[3] == 1 and not any(s % 2 for s in (source.elements, into.offset, into.shape[3], *into.strides[:3]))
+
+
+def anyhow(node: Node, ctx: LowerContext, x: Tensor, source: View, y: Tensor, target: View) -> list[Dispatch]:
+    """A copy between any plain types and views. Where their shapes differ, values go in the order in which either counts them."""
+    if source.shape == target.shape or target == View.whole(y.shape):
+        whole = target == View.whole(y.shape)
+        return [copied(x, y, node, ctx, source=source, target=None if whole else target)]
+    between = Tensor(f"{node.name}.values", y.type, target.shape)
+    if source == View.whole(x.shape) and x.type == y.type:
+        return [copied(x, y, node, ctx, source=View.whole(target.shape), target=target)]
+    return [copied(x, between, node, ctx, source=source), copied(between, y, node, ctx, target=target)]
+
+
+def into_coded(node: Node, ctx: LowerContext, source: View, target: View) -> list[Dispatch]:
+    """Rows into a quantized tensor: as they are from one of the same type, else encoded."""
+    x, y = node.inputs[0], node.outputs[0]
+    k = y.shape[-1]
+    into = target.four()
+    if into.shape[3] != k or into.strides[3] != 1 or any(s % k for s in into.strides[:3]):
+        raise PlanError(f"[{node.op}] {node.name}: {y}: {target} is not made of whole rows")
+    if is_coded(x) and x.type == y.type:
+        return same_rows(node, ctx, source, target)
+    copies, floats = as_floats(node, ctx, x, source)
+    n3, n2, n1 = into.shape[:3]
+    s3, s2, s1 = (s // k for s in into.strides[:3])
+    return [*copies, encode.encoded(node, ctx, floats, y, (n1, n2, n3), (s1, s2, s3), into.offset // k)]
+
+
+def same_rows(node: Node, ctx: LowerContext, source: View, target: View) -> list[Dispatch]:
+    """Rows of a quantized tensor, of which every plane's are moved as they are. The target's rows are all of y's in some order."""
+    x, y = node.inputs[0], node.outputs[0]
+    k = x.shape[-1]
+    a, b = source.four(), target.four()
+    rows = y.elements // k
+    in_rows = a.shape[3] == k and a.strides[3] == 1 and not any(s % k for s in (a.offset, *a.strides[:3]))
+    if not in_rows or b.elements != y.elements or y.shape[-1] != k:
+        raise PlanError(f"[{node.op}] {node.name}: {x} to {y}: quantized values move by whole rows, into all rows of the target")
+    # y's rows as they lie: its view's axes from the slowest to the fastest, and how the view counts along each.
+    counts = View.whole((*b.shape[:3], 1)).strides[:3]
+    axes = sorted(range(3), key=lambda axis: (-b.strides[axis], -b.shape[axis]))
+    push = [*(b.shape[i] for i in axes), *(counts[i] for i in axes), *a.shape[:3], *(s // k for s in a.strides[:3])]
+    here, there = (quants.layout(t.type, t.elements // k, k) for t in (x, y))
+    choice = ctx.tuning.pick("copy", elements=x.elements)
+    found = []
+    for number, (from_plane, to_plane) in enumerate(zip(here.planes, there.planes, strict=True)):
+        words = ceil_div(rows * to_plane.row_bytes, 4)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], words)
+        found.append(Dispatch(
+            Variant("copy/plane_rows.comp", (("WG_SIZE", wg),)),
+            (Arg(x), Arg(y, "w", part=f"plane {number}")),
+            pack_push(*push, a.offset // k, rows, to_plane.row_bytes, from_plane.offset // 4, to_plane.offset // 4),
+            spread(ceil_div(words, wg)),
+            node.op,
+            node.name,
+            f"{wg} threads: {choice.source}",
+            nbytes=2 * rows * to_plane.row_bytes,
+        ))  # fmt: skip
+    return found
 
 
 def some(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
@@ -271,12 +364,6 @@ class Cont(Convert):
     name = "CONT"
     formula = "cont(x)"
 
-    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        x, y = node.inputs[0], node.outputs[0]
-        if x.kind != "weight" and x.type == y.type and (x.type not in ("F32", "I32", "F16") or (x.type == "F16" and y.shape[-1] % 2)):
-            return [copied(x, y, node, ctx, source=node.params.get("view"))]
-        return super().lower(node, ctx)
-
     def cases(self) -> Iterator[Case]:
         for type in ("f32", "f16", "i32", "bf16"):
             yield self.line_case(type, (32, 5, 3))
@@ -318,6 +405,20 @@ class Cont(Convert):
 
 CONT_SIZES: tuple[Shape, ...] = ((2, 1, 1, 1), (1, 8, 17, 1), (2, 3, 5, 7), (33, 5, 7, 1), (64, 3, 65, 1))
 """Of the full set."""
+
+
+@register
+class Dup(Convert):
+    """DUP(x); see Convert."""
+
+    name = "DUP"
+
+    def cases(self) -> Iterator[Case]:
+        yield self.case({"type": "i16", "ne": (10, 8, 3, 1), "permute": (0, 2, 1, 3)})
+        yield self.case({"type": "bf16", "ne": (7, 5, 3, 1)})
+
+    def full_cases(self) -> Iterator[Case]:
+        yield from ()
 
 
 def _four(shape: Sequence[int]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
+from vkback.ops import set_rows as rows_anyhow
 from vkback.ops.base import (
     VALUE_BYTES,
     Arg,
@@ -22,6 +23,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Rounded,
     Shape,
     Tolerance,
     ceil_div,
@@ -34,7 +36,7 @@ from vkback.ops.base import (
     spread,
     weight_push,
 )
-from vkback.ops.case_line import CaseLineError
+from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.code_books import decoder
 from vkback.ops.cost import Cost
 from vkback.ops.general import copied, rounded_to, views_of
@@ -60,7 +62,10 @@ def set_rows(x: Array, pos: Array, cache: Array) -> Array:
 
 @register
 class SetRows(Op):
-    """SET_ROWS(x F32 or F16 [n, heads, d], pos I32 [n], cache F16 or F32 [heads, n_ctx, d]) -> cache, written in place; d is even."""
+    """SET_ROWS(x F32 or F16 [n, heads, d], pos I32 [n], cache F16 or F32 [heads, n_ctx, d]) -> cache, written in place; d is even.
+
+    With a cache of four axes it is ggml's: see vkback/ops/set_rows.py.
+    """
 
     name = "SET_ROWS"
     formula = "x->z"
@@ -86,10 +91,12 @@ class SetRows(Op):
         return nbytes(cache) // cache.elements * x.elements
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return [set_rows(*inputs)]
+        return [set_rows(*inputs) if inputs[2].ndim == 3 else rows_anyhow.reference(*inputs)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, pos, cache = node.inputs
+        if len(cache.shape) == 4:
+            return rows_anyhow.lower(node, ctx)
         heads, n_ctx, dim = cache.shape
         n = pos.elements
         if dim % 2 or x.elements != n * heads * dim or not {x.type, cache.type} <= {"F32", "F16"}:
@@ -116,6 +123,7 @@ class SetRows(Op):
             yield self.build_case((n, heads, dim), pos)
         for types in (("F32", "F32"), ("F16", "F16"), ("F16", "F32")):
             yield self.build_case((4, 2, 6), (15, -1, 2, 16), *types)
+        yield from rows_anyhow.cases()
 
     def full_cases(self) -> Iterator[Case]:
         some: tuple[Shape, ...] = ((0,), (15,), (3, 4, 5), (9, -1, 2), (16, 1), tuple(range(15, -1, -1)))
@@ -124,6 +132,7 @@ class SetRows(Op):
         few: tuple[Shape, ...] = ((15,), (9, -1, 2), (16, 1))
         for types, dim, pos in product((("F32", "F32"), ("F16", "F16"), ("F16", "F32")), (2, 64, 80, 128), few):
             yield self.build_case((len(pos), 2, dim), pos, *types)
+        yield from rows_anyhow.full_cases()
 
     def build_case(self, ne: tuple[int, int, int], pos: Shape, type_src: str = "F32", type_dst: str = "F16", seed: int = 19) -> Case:
         """ne: tokens, heads, head size; a cache of 16 positions that holds values already."""
@@ -143,8 +152,17 @@ class SetRows(Op):
         shown = {} if types == ("F32", "F16") else {"type_src": type_src, "type_dst": type_dst}
         return Case("SET_ROWS", {"ne": ne, "pos": pos, **shown, "seed": seed}, make, seed)
 
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """A line of test-backend-ops, which has row ids of a type, is one of a cache of four axes."""
+        if "type_idx" in params:
+            return call_with(rows_anyhow.set_rows_case, params, op=self.name, further=(), example=lambda: rows_anyhow.set_rows_case().line)
+        return super().case(params)
+
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return F16_TOLERANCE
+        return F16_TOLERANCE if len(node.inputs[2].shape) == 3 else rows_anyhow.tolerance(node)
+
+    def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
+        return rows_anyhow.rounded(inputs, node) if len(node.inputs[2].shape) == 4 else None
 
 
 @register

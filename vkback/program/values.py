@@ -49,9 +49,10 @@ def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> lis
 def decoded(tensor: Tensor, raw: Array) -> Array:
     """A tensor's bytes as the host reads them, in its shape: float32 of every float type, integers as they are."""
     if is_coded(tensor):
-        rows, k = prod(tensor.shape[:-1]), tensor.shape[-1]
-        planes = [raw[p.offset :][: rows * p.row_bytes].reshape(rows, -1) for p in quants.layout(tensor.type, rows, k).planes]
-        return quants.decode(tensor.type, quants.unpack(tensor.type, planes, k)).reshape(tensor.shape)
+        n, k = prod(tensor.shape[:-1]), tensor.shape[-1]
+        planes = [raw[p.offset :][: n * p.row_bytes].reshape(n, -1) for p in quants.layout(tensor.type, n, k).planes]
+        values: Array = quants.decode(tensor.type, quants.unpack(tensor.type, planes, k))
+        return values.reshape(tensor.shape)
     if tensor.type == "Q8_1":
         rows = raw[: nbytes(tensor)].reshape(prod(tensor.shape[:-1]), -1)
         return quants.q8_1_dequantize(rows, tensor.shape[-1]).reshape(tensor.shape)

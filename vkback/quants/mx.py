@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from vkback.quants.bits import NIBBLE_GROUPS, Rearrange, renamed_nibbles
-from vkback.quants.codec import F32, U8, Codec, DecodeOnly, Weights, packed
+from vkback.quants.codec import F32, U8, Codec, Weights, packed
 from vkback.quants.legacy import nibbles, put_nibbles
 from vkback.quants.quant_type import Plane, QuantType
 
@@ -99,7 +99,15 @@ HALF_UE4M3 = np.array([_ue4m3(code) / 2 for code in range(256)], np.float32)
 """d / 2 for each code of NVFP4's scales."""
 
 
-class _NVFP4(DecodeOnly):
+def nearest_ue4m3(d: F32) -> U8:
+    """Codes of the scales nearest to d >= 0; halfway goes to the even code, beyond the largest to that."""
+    middles = (HALF_UE4M3[:126] + HALF_UE4M3[1:127]).astype(np.float32)
+    below, above = np.searchsorted(middles, d, side="left"), np.searchsorted(middles, d, side="right")
+    code: U8 = np.where(below % 2 == 0, below, above).astype(np.uint8)
+    return code
+
+
+class _NVFP4(Codec):
     block = packed(("d", 4), ("qs", 32))
     type = QuantType("NVFP4", 40, 64, block.itemsize, (Plane("qs", 16), Plane("d", 2)), "levels", rare=True)
     moves: Mapping[str, Rearrange] = {"qs": renamed_nibbles(E2M1_ORDER, NIBBLE_GROUPS)}
@@ -109,6 +117,19 @@ class _NVFP4(DecodeOnly):
         level = E2M1_DOUBLED[nibbles(blocks[:, 4:].reshape(n * 4, 8))]
         weight: F32 = HALF_UE4M3[blocks[:, :4]].reshape(n * 4, 1) * level
         return weight.reshape(n, 64)
+
+    def encode(self, x: F32, weights: Weights) -> U8:
+        """The largest magnitude of 16 values becomes the largest level, as nearly as the scale can say; importances do not enter."""
+        groups = x.reshape(-1, 16)
+        code = nearest_ue4m3(np.abs(groups).max(axis=1) / np.float32(6))
+        levels = nearest_e2m1(groups, HALF_UE4M3[code][:, None])
+        levels[code == 0] = 0
+        blocks = np.empty((len(x), self.type.block_bytes), np.uint8)
+        blocks[:, :4] = code.reshape(-1, 4)
+        packed_levels = np.empty((len(groups), 8), np.uint8)
+        put_nibbles(packed_levels, levels)
+        blocks[:, 4:] = packed_levels.reshape(-1, 32)
+        return blocks
 
     def randomize(self, blocks: U8, scale: float) -> None:
         # Codes are few: the random byte decides between the two around the scale wanted. Below 2^-6 a code counts 512ths.

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from vkback.quants import search
 from vkback.quants.bits import CRUMBS, Rearrange
-from vkback.quants.codec import F32, U8, Codec, DecodeOnly, half, packed, random_half
-from vkback.quants.k_quants import SUPER, crumbs
+from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
+from vkback.quants.k_quants import SUPER, crumbs, put_crumbs
+from vkback.quants.legacy import round_half_away
 from vkback.quants.quant_type import Plane, QuantType
 
 _POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
@@ -27,7 +29,24 @@ def _digits(field: U8, count: int) -> U8:
     return digits.reshape(len(field), -1)
 
 
-class _TQ10(DecodeOnly):
+def _ternary(x: F32) -> tuple[F32, U8]:
+    """The largest magnitude of each block, and its values as digits 0, 1 or 2. Importances do not enter."""
+    d = np.abs(x).max(axis=1)
+    digits: U8 = (round_half_away(x * search.reciprocal(d)[:, None]) + np.float32(1)).astype(np.uint8)
+    return d, digits
+
+
+def _put_digits(field: U8, digits: U8, count: int) -> None:
+    """Inverse of `_digits`."""
+    total = np.zeros(field.shape, np.uint16)
+    for m in range(5):
+        total *= np.uint16(3)
+        if m < count:
+            total += digits.reshape(len(field), count, -1)[:, m]
+    field[...] = (total * np.uint16(256) + np.uint16(242)) // np.uint16(243)
+
+
+class _TQ10(Codec):
     block = packed(("qs0", 16), ("qs1", 16), ("qs2", 16), ("qh", 4), ("d", 2))
     type = QuantType(
         "TQ1_0",
@@ -43,17 +62,32 @@ class _TQ10(DecodeOnly):
         q = np.concatenate([_digits(blocks[:, :32], 5), _digits(blocks[:, 32:48], 5), _digits(blocks[:, 48:52], 4)], axis=1)
         return half(blocks[:, 52:]) * (q.astype(np.int8) - np.int8(1)).astype(np.float32)
 
+    def encode(self, x: F32, weights: Weights) -> U8:
+        blocks = np.empty((len(x), self.type.block_bytes), np.uint8)
+        d, q = _ternary(x)
+        for field, first, last, count in ((slice(0, 32), 0, 160, 5), (slice(32, 48), 160, 240, 5), (slice(48, 52), 240, 256, 4)):
+            _put_digits(blocks[:, field], q[:, first:last], count)
+        put_half(blocks[:, 52:], d)
+        return blocks
+
     def randomize(self, blocks: U8, scale: float) -> None:
         random_half(self.fields(blocks)["d"], scale)
 
 
-class _TQ20(DecodeOnly):
+class _TQ20(Codec):
     block = packed(("qs", 64), ("d", 2))
     type = QuantType("TQ2_0", 35, SUPER, block.itemsize, (Plane("qs", 8), Plane("d", 2, SUPER)), "ternary", rare=True)
     moves: Mapping[str, Rearrange] = {"qs": CRUMBS}
 
     def decode(self, blocks: U8) -> F32:
         return half(blocks[:, 64:]) * (crumbs(blocks[:, :64]).astype(np.int8) - np.int8(1)).astype(np.float32)
+
+    def encode(self, x: F32, weights: Weights) -> U8:
+        blocks = np.empty((len(x), self.type.block_bytes), np.uint8)
+        d, q = _ternary(x)
+        put_crumbs(blocks[:, :64], q)
+        put_half(blocks[:, 64:], d)
+        return blocks
 
     def randomize(self, blocks: U8, scale: float) -> None:
         # 3 would decode to 2 d, which no quantizer writes: it becomes 1, and the codes 0, 1, 2 stay.

@@ -1,0 +1,73 @@
+// Levels of a type, and the scale for which they fit some values best.
+//
+//   float nearest(float steps)         the level nearest to a value in steps, in steps
+//   uint nearest_code(float steps)     its code
+//   float fit_scale(first, count)      step d for which d * nearest(v / d) is off least in squares over values first.. of v: tries the TARGETS
+//                                      positions for the extreme value and solves for d at each rounding met, as in vkback/quants/search.py
+#if defined(TYPE_IQ4_NL) || defined(TYPE_IQ4_XS)
+const float iq4[16] = float[](-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0);
+uint nearest_code(float steps) {
+    uint code = 0u;
+    for (uint half_size = 8u; half_size > 0u; half_size >>= 1)
+        if (2.0 * steps >= iq4[code + half_size - 1u] + iq4[code + half_size]) code += half_size;
+    return code;
+}
+float nearest(float steps) { return iq4[nearest_code(steps)]; }
+#define TARGETS 27
+float target(int i) { return i < 16 ? -140.0 + 3.0 * float(i) : 100.0 + 3.0 * float(i - 16); }
+#elif defined(TYPE_Q3_K)
+float nearest(float steps) { return clamp(roundEven(steps), -4.0, 3.0); }
+#define TARGETS 29
+float target(int i) { return -4.9 + 0.1 * float(i); }
+#elif defined(TYPE_Q6_K)
+float nearest(float steps) { return clamp(roundEven(steps), -32.0, 31.0); }
+#define TARGETS 19
+float target(int i) { return -33.8 + 0.2 * float(i); }
+#endif
+
+#ifdef TARGETS
+float fit_scale(uint first, uint count) {
+    float high = v[first], low = v[first];
+    for (uint j = 1u; j < count; j++) {
+        high = max(high, v[first + j]);
+        low = min(low, v[first + j]);
+    }
+    const float inverse = reciprocal(high > -low ? high : low);
+    float best_gain = 0.0, best = 0.0;
+    for (int i = 0; i < TARGETS + 2; i++) {
+        const float inverse_step = i < TARGETS ? inverse * target(i) : reciprocal(best);
+        float xl = 0.0, ll = 0.0;
+        for (uint j = 0u; j < count; j++) {
+            const float level = nearest(v[first + j] * inverse_step);
+            xl += v[first + j] * level;
+            ll += level * level;
+        }
+        const float fitted = xl * reciprocal(ll);
+        if (xl * fitted > best_gain) {
+            best_gain = xl * fitted;
+            best = fitted;
+        }
+    }
+    return best;
+}
+#endif
+
+#if defined(TYPE_MXFP4) || defined(TYPE_NVFP4)
+// The device's nibble (E2M1_ORDER in vkback/quants/mx.py) of the level nearest to v / unit_of, levels 0 1 2 3 4 6 8 12; halfway goes to the smaller.
+uint nearest_e2m1(float v, float unit_of) {
+    const float middles[7] = float[](0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0);
+    uint code = 0u;
+    if (unit_of > 0.0)
+        for (uint i = 0u; i < 7u; i++) code += abs(v) > middles[i] * unit_of ? 1u : 0u;
+    if (code > 0u && v < 0.0) code += 8u;
+    const uvec2 order = uvec2(ORDER_LOW, ORDER_HIGH);
+    return (order[code >> 3] >> (4u * (code & 7u))) & 15u;
+}
+
+// The nearest UE4M3: 4 exponent bits (bias 7), 3 fraction bits, at most 448; halfway goes to the even code.
+uint ue4m3(float d) {
+    if (d < 0.015625) return uint(roundEven(d * 512.0));
+    const uint bits = floatBitsToUint(d);
+    return min((bits + 0x7ffffu + ((bits >> 20) & 1u)) / 0x100000u - 960u, 126u);
+}
+#endif

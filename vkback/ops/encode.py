@@ -1,0 +1,137 @@
+"""Encoding on the device (shaders/encode): rows of floats into rows of a quantized tensor, for SET_ROWS and CPY."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from vkback import quants
+from vkback.graph import Node, Tensor
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Dispatch,
+    LowerContext,
+    PlanError,
+    Tolerance,
+    ceil_div,
+    nbytes,
+    pack_push,
+    spread,
+    weight_push,
+)
+from vkback.ops.workgroup import workgroup_size
+from vkback.quants.mx import E2M1_ORDER
+from vkback.shader import Variant
+
+_UNITS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4")
+_E2M1: dict[str, str | int] = {
+    f"ORDER_{part}": f"0x{sum(code << 4 * i for i, code in enumerate(E2M1_ORDER[first : first + 8])):08x}u"
+    for part, first in (("LOW", 0), ("HIGH", 8))
+}
+_DEFINES: dict[str, dict[str, str | int]] = {
+    "Q4_0": {"LEVELS": "16.0"},
+    "Q4_1": {"LEVELS": "16.0"},
+    "Q5_0": {"LEVELS": "32.0"},
+    "Q5_1": {"LEVELS": "32.0"},
+    "Q8_0": {},
+    "IQ4_NL": {},
+    "MXFP4": _E2M1,
+    "NVFP4": _E2M1,
+    "Q2_K": {"GROUPS": "16u", "TOP": "3.0", "SCALE_TOP": "15.0", "SPREADS": 19, "SPREAD_FIRST": "-0.9"},
+    "Q3_K": {"GROUPS": "16u", "SCALE_LOW": "-32.0", "ZERO": "4.0"},
+    "Q4_K": {"GROUPS": "8u", "TOP": "15.0", "SCALE_TOP": "63.0", "SPREADS": 25, "SPREAD_FIRST": "-1.5"},
+    "Q5_K": {"GROUPS": "8u", "TOP": "31.0", "SCALE_TOP": "63.0", "SPREADS": 25, "SPREAD_FIRST": "-1.5"},
+    "Q6_K": {"GROUPS": "16u", "SCALE_LOW": "-128.0", "ZERO": "32.0"},
+    "IQ4_XS": {"GROUPS": "8u", "SCALE_LOW": "-32.0"},
+    "TQ1_0": {},
+    "TQ2_0": {},
+}
+ENCODED = tuple(_DEFINES)
+"""Types that the device encodes. Those of vector code books are read, never written: their encoders search the book for minutes."""
+
+STEPS: dict[str, float] = {
+    "Q4_0": 1 / 8, "Q4_1": 2 / 15, "Q5_0": 1 / 16, "Q5_1": 2 / 31, "Q8_0": 1 / 127, "IQ4_NL": 24 / 113, "MXFP4": 1 / 2, "NVFP4": 1 / 3,
+    "TQ1_0": 1.0, "TQ2_0": 1.0, "Q2_K": 2 / 3, "Q3_K": 2 / 7, "Q4_K": 2 / 15, "Q5_K": 2 / 31, "Q6_K": 2 / 63, "IQ4_XS": 24 / 113,
+}  # fmt: skip
+"""Between neighbouring levels at most, for values in +-1."""
+UNIFORM_NMSE: dict[str, float] = {
+    "Q4_0": 4.3e-3, "Q4_1": 3.7e-3, "Q5_0": 9.8e-4, "Q5_1": 8.5e-4, "Q8_0": 1.4e-5, "IQ4_NL": 3.8e-3, "MXFP4": 2.1e-2, "NVFP4": 1.0e-2,
+    "TQ1_0": 0.242, "TQ2_0": 0.242, "Q2_K": 4.6e-2, "Q3_K": 1.43e-2, "Q4_K": 2.9e-3, "Q5_K": 6.9e-4, "Q6_K": 1.6e-4, "IQ4_XS": 3.8e-3,
+}  # fmt: skip
+"""What vkback.quants reaches for uniform values: the squared error over the values' energy."""
+SAME_RULE = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "NVFP4", "TQ1_0", "TQ2_0"})
+"""Types of which the device takes the levels that vkback.quants takes, but for a value on the edge between two."""
+
+
+@dataclass(frozen=True)
+class RowIds:
+    """Rows of the target by ids. tensor: I32 or I64; size: ids along three axes, fastest first; limit: rows that ids choose among."""
+
+    tensor: Tensor
+    size: tuple[int, int, int]
+    limit: int
+
+
+def encoded(
+    node: Node, ctx: LowerContext, x: Tensor, y: Tensor, counts: tuple[int, int, int], steps: tuple[int, int, int], first: int = 0,
+    ids: RowIds | None = None,
+) -> Dispatch:
+    """One launch: row (i3, i2, i1) of x, F32 rows one after the other, to row first + i1 * steps[0] + i2 * steps[1] + i3 * steps[2] of y.
+
+    counts  of i1, i2, i3. Raises PlanError for a type that is not encoded.
+    """
+    if y.type not in ENCODED:
+        raise PlanError(f"[{node.op}] {node.name}: {y.type} is read, never written; types that are encoded are {', '.join(ENCODED)}")
+    if first:
+        raise PlanError(f"[{node.op}] {node.name}: {y}: a view of a quantized tensor must begin with its first row")
+    k, rows = y.shape[-1], prod(counts)
+    layout = quants.layout(y.type, prod(y.shape[:-1]), k)
+    if layout.nbytes > ctx.caps.max_storage_buffer_range:
+        limit = ctx.caps.max_storage_buffer_range
+        raise PlanError(f"[{node.op}] {node.name}: {y} takes {layout.nbytes} bytes, the device binds at most {limit}")
+    whole_group = y.type not in _UNITS
+    block = 256 if whole_group else 32
+    blocks = rows * (k // block)
+    choice = ctx.tuning.pick("copy", elements=blocks)
+    wg = workgroup_size(ctx.caps, 16 if whole_group else min(choice["wg_size"], 64))
+    defines = {
+        "BLOCK": f"{block}u", "WHOLE_GROUP": int(whole_group), "ENCODE_FILE": f'"encode/{"blocks" if whole_group else "units"}.glsl"',
+        f"TYPE_{y.type}": 1, "WG_SIZE": wg, **_DEFINES[y.type],
+    }  # fmt: skip
+    words = 0 if ids is None else 2 if ids.tensor.type == "I64" else 1
+    by_ids = (*ids.size, words, ids.limit) if ids else (1, 1, 1, 0, 0)
+    return Dispatch(
+        Variant("encode/encode.comp", tuple(sorted(defines.items()))),
+        (Arg(x), Arg(y, "rw"), Arg(ids.tensor if ids else x)),
+        pack_push(*weight_push(y.type, layout, k), k, rows, *counts[:2], *steps, *by_ids),
+        spread(blocks if whole_group else ceil_div(blocks, wg)),
+        node.op,
+        node.name,
+        f"{wg} threads, {'together a block' if whole_group else 'a unit each'}: {choice.source}",
+        nbytes=nbytes(x) + rows * quants.row_bytes(y.type, k),
+    )
+
+
+def loose(kind: str) -> Tolerance:
+    """How far encoded values may be from uniform ones that they were made of."""
+    return Tolerance(
+        1.4 * UNIFORM_NMSE[kind], (2.2 if kind in SAME_RULE else 3.5) * STEPS[kind],
+        f"vkback.quants encodes uniform values with NMSE {UNIFORM_NMSE[kind]:.1e}, few values and a simpler search give 1.4 of that; "
+        f"off by a step of {STEPS[kind]:.2g} of the range at most, which is two rms, and as much for scales in few bits",
+    )  # fmt: skip
+
+
+def tight(kind: str, source: str, elements: int) -> Tolerance:
+    """How far values of a type `source` that the device encodes may be from those of vkback.quants."""
+    share = 4 / elements + {"BF16": 1 / 400, "F16": 1 / 2000}.get(source, 0.0)
+    why = "four values (of BF16 one in 400, of F16 one in 2000: many are halfway) may go to another level; F16 scales either way"
+    return Tolerance(1e-6 + 4 * share * STEPS[kind] ** 2, 2.2 * STEPS[kind], why)
+
+
+def as_encoded(kind: str, values: Array) -> Array:
+    """Values as vkback.quants encodes and decodes them."""
+    rows = np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])
+    return quants.decode(kind, quants.encode(kind, rows)).reshape(values.shape)
