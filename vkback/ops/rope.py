@@ -156,6 +156,10 @@ class Rope(Op):
         turned = x.elements // x.shape[-1] * int(node.params["n_dims"])
         return {"fmul": 3 * turned, "fsin": turned} | ({"fdiv": turned // 2} if factors else {})
 
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """A line of test-backend-ops, which has sizes `ne_a` and a mode by number, is one of ROPE_EXT."""
+        return OPS["ROPE_EXT"].case(params) if "ne_a" in params else super().case(params)
+
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x, pos, *factors = inputs
         angles, magnitude = reference_angles(pos, factors[0] if factors else None, params)
