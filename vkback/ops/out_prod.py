@@ -1,0 +1,81 @@
+"""OUT_PROD (shaders/mul_mat/out_prod.comp): y = b^T a, the sum of outer products of the rows of a and b."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vkback import quants
+from vkback.graph import Node, Tensor
+from vkback.ops.base import VALUE_BYTES, Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, register
+from vkback.ops.case_line import CaseLineError
+from vkback.ops.coded import as_floats
+from vkback.ops.copy_cases import numbers
+from vkback.ops.general import permuted, views_of
+from vkback.ops.launch import by_threads
+from vkback.ops.peer import one_of_types, operand, sized, tensor_type, type_word
+from vkback.ops.view import View
+
+
+@register
+class OutProd(Op):
+    """OUT_PROD(a any type [b3, b2, k, m], b any plain type [b3 r3, b2 r2, k, n]) -> F32 [b3 r3, b2 r2, n, m]; either may be a view."""
+
+    name = "OUT_PROD"
+    peer_nmse = 5e-4
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        a, b = (np.asarray(x, np.float64) for x in inputs)
+        for axis in (0, 1):
+            a = np.repeat(a, b.shape[axis] // a.shape[axis], axis=axis)
+        return [np.swapaxes(b, 2, 3) @ a]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        y = node.outputs[0]
+        copies, floats = [], []
+        for i, t in enumerate(node.inputs):
+            more, plain = as_floats(node, ctx, t, views_of(node.params).get(i))
+            copies += more
+            floats.append(plain)
+        a, b = floats
+        (a3, a2, k, m), (n3, n2, b_k, n) = a.shape, b.shape
+        if b_k != k or n3 % a3 or n2 % a2 or y.shape != (n3, n2, n, m):
+            raise PlanError(f"[{self.name}] {node.name}: {a} and {b} to {y}: they do not fit")
+        push = (y.elements, m, n, k, n2, n2 // a2, n3 // a3)
+        args = (Arg(a), Arg(b), Arg(y, "w"))
+        return [*copies, by_threads(node, ctx, "mul_mat/out_prod.comp", args, push, y.elements, flops=2 * k * y.elements)]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-11, 1e-5, "f32 sums of products of values that either side holds exactly")
+
+    def build_case(
+        self, type_a: str = "f32", type_b: str = "f32", m: int = 32, n: int = 32, k: int = 32, bs: tuple[int, int] = (10, 10),
+        nr: tuple[int, int] = (2, 2), trans_b: bool = False, seed: int = 7,
+    ) -> Case:
+        """trans_b: b's last two axes are exchanged in memory."""
+        kind_a, kind_b = tensor_type(type_a, "type_a"), one_of_types(type_b, ("F32", "F16", "BF16"), "type_b")
+        if min(m, n, k, *bs, *nr) < 1 or (kind_a not in VALUE_BYTES and m % quants.quant(kind_a).block_values):
+            raise CaseLineError(f"m={m}, n={n}, k={k}, bs={list(bs)}, nr={list(nr)}: expected all above 0, and m whole blocks of {type_a}")
+        a_shape, b_shape = sized((bs[1], bs[0], k, m)), sized((bs[1] * nr[1], bs[0] * nr[0], *((n, k) if trans_b else (k, n))))
+        view = permuted(b_shape, (1, 0, 2, 3)) if trans_b else View.whole(b_shape)
+
+        def make(rng: np.random.Generator) -> Problem:
+            a, b = operand("a", kind_a, a_shape), Tensor("b", kind_b, b_shape, "input")
+            y = Tensor("y", "F32", sized((*b_shape[:2], n, m)))
+            return Problem(
+                Node(self.name, (a, b), (y,), {"views": {1: view}} if trans_b else {}),
+                {"a": numbers(a, rng, 1.0), "b": numbers(b, rng, 1.0)},
+            )
+
+        shown = {"type_a": type_word(kind_a), "type_b": type_word(kind_b), "m": m, "n": n, "k": k, "bs": bs, "nr": nr}
+        return Case(self.name, {**shown, "trans_b": int(trans_b), "seed": seed}, make, seed)
+
+    def cases(self) -> Iterator[Case]:
+        yield self.build_case("f32", "f16", 33, 5, 7, (2, 3), (2, 1), trans_b=True)
+        yield self.build_case("q4_0", "f32", 64, 3, 16, (1, 2), (1, 2))
+
+    def full_cases(self) -> Iterator[Case]:
+        for kind in quants.WEIGHT_TYPES:
+            yield self.build_case(type_word(kind), "f32", 256, 16, 16, (3, 3), (2, 1))
