@@ -137,6 +137,10 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
             return one(ue4m3(unit[1][j // 16]) / 2) * one(e2m1(unit[0], j))
         case "TQ2_0":
             return f16(block[1], 0) * one(crumb(unit[0], j) - 1)
+        case "Q1_0":
+            return f16(block[1], 2 * (u // 4)) * one(2 * bit(unit[0], j) - 1)
+        case "Q2_0":
+            return f16(block[1], 2 * (u // 2)) * one(crumb(unit[0], j) - 1)
         case "TQ1_0":
             return f16(block[4], 0) * one(trit(block, 32 * u + j) - 1)
         case _:

@@ -1,4 +1,4 @@
-// Types whose blocks have 256 values: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, TQ1_0, TQ2_0. Each group's step (and offset) is fitted by least squares,
+// Types whose blocks have 256 values: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, TQ1_0, TQ2_0; and Q1_0 with 128, Q2_0 with 64. Each group's step (and offset) is fitted by least squares,
 // then rounded to whole multiples of the block's own scale. Thread g takes group g, and of the packing unit u or word w. Bit orders are those of docs/architecture.md.
 #include "encode/levels.glsl"
 
@@ -48,7 +48,7 @@ vec2 fit_affine(uint first, uint count) {
 #define AFFINE 0
 #endif
 
-shared uint q[256];
+shared uint q[BLOCK];
 #ifdef GROUPS
 shared uint scale[GROUPS];
 shared uint low[GROUPS];
@@ -57,11 +57,16 @@ shared vec2 fits[GROUPS];    // step, offset
 
 void encode(uint block) {
     const uint thread = gl_LocalInvocationID.x;
-#if defined(TYPE_TQ1_0) || defined(TYPE_TQ2_0)
+#if defined(TYPE_Q1_0)
     float d = 0.0;
-    for (uint j = 0u; j < 256u; j++) d = max(d, abs(v[j]));
+    for (uint j = 0u; j < BLOCK; j++) d += abs(v[j]);
+    d /= float(BLOCK);
+    for (uint j = thread; j < BLOCK; j += WG_SIZE) q[j] = v[j] >= 0.0 ? 1u : 0u;
+#elif defined(TYPE_TQ1_0) || defined(TYPE_TQ2_0) || defined(TYPE_Q2_0)
+    float d = 0.0;
+    for (uint j = 0u; j < BLOCK; j++) d = max(d, abs(v[j]));
     const float inverse = reciprocal(d);
-    for (uint j = thread; j < 256u; j += WG_SIZE) {
+    for (uint j = thread; j < BLOCK; j += WG_SIZE) {
         const float steps = v[j] * inverse;
         q[j] = uint(1.0 + sign(steps) * floor(abs(steps) + 0.5));
     }
@@ -106,8 +111,8 @@ void encode(uint block) {
     barrier();
     // Bits of value 32u + j of q, from bit `shift` on as many as `mask` has, at bit `to` of a byte b of a word: j = 4w + b.
 #define FIELD(FROM, SHIFT, MASK, TO) (((q[FROM] >> (SHIFT)) & (MASK)) << (TO))
-    for (uint u = thread; u < 8u; u += WG_SIZE) {
-        const uint unit = 8u * block + u, at = 32u * u;
+    for (uint u = thread; u < BLOCK / 32u; u += WG_SIZE) {
+        const uint unit = BLOCK / 32u * block + u, at = 32u * u;
 #if defined(TYPE_Q4_K) || defined(TYPE_IQ4_XS)
         for (uint w = 0u; w < 4u; w++) {
             uint word = 0u;
@@ -161,7 +166,11 @@ void encode(uint block) {
         put_word(p.plane[0], 2u * unit, words[4]);
         put_word(p.plane[0], 2u * unit + 1u, words[5]);
         put(p.plane[1], unit, 16u, ((scale[2u * u] - 128u) & 0xffu) | ((scale[2u * u + 1u] - 128u) & 0xffu) << 8);
-#elif defined(TYPE_TQ2_0)
+#elif defined(TYPE_Q1_0)
+        uint word = 0u;
+        for (uint j = 0u; j < 32u; j++) word |= q[at + j] << (8u * (j & 3u) + (j >> 2));
+        put_word(0u, unit, word);
+#elif defined(TYPE_TQ2_0) || defined(TYPE_Q2_0)
         for (uint w = 0u; w < 2u; w++) {
             uint word = 0u;
             for (uint j = 0u; j < 16u; j++) word |= q[at + 16u * w + j] << (8u * (j & 3u) + 2u * (j >> 2));
@@ -203,7 +212,7 @@ void encode(uint block) {
     }
     put_word(p.plane[0], 2u * block, half_bits(d) | high << 16);
     put_word(p.plane[0], 2u * block + 1u, lows);
-#elif defined(TYPE_TQ2_0)
+#elif defined(TYPE_TQ2_0) || defined(TYPE_Q1_0) || defined(TYPE_Q2_0)
     put(p.plane[0], block, 16u, half_bits(d));
 #elif defined(TYPE_TQ1_0)
     // Five digits of base 3 a byte, as a fraction in 256ths, rounded up; the four bytes at the end have four.

@@ -16,7 +16,7 @@ from vkback.graph import Tensor
 from vkback.ops.base import VALUE_BYTES, PlanError, Shape
 from vkback.ops.case_line import CaseLineError
 
-WITHOUT_CODEC = ("F64", "Q1_0", "Q2_0", "Q8_K")
+WITHOUT_CODEC = ("F64", "Q8_K")
 """Types of ggml 0.25 that this project cannot read."""
 
 MOST_VALUES = 1 << 29

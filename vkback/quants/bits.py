@@ -246,3 +246,6 @@ def _digit_steps(steps: tuple[tuple[int, int], ...]) -> Move:
 
 HIGH_BITS = Rearrange(_digit_steps(_HIGH_BIT_STEPS), _digit_steps(_HIGH_BIT_STEPS[::-1]))
 """Q5_0, Q5_1: 4 bytes a block."""
+
+TWO_BITS = Rearrange(_digit_steps(((3, 1), (4, 2))), _digit_steps(((3, 1), (4, 2))))
+"""Q2_0: of 16 values in a word, value 4b + i moves from bits 8b + 2i to 8i + 2b."""

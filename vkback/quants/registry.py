@@ -23,6 +23,7 @@ FAMILIES = (
     "mx",
     "codebooks",
     "ternary",
+    "few_bits",
 )
 """Modules of this package with codecs (`CODECS`), in the order in which types are listed."""
 

@@ -1,0 +1,19 @@
+// Q2_0: 64 weights in 18 bytes. Planes: qs (2-bit) 8, d f16 2 per 64.  weight = d * (q - 1)
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#include "quant/nibbles.glsl"
+
+struct UnitRaw { uvec2 qs; uint d; uint index; };
+
+UnitRaw unit_load(Place at) {
+    return UnitRaw(PAIR(0u, at, 0), WORD(p.w.plane[0], at, 2), unit_number(at, 4u));
+}
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    [[unroll]] for (int i = 0; i < 8; i++) q[i] = two_bits(r.qs, i);
+    scale = vec2(half_of(r.d, r.index >> 1));
+    bias = scale;
+}
+#include "quant/decode_ints.glsl"
