@@ -25,6 +25,7 @@ layout(push_constant) uniform Push {
 layout(std430, set = 0, binding = 0) readonly buffer InX { ELEMENT x[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer OutY { ELEMENT y[]; };
 #include "elementwise/functions.glsl"
+#include "elementwise/series.glsl"
 
 float scale(float v) { return p.a * v + p.b; }
 float clamp_to(float v) { return clamp(v, p.a, p.b); }
@@ -38,6 +39,16 @@ float hardsigmoid(float v) { return clamp((v + 3.0) / 6.0, 0.0, 1.0); }
 float hardswish(float v) { return v * hardsigmoid(v); }
 // log(1 + e^v); beyond 20 it is v to a float's precision.
 float softplus(float v) { return v > 20.0 ? v : log(1.0 + exp_bounded(v)); }
+// Halfway goes away from zero.
+float round_away(float v) {
+    const float whole = trunc(v);
+    return abs(v - whole) >= 0.5 ? whole + sign(v) : whole;
+}
+// beta 0.5, eps 1e-7
+float xielu(float v) {
+    if (v > 0.0) return softplus(p.b) * v * v + 0.5 * v;
+    return (expm1_exact(min(v, 1e-7)) - v) * (0.5 + softplus(p.a)) + 0.5 * v;
+}
 
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;

@@ -253,6 +253,12 @@ class Function:
     others: tuple[tuple[float, ...], ...] = ()
 
 
+def xielu(x: Array, alpha_n: float, alpha_p: float) -> Array:
+    """XIELU with beta 0.5 and eps 1e-7; both alphas go through softplus, and beta is added to the one below zero."""
+    positive, negative = np.logaddexp(0.0, alpha_p), 0.5 + np.logaddexp(0.0, alpha_n)
+    return np.where(x > 0, positive * x * x, (np.expm1(np.minimum(x, 1e-7)) - x) * negative) + 0.5 * x
+
+
 UNARY: Mapping[str, Function] = {
     "SCALE": Function(
         "scale", lambda x, scale, bias: x * scale + bias, params=(("scale", 0.625), ("bias", -1.5)),
@@ -284,10 +290,16 @@ UNARY: Mapping[str, Function] = {
     "LOG": Function("log", np.log, (1e-3, 100.0), cost={"fexp": 1}),
     "FLOOR": Function("floor", np.floor),
     "CEIL": Function("ceil", np.ceil),
+    "ROUND": Function("round_away", lambda x: np.copysign(np.floor(np.abs(x)) + (np.abs(x) - np.floor(np.abs(x)) >= 0.5), x)),
+    "TRUNC": Function("trunc", np.trunc),
+    "EXPM1": Function("expm1_exact", np.expm1),
+    "SIN": Function("sine", np.sin, (-6.5, 6.5)),
+    "COS": Function("cosine", np.cos, (-6.5, 6.5)),
+    "XIELU": Function("xielu", xielu, params=(("alpha_n", 4.0), ("alpha_p", 20.0))),
 }
 """Ops of one operand."""
 
-WITH_VIEWS = frozenset(UNARY) - {"SCALE", "CLAMP", "LEAKY_RELU", "SQR", "SQRT", "LOG", "SIN", "COS"}
+WITH_VIEWS = frozenset(UNARY) - {"SCALE", "CLAMP", "LEAKY_RELU", "SQR", "SQRT", "LOG", "SIN", "COS", "XIELU"}
 """Those that the peer also asks of a view of x."""
 
 SIZES: Mapping[str, str] = {name: "ne_a" for name in (*WITH_VIEWS, "LEAKY_RELU")}
