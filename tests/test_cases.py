@@ -23,7 +23,8 @@ PERF = list(perf_cases())
 def test_the_full_set_is_large_and_names_each_case_once() -> None:
     lines = [case.line for case in FULL]
     assert len(set(lines)) == len(lines) >= 6000
-    assert {case.op for case in FULL} == set(OPS)
+    # Lines of FLASH_ATTN_EXT and ROPE as test-backend-ops has them are cases of these.
+    assert {case.op for case in FULL} == set(OPS) - {"ATTENTION", "ROPE_EXT"}
 
 
 def test_every_type_runs_with_one_to_sixteen_tokens_on_every_path() -> None:
@@ -127,7 +128,7 @@ def test_a_line_that_makes_no_case_says_why(line: str, message: str) -> None:
 
 
 def test_unknown_op_names_the_known() -> None:
-    with pytest.raises(CaseLineError, match=r"^XYZ: no such op; known are ABS, ADD, "):
+    with pytest.raises(CaseLineError, match=r"^XYZ: no such op; known are ABS, ACC, ADD, "):
         find_case("XYZ(m=1)")
 
 

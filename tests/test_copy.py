@@ -44,10 +44,9 @@ WEIGHT = Tensor("x", "Q4_0", (6, 64), "weight")
         (Tensor("x", "F32", (4, 6)), "F16", {"view": View(0, (4, 5), (6, 1))}, "expected as many values on either side"),
         (Tensor("x", "F32", (4, 6)), "F32", {"view": View(1, (4, 6), (6, 1))}, "ends at value 24, the tensor has 24"),
         (Tensor("x", "F32", (4, 6)), "F32", {"view": View(0, (1, 1, 1, 4, 6), (0, 0, 0, 6, 1))}, "expected at most four axes"),
-        (Tensor("x", "I32", (4, 6)), "F32", {}, "expected F32 or F16 on either side, I32 on both, or a weight"),
         (WEIGHT, "F32", {"view": View(16, (6, 64), (64, 1))}, "ends at value 399, the tensor has 384"),
         (WEIGHT, "F32", {"view": View(0, (64, 6), (1, 64))}, "not made of whole rows from a multiple of 32 on"),
-        (WEIGHT, "I32", {}, "weights become F32 or F16, not I32"),
+        (Tensor("x", "F32", (4, 6)), "IQ2_XS", {}, "IQ2_XS is read, never written"),
     ],
 )
 def test_copies_that_cannot_be(x: Tensor, y: str, params: dict[str, View], text: str) -> None:
@@ -56,13 +55,18 @@ def test_copies_that_cannot_be(x: Tensor, y: str, params: dict[str, View], text:
         OPS["CPY"].lower(Node("CPY", (x,), (Tensor("y", y, shape),), params), H200)
 
 
-def test_f16_is_written_in_pairs() -> None:
-    x, y = Tensor("x", "F32", (4, 3)), Tensor("y", "F16", (4, 4), "state")
-    with pytest.raises(PlanError, match=r"y F16\[4, 4\]: F16 is written in pairs, expected rows of an even length"):
-        OPS["CPY"].lower(Node("CPY", (x, y), (y,), {"to": View(0, (4, 3), (4, 1))}), H200)
+def kernels(x: Tensor, y: Tensor, **params: View) -> list[str]:
+    """Shaders of a CPY, in order."""
+    inputs = (x, y) if "to" in params else (x,)
+    return [d.kernel.source for d in OPS["CPY"].lower(Node("CPY", inputs, (y,), params), H200)]
 
 
-def test_an_odd_number_of_f16_values_is_refused() -> None:
-    node = Node("CPY", (Tensor("x", "F32", (3, 5)),), (Tensor("y", "F16", (3, 5)),))
-    with pytest.raises(PlanError, match="an odd number of F16 values is not supported"):
-        OPS["CPY"].lower(node, H200)
+def test_what_the_kernels_of_models_cannot_write_goes_by_the_general_one() -> None:
+    x, odd = Tensor("x", "F32", (4, 3)), Tensor("y", "F16", (4, 4), "state")
+    assert kernels(x, odd, to=View(0, (4, 3), (4, 1))) == ["copy/general.comp"]
+    assert kernels(Tensor("x", "F32", (3, 5)), Tensor("y", "F16", (3, 5))) == ["copy/general.comp"]
+    assert kernels(Tensor("x", "F32", (4, 6)), Tensor("y", "F16", (4, 6))) == ["copy/convert.comp"]
+    assert kernels(WEIGHT, Tensor("y", "F16", (6, 64))) == ["copy/decode.comp"]
+    assert kernels(WEIGHT, Tensor("y", "BF16", (6, 64))) == ["copy/decode.comp", "copy/general.comp"]
+    assert kernels(Tensor("x", "F16", (6, 64)), Tensor("y", "Q4_0", (6, 64))) == ["copy/general.comp", "encode/encode.comp"]
+    assert kernels(WEIGHT, Tensor("y", "Q4_0", (6, 64))) == ["copy/plane_rows.comp"] * 2

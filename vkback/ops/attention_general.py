@@ -4,9 +4,9 @@
                [, mask F16 [sequences, heads, n, kv]] [, sinks F32 [n_head]] -> F32 [sequences, n, n_head, hsv]
                params: scale, has_mask, has_sinks [, max_bias, softcap] [, views of q, k, v]
 
-A score is scale * q . k, or softcap * tanh(scale * q . k / softcap), plus slope * mask, slope being 1 without ALiBi (max_bias 0). A sink
-is a logit without a value. A query that sees no row gives zeros. K and V that are not F32 are made so first; the kernels of models, which read a
-cache as it is, are in attention.py.
+A score is scale * q . k, or softcap * tanh(scale * q . k / softcap), plus slope * mask, slope being 1 without ALiBi (max_bias 0). A
+sink is a logit without a value. A query that sees no row gives zeros. K and V that are not F32 are made so first; the kernels of models,
+which read a cache as it is, are in attention.py.
 """
 
 from __future__ import annotations

@@ -338,6 +338,13 @@ class Cpy(Convert):
     formula = "x->y"
     peer_nmse = 1e-6
 
+    def cases(self) -> Iterator[Case]:
+        yield from super().cases()
+        yield copy_cases.cpy_case("q4_0", "q4_0", (96, 2, 3, 4), permute_src=(0, 3, 1, 2), permute_dst=(0, 2, 1, 3))
+        yield copy_cases.cpy_case("bf16", "q5_1", (32, 3, 2, 2), permute_src=(0, 2, 1, 3))
+        yield copy_cases.cpy_case("f32", "i32", (7, 2, 3, 1), permute_src=(1, 0, 2, 3))
+        yield copy_cases.cpy_case("f16", "f16", (3, 5, 7, 2), ne_dst=(7, 5, 3, 2), permute_dst=(0, 2, 1, 3))
+
     def full_cases(self) -> Iterator[Case]:
         yield from super().full_cases()
         for shape in (*SHAPES, (1,), (3, 5, 7)):
@@ -351,6 +358,11 @@ class Cpy(Convert):
             for shape in ((1, 256), (5, 768)):
                 yield self.build_case(shape, quant, target, weight=True)
             yield self.build_case((2, 3, 256), quant, target, order=(1, 0, 2), gap=512, weight=True)
+        for kind, source in product(encode.ENCODED, ("f32", "f16", "bf16")):
+            yield copy_cases.cpy_case(source, type_word(kind), (256, 4, 4, 4))
+        for quant in QUANTS:
+            word = type_word(quant)
+            yield copy_cases.cpy_case(word, word, (256, 2, 3, 4), permute_src=(0, 3, 1, 2), permute_dst=(0, 2, 1, 3))
 
     def perf_cases(self) -> Iterator[Case]:
         for n in (1, 512):

@@ -256,7 +256,7 @@ class Function:
 def xielu(x: Array, alpha_n: float, alpha_p: float) -> Array:
     """XIELU with beta 0.5 and eps 1e-7; both alphas go through softplus, and beta is added to the one below zero."""
     positive, negative = np.logaddexp(0.0, alpha_p), 0.5 + np.logaddexp(0.0, alpha_n)
-    return np.where(x > 0, positive * x * x, (np.expm1(np.minimum(x, 1e-7)) - x) * negative) + 0.5 * x
+    return np.asarray(np.where(x > 0, positive * x * x, (np.expm1(np.minimum(x, 1e-7)) - x) * negative) + 0.5 * x)
 
 
 UNARY: Mapping[str, Function] = {

@@ -56,12 +56,14 @@ ENCODED = tuple(_DEFINES)
 
 STEPS: dict[str, float] = {
     "Q4_0": 1 / 8, "Q4_1": 2 / 15, "Q5_0": 1 / 16, "Q5_1": 2 / 31, "Q8_0": 1 / 127, "IQ4_NL": 24 / 113, "MXFP4": 1 / 2, "NVFP4": 1 / 3,
-    "TQ1_0": 1.0, "TQ2_0": 1.0, "Q1_0": 1.0, "Q2_0": 1.0, "Q2_K": 2 / 3, "Q3_K": 2 / 7, "Q4_K": 2 / 15, "Q5_K": 2 / 31, "Q6_K": 2 / 63, "IQ4_XS": 24 / 113,
+    "TQ1_0": 1.0, "TQ2_0": 1.0, "Q1_0": 1.0, "Q2_0": 1.0,
+    "Q2_K": 2 / 3, "Q3_K": 2 / 7, "Q4_K": 2 / 15, "Q5_K": 2 / 31, "Q6_K": 2 / 63, "IQ4_XS": 24 / 113,
 }  # fmt: skip
 """Between neighbouring levels at most, for values in +-1."""
 UNIFORM_NMSE: dict[str, float] = {
     "Q4_0": 4.3e-3, "Q4_1": 3.7e-3, "Q5_0": 9.8e-4, "Q5_1": 8.5e-4, "Q8_0": 1.4e-5, "IQ4_NL": 3.8e-3, "MXFP4": 2.1e-2, "NVFP4": 1.0e-2,
-    "TQ1_0": 0.242, "TQ2_0": 0.242, "Q1_0": 0.25, "Q2_0": 0.24, "Q2_K": 4.6e-2, "Q3_K": 1.43e-2, "Q4_K": 2.9e-3, "Q5_K": 6.9e-4, "Q6_K": 1.6e-4, "IQ4_XS": 3.8e-3,
+    "TQ1_0": 0.242, "TQ2_0": 0.242, "Q1_0": 0.25, "Q2_0": 0.24,
+    "Q2_K": 4.6e-2, "Q3_K": 1.43e-2, "Q4_K": 2.9e-3, "Q5_K": 6.9e-4, "Q6_K": 1.6e-4, "IQ4_XS": 3.8e-3,
 }  # fmt: skip
 """What vkback.quants reaches for uniform values: the squared error over the values' energy."""
 SAME_RULE = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "NVFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0"})

@@ -97,7 +97,8 @@ class Arange(Filled):
 
 
 def _count(params: Mapping[str, Any]) -> int:
-    return ceil((params["stop"] - params["start"]) / params["step"])
+    steps: float = (params["stop"] - params["start"]) / params["step"]
+    return ceil(steps)
 
 
 @register

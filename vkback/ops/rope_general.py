@@ -1,11 +1,13 @@
-"""ROPE_EXT and ROPE_BACK (shaders/rope/general.comp): RoPE of every mode, which the lines of test-backend-ops about ROPE and ROPE_BACK ask for.
+"""ROPE_EXT and ROPE_BACK (shaders/rope/general.comp): RoPE of every mode, for lines of test-backend-ops about ROPE and ROPE_BACK.
 
-    ROPE_EXT  x of any float type [batches, n, heads, dim], pos I32 [n], or [4 n] with several positions a token [, factors F32 [pairs]] -> x turned
-              params: mode, n_dims, first, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow, n_ctx_orig [, sections, within, back]
+    ROPE_EXT  x of any float type [batches, n, heads, dim], pos I32 [n], or [4 n] with several positions a token
+              [, factors F32 [pairs]] -> x turned
+              params: mode, n_dims, first, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow, n_ctx_orig
+              [, sections, within, back]
 
     mode    normal: pair i is values 2i and 2i + 1        neox: i and i + n_dims / 2
-            mrope: as neox; a pair takes the position (time, height, width, other) of the section it is in, `sections` being counts of pairs that
-            repeat        imrope: as mrope, but sections take every third pair in turn, up to three times their count
+            mrope: as neox; a pair takes the position (time, height, width, other) of the section it is in, `sections` being counts of
+            pairs that repeat        imrope: as mrope, but sections take every third pair in turn, up to three times their count
             vision: pairs i and i + n_dims, n_dims of them, and every section begins with the fastest frequency
     first   value of a head from which on n_dims of them are turned
     within  View of x that is turned in place, the output being x
@@ -178,7 +180,7 @@ class RopeExt(Op):
             raise CaseLineError(f"mode={mode}: expected one of {', '.join(f'{number} ({name})' for number, name in MODES.items())}")
         if n_dims < 2 or n_dims % 2 or n_offs < 0 or n_dims + n_offs > shape[3] or v not in (0, 1, 2) or n_ctx < 1 or fs <= 0:
             given = f"n_dims={n_dims}, n_offs={n_offs}, v={v}, n_ctx={n_ctx}, fs={fs}"
-            raise CaseLineError(f"{given}: expected even n_dims, with n_offs at most the {shape[3]} values of a head, v 0 to 2, the others above 0")
+            raise CaseLineError(f"{given}: expected even n_dims, with n_offs at most {shape[3]}, v from 0 to 2, the others above 0")
         if mode == 24 and n_dims % 4:
             raise CaseLineError(f"n_dims={n_dims}: vision takes a multiple of 4")
         half = n_dims // 2 if mode == 24 else n_dims

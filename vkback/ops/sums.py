@@ -36,7 +36,9 @@ LONGEST = 1 << 16
 """Values that one workgroup adds up: beyond, a sum goes in two steps."""
 
 
-def rows_launch(node: Node, ctx: LowerContext, function: int, x: Tensor, y: Tensor, shape: tuple[int, int], factor: float, *more: Tensor) -> Dispatch:
+def rows_launch(
+    node: Node, ctx: LowerContext, function: int, x: Tensor, y: Tensor, shape: tuple[int, int], factor: float, *more: Tensor
+) -> Dispatch:
     """One launch of shaders/sums/sums.comp over [rows, k]."""
     rows, k = shape
     choice = ctx.tuning.pick("elementwise", elements=k)
@@ -57,8 +59,6 @@ def rows_launch(node: Node, ctx: LowerContext, function: int, x: Tensor, y: Tens
 
 class Sums(Op):
     """An op of sums along the last axis. x F32, or a view of it (`views`)."""
-
-    mean = False
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         raise NotImplementedError
@@ -105,7 +105,6 @@ class Mean(Sums):
         if slice:
             inner, view = view_in(shape, (1, 2, 2, 1))
             view = View(0, shape, (view.strides[0], 2 * view.strides[1], 2 * view.strides[2], 1))
-            view = View(0, shape, (inner[1] * inner[2] * inner[3], 2 * inner[2] * inner[3], 2 * inner[3], 1))
         if permute:
             view = view or View.whole(inner)
             view = View(0, tuple(view.shape[i] for i in (1, 0, 2, 3)), tuple(view.strides[i] for i in (1, 0, 2, 3)))

@@ -51,8 +51,8 @@ def decoded(tensor: Tensor, raw: Array) -> Array:
     if is_coded(tensor):
         n, k = prod(tensor.shape[:-1]), tensor.shape[-1]
         planes = [raw[p.offset :][: n * p.row_bytes].reshape(n, -1) for p in quants.layout(tensor.type, n, k).planes]
-        values: Array = quants.decode(tensor.type, quants.unpack(tensor.type, planes, k))
-        return values.reshape(tensor.shape)
+        weights: Array = quants.decode(tensor.type, quants.unpack(tensor.type, planes, k))
+        return weights.reshape(tensor.shape)
     if tensor.type == "Q8_1":
         rows = raw[: nbytes(tensor)].reshape(prod(tensor.shape[:-1]), -1)
         return quants.q8_1_dequantize(rows, tensor.shape[-1]).reshape(tensor.shape)

@@ -1,0 +1,69 @@
+"""Lines of test-backend-ops that ops for any operand run: what they make, and what they refuse. No device needed."""
+
+import numpy as np
+import pytest
+from kernel_paths import planned_for
+
+from vkback.harness.cases import make_case
+from vkback.harness.runner import reference
+from vkback.ops.attention_general import slopes
+from vkback.ops.base import OPS, PlanError
+from vkback.ops.case_line import CaseLineError, parse_line
+from vkback.ops.rope_general import sector_of
+
+ATTENTION = "FLASH_ATTN_EXT(hsk=64,hsv=64,nh=2,nr23=[3,2],kv=33,nb=5,mask=1,sinks=0,max_bias=0.000000,type_K=f16,permute={})"
+
+
+def test_permuted_and_plain_caches_give_the_same_attention() -> None:
+    made = []
+    for permute in ("[0,1,2,3]", "[0,2,1,3]"):
+        problem = make_case(*parse_line(ATTENTION.format(permute))).build()
+        q, k, v = problem.node.inputs[:3]
+        views = problem.node.params["views"]
+        rng = np.random.default_rng(3)
+        for i, t in enumerate((q, k, v)):
+            kind = np.float16 if t.type == "F16" else np.float32
+            problem.values[t.name] = np.full(t.shape, np.nan, kind)
+            views[i].of(problem.values[t.name])[...] = rng.uniform(-1, 1, views[i].shape)
+        made.append(reference(problem)["y"])
+    assert np.isfinite(made[0]).all()
+    np.testing.assert_array_equal(made[0], made[1])
+
+
+def test_alibi_slopes_beyond_a_power_of_two_lie_between_the_others() -> None:
+    got = slopes(6, 8.0)
+    np.testing.assert_allclose(got, [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3])
+
+
+def test_sections_of_positions() -> None:
+    mrope = {"mode": "mrope", "sections": (2, 1, 1, 0)}
+    assert [sector_of(i, mrope) for i in range(6)] == [(0, 0), (0, 1), (1, 2), (2, 3), (0, 4), (0, 5)]
+    vision = {"mode": "vision", "sections": (2, 2, 0, 0)}
+    assert [sector_of(i, vision) for i in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]
+    imrope = {"mode": "imrope", "sections": (2, 2, 1, 0)}
+    assert [sector_of(i, imrope)[0] for i in range(5)] == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("FLASH_ATTN_EXT(hsk=64,hsv=64,nh=4,nr23=[1,1],kv=64,nb=1,mask=0,max_bias=8.0)", "ALiBi needs mask=1"),
+        ("FLASH_ATTN_EXT(hsk=64,hsv=64,nh=4,nr23=[1,1],kv=64,nb=1,permute=[1,0,2,3])", "the first at its place"),
+        ("ROPE(type=f32,ne_a=[128,4,2,1],n_dims=129,mode=0)", "expected even n_dims"),
+        ("ROPE(type=f32,ne_a=[128,4,2,1],n_dims=128,mode=1)", "expected one of 0"),
+        ("CPY(type_src=f32,type_dst=q4_K,ne_src=[96,2,3,4])", "no multiple of the q4_K block"),
+        ("CPY(type_src=f32,type_dst=f32,ne_src=[6,2,3,4],permute_src=[0,0,2,3])", "in some order"),
+        ("SET_ROWS(type_src=f32,type_dst=f16,type_idx=i64,ne=[256,5,1,3],nr23=[1,1],r=7,v=0)", "at most the target's 5 rows"),
+        ("SET_ROWS(type_src=f32,type_dst=f16,type_idx=f32,ne=[256,5,1,3])", "expected i32 or i64"),
+        ("TRI(type=f32,ne=[10,10,4,3],tri_type=4)", "expected 0 to 3"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(line: str, says: str) -> None:
+    with pytest.raises(CaseLineError, match=says):
+        make_case(*parse_line(line))
+
+
+def test_types_of_vector_code_books_are_not_written() -> None:
+    node = make_case(*parse_line("SET_ROWS(type_src=f32,type_dst=iq2_xs,type_idx=i64,ne=[256,5,1,1],nr23=[1,1],r=2,v=0)")).build().node
+    with pytest.raises(PlanError, match="IQ2_XS is read, never written"):
+        OPS["SET_ROWS"].lower(node, planned_for("nvidia_h200_linux"))
