@@ -194,13 +194,13 @@ def roofline(phase: Phase, profile: Profile) -> str:
         parts.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e3e7ee"/>')
         parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**e:g}</text>')
     begin_x = max(10.0**x0, 10.0**y0 / rate)
-    bend = min(ridge if math.isfinite(peak) else math.inf, 10.0**x1, 10.0**y1 / rate)
-    roof = [(begin_x, rate * begin_x), (bend, rate * bend)]
+    turn = min(ridge if math.isfinite(peak) else math.inf, 10.0**x1, 10.0**y1 / rate)
+    roof = [(begin_x, rate * begin_x), (turn, rate * turn)]
     if math.isfinite(peak):
         roof.append((10.0**x1, peak))
     points = " ".join(f"{at_x(x):.1f},{at_y(min(y, 10.0**y1)):.1f}" for x, y in roof)
     parts.append(f'<polyline points="{points}" fill="none" stroke="#b3261e" stroke-width="2"/>')
-    near = begin_x**0.15 * bend**0.85
+    near = begin_x**0.15 * turn**0.85
     parts.append(f'<text x="{at_x(near) + 8:.1f}" y="{at_y(rate * near) + 16:.1f}">{rate:.4g} GB/s</text>')
     if math.isfinite(peak):
         parts.append(f'<text x="{right - 4}" y="{at_y(peak) - 6:.1f}" text-anchor="end">{peak:.4g} GFLOPS</text>')
