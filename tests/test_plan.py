@@ -319,5 +319,5 @@ def test_an_unknown_op_is_named() -> None:
     graph = Graph()
     y = graph.emit("WARP", "y", "F32", (4,), (Tensor("x", "F32", (4,), "input"),))
     graph.outputs = (y,)
-    with pytest.raises(PlanError, match=r"\[plan\] y: op WARP has no kernel; known are ABS, ADD, "):
+    with pytest.raises(PlanError, match=r"\[plan\] y: op WARP has no kernel; known are ABS, ACC, ADD, "):
         plan(graph, planned_for("nvidia_h200_linux"))

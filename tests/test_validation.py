@@ -100,7 +100,8 @@ def test_the_suite_runs_without_a_message() -> None:
         with Suite(device, ShaderLibrary(), ctx) as suite:
             results = list(suite.run(sample(ctx)))
     assert [r.message for r in results if not r.passed] == []
-    assert {r.op for r in results} == set(OPS)
+    general = {"ATTENTION", "ROPE_EXT"}  # whose lines are those of FLASH_ATTN_EXT and ROPE
+    assert {r.op for r in results} == set(OPS) - general
     assert [str(m) for m in device.validation_messages] == []
 
 

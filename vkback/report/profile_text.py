@@ -17,7 +17,7 @@ TOP = 24
 
 RULE = "─" * 50
 
-NAME = 31
+NAME = 35
 
 SIZES = ("WG", "WG_SIZE", "LANES", "ROWS", "WIDTH", "HEADS", "SPLITS", "TILE_M", "TILE_N")
 """Defines that variants of one kernel mostly differ in."""
@@ -117,12 +117,12 @@ def phase_report(phase: Phase, profile: Profile, everything: bool = False) -> It
     yield RULE
     yield f"{'TOTAL':{NAME}} {total / 1e3:9.3f} {100.0:7.1f}"
     yield ""
-    yield f"{'Kernel':{NAME}} {'GB/s':>8} {'% rate':>7} {'GFLOPS':>9} {'forecast':>9} {'x':>6}"
+    yield f"{'Kernel':{NAME}} {'GB/s':>8} {'% rate':>6} {'GFLOPS':>8} {'forecast':>8} {'x':>6}"
     for t in shown:
         share = 100 * t.gb_s / profile.costs.read_gb_s
         ratio = t.gpu_us / t.predicted_us if t.predicted_us else 0.0
         gflops = t.flops / t.gpu_us / 1e3 if t.gpu_us else 0.0
-        yield f"{t.name[:NAME]:{NAME}} {t.gb_s:8.2f} {share:7.1f} {gflops:9.1f} {t.predicted_us / 1e3:9.3f} {ratio:6.2f}"
+        yield f"{t.name[:NAME]:{NAME}} {t.gb_s:8.2f} {share:6.1f} {gflops:8.1f} {t.predicted_us / 1e3:8.3f} {ratio:6.2f}"
     yield from _cut(
         f"forecast: ms by {profile.costs.read_gb_s:.1f} GB/s and {profile.costs.stage_us:.2f} us a stage; x: measured over forecast, "
         f"of the whole {total / phase.predicted_us:.2f}"

@@ -69,7 +69,7 @@ class KernelCost:
     def kernel(self) -> str:
         """Its shader's name, with the family where that says more."""
         family, _, name = self.dispatch.kernel.source.removesuffix(".comp").partition("/")
-        return f"{family}/{name}" if family in ("mat_mul", "attention") and name != family else name
+        return f"{family}/{name}" if family == "attention" and name != family else name
 
     @property
     def kind(self) -> str:
