@@ -83,12 +83,19 @@ def cache_dir() -> Path:
     return base / "vkback"
 
 
-def write_atomic(path: Path, data: bytes) -> bool:
-    """Write a cache file so that readers see the old content or the new, never a part. False when the disk refuses: a cache may be lost."""
+def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> bool:
+    """Write a file so that readers see the old content or the new, never a part. False when the disk refuses: a cache may be lost.
+
+    durable  the data is on the disk before the file takes its place, so that this holds when the power fails, too
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -238,13 +238,17 @@ class Device:
         itemsize = np.dtype(dtype).itemsize
         if src.size % itemsize:
             raise DeviceError(f"[download] {src.name!r} has {src.size} bytes, no multiple of the {itemsize} of {np.dtype(dtype).name}")
-        if src.host_visible:
+        return self.download_many([src]).view(dtype)
+
+    def download_many(self, ranges: Sequence[BufferRange]) -> npt.NDArray[np.uint8]:
+        """The bytes of several ranges of one kind of memory, end to end, after everything submitted."""
+        if all(src.host_visible for src in ranges):
             self.wait_idle()
-            return src.map().copy().view(dtype)
+            return np.concatenate([np.empty(0, np.uint8), *(src.map() for src in ranges)])
         if self._readback is None:
             arena = self.arena("readback staging", 2 * BLOCKING_CHUNK, "readback")
             self._readback = (arena.alloc(BLOCKING_CHUNK, "readback 0"), arena.alloc(BLOCKING_CHUNK, "readback 1"))
-        return download(self, src, self._readback).view(dtype)
+        return download(self, ranges, self._readback)
 
     def uploader(self, chunk_bytes: int = CHUNK) -> Uploader:
         """A streaming uploader with staging slots of `chunk_bytes`."""

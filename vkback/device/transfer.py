@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -114,10 +115,27 @@ class Uploader:
         self._land(self._current)
 
 
-def download(device: Device, src: BufferRange, staging: tuple[BufferRange, BufferRange]) -> Bytes:
-    """Copy a range the host does not see through two staging slots in turn."""
-    out = np.empty(src.size, np.uint8)
-    chunk = staging[0].size
+def _batches(ranges: Sequence[BufferRange], chunk: int) -> Iterator[list[BufferRange]]:
+    """The ranges in order, cut so that each batch has `chunk` bytes at most."""
+    batch: list[BufferRange] = []
+    room = chunk
+    for src in ranges:
+        at = 0
+        while at < src.size:
+            part = min(room, src.size - at)
+            batch.append(src.slice(at, part))
+            at += part
+            room -= part
+            if not room:
+                yield batch
+                batch, room = [], chunk
+    if batch:
+        yield batch
+
+
+def download(device: Device, ranges: Sequence[BufferRange], staging: tuple[BufferRange, BufferRange]) -> Bytes:
+    """Copy ranges the host does not see, end to end, through two staging slots in turn."""
+    out = np.empty(sum(src.size for src in ranges), np.uint8)
     pending: tuple[Commands, BufferRange, int] | None = None
 
     def land() -> None:
@@ -127,14 +145,19 @@ def download(device: Device, src: BufferRange, staging: tuple[BufferRange, Buffe
             out[start : start + part.size] = part.map()
             commands.destroy()
 
-    for i, at in enumerate(range(0, src.size, chunk)):
-        part = staging[i % 2].slice(0, min(chunk, src.size - at))
+    start = 0
+    for i, batch in enumerate(_batches(ranges, staging[0].size)):
+        whole = staging[i % 2].slice(0, sum(src.size for src in batch))
         rec = device.recorder("download")
-        rec.copy(src.slice(at, part.size), part)
+        at = 0
+        for src in batch:
+            rec.copy(src, whole.slice(at, src.size))
+            at += src.size
         rec.host_barrier()
         commands = rec.finish()
         device.submit(commands)
         land()
-        pending = (commands, part, at)
+        pending = (commands, whole, start)
+        start += whole.size
     land()
     return out

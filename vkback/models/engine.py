@@ -11,7 +11,7 @@ import contextlib
 import struct
 import sys
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -28,10 +28,12 @@ from vkback.models.prompt import PromptHead, Prompts, with_barriers
 from vkback.models.readback import Readback, TokenLoop
 from vkback.models.registry import Model
 from vkback.models.tokenizer import Tokenizer
+from vkback.models.state import Snapshot
 from vkback.models.weights import load_weights
 from vkback.ops.base import Act, LowerContext, nbytes
 from vkback.ops.f16_range import rescaled
 from vkback.ops.mat_mul import Way, matrix_shape
+from vkback.ops.penalties import SEEN_COUNTS, Penalties
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.flops import main_way, prompt_flops
 from vkback.plan.planner import plan
@@ -65,17 +67,33 @@ class EngineError(VkbackError):
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is picked. temp 0: the largest logit. top_k 0, top_p 1 and min_p 0 switch the filters off."""
+    """How the next token is picked. temp 0: the largest logit. top_k 0, top_p 1 and min_p 0 switch the filters off.
+
+    repeat_penalty, presence_penalty, frequency_penalty  of tokens among the last `penalty_last_n` of the text, the prompt included (-1: all);
+                vkback/ops/penalties.py has the rule. 1, 0 and 0: none
+    logit_bias  (token id, what is added to its logit): before everything else; -inf bans a token
+    """
 
     temp: float = 0.0
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
     seed: int = 0
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_last_n: int = 64
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def greedy(self) -> bool:
         return self.temp <= 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits are changed before the choice."""
+        others = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return bool(self.logit_bias) or (others and self.penalty_last_n != 0)
 
 
 class Engine:
@@ -87,7 +105,7 @@ class Engine:
         self.model = model
         self.device = device
         self.n_ctx, self.n_past = n_ctx, 0
-        self._fed: list[int] = []  # tokens so far, for `_catch_up`
+        self._fed: list[int] = []  # tokens so far
         self._states_ahead = False
         self.library = ShaderLibrary()
         self.ctx = LowerContext(
@@ -97,12 +115,14 @@ class Engine:
         self.fusion = fusion
         self._owns_device = False
         self._programs: dict[str, Program] = {}
-        self._loops: dict[tuple[bool, int], TokenLoop] = {}
+        self._loops: dict[tuple[str, int], TokenLoop] = {}
         self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
         self._schedules: dict[tuple[int, str, int], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
         self._prompts = Prompts(device, model.hp.n_vocab, ubatch, self._prompt_schedule, self._bind, self._rescale)
         self._sync_tried = False
+        self._penalties: dict[str, BufferRange] = {}
+        self._checkpoint: _Checkpoint | None = None
         self._kernels = KernelCompiler(device, self.library, progress=progress)
         self._prompts.attach(n_ctx)
         others = {name: model.hp.weights[name] for name in model.architecture.by_context if model.hp.has_weight(name)}
@@ -165,6 +185,9 @@ class Engine:
     def close(self) -> None:
         """Destroy everything the engine made, and the device if the engine opened it."""
         self._prompts.close()
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+            self._checkpoint = None
         for program in self._programs.values():
             program.close()
         for arena in reversed(self._arenas):
@@ -227,7 +250,12 @@ class Engine:
         caches = self._tensors("state")
         self._cache = self.device.arena("KV cache", sum(aligned(nbytes(t)) for t in caches.values()), "device")
         self._arenas.append(self._cache)
-        return {t.name: self._cache.alloc(nbytes(t), t.name) for t in caches.values()}
+        state = {t.name: self._cache.alloc(nbytes(t), t.name) for t in caches.values()}
+        self._caches = {node.outputs[0].name: node.outputs[0] for node in self.model.graph(1, self.n_ctx, head="none").nodes
+                        if node.op == "SET_ROWS"}
+        if recurrent := [state[name] for name in state if name not in self._caches]:
+            self._checkpoint = _Checkpoint(self.device, recurrent)
+        return state
 
     def _allocate_inputs(self) -> dict[str, BufferRange]:
         """Inputs of the programs, in memory of the device."""
@@ -261,7 +289,7 @@ class Engine:
         """
         prompts = [prompt] if isinstance(prompt, int) else prompt
         self._check_room(max(prompts, default=0), "prompt")
-        decode = (["logits"] if logits else []) + ([_loop_kind(sampler.greedy)] if sampler else [])
+        decode = (["logits"] if logits else []) + ([_loop_kind(sampler)] if sampler else [])
         room = self.n_past < self.n_ctx
         try_sync = bool(decode) and room and not self._sync_tried and bool(self._schedule("logits").barrier_free)
         kinds = [*(["logits"] if try_sync and not logits else []), *decode]
@@ -275,18 +303,20 @@ class Engine:
             if logits and room:
                 self._decode(0, self._recording("logits"))
             if sampler:
-                self._loop(sampler.greedy, TOKENS_PER_SUBMIT)
+                self._loop(_loop_kind(sampler), TOKENS_PER_SUBMIT)
                 if room:
                     self._begin_loop(0, sampler, [])
-                    tickets.append(self._loop(sampler.greedy, 1).submit(self.device)[0])
+                    tickets.append(self._loop(_loop_kind(sampler), 1).submit(self.device)[0])
             for ticket in tickets:
                 ticket.wait()
 
     def _program(self, kind: str) -> Program:
-        """The program of a kind, bound on first use: "logits", "greedy", "sample"."""
+        """The program of a kind, bound on first use: "logits", or one of `_loop_kind`."""
         if kind not in self._programs:
             one = self._inputs["one"]
             inputs = {"tokens": one.slice(0, 4), "pos": one.slice(INPUT_BYTES, 4), "loop": self._inputs["loop"]}
+            if kind.endswith(PENALIZED):
+                inputs |= self._penalty_inputs()
             self._programs[kind] = self._bind(self._schedule(kind), inputs)
         return self._programs[kind]
 
@@ -299,7 +329,7 @@ class Engine:
         if key not in self._schedules:
             graph = self.model.graph(1, self.n_ctx, head="last")
             if kind != "logits":
-                add_sampler(graph, greedy=kind == "greedy")
+                add_sampler(graph, greedy=kind.startswith("greedy"), penalties_ctx=self.n_ctx if kind.endswith(PENALIZED) else None)
             self._schedules[key] = plan(graph, self.ctx, fusion=self.fusion)
         return self._schedules[key]
 
@@ -326,7 +356,7 @@ class Engine:
         changed = [f"{name}: {scale:g}" for name, scale in self.ctx.f16_scales.items() if before.get(name) != scale]
         print(f"vkback: activations are beyond the range of f16: from now on they are scaled ({_few(changed)})", file=sys.stderr)
         self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
-        return tuple(self._fed)
+        return tuple(self._fed) if self.model.architecture.recurrent else ()
 
     def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
         """The schedule of one generated token, of a bare token with its logits, or of the largest piece of a prompt."""
@@ -349,6 +379,13 @@ class Engine:
         self._forget_programs()
         self._arenas.remove(self._cache)
         self._cache.destroy()
+        if self._penalties:
+            arena = self._penalties.pop("seen").arena
+            self._penalties.clear()
+            self._arenas.remove(arena)
+            arena.destroy()
+        if self._checkpoint:
+            self._checkpoint.close()
         self.n_ctx = n_ctx
         self._sync_tried = False
         self._prompts.attach(n_ctx)
@@ -361,21 +398,90 @@ class Engine:
         self._fed.clear()
         self._states_ahead = False
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those that have gone through the model since `reset`, n_past of them."""
+        return tuple(self._fed)
+
+    def rewind(self, n: int) -> bool:
+        """Keep the first n tokens. False, and nothing is changed, where that cannot be: recurrent states hold all tokens so far."""
+        if n == self.n_past:
+            return True
+        if n > self.n_past or (self.model.architecture.recurrent and n):
+            return False
+        self.n_past = n
+        del self._fed[n:]
+        if not n:
+            self._states_ahead = False
+        return True
+
+    def snapshot(self) -> Snapshot:
+        """The text so far and all that the device keeps of it. Tokens after `restore` have the bits that they would have had without."""
+        self._catch_up()
+        ranges: list[BufferRange] = []
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+        for name, where in self._state.items():
+            cache = self._caches.get(name)
+            if cache is None:
+                shapes[name] = (where.size // 4,), "<f4"
+                ranges.append(where)
+            else:
+                shapes[name] = (cache.shape[0], self.n_past, cache.shape[2]), "<f2"
+                ranges += self._rows(name, self.n_past)
+        raw = self.device.download_many(ranges)
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        at = 0
+        for name, (shape, dtype) in shapes.items():
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            arrays[name] = raw[at : at + size].view(dtype).reshape(shape)
+            at += size
+        return Snapshot(self.tokens, arrays)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Make a text's state that of the device. Raises EngineError where it does not fit the context or is not of this model."""
+        rows = len(snapshot.tokens)
+        if rows > self.n_ctx:
+            raise EngineError(f"[engine] the state holds {rows} tokens, the context has {self.n_ctx}; load with a larger n_ctx (--ctx)")
+        self._check_ids(snapshot.tokens)
+        wanted = {n: (c.shape[0], rows, c.shape[2]) for n, c in self._caches.items()}
+        wanted |= {n: (where.size // 4,) for n, where in self._state.items() if n not in self._caches}
+        found = {n: a.shape for n, a in snapshot.arrays.items()}
+        if found != wanted:
+            name = next(n for n in (*wanted, *found) if found.get(n) != wanted.get(n))
+            raise EngineError(f"[engine] the state is of another model: {name} is {found.get(name)}, expected {wanted.get(name)}")
+        self.reset()
+        uploader = self.device.uploader()
+        try:
+            for name, array in snapshot.arrays.items():
+                parts = self._rows(name, rows) if name in self._caches else [self._state[name]]
+                for part, values in zip(parts, array if name in self._caches else [array], strict=bool(rows)):
+                    uploader.write(part, 0, values)
+        finally:
+            uploader.finish()
+        self._advance(snapshot.tokens)
+
+    def _rows(self, name: str, rows: int) -> list[BufferRange]:
+        """The first rows of each head of a cache."""
+        heads, n_ctx, dim = self._caches[name].shape
+        return [self._state[name].slice(2 * dim * n_ctx * head, 2 * dim * rows) for head in range(heads)] if rows else []
+
     def _advance(self, tokens: Sequence[int]) -> None:
         """These tokens have gone through the model."""
         self.n_past += len(tokens)
-        if self.model.architecture.recurrent:
-            self._fed += tokens
+        self._fed += tokens
 
     def _catch_up(self) -> None:
         """Recurrent states hold all tokens that the device has seen, and no fewer: where those are more than n_past (a generation that was
-        left before its end), run the tokens up to there once more."""
-        if not self._states_ahead:
+        left before its end), go back to the states before that generation and make its tokens once more, one by one, which gives their bits."""
+        if not self._states_ahead or self._checkpoint is None:
             return
-        fed = self._fed[:]
-        self.reset()
-        for done in self._prompts.run(fed, 0):
-            self._advance(fed[self.n_past : self.n_past + done])
+        self._states_ahead = False
+        made = self._fed[self._checkpoint.at :]
+        self._checkpoint.restore()
+        self.n_past = self._checkpoint.at
+        del self._fed[self.n_past :]
+        for token in made:
+            self.decode_logits(token)
 
     def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None:
         """Run tokens through the model, appending to the KV cache. Raises EngineError when they do not fit the context.
@@ -461,27 +567,37 @@ class Engine:
             self._recordings[kind] = program.record(kind, copies=self._logits_back.copies(program, program.range("result_output")))
         return self._recordings[kind]
 
-    def generate(self, first: int, n: int, *, sampler: Sampler | None = None, stop_at_eos: bool = True) -> Generator[int, None, None]:
+    def generate(
+        self, first: int, n: int, *, sampler: Sampler | None = None, stop_at_eos: bool = True,
+        on_logits: Callable[[Floats], object] | None = None,
+    ) -> Generator[int, None, None]:  # fmt: skip
         """Generate n tokens after token `first` (which goes through the model first), as they come from the device.
 
         Ends early at an end-of-text token, which is yielded, if stop_at_eos.
+        on_logits  called before each token with the logits of the model that it was picked from, float32 [n_vocab]; then a submit makes one
+                   token, which changes no token and costs speed
         Raises EngineError when the context is full or the logits are not numbers.
         """
         sampler = sampler or Sampler()
+        kind = _loop_kind(sampler)
         self._check_room(n, "generation")
         self._check_ids([first])
+        self._check_ids([id for id, _ in sampler.logit_bias])
         self._catch_up()
         self._try_sync()
+        if self._checkpoint is not None:
+            self._checkpoint.save(self.n_past)
         eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
         self._begin_loop(first, sampler, eos)
         made = submitted = step = status = 0
         timed_out = False
         flying: deque[tuple[Ticket, Readback, int]] = deque()
+        in_flight, at_once = (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT) if on_logits is None else (1, 1)
         try:
             while made < n:
-                while submitted < n and len(flying) < SUBMITS_IN_FLIGHT:
-                    size = TOKENS_PER_SUBMIT if n - submitted >= TOKENS_PER_SUBMIT else 1
-                    ticket, back = self._loop(sampler.greedy, size).submit(self.device)
+                while submitted < n and len(flying) < in_flight:
+                    size = at_once if n - submitted >= at_once else 1
+                    ticket, back = self._loop(kind, size, logits=on_logits is not None).submit(self.device)
                     submitted += size
                     flying.append((ticket, back, submitted))
                 ticket, back, upto = flying.popleft()
@@ -492,6 +608,8 @@ class Engine:
                 step, status = int(words[0]), int(words[1])
                 ids = [int(words[LOOP_RING + i % RING]) for i in range(made, min(step, upto))]
                 for token in ids:
+                    if on_logits is not None:
+                        on_logits(np.array(self._logits_back.result.map().view(np.float32)[: self.model.hp.n_vocab]))
                     made += 1
                     self._advance([first])
                     first = token
@@ -511,17 +629,39 @@ class Engine:
                 self._states_ahead = True
         if timed_out:
             self._use_barriers(TIMED_OUT)
-            yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos)
+            yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits)
 
     def _begin_loop(self, first: int, sampler: Sampler, eos: Sequence[int]) -> None:
         self._set_input(first)
         self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
+        if sampler.penalizes:
+            vocab = self.model.hp.n_vocab
+            last_n = self.n_ctx if sampler.penalty_last_n < 0 else min(sampler.penalty_last_n, self.n_ctx)
+            used = Penalties(sampler.repeat_penalty, sampler.presence_penalty, sampler.frequency_penalty, last_n)
+            bias = np.zeros(vocab, np.float32)
+            for token, value in sampler.logit_bias:
+                bias[token] += value
+            inputs = self._penalty_inputs()
+            self.device.upload(inputs["bias"], bias)
+            self.device.upload(inputs["seen"], used.words(self._fed, vocab, self.n_ctx))
 
-    def _loop(self, greedy: bool, size: int) -> TokenLoop:
-        key = (greedy, size)
+    def _penalty_inputs(self) -> dict[str, BufferRange]:
+        """Inputs of PENALTIES, in memory that is taken when they are first used."""
+        if not self._penalties:
+            vocab = self.model.hp.n_vocab
+            sizes = {"bias": 4 * vocab, "seen": 4 * (SEEN_COUNTS + vocab + self.n_ctx)}
+            arena = self.device.arena("penalties", sum(map(aligned, sizes.values())), "device")
+            self._arenas.append(arena)
+            self._penalties = {n: arena.alloc(size, n) for n, size in sizes.items()}
+        return self._penalties
+
+    def _loop(self, kind: str, size: int, *, logits: bool = False) -> TokenLoop:
+        """The recording of `size` tokens of a kind; logits: it copies those of the last one."""
+        key = (f"{kind}, logits" if logits else kind, size)
         if key not in self._loops:
-            kind = _loop_kind(greedy)
-            self._loops[key] = TokenLoop(self._program(kind), kind, size, self._inputs["loop"], self._loop_backs)
+            program = self._program(kind)
+            copies = [(found := program.range("result_output"), self._logits_back.result.slice(0, found.size))] if logits else []
+            self._loops[key] = TokenLoop(program, kind, size, self._inputs["loop"], self._loop_backs, copies)
         return self._loops[key]
 
     def _set_input(self, token: int) -> None:
@@ -554,11 +694,49 @@ class Engine:
         return logits
 
 
-def add_sampler(graph: Graph, *, greedy: bool) -> None:
-    """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place."""
+class _Checkpoint:
+    """A copy of recurrent states, on the device: those after `at` tokens."""
+
+    def __init__(self, device: Device, states: Sequence[BufferRange]) -> None:
+        self.at = 0
+        self._device = device
+        self._arena = device.arena("checkpoint of recurrent states", sum(aligned(s.size) for s in states), "device")
+        copies = [self._arena.alloc(s.size, f"copy of {s.name}") for s in states]
+        self._save = self._recorded("save recurrent states", states, copies)
+        self._restore = self._recorded("restore recurrent states", copies, states)
+
+    def _recorded(self, name: str, sources: Sequence[BufferRange], targets: Sequence[BufferRange]) -> Commands:
+        rec = self._device.recorder(name)
+        for source, target in zip(sources, targets, strict=True):
+            rec.copy(source, target)
+        return rec.finish()
+
+    def save(self, at: int) -> None:
+        self.at = at
+        self._device.submit(self._save)
+
+    def restore(self) -> None:
+        self._device.submit(self._restore)
+
+    def close(self) -> None:
+        self._save.destroy()
+        self._restore.destroy()
+        self._arena.destroy()
+
+
+def add_sampler(graph: Graph, *, greedy: bool, penalties_ctx: int | None = None) -> None:
+    """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place. With penalties_ctx, the rows
+    of the cache, PENALTIES comes before it."""
     logits = graph.outputs[0]
     tokens, pos = Tensor("tokens", "I32", (1,), "input"), Tensor("pos", "I32", (1,), "input")
     loop = Tensor("loop", "I32", (LOOP_RING + RING,), "input")
+    if penalties_ctx is not None:
+        vocab = logits.shape[-1]
+        bias = Tensor("bias", "F32", (vocab,), "input")
+        seen = Tensor("seen", "I32", (SEEN_COUNTS + vocab + penalties_ctx,), "input")
+        penalized = Tensor("result_penalized", "F32", logits.shape)
+        graph.add("PENALTIES", (logits, bias, seen, loop, tokens, pos), (penalized, seen))
+        logits = penalized
     graph.add("SAMPLE", (logits, loop, tokens, pos), (loop, tokens, pos), capacity=RING, greedy=greedy)
 
 
@@ -567,8 +745,12 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f", {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _loop_kind(greedy: bool) -> str:
-    return "greedy" if greedy else "sample"
+PENALIZED = ", penalties"
+
+
+def _loop_kind(sampler: Sampler) -> str:
+    """ "greedy" or "sample", with PENALIZED where logits are changed before."""
+    return ("greedy" if sampler.greedy else "sample") + (PENALIZED if sampler.penalizes else "")
 
 
 def loop_state(sampler: Sampler, eos: Sequence[int]) -> npt.NDArray[np.int32]:

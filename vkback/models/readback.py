@@ -36,10 +36,14 @@ class Readback:
 class TokenLoop:
     """A recording of `tokens` generated tokens, as many copies as may be in flight, each with its own read-back of the loop state."""
 
-    def __init__(self, program: Program, name: str, tokens: int, loop: BufferRange, readback: Sequence[Readback]) -> None:
+    def __init__(
+        self, program: Program, name: str, tokens: int, loop: BufferRange, readback: Sequence[Readback],
+        copies: Sequence[tuple[BufferRange, BufferRange]] = (),
+    ) -> None:  # fmt: skip
+        """copies: (source, target) copied at the end, beside the read-back."""
         self.tokens = tokens
         self.copies = [
-            (program.record(f"{name} x{tokens}", repeat=tokens, copies=back.copies(program, loop)), back) for back in readback
+            (program.record(f"{name} x{tokens}", repeat=tokens, copies=[*back.copies(program, loop), *copies]), back) for back in readback
         ]
         self._next = 0
 

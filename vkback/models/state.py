@@ -1,0 +1,112 @@
+"""What an engine knows of a text, on the host: its tokens, the rows of the KV cache that they fill, and recurrent states, bit for bit.
+
+A Snapshot goes to a file and comes back from it. The file is
+
+    magic "VKBSTATE", version u32, sha256 of all that follows (32 bytes), length of the header u64, header (JSON), arrays
+
+with the header {"tokens": [...], "settings": {...}, "arrays": [{"name", "dtype", "shape"}, ...], "extra": {...}}; arrays lie end to end in that
+order. Any byte that is not as it was written fails the checksum. A file is written beside its place and moved there, so that a save that is
+cut short leaves the old one whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.errors import VkbackError
+from vkback.models.gguf_file import GgufFile
+from vkback.paths import write_atomic
+
+MAGIC = b"VKBSTATE"
+VERSION = 1
+HEAD = struct.Struct("<8sI32s")
+"""Magic, version, checksum."""
+
+SAMPLED_BYTES = 4096
+"""Of the beginning and the end of each tensor, what enters a model's fingerprint: all of a large file takes minutes to read."""
+
+
+class StateError(VkbackError):
+    """A state file that is damaged, of another version, or of another model or setting."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """tokens: those that have gone through the model, in order. arrays: of each cache its rows [n_head_kv, len(tokens), head_dim] F16, of
+    each recurrent state all of it. Nobody writes to them: snapshots may share arrays."""
+
+    tokens: tuple[int, ...]
+    arrays: Mapping[str, npt.NDArray[Any]] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays.values())
+
+
+def fingerprint(f: GgufFile) -> str:
+    """Tells models apart: a hash of the metadata, of every tensor's name, type and shape, and of some bytes of each."""
+    digest = hashlib.sha256()
+    for key, value in sorted(f.metadata.items()):
+        shown = hashlib.sha256(repr(value.tolist() if isinstance(value, np.ndarray) else value).encode("utf-8", "surrogatepass")).digest()
+        digest.update(key.encode() + b"\0" + shown)
+    for name, t in sorted(f.tensors.items()):
+        raw = np.asarray(t.data).reshape(-1).view(np.uint8)
+        digest.update(f"{name}\0{t.type}\0{t.shape}\0".encode())
+        digest.update(raw[:SAMPLED_BYTES].tobytes() + raw[-SAMPLED_BYTES:].tobytes())
+    return digest.hexdigest()
+
+
+def write_state(path: Path, snapshot: Snapshot, settings: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    """Raises StateError where the file cannot be written; an older file of that name is then as it was."""
+    arrays = [{"name": n, "dtype": a.dtype.str, "shape": list(a.shape)} for n, a in snapshot.arrays.items()]
+    header = json.dumps({"tokens": list(snapshot.tokens), "settings": dict(settings), "arrays": arrays, "extra": dict(extra)}).encode()
+    body: list[Any] = [struct.pack("<Q", len(header)), header, *(np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in snapshot.arrays.values())]
+    digest = hashlib.sha256()
+    for part in body:
+        digest.update(part)
+    if not write_atomic(path, b"".join([HEAD.pack(MAGIC, VERSION, digest.digest()), *body]), durable=True):
+        raise StateError(f"[state] {path}: cannot be written: is the folder writable, and is there room for {snapshot.nbytes} bytes?")
+
+
+def read_state(path: Path) -> tuple[Snapshot, dict[str, Any], dict[str, Any]]:
+    """The snapshot, the settings and the extra values of a file. Raises StateError saying what is wrong with it."""
+    try:
+        raw = path.read_bytes()
+    except OSError as e:
+        raise StateError(f"[state] {path}: cannot be read: {e.strerror}") from e
+    if raw[: len(MAGIC)] != MAGIC:
+        raise StateError(f"[state] {path}: is no state of vkback, which begins with {MAGIC.decode()}")
+    if len(raw) < HEAD.size:
+        raise StateError(f"[state] {path}: ends after {len(raw)} bytes: the file is cut short")
+    _, version, checksum = HEAD.unpack_from(raw)
+    if version != VERSION:
+        raise StateError(f"[state] {path}: has version {version}, this vkback reads version {VERSION}: save the state anew")
+    body = memoryview(raw)[HEAD.size :]
+    if hashlib.sha256(body).digest() != checksum:
+        raise StateError(f"[state] {path}: the checksum does not fit: the file is damaged or cut short. Save the state anew")
+    (length,) = struct.unpack_from("<Q", body)
+    header = json.loads(bytes(body[8 : 8 + length]))
+    at = 8 + length
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for one in header["arrays"]:
+        count = prod(one["shape"])
+        arrays[one["name"]] = np.frombuffer(body, one["dtype"], count, at).reshape(one["shape"])
+        at += arrays[one["name"]].nbytes
+    return Snapshot(tuple(header["tokens"]), arrays), header["settings"], header["extra"]
+
+
+def differences(settings: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """ "name: that of the file, here that of the engine", for each setting that differs."""
+    names = list(dict.fromkeys((*settings, *own)))
+    return [f"{n}: {settings.get(n)}, here {own.get(n)}" for n in names if settings.get(n) != own.get(n)]
+
