@@ -20,6 +20,7 @@ from vkback.device import Device
 from vkback.harness.judge import nmse
 from vkback.models.architecture import ARCHITECTURES
 from vkback.models.engine import Engine
+from vkback.models.state import read_state, write_state
 from vkback.models.synth import SHAPES, synthesize
 from vkback.models.twin import NumpyTwin
 
@@ -177,3 +178,30 @@ def test_references_say_the_same_today(name: str, stored: Callable[[str], Stored
     live = importlib.import_module(found.source["reference"]).logits(found.path, found.tokens)
     # Both in float64 but for single steps that transformers makes in float32: some 1e-13.
     assert nmse(live, found.logits) <= 1e-10
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("name", TINY)
+def test_a_state_saved_in_the_middle_of_a_text_gives_the_rest_bit_for_bit(
+    name: str, stored: Callable[[str], Stored], engines: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """A generation left after 11 of 30 tokens, with submits of eight and of one: what was begun beyond must leave no trace, other text in
+    between neither."""
+    engine, ids = engines(name, "f32", "all"), stored(name).tokens
+    engine.prompt(ids[:-1])
+    whole = list(engine.generate(ids[-1], 30, stop_at_eos=False))
+    last = engine.decode_logits(whole[-1])
+    engine.reset()
+    engine.prompt(ids[:-1])
+    text = engine.generate(ids[-1], 30, stop_at_eos=False)
+    made = [next(text) for _ in range(11)]
+    text.close()
+    write_state(tmp_path / "state", engine.snapshot(), {"any": 1}, {})
+    engine.reset()
+    engine.prompt(ids[::-1])
+    snapshot, settings, _ = read_state(tmp_path / "state")
+    assert settings == {"any": 1} and list(snapshot.tokens) == [*ids, *made[:-1]]
+    engine.restore(snapshot)
+    rest = list(engine.generate(made[-1], 19, stop_at_eos=False))
+    assert made + rest == whole
+    assert np.array_equal(engine.decode_logits(rest[-1]).view(np.uint32), last.view(np.uint32))

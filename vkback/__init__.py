@@ -1,3 +1,68 @@
-"""vkback: GGUF models on Vulkan, with hand-written GLSL kernels, judged and tuned from Python."""
+"""vkback: GGUF models on Vulkan, with hand-written GLSL kernels, judged and tuned from Python.
+
+    model = vkback.load("model.gguf")          # or the name of a built-in model
+    print(model.generate("Once upon a time", max_tokens=64).text)
+
+    dev = vkback.Device()                      # the level below: tensors, ops, your own kernels
+    y = (dev.tensor(w, "Q4_K") @ x).numpy()
+
+Names are imported when they are first used, so that `import vkback` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from vkback.api import (
+        Chunk,
+        CompiledKernel,
+        Device,
+        DeviceTensor,
+        KernelTiming,
+        LoadedModel,
+        ModelError,
+        Result,
+        Session,
+        Stream,
+        Timings,
+        TokenLogprob,
+        load,
+    )
+    from vkback.errors import VkbackError
+    from vkback.models.perplexity import Perplexity
+
+__all__ = [
+    "Chunk",
+    "CompiledKernel",
+    "Device",
+    "DeviceTensor",
+    "KernelTiming",
+    "LoadedModel",
+    "ModelError",
+    "Perplexity",
+    "Result",
+    "Session",
+    "Stream",
+    "Timings",
+    "TokenLogprob",
+    "VkbackError",
+    "__version__",
+    "load",
+]
+
+_ELSEWHERE = {"Perplexity": "vkback.models.perplexity", "VkbackError": "vkback.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'vkback' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_ELSEWHERE.get(name, "vkback.api")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

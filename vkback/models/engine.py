@@ -23,12 +23,13 @@ import numpy.typing as npt
 from vkback.device import Arena, BufferRange, Commands, Device, DeviceLost, Ticket
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Tensor
+from vkback.models.checkpoint import Checkpoint
 from vkback.models.kernels import KernelCompiler
 from vkback.models.prompt import PromptHead, Prompts, with_barriers
 from vkback.models.readback import Readback, TokenLoop
 from vkback.models.registry import Model
-from vkback.models.tokenizer import Tokenizer
 from vkback.models.state import Snapshot
+from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import load_weights
 from vkback.ops.base import Act, LowerContext, nbytes
 from vkback.ops.f16_range import rescaled
@@ -69,8 +70,8 @@ class EngineError(VkbackError):
 class Sampler:
     """How the next token is picked. temp 0: the largest logit. top_k 0, top_p 1 and min_p 0 switch the filters off.
 
-    repeat_penalty, presence_penalty, frequency_penalty  of tokens among the last `penalty_last_n` of the text, the prompt included (-1: all);
-                vkback/ops/penalties.py has the rule. 1, 0 and 0: none
+    repeat_penalty, presence_penalty, frequency_penalty
+                of tokens among the last `penalty_last_n` of the text (-1: all of it), as vkback/ops/penalties.py says; 1, 0 and 0: none
     logit_bias  (token id, what is added to its logit): before everything else; -inf bans a token
     """
 
@@ -122,7 +123,7 @@ class Engine:
         self._prompts = Prompts(device, model.hp.n_vocab, ubatch, self._prompt_schedule, self._bind, self._rescale)
         self._sync_tried = False
         self._penalties: dict[str, BufferRange] = {}
-        self._checkpoint: _Checkpoint | None = None
+        self._checkpoint: Checkpoint | None = None
         self._kernels = KernelCompiler(device, self.library, progress=progress)
         self._prompts.attach(n_ctx)
         others = {name: model.hp.weights[name] for name in model.architecture.by_context if model.hp.has_weight(name)}
@@ -254,7 +255,7 @@ class Engine:
         self._caches = {node.outputs[0].name: node.outputs[0] for node in self.model.graph(1, self.n_ctx, head="none").nodes
                         if node.op == "SET_ROWS"}
         if recurrent := [state[name] for name in state if name not in self._caches]:
-            self._checkpoint = _Checkpoint(self.device, recurrent)
+            self._checkpoint = Checkpoint(self.device, recurrent)
         return state
 
     def _allocate_inputs(self) -> dict[str, BufferRange]:
@@ -421,13 +422,13 @@ class Engine:
         ranges: list[BufferRange] = []
         shapes: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, where in self._state.items():
-            cache = self._caches.get(name)
-            if cache is None:
+            if name in self._caches:
+                heads, _, dim = self._caches[name].shape
+                shapes[name] = (heads, self.n_past, dim), "<f2"
+                ranges += self._rows(name, self.n_past)
+            else:
                 shapes[name] = (where.size // 4,), "<f4"
                 ranges.append(where)
-            else:
-                shapes[name] = (cache.shape[0], self.n_past, cache.shape[2]), "<f2"
-                ranges += self._rows(name, self.n_past)
         raw = self.device.download_many(ranges)
         arrays: dict[str, npt.NDArray[Any]] = {}
         at = 0
@@ -443,7 +444,7 @@ class Engine:
         if rows > self.n_ctx:
             raise EngineError(f"[engine] the state holds {rows} tokens, the context has {self.n_ctx}; load with a larger n_ctx (--ctx)")
         self._check_ids(snapshot.tokens)
-        wanted = {n: (c.shape[0], rows, c.shape[2]) for n, c in self._caches.items()}
+        wanted: dict[str, tuple[int, ...]] = {n: (c.shape[0], rows, c.shape[2]) for n, c in self._caches.items()}
         wanted |= {n: (where.size // 4,) for n, where in self._state.items() if n not in self._caches}
         found = {n: a.shape for n, a in snapshot.arrays.items()}
         if found != wanted:
@@ -472,7 +473,7 @@ class Engine:
 
     def _catch_up(self) -> None:
         """Recurrent states hold all tokens that the device has seen, and no fewer: where those are more than n_past (a generation that was
-        left before its end), go back to the states before that generation and make its tokens once more, one by one, which gives their bits."""
+        left before its end), go back to those before that generation and make its tokens once more, one by one, which gives their bits."""
         if not self._states_ahead or self._checkpoint is None:
             return
         self._states_ahead = False
@@ -694,39 +695,9 @@ class Engine:
         return logits
 
 
-class _Checkpoint:
-    """A copy of recurrent states, on the device: those after `at` tokens."""
-
-    def __init__(self, device: Device, states: Sequence[BufferRange]) -> None:
-        self.at = 0
-        self._device = device
-        self._arena = device.arena("checkpoint of recurrent states", sum(aligned(s.size) for s in states), "device")
-        copies = [self._arena.alloc(s.size, f"copy of {s.name}") for s in states]
-        self._save = self._recorded("save recurrent states", states, copies)
-        self._restore = self._recorded("restore recurrent states", copies, states)
-
-    def _recorded(self, name: str, sources: Sequence[BufferRange], targets: Sequence[BufferRange]) -> Commands:
-        rec = self._device.recorder(name)
-        for source, target in zip(sources, targets, strict=True):
-            rec.copy(source, target)
-        return rec.finish()
-
-    def save(self, at: int) -> None:
-        self.at = at
-        self._device.submit(self._save)
-
-    def restore(self) -> None:
-        self._device.submit(self._restore)
-
-    def close(self) -> None:
-        self._save.destroy()
-        self._restore.destroy()
-        self._arena.destroy()
-
-
 def add_sampler(graph: Graph, *, greedy: bool, penalties_ctx: int | None = None) -> None:
-    """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place. With penalties_ctx, the rows
-    of the cache, PENALTIES comes before it."""
+    """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place. penalties_ctx: rows of
+    the cache; with it PENALTIES comes before."""
     logits = graph.outputs[0]
     tokens, pos = Tensor("tokens", "I32", (1,), "input"), Tensor("pos", "I32", (1,), "input")
     loop = Tensor("loop", "I32", (LOOP_RING + RING,), "input")

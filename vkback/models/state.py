@@ -4,9 +4,9 @@ A Snapshot goes to a file and comes back from it. The file is
 
     magic "VKBSTATE", version u32, sha256 of all that follows (32 bytes), length of the header u64, header (JSON), arrays
 
-with the header {"tokens": [...], "settings": {...}, "arrays": [{"name", "dtype", "shape"}, ...], "extra": {...}}; arrays lie end to end in that
-order. Any byte that is not as it was written fails the checksum. A file is written beside its place and moved there, so that a save that is
-cut short leaves the old one whole.
+with the header {"tokens": [...], "settings": {...}, "arrays": [{"name", "dtype", "shape"}, ...], "extra": {...}}; arrays lie end to end in
+that order. Any byte that is not as it was written fails the checksum. A file is written beside its place and moved there, so that a save
+that is cut short leaves the old one whole.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def write_state(path: Path, snapshot: Snapshot, settings: Mapping[str, Any], ext
     """Raises StateError where the file cannot be written; an older file of that name is then as it was."""
     arrays = [{"name": n, "dtype": a.dtype.str, "shape": list(a.shape)} for n, a in snapshot.arrays.items()]
     header = json.dumps({"tokens": list(snapshot.tokens), "settings": dict(settings), "arrays": arrays, "extra": dict(extra)}).encode()
-    body: list[Any] = [struct.pack("<Q", len(header)), header, *(np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in snapshot.arrays.values())]
+    contents = (np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in snapshot.arrays.values())
+    body: list[Any] = [struct.pack("<Q", len(header)), header, *contents]
     digest = hashlib.sha256()
     for part in body:
         digest.update(part)

@@ -3,9 +3,9 @@
     logits F32 [1, vocab], bias F32 [vocab], seen I32 [4 + vocab + n_ctx], loop I32, tokens I32 [1], pos I32 [1]
     -> y F32 [1, vocab], seen in place
 
-It runs between the logits and SAMPLE. Words of `seen`: 0..3 repetition, presence and frequency penalty F32, last_n; then how often each token
-stands among the last last_n of the text before this step, then the tokens by position. A step counts its own token, tokens[0] at pos[0], in and the
-one that leaves the window out. Then
+It runs between the logits and SAMPLE. Words of `seen`: 0..3 repetition, presence and frequency penalty F32, last_n; then how often each
+token stands among the last last_n of the text before this step, then the tokens by position. A step counts its own token, tokens[0] at
+pos[0], in and the one that leaves the window out. Then
 
     x = logits + bias
     of a token counted c > 0 times: x / repetition where x > 0, else x * repetition; less presence + frequency * c
@@ -95,8 +95,10 @@ class PenaltiesOp(Op):
         vocab = logits.elements
         n_ctx = seen.elements - SEEN_COUNTS - vocab
         if logits.shape[0] != 1 or bias.shape != (vocab,) or n_ctx < 1:
-            raise PlanError(f"[PENALTIES] {node.name}: {logits}, {bias}, {seen}: expected one row of logits, as many biases, and for each a "
-                            f"count in seen, behind {SEEN_COUNTS} words and before the text")
+            raise PlanError(
+                f"[PENALTIES] {node.name}: {logits}, {bias}, {seen}: expected one row of logits, as many biases, and in seen "
+                f"{SEEN_COUNTS} words, as many counts, and the text"
+            )
         choice = ctx.tuning.pick("elementwise", elements=vocab)
         wg = workgroup_size(ctx.caps, choice["wg_size"], vocab)
         y = node.outputs[0]
@@ -148,5 +150,8 @@ class PenaltiesOp(Op):
             tensors = [Tensor(n, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for n, v in values.items()]
             return Problem(Node(self.name, tuple(tensors), (Tensor("y", "F32", (1, vocab)), tensors[2])), values)
 
-        shown = {"vocab": vocab, "repetition": repetition, "presence": presence, "frequency": frequency, "last_n": last_n, "length": length}
-        return Case(self.name, {**shown, "seed": seed}, make, seed)
+        shown = {
+            "vocab": vocab, "repetition": repetition, "presence": presence, "frequency": frequency, "last_n": last_n, "length": length,
+            "seed": seed,
+        }  # fmt: skip
+        return Case(self.name, shown, make, seed)

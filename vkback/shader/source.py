@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+from vkback.paths import shader_root
 from vkback.shader.errors import CompileError
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|(\w+))\s*(?://.*)?$')
@@ -64,7 +65,7 @@ class Expanded:
 
 
 def expand(root: Path, variant: Variant) -> Expanded:
-    """Put includes in place and the defines after #version.
+    """Put includes in place and the defines after #version. What another folder than vkback's own lacks is taken from that.
 
     Raises CompileError for a file that is missing, outside of `root` or includes itself, and for a source without #version.
     """
@@ -98,8 +99,9 @@ def _append(root: Path, name: str, chain: Sequence[str], lines: list[str], origi
 
 
 def _read(root: Path, name: str, asked: str, variant: Variant) -> str:
+    own = shader_root() / name
     try:
-        return (root / name).read_text(encoding="utf-8")
+        return (root / name if (root / name).is_file() or not own.is_file() else own).read_text(encoding="utf-8")
     except OSError as error:
         raise CompileError(f"[shader] {variant.name}: cannot read {root / name}{asked}: {error.strerror}") from error
 

@@ -1,0 +1,28 @@
+"""The Python interface: models, sessions, and a device for authors of kernels. `import vkback` has all of it."""
+
+from vkback.api.chat_template import ChatTemplateError, Message
+from vkback.api.device import CompiledKernel, Device, DeviceTensor, KernelTiming
+from vkback.api.errors import ModelError
+from vkback.api.model import LoadedModel, load
+from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
+from vkback.api.session import Session
+from vkback.api.stream import Stream
+
+__all__ = [
+    "ChatTemplateError",
+    "Chunk",
+    "CompiledKernel",
+    "Device",
+    "DeviceTensor",
+    "FinishReason",
+    "KernelTiming",
+    "LoadedModel",
+    "Message",
+    "ModelError",
+    "Result",
+    "Session",
+    "Stream",
+    "Timings",
+    "TokenLogprob",
+    "load",
+]

@@ -1,0 +1,405 @@
+"""A device for authors of kernels: tensors, ops, GLSL files, and times.
+
+    dev = vkback.Device()
+    x, y = dev.tensor(np.ones(1 << 20, np.float32)), dev.empty((1 << 20,))
+    scale = dev.compile("scale.comp", {"WG_SIZE": 256})
+    scale(x, y, push=[x.elements, 2.0], groups=x.elements // 256)
+    print(dev.time(scale, x, y, push=[x.elements, 2.0], groups=x.elements // 256))
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+import vkback.ops  # registers every op  # noqa: F401
+from vkback import quants
+from vkback.api.errors import ModelError
+from vkback.device import Arena, BufferRange, Commands, Kernel
+from vkback.device import Device as VulkanDevice
+from vkback.graph import Graph, Tensor
+from vkback.ops.base import OPS, Act, LowerContext, pack_push, shards
+from vkback.ops.f16_range import rescaled
+from vkback.plan.planner import plan
+from vkback.plan.schedule import aligned
+from vkback.plan.tuning import Tuning
+from vkback.program import Program, WeightRanges
+from vkback.program.values import decoded, stored_bytes
+from vkback.shader import ShaderLibrary, Variant
+from vkback.timing.launches import span_us, stamp, summarize, warm_up
+from vkback.timing.read_rate import measure_read_rate
+
+Array = npt.NDArray[Any]
+Groups = int | tuple[int, ...]
+
+STEADY_US = 2000.0
+"""Launches of one measurement take about so long together, so that clocks and timestamps are steady."""
+
+MOST_LAUNCHES = 1000
+
+
+def _give_back(arena: Arena) -> None:
+    if arena.alive:
+        arena.destroy()
+
+
+class DeviceTensor:
+    """An array in memory of a device, which goes back with it; `numpy()` brings it to the host. Made by `Device.tensor`, `Device.empty` and
+    `Device.run_op`.
+
+    type   as in `vkback.graph.Tensor`: F32, I32, F16, or a type of weights ("Q4_K"), whose bytes are in the device's own layout
+    shape  in numpy order
+    """
+
+    def __init__(self, device: Device, tensor: Tensor, ranges: tuple[BufferRange, ...], of: DeviceTensor | None = None) -> None:
+        """ranges: one, or one a shard of a weight. of: the tensor whose memory it is, in another shape."""
+        self.device, self.tensor, self.ranges = device, tensor, ranges
+        self._of = of
+        if of is None:
+            weakref.finalize(self, _give_back, ranges[0].arena)
+
+    @property
+    def type(self) -> str:
+        return self.tensor.type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def elements(self) -> int:
+        return self.tensor.elements
+
+    @property
+    def nbytes(self) -> int:
+        """In the device's memory."""
+        return sum(r.size for r in self.ranges)
+
+    def numpy(self) -> Array:
+        """The values: float32, or int32 of an I32 tensor; of quantized weights what their blocks mean."""
+        if self.tensor.kind != "weight" or len(self.shape) == 1:
+            return decoded(self.tensor, self.device.raw.download(self.ranges[0]))
+        rows, k = prod(self.shape[:-1]), self.shape[-1]
+        out = np.empty((rows, k), np.float32)
+        for shard, where in zip(shards(self.tensor, self.device.raw.caps), self.ranges, strict=True):
+            planes = [
+                raw.reshape(shard.rows, p.row_bytes)
+                for p, raw in ((p, self.device.raw.download(where.slice(p.offset, shard.rows * p.row_bytes))) for p in shard.layout.planes)
+            ]
+            out[shard.row0 : shard.row0 + shard.rows] = quants.decode(self.type, quants.unpack(self.type, planes, k))
+        return out.reshape(self.shape)
+
+    def __matmul__(self, x: DeviceTensor | Array) -> DeviceTensor:
+        """w @ x of weights [m, k] and activations [k] or [n, k] (each row a token): [m] or [n, m]."""
+        return self.device.matmul(self, x)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"<{self.type} {list(self.shape)} on {self.device.name}>"
+
+
+@dataclass(frozen=True)
+class KernelTiming:
+    """Of launches that each wait for the one before.
+
+    us         microseconds a launch, the median; spread_us: half the interquartile range
+    nbytes     what a launch must move
+    read_rate  GB/s that the device was measured to read
+    Tensors that are smaller than a cache stay in it from launch to launch: then gb_s may exceed read_rate.
+    """
+
+    us: float
+    spread_us: float
+    nbytes: int
+    read_rate: float
+    flops: int = 0
+
+    @property
+    def gb_s(self) -> float:
+        return self.nbytes / self.us / 1e3
+
+    @property
+    def share(self) -> float:
+        """Of the device's read rate."""
+        return self.gb_s / self.read_rate
+
+    def __str__(self) -> str:
+        time = f"{self.us:.2f} +- {self.spread_us:.2f} us"
+        return f"{time}, {self.gb_s:.1f} GB/s, {self.share:.0%} of the {self.read_rate:.1f} GB/s that the device reads"
+
+
+class CompiledKernel:
+    """A GLSL compute shader as built; call it to run it once. Made by `Device.compile`.
+
+    Tensors are bound to set 0, bindings 0.. in order. push: the push constants, ints as 32-bit integers, floats as F32. groups: workgroups
+    along x, or along x, y, z.
+    """
+
+    def __init__(self, device: Device, library: ShaderLibrary, variant: Variant) -> None:
+        self.device, self.variant = device, variant
+        self._spirv = library.spirv(variant)
+
+    @property
+    def name(self) -> str:
+        return self.variant.name
+
+    def __call__(self, *tensors: DeviceTensor, push: Sequence[int | float] = (), groups: Groups = 1) -> None:
+        rec = self.device.raw.recorder(self.name)
+        self.dispatch(rec, tensors, push, groups)
+        rec.host_barrier()
+        self.device.raw.run(rec)
+
+    def dispatch(self, rec: Any, tensors: Sequence[DeviceTensor], push: Sequence[int | float], groups: Groups) -> None:
+        """Add a launch to a recording."""
+        for i, t in enumerate(tensors):
+            if not isinstance(t, DeviceTensor):
+                raise ModelError(f"[device] {self.name}: binding {i} is {type(t).__name__}, expected a tensor of the device (dev.tensor)")
+        push_bytes = pack_push(*push)
+        kernel: Kernel = self.device.raw.kernel(
+            self._spirv, name=self.name, bindings=len(tensors), push_bytes=len(push_bytes), spec=dict(self.variant.spec),
+            subgroup_size=self.variant.subgroup_size,
+        )  # fmt: skip
+        x, y, z = (*((groups,) if isinstance(groups, int) else groups), 1, 1)[:3]
+        rec.dispatch(kernel, [t.ranges[0] for t in tensors], push_bytes, (x, y, z), self.name)
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name}>"
+
+
+class Device:
+    """A Vulkan device with its tuning tables. Use as a context manager, or call `close`; everything made from it dies with it.
+
+    raw  the `vkback.device.Device` below
+    """
+
+    def __init__(self, selector: str | int | None = None, *, act: Act = "auto", validation: bool = False) -> None:
+        """selector: index, part of the name, or UUID; None: VKBACK_DEVICE, else the best GPU. act: how activations enter products.
+        validation: under the Khronos validation layer. Raises NoDevice, or FeatureMissing."""
+        self.raw = VulkanDevice.open(selector, validation=validation)
+        self._library = ShaderLibrary()
+        self._ctx = LowerContext(self.raw.caps, Tuning.for_device(self.raw.caps), act)
+        self._number = count()
+
+    @property
+    def name(self) -> str:
+        return self.raw.caps.name
+
+    @property
+    def caps(self) -> Any:
+        """What the device can do (`vkback.device.Capabilities`)."""
+        return self.raw.caps
+
+    @cached_property
+    def read_rate(self) -> float:
+        """GB/s that the device reads, measured when first asked for."""
+        return measure_read_rate(self.raw, self._library).gb_s
+
+    # -- tensors
+
+    def tensor(self, array: npt.ArrayLike, type: str | None = None) -> DeviceTensor:
+        """Bring an array to the device.
+
+        type  None: F32 or I32 by the array's dtype; a type of weights ("Q4_K", "F16", "MXFP4"...): the array [m, k], or [n_expert, m, k],
+              is quantized and laid out as kernels read it
+        Raises UnknownQuant, QuantShapeError where k does not fit the type's blocks, NoEncoder for a type that cannot be made from floats.
+        """
+        values = np.asarray(array)
+        if type is None:
+            kind = "I32" if np.issubdtype(values.dtype, np.integer) or values.dtype == np.bool_ else "F32"
+            return self._stored(Tensor(self._name(), kind, values.shape, "input"), values)
+        if values.ndim < 2:
+            raise ModelError(f"[device] weights have at least two axes, [m, k], got {list(values.shape)}; leave type out for a plain array")
+        rows = np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])
+        return self._stored(Tensor(self._name(), type, values.shape, "weight"), quants.encode(type, rows))
+
+    def empty(self, shape: int | tuple[int, ...], type: str = "F32") -> DeviceTensor:
+        """Memory for a kernel to write to, NaN as floats until it does."""
+        if type not in ("F32", "F16", "I32"):
+            raise ModelError(f"[device] type {type!r}: kernels write F32, F16 or I32")
+        tensor = Tensor(self._name(), type, (shape,) if isinstance(shape, int) else tuple(shape), "input")
+        return self._stored(tensor, None)
+
+    def _stored(self, tensor: Tensor, value: Array | None) -> DeviceTensor:
+        if not tensor.elements:
+            raise ModelError(f"[device] an array of shape {list(tensor.shape)} has no elements")
+        parts = stored_bytes(tensor, value, self.raw.caps)
+        arena = self.raw.arena(tensor.name, sum(aligned(p.nbytes) for p in parts), "device")
+        ranges = tuple(arena.alloc(p.nbytes, tensor.name) for p in parts)
+        for where, part in zip(ranges, parts, strict=True):
+            self.raw.upload(where, part)
+        return DeviceTensor(self, tensor, ranges)
+
+    def _name(self) -> str:
+        return f"tensor {next(self._number)}"
+
+    # -- ops
+
+    def matmul(self, w: DeviceTensor, x: DeviceTensor | Array) -> DeviceTensor:
+        """See `DeviceTensor.__matmul__`."""
+        right = x if isinstance(x, DeviceTensor) else self.tensor(np.asarray(x, np.float32))
+        if w.tensor.kind != "weight":
+            raise ModelError(f"[device] {w!r} @ x: the left side must be weights, made with a type: dev.tensor(array, 'F32')")
+        if len(right.shape) not in (1, 2) or right.shape[-1] != w.shape[-1]:
+            k = w.shape[-1]
+            raise ModelError(f"[device] w @ x: w is {list(w.shape)}, so x must be [{k}] or [n, {k}], got {list(right.shape)}")
+        one = len(right.shape) == 1
+        y = self.run_op("MUL_MAT", w, self._reshaped(right, (1, *right.shape)) if one else right)
+        return self._reshaped(y, y.shape[1:]) if one else y
+
+    def _reshaped(self, t: DeviceTensor, shape: tuple[int, ...]) -> DeviceTensor:
+        return DeviceTensor(self, replace(t.tensor, shape=shape), t.ranges, t)
+
+    def run_op(
+        self, op: str, *inputs: DeviceTensor | npt.ArrayLike, out: tuple[int, ...] | DeviceTensor | None = None, out_type: str = "F32",
+        **params: Any,
+    ) -> DeviceTensor:
+        """Run one op of the graph (`vkback test-ops support` lists them), planned as in a model, and give its output.
+
+        inputs  tensors, or arrays, in the op's order; vkback/ops has what each op takes and which parameters (`eps=1e-5`)
+        out     shape of the output, or the tensor to write; None: of a product [n, m], of one by experts [n, n_used, m], of GET_ROWS
+                [n, k], else that of the first input
+        Raises PlanError for what the op cannot take.
+        """
+        tensors = self._operands(op, inputs)
+        output = out if isinstance(out, DeviceTensor) else self.empty(out or self._shape(op, tensors), out_type)
+        ctx = self._ctx
+        while True:
+            program = self._program(op, tensors, output, params, ctx)
+            try:
+                commands = program.record(op)
+                self.raw.submit(commands).wait()
+                held = None if program.overflow is None else self.raw.download(program.overflow, np.uint32)
+                if held is None or not held.any():
+                    return output
+                # Activations beyond the range of f16: once more, with a scale that brings them into it.
+                ctx = replace(ctx, f16_scales=rescaled(ctx.f16_scales, program.overflowed(held)))
+            finally:
+                program.close()
+
+    def _operands(self, op: str, inputs: Sequence[DeviceTensor | npt.ArrayLike]) -> list[DeviceTensor]:
+        if op not in OPS:
+            raise ModelError(f"[device] no op is called {op}; there are {', '.join(sorted(OPS))}")
+        if not inputs:
+            raise ModelError(f"[device] {op}: give its inputs, tensors of the device or arrays")
+        tensors = [i if isinstance(i, DeviceTensor) else self.tensor(np.asarray(i)) for i in inputs]
+        for i, t in enumerate(tensors):
+            if t.device is not self:
+                raise ModelError(f"[device] {op}: input {i} is on another device, {t.device.name}; make it with this one's tensor()")
+        return tensors
+
+    @staticmethod
+    def _shape(op: str, tensors: Sequence[DeviceTensor]) -> tuple[int, ...]:
+        first = tensors[0].shape
+        if op == "MUL_MAT" and len(tensors) > 1 and len(first) == 2:
+            return (*tensors[1].shape[:-1], first[0])
+        if op == "MUL_MAT_ID" and len(tensors) > 2:
+            return (*tensors[2].shape, first[1])
+        if op == "GET_ROWS" and len(tensors) > 1:
+            return (*tensors[1].shape, first[-1])
+        return first
+
+    def _program(
+        self, op: str, tensors: Sequence[DeviceTensor], output: DeviceTensor, params: Mapping[str, Any], ctx: LowerContext
+    ) -> Program:
+        graph = Graph()
+        graph.add(op, tuple(t.tensor for t in tensors), (output.tensor,), **params)
+        graph.outputs = (output.tensor,)
+        schedule = plan(graph, ctx)
+        every = {t.tensor.name: t for t in (*tensors, output)}
+        ranges = {name: t.ranges[0] for name, t in every.items() if t.tensor.kind != "weight"}
+        weights = {name: WeightRanges(t.ranges) for name, t in every.items() if t.tensor.kind == "weight"}
+        return Program(self.raw, self._library, schedule, ranges, weights)
+
+    # -- kernels
+
+    def compile(
+        self, path: str | Path, defines: Mapping[str, str | int] | None = None, *, spec: Mapping[int, int] | None = None,
+        subgroup_size: int | None = None,
+    ) -> CompiledKernel:
+        """Compile a GLSL compute shader. Includes are looked for beside it, then among vkback's own (`#include "common/reduce.glsl"`).
+
+        spec  specialization constant id -> 32-bit value
+        Raises CompileError with the compiler's words at the lines of the file, NoCompiler where there is no compiler.
+        """
+        file = Path(path).resolve()
+        if not file.is_file():
+            raise ModelError(f"[device] {path}: no such file; give the path of a GLSL compute shader")
+        variant = Variant(file.name, tuple((defines or {}).items()), subgroup_size, tuple(sorted((spec or {}).items())))
+        return CompiledKernel(self, ShaderLibrary(file.parent, shipped=False), variant)
+
+    def time(
+        self, what: CompiledKernel | str, *tensors: DeviceTensor | npt.ArrayLike, push: Sequence[int | float] = (), groups: Groups = 1,
+        nbytes: int | None = None, repetitions: int = 7, out: tuple[int, ...] | DeviceTensor | None = None, **params: Any,
+    ) -> KernelTiming:  # fmt: skip
+        """Time a kernel, or an op by its name with what `run_op` takes, by timestamps of the device.
+
+        nbytes  bytes that a launch must move; default: of a kernel all of its tensors once, of an op what its plan says
+        """
+        program: Program | None = None
+        flops = 0
+        if isinstance(what, CompiledKernel):
+            mine = [t for t in tensors if isinstance(t, DeviceTensor)]
+            if len(mine) < len(tensors):
+                raise ModelError(f"[device] time {what.name}: give tensors of the device (dev.tensor), not arrays")
+            moved = sum(t.nbytes for t in mine)
+
+            def record(launches: int) -> Commands:
+                rec = self.raw.recorder(what.name)
+                for _ in range(launches):
+                    rec.barrier()
+                    what.dispatch(rec, mine, push, groups)
+                rec.barrier()
+                return rec.finish()
+        else:
+            operands = self._operands(what, tensors)
+            output = out if isinstance(out, DeviceTensor) else self.empty(out or self._shape(what, operands))
+            program = self._program(what, operands, output, params, self._ctx)
+            moved = sum(d.nbytes for d in program.schedule.dispatches())
+            flops = sum(d.flops for d in program.schedule.dispatches())
+
+            def record(launches: int) -> Commands:
+                assert program is not None
+                return program.record(str(what), repeat=launches)
+
+        start, end = stamp(self.raw, "start"), stamp(self.raw, "end")
+        try:
+            one = record(1)
+            warm_up(self.raw, one)
+            launches = max(1, min(MOST_LAUNCHES, round(STEADY_US / max(span_us(self.raw, start, one, end), 1e-3))))
+            many = record(launches)
+            found = summarize([span_us(self.raw, start, many, end) / launches for _ in range(repetitions)])
+            for commands in (one, many):
+                commands.destroy()
+        finally:
+            start.destroy()
+            end.destroy()
+            if program is not None:
+                program.close()
+        return KernelTiming(found.us, found.spread_us, moved if nbytes is None else nbytes, self.read_rate, flops)
+
+    # -- end
+
+    def close(self) -> None:
+        """Destroy everything that was made from this device. Raises DeviceError where the validation layer objected to something."""
+        self.raw.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<vkback device {self.name}>"

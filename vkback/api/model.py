@@ -1,0 +1,284 @@
+"""A loaded model: text in, text out, and the numbers behind it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback import paths
+from vkback.api import chat_template
+from vkback.api.chat_template import ChatTemplateError
+from vkback.api.errors import ModelError
+from vkback.api.options import GenerateOptions
+from vkback.api.result import Result
+from vkback.api.session import Session
+from vkback.api.stream import Stream
+from vkback.models.engine import Engine
+from vkback.models.perplexity import Perplexity
+from vkback.models.perplexity import perplexity as perplexity_of
+from vkback.models.state import fingerprint
+from vkback.models.tokenizer import Tokenizer
+from vkback.ops.base import Act
+
+if TYPE_CHECKING:
+    from vkback.api.device import Device
+
+TEMPLATE_KEY = "tokenizer.chat_template"
+
+
+def load(
+    model: str | Path = "demo-dense", device: Device | str | int | None = None, ctx: int | None = None, *, act: Act = "auto",
+    ubatch: int | None = None, progress: bool = False,
+) -> LoadedModel:  # fmt: skip
+    """Open a GGUF file, or a built-in model by its name, on a device.
+
+    device    a `vkback.Device`; index, part of the name, or UUID; None: VKBACK_DEVICE, else the best GPU
+    ctx       tokens of the context; default: as trained, at most 4096
+    act       "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
+    ubatch    tokens of a prompt processed at once, at most
+    progress  bars on a terminal while weights load and kernels compile
+    Raises VkbackError for a missing or broken file, no device, or too little memory.
+    """
+    from vkback.api.device import Device as ApiDevice
+
+    path = Path(model)
+    if not path.is_file():
+        if path.parent != Path() or path.suffix:
+            raise ModelError(f"[model] {path}: no such file. Give the path of a GGUF file, or a built-in model: {_builtin()}")
+        path = paths.builtin_model(str(model))
+    where = device.raw if isinstance(device, ApiDevice) else device
+    return LoadedModel(Engine.load(path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch))
+
+
+def _builtin() -> str:
+    return ", ".join(p.stem for p in paths.builtin_models())
+
+
+class LoadedModel:
+    """A model on a device. Use as a context manager, or call `close`.
+
+    One model is used from one thread at a time: a call while another thread is in one is an error. `generate`, `stream`, `chat` and
+    `stream_chat` begin with an empty context, so the same call gives the same text whatever ran before; a `session` keeps its text.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Use `vkback.load`."""
+        self.engine = engine
+        self._lock = threading.Lock()
+        self._user: tuple[int, str] | None = None
+        self._closed = False
+        self._on_device: weakref.ref[Session] | None = None
+        self._stream: weakref.ref[Stream] | None = None
+        self.warm: set[tuple[bool, bool]] = set()
+
+    # -- facts
+
+    @property
+    def name(self) -> str:
+        """File name."""
+        return self.engine.model.file.path.name
+
+    @property
+    def description(self) -> str:
+        """As llama-bench prints it: `llama 8B Q4_K - Medium`."""
+        return self.engine.description
+
+    @property
+    def n_ctx(self) -> int:
+        return self.engine.n_ctx
+
+    @property
+    def n_vocab(self) -> int:
+        return self.engine.model.hp.n_vocab
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises TokenizerError for a file without a text vocabulary."""
+        return self.engine.tokenizer
+
+    @property
+    def template(self) -> str | None:
+        """The file's own chat template."""
+        found = self.engine.model.file.metadata.get(TEMPLATE_KEY)
+        return found if isinstance(found, str) else None
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.engine.model.file)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """All that the bits of a state depend on: model, device, driver, and how the model was loaded."""
+        caps = self.engine.device.caps
+        return {
+            "model": self._fingerprint, "name": self.name, "ctx": self.engine.n_ctx, "act": self.engine.ctx.act,
+            "fusion": self.engine.fusion, "device": caps.name, "driver": f"{caps.driver_name} {caps.driver_info}",
+        }  # fmt: skip
+
+    # -- text
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Result:
+        """Continue a text, given as text or token ids. GenerateOptions has the keywords."""
+        return Session(self, lasting=False).generate(prompt, **options)
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
+        """As `generate`, piece by piece: `for piece in model.stream(...): print(piece.text, end="", flush=True)`."""
+        return Session(self, lasting=False).stream(prompt, **options)
+
+    def chat(
+        self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> Result:
+        """Answer a conversation, [{"role": "user", "content": ...}, ...], by the file's template. `Session.stream_chat` has the rest."""
+        return Session(self, lasting=False).chat(messages, template=template, **options)
+
+    def stream_chat(
+        self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> Stream:
+        """As `chat`, piece by piece."""
+        return Session(self, lasting=False).stream_chat(messages, template=template, **options)
+
+    def session(self) -> Session:
+        """An empty text that grows, may be saved, loaded and forked."""
+        self._require_open("session")
+        return Session(self)
+
+    # -- numbers
+
+    def logits(self, tokens: str | Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits after each token, from an empty context: float32 [n, n_vocab]."""
+        with self.using("logits") as engine:
+            ids = self.ids(tokens, start=True)
+            return engine.prompt_logits(ids)
+
+    def perplexity(
+        self, text: str, *, chunk: int = 512, n_chunks: int | None = None, on_chunk: Callable[[float], None] | None = None
+    ) -> Perplexity:
+        """Perplexity of a text by llama-perplexity's rule: of chunks of `chunk` tokens (at most the context) the second half is scored."""
+        size = min(chunk, self.n_ctx)
+        with self.using("perplexity") as engine:
+
+            def logits(ids: Sequence[int], first: int) -> npt.NDArray[np.float32]:
+                engine.reset()
+                engine.prompt(ids[:first])
+                return engine.prompt_logits(ids[first:])
+
+            ids = self.ids(text, start=True)
+            bos = self.tokenizer.bos if self.tokenizer.add_bos else None
+            return perplexity_of(ids, logits, bos=bos, n_ctx=size, n_chunks=n_chunks, on_chunk=on_chunk)
+
+    def explain(self) -> str:
+        """What runs for a generated token: stages, and each dispatch with its kernel and the reason for it."""
+        with self.using("explain", keep=True) as engine:
+            schedule = engine.schedule("greedy")
+        lines = [f"{self.description} on {self.engine.device.caps.name}: {len(schedule.stages)} stages"]
+        for number, stage in enumerate(schedule.stages):
+            lines += [f"{number:4} {d.op:16} {d.label:24} {d.kernel.name}" + (f"  ({d.reason})" if d.reason else "") for d in stage]
+        return "\n".join(lines)
+
+    # -- end
+
+    def close(self) -> None:
+        """Give everything back to the device. A second call does nothing."""
+        if not self._closed:
+            with self.using("close", keep=True):
+                self._closed = True
+                self.engine.close()
+
+    def __enter__(self) -> Self:
+        self._require_open("with")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<vkback model {self.description}, {self.name}{', closed' if self._closed else ''}>"
+
+    # -- for sessions and streams
+
+    def ids(self, text: str | Sequence[int], *, start: bool) -> list[int]:
+        """Token ids of a text, with the beginning-of-text token where the model wants it at the start; ids as they are."""
+        ids = self.tokenizer.encode(text, add_bos=None if start else False) if isinstance(text, str) else [int(i) for i in text]
+        if not ids:
+            raise ModelError(f"[model] {self.name}: {text!r} has no token; give another text")
+        for i, token in enumerate(ids):
+            if not 0 <= token < self.n_vocab:
+                raise ModelError(f"[model] {self.name}: token {i} is {token}, expected an id in 0..{self.n_vocab - 1}")
+        return ids
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], template: str | None) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's next message begins."""
+        chosen = chat_template.NAMED.get(template, template) if template is not None else self.template
+        if chosen is None:
+            raise ChatTemplateError(
+                f"[chat] {self.name} has no chat template; give one: template='plain', 'chatml', or the text of a jinja2 template"
+            )
+        tokenizer = self.tokenizer
+        bos = "" if tokenizer.bos is None else tokenizer.token_bytes(tokenizer.bos, special=True).decode("utf-8", "replace")
+        end = min(tokenizer.eos_ids, default=None)
+        eos = "" if end is None else tokenizer.token_bytes(end, special=True).decode("utf-8", "replace")
+        text = chat_template.render(chosen, messages, model=self.name, bos=bos, eos=eos)
+        return tokenizer.encode(text, add_bos=False if bos and text.startswith(bos) else None, parse_special=True)
+
+    @contextmanager
+    def using(self, what: str, session: Session | None = None, *, keep: bool = False, stepping: bool = False) -> Iterator[Engine]:
+        """The engine, for one call and this thread alone, with a session's state on the device, without one with an empty context.
+
+        keep      the call needs no state: the device keeps what it has
+        stepping  the call is a step of the stream that is running
+
+        Raises ModelError where the model is closed, or another thread is using it.
+        """
+        self._require_open(what)
+        if not self._lock.acquire(blocking=False):
+            user = self._user
+            by = f"thread {user[0]} is in {user[1]}" if user else "another thread is using it"
+            raise ModelError(
+                f"[model] {self.name}: {what} in thread {threading.get_ident()}, while {by}. One model is used from one thread at a time: "
+                "take turns, or load it twice"
+            )
+        self._user = (threading.get_ident(), what)
+        try:
+            if not stepping:
+                self._end_stream(what)
+                if not keep:
+                    self._bring(session)
+            yield self.engine
+        finally:
+            self._user = None
+            self._lock.release()
+
+    def streaming(self, stream: Stream) -> Stream:
+        """Note which stream is running."""
+        self._stream = weakref.ref(stream)
+        return stream
+
+    def _end_stream(self, by: str) -> None:
+        stream = self._stream() if self._stream else None
+        self._stream = None
+        if stream is not None:
+            stream.cut_off(by)
+
+    def _bring(self, session: Session | None) -> None:
+        """The state of a session onto the device, that of the one before to the host."""
+        before = self._on_device() if self._on_device else None
+        if session is not None and before is session:
+            return
+        if before is not None and before.lasting:
+            before.keep_on_host(self.engine.snapshot())
+        self._on_device = None if session is None else weakref.ref(session)
+        self.engine.reset()
+        if session is not None and (kept := session.from_host()) is not None:
+            self.engine.restore(kept)
+
+    def _require_open(self, what: str) -> None:
+        if self._closed:
+            raise ModelError(f"[model] {self.name} is closed: {what} needs an open one; load it again")

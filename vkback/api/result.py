@@ -1,0 +1,71 @@
+"""What a generation gives: text, tokens, log probabilities, and where the time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["eos", "stop", "length", "context"]
+"""An end-of-text token; a stop string; max_tokens; the context is full."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds and tokens. Compile time is told apart and is in no speed.
+
+    compile_s      kernels made ready
+    reused_tokens  of the prompt that were in the KV cache already
+    prompt_tokens  of the prompt that were not; all but the last went through the model in prompt_s, the last with the first one generated
+    decode_tokens  generated, in decode_s
+    """
+
+    compile_s: float = 0.0
+    reused_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return (self.prompt_tokens - 1) / self.prompt_s if self.prompt_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probabilities of one step by the model's own logits, before penalties, temperature and filters.
+
+    top  (token, text, log probability) of the likeliest tokens, the likeliest first
+    """
+
+    token: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a stream: text, and the tokens since the last piece. Part of a character, or of a possible stop string, is held back."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole generation. tokens: all that were made, an end-of-text token included, of which `text` has nothing."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    timings: Timings
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text

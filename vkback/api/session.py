@@ -1,0 +1,149 @@
+"""A conversation, or any text that grows: its tokens, and what the device keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from vkback.api.errors import ModelError
+from vkback.api.options import GenerateOptions, Options
+from vkback.api.result import Result
+from vkback.api.stream import Stream
+from vkback.models.state import Snapshot, StateError, differences, read_state, write_state
+
+if TYPE_CHECKING:
+    from vkback.api.model import LoadedModel
+
+
+class Session:
+    """A text of one model. Several sessions of a model take turns: the one in use has its state on the device, the others on the host.
+
+    Made by `LoadedModel.session`. `tokens` is all of the text. The last token may not have gone through the model yet.
+    """
+
+    def __init__(
+        self, model: LoadedModel, tokens: Sequence[int] = (), snapshot: Snapshot | None = None, *, lasting: bool = True
+    ) -> None:
+        """Use `LoadedModel.session`. lasting: its state is worth keeping while others have the device."""
+        self.model = model
+        self.lasting = lasting
+        self._tokens = list(tokens)
+        self._snapshot = snapshot
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(self._tokens)
+
+    @property
+    def text(self) -> str:
+        return self.model.tokenizer.decode(self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def generate(self, prompt: str | Sequence[int] = "", **options: Unpack[GenerateOptions]) -> Result:
+        """Append a prompt to the text and go on from there. Without one, go on where the text stands: an empty one begins with the
+        beginning-of-text token. GenerateOptions has the keywords."""
+        return self.stream(prompt, **options).finished()
+
+    def stream(self, prompt: str | Sequence[int] = "", **options: Unpack[GenerateOptions]) -> Stream:
+        """As `generate`, piece by piece."""
+        checked = Options.of(options)
+        with self.model.using("session.stream", self) as engine:
+            new = self.model.ids(prompt, start=not self._tokens) if len(prompt) or not self._tokens else []
+            self._check_room(len(self._tokens) + len(new))
+            reused = engine.n_past
+            self._tokens += new
+            return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm))
+
+    def chat(
+        self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> Result:
+        """The next message of the assistant; `stream_chat` has the parameters."""
+        return self.stream_chat(messages, template=template, **options).finished()
+
+    def stream_chat(
+        self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> Stream:
+        """The whole conversation as `messages`, or one message of the user. Of the text that the session has, what the conversation begins
+        with is kept and not read again (`Timings.reused_tokens`).
+
+        template  a jinja2 template, or "plain" or "chatml", in the place of the file's own
+        Raises ChatTemplateError for a model without a template, and for what the template refuses.
+        """
+        checked = Options.of(options)
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        ids = self.model.chat_ids(conversation, template)
+        with self.model.using("session.chat", self) as engine:
+            self._check_room(len(ids))
+            common = next((i for i, (a, b) in enumerate(zip(self._tokens, ids, strict=False)) if a != b), min(len(self._tokens), len(ids)))
+            reused = min(common, engine.n_past, len(ids) - 1)  # one token must go through the model, to give the first logits
+            if not engine.rewind(reused):
+                reused = 0
+                engine.rewind(0)
+            self._tokens = ids
+            return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm))
+
+    def reset(self) -> None:
+        """Forget the text."""
+        with self.model.using("session.reset", self) as engine:
+            engine.reset()
+            self._tokens = []
+
+    def fork(self) -> Session:
+        """A second session with the same text; what one appends the other never sees."""
+        with self.model.using("session.fork", self) as engine:
+            return Session(self.model, self._tokens, engine.snapshot())
+
+    def save(self, path: str | Path) -> None:
+        """Write text and state to a file, in the place of an older one only once all is written (vkback/models/state.py has the form)."""
+        with self.model.using("session.save", self) as engine:
+            snapshot = engine.snapshot()
+            waiting = self._tokens[len(snapshot.tokens) :]
+            write_state(Path(path), snapshot, self.model.settings, {"waiting": waiting})
+
+    def load(self, path: str | Path, *, exact: bool = True) -> None:
+        """Take text and state from a file, in the place of this session's.
+
+        exact  only where model, device, driver and settings are those that made the file: what follows then has the bits that it would
+               have had there. False: the model alone must be the same
+        Raises StateError saying what is wrong or differs; the session is then as it was.
+        """
+        file = Path(path)
+        snapshot, settings, extra = read_state(file)
+        own = self.model.settings
+        wrong = differences(settings, own)
+        if settings.get("model") != own["model"]:
+            raise StateError(f"[state] {file}: is of another model, {settings.get('name')}; this one is {own['name']}")
+        if wrong and exact:
+            raise StateError(
+                f"[state] {file}: was made otherwise, so the text after it could be another one: {'; '.join(wrong)}. "
+                "Use the same settings, or exact=False to go on all the same"
+            )
+        with self.model.using("session.load", self) as engine:
+            engine.restore(snapshot)
+            self._tokens = [*snapshot.tokens, *extra["waiting"]]
+
+    def keep_on_host(self, snapshot: Snapshot) -> None:
+        """Others have the device now."""
+        self._snapshot = snapshot
+
+    def from_host(self) -> Snapshot | None:
+        """What was kept, to be put onto the device; None for an empty text."""
+        kept, self._snapshot = self._snapshot, None
+        return kept
+
+    def _using(self, what: str) -> Any:
+        return self.model.using(what, self, stepping=True)
+
+    def _check_room(self, count: int) -> None:
+        n_ctx = self.model.n_ctx
+        if count > n_ctx:
+            raise ModelError(
+                f"[session] the text would have {count} tokens, the context has {n_ctx}. Nothing was read: shorten it, or load with a "
+                "larger ctx"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Session of {self.model.name}, {len(self._tokens)} tokens>"

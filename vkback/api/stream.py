@@ -1,0 +1,160 @@
+"""A generation as it comes: an iterator of pieces of text, with the whole at its end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.api.errors import ModelError
+from vkback.api.options import Options
+from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
+from vkback.api.stop_strings import StopStrings
+from vkback.models.engine import Engine
+
+Using = Callable[[str], AbstractContextManager[Any]]
+"""Takes the engine for one step of a call of this name."""
+
+
+class Stream(Iterator[Chunk]):
+    """Iterate over it for pieces of text; `result` is the whole so far, `close` ends it early. It runs only while it is iterated.
+
+    Another call to the same model ends it; going on with it is then an error.
+    """
+
+    def __init__(
+        self, engine: Engine, text: list[int], reused: int, options: Options, using: Using, warm: set[tuple[bool, bool]]
+    ) -> None:
+        """text: all tokens so far, of which the engine has taken n_past; tokens that are made are added to it. warm: kinds of sampler whose
+        kernels have run."""
+        self._warm = warm
+        self._engine, self._text, self._options, self._using = engine, text, options, using
+        self._stops = StopStrings(options.stops)
+        self._decoder = engine.tokenizer.stream()
+        self._made: list[int] = []
+        self._shown: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._told = 0  # tokens that chunks have had
+        self._finish: FinishReason | None = None
+        self._cut_off = ""
+        self._reused = reused
+        self._timings = Timings(reused_tokens=reused)
+        self._pieces = self._run()
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Chunk:
+        if self._cut_off:
+            raise ModelError(f"[model] this stream was ended by a later call, {self._cut_off}; take all of it before another call")
+        if self._finish is not None:
+            raise StopIteration
+        with self._using("stream"):
+            return next(self._pieces)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it here; what was made stays in the session."""
+        if self._finish is None:
+            self._finish = "stop"
+        self._pieces.close()
+
+    def cut_off(self, by: str) -> None:
+        """End it, since another call needs the model."""
+        if self._finish is None:
+            self._cut_off = by
+        self._pieces.close()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those made so far."""
+        return tuple(self._made)
+
+    @property
+    def result(self) -> Result:
+        """All so far; finish_reason of a stream that has not come to its end is "stop"."""
+        return Result("".join(self._shown), tuple(self._made), self._finish or "stop", self._timings, tuple(self._logprobs))
+
+    def finished(self) -> Result:
+        """Run to the end."""
+        for _ in self:
+            pass
+        return self.result
+
+    def _run(self) -> Generator[Chunk, None, None]:
+        engine, options = self._engine, self._options
+        sampler = options.sampler
+        fed = self._text[engine.n_past :]
+        room = engine.n_ctx - len(self._text) + 1
+        n = room if options.max_tokens is None else min(room, options.max_tokens)
+        before = engine.compiled
+        kind = (sampler.greedy, sampler.penalizes)
+        engine.prepare(prompt=len(fed) - 1, sampler=None if kind in self._warm else sampler)
+        self._warm.add(kind)
+        prepared = engine.compiled
+        start = time.perf_counter()
+        engine.prompt(fed[:-1])
+        prompted = time.perf_counter()
+        logits: list[npt.NDArray[np.float32]] = []
+        on_logits = logits.append if options.logprobs is not None else None
+        tokens = engine.generate(fed[-1], n, sampler=sampler, stop_at_eos=not options.ignore_eos, on_logits=on_logits)
+        ends = frozenset() if options.ignore_eos or not engine.model.has_text else engine.tokenizer.eos_ids
+        decode_s = 0.0
+        while True:
+            begun = time.perf_counter()
+            token = next(tokens, None)
+            decode_s += time.perf_counter() - begun
+            again = engine.compiled - prepared  # barrier-free stages that fail are planned and compiled anew
+            self._timings = Timings(
+                (prepared - before).seconds + again.seconds, self._reused, len(fed), prompted - start,
+                len(self._made) + (token is not None), decode_s - again.seconds,
+            )  # fmt: skip
+            if token is None:
+                self._finish = "context" if n == room and n != options.max_tokens else "length"
+                break
+            self._text.append(token)
+            self._made.append(token)
+            if options.logprobs is not None:
+                self._logprobs.append(self._logprob(token, logits.pop(), options.logprobs))
+            if token in ends:
+                self._finish = "eos"
+                break
+            text = self._stops.feed(self._decoder.feed(token))
+            if self._stops.found:
+                self._finish = "stop"
+                tokens.close()
+                yield self._chunk(text)
+                return
+            if text:
+                yield self._chunk(text)
+        tokens.close()
+        rest = self._stops.feed(self._decoder.flush())
+        if not self._stops.found:
+            rest += self._stops.flush()
+        if rest or self._told < len(self._made):
+            yield self._chunk(rest)
+
+    def _chunk(self, text: str) -> Chunk:
+        self._shown.append(text)
+        first, self._told = self._told, len(self._made)
+        return Chunk(text, tuple(self._made[first:]), tuple(self._logprobs[first:]))
+
+    def _logprob(self, token: int, logits: npt.NDArray[np.float32], count: int) -> TokenLogprob:
+        x = logits.astype(np.float64)
+        log_sum = float(x.max()) + math.log(float(np.exp(x - x.max()).sum()))
+        best = np.argsort(-x, kind="stable")[:count]
+        top = tuple((int(i), self._spelled(int(i)), float(x[i]) - log_sum) for i in best)
+        return TokenLogprob(token, self._spelled(token), float(x[token]) - log_sum, top)
+
+    def _spelled(self, token: int) -> str:
+        return self._engine.tokenizer.token_bytes(token, special=True).decode("utf-8", "replace") if self._engine.model.has_text else ""
