@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,7 +96,7 @@ class FakeEngine:
     def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None:
         self.calls.append(("prompt", len(tokens)))
 
-    def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Iterator[int]:
+    def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Generator[int, None, None]:
         self.calls.append(("generate", n, stop_at_eos))
         yield from self.text[:n]
 

@@ -15,10 +15,10 @@ import vkback
 from vkback.api import ChatTemplateError, ModelError
 from vkback.api.chat_template import CHATML, PLAIN, render
 from vkback.api.options import Options
-from vkback.api.stop_strings import StopStrings
 from vkback.device import Device
 from vkback.models.engine import Engine
 from vkback.models.state import StateError
+from vkback.models.stop_strings import StopStrings
 from vkback.ops.penalties import Penalties, PenaltiesOp
 from vkback.paths import builtin_model
 

@@ -4,6 +4,7 @@ from vkback.api.chat_template import ChatTemplateError, Message
 from vkback.api.device import CompiledKernel, Device, DeviceTensor, KernelTiming
 from vkback.api.errors import ModelError
 from vkback.api.model import LoadedModel, load
+from vkback.api.options import GenerateOptions
 from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
 from vkback.api.session import Session
 from vkback.api.stream import Stream
@@ -15,6 +16,7 @@ __all__ = [
     "Device",
     "DeviceTensor",
     "FinishReason",
+    "GenerateOptions",
     "KernelTiming",
     "LoadedModel",
     "Message",

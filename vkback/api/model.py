@@ -22,7 +22,7 @@ from vkback.api.result import Result
 from vkback.api.session import Session
 from vkback.api.stream import Stream
 from vkback.models.engine import Engine
-from vkback.models.perplexity import Perplexity
+from vkback.models.perplexity import OnScored, Perplexity
 from vkback.models.perplexity import perplexity as perplexity_of
 from vkback.models.state import fingerprint
 from vkback.models.tokenizer import Tokenizer
@@ -159,9 +159,13 @@ class LoadedModel:
             return engine.prompt_logits(ids)
 
     def perplexity(
-        self, text: str, *, chunk: int = 512, n_chunks: int | None = None, on_chunk: Callable[[float], None] | None = None
-    ) -> Perplexity:
-        """Perplexity of a text by llama-perplexity's rule: of chunks of `chunk` tokens (at most the context) the second half is scored."""
+        self, text: str | Sequence[int], *, chunk: int = 512, n_chunks: int | None = None,
+        on_chunk: Callable[[float], None] | None = None, on_scored: OnScored | None = None,
+    ) -> Perplexity:  # fmt: skip
+        """Perplexity of a text by llama-perplexity's rule: of chunks of `chunk` tokens (at most the context) the second half is scored.
+
+        on_chunk, on_scored  as in vkback/models/perplexity.py
+        """
         size = min(chunk, self.n_ctx)
         with self.using("perplexity") as engine:
 
@@ -172,7 +176,7 @@ class LoadedModel:
 
             ids = self.ids(text, start=True)
             bos = self.tokenizer.bos if self.tokenizer.add_bos else None
-            return perplexity_of(ids, logits, bos=bos, n_ctx=size, n_chunks=n_chunks, on_chunk=on_chunk)
+            return perplexity_of(ids, logits, bos=bos, n_ctx=size, n_chunks=n_chunks, on_chunk=on_chunk, on_scored=on_scored)
 
     def explain(self) -> str:
         """What runs for a generated token: stages, and each dispatch with its kernel and the reason for it."""

@@ -96,15 +96,16 @@ class Session:
         with self.model.using("session.fork", self) as engine:
             return Session(self.model, self._tokens, engine.snapshot())
 
-    def save(self, path: str | Path) -> None:
-        """Write text and state to a file, in the place of an older one only once all is written (vkback/models/state.py has the form)."""
+    def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
+        """Write text and state to a file, in the place of an older one only once all is written (vkback/models/state.py has the form).
+        notes: what JSON can hold, which `load` gives back."""
         with self.model.using("session.save", self) as engine:
             snapshot = engine.snapshot()
             waiting = self._tokens[len(snapshot.tokens) :]
-            write_state(Path(path), snapshot, self.model.settings, {"waiting": waiting})
+            write_state(Path(path), snapshot, self.model.settings, {"waiting": waiting, "notes": dict(notes or {})})
 
-    def load(self, path: str | Path, *, exact: bool = True) -> None:
-        """Take text and state from a file, in the place of this session's.
+    def load(self, path: str | Path, *, exact: bool = True) -> dict[str, Any]:
+        """Take text and state from a file, in the place of this session's; gives the notes that were saved with it.
 
         exact  only where model, device, driver and settings are those that made the file: what follows then has the bits that it would
                have had there. False: the model alone must be the same
@@ -124,6 +125,8 @@ class Session:
         with self.model.using("session.load", self) as engine:
             engine.restore(snapshot)
             self._tokens = [*snapshot.tokens, *extra["waiting"]]
+        notes: dict[str, Any] = extra["notes"]
+        return notes
 
     def keep_on_host(self, snapshot: Snapshot) -> None:
         """Others have the device now."""

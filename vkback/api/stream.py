@@ -14,8 +14,8 @@ import numpy.typing as npt
 from vkback.api.errors import ModelError
 from vkback.api.options import Options
 from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
-from vkback.api.stop_strings import StopStrings
 from vkback.models.engine import Engine
+from vkback.models.stop_strings import StopStrings
 
 Using = Callable[[str], AbstractContextManager[Any]]
 """Takes the engine for one step of a call of this name."""

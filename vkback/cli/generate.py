@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Annotated
 
 import typer
 
+from vkback.cli.sampling import (
+    BiasOption,
+    FrequencyOption,
+    LastNOption,
+    MinPOption,
+    PresenceOption,
+    RepeatOption,
+    SeedOption,
+    StopOption,
+    TempOption,
+    TopKOption,
+    TopPOption,
+    logit_bias,
+)
 from vkback.cli.shell import ActOption, DeviceOption, UsageError, load_engine, make_sampler, model_path
 
 
@@ -15,11 +30,17 @@ def generate(
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="The text to continue.")],
     model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
     n: Annotated[int, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate at most.")] = 128,
-    temp: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among this many; 0 for all.")] = 40,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest that make up this share.")] = 0.95,
-    min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Drop tokens less likely than this share of the likeliest.")] = 0.05,
-    seed: Annotated[int, typer.Option("-s", "--seed", min=0, help="The same seed gives the same text.")] = 0,
+    temp: TempOption = 0.8,
+    top_k: TopKOption = 40,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.05,
+    seed: SeedOption = 0,
+    repeat_penalty: RepeatOption = 1.0,
+    presence_penalty: PresenceOption = 0.0,
+    frequency_penalty: FrequencyOption = 0.0,
+    repeat_last_n: LastNOption = 64,
+    bias: BiasOption = None,
+    stop: StopOption = None,
     device: DeviceOption = None,
     ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")] = None,
     ubatch: Annotated[
@@ -28,9 +49,15 @@ def generate(
     act: ActOption = "auto",
 ) -> None:
     """Continue a text. The text goes to stdout as it is generated; to stderr go the compile time, and speeds without it."""
+    from vkback.models.stop_strings import StopStrings
+
     if not prompt:
         raise UsageError("-p is empty; give a text to continue, as -p 'Once upon a time'")
-    sampler = make_sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sampler = make_sampler(
+        temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, repeat_penalty=repeat_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, penalty_last_n=repeat_last_n, logit_bias=logit_bias(bias),
+    )  # fmt: skip
+    stops = StopStrings(stop or ())
     with load_engine(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch) as engine:
         ids = engine.tokenizer.encode(prompt)
         if not ids:
@@ -43,10 +70,13 @@ def generate(
         print(prompt, end="", flush=True)
         decoder = engine.tokenizer.stream()
         made = 0
-        for token in engine.generate(ids[-1], n, sampler=sampler, stop_at_eos=True):
-            made += 1
-            print(decoder.feed(token), end="", flush=True)
-        print(decoder.flush())
+        with contextlib.closing(engine.generate(ids[-1], n, sampler=sampler, stop_at_eos=True)) as tokens:
+            for token in tokens:
+                made += 1
+                print(stops.feed(decoder.feed(token)), end="", flush=True)
+                if stops.found:
+                    break
+        print(stops.feed(decoder.flush()) + stops.flush())
         end = time.perf_counter() - (engine.compiled - ready).seconds  # barrier-free stages that fail are planned and compiled anew
     if ready.kernels:
         print(ready, file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from vkback.cli import (
+    chat,
     compare,
     compare_model,
     devices,
@@ -14,6 +15,7 @@ from vkback.cli import (
     graph,
     history,
     kernels,
+    perplexity,
     plan,
     profile,
     synth,
@@ -25,6 +27,8 @@ from vkback.cli.shell import new_app, run
 app = new_app("GGUF models on any Vulkan device: run, inspect, compare. Speed is measured by vkbench.")
 app.command("devices")(devices.devices)
 app.command("run")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("perplexity")(perplexity.perplexity)
 app.command("synth")(synth.synth)
 app.command("graph")(graph.graph)
 app.command("plan")(plan.plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TextIO, cast
@@ -16,6 +16,7 @@ from vkback import paths
 from vkback.errors import VkbackError
 
 if TYPE_CHECKING:
+    from vkback.api import LoadedModel
     from vkback.ops.base import Act, Sync
     from vkback.ops.mat_mul import Way
     from vkback.program import CompileTotals
@@ -116,7 +117,7 @@ class EngineLike(Protocol):
 
     def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None: ...
 
-    def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Iterator[int]: ...
+    def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Generator[int, None, None]: ...
 
     def decode_logits(self, token: int) -> npt.NDArray[np.float32]: ...
 
@@ -198,8 +199,15 @@ def measured_math_rate(device: Any, way: Way) -> float:
     return measure_math_rate(device, ShaderLibrary(), way).tflops
 
 
-def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> Any:
-    """How the next token is chosen; without arguments, the most likely one."""
+def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, **further: Any) -> Any:
+    """How the next token is chosen; without arguments, the most likely one. further: the other parameters of `Sampler`."""
     from vkback.models.engine import Sampler
 
-    return Sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    return Sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, **further)
+
+
+def load_model(path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", ubatch: int | None = None) -> LoadedModel:
+    """Open a model on a device, for text rather than tokens."""
+    from vkback.api import load
+
+    return load(path, device, n_ctx, act=act_of(act), ubatch=ubatch, progress=True)

@@ -1,0 +1,219 @@
+"""vkback chat: a conversation with a model."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vkback.cli.sampling import (
+    BiasOption,
+    FrequencyOption,
+    LastNOption,
+    MinPOption,
+    PresenceOption,
+    RepeatOption,
+    SeedOption,
+    StopOption,
+    TempOption,
+    TopKOption,
+    TopPOption,
+    logit_bias,
+)
+from vkback.cli.shell import ActOption, DeviceOption, UsageError, load_model, model_path
+from vkback.errors import VkbackError
+
+if TYPE_CHECKING:
+    from vkback.api import GenerateOptions, LoadedModel, Stream, Timings
+
+HELP = """\
+/reset       forget the conversation
+/save FILE   write it to a file, with the model's state
+/load FILE   go on with one from a file
+/stats       tokens and speed of the last reply, and what is left of the context
+/exit        end, as Ctrl-D does; Ctrl-C ends a reply
+//TEXT       a message that begins with a slash"""
+
+PROMPT = "> "
+
+
+def chat(
+    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    system: Annotated[str | None, typer.Option("-sys", "--system", help="What the model is told before the conversation.")] = None,
+    template: Annotated[
+        str | None, typer.Option("--chat-template", help="plain, chatml, or a file with a jinja2 template, for the model's own.")
+    ] = None,
+    n: Annotated[int | None, typer.Option("-n", "--n-predict", min=1, help="Tokens of a reply at most [default: as fit].")] = None,
+    temp: TempOption = 0.8,
+    top_k: TopKOption = 40,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.05,
+    seed: SeedOption = 0,
+    repeat_penalty: RepeatOption = 1.0,
+    presence_penalty: PresenceOption = 0.0,
+    frequency_penalty: FrequencyOption = 0.0,
+    repeat_last_n: LastNOption = 64,
+    bias: BiasOption = None,
+    stop: StopOption = None,
+    device: DeviceOption = None,
+    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")] = None,
+    ubatch: Annotated[
+        int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 32].")
+    ] = None,
+    act: ActOption = "auto",
+) -> None:
+    """Talk to a model: each line of stdin is a message, replies go to stdout as they are generated. Only what is new of a conversation is
+    read. /help lists what else may be typed; Ctrl-C ends a reply and not the program."""
+    options: GenerateOptions = {
+        "max_tokens": n, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop or [],
+        "repeat_penalty": repeat_penalty, "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
+        "penalty_last_n": repeat_last_n, "logit_bias": dict(logit_bias(bias)),
+    }  # fmt: skip
+    chosen = template_text(template)
+    with load_model(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch) as loaded:
+        conversation = Conversation(loaded, chosen, system, options)
+        conversation.check()
+        if sys.stdin.isatty():
+            print(f"{loaded.description}, {loaded.n_ctx} tokens of context; /help lists commands", file=sys.stderr)
+        for line in messages():
+            conversation.take(line)
+            if conversation.ended:
+                break
+
+
+def template_text(given: str | None) -> str | None:
+    """A name stays a name, a file becomes its text."""
+    from vkback.api.chat_template import NAMED
+
+    if given is None or given in NAMED:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as e:
+        raise UsageError(f"--chat-template {given}: neither {' nor '.join(NAMED)} nor a file that can be read: {e.strerror}") from e
+
+
+def messages() -> Iterator[str]:
+    """Lines of stdin until its end; on a terminal with a prompt, and Ctrl-C drops the line."""
+    shown = PROMPT if sys.stdin.isatty() else ""
+    if shown:
+        import readline  # noqa: F401  lines can be edited, and called back
+    while True:
+        try:
+            line = input(shown) if shown else sys.stdin.readline()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n/exit or Ctrl-D ends the program", file=sys.stderr)
+            continue
+        if not line and not shown:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+class Conversation:
+    """Messages so far, and what one line more does. ended: it was the last one."""
+
+    def __init__(self, model: LoadedModel, template: str | None, system: str | None, options: GenerateOptions) -> None:
+        self.model, self.template, self.options = model, template, options
+        self.session = model.session()
+        self.ended = False
+        self._system = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict[str, Any]] = [*self._system]
+        self._last: Timings | None = None
+
+    def check(self) -> None:
+        """Raises ChatTemplateError before anybody has typed anything."""
+        self.model.chat_ids([*self._system, {"role": "user", "content": "Hello"}], self.template)
+
+    def take(self, line: str) -> None:
+        """A message, or a command. Errors are told, and the conversation goes on as if the line had not come."""
+        try:
+            if line.startswith("//"):
+                self._reply(line[1:])
+            elif line.startswith("/"):
+                self._command(*line.split(maxsplit=1))
+            else:
+                self._reply(line)
+        except VkbackError as error:
+            print(f"vkback: error: {error}", file=sys.stderr)
+
+    def _reply(self, text: str) -> None:
+        asked = [*self.messages, {"role": "user", "content": text}]
+        stream = self.session.stream_chat(asked, template=self.template, **self.options)
+        interrupted = show(stream)
+        result = stream.result
+        self._last = result.timings
+        self.messages = [*asked, {"role": "assistant", "content": result.text}]
+        if interrupted:
+            print("vkback: the reply was ended by Ctrl-C", file=sys.stderr)
+        elif result.finish_reason == "context":
+            print("vkback: the context is full; /reset begins anew", file=sys.stderr)
+
+    def _command(self, name: str, rest: str = "") -> None:
+        if name in ("/save", "/load") and not rest:
+            raise UsageError(f"{name} needs a file: {name} FILE")
+        if name == "/save":
+            self.session.save(rest, notes={"messages": self.messages})
+            print(f"saved {len(self.session)} tokens to {rest}", file=sys.stderr)
+        elif name == "/load":
+            self.messages = self.session.load(rest).get("messages", [])
+            print(f"loaded {len(self.session)} tokens, {len(self.messages)} messages", file=sys.stderr)
+        elif name == "/reset":
+            self.session.reset()
+            self.messages = [*self._system]
+        elif name == "/stats":
+            print(self.stats(), file=sys.stderr)
+        elif name == "/help":
+            print(HELP, file=sys.stderr)
+        elif name in ("/exit", "/quit"):
+            self.ended = True
+        else:
+            raise UsageError(f"{name}: no such command; /help lists them, and //{name[1:]} is a message that begins with a slash")
+
+    def stats(self) -> str:
+        """The last reply in numbers."""
+        context = f"context  {len(self.session)} of {self.model.n_ctx} tokens"
+        t = self._last
+        if t is None:
+            return context
+        return (
+            f"prompt   {t.prompt_tokens} tokens read in {t.prompt_s:.2f} s, {t.reused_tokens} known before\n"
+            f"reply    {t.decode_tokens} tokens in {t.decode_s:.2f} s, {t.decode_tokens_per_s:.2f} t/s\n{context}"
+        )
+
+
+def show(stream: Stream) -> bool:
+    """Print a reply as it comes; whether Ctrl-C ended it. The signal is noted, and the device left to end what it does."""
+    with noted_interrupt() as interrupted:
+        for piece in stream:
+            print(piece.text, end="", flush=True)
+            if interrupted:
+                break
+    print()
+    stream.close()
+    return bool(interrupted)
+
+
+@contextmanager
+def noted_interrupt() -> Iterator[list[int]]:
+    """A list that gets an entry at Ctrl-C. A second Ctrl-C raises KeyboardInterrupt as ever."""
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,95 @@
+"""vkback perplexity: how well a model predicts a text, and how far it is from another one."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vkback.cli.shell import ActOption, DeviceOption, UsageError, load_model, model_path
+
+if TYPE_CHECKING:
+    from vkback.models.kl import Divergence
+
+
+def perplexity(
+    file: Annotated[Path, typer.Option("-f", "--file", help="The text, UTF-8.")],
+    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    chunk: Annotated[int, typer.Option("-c", "--ctx", min=4, help="Tokens of a chunk; its second half is scored.")] = 512,
+    chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Chunks at most [default: all of the text].")] = None,
+    device: DeviceOption = None,
+    ubatch: Annotated[
+        int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 32].")
+    ] = None,
+    act: ActOption = "auto",
+    save_kl_base: Annotated[
+        Path | None, typer.Option("--save-kl-base", help="Write the log probabilities, for --kl-base of a later run.")
+    ] = None,
+    kl_base: Annotated[Path | None, typer.Option("--kl-base", help="Compare with the log probabilities that another run wrote.")] = None,
+) -> None:
+    """Perplexity of a text by the rule of llama-perplexity, with its standard error. With --kl-base also how far the probabilities are from
+    those of another file or setting: Kullback-Leibler divergence, and how often both find the same token likeliest."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from vkback.models.kl import BaseReader, BaseWriter, Divergences, describe_text
+    from vkback.models.perplexity import count_chunks
+
+    if save_kl_base is not None and save_kl_base == kl_base:
+        raise UsageError("--save-kl-base and --kl-base are the same file; a run reads one and may write another")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"-f {file}: cannot be read as UTF-8 text: {e}") from e
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with ExitStack() as stack:
+        reader = stack.enter_context(BaseReader(kl_base)) if kl_base is not None else None
+        loaded = stack.enter_context(load_model(model_path(model), device, n_ctx=chunk, act=act, ubatch=ubatch))
+        ids = loaded.ids(text, start=True)
+        count = count_chunks(ids, chunk, chunks)
+        same = describe_text(ids, chunk, count, loaded.n_vocab)
+        about = {"model": loaded.description, "file": loaded.name, "act": act}
+        if reader is not None:
+            reader.check(same)
+        writer = stack.enter_context(BaseWriter(save_kl_base, same, about)) if save_kl_base is not None and count else None
+        found = Divergences()
+
+        def on_scored(logits: Any, targets: Any) -> None:
+            if writer is not None:
+                writer.add(logits)
+            if reader is not None:
+                found.add(reader.rows(len(targets)), logits, targets)
+
+        begun = time.perf_counter()
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("perplexity", total=count)
+
+            def on_chunk(so_far: float) -> None:
+                bar.update(task, advance=1, description=f"perplexity {so_far:.4f}")
+
+            result = loaded.perplexity(ids, chunk=chunk, n_chunks=chunks, on_chunk=on_chunk, on_scored=on_scored)
+        seconds = time.perf_counter() - begun
+        print(f"{loaded.description}, {loaded.name}, act {act}, on {loaded.engine.device.caps.name}")
+        print(f"perplexity {result.value:.4f} +- {result.error:.4f}, {result.tokens} tokens scored in {count} chunks of {chunk}")
+        if reader is not None:
+            base = reader.header["about"]
+            print(f"against {base['model']}, {base['file']}, act {base['act']}")
+            print(table(found.result()))
+        print(f"{count * chunk / seconds:.1f} t/s with compile time", file=console.file)
+
+
+def table(d: Divergence) -> str:
+    """A Divergence in lines."""
+    ratio = math.exp(d.log_ratio)
+    return "\n".join(
+        (
+            f"perplexity / base      {ratio:.6f} +- {ratio * d.log_ratio_error:.6f}",
+            f"KL divergence          {d.mean:.6f} +- {d.error:.6f} nats (median {d.median:.6f}, 99 % {d.p99:.6f}, most {d.most:.6f})",
+            f"same likeliest token   {100 * d.same_top:.3f} %",
+        )
+    )
