@@ -110,8 +110,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
 
     def load(
-        path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None
-    ) -> FakeEngine:
+        path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
+        cache: tuple[str, str] = ("f16", "f16"),
+    ) -> FakeEngine:  # fmt: skip
         fake.loaded.append((path.name, device, n_ctx, act, *([] if ubatch is None else [ubatch])))
         fake.ubatch = ubatch or FakeEngine.ubatch
         return fake

@@ -36,7 +36,7 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 
 def load(
     model: str | Path = "demo-dense", device: Device | str | int | None = None, ctx: int | None = None, *, act: Act = "auto",
-    ubatch: int | None = None, progress: bool = False,
+    ubatch: int | None = None, cache_type_k: str = "f16", cache_type_v: str = "f16", progress: bool = False,
 ) -> LoadedModel:  # fmt: skip
     """Open a GGUF file, or a built-in model by its name, on a device.
 
@@ -44,6 +44,7 @@ def load(
     ctx       tokens of the context; default: as trained, at most 4096
     act       "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
     ubatch    tokens of a prompt processed at once, at most
+    cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
     progress  bars on a terminal while weights load and kernels compile
     Raises VkbackError for a missing or broken file, no device, or too little memory.
     """
@@ -55,7 +56,9 @@ def load(
             raise ModelError(f"[model] {path}: no such file. Give the path of a GGUF file, or a built-in model: {_builtin()}")
         path = paths.builtin_model(str(model))
     where = device.raw if isinstance(device, ApiDevice) else device
-    return LoadedModel(Engine.load(path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch))
+    return LoadedModel(Engine.load(
+        path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v
+    ))  # fmt: skip
 
 
 def _builtin() -> str:
@@ -120,7 +123,8 @@ class LoadedModel:
         caps = self.engine.device.caps
         return {
             "model": self._fingerprint, "name": self.name, "ctx": self.engine.n_ctx, "act": self.engine.ctx.act,
-            "fusion": self.engine.fusion, "device": caps.name, "driver": f"{caps.driver_name} {caps.driver_info}",
+            "cache": f"{self.engine.cache_types.k}, {self.engine.cache_types.v}", "fusion": self.engine.fusion,
+            "device": caps.name, "driver": f"{caps.driver_name} {caps.driver_info}",
         }  # fmt: skip
 
     # -- text

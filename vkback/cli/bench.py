@@ -18,6 +18,8 @@ from vkback.cli.bench_run import Feed, cpu_name, measure
 from vkback.cli.bench_tests import BenchTest, parse_values, plan_tests
 from vkback.cli.shell import (
     ACTS,
+    CacheTypeKOption,
+    CacheTypeVOption,
     DeviceOption,
     EngineLike,
     act_of,
@@ -46,6 +48,7 @@ app = new_app("How fast a model runs, in the tables of llama-bench.")
 class Settings:
     """All that applies to every test of a run.
 
+    cache      types of K's and V's
     read_rate  GB/s, None to measure it, 0 to do without
     math_rate  TFLOPS, likewise
     compile_line  whether stderr is free for a line about compile time
@@ -53,6 +56,7 @@ class Settings:
 
     repetitions: int
     device: str | None
+    cache: tuple[str, str]
     feed: Feed
     read_rate: float | None
     math_rate: float | None
@@ -83,6 +87,8 @@ def bench(
     ] = None,
     device: DeviceOption = None,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
+    cache_type_k: CacheTypeKOption = "f16",
+    cache_type_v: CacheTypeVOption = "f16",
     feed: Annotated[str, typer.Option(help="self: generate as in use; random: random tokens one by one, as llama-bench does.")] = "self",
     to_host: Annotated[
         bool, typer.Option("--logits-to-host", help="One submit a token and all its logits read back: the same as --feed random.")
@@ -106,6 +112,7 @@ def bench(
     settings = Settings(
         repetitions=repetitions,
         device=device,
+        cache=(cache_type_k.lower(), cache_type_v.lower()),
         feed=cast(Feed, one_of(feed, FEEDS, "--feed")),
         read_rate=read_rate,
         math_rate=math_rate,
@@ -116,6 +123,7 @@ def bench(
         build=build_info(),
     )
     columns = ["n_ubatch"] * (ubatches not in ([None], [BenchResult.n_ubatch]))
+    columns += ["type_k"] * (settings.cache[0] != "f16") + ["type_v"] * (settings.cache[1] != "f16")
     columns += ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
     if any(test.is_prompt for test in tests):
         columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
@@ -152,7 +160,9 @@ def _measure_all(
     for path in files:
         for act, ubatch in variants:
             progress = settings.progress or sys.stderr.isatty()
-            with load_engine(path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch) as engine:
+            with load_engine(
+                path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch, cache=settings.cache
+            ) as engine:
                 if not headed:
                     line = engine.device.caps.summary_line()
                     for writer in shown:
@@ -226,6 +236,8 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
         model_n_params=engine.n_params,
         n_batch=max(BenchResult.n_batch, engine.ubatch),
         n_ubatch=engine.ubatch,
+        type_k=settings.cache[0],
+        type_v=settings.cache[1],
         devices=settings.device or "auto",
         n_prompt=test.n_prompt,
         n_gen=test.n_gen,

@@ -25,7 +25,7 @@ from vkback.cli.sampling import (
     TopPOption,
     logit_bias,
 )
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, load_model, model_path
+from vkback.cli.shell import ActOption, CacheTypeKOption, CacheTypeVOption, DeviceOption, UsageError, load_model, model_path
 from vkback.errors import VkbackError
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def chat(
         int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 32].")
     ] = None,
     act: ActOption = "auto",
+    cache_type_k: CacheTypeKOption = "f16",
+    cache_type_v: CacheTypeVOption = "f16",
 ) -> None:
     """Talk to a model: each line of stdin is a message, replies go to stdout as they are generated. Only what is new of a conversation is
     read. /help lists what else may be typed; Ctrl-C ends a reply and not the program."""
@@ -75,7 +77,7 @@ def chat(
         "penalty_last_n": repeat_last_n, "logit_bias": dict(logit_bias(bias)),
     }  # fmt: skip
     chosen = template_text(template)
-    with load_model(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch) as loaded:
+    with load_model(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v)) as loaded:
         conversation = Conversation(loaded, chosen, system, options)
         conversation.check()
         if sys.stdin.isatty():

@@ -23,7 +23,7 @@ from vkback.cli.sampling import (
     TopPOption,
     logit_bias,
 )
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, load_engine, make_sampler, model_path
+from vkback.cli.shell import ActOption, CacheTypeKOption, CacheTypeVOption, DeviceOption, UsageError, load_engine, make_sampler, model_path
 
 
 def generate(
@@ -47,6 +47,8 @@ def generate(
         int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 32].")
     ] = None,
     act: ActOption = "auto",
+    cache_type_k: CacheTypeKOption = "f16",
+    cache_type_v: CacheTypeVOption = "f16",
 ) -> None:
     """Continue a text. The text goes to stdout as it is generated; to stderr go the compile time, and speeds without it."""
     from vkback.models.stop_strings import StopStrings
@@ -58,7 +60,7 @@ def generate(
         frequency_penalty=frequency_penalty, penalty_last_n=repeat_last_n, logit_bias=logit_bias(bias),
     )  # fmt: skip
     stops = StopStrings(stop or ())
-    with load_engine(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch) as engine:
+    with load_engine(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v)) as engine:
         ids = engine.tokenizer.encode(prompt)
         if not ids:
             raise UsageError(f"-p {prompt!r} has no token in the vocabulary of {engine.description}; give another text")

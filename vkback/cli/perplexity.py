@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, load_model, model_path
+from vkback.cli.shell import ActOption, CacheTypeKOption, CacheTypeVOption, DeviceOption, UsageError, load_model, model_path
 
 if TYPE_CHECKING:
     from vkback.models.kl import Divergence
@@ -26,6 +27,8 @@ def perplexity(
         int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 32].")
     ] = None,
     act: ActOption = "auto",
+    cache_type_k: CacheTypeKOption = "f16",
+    cache_type_v: CacheTypeVOption = "f16",
     save_kl_base: Annotated[
         Path | None, typer.Option("--save-kl-base", help="Write the log probabilities, for --kl-base of a later run.")
     ] = None,
@@ -49,11 +52,12 @@ def perplexity(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ExitStack() as stack:
         reader = stack.enter_context(BaseReader(kl_base)) if kl_base is not None else None
-        loaded = stack.enter_context(load_model(model_path(model), device, n_ctx=chunk, act=act, ubatch=ubatch))
+        cache = cache_type_k, cache_type_v
+        loaded = stack.enter_context(load_model(model_path(model), device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache))
         ids = loaded.ids(text, start=True)
         count = count_chunks(ids, chunk, chunks)
         same = describe_text(ids, chunk, count, loaded.n_vocab)
-        about = {"model": loaded.description, "file": loaded.name, "act": act}
+        about = {"model": loaded.description, "file": loaded.name, "act": act, "cache": f"{cache_type_k}, {cache_type_v}"}
         if reader is not None:
             reader.check(same)
         writer = stack.enter_context(BaseWriter(save_kl_base, same, about)) if save_kl_base is not None and count else None
@@ -74,13 +78,17 @@ def perplexity(
 
             result = loaded.perplexity(ids, chunk=chunk, n_chunks=chunks, on_chunk=on_chunk, on_scored=on_scored)
         seconds = time.perf_counter() - begun
-        print(f"{loaded.description}, {loaded.name}, act {act}, on {loaded.engine.device.caps.name}")
+        print(f"{told(about)}, on {loaded.engine.device.caps.name}")
         print(f"perplexity {result.value:.4f} +- {result.error:.4f}, {result.tokens} tokens scored in {count} chunks of {chunk}")
         if reader is not None:
-            base = reader.header["about"]
-            print(f"against {base['model']}, {base['file']}, act {base['act']}")
+            print(f"against {told(reader.header['about'])}")
             print(table(found.result()))
         print(f"{count * chunk / seconds:.1f} t/s with compile time", file=console.file)
+
+
+def told(about: Mapping[str, str]) -> str:
+    """A model and how it was run, in words."""
+    return f"{about['model']}, {about['file']}, act {about['act']}, cache {about['cache']}"
 
 
 def table(d: Divergence) -> str:

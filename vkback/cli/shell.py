@@ -25,6 +25,8 @@ ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
 
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
 
+CacheTypeKOption = Annotated[str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, q8_0 or q4_0.")]
+CacheTypeVOption = Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")]
 CompileOnlyOption = Annotated[
     bool, typer.Option("--compile-only", help="Run nothing on the device. By default so where the driver has no hardware.")
 ]
@@ -175,12 +177,16 @@ def open_for_writing(path: Path) -> TextIO:
 
 
 def load_engine(
-    path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None
-) -> AbstractContextManager[EngineLike]:
-    """Open a model on a device; see `Engine.load`."""
+    path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
+    cache: tuple[str, str] = ("f16", "f16"),
+) -> AbstractContextManager[EngineLike]:  # fmt: skip
+    """Open a model on a device; see `Engine.load`. cache: types of K's and V's."""
     from vkback.models.engine import Engine
 
-    return Engine.load(path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch)
+    k, v = cache
+    return Engine.load(
+        path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch, cache_type_k=k, cache_type_v=v
+    )
 
 
 def measured_read_rate(device: Any) -> float:
@@ -206,8 +212,12 @@ def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p
     return Sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, **further)
 
 
-def load_model(path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", ubatch: int | None = None) -> LoadedModel:
+def load_model(
+    path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", ubatch: int | None = None,
+    cache: tuple[str, str] = ("f16", "f16"),
+) -> LoadedModel:  # fmt: skip
     """Open a model on a device, for text rather than tokens."""
     from vkback.api import load
 
-    return load(path, device, n_ctx, act=act_of(act), ubatch=ubatch, progress=True)
+    k, v = cache
+    return load(path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, progress=True)

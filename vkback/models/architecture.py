@@ -8,7 +8,7 @@ from typing import ClassVar, TypeVar
 
 from vkback.graph import Graph, Tensor
 from vkback.models.blocks import rms_norm
-from vkback.models.builder import GraphBuilder, Head
+from vkback.models.builder import F16_CACHE, CacheTypes, GraphBuilder, Head
 from vkback.models.gguf_file import GgufError, GgufFile
 from vkback.models.hparams import RMS_EPS, Metadata, RopeMode
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
@@ -70,12 +70,12 @@ class Architecture(ABC):
         """Logits [n, n_vocab] of what the last layer gave."""
         return b.logits(rms_norm(b, x, "output_norm", "result_norm", plain="result_rms"))
 
-    def graph(self, n_tokens: int, n_ctx: int, *, head: Head) -> Graph:
+    def graph(self, n_tokens: int, n_ctx: int, *, head: Head, cache: CacheTypes = F16_CACHE) -> Graph:
         """The graph of n_tokens tokens at once, over caches of n_ctx rows; vkback/models/builder.py has inputs and names.
 
         Raises GgufError naming a weight that is missing or misshaped.
         """
-        b = GraphBuilder(self.hp, n_tokens, n_ctx, head)
+        b = GraphBuilder(self.hp, n_tokens, n_ctx, head, cache)
         x = self.embed(b)
         for il in range(self.hp.n_layer):
             x = self.layer(b, x, il)

@@ -3,6 +3,7 @@ from them, an architecture a layer from blocks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from vkback.graph import Graph, Tensor, live
@@ -10,6 +11,17 @@ from vkback.models.hparams import HParams, Rope
 
 Head = Literal["none", "last", "all"]
 """What of the output is wanted: nothing (only the KV cache is filled), the logits of one token, or of every token."""
+
+
+@dataclass(frozen=True)
+class CacheTypes:
+    """Types of K's and V's cache: F16, or one of vkback/ops/cache.py."""
+
+    k: str = "F16"
+    v: str = "F16"
+
+
+F16_CACHE = CacheTypes()
 
 
 class GraphBuilder:
@@ -20,8 +32,9 @@ class GraphBuilder:
     reads a weight raises GgufError when the file lacks it or has another shape.
     """
 
-    def __init__(self, hp: HParams, n_tokens: int, n_ctx: int, head: Head) -> None:
+    def __init__(self, hp: HParams, n_tokens: int, n_ctx: int, head: Head, cache: CacheTypes = F16_CACHE) -> None:
         self.hp = hp
+        self.cache = cache
         self.n = n_tokens
         self.n_ctx = n_ctx
         self.head = head
@@ -59,10 +72,11 @@ class GraphBuilder:
         return self.graph.emit("ROPE", name, "F32", x.shape, sources, **rope.params)
 
     def store(self, x: Tensor, cache: str) -> Tensor:
-        """Write x [n, heads, head_dim] into the rows `pos` of a cache; returns the cache, [heads, n_ctx, head_dim]."""
+        """Write x [n, heads, head_dim] into the rows `pos` of a cache, K's or V's by its name; returns it, [heads, n_ctx, head_dim]."""
         heads, head_dim = x.shape[1:]
-        state = Tensor(cache, "F16", (heads, self.n_ctx, head_dim), "state")
-        self.graph.add("SET_ROWS", (x, self.pos, state), (state,))
+        type = self.cache.v if cache.startswith("cache_v") else self.cache.k
+        state = Tensor(cache, type, (heads, self.n_ctx, head_dim), "state")
+        self.graph.add("SET_ROWS", (x, self.pos, state), (state,), **({} if type == "F16" else {"type": type}))
         return state
 
     def last_token(self, x: Tensor, il: int, name: str = "ffn_inp_last") -> Tensor:

@@ -20,9 +20,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from vkback import quants
 from vkback.device import Arena, BufferRange, Commands, Device, DeviceLost, Ticket
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Tensor
+from vkback.models.builder import F16_CACHE, CacheTypes, Head
 from vkback.models.checkpoint import Checkpoint
 from vkback.models.kernels import KernelCompiler
 from vkback.models.prompt import PromptHead, Prompts, with_barriers
@@ -32,6 +34,7 @@ from vkback.models.state import Snapshot
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import load_weights
 from vkback.ops.base import Act, LowerContext, nbytes
+from vkback.ops.cache import QUANTIZED
 from vkback.ops.f16_range import rescaled
 from vkback.ops.mat_mul import Way, matrix_shape
 from vkback.ops.penalties import SEEN_COUNTS, Penalties
@@ -101,9 +104,11 @@ class Engine:
     """A loaded model. Use as a context manager; `load` opens everything."""
 
     def __init__(
-        self, model: Model, device: Device, *, n_ctx: int, act: Act, fusion: str, progress: bool, ubatch: int | None = None
-    ) -> None:
+        self, model: Model, device: Device, *, n_ctx: int, act: Act, fusion: str, progress: bool, ubatch: int | None = None,
+        cache: CacheTypes = F16_CACHE,
+    ) -> None:  # fmt: skip
         self.model = model
+        self.cache_types = cache
         self.device = device
         self.n_ctx, self.n_past = n_ctx, 0
         self._fed: list[int] = []  # tokens so far
@@ -152,6 +157,8 @@ class Engine:
         fusion: str = "all",
         progress: bool = True,
         ubatch: int | None = None,
+        cache_type_k: str = "f16",
+        cache_type_v: str = "f16",
     ) -> Engine:
         """Open a GGUF file and bring it to a device.
 
@@ -159,6 +166,7 @@ class Engine:
         n_ctx   rows of the KV cache; default: the trained context, at most 4096
         act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
         ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 32
+        cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
         """
         if n_ctx is not None and n_ctx < 1:
@@ -166,10 +174,11 @@ class Engine:
         if ubatch is not None and ubatch < 1:
             raise EngineError(f"[engine] ubatch is {ubatch}, expected at least 1 (--ubatch)")
         model = Model.open(path)
+        cache = cache_types(model, cache_type_k, cache_type_v)
         rows = n_ctx or model.default_n_ctx
         opened = device if isinstance(device, Device) else Device.open(device)
         try:
-            engine = cls(model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress, ubatch=ubatch)
+            engine = cls(model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress, ubatch=ubatch, cache=cache)
         except BaseException:
             if opened is not device:
                 opened.close()
@@ -236,11 +245,14 @@ class Engine:
 
     def prompt_flops(self, tokens: int, n_past: int = 0) -> int:
         """Operations of a prompt of `tokens` tokens after `n_past` others: products with weights and attention (vkback/plan/flops.py)."""
-        return prompt_flops(self.model.graph(1, self.n_ctx, head="none"), tokens, n_past)
+        return prompt_flops(self._graph(1, "none"), tokens, n_past)
 
     def prompt_way(self, tokens: int) -> Way | None:
         """How the kernels of a prompt multiply that make most of its operations."""
         return main_way(self._prompts.dispatches([tokens]))
+
+    def _graph(self, n_tokens: int, head: Head) -> Graph:
+        return self.model.graph(n_tokens, self.n_ctx, head=head, cache=self.cache_types)
 
     def _tensors(self, kind: str) -> dict[str, Tensor]:
         """Tensors of a kind that programs of one and of several tokens use."""
@@ -252,7 +264,7 @@ class Engine:
         self._cache = self.device.arena("KV cache", sum(aligned(nbytes(t)) for t in caches.values()), "device")
         self._arenas.append(self._cache)
         state = {t.name: self._cache.alloc(nbytes(t), t.name) for t in caches.values()}
-        self._caches = {node.outputs[0].name: node.outputs[0] for node in self.model.graph(1, self.n_ctx, head="none").nodes
+        self._caches = {node.outputs[0].name: node.outputs[0] for node in self._graph(1, "none").nodes
                         if node.op == "SET_ROWS"}
         if recurrent := [state[name] for name in state if name not in self._caches]:
             self._checkpoint = Checkpoint(self.device, recurrent)
@@ -328,7 +340,7 @@ class Engine:
     def _schedule(self, kind: str) -> Schedule:
         key = self.n_ctx, kind, 1
         if key not in self._schedules:
-            graph = self.model.graph(1, self.n_ctx, head="last")
+            graph = self._graph(1, "last")
             if kind != "logits":
                 add_sampler(graph, greedy=kind.startswith("greedy"), penalties_ctx=self.n_ctx if kind.endswith(PENALIZED) else None)
             self._schedules[key] = plan(graph, self.ctx, fusion=self.fusion)
@@ -337,7 +349,7 @@ class Engine:
     def _prompt_schedule(self, tokens: int, head: PromptHead) -> Schedule:
         key = self.n_ctx, f"prompt, head {head}", tokens
         if key not in self._schedules:
-            graph = self.model.graph(tokens, self.n_ctx, head=head)
+            graph = self._graph(tokens, head)
             self._schedules[key] = plan(graph, with_barriers(self.ctx, "a prompt"), fusion=self.fusion)
         return self._schedules[key]
 
@@ -419,21 +431,13 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """The text so far and all that the device keeps of it. Tokens after `restore` have the bits that they would have had without."""
         self._catch_up()
-        ranges: list[BufferRange] = []
-        shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-        for name, where in self._state.items():
-            if name in self._caches:
-                heads, _, dim = self._caches[name].shape
-                shapes[name] = (heads, self.n_past, dim), "<f2"
-                ranges += self._rows(name, self.n_past)
-            else:
-                shapes[name] = (where.size // 4,), "<f4"
-                ranges.append(where)
-        raw = self.device.download_many(ranges)
+        parts = {name: self._parts(name, self.n_past) for name in self._state}
+        raw = self.device.download_many([part for of_one in parts.values() for part in of_one])
         arrays: dict[str, npt.NDArray[Any]] = {}
         at = 0
-        for name, (shape, dtype) in shapes.items():
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        for name, of_one in parts.items():
+            size = sum(part.size for part in of_one)
+            shape, dtype = self._stored(name, self.n_past)
             arrays[name] = raw[at : at + size].view(dtype).reshape(shape)
             at += size
         return Snapshot(self.tokens, arrays)
@@ -444,27 +448,48 @@ class Engine:
         if rows > self.n_ctx:
             raise EngineError(f"[engine] the state holds {rows} tokens, the context has {self.n_ctx}; load with a larger n_ctx (--ctx)")
         self._check_ids(snapshot.tokens)
-        wanted: dict[str, tuple[int, ...]] = {n: (c.shape[0], rows, c.shape[2]) for n, c in self._caches.items()}
-        wanted |= {n: (where.size // 4,) for n, where in self._state.items() if n not in self._caches}
-        found = {n: a.shape for n, a in snapshot.arrays.items()}
+        wanted = {name: self._stored(name, rows) for name in self._state}
+        found = {n: (a.shape, a.dtype.str) for n, a in snapshot.arrays.items()}
         if found != wanted:
             name = next(n for n in (*wanted, *found) if found.get(n) != wanted.get(n))
-            raise EngineError(f"[engine] the state is of another model: {name} is {found.get(name)}, expected {wanted.get(name)}")
+            raise EngineError(
+                f"[engine] the state is of another model or type of cache: {name} is {found.get(name)}, expected {wanted.get(name)}"
+            )
         self.reset()
         uploader = self.device.uploader()
         try:
             for name, array in snapshot.arrays.items():
-                parts = self._rows(name, rows) if name in self._caches else [self._state[name]]
-                for part, values in zip(parts, array if name in self._caches else [array], strict=bool(rows)):
-                    uploader.write(part, 0, values)
+                raw, at = np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
+                for part in self._parts(name, rows):
+                    uploader.write(part, 0, raw[at : at + part.size])
+                    at += part.size
         finally:
             uploader.finish()
         self._advance(snapshot.tokens)
 
-    def _rows(self, name: str, rows: int) -> list[BufferRange]:
-        """The first rows of each head of a cache."""
-        heads, n_ctx, dim = self._caches[name].shape
-        return [self._state[name].slice(2 * dim * n_ctx * head, 2 * dim * rows) for head in range(heads)] if rows else []
+    def _stored(self, name: str, rows: int) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a state in a Snapshot of so many tokens: a quantized cache is bytes, its planes one after the other."""
+        cache = self._caches.get(name)
+        if cache is None:
+            return (self._state[name].size // 4,), "<f4"
+        heads, _, dim = cache.shape
+        if cache.type == "F16":
+            return (heads, rows, dim), "<f2"
+        return (sum(part.size for part in self._parts(name, rows)),), "|u1"
+
+    def _parts(self, name: str, rows: int) -> list[BufferRange]:
+        """All of a recurrent state, or the first rows of each head of a cache, plane by plane."""
+        cache = self._caches.get(name)
+        if cache is None:
+            return [self._state[name]]
+        heads, n_ctx, dim = cache.shape
+        planes = [(0, 2 * dim)] if cache.type == "F16" else [
+            (p.offset, p.row_bytes) for p in quants.layout(cache.type, heads * n_ctx, dim).planes
+        ]  # fmt: skip
+        return [
+            self._state[name].slice(offset + head * n_ctx * row_bytes, rows * row_bytes)
+            for offset, row_bytes in planes for head in range(heads) if rows
+        ]  # fmt: skip
 
     def _advance(self, tokens: Sequence[int]) -> None:
         """These tokens have gone through the model."""
@@ -693,6 +718,25 @@ class Engine:
                 "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
             )
         return logits
+
+
+def cache_types(model: Model, k: str, v: str) -> CacheTypes:
+    """What --cache-type-k and --cache-type-v say. Raises EngineError for a type that there is not, or that the model cannot have."""
+    types = CacheTypes(k.upper(), v.upper())
+    for option, type in (("k", types.k), ("v", types.v)):
+        if type not in ("F16", *QUANTIZED):
+            raise EngineError(f"[engine] cache_type_{option} is {type.lower()}, expected f16, {', '.join(q.lower() for q in QUANTIZED)}")
+    if types == F16_CACHE:
+        return types
+    for node in model.graph(1, 1, head="none").nodes:
+        cache = node.outputs[0]
+        type = types.v if cache.name.startswith("cache_v") else types.k
+        if node.op == "SET_ROWS" and type != "F16" and cache.shape[2] % quants.UNIT:
+            raise EngineError(
+                f"[engine] {model.file.path}: heads of {cache.shape[2]} values are no multiple of {quants.UNIT}, which a {type.lower()} "
+                "cache needs; use f16"
+            )
+    return types
 
 
 def add_sampler(graph: Graph, *, greedy: bool, penalties_ctx: int | None = None) -> None:

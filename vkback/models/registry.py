@@ -10,7 +10,7 @@ import vkback.models.architectures  # registers them  # noqa: F401
 from vkback import quants
 from vkback.graph import Graph
 from vkback.models.architecture import ARCHITECTURES, Architecture
-from vkback.models.builder import Head
+from vkback.models.builder import F16_CACHE, CacheTypes, Head
 from vkback.models.gguf_file import GgufError, GgufFile, quoted
 from vkback.models.hparams import NO_TEXT_VOCABULARY, HParams
 from vkback.models.naming import model_description
@@ -82,9 +82,9 @@ class Model:
         _check_biases(known)
         return model
 
-    def graph(self, n_tokens: int, n_ctx: int, *, head: Head) -> Graph:
+    def graph(self, n_tokens: int, n_ctx: int, *, head: Head, cache: CacheTypes = F16_CACHE) -> Graph:
         """Raises GgufError naming a weight that is missing or misshaped; vkback/models/builder.py has inputs and names."""
-        return self.architecture.graph(n_tokens, n_ctx, head=head)
+        return self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache)
 
     @property
     def hp(self) -> HParams:

@@ -12,13 +12,14 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Node, Tensor
-from vkback.models.builder import Head
+from vkback.models.builder import F16_CACHE, CacheTypes, Head
 from vkback.models.registry import Model
 from vkback.ops.base import OPS
 
 Array = npt.NDArray[Any]
 
-_CACHE_TYPES = {"F16": np.float16, "F32": np.float32}
+_CACHE_TYPES = {"F16": np.float16, "F32": np.float32, "Q8_0": np.float32, "Q4_0": np.float32}
+"""Quantized ones hold what their blocks mean."""
 
 
 class TwinError(VkbackError):
@@ -26,12 +27,15 @@ class TwinError(VkbackError):
 
 
 class NumpyTwin:
-    """A model with a KV cache of n_ctx rows, stored as F16 like a device's.
+    """A model with a KV cache of n_ctx rows, rounded to its type (F16 by default) like a device's.
 
     Decoded weights are kept up to `keep_bytes`; the rest are decoded anew at each use, so that a model larger than memory still runs.
     """
 
-    def __init__(self, model: Model | Path | str, *, n_ctx: int | None = None, keep_bytes: int = 4 << 30) -> None:
+    def __init__(
+        self, model: Model | Path | str, *, n_ctx: int | None = None, keep_bytes: int = 4 << 30, cache: CacheTypes = F16_CACHE
+    ) -> None:
+        self.cache = cache
         self.model = model if isinstance(model, Model) else Model.open(model)
         self.n_ctx = n_ctx or self.model.hp.n_ctx_train
         self._room = keep_bytes
@@ -109,7 +113,7 @@ class NumpyTwin:
     def _graph(self, n: int, head: Head) -> Graph:
         key = (n, head)
         if key not in self._graphs:
-            self._graphs[key] = self.model.graph(n, self.n_ctx, head=head)
+            self._graphs[key] = self.model.graph(n, self.n_ctx, head=head, cache=self.cache)
         return self._graphs[key]
 
     def _compute(self, node: Node, values: dict[str, Array]) -> list[Array]:

@@ -36,6 +36,7 @@ from vkback.ops.base import (
     spread,
     weight_push,
 )
+from vkback.ops.cache import QUANTIZED, as_stored, store_units, stored_tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.code_books import decoder
 from vkback.ops.cost import Cost
@@ -64,7 +65,8 @@ def set_rows(x: Array, pos: Array, cache: Array) -> Array:
 class SetRows(Op):
     """SET_ROWS(x F32 or F16 [n, heads, d], pos I32 [n], cache F16 or F32 [heads, n_ctx, d]) -> cache, written in place; d is even.
 
-    With a cache of four axes it is ggml's: see vkback/ops/set_rows.py.
+    A cache of the type that the param `type` names is quantized (vkback/ops/cache.py); x is then F32. With a cache of four axes it is ggml's:
+    see vkback/ops/set_rows.py.
     """
 
     name = "SET_ROWS"
@@ -88,15 +90,20 @@ class SetRows(Op):
     def stored_bytes(self, node: Node, n_kv: int) -> int:
         """As many values as x has, of the cache's type."""
         x, _, cache = node.inputs
-        return nbytes(cache) // cache.elements * x.elements
+        return nbytes(cache) * x.elements // cache.elements
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        return [set_rows(*inputs) if inputs[2].ndim == 3 else rows_anyhow.reference(*inputs)]
+        x, pos, cache = inputs
+        if cache.ndim == 4:
+            return [rows_anyhow.reference(x, pos, cache)]
+        return [set_rows(as_stored(params["type"], x) if "type" in params else x, pos, cache)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, pos, cache = node.inputs
         if len(cache.shape) == 4:
             return rows_anyhow.lower(node, ctx)
+        if cache.type in QUANTIZED:
+            return [store_units(node, ctx)]
         heads, n_ctx, dim = cache.shape
         n = pos.elements
         if dim % 2 or x.elements != n * heads * dim or not {x.type, cache.type} <= {"F32", "F16"}:
@@ -123,6 +130,8 @@ class SetRows(Op):
             yield self.build_case((n, heads, dim), pos)
         for types in (("F32", "F32"), ("F16", "F16"), ("F16", "F32")):
             yield self.build_case((4, 2, 6), (15, -1, 2, 16), *types)
+        for kind in QUANTIZED:
+            yield self.build_case((4, 2, 96), (15, -1, 2, 16), "F32", kind)
         yield from rows_anyhow.cases()
 
     def full_cases(self) -> Iterator[Case]:
@@ -132,6 +141,8 @@ class SetRows(Op):
         few: tuple[Shape, ...] = ((15,), (9, -1, 2), (16, 1))
         for types, dim, pos in product((("F32", "F32"), ("F16", "F16"), ("F16", "F32")), (2, 64, 80, 128), few):
             yield self.build_case((len(pos), 2, dim), pos, *types)
+        for kind, dim, pos in product(QUANTIZED, (32, 64, 128), few):
+            yield self.build_case((len(pos), 2, dim), pos, "F32", kind)
         yield from rows_anyhow.full_cases()
 
     def build_case(self, ne: tuple[int, int, int], pos: Shape, type_src: str = "F32", type_dst: str = "F16", seed: int = 19) -> Case:
@@ -142,11 +153,14 @@ class SetRows(Op):
 
         def make(rng: np.random.Generator) -> Problem:
             cache = Tensor("cache", type_dst, (heads, 16, dim), "state")
-            node = Node("SET_ROWS", (Tensor("x", type_src, (n, heads, dim), "input"), Tensor("pos", "I32", (n,), "input"), cache), (cache,))
+            quantized = type_dst in QUANTIZED
+            inputs = Tensor("x", type_src, (n, heads, dim), "input"), Tensor("pos", "I32", (n,), "input"), cache
+            node = Node("SET_ROWS", inputs, (cache,), {"type": type_dst} if quantized else {})
+            before = rng.uniform(-1, 1, cache.shape).astype(numpy_types[1])
             return Problem(node, {
                 "x": rng.uniform(-1, 1, (n, heads, dim)).astype(numpy_types[0]),
                 "pos": np.array(pos, np.int32),
-                "cache": rng.uniform(-1, 1, cache.shape).astype(numpy_types[1]),
+                "cache": quants.encode(type_dst, before.astype(np.float32).reshape(-1, dim)) if quantized else before,
             })
 
         shown = {} if types == ("F32", "F16") else {"type_src": type_src, "type_dst": type_dst}
@@ -159,7 +173,10 @@ class SetRows(Op):
         return super().case(params)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return F16_TOLERANCE if len(node.inputs[2].shape) == 3 else rows_anyhow.tolerance(node)
+        cache = node.inputs[2]
+        if len(cache.shape) == 4:
+            return rows_anyhow.tolerance(node)
+        return stored_tolerance(cache.type) if cache.type in QUANTIZED else F16_TOLERANCE
 
     def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
         return rows_anyhow.rounded(inputs, node) if len(node.inputs[2].shape) == 4 else None

@@ -187,6 +187,8 @@ COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
     "backend": (Column("backend", 10, left=True), lambda r: r.backends),
     "n_gpu_layers": (Column("ngl", 3), lambda r: str(r.n_gpu_layers)),
     "n_ubatch": (Column("n_ubatch", 8), lambda r: str(r.n_ubatch)),
+    "type_k": (Column("type_k", 6), lambda r: r.type_k),
+    "type_v": (Column("type_v", 6), lambda r: r.type_v),
     "flash_attn": (Column("fa", 3), lambda r: str(r.flash_attn)),
     "devices": (Column("dev", 12, left=True), lambda r: r.devices),
     "act": (Column("act", 10, left=True), lambda r: r.act),

@@ -131,7 +131,7 @@ def profile(
         lambda run: {"tokens": last, "pos": np.array([len(prompt) + run], np.int32), "loop": loop},
     )  # fmt: skip
     if batch:
-        graph = engine.model.graph(batch, engine.n_ctx, head="all")
+        graph = engine.model.graph(batch, engine.n_ctx, head="all", cache=engine.cache_types)
         schedule = plan(graph, with_barriers(engine.ctx, "a batch"), fusion=engine.fusion)
         ids = np.resize(np.array(prompt or [0], np.int32), batch)
         pos = np.arange(len(prompt), len(prompt) + batch, dtype=np.int32)

@@ -1,0 +1,63 @@
+#version 450
+// Rows of heads into a quantized cache (SET_ROWS), in the device layout of docs/architecture.md.
+//
+//   binding 0  cache [heads, n_ctx, head_dim] of TYPE_Q8_0 or TYPE_Q4_0, by words and by halves
+//   binding 1  x F32 [tokens, heads, head_dim], read as vec4
+//   binding 2  pos I32 [tokens]; a position outside 0..n_ctx-1 stores nothing
+//
+// A thread takes one unit: 32 neighbouring values of a head.
+#extension GL_EXT_shader_16bit_storage : require
+#extension GL_EXT_control_flow_attributes : require
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint units;     // of a row
+    uint part;      // 16-byte words from the quants' first part to their second
+    uint scales;    // 16-byte words from the beginning to the scales
+    uint tokens;
+    uint heads;
+    uint n_ctx;
+} p;
+
+layout(std430, set = 0, binding = 0) writeonly buffer CacheQuads { uvec4 quads[]; };
+layout(std430, set = 0, binding = 0) writeonly buffer CacheHalves { uint16_t halves[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InX { vec4 x[]; };
+layout(std430, set = 0, binding = 2) readonly buffer InPos { int pos[]; };
+
+uint packed(uvec4 bytes) { return bytes.x | bytes.y << 8 | bytes.z << 16 | bytes.w << 24; }
+
+void main() {
+    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    const uint row = i / p.units, unit = i - row * p.units;
+    const uint token = row / p.heads, head = row - token * p.heads;
+    if (token >= p.tokens) return;
+    const int at = pos[token];
+    if (at < 0 || uint(at) >= p.n_ctx) return;
+    vec4 v[8];
+    [[unroll]] for (uint j = 0; j < 8; j++) v[j] = x[8 * i + j];
+    const uint to = (head * p.n_ctx + uint(at)) * p.units + unit;
+#if defined(TYPE_Q8_0)
+    vec4 size = vec4(0.0);
+    [[unroll]] for (uint j = 0; j < 8; j++) size = max(size, abs(v[j]));
+    const float d = max(max(size.x, size.y), max(size.z, size.w)) / 127.0;
+    const float inverse = d > 0.0 ? 1.0 / d : 0.0;
+    uvec4 words[2];
+    [[unroll]] for (uint j = 0; j < 8; j++) words[j / 4][j % 4] = packed(uvec4(ivec4(roundEven(clamp(v[j] * inverse, -127.0, 127.0)))) & 0xffu);
+    quads[to] = words[0];
+    quads[p.part + to] = words[1];
+#else
+    // The value farthest from zero becomes -8 steps.
+    float extreme = 0.0;
+    [[unroll]] for (uint j = 0; j < 8; j++)
+        [[unroll]] for (uint c = 0; c < 4; c++) extreme = abs(v[j][c]) > abs(extreme) ? v[j][c] : extreme;
+    const float d = extreme / -8.0;
+    const float inverse = d != 0.0 ? 1.0 / d : 0.0;
+    uvec4 words;
+    [[unroll]] for (uint j = 0; j < 4; j++) {
+        const uvec4 low = uvec4(clamp(floor(v[j] * inverse + 8.5), 0.0, 15.0)), high = uvec4(clamp(floor(v[j + 4] * inverse + 8.5), 0.0, 15.0));
+        words[j] = packed(low | high << 4) ^ 0x80808080u;
+    }
+    quads[to] = words;
+#endif
+    halves[8u * p.scales + to] = uint16_t(packHalf2x16(vec2(d, 0.0)) & 0xffffu);
+}
