@@ -33,12 +33,12 @@ def main() -> None:
         for _ in range(3):
             for _ in engine.generate(1, 128, stop_at_eos=False):
                 pass
-            engine.n_past = args.depth
+            engine.rewind(args.depth)
         start = time.perf_counter()
         for _ in engine.generate(1, 128, stop_at_eos=False):
             pass
         per_token = (time.perf_counter() - start) / 128
-        engine.n_past = args.depth
+        engine.rewind(args.depth)
         program = engine._program("greedy")
         engine._set_input(1)
         engine.device.upload(engine._inputs["loop"], loop_state(Sampler(), []))

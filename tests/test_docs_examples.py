@@ -24,7 +24,7 @@ EXAMPLES = [(page, block["text"]) for page, block in BLOCKS if block["kind"] == 
 
 
 class _Kept:
-    """An engine that outlives the example that loaded it: loading and compiling is most of an example's time."""
+    """An engine that outlives the example that loaded it, with kernels that other tests compile, too: that is most of an example's time."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -33,7 +33,7 @@ class _Kept:
     def load(self, path: Path, device: Any, *, n_ctx: int | None, **others: Any) -> Engine:
         key = (path, n_ctx, tuple(others.items()))
         if key not in self.engines:
-            self.engines[key] = Engine.load(path, self.device, n_ctx=n_ctx, **others)
+            self.engines[key] = Engine.load(path, self.device, n_ctx=n_ctx, **{**others, "act": "f32"})
             self.engines[key].close = lambda: None  # type: ignore[method-assign]
         return self.engines[key]
 
