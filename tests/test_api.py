@@ -21,6 +21,9 @@ from vkback.models.state import StateError
 from vkback.models.stop_strings import StopStrings
 from vkback.ops.penalties import Penalties, PenaltiesOp
 from vkback.paths import builtin_model
+from vkback.plan.forecast import Costs
+from vkback.timing import profile_model
+from vkback.timing.math_rate import MathRate
 
 PROMPT = "It was a dark and stormy night, and"
 
@@ -291,6 +294,19 @@ def test_what_a_model_refuses(model: vkback.LoadedModel, device: Device) -> None
     with pytest.raises(vkback.VkbackError, match="no built-in model is called 'nothing'"):
         vkback.load("nothing")
     assert "stages" in model.explain() and "GET_ROWS" in model.explain()
+
+
+@pytest.mark.vulkan
+def test_a_profile_has_a_phase_for_the_prompt_and_one_for_the_tokens(model: vkback.LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_model, "device_costs", lambda *_: Costs(10.0, 5.0, 2.0, "stated"))
+    monkeypatch.setattr(profile_model, "measure_math_rate", lambda device, library, way: MathRate(way, 1e11, "stated"))
+    session = model.session()
+    session.generate(PROMPT, max_tokens=2)
+    want = session.fork().generate(max_tokens=1).tokens
+    found = model.profile(PROMPT, tokens=2)
+    assert [phase.name.split()[0] for phase in found.phases] == ["prefill", "decode"]
+    assert found.speeds.tokens == 2 and found.model == model.description
+    assert session.generate(max_tokens=1).tokens == want
 
 
 @pytest.mark.vulkan

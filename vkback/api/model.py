@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from vkback.ops.base import Act
 
 if TYPE_CHECKING:
     from vkback.api.device import Device
+    from vkback.timing.profile_model import Profile
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 
@@ -56,9 +58,11 @@ def load(
             raise ModelError(f"[model] {path}: no such file. Give the path of a GGUF file, or a built-in model: {_builtin()}")
         path = paths.builtin_model(str(model))
     where = device.raw if isinstance(device, ApiDevice) else device
-    return LoadedModel(Engine.load(
+    begun = time.perf_counter()
+    engine = Engine.load(
         path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v
-    ))  # fmt: skip
+    )
+    return LoadedModel(engine, time.perf_counter() - begun)
 
 
 def _builtin() -> str:
@@ -72,9 +76,10 @@ class LoadedModel:
     `stream_chat` begin with an empty context, so the same call gives the same text whatever ran before; a `session` keeps its text.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """Use `vkback.load`."""
+    def __init__(self, engine: Engine, load_s: float = 0.0) -> None:
+        """Use `vkback.load`. load_s: seconds that it took."""
         self.engine = engine
+        self.load_s = load_s
         self._lock = threading.Lock()
         self._user: tuple[int, str] | None = None
         self._closed = False
@@ -190,6 +195,14 @@ class LoadedModel:
         for number, stage in enumerate(schedule.stages):
             lines += [f"{number:4} {d.op:16} {d.label:24} {d.kernel.name}" + (f"  ({d.reason})" if d.reason else "") for d in stage]
         return "\n".join(lines)
+
+    def profile(self, prompt: str | Sequence[int], tokens: int = 16, batch: int = 0) -> Profile:
+        """Where the time of a prompt goes, of `tokens` tokens behind it, and of a batch of tokens at once (0: none), kernel by kernel, as
+        `vkback profile` shows it. Raises ProfileError where they do not fit the context."""
+        from vkback.timing.profile_model import profile
+
+        with self.using("profile") as engine:
+            return profile(engine, self.load_s, self.ids(prompt, start=True), tokens, batch, lambda _: None)
 
     # -- end
 

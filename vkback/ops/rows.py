@@ -65,8 +65,8 @@ def set_rows(x: Array, pos: Array, cache: Array) -> Array:
 class SetRows(Op):
     """SET_ROWS(x F32 or F16 [n, heads, d], pos I32 [n], cache F16 or F32 [heads, n_ctx, d]) -> cache, written in place; d is even.
 
-    A cache of the type that the param `type` names is quantized (vkback/ops/cache.py); x is then F32. With a cache of four axes it is ggml's:
-    see vkback/ops/set_rows.py.
+    A cache of the type that the param `type` names is quantized (vkback/ops/cache.py); x is then F32. With a cache of four axes it is
+    ggml's: see vkback/ops/set_rows.py.
     """
 
     name = "SET_ROWS"
