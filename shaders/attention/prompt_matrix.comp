@@ -250,7 +250,7 @@ void main() {
     load_queries(query0);
 
     if (hi > 0u) {
-        uint base = lo / ROWS * ROWS;
+        uint base = lo;  // what lies before it nobody sees: its V need not be numbers
         fetch_k(base);
         for (; base < hi; base += ROWS) {
             const bool masks = base < every.x || base + ROWS > every.y;
