@@ -12,17 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_paths import planned_for
+from prompt_ways import skip_without, way_params
 
 from vkback.device import Device
 from vkback.harness.judge import nmse
+from vkback.harness.runner import run_case
 from vkback.models import GgufError, Model
 from vkback.models.engine import Engine, add_sampler
 from vkback.models.gguf_file import GgufFile
 from vkback.models.registry import architecture
 from vkback.models.synth import synthesize
-from vkback.ops.base import OPS
+from vkback.ops.base import OPS, LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
+from vkback.plan.tuning import Overrides
+from vkback.shader import ShaderLibrary
 
 TINY = ("tiny-deepseek2", "tiny-deepseek2-legacy", "tiny-deepseek2-sigmoid")
 
@@ -157,6 +161,18 @@ def test_a_token_of_the_16b_takes_nine_stages_a_layer(models: Callable[[str], Mo
     assert not counted.keys() & {"CONT", "CONCAT", "PERMUTE", "MUL_MAT", "ROPE", "SET_ROWS"}
 
 
+def test_products_by_heads_of_a_prompt_are_grouped_mat_mats(models: Callable[[str], Model]) -> None:
+    """One route serves all layers, what is read and made lies as its neighbours have it: one copy is left, of the part of Q before k_b."""
+    graph = models("deepseek2-16b-Q4_K_M").graph(512, 512, head="none")
+    s = plan(graph, planned_for("nvidia_h200_linux"))
+    by_heads = [d.kernel.source for d in s.dispatches() if d.label in ("q_nope_absorbed-0", "kqv_decompressed-0")]
+    assert Counter(by_heads) == {"mat_mul/coop_mat.comp": 2}
+    copies = {d.label for d in s.dispatches() if d.kernel.source == "copy/box.comp" and not d.label.endswith("-26")}
+    # The last layer of a prompt only fills its cache.
+    assert copies == {f"q_nope_absorbed-{il}.x_heads" for il in range(26)}
+    assert [d.kernel.source for d in s.dispatches() if d.op == "ROUTE" and "heads" in d.label] == ["mat_mul/route_heads.comp"]
+
+
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("profile", ["llvmpipe_mesa_22_debian12", "broadcom_v3d_7_1_pi5", "apple_m1_honeykrisp", "nvidia_h200_linux"])
 def test_tiny_models_plan_for_any_device(profile: str, name: str, path: Callable[[str], Path]) -> None:
@@ -182,3 +198,13 @@ def test_barrier_free_stages_change_no_bit(barrier_free: None, path: Callable[[s
             logits.append(np.stack([engine.decode_logits(t) for t in ids]))
             assert bool(engine.schedule().barrier_free) == (fusion == "all")
     assert nmse(logits[0], logits[1]) <= 3e-4, "activations rounded to 8 bits, as in test_engine.py"
+
+
+@pytest.mark.vulkan
+def test_products_by_heads_by_matrices(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    skip_without("coop_mat", device.caps)
+    matrices = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, way_params("coop_mat", device.caps), "test"))
+    case = next(c for c in OPS["MAT_VEC_HEADS"].cases() if "n=37" in c.line)
+    assert "mat_mul/coop_mat.comp" in {d.kernel.source for d in OPS["MAT_VEC_HEADS"].lower(case.build().node, matrices)}
+    outcome = run_case(device, library, case, matrices)
+    assert outcome.ok, outcome.text

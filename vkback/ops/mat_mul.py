@@ -24,7 +24,20 @@ from typing import Literal
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, LowerContext, PlanError, Shard, ceil_div, nbytes, pack_push, shards, weight_push
+from vkback.ops.base import (
+    MAX_GROUPS_X,
+    Arg,
+    Dispatch,
+    LowerContext,
+    PlanError,
+    Shard,
+    ceil_div,
+    nbytes,
+    pack_push,
+    shards,
+    spread,
+    weight_push,
+)
 from vkback.ops.code_books import CODED, decoder
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.workgroup import Defines, reduction
@@ -154,6 +167,22 @@ def route(ids: Tensor, out: Tensor, experts: int, tile_n: int, caps: Capabilitie
         out.name,
         f"{wg} threads",
         nbytes=nbytes(ids) + nbytes(out),
+    )
+
+
+def route_heads(tokens: int, heads: int, out: Tensor, tile_n: int, caps: Capabilities) -> Dispatch:
+    """The dispatch that makes the route of a product by heads: slot t * heads + h is head h of token t."""
+    wg = min(256, caps.max_workgroup_invocations, caps.max_workgroup_size[0])
+    slots = tokens * heads
+    return Dispatch(
+        Variant("mat_mul/route_heads.comp", (("WG", wg),)),
+        (Arg(out, "w"),),
+        pack_push(tokens, heads, tile_n, most_tiles(slots, heads, tile_n)),
+        spread(ceil_div(slots, wg)),
+        "ROUTE",
+        out.name,
+        f"{wg} threads",
+        nbytes=nbytes(out),
     )
 
 

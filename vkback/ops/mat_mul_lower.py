@@ -25,11 +25,13 @@ from vkback.ops.mat_mul import (
     pack_f16,
     packed,
     route,
+    route_heads,
     route_tensor,
     row_lanes,
 )
 from vkback.ops.mat_vec_node import Experts, MatVecNode, Path
 from vkback.ops.quantize import quantize_dispatch
+from vkback.ops.view import View
 
 Kernel = Literal["mat_vec", "coop_mat", "coop_reg", "int_dot", "f32"]
 """The mat-vec kernels, 16 tokens at a time; or one of the mat-mats (vkback/ops/mat_mul.py)."""
@@ -84,8 +86,9 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     """The kernel for a node: a mat-mat where the tables say so and device and node allow it, else the mat-vec kernels."""
     if ROUTE_BYTES * node.w.shape[0] > ctx.caps.max_shared_memory and node.experts != "none":
         return MatMulChoice(None, f"{node.w.shape[0]} matrices, more than a route has shared memory for")
-    if node.n < 2 or "norm" in node.extra or node.chosen or node.experts == "heads":
-        return MatMulChoice(None, "one token, or what only mat-vecs have: a prologue, heads")
+    by_heads = node.experts == "heads"
+    if node.n < 2 or "norm" in node.extra or node.chosen or (by_heads and node.x.type != "F32"):
+        return MatMulChoice(None, "one token, or what only mat-vecs have: a prologue, the choice of experts, heads of Q8_1")
     path, _ = node.path(ctx)
     # Matrices make f16 of weights: of what the device made, nobody knows whether it fits.
     fits_f16 = node.w.name not in ctx.beyond_f16 and (node.w.kind == "weight" or node.w.type not in ("F32", "BF16"))
@@ -108,7 +111,7 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
         kernel = "int_dot" if path == "int" else "f32"
     if node.x.type == "F16" and kernel != "coop_mat":
         raise PlanError(f"[mat_mul] {node.node.name}: {choice.source} chooses {kernel}, which takes no packed {node.x}; give it F32")
-    partial_q8 = node.y.type == "Q8_1" and node.rows_total != node.m >> node.glu
+    partial_q8 = node.y.type == "Q8_1" and not by_heads and node.rows_total != node.m >> node.glu
     if kernel == "mat_vec" or (node.x.type == "Q8_1" and kernel != "int_dot") or partial_q8:
         return MatMulChoice(None, choice.source)
     if kernel != "coop_mat":
@@ -161,7 +164,7 @@ def x_wanted(node: Node, ctx: LowerContext) -> str:
     choice = choose(taken, ctx)
     if choice.shape is None:
         return "Q8_1" if taken.path(ctx)[0] == "int" else "F32"
-    return choice.x_type
+    return "F32" if taken.experts == "heads" else choice.x_type
 
 
 def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> list[Dispatch]:
@@ -169,6 +172,8 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
     shape, name, caps = choice.shape, node.node.name, ctx.caps
     if shape is None:
         raise PlanError(f"[mat_mul] {name}: {choice.source} chooses the mat-vec kernels")
+    if node.experts == "heads":
+        return _lower_heads(node, shape, choice.source, ctx)
     before: list[Dispatch] = []
     grouped = node.experts != "none"
     columns, experts = node.n * node.n_used, node.w.shape[0] if grouped else 0
@@ -206,6 +211,40 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
     kernels = mat_mul_reg.lower(job, shape, caps) if shape.way == "coop_reg" else lower(job, shape, caps)
     made = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]
     return [*before, *made, *behind]
+
+
+def _lower_heads(node: MatVecNode, shape: MatMulShape, source: str, ctx: LowerContext) -> list[Dispatch]:
+    """The dispatches of a product by heads, every head of a token a slot: the rows of its slots lie one behind the other in x and y."""
+    name, caps = node.node.name, ctx.caps
+    slots, heads, width = node.n * node.n_used, node.n_used, node.x.shape[-1] // node.n_used
+    routes, before = node.route, list[Dispatch]()
+    if routes is None:
+        routes = route_tensor(f"{name}.route", slots, heads, shape.tile_n)
+        before.append(route_heads(node.n, heads, routes, shape.tile_n, caps))
+    x = dataclasses.replace(node.x, shape=(slots, width))
+    if node.k < width:
+        part = Tensor(f"{name}.x_heads", "F32", (slots, node.k))
+        view = View(0, (node.n, heads, node.k), (heads * width, width, 1))
+        before += OPS["CPY"].lower(Node("CPY", (node.x,), (part,), {"view": view}), ctx)
+        x = part
+    if shape.way == "coop_mat":
+        taken = packed(f"{name}.x_f16", slots, node.k, shape, heads)
+        before.append(pack_f16(x, taken, slots, shape, caps, routes=routes, scale=ctx.f16_scale(taken)))
+        x = taken
+    elif shape.way == "int_dot":
+        taken = Tensor(f"{name}.x_q8_1", "Q8_1", x.shape)
+        before += quantize_dispatch(x, taken, ctx)
+        x = taken
+    plain = node.y if node.y.type == "F32" else Tensor(f"{name}.f32", "F32", node.y.shape)
+    target = dataclasses.replace(plain, shape=(slots, node.m))
+    job = MatMul(node.w, x, target, slots, route=routes, x_scale=ctx.f16_scale(x), label=name)
+    made = [dataclasses.replace(d, reason=f"{d.reason}: {source}") for d in lower(job, shape, caps)]
+    behind = quantize_dispatch(plain, node.y, ctx) if plain is not node.y else []
+    own = {t.name: t for t in (node.x, plain)}
+    return [
+        dataclasses.replace(d, args=tuple(dataclasses.replace(a, tensor=own.get(a.tensor.name, a.tensor)) for a in d.args))
+        for d in [*before, *made, *behind]
+    ]
 
 
 def _behind(node: MatVecNode, shape: MatMulShape, ctx: LowerContext) -> tuple[Tensor, list[Dispatch]]:

@@ -6,7 +6,7 @@
               a row of x), eps (with norm). With `norm` it is RMS_NORM_MUL, too. Then `factors` are 1 / rms of each row: as an output
               for other nodes, as an input so that squares need not be added up again.
     ROUTE     ids I32 [n, n_used] -> I32 (mat_mul.route_tensor)
-              params: experts, tile_n
+              params: experts, tile_n; without ids also tokens: the route of a product by heads, which are the experts
 
 They are no ops of a graph. A packed tensor is no value that a host could judge (its order is the driver's affair), and of a route many
 orders are right: both are judged by the products that read them.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Dispatch, LowerContext
-from vkback.ops.mat_mul import MatMulShape, pack_f16, packed, packed_columns, route, route_tensor
+from vkback.ops.mat_mul import MatMulShape, pack_f16, packed, packed_columns, route, route_heads, route_tensor
 from vkback.ops.mat_mul_reg import pack_units, packed_units
 
 PACK_ROLES = ("x", "norm", "factors", "route")
@@ -76,7 +76,15 @@ def route_node(ids: Tensor, experts: int, tile_n: int) -> Node:
     return Node("ROUTE", (ids,), (out,), {"experts": experts, "tile_n": tile_n})
 
 
+def route_heads_node(tokens: int, heads: int, tile_n: int) -> Node:
+    """A ROUTE for all mat-mats by so many heads whose tiles have tile_n columns."""
+    out = route_tensor(f"heads{heads}.route{tile_n}", tokens * heads, heads, tile_n)
+    return Node("ROUTE", (), (out,), {"experts": heads, "tile_n": tile_n, "tokens": tokens})
+
+
 def lower_route(node: Node, ctx: LowerContext) -> list[Dispatch]:
+    if not node.inputs:
+        return [route_heads(node.params["tokens"], node.params["experts"], node.outputs[0], node.params["tile_n"], ctx.caps)]
     return [route(node.inputs[0], node.outputs[0], node.params["experts"], node.params["tile_n"], ctx.caps)]
 
 

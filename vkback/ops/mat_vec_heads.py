@@ -3,7 +3,8 @@
     MAT_VEC_HEADS(w [n_head, m, k], x F32 or Q8_1 [n, n_head * width]) -> F32 or Q8_1 [n, n_head * m]
               Head h reads values h * width .. + k of x; k and width are multiples of 32, m too where the output is Q8_1.
 
-It is what MLA's k_b and v_b are for few tokens. As MUL_MAT it would be a batch that is copied first.
+It is what MLA's k_b and v_b are. Many tokens take a grouped mat-mat, whose experts are the heads (vkback/ops/mat_mul_lower.py). As MUL_MAT
+it would be a batch that is copied first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Rounded, Tolerance, register, shards
+from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose, lower_node, rounds_x
 from vkback.ops.mat_vec import QUANTS, launch, mat_vec_tolerance, weight
 from vkback.ops.mat_vec_cases import BASE, known_type, with_x
 from vkback.ops.mat_vec_config import configure
@@ -55,13 +57,16 @@ class MatVecHeads(Op):
 
     @staticmethod
     def _rounds_x(node: Node, ctx: LowerContext) -> bool:
-        return MatVecNode.of(node).path(ctx)[0] == "int" and node.inputs[1].type == "F32"
+        return rounds_x(MatVecNode.of(node), ctx)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         mat_vec = MatVecNode.of(node)
         problem = heads_problem(mat_vec.w, mat_vec.x, mat_vec.y.type == "Q8_1")
         if problem or len(shards(mat_vec.w, ctx.caps)) != 1:
             raise PlanError(f"[mat_vec] {node.name}: {problem or f'{mat_vec.w} does not fit one storage buffer'}")
+        by_mat_mul = choose(mat_vec, ctx)
+        if by_mat_mul.shape is not None:
+            return lower_node(mat_vec, by_mat_mul, ctx)
         path, why = mat_vec.path(ctx)
         before: list[Dispatch] = []
         if path == "int" and mat_vec.x.type == "F32":
@@ -73,6 +78,9 @@ class MatVecHeads(Op):
         return [*before, launch(mat_vec, config, 0, shards(mat_vec.w, ctx.caps), reason, ctx)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        shape = choose(MatVecNode.of(node), ctx).shape
+        if shape is not None and shape.way == "coop_mat" and node.outputs[0].type == "F32":
+            return F16_TOLERANCE
         return mat_vec_tolerance(self._rounds_x(node, ctx), node.outputs[0].type == "Q8_1")
 
     def cases(self) -> Iterator[Case]:
@@ -84,6 +92,8 @@ class MatVecHeads(Op):
         yield self.build_case("Q8_0", 3, 33, 96, 3, width=160)
         yield self.build_case("Q4_K", 3, 40, 256, 1, width=288, type_b="q8_1")
         yield self.build_case("Q4_K", 16, 128, 512, 1, type_b="q8_1", out="Q8_1")
+        yield self.build_case("Q8_0", 3, 33, 96, 37, width=160)  # a grouped mat-mat
+        yield self.build_case("Q8_0", 5, 64, 96, 20, out="Q8_1")
 
     def full_cases(self) -> Iterator[Case]:
         for quant, n, (m, k, width) in product(QUANTS, (1, 3), ((128, 512, 512), (64, 256, 320))):
@@ -91,7 +101,12 @@ class MatVecHeads(Op):
                 yield self.build_case(quant, 4, m, k, n, width=width, type_b=type_b)
                 yield self.build_case(quant, 4, m, k, n, width=width, type_b=type_b, out="Q8_1")
 
+        for quant, (m, k, width) in product(BASE, ((128, 512, 512), (70, 256, 320))):
+            yield self.build_case(quant, 4, m, k, 130, width=width)
+
     def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case("Q5_0", 16, 512, 128, 512, width=192)
+        yield self.build_case("Q4_K", 16, 128, 512, 512)
         yield self.build_case("Q5_0", 16, 512, 128, 1, width=192)
         yield self.build_case("Q4_K", 16, 128, 512, 1, type_b="q8_1")
         yield self.build_case("Q5_0", 128, 512, 128, 1, width=192)

@@ -85,8 +85,8 @@ class MatVecNode:
     @classmethod
     def of(cls, node: Node) -> MatVecNode:
         if node.op == "MAT_VEC_HEADS":
-            w, x = node.inputs
-            return cls(node, w, x, node.outputs[0], {}, False, "heads")
+            w, x, *route = node.inputs
+            return cls(node, w, x, node.outputs[0], {}, False, "heads", route=route[0] if route else None)
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         experts: Experts = "summed" if "expert_weights" in by else "each" if "ids" in by or "logits" in by else "none"
         extra = {role: by[role] for role in FUSED_ROLES if role in by}

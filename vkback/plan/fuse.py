@@ -248,28 +248,28 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
 
 
 def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """MLA: what is between the products and FLASH_ATTN_EXT -> MLA_ROPE_SET_ROWS, with Q in two parts; for one token the products by heads
-    (MUL_MAT of a view, PERMUTE) -> MAT_VEC_HEADS, and the latent's part of a token's row is read where it is."""
+    """MLA: what is between the products and FLASH_ATTN_EXT -> MLA_ROPE_SET_ROWS, with Q in two parts; the products by heads (MUL_MAT of a
+    view, PERMUTE) -> MAT_VEC_HEADS; for one token the latent's part of its row is read where it is."""
     for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
         found = _latent(attention, Index(nodes, outputs), nodes)
         if found is not None:
             gone, new = found
             nodes = replace(nodes, [*gone, attention], new)
-    if tokens_of(nodes) > 1:
-        return nodes
     index = Index(nodes, outputs)
     for permute in [n for n in nodes if n.op == "PERMUTE" and n.params["axes"] == (1, 0, 2)]:
         product = index.made_by(permute.inputs[0], "MUL_MAT")
         if product is None or "w_view" in product.params or len(product.inputs[0].shape) != 3:
             continue
         w, x = product.inputs
-        heads, m, k = w.shape
-        width = x.elements // heads
-        flat = dataclasses.replace(x, shape=(1, x.elements))
-        if product.params.get("x_view") != View(0, (heads, 1, k), (width, x.elements, 1)) or heads_problem(w, flat):
+        (heads, m, k), n = w.shape, permute.outputs[0].shape[0]
+        width = x.elements // (n * heads)
+        flat = dataclasses.replace(x, shape=(n, heads * width))
+        if product.params.get("x_view") != View(0, (heads, n, k), (width, heads * width, 1)) or heads_problem(w, flat):
             continue
-        y = dataclasses.replace(permute.outputs[0], shape=(1, heads * m))
+        y = dataclasses.replace(permute.outputs[0], shape=(n, heads * m))
         nodes = replace(nodes, [product, permute], [Node("MAT_VEC_HEADS", (w, flat), (y,))])
+    if tokens_of(nodes) > 1:
+        return nodes
     for part in [n for n in nodes if n.op == "CONT" and "view" in n.params]:
         x, y, view = part.inputs[0], part.outputs[0], part.params["view"]
         if part.name in outputs or view != View(0, (1, y.elements), (x.elements, 1)):

@@ -27,7 +27,7 @@ from vkback.ops.attention import packs_output
 from vkback.ops.base import LowerContext, ceil_div
 from vkback.ops.mat_mul import UNIT, MatMulShape, packed, packs_glu
 from vkback.ops.mat_mul_lower import choose
-from vkback.ops.mat_mul_nodes import Norm, pack_node, room, route_node
+from vkback.ops.mat_mul_nodes import Norm, pack_node, room, route_heads_node, route_node
 from vkback.ops.mat_mul_reg import packed_units, stores_units
 from vkback.ops.mat_vec_node import MatVecNode
 from vkback.plan.fuse import Nodes, schedule_choice, tokens_of
@@ -70,18 +70,22 @@ def pack_activations(nodes: Sequence[Node], outputs: Iterable[Tensor], ctx: Lowe
 
 
 def share_routes(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
-    """A ROUTE for all mat-mats by the same experts, in tiles of the same columns, ahead of the first."""
+    """A ROUTE for all mat-mats by the same experts, or by as many heads, in tiles of the same columns, ahead of the first."""
     out: Nodes = []
     routes: dict[str, Tensor] = {}
     for node in nodes:
-        mat_vec = MatVecNode.of(node) if node.op == "MAT_VEC" else None
-        shape = choose(mat_vec, ctx).shape if mat_vec and "ids" in mat_vec.extra else None
+        mat_vec = MatVecNode.of(node) if node.op in ("MAT_VEC", "MAT_VEC_HEADS") else None
+        by_heads = mat_vec is not None and mat_vec.experts == "heads"
+        shape = choose(mat_vec, ctx).shape if mat_vec and (by_heads or "ids" in mat_vec.extra) else None
         if mat_vec and shape:
-            made = route_node(mat_vec.extra["ids"], mat_vec.w.shape[0], shape.tile_n)
+            experts = mat_vec.w.shape[0]
+            made = (
+                route_heads_node(mat_vec.n, experts, shape.tile_n) if by_heads else route_node(mat_vec.extra["ids"], experts, shape.tile_n)
+            )
             if made.name not in routes:
                 routes[made.name] = made.outputs[0]
                 out.append(made)
-            params = {**node.params, "roles": (*node.params["roles"], "route")}
+            params = node.params if by_heads else {**node.params, "roles": (*node.params["roles"], "route")}
             node = dataclasses.replace(node, inputs=(*node.inputs, routes[made.name]), params=params)
         out.append(node)
     return out
