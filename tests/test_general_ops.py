@@ -56,6 +56,10 @@ def test_sections_of_positions() -> None:
         ("SET_ROWS(type_src=f32,type_dst=f16,type_idx=i64,ne=[256,5,1,3],nr23=[1,1],r=7,v=0)", "at most the target's 5 rows"),
         ("SET_ROWS(type_src=f32,type_dst=f16,type_idx=f32,ne=[256,5,1,3])", "expected i32 or i64"),
         ("TRI(type=f32,ne=[10,10,4,3],tri_type=4)", "expected 0 to 3"),
+        ("GATED_DELTA_NET(type=f32,head_count=4,head_size=16,n_seq_tokens=1,n_seqs=1,v_repeat=0)", "expected both from 1"),
+        ("RWKV_WKV6(type=f32,head_count=4,head_size=0,n_seq_tokens=1,n_seqs=1)", "expected all sizes from 1"),
+        ("DSV4_HC_COMB(n_tokens=1,n_iter=0,eps=0.000001)", "expected numbers from 1"),
+        ("MUL_MAT_HADAMARD(type_a=f32,type_b=f32,m=96,n=1,k=96)", "a power of two"),
     ],
 )
 def test_what_makes_no_sense_is_refused(line: str, says: str) -> None:
@@ -67,3 +71,43 @@ def test_types_of_vector_code_books_are_not_written() -> None:
     node = make_case(*parse_line("SET_ROWS(type_src=f32,type_dst=iq2_xs,type_idx=i64,ne=[256,5,1,1],nr23=[1,1],r=2,v=0)")).build().node
     with pytest.raises(PlanError, match="IQ2_XS is read, never written"):
         OPS["SET_ROWS"].lower(node, planned_for("nvidia_h200_linux"))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("GATED_DELTA_NET(type=f32,head_count=4,head_size=16,n_seq_tokens=2,n_seqs=1,K=3)", "states are kept of tokens that there are"),
+        ("SSM_SCAN(type=f32,d_state=16,head_dim=8,n_head=4,n_seq_tokens=2,n_seqs=1,K=3)", "states are kept of tokens that there are"),
+        ("MUL_MAT_HADAMARD(type_a=f32,type_b=f32,m=64,n=1,k=64,k_v=128)", "k_v: here the matrix is no operand"),
+        ("MUL_MAT_W4A8(type_a=q8_0,type_b=f32,m=32,n=1,k=256)", "type_a=q8_0 is not supported"),
+    ],
+)
+def test_what_is_not_done_here_is_not_supported(line: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        make_case(*parse_line(line)).build()
+
+
+def test_a_hadamard_transform_undoes_itself() -> None:
+    x = np.random.default_rng(3).uniform(-1, 1, (3, 32))
+    op = OPS["MUL_MAT_HADAMARD"]
+    matrix = op.reference([np.eye(32)], {})[0] * np.sqrt(32)
+    assert [row.count(-1) for row in np.rint(matrix).astype(int).tolist()] == [0] + [16] * 31
+    assert matrix[3, 5] == pytest.approx(-1) and matrix[3, 6] == pytest.approx(-1) and matrix[3, 7] == pytest.approx(1)
+    np.testing.assert_allclose(op.reference(op.reference([x], {}), {})[0], x, atol=1e-14)
+
+
+def test_the_mixing_matrix_of_streams_is_doubly_stochastic() -> None:
+    problem = make_case(*parse_line("DSV4_HC_COMB(n_tokens=5,n_iter=20,eps=0.000001)")).build()
+    matrix = reference(problem)["y"]
+    np.testing.assert_allclose(matrix.sum(axis=1), 1.0, atol=1e-5)
+    np.testing.assert_allclose(matrix.sum(axis=2), 1.0, atol=1e-3)
+
+
+def test_the_delta_rule_replaces_what_a_key_finds() -> None:
+    """Without decay, with beta 1 and keys of length 1, the state answers a key with the value that was stored last."""
+    rng = np.random.default_rng(5)
+    problem = make_case(*parse_line("GATED_DELTA_NET(type=f32,head_count=2,head_size=8,n_seq_tokens=3,n_seqs=1)")).build()
+    values = {**problem.values, "w": np.zeros_like(problem.values["w"]), "beta": np.ones_like(problem.values["beta"])}
+    values |= {"r": problem.values["k"], "v": rng.uniform(-1, 1, problem.values["v"].shape)}
+    y, _ = OPS["GATED_DELTA_NET"].reference([values[t.name] for t in problem.node.inputs], problem.node.params)
+    np.testing.assert_allclose(y, values["v"] * problem.node.params["scale"], atol=1e-6)

@@ -7,9 +7,10 @@
 //   binding 1  x F32 [sequences, tokens, heads, dim]    binding 2  dt F32 [sequences, tokens, heads]
 //   binding 3  a F32 [heads, A_WIDTH]: of a head, or of each of its states
 //   binding 4  b F32, 5  c F32 [sequences, tokens, groups, n_state]: neighbouring heads share a group
-//   binding 6  y F32 [sequences, tokens, heads, dim]    binding 7  states after, as s
+//   binding 6  y F32 [sequences, tokens, heads, dim]    binding 7  states after the last token, as s; then, up to
+//              `snapshots` in all, those after the token before it, and so on
 //
-// A thread takes one value of a head's dim and all its states, which it keeps in binding 7.
+// A thread takes one value of a head's dim and all its states, which it keeps in the first part of binding 7.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -20,6 +21,7 @@ layout(push_constant) uniform Push {
     uint n_state;
     uint groups;
     uint a_width;
+    uint snapshots;
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer InS { float s[]; };
@@ -53,5 +55,10 @@ void main() {
             sum += state * c[group + n];
         }
         y[at] = sum;
+        const uint back = p.tokens - 1u - t;
+        if (back > 0u && back < p.snapshots) {
+            const uint kept = back * p.sequences * p.heads * p.dim * p.n_state + own;
+            for (uint n = 0u; n < p.n_state; n++) after[kept + n] = after[own + n];
+        }
     }
 }

@@ -194,7 +194,7 @@ class SsmScan(_Scan):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         if "sequences" in params:
-            return ssm_sequences.scanned(inputs)
+            return ssm_sequences.scanned(inputs, params.get("snapshots", 1))
         xbc, zx, a, d, dt_bias, pos, state = inputs
         return list(scanned(xbc, zx, a, d, dt_bias, pos, state, params["n_group"]))
 
