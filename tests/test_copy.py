@@ -46,7 +46,6 @@ WEIGHT = Tensor("x", "Q4_0", (6, 64), "weight")
         (Tensor("x", "F32", (4, 6)), "F32", {"view": View(0, (1, 1, 1, 4, 6), (0, 0, 0, 6, 1))}, "expected at most four axes"),
         (WEIGHT, "F32", {"view": View(16, (6, 64), (64, 1))}, "ends at value 399, the tensor has 384"),
         (WEIGHT, "F32", {"view": View(0, (64, 6), (1, 64))}, "not made of whole rows from a multiple of 32 on"),
-        (Tensor("x", "F32", (4, 6)), "IQ2_XS", {}, "IQ2_XS is read, never written"),
     ],
 )
 def test_copies_that_cannot_be(x: Tensor, y: str, params: dict[str, View], text: str) -> None:

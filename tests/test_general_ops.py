@@ -6,10 +6,13 @@ from kernel_paths import planned_for
 
 from vkback.harness.cases import make_case
 from vkback.harness.runner import reference
+from vkback.ops import encode
 from vkback.ops.attention_general import slopes
 from vkback.ops.base import OPS, PlanError
 from vkback.ops.case_line import CaseLineError, parse_line
+from vkback.ops.peer import type_word
 from vkback.ops.rope_general import sector_of
+from vkback.quants.registry import WEIGHT_TYPES
 
 ATTENTION = "FLASH_ATTN_EXT(hsk=64,hsv=64,nh=2,nr23=[3,2],kv=33,nb=5,mask=1,sinks=0,max_bias=0.000000,type_K=f16,permute={})"
 
@@ -67,9 +70,16 @@ def test_what_makes_no_sense_is_refused(line: str, says: str) -> None:
         make_case(*parse_line(line))
 
 
-def test_types_of_vector_code_books_are_not_written() -> None:
+@pytest.mark.parametrize("kind", [type_word(name) for name in WEIGHT_TYPES])
+def test_rows_of_every_type_are_stored(kind: str) -> None:
+    node = make_case(*parse_line(f"SET_ROWS(type_src=f32,type_dst={kind},type_idx=i64,ne=[256,5,1,1],nr23=[1,1],r=2,v=0)")).build().node
+    assert OPS["SET_ROWS"].lower(node, planned_for("nvidia_h200_linux"))
+
+
+def test_a_type_that_is_not_encoded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "ENCODED", ("Q4_0", "Q8_0"))
     node = make_case(*parse_line("SET_ROWS(type_src=f32,type_dst=iq2_xs,type_idx=i64,ne=[256,5,1,1],nr23=[1,1],r=2,v=0)")).build().node
-    with pytest.raises(PlanError, match="IQ2_XS is read, never written"):
+    with pytest.raises(PlanError, match="IQ2_XS is read, never written; types that are encoded are Q4_0, Q8_0"):
         OPS["SET_ROWS"].lower(node, planned_for("nvidia_h200_linux"))
 
 

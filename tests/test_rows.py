@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from kernel_paths import planned_for
 
+from vkback import quants
 from vkback.device import Device
 from vkback.graph import Node, Tensor
-from vkback.harness.runner import run_case
+from vkback.harness.cases import find_case
+from vkback.harness.judge import nmse
+from vkback.harness.runner import run_case, run_problem
 from vkback.ops.base import OPS, LowerContext, PlanError
 from vkback.ops.rows import GetRows
 from vkback.plan.schedule import into_stages
@@ -36,3 +40,16 @@ def test_a_cache_of_another_type_is_refused() -> None:
     assert str(error.value) == (
         "[SET_ROWS] cache: x F32[1, 2, 64] into cache I32[2, 16, 64]: expected a F16 or F32 cache of even rows, 1 tokens of its heads"
     )
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("kind", [name for name, t in quants.QUANTS.items() if t.code_book])
+def test_rows_that_a_code_book_has_are_found_on_the_device(kind: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """Values that blocks decode to: their scales, deltas, signs and indices vary as those of uniform values do not, and nearly all are
+    found."""
+    problem = find_case(f"SET_ROWS(type_src=f32,type_dst={kind.lower()},type_idx=i64,ne=[512,3,1,1],r=3)").build()
+    x = quants.decode(kind, quants.random_blocks(kind, 3, 512, np.random.default_rng(8), std=1.0)).reshape(problem.values["x"].shape)
+    stored = run_problem(device, library, dataclasses.replace(problem, values={**problem.values, "x": x}), ctx)["cache"]
+    found = stored[:, :, problem.values["ids"].reshape(-1)]
+    host = quants.decode(kind, quants.encode(kind, x.reshape(-1, 512))).reshape(x.shape)
+    assert nmse(found, x) <= 2 * nmse(host, x), f"{nmse(found, x):.1e}, on the host {nmse(host, x):.1e}"

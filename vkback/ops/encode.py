@@ -51,23 +51,49 @@ _DEFINES: dict[str, dict[str, str | int]] = {
     "Q1_0": {},
     "Q2_0": {},
 }
-ENCODED = tuple(_DEFINES)
-"""Types that the device encodes. Those of vector code books are read, never written: their encoders search the book for minutes."""
+
+
+def _book(groups: int, each: float, level: str, ratio: tuple[float, float], *, even: bool = False, top: int = 15) -> dict[str, str | int]:
+    """Defines of shaders/encode/books.glsl. each: of d * (LEAST + EACH * s), where LEAST is half of it; ratio: first target and ratio."""
+    return {
+        "GROUPS": f"{groups}u", "LEAST": repr(each / 2), "EACH": repr(each), "TOP": f"{top}.0", "LEVEL(C)": level, "EVEN": int(even),
+        "TARGETS": "14u", "TARGET_FIRST": repr(ratio[0]), "TARGET_RATIO": repr(ratio[1]), "EITHER": 0,
+    }  # fmt: skip
+
+
+_IQ2_LEVEL, _IQ2_TARGETS = "float(8u + 17u * (C) + ((C) >> 1))", (7.0, 1.18)
+_BOOKS: dict[str, dict[str, str | int]] = {
+    "IQ1_S": _book(8, 2.0, "(float(C) - 1.0)", (0.9, 1.1), top=7),
+    "IQ1_M": _book(16, 2.0, "(float(C) - 1.0)", (0.9, 1.1), top=7) | {"EITHER": 1},
+    "IQ2_XXS": _book(8, 0.25, _IQ2_LEVEL, _IQ2_TARGETS, even=True),
+    "IQ2_XS": _book(16, 0.25, _IQ2_LEVEL, _IQ2_TARGETS, even=True),
+    "IQ2_S": _book(16, 0.25, _IQ2_LEVEL, _IQ2_TARGETS),
+    "IQ3_XXS": _book(8, 0.5, "float(4u + 8u * (C) + ((C) == 7u ? 2u : 0u))", (3.5, 1.27), even=True),
+    "IQ3_S": _book(8, 2.0, "float(1u + 2u * (C))", (0.9, 1.27)),
+}
+ENCODED = (*_DEFINES, *_BOOKS)
+"""Types that the device encodes."""
 
 STEPS: dict[str, float] = {
     "Q4_0": 1 / 8, "Q4_1": 2 / 15, "Q5_0": 1 / 16, "Q5_1": 2 / 31, "Q8_0": 1 / 127, "IQ4_NL": 24 / 113, "MXFP4": 1 / 2, "NVFP4": 1 / 3,
     "TQ1_0": 1.0, "TQ2_0": 1.0, "Q1_0": 1.0, "Q2_0": 1.0,
     "Q2_K": 2 / 3, "Q3_K": 2 / 7, "Q4_K": 2 / 15, "Q5_K": 2 / 31, "Q6_K": 2 / 63, "IQ4_XS": 24 / 113,
+    "IQ1_S": 0.85, "IQ1_M": 0.85, "IQ2_XXS": 0.8, "IQ2_XS": 0.8, "IQ2_S": 0.55, "IQ3_XXS": 0.7, "IQ3_S": 0.3,
 }  # fmt: skip
-"""Between neighbouring levels at most, for values in +-1."""
+"""Between neighbouring levels at most, for values in +-1; of vector code books, whose entries say several levels at once, the largest error
+that vkback.quants makes."""
 UNIFORM_NMSE: dict[str, float] = {
     "Q4_0": 4.3e-3, "Q4_1": 3.7e-3, "Q5_0": 9.8e-4, "Q5_1": 8.5e-4, "Q8_0": 1.4e-5, "IQ4_NL": 3.8e-3, "MXFP4": 2.1e-2, "NVFP4": 1.0e-2,
     "TQ1_0": 0.242, "TQ2_0": 0.242, "Q1_0": 0.25, "Q2_0": 0.24,
     "Q2_K": 4.6e-2, "Q3_K": 1.43e-2, "Q4_K": 2.9e-3, "Q5_K": 6.9e-4, "Q6_K": 1.6e-4, "IQ4_XS": 3.8e-3,
+    "IQ1_S": 0.145, "IQ1_M": 0.129, "IQ2_XXS": 0.103, "IQ2_XS": 7.5e-2, "IQ2_S": 4.9e-2, "IQ3_XXS": 2.9e-2, "IQ3_S": 1.4e-2,
 }  # fmt: skip
 """What vkback.quants reaches for uniform values: the squared error over the values' energy."""
 SAME_RULE = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "NVFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0"})
 """Types of which the device takes the levels that vkback.quants takes, but for a value on the edge between two."""
+
+
+_REACHED = "vkback.quants encodes uniform values with NMSE {:.1e}"
 
 
 @dataclass(frozen=True)
@@ -102,8 +128,9 @@ def encoded(
     choice = ctx.tuning.pick("copy", elements=blocks)
     wg = workgroup_size(ctx.caps, 16 if whole_group else min(choice["wg_size"], 64))
     defines = {
-        "BLOCK": f"{block}u", "WHOLE_GROUP": int(whole_group), "ENCODE_FILE": f'"encode/{"blocks" if whole_group else "units"}.glsl"',
-        f"TYPE_{y.type}": 1, "WG_SIZE": wg, **_DEFINES[y.type],
+        "BLOCK": f"{block}u", "WHOLE_GROUP": int(whole_group), f"TYPE_{y.type}": 1, "WG_SIZE": wg,
+        "ENCODE_FILE": f'"encode/{"books" if y.type in _BOOKS else "blocks" if whole_group else "units"}.glsl"',
+        **(_of_book(y.type, ctx) if y.type in _BOOKS else _DEFINES[y.type]),
     }  # fmt: skip
     words = 0 if ids is None else 2 if ids.tensor.type == "I64" else 1
     by_ids = (*ids.size, words, ids.limit) if ids else (1, 1, 1, 0, 0)
@@ -119,11 +146,25 @@ def encoded(
     )
 
 
+def _of_book(kind: str, ctx: LowerContext) -> dict[str, str | int]:
+    """Defines of a type with a vector code book."""
+    book = quants.quant(kind).code_book
+    assert book is not None
+    entries, values = book.grid().shape
+    return {
+        **_BOOKS[kind], "ENTRIES": f"{entries}u", "PER_ENTRY": values, "CODE_BOOK_LITERAL": int(ctx.caps.software),
+        "CODES_FILE": f'"generated/{book.name.lower()}_codes.glsl"',
+    }  # fmt: skip
+
+
 def loose(kind: str) -> Tolerance:
     """How far encoded values may be from uniform ones that they were made of."""
+    if kind in _BOOKS:
+        why = "the same search, of few values, gives 1.15 of that; 2.2 of its largest error, as a sign is wrong where seven stand for eight"
+        return Tolerance(1.15 * UNIFORM_NMSE[kind], 2.2 * STEPS[kind], f"{_REACHED.format(UNIFORM_NMSE[kind])}; {why}")
     return Tolerance(
         1.4 * UNIFORM_NMSE[kind], (2.2 if kind in SAME_RULE else 3.5) * STEPS[kind],
-        f"vkback.quants encodes uniform values with NMSE {UNIFORM_NMSE[kind]:.1e}, few values and a simpler search give 1.4 of that; "
+        f"{_REACHED.format(UNIFORM_NMSE[kind])}, few values and a simpler search give 1.4 of that; "
         f"off by a step of {STEPS[kind]:.2g} of the range at most, which is two rms, and as much for scales in few bits",
     )  # fmt: skip
 

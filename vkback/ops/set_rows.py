@@ -146,7 +146,7 @@ def set_rows_case(
 def cases() -> Iterator[Case]:
     yield set_rows_case("f32", "bf16", "i64", (33, 5, 1, 7), (2, 3), 2, True)
     yield set_rows_case("f16", "f16", "i32", (3, 5, 7, 1), r=2)
-    for kind in ("q8_0", "q5_1", "q4_K"):
+    for kind in ("q8_0", "q5_1", "q4_K", "iq2_xs", "iq1_m"):
         yield set_rows_case("f32", kind, "i64", (256, 5, 2, 1), (2, 1), 3)
 
 
