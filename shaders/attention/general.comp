@@ -1,4 +1,5 @@
 #version 450
+#extension GL_EXT_control_flow_attributes : require
 // Attention with everything that FLASH_ATTN_EXT has: head sizes of any length, V of another size than K, several sequences, a mask as a tensor,
 // ALiBi, softcap, sinks. Slower than attention.comp and prompt.comp, which serve models.
 //
@@ -49,6 +50,8 @@ shared float query[QUERIES][MOST_DIM];
 shared float sums[QUERIES][MOST_DIM];
 shared float weights[QUERIES][WG_SIZE];
 
+const uint STEPS = 8u;    // at once of a loop: llvmpipe ends an invocation's loops after 65535 passes in all
+
 #define LOWEST uintBitsToFloat(0xff800000u)    // -inf
 
 // ALiBi: heads up to the largest power of two n have slopes 2^(-max_bias / n * (h + 1)), those beyond the odd powers of its root.
@@ -88,9 +91,12 @@ void main() {
         for (uint j = 0u; j < QUERIES; j++) score[j] = 0.0;
         if (inside) {
             const uint from = k_first + row * p.k_step[2];
-            for (uint d = 0u; d < p.k_dim; d++) {
-                const float value = k[from + d];
-                for (uint j = 0u; j < QUERIES; j++) score[j] += query[j][d] * value;
+            for (uint d = 0u; d < p.k_dim; d += STEPS) {
+                [[unroll]] for (uint u = 0u; u < STEPS; u++) {
+                    if (d + u >= p.k_dim) break;
+                    const float value = k[from + d + u];
+                    for (uint j = 0u; j < QUERIES; j++) score[j] += query[j][d + u] * value;
+                }
             }
         }
         float shrink[QUERIES];
@@ -117,9 +123,12 @@ void main() {
             for (uint d = thread; d < p.v_dim; d += WG_SIZE) {
                 float sum[QUERIES];
                 for (uint j = 0u; j < QUERIES; j++) sum[j] = sums[j][d] * shrink[j];
-                for (uint i = 0u; i < rows; i++) {
-                    const float value = v[v_first + (chunk + i) * p.v_step[2] + d];
-                    for (uint j = 0u; j < QUERIES; j++) sum[j] += weights[j][i] * value;
+                for (uint i = 0u; i < rows; i += STEPS) {
+                    [[unroll]] for (uint u = 0u; u < STEPS; u++) {
+                        if (i + u >= rows) break;
+                        const float value = v[v_first + (chunk + i + u) * p.v_step[2] + d];
+                        for (uint j = 0u; j < QUERIES; j++) sum[j] += weights[j][i + u] * value;
+                    }
                 }
                 for (uint j = 0u; j < QUERIES; j++) sums[j][d] = sum[j];
             }

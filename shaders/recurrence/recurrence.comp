@@ -1,4 +1,5 @@
 #version 450
+#extension GL_EXT_control_flow_attributes : require
 // Linear attention as a recurrence. A head has a state S [key, value]; token by token, with its decay w along the keys:
 //
 //   FUNCTION 0  RWKV_WKV6          y = r (S + diag(u) k v^T),  S = diag(w) S + k v^T
@@ -46,6 +47,8 @@ layout(std430, set = 0, binding = 8) readonly buffer InB { float b[]; };
 layout(std430, set = 0, binding = 7) readonly buffer InBeta { float beta[]; };
 #endif
 
+const uint STEPS = 8u;    // at once of a loop: llvmpipe ends an invocation's loops after 65535 passes in all
+
 // Where key n of this thread's value stands.
 uint at(uint n, uint head, uint value) {
 #if FUNCTION < 2
@@ -68,35 +71,43 @@ void main() {
         float fed = v[row * p.dim + value];
 #if FUNCTION >= 2
         float seen = 0.0;  // of the state before this token: of a, or of k once it has decayed
-        for (uint n = 0u; n < p.dim; n++) {
+        for (uint first = 0u; first < p.dim; first += STEPS) {
+            [[unroll]] for (uint step = 0u; step < STEPS; step++) {
+                const uint n = first + step;
+                if (n >= p.dim) break;
 #if FUNCTION == 2
-            seen += states[at(n, all_heads, value)] * a[row * p.dim + n];
+                seen += states[at(n, all_heads, value)] * a[row * p.dim + n];
 #else
-            seen += states[at(n, all_heads, value)] * exp(w[row * p.w_width + n % p.w_width]) * k[k_row + n];
+                seen += states[at(n, all_heads, value)] * exp(w[row * p.w_width + n % p.w_width]) * k[k_row + n];
 #endif
+            }
         }
 #if FUNCTION == 3
         fed = (fed - seen) * beta[row];
 #endif
 #endif
         float sum = 0.0;
-        for (uint n = 0u; n < p.dim; n++) {
-            const float old = states[at(n, all_heads, value)];
-            float decay = w[row * p.w_width + n % p.w_width];
+        for (uint first = 0u; first < p.dim; first += STEPS) {
+            [[unroll]] for (uint step = 0u; step < STEPS; step++) {
+                const uint n = first + step;
+                if (n >= p.dim) break;
+                const float old = states[at(n, all_heads, value)];
+                float decay = w[row * p.w_width + n % p.w_width];
 #if FUNCTION == 3
-            decay = exp(decay);
+                decay = exp(decay);
 #endif
-            const float update = k[k_row + n] * fed;
-            float state = old * decay + update;
+                const float update = k[k_row + n] * fed;
+                float state = old * decay + update;
 #if FUNCTION == 0
-            sum += (old + u[head * p.dim + n] * update) * r[k_row + n];
+                sum += (old + u[head * p.dim + n] * update) * r[k_row + n];
 #elif FUNCTION == 2
-            state += b[row * p.dim + n] * seen;
+                state += b[row * p.dim + n] * seen;
 #endif
 #if FUNCTION > 0
-            sum += state * r[k_row + n];
+                sum += state * r[k_row + n];
 #endif
-            states[at(n, all_heads, value)] = state;
+                states[at(n, all_heads, value)] = state;
+            }
         }
         y[row * p.dim + value] = sum * p.scale;
         const uint back = p.tokens - 1u - t;

@@ -1,4 +1,5 @@
 #version 450
+#extension GL_EXT_control_flow_attributes : require
 // The recurrence of ggml's SSM_SCAN, token after token of each sequence:
 //
 //   state = state * exp(step * a) + b * x * step,  step = log(1 + exp(dt)),  y = sum of state * c
@@ -33,6 +34,8 @@ layout(std430, set = 0, binding = 5) readonly buffer InC { float c[]; };
 layout(std430, set = 0, binding = 6) writeonly buffer OutY { float y[]; };
 layout(std430, set = 0, binding = 7) buffer OutS { float after[]; };
 
+const uint STEPS = 8u;    // at once of a loop: llvmpipe ends an invocation's loops after 65535 passes in all
+
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     if (i >= p.sequences * p.heads * p.dim) return;
@@ -48,11 +51,15 @@ void main() {
         const uint group = (token * p.groups + head / (p.heads / p.groups)) * p.n_state;
         const float fed = x[at] * step;
         float sum = 0.0;
-        for (uint n = 0u; n < p.n_state; n++) {
-            const float decay = exp(step * a[head * p.a_width + n % p.a_width]);
-            const float state = after[own + n] * decay + b[group + n] * fed;
-            after[own + n] = state;
-            sum += state * c[group + n];
+        for (uint first = 0u; first < p.n_state; first += STEPS) {
+            [[unroll]] for (uint u = 0u; u < STEPS; u++) {
+                const uint n = first + u;
+                if (n >= p.n_state) break;
+                const float decay = exp(step * a[head * p.a_width + n % p.a_width]);
+                const float state = after[own + n] * decay + b[group + n] * fed;
+                after[own + n] = state;
+                sum += state * c[group + n];
+            }
         }
         y[at] = sum;
         const uint back = p.tokens - 1u - t;

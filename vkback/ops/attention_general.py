@@ -219,6 +219,7 @@ class Attention(Op):
         for hsk, hsv in ((40, 40), (80, 80), (96, 64), (192, 128), (256, 256), (320, 256), (512, 512), (576, 512)):
             for nb, kv in ((1, 512), (3, 113), (75, 64)):
                 yield self.build_case(hsk, hsv, 2, (4, 1), kv, nb, max_bias=8.0)
+        yield self.build_case(256, 256, 1, (2, 1), 16384, 1)
 
 
 def _block(kind: str) -> int:

@@ -258,3 +258,4 @@ class GatedDeltaNet(Recurrence):
     def full_cases(self) -> Iterator[Case]:
         for dim, tokens, repeat, permuted, kda in product((1, 64, 128), (1, 70), (1, 3), (False, True), (False, True)):
             yield self.build_case("f32", 3, dim, tokens, 2, repeat, permuted, kda, min(tokens, 4))
+        yield self.build_case("f32", 1, 128, 512, 1)
