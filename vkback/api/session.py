@@ -74,8 +74,15 @@ class Session:
         """
         checked = Options.of(options)
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        ids = self.model.chat_ids(conversation, template)
-        with self.model.using("session.chat", self) as engine:
+        return self._stream_from("session.chat", self.model.chat_ids(conversation, template), checked)
+
+    def stream_from(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
+        """Go on from a prompt in the place of the session's text; what both begin with is kept and not read again."""
+        checked = Options.of(options)
+        return self._stream_from("session.stream_from", self.model.ids(prompt, start=True), checked)
+
+    def _stream_from(self, what: str, ids: list[int], checked: Options) -> Stream:
+        with self.model.using(what, self) as engine:
             self._check_room(len(ids))
             common = next((i for i, (a, b) in enumerate(zip(self._tokens, ids, strict=False)) if a != b), min(len(self._tokens), len(ids)))
             reused = min(common, engine.n_past, len(ids) - 1)  # one token must go through the model, to give the first logits

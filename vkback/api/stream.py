@@ -76,6 +76,11 @@ class Stream(Iterator[Chunk]):
         self._pieces.close()
 
     @property
+    def ended(self) -> bool:
+        """Whether its last piece was taken, or `close` called."""
+        return self._finish is not None
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """Those made so far."""
         return tuple(self._made)

@@ -18,6 +18,7 @@ from vkback.cli import (
     perplexity,
     plan,
     profile,
+    serve,
     synth,
     test_ops,
     tune,
@@ -28,6 +29,7 @@ app = new_app("GGUF models on any Vulkan device: run, inspect, compare. Speed is
 app.command("devices")(devices.devices)
 app.command("run")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("perplexity")(perplexity.perplexity)
 app.command("synth")(synth.synth)
 app.command("graph")(graph.graph)

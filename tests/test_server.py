@@ -1,0 +1,319 @@
+"""vkback serve, over HTTP on one small model: replies, limits, errors, clients that leave, a device that is lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import vkback
+from vkback.api import LoadedModel
+from vkback.cli import serve
+from vkback.cli.shell import UsageError
+from vkback.device import Device, DeviceLost
+from vkback.models.engine import Engine
+from vkback.paths import builtin_model
+
+pytest.importorskip("starlette", reason="vkback[serve] is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+uvicorn = pytest.importorskip("uvicorn", reason="vkback[serve] is not installed")
+
+from vkback.server.app import Limits, build_app  # noqa: E402  these need the packages above
+from vkback.server.worker import Worker  # noqa: E402
+
+PROMPT = "It was a dark and stormy night, and"
+MODEL = "demo-dense-Q4_K_M"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+GREEDY = {"temperature": 0, "max_tokens": 6}
+
+
+class Served:
+    """A server in a thread, the worker behind it, and a client."""
+
+    def __init__(self, device: Device, limits: Limits, api_key: str | None = None, max_queue: int = 8) -> None:
+        self.loads = 0
+
+        def load() -> LoadedModel:
+            self.loads += 1
+            return LoadedModel(Engine.load(builtin_model("demo-dense"), device, n_ctx=128, act="f32", progress=False))
+
+        self.worker = Worker(load, max_queue=max_queue)
+        app = build_app(self.worker, api_key=api_key, limits=limits, template="plain")
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        self._socket = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such alone
+        self._socket.bind(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._socket]})
+        self._thread.start()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+
+    def post(self, path: str, **body: Any) -> Any:
+        return self.client.post(path, json=body)
+
+    def text(self, **body: Any) -> Any:
+        reply = self.post("/v1/completions", **{"prompt": PROMPT, **GREEDY, **body})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def events(self, path: str, **body: Any) -> list[Any]:
+        reply = self.post(path, stream=True, **body)
+        assert reply.headers["content-type"].startswith("text/event-stream"), reply.text
+        *events, done, rest = reply.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def wait(self, state: str) -> None:
+        until = time.monotonic() + 5
+        while self.worker.state != state:
+            assert time.monotonic() < until, f"the worker is {self.worker.state}, not {state}"
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.should_exit = True
+        self._thread.join(20)
+        self._socket.close()
+
+
+@pytest.fixture(scope="module")
+def served(device: Device) -> Iterator[Served]:
+    served = Served(device, Limits(body_bytes=100_000, tokens=120))
+    yield served
+    served.close()
+    assert served.worker.state == "stopped"
+
+
+# --- replies
+
+
+@pytest.mark.vulkan
+def test_a_completion_is_what_the_interface_gives_streamed_or_not(served: Served, device: Device) -> None:
+    with LoadedModel(Engine.load(builtin_model("demo-dense"), device, n_ctx=128, act="f32", progress=False)) as model:
+        result = model.generate(PROMPT, temperature=0, max_tokens=6, logprobs=2)
+    body = served.text(logprobs=2)
+    (choice,) = body["choices"]
+    assert (body["object"], body["model"], choice["index"]) == ("text_completion", MODEL, 0)
+    assert (choice["text"], choice["finish_reason"]) == (result.text, "length")
+    assert choice["logprobs"]["tokens"] == [t.text for t in result.logprobs]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx([t.logprob for t in result.logprobs], abs=1e-3)
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [2] * 6
+    prompt = result.timings.prompt_tokens
+    counts = {key: value for key, value in body["usage"].items() if key != "prompt_tokens_details"}
+    assert counts == {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
+    events = served.events("/v1/completions", prompt=PROMPT, **GREEDY, stream_options={"include_usage": True})
+    *pieces, last, usage = events
+    assert "".join(event["choices"][0]["text"] for event in pieces) == result.text
+    assert (last["choices"][0]["finish_reason"], usage["choices"], usage["usage"]["completion_tokens"]) == ("length", [], 6)
+    assert len({event["id"] for event in events}) == 1
+
+
+@pytest.mark.vulkan
+def test_a_chat_streamed_or_not_and_what_it_shares_with_the_one_before_is_not_read_again(served: Served) -> None:
+    whole = served.post("/v1/chat/completions", messages=MESSAGES, logprobs=True, top_logprobs=1, **GREEDY).json()
+    (choice,) = whole["choices"]
+    assert (whole["object"], choice["message"]["role"], choice["finish_reason"]) == ("chat.completion", "assistant", "length")
+    assert len(choice["logprobs"]["content"]) == 6
+    for entry in choice["logprobs"]["content"]:
+        assert bytes(entry["bytes"]).decode("utf-8", "replace") == entry["token"]
+        assert entry["top_logprobs"][0]["token"] == entry["token"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    first, *pieces, last = served.events("/v1/chat/completions", messages=parts, **GREEDY)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""} and first["object"] == "chat.completion.chunk"
+    assert "".join(event["choices"][0]["delta"]["content"] for event in pieces) == choice["message"]["content"]
+    assert last["choices"][0]["finish_reason"] == "length"
+    usage = served.post("/v1/chat/completions", messages=MESSAGES, **GREEDY).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+@pytest.mark.vulkan
+def test_seed_stop_bias_and_token_ids(served: Served) -> None:
+    first = served.text(seed=4, temperature=1)
+    served.text(prompt="Another")
+    assert served.text(seed=4, temperature=1)["choices"][0]["text"] == first["choices"][0]["text"]
+    greedy = served.text()["choices"][0]["text"]
+    stop = greedy.strip()[2:4]
+    stopped = served.text(stop=[stop])["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"]) == (greedy[: greedy.index(stop)], "stop")
+    ids = served.worker.tokenizer.encode(PROMPT)
+    assert served.text(prompt=ids)["choices"][0]["text"] == greedy
+    (token,) = {served.worker.tokenizer.encode(greedy, add_bos=False)[0]}
+    assert served.text(logit_bias={str(token): -100}, max_tokens=2)["choices"][0]["text"] != greedy[: len(greedy) // 3]
+
+
+@pytest.mark.vulkan
+@pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="the openai package is not installed")
+def test_the_openai_client(served: Served) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
+    assert [m.id for m in client.models.list()] == [MODEL]
+    whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY)
+    pieces = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, **GREEDY)
+    assert "".join(p.choices[0].delta.content or "" for p in pieces) == whole.choices[0].message.content
+    text = client.completions.create(model=MODEL, prompt=PROMPT, **GREEDY)
+    assert text.choices[0].text == served.text()["choices"][0]["text"]
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=MODEL, messages=[], **GREEDY)
+
+
+# --- many, and those that leave
+
+
+@pytest.mark.vulkan
+def test_twenty_at_once_are_answered_or_told_to_come_again(served: Served) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        replies = list(pool.map(lambda i: served.post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=2), range(20)))
+    assert {r.status_code for r in replies} <= {200, 429}
+    answered = [r.json()["choices"][0]["text"] for r in replies if r.status_code == 200]
+    assert len(answered) >= 8 and len(set(answered)) == 1
+    for r in replies:
+        if r.status_code == 429:
+            assert int(r.headers["retry-after"]) >= 1 and r.json()["error"]["code"] == "queue_full"
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> None:
+    before = served.worker.counts.cancelled
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 110, "stream": stream, "temperature": 0}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(head + body)
+        served.wait("busy")
+        if stream:
+            assert connection.recv(10).startswith(b"HTTP/1.1 2")
+    served.wait("idle")
+    assert served.worker.counts.cancelled == before + 1
+
+
+@pytest.mark.vulkan
+def test_clients_take_turns(served: Served) -> None:
+    from vkback.server.worker import Job
+
+    order: list[str] = []
+    done = threading.Event()
+
+    def job(client: str, name: str) -> Job:
+        def put(event: Any) -> None:
+            if isinstance(event, vkback.Result):
+                order.append(name)
+                if len(order) == 5:
+                    done.set()
+
+        return Job(PROMPT, False, {"max_tokens": 2, "temperature": 0}, client, time.monotonic() + 20, put)
+
+    for client, name in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1")):
+        served.worker.submit(job(client, name))
+    assert done.wait(20)
+    assert [name for name in order if name != "a1"] in (["b1", "c1", "a2", "a3"], ["a2", "b1", "c1", "a3"])
+
+
+# --- what is refused
+
+
+def malformed() -> list[tuple[str, bytes]]:
+    """Bodies that no endpoint takes: fields of a wrong type or range, fields there are not, broken JSON."""
+    good: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": MESSAGES}}
+    wrong: dict[str, tuple[Any, ...]] = {
+        "max_tokens": (0, -1, 1.5, "1", 10**30, [], 121), "temperature": (-1, 3, "0", True, {}), "top_p": (-0.1, 1.1, "1"),
+        "top_k": (-1, 2**40, 0.5), "min_p": (2, "a"), "seed": (-1, 2**31, "1"), "stop": ("", [""], 5, ["a"] * 17, [1]),
+        "presence_penalty": (9, "1"), "frequency_penalty": (-9, []), "repeat_penalty": (0, "1"),
+        "logit_bias": ({"a": 1}, {"1": 101}, {"-1": 1}, {"99999999": 1}, []), "n": (0, 2, "1"), "logprobs": (-1, 21, "x"),
+        "stream": ("yes", 1), "stream_options": (5, {}, {"x": 1}), "model": ("gpt", 5), "unknown": (1,), "tools": ([1],),
+        "prompt": ("", [], [-1], [10**9], ["a", "b"], None, {}), "echo": (True,), "suffix": ("a",), "best_of": (2,),
+        "messages": ([], "x", [{}], [{"role": "user"}], [{"role": 1, "content": ""}], [1]), "top_logprobs": (1, 99),
+        "response_format": ({"type": "json_object"},),
+    }  # fmt: skip
+    fields = [(key, value) for key, values in wrong.items() for value in values]
+    found = [(path, json.dumps(body | {key: value}).encode()) for path, body in good.items() for key, value in fields]
+    raw = [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 50_000, b'{"prompt": "x", "temperature": NaN}', b'"' + b"a" * 99, b" " * 100_001]
+    found += [(path, body) for path in good for body in raw]
+    draw = random.Random(1)
+    for path, body in good.items():
+        text = json.dumps(body | {"max_tokens": 1}).encode()
+        found += [(path, text[: draw.randrange(len(text))]) for _ in range(60)]
+    return found
+
+
+@pytest.mark.vulkan
+def test_malformed_requests_get_4xx_and_no_traceback(served: Served) -> None:
+    cases = malformed()
+    assert len(cases) > 250
+    for path, body in cases:
+        reply = served.client.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert 400 <= reply.status_code < 500, (path, body[:200], reply.text)
+        assert set(reply.json()["error"]) == {"message", "type", "param", "code"} and "Traceback" not in reply.text
+    assert served.text(max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.vulkan
+def test_errors_name_what_is_wrong(served: Served) -> None:
+    reply = served.post("/v1/completions", prompt="x", max_tokens=500)
+    assert reply.json()["error"]["param"] == "max_tokens" and "at most 120" in reply.text
+    reply = served.post("/v1/completions", prompt="word " * 500)
+    assert reply.status_code == 400 and "the context has 128" in reply.text
+    assert served.post("/v1/completions", prompt="x", model="gpt").status_code == 404
+    assert served.client.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert served.client.post("/v1/completions", content=b" " * 200_000, headers={"Content-Type": "application/json"}).status_code == 413
+    assert served.client.get("/v1/nothing").json()["error"]["code"] and served.client.get("/v1/completions").status_code == 405
+
+
+# --- beside the endpoints of text
+
+
+@pytest.mark.vulkan
+def test_models_health_metrics_and_page(served: Served) -> None:
+    (model,) = served.client.get("/v1/models").json()["data"]
+    assert model["id"] == MODEL and served.client.get(f"/v1/models/{MODEL}").json() == model
+    served.wait("idle")
+    health = served.client.get("/health")
+    assert health.status_code == 200 and health.json()["status"] == "idle" and health.json()["queued"] == 0
+    metrics = dict(line.rsplit(" ", 1) for line in served.client.get("/metrics").text.splitlines() if not line.startswith("#"))
+    assert float(metrics["vkback_device_up"]) == 1
+    assert float(metrics["vkback_generated_tokens_total"]) == served.worker.counts.generated_tokens
+    page = served.client.get("/")
+    assert page.headers["content-type"].startswith("text/html") and "http://" not in page.text and "https://" not in page.text
+
+
+@pytest.mark.vulkan
+def test_a_lost_device_is_told_and_opened_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: Any, **__: Any) -> Any:
+        raise DeviceLost("[device] the device stopped")
+
+    loads, model = served.loads, served.worker._model
+    assert model is not None
+    monkeypatch.setattr(model.engine, "prompt", lose)
+    reply = served.post("/v1/completions", prompt=PROMPT, **GREEDY)
+    assert reply.status_code == 503 and reply.json()["error"]["code"] == "device_lost"
+    assert served.text()["usage"]["completion_tokens"] == 6 and served.loads == loads + 1
+    assert served.client.get("/health").json()["lost"] == 1
+
+
+@pytest.mark.vulkan
+def test_an_api_key_is_asked_for_and_time_ends_a_request(device: Device) -> None:
+    served = Served(device, Limits(request_s=0.0), api_key="sécret")
+    try:
+        assert served.client.get("/health").status_code == 200
+        for path in ("/v1/models", "/metrics"):
+            assert served.client.get(path).status_code == 401
+            assert served.client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+            assert served.client.get(path, headers={"Authorization": "Bearer sécret".encode()}).status_code == 200
+        assert served.post("/v1/completions", prompt="x").status_code == 401
+        late = served.client.post("/v1/completions", json={"prompt": "x"}, headers={"Authorization": "Bearer sécret".encode()})
+        assert late.status_code == 503 and late.json()["error"]["code"] == "unavailable"
+    finally:
+        served.close()
+
+
+def test_a_missing_extra_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "PACKAGES", ("starlette", "not_there"))
+    with pytest.raises(UsageError, match=r"serve needs not_there, .* pip install 'vkback\[serve\]'"):
+        serve.require_packages()

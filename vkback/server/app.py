@@ -1,0 +1,251 @@
+"""The endpoints: an ASGI application on a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from vkback.api import Chunk, Result
+from vkback.server import replies, schema
+from vkback.server.errors import BadRequest, BodyTimeout, BodyTooLarge, NotJson, ServerError, Unauthorized, UnknownModel
+from vkback.server.metrics import Collector
+from vkback.server.worker import Event, Job, Worker
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """body_bytes: of a request; tokens: that one may ask for (None: the context); request_s: from a request to its last token, waiting
+    included; body_s: until its body is there."""
+
+    body_bytes: int = 4 << 20
+    tokens: int | None = None
+    request_s: float = 600.0
+    body_s: float = 30.0
+
+
+def build_app(worker: Worker, *, api_key: str | None = None, limits: Limits | None = None, template: str | None = None) -> Starlette:
+    """The application. template: of chats, in the place of the model's own. The worker is closed when the application ends."""
+    server = Server(worker, api_key, limits or Limits(), template)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(worker.close)
+
+    return Starlette(
+        routes=[
+            Route("/", server.page),
+            Route("/health", server.health),
+            Route("/metrics", server.metrics),
+            Route("/v1/models", server.models),
+            Route("/v1/models/{name:path}", server.model),
+            Route("/v1/completions", server.completions, methods=["POST"]),
+            Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        ],
+        exception_handlers={ServerError: on_error, HTTPException: on_http_error, Exception: on_fault},
+        lifespan=lifespan,
+    )
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServerError)
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(replies.error_body(error), error.status, headers)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """No such path, or another method."""
+    assert isinstance(error, HTTPException)
+    body = replies.error_body(BadRequest(f"[server] {request.method} {request.url.path}: {error.detail}"))
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def on_fault(request: Request, error: Exception) -> Response:
+    """A fault of the server: its log has the traceback, the client has not."""
+    return JSONResponse(replies.error_body(ServerError("[server] the request failed inside the server; its log says more")), 500)
+
+
+class Server:
+    """What the endpoints share."""
+
+    def __init__(self, worker: Worker, api_key: str | None, limits: Limits, template: str | None) -> None:
+        self.worker, self._key, self._limits, self._template = worker, api_key, limits, template
+        self._created = int(time.time())
+        self._page = resources.files("vkback.server").joinpath("page.html").read_text(encoding="utf-8")
+        self._registry = CollectorRegistry()
+        self._registry.register(Collector(worker))
+
+    async def page(self, request: Request) -> Response:
+        """The chat page: one file, which asks nobody but this server."""
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
+        return HTMLResponse(self._page, headers={"Content-Security-Policy": policy})
+
+    async def health(self, request: Request) -> Response:
+        """200 while the device answers, idle or busy; 503 while it is lost or the server ends."""
+        worker = self.worker
+        body = {
+            "status": worker.state, "model": worker.model_name, "device": worker.device_name, "queued": worker.queued,
+            "step_s": round(worker.step_s, 3), "lost": worker.counts.lost,
+        }  # fmt: skip
+        return JSONResponse(body, 200 if worker.state in ("idle", "busy") else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        self._authorize(request)
+        return Response(generate_latest(self._registry), headers={"Content-Type": METRICS_TYPE})
+
+    async def models(self, request: Request) -> Response:
+        self._authorize(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._authorize(request)
+        self._require_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def completions(self, request: Request) -> Response:
+        asked = schema.parse(schema.CompletionRequest, await self._body(request))
+        options = asked.options(self.worker.n_vocab, self._token_limit)
+        return await self._answer(request, asked, asked.prompt, options, chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        asked = schema.parse(schema.ChatRequest, await self._body(request))
+        options = asked.options(self.worker.n_vocab, self._token_limit)
+        return await self._answer(request, asked, [m.plain() for m in asked.messages], options, chat=True)
+
+    # -- parts
+
+    @property
+    def _token_limit(self) -> int:
+        return self._limits.tokens or self.worker.n_ctx
+
+    def _model(self) -> dict[str, Any]:
+        worker = self.worker
+        return {
+            "id": worker.model_name, "object": "model", "created": self._created, "owned_by": "vkback",
+            "meta": {"description": worker.description, "n_ctx": worker.n_ctx, "n_vocab": worker.n_vocab},
+        }  # fmt: skip
+
+    def _require_model(self, name: str | None) -> None:
+        if name is not None and name != self.worker.model_name:
+            raise UnknownModel(f"[server] no model is called {name!r} here; there is {self.worker.model_name!r}", "model")
+
+    def _authorize(self, request: Request) -> None:
+        """In a time that does not depend on how much of the key is right."""
+        if self._key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._key.encode()):
+            raise Unauthorized("[server] the API key is missing or wrong; send the header Authorization: Bearer KEY")
+
+    async def _body(self, request: Request) -> bytes:
+        """Authorized, JSON, within the limits. A page of another site cannot send this content type without asking first."""
+        self._authorize(request)
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise NotJson("[server] the body must be JSON: send the header Content-Type: application/json")
+        limit = self._limits.body_bytes
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise BodyTooLarge(f"[server] the body is above {limit} bytes, the limit of this server")
+        except TimeoutError as e:
+            raise BodyTimeout(f"[server] the body did not come within {self._limits.body_s:g} s") from e
+        except ClientDisconnect as e:
+            raise BadRequest("[server] the client left before its request was there") from e
+        return bytes(body)
+
+    async def _answer(self, request: Request, asked: Any, prompt: Any, options: Any, *, chat: bool) -> Response:
+        self._require_model(asked.model)
+        if asked.stream_options is not None and not asked.stream:
+            raise BadRequest("[server] stream_options needs stream: true", "stream_options")
+        spell = self.worker.tokenizer.token_bytes
+        shape = replies.Shape(
+            ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex, self.worker.model_name, chat, lambda token: spell(token, special=True),
+            options["logprobs"] is not None,
+        )  # fmt: skip
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        job = Job(
+            prompt, chat, options, request.client.host if request.client else "", time.monotonic() + self._limits.request_s,
+            _sender(asyncio.get_running_loop(), events), self._template,
+        )  # fmt: skip
+        self.worker.submit(job)
+        try:
+            first = await self._next(request, events)
+            if asked.stream:
+                usage = asked.stream_options is not None and asked.stream_options.include_usage
+                return StreamingResponse(self._stream(job, shape, first, events, usage), media_type="text/event-stream")
+            last = first
+            while not isinstance(last, Result):
+                last = await self._next(request, events)
+        except BaseException:
+            self.worker.cancel(job)
+            raise
+        return JSONResponse(shape.whole(last))
+
+    async def _next(self, request: Request, events: asyncio.Queue[Event]) -> Chunk | Result:
+        """The next event. Raises the error that it is, or BadRequest when the client leaves first."""
+        event = asyncio.ensure_future(events.get())
+        left = asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait({event, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not event.done():
+                raise BadRequest("[server] the client has left")
+            found = event.result()
+        finally:
+            event.cancel()
+            left.cancel()
+            await asyncio.wait({event, left})  # until both have ended: nobody else may read from the connection meanwhile
+        if isinstance(found, ServerError):
+            raise found
+        return found
+
+    async def _stream(
+        self, job: Job, shape: replies.Shape, first: Chunk | Result, events: asyncio.Queue[Event], usage: bool
+    ) -> AsyncIterator[str]:
+        """Events of a reply, from the first on. An error comes as the last one, since the status is sent."""
+        try:
+            if shape.chat:
+                yield replies.event(shape.first())
+            found: Event = first
+            while isinstance(found, Chunk):
+                yield replies.event(shape.piece(found.text, found.logprobs))
+                found = await events.get()
+            if isinstance(found, ServerError):
+                yield replies.event(replies.error_body(found))
+                return
+            yield replies.event(shape.last(found))
+            if usage:
+                yield replies.event(shape.usage(found))
+            yield replies.DONE
+        finally:
+            self.worker.cancel(job)
+
+
+def _sender(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event]) -> Callable[[Event], None]:
+    """Puts events of another thread into a queue of this loop; without effect once the loop is closed."""
+
+    def send(event: Event) -> None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+    return send

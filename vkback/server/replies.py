@@ -1,0 +1,112 @@
+"""The JSON of replies, as OpenAI's API has it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vkback.api import Result, TokenLogprob
+from vkback.server.errors import ServerError
+
+Spell = Callable[[int], bytes]
+"""The bytes of a token."""
+
+LEAST_LOGPROB = -9999.0
+"""Stands for -inf, which JSON has not."""
+
+
+def error_body(error: ServerError) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def event(body: dict[str, Any]) -> str:
+    """One event of a stream."""
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+
+
+def finish_reason(result: Result) -> str:
+    return "stop" if result.finish_reason in ("eos", "stop") else "length"
+
+
+def usage(result: Result) -> dict[str, Any]:
+    """Tokens of prompt and text; cached: of the prompt, not read again."""
+    timings = result.timings
+    prompt = timings.prompt_tokens + timings.reused_tokens
+    made = len(result.tokens)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": timings.reused_tokens},
+    }  # fmt: skip
+
+
+@dataclass
+class Shape:
+    """What all bodies of one reply share. offset: characters of the text so far, for `text_offset`."""
+
+    id: str
+    model: str
+    chat: bool
+    spell: Spell
+    logprobs: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    offset: int = 0
+
+    def whole(self, result: Result) -> dict[str, Any]:
+        """Of a reply that is not streamed."""
+        if self.chat:
+            choice: dict[str, Any] = {"message": {"role": "assistant", "content": result.text, "refusal": None}}
+        else:
+            choice = {"text": result.text}
+        body = self._body("chat.completion", choice, result.logprobs, finish_reason(result))
+        return body | {"usage": usage(result)}
+
+    def first(self) -> dict[str, Any]:
+        """Of a chat: who speaks."""
+        return self._body("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, (), None)
+
+    def piece(self, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return self._body("chat.completion.chunk", {"delta": {"content": text}} if self.chat else {"text": text}, logprobs, None)
+
+    def last(self, result: Result) -> dict[str, Any]:
+        """Why the text ends."""
+        return self._body("chat.completion.chunk", {"delta": {}} if self.chat else {"text": ""}, (), finish_reason(result))
+
+    def usage(self, result: Result) -> dict[str, Any]:
+        """The event that `include_usage` asks for."""
+        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage(result)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind if self.chat else "text_completion", "created": self.created, "model": self.model}
+
+    def _body(self, kind: str, choice: dict[str, Any], logprobs: Sequence[TokenLogprob], finish: str | None) -> dict[str, Any]:
+        told = None
+        if self.logprobs and (logprobs or finish is None or "message" in choice):
+            told = {"content": [self._chat_token(t) for t in logprobs], "refusal": None} if self.chat else self._text_tokens(logprobs)
+        return self._head(kind) | {"choices": [{"index": 0, **choice, "logprobs": told, "finish_reason": finish}]}
+
+    def _chat_token(self, t: TokenLogprob) -> dict[str, Any]:
+        return self._chat_entry(t.token, t.text, t.logprob) | {"top_logprobs": [self._chat_entry(*entry) for entry in t.top]}
+
+    def _chat_entry(self, token: int, text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": _number(logprob), "bytes": list(self.spell(token))}
+
+    def _text_tokens(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        offsets = []
+        for t in tokens:
+            offsets.append(self.offset)
+            self.offset += len(t.text)
+        return {
+            "tokens": [t.text for t in tokens], "token_logprobs": [_number(t.logprob) for t in tokens],
+            "top_logprobs": [{text: _number(logprob) for _, text, logprob in t.top} for t in tokens], "text_offset": offsets,
+        }  # fmt: skip
+
+
+def _number(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB

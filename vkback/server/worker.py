@@ -1,0 +1,248 @@
+"""The thread that has the model: a bounded queue of jobs, one at a time, clients in turn.
+
+A job's events go to the event loop that waits for them. Between two pieces of text the thread looks whether the client has left and whether
+the time is over. A lost device is opened anew: the job that found it lost gets an error, those that wait are run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vkback.api import Chunk, GenerateOptions, LoadedModel, Result, Session
+from vkback.device import DeviceError, DeviceLost
+from vkback.device import Timeout as DeviceTimeout
+from vkback.errors import VkbackError
+from vkback.server.errors import BadRequest, LostDevice, QueueFull, ServerError, Unavailable
+
+log = logging.getLogger("vkback.server")
+
+Event = Chunk | Result | ServerError
+"""Pieces of text, then the whole; or an error, after which nothing comes."""
+
+State = Literal["idle", "busy", "device_lost", "stopped"]
+
+
+@dataclass
+class Job:
+    """A request for text.
+
+    prompt    text, token ids, or messages of a chat
+    template  of the chat, in the place of the model's own
+    client    whom to take turns with
+    deadline  by time.monotonic(); what is made until then is the answer
+    put       takes events, called in the thread of the worker
+    """
+
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
+    chat: bool
+    options: GenerateOptions
+    client: str
+    deadline: float
+    put: Callable[[Event], None]
+    template: str | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Counts:
+    """What has happened since the start. seconds: that jobs ran."""
+
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: int = 0
+    lost: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+
+
+class Worker:
+    """Runs jobs on a model, which it closes at its end."""
+
+    def __init__(self, load: Callable[[], LoadedModel], *, max_queue: int = 32, reuse: bool = True) -> None:
+        """load: opens the model, now and after the device was lost. reuse: keep what a prompt shares with the one before."""
+        self._load, self._max_queue, self._reuse = load, max_queue, reuse
+        self._model: LoadedModel | None = load()
+        self.model_name = self._model.name.removesuffix(".gguf")
+        self.description = self._model.description
+        self.n_ctx, self.n_vocab = self._model.n_ctx, self._model.n_vocab
+        self.tokenizer = self._model.tokenizer
+        self.device_name = self._model.engine.device.caps.name
+        self._session = self._model.session()
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._running: Job | None = None
+        self._stopping = False
+        self._step_begun = 0.0
+        self.state: State = "idle"
+        self.counts = Counts()
+        self._thread = threading.Thread(target=self._run, name="vkback-worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait."""
+        with self._changed:
+            return self._length()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds since the running job last gave a sign; 0 if none is running."""
+        return time.monotonic() - self._step_begun if self._running else 0.0
+
+    def submit(self, job: Job) -> None:
+        """Put a job at the end of its client's queue. Raises QueueFull and Unavailable."""
+        with self._changed:
+            if self._stopping:
+                raise Unavailable("[server] the server is ending")
+            if self._length() >= self._max_queue:
+                self.counts.refused += 1
+                ended = self.counts.finished + self.counts.cancelled + self.counts.failed
+                mean_s = self.counts.seconds / ended if ended else 1.0
+                raise QueueFull(
+                    f"[server] {self._max_queue} requests wait already, which is the limit; try again later",
+                    retry_after_s=min(60, max(1, round(mean_s))),
+                )
+            self._waiting.setdefault(job.client, deque()).append(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """The client has left: a job that waits is dropped, one that runs ends at its next piece."""
+        job.cancelled.set()
+        with self._changed:
+            queue = self._waiting.get(job.client)
+            if queue and job in queue:
+                queue.remove(job)
+                self.counts.cancelled += 1
+                if not queue:
+                    del self._waiting[job.client]
+
+    def close(self) -> None:
+        """End the thread: the running job ends at its next piece, those that wait get an error."""
+        with self._changed:
+            self._stopping = True
+            left = [job for queue in self._waiting.values() for job in queue]
+            self._waiting.clear()
+            if self._running:
+                self._running.cancelled.set()
+            self._changed.notify()
+        for job in left:
+            job.put(Unavailable("[server] the server is ending"))
+        self._thread.join()
+
+    def _length(self) -> int:
+        return sum(len(queue) for queue in self._waiting.values())
+
+    def _next(self) -> Job | None:
+        """The first job of the client whose turn it is; None at the end."""
+        with self._changed:
+            self._running = None
+            if self.state == "busy":
+                self.state = "idle"
+            while not self._waiting and not self._stopping:
+                self._changed.wait()
+            if self._stopping:
+                return None
+            client, queue = self._waiting.popitem(last=False)
+            job = queue.popleft()
+            if queue:
+                self._waiting[client] = queue  # behind the other clients
+            self._running = job
+            self._step_begun = time.monotonic()
+            return job
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            begun = time.monotonic()
+            try:
+                self._answer(job)
+            except (DeviceLost, DeviceTimeout) as e:
+                self.counts.failed += 1
+                self.counts.lost += 1
+                self.state = "device_lost"
+                log.error("%s", e)
+                job.put(LostDevice(f"[server] the device was lost while this request ran, and is opened anew: try again. {e}"))
+                self._reopen()
+            except ServerError as e:
+                self.counts.failed += 1
+                job.put(e)
+            except DeviceError as e:
+                self._failed(job, Unavailable(str(e)))
+            except VkbackError as e:
+                self._failed(job, BadRequest(str(e)))
+            except Exception as e:
+                log.exception("a request failed")
+                self._failed(job, ServerError(f"[server] the request failed inside the server: {type(e).__name__}; its log says more"))
+            self.counts.seconds += time.monotonic() - begun
+        self.state = "stopped"
+        if self._model is not None:
+            with suppress(VkbackError):
+                self._model.close()
+
+    def _failed(self, job: Job, error: ServerError) -> None:
+        self.counts.failed += 1
+        if self._model is not None:
+            self._session = self._model.session()
+        job.put(error)
+
+    def _answer(self, job: Job) -> None:
+        if job.cancelled.is_set():
+            self.counts.cancelled += 1
+            return
+        if time.monotonic() > job.deadline:
+            raise Unavailable("[server] the request waited for its turn until its time was over; try again later", retry_after_s=5)
+        if self._model is None:
+            self._reopen()
+        if self._model is None:
+            raise LostDevice("[server] the device was lost and could not be opened again; the server's log says why", retry_after_s=5)
+        self.state = "busy"
+        if not self._reuse:
+            self._session = self._model.session()
+        session: Session = self._session
+        ids = self._model.chat_ids(job.prompt, job.template) if job.chat else self._model.ids(job.prompt, start=True)  # type: ignore[arg-type]
+        with session.stream_from(ids, **job.options) as stream:
+            for piece in stream:
+                self._step_begun = time.monotonic()
+                if job.cancelled.is_set():
+                    break
+                job.put(piece)
+                if self._step_begun > job.deadline:
+                    break
+            over = self._step_begun > job.deadline
+            ended = stream.ended
+        result = stream.result
+        if over and not ended:
+            result = Result(result.text, result.tokens, "length", result.timings, result.logprobs)
+        timings = result.timings
+        self.counts.prompt_tokens += timings.prompt_tokens
+        self.counts.reused_tokens += timings.reused_tokens
+        self.counts.generated_tokens += len(result.tokens)
+        if job.cancelled.is_set():
+            self.counts.cancelled += 1
+            job.put(Unavailable("[server] the request was cancelled"))
+        else:
+            self.counts.finished += 1
+            job.put(result)
+
+    def _reopen(self) -> None:
+        """Close what is left of the model and open it again; without success the next job tries once more."""
+        if self._model is not None:
+            with suppress(Exception):  # of a lost device nothing more can be asked
+                self._model.close()
+            self._model = None
+        try:
+            self._model = self._load()
+        except VkbackError as e:
+            log.error("the device could not be opened again: %s", e)
+            return
+        self._session = self._model.session()
+        self.state = "idle"
