@@ -26,8 +26,9 @@ pytest.importorskip("starlette", reason="vkback[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="vkback[serve] is not installed")
 
+from vkback.server import app as app_module  # noqa: E402
 from vkback.server.app import Limits, build_app  # noqa: E402  these need the packages above
-from vkback.server.worker import Worker  # noqa: E402
+from vkback.server.worker import Job, Worker  # noqa: E402
 
 PROMPT = "It was a dark and stormy night, and"
 MODEL = "demo-dense-Q4_K_M"
@@ -46,7 +47,7 @@ class Served:
             return LoadedModel(Engine.load(builtin_model("demo-dense"), device, n_ctx=128, act="f32", progress=False))
 
         self.worker = Worker(load, max_queue=max_queue)
-        app = build_app(self.worker, api_key=api_key, limits=limits, template="plain")
+        app = build_app(self.worker, api_key=api_key, limits=limits, template="plain", hosts=["127.0.0.1"])
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         self._socket = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such alone
         self._socket.bind(("127.0.0.1", 0))
@@ -184,7 +185,8 @@ def test_twenty_at_once_are_answered_or_told_to_come_again(served: Served) -> No
 def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> None:
     before = served.worker.counts.cancelled
     body = json.dumps({"prompt": PROMPT, "max_tokens": 110, "stream": stream, "temperature": 0}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    headers = ("Host: 127.0.0.1", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    head = "\r\n".join(("POST /v1/completions HTTP/1.1", *headers, "", "")).encode()
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
         connection.sendall(head + body)
         served.wait("busy")
@@ -196,8 +198,6 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> 
 
 @pytest.mark.vulkan
 def test_clients_take_turns(served: Served) -> None:
-    from vkback.server.worker import Job
-
     order: list[str] = []
     done = threading.Event()
 
@@ -214,6 +214,35 @@ def test_clients_take_turns(served: Served) -> None:
         served.worker.submit(job(client, name))
     assert done.wait(20)
     assert [name for name in order if name != "a1"] in (["b1", "c1", "a2", "a3"], ["a2", "b1", "c1", "a3"])
+
+
+@pytest.mark.vulkan
+def test_a_request_whose_time_is_over_ends_with_what_it_has(served: Served) -> None:
+    ended: list[vkback.Result] = []
+    done = threading.Event()
+
+    def put(event: Any) -> None:
+        job.deadline = 0.0
+        if isinstance(event, vkback.Result):
+            ended.append(event)
+            done.set()
+
+    job = Job(PROMPT, False, {"max_tokens": 100, "temperature": 0}, "a", time.monotonic() + 20, put)
+    served.worker.submit(job)
+    assert done.wait(20)
+    assert ended[0].finish_reason == "length" and 0 < len(ended[0].tokens) < 100
+
+
+@pytest.mark.vulkan
+def test_a_device_that_hangs_does_not_hold_the_client(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr(served.worker, "_answer", lambda job: hang.wait(20))
+    monkeypatch.setattr(app_module, "_time_left", lambda job: 0.05)
+    try:
+        reply = served.post("/v1/completions", prompt=PROMPT, **GREEDY)
+        assert reply.status_code == 503 and "has not answered" in reply.text
+    finally:
+        hang.set()
 
 
 # --- what is refused
@@ -263,6 +292,7 @@ def test_errors_name_what_is_wrong(served: Served) -> None:
     assert served.post("/v1/completions", prompt="x", model="gpt").status_code == 404
     assert served.client.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
     assert served.client.post("/v1/completions", content=b" " * 200_000, headers={"Content-Type": "application/json"}).status_code == 413
+    assert served.client.get("/health", headers={"Host": "other.example"}).status_code == 400
     assert served.client.get("/v1/nothing").json()["error"]["code"] and served.client.get("/v1/completions").status_code == 405
 
 
@@ -288,11 +318,16 @@ def test_a_lost_device_is_told_and_opened_again(served: Served, monkeypatch: pyt
     def lose(*_: Any, **__: Any) -> Any:
         raise DeviceLost("[device] the device stopped")
 
-    loads, model = served.loads, served.worker._model
+    loads, model, load = served.loads, served.worker._model, served.worker._load
     assert model is not None
     monkeypatch.setattr(model.engine, "prompt", lose)
-    reply = served.post("/v1/completions", prompt=PROMPT, **GREEDY)
-    assert reply.status_code == 503 and reply.json()["error"]["code"] == "device_lost"
+    monkeypatch.setattr(served.worker, "_load", lose)
+    for _ in range(2):  # it is lost; it cannot be opened
+        reply = served.post("/v1/completions", prompt=PROMPT, **GREEDY)
+        assert reply.status_code == 503 and reply.json()["error"]["code"] == "device_lost"
+        health = served.client.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "device_lost"
+    monkeypatch.setattr(served.worker, "_load", load)
     assert served.text()["usage"]["completion_tokens"] == 6 and served.loads == loads + 1
     assert served.client.get("/health").json()["lost"] == 1
 

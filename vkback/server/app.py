@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -15,15 +15,20 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from vkback.api import Chunk, Result
 from vkback.server import replies, schema
-from vkback.server.errors import BadRequest, BodyTimeout, BodyTooLarge, NotJson, ServerError, Unauthorized, UnknownModel
+from vkback.server.errors import BadRequest, BodyTimeout, BodyTooLarge, NotJson, ServerError, Unauthorized, Unavailable, UnknownModel
 from vkback.server.metrics import Collector
 from vkback.server.worker import Event, Job, Worker
+
+GRACE_S = 5.0
+"""Above the time of a request, until it is answered without the worker: its step is hanging, or reads a long prompt."""
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,8 +44,14 @@ class Limits:
     body_s: float = 30.0
 
 
-def build_app(worker: Worker, *, api_key: str | None = None, limits: Limits | None = None, template: str | None = None) -> Starlette:
-    """The application. template: of chats, in the place of the model's own. The worker is closed when the application ends."""
+def build_app(
+    worker: Worker, *, api_key: str | None = None, limits: Limits | None = None, template: str | None = None, hosts: Sequence[str] = ("*",)
+) -> Starlette:
+    """The application. The worker is closed when it ends.
+
+    template  of chats, in the place of the model's own
+    hosts     names that the Host header may have: a page of another site whose name was made to mean this machine has none of them
+    """
     server = Server(worker, api_key, limits or Limits(), template)
 
     @asynccontextmanager
@@ -59,6 +70,7 @@ def build_app(worker: Worker, *, api_key: str | None = None, limits: Limits | No
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
         ],
         exception_handlers={ServerError: on_error, HTTPException: on_http_error, Exception: on_fault},
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
         lifespan=lifespan,
     )
 
@@ -190,24 +202,26 @@ class Server:
         )  # fmt: skip
         self.worker.submit(job)
         try:
-            first = await self._next(request, events)
+            first = await self._next(request, job, events)
             if asked.stream:
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
                 return StreamingResponse(self._stream(job, shape, first, events, usage), media_type="text/event-stream")
             last = first
             while not isinstance(last, Result):
-                last = await self._next(request, events)
+                last = await self._next(request, job, events)
         except BaseException:
             self.worker.cancel(job)
             raise
         return JSONResponse(shape.whole(last))
 
-    async def _next(self, request: Request, events: asyncio.Queue[Event]) -> Chunk | Result:
-        """The next event. Raises the error that it is, or BadRequest when the client leaves first."""
+    async def _next(self, request: Request, job: Job, events: asyncio.Queue[Event]) -> Chunk | Result:
+        """The next event. Raises the error that it is, BadRequest when the client leaves first, Unavailable when nothing comes in time."""
         event = asyncio.ensure_future(events.get())
         left = asyncio.ensure_future(request.receive())
         try:
-            await asyncio.wait({event, left}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({event, left}, timeout=_time_left(job), return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise _too_late()
             if not event.done():
                 raise BadRequest("[server] the client has left")
             found = event.result()
@@ -229,7 +243,10 @@ class Server:
             found: Event = first
             while isinstance(found, Chunk):
                 yield replies.event(shape.piece(found.text, found.logprobs))
-                found = await events.get()
+                try:
+                    found = await asyncio.wait_for(events.get(), _time_left(job))
+                except TimeoutError:
+                    found = _too_late()
             if isinstance(found, ServerError):
                 yield replies.event(replies.error_body(found))
                 return
@@ -239,6 +256,14 @@ class Server:
             yield replies.DONE
         finally:
             self.worker.cancel(job)
+
+
+def _time_left(job: Job) -> float:
+    return max(0.0, job.deadline - time.monotonic()) + GRACE_S
+
+
+def _too_late() -> Unavailable:
+    return Unavailable("[server] the time of the request is over and the device has not answered; /health says what it does")
 
 
 def _sender(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event]) -> Callable[[Event], None]:

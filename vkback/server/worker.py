@@ -23,13 +23,16 @@ from vkback.server.errors import BadRequest, LostDevice, QueueFull, ServerError,
 
 log = logging.getLogger("vkback.server")
 
+JOIN_S = 15.0
+"""How long the end of the server waits for the device."""
+
 Event = Chunk | Result | ServerError
 """Pieces of text, then the whole; or an error, after which nothing comes."""
 
 State = Literal["idle", "busy", "device_lost", "stopped"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A request for text.
 
@@ -137,7 +140,9 @@ class Worker:
             self._changed.notify()
         for job in left:
             job.put(Unavailable("[server] the server is ending"))
-        self._thread.join()
+        self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            log.error("the device has not ended its work within %g s; it is left as it is", JOIN_S)
 
     def _length(self) -> int:
         return sum(len(queue) for queue in self._waiting.values())
@@ -241,8 +246,8 @@ class Worker:
             self._model = None
         try:
             self._model = self._load()
-        except VkbackError as e:
-            log.error("the device could not be opened again: %s", e)
+            self._session = self._model.session()
+        except Exception as e:  # whatever it is, the thread must go on
+            log.error("the device could not be opened again: %s", e, exc_info=not isinstance(e, VkbackError))
             return
-        self._session = self._model.session()
         self.state = "idle"
