@@ -333,6 +333,26 @@ def test_a_lost_device_is_told_and_opened_again(served: Served, monkeypatch: pyt
 
 
 @pytest.mark.vulkan
+def test_a_device_lost_in_a_stream_is_its_last_event(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served.worker._model
+    assert model is not None
+    generate = model.engine.generate
+
+    def lose(*given: Any, **options: Any) -> Iterator[int]:
+        tokens = generate(*given, **options)
+        yield from (next(tokens) for _ in range(3))
+        tokens.close()
+        raise DeviceLost("[device] the device stopped")
+
+    monkeypatch.setattr(model.engine, "generate", lose)
+    reply = served.post("/v1/completions", prompt=PROMPT, stream=True, **GREEDY)
+    *pieces, last, rest = reply.text.split("\n\n")
+    assert reply.status_code == 200 and pieces and rest == ""
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "device_lost"
+    assert served.text()["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.vulkan
 def test_an_api_key_is_asked_for_and_time_ends_a_request(device: Device) -> None:
     served = Served(device, Limits(request_s=0.0), api_key="sécret")
     try:
