@@ -28,7 +28,7 @@ from vkback.plan.forecast import Costs
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Overrides, Tuning
 from vkback.report import profile_text as text
-from vkback.report.profile_page import page
+from vkback.report.profile_page import _numbers, page
 from vkback.shader import Variant
 from vkback.timing import profile_model
 from vkback.timing.math_rate import MathRate
@@ -84,7 +84,7 @@ def made() -> Profile:
     kernels = tuple(
         cost(name, layer, 10.0 * (1 + layer), 30.0 * layer + 5 * n) for layer in (0, 1) for n, name in enumerate(("gate", "down"))
     )
-    phase = Phase("decode (2 tokens)", 1, 2, kernels, 100.0, 50.0, "timestamps", 0.0, ("a note",))
+    phase = Phase("decode (2 tokens)", 1, 2, kernels, 100.0, 50.0, "timestamps", 0.0, ("a note",), 12.0, 30.0)
     speeds = Speeds(2.0, 0.5, 4, 1, 9, 256, 0.308, 0.192, 40.47)
     return Profile(
         "llama ?B <Q8_0>", "GPU & co", "driver 1", 2, 64, 128, "auto", 4 << 30, speeds, (phase,), Costs(1.0, 2.0, 1.0, "made up"), None
@@ -102,7 +102,9 @@ def test_the_report_by_hand(made: Profile) -> None:
     # 1000 bytes twice in 20 us: 0.1 GB/s, a tenth of the read rate; 4000 operations twice: 0.4 GFLOPS; forecast half
     assert rates.split()[1:] == ["0.10", "10.0", "0.4", "0.010", "2.00"]
     joined = " ".join(" ".join(lines).split())
-    assert "GPU 0.060 ms of 0.100 ms wall of the same replays: 40.0% is the gap" in joined and "20 us a replay" in joined
+    # 40 us of two runs are no stage's; replays without stages take 30 us, of which 12 in the call
+    assert "GPU 0.060 ms of 0.100 ms wall of the same replays: 40.0% is the gap, 20 us a replay: 15 us before the first stage" in joined
+    assert "(submit, of it 6 us in the host's call;" in joined and "of the end); 5 us unexplained" in joined
     assert "overhead of timestamps: +20.0% of 25.0 us a run without them" in joined
     assert lines[-1] == "[metrics] tok/s total=6.28 prefill=46.88 decode=6.33"
     assert "[metrics] ttft=308.0ms prefill=192.0ms decode=40470.0ms total=40778.0ms" in lines
@@ -151,9 +153,36 @@ def test_the_page_stands_alone(made: Profile) -> None:
     checker = Checker()
     checker.feed(html)
     assert not checker.wrong and not checker.open
-    assert checker.count["svg"] == 3 and checker.count["circle"] == 2 and checker.count["section"] == 1 and checker.count["tr"] == 5
+    assert checker.count["svg"] == 1 and checker.count["circle"] == 2 and checker.count["section"] == 1 and checker.count["tr"] == 3
     assert not re.search(r"(src|href)=|https?://|@import|url\(", html), "it must need no network"
     assert "llama ?B &lt;Q8_0&gt;" in html and "GPU &amp; co" in html and "<Q8_0>" not in html
+
+
+def test_the_page_holds_its_figures_once(made: Profile) -> None:
+    held = re.search(r'<script type="application/json" id="data">(.*?)</script>', page(made))
+    assert held is not None
+    data = json.loads(held[1])
+    assert data["first"] == 0 and data["rate"] == made.costs.read_gb_s
+    (phase,) = data["phases"]
+    strings = data["strings"]
+    # two runs: half of 10 and 20 us each; 5 and 10 us in the last
+    assert [[strings[k[1]], strings[k[2]], strings[k[3]], *k[4:]] for k in phase["kernels"]] == [
+        ["gate-0", "mat_vec:ffn.gate:L0", "a row", "ffn", 5.0, 2.5, 1000, 4000, 0.0, 5.0],
+        ["down-0", "mat_vec:ffn.down:L0", "a row", "ffn", 5.0, 2.5, 1000, 4000, 5.0, 5.0],
+        ["gate-1", "mat_vec:ffn.gate:L1", "a row", "ffn", 10.0, 5.0, 1000, 4000, 30.0, 10.0],
+        ["down-1", "mat_vec:ffn.down:L1", "a row", "ffn", 10.0, 5.0, 1000, 4000, 35.0, 10.0],
+    ]
+    assert phase["layers"] == {"ffn.gate": [5.0, 10.0], "ffn.down": [5.0, 10.0]}
+    name, own, whole, _, cpu, calls, fused, (blk,) = phase["tree"]
+    assert (name, own, whole, cpu, calls, fused, blk[0], len(blk[7])) == ("llama", None, 60.0, 20.0, 2, -1, "blk", 2)
+    norm = next(part for part in blk[7][0][7] if part[0] == "ffn_norm")
+    assert norm[1] is None and strings[norm[6]] == "mat_vec:ffn.down:L0", "fused into the kernel that came last"
+
+
+def test_numbers_of_circles_do_not_cover_each_other() -> None:
+    found = _numbers([(100.0, 100.0, 9.0)] * 5 + [(300.0, 100.0, 4.0)])
+    assert found[0] == (100.0, 100.0) and found[5] == (300.0, 100.0)
+    assert all(abs(a[0] - b[0]) > 15 or abs(a[1] - b[1]) > 12 for i, a in enumerate(found) for b in found[:i])
 
 
 def test_the_page_in_a_browser(made: Profile, tmp_path: Path) -> None:
@@ -164,6 +193,10 @@ def test_the_page_in_a_browser(made: Profile, tmp_path: Path) -> None:
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
     drawn = subprocess.run([*command, str(tmp_path / "page.html")], capture_output=True, text=True, timeout=60)
     assert drawn.returncode == 0, drawn.stderr
+    checker = Checker()
+    checker.feed(drawn.stdout)
+    assert checker.count["svg"] == 3 and checker.count["tr"] == 8 and checker.count["details"] == 6
+    assert drawn.stdout.count("us, 0.2 GB/s") == drawn.stdout.count("us, 0.1 GB/s") == 2, "of four bars: 1000 bytes in 5 and 10 us"
     assert '<section class="on">' in drawn.stdout and '<button class="on">decode (2 tokens)' in drawn.stdout, "its script ran"
 
 

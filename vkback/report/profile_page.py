@@ -1,17 +1,19 @@
 """A profile as one HTML page that needs nothing else: tree of modules, timeline, roofline, heatmap and a table of all kernels, by phase.
 
-Pictures are SVG inside the page; titles of their parts show on hover.
+Its script draws the pictures as SVG from figures that it holds once; titles of their parts show on hover.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
+from typing import Any
 
 from vkback.report.profile_text import gap_text, overhead_text, totals
 from vkback.timing.modules import Module
-from vkback.timing.profile import KernelCost, Phase
+from vkback.timing.profile import Phase
 from vkback.timing.profile_model import Profile
 
 COLORS = {
@@ -33,7 +35,7 @@ nav button.on { color: #1c2330; font-weight: 600; border-bottom: 3px solid #3b6f
 section { display: none; } section.on { display: block; }
 .panel { background: #fff; border: 1px solid #dde1e8; border-radius: 8px; padding: 12px; overflow-x: auto; }
 .legend { display: flex; flex-wrap: wrap; gap: 14px; font-size: 12px; color: #475063; margin-bottom: 6px; }
-.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px; vertical-align: -1px; }
+.legend i, .legends i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px; vertical-align: -1px; }
 table { border-collapse: collapse; width: 100%; font-size: 12.5px; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 2px 8px; white-space: nowrap; } th { position: sticky; top: 0; background: #fff; color: #5b6475; }
 th:first-child, td:first-child, .left { text-align: left; } tbody tr:hover { background: #eef2f8; }
@@ -45,32 +47,164 @@ th:first-child, td:first-child, .left { text-align: left; } tbody tr:hover { bac
 .tree span { text-align: right; font-variant-numeric: tabular-nums; font-size: 12.5px; } .tree span:first-child { text-align: left; }
 .tree .head { font-weight: 600; color: #5b6475; } .bar { background: #e8ecf3; height: 9px; margin-top: 6px; border-radius: 2px; }
 .bar div { height: 9px; border-radius: 2px; background: #3b6fb6; } svg text { font: 11px system-ui, sans-serif; fill: #475063; }
-input[type=range] { width: 220px; vertical-align: middle; }
+input[type=range] { width: 220px; vertical-align: middle; } .zoom { overflow-x: auto; }
+.ticks { position: relative; height: 16px; font-size: 11px; color: #5b6475; }
 """
 
-SCRIPT = """
-function show(n) {
-  document.querySelectorAll('section').forEach((s, i) => s.classList.toggle('on', i === n));
-  document.querySelectorAll('nav button').forEach((b, i) => b.classList.toggle('on', i === n));
+SCRIPT = r"""
+const D = JSON.parse(document.getElementById('data').textContent), S = D.strings;
+const esc = t => String(t).replace(/[&<>"]/g, c => ({'&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;'}[c]));
+const ms = us => us == null ? '' : (us / 1e3).toFixed(3) + ' ms';
+const nice = step => { const p = 10 ** Math.floor(Math.log10(step || 1)); return p * [1, 2, 5, 10].find(f => f * p >= step * 0.999); };
+const rate = (n, us) => us > 0 ? n / us / 1e3 : 0;
+const heat = x => {
+  const c = D.heat, at = Math.min(1, Math.max(0, x)) * (c.length - 1), i = Math.min(Math.floor(at), c.length - 2);
+  return 'rgb(' + c[i].map((v, n) => Math.round(v + (c[i + 1][n] - v) * (at - i))) + ')';
+};
+const rect = (x, y, w, h, fill, title) =>
+  `<rect x="${x.toFixed(1)}" y="${y}" width="${w.toFixed(1)}" height="${h}" fill="${fill}"><title>${esc(title)}</title></rect>`;
+const text = (x, y, anchor, t) => `<text x="${x.toFixed(1)}" y="${y}" text-anchor="${anchor}">${esc(t)}</text>`;
+
+// A kernel: [stage, node, name, reason, group, us a run, forecast, bytes, flops, start, took]; texts by their place in S.
+function timeline(p) {
+  const W = 1120, end = Math.max(1e-9, ...p.kernels.map(k => k[9] + k[10])), lanes = {};
+  let out = '', lines = '', labels = '';
+  for (const k of p.kernels) {
+    const lane = lanes[k[0]] = (lanes[k[0]] ?? -1) + 1;
+    const title = `${S[k[2]]} (${S[k[1]]}, stage ${k[0]})\n${k[10].toFixed(2)} us, ${rate(k[7], k[5]).toFixed(1)} GB/s, ` +
+      `${rate(k[8], k[5]).toFixed(1)} GFLOPS\nforecast ${k[6].toFixed(2)} us\n${S[k[3]]}`;
+    out += rect(W * k[9] / end, 4 + 30 * lane, Math.max(0.4, W * k[10] / end - 0.3), 26, D.colors[k[4]], title);
+  }
+  const height = 30 * (1 + Math.max(0, ...Object.values(lanes))) + 8, step = nice(end / 8);
+  for (let t = 0; t <= end; t += step) {
+    const x = (W * t / end).toFixed(1), us = +t.toPrecision(6);
+    lines += `<line x1="${x}" x2="${x}" y1="0" y2="${height - 2}" stroke="#e3e7ee"/>`;
+    if (t < 0.97 * end) labels += `<span style="position:absolute;left:${(100 * t / end).toFixed(2)}%">${us} us</span>`;
+  }
+  const used = [...new Set(p.kernels.map(k => k[4]))].map(g => `<span><i style="background:${D.colors[g]}"></i>${g}</span>`).join('');
+  return `<div class="legend">${used}<label>zoom <input type="range" min="1" max="24" step="0.5" value="1"></label></div>` +
+    `<div class="zoom"><div class="wide"><svg viewBox="0 0 ${W} ${height}" preserveAspectRatio="none" role="img" aria-label="timeline" ` +
+    `style="width:100%;height:${height}px;display:block">${lines}${out}</svg><div class="ticks">${labels}</div></div></div>`;
 }
-document.querySelectorAll('nav button').forEach((b, i) => b.addEventListener('click', () => show(i)));
-document.querySelectorAll('input[type=range]').forEach(r => r.addEventListener('input', () => {
-  r.closest('.panel').querySelector('svg').style.width = (100 * r.value) + '%';
-}));
-show(document.querySelectorAll('section').length > 1 ? +document.body.dataset.first : 0);
+function heatmap(p) {
+  const names = Object.keys(p.layers).sort();
+  if (!names.length) return '<p>no kernel belongs to a layer</p>';
+  const count = Math.max(...names.map(n => p.layers[n].length)), most = Math.max(...names.flatMap(n => p.layers[n]));
+  const left = 8 + 7 * Math.max(...names.map(n => n.length)), size = Math.min(34, 900 / count), bottom = 4 + 22 * names.length;
+  let out = '';
+  names.forEach((name, r) => {
+    out += text(left - 6, 19 + 22 * r, 'end', name);
+    p.layers[name].forEach((us, c) => {
+      if (us != null) out += rect(left + c * size, 4 + 22 * r, size - 1, 20, heat(us / most), `layer ${c}, ${name}: ${us.toFixed(2)} us`);
+    });
+  });
+  for (let c = 0; c < count; c += Math.ceil(count / 24)) out += text(left + (c + 0.5) * size, bottom + 14, 'middle', c);
+  const x = left + count * size + 24, h = (bottom - 8) / 20;
+  for (let i = 0; i < 20; i++)
+    out += `<rect x="${x}" y="${(4 + h * i).toFixed(1)}" width="12" height="${(h + 0.6).toFixed(1)}" fill="${heat(1 - i / 19)}"/>`;
+  out += text(x + 17, 14, 'start', most.toFixed(1) + ' us') + text(x + 17, bottom - 4, 'start', '0');
+  const width = Math.max(x + 96, 700).toFixed(0);
+  return `<svg viewBox="0 0 ${width} ${bottom + 22}" width="${width}" role="img" aria-label="heatmap">${out}</svg>`;
+}
+// A module: [name, own GPU us, with its parts, own CPU us, with its parts, calls, fused into, parts]
+function branch(m, whole, depth) {
+  const [name, gpu, gpus, cpu, cpus, calls, fused, parts] = m, gone = gpu == null && !parts.length;
+  const cells = gone ? ['fused', '', '', '', ''] : [ms(gpu), ms(gpus), ms(cpu), ms(cpus), calls];
+  const row = `<span style="padding-left:${16 * depth + 14}px"${gone && fused >= 0 ? ` title="fused into ${esc(S[fused])}"` : ''}>` +
+    `${esc(name)}</span><div class="bar"><div style="width:${(100 * gpus / whole).toFixed(2)}%"></div></div>` +
+    cells.map(c => `<span>${c}</span>`).join('');
+  if (!parts.length) return `<div class="leaf">${row}</div>`;
+  const inside = parts.map(part => branch(part, whole, depth + 1)).join('');
+  return `<details${depth < 2 ? ' open' : ''}><summary>${row}</summary>${inside}</details>`;
+}
+function tree(p) {
+  const head = ['Module', '', 'Self GPU', 'GPU total', 'Self CPU', 'CPU total', 'Calls'].map(h => `<span>${h}</span>`).join('');
+  return `<div class="leaf head">${head}</div>${branch(p.tree, p.tree[2] || 1, 0)}`;
+}
+function table(p) {
+  const left = ['kernel', 'why this variant'];
+  const heads = ['node', 'kernel', 'stage', 'us', 'forecast', 'x', 'kB', 'GB/s', '% of rate', 'why this variant'];
+  const rows = p.kernels.map(k => {
+    const gbs = rate(k[7], k[5]), nums = [k[0], k[5].toFixed(2), k[6].toFixed(2), k[6] ? (k[5] / k[6]).toFixed(2) : '',
+      (k[7] / 1e3).toFixed(1), gbs.toFixed(1), (100 * gbs / D.rate).toFixed(1)];
+    return `<tr><td>${esc(S[k[1]])}</td><td class="left">${esc(S[k[2]])}</td>${nums.map(n => `<td>${n}</td>`).join('')}` +
+      `<td class="left">${esc(S[k[3]])}</td></tr>`;
+  });
+  return `<table><thead><tr>${heads.map(h => `<th${left.includes(h) ? ' class="left"' : ''}>${h}</th>`).join('')}</tr></thead>` +
+    `<tbody>${rows.join('')}</tbody></table>`;
+}
+const drawn = {timeline, heatmap, tree, table};
+const sections = document.querySelectorAll('section'), tabs = document.querySelectorAll('nav button');
+function show(n) {
+  sections.forEach((s, i) => s.classList.toggle('on', i === n));
+  tabs.forEach((b, i) => b.classList.toggle('on', i === n));
+  sections[n].querySelectorAll('[data-draw]:empty').forEach(e => { e.innerHTML = drawn[e.dataset.draw](D.phases[n]); });
+  sections[n].querySelectorAll('input[type=range]').forEach(r => {
+    r.oninput = () => { r.closest('.panel').querySelector('.wide').style.width = (100 * r.value) + '%'; };
+  });
+}
+tabs.forEach((b, i) => b.addEventListener('click', () => show(i)));
+show(D.first);
 """
 
 
 def page(profile: Profile) -> str:
-    """The whole page."""
-    first = next((i for i, p in enumerate(profile.phases) if p.name.startswith("decode")), 0)
+    """The whole page. Figures are in it once, as JSON; its script draws them but for the roofline."""
     tabs = "".join(f"<button>{escape(p.name)}</button>" for p in profile.phases)
-    sections = "".join(f"<section>{''.join(_phase(p, profile))}</section>" for p in profile.phases)
+    sections = "".join(f"<section>{''.join(_phase(p, profile))}</section>\n" for p in profile.phases)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(profile.model)} on {escape(profile.device)}</title><style>{STYLE}</style></head>"
-        f'<body data-first="{first}">{_head(profile)}<nav>{tabs}</nav>{sections}<script>{SCRIPT}</script></body></html>\n'
+        f"<body>{_head(profile)}<nav>{tabs}</nav>{sections}"
+        f'<script type="application/json" id="data">{_json(data(profile))}</script><script>{SCRIPT}</script></body></html>\n'
     )
+
+
+def data(profile: Profile) -> dict[str, Any]:
+    """What the page's script draws; each text is in `strings` once. Microseconds are a run's."""
+    strings: dict[str, int] = {}
+
+    def place(text: str) -> int:
+        return strings.setdefault(text, len(strings))
+
+    phases = [
+        {
+            "kernels": [
+                [
+                    k.stage, place(k.label), place(k.name), place(k.dispatch.reason), group_of(k.modules[0].path),
+                    *map(_short, (k.gpu_us / k.runs, k.predicted_us / k.runs)), k.nbytes, k.flops, _short(k.start_us), _short(k.took_us),
+                ]
+                for k in phase.kernels
+            ],
+            "layers": by_layer(phase),
+            "tree": _module(phase.tree(profile.model.split()[0]), place),
+        }
+        for phase in profile.phases
+    ]  # fmt: skip
+    first = next((i for i, p in enumerate(profile.phases) if p.name.startswith("decode")), 0)
+    return {
+        "first": first, "rate": profile.costs.read_gb_s, "colors": COLORS, "heat": HEAT, "strings": list(strings), "phases": phases
+    }  # fmt: skip
+
+
+def _json(values: dict[str, Any]) -> str:
+    """JSON that may stand in a page: nothing in it ends its element."""
+    return json.dumps(values, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _short(us: float) -> float:
+    """Five digits, which no eye tells from all."""
+    return float(f"{us:.5g}")
+
+
+def _module(m: Module, place: Callable[[str], int]) -> list[Any]:
+    """A module with its parts: name, GPU and CPU time of its own kernels (None: it has none) and with its parts', calls, what it is
+    fused into (a place, -1: nothing), parts."""
+    own = m.own_calls > 0
+    return [
+        m.name, _short(m.gpu_us) if own else None, _short(m.total_gpu_us), _short(m.cpu_us) if own else None, _short(m.total_cpu_us),
+        m.calls, place(m.fused_into) if m.fused_into else -1, [_module(part, place) for part in m.parts.values()],
+    ]  # fmt: skip
 
 
 def _head(profile: Profile) -> str:
@@ -93,11 +227,11 @@ def _phase(phase: Phase, profile: Profile) -> Iterator[str]:
     wall = f"{phase.wall_us / phase.runs / 1e3:.3f} ms wall of the same replays: {gap_text(phase)}"
     for line in (wall, overhead_text(phase), f"forecast {phase.predicted_us / phase.runs / 1e3:.3f} ms a run", *phase.notes):
         yield f"<p>{escape(line)}</p>"
-    yield f'<h2>Timeline of the last run</h2><div class="panel">{_legend(phase)}{timeline(phase)}</div>'
+    yield '<h2>Timeline of the last run</h2><div class="panel" data-draw="timeline"></div>'
     yield f'<h2>Roofline</h2><div class="panel">{roofline(phase, profile)}</div>'
-    yield f'<h2>Microseconds a run by layer and module</h2><div class="panel">{heatmap(phase)}</div>'
-    yield f'<h2>Modules</h2><div class="panel tree">{_tree(phase.tree(profile.model.split()[0]), phase)}</div>'
-    yield f'<h2>Kernels, forecast and measured</h2><div class="panel scroll">{_table(phase, profile)}</div>'
+    yield '<h2>Microseconds a run by layer and module</h2><div class="panel" data-draw="heatmap"></div>'
+    yield '<h2>Modules, milliseconds of all runs</h2><div class="panel tree" data-draw="tree"></div>'
+    yield '<h2>Kernels, forecast and measured</h2><div class="panel scroll" data-draw="table"></div>'
 
 
 def group_of(path: Sequence[str]) -> str:
@@ -108,64 +242,9 @@ def group_of(path: Sequence[str]) -> str:
     return path[0] if path[0] in COLORS else "norm" if "norm" in path[0] else "other"
 
 
-def _legend(phase: Phase) -> str:
-    used = dict.fromkeys(group_of(k.modules[0].path) for k in phase.kernels)
-    items = "".join(f'<span><i style="background:{COLORS[g]}"></i>{g}</span>' for g in used)
-    return f'<div class="legend">{items}<label>zoom <input type="range" min="1" max="24" step="0.5" value="1"></label></div>'
-
-
-WIDTH = 1120
-
-
-def timeline(phase: Phase) -> str:
-    """Kernels of the last run as bars; those of one stage below each other."""
-    end = max((k.start_us + k.took_us for k in phase.kernels), default=1.0) or 1.0
-    row: dict[int, int] = {}
-    bars = []
-    for k in phase.kernels:
-        lane = row[k.stage] = row.get(k.stage, -1) + 1
-        x, width = WIDTH * k.start_us / end, max(0.4, WIDTH * k.took_us / end - 0.3)
-        bars.append(
-            f'<rect x="{x:.2f}" y="{4 + 30 * lane}" width="{width:.2f}" height="26" fill="{COLORS[group_of(k.modules[0].path)]}">'
-            f"<title>{escape(_title(k))}</title></rect>"
-        )
-    height = 30 * (1 + max(row.values(), default=0)) + 26
-    step = _nice(end / 8)
-    ticks = "".join(
-        f'<line x1="{WIDTH * t / end:.1f}" x2="{WIDTH * t / end:.1f}" y1="0" y2="{height - 20}" stroke="#e3e7ee"/>'
-        for t in _steps(0.0, end, step)
-    )
-    labels = "".join(
-        f'<span style="position:absolute;left:{100 * t / end:.2f}%;font-size:11px;color:#5b6475">{t:g} us</span>'
-        for t in _steps(0.0, end * 0.97, step)
-    )
-    return (
-        f'<div style="overflow-x:auto"><svg viewBox="0 0 {WIDTH} {height - 18}" preserveAspectRatio="none" role="img" '
-        f'aria-label="timeline" style="width:100%;height:{height - 18}px;display:block">{ticks}{"".join(bars)}</svg></div>'
-        f'<div style="position:relative;height:16px">{labels}</div>'
-    )
-
-
-def _title(k: KernelCost) -> str:
-    return (
-        f"{k.name} ({k.label}, stage {k.stage})\n{k.took_us:.2f} us, {k.gb_s:.1f} GB/s, {k.gflops:.1f} GFLOPS\n"
-        f"forecast {k.predicted_us / k.runs:.2f} us\n{k.dispatch.reason}"
-    )
-
-
-def _nice(step: float) -> float:
-    """1, 2 or 5 times a power of ten, at least `step`."""
-    power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
-    return next(f * power for f in (1.0, 2.0, 5.0, 10.0) if f * power >= step * 0.999)
-
-
-def _steps(begin: float, end: float, step: float) -> list[float]:
-    return [begin + i * step for i in range(int((end - begin) / step) + 1)]
-
-
 def roofline(phase: Phase, profile: Profile) -> str:
     """Kernels by name, all layers together: operations a byte against operations a second, below the roof of read rate and math rate; a
-    circle's area is its part of the time."""
+    circle's area is its part of the time. Below it a table: where the time goes, and how near the roof."""
     found = [t for t in totals(phase.kernels, layers=False) if t.flops > 0 and t.gpu_us > 0 and t.nbytes > 0]
     if not found:
         return "<p>no kernel of this phase counts operations</p>"
@@ -206,126 +285,58 @@ def roofline(phase: Phase, profile: Profile) -> str:
         parts.append(f'<text x="{right - 4}" y="{at_y(peak) - 6:.1f}" text-anchor="end">{peak:.4g} GFLOPS</text>')
     groups = {k.kind: group_of(k.modules[0].path) for k in phase.kernels}
     whole = phase.gpu_us
-    named = {t.name for t in found[:4]}
-    for t, x, y in zip(found, xs, ys, strict=True):
-        radius = 3 + 26 * math.sqrt(t.gpu_us / whole)
-        title = f"{t.name}\n{t.gpu_us / whole:.1%} of the time, {t.gb_s:.1f} GB/s, {y:.1f} GFLOPS, {x:.3g} operations a byte"
+    circles = [(at_x(x), at_y(y), 3 + 26 * math.sqrt(t.gpu_us / whole)) for t, x, y in zip(found, xs, ys, strict=True)]
+    rows = []
+    for number, (t, x, y, (cx, cy, radius)) in enumerate(zip(found, xs, ys, circles, strict=True), 1):
+        color = COLORS[groups[t.name]]
+        share, roof_there = t.gpu_us / whole, min(rate * x, peak)
+        title = f"{number}: {t.name}\n{share:.1%} of the time, {t.gb_s:.1f} GB/s, {y:.1f} GFLOPS, {x:.3g} operations a byte"
         parts.append(
-            f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="{radius:.1f}" fill="{COLORS[groups[t.name]]}" fill-opacity="0.45" '
-            f'stroke="{COLORS[groups[t.name]]}"><title>{escape(title)}</title></circle>'
+            f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="{radius:.1f}" fill="{color}" fill-opacity="0.45" stroke="{color}">'
+            f"<title>{escape(title)}</title></circle>"
         )
-    taken: list[float] = []
-    for t, x, y in zip(found, xs, ys, strict=True):
-        if t.name in named:
-            down = at_y(y) + 4
-            while any(abs(down - other) < 13 for other in taken):
-                down += 13
-            taken.append(down)
-            parts.append(f'<text x="{at_x(x) + 8 + 26 * math.sqrt(t.gpu_us / whole):.1f}" y="{down:.1f}">{escape(t.name)}</text>')
+        cells = (f"{share:.1%}", f"{t.gb_s:.1f}", f"{100 * t.gb_s / rate:.1f}", f"{y:.1f}", f"{x:.3g}", f"{100 * y / roof_there:.1f}")
+        rows.append(f'<tr><td>{number} <i style="background:{color}"></i>{escape(t.name)}</td>' + "".join(f"<td>{c}</td>" for c in cells))
+    for number, (x, y) in enumerate(_numbers(circles), 1):
+        parts.append(f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" style="font-weight:600;fill:#1c2330">{number}</text>')
     parts.append(f'<text x="{(left + right) / 2}" y="{lower + 34}" text-anchor="middle">operations a byte of memory</text>')
     parts.append(
         f'<text x="14" y="{(upper + lower) / 2}" transform="rotate(-90 14 {(upper + lower) / 2})" text-anchor="middle">GFLOPS</text>'
     )
-    return f'<svg viewBox="0 0 1120 392" width="100%" role="img" aria-label="roofline">{"".join(parts)}</svg>'
+    heads = ("kernels of all layers", "of the time", "GB/s", "% of read rate", "GFLOPS", "operations a byte", "% of the roof")
+    head = "".join(f"<th>{h}</th>" for h in heads)
+    return (
+        f'<svg viewBox="0 0 1120 392" width="100%" role="img" aria-label="roofline">{"".join(parts)}</svg>'
+        f'<div class="scroll legends"><table><thead><tr>{head}</tr></thead>'
+        f'<tbody>{"".join(f"{row}</tr>" for row in rows)}</tbody></table></div>'
+    )
 
 
-def heatmap(phase: Phase) -> str:
-    """Time by layer (columns) and module (rows)."""
-    cells: dict[tuple[str, str], float] = {}
-    layers: dict[str, None] = {}
-    rows: dict[str, None] = {}
+def _numbers(circles: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
+    """Where the number of each circle (x, y, radius) stands: in it, or beside it where it would cover another number."""
+    found: list[tuple[float, float]] = []
+    for x, y, radius in circles:
+        beside = [(x + f * (radius + 8) * math.cos(a), y + f * (radius + 8) * math.sin(a)) for f in (1, 2, 3) for a in _ANGLES]
+        free = (at for at in [(x, y), *beside] if all(abs(at[0] - u) > 15 or abs(at[1] - v) > 12 for u, v in found))
+        found.append(next(free, (x, y)))
+    return found
+
+
+_ANGLES = tuple(i * math.pi / 4 for i in range(8))
+
+
+def by_layer(phase: Phase) -> dict[str, list[float | None]]:
+    """Microseconds of a run by module of a layer, then by layer; None where a layer has no such kernel."""
+    found: dict[str, dict[int, float]] = {}
     for k in phase.kernels:
         for s in k.modules:
             if s.path[0] == "blk":
                 row = ".".join(s.path[2:]) or "other"
-                row = "attention" if row == "attn" else row
-                layers[s.path[1]] = rows[row] = None
-                cells[row, s.path[1]] = cells.get((row, s.path[1]), 0.0) + s.part * k.gpu_us / phase.runs
-    if not cells:
-        return "<p>no kernel belongs to a layer</p>"
-    most = max(cells.values())
-    left, size, height = 130, min(34.0, 920 / len(layers)), 22
-    parts = []
-    for r, row in enumerate(sorted(rows)):
-        y = 4 + r * height
-        parts.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(row)}</text>')
-        for c, layer in enumerate(sorted(layers, key=int)):
-            value = cells.get((row, layer))
-            if value is None:
-                continue
-            title = f"layer {layer}, {row}: {value:.2f} us"
-            parts.append(
-                f'<rect x="{left + c * size:.1f}" y="{y}" width="{size - 1:.1f}" height="{height - 2}" fill="{_heat(value / most)}">'
-                f"<title>{escape(title)}</title></rect>"
-            )
-    bottom = 4 + len(rows) * height
-    every = max(1, -(-len(layers) // 24))
-    for c, layer in enumerate(sorted(layers, key=int)):
-        if c % every == 0:
-            parts.append(f'<text x="{left + (c + 0.5) * size:.1f}" y="{bottom + 14}" text-anchor="middle">{layer}</text>')
-    x = left + len(layers) * size + 24
-    for i in range(20):
-        parts.append(f'<rect x="{x:.1f}" y="{4 + (bottom - 8) * i / 20:.1f}" width="12" height="{(bottom - 8) / 20 + 0.6:.1f}" '
-                     f'fill="{_heat(1 - i / 19)}"/>')  # fmt: skip
-    parts.append(f'<text x="{x + 17:.1f}" y="14">{most:.1f} us</text><text x="{x + 17:.1f}" y="{bottom - 4}">0</text>')
-    return (
-        f'<svg viewBox="0 0 {max(x + 96, 700):.0f} {bottom + 22}" width="{max(x + 96, 700):.0f}" role="img" aria-label="heatmap">'
-        f"{''.join(parts)}</svg>"
-    )
+                own = found.setdefault("attention" if row == "attn" else row, {})
+                own[int(s.path[1])] = own.get(int(s.path[1]), 0.0) + s.part * k.gpu_us / phase.runs
+    count = 1 + max((layer for own in found.values() for layer in own), default=0)
+    return {row: [_short(own[i]) if i in own else None for i in range(count)] for row, own in found.items()}
 
 
 HEAT = ((246, 248, 252), (158, 199, 226), (62, 132, 189), (30, 72, 138), (13, 30, 76))
 """Colours from 0 to the most."""
-
-
-def _heat(share: float) -> str:
-    at = max(0.0, min(1.0, share)) * (len(HEAT) - 1)
-    i = min(int(at), len(HEAT) - 2)
-    mixed = [round(a + (b - a) * (at - i)) for a, b in zip(HEAT[i], HEAT[i + 1], strict=True)]
-    return f"rgb({mixed[0]},{mixed[1]},{mixed[2]})"
-
-
-def _tree(top: Module, phase: Phase) -> str:
-    head = "".join(f"<span>{h}</span>" for h in ("Module", "", "Self GPU", "GPU total", "Self CPU", "CPU total", "Calls"))
-    return f'<div class="leaf head">{head}</div>{_branch(top, top.total_gpu_us or 1.0, 0)}'
-
-
-def _branch(m: Module, whole: float, depth: int) -> str:
-    own = m.own_calls > 0
-    if not own and not m.parts:
-        cells = ["fused", "", "", "", ""]
-    else:
-        cells = [_us(m.gpu_us) if own else "", _us(m.total_gpu_us), _us(m.cpu_us) if own else "", _us(m.total_cpu_us), str(m.calls)]
-    hint = f' title="fused into {escape(m.fused_into)}"' if m.fused_into and not own else ""
-    row = (
-        f'<span style="padding-left:{16 * depth + 14}px"{hint}>{escape(m.name)}</span>'
-        f'<div class="bar"><div style="width:{100 * m.total_gpu_us / whole:.2f}%"></div></div>'
-        + "".join(f"<span>{c}</span>" for c in cells)
-    )
-    if not m.parts:
-        return f'<div class="leaf">{row}</div>'
-    inside = "".join(_branch(part, whole, depth + 1) for part in m.parts.values())
-    return f"<details{' open' if depth < 2 else ''}><summary>{row}</summary>{inside}</details>"
-
-
-def _us(us: float) -> str:
-    return f"{us / 1e3:.3f} ms"
-
-
-def _table(phase: Phase, profile: Profile) -> str:
-    """A line a kernel, in their order."""
-    rows = []
-    for k in phase.kernels:
-        measured, forecast = k.gpu_us / k.runs, k.predicted_us / k.runs
-        cells = (
-            f"{k.stage}", f"{measured:.2f}", f"{forecast:.2f}", f"{measured / forecast:.2f}" if forecast else "", f"{k.nbytes / 1e3:.1f}",
-            f"{k.gb_s:.1f}", f"{100 * k.gb_s / profile.costs.read_gb_s:.1f}",
-        )  # fmt: skip
-        rows.append(
-            f"<tr><td>{escape(k.label)}</td><td class='left'>{escape(k.name)}</td>"
-            + "".join(f"<td>{c}</td>" for c in cells)
-            + f"<td class='left'>{escape(k.dispatch.reason)}</td></tr>"
-        )
-    heads = ("node", "kernel", "stage", "us", "forecast", "x", "kB", "GB/s", "% of rate", "why this variant")
-    head = "".join(f"<th{' class=left' if h in ('kernel', 'why this variant') else ''}>{h}</th>" for h in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

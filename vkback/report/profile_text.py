@@ -110,7 +110,7 @@ def phase_report(phase: Phase, profile: Profile, everything: bool = False) -> It
     yield f"{'Kernel':{NAME}} {'Time (ms)':>9} {'%':>7}"
     yield RULE
     for t in shown:
-        yield f"{t.name[:NAME]:{NAME}} {t.gpu_us / 1e3:9.3f} {100 * t.gpu_us / total:7.1f}"
+        yield f"{_fitted(t.name):{NAME}} {t.gpu_us / 1e3:9.3f} {100 * t.gpu_us / total:7.1f}"
     if len(found) > len(shown):
         rest = sum(t.gpu_us for t in found[len(shown) :])
         yield f"{f'{len(found) - len(shown)} others':{NAME}} {rest / 1e3:9.3f} {100 * rest / total:7.1f}"
@@ -122,7 +122,7 @@ def phase_report(phase: Phase, profile: Profile, everything: bool = False) -> It
         share = 100 * t.gb_s / profile.costs.read_gb_s
         ratio = t.gpu_us / t.predicted_us if t.predicted_us else 0.0
         gflops = t.flops / t.gpu_us / 1e3 if t.gpu_us else 0.0
-        yield f"{t.name[:NAME]:{NAME}} {t.gb_s:8.2f} {share:6.1f} {gflops:8.1f} {t.predicted_us / 1e3:8.3f} {ratio:6.2f}"
+        yield f"{_fitted(t.name):{NAME}} {t.gb_s:8.2f} {share:6.1f} {gflops:8.1f} {t.predicted_us / 1e3:8.3f} {ratio:6.2f}"
     yield from _cut(
         f"forecast: ms by {profile.costs.read_gb_s:.1f} GB/s and {profile.costs.stage_us:.2f} us a stage; x: measured over forecast, "
         f"of the whole {total / phase.predicted_us:.2f}"
@@ -137,16 +137,31 @@ def phase_report(phase: Phase, profile: Profile, everything: bool = False) -> It
         )
 
 
+def _fitted(name: str) -> str:
+    """A kernel's name of at most NAME characters, its end kept, which tells layers apart."""
+    keep = NAME // 2
+    return name if len(name) <= NAME else f"{name[: NAME - keep - 1]}~{name[-keep:]}"
+
+
 NEAR = 0.03
 """Of the wall time, what the GPU's times may miss without a word."""
 
 
 def gap_text(phase: Phase) -> str:
-    """How far the GPU's times are from the wall time, and what the rest is."""
+    """How far the GPU's times are from the wall time, and what the rest is: what a replay costs that has nothing in it, and what that does
+    not explain."""
     share = phase.gap_us / phase.wall_us
     if abs(share) <= NEAR:
         return f"within {NEAR:.0%} ({share:+.1%})"
-    return f"{share:.1%} is the gap: submit, the driver, the host's waking up, {phase.gap_us / phase.runs:.0f} us a replay"
+    if share < 0:
+        return f"{-share:.1%} more than that: clocks and timestamps disagree"
+    gap, empty, submit = (us / phase.runs for us in (phase.gap_us, phase.empty_us, phase.submit_us))
+    known = min(gap, empty)
+    return (
+        f"{share:.1%} is the gap, {gap:.0f} us a replay: {known:.0f} us before the first stage and after the last, as a replay without "
+        f"stages has them (submit, of it {min(submit, known):.0f} us in the host's call; the device's start; the host's learning of the "
+        f"end); {gap - known:.0f} us unexplained"
+    )
 
 
 def overhead_text(phase: Phase) -> str:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vkback.device import Commands, Device
+from vkback.models.engine import SPIN_S
 from vkback.models.prompt import LONGEST_SUBMIT_US
 from vkback.ops.base import Array, Dispatch
 from vkback.plan.forecast import Costs, dispatch_us, low_costs, moved_bytes, predicted_us
@@ -36,6 +37,8 @@ STAMPS, CLOCKS, BARRIERS = "timestamps", "kernel clocks", "timestamps with barri
 WARM_S = 0.3
 
 ALONE_RUNS = 3
+
+EMPTY_RUNS = 9
 
 Bind = Callable[[Schedule], Program]
 """A program over the model's weights, caches and the phase's inputs."""
@@ -104,6 +107,8 @@ class Phase:
     plain_us  of as many replays without stamps and marks, between two timestamps
     method    how stages were timed
     begun_s   when the last run was submitted, by time.perf_counter
+    submit_us, empty_us  parts of the wall time: in the host's calls that submit; and all of as many replays with nothing in them but two
+              timestamps, from the submit to the host's knowing of the end, less what is between the timestamps
     """
 
     name: str
@@ -115,6 +120,8 @@ class Phase:
     method: str
     begun_s: float
     notes: tuple[str, ...] = field(default=())
+    submit_us: float = 0.0
+    empty_us: float = 0.0
 
     @property
     def gpu_us(self) -> float:
@@ -122,7 +129,7 @@ class Phase:
 
     @property
     def gap_us(self) -> float:
-        """Wall time in which no stage of the replays ran: submit, the driver, and the host's waking up."""
+        """Wall time in which no stage of the replays ran: before the first one, between submits, and until the host knows of the end."""
         return self.wall_us - self.gpu_us
 
     @property
@@ -163,6 +170,7 @@ def measure_phase(
         alone = meter.alone()
         clocked = bool(schedule.barrier_free) and device.caps.shader_clock
         times, starts, wall, begun = meter.clocked() if clocked else meter.stamped()
+        empty_us = meter.empty()
         record_us = meter.record_us
         rows = meter.rows
     method = CLOCKS if clocked else BARRIERS if schedule.barrier_free else STAMPS
@@ -183,7 +191,7 @@ def measure_phase(
                 )
             )  # fmt: skip
             number += 1
-    return Phase(name, tokens, runs, tuple(kernels), wall, plain, method, begun, tuple(meter.notes))
+    return Phase(name, tokens, runs, tuple(kernels), wall, plain, method, begun, tuple(meter.notes), meter.submit_us, empty_us)
 
 
 class _Meter:
@@ -194,6 +202,8 @@ class _Meter:
         self.stack = stack
         self.notes: list[str] = []
         self.rows = 0
+        self.submits = 1
+        self.submit_us = 0.0
         self.record_us: list[float] = []
         self.program = self._program(schedule)
         self._start, self._end = (stamp(device, label) for label in ("start", "end"))
@@ -249,6 +259,29 @@ class _Meter:
             if time.perf_counter() >= deadline:
                 return
 
+    def _timed(self, submits: Sequence[Sequence[Commands]]) -> tuple[float, float]:
+        """(when it began, microseconds until the host knows that all is done); the host waits as the engine does."""
+        begun = time.perf_counter()
+        tickets = [self.device.submit(some) for some in submits]
+        self.submit_us += 1e6 * (time.perf_counter() - begun)
+        for ticket in tickets:
+            ticket.wait(spin_s=0.0 if self.device.caps.software else SPIN_S)
+        return begun, 1e6 * (time.perf_counter() - begun)
+
+    def empty(self) -> float:
+        """Microseconds that as many runs take with nothing between their timestamps: what submits and waiting cost by themselves."""
+        pairs = [[stamp(self.device, "empty start"), stamp(self.device, "empty end")] for _ in range(self.submits)]
+        found, spent = [], self.submit_us
+        for _ in range(EMPTY_RUNS):
+            self.begin(0)
+            _, wall = self._timed(pairs)
+            stamps = [[part.timestamps()[0][1] for part in pair] for pair in pairs]
+            found.append(wall - sum(end - begin for begin, end in stamps) / 1e3)
+        self.submit_us = spent
+        for commands in (c for pair in pairs for c in pair):
+            commands.destroy()
+        return self.runs * float(np.median(found))
+
     def stamped(self) -> tuple[Array, Array, float, float]:
         """(microseconds [runs, stages], starts within the last run [stages], wall time, when the last run began)."""
         commands = [self.program.record("stamped", timestamps=True, part=part) for part in self.parts()]
@@ -256,12 +289,11 @@ class _Meter:
         times: list[Array] = []
         wall = begun = 0.0
         starts: list[float] = []
+        self.submits, self.submit_us = len(commands), 0.0
         for run in range(self.runs):
             self.begin(run)
-            begun = time.perf_counter()
-            for ticket in [self.device.submit(part) for part in commands]:
-                ticket.wait()
-            wall += 1e6 * (time.perf_counter() - begun)
+            begun, took = self._timed([[part] for part in commands])
+            wall += took
             marks = [np.array([ns for _, ns in part.timestamps()]) for part in commands]
             times.append(np.concatenate([np.diff(m) / 1e3 for m in marks]))
             starts = [float(t - marks[0][0]) / 1e3 for m in marks for t in m[:-1]]
@@ -279,11 +311,11 @@ class _Meter:
         us_a_tick = self._calibrated(schedule, program, commands)
         times: list[Array] = []
         wall = begun = 0.0
+        self.submits, self.submit_us = 1, 0.0
         for run in range(self.runs):
             self.begin(run)
-            begun = time.perf_counter()
-            self.device.submit([self._start, commands, self._end]).wait()
-            wall += 1e6 * (time.perf_counter() - begun)
+            begun, took = self._timed([[self._start, commands, self._end]])
+            wall += took
             ((_, first),), ((_, last),) = self._start.timestamps(), self._end.timestamps()
             marks = read_marks(schedule, lambda name: self.device.download(program.range(name), np.uint32))
             times.append(self._divided((last - first) / 1e3, stages_of(schedule, marks, us_a_tick), by_stamps))
