@@ -43,10 +43,10 @@ def test_plan_fits_a_terminal(profile: str, model: str, monkeypatch: pytest.Monk
     assert call(monkeypatch, main.main, *arguments, "--verbose") == 0
     verbose = capsys.readouterr().out
     assert max(map(len, (short + verbose).splitlines())) <= WIDTH
-    rows = [line for line in short.splitlines() if re.match(r" {,4}\d+ \S+ +[a-z_]+ \d+ threads", line)]
+    rows = [line for line in short.splitlines() if re.match(r" {,4}\d+ \S+ +[a-z_]+ \d+", line)]
     assert len(rows) == len(dispatches)
     assert all(d["kernel"].partition("[")[0].rpartition("/")[2] in row for row, d in zip(rows, dispatches, strict=True))
-    assert re.search(r" mat_vec \d+ threads \d+ lanes \d+ rows ", short)
+    assert re.search(r" mat_vec \d+ lanes=\d+ rows=\d+ ", short)
     assert "defines:" not in short and "QUANT_FILE=" in verbose and "PATH_INT=" in verbose
     assert "ROPE_TURNS" not in short + verbose and "uvec2" not in short + verbose
     assert all(row in verbose for row in rows)

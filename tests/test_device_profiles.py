@@ -193,7 +193,7 @@ def test_software_only_is_taken_with_a_line_on_stderr(monkeypatch: pytest.Monkey
     monkeypatch.delenv("VKBACK_DEVICE", raising=False)
     devices = two_gpus()[:1]
     assert select(devices, None) is devices[0]
-    assert capsys.readouterr().err == "vkback: no GPU found, running on the CPU through llvmpipe (LLVM 22.1.6, 256 bits)\n"
+    assert capsys.readouterr().err == "vkback: no GPU found, running on the CPU: llvmpipe (LLVM 22.1.6, 256 bits)\n"
     assert select(devices, 0) is devices[0]
     assert capsys.readouterr().err == ""
 

@@ -80,6 +80,7 @@ def bench(
     ] = None,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
     output: Annotated[str, typer.Option("-o", "--output", help=f"On stdout: {', '.join(WRITERS)}.")] = "md",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     output_err: Annotated[str, typer.Option("-oe", "--output-err", help="On stderr: none or a format.")] = "none",
     save: Annotated[list[Path] | None, typer.Option(help="Into a file too; its ending names the format. Repeat for several.")] = None,
     store: Annotated[
@@ -128,7 +129,7 @@ def bench(
     if any(test.is_prompt for test in tests):
         columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
     with ExitStack() as open_files:
-        shown = [open_writer(output, sys.stdout, columns)]
+        shown = [open_writer("json" if as_json else output, sys.stdout, columns)]
         if output_err != "none":
             shown.append(open_writer(output_err, sys.stderr, columns))
         formats = [one_of(path.suffix.lstrip("."), tuple(WRITERS), f"--save {path}, ending") for path in save or []]

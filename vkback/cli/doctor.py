@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
 from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, act_of, model_path
+from vkback.cli.shell import ActOption, DeviceOption, JsonOption, act_of, model_path
+from vkback.cli.terminal import StatusLine, fit
 
 
 def doctor(
@@ -18,10 +22,11 @@ def doctor(
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to run it with [default: a few random tokens].")] = None,
     device: DeviceOption = None,
     act: ActOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Run a part of the op cases. Where some fail, switch integer dot, fusion, subgroup operations, row counts and more, one by one, and
-    say which setting cures them. With -m the same for a model that gives
-    wrong text, whose nodes are compared with numpy. Ends in a text for a bug report; exit code 1 when something was wrong."""
+    say which setting cures them. With -m the same for a model that gives wrong text, whose nodes are compared with numpy. Ends in a text
+    for a bug report; exit code 1 when something was wrong."""
     import vkback
     from vkback.cli.test_ops import select
     from vkback.device import Device
@@ -33,25 +38,33 @@ def doctor(
     from vkback.shader import ShaderLibrary, find_compiler
 
     if model is not None:
-        _examine_model(model, prompt, device, act)
+        _examine_model(model, prompt, device, act, as_json)
         return
     names = ops.split(",") if ops and "(" not in ops else [ops] if ops else []
     cases = spread(select(full_cases() if full else quick_cases(), names, params), per_op)
     commit, number = build_info()
     compiler = find_compiler()
     about = f"vkback {vkback.__version__}, build {commit} ({number}), shader compiler {compiler.identity if compiler else 'none'}"
-    with Device.open(device) as opened:
-        print(opened.caps.summary_line())
-        print(f"{len(cases)} cases", flush=True)
+    with Device.open(device) as opened, StatusLine(wanted=not as_json) as status:
+
+        def tell(line: str) -> None:
+            status.clear()
+            print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+        tell(opened.caps.summary_line())
+        tell(f"{len(cases)} cases")
         context = LowerContext(opened.caps, Tuning.for_device(opened.caps), act_of(act))
-        diagnosis = examine(opened, ShaderLibrary(), context, cases, lambda line: print(line, flush=True))
-    print()
-    print("\n".join(report(diagnosis, opened.caps, about)))
+        diagnosis = examine(opened, ShaderLibrary(), context, cases, tell, status.say)
+    if as_json:
+        about_device = {"vkback": about, "device": opened.caps.name, "driver": f"{opened.caps.driver_name} {opened.caps.driver_info}"}
+        print(json.dumps({**about_device, **diagnosis.as_data()}, indent=1))
+    else:
+        print("\n" + "\n".join(part for line in report(diagnosis, opened.caps, about) for part in fit(line)))
     if not diagnosis.healthy:
         raise typer.Exit(1)
 
 
-def _examine_model(name: str, prompt: str | None, device: str | None, act: str) -> None:
+def _examine_model(name: str, prompt: str | None, device: str | None, act: str, as_json: bool) -> None:
     """Which node of a model is wrong first, and what cures it."""
     from vkback.cli.compare_model import TOKENS, batch_of
     from vkback.device import Device
@@ -63,10 +76,23 @@ def _examine_model(name: str, prompt: str | None, device: str | None, act: str) 
     opened = Model.open(model_path(name))
     batch = batch_of(opened, prompt, TOKENS, False, None)
     with Device.open(device) as here:
-        print(f"{here.caps.summary_line()}\n{opened.description}, {len(batch.tokens)} tokens, the last of them node by node", flush=True)
+        out = sys.stderr if as_json else sys.stdout
+
+        def tell(text: str) -> None:
+            print("\n".join(part for line in text.splitlines() for part in fit(line)), file=out, flush=True)
+
+        print(here.caps.summary_line(), file=out)
+        tell(f"{opened.description}, {len(batch.tokens)} tokens, the last of them node by node")
         library = ShaderLibrary()
         context = context_on(here, library, act_of(act))
-        found = examine_model(opened, here, library, context, batch, lambda line: print(line, flush=True))
-    print(f"verdict: {found.verdict}")
+        found = examine_model(opened, here, library, context, batch, tell)
+    if as_json:
+        own = [dataclasses.asdict(row) for row in found.own]
+        first = dataclasses.asdict(found.first) if found.first else None
+        cures = [{"setting": s.name, "remedy": s.remedy} for s in found.cures]
+        made = {"model": opened.description, "device": here.caps.name, "nodes": found.nodes, "verdict": found.verdict}
+        print(json.dumps({**made, "first": first, "own": own, "cures": cures}, indent=1))
+    else:
+        tell(f"verdict: {found.verdict}")
     if found.first is not None:
         raise typer.Exit(1)

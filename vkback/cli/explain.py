@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, sync_of
+from vkback.cli.shell import ActOption, DeviceOption, JsonOption, UsageError, act_of, sync_of
 from vkback.cli.terminal import defines_text, fit, kernel_text
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ def explain(
     sync: Annotated[str, typer.Option(help="barrier, or sentinel: as in a token whose stages run barrier-free.")] = "barrier",
     statistics: Annotated[bool, typer.Option("--statistics", help="What the driver says of the kernel: registers, code, spills.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="All defines of the kernel.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what the tuning tables say about a case on a device: path, shape, the row that wins with its evidence, the rows behind it, what
     the device's limits made of it, and the kernel. Nothing is run; with --statistics it is compiled."""
@@ -42,7 +45,10 @@ def explain(
 
     def lines(caps: Capabilities, here: Device | None) -> str:
         tables = Tuning.for_device(caps)
-        made = explanation(node, LowerContext(caps, tables, act_of(act), sync_of(sync)), tables, library, here, verbose)
+        ctx = LowerContext(caps, tables, act_of(act), sync_of(sync))
+        if as_json:
+            return json.dumps({"case": case.strip(), "device": caps.name, **as_data(node, ctx, tables, library, here)}, indent=1)
+        made = explanation(node, ctx, tables, library, here, verbose)
         heading = f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})"
         return "\n".join(part for line in (heading, *made) for part in fit(line))
 
@@ -82,6 +88,53 @@ class Noting:
         return choice
 
 
+Asked = tuple[str, Mapping[str, Any], "Choice"]
+"""A family of tables, what was asked of it, and what it chose."""
+
+
+def lowered(node: Node, ctx: LowerContext) -> tuple[list[Asked], list[Dispatch]]:
+    """What the lowering of a node asks of the tables, and the dispatches that it comes to."""
+    from vkback.ops.base import OPS
+    from vkback.plan.sync import synchronized
+
+    noting = Noting(ctx.tuning)
+    dispatches = OPS[node.op].lower(node, dataclasses.replace(ctx, tuning=noting))
+    if ctx.sync == "sentinel":
+        dispatches = [synchronized(d, True) if d.waits else d for d in dispatches]
+    return noting.asked, dispatches
+
+
+def as_data(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrary, device: Device | None = None) -> dict[str, Any]:
+    """What `explanation` says, as plain values: choices with the rows that matched, the winner first, and dispatches."""
+    from vkback.ops.base import table_word
+    from vkback.program import dispatch_spec
+
+    asked, dispatches = lowered(node, ctx)
+    return {
+        "choices": [
+            {
+                "family": family,
+                "for": {key: table_word(value) for key, value in query.items()},
+                "chosen": {key: table_word(value) for key, value in choice.params.items()},
+                "rows": [
+                    {"where": r.where, "matches": r.about, "set": {k: table_word(v) for k, v in r.set.items()}, "measured": r.measured}
+                    for r in tables.rows(family, query)
+                ],
+            }
+            for family, query, choice in asked
+        ],
+        "dispatches": [
+            {
+                "kernel": d.kernel.source.removesuffix(".comp"), "defines": dict(d.kernel.defines), "subgroup_size": d.kernel.subgroup_size,
+                "groups": list(d.groups), "buffers": len(d.args), "push_bytes": len(d.push), "bytes": d.nbytes, "flops": d.flops,
+                "reason": d.reason, "adjusted": list(d.config.adjustments) if d.config is not None else [],
+                "statistics": [dataclasses.asdict(s) for s in device.kernel_statistics(dispatch_spec(d, library))] if device else [],
+            }
+            for d in dispatches
+        ],
+    }  # fmt: skip
+
+
 def explanation(
     node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrary, device: Device | None = None, verbose: bool = False
 ) -> list[str]:
@@ -90,17 +143,9 @@ def explanation(
     device   open for statistics: what its driver says of each kernel, too
     verbose  all defines of each kernel
     """
-    import dataclasses
-
-    from vkback.ops.base import OPS
-    from vkback.plan.sync import synchronized
-
-    noting = Noting(ctx.tuning)
-    dispatches = OPS[node.op].lower(node, dataclasses.replace(ctx, tuning=noting))
-    if ctx.sync == "sentinel":
-        dispatches = [synchronized(d, True) if d.waits else d for d in dispatches]
+    asked, dispatches = lowered(node, ctx)
     lines: list[str] = []
-    for family, query, choice in noting.asked:
+    for family, query, choice in asked:
         lines += ["", *_chosen(family, query, choice, tables)]
     for dispatch in dispatches:
         lines += ["", *_kernel(dispatch, ctx.caps, library, verbose)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from typing import Annotated
@@ -23,7 +24,17 @@ from vkback.cli.sampling import (
     TopPOption,
     logit_bias,
 )
-from vkback.cli.shell import ActOption, CacheTypeKOption, CacheTypeVOption, DeviceOption, UsageError, load_engine, make_sampler, model_path
+from vkback.cli.shell import (
+    ActOption,
+    CacheTypeKOption,
+    CacheTypeVOption,
+    DeviceOption,
+    JsonOption,
+    UsageError,
+    load_engine,
+    make_sampler,
+    model_path,
+)
 
 
 def generate(
@@ -49,8 +60,10 @@ def generate(
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
+    as_json: JsonOption = False,
 ) -> None:
-    """Continue a text. The text goes to stdout as it is generated; to stderr go the compile time, and speeds without it."""
+    """Continue a text. The text goes to stdout as it is generated; to stderr go the compile time, and speeds without it. With --json
+    one object with text, tokens and times is all there is."""
     from vkback.models.stop_strings import StopStrings
 
     if not prompt:
@@ -69,21 +82,35 @@ def generate(
         start = time.perf_counter()
         engine.prompt(ids[:-1], progress=True)
         prompted = time.perf_counter()
-        print(prompt, end="", flush=True)
+        pieces: list[str] = []
+
+        def say(text: str) -> None:
+            pieces.append(text)
+            if not as_json:
+                print(text, end="", flush=True)
+
+        if not as_json:
+            print(prompt, end="", flush=True)
         decoder = engine.tokenizer.stream()
-        made = 0
+        ids_made: list[int] = []
         with contextlib.closing(engine.generate(ids[-1], n, sampler=sampler, stop_at_eos=True)) as tokens:
             for token in tokens:
-                made += 1
-                print(stops.feed(decoder.feed(token)), end="", flush=True)
+                ids_made.append(token)
+                say(stops.feed(decoder.feed(token)))
                 if stops.found:
                     break
-        print(stops.feed(decoder.flush()) + stops.flush())
+        say(stops.feed(decoder.flush()) + stops.flush())
         end = time.perf_counter() - (engine.compiled - ready).seconds  # barrier-free stages that fail are planned and compiled anew
+    if as_json:
+        times = {"compile_s": ready.seconds, "prompt_s": prompted - start, "generation_s": end - prompted}
+        asked = {"model": engine.description, "device": engine.device.caps.name, "prompt": prompt, "prompt_tokens": ids}
+        print(json.dumps({**asked, "text": "".join(pieces), "tokens": ids_made, "stopped": stops.found, **times}, indent=1))
+        return
+    print()
     if ready.kernels:
         print(ready, file=sys.stderr)
     print(f"prompt     {speed(len(ids) - 1, prompted - start)}", file=sys.stderr)
-    print(f"generation {speed(made, end - prompted)}", file=sys.stderr)
+    print(f"generation {speed(len(ids_made), end - prompted)}", file=sys.stderr)
 
 
 def speed(tokens: int, seconds: float) -> str:

@@ -32,7 +32,7 @@ def graph(
     as_json: Annotated[bool, typer.Option("--json", help="The same as -f json.")] = False,
 ) -> None:
     """List the nodes of a model: operands, shapes (contiguous axis first), bytes, cost by kind, temporary storage alive, the values'
-    lifelines in the margin; totals first. docs/looking_inside.md says what counts as what."""
+    lifelines in the margin; totals first. docs/graph_listing.md says what counts as what."""
     from vkback.models.registry import Model
     from vkback.models.synth import write_outline
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vkback.ops.base import Dispatch, LowerContext
     from vkback.timing.kernel_figures import Figures
 
-NODE, KERNEL = 20, 30
+NODE, KERNEL = 16, 18
 """Columns for a node and for a kernel."""
 
 COMPARED = ("registers", "spills", "scratch", "waves", "code_bytes", "per_32")
@@ -127,18 +127,19 @@ def compiled(device: Device, dispatches: Iterable[Dispatch], *, code: bool = Tru
 
 def table(found: Sequence[Figures]) -> Iterator[str]:
     """A line a kernel."""
-    yield f"{'node':{NODE}} {'kernel':{KERNEL}} {'regs':>4} {'spill':>5} {'waves':>7} {'code':>6} {'in32':>6} bound"
+    yield f"{'node':{NODE}} {'kernel':{KERNEL}} {'regs':>4} {'spill':>5} {'waves':>7} {'code':>6} {'in32':>6} bound, alu"
     for f in found:
         waves = "-" if f.waves is None else f"{f.waves}" + (f"/{f.most_waves}" if f.most_waves else "")
         spill = "-" if f.spills is None else f"{f.spills}" + (f"+{f.scratch}" if f.scratch else "")
-        bound = f"{f.bound} {f.arithmetic:.0%} alu" if f.bound and f.arithmetic is not None else ""
+        bound = f"{f.bound[:6]} {f.arithmetic:.0%}" if f.bound and f.arithmetic is not None else ""
         yield (
             f"{shortened(f.what, NODE):{NODE}} {shortened(_kernel(f), KERNEL):{KERNEL}} {_or_dash(f.registers):>4} {spill:>5} {waves:>7} "
             f"{_or_dash(f.code_bytes):>6} {f'{f.per_32:.1f}' if f.per_32 is not None else '-':>6} {bound}"
         ).rstrip()
     spilling = [f for f in found if f.spills_or_scratch]
-    yield f"{len(found)} kernels, {len(spilling)} with spills or scratch memory" + (
-        f": {', '.join(f'{f.what} ({_kernel(f)})' for f in spilling)}" if spilling else ""
+    yield from fit(
+        f"{len(found)} kernels, {len(spilling)} with spills or scratch memory"
+        + (f": {', '.join(f'{f.what} ({_kernel(f)})' for f in spilling)}" if spilling else "")
     )
 
 
@@ -171,4 +172,4 @@ def changes(found: Sequence[Figures], before: Mapping[str, Mapping[str, Any]]) -
             continue
         moved = [f"{name} {old[name]} -> {getattr(f, name)}" for name in COMPARED if old[name] != getattr(f, name)]
         if moved:
-            yield f"{f.what}: {', '.join(moved)}"
+            yield from fit(f"{f.what}: {', '.join(moved)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -11,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, CacheTypeKOption, CacheTypeVOption, DeviceOption, UsageError, load_model, model_path
+from vkback.cli.shell import ActOption, CacheTypeKOption, CacheTypeVOption, DeviceOption, JsonOption, UsageError, load_model, model_path
+from vkback.cli.terminal import fit
 
 if TYPE_CHECKING:
     from vkback.models.kl import Divergence
@@ -33,6 +36,7 @@ def perplexity(
         Path | None, typer.Option("--save-kl-base", help="Write the log probabilities, for --kl-base of a later run.")
     ] = None,
     kl_base: Annotated[Path | None, typer.Option("--kl-base", help="Compare with the log probabilities that another run wrote.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Perplexity of a text by the rule of llama-perplexity, with its standard error. With --kl-base also how far the probabilities are from
     those of another file or setting: Kullback-Leibler divergence, and how often both find the same token likeliest."""
@@ -78,11 +82,19 @@ def perplexity(
 
             result = loaded.perplexity(ids, chunk=chunk, n_chunks=chunks, on_chunk=on_chunk, on_scored=on_scored)
         seconds = time.perf_counter() - begun
-        print(f"{told(about)}, on {loaded.engine.device.caps.name}")
-        print(f"perplexity {result.value:.4f} +- {result.error:.4f}, {result.tokens} tokens scored in {count} chunks of {chunk}")
+        if as_json:
+            score = {"perplexity": result.value, "error": result.error, "tokens": result.tokens, "chunks": count, "chunk": chunk}
+            base = {"about": reader.header["about"], **dataclasses.asdict(found.result())} if reader is not None else None
+            made = {**about, "device": loaded.engine.device.caps.name, **score, "seconds": seconds, "against": base}
+            print(json.dumps(made, indent=1))
+            return
+        lines = [
+            f"{told(about)}, on {loaded.engine.device.caps.name}",
+            f"perplexity {result.value:.4f} +- {result.error:.4f}, {result.tokens} tokens scored in {count} chunks of {chunk}",
+        ]
         if reader is not None:
-            print(f"against {told(reader.header['about'])}")
-            print(table(found.result()))
+            lines += [f"against {told(reader.header['about'])}", *table(found.result()).splitlines()]
+        print("\n".join(part for line in lines for part in fit(line)))
         print(f"{count * chunk / seconds:.1f} t/s with compile time", file=console.file)
 
 

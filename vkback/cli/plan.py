@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from vkback.cli.shell import ActOption, CompileOnlyOption, DeviceOption, UsageError, act_of, model_path, one_of
-from vkback.cli.terminal import defines_text, fit, kernel_text, shortened
+from vkback.cli.terminal import WIDTH, brief_kernel_text, defines_text, fit, shortened
 
 if TYPE_CHECKING:
     from vkback.plan.forecast import Costs, Wait
@@ -23,8 +23,8 @@ HEADS = ("last", "none", "all")
 NAMED = 4
 """Most tensors named of those a stage waits for."""
 
-NODE, KERNEL = 20, 39
-"""Columns for a node's name and for a kernel with its parameters."""
+NODE = 18
+"""Columns for a node's name."""
 
 
 def plan(
@@ -125,16 +125,18 @@ def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
     from vkback.plan.forecast import waits
 
     data = as_data(schedule, costs, tokens, depth, times)
-    measured = f" {'measured':>8}" if times else ""
-    lines = [f"{'stage':>5} {'node':{NODE}} {'kernel':{KERNEL}} {'groups':>8} {'kB':>8} {'us':>7}{measured}"]
+    heads = f"{'us':>7} {'measured':>8}" if times else f"{'us':>7}"
+    lines = [_row("stage", "node", "kernel, its threads", "" if times else "groups", "kB", heads)]
     for dispatches, stage, waited in zip(schedule.stages, data["stages"], waits(schedule), strict=True):
         figures = f"{stage['predicted_us']:7.2f}" + (f" {stage['measured_us']:8.2f}" if times else "")
         for dispatch, d in zip(dispatches, stage["dispatches"], strict=True):
             groups = "x".join(map(str, d["groups"])).removesuffix("x1").removesuffix("x1")
-            node, kernel = shortened(d["node"], NODE), kernel_text(dispatch.kernel)
-            lines.append(f"{stage['stage']:5} {node:{NODE}} {kernel:{KERNEL}} {groups:>8} {d['bytes'] / 1e3:8.1f} {figures}".rstrip())
+            kilobytes = f"{d['bytes'] / 1e3:.{1 if d['bytes'] < 1e8 else 0}f}"
+            figures = figures or " " * (16 if times else 7)
+            kernel = brief_kernel_text(dispatch.kernel)
+            lines.append(_row(str(stage["stage"]), d["node"], kernel, "" if times else groups, kilobytes, figures))
             if verbose:
-                lines += fit(f"      {d['op']} {d['node']}" + (f": {d['reason']}" if d["reason"] else ""))
+                lines += fit(f"      {d['op']} {d['node']}, {groups} workgroups" + (f": {d['reason']}" if d["reason"] else ""))
                 lines += fit(f"      {defines_text(dispatch.kernel)}")
             figures = ""
         if stage["barrier_free"]:
@@ -142,6 +144,14 @@ def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
         elif waited:
             lines += fit(f"      barrier: waits for {_named(waited)}")
     return lines + [part for line in _totals(data["summary"], costs, times) for part in fit(line)]
+
+
+def _row(stage: str, node: str, kernel: str, groups: str, kilobytes: str, figures: str) -> str:
+    """A line as wide as a terminal, what the figures leave for the kernel; workgroups, where they are wanted, beside them."""
+    end = (f" {groups:>7}" if groups else "") + f" {kilobytes:>7} {figures}"
+    room = WIDTH - 5 - 1 - NODE - 1 - len(end)
+    kernel = kernel if len(kernel) <= room else kernel[: room - 1] + "~"
+    return f"{stage:>5} {shortened(node, NODE):{NODE}} {kernel:{room}}{end}".rstrip()
 
 
 def _totals(s: Mapping[str, Any], costs: Costs, times: StageTimes | None) -> Iterator[str]:

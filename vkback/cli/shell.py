@@ -31,6 +31,8 @@ CompileOnlyOption = Annotated[
     bool, typer.Option("--compile-only", help="Run nothing on the device. By default so where the driver has no hardware.")
 ]
 
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+
 ActOption = Annotated[str, typer.Option("--act", help=f"Activations: {', '.join(ACTS)}.")]
 
 

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from vkback.shader import Variant
 
-WIDTH = 100
+WIDTH = 80
 """Columns of the narrowest terminal that tables are made for."""
 
 CONTINUED = " " * 12
@@ -34,10 +34,22 @@ OTHERS: Parameters = (("WG_SIZE", "threads"), ("WIDTH", "wide"), ("PER_THREAD", 
 
 def kernel_text(variant: Variant) -> str:
     """A kernel's name and up to three parameters: "mat_vec 1024 threads 16 lanes 4 rows"."""
+    name, known = _parameters(variant)
+    return " ".join([name, *(f"{value} {word}" for word, value in known)])
+
+
+def brief_kernel_text(variant: Variant) -> str:
+    """The same for a column of a table: "mat_vec 1024 lanes=16 rows=4", the threads of a workgroup first."""
+    name, known = _parameters(variant)
+    return " ".join([name, *(str(value) if word == "threads" else f"{word}={value}" for word, value in known)])
+
+
+def _parameters(variant: Variant) -> tuple[str, list[tuple[str, str | int]]]:
+    """A kernel's name, and what its parameters that matter are called, with their values."""
     family = variant.source.removesuffix(".comp")
     defines = dict(variant.defines)
-    known = [f"{defines[key]} {word}" for key, word in PARAMETERS.get(family, OTHERS) if key in defines]
-    return " ".join([family.rpartition("/")[2], *known])
+    known = [(word, defines[key]) for key, word in PARAMETERS.get(family, OTHERS) if key in defines]
+    return family.rpartition("/")[2], known
 
 
 def defines_text(variant: Variant) -> str:

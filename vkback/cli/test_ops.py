@@ -47,6 +47,7 @@ def test_ops(
     store: Annotated[Path | None, typer.Option("--store", metavar="FILE", help="perf: append to a store, for vkback history.")] = None,
     smaller: Annotated[bool, typer.Option("--shrink", help="Look for the smallest case that fails and save its values.")] = False,
     save_in: Annotated[Path, typer.Option("--save-in", help="Folder for what --shrink saves.")] = Path("failing-cases"),
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the error and its bound for cases that pass, too.")] = False,
     list_ops: Annotated[bool, typer.Option("--list-ops", help="List the ops with their number of cases.")] = False,
 ) -> None:
@@ -59,12 +60,12 @@ def test_ops(
 
     names = list(wanted or [])
     mode = names.pop(0) if names and names[0] in MODES else "test"
-    one_of(output, OUTPUTS, "--output")
+    output = "json" if as_json else one_of(output, OUTPUTS, "--output")
     act_of(act)
     if store is not None and mode != "perf":
         raise UsageError(f"--store keeps times: expected vkback test-ops perf, not {mode}")
     if list_ops:
-        print_counts()
+        print_counts(output == "json")
         return
     names += _split(ops)
     listed = lines_of(source) if source else perf_cases() if mode == "perf" else full_cases() if full else quick_cases()
@@ -209,14 +210,19 @@ def compared(before: Mapping[str, Sequence[float]], result: CaseResult) -> str:
     return f", time {100 * (now.mean / was.mean - 1):+.1f} % against {was.mean:.2f} us, beats the noise: {change}"
 
 
-def print_counts() -> None:
+def print_counts(as_json: bool = False) -> None:
     """Ops with their number of cases in each set."""
+    import json
     from collections import Counter
 
     from vkback.harness.cases import full_cases, perf_cases, quick_cases
     from vkback.ops.base import OPS
 
     sets = [Counter(case.op for case in made()) for made in (quick_cases, full_cases, perf_cases)]
+    if as_json:
+        kinds = ("quick", "full", "perf")
+        print(json.dumps({name: {kind: s[name] for kind, s in zip(kinds, sets, strict=True)} for name in sorted(OPS)}, indent=1))
+        return
     for name in sorted(OPS):
         print("{:24} {:5} quick {:6} full {:5} perf cases".format(name, *(s[name] for s in sets)))
     print("{:24} {:5} quick {:6} full {:5} perf cases".format("all", *(s.total() for s in sets)))

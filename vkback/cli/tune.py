@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from vkback.cli.shell import DeviceOption, UsageError, measured_read_rate, one_of
+from vkback.cli.shell import DeviceOption, JsonOption, UsageError, measured_read_rate, one_of
 from vkback.cli.tune_parts import DEFAULT_QUANTS, MAT_MUL_QUANTS, MAT_MUL_TOKENS, PARTS, Asked, Paths
 from vkback.cli.tune_show import pictures, watched
 
@@ -59,6 +62,7 @@ def tune(
     share: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Tune nothing: write device report, journal and table of earlier runs to one file.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Time kernel shapes on this device and write those that beat the tables, beyond the noise, into the device's own table.
 
@@ -81,7 +85,15 @@ def tune(
     if op == "mat_mul" and path != "auto":
         raise UsageError(f"--path {path}: mat_mul takes the kernels of every path as candidates; leave it out")
     asked = Asked(case, model, quant, shape, _counts(tokens), paths, ctx, depth)
-    if _tune(ops, asked, _Run(device, budget, resume, verbose), picture):
+    run = _Run(device, budget, resume, verbose)
+    if as_json:
+        with contextlib.redirect_stdout(sys.stderr):
+            told: dict[str, Any] = {}
+            wrong = _tune(ops, asked, run, picture, told)
+        print(json.dumps(told, indent=1))
+    else:
+        wrong = _tune(ops, asked, run, picture)
+    if wrong:
         raise typer.Exit(1)
 
 
@@ -115,8 +127,9 @@ class _Run:
     verbose: bool
 
 
-def _tune(ops: Sequence[str], asked: Asked, run: _Run, picture: Path | None) -> bool:
-    """Tune families one after the other, each with the part of the budget that it has of the jobs. Whether any kernel was wrong."""
+def _tune(ops: Sequence[str], asked: Asked, run: _Run, picture: Path | None, told: dict[str, Any] | None = None) -> bool:
+    """Tune families one after the other, each with the part of the budget that it has of the jobs. Whether any kernel was wrong. told: gets
+    what came of it as plain values."""
     from vkback.autotune.driver import Sweep
     from vkback.autotune.own_table import OwnTable
     from vkback.device import Device
@@ -156,8 +169,17 @@ def _tune(ops: Sequence[str], asked: Asked, run: _Run, picture: Path | None) -> 
                 print(f"{left} of {len(part.jobs)} {part.noun} were not reached; --resume goes on with them")
             print(f"{sum(r.kept for r in found)} of {len(found)} {part.noun} improved")
         print(f"{time.monotonic() - start:.0f} s; table {own.path}")
-        for line in pictures(own, opened, ops, picture):
-            print(line)
+        drawn = list(pictures(own, opened, ops, picture))
+        print("\n".join(drawn))
+        if told is not None:
+            told["device"], told["read_gb_s"], told["seconds"] = opened.caps.name, rate, time.monotonic() - start
+            told["table"], told["pictures"], told["faults"] = str(own.path), drawn, faults
+            told["results"] = [
+                {"jobs": part.noun, "kept": r.kept, "percent": r.percent, **r.to_json()}
+                for part, found in zip(parts, results, strict=True)
+                for r in found
+            ]
+            told["left"] = {part.noun: sum(not own.journal.finished(job.key) for job in part.jobs) for part in parts}
     return bool(faults) or any(r.wrong for found in results for r in found)
 
 

@@ -195,7 +195,7 @@ def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> Phy
         order = ("discrete", "integrated", "virtual", "other", "cpu")
         best = min(devices, key=lambda d: order.index(d.caps.device_type))
         if best.caps.software:
-            print(f"vkback: no GPU found, running on the CPU through {best.caps.name}", file=sys.stderr)
+            print(f"vkback: no GPU found, running on the CPU: {best.caps.name}", file=sys.stderr)
         return best
     listing = "; ".join(f"{i}: {d.caps.name} (uuid {d.caps.uuid})" for i, d in enumerate(devices))
     if isinstance(asked, int) or re.fullmatch(r"-?\d+", asked):

@@ -126,6 +126,16 @@ class Diagnosis:
         names = " or ".join(f'"{s.name}"' for s in self.cures)
         return f"{len(self.failures)} of {self.ran} cases wrong; {names} cures {share} examined. Meanwhile: {first.remedy}"
 
+    def as_data(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        cures = [{"setting": s.name, "remedy": s.remedy} for s in self.cures]
+        failures = [{"case": line, "message": message} for line, message in self.failures]
+        switches = {name: dataclasses.asdict(tally) for name, tally in self.tallies.items()}
+        return {
+            "ran": self.ran, "unsupported": self.unsupported, "failures": failures, "examined": self.examined, "switches": switches,
+            "cures": cures, "device_lost": self.lost, "verdict": self.verdict,
+        }  # fmt: skip
+
 
 def spread(cases: Iterable[Case], per_op: int) -> list[Case]:
     """At most `per_op` cases of each op, evenly over its list."""
@@ -135,14 +145,18 @@ def spread(cases: Iterable[Case], per_op: int) -> list[Case]:
     return [c for some in by_op.values() for c in some[:: max(1, -(-len(some) // per_op))]]
 
 
-def examine(device: Device, library: ShaderLibrary, ctx: LowerContext, cases: Sequence[Case], tell: Callable[[str], None]) -> Diagnosis:
-    """Run the cases; when some fail, run those again under each switch. `tell` gets a line an event."""
+def examine(
+    device: Device, library: ShaderLibrary, ctx: LowerContext, cases: Sequence[Case], tell: Callable[[str], None],
+    progress: Callable[[str], object] = lambda _: None,
+) -> Diagnosis:  # fmt: skip
+    """Run the cases; when some fail, run those again under each switch. `tell` gets a line an event, `progress` a line a case."""
     failures: list[tuple[str, str]] = []
     failing: list[Case] = []
     ran = unsupported = 0
     try:
         with Suite(device, library, ctx) as suite:
-            for case, result in zip(cases, suite.run(cases), strict=True):
+            for number, (case, result) in enumerate(zip(cases, suite.run(cases), strict=True), 1):
+                progress(f"vkback: {number} of {len(cases)} cases, {len(failing)} wrong")
                 ran += result.supported
                 unsupported += not result.supported
                 if result.passed is False:
@@ -152,6 +166,7 @@ def examine(device: Device, library: ShaderLibrary, ctx: LowerContext, cases: Se
         some = _some(failing)
         tallies = {}
         for switch in SWITCHES if some else ():
+            progress(f"vkback: {switch.name}")
             tallies[switch.name] = tally = _switched(device, library, ctx, switch, some)
             tell(f"{switch.name}: {_line(tally)}")
     except DeviceLost as e:

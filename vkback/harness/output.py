@@ -7,6 +7,7 @@ the seed has a field of its own.
 from __future__ import annotations
 
 import json
+import textwrap
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,8 +53,20 @@ class About:
     time: str
 
 
+WIDTH = 80
+"""Columns of the narrowest terminal that tables are made for."""
+
 MOST_REASONS = 3
 """Reasons shown of those for which an op's cases did not run."""
+
+
+def with_reasons(row: str, reasons: str) -> list[str]:
+    """A row of a table with what is to be said of it: beside it where a terminal has room, else below."""
+    if not reasons:
+        return [row.rstrip()]
+    if len(row) + 2 + len(reasons) <= WIDTH:
+        return [f"{row}  {reasons}"]
+    return [row.rstrip(), *textwrap.wrap(reasons, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)]
 
 
 def op_table(results: Iterable[CaseResult]) -> list[str]:
@@ -73,7 +86,7 @@ def op_table(results: Iterable[CaseResult]) -> list[str]:
         reasons = Counter(r.message.removeprefix(f"[{op}] ") for r in by_op[op] if not r.supported)
         shown = [f"{why} ({count})" for why, count in reasons.most_common(MOST_REASONS)]
         shown += [f"{len(reasons) - MOST_REASONS} other reasons"] if len(reasons) > MOST_REASONS else []
-        lines.append((row(op, by_op[op]) + ("  " + "; ".join(shown) if shown else "")).rstrip())
+        lines += with_reasons(row(op, by_op[op]), "; ".join(shown))
     return [*lines, row("all", [r for own in by_op.values() for r in own])]
 
 

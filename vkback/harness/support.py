@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from vkback import quants
 from vkback.harness.cases import context_of
+from vkback.harness.output import with_reasons
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import check_bound
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
@@ -45,8 +46,8 @@ def support_table(cases: Sequence[Case], results: Sequence[CaseResult]) -> list[
         refused = [r.message for r in rows if not r.supported]
         reasons = list(dict.fromkeys(refused))
         more = f"; and {len(reasons) - MOST_REASONS} other reasons" if len(reasons) > MOST_REASONS else ""
-        why = f"  not the rest: {'; '.join(reasons[:MOST_REASONS])}{more}" if reasons else ""
-        lines.append(f"{f'{op} {kind}':{width}}  {len(rows) - len(refused):5} of {len(rows):5}{why}".rstrip())
+        why = f"not the rest: {'; '.join(reasons[:MOST_REASONS])}{more}" if reasons else ""
+        lines += with_reasons(f"{f'{op} {kind}':{width}}  {len(rows) - len(refused):5} of {len(rows):5}", why)
     missing = [q for q in QUANTS if not (shader_root() / quants.quant(q).shader).is_file()]
     lines.append(f"weight types without a kernel: {', '.join(missing) or 'none'}")
     return lines
