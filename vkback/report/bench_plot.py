@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def draw(bars: Sequence[Bar], file: Path, title: str) -> None:
     axis.set_ylim(len(bars) - 0.4, -0.6)
     axis.set_xlim(0, 1.02 * most)
     axis.set(xlabel="speed, % of that before; error bars: deviation of the repetitions")
-    axis.set_title(title, loc="left")
+    figure.suptitle("\n".join(textwrap.wrap(title, 110)), x=0.01, ha="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     known = (("before", BEFORE), ("after: faster", FASTER), ("after: slower", SLOWER), ("after: within the noise", UNCHANGED))

@@ -100,7 +100,7 @@ def _heatmap(figure: Figure, axis: Axes, job: Searched) -> None:
     axis.set_xticks(range(len(columns)), [str(v) for v in columns])
     axis.set_yticks(range(len(lines)), [str(v) for v in lines])
     axis.set(xlabel=job.names[column], ylabel=job.names[line])
-    axis.set_title("\n".join(textwrap.wrap(job.title, 88)), fontsize=9, loc="left")
+    axis.set_title("\n".join(textwrap.wrap(job.title.replace(",", ", "), 88)), fontsize=9, loc="left")
     bar = figure.colorbar(image, ax=axis, label="times the quickest", ticks=[1, 1.25, 1.5, 2, 2.5, 3])
     bar.ax.set_yticklabels(["1", "1.25", "1.5", "2", "2.5", "3 +"])
     bar.ax.minorticks_off()
@@ -122,6 +122,7 @@ def _ranking(axis: Axes, job: Searched) -> None:
     top = max(min(ranked[-1][1], SLOWEST * ranked[0][1]), chosen[1], incumbent[1])
     axis.set(xlabel="points by latency", ylabel="latency, µs", ylim=(0, 1.08 * top))
     axis.set_xlim(0, len(ranked) + 1)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(fontsize=8, loc="best", framealpha=0.85)
 
 
