@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_paths import planned_for, with_params
+from prompt_ways import skip_without, way_params
 from typer.testing import CliRunner
 
 from vkback.cli import main as cli
@@ -24,10 +25,12 @@ from vkback.harness.node_walk import Item, Made, Swap, Walk, chosen_as, items_of
 from vkback.models import Model
 from vkback.models.twin import NumpyTwin
 from vkback.ops.base import OPS, LowerContext
+from vkback.ops.mat_mul import Way
 from vkback.ops.quantize import rounded_rows
 from vkback.paths import builtin_model
 from vkback.plan.planner import fused_nodes
 from vkback.plan.schedule import Schedule
+from vkback.plan.tuning import Overrides
 from vkback.program import WeightRanges
 from vkback.shader import ShaderLibrary
 
@@ -76,6 +79,20 @@ def test_a_right_run_is_within_the_band(name: str, sync: str, run: Run, right: t
     assert len(known) > 10 and ratios.min() > 0.3 and ratios.max() < 2.5
     alone = nodes.compare_steps(model, found, BATCH, "device")
     assert alone.first is None and len(alone.rows) == len(result.rows)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("way", ["coop_reg", "coop_mat"])
+@pytest.mark.parametrize("name", ["demo-dense", "demo-moe"])
+def test_prompts_by_matrices_are_within_the_band(name: str, way: Way, run: Run, ctx: LowerContext) -> None:
+    """Few tokens decoded in registers, and a prompt with attention by matrices: activations packed as f16 and all."""
+    skip_without(way, ctx.caps)
+    context = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, way_params(way, ctx.caps), f"prompts by {way}"))
+    batch = Batch(tuple(range(1, 9 if way == "coop_reg" else 25)), 8 if way == "coop_reg" else 24, 64)
+    model, found = run(name, context, batch)
+    assert any(f"/{way}.comp" in d.kernel.source for d in found.schedule.dispatches())
+    comparison = compared(model, found, batch)
+    assert comparison.first is None, comparison.verdict
 
 
 @pytest.mark.parametrize(("name", "n"), [("demo-dense", 1), ("demo-moe", 1), ("demo-moe", 3)])

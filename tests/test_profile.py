@@ -260,11 +260,16 @@ def test_the_command(made: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(profile_model, "profile", measured)
     trace, html = tmp_path / "trace.json", tmp_path / "page.html"
     options = ["--prompt-tokens", "16", "-n", "2", "-b", "0", "-c", "64"]
-    result = CliRunner().invoke(cli.app, ["profile", *options, "--trace", str(trace), "--html", str(html)])
+    kept = [tmp_path / f"kept.{ending}" for ending in ("html", "json", "txt")]
+    saves = [word for path in kept for word in ("--save", str(path))]
+    result = CliRunner().invoke(cli.app, ["profile", *options, "--trace", str(trace), "--html", str(html), *saves])
     assert result.exit_code == 0, result.output
     assert asked == [(16, 2, 0)]
     assert "GPU Profile Report" in result.stdout and "mat_vec:ffn.gate:L0" in result.stdout and "└── blk" in result.stdout
     assert sum(e.get("cat") == "phase" for e in json.loads(trace.read_text())["traceEvents"]) == 1
-    assert html.read_text() == page(made)
+    assert html.read_text() == kept[0].read_text() == page(made)
+    assert json.loads(kept[1].read_text()) == text.as_data(made) and kept[2].read_text().splitlines() == list(text.report(made, True))
+    refused = CliRunner().invoke(cli.app, ["profile", "--save", str(tmp_path / "kept.doc")])
+    assert "expected one of html, json, txt" in str(refused.exception)
     data = json.loads(CliRunner().invoke(cli.app, ["profile", "-c", "64", "--json"]).stdout)
     assert data["phases"][0]["gpu_us"] == pytest.approx(60.0) and data["phases"][0]["kernels"][0]["bytes"] == 1000

@@ -6,11 +6,14 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, act_of, model_path, open_for_writing
+from vkback.cli.shell import ActOption, DeviceOption, act_of, model_path, one_of, open_for_writing
+
+if TYPE_CHECKING:
+    from vkback.timing.profile_model import Profile
 
 
 def profile(
@@ -25,6 +28,9 @@ def profile(
     everything: Annotated[bool, typer.Option("-v", "--all", help="All kernels and all layers.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for ui.perfetto.dev.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with tree, timeline, roofline and heatmap.")] = None,
+    save: Annotated[
+        list[Path] | None, typer.Option(help="Into a file too: .html, .json or .txt (with all kernels). Repeat for several.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
 ) -> None:
     """Time every kernel of a prompt, of the tokens behind it and of a batch: milliseconds and share, GB/s and share of the device's read
@@ -35,7 +41,9 @@ def profile(
     from vkback.report import profile_text as text
     from vkback.timing.profile_model import profile as measure
 
+    endings = [one_of(path.suffix.lstrip("."), ("html", "json", "txt"), f"--save {path}, ending") for path in save or []]
     outputs = [open_for_writing(path) if path else None for path in (trace, html)]
+    kept = [open_for_writing(path) for path in save or []]
     path = model_path(model)
     begun = time.perf_counter()
     with Engine.load(path, device, n_ctx=ctx, act=act_of(act), progress=not as_json) as engine:
@@ -53,4 +61,17 @@ def profile(
 
         with outputs[1] as f:
             f.write(page(found))
+    for file, ending in zip(kept, endings, strict=True):
+        with file:
+            file.write(_form(found, ending))
     print(json.dumps(text.as_data(found), indent=1) if as_json else "\n".join(text.report(found, everything)))
+
+
+def _form(found: Profile, ending: str) -> str:
+    """A profile as text of the form that an ending names."""
+    from vkback.report import profile_text as text
+    from vkback.report.profile_page import page
+
+    if ending == "html":
+        return page(found)
+    return json.dumps(text.as_data(found), indent=1) + "\n" if ending == "json" else "\n".join(text.report(found, True)) + "\n"
