@@ -156,7 +156,8 @@ class MulMat(_Plain):
         per: Four = ORDERLY, k_v: int = 0, o: int = 1, src_overlap: int = 0, m_v: int = 0, pad: int = 0, plain: bool = False,
         act: str = "auto", amax: float = 1.0, seed: int = 7,
     ) -> Case:
-        """bs matrices (the faster axis first), each for nr slices of x; o of them one after the other on the same x.
+        """bs matrices (the faster axis first), each for nr slices of x; o of them one after the other on the same x. (test-backend-ops
+        takes one matrix o times and judges the sum of the products; here each has a matrix and an output of its own: none hides another.)
 
         per          axis i of the operands in memory (0 the fastest) is axis per[i] of what is multiplied
         k_v          values between the rows of both operands in memory, where it is not k; of w with `pad` more than k instead
