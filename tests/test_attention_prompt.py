@@ -98,6 +98,28 @@ def test_matrices_of_unknown_order(device: Device, kernels: ShaderLibrary, ctx: 
         assert outcome.ok, f"{case.line}: {outcome.text}"
 
 
+LATENT = [c for c in OP.unequal_cases() if c.params.get("v_view") and len(c.params["pos"]) > 16 and c.params["hd"] < 128]
+"""Prompts over rows that hold K and V: Q in one tensor and in two."""
+
+
+def latent_cut(ctx: LowerContext, device: Device, monkeypatch: pytest.MonkeyPatch) -> LowerContext:
+    """Matrices, and queries that subgroups share, though their heads are small."""
+    monkeypatch.setattr(attention_prompt, "PART_VALUES", 24)
+    return way_of("matrix", ctx, device, tile_q=16, tile_kv=16, warps=4)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("case", LATENT, ids=lambda c: c.line)
+def test_rows_that_hold_k_and_v(
+    case: Case, device: Device, kernels: ShaderLibrary, ctx: LowerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = latent_cut(ctx, device, monkeypatch)
+    shape = prompt_shape(case.build().node, use)
+    assert shape is not None and shape.way == "matrix" and shape.parts == 4
+    outcome = run_case(device, kernels, case, use)
+    assert outcome.ok, outcome.text
+
+
 @pytest.mark.vulkan
 @pytest.mark.parametrize("way", WAYS)
 def test_a_token_does_not_depend_on_its_company(way: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
@@ -155,7 +177,8 @@ def test_faults_are_caught(way: str, fault: str, device: Device, ctx: LowerConte
     right, wrong = (FAULTS if way == "plain" else MATRIX_FAULTS)[fault]
     shutil.copytree(shader_root(), tmp_path / "shaders", ignore=shutil.ignore_patterns("prebuilt"))
     found = 0
-    for name in ({"plain": "prompt.comp", "matrix": "prompt_matrix.comp"}[way], "prompt_iface.glsl", "softmax_registers.glsl"):
+    kernel = {"plain": "prompt.comp", "matrix": "prompt_matrix.comp"}[way]
+    for name in (kernel, "prompt_iface.glsl", "prompt_blocks.glsl", "softmax_registers.glsl"):
         file = tmp_path / "shaders" / "attention" / name
         text = file.read_text(encoding="utf-8")
         found += text.count(right)
@@ -164,6 +187,28 @@ def test_faults_are_caught(way: str, fault: str, device: Device, ctx: LowerConte
     broken = ShaderLibrary(tmp_path / "shaders", tmp_path / "cache")
     cases = [c for c in SPREAD if c.params["sinks"]] if "sink" in fault else WITHOUT_SINKS
     assert any(not run_case(device, broken, c, use).ok for c in cases)
+
+
+LATENT_FAULTS = {
+    "a part of the scores lost": ("i < PARTS; i++", "i + 1 < PARTS; i++"),
+    "the first quad of q_pe for all": (" + i - NOPE / 4]", "]"),
+    "columns of another part": ("+ (part() * NO + o) * (FN / 8)", "+ o * (FN / 8)"),
+}
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("fault", LATENT_FAULTS, ids=lambda v: v.replace(" ", "-"))
+def test_faults_where_rows_hold_k_and_v(
+    fault: str, device: Device, ctx: LowerContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = latent_cut(ctx, device, monkeypatch)
+    shutil.copytree(shader_root(), tmp_path / "shaders", ignore=shutil.ignore_patterns("prebuilt"))
+    file = tmp_path / "shaders" / "attention" / "prompt_latent.comp"
+    text = file.read_text(encoding="utf-8")
+    assert text.count(LATENT_FAULTS[fault][0]) == 1
+    file.write_text(text.replace(*LATENT_FAULTS[fault]), encoding="utf-8")
+    broken = ShaderLibrary(tmp_path / "shaders", tmp_path / "cache")
+    assert any(not run_case(device, broken, c, use).ok for c in LATENT if "rot" in c.params)
 
 
 NO_SHAPES = planned_for("nvidia_h200_linux")

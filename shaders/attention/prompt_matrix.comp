@@ -72,40 +72,22 @@ const uint OUT_WORDS = ALL_STAGES + (OUT_TYPE == OUT_FRAGMENTS ? TILE_Q * PITCH 
 
 shared uvec4 kv_rows[KV_WORDS > OUT_WORDS ? KV_WORDS : OUT_WORDS];
 shared uvec4 scratch[ROW_LANES != 0 ? 1 : WARPS * SCRATCH];
-shared uvec2 seen[TILE_Q];
 shared float row_top[ROW_LANES != 0 ? 1 : TILE_Q];
 shared float row_factor[ROW_LANES != 0 ? 1 : TILE_Q];
 
 MATRIX_A query[MQ * NK];
 MATRIX_SUM sums[MQ * NO];
 MATRIX_SUM weights[MQ];
-uint place[ELEMENTS];  // row * 256 + column of an element
 uvec4 k_words[PIECES], v_words[PIECES];
-uint lo, hi;
 
-// Rows past the last that is seen stand for that one: no query sees them, but their V must be numbers.
-#define FETCH(CACHE, INTO)                                                                                                      \
-    const uint first = kv_head() * p.n_ctx;                                                                                     \
-    if (WIDTH == HD && base + ROWS <= hi) {                                                                                     \
-        [[unroll]] for (uint i = 0; i < PIECES; i++)                                                                            \
-            if (ROWS * ROW_WORDS % WG == 0 || i * WG + gl_LocalInvocationIndex < ROWS * ROW_WORDS)                              \
-                INTO[i] = CACHE[(first + base) * ROW_WORDS + gl_LocalInvocationIndex + i * WG];                                 \
-    } else {                                                                                                                    \
-        [[unroll]] for (uint i = 0; i < PIECES; i++) {                                                                          \
-            const uint at = i * WG + gl_LocalInvocationIndex, row = base + at / (WIDTH / 8), word = at % (WIDTH / 8);           \
-            const uvec4 words = CACHE[(first + min(row, hi - 1u)) * ROW_WORDS + min(word, ROW_WORDS - 1u)];                     \
-            INTO[i] = word < ROW_WORDS ? words : uvec4(0u);                                                                     \
-        }                                                                                                                       \
-    }
+// The first of a subgroup's query rows of matrix row m.
+uint first_row_of(uint m) { return (gl_SubgroupID * MQ + m) * FM; }
+
+#include "attention/prompt_blocks.glsl"
+
 void fetch_k(uint base) { FETCH(k4, k_words) }
 void fetch_v(uint base) { FETCH(v4, v_words) }
 
-#define PUT(FROM, FIRST)                                                                                                        \
-    [[unroll]] for (uint i = 0; i < PIECES; i++) {                                                                              \
-        const uint at = i * WG + gl_LocalInvocationIndex;                                                                       \
-        if (ROWS * (WIDTH / 8) % WG == 0 || at < ROWS * (WIDTH / 8))                                                            \
-            kv_rows[(FIRST + at / (WIDTH / 8)) * PITCH + at % (WIDTH / 8)] = FROM[i];                                           \
-    }
 void put_k() { PUT(k_words, 0u) }
 void put_v() { PUT(v_words, ROWS) }
 
@@ -129,22 +111,8 @@ void load_queries(uint query0) {
     barrier();
 }
 
-// Which row and column each element of a matrix of sums has.
-void find_places(uint mine) {
-    for (uint at = gl_SubgroupInvocationID; at < FM * FN / 4; at += SG) {
-        const uint row = at / (FN / 4), quad = at % (FN / 4);
-        kv_rows[mine + row * MAX_PITCH + quad] = floatBitsToUint(vec4(float(row * 256u + 4u * quad)) + vec4(0.0, 1.0, 2.0, 3.0));
-    }
-    subgroup_sync();
-    MATRIX_SUM numbers;
-    coopMatLoad(numbers, kv_rows, mine, MAX_PITCH, gl_CooperativeMatrixLayoutRowMajor);
-    [[unroll]] for (uint e = 0; e < ELEMENTS; e++) place[e] = uint(numbers[e]);
-    subgroup_sync();
-}
-
 // Scores of a block for matrix row m of this subgroup's queries; those of rows that a query may not see are MASKED.
 void find_scores(uint m, uint base, bool masks, out MATRIX_SUM score[NS]) {
-    const uint first_row = (gl_SubgroupID * MQ + m) * FM;
     [[unroll]] for (uint s = 0; s < NS; s++) score[s] = MATRIX_SUM(0.0);
     [[unroll]] for (uint k = 0; k < NK; k++) {
         [[unroll]] for (uint s = 0; s < NS; s++) {
@@ -153,15 +121,7 @@ void find_scores(uint m, uint base, bool masks, out MATRIX_SUM score[NS]) {
             score[s] = coopMatMulAdd(query[m * NK + k], b, score[s]);
         }
     }
-    if (masks) {
-        [[unroll]] for (uint e = 0; e < ELEMENTS; e++) {
-            const uvec2 rows = seen[first_row + place[e] / 256u];
-            [[unroll]] for (uint s = 0; s < NS; s++) {
-                const uint row = base + s * FN + place[e] % 256u;
-                score[s][e] = row >= rows.x && row < rows.y ? score[s][e] : MASKED;
-            }
-        }
-    }
+    if (masks) mask_scores(first_row_of(m), base, score);
 }
 
 #include "attention/softmax_shared.glsl"
@@ -197,7 +157,7 @@ void store_fragments(uint query0) {
 void store_results(uint query0, uint mine) {
     const uint stage = gl_SubgroupID * STAGE_WORDS, lane = gl_SubgroupInvocationID;
     [[unroll]] for (uint m = 0; m < MQ; m++) {
-        const uint first_row = (gl_SubgroupID * MQ + m) * FM;
+        const uint first_row = first_row_of(m);
         if (ROW_LANES != 0) finish_in_registers(m, query0);
         else finish_through_shared(m, query0, mine);
         [[unroll]] for (uint o = 0; o < NO; o++) {
@@ -233,24 +193,14 @@ void main() {
     }
     find_places(gl_SubgroupID * MAX_WORDS);
     barrier();
-    // (first, end) of rows that any query sees, and of those that all see.
-    uvec2 any = uvec2(0xffffffffu, 0u), every = uvec2(0u, 0xffffffffu);
-    for (uint i = gl_SubgroupInvocationID; i < TILE_Q; i += SG) {
-        const uvec2 rows = seen[i];
-        if (rows.y > 0u) any.x = min(any.x, rows.x);
-        any.y = max(any.y, rows.y);
-        every = uvec2(max(every.x, rows.x), min(every.y, rows.y));
-    }
-    lo = subgroupMin(any.x);
-    hi = subgroupMax(any.y);
-    every = uvec2(subgroupMax(every.x), subgroupMin(every.y));
+    const uvec2 every = find_range();
 
     [[unroll]] for (uint o = 0; o < MQ * NO; o++) sums[o] = MATRIX_SUM(0.0);
     [[unroll]] for (uint m = 0; m < MQ; m++) weights[m] = MATRIX_SUM(0.0);
     load_queries(query0);
 
     if (hi > 0u) {
-        uint base = lo;  // what lies before it nobody sees: its V need not be numbers
+        uint base = lo / ROWS * ROWS;
         fetch_k(base);
         for (; base < hi; base += ROWS) {
             const bool masks = base < every.x || base + ROWS > every.y;

@@ -1,5 +1,5 @@
 // Online softmax of attention/prompt_matrix.comp in registers, where the start-up check found that ROW_LANES neighbouring lanes share a row of
-// a matrix of sums, and that a matrix A has its elements where a matrix of sums has them (mat_mul/fragment_map.comp).
+// a matrix of sums, and that a matrix A has its elements where a matrix of sums has them (mat_mul/fragment_map.comp). Needs first_row_of(m).
 
 const uint OWN_ROWS = ROW_LANES != 0 ? FM * ROW_LANES / SG : 1;  // rows of a matrix that a lane has elements of, in this order
 const uint EACH = ELEMENTS / OWN_ROWS;                          // elements of each
@@ -45,7 +45,7 @@ void weigh_in_registers(uint m, inout MATRIX_SUM score[NS], out MATRIX_A p_matri
 void finish_in_registers(uint m, uint query0) {
     MATRIX_SUM factors;
     [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {
-        const uint at = m * OWN_ROWS + r, query = query0 + (gl_SubgroupID * MQ + m) * FM + own_row(r);
+        const uint at = m * OWN_ROWS + r, query = query0 + first_row_of(m) + own_row(r);
         const float factor = normalizer(query, own_top[at], sum_over_row(own_weight[at]));
         [[unroll]] for (uint e = 0; e < EACH; e++) factors[r * EACH + e] = factor;
     }

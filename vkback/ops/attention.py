@@ -257,9 +257,10 @@ def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape 
     # --act f32 keeps floats whole: no f16 in matrices. Nor for queries that f16 cannot hold.
     beyond = attention_prompt.queries_f16(node.inputs[0]).name in ctx.f16_scales
     caps = ctx.caps if ctx.act != "f32" and not beyond else dataclasses.replace(ctx.caps, cooperative_matrix=False)
-    return attention_prompt.shape_for(
-        _choice(node, ctx), node.inputs[1].shape[2], dataclasses.replace(ctx, caps=caps), v_dim(node, node.inputs[2])
-    )
+    cache_k, cache_v = node.inputs[1:3]
+    latent = cache_k.name == cache_v.name and node.outputs[0].type == "F32"
+    ctx = dataclasses.replace(ctx, caps=caps)
+    return attention_prompt.shape_for(_choice(node, ctx), cache_k.shape[2], ctx, v_dim(node, cache_v), latent)
 
 
 def prompt_job(node: Node) -> attention_prompt.PromptJob:

@@ -2,7 +2,8 @@
 
 A `PromptJob` says what to compute, in tensors; a `PromptShape` which kernel does it and how it cuts the work; `lower` makes the dispatch.
 
-    matrix  cooperative matrices: f16 queries, keys, values and weights, f32 sums
+    matrix  cooperative matrices: f16 queries, keys, values and weights, f32 sums; where a row of K holds the row of V (MLA), by a kernel of
+            its own, whose subgroups share queries
     plain   f32 throughout
 
 Both walk the cache in blocks of rows with online softmax, as FlashAttention-2 does. A workgroup takes a tile of queries (token, head) of
@@ -21,7 +22,7 @@ from vkback.graph import Tensor
 from vkback.ops.base import MAX_GROUPS_X, Arg, Choice, Dispatch, LowerContext, PlanError, Tolerance, ceil_div, nbytes, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.mat_mul import UNIT, MatMulShape, fragments_possible, matrix_shape, row_lanes
-from vkback.ops.workgroup import Defines, reduction, workgroup_size
+from vkback.ops.workgroup import Defines, power_of_two, reduction, workgroup_size
 from vkback.shader import Variant
 
 Way = Literal["plain", "matrix"]
@@ -32,6 +33,9 @@ OUT_TYPES = {"F32": 0, "Q8_1": 1, "F16": 2}
 OUT_FRAGMENTS = 3
 
 LOG2_E = math.log2(math.e)
+
+PART_VALUES = 128
+"""Columns of its queries' results that a subgroup of prompt_latent.comp makes, at most: 64 registers a lane for a matrix of 16 rows."""
 
 MAX_VALUES = 32
 """Values of a query, and as many of its sum, that a thread of `plain` holds on a GPU: two queries then take 128 registers."""
@@ -105,6 +109,7 @@ class PromptShape:
     Of matrix alone:
     matrix     rows, columns and depth of a matrix
     row_lanes  neighbouring lanes that share a row of one, 0 where that is not known (shaders/mat_mul/matrix.glsl)
+    parts      of rows that hold K and V: subgroups that share queries (shaders/attention/prompt_latent.comp); 0: the kernel for all others
     """
 
     way: Way
@@ -115,14 +120,15 @@ class PromptShape:
     by_lanes: bool = False
     matrix: tuple[int, int, int] = (0, 0, 0)
     row_lanes: int = 0
+    parts: int = 0
 
 
-def shape_for(choice: Choice, hd: int, ctx: LowerContext, vd: int = 0) -> PromptShape | None:
-    """The tables' choice, cut down to what the device has room for. `matrix` is `plain` where there are no matrices, and where V is not as
-    wide as K. vd: width of V, 0: as K. None: decode."""
+def shape_for(choice: Choice, hd: int, ctx: LowerContext, vd: int = 0, latent: bool = False) -> PromptShape | None:
+    """The tables' choice, cut down to what the device has room for. `matrix` is `plain` where there are no matrices, and where V is neither
+    as wide as K nor part of its rows. vd: width of V, 0: as K; latent: V is the first part of each row of K. None: decode."""
     vd, caps = vd or hd, ctx.caps
-    if choice["way"] == "matrix" and vd == hd:
-        shape = matrix_way(choice, hd, caps, row_lanes(ctx))
+    if choice["way"] == "matrix" and (latent or vd == hd):
+        shape = latent_way(choice, hd, vd, caps, row_lanes(ctx)) if latent else matrix_way(choice, hd, caps, row_lanes(ctx))
         if shape is not None:
             return shape
     return None if choice["way"] == "decode" else plain_way(choice, hd, caps, vd)
@@ -175,6 +181,28 @@ def matrix_way(choice: Choice, hd: int, caps: Capabilities, lanes: int) -> Promp
     return shape
 
 
+def latent_way(choice: Choice, hd: int, vd: int, caps: Capabilities, lanes: int) -> PromptShape | None:
+    """The same for rows that hold K and V. None also where it is not known which lanes share a row."""
+    matrix = matrix_shape(caps)
+    if matrix is None or not lanes or matrix[1] != matrix[2] or matrix[1] > 32 or not caps.has_subgroup_ops("arithmetic", "shuffle"):
+        return None
+    sg = caps.subgroup_size
+    most = workgroup_size(caps, choice["warps"] * sg) // sg
+    parts = min(most, power_of_two(ceil_div(vd, PART_VALUES)))
+    groups = max(1, min(most // parts, choice["tile_q"] // matrix[0]))
+    rows = max(choice["tile_kv"], matrix[1])
+    shape = PromptShape("matrix", groups * matrix[0], rows, groups * parts, matrix=matrix, row_lanes=lanes, parts=parts)
+    while latent_shared(shape, hd) > caps.max_shared_memory:
+        if shape.tile_kv > matrix[1]:
+            shape = replace(shape, tile_kv=shape.tile_kv // 2)
+        elif groups > 1:
+            groups //= 2
+            shape = replace(shape, warps=groups * parts, tile_q=groups * matrix[0])
+        else:
+            return None
+    return shape
+
+
 def _f16_sums(matrix: tuple[int, int, int], caps: Capabilities) -> bool:
     """Whether matrices of sums may be f16, too, which weights are on their way to matrix A."""
     wanted = ("f16", "f16", "f16", "f16", "subgroup")
@@ -185,7 +213,7 @@ def heads_of_fragments(shape: PromptShape, group: int, hd: int, caps: Capabiliti
     """Query heads that a tile takes where its results are stored as fragments: as many as leave whole matrices of tokens. group: those of a
     kv head. 0: head size, tile or shared memory do not allow it."""
     _, columns, depth = shape.matrix
-    if shape.way != "matrix" or hd % depth or not fragments_possible(shape.matrix, caps):
+    if shape.way != "matrix" or shape.parts or hd % depth or not fragments_possible(shape.matrix, caps):
         return 0
     if matrix_shared(shape, hd, fragments=True) > caps.max_shared_memory:
         return 0
@@ -210,6 +238,14 @@ def matrix_shared(shape: PromptShape, hd: int, fragments: bool = False) -> int:
         return 16 * (max(rows, stages) + 1) + 8 * (shape.tile_q + 1)
     scratch = fm * max(fn // 4 + 1, shape.tile_kv // 8 + 1)
     return 16 * (max(rows, stages) + shape.warps * scratch) + 16 * shape.tile_q
+
+
+def latent_shared(shape: PromptShape, hd: int) -> int:
+    """Bytes of shared memory of shaders/attention/prompt_latent.comp."""
+    fm, fn, fk = shape.matrix
+    pitch = ceil_div(hd, fk * shape.parts) * shape.parts * fk // 8 + 1
+    scores = shape.warps * fm * (shape.tile_kv // 4 + 1)
+    return 16 * (max(max(shape.tile_kv, fm) * pitch, shape.warps * fm * (fn // 4 + 1)) + scores) + 8 * shape.tile_q
 
 
 def tolerance(shape: PromptShape, y: Tensor) -> Tolerance:
@@ -245,12 +281,16 @@ def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = 
     y_stride = job.y.shape[-1] // 8 if job.y.type == "F16" else 0
     if job.fragments:
         y_stride = job.y.shape[-1] // shape.matrix[2] * caps.subgroup_size
+    if shape.parts and job.y.type != "F32":
+        raise PlanError(f"[attention] {job.name}: {job.y}; of rows that hold K and V the kernel by matrices makes F32")
     overflow = [Arg(overflow_word(queries_f16(job.q)), "rw")] if shape.way == "matrix" else []
+    q_pe = [Arg(job.q_pe or job.q)] if job.q_pe or shape.parts else []
+    kernels = plain_kernel if shape.way == "plain" else latent_kernel if shape.parts else matrix_kernel
     return Dispatch(
-        kernel=plain_kernel(job, shape, caps) if shape.way == "plain" else matrix_kernel(job, shape, caps),
+        kernel=kernels(job, shape, caps),
         args=(
             Arg(job.q), Arg(job.cache_k), Arg(job.cache_v), Arg(job.pos), Arg(job.y, "w"), Arg(job.sinks or job.q),
-            *([Arg(job.q_pe)] if job.q_pe else []), *overflow,
+            *q_pe, *overflow,
         ),
         push=pack_push(n, n_head, n_head_kv, n_ctx, job.window, y_stride, job.scale * LOG2_E),
         groups=(tiles, n_head // heads, 1),
@@ -296,6 +336,17 @@ def matrix_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Var
     return Variant("attention/prompt_matrix.comp", (), sg if caps.subgroup_required_size else None, tuple(enumerate(constants)))
 
 
+def latent_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:
+    """shaders/attention/prompt_latent.comp."""
+    sg = caps.subgroup_size
+    rot = job.q_pe.shape[-1] if job.q_pe else 0
+    constants = (
+        shape.warps * sg, sg, *shape.matrix, job.hd, job.vd, shape.tile_kv, shape.parts, int(job.sinks is not None), shape.row_lanes,
+        int(job.q_pe is not None), job.hd - rot, job.q.shape[-1],
+    )  # fmt: skip
+    return Variant("attention/prompt_latent.comp", (), sg if caps.subgroup_required_size else None, tuple(enumerate(constants)))
+
+
 def prebuilt_variants() -> list[Variant]:
-    """The module that needs a compiler with cooperative matrices."""
-    return [Variant("attention/prompt_matrix.comp")]
+    """The modules that need a compiler with cooperative matrices."""
+    return [Variant("attention/prompt_matrix.comp"), Variant("attention/prompt_latent.comp")]

@@ -1,0 +1,71 @@
+// What the kernels of attention by cooperative matrices have in common: blocks of the cache on their way to shared memory, which rows the queries
+// of a tile see, and where the elements of a matrix of sums lie.
+//
+// Needs attention/prompt_iface.glsl; ROWS, HD, WIDTH (HD filled up to whole matrices), ROW_WORDS = HD / 8, PITCH (words of 16 bytes from row to row of
+// shared memory), PIECES (words of a block that a thread moves), TILE_Q, NS, ELEMENTS (of a matrix of sums, a lane), MAX_PITCH = FN / 4 + 1, and shared
+// uvec4 kv_rows[].
+
+shared uvec2 seen[TILE_Q];  // the rows that a query sees (rows_of)
+
+uint place[ELEMENTS];  // row * 256 + column of an element
+uint lo, hi;           // rows that any query of the tile sees
+
+// Rows before the first that is seen, and past the last, stand for that one: no query sees them, but their V must be numbers.
+#define FETCH(CACHE, INTO)                                                                                                      \
+    const uint first = kv_head() * p.n_ctx;                                                                                     \
+    if (WIDTH == HD && base >= lo && base + ROWS <= hi) {                                                                       \
+        [[unroll]] for (uint i = 0; i < PIECES; i++)                                                                            \
+            if (ROWS * ROW_WORDS % WG == 0 || i * WG + gl_LocalInvocationIndex < ROWS * ROW_WORDS)                              \
+                INTO[i] = CACHE[(first + base) * ROW_WORDS + gl_LocalInvocationIndex + i * WG];                                 \
+    } else {                                                                                                                    \
+        [[unroll]] for (uint i = 0; i < PIECES; i++) {                                                                          \
+            const uint at = i * WG + gl_LocalInvocationIndex, row = base + at / (WIDTH / 8), word = at % (WIDTH / 8);           \
+            const uvec4 words = CACHE[(first + clamp(row, lo, hi - 1u)) * ROW_WORDS + min(word, ROW_WORDS - 1u)];               \
+            INTO[i] = word < ROW_WORDS ? words : uvec4(0u);                                                                     \
+        }                                                                                                                       \
+    }
+
+#define PUT(FROM, FIRST)                                                                                                        \
+    [[unroll]] for (uint i = 0; i < PIECES; i++) {                                                                              \
+        const uint at = i * WG + gl_LocalInvocationIndex;                                                                       \
+        if (ROWS * (WIDTH / 8) % WG == 0 || at < ROWS * (WIDTH / 8))                                                            \
+            kv_rows[(FIRST + at / (WIDTH / 8)) * PITCH + at % (WIDTH / 8)] = FROM[i];                                           \
+    }
+
+// Which row and column each element of a matrix of sums has.
+void find_places(uint mine) {
+    for (uint at = gl_SubgroupInvocationID; at < FM * FN / 4; at += SG) {
+        const uint row = at / (FN / 4), quad = at % (FN / 4);
+        kv_rows[mine + row * MAX_PITCH + quad] = floatBitsToUint(vec4(float(row * 256u + 4u * quad)) + vec4(0.0, 1.0, 2.0, 3.0));
+    }
+    subgroup_sync();
+    MATRIX_SUM numbers;
+    coopMatLoad(numbers, kv_rows, mine, MAX_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+    [[unroll]] for (uint e = 0; e < ELEMENTS; e++) place[e] = uint(numbers[e]);
+    subgroup_sync();
+}
+
+// Scores of rows that a query may not see become MASKED. first_row: the first query row of the matrix.
+void mask_scores(uint first_row, uint base, inout MATRIX_SUM score[NS]) {
+    [[unroll]] for (uint e = 0; e < ELEMENTS; e++) {
+        const uvec2 rows = seen[first_row + place[e] / 256u];
+        [[unroll]] for (uint s = 0; s < NS; s++) {
+            const uint row = base + s * FN + place[e] % 256u;
+            score[s][e] = row >= rows.x && row < rows.y ? score[s][e] : MASKED;
+        }
+    }
+}
+
+// Sets lo and hi; gives (first, end) of the rows that all queries see.
+uvec2 find_range() {
+    uvec2 any = uvec2(0xffffffffu, 0u), every = uvec2(0u, 0xffffffffu);
+    for (uint i = gl_SubgroupInvocationID; i < TILE_Q; i += SG) {
+        const uvec2 rows = seen[i];
+        if (rows.y > 0u) any.x = min(any.x, rows.x);
+        any.y = max(any.y, rows.y);
+        every = uvec2(max(every.x, rows.x), min(every.y, rows.y));
+    }
+    lo = subgroupMin(any.x);
+    hi = subgroupMax(any.y);
+    return uvec2(subgroupMax(every.x), subgroupMin(every.y));
+}

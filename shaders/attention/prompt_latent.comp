@@ -1,0 +1,175 @@
+#version 450
+// Attention of many tokens by cooperative matrices where the cache holds one row for keys and values (FLASH_ATTN_EXT of MLA): the first VD values of a
+// row of K are the row of V. Otherwise as attention/prompt_matrix.comp: f16 queries, rows and weights, sums, maxima and exponentials in f32.
+//
+// Operands and queries: attention/prompt_iface.glsl; cache_v is cache_k. Rows are long (576 values of DeepSeek-V2), more than a subgroup has registers
+// for. So PARTS subgroups share FM queries; each has a part of their values, and makes a part of their results' columns:
+//   its part of the scores   S [FM x ROWS] = Q [FM x WIDTH / PARTS] K^T; through shared memory all PARTS get the sum of the parts, in one order
+//   weights                  P = exp2(S - maximum), each of the PARTS for itself, so all have the same
+//   its columns              O [FM x VD / PARTS] = O * exp2(old maximum - new) + P V
+// A block of ROWS rows lies in shared memory once, for K and V; the next one is on its way into registers meanwhile.
+//
+//   binding 6  q_pe F32 [n, n_head, HD - NOPE] (SPLIT_Q): the rest of Q, of which q then has the first NOPE values in rows of Q_PITCH; else any buffer
+//   binding 7  the overflow word of the queries in f16
+//
+// No defines; all is specialized. Needs ROW_LANES (mat_mul/matrix.glsl), and matrices as wide as they are deep (FN = FK). Results are F32.
+#include "mat_mul/matrix.glsl"
+#extension GL_KHR_shader_subgroup_arithmetic : require
+#extension GL_KHR_shader_subgroup_shuffle : require
+
+layout(constant_id = 5) const uint HD = 576;
+layout(constant_id = 6) const uint VD = 512;
+layout(constant_id = 7) const uint ROWS = 16;
+layout(constant_id = 8) const uint PARTS = 4;  // subgroups that share queries
+layout(constant_id = 9) const uint HAS_SINKS = 0;
+layout(constant_id = 10) const uint ROW_LANES = 4;
+layout(constant_id = 11) const uint SPLIT_Q = 0;
+layout(constant_id = 12) const uint NOPE = 576;
+layout(constant_id = 13) const uint Q_PITCH = 576;
+
+#include "attention/prompt_iface.glsl"
+layout(std430, set = 0, binding = 6) readonly buffer QPe { vec4 q_pe4[]; };
+#define OVERFLOW_BINDING 7
+#include "mat_mul/overflow.glsl"
+
+const float LOWEST = -1.0e37;  // above MASKED, so that exp2(MASKED - maximum) is zero in a row that has seen nothing yet
+
+const uint WARPS = WG / SG, MQ = 1;
+const uint TILE_Q = WARPS / PARTS * FM;
+const uint ELEMENTS = FM * FN / SG;                          // of a matrix of sums, a lane
+const uint NK = (HD + FK * PARTS - 1) / (FK * PARTS);        // matrices of a query that a subgroup has
+const uint NO = (VD + FN * PARTS - 1) / (FN * PARTS);        // and of its sum
+const uint WIDTH = NK * PARTS * FK;
+const uint PITCH = WIDTH / 8 + 1;                            // words of 16 bytes from row to row
+const uint ROW_WORDS = HD / 8;
+const uint NS = ROWS / FN, NP = ROWS / FK;                   // matrices of scores, and of weights
+const uint PIECES = (ROWS * (WIDTH / 8) + WG - 1) / WG;
+const uint MAX_PITCH = FN / 4 + 1, SCORE_PITCH = ROWS / 4 + 1, STAGE_PITCH = FN / 4 + 1;
+const uint SCORE_WORDS = FM * SCORE_PITCH;                   // a subgroup's part of the scores
+const uint BLOCK_WORDS = (ROWS > FM ? ROWS : FM) * PITCH, STAGE_WORDS = WARPS * FM * MAX_PITCH;
+
+shared uvec4 kv_rows[BLOCK_WORDS > STAGE_WORDS ? BLOCK_WORDS : STAGE_WORDS];
+shared vec4 score_parts[WARPS * SCORE_WORDS];
+
+MATRIX_A query[NK];
+MATRIX_SUM sums[NO];
+uvec4 words_now[PIECES];
+
+uint part() { return gl_SubgroupID % PARTS; }
+
+// The first of a subgroup's query rows.
+uint first_row_of(uint m) { return gl_SubgroupID / PARTS * FM; }
+
+#include "attention/prompt_blocks.glsl"
+#include "attention/softmax_registers.glsl"
+
+void fetch(uint base) { FETCH(k4, words_now) }
+void put() { PUT(words_now, 0u) }
+
+vec4 query_quad(uint row, uint i) {
+    if (SPLIT_Q != 0 && i >= NOPE / 4) return q_pe4[row * (HD / 4 - NOPE / 4) + i - NOPE / 4];
+    return q4[row * (Q_PITCH / 4) + i];
+}
+
+// Queries as matrices, those of one group of subgroups at a time.
+void load_queries(uint query0) {
+    [[unroll]] for (uint group = 0; group < WARPS / PARTS; group++) {
+        barrier();
+        for (uint at = gl_LocalInvocationIndex; at < FM * (WIDTH / 8); at += WG) {
+            const uint row = at / (WIDTH / 8), word = at % (WIDTH / 8), i = query0 + group * FM + row;
+            const uint head = min(token_of(i), p.n - 1u) * p.n_head + head_of(i), quad = 2u * min(word, ROW_WORDS - 1u);
+            const float scale = word < ROW_WORDS ? p.scale : 0.0;
+            const vec4 a = clamp(noted(scale * query_quad(head, quad)), -65504.0, 65504.0);
+            const vec4 b = clamp(noted(scale * query_quad(head, quad + 1u)), -65504.0, 65504.0);
+            kv_rows[row * PITCH + word] = uvec4(packHalf2x16(a.xy), packHalf2x16(a.zw), packHalf2x16(b.xy), packHalf2x16(b.zw));
+        }
+        barrier();
+        if (gl_SubgroupID / PARTS == group)
+            [[unroll]] for (uint k = 0; k < NK; k++)
+                coopMatLoad(query[k], kv_rows, (part() * NK + k) * (FK / 8), PITCH, gl_CooperativeMatrixLayoutRowMajor);
+    }
+    barrier();
+}
+
+// This subgroup's part of the scores of a block, into shared memory.
+void put_score_part() {
+    MATRIX_SUM score[NS];
+    [[unroll]] for (uint s = 0; s < NS; s++) score[s] = MATRIX_SUM(0.0);
+    [[unroll]] for (uint k = 0; k < NK; k++)
+        [[unroll]] for (uint s = 0; s < NS; s++) {
+            MATRIX_B b;
+            coopMatLoad(b, kv_rows, s * FN * PITCH + (part() * NK + k) * (FK / 8), PITCH, gl_CooperativeMatrixLayoutColumnMajor);
+            score[s] = coopMatMulAdd(query[k], b, score[s]);
+        }
+    [[unroll]] for (uint s = 0; s < NS; s++)
+        coopMatStore(score[s], score_parts, gl_SubgroupID * SCORE_WORDS + s * (FN / 4), SCORE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+}
+
+// The whole scores: the parts of all subgroups that share the queries, added up in their order.
+void take_scores(out MATRIX_SUM score[NS]) {
+    const uint first = gl_SubgroupID / PARTS * PARTS * SCORE_WORDS;
+    [[unroll]] for (uint s = 0; s < NS; s++) {
+        coopMatLoad(score[s], score_parts, first + s * (FN / 4), SCORE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+        [[unroll]] for (uint i = 1; i < PARTS; i++) {
+            MATRIX_SUM more;
+            coopMatLoad(more, score_parts, first + i * SCORE_WORDS + s * (FN / 4), SCORE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+            score[s] += more;
+        }
+    }
+}
+
+void store_results(uint query0) {
+    const uint stage = gl_SubgroupID * FM * STAGE_PITCH;
+    finish_in_registers(0u, query0);
+    [[unroll]] for (uint o = 0; o < NO; o++) {
+        coopMatStore(sums[o], kv_rows, stage, STAGE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+        subgroup_sync();
+        [[unroll]] for (uint turn = 0; turn < FM * (FN / 4); turn += SG) {
+            const uint at = turn + gl_SubgroupInvocationID, row = at / (FN / 4), quad = (part() * NO + o) * (FN / 4) + at % (FN / 4);
+            const uint i = query0 + first_row_of(0u) + row, token = token_of(i);
+            if (row < FM && token < p.n && quad < VD / 4)
+                y4[(token * p.n_head + head_of(i)) * (VD / 4) + quad] = uintBitsToFloat(kv_rows[stage + row * STAGE_PITCH + at % (FN / 4)]);
+        }
+        subgroup_sync();
+    }
+}
+
+void main() {
+    const uint query0 = first_query(TILE_Q);
+    for (uint i = gl_LocalInvocationIndex; i < TILE_Q; i += WG) seen[i] = rows_of(query0 + i);
+    [[unroll]] for (uint i = 0; i < OWN_ROWS; i++) {
+        own_top[i] = MASKED;
+        own_weight[i] = 0.0;
+    }
+    find_places(gl_SubgroupID * FM * MAX_PITCH);
+    barrier();
+    const uvec2 every = find_range();
+    [[unroll]] for (uint o = 0; o < NO; o++) sums[o] = MATRIX_SUM(0.0);
+    load_queries(query0);
+
+    if (hi > 0u) {
+        uint base = lo / ROWS * ROWS;
+        fetch(base);
+        for (; base < hi; base += ROWS) {
+            put();
+            if (base + ROWS < hi) fetch(base + ROWS);
+            barrier();
+            put_score_part();
+            barrier();
+            MATRIX_SUM score[NS];
+            take_scores(score);
+            if (base < every.x || base + ROWS > every.y) mask_scores(first_row_of(0u), base, score);
+            MATRIX_A p_matrix[NP];
+            weigh_in_registers(0u, score, p_matrix);
+            [[unroll]] for (uint k = 0; k < NP; k++)
+                [[unroll]] for (uint o = 0; o < NO; o++) {
+                    MATRIX_B b;
+                    coopMatLoad(b, kv_rows, k * FK * PITCH + (part() * NO + o) * (FN / 8), PITCH, gl_CooperativeMatrixLayoutRowMajor);
+                    sums[o] = coopMatMulAdd(p_matrix[k], b, sums[o]);
+                }
+            barrier();
+        }
+    }
+    store_results(query0);
+    report_overflow();
+}
