@@ -12,6 +12,7 @@ from vkback.quants import QUANTS, QuantShapeError, UnknownQuant
 
 WEIGHT_TYPES = [name for name, t in QUANTS.items() if t.planes]
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_ORDER = (1, 0, 4, 12, 6, 14, 3, 2, 9, 5, 8, 7, 15, 11, 10, 13)
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
@@ -76,6 +77,11 @@ def e2m1(qs: bytes, j: int) -> float:
     return float(3 * small + large - 12)
 
 
+def iq4_code(qs: bytes, j: int) -> int:
+    """The code of the file whose device code has bit k at bit 8b + i of word k, j = 4i + b."""
+    return IQ4_ORDER.index(sum(bit(qs[4 * k : 4 * k + 4], j) << k for k in range(4)))
+
+
 def bit(qh: bytes, j: int) -> int:
     """Bit 8b + i holds value 4i + b."""
     i, b = divmod(j, 4)
@@ -102,7 +108,7 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
         case "Q4_0":
             return f16(unit[1], 0) * one(flipped(unit[0], j) - 8)
         case "IQ4_NL":
-            return f16(unit[1], 0) * one(IQ4_LEVELS[nibble(unit[0], j)])
+            return f16(unit[1], 0) * one(IQ4_LEVELS[iq4_code(unit[0], j)])
         case "Q4_1":
             return f16(unit[1], 0) * one(flipped(unit[0], j)) + f16(unit[1], 2)
         case "Q5_0":
@@ -132,7 +138,7 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
         case "IQ4_XS":
             high, low = struct.unpack_from("<HI", block[1], 2)
             scale = low >> 4 * u & 15 | (high >> 2 * u & 3) << 4
-            return f16(block[1], 0) * one(scale - 32) * one(IQ4_LEVELS[nibble(unit[0], j)])
+            return f16(block[1], 0) * one(scale - 32) * one(IQ4_LEVELS[iq4_code(unit[0], j)])
         case "NVFP4":
             return one(ue4m3(unit[1][j // 16]) / 2) * one(e2m1(unit[0], j))
         case "TQ2_0":

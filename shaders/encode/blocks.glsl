@@ -113,14 +113,17 @@ void encode(uint block) {
 #define FIELD(FROM, SHIFT, MASK, TO) (((q[FROM] >> (SHIFT)) & (MASK)) << (TO))
     for (uint u = thread; u < BLOCK / 32u; u += WG_SIZE) {
         const uint unit = BLOCK / 32u * block + u, at = 32u * u;
-#if defined(TYPE_Q4_K) || defined(TYPE_IQ4_XS)
+#if defined(TYPE_Q4_K)
         for (uint w = 0u; w < 4u; w++) {
             uint word = 0u;
             for (uint b = 0u; b < 4u; b++) word |= (FIELD(at + 4u * w + b, 0u, 15u, 0u) | FIELD(at + 16u + 4u * w + b, 0u, 15u, 4u)) << (8u * b);
-#if defined(TYPE_Q4_K)
-            word ^= 0x80808080u;
-#endif
-            put_word(0u, 4u * unit + w, word);
+            put_word(0u, 4u * unit + w, word ^ 0x80808080u);
+        }
+#elif defined(TYPE_IQ4_XS)
+        for (uint k = 0u; k < 4u; k++) {
+            uint word = 0u;
+            for (uint j = 0u; j < 32u; j++) word |= FIELD(at + j, k, 1u, 8u * (j & 3u) + (j >> 2));
+            put_word(0u, 4u * unit + k, word);
         }
 #elif defined(TYPE_Q2_K)
         for (uint w = 0u; w < 2u; w++) {

@@ -1,18 +1,27 @@
 // Levels of a type, and the scale for which they fit some values best.
 //
 //   float nearest(float steps)         the level nearest to a value in steps, in steps
-//   uint nearest_code(float steps)     its code
+//   uint nearest_code(float steps)     its code on the device
 //   float fit_scale(first, count)      step d for which d * nearest(v / d) is off least in squares over values first.. of v: tries the TARGETS
 //                                      positions for the extreme value and solves for d at each rounding met, as in vkback/quants/search.py
+#ifdef ORDER_LOW
+// The device's code for a code of the file: IQ4_ORDER in vkback/quants/iq.py, E2M1_ORDER in vkback/quants/mx.py.
+uint in_order(uint code) {
+    const uvec2 order = uvec2(ORDER_LOW, ORDER_HIGH);
+    return (order[code >> 3] >> (4u * (code & 7u))) & 15u;
+}
+#endif
+
 #if defined(TYPE_IQ4_NL) || defined(TYPE_IQ4_XS)
 const float iq4[16] = float[](-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0);
-uint nearest_code(float steps) {
-    uint code = 0u;
+uint nearest_number(float steps) {
+    uint number = 0u;
     for (uint half_size = 8u; half_size > 0u; half_size >>= 1)
-        if (2.0 * steps >= iq4[code + half_size - 1u] + iq4[code + half_size]) code += half_size;
-    return code;
+        if (2.0 * steps >= iq4[number + half_size - 1u] + iq4[number + half_size]) number += half_size;
+    return number;
 }
-float nearest(float steps) { return iq4[nearest_code(steps)]; }
+float nearest(float steps) { return iq4[nearest_number(steps)]; }
+uint nearest_code(float steps) { return in_order(nearest_number(steps)); }
 #define TARGETS 27
 float target(int i) { return i < 16 ? -140.0 + 3.0 * float(i) : 100.0 + 3.0 * float(i - 16); }
 #elif defined(TYPE_Q3_K)
@@ -53,15 +62,14 @@ float fit_scale(uint first, uint count) {
 #endif
 
 #if defined(TYPE_MXFP4) || defined(TYPE_NVFP4)
-// The device's nibble (E2M1_ORDER in vkback/quants/mx.py) of the level nearest to v / unit_of, levels 0 1 2 3 4 6 8 12; halfway goes to the smaller.
+// The device's nibble of the level nearest to v / unit_of, levels 0 1 2 3 4 6 8 12; halfway goes to the smaller.
 uint nearest_e2m1(float v, float unit_of) {
     const float middles[7] = float[](0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0);
     uint code = 0u;
     if (unit_of > 0.0)
         for (uint i = 0u; i < 7u; i++) code += abs(v) > middles[i] * unit_of ? 1u : 0u;
     if (code > 0u && v < 0.0) code += 8u;
-    const uvec2 order = uvec2(ORDER_LOW, ORDER_HIGH);
-    return (order[code >> 3] >> (4u * (code & 7u))) & 15u;
+    return in_order(code);
 }
 
 // The nearest UE4M3: 4 exponent bits (bias 7), 3 fraction bits, at most 448; halfway goes to the even code.

@@ -11,10 +11,10 @@ void put_nibbles(uint q[32], uint unit, uint flip) {
     }
 }
 
-// The fifth bit of value 4i + b at bit 8b + i.
-uint fifth_bits(uint q[32]) {
+// Bit k of value 4i + b at bit 8b + i.
+uint bits_of(uint q[32], uint k) {
     uint word = 0u;
-    for (uint j = 0u; j < 32u; j++) word |= (q[j] >> 4 & 1u) << (8u * (j & 3u) + (j >> 2));
+    for (uint j = 0u; j < 32u; j++) word |= (q[j] >> k & 1u) << (8u * (j & 3u) + (j >> 2));
     return word;
 }
 
@@ -44,11 +44,11 @@ void encode(uint unit) {
     put_word(p.plane[0], unit, half_bits(d) | half_bits(low) << 16);
 #elif defined(TYPE_Q5_0)
     put_nibbles(q, unit, 0u);
-    put_word(p.plane[0], unit, fifth_bits(q));
+    put_word(p.plane[0], unit, bits_of(q, 4u));
     put(p.plane[1], unit, 16u, half_bits(d));
 #elif defined(TYPE_Q5_1)
     put_nibbles(q, unit, 0u);
-    put_word(p.plane[0], unit, fifth_bits(q));
+    put_word(p.plane[0], unit, bits_of(q, 4u));
     put_word(p.plane[1], unit, half_bits(d) | half_bits(low) << 16);
 #elif defined(TYPE_Q8_0)
     const float d = abs(extreme) / 127.0;
@@ -66,7 +66,7 @@ void encode(uint unit) {
     const float d = as_half(fit_scale(0u, 32u));
     const float inverse = reciprocal(d);
     for (uint j = 0u; j < 32u; j++) q[j] = nearest_code(v[j] * inverse);
-    put_nibbles(q, unit, 0u);
+    for (uint k = 0u; k < 4u; k++) put_word(0u, 4u * unit + k, bits_of(q, k));
     put(p.plane[0], unit, 16u, half_bits(d));
 #elif defined(TYPE_MXFP4)
     // The exponent of the largest magnitude, less that of 4, the largest power of two among the levels.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -23,21 +24,29 @@ from vkback.ops.base import (
     weight_push,
 )
 from vkback.ops.workgroup import workgroup_size
+from vkback.quants.iq import IQ4_ORDER
 from vkback.quants.mx import E2M1_ORDER
 from vkback.shader import Variant
 
 _UNITS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4")
-_E2M1: dict[str, str | int] = {
-    f"ORDER_{part}": f"0x{sum(code << 4 * i for i, code in enumerate(E2M1_ORDER[first : first + 8])):08x}u"
-    for part, first in (("LOW", 0), ("HIGH", 8))
-}
+
+
+def _ordered(order: Sequence[int]) -> dict[str, str | int]:
+    """Defines for the device's order of codes, eight of four bits a word."""
+    return {
+        f"ORDER_{part}": f"0x{sum(code << 4 * i for i, code in enumerate(order[first : first + 8])):08x}u"
+        for part, first in (("LOW", 0), ("HIGH", 8))
+    }
+
+
+_E2M1, _IQ4 = _ordered(E2M1_ORDER), _ordered(IQ4_ORDER)
 _DEFINES: dict[str, dict[str, str | int]] = {
     "Q4_0": {"LEVELS": "16.0"},
     "Q4_1": {"LEVELS": "16.0"},
     "Q5_0": {"LEVELS": "32.0"},
     "Q5_1": {"LEVELS": "32.0"},
     "Q8_0": {},
-    "IQ4_NL": {},
+    "IQ4_NL": _IQ4,
     "MXFP4": _E2M1,
     "NVFP4": _E2M1,
     "Q2_K": {"GROUPS": "16u", "TOP": "3.0", "SCALE_TOP": "15.0", "SPREADS": 19, "SPREAD_FIRST": "-0.9"},
@@ -45,7 +54,7 @@ _DEFINES: dict[str, dict[str, str | int]] = {
     "Q4_K": {"GROUPS": "8u", "TOP": "15.0", "SCALE_TOP": "63.0", "SPREADS": 25, "SPREAD_FIRST": "-1.5"},
     "Q5_K": {"GROUPS": "8u", "TOP": "31.0", "SCALE_TOP": "63.0", "SPREADS": 25, "SPREAD_FIRST": "-1.5"},
     "Q6_K": {"GROUPS": "16u", "SCALE_LOW": "-128.0", "ZERO": "32.0"},
-    "IQ4_XS": {"GROUPS": "8u", "SCALE_LOW": "-32.0"},
+    "IQ4_XS": {"GROUPS": "8u", "SCALE_LOW": "-32.0", **_IQ4},
     "TQ1_0": {},
     "TQ2_0": {},
     "Q1_0": {},

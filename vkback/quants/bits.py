@@ -191,6 +191,27 @@ def renamed_nibbles(order: Sequence[int], first: Rearrange | None = None) -> Rea
     return Rearrange(to_device, to_file)
 
 
+def bit_planes(first: Rearrange) -> Rearrange:
+    """After the moves of `first`, 16 bytes of nibbles become four words: bit 8b + i of word k is bit k of value 4i + b. Digits 1 and 0 of a
+    bit's position, its place in the nibble, change places with digits 6 and 5, the number of the word."""
+
+    def exchange(planes: U8) -> None:
+        words = planes.view(np.uint64)
+        swap_words(words[:, 0::2], words[:, 1::2], 1)
+        swap_digits(words, 5, 0)
+
+    def to_device(src: U8, dst: U8) -> None:
+        first.to_device(src, dst)
+        exchange(dst)
+
+    def to_file(src: U8, dst: U8) -> None:
+        nibbles = src.copy()
+        exchange(nibbles)
+        first.to_file(nibbles, dst)
+
+    return Rearrange(to_device, to_file)
+
+
 def flipped_tops(first: Rearrange | None = None) -> Rearrange:
     """The top bit of every byte flipped, after the moves of `first`: high nibbles are then signed, the low ones masked out."""
 

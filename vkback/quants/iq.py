@@ -8,9 +8,12 @@ IQ4_XS: scale j has its low nibble in nibble j of scales_l and its top two bits 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from vkback.quants import search
+from vkback.quants.bits import Rearrange, bit_planes, renamed_nibbles
 from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
 from vkback.quants.k_quants import SUPER, value_major
 from vkback.quants.legacy import nibbles, put_nibbles
@@ -18,6 +21,9 @@ from vkback.quants.quant_type import Plane, QuantType
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Denser near zero, for weights that are about normally distributed."""
+
+IQ4_ORDER = (1, 0, 4, 12, 6, 14, 3, 2, 9, 5, 8, 7, 15, 11, 10, 13)
+"""The device's code for each of the file; shaders/quant/iq4_levels.glsl has the formulas that this order makes true."""
 
 _LEVELS = np.array(IQ4_LEVELS, np.float32)
 _NEAREST = search.Table.of(IQ4_LEVELS)
@@ -27,6 +33,7 @@ _TARGETS = [*np.linspace(-140, -95, 16), *np.linspace(100, 130, 11)]
 class _IQ4NL(Codec):
     block = packed(("d", 2), ("qs", 16))
     type = QuantType("IQ4_NL", 20, 32, block.itemsize, (Plane("qs", 16), Plane("d", 2)), "levels")
+    moves: Mapping[str, Rearrange] = {"qs": bit_planes(renamed_nibbles(IQ4_ORDER))}
 
     def decode(self, blocks: U8) -> F32:
         return half(blocks[:, :2]) * _LEVELS[nibbles(blocks[:, 2:])]
@@ -47,6 +54,7 @@ class _IQ4NL(Codec):
 class _IQ4XS(Codec):
     block = packed(("head", 8), ("qs", 128))
     type = QuantType("IQ4_XS", 23, SUPER, block.itemsize, (Plane("qs", 16), Plane("head", 8, SUPER)), "levels")
+    moves: Mapping[str, Rearrange] = {"qs": bit_planes(renamed_nibbles(IQ4_ORDER))}
 
     def halves(self) -> tuple[int, ...]:
         return (0,)

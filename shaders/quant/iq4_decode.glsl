@@ -1,0 +1,18 @@
+// What IQ4_NL and IQ4_XS share. Needs UnitRaw with `qs`, and float unit_step(UnitRaw), the scale of the unit's levels.
+// Dot products take signed bytes; for floats they are unsigned, levels + 128, which some devices convert in one instruction.
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
+#if PATH_INT
+#define UNIT_BIAS 0
+#define UNIT_SIGNED 1
+#else
+#define UNIT_BIAS 1
+#define UNIT_SIGNED 0
+#endif
+
+void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+    iq4_levels(r.qs, UNIT_SIGNED == 1 ? 0u : ~0u, q);
+    scale = vec2(unit_step(r));
+    bias = float(128 * UNIT_BIAS) * scale;
+}
+#include "quant/decode_ints.glsl"
