@@ -12,6 +12,7 @@ from vkback.device import Device
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.base import OPS, Act, LowerContext
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case
+from vkback.ops.mat_vec_config import MatVecConfig
 from vkback.shader import ShaderLibrary
 
 SHAPES = [
@@ -42,6 +43,23 @@ def test_any_shape(shape: dict[str, int], shared: bool, device: Device, library:
     ):
         outcome = run_case(device, library, case, fixed)
         assert outcome.ok, f"{case.line}: {outcome.text}"
+
+
+@pytest.mark.vulkan
+def test_threads_that_are_no_power_of_two(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """As an H200 takes for 5120 rows: 128 tiles of 40."""
+    fixed = with_params(dataclasses.replace(ctx, act="q8_1"), wg=160, lanes=32, rows=4, unroll=1, prefetch="weights")
+    outcome = run_case(device, library, mul_mat_case("Q4_K", 70, 1, 768), fixed)
+    assert outcome.ok, outcome.text
+
+
+def test_a_workgroup_that_reduces_has_a_power_of_two_of_threads(ctx: LowerContext) -> None:
+    fixed = with_params(dataclasses.replace(ctx, act="q8_1"), wg=160, lanes=32, rows=4, unroll=1, prefetch="none")
+    for roles, threads in (((), 160), (("norm",), 128)):
+        configs = [d.config for d in OPS["MAT_VEC"].lower(fused_case("Q4_K", 70, 768, 1, roles).build().node, fixed)]
+        found = [c for c in configs if isinstance(c, MatVecConfig)]
+        assert [c.wg for c in found] == [threads]
+        assert ("power of two" in "".join(a.why for a in found[0].adjustments)) == (threads == 128)
 
 
 @pytest.mark.vulkan

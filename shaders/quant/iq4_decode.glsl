@@ -1,7 +1,5 @@
 // What IQ4_NL and IQ4_XS share. Needs UnitRaw with `qs`, and float unit_step(UnitRaw), the scale of the unit's levels.
 // Dot products take signed bytes; for floats they are unsigned, levels + 128, which some devices convert in one instruction.
-#define UNIT_INTS 1
-#define UNIT_HALVES 0
 #if PATH_INT
 #define UNIT_BIAS 0
 #define UNIT_SIGNED 1

@@ -1,4 +1,6 @@
 // IQ4_NL: 32 weights in 18 bytes. Planes: qs (bits of codes) 16, d f16 2.  weight = d * level[q]
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
 #include "quant/iq4_levels.glsl"
 
 struct UnitRaw { uvec4 qs; uint d; uint index; };

@@ -1,5 +1,7 @@
 // IQ4_XS: 256 weights in 136 bytes. Planes: qs (bits of codes) 16, head 8 per 256 (d f16, high scale bits 16; low scale nibbles 32).
 // weight = d * (scale - 32) * level[q]
+#define UNIT_INTS 1
+#define UNIT_HALVES 0
 #include "quant/iq4_levels.glsl"
 
 struct UnitRaw { uvec4 qs; uvec2 head; uint sub; };

@@ -72,7 +72,7 @@ declare(
         "sync": ("barrier", "sentinel"),  # sentinel: of a token whose stages run barrier-free where they can
     },
     params={
-        "wg": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),  # threads of a workgroup
+        "wg": (1, 2, 4, 8, 16, 32, 64, 128, 160, 256, 320, 512, 640, 1024),  # threads of a workgroup
         "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),  # threads of a slot, which walk its rows together
         "rows": (1, 2, 4, 8, 16, 32),  # weight rows of a slot (register blocking)
         "unroll": (1, 2, 3, 4, 6, 8, 14, 16),  # units of a row that a lane takes at once
@@ -196,11 +196,12 @@ def subgroup_for(ctx: LowerContext, wanted: int | str = DEFAULT_SUBGROUP) -> tup
     return 1, None
 
 
-def legal_shape(choice: Choice, *, units: int, glu: bool, q8_out: bool, ctx: LowerContext) -> tuple[int, int, int]:
+def legal_shape(choice: Choice, *, units: int, glu: bool, q8_out: bool, reduces: bool, ctx: LowerContext) -> tuple[int, int, int]:
     """(wg, lanes, rows): the tables' shape, adjusted to what this node and device need.
 
     Lanes beyond the `units` of a row would have nothing to do. A lane finishes at most one row of its slot, GLU has row pairs, a Q8_1
-    output whole units. The nearest shape wins: more rows, then fewer lanes, then more threads. Raises PlanError when none fits.
+    output whole units. A workgroup that `reduces` (shaders/common/reduce.glsl) has a power of two of threads. The nearest shape wins: more
+    rows, then fewer lanes, then more threads. Raises PlanError when none fits.
     """
     most = min(ctx.caps.max_workgroup_invocations, ctx.caps.max_workgroup_size[0])
     subgroup, required = subgroup_for(ctx, choice["subgroup"])
@@ -208,13 +209,15 @@ def legal_shape(choice: Choice, *, units: int, glu: bool, q8_out: bool, ctx: Low
         most = min(most, required * ctx.caps.max_workgroup_subgroups)
     tile = (32 if q8_out else 1) << glu
     wg = min(max(choice["wg"], 8 if q8_out else 1), most)
+    if reduces:
+        wg = _floor_power_of_two(wg)
     while wg <= most:
-        lanes = min(max(choice["lanes"], 1 << glu), wg, max(power_of_two(units), choice["rows"], 1 << glu))
+        lanes = min(max(choice["lanes"], 1 << glu), _floor_power_of_two(wg), max(power_of_two(units), choice["rows"], 1 << glu))
         while lanes:
             rows = max(choice["rows"], 1 << glu)
             most_rows = min(lanes, MAX_ROWS, subgroup if subgroup > 1 else MAX_ROWS)
             while rows <= most_rows:
-                if wg // lanes * rows % tile == 0:
+                if wg % lanes == 0 and wg // lanes * rows % tile == 0:
                     return wg, lanes, rows
                 rows *= 2
             lanes //= 2
@@ -222,19 +225,29 @@ def legal_shape(choice: Choice, *, units: int, glu: bool, q8_out: bool, ctx: Low
     raise PlanError(f"[mat_vec] {choice.source}: no shape near {dict(choice.params)} makes tiles of {tile} rows on {ctx.caps.name}")
 
 
+def _floor_power_of_two(n: int) -> int:
+    """The largest power of two that is at most n, n at least 1."""
+    return 1 << (n.bit_length() - 1)
+
+
 def can_block_lanes(unroll: int, lanes: int, k_units: int) -> bool:
     """Whether the units that a lane takes at once can be neighbours: they are a power of two, and those of all lanes divide a row."""
     return unroll > 1 and unroll == power_of_two(unroll) and k_units % (unroll * lanes) == 0
 
 
-def configure(node: MatVecNode, path: Path, ctx: LowerContext) -> MatVecConfig:
-    """The kernel that the tables and the device's limits lead to. Raises PlanError when it cannot be made to fit."""
+def configure(node: MatVecNode, path: Path, ctx: LowerContext, *, routes: bool = False) -> MatVecConfig:
+    """The kernel that the tables and the device's limits lead to. Raises PlanError when it cannot be made to fit.
+
+    routes  its last workgroup is to choose experts
+    """
     norm = "norm" in node.extra
     choice = ctx.tuning.pick(
         "mat_vec", quant=node.w.type, decoder=quants.quant(node.w.type).decoder, path=path, m=node.m, k=node.k, n=node.n,
         experts=node.experts, glu=node.glu, y=node.y.type, prologue="norm" if norm else "none", sync=ctx.sync,
     )  # fmt: skip
-    wg, lanes, rows = legal_shape(choice, units=node.walk_units, glu=node.glu, q8_out=node.y.type == "Q8_1", ctx=ctx)
+    q8_out = node.y.type == "Q8_1"
+    reduces = routes or norm or q8_out or bool(node.chosen)
+    wg, lanes, rows = legal_shape(choice, units=node.walk_units, glu=node.glu, q8_out=q8_out, reduces=reduces, ctx=ctx)
     subgroup, required = subgroup_for(ctx, choice["subgroup"])
     unroll = min(choice["unroll"], ceil_div(node.walk_units, lanes))
     blocked = choice["lane_order"] == "blocked" and can_block_lanes(unroll, lanes, ceil_div(node.k, 32))
@@ -356,9 +369,12 @@ def _shape_adjustments(choice: Choice, config: MatVecConfig, ctx: LowerContext) 
         key = f"{caps.max_workgroup_subgroups} subgroups of {config.required} at most (maxComputeWorkgroupSubgroups)"
         limits[key] = config.required * caps.max_workgroup_subgroups
     units = config.walk_units
+    fewer = min(limits, key=lambda limit: limits[limit])
+    if config.wg < min(choice["wg"], *limits.values()):
+        fewer = "a workgroup that reduces has a power of two of threads"
     few = f"a row has {units} units of 32 weights" if units <= config.lanes < choice["lanes"] else need
     reasons = {
-        "wg": min(limits, key=lambda limit: limits[limit]) if config.wg < choice["wg"] else need,
+        "wg": fewer if config.wg < choice["wg"] else need,
         "lanes": f"the workgroup has {config.wg} threads" if choice["lanes"] > config.wg else few,
         "rows": need,
         "unroll": f"{units} units of 32 weights are spread over {config.lanes} lanes",

@@ -63,7 +63,7 @@ class MoeRouter(Op):
             raise PlanError(f"[router] {node.name}: mat-vec and choice cannot be one launch: {problem}; give the choice a node of its own")
         mat_vec = MatVecNode.of(mat_vec_of(node))
         config = dataclasses.replace(
-            configure(mat_vec, "float", ctx), expert_choice=expert_choice(node, mat_vec.y, ctx, bias=selection_bias(node)),
+            configure(mat_vec, "float", ctx, routes=True), expert_choice=expert_choice(node, mat_vec.y, ctx, bias=selection_bias(node)),
             last_chooses=True, choice_scale=float(node.params["scale"]),
         )  # fmt: skip
         need = shared_bytes(dataclasses.replace(config, loops_tiles=config.groups is not None))
