@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +78,9 @@ class FakeEngine:
     def __exit__(self, *exc: object) -> None:
         self.closed = True
 
+    def compile(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Any = None) -> None:
+        assert prompt is not None
+
     def prepare(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Any = None) -> None:
         self.prepared.append((bool(prompt), logits, sampler is not None))
 
@@ -111,8 +114,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
     def load(
         path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
-        cache: tuple[str, str] = ("f16", "f16"),
+        cache: tuple[str, str] = ("f16", "f16"), meanwhile: Callable[[Any], object] | None = None,
     ) -> FakeEngine:  # fmt: skip
+        if meanwhile is not None:
+            meanwhile(fake)
         fake.loaded.append((path.name, device, n_ctx, act, *([] if ubatch is None else [ubatch])))
         fake.ubatch = ubatch or FakeEngine.ubatch
         return fake

@@ -29,6 +29,7 @@ from vkback.cli.shell import (
     CacheTypeKOption,
     CacheTypeVOption,
     DeviceOption,
+    EngineLike,
     JsonOption,
     UsageError,
     load_engine,
@@ -73,10 +74,16 @@ def generate(
         frequency_penalty=frequency_penalty, penalty_last_n=repeat_last_n, logit_bias=logit_bias(bias),
     )  # fmt: skip
     stops = StopStrings(stop or ())
-    with load_engine(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v)) as engine:
-        ids = engine.tokenizer.encode(prompt)
+    ids: list[int] = []
+
+    def while_weights_come(engine: EngineLike) -> None:
+        ids.extend(engine.tokenizer.encode(prompt))
         if not ids:
             raise UsageError(f"-p {prompt!r} has no token in the vocabulary of {engine.description}; give another text")
+        engine.compile(prompt=len(ids) - 1, sampler=sampler)
+
+    cache = (cache_type_k, cache_type_v)
+    with load_engine(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=cache, meanwhile=while_weights_come) as engine:
         engine.prepare(prompt=len(ids) - 1, sampler=sampler)
         ready = engine.compiled
         start = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TextIO, cast
@@ -117,6 +117,8 @@ class EngineLike(Protocol):
 
     def resize(self, n_ctx: int) -> None: ...
 
+    def compile(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Any = None) -> None: ...
+
     def prepare(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Any = None) -> None: ...
 
     def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None: ...
@@ -180,14 +182,14 @@ def open_for_writing(path: Path) -> TextIO:
 
 def load_engine(
     path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"),
+    cache: tuple[str, str] = ("f16", "f16"), meanwhile: Callable[[EngineLike], object] | None = None,
 ) -> AbstractContextManager[EngineLike]:  # fmt: skip
     """Open a model on a device; see `Engine.load`. cache: types of K's and V's."""
     from vkback.models.engine import Engine
 
     k, v = cache
     return Engine.load(
-        path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch, cache_type_k=k, cache_type_v=v
+        path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch, cache_type_k=k, cache_type_v=v, meanwhile=meanwhile
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Graph, Node, Tensor
 from vkback.models.registry import Model
-from vkback.models.weights import gather_rows, vector_values
+from vkback.models.weight_rows import gather_rows, vector_values
 from vkback.ops.attention import prompt_shape
 from vkback.ops.base import OPS, Array, LowerContext, Tolerance
 from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose

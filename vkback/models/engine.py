@@ -11,7 +11,7 @@ import contextlib
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -27,12 +27,13 @@ from vkback.graph import Graph, Tensor
 from vkback.models.builder import F16_CACHE, CacheTypes, Head
 from vkback.models.checkpoint import Checkpoint
 from vkback.models.kernels import KernelCompiler
+from vkback.models.load_bar import LoadBar
 from vkback.models.prompt import PromptHead, Prompts, with_barriers
 from vkback.models.readback import Readback, TokenLoop
 from vkback.models.registry import Model
 from vkback.models.state import Snapshot
 from vkback.models.tokenizer import Tokenizer
-from vkback.models.weights import load_weights
+from vkback.models.weights import RepackWay, WeightLoad
 from vkback.ops.base import Act, LowerContext, nbytes
 from vkback.ops.cache import QUANTIZED
 from vkback.ops.f16_range import rescaled
@@ -105,7 +106,7 @@ class Engine:
 
     def __init__(
         self, model: Model, device: Device, *, n_ctx: int, act: Act, fusion: str, progress: bool, ubatch: int | None = None,
-        cache: CacheTypes = F16_CACHE,
+        cache: CacheTypes = F16_CACHE, meanwhile: Callable[[Engine], object] | None = None, repack: RepackWay | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.cache_types = cache
@@ -138,8 +139,7 @@ class Engine:
             self._state = self._allocate_state()
             self._inputs = self._allocate_inputs()
             self._logits_back, self._loop_backs = self._allocate_readbacks()
-            arena, self.weights, beyond = load_weights(model.file, weights, device, progress=progress)
-            self._arenas.append(arena)
+            beyond = self._load(weights, meanwhile, progress, repack)
             if beyond:
                 self._keep_out_of_f16(beyond)
         except BaseException:
@@ -159,6 +159,8 @@ class Engine:
         ubatch: int | None = None,
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
+        meanwhile: Callable[[Engine], object] | None = None,
+        repack: RepackWay | None = None,
     ) -> Engine:
         """Open a GGUF file and bring it to a device.
 
@@ -167,6 +169,8 @@ class Engine:
         act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
         ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 32
         cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
+        meanwhile  called with the engine while its weights are on their way; it may `compile` what it is going to use, but run nothing
+        repack  who brings weights into the device's layout, "device" or "host"; by default what is faster (vkback/models/weights.py)
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
         """
         if n_ctx is not None and n_ctx < 1:
@@ -178,13 +182,31 @@ class Engine:
         rows = n_ctx or model.default_n_ctx
         opened = device if isinstance(device, Device) else Device.open(device)
         try:
-            engine = cls(model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress, ubatch=ubatch, cache=cache)
+            engine = cls(model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress, ubatch=ubatch, cache=cache,
+                         meanwhile=meanwhile, repack=repack)
         except BaseException:
             if opened is not device:
                 opened.close()
             raise
         engine._owns_device = opened is not device
         return engine
+
+    def _load(
+        self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, progress: bool, repack: RepackWay | None
+    ) -> frozenset[str]:
+        """Bring weights to the device, and meanwhile do other things; gives the names of those that f16 cannot hold."""
+        with WeightLoad(self.model.file, weights, self.device, self.library, way=repack) as load:
+            self.weights = load.ranges
+            with LoadBar(load.total_bytes, shown=progress) as bar:
+                if meanwhile is None:
+                    load.run(bar.advance, bar.waits_for)
+                else:
+                    with load.running(bar), self._kernels.shown_by(bar):
+                        meanwhile(self)
+            self.load_times = load.times
+            loaded = load.loaded()
+        self._arenas.append(loaded.arena)
+        return loaded.beyond_f16
 
     def __enter__(self) -> Engine:
         return self
@@ -300,9 +322,7 @@ class Engine:
         The runs, which some drivers need to compile a kernel, store into the first free row of the KV cache at most. Raises EngineError
         when the prompt does not fit the context.
         """
-        prompts = [prompt] if isinstance(prompt, int) else prompt
-        self._check_room(max(prompts, default=0), "prompt")
-        decode = (["logits"] if logits else []) + ([_loop_kind(sampler)] if sampler else [])
+        prompts, decode = self._asked(prompt, logits, sampler)
         room = self.n_past < self.n_ctx
         try_sync = bool(decode) and room and not self._sync_tried and bool(self._schedule("logits").barrier_free)
         kinds = [*(["logits"] if try_sync and not logits else []), *decode]
@@ -322,6 +342,27 @@ class Engine:
                     tickets.append(self._loop(_loop_kind(sampler), 1).submit(self.device)[0])
             for ticket in tickets:
                 ticket.wait()
+
+    def compile(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None) -> None:
+        """Plan, compile and record what `prepare` runs with the same arguments, and run nothing: weights may still be on their way."""
+        prompts, decode = self._asked(prompt, logits, sampler)
+        kinds = list(dict.fromkeys([*(["logits"] if decode and self._schedule("logits").barrier_free else []), *decode]))
+        dispatches = (d for kind in kinds for d in self._schedule(kind).dispatches())
+        with self._kernels.preparing(chain(self._prompts.dispatches(prompts), dispatches)):
+            self._prompts.record(prompts)
+            for kind in kinds:
+                self._program(kind)
+            if "logits" in kinds:
+                self._recording("logits")
+            if sampler:
+                for size in (TOKENS_PER_SUBMIT, 1):
+                    self._loop(_loop_kind(sampler), size)
+
+    def _asked(self, prompt: int | Sequence[int], logits: bool, sampler: Sampler | None) -> tuple[Sequence[int], list[str]]:
+        """Tokens of each prompt, and kinds of programs of one token."""
+        prompts = [prompt] if isinstance(prompt, int) else prompt
+        self._check_room(max(prompts, default=0), "prompt")
+        return prompts, (["logits"] if logits else []) + ([_loop_kind(sampler)] if sampler else [])
 
     def _program(self, kind: str) -> Program:
         """The program of a kind, bound on first use: "logits", or one of `_loop_kind`."""
@@ -356,6 +397,7 @@ class Engine:
     def _keep_out_of_f16(self, weights: frozenset[str]) -> None:
         """Plan prompts anew, with other kernels for weights that f16 cannot hold."""
         self.ctx = replace(self.ctx, beyond_f16=weights)
+        self._prompts.close()
         self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
         if matrix_shape(self.device.caps) is not None and self.ctx.act == "auto":
             text = f"weights are beyond the range of f16: prompts take no matrices for them ({_few(sorted(weights))})"

@@ -7,6 +7,7 @@ error. Layout: magic, version u32, tensor count u64, key count u64, keys, tensor
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -122,6 +123,8 @@ class GgufFile:
     alignment: int
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+    stamp: tuple[int, ...] = ()
+    """What tells the file that was opened from another of its name: device, number, size, time of change."""
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
@@ -130,13 +133,25 @@ class GgufFile:
         try:
             with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as head:
                 parsed = _Parser(path, head).parse()
-            mapped = np.memmap(path, dtype=np.uint8, mode="r")
+                mapped = np.memmap(f, dtype=np.uint8, mode="r")
+                stamp = _stamp(f.fileno())
         except (OSError, ValueError) as e:
             # mmap refuses an empty file with ValueError.
             reason = "the file is empty" if isinstance(e, ValueError) else str(e.strerror or e)
             raise GgufError(f"[gguf] {path}: cannot be read: {reason}") from e
         tensors = {t.name: GgufTensor(t.name, t.type, t.shape, t.offset, t.nbytes, mapped) for t in parsed.tensors}
-        return cls(path, parsed.version, parsed.alignment, parsed.metadata, tensors)
+        return cls(path, parsed.version, parsed.alignment, parsed.metadata, tensors, stamp)
+
+    def reopened(self) -> int:
+        """A descriptor of the file, which the caller closes. Raises GgufError where another file or another content has its name now."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY)
+        except OSError as e:
+            raise GgufError(f"[gguf] {self.path}: cannot be read: {e.strerror}") from e
+        if _stamp(fd) != self.stamp:
+            os.close(fd)
+            raise GgufError(f"[gguf] {self.path}: the file has changed since it was opened. Load it again")
+        return fd
 
     @property
     def arch(self) -> str:
@@ -194,6 +209,11 @@ class GgufFile:
         if found is None:
             raise GgufError(f"[gguf] {self.path}: tensor {name} is missing ({len(self.tensors)} tensors in the file)")
         return found
+
+
+def _stamp(fd: int) -> tuple[int, ...]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _kind_name(kind: type) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vkback.device import Device
+from vkback.models.load_bar import LoadBar
 from vkback.ops.base import Dispatch
 from vkback.program import CompileTotals, KernelKey, OnKernel, compile_kernels, kernel_keys
 from vkback.shader import ShaderLibrary
@@ -29,6 +30,16 @@ class KernelCompiler:
         self._device, self._library, self._progress = device, library, progress
         self._known: set[KernelKey] = set()
         self._on_kernel: OnKernel | None = None
+        self._load_bar: LoadBar | None = None
+
+    @contextmanager
+    def shown_by(self, bar: LoadBar) -> Iterator[None]:
+        """The bar of a load tells of kernels that are compiled meanwhile."""
+        self._load_bar = bar
+        try:
+            yield
+        finally:
+            self._load_bar = None
 
     @contextmanager
     def preparing(self, dispatches: Iterable[Dispatch]) -> Iterator[None]:
@@ -38,7 +49,10 @@ class KernelCompiler:
             return
         begun = time.perf_counter()
         try:
-            with kernel_progress(len(self._missing(dispatches)), self._progress) as self._on_kernel:
+            if self._load_bar is not None:
+                self._load_bar.plans()
+            missing = len(self._missing(dispatches))  # which plans what gives them
+            with kernel_progress(missing, self._progress, self._load_bar) as self._on_kernel:
                 yield
         finally:
             self._on_kernel = None
@@ -61,8 +75,9 @@ class KernelCompiler:
 
 
 @contextmanager
-def kernel_progress(total: int, shown: bool) -> Iterator[OnKernel]:
-    """A function to call for each of `total` kernels that is ready. The bar goes away at the end; the line comes with the first kernel."""
+def kernel_progress(total: int, shown: bool, load_bar: LoadBar | None = None) -> Iterator[OnKernel]:
+    """A function to call for each of `total` kernels that is ready. The bar goes away at the end; the line comes with the first kernel.
+    load_bar: where there is one already, it tells."""
     console = Console(stderr=True)
     if not (shown and total):
         yield lambda: None
@@ -75,6 +90,10 @@ def kernel_progress(total: int, shown: bool) -> Iterator[OnKernel]:
                 print(f"vkback: preparing {total} kernels", file=sys.stderr, flush=True)
 
         yield say_once
+        return
+    if load_bar is not None:
+        with load_bar.compiles(total) as on_kernel:
+            yield on_kernel
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

@@ -191,19 +191,28 @@ class Prompts:
             count -= found[-1]
         return found
 
+    def record(self, counts: Iterable[int]) -> None:
+        """Compile and record what prompts of so many tokens need."""
+        for _ in self._recorded(counts):
+            pass
+
     def prepare(self, counts: Iterable[int]) -> list[Ticket]:
-        """Compile and record what prompts of so many tokens need, and submit each recording once with nothing but padding."""
+        """As `record`, and submit each recording once with nothing but padding."""
         tickets = []
+        for recording in self._recorded(counts):
+            if not recording.runs:
+                self._set_input(recording.size, [], 0)
+                tickets += [self.device.submit(part) for part in recording.parts]
+                recording.runs = 1
+        return tickets
+
+    def _recorded(self, counts: Iterable[int]) -> Iterator[_Recording]:
         for count in sorted(counts, reverse=True):
             left = count
             while left > 0:
                 recording = self._ready(left, "none")
                 left -= recording.size
-                if not recording.runs:
-                    self._set_input(recording.size, [], 0)
-                    tickets += [self.device.submit(part) for part in recording.parts]
-                    recording.runs = 1
-        return tickets
+                yield recording
 
     def run(self, tokens: Sequence[int], n_past: int, *, progress: bool = False) -> Iterator[int]:
         """Fill the cache with tokens from row n_past on; gives the number of tokens after each program that has finished."""

@@ -61,10 +61,16 @@ Move = Callable[[U8, U8], None]
 
 @dataclass(frozen=True)
 class Rearrange:
-    """How a field of the block becomes a plane: two functions of (source [n, bytes], destination [n, bytes]) that undo each other."""
+    """How a field of the block becomes a plane: two functions of (source [n, bytes], destination [n, bytes]) that undo each other.
+
+    renamed  where they do more than move and flip bits: what nibble n becomes, once `bits` has moved them
+    bits     `to_device` without that
+    """
 
     to_device: Move
     to_file: Move
+    renamed: tuple[int, ...] = ()
+    bits: Move | None = None
 
 
 def _word_major(src: U8) -> npt.NDArray[np.uint64]:
@@ -188,7 +194,11 @@ def renamed_nibbles(order: Sequence[int], first: Rearrange | None = None) -> Rea
         else:
             first.to_file(nibbles, dst)
 
-    return Rearrange(to_device, to_file)
+    return Rearrange(to_device, to_file, tuple(order), _as_is if first is None else first.to_device)
+
+
+def _as_is(src: U8, dst: U8) -> None:
+    dst[...] = src
 
 
 def bit_planes(first: Rearrange) -> Rearrange:

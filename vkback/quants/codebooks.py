@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from vkback.quants.bits import Rearrange, interleave
 from vkback.quants.book_search import NOTABLY, Products, bits_together, magnitudes, two_levels
-from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
+from vkback.quants.codec import F32, U8, Codec, Limit, Weights, half, packed, put_half, random_half
 from vkback.quants.k_quants import SUPER
 from vkback.quants.quant_type import CodeBook, Plane, QuantType
 
@@ -296,15 +296,12 @@ class _IQ1M(_Coded):
         nibbles = d.astype(np.float16).view(np.uint16)[:, None] >> np.array([0, 4, 8, 12], np.uint16) << np.uint16(12)
         b["scales"] = (bits_together(s, (0, 3, 6, 9), np.uint16) | nibbles).view(np.uint8)
 
-    def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
-        # The scale's exponent is in the top bits of the last two words.
-        words = _unsigned(self.fields(blocks)["scales"], np.uint16)
-        full: npt.NDArray[np.bool_] = ((words[:, 3] & np.uint16(0x7000)) == 0x7000) & (words[:, 2] >= np.uint16(0xC000))
-        return full
+    def unsound_limits(self) -> tuple[Limit, ...]:
+        # The scale's nibbles are the top ones of four words of 16 bits, its exponent in those of the last two.
+        return (Limit(52, 4, 0x7000C000, 0x7000C000),)
 
-    def scaled_up(self, blocks: U8) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = (_unsigned(self.fields(blocks)["scales"], np.uint16)[:, 3] & np.uint16(0x4000)) != 0
-        return found
+    def large_limits(self) -> tuple[Limit, ...]:
+        return (Limit(54, 2, 0x4000, 0x4000),)
 
     def decode(self, blocks: U8) -> F32:
         n = len(blocks)

@@ -7,9 +7,9 @@ values as float32 `[n, values]`, with n small enough for the cache: callers cut.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,8 @@ F32 = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float32] | None
 
 LARGEST_HALF = np.float32(65504)
-HALF_BITS_OF_2 = np.uint16(0x4000)
+EXPONENT_OF_HALF = 0x7C00
+HALF_BITS_OF_2 = 0x4000
 
 
 def packed(*fields: tuple[str, int]) -> np.dtype[np.void]:
@@ -37,6 +38,22 @@ class Weave:
     planes: tuple[str, ...]
     to_device: Callable[[Mapping[str, U8]], None]
     to_file: Callable[[Mapping[str, U8]], None]
+
+
+class Limit(NamedTuple):
+    """Blocks of which the unsigned integer of `nbytes` bytes at byte `at`, of that the bits of `mask`, is `least` or more."""
+
+    at: int
+    nbytes: int
+    mask: int
+    least: int
+
+    def reached(self, blocks: U8) -> npt.NDArray[np.bool_]:
+        """[n, block_bytes] -> [n]."""
+        kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[self.nbytes]
+        value = blocks[:, self.at : self.at + self.nbytes].view(kind)[:, 0]
+        found: npt.NDArray[np.bool_] = (value & kind(self.mask)) >= kind(self.least)
+        return found
 
 
 class Codec(ABC):
@@ -71,31 +88,30 @@ class Codec(ABC):
         found = (places[name][1] for name in ("d", "dm") if name in places and self.block[name].itemsize == 2 * len(name))
         return tuple(at + 2 * i for at in found for i in range(1 + ("dm" in places)))
 
+    def unsound_limits(self) -> tuple[Limit, ...]:
+        """Which blocks have weights that are NaN or infinite. Looks at the block's floats alone: its f16, and an exponent `e` (E8M0),
+        of which 255 is NaN."""
+        halves = (Limit(at, 2, EXPONENT_OF_HALF, EXPONENT_OF_HALF) for at in self.halves())
+        return (*halves, *(Limit(at, 1, 0xFF, 255) for at in self._exponents()))
+
+    def large_limits(self) -> tuple[Limit, ...]:
+        """Which have a scale or offset of 2 or more. Others have no weight beyond 8192: by a scale of 1 the largest is 4096 (Q6_K)."""
+        halves = (Limit(at, 2, 0x7FFF, HALF_BITS_OF_2) for at in self.halves())
+        return (*halves, *(Limit(at, 1, 0xFF, 128) for at in self._exponents()))
+
+    def _exponents(self) -> tuple[int, ...]:
+        places: Mapping[str, Any] = self.block.fields or {}
+        return (places["e"][1],) if "e" in places else ()
+
     def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
-        """[n, block_bytes] -> [n]: blocks with weights that are NaN or infinite. Looks at the block's floats alone: its f16, and
-        an exponent `e` (E8M0), of which 255 is NaN."""
-        found = np.zeros(len(blocks), np.bool_)
-        for at in self.halves():
-            found |= exponent_full(blocks.view(np.uint16)[:, at // 2])
-        if "e" in (self.block.fields or {}):
-            found |= self.fields(blocks)["e"][:, 0] == np.uint8(255)
-        return found
+        """[n, block_bytes] -> [n]: blocks with weights that are NaN or infinite."""
+        return _any_reached(self.unsound_limits(), blocks)
 
     def beyond_f16(self, blocks: U8) -> bool:
         """Whether weights of [n, block_bytes] may overflow where a kernel makes f16 of them (shaders/mat_mul/unit_f16.glsl): whether one is
         beyond a quarter of the largest f16, which leaves room for what is subtracted last."""
-        large = self.scaled_up(blocks)
+        large = _any_reached(self.large_limits(), blocks)
         return bool(large.any()) and bool(np.abs(self.decode(np.ascontiguousarray(blocks[large]))).max() > LARGEST_HALF / 4)
-
-    def scaled_up(self, blocks: U8) -> npt.NDArray[np.bool_]:
-        """[n, block_bytes] -> [n]: blocks with a scale or offset of 2 or more. Others have no weight beyond 8192: by a scale of 1 the
-        largest is 4096 (Q6_K)."""
-        found = np.zeros(len(blocks), np.bool_)
-        for at in self.halves():
-            found |= (blocks.view(np.uint16)[:, at // 2] & np.uint16(0x7FFF)) >= HALF_BITS_OF_2
-        if "e" in (self.block.fields or {}):
-            found |= self.fields(blocks)["e"][:, 0] > np.uint8(127)
-        return found
 
     def fields(self, blocks: U8) -> Any:
         """Record view of [n, bytes] blocks: `fields(b)["qs"]` is [n, 16], writable through."""
@@ -109,10 +125,11 @@ class DecodeOnly(Codec):
         raise NoEncoder(f"[quants] {self.type.name} can be decoded, not encoded: quantize with another tool, or to Q2_K")
 
 
-def exponent_full(halves: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
-    """Which f16, given as their bits, are NaN or infinite."""
-    full: npt.NDArray[np.bool_] = (halves & np.uint16(0x7C00)) == np.uint16(0x7C00)
-    return full
+def _any_reached(limits: Sequence[Limit], blocks: U8) -> npt.NDArray[np.bool_]:
+    found = np.zeros(len(blocks), np.bool_)
+    for limit in limits:
+        found |= limit.reached(blocks)
+    return found
 
 
 def half(field: U8) -> F32:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vkback.quants.codec import Codec
 from vkback.quants.quant_type import UNIT, Plane, QuantShapeError, QuantType
 from vkback.quants.registry import codec
 
@@ -50,14 +51,14 @@ def _device_planes(t: QuantType) -> tuple[Plane, ...]:
     return t.planes
 
 
-def _group_values(t: QuantType) -> int:
+def group_values(t: QuantType) -> int:
     """Weights repacked together: a block, or a unit where blocks are smaller."""
     return max(t.block_values, UNIT)
 
 
 def _padded(t: QuantType, k: int) -> int:
     t.row_bytes(k)
-    group = _group_values(t)
+    group = group_values(t)
     return -(-k // group) * group
 
 
@@ -86,7 +87,9 @@ def _copy(dst: U8, src: U8) -> None:
     dst.view(item)[...] = src.view(item)
 
 
-def _padded_rows(t: QuantType, raw: U8, k: int) -> U8:
+def padded_rows(name: str, raw: U8, k: int) -> U8:
+    """Rows of the file with zeros up to whole units."""
+    t = codec(name).type
     missing = (_padded(t, k) - k) * t.block_bytes
     if missing:
         raw = np.pad(raw, ((0, 0), (0, missing)))
@@ -119,19 +122,26 @@ def repack(name: str, raw: npt.NDArray[np.uint8], k: int, out: Sequence[U8] | No
             raise QuantShapeError(
                 f"[quants] {name} plane {plane.name} takes contiguous uint8 [{len(raw)}, {width}], got {array.dtype} {list(array.shape)}"
             )
-    blocks = _padded_rows(t, raw, k).reshape(-1, c.block.itemsize)
+    blocks = padded_rows(name, raw, k).reshape(-1, c.block.itemsize)
     targets = _group_planes(planes, len(blocks))
     for part in _chunks(len(blocks), c.block.itemsize):
-        fields = c.fields(blocks[part])
-        for plane, target in zip(t.planes, targets, strict=True):
-            move = c.moves.get(plane.name)
-            if move is None:
-                _copy(target[part], fields[plane.name])
-            else:
-                move.to_device(fields[plane.name], target[part])
-        if c.weave:
-            c.weave.to_device({plane.name: target[part] for plane, target in zip(t.planes, targets, strict=True)})
+        blocks_to_planes(c, blocks[part], [target[part] for target in targets])
     return planes
+
+
+def blocks_to_planes(c: Codec, blocks: U8, targets: Sequence[U8], *, names: bool = True) -> None:
+    """Blocks [n, bytes] into planes [n, bytes each]. Without `names` nibbles keep those of the file (`Rearrange.renamed`)."""
+    fields = c.fields(blocks)
+    for plane, target in zip(c.type.planes, targets, strict=True):
+        move = c.moves.get(plane.name)
+        if move is None:
+            _copy(target, fields[plane.name])
+        elif move.bits is None or names:
+            move.to_device(fields[plane.name], target)
+        else:
+            move.bits(fields[plane.name], target)
+    if c.weave:
+        c.weave.to_device({plane.name: target for plane, target in zip(c.type.planes, targets, strict=True)})
 
 
 def unpack(name: str, planes: Sequence[npt.NDArray[np.uint8]], k: int) -> U8:
@@ -143,7 +153,7 @@ def unpack(name: str, planes: Sequence[npt.NDArray[np.uint8]], k: int) -> U8:
         got = ", ".join(str(list(p.shape)) for p in planes)
         raise QuantShapeError(f"[quants] {name} rows of {k} weights are planes {[p.name for p in t.planes]} of {widths} bytes, got {got}")
     rows = len(planes[0])
-    blocks = np.empty((rows * _padded(t, k) // _group_values(t), c.block.itemsize), np.uint8)
+    blocks = np.empty((rows * _padded(t, k) // group_values(t), c.block.itemsize), np.uint8)
     sources = _group_planes([np.ascontiguousarray(p) for p in planes], len(blocks))
     for part in _chunks(len(blocks), c.block.itemsize):
         fields = c.fields(blocks[part])

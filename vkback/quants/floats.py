@@ -6,12 +6,11 @@ On the device a unit of 32 values lies in parts of 16 bytes.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from vkback.quants.codec import F32, LARGEST_HALF, U8, Codec, Weights, exponent_full, packed
+from vkback.quants.codec import EXPONENT_OF_HALF, F32, LARGEST_HALF, U8, Codec, Limit, Weights, packed
 from vkback.quants.quant_type import UNIT, Plane, QuantType
 
-BITS_OF_65536 = np.uint16(0x4780)
+BITS_OF_65536 = 0x4780
 """As BF16, whose next number below it is within the range of f16."""
 
 
@@ -21,13 +20,16 @@ class _Floats(Codec):
         self.block = packed(*parts)
         self.type = QuantType(name, ggml_id, 1, nbytes, tuple(Plane(*part) for part in parts), "float", int_dot=False)
 
+    def beyond_f16(self, blocks: U8) -> bool:
+        return any(bool(limit.reached(blocks).any()) for limit in self.large_limits())
+
 
 class _F32(_Floats):
-    def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
-        return ~np.isfinite(blocks.view(np.float32)[:, 0])
+    def unsound_limits(self) -> tuple[Limit, ...]:
+        return (Limit(0, 4, 0x7F800000, 0x7F800000),)
 
-    def beyond_f16(self, blocks: U8) -> bool:
-        return bool((np.abs(blocks.view(np.float32)) > LARGEST_HALF).any())
+    def large_limits(self) -> tuple[Limit, ...]:
+        return (Limit(0, 4, 0x7FFFFFFF, int(LARGEST_HALF.view(np.uint32)) + 1),)
 
     def decode(self, blocks: U8) -> F32:
         return np.ascontiguousarray(blocks).view(np.float32)
@@ -46,11 +48,11 @@ class _F32(_Floats):
 
 
 class _F16(_Floats):
-    def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
-        return exponent_full(blocks.view(np.uint16)[:, 0])
+    def unsound_limits(self) -> tuple[Limit, ...]:
+        return (Limit(0, 2, EXPONENT_OF_HALF, EXPONENT_OF_HALF),)
 
-    def beyond_f16(self, blocks: U8) -> bool:
-        return False
+    def large_limits(self) -> tuple[Limit, ...]:
+        return ()
 
     def decode(self, blocks: U8) -> F32:
         return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
@@ -65,12 +67,11 @@ class _F16(_Floats):
 
 
 class _BF16(_Floats):
-    def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
-        full: npt.NDArray[np.bool_] = (blocks.view(np.uint16)[:, 0] & np.uint16(0x7F80)) == np.uint16(0x7F80)
-        return full
+    def unsound_limits(self) -> tuple[Limit, ...]:
+        return (Limit(0, 2, 0x7F80, 0x7F80),)
 
-    def beyond_f16(self, blocks: U8) -> bool:
-        return bool(((blocks.view(np.uint16) & np.uint16(0x7FFF)) >= BITS_OF_65536).any())
+    def large_limits(self) -> tuple[Limit, ...]:
+        return (Limit(0, 2, 0x7FFF, BITS_OF_65536),)
 
     def decode(self, blocks: U8) -> F32:
         bits = np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32)
