@@ -60,9 +60,16 @@ def load(
     where = device.raw if isinstance(device, ApiDevice) else device
     begun = time.perf_counter()
     engine = Engine.load(
-        path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v
-    )
+        path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
+        meanwhile=_compile_ahead,
+    )  # fmt: skip
     return LoadedModel(engine, time.perf_counter() - begun)
+
+
+def _compile_ahead(engine: Engine) -> None:
+    """What nearly every use needs, while weights are on their way. A CPU driver needs the cores for those, and seconds for each kernel."""
+    if not engine.device.caps.software and engine.model.has_text:
+        engine.compile(sampler=GenerateOptions().sampler())
 
 
 def _builtin() -> str:

@@ -243,9 +243,14 @@ def _specialization(values: Mapping[int, int]) -> Any:
     return struct("VkSpecializationInfo", mapEntryCount=len(values), pMapEntries=entries, dataSize=4 * len(values), pData=data)
 
 
-def _cache_data(driver: Driver, cache: Handle) -> bytes:
+def _cache_size(driver: Driver, cache: Handle) -> int:
     size = ffi.new("size_t *")
     driver.call("vkGetPipelineCacheData", driver.device, cache, size, NULL)
+    return int(size[0])
+
+
+def _cache_data(driver: Driver, cache: Handle) -> bytes:
+    size = ffi.new("size_t *", _cache_size(driver, cache))
     data = ffi.new("char[]", max(size[0], 1))
     driver.call("vkGetPipelineCacheData", driver.device, cache, size, data)
     return bytes(ffi.buffer(data, size[0]))
@@ -266,6 +271,7 @@ class PipelineCacheFile:
         )
         self._path: Path = cache_dir() / "pipelines" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.bin"
         data = self._read()
+        self._read_bytes = len(data)
         info = struct("VkPipelineCacheCreateInfo", initialDataSize=len(data), pInitialData=ffi.new("char[]", data) if data else NULL)
         self.handle = driver.create("PipelineCache", info, str(self._path))
 
@@ -278,8 +284,8 @@ class PipelineCacheFile:
         return data if hashlib.sha256(data).digest() == raw[:32] else b""
 
     def close(self) -> None:
-        """Write the cache if kernels were compiled, and destroy it."""
-        if self.changed:
+        """Write the cache if the driver has put something into it, and destroy it."""
+        if self.changed and _cache_size(self._driver, self.handle) != self._read_bytes:
             blob = _cache_data(self._driver, self.handle)
             write_atomic(self._path, hashlib.sha256(blob).digest() + blob)
         self._driver.destroy("PipelineCache", self.handle)

@@ -12,10 +12,11 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -177,10 +178,17 @@ class Engine:
             raise EngineError(f"[engine] n_ctx is {n_ctx}, expected at least 1")
         if ubatch is not None and ubatch < 1:
             raise EngineError(f"[engine] ubatch is {ubatch}, expected at least 1 (--ubatch)")
-        model = Model.open(path)
-        cache = cache_types(model, cache_type_k, cache_type_v)
+        with ThreadPoolExecutor(1) as pool:  # a driver takes some tenths of a second to open, as does a large vocabulary
+            opening = None if isinstance(device, Device) else pool.submit(Device.open, device)
+            try:
+                model = Model.open(path)
+                cache = cache_types(model, cache_type_k, cache_type_v)
+            except BaseException:
+                if opening is not None and not opening.exception():
+                    opening.result().close()
+                raise
+            opened = opening.result() if opening is not None else cast(Device, device)
         rows = n_ctx or model.default_n_ctx
-        opened = device if isinstance(device, Device) else Device.open(device)
         try:
             engine = cls(model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress, ubatch=ubatch, cache=cache,
                          meanwhile=meanwhile, repack=repack)
