@@ -1,13 +1,14 @@
 """The compilers of AMD, Qualcomm, Apple and NVIDIA (NVK) at the bench, without their cards: `make lab`.
 
-    python tools/lab.py [--root DIR] [--peer FOLDER] [--chips amd:navi31,apple] [--only table|suite] [--out FILE.md]
+    python tools/lab.py [--root DIR] [--peer FOLDER] [--chips amd:navi31,apple] [--only table|suite] [--out FILE.md] [--stop-after MINUTES]
     python tools/lab.py --run amd:gfx1201 vkback kernels -m MODEL          one command on one chip
     python tools/lab.py --render FOLDER                                    the table of JSON files that an earlier run left
 
 Builds a Debian sid root with the newest Mesa, its no-op kernel shims, glslc and SwiftShader (as root, Debian or Ubuntu; a few minutes the
 first time), prints what the compilers make of our mat-vec kernels for every chip (bench/vendor_kernels.py), llama.cpp's beside them with
---peer, and runs the quick suite and the built-in models on lavapipe and SwiftShader, which execute. Exit code 1 where a case fails or a
-kernel of ours spills.
+--peer, and runs the quick suite and the built-in models on lavapipe and SwiftShader, which execute, with a summary at the end. What was
+done is kept in the root: called again, it goes on where it was stopped, and repeats nothing as long as code, shaders and tables are the
+same. Exit code 1 where a case fails, a kernel of ours spills, or something is left to do.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from lab_suite import Result, minutes, run_suite, sources_digest, summary
 
 PROJECT = Path(__file__).resolve().parent.parent
 SOURCE = "/vkback"
@@ -52,6 +56,9 @@ CHIPS = (
     "apple",
 )  # fmt: skip
 EXECUTORS = ("lavapipe", "swiftshader")
+
+CHIP_SECONDS = 75.0
+"""Of a chip's table on a core, without the peer."""
 
 
 class LabError(Exception):
@@ -142,17 +149,34 @@ def driver(target: str) -> dict[str, str]:
     return {"LD_PRELOAD": f"{LIBRARIES}/lib{shim}_noop_drm_shim.so", "VK_DRIVER_FILES": f"{DRIVERS}/{name}_icd.json", **chosen}
 
 
-def kernels(root: Root, chips: Sequence[str], peer: bool, folder: Path) -> None:
-    """A JSON file a chip, two chips at a time."""
+def kernels(root: Root, chips: Sequence[str], peer: bool, folder: Path, sources: str) -> None:
+    """A JSON file a chip, two chips at a time; those that an earlier run made of the same sources stay."""
     folder.mkdir(parents=True, exist_ok=True)
     argv = ["python", "bench/vendor_kernels.py", *(["--peer", PEER] if peer else [])]
+    mark = {"sources": sources, "with_peer": peer}
+
+    def made(chip: str) -> bool:
+        path = folder / f"{chip.replace(':', '-')}.json"
+        return path.exists() and mark.items() <= json.loads(path.read_text()).items()
+
+    missing = [chip for chip in chips if not made(chip)]
+    print(
+        f"== table: {len(chips)} chips, {len(chips) - len(missing)} made before; the rest take about "
+        f"{minutes(len(missing) * CHIP_SECONDS / 2)} on two idle cores",
+        file=sys.stderr,
+    )
+    begun, done = time.monotonic(), 0
 
     def one(chip: str) -> None:
-        (folder / f"{chip.replace(':', '-')}.json").write_text(said(*root.command(chip, argv)))
-        print(f"  {chip} done", file=sys.stderr)
+        nonlocal done
+        found = json.loads(said(*root.command(chip, argv)))
+        (folder / f"{chip.replace(':', '-')}.json").write_text(json.dumps(mark | found, indent=1))
+        done += 1
+        left = (time.monotonic() - begun) / done * (len(missing) - done)
+        print(f"  {chip} done, {done} of {len(missing)}, about {minutes(left)} left", file=sys.stderr)
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(one, chips))
+        list(pool.map(one, missing))
 
 
 def loaded(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -206,14 +230,21 @@ def spilling(found: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
     ]
 
 
-def suite(root: Root, target: str) -> bool:
-    """The quick suite and the built-in models on a driver that executes."""
-    print(f"== {target}: quick suite", flush=True)
-    passed = subprocess.run(root.command(target, ["vkback", "test-ops"])).returncode == 0
-    for model in ("demo-dense", "demo-moe"):
-        print(f"== {target}: {model}", flush=True)
-        passed &= subprocess.run(root.command(target, ["vkback", "run", "-m", model, "-p", "It was a dark", "-n", "8"])).returncode == 0
-    return passed
+def limited(argv: Sequence[str]) -> list[str]:
+    """Under half of the machine's memory: SwiftShader's compiler may ask for more than there is."""
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return ["prlimit", f"--as={half}", *argv]
+
+
+def suite(root: Root, target: str, folder: Path, sources: str, stop_after: float | None, other: bool) -> tuple[list[Result | None], bool | None]:
+    """The quick suite and, when all of it has run, the built-in models on a driver that executes."""
+    results = run_suite(
+        target, lambda argv: limited(root.command(target, argv)), folder / f"suite-{target}.jsonl", sources,
+        stop_after=stop_after, other_sources=other,
+    )  # fmt: skip
+    if None in results:
+        return results, None
+    return results, subprocess.run(limited(root.command(target, ["python", "bench/text_against_twin.py"]))).returncode == 0
 
 
 def main() -> int:
@@ -222,6 +253,9 @@ def main() -> int:
     parser.add_argument("--peer", type=Path, metavar="FOLDER", help="llama.cpp's vulkan-shaders.spv of ggml 0.25.3")
     parser.add_argument("--chips", default=",".join(CHIPS))
     parser.add_argument("--only", choices=("table", "suite"))
+    parser.add_argument("--executors", default=",".join(EXECUTORS), help="drivers that run the suite")
+    parser.add_argument("--stop-after", type=float, metavar="MINUTES", help="of a driver's suite; called again, it goes on")
+    parser.add_argument("--any-sources", action="store_true", help="count results of the suite from before code, shaders or tables changed")
     parser.add_argument("--out", type=Path, help="the table, beside printing it")
     parser.add_argument("--render", type=Path, metavar="FOLDER")
     parser.add_argument("--run", nargs=argparse.REMAINDER, metavar="TARGET COMMAND")
@@ -237,9 +271,9 @@ def main() -> int:
         if args.run:
             return subprocess.run(root.command(args.run[0], args.run[1:])).returncode
         passed = True
+        folder, sources = args.root / "opt/found", sources_digest(PROJECT)
         if args.only != "suite":
-            folder = args.root / "opt/found"
-            kernels(root, args.chips.split(","), bool(args.peer), folder)
+            kernels(root, args.chips.split(","), bool(args.peer), folder, sources)
             lines = list(rendered(loaded(folder)))
             print("\n".join(lines))
             if args.out:
@@ -248,7 +282,12 @@ def main() -> int:
             print(f"kernels with spills or scratch memory: {', '.join(spills) or 'none'}")
             passed = not spills
         if args.only != "table":
-            passed = all([suite(root, target) for target in EXECUTORS]) and passed
+            stop = args.stop_after and 60 * args.stop_after
+            ran = [(t, *suite(root, t, folder, sources, stop, args.any_sources)) for t in args.executors.split(",")]
+            print("\n".join(summary(ran)))
+            if left := [t for t, results, _ in ran if None in results]:
+                print(f"not finished: {', '.join(left)}; the same command goes on from here")
+            passed &= all(texts and all(r and r.fine for r in results) for _, results, texts in ran)
         return 0 if passed else 1
     except LabError as e:
         print(f"lab: error: {e}", file=sys.stderr)

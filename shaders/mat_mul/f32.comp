@@ -44,11 +44,12 @@ vec4 weights[ROWS][8];
 
 void decode(uint r, UnitRaw raw) { unit_decode(raw, weights[r]); }
 
-// Four neighbouring values, zeros past the end of a row.
+// Four neighbouring values, zeros past the end of a row. A select of what is read at a place that exists: branches around 32 loads of each column
+// make a compiler that keeps all of them (SwiftShader's) take minutes.
 vec4 four_of(uint row, uint quad) {
 #if K_TAIL
     vec4 v;
-    [[unroll]] for (uint i = 0; i < 4; i++) v[i] = 4u * quad + i < p.k ? x1[row * p.x_stride + 4u * quad + i] : 0.0;
+    [[unroll]] for (uint i = 0; i < 4; i++) v[i] = mix(0.0, x1[row * p.x_stride + min(4u * quad + i, p.k - 1u)], 4u * quad + i < p.k);
     return v;
 #else
     return x4[row * (p.x_stride >> 2) + quad];
