@@ -1,12 +1,16 @@
 #version 450
 // Rows of heads into a quantized cache (SET_ROWS), in the device layout of docs/architecture.md.
 //
-//   binding 0  cache [heads, n_ctx, head_dim] of TYPE_Q8_0 or TYPE_Q4_0, by words and by halves
+//   binding 0  cache [heads, n_ctx, head_dim] of TYPE_Q8_0 or TYPE_Q4_0, by words and by halves or words
 //   binding 1  x F32 [tokens, heads, head_dim], read as vec4
 //   binding 2  pos I32 [tokens]; a position outside 0..n_ctx-1 stores nothing
 //
 // A thread takes one unit: 32 neighbouring values of a head.
+//
+//   SCALE_WORDS  1: where the device stores no 16 bits alone. Two units have their scales in one word; each thread clears and sets its own half
+#if !SCALE_WORDS
 #extension GL_EXT_shader_16bit_storage : require
+#endif
 #extension GL_EXT_control_flow_attributes : require
 layout(local_size_x = WG_SIZE) in;
 
@@ -20,9 +24,24 @@ layout(push_constant) uniform Push {
 } p;
 
 layout(std430, set = 0, binding = 0) writeonly buffer CacheQuads { uvec4 quads[]; };
+#if SCALE_WORDS
+layout(std430, set = 0, binding = 0) buffer CacheWords { uint words[]; };
+#else
 layout(std430, set = 0, binding = 0) writeonly buffer CacheHalves { uint16_t halves[]; };
+#endif
 layout(std430, set = 0, binding = 1) readonly buffer InX { vec4 x[]; };
 layout(std430, set = 0, binding = 2) readonly buffer InPos { int pos[]; };
+
+void store_scale(uint unit, float d) {
+    const uint bits = packHalf2x16(vec2(d, 0.0)) & 0xffffu;
+#if SCALE_WORDS
+    const uint word = 4u * p.scales + (unit >> 1), shift = 16u * (unit & 1u);
+    atomicAnd(words[word], ~(0xffffu << shift));
+    atomicOr(words[word], bits << shift);
+#else
+    halves[8u * p.scales + unit] = uint16_t(bits);
+#endif
+}
 
 uint packed(uvec4 bytes) { return bytes.x | bytes.y << 8 | bytes.z << 16 | bytes.w << 24; }
 
@@ -41,10 +60,10 @@ void main() {
     [[unroll]] for (uint j = 0; j < 8; j++) size = max(size, abs(v[j]));
     const float d = max(max(size.x, size.y), max(size.z, size.w)) / 127.0;
     const float inverse = d > 0.0 ? 1.0 / d : 0.0;
-    uvec4 words[2];
-    [[unroll]] for (uint j = 0; j < 8; j++) words[j / 4][j % 4] = packed(uvec4(ivec4(roundEven(clamp(v[j] * inverse, -127.0, 127.0)))) & 0xffu);
-    quads[to] = words[0];
-    quads[p.part + to] = words[1];
+    uvec4 quants[2];
+    [[unroll]] for (uint j = 0; j < 8; j++) quants[j / 4][j % 4] = packed(uvec4(ivec4(roundEven(clamp(v[j] * inverse, -127.0, 127.0)))) & 0xffu);
+    quads[to] = quants[0];
+    quads[p.part + to] = quants[1];
 #else
     // The value farthest from zero becomes -8 steps.
     float extreme = 0.0;
@@ -52,12 +71,12 @@ void main() {
         [[unroll]] for (uint c = 0; c < 4; c++) extreme = abs(v[j][c]) > abs(extreme) ? v[j][c] : extreme;
     const float d = extreme / -8.0;
     const float inverse = d != 0.0 ? 1.0 / d : 0.0;
-    uvec4 words;
+    uvec4 quants;
     [[unroll]] for (uint j = 0; j < 4; j++) {
         const uvec4 low = uvec4(clamp(floor(v[j] * inverse + 8.5), 0.0, 15.0)), high = uvec4(clamp(floor(v[j + 4] * inverse + 8.5), 0.0, 15.0));
-        words[j] = packed(low | high << 4) ^ 0x80808080u;
+        quants[j] = packed(low | high << 4) ^ 0x80808080u;
     }
-    quads[to] = words;
+    quads[to] = quants;
 #endif
-    halves[8u * p.scales + to] = uint16_t(packHalf2x16(vec2(d, 0.0)) & 0xffffu);
+    store_scale(to, d);
 }

@@ -63,7 +63,7 @@ def store_units(node: Node, ctx: LowerContext) -> Dispatch:
     choice = ctx.tuning.pick("rows", k=dim, n=pos.elements * heads)
     wg = workgroup_size(ctx.caps, choice["wg_size"], units)
     return Dispatch(
-        Variant("cache/store_units.comp", ((f"TYPE_{cache.type}", 1), ("WG_SIZE", wg))),
+        Variant("cache/store_units.comp", ((f"TYPE_{cache.type}", 1), ("WG_SIZE", wg), ("SCALE_WORDS", int(not ctx.caps.storage_16bit)))),
         (Arg(cache, "w"), Arg(x), Arg(pos)),
         pack_push(*push[:3], pos.elements, heads, n_ctx),
         spread(ceil_div(units, wg)),
