@@ -23,6 +23,7 @@
 //   ROWS_FULL      1: the matrix is a whole number of tiles, so that row numbers need no bound
 //   Y_TYPE         Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
 //   SCALE_SUMS     1, float path: scales multiply the sums of a unit's products with whole numbers, not every weight (types with unit_ints)
+//   LEVEL_TABLE    1, with SCALE_SUMS: the decoder looks these numbers up in shared memory (shaders/quant/mxfp4.glsl)
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_KHR_shader_subgroup_basic : require
 #if SUBGROUP > 1
@@ -114,6 +115,7 @@ uint token_row(uint x_row, uint c) {
 #if SCALE_SUMS
 // The 32 whole numbers of a unit; weight = scale[half] * number - bias[half]. Byte 0 by its position: a mask would be merged with the one before
 // it, and what is left is no byte that AMD converts in one instruction.
+#ifndef UNIT_NUMBERS  // the decoder has its own
 void unit_numbers(UnitRaw raw, out vec4 w[8], out vec2 scale, out vec2 bias) {
     uint q[8];
     unit_ints(raw, q, scale, bias);
@@ -125,6 +127,7 @@ void unit_numbers(UnitRaw raw, out vec4 w[8], out vec2 scale, out vec2 bias) {
   #endif
     }
 }
+#endif
 
 // Sums of each half of a unit of x.
 vec2 sums_of(Act a) {
@@ -146,7 +149,7 @@ float dot_numbers(vec4 w[8], vec2 scale, vec2 bias, Act a, vec2 x_sums) {
   #endif
   #if UNIT_HALVES && UNIT_BIAS
     return products - dot(bias, x_sums);
-  #elif UNIT_BIAS
+  #elif UNIT_BIAS && !defined(UNIT_NUMBERS)
     return products - bias.x * (x_sums.x + x_sums.y);
   #else
     return products;

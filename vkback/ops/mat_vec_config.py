@@ -25,8 +25,9 @@ Prologue = Literal["none", "norm", "copy"]
 """x as it is in memory; x normed into shared memory by every workgroup; a Q8_1 x, or in a barrier-free stage any, copied there."""
 Prefetch = Literal["none", "weights", "weights+x"]
 """Software prefetch into registers: as soon as a unit is used, its registers are loaded with that of the next chunk."""
-Scales = Literal["weights", "sums"]
-"""Float path: scales multiply every weight, or the sums of a unit's products with whole numbers."""
+Scales = Literal["weights", "sums", "levels"]
+"""Float path: scales multiply every weight, or the sums of a unit's products with whole numbers; "levels": the latter, of numbers looked up in
+shared memory."""
 LaneOrder = Literal["strided", "blocked"]
 """The units that a lane takes at once are LANES apart, or neighbours."""
 
@@ -34,6 +35,9 @@ SHADER_WORDS: Mapping[str, tuple[str, ...]] = {
     "PROLOGUE": get_args(Prologue), "EXPERTS": get_args(Experts), "PREFETCH": get_args(Prefetch),
 }  # fmt: skip
 """Defines that stand for words: number i is word i, and a named constant of shaders/mat_vec/mat_vec.comp (PROLOGUE_NORM is 1)."""
+
+LOOKED_UP = frozenset({"MXFP4"})
+"""Types whose decoder can look its levels up (LEVEL_TABLE)."""
 
 MAX_COLUMNS = 16
 """Tokens of a workgroup at most; more go along the grid."""
@@ -265,13 +269,21 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext, *, routes: bool =
         reduce_subgroup=subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops, source=choice.source,
         expert_choice=expert_choice(node.node, node.extra["logits"], ctx, bias=node.extra.get("selection_bias")) if node.chosen else None,
         choice_scale=float(params["scale"]) if node.chosen else 1.0, gelu=node.gelu, stores_sum=node.summed is not None,
-        scales=choice.params.get("scales", "weights") if path == "float" and node.w.type in INT_QUANTS else "weights",
+        scales=_scales(choice, node.w.type, path),
     )  # fmt: skip
     config = _fitted(config, node.node.name, ctx)
     if config.prefetch == "weights+x" and not config.can_prefetch_x:
         config = dataclasses.replace(config, prefetch="weights")
     adjustments = (*_shape_adjustments(choice, config, ctx), *_other_adjustments(choice, config, node, ctx))
     return dataclasses.replace(config, adjustments=adjustments)
+
+
+def _scales(choice: Choice, quant: str, path: Path) -> Scales:
+    """The tables' way as far as a type has it."""
+    wanted: Scales = choice.params.get("scales", "weights")
+    if path != "float" or quant not in INT_QUANTS:
+        return "weights"
+    return "sums" if wanted == "levels" and quant not in LOOKED_UP else wanted
 
 
 def _fitted(config: MatVecConfig, name: str, ctx: LowerContext) -> MatVecConfig:
@@ -335,8 +347,10 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
         "ROWS_FULL": int(config.rows_full),
         **{f"BIND_{role.upper()}": binding for binding, role in enumerate(config.roles, 3)},
     }
-    if config.scales == "sums":
+    if config.scales != "weights":
         defines["SCALE_SUMS"] = 1
+    if config.scales == "levels":
+        defines["LEVEL_TABLE"] = 1
     if config.experts != "none":
         defines["N_USED"] = config.n_used
     if config.experts == "heads":
