@@ -1,4 +1,4 @@
-"""Whether a device writes the text that numpy does: greedy tokens of the twin are fed to the device, and the best token of each step compared.
+"""Whether a device writes the text that numpy does: the device is fed the twin's greedy tokens, and the best token of each step compared.
 
     python bench/text_against_twin.py [MODEL...] [--tokens 16] [--prompt TEXT]
 

@@ -236,7 +236,9 @@ def limited(argv: Sequence[str]) -> list[str]:
     return ["prlimit", f"--as={half}", *argv]
 
 
-def suite(root: Root, target: str, folder: Path, sources: str, stop_after: float | None, other: bool) -> tuple[list[Result | None], bool | None]:
+def suite(
+    root: Root, target: str, folder: Path, sources: str, stop_after: float | None, other: bool
+) -> tuple[list[Result | None], bool | None]:
     """The quick suite and, when all of it has run, the built-in models on a driver that executes."""
     results = run_suite(
         target, lambda argv: limited(root.command(target, argv)), folder / f"suite-{target}.jsonl", sources,

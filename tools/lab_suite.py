@@ -1,8 +1,8 @@
 """The quick suite and the built-in models on drivers that execute, inside the lab's root: `tools/lab.py` calls it.
 
-Cases run in slices, a process each, since a driver that compiles on the CPU keeps every kernel in memory. A slice without a line for CASE_LIMIT
-seconds, or that ends early, is stopped, and those of its cases without a result run one by one, so that what hangs is named. Every result is
-kept in a journal; a run that was stopped goes on where it ended, as long as the sources are the same.
+Cases run in slices, a process each, since a driver that compiles on the CPU keeps every kernel in memory. A slice without a line for
+CASE_LIMIT seconds, or that ends early, is stopped, and those of its cases without a result run one by one, so that what hangs is named. Every
+result is kept in a journal; a run that was stopped goes on where it ended, as long as the sources are the same.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ def run_suite(
                         on_result(case, "no result", why or "no line was printed for it")
             spent, done = time.monotonic() - begun, min(at + SLICE, todo)
             failed = sum(not r.fine for r in known.values())
-            print(f"  {done} of {todo} cases, {failed} failed, about {minutes(spent / done * (todo - done))} left", file=sys.stderr, flush=True)
+            left = minutes(spent / done * (todo - done))
+            print(f"  {done} of {todo} cases, {failed} failed, about {left} left", file=sys.stderr, flush=True)
             if stop_after is not None and spent > stop_after:
                 break
     return [known.get(c) for c in cases]
@@ -169,7 +170,8 @@ def minutes(seconds: float) -> str:
 
 def summary(found: Iterable[tuple[str, Sequence[Result | None], bool | None]]) -> list[str]:
     """Markdown: a row a driver with its counts; then each reason for which cases are not supported, and each failure."""
-    lines = ["| driver | cases | pass | fail | no result | not supported | not run | built-in models |", "|---|---|---|---|---|---|---|---|"]
+    head = "| driver | cases | pass | fail | no result | not supported | not run | built-in models |"
+    lines = [head, "|---" * (head.count("|") - 1) + "|"]
     rest: list[str] = []
     for target, results, models in found:
         counts = Counter("not run" if r is None else r.verdict for r in results)

@@ -349,8 +349,8 @@ def each_way(case: Callable[..., Case]) -> Iterator[Case]:
 
 
 def scaled_sums() -> Iterator[Case]:
-    """Scales of sums, not of weights: a bias for a unit, for each half, none with signed bytes, offset levels; several tokens; levels looked
-    up."""
+    """Scales of sums, not of weights: a bias for a unit, for each half, none with signed bytes, offset levels; several tokens; and levels
+    looked up."""
     for quant, n in (("Q4_K", 1), ("Q6_K", 1), ("Q8_0", 1), ("MXFP4", 1), ("Q5_K", 3)):
         yield mul_mat_case(quant, 33, n, 512, act="f32").where(scales="sums", unroll=1)
     yield mul_mat_case("MXFP4", 33, 2, 512, act="f32").where(scales="levels", unroll=1)

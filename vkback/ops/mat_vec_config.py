@@ -26,8 +26,8 @@ Prologue = Literal["none", "norm", "copy"]
 Prefetch = Literal["none", "weights", "weights+x"]
 """Software prefetch into registers: as soon as a unit is used, its registers are loaded with that of the next chunk."""
 Scales = Literal["weights", "sums", "levels"]
-"""Float path: scales multiply every weight, or the sums of a unit's products with whole numbers; "levels": the latter, of numbers looked up in
-shared memory."""
+"""Float path: scales multiply every weight, or the sums of a unit's products with whole numbers; "levels": the latter, of numbers looked up
+in shared memory."""
 LaneOrder = Literal["strided", "blocked"]
 """The units that a lane takes at once are LANES apart, or neighbours."""
 
