@@ -28,10 +28,15 @@ from vkback.timing.listings import total
 QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "Q4_0", "IQ4_XS")
 DENSE = "MUL_MAT(type_a={},m=4096,n=1,k=14336)"
 EXPERTS = "MUL_MAT_ID(type_a={},m=768,n=1,k=2048,n_mats=128,n_used=8)"
+TOKENS = ",".join(map(str, range(64)))
 OTHERS = {
     "attention": "FLASH_ATTN_EXT(n_head=32,n_head_kv=8,hd=128,n_ctx=4096,pos=[4095],y=F32,window=0,sinks=0)",
+    "attention of a prompt": f"FLASH_ATTN_EXT(n_head=32,n_head_kv=8,hd=128,n_ctx=4096,pos=[{TOKENS}],y=F32,window=0,sinks=0)",
     "norm": "RMS_NORM(ne=[1,4096])",
+    **{f"{quant} {n} tokens": f"MUL_MAT(type_a={quant},m=4096,n={n},k=4096)" for quant in ("Q4_K", "Q6_K") for n in (8, 24, 512)},
+    "Q4_K 24 tokens MUL_MAT_ID": "MUL_MAT_ID(type_a=Q4_K,m=768,n=24,k=2048,n_mats=128,n_used=8)",
 }
+"""Of these, every kernel."""
 
 K_QUANTS = frozenset({"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
 
@@ -40,6 +45,12 @@ def ours(device: Device, ctx: LowerContext, case: str) -> dict[str, Any]:
     """Figures of the last kernel of a case, the one that does the work."""
     node = node_of(case)
     return compiled(device, [OPS[node.op].lower(node, ctx)[-1]])[0].as_data()
+
+
+def all_of(device: Device, ctx: LowerContext, case: str) -> dict[str, dict[str, Any]]:
+    """Figures of all kernels of a case, by the name of their file."""
+    node = node_of(case)
+    return {f"({Path(f.source).stem})": f.as_data() for f in compiled(device, OPS[node.op].lower(node, ctx), code=False)}
 
 
 def peer_rows(caps: Capabilities, quant: str, path: str, experts: bool) -> int:
@@ -122,7 +133,12 @@ def main() -> None:
                             row["peer"] = {"error": str(e)}
                     rows.append(row)
         for name, case in OTHERS.items():
-            rows.append({"quant": name, "experts": False, "path": "", "ours": ours(device, LowerContext(caps, tables), case), "peer": None})
+            try:
+                found = all_of(device, LowerContext(caps, tables), case)
+            except PlanError as e:
+                found = {"": {"error": str(e)}}
+            for kernel, made in found.items():
+                rows.append({"quant": f"{name} {kernel}".strip(), "experts": False, "path": "", "ours": made, "peer": None})
         about = {"device": caps.name, "architecture": caps.architecture, "int_dot": caps.int_dot_accelerated, "driver": caps.driver_info}
     json.dump({**about, "rows": rows}, sys.stdout, indent=1)
 

@@ -1,8 +1,8 @@
 """The quick suite and the built-in models on drivers that execute, inside the lab's root: `tools/lab.py` calls it.
 
 Cases run in slices, a process each, since a driver that compiles on the CPU keeps every kernel in memory. A slice without a line for
-CASE_LIMIT seconds, or that ends early, is stopped, and those of its cases without a result run one by one, so that what hangs is named. Every
-result is kept in a journal; a run that was stopped goes on where it ended, as long as the sources are the same.
+CASE_LIMIT seconds, or that ends early, is stopped, and those of its cases without a result run one by one, so that what hangs is named.
+Every result is kept in a journal; a run that was stopped goes on where it ended, as long as the sources are the same.
 """
 
 from __future__ import annotations
