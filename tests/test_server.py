@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import socket
@@ -10,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 
@@ -26,8 +25,10 @@ pytest.importorskip("starlette", reason="vkback[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="vkback[serve] is not installed")
 
+from pydantic import BaseModel, ConfigDict, Field  # noqa: E402  these need the packages above
+
 from vkback.server import app as app_module  # noqa: E402
-from vkback.server.app import Limits, build_app  # noqa: E402  these need the packages above
+from vkback.server.app import Limits, build_app  # noqa: E402
 from vkback.server.worker import Job, Worker  # noqa: E402
 
 PROMPT = "It was a dark and stormy night, and"
@@ -150,10 +151,8 @@ def test_seed_stop_bias_and_token_ids(served: Served) -> None:
 
 
 @pytest.mark.vulkan
-@pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="the openai package is not installed")
 def test_the_openai_client(served: Served) -> None:
-    import openai
-
+    openai = pytest.importorskip("openai", reason="the openai package is not installed")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
     assert [m.id for m in client.models.list()] == [MODEL]
     whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY)
@@ -161,8 +160,41 @@ def test_the_openai_client(served: Served) -> None:
     assert "".join(p.choices[0].delta.content or "" for p in pieces) == whole.choices[0].message.content
     text = client.completions.create(model=MODEL, prompt=PROMPT, **GREEDY)
     assert text.choices[0].text == served.text()["choices"][0]["text"]
+    pieces = client.completions.create(model=MODEL, prompt=PROMPT, stream=True, stream_options={"include_usage": True}, **GREEDY)
+    *pieces, usage = pieces
+    assert "".join(p.choices[0].text for p in pieces) == text.choices[0].text
+    assert usage.usage.total_tokens == text.usage.total_tokens
+    person = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Person, temperature=0)
+    assert isinstance(person.choices[0].message.parsed, Person) and person.choices[0].finish_reason == "stop"
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=MODEL, messages=[], **GREEDY)
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: Literal["Moby", "Dick"]
+    size: Annotated[int, Field(ge=1, le=9)]
+
+
+@pytest.mark.vulkan
+def test_a_reply_is_of_the_schema_that_was_asked_for(served: Served) -> None:
+    def format_of(schema: Any) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": schema}}
+
+    path, names = "/v1/chat/completions", {"enum": ["Moby Dick", "Ahab"]}
+    whole = served.post(path, messages=MESSAGES, response_format=format_of(names), seed=1, temperature=2).json()["choices"][0]
+    assert json.loads(whole["message"]["content"]) in names["enum"] and whole["finish_reason"] == "stop"
+    _, *pieces, last = served.events(path, messages=MESSAGES, response_format=format_of(names), seed=1, temperature=2)
+    assert "".join(event["choices"][0]["delta"]["content"] for event in pieces) == whole["message"]["content"]
+    assert last["choices"][0]["finish_reason"] == "stop"
+    anything = served.text(response_format={"type": "json_object"}, max_tokens=3)["choices"][0]["text"]
+    assert anything.lstrip().startswith("{")
+    plain = served.text(response_format={"type": "text"}, max_tokens=3)["choices"][0]["text"]
+    assert plain == served.text(max_tokens=3)["choices"][0]["text"]
+    for stream in (False, True):
+        refused = served.post(path, messages=MESSAGES, response_format=format_of({"type": "nonsense"}), stream=stream)
+        assert refused.status_code == 400 and "the schema cannot be compiled: Invalid type: nonsense" in refused.text
 
 
 # --- many, and those that leave
@@ -259,7 +291,10 @@ def malformed() -> list[tuple[str, bytes]]:
         "stream": ("yes", 1), "stream_options": (5, {}, {"x": 1}), "model": ("gpt", 5), "unknown": (1,), "tools": ([1],),
         "prompt": ("", [], [-1], [10**9], ["a", "b"], None, {}), "echo": (True,), "suffix": ("a",), "best_of": (2,),
         "messages": ([], "x", [{}], [{"role": "user"}], [{"role": 1, "content": ""}], [1]), "top_logprobs": (1, 99),
-        "response_format": ({"type": "json_object"},),
+        "response_format": (
+            "json_object", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "json_schema": {}},
+            {"type": "json_schema", "json_schema": {"schema": [1]}}, {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+        ),
     }  # fmt: skip
     fields = [(key, value) for key, values in wrong.items() for value in values]
     found = [(path, json.dumps(body | {key: value}).encode()) for path, body in good.items() for key, value in fields]

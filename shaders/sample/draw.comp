@@ -46,7 +46,11 @@ void list_tokens(uint tid, float top, uint cut) {
     for (uint i = 0; i < PER_THREAD; i++) {
         const uint id = from + i * WG_SIZE;
         places[i] = ~0u;
-        if (id < p.vocab && bin_of(distance_of(logits[id], top), 0) <= cut) places[i] = atomicAdd(kept_here, 1);
+        if (id >= p.vocab) continue;
+        const float logit = logits[id];
+        // Of a masked text most logits are -inf: they are never drawn, and in the list they would keep its one reader busy.
+        const bool can_be = floatBitsToUint(logit) != 0xff800000u && bin_of(distance_of(logit, top), 0) <= cut;
+        if (can_be) places[i] = atomicAdd(kept_here, 1);
     }
     barrier();
     if (tid == 0) kept_from = kept_here > 0 ? atomicAdd(scratch[SCRATCH_LISTED], kept_here) : 0;

@@ -1,5 +1,6 @@
 #version 450
-// PENALTIES: logits on their way to SAMPLE: a bias for each token, then penalties for those among the last `last_n` tokens of the text.
+// PENALTIES: logits on their way to SAMPLE: a bias for each token, then penalties for those among the last `last_n` tokens of the text; with
+// MASKED only tokens whose bit is set stay.
 //
 //   logits  F32 [vocab]
 //   bias    F32 [vocab]
@@ -8,8 +9,11 @@
 //   loop    I32; word 1 is not 0 once the loop has stopped: then nothing is counted
 //   tokens  I32 [1], pos I32 [1]: the token of this step and its position
 //   y       F32 [vocab]
+//   mask    MASKED: I32 [ceil(vocab / 32)]: bit id % 32 of word id / 32; without it a token's y is -inf
 //
 // A thread takes one token of the vocabulary, and alone touches its count.
+//
+// Defines: WG_SIZE, and MASKED 1 or nothing
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -24,6 +28,9 @@ layout(std430, binding = 3) readonly buffer Loop { int loop_words[]; };
 layout(std430, binding = 4) readonly buffer Tokens { int tokens[]; };
 layout(std430, binding = 5) readonly buffer Pos { int pos[]; };
 layout(std430, binding = 6) writeonly buffer OutY { float y[]; };
+#ifdef MASKED
+layout(std430, binding = 7) readonly buffer Mask { uint mask[]; };
+#endif
 
 const uint COUNTS = 4u;
 
@@ -45,5 +52,8 @@ void main() {
         x = x > 0.0 ? x / repeat : x * repeat;
         x -= intBitsToFloat(seen[1]) + intBitsToFloat(seen[2]) * float(count);
     }
+#ifdef MASKED
+    if ((mask[id >> 5] >> (id & 31u) & 1u) == 0u) x = uintBitsToFloat(0xff800000u);
+#endif
     y[id] = x;
 }

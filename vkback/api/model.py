@@ -18,10 +18,11 @@ from vkback import paths
 from vkback.api import chat_template
 from vkback.api.chat_template import ChatTemplateError
 from vkback.api.errors import ModelError
-from vkback.api.options import GenerateOptions
+from vkback.api.options import GenerateOptions, Options
 from vkback.api.result import Result
 from vkback.api.session import Session
 from vkback.api.stream import Stream
+from vkback.models.constraint import Constraint, JsonGrammar
 from vkback.models.engine import Engine
 from vkback.models.perplexity import OnScored, Perplexity
 from vkback.models.perplexity import perplexity as perplexity_of
@@ -69,7 +70,7 @@ def load(
 def _compile_ahead(engine: Engine) -> None:
     """What nearly every use needs, while weights are on their way. A CPU driver needs the cores for those, and seconds for each kernel."""
     if not engine.device.caps.software and engine.model.has_text:
-        engine.compile(sampler=GenerateOptions().sampler())
+        engine.compile(sampler=Options().sampler)
 
 
 def _builtin() -> str:
@@ -92,7 +93,7 @@ class LoadedModel:
         self._closed = False
         self._on_device: weakref.ref[Session] | None = None
         self._stream: weakref.ref[Stream] | None = None
-        self.warm: set[tuple[bool, bool]] = set()
+        self.warm: set[tuple[bool, ...]] = set()
 
     # -- facts
 
@@ -255,6 +256,14 @@ class LoadedModel:
         eos = "" if end is None else tokenizer.token_bytes(end, special=True).decode("utf-8", "replace")
         text = chat_template.render(chosen, messages, model=self.name, bos=bos, eos=eos)
         return tokenizer.encode(text, add_bos=False if bos and text.startswith(bos) else None, parse_special=True)
+
+    @cached_property
+    def _grammar(self) -> JsonGrammar:
+        return JsonGrammar(self.tokenizer, self.n_vocab)
+
+    def constraint(self, schema: Mapping[str, Any] | str | None) -> Constraint | None:
+        """What a text of a JSON schema is held to; None without one. Raises ConstraintError for a schema that cannot be compiled."""
+        return None if schema is None else self._grammar.constraint(schema)
 
     @contextmanager
     def using(self, what: str, session: Session | None = None, *, keep: bool = False, stepping: bool = False) -> Iterator[Engine]:

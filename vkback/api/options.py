@@ -25,6 +25,7 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias   token -> what is added to its logit; -inf bans it
     logprobs     None, or how many of the likeliest tokens to tell at each step beside the one chosen; costs speed, changes no token
     ignore_eos   go on after an end-of-text token
+    json_schema  the text is JSON of this schema, {"type": "object"} for any object, and ends when it is whole; needs `vkback[json]`
     """
 
     max_tokens: int | None
@@ -41,6 +42,7 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     ignore_eos: bool
+    json_schema: Mapping[str, Any] | str | None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Options:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    json_schema: Mapping[str, Any] | str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -80,6 +83,7 @@ class Options:
             ("repeat_penalty", options.repeat_penalty > 0.0, "above 0 (1 for none)"),
             ("penalty_last_n", options.penalty_last_n >= -1, "0 or more, or -1 for the whole text"),
             ("logprobs", options.logprobs is None or options.logprobs >= 0, "0 or more, or None"),
+            ("ignore_eos", not options.ignore_eos or options.json_schema is None, "False with json_schema, which says where the text ends"),
         ):
             if not ok:
                 raise ModelError(f"[model] {name} is {getattr(options, name)!r}, expected {expected}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["eos", "stop", "length", "context"]
-"""An end-of-text token; a stop string; max_tokens; the context is full."""
+"""An end-of-text token; a stop string, or JSON that is whole; max_tokens; the context is full."""
 
 
 @dataclass(frozen=True)

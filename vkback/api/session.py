@@ -50,12 +50,13 @@ class Session:
     def stream(self, prompt: str | Sequence[int] = "", **options: Unpack[GenerateOptions]) -> Stream:
         """As `generate`, piece by piece."""
         checked = Options.of(options)
+        constraint = self.model.constraint(checked.json_schema)
         with self.model.using("session.stream", self) as engine:
             new = self.model.ids(prompt, start=not self._tokens) if len(prompt) or not self._tokens else []
             self._check_room(len(self._tokens) + len(new))
             reused = engine.n_past
             self._tokens += new
-            return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm))
+            return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint))
 
     def chat(
         self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
@@ -82,6 +83,7 @@ class Session:
         return self._stream_from("session.stream_from", self.model.ids(prompt, start=True), checked)
 
     def _stream_from(self, what: str, ids: list[int], checked: Options) -> Stream:
+        constraint = self.model.constraint(checked.json_schema)
         with self.model.using(what, self) as engine:
             self._check_room(len(ids))
             common = next((i for i, (a, b) in enumerate(zip(self._tokens, ids, strict=False)) if a != b), min(len(self._tokens), len(ids)))
@@ -90,7 +92,7 @@ class Session:
                 reused = 0
                 engine.rewind(0)
             self._tokens = ids
-            return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm))
+            return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint))
 
     def reset(self) -> None:
         """Forget the text."""

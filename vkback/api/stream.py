@@ -14,6 +14,7 @@ import numpy.typing as npt
 from vkback.api.errors import ModelError
 from vkback.api.options import Options
 from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
+from vkback.models.constraint import Constraint
 from vkback.models.engine import Engine
 from vkback.models.stop_strings import StopStrings
 
@@ -28,11 +29,13 @@ class Stream(Iterator[Chunk]):
     """
 
     def __init__(
-        self, engine: Engine, text: list[int], reused: int, options: Options, using: Using, warm: set[tuple[bool, bool]]
-    ) -> None:
+        self, engine: Engine, text: list[int], reused: int, options: Options, using: Using, warm: set[tuple[bool, ...]],
+        constraint: Constraint | None = None,
+    ) -> None:  # fmt: skip
         """text: all tokens so far, of which the engine has taken n_past; tokens that are made are added to it. warm: kinds of sampler whose
-        kernels have run."""
+        kernels have run. constraint: what the text must be."""
         self._warm = warm
+        self._constraint = constraint
         self._engine, self._text, self._options, self._using = engine, text, options, using
         self._stops = StopStrings(options.stops)
         self._decoder = engine.tokenizer.stream()
@@ -103,8 +106,9 @@ class Stream(Iterator[Chunk]):
         room = engine.n_ctx - len(self._text) + 1
         n = room if options.max_tokens is None else min(room, options.max_tokens)
         before = engine.compiled
-        kind = (sampler.greedy, sampler.penalizes)
-        engine.prepare(prompt=len(fed) - 1, sampler=None if kind in self._warm else sampler)
+        constraint = self._constraint
+        kind = (sampler.greedy, sampler.penalizes, constraint is not None)
+        engine.prepare(prompt=len(fed) - 1, sampler=None if kind in self._warm else sampler, constrained=constraint is not None)
         self._warm.add(kind)
         prepared = engine.compiled
         start = time.perf_counter()
@@ -112,7 +116,9 @@ class Stream(Iterator[Chunk]):
         prompted = time.perf_counter()
         logits: list[npt.NDArray[np.float32]] = []
         on_logits = logits.append if options.logprobs is not None else None
-        tokens = engine.generate(fed[-1], n, sampler=sampler, stop_at_eos=not options.ignore_eos, on_logits=on_logits)
+        tokens = engine.generate(
+            fed[-1], n, sampler=sampler, stop_at_eos=not options.ignore_eos, on_logits=on_logits, constraint=constraint
+        )
         ends = frozenset() if options.ignore_eos or not engine.model.has_text else engine.tokenizer.eos_ids
         decode_s = 0.0
         while True:
@@ -125,7 +131,8 @@ class Stream(Iterator[Chunk]):
                 len(self._made) + (token is not None), decode_s - again.seconds,
             )  # fmt: skip
             if token is None:
-                self._finish = "context" if n == room and n != options.max_tokens else "length"
+                whole = constraint is not None and constraint.ended
+                self._finish = "stop" if whole else "context" if n == room and n != options.max_tokens else "length"
                 break
             self._text.append(token)
             self._made.append(token)

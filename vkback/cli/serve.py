@@ -11,7 +11,7 @@ import typer
 from vkback.cli.chat import template_text
 from vkback.cli.shell import ActOption, CacheTypeKOption, CacheTypeVOption, DeviceOption, UsageError, load_model, model_path
 
-PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
 

@@ -27,6 +27,7 @@ from vkback.errors import VkbackError
 from vkback.graph import Graph, Tensor
 from vkback.models.builder import F16_CACHE, CacheTypes, Head
 from vkback.models.checkpoint import Checkpoint
+from vkback.models.constraint import Constraint
 from vkback.models.kernels import KernelCompiler
 from vkback.models.load_bar import LoadBar
 from vkback.models.prompt import PromptHead, Prompts, with_barriers
@@ -39,7 +40,7 @@ from vkback.ops.base import Act, LowerContext, nbytes
 from vkback.ops.cache import QUANTIZED
 from vkback.ops.f16_range import rescaled
 from vkback.ops.mat_mul import Way, matrix_shape
-from vkback.ops.penalties import SEEN_COUNTS, Penalties
+from vkback.ops.penalties import SEEN_COUNTS, Penalties, mask_words
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.flops import main_way, prompt_flops
 from vkback.plan.planner import plan
@@ -302,7 +303,7 @@ class Engine:
 
     def _allocate_inputs(self) -> dict[str, BufferRange]:
         """Inputs of the programs, in memory of the device."""
-        sizes = {"one": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING)}
+        sizes = {"one": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING), "mask": 4 * mask_words(self.model.hp.n_vocab)}
         caps = self.device.caps
         device = self.device.arena(
             "inputs", sum(map(aligned, sizes.values())), "host_visible_device" if caps.rebar or caps.uma else "device"
@@ -321,16 +322,20 @@ class Engine:
             back.forget()
         return logits, rest
 
-    def prepare(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None) -> None:
+    def prepare(
+        self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None, constrained: bool = False
+    ) -> None:
         """Compile and record what later calls need, and run each recording once, so that their time holds no compile time.
 
         prompt   tokens of the prompt, 0 for none; or of each of several
         logits   for `decode_logits`
         sampler  for `generate` with it
+        constrained  and with a constraint
         The runs, which some drivers need to compile a kernel, store into the first free row of the KV cache at most. Raises EngineError
         when the prompt does not fit the context.
         """
-        prompts, decode = self._asked(prompt, logits, sampler)
+        prompts, decode = self._asked(prompt, logits, sampler, constrained)
+        loop = _loop_kind(sampler, constrained) if sampler else ""
         room = self.n_past < self.n_ctx
         try_sync = bool(decode) and room and not self._sync_tried and bool(self._schedule("logits").barrier_free)
         kinds = [*(["logits"] if try_sync and not logits else []), *decode]
@@ -344,10 +349,10 @@ class Engine:
             if logits and room:
                 self._decode(0, self._recording("logits"))
             if sampler:
-                self._loop(_loop_kind(sampler), TOKENS_PER_SUBMIT)
+                self._loop(loop, 1 if constrained else TOKENS_PER_SUBMIT)
                 if room:
-                    self._begin_loop(0, sampler, [])
-                    tickets.append(self._loop(_loop_kind(sampler), 1).submit(self.device)[0])
+                    self._begin_loop(0, sampler, [], constrained=constrained)
+                    tickets.append(self._loop(loop, 1).submit(self.device)[0])
             for ticket in tickets:
                 ticket.wait()
 
@@ -366,18 +371,20 @@ class Engine:
                 for size in (TOKENS_PER_SUBMIT, 1):
                     self._loop(_loop_kind(sampler), size)
 
-    def _asked(self, prompt: int | Sequence[int], logits: bool, sampler: Sampler | None) -> tuple[Sequence[int], list[str]]:
+    def _asked(
+        self, prompt: int | Sequence[int], logits: bool, sampler: Sampler | None, constrained: bool = False
+    ) -> tuple[Sequence[int], list[str]]:
         """Tokens of each prompt, and kinds of programs of one token."""
         prompts = [prompt] if isinstance(prompt, int) else prompt
         self._check_room(max(prompts, default=0), "prompt")
-        return prompts, (["logits"] if logits else []) + ([_loop_kind(sampler)] if sampler else [])
+        return prompts, (["logits"] if logits else []) + ([_loop_kind(sampler, constrained)] if sampler else [])
 
     def _program(self, kind: str) -> Program:
         """The program of a kind, bound on first use: "logits", or one of `_loop_kind`."""
         if kind not in self._programs:
             one = self._inputs["one"]
-            inputs = {"tokens": one.slice(0, 4), "pos": one.slice(INPUT_BYTES, 4), "loop": self._inputs["loop"]}
-            if kind.endswith(PENALIZED):
+            inputs = {"tokens": one.slice(0, 4), "pos": one.slice(INPUT_BYTES, 4)} | {n: self._inputs[n] for n in ("loop", "mask")}
+            if PENALIZED in kind:
                 inputs |= self._penalty_inputs()
             self._programs[kind] = self._bind(self._schedule(kind), inputs)
         return self._programs[kind]
@@ -391,7 +398,8 @@ class Engine:
         if key not in self._schedules:
             graph = self._graph(1, "last")
             if kind != "logits":
-                add_sampler(graph, greedy=kind.startswith("greedy"), penalties_ctx=self.n_ctx if kind.endswith(PENALIZED) else None)
+                penalties_ctx = self.n_ctx if PENALIZED in kind else None
+                add_sampler(graph, greedy=kind.startswith("greedy"), penalties_ctx=penalties_ctx, masked=kind.endswith(CONSTRAINED))
             self._schedules[key] = plan(graph, self.ctx, fusion=self.fusion)
         return self._schedules[key]
 
@@ -645,17 +653,18 @@ class Engine:
 
     def generate(
         self, first: int, n: int, *, sampler: Sampler | None = None, stop_at_eos: bool = True,
-        on_logits: Callable[[Floats], object] | None = None,
+        on_logits: Callable[[Floats], object] | None = None, constraint: Constraint | None = None,
     ) -> Generator[int, None, None]:  # fmt: skip
         """Generate n tokens after token `first` (which goes through the model first), as they come from the device.
 
         Ends early at an end-of-text token, which is yielded, if stop_at_eos.
         on_logits  called before each token with the logits of the model that it was picked from, float32 [n_vocab]; then a submit makes one
                    token, which changes no token and costs speed
+        constraint  asked before each token which may come, and told which came; ends the text when it has ended. A submit makes one token
         Raises EngineError when the context is full or the logits are not numbers.
         """
         sampler = sampler or Sampler()
-        kind = _loop_kind(sampler)
+        kind = _loop_kind(sampler, constraint is not None)
         self._check_room(n, "generation")
         self._check_ids([first])
         self._check_ids([id for id, _ in sampler.logit_bias])
@@ -664,15 +673,17 @@ class Engine:
         if self._checkpoint is not None:
             self._checkpoint.save(self.n_past)
         eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
-        self._begin_loop(first, sampler, eos)
+        self._begin_loop(first, sampler, eos, constrained=constraint is not None)
         made = submitted = step = status = 0
         timed_out = False
         flying: deque[tuple[Ticket, Readback, int]] = deque()
-        in_flight, at_once = (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT) if on_logits is None else (1, 1)
+        in_flight, at_once = (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT) if on_logits is None and constraint is None else (1, 1)
         try:
             while made < n:
                 while submitted < n and len(flying) < in_flight:
                     size = at_once if n - submitted >= at_once else 1
+                    if constraint is not None:
+                        self.device.upload(self._inputs["mask"], constraint.mask())
                     ticket, back = self._loop(kind, size, logits=on_logits is not None).submit(self.device)
                     submitted += size
                     flying.append((ticket, back, submitted))
@@ -689,13 +700,15 @@ class Engine:
                     made += 1
                     self._advance([first])
                     first = token
+                    if constraint is not None:
+                        constraint.take(token)
                     yield token
                 if status == STATUS_NAN:
                     raise EngineError(
                         f"[engine] {self.model.file.path}: logits are not numbers at position {self.n_past}; "
                         "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
                     )
-                if status == STATUS_EOS:
+                if status == STATUS_EOS or (constraint is not None and constraint.ended):
                     return
         finally:
             with contextlib.suppress(DeviceLost):  # of which the wait above has told
@@ -705,12 +718,12 @@ class Engine:
                 self._states_ahead = True
         if timed_out:
             self._use_barriers(TIMED_OUT)
-            yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits)
+            yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint)
 
-    def _begin_loop(self, first: int, sampler: Sampler, eos: Sequence[int]) -> None:
+    def _begin_loop(self, first: int, sampler: Sampler, eos: Sequence[int], *, constrained: bool) -> None:
         self._set_input(first)
         self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
-        if sampler.penalizes:
+        if sampler.penalizes or constrained:
             vocab = self.model.hp.n_vocab
             last_n = self.n_ctx if sampler.penalty_last_n < 0 else min(sampler.penalty_last_n, self.n_ctx)
             used = Penalties(sampler.repeat_penalty, sampler.presence_penalty, sampler.frequency_penalty, last_n)
@@ -789,9 +802,9 @@ def cache_types(model: Model, k: str, v: str) -> CacheTypes:
     return types
 
 
-def add_sampler(graph: Graph, *, greedy: bool, penalties_ctx: int | None = None) -> None:
+def add_sampler(graph: Graph, *, greedy: bool, penalties_ctx: int | None = None, masked: bool = False) -> None:
     """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place. penalties_ctx: rows of
-    the cache; with it PENALTIES comes before."""
+    the cache; with it PENALTIES comes before, which if masked takes tokens out."""
     logits = graph.outputs[0]
     tokens, pos = Tensor("tokens", "I32", (1,), "input"), Tensor("pos", "I32", (1,), "input")
     loop = Tensor("loop", "I32", (LOOP_RING + RING,), "input")
@@ -800,7 +813,8 @@ def add_sampler(graph: Graph, *, greedy: bool, penalties_ctx: int | None = None)
         bias = Tensor("bias", "F32", (vocab,), "input")
         seen = Tensor("seen", "I32", (SEEN_COUNTS + vocab + penalties_ctx,), "input")
         penalized = Tensor("result_penalized", "F32", logits.shape)
-        graph.add("PENALTIES", (logits, bias, seen, loop, tokens, pos), (penalized, seen))
+        mask = (Tensor("mask", "I32", (mask_words(vocab),), "input"),) if masked else ()
+        graph.add("PENALTIES", (logits, bias, seen, loop, tokens, pos, *mask), (penalized, seen))
         logits = penalized
     graph.add("SAMPLE", (logits, loop, tokens, pos), (loop, tokens, pos), capacity=RING, greedy=greedy)
 
@@ -810,12 +824,13 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f", {len(names) - 4} more" if len(names) > 4 else "")
 
 
-PENALIZED = ", penalties"
+PENALIZED, CONSTRAINED = ", penalties", ", mask"
 
 
-def _loop_kind(sampler: Sampler) -> str:
-    """ "greedy" or "sample", with PENALIZED where logits are changed before."""
-    return ("greedy" if sampler.greedy else "sample") + (PENALIZED if sampler.penalizes else "")
+def _loop_kind(sampler: Sampler, constrained: bool = False) -> str:
+    """ "greedy" or "sample", with PENALIZED where logits are changed before, and CONSTRAINED where tokens are taken out."""
+    kind = "greedy" if sampler.greedy else "sample"
+    return kind + (PENALIZED if sampler.penalizes or constrained else "") + (CONSTRAINED if constrained else "")
 
 
 def loop_state(sampler: Sampler, eos: Sequence[int]) -> npt.NDArray[np.int32]:

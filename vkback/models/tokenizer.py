@@ -253,6 +253,10 @@ class Tokenizer:
             return token.encode("utf-8")
         return self._vocabulary.spell(token)
 
+    def type_of(self, id: int) -> TokenType:
+        """What the file says of an id in the vocabulary."""
+        return TokenType(self._types[id])
+
     def stream(self) -> StreamDecoder:
         return StreamDecoder(self)
 

@@ -1,7 +1,7 @@
 """PENALTIES (shaders/sample/penalties.comp): a bias for each token's logit, and penalties for tokens that the text has lately had.
 
     logits F32 [1, vocab], bias F32 [vocab], seen I32 [4 + vocab + n_ctx], loop I32, tokens I32 [1], pos I32 [1]
-    -> y F32 [1, vocab], seen in place
+    (, mask I32 [ceil(vocab / 32)]) -> y F32 [1, vocab], seen in place
 
 It runs between the logits and SAMPLE. Words of `seen`: 0..3 repetition, presence and frequency penalty F32, last_n; then how often each
 token stands among the last last_n of the text before this step, then the tokens by position. A step counts its own token, tokens[0] at
@@ -10,7 +10,7 @@ pos[0], in and the one that leaves the window out. Then
     x = logits + bias
     of a token counted c > 0 times: x / repetition where x > 0, else x * repetition; less presence + frequency * c
 
-A loop that has stopped (word 1 of `loop`) counts nothing more.
+With a mask, tokens whose bit (id % 32 of word id / 32) is 0 get -inf. A loop that has stopped (word 1 of `loop`) counts nothing more.
 """
 
 from __future__ import annotations
@@ -47,6 +47,18 @@ SEEN_COUNTS = 4
 """Where the counts begin in `seen`."""
 
 
+def mask_words(vocab: int) -> int:
+    """Words of a mask of so many tokens."""
+    return ceil_div(vocab, 32)
+
+
+def mask_of(allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """The mask that lets these tokens through, bool [vocab] -> int32 [ceil(vocab / 32)]."""
+    padded = np.zeros(32 * mask_words(len(allowed)), np.bool_)
+    padded[: len(allowed)] = allowed
+    return np.packbits(padded, bitorder="little").view(np.int32)
+
+
 @dataclass(frozen=True)
 class Penalties:
     """repetition 1, presence 0, frequency 0: none. last_n: tokens of the text that count, the latest ones."""
@@ -77,7 +89,7 @@ class PenaltiesOp(Op):
     name = "PENALTIES"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        logits, bias, seen, loop, tokens, pos = (np.array(i) for i in inputs)
+        logits, bias, seen, loop, tokens, pos = (np.array(i) for i in inputs[:6])
         vocab = logits.shape[-1]
         used = Penalties.read(seen)
         counts, places = seen[SEEN_COUNTS:][:vocab], seen[SEEN_COUNTS + vocab :]
@@ -88,10 +100,13 @@ class PenaltiesOp(Op):
                 counts[places[pos[0] - used.last_n]] -= 1
         x = logits.astype(np.float64) + bias
         lately = np.where(x > 0, x / used.repetition, x * used.repetition) - used.presence - used.frequency * counts
-        return [np.where(counts > 0, lately, x), seen]
+        y = np.where(counts > 0, lately, x)
+        if len(inputs) > 6:
+            y = np.where(np.unpackbits(np.asarray(inputs[6], np.int32).view(np.uint8), bitorder="little")[:vocab], y, -np.inf)
+        return [y, seen]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        logits, bias, seen, loop, tokens, pos = node.inputs
+        logits, bias, seen, loop, tokens, pos, *masks = node.inputs
         vocab = logits.elements
         n_ctx = seen.elements - SEEN_COUNTS - vocab
         if logits.shape[0] != 1 or bias.shape != (vocab,) or n_ctx < 1:
@@ -99,19 +114,21 @@ class PenaltiesOp(Op):
                 f"[PENALTIES] {node.name}: {logits}, {bias}, {seen}: expected one row of logits, as many biases, and in seen "
                 f"{SEEN_COUNTS} words, as many counts, and the text"
             )
+        if [m.elements for m in masks] not in ([], [mask_words(vocab)]):
+            raise PlanError(f"[PENALTIES] {node.name}: expected one mask of {mask_words(vocab)} words or none, got {masks}")
         choice = ctx.tuning.pick("elementwise", elements=vocab)
         wg = workgroup_size(ctx.caps, choice["wg_size"], vocab)
         y = node.outputs[0]
         return [
             Dispatch(
-                kernel=Variant("sample/penalties.comp", (("WG_SIZE", wg),)),
-                args=(Arg(logits), Arg(bias), Arg(seen, "rw"), Arg(loop), Arg(tokens), Arg(pos), Arg(y, "w")),
+                kernel=Variant("sample/penalties.comp", (*((("MASKED", 1),) if masks else ()), ("WG_SIZE", wg))),
+                args=(Arg(logits), Arg(bias), Arg(seen, "rw"), Arg(loop), Arg(tokens), Arg(pos), Arg(y, "w"), *map(Arg, masks)),
                 push=pack_push(vocab, n_ctx),
                 groups=(ceil_div(vocab, wg), 1, 1),
                 op=node.op,
                 label=node.name,
                 reason=f"{wg} threads: {choice.source}",
-                nbytes=nbytes(logits) + nbytes(bias) + 8 * vocab + nbytes(y),
+                nbytes=nbytes(logits) + nbytes(bias) + 8 * vocab + nbytes(y) + sum(map(nbytes, masks)),
                 flops=5 * vocab,
             )
         ]
@@ -125,15 +142,19 @@ class PenaltiesOp(Op):
         yield self.build_case(1000, 1.5, 0.0, 0.0, 0, 40)
         yield self.build_case(77, 0.8, -0.5, 0.1, 64, 100)
         yield self.build_case(77, 1.3, 0.5, 0.25, 5, 0)
+        yield self.build_case(77, 1.3, 0.5, 0.25, 5, 40, masked=True)
+        yield self.build_case(1000, 1.0, 0.0, 0.0, 0, 40, masked=True)
 
     def full_cases(self) -> Iterator[Case]:
         for vocab, last_n, length in ((1, 1, 3), (4096, 64, 500), (151936, 256, 500)):
-            yield self.build_case(vocab, 1.1, 0.3, 0.2, last_n, length)
+            for masked in (False, True):
+                yield self.build_case(vocab, 1.1, 0.3, 0.2, last_n, length, masked=masked)
 
     def build_case(
-        self, vocab: int, repetition: float, presence: float, frequency: float, last_n: int, length: int, seed: int = 1
-    ) -> Case:
-        """length: tokens of the text before the step's own, from the first twenty of the vocabulary."""
+        self, vocab: int, repetition: float, presence: float, frequency: float, last_n: int, length: int, masked: bool = False,
+        seed: int = 1,
+    ) -> Case:  # fmt: skip
+        """length: tokens of the text before the step's own, from the first twenty of the vocabulary. masked: a third of all tokens stay."""
 
         def make(rng: np.random.Generator) -> Problem:
             n_ctx = length + 3
@@ -147,11 +168,13 @@ class PenaltiesOp(Op):
                 "tokens": text[-1:].astype(np.int32),
                 "pos": np.full(1, length, np.int32),
             }
+            if masked:
+                values["mask"] = mask_of(rng.random(vocab) < 1 / 3)
             tensors = [Tensor(n, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for n, v in values.items()]
             return Problem(Node(self.name, tuple(tensors), (Tensor("y", "F32", (1, vocab)), tensors[2])), values)
 
         shown = {
             "vocab": vocab, "repetition": repetition, "presence": presence, "frequency": frequency, "last_n": last_n, "length": length,
-            "seed": seed,
+            "masked": masked, "seed": seed,
         }  # fmt: skip
         return Case(self.name, shown, make, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -29,10 +30,34 @@ class StreamOptions(_Strict):
     include_obfuscation: bool = False
 
 
-class ResponseFormat(_Strict):
-    """Only text; JSON by grammar is not there yet."""
+class JsonSchema(_Strict):
+    """schema: what the reply is held to; without it any object. name, description and strict change nothing: a reply never differs from
+    its schema."""
 
-    type: Literal["text"]
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """text; json_object, any JSON object; json_schema, JSON of the schema in the field of that name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is given with the type json_schema, and only then")
+        return self
+
+    def schema_of_text(self) -> str | None:
+        """The schema as JSON; None for plain text."""
+        if self.type == "text":
+            return None
+        found = self.json_schema.schema_ if self.json_schema is not None else None
+        return json.dumps({"type": "object"} if found is None else found)
 
 
 class _Sampling(_Strict):
@@ -52,6 +77,7 @@ class _Sampling(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
     n: Literal[1] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -83,6 +109,8 @@ class _Sampling(_Strict):
             options["frequency_penalty"] = self.frequency_penalty
         if self.repeat_penalty is not None:
             options["repeat_penalty"] = self.repeat_penalty
+        if self.response_format is not None:
+            options["json_schema"] = self.response_format.schema_of_text()
         return options
 
 
@@ -128,7 +156,6 @@ class ChatRequest(_Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
