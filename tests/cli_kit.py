@@ -114,11 +114,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
     def load(
         path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
-        cache: tuple[str, str] = ("f16", "f16"), meanwhile: Callable[[Any], object] | None = None,
+        cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, meanwhile: Callable[[Any], object] | None = None,
     ) -> FakeEngine:  # fmt: skip
         if meanwhile is not None:
             meanwhile(fake)
-        fake.loaded.append((path.name, device, n_ctx, act, *([] if ubatch is None else [ubatch])))
+        fake.loaded.append((path.name, device, n_ctx, act, *([] if ubatch is None else [ubatch]), *(["exact"] if exact else [])))
         fake.ubatch = ubatch or FakeEngine.ubatch
         return fake
 

@@ -39,7 +39,7 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 
 def load(
     model: str | Path = "demo-dense", device: Device | str | int | None = None, ctx: int | None = None, *, act: Act = "auto",
-    ubatch: int | None = None, cache_type_k: str = "f16", cache_type_v: str = "f16", progress: bool = False,
+    ubatch: int | None = None, cache_type_k: str = "f16", cache_type_v: str = "f16", exact: bool = False, progress: bool = False,
 ) -> LoadedModel:  # fmt: skip
     """Open a GGUF file, or a built-in model by its name, on a device.
 
@@ -48,6 +48,7 @@ def load(
     act       "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
     ubatch    tokens of a prompt processed at once, at most
     cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
+    exact     batch-invariant: the logits of a token have the same bits however many tokens went with it
     progress  bars on a terminal while weights load and kernels compile
     Raises VkbackError for a missing or broken file, no device, or too little memory.
     """
@@ -62,7 +63,7 @@ def load(
     begun = time.perf_counter()
     engine = Engine.load(
         path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
-        meanwhile=_compile_ahead,
+        exact=exact, meanwhile=_compile_ahead,
     )  # fmt: skip
     return LoadedModel(engine, time.perf_counter() - begun)
 
@@ -137,6 +138,7 @@ class LoadedModel:
         return {
             "model": self._fingerprint, "name": self.name, "ctx": self.engine.n_ctx, "act": self.engine.ctx.act,
             "cache": f"{self.engine.cache_types.k}, {self.engine.cache_types.v}", "fusion": self.engine.fusion,
+            "exact": self.engine.ctx.exact,
             "device": caps.name, "driver": f"{caps.driver_name} {caps.driver_info}",
         }  # fmt: skip
 

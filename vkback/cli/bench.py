@@ -22,6 +22,7 @@ from vkback.cli.shell import (
     CacheTypeVOption,
     DeviceOption,
     EngineLike,
+    ExactOption,
     act_of,
     load_engine,
     measured_math_rate,
@@ -49,6 +50,7 @@ class Settings:
     """All that applies to every test of a run.
 
     cache      types of K's and V's
+    exact      batch-invariant
     read_rate  GB/s, None to measure it, 0 to do without
     math_rate  TFLOPS, likewise
     compile_line  whether stderr is free for a line about compile time
@@ -57,6 +59,7 @@ class Settings:
     repetitions: int
     device: str | None
     cache: tuple[str, str]
+    exact: bool
     feed: Feed
     read_rate: float | None
     math_rate: float | None
@@ -90,6 +93,7 @@ def bench(
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
+    exact: ExactOption = False,
     feed: Annotated[str, typer.Option(help="self: generate as in use; random: random tokens one by one, as llama-bench does.")] = "self",
     to_host: Annotated[
         bool, typer.Option("--logits-to-host", help="One submit a token and all its logits read back: the same as --feed random.")
@@ -114,6 +118,7 @@ def bench(
         repetitions=repetitions,
         device=device,
         cache=(cache_type_k.lower(), cache_type_v.lower()),
+        exact=exact,
         feed=cast(Feed, one_of(feed, FEEDS, "--feed")),
         read_rate=read_rate,
         math_rate=math_rate,
@@ -125,7 +130,7 @@ def bench(
     )
     columns = ["n_ubatch"] * (ubatches not in ([None], [BenchResult.n_ubatch]))
     columns += ["type_k"] * (settings.cache[0] != "f16") + ["type_v"] * (settings.cache[1] != "f16")
-    columns += ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
+    columns += ["exact"] * exact + ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
     if any(test.is_prompt for test in tests):
         columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
     with ExitStack() as open_files:
@@ -162,7 +167,8 @@ def _measure_all(
         for act, ubatch in variants:
             progress = settings.progress or sys.stderr.isatty()
             with load_engine(
-                path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch, cache=settings.cache
+                path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch, cache=settings.cache,
+                exact=settings.exact,
             ) as engine:
                 if not headed:
                     line = engine.device.caps.summary_line()
@@ -248,6 +254,7 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
         driver_info=_driver(engine),
         command=settings.command,
         act=act,
+        exact=settings.exact,
         feed=settings.feed,
         bytes_per_token=engine.bytes_per_token,
     )

@@ -25,7 +25,16 @@ from vkback.cli.sampling import (
     TopPOption,
     logit_bias,
 )
-from vkback.cli.shell import ActOption, CacheTypeKOption, CacheTypeVOption, DeviceOption, UsageError, load_model, model_path
+from vkback.cli.shell import (
+    ActOption,
+    CacheTypeKOption,
+    CacheTypeVOption,
+    DeviceOption,
+    ExactOption,
+    UsageError,
+    load_model,
+    model_path,
+)
 from vkback.errors import VkbackError
 
 if TYPE_CHECKING:
@@ -68,6 +77,7 @@ def chat(
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
+    exact: ExactOption = False,
 ) -> None:
     """Talk to a model: each line of stdin is a message, replies go to stdout as they are generated. Only what is new of a conversation is
     read. /help lists what else may be typed; Ctrl-C ends a reply and not the program."""
@@ -77,7 +87,9 @@ def chat(
         "penalty_last_n": repeat_last_n, "logit_bias": dict(logit_bias(bias)),
     }  # fmt: skip
     chosen = template_text(template)
-    with load_model(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v)) as loaded:
+    with load_model(
+        model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact
+    ) as loaded:
         conversation = Conversation(loaded, chosen, system, options)
         conversation.check()
         if sys.stdin.isatty():

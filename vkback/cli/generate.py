@@ -30,6 +30,7 @@ from vkback.cli.shell import (
     CacheTypeVOption,
     DeviceOption,
     EngineLike,
+    ExactOption,
     JsonOption,
     UsageError,
     load_engine,
@@ -61,6 +62,7 @@ def generate(
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
+    exact: ExactOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text. The text goes to stdout as it is generated; to stderr go the compile time, and speeds without it. With --json
@@ -83,7 +85,9 @@ def generate(
         engine.compile(prompt=len(ids) - 1, sampler=sampler)
 
     cache = (cache_type_k, cache_type_v)
-    with load_engine(model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=cache, meanwhile=while_weights_come) as engine:
+    with load_engine(
+        model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=cache, exact=exact, meanwhile=while_weights_come
+    ) as engine:
         engine.prepare(prompt=len(ids) - 1, sampler=sampler)
         ready = engine.compiled
         start = time.perf_counter()

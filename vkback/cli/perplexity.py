@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, CacheTypeKOption, CacheTypeVOption, DeviceOption, JsonOption, UsageError, load_model, model_path
+from vkback.cli.shell import (
+    ActOption,
+    CacheTypeKOption,
+    CacheTypeVOption,
+    DeviceOption,
+    ExactOption,
+    JsonOption,
+    UsageError,
+    load_model,
+    model_path,
+)
 from vkback.cli.terminal import fit
 
 if TYPE_CHECKING:
@@ -32,6 +42,7 @@ def perplexity(
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
+    exact: ExactOption = False,
     save_kl_base: Annotated[
         Path | None, typer.Option("--save-kl-base", help="Write the log probabilities, for --kl-base of a later run.")
     ] = None,
@@ -57,11 +68,12 @@ def perplexity(
     with ExitStack() as stack:
         reader = stack.enter_context(BaseReader(kl_base)) if kl_base is not None else None
         cache = cache_type_k, cache_type_v
-        loaded = stack.enter_context(load_model(model_path(model), device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache))
+        loaded = stack.enter_context(load_model(model_path(model), device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact))
         ids = loaded.ids(text, start=True)
         count = count_chunks(ids, chunk, chunks)
         same = describe_text(ids, chunk, count, loaded.n_vocab)
-        about = {"model": loaded.description, "file": loaded.name, "act": act, "cache": f"{cache_type_k}, {cache_type_v}"}
+        how = f"{act}, exact" if exact else act
+        about = {"model": loaded.description, "file": loaded.name, "act": how, "cache": f"{cache_type_k}, {cache_type_v}"}
         if reader is not None:
             reader.check(same)
         writer = stack.enter_context(BaseWriter(save_kl_base, same, about)) if save_kl_base is not None and count else None

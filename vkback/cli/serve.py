@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from vkback.cli.chat import template_text
-from vkback.cli.shell import ActOption, CacheTypeKOption, CacheTypeVOption, DeviceOption, UsageError, load_model, model_path
+from vkback.cli.shell import (
+    ActOption,
+    CacheTypeKOption,
+    CacheTypeVOption,
+    DeviceOption,
+    ExactOption,
+    UsageError,
+    load_model,
+    model_path,
+)
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -38,6 +47,7 @@ def serve(
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
+    exact: ExactOption = False,
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and a chat page at /."""
     require_packages()
@@ -51,7 +61,7 @@ def serve(
     chosen = template_text(template)
     path = model_path(model)
     worker = Worker(
-        lambda: load_model(path, device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v)),
+        lambda: load_model(path, device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact),
         max_queue=max_queue, reuse=reuse,
     )  # fmt: skip
     if host not in LOCAL and api_key is None:

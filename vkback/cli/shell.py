@@ -31,6 +31,9 @@ CompileOnlyOption = Annotated[
     bool, typer.Option("--compile-only", help="Run nothing on the device. By default so where the driver has no hardware.")
 ]
 
+ExactOption = Annotated[
+    bool, typer.Option("--exact", help="Logits of a token have the same bits however many tokens went with it; slower.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 ActOption = Annotated[str, typer.Option("--act", help=f"Activations: {', '.join(ACTS)}.")]
@@ -182,15 +185,16 @@ def open_for_writing(path: Path) -> TextIO:
 
 def load_engine(
     path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"), meanwhile: Callable[[EngineLike], object] | None = None,
+    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, meanwhile: Callable[[EngineLike], object] | None = None,
 ) -> AbstractContextManager[EngineLike]:  # fmt: skip
     """Open a model on a device; see `Engine.load`. cache: types of K's and V's."""
     from vkback.models.engine import Engine
 
     k, v = cache
     return Engine.load(
-        path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch, cache_type_k=k, cache_type_v=v, meanwhile=meanwhile
-    )
+        path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact,
+        meanwhile=meanwhile,
+    )  # fmt: skip
 
 
 def measured_read_rate(device: Any) -> float:
@@ -218,10 +222,10 @@ def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p
 
 def load_model(
     path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"),
+    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False,
 ) -> LoadedModel:  # fmt: skip
     """Open a model on a device, for text rather than tokens."""
     from vkback.api import load
 
     k, v = cache
-    return load(path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, progress=True)
+    return load(path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact, progress=True)

@@ -42,6 +42,7 @@ from vkback.ops.f16_range import rescaled
 from vkback.ops.mat_mul import Way, matrix_shape
 from vkback.ops.penalties import SEEN_COUNTS, Penalties, mask_words
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
+from vkback.plan.exact import exact_context
 from vkback.plan.flops import main_way, prompt_flops
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
@@ -108,7 +109,8 @@ class Engine:
 
     def __init__(
         self, model: Model, device: Device, *, n_ctx: int, act: Act, fusion: str, progress: bool, ubatch: int | None = None,
-        cache: CacheTypes = F16_CACHE, meanwhile: Callable[[Engine], object] | None = None, repack: RepackWay | None = None,
+        cache: CacheTypes = F16_CACHE, exact: bool = False, meanwhile: Callable[[Engine], object] | None = None,
+        repack: RepackWay | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.cache_types = cache
@@ -121,6 +123,8 @@ class Engine:
             device.caps, Tuning.for_device(device.caps), act, fragments=fragments_hold(device, self.library),
             row_lanes=row_lanes_found(device, self.library),
         )  # fmt: skip
+        if exact:
+            self.ctx = exact_context(self.ctx)
         self.fusion = fusion
         self._owns_device = False
         self._programs: dict[str, Program] = {}
@@ -161,6 +165,7 @@ class Engine:
         ubatch: int | None = None,
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
+        exact: bool = False,
         meanwhile: Callable[[Engine], object] | None = None,
         repack: RepackWay | None = None,
     ) -> Engine:
@@ -171,6 +176,7 @@ class Engine:
         act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
         ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 32
         cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
+        exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
         meanwhile  called with the engine while its weights are on their way; it may `compile` what it is going to use, but run nothing
         repack  who brings weights into the device's layout, "device" or "host"; by default what is faster (vkback/models/weights.py)
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
@@ -191,8 +197,10 @@ class Engine:
             opened = opening.result() if opening is not None else cast(Device, device)
         rows = n_ctx or model.default_n_ctx
         try:
-            engine = cls(model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress, ubatch=ubatch, cache=cache,
-                         meanwhile=meanwhile, repack=repack)
+            engine = cls(
+                model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress, ubatch=ubatch, cache=cache, exact=exact,
+                meanwhile=meanwhile, repack=repack,
+            )  # fmt: skip
         except BaseException:
             if opened is not device:
                 opened.close()
@@ -441,10 +449,12 @@ class Engine:
         """Another program over this engine's weights and caches, which the caller closes. inputs: memory by name."""
         return self._bind(schedule, inputs, activations)
 
-    def resize(self, n_ctx: int) -> None:
-        """A KV cache of so many rows, empty, and programs for it; weights stay where they are. Raises VkbackError where it does not fit;
-        the engine is then of no more use."""
+    def resize(self, n_ctx: int, *, ubatch: int | None = None) -> None:
+        """A KV cache of so many rows, empty, and programs for it; weights stay where they are. ubatch: tokens of a prompt at once from here
+        on, None: as before. Raises VkbackError where it does not fit; the engine is then of no more use."""
         self.reset()
+        if ubatch is not None:
+            self._prompts.limit(ubatch)
         if n_ctx == self.n_ctx:
             return
         self._forget_programs()

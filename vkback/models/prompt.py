@@ -155,6 +155,12 @@ class Prompts:
         self._n_ctx = n_ctx
         self._fitting = sys.maxsize
 
+    def limit(self, ubatch: int) -> None:
+        """From here on the largest program has so many tokens."""
+        self.close()
+        self._asked = self._most = ubatch
+        self._fitting = sys.maxsize
+
     def close(self) -> None:
         """Give programs and memory back; later calls make them anew."""
         self._forget_programs()

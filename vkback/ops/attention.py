@@ -116,7 +116,7 @@ def shape_for(
     vd = vd or hd
     cols, k_cols = vd // 8, hd // 8
     heads = _largest_divisor(n_head // n_head_kv, choice["queries"])
-    tokens = 1 if n <= DECODE_TOKENS else max(1, choice["queries"] // heads)
+    tokens = 1 if n <= DECODE_TOKENS or ctx.exact else max(1, choice["queries"] // heads)
     rows = min(n_ctx, window) if window else n_ctx
     # Not a function of n: a token's bits do not depend on how many go with it.
     splits = min(ceil_div(choice["groups"], n_head // heads), ceil_div(rows, choice["rows_per_split"])) if tokens == 1 else 1

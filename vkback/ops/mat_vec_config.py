@@ -42,6 +42,9 @@ LOOKED_UP = frozenset({"MXFP4"})
 MAX_COLUMNS = 16
 """Tokens of a workgroup at most; more go along the grid."""
 
+EXACT_SUMS = 64
+"""Sums of a lane at most in batch-invariant plans, whose rows are those of one token's kernel: more tokens spill registers."""
+
 MAX_ROWS = 16
 """Rows of a slot at most: each keeps its sums and its loads in registers."""
 
@@ -255,7 +258,7 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext, *, routes: bool =
     subgroup, required = subgroup_for(ctx, choice["subgroup"])
     unroll = min(choice["unroll"], ceil_div(node.walk_units, lanes))
     blocked = choice["lane_order"] == "blocked" and can_block_lanes(unroll, lanes, ceil_div(node.k, 32))
-    columns = min(node.n, MAX_COLUMNS) if node.experts == "none" else 1
+    columns = min(node.n, max(1, EXACT_SUMS // rows) if ctx.exact else MAX_COLUMNS, MAX_COLUMNS) if node.experts == "none" else 1
     copies = (choice["x_in_shared"] or ctx.sync == "sentinel") and node.x.type == "Q8_1" and path == "int" and columns == 1
     copies |= ctx.sync == "sentinel" and node.x.type == "F32" and path == "float" and columns == 1 and not norm and node.k % 32 == 0
     params = node.node.params
@@ -420,7 +423,7 @@ def _other_adjustments(choice: Choice, config: MatVecConfig, node: MatVecNode, c
     if config.subgroup == 1:
         why = "its subgroup size is not known beforehand" if caps.has_subgroup_ops("shuffle") else "it has no shuffles"
         yield Adjustment("sums", "shuffles", "shared memory", why)
-    tokens = min(node.n, MAX_COLUMNS)
+    tokens = min(node.n, MAX_COLUMNS, EXACT_SUMS // config.rows if ctx.exact else MAX_COLUMNS)
     if config.experts == "none" and config.columns < tokens:
         yield Adjustment("tokens", tokens, config.columns, f"{caps.max_shared_memory} bytes of shared memory hold the sums of no more")
 

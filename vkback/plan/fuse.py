@@ -100,7 +100,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     n = tokens_of(nodes)
     choice = schedule_choice(nodes, ctx)
     nodes = as_mat_vec(nodes)
-    if n == 1:
+    if n == 1 and not ctx.exact:
         nodes = fuse_ssm(nodes, outputs, ctx)
     for step in (fuse_embedding, fuse_norms, fuse_latent, fuse_attention, fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)

@@ -9,6 +9,7 @@ from vkback.graph import Graph, Node, live
 from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, Sync, nbytes, shards
 from vkback.ops.mat_mul_nodes import LOWER
 from vkback.plan.caches import read_quantized
+from vkback.plan.exact import arithmetic_as_written
 from vkback.plan.fuse import fuse, schedule_choice, tokens_of
 from vkback.plan.pack import pack_activations
 from vkback.plan.schedule import Schedule, Slot, into_stages, place, place_apart
@@ -31,6 +32,8 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
         if lower is None:
             raise PlanError(f"[plan] {node.name}: op {node.op} has no kernel; known are {', '.join(sorted(OPS))}")
         dispatches.extend(lower(node, ctx))
+    if ctx.exact:
+        dispatches = arithmetic_as_written(dispatches)
     schedule = Schedule(into_stages(dispatches))
     if ctx.sync == "sentinel":
         schedule = without_barriers(schedule, ctx.caps.max_storage_bindings)

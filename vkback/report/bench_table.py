@@ -82,6 +82,7 @@ class BenchResult:
     driver_info: str = ""
     command: str = ""
     act: str = "auto"
+    exact: bool = False
     feed: str = "self"
     bytes_per_token: int | None = None
     read_rate_gb_s: float | None = None
@@ -192,6 +193,7 @@ COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
     "flash_attn": (Column("fa", 3), lambda r: str(r.flash_attn)),
     "devices": (Column("dev", 12, left=True), lambda r: r.devices),
     "act": (Column("act", 10, left=True), lambda r: r.act),
+    "exact": (Column("exact", 5, left=True), lambda r: "yes" if r.exact else "no"),
     "feed": (Column("feed", 10, left=True), lambda r: r.feed),
     "test": (Column("test", 15), lambda r: r.test),
     "t/s": (Column("t/s", 20), lambda r: speed_text(r.avg_ts, r.stddev_ts)),

@@ -36,7 +36,9 @@ SPREAD = 3.0
 
 REQUIRED = ("model_type", "model_size", "model_n_params", "n_prompt", "n_gen", "avg_ts", "stddev_ts")
 
-SETTINGS = ("backends", "n_gpu_layers", "flash_attn", "type_k", "type_v", "n_batch", "n_ubatch", "devices", "gpu_info", "act", "feed")
+SETTINGS = (
+    "backends", "n_gpu_layers", "flash_attn", "type_k", "type_v", "n_batch", "n_ubatch", "devices", "gpu_info", "act", "exact", "feed"
+)  # fmt: skip
 """Parameters that tell two rows of one file apart; those that never vary inside a file are not compared across files."""
 
 PLACES = ("backends", "devices", "gpu_info")

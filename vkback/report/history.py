@@ -11,7 +11,7 @@ from vkback.report import compare_ops, tables
 from vkback.report.bench_table import ReportError, speed_text, test_name
 from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, pooled
 
-VARYING = ("act", "feed", "n_ubatch", "type_k", "type_v")
+VARYING = ("act", "exact", "feed", "n_ubatch", "type_k", "type_v")
 """Settings that tell series apart, shown with the test where they are not what most results have."""
 
 

@@ -92,6 +92,7 @@ class Store:
     def bench(self) -> pd.DataFrame:
         """All benchmark results in the order of their coming, samples_ts as lists."""
         rows = self._rows(BENCH_TABLE)
+        rows["exact"] = rows["exact"].fillna(0)  # results from before there was the setting
         tokens = rows["n_prompt"] + rows["n_gen"]
         rows["samples_ts"] = [[1e9 * n / ns for ns in json.loads(text)] for n, text in zip(tokens, rows["samples_ns"], strict=True)]
         return rows

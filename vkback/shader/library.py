@@ -13,6 +13,7 @@ from pathlib import Path
 from vkback.paths import cache_dir as default_cache_dir
 from vkback.paths import shader_root, write_atomic
 from vkback.shader.compiler import TARGET, Compiler, GlslError, find_compiler, identity_key
+from vkback.shader.contraction import as_written
 from vkback.shader.errors import CompileError, NoCompiler
 from vkback.shader.prebuilt import Prebuilt
 from vkback.shader.shipped import Shipped
@@ -61,6 +62,7 @@ class ShaderLibrary:
         self._shipped = Shipped(self.root) if shipped else None
         self._unoptimized = frozenset(os.environ.get(UNOPTIMIZED, "").split(","))
         self._ready: dict[SourceKey, bytes] = {}
+        self._as_written: dict[SourceKey, bytes] = {}
         self.compiled: set[SourceKey] = set()
         """Sources and defines that this object had to compile, since the cache lacked them."""
 
@@ -78,8 +80,8 @@ class ShaderLibrary:
 
         Raises CompileError, or NoCompiler when there is none and neither vkback nor the cache brings the module.
         """
-        found = self._ready.get((variant.source, variant.defines))
-        return self.compile_many([variant])[variant] if found is None else found
+        key = (variant.source, variant.defines)
+        return self._module(variant, key) if key in self._ready else self.compile_many([variant])[variant]
 
     def compile_many(self, variants: Iterable[Variant]) -> dict[Variant, bytes]:
         """SPIR-V of each variant, compiled in parallel. Raises one CompileError that holds all faults."""
@@ -110,15 +112,23 @@ class ShaderLibrary:
                     missing.append((same[0], source))
                     continue
                 self._ready[key] = found
-            yield from ((variant, self._ready[key]) for variant in same)
+            yield from ((variant, self._module(variant, key)) for variant in same)
         for variant, fault in self._compile(missing, batch or BATCH):
             if fault is not None:
                 faults.append(fault)
                 continue
             key = (variant.source, variant.defines)
-            yield from ((user, self._ready[key]) for user in users[key])
+            yield from ((user, self._module(user, key)) for user in users[key])
         if faults:
             raise CompileError("\n\n".join(sorted(faults)))
+
+    def _module(self, variant: Variant, key: SourceKey) -> bytes:
+        """The module of a variant whose source is ready."""
+        if not variant.as_written:
+            return self._ready[key]
+        if key not in self._as_written:
+            self._as_written[key] = as_written(self._ready[key])
+        return self._as_written[key]
 
     def _compile(self, sources: Sequence[tuple[Variant, Expanded]], size: int) -> Iterator[tuple[Variant, str | None]]:
         """Compile and keep, in as many threads as there are processors; each variant as it is done, with its fault if it has one."""

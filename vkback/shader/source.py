@@ -38,12 +38,14 @@ class Variant:
     defines        preprocessor names and values, in order
     subgroup_size  demanded of the device; None leaves it to the driver
     spec           specialization constants (id, 32-bit value); applied when the pipeline is made, so they do not enter the SPIR-V
+    as_written     the driver may neither fuse nor reorder float arithmetic (vkback/shader/contraction.py)
     """
 
     source: str
     defines: tuple[tuple[str, str | int], ...] = ()
     subgroup_size: int | None = None
     spec: tuple[tuple[int, int], ...] = ()
+    as_written: bool = False
 
     @property
     def name(self) -> str:
@@ -52,6 +54,8 @@ class Variant:
         parts += [f"{k}:{v}" for k, v in self.spec]
         if self.subgroup_size is not None:
             parts.append(f"sg{self.subgroup_size}")
+        if self.as_written:
+            parts.append("as written")
         stem = self.source.removesuffix(".comp")
         return f"{stem}[{', '.join(parts)}]" if parts else stem
 
