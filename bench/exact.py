@@ -2,8 +2,8 @@
 
     python bench/exact.py MODEL.gguf [MODEL ...] [--tokens 600] [--act auto] [--cache-type-k f16] [--cache-type-v f16]
 
-MODEL is a file or the name of a built-in model. The first 48 of the random tokens go through one at a time, then in programs of n = 2 to 16,
-then all of them in the programs that a prompt takes, and the last 48 once more one at a time behind the others. Status 1 where any bit
+MODEL is a file or the name of a built-in model. The first 48 of the random tokens go through one at a time, then in programs of n = 2 to
+16, then all of them in the programs that a prompt takes, and the last 48 once more one at a time behind the others. Status 1 where any bit
 differs. What the mode costs: vkbench with and without --exact.
 """
 

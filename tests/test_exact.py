@@ -4,7 +4,7 @@ with it, for every architecture. bench/exact.py does the same with any model, n 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from kernel_paths import planned_for
 
 from vkback.api.model import LoadedModel
+from vkback.api.options import GenerateOptions
 from vkback.device import Device
 from vkback.models import Model
 from vkback.models.engine import Engine
@@ -22,7 +23,7 @@ from vkback.paths import builtin_models
 from vkback.plan.exact import exact_context
 from vkback.plan.planner import plan
 from vkback.shader import ShaderLibrary, Variant
-from vkback.shader.contraction import instructions, as_written
+from vkback.shader.contraction import as_written, instructions
 
 TINY = [name for name in SHAPES if name.startswith("tiny-")]
 BUILT_IN = {p.stem: p for p in builtin_models()}
@@ -52,7 +53,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-def kernels(dispatches: list[Dispatch]) -> dict[str, Variant]:
+def kernels(dispatches: Iterable[Dispatch]) -> dict[str, Variant]:
     """By node and source, less what a node of one token has no need of: copies of a part."""
     return {f"{d.label} {d.kernel.source}": d.kernel for d in dispatches if d.op not in ("CONT", "CPY")}
 
@@ -127,19 +128,20 @@ def test_prompts_text_and_states_of_the_built_in_models(name: str, paths: Callab
         engine.reset()
         assert same_bits(engine.prompt_logits(ids), alone)
         model = LoadedModel(engine)
-        options = {"temperature": 0.0, "ignore_eos": True}
-        text = model.generate(ids, max_tokens=9, **options).tokens
+        options: GenerateOptions = {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True}
+        text = model.generate(ids, **options).tokens
         session = model.session()
         # Other cuts of the same text: what was read is read no second time.
-        session.generate(ids[:9], max_tokens=1, **options)
+        session.generate(ids[:9], max_tokens=1, temperature=0.0, ignore_eos=True)
         cut = [*session.tokens, *ids]
-        once = model.generate(cut, max_tokens=5, **options).tokens
+        once = model.generate(cut, **options).tokens
         session.save(tmp_path / "state")
         fork = session.fork()
-        assert session.generate(ids, max_tokens=5, **options).tokens == once == fork.generate(ids, max_tokens=5, **options).tokens
+        assert session.generate(ids, **options).tokens == once == fork.generate(ids, **options).tokens
         restored = model.session()
         restored.load(tmp_path / "state")
-        assert restored.generate(ids, max_tokens=5, **options).tokens == once
-        assert model.generate(ids, max_tokens=9, **options).tokens == text
-    with LoadedModel(Engine.load(paths(name), device, n_ctx=N_CTX, progress=False)) as other, pytest.raises(StateError, match="exact: True, here False"):
+        assert restored.generate(ids, **options).tokens == once
+        assert model.generate(ids, **options).tokens == text
+    plain = Engine.load(paths(name), device, n_ctx=N_CTX, progress=False)
+    with LoadedModel(plain) as other, pytest.raises(StateError, match="exact: True, here False"):
         other.session().load(tmp_path / "state")

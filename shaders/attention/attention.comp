@@ -1,12 +1,12 @@
 #version 450
-// Attention over an F16 cache with online softmax in F32 (FLASH_ATTN_EXT), and with FUSED the norm, RoPE and cache store before it
+// Attention over a KV cache with online softmax in F32 (FLASH_ATTN_EXT), and with FUSED the norm, RoPE and cache store before it
 // (ATTN_DECODE).
 //
 // out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
 //
 //   q        F32 [n, n_head, HD], read as vec4; with FUSED the packed q, k and v heads of one token, F32 [n_head + 2 n_head_kv, HD]
-//   cache_k  F16 [n_head_kv, n_ctx, HD], read as uvec4 (8 values). With FUSED row pos is written first
-//   cache_v  the same with VD values a row, rows V_PITCH uvec4 apart: more than VD / 8 where V is the first part of each row of K's cache (MLA)
+//   cache_k  F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read by eight values (attention/cache_eights.glsl). With FUSED row pos is written first
+//   cache_v  the same (V_TYPE) with VD values a row, rows V_PITCH eights apart: more than VD / 8 where V is the first part of each row of K's cache (MLA)
 //   q_pe     F32 [n, n_head, HD - NOPE] (SPLIT_Q): the rest of Q, of which q then has the first NOPE values in rows of Q_PITCH
 //   pos      I32 [n]; -1: padding, its output is zero and nothing is stored
 //   y        F32 [n, n_head * VD], or Q8_1 rows (OUT_Q8_1) as in docs/architecture.md
@@ -26,7 +26,7 @@
 // Where the rows exceed rows_per_split they are cut into up to SPLITS splits of equal size (split KV); one workgroup combines them in their order
 // (attention/splits.glsl). The splits depend on pos alone, so the result is the same bits whatever the order of arrival and the other tokens.
 //
-// Defines: HD VD V_PITCH SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND OUT_Q8_1 FUSED HAS_SINKS; FUSED (HD = VD): HAS_NORM
+// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND OUT_Q8_1 FUSED HAS_SINKS; FUSED (HD = VD): HAS_NORM
 // HEAD_LANES ROPE_PAIRS ROPE_NEOX; those of common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
@@ -70,12 +70,16 @@ layout(push_constant) uniform Push {
 layout(binding = 0) SYNC_INPUT buffer Q { vec4 q4[]; };
 #if FUSED
 layout(binding = 0) SYNC_INPUT buffer Qkv { vec2 qkv2[]; };
-layout(binding = 1) buffer CacheK { uvec4 k4[]; };
-layout(binding = 2) buffer CacheV { uvec4 v4[]; };
+#define CACHE_ACCESS
 #else
-layout(binding = 1) readonly buffer CacheK { uvec4 k4[]; };
-layout(binding = 2) readonly buffer CacheV { uvec4 v4[]; };
+#define CACHE_ACCESS readonly
 #endif
+layout(binding = 1) CACHE_ACCESS buffer CacheK { uvec4 k4[]; };
+layout(binding = 1) CACHE_ACCESS buffer CacheKPairs { uvec2 k2[]; };
+layout(binding = 1) CACHE_ACCESS buffer CacheKWords { uint k1[]; };
+layout(binding = 2) CACHE_ACCESS buffer CacheV { uvec4 v4[]; };
+layout(binding = 2) CACHE_ACCESS buffer CacheVPairs { uvec2 v2[]; };
+layout(binding = 2) CACHE_ACCESS buffer CacheVWords { uint v1[]; };
 layout(binding = 3) readonly buffer Pos { int pos[]; };
 #if OUT_Q8_1
 layout(binding = 4) writeonly buffer Y { uint y_words[]; };
@@ -127,6 +131,8 @@ vec4 merged(uint parts, uint stride, uint i, uint o, out vec2 weight) {
     return total;
 }
 
+#define K_PITCH K_COLS
+#include "attention/cache_eights.glsl"
 #include "attention/store.glsl"
 #if SPLITS > 1
 #include "attention/splits.glsl"
@@ -145,7 +151,7 @@ uvec4 v_now[V_STEPS];
 // Past the end the last row is read again; its scores are masked.
 uint last_row() { return max(hi, 1u) - 1u; }
 
-// A thread's uvec4 of the chunk at `base` where COLS threads read a row: neighbouring threads read neighbouring words.
+// A thread's eight of the chunk at `base` where COLS threads read a row: neighbouring threads read neighbouring words.
 uint row_at(uint kv, uint base, uint s, uint tid) {
 #if V_PITCH == COLS
     return min((kv * p.n_ctx + base + s * STREAMS) * COLS + tid, (kv * p.n_ctx + last_row()) * COLS + tid % COLS);
@@ -156,20 +162,18 @@ uint row_at(uint kv, uint base, uint s, uint tid) {
 
 void load_k(uint kv, uint base, uint tid) {
 #if BY_LANES
-    [[unroll]] for (uint s = 0; s < STEPS; s++) k_now[s][0] = k4[row_at(kv, base, s, tid)];
+    [[unroll]] for (uint s = 0; s < STEPS; s++) k_now[s][0] = k_eight(row_at(kv, base, s, tid));
 #else
     [[unroll]] for (uint s = 0; s < STEPS; s++) {
         const uint row = min(base + s * (WG_SIZE / LANES) + tid / LANES, last_row());
-        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = k4[(kv * p.n_ctx + row) * K_COLS + j * LANES + tid % LANES];
+        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = k_eight((kv * p.n_ctx + row) * K_COLS + j * LANES + tid % LANES);
     }
 #endif
 }
 
 void load_v(uint kv, uint base, uint tid) {
-    [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = v4[row_at(kv, base, s, tid)];
+    [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = v_eight(row_at(kv, base, s, tid));
 }
-
-vec4 halves(uvec2 words) { return vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y)); }
 
 // Over the streams of a subgroup.
 #if MERGED > 1

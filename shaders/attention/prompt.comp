@@ -1,9 +1,9 @@
 #version 450
-// Attention of many tokens over an F16 cache with online softmax, f32 throughout (FLASH_ATTN_EXT), for devices without matrices.
+// Attention of many tokens over a KV cache with online softmax, f32 throughout (FLASH_ATTN_EXT), for devices without matrices.
 //
 // out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
 //
-// Operands and tiles: attention/prompt_iface.glsl; a row of cache_v has VD values, and rows are V_PITCH uvec4 apart: more than VD / 8 where V is the
+// Operands and tiles: attention/prompt_iface.glsl; a row of cache_v has VD values, and rows are V_PITCH eights apart: more than VD / 8 where V is the
 // first part of each row of K's cache (MLA).
 //
 // A workgroup walks the rows that any query of its tile sees in blocks of ROWS, which begin at
@@ -17,7 +17,7 @@
 //
 // SPLIT_Q: Q is in two tensors as in attention/attention.comp, q_pe at binding 6.
 //
-// Defines: HD VD V_PITCH SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS BY_LANES OUT_TYPE HAS_SINKS; WG_SIZE and the others of common/reduce.glsl
+// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS BY_LANES OUT_TYPE HAS_SINKS; WG_SIZE and the others of common/reduce.glsl
 
 #define QUADS (HD / 4 / LANES)        // of a query, a thread
 #define V_QUADS (VD / 4 / LANES)      // of its weighted sum
@@ -36,6 +36,8 @@
 layout(local_size_x = WG_SIZE) in;
 
 #include "attention/prompt_iface.glsl"
+#define K_PITCH K_WORDS
+#include "attention/cache_eights.glsl"
 
 #if SPLIT_Q
 layout(std430, set = 0, binding = 6) readonly buffer QPe { vec4 q_pe4[]; };
@@ -54,9 +56,6 @@ float top[QUERIES], weight[QUERIES];
 uvec2 seen[QUERIES];
 uint lo, hi;  // rows that any query of the tile sees
 
-vec4 low_half(uvec4 words) { return vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y)); }
-vec4 high_half(uvec4 words) { return vec4(unpackHalf2x16(words.z), unpackHalf2x16(words.w)); }
-
 #if BY_LANES
 #define STAGE_QUADS (SLOTS * ROW_QUADS)
 shared vec4 stage[STAGE_QUADS];
@@ -65,19 +64,19 @@ shared vec4 stage[STAGE_QUADS];
 vec4 k_row[ROWS][CHUNKS(K_WORDS)][2], v_row[ROWS][CHUNKS(V_WORDS)][2];
 
 // Word of row `row` that this lane loads; rows that nobody sees are zeros.
-#define LOAD(CACHE, INTO, WORDS, PITCH)                                                                                 \
+#define LOAD(EIGHT_OF, INTO, WORDS, PITCH, TYPE)                                                                        \
     [[unroll]] for (uint r = 0; r < ROWS; r++)                                                                          \
         [[unroll]] for (uint c = 0; c < CHUNKS(WORDS); c++) {                                                           \
             const uint row = base + r;                                                                                  \
             const uint word = min(c * WG_SIZE + tid, uint(WORDS - 1));                                                  \
-            const uvec4 words = CACHE[(kv * p.n_ctx + min(row, hi - 1u)) * PITCH + word];                               \
+            const uvec4 words = EIGHT_OF((kv * p.n_ctx + min(row, hi - 1u)) * PITCH + word);                            \
             const uvec4 those = row >= lo && row < hi ? words : uvec4(0u);                                              \
-            INTO[r][c][0] = low_half(those);                                                                            \
-            INTO[r][c][1] = high_half(those);                                                                           \
+            INTO[r][c][0] = low_four(those, TYPE);                                                                      \
+            INTO[r][c][1] = high_four(those, TYPE);                                                                     \
         }
 void load_block(uint kv, uint base, uint tid) {
-    LOAD(k4, k_row, K_WORDS, K_WORDS)
-    LOAD(v4, v_row, V_WORDS, V_PITCH)
+    LOAD(k_eight, k_row, K_WORDS, K_WORDS, K_TYPE)
+    LOAD(v_eight, v_row, V_WORDS, V_PITCH, V_TYPE)
 }
 #define K_QUAD(r, j) subgroupShuffle(k_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
 #define V_QUAD(r, j) subgroupShuffle(v_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
@@ -92,15 +91,15 @@ void load_block(uint kv, uint base, uint tid) {
     for (uint w = tid; w < ROWS * max(K_WORDS, V_WORDS); w += WG_SIZE) {
         if (w < ROWS * K_WORDS) {
             const uint row = base + w / K_WORDS;
-            const uvec4 k = row >= lo && row < hi ? k4[(kv * p.n_ctx + row) * K_WORDS + w % K_WORDS] : uvec4(0u);
-            stage[2u * w] = low_half(k);
-            stage[2u * w + 1u] = high_half(k);
+            const uvec4 k = row >= lo && row < hi ? k_eight((kv * p.n_ctx + row) * K_WORDS + w % K_WORDS) : uvec4(0u);
+            stage[2u * w] = low_four(k, K_TYPE);
+            stage[2u * w + 1u] = high_four(k, K_TYPE);
         }
         if (w < ROWS * V_WORDS) {
             const uint row = base + w / V_WORDS;
-            const uvec4 v = row >= lo && row < hi ? v4[(kv * p.n_ctx + row) * V_PITCH + w % V_WORDS] : uvec4(0u);
-            stage[K_BLOCK_QUADS + 2u * w] = low_half(v);
-            stage[K_BLOCK_QUADS + 2u * w + 1u] = high_half(v);
+            const uvec4 v = row >= lo && row < hi ? v_eight((kv * p.n_ctx + row) * V_PITCH + w % V_WORDS) : uvec4(0u);
+            stage[K_BLOCK_QUADS + 2u * w] = low_four(v, V_TYPE);
+            stage[K_BLOCK_QUADS + 2u * w + 1u] = high_four(v, V_TYPE);
         }
     }
     barrier();

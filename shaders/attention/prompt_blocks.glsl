@@ -1,7 +1,7 @@
 // What the kernels of attention by cooperative matrices have in common: blocks of the cache on their way to shared memory, which rows the queries
 // of a tile see, and where the elements of a matrix of sums lie.
 //
-// Needs attention/prompt_iface.glsl; ROWS, HD, WIDTH (HD filled up to whole matrices), ROW_WORDS = HD / 8, PITCH (words of 16 bytes from row to row of
+// Needs attention/prompt_iface.glsl, attention/cache_eights.glsl; ROWS, HD, WIDTH (HD filled up to whole matrices), ROW_WORDS = HD / 8, PITCH (words of 16 bytes from row to row of
 // shared memory), PIECES (words of a block that a thread moves), TILE_Q, NS, ELEMENTS (of a matrix of sums, a lane), MAX_PITCH = FN / 4 + 1, and shared
 // uvec4 kv_rows[].
 
@@ -11,25 +11,31 @@ uint place[ELEMENTS];  // row * 256 + column of an element
 uint lo, hi;           // rows that any query of the tile sees
 
 // Rows before the first that is seen, and past the last, stand for that one: no query sees them, but their V must be numbers.
-#define FETCH(CACHE, INTO)                                                                                                      \
+#define FETCH(EIGHT_OF, INTO)                                                                                                   \
     const uint first = kv_head() * p.n_ctx;                                                                                     \
     if (WIDTH == HD && base >= lo && base + ROWS <= hi) {                                                                       \
         [[unroll]] for (uint i = 0; i < PIECES; i++)                                                                            \
             if (ROWS * ROW_WORDS % WG == 0 || i * WG + gl_LocalInvocationIndex < ROWS * ROW_WORDS)                              \
-                INTO[i] = CACHE[(first + base) * ROW_WORDS + gl_LocalInvocationIndex + i * WG];                                 \
+                INTO[i] = EIGHT_OF((first + base) * ROW_WORDS + gl_LocalInvocationIndex + i * WG);                              \
     } else {                                                                                                                    \
         [[unroll]] for (uint i = 0; i < PIECES; i++) {                                                                          \
             const uint at = i * WG + gl_LocalInvocationIndex, row = base + at / (WIDTH / 8), word = at % (WIDTH / 8);           \
-            const uvec4 words = CACHE[(first + clamp(row, lo, hi - 1u)) * ROW_WORDS + min(word, ROW_WORDS - 1u)];               \
+            const uvec4 words = EIGHT_OF((first + clamp(row, lo, hi - 1u)) * ROW_WORDS + min(word, ROW_WORDS - 1u));            \
             INTO[i] = word < ROW_WORDS ? words : uvec4(0u);                                                                     \
         }                                                                                                                       \
     }
 
-#define PUT(FROM, FIRST)                                                                                                        \
+uvec4 as_f16(uvec4 raw, uint type) {
+    if (type == CACHE_F16) return raw;
+    const vec4 a = low_four(raw, type), b = high_four(raw, type);
+    return uvec4(packHalf2x16(a.xy), packHalf2x16(a.zw), packHalf2x16(b.xy), packHalf2x16(b.zw));
+}
+
+#define PUT(FROM, FIRST, TYPE)                                                                                                  \
     [[unroll]] for (uint i = 0; i < PIECES; i++) {                                                                              \
         const uint at = i * WG + gl_LocalInvocationIndex;                                                                       \
         if (ROWS * (WIDTH / 8) % WG == 0 || at < ROWS * (WIDTH / 8))                                                            \
-            kv_rows[(FIRST + at / (WIDTH / 8)) * PITCH + at % (WIDTH / 8)] = FROM[i];                                           \
+            kv_rows[(FIRST + at / (WIDTH / 8)) * PITCH + at % (WIDTH / 8)] = as_f16(FROM[i], TYPE);                             \
     }
 
 // Which row and column each element of a matrix of sums has.

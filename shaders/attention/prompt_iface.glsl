@@ -1,7 +1,8 @@
 // What the kernels of attention for prompts have in common: operands, and which query is which.
 //
 //   binding 0  q F32 [n, n_head, HD]
-//   binding 1  cache_k F16 [n_head_kv, n_ctx, HD], read as uvec4 (8 values); binding 2 cache_v, the same
+//   binding 1  cache_k F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read by eight values (attention/cache_eights.glsl); binding 2 cache_v, the
+//              same (V_TYPE)
 //   binding 3  pos I32 [n]; -1: padding, its output is zero
 //   binding 4  y: F32 [n, n_head * HD], Q8_1 rows, or packed F16 (mat_mul/matrix.glsl): rows of y_stride words of
 //              16 bytes, or, of prompt_matrix.comp alone, fragments, y_stride words for FN tokens
@@ -23,7 +24,11 @@ layout(push_constant) uniform Push {
 
 layout(std430, set = 0, binding = 0) readonly buffer Q { vec4 q4[]; };
 layout(std430, set = 0, binding = 1) readonly buffer CacheK { uvec4 k4[]; };
+layout(std430, set = 0, binding = 1) readonly buffer CacheKPairs { uvec2 k2[]; };
+layout(std430, set = 0, binding = 1) readonly buffer CacheKWords { uint k1[]; };
 layout(std430, set = 0, binding = 2) readonly buffer CacheV { uvec4 v4[]; };
+layout(std430, set = 0, binding = 2) readonly buffer CacheVPairs { uvec2 v2[]; };
+layout(std430, set = 0, binding = 2) readonly buffer CacheVWords { uint v1[]; };
 layout(std430, set = 0, binding = 3) readonly buffer Pos { int pos[]; };
 layout(std430, set = 0, binding = 4) writeonly buffer Y { vec4 y4[]; };
 layout(std430, set = 0, binding = 4) writeonly buffer YPairs { uvec2 y2[]; };

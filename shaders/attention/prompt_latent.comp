@@ -26,8 +26,13 @@ layout(constant_id = 10) const uint ROW_LANES = 4;
 layout(constant_id = 11) const uint SPLIT_Q = 0;
 layout(constant_id = 12) const uint NOPE = 576;
 layout(constant_id = 13) const uint Q_PITCH = 576;
+layout(constant_id = 14) const uint K_TYPE = 0;  // CACHE_*
+const uint V_TYPE = K_TYPE;
 
 #include "attention/prompt_iface.glsl"
+#define K_PITCH (HD / 8)
+#define V_PITCH (HD / 8)
+#include "attention/cache_eights.glsl"
 layout(std430, set = 0, binding = 6) readonly buffer QPe { vec4 q_pe4[]; };
 #define OVERFLOW_BINDING 7
 #include "mat_mul/overflow.glsl"
@@ -63,8 +68,8 @@ uint first_row_of(uint m) { return gl_SubgroupID / PARTS * FM; }
 #include "attention/prompt_blocks.glsl"
 #include "attention/softmax_registers.glsl"
 
-void fetch(uint base) { FETCH(k4, words_now) }
-void put() { PUT(words_now, 0u) }
+void fetch(uint base) { FETCH(k_eight, words_now) }
+void put() { PUT(words_now, 0u, K_TYPE) }
 
 vec4 query_quad(uint row, uint i) {
     if (SPLIT_Q != 0 && i >= NOPE / 4) return q_pe4[row * (HD / 4 - NOPE / 4) + i - NOPE / 4];

@@ -1,10 +1,10 @@
 #version 450
-// Attention of many tokens over an F16 cache by cooperative matrices (FLASH_ATTN_EXT): f16 queries, keys, values and weights, sums, maxima and
+// Attention of many tokens over a KV cache by cooperative matrices (FLASH_ATTN_EXT): f16 queries, keys, values and weights, sums, maxima and
 // exponentials in f32. Blocks and online softmax as in FlashAttention-2.
 //
 // Operands and queries: attention/prompt_iface.glsl. A workgroup takes a tile of TILE_Q queries, each subgroup MQ * FM of them, and walks the rows that
-// any query of the tile sees in blocks of ROWS, which begin at multiples of ROWS. A block of K and one of V lie in shared memory as they are in the
-// cache, in rows padded against bank conflicts; the next ones are on their way into registers meanwhile. For each block a subgroup
+// any query of the tile sees in blocks of ROWS, which begin at multiples of ROWS. A block of K and one of V lie in shared memory as f16, in
+// rows padded against bank conflicts; the next ones are on their way into registers meanwhile. For each block a subgroup
 //   makes its scores            S [FM x ROWS] = Q [FM x HD] K^T, Q being in registers all along
 //   finds their row maxima and makes weights  P = exp2(S - maximum), which become matrices A of f16
 //   scales and adds             O [FM x HD] = O * exp2(old maximum - new) + P V
@@ -25,8 +25,13 @@ layout(constant_id = 7) const uint MQ = 1;        // matrices of query rows of a
 layout(constant_id = 8) const uint OUT_TYPE = 0;  // OUT_*
 layout(constant_id = 9) const uint HAS_SINKS = 0;
 layout(constant_id = 10) const uint ROW_LANES = 0;  // lanes that share a row of a matrix of sums; 0: not known
+layout(constant_id = 11) const uint K_TYPE = 0;     // CACHE_*
+layout(constant_id = 12) const uint V_TYPE = 0;
 
 #include "attention/prompt_iface.glsl"
+#define K_PITCH (HD / 8)
+#define V_PITCH (HD / 8)
+#include "attention/cache_eights.glsl"
 #define OVERFLOW_BINDING 6  // of the queries in f16
 #include "mat_mul/overflow.glsl"
 
@@ -85,11 +90,11 @@ uint first_row_of(uint m) { return (gl_SubgroupID * MQ + m) * FM; }
 
 #include "attention/prompt_blocks.glsl"
 
-void fetch_k(uint base) { FETCH(k4, k_words) }
-void fetch_v(uint base) { FETCH(v4, v_words) }
+void fetch_k(uint base) { FETCH(k_eight, k_words) }
+void fetch_v(uint base) { FETCH(v_eight, v_words) }
 
-void put_k() { PUT(k_words, 0u) }
-void put_v() { PUT(v_words, ROWS) }
+void put_k() { PUT(k_words, 0u, K_TYPE) }
+void put_v() { PUT(v_words, ROWS, V_TYPE) }
 
 // Queries as matrices, FM of each subgroup at a time.
 void load_queries(uint query0) {

@@ -1,4 +1,4 @@
-"""FLASH_ATTN_EXT and ATTN_DECODE: attention over an F16 cache (shaders/attention).
+"""FLASH_ATTN_EXT and ATTN_DECODE: attention over a KV cache (shaders/attention).
 
     FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n]
                     [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as mat_mul.packed has it
@@ -12,7 +12,8 @@
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
 A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. hd and
-vd are multiples of 8, vd of 32 where the output is Q8_1.
+vd are multiples of 8, vd of 32 where the output is Q8_1. Either cache may be Q8_0 or Q4_0, laid out as weights are; its rows are then whole
+units of 32 values.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
+from vkback.ops.cache import CACHE_TYPES, QUANTIZED, cached_bytes
 from vkback.ops.cost import Cost, total
 from vkback.ops.mat_mul import MatMulShape
 from vkback.ops.rope import FREQUENCY, turn_pairs
 from vkback.ops.rows import set_rows
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
+from vkback.quants import UNIT
 from vkback.shader import Variant
 
 LOG2_E = math.log2(math.e)
@@ -177,6 +180,10 @@ def _check(node: Node, ctx: LowerContext, cache_k: Tensor, cache_v: Tensor, n_he
             f"[attention] {node.name}: {cache_k} and {vd} values a row of {cache_v}; expected head sizes, each a "
             f"multiple of {HEAD_SIZE_MULTIPLE}"
         )
+    for cache in (cache_k, cache_v):
+        if cache.type not in CACHE_TYPES or (cache.type != "F16" and (cache.shape[2] % UNIT or hd % UNIT or vd % UNIT)):
+            kinds = " or ".join(QUANTIZED)
+            raise PlanError(f"[attention] {node.name}: {cache}; expected F16, or {kinds} and heads of whole units of {UNIT}")
     if cache_v.shape[:2] != cache_k.shape[:2] or n_head % n_head_kv:
         raise PlanError(
             f"[attention] {node.name}: {n_head} heads over {cache_k} and {cache_v}; expected as many rows and kv heads in either, and "
@@ -218,6 +225,7 @@ def _lower(
         args.append(Arg(Tensor(f"{out.name}.tickets", "I32", (tiles,), "counter"), "rw"))
     defines: Defines = {
         **s.reduce, **fused, "HD": hd, "VD": vd, "V_PITCH": cache_v.shape[2] // 8,
+        "K_TYPE": CACHE_TYPES[cache_k.type], "V_TYPE": CACHE_TYPES[cache_v.type],
         **attention_prompt.split_q(q, dict(extra).get("q_pe"), hd), "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps,
         "LANES": s.lanes, "BY_LANES": int(s.by_lanes), "SPLITS": s.splits, "READERS": s.readers, "ROUND": s.round,
         "OUT_Q8_1": int(out.type == "Q8_1"),
@@ -239,7 +247,7 @@ def _lower(
         op=node.op,
         label=node.name,
         reason=choice.source,
-        nbytes=nbytes(q) + nbytes(out) + 2 * n_head_kv * rows * (hd if cache_k.name == cache_v.name else hd + vd),
+        nbytes=nbytes(q) + nbytes(out) + attention_prompt.read_bytes(cache_k, cache_v, rows, vd),
         flops=2 * n * n_head * rows * (hd + vd),
         waits=SpinWaits(part=(q.name,), own=tuple(splits)) if fused else None,  # one token, which is never padding
     )
@@ -324,7 +332,7 @@ class FlashAttnExt(FlashCases):
         rows = attention_chain.seen(node, n_kv)
         v_dim = int(node.params.get("v_dim", cache_v.shape[-1]))
         widths = (cache_k.shape[-1] * (tensor.name == cache_k.name), v_dim * (tensor.name == cache_v.name))
-        return 2 * tensor.shape[0] * rows * sum(widths)
+        return tensor.shape[0] * rows * cached_bytes(tensor.type, sum(widths))
 
     def case(self, params: Mapping[str, Any]) -> Case:
         """A line of test-backend-ops, which has head sizes `hsk` and `hsv`, is one of ATTENTION."""

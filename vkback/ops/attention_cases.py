@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
 from vkback.ops.base import OPS, Array, Case, Op, Problem, Shape
+from vkback.ops.cache import CACHE_TYPES, QUANTIZED
 from vkback.ops.case_line import CaseLineError
 
 
@@ -28,12 +30,34 @@ def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence
     return cache
 
 
+def stored_cache(kind: str, values: Array) -> Array:
+    """Values of `random_cache` as a cache of a type has them: F16, or rows of blocks whose scale is NaN where the values are."""
+    if kind == "F16":
+        return values
+    rows = values.reshape(-1, values.shape[-1]).astype(np.float32)
+    raw = quants.encode(kind, np.nan_to_num(rows))
+    hidden = np.isnan(rows).any(axis=1)
+    blocks = raw.reshape(len(rows), values.shape[-1] // quants.UNIT, -1)
+    blocks[hidden, :, :2] = np.array([np.nan], np.float16).view(np.uint8)
+    return raw
+
+
 MANY_SPLITS: tuple[dict[str, Any], ...] = (
     {"wg_size": 32, "lanes": 4, "steps": 1, "queries": 2, "groups": 64, "rows_per_split": 32},
     {"wg_size": 32, "lanes": 8, "steps": 2, "queries": 4, "groups": 64, "rows_per_split": 32},
 )
 """Tuning of cases with more than two splits and workgroups of several subgroups. The second keeps its scores in registers where a row of V
 takes 8 lanes and subgroups allow it, the first passes them through shared memory."""
+
+
+def cache_kinds(type_k: str, type_v: str, *widths: int) -> tuple[str, str]:
+    """The types of caches by a case's words. Raises CaseLineError for a type that caches do not have, or rows of no whole units."""
+    kinds = type_k.upper(), type_v.upper()
+    for word, kind in zip((type_k, type_v), kinds, strict=True):
+        if kind not in CACHE_TYPES or (kind != "F16" and any(width % quants.UNIT for width in widths)):
+            known = " or ".join(name.lower() for name in QUANTIZED)
+            raise CaseLineError(f"a cache of {word} for heads of {widths}: expected f16, or {known} and whole units of {quants.UNIT}")
+    return kinds[0], kinds[1]
 
 
 class FlashCases(Op):
@@ -67,6 +91,7 @@ class FlashCases(Op):
         yield self.build_case(4, 2, 80, 300, (299,), "F32", seed=25).where(**MANY_SPLITS[0])
         yield from self.unequal_cases()
         yield from self.prompt_cases()
+        yield from self.quantized_cases()
 
     def unequal_cases(self) -> Iterator[Case]:
         """V narrower than K, in a cache of its own or as the first part of K's rows (MLA): decode, few tokens, splits, prompts."""
@@ -118,9 +143,24 @@ class FlashCases(Op):
         yield self.build_case(4, 2, 64, 64, padded, seed=43)
         yield self.build_case(2, 2, 64, 64, padded, seed=44, window=9, sinks=True)
 
+    def quantized_cases(self) -> Iterator[Case]:
+        """K and V of either type or of two: decode, splits, scores in registers and through shared memory, windows, sinks, MLA, prompts."""
+        yield self.build_case(8, 2, 32, 100, (99, 65), seed=100, type_k="f16", type_v="q4_0")
+        for seed, (type_k, type_v) in enumerate((("q8_0", "q4_0"), ("q4_0", "q8_0")), 110):
+            few = self.build_case(8, 2, 64, 600, (599, 255, 31, -1), seed=seed, type_k=type_k, type_v=type_v)
+            yield from (few.where(**shape) for shape in MANY_SPLITS)
+            yield self.build_case(6, 2, 96, 70, (31, 69), "Q8_1", seed=seed, type_k=type_k, type_v=type_v, window=40, sinks=True)
+            yield self.build_case(2, 1, 32, kv=70, nb=37, seed=seed, type_k=type_k, type_v=type_v, window=20, sinks=True)
+        yield self.build_case(4, 1, 96, 300, tuple(range(100, 140)), seed=120, type_k="q4_0", type_v="q4_0", vd=64, v_view=True)
+        yield self.build_case(4, 1, 128, y="Q8_1", kv=70, nb=37, seed=121, type_k="q8_0", type_v="q8_0")
+
     def full_cases(self) -> Iterator[Case]:
         for hd, ratio, kv, nb in product((64, 128), (1, 4, 8, 12, 16, 20, 32), (113, 512, 1024), (1, 3, 32, 75)):
             yield self.full_cache(ratio, 1, hd, kv, nb)
+        kinds = (("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"))
+        for (type_k, type_v), hd, ratio, nb in product(kinds, (32, 64, 96, 128, 256), (1, 4, 7), (1, 3, 35)):
+            for window, sinks in ((0, False), (50, True)):
+                yield self.build_case(2 * ratio, 2, hd, kv=300, nb=nb, type_k=type_k, type_v=type_v, window=window, sinks=sinks)
         for hd, ratio, kv, nb in product((40, 72, 80, 96, 192, 256), (1, 4, 8, 16), (113, 1024), (1, 32)):
             yield self.full_cache(ratio, 1, hd, kv, nb)
         for hd in (320, 512, 576):
@@ -148,6 +188,8 @@ class FlashCases(Op):
             yield self.build_case(16, 1, 576, kv=kv, nb=1, vd=512, v_view=True)
             yield self.build_case(128, 1, 576, kv=kv, nb=1, vd=512, v_view=True)
             yield self.build_case(16, 16, 192, kv=kv, nb=1, vd=128)
+        for kind, kv, nb in product(("q8_0", "q4_0"), (4096, 16384), (1, 512)):
+            yield self.build_case(32, 8, 128, kv=kv, nb=nb, type_k=kind, type_v=kind)
 
     def full_cache(
         self, n_head: int, n_head_kv: int, hd: int, kv: int, nb: int, y: str = "F32", window: int = 0, sinks: bool = False
@@ -157,15 +199,18 @@ class FlashCases(Op):
     def build_case(
         self, n_head: int, n_head_kv: int, hd: int, n_ctx: int = 0, pos: Shape = (), y: str = "F32", window: int = 0, sinks: bool = False,
         kv: int = 0, nb: int = 0, garbage: bool = True, seed: int = 1, vd: int = 0, v_view: bool = False,
-        rot: int = 0, q_width: int = 0,
+        rot: int = 0, q_width: int = 0, type_k: str = "f16", type_v: str = "f16",
     ) -> Case:
         """Tokens at positions pos over a cache of n_ctx rows, or the last nb tokens of a full cache of kv rows.
 
         The cache holds NaN in every row that no token sees (garbage False: zeros everywhere, made quickly). vd: width of a row of V, 0: as
         K; v_view: V is the first part of K's rows. rot: that many last values of a head of Q are a tensor of their own; the others are in
-        rows of q_width values.
+        rows of q_width values. type_k, type_v: of the caches.
         """
         vd = vd or hd
+        kinds = cache_kinds(type_k, type_v, hd, vd)
+        if v_view and kinds[0] != kinds[1]:
+            raise CaseLineError(f"type_v={type_v}: a view of K's rows has their type, {type_k}")
         if vd > hd and v_view:
             raise CaseLineError(f"vd={vd}: a view of K's rows has at most their {hd} values")
         if kv:
@@ -178,13 +223,13 @@ class FlashCases(Op):
         def make(rng: np.random.Generator) -> Problem:
             n = len(pos)
             q = Tensor("q", "F32", (n, n_head, q_width or hd), "input")
-            cache_k = Tensor("cache_k", "F16", (n_head_kv, n_ctx, hd), "state")
-            cache_v = cache_k if v_view else Tensor("cache_v", "F16", (n_head_kv, n_ctx, vd), "state")
+            cache_k = Tensor("cache_k", kinds[0], (n_head_kv, n_ctx, hd), "state")
+            cache_v = cache_k if v_view else Tensor("cache_v", kinds[1], (n_head_kv, n_ctx, vd), "state")
             inputs = [q, cache_k, cache_v, Tensor("pos", "I32", (n,), "input")]
             values: dict[str, Array] = {
                 "q": rng.standard_normal(q.shape, np.float32),
                 "pos": np.array(pos, np.int32),
-                **{c.name: random_cache(rng, c.shape, pos if garbage else None, window) for c in (cache_k, cache_v)},
+                **{c.name: stored_cache(c.type, random_cache(rng, c.shape, pos if garbage else None, window)) for c in (cache_k, cache_v)},
             }
             if sinks:
                 inputs.append(Tensor("sinks", "F32", (n_head,), "weight"))
@@ -203,6 +248,7 @@ class FlashCases(Op):
         shown |= {"vd": vd} if vd != hd else {}
         shown |= {"v_view": True} if v_view else {}
         shown |= {"rot": rot, "q_width": q_width} if rot else {}
+        shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.base import MAX_GROUPS_X, Arg, Choice, Dispatch, LowerContext, PlanError, Tolerance, ceil_div, nbytes, pack_push
+from vkback.ops.cache import CACHE_TYPES, cached_bytes
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.mat_mul import UNIT, MatMulShape, fragments_possible, matrix_shape, row_lanes
 from vkback.ops.workgroup import Defines, power_of_two, reduction, workgroup_size
@@ -54,7 +55,7 @@ class PromptJob:
     """Attention of n tokens.
 
     q      F32 [n, n_head, hd]
-    cache  K F16 [n_head_kv, n_ctx, hd]; V the same with v_dim values a row, or with more, of which the first v_dim count
+    cache  K F16, Q8_0 or Q4_0 [n_head_kv, n_ctx, hd]; V the same with v_dim values a row, or with more, of which the first v_dim count
     pos    I32 [n], -1: padding
     y      F32 or Q8_1 [n, n_head * v_dim], or F16 as `mat_mul.packed` has it
     sinks  F32 [n_head]
@@ -298,9 +299,15 @@ def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = 
         label=job.name,
         reason=f"{reason}, {shape.way}: tiles of {shape.tile_q} queries x {shape.tile_kv} rows, {shape.warps} subgroups"
         + (f", stored as f16 {'fragments' if job.fragments else 'rows'}" if job.y.type == "F16" else ""),
-        nbytes=nbytes(job.q) + nbytes(job.y) + 2 * n_head_kv * rows * (hd if job.cache_k.name == job.cache_v.name else hd + vd),
+        nbytes=nbytes(job.q) + nbytes(job.y) + read_bytes(job.cache_k, job.cache_v, rows, vd),
         flops=2 * n * n_head * (min(n_ctx, job.window) if job.window else n_ctx) * (hd + vd),
     )
+
+
+def read_bytes(cache_k: Tensor, cache_v: Tensor, rows: int, vd: int) -> int:
+    """Of so many rows of each kv head, whose V has vd values; V may be in K's rows."""
+    of_v = cached_bytes(cache_v.type, vd) if cache_k.name != cache_v.name else 0
+    return cache_k.shape[0] * rows * (cached_bytes(cache_k.type, cache_k.shape[2]) + of_v)
 
 
 def split_q(q: Tensor, q_pe: Tensor | None, hd: int) -> Defines:
@@ -318,7 +325,8 @@ def plain_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Vari
     wg = shape.warps * caps.subgroup_size
     reduce, subgroup = reduction(caps, wg, lanes=8)
     defines: Defines = {
-        **reduce, "HD": job.hd, "VD": job.vd, "V_PITCH": job.cache_v.shape[2] // 8, **split_q(job.q, job.q_pe, job.hd),
+        **reduce, "HD": job.hd, "VD": job.vd, "V_PITCH": job.cache_v.shape[2] // 8,
+        "K_TYPE": CACHE_TYPES[job.cache_k.type], "V_TYPE": CACHE_TYPES[job.cache_v.type], **split_q(job.q, job.q_pe, job.hd),
         "LANES": shape.lanes, "QUERIES": shape.tile_q * shape.lanes // wg, "ROWS": shape.tile_kv,
         "BY_LANES": int(shape.by_lanes), "OUT_TYPE": f"{OUT_TYPES[job.y.type]}u", "HAS_SINKS": int(job.sinks is not None),
     }  # fmt: skip
@@ -331,7 +339,7 @@ def matrix_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Var
     sg = caps.subgroup_size
     constants = (
         shape.warps * sg, sg, *shape.matrix, job.hd, shape.tile_kv, warp_rows, OUT_FRAGMENTS if job.fragments else OUT_TYPES[job.y.type],
-        int(job.sinks is not None), shape.row_lanes,
+        int(job.sinks is not None), shape.row_lanes, CACHE_TYPES[job.cache_k.type], CACHE_TYPES[job.cache_v.type],
     )  # fmt: skip
     return Variant("attention/prompt_matrix.comp", (), sg if caps.subgroup_required_size else None, tuple(enumerate(constants)))
 
@@ -342,7 +350,7 @@ def latent_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Var
     rot = job.q_pe.shape[-1] if job.q_pe else 0
     constants = (
         shape.warps * sg, sg, *shape.matrix, job.hd, job.vd, shape.tile_kv, shape.parts, int(job.sinks is not None), shape.row_lanes,
-        int(job.q_pe is not None), job.hd - rot, job.q.shape[-1],
+        int(job.q_pe is not None), job.hd - rot, job.q.shape[-1], CACHE_TYPES[job.cache_k.type],
     )  # fmt: skip
     return Variant("attention/prompt_latent.comp", (), sg if caps.subgroup_required_size else None, tuple(enumerate(constants)))
 

@@ -211,7 +211,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
         q_in, cache_k, cache_v = attention.inputs[:3]
         stores = {n.outputs[0].name: n for n in nodes if n.op == "SET_ROWS" and n.outputs[0].name in (cache_k.name, cache_v.name)}
-        if len(stores) != 2 or cache_k.shape != cache_v.shape:
+        if len(stores) != 2 or cache_k.shape != cache_v.shape or {cache_k.type, cache_v.type} != {"F16"}:
             continue
         store_k, store_v = stores[cache_k.name], stores[cache_v.name]
         k_in = store_k.inputs[0]

@@ -8,7 +8,6 @@ from vkback.device import Capabilities
 from vkback.graph import Graph, Node, live
 from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, Sync, nbytes, shards
 from vkback.ops.mat_mul_nodes import LOWER
-from vkback.plan.caches import read_quantized
 from vkback.plan.exact import arithmetic_as_written
 from vkback.plan.fuse import fuse, schedule_choice, tokens_of
 from vkback.plan.pack import pack_activations
@@ -50,7 +49,6 @@ def fused_nodes(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> tupl
     one_token = fusion == "all" and tokens_of(graph.nodes) == 1
     sync: Sync = schedule_choice(graph.nodes, ctx)["sync"] if one_token else "barrier"
     ctx = dataclasses.replace(ctx, sync=sync)
-    graph = dataclasses.replace(graph, nodes=read_quantized(graph.nodes))
     return live(fuse(graph, ctx, level=fusion), graph.outputs), ctx
 
 
