@@ -1,5 +1,5 @@
 // Prologue of ATTN_DECODE: norm and RoPE of the workgroup's queries and of the key. The workgroup that owns row pos also stores key and value.
-// Attention uses the new row rounded to F16, so the result equals that of storing first and reading back.
+// Attention uses the new row rounded as it is stored, so the result equals that of storing first and reading back.
 //
 // HEAD_LANES neighbouring threads take the slots of a head (rope/slots.glsl). All loads are issued before the first is used, and none depends
 // on pos.
@@ -28,6 +28,34 @@ layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
 // Row pos, which the cache does not hold yet. The workgroup with the last split owns it and takes it before the rows of its split.
 shared uvec4 new_k[COLS], new_v[COLS];
 bool owns_new;
+
+#if K_TYPE != CACHE_F16 || V_TYPE != CACHE_F16
+#extension GL_EXT_shader_16bit_storage : require
+#include "encode/unit_bytes.glsl"
+layout(binding = 1) writeonly buffer CacheKHalves { uint16_t k_halves[]; };
+layout(binding = 2) writeonly buffer CacheVHalves { uint16_t v_halves[]; };
+shared vec4 fresh[2][OUT4];  // key and value, as floats
+
+// The new key (0) or value (1) as it is stored, eight by eight. Each of the four threads of a unit finds the unit's scale by itself.
+#define QUANTIZE(WHICH, TYPE, EIGHTS, PAIRS, HALVES, FIRST)                                                                  \
+    for (uint i = FIRST; i < COLS; i += WG_SIZE) {                                                                           \
+        vec4 v[8];                                                                                                           \
+        [[unroll]] for (uint j = 0; j < 8; j++) v[j] = fresh[WHICH][i / 4u * 8u + j];                                        \
+        const float d = unit_scale(v, TYPE), inverse = reciprocal(d);                                                        \
+        const uint scale = packHalf2x16(vec2(d, 0.0)) & 0xffffu, second = (i >> 1) & 1u, from = i / 4u * 8u + 2u * (i & 1u); \
+        uvec2 words;                                                                                                         \
+        [[unroll]] for (uint j = 0; j < 2; j++)                                                                              \
+            words[j] = TYPE == CACHE_Q8_0 ? q8_0_word(fresh[WHICH][2u * i + j], inverse)                                     \
+                                          : q4_0_word(fresh[WHICH][from + j], fresh[WHICH][from + 4u + j], inverse);         \
+        EIGHTS[i] = uvec4(words, scale, 32u * second);                                                                       \
+        if (stores) {                                                                                                        \
+            const uint units = p.n_head_kv * p.n_ctx * (COLS / 4u), unit = (kv * p.n_ctx + row) * (COLS / 4u) + i / 4u;      \
+            if (TYPE == CACHE_Q8_0) PAIRS[2u * (unit + second * units) + (i & 1u)] = words;                                  \
+            else if (second == 0u) PAIRS[2u * unit + (i & 1u)] = words;                                                      \
+            if ((i & 3u) == 0u) HALVES[(TYPE == CACHE_Q8_0 ? 16u : 8u) * units + unit] = uint16_t(scale);                    \
+        }                                                                                                                    \
+    }
+#endif
 
 vec2 head_a[HEAD_ROUNDS][SLOT_ROUNDS], head_b[HEAD_ROUNDS][SLOT_ROUNDS];
 #if HAS_NORM
@@ -87,9 +115,14 @@ void put_query(uint head, uint place, vec2 v) {
 }
 
 void put_key(uint kv, uint row, bool stores, uint place, vec2 v) {
+#if K_TYPE == CACHE_F16
     const uint word = packHalf2x16(v);
     new_k[place >> 2][place & 3u] = word;
     if (stores) cache_k1[(kv * p.n_ctx + row) * WORDS + place] = word;
+#else
+    fresh[0][place >> 1][2u * (place & 1u)] = v.x;
+    fresh[0][place >> 1][2u * (place & 1u) + 1u] = v.y;
+#endif
 }
 
 void prepare(uint tid, uint head0, uint kv) {
@@ -125,9 +158,24 @@ void prepare(uint tid, uint head0, uint kv) {
     [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) {
         const uint place = i * WG_SIZE + tid;
         if (place < WORDS) {
+#if V_TYPE == CACHE_F16
             const uint word = packHalf2x16(value_words[i]);
             new_v[place >> 2][place & 3u] = word;
             if (stores) cache_v1[(kv * p.n_ctx + row) * WORDS + place] = word;
+#else
+            fresh[1][place >> 1][2u * (place & 1u)] = value_words[i].x;
+            fresh[1][place >> 1][2u * (place & 1u) + 1u] = value_words[i].y;
+#endif
         }
     }
+#if K_TYPE != CACHE_F16 || V_TYPE != CACHE_F16
+    barrier();
+    if (!owns_new) return;
+  #if K_TYPE != CACHE_F16
+    QUANTIZE(0, K_TYPE, new_k, k2, k_halves, tid)
+  #endif
+  #if V_TYPE != CACHE_F16
+    QUANTIZE(1, V_TYPE, new_v, v2, v_halves, (WG_SIZE - 1u - tid))
+  #endif
+#endif
 }

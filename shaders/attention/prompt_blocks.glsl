@@ -1,9 +1,9 @@
 // What the kernels of attention by cooperative matrices have in common: blocks of the cache on their way to shared memory, which rows the queries
 // of a tile see, and where the elements of a matrix of sums lie.
 //
-// Needs attention/prompt_iface.glsl, attention/cache_eights.glsl; ROWS, HD, WIDTH (HD filled up to whole matrices), ROW_WORDS = HD / 8, PITCH (words of 16 bytes from row to row of
-// shared memory), PIECES (words of a block that a thread moves), TILE_Q, NS, ELEMENTS (of a matrix of sums, a lane), MAX_PITCH = FN / 4 + 1, and shared
-// uvec4 kv_rows[].
+// Needs attention/prompt_iface.glsl, attention/cache_eights.glsl; ROWS, HD, WIDTH (HD filled up to whole matrices), ROW_WORDS = HD / 8, PITCH (words
+// of 16 bytes from row to row of shared memory), PIECES (words of a block that a thread moves), TILE_Q, NS, ELEMENTS (of a matrix of sums, a lane),
+// MAX_PITCH = FN / 4 + 1, and shared uvec4 kv_rows[].
 
 shared uvec2 seen[TILE_Q];  // the rows that a query sees (rows_of)
 

@@ -32,6 +32,8 @@ layout(std430, set = 0, binding = 0) writeonly buffer CacheHalves { uint16_t hal
 layout(std430, set = 0, binding = 1) readonly buffer InX { vec4 x[]; };
 layout(std430, set = 0, binding = 2) readonly buffer InPos { int pos[]; };
 
+#include "encode/unit_bytes.glsl"
+
 void store_scale(uint unit, float d) {
     const uint bits = packHalf2x16(vec2(d, 0.0)) & 0xffffu;
 #if SCALE_WORDS
@@ -42,8 +44,6 @@ void store_scale(uint unit, float d) {
     halves[8u * p.scales + unit] = uint16_t(bits);
 #endif
 }
-
-uint packed(uvec4 bytes) { return bytes.x | bytes.y << 8 | bytes.z << 16 | bytes.w << 24; }
 
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
@@ -56,26 +56,15 @@ void main() {
     [[unroll]] for (uint j = 0; j < 8; j++) v[j] = x[8 * i + j];
     const uint to = (head * p.n_ctx + uint(at)) * p.units + unit;
 #if defined(TYPE_Q8_0)
-    vec4 size = vec4(0.0);
-    [[unroll]] for (uint j = 0; j < 8; j++) size = max(size, abs(v[j]));
-    const float d = max(max(size.x, size.y), max(size.z, size.w)) / 127.0;
-    const float inverse = d > 0.0 ? 1.0 / d : 0.0;
+    const float d = unit_scale(v, CACHE_Q8_0), inverse = reciprocal(d);
     uvec4 quants[2];
-    [[unroll]] for (uint j = 0; j < 8; j++) quants[j / 4][j % 4] = packed(uvec4(ivec4(roundEven(clamp(v[j] * inverse, -127.0, 127.0)))) & 0xffu);
+    [[unroll]] for (uint j = 0; j < 8; j++) quants[j / 4][j % 4] = q8_0_word(v[j], inverse);
     quads[to] = quants[0];
     quads[p.part + to] = quants[1];
 #else
-    // The value farthest from zero becomes -8 steps.
-    float extreme = 0.0;
-    [[unroll]] for (uint j = 0; j < 8; j++)
-        [[unroll]] for (uint c = 0; c < 4; c++) extreme = abs(v[j][c]) > abs(extreme) ? v[j][c] : extreme;
-    const float d = extreme / -8.0;
-    const float inverse = d != 0.0 ? 1.0 / d : 0.0;
+    const float d = unit_scale(v, CACHE_Q4_0), inverse = reciprocal(d);
     uvec4 quants;
-    [[unroll]] for (uint j = 0; j < 4; j++) {
-        const uvec4 low = uvec4(clamp(floor(v[j] * inverse + 8.5), 0.0, 15.0)), high = uvec4(clamp(floor(v[j + 4] * inverse + 8.5), 0.0, 15.0));
-        quants[j] = packed(low | high << 4) ^ 0x80808080u;
-    }
+    [[unroll]] for (uint j = 0; j < 4; j++) quants[j] = q4_0_word(v[j], v[j + 4], inverse);
     quads[to] = quants;
 #endif
     store_scale(to, d);

@@ -41,7 +41,7 @@ void put(uint first, uint at, uint bits, uint value) {
 void put_word(uint first, uint at, uint value) { y[4u * first + at] = value; }
 uint half_bits(float v) { return packHalf2x16(vec2(clamp(v, -65504.0, 65504.0), 0.0)) & 0xffffu; }
 float as_half(float v) { return unpackHalf2x16(half_bits(v)).x; }
-float reciprocal(float v) { return abs(v) < 1e-38 ? 0.0 : 1.0 / v; }
+#include "encode/unit_bytes.glsl"
 
 #if WHOLE_GROUP
 shared float v[BLOCK];

@@ -5,8 +5,12 @@
 //   uint q8_0_word(vec4 v, float inverse)                 four neighbouring values
 //   uint q4_0_word(vec4 low, vec4 high, float inverse)    values 4 i .. and 16 + 4 i .. of the unit, the top bit of high nibbles flipped
 
-#define UNIT_Q8_0 1
-#define UNIT_Q4_0 2
+#extension GL_EXT_control_flow_attributes : require
+
+#ifndef CACHE_Q8_0
+#define CACHE_Q8_0 1
+#define CACHE_Q4_0 2
+#endif
 
 float reciprocal(float v) { return abs(v) < 1e-38 ? 0.0 : 1.0 / v; }
 
@@ -15,7 +19,7 @@ float unit_scale(vec4 v[8], uint type) {
     float extreme = 0.0;
     [[unroll]] for (uint j = 0; j < 8; j++)
         [[unroll]] for (uint c = 0; c < 4; c++) extreme = abs(v[j][c]) > abs(extreme) ? v[j][c] : extreme;
-    return type == UNIT_Q8_0 ? abs(extreme) / 127.0 : extreme / -8.0;
+    return type == CACHE_Q8_0 ? abs(extreme) / 127.0 : extreme / -8.0;
 }
 
 uint packed_bytes(uvec4 bytes) { return bytes.x | bytes.y << 8 | bytes.z << 16 | bytes.w << 24; }

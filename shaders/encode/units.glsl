@@ -19,6 +19,18 @@ uint bits_of(uint q[32], uint k) {
 }
 
 void encode(uint unit) {
+#if defined(TYPE_Q4_0) || defined(TYPE_Q8_0)
+    vec4 quads[8];
+    for (uint w = 0u; w < 8u; w++) quads[w] = vec4(v[4u * w], v[4u * w + 1u], v[4u * w + 2u], v[4u * w + 3u]);
+  #if defined(TYPE_Q8_0)
+    const float scale = unit_scale(quads, CACHE_Q8_0), steps = reciprocal(scale);
+    for (uint w = 0u; w < 8u; w++) put_word(w < 4u ? 0u : p.part, 4u * unit + (w & 3u), q8_0_word(quads[w], steps));
+  #else
+    const float scale = unit_scale(quads, CACHE_Q4_0), steps = reciprocal(scale);
+    for (uint w = 0u; w < 4u; w++) put_word(0u, 4u * unit + w, q4_0_word(quads[w], quads[w + 4u], steps));
+  #endif
+    put(p.plane[0], unit, 16u, half_bits(scale));
+#else
     uint q[32];
     float low = v[0], high = v[0], extreme = v[0];
     for (uint j = 1u; j < 32u; j++) {
@@ -26,7 +38,7 @@ void encode(uint unit) {
         high = max(high, v[j]);
         extreme = abs(v[j]) > abs(extreme) ? v[j] : extreme;
     }
-#if defined(TYPE_Q4_0) || defined(TYPE_Q5_0)
+#if defined(TYPE_Q5_0)
     const float top = LEVELS / 2.0;
     const float d = extreme / -top;
     const float inverse = reciprocal(d);
@@ -36,10 +48,7 @@ void encode(uint unit) {
     const float inverse = reciprocal(d);
     for (uint j = 0u; j < 32u; j++) q[j] = uint(clamp(trunc((v[j] - low) * inverse + 0.5), 0.0, LEVELS - 1.0));
 #endif
-#if defined(TYPE_Q4_0)
-    put_nibbles(q, unit, 0x80808080u);
-    put(p.plane[0], unit, 16u, half_bits(d));
-#elif defined(TYPE_Q4_1)
+#if defined(TYPE_Q4_1)
     put_nibbles(q, unit, 0x80808080u);
     put_word(p.plane[0], unit, half_bits(d) | half_bits(low) << 16);
 #elif defined(TYPE_Q5_0)
@@ -50,18 +59,6 @@ void encode(uint unit) {
     put_nibbles(q, unit, 0u);
     put_word(p.plane[0], unit, bits_of(q, 4u));
     put_word(p.plane[1], unit, half_bits(d) | half_bits(low) << 16);
-#elif defined(TYPE_Q8_0)
-    const float d = abs(extreme) / 127.0;
-    const float inverse = reciprocal(d);
-    for (uint w = 0u; w < 8u; w++) {
-        uint word = 0u;
-        for (uint b = 0u; b < 4u; b++) {
-            const float steps = v[4u * w + b] * inverse;
-            word |= (uint(int(sign(steps) * floor(abs(steps) + 0.5))) & 0xffu) << (8u * b);
-        }
-        put_word(w < 4u ? 0u : p.part, 4u * unit + (w & 3u), word);
-    }
-    put(p.plane[0], unit, 16u, half_bits(d));
 #elif defined(TYPE_IQ4_NL)
     const float d = as_half(fit_scale(0u, 32u));
     const float inverse = reciprocal(d);
@@ -87,5 +84,6 @@ void encode(uint unit) {
     }
     put_nibbles(q, unit, 0u);
     put(p.plane[0], unit, 16u, scales);
+#endif
 #endif
 }

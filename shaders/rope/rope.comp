@@ -1,12 +1,13 @@
 #version 450
-// RoPE of heads (none where ROPE_PAIRS is 0); with STORE also the norm of Q and K heads before it, and K and V stored into the cache as f16.
+// RoPE of heads (none where ROPE_PAIRS is 0); with STORE also the norm of Q and K heads before it, and K and V stored: into the cache as f16,
+// or with APART as they are, for a cache of another type.
 //
 // Bindings, in this order, those in brackets where the define says so:
 //   q F32 [tokens, Q_HEADS, HEAD_DIM]; PACKED: [tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM] with the heads of q, k, v
 //   [STORE and not PACKED: k, v F32 [tokens, KV_HEADS, HEAD_DIM]]
 //   pos I32 [tokens]: -1 or a position outside the cache stores nothing
 //   [NORM: weights of q and k F32 [HEAD_DIM]]   [FACTORS: F32 [ROPE_PAIRS] that divide the frequencies]
-//   q_out F32 [tokens, Q_HEADS, HEAD_DIM]   [STORE: cache_k, cache_v F16 [KV_HEADS, n_ctx, HEAD_DIM]]
+//   q_out F32 [tokens, Q_HEADS, HEAD_DIM]   [STORE: cache_k, cache_v F16 [KV_HEADS, n_ctx, HEAD_DIM]; APART: F32 [tokens, KV_HEADS, HEAD_DIM]]
 //
 // A workgroup takes HEADS consecutive heads of one token, numbered q, k, v, one after the other. Thread t has their slots t, t + WG_SIZE, ...
 // (rope/slots.glsl); the angles serve all HEADS.
@@ -47,7 +48,10 @@ layout(std430, set = 0, binding = AFTER_X + 2) readonly buffer KNorm { vec2 k_no
 layout(std430, set = 0, binding = AFTER_X + 1 + 2 * NORM) readonly buffer InFactors { float factors[]; };
 #endif
 layout(std430, set = 0, binding = AFTER_EXTRA) writeonly buffer OutQ { vec2 q_out[]; };
-#if STORE
+#if STORE && APART
+layout(std430, set = 0, binding = AFTER_EXTRA + 1) writeonly buffer OutK { vec2 k_out[]; };
+layout(std430, set = 0, binding = AFTER_EXTRA + 2) writeonly buffer OutV { vec2 v_out[]; };
+#elif STORE
 layout(std430, set = 0, binding = AFTER_EXTRA + 1) writeonly buffer CacheK { uint cache_k[]; };
 layout(std430, set = 0, binding = AFTER_EXTRA + 2) writeonly buffer CacheV { uint cache_v[]; };
 #endif
@@ -79,7 +83,10 @@ void store(uint token, uint head, uint place, int position, vec2 x) {
         q_out[(token * Q_HEADS + head) * (HEAD_DIM / 2) + place] = x;
         return;
     }
-#if STORE
+#if STORE && APART
+    if (head < Q_HEADS + KV_HEADS) k_out[(token * KV_HEADS + head - Q_HEADS) * (HEAD_DIM / 2) + place] = x;
+    else v_out[(token * KV_HEADS + head - Q_HEADS - KV_HEADS) * (HEAD_DIM / 2) + place] = x;
+#elif STORE
     if (position < 0 || uint(position) >= p.n_ctx) return;
     const uint word = packHalf2x16(x);
     if (head < Q_HEADS + KV_HEADS) cache_k[((head - Q_HEADS) * p.n_ctx + uint(position)) * (HEAD_DIM / 2) + place] = word;

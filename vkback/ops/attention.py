@@ -8,7 +8,7 @@
     ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]
                     [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] -> the same, cache_k, cache_v
                     params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, eps], has_norm,
-                    has_ff (angles hold factors)
+                    has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16]
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
 A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. hd and
@@ -50,11 +50,11 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
-from vkback.ops.cache import CACHE_TYPES, QUANTIZED, cached_bytes
+from vkback.ops.cache import CACHE_TYPES, QUANTIZED, cached_bytes, stored_tolerance
 from vkback.ops.cost import Cost, total
 from vkback.ops.mat_mul import MatMulShape
 from vkback.ops.rope import FREQUENCY, turn_pairs
-from vkback.ops.rows import set_rows
+from vkback.ops.rows import stored_rows
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.quants import UNIT
 from vkback.shader import Variant
@@ -112,7 +112,7 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 def shape_for(
     choice: Choice, n: int, n_head: int, n_head_kv: int, hd: int, n_ctx: int, window: int, fused: bool, quantizes: bool, ctx: LowerContext,
-    vd: int = 0,
+    vd: int = 0, quantized: bool = False,
 ) -> Shape:
     """The tables' choice adjusted to what head size, heads and device allow: where shared memory is short, the streams meet in more
     rounds, then there are fewer threads. vd: width of V, 0: as K."""
@@ -137,7 +137,7 @@ def shape_for(
         bundles = wg // cols // (known // cols if known > cols and cols & (cols - 1) == 0 else 1)
         scores = 0 if by_lanes else 2 * steps * (wg // lanes)
         shared = 4 * queries * (max(hd, vd) + scores + 2 * bundles) + 8 * wg + 256
-        shared += 4 * hd if fused else 0
+        shared += (12 if quantized else 4) * hd if fused else 0
         for parts in (i for i in range(1, queries + 1) if queries % i == 0):
             if shared + 4 * bundles * (queries // parts) * vd <= ctx.caps.max_shared_memory:
                 rounds = queries // parts
@@ -209,7 +209,8 @@ def _lower(
     window = int(node.params.get("window", 0))
     _check(node, ctx, cache_k, cache_v, n_head)
     choice = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
-    s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx, vd)
+    quantized = {cache_k.type, cache_v.type} != {"F16"}
+    s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx, vd, quantized)
     if s.splits > 1 and 7 + len(extra) > ctx.caps.max_storage_bindings:
         s = replace(s, splits=1)  # a Raspberry Pi binds 8 buffers; scratch and counters would be two too many
     # A head's slots of four values (shaders/attention/fused.glsl) go to as many threads, as far as they can add up by shuffles.
@@ -401,7 +402,7 @@ class AttnDecode(DecodeCases):
             q, k = q * np.asarray(rest.pop(0), np.float64), k * np.asarray(rest.pop(0), np.float64)
         cos, sin = np.moveaxis(np.asarray(angles, np.float64), -1, 0)
         q, k = (turn_pairs(x, cos, sin, params["mode"]) for x in (q, k))
-        cache_k, cache_v = set_rows(k, pos, cache_k), set_rows(v, pos, cache_v)
+        cache_k, cache_v = stored_rows(params, pos, (k, v), (cache_k, cache_v))
         out = OPS["FLASH_ATTN_EXT"].reference([q, cache_k, cache_v, pos, *rest], params)
         return [*out, cache_k, cache_v]
 
@@ -421,21 +422,26 @@ class AttnDecode(DecodeCases):
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         plain = _tolerance(node)
+        kinds = [t.type for t in node.outputs[1:] if t.type != "F16"]
+        if kinds:
+            return max((plain, *map(stored_tolerance, kinds)), key=lambda t: t.nmse)
         if plain.nmse >= 1e-6:
             return plain
         return Tolerance(1e-6, 5e-3, "the key is rounded to F16 after norm and RoPE in f32: one on the edge may go the other way (2^-11)")
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """As of the plain chain, which turns its own angles."""
-        plain = dataclasses.replace(node, params={**node.params, "has_ff": False})
+        inputs = tuple(dataclasses.replace(t, type="F16") if t.kind == "state" else t for t in node.inputs)
+        plain = dataclasses.replace(node, inputs=inputs, params={**node.params, "has_ff": False})
         return total(cost_rule(n).arithmetic(n, n_kv) for n in self.unfused(plain))
 
     def unfused(self, node: Node) -> list[Node]:
-        """None with frequency factors: they are in the angles already, and the plain op has no such input."""
+        """None with frequency factors: they are in the angles already, and the plain op has no such input. Nor with quantized caches, into
+        which no plain op stores a part of a tensor."""
         params = node.params
         qkv, pos, cache_k, cache_v, *extra = node.inputs
         extra = extra[1:] if params["n_dims"] else extra
-        if params.get("has_ff"):
+        if params.get("has_ff") or {cache_k.type, cache_v.type} != {"F16"}:
             return []
         norms = 2 * bool(params.get("has_norm"))
         q = Tensor(f"{node.name}.q", "F32", (1, params["n_head"], params["head_dim"]))

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
 from vkback.ops.base import OPS, Array, Case, Op, Problem, Shape
-from vkback.ops.cache import CACHE_TYPES, QUANTIZED
+from vkback.ops.cache import cache_kinds, cache_params, stored_cache
 from vkback.ops.case_line import CaseLineError
 
 
@@ -30,34 +29,12 @@ def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence
     return cache
 
 
-def stored_cache(kind: str, values: Array) -> Array:
-    """Values of `random_cache` as a cache of a type has them: F16, or rows of blocks whose scale is NaN where the values are."""
-    if kind == "F16":
-        return values
-    rows = values.reshape(-1, values.shape[-1]).astype(np.float32)
-    raw = quants.encode(kind, np.nan_to_num(rows))
-    hidden = np.isnan(rows).any(axis=1)
-    blocks = raw.reshape(len(rows), values.shape[-1] // quants.UNIT, -1)
-    blocks[hidden, :, :2] = np.array([np.nan], np.float16).view(np.uint8)
-    return raw
-
-
 MANY_SPLITS: tuple[dict[str, Any], ...] = (
     {"wg_size": 32, "lanes": 4, "steps": 1, "queries": 2, "groups": 64, "rows_per_split": 32},
     {"wg_size": 32, "lanes": 8, "steps": 2, "queries": 4, "groups": 64, "rows_per_split": 32},
 )
 """Tuning of cases with more than two splits and workgroups of several subgroups. The second keeps its scores in registers where a row of V
 takes 8 lanes and subgroups allow it, the first passes them through shared memory."""
-
-
-def cache_kinds(type_k: str, type_v: str, *widths: int) -> tuple[str, str]:
-    """The types of caches by a case's words. Raises CaseLineError for a type that caches do not have, or rows of no whole units."""
-    kinds = type_k.upper(), type_v.upper()
-    for word, kind in zip((type_k, type_v), kinds, strict=True):
-        if kind not in CACHE_TYPES or (kind != "F16" and any(width % quants.UNIT for width in widths)):
-            known = " or ".join(name.lower() for name in QUANTIZED)
-            raise CaseLineError(f"a cache of {word} for heads of {widths}: expected f16, or {known} and whole units of {quants.UNIT}")
-    return kinds[0], kinds[1]
 
 
 class FlashCases(Op):
@@ -281,6 +258,13 @@ class DecodeCases(Op):
         yield self.build_case(16, 2, 64, 2000, 1500, "neox", False, False, "F32", seed=24, sinks=True, **yarn)
         yield self.build_case(4, 2, 64, 300, 200, "normal", False, False, "Q8_1", seed=26, n_dims=-1)
         yield self.build_case(4, 2, 80, 70, 33, "neox", True, False, "F32", seed=27, n_dims=-1, sinks=True)
+        yield self.build_case(4, 2, 64, 40, 33, "neox", True, False, "F32", seed=30, type_k="q4_0", type_v="q8_0")
+        for seed, (type_k, type_v) in enumerate((("q8_0", "q4_0"), ("f16", "q8_0")), 40):
+            few = self.build_case(6, 2, 96, 300, 200, "normal", False, False, "Q8_1", 0, 128, True, seed=seed, type_k=type_k, type_v=type_v)
+            yield few.where(**MANY_SPLITS[0])
+        yield self.build_case(4, 2, 64, 600, 500, "neox", False, False, "F32", seed=45, type_k="q4_0", type_v="q4_0").where(
+            sync="sentinel", **MANY_SPLITS[1]
+        )
         split = self.build_case(8, 2, 64, 600, 500, "neox", True, False, "F32", seed=25)
         yield split.where(**MANY_SPLITS[0])
         yield split.where(sync="sentinel", **MANY_SPLITS[0])
@@ -293,26 +277,34 @@ class DecodeCases(Op):
         both = (False, True)
         for mode, norm, ff, y, sinks, window in product(("normal", "neox"), both, both, ("F32", "Q8_1"), both, (0, 128)):
             yield self.build_case(8, 2, 64, 600, 300, mode, norm, ff, y, seed=2, sinks=sinks, window=window)
+        kinds = (("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"), ("f16", "q4_0"))
+        for (type_k, type_v), mode, hd, ratio, pos in product(kinds, ("normal", "neox"), (32, 64, 128, 256), (1, 7), (0, 511)):
+            yield self.build_case(2 * ratio, 2, hd, 600, pos, mode, False, False, "F32", type_k=type_k, type_v=type_v)
 
     def perf_cases(self) -> Iterator[Case]:
         for kv in (512, 4096, 16384):
             yield self.build_case(32, 8, 128, kv, kv - 1, "normal", False, False, "Q8_1", seed=1)
             for window in (0, 128):
                 yield self.build_case(64, 8, 64, kv, kv - 1, "neox", False, False, "Q8_1", seed=1, sinks=True, window=window)
+            for kind in ("q8_0", "q4_0"):
+                yield self.build_case(32, 8, 128, kv, kv - 1, "normal", False, False, "Q8_1", seed=1, type_k=kind, type_v=kind)
 
     def build_case(
         self, n_head: int, n_head_kv: int, hd: int, n_ctx: int, pos: int, mode: str, norm: bool, ff: bool, y: str, n_dims: int = 0,
-        window: int = 0, sinks: bool = False, garbage: bool = True, seed: int = 1, **rope: Any,
+        window: int = 0, sinks: bool = False, garbage: bool = True, seed: int = 1, type_k: str = "f16", type_v: str = "f16", **rope: Any,
     ) -> Case:
         """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
 
         n_dims  0: the head size; -1: nothing is turned
         """
         rope_angles.checked_mode(mode)
+        kinds = cache_kinds(type_k, type_v, hd)
 
         def make(rng: np.random.Generator) -> Problem:
             qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))
-            caches = tuple(Tensor(name, "F16", (n_head_kv, n_ctx, hd), "state") for name in ("cache_k", "cache_v"))
+            names = ("cache_k", "cache_v")
+            caches = tuple(Tensor(name, kind, (n_head_kv, n_ctx, hd), "state") for name, kind in zip(names, kinds, strict=True))
+            seen = ((pos - 1,) if garbage else None, max(window - 1, 0))
             turned = max(n_dims, 0) if n_dims else hd
             weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("sinks", n_head)] if sinks else [])]
             position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, turned // 2, 2), "input")
@@ -321,7 +313,7 @@ class DecodeCases(Op):
             values: dict[str, Array] = {
                 "qkv": rng.standard_normal(qkv.shape, np.float32),
                 "pos": np.array([pos], np.int32),
-                **{c.name: random_cache(rng, c.shape, (pos - 1,) if garbage else None, max(window - 1, 0)) for c in caches},
+                **{c.name: stored_cache(c.type, random_cache(rng, c.shape, *seen)) for c in caches},
                 **{name: rng.uniform(0.5, 1.5, size).astype(np.float32) for name, size in weights},
             }
             factors = (rng.uniform(0.5, 1.5, turned // 2).astype(np.float32),) if ff else ()
@@ -329,6 +321,7 @@ class DecodeCases(Op):
                 **rope_angles.DEFAULTS, **rope, "mode": mode, "n_dims": turned, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim": hd,
                 "scale": 1 / math.sqrt(hd), "has_norm": norm, "has_ff": ff, "window": window,
             }  # fmt: skip
+            params |= cache_params(kinds)
             if norm:
                 params["eps"] = 1e-6
             if turned:
@@ -341,5 +334,6 @@ class DecodeCases(Op):
             "n_head": n_head, "n_head_kv": n_head_kv, "hd": hd, "n_ctx": n_ctx, "pos": pos, "mode": mode, "norm": norm, "ff": ff,
             "y": y, "n_dims": n_dims or hd, "window": window, "sinks": sinks, **rope,
         }  # fmt: skip
+        shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)

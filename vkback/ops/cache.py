@@ -21,6 +21,7 @@ from vkback.ops.base import (
     spread,
     weight_push,
 )
+from vkback.ops.case_line import CaseLineError
 from vkback.ops.workgroup import workgroup_size
 from vkback.quants import UNIT
 from vkback.shader import Variant
@@ -42,6 +43,32 @@ def as_stored(kind: str, values: Array) -> Array:
     """Values as a cache of a type holds them, float32."""
     rows = np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])
     return quants.decode(kind, quants.encode(kind, rows)).reshape(values.shape)
+
+
+def cache_kinds(type_k: str, type_v: str, *widths: int) -> tuple[str, str]:
+    """The types of caches by a case's words. Raises CaseLineError for a type that caches do not have, or rows of no whole units."""
+    kinds = type_k.upper(), type_v.upper()
+    for word, kind in zip((type_k, type_v), kinds, strict=True):
+        if kind not in CACHE_TYPES or (kind != "F16" and any(width % UNIT for width in widths)):
+            known = " or ".join(name.lower() for name in QUANTIZED)
+            raise CaseLineError(f"a cache of {word} for heads of {widths}: expected f16, or {known} and whole units of {UNIT}")
+    return kinds[0], kinds[1]
+
+
+def cache_params(kinds: tuple[str, str]) -> dict[str, str]:
+    """Params of a node that stores into caches of these types."""
+    return {key: kind for key, kind in zip(("type_k", "type_v"), kinds, strict=True) if kind != "F16"}
+
+
+def stored_cache(kind: str, values: Array) -> Array:
+    """F16 values, some of them NaN, as a cache of a type has them: F16, or rows of blocks whose scale is NaN where a value is."""
+    if kind == "F16":
+        return values
+    rows = values.reshape(-1, values.shape[-1]).astype(np.float32)
+    raw = quants.encode(kind, np.nan_to_num(rows))
+    blocks = raw.reshape(len(rows), values.shape[-1] // UNIT, -1)
+    blocks[np.isnan(rows).any(axis=1), :, :2] = np.array([np.nan], np.float16).view(np.uint8)
+    return raw
 
 
 def store_units(node: Node, ctx: LowerContext) -> Dispatch:

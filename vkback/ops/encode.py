@@ -41,7 +41,7 @@ def _ordered(order: Sequence[int]) -> dict[str, str | int]:
 
 _E2M1, _IQ4 = _ordered(E2M1_ORDER), _ordered(IQ4_ORDER)
 _DEFINES: dict[str, dict[str, str | int]] = {
-    "Q4_0": {"LEVELS": "16.0"},
+    "Q4_0": {},
     "Q4_1": {"LEVELS": "16.0"},
     "Q5_0": {"LEVELS": "32.0"},
     "Q5_1": {"LEVELS": "32.0"},

@@ -31,8 +31,9 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
+from vkback.ops.cache import cache_kinds, cache_params, stored_cache, stored_tolerance
 from vkback.ops.cost import Cost
-from vkback.ops.rows import F16_TOLERANCE, set_rows
+from vkback.ops.rows import F16_TOLERANCE, stored_rows
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -314,6 +315,7 @@ class QkvRopeSetRows(Op):
     (q turned F32 [n, heads, d], cache_k, cache_v).
 
     params  those of ROPE (n_dims 0: q and k are not turned); has_norm, eps: heads of q and k are RMS-normed and multiplied first; has_ff;
+            type_k, type_v: of caches that are not F16;
             packed: q, k, v are one tensor [n, (heads + 2 kv_heads) d], with n_head, n_head_kv, head_dim
     """
 
@@ -334,7 +336,7 @@ class QkvRopeSetRows(Op):
             q, k = (OPS["RMS_NORM_MUL"].reference([x, w], params)[0] for x, w in zip((q, k), extra[:2], strict=True))
             extra = extra[2:]
         q, k = (OPS["ROPE"].reference([x, pos, *extra], params)[0] for x in (q, k))
-        return [q, set_rows(k, pos, cache_k), set_rows(v, pos, cache_v)]
+        return [q, *stored_rows(params, pos, (k, v), (cache_k, cache_v))]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         params = node.params
@@ -353,9 +355,13 @@ class QkvRopeSetRows(Op):
             announced = norm + bool(params["has_ff"])
             raise PlanError(f"[{self.name}] {node.name}: {len(extra)} inputs after the caches, has_norm and has_ff announce {announced}")
         _check_factors(node, extra[norm:])
-        args = (*map(Arg, sources), Arg(pos), *map(Arg, extra), Arg(q_out, "w"), Arg(cache_k, "w"), Arg(cache_v, "w"))
-        defines = {"STORE": 1, "PACKED": int(packed), "NORM": norm // 2, "FACTORS": len(extra) - norm}
-        return [_dispatch(node, ctx, heads, args, defines, n_ctx)]
+        caches = (cache_k, cache_v)
+        apart = {c.type for c in caches} != {"F16"}
+        kv = [Tensor(f"{q_out.name}.{name}", "F32", (heads.n, kv_heads, dim)) for name in ("key", "value")] if apart else caches
+        args = (*map(Arg, sources), Arg(pos), *map(Arg, extra), Arg(q_out, "w"), *(Arg(t, "w") for t in kv))
+        defines = {"STORE": 1, "APART": int(apart), "PACKED": int(packed), "NORM": norm // 2, "FACTORS": len(extra) - norm}
+        stores = [Node("SET_ROWS", (x, pos, cache), (cache,)) for x, cache in zip(kv, caches, strict=True)] if apart else []
+        return [_dispatch(node, ctx, heads, args, defines, n_ctx), *(d for n in stores for d in OPS["SET_ROWS"].lower(n, ctx))]
 
     def cases(self) -> Iterator[Case]:
         for mode in ("normal", "neox"):
@@ -365,6 +371,8 @@ class QkvRopeSetRows(Op):
                 yield self.build_case(mode, 2, 3, 1, 80, packed, ff=True, n_dims=32)
                 yield self.build_case(mode, 3, 4, 2, 64, packed, norm=packed, n_dims=-1)
             yield self.build_case(mode, 5, 2, 2, 256, True, norm=True, ff=True)
+        yield self.build_case("neox", 3, 4, 2, 64, True, type_k="q8_0", type_v="q4_0")
+        yield self.build_case("normal", 2, 3, 1, 96, False, norm=True, type_k="q4_0", type_v="f16")
 
     def full_cases(self) -> Iterator[Case]:
         sizes = ((4, 2, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (4, 1, 256))
@@ -375,7 +383,7 @@ class QkvRopeSetRows(Op):
 
     def build_case(
         self, mode: str, n: int, n_head: int, n_head_kv: int, head_dim: int, packed: bool, norm: bool = False, ff: bool = False,
-        n_dims: int = 0, seed: int = 17, **given: Any,
+        n_dims: int = 0, seed: int = 17, type_k: str = "f16", type_v: str = "f16", **given: Any,
     ) -> Case:
         """Caches of 16 positions holding values already; tokens from position 3 on, the last of several being padding. n_dims: 0: the head
         size, -1: nothing is turned. given: of FREQUENCY."""
@@ -388,6 +396,8 @@ class QkvRopeSetRows(Op):
         params["n_dims"] = max(params["n_dims"], 0)
         if packed:
             params |= {"n_head": heads, "n_head_kv": kv_heads, "head_dim": dim}
+        kinds = cache_kinds(type_k, type_v, dim)
+        params |= cache_params(kinds)
 
         def make(rng: np.random.Generator) -> Problem:
             kv = (n, kv_heads, dim)
@@ -395,10 +405,10 @@ class QkvRopeSetRows(Op):
                 sources = [Tensor("qkv", "F32", (n, (heads + 2 * kv_heads) * dim), "input")]
             else:
                 sources = [Tensor("q", "F32", (n, heads, dim), "input"), Tensor("k", "F32", kv, "input"), Tensor("v", "F32", kv, "input")]
-            caches = [Tensor(f"cache_{c}", "F16", (kv_heads, 16, dim), "state") for c in "kv"]
+            caches = [Tensor(f"cache_{c}", kind, (kv_heads, 16, dim), "state") for c, kind in zip("kv", kinds, strict=True)]
             inputs = [*sources, Tensor("pos", "I32", (n,), "input"), *caches]
             values: dict[str, Array] = {t.name: rng.uniform(-1, 1, t.shape).astype(np.float32) for t in sources}
-            values |= {t.name: rng.uniform(-1, 1, t.shape).astype(np.float16) for t in caches}
+            values |= {t.name: stored_cache(t.type, rng.uniform(-1, 1, t.shape).astype(np.float16)) for t in caches}
             values["pos"] = np.arange(3, 3 + n, dtype=np.int32)
             if n > 1:
                 values["pos"][-1] = -1
@@ -412,10 +422,12 @@ class QkvRopeSetRows(Op):
             return Problem(Node(self.name, tuple(inputs), outputs, params), values)
 
         shown = {"mode": mode, "n": n, "n_head": heads, "n_head_kv": kv_heads, "head_dim": dim, "packed": packed, "norm": norm}
+        shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
         return Case(self.name, {**shown, "ff": ff, **given, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return F16_TOLERANCE
+        kinds = [t.type for t in node.outputs[1:] if t.type != "F16"]
+        return max(map(stored_tolerance, kinds), key=lambda t: t.nmse) if kinds else F16_TOLERANCE
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """That of the chain, also where q, k and v come as one tensor."""
@@ -442,4 +454,6 @@ class QkvRopeSetRows(Op):
         params = {key: node.params[key] for key in rope_angles.PARAMS}
         turned = Tensor(f"{k.name}.turned", "F32", k.shape)
         chain += [Node("ROPE", (q, pos, *extra), (out,), params), Node("ROPE", (k, pos, *extra), (turned,), params)]
-        return [*chain, Node("SET_ROWS", (turned, pos, cache_k), (cache_k,)), Node("SET_ROWS", (v, pos, cache_v), (cache_v,))]
+        kinds = ({"type": node.params[key]} if key in node.params else {} for key in ("type_k", "type_v"))
+        stores = zip((turned, v), (cache_k, cache_v), kinds, strict=True)
+        return [*chain, *(Node("SET_ROWS", (x, pos, cache), (cache,), kind) for x, cache, kind in stores)]

@@ -61,6 +61,12 @@ def set_rows(x: Array, pos: Array, cache: Array) -> Array:
     return out
 
 
+def stored_rows(params: Mapping[str, Any], pos: Array, rows: tuple[Array, Array], caches: tuple[Array, Array]) -> list[Array]:
+    """Caches of K and V with rows stored, as the params type_k and type_v say; F16 without them."""
+    kinds = (params.get("type_k"), params.get("type_v"))
+    return [set_rows(as_stored(kind, x) if kind else x, pos, cache) for x, cache, kind in zip(rows, caches, kinds, strict=True)]
+
+
 @register
 class SetRows(Op):
     """SET_ROWS(x F32 or F16 [n, heads, d], pos I32 [n], cache F16 or F32 [heads, n_ctx, d]) -> cache, written in place; d is even.

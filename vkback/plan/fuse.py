@@ -211,7 +211,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
         q_in, cache_k, cache_v = attention.inputs[:3]
         stores = {n.outputs[0].name: n for n in nodes if n.op == "SET_ROWS" and n.outputs[0].name in (cache_k.name, cache_v.name)}
-        if len(stores) != 2 or cache_k.shape != cache_v.shape or {cache_k.type, cache_v.type} != {"F16"}:
+        if len(stores) != 2 or cache_k.shape != cache_v.shape:
             continue
         store_k, store_v = stores[cache_k.name], stores[cache_v.name]
         k_in = store_k.inputs[0]
@@ -237,6 +237,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
             extra = (norms[0].inputs[1], norms[1].inputs[1])
             params["eps"] = norms[0].params["eps"]
         params |= {"has_norm": bool(extra), "has_ff": bool(factors), "packed": False}
+        params |= {key: s.params["type"] for key, s in (("type_k", store_k), ("type_v", store_v)) if "type" in s.params}
         q, k, v = (dataclasses.replace(t, shape=shape) for t, shape in ((q, q_in.shape), (k, k_in.shape), (v, k_in.shape)))
         fused = Node("QKV_ROPE_SET_ROWS", (q, k, v, pos, cache_k, cache_v, *extra, *factors), (q_out, cache_k, cache_v), params)
         nodes = replace(nodes, gone, [fused])
