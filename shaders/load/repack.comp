@@ -1,5 +1,6 @@
 #version 450
-// Weights as they lie in a GGUF file become planes of the device layout (docs/architecture.md): bits go to other places, none is computed.
+// Weights as they lie in a GGUF file become planes of the device layout (docs/architecture.md): of some types nibbles get other names, then bits
+// go to other places, none is computed.
 // One kernel for all types; a table says where the bits of a type go (vkback/quants/word_moves.py makes it out of the type's codec).
 //
 //   binding 0  file, blocks as in the file: groups of `words` words, zeros after the last block of a tensor up to a whole group
@@ -76,9 +77,10 @@ void main() {
             uint word = moves[entry + 2u];
             for (uint term = moves[entry]; term < moves[entry + 1u]; term += 2u) {
                 const uint from = moves[term];
-                word ^= rotated_left(blocks[group * words + (from & 0xffffu)], from >> 16u) & moves[term + 1u];
+                uint source = blocks[group * words + (from & 0xffffu)];
+                if (names != AS_THEY_ARE) source = renamed(source, names);
+                word ^= rotated_left(source, from >> 16u) & moves[term + 1u];
             }
-            if (names != AS_THEY_ARE) word = renamed(word, names);
             // Past a plane's end lie the blocks that the tensor's last group lacks.
             const uint to = p.plane_begin[plane] + target_group(p.first + first + group) * length + i % length;
             if (to < p.plane_begin[plane + 1u]) planes[to] = word;

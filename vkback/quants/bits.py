@@ -63,7 +63,7 @@ Move = Callable[[U8, U8], None]
 class Rearrange:
     """How a field of the block becomes a plane: two functions of (source [n, bytes], destination [n, bytes]) that undo each other.
 
-    renamed  where they do more than move and flip bits: what nibble n becomes, once `bits` has moved them
+    renamed  where they do more than move and flip bits: what nibble n of the field becomes, before `bits` moves it
     bits     `to_device` without that
     """
 
@@ -210,16 +210,19 @@ def bit_planes(first: Rearrange) -> Rearrange:
         swap_words(words[:, 0::2], words[:, 1::2], 1)
         swap_digits(words, 5, 0)
 
-    def to_device(src: U8, dst: U8) -> None:
-        first.to_device(src, dst)
-        exchange(dst)
+    def then_exchange(move: Move) -> Move:
+        def moved(src: U8, dst: U8) -> None:
+            move(src, dst)
+            exchange(dst)
+
+        return moved
 
     def to_file(src: U8, dst: U8) -> None:
         nibbles = src.copy()
         exchange(nibbles)
         first.to_file(nibbles, dst)
 
-    return Rearrange(to_device, to_file)
+    return Rearrange(then_exchange(first.to_device), to_file, first.renamed, then_exchange(first.bits or first.to_device))
 
 
 def flipped_tops(first: Rearrange | None = None) -> Rearrange:
