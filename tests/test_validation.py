@@ -16,6 +16,7 @@ from vkback.harness.suite import Suite
 from vkback.models import prompt as prompt_module
 from vkback.models.engine import Engine, Sampler
 from vkback.models.prompt import SMALLEST
+from vkback.models.weights import RepackWay
 from vkback.ops.base import OPS, Case, LowerContext
 from vkback.paths import builtin_models
 from vkback.plan.tuning import Tuning
@@ -48,8 +49,11 @@ def use(engine: Engine) -> None:
 @pytest.mark.parametrize("mode", [True, "sync"], ids=["core", "sync"])
 def test_a_model_runs_without_a_message(mode: Any, path: Any) -> None:
     with validated(mode) as device:
-        for fusion in ("all", "none"):
-            with Engine.load(path, device, n_ctx=96, fusion=fusion, progress=False) as engine:
+        loads: tuple[tuple[str, RepackWay], ...] = (("all", "host"), ("none", "device"))
+        for fusion, repack in loads:
+            with Engine.load(
+                path, device, n_ctx=96, fusion=fusion, progress=False, repack=repack, meanwhile=lambda engine: engine.compile(logits=True)
+            ) as engine:
                 use(engine)
     assert device.live_objects() == {}
     assert [str(m) for m in device.validation_messages] == []

@@ -7,20 +7,22 @@ import os
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from vkback import quants
-from vkback.device import Capabilities, Device, OutOfDeviceMemory
+from vkback.api.model import _compile_ahead
+from vkback.device import Capabilities, Device, DeviceLost, OutOfDeviceMemory
 from vkback.graph import Recipe, Tensor
 from vkback.models import GgufError, GgufFile, GgufTensor, Model, weight_stream
-from vkback.models.engine import Engine
+from vkback.models.engine import Engine, Sampler
 from vkback.models.load_bar import LoadBar
 from vkback.models.synth import synthesize
-from vkback.models.weights import RepackWay, load_weights, repacks
+from vkback.models.weights import RepackWay, WeightLoad, load_weights, repacks
 from vkback.ops.base import shards
 from vkback.paths import builtin_model
 from vkback.quants.registry import codec
@@ -238,6 +240,37 @@ def test_what_fails_meanwhile_stops_the_load(device: Device) -> None:
     with pytest.raises(KeyboardInterrupt):
         Engine.load(builtin_model("demo-dense"), device, n_ctx=32, progress=False, repack="device", meanwhile=fail)
     assert device.live_objects().get("Arena", 0) == before
+
+
+@pytest.mark.vulkan
+def test_a_device_lost_in_a_load_is_said_and_can_be_closed(dense: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_stream, "CHUNK_BYTES", 1 << 20)
+    weights = {n: t for n, t in dense.graph(1, 32, head="last").tensors().items() if t.kind == "weight"}
+    device = Device.open(0)
+    load = WeightLoad(dense.file, weights, device, way="device")
+
+    def lose(what: str) -> None:
+        if what == "uploading" and not hasattr(lose, "done"):
+            lose.done = True  # type: ignore[attr-defined]
+            device._queue.last.wait()  # nothing is truly in flight then
+            for call in ("vkWaitSemaphores", "vkGetSemaphoreCounterValue", "vkQueueSubmit"):
+                monkeypatch.setattr(device._driver.fn, call, lambda *_: -4)  # VK_ERROR_DEVICE_LOST
+
+    with pytest.raises(DeviceLost, match=r"VK_ERROR_DEVICE_LOST: the device stopped; .*weights.* Close this Device"), load:
+        load.run(lambda _: None, lose)
+    device.close()
+    assert device.live_objects() == {}
+
+
+def test_a_gpu_gets_the_kernels_of_decode_while_weights_come() -> None:
+    asked: list[Sampler] = []
+    for software, text in product((True, False), (True, False)):
+        caps = SimpleNamespace(software=software)
+        engine = SimpleNamespace(device=SimpleNamespace(caps=caps), model=SimpleNamespace(has_text=text))
+        engine.compile = lambda sampler: asked.append(sampler)
+        asked.clear()
+        _compile_ahead(cast(Engine, engine))
+        assert [sampler.greedy for sampler in asked] == ([False] if text and not software else [])
 
 
 def test_who_repacks() -> None:

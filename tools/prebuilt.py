@@ -27,6 +27,7 @@ from vkback.models import Model
 from vkback.models.engine import add_sampler
 from vkback.models.prompt import default_ubatch, program_sizes, with_barriers
 from vkback.models.synth import write_outline
+from vkback.models.weight_stream import REPACK
 from vkback.ops import attention_prompt, mat_mul
 from vkback.ops.base import LowerContext, PlanError
 from vkback.paths import builtin_models, shader_root
@@ -65,10 +66,10 @@ def matrix_variants() -> list[Variant]:
 
 
 def planned_variants(devices: Sequence[str] = DEVICES) -> list[Variant]:
-    """Ordinary kernels that MODELS take on recorded devices: decode with and without a sampler, every program of a prompt, and the
-    probes of vkbench."""
+    """Ordinary kernels that MODELS take on recorded devices: the load, decode with and without a sampler, every program of a prompt, and
+    the probes of vkbench."""
     apart = {(v.source, v.defines) for v in matrix_variants()}
-    found = dict.fromkeys([*read_variants(), *dot_variants()])
+    found = dict.fromkeys([REPACK, *read_variants(), *dot_variants()])
     with tempfile.TemporaryDirectory() as folder:
         for model in _models(Path(folder)):
             for device in devices:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -31,7 +31,7 @@ from vkback.shader import ShaderLibrary, Variant
 CHUNK_BYTES = 32 << 20
 """Of staging memory, twice on the host. A copy over PCIe takes a millisecond, so the tenths that a submit costs the host hide behind it."""
 
-READ_BYTES = 2 << 20
+READ_BYTES = 4 << 20
 """Of the file that a thread reads at a time."""
 
 READERS = 8
@@ -169,12 +169,16 @@ class WeightStream:
                     return
                 on_wait("reading")
                 before = time.perf_counter()
-                self._fill(self._staging[number % 2], chunk, reader, pool)
+                slot = number % 2
+                reads = self._fill(self._staging[slot], chunk, reader, pool)
+                commands = self._flights[slot] = self._recorded(self._staging[slot], chunk, last=number == len(self._chunks) - 1)
+                for read in reads:
+                    read.result()
                 self.times.read_s += time.perf_counter() - before
-                self._submit(number % 2, chunk, last=number == len(self._chunks) - 1)
+                self._device.submit(commands)
                 on_wait("uploading")
                 before = time.perf_counter()
-                self._land((number + 1) % 2)
+                self._land(1 - slot)
                 self.times.upload_s += time.perf_counter() - before
                 on_bytes(sum(piece.b - piece.a for piece in chunk))
             before = time.perf_counter()
@@ -220,21 +224,21 @@ class WeightStream:
             flight.destroy()
             self._flights[slot] = None
 
-    def _fill(self, slot: BufferRange, chunk: Sequence[_Piece], reader: _Reader, pool: ThreadPoolExecutor) -> None:
+    def _fill(self, slot: BufferRange, chunk: Sequence[_Piece], reader: _Reader, pool: ThreadPoolExecutor) -> list[Future[None]]:
+        """Have a chunk read by the threads of a pool."""
         memory = slot.map()
-        jobs: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        reads: list[Future[None]] = []
         for piece in chunk:
             size = piece.b - piece.a
             target = memory[piece.at : piece.at + size]
             memory[piece.at + size : piece.at + piece.padded] = 0
             if piece.run.tensor is None:
-                jobs.append((self._gather, (piece, target)))
+                reads.append(pool.submit(self._gather, piece, target))
                 continue
             begin = piece.run.begin + piece.a
             for at in range(0, size, READ_BYTES):
-                jobs.append((reader.read, (piece.run.tensor, begin + at, target[at : at + READ_BYTES])))
-        for done in [pool.submit(job, *arguments) for job, arguments in jobs]:
-            done.result()
+                reads.append(pool.submit(reader.read, piece.run.tensor, begin + at, target[at : at + READ_BYTES]))
+        return reads
 
     def _gather(self, piece: _Piece, target: Bytes) -> None:
         target[:] = self._padded(piece)
@@ -245,9 +249,9 @@ class WeightStream:
         raw = gather_rows(self._file, run.weight, *rows)
         return padded_rows(run.weight.type, raw, run.weight.shape[-1]).reshape(-1)
 
-    def _submit(self, slot: int, chunk: Sequence[_Piece], *, last: bool) -> None:
+    def _recorded(self, source: BufferRange, chunk: Sequence[_Piece], *, last: bool) -> Commands:
+        """What the device does with a chunk, in staging memory by then."""
         rec = self._device.recorder("weights")
-        source = self._staging[slot]
         if self._landing is not None:
             used = chunk[-1].at + chunk[-1].padded
             rec.copy(source.slice(0, used), self._landing.slice(0, used))
@@ -259,9 +263,7 @@ class WeightStream:
             rec.barrier()
             rec.copy(self._flags, self._flags_back)
             rec.host_barrier()
-        commands = rec.finish()
-        self._flights[slot] = commands
-        self._device.submit(commands)
+        return rec.finish()
 
     def _dispatch(self, rec: Recorder, source: BufferRange, piece: _Piece) -> None:
         run, moves = piece.run, piece.run.moves
