@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from collections.abc import Sequence
 from itertools import product
@@ -134,6 +135,21 @@ def test_pieces_and_shards_of_any_size(
         file, weight = weight_of(how, count, type, 303, k, tmp_path / how)
         assert len(shards(weight, device.caps)) > 1
         same(device, library, file, weight)
+
+
+@pytest.mark.vulkan
+def test_memory_that_the_system_does_not_write_into(
+    device: Device, library: ShaderLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def refuse(fd: int, buffers: object, at: int) -> int:
+        asked.append(at)
+        raise OSError(errno.EFAULT, "Bad address")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    same(device, library, *weight_of("plain", 1, "Q4_K", 9, 512, tmp_path / "m"))
+    assert asked == [0]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ order of the file, each in pieces of whole groups of blocks (`WordMoves`), so th
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -286,9 +287,10 @@ class _Reader:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self._fd = -1
+        self._by_calls = hasattr(os, "preadv")
 
     def __enter__(self) -> _Reader:
-        if hasattr(os, "preadv"):
+        if self._by_calls:
             self._fd = self._file.reopened()
         return self
 
@@ -300,9 +302,17 @@ class _Reader:
     def read(self, tensor: GgufTensor, begin: int, target: npt.NDArray[np.uint8]) -> None:
         """Bytes of a tensor from `begin` on."""
         at = tensor.offset + begin
-        if self._fd < 0 or not isinstance(tensor.file, np.memmap):
-            target[:] = tensor.file[at : at + target.size]
-            return
+        if self._by_calls and isinstance(tensor.file, np.memmap):
+            try:
+                self._call(tensor, at, target)
+                return
+            except OSError as e:
+                if e.errno != errno.EFAULT:
+                    raise GgufError(f"[gguf] {self._file.path}: tensor {tensor.name}: cannot be read: {e.strerror}") from e
+                self._by_calls = False  # a system that does not write into memory of a driver
+        target[:] = tensor.file[at : at + target.size]
+
+    def _call(self, tensor: GgufTensor, at: int, target: npt.NDArray[np.uint8]) -> None:
         done = 0
         while done < target.size:
             got = os.preadv(self._fd, [target[done:].data], at + done)
