@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 
 from vkback.paths import shader_root
@@ -13,6 +14,9 @@ from vkback.shader.errors import CompileError
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|(\w+))\s*(?://.*)?$')
 VERSION = re.compile(r"^\s*#\s*version\b")
+Lines = tuple[tuple[str, re.Match[str] | None], ...]
+"""Of a file, each with what it includes."""
+
 GENERATED = "generated/"
 """Includes below this name are text made at run time, not files."""
 
@@ -93,21 +97,34 @@ def _append(root: Path, name: str, chain: Sequence[str], lines: list[str], origi
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts:
         raise CompileError(f"[shader] {variant.name}: {name!r}{asked}: paths are relative to the shaders folder and stay in it")
-    text = _generated(name, asked, variant) if name.startswith(GENERATED) else _read(root, name, asked, variant)
-    for number, line in enumerate(text.splitlines(), 1):
-        if match := INCLUDE.match(line):
+    found = _lines(_generated(name, asked, variant)) if name.startswith(GENERATED) else _read(root, name, asked, variant)
+    for number, (line, match) in enumerate(found, 1):
+        if match:
             _append(root, match[1] or _defined_path(match[2], name, variant), (*chain, name), lines, origins, variant)
         else:
             lines.append(line)
             origins.append((name, number))
 
 
-def _read(root: Path, name: str, asked: str, variant: Variant) -> str:
-    own = shader_root() / name
+def _read(root: Path, name: str, asked: str, variant: Variant) -> Lines:
     try:
-        return (root / name if (root / name).is_file() or not own.is_file() else own).read_text(encoding="utf-8")
+        for folder in (root, shader_root()):
+            with suppress(FileNotFoundError):
+                file = folder / name
+                stat = file.stat()
+                return _lines_of(file, (stat.st_mtime_ns, stat.st_size))
+        return _lines((root / name).read_text(encoding="utf-8"))
     except OSError as error:
         raise CompileError(f"[shader] {variant.name}: cannot read {root / name}{asked}: {error.strerror}") from error
+
+
+@lru_cache(1024)
+def _lines_of(file: Path, stamp: tuple[int, int]) -> Lines:
+    return _lines(file.read_text(encoding="utf-8"))
+
+
+def _lines(text: str) -> Lines:
+    return tuple((line, INCLUDE.match(line)) for line in text.splitlines())
 
 
 def _generated(name: str, asked: str, variant: Variant) -> str:
