@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from make_gguf import write_gguf
+from make_gguf import llama_metadata, llama_tensors, write_gguf
 
 from vkback.models import GgufFile
 from vkback.models.synth import synthesize
@@ -18,6 +18,15 @@ def tiny(arch: str, folder: Path) -> Path:
     path = folder / f"{arch}.gguf"
     synthesize(f"tiny-{arch}-Q8_0", path)
     return path
+
+
+def tiny_with_text(path: Path) -> Path:
+    """A llama of two layers with a vocabulary of 32 letters: the smallest model that makes text."""
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", *"abcdefghijklmnopqrstuvwxyz", "C", "."]
+    types = [2, 3, 3, *[1] * (len(tokens) - 3)]
+    vocabulary: dict[str, Any] = {"model": "llama", "tokens": tokens, "scores": [-1.0] * len(tokens), "token_type": types}
+    vocabulary |= {"bos_token_id": 1, "eos_token_id": 2}
+    return write_gguf(path, "llama", llama_metadata() | {f"tokenizer.ggml.{key}": v for key, v in vocabulary.items()}, llama_tensors())
 
 
 def changed(path: Path, *, without: Collection[str] = (), metadata: Mapping[str, Any] | None = None, cut: str = "") -> Path:

@@ -2,6 +2,7 @@
 
 from vkback.device.capabilities import Capabilities, Heap, MatrixShape, MemoryType, profile_ids
 from vkback.device.device import Device
+from vkback.device.driver import alive_objects
 from vkback.device.errors import CompileOnly, DeviceError, DeviceLost, FeatureMissing, NoDevice, OutOfDeviceMemory, Timeout
 from vkback.device.instance import ValidationMessage, list_devices
 from vkback.device.kernel import Kernel, KernelSpec
@@ -35,6 +36,7 @@ __all__ = [
     "Timeout",
     "Uploader",
     "ValidationMessage",
+    "alive_objects",
     "list_devices",
     "profile_ids",
 ]

@@ -161,6 +161,21 @@ def instance_functions(instance: Handle) -> Any:
     return _Functions(lambda name: lib.vkGetInstanceProcAddr(instance, name))
 
 
+_alive: Counter[str] = Counter()
+_alive_lock = threading.Lock()
+
+
+def count_alive(kind: str, change: int) -> None:
+    """Keep the count of `alive_objects`."""
+    with _alive_lock:
+        _alive[kind] += change
+
+
+def alive_objects() -> dict[str, int]:
+    """Kinds of Vulkan objects alive in this process, instances and those of all devices together, and how many."""
+    return {kind: n for kind, n in sorted(_alive.items()) if n}
+
+
 class Driver:
     """A logical device and all that exists on it.
 
@@ -194,6 +209,7 @@ class Driver:
         """Keep the count of live objects; compiling threads create at the same time."""
         with self._lock:
             self.live[kind] += change
+        count_alive(kind, change)
 
 
 def handle_value(handle: Handle) -> int:

@@ -15,6 +15,7 @@ from vkback.device.driver import (
     NULL,
     array,
     check,
+    count_alive,
     ffi,
     instance_functions,
     lib,
@@ -110,6 +111,7 @@ class Instance:
             raise NoDevice(f"[device] the Vulkan loader found no driver (VK_ERROR_INCOMPATIBLE_DRIVER). {INSTALL_HINT}")
         check(code, "vkCreateInstance", f"layers {layers}, extensions {extensions}")
         self.handle = out[0]
+        count_alive("Instance", 1)
         self.fn = instance_functions(self.handle)
         self._messenger = None
         if validation:
@@ -118,6 +120,7 @@ class Instance:
                 self.fn.vkCreateDebugUtilsMessengerEXT(self.handle, self._messenger_info, NULL, messenger), "vkCreateDebugUtilsMessengerEXT"
             )
             self._messenger = messenger[0]
+            count_alive("DebugUtilsMessenger", 1)
 
     def _describe_messenger(self) -> Any:
         severities = {
@@ -149,7 +152,9 @@ class Instance:
         if self._messenger is not None:
             self.fn.vkDestroyDebugUtilsMessengerEXT(self.handle, self._messenger, NULL)
             self._messenger = None
+            count_alive("DebugUtilsMessenger", -1)
         self.fn.vkDestroyInstance(self.handle, NULL)
+        count_alive("Instance", -1)
 
 
 def version_text(packed: int) -> str:
