@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -27,6 +30,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="vkback[serve] is not installed"
 
 from pydantic import BaseModel, ConfigDict, Field  # noqa: E402  these need the packages above
 
+from tools import stress_server  # noqa: E402
 from vkback.server import app as app_module  # noqa: E402
 from vkback.server.app import Limits, build_app  # noqa: E402
 from vkback.server.worker import Job, Worker  # noqa: E402
@@ -73,7 +77,7 @@ class Served:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def wait(self, state: str) -> None:
-        until = time.monotonic() + 5
+        until = time.monotonic() + 20
         while self.worker.state != state:
             assert time.monotonic() < until, f"the worker is {self.worker.state}, not {state}"
             time.sleep(0.005)
@@ -201,15 +205,33 @@ def test_a_reply_is_of_the_schema_that_was_asked_for(served: Served) -> None:
 
 
 @pytest.mark.vulkan
-def test_twenty_at_once_are_answered_or_told_to_come_again(served: Served) -> None:
-    with ThreadPoolExecutor(20) as pool:
-        replies = list(pool.map(lambda i: served.post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=2), range(20)))
-    assert {r.status_code for r in replies} <= {200, 429}
-    answered = [r.json()["choices"][0]["text"] for r in replies if r.status_code == 200]
-    assert len(answered) >= 8 and len(set(answered)) == 1
-    for r in replies:
-        if r.status_code == 429:
-            assert int(r.headers["retry-after"]) >= 1 and r.json()["error"]["code"] == "queue_full"
+def test_two_dozen_at_once_are_answered_or_told_to_come_again(served: Served) -> None:
+    """`tools/stress_server.py` sends 200 at once."""
+
+    async def send() -> tuple[Counter[str], list[str]]:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=30) as client:
+            return await stress_server.send_at_once(client, 24, random.Random(1), tokens=2)
+
+    ends, wrong = asyncio.run(send())
+    assert not wrong, wrong
+    assert ends["answered"] >= 8 and ends["left"] == 2 and ends.total() == 24
+    served.wait("idle")
+    assert served.worker.queued == 0
+
+
+@pytest.mark.vulkan
+def test_a_full_queue_says_when_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    answer = served.worker._answer
+    monkeypatch.setattr(served.worker, "_answer", lambda job: (go_on.wait(20), answer(job)))
+    with ThreadPoolExecutor(12) as pool:
+        replies = [pool.submit(served.post, "/v1/completions", prompt=PROMPT, temperature=0, max_tokens=1) for _ in range(12)]
+        refused = [reply.result() for reply in itertools.islice(as_completed(replies), 3)]  # one runs, eight wait
+        go_on.set()
+        answered = [reply.result() for reply in replies if reply.result() not in refused]
+    assert {r.status_code for r in refused} == {429} and {r.json()["error"]["code"] for r in refused} == {"queue_full"}
+    assert all(int(r.headers["retry-after"]) >= 1 for r in refused)
+    assert len({r.json()["choices"][0]["text"] for r in answered}) == 1 and len(answered) == 9
 
 
 @pytest.mark.vulkan
@@ -280,42 +302,28 @@ def test_a_device_that_hangs_does_not_hold_the_client(served: Served, monkeypatc
 # --- what is refused
 
 
-def malformed() -> list[tuple[str, bytes]]:
-    """Bodies that no endpoint takes: fields of a wrong type or range, fields there are not, broken JSON."""
-    good: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": MESSAGES}}
-    wrong: dict[str, tuple[Any, ...]] = {
-        "max_tokens": (0, -1, 1.5, "1", 10**30, [], 121), "temperature": (-1, 3, "0", True, {}), "top_p": (-0.1, 1.1, "1"),
-        "top_k": (-1, 2**40, 0.5), "min_p": (2, "a"), "seed": (-1, 2**31, "1"), "stop": ("", [""], 5, ["a"] * 17, [1]),
-        "presence_penalty": (9, "1"), "frequency_penalty": (-9, []), "repeat_penalty": (0, "1"),
-        "logit_bias": ({"a": 1}, {"1": 101}, {"-1": 1}, {"99999999": 1}, []), "n": (0, 2, "1"), "logprobs": (-1, 21, "x"),
-        "stream": ("yes", 1), "stream_options": (5, {}, {"x": 1}), "model": ("gpt", 5), "unknown": (1,), "tools": ([1],),
-        "prompt": ("", [], [-1], [10**9], ["a", "b"], None, {}), "echo": (True,), "suffix": ("a",), "best_of": (2,),
-        "messages": ([], "x", [{}], [{"role": "user"}], [{"role": 1, "content": ""}], [1]), "top_logprobs": (1, 99),
-        "response_format": (
-            "json_object", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "json_schema": {}},
-            {"type": "json_schema", "json_schema": {"schema": [1]}}, {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
-        ),
-    }  # fmt: skip
-    fields = [(key, value) for key, values in wrong.items() for value in values]
-    found = [(path, json.dumps(body | {key: value}).encode()) for path, body in good.items() for key, value in fields]
-    raw = [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 50_000, b'{"prompt": "x", "temperature": NaN}', b'"' + b"a" * 99, b" " * 100_001]
-    found += [(path, body) for path in good for body in raw]
-    draw = random.Random(1)
-    for path, body in good.items():
-        text = json.dumps(body | {"max_tokens": 1}).encode()
-        found += [(path, text[: draw.randrange(len(text))]) for _ in range(60)]
-    return found
-
-
 @pytest.mark.vulkan
-def test_malformed_requests_get_4xx_and_no_traceback(served: Served) -> None:
-    cases = malformed()
-    assert len(cases) > 250
-    for path, body in cases:
-        reply = served.client.post(path, content=body, headers={"Content-Type": "application/json"})
-        assert 400 <= reply.status_code < 500, (path, body[:200], reply.text)
-        assert set(reply.json()["error"]) == {"message", "type", "param", "code"} and "Traceback" not in reply.text
+def test_malformed_requests_get_4xx_and_no_traceback(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """The first 400 of `tools/stress_server.py`, and bytes that are no HTTP."""
+
+    async def send() -> tuple[Counter[int], list[str]]:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=30) as client:
+            return await stress_server.send_malformed(client, stress_server.malformed(400))
+
+    statuses, wrong = asyncio.run(send())
+    assert not wrong, wrong[:5]
+    assert statuses.total() == 400 and set(statuses) >= {400, 404, 405, 413, 415}
+    assert [stress_server.garbage(served.port, seed) for seed in range(5)] == [""] * 5
     assert served.text(max_tokens=1)["usage"]["completion_tokens"] == 1
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_an_answer_to_a_malformed_request_is_looked_at() -> None:
+    body = json.dumps({"error": {"message": "m", "type": "t", "param": None, "code": "c"}})
+    assert stress_server.refused(400, body) == ""
+    for status, text, what in ((200, body, "status 200"), (400, "Traceback", "a traceback"), (400, "{}", "no error object"),
+                               (404, '{"error": {"message": "m"}}', "another error object")):  # fmt: skip
+        assert stress_server.refused(status, text).startswith(what)
 
 
 @pytest.mark.vulkan
