@@ -194,6 +194,25 @@ def test_a_state_of_another_model_or_setting_is_refused(
 
 
 @pytest.mark.vulkan
+def test_a_state_with_any_byte_flipped_is_refused(model: vkback.LoadedModel, tmp_path: Path) -> None:
+    """A thousand places of a session's file; test_state.py flips every byte of a small one."""
+    session = model.session()
+    session.generate(PROMPT, max_tokens=2)
+    session.save(tmp_path / "state")
+    raw = bytearray((tmp_path / "state").read_bytes())
+    rng = np.random.default_rng(1)
+    for at in (0, 9, 13, 50, len(raw) - 1, *rng.integers(len(raw), size=995)):
+        raw[at] ^= (flip := int(rng.integers(1, 256)))
+        (tmp_path / "damaged").write_bytes(raw)
+        with pytest.raises(StateError):
+            session.load(tmp_path / "damaged")
+        raw[at] ^= flip
+    before = session.tokens
+    session.load(tmp_path / "state")
+    assert session.tokens == before
+
+
+@pytest.mark.vulkan
 def test_a_conversation_reads_only_what_is_new(model: vkback.LoadedModel) -> None:
     session = model.session()
     messages = [{"role": "user", "content": "Who is there?"}]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,39 @@ def test_a_save_that_fails_leaves_the_old_file(file: Path, monkeypatch: pytest.M
     with pytest.raises(StateError, match="state: cannot be written"):
         write_state(file, SNAPSHOT, {}, {})
     assert file.read_bytes() == raw and list(file.parent.iterdir()) == [file]
+
+
+SAVES = """
+import os, random, signal, sys, time
+import numpy as np
+from pathlib import Path
+from vkback.models.state import Snapshot, read_state, write_state
+path, rng = Path(sys.argv[1]), random.Random(1)
+snapshots = [Snapshot((n,), {"cache": np.full(1 << 17, n, np.float32)}) for n in range(2)]
+write_state(path, snapshots[0], {}, {})
+whole = cut = 0
+for turn in range(20):
+    child = os.fork()
+    if not child:
+        for n in range(1, 1000):
+            write_state(path, snapshots[n % 2], {}, {})
+    time.sleep(rng.uniform(0.0, 0.02))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = read_state(path)[0]
+    assert (found.arrays["cache"] == found.tokens[0]).all()
+    cut += len(list(path.parent.iterdir())) > 1
+    for left in path.parent.glob("*.tmp"):
+        left.unlink()
+print(cut)
+"""
+
+
+def test_a_killed_save_leaves_a_whole_file(tmp_path: Path) -> None:
+    """Twenty processes that save over and over are killed at some moment: the file is that of a save which came to its end."""
+    done = subprocess.run([sys.executable, "-c", SAVES, str(tmp_path / "state")], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 4, "kills between saves show nothing"
 
 
 def test_differences_are_named() -> None:
