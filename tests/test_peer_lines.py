@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.cases import find_case, full_cases, quick_cases
 from vkback.harness.lines import case_lines, cases_of
-from vkback.harness.output import op_table
+from vkback.harness.output import About, Csv, op_table
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import Suite
 from vkback.harness.support import support_of
@@ -176,6 +178,24 @@ def test_a_file_ends_in_a_table_and_a_garbled_one_with_code_2(
     assert call(monkeypatch, main.main, "test-ops", "--from", str(log)) == 2
     assert "log.txt:1: SQR: no parameter is called x; known are type, ne, seed;" in capsys.readouterr().err
     assert call(monkeypatch, main.main, "test-ops", "SQR(type=f32") == 2
+
+
+def test_support_is_counted_as_the_peer_counts_it() -> None:
+    """Its table of ops takes rows of mode "support", groups them by backend_reg_name and op_name, and reads "yes" in error_message."""
+    lines = ("ABS(type=f16,ne_a=[128,2,2,2],v=0)", "SILU(type=i8,ne_a=[5,1,1,1],v=0)", "SILU(type=f32,ne_a=[5,1,1,1],v=0)")
+    out = StringIO()
+    printer = Csv(out, About("Vulkan0", "a device", "a driver", "abc", "2026-11-23T00:00:00Z"))
+    for result in support_of(map(find_case, lines), H200):
+        printer.add(result)
+    printer.finish()
+    rows = list(csv.DictReader(StringIO(out.getvalue())))
+    expected = ["backend_name", "op_name", "op_params", "test_mode", "supported", "error_message", "backend_reg_name"]
+    assert list(rows[0])[:7] == expected
+    assert [(r["backend_reg_name"], r["test_mode"], r["op_name"], r["error_message"], r["supported"]) for r in rows] == [
+        ("Vulkan", "support", "ABS", "yes", "1"), ("Vulkan", "support", "SILU", "no", "0"), ("Vulkan", "support", "SILU", "yes", "1"),
+    ]  # fmt: skip
+    assert [f"{r['op_name']}({r['op_params']})" for r in rows] == list(lines)
+    assert rows[1]["reason"] == "[SILU] type=i8 is not supported, but f32, f16, bf16" and rows[0]["reason"] == ""
 
 
 def test_the_table_counts_reasons() -> None:

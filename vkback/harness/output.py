@@ -23,9 +23,9 @@ SQL_TABLE = "test_backend_ops"
 
 OURS = (
     "nmse", "worst", "tolerance_nmse", "tolerance_worst", "spread_us", "latency_us", "latency_spread_us", "barrier_free_us",
-    "read_rate_gb_s", "read_rate_percent", "math_way", "math_rate_tflops", "math_rate_percent", "driver_info", "seed",
+    "read_rate_gb_s", "read_rate_percent", "math_way", "math_rate_tflops", "math_rate_percent", "driver_info", "seed", "reason",
 )  # fmt: skip
-"""Fields that test-backend-ops does not have."""
+"""Fields that test-backend-ops does not have. reason: why a case is not supported."""
 
 CSV_FIELDS = (
     "backend_name", "op_name", "op_params", "test_mode", "supported", "error_message", "backend_reg_name", "passed", "time_us", "flops",
@@ -36,7 +36,7 @@ SQL_FIELDS: Mapping[str, str] = {
     "test_time": "TEXT", "build_commit": "TEXT", "backend_name": "TEXT", "op_name": "TEXT", "op_params": "TEXT", "test_mode": "TEXT",
     "supported": "INTEGER", "passed": "INTEGER", "error_message": "TEXT", "time_us": "REAL", "flops": "REAL", "bandwidth_gb_s": "REAL",
     "memory_kb": "INTEGER", "n_runs": "INTEGER", "device_description": "TEXT", "backend_reg_name": "TEXT",
-    **{name: "TEXT" if name in ("driver_info", "math_way") else "REAL" for name in OURS},
+    **{name: "TEXT" if name in ("driver_info", "math_way", "reason") else "REAL" for name in OURS},
 }  # fmt: skip
 
 Style = Callable[[str, str], str]
@@ -127,7 +127,8 @@ class Printer(ABC):
 
 
 def fields_of(result: CaseResult, about: About) -> dict[str, Any]:
-    """Every field of csv and sql."""
+    """Every field of csv and sql. In support mode error_message says "yes" or "no", as that of test-backend-ops: its table of ops counts
+    these."""
     seed = result.line.rpartition("seed=")[2].removesuffix(")")
     return {
         "test_time": about.time,
@@ -138,7 +139,7 @@ def fields_of(result: CaseResult, about: About) -> dict[str, Any]:
         "test_mode": result.mode,
         "supported": int(result.supported),
         "passed": None if result.passed is None else int(result.passed),
-        "error_message": result.message,
+        "error_message": ("yes" if result.supported else "no") if result.mode == "support" else result.message,
         "time_us": result.time_us,
         "flops": 1e6 * result.flops / result.time_us if result.time_us else None,
         "bandwidth_gb_s": result.gb_s,
@@ -161,6 +162,7 @@ def fields_of(result: CaseResult, about: About) -> dict[str, Any]:
         "math_rate_percent": result.math_rate_percent,
         "driver_info": about.driver,
         "seed": int(seed) if seed.isdigit() else None,
+        "reason": "" if result.supported else result.message,
     }
 
 
