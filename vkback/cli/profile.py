@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vkback.cli.shell import ActOption, DeviceOption, act_of, model_path, one_of, open_for_writing
+from vkback.cli.terminal import StatusLine
 
 if TYPE_CHECKING:
     from vkback.timing.profile_model import Profile
@@ -51,8 +51,8 @@ def profile(
         ids = engine.tokenizer.encode(prompt) if prompt else []
         if len(ids) < 2:
             ids += np.random.default_rng(1).integers(0, engine.model.hp.n_vocab, prompt_tokens - len(ids)).tolist()
-        loud = not as_json and sys.stderr.isatty()
-        found = measure(engine, load_s, ids, tokens, batch, lambda part: print(f"vkback: {part}", file=sys.stderr) if loud else None)
+        with StatusLine(wanted=not as_json) as status:
+            found = measure(engine, load_s, ids, tokens, batch, lambda part: status.say(f"vkback: measuring {part}"))
     if outputs[0]:
         with outputs[0] as f:
             json.dump(text.trace(found), f)
