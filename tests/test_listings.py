@@ -72,6 +72,19 @@ block 2 L6 [1] -> {
                 exit                                         // delay=1
 } -> []
 """
+MAXWELL = """\
+block.u 1 L4 [0, 3] -> {
+      r48     = iadd2 r48 0x1                                // delay=6
+                ssy L6                                       // delay=13
+@!p0            bra pT L7                                    // delay=13
+} -> [2, 3]
+block 2 L7 [1] -> {
+                sync L6                                      // delay=13
+} -> [3]
+block.u 3 L6 [2] -> {
+                cont L4                                      // delay=13
+} -> [1]
+"""
 SASS = [
     "/*0000*/ S2R R0, SR_TID.X ;",
     "/*0010*/ LDG.E.128 R4, [R0] ;",
@@ -105,6 +118,7 @@ def test_nak_and_nvidia() -> None:
     nak = read_nak(NAK)
     assert kinds(nak) == {"vector": 2, "load": 1, "dot": 1, "multiply": 1, "branch": 1, "store": 1}
     assert nak.loops == ((1, 5),)
+    assert read_nak(MAXWELL).loops == ((0, 4),), "before Volta a loop ends in cont"
     sass = read_sass(SASS)
     assert kinds(sass) == {"vector": 1, "load": 1, "dot": 1, "branch": 1} and sass.loops == ((1, 3),)
 

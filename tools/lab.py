@@ -68,10 +68,11 @@ class LabError(Exception):
 def said(*argv: str, **kwargs: Any) -> str:
     """A command's output. Raises LabError with its last lines."""
     done = subprocess.run(argv, capture_output=True, text=True, **kwargs)
+    output: str = done.stdout
     if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+        last = "\n".join((output + done.stderr).splitlines()[-5:])
         raise LabError(f"{' '.join(argv[:4])} ... failed with {done.returncode}:\n{last}")
-    return done.stdout
+    return output
 
 
 class Root:
@@ -87,8 +88,9 @@ class Root:
         """Make what is missing."""
         made = self.folder / "opt/made"
         if not made.exists():
-            print(f"building a Debian sid root in {self.folder}", file=sys.stderr)
+            print(f"== root: Debian sid in {self.folder}, 1.5 GB, about 5 min", file=sys.stderr)
             if shutil.which("debootstrap") is None:
+                said("apt-get", "-qq", "update")
                 said("apt-get", "-qq", "install", "-y", "debootstrap")
             shutil.rmtree(self.folder, ignore_errors=True)
             said("debootstrap", "--variant=minbase", "--include=ca-certificates", "sid", str(self.folder))

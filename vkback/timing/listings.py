@@ -102,7 +102,7 @@ IR3: Rules = (
 )
 NAK: Rules = (
     (r"nop|b[s]?sync|bssy|bclear|bmov|warpsync|membar|depbar|ccctl|yld|exit|break|annotate", "wait"),
-    (r"bra|brx|bar|kill|call|ret|cont", "branch"),
+    (r"bra|brx|bar|kill|call|ret|cont|brk|pcnt|pbk|ssy|sync", "branch"),
     (r"idp4|idp", "dot"),
     (r"ffma|hfma2|dfma", "fma"),
     (r"imad|imul|xmad", "multiply"),
@@ -177,7 +177,7 @@ def read_ir3(text: str) -> Listing:
 
 
 def read_nak(text: str) -> Listing:
-    """NVK's "NAK assembly": blocks with a number, a label and their predecessors."""
+    """NVK's "NAK assembly": blocks with a number, a label and their predecessors. Loops end in `bra`, before Volta in `cont`."""
     kind = _classed(NAK)
     instructions: list[Instruction] = []
     places: dict[str, int] = {}
@@ -193,7 +193,7 @@ def read_nak(text: str) -> Listing:
         if not found or line.startswith("}") or line.startswith("block"):
             continue
         instructions.append(Instruction(found[1], kind(found[1])))
-        if found[1] == "bra" and (target := re.search(r"\b(L\d+)\b", body)):
+        if found[1] in ("bra", "cont") and (target := re.search(r"\b(L\d+)\b", body)):
             branches.append((len(instructions) - 1, target[1]))
     return Listing(tuple(instructions), _backward((at, places.get(name)) for at, name in branches))
 
