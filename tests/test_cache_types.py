@@ -24,9 +24,10 @@ N_CTX = 96
 
 
 @pytest.mark.vulkan
-def test_logits_and_states_of_quantized_caches(tmp_path: Path, device: Device) -> None:
-    path, k, v = tmp_path / "model.gguf", "q8_0", "q4_0"
-    synthesize("tiny-llama-Q8_0", path)
+@pytest.mark.parametrize(("shape", "k", "v"), [("tiny-llama", "q8_0", "q4_0"), ("tiny-deepseek2", "q4_0", "q4_0")])
+def test_logits_and_states_of_quantized_caches(shape: str, k: str, v: str, tmp_path: Path, device: Device) -> None:
+    path = tmp_path / "model.gguf"
+    synthesize(f"{shape}-Q8_0", path)
     types = CacheTypes(k.upper(), v.upper()), CacheTypes()
     twins = [NumpyTwin(path, n_ctx=N_CTX, cache=cache).forward(TOKENS)["result_output"] for cache in types]
     with Engine.load(path, device, n_ctx=N_CTX, act="f32", progress=False, cache_type_k=k, cache_type_v=v) as engine:

@@ -147,6 +147,18 @@ def test_vkbench_runs_each_ubatch(engine: FakeEngine, monkeypatch: pytest.Monkey
     assert "n_ubatch" not in capsys.readouterr().out, "llama-bench's default"
 
 
+def test_vkbench_tells_exact_results_apart(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ("pp8", "-r", "1", "-m", "demo-dense", "-oe", "jsonl", "--read-rate", "0")
+    assert call(monkeypatch, bench.main, *args, "--exact") == call(monkeypatch, bench.main, *args) == 0
+    out, err = capsys.readouterr()
+    assert [("exact" in loaded) for loaded in engine.loaded] == [True, False]
+    assert [json.loads(text)["exact"] for text in err.splitlines()] == [True, False]
+    heads = [line for line in out.splitlines() if line.startswith("| model ")]
+    assert [("| exact |" in head) for head in heads] == [True, False]
+
+
 def test_logits_to_host_is_feeding_random_tokens(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

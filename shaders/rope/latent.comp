@@ -10,12 +10,13 @@
 //   pos    I32 [tokens]: -1 or a position outside the cache stores nothing
 //   [FACTORS: F32 [ROPE_PAIRS] that divide the frequencies]
 //   q_pe   F32 [tokens, HEADS, ROT]: the turned values of Q
-//   cache_k  F16 [1, n_ctx, RANK + ROT]: normed latent, then turned key;  LEGACY: [HEADS, n_ctx, NOPE + ROT], and cache_v [HEADS, n_ctx, VALUES]
+//   cache_k  F16 [1, n_ctx, RANK + ROT]: normed latent, then turned key;  LEGACY: [HEADS, n_ctx, NOPE + ROT], and cache_v [HEADS, n_ctx, VALUES].
+//            APART: the same rows as F32 [tokens, heads, width], for caches of other types
 //
 // A thread takes pairs, counted through q_pe, then (LEGACY) through the rows of K and V of all heads. Without LEGACY workgroup 0 of a token makes
 // its row of K, which takes a sum over the latent, and the pairs of q_pe begin in workgroup 1.
 //
-// Defines: HEADS NOPE ROT RANK VALUES LEGACY FACTORS, those of rope/rope.glsl and common/reduce.glsl
+// Defines: APART HEADS NOPE ROT RANK VALUES LEGACY FACTORS, those of rope/rope.glsl and common/reduce.glsl
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
 #include "rope/rope.glsl"
@@ -43,9 +44,24 @@ layout(std430, set = 0, binding = POS) readonly buffer InPos { int pos[]; };
 layout(std430, set = 0, binding = POS + 1) readonly buffer InFactors { float factors[]; };
 #endif
 layout(std430, set = 0, binding = AFTER) writeonly buffer OutQ { vec2 q_pe[]; };
-layout(std430, set = 0, binding = AFTER + 1) writeonly buffer CacheK { uint cache_k[]; };
-#if LEGACY
-layout(std430, set = 0, binding = AFTER + 2) writeonly buffer CacheV { uint cache_v[]; };
+#if APART
+layout(std430, set = 0, binding = AFTER + 1) writeonly buffer OutK { vec2 k_out[]; };
+#else
+layout(std430, set = 0, binding = AFTER + 1) writeonly buffer CacheK { uint k_out[]; };
+#endif
+#if LEGACY && APART
+layout(std430, set = 0, binding = AFTER + 2) writeonly buffer OutV { vec2 v_out[]; };
+#elif LEGACY
+layout(std430, set = 0, binding = AFTER + 2) writeonly buffer CacheV { uint v_out[]; };
+#endif
+
+// Where row `position` of a head begins in what is written, and what is written of two values.
+#if APART
+#define ROW_OF(token, position, head, heads) ((token) * (heads) + (head))
+#define STORED(pair) (pair)
+#else
+#define ROW_OF(token, position, head, heads) ((head) * p.n_ctx + uint(position))
+#define STORED(pair) packHalf2x16(pair)
 #endif
 
 // Pairs of a row.
@@ -78,12 +94,12 @@ void store_row(uint t, uint token, int position, bool stores) {
     }
     const float scale = inversesqrt(wg_sum(square) / float(RANK) + p.eps);
     if (!stores) return;
-    const uint row = uint(position) * (RANK2 + ROT2);
+    const uint row = ROW_OF(token, position, 0u, 1u) * (RANK2 + ROT2);
     [[unroll]] for (uint i = 0; i < ROUNDS; i++) {
         const uint at = i * WG_SIZE + t;
-        if (at < RANK2) cache_k[row + at] = packHalf2x16(scale * latent[i] * norm[at]);
+        if (at < RANK2) k_out[row + at] = STORED(scale * latent[i] * norm[at]);
     }
-    for (uint i = t; i < ROT2; i += WG_SIZE) cache_k[row + RANK2 + i] = packHalf2x16(turned_key(token, i, position));
+    for (uint i = t; i < ROT2; i += WG_SIZE) k_out[row + RANK2 + i] = STORED(turned_key(token, i, position));
 }
 #endif
 
@@ -113,13 +129,13 @@ void main() {
     if (pair < HEADS * (NOPE2 + ROT2)) {
         const uint head = pair / (NOPE2 + ROT2), i = pair % (NOPE2 + ROT2);
         const vec2 key = i < NOPE2 ? kv_heads[(token * HEADS + head) * (NOPE2 + VALUES2) + i] : turned_key(token, i - NOPE2, position);
-        cache_k[(head * p.n_ctx + uint(position)) * (NOPE2 + ROT2) + i] = packHalf2x16(key);
+        k_out[ROW_OF(token, position, head, HEADS) * (NOPE2 + ROT2) + i] = STORED(key);
         return;
     }
     pair -= HEADS * (NOPE2 + ROT2);
     if (pair < HEADS * VALUES2) {
         const uint head = pair / VALUES2, i = pair % VALUES2;
-        cache_v[(head * p.n_ctx + uint(position)) * VALUES2 + i] = packHalf2x16(kv_heads[(token * HEADS + head) * (NOPE2 + VALUES2) + NOPE2 + i]);
+        v_out[ROW_OF(token, position, head, HEADS) * VALUES2 + i] = STORED(kv_heads[(token * HEADS + head) * (NOPE2 + VALUES2) + NOPE2 + i]);
     }
 #endif
 }

@@ -7,7 +7,7 @@
               cache_v F16 [heads, n_ctx, dim_v] [, factors]) -> q_pe, cache_k, cache_v
               A head's K is its own part, then the shared key; its V comes behind its part of K.
 
-    params    those of ROPE (mode "normal", n_dims = rot), legacy, has_ff; absorbed: eps
+    params    those of ROPE (mode "normal", n_dims = rot), legacy, has_ff; absorbed: eps; type_k, type_v: of caches that are not F16
     q_pe is the turned part of Q; attention takes the rest from where it is (FLASH_ATTN_EXT with split_q).
 """
 
@@ -38,8 +38,9 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
+from vkback.ops.cache import cache_kinds, cache_params, stored_cache
 from vkback.ops.rope import FREQUENCY, frequency_factors
-from vkback.ops.rows import F16_TOLERANCE, set_rows
+from vkback.ops.rows import apart, cache_tolerance, store_apart, stored_rows, stores_of
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
@@ -63,9 +64,9 @@ class MlaRopeSetRows(Op):
             made = np.asarray(third, np.float64).reshape(n, heads, -1)
             nope = q.shape[2] - rot
             key = np.concatenate([made[:, :, :nope], np.repeat(key, heads, axis=1)], axis=-1)
-            return [q_pe, set_rows(key, pos, caches[0]), set_rows(made[:, :, nope:], pos, caches[1])]
+            return [q_pe, *stored_rows(params, pos, (key, made[:, :, nope:]), caches)]
         (latent,) = OPS["RMS_NORM_MUL"].reference([np.asarray(kv, np.float64)[:, :-rot], third], params)
-        return [q_pe, set_rows(np.concatenate([latent[:, None], key], axis=-1), pos, caches[0])]
+        return [q_pe, *stored_rows(params, pos, (np.concatenate([latent[:, None], key], axis=-1),), caches)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         q, kv, third, pos, cache_k, *rest = node.inputs
@@ -87,14 +88,15 @@ class MlaRopeSetRows(Op):
         wg = workgroup_size(ctx.caps, max(choice["wg_size"], 128))
         defines, subgroup = reduction(ctx.caps, wg)
         defines |= {"HEADS": heads, "NOPE": nope, "ROT": rot, "RANK": rank, "VALUES": values}
-        defines |= {"LEGACY": int(legacy), "FACTORS": len(factors)}
+        caches = [cache_k, *rest[:legacy]]
+        made = apart(f"{q_pe.name}.stored", n, caches)
+        defines |= {"LEGACY": int(legacy), "FACTORS": len(factors), "APART": int(made is not caches)}
         defines |= {key: value for key, value in rope_angles.defines(params).items() if key != "ROPE_NEOX"}
         gz = ceil_div(n, MAX_GROUPS_X)
-        caches = [cache_k, *rest[:legacy]]
         return [
             Dispatch(
                 Variant("rope/latent.comp", tuple(sorted(defines.items())), subgroup),
-                (*map(Arg, (q, kv, third, pos, *factors)), Arg(q_pe, "w"), *(Arg(c, "w") for c in caches)),
+                (*map(Arg, (q, kv, third, pos, *factors)), Arg(q_pe, "w"), *(Arg(t, "w") for t in made)),
                 pack_push(n, n_ctx, float(params.get("eps", 0.0))),
                 (ceil_div(pairs, wg) + (not legacy), ceil_div(n, gz), gz),
                 node.op,
@@ -102,17 +104,19 @@ class MlaRopeSetRows(Op):
                 f"{wg} threads: {choice.source}",
                 nbytes=2 * nbytes(q_pe) + nbytes(kv) + nbytes(third) + 2 * n * sum(c.shape[0] * c.shape[2] for c in caches),
                 flops=6 * n * (heads * rot + kv.shape[-1]),
-            )
+            ),
+            *store_apart(made, pos, caches, ctx),
         ]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return F16_TOLERANCE
+        return cache_tolerance(node)
 
     def cases(self) -> Iterator[Case]:
         for legacy in (False, True):
             yield self.build_case(1, 16, 128, 64, 512, 128, legacy)
             yield self.build_case(3, 3, 32, 16, 64, 32, legacy, freq_scale=1 / 40, ext_factor=1.0)
             yield self.build_case(2, 5, 6, 12, 14, 2, legacy, ff=True)
+            yield self.build_case(3, 3, 32, 32, 64, 64, legacy, type_k="q4_0", type_v="q8_0")
 
     def full_cases(self) -> Iterator[Case]:
         for legacy, n, heads, (nope, rot, rank, dim_v), ff in product(
@@ -125,21 +129,24 @@ class MlaRopeSetRows(Op):
             yield self.build_case(n, 16, 128, 64, 512, 128, False)
 
     def build_case(
-        self, n: int, n_head: int, nope: int, rot: int, rank: int, dim_v: int, legacy: bool, ff: bool = False, seed: int = 17, **given: Any
+        self, n: int, n_head: int, nope: int, rot: int, rank: int, dim_v: int, legacy: bool, ff: bool = False, seed: int = 17,
+        type_k: str = "f16", type_v: str = "f16", **given: Any,
     ) -> Case:
         """Caches of 16 positions (more for more tokens) holding values already; tokens from position 3 on, the last of several being
         padding. given: of FREQUENCY."""
         params = {**rope_angles.DEFAULTS, "n_dims": rot, "eps": 1e-6, "legacy": legacy, "has_ff": ff, **given}
+        kinds = cache_kinds(type_k, type_v, *((nope + rot, dim_v) if legacy else (rank + rot,)))
+        params |= cache_params(kinds)
 
         def make(rng: np.random.Generator) -> Problem:
             n_ctx = max(16, n + 4)
             q, kv = Tensor("q", "F32", (n, n_head, nope + rot), "input"), Tensor("kv", "F32", (n, rank + rot), "input")
             third = Tensor("kv_heads", "F32", (n, n_head * (nope + dim_v)), "input") if legacy else Tensor("norm", "F32", (rank,), "weight")
-            caches = [Tensor("cache_k", "F16", (n_head, n_ctx, nope + rot) if legacy else (1, n_ctx, rank + rot), "state")]
-            caches += [Tensor("cache_v", "F16", (n_head, n_ctx, dim_v), "state")] if legacy else []
+            caches = [Tensor("cache_k", kinds[0], (n_head, n_ctx, nope + rot) if legacy else (1, n_ctx, rank + rot), "state")]
+            caches += [Tensor("cache_v", kinds[1], (n_head, n_ctx, dim_v), "state")] if legacy else []
             inputs = [q, kv, third, Tensor("pos", "I32", (n,), "input"), *caches]
             values: dict[str, Array] = {t.name: rng.uniform(-1, 1, t.shape).astype(np.float32) for t in (q, kv, third)}
-            values |= {t.name: rng.uniform(-1, 1, t.shape).astype(np.float16) for t in caches}
+            values |= {t.name: stored_cache(t.type, rng.uniform(-1, 1, t.shape).astype(np.float16)) for t in caches}
             values["pos"] = np.arange(3, 3 + n, dtype=np.int32)
             if n > 1:
                 values["pos"][-1] = -1
@@ -148,7 +155,9 @@ class MlaRopeSetRows(Op):
                 values["factors"] = frequency_factors(rot, 1.0)
             return Problem(Node(self.name, tuple(inputs), (Tensor("q_pe", "F32", (n, n_head, rot)), *caches), params), values)
 
-        shown = {"n": n, "n_head": n_head, "nope": nope, "rot": rot, "rank": rank, "dim_v": dim_v, "legacy": legacy, "ff": ff}
+        shown: dict[str, Any] = {"n": n, "n_head": n_head, "nope": nope, "rot": rot, "rank": rank, "dim_v": dim_v}
+        shown |= {"legacy": legacy, "ff": ff}
+        shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
         return Case(self.name, {**shown, **given, "seed": seed}, make, seed)
 
     def unfused(self, node: Node) -> list[Node]:
@@ -177,9 +186,8 @@ class MlaRopeSetRows(Op):
             of_v = (n, heads, both - nope)
             value = emit("CONT", "value", of_v, third, view=View(nope, of_v, (heads * both, both, 1)))
             stored = emit("CONCAT", "k", (n, heads, dim_k), own, repeated, axis=-1)
-            stores = [Node("SET_ROWS", (t, pos, c), (c,)) for t, c in zip((stored, value), caches, strict=True)]
-            return [*chain, *stores]
+            return [*chain, *stores_of((stored, value), pos, caches)]
         latent = emit("CONT", "latent", (n, 1, row - rot), kv, view=View(0, (n, 1, row - rot), (row, row, 1)))
         latent = emit("RMS_NORM_MUL", "normed", (n, 1, row - rot), latent, third, eps=node.params["eps"])
         stored = emit("CONCAT", "k", (n, 1, row), latent, key, axis=-1)
-        return [*chain, Node("SET_ROWS", (stored, pos, caches[0]), (caches[0],))]
+        return [*chain, *stores_of((stored,), pos, caches)]

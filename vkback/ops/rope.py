@@ -31,9 +31,9 @@ from vkback.ops.base import (
     pack_push,
     register,
 )
-from vkback.ops.cache import cache_kinds, cache_params, stored_cache, stored_tolerance
+from vkback.ops.cache import cache_kinds, cache_params, stored_cache
 from vkback.ops.cost import Cost
-from vkback.ops.rows import F16_TOLERANCE, stored_rows
+from vkback.ops.rows import apart, cache_tolerance, store_apart, stored_rows, stores_of
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -356,12 +356,10 @@ class QkvRopeSetRows(Op):
             raise PlanError(f"[{self.name}] {node.name}: {len(extra)} inputs after the caches, has_norm and has_ff announce {announced}")
         _check_factors(node, extra[norm:])
         caches = (cache_k, cache_v)
-        apart = {c.type for c in caches} != {"F16"}
-        kv = [Tensor(f"{q_out.name}.{name}", "F32", (heads.n, kv_heads, dim)) for name in ("key", "value")] if apart else caches
+        kv = apart(f"{q_out.name}.stored", heads.n, caches)
         args = (*map(Arg, sources), Arg(pos), *map(Arg, extra), Arg(q_out, "w"), *(Arg(t, "w") for t in kv))
-        defines = {"STORE": 1, "APART": int(apart), "PACKED": int(packed), "NORM": norm // 2, "FACTORS": len(extra) - norm}
-        stores = [Node("SET_ROWS", (x, pos, cache), (cache,)) for x, cache in zip(kv, caches, strict=True)] if apart else []
-        return [_dispatch(node, ctx, heads, args, defines, n_ctx), *(d for n in stores for d in OPS["SET_ROWS"].lower(n, ctx))]
+        defines = {"STORE": 1, "APART": int(kv is not caches), "PACKED": int(packed), "NORM": norm // 2, "FACTORS": len(extra) - norm}
+        return [_dispatch(node, ctx, heads, args, defines, n_ctx), *store_apart(kv, pos, caches, ctx)]
 
     def cases(self) -> Iterator[Case]:
         for mode in ("normal", "neox"):
@@ -426,8 +424,7 @@ class QkvRopeSetRows(Op):
         return Case(self.name, {**shown, "ff": ff, **given, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        kinds = [t.type for t in node.outputs[1:] if t.type != "F16"]
-        return max(map(stored_tolerance, kinds), key=lambda t: t.nmse) if kinds else F16_TOLERANCE
+        return cache_tolerance(node)
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """That of the chain, also where q, k and v come as one tensor."""
@@ -454,6 +451,4 @@ class QkvRopeSetRows(Op):
         params = {key: node.params[key] for key in rope_angles.PARAMS}
         turned = Tensor(f"{k.name}.turned", "F32", k.shape)
         chain += [Node("ROPE", (q, pos, *extra), (out,), params), Node("ROPE", (k, pos, *extra), (turned,), params)]
-        kinds = ({"type": node.params[key]} if key in node.params else {} for key in ("type_k", "type_v"))
-        stores = zip((turned, v), (cache_k, cache_v), kinds, strict=True)
-        return [*chain, *(Node("SET_ROWS", (x, pos, cache), (cache,), kind) for x, cache, kind in stores)]
+        return [*chain, *stores_of((turned, v), pos, (cache_k, cache_v))]

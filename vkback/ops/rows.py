@@ -14,6 +14,7 @@ from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import set_rows as rows_anyhow
 from vkback.ops.base import (
+    OPS,
     VALUE_BYTES,
     Arg,
     Array,
@@ -61,10 +62,36 @@ def set_rows(x: Array, pos: Array, cache: Array) -> Array:
     return out
 
 
-def stored_rows(params: Mapping[str, Any], pos: Array, rows: tuple[Array, Array], caches: tuple[Array, Array]) -> list[Array]:
-    """Caches of K and V with rows stored, as the params type_k and type_v say; F16 without them."""
+def stored_rows(params: Mapping[str, Any], pos: Array, rows: Sequence[Array], caches: Sequence[Array]) -> list[Array]:
+    """Caches of K and, if there are two, of V with rows stored, as the params type_k and type_v say; F16 without them."""
     kinds = (params.get("type_k"), params.get("type_v"))
-    return [set_rows(as_stored(kind, x) if kind else x, pos, cache) for x, cache, kind in zip(rows, caches, kinds, strict=True)]
+    return [set_rows(as_stored(kind, x) if kind else x, pos, cache) for x, cache, kind in zip(rows, caches, kinds, strict=False)]
+
+
+def stores_of(rows: Sequence[Tensor], pos: Tensor, caches: Sequence[Tensor]) -> list[Node]:
+    """SET_ROWS of each cache."""
+    return [
+        Node("SET_ROWS", (x, pos, cache), (cache,), {} if cache.type == "F16" else {"type": cache.type})
+        for x, cache in zip(rows, caches, strict=True)
+    ]
+
+
+def apart(name: str, n: int, caches: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Where a kernel writes new rows of n tokens: into the caches themselves, or where one is quantized as F32 beside them."""
+    if all(cache.type == "F16" for cache in caches):
+        return caches
+    return [Tensor(f"{name}.{cache.name}", "F32", (n, cache.shape[0], cache.shape[2])) for cache in caches]
+
+
+def store_apart(made: Sequence[Tensor], pos: Tensor, caches: Sequence[Tensor], ctx: LowerContext) -> list[Dispatch]:
+    """The dispatches that bring what `apart` has made into the caches."""
+    return [] if made is caches else [d for node in stores_of(made, pos, caches) for d in OPS["SET_ROWS"].lower(node, ctx)]
+
+
+def cache_tolerance(node: Node) -> Tolerance:
+    """Of what a node stores into caches."""
+    kinds = [t.type for t in node.outputs if t.kind == "state" and t.type != "F16"]
+    return max(map(stored_tolerance, kinds), key=lambda t: t.nmse) if kinds else F16_TOLERANCE
 
 
 @register

@@ -237,7 +237,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
             extra = (norms[0].inputs[1], norms[1].inputs[1])
             params["eps"] = norms[0].params["eps"]
         params |= {"has_norm": bool(extra), "has_ff": bool(factors), "packed": False}
-        params |= {key: s.params["type"] for key, s in (("type_k", store_k), ("type_v", store_v)) if "type" in s.params}
+        params |= {key: c.type for key, c in (("type_k", cache_k), ("type_v", cache_v)) if c.type != "F16"}
         q, k, v = (dataclasses.replace(t, shape=shape) for t, shape in ((q, q_in.shape), (k, k_in.shape), (v, k_in.shape)))
         fused = Node("QKV_ROPE_SET_ROWS", (q, k, v, pos, cache_k, cache_v, *extra, *factors), (q_out, cache_k, cache_v), params)
         nodes = replace(nodes, gone, [fused])
@@ -334,6 +334,7 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
         return None
     factors = rope_q.inputs[2:]
     caches = (cache_k, cache_v) if legacy else (cache_k,)
+    params |= {key: c.type for key, c in zip(("type_k", "type_v"), caches, strict=False) if c.type != "F16"}
     inputs = (dataclasses.replace(q, shape=(n, heads, dim_k)), dataclasses.replace(kv, shape=(n, row)), third, pos, *caches, *factors)
     q_pe = rope_q.outputs[0]
     made = Node("MLA_ROPE_SET_ROWS", inputs, (q_pe, *caches), {**rope_q.params, **params, "has_ff": bool(factors)})
