@@ -1,0 +1,61 @@
+#version 450
+// Gradient of RMS_NORM and NORM by their input, row by row. With r = 1 / sqrt(mean of x^2 + eps) (NORM: of (x - mean)^2), n = x r (NORM: (x - mean) r)
+// and g = dy w:
+//   RMS_NORM  dx = r (g - n mean(g n))
+//   NORM      dx = r (g - mean(g) - n mean(g n))
+//
+//   binding 0  dy F32 [rows, dim]
+//   binding 1  x F32 [rows, dim]
+//   binding 2  dx F32 [rows, dim]; may be dy or x
+//   binding 3  w F32 [dim], with WEIGHT
+//
+// One workgroup a row; thread t takes the values t, t + WG_SIZE, ...
+//
+// Defines: CENTER 1: NORM; WEIGHT; those of common/reduce.glsl
+#include "common/reduce.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint rows;
+    uint dim;
+    float eps;
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InDy { float dy[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InX { float x[]; };
+layout(std430, set = 0, binding = 2) writeonly buffer OutDx { float dx[]; };
+#if WEIGHT
+layout(std430, set = 0, binding = 3) readonly buffer InW { float w[]; };
+#define WEIGHT_OF(i) w[i]
+#else
+#define WEIGHT_OF(i) 1.0
+#endif
+
+void main() {
+    const uint row = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+    if (row >= p.rows) return;
+    const uint t = gl_LocalInvocationID.x, from = row * p.dim;
+    const float each = 1.0 / float(p.dim);
+    float mean = 0.0;
+#if CENTER
+    for (uint i = t; i < p.dim; i += WG_SIZE) mean += x[from + i];
+    mean = wg_sum(mean) * each;
+#endif
+    float squares = 0.0, products = 0.0, plain = 0.0;
+    for (uint i = t; i < p.dim; i += WG_SIZE) {
+        const float v = x[from + i] - mean, g = dy[from + i] * WEIGHT_OF(i);
+        squares += v * v;
+        products += g * v;
+        plain += g;
+    }
+    const float r = 1.0 / sqrt(wg_sum(squares) * each + p.eps);
+    const float along = wg_sum(products) * each * r * r;
+#if CENTER
+    const float level = wg_sum(plain) * each;
+#else
+    const float level = 0.0;
+#endif
+    for (uint i = t; i < p.dim; i += WG_SIZE)
+        dx[from + i] = r * (dy[from + i] * WEIGHT_OF(i) - level - (x[from + i] - mean) * along);
+}

@@ -1,0 +1,44 @@
+#version 450
+// Gradient of a norm's weight and, for NORM, of its bias: sums over rows of dy n, and of dy, with n the normed x. Of `block` rows at a time:
+// what several blocks give is added up by sums/columns.comp.
+//
+//   binding 0  dy F32 [rows, dim]
+//   binding 1  x F32 [rows, dim]
+//   binding 2  scale F32 [rows, 2]: mean and scale of each row (norm/row_scale.comp)
+//   binding 3  dw F32 [blocks, dim]
+//   binding 4  db F32 [blocks, dim], with CENTER
+//
+// A thread takes a column of a block, one row after the other.
+//
+// Defines: WG_SIZE; CENTER 1: NORM
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint rows;
+    uint dim;
+    uint block;
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InDy { float dy[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InX { float x[]; };
+layout(std430, set = 0, binding = 2) readonly buffer InScale { vec2 scale[]; };
+layout(std430, set = 0, binding = 3) writeonly buffer OutDw { float dw[]; };
+#if CENTER
+layout(std430, set = 0, binding = 4) writeonly buffer OutDb { float db[]; };
+#endif
+
+void main() {
+    const uint column = gl_WorkGroupID.x * WG_SIZE + gl_LocalInvocationID.x;
+    if (column >= p.dim) return;
+    const uint first = gl_WorkGroupID.y * p.block, end = min(first + p.block, p.rows);
+    float products = 0.0, plain = 0.0;
+    for (uint row = first; row < end; row++) {
+        const float g = dy[row * p.dim + column];
+        products += g * (x[row * p.dim + column] - scale[row].x) * scale[row].y;
+        plain += g;
+    }
+    dw[gl_WorkGroupID.y * p.dim + column] = products;
+#if CENTER
+    db[gl_WorkGroupID.y * p.dim + column] = plain;
+#endif
+}

@@ -1,0 +1,47 @@
+"""Sums over the rows of a matrix, in an order that depends on its shape alone (shaders/sums/columns.comp)."""
+
+from __future__ import annotations
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, LowerContext, PlanError, ceil_div, nbytes, pack_push
+from vkback.ops.workgroup import workgroup_size
+from vkback.shader import Variant
+
+MOST_BLOCKS = 64
+"""Parts of the rows that are summed at once."""
+
+LEAST_ROWS = 16
+"""Of a part, at least."""
+
+
+def blocks_of(rows: int) -> tuple[int, int]:
+    """Rows of a block, and how many blocks there are."""
+    block = max(LEAST_ROWS, ceil_div(rows, MOST_BLOCKS))
+    return block, ceil_div(rows, block)
+
+
+def column_sums(node: Node, ctx: LowerContext, x: Tensor, y: Tensor, rows: int, columns: int, outer: int = 1) -> list[Dispatch]:
+    """x F32 [outer, rows, columns] -> y F32 [outer, columns], in one launch or two. Raises PlanError for too many columns or outer ones."""
+    block, blocks = blocks_of(rows)
+    if blocks > 1:
+        parts = Tensor(f"{y.name}.parts", "F32", (outer, blocks, columns))
+        return [
+            _launch(node, ctx, x, parts, rows, columns, block, outer),
+            _launch(node, ctx, parts, y, blocks, columns, blocks, outer),
+        ]
+    return [_launch(node, ctx, x, y, rows, columns, rows, outer)]
+
+
+def _launch(
+    node: Node, ctx: LowerContext, x: Tensor, y: Tensor, rows: int, columns: int, block: int, outer: int
+) -> Dispatch:
+    blocks = ceil_div(rows, block)
+    choice = ctx.tuning.pick("elementwise", elements=columns)
+    wg = workgroup_size(ctx.caps, choice["wg_size"], columns)
+    groups = (ceil_div(columns, wg), blocks, outer)
+    if max(groups) > MAX_GROUPS_X:
+        raise PlanError(f"[{node.op}] {node.name}: {outer} x {columns} columns; at most {MAX_GROUPS_X} workgroups along an axis")
+    return Dispatch(
+        Variant("sums/columns.comp", (("WG_SIZE", wg),)), (Arg(x), Arg(y, "w")), pack_push(rows, columns, block, blocks), groups,
+        node.op, node.name, f"{wg} threads, {block} rows each: {choice.source}", nbytes=nbytes(x) + nbytes(y), flops=x.elements,
+    )  # fmt: skip
