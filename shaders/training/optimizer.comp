@@ -1,0 +1,50 @@
+#version 450
+// One step of an optimizer, in place.
+//   SGD    w = w (1 - lr decay) - lr g
+//   AdamW  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w = w (1 - lr decay) - lr (m c1) / (sqrt(v c2) + eps)
+// with g = scale dw, c1 = 1 / (1 - beta1^t) and c2 = 1 / (1 - beta2^t).
+//
+//   binding 0  w F32 [elements]
+//   binding 1  dw F32 [elements]
+//   binding 2  params F32: lr, decay;  ADAMW: lr, beta1, beta2, eps, decay, c1, c2
+//   binding 3, 4  m, v F32 [elements], with ADAMW
+//   last binding  scale F32 [1], with SCALED; else g = dw
+//
+// A thread takes one value.
+//
+// Defines: WG_SIZE, ADAMW, SCALED
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint elements;
+} p;
+
+layout(std430, set = 0, binding = 0) buffer Weights { float w[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InDw { float dw[]; };
+layout(std430, set = 0, binding = 2) readonly buffer InParams { float params[]; };
+#if ADAMW
+layout(std430, set = 0, binding = 3) buffer Mean { float m[]; };
+layout(std430, set = 0, binding = 4) buffer Square { float v[]; };
+#endif
+#if SCALED
+layout(std430, set = 0, binding = 3 + 2 * ADAMW) readonly buffer InScale { float scale[]; };
+#endif
+
+void main() {
+    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    if (i >= p.elements) return;
+    float g = dw[i];
+#if SCALED
+    g *= scale[0];
+#endif
+    const float lr = params[0];
+#if ADAMW
+    const float mean = m[i] * params[1] + g * (1.0 - params[1]);
+    const float square = v[i] * params[2] + g * g * (1.0 - params[2]);
+    m[i] = mean;
+    v[i] = square;
+    w[i] = w[i] * (1.0 - lr * params[4]) - lr * (mean * params[5]) / (sqrt(square * params[6]) + params[3]);
+#else
+    w[i] = w[i] * (1.0 - lr * params[1]) - lr * g;
+#endif
+}
