@@ -82,7 +82,7 @@ def _case(op: str, back: bool, shape: Shape, ids: bool, given: Mapping[str, Any]
         more = (lse,) if given["lse"] else ()
         if not back:
             outputs = (Tensor("loss", "F32", (1,)), *more)
-            return Problem(Node(op, (logits, targets), outputs, {"lse": True} if more else {}), values)
+            return Problem(Node(op, (logits, targets), outputs, {} if more else {"lse": False}), values)
         values["dloss"] = np.array([0.7], np.float32)
         if more:
             values["lse"] = log_sum_exp(values["logits"].astype(np.float64)).reshape(-1).astype(np.float32)
@@ -95,9 +95,9 @@ def _case(op: str, back: bool, shape: Shape, ids: bool, given: Mapping[str, Any]
 
 @register
 class CrossEntropyLoss(Op):
-    """CROSS_ENTROPY_LOSS(logits [..., v], targets I32 [rows] or labels F32 [..., v] [; lse]) -> loss F32 [1] [, lse F32 [rows]].
+    """CROSS_ENTROPY_LOSS(logits [..., v], targets I32 [rows] or labels F32 [..., v] [; lse]) -> loss F32 [1], lse F32 [rows].
 
-    The param lse asks for the second output. Of targets, the mean of -log softmax(logits)[target] over the rows with a target within 0 .. v - 1, 0 if there is none; of labels, -sum of
+    With lse=False there is one output. Of targets, the mean of -log softmax(logits)[target] over the rows with a target within 0 .. v - 1, 0 if there is none; of labels, -sum of
     labels * log softmax(logits) over the number of rows.
     """
 
@@ -110,15 +110,15 @@ class CrossEntropyLoss(Op):
         logits = np.asarray(inputs[0], np.float64)
         labels, count = labels_of(logits, inputs[1])
         loss = np.array([mean_loss(logits, labels, count)])
-        return [loss, log_sum_exp(logits).reshape(-1)] if params.get("lse") else [loss]
+        return [loss, log_sum_exp(logits).reshape(-1)] if params.get("lse", True) else [loss]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         logits, targets = node.inputs
         loss, *more = node.outputs
         labels = _check(node, logits, targets)
         rows = prod(logits.shape[:-1])
-        if len(more) != bool(node.params.get("lse")):
-            raise PlanError(f"[{self.name}] {node.name}: {1 + len(more)} outputs: expected the loss, and lse with the param lse")
+        if len(more) != bool(node.params.get("lse", True)):
+            raise PlanError(f"[{self.name}] {node.name}: {1 + len(more)} outputs: expected the loss and, unless lse is False, lse")
         of_rows = Tensor(f"{node.name}.rows", "F32", (rows,))
         lse = more[0] if more else Tensor(f"{node.name}.lse", "F32", (rows,))
         defines: Defines = {"LABELS": int(labels)}

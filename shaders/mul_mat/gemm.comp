@@ -1,0 +1,38 @@
+#version 450
+// y = A B in f32, matrices in batches, of which several may share a B: what gradients of a product need.
+//
+//   binding 0  B F32 [n3 / r3, n2 / r2, k, n]
+//   binding 1  A, binding 2  y, threads and defines: mul_mat/gemm.glsl
+#extension GL_EXT_control_flow_attributes : require
+
+layout(local_size_x = 64) in;
+
+layout(push_constant) uniform Push {
+    uint m;
+    uint n;
+    uint k;
+    uint splits;
+    uint each;     // values of k of a split, a multiple of DEPTH
+    uint stride;   // from row to row of A (A_TURNED: from column to column)
+    uint first;    // of A's columns, which B's rows belong to: a weight may come in shards
+    uint add;      // 1: y keeps what it has, and the sums are added to it
+    uint n2;       // batches of an outer one
+    uint r2;       // neighbouring batches that share a matrix B
+    uint r3;       // and outer ones
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InB { float b[]; };
+
+#define TILE_N (8 * TN)
+#define PITCH_N (TILE_N + 4)
+shared float b_tile[DEPTH * PITCH_N];
+
+void load_b(uint k0, uint end, uint column, uint batch, uint t) {
+    const uint of_b = (batch / p.n2 / p.r3 * (p.n2 / p.r2) + batch % p.n2 / p.r2) * p.k * p.n;
+    [[unroll]] for (uint e = 0u; e < TILE_N * DEPTH / 64u; e++) {
+        const uint i = e * 64u + t, k = i / TILE_N, at = i % TILE_N;
+        b_tile[k * PITCH_N + at] = k0 + k < end && column + at < p.n ? b[of_b + (k0 + k) * p.n + column + at] : 0.0;
+    }
+}
+
+#include "mul_mat/gemm.glsl"

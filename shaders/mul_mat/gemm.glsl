@@ -1,0 +1,76 @@
+// y = A B in f32, in batches: A [m, k], B [k, n], y [m, n]. What mul_mat/gemm.comp and mul_mat/gemm_weight.comp have in common.
+//
+//   binding 1  A: F32, k values of a row together, or with A_TURNED m values of a column together
+//   binding 2  y F32 [batches, m, n]; with several splits [splits, m, n], each the sum over a part of k
+//
+// A workgroup of 8 x 8 threads makes a tile of 8 TM x 8 TN values, a thread TM x TN of them, from tiles of A and B that go through shared memory,
+// DEPTH values of k at a time. Workgroups: tiles along n, tiles along m, and batches times splits. Every sum is one chain in the order of k.
+//
+// The including file has b_tile and
+//   void load_b(uint k0, uint end, uint column, uint batch, uint t)    rows k0 .. k0 + DEPTH - 1 of B, TILE_N columns, into b_tile; 0 outside
+//
+// Defines: TM, TN, DEPTH, A_TURNED
+
+layout(std430, set = 0, binding = 1) readonly buffer InA { float a[]; };
+layout(std430, set = 0, binding = 2) buffer OutY { float y[]; };
+
+#define TILE_M (8 * TM)
+#define PITCH_M (TILE_M + 4)
+
+shared float a_tile[DEPTH * PITCH_M];
+
+void main() {
+    const uint t = gl_LocalInvocationIndex, tx = t & 7u, ty = t >> 3;
+    const uint column = gl_WorkGroupID.x * TILE_N, row = gl_WorkGroupID.y * TILE_M;
+    const uint split = gl_WorkGroupID.z % p.splits, batch = gl_WorkGroupID.z / p.splits;
+    const uint of_a = batch * p.m * p.k;
+#ifdef UNIT_TABLE
+    unit_table(t, 64u);
+    barrier();
+#endif
+    float sum[TM][TN];
+    [[unroll]] for (uint i = 0u; i < TM; i++)
+        [[unroll]] for (uint j = 0u; j < TN; j++) sum[i][j] = 0.0;
+    const uint end = min((split + 1u) * p.each, p.k);
+    for (uint k0 = split * p.each; k0 < end; k0 += DEPTH) {
+        [[unroll]] for (uint e = 0u; e < TILE_M * DEPTH / 64u; e++) {
+            const uint i = e * 64u + t;
+#if A_TURNED
+            const uint k = i / TILE_M, at = i % TILE_M;
+#else
+            const uint k = i % DEPTH, at = i / DEPTH;
+#endif
+            float v = 0.0;
+            if (k0 + k < end && row + at < p.m) {
+#if A_TURNED
+                v = a[of_a + (p.first + k0 + k) * p.stride + row + at];
+#else
+                v = a[of_a + (row + at) * p.stride + p.first + k0 + k];
+#endif
+            }
+            a_tile[k * PITCH_M + at] = v;
+        }
+        load_b(k0, end, column, batch, t);
+        barrier();
+        for (uint k1 = 0u; k1 < DEPTH; k1 += 8u) {
+            [[unroll]] for (uint k2 = 0u; k2 < 8u; k2++) {
+                const uint k = k1 + k2;
+                float left[TM], right[TN];
+                [[unroll]] for (uint i = 0u; i < TM; i++) left[i] = a_tile[k * PITCH_M + ty * TM + i];
+                [[unroll]] for (uint j = 0u; j < TN; j++) right[j] = b_tile[k * PITCH_N + tx * TN + j];
+                [[unroll]] for (uint i = 0u; i < TM; i++)
+                    [[unroll]] for (uint j = 0u; j < TN; j++) sum[i][j] = fma(left[i], right[j], sum[i][j]);
+            }
+        }
+        barrier();
+    }
+    [[unroll]] for (uint i = 0u; i < TM; i++) {
+        [[unroll]] for (uint j = 0u; j < TN; j++) {
+            const uint r = row + ty * TM + i, c = column + tx * TN + j;
+            if (r < p.m && c < p.n) {
+                const uint at = (gl_WorkGroupID.z * p.m + r) * p.n + c;
+                y[at] = p.add != 0u ? y[at] + sum[i][j] : sum[i][j];
+            }
+        }
+    }
+}

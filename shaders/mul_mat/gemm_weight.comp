@@ -1,0 +1,46 @@
+#version 450
+// y = A W in f32 with a stored weight of any type: dX = dY W. One batch.
+//
+//   binding 0  W, k rows of n values, in the planes of docs/architecture.md
+//   binding 1  A, binding 2  y, threads and defines: mul_mat/gemm.glsl
+//
+// A thread decodes one unit of 32 values at a time into the tile of B.
+//
+// Defines: QUANT_FILE; TN is 4 or 8
+#extension GL_EXT_control_flow_attributes : require
+#include "quant/weights.glsl"
+
+layout(local_size_x = 64) in;
+
+layout(push_constant) uniform Push {
+    Weights w;
+    uint m;
+    uint n;
+    uint k;
+    uint splits;
+    uint each;     // values of k of a split, a multiple of DEPTH
+    uint stride;   // from row to row of A (A_TURNED: from column to column)
+    uint first;    // of A's columns, which B's rows belong to: a weight may come in shards
+    uint add;      // 1: y keeps what it has, and the sums are added to it
+} p;
+#include "quant/place.glsl"
+#include QUANT_FILE
+
+#define TILE_N (8 * TN)
+#define PITCH_N (TILE_N + 4)
+shared float b_tile[DEPTH * PITCH_N];
+
+void load_b(uint k0, uint end, uint column, uint batch, uint t) {
+    [[unroll]] for (uint e = 0u; e < (TILE_N / 32u * DEPTH + 63u) / 64u; e++) {
+        const uint i = e * 64u + t, k = i / (TILE_N / 32u), unit = i % (TILE_N / 32u);
+        if (k < DEPTH) {
+            vec4 v[8];
+            const bool there = k0 + k < end && column / 32u + unit < p.w.units;
+            if (there) unit_decode(unit_load(place(k0 + k, column / 32u + unit)), v);
+            [[unroll]] for (uint j = 0u; j < 8u; j++)
+                [[unroll]] for (uint c = 0u; c < 4u; c++) b_tile[k * PITCH_N + 32u * unit + 4u * j + c] = there ? v[j][c] : 0.0;
+        }
+    }
+}
+
+#include "mul_mat/gemm.glsl"

@@ -1,0 +1,93 @@
+"""MUL_MAT_BACK (shaders/mul_mat/gemm.comp): the gradient of a product with a weight by its activations, dX = dY W."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vkback import quants
+from vkback.graph import Node, Tensor
+from vkback.ops.base import Array, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance, is_coded, register
+from vkback.ops.case_line import CaseLineError
+from vkback.ops.copy_cases import numbers
+from vkback.ops.cost import Cost
+from vkback.ops.gemm import Product, multiplied, multiplied_by_weight
+from vkback.ops.gradients import Gradient, Scalar, against
+from vkback.ops.peer import sized, tensor_type, type_word
+
+
+@register
+class MulMatBack(Gradient):
+    """MUL_MAT_BACK(dy F32 [n, m], w [m, k]) -> dx F32 [n, k]. w: F32, or a stored weight of any type."""
+
+    name = "MUL_MAT_BACK"
+    peer_nmse = 5e-4
+    weight_type = "type_a"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        return {"fmul": node.inputs[1].shape[0] * node.outputs[0].elements}
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        dy, w = (np.asarray(i, np.float64) for i in inputs)
+        return [dy @ w]
+
+    def scalar(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> Scalar:
+        dy, w = (np.asarray(i, np.float64) for i in inputs)
+        return against(dy, lambda x: x @ w.T, np.zeros((len(dy), w.shape[1])))
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        dy, w = node.inputs
+        dx = node.outputs[0]
+        if len(w.shape) != 2 or len(dy.shape) != 2 or dy.shape[1] != w.shape[0] or dx.shape != (dy.shape[0], w.shape[1]):
+            raise PlanError(f"[{self.name}] {node.name}: {dy} times {w} to {dx}: expected dy [n, m], w [m, k], dx [n, k]")
+        n = dy.shape[0]
+        if is_coded(w):
+            return multiplied_by_weight(node, ctx, dy, w, dx, n)
+        if w.type != "F32":
+            raise PlanError(f"[{self.name}] {node.name}: {w} is no stored weight, so expected F32")
+        return multiplied(node, ctx, dy, w, dx, Product(n, w.shape[1], w.shape[0]))
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-10, 2e-5, "f32 sums of products of values that either side holds exactly; scales of weights are multiplied in f32")
+
+    def build_case(self, type_a: str = "f32", m: int = 32, n: int = 8, k: int = 32, plain: bool = False, seed: int = 7) -> Case:
+        """A weight of m rows of k values, n tokens. plain: w is no stored weight but F32 values one after the other."""
+        kind = tensor_type(type_a, "type_a")
+        if min(m, n, k) < 1 or k % quants.quant(kind).block_values:
+            raise CaseLineError(f"{self.name}: m={m}, n={n}, k={k}: expected numbers above 0, k whole blocks of {type_a}")
+        if plain and kind != "F32":
+            raise CaseLineError(f"{self.name}: plain=1 with type_a={type_a}: expected f32")
+        sized((m, k))
+        sized((n, max(m, k)))
+
+        def make(rng: np.random.Generator) -> Problem:
+            dy, w = Tensor("dy", "F32", (n, m), "input"), Tensor("w", kind, (m, k), "input" if plain else "weight")
+            node = Node(self.name, (dy, w), (Tensor("dx", "F32", (n, k)),))
+            return Problem(node, {"dy": numbers(dy, rng, 1.0), "w": numbers(w, rng, 1.0)})
+
+        shown: dict[str, Any] = {"type_a": type_word(kind), "m": m, "n": n, "k": k} | ({"plain": 1} if plain else {})
+        return Case(self.name, {**shown, "seed": seed}, make, seed)
+
+    def cases(self) -> Iterator[Case]:
+        yield self.build_case(m=67, n=37, k=70, plain=True)
+        yield self.build_case(m=1040, n=3, k=40, plain=True)
+        yield self.build_case("q4_K", m=37, n=3, k=256)
+        yield self.build_case("iq2_xs", m=37, n=3, k=512)
+        yield self.build_case(m=35, n=3, k=70)
+        yield self.build_case("q4_0", m=203, n=3, k=96).where(range=8000)  # shards of 64 rows
+
+    def full_cases(self) -> Iterator[Case]:
+        for kind in quants.WEIGHT_TYPES:
+            block = quants.quant(kind).block_values
+            yield self.build_case(type_word(kind), m=37, n=3, k=block if block > 32 else 96)
+        for n in (1, 9, 17, 33, 64, 65):
+            yield self.build_case(m=130, n=n, k=300, plain=True)
+            yield self.build_case("q4_K", m=130, n=n, k=512)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for n in (512, 128, 2):
+            yield self.build_case(m=1536, n=n, k=576)
+            yield self.build_case(m=1536, n=n, k=576, plain=True)
+        yield self.build_case("q4_K", m=4096, n=512, k=4096)
