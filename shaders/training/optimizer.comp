@@ -4,19 +4,24 @@
 //   AdamW  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w = w (1 - lr decay) - lr (m c1) / (sqrt(v c2) + eps)
 // with g = scale dw, c1 = 1 / (1 - beta1^t) and c2 = 1 / (1 - beta2^t).
 //
-//   binding 0  w F32 [elements]
-//   binding 1  dw F32 [elements]
+//   binding 0  w F32 [elements]; with CODED a stored weight (a shard of it) in the planes of docs/architecture.md
+//   binding 1  dw F32 [elements], of CODED with the shard's values from `first` on, as m and v
 //   binding 2  params F32: lr, decay;  ADAMW: lr, beta1, beta2, eps, decay, c1, c2
 //   binding 3, 4  m, v F32 [elements], with ADAMW
 //   last binding  scale F32 [1], with SCALED; else g = dw
 //
 // A thread takes one value.
 //
-// Defines: WG_SIZE, ADAMW, SCALED
+// Defines: WG_SIZE, ADAMW, SCALED, CODED
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
     uint elements;
+#if CODED
+    uint first;
+    uint k;        // values of a row
+    uint part;     // values from one part of a unit to the next
+#endif
 } p;
 
 layout(std430, set = 0, binding = 0) buffer Weights { float w[]; };
@@ -31,8 +36,14 @@ layout(std430, set = 0, binding = 3 + 2 * ADAMW) readonly buffer InScale { float
 #endif
 
 void main() {
-    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
-    if (i >= p.elements) return;
+    const uint value = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    if (value >= p.elements) return;
+#if CODED
+    const uint row = value / p.k, column = value % p.k;
+    const uint at = (column % 32u) / 4u * p.part + (row * ((p.k + 31u) / 32u) + column / 32u) * 4u + column % 4u, i = p.first + value;
+#else
+    const uint at = value, i = value;
+#endif
     float g = dw[i];
 #if SCALED
     g *= scale[0];
@@ -43,8 +54,8 @@ void main() {
     const float square = v[i] * params[2] + g * g * (1.0 - params[2]);
     m[i] = mean;
     v[i] = square;
-    w[i] = w[i] * (1.0 - lr * params[4]) - lr * (mean * params[5]) / (sqrt(square * params[6]) + params[3]);
+    w[at] = w[at] * (1.0 - lr * params[4]) - lr * (mean * params[5]) / (sqrt(square * params[6]) + params[3]);
 #else
-    w[i] = w[i] * (1.0 - lr * params[1]) - lr * g;
+    w[at] = w[at] * (1.0 - lr * params[1]) - lr * g;
 #endif
 }

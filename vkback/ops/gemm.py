@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import MAX_GROUPS_X, Access, Arg, Dispatch, LowerContext, ceil_div, nbytes, pack_push, shards, weight_push
+from vkback.ops.base import MAX_GROUPS_X, Access, Arg, Dispatch, LowerContext, PlanError, ceil_div, nbytes, pack_push, shards, weight_push
 from vkback.ops.code_books import decoder
 from vkback.ops.column_sums import column_sums
 from vkback.ops.workgroup import Defines
@@ -35,19 +35,20 @@ class Product:
     r3: int = 1
 
 
-def is_possible(product: Product) -> bool:
-    """Whether the grid fits every device."""
-    return product.batches <= MAX_GROUPS_X and max(ceil_div(product.m, 8), ceil_div(product.n, 8)) <= MAX_GROUPS_X
-
-
 def tile_of(m: int, n: int) -> tuple[int, int]:
     """Values of a thread: along m as few as the matrix needs, along n eight, or four of a narrow one."""
     return (8 if m > 32 else 4 if m > 16 else 2 if m > 8 else 1), (8 if n > 32 else 4)
 
 
 def multiplied(node: Node, ctx: LowerContext, a: Tensor, b: Tensor, y: Tensor, product: Product) -> list[Dispatch]:
-    """A B of plain F32 tensors. The sum of a value is one chain over k, or a few chains of a length that depends on the shape alone."""
+    """A B of plain F32 tensors. The sum of a value is one chain over k, or a few chains of a length that depends on the shape alone.
+
+    Raises PlanError where the grid is more than every device takes.
+    """
     tm, tn = tile_of(product.m, product.n)
+    if max(ceil_div(product.m, 8 * tm), ceil_div(product.n, 8 * tn), product.batches) > MAX_GROUPS_X:
+        size = f"{product.batches} products of {product.m} x {product.n}"
+        raise PlanError(f"[{node.op}] {node.name}: {size}: at most {MAX_GROUPS_X} of them, and as many tiles along an axis")
     depth = 16
     groups = ceil_div(product.n, 8 * tn) * ceil_div(product.m, 8 * tm) * product.batches
     splits = 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Shape, Tolerance, is_coded, register
+from vkback.graph.tensor import Kind
+from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Shape, Tolerance, is_coded, register, shards
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times
 from vkback.ops.launch import by_threads
@@ -37,30 +39,48 @@ class _OptStep(Op):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         w, dw, *rest = node.inputs
         state, params, scale = rest[: self.states], rest[self.states], rest[self.states + 1 :]
-        if any(t.elements != w.elements or t.type != "F32" or is_coded(t) for t in (w, dw, *state)):
+        if any(t.elements != w.elements or t.type != "F32" for t in (w, dw, *state)) or any(map(is_coded, (dw, *state))):
             given = ", ".join(map(str, (w, dw, *state)))
-            raise PlanError(f"[{self.name}] {node.name}: {given}: expected F32 values one after the other, as many in each; no stored weight of several axes")
+            raise PlanError(f"[{self.name}] {node.name}: {given}: expected F32, as many values in each, and no stored weight but the first")
         if params.elements != self.count or [t.name for t in node.outputs] != [t.name for t in (w, *state)]:
             raise PlanError(f"[{self.name}] {node.name}: expected {self.count} params, not {params}, and as outputs what changes in place")
-        args = (Arg(w, "rw"), Arg(dw), Arg(params), *(Arg(t, "rw") for t in state), *map(Arg, scale))
-        defines: dict[str, str | int] = {"ADAMW": int(bool(state)), "SCALED": len(scale)}
-        return [by_threads(node, ctx, "training/optimizer.comp", args, (w.elements,), w.elements, defines, flops=12 * w.elements)]
+        defines: dict[str, str | int] = {"ADAMW": int(bool(state)), "SCALED": len(scale), "CODED": int(is_coded(w))}
+        if not is_coded(w):
+            pieces = [(Arg(w, "rw"), "", (w.elements,))]
+        else:
+            k = w.shape[-1]
+            parts = shards(w, ctx.caps)
+            pieces = [
+                (Arg(w, "rw", i), f"rows of shard {i}" if len(parts) > 1 else "", (s.rows * k, s.row0 * k, k, s.layout.part_stride // 4))
+                for i, s in enumerate(parts)
+            ]
+        made = []
+        for weight, part, push in pieces:
+            args = (weight, Arg(dw), Arg(params), *(Arg(t, "rw", part=part) for t in state), *map(Arg, scale))
+            made.append(by_threads(node, ctx, "training/optimizer.comp", args, push, push[0], defines, flops=12 * push[0]))
+        return made
 
     def build_case(
-        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), step: int = 3, decay: float = 0.01, scaled: bool = False, seed: int = 43
+        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), step: int = 3, decay: float = 0.01, scaled: bool = False,
+        stored: bool = False, seed: int = 43,
     ) -> Case:
-        """step: as the bias is corrected for; scaled: the gradient is multiplied by a number in memory."""
+        """step: as the bias is corrected for; scaled: the gradient is multiplied by a number in memory; stored: w is a stored weight."""
         one_of_types(type, ("F32",))
         shape = shape_of(ne)
+        if stored:
+            shape = (prod(shape[:-1]), shape[-1])
         if step < 1 or decay < 0:
             raise CaseLineError(f"{self.name}: step={step}, decay={decay}: expected a step from 1, and a decay from 0")
 
         def make(rng: np.random.Generator) -> Problem:
             names = ("w", "dw", "m", "v")[: 2 + self.states]
-            tensors = [Tensor(name, "F32", shape, "input" if name == "dw" else "state") for name in names]
+            kinds: dict[str, Kind] = {"w": "weight" if stored else "state", "dw": "input"}
+            tensors = [Tensor(name, "F32", shape, kinds.get(name, "state")) for name in names]
             values = {name: rng.uniform(-1, 1, shape).astype(np.float32) for name in names}
             if "v" in values:
                 values["v"] = rng.uniform(0.1, 1, shape).astype(np.float32)
+            if stored:
+                values["w"] = values["w"].view(np.uint8)
             values["params"] = np.array([0.1, decay], np.float32) if not self.states else adamw_params(step, 0.1, 0.9, 0.98, 1e-6, decay)
             inputs = [*tensors, Tensor("params", "F32", (self.count,), "input")]
             if scaled:
@@ -70,12 +90,13 @@ class _OptStep(Op):
             return Problem(Node(self.name, tuple(inputs), outputs), values)
 
         shown: dict[str, Any] = {"type": "f32", "ne": ne_of(shape)} | ({"step": step} if self.states else {})
-        shown |= {"decay": decay, "scaled": int(scaled), "seed": seed}
+        shown |= {"decay": decay, "scaled": int(scaled), **({"stored": 1} if stored else {}), "seed": seed}
         return Case(self.name, shown, make, seed)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case(ne=(37, 3, 1, 1))
         yield self.build_case(ne=(37, 3, 1, 1), decay=0.5, scaled=True)
+        yield self.build_case(ne=(70, 5, 1, 1), stored=True)
 
     def full_cases(self) -> Iterator[Case]:
         for step in (1, 1000):

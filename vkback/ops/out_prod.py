@@ -1,4 +1,4 @@
-"""OUT_PROD (shaders/mul_mat/out_prod.comp): y = b^T a, the sum of outer products of the rows of a and b."""
+"""OUT_PROD (shaders/mul_mat/gemm.comp): y = b^T a, the sum of outer products of the rows of a and b."""
 
 from __future__ import annotations
 
@@ -9,25 +9,37 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import VALUE_BYTES, Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, register
+from vkback.ops.base import VALUE_BYTES, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Shape, Tolerance, register
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.coded import as_floats
 from vkback.ops.copy_cases import numbers
+from vkback.ops.cost import Cost
+from vkback.ops.gemm import Product, multiplied
 from vkback.ops.general import permuted, views_of
-from vkback.ops.launch import by_threads
 from vkback.ops.peer import one_of_types, operand, sized, tensor_type, type_word
 from vkback.ops.view import View
 
 
+def four(shape: Shape) -> tuple[int, int, int, int]:
+    """Four axes, those in front of length 1."""
+    b3, b2, rows, columns = (1,) * (4 - len(shape)) + tuple(shape)
+    return b3, b2, rows, columns
+
+
 @register
 class OutProd(Op):
-    """OUT_PROD(a any type [b3, b2, k, m], b any plain type [b3 r3, b2 r2, k, n]) -> F32 [b3 r3, b2 r2, n, m]; either may be a view."""
+    """OUT_PROD(a any type [b3, b2, k, m], b any plain type [b3 r3, b2 r2, k, n]) -> F32 [b3 r3, b2 r2, n, m]; either may be a view.
+
+    Without batches OUT_PROD(a [k, m], b [k, n]) -> [n, m]: of x [tokens, k] and dy [tokens, m] the gradient of a weight [m, k].
+    """
 
     name = "OUT_PROD"
     peer_nmse = 5e-4
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         a, b = (np.asarray(x, np.float64) for x in inputs)
+        if a.ndim == 2:
+            return [b.T @ a]
         for axis in (0, 1):
             a = np.repeat(a, b.shape[axis] // a.shape[axis], axis=axis)
         return [np.swapaxes(b, 2, 3) @ a]
@@ -40,12 +52,14 @@ class OutProd(Op):
             copies += more
             floats.append(plain)
         a, b = floats
-        (a3, a2, k, m), (n3, n2, b_k, n) = a.shape, b.shape
-        if b_k != k or n3 % a3 or n2 % a2 or y.shape != (n3, n2, n, m):
+        (a3, a2, k, m), (n3, n2, b_k, n), y_shape = (four(t.shape) for t in (a, b, y))
+        if b_k != k or n3 % a3 or n2 % a2 or y_shape != (n3, n2, n, m):
             raise PlanError(f"[{self.name}] {node.name}: {a} and {b} to {y}: they do not fit")
-        push = (y.elements, m, n, k, n2, n2 // a2, n3 // a3)
-        args = (Arg(a), Arg(b), Arg(y, "w"))
-        return [*copies, by_threads(node, ctx, "mul_mat/out_prod.comp", args, push, y.elements, flops=2 * k * y.elements)]
+        product = Product(n, m, k, turned=True, batches=n3 * n2, n2=n2, r2=n2 // a2, r3=n3 // a3)
+        return [*copies, *multiplied(node, ctx, b, a, y, product)]
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        return {"fmul": four(node.inputs[0].shape)[2] * node.outputs[0].elements}
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-11, 1e-5, "f32 sums of products of values that either side holds exactly")

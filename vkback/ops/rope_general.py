@@ -18,6 +18,7 @@ ROPE of rope.py is what models run.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -28,6 +29,7 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
 from vkback.ops.base import (
+    OPS,
     Arg,
     Array,
     Case,
@@ -43,7 +45,9 @@ from vkback.ops.base import (
     spread,
 )
 from vkback.ops.case_line import CaseLineError, call_with
+from vkback.ops.cost import Cost
 from vkback.ops.general import copied, is_general, lowered, rounded_to, stored_tolerance, view_in
+from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
@@ -234,10 +238,31 @@ class RopeExt(Op):
 
 
 @register
-class RopeBack(RopeExt):
-    """ROPE_BACK: ROPE_EXT that turns back."""
+class RopeBack(RopeExt, Gradient):
+    """ROPE_BACK(dy, pos [, factors]): ROPE_EXT, or ROPE with dy [n, heads, head_dim] and its params, turned back."""
 
     name = "ROPE_BACK"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        return OPS["ROPE"].arithmetic(node, n_kv)
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        dy, *rest = inputs
+        whole = dy if "within" in params or dy.ndim == 4 else dy[None]
+        (dx,) = super().reference([whole, *rest], {"first": 0, **params, "back": True})
+        return [dx.reshape(dy.shape)]
+
+    def scalar(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> Scalar:
+        dy, *rest = inputs
+        forward = {"first": 0, **params, "back": False}
+        return against(dy if dy.ndim == 4 else dy[None], lambda x: RopeExt.reference(self, [x, *rest], forward)[0], np.zeros(dy.shape))
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        def four(t: Tensor) -> Tensor:
+            return dataclasses.replace(t, shape=(1, *t.shape)) if len(t.shape) == 3 else t
+
+        params = {"first": 0, **node.params, "back": True}
+        return super().lower(Node(node.op, (four(node.inputs[0]), *node.inputs[1:]), tuple(map(four, node.outputs)), params), ctx)
 
     def case(self, params: Mapping[str, Any]) -> Case:
         def build(
