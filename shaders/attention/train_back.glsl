@@ -1,0 +1,48 @@
+// What both backward kernels of attention make of a tile of queries and a tile of keys: weights P = exp(score - lse), and the derivatives of the
+// products q k, dS = P (dy v - delta) score'.
+//
+//   binding 0  q, binding 1  k, binding 2  v: attention/train_tiles.glsl
+//   binding 3  dy F32 [tokens, n_head, vd]
+//   binding 4  lse F32 [tokens, n_head]
+//   binding 5  delta F32 [tokens, n_head]: sum of dy y
+layout(std430, set = 0, binding = 0) readonly buffer InQ { float q[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InK { float k[]; };
+layout(std430, set = 0, binding = 2) readonly buffer InV { float v[]; };
+layout(std430, set = 0, binding = 3) readonly buffer InDy { float dy[]; };
+layout(std430, set = 0, binding = 4) readonly buffer InLse { float lse[]; };
+layout(std430, set = 0, binding = 5) readonly buffer InDelta { float delta[]; };
+
+void derivatives(uint text, uint head, uint q0, uint k0, out float weight[4][4], out float slope[4][4]) {
+    const uint kv_head = head / (p.n_head / p.n_head_kv);
+    ZERO_TILE(weight)
+    ZERO_TILE(slope)
+    for (uint d0 = 0u; d0 < p.hd; d0 += 32u) {
+        barrier();
+        FILL_TILE(left, VALUE_OF(q, text, q0 + r, p.n_head, head, p.hd, d0 + c))
+        FILL_TILE(right, VALUE_OF(k, text, k0 + r, p.n_head_kv, kv_head, p.hd, d0 + c))
+        barrier();
+        add_rows_by_rows(weight);
+    }
+    for (uint d0 = 0u; d0 < p.vd; d0 += 32u) {
+        barrier();
+        FILL_TILE(left, VALUE_OF(dy, text, q0 + r, p.n_head, head, p.vd, d0 + c))
+        FILL_TILE(right, VALUE_OF(v, text, k0 + r, p.n_head_kv, kv_head, p.vd, d0 + c))
+        barrier();
+        add_rows_by_rows(slope);
+    }
+    [[unroll]] for (uint i = 0u; i < 4u; i++) {
+        const uint row = q0 + 4u * ty + i, at = (text * p.n + min(row, p.n - 1u)) * p.n_head + head;
+        const float total = lse[at], common_part = delta[at];
+        [[unroll]] for (uint j = 0u; j < 4u; j++) {
+            const float s = score(weight[i][j]);
+            const float w = visible(row, k0 + 4u * tx + j) ? exp_bounded(s - total) : 0.0;
+            weight[i][j] = w;
+            slope[i][j] = w * (slope[i][j] - common_part) * score_slope(s);
+        }
+    }
+}
+
+// A thread's part of the tile `weights`.
+#define PUT_WEIGHTS(TILE)                                           \
+    [[unroll]] for (uint i = 0u; i < 4u; i++)                       \
+        [[unroll]] for (uint j = 0u; j < 4u; j++) weights[(4u * ty + i) * PITCH + 4u * tx + j] = TILE[i][j];

@@ -1,0 +1,57 @@
+#version 450
+// Gradient of attention by keys and values: dK = dS^T Q, dV = P^T dY, added up over `heads_each` heads of Q.
+//
+//   bindings 0 to 5: attention/train_back.glsl
+//   binding 6  dk F32 [tokens, n_head / heads_each, hd]
+//   binding 7  dv F32 [tokens, n_head / heads_each, vd]
+//
+// Workgroup (x, y, z) makes keys 32 x .. of heads y * heads_each ..; z is the text times `parts` plus the part of the columns. It walks the queries that
+// see them.
+//
+// Defines: CHUNKS, tiles of 32 columns of a part
+#include "attention/train_tiles.glsl"
+#include "attention/train_back.glsl"
+
+layout(std430, set = 0, binding = 6) writeonly buffer OutDk { float dk[]; };
+layout(std430, set = 0, binding = 7) writeonly buffer OutDv { float dv[]; };
+
+void main() {
+    const uint k0 = gl_WorkGroupID.x * 32u;
+    const uint text = gl_WorkGroupID.z / p.parts, column0 = gl_WorkGroupID.z % p.parts * 32u * CHUNKS;
+    float of_k[CHUNKS][4][4], of_v[CHUNKS][4][4];
+    [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) {
+        ZERO_TILE(of_k[chunk])
+        ZERO_TILE(of_v[chunk])
+    }
+    for (uint head = gl_WorkGroupID.y * p.heads_each; head < (gl_WorkGroupID.y + 1u) * p.heads_each; head++) {
+        for (uint tile = first_queries(k0); tile <= last_queries(k0); tile++) {
+            const uint q0 = tile * 32u;
+            float weight[4][4], slope[4][4];
+            derivatives(text, head, q0, k0, weight, slope);
+            PUT_WEIGHTS(weight)
+            [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) {
+                barrier();
+                FILL_TILE(right, VALUE_OF(dy, text, q0 + r, p.n_head, head, p.vd, column0 + 32u * chunk + c))
+                barrier();
+                add_turned_by_right(of_v[chunk]);
+            }
+            barrier();
+            PUT_WEIGHTS(slope)
+            [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) {
+                barrier();
+                FILL_TILE(right, VALUE_OF(q, text, q0 + r, p.n_head, head, p.hd, column0 + 32u * chunk + c))
+                barrier();
+                add_turned_by_right(of_k[chunk]);
+            }
+        }
+    }
+    const uint heads = p.n_head / p.heads_each;
+    [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++)
+        [[unroll]] for (uint i = 0u; i < 4u; i++)
+            [[unroll]] for (uint j = 0u; j < 4u; j++) {
+                const uint row = k0 + 4u * ty + i, column = column0 + 32u * chunk + 4u * tx + j;
+                const uint at = (text * p.n + row) * heads + gl_WorkGroupID.y;
+                if (row < p.n && column < p.hd) dk[at * p.hd + column] = of_k[chunk][i][j];
+                if (row < p.n && column < p.vd) dv[at * p.vd + column] = of_v[chunk][i][j];
+            }
+}

@@ -1,0 +1,88 @@
+#version 450
+// Attention of texts to themselves, which keeps the log-sum-exp of every row for the backward pass.
+//
+//   binding 0  q, binding 1  k, binding 2  v: attention/train_tiles.glsl
+//   binding 3  y F32 [tokens, n_head, vd]
+//   binding 4  lse F32 [tokens, n_head]
+//
+// Workgroup (x, y, z) makes queries 32 x .. of head y; z is the text times `parts` plus the part of the columns of y. It walks the keys in tiles of 32
+// with online softmax.
+//
+// Defines: CHUNKS, tiles of 32 columns of a part
+#include "attention/train_tiles.glsl"
+
+layout(std430, set = 0, binding = 0) readonly buffer InQ { float q[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InK { float k[]; };
+layout(std430, set = 0, binding = 2) readonly buffer InV { float v[]; };
+layout(std430, set = 0, binding = 3) writeonly buffer OutY { float y[]; };
+layout(std430, set = 0, binding = 4) writeonly buffer OutLse { float lse[]; };
+
+shared float tops[32];
+shared float totals[32];
+shared float factors[32];
+
+const float HIDDEN = -3.0e38;
+
+void main() {
+    const uint q0 = gl_WorkGroupID.x * 32u, head = gl_WorkGroupID.y;
+    const uint text = gl_WorkGroupID.z / p.parts, column0 = gl_WorkGroupID.z % p.parts * 32u * CHUNKS;
+    const uint kv_head = head / (p.n_head / p.n_head_kv);
+    float sums[CHUNKS][4][4];
+    [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) ZERO_TILE(sums[chunk])
+    if (t < 32u) {
+        tops[t] = HIDDEN;
+        totals[t] = 0.0;
+    }
+    for (uint tile = first_keys(q0); tile <= last_keys(q0); tile++) {
+        const uint k0 = tile * 32u;
+        float s[4][4];
+        ZERO_TILE(s)
+        for (uint d0 = 0u; d0 < p.hd; d0 += 32u) {
+            barrier();
+            FILL_TILE(left, VALUE_OF(q, text, q0 + r, p.n_head, head, p.hd, d0 + c))
+            FILL_TILE(right, VALUE_OF(k, text, k0 + r, p.n_head_kv, kv_head, p.hd, d0 + c))
+            barrier();
+            add_rows_by_rows(s);
+        }
+        [[unroll]] for (uint i = 0u; i < 4u; i++)
+            [[unroll]] for (uint j = 0u; j < 4u; j++)
+                weights[(4u * ty + i) * PITCH + 4u * tx + j] = visible(q0 + 4u * ty + i, k0 + 4u * tx + j) ? score(s[i][j]) : HIDDEN;
+        barrier();
+        if (t < 32u) {
+            float top = tops[t];
+            for (uint c = 0u; c < 32u; c++) top = max(top, weights[t * PITCH + c]);
+            const float factor = exp_bounded(tops[t] - top);
+            float total = totals[t] * factor;
+            for (uint c = 0u; c < 32u; c++) {
+                const float at = weights[t * PITCH + c];
+                const float weight = at == HIDDEN ? 0.0 : exp_bounded(at - top);
+                weights[t * PITCH + c] = weight;
+                total += weight;
+            }
+            tops[t] = top;
+            totals[t] = total;
+            factors[t] = factor;
+        }
+        [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) {
+            barrier();
+            FILL_TILE(right, VALUE_OF(v, text, k0 + r, p.n_head_kv, kv_head, p.vd, column0 + 32u * chunk + c))
+            barrier();
+            [[unroll]] for (uint i = 0u; i < 4u; i++)
+                [[unroll]] for (uint j = 0u; j < 4u; j++) sums[chunk][i][j] *= factors[4u * ty + i];
+            add_weights_by_right(sums[chunk]);
+        }
+    }
+    barrier();
+    [[unroll]] for (uint i = 0u; i < 4u; i++) {
+        const uint row = q0 + 4u * ty + i;
+        if (row >= p.n) continue;
+        const uint at = (text * p.n + row) * p.n_head + head;
+        const float total = totals[4u * ty + i];
+        if (column0 == 0u && tx == 0u) lse[at] = tops[4u * ty + i] + log(total);
+        [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++)
+            [[unroll]] for (uint j = 0u; j < 4u; j++) {
+                const uint column = column0 + 32u * chunk + 4u * tx + j;
+                if (column < p.vd) y[at * p.vd + column] = sums[chunk][i][j] / total;
+            }
+    }
+}

@@ -1,0 +1,315 @@
+"""FLASH_ATTN_LSE and FLASH_ATTN_BACK (shaders/attention/train_*.comp): attention of whole texts in f32, forward and backward.
+
+    FLASH_ATTN_LSE   q [n, n_head, hd], k [n, n_head_kv, hd], v [n, n_head_kv, vd] -> y [n, n_head, vd], lse [n, n_head]
+    FLASH_ATTN_BACK  dy, q, k, v, y, lse -> dq, dk, dv
+                     params: scale [, causal (True), window (0), sequences (1), softcap (0)]
+
+The n tokens are `sequences` texts of as many tokens each, one after the other. The token at place i of a text sees places max(0, i + 1 - window) .. i
+of it, all up to i without a window, and the whole text where causal is False. lse is the logarithm of the sum of exp(score) of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.base import (
+    MAX_GROUPS_X,
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Tolerance,
+    ceil_div,
+    nbytes,
+    pack_push,
+    register,
+)
+from vkback.ops.case_line import CaseLineError
+from vkback.ops.column_sums import column_sums
+from vkback.ops.cost import Cost
+from vkback.ops.gradients import Gradient, Scalar, against
+from vkback.ops.launch import by_threads
+from vkback.ops.peer import sized
+from vkback.shader import Variant
+
+TILE = 32
+"""Queries, keys and columns of a tile."""
+
+MOST_CHUNKS = 4
+"""Tiles of columns that a workgroup has in registers."""
+
+
+class Sizes(NamedTuple):
+    """Of an attention: tokens of a text, texts, heads, kv heads, head sizes of K and V."""
+
+    n: int
+    texts: int
+    heads: int
+    kv_heads: int
+    hd: int
+    vd: int
+
+
+def sizes_of(node: Node, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+    """Raises PlanError where operands do not fit each other or the params."""
+    texts = int(node.params.get("sequences", 1))
+    fits = all(len(t.shape) == 3 and t.shape[0] == q.shape[0] and t.type == "F32" for t in (q, k, v))
+    if not fits or k.shape[2] != q.shape[2] or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[0] % texts:
+        raise PlanError(
+            f"[{node.op}] {node.name}: {q}, {k}, {v}, {texts} texts: expected F32 q [n, n_head, hd], k [n, n_head_kv, hd], v [n, n_head_kv, vd], "
+            "heads a multiple of kv heads, n of the texts"
+        )
+    return Sizes(q.shape[0] // texts, texts, q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+
+
+def visible(n: int, params: Mapping[str, Any]) -> Array:
+    """[n, n]: whether the token of a row sees that of a column."""
+    if not params.get("causal", True):
+        return np.ones((n, n), bool)
+    i, j = np.arange(n)[:, None], np.arange(n)[None]
+    window = int(params.get("window", 0))
+    return np.asarray((j <= i) & ((window == 0) | (j + window > i)))
+
+
+def scores_of(q: Array, k: Array, params: Mapping[str, Any]) -> Array:
+    """[n, n] of one head, -inf where nothing is seen."""
+    s = q @ k.T * params["scale"]
+    cap = params.get("softcap", 0.0)
+    if cap:
+        s = cap * np.tanh(s / cap)
+    return np.where(visible(len(q), params), s, -np.inf)
+
+
+def attention(q: Array, k: Array, v: Array, params: Mapping[str, Any]) -> tuple[Array, Array]:
+    """y and lse, in the precision of the operands."""
+    texts = params.get("sequences", 1)
+    n, group = len(q) // texts, q.shape[1] // k.shape[1]
+    y, lse = np.zeros((len(q), q.shape[1], v.shape[2])), np.zeros(q.shape[:2])
+    for text, head in np.ndindex(texts, q.shape[1]):
+        rows = slice(text * n, (text + 1) * n)
+        s = scores_of(q[rows, head], k[rows, head // group], params)
+        top = s.max(axis=-1, keepdims=True)
+        e = np.exp(s - top)
+        total = e.sum(axis=-1, keepdims=True)
+        y[rows, head] = e / total @ v[rows, head // group]
+        lse[rows, head] = (top + np.log(total))[:, 0]
+    return y, lse
+
+
+def attention_back(dy: Array, q: Array, k: Array, v: Array, params: Mapping[str, Any]) -> list[Array]:
+    """dq, dk, dv."""
+    texts = params.get("sequences", 1)
+    n, group = len(q) // texts, q.shape[1] // k.shape[1]
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    cap = params.get("softcap", 0.0)
+    for text, head in np.ndindex(texts, q.shape[1]):
+        rows, kv = slice(text * n, (text + 1) * n), head // group
+        s = scores_of(q[rows, head], k[rows, kv], params)
+        weights = np.exp(s - s.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        d_weights = dy[rows, head] @ v[rows, kv].T
+        d_scores = weights * (d_weights - np.sum(weights * d_weights, axis=-1, keepdims=True))
+        if cap:
+            d_scores = d_scores * (1.0 - np.square(np.where(np.isfinite(s), s, 0.0) / cap))
+        d_scores = d_scores * params["scale"]
+        dq[rows, head] = d_scores @ k[rows, kv]
+        dk[rows, kv] += d_scores.T @ q[rows, head]
+        dv[rows, kv] += weights.T @ dy[rows, head]
+    return [dq, dk, dv]
+
+
+def _launch(
+    node: Node, shader: str, args: Sequence[Arg], sizes: Sizes, heads: int, columns: int, heads_each: int = 1, flops: int = 0
+) -> Dispatch:
+    """A workgroup for 32 tokens of `heads` heads, and for as many of the columns as it may have."""
+    params = node.params
+    chunks = min(MOST_CHUNKS, ceil_div(columns, TILE))
+    parts = ceil_div(columns, TILE * chunks)
+    groups = (ceil_div(sizes.n, TILE), heads, sizes.texts * parts)
+    if max(groups) > MAX_GROUPS_X:
+        raise PlanError(f"[{node.op}] {node.name}: {groups} workgroups; at most {MAX_GROUPS_X} along an axis")
+    push = pack_push(
+        sizes.n, sizes.heads, sizes.kv_heads, sizes.hd, sizes.vd, int(params.get("causal", True)), int(params.get("window", 0)), parts,
+        heads_each, float(params["scale"]), float(params.get("softcap", 0.0)),
+    )  # fmt: skip
+    return Dispatch(
+        Variant(f"attention/{shader}.comp", (("CHUNKS", chunks),)), tuple(args), push, groups, node.op, node.name,
+        f"64 threads, tiles of {TILE}, {chunks} of them along the columns", nbytes=sum(nbytes(a.tensor) for a in args), flops=flops,
+    )  # fmt: skip
+
+
+def _products(sizes: Sizes, params: Mapping[str, Any]) -> int:
+    """Pairs of a query and a key that it sees, of all heads."""
+    window = int(params.get("window", 0)) or sizes.n
+    seen = sum(min(i + 1, window) for i in range(sizes.n)) if params.get("causal", True) else sizes.n**2
+    return seen * sizes.heads * sizes.texts
+
+
+class _Training:
+    """Cases of both ops."""
+
+    name: str
+
+    def _case(
+        self, hsk: int, hsv: int, nh: int, nr: int, n: int, sequences: int, causal: bool, window: int, softcap: float, seed: int, back: bool
+    ) -> Case:
+        if min(hsk, hsv, nh, nr, n, sequences) < 1 or window < 0 or softcap < 0:
+            raise CaseLineError(f"{self.name}: hsk, hsv, nh, nr, n and sequences: expected numbers above 0; window and logit_softcap from 0")
+        tokens, heads = n * sequences, nh * nr
+        shapes = {"q": (tokens, heads, hsk), "k": (tokens, nh, hsk), "v": (tokens, nh, hsv)}
+        for shape in (*shapes.values(), (n, n)):
+            sized(shape)
+        params = {"scale": 1.0 / math.sqrt(hsk), "causal": causal, "window": window, "sequences": sequences, "softcap": softcap}
+
+        def make(rng: np.random.Generator) -> Problem:
+            inputs = [Tensor(name, "F32", shape, "input") for name, shape in shapes.items()]
+            values = {t.name: rng.uniform(-2, 2, t.shape).astype(np.float32) for t in inputs}
+            y, lse = Tensor("y", "F32", (tokens, heads, hsv), "input"), Tensor("lse", "F32", (tokens, heads), "input")
+            if not back:
+                outputs = tuple(Tensor(t.name, "F32", t.shape) for t in (y, lse))
+                return Problem(Node(self.name, tuple(inputs), outputs, params), values)
+            made = attention(*(values[name].astype(np.float64) for name in shapes), params)
+            values |= {"dy": rng.uniform(-1, 1, y.shape).astype(np.float32), "y": made[0].astype(np.float32), "lse": made[1].astype(np.float32)}
+            outputs = tuple(Tensor(f"d{t.name}", "F32", t.shape) for t in inputs)
+            return Problem(Node(self.name, (Tensor("dy", "F32", y.shape, "input"), *inputs, y, lse), outputs, params), values)
+
+        shown = {
+            "hsk": hsk, "hsv": hsv, "nh": nh, "nr": nr, "n": n, "sequences": sequences, "causal": int(causal), "window": window,
+            "logit_softcap": softcap, "seed": seed,
+        }  # fmt: skip
+        return Case(self.name, shown, make, seed)
+
+
+@register
+class FlashAttnLse(_Training, Op):
+    """Attention that keeps its log-sum-exp; see the module's text."""
+
+    name = "FLASH_ATTN_LSE"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        sizes = sizes_of(node, *node.inputs)
+        pairs = _products(sizes, node.params)
+        return {"fmul": pairs * (sizes.hd + sizes.vd + 1), "fexp": pairs}
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        q, k, v = (np.asarray(i, np.float64) for i in inputs)
+        return list(attention(q, k, v, params))
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        q, k, v = node.inputs
+        y, lse = node.outputs
+        sizes = sizes_of(node, q, k, v)
+        rows = q.shape[0] * sizes.heads
+        if y.elements != rows * sizes.vd or lse.elements != rows:
+            raise PlanError(f"[{self.name}] {node.name}: outputs {y}, {lse}: expected {rows} rows of {sizes.vd} values, and {rows} sums")
+        flops = 2 * _products(sizes, node.params) * (sizes.hd + sizes.vd)
+        args = (Arg(q), Arg(k), Arg(v), Arg(y, "w"), Arg(lse, "w"))
+        return [_launch(node, "train_forward", args, sizes, sizes.heads, sizes.vd, flops=flops)]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-11, 3e-5, "f32 sums; scores up to 10 are off by 2^-20, and so are their exponentials relative to themselves")
+
+    def build_case(
+        self, hsk: int = 64, hsv: int = 64, nh: int = 3, nr: int = 3, n: int = 40, sequences: int = 1, causal: bool = True, window: int = 0,
+        logit_softcap: float = 0.0, seed: int = 67,
+    ) -> Case:
+        """hsk, hsv: head sizes, nh: kv heads, nr: heads of each, n: tokens of each of the texts."""
+        return self._case(hsk, hsv, nh, nr, n, sequences, causal, window, logit_softcap, seed, back=False)
+
+    def cases(self) -> Iterator[Case]:
+        yield self.build_case(64, 64, 2, 3, 67)
+        yield self.build_case(40, 36, 1, 2, 35, sequences=3, window=9, logit_softcap=5.0)
+        yield self.build_case(64, 64, 1, 2, 2, causal=False)
+
+    def full_cases(self) -> Iterator[Case]:
+        for hd, n in ((128, 100), (256, 33), (8, 70)):
+            for window in (0, 5, 33):
+                yield self.build_case(hd, hd, 2, 2, n, window=window)
+
+    def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case(64, 64, 3, 3, 512)
+
+
+@register
+class FlashAttnBack(_Training, Gradient):
+    """Gradients of attention by q, k and v; see the module's text."""
+
+    name = "FLASH_ATTN_BACK"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        sizes = sizes_of(node, *node.inputs[1:4])
+        pairs = _products(sizes, node.params)
+        return {"fmul": pairs * (5 * sizes.hd + 4 * sizes.vd + 4), "fexp": 2 * pairs}
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        """y and lse follow from the others."""
+        dy, q, k, v = (np.asarray(i, np.float64) for i in inputs[:4])
+        return attention_back(dy.reshape(*q.shape[:2], -1), q, k, v, params)
+
+    def scalar(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> Scalar:
+        return against(inputs[0], lambda q, k, v: attention(q, k, v, params)[0], *inputs[1:4])
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        dy, q, k, v, y, lse = node.inputs
+        dq, dk, dv = node.outputs
+        sizes = sizes_of(node, q, k, v)
+        rows = q.shape[0] * sizes.heads
+        sums = [(dy, rows * sizes.vd), (y, rows * sizes.vd), (lse, rows), (dq, q.elements), (dk, k.elements), (dv, v.elements)]
+        for t, count in sums:
+            if t.elements != count:
+                raise PlanError(f"[{self.name}] {node.name}: {t}: expected {count} values")
+        delta = Tensor(f"{node.name}.delta", "F32", (rows,))
+        group = sizes.heads // sizes.kv_heads
+        apart = group > 1 and q.shape[0] * sizes.kv_heads <= MAX_GROUPS_X
+        heads_each = 1 if apart else group
+        made_k, made_v = dk, dv
+        if apart:
+            made_k, made_v = (Tensor(f"{t.name}.heads", "F32", (q.shape[0], sizes.heads, t.shape[-1])) for t in (dk, dv))
+        given = (Arg(q), Arg(k), Arg(v), Arg(dy), Arg(lse), Arg(delta))
+        pairs = _products(sizes, node.params)
+        made = [
+            by_threads(node, ctx, "attention/train_delta.comp", (Arg(dy), Arg(y), Arg(delta, "w")), (rows, sizes.vd), rows, flops=2 * y.elements),
+            _launch(
+                node, "train_back_q", (*given, Arg(dq, "w")), sizes, sizes.heads, sizes.hd, flops=2 * pairs * (2 * sizes.hd + sizes.vd)
+            ),
+            _launch(
+                node, "train_back_kv", (*given, Arg(made_k, "w"), Arg(made_v, "w")), sizes, sizes.heads // heads_each,
+                max(sizes.hd, sizes.vd), heads_each, flops=4 * pairs * (sizes.hd + sizes.vd),
+            ),
+        ]  # fmt: skip
+        if apart:
+            for part, whole in ((made_k, dk), (made_v, dv)):
+                made += column_sums(node, ctx, part, whole, group, part.shape[-1], q.shape[0] * sizes.kv_heads)
+        return made
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-10, 1e-4, "f32 sums; weights are off by 2^-20 relative to themselves, and differ from delta by terms that cancel")
+
+    def build_case(
+        self, hsk: int = 64, hsv: int = 64, nh: int = 3, nr: int = 3, n: int = 40, sequences: int = 1, causal: bool = True, window: int = 0,
+        logit_softcap: float = 0.0, seed: int = 71,
+    ) -> Case:
+        """As FLASH_ATTN_LSE."""
+        return self._case(hsk, hsv, nh, nr, n, sequences, causal, window, logit_softcap, seed, back=True)
+
+    def cases(self) -> Iterator[Case]:
+        yield self.build_case(64, 64, 2, 3, 67)
+        yield self.build_case(40, 36, 1, 2, 35, sequences=3, window=9, logit_softcap=5.0)
+        yield self.build_case(64, 64, 1, 1, 2, causal=False)
+
+    def full_cases(self) -> Iterator[Case]:
+        for hd, n in ((128, 100), (256, 33), (8, 70)):
+            for window in (0, 5, 33):
+                yield self.build_case(hd, hd, 2, 2, n, window=window)
+
+    def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case(64, 64, 3, 3, 512)
