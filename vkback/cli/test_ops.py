@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vkback.harness.result import CaseResult
     from vkback.ops.base import Case
 
-MODES = ("test", "perf", "support")
+MODES = ("test", "grad", "perf", "support")
 OUTPUTS = ("console", "csv", "sql", "json")
 
 SHRUNK = 10
@@ -30,7 +30,7 @@ SHRUNK = 10
 def test_ops(
     wanted: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[test|perf|support] [CASE]...", help="Mode, default test; whole cases, as a run prints them, to rerun."),
+        typer.Argument(metavar="[test|grad|perf|support] [CASE]...", help="Mode, default test; whole cases, as a run prints them, to rerun."),
     ] = None,
     ops: Annotated[str | None, typer.Option("-o", help="Op names or whole cases, with commas.")] = None,
     params: Annotated[str | None, typer.Option("-p", help="Only cases whose parameters match this regular expression.")] = None,
@@ -54,6 +54,7 @@ def test_ops(
     """Run the seeded cases of ops on a device and judge each against the op's numpy reference and, where it is a fusion, against the ops it
     replaces. Exit code 1 when one fails, 2 for a line that names no case. Cases are written as llama.cpp's test-backend-ops prints them.
 
+    grad runs the ops that make gradients, and compares their references with finite differences of what they differentiate, too.
     perf times cases with cold weights; support says what the device runs and why not the rest.
     """
     from vkback.harness.cases import full_cases, perf_cases, quick_cases
@@ -69,7 +70,13 @@ def test_ops(
         return
     names += _split(ops)
     listed = lines_of(source) if source else perf_cases() if mode == "perf" else full_cases() if full else quick_cases()
+    if mode == "grad":
+        from vkback.harness.grad import is_gradient
+
+        listed = [case for case in listed if is_gradient(case)]
     cases = list(select(listed, names, params))
+    if mode == "grad" and (others := sorted({case.op for case in cases if not is_gradient(case)})):
+        raise UsageError(f"{', '.join(others)}: no op that makes a gradient; vkback test-ops grad runs all that do")
     if seed is not None:
         cases = [case.reseeded(seed) for case in cases]
     by_op = source is not None
@@ -120,6 +127,10 @@ def _run(
             results = run_in_processes([c.line for c in cases], processes, opened.index, act)
         else:
             results = stack.enter_context(Suite(opened, library, ctx)).run(cases)
+        if mode == "grad":
+            from vkback.harness.grad import graded
+
+            results = graded(results, cases)
         kept = None
         if store is not None:
             from vkback.report.store import Store
@@ -133,9 +144,9 @@ def _run(
             ran.append(result)
             if kept is not None and result.supported:
                 kept.add_op(fields_of(result, printer.about), result.samples_us or ())
-        if mode == "test" or printer.tally.failed or output != "console":
+        if mode in ("test", "grad") or printer.tally.failed or output != "console":
             printer.finish()
-        if by_op and mode == "test":
+        if by_op and mode in ("test", "grad"):
             print("\n" + "\n".join(op_table(ran)), file=sys.stdout if output == "console" else sys.stderr)
         if save_in is not None and mode == "test" and printer.tally.failed:
             with Suite(opened, library, ctx) as suite:

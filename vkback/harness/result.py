@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Mode = Literal["test", "perf", "support"]
+Mode = Literal["test", "grad", "perf", "support"]
 
 
 @dataclass(frozen=True, kw_only=True)

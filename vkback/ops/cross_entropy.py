@@ -9,7 +9,23 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Shape, Tolerance, ceil_div, nbytes, pack_push, register, spread
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Shape,
+    Tolerance,
+    ceil_div,
+    nbytes,
+    pack_push,
+    register,
+    spread,
+)
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times
 from vkback.ops.gradients import Gradient, Scalar
@@ -97,8 +113,8 @@ def _case(op: str, back: bool, shape: Shape, ids: bool, given: Mapping[str, Any]
 class CrossEntropyLoss(Op):
     """CROSS_ENTROPY_LOSS(logits [..., v], targets I32 [rows] or labels F32 [..., v] [; lse]) -> loss F32 [1], lse F32 [rows].
 
-    With lse=False there is one output. Of targets, the mean of -log softmax(logits)[target] over the rows with a target within 0 .. v - 1, 0 if there is none; of labels, -sum of
-    labels * log softmax(logits) over the number of rows.
+    With lse=False there is one output. Of targets, the mean of -log softmax(logits)[target] over the rows with a target within 0 .. v - 1,
+    0 if there is none; of labels, -sum of labels * log softmax(logits) over the number of rows.
     """
 
     name = "CROSS_ENTROPY_LOSS"
@@ -191,7 +207,7 @@ class CrossEntropyLossBack(Gradient):
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(
-            1e-10, 1e-4, "f32; exp(logit - lse) has 3 + 2 |logit - lse| ulp by Vulkan's rules, 2e-6 at 16, and lse, to which both add, 2^-22"
+            1e-10, 1e-4, "f32; exp(logit - lse) has 3 + 2 |logit - lse| ulp by Vulkan's rules, 2e-6 at 16; lse is off by 2^-22"
         )
 
     def build_case(

@@ -96,7 +96,7 @@ class GetRowsBack(Gradient):
         outside: some ids are beyond the table."""
         kind = tensor_type(type)
         if min(n, m, r, b) < 1 or (v and r < 2) or (kind not in VALUE_BYTES and n % quants.quant(kind).block_values):
-            raise CaseLineError(f"{self.name}: n={n}, m={m}, r={r}, b={b}: expected numbers above 0, r from 2 with v=1, n whole blocks of {type}")
+            raise CaseLineError(f"{self.name}: n={n}, m={m}, r={r}, b={b}: expected all above 0, r from 2 with v=1, whole blocks of {type}")
         if b != 1:
             raise PlanError(f"[{self.name}] b={b}: only one table has a gradient")
         tokens = r // 2 if v else r
@@ -105,7 +105,8 @@ class GetRowsBack(Gradient):
 
         def make(rng: np.random.Generator) -> Problem:
             dy, ids = operand("dy", kind, (tokens, n)), Tensor("ids", "I32", (tokens,), "input")
-            values = {"dy": numbers(dy, rng, 1.0), "ids": rng.integers(-2 if outside else 0, m + 2 if outside else m, tokens).astype(np.int32)}
+            beyond = 2 * outside
+            values = {"dy": numbers(dy, rng, 1.0), "ids": rng.integers(-beyond, m + beyond, tokens).astype(np.int32)}
             params = {"rows": m} | ({"scale": scale} if scale != 1.0 else {})
             return Problem(Node(self.name, (dy, ids), (Tensor("table", "F32", (m, n)),), params), values)
 

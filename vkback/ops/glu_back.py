@@ -73,7 +73,8 @@ class _ActivationBack(Gradient):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if any(t.elements != node.inputs[0].elements for t in (*node.inputs, *node.outputs)):
-            raise PlanError(f"[{self.name}] {node.name}: {', '.join(map(str, (*node.inputs, *node.outputs)))}: expected as many values in each")
+            given = ", ".join(map(str, (*node.inputs, *node.outputs)))
+            raise PlanError(f"[{self.name}] {node.name}: {given}: expected as many values in each")
         if self.form(node.params) not in self.forms:
             raise PlanError(f"[{self.name}] {node.name}: form {self.form(node.params)!r}: expected one of {', '.join(self.forms)}")
         dy, x, *up = node.inputs
@@ -92,7 +93,7 @@ class _ActivationBack(Gradient):
     def _problem(self, rng: np.random.Generator, shape: Shape, size: float, inplace: bool, form: str) -> Problem:
         names = ("dy", "gate", "up") if self.gated else ("dy", "x")
         inputs = tuple(Tensor(name, "F32", shape, "input") for name in names)
-        values = {t.name: rng.uniform(-1 if t.name == "dy" else -size, 1 if t.name == "dy" else size, shape).astype(np.float32) for t in inputs}
+        values = {t.name: (rng.uniform(-1, 1, shape) * (1.0 if t.name == "dy" else size)).astype(np.float32) for t in inputs}
         outputs = inputs[1:] if inplace else tuple(Tensor(f"d{name}", "F32", shape) for name in names[1:])
         return Problem(Node(self.name, inputs, outputs, {} if form == self.forms[0] else {"form": form}), values)
 

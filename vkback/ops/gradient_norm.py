@@ -8,7 +8,23 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Shape, Tolerance, ceil_div, is_coded, nbytes, pack_push, register
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    Op,
+    PlanError,
+    Problem,
+    Shape,
+    Tolerance,
+    ceil_div,
+    is_coded,
+    nbytes,
+    pack_push,
+    register,
+)
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost
 from vkback.ops.peer import sized
@@ -60,7 +76,7 @@ class SumSquares(Op):
         )  # fmt: skip
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Tolerance(1e-10, 1e-5, "f32 sums of squares, which do not cancel: relative error about 2^-24 times the square root of a thread's share")
+        return Tolerance(1e-10, 1e-5, "f32 sums of squares, which do not cancel: 2^-24 times the square root of a thread's share")
 
     def build_case(self, sizes: Shape, seed: int = 47) -> Case:
         """Tensors of so many values each, in +-1."""
@@ -105,7 +121,8 @@ class ClipScale(Op):
             raise PlanError(f"[{self.name}] {node.name}: {', '.join(map(str, (*node.inputs, *node.outputs)))}: expected one value each")
         args = (Arg(node.inputs[0]), *(Arg(t, "w") for t in node.outputs))
         push = pack_push(float(node.params["max_norm"]))
-        return [Dispatch(Variant("training/clip_scale.comp", ()), args, push, (1, 1, 1), node.op, node.name, "one thread", nbytes=12, flops=3)]
+        kernel = Variant("training/clip_scale.comp", ())
+        return [Dispatch(kernel, args, push, (1, 1, 1), node.op, node.name, "one thread", nbytes=12, flops=3)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-12, 1e-6, "a square root and a division in f32, 2.5 ulp each")

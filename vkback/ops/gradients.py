@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Gradient(Op):
     cost  operations for each value of its largest operand, by kind
     """
 
-    cost: Cost = {"fmul": 2, "fadd": 1}
+    cost: ClassVar[Cost] = {"fmul": 2, "fadd": 1}
 
     @abstractmethod
     def scalar(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> Scalar:

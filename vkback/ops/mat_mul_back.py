@@ -50,7 +50,7 @@ class MulMatBack(Gradient):
         return multiplied(node, ctx, dy, w, dx, Product(n, w.shape[1], w.shape[0]))
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Tolerance(1e-10, 2e-5, "f32 sums of products of values that either side holds exactly; scales of weights are multiplied in f32")
+        return Tolerance(1e-10, 2e-5, "f32 sums of products of values that either side holds exactly, times scales in f32")
 
     def build_case(self, type_a: str = "f32", m: int = 32, n: int = 8, k: int = 32, plain: bool = False, seed: int = 7) -> Case:
         """A weight of m rows of k values, n tokens. plain: w is no stored weight but F32 values one after the other."""

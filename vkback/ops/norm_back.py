@@ -9,7 +9,22 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, PlanError, Problem, Shape, Tolerance, ceil_div, nbytes, pack_push, register, spread
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    PlanError,
+    Problem,
+    Shape,
+    Tolerance,
+    ceil_div,
+    nbytes,
+    pack_push,
+    register,
+    spread,
+)
 from vkback.ops.column_sums import blocks_of, column_sums
 from vkback.ops.cost import Cost
 from vkback.ops.gradients import Gradient, Scalar, against
@@ -80,7 +95,8 @@ class _InputBack(_Back):
         dy, x, *w = node.inputs
         dx = node.outputs[0]
         if dy.elements != x.elements or dx.elements != x.elements or (w and w[0].elements != x.shape[-1]):
-            raise PlanError(f"[{self.name}] {node.name}: {', '.join(map(str, node.inputs))} to {dx}: expected dy and dx as x, w of a row's size")
+            given = ", ".join(map(str, (*node.inputs, dx)))
+            raise PlanError(f"[{self.name}] {node.name}: {given}: expected dy and dx as x, w of a row's size")
         args = (Arg(dy), Arg(x), Arg(dx, "w"), *map(Arg, w))
         return [self._row_kernel(node, ctx, "norm/back.comp", args, len(w))]
 
@@ -147,7 +163,8 @@ class _WeightBack(_Back):
         dy, x = node.inputs
         dim, rows = x.shape[-1], prod(x.shape[:-1])
         if dy.elements != x.elements or len(node.outputs) != 1 + self.center or any(t.elements != dim for t in node.outputs):
-            raise PlanError(f"[{self.name}] {node.name}: {dy}, {x} to {', '.join(map(str, node.outputs))}: expected dy as x, {dim} sums each")
+            given = ", ".join(map(str, (dy, x, *node.outputs)))
+            raise PlanError(f"[{self.name}] {node.name}: {given}: expected dy as x, and {dim} sums in each output")
         scale = Tensor(f"{node.name}.scale", "F32", (rows, 2))
         block, blocks = blocks_of(rows)
         sums = tuple(node.outputs)

@@ -46,7 +46,7 @@ class _OptStep(Op):
             raise PlanError(f"[{self.name}] {node.name}: expected {self.count} params, not {params}, and as outputs what changes in place")
         defines: dict[str, str | int] = {"ADAMW": int(bool(state)), "SCALED": len(scale), "CODED": int(is_coded(w))}
         if not is_coded(w):
-            pieces = [(Arg(w, "rw"), "", (w.elements,))]
+            pieces: list[tuple[Arg, str, tuple[int, ...]]] = [(Arg(w, "rw"), "", (w.elements,))]
         else:
             k = w.shape[-1]
             parts = shards(w, ctx.caps)

@@ -9,7 +9,22 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, PlanError, Problem, Shape, Tolerance, ceil_div, nbytes, pack_push, register, spread
+from vkback.ops.base import (
+    Arg,
+    Array,
+    Case,
+    Dispatch,
+    LowerContext,
+    PlanError,
+    Problem,
+    Shape,
+    Tolerance,
+    ceil_div,
+    nbytes,
+    pack_push,
+    register,
+    spread,
+)
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost
 from vkback.ops.gradients import Gradient, Scalar, against
@@ -20,7 +35,7 @@ from vkback.shader import Variant
 
 def soft_max(x: Array) -> Array:
     e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+    return np.asarray(e / e.sum(axis=-1, keepdims=True))
 
 
 @register
