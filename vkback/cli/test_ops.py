@@ -30,7 +30,7 @@ SHRUNK = 10
 def test_ops(
     wanted: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[test|grad|perf|support] [CASE]...", help="Mode, default test; whole cases, as a run prints them, to rerun."),
+        typer.Argument(metavar="[test|grad|perf|support] [CASE]...", help="Mode, default test; whole cases, as a run prints them."),
     ] = None,
     ops: Annotated[str | None, typer.Option("-o", help="Op names or whole cases, with commas.")] = None,
     params: Annotated[str | None, typer.Option("-p", help="Only cases whose parameters match this regular expression.")] = None,

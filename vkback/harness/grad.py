@@ -18,8 +18,9 @@ STEP = 1e-3
 """Of a variable, in units of its rms (of 1 where that is 0): the five-point rule is then off by about STEP^4, and by 1e-13 of the scalar's
 terms for float64's rounding."""
 
-BOUND = 1e-7
-"""Most that a derivative may differ, in units of the gradient's length. A sign, a factor or a term that is wrong shows at 1e-2."""
+BOUND = 1e-6
+"""Most that a derivative may differ, in units of the gradient's length: operands that follow from others, as y of SOFT_MAX_BACK from x, are
+rounded to F32, 2^-24. A sign, a factor or a term that is wrong shows at 1e-2."""
 
 DIRECTIONS = 3
 """Random ones through each variable."""
