@@ -40,8 +40,9 @@ def tile_of(m: int, n: int) -> tuple[int, int]:
     return (8 if m > 32 else 4 if m > 16 else 2 if m > 8 else 1), (8 if n > 32 else 4)
 
 
-def multiplied(node: Node, ctx: LowerContext, a: Tensor, b: Tensor, y: Tensor, product: Product) -> list[Dispatch]:
-    """A B of plain F32 tensors. The sum of a value is one chain over k, or a few chains of a length that depends on the shape alone.
+def multiplied(node: Node, ctx: LowerContext, a: Tensor, b: Tensor, y: Tensor, product: Product, *, add: bool = False) -> list[Dispatch]:
+    """A B of plain F32 tensors; with `add` y keeps what it has, and the product is added to it. The sum of a value is one chain over k, or a
+    few chains of a length that depends on the shape alone.
 
     Raises PlanError where the grid is more than every device takes.
     """
@@ -52,7 +53,7 @@ def multiplied(node: Node, ctx: LowerContext, a: Tensor, b: Tensor, y: Tensor, p
     depth = 16
     groups = ceil_div(product.n, 8 * tn) * ceil_div(product.m, 8 * tm) * product.batches
     splits = 1
-    if product.batches == 1 and product.m * product.n <= MOST_SPLIT_VALUES:
+    if not add and product.batches == 1 and product.m * product.n <= MOST_SPLIT_VALUES:
         splits = max(1, min(product.k // LEAST_DEPTH, ENOUGH_GROUPS // groups))
     each = ceil_div(ceil_div(product.k, splits), depth) * depth
     splits = ceil_div(product.k, each)
@@ -60,9 +61,9 @@ def multiplied(node: Node, ctx: LowerContext, a: Tensor, b: Tensor, y: Tensor, p
     defines: Defines = {"TM": tm, "TN": tn, "DEPTH": depth, "A_TURNED": int(product.turned)}
     stride = product.m if product.turned else product.k
     push = pack_push(
-        product.m, product.n, product.k, splits, each, stride, 0, 0, product.n2, product.r2, product.r3
+        product.m, product.n, product.k, splits, each, stride, 0, int(add), product.n2, product.r2, product.r3
     )
-    made = [_launch(node, defines, (Arg(b), Arg(a), Arg(into, "w")), push, product, (tm, tn), product.batches * splits)]
+    made = [_launch(node, defines, (Arg(b), Arg(a), Arg(into, "rw" if add else "w")), push, product, (tm, tn), product.batches * splits)]
     if splits > 1:
         made += column_sums(node, ctx, into, y, splits, product.m * product.n)
     return made
