@@ -16,6 +16,7 @@ layout(push_constant) uniform Push {
     uint stride;   // from row to row of A (A_TURNED: from column to column)
     uint first;    // of A's columns, which B's rows belong to: a weight may come in shards
     uint add;      // 1: y keeps what it has, and the sums are added to it
+    uint slot;     // of y where the first split goes
     uint n2;       // batches of an outer one
     uint r2;       // neighbouring batches that share a matrix B
     uint r3;       // and outer ones

@@ -68,7 +68,7 @@ void main() {
         [[unroll]] for (uint j = 0u; j < TN; j++) {
             const uint r = row + ty * TM + i, c = column + tx * TN + j;
             if (r < p.m && c < p.n) {
-                const uint at = (gl_WorkGroupID.z * p.m + r) * p.n + c;
+                const uint at = ((p.slot + gl_WorkGroupID.z) * p.m + r) * p.n + c;
                 y[at] = p.add != 0u ? y[at] + sum[i][j] : sum[i][j];
             }
         }

@@ -22,6 +22,7 @@ layout(push_constant) uniform Push {
     uint stride;   // from row to row of A (A_TURNED: from column to column)
     uint first;    // of A's columns, which B's rows belong to: a weight may come in shards
     uint add;      // 1: y keeps what it has, and the sums are added to it
+    uint slot;     // of y where the first split goes
 } p;
 #include "quant/place.glsl"
 #include QUANT_FILE

@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import MAX_GROUPS_X, Access, Arg, Dispatch, LowerContext, PlanError, ceil_div, nbytes, pack_push, shards, weight_push
+from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, LowerContext, PlanError, ceil_div, nbytes, pack_push, shards, weight_push
 from vkback.ops.code_books import decoder
 from vkback.ops.column_sums import column_sums
 from vkback.ops.workgroup import Defines
 from vkback.shader import Variant
 
-ENOUGH_GROUPS = 256
-"""Workgroups below which the sums of a product are split."""
+ENOUGH_GROUPS = 1024
+"""Workgroups below which the sums of a product are split: eight for each core of a large GPU."""
 
-LEAST_DEPTH = 512
+LEAST_DEPTH = 128
 """Terms of a sum that a split has at least."""
-
-MOST_SPLIT_VALUES = 1 << 23
-"""Values of a product whose sums are split; there are workgroups enough beyond."""
 
 
 @dataclass(frozen=True)
@@ -40,48 +37,61 @@ def tile_of(m: int, n: int) -> tuple[int, int]:
     return (8 if m > 32 else 4 if m > 16 else 2 if m > 8 else 1), (8 if n > 32 else 4)
 
 
-def multiplied(node: Node, ctx: LowerContext, a: Tensor, b: Tensor, y: Tensor, product: Product, *, add: bool = False) -> list[Dispatch]:
-    """A B of plain F32 tensors; with `add` y keeps what it has, and the product is added to it. The sum of a value is one chain over k, or a
-    few chains of a length that depends on the shape alone.
+def splits_of(product: Product, tile: tuple[int, int], depth: int) -> tuple[int, int]:
+    """Parts of a sum, and the terms of each, a multiple of `depth`. A function of the shape alone, so that the bits are, too."""
+    tm, tn = tile
+    groups = ceil_div(product.n, 8 * tn) * ceil_div(product.m, 8 * tm) * product.batches
+    wanted = 1 if product.batches > 1 else max(1, min(product.k // LEAST_DEPTH, ENOUGH_GROUPS // groups))
+    each = ceil_div(ceil_div(product.k, wanted), depth) * depth
+    return ceil_div(product.k, each), each
 
-    Raises PlanError where the grid is more than every device takes.
-    """
-    tm, tn = tile_of(product.m, product.n)
+
+def check_grid(node: Node, product: Product, tile: tuple[int, int]) -> None:
+    """Raises PlanError where the grid is more than every device takes."""
+    tm, tn = tile
     if max(ceil_div(product.m, 8 * tm), ceil_div(product.n, 8 * tn), product.batches) > MAX_GROUPS_X:
         size = f"{product.batches} products of {product.m} x {product.n}"
         raise PlanError(f"[{node.op}] {node.name}: {size}: at most {MAX_GROUPS_X} of them, and as many tiles along an axis")
-    depth = 16
-    groups = ceil_div(product.n, 8 * tn) * ceil_div(product.m, 8 * tm) * product.batches
-    splits = 1
-    if not add and product.batches == 1 and product.m * product.n <= MOST_SPLIT_VALUES:
-        splits = max(1, min(product.k // LEAST_DEPTH, ENOUGH_GROUPS // groups))
-    each = ceil_div(ceil_div(product.k, splits), depth) * depth
-    splits = ceil_div(product.k, each)
+
+
+def multiplied(
+    node: Node, ctx: LowerContext, a: Tensor, b: Tensor, y: Tensor, product: Product, *, add: bool = False
+) -> list[Dispatch]:
+    """A B of plain F32 tensors; with `add` y keeps what it has, and the product is added to it. The sum of a value is one chain over k, or
+    a few chains. Raises PlanError where the grid is more than every device takes."""
+    tile, depth = tile_of(product.m, product.n), 16
+    check_grid(node, product, tile)
+    splits, each = (1, ceil_div(product.k, depth) * depth) if add else splits_of(product, tile, depth)
     into = y if splits == 1 else Tensor(f"{y.name}.splits", "F32", (splits, product.m * product.n))
-    defines: Defines = {"TM": tm, "TN": tn, "DEPTH": depth, "A_TURNED": int(product.turned)}
+    defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TURNED": int(product.turned)}
     stride = product.m if product.turned else product.k
     push = pack_push(
-        product.m, product.n, product.k, splits, each, stride, 0, int(add), product.n2, product.r2, product.r3
+        product.m, product.n, product.k, splits, each, stride, 0, int(add), 0, product.n2, product.r2, product.r3
     )
-    made = [_launch(node, defines, (Arg(b), Arg(a), Arg(into, "rw" if add else "w")), push, product, (tm, tn), product.batches * splits)]
+    made = [_launch(node, defines, (Arg(b), Arg(a), Arg(into, "rw" if add else "w")), push, product, tile, product.batches * splits)]
     if splits > 1:
         made += column_sums(node, ctx, into, y, splits, product.m * product.n)
     return made
 
 
 def multiplied_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor, y: Tensor, m: int) -> list[Dispatch]:
-    """a [m, k] times a stored weight [k, n] of any type, read as it lies on the device; its shards one after the other."""
+    """a [m, k] times a stored weight [k, n] of any type, read as it lies on the device. The parts of its sums, and its shards, are added up
+    in their order. Raises PlanError where the grid is more than every device takes."""
     k, n = w.shape
-    product = Product(m, n, k)
-    tm, tn = tile_of(m, n)
-    defines: Defines = {"TM": tm, "TN": tn, "DEPTH": 32, "A_TURNED": 0, **decoder(w.type, ctx.caps)}
-    made = []
-    for i, part in enumerate(shards(w, ctx.caps)):
-        rows = ceil_div(part.rows, 32) * 32
-        push = pack_push(*weight_push(w.type, part.layout, n), m, n, part.rows, 1, rows, k, part.row0, int(i > 0))
-        access: Access = "rw" if i else "w"
-        made.append(_launch(node, defines, (Arg(w, "r", i), Arg(a), Arg(y, access)), push, product, (tm, tn), 1))
-    return made
+    tile, depth = tile_of(m, n), 32
+    check_grid(node, Product(m, n, k), tile)
+    defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TURNED": 0, **decoder(w.type, ctx.caps)}
+    parts = shards(w, ctx.caps)
+    splits = [splits_of(Product(m, n, part.rows), tile, depth) for part in parts]
+    total = sum(count for count, _ in splits)
+    into = y if total == 1 else Tensor(f"{y.name}.splits", "F32", (total, m * n))
+    made, slot = [], 0
+    for i, (part, (count, each)) in enumerate(zip(parts, splits, strict=True)):
+        push = pack_push(*weight_push(w.type, part.layout, n), m, n, part.rows, count, each, k, part.row0, 0, slot)
+        args = (Arg(w, "r", i), Arg(a), Arg(into, "w", part=f"of shard {i}" if len(parts) > 1 else ""))
+        made.append(_launch(node, defines, args, push, Product(m, n, part.rows), tile, count))
+        slot += count
+    return made if total == 1 else [*made, *column_sums(node, ctx, into, y, total, m * n)]
 
 
 def _launch(
