@@ -97,11 +97,12 @@ class Graph:
 
 
 def live(nodes: Sequence[Node], outputs: Iterable[Tensor]) -> list[Node]:
-    """Nodes that one of `outputs`, a state (KV cache) or an input written in place (generation loop) depends on, in their order."""
+    """Nodes that one of `outputs`, a state (KV cache), or an input (generation loop) or weight (training) written in place depends on, in
+    their order."""
     wanted = {t.name for t in outputs}
     kept: list[Node] = []
     for node in reversed(nodes):
-        if any(t.name in wanted or t.kind in ("state", "input") for t in node.outputs):
+        if any(t.name in wanted or t.kind in ("state", "input", "weight") for t in node.outputs):
             kept.append(node)
             wanted |= {t.name for t in node.inputs}
     return kept[::-1]

@@ -39,6 +39,10 @@ UNIFORM = "Q8_0"
 """The type of files that need no mix of a real file: llama-quantize gives all matrices this one type."""
 
 
+WHOLE = "F32"
+"""Every shape can also be written with all its tensors of this type: models to train."""
+
+
 class SynthError(VkbackError):
     """An unknown model or type, or a file that cannot be written."""
 
@@ -78,7 +82,7 @@ def planned_tensors(name: str, *, layers: int | None = None) -> list[PlannedTens
     shape = SHAPES[shape_name]
     n_layer = _layers(name, shape, layers)
     mix = _type_mixes().get(shape_name, {}).get(type)
-    return [PlannedTensor(t, _type_of(mix, t), dims) for t, dims in _shapes(shape, n_layer)]
+    return [PlannedTensor(t, WHOLE if type == WHOLE else _type_of(mix, t), dims) for t, dims in _shapes(shape, n_layer)]
 
 
 def synthetic_size(name: str, *, layers: int | None = None) -> tuple[int, int]:
@@ -140,8 +144,8 @@ def _type_mixes() -> dict[str, Any]:
 
 
 def _types(shape: str) -> list[str]:
-    """Types that a shape can be written in: those of its mixes."""
-    return list(_type_mixes().get(shape, (UNIFORM,)))
+    """Types that a shape can be written in: those of its mixes, and WHOLE."""
+    return [*_type_mixes().get(shape, (UNIFORM,)), WHOLE]
 
 
 def _split(name: str) -> tuple[str, str]:

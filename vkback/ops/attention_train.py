@@ -28,6 +28,7 @@ from vkback.ops.base import (
     Op,
     PlanError,
     Problem,
+    Tape,
     Tolerance,
     ceil_div,
     nbytes,
@@ -203,6 +204,12 @@ class FlashAttnLse(_Training, Op):
         sizes = sizes_of(node, *node.inputs)
         pairs = _products(sizes, node.params)
         return {"fmul": pairs * (sizes.hd + sizes.vd + 1), "fexp": pairs}
+
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        """The weights are made again from the log-sum-exp."""
+        grads = [tape.like(t) for t in node.inputs]
+        tape.add("FLASH_ATTN_BACK", (dy, *node.inputs, *node.outputs), tuple(grads), **node.params)
+        return grads
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         q, k, v = (np.asarray(i, np.float64) for i in inputs)

@@ -309,6 +309,25 @@ class Case:
         return replace(self, seed=seed, params={**self.params, "seed": seed})
 
 
+class Tape(Protocol):
+    """The backward graph under construction, as rules see it (vkback/plan/autodiff.py).
+
+    A rule asks with `wants` which operands' gradients are of use, adds nodes with `emit` or `add`, and returns a gradient for each operand.
+    """
+
+    def wants(self, tensor: Tensor) -> bool:
+        """Whether the gradient of an operand leads to something that is trained."""
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A tensor for (a part of) the gradient of an operand: F32, of its shape, with a name of its own."""
+
+    def emit(self, op: str, of: Tensor, inputs: tuple[Tensor, ...], **params: Any) -> Tensor:
+        """Add a node with one output, which is (a part of) the gradient of `of`, and return that output."""
+
+    def add(self, op: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], **params: Any) -> None:
+        """Add a node with several outputs."""
+
+
 class Op(ABC):
     """An op of the graph: all that is particular to it. docs/adding_an_op.md shows one.
 
@@ -373,6 +392,14 @@ class Op(ABC):
         """The chain of plain nodes that makes the same outputs; empty where the op, or this node of it, is no fusion."""
         return []
 
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        """The rule of differentiation: from the gradient of the node's first output, nodes that make those of its operands.
+
+        ->  a gradient for each operand, in their order; None for one that has none (ids, positions) or that nobody wants
+        Raises PlanError for an op without a rule.
+        """
+        raise PlanError(f"[{self.name}] {node.name}: no rule says how it is differentiated; expected a method `backward` on its op")
+
     def elementary(self, node: Node, n_kv: int) -> list[Node]:
         """The chain of simpler nodes by which ggml makes the same outputs without fused ops; empty where the node is one of these.
 
@@ -409,6 +436,11 @@ def register(cls: type[Op]) -> type[Op]:
 
 class Reshape:
     """The rules of VIEW, which is a tensor under another shape, or with the param `view` (vkback/ops/view.py) a part of it: no work."""
+
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        if "view" in node.params:
+            raise PlanError(f"[VIEW] {node.name}: no rule says how a view of a part is differentiated; expected one of the whole")
+        return [tape.emit("VIEW", node.inputs[0], (dy,))]
 
     def elementary(self, node: Node, n_kv: int) -> list[Node]:
         return []

@@ -19,6 +19,7 @@ from vkback.ops.base import (
     PlanError,
     Problem,
     Shape,
+    Tape,
     Tolerance,
     ceil_div,
     nbytes,
@@ -121,6 +122,14 @@ class CrossEntropyLoss(Op):
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         return times({"fadd": 2, "fexp": 1}, node.inputs[0].elements)
+
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        """Of the logits, which it overwrites: there is no second matrix of their size."""
+        logits, targets = node.inputs
+        if len(node.outputs) < 2:
+            return super().backward(node, dy, tape)
+        tape.add("CROSS_ENTROPY_LOSS_BACK", (dy, logits, targets, node.outputs[1]), (logits,))
+        return [logits, None]
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         logits = np.asarray(inputs[0], np.float64)

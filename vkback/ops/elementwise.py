@@ -23,6 +23,7 @@ from vkback.ops.base import (
     PlanError,
     Problem,
     Shape,
+    Tape,
     Tolerance,
     ceil_div,
     declare,
@@ -108,6 +109,21 @@ class Binary(Op):
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         kind = {"ADD": "fadd", "SUB": "fadd", "MUL": "fmul", "DIV": "fdiv"}[self.name]
         return {kind: node.outputs[0].elements}
+
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        """Of a sum dy, of a product dy times the other operand; summed over what an operand was repeated to."""
+        if self.name not in ("ADD", "MUL") or (self.name == "MUL" and len(node.inputs) > 2):
+            return super().backward(node, dy, tape)
+        grads: list[Tensor | None] = []
+        for i, x in enumerate(node.inputs):
+            if not tape.wants(x):
+                grads.append(None)
+                continue
+            part, whole = dy, x.elements == dy.elements
+            if self.name == "MUL":
+                part = tape.emit("MUL", x if whole else dy, (dy, node.inputs[1 - i]))
+            grads.append(part if whole else tape.emit("REPEAT_BACK", x, (part,), shape=x.shape))
+        return grads
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         a, *more = (np.asarray(i, np.float64) for i in inputs)
@@ -316,8 +332,26 @@ def _last_keys(name: str, sizes: str) -> tuple[str, ...]:
     return ("inplace",) if name == "SCALE" else ()
 
 
+BACK: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "SILU": ("SILU_BACK", {}),
+    "GELU": ("GELU_BACK", {}),
+    "GELU_ERF": ("GELU_BACK", {"form": "gelu_erf"}),
+    "GELU_QUICK": ("GELU_BACK", {"form": "gelu_quick"}),
+}
+"""Of functions the op that has their derivative, and its params."""
+
+
 class Unary(Op):
     """An op of UNARY: x -> value by value."""
+
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        x = node.inputs[0]
+        if self.name == "SCALE":
+            return [tape.emit("SCALE", x, (dy,), scale=node.params["scale"], bias=0.0)]
+        if self.name not in BACK:
+            return super().backward(node, dy, tape)
+        op, params = BACK[self.name]
+        return [tape.emit(op, x, (dy, x), **params)]
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         return costs.times(UNARY[self.name].cost, node.outputs[0].elements)

@@ -22,6 +22,7 @@ from vkback.ops.base import (
     PlanError,
     Problem,
     Shape,
+    Tape,
     Tolerance,
     ceil_div,
     declare,
@@ -127,9 +128,26 @@ TAKES = ("F32", "Q8_1")
 """Types of the kernel."""
 
 
+BACK: Mapping[str, tuple[str, Params]] = {
+    "SWIGLU": ("SWIGLU_BACK", {}),
+    "GEGLU": ("GEGLU_BACK", {}),
+    "GEGLU_ERF": ("GEGLU_BACK", {"form": "gelu_erf"}),
+    "GEGLU_QUICK": ("GEGLU_BACK", {"form": "gelu_quick"}),
+}
+"""Of each op the one that has its derivatives, and its params."""
+
+
 class Glu(Op):
     """An op of GLU. Inputs gate and up [..., k], or one [..., 2 k] whose rows hold the gate and then the up half (param swapped: up first);
     output F32 or Q8_1 [..., k]."""
+
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        if self.name not in BACK or len(node.inputs) != 2:
+            return super().backward(node, dy, tape)
+        (gate, up), (op, params) = node.inputs, BACK[self.name]
+        grads = tape.like(gate), tape.like(up)
+        tape.add(op, (dy, gate, up), grads, **params)
+        return grads
 
     def elementary(self, node: Node, n_kv: int) -> list[Node]:
         """The gate's activation and a product, where gate and up are tensors of their own."""

@@ -13,7 +13,7 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import mul_mat_batched as batched
-from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Rounded, Shape, Tolerance, nbytes, register
+from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Rounded, Shape, Tape, Tolerance, nbytes, register
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.copy import some
 from vkback.ops.cost import Cost
@@ -75,6 +75,14 @@ class MulMat(_Plain):
 
     name = "MUL_MAT"
     roles = ("w", "x")
+
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        """dx = dy w, dw = dy^T x."""
+        w, x, *more = node.inputs
+        if more or len(w.shape) != 2 or len(x.shape) != 2 or node.params:
+            return super().backward(node, dy, tape)
+        dw = tape.emit("OUT_PROD", w, (x, dy)) if tape.wants(w) else None
+        return [dw, tape.emit("MUL_MAT_BACK", x, (dy, w)) if tape.wants(x) else None]
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         w, x, *more = inputs

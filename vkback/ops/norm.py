@@ -20,6 +20,7 @@ from vkback.ops.base import (
     PlanError,
     Problem,
     Shape,
+    Tape,
     Tolerance,
     ceil_div,
     declare,
@@ -76,6 +77,19 @@ class Norm(Op):
         x = node.inputs[0]
         per_value = {"fmul": 2, "fadd": 2} if self.center else {"fmul": 2}
         return total((times(per_value, x.elements), times({"fdiv": 1, "sqrt": 1}, x.elements // x.shape[-1])))
+
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        """Of a norm with a weight (and, where it centers, a bias) or without."""
+        if self.add or self.residual or self.name == "L2_NORM":
+            return super().backward(node, dy, tape)
+        kind, params = "NORM" if self.center else "RMS_NORM", {"eps": node.params["eps"]}
+        x, *weights = node.inputs
+        dx = tape.emit(f"{kind}_BACK", x, (dy, x, *weights[:1]), **params) if tape.wants(x) else None
+        if not any(map(tape.wants, weights)):
+            return [dx, *(None for _ in weights)]
+        grads = [tape.like(w) for w in weights]
+        tape.add(f"{kind}_WEIGHT_BACK", (dy, x), tuple(grads), **params)
+        return [dx, *grads]
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x = np.asarray(inputs[0], np.float64)

@@ -25,6 +25,7 @@ from vkback.ops.base import (
     PlanError,
     Problem,
     Shape,
+    Tape,
     Tolerance,
     ceil_div,
     declare,
@@ -156,6 +157,11 @@ class Rope(Op):
         x, _, *factors = node.inputs
         turned = x.elements // x.shape[-1] * int(node.params["n_dims"])
         return {"fmul": 3 * turned, "fsin": turned} | ({"fdiv": turned // 2} if factors else {})
+
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        """Turned back."""
+        x, *others = node.inputs
+        return [tape.emit("ROPE_BACK", x, (dy, *others), **node.params), *(None for _ in others)]
 
     def case(self, params: Mapping[str, Any]) -> Case:
         """A line of test-backend-ops, which has sizes `ne_a` and a mode by number, is one of ROPE_EXT."""

@@ -26,6 +26,7 @@ from vkback.ops.base import (
     Problem,
     Rounded,
     Shape,
+    Tape,
     Tolerance,
     ceil_div,
     declare,
@@ -230,6 +231,13 @@ class GetRows(Op):
     name = "GET_ROWS"
     formula = "get_rows(x)"
     weight_type = "type"
+
+    def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
+        """Sums by id."""
+        if node.params:
+            return super().backward(node, dy, tape)
+        table, ids = node.inputs
+        return [tape.emit("GET_ROWS_BACK", table, (dy, ids), rows=table.shape[0]) if tape.wants(table) else None, None]
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         return {"fmul": node.outputs[0].elements} if node.params.get("scale", 1.0) != 1.0 else {}

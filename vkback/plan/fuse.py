@@ -479,8 +479,8 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
         if any(p is None or p.op != "MAT_VEC" or len(index.consumers[p.name]) != 1 for p in mat_vecs):
             continue
         made = [p for p in mat_vecs if p is not None]
-        if len({p.inputs[1].name for p in made}) != 1:
-            continue
+        if len({p.inputs[1].name for p in made}) != 1 or not all({"w", "x", "bias"} >= set(p.params["roles"]) for p in made):
+            continue  # also where adapters are added to a product
         n, heads, head_dim = fused.inputs[0].shape
         kv_heads = fused.inputs[1].shape[1]
         rows = [p.inputs[0].shape[0] for p in made]

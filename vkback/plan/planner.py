@@ -15,10 +15,11 @@ from vkback.plan.schedule import Schedule, Slot, into_stages, place, place_apart
 from vkback.plan.sync import without_barriers
 
 
-def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
+def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", in_order: bool = False) -> Schedule:
     """The schedule of a graph on one device: a pure function of its arguments.
 
-    fusion  "all" or "none" (each op by itself)
+    fusion    "all" or "none" (each op by itself)
+    in_order  nothing runs before what stands before it in the graph, even where it could: a training step's memory is least so
     Raises PlanError naming the node when an op is unknown or cannot run on the device.
     """
     nodes, ctx = fused_nodes(graph, ctx, fusion=fusion)
@@ -33,7 +34,7 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> Schedule:
         dispatches.extend(lower(node, ctx))
     if ctx.exact:
         dispatches = arithmetic_as_written(dispatches)
-    schedule = Schedule(into_stages(dispatches))
+    schedule = Schedule(into_stages(dispatches, in_order=in_order))
     if ctx.sync == "sentinel":
         schedule = without_barriers(schedule, ctx.caps.max_storage_bindings)
     for dispatch in schedule.dispatches():

@@ -9,6 +9,14 @@ Steps are made from the nodes of the graph by these rules, first match first; la
 - A norm with its weight and bias is RMSNORM or LAYERNORM, a product with a weight and its bias LINEAR; a view is the value it shows.
 - Any other node is a step by itself, under the name of its op.
 Inputs are those made in the layer or before it, in the order in which they were made; weights, caches and positions are not shown.
+
+The backward listing has the same steps from the last to the first:
+
+    L0 N8 LINEAR_BWD     outputs=[L0:N8:0] inputs=[L0:N9:1] saved=[L0:N7] grads=[ffn_down.weight]
+
+Here outputs are the gradients that the step makes, one for each value that its forward step reads, in their order; inputs are the gradients
+of what the forward step made, one from each step that reads it (several are added up; OUT comes from behind the layer). saved: values of
+the forward pass that the step reads again. grads: weights of the layer of which it makes the gradient.
 """
 
 from __future__ import annotations
@@ -20,31 +28,27 @@ from vkback.graph import Graph, Node, Tensor
 from vkback.models.hparams import HParams
 from vkback.ops.glu import GLU
 from vkback.plan.liveness import layer_of
+from vkback.plan.training import TrainingGraph
 
-NORMS = {"RMS_NORM": "RMSNORM", "NORM": "LAYERNORM"}
+NORMS = {"RMS_NORM": "RMSNORM", "NORM": "LAYERNORM", "RMS_NORM_MUL": "RMSNORM", "NORM_MUL_ADD": "LAYERNORM"}
+ATTENTION = ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE")
 
 
 @dataclass(frozen=True)
 class Step:
-    """One line: its name, results in their order, and the values it reads."""
+    """One line: its name, results in their order, the values it reads, and the nodes that it is made of."""
 
     name: str
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
+    nodes: tuple[Node, ...] = ()
 
 
 def forward(hp: HParams, graph: Graph, n_ctx: int, first: int = 0, last: int | None = None) -> Iterator[str]:
     """The lines of layers first to last - 1, below the model's sizes."""
     yield "=== Forward IR ==="
-    yield (
-        f"Graph: layers={hp.n_layer}, hidden_size={hp.n_embd}, intermediate_size={hp.n_ff}, heads={hp.n_head}, kv_heads={hp.n_head_kv}, "
-        f"vocab={hp.n_vocab}, ctx={n_ctx}, eps={hp.rms_eps:g}, rope_theta={hp.rope.freq_base:g}"
-    )
-    layers: dict[int, list[Node]] = {}
-    for node in graph.nodes:
-        layer = layer_of(node)
-        if layer is not None:
-            layers.setdefault(layer, []).append(node)
+    yield _sizes(hp, n_ctx)
+    layers = _layers(graph)
     for layer in range(first, hp.n_layer if last is None else last):
         place: dict[str, tuple[int, int]] = {}
         for number, step in enumerate(steps(layers.get(layer, []))):
@@ -55,11 +59,60 @@ def forward(hp: HParams, graph: Graph, n_ctx: int, first: int = 0, last: int | N
             yield f"  L{layer} N{number} {step.name:14} outputs=[{','.join(outputs)}] inputs=[{','.join(inputs)}]"
 
 
+def backward(hp: HParams, training: TrainingGraph, n_ctx: int) -> Iterator[str]:
+    """The lines of all layers, the last first, below the model's sizes."""
+    yield "=== Backward IR ==="
+    yield _sizes(hp, n_ctx)
+    layers = _layers(training.forward)
+    made: dict[int, list[Node]] = {}
+    for node, origin in zip(training.backward.nodes, training.backward.origins, strict=True):
+        made.setdefault(id(origin), []).append(node)
+    passed = {id(node) for node in training.backward.through}
+    for layer in reversed(range(hp.n_layer)):
+        found = steps(layers.get(layer, []))
+        values = {name: f"L{layer}:N{number}" for number, step in enumerate(found) for name in step.outputs}
+        known = {t.name: values[step.outputs[0]] for step in found for node in step.nodes for t in node.outputs} | values
+        readers: dict[str, list[str]] = {}
+        place = {name: (number, index) for number, step in enumerate(found) for index, name in enumerate(step.outputs)}
+        for number, step in enumerate(found):
+            for index, name in enumerate(sorted(step.inputs, key=lambda name: place.get(name, (-1, 0)))):
+                readers.setdefault(name, []).append(f"L{layer}:N{number}:{index}")
+        for number, step in reversed(list(enumerate(found))):
+            nodes = [b for node in step.nodes for b in made.get(id(node), [])]
+            if step.nodes and not any(id(node) in passed for node in step.nodes):
+                continue
+            inputs = dict.fromkeys(r for name in step.outputs for r in readers.get(name, ["OUT"]))
+            outputs = [f"L{layer}:N{number}:{index}" for index in range(len(step.inputs))]
+            line = f"  L{layer} N{number} {step.name + '_BWD':14} outputs=[{','.join(outputs)}] inputs=[{','.join(inputs)}]"
+            read = dict.fromkeys(t.name for node in nodes for t in node.inputs)
+            saved = dict.fromkeys(known.get(name, "IN") for name in read if name in known or name in step.inputs)
+            weights = dict.fromkeys(t.name for node in nodes for t in node.outputs if t.kind == "state")
+            short = [name.removeprefix("grad ").removeprefix(f"blk.{layer}.") for name in weights]
+            yield line + (f" saved=[{','.join(saved)}]" if saved else "") + (f" grads=[{','.join(short)}]" if short else "")
+
+
+def _sizes(hp: HParams, n_ctx: int) -> str:
+    return (
+        f"Graph: layers={hp.n_layer}, hidden_size={hp.n_embd}, intermediate_size={hp.n_ff}, heads={hp.n_head}, kv_heads={hp.n_head_kv}, "
+        f"vocab={hp.n_vocab}, ctx={n_ctx}, eps={hp.rms_eps:g}, rope_theta={hp.rope.freq_base:g}"
+    )
+
+
+def _layers(graph: Graph) -> dict[int, list[Node]]:
+    """Nodes by layer."""
+    layers: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        layer = layer_of(node)
+        if layer is not None:
+            layers.setdefault(layer, []).append(node)
+    return layers
+
+
 def steps(nodes: Sequence[Node]) -> list[Step]:
     """The steps of one layer's nodes; see the module's text."""
     layer = _Layer(nodes)
     for node in nodes:
-        if node.op == "FLASH_ATTN_EXT":
+        if node.op in ATTENTION:
             layer.attention(node)
     for node in nodes:
         if node.op in GLU and len(node.inputs) == 2:
@@ -100,6 +153,7 @@ class _Layer:
             name,
             outputs or tuple(t.name for t in nodes[-1].outputs if t.kind == "node") or (nodes[-1].name,),
             tuple(name for name in dict.fromkeys(read) if name not in inside),
+            tuple(nodes),
         ))
 
     def _add(self, at: int, step: Step) -> None:
@@ -167,4 +221,4 @@ class _Layer:
         self._add(self._at[id(up)], Step("SPLIT", (gate.name, up.name), (both,)))
 
 
-__all__ = ["Step", "forward", "steps"]
+__all__ = ["Step", "backward", "forward", "steps"]

@@ -1,0 +1,69 @@
+"""Low-rank adapters (LoRA) beside matrices of a graph: y = W x + (alpha / rank) B A x."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vkback.graph import Node, Recipe, Tensor
+
+A, B = ".lora_a", ".lora_b"
+"""What an adapter file adds to the name of a weight."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which weights have adapters.
+
+    ranks     of each weight that has one, by its name: A is [rank, k], B [m, rank]
+    alpha     B A x is multiplied by alpha / rank ...
+    strength  ... and by this
+    """
+
+    ranks: Mapping[str, int]
+    alpha: float
+    strength: float = 1.0
+
+    def scale(self, weight: str) -> float:
+        """What B A x is multiplied by."""
+        return self.strength * self.alpha / self.ranks[weight]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight is an adapter's A or B."""
+    return name.endswith((A, B))
+
+
+def adapters(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """A and B of a weight, named as in adapter files."""
+    m, k = weight.shape
+    a, b = (
+        Tensor(f"{weight.name}{which}", "F32", shape, "weight", Recipe("plain", (f"{weight.name}{which}",)))
+        for which, shape in ((A, (rank, k)), (B, (m, rank)))
+    )
+    return a, b
+
+
+def adapted(nodes: Sequence[Node], lora: Lora) -> list[Node]:
+    """The nodes with adapters beside the products that have them."""
+    out: list[Node] = []
+    for node in nodes:
+        if node.op != "MUL_MAT" or node.inputs[0].name not in lora.ranks:
+            out.append(node)
+            continue
+        (w, x), (y,) = node.inputs, node.outputs
+        rank = lora.ranks[w.name]
+        a, b = adapters(w, rank)
+        prefix, dash, layer = y.name.partition("-")
+        plain, low, high, scaled = (
+            Tensor(f"{prefix}_{what}{dash}{layer}", "F32", shape)
+            for what, shape in (("base", y.shape), ("lora_a", (*y.shape[:-1], rank)), ("lora_b", y.shape), ("lora", y.shape))
+        )
+        out += [
+            Node("MUL_MAT", (w, x), (plain,)),
+            Node("MUL_MAT", (a, x), (low,)),
+            Node("MUL_MAT", (b, low), (high,)),
+            Node("SCALE", (high,), (scaled,), {"scale": lora.scale(w.name), "bias": 0.0}),
+            Node("ADD", (plain, scaled), (y,)),
+        ]
+    return out
