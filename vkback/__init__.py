@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Stream,
         Timings,
         TokenLogprob,
+        Trainer,
         load,
     )
     from vkback.errors import VkbackError
@@ -48,6 +49,7 @@ __all__ = [
     "Stream",
     "Timings",
     "TokenLogprob",
+    "Trainer",
     "VkbackError",
     "__version__",
     "load",

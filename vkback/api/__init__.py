@@ -8,6 +8,7 @@ from vkback.api.options import GenerateOptions
 from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
 from vkback.api.session import Session
 from vkback.api.stream import Stream
+from vkback.api.trainer import Trainer
 
 __all__ = [
     "ChatTemplateError",
@@ -26,5 +27,6 @@ __all__ = [
     "Stream",
     "Timings",
     "TokenLogprob",
+    "Trainer",
     "load",
 ]

@@ -39,7 +39,8 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 
 def load(
     model: str | Path = "demo-dense", device: Device | str | int | None = None, ctx: int | None = None, *, act: Act = "auto",
-    ubatch: int | None = None, cache_type_k: str = "f16", cache_type_v: str = "f16", exact: bool = False, progress: bool = False,
+    ubatch: int | None = None, cache_type_k: str = "f16", cache_type_v: str = "f16", exact: bool = False, lora: str | Path | None = None,
+    lora_scale: float = 1.0, progress: bool = False,
 ) -> LoadedModel:  # fmt: skip
     """Open a GGUF file, or a built-in model by its name, on a device.
 
@@ -49,21 +50,18 @@ def load(
     ubatch    tokens of a prompt processed at once, at most
     cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
     exact     batch-invariant: the logits of a token have the same bits however many tokens went with it
+    lora      an adapter file (`vkback finetune`), whose adapters are multiplied by lora_scale
     progress  bars on a terminal while weights load and kernels compile
     Raises VkbackError for a missing or broken file, no device, or too little memory.
     """
     from vkback.api.device import Device as ApiDevice
 
-    path = Path(model)
-    if not path.is_file():
-        if path.parent != Path() or path.suffix:
-            raise ModelError(f"[model] {path}: no such file. Give the path of a GGUF file, or a built-in model: {_builtin()}")
-        path = paths.builtin_model(str(model))
+    path = path_of(model)
     where = device.raw if isinstance(device, ApiDevice) else device
     begun = time.perf_counter()
     engine = Engine.load(
         path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
-        exact=exact, meanwhile=_compile_ahead,
+        exact=exact, lora=lora, lora_strength=lora_scale, meanwhile=_compile_ahead,
     )  # fmt: skip
     return LoadedModel(engine, time.perf_counter() - begun)
 
@@ -72,6 +70,16 @@ def _compile_ahead(engine: Engine) -> None:
     """What nearly every use needs, while weights are on their way. A CPU driver needs the cores for those, and seconds for each kernel."""
     if not engine.device.caps.software and engine.model.has_text:
         engine.compile(sampler=Options().sampler)
+
+
+def path_of(model: str | Path) -> Path:
+    """A GGUF file, or that of a built-in model by its name. Raises ModelError."""
+    path = Path(model)
+    if path.is_file():
+        return path
+    if path.parent != Path() or path.suffix:
+        raise ModelError(f"[model] {path}: no such file. Give the path of a GGUF file, or a built-in model: {_builtin()}")
+    return paths.builtin_model(str(model))
 
 
 def _builtin() -> str:
@@ -134,12 +142,13 @@ class LoadedModel:
     @property
     def settings(self) -> Mapping[str, Any]:
         """All that the bits of a state depend on: model, device, driver, and how the model was loaded."""
-        caps = self.engine.device.caps
+        caps, lora = self.engine.device.caps, self.engine.model.lora
         return {
             "model": self._fingerprint, "name": self.name, "ctx": self.engine.n_ctx, "act": self.engine.ctx.act,
             "cache": f"{self.engine.cache_types.k}, {self.engine.cache_types.v}", "fusion": self.engine.fusion,
             "exact": self.engine.ctx.exact,
             "device": caps.name, "driver": f"{caps.driver_name} {caps.driver_info}",
+            **({"lora": f"{lora.alpha} * {lora.strength}"} if lora else {}),
         }  # fmt: skip
 
     # -- text

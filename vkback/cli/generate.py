@@ -32,6 +32,8 @@ from vkback.cli.shell import (
     EngineLike,
     ExactOption,
     JsonOption,
+    LoraOption,
+    LoraScaleOption,
     UsageError,
     load_engine,
     make_sampler,
@@ -62,6 +64,8 @@ def generate(
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
+    lora: LoraOption = None,
+    lora_scale: LoraScaleOption = 1.0,
     exact: ExactOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -84,10 +88,10 @@ def generate(
             raise UsageError(f"-p {prompt!r} has no token in the vocabulary of {engine.description}; give another text")
         engine.compile(prompt=len(ids) - 1, sampler=sampler)
 
-    cache = (cache_type_k, cache_type_v)
     with load_engine(
-        model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=cache, exact=exact, meanwhile=while_weights_come
-    ) as engine:
+        model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact,
+        lora=(lora, lora_scale) if lora is not None else None, meanwhile=while_weights_come,
+    ) as engine:  # fmt: skip
         engine.prepare(prompt=len(ids) - 1, sampler=sampler)
         ready = engine.compiled
         start = time.perf_counter()

@@ -27,6 +27,8 @@ DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Devi
 
 CacheTypeKOption = Annotated[str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, q8_0 or q4_0.")]
 CacheTypeVOption = Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")]
+LoraOption = Annotated[Path | None, typer.Option("--lora", help="An adapter file (vkback finetune) beside the weights.")]
+LoraScaleOption = Annotated[float, typer.Option("--lora-scale", help="What its adapters are multiplied by.")]
 CompileOnlyOption = Annotated[
     bool, typer.Option("--compile-only", help="Run nothing on the device. By default so where the driver has no hardware.")
 ]
@@ -185,15 +187,16 @@ def open_for_writing(path: Path) -> TextIO:
 
 def load_engine(
     path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, meanwhile: Callable[[EngineLike], object] | None = None,
+    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: tuple[Path, float] | None = None,
+    meanwhile: Callable[[EngineLike], object] | None = None,
 ) -> AbstractContextManager[EngineLike]:  # fmt: skip
-    """Open a model on a device; see `Engine.load`. cache: types of K's and V's."""
+    """Open a model on a device; see `Engine.load`. cache: types of K's and V's; lora: an adapter file and its strength."""
     from vkback.models.engine import Engine
 
     k, v = cache
     return Engine.load(
         path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact,
-        meanwhile=meanwhile,
+        lora=lora[0] if lora else None, lora_strength=lora[1] if lora else 1.0, meanwhile=meanwhile,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from vkback import quants
 from vkback.device import Arena, BufferRange, Commands, Device, DeviceLost, Ticket
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Tensor
+from vkback.models.adapter import with_adapter
 from vkback.models.builder import F16_CACHE, CacheTypes, Head
 from vkback.models.checkpoint import Checkpoint
 from vkback.models.constraint import Constraint
@@ -166,6 +167,8 @@ class Engine:
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
         exact: bool = False,
+        lora: str | Path | None = None,
+        lora_strength: float = 1.0,
         meanwhile: Callable[[Engine], object] | None = None,
         repack: RepackWay | None = None,
     ) -> Engine:
@@ -177,6 +180,7 @@ class Engine:
         ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 32
         cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
         exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
+        lora    an adapter file (vkback/models/adapter.py), whose adapters are multiplied by lora_strength
         meanwhile  called with the engine while its weights are on their way; it may `compile` what it is going to use, but run nothing
         repack  who brings weights into the device's layout, "device" or "host"; by default what is faster (vkback/models/weights.py)
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
@@ -188,7 +192,7 @@ class Engine:
         with ThreadPoolExecutor(1) as pool:  # a driver takes some tenths of a second to open, as does a large vocabulary
             opening = None if isinstance(device, Device) else pool.submit(Device.open, device)
             try:
-                model = Model.open(path)
+                model = Model.open(path) if lora is None else with_adapter(Model.open(path), Path(lora), lora_strength)
                 cache = cache_types(model, cache_type_k, cache_type_v)
             except BaseException:
                 if opening is not None and not opening.exception():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from vkback.models.gguf_file import GgufError, GgufFile, quoted
 from vkback.models.hparams import NO_TEXT_VOCABULARY, HParams
 from vkback.models.naming import model_description
 from vkback.models.tokenizer import Tokenizer
+from vkback.plan.lora import Lora, adapted
 
 
 def architecture(f: GgufFile) -> Architecture:
@@ -58,10 +59,14 @@ DEFAULT_N_CTX = 4096
 
 @dataclass(frozen=True)
 class Model:
-    """A file whose hyperparameters and tensors have been checked against its architecture."""
+    """A file whose hyperparameters and tensors have been checked against its architecture.
+
+    lora  adapters beside its weights (vkback/models/adapter.py); `file` has their tensors, too
+    """
 
     file: GgufFile
     architecture: Architecture
+    lora: Lora | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> Model:
@@ -84,7 +89,8 @@ class Model:
 
     def graph(self, n_tokens: int, n_ctx: int, *, head: Head, cache: CacheTypes = F16_CACHE) -> Graph:
         """Raises GgufError naming a weight that is missing or misshaped; vkback/models/builder.py has inputs and names."""
-        return self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache)
+        built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache)
+        return built if self.lora is None else replace(built, nodes=adapted(built.nodes, self.lora))
 
     @property
     def hp(self) -> HParams:

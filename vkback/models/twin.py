@@ -141,7 +141,8 @@ class NumpyTwin:
         kept = self._kept.get(tensor.name)
         if kept is not None:
             return kept
-        decoded = quants.decode(tensor.type, self.model.file.tensor(tensor.name).data).astype(np.float64).reshape(tensor.shape)
+        stored = self.model.file.tensor(tensor.name)
+        decoded = quants.decode(stored.type, stored.data).astype(np.float64).reshape(tensor.shape)
         if tensor.recipe is not None:
             decoded *= tensor.recipe.scale
         if decoded.nbytes <= self._room:

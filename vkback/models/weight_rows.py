@@ -52,10 +52,20 @@ def not_numbers(file: GgufFile, weight: Tensor) -> GgufError:
     )
 
 
+def decoded(file: GgufFile, weight: Tensor) -> bool:
+    """Whether a weight is F32 where the file has another type (a weight that is trained)."""
+    names = sources(weight)
+    return weight.type == "F32" and len(names) == 1 and file.tensors[names[0]].type != "F32"
+
+
 def gather_rows(file: GgufFile, weight: Tensor, a: int, b: int) -> Bytes:
-    """Rows a..b (experts flattened) of a weight as its recipe combines them, in file bytes [b - a, row_bytes]."""
+    """Rows a..b (experts flattened) of a weight as its recipe combines them, in file bytes [b - a, row_bytes]; a weight that is F32 where
+    the file has another type is decoded."""
     recipe = weight.recipe
     names = sources(weight)
+    if decoded(file, weight):
+        t = file.tensors[names[0]]
+        return np.ascontiguousarray(quants.decode(t.type, t.data[a:b]), np.float32).view(np.uint8)
     data = [file.tensors[n].data for n in names]
     if recipe is None or len(names) == 1:
         return np.ascontiguousarray(data[0][a:b])

@@ -22,7 +22,7 @@ from vkback.device import Arena, BufferRange, Capabilities, Device
 from vkback.graph import Tensor
 from vkback.models.gguf_file import GgufFile
 from vkback.models.load_bar import LoadBar
-from vkback.models.weight_rows import file_bytes, gather_rows, not_numbers, vector_values
+from vkback.models.weight_rows import decoded, file_bytes, gather_rows, not_numbers, vector_values
 from vkback.models.weight_stream import OnBytes, OnWait, StreamTimes, WeightStream
 from vkback.ops.base import shards
 from vkback.plan.schedule import aligned
@@ -85,7 +85,7 @@ class WeightLoad:
         way: RepackWay | None = None,
     ) -> None:  # fmt: skip
         """weights: by name, with the recipes that say which tensors of the file make them. The size is known, and all memory taken, before
-        anything is read. way: who repacks, by default `repacks`; the device needs `library`."""
+        anything is read. way: who repacks, by default `repacks`; the device needs `library`. The host does where a weight is decoded."""
         self._file, self._weights, self._device = file, weights, device
         self.total_bytes = sum(file_bytes(file, w) for w in weights.values())
         self.times = StreamTimes()
@@ -100,7 +100,8 @@ class WeightLoad:
                 self.ranges[w.name] = WeightRanges(tuple(self.arena.alloc(size, w.name) for size in sizes))
             self._vectors = {w: vector_values(file, w) for w in weights.values() if len(w.shape) == 1}
             matrices = {w: self.ranges[w.name].shards for w in weights.values() if len(w.shape) > 1}
-            if matrices and (way or repacks(device.caps)) == "device":
+            whole = not any(decoded(file, w) for w in matrices)
+            if matrices and whole and (way or repacks(device.caps)) == "device":
                 self._stream = WeightStream(file, matrices, device, library or ShaderLibrary())
                 self.times = self._stream.times
             self._uploader = device.uploader(VECTORS_BYTES)

@@ -1,0 +1,205 @@
+"""What carries out the graphs of a training step: a device, or float64 numpy, which the device is measured against.
+
+Both hold the weights, gradients and the optimizer's states under the names of the graph's tensors (vkback/plan/training.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from vkback import quants
+from vkback.device import Arena, BufferRange, Commands, Device, Ticket
+from vkback.graph import Graph, Tensor
+from vkback.models.gguf_file import GgufFile
+from vkback.models.kernels import KernelCompiler
+from vkback.models.weights import load_weights
+from vkback.ops.base import OPS, Array, LowerContext, is_coded, nbytes, shards
+from vkback.plan.forecast import cuts, low_costs
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule, aligned
+from vkback.plan.tuning import Tuning
+from vkback.program import Program, WeightRanges
+from vkback.program.fragments import fragments_hold, row_lanes_found
+from vkback.program.values import decoded, stored_bytes
+from vkback.shader import ShaderLibrary
+
+
+class Steps(Protocol):
+    """Graphs by name, over tensors that stay."""
+
+    def run(self, graph: str, inputs: Mapping[str, Array]) -> list[Array]:
+        """Run a graph; gives its outputs. inputs: values of the tensors of kind "input"."""
+
+    def read(self, tensor: Tensor) -> Array:
+        """The value of a weight or state, in its shape."""
+
+    def write(self, tensor: Tensor, value: Array) -> None:
+        """Replace the value of a weight or state."""
+
+    def close(self) -> None: ...
+
+
+def _kept(graphs: Iterable[Graph]) -> dict[str, Tensor]:
+    """Weights and states of graphs."""
+    return {t.name: t for graph in graphs for t in graph.tensors().values() if t.kind in ("weight", "state")}
+
+
+class HostSteps:
+    """The graphs by the ops' references, in float64."""
+
+    def __init__(self, file: GgufFile, graphs: Mapping[str, Graph]) -> None:
+        self._graphs = graphs
+        self._values: dict[str, Array] = {}
+        for name, t in _kept(graphs.values()).items():
+            source = file.tensors.get(name) if t.kind == "weight" else None
+            stored = quants.decode(source.type, np.asarray(source.data)).reshape(t.shape) if source else np.zeros(t.shape)
+            self._values[name] = stored.astype(np.float64)
+
+    def run(self, graph: str, inputs: Mapping[str, Array]) -> list[Array]:
+        found = self._graphs[graph]
+        last_use = {t.name: i for i, node in enumerate(found.nodes) for t in node.inputs}
+        wanted = {t.name for t in found.outputs}
+        values: dict[str, Array] = dict(inputs)
+        for i, node in enumerate(found.nodes):
+            given = [self._values[t.name] if t.kind in ("weight", "state") else values[t.name] for t in node.inputs]
+            made = given if node.op == "VIEW" else OPS[node.op].reference(given, node.params)
+            for t, value in zip(node.outputs, made, strict=True):
+                (self._values if t.kind in ("weight", "state") else values)[t.name] = np.asarray(value).reshape(t.shape)
+            for t in node.inputs:
+                if last_use[t.name] == i and t.name not in wanted:
+                    values.pop(t.name, None)
+        return [values[t.name] for t in found.outputs]
+
+    def read(self, tensor: Tensor) -> Array:
+        return self._values[tensor.name].copy()
+
+    def write(self, tensor: Tensor, value: Array) -> None:
+        self._values[tensor.name] = np.asarray(value, np.float64).reshape(tensor.shape)
+
+    def close(self) -> None:
+        self._values.clear()
+
+
+SUBMIT_US = 500_000.0
+"""Predicted length of a submit, at most: drivers reset a GPU that works on one for some seconds."""
+
+IN_FLIGHT = 2
+"""Submits under way at once: the next is there when one ends."""
+
+WAIT_S = 600.0
+"""How long one is waited for: on a CPU driver, others may have most of the machine for minutes."""
+
+
+class DeviceSteps:
+    """The graphs as programs of a device, recorded when they are first run. All share one block of memory for activations."""
+
+    def __init__(self, file: GgufFile, graphs: Mapping[str, Graph], device: Device, *, progress: bool = False) -> None:
+        """Weights that the file lacks (adapters) are zeros until they are written."""
+        self.device = device
+        self._library = ShaderLibrary()
+        self.ctx = LowerContext(
+            device.caps, Tuning.for_device(device.caps), "f32", fragments=fragments_hold(device, self._library),
+            row_lanes=row_lanes_found(device, self._library),
+        )  # fmt: skip
+        self._kernels = KernelCompiler(device, self._library, progress=progress)
+        self._graphs = graphs
+        self._arenas: list[Arena] = []
+        self._programs: dict[str, Program] = {}
+        self._commands: dict[str, list[Commands]] = {}
+        kept = _kept(graphs.values())
+        stored = {name: t for name, t in kept.items() if t.kind == "weight" and name in file.tensors}
+        own = [t for name, t in kept.items() if name not in stored]
+        inputs = {t.name: t for graph in graphs.values() for t in graph.tensors().values() if t.kind == "input"}
+        self.schedules: dict[str, Schedule] = {
+            name: plan(graph, self.ctx, fusion="none", in_order=name != "optimizer") for name, graph in graphs.items()
+        }
+        try:
+            self._weights: dict[str, WeightRanges] = {}
+            self._ranges: dict[str, BufferRange] = {}
+            if stored:
+                loaded = load_weights(file, stored, device, progress=progress)
+                self._arenas.append(loaded.arena)
+                self._weights |= loaded.ranges
+            block = self._allocate("gradients and states of the optimizer", [nbytes(t) for t in own])
+            for t, place in zip(own, block, strict=True):
+                if t.kind == "weight":
+                    self._weights[t.name] = WeightRanges((place,))
+                else:
+                    self._ranges[t.name] = place
+                self.write(t, np.zeros(t.shape, np.float32))
+            block = self._allocate("inputs", [nbytes(t) for t in inputs.values()])
+            self._ranges |= dict(zip(inputs, block, strict=True))
+            self._inputs = inputs
+            (self._activations,) = self._allocate("activations", [max(1, *(s.activation_bytes for s in self.schedules.values()))])
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self, purpose: str, sizes: Sequence[int]) -> list[BufferRange]:
+        arena = self.device.arena(purpose, max(1, sum(map(aligned, sizes))), "device")
+        self._arenas.append(arena)
+        return [arena.alloc(size, purpose) for size in sizes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory taken: weights, gradients, states, activations."""
+        return sum(place.size for w in self._weights.values() for place in w.shards) + sum(
+            place.size for place in (*self._ranges.values(), self._activations)
+        )
+
+    def prepare(self, graph: str) -> None:
+        """Compile and record a graph's program, unless that is done."""
+        if graph in self._programs:
+            return
+        schedule = self.schedules[graph]
+        self._kernels.compile(schedule.dispatches())
+        program = Program(self.device, self._library, schedule, self._ranges, self._weights, self._activations)
+        self._programs[graph] = program
+        self._commands[graph] = program.record_parts(graph, set(cuts(schedule, low_costs(self.device.caps), SUBMIT_US)))
+
+    def run(self, graph: str, inputs: Mapping[str, Array]) -> list[Array]:
+        self.prepare(graph)
+        for name, value in inputs.items():
+            if name in self._inputs:
+                self.device.upload(self._ranges[name], stored_bytes(self._inputs[name], value, self.device.caps)[0])
+        under_way: list[Ticket] = []
+        for part in self._commands[graph]:
+            if len(under_way) == IN_FLIGHT:
+                under_way.pop(0).wait(WAIT_S)
+            under_way.append(self.device.submit(part))
+        for ticket in under_way:
+            ticket.wait(WAIT_S)
+        program = self._programs[graph]
+        return [self._decoded(t, [program.range(t.name)]) for t in self._graphs[graph].outputs]
+
+    def _places(self, tensor: Tensor) -> Sequence[BufferRange]:
+        return self._weights[tensor.name].shards if tensor.kind == "weight" else (self._ranges[tensor.name],)
+
+    def _decoded(self, tensor: Tensor, places: Sequence[BufferRange]) -> Array:
+        if len(places) == 1:
+            return decoded(tensor, self.device.download(places[0]))
+        rows = [decoded(replace(tensor, shape=(s.rows, tensor.shape[-1])), self.device.download(place))
+                for s, place in zip(shards(tensor, self.device.caps), places, strict=True)]
+        return np.concatenate(rows).reshape(tensor.shape)
+
+    def read(self, tensor: Tensor) -> Array:
+        return self._decoded(tensor, self._places(tensor))
+
+    def write(self, tensor: Tensor, value: Array) -> None:
+        raw = np.ascontiguousarray(value, np.float32)
+        if is_coded(tensor):
+            raw = raw.reshape(-1, tensor.shape[-1]).view(np.uint8)
+        for place, data in zip(self._places(tensor), stored_bytes(tensor, raw, self.device.caps), strict=True):
+            self.device.upload(place, data)
+
+    def close(self) -> None:
+        for program in self._programs.values():
+            program.close()
+        for arena in reversed(self._arenas):
+            arena.destroy()
+        self._programs.clear()
+        self._arenas.clear()
