@@ -11,16 +11,19 @@ from vkback.cli import (
     devices,
     doctor,
     explain,
+    finetune,
     generate,
     graph,
     history,
     kernels,
+    merge,
     perplexity,
     plan,
     profile,
     serve,
     synth,
     test_ops,
+    train_parity,
     tune,
 )
 from vkback.cli.shell import new_app, run
@@ -42,6 +45,9 @@ app.command("history")(history.history)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 app.command("explain")(explain.explain)
+app.command("finetune")(finetune.finetune)
+app.command("merge")(merge.merge)
+app.command("train-parity")(train_parity.train_parity)
 app.command("kernels")(kernels.kernels)
 
 

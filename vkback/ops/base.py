@@ -321,6 +321,9 @@ class Tape(Protocol):
     def like(self, tensor: Tensor) -> Tensor:
         """A tensor for (a part of) the gradient of an operand: F32, of its shape, with a name of its own."""
 
+    def kept(self, tensor: Tensor) -> Tensor | None:
+        """Where the gradient of a trained weight is kept, if it has a value there: an op that can may add to it and return it."""
+
     def emit(self, op: str, of: Tensor, inputs: tuple[Tensor, ...], **params: Any) -> Tensor:
         """Add a node with one output, which is (a part of) the gradient of `of`, and return that output."""
 

@@ -81,7 +81,11 @@ class MulMat(_Plain):
         w, x, *more = node.inputs
         if more or len(w.shape) != 2 or len(x.shape) != 2 or node.params:
             return super().backward(node, dy, tape)
-        dw = tape.emit("OUT_PROD", w, (x, dy)) if tape.wants(w) else None
+        dw = tape.kept(w)
+        if dw is not None:
+            tape.add("OUT_PROD", (x, dy, dw), (dw,))
+        elif tape.wants(w):
+            dw = tape.emit("OUT_PROD", w, (x, dy))
         return [dw, tape.emit("MUL_MAT_BACK", x, (dy, w)) if tape.wants(x) else None]
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:

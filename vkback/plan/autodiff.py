@@ -63,13 +63,13 @@ class _Tape:
     def __init__(self, graph: Graph, wanted: dict[str, Tensor], accumulate: bool) -> None:
         self.result = Backward()
         self.wanted = wanted
-        self._accumulate = accumulate
         self._active = set(wanted)
         """Values that depend on a wanted weight."""
         for node in graph.nodes:
             if any(t.name in self._active for t in node.inputs):
                 self._active |= {t.name for t in node.outputs}
-        self._uses = Counter(t.name for node in graph.nodes for t in node.inputs)
+        self._written: set[str] = set(wanted) if accumulate else set()
+        """Wanted weights whose kept gradient has a value: what comes is added."""
         self._received: dict[str, list[Tensor]] = {}
         self._names: Counter[str] = Counter()
         self._origin: Node | None = None
@@ -78,11 +78,15 @@ class _Tape:
         return tensor.name in self._active
 
     def like(self, tensor: Tensor) -> Tensor:
-        if tensor.name in self.wanted and self._uses[tensor.name] == 1 and not self._accumulate:
+        if tensor.name in self.wanted and tensor.name not in self._written:
+            self._written.add(tensor.name)
             return gradient(tensor)
         name = f"d_{tensor.name}"
         self._names[name] += 1
         return Tensor(name if self._names[name] == 1 else f"{name}.{self._names[name]}", "F32", tensor.shape)
+
+    def kept(self, tensor: Tensor) -> Tensor | None:
+        return gradient(tensor) if tensor.name in self._written else None
 
     def emit(self, op: str, of: Tensor, inputs: tuple[Tensor, ...], **params: Any) -> Tensor:
         out = self.like(of)
@@ -101,11 +105,11 @@ class _Tape:
 
     def _keep(self, weight: Tensor, part: Tensor) -> None:
         kept = gradient(weight)
-        if part != kept:
-            if self._accumulate or weight.name in self.result.grads:
-                self.add("ADD", (kept, part), (kept,))
-            else:
-                self.add("SCALE", (part,), (kept,), scale=1.0, bias=0.0)
+        if part != kept and weight.name in self._written:
+            self.add("ADD", (kept, part), (kept,))
+        elif part != kept:
+            self._written.add(weight.name)
+            self.add("SCALE", (part,), (kept,), scale=1.0, bias=0.0)
         self.result.grads[weight.name] = kept
 
     def _summed(self, tensor: Tensor) -> Tensor | None:

@@ -1,0 +1,94 @@
+"""vkback finetune: low-rank adapters for a model, trained on a text."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vkback.cli.shell import DeviceOption, UsageError, model_path
+
+
+def finetune(
+    data: Annotated[Path, typer.Option("--data", help="The text to train on, UTF-8.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The adapter file to write (GGUF).")],
+    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapters.")] = 8,
+    alpha: Annotated[float | None, typer.Option("--alpha", help="Adapters are multiplied by alpha / rank [default: 2 rank].")] = None,
+    targets: Annotated[
+        str | None, typer.Option("--targets", help="Weights that get one, as attn_q,ffn_down [default: all matrices of the layers].")
+    ] = None,
+    ctx: Annotated[int, typer.Option("-c", "--ctx", min=2, help="Tokens of a window of the text.")] = 128,
+    batch: Annotated[int, typer.Option("-b", "--batch", min=1, help="Windows that go through the model at once.")] = 4,
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Batches whose gradients are added up for a step.")] = 1,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of AdamW.")] = 100,
+    lr: Annotated[float, typer.Option("--lr", min=0.0, help="Largest learning rate; it falls as a cosine.")] = 1e-3,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps in which the learning rate rises.")] = 10,
+    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
+    max_norm: Annotated[float, typer.Option("--max-norm", min=0.0, help="Bound on the gradient's norm; 0: none.")] = 1.0,
+    held_back: Annotated[float, typer.Option("--held-back", help="Part of the text, in windows evenly spread, to evaluate on.")] = 0.1,
+    eval_every: Annotated[int, typer.Option("--eval-every", min=0, help="Steps between evaluations; 0: before and after.")] = 25,
+    checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Keep less of the forward pass and make it again: less memory.")] = False,
+    save_every: Annotated[int, typer.Option("--save-every", min=0, help="Steps between states for --resume; 0: at the end.")] = 25,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the state beside the adapter file, with the same settings.")] = False,
+    seed: Annotated[int, typer.Option("-s", "--seed", min=0)] = 0,
+    device: DeviceOption = None,
+) -> None:
+    """Train adapters (LoRA) beside the weights of a model, which stay as they are in the file, quantized or not. Writes an adapter file
+    that `vkback run --lora` and llama.cpp load, and beside it OUT.state, from which --resume goes on bit for bit."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from vkback.device import Device
+    from vkback.models.registry import Model
+    from vkback.report.loss_plot import plot
+    from vkback.train.finetune import FineTune, Plan
+
+    try:
+        text = data.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--data {data}: cannot be read as UTF-8 text: {e}") from e
+    opened = Model.open(model_path(model))
+    plan = Plan(
+        rank, 2.0 * rank if alpha is None else alpha, tuple(targets.split(",")) if targets else (), ctx, batch, accumulate, steps, lr,
+        warmup, weight_decay=weight_decay, max_norm=max_norm, held_back=held_back, eval_every=eval_every, checkpoint=checkpoint, seed=seed,
+    )  # fmt: skip
+    state = out.with_name(f"{out.name}.state")
+    if resume and not state.is_file():
+        raise UsageError(f"--resume: there is no {state}; begin without it")
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with ExitStack() as stack:
+        where = stack.enter_context(Device.open(device))
+        run = FineTune(opened, where, opened.tokenizer.encode(text), plan, progress=True)
+        stack.callback(run.close)
+        print(f"{opened.description} on {where.caps.name}: {run.parameters} values in {len(run.lora.ranks)} adapters of rank {rank}")
+        print(f"{len(run.train)} windows of {ctx} tokens to train on, {len(run.held)} held back")
+        if resume:
+            run.resume(state)
+            print(f"going on after step {run.trainer.t}")
+        begun, first = time.perf_counter(), run.trainer.t
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("finetune", total=steps, completed=first)
+
+            def on_step(step: int, loss: float) -> None:
+                bar.update(task, completed=step, description=f"loss {loss:.4f}")
+
+            def on_evaluation(step: int, loss: float) -> None:
+                bar.console.print(f"step {step:5}: held-back loss {loss:.6f}", highlight=False)
+
+            def save() -> None:
+                run.write(out)
+                run.save(state)
+
+            record = run.run(on_step=on_step, on_evaluation=on_evaluation, save_every=save_every, save=save)
+        seconds = time.perf_counter() - begun
+    for line in plot(record.losses, record.evaluations):
+        print(line)
+    done = (steps - first) * batch * accumulate * ctx
+    print(f"held-back loss {record.evaluations[0][1]:.4f} -> {record.evaluations[-1][1]:.4f}, {100 * record.gain:.1f} % lower")
+    speed = f"{done} tokens in {seconds:.1f} s, {done / seconds if seconds else 0.0:.1f} t/s"
+    print(f"{out}: {steps} steps, {speed} with evaluation and compile time")
