@@ -108,8 +108,8 @@ def test_a_token_does_not_depend_on_its_company(shape: dict[str, int], device: D
     "case", [c for c in CASES[-FUSED_CASES:] if c.params["pos"] >= 0 and not c.params["sinks"] and not c.params["ff"]], ids=lambda c: c.line
 )
 def test_fused_matches_the_chain_on_the_device(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    """Cache rows to the bit, whatever their type; over F16 caches the output, too, to the rounding of one dot product, or one 8-bit step where
-    a value lay on an edge."""
+    """Cache rows to the bit, whatever their type; over F16 caches the output, too, to the rounding of one dot product, or one 8-bit step
+    where a value lay on an edge."""
     fused = case.build()
     p, out = fused.node.params, fused.node.outputs[0]
     qkv, pos, cache_k, cache_v, *norms = fused.node.inputs

@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 OLD_NAMES = {
     r"(?i)hand[- _]?over|\bhand(s|ed|ing)?[ _]over": "barrier-free stages; a producer, its consumer",
-    r"\bHANDED\b|\bAWAIT\b|(?i:\bawait(s|ed|ing)?\b(?! [\w.]+\())": "SENTINEL, SPIN_UNTIL; waits for (as Python's keyword it may stay)",
+    r"\bHANDED\b|\bAWAIT\b|(?i:\bawait(s|ed|ing)?\b(?! [\w.]+[(;]))": "SENTINEL, SPIN_UNTIL; waits for (as a keyword it may stay)",
     r"\bEMPTY\b|(?i:\bemptied\b|never_empty)": "SENTINEL; filled with SENTINEL, not_sentinel",
     r"(?i)\bword[- ]by[- ]word\b": "fine-grained, by spin-wait on a sentinel",
     r"(?i)\bjoined (stage|product|launch)|\b(stages?|products?) (is|are|not) joined\b": "barrier-free",
