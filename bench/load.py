@@ -5,8 +5,7 @@
 The first start has empty caches of shaders and pipelines (the driver may keep one of its own); the others find what it left. Columns:
 
     import   from the start of the process to the interpreter's having vkback
-    device   opening the driver and the device
-    plan     the file's tables, hyperparameters, plans, memory
+    plan     opening the driver beside reading the file's tables; hyperparameters, plans, memory
     weights  reading, uploading, repacking; (read, upload: how long that waited for the file and for the device)
     beside   compiling and recording what the first token needs, while weights come
     prepare  what is left of that, and the driver's own compiling at a kernel's first run
@@ -30,12 +29,9 @@ from typing import Any
 
 def one_start(args: argparse.Namespace) -> None:
     """In the child: load, make a token, print a line of JSON."""
-    from vkback.device import Device
     from vkback.models.engine import Engine, Sampler
 
     marks = {"start": args.begun, "import": time.time()}
-    device = Device.open()
-    marks["device"] = time.time()
     sampler = Sampler(temp=0.8)
 
     def meanwhile(engine: Engine) -> None:
@@ -43,7 +39,7 @@ def one_start(args: argparse.Namespace) -> None:
         engine.compile(prompt=args.prompt, sampler=sampler)
         marks["beside"] = time.time()
 
-    with device, Engine.load(args.model, device, n_ctx=args.ctx, progress=False, repack=args.repack, meanwhile=meanwhile) as engine:
+    with Engine.load(args.model, n_ctx=args.ctx, progress=False, repack=args.repack, meanwhile=meanwhile) as engine:
         marks["loaded"] = time.time()
         engine.prepare(prompt=args.prompt, sampler=sampler)
         marks["prepared"] = time.time()
@@ -56,17 +52,17 @@ def one_start(args: argparse.Namespace) -> None:
         status = Path("/proc/self/status").read_text().splitlines()
         memory = dict(line.split(":") for line in status if line.startswith(("VmHWM", "RssAnon")))
         print(json.dumps({
-            "import": marks["import"] - marks["start"], "device": marks["device"] - marks["import"],
-            "plan": marks["plan"] - marks["device"], "weights": marks["loaded"] - marks["plan"],
+            "import": marks["import"] - marks["start"], "plan": marks["plan"] - marks["import"],
+            "weights": marks["loaded"] - marks["plan"],
             "read": times.read_s, "upload": times.upload_s,
             "beside": marks["beside"] - marks["plan"], "prepare": marks["prepared"] - marks["loaded"],
             "first": marks["first"] - marks["prepared"], "total": marks["first"] - marks["start"],
             "peak": int(memory["VmHWM"].split()[0]) / 1024, "above": int(memory["RssAnon"].split()[0]) / 1024,
-            "kernels": str(engine.compiled), "gb": engine.size_bytes / 1e9, "device_name": device.caps.name,
+            "kernels": str(engine.compiled), "gb": engine.size_bytes / 1e9, "device_name": engine.device.caps.name,
         }))  # fmt: skip
 
 
-COLUMNS = ("import", "device", "plan", "weights", "read", "upload", "beside", "prepare", "first", "total")
+COLUMNS = ("import", "plan", "weights", "read", "upload", "beside", "prepare", "first", "total")
 
 
 def main() -> None:

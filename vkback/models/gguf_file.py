@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from vkback import quants
 from vkback.errors import VkbackError
@@ -66,10 +65,11 @@ class BlockSize:
 
 
 def _block_sizes() -> dict[int, BlockSize]:
-    sizes = {int(t): BlockSize(t.name, *GGML_QUANT_SIZES[t]) for t in GGMLQuantizationType}
-    # Also where gguf errs: 0.19 gives Q8_1 40 bytes, which is neither ggml's block (two f16 and 32 int8) nor any file's.
-    sizes |= {t.ggml_id: BlockSize(t.name, t.block_values, t.block_bytes) for t in quants.QUANTS.values()}
-    return sizes
+    sizes = {t.ggml_id: BlockSize(t.name, t.block_values, t.block_bytes) for t in quants.QUANTS.values()}
+    return sizes | {
+        15: BlockSize("Q8_K", 256, 292), 24: BlockSize("I8", 1, 1), 25: BlockSize("I16", 1, 2), 26: BlockSize("I32", 1, 4),
+        27: BlockSize("I64", 1, 8), 28: BlockSize("F64", 1, 8),
+    }  # fmt: skip
 
 
 TENSOR_TYPES = _block_sizes()

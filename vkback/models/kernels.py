@@ -8,9 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from vkback.device import Device
 from vkback.models.load_bar import LoadBar
 from vkback.ops.base import Dispatch
@@ -78,11 +75,10 @@ class KernelCompiler:
 def kernel_progress(total: int, shown: bool, load_bar: LoadBar | None = None) -> Iterator[OnKernel]:
     """A function to call for each of `total` kernels that is ready. The bar goes away at the end; the line comes with the first kernel.
     load_bar: where there is one already, it tells."""
-    console = Console(stderr=True)
     if not (shown and total):
         yield lambda: None
         return
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         first = Lock()
 
         def say_once() -> None:
@@ -95,8 +91,11 @@ def kernel_progress(total: int, shown: bool, load_bar: LoadBar | None = None) ->
         with load_bar.compiles(total) as on_kernel:
             yield on_kernel
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("kernels", total=total)
 
         def on_kernel() -> None:

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+Line = Literal["weights", "meanwhile"]
+
+
+@dataclass
+class _Shown:
+    """A line of the bar. total: None where the end is not known."""
+
+    text: str
+    count: str
+    done: int
+    total: int | None
+    task: TaskID | None = None
 
 
 class LoadBar:
     """Use as a context manager; it goes away at the end. All methods may be called from any thread."""
 
-    def __init__(self, total_bytes: int, *, shown: bool, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._shown = shown and self._console.is_terminal
-        self._total, self._done = total_bytes, 0
+    def __init__(self, total_bytes: int, *, shown: bool) -> None:
+        self._shown = shown and sys.stderr.isatty()
         self._stack = ExitStack()
         self._lock = threading.Lock()
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn(),
-            console=self._console, transient=True, disable=not self._shown,
-        )  # fmt: skip
-        self._weights = self._bar.add_task("reading weights", total=total_bytes, count="")
-        self._beside: TaskID | None = None
+        self._bar: Progress | None = None
+        self._lines: dict[Line, _Shown] = {"weights": _Shown("reading weights", "", 0, total_bytes)}
 
     def __enter__(self) -> LoadBar:
-        self._stack.enter_context(self._bar)
+        if self._shown:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
+            self._bar = self._stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+            self._show("weights")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,21 +52,26 @@ class LoadBar:
     @property
     def texts(self) -> list[str]:
         """The lines, without their bars: "uploading weights 1.2/4.7 GB", "compiling kernels 3/41"."""
-        return [f"{task.description} {task.fields['count']}".strip() for task in self._bar.tasks]
+        return [f"{line.text} {line.count}".strip() for line in self._lines.values()]
 
     def advance(self, nbytes: int) -> None:
         """So many more bytes of the file have come."""
         with self._lock:
-            self._done += nbytes
-            self._bar.update(self._weights, completed=self._done, count=f"{self._done / 1e9:.1f}/{self._total / 1e9:.1f} GB")
+            line = self._lines["weights"]
+            line.done += nbytes
+            line.count = f"{line.done / 1e9:.1f}/{(line.total or 0) / 1e9:.1f} GB"
+            self._show("weights")
 
     def waits_for(self, what: str) -> None:
         """What the weights are waiting for: "reading", "uploading", "repacking"."""
-        self._bar.update(self._weights, description=f"{what} weights")
+        with self._lock:
+            self._lines["weights"].text = f"{what} weights"
+            self._show("weights")
 
     def plans(self) -> None:
         """Kernels are chosen meanwhile."""
-        self._meanwhile("planning", None, "")
+        with self._lock:
+            self._meanwhile("planning", "", 0, None)
 
     @contextmanager
     def compiles(self, total: int) -> Iterator[Callable[[], None]]:
@@ -61,12 +82,21 @@ class LoadBar:
             nonlocal ready
             with self._lock:
                 ready += 1
-                self._meanwhile("compiling kernels", total, f"{ready}/{total}", ready)
+                self._meanwhile("compiling kernels", f"{ready}/{total}", ready, total)
 
-        self._meanwhile("compiling kernels", total, f"0/{total}")
+        with self._lock:
+            self._meanwhile("compiling kernels", f"0/{total}", 0, total)
         yield on_kernel
 
-    def _meanwhile(self, what: str, total: int | None, count: str, done: int = 0) -> None:
-        if self._beside is None:
-            self._beside = self._bar.add_task(what, total=total, count=count)
-        self._bar.update(self._beside, description=what, total=total, completed=done, count=count)
+    def _meanwhile(self, text: str, count: str, done: int, total: int | None) -> None:
+        task = self._lines["meanwhile"].task if "meanwhile" in self._lines else None
+        self._lines["meanwhile"] = _Shown(text, count, done, total, task)
+        self._show("meanwhile")
+
+    def _show(self, which: Line) -> None:
+        if self._bar is None:
+            return
+        line = self._lines[which]
+        if line.task is None:
+            line.task = self._bar.add_task(line.text, total=line.total, count=line.count)
+        self._bar.update(line.task, description=line.text, total=line.total, completed=line.done, count=line.count)

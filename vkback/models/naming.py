@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-
-from gguf import LlamaFileType
+from typing import TYPE_CHECKING
 
 from vkback.models.architecture import ARCHITECTURES, UNKNOWN_SIZE
 from vkback.models.gguf_file import GgufFile
 from vkback.models.hparams import Metadata
+
+if TYPE_CHECKING:
+    from gguf import LlamaFileType
 
 FILE_TYPES = {
     0: "all F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K - Medium", 11: "Q3_K - Small",
@@ -25,6 +27,8 @@ _FORMS = ("MOSTLY_{}", "MOSTLY_{}_M", "MOSTLY_{}_MOE", "ALL_{}")
 
 def file_type(name: str) -> LlamaFileType | None:
     """The file type of a mix ("Q4_K_S"), or of files whose most frequent tensor type is `name` ("Q4_K": Q4_K_M); None: there is none."""
+    from gguf import LlamaFileType  # 29 modules, which files that state their type do without
+
     found = (LlamaFileType.__members__.get(form.format(name)) for form in _FORMS)
     return next((t for t in found if t is not None), None)
 

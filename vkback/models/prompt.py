@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vkback.device import Arena, BufferRange, Capabilities, Commands, Device, OutOfDeviceMemory, Ticket
 from vkback.ops.base import Dispatch, LowerContext, PlanError
@@ -27,6 +25,10 @@ from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.tuning import Overrides
 from vkback.program import Program
 from vkback.program.program import overflow_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 Floats = npt.NDArray[np.float32]
 
@@ -401,8 +403,8 @@ class PromptBar:
 
     def __init__(self, tokens: int, *, shown: bool, console: Console | None = None) -> None:
         self._total, self._done = tokens, 0.0
-        self._console = console or Console(stderr=True)
-        self._shown = shown and self._console.is_terminal
+        self._console = console
+        self._shown = shown and (console.is_terminal if console else sys.stderr.isatty())
         self._stack = ExitStack()
         self._bar: Progress | None = None
 
@@ -416,8 +418,11 @@ class PromptBar:
     def advance(self, tokens: float) -> None:
         self._done += tokens
         if self._bar is None and self._shown and time.perf_counter() - self._begun > PROGRESS_AFTER_S:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = self._stack.enter_context(Progress(*columns, console=self._console, transient=True))
+            self._bar = self._stack.enter_context(Progress(*columns, console=self._console or Console(stderr=True), transient=True))
             self._bar.add_task("prompt", total=self._total)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=int(self._done + 1e-6))

@@ -15,8 +15,6 @@ from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
-import tokenizers
-from tokenizers import Regex, models, pre_tokenizers
 
 from vkback.errors import VkbackError
 from vkback.models.gguf_file import GgufFile, quoted
@@ -139,6 +137,9 @@ class BpeVocabulary(Vocabulary):
 
     def __init__(self, tokens: Sequence[str], merges: Sequence[str], pre: PreTokenizer) -> None:
         pairs = [(m[:cut], m[cut + 1 :]) for m in merges if (cut := m.find(" ", 1)) > 0]
+        import tokenizers
+        from tokenizers import Regex, models, pre_tokenizers
+
         bpe = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=pairs, ignore_merges=pre.ignore_merges)
         self._tokenizer = tokenizers.Tokenizer(bpe)
         cuts = [pre_tokenizers.Split(Regex(p), "isolated") for p in pre.patterns]

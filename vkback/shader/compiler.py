@@ -6,13 +6,15 @@ import ctypes.util
 import hashlib
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import cffi
+from vkback.paths import cache_dir, write_atomic
 
 LIBRARIES = ("libshaderc.so.1", "libshaderc_shared.so.1", "libshaderc_shared.so", "libshaderc_shared.dylib", "shaderc_shared.dll")
 TARGET = "vulkan1.2"
@@ -68,6 +70,9 @@ class ShadercLibrary:
 
     def __init__(self, path: str) -> None:
         """Raises OSError when the library cannot be opened."""
+        ctypes.CDLL(path)  # where it cannot be opened, cffi need not parse the declarations to find that out
+        import cffi
+
         self._ffi: Any = cffi.FFI()
         self._ffi.cdef(_C_API)
         self._lib: Any = self._ffi.dlopen(path)
@@ -103,8 +108,7 @@ class GlslcProgram:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-        self.identity = "glslc " + " ".join(said.stdout.split())
+        self.identity = "glslc " + _version(path)
 
     def compile_into_spirv(self, source: str, *, optimize: bool = True) -> bytes:
         command = [self._path, "-fshader-stage=compute", f"--target-env={TARGET}", _level(optimize), "-o", "-", "-"]
@@ -128,6 +132,20 @@ class GlslcProgram:
             made = [folder / f"{f.name}.spv" for f in files]
             # What is missing is compiled again by itself, for a fault that names no file of ours.
             return [m.read_bytes() if m.exists() else _attempt(self, s, optimize) for m, s in zip(made, sources, strict=True)]
+
+
+def _version(path: str) -> str:
+    """What a program says of its version: kept with the caches as long as the file is the same, for glslc takes 70 to 90 ms to say it."""
+    stat = Path(path).resolve().stat()
+    stamp = f"{Path(path).resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    kept = cache_dir() / "compilers" / f"{hashlib.sha256(stamp.encode()).hexdigest()[:32]}.txt"
+    with suppress(OSError, UnicodeDecodeError):
+        if said := kept.read_text(encoding="utf-8"):
+            return said
+    ran = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    said = " ".join(ran.stdout.split())
+    write_atomic(kept, said.encode())
+    return said
 
 
 def _level(optimize: bool) -> str:
@@ -159,7 +177,8 @@ def _loaded_libraries() -> list[str]:
 
 def shared_library() -> ShadercLibrary | None:
     """libshaderc where it can be loaded: Debian 12's lacks glslang's symbols and cannot."""
-    found = ctypes.util.find_library("shaderc_shared")
+    # On Linux that would run ldconfig and a C compiler, to find no name that is not among those above.
+    found = None if sys.platform == "linux" else ctypes.util.find_library("shaderc_shared")
     for name in (*LIBRARIES, *([found] if found else [])):
         try:
             return ShadercLibrary(name)

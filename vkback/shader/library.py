@@ -98,6 +98,8 @@ class ShaderLibrary:
         users: dict[SourceKey, list[Variant]] = {}
         for variant in dict.fromkeys(variants):
             users.setdefault((variant.source, variant.defines), []).append(variant)
+        if self._shipped is not None:
+            self._shipped.read_ahead(same[0] for key, same in users.items() if key not in self._ready and self._optimizes(same[0]))
         faults: list[str] = []
         missing: list[tuple[Variant, Expanded]] = []
         for key, same in users.items():

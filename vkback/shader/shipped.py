@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +45,14 @@ class Shipped:
         """SPIR-V of a variant whose expanded source is `text`; None where there is none of exactly this source."""
         archive = read_archive(self._folder / group_file(variant))
         return archive.spirv.get(source_hash(text)) if archive else None
+
+
+    def read_ahead(self, variants: Iterable[Variant]) -> None:
+        """Unpack the archives of variants at once, each in a thread."""
+        files = list(dict.fromkeys(self._folder / group_file(v) for v in variants))
+        if len(files) > 1:
+            with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as pool:
+                list(pool.map(read_archive, files))
 
 
 def group_file(variant: Variant) -> str:
