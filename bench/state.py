@@ -1,9 +1,10 @@
-"""Saving and restoring a text's state: how long it takes, how large it is, and that what follows keeps its bits.
+"""Saving, restoring and forking a text's state: how long it takes, how large it is, and that what follows keeps its bits.
 
     python bench/state.py MODEL.gguf [--depth 4000] [--tokens 200] [--cache-type-k f16] [--cache-type-v f16]
 
 A prompt of `depth` random tokens, a generation that is left in its middle, a save to a file, a restore, other text, and once more: the rest
-of the generation and the logits after it must be those of a generation that nothing interrupted. Status 1 where they are not.
+of the generation and the logits after it must be those of a generation that nothing interrupted. Then two forks of the saved text go on by
+turns, with other seeds, and each must be the text that it is alone. Status 1 where any of this is not so.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import argparse
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from vkback.models.engine import Engine, Sampler
-from vkback.models.state import read_state, write_state
+from vkback.models.state import Snapshot, read_state, write_state
 
 
 def main() -> None:
@@ -65,6 +67,26 @@ def main() -> None:
                       f"to the device {restored - checked:.3f} s")
             engine.reset()
             engine.prompt(ids[::-1][:64])
+        if not forks_are_apart(engine, read, made[-1], sampler):
+            print("forks: OTHER BITS")
+            sys.exit(1)
+        print("forks that go on by turns: the same bits")
+
+
+def forks_are_apart(engine: Engine, start: Snapshot, last: int, sampler: Sampler, tokens: int = 24) -> bool:
+    """Whether two texts that begin with the same state are what each is alone, when both go on by turns of a third."""
+    samplers = [replace(sampler, seed=seed) for seed in (2, 3)]
+    alone = []
+    for one in samplers:
+        engine.restore(start)
+        alone.append(list(engine.generate(last, tokens, sampler=one, stop_at_eos=False)))
+    forks, texts = [start, start], [[last], [last]]
+    for _ in range(3):
+        for i, one in enumerate(samplers):
+            engine.restore(forks[i])
+            texts[i] += engine.generate(texts[i][-1], tokens // 3, sampler=one, stop_at_eos=False)
+            forks[i] = engine.snapshot()
+    return [text[1:] for text in texts] == alone and alone[0] != alone[1]
 
 
 if __name__ == "__main__":

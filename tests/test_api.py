@@ -111,6 +111,9 @@ def test_what_ends_a_text(model: vkback.LoadedModel, monkeypatch: pytest.MonkeyP
     stop = text[9:12]
     stopped = model.generate(PROMPT, max_tokens=12, temperature=0, stop=[stop, "never in there"])
     assert stopped.finish_reason == "stop" and stopped.text == text[: text.index(stop)]
+    pieces = [model.tokenizer.token_bytes(token).decode() for token in stopped.tokens]
+    across = model.generate(PROMPT, max_tokens=12, temperature=0, stop=pieces[0][-2:] + pieces[1][:2])
+    assert across.finish_reason == "stop" and across.text == pieces[0][:-2] and len(across.tokens) == 2
     with monkeypatch.context() as patch:
         third = model.generate(PROMPT, max_tokens=3, temperature=0).tokens[2]
         patch.setattr(model.tokenizer, "eos_ids", frozenset({third}))

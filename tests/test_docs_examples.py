@@ -1,19 +1,32 @@
-"""Every Python example of README and docs/python.md runs as it stands there, each in an interpreter's namespace of its own."""
+"""Every example of README and docs/ runs here, or by the test of its page.
+
+Python of README and docs/python.md as it stands there, each in an interpreter's namespace of its own; docs/server.md's against a server
+(test_server.py); the how-to pages in a copy of the tree (tests/pages.py). Commands that take seconds run; those that measure a model
+for minutes are read by their own command line, as one that is typed: a command, an option or a choice that there is not is an error.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-from pages import ROOT
+import typer
+from pages import ROOT, run
 
 from vkback.api import device as device_module
 from vkback.api import model as model_module
+from vkback.cli import bench as bench_cli
+from vkback.cli import main as main_cli
 from vkback.device import Device
 from vkback.models.engine import Engine
+from vkback.plan.tuning import parse_table
 from vkback.timing.read_rate import measure_read_rate
 
 PYTHON = re.compile(r"^```(?P<kind>python|glsl)(?: (?P<name>\S+))?\n(?P<text>.*?)^```$", re.M | re.S)
@@ -66,3 +79,102 @@ def test_an_example_runs(
     for thing in names.values():
         if hasattr(thing, "close") and type(thing).__module__.startswith("vkback.api"):
             thing.close()
+
+
+# --- all other blocks
+
+PAGES_OF_ALL = ("README.md", "bench/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+FOLLOWED = {f"docs/{path.stem.removeprefix('test_')}.md" for path in (ROOT / "tests").glob("test_adding_*.py")}
+"""How-to pages, each with a test that writes its files, applies its diffs and runs its commands."""
+
+FENCE = re.compile(r"^```(?P<kind>\w*)(?: \S+)?\n(?P<text>.*?)^```$", re.M | re.S)
+INDENTED = re.compile(r"(?:^|(?<=\n\n))(?:    .*\n|\n(?=    ))+")
+COMMAND = re.compile(r"(?:\$ )?(?P<program>(?:\.venv/bin/)?vkback|(?:\.venv/bin/)?vkbench|make|pip|curl|python)(?: |$)")
+
+SHOWN = {
+    "README.md": ("shaders/<family>/",), "docs/architecture.md": ("model.gguf ->", "cli, report, bench ->"),
+    "docs/comparing_nodes.md": ("NMSE =",), "docs/tuning.md": ("Q4_K 4096x14336:",), "bench/README.md": ("<date>_<device>",),
+}  # fmt: skip
+"""What is no example: layouts, formulas, lines of output. By the beginning of the block."""
+
+RUN = ("vkback devices", "vkback run -p", "vkback chat -m demo-dense", "vkback graph --shape")
+"""Commands that end within seconds; `chat` has the end of its input at once."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """page, kind ("" for an indented one) and text."""
+
+    page: str
+    kind: str
+    text: str
+
+    def commands(self) -> list[str]:
+        """Of an indented block: lines that are continued by a backslash are one."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [re.sub(r"^\$ ", "", line.strip()) for line in lines if COMMAND.match(line.strip())]
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES_OF_ALL:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        found += [Block(page, match["kind"], match["text"]) for match in FENCE.finditer(text)]
+        rest = FENCE.sub("", text)
+        found += [Block(page, "", re.sub(r"^    ", "", match[0], flags=re.M)) for match in INDENTED.finditer(rest)]
+    return found
+
+
+ALL = blocks()
+COMMANDS = sorted({(block.page, command) for block in ALL if not block.kind for command in block.commands()})
+
+
+def words(command: str) -> list[str]:
+    """Of a command line, without its comment and the redirections, with what stands in [brackets], which may be left out."""
+    kept = re.sub(r"\s{2,}#.*|\s> \S+", "", command.replace("[", "").replace("]", "") if " [" in command else command)
+    return shlex.split(kept)
+
+
+def test_every_block_is_an_example_that_a_test_has() -> None:
+    for block in ALL:
+        lines = block.text.strip().splitlines()
+        if block.kind:
+            known = block.page in FOLLOWED or (block.page in (*PAGES, "docs/server.md") and block.kind in ("python", "glsl"))
+        elif block.page == "docs/tuning.md" and lines[0].startswith("[["):
+            known = bool(parse_table(block.text, "amd.toml" if "rdna3" in block.text else "nvidia.toml"))
+        elif block.page == "docs/adding_an_op.md":
+            known = all(line.strip() in (ROOT / "vkback/ops/elementwise.py").read_text(encoding="utf-8") for line in lines)
+        else:
+            known = bool(block.commands()) or lines[0].startswith(SHOWN.get(block.page, ("\0",)))
+        assert known, f"{block.page}: no test runs this block:\n{block.text}"
+    assert len(COMMANDS) > 30 and {"docs/adding_an_op.md"} <= FOLLOWED
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {command[:60]}" for page, command in COMMANDS])
+def test_a_command_is_one_that_there_is(page: str, command: str) -> None:
+    program, *args = words(command)
+    match Path(program).name:
+        case "vkback" | "vkbench" as name:
+            root = typer.main.get_command(main_cli.app if name == "vkback" else bench_cli.app)
+            while isinstance(root, click.Group):
+                assert args and root.get_command(click.Context(root), args[0]), f"{page}: vkback has no command {args[:1]}"
+                root, args = root.commands[args[0]], args[1:]
+            root.make_context(name, args)  # raises UsageError naming what is wrong
+        case "make":
+            assert re.search(rf"^{args[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        case "pip":
+            (extra,) = re.findall(r"vkback\[(\w+)\]", command)
+            assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        case "python":
+            script = (ROOT / args[0]).read_text(encoding="utf-8")
+            assert all(f'"{arg}"' in script for arg in args if arg.startswith("--")), command
+        case "curl":
+            assert page == "docs/server.md", "test_server.py sends those of this page"
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("start", RUN)
+def test_a_command_runs(start: str) -> None:
+    (command,) = {command for _, command in COMMANDS if command.removeprefix(".venv/bin/").startswith(start)}
+    program, *args = words(command)
+    assert run([Path(program).name, *args], ROOT).strip()

@@ -205,3 +205,12 @@ def test_a_state_saved_in_the_middle_of_a_text_gives_the_rest_bit_for_bit(
     rest = list(engine.generate(made[-1], 19, stop_at_eos=False))
     assert made + rest == whole
     assert np.array_equal(engine.decode_logits(rest[-1]).view(np.uint32), last.view(np.uint32))
+    # A fork goes on otherwise; neither sees what the other appends.
+    engine.restore(snapshot)
+    engine.decode_logits(ids[0])
+    fork = engine.snapshot()
+    want = engine.decode_logits(ids[1])
+    engine.restore(snapshot)
+    assert list(engine.generate(made[-1], 3, stop_at_eos=False)) == rest[:3]
+    engine.restore(fork)
+    assert np.array_equal(engine.decode_logits(ids[1]).view(np.uint32), want.view(np.uint32))

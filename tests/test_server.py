@@ -6,12 +6,17 @@ import asyncio
 import itertools
 import json
 import random
+import re
+import shlex
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -297,6 +302,26 @@ def test_a_device_that_hangs_does_not_hold_the_client(served: Served, monkeypatc
         assert reply.status_code == 503 and "has not answered" in reply.text
     finally:
         hang.set()
+
+
+@pytest.mark.vulkan
+def test_the_examples_of_the_page(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands and the Python of docs/server.md, to this server's port."""
+    page = (Path(__file__).resolve().parent.parent / "docs/server.md").read_text(encoding="utf-8")
+    page = page.replace("127.0.0.1:8080", f"127.0.0.1:{served.port}").replace('"max_tokens": 64', '"max_tokens": 5').replace("=64", "=5")
+    commands = [line.strip() for line in page.replace("\\\n", " ").splitlines() if line.startswith("    curl ")]
+    assert len(commands) == 2
+    if shutil.which("curl") is None:
+        print("curl is not installed: its two commands are not run")
+        commands = []
+    for command in commands:
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and '"choices"' in done.stdout, done.stdout + done.stderr
+    pytest.importorskip("openai", reason="the openai package is not installed")
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    capsys.readouterr()
+    exec(compile(example, "docs/server.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
 
 
 # --- what is refused
