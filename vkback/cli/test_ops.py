@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -91,7 +92,7 @@ def _run(
 ) -> bool:
     """Run, print, and say whether a case failed. by_op: a table of the ops in the end, on stderr where the output is for machines."""
     from vkback.device import Device
-    from vkback.harness.output import fields_of, op_table
+    from vkback.harness.output import fields_of, op_table, spent_lines
     from vkback.harness.suite import Suite, run_in_processes
     from vkback.harness.support import support_of, support_table
     from vkback.ops.base import LowerContext
@@ -137,6 +138,7 @@ def _run(
 
             kept = stack.enter_context(Store(store))
         ran: list[CaseResult] = []
+        begun = time.perf_counter()
         status = stack.enter_context(StatusLine(wanted=not sys.stdout.isatty()))  # where lines are seen as they come, these will do
         for number, result in enumerate(results, start=1):
             status.say(f"vkback: {number} of {len(cases)} cases, {len(printer.tally.failed)} failed")
@@ -147,7 +149,8 @@ def _run(
         if mode in ("test", "grad") or printer.tally.failed or output != "console":
             printer.finish()
         if by_op and mode in ("test", "grad"):
-            print("\n" + "\n".join(op_table(ran)), file=sys.stdout if output == "console" else sys.stderr)
+            text = [*op_table(ran), "", *spent_lines(ran, time.perf_counter() - begun)]
+            print("\n" + "\n".join(text).rstrip(), file=sys.stdout if output == "console" else sys.stderr)
         if save_in is not None and mode == "test" and printer.tally.failed:
             with Suite(opened, library, ctx) as suite:
                 _shrink(suite, printer.tally.failed, save_in)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO, cast
 
-from vkback.harness.result import CaseResult
+from vkback.harness.result import SPENT, CaseResult
 from vkback.ops.mat_mul import Way
 from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords
 from vkback.timing.math_rate import RATE_NAMES
@@ -88,6 +88,26 @@ def op_table(results: Iterable[CaseResult]) -> list[str]:
         shown += [f"{len(reasons) - MOST_REASONS} other reasons"] if len(reasons) > MOST_REASONS else []
         lines += with_reasons(row(op, by_op[op]), "; ".join(shown))
     return [*lines, row("all", [r for own in by_op.values() for r in own])]
+
+
+SLOWEST = 3
+
+
+def spent_lines(results: Iterable[CaseResult], clock_s: float) -> list[str]:
+    """Where the time of a run went: seconds by kind of all processes together, and the ops and cases that took most."""
+    timed = [r for r in results if r.seconds]
+    if not timed:
+        return []
+    kinds = ", ".join(f"{kind} {sum(r.seconds[i] for r in timed):.1f}" for i, kind in enumerate(SPENT))
+    ops: dict[str, float] = {}
+    for r in timed:
+        ops[r.op] = ops.get(r.op, 0.0) + sum(r.seconds)
+    most = ", ".join(f"{op} {ops[op]:.1f}" for op in sorted(ops, key=lambda op: -ops[op])[:SLOWEST])
+    cases = sorted(timed, key=lambda r: -sum(r.seconds))[:SLOWEST]
+    return [
+        *textwrap.wrap(f"{clock_s:.1f} s; seconds of all processes: {kinds}; most in {most}", WIDTH, subsequent_indent="    "),
+        *(f"  {sum(r.seconds):.2f} s: {r.line}" for r in cases),
+    ]
 
 
 @dataclass

@@ -7,6 +7,9 @@ from typing import Literal
 
 Mode = Literal["test", "grad", "perf", "support"]
 
+SPENT = ("values and plan", "reference", "waiting for kernels", "run", "judging")
+"""What a case takes time for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
@@ -23,6 +26,7 @@ class CaseResult:
                (vkback/timing/dependent.py); None for everything else
     math_way   of a mat-mat, by what it multiplies ("coop_mat", "int_dot", "f32"; "" for everything else), and math_rate_tflops: what the
                device was measured to reach by it in registers
+    seconds    what the case took of one process, by SPENT; kernels that an earlier case had waited for take none
     n_runs     launches timed in all; nbytes and flops of one launch; read_rate_gb_s: what the device was measured to read
     """
 
@@ -51,6 +55,7 @@ class CaseResult:
     math_way: str = ""
     math_rate_tflops: float | None = None
     kernel: str = ""
+    seconds: tuple[float, ...] = ()
 
     @property
     def params(self) -> str:

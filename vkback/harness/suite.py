@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -101,7 +103,8 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Ready:
-    """A case that only has to be run: its block, that of its unfused chain, what it must give, and the kernels on the way."""
+    """A case that only has to be run: its block, that of its unfused chain, what it must give, and the kernels on the way. seconds: for its
+    values and plan, and for the reference."""
 
     case: Case
     problem: Problem
@@ -110,6 +113,7 @@ class Ready:
     expected: list[Expected]
     chain_tolerance: Tolerance | None
     kernels: list[Future[Kernel]]
+    seconds: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,7 @@ class Suite:
         return self._finish(case, self._threads.submit(self._prepare, case))
 
     def _prepare(self, case: Case) -> Ready:
+        begun = time.perf_counter()
         problem = case.build()
         ctx = context_of(case, self.ctx)
         chain_nodes = OPS[case.op].unfused(problem.node)
@@ -164,25 +169,31 @@ class Suite:
         chain = prepare(problem, ctx, chain_nodes) if chain_nodes else None
         kernels = self._kernels.start([*fused.schedule.dispatches(), *(chain.schedule.dispatches() if chain else ())])
         second = unfused_tolerance(problem.node, chain_nodes, ctx) if chain else None
-        return Ready(case, problem, fused, chain, expected(problem, ctx), second, kernels)
+        planned = time.perf_counter()
+        want = expected(problem, ctx)
+        return Ready(case, problem, fused, chain, want, second, kernels, (planned - begun, time.perf_counter() - planned))
 
     def _finish(self, case: Case, future: Future[Ready]) -> Run:
         try:
             ready = future.result()
+            marks = [time.perf_counter()]
             for kernel in ready.kernels:
                 kernel.result()
+            marks.append(time.perf_counter())
             got = self._bench.run(ready.fused)
+            plain = self._bench.run(ready.chain) if ready.chain else None
+            marks.append(time.perf_counter())
             verdicts = {e.name: e.verdict(got) for e in ready.expected if not e.label}
             result = judged(case, verdicts, ready.expected[0].tolerance)
             if own := {e.name: e.verdict(got) for e in ready.expected if e.label}:
                 result = _both(result, judged(case, own, ready.expected[-1].tolerance))
-            if ready.chain and ready.chain_tolerance:
-                plain = self._bench.run(ready.chain)
+            if plain is not None and ready.chain_tolerance:
                 against = {f"{name} against the unfused run": judge(got[name], plain[name], ready.chain_tolerance) for name in got}
                 result = _both(result, judged(case, against, ready.chain_tolerance))
             whole = [e for e in reversed(ready.expected) if e.rows is None]
             want = {e.output: e.values for e in whole} or reference(ready.problem)
-            return Run(result, ready.problem, want, got)
+            spent = [b - a for a, b in pairwise([*marks, time.perf_counter()])]
+            return Run(dataclasses.replace(result, seconds=(*ready.seconds, *spent)), ready.problem, want, got)
         except DeviceLost as e:
             raise DeviceLost(f"{case.line}: {e}", call=e.call, result=e.result) from e
         except CaseLineError:  # no case at all, and so no failed one
@@ -239,6 +250,23 @@ def _run_lines(lines: Sequence[str]) -> list[CaseResult]:
     return list(_worker.run(map(find_case, lines)))
 
 
+BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Read when numpy is first imported."""
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Processes that are started meanwhile multiply in one thread each, unless the user says otherwise: as many threads a process as there
+    are cores wait in loops for each other, and references take many times as long."""
+    missing = [name for name in BLAS_THREADS if name not in os.environ]
+    os.environ.update(dict.fromkeys(missing, "1"))
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
 def run_in_processes(
     lines: Sequence[str],
     processes: int,
@@ -253,9 +281,12 @@ def run_in_processes(
     """
     chunks = list(_chunks(lines, processes))
     threads = max(1, (os.cpu_count() or 1) // processes)
-    with ProcessPoolExecutor(
-        processes, mp_context=multiprocessing.get_context("spawn"), initializer=_open_worker, initargs=(device, act, threads)
-    ) as pool:
+    with (
+        one_blas_thread(),
+        ProcessPoolExecutor(
+            processes, mp_context=multiprocessing.get_context("spawn"), initializer=_open_worker, initargs=(device, act, threads)
+        ) as pool,
+    ):
         futures = [pool.submit(work, chunk) for chunk in chunks]
         for i, (chunk, future) in enumerate(zip(chunks, futures, strict=True)):
             try:
