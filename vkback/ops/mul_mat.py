@@ -64,6 +64,11 @@ class _Plain(Op):
         return MatVec().rounded(inputs, Node("MAT_VEC", node.inputs, node.outputs, {"roles": self.roles}), ctx)
 
 
+TURNS = ((1, 2, 5, 8, 17), (1, 3, 9, 17), (1, 2, 16, 17))
+"""Numbers of tokens that types take in turn in the quick set: each is a kernel, which takes a CPU driver a second to compile. The full set
+has all of them of every type."""
+
+
 @register
 class MulMat(_Plain):
     """MUL_MAT(w [m, k], x F32 or Q8_1 [n, k]) -> F32 [n, m].
@@ -114,16 +119,18 @@ class MulMat(_Plain):
         return batched.rounded(inputs, node, ctx) if batched.is_batched(node) else super().rounded(inputs, node, ctx)
 
     def cases(self) -> Iterator[Case]:
-        for quant in QUANTS:
+        for place, quant in enumerate(QUANTS):
             if quant in RARE:
                 yield mul_mat_case(quant, 19, 5, 256)
                 yield mul_mat_case(quant, 131, 1, 2048)
                 yield mul_mat_case(quant, 33, 2, 2048)
                 yield _with_a_tail(quant)
                 continue
-            for n in (1, 2, 3, 5, 8, 9, 16, 17):
+            turn = place % len(TURNS)
+            for n in (1, 2, 3, 5, 8, 9, 16, 17) if quant in ("Q4_K", "Q8_0") else TURNS[turn]:
                 yield mul_mat_case(quant, 16, n, 256)
-            yield mul_mat_case(quant, 1, 9, 256)  # several tokens: a single value may be small by chance, and its NMSE large
+            if turn == 0:
+                yield mul_mat_case(quant, 1, 9, 256)  # several tokens: a single value may be small by chance, and its NMSE large
             yield mul_mat_case(quant, 131, 1, 2048)
             yield mul_mat_case(quant, 33, 2, 4096)
             yield _with_a_tail(quant)
