@@ -57,6 +57,7 @@ declare(
         "warp_n": "positive",
         "split_k": "positive",  # parts of a row, added up at the end (coop_mat, dense)
         "slice_k": (1, 2, 4, 8, 16),  # subgroups of a workgroup that share a row (coop_reg, dense)
+        "rows": (2, 4),  # weight rows of a thread (f32)
     },
 )
 
@@ -115,7 +116,7 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     if kernel == "mat_vec" or (node.x.type == "Q8_1" and kernel != "int_dot") or partial_q8:
         return MatMulChoice(None, choice.source)
     if kernel != "coop_mat":
-        return MatMulChoice(_by_rows(kernel, node, choice["tile_n"], ctx), choice.source)
+        return MatMulChoice(_by_rows(kernel, node, choice["tile_n"], choice["rows"], ctx), choice.source)
     assert matrix is not None
     warps = choice["tile_m"] // choice["warp_m"] * (choice["tile_n"] // choice["warp_n"])
     split = choice["split_k"] if node.experts == "none" else 1
@@ -124,10 +125,10 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     return MatMulChoice(_fitting(shape, ctx), choice.source)
 
 
-def _by_rows(way: Way, node: MatVecNode, tile_n: int, ctx: LowerContext) -> MatMulShape:
+def _by_rows(way: Way, node: MatVecNode, tile_n: int, f32_rows: int, ctx: LowerContext) -> MatMulShape:
     """A shape of the kernels without shared memory; a Q8_1 output takes 4 rows a thread, 8 with GLU."""
     shape = default_shape(way, node.n, ctx.caps)
-    rows = 8 if node.y.type == "Q8_1" and node.glu and way == "int_dot" else 4
+    rows = f32_rows if way == "f32" else 8 if node.y.type == "Q8_1" and node.glu else 4
     return dataclasses.replace(shape, tile_n=tile_n, tile_m=shape.tile_m // 4 * rows)
 
 
