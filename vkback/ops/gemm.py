@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, LowerContext, PlanError, ceil_div, nbytes, pack_push, shards, weight_push
+from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, LowerContext, PlanError, ceil_div, declare, nbytes, pack_push, shards, weight_push
 from vkback.ops.code_books import decoder
 from vkback.ops.column_sums import column_sums
+from vkback.ops.mat_mul import lanes_for
 from vkback.ops.workgroup import Defines
 from vkback.shader import Variant
+
+declare("gemm", match={"m": "number", "n": "number", "k": "number"}, params={"tiles": ("shared", "lanes")})
 
 ENOUGH_GROUPS = 1024
 """Workgroups below which the sums of a product are split: eight for each core of a large GPU."""
@@ -37,6 +40,19 @@ def tile_of(m: int, n: int) -> tuple[int, int]:
     return (8 if m > 32 else 4 if m > 16 else 2 if m > 8 else 1), (8 if n > 32 else 4)
 
 
+def lanes_wanted(ctx: LowerContext, product: Product) -> tuple[int, int | None, str]:
+    """Lanes of a subgroup, and the size to require, where B's values are to go from lane to lane; 0 where through shared memory. And the
+    table's row that says so."""
+    choice = ctx.tuning.pick("gemm", m=product.m, n=product.n, k=product.k)
+    lanes, required, by_lanes = lanes_for(ctx.caps)
+    return (lanes, required, choice.source) if choice["tiles"] == "lanes" and by_lanes else (0, None, choice.source)
+
+
+def vectors_of(m: int, lanes: int) -> int:
+    """Rows of A that a lane has."""
+    return max(v for v in (1, 2, 4) if v == 1 or (v - 1) * lanes < m)
+
+
 def splits_of(product: Product, tile: tuple[int, int], depth: int) -> tuple[int, int]:
     """Parts of a sum, and the terms of each, a multiple of `depth`. A function of the shape alone, so that the bits are, too."""
     tm, tn = tile
@@ -61,6 +77,14 @@ def multiplied(
     a few chains. Raises PlanError where the grid is more than every device takes."""
     tile, depth = tile_of(product.m, product.n), 16
     check_grid(node, product, tile)
+    lanes, required, source = lanes_wanted(ctx, product)
+    if lanes:
+        vectors = vectors_of(product.m, lanes)
+        own: Defines = {"LANES": lanes, "VECTORS": vectors, "A_TURNED": int(product.turned)}
+        stride = product.m if product.turned else product.k
+        push = pack_push(product.m, product.n, product.k, stride, 0, int(add), product.n2, product.r2, product.r3)
+        args = (Arg(b), Arg(a), Arg(y, "rw" if add else "w"))
+        return [_by_lanes(node, Variant("mul_mat/gemm_lanes.comp", _sorted(own), required), args, push, product, source)]
     splits, each = (1, ceil_div(product.k, depth) * depth) if add else splits_of(product, tile, depth)
     into = y if splits == 1 else Tensor(f"{y.name}.splits", "F32", (splits, product.m * product.n))
     defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TURNED": int(product.turned)}
@@ -68,7 +92,9 @@ def multiplied(
     push = pack_push(
         product.m, product.n, product.k, splits, each, stride, 0, int(add), 0, product.n2, product.r2, product.r3
     )
-    made = [_launch(node, defines, (Arg(b), Arg(a), Arg(into, "rw" if add else "w")), push, product, tile, product.batches * splits)]
+    args = (Arg(b), Arg(a), Arg(into, "rw" if add else "w"))
+    kernel = Variant("mul_mat/gemm.comp", _sorted(defines))
+    made = [_launch(node, kernel, args, push, product, tile, product.batches * splits, source)]
     if splits > 1:
         made += column_sums(node, ctx, into, y, splits, product.m * product.n)
     return made
@@ -82,26 +108,55 @@ def multiplied_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor, y:
     check_grid(node, Product(m, n, k), tile)
     defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TURNED": 0, **decoder(w.type, ctx.caps)}
     parts = shards(w, ctx.caps)
+    lanes, required, source = lanes_wanted(ctx, Product(m, n, k))
+    if lanes:
+        own = {"LANES": lanes, "VECTORS": vectors_of(m, lanes), "A_TURNED": 0, **decoder(w.type, ctx.caps)}
+        kernel = Variant("mul_mat/gemm_weight_lanes.comp", _sorted(own), required)
+        made = []
+        for i, part in enumerate(parts):
+            push = pack_push(*weight_push(w.type, part.layout, n), m, n, part.rows, k, part.row0, int(i > 0))
+            args = (Arg(w, "r", i), Arg(a), Arg(y, "rw" if i else "w"))
+            made.append(_by_lanes(node, kernel, args, push, Product(m, n, part.rows), source))
+        return made
     splits = [splits_of(Product(m, n, part.rows), tile, depth) for part in parts]
     total = sum(count for count, _ in splits)
     into = y if total == 1 else Tensor(f"{y.name}.splits", "F32", (total, m * n))
+    kernel = Variant("mul_mat/gemm_weight.comp", _sorted(defines))
     made, slot = [], 0
     for i, (part, (count, each)) in enumerate(zip(parts, splits, strict=True)):
         push = pack_push(*weight_push(w.type, part.layout, n), m, n, part.rows, count, each, k, part.row0, 0, slot)
         args = (Arg(w, "r", i), Arg(a), Arg(into, "w", part=f"of shard {i}" if len(parts) > 1 else ""))
-        made.append(_launch(node, defines, args, push, Product(m, n, part.rows), tile, count))
+        made.append(_launch(node, kernel, args, push, Product(m, n, part.rows), tile, count, source))
         slot += count
     return made if total == 1 else [*made, *column_sums(node, ctx, into, y, total, m * n)]
 
 
+def _sorted(defines: Defines) -> tuple[tuple[str, str | int], ...]:
+    return tuple(sorted(defines.items()))
+
+
+def _by_lanes(node: Node, kernel: Variant, args: tuple[Arg, ...], push: bytes, product: Product, source: str) -> Dispatch:
+    """A subgroup for each tile of 32 columns."""
+    defines = dict(kernel.defines)
+    rows = int(defines["LANES"]) * int(defines["VECTORS"])
+    groups = (ceil_div(product.n, 32), ceil_div(product.m, rows), product.batches)
+    return _dispatch(node, kernel, args, push, product, groups, f"tiles of {rows} x 32, from lane to lane: {source}")
+
+
 def _launch(
-    node: Node, defines: Defines, args: tuple[Arg, ...], push: bytes, product: Product, tile: tuple[int, int], depth: int
+    node: Node, kernel: Variant, args: tuple[Arg, ...], push: bytes, product: Product, tile: tuple[int, int], depth: int, source: str
 ) -> Dispatch:
+    """64 threads for each tile, `depth` products or parts of sums."""
     tm, tn = tile
+    groups = (ceil_div(product.n, 8 * tn), ceil_div(product.m, 8 * tm), depth)
+    return _dispatch(node, kernel, args, push, product, groups, f"64 threads, tiles of {8 * tm} x {8 * tn}: {source}")
+
+
+def _dispatch(
+    node: Node, kernel: Variant, args: tuple[Arg, ...], push: bytes, product: Product, groups: tuple[int, int, int], reason: str
+) -> Dispatch:
     return Dispatch(
-        Variant(f"mul_mat/{'gemm_weight' if 'QUANT_FILE' in defines else 'gemm'}.comp", tuple(sorted(defines.items()))), args, push,
-        (ceil_div(product.n, 8 * tn), ceil_div(product.m, 8 * tm), depth), node.op, node.name,
-        f"64 threads, tiles of {8 * tm} x {8 * tn}", nbytes=sum(nbytes(arg.tensor) for arg in args),
+        kernel, args, push, groups, node.op, node.name, reason, nbytes=sum(nbytes(arg.tensor) for arg in args),
         flops=2 * product.m * product.n * product.k * product.batches,
         weight_bytes=sum(nbytes(arg.tensor) for arg in args if arg.tensor.kind == "weight"),
     )  # fmt: skip

@@ -72,6 +72,8 @@ class MulMatBack(Gradient):
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case(m=67, n=37, k=70, plain=True)
+        yield self.build_case(m=1040, n=3, k=40, plain=True).where(tiles="shared")
+        yield self.build_case("q4_0", m=203, n=3, k=96).where(tiles="shared", range=8000)
         yield self.build_case(m=1040, n=3, k=40, plain=True)
         yield self.build_case("q4_K", m=37, n=3, k=256)
         yield self.build_case("iq2_xs", m=37, n=3, k=512)
@@ -85,6 +87,8 @@ class MulMatBack(Gradient):
         for n in (1, 9, 17, 33, 64, 65):
             yield self.build_case(m=130, n=n, k=300, plain=True)
             yield self.build_case("q4_K", m=130, n=n, k=512)
+            yield self.build_case(m=130, n=n, k=300, plain=True).where(tiles="shared")
+            yield self.build_case("q4_K", m=130, n=n, k=512).where(tiles="shared")
 
     def perf_cases(self) -> Iterator[Case]:
         for n in (512, 128, 2):

@@ -134,6 +134,7 @@ class OutProd(Op):
     def cases(self) -> Iterator[Case]:
         yield self.build_case("f32", "f16", 33, 5, 7, (2, 3), (2, 1), trans_b=True)
         yield self.build_case("q4_0", "f32", 64, 3, 16, (2, 2), (2, 2))
+        yield self.build_case("q4_0", "f32", 64, 3, 16, (2, 2), (2, 2)).where(tiles="shared")
         yield self.build_case("f32", "f32", 70, 37, 33, (1, 1), (1, 1), add=True)
         yield self.build_case("f32", "f32", 70, 37, 2, (1, 1), (1, 1), add=True)
 

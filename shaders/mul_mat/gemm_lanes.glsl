@@ -1,0 +1,57 @@
+// y = A B in f32, in batches, as mul_mat/gemm.glsl makes it, for CPU drivers: without shared memory, B's values going from lane to lane, where a
+// broadcast costs one instruction and a load one for each lane.
+//
+//   binding 1  A: F32, k values of a row together, or with A_TURNED m values of a column together
+//   binding 2  y F32 [batches, m, n]
+//
+// A workgroup is one subgroup of LANES threads. It makes LANES * VECTORS rows times 32 columns: thread t has the rows t, t + LANES, ... For LANES values
+// of k at a time, thread t loads 32 columns of B's row k0 + t. Workgroups: columns along x, rows along y, batches along z.
+//
+// The including file has
+//   void load_b(uint k, uint end, uint column, uint batch, out vec4 v[8])    32 columns of a row of B, any values outside
+//
+// Defines: LANES, VECTORS, A_TURNED
+
+layout(std430, set = 0, binding = 1) readonly buffer InA { float a[]; };
+layout(std430, set = 0, binding = 2) buffer OutY { float y[]; };
+
+void main() {
+    const uint t = gl_LocalInvocationIndex;
+    const uint column = gl_WorkGroupID.x * 32u, row = gl_WorkGroupID.y * LANES * VECTORS, batch = gl_WorkGroupID.z;
+    const uint of_a = batch * p.m * p.k;
+#ifdef UNIT_TABLE
+    unit_table(t, LANES);
+    barrier();
+#endif
+    vec4 sums[VECTORS][8];
+    [[unroll]] for (uint v = 0u; v < VECTORS; v++)
+        [[unroll]] for (uint j = 0u; j < 8u; j++) sums[v][j] = vec4(0.0);
+    for (uint k0 = 0u; k0 < p.k; k0 += LANES) {
+        vec4 own[8];
+        load_b(k0 + t, p.k, column, batch, own);
+        [[unroll]] for (uint i = 0u; i < LANES; i++) {
+            const uint k = k0 + i;
+            float left[VECTORS];
+            [[unroll]] for (uint v = 0u; v < VECTORS; v++) {
+                const uint at = row + v * LANES + t;
+#if A_TURNED
+                left[v] = k < p.k && at < p.m ? a[of_a + (p.first + k) * p.stride + at] : 0.0;
+#else
+                left[v] = k < p.k && at < p.m ? a[of_a + at * p.stride + p.first + k] : 0.0;
+#endif
+            }
+            [[unroll]] for (uint j = 0u; j < 8u; j++) {
+                const vec4 right = subgroupShuffle(own[j], i);
+                [[unroll]] for (uint v = 0u; v < VECTORS; v++) sums[v][j] = fma(vec4(left[v]), right, sums[v][j]);
+            }
+        }
+    }
+    [[unroll]] for (uint v = 0u; v < VECTORS; v++) {
+        const uint r = row + v * LANES + t;
+        [[unroll]] for (uint j = 0u; j < 8u; j++)
+            [[unroll]] for (uint c = 0u; c < 4u; c++) {
+                const uint at = (batch * p.m + r) * p.n + column + 4u * j + c;
+                if (r < p.m && column + 4u * j + c < p.n) y[at] = p.add != 0u ? y[at] + sums[v][j][c] : sums[v][j][c];
+            }
+    }
+}
