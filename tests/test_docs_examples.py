@@ -1,7 +1,7 @@
 """Every example of README and docs/ runs here, or by the test of its page.
 
-Python of README and docs/python.md as it stands there, each in an interpreter's namespace of its own; docs/server.md's against a server
-(test_server.py); the how-to pages in a copy of the tree (tests/pages.py). Commands that take seconds run; those that measure a model
+Python of README, docs/python.md and docs/training.md as it stands there, each in an interpreter's namespace of its own; docs/server.md's
+against a server (test_server.py); the how-to pages in a copy of the tree (tests/pages.py). Commands that take seconds run; those that measure a model
 for minutes are read by their own command line, as one that is typed: a command, an option or a choice that there is not is an error.
 """
 
@@ -30,7 +30,7 @@ from vkback.plan.tuning import parse_table
 from vkback.timing.read_rate import measure_read_rate
 
 PYTHON = re.compile(r"^```(?P<kind>python|glsl)(?: (?P<name>\S+))?\n(?P<text>.*?)^```$", re.M | re.S)
-PAGES = ("README.md", "docs/python.md")
+PAGES = ("README.md", "docs/python.md", "docs/training.md")
 BLOCKS = [(page, block) for page in PAGES for block in PYTHON.finditer((ROOT / page).read_text(encoding="utf-8"))]
 FILES = {block["name"]: block["text"] for _, block in BLOCKS if block["kind"] == "glsl"}
 EXAMPLES = [(page, block["text"]) for page, block in BLOCKS if block["kind"] == "python"]
