@@ -20,7 +20,7 @@ from vkback.models.state import StateError
 from vkback.models.synth import SHAPES, synthesize
 from vkback.ops.base import Dispatch
 from vkback.paths import builtin_models
-from vkback.plan.exact import exact_context
+from vkback.plan.exact import exact_context, without_logits
 from vkback.plan.planner import plan
 from vkback.shader import ShaderLibrary, Variant
 from vkback.shader.contraction import as_written, instructions
@@ -63,9 +63,10 @@ def test_many_tokens_run_in_the_kernels_of_one(profile: str, paths: Callable[[st
     ctx = exact_context(planned_for(profile))
     for name in (*TINY, *BUILT_IN):
         model = Model.open(paths(name))
-        one, *more = (kernels(plan(model.graph(n, N_CTX, head="all"), ctx).dispatches()) for n in (1, 2, 16, 64))
-        for many in more:
-            assert many.keys() == one.keys(), name
+        graphs = [model.graph(n, N_CTX, head="all") for n in (1, 2, 16, 64)]
+        one, *more = (kernels(plan(graph, ctx).dispatches()) for graph in (*graphs, *map(without_logits, graphs)))
+        for number, many in enumerate(more):
+            assert many.keys() == one.keys() if number < len(graphs) - 1 else many.keys() < one.keys(), name
             for key, kernel in many.items():
                 assert kernel.as_written
                 assert (kernel.source, kernel.subgroup_size, kernel.spec) == (one[key].source, one[key].subgroup_size, one[key].spec)
@@ -127,6 +128,9 @@ def test_prompts_text_and_states_of_the_built_in_models(name: str, paths: Callab
         alone = np.stack([engine.decode_logits(t) for t in ids])
         engine.reset()
         assert same_bits(engine.prompt_logits(ids), alone)
+        one = kernels(engine.schedule("decode").dispatches())
+        for _, filling in engine.prompt_schedules(len(ids)):
+            assert kernels(filling.dispatches()).keys() < one.keys(), "the last layer's keys are made as with logits"
         model = LoadedModel(engine)
         options: GenerateOptions = {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True}
         text = model.generate(ids, **options).tokens

@@ -43,7 +43,7 @@ from vkback.ops.f16_range import rescaled
 from vkback.ops.mat_mul import Way, matrix_shape
 from vkback.ops.penalties import SEEN_COUNTS, Penalties, mask_words
 from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
-from vkback.plan.exact import exact_context
+from vkback.plan.exact import exact_context, without_logits
 from vkback.plan.flops import main_way, prompt_flops
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
@@ -418,7 +418,7 @@ class Engine:
     def _prompt_schedule(self, tokens: int, head: PromptHead) -> Schedule:
         key = self.n_ctx, f"prompt, head {head}", tokens
         if key not in self._schedules:
-            graph = self._graph(tokens, head)
+            graph = without_logits(self._graph(tokens, "all")) if self.ctx.exact and head == "none" else self._graph(tokens, head)
             self._schedules[key] = plan(graph, with_barriers(self.ctx, "a prompt"), fusion=self.fusion)
         return self._schedules[key]
 

@@ -8,6 +8,7 @@ token: the tables are asked as for one, and what they have for one token alone, 
 - Attention has workgroups of its own for each token. Where the rows of the cache are split depends on the token's position.
 - Norm, RoPE and store are stages of their own also for one token: in a mat-vec's prologue a norm rounds otherwise, and attention that
   stores its own row adds it in another order.
+- A program that makes no logits is fused as if it made them: `without_logits`.
 - All stages have barriers: a spin-wait takes one float from the values that may be stored (shaders/common/sentinel.glsl).
 - No driver may fuse or reorder arithmetic, which it might do otherwise in each variant of a kernel (vkback/shader/contraction.py).
 """
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vkback.graph import Graph
 from vkback.ops.base import Choice, Chooser, Dispatch, LowerContext
 
 TOKEN_KEYS = ("n", "rows")
@@ -47,6 +49,12 @@ class OneToken:
 def exact_context(ctx: LowerContext) -> LowerContext:
     """The same for batch-invariant plans."""
     return dataclasses.replace(ctx, tuning=OneToken(ctx.tuning), exact=True)
+
+
+def without_logits(graph: Graph) -> Graph:
+    """A graph that makes logits, for a program that only fills the caches. It is fused as it stands, and what nobody reads is left out
+    behind that. Where the last layer's queries are left out before, its keys are normed, turned and stored by other kernels."""
+    return dataclasses.replace(graph, outputs=())
 
 
 def arithmetic_as_written(dispatches: Sequence[Dispatch]) -> list[Dispatch]:
