@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,14 +11,18 @@ import pytest
 from kernel_paths import planned_for
 
 from vkback.device import Device
+from vkback.device.spirv import inspect
 from vkback.harness.judge import nmse
+from vkback.harness.runner import run_case
 from vkback.models import Model
 from vkback.models.builder import CacheTypes
 from vkback.models.engine import Engine, EngineError
 from vkback.models.synth import synthesize
 from vkback.models.twin import NumpyTwin
+from vkback.ops.base import OPS, LowerContext
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
+from vkback.shader import ShaderLibrary
 
 TOKENS = np.random.default_rng(5).integers(0, 300, 40).tolist()
 N_CTX = 96
@@ -70,3 +75,15 @@ def test_a_quantized_cache_takes_its_share_of_memory(profile: str, models: Calla
             assert kind in reads and {"F16", "Q8_0", "Q4_0"} & reads == {kind}, "attention reads the cache as it is"
             sizes[kind] = sum(t.elements for t in schedule.tensors().values() if t.kind == "state" and t.type == kind)
     assert len(set(sizes.values())) == 1
+
+
+@pytest.mark.vulkan
+def test_a_token_stores_scales_without_16_bit_storage(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """Three units a row: two rows, and two heads, have their scales in one word."""
+    bare = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, storage_16bit=False))
+    op = OPS["ATTN_DECODE"]
+    case = next(c for c in op.cases() if c.params.get("type_k") == "q8_0" and c.params["hd"] == 96)
+    (dispatch,) = op.lower(case.build().node, bare)
+    assert inspect(library.spirv(dispatch.kernel)).missing(bare.caps) == []
+    outcome = run_case(device, library, case, bare)
+    assert outcome.ok, outcome.text

@@ -30,14 +30,22 @@ shared uvec4 new_k[COLS], new_v[COLS];
 bool owns_new;
 
 #if K_TYPE != CACHE_F16 || V_TYPE != CACHE_F16
-#extension GL_EXT_shader_16bit_storage : require
 #include "encode/unit_bytes.glsl"
+#if SCALE_WORDS
+// Where the device stores no 16 bits alone, a thread clears and sets its half of the word that two units have their scales in.
+#define STORE_SCALE(HALVES, WORDS, at, scale) {                           \
+    atomicAnd(WORDS[(at) >> 1], ~(0xffffu << (16u * ((at) & 1u))));       \
+    atomicOr(WORDS[(at) >> 1], (scale) << (16u * ((at) & 1u))); }
+#else
+#extension GL_EXT_shader_16bit_storage : require
 layout(binding = 1) writeonly buffer CacheKHalves { uint16_t k_halves[]; };
 layout(binding = 2) writeonly buffer CacheVHalves { uint16_t v_halves[]; };
+#define STORE_SCALE(HALVES, WORDS, at, scale) HALVES[at] = uint16_t(scale);
+#endif
 shared vec4 fresh[2][OUT4];  // key and value, as floats
 
 // The new key (0) or value (1) as it is stored, eight by eight. Each of the four threads of a unit finds the unit's scale by itself.
-#define QUANTIZE(WHICH, TYPE, EIGHTS, PAIRS, HALVES, FIRST)                                                                  \
+#define QUANTIZE(WHICH, TYPE, EIGHTS, PAIRS, HALVES, WORDS_OF, FIRST)                                                        \
     for (uint i = FIRST; i < COLS; i += WG_SIZE) {                                                                           \
         vec4 v[8];                                                                                                           \
         [[unroll]] for (uint j = 0; j < 8; j++) v[j] = fresh[WHICH][i / 4u * 8u + j];                                        \
@@ -52,7 +60,8 @@ shared vec4 fresh[2][OUT4];  // key and value, as floats
             const uint units = p.n_head_kv * p.n_ctx * (COLS / 4u), unit = (kv * p.n_ctx + row) * (COLS / 4u) + i / 4u;      \
             if (TYPE == CACHE_Q8_0) PAIRS[2u * (unit + second * units) + (i & 1u)] = words;                                  \
             else if (second == 0u) PAIRS[2u * unit + (i & 1u)] = words;                                                      \
-            if ((i & 3u) == 0u) HALVES[(TYPE == CACHE_Q8_0 ? 16u : 8u) * units + unit] = uint16_t(scale);                    \
+            const uint at = (TYPE == CACHE_Q8_0 ? 16u : 8u) * units + unit;                                                  \
+            if ((i & 3u) == 0u) STORE_SCALE(HALVES, WORDS_OF, at, scale)                                                     \
         }                                                                                                                    \
     }
 #endif
@@ -172,10 +181,10 @@ void prepare(uint tid, uint head0, uint kv) {
     barrier();
     if (!owns_new) return;
   #if K_TYPE != CACHE_F16
-    QUANTIZE(0, K_TYPE, new_k, k2, k_halves, tid)
+    QUANTIZE(0, K_TYPE, new_k, k2, k_halves, k1, tid)
   #endif
   #if V_TYPE != CACHE_F16
-    QUANTIZE(1, V_TYPE, new_v, v2, v_halves, (WG_SIZE - 1u - tid))
+    QUANTIZE(1, V_TYPE, new_v, v2, v_halves, v1, (WG_SIZE - 1u - tid))
   #endif
 #endif
 }

@@ -234,6 +234,8 @@ def _lower(
     }  # fmt: skip
     if fused:
         defines["HEAD_LANES"] = head_lanes
+        if quantized:
+            defines["SCALE_WORDS"] = int(not ctx.caps.storage_16bit)
     for binding, (role, _) in enumerate(extra, len(args)):
         defines[f"BIND_{role.upper()}"] = binding
     args += [Arg(t) for _, t in extra]
