@@ -13,6 +13,7 @@ import pytest
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 
 from vkback.models import GgufError, GgufFile, Model, TokenizerError, model_description, read_hparams
+from vkback.models.gguf_file import TENSOR_TYPES
 from vkback.paths import builtin_model, builtin_models
 from vkback.units import params_text, size_text
 
@@ -254,3 +255,11 @@ def test_tensor_lookup_names_what_is_missing() -> None:
     assert lookup("output_norm.weight") is f.tensors["output_norm.weight"]
     with pytest.raises(GgufError, match=r"tensor blk\.99\.attn_q\.weight is missing \(56 tensors in the file\)"):
         lookup("blk.99.attn_q.weight")
+
+
+def test_block_sizes_are_those_of_the_gguf_package() -> None:
+    """But for Q8_1, to which gguf 0.19 gives 40 bytes: neither ggml's block (two f16 and 32 int8) nor any file's."""
+    wanted = {int(t): (t.name, *gguf.GGML_QUANT_SIZES[t]) for t in gguf.GGMLQuantizationType}
+    found = {number: (b.name, b.values, b.nbytes) for number, b in TENSOR_TYPES.items()}
+    assert {n: found[n] for n in wanted if n != 9} == {n: w for n, w in wanted.items() if n != 9}
+    assert found[9] == ("Q8_1", 32, 36)

@@ -20,6 +20,7 @@ from vkback.api.model import _compile_ahead
 from vkback.device import Capabilities, Device, DeviceLost, OutOfDeviceMemory
 from vkback.graph import Recipe, Tensor
 from vkback.models import GgufError, GgufFile, GgufTensor, Model, weight_stream
+from vkback.models import weights as weights_module
 from vkback.models.engine import Engine, Sampler
 from vkback.models.load_bar import LoadBar
 from vkback.models.synth import synthesize
@@ -150,6 +151,20 @@ def test_memory_that_the_system_does_not_write_into(
     monkeypatch.setattr(os, "preadv", refuse)
     same(device, library, *weight_of("plain", 1, "Q4_K", 9, 512, tmp_path / "m"))
     assert asked == [0]
+
+
+@pytest.mark.vulkan
+def test_a_type_without_a_table_is_repacked_by_the_host_beside_others(
+    device: Device, library: ShaderLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = {type: quants.random_blocks(type, 24, 256, np.random.default_rng(3)) for type in ("Q4_K", "Q6_K")}
+    file = file_of({type: (type, (24, 256), data) for type, data in raw.items()}, tmp_path / "m")
+    weights = {type: Tensor(type, type, (24, 256), "weight", Recipe("plain", (type,))) for type in raw}
+    monkeypatch.setattr(weights_module, "moves_words", lambda type: type != "Q6_K")
+    loaded = load_weights(file, weights, device, library, progress=False, way="device")
+    with loaded.arena:
+        for type, data in raw.items():
+            assert np.array_equal(device.download(loaded.ranges[type].shards[0]), quants.to_device(type, data, 256)), type
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from vkback.models.weight_stream import OnBytes, OnWait, StreamTimes, WeightStre
 from vkback.ops.base import shards
 from vkback.plan.schedule import aligned
 from vkback.program import WeightRanges
+from vkback.quants.word_moves import moves_words
 from vkback.shader import ShaderLibrary
 
 Bytes = npt.NDArray[np.uint8]
@@ -86,7 +87,7 @@ class WeightLoad:
     ) -> None:  # fmt: skip
         """weights: by name, with the recipes that say which tensors of the file make them. The size is known, and all memory taken, before
         anything is read. way: who repacks, by default `repacks`; the device needs `library`. The host does where a weight is decoded."""
-        self._file, self._weights, self._device = file, weights, device
+        self._file, self._device = file, device
         self.total_bytes = sum(file_bytes(file, w) for w in weights.values())
         self.times = StreamTimes()
         self.ranges: dict[str, WeightRanges] = {}
@@ -99,10 +100,14 @@ class WeightLoad:
                 sizes = [4 * w.shape[0]] if len(w.shape) == 1 else [s.layout.nbytes for s in shards(w, device.caps)]
                 self.ranges[w.name] = WeightRanges(tuple(self.arena.alloc(size, w.name) for size in sizes))
             self._vectors = {w: vector_values(file, w) for w in weights.values() if len(w.shape) == 1}
-            matrices = {w: self.ranges[w.name].shards for w in weights.values() if len(w.shape) > 1}
-            whole = not any(decoded(file, w) for w in matrices)
-            if matrices and whole and (way or repacks(device.caps)) == "device":
-                self._stream = WeightStream(file, matrices, device, library or ShaderLibrary())
+            matrices = [w for w in weights.values() if len(w.shape) > 1]
+            by_device = (way or repacks(device.caps)) == "device"
+            streamed = {
+                w: self.ranges[w.name].shards for w in matrices if by_device and moves_words(w.type) and not decoded(file, w)
+            }  # fmt: skip
+            self._on_host = [w for w in matrices if w not in streamed]
+            if streamed:
+                self._stream = WeightStream(file, streamed, device, library or ShaderLibrary())
                 self.times = self._stream.times
             self._uploader = device.uploader(VECTORS_BYTES)
         except BaseException:
@@ -157,7 +162,7 @@ class WeightLoad:
                 if unsound := self._stream.unsound():
                     raise not_numbers(self._file, unsound[0])
                 self._beyond_f16 = self._stream.beyond_f16()
-            else:
+            if self._on_host:
                 on_wait("repacking")
                 self._repack_all(on_bytes)
         finally:
@@ -166,8 +171,7 @@ class WeightLoad:
     def _repack_all(self, on_bytes: OnBytes) -> None:
         jobs = (
             (self._file, w, block, s.row0, s.rows, s.layout, a, b)
-            for w in self._weights.values()
-            if len(w.shape) > 1
+            for w in self._on_host
             for s, block in zip(shards(w, self._device.caps), self.ranges[w.name].shards, strict=True)
             for a, b in _chunks(s.rows, w)
         )

@@ -52,6 +52,15 @@ class WordMoves:
         return 4 * self.words
 
 
+def moves_words(name: str) -> bool:
+    """Whether a type has a table."""
+    try:
+        word_moves(name)
+    except QuantShapeError:
+        return False
+    return True
+
+
 @cache
 def word_moves(name: str) -> WordMoves:
     """The table of a type. Raises QuantShapeError for one whose repacking does more than move bits and rename nibbles."""
