@@ -80,6 +80,22 @@ def test_log_probabilities_are_those_of_the_logits_and_change_no_token(model: vk
 
 
 @pytest.mark.vulkan
+def test_a_perplexity_is_that_of_the_logits(model: vkback.LoadedModel) -> None:
+    """Of two chunks of 16 tokens the second half but for its last: 7 tokens each, by the logits of a chunk that begins anew with BOS."""
+    ids = model.tokenizer.encode("It was a dark and stormy night. She said that the old man had gone to the sea. " * 3)[:32]
+    assert len(ids) == 32
+    found = model.perplexity(ids, chunk=16)
+    losses = []
+    for chunk in (ids[:16], ids[16:32]):
+        fed = [model.tokenizer.bos or 0, *chunk[1:]]
+        logits = model.logits(fed)[8:15].astype(np.float64)
+        log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        losses += [-log_p[i, token] for i, token in enumerate(chunk[9:])]
+    # Programs of 8 and of 16 tokens round differently: 1e-4 of a logit.
+    assert found.tokens == len(losses) == 14 and found.value == pytest.approx(np.exp(np.mean(losses)), rel=1e-3)
+
+
+@pytest.mark.vulkan
 def test_penalties_and_biases_are_those_of_the_reference(model: vkback.LoadedModel) -> None:
     """Greedy text with penalties, one step after another by the float64 reference, on logits that the device makes."""
     ids = model.tokenizer.encode(PROMPT)

@@ -1,8 +1,9 @@
 """Every example of README and docs/ runs here, or by the test of its page.
 
 Python of README, docs/python.md and docs/training.md as it stands there, each in an interpreter's namespace of its own; docs/server.md's
-against a server (test_server.py); the how-to pages in a copy of the tree (tests/pages.py). Commands that take seconds run; those that measure a model
-for minutes are read by their own command line, as one that is typed: a command, an option or a choice that there is not is an error.
+against a server (test_server.py); the how-to pages in a copy of the tree (tests/pages.py); lines quoted from a source must be in it.
+Commands that take seconds run; those that measure a model for minutes are read by their own command line, as one that is typed: a command,
+an option or a choice that there is not is an error.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Block:
     text: str
 
     def commands(self) -> list[str]:
-        """Of an indented block: lines that are continued by a backslash are one."""
+        """Of a block of a shell; lines that are continued by a backslash are one."""
         lines = self.text.replace("\\\n", " ").splitlines()
         return [re.sub(r"^\$ ", "", line.strip()) for line in lines if COMMAND.match(line.strip())]
 
@@ -126,7 +127,8 @@ def blocks() -> list[Block]:
 
 
 ALL = blocks()
-COMMANDS = sorted({(block.page, command) for block in ALL if not block.kind for command in block.commands()})
+SHELL = [block for block in ALL if block.kind in ("", "console") and block.page not in FOLLOWED]
+COMMANDS = sorted({(block.page, command) for block in SHELL for command in block.commands()})
 
 
 def words(command: str) -> list[str]:
@@ -135,17 +137,23 @@ def words(command: str) -> list[str]:
     return shlex.split(kept)
 
 
+def is_quoted(lines: list[str]) -> bool:
+    """Whether a file of the ops has all of these lines."""
+    sources = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "vkback/ops").glob("*.py")))
+    return any(all(line.strip() in source for line in lines) for source in sources)
+
+
 def test_every_block_is_an_example_that_a_test_has() -> None:
     for block in ALL:
         lines = block.text.strip().splitlines()
-        if block.kind:
+        if block.kind == "console" and block.page not in FOLLOWED:
+            known = all(COMMAND.match(line) for line in lines if line.startswith("$ "))
+        elif block.kind:
             known = block.page in FOLLOWED or (block.page in (*PAGES, "docs/server.md") and block.kind in ("python", "glsl"))
         elif block.page == "docs/tuning.md" and lines[0].startswith("[["):
             known = bool(parse_table(block.text, "amd.toml" if "rdna3" in block.text else "nvidia.toml"))
-        elif block.page == "docs/adding_an_op.md":
-            known = all(line.strip() in (ROOT / "vkback/ops/elementwise.py").read_text(encoding="utf-8") for line in lines)
         else:
-            known = bool(block.commands()) or lines[0].startswith(SHOWN.get(block.page, ("\0",)))
+            known = bool(block.commands()) or lines[0].startswith(SHOWN.get(block.page, ("\0",))) or is_quoted(lines)
         assert known, f"{block.page}: no test runs this block:\n{block.text}"
     assert len(COMMANDS) > 30 and {"docs/adding_an_op.md"} <= FOLLOWED
 
