@@ -42,9 +42,12 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "explain": ((CASE, *H200), (CASE, *H200, "-v", "--sync", "sentinel")),
     "kernels": (),
     "tune": (),
+    "train-parity": (),
+    "finetune": (),
+    "merge": (),
 }
-"""Arguments of each command that has a table. Those of `kernels` and `tune` need a driver with statistics and minutes:
-tests/test_listings.py and tests/test_sweep.py look at their tables."""
+"""Arguments of each command that has a table. `kernels` needs a driver with statistics, `tune` and those of training minutes: tests of
+their own look at what they print."""
 
 DOCUMENTED = re.compile(
     r"^nmse = "  # lines of `compare` and

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import DeviceOption, UsageError, model_path
+from vkback.cli.shell import DeviceOption, JsonOption, UsageError, model_path
+from vkback.cli.terminal import fit
 
 
 def finetune(
@@ -36,6 +39,7 @@ def finetune(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the state beside the adapter file, with the same settings.")] = False,
     seed: Annotated[int, typer.Option("-s", "--seed", min=0)] = 0,
     device: DeviceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Train adapters (LoRA) beside the weights of a model, which stay as they are in the file, quantized or not. Writes an adapter file
     that `vkback run --lora` and llama.cpp load, and beside it OUT.state, from which --resume goes on bit for bit."""
@@ -60,16 +64,20 @@ def finetune(
     if resume and not state.is_file():
         raise UsageError(f"--resume: there is no {state}; begin without it")
     console = Console(stderr=True)
+
+    def say(line: str) -> None:
+        print("\n".join(fit(line)), file=sys.stderr if as_json else sys.stdout)
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ExitStack() as stack:
         where = stack.enter_context(Device.open(device))
         run = FineTune(opened, where, opened.tokenizer.encode(text), plan, progress=True)
         stack.callback(run.close)
-        print(f"{opened.description} on {where.caps.name}: {run.parameters} values in {len(run.lora.ranks)} adapters of rank {rank}")
-        print(f"{len(run.train)} windows of {ctx} tokens to train on, {len(run.held)} held back")
+        say(f"{opened.description} on {where.caps.name}: {run.parameters} values in {len(run.lora.ranks)} adapters of rank {rank}")
+        say(f"{len(run.train)} windows of {ctx} tokens to train on, {len(run.held)} held back")
         if resume:
             run.resume(state)
-            print(f"going on after step {run.trainer.t}")
+            say(f"going on after step {run.trainer.t}")
         begun, first = time.perf_counter(), run.trainer.t
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("finetune", total=steps, completed=first)
@@ -86,9 +94,14 @@ def finetune(
 
             record = run.run(on_step=on_step, on_evaluation=on_evaluation, save_every=save_every, save=save)
         seconds = time.perf_counter() - begun
+    done = (steps - first) * batch * accumulate * ctx
+    if as_json:
+        curves = {"losses": record.losses, "evaluations": record.evaluations, "gain": record.gain}
+        made = {"model": opened.description, "device": where.caps.name, "adapter": str(out), "parameters": run.parameters}
+        print(json.dumps({**made, "tokens": done, "seconds": seconds, **curves}, indent=1))
+        return
     for line in plot(record.losses, record.evaluations):
         print(line)
-    done = (steps - first) * batch * accumulate * ctx
-    print(f"held-back loss {record.evaluations[0][1]:.4f} -> {record.evaluations[-1][1]:.4f}, {100 * record.gain:.1f} % lower")
+    say(f"held-back loss {record.evaluations[0][1]:.4f} -> {record.evaluations[-1][1]:.4f}, {100 * record.gain:.1f} % lower")
     speed = f"{done} tokens in {seconds:.1f} s, {done / seconds if seconds else 0.0:.1f} t/s"
-    print(f"{out}: {steps} steps, {speed} with evaluation and compile time")
+    say(f"{out}: {steps} steps, {speed} with evaluation and compile time")
