@@ -50,7 +50,7 @@ float unit_dot(UnitRaw r, uint q[16], uint x[8], ivec2 sum) {
 shared float e2m1_levels[16];
 
 void unit_table(uint thread, uint threads) {
-    if (thread < 16u) e2m1_levels[thread] = float(int(3u * e2m1_small(thread, 3u) + (e2m1_large(thread) & 15u)) - 12);
+    for (uint i = thread; i < 16u; i += threads) e2m1_levels[i] = float(int(3u * e2m1_small(i, 3u) + (e2m1_large(i) & 15u)) - 12);
 }
 
 void unit_numbers(UnitRaw r, out vec4 w[8], out vec2 scale, out vec2 bias) {
