@@ -30,8 +30,8 @@ class TorchError(VkbackError):
 class TorchModel:
     """`forward` gives logits; `weights` are parameters by the names of the file, float32."""
 
-    def __init__(self, path: Path, lora: Mapping[str, Any] | None = None, lora_scale: float = 1.0) -> None:
-        """lora: values of adapters' A and B by name; they alone are then trained."""
+    def __init__(self, path: Path, lora: Mapping[str, Any] | None = None, lora_scale: float = 1.0, device: str = "cpu") -> None:
+        """lora: values of adapters' A and B by name; they alone are then trained. device: PyTorch's name for it."""
         # `opened` cuts a tensor that holds Q, K and V: names of what is trained are those of the parts.
         f: GgufFile = architecture(GgufFile.open(path)).file
         if f.arch not in KNOWN:
@@ -41,9 +41,10 @@ class TorchModel:
         self.weights: dict[str, TorchTensor] = {}
         for name, t in f.tensors.items():
             value = quants.decode(t.type, np.asarray(t.data)).reshape(t.shape)
-            self.weights[name] = torch.from_numpy(np.array(value, np.float32))
+            self.weights[name] = torch.from_numpy(np.array(value, np.float32)).to(device)
         self._scale = lora_scale
-        self.adapters = {name: torch.from_numpy(np.array(value, np.float32)) for name, value in (lora or {}).items()}
+        self.adapters = {name: torch.from_numpy(np.array(value, np.float32)).to(device) for name, value in (lora or {}).items()}
+        self.device = device
         self.trained = self.adapters or {name: w for name, w in self.weights.items() if not name.startswith("rope_freqs")}
         for w in self.trained.values():
             w.requires_grad_()
@@ -79,8 +80,8 @@ class TorchModel:
             base, factor = float(self._get("rope.freq_base_swa", 10000.0)), 1.0
         frequency = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims) / factor
         if "rope_freqs.weight" in self.weights:
-            frequency = frequency / self.weights["rope_freqs.weight"].double()
-        return torch.arange(n, dtype=torch.float64)[:, None] * frequency
+            frequency = frequency / self.weights["rope_freqs.weight"].double().cpu()
+        return (torch.arange(n, dtype=torch.float64)[:, None] * frequency).to(self.device)
 
     def _turn(self, x: TorchTensor, angles: TorchTensor) -> TorchTensor:
         """x [batch, n, heads, width] by RoPE."""
@@ -108,7 +109,7 @@ class TorchModel:
         if self.arch != "gpt2":
             angles = self._angles(n, il)
             q, k = self._turn(q, angles), self._turn(k, angles)
-        place = torch.arange(n)
+        place = torch.arange(n, device=self.device)
         seen = place[None, :] <= place[:, None]
         if self._sees_window(il):
             seen &= place[None, :] > place[:, None] - int(self._get("attention.sliding_window"))
@@ -159,8 +160,8 @@ class TorchTrainer:
     def step(self, tokens: Sequence[Sequence[int]] | Any, targets: Sequence[Sequence[int]] | Any) -> float:
         """The loss of tokens [batch, n] before the step. targets [batch, n]; a negative one does not count."""
         self._optimizer.zero_grad()
-        logits = self.model.forward(torch.as_tensor(np.asarray(tokens, np.int64)))
-        wanted = torch.as_tensor(np.asarray(targets, np.int64)).flatten()
+        fed, wanted = (torch.as_tensor(np.asarray(ids, np.int64), device=self.model.device) for ids in (tokens, targets))
+        logits, wanted = self.model.forward(fed), wanted.flatten()
         loss = F.cross_entropy(logits.flatten(0, 1), torch.where(wanted < 0, -100, wanted), ignore_index=-100)
         loss.backward()
         self._optimizer.step()
@@ -168,8 +169,8 @@ class TorchTrainer:
 
     def grads(self) -> dict[str, Any]:
         """Gradients of the last step by name."""
-        return {name: w.grad.numpy() for name, w in self.model.trained.items() if w.grad is not None}
+        return {name: w.grad.cpu().numpy() for name, w in self.model.trained.items() if w.grad is not None}
 
     def weights(self) -> dict[str, Any]:
         """Weights after the last step by name."""
-        return {name: w.detach().numpy() for name, w in self.model.trained.items()}
+        return {name: w.detach().cpu().numpy() for name, w in self.model.trained.items()}
