@@ -90,7 +90,7 @@ FOLLOWED = {f"docs/{path.stem.removeprefix('test_')}.md" for path in (ROOT / "te
 
 FENCE = re.compile(r"^```(?P<kind>\w*)(?: \S+)?\n(?P<text>.*?)^```$", re.M | re.S)
 INDENTED = re.compile(r"(?:^|(?<=\n\n))(?:    .*\n|\n(?=    ))+")
-COMMAND = re.compile(r"(?:\$ )?(?P<program>(?:\.venv/bin/)?vkback|(?:\.venv/bin/)?vkbench|make|pip|curl|python)(?: |$)")
+COMMAND = re.compile(r"(?:\$ )?(?P<program>(?:\.venv/bin/)?vkback|(?:\.venv/bin/)?vkbench|make|pip|curl|python|cat)(?: |$)")
 
 SHOWN = {
     "README.md": ("shaders/<family>/",), "docs/architecture.md": ("model.gguf ->", "cli, report, bench ->"),
@@ -176,6 +176,8 @@ def test_a_command_is_one_that_there_is(page: str, command: str) -> None:
         case "python":
             script = (ROOT / args[0]).read_text(encoding="utf-8")
             assert all(f'"{arg}"' in script for arg in args if arg.startswith("--")), command
+        case "cat":
+            assert all(list(ROOT.glob(arg)) for arg in args), command
         case "curl":
             assert page == "docs/server.md", "test_server.py sends those of this page"
 
