@@ -55,7 +55,7 @@ def file_of(tensors: dict[str, tuple[str, tuple[int, ...], Bytes]], path: Path) 
         found[name] = GgufTensor(name, type, shape, at, raw.nbytes, mapped)
         at += raw.nbytes
     stat = path.stat()
-    return GgufFile(path, 3, 1, {}, found, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return GgufFile(path, 3, 1, {}, found, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns), mapped)
 
 
 def weight_of(how: Any, count: int, type: str, rows: int, k: int, path: Path) -> tuple[GgufFile, Tensor]:
@@ -151,6 +151,15 @@ def test_memory_that_the_system_does_not_write_into(
     monkeypatch.setattr(os, "preadv", refuse)
     same(device, library, *weight_of("plain", 1, "Q4_K", 9, 512, tmp_path / "m"))
     assert asked == [0]
+
+
+@pytest.mark.vulkan
+def test_tensors_of_another_file_are_read_from_that(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
+    """As those of an adapter beside a model."""
+    base, weight = weight_of("interleave", 2, "Q4_0", 8, 64, tmp_path / "base")
+    other, _ = weight_of("plain", 1, "Q4_0", 9, 64, tmp_path / "other")
+    tensors = {**base.tensors, "t1": dataclasses.replace(other.tensors["t0"], name="t1", shape=(8, 64), nbytes=8 * 36)}
+    same(device, library, dataclasses.replace(base, tensors=tensors), weight)
 
 
 @pytest.mark.vulkan

@@ -10,7 +10,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -125,6 +125,8 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
     stamp: tuple[int, ...] = ()
     """What tells the file that was opened from another of its name: device, number, size, time of change."""
+    mapped: npt.NDArray[np.uint8] | None = field(default=None, repr=False, compare=False)
+    """The file's bytes; tensors of another file, as an adapter's, have other ones."""
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
@@ -140,7 +142,7 @@ class GgufFile:
             reason = "the file is empty" if isinstance(e, ValueError) else str(e.strerror or e)
             raise GgufError(f"[gguf] {path}: cannot be read: {reason}") from e
         tensors = {t.name: GgufTensor(t.name, t.type, t.shape, t.offset, t.nbytes, mapped) for t in parsed.tensors}
-        return cls(path, parsed.version, parsed.alignment, parsed.metadata, tensors, stamp)
+        return cls(path, parsed.version, parsed.alignment, parsed.metadata, tensors, stamp, mapped)
 
     def reopened(self) -> int:
         """A descriptor of the file, which the caller closes. Raises GgufError where another file or another content has its name now."""

@@ -302,7 +302,7 @@ class _Reader:
     def read(self, tensor: GgufTensor, begin: int, target: npt.NDArray[np.uint8]) -> None:
         """Bytes of a tensor from `begin` on."""
         at = tensor.offset + begin
-        if self._by_calls and isinstance(tensor.file, np.memmap):
+        if self._by_calls and tensor.file is self._file.mapped:
             try:
                 self._call(tensor, at, target)
                 return
