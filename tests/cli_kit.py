@@ -114,7 +114,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
     def load(
         path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
-        cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, meanwhile: Callable[[Any], object] | None = None,
+        cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: tuple[Path, float] | None = None,
+        meanwhile: Callable[[Any], object] | None = None,
     ) -> FakeEngine:  # fmt: skip
         if meanwhile is not None:
             meanwhile(fake)
