@@ -96,8 +96,9 @@ def finetune(
         seconds = time.perf_counter() - begun
     done = (steps - first) * batch * accumulate * ctx
     if as_json:
-        curves = {"losses": record.losses, "evaluations": record.evaluations, "gain": record.gain}
-        made = {"model": opened.description, "device": where.caps.name, "adapter": str(out), "parameters": run.parameters}
+        evaluations = [{"step": step, "loss": float(loss)} for step, loss in record.evaluations]
+        curves = {"losses": [float(loss) for loss in record.losses], "evaluations": evaluations, "gain": float(record.gain)}
+        made = {"model": opened.description, "device": where.caps.name, "adapter": str(out), "parameters": int(run.parameters)}
         print(json.dumps({**made, "tokens": done, "seconds": seconds, **curves}, indent=1))
         return
     for line in plot(record.losses, record.evaluations):
