@@ -30,7 +30,7 @@ from vkback.plan.schedule import Schedule
 from vkback.program import Program
 from vkback.timing.launches import stamp
 from vkback.timing.modules import Module, Share, label_parts, shares, weight_path
-from vkback.timing.stage_clocks import CALIBRATION_S, StageClock, read_marks, stages_of, ticks_between, with_clocks
+from vkback.timing.stage_clocks import CALIBRATION_S, StageClock, mark_names, read_marks, stages_of, ticks_between, with_clocks
 
 STAMPS, CLOCKS, BARRIERS = "timestamps", "kernel clocks", "timestamps with barriers"
 
@@ -39,6 +39,9 @@ WARM_S = 0.3
 ALONE_RUNS = 3
 
 EMPTY_RUNS = 9
+
+AWAKE_S = 0.02
+"""For so long a device works before each timed run whose marks are read back: it lowers its clocks while the host reads."""
 
 Bind = Callable[[Schedule], Program]
 """A program over the model's weights, caches and the phase's inputs."""
@@ -202,7 +205,7 @@ class _Meter:
         self.stack = stack
         self.notes: list[str] = []
         self.rows = 0
-        self.submits = 1
+        self.stamps = [2]
         self.submit_us = 0.0
         self.record_us: list[float] = []
         self.program = self._program(schedule)
@@ -249,10 +252,26 @@ class _Meter:
             total += (ended - begun) / 1e3
         return total
 
-    def _warm(self, commands: Sequence[Commands]) -> None:
-        """Run recordings for WARM_S, for the clocks to rise; on CPU drivers once, for the driver to compile. Each run begins anew: the
+    def _marks(self, schedule: Schedule, program: Program) -> dict[int, Array]:
+        """The marks of the last run, read back in one go."""
+        names = mark_names(schedule)
+        ranges = [program.range(name) for name in names]
+        raw = self.device.download_many(ranges)
+        ends = np.cumsum([r.size for r in ranges])
+        parts = {name: raw[end - r.size : end].view(np.uint32) for name, r, end in zip(names, ranges, ends, strict=True)}
+        return read_marks(schedule, parts.__getitem__)
+
+    def _nothing(self, count: int) -> Commands:
+        """A recording of so many timestamps."""
+        rec = self.device.recorder("empty", timestamps=count)
+        for i in range(count):
+            rec.timestamp(f"stamp {i}")
+        return rec.finish()
+
+    def _warm(self, commands: Sequence[Commands], seconds: float = WARM_S) -> None:
+        """Run recordings for so long, for the clocks to rise; on CPU drivers once, for the driver to compile. Each run begins anew: the
         program of a token moves its position on."""
-        deadline = time.perf_counter() + (0.0 if self.device.caps.software else WARM_S)
+        deadline = time.perf_counter() + (0.0 if self.device.caps.software else seconds)
         while True:
             self.begin(0)
             self.device.submit(commands).wait()
@@ -269,14 +288,15 @@ class _Meter:
         return begun, 1e6 * (time.perf_counter() - begun)
 
     def empty(self) -> float:
-        """Microseconds that as many runs take with nothing between their timestamps: what submits and waiting cost by themselves."""
-        pairs = [[stamp(self.device, "empty start"), stamp(self.device, "empty end")] for _ in range(self.submits)]
+        """Microseconds that as many runs take with nothing between their timestamps, which are as many as those of the timed runs: what
+        submits, timestamps made ready and waiting cost by themselves."""
+        pairs = [[self._nothing(count)] for count in self.stamps]
         found, spent = [], self.submit_us
         for _ in range(EMPTY_RUNS):
             self.begin(0)
             _, wall = self._timed(pairs)
-            stamps = [[part.timestamps()[0][1] for part in pair] for pair in pairs]
-            found.append(wall - sum(end - begin for begin, end in stamps) / 1e3)
+            stamps = [part.timestamps() for (part,) in pairs]
+            found.append(wall - sum(some[-1][1] - some[0][1] for some in stamps) / 1e3)
         self.submit_us = spent
         for commands in (c for pair in pairs for c in pair):
             commands.destroy()
@@ -289,7 +309,7 @@ class _Meter:
         times: list[Array] = []
         wall = begun = 0.0
         starts: list[float] = []
-        self.submits, self.submit_us = len(commands), 0.0
+        self.stamps, self.submit_us = [len(part) + 1 for part in self.parts()], 0.0
         for run in range(self.runs):
             self.begin(run)
             begun, took = self._timed([[part] for part in commands])
@@ -311,13 +331,14 @@ class _Meter:
         us_a_tick = self._calibrated(schedule, program, commands)
         times: list[Array] = []
         wall = begun = 0.0
-        self.submits, self.submit_us = 1, 0.0
+        self.stamps, self.submit_us = [2], 0.0
         for run in range(self.runs):
+            self._warm([commands], AWAKE_S)
             self.begin(run)
             begun, took = self._timed([[self._start, commands, self._end]])
             wall += took
             ((_, first),), ((_, last),) = self._start.timestamps(), self._end.timestamps()
-            marks = read_marks(schedule, lambda name: self.device.download(program.range(name), np.uint32))
+            marks = self._marks(schedule, program)
             times.append(self._divided((last - first) / 1e3, stages_of(schedule, marks, us_a_tick), by_stamps))
         known = sum(bool(np.isfinite(t)) for t in self._took(stages_of(schedule, marks, us_a_tick)))
         self.notes.append(
@@ -349,7 +370,7 @@ class _Meter:
             self.begin(0)
             self.device.submit([commands, self._end]).wait()
             ((_, ended),) = self._end.timestamps()
-            found.append((read_marks(schedule, lambda name: self.device.download(program.range(name), np.uint32)), ended))
+            found.append((self._marks(schedule, program), ended))
         (first, begun), (second, ended) = found
         return float((ended - begun) / 1e3 / ticks_between(first, second))
 

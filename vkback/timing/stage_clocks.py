@@ -92,6 +92,11 @@ def _run(device: Device, tokens: Tokens, program: TokenProgram, schedule: Schedu
     return read_marks(schedule, lambda name: program.download(name, np.uint32)), float(ended)
 
 
+def mark_names(schedule: Schedule) -> list[str]:
+    """Tensors that hold the marks of a schedule's kernels."""
+    return [d.args[-1].tensor.name for d in schedule.dispatches() if "CLOCKS" in dict(d.kernel.defines)]
+
+
 def read_marks(schedule: Schedule, download: Callable[[str], Array]) -> dict[int, Array]:
     """Ticks of the last run of a schedule with marks, by stage: uint32 [workgroups, points]. download: a tensor's words by name."""
     found = {}
