@@ -141,3 +141,8 @@ class OutProd(Op):
     def full_cases(self) -> Iterator[Case]:
         for kind in quants.WEIGHT_TYPES:
             yield self.build_case(type_word(kind), "f32", 256, 16, 16, (3, 3), (2, 1))
+
+    def perf_cases(self) -> Iterator[Case]:
+        """Gradients of weights of SmolLM 135M, of 512 and of 2 tokens."""
+        for k in (512, 2):
+            yield self.build_case("f32", "f32", 576, 1536, k, (1, 1), (1, 1))

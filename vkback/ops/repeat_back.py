@@ -19,6 +19,9 @@ from vkback.ops.launch import by_threads
 from vkback.ops.peer import ne_of, one_of_types, shape_of, sized
 from vkback.ops.view import View
 
+MOST_TIMES = 32768
+"""Repetitions of a value that a thread adds up, as CPU drivers end longer loops; beyond, one axis goes after the other."""
+
 
 def axes_of(shape: Shape) -> Shape:
     """Four axes, those in front of length 1."""
@@ -53,6 +56,11 @@ class RepeatBack(Gradient):
         if big[first:] == small[first:]:  # whole tensors add up, as the rows of a matrix do
             return column_sums(node, ctx, dy, dx, prod(big[:first]), dx.elements)
         times = [b // s for b, s in zip(big, small, strict=True)]
+        if prod(times) > MOST_TIMES and sum(t > 1 for t in times) > 1:
+            axis = max(axis for axis in range(4) if times[axis] > 1)
+            between = Tensor(f"{dx.name}.axis{axis}", "F32", tuple(small[i] if i == axis else big[i] for i in range(4)))
+            last = Node(node.op, (between,), (dx,), node.params)
+            return [*self.lower(Node(node.op, (dy,), (between,), {"shape": between.shape}), ctx), *self.lower(last, ctx)]
         push = (dx.elements, *small[::-1], *times[::-1])
         return [by_threads(node, ctx, "copy/repeat_back.comp", (Arg(dy), Arg(dx, "w")), push, dx.elements, flops=dy.elements)]
 
@@ -87,6 +95,7 @@ class RepeatBack(Gradient):
     def full_cases(self) -> Iterator[Case]:
         yield self.build_case(ne=(576, 1, 1, 1), nr=(1, 2000, 1, 1))
         yield self.build_case(ne=(1, 1, 1, 1), nr=(100, 10, 3, 2))
+        yield self.build_case(ne=(2, 3, 1, 1), nr=(300, 250, 1, 1))
 
     def perf_cases(self) -> Iterator[Case]:
         yield self.build_case(ne=(4096, 1, 1, 1), nr=(1, 512, 1, 1))
