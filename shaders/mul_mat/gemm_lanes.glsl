@@ -12,6 +12,9 @@
 //
 // Defines: LANES, VECTORS, A_TURNED
 
+// Terms that are added up one by one: a longer sum is one of such sums, since errors of f32 grow with the length of a chain.
+#define CHAIN 2048u
+
 layout(std430, set = 0, binding = 1) readonly buffer InA { float a[]; };
 layout(std430, set = 0, binding = 2) buffer OutY { float y[]; };
 
@@ -23,35 +26,41 @@ void main() {
     unit_table(t, LANES);
     barrier();
 #endif
-    vec4 sums[VECTORS][8];
+    vec4 total[VECTORS][8], sums[VECTORS][8];
     [[unroll]] for (uint v = 0u; v < VECTORS; v++)
-        [[unroll]] for (uint j = 0u; j < 8u; j++) sums[v][j] = vec4(0.0);
-    for (uint k0 = 0u; k0 < p.k; k0 += LANES) {
-        vec4 own[8];
-        load_b(k0 + t, p.k, column, batch, own);
-        [[unroll]] for (uint i = 0u; i < LANES; i++) {
-            const uint k = k0 + i;
-            float left[VECTORS];
-            [[unroll]] for (uint v = 0u; v < VECTORS; v++) {
-                const uint at = row + v * LANES + t;
+        [[unroll]] for (uint j = 0u; j < 8u; j++) total[v][j] = vec4(0.0);
+    for (uint from = 0u; from < p.k; from += CHAIN) {
+        [[unroll]] for (uint v = 0u; v < VECTORS; v++)
+            [[unroll]] for (uint j = 0u; j < 8u; j++) sums[v][j] = vec4(0.0);
+        for (uint k0 = from; k0 < min(from + CHAIN, p.k); k0 += LANES) {
+            vec4 own[8];
+            load_b(k0 + t, p.k, column, batch, own);
+            [[unroll]] for (uint i = 0u; i < LANES; i++) {
+                const uint k = k0 + i;
+                float left[VECTORS];
+                [[unroll]] for (uint v = 0u; v < VECTORS; v++) {
+                    const uint at = row + v * LANES + t;
 #if A_TURNED
-                left[v] = k < p.k && at < p.m ? a[of_a + (p.first + k) * p.stride + at] : 0.0;
+                    left[v] = k < p.k && at < p.m ? a[of_a + (p.first + k) * p.stride + at] : 0.0;
 #else
-                left[v] = k < p.k && at < p.m ? a[of_a + at * p.stride + p.first + k] : 0.0;
+                    left[v] = k < p.k && at < p.m ? a[of_a + at * p.stride + p.first + k] : 0.0;
 #endif
-            }
-            [[unroll]] for (uint j = 0u; j < 8u; j++) {
-                const vec4 right = subgroupShuffle(own[j], i);
-                [[unroll]] for (uint v = 0u; v < VECTORS; v++) sums[v][j] = fma(vec4(left[v]), right, sums[v][j]);
+                }
+                [[unroll]] for (uint j = 0u; j < 8u; j++) {
+                    const vec4 right = subgroupShuffle(own[j], i);
+                    [[unroll]] for (uint v = 0u; v < VECTORS; v++) sums[v][j] = fma(vec4(left[v]), right, sums[v][j]);
+                }
             }
         }
+        [[unroll]] for (uint v = 0u; v < VECTORS; v++)
+            [[unroll]] for (uint j = 0u; j < 8u; j++) total[v][j] += sums[v][j];
     }
     [[unroll]] for (uint v = 0u; v < VECTORS; v++) {
         const uint r = row + v * LANES + t;
         [[unroll]] for (uint j = 0u; j < 8u; j++)
             [[unroll]] for (uint c = 0u; c < 4u; c++) {
                 const uint at = (batch * p.m + r) * p.n + column + 4u * j + c;
-                if (r < p.m && column + 4u * j + c < p.n) y[at] = p.add != 0u ? y[at] + sums[v][j][c] : sums[v][j][c];
+                if (r < p.m && column + 4u * j + c < p.n) y[at] = p.add != 0u ? y[at] + total[v][j][c] : total[v][j][c];
             }
     }
 }
