@@ -12,7 +12,7 @@ from vkback.quants import QUANTS, QuantShapeError, UnknownQuant
 
 WEIGHT_TYPES = [name for name, t in QUANTS.items() if t.planes]
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-IQ4_ORDER = (1, 0, 4, 12, 6, 14, 3, 2, 9, 5, 8, 7, 15, 11, 10, 13)
+IQ4_ORDER = (1, 3, 11, 10, 15, 14, 5, 7, 0, 9, 2, 13, 12, 4, 6, 8)
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 

@@ -9,7 +9,7 @@
 #endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    iq4_levels(r.qs, UNIT_SIGNED == 1 ? 0u : ~0u, q);
+    iq4_levels(r.qs, UNIT_SIGNED == 1 ? 0u : 0x80u, q);
     scale = vec2(unit_step(r));
     bias = float(128 * UNIT_BIAS) * scale;
 }

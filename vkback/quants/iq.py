@@ -22,7 +22,7 @@ from vkback.quants.quant_type import Plane, QuantType
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Denser near zero, for weights that are about normally distributed."""
 
-IQ4_ORDER = (1, 0, 4, 12, 6, 14, 3, 2, 9, 5, 8, 7, 15, 11, 10, 13)
+IQ4_ORDER = (1, 3, 11, 10, 15, 14, 5, 7, 0, 9, 2, 13, 12, 4, 6, 8)
 """The device's code for each of the file; shaders/quant/iq4_levels.glsl has the formulas that this order makes true."""
 
 _LEVELS = np.array(IQ4_LEVELS, np.float32)
