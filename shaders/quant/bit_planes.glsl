@@ -2,11 +2,16 @@
 // is a square of 8 by 8 bits, which is turned over its diagonal in three steps.
 
 // The bits of `low` at the positions that `mask` leaves out change places with those of `high` at the positions `by` lower. Choices are made by
-// exclusive or: with a mask and its complement NVIDIA's driver takes two instructions for one.
+// exclusive or: with a mask and its complement NVIDIA's driver takes two instructions for one. CHOOSE_BY_MASK: Adreno shifts and masks in one.
 void exchange_bits(inout uint low, inout uint high, uint mask, int by) {
     const uint up = high << by, down = low >> by;
+#ifdef CHOOSE_BY_MASK
+    low = (low & mask) | (up & ~mask);
+    high = (down & mask) | (high & ~mask);
+#else
     low = ((low ^ up) & mask) ^ up;
     high = ((high ^ down) & mask) ^ high;
+#endif
 }
 
 // Byte b of q[i] becomes number 4i + b.
