@@ -321,3 +321,16 @@ def test_an_unknown_op_is_named() -> None:
     graph.outputs = (y,)
     with pytest.raises(PlanError, match=r"\[plan\] y: op WARP has no kernel; known are ABS, ACC, ADD, "):
         plan(graph, planned_for("nvidia_h200_linux"))
+
+
+def test_activations_lie_in_blocks_of_the_largest_buffer() -> None:
+    """No tensor lies in two blocks, tensors that live at once nowhere share a byte, and blocks hold all of them."""
+    tensors = [Tensor(f"t{i}", "F32", (n,)) for i, n in enumerate((700, 500, 900, 100, 800, 300))]
+    made = [[Dispatch(Variant("norm/norm.comp"), (Arg(t, "w"),), b"", (1, 1, 1), "X", t.name)] for t in tensors]
+    readers = [Dispatch(Variant("norm/norm.comp"), tuple(Arg(t) for t in tensors), b"", (1, 1, 1), "X", "last")]
+    slots, size = place([*made, readers], block=4096)
+    assert all(s.offset // 4096 == (s.offset + s.size - 1) // 4096 for s in slots.values())
+    ordered = sorted(slots.values(), key=lambda s: s.offset)
+    assert all(a.offset + a.size <= b.offset for a, b in pairwise(ordered))
+    assert Schedule([], slots, size, block_bytes=4096).blocks == [4096] * (size // 4096) + [size % 4096] * (size % 4096 > 0)
+    assert size > 4096

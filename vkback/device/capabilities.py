@@ -145,6 +145,11 @@ class Capabilities:
     driver_uuid: str
 
     @property
+    def largest_buffer(self) -> int:
+        """Bytes of a buffer at most, a multiple of 256, as ranges are."""
+        return min(self.max_allocation_size, self.max_buffer_size) // 256 * 256
+
+    @property
     def software(self) -> bool:
         """The "GPU" is the CPU."""
         return self.device_type == "cpu"

@@ -213,7 +213,7 @@ class MemoryPool:
     def __init__(self, driver: Driver, physical: Handle, instance_fn: Any, caps: Capabilities, settle: Callable[[], None]) -> None:
         self.driver = driver
         self.settle = settle
-        self.block_limit = min(caps.max_allocation_size, caps.max_buffer_size) // ALIGNMENT * ALIGNMENT
+        self.block_limit = caps.largest_buffer
         self._physical, self._instance_fn, self._caps = physical, instance_fn, caps
         self._taken = [0] * len(caps.heaps)
 

@@ -11,7 +11,7 @@ from vkback.ops.mat_mul_nodes import LOWER
 from vkback.plan.exact import arithmetic_as_written
 from vkback.plan.fuse import fuse, schedule_choice, tokens_of
 from vkback.plan.pack import pack_activations
-from vkback.plan.schedule import Schedule, Slot, into_stages, place, place_apart
+from vkback.plan.schedule import Schedule, Slot, in_one_block, into_stages, place, place_apart
 from vkback.plan.sync import without_barriers
 
 
@@ -39,9 +39,14 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", in_order: bool
         schedule = without_barriers(schedule, ctx.caps.max_storage_bindings)
     for dispatch in schedule.dispatches():
         check_limits(dispatch, ctx.caps)
-    slots, size = place(schedule.stages, [t.name for t in graph.outputs], schedule.sentinel_tensors)
+    block = ctx.caps.largest_buffer
+    slots, size = place(schedule.stages, [t.name for t in graph.outputs], schedule.sentinel_tensors, block)
     apart, end = place_apart(schedule.stages, schedule.sentinel_tensors, size)
-    return dataclasses.replace(schedule, slots=slots | apart, activation_bytes=end, sentinel_range=Slot(size, end - size))
+    if (first := in_one_block(size, max(1, end - size), block)) != size:
+        apart, end = place_apart(schedule.stages, schedule.sentinel_tensors, size := first)
+    return dataclasses.replace(
+        schedule, slots=slots | apart, activation_bytes=end, sentinel_range=Slot(size, end - size), block_bytes=block
+    )
 
 
 def fused_nodes(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> tuple[list[Node], LowerContext]:

@@ -32,6 +32,7 @@ class Schedule:
     barrier_free      numbers of stages that need no barrier before them (vkback/plan/sync.py)
     sentinel_tensors  names of tensors that barrier-free stages spin on, each in memory of its own
     sentinel_range    where these lie; it is filled with SENTINEL before every run
+    block_bytes       activations lie in blocks of so many bytes, the last one shorter, and no tensor in two
     """
 
     stages: list[list[Dispatch]]
@@ -40,6 +41,13 @@ class Schedule:
     barrier_free: frozenset[int] = frozenset()
     sentinel_tensors: frozenset[str] = frozenset()
     sentinel_range: Slot = Slot(0, 0)
+    block_bytes: int = 1 << 62
+
+    @property
+    def blocks(self) -> list[int]:
+        """Bytes of each block of activations."""
+        whole, rest = divmod(self.activation_bytes, self.block_bytes)
+        return [self.block_bytes] * whole + [rest] * (rest > 0)
 
     def dispatches(self) -> Iterable[Dispatch]:
         return (d for stage in self.stages for d in stage)
@@ -96,13 +104,19 @@ def into_stages(dispatches: Sequence[Dispatch], *, in_order: bool = False) -> li
     return stages
 
 
+def in_one_block(offset: int, size: int, block: int) -> int:
+    """The first place from `offset` on where so many bytes lie in one block; tensors larger than a block begin with one."""
+    return offset if offset // block == (offset + size - 1) // block else ceil_div(offset, block) * block
+
+
 def place(
-    stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = (), apart: frozenset[str] = frozenset()
+    stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = (), apart: frozenset[str] = frozenset(), block: int = 1 << 62
 ) -> tuple[dict[str, Slot], int]:
     """Offsets for all tensors of kind "node": a slot is given again once the last stage that touches its tensor has passed.
 
     keep   names that must survive to the end (graph outputs)
     apart  names that are placed elsewhere
+    block  bytes of a block; no tensor lies in two
     Returns the slots and the arena's size. First fit over the free gaps, largest tensors of a stage first.
     """
     first: dict[str, int] = {}
@@ -130,7 +144,7 @@ def place(
             for other in sorted((slots[n] for n in live), key=lambda s: s.offset):
                 if offset + sizes[name] <= other.offset:
                     break
-                offset = max(offset, other.offset + other.size)
+                offset = in_one_block(max(offset, other.offset + other.size), sizes[name], block)
             slots[name] = Slot(offset, sizes[name])
             live.append(name)
             total = max(total, offset + sizes[name])

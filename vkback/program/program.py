@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vkback.device import Arena, BufferRange, Commands, Device, Recorder
 from vkback.ops.base import Arg, Dispatch, PlanError, nbytes
 from vkback.ops.f16_range import is_overflow_word
-from vkback.plan.schedule import Schedule, aligned
+from vkback.plan.schedule import Schedule, Slot, aligned
 from vkback.plan.sync import SENTINEL, STATE
 from vkback.program.compile import compile_kernels
 from vkback.shader import ShaderLibrary
@@ -39,8 +39,8 @@ class Program:
     overflow  the overflow words of the kernels that pack activations as f16 (vkback/ops/f16_range.py), one after the other; None: no such
               kernel
     Tensors of kind "node" live in `activations`, laid out by the schedule; those of kind "counter" in an arena of this program, zeroed.
-    activations  memory of at least schedule.activation_bytes, which programs that run one after the other may share; None: an arena of this
-                 program
+    activations  memory of at least schedule.activation_bytes, which programs that run one after the other may share, or of each of
+                 schedule.blocks; None: an arena of this program
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Program:
         schedule: Schedule,
         ranges: Mapping[str, BufferRange],
         weights: Mapping[str, WeightRanges],
-        activations: BufferRange | None = None,
+        activations: BufferRange | Sequence[BufferRange] | None = None,
     ) -> None:
         self.device = device
         self.schedule = schedule
@@ -68,15 +68,23 @@ class Program:
             self.close()
             raise
 
-    def _place(self, activations: BufferRange | None) -> None:
+    def _place(self, activations: BufferRange | Sequence[BufferRange] | None) -> None:
         """Give nodes and counters their memory."""
         schedule = self.schedule
         if schedule.activation_bytes:
-            block = activations or self._allocate("activations", schedule.activation_bytes)
-            for name, slot in schedule.slots.items():
-                self._ranges[name] = block.slice(slot.offset, slot.size)
-        if schedule.sentinel_range.size:
-            self._sentinel = block.slice(schedule.sentinel_range.offset, schedule.sentinel_range.size)
+            if activations is None:
+                arena = self.device.arena("activations", schedule.activation_bytes, "device")
+                self._arenas.append(arena)
+                activations = [arena.alloc(size, "activations") for size in schedule.blocks]
+            blocks = [activations] if isinstance(activations, BufferRange) else activations
+
+            def part(slot: Slot) -> BufferRange:
+                number, offset = divmod(slot.offset, schedule.block_bytes)
+                return blocks[number].slice(offset, slot.size)
+
+            self._ranges |= {name: part(slot) for name, slot in schedule.slots.items()}
+            if schedule.sentinel_range.size:
+                self._sentinel = part(schedule.sentinel_range)
         counters = [t for t in schedule.tensors().values() if t.kind == "counter" and t.name not in self._ranges]
         counters.sort(key=is_overflow_word)
         if counters:

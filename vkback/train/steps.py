@@ -134,7 +134,8 @@ class DeviceSteps:
             block = self._allocate("inputs", [nbytes(t) for t in inputs.values()])
             self._ranges |= dict(zip(inputs, block, strict=True))
             self._inputs = inputs
-            (self._activations,) = self._allocate("activations", [max(1, *(s.activation_bytes for s in self.schedules.values()))])
+            largest = max(self.schedules.values(), key=lambda s: s.activation_bytes)
+            self._activations = self._allocate("activations", largest.blocks)
         except BaseException:
             self.close()
             raise
@@ -148,7 +149,7 @@ class DeviceSteps:
     def nbytes(self) -> int:
         """Bytes of device memory taken: weights, gradients, states, activations."""
         return sum(place.size for w in self._weights.values() for place in w.shards) + sum(
-            place.size for place in (*self._ranges.values(), self._activations)
+            place.size for place in (*self._ranges.values(), *self._activations)
         )
 
     def prepare(self, graph: str) -> None:
