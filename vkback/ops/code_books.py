@@ -23,8 +23,6 @@ def decoder(quant: str, caps: Capabilities) -> dict[str, str | int]:
     defines: dict[str, str | int] = {"QUANT_FILE": f'"{t.shader}"'}
     if t.code_book:
         defines["CODE_BOOK_LITERAL"] = int(caps.software)
-    if quant in ("IQ4_NL", "IQ4_XS") and caps.vendor == "qualcomm":
-        defines["CHOOSE_BY_MASK"] = 1  # shaders/quant/bit_planes.glsl
     return defines
 
 
