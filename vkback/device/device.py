@@ -17,7 +17,7 @@ from vkback.device.instance import Instance, Validation, ValidationMessage, no_h
 from vkback.device.kernel import Kernel, KernelCache, KernelSpec
 from vkback.device.memory import Arena, BufferRange, Kind, MemoryPool
 from vkback.device.query import API_1_2, PhysicalDevice, choose_queue_family, queue_families
-from vkback.device.queue import Queue, Ticket
+from vkback.device.queue import CPU_WAIT_S, WAIT_S, Queue, Ticket
 from vkback.device.recorder import Commands, Recorder
 from vkback.device.statistics import EXTENSION as STATISTICS_EXTENSION
 from vkback.device.statistics import CompiledText, Statistic
@@ -67,7 +67,8 @@ class Device:
         self._driver.count("Device", 1)
         queue = ffi.new("VkQueue *")
         self._driver.fn.vkGetDeviceQueue(self._driver.device, self._family, 0, queue)
-        self._running = None if compile_only else Queue(self._driver, queue[0], self._fault_report)
+        wait_s = CPU_WAIT_S if self.caps.software else WAIT_S
+        self._running = None if compile_only else Queue(self._driver, queue[0], self._fault_report, wait_s)
         self._memory = MemoryPool(self._driver, physical.handle, instance.fn, self.caps, self._settle)
         self._kernels = KernelCache(self._driver, self.caps)
         self._arenas: list[Arena] = []

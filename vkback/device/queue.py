@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 WAIT_S = 60.0
 """Default limit of every wait. Drivers reset a hung GPU after 2 to 10 s, so a wait this long means a hang that no driver noticed."""
 
+CPU_WAIT_S = 600.0
+"""The same on a CPU driver, which no watchdog stops, and where other processes may have most of the machine for minutes."""
+
 SLICE_NS = 100_000_000
 """Waits are cut into slices so that Ctrl-C is heard."""
 
@@ -35,19 +38,20 @@ class Ticket:
         """Whether the device has finished; never waits. Raises DeviceLost."""
         return self.queue.completed() >= self.value
 
-    def wait(self, timeout_s: float = WAIT_S, *, spin_s: float = 0.0) -> None:
-        """Block until done. Raises Timeout after `timeout_s`, DeviceLost when the device stopped.
+    def wait(self, timeout_s: float | None = None, *, spin_s: float = 0.0) -> None:
+        """Block until done. Raises Timeout after `timeout_s` (default: the queue's), DeviceLost when the device stopped.
 
         spin_s  ask again and again for as long before sleeping: being woken takes tens of microseconds
         """
-        self.queue.wait(self.value, timeout_s, self.label, spin_s)
+        self.queue.wait(self.value, self.queue.wait_s if timeout_s is None else timeout_s, self.label, spin_s)
 
 
 class Queue:
     """The device's one queue. Submissions complete in order; each sees the memory of those before it (see `Recorder`)."""
 
-    def __init__(self, driver: Driver, handle: Handle, explain_loss: Callable[[], str]) -> None:
+    def __init__(self, driver: Driver, handle: Handle, explain_loss: Callable[[], str], wait_s: float = WAIT_S) -> None:
         self._driver, self._handle, self._explain_loss = driver, handle, explain_loss
+        self.wait_s = wait_s
         kind = struct("VkSemaphoreTypeCreateInfo", semaphoreType=vk.VK_SEMAPHORE_TYPE_TIMELINE, initialValue=0)
         self._semaphore = driver.create("Semaphore", struct("VkSemaphoreCreateInfo", kind))
         self._lock = threading.Lock()

@@ -24,6 +24,9 @@ from vkback.timing.stages import device_costs, zeroed
 
 PROMPT_RUNS = 3
 
+BATCH_RUNS = 10
+"""Of the few milliseconds that a batch takes on a GPU: one pause of the host must not show. On CPU drivers a prompt's number."""
+
 ROOM = 16
 """Rows of the cache beyond those that are measured: the engine makes several tokens a submit."""
 
@@ -135,7 +138,8 @@ def profile(
         schedule = plan(graph, with_barriers(engine.ctx, "a batch"), fusion=engine.fusion)
         ids = np.resize(np.array(prompt or [0], np.int32), batch)
         pos = np.arange(len(prompt), len(prompt) + batch, dtype=np.int32)
-        phase(f"batch of {batch} tokens", schedule, batch, PROMPT_RUNS, lambda _: {"tokens": ids, "pos": pos})
+        runs = PROMPT_RUNS if caps.software else BATCH_RUNS
+        phase(f"batch of {batch} tokens", schedule, batch, runs, lambda _: {"tokens": ids, "pos": pos})
     hp = engine.model.hp
     return Profile(
         engine.description, caps.name, f"{caps.driver_name} {caps.driver_info}", hp.n_layer, hp.n_embd, engine.n_ctx, engine.ctx.act,
