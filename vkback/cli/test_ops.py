@@ -102,7 +102,7 @@ def _run(
     with ExitStack() as stack:
         opened = stack.enter_context(Device.open(device))
         ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act_of(act))
-        library = ShaderLibrary()
+        library = ShaderLibrary(quick=opened.caps.software and mode != "perf")
         printer = _printer(output, opened, verbose, _against(baseline))
         if output == "console":
             print(opened.caps.summary_line(opened.index), flush=True)

@@ -241,7 +241,7 @@ def _open_worker(device: str | int | None, act: str, compile_threads: int) -> No
     stack = ExitStack()
     opened = stack.enter_context(Device.open(device))
     ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act)  # type: ignore[arg-type]
-    _worker = stack.enter_context(Suite(opened, ShaderLibrary(), ctx, compile_threads=compile_threads))
+    _worker = stack.enter_context(Suite(opened, ShaderLibrary(quick=opened.caps.software), ctx, compile_threads=compile_threads))
     Finalize(_worker, stack.close, exitpriority=1)  # pipelines are kept for the next run when the device is closed
 
 
