@@ -1,9 +1,10 @@
 """Times training steps: tokens per second of the device, of PyTorch on the same GPU where it is installed, and the memory taken.
 
-    python bench/train_step.py MODEL [--ctx 512] [--batch 1] [--steps 5] [--optimizer adamw] [--rank 0] [--checkpoint] [--torch]
+    python bench/train_step.py MODEL [--ctx 512] [--batch 1] [--steps 5] [--optimizer adamw] [--rank 0] [--checkpoint] [--stages] [--torch]
 
 A step is forward, backward and optimizer, of random tokens; two go before the timed ones. --rank trains adapters beside the weights as the
-file has them. --torch: the same model by vkback/train/torch_reference.py in float32 on CUDA, eager and compiled, in the same call.
+file has them. --stages: where the time goes, the most expensive kinds of kernels by GPU timestamps. --torch: the same model by
+vkback/train/torch_reference.py in float32 on CUDA, eager and compiled, in the same call.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import numpy as np
 
 from vkback.device import Device
 from vkback.models import Model
+from vkback.ops.base import Dispatch
 from vkback.plan.flops import prompt_flops
-from vkback.train.steps import DeviceSteps
+from vkback.plan.forecast import Costs, dispatch_us
+from vkback.train.steps import WAIT_S, DeviceSteps
 from vkback.train.trainer import Settings, StepTrainer, lora_of
 
 
@@ -38,6 +41,44 @@ def timed(what: str, tokens: int, steps: int, step: Callable[[], float]) -> floa
     return speed
 
 
+STAGES = 14
+"""Kinds of kernels that --stages lists."""
+
+ROUGHLY = Costs(2000.0, 0.0, 0.0, "to divide the time of a stage among its dispatches", 100_000.0)
+
+
+def kind_of(dispatch: Dispatch) -> str:
+    """What the kernels of different layers have in common: op, shader, the shapes of what it reads first and of what it writes."""
+    shader = dispatch.kernel.source.removesuffix(".comp")
+    read = next((a.tensor for a in dispatch.args if a.tensor.kind == "weight"), dispatch.args[0].tensor)
+    written = [a.tensor for a in dispatch.args if "w" in a.access]
+    return f"{dispatch.op} {shader}: {read.type} {list(read.shape)} -> {list(written[0].shape) if written else ''}"
+
+
+def stages(steps: DeviceSteps) -> None:
+    """Print where the time of a step goes."""
+    whole: dict[str, list[float]] = {}
+    for graph in ("gradients", "optimizer"):
+        program = steps.program(graph)
+        stamped = program.record("stages", timestamps=True)
+        times = []
+        for _ in range(3):
+            steps.device.submit(stamped).wait(WAIT_S)
+            times.append(np.diff([ns for _, ns in stamped.timestamps()]) / 1e6)
+        spent = np.median(times, axis=0)
+        print(f"{graph}: {spent.sum():.2f} ms in {len(spent)} stages, by timestamps with the barriers that there are anyway")
+        for stage, ms in zip(program.schedule.stages, spent, strict=True):
+            shares = [dispatch_us(d, ROUGHLY) + 1e-3 for d in stage]
+            for d, share in zip(stage, shares, strict=True):
+                row = whole.setdefault(kind_of(d), [0.0, 0, 0, 0])
+                for i, value in enumerate((ms * share / sum(shares), 1, d.flops, d.nbytes)):
+                    row[i] += value
+    total = sum(row[0] for row in whole.values())
+    print(f"{'ms':>9} {'share':>6} {'times':>5} {'TFLOP/s':>8} {'GB/s':>7}")
+    for kind, (ms, times_, flops, moved) in sorted(whole.items(), key=lambda item: -item[1][0])[:STAGES]:
+        print(f"{ms:9.3f} {ms / total:6.1%} {times_:5.0f} {flops / ms / 1e9:8.2f} {moved / ms / 1e6:7.0f}  {kind}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -47,6 +88,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="adamw")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--checkpoint", action="store_true")
+    parser.add_argument("--stages", action="store_true")
     parser.add_argument("--torch", action="store_true")
     args = parser.parse_args()
     model = Model.open(args.model)
@@ -66,6 +108,8 @@ def main() -> None:
         ours = timed("vkback", count, args.steps, lambda: trainer.step(tokens, targets))
         forward = prompt_flops(model.graph(1, args.ctx, head="none"), count, 0)
         print(f"{'':24} {trainer.steps.nbytes / 2**30:10.2f} GiB; the forward pass alone is {1e-12 * forward:.3f} TFLOP")
+        if args.stages:
+            stages(trainer.steps)
     if args.torch:
         import torch
 

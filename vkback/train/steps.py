@@ -162,6 +162,11 @@ class DeviceSteps:
         self._programs[graph] = program
         self._commands[graph] = program.record_parts(graph, set(cuts(schedule, low_costs(self.device.caps), SUBMIT_US)))
 
+    def program(self, graph: str) -> Program:
+        """A graph's program, to be measured. What it reads is what the last run has left."""
+        self.prepare(graph)
+        return self._programs[graph]
+
     def run(self, graph: str, inputs: Mapping[str, Array]) -> list[Array]:
         self.prepare(graph)
         for name, value in inputs.items():
