@@ -1,6 +1,7 @@
 """Times training steps: tokens per second of the device, of PyTorch on the same GPU where it is installed, and the memory taken.
 
-    python bench/train_step.py MODEL [--ctx 512] [--batch 1] [--steps 5] [--optimizer adamw] [--rank 0] [--checkpoint] [--stages] [--torch]
+    python bench/train_step.py MODEL [--ctx 512] [--batch 1] [--steps 5] [--optimizer adamw] [--rank 0] [--act f16] [--checkpoint]
+                               [--stages] [--torch]
 
 A step is forward, backward and optimizer, of random tokens; two go before the timed ones. --rank trains adapters beside the weights as the
 file has them. --stages: where the time goes, the most expensive kinds of kernels by GPU timestamps. --torch: the same model by
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="adamw")
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--act", choices=("f32", "f16"))
     parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--stages", action="store_true")
     parser.add_argument("--torch", action="store_true")
@@ -99,7 +101,7 @@ def main() -> None:
         Device.open() as device,
         StepTrainer(
             model, device, ctx=args.ctx, batch=args.batch, settings=Settings(args.optimizer), lora=lora, checkpoint=args.checkpoint,
-            progress=True,
+            act=args.act, progress=True,
         ) as trainer,
     ):  # fmt: skip
         assert isinstance(trainer.steps, DeviceSteps)

@@ -1,5 +1,6 @@
 #version 450
-// Y = X W^T by cooperative matrices: f16 weights, decoded on the way, times f16 activations, sums in f32. Dense or grouped by experts.
+// Y = X W^T by cooperative matrices: f16 weights, decoded on the way, times f16 activations, sums in f32. Dense or grouped by experts. With TURNED
+// Y = X W, which is the gradient by the activations: dX = dY W.
 //
 //   binding 0  weights, planes of docs/architecture.md
 //   binding 1  x F16, packed (mat_mul/matrix.glsl): x_stride words of 16 bytes a row, or with FRAGMENTS for FN columns; room for whole
@@ -7,11 +8,16 @@
 //   binding 2  y F32 [tokens or slots][y_stride values]; or F16, packed as x (y_stride likewise); or, PARTIAL, F32 [parts][n][y_stride]
 //   binding 3  bias F32, binding 4 residual F32, binding 5 route: as in mat_mul/iface.glsl
 //   binding 6  of an F16 y its overflow word (mat_mul/overflow.glsl); else any buffer
+// With COLUMN_FACTORS binding 3 has what the sums of each column are multiplied by, F32 [n]: rows of x were packed times 1 / that.
 //
 // A workgroup makes a tile of TILE_M weight rows times TILE_N columns, each subgroup a part of WARP_M x WARP_N of it as matrices of FM x
 // FN. Along K it goes in steps of STEP_K: threads decode one unit of 32 weights each into f16 rows in shared memory, padded against bank
 // conflicts and double buffered, so that there is one barrier a step; the units of the step after the next are on their way from memory
 // meanwhile. Activations come as ready fragments from memory into registers (FRAGMENTS), or else through shared memory like the weights.
+//
+// TURNED: "weight rows" are then values along the rows of the stored weight, p.m of them, and sums go over its p.k rows. Threads decode units into
+// shared memory as before, now TILE_M / 32 of each of the STEP_K rows of a step, which lie there in K order; matrices are loaded column by column.
+// Within a unit values are in K order, so the epilogue swaps the middle two of every four back.
 //
 // In the epilogue each subgroup stages FN columns of its part at a time in shared memory, so that threads get neighbouring rows of one
 // column: bias, GLU and residual are added there, and f16 outputs become fragments by way of a second staging. Groups of FN columns that
@@ -33,6 +39,8 @@ layout(constant_id = 14) const uint GLU = 0;
 layout(constant_id = 15) const uint Y_TYPE = 0;   // Y_*
 layout(constant_id = 16) const float GLU_ALPHA = 1.0;
 layout(constant_id = 17) const float GLU_LIMIT = 1.0;
+layout(constant_id = 18) const uint TURNED = 0;
+layout(constant_id = 19) const uint COLUMN_FACTORS = 0;
 
 #define Y_F32 0u
 #define Y_PACKED 1u     // F16 row-major
@@ -61,8 +69,10 @@ layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]
 const uint ACROSS = TILE_N / WARP_N;          // subgroups along the columns
 const uint MS = WARP_M / FM, NS = WARP_N / FN;  // matrices of a subgroup's part
 const uint STEP_UNITS = STEP_K / 32;
+const uint ACROSS_UNITS = TURNED != 0 ? TILE_M / 32 : STEP_UNITS;  // units of a row that a step takes
 const uint PITCH = STEP_K / 8 + 1;            // words of 16 bytes from row to row
-const uint W_WORDS = TILE_M * PITCH, X_WORDS = TILE_N * PITCH;
+const uint W_PITCH = 4 * ACROSS_UNITS + 1;
+const uint W_WORDS = (TURNED != 0 ? STEP_K : TILE_M) * W_PITCH, X_WORDS = TILE_N * PITCH;
 const uint W_PIECES = (TILE_M * STEP_UNITS + WG - 1) / WG;  // units that a thread decodes a step
 const uint X_PIECES = FRAGMENTS != 0 ? 1 : (TILE_N * STEP_K / 8 + WG - 1) / WG;
 const uint CHUNKS = STEP_K / FK;              // matrices along K in a step
@@ -84,11 +94,16 @@ uint part_m, part_n;  // where this subgroup's part begins in the tile
 
 // Weights: piece `i` of this thread is unit `piece_unit` of row `piece_row` of the tile in this step. Neighbouring threads take
 // neighbouring units.
-uint piece_row(uint i) { return (i * WG + gl_LocalInvocationID.x) / STEP_UNITS; }
-uint piece_unit(uint i) { return (i * WG + gl_LocalInvocationID.x) % STEP_UNITS; }
+uint piece_row(uint i) { return (i * WG + gl_LocalInvocationID.x) / ACROSS_UNITS; }
+uint piece_unit(uint i) { return (i * WG + gl_LocalInvocationID.x) % ACROSS_UNITS; }
+
+// Where a row lies among those of a step.
+uint slot_of(uint row) { return TURNED != 0 ? (row & ~3u) | (row & 1u) << 1 | (row >> 1 & 1u) : row; }
 
 void fetch_piece(uint i, uint unit) {
-    raw[i] = unit_load(place(tile_matrix + min(tile_row + piece_row(i), p.m - 1u), min(unit + piece_unit(i), end_unit - 1u)));
+    if (TURNED != 0)  // past the last row x is zero
+        raw[i] = unit_load(place(min(32u * unit + piece_row(i), p.k - 1u), min(tile_row / 32u + piece_unit(i), p.w.units - 1u)));
+    else raw[i] = unit_load(place(tile_matrix + min(tile_row + piece_row(i), p.m - 1u), min(unit + piece_unit(i), end_unit - 1u)));
 }
 
 void put_unit(UnitRaw unit, uint at, bool there) {
@@ -99,9 +114,9 @@ void put_unit(UnitRaw unit, uint at, bool there) {
 
 // Units past the end of a row, which a step of several may have, become zeros.
 void put_piece(uint i, uint buffer_at, uint unit) {
-    if (TILE_M * STEP_UNITS % WG == 0 || piece_row(i) < TILE_M)
-        put_unit(raw[i], buffer_at * W_WORDS + piece_row(i) * PITCH + 4 * piece_unit(i),
-                 STEP_UNITS == 1 || unit + piece_unit(i) < end_unit);
+    if (TILE_M * STEP_UNITS % WG == 0 || i * WG + gl_LocalInvocationID.x < TILE_M * STEP_UNITS)
+        put_unit(raw[i], buffer_at * W_WORDS + slot_of(piece_row(i)) * W_PITCH + 4 * piece_unit(i),
+                 STEP_UNITS == 1 || unit + (TURNED != 0 ? piece_row(i) / 32 : piece_unit(i)) < end_unit);
 }
 
 // Activations through shared memory.
@@ -135,9 +150,14 @@ void fetch_fragments(uint slot, uint chunk) {
 void multiply(uint buffer_at, uint unit) {
     [[unroll]] for (uint chunk = 0; chunk < CHUNKS; chunk++) {
         MATRIX_A a[MS];
-        [[unroll]] for (uint i = 0; i < MS; i++)
-            coopMatLoad(a[i], w_rows, buffer_at * W_WORDS + (part_m + i * FM) * PITCH + chunk * FK / 8, PITCH,
-                        gl_CooperativeMatrixLayoutRowMajor);
+        [[unroll]] for (uint i = 0; i < MS; i++) {
+            if (TURNED != 0)
+                coopMatLoad(a[i], w_rows, buffer_at * W_WORDS + chunk * FK * W_PITCH + (part_m + i * FM) / 8, W_PITCH,
+                            gl_CooperativeMatrixLayoutColumnMajor);
+            else
+                coopMatLoad(a[i], w_rows, buffer_at * W_WORDS + (part_m + i * FM) * W_PITCH + chunk * FK / 8, W_PITCH,
+                            gl_CooperativeMatrixLayoutRowMajor);
+        }
         MATRIX_B b[NS];
         [[unroll]] for (uint j = 0; j < NS; j++) {
             if (FRAGMENTS != 0) b[j] = from_fragment(fragments[chunk % AHEAD * NS + j]);
@@ -163,8 +183,10 @@ void multiply(uint buffer_at, uint unit) {
 vec4 finished(uint at, uint row, uint column) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
+    const float factor = COLUMN_FACTORS != 0 ? p.y_scale * bias[column] : p.y_scale;
     [[unroll]] for (uint i = 0; i < quads; i++) {
-        v[i] = p.y_scale * uintBitsToFloat(w_rows[at + i]);
+        v[i] = factor * uintBitsToFloat(w_rows[at + i]);
+        if (TURNED != 0) v[i] = v[i].xzyw;
         if (HAS_BIAS != 0 && Y_TYPE != Y_PARTIAL)
             [[unroll]] for (uint e = 0; e < 4; e++) v[i][e] += bias[p.w_row0 + tile_matrix + min(matrix_row + 4u * i + e, p.m - 1u)];
     }
@@ -247,6 +269,7 @@ void main() {
     unit_table(gl_LocalInvocationID.x, WG);
 #endif
     if (!find_tile()) return;
+    if (TURNED != 0) end_unit = min(first_unit + p.split_units, (p.k + 31u) / 32u);
     part_m = gl_SubgroupID / ACROSS * WARP_M;
     part_n = gl_SubgroupID % ACROSS * WARP_N;
     [[unroll]] for (uint i = 0; i < W_PIECES; i++) fetch_piece(i, first_unit);
@@ -269,7 +292,7 @@ void main() {
         barrier();
         turn ^= 1;
     }
-    if (Y_TYPE == Y_F32 && HAS_BIAS == 0 && HAS_RESIDUAL == 0 && GLU == 0 && GROUPED == 0 && tile_row + TILE_M <= p.m &&
+    if (Y_TYPE == Y_F32 && HAS_BIAS == 0 && HAS_RESIDUAL == 0 && GLU == 0 && GROUPED == 0 && TURNED + COLUMN_FACTORS == 0 && tile_row + TILE_M <= p.m &&
         tile_count == TILE_N) {
         // A whole tile with nothing to add: straight from the matrices.
         [[unroll]] for (uint i = 0; i < MS * NS; i++)

@@ -6,12 +6,12 @@
 //   binding 2  norm weight F32 [k] (NORM 2); else any buffer
 //   binding 3  route (GROUPED); else any buffer
 //   binding 4  factors F32 [rows]: 1 / rms of each row, stored for other launches (FACTORS 1) or as another has stored them (FACTORS 2);
-//              else any buffer
+//              with NORM 3 what each row was divided by, for the product; else any buffer
 //   binding 5  the overflow word (mat_mul/overflow.glsl)
 //
 // A workgroup packs a group of columns: with FRAGMENTS the FN of a column of matrices, else as many as it has subgroups. Columns are
 // tokens or, GROUPED, places of the route's tiles, whose rows of x are those of their slots. Each subgroup first adds up the squares of some of the
-// columns (NORM, unless there are factors), a column at a time; then subgroups take turns along K, 64 values at a time for fragments:
+// columns (NORM, unless there are factors), or looks for their largest values, a column at a time; then subgroups take turns along K, 64 values at a time for fragments:
 // threads bring f16 rows into shared memory, from where they are loaded as matrices. Workgroups along z share the turns; each adds up its squares itself.
 // Groups without a column are left as they are: a column's sums are its own, so that what the columns of no token hold does not matter.
 //
@@ -26,7 +26,7 @@ layout(constant_id = 0) const uint WG = 128;  // threads
 layout(constant_id = 1) const uint SG = 32;   // threads of a subgroup
 #endif
 #extension GL_KHR_shader_subgroup_arithmetic : require
-layout(constant_id = 5) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight
+layout(constant_id = 5) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight, 3: none, but each row times a power of two
 layout(constant_id = 6) const uint GROUPED = 0;
 layout(constant_id = 7) const uint TILE_N = 128;
 layout(constant_id = 8) const uint FACTORS = 0;  // 0: none, 1: stored, 2: read
@@ -76,8 +76,26 @@ vec4 four_of(uint row, uint quad) {
 
 #define AHEAD 8  // loads of a thread on their way at once
 
+// The power of two that brings the largest value of a row to 2^13 or just above: far from where f16 ends, and as far as can be from where its steps are
+// coarse. Rows of zeros or of next to nothing take 2^126.
+float row_power(uint row) {
+    uint size = 0u;
+    for (uint first = 0; 4u * first < p.k; first += AHEAD * SG) {
+        vec4 v[AHEAD];
+        [[unroll]] for (uint i = 0; i < AHEAD; i++) v[i] = four_of(row, first + i * SG + gl_SubgroupInvocationID);
+        [[unroll]] for (uint i = 0; i < AHEAD; i++) {
+            const uvec4 bits = floatBitsToUint(v[i]) & 0x7fffffffu;
+            size = max(size, max(max(bits.x, bits.y), max(bits.z, bits.w)));
+        }
+    }
+    const uint exponent = max(subgroupMax(size) >> 23, 14u);
+    if (row != NONE && gl_WorkGroupID.z == 0u && gl_SubgroupInvocationID == 0u) row_factors[row] = uintBitsToFloat((exponent - 13u) << 23);
+    return uintBitsToFloat((267u - exponent) << 23);
+}
+
 float row_factor(uint row) {
     if (NORM == 0) return p.scale;
+    if (NORM == 3) return row_power(row);
     if (FACTORS == 2) return row == NONE ? 0.0 : p.scale * row_factors[row];
     vec4 squares = vec4(0.0);
     for (uint first = 0; 4u * first < p.k; first += AHEAD * SG) {

@@ -11,6 +11,7 @@ from vkback.device import Device
 from vkback.models.adapter import write_adapter
 from vkback.models.registry import Model
 from vkback.plan.training import Optimizer
+from vkback.train.steps import TrainingAct
 from vkback.train.trainer import Settings, StepTrainer, TrainError, lora_of
 
 
@@ -27,8 +28,8 @@ class Trainer(StepTrainer):
     def __init__(
         self, model: str | Path | LoadedModel = "demo-dense", *, ctx: int = 128, batch: int = 1, optimizer: Optimizer = "adamw",
         lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, max_norm: float = 0.0,
-        rank: int = 0, alpha: float | None = None, targets: Sequence[str] = (), checkpoint: bool = False, seed: int = 0,
-        device: ApiDevice | str | int | None = None, progress: bool = False,
+        rank: int = 0, alpha: float | None = None, targets: Sequence[str] = (), checkpoint: bool = False,
+        act: TrainingAct | None = None, seed: int = 0, device: ApiDevice | str | int | None = None, progress: bool = False,
     ) -> None:  # fmt: skip
         """model: a GGUF file, a built-in model's name, or a loaded model, whose file and device are taken and whose memory is its own.
 
@@ -36,6 +37,7 @@ class Trainer(StepTrainer):
         optimizer   "adamw" or "sgd"; its numbers are PyTorch's; max_norm bounds the gradient's norm, 0: not
         rank        of adapters to train in place of the weights, 0: the weights; alpha (default 2 rank) and targets as of `vkback finetune`
         checkpoint  less memory, more time: what a layer made is made again for its gradients
+        act         products with weights as the file has them: "f16" (default with adapters) or "f32", as --act of `vkback finetune`
         seed        of the adapters' first values
         Raises VkbackError for a broken file, an op without a backward rule, no device, or too little memory.
         """
@@ -50,8 +52,9 @@ class Trainer(StepTrainer):
         try:
             lora = lora_of(opened, rank, alpha, targets) if rank else None
             super().__init__(
-                opened, found, ctx=ctx, batch=batch, settings=settings, lora=lora, checkpoint=checkpoint, seed=seed, progress=progress
-            )
+                opened, found, ctx=ctx, batch=batch, settings=settings, lora=lora, checkpoint=checkpoint, act=act, seed=seed,
+                progress=progress,
+            )  # fmt: skip
         except BaseException:
             if self._own is not None:
                 self._own.close()

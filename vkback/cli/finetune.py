@@ -7,12 +7,15 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from vkback.cli.shell import DeviceOption, JsonOption, UsageError, model_path
+from vkback.cli.shell import DeviceOption, JsonOption, UsageError, model_path, one_of
 from vkback.cli.terminal import fit
+
+if TYPE_CHECKING:
+    from vkback.train.steps import TrainingAct
 
 
 def finetune(
@@ -35,6 +38,9 @@ def finetune(
     held_back: Annotated[float, typer.Option("--held-back", help="Part of the text, in windows evenly spread, to evaluate on.")] = 0.1,
     eval_every: Annotated[int, typer.Option("--eval-every", min=0, help="Steps between evaluations; 0: before and after.")] = 25,
     checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Keep less of the forward pass and make it again: less memory.")] = False,
+    act: Annotated[
+        str, typer.Option("--act", help="Products with stored weights: f16 (by cooperative matrices, where the device has them) or f32.")
+    ] = "f16",
     save_every: Annotated[int, typer.Option("--save-every", min=0, help="Steps between states for --resume; 0: at the end.")] = 25,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the state beside the adapter file, with the same settings.")] = False,
     seed: Annotated[int, typer.Option("-s", "--seed", min=0)] = 0,
@@ -58,7 +64,8 @@ def finetune(
     opened = Model.open(model_path(model))
     plan = Plan(
         rank, 2.0 * rank if alpha is None else alpha, tuple(targets.split(",")) if targets else (), ctx, batch, accumulate, steps, lr,
-        warmup, weight_decay=weight_decay, max_norm=max_norm, held_back=held_back, eval_every=eval_every, checkpoint=checkpoint, seed=seed,
+        warmup, weight_decay=weight_decay, max_norm=max_norm, held_back=held_back, eval_every=eval_every, checkpoint=checkpoint,
+        act=cast("TrainingAct", one_of(act, ("f16", "f32"), "--act")), seed=seed,
     )  # fmt: skip
     state = out.with_name(f"{out.name}.state")
     if resume and not state.is_file():

@@ -62,7 +62,7 @@ def train_parity(
             say(where.summary_line())
 
         def trainer() -> StepTrainer:
-            return StepTrainer(opened, where, ctx=ctx, batch=batch, settings=settings, lora=lora, progress=True)
+            return StepTrainer(opened, where, ctx=ctx, batch=batch, settings=settings, lora=lora, act="f32", progress=True)
 
         with trainer() as ours:
             if ir:

@@ -267,7 +267,7 @@ def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape 
     _check(node, ctx, node.inputs[1], node.inputs[2], node.inputs[0].shape[1])
     # --act f32 keeps floats whole: no f16 in matrices. Nor for queries that f16 cannot hold.
     beyond = attention_prompt.queries_f16(node.inputs[0]).name in ctx.f16_scales
-    caps = ctx.caps if ctx.act != "f32" and not beyond else dataclasses.replace(ctx.caps, cooperative_matrix=False)
+    caps = ctx.caps if ctx.act not in ("f32", "f16") and not beyond else dataclasses.replace(ctx.caps, cooperative_matrix=False)
     cache_k, cache_v = node.inputs[1:3]
     latent = cache_k.name == cache_v.name and node.outputs[0].type == "F32"
     ctx = dataclasses.replace(ctx, caps=caps)

@@ -27,7 +27,7 @@ from vkback.shader import Variant
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 Access = Literal["r", "w", "rw"]
-Act = Literal["auto", "f32", "q8_1"]
+Act = Literal["auto", "f32", "f16", "q8_1"]
 """How activations enter mat-vecs: as the tables say, as floats, or rounded to Q8_1."""
 Sync = Literal["barrier", "sentinel"]
 """What orders the stages of a token: pipeline barriers, or spin-waits on a sentinel value (vkback/plan/sync.py)."""
@@ -219,7 +219,9 @@ class Chooser(Protocol):
 class LowerContext:
     """All that a lowering may depend on.
 
-    act  "auto": tables choose between float and integer-dot path; "f32": float path only; "q8_1": integer dot wherever a kernel has it
+    act  "auto": tables choose between float and integer-dot path; "f32": float path only; "q8_1": integer dot wherever a kernel has it;
+         "f16", of training: as f32, but where the device has cooperative matrices of f16, these multiply by stored weights other than F32,
+         forward and backward, and every row of activations or gradients is packed times a power of two of its own
     sync "sentinel": stages run barrier-free where they can
     fragments  the driver lays a cooperative matrix out over lanes in one way in all kernels (vkback/program/fragments.py checks it)
     row_lanes  neighbouring lanes that share a row of a cooperative matrix, in the order of shaders/mat_mul/matrix.glsl (checked too);

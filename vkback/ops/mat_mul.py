@@ -87,9 +87,9 @@ class MatMulShape:
 
 @dataclass(frozen=True)
 class MatMul:
-    """y = x w^T and what is done to it before it is stored.
+    """y = x w^T, or with `turned` y = x w, and what is done to it before it is stored.
 
-    w         weight [m, k], or [n_expert, m, k] with a route
+    w         weight [m, k], or [n_expert, m, k] with a route; turned: [k, m]
     x         F32 or Q8_1 [rows, k], or F16 as `packed` has it; with a route a row a token (x_shared slots share it) or a row a slot
               (x_shared 1)
     y         F32 or Q8_1 [n, rows_total], or F16 as `packed` has it; rows y_row0.. are this product's
@@ -98,6 +98,7 @@ class MatMul:
     residual  F32, shape of y
     route     what `route` makes of the ids of the slots
     x_scale   what an F16 x was multiplied by, and out_scale what an F16 y will be, so that all values stay within 65504
+    x_factors  F32 [n], coop_mat alone: what each column of y is multiplied by, as `pack_f16` stored it; then there is no bias
     glu       "": none. Rows of w alternate gate and up: "silu": silu(gate) * up; "gelu": gelu(gate) * up; "oai": the clamped form
               of the first with alpha and limit
     """
@@ -117,6 +118,8 @@ class MatMul:
     x_scale: float = 1.0
     out_scale: float = 1.0
     label: str = ""
+    x_factors: Tensor | None = None
+    turned: bool = False
 
     def __post_init__(self) -> None:
         """Raises PlanError where a GLU has a gate too many."""
@@ -125,12 +128,13 @@ class MatMul:
 
     @property
     def m(self) -> int:
-        """Weight rows of the matrix, or of one expert."""
-        return self.w.shape[-2]
+        """Values of a row of y: weight rows of the matrix, or of one expert; turned: values of a weight row."""
+        return self.w.shape[-1] if self.turned else self.w.shape[-2]
 
     @property
     def k(self) -> int:
-        return self.w.shape[-1]
+        """Terms of a sum."""
+        return self.w.shape[-2] if self.turned else self.w.shape[-1]
 
     @property
     def name(self) -> str:
@@ -258,6 +262,8 @@ def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]
 
 def check(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None:
     """Raises PlanError, with what to do instead, where kernel, product and device do not fit together."""
+    if shape.way != "coop_mat" and (job.turned or job.x_factors is not None):
+        raise PlanError(f"[mat_mul] {job.name}: only coop_mat reads weights the other way round, or has factors of columns")
     wanted = {"int_dot": "Q8_1", "f32": "F32", "coop_mat": "F16", "coop_reg": "F16"}[shape.way]
     if job.x.type != wanted:
         raise PlanError(f"[mat_mul] {job.name}: {shape.way} takes x as {wanted}, got {job.x}; convert it first")
@@ -293,11 +299,19 @@ def _check_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None
             ("a tile of an F16 output has whole units", job.y.type == "F16" and (shape.tile_m >> glu) % UNIT),
             ("a part of an F16 output has whole matrices", job.y.type == "F16" and (shape.warp_m >> glu) % depth),
             ("Q8_1 outputs are for int_dot", job.y.type == "Q8_1"),
+            ("factors of columns stand where a bias would", job.x_factors is not None and (job.bias is not None or job.route is not None)),
+            ("turned, a tile has whole units of a dense weight in one shard, and makes F32", job.turned and not _turns(job, shape, caps)),
         )
         if there
     ]
     if wrong:
         raise PlanError(f"[mat_mul] {job.name}: coop_mat with {cut}: {'; '.join(wrong)}")
+
+
+def _turns(job: MatMul, shape: MatMulShape, caps: Capabilities) -> bool:
+    """Whether coop_mat can multiply by a weight the other way round."""
+    plain = job.y.type == "F32" and job.route is None and not job.glu and job.y_row0 == 0 and len(job.w.shape) == 2
+    return plain and shape.tile_m % UNIT == 0 and len(shards(job.w, caps)) == 1
 
 
 def packs_glu(shape: MatMulShape, glu: bool, k: int) -> bool:
@@ -336,6 +350,7 @@ def matrix_spec(shape: MatMulShape, caps: Capabilities) -> tuple[tuple[int, int]
 def pack_f16(
     x: Tensor, y: Tensor, n: int, shape: MatMulShape, caps: Capabilities, *, norm: Tensor | None = None, eps: float | None = None,
     routes: Tensor | None = None, x_shared: int = 1, scale: float = 1.0, factors: Tensor | None = None, stores_factors: bool = False,
+    by_rows: bool = False,
 ) -> Dispatch:  # fmt: skip
     """The dispatch that makes `y` (see `packed`) of x F32 [rows, k].
 
@@ -343,15 +358,17 @@ def pack_f16(
     eps      given: every row is RMS-normed first, and multiplied by `norm` F32 [k] if there is one
     routes   of a grouped product: columns are the places of its tiles
     factors  F32 [rows], with eps: 1 / rms of each row; stored here for others (stores_factors), or as another launch has stored them
+    by_rows  each row is multiplied by a power of two of its own, which brings its largest value to 2^13 or just above; what undoes it is
+             stored in `factors`. There is no norm then
     """
     k = x.shape[-1]
-    sums = eps is not None and (factors is None or stores_factors)  # adds up squares
+    sums = by_rows or (eps is not None and (factors is None or stores_factors))  # adds up squares, or looks for the largest value
     warps = pack_warps(shape, caps, sums)
     threads = dataclasses.replace(shape, warps=warps)
-    norms = 0 if eps is None else 1 if norm is None else 2
+    norms = 3 if by_rows else 0 if eps is None else 1 if norm is None else 2
     spec = (
         *matrix_spec(threads, caps)[: 5 if shape.fragments else 2], (5, norms), (6, int(routes is not None)),
-        (7, shape.tile_n if routes is not None else 1), (8, 0 if factors is None else 1 if stores_factors else 2),
+        (7, shape.tile_n if routes is not None else 1), (8, 0 if factors is None or by_rows else 1 if stores_factors else 2),
     )  # fmt: skip
     columns = shape.matrix[1] if shape.fragments else warps
     rooms = y.shape[0]
@@ -363,14 +380,14 @@ def pack_f16(
     return Dispatch(
         Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", int(shape.fragments)),), required_subgroup(caps), spec),
         (
-            Arg(x), Arg(y, "w"), Arg(norm or x), Arg(routes or x), Arg(factors or x, "w" if factors and stores_factors else "r"),
-            Arg(overflow_word(y), "rw"),
+            Arg(x), Arg(y, "w"), Arg(norm or x), Arg(routes or x),
+            Arg(factors or x, "w" if factors and (stores_factors or by_rows) else "r"), Arg(overflow_word(y), "rw"),
         ),
         pack_push(n, k, packed_stride(k, shape, caps), rooms // shape.tile_n, x_shared, float(scale), float(eps or 0.0)),
         (ceil_div(groups, grid_y), grid_y, turns),
         "PACK_F16",
         y.name,
-        f"f16 {order_word(shape)}{', after RMS norm' if eps is not None else ''}",
+        f"f16 {order_word(shape)}{', after RMS norm' if eps is not None else ', rows by powers of two' if by_rows else ''}",
         nbytes=nbytes(x) + 2 * n * y.shape[1],
         flops=4 * x.elements,
     )
@@ -401,7 +418,7 @@ def _coop_spec(job: MatMul, shape: MatMulShape, y_type: int, caps: Capabilities)
             (
                 shape.tile_m, shape.tile_n, shape.warp_m, shape.warp_n, shape.step_k, int(shape.fragments), int(job.route is not None),
                 int(job.bias is not None), int(job.residual is not None), GLU_KINDS[job.glu], y_type,
-                float_bits(job.alpha), float_bits(job.limit),
+                float_bits(job.alpha), float_bits(job.limit), int(job.turned), int(job.x_factors is not None),
             ),
             5,
         )
@@ -410,7 +427,7 @@ def _coop_spec(job: MatMul, shape: MatMulShape, y_type: int, caps: Capabilities)
 
 def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> list[Dispatch]:
     """A dispatch of shaders/mat_mul/coop_mat.comp, and with split-K one that adds up the parts."""
-    rows = job.m if job.route is not None else shard.rows
+    rows = job.m if job.route is not None or job.turned else shard.rows
     split = min(shape.split_k, ceil_div(job.k, UNIT))
     shape = dataclasses.replace(shape, split_k=split)
     glu = job.glu != ""
@@ -435,7 +452,8 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
         grid(job, shape, shard),
         "MUL_MAT" if job.route is None else "MUL_MAT_ID",
         job.name,
-        f"coop_mat: tiles of {shape.tile_m} x {shape.tile_n} x {shape.step_k}, {shape.warps} subgroups, {split} parts"
+        f"coop_mat{', weights turned' if job.turned else ''}: tiles of {shape.tile_m} x {shape.tile_n} x {shape.step_k}, {shape.warps} "
+        f"subgroups, {split} parts"
         + (f", stored as f16 {order_word(shape)}" if job.y.type == "F16" else ""),
         nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
         weight_bytes=weight_bytes(job, shard),
@@ -489,8 +507,8 @@ def push_words(job: MatMul, shape: MatMulShape, shard: Shard, x_stride: int, y_s
     units = ceil_div(job.k, UNIT)
     grouped = job.route is not None
     return pack_push(
-        *weight_push(job.w.type, shard.layout, job.k),
-        job.m if grouped else shard.rows,
+        *weight_push(job.w.type, shard.layout, job.w.shape[-1]),
+        job.m if grouped or job.turned else shard.rows,
         job.k,
         job.n,
         column_tiles(job, shape.tile_n),
@@ -507,7 +525,7 @@ def push_words(job: MatMul, shape: MatMulShape, shard: Shard, x_stride: int, y_s
 
 def grid(job: MatMul, shape: MatMulShape, shard: Shard) -> tuple[int, int, int]:
     """Workgroups: row tiles times column tiles, spread over x and y, and the parts of a split-K product along z."""
-    rows = job.m if job.route is not None else shard.rows
+    rows = job.m if job.route is not None or job.turned else shard.rows
     tiles = ceil_div(rows, shape.tile_m) * column_tiles(job, shape.tile_n)
     y = ceil_div(tiles, MAX_GROUPS_X)
     return ceil_div(tiles, y), y, shape.split_k
@@ -516,7 +534,7 @@ def grid(job: MatMul, shape: MatMulShape, shard: Shard) -> tuple[int, int, int]:
 def bindings(job: MatMul, index: int, y: Tensor, part: str) -> tuple[Arg, ...]:
     """Buffers in the order of shaders/mat_mul/iface.glsl; the weight stands in for those that are not needed."""
     none = Arg(job.w, "r", index)
-    others = (Arg(t) if t is not None else none for t in (job.bias, job.residual, job.route))
+    others = (Arg(t) if t is not None else none for t in (job.bias or job.x_factors, job.residual, job.route))
     return (none, Arg(job.x), Arg(y, "w", part=part), *others)
 
 

@@ -1,7 +1,11 @@
-"""MUL_MAT_BACK (shaders/mul_mat/gemm.comp): the gradient of a product with a weight by its activations, dX = dY W."""
+"""MUL_MAT_BACK (shaders/mul_mat/gemm.comp): the gradient of a product with a weight by its activations, dX = dY W.
+
+With act "f16" the products with quantized weights go by cooperative matrices, where the device has them (vkback/ops/mat_mul_lower.py).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +19,8 @@ from vkback.ops.copy_cases import numbers
 from vkback.ops.cost import Cost
 from vkback.ops.gemm import Product, multiplied, multiplied_by_weight
 from vkback.ops.gradients import Gradient, Scalar, against
+from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose_turned, lower_turned
+from vkback.ops.mat_vec_cases import MATRICES
 from vkback.ops.peer import sized, tensor_type, type_word
 
 
@@ -44,30 +50,46 @@ class MulMatBack(Gradient):
             raise PlanError(f"[{self.name}] {node.name}: {dy} times {w} to {dx}: expected dy [n, m], w [m, k], dx [n, k]")
         n = dy.shape[0]
         if is_coded(w):
+            choice = choose_turned(w, n, ctx)
+            if choice.shape is not None:
+                return [dataclasses.replace(d, op=self.name) for d in lower_turned(node.name, dy, w, dx, choice, ctx)]
             return multiplied_by_weight(node, ctx, dy, w, dx, n)
         if w.type != "F32":
             raise PlanError(f"[{self.name}] {node.name}: {w} is no stored weight, so expected F32")
         return multiplied(node, ctx, dy, w, dx, Product(n, w.shape[1], w.shape[0]))
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        dy, w = node.inputs
+        if is_coded(w) and choose_turned(w, dy.shape[0], ctx).shape is not None:
+            return F16_TOLERANCE
         return Tolerance(1e-10, 2e-5, "f32 sums of products of values that either side holds exactly, times scales in f32")
 
-    def build_case(self, type_a: str = "f32", m: int = 32, n: int = 8, k: int = 32, plain: bool = False, seed: int = 7) -> Case:
-        """A weight of m rows of k values, n tokens. plain: w is no stored weight but F32 values one after the other."""
+    def build_case(
+        self, type_a: str = "f32", m: int = 32, n: int = 8, k: int = 32, plain: bool = False, act: str = "auto", amax: float = 1.0,
+        seed: int = 7,
+    ) -> Case:
+        """A weight of m rows of k values, n tokens. plain: w is no stored weight but F32 values one after the other; act: "f16" for
+        matrices; amax: the largest gradient, each row being smaller than the one before by a third."""
         kind = tensor_type(type_a, "type_a")
         if min(m, n, k) < 1 or k % quants.quant(kind).block_values:
             raise CaseLineError(f"{self.name}: m={m}, n={n}, k={k}: expected numbers above 0, k whole blocks of {type_a}")
         if plain and kind != "F32":
             raise CaseLineError(f"{self.name}: plain=1 with type_a={type_a}: expected f32")
+        if act not in ("auto", "f32", "f16"):
+            raise CaseLineError(f"{self.name}: act={act}: expected one of auto, f32, f16")
         sized((m, k))
         sized((n, max(m, k)))
 
         def make(rng: np.random.Generator) -> Problem:
             dy, w = Tensor("dy", "F32", (n, m), "input"), Tensor("w", kind, (m, k), "input" if plain else "weight")
             node = Node(self.name, (dy, w), (Tensor("dx", "F32", (n, k)),))
-            return Problem(node, {"dy": numbers(dy, rng, 1.0), "w": numbers(w, rng, 1.0)})
+            values = {"dy": numbers(dy, rng, 1.0), "w": numbers(w, rng, 1.0)}
+            if amax != 1.0:
+                values["dy"] = (values["dy"] * amax * 1.5 ** -np.arange(n)[:, None]).astype(np.float32)
+            return Problem(node, values)
 
         shown: dict[str, Any] = {"type_a": type_word(kind), "m": m, "n": n, "k": k} | ({"plain": 1} if plain else {})
+        shown |= ({"act": act} if act != "auto" else {}) | ({"amax": amax} if amax != 1.0 else {})
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 
     def cases(self) -> Iterator[Case]:
@@ -79,11 +101,18 @@ class MulMatBack(Gradient):
         yield self.build_case("iq2_xs", m=37, n=3, k=512)
         yield self.build_case(m=35, n=3, k=70)
         yield self.build_case("q4_0", m=203, n=3, k=96).where(range=8000)  # shards of 64 rows
+        yield self.build_case("q4_K", m=37, n=19, k=256, act="f16", amax=1e-7).where(**MATRICES)
+        yield self.build_case("f16", m=70, n=19, k=80, act="f16", amax=1e7).where(**{**MATRICES, "split_k": 2})
 
     def full_cases(self) -> Iterator[Case]:
         for kind in quants.WEIGHT_TYPES:
             block = quants.quant(kind).block_values
             yield self.build_case(type_word(kind), m=37, n=3, k=block if block > 32 else 96)
+            for m, split in ((37, 1), (291, 3)):
+                yield self.build_case(type_word(kind), m=m, n=19, k=3 * block if block > 32 else 96, act="f16").where(
+                    **{**MATRICES, "split_k": split}
+                )
+        yield self.build_case("q4_0", m=203, n=19, k=512, act="f16").where(range=40_000, **MATRICES)  # shards: by f32
         for n in (1, 9, 17, 33, 64, 65):
             yield self.build_case(m=130, n=n, k=300, plain=True)
             yield self.build_case("q4_K", m=130, n=n, k=512)
@@ -94,4 +123,8 @@ class MulMatBack(Gradient):
         for n in (512, 128, 2):
             yield self.build_case(m=1536, n=n, k=576)
             yield self.build_case(m=1536, n=n, k=576, plain=True)
-        yield self.build_case("q4_K", m=4096, n=512, k=4096)
+        for act in ("auto", "f16"):
+            yield self.build_case("q4_K", m=4096, n=512, k=4096, act=act)
+        for m, k in ((14336, 4096), (4096, 14336), (1024, 4096)):
+            yield self.build_case("q4_K", m=m, n=512, k=k, act="f16")
+        yield self.build_case("q6_K", m=128256, n=512, k=4096, act="f16")

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import mat_mul_reg
-from vkback.ops.base import OPS, Dispatch, LowerContext, PlanError, Tolerance, declare
+from vkback.ops.base import OPS, Choice, Dispatch, LowerContext, PlanError, Tolerance, declare, shards
 from vkback.ops.mat_mul import (
     UNIT,
     MatMul,
@@ -91,9 +91,7 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     if node.n < 2 or "norm" in node.extra or node.chosen or (by_heads and node.x.type != "F32"):
         return MatMulChoice(None, "one token, or what only mat-vecs have: a prologue, the choice of experts, heads of Q8_1")
     path, _ = node.path(ctx)
-    # Matrices make f16 of weights: of what the device made, nobody knows whether it fits.
-    fits_f16 = node.w.name not in ctx.beyond_f16 and (node.w.kind == "weight" or node.w.type not in ("F32", "BF16"))
-    matrix = matrix_shape(ctx.caps) if ctx.act == "auto" and fits_f16 else None
+    matrix = matrix_shape(ctx.caps) if _matrices_allowed(node.w, ctx) else None
     choice = ctx.tuning.pick(
         "mat_mul", matrices=matrix is not None, path=path, experts=node.experts, n=node.n, quant=node.w.type,
         decoder=quants.quant(node.w.type).decoder, m=node.m, k=node.k,
@@ -103,6 +101,8 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
         kernel = "f32"
     if ctx.act == "q8_1" and path == "int" and kernel != "mat_vec":
         kernel = "int_dot"
+    if kernel == "coop_reg" and ctx.act == "f16":  # it has no factors of columns
+        kernel = "f32"
     if kernel == "coop_reg":
         fits = matrix is not None and node.experts == "none" and node.y.type != "Q8_1" and node.x.type != "Q8_1"
         lanes = row_lanes(ctx) if fits else 0
@@ -118,11 +118,52 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     if kernel != "coop_mat":
         return MatMulChoice(_by_rows(kernel, node, choice["tile_n"], choice["rows"], ctx), choice.source)
     assert matrix is not None
+    return MatMulChoice(_by_matrices(choice, matrix, ctx, split=node.experts == "none"), choice.source)
+
+
+def choose_turned(w: Tensor, n: int, ctx: LowerContext) -> MatMulChoice:
+    """The kernel for gradients [n, m] times a stored weight [m, k], by the tables' rows for a weight [k, m]. Only with act "f16"; shape
+    None: f32."""
+    matrix = matrix_shape(ctx.caps) if ctx.act == "f16" and _matrices_allowed(w, ctx) else None
+    if matrix is None or len(shards(w, ctx.caps)) > 1:
+        return MatMulChoice(None, "f32: --act, the weight or the device has no matrices for it")
+    m, k = w.shape
+    choice = ctx.tuning.pick(
+        "mat_mul", matrices=True, path="float", experts="none", n=n, quant=w.type, decoder=quants.quant(w.type).decoder, m=k, k=m
+    )
+    if choice["kernel"] != "coop_mat" or choice["tile_m"] % UNIT:
+        return MatMulChoice(None, choice.source)
+    return MatMulChoice(_by_matrices(choice, matrix, ctx), choice.source)
+
+
+def lower_turned(name: str, dy: Tensor, w: Tensor, dx: Tensor, choice: MatMulChoice, ctx: LowerContext) -> list[Dispatch]:
+    """The dispatches of dx [n, k] = dy [n, m] w [m, k] by matrices."""
+    assert choice.shape is not None
+    before, x, factors = _packed_by_rows(dy, dy.shape[0], choice.shape, ctx)
+    job = MatMul(w, x, dx, dy.shape[0], x_factors=factors, turned=True, label=name)
+    return [before, *(dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in lower(job, choice.shape, ctx.caps))]
+
+
+def _packed_by_rows(x: Tensor, n: int, shape: MatMulShape, ctx: LowerContext) -> tuple[Dispatch, Tensor, Tensor]:
+    """Packing of x [n, k], each row times a power of two of its own: the dispatch, what it makes, and the factors that undo it."""
+    out = packed(f"{x.name}.x_f16", n, x.shape[-1], shape)
+    factors = Tensor(f"{x.name}.x_factors", "F32", (n,))
+    return pack_f16(x, out, n, shape, ctx.caps, factors=factors, by_rows=True), out, factors
+
+
+def _matrices_allowed(w: Tensor, ctx: LowerContext) -> bool:
+    """Whether a weight may become f16. Of what the device made, nobody knows whether it fits; in training, F32 weights are adapters."""
+    fits = w.name not in ctx.beyond_f16 and (w.kind == "weight" or w.type not in ("F32", "BF16"))
+    return fits and (ctx.act == "auto" or (ctx.act == "f16" and w.type != "F32"))
+
+
+def _by_matrices(choice: Choice, matrix: tuple[int, int, int], ctx: LowerContext, *, split: bool = True) -> MatMulShape | None:
+    """The shape of coop_mat that a row of the tables means."""
     warps = choice["tile_m"] // choice["warp_m"] * (choice["tile_n"] // choice["warp_n"])
-    split = choice["split_k"] if node.experts == "none" else 1
-    cut = (choice["tile_m"], choice["tile_n"], choice["step_k"], warps, split, choice["warp_m"], choice["warp_n"])
+    parts = choice["split_k"] if split else 1
+    cut = (choice["tile_m"], choice["tile_n"], choice["step_k"], warps, parts, choice["warp_m"], choice["warp_n"])
     shape = MatMulShape("coop_mat", *cut, matrix, ctx.fragments and fragments_possible(matrix, ctx.caps))
-    return MatMulChoice(_fitting(shape, ctx), choice.source)
+    return _fitting(shape, ctx)
 
 
 def _by_rows(way: Way, node: MatVecNode, tile_n: int, f32_rows: int, ctx: LowerContext) -> MatMulShape:
@@ -182,8 +223,12 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
     if grouped and routes is None:
         routes = route_tensor(f"{name}.route", columns, experts, shape.tile_n)
         before.append(route(node.extra["ids"], routes, experts, shape.tile_n, caps))
+    factors = None
     x, x_shared = node.x, node.n_used if grouped and (len(node.x.shape) < 3 or node.x.shape[1] == 1) else 1
-    if shape.way == "coop_mat" and x.type != "F16":
+    if shape.way == "coop_mat" and x.type != "F16" and ctx.act == "f16" and not grouped and "bias" not in node.extra:
+        packing, x, factors = _packed_by_rows(node.x, columns, shape, ctx)
+        before.append(packing)
+    elif shape.way == "coop_mat" and x.type != "F16":
         x = packed(f"{name}.x_f16", columns, node.k, shape, experts)
         before.append(pack_f16(node.x, x, columns, shape, caps, routes=routes, x_shared=x_shared, scale=ctx.f16_scale(x)))
     elif shape.way == "coop_reg" and x.type != "F16":
@@ -208,6 +253,7 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
         x_scale=ctx.f16_scale(x),
         out_scale=ctx.f16_scale(target),
         label=name,
+        x_factors=factors,
     )  # fmt: skip
     kernels = mat_mul_reg.lower(job, shape, caps) if shape.way == "coop_reg" else lower(job, shape, caps)
     made = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]

@@ -69,7 +69,7 @@ def _quantized_x(problem: Problem) -> Problem:
 
 def with_x(case: Case, type_b: str, act: str, changes: list[Change], **shown: Any) -> Case:
     """The case with x of a type and on a path, where they are not the usual ones; `changes` and `shown` as in `_amended`."""
-    for name, value, known in (("type_b", type_b, ("f32", "f16", "q8_1")), ("act", act, ("auto", "f32", "q8_1"))):
+    for name, value, known in (("type_b", type_b, ("f32", "f16", "q8_1")), ("act", act, ("auto", "f32", "f16", "q8_1"))):
         if value not in known:
             raise CaseLineError(f"{name}={value}: expected one of {', '.join(known)}")
     if type_b == "q8_1":
@@ -362,6 +362,7 @@ def prompts_mul_mat() -> Iterator[Case]:
     yield from each_way(partial(mul_mat_case, "Q4_K", 45, 19, 512))
     yield from each_way(partial(mul_mat_case, "Q8_0", 131, 35, 96))
     yield mul_mat_case("F16", 33, 19, 80).where(**MATRICES)
+    yield mul_mat_case("Q8_0", 33, 19, 256, act="f16", amax=10 * HUGE).where(**MATRICES)
     yield mul_mat_case("Q4_K", 203, 18, 256).where(range=20_000)
     yield mul_mat_case("Q4_K", 203, 18, 256).where(range=20_000, **{**MATRICES, "split_k": 2})
     for amax in (HUGE, 10 * HUGE):

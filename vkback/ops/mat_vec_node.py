@@ -157,6 +157,6 @@ def path_for(quant: str, m: int, k: int, n: int, experts: Experts, ctx: LowerCon
     if k % 32:
         return "float", f"k = {k} is not a multiple of 32"
     if ctx.act != "auto":
-        return ("float" if ctx.act == "f32" else "int"), f"--act {ctx.act}"
+        return ("int" if ctx.act == "q8_1" else "float"), f"--act {ctx.act}"
     choice = ctx.tuning.pick("mat_vec_path", accelerated=ctx.caps.int_dot_accelerated, experts=experts, n=n, quant=quant, m=m, k=k)
     return choice["path"], choice.source

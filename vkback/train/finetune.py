@@ -23,6 +23,7 @@ from vkback.device import Device
 from vkback.models.adapter import write_adapter
 from vkback.models.registry import Model
 from vkback.models.state import fingerprint
+from vkback.train.steps import TrainingAct
 from vkback.train.trainer import Settings, StepTrainer, TrainError, lora_of
 
 Windows = npt.NDArray[np.int32]
@@ -43,6 +44,7 @@ class Plan:
     held_back             part of the windows that is not trained on
     eval_every            steps between evaluations; 0: only before the first and after the last
     checkpoint            recompute layers in the backward pass
+    act                   how products with the stored weights are made (`StepTrainer`)
     """
 
     rank: int = 8
@@ -60,6 +62,7 @@ class Plan:
     held_back: float = 0.1
     eval_every: int = 25
     checkpoint: bool = False
+    act: TrainingAct = "f16"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -116,8 +119,8 @@ class FineTune:
         self.lora = lora_of(model, plan.rank, plan.alpha, plan.targets)
         settings = Settings("adamw", plan.lr, weight_decay=plan.weight_decay, max_norm=plan.max_norm)
         self.trainer = StepTrainer(
-            model, device, ctx=plan.ctx, batch=plan.batch, settings=settings, lora=self.lora, checkpoint=plan.checkpoint, seed=plan.seed,
-            progress=progress,
+            model, device, ctx=plan.ctx, batch=plan.batch, settings=settings, lora=self.lora, checkpoint=plan.checkpoint, act=plan.act,
+            seed=plan.seed, progress=progress,
         )  # fmt: skip
         self._about = {
             "version": VERSION, "model": fingerprint(model.file), "text": hash_of(ids), "plan": json.loads(json.dumps(asdict(plan)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from vkback.models.gguf_file import GgufFile
 from vkback.models.kernels import KernelCompiler
 from vkback.models.weights import load_weights
 from vkback.ops.base import OPS, Array, LowerContext, is_coded, nbytes, shards
+from vkback.ops.f16_range import SUFFIX, F16RangeError
 from vkback.plan.forecast import cuts, low_costs
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
@@ -26,6 +27,10 @@ from vkback.program import Program, WeightRanges
 from vkback.program.fragments import fragments_hold, row_lanes_found
 from vkback.program.values import decoded, stored_bytes
 from vkback.shader import ShaderLibrary
+
+TrainingAct = Literal["f32", "f16"]
+"""How products with stored weights are made: in f32, or by cooperative matrices of f16 with sums in f32, where the device has them and the
+weights are not F32 themselves."""
 
 
 class Steps(Protocol):
@@ -97,12 +102,14 @@ WAIT_S = 600.0
 class DeviceSteps:
     """The graphs as programs of a device, recorded when they are first run. All share one block of memory for activations."""
 
-    def __init__(self, file: GgufFile, graphs: Mapping[str, Graph], device: Device, *, progress: bool = False) -> None:
-        """Weights that the file lacks (adapters) are zeros until they are written."""
+    def __init__(
+        self, file: GgufFile, graphs: Mapping[str, Graph], device: Device, *, act: TrainingAct = "f32", progress: bool = False
+    ) -> None:
+        """Weights that the file lacks (adapters) are zeros until they are written. act: as of LowerContext."""
         self.device = device
         self._library = ShaderLibrary()
         self.ctx = LowerContext(
-            device.caps, Tuning.for_device(device.caps), "f32", fragments=fragments_hold(device, self._library),
+            device.caps, Tuning.for_device(device.caps), act, fragments=fragments_hold(device, self._library),
             row_lanes=row_lanes_found(device, self._library),
         )  # fmt: skip
         self._kernels = KernelCompiler(device, self._library, progress=progress)
@@ -114,9 +121,7 @@ class DeviceSteps:
         stored = {name: t for name, t in kept.items() if t.kind == "weight" and name in file.tensors}
         own = [t for name, t in kept.items() if name not in stored]
         inputs = {t.name: t for graph in graphs.values() for t in graph.tensors().values() if t.kind == "input"}
-        self.schedules: dict[str, Schedule] = {
-            name: plan(graph, self.ctx, fusion="none", in_order=name != "optimizer") for name, graph in graphs.items()
-        }
+        self.schedules = self._planned()
         try:
             self._weights: dict[str, WeightRanges] = {}
             self._ranges: dict[str, BufferRange] = {}
@@ -124,6 +129,9 @@ class DeviceSteps:
                 loaded = load_weights(file, stored, device, progress=progress)
                 self._arenas.append(loaded.arena)
                 self._weights |= loaded.ranges
+                if loaded.beyond_f16 and act == "f16":
+                    self.ctx = replace(self.ctx, beyond_f16=loaded.beyond_f16)
+                    self.schedules = self._planned()
             block = self._allocate("gradients and states of the optimizer", [nbytes(t) for t in own])
             for t, place in zip(own, block, strict=True):
                 if t.kind == "weight":
@@ -139,6 +147,9 @@ class DeviceSteps:
         except BaseException:
             self.close()
             raise
+
+    def _planned(self) -> dict[str, Schedule]:
+        return {name: plan(graph, self.ctx, fusion="none", in_order=name != "optimizer") for name, graph in self._graphs.items()}
 
     def _allocate(self, purpose: str, sizes: Sequence[int]) -> list[BufferRange]:
         arena = self.device.arena(purpose, max(1, sum(map(aligned, sizes))), "device")
@@ -180,7 +191,21 @@ class DeviceSteps:
         for ticket in under_way:
             ticket.wait(WAIT_S)
         program = self._programs[graph]
+        self._check_range(program)
         return [self._decoded(t, [program.range(t.name)]) for t in self._graphs[graph].outputs]
+
+    def _check_range(self, program: Program) -> None:
+        """Raises F16RangeError where a kernel has packed what is no number. Rows are packed by powers of two of their own: no number is
+        beyond the range of f16."""
+        if program.overflow is None:
+            return
+        words = self.device.download(program.overflow, np.uint32)
+        if found := program.overflowed(words):
+            self.device.upload(program.overflow, np.zeros_like(words))
+            name = next(iter(found)).removesuffix(SUFFIX)
+            raise F16RangeError(
+                f"[train] {name}: activations or gradients are infinite or no numbers: lower the learning rate, or bound the gradients"
+            )
 
     def _places(self, tensor: Tensor) -> Sequence[BufferRange]:
         return self._weights[tensor.name].shards if tensor.kind == "weight" else (self._ranges[tensor.name],)

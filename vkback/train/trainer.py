@@ -27,7 +27,7 @@ from vkback.plan.training import (
     optimizer_params,
     training_graph,
 )
-from vkback.train.steps import DeviceSteps, HostSteps, Steps
+from vkback.train.steps import DeviceSteps, HostSteps, Steps, TrainingAct
 
 Floats = npt.NDArray[np.float32]
 Tokens = Sequence[Sequence[int]] | npt.NDArray[Any]
@@ -69,13 +69,15 @@ class StepTrainer:
     lora      adapters to train in place of the weights, which stay as they are in the file
     device    None: float64 numpy on the host, which the device is measured against
     checkpoint  what a layer made is made again for its gradients, in place of being kept: less memory, more time, the same bits
+    act       products with weights as the file has them: "f16" by cooperative matrices of f16, "f32" without. Default: f16 with adapters.
+              Weights in F32, and so all that is trained, are always multiplied in f32
     seed      of the adapters' first values
     Loss and gradients are those of the mean over all targets that count.
     """
 
     def __init__(
         self, model: Model, device: Device | None, *, ctx: int, batch: int = 1, settings: Settings | None = None, lora: Lora | None = None,
-        checkpoint: bool = False, seed: int = 0, progress: bool = False,
+        checkpoint: bool = False, act: TrainingAct | None = None, seed: int = 0, progress: bool = False,
     ) -> None:  # fmt: skip
         if ctx < 1 or batch < 1:
             raise TrainError(f"[train] ctx {ctx}, batch {batch}: expected at least 1 of each")
@@ -93,7 +95,10 @@ class StepTrainer:
             "loss": self.training.loss,
             "optimizer": optimizer_graph(self.training.trained, self.settings.optimizer, self.settings.max_norm),
         }
-        self.steps: Steps = HostSteps(model.file, graphs) if device is None else DeviceSteps(model.file, graphs, device, progress=progress)
+        chosen: TrainingAct = act or ("f16" if lora else "f32")
+        self.steps: Steps = (
+            HostSteps(model.file, graphs) if device is None else DeviceSteps(model.file, graphs, device, act=chosen, progress=progress)
+        )
         for name, value in self._first_values(seed).items():
             self.steps.write(self._trained(name), value)
 
