@@ -30,12 +30,13 @@ void derivatives(uint text, uint head, uint q0, uint k0, out float weight[4][4],
         barrier();
         add_rows_by_rows(slope);
     }
+    to_scores(weight);
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
         const uint row = q0 + 4u * ty + i, at = (text * p.n + min(row, p.n - 1u)) * p.n_head + head;
         const float total = lse[at], common_part = delta[at];
         [[unroll]] for (uint j = 0u; j < 4u; j++) {
-            const float s = score(weight[i][j]);
-            const float w = visible(row, k0 + 4u * tx + j) ? exp_bounded(s - total) : 0.0;
+            const float s = weight[i][j];
+            const float w = mix(0.0, exp_bounded(s - total), visible(row, k0 + 4u * tx + j));
             weight[i][j] = w;
             slope[i][j] = w * (slope[i][j] - common_part) * score_slope(s);
         }

@@ -44,9 +44,10 @@ void main() {
             barrier();
             add_rows_by_rows(s);
         }
+        to_scores(s);
         [[unroll]] for (uint i = 0u; i < 4u; i++)
             [[unroll]] for (uint j = 0u; j < 4u; j++)
-                weights[(4u * ty + i) * PITCH + 4u * tx + j] = visible(q0 + 4u * ty + i, k0 + 4u * tx + j) ? score(s[i][j]) : HIDDEN;
+                weights[(4u * ty + i) * PITCH + 4u * tx + j] = mix(HIDDEN, s[i][j], visible(q0 + 4u * ty + i, k0 + 4u * tx + j));
         barrier();
         if (t < 32u) {
             float top = tops[t];

@@ -69,19 +69,29 @@ void add_turned_by_right(inout float sum[4][4]) {
                     sum[i][j] = fma(weights[d * PITCH + 4u * ty + i], right[d * PITCH + 4u * tx + j], sum[i][j]);
 }
 
+// What is decided for each value of a tile is a select, not a branch: a load in a branch waits alone, and SwiftShader's compiler takes minutes for some
+// dozens of branches one after the other. mix() and && of variables are selects; ?: and && of expressions are not.
 bool visible(uint i, uint j) {
-    return i < p.n && j < p.n && (p.causal == 0u || (j <= i && (p.window == 0u || j + p.window > i)));
+    const bool there = all(lessThan(uvec2(i, j), uvec2(p.n)));
+    const bool causal = p.causal != 0u, later = j > i;
+    const bool windowed = p.window != 0u, left_behind = j + p.window <= i;
+    const bool hidden = later || (windowed && left_behind);
+    return there && !(causal && hidden);
 }
 
-// Scaled and capped.
-float score(float product) {
-    const float s = product * p.scale;
-    return p.softcap == 0.0 ? s : p.softcap * tanh_exact(s / p.softcap);
+// Scaled and capped, in place.
+void to_scores(inout float product[4][4]) {
+    [[unroll]] for (uint i = 0u; i < 4u; i++)
+        [[unroll]] for (uint j = 0u; j < 4u; j++) product[i][j] *= p.scale;
+    if (p.softcap != 0.0)
+        [[unroll]] for (uint i = 0u; i < 4u; i++)
+            [[unroll]] for (uint j = 0u; j < 4u; j++) product[i][j] = p.softcap * tanh_exact(product[i][j] / p.softcap);
 }
 
 // Derivative of a score by the product that it is made of.
 float score_slope(float s) {
-    return p.softcap == 0.0 ? p.scale : p.scale * (1.0 - (s / p.softcap) * (s / p.softcap));
+    const float part = mix(s / p.softcap, 0.0, p.softcap == 0.0);
+    return p.scale * (1.0 - part * part);
 }
 
 // Tiles of keys that the queries from q0 on see: the first, and the last.
@@ -93,6 +103,8 @@ uint last_queries(uint k0) {
     return (p.causal != 0u && p.window != 0u ? min(k0 + 31u + p.window - 1u, p.n - 1u) : p.n - 1u) / 32u;
 }
 
+bool inside(uint row, uint column, uint dim) { return all(lessThan(uvec2(row, column), uvec2(p.n, dim))); }
+
 // Value of a row of a tensor [tokens, heads, dim]; 0 outside.
-#define VALUE_OF(BUFFER, TEXT, ROW, HEADS, HEAD, DIM, COLUMN) \
-    ((ROW) < p.n && (COLUMN) < (DIM) ? BUFFER[(((TEXT) * p.n + (ROW)) * (HEADS) + (HEAD)) * (DIM) + (COLUMN)] : 0.0)
+#define VALUE_OF(BUFFER, TEXT, ROW, HEADS, HEAD, DIM, COLUMN)                                                                             \
+    mix(0.0, BUFFER[mix(0u, (((TEXT) * p.n + (ROW)) * (HEADS) + (HEAD)) * (DIM) + (COLUMN), inside(ROW, COLUMN, DIM))], inside(ROW, COLUMN, DIM))

@@ -4,7 +4,8 @@
 //   binding 0  W, k rows of n values, in the planes of docs/architecture.md
 //   binding 1  A, binding 2  y, threads and defines: mul_mat/gemm.glsl
 //
-// A thread decodes one unit of 32 values at a time into the tile of B.
+// A thread decodes one unit of 32 values at a time into the tile of B. What lies outside becomes 0 by a select: of 32 branches one after the other
+// SwiftShader's compiler would make nothing in minutes.
 //
 // Defines: QUANT_FILE; TN is 4 or 8
 #extension GL_EXT_control_flow_attributes : require
@@ -39,7 +40,7 @@ void load_b(uint k0, uint end, uint column, uint batch, uint t) {
             const bool there = k0 + k < end && column / 32u + unit < p.w.units;
             if (there) unit_decode(unit_load(place(k0 + k, column / 32u + unit)), v);
             [[unroll]] for (uint j = 0u; j < 8u; j++)
-                [[unroll]] for (uint c = 0u; c < 4u; c++) b_tile[k * PITCH_N + 32u * unit + 4u * j + c] = there ? v[j][c] : 0.0;
+                [[unroll]] for (uint c = 0u; c < 4u; c++) b_tile[k * PITCH_N + 32u * unit + 4u * j + c] = mix(0.0, v[j][c], there);
         }
     }
 }
