@@ -13,6 +13,7 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
+from vkback.ops import low_rank
 from vkback.ops.base import Array, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance, is_coded, register
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.copy_cases import numbers
@@ -24,9 +25,20 @@ from vkback.ops.mat_vec_cases import MATRICES
 from vkback.ops.peer import sized, tensor_type, type_word
 
 
+def adds(node: Node, ctx: LowerContext) -> bool:
+    """Whether the kernel of a MUL_MAT_BACK can add a tensor to what it makes."""
+    dy, w = node.inputs[:2]
+    if not is_coded(w):
+        return False
+    if low_rank.is_factor(w, dy.shape[0], ctx):
+        return not low_rank.makes_rank(w, back=True)
+    return choose_turned(w, dy.shape[0], ctx).shape is not None
+
+
 @register
 class MulMatBack(Gradient):
-    """MUL_MAT_BACK(dy F32 [n, m], w [m, k]) -> dx F32 [n, k]. w: F32, or a stored weight of any type."""
+    """MUL_MAT_BACK(dy F32 [n, m], w [m, k] [, before F32 [n, k]]) -> dx F32 [n, k], to which `before` is added. w: F32, or a stored weight
+    of any type."""
 
     name = "MUL_MAT_BACK"
     peer_nmse = 5e-4
@@ -36,30 +48,35 @@ class MulMatBack(Gradient):
         return {"fmul": node.inputs[1].shape[0] * node.outputs[0].elements}
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        dy, w = (np.asarray(i, np.float64) for i in inputs)
-        return [dy @ w]
+        dy, w, *before = (np.asarray(i, np.float64) for i in inputs)
+        return [dy @ w + before[0] if before else dy @ w]
 
     def scalar(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> Scalar:
-        dy, w = (np.asarray(i, np.float64) for i in inputs)
+        dy, w = (np.asarray(i, np.float64) for i in inputs[:2])
         return against(dy, lambda x: x @ w.T, np.zeros((len(dy), w.shape[1])))
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        dy, w = node.inputs
+        dy, w, *more = node.inputs
         dx = node.outputs[0]
+        before = more[0] if more else None
         if len(w.shape) != 2 or len(dy.shape) != 2 or dy.shape[1] != w.shape[0] or dx.shape != (dy.shape[0], w.shape[1]):
             raise PlanError(f"[{self.name}] {node.name}: {dy} times {w} to {dx}: expected dy [n, m], w [m, k], dx [n, k]")
         n = dy.shape[0]
+        if before is not None and (before.shape != dx.shape or not adds(node, ctx)):
+            raise PlanError(f"[{self.name}] {node.name}: {before} cannot be added to {dx} here; give the sum a node of its own")
         if is_coded(w):
             choice = choose_turned(w, n, ctx)
             if choice.shape is not None:
-                return [dataclasses.replace(d, op=self.name) for d in lower_turned(node.name, dy, w, dx, choice, ctx)]
+                return [dataclasses.replace(d, op=self.name) for d in lower_turned(node.name, dy, w, dx, choice, ctx, before)]
+            if low_rank.is_factor(w, n, ctx):
+                return low_rank.product(node, ctx, dy, w, dx, back=True, before=before)
             return multiplied_by_weight(node, ctx, dy, w, dx, n)
         if w.type != "F32":
             raise PlanError(f"[{self.name}] {node.name}: {w} is no stored weight, so expected F32")
         return multiplied(node, ctx, dy, w, dx, Product(n, w.shape[1], w.shape[0]))
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        dy, w = node.inputs
+        dy, w = node.inputs[:2]
         if is_coded(w) and choose_turned(w, dy.shape[0], ctx).shape is not None:
             return F16_TOLERANCE
         return Tolerance(1e-10, 2e-5, "f32 sums of products of values that either side holds exactly, times scales in f32")
@@ -101,6 +118,8 @@ class MulMatBack(Gradient):
         yield self.build_case("iq2_xs", m=37, n=3, k=512)
         yield self.build_case(m=35, n=3, k=70)
         yield self.build_case("q4_0", m=203, n=3, k=96).where(range=8000)  # shards of 64 rows
+        yield self.build_case(m=11, n=9, k=132).where(tiles="shared")  # factors of low rank
+        yield self.build_case(m=132, n=6, k=11).where(tiles="shared")
         yield self.build_case("q4_K", m=37, n=19, k=256, act="f16", amax=1e-7).where(**MATRICES)
         yield self.build_case("f16", m=70, n=19, k=80, act="f16", amax=1e7).where(**{**MATRICES, "split_k": 2})
 

@@ -136,12 +136,14 @@ def choose_turned(w: Tensor, n: int, ctx: LowerContext) -> MatMulChoice:
     return MatMulChoice(_by_matrices(choice, matrix, ctx), choice.source)
 
 
-def lower_turned(name: str, dy: Tensor, w: Tensor, dx: Tensor, choice: MatMulChoice, ctx: LowerContext) -> list[Dispatch]:
-    """The dispatches of dx [n, k] = dy [n, m] w [m, k] by matrices."""
+def lower_turned(
+    name: str, dy: Tensor, w: Tensor, dx: Tensor, choice: MatMulChoice, ctx: LowerContext, before: Tensor | None = None
+) -> list[Dispatch]:
+    """The dispatches of dx [n, k] = dy [n, m] w [m, k] [+ before] by matrices."""
     assert choice.shape is not None
-    before, x, factors = _packed_by_rows(dy, dy.shape[0], choice.shape, ctx)
-    job = MatMul(w, x, dx, dy.shape[0], x_factors=factors, turned=True, label=name)
-    return [before, *(dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in lower(job, choice.shape, ctx.caps))]
+    packing, x, factors = _packed_by_rows(dy, dy.shape[0], choice.shape, ctx)
+    job = MatMul(w, x, dx, dy.shape[0], residual=before, x_factors=factors, turned=True, label=name)
+    return [packing, *(dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in lower(job, choice.shape, ctx.caps))]
 
 
 def _packed_by_rows(x: Tensor, n: int, shape: MatMulShape, ctx: LowerContext) -> tuple[Dispatch, Tensor, Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Recipe, Tensor
+from vkback.ops import low_rank
 from vkback.ops.base import (
     MAX_GROUPS_X,
     OPS,
@@ -198,6 +199,8 @@ class MatVec(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         mat_vec = MatVecNode.of(node)
+        if (by_rank := _of_low_rank(mat_vec, ctx)) is not None:
+            return by_rank
         by_mat_mul = choose(mat_vec, ctx)
         if by_mat_mul.shape is not None:
             return lower_node(mat_vec, by_mat_mul, ctx)
@@ -254,6 +257,18 @@ class MatVec(Op):
         if by_mat_mul.shape is not None and by_mat_mul.shape.way in ("coop_mat", "coop_reg") and mat_vec.y.type == "F32":
             return F16_TOLERANCE
         return mat_vec_tolerance(rounds_x(mat_vec, ctx), mat_vec.y.type == "Q8_1", mat_vec.glu or mat_vec.gelu)
+
+
+def _of_low_rank(node: MatVecNode, ctx: LowerContext) -> list[Dispatch] | None:
+    """The dispatches of a product with a factor of low rank in training; None for others."""
+    if ctx.act not in ("f32", "f16") or set(node.node.params) - {"roles"} or not node.extra.keys() <= {"residual"}:
+        return None
+    if node.x.type != "F32" or node.y.type != "F32" or not low_rank.is_factor(node.w, node.n, ctx):
+        return None
+    before = node.extra.get("residual")
+    if before is not None and low_rank.makes_rank(node.w, back=False):
+        return None
+    return low_rank.product(node.node, ctx, node.x, node.w, node.y, back=False, before=before)
 
 
 def mat_vec_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance:

@@ -363,6 +363,8 @@ def prompts_mul_mat() -> Iterator[Case]:
     yield from each_way(partial(mul_mat_case, "Q8_0", 131, 35, 96))
     yield mul_mat_case("F16", 33, 19, 80).where(**MATRICES)
     yield mul_mat_case("Q8_0", 33, 19, 256, act="f16", amax=10 * HUGE).where(**MATRICES)
+    yield mul_mat_case("F32", 11, 6, 132, act="f32").where(tiles="shared")  # factors of low rank
+    yield mul_mat_case("F32", 132, 11, 9, act="f32").where(tiles="shared")
     yield mul_mat_case("Q4_K", 203, 18, 256).where(range=20_000)
     yield mul_mat_case("Q4_K", 203, 18, 256).where(range=20_000, **{**MATRICES, "split_k": 2})
     for amax in (HUGE, 10 * HUGE):

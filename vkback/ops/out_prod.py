@@ -10,6 +10,7 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
+from vkback.ops import low_rank
 from vkback.ops.base import (
     MAX_GROUPS_X,
     VALUE_BYTES,
@@ -83,6 +84,8 @@ class OutProd(Op):
         product = Product(n, m, k, turned=True, batches=n3 * n2, n2=n2, r2=n2 // a2, r3=n3 // a3)
         if k <= FEW and n <= 8 * MAX_GROUPS_X and n3 * n2 <= MAX_GROUPS_X:
             return [*copies, self._of_few(node, ctx, a, b, product, add)]
+        if n3 * n2 == 1 and len(a.shape) == 2 and low_rank.is_narrow(k, max(m, n), min(m, n), ctx):
+            return [*copies, *low_rank.outer(node, ctx, a, b, y, add=add)]
         return [*copies, *multiplied(node, ctx, b, a, y, product, add=add)]
 
     def _of_few(self, node: Node, ctx: LowerContext, a: Tensor, b: Tensor, product: Product, add: bool) -> Dispatch:
@@ -137,6 +140,8 @@ class OutProd(Op):
         yield self.build_case("q4_0", "f32", 64, 3, 16, (2, 2), (2, 2)).where(tiles="shared")
         yield self.build_case("f32", "f32", 70, 37, 33, (1, 1), (1, 1), add=True)
         yield self.build_case("f32", "f32", 70, 37, 2, (1, 1), (1, 1), add=True)
+        yield self.build_case("f32", "f32", 132, 9, 21, (1, 1), (1, 1), add=True).where(tiles="shared")
+        yield self.build_case("f32", "f32", 11, 132, 21, (1, 1), (1, 1), add=True).where(tiles="shared")
 
     def full_cases(self) -> Iterator[Case]:
         for kind in quants.WEIGHT_TYPES:

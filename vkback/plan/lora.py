@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) beside matrices of a graph: y = W x + (alpha / rank) B A x."""
+"""Low-rank adapters (LoRA) beside matrices of a graph: y = W x + B (alpha / rank) A x. The scale stands where the values are fewest."""
 
 from __future__ import annotations
 
@@ -55,15 +55,16 @@ def adapted(nodes: Sequence[Node], lora: Lora) -> list[Node]:
         rank = lora.ranks[w.name]
         a, b = adapters(w, rank)
         prefix, dash, layer = y.name.partition("-")
-        plain, low, high, scaled = (
+        few = (*y.shape[:-1], rank)
+        plain, low, scaled, high = (
             Tensor(f"{prefix}_{what}{dash}{layer}", "F32", shape)
-            for what, shape in (("base", y.shape), ("lora_a", (*y.shape[:-1], rank)), ("lora_b", y.shape), ("lora", y.shape))
+            for what, shape in (("base", y.shape), ("lora_a", few), ("lora_scaled", few), ("lora_b", y.shape))
         )
         out += [
             Node("MUL_MAT", (w, x), (plain,)),
             Node("MUL_MAT", (a, x), (low,)),
-            Node("MUL_MAT", (b, low), (high,)),
-            Node("SCALE", (high,), (scaled,), {"scale": lora.scale(w.name), "bias": 0.0}),
-            Node("ADD", (plain, scaled), (y,)),
+            Node("SCALE", (low,), (scaled,), {"scale": lora.scale(w.name), "bias": 0.0}),
+            Node("MUL_MAT", (b, scaled), (high,)),
+            Node("ADD", (plain, high), (y,)),
         ]
     return out

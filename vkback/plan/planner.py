@@ -10,16 +10,18 @@ from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, Sync, n
 from vkback.ops.mat_mul_nodes import LOWER
 from vkback.plan.exact import arithmetic_as_written
 from vkback.plan.fuse import fuse, schedule_choice, tokens_of
+from vkback.plan.fuse_training import fuse_training, without_repeats
 from vkback.plan.pack import pack_activations
 from vkback.plan.schedule import Schedule, Slot, in_one_block, into_stages, place, place_apart
 from vkback.plan.sync import without_barriers
 
 
-def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", in_order: bool = False) -> Schedule:
+def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | None = None) -> Schedule:
     """The schedule of a graph on one device: a pure function of its arguments.
 
-    fusion    "all" or "none" (each op by itself)
-    in_order  nothing runs before what stands before it in the graph, even where it could: a training step's memory is least so
+    fusion    "all", "none" (each op by itself) or "training" (vkback/plan/fuse_training.py)
+    ahead     nothing runs more than so many stages before what stands before it in the graph, even where it could: a training step's
+              memory is least with 0
     Raises PlanError naming the node when an op is unknown or cannot run on the device.
     """
     nodes, ctx = fused_nodes(graph, ctx, fusion=fusion)
@@ -32,9 +34,11 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", in_order: bool
         if lower is None:
             raise PlanError(f"[plan] {node.name}: op {node.op} has no kernel; known are {', '.join(sorted(OPS))}")
         dispatches.extend(lower(node, ctx))
+    if fusion == "training":
+        dispatches = without_repeats(dispatches)
     if ctx.exact:
         dispatches = arithmetic_as_written(dispatches)
-    schedule = Schedule(into_stages(dispatches, in_order=in_order))
+    schedule = Schedule(into_stages(dispatches, ahead=ahead))
     if ctx.sync == "sentinel":
         schedule = without_barriers(schedule, ctx.caps.max_storage_bindings)
     for dispatch in schedule.dispatches():
@@ -55,7 +59,11 @@ def fused_nodes(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> tupl
     one_token = fusion == "all" and tokens_of(graph.nodes) == 1
     sync: Sync = schedule_choice(graph.nodes, ctx)["sync"] if one_token else "barrier"
     ctx = dataclasses.replace(ctx, sync=sync)
-    return live(fuse(graph, ctx, level=fusion), graph.outputs), ctx
+    if fusion == "training":
+        nodes = fuse_training(fuse(graph, ctx, level="none"), [t.name for t in graph.outputs], ctx)
+    else:
+        nodes = fuse(graph, ctx, level=fusion)
+    return live(nodes, graph.outputs), ctx
 
 
 def check_limits(dispatch: Dispatch, caps: Capabilities) -> None:

@@ -82,15 +82,15 @@ class _Touched:
         parts[part] = max(parts.get(part, -1), stage)
 
 
-def into_stages(dispatches: Sequence[Dispatch], *, in_order: bool = False) -> list[list[Dispatch]]:
+def into_stages(dispatches: Sequence[Dispatch], *, ahead: int | None = None) -> list[list[Dispatch]]:
     """Each dispatch goes into the earliest stage after everything it depends on: read after write, write after read, write after write.
 
-    in_order  and into none before that of the dispatch before it, so that values live no longer than the order of the dispatches says
+    ahead  and into none that is more than so many before the last, so that values live little longer than the order of the dispatches says
     """
     written, read = _Touched(), _Touched()
     stages: list[list[Dispatch]] = []
     for d in dispatches:
-        least = max(len(stages) - 1, 0) if in_order else 0
+        least = 0 if ahead is None else max(len(stages) - 1 - ahead, 0)
         level = max(
             [least, *(written.last(*r) + 1 for r in d.reads), *(max(written.last(*w), read.last(*w)) + 1 for w in d.writes)],
         )

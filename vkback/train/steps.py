@@ -92,6 +92,10 @@ class HostSteps:
 SUBMIT_US = 500_000.0
 """Predicted length of a submit, at most: drivers reset a GPU that works on one for some seconds."""
 
+AHEAD = 6
+"""Stages by which a dispatch may run before its turn. Of a LoRA step of llama 8B, 3 in 10 stages go, for 1 to 2 % more memory; without a
+bound, layers are made again for their gradients long before these."""
+
 IN_FLIGHT = 2
 """Submits under way at once: the next is there when one ends."""
 
@@ -149,7 +153,8 @@ class DeviceSteps:
             raise
 
     def _planned(self) -> dict[str, Schedule]:
-        return {name: plan(graph, self.ctx, fusion="none", in_order=name != "optimizer") for name, graph in self._graphs.items()}
+        ahead = {"optimizer": None}
+        return {name: plan(graph, self.ctx, fusion="training", ahead=ahead.get(name, AHEAD)) for name, graph in self._graphs.items()}
 
     def _allocate(self, purpose: str, sizes: Sequence[int]) -> list[BufferRange]:
         arena = self.device.arena(purpose, max(1, sum(map(aligned, sizes))), "device")

@@ -1,0 +1,54 @@
+#version 450
+// y = sum over tokens of the products of x[token, c] and z[token, r], as gradients of factors of low rank are [+ y].
+//
+//   binding 0  x F32 [n, width], width a multiple of 4
+//   binding 1  z F32 [n, rank]
+//   binding 2  y F32 [rank, width], or with RANK_ROWS 0 [width, rank]
+//
+// A workgroup makes 32 quads along the width of eight numbers of the rank: quads along x, chunks of the rank along y. Each of its SLICES times 32
+// threads adds up the tokens of its slice, SLICES apart; then slices are added up in their order.
+//
+// Defines: SLICES, RANK_ROWS
+#extension GL_EXT_control_flow_attributes : require
+layout(local_size_x = 32, local_size_y = SLICES) in;
+
+layout(push_constant) uniform Push {
+    uint n;
+    uint width;
+    uint rank;
+    uint add;  // 1: y keeps what it has, and the sums are added to it
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InX { vec4 x[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InZ { float z[]; };
+layout(std430, set = 0, binding = 2) buffer OutY { float y[]; };
+
+shared vec4 parts[SLICES * 32];
+
+void main() {
+    const uint quads = p.width / 4u, lane = gl_LocalInvocationID.x, slice = gl_LocalInvocationID.y;
+    const uint quad = gl_WorkGroupID.x * 32u + lane, own = min(quad, quads - 1u), first = gl_WorkGroupID.y * 8u;
+    vec4 sums[8];
+    [[unroll]] for (uint j = 0u; j < 8u; j++) sums[j] = vec4(0.0);
+    for (uint token = slice; token < p.n; token += SLICES) {
+        const vec4 v = x[token * quads + own];
+        [[unroll]] for (uint j = 0u; j < 8u; j++) sums[j] += z[token * p.rank + min(first + j, p.rank - 1u)] * v;
+    }
+    [[unroll]] for (uint j = 0u; j < 8u; j++) {
+        barrier();
+        parts[slice * 32u + lane] = sums[j];
+        barrier();
+        if (slice == j % SLICES && quad < quads && first + j < p.rank) {
+            vec4 sum = vec4(0.0);
+            for (uint s = 0u; s < SLICES; s++) sum += parts[s * 32u + lane];
+            [[unroll]] for (uint e = 0u; e < 4u; e++) {
+#if RANK_ROWS
+                const uint at = (first + j) * p.width + 4u * quad + e;
+#else
+                const uint at = (4u * quad + e) * p.rank + first + j;
+#endif
+                y[at] = p.add != 0u ? y[at] + sum[e] : sum[e];
+            }
+        }
+    }
+}

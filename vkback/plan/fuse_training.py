@@ -1,0 +1,110 @@
+"""Fusion of a training step's graph: sums into the products before them, where kernels can add what there is.
+
+    ADD of MUL_MAT       -> MAT_VEC with a residual: the product with an adapter's B added to that with W; the residual stream to the latter
+    ADD of MUL_MAT_BACK  -> MUL_MAT_BACK with a third operand: gradients from several readers of a value
+
+A product is fused where it goes by matrices or is one with a factor of low rank (vkback/ops/low_rank.py). A fused node stands where the sum
+stood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from vkback.graph import Node, Tensor
+from vkback.ops import low_rank
+from vkback.ops.base import Dispatch, LowerContext
+from vkback.ops.mat_mul_back import adds
+from vkback.ops.mat_mul_lower import choose
+from vkback.ops.mat_vec_node import MatVecNode
+from vkback.plan.fuse import Index, Nodes, replace
+
+ROLES = ("w", "x", "residual")
+
+
+def fuse_training(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """The nodes with sums fused into products."""
+    for add in [node for node in nodes if node.op == "ADD"]:
+        index = Index(nodes, outputs)
+        add = index.producer[add.name]
+        found = _into_base(add, index, nodes, ctx) or _into_product(add, index, nodes, ctx)
+        if found is not None:
+            nodes = found
+    return nodes
+
+
+def _alike(add: Node) -> bool:
+    """Whether it is a sum of two tensors of one shape, made by nodes, to a third."""
+    a, b = add.inputs
+    return add.op == "ADD" and not add.params and a.shape == b.shape == add.outputs[0].shape and add.outputs[0].kind == "node"
+
+
+def _into_product(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Nodes | None:
+    """The later of its operands that is a product which can add the other."""
+    if not _alike(add):
+        return None
+    places = {id(node): i for i, node in enumerate(nodes)}
+    pairs = [(index.producer.get(mine.name), mine, other) for mine, other in (add.inputs, add.inputs[::-1])]
+    made = [(node, other) for node, mine, other in pairs if node is not None and index.read_once(mine) and mine.name != other.name]
+    for product, other in sorted(made, key=lambda pair: -places[id(pair[0])]):
+        if product.op == "MUL_MAT_BACK" and len(product.inputs) == 2 and adds(product, ctx):
+            fused = dataclasses.replace(product, inputs=(*product.inputs, other), outputs=add.outputs)
+            return replace(nodes, [product, add], [fused])
+        if product.op == "MUL_MAT" and _takes_residual(product, ctx):
+            return replace(nodes, [product, add], [_with_residual(product, other, add.outputs[0])])
+    return None
+
+
+def _into_base(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Nodes | None:
+    """y + h with y = W x + B a, fused already: W x takes h, where h is there before it."""
+    if not _alike(add):
+        return None
+    places = {t.name: i for i, node in enumerate(nodes) for t in node.outputs}
+    for mine, other in (add.inputs, add.inputs[::-1]):
+        up = index.made_by(mine, "MAT_VEC")
+        if up is None or up.params["roles"] != ROLES:
+            continue
+        base = index.made_by(up.inputs[2], "MUL_MAT")
+        if base is None or not _takes_residual(base, ctx) or places.get(other.name, -1) > places[base.name]:
+            continue
+        summed = _with_residual(base, other, base.outputs[0])
+        nodes = replace(nodes, [base], [summed])
+        return replace(nodes, [up, add], [dataclasses.replace(up, outputs=add.outputs)])
+    return None
+
+
+def _with_residual(product: Node, residual: Tensor, y: Tensor) -> Node:
+    return Node("MAT_VEC", (*product.inputs, residual), (y,), {"roles": ROLES})
+
+
+def _takes_residual(product: Node, ctx: LowerContext) -> bool:
+    """Whether a MUL_MAT can add something without a pass of its own."""
+    if product.params or len(product.inputs) != 2 or len(product.outputs) != 1 or len(product.outputs[0].shape) != 2:
+        return False
+    w, x = product.inputs
+    if w.kind != "weight" or len(w.shape) != 2:
+        return False
+    if low_rank.is_factor(w, x.shape[0], ctx):
+        return not low_rank.makes_rank(w, back=False)
+    shape = choose(MatVecNode.of(Node("MAT_VEC", product.inputs, product.outputs, {"roles": ("w", "x")})), ctx).shape
+    return shape is not None and shape.way == "coop_mat"
+
+
+PACKING = "mat_mul/pack_f16.comp"
+
+
+def without_repeats(dispatches: Sequence[Dispatch]) -> list[Dispatch]:
+    """The dispatches without packings that have been done already, of values that nobody has changed since."""
+    out: list[Dispatch] = []
+    done: dict[tuple[object, ...], set[str]] = {}
+    for d in dispatches:
+        key = (d.kernel, d.args, d.push, d.groups)
+        if key in done:
+            continue
+        written = {name for name, _ in d.writes}
+        done = {k: names for k, names in done.items() if names.isdisjoint(written)}
+        if d.kernel.source == PACKING:
+            done[key] = {a.tensor.name for a in d.args}
+        out.append(d)
+    return out
