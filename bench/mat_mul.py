@@ -6,7 +6,7 @@ A --cut is TILE_M x TILE_N x STEP_K, the part of a subgroup, with +f activations
 coop_reg TILE_M x TILE_N x 32 / WARP_M x SLICE_K. One line a point: microseconds with a barrier after each launch (the best and the
 median of the repetitions), TFLOPS, share of the device's math
 rate, and the NMSE of some rows against numpy. --ids EXPERTSxUSED times a grouped product without its route, every expert as likely as
-another.
+another. --overlap times launches without barriers between them: what is left of a launch where others run beside it.
 """
 
 from __future__ import annotations
@@ -152,18 +152,20 @@ class Product:
             self.ranges[key] = self.arena.alloc(nbytes(arg.tensor), key)
         return self.ranges[key]
 
-    def time(self, shape: MatMulShape, ctx: LowerContext, repetitions: int) -> tuple[float, float, float]:
+    def time(self, shape: MatMulShape, ctx: LowerContext, repetitions: int, overlap: bool = False) -> tuple[float, float, float]:
         """Best and median microseconds of a launch, and the NMSE."""
         before, product = self.dispatches(shape, ctx)
         kernels = compile_kernels(self.device, self.library, [*before, *product])
 
-        def record(name: str, parts: Sequence[Sequence[Dispatch]]) -> object:
+        def record(name: str, parts: Sequence[Sequence[Dispatch]], barriers: bool = True) -> object:
             rec = self.device.recorder(name, timestamps=2)
             rec.timestamp("start")
             for launch, part in enumerate(parts):
                 for d in part:
                     rec.dispatch(kernels[d.kernel, len(d.args), len(d.push)], [self.bind(a, launch) for a in d.args], d.push, d.groups)
-                    rec.barrier()
+                    if barriers:
+                        rec.barrier()
+            rec.barrier()
             rec.timestamp("end")
             return rec.finish()
 
@@ -171,7 +173,7 @@ class Product:
         span_us(self.device, first)  # type: ignore[arg-type]
         wrong = self.nmse()
         launches = 1 if self.device.caps.software else max(self.copies, 8)
-        commands = record("product", [product] * launches)
+        commands = record("product", [product] * launches, not overlap)
         warm_up(self.device, commands, 0.3)  # type: ignore[arg-type]
         times = [span_us(self.device, commands) / launches for _ in range(repetitions)]  # type: ignore[arg-type]
         first.destroy()  # type: ignore[attr-defined]
@@ -202,6 +204,7 @@ def main() -> None:
     parser.add_argument("--cut", default="")
     parser.add_argument("--ids", default="")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device")
     args = parser.parse_args()
@@ -219,7 +222,7 @@ def main() -> None:
                 for cut in args.cut.split(",") if args.cut else [""]:
                     try:
                         shape = cut_of(cut, args.way, device) if cut else mat_mul.default_shape(args.way, n, device.caps)
-                        us, median, wrong = product.time(shape, ctx, args.repetitions)
+                        us, median, wrong = product.time(shape, ctx, args.repetitions, args.overlap)
                     except (PlanError, DeviceError) as error:
                         print(f"{quant} {text} {cut}: {error}", flush=True)
                         continue

@@ -1,0 +1,137 @@
+"""Times a step of several tokens, all logits wanted, against one of one token, under tuning overrides.
+
+    python bench/steps.py MODEL.gguf [-t 1,2,4,8,16] [--depth 128] [--rounds 3] [--stages] VARIANT...
+
+A variant is rows of a tuning table that come before all others (as for bench/one_token.py), of steps of more than one token. "@unordered"
+before the rows, or alone, runs a program without any barrier, whose results are wrong: the time if no stage waited for another.
+
+All programs take turns. A line each, the tables' own first: microseconds a step by the device's clock, how many times that of one token it
+is, stages and how many of them are barrier-free, the NMSE of the logits against the tables', and whether a spin-wait timed out. With
+--stages a line for each dispatch of the tables' plan of a middle layer and of what follows the last: microseconds with all barriers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from vkback.autotune.overrides import with_overrides
+from vkback.device import BufferRange, Device
+from vkback.errors import VkbackError
+from vkback.graph import Tensor
+from vkback.harness.judge import nmse
+from vkback.models.registry import Model
+from vkback.ops.base import Array, LowerContext
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule
+from vkback.plan.tuning import Tuning
+from vkback.program import Program, WeightRanges, compile_kernels
+from vkback.shader import ShaderLibrary
+from vkback.timing.launches import span_us, stamp, warm_up
+from vkback.timing.stages import loaded, zeroed
+
+WARM_S = 0.02
+REPEAT = 8
+LOGITS = "result_output"
+UNORDERED = "@unordered"
+
+
+def step_schedule(model: Model, n: int, n_ctx: int, ctx: LowerContext, variant: str) -> Schedule:
+    """The plan of a step of n tokens under a variant."""
+    rows = variant.removeprefix(UNORDERED)
+    tables = ctx.tuning
+    assert isinstance(tables, Tuning)
+    schedule = plan(model.graph(n, n_ctx, head="all"), dataclasses.replace(ctx, tuning=with_overrides(tables, rows)))
+    if variant.startswith(UNORDERED):
+        schedule = dataclasses.replace(schedule, barrier_free=frozenset(range(1, len(schedule.stages))))
+    return schedule
+
+
+class Step:
+    """A program of some tokens behind `depth` rows of zeros."""
+
+    def __init__(
+        self, device: Device, library: ShaderLibrary, schedule: Schedule, n: int, depth: int,
+        ranges: dict[str, BufferRange], weights: dict[str, WeightRanges], stack: ExitStack,
+    ) -> None:  # fmt: skip
+        self.device, self.schedule, self.times = device, schedule, list[float]()
+        inputs = zeroed(device, [t for t in schedule.tensors().values() if t.kind == "input"], stack)
+        device.upload(inputs["pos"], np.arange(depth, depth + n, dtype=np.int32))
+        device.upload(inputs["tokens"], np.arange(7, 7 + n, dtype=np.int32))
+        self.program = Program(device, library, schedule, {**ranges, **inputs}, weights)
+        stack.callback(self.program.close)
+        self.start, self.end = (stamp(device, label) for label in ("start", "end"))
+        self.commands = self.program.record("steps", repeat=REPEAT)
+        self.one = self.program.record("step")
+
+    def time(self) -> None:
+        warm_up(self.device, self.commands, WARM_S)
+        self.times += [span_us(self.device, self.start, self.commands, self.end) / REPEAT for _ in range(3)]
+
+    def logits(self) -> Array:
+        self.device.submit([self.commands, self.one]).wait()
+        return self.device.download(self.program.range(LOGITS), np.float32)
+
+    def stage_lines(self) -> list[str]:
+        """Dispatches of the layer in the middle and of what comes behind the layers."""
+        stamped = self.program.record("stages", timestamps=True)
+        warm_up(self.device, stamped, WARM_S)
+        runs = []
+        for _ in range(5):
+            self.device.submit(stamped).wait()
+            runs.append(np.diff([ns for _, ns in stamped.timestamps()]) / 1e3)
+        us = np.median(runs, axis=0)
+        lines = []
+        for number, stage in enumerate(self.schedule.stages):
+            names = ", ".join(f"{d.label} [{Path(d.kernel.source).name} {d.groups}]" for d in stage)
+            if "-15" in names or number > len(us) - 4 or number < 2:
+                lines.append(f"    {number:4} {us[number]:8.2f} us  {names[:200]}")
+        return [*lines, f"    together {us.sum():8.1f} us"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("variants", nargs="*", metavar="VARIANT")
+    parser.add_argument("-t", "--tokens", default="1,2,4,8,16", help="numbers of tokens, 1 among them or not")
+    parser.add_argument("--depth", type=int, default=128, help="rows of the cache before the step, zeros")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stages", action="store_true")
+    args = parser.parse_intermixed_args()
+    model, library = Model.open(args.model), ShaderLibrary()
+    with Device.open() as device, ExitStack() as stack:
+        ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
+        schedules: dict[tuple[int, str], Schedule] = {}
+        for n in map(int, args.tokens.split(",")):
+            for text in ("", *(args.variants if n > 1 else ())):
+                try:
+                    schedules[n, text] = step_schedule(model, n, model.default_n_ctx, ctx, text)
+                except VkbackError as e:
+                    print(f"{n} tokens, {text}: {e}")
+        kept = ("weight", "state")
+        tensors: dict[str, Tensor] = {}
+        for schedule in schedules.values():
+            tensors |= {name: t for name, t in schedule.tensors().items() if t.kind in kept}
+        compile_kernels(device, library, [d for schedule in schedules.values() for d in schedule.dispatches()])
+        weights, ranges = loaded(model, tensors, device, stack, progress=False)
+        steps = {key: Step(device, library, s, key[0], args.depth, ranges, weights, stack) for key, s in schedules.items()}
+        for _ in range(args.rounds):
+            for step in steps.values():
+                step.time()
+        one = float(np.median(next((s.times for (n, _), s in steps.items() if n == 1), [np.nan])))
+        for (n, text), step in steps.items():
+            us = float(np.median(step.times))
+            error = nmse(step.logits(), steps[n, ""].logits())
+            stages = f"{len(step.schedule.stages)} stages, {len(step.schedule.barrier_free)} barrier-free"
+            timed_out = " TIMED OUT" if step.program.timed_out else ""
+            print(f"{n:3} tokens {us:9.1f} us {us / one:5.2f} times one, {stages}, NMSE {error:7.1e}{timed_out}  {text or 'tables'}")
+            if args.stages and not text.startswith(UNORDERED):
+                print("\n".join(step.stage_lines()))
+
+
+if __name__ == "__main__":
+    main()
