@@ -1,6 +1,6 @@
 """What the driver makes of the kernels of a model's token: registers, size of the code, spills, and on NVIDIA the machine code.
 
-    python bench/kernels.py MODEL.gguf [--ctx 4224] [--only attention/] [--code FOLDER] [VARIANT...]
+    python bench/kernels.py MODEL.gguf [--ctx 4224] [-t 1] [--only attention/] [--code FOLDER] [VARIANT...]
 
 A VARIANT is as for bench/one_token.py. A line a kernel; with --code a file each, and its loops with what they consist of.
 """
@@ -44,12 +44,15 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("variants", nargs="*", metavar="VARIANT", default=[""])
     parser.add_argument("--ctx", type=int, help="rows of the cache, default as the engine's")
+    parser.add_argument("-t", "--tokens", type=int, default=1, help="of a step; more than one with all logits")
     parser.add_argument("--only", default="", help="kernels whose source begins so")
     parser.add_argument("--code", type=Path, metavar="FOLDER")
     args = parser.parse_intermixed_args()
     if args.code:
         args.code.mkdir(parents=True, exist_ok=True)
-    library, graph, shown = ShaderLibrary(), token_graph(Model.open(args.model), args.ctx), 0
+    library, model, shown = ShaderLibrary(), Model.open(args.model), 0
+    several = args.tokens > 1
+    graph = model.graph(args.tokens, args.ctx or model.default_n_ctx, head="all") if several else token_graph(model, args.ctx)
     with Device.open(statistics=True) as device:
         tables = Tuning.for_device(device.caps)
         for variant in args.variants:
