@@ -187,7 +187,7 @@ def axes(caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     """Values to try of each parameter. Workgroup counts are multiples of the device's cores, where it tells them."""
     cores = caps.shader_cores or 64
     sizes = [s for s in (8, 16, 32, 64, 128) if caps.subgroup_required_size and caps.subgroup_min <= s <= caps.subgroup_max]
-    threads = (8, 16, 32, 64) if caps.software else (32, 64, 128, 256, 320, 512, 640, 1024)
+    threads = (8, 16, 32, 64) if caps.software else (32, 64, 128, 256, 320, 384, 512, 640, 768, 1024)
     return {
         "wg": threads,
         "lanes": (1, 2, 4, 8, 16) if caps.software else (8, 16, 32, 64, 128, 256),
