@@ -28,7 +28,7 @@ from vkback.models.engine import add_sampler
 from vkback.models.prompt import default_ubatch, program_sizes, with_barriers
 from vkback.models.synth import write_outline
 from vkback.models.weight_stream import REPACK
-from vkback.ops import attention_prompt, mat_mul
+from vkback.ops import attention_prompt, attention_train, mat_mul
 from vkback.ops.base import LowerContext, PlanError
 from vkback.paths import builtin_models, shader_root
 from vkback.plan.planner import plan
@@ -62,7 +62,7 @@ CONTEXTS = (128, 512)
 
 
 def matrix_variants() -> list[Variant]:
-    return [*mat_mul.prebuilt_variants(), *attention_prompt.prebuilt_variants()]
+    return [*mat_mul.prebuilt_variants(), *attention_prompt.prebuilt_variants(), *attention_train.prebuilt_variants()]
 
 
 def planned_variants(devices: Sequence[str] = DEVICES) -> list[Variant]:

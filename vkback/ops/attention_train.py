@@ -7,6 +7,9 @@
 The n tokens are `sequences` texts of as many tokens each, one after the other. The token at place i of a text sees places
 max(0, i + 1 - window) .. i of it, all up to i without a window, and the whole text where causal is False.
 lse is the logarithm of the sum of exp(score) of a row.
+
+With act "f16" both go by cooperative matrices (shaders/attention/train_matrix_*.comp) where the device has suitable ones. Operands are
+packed as f16 first, every head of a text times a power of two of its own.
 """
 
 from __future__ import annotations
@@ -40,11 +43,21 @@ from vkback.ops.column_sums import column_sums
 from vkback.ops.cost import Cost
 from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.launch import by_threads
+from vkback.ops.mat_mul import matrix_shapes, required_subgroup
 from vkback.ops.peer import sized
+from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
 TILE = 32
 """Queries, keys and columns of a tile."""
+
+PACK_THREADS = 1024
+"""Of a workgroup that packs a head of a text, where the device has as many: 32 heads are 32 workgroups."""
+
+F16_ATTENTION = Tolerance(
+    1e-5, 0.03, "operands, weights and derivatives of scores in f16, 2^-12 each in the mean square; scores up to 10 are off by as much of "
+    "themselves, and so weights by up to ten times that: NMSE 6e-6",
+)  # fmt: skip
 
 MOST_CHUNKS = 4
 """Tiles of columns that a workgroup has in registers."""
@@ -156,6 +169,72 @@ def _products(sizes: Sizes, params: Mapping[str, Any]) -> int:
     return seen * sizes.heads * sizes.texts
 
 
+MATRIX_DIM = 128
+"""Largest head size by matrices: a subgroup has all sums of its rows in registers."""
+
+
+def _matrix_shape(sizes: Sizes, ctx: LowerContext) -> tuple[int, int, int] | None:
+    """The matrices to take with act "f16"; None: f32. Weights that come as sums become matrices A, and lanes share rows evenly."""
+    caps = ctx.caps
+    if ctx.act != "f16" or max(sizes.hd, sizes.vd) > MATRIX_DIM or not caps.has_subgroup_ops("basic"):
+        return None
+    for rows, columns, depth in matrix_shapes(caps):
+        whole = not any(size % columns or size % depth for size in (sizes.hd, sizes.vd))
+        if columns == depth and caps.subgroup_size % rows == 0 and rows * columns % caps.subgroup_size == 0 and whole:
+            return rows, columns, depth
+    return None
+
+
+class _Matrices:
+    """The dispatches of an attention by matrices."""
+
+    def __init__(self, node: Node, ctx: LowerContext, sizes: Sizes, matrix: tuple[int, int, int]) -> None:
+        self.node, self.ctx, self.sizes, self.matrix = node, ctx, sizes, matrix
+        self.rows = ceil_div(sizes.n, max(matrix)) * max(matrix)
+        self.warps = 1 if ctx.caps.software else 4  # there subgroups' barriers may be the workgroup's
+        self.dispatches: list[Dispatch] = []
+
+    def packed(self, x: Tensor, heads: int, dim: int) -> Arg:
+        """Packs x [tokens, heads, dim]."""
+        sizes, caps = self.sizes, self.ctx.caps
+        count = sizes.texts * heads
+        y = Tensor(f"{self.node.name}.{x.name}.f16", "F16", (count * (self.rows * dim + 2),))
+        if max(count, sizes.texts) > MAX_GROUPS_X:
+            raise PlanError(f"[{self.node.op}] {self.node.name}: {count} heads of texts; at most {MAX_GROUPS_X}")
+        wg = workgroup_size(caps, PACK_THREADS, sizes.n * dim // 4)
+        defines, pinned = reduction(caps, wg)
+        self.dispatches.append(
+            Dispatch(
+                Variant("attention/train_pack.comp", tuple(sorted(defines.items())), pinned), (Arg(x), Arg(y, "w")),
+                pack_push(sizes.n, self.rows, dim // 4), (heads, sizes.texts, 1), self.node.op, self.node.name,
+                f"f16 by heads, {wg} threads", nbytes=nbytes(x) + nbytes(y),
+            )
+        )  # fmt: skip
+        return Arg(y)
+
+    def launch(self, shader: str, args: Sequence[Arg], flops: int) -> None:
+        """A subgroup for each tile of rows of a head."""
+        sizes, params, caps = self.sizes, self.node.params, self.ctx.caps
+        push = pack_push(
+            sizes.n, self.rows, sizes.heads, sizes.kv_heads, sizes.texts, int(params.get("causal", True)), int(params.get("window", 0)),
+            float(params["scale"]), float(params.get("softcap", 0.0)),
+        )  # fmt: skip
+        spec = (self.warps * caps.subgroup_size, caps.subgroup_size, *self.matrix, sizes.hd, sizes.vd)
+        groups = (ceil_div(sizes.n, self.matrix[0] * self.warps), sizes.heads, sizes.texts)
+        self.dispatches.append(
+            Dispatch(
+                Variant(f"attention/train_matrix_{shader}.comp", (), required_subgroup(caps), tuple(enumerate(spec))), tuple(args), push,
+                groups, self.node.op, self.node.name, f"matrices {'x'.join(map(str, self.matrix))}, {self.warps} subgroups",
+                nbytes=sum(nbytes(a.tensor) for a in args), flops=flops,
+            )
+        )  # fmt: skip
+
+
+def prebuilt_variants() -> list[Variant]:
+    """The modules that need a compiler with cooperative matrices."""
+    return [Variant(f"attention/train_matrix_{kind}.comp") for kind in ("forward", "back_q", "back_kv")]
+
+
 class _Training:
     """Cases of both ops."""
 
@@ -163,8 +242,10 @@ class _Training:
 
     def _case(
         self, hsk: int, hsv: int, nh: int, nr: int, n: int, sequences: int, causal: bool, window: int, softcap: float, seed: int,
-        back: bool,
+        back: bool, act: str = "auto",
     ) -> Case:
+        if act not in ("auto", "f32", "f16"):
+            raise CaseLineError(f"{self.name}: act={act}: expected one of auto, f32, f16")
         if min(hsk, hsv, nh, nr, n, sequences) < 1 or window < 0 or softcap < 0:
             raise CaseLineError(f"{self.name}: expected hsk, hsv, nh, nr, n and sequences above 0, window and logit_softcap from 0")
         tokens, heads = n * sequences, nh * nr
@@ -189,7 +270,7 @@ class _Training:
 
         shown = {
             "hsk": hsk, "hsv": hsv, "nh": nh, "nr": nr, "n": n, "sequences": sequences, "causal": int(causal), "window": window,
-            "logit_softcap": softcap, "seed": seed,
+            "logit_softcap": softcap, **({"act": act} if act != "auto" else {}), "seed": seed,
         }  # fmt: skip
         return Case(self.name, shown, make, seed)
 
@@ -223,31 +304,43 @@ class FlashAttnLse(_Training, Op):
         if y.elements != rows * sizes.vd or lse.elements != rows:
             raise PlanError(f"[{self.name}] {node.name}: outputs {y}, {lse}: expected {rows} rows of {sizes.vd} values, and {rows} sums")
         flops = 2 * _products(sizes, node.params) * (sizes.hd + sizes.vd)
+        if (matrix := _matrix_shape(sizes, ctx)) is not None:
+            by = _Matrices(node, ctx, sizes, matrix)
+            taken = (by.packed(q, sizes.heads, sizes.hd), by.packed(k, sizes.kv_heads, sizes.hd), by.packed(v, sizes.kv_heads, sizes.vd))
+            by.launch("forward", (*taken, Arg(y, "w"), Arg(lse, "w")), flops)
+            return by.dispatches
         args = (Arg(q), Arg(k), Arg(v), Arg(y, "w"), Arg(lse, "w"))
         return [_launch(node, "train_forward", args, sizes, sizes.heads, sizes.vd, flops=flops)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        if _matrix_shape(sizes_of(node, *node.inputs), ctx) is not None:
+            return F16_ATTENTION
         return Tolerance(1e-11, 3e-5, "f32 sums; scores up to 10 are off by 2^-20, and so are their exponentials relative to themselves")
 
     def build_case(
         self, hsk: int = 64, hsv: int = 64, nh: int = 3, nr: int = 3, n: int = 40, sequences: int = 1, causal: bool = True, window: int = 0,
-        logit_softcap: float = 0.0, seed: int = 67,
+        logit_softcap: float = 0.0, act: str = "auto", seed: int = 67,
     ) -> Case:
         """hsk, hsv: head sizes, nh: kv heads, nr: heads of each, n: tokens of each of the texts."""
-        return self._case(hsk, hsv, nh, nr, n, sequences, causal, window, logit_softcap, seed, back=False)
+        return self._case(hsk, hsv, nh, nr, n, sequences, causal, window, logit_softcap, seed, back=False, act=act)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case(64, 64, 2, 3, 67)
         yield self.build_case(40, 36, 1, 2, 35, sequences=3, window=9, logit_softcap=5.0)
         yield self.build_case(64, 64, 1, 2, 2, causal=False)
+        yield self.build_case(64, 48, 2, 2, 45, sequences=2, window=19, logit_softcap=8.0, act="f16")
 
     def full_cases(self) -> Iterator[Case]:
         for hd, n in ((128, 100), (256, 33), (8, 70)):
             for window in (0, 5, 33):
                 yield self.build_case(hd, hd, 2, 2, n, window=window)
+                yield self.build_case(hd, hd, 2, 2, n, window=window, act="f16")
+        yield self.build_case(32, 32, 1, 1, 50, causal=False, act="f16")
 
     def perf_cases(self) -> Iterator[Case]:
         yield self.build_case(64, 64, 3, 3, 512)
+        yield self.build_case(128, 128, 8, 4, 512)
+        yield self.build_case(128, 128, 8, 4, 512, act="f16")
 
 
 @register
@@ -280,6 +373,7 @@ class FlashAttnBack(_Training, Gradient):
                 raise PlanError(f"[{self.name}] {node.name}: {t}: expected {count} values")
         delta = Tensor(f"{node.name}.delta", "F32", (rows,))
         group = sizes.heads // sizes.kv_heads
+        matrix = _matrix_shape(sizes, ctx) if group == 1 or q.shape[0] * sizes.kv_heads <= MAX_GROUPS_X else None
         apart = group > 1 and q.shape[0] * sizes.kv_heads <= MAX_GROUPS_X
         heads_each = 1 if apart else group
         made_k, made_v = dk, dv
@@ -287,42 +381,60 @@ class FlashAttnBack(_Training, Gradient):
             made_k, made_v = (Tensor(f"{t.name}.heads", "F32", (q.shape[0], sizes.heads, t.shape[-1])) for t in (dk, dv))
         given = (Arg(q), Arg(k), Arg(v), Arg(dy), Arg(lse), Arg(delta))
         pairs = _products(sizes, node.params)
+        flops_q, flops_kv = 2 * pairs * (2 * sizes.hd + sizes.vd), 4 * pairs * (sizes.hd + sizes.vd)
         made = [
             by_threads(
                 node, ctx, "attention/train_delta.comp", (Arg(dy), Arg(y), Arg(delta, "w")), (rows, sizes.vd), rows, flops=2 * y.elements
-            ),
-            _launch(
-                node, "train_back_q", (*given, Arg(dq, "w")), sizes, sizes.heads, sizes.hd, flops=2 * pairs * (2 * sizes.hd + sizes.vd)
-            ),
-            _launch(
-                node, "train_back_kv", (*given, Arg(made_k, "w"), Arg(made_v, "w")), sizes, sizes.heads // heads_each,
-                max(sizes.hd, sizes.vd), heads_each, flops=4 * pairs * (sizes.hd + sizes.vd),
-            ),
-        ]  # fmt: skip
+            )
+        ]
+        if matrix is not None:
+            by = _Matrices(node, ctx, sizes, matrix)
+            taken = (
+                by.packed(q, sizes.heads, sizes.hd), by.packed(k, sizes.kv_heads, sizes.hd), by.packed(v, sizes.kv_heads, sizes.vd),
+                by.packed(dy, sizes.heads, sizes.vd), *given[4:],
+            )  # fmt: skip
+            by.launch("back_q", (*taken, Arg(dq, "w")), flops_q)
+            by.launch("back_kv", (*taken, Arg(made_k, "w"), Arg(made_v, "w")), flops_kv)
+            made += by.dispatches
+        else:
+            made += [
+                _launch(node, "train_back_q", (*given, Arg(dq, "w")), sizes, sizes.heads, sizes.hd, flops=flops_q),
+                _launch(
+                    node, "train_back_kv", (*given, Arg(made_k, "w"), Arg(made_v, "w")), sizes, sizes.heads // heads_each,
+                    max(sizes.hd, sizes.vd), heads_each, flops=flops_kv,
+                ),
+            ]  # fmt: skip
         if apart:
             for part, whole in ((made_k, dk), (made_v, dv)):
                 made += column_sums(node, ctx, part, whole, group, part.shape[-1], q.shape[0] * sizes.kv_heads)
         return made
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        if _matrix_shape(sizes_of(node, *node.inputs[1:4]), ctx) is not None:
+            return F16_ATTENTION
         return Tolerance(1e-10, 1e-4, "f32 sums; weights are off by 2^-20 of themselves, and dy v and delta cancel")
 
     def build_case(
         self, hsk: int = 64, hsv: int = 64, nh: int = 3, nr: int = 3, n: int = 40, sequences: int = 1, causal: bool = True, window: int = 0,
-        logit_softcap: float = 0.0, seed: int = 71,
+        logit_softcap: float = 0.0, act: str = "auto", seed: int = 71,
     ) -> Case:
         """As FLASH_ATTN_LSE."""
-        return self._case(hsk, hsv, nh, nr, n, sequences, causal, window, logit_softcap, seed, back=True)
+        return self._case(hsk, hsv, nh, nr, n, sequences, causal, window, logit_softcap, seed, back=True, act=act)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case(64, 64, 2, 3, 67)
         yield self.build_case(40, 36, 1, 2, 35, sequences=3, window=9, logit_softcap=5.0)
         yield self.build_case(64, 64, 1, 1, 2, causal=False)
+        yield self.build_case(64, 48, 2, 2, 45, sequences=2, window=19, logit_softcap=8.0, act="f16")
 
     def full_cases(self) -> Iterator[Case]:
         for hd, n in ((128, 100), (256, 33), (8, 70)):
             for window in (0, 5, 33):
                 yield self.build_case(hd, hd, 2, 2, n, window=window)
+                yield self.build_case(hd, hd, 2, 2, n, window=window, act="f16")
+        yield self.build_case(32, 32, 1, 1, 50, causal=False, act="f16")
 
     def perf_cases(self) -> Iterator[Case]:
         yield self.build_case(64, 64, 3, 3, 512)
+        yield self.build_case(128, 128, 8, 4, 512)
+        yield self.build_case(128, 128, 8, 4, 512, act="f16")

@@ -1,0 +1,42 @@
+#version 450
+// Rows of heads as f16 for attention in training by cooperative matrices: each head of each text times a power of two of its own.
+//
+//   binding 0  x F32 [texts, n, heads, dim], dim a multiple of 4
+//   binding 1  y F16 [texts, heads, rows, dim], rows from n on zeros; behind it F32 [texts, heads]: what undoes the powers
+//
+// A workgroup takes a head of a text: heads along x, texts along y. It looks for the largest size and then packs, so that it lies from 1 to 2. Infinities
+// and NaN stay what they are.
+//
+// Defines: WG_SIZE and those of common/reduce.glsl
+#extension GL_EXT_control_flow_attributes : require
+#include "common/reduce.glsl"
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint n;      // tokens of a text
+    uint rows;   // with those that fill it up
+    uint quads;  // of four values, of a row of a head
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer InX { vec4 x[]; };
+layout(std430, set = 0, binding = 1) writeonly buffer OutY { uvec2 y[]; };
+layout(std430, set = 0, binding = 1) writeonly buffer OutFactors { float factors[]; };
+
+void main() {
+    const uint heads = gl_NumWorkGroups.x, head = gl_WorkGroupID.y * heads + gl_WorkGroupID.x;
+    const uint first = (gl_WorkGroupID.y * p.n * heads + gl_WorkGroupID.x) * p.quads, stride = heads * p.quads;
+    uint size = 0u;
+    for (uint i = gl_LocalInvocationID.x; i < p.n * p.quads; i += WG_SIZE) {
+        const uvec4 bits = floatBitsToUint(x[first + i / p.quads * stride + i % p.quads]) & 0x7fffffffu;
+        size = max(size, max(max(bits.x, bits.y), max(bits.z, bits.w)));
+    }
+    const uint exponent = clamp(wg_max(size) >> 23, 1u, 253u);
+    const float power = uintBitsToFloat((254u - exponent) << 23);
+    const uint all = heads * gl_NumWorkGroups.y * p.rows * p.quads;
+    if (gl_LocalInvocationID.x == 0u) factors[2u * all + head] = uintBitsToFloat(exponent << 23);
+    for (uint i = gl_LocalInvocationID.x; i < p.rows * p.quads; i += WG_SIZE) {
+        const uint row = i / p.quads;
+        const vec4 v = row < p.n ? power * x[first + row * stride + i % p.quads] : vec4(0.0);
+        y[head * p.rows * p.quads + i] = uvec2(packHalf2x16(v.xy), packHalf2x16(v.zw));
+    }
+}
