@@ -56,8 +56,23 @@ def kind_of(dispatch: Dispatch) -> str:
     return f"{dispatch.op} {shader}: {read.type} {list(read.shape)} -> {list(written[0].shape) if written else ''}"
 
 
-def stages(steps: DeviceSteps) -> None:
-    """Print where the time of a step goes."""
+def median_ms(count: int, action: Callable[[], object]) -> float:
+    """Milliseconds of the host's clock."""
+    found = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        action()
+        found.append(1e3 * (time.perf_counter() - begun))
+    return statistics.median(found)
+
+
+def stages(trainer: StepTrainer, steps: DeviceSteps, step: Callable[[], float], half: Callable[[], float]) -> None:
+    """Print where the time of a step goes. half: of a step what makes the gradients."""
+    programs = [steps.program(graph).record(graph) for graph in ("gradients", "optimizer")]
+    alone = [median_ms(5, lambda c=commands: steps.device.submit(c).wait(WAIT_S)) for commands in programs]  # type: ignore[misc]
+    parts = len(steps.parts("gradients"))
+    print(f"by the host's clock: gradients {median_ms(5, half):.2f} ms in {parts} submits, {alone[0]:.2f} as one submit without inputs and")
+    print(f"results; optimizer {median_ms(5, trainer.update):.2f} ms, {alone[1]:.2f} as a submit; a step {median_ms(5, step):.2f} ms")
     whole: dict[str, list[float]] = {}
     for graph in ("gradients", "optimizer"):
         program = steps.program(graph)
@@ -111,7 +126,9 @@ def main() -> None:
         forward = prompt_flops(model.graph(1, args.ctx, head="none"), count, 0)
         print(f"{'':24} {trainer.steps.nbytes / 2**30:10.2f} GiB; the forward pass alone is {1e-12 * forward:.3f} TFLOP")
         if args.stages:
-            stages(trainer.steps)
+            stages(
+                trainer, trainer.steps, lambda: trainer.step(tokens, targets), lambda: trainer.gradients(tokens, targets)
+            )  # fmt: skip
     if args.torch:
         import torch
 

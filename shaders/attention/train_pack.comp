@@ -3,9 +3,9 @@
 //
 //   binding 0  x F32 [texts, n, heads, dim], dim a multiple of 4
 //   binding 1  y F16 [texts, heads, rows, dim], rows from n on zeros; behind it F32 [texts, heads]: what undoes the powers
+//   binding 2  the overflow word (mat_mul/overflow.glsl), raised by infinities and NaN alone
 //
-// A workgroup takes a head of a text: heads along x, texts along y. It looks for the largest size and then packs, so that it lies from 1 to 2. Infinities
-// and NaN stay what they are.
+// A workgroup takes a head of a text: heads along x, texts along y. It looks for the largest size and then packs, so that it lies from 1 to 2.
 //
 // Defines: WG_SIZE and those of common/reduce.glsl
 #extension GL_EXT_control_flow_attributes : require
@@ -22,6 +22,9 @@ layout(std430, set = 0, binding = 0) readonly buffer InX { vec4 x[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer OutY { uvec2 y[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer OutFactors { float factors[]; };
 
+#define OVERFLOW_BINDING 2
+#include "mat_mul/overflow.glsl"
+
 void main() {
     const uint heads = gl_NumWorkGroups.x, head = gl_WorkGroupID.y * heads + gl_WorkGroupID.x;
     const uint first = (gl_WorkGroupID.y * p.n * heads + gl_WorkGroupID.x) * p.quads, stride = heads * p.quads;
@@ -36,7 +39,8 @@ void main() {
     if (gl_LocalInvocationID.x == 0u) factors[2u * all + head] = uintBitsToFloat(exponent << 23);
     for (uint i = gl_LocalInvocationID.x; i < p.rows * p.quads; i += WG_SIZE) {
         const uint row = i / p.quads;
-        const vec4 v = row < p.n ? power * x[first + row * stride + i % p.quads] : vec4(0.0);
+        const vec4 v = row < p.n ? noted(power * x[first + row * stride + i % p.quads]) : vec4(0.0);
         y[head * p.rows * p.quads + i] = uvec2(packHalf2x16(v.xy), packHalf2x16(v.zw));
     }
+    report_overflow();
 }

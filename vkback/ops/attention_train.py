@@ -41,6 +41,7 @@ from vkback.ops.base import (
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.column_sums import column_sums
 from vkback.ops.cost import Cost
+from vkback.ops.f16_range import overflow_word
 from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.launch import by_threads
 from vkback.ops.mat_mul import matrix_shapes, required_subgroup
@@ -205,7 +206,8 @@ class _Matrices:
         defines, pinned = reduction(caps, wg)
         self.dispatches.append(
             Dispatch(
-                Variant("attention/train_pack.comp", tuple(sorted(defines.items())), pinned), (Arg(x), Arg(y, "w")),
+                Variant("attention/train_pack.comp", tuple(sorted(defines.items())), pinned),
+                (Arg(x), Arg(y, "w"), Arg(overflow_word(y), "rw")),
                 pack_push(sizes.n, self.rows, dim // 4), (heads, sizes.texts, 1), self.node.op, self.node.name,
                 f"f16 by heads, {wg} threads", nbytes=nbytes(x) + nbytes(y),
             )

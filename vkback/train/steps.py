@@ -183,6 +183,11 @@ class DeviceSteps:
         self.prepare(graph)
         return self._programs[graph]
 
+    def parts(self, graph: str) -> Sequence[Commands]:
+        """The submits of a graph."""
+        self.prepare(graph)
+        return self._commands[graph]
+
     def run(self, graph: str, inputs: Mapping[str, Array]) -> list[Array]:
         self.prepare(graph)
         for name, value in inputs.items():
