@@ -42,7 +42,7 @@ def timed(what: str, tokens: int, steps: int, step: Callable[[], float]) -> floa
     return speed
 
 
-STAGES = 14
+STAGES = 44
 """Kinds of kernels that --stages lists."""
 
 ROUGHLY = Costs(2000.0, 0.0, 0.0, "to divide the time of a stage among its dispatches", 100_000.0)

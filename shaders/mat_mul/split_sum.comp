@@ -5,9 +5,10 @@
 //   binding 1  y F32 [n][y_stride]
 //   binding 2  bias F32 [m], binding 3 residual F32 [n][y_stride]; where there is none, any buffer
 //
-// A thread makes an output row of one column; gl_WorkGroupID.y counts columns.
+// A thread makes an output row of one column, with QUADS four neighbouring ones; gl_WorkGroupID.y counts columns.
 //
-// Defines: WG, PARTS, HAS_BIAS, HAS_RESIDUAL, GLU (0, 1, 2), GLU_ALPHA, GLU_LIMIT
+// Defines: WG, PARTS, HAS_BIAS, HAS_RESIDUAL, GLU (0, 1, 2), GLU_ALPHA, GLU_LIMIT; QUADS, 1 where m, y_stride and y_offset are multiples of 4 and there
+// is neither bias nor GLU
 #extension GL_EXT_control_flow_attributes : require
 layout(local_size_x = WG) in;
 
@@ -23,6 +24,9 @@ layout(std430, set = 0, binding = 0) readonly buffer Parts { float parts[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer Y { float y[]; };
 layout(std430, set = 0, binding = 2) readonly buffer Bias { float bias[]; };
 layout(std430, set = 0, binding = 3) readonly buffer Residual { float residual[]; };
+layout(std430, set = 0, binding = 0) readonly buffer PartQuads { vec4 parts4[]; };
+layout(std430, set = 0, binding = 1) writeonly buffer YQuads { vec4 y4[]; };
+layout(std430, set = 0, binding = 3) readonly buffer ResidualQuads { vec4 residual4[]; };
 #include "mat_mul/glu.glsl"
 
 float total(uint column, uint row) {
@@ -32,6 +36,15 @@ float total(uint column, uint row) {
 }
 
 void main() {
+#if QUADS
+    const uint quad = gl_GlobalInvocationID.x, quads = p.m / 4u, to = (gl_WorkGroupID.y * p.y_stride + p.y_offset) / 4u + quad;
+    if (quad >= quads) return;
+    vec4 sum = vec4(0.0);
+    [[unroll]] for (uint i = 0; i < PARTS; i++) sum += parts4[(i * p.n + gl_WorkGroupID.y) * quads + quad];
+    if (HAS_RESIDUAL != 0) sum += residual4[to];
+    y4[to] = sum;
+    return;
+#endif
     const uint row = gl_GlobalInvocationID.x, column = gl_WorkGroupID.y;
     if (row >= (GLU != 0 ? p.m / 2u : p.m)) return;
     const uint at = column * p.y_stride + p.y_offset + row;

@@ -462,8 +462,10 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
     if split == 1:
         return [product]
     wg = min(256, caps.max_workgroup_invocations)
-    outputs = rows >> glu
-    defines: Defines = {**epilogue_defines(job), "WG": wg, "PARTS": split}
+    aligned = not any(size % 4 for size in (rows, job.y.shape[-1], job.y_row0 + (shard.row0 >> glu)))
+    quads = aligned and job.bias is None and not glu
+    threads = rows // 4 if quads else rows >> glu
+    defines: Defines = {**epilogue_defines(job), "WG": wg, "PARTS": split, "QUADS": int(quads)}
     unused = Arg(target)
     return [
         product,
@@ -472,7 +474,7 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
             (unused, Arg(job.y, "w", part="" if whole else f"rows {job.y_row0} {shard.row0}"),
              *(Arg(t) if t is not None else unused for t in (job.bias, job.residual))),
             pack_push(rows, job.n, job.y.shape[-1], job.y_row0 + (shard.row0 >> glu), shard.row0),
-            (ceil_div(outputs, wg), job.n, 1),
+            (ceil_div(threads, wg), job.n, 1),
             "MUL_MAT",
             f"{job.name} parts",
             f"{split} parts",
