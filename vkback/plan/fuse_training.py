@@ -41,19 +41,25 @@ def _alike(add: Node) -> bool:
 
 
 def _into_product(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Nodes | None:
-    """The later of its operands that is a product which can add the other."""
+    """Of its operands that are products which can add the other a factor's, else the later one: while a factor's operand is scaled, the product
+    with the weight is made."""
     if not _alike(add):
         return None
     places = {id(node): i for i, node in enumerate(nodes)}
     pairs = [(index.producer.get(mine.name), mine, other) for mine, other in (add.inputs, add.inputs[::-1])]
     made = [(node, other) for node, mine, other in pairs if node is not None and index.read_once(mine) and mine.name != other.name]
-    for product, other in sorted(made, key=lambda pair: -places[id(pair[0])]):
+    for product, other in sorted(made, key=lambda pair: (not _of_factor(pair[0], ctx), -places[id(pair[0])])):
         if product.op == "MUL_MAT_BACK" and len(product.inputs) == 2 and adds(product, ctx):
             fused = dataclasses.replace(product, inputs=(*product.inputs, other), outputs=add.outputs)
             return replace(nodes, [product, add], [fused])
         if product.op == "MUL_MAT" and _takes_residual(product, ctx):
             return replace(nodes, [product, add], [_with_residual(product, other, add.outputs[0])])
     return None
+
+
+def _of_factor(product: Node, ctx: LowerContext) -> bool:
+    w = product.inputs[1 if product.op == "MUL_MAT_BACK" else 0]
+    return product.op in ("MUL_MAT", "MUL_MAT_BACK") and low_rank.is_factor(w, product.outputs[0].shape[0], ctx)
 
 
 def _into_base(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Nodes | None:
