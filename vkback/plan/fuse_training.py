@@ -41,8 +41,8 @@ def _alike(add: Node) -> bool:
 
 
 def _into_product(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Nodes | None:
-    """Of its operands that are products which can add the other a factor's, else the later one: while a factor's operand is scaled, the product
-    with the weight is made."""
+    """The sum as one product, which adds the other operand: that with a factor, where there is one, since its operand is still being scaled
+    while the product with the weight is made; else the later."""
     if not _alike(add):
         return None
     places = {id(node): i for i, node in enumerate(nodes)}
