@@ -224,13 +224,18 @@ class Device:
 
     def upload(self, dst: BufferRange, data: npt.NDArray[Any]) -> None:
         """Write an array into a range and wait until it has arrived; the array may be shorter than the range."""
+        self.upload_many([(dst, data)])
+
+    def upload_many(self, pairs: Sequence[tuple[BufferRange, npt.NDArray[Any]]]) -> None:
+        """`upload` of several arrays, with one wait for all."""
         self._require_open()
-        if dst.host_visible:
+        if any(dst.host_visible for dst, _ in pairs):
             self._queue.last.wait()
         if self._uploader is None:
             self._uploader = Uploader(self, BLOCKING_CHUNK)
         try:
-            self._uploader.write(dst, 0, data)
+            for dst, data in pairs:
+                self._uploader.write(dst, 0, data)
         finally:
             self._uploader.flush_and_wait()
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from vkback import quants
 from vkback.device import Arena, BufferRange, Commands, Device, Ticket
@@ -190,9 +191,11 @@ class DeviceSteps:
 
     def run(self, graph: str, inputs: Mapping[str, Array]) -> list[Array]:
         self.prepare(graph)
-        for name, value in inputs.items():
-            if name in self._inputs:
-                self.device.upload(self._ranges[name], stored_bytes(self._inputs[name], value, self.device.caps)[0])
+        given = [
+            (self._ranges[name], stored_bytes(self._inputs[name], value, self.device.caps)[0])
+            for name, value in inputs.items() if name in self._inputs
+        ]  # fmt: skip
+        self.device.upload_many(given)
         under_way: list[Ticket] = []
         for part in self._commands[graph]:
             if len(under_way) == IN_FLIGHT:
@@ -201,17 +204,22 @@ class DeviceSteps:
         for ticket in under_way:
             ticket.wait(WAIT_S)
         program = self._programs[graph]
-        self._check_range(program)
-        return [self._decoded(t, [program.range(t.name)]) for t in self._graphs[graph].outputs]
+        outputs = self._graphs[graph].outputs
+        places = [program.range(t.name) for t in outputs] + ([program.overflow] if program.overflow is not None else [])
+        if not places:
+            return []
+        raw = self.device.download_many(places)
+        ends = np.cumsum([place.size for place in places])
+        pieces = np.split(raw, ends[:-1])
+        if program.overflow is not None:
+            self._check_range(program, program.overflow, pieces.pop().view(np.uint32))
+        return [decoded(t, piece) for t, piece in zip(outputs, pieces, strict=True)]
 
-    def _check_range(self, program: Program) -> None:
+    def _check_range(self, program: Program, place: BufferRange, words: npt.NDArray[np.uint32]) -> None:
         """Raises F16RangeError where a kernel has packed what is no number. Rows are packed by powers of two of their own: no number is
-        beyond the range of f16."""
-        if program.overflow is None:
-            return
-        words = self.device.download(program.overflow, np.uint32)
+        beyond the range of f16. words: the program's overflow words, of which `place` is the memory."""
         if found := program.overflowed(words):
-            self.device.upload(program.overflow, np.zeros_like(words))
+            self.device.upload(place, np.zeros_like(words))
             name = next(iter(found)).removesuffix(SUFFIX)
             raise F16RangeError(
                 f"[train] {name}: activations or gradients are infinite or no numbers: lower the learning rate, or bound the gradients"
