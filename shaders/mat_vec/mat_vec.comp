@@ -157,6 +157,14 @@ float dot_numbers(vec4 w[8], vec2 scale, vec2 bias, Act a, vec2 x_sums) {
 }
 #endif
 
+#if !PATH_INT
+float dot_weights(vec4 w[8], Act a) {
+    vec4 sum = vec4(0.0);
+    [[unroll]] for (int i = 0; i < 8; i++) sum = fma(w[i], a.x[i], sum);
+    return (sum.x + sum.y) + (sum.z + sum.w);
+}
+#endif
+
 #if !(PATH_INT && COLS == 1)
 // Adds one unit of ROWS rows times the activations of COLS tokens, each times `weight` (the expert's).
 void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float weight) {
@@ -169,35 +177,41 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float w
     }
 #else
   #if COLS == 1
+    // A row after the other, so that the weights of one at a time are in registers.
     const Act a = act_load(x_row, unit, units_on);
     #if SCALE_SUMS
     const vec2 x_sums = sums_of(a);
     #endif
-  #endif
     [[unroll]] for (int r = 0; r < ROWS; r++) {
         vec4 w[8];
-  #if SCALE_SUMS
+    #if SCALE_SUMS
         vec2 scale, bias;
         unit_numbers(raw[r], w, scale, bias);
-  #else
+        acc[r][0] += weight * dot_numbers(w, scale, bias, a, x_sums);
+    #else
         unit_decode(raw[r], w);
-  #endif
-        [[unroll]] for (int c = 0; c < COLS; c++) {
-  #if COLS > 1
-            const Act a = act_load(token_row(x_row, c), unit, units_on);
-    #if SCALE_SUMS
-            const vec2 x_sums = sums_of(a);
+        acc[r][0] += weight * dot_weights(w, a);
     #endif
-  #endif
-  #if SCALE_SUMS
-            acc[r][c] += weight * dot_numbers(w, scale, bias, a, x_sums);
-  #else
-            vec4 sum = vec4(0.0);
-            [[unroll]] for (int i = 0; i < 8; i++) sum = fma(w[i], a.x[i], sum);
-            acc[r][c] += weight * ((sum.x + sum.y) + (sum.z + sum.w));
-  #endif
-        }
     }
+  #else
+    // A token after the other: with the rows outside, each would read the same x, and compilers would keep that of all tokens in registers.
+    vec4 w[ROWS][8];
+    #if SCALE_SUMS
+    vec2 scale[ROWS], bias[ROWS];
+    [[unroll]] for (int r = 0; r < ROWS; r++) unit_numbers(raw[r], w[r], scale[r], bias[r]);
+    #else
+    [[unroll]] for (int r = 0; r < ROWS; r++) unit_decode(raw[r], w[r]);
+    #endif
+    [[unroll]] for (int c = 0; c < COLS; c++) {
+        const Act a = act_load(token_row(x_row, c), unit, units_on);
+    #if SCALE_SUMS
+        const vec2 x_sums = sums_of(a);
+        [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][c] += weight * dot_numbers(w[r], scale[r], bias[r], a, x_sums);
+    #else
+        [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][c] += weight * dot_weights(w[r], a);
+    #endif
+    }
+  #endif
 #endif
 }
 

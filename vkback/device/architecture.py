@@ -129,6 +129,12 @@ def driver_class(driver_id: str) -> str:
     return driver_id.removeprefix("VK_DRIVER_ID_").removesuffix("_KHR").lower()
 
 
+def mesa_series(driver_info: str) -> str:
+    """ "Mesa 22.3.6" -> "22", whose compilers a row may be for; "" for drivers that are not Mesa's."""
+    found = re.match(r"Mesa (\d+)\.", driver_info)
+    return found[1] if found else ""
+
+
 def known_class(vendor: str, name: str) -> bool:
     """Whether `classify` can give a device of this vendor this class."""
     return name in CLASSES.get(vendor, ()) or (vendor == "apple" and re.fullmatch(r"apple_m\d+", name) is not None)

@@ -5,6 +5,7 @@ A table is a TOML file. Each op family has rows:
     [[mat_vec]]
     architecture = ["rdna3", "rdna4"] # classes of docs/device_profiles.md; only in a vendor's table
     driver = "mesa_radv"              # VkDriverId in lower case; only in a vendor's table
+    mesa = ["22", "23"]               # series of Mesa, for rows about one compiler; only in a vendor's table
     quant = ["Q4_K", "Q5_K"]          # what the row is about: words and booleans match by equality, a list by any of its words,
     m = { min = 2048 }                # numbers by value or by a range, inclusive
     set = { rows = 2, lanes = 32 }    # what it says
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
@@ -40,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from vkback.device import Capabilities
-from vkback.device.architecture import CLASSES, DRIVERS, driver_class, known_class
+from vkback.device.architecture import CLASSES, DRIVERS, driver_class, known_class, mesa_series
 from vkback.errors import VkbackError
 from vkback.ops.base import FAMILIES, Choice, Chooser, Family, MatchKind, is_one_of, table_word
 from vkback.paths import tuning_root, user_tuning_root
@@ -52,7 +53,7 @@ Values = frozenset[Any] | Range
 Region = Mapping[str, Values]
 """Per match key the words a row is about, or the ends of its range of numbers; a key that is not there is free."""
 
-DEVICE_KEYS = ("architecture", "driver")
+DEVICE_KEYS = ("architecture", "driver", "mesa")
 RESERVED = (*DEVICE_KEYS, "row", "set", "measured")
 
 
@@ -67,7 +68,7 @@ class Row:
     number   its place among the rows of its family in the file, from 1
     label    the same as errors name it: "3", or "3.2" for the second row of a group
     region   `match`, checked and as sets and ranges
-    devices  architectures and drivers it is for; those it does not name are all meant
+    devices  architectures, drivers and series of Mesa it is for; those it does not name are all meant
     """
 
     family: str
@@ -94,7 +95,7 @@ class Row:
 
     def suits(self, caps: Capabilities) -> bool:
         """Whether it is for this device, as far as it says."""
-        mine = {"architecture": caps.architecture, "driver": driver_class(caps.driver_id)}
+        mine = {"architecture": caps.architecture, "driver": driver_class(caps.driver_id), "mesa": mesa_series(caps.driver_info)}
         return all(mine[key] in names for key, names in self.devices.items())
 
 
@@ -386,14 +387,21 @@ def _check_parameter(where: str, known: Family, key: str, value: Any) -> None:
 
 
 def _devices(where: str, vendor: str, key: str, want: Any) -> frozenset[str]:
-    """The architectures or drivers that a row of a vendor's table names."""
+    """The architectures, drivers or series of Mesa that a row of a vendor's table names."""
     names = want if isinstance(want, list) else [want]
     if vendor not in CLASSES:
         raise TuningError(f"{where}: {key} belongs in a vendor's table: {', '.join(sorted(CLASSES))}")
-    wrong = [n for n in names if not isinstance(n, str) or not (known_class(vendor, n) if key == "architecture" else n in DRIVERS)]
+    legal: dict[str, tuple[Callable[[str], bool], Sequence[str]]] = {
+        "architecture": (lambda n: known_class(vendor, n), CLASSES[vendor]),
+        "driver": (lambda n: n in DRIVERS, DRIVERS),
+        "mesa": (str.isdecimal, ("22", "and so on")),
+    }
+    is_known, known = legal[key]
+    wrong = [n for n in names if not isinstance(n, str) or not is_known(n)]
     if wrong or not names:
-        known = ", ".join(CLASSES[vendor] if key == "architecture" else DRIVERS)
-        raise TuningError(f"{where}: matches nothing: {vendor} has no {key} {wrong[0] if wrong else want!r}, expected one of {known}")
+        raise TuningError(
+            f"{where}: matches nothing: {vendor} has no {key} {wrong[0] if wrong else want!r}, expected one of {', '.join(known)}"
+        )
     return frozenset(names)
 
 
