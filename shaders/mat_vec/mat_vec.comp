@@ -23,7 +23,7 @@
 //   ROWS_FULL      1: the matrix is a whole number of tiles, so that row numbers need no bound
 //   Y_TYPE         Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
 //   SCALE_SUMS     1, float path: scales multiply the sums of a unit's products with whole numbers, not every weight (types with unit_ints)
-//   LEVEL_TABLE    1, with SCALE_SUMS: the decoder looks these numbers up in shared memory (shaders/quant/mxfp4.glsl)
+//   LEVEL_TABLE    1 or 2, with SCALE_SUMS: the decoder looks these numbers up in shared memory (shaders/quant/mxfp4.glsl)
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_KHR_shader_subgroup_basic : require
 #if SUBGROUP > 1

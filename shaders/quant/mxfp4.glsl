@@ -44,24 +44,34 @@ float unit_dot(UnitRaw r, uint q[16], uint x[8], ivec2 sum) {
 #endif
 
 #ifdef LEVEL_TABLE
-// Levels as floats in shared memory, sixteen in as many banks: a look-up for each weight instead of bitwise steps and a conversion.
+// Half the levels as floats in shared memory, sixteen in as many banks: a look-up for each weight instead of bitwise steps and a conversion. Half of
+// them, so that the exponent is the scale's as it is; of exponent 0 the weights, at most 2^-124, count as 0.
+// LEVEL_TABLE 1: a mask leaves four codes in bytes, which hardware takes from an operand while it makes an address of them. LEVEL_TABLE 2: each code is a
+// bit field of its own, for hardware that does not (GCN 4, beside a constant).
 #define UNIT_TABLE
 #define UNIT_NUMBERS
-shared float e2m1_levels[16];
+shared float e2m1_half_levels[16];
 
 void unit_table(uint thread, uint threads) {
-    for (uint i = thread; i < 16u; i += threads) e2m1_levels[i] = float(int(3u * e2m1_small(i, 3u) + (e2m1_large(i) & 15u)) - 12);
+    for (uint i = thread; i < 16u; i += threads) e2m1_half_levels[i] = 0.5 * float(int(3u * e2m1_small(i, 3u) + (e2m1_large(i) & 15u)) - 12);
 }
 
 void unit_numbers(UnitRaw r, out vec4 w[8], out vec2 scale, out vec2 bias) {
     [[unroll]] for (int i = 0; i < 4; i++) {
+  #if LEVEL_TABLE == 1
         const uint low = r.qs[i] & 0x0f0f0f0fu, high = (r.qs[i] >> 4) & 0x0f0f0f0fu;
+  #endif
         [[unroll]] for (int b = 0; b < 4; b++) {
-            w[i][b] = e2m1_levels[bitfieldExtract(low, 8 * b, 8)];
-            w[i + 4][b] = e2m1_levels[bitfieldExtract(high, 8 * b, 8)];
+  #if LEVEL_TABLE == 1
+            w[i][b] = e2m1_half_levels[bitfieldExtract(low, 8 * b, 8)];
+            w[i + 4][b] = e2m1_half_levels[bitfieldExtract(high, 8 * b, 8)];
+  #else
+            w[i][b] = e2m1_half_levels[bitfieldExtract(r.qs[i], 8 * b, 4)];
+            w[i + 4][b] = e2m1_half_levels[bitfieldExtract(r.qs[i], 8 * b + 4, 4)];
+  #endif
         }
     }
-    scale = vec2(half_power(r));
+    scale = vec2(uintBitsToFloat(byte_of(r.e, r.index) << 23));
     bias = vec2(0.0);
 }
 #endif

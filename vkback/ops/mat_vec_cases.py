@@ -355,6 +355,7 @@ def scaled_sums() -> Iterator[Case]:
     for quant, n in (("Q4_K", 1), ("Q6_K", 1), ("Q8_0", 1), ("MXFP4", 1), ("Q5_K", 3)):
         yield mul_mat_case(quant, 33, n, 512, act="f32").where(scales="sums", unroll=1)
     yield mul_mat_case("MXFP4", 33, 2, 512, act="f32").where(scales="levels", unroll=1)
+    yield mul_mat_case("MXFP4", 33, 1, 512, act="f32").where(scales="levels_bfe", unroll=1)
 
 
 def prompts_mul_mat() -> Iterator[Case]:

@@ -25,9 +25,9 @@ Prologue = Literal["none", "norm", "copy"]
 """x as it is in memory; x normed into shared memory by every workgroup; a Q8_1 x, or in a barrier-free stage any, copied there."""
 Prefetch = Literal["none", "weights", "weights+x"]
 """Software prefetch into registers: as soon as a unit is used, its registers are loaded with that of the next chunk."""
-Scales = Literal["weights", "sums", "levels"]
+Scales = Literal["weights", "sums", "levels", "levels_bfe"]
 """Float path: scales multiply every weight, or the sums of a unit's products with whole numbers; "levels": the latter, of numbers looked up
-in shared memory."""
+in shared memory; "levels_bfe": by codes that are bit fields, not bytes."""
 LaneOrder = Literal["strided", "blocked"]
 """The units that a lane takes at once are LANES apart, or neighbours."""
 
@@ -38,6 +38,9 @@ SHADER_WORDS: Mapping[str, tuple[str, ...]] = {
 
 LOOKED_UP = frozenset({"MXFP4"})
 """Types whose decoder can look its levels up (LEVEL_TABLE)."""
+
+LEVEL_TABLES: Mapping[str, int] = {"levels": 1, "levels_bfe": 2}
+"""LEVEL_TABLE of a way to look levels up."""
 
 BIT_PLANES = frozenset({"IQ4_NL", "IQ4_XS"})
 """Types that shaders/quant/bit_planes.glsl turns into bytes."""
@@ -292,7 +295,7 @@ def _scales(choice: Choice, quant: str, path: Path) -> Scales:
     wanted: Scales = choice.params.get("scales", "weights")
     if path != "float" or quant not in INT_QUANTS:
         return "weights"
-    return "sums" if wanted == "levels" and quant not in LOOKED_UP else wanted
+    return "sums" if wanted in LEVEL_TABLES and quant not in LOOKED_UP else wanted
 
 
 def _fitted(config: MatVecConfig, name: str, ctx: LowerContext) -> MatVecConfig:
@@ -360,8 +363,8 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
         defines["EXCHANGE_BITS"] = EXCHANGE_BITS.get(caps.vendor, 0)
     if config.scales != "weights":
         defines["SCALE_SUMS"] = 1
-    if config.scales == "levels":
-        defines["LEVEL_TABLE"] = 1
+    if config.scales in LEVEL_TABLES:
+        defines["LEVEL_TABLE"] = LEVEL_TABLES[config.scales]
     if config.experts != "none":
         defines["N_USED"] = config.n_used
     if config.experts == "heads":
