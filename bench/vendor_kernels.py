@@ -33,10 +33,12 @@ OTHERS = {
     "attention": "FLASH_ATTN_EXT(n_head=32,n_head_kv=8,hd=128,n_ctx=4096,pos=[4095],y=F32,window=0,sinks=0)",
     "attention of a prompt": f"FLASH_ATTN_EXT(n_head=32,n_head_kv=8,hd=128,n_ctx=4096,pos=[{TOKENS}],y=F32,window=0,sinks=0)",
     "norm": "RMS_NORM(ne=[1,4096])",
-    **{f"{quant} {n} tokens": f"MUL_MAT(type_a={quant},m=4096,n={n},k=4096)" for quant in ("Q4_K", "Q6_K") for n in (8, 24, 512)},
+    **{f"{quant} {n} tokens": f"MUL_MAT(type_a={quant},m=4096,n={n},k=4096)" for n in (2, 4, 8, 16, 24, 512) for quant in ("Q4_K", "Q6_K")},
+    **{f"{quant} {n} tokens": f"MUL_MAT(type_a={quant},m=4096,n={n},k=4096)" for n in (8, 16) for quant in ("Q8_0", "F16")},
+    **{f"gate and up of {n} tokens": f"MAT_VEC(type_a=Q4_K,m=28672,n={n},k=4096,glu=1,out={{glu_out}})" for n in (2, 4, 8, 16)},
     "Q4_K 24 tokens MUL_MAT_ID": "MUL_MAT_ID(type_a=Q4_K,m=768,n=24,k=2048,n_mats=128,n_used=8)",
 }
-"""Of these, every kernel."""
+"""Of these, every kernel. glu_out: type of what the GLU makes, as the next product's way wants it."""
 
 K_QUANTS = frozenset({"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
 
@@ -134,7 +136,7 @@ def main() -> None:
                     rows.append(row)
         for name, case in OTHERS.items():
             try:
-                found = all_of(device, LowerContext(caps, tables), case)
+                found = all_of(device, LowerContext(caps, tables), case.replace("{glu_out}", "Q8_1" if caps.int_dot_accelerated else "F32"))
             except PlanError as e:
                 found = {"": {"error": str(e)}}
             for kernel, made in found.items():

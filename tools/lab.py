@@ -57,7 +57,7 @@ CHIPS = (
 )  # fmt: skip
 EXECUTORS = ("lavapipe", "swiftshader")
 
-CHIP_SECONDS = 75.0
+CHIP_SECONDS = 20.0
 """Of a chip's table on a core, without the peer."""
 
 
