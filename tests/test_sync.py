@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,19 +18,23 @@ from test_plan import LARGE, check_device_limits, schedule
 from vkback.device import Capabilities, Device, profile_ids
 from vkback.device.spirv import inspect
 from vkback.graph import Tensor
+from vkback.harness.judge import nmse
 from vkback.harness.runner import Workbench, prepare
 from vkback.models import Model
 from vkback.models.engine import Engine
+from vkback.models.twin import NumpyTwin
 from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, SpinWaits, nbytes
+from vkback.ops.mat_mul import matrix_shapes
 from vkback.ops.mat_vec_cases import fused_case
 from vkback.paths import builtin_model
 from vkback.plan.forecast import Costs, Wait, predicted_us, waits
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.sync import SENTINEL, STATE, without_barriers
-from vkback.plan.tuning import device_table
+from vkback.plan.sync import ARRIVALS, SENTINEL, STATE, without_barriers
+from vkback.plan.tuning import Overrides, Tuning, device_table
 from vkback.program import Program
 from vkback.shader import ShaderLibrary, Variant
+from vkback.timing.stages import loaded
 
 GRAPHS = (*BUILT_IN, *(f"{large}:4" for large in (*LARGE, "gpt-oss-20b-MXFP4")))
 N_CTX = 64
@@ -76,13 +82,40 @@ def test_what_is_spun_on_lies_apart(name: str, models: Callable[[str], Model]) -
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_prompts_and_single_ops_keep_their_barriers(name: str, models: Callable[[str], Model]) -> None:
+def test_long_prompts_and_single_ops_keep_their_barriers(name: str, models: Callable[[str], Model]) -> None:
     ctx = sentinel("nvidia_h200_linux")
-    for n, head in ((2, "last"), (16, "none"), (16, "all")):
-        prompt = models(name).graph(n, N_CTX, head=head)  # type: ignore[arg-type]
-        assert plan(prompt, ctx) == plan(prompt, with_params(ctx, sync="barrier"))
+    prompt = models(name).graph(64, N_CTX, head="none")
+    assert plan(prompt, ctx) == plan(prompt, with_params(ctx, sync="barrier"))
     alone = schedule(models(name), ctx, "greedy", n_ctx=N_CTX, fusion="none")
     assert not alone.barrier_free and not alone.sentinel_tensors and not alone.sentinel_range.size
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_all_stages_of_a_few_tokens_are_barrier_free_but_the_ends(n: int, models: Callable[[str], Model]) -> None:
+    """As the tables have it: two stages, then six a layer and the head. Products wait for the arrivals of who stores their activations,
+    attention for those of RoPE and store, which spins on the words of Q, K and V."""
+    model = models("llama-8b-Q4_K_S:4")
+    s = plan(model.graph(n, 4096, head="all"), planned_for("nvidia_h200_linux"))
+    assert s.barrier_free == set(range(2, len(s.stages))) and len(s.stages) == 6 * 4 + 3
+    writers = {a.tensor.name: d for d in s.dispatches() for a in d.args if "w" in a.access and not a.tensor.name.endswith(ARRIVALS)}
+    counters = {name for name in s.tensors() if name.endswith(ARRIVALS)}
+    assert len(counters) == 5 * 4 + 1 and counters <= s.sentinel_tensors
+    assert not s.sentinel_tensors & s.counted_tensors
+    for number in s.barrier_free:
+        for d in s.stages[number]:
+            assert d.waits is not None
+            awaited = dict(d.kernel.spec).get(20) or dict(d.kernel.defines).get("AWAITED")
+            made = [writers[name].waits for name in d.waits.counted]
+            assert [awaited] * len(made) == [w.arrives for w in made if w]
+            assert bool(made) or bool(d.waits.shares)
+
+
+def test_what_is_counted_lies_apart_and_is_not_filled(models: Callable[[str], Model]) -> None:
+    s = plan(models("llama-8b-Q4_K_S:4").graph(8, 4096, head="all"), planned_for("nvidia_h200_linux"))
+    slots = [s.slots[name] for name in s.counted_tensors]
+    assert all(slot.offset + slot.size <= s.sentinel_range.offset for slot in slots)
+    others = [slot for name, slot in s.slots.items() if name not in s.counted_tensors]
+    assert all(a.offset + a.size <= b.offset or b.offset + b.size <= a.offset for a in slots for b in [*others, *slots] if a is not b)
 
 
 def test_a_stage_of_its_own_for_the_norm_keeps_its_barriers(models: Callable[[str], Model]) -> None:
@@ -146,6 +179,46 @@ def test_a_part_happens_after_what_all_its_writers_waited_for() -> None:
     assert barrier_free(A, part=[C]) == {2, 3}
     assert barrier_free(B, part=[C]) == {2}
     assert barrier_free(A, B, whole=[C]) == {2, 3}
+
+
+def counting(made: Tensor, *read: Tensor, counted: Sequence[Tensor] = (), shares: Sequence[Tensor] = (), arrives: int = 3) -> Dispatch:
+    """A launch that can count its arrivals, and wait for those of another."""
+    d = step(made, *read, *counted, *shares)
+    return dataclasses.replace(d, waits=SpinWaits(shares=names(shares), counted=names(counted), arrives=arrives))
+
+
+def names(tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    return tuple(t.name for t in tensors)
+
+
+def test_who_saw_all_arrive_knows_what_they_waited_for_together() -> None:
+    """A word of b says nothing of the rest of a, of which its workgroups wait for shares; all arrivals say that a is complete."""
+    s = planned([[], [counting(A)], [counting(B, shares=[A])], [counting(C, A, counted=[B])]])
+    assert s.barrier_free == {2, 3}
+    assert s.sentinel_tensors == {"a", "b.arrivals"} and s.counted_tensors == {"b"}
+    made, reads = s.stages[2][0], s.stages[3][0]
+    assert made.args[-2:] == (Arg(Tensor("b.arrivals", "I32", (16, 32)), "rw"), Arg(STATE, "rw"))
+    assert dict(made.kernel.defines) == {"SYNC_SENTINEL": 1, "SPINS": 1, "ARRIVES": 1, "BIND_ARRIVALS": 2, "BIND_SYNC_STATE": 3}
+    assert dict(reads.kernel.defines) == {"SYNC_SENTINEL": 1, "SPINS": 0, "AWAITED": 3, "BIND_AWAITED": 3, "BIND_SYNC_STATE": 4}
+    assert planned([[], [counting(A)], [counting(B, shares=[A])], [step(C, A, part=[B])]]).barrier_free == {2}
+
+
+def test_arrivals_of_one_dispatch_alone_are_awaited() -> None:
+    def barrier_free(*makers: Dispatch) -> frozenset[int]:
+        return planned([[], [counting(A), counting(E)], list(makers), [counting(D, counted=[B, C])]]).barrier_free
+
+    both = dataclasses.replace(counting(B, shares=[A]), args=(Arg(A), Arg(B, "w"), Arg(C, "w")))
+    assert barrier_free(both) == {2, 3}
+    assert barrier_free(counting(B, shares=[A]), counting(C, shares=[A])) == {2}
+    assert barrier_free(counting(B, shares=[A]), counting(B, shares=[E]), counting(C, shares=[A])) == {2}
+    assert barrier_free(counting(B, shares=[A], arrives=0), counting(C, shares=[A], arrives=0)) == {2}
+
+
+def test_arrivals_ahead_of_the_last_barrier_are_not_awaited() -> None:
+    barrier = dataclasses.replace(step(E), waits=None)
+    s = planned([[], [counting(A)], [barrier], [counting(B)], [counting(C, counted=[A], shares=[B])]])
+    assert s.barrier_free == {4} and not s.counted_tensors
+    assert "AWAITED" not in dict(s.stages[4][0].kernel.defines)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -281,6 +354,63 @@ def test_tokens_are_the_same(engines: tuple[Engine, Engine], device: Device) -> 
     plain, barrier_free = engines
     assert tokens(barrier_free) == tokens(barrier_free) == tokens(plain)
     assert timed_out(device, barrier_free._program("greedy")) == 0
+
+
+@pytest.mark.vulkan
+def test_prompts_of_few_tokens_are_the_same_bits(engines: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the check of a program's first run fails: then they go on with barriers."""
+
+    def prompt_logits(engine: Engine) -> np.ndarray:
+        engine.reset()
+        return engine.prompt_logits(TOKENS).view(np.uint32)
+
+    def barrier_free_stages() -> frozenset[int]:
+        ((_, planned),) = barrier_free.prompt_schedules(len(TOKENS))
+        return planned.barrier_free
+
+    plain, barrier_free = engines
+    expected = prompt_logits(plain)
+    assert barrier_free_stages()
+    for _ in range(2):
+        np.testing.assert_array_equal(prompt_logits(barrier_free), expected)
+    assert not capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "array_equal", lambda *_: False)
+        barrier_free._prompts.close()
+        got = prompt_logits(barrier_free)
+    np.testing.assert_array_equal(got, expected)
+    assert "a prompt's stages cannot run barrier-free (a prompt's values differ" in capsys.readouterr().err
+    assert not barrier_free_stages()
+
+
+@pytest.mark.vulkan
+def test_products_in_registers_wait_for_arrivals(device: Device, library: ShaderLibrary) -> None:
+    """Five tokens and padding, all stages barrier-free: the same bits as with barriers, and as close to the twin where no stage packs or
+    norms as where they do."""
+    if not matrix_shapes(device.caps):
+        pytest.skip(f"{device.caps.name} has no cooperative matrices")
+    model, ids, n = Model.open(builtin_model("demo-dense")), np.array([1, 17, 300, 5, 42, 7], np.int32), 5
+    twin = NumpyTwin(model, n_ctx=N_CTX).logits(ids[:n].tolist())
+    cut: dict[str, Any] = {"kernel": "coop_reg", "tile_m": 16, "tile_n": 8, "warp_m": 8, "slice_k": 2}
+    found = []
+    with ExitStack() as stack:
+        for sync, pack in (("barrier", "producer"), ("sentinel", "producer"), ("sentinel", "mat_mul")):
+            params: dict[str, dict[str, Any]] = {"mat_mul": cut, "schedule": {"sync": sync, "pack": pack}, "attention": {"way": "decode"}}
+            ctx = LowerContext(device.caps, Overrides(Tuning.for_device(device.caps), params, "test"))
+            s = plan(model.graph(n + 1, N_CTX, head="all"), ctx)
+            assert s.barrier_free == (set(range(2, len(s.stages))) if sync == "sentinel" else set())
+            weights, ranges = loaded(model, s.tensors(), device, stack, progress=False)
+            program = Program(device, library, s, ranges, weights)
+            stack.callback(program.close)
+            device.upload(ranges["tokens"], ids)
+            device.upload(ranges["pos"], np.array([*range(n), -1], np.int32))
+            commands = program.record("few tokens")
+            for _ in range(2):
+                device.submit(commands).wait(600)
+            assert not program.timed_out
+            found.append(device.download(program.range("result_output"), np.float32)[: n * model.hp.n_vocab].reshape(n, -1))
+    np.testing.assert_array_equal(found[0].view(np.uint32), found[1].view(np.uint32))
+    assert all(nmse(got, twin) < 1e-5 for got in found)  # f16 operands: as WAY_NMSE of tests/prompt_ways.py says
 
 
 @pytest.mark.vulkan

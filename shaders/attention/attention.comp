@@ -9,7 +9,7 @@
 //   cache_v  the same (V_TYPE) with VD values a row, rows V_PITCH eights apart: more than VD / 8 where V is the first part of each row of K's cache (MLA)
 //   q_pe     F32 [n, n_head, HD - NOPE] (SPLIT_Q): the rest of Q, of which q then has the first NOPE values in rows of Q_PITCH
 //   pos      I32 [n]; -1: padding, its output is zero and nothing is stored
-//   y        F32 [n, n_head * VD], or Q8_1 rows (OUT_Q8_1) as in docs/architecture.md
+//   y        F32 [n, n_head * VD], Q8_1 rows (OUT_Q8_1) as in docs/architecture.md, or F16 in unit order (OUT_UNITS; mat_mul/units.glsl)
 //   partial  scratch of the splits: for each (token tile, head group, split) QUERIES * VD / 4 vec4 of sums, then QUERIES vec2 (max, sum of weights)
 //   tickets  one counter for each (token tile, head group)
 //   sinks    F32 [n_head]: a further logit in the softmax of a head, without a row of V
@@ -26,7 +26,7 @@
 // Where the rows exceed rows_per_split they are cut into up to SPLITS splits of equal size (split KV); one workgroup combines them in their order
 // (attention/splits.glsl). The splits depend on pos alone, so the result is the same bits whatever the order of arrival and the other tokens.
 //
-// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND OUT_Q8_1 FUSED HAS_SINKS; FUSED (HD = VD): HAS_NORM
+// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of mat_mul/units.glsl] FUSED HAS_SINKS; FUSED (HD = VD): HAS_NORM
 // HEAD_LANES ROPE_PAIRS ROPE_NEOX; those of common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
@@ -55,6 +55,7 @@ layout(local_size_x = WG_SIZE) in;
 
 #include "common/clock.glsl"
 #include "common/sentinel.glsl"
+#include "common/arrivals.glsl"
 
 layout(push_constant) uniform Push {
     uint n;
@@ -83,6 +84,12 @@ layout(binding = 2) CACHE_ACCESS buffer CacheVWords { uint v1[]; };
 layout(binding = 3) readonly buffer Pos { int pos[]; };
 #if OUT_Q8_1
 layout(binding = 4) writeonly buffer Y { uint y_words[]; };
+#elif OUT_UNITS
+layout(binding = 4) writeonly buffer Y { uvec2 y2[]; };
+#if FK / ROW_LANES < 4
+#extension GL_EXT_shader_16bit_storage : require
+layout(binding = 4) writeonly buffer YHalves { uint16_t y_halves[]; };
+#endif
 #else
 layout(binding = 4) writeonly buffer Y { vec4 y4[]; };
 #endif
@@ -202,6 +209,8 @@ void main() {
     prefetch_heads(tid, head0, kv);  // if they have arrived, these loads need not queue behind those of K and V
 #endif
 
+    // What follows reads Q, K and V by `zero`, which is known once they are there.
+    const uint zero = await_arrivals();
     lo = p.n_ctx;
     hi = 0;
     [[unroll]] for (uint t = 0; t < TOKENS; t++) {
@@ -214,7 +223,10 @@ void main() {
     if (hi == 0) {
         for (uint i = tid; i < QUERIES * OUT4; i += WG_SIZE) query4[i] = vec4(0.0);
         barrier();
-        if (split == 0) store(tid, token0, head0);
+        if (split == 0) {
+            store(tid, token0, head0);
+            arrive();
+        }
         return;
     }
     const uint rows = hi - lo;
@@ -222,7 +234,7 @@ void main() {
     const uint length = (rows + wanted - 1) / wanted;
     const uint used = (rows + length - 1) / length;
     if (split >= used) return;
-    lo += split * length;
+    lo += split * length + zero;
     hi = min(lo + length, hi);
 #if FUSED
     owns_new = split == used - 1 && uint(pos[0]) < p.n_ctx;
@@ -240,7 +252,7 @@ void main() {
 #else
     for (uint i = tid; i < QUERIES * HEAD4; i += WG_SIZE) {
         const uint token = token0 + i / (HEADS * HEAD4);
-        query4[i] = token < p.n ? p.scale * query_quad(token * p.n_head + head0 + i / HEAD4 % HEADS, i % HEAD4) : vec4(0.0);
+        query4[i] = token < p.n ? p.scale * query_quad(token * p.n_head + head0 + i / HEAD4 % HEADS + zero, i % HEAD4) : vec4(0.0);
     }
 #endif
     barrier();
@@ -287,5 +299,6 @@ void main() {
 #endif
     barrier();
     store(tid, token0, head0);
+    arrive();
     MARK(MARK_END);
 }

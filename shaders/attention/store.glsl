@@ -1,4 +1,4 @@
-// The end of attention: sinks and normalization, then F32 or Q8_1.
+// The end of attention: sinks and normalization, then F32, Q8_1 or F16 in unit order.
 
 // weight: maximum, sum of weights.
 vec4 finished(vec4 total, vec2 weight, uint head) {
@@ -14,6 +14,20 @@ vec4 finished(vec4 total, vec2 weight, uint head) {
 
 #if OUT_Q8_1
 #include "common/q8_1.glsl"
+#elif OUT_UNITS
+#include "mat_mul/pack.glsl"
+#include "mat_mul/units.glsl"
+
+// Y_STRIDE: words of 16 bytes of a column of matrices.
+void store_units(uint token, uint quad, vec4 v) {
+    const uvec2 packed = pack_four(v);
+#if FK / ROW_LANES >= 4
+    y2[unit_place(token, 4u * quad, Y_STRIDE) / 4u] = packed;
+#else
+    [[unroll]] for (uint i = 0; i < 4; i++)
+        y_halves[unit_place(token, 4u * quad + i, Y_STRIDE)] = uint16_t(packed[i / 2] >> (16u * (i % 2)));
+#endif
+}
 #endif
 
 // Four values a thread from query4.
@@ -26,6 +40,8 @@ void store(uint tid, uint token0, uint head0) {
 #if OUT_Q8_1
         const Q8_1Quad packed = q8_1_pack(quad, there ? query4[o] : vec4(0.0));
         if (there) q8_1_store(token, p.n_head * (VD / 32), quad, packed);
+#elif OUT_UNITS
+        if (there) store_units(token, quad, query4[o]);
 #else
         if (there) y4[token * p.n_head * OUT4 + quad] = not_sentinel(query4[o]);
 #endif

@@ -6,6 +6,11 @@
 //   binding 2  y F32 [n][y_stride]; or F16 in unit order, y_stride words of 16 bytes for FN columns, its rows whole blocks
 //   binding 3  bias F32, binding 4 residual F32, binding 5 any buffer: as in mat_mul/iface.glsl
 //   binding 6  of an F16 y its overflow word (mat_mul/overflow.glsl); else any buffer
+//   binding 7  with MAKES_UNITS y in unit order, each row times its norm weight, binding 8 F32 [m]; binding 9 F32 [n][SQUARE_PARTS]: of each
+//              column a sum of squares of y for each tile of rows. What is normed next reads these, and nobody has to norm in between
+//   binding 10  with SQUARES such sums of x: its columns are divided by their rms
+//   bindings 11 to 13  arrivals (ARRIVES), those of x (AWAITED) and the state of spin-waits (common/arrivals.glsl)
+//   Whatever is not needed is any buffer.
 //
 // A workgroup makes a tile of ROW_WARPS * WARP_M weight rows times TILE_N columns. Each subgroup takes WARP_M rows of it, all columns, and every
 // K_WARPS-th step along K (sliced-K). A step is LANE_UNITS blocks. A lane loads whole units of 32 weights, neighbouring lanes neighbouring units of
@@ -16,6 +21,8 @@
 // Defines: QUANT_FILE. The rest are specialization constants.
 #include "mat_mul/matrix.glsl"
 #extension GL_EXT_shader_16bit_storage : require
+#extension GL_KHR_shader_subgroup_arithmetic : require
+#extension GL_KHR_shader_subgroup_shuffle : require
 
 layout(constant_id = 5) const uint WARP_M = 32;
 layout(constant_id = 6) const uint TILE_N = 16;
@@ -29,6 +36,14 @@ layout(constant_id = 13) const float GLU_LIMIT = 1.0;
 layout(constant_id = 14) const uint Y_UNITS = 0;  // 1: y is F16
 layout(constant_id = 15) const uint LANE_UNITS = 1;  // units of a row that a lane takes a step
 layout(constant_id = 16) const uint EIGHTS = 0;      // 1: a step is 8 units, rows are whole steps
+layout(constant_id = 17) const uint SYNC = 0;     // 1: an F32 y is stored without SENTINEL (common/sentinel.glsl)
+layout(constant_id = 19) const uint ARRIVES = 0;  // common/arrivals.glsl
+layout(constant_id = 20) const uint AWAITED = 0;
+layout(constant_id = 21) const uint MAKES_UNITS = 0;
+layout(constant_id = 22) const uint UNITS_STRIDE = 0;  // of these, words of 16 bytes for FN columns
+layout(constant_id = 23) const uint SQUARE_PARTS = 0;  // tiles of rows of y
+layout(constant_id = 24) const uint SQUARES = 0;       // parts of the sums of squares of x, 0: it is not normed
+layout(constant_id = 25) const float EPS = 0.0;
 const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 
 #define PATH_INT 0
@@ -44,6 +59,10 @@ const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 #include "mat_mul/units.glsl"
 #define OVERFLOW_BINDING 6
 #include "mat_mul/overflow.glsl"
+#define BIND_ARRIVALS 11
+#define BIND_AWAITED 12
+#define BIND_SYNC_STATE 13
+#include "common/arrivals.glsl"
 
 layout(std430, set = 0, binding = 1) readonly buffer X { uvec4 x4[]; };
 layout(std430, set = 0, binding = 2) writeonly buffer Y { float y1[]; };
@@ -52,6 +71,11 @@ layout(std430, set = 0, binding = 2) writeonly buffer YPairs { uvec2 y2[]; };
 layout(std430, set = 0, binding = 2) writeonly buffer YHalves { float16_t y_half[]; };
 layout(std430, set = 0, binding = 3) readonly buffer Bias { float bias[]; };
 layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]; };
+layout(std430, set = 0, binding = 7) writeonly buffer UnitPairs { uvec2 units2[]; };
+layout(std430, set = 0, binding = 7) writeonly buffer UnitHalves { float16_t units_half[]; };
+layout(std430, set = 0, binding = 8) readonly buffer UnitsNorm { float units_norm[]; };
+layout(std430, set = 0, binding = 9) writeonly buffer SquaresMade { float squares_made[]; };
+layout(std430, set = 0, binding = 10) readonly buffer SquaresTaken { float squares_taken[]; };
 
 const uint K_WARPS = WG / SG / ROW_WARPS;
 const uint MS = WARP_M / FM, NS = TILE_N / FN;
@@ -67,6 +91,7 @@ MATRIX_SUM sums[MS * NS];
 UnitRaw raw[LANE_UNITS * UNITS];
 uvec4 x[NS * BLOCK_WORDS];
 uint steps, blocks;
+uint x_zero = 0;  // 0, known once x is there
 
 float16_t half_at(uvec4 word, uint i) {
     const f16vec2 pair = unpackFloat2x16(word[i / 2]);
@@ -81,8 +106,10 @@ UnitRaw fetched(uint i, uint u, uint first_row, uint step) {
     return unit_load(place(row, min((step * LANE_UNITS + u) * T + lane, end_unit - 1u)));
 }
 
+// Lanes whose columns are past the last one read what those of the first column read: less to bring from memory.
 void fetch_x(uint n, uint i, uint block) {
-    const uint first = (tile_number * NS + n) * p.x_stride + min(block, blocks - 1u) * (BLOCK_WORDS * SG) + gl_SubgroupInvocationID;
+    const uint lane = gl_SubgroupInvocationID, used = n * FN + lane / T < tile_count ? lane : lane % T;
+    const uint first = (tile_number * NS + n) * p.x_stride + min(block, blocks - 1u) * (BLOCK_WORDS * SG) + used + x_zero;
     x[n * BLOCK_WORDS + i] = x4[foldable(first) + i * SG];
 }
 
@@ -134,33 +161,72 @@ vec4 added(uint row, uint c) {
     return v;
 }
 
-// Four neighbouring output rows, from `row` of the tile on, of a column of the tile.
-vec4 finished(uint row, uint c, uint column) {
+const uint OUT_SHIFT = GLU != 0 ? 1 : 0;
+const uint OUT_QUADS = TILE_M >> (2 + OUT_SHIFT);
+
+// Residuals of four neighbouring rows of the weight, from `matrix_row` on, of a column.
+vec4 residuals(uint matrix_row, uint column) {
+    vec4 v = vec4(0.0);
+    [[unroll]] for (uint e = 0; e < 4; e++)
+        if (matrix_row + e < p.m) v[e] = residual[column * p.y_stride + p.y_offset + matrix_row + e + x_zero];
+    return v;
+}
+
+vec4 first_residuals;  // of the first four rows that a thread stores: asked for before the products, so that nobody waits for them
+
+shared float column_factors[TILE_N];
+
+// 1 / rms of each column of x.
+void find_factors() {
+    for (uint c = gl_SubgroupID; c < tile_count; c += WG / SG) {
+        float square = 0.0;
+        [[unroll]] for (uint i = 0; i < (SQUARES + SG - 1u) / SG; i++) {
+            const uint part = i * SG + gl_SubgroupInvocationID;
+            if (part < SQUARES) square += squares_taken[(tile_column + c) * SQUARES + part + x_zero];
+        }
+        square = subgroupAdd(square);
+        if (gl_SubgroupInvocationID == 0u) column_factors[c] = inversesqrt(square / float(p.k) + EPS);
+    }
+}
+
+// Four neighbouring output rows, from `row` of the tile on, of a column of the tile; first: those that a thread stores first.
+vec4 finished(uint row, uint c, uint column, bool first) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
     [[unroll]] for (uint i = 0; i < quads; i++) {
-        v[i] = p.y_scale * added(row + 4u * i, c);
+        v[i] = (SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * added(row + 4u * i, c);
         if (HAS_BIAS != 0)
             [[unroll]] for (uint e = 0; e < 4; e++) v[i][e] += bias[p.w_row0 + min(matrix_row + 4u * i + e, p.m - 1u)];
     }
     if (GLU != 0) return vec4(glu(v[0].x, v[0].y), glu(v[0].z, v[0].w), glu(v[1].x, v[1].y), glu(v[1].z, v[1].w));
-    if (HAS_RESIDUAL != 0)
-        [[unroll]] for (uint e = 0; e < 4; e++)
-            if (matrix_row + e < p.m) v[0][e] += residual[column * p.y_stride + p.y_offset + matrix_row + e];
+    if (HAS_RESIDUAL != 0) v[0] += first ? first_residuals : residuals(matrix_row, column);
     return v[0];
 }
-
-const uint OUT_SHIFT = GLU != 0 ? 1 : 0;
-const uint OUT_QUADS = TILE_M >> (2 + OUT_SHIFT);
 
 // Four neighbouring rows of a column, as the next product takes them.
 void store_units(uint column, uint row, vec4 v) {
     const uvec2 packed = pack_four(noted(p.out_scale * v));
+    const uint stride = MAKES_UNITS != 0 ? UNITS_STRIDE : p.y_stride;
     if (V >= 4) {
-        y2[unit_place(column, row, p.y_stride) / 4u] = packed;
+        const uint at = unit_place(column, row, stride) / 4u;
+        if (MAKES_UNITS != 0) units2[at] = packed;
+        else y2[at] = packed;
     } else
-        [[unroll]] for (uint e = 0; e < 4; e++)
-            y_half[unit_place(column, row + e, p.y_stride)] = float16_t(unpackHalf2x16(packed[e / 2])[e % 2]);
+        [[unroll]] for (uint e = 0; e < 4; e++) {
+            const float16_t half_value = float16_t(unpackHalf2x16(packed[e / 2])[e % 2]);
+            if (MAKES_UNITS != 0) units_half[unit_place(column, row + e, stride)] = half_value;
+            else y_half[unit_place(column, row + e, stride)] = half_value;
+        }
+}
+
+// The same of an F32 y that is normed next, and its squares. The rows are whole tiles; OUT_QUADS neighbouring lanes have those of a column.
+void store_normed(uint column, uint row, uint quad, vec4 v) {
+    float square = dot(v, v);
+    [[unroll]] for (uint lanes = 1; lanes < OUT_QUADS; lanes *= 2) square += subgroupShuffleXor(square, lanes);
+    if (quad == 0u) squares_made[column * SQUARE_PARTS + tile_row / TILE_M] = square;
+    vec4 weight;
+    [[unroll]] for (uint e = 0; e < 4; e++) weight[e] = units_norm[row + e];
+    store_units(column, row, v * weight);
 }
 
 void store_tile() {
@@ -168,11 +234,13 @@ void store_tile() {
     for (uint item = gl_LocalInvocationID.x; item < tile_count * OUT_QUADS; item += WG) {
         const uint c = item / OUT_QUADS, quad = item % OUT_QUADS, row = (tile_row >> OUT_SHIFT) + 4u * quad;
         if (row >= rows) continue;
-        const vec4 v = finished(quad << (2 + OUT_SHIFT), c, tile_column + c);
+        vec4 v = finished(quad << (2 + OUT_SHIFT), c, tile_column + c, item < WG);
         if (Y_UNITS != 0) {
             store_units(tile_column + c, row, v);
             continue;
         }
+        if (MAKES_UNITS != 0) store_normed(tile_column + c, row, quad, v);
+        if (SYNC != 0) v = mix(v, vec4(-0.0), equal(floatBitsToUint(v), uvec4(SENTINEL)));
         const uint at = (tile_column + c) * p.y_stride + p.y_offset + row;
         if ((at & 3u) == 0u && row + 3u < rows) y4[at >> 2] = v;
         else
@@ -186,19 +254,27 @@ void main() {
     unit_table(gl_LocalInvocationID.x, WG);
     barrier();
 #endif
-    if (!find_tile()) return;
+    if (!find_tile()) {
+        arrive();
+        return;
+    }
     const uint row_warp = gl_SubgroupID / K_WARPS, slice = gl_SubgroupID % K_WARPS;
     const uint first_row = tile_row + row_warp * WARP_M;
     blocks = (end_unit + T - 1u) / T;
     steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
     [[unroll]] for (uint i = 0; i < UNITS; i++)
         [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) raw[i * LANE_UNITS + u] = fetched(i, u, first_row, slice);
+    x_zero = await_arrivals();  // the first weights are under way
     [[unroll]] for (uint n = 0; n < NS; n++)
         [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
+    if (SQUARES != 0) find_factors();
+    if (HAS_RESIDUAL != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS)
+        first_residuals = residuals(tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, tile_column + gl_LocalInvocationID.x / OUT_QUADS);
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
     [[dont_unroll]] for (uint step = slice; step < steps; step += K_WARPS) multiply(first_row, step);
     put_sums(gl_SubgroupID);
     barrier();
     store_tile();
-    if (Y_UNITS != 0) report_overflow();
+    if (Y_UNITS != 0 || MAKES_UNITS != 0) report_overflow();
+    arrive();
 }

@@ -5,6 +5,8 @@
 //   binding 1  y F16; columns past the last are left as they are
 //   binding 2  norm weight F32 [k] (NORM 2); else any buffer
 //   binding 3  the overflow word (mat_mul/overflow.glsl)
+//   binding 4  arrivals (ARRIVES; common/arrivals.glsl); else any buffer
+//   binding 6  state of spin-waits (SPINS); else any buffer
 //
 // A workgroup packs a column, or with several along y a part of it: a thread takes four neighbours at a time. With NORM it first adds up the
 // squares of the whole row.
@@ -22,10 +24,18 @@ layout(constant_id = 3) const uint FN = 16;
 layout(constant_id = 4) const uint FK = 16;
 layout(constant_id = 5) const uint ROW_LANES = 4;
 layout(constant_id = 6) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight
+layout(constant_id = 8) const uint SPINS_ON_X = 0;  // 1: x is spun on (common/sentinel.glsl)
+layout(constant_id = 9) const uint ARRIVES = 0;
 #include "mat_mul/pack.glsl"
 #define OVERFLOW_BINDING 3
 #include "mat_mul/overflow.glsl"
 #include "mat_mul/units.glsl"
+#define SYNC_SENTINEL 1
+#define SPINS 1
+#define BIND_SYNC_STATE 6
+#include "common/sentinel.glsl"
+#define BIND_ARRIVALS 4
+#include "common/arrivals.glsl"
 
 layout(push_constant) uniform Push {
     uint k;         // values of a row of x
@@ -37,24 +47,52 @@ layout(push_constant) uniform Push {
 
 layout(std430, set = 0, binding = 0) readonly buffer X { float x[]; };
 layout(std430, set = 0, binding = 0) readonly buffer XQuads { vec4 x4[]; };
+layout(std430, set = 0, binding = 0) coherent volatile buffer XQuadsSpun { vec4 spun_x4[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer Y { float16_t y1[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer YPairs { uvec2 y2[]; };
 layout(std430, set = 0, binding = 2) readonly buffer NormWeight { float norm_weight[]; };
 
 shared float squares[WG / SG];
 
+// Quads of a thread that stay in registers; those of longer rows are read again.
+const uint KEPT = 4;
+vec4 kept[KEPT], kept_weight[KEPT];
+
 vec4 four_of(uint row, uint quad) {
     if (4u * quad >= p.k) return vec4(0.0);
+    if (SPINS_ON_X != 0) {  // rows of whole quads
+        vec4 v;
+        SPIN_UNTIL(v = spun_x4[row * (p.k >> 2) + quad], arrived(v));
+        return v;
+    }
     if ((p.k & 3u) == 0u) return x4[row * (p.k >> 2) + quad];
     vec4 v;
     [[unroll]] for (uint i = 0; i < 4; i++) v[i] = 4u * quad + i < p.k ? x[row * p.k + 4u * quad + i] : 0.0;
     return v;
 }
 
+// The first quads of this workgroup's part of a row. All are under way before the first is looked at.
+void keep(uint row, uint first, uint step) {
+    if (SPINS_ON_X != 0) {
+        const uint last = row * (p.k >> 2) + (p.k >> 2) - 1u;
+        bool there = true;
+        SPIN_UNTIL(there = true;
+                   [[unroll]] for (uint j = 0; j < KEPT; j++) {
+                       kept[j] = spun_x4[min(row * (p.k >> 2) + first + j * step, last)];
+                       there = there && arrived(kept[j]);
+                   }, there);
+        [[unroll]] for (uint j = 0; j < KEPT; j++)
+            if (4u * (first + j * step) >= p.k) kept[j] = vec4(0.0);
+        return;
+    }
+    [[unroll]] for (uint j = 0; j < KEPT; j++) kept[j] = four_of(row, first + j * step);
+}
+
 float row_factor(uint row) {
     if (NORM == 0) return 1.0;
     float square = 0.0;
-    for (uint quad = gl_LocalInvocationID.x; 4u * quad < p.k; quad += WG) {
+    [[unroll]] for (uint j = 0; j < KEPT; j++) square += dot(kept[j], kept[j]);
+    for (uint quad = gl_LocalInvocationID.x + KEPT * WG; 4u * quad < p.k; quad += WG) {
         const vec4 v = four_of(row, quad);
         square += dot(v, v);
     }
@@ -66,19 +104,31 @@ float row_factor(uint row) {
     return inversesqrt(sum / float(p.k) + p.eps);
 }
 
+vec4 weight_of(uint quad) {
+    vec4 v = vec4(1.0);
+    if (NORM == 2)
+        [[unroll]] for (uint i = 0; i < 4; i++) v[i] = norm_weight[min(4u * quad + i, p.k - 1u)];
+    return v;
+}
+
+void pack(uint column, uint quad, vec4 v) {
+    const uvec2 packed = pack_four(noted(v));
+    if (V >= 4) {
+        y2[unit_place(column, 4u * quad, p.y_stride) / 4u] = packed;
+    } else
+        [[unroll]] for (uint i = 0; i < 4; i++)
+            y1[unit_place(column, 4u * quad + i, p.y_stride)] = float16_t(unpackHalf2x16(packed[i / 2])[i % 2]);
+}
+
 void main() {
-    const uint column = gl_WorkGroupID.x;
+    const uint column = gl_WorkGroupID.x, first = gl_WorkGroupID.y * WG + gl_LocalInvocationID.x, step = gl_NumWorkGroups.y * WG;
+    const uint quads = p.blocks * T * 8u;
+    [[unroll]] for (uint j = 0; j < KEPT; j++) kept_weight[j] = weight_of(first + j * step);
+    keep(column, first, step);
     const float factor = p.scale * row_factor(column);
-    for (uint quad = gl_WorkGroupID.y * WG + gl_LocalInvocationID.x; quad < p.blocks * T * 8u; quad += gl_NumWorkGroups.y * WG) {
-        vec4 v = factor * four_of(column, quad);
-        if (NORM == 2)
-            [[unroll]] for (uint i = 0; i < 4; i++) v[i] *= norm_weight[min(4u * quad + i, p.k - 1u)];
-        const uvec2 packed = pack_four(noted(v));
-        if (V >= 4) {
-            y2[unit_place(column, 4u * quad, p.y_stride) / 4u] = packed;
-        } else
-            [[unroll]] for (uint i = 0; i < 4; i++)
-                y1[unit_place(column, 4u * quad + i, p.y_stride)] = float16_t(unpackHalf2x16(packed[i / 2])[i % 2]);
-    }
+    [[unroll]] for (uint j = 0; j < KEPT; j++)
+        if (first + j * step < quads) pack(column, first + j * step, factor * kept[j] * kept_weight[j]);
+    for (uint quad = first + KEPT * step; quad < quads; quad += step) pack(column, quad, factor * four_of(column, quad) * weight_of(quad));
     report_overflow();
+    arrive();
 }

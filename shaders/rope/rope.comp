@@ -13,7 +13,7 @@
 // (rope/slots.glsl); the angles serve all HEADS.
 //
 // Defines: HEAD_DIM (a multiple of 4), Q_HEADS, KV_HEADS (0 without STORE), HEADS, those of rope/rope.glsl,
-// rope/slots.glsl and common/reduce.glsl.
+// rope/slots.glsl and common/reduce.glsl; those of common/sentinel.glsl and common/arrivals.glsl.
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
 #if ROPE_PAIRS
@@ -22,6 +22,9 @@
 #include "rope/slots.glsl"
 
 layout(local_size_x = WG_SIZE) in;
+
+#include "common/sentinel.glsl"
+#include "common/arrivals.glsl"
 
 #define SLOTS (HEAD_DIM / 4)
 #define ROUNDS ((SLOTS + WG_SIZE - 1) / WG_SIZE)
@@ -34,10 +37,10 @@ layout(push_constant) uniform Push {
     float eps;
 } p;
 
-layout(std430, set = 0, binding = 0) readonly buffer InQ { vec2 q[]; };
+layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InQ { vec2 q[]; };
 #if STORE && !PACKED
-layout(std430, set = 0, binding = 1) readonly buffer InK { vec2 k[]; };
-layout(std430, set = 0, binding = 2) readonly buffer InV { vec2 v[]; };
+layout(std430, set = 0, binding = 1) SYNC_INPUT buffer InK { vec2 k[]; };
+layout(std430, set = 0, binding = 2) SYNC_INPUT buffer InV { vec2 v[]; };
 #endif
 layout(std430, set = 0, binding = AFTER_X) readonly buffer InPos { int pos[]; };
 #if NORM
@@ -96,7 +99,10 @@ void store(uint token, uint head, uint place, int position, vec2 x) {
 
 void main() {
     const uint token = gl_WorkGroupID.z * gl_NumWorkGroups.y + gl_WorkGroupID.y;
-    if (token >= p.tokens) return;
+    if (token >= p.tokens) {
+        arrive();
+        return;
+    }
     const uint t = gl_LocalInvocationID.x;
     const uint first = gl_WorkGroupID.x * HEADS;
     const int position = pos[token];
@@ -114,8 +120,8 @@ void main() {
         [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
             const uint slot = i * WG_SIZE + t;
             const uvec2 at = places(slot);
-            a[i] = slot < SLOTS ? load(token, head, at.x) : vec2(0.0);
-            b[i] = slot < SLOTS ? load(token, head, at.y) : vec2(0.0);
+            SPIN_UNTIL(a[i] = slot < SLOTS ? load(token, head, at.x) : vec2(0.0); b[i] = slot < SLOTS ? load(token, head, at.y) : vec2(0.0),
+                       arrived(a[i]) && arrived(b[i]));
         }
         const bool value = head >= Q_HEADS + KV_HEADS;
 #if NORM
@@ -144,4 +150,5 @@ void main() {
             store(token, head, at.y, position, b[i]);
         }
     }
+    arrive();
 }

@@ -73,7 +73,7 @@ CASES = (
     TokenCase("demo-moe", 1, "auto", sync="sentinel"),
     TokenCase("demo-dense", 1, "auto", sync="sentinel"),
     TokenCase("demo-dense", 1, "f32", norm="stage"),
-    TokenCase("demo-moe", 5, "f32"),
+    TokenCase("demo-moe", 5, "f32", sync="sentinel"),
 )
 """Part of what every build runs (tests/test_token_cases.py)."""
 

@@ -31,7 +31,7 @@ from vkback.models.checkpoint import Checkpoint
 from vkback.models.constraint import Constraint
 from vkback.models.kernels import KernelCompiler
 from vkback.models.load_bar import LoadBar
-from vkback.models.prompt import PromptHead, Prompts, with_barriers
+from vkback.models.prompt import TIMED_OUT, PromptHead, Prompts, with_barriers
 from vkback.models.readback import Readback, TokenLoop
 from vkback.models.registry import Model
 from vkback.models.state import Snapshot
@@ -64,7 +64,6 @@ RING = 4096
 
 SUBMITS_IN_FLIGHT = 2
 
-TIMED_OUT = "a spin-wait timed out"
 
 SPIN_S = 0.005
 """How long the host stays awake for the logits of one token: longer than a fast GPU takes for them."""
@@ -133,7 +132,11 @@ class Engine:
         self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
         self._schedules: dict[tuple[int, str, int], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
-        self._prompts = Prompts(device, model.hp.n_vocab, ubatch, self._prompt_schedule, self._bind, self._rescale)
+        self._prompts = Prompts(
+            device, model.hp.n_vocab, ubatch, self._prompt_schedule, self._bind, self._rescale, self._use_prompt_barriers
+        )
+        # Why prompts have them between all stages: to compare both ways a prompt runs twice, which recurrent states do not survive.
+        self._prompt_barriers = "recurrent states" if model.architecture.recurrent else ""
         self._sync_tried = False
         self._penalties: dict[str, BufferRange] = {}
         self._checkpoint: Checkpoint | None = None
@@ -419,8 +422,15 @@ class Engine:
         key = self.n_ctx, f"prompt, head {head}", tokens
         if key not in self._schedules:
             graph = without_logits(self._graph(tokens, "all")) if self.ctx.exact and head == "none" else self._graph(tokens, head)
-            self._schedules[key] = plan(graph, with_barriers(self.ctx, "a prompt"), fusion=self.fusion)
+            ctx = with_barriers(self.ctx, self._prompt_barriers) if self._prompt_barriers else self.ctx
+            self._schedules[key] = plan(graph, ctx, fusion=self.fusion)
         return self._schedules[key]
+
+    def _use_prompt_barriers(self, why: str) -> None:
+        """Plan prompts anew with a barrier between all stages."""
+        self._say_barriers("a prompt's stages", why)
+        self._prompt_barriers = "barrier-free stages of a prompt failed"
+        self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
 
     def _keep_out_of_f16(self, weights: frozenset[str]) -> None:
         """Plan prompts anew, with other kernels for weights that f16 cannot hold."""
@@ -642,16 +652,19 @@ class Engine:
 
     def _use_barriers(self, why: str) -> None:
         """Plan everything anew with a barrier between all stages."""
-        print(
-            f"vkback: {self.device.caps.name}: stages cannot run barrier-free ({why}), going on with barriers. "
-            'To have them from the start: [[schedule]] with sync = "barrier" in a tuning table',
-            file=sys.stderr,
-        )
+        self._say_barriers("stages", why)
         self._forget_programs()
         self._schedules.clear()
         self.ctx = with_barriers(self.ctx, "barrier-free stages failed")
         for back in (self._logits_back, *self._loop_backs):
             back.forget()
+
+    def _say_barriers(self, what: str, why: str) -> None:
+        print(
+            f"vkback: {self.device.caps.name}: {what} cannot run barrier-free ({why}), going on with barriers. "
+            'To have them from the start: [[schedule]] with sync = "barrier" in a tuning table',
+            file=sys.stderr,
+        )
 
     def _forget_programs(self) -> None:
         for program in self._programs.values():

@@ -57,6 +57,8 @@ LONGEST_SUBMIT_US = 0.5e6
 
 PROGRESS_AFTER_S = 1.0
 
+TIMED_OUT = "a spin-wait timed out"
+
 
 def with_barriers(ctx: LowerContext, why: str) -> LowerContext:
     """The same, with barriers between all stages; why: what plans name as the source of that choice."""
@@ -122,6 +124,7 @@ class Prompts:
     bind  (schedule, inputs by name, memory for activations) -> program; may raise OutOfDeviceMemory
     rescale  (overflow words with what they hold) -> earlier tokens, from row 0 on, that must run once more. From then on `plan` scales
              those activations so that f16 holds them
+    use_barriers  (why) -> from then on `plan` gives barriers between all stages
     All programs share one block of memory for activations, as large as the largest used so far needs.
 
     longest_submit_s  of all so far, on the host's clock
@@ -135,11 +138,13 @@ class Prompts:
         plan: Callable[[int, PromptHead], Schedule],
         bind: Callable[[Schedule, dict[str, BufferRange], BufferRange | None], Program],
         rescale: Callable[[dict[str, float]], Sequence[int]],
+        use_barriers: Callable[[str], None],
     ) -> None:
         """ubatch: tokens of the largest program, None for the device's default."""
         self.device = device
         self._n_vocab = n_vocab
-        self._plan, self._bind, self._rescale = plan, bind, rescale
+        self._plan, self._bind, self._rescale, self._use_barriers = plan, bind, rescale, use_barriers
+        self._tried: set[tuple[int, PromptHead]] = set()  # barrier-free programs that gave the same bits as with barriers
         self._asked = ubatch
         self._most = ubatch or default_ubatch(device.caps)
         self._fitting = sys.maxsize  # tokens of the largest program within the limits of device and submit
@@ -247,7 +252,11 @@ class Prompts:
                 shown = 0 if repeats else len(piece)
                 self._set_input(recording.size, piece, row)
                 self._submit(recording, lambda share, shown=shown: bar.advance(share * shown))  # type: ignore[misc]
-                if overflowed := self._overflowed(recording):
+                if why := self._out_of_order(recording, kind):
+                    bar.advance(-shown)
+                    self._forget_programs()
+                    self._use_barriers(why)
+                elif overflowed := self._overflowed(recording):
                     bar.advance(-shown)
                     self._forget_programs()
                     again, again_at = self._rescale(overflowed), 0
@@ -287,6 +296,23 @@ class Prompts:
             return {}
         held = self._overflow_memory(words.size).map()[: words.size].view(np.uint32)
         return recording.program.overflowed(held) if held.any() else {}
+
+    def _out_of_order(self, recording: _Recording, head: PromptHead) -> str:
+        """What went wrong in the last run of a recording with barrier-free stages, which is then worth nothing; "" for nothing. After the
+        first run of a program its tokens go through it once more with all barriers, which must give the same bits."""
+        program, key = recording.program, (recording.size, head)
+        if program.state is None:
+            return ""
+        if self._state_memory().map().view(np.uint32)[0]:
+            return TIMED_OUT
+        made = program.last_waited_for
+        if key in self._tried or made is None:
+            return ""
+        self._tried.add(key)
+        found = self.device.download(made, np.uint32)
+        self.device.submit(program.record("prompt, all barriers", barriers=True)).wait()
+        same = np.array_equal(found, self.device.download(made, np.uint32))
+        return "" if same else "a prompt's values differ from those with barriers"
 
     def _next_size(self, left: int, head: PromptHead) -> int:
         """Tokens of the program that `left` tokens begin with. Sizes that the device's limits forbid, or with a kernel that may take longer
@@ -341,6 +367,8 @@ class Prompts:
         result = program.range("result_output") if logits else None
         copies = [(result, logits.slice(0, result.size))] if logits and result else []
         copies += [(program.overflow, held.slice(0, words))] if program.overflow and held else []
+        if program.state is not None:
+            copies.append((program.state, self._state_memory().slice(0, program.state.size)))
         parts = program.record_parts(f"prompt x{size}", submits, copies=copies)
         runs = found.runs if found is not None and found.program is program else 0
         self._recordings[key] = _Recording(size, program, parts, list(submits.values()), self._slowness, runs)
@@ -382,6 +410,9 @@ class Prompts:
     def _overflow_memory(self, size: int) -> BufferRange:
         return self._block("overflow words of prompts", size, "readback")
 
+    def _state_memory(self) -> BufferRange:
+        return self._block("state of spin-waits of prompts", 4, "readback")
+
     def _set_input(self, size: int, piece: Sequence[int], n_past: int) -> None:
         """Tokens and positions of a program of `size` tokens, padding at the end, in one upload."""
         half = aligned(4 * size)
@@ -396,6 +427,7 @@ class Prompts:
             program.close()
         self._programs.clear()
         self._recordings.clear()
+        self._tried.clear()
 
 
 class PromptBar:

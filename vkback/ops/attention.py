@@ -2,7 +2,8 @@
 
     FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n]
                     [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as mat_mul.packed has it
-                    params: scale [, window, v_dim, split_q] [, fragments: the order of an F16 output]; with v_dim V is the first v_dim
+                    params: scale [, window, v_dim, split_q] [, fragments: the order of an F16 output; units: MatMulShape of who reads it
+                    in unit order, mat_mul_reg.packed_units]; with v_dim V is the first v_dim
                     values of each row of cache_v, which may be K's (MLA); with split_q the last input is q_pe F32 [n, n_head, rot], the
                     last rot values of each head of Q: of q count the first hd - rot values of a row
     ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]
@@ -53,6 +54,7 @@ from vkback.ops.base import (
 from vkback.ops.cache import CACHE_TYPES, QUANTIZED, cached_bytes, stored_tolerance
 from vkback.ops.cost import Cost, total
 from vkback.ops.mat_mul import MatMulShape
+from vkback.ops.mat_mul_reg import units_stride
 from vkback.ops.rope import FREQUENCY, turn_pairs
 from vkback.ops.rows import stored_rows
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
@@ -62,7 +64,8 @@ from vkback.shader import Variant
 LOG2_E = math.log2(math.e)
 
 DECODE_TOKENS = 16
-"""Up to this many tokens each have workgroups of their own; beyond, a workgroup takes several tokens and nothing is split."""
+"""Up to this many tokens the rows of a long context are split among workgroups, and a workgroup takes as many tokens as the tables say;
+beyond, as many as it can, and nothing is split."""
 
 HEAD_SIZE_MULTIPLE = 8
 
@@ -77,6 +80,7 @@ declare(
         "lanes": (1, 2, 4, 8, 16, 32),  # threads that share a row of K
         "steps": (1, 2, 4, 8),  # rows of K a thread holds at once
         "queries": (1, 2, 4, 8, 16),  # (head, token) pairs that share the reads of a workgroup, at most
+        "tokens": (1, 2, 4, 8, 16),  # tokens of a workgroup at most, where there are few
         "groups": "positive",  # workgroups wanted for one token when the context is full
         "rows_per_split": "positive",  # rows below which a split is not worth its own workgroup
         **attention_prompt.PARAMS,
@@ -119,10 +123,12 @@ def shape_for(
     vd = vd or hd
     cols, k_cols = vd // 8, hd // 8
     heads = _largest_divisor(n_head // n_head_kv, choice["queries"])
-    tokens = 1 if n <= DECODE_TOKENS or ctx.exact else max(1, choice["queries"] // heads)
+    most = min(n, choice.params.get("tokens", 1)) if n <= DECODE_TOKENS else n
+    tokens = 1 if ctx.exact else max(1, min(most, choice["queries"] // heads))
     rows = min(n_ctx, window) if window else n_ctx
-    # Not a function of n: a token's bits do not depend on how many go with it.
-    splits = min(ceil_div(choice["groups"], n_head // heads), ceil_div(rows, choice["rows_per_split"])) if tokens == 1 else 1
+    splits = min(ceil_div(choice["groups"], n_head // heads), ceil_div(rows, choice["rows_per_split"]))
+    if tokens > 1 and n > DECODE_TOKENS:
+        splits = 1
     queries = heads * tokens
     least = 1 << (cols - 1).bit_length()
     wg = max(workgroup_size(ctx.caps, choice["wg_size"]), least)
@@ -229,7 +235,7 @@ def _lower(
         "K_TYPE": CACHE_TYPES[cache_k.type], "V_TYPE": CACHE_TYPES[cache_v.type],
         **attention_prompt.split_q(q, dict(extra).get("q_pe"), hd), "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps,
         "LANES": s.lanes, "BY_LANES": int(s.by_lanes), "SPLITS": s.splits, "READERS": s.readers, "ROUND": s.round,
-        "OUT_Q8_1": int(out.type == "Q8_1"),
+        "OUT_Q8_1": int(out.type == "Q8_1"), **_unit_order(node, out, ctx),
         "FUSED": int(bool(fused)), "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
     }  # fmt: skip
     if fused:
@@ -252,8 +258,33 @@ def _lower(
         reason=choice.source,
         nbytes=nbytes(q) + nbytes(out) + attention_prompt.read_bytes(cache_k, cache_v, rows, vd),
         flops=2 * n * n_head * rows * (hd + vd),
-        waits=SpinWaits(part=(q.name,), own=tuple(splits)) if fused else None,  # one token, which is never padding
+        waits=_waits(q, cache_k, cache_v, splits, groups[0] * groups[2], bool(fused)),
     )
+
+
+def _unit_order(node: Node, out: Tensor, ctx: LowerContext) -> Defines:
+    """Defines of an output in unit order, none of others."""
+    if out.type != "F16":
+        return {"OUT_UNITS": 0}
+    shape: MatMulShape = node.params["units"]
+    _, columns, depth = shape.matrix
+    stride = units_stride(out.shape[-1], shape, ctx.caps)
+    order: Defines = {"SG": ctx.caps.subgroup_size, "FN": columns, "FK": depth, "ROW_LANES": shape.row_lanes}
+    return {"OUT_UNITS": 1, "Y_STRIDE": stride, **order}
+
+
+def stores_units(node: Node, reader: MatMulShape, ctx: LowerContext) -> bool:
+    """Whether a FLASH_ATTN_EXT can leave its output in unit order for a product of shape `reader` (param `units`): a token's values are
+    whole blocks."""
+    return prompt_shape(node, ctx) is None and node.outputs[0].shape[-1] % (UNIT * reader.row_lanes) == 0
+
+
+def _waits(q: Tensor, cache_k: Tensor, cache_v: Tensor, splits: Sequence[str], tiles: int, fused: bool) -> SpinWaits:
+    """What the kernel of `_lower` waits for. Fused, for the heads of one token, which is never padding; else until what makes q has
+    arrived, which stores the rows of the caches, too."""
+    if fused:
+        return SpinWaits(part=(q.name,), own=tuple(splits))
+    return SpinWaits(counted=(q.name, cache_k.name, cache_v.name), arrives=tiles)
 
 
 def _choice(node: Node, ctx: LowerContext) -> Choice:

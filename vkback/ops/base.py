@@ -60,18 +60,33 @@ class Arg:
 
 @dataclass(frozen=True)
 class SpinWaits:
-    """What the workgroups of a kernel with shaders/common/sentinel.glsl wait for, by tensor names.
+    """What the workgroups of a kernel with shaders/common/sentinel.glsl or shaders/common/arrivals.glsl wait for, by tensor names.
 
-    whole  every workgroup waits for all of it
-    part   every workgroup waits for some of it
-    also   every workgroup waits for all of it where it was made since the last barrier (define SPINS_ALSO), else reads it
-    own    partial results that workgroups of this dispatch wait for from each other
+    whole   every workgroup waits for all of it
+    part    every workgroup waits for some of it
+    shares  every workgroup waits for some of it, all together for all of it
+    also    every workgroup waits for all of it where it was made since the last barrier (define SPINS_ALSO), else reads it
+    own     partial results that workgroups of this dispatch wait for from each other
+    counted   every workgroup waits until all workgroups of the one dispatch that makes these have arrived, where they were made since the
+              last barrier
+    arrives   of its workgroups so many can count their arrivals, all that store something; 0: it cannot
+    constants  of a kernel without defines: the first of the specialization constants that stand for SYNC_SENTINEL, SPINS, ARRIVES and
+              AWAITED. Its last three args stand for the buffers of arrivals, of those awaited, and of the state of spin-waits
     """
 
     whole: tuple[str, ...] = ()
     part: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
+    arrives: int = 0
+    constants: int | None = None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What its workgroups spin on word by word."""
+        return (*self.whole, *self.part, *self.shares, *self.own)
 
 
 @dataclass(frozen=True)

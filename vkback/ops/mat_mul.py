@@ -101,6 +101,11 @@ class MatMul:
     x_factors  F32 [n], coop_mat alone: what each column of y is multiplied by, as `pack_f16` stored it; then there is no bias
     glu       "": none. Rows of w alternate gate and up: "silu": silu(gate) * up; "gelu": gelu(gate) * up; "oai": the clamped form
               of the first with alpha and limit
+
+    Of coop_reg alone, where what is normed is made and read by products:
+    units         a further output: y in unit order, each row times its weight units_norm F32 [m]
+    squares_made  a further output, F32 [n, parts]: sums of squares of each column of y
+    squares       such sums of x, whose columns are then divided by their rms, with eps
     """
 
     w: Tensor
@@ -120,6 +125,11 @@ class MatMul:
     label: str = ""
     x_factors: Tensor | None = None
     turned: bool = False
+    units: Tensor | None = None
+    units_norm: Tensor | None = None
+    squares_made: Tensor | None = None
+    squares: Tensor | None = None
+    eps: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises PlanError where a GLU has a gate too many."""

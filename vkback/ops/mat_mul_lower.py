@@ -253,9 +253,14 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
         limit=float(params["limit"]) if clamped else 0.0,
         y_row0=int(params.get("row0", 0)),
         x_scale=ctx.f16_scale(x),
-        out_scale=ctx.f16_scale(target),
+        out_scale=ctx.f16_scale(node.units[0] if node.units else target),
         label=name,
         x_factors=factors,
+        units=node.units[0] if node.units else None,
+        squares_made=node.units[1] if node.units else None,
+        units_norm=node.units_norm,
+        squares=node.squares,
+        eps=float(params["squares_eps"]) if node.squares is not None else 0.0,
     )  # fmt: skip
     kernels = mat_mul_reg.lower(job, shape, caps) if shape.way == "coop_reg" else lower(job, shape, caps)
     made = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]

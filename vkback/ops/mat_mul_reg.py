@@ -7,10 +7,12 @@ and its time hardly depends on the number of tokens. It counts on which lanes sh
 
 from __future__ import annotations
 
+from math import prod
+
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import Arg, Dispatch, PlanError, Shard, ceil_div, nbytes, pack_push, shards
+from vkback.ops.base import Arg, Dispatch, PlanError, Shard, SpinWaits, ceil_div, nbytes, pack_push, shards
 from vkback.ops.code_books import decoder
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.mat_mul import (
@@ -29,6 +31,9 @@ from vkback.ops.mat_mul import (
 )
 from vkback.shader import Variant
 
+BINDINGS = 14
+"""Storage buffers of shaders/mat_mul/coop_reg.comp."""
+
 
 def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, caps: Capabilities) -> MatMulShape | None:
     """A shape with the largest matrices that tile_n columns are whole ones of; None where the device has none, or not so many threads or so
@@ -41,13 +46,14 @@ def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, ca
         return None
     warps = tile_m // warp_m * slice_k
     shape = MatMulShape("coop_reg", tile_m, tile_n, UNIT, warps, 1, warp_m, tile_n, matrix, slice_k=slice_k, row_lanes=lanes)
-    fits = warps * caps.subgroup_size <= caps.max_workgroup_invocations and shared_bytes(shape) <= caps.max_shared_memory
+    fits = caps.max_storage_bindings >= BINDINGS
+    fits = fits and warps * caps.subgroup_size <= caps.max_workgroup_invocations and shared_bytes(shape) <= caps.max_shared_memory
     return shape if fits else None
 
 
 def shared_bytes(shape: MatMulShape) -> int:
     """Shared memory of shaders/mat_mul/coop_reg.comp, code books left out."""
-    return 16 * shape.warps * shape.tile_n * (shape.warp_m // 4 + 1)
+    return 16 * shape.warps * shape.tile_n * (shape.warp_m // 4 + 1) + 4 * shape.tile_n + 4
 
 
 def lane_units(quant: str, row_lanes: int) -> int:
@@ -92,7 +98,7 @@ def pack_units(
     parts = 1 if eps is not None else ceil_div(quads, 2 * threads)
     return Dispatch(
         Variant("mat_mul/pack_units.comp", (), required_subgroup(caps), spec),
-        (Arg(x), Arg(y, "w"), Arg(norm or x), Arg(overflow_word(y), "rw")),
+        (Arg(x), Arg(y, "w"), Arg(norm or x), Arg(overflow_word(y), "rw"), *3 * [Arg(norm or x)]),
         pack_push(k, units_stride(k, shape, caps), blocks, float(eps or 0.0), float(scale)),
         (n, parts, 1),
         "PACK_F16",
@@ -100,12 +106,21 @@ def pack_units(
         "units",
         nbytes=nbytes(x) + nbytes(y),
         flops=4 * x.elements,
+        waits=SpinWaits(shares=(x.name,), arrives=n * parts, constants=7) if k % 4 == 0 else None,
     )
 
 
 def stores_units(w: Tensor, glu: bool, shape: MatMulShape, caps: Capabilities) -> bool:
     """Whether the product with a weight can leave its output in unit order: whole blocks, made of one shard."""
     return shape.way == "coop_reg" and (w.shape[0] >> glu) % (UNIT * shape.row_lanes) == 0 and len(shards(w, caps)) == 1
+
+
+def makes_units(w: Tensor, shape: MatMulShape, caps: Capabilities) -> bool:
+    """Whether the product with a weight can leave its F32 output in unit order, too: as `stores_units`, and its rows are whole tiles of a
+    power of two of rows, which lanes of one subgroup store."""
+    quads = shape.tile_m // 4
+    of_subgroups = quads & (quads - 1) == 0 and quads <= caps.subgroup_size
+    return stores_units(w, False, shape, caps) and w.shape[0] % shape.tile_m == 0 and of_subgroups
 
 
 def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]:
@@ -132,14 +147,27 @@ def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
             5,
         )
     )  # fmt: skip
+    if job.units is not None:
+        spec += (21, 1), (22, units_stride(outputs, shape, caps)), (23, ceil_div(outputs, shape.tile_m))
+    if job.squares is not None:
+        spec += (24, job.squares.shape[-1]), (25, float_bits(job.eps))
+    groups = grid(job, shape, shard)
     whole = job.y.shape[-1] == outputs and len(shards(job.w, caps)) == 1
     part = "" if whole else f"rows {job.y_row0} {shard.row0}"
-    overflow = Arg(overflow_word(job.y), "rw") if units else Arg(job.w, "r", index)
+    none = Arg(job.w, "r", index)
+    stored = job.y if units else job.units
+    norms = (
+        Arg(overflow_word(stored), "rw") if stored is not None else none,
+        Arg(job.units, "w") if job.units is not None else none,
+        Arg(job.units_norm) if job.units_norm is not None else none,
+        Arg(job.squares_made, "w") if job.squares_made is not None else none,
+        Arg(job.squares) if job.squares is not None else none,
+    )
     return Dispatch(
         Variant("mat_mul/coop_reg.comp", tuple(sorted(decoder(job.w.type, caps).items())), required_subgroup(caps), spec),
-        (*bindings(job, index, job.y, part), overflow),
+        (*bindings(job, index, job.y, part), *norms, *3 * [none]),
         push_words(job, shape, shard, units_stride(job.k, shape, caps), units_stride(outputs, shape, caps) if units else job.y.shape[-1]),
-        grid(job, shape, shard),
+        groups,
         "MUL_MAT",
         job.name,
         f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.warps} subgroups share a row"
@@ -147,4 +175,5 @@ def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
         nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
         weight_bytes=weight_bytes(job, shard),
         flops=2 * shard.rows * job.k * job.n,
+        waits=SpinWaits(counted=tuple(t.name for t in (job.x, job.squares) if t), arrives=prod(groups), constants=17),
     )

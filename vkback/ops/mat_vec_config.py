@@ -257,9 +257,10 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext, *, routes: bool =
     routes  its last workgroup is to choose experts
     """
     norm = "norm" in node.extra
+    sync = ctx.sync if node.n == 1 else "barrier"  # of several tokens none runs barrier-free
     choice = ctx.tuning.pick(
         "mat_vec", quant=node.w.type, decoder=quants.quant(node.w.type).decoder, path=path, m=node.m, k=node.k, n=node.n,
-        experts=node.experts, glu=node.glu, y=node.y.type, prologue="norm" if norm else "none", sync=ctx.sync,
+        experts=node.experts, glu=node.glu, y=node.y.type, prologue="norm" if norm else "none", sync=sync,
     )  # fmt: skip
     q8_out = node.y.type == "Q8_1"
     reduces = routes or norm or q8_out or bool(node.chosen)
@@ -268,8 +269,8 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext, *, routes: bool =
     unroll = min(choice["unroll"], ceil_div(node.walk_units, lanes))
     blocked = choice["lane_order"] == "blocked" and can_block_lanes(unroll, lanes, ceil_div(node.k, 32))
     columns = min(node.n, max(1, EXACT_SUMS // rows) if ctx.exact else MAX_COLUMNS, MAX_COLUMNS) if node.experts == "none" else 1
-    copies = (choice["x_in_shared"] or ctx.sync == "sentinel") and node.x.type == "Q8_1" and path == "int" and columns == 1
-    copies |= ctx.sync == "sentinel" and node.x.type == "F32" and path == "float" and columns == 1 and not norm and node.k % 32 == 0
+    copies = (choice["x_in_shared"] or sync == "sentinel") and node.x.type == "Q8_1" and path == "int" and columns == 1
+    copies |= sync == "sentinel" and node.x.type == "F32" and path == "float" and columns == 1 and not norm and node.k % 32 == 0
     params = node.node.params
     config = MatVecConfig(
         quant=node.w.type, path=path, k=node.k, x_width=node.x.shape[-1], x=node.x.type, y=node.y.type,

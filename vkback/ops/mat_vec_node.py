@@ -15,6 +15,9 @@
                     F32 [1, n_used] and ids I32 [1, n_used] are further outputs
     expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
     selection_bias  F32 [n_expert]: where it chooses experts, TOPK_MOE's bias
+    units_norm      of a product of few tokens by matrices F32 [m]: its output in unit order, times this, and its sums of squares are
+                    further outputs (mat_mul.MatMul.units)
+    squares         of such a product: what another left of x (with the param squares_eps)
     route           of a mat-mat by experts: what a ROUTE node made of its ids (vkback/ops/mat_mul_nodes.py); an F16 x and an F16 output
                     have their columns in its order
     params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up, or with alpha and limit what
@@ -68,6 +71,7 @@ class MatVecNode:
     summed  what it writes of x, normed, and post_residual
     chosen  weights and ids that it writes where it chooses its experts
     route   as a node of its own made it
+    units   what it leaves for products of its output normed with units_norm; squares: what another left for it
     """
 
     node: Node
@@ -81,6 +85,9 @@ class MatVecNode:
     summed: Tensor | None = None
     chosen: tuple[Tensor, ...] = ()
     route: Tensor | None = None
+    units: tuple[Tensor, ...] = ()
+    units_norm: Tensor | None = None
+    squares: Tensor | None = None
 
     @classmethod
     def of(cls, node: Node) -> MatVecNode:
@@ -96,7 +103,11 @@ class MatVecNode:
         w, x = by["w"], by["x"]
         if experts == "none" and len(x.shape) > 2:  # heads side by side
             x = replace(x, shape=(x.shape[0], w.shape[-1]))
-        return cls(node, w, x, node.outputs[0], extra, glu, experts, gelu, summed, chosen, by.get("route"))
+        units = node.outputs[1:] if "units_norm" in by else ()
+        return cls(
+            node, w, x, node.outputs[0], extra, glu, experts, gelu, summed, chosen, by.get("route"), units, by.get("units_norm"),
+            by.get("squares"),
+        )  # fmt: skip
 
     def with_x(self, x: Tensor) -> MatVecNode:
         """The same with another x."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from vkback.ops.base import (
     PlanError,
     Problem,
     Shape,
+    SpinWaits,
     Tape,
     Tolerance,
     ceil_div,
@@ -120,16 +122,18 @@ def _dispatch(
     values |= {**defines, **rope_angles.defines(node.params)}
     gz = ceil_div(heads.n, MAX_GROUPS_X)
     rows = heads.n * total * heads.dim
+    groups = (ceil_div(total, per_group), ceil_div(heads.n, gz), gz)
     return Dispatch(
         Variant("rope/rope.comp", tuple(sorted(values.items())), subgroup),
         tuple(args),
         pack_push(heads.n, n_ctx, float(node.params.get("eps", 0.0))),
-        (ceil_div(total, per_group), ceil_div(heads.n, gz), gz),
+        groups,
         node.op,
         node.name,
         f"{wg} threads, {per_group} heads a group: {choice.source}",
         nbytes=4 * rows + 4 * heads.n * heads.q * heads.dim + 4 * heads.n * heads.kv * heads.dim,
         flops=6 * rows,
+        waits=SpinWaits(shares=tuple(a.tensor.name for a in args[: 1 if heads.kv == 0 or defines["PACKED"] else 3]), arrives=prod(groups)),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vkback.device import Capabilities
 from vkback.ops.base import Dispatch, nbytes
 from vkback.plan.schedule import Schedule, overlap
-from vkback.plan.sync import STATE
+from vkback.plan.sync import ARRIVALS, STATE
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def waits(schedule: Schedule) -> list[list[Wait]]:
     found: list[list[Wait]] = []
     for number, stage in enumerate(schedule.stages):
         here = [*((r, "read") for d in stage for r in d.reads), *((w, "write") for d in stage for w in d.writes)]
-        here = [(r, how) for r, how in here if r[0] != STATE.name]
+        here = [(r, how) for r, how in here if r[0] != STATE.name and not r[0].endswith(ARRIVALS)]
         spun_on = _spun_on(stage) if number in schedule.barrier_free else {}
         nearest: dict[str, Wait] = {}
         for (name, part), how in here:
@@ -123,5 +123,5 @@ def waits(schedule: Schedule) -> list[list[Wait]]:
 
 def _spun_on(stage: Sequence[Dispatch]) -> dict[str, str]:
     """Names of the tensors that a barrier-free stage spins on, and how much of them."""
-    whole = {name: "whole" for d in stage if d.waits for name in d.waits.whole}
-    return {name: "part" for d in stage if d.waits for name in d.waits.part} | whole
+    whole = {name: "whole" for d in stage if d.waits for name in (*d.waits.whole, *d.waits.counted)}
+    return {name: "part" for d in stage if d.waits for name in (*d.waits.part, *d.waits.shares)} | whole

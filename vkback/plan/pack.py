@@ -7,6 +7,7 @@ A mat-mat by cooperative matrices takes x as packed f16 (`mat_mul.packed`), by i
     GLU -> down              the epilogue of gate and up stores packed f16, where they make whole sums; by experts in the order of a route
                              that both share; few tokens in unit order (mat_mul_reg)
     attention -> its output  likewise, where a tile has whole matrices of tokens
+    product -> norm -> few tokens' products   the product stores its output in unit order, too, and its squares (mat_mul_reg)
     norm -> mat-mats         norm and packing are one PACK_F16; experts read the rows again, by their route, with the factors it stored
     anything else            a PACK_F16 that all mat-mats share which read the tensor
 
@@ -24,11 +25,12 @@ from typing import Literal
 
 from vkback.graph import Node, Tensor
 from vkback.ops.attention import packs_output
+from vkback.ops.attention import stores_units as attention_stores_units
 from vkback.ops.base import LowerContext, ceil_div
 from vkback.ops.mat_mul import UNIT, MatMulShape, packed, packs_glu
 from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_mul_nodes import Norm, pack_node, room, route_heads_node, route_node
-from vkback.ops.mat_mul_reg import packed_units, stores_units
+from vkback.ops.mat_mul_reg import makes_units, packed_units, stores_units
 from vkback.ops.mat_vec_node import MatVecNode
 from vkback.plan.fuse import Nodes, schedule_choice, tokens_of
 
@@ -125,10 +127,15 @@ class _Packing:
         if len(readers) < len(consumers) or name in self.outputs or len(producer.outputs) > 1:
             return self._add_packs(name, tensor, readers)
         if self.by != "stage" and (out := self._by_producer(producer, readers)):
-            params = {**producer.params, "fragments": readers[0].shape.fragments} if producer.op == "FLASH_ATTN_EXT" else producer.params
+            params, shape = producer.params, readers[0].shape
+            if producer.op == "FLASH_ATTN_EXT":
+                order = ("units", shape) if shape.way == "coop_reg" else ("fragments", shape.fragments)
+                params = {**params, **dict([order])}
             self.now[self.producer[name]] = dataclasses.replace(producer, outputs=(out,), params=params)
             for r in readers:
                 self.now[r.number] = r.reading(out)
+        elif self.norms and producer.op == "RMS_NORM_MUL" and self._normed_by_producer(producer, readers):
+            self.now[self.producer[name]] = None
         elif self.norms and producer.op == "RMS_NORM_MUL" and any(_whole_rows(r, tensor) for r in readers):
             self.now[self.producer[name]] = None
             x = dataclasses.replace(producer.inputs[0], shape=tensor.shape)
@@ -170,7 +177,12 @@ class _Packing:
         return Tensor(name, "F16", (room(n, shape, *(r.shape for r in readers)), ceil_div(k, UNIT) * UNIT))
 
     def _units_by_producer(self, producer: Node, readers: Sequence[Reader], name: str) -> Tensor | None:
-        """The same in unit order: gate and up for down."""
+        """The same in unit order: gate and up for down, attention for its output product."""
+        if producer.op == "FLASH_ATTN_EXT":
+            widest = max((r.shape for r in readers), key=lambda s: s.tile_n)
+            stored = self.by == "producer" and all(attention_stores_units(producer, r.shape, self.ctx) for r in readers)
+            alike = len({(r.shape.matrix, r.shape.row_lanes) for r in readers}) == 1
+            return packed_units(name, readers[0].mat_vec.n, readers[0].mat_vec.k, widest) if stored and alike else None
         made = MatVecNode.of(producer) if producer.op == "MAT_VEC" else None
         shape = choose(made, self.ctx).shape if made else None
         if made is None or shape is None or not made.glu or "rows_total" in producer.params:
@@ -180,6 +192,36 @@ class _Packing:
         if not alike or not stores_units(made.w, made.glu, shape, self.ctx.caps):
             return None
         return packed_units(name, made.n, readers[0].mat_vec.k, widest)
+
+    def _normed_by_producer(self, norm: Node, readers: Sequence[Reader]) -> bool:
+        """Where what is normed is made by a product in registers, and read by such: the one stores it in unit order, times the norm's
+        weight, and sums of its squares; the others divide by the rms."""
+        x, weight = norm.inputs
+        number = self.producer.get(x.name, -1)
+        made = self.now[number] if number >= 0 else None
+        if self.by != "producer" or made is None or made.op != "MAT_VEC" or len(made.outputs) > 1 or "rows_total" in made.params:
+            return False
+        mat_vec = MatVecNode.of(made)
+        shape = choose(mat_vec, self.ctx).shape
+        if shape is None or shape.way != "coop_reg" or mat_vec.glu or mat_vec.gelu or not makes_units(mat_vec.w, shape, self.ctx.caps):
+            return False
+        if any(
+            r.shape.way != "coop_reg" or (r.shape.matrix, r.shape.row_lanes) != (shape.matrix, shape.row_lanes) or r.mat_vec.k != mat_vec.m
+            for r in readers
+        ):
+            return False
+        widest = max((shape, *(r.shape for r in readers)), key=lambda s: s.tile_n)
+        units = packed_units(f"{norm.name}.units", mat_vec.n, mat_vec.m, widest)
+        squares = Tensor(f"{norm.name}.squares", "F32", (mat_vec.n, mat_vec.m // shape.tile_m))
+        roles = (*made.params["roles"], "units_norm")
+        self.now[number] = dataclasses.replace(
+            made, inputs=(*made.inputs, weight), outputs=(*made.outputs, units, squares), params={**made.params, "roles": roles}
+        )
+        for r in readers:
+            node = r.reading(units)
+            params = {**node.params, "roles": (*node.params["roles"], "squares"), "squares_eps": norm.params["eps"]}
+            self.now[r.number] = dataclasses.replace(node, inputs=(*node.inputs, squares), params=params)
+        return True
 
     def _add_packs(self, name: str, x: Tensor, readers: Sequence[Reader], norm: Norm | None = None) -> None:
         """A PACK_F16 of x for readers of each order, ahead of the first. With a norm the one for dense readers stores its factors for those

@@ -9,7 +9,7 @@ from vkback.graph import Graph, Node, live
 from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, Sync, nbytes, shards
 from vkback.ops.mat_mul_nodes import LOWER
 from vkback.plan.exact import arithmetic_as_written
-from vkback.plan.fuse import fuse, schedule_choice, tokens_of
+from vkback.plan.fuse import fuse, schedule_choice
 from vkback.plan.fuse_training import fuse_training, without_repeats
 from vkback.plan.pack import pack_activations
 from vkback.plan.schedule import Schedule, Slot, in_one_block, into_stages, place, place_apart
@@ -44,20 +44,27 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
     for dispatch in schedule.dispatches():
         check_limits(dispatch, ctx.caps)
     block = ctx.caps.largest_buffer
-    slots, size = place(schedule.stages, [t.name for t in graph.outputs], schedule.sentinel_tensors, block)
-    apart, end = place_apart(schedule.stages, schedule.sentinel_tensors, size)
-    if (first := in_one_block(size, max(1, end - size), block)) != size:
-        apart, end = place_apart(schedule.stages, schedule.sentinel_tensors, size := first)
+    own = schedule.sentinel_tensors | schedule.counted_tensors
+    slots, size = place(schedule.stages, [t.name for t in graph.outputs], own, block)
+    counted, size, _ = _apart_in_a_block(schedule, schedule.counted_tensors, size, block)
+    apart, end, first = _apart_in_a_block(schedule, schedule.sentinel_tensors, size, block)
     return dataclasses.replace(
-        schedule, slots=slots | apart, activation_bytes=end, sentinel_range=Slot(size, end - size), block_bytes=block
+        schedule, slots=slots | counted | apart, activation_bytes=end, sentinel_range=Slot(first, end - first), block_bytes=block
     )
+
+
+def _apart_in_a_block(schedule: Schedule, names: frozenset[str], start: int, block: int) -> tuple[dict[str, Slot], int, int]:
+    """Slots of tensors that share memory with no other, all in one block, where they end and where they begin."""
+    slots, end = place_apart(schedule.stages, names, start)
+    if (first := in_one_block(start, max(1, end - start), block)) != start:
+        slots, end = place_apart(schedule.stages, names, first)
+    return slots, end, first
 
 
 def fused_nodes(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> tuple[list[Node], LowerContext]:
     """The nodes that `plan` lowers, before prompts' activations are packed, and the context with the sync that the tables choose. Every
     node has a reference."""
-    one_token = fusion == "all" and tokens_of(graph.nodes) == 1
-    sync: Sync = schedule_choice(graph.nodes, ctx)["sync"] if one_token else "barrier"
+    sync: Sync = schedule_choice(graph.nodes, ctx)["sync"] if fusion == "all" else "barrier"
     ctx = dataclasses.replace(ctx, sync=sync)
     if fusion == "training":
         nodes = fuse_training(fuse(graph, ctx, level="none"), [t.name for t in graph.outputs], ctx)

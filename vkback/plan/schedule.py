@@ -32,6 +32,7 @@ class Schedule:
     barrier_free      numbers of stages that need no barrier before them (vkback/plan/sync.py)
     sentinel_tensors  names of tensors that barrier-free stages spin on, each in memory of its own
     sentinel_range    where these lie; it is filled with SENTINEL before every run
+    counted_tensors   names of tensors for which stages wait by counted arrivals, each in memory of its own
     block_bytes       activations lie in blocks of so many bytes, the last one shorter, and no tensor in two
     """
 
@@ -41,6 +42,7 @@ class Schedule:
     barrier_free: frozenset[int] = frozenset()
     sentinel_tensors: frozenset[str] = frozenset()
     sentinel_range: Slot = Slot(0, 0)
+    counted_tensors: frozenset[str] = frozenset()
     block_bytes: int = 1 << 62
 
     @property

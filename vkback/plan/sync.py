@@ -16,13 +16,18 @@ of `norm`. So `down` may read the output of `norm` without a spin-wait. Had `gat
 barrier.
 
 Two more rules make the sentinel reliable: a tensor that is waited for is written once a run and has memory that no other tensor gets.
+
+Results that every workgroup reads again and again, or that go into memory which cannot be filled, are waited for by counted arrivals
+(shaders/common/arrivals.glsl): each workgroup of the dispatch that makes them counts itself, in a word that begins as SENTINEL, once it
+has stored everything. Who has seen the full count knows that all workgroups of that dispatch have ended: all of its outputs are complete,
+and so is what any of its workgroups waited for, and what all of them together waited for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from vkback.graph import Tensor
 from vkback.ops.base import Arg, Dispatch
@@ -31,21 +36,51 @@ from vkback.plan.schedule import Schedule
 STATE = Tensor("spin_timeout", "I32", (1,), "counter")
 """Not zero once a spin-wait has timed out."""
 
+ARRIVALS = ".arrivals"
+"""Ends the name of a counter of arrivals, which begins with that of what is waited for."""
+
+COUNTERS, COUNTER_WORDS = 16, 32
+"""As in shaders/common/arrivals.glsl."""
+
 SENTINEL = 0x80808080
 """SENTINEL of shaders/common/sentinel.glsl."""
 
 
 def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
-    """The schedule with as few barriers as its kernels allow. A kernel that spin-waits binds one buffer more."""
+    """The schedule with as few barriers as its kernels allow. A kernel that spin-waits binds one buffer more, one that waits for counted
+    arrivals two, and one whose arrivals are counted one."""
     free, resolved = _barrier_free(schedule.stages, max_bindings)
+    found = [d for spins, stage in zip(free, resolved, strict=True) if spins for d in stage if d.waits]
+    counted = {name for d in found if d.waits for name in d.waits.counted}
+    makers = {a.tensor.name: d for stage in resolved for d in stage for a in d.args if "w" in a.access and a.tensor.name in counted}
+    counters = {name: Awaited(_counter(d), d.waits.arrives) for name, d in makers.items() if d.waits}
     stages = []
     for i, stage in enumerate(resolved):
         produces = i + 1 < len(free) and free[i + 1]
-        stages.append([synchronized(d, free[i]) if free[i] or produces else d for d in stage])
-    waits = [d.waits for spins, stage in zip(free, resolved, strict=True) if spins for d in stage if d.waits]
-    tensors = frozenset(name for w in waits for name in (*w.whole, *w.part, *w.own))
+        stages.append([synchronized(d, free[i], counters) if free[i] or produces else d for d in stage])
+    tensors = {name for d in found if d.waits for name in d.waits.words} | {c.counter.name for c in counters.values()}
+    together = {a.tensor.name for d in makers.values() for a in d.args if "w" in a.access and a.tensor.kind == "node"}
     numbers = frozenset(i for i, spins in enumerate(free) if spins)
-    return dataclasses.replace(schedule, stages=stages, barrier_free=numbers, sentinel_tensors=tensors)
+    return dataclasses.replace(
+        schedule, stages=stages, barrier_free=numbers, sentinel_tensors=frozenset(tensors), counted_tensors=frozenset(together - tensors)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Awaited:
+    """The counter of a dispatch's arrivals, and how many there will be."""
+
+    counter: Tensor
+    arrivals: int
+
+
+def _counter(d: Dispatch) -> Tensor:
+    return Tensor(f"{_outputs(d)[0]}{ARRIVALS}", "I32", (COUNTERS, COUNTER_WORDS))
+
+
+def _outputs(d: Dispatch) -> list[str]:
+    """Names of what a dispatch makes for others, states among it."""
+    return [a.tensor.name for a in d.args if "w" in a.access and a.tensor.kind in ("node", "state")]
 
 
 def _written(stage: Sequence[Dispatch]) -> set[str]:
@@ -53,12 +88,42 @@ def _written(stage: Sequence[Dispatch]) -> set[str]:
     return {a.tensor.name for d in stage for a in d.args if "w" in a.access and a.tensor.kind == "node"}
 
 
-def _resolved(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> Dispatch:
-    """A dispatch that waits for `also` as for its other wholes, as far as these were made since the last barrier, or not at all."""
-    if d.waits is None or not d.waits.also:
+class _Made:
+    """What was made since the last barrier.
+
+    before   per tensor, for each writer, what happens before its stores
+    implied  per tensor whose only writer can count its arrivals: what is complete once all have arrived
+    makers   per tensor its writers
+    once     tensors that one stage alone writes
+    """
+
+    def __init__(self, once: Collection[str]) -> None:
+        self.once = once
+        self.before: dict[str, list[set[str]]] = {}
+        self.implied: dict[str, set[str]] = {}
+        self.makers: dict[str, list[Dispatch]] = {}
+
+    def add(self, d: Dispatch, before: set[str]) -> None:
+        """before: what happened before its stores."""
+        outputs = _outputs(d)
+        for name in outputs:
+            self.before.setdefault(name, []).append(before)
+            self.makers.setdefault(name, []).append(d)
+            self.implied.pop(name, None)
+        if d.waits is not None and d.waits.arrives:
+            shared = [{t}.union(*self.before[t]) for t in d.waits.shares if t in self.before]
+            implied = before.union(outputs, *shared)
+            self.implied |= {name: implied for name in outputs if len(self.makers[name]) == 1 and name in self.once}
+
+
+def _resolved(d: Dispatch, made: _Made) -> Dispatch:
+    """A dispatch that waits for `also` as for its other wholes, and for what is counted, as far as these were made since the last barrier,
+    or not at all."""
+    if d.waits is None or not (d.waits.also or d.waits.counted):
         return d
-    since = tuple(name for name in d.waits.also if name in made)
-    return dataclasses.replace(d, waits=dataclasses.replace(d.waits, whole=(*d.waits.whole, *since), also=since))
+    since = tuple(name for name in d.waits.also if name in made.before)
+    counted = tuple(name for name in d.waits.counted if name in made.before)
+    return dataclasses.replace(d, waits=dataclasses.replace(d.waits, whole=(*d.waits.whole, *since), also=since, counted=counted))
 
 
 def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> tuple[list[bool], list[list[Dispatch]]]:
@@ -66,46 +131,82 @@ def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> tu
     found: list[list[Dispatch]] = []
     free = [False] * len(stages)
     writers = Counter(name for stage in stages for name in _written(stage))
-    made: dict[str, list[set[str]]] = {}  # since the last barrier: per tensor, for each writer, what happens before its stores
+    outputs = Counter(name for stage in stages for name in {t for d in stage for t in _outputs(d)})
+    single = {name for name, times in outputs.items() if times == 1}
+    made = _Made(single)
     for i, planned in enumerate(stages):
         stage = [_resolved(d, made) for d in planned]
         found.append(stage)
-        # Memory is filled with SENTINEL beside stage 0, so nobody can spin on what stage 0 writes.
+        # Memory is filled with SENTINEL beside stage 0, so nobody can spin on what stage 0 writes, nor can that count.
         able = i > 1 and all(d.waits is not None for d in (*stages[i - 1], *stage))
-        able = able and all(len(d.args) < max_bindings for d in stage)
+        able = able and all(_bindings(d, True) <= max_bindings for d in stage)
+        able = able and all(_bindings(d, free[i - 1]) <= max_bindings for d in found[i - 1])
         once = all(writers[name] == 1 for s in stages[max(i - 1, 0) : i + 1] for name in _written(s))
         free[i] = able and once and all(_ordered(d, made) for d in stage)
         if not free[i]:
-            made = {}
-        before = [(d, _happened_before(d, made)) for d in stage]
-        for d, names in before:
-            for name in _written([d]):
-                made.setdefault(name, []).append(names)
+            made = _Made(single)
+            found[i] = stage = [_resolved(d, made) for d in planned]
+        for d, before in [(d, _happened_before(d, made)) for d in stage]:
+            made.add(d, before)
     return free, found
 
 
-def _ordered(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> bool:
-    """Whether a dispatch spins on, or happens after, all that it reads; and spins only on what was made since the last barrier."""
+def _bindings(d: Dispatch, free: bool) -> int:
+    """Buffers that a kernel binds at most, in a barrier-free stage or ahead of one."""
+    if d.waits is None or d.waits.constants is not None:
+        return len(d.args)
+    return len(d.args) + bool(d.waits.arrives) + (1 + bool(d.waits.counted) if free else 0)
+
+
+def _ordered(d: Dispatch, made: _Made) -> bool:
+    """Whether a dispatch waits for, or happens after, all that it reads; and waits only for what was made since the last barrier."""
     assert d.waits is not None
-    spun_on = {*d.waits.whole, *d.waits.part}
+    spun_on = {*d.waits.whole, *d.waits.part, *d.waits.shares}
     complete = spun_on | _happened_before(d, made)
-    return spun_on <= made.keys() and all(name in complete for name, _ in d.reads if name in made)
+    of_one = len({id(made.makers[name][0]) for name in d.waits.counted}) <= 1 and made.implied.keys() >= set(d.waits.counted)
+    return of_one and spun_on <= made.before.keys() and all(name in complete for name, _ in d.reads if name in made.before)
 
 
-def _happened_before(d: Dispatch, made: Mapping[str, Sequence[set[str]]]) -> set[str]:
-    """Tensors that are complete once the spin-waits of a dispatch have ended."""
+def _happened_before(d: Dispatch, made: _Made) -> set[str]:
+    """Tensors that are complete once the waits of a dispatch have ended."""
     if d.waits is None:
         return set()
     # A tensor may have several writers. A part of it may come from any of them, the whole comes from all.
-    of_wholes = [set.union(*made[t]) for t in d.waits.whole if t in made]
-    of_parts = [set.intersection(*made[t]) for t in d.waits.part if t in made]
-    return set(d.waits.whole).union(*of_wholes, *of_parts)
+    of_wholes = [set.union(*made.before[t]) for t in d.waits.whole if t in made.before]
+    of_parts = [set.intersection(*made.before[t]) for t in (*d.waits.part, *d.waits.shares) if t in made.before]
+    of_counts = [made.implied[t] for t in d.waits.counted if t in made.implied]
+    return set(d.waits.whole).union(*of_wholes, *of_parts, *of_counts)
 
 
-def synchronized(d: Dispatch, spins: bool) -> Dispatch:
-    """A dispatch whose kernel avoids SENTINEL in what it stores, and with `spins` spin-waits on what it reads."""
-    defines = {**dict(d.kernel.defines), "SYNC_SENTINEL": 1, "SPINS": int(spins)} | ({"BIND_SYNC_STATE": len(d.args)} if spins else {})
-    if spins and d.waits is not None and d.waits.also:
+def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Awaited] | None = None) -> Dispatch:
+    """A dispatch whose kernel avoids SENTINEL in what it stores, and in a barrier-free stage waits for what it reads.
+
+    counters  by the names of what is waited for by counted arrivals
+    """
+    if d.waits is None:
+        return d
+    counters = counters or {}
+    arrivals = next((counters[name].counter for name in _outputs(d) if name in counters), None)
+    awaited = next((counters[name] for name in d.waits.counted if name in counters), None) if free else None
+    spins = free and bool(d.waits.words)
+    state = Arg(STATE, "rw") if spins or awaited else None
+    kernel, args = d.kernel, d.args
+    if d.waits.constants is not None:
+        values = enumerate((1, int(spins), int(arrivals is not None), awaited.arrivals if awaited else 0), d.waits.constants)
+        kernel = dataclasses.replace(kernel, spec=tuple(sorted((dict(kernel.spec) | dict(values)).items())))
+        mine = (Arg(arrivals, "rw") if arrivals else None, Arg(awaited.counter) if awaited else None, state)
+        args = (*args[:-3], *(own or kept for own, kept in zip(mine, args[-3:], strict=True)))
+        return dataclasses.replace(d, kernel=kernel, args=args)
+    defines: dict[str, str | int] = {**dict(kernel.defines), "SYNC_SENTINEL": 1, "SPINS": int(spins)}
+    if spins and d.waits.also:
         defines["SPINS_ALSO"] = 1
-    kernel = dataclasses.replace(d.kernel, defines=tuple(sorted(defines.items())))
-    return dataclasses.replace(d, kernel=kernel, args=(*d.args, *([Arg(STATE, "rw")] if spins else [])))
+    if arrivals:
+        defines |= {"ARRIVES": 1, "BIND_ARRIVALS": len(args)}
+        args = (*args, Arg(arrivals, "rw"))
+    if awaited:
+        defines |= {"AWAITED": awaited.arrivals, "BIND_AWAITED": len(args)}
+        args = (*args, Arg(awaited.counter))
+    if state:
+        defines["BIND_SYNC_STATE"] = len(args)
+        args = (*args, state)
+    return dataclasses.replace(d, kernel=dataclasses.replace(kernel, defines=tuple(sorted(defines.items()))), args=args)

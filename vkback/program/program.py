@@ -107,6 +107,15 @@ class Program:
         return self._ranges[name]
 
     @property
+    def last_waited_for(self) -> BufferRange | None:
+        """Memory of the last tensor of the schedule that a barrier-free stage waits for, which keeps its values to the end; None without
+        any."""
+        kept = self.schedule.sentinel_tensors | self.schedule.counted_tensors
+        made = [a.tensor for d in self.schedule.dispatches() for a in d.args if "w" in a.access and a.tensor.name in kept]
+        values = [t.name for t in made if t.type != "I32"]
+        return self._ranges[values[-1]] if values else None
+
+    @property
     def timed_out(self) -> bool:
         """Whether a spin-wait of any run so far has timed out, by a read from the device."""
         return self.state is not None and bool(self.device.download(self.state, np.uint32)[0])
@@ -159,7 +168,7 @@ class Program:
         return self._finish(rec, copies)
 
     def record_parts(self, name: str, begins: Collection[int], *, copies: Sequence[tuple[BufferRange, BufferRange]] = ()) -> list[Commands]:
-        """Record the schedule once, with all barriers, into several command buffers, to be submitted one after the other.
+        """Record the schedule once into several command buffers, to be submitted one after the other.
 
         begins  numbers of the dispatches, in the schedule's order, with which a command buffer begins; the first is 0
         copies  as in `record`
@@ -170,12 +179,12 @@ class Program:
             rec.fill(self._sentinel, SENTINEL)
         parts: list[Commands] = []
         number = 0
-        for stage in self.schedule.stages:
+        for stage_number, stage in enumerate(self.schedule.stages):
             for i, d in enumerate(stage):
                 if number and number in begins:
                     parts.append(self._finish(rec))
                     rec = self.device.recorder(f"{name}, part {len(parts) + 1}")
-                elif i == 0 and number:
+                elif i == 0 and number and stage_number not in self.schedule.barrier_free:
                     rec.barrier()
                 self._dispatch(rec, d)
                 number += 1
