@@ -8,7 +8,7 @@ The n tokens are `sequences` texts of as many tokens each, one after the other. 
 max(0, i + 1 - window) .. i of it, all up to i without a window, and the whole text where causal is False.
 lse is the logarithm of the sum of exp(score) of a row.
 
-With act "f16" both go by cooperative matrices (shaders/attention/train_matrix_*.comp) where the device has suitable ones. Operands are
+With act "f16" both go by cooperative matrices (shaders/attention/train_matrix.comp) where the device has suitable ones. Operands are
 packed as f16 first, every head of a text times a power of two of its own.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from vkback.ops.base import (
     Tape,
     Tolerance,
     ceil_div,
+    declare,
     nbytes,
     pack_push,
     register,
@@ -51,6 +52,11 @@ from vkback.shader import Variant
 
 TILE = 32
 """Queries, keys and columns of a tile."""
+
+declare("attention_train", match={"head_dim": "number"}, params={"rows": "positive", "warps": (1, 2, 4, 8)})
+
+KINDS = ("forward", "dq", "dk", "dv")
+"""Of shaders/attention/train_matrix.comp."""
 
 PACK_THREADS = 1024
 """Of a workgroup that packs a head of a text, where the device has as many: 32 heads are 32 workgroups."""
@@ -192,8 +198,24 @@ class _Matrices:
     def __init__(self, node: Node, ctx: LowerContext, sizes: Sizes, matrix: tuple[int, int, int]) -> None:
         self.node, self.ctx, self.sizes, self.matrix = node, ctx, sizes, matrix
         self.rows = ceil_div(sizes.n, max(matrix)) * max(matrix)
-        self.warps = 1 if ctx.caps.software else 4  # there subgroups' barriers may be the workgroup's
+        choice = ctx.tuning.pick("attention_train", head_dim=max(sizes.hd, sizes.vd))
+        self.warps: int = choice["warps"]
+        self.walked: int = max(choice["rows"], matrix[1]) // matrix[1] * matrix[1]
+        self.source = choice.source
+        if ctx.caps.software:  # there subgroups' barriers may be the workgroup's
+            self.warps = 1
+        while self.warps > 1 and self.warps * ctx.caps.subgroup_size > ctx.caps.max_workgroup_invocations:
+            self.warps //= 2
+        while self.walked > matrix[1] and self.shared_bytes > ctx.caps.max_shared_memory:
+            self.walked = max(matrix[1], self.walked // 2 // matrix[1] * matrix[1])
         self.dispatches: list[Dispatch] = []
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of shaders/attention/train_matrix.comp."""
+        rows, columns, _ = self.matrix
+        walked = self.walked * (16 * (self.sizes.hd // 8 + self.sizes.vd // 8 + 2) + 8)
+        return walked + self.warps * rows * (16 * (columns // 8 + 1) + 4 * columns + 4)
 
     def packed(self, x: Tensor, heads: int, dim: int) -> Arg:
         """Packs x [tokens, heads, dim]."""
@@ -214,19 +236,20 @@ class _Matrices:
         )  # fmt: skip
         return Arg(y)
 
-    def launch(self, shader: str, args: Sequence[Arg], flops: int) -> None:
-        """A subgroup for each tile of rows of a head."""
+    def launch(self, kind: Literal["forward", "dq", "dk", "dv"], args: Sequence[Arg], flops: int) -> None:
+        """A subgroup for each tile of rows of a head. args: in the kernel's order."""
         sizes, params, caps = self.sizes, self.node.params, self.ctx.caps
         push = pack_push(
             sizes.n, self.rows, sizes.heads, sizes.kv_heads, sizes.texts, int(params.get("causal", True)), int(params.get("window", 0)),
             float(params["scale"]), float(params.get("softcap", 0.0)),
         )  # fmt: skip
-        spec = (self.warps * caps.subgroup_size, caps.subgroup_size, *self.matrix, sizes.hd, sizes.vd)
+        spec = (self.warps * caps.subgroup_size, caps.subgroup_size, *self.matrix, sizes.hd, sizes.vd, self.walked, KINDS.index(kind))
         groups = (ceil_div(sizes.n, self.matrix[0] * self.warps), sizes.heads, sizes.texts)
         self.dispatches.append(
             Dispatch(
-                Variant(f"attention/train_matrix_{shader}.comp", (), required_subgroup(caps), tuple(enumerate(spec))), tuple(args), push,
-                groups, self.node.op, self.node.name, f"matrices {'x'.join(map(str, self.matrix))}, {self.warps} subgroups",
+                Variant("attention/train_matrix.comp", (), required_subgroup(caps), tuple(enumerate(spec))), tuple(args), push,
+                groups, self.node.op, self.node.name,
+                f"{kind}, matrices {'x'.join(map(str, self.matrix))}, {self.warps} subgroups, {self.walked} rows at a time: {self.source}",
                 nbytes=sum(nbytes(a.tensor) for a in args), flops=flops,
             )
         )  # fmt: skip
@@ -234,7 +257,7 @@ class _Matrices:
 
 def prebuilt_variants() -> list[Variant]:
     """The modules that need a compiler with cooperative matrices."""
-    return [Variant(f"attention/train_matrix_{kind}.comp") for kind in ("forward", "back_q", "back_kv")]
+    return [Variant("attention/train_matrix.comp")]
 
 
 class _Training:
@@ -308,8 +331,9 @@ class FlashAttnLse(_Training, Op):
         flops = 2 * _products(sizes, node.params) * (sizes.hd + sizes.vd)
         if (matrix := _matrix_shape(sizes, ctx)) is not None:
             by = _Matrices(node, ctx, sizes, matrix)
-            taken = (by.packed(q, sizes.heads, sizes.hd), by.packed(k, sizes.kv_heads, sizes.hd), by.packed(v, sizes.kv_heads, sizes.vd))
-            by.launch("forward", (*taken, Arg(y, "w"), Arg(lse, "w")), flops)
+            own = by.packed(q, sizes.heads, sizes.hd)
+            walked = (by.packed(k, sizes.kv_heads, sizes.hd), by.packed(v, sizes.kv_heads, sizes.vd))
+            by.launch("forward", (own, own, *walked, Arg(lse, "w"), own, Arg(y, "w")), flops)
             return by.dispatches
         args = (Arg(q), Arg(k), Arg(v), Arg(y, "w"), Arg(lse, "w"))
         return [_launch(node, "train_forward", args, sizes, sizes.heads, sizes.vd, flops=flops)]
@@ -342,7 +366,8 @@ class FlashAttnLse(_Training, Op):
     def perf_cases(self) -> Iterator[Case]:
         yield self.build_case(64, 64, 3, 3, 512)
         yield self.build_case(128, 128, 8, 4, 512)
-        yield self.build_case(128, 128, 8, 4, 512, act="f16")
+        for rows, warps in ((32, 4), (16, 4), (32, 8), (32, 2), (64, 4)):
+            yield self.build_case(128, 128, 8, 4, 512, act="f16").where(rows=rows, warps=warps)
 
 
 @register
@@ -391,12 +416,11 @@ class FlashAttnBack(_Training, Gradient):
         ]
         if matrix is not None:
             by = _Matrices(node, ctx, sizes, matrix)
-            taken = (
-                by.packed(q, sizes.heads, sizes.hd), by.packed(k, sizes.kv_heads, sizes.hd), by.packed(v, sizes.kv_heads, sizes.vd),
-                by.packed(dy, sizes.heads, sizes.vd), *given[4:],
-            )  # fmt: skip
-            by.launch("back_q", (*taken, Arg(dq, "w")), flops_q)
-            by.launch("back_kv", (*taken, Arg(made_k, "w"), Arg(made_v, "w")), flops_kv)
+            queries = (by.packed(q, sizes.heads, sizes.hd), by.packed(dy, sizes.heads, sizes.vd))
+            keys = (by.packed(k, sizes.kv_heads, sizes.hd), by.packed(v, sizes.kv_heads, sizes.vd))
+            by.launch("dq", (*queries, *keys, *given[4:], Arg(dq, "w")), flops_q)
+            by.launch("dk", (*keys, *queries, *given[4:], Arg(made_k, "w")), flops_kv // 2)
+            by.launch("dv", (*keys, *queries, *given[4:], Arg(made_v, "w")), flops_kv // 2)
             made += by.dispatches
         else:
             made += [
@@ -439,4 +463,5 @@ class FlashAttnBack(_Training, Gradient):
     def perf_cases(self) -> Iterator[Case]:
         yield self.build_case(64, 64, 3, 3, 512)
         yield self.build_case(128, 128, 8, 4, 512)
-        yield self.build_case(128, 128, 8, 4, 512, act="f16")
+        for rows, warps in ((32, 4), (16, 4), (32, 8), (32, 2), (64, 4)):
+            yield self.build_case(128, 128, 8, 4, 512, act="f16").where(rows=rows, warps=warps)

@@ -1,0 +1,308 @@
+#version 450
+// Attention of texts to themselves, and its gradients, by cooperative matrices of f16 with f32 sums. Four kernels that differ in what they walk along:
+//
+//   KIND         own rows   walked      makes
+//   0 forward    queries    keys        y = P V, and the log-sum-exp of every row
+//   1 dQ         queries    keys        dS K
+//   2 dK         keys       queries     dS^T Q, of each head of Q by itself
+//   3 dV         keys       queries     P^T dY, likewise
+//
+// P = exp(score - lse), dS = P (dY V^T - delta) score'.
+//
+//   binding 0  own x (Q or K), binding 1  own y (dY or V; any buffer where there are no dS), binding 2  walked x (K or Q), binding 3  walked y (V or dY):
+//              F16, attention/train_pack.comp, words of 16 bytes, of which the last have the factors of heads
+//   binding 4  lse F32 [texts, n, n_head]
+//   binding 5  delta F32 [texts, n, n_head], sum of dy y; any buffer where there are no dS
+//   binding 6  what is made F32 [texts, n, n_head, HD or VD]
+//
+// A workgroup takes FM own rows for each of its subgroups, of a head: rows along x, heads along y, texts along z. They walk together: ROWS rows of x and y
+// lie in shared memory, padded against bank conflicts, the next ones are on their way into registers. Of each FN of them a subgroup makes scores S = X X^T
+// [FM x FN] and, for dS, Y Y^T; their elements become weights or derivatives in f16, which turn into a matrix A by way of shared memory and multiply Y or
+// X. Which row and column an element has is the driver's affair: a matrix of such numbers, loaded at the start, says it. Forward, all is walked twice,
+// first for the log-sum-exp, whose running maxima and sums every element keeps for itself, so that no sum needs to be scaled on the way.
+//
+// FN = FK, and SG divides FM * FN. No defines; all is specialized.
+#include "mat_mul/matrix.glsl"
+#include "elementwise/functions.glsl"
+layout(constant_id = 5) const uint HD = 128;   // values of a head of Q and K
+layout(constant_id = 6) const uint VD = 128;   // and of V
+layout(constant_id = 7) const uint ROWS = 32;  // walked at a time, a multiple of FN
+layout(constant_id = 8) const uint KIND = 0;
+
+layout(push_constant) uniform Push {
+    uint n;          // tokens of a text
+    uint rows;       // with those that fill it up to whole matrices
+    uint n_head;
+    uint n_head_kv;
+    uint texts;
+    uint causal;     // 0: every token sees its whole text
+    uint window;     // tokens that a token sees at most; 0: no bound
+    float scale;
+    float softcap;   // 0: none
+} p;
+
+layout(std430, set = 0, binding = 0) readonly buffer OwnX { uvec4 own_x[]; };
+layout(std430, set = 0, binding = 0) readonly buffer OwnXFactors { float own_x_factors[]; };
+layout(std430, set = 0, binding = 1) readonly buffer OwnY { uvec4 own_y[]; };
+layout(std430, set = 0, binding = 1) readonly buffer OwnYFactors { float own_y_factors[]; };
+layout(std430, set = 0, binding = 2) readonly buffer WalkX { uvec4 walk_x[]; };
+layout(std430, set = 0, binding = 2) readonly buffer WalkXFactors { float walk_x_factors[]; };
+layout(std430, set = 0, binding = 3) readonly buffer WalkY { uvec4 walk_y[]; };
+layout(std430, set = 0, binding = 3) readonly buffer WalkYFactors { float walk_y_factors[]; };
+layout(std430, set = 0, binding = 4) buffer Lse { float lse[]; };
+layout(std430, set = 0, binding = 5) readonly buffer Delta { float delta[]; };
+layout(std430, set = 0, binding = 6) writeonly buffer Out { float made[]; };
+
+#define MATRIX_WEIGHT coopmat<float16_t, gl_ScopeSubgroup, FM, FN, gl_MatrixUseAccumulator>
+
+const bool FORWARD = KIND == 0, SLOPES = KIND == 1 || KIND == 2, OWN_KEYS = KIND >= 2;
+const uint OUT = SLOPES ? HD : VD;                // values of a row that is made
+const uint WARPS = WG / SG;
+const uint NK = HD / FK, NV = VD / FK, NO = OUT / FN;
+const uint ELEMENTS = FM * FN / SG;               // of a matrix of sums, a lane
+const uint X_PITCH = HD / 8 + 1, Y_PITCH = VD / 8 + 1, W_PITCH = FN / 8 + 1;  // words of 16 bytes from row to row
+const uint SUM_PITCH = FN / 4;
+const uint X_PIECES = (ROWS * HD / 8 + WG - 1) / WG, Y_PIECES = (ROWS * VD / 8 + WG - 1) / WG;
+const float HIDDEN = -3.0e38;
+
+shared uvec4 x_rows[ROWS * X_PITCH];
+shared uvec4 y_rows[ROWS * Y_PITCH];
+shared float walked_lse[ROWS];
+shared float walked_delta[ROWS];
+shared uvec4 weights[WARPS * FM * W_PITCH];
+shared vec4 numbers[WARPS * FM * SUM_PITCH];      // a tile of sums of each subgroup
+shared float of_row[WARPS * FM];
+
+uint group_first, first, head, kv_head, text;     // first own row of the workgroup, and of the subgroup
+float x_factor, y_factor;
+MATRIX_SUM places;                                // of the elements: row * FN + column
+MATRIX_A own_xs[NK];
+MATRIX_A own_ys[SLOPES ? NV : 1];
+float own_lse[ELEMENTS];
+float own_delta[ELEMENTS];
+uvec4 x_ahead[X_PIECES];
+uvec4 y_ahead[Y_PIECES];
+
+uint row_of(uint i) { return uint(places[i]) / FN; }
+uint column_of(uint i) { return uint(places[i]) % FN; }
+
+// A tile of sums in shared memory, for threads to read by row and column.
+uint staged(MATRIX_SUM sums) {
+    const uint stage = gl_SubgroupID * FM * SUM_PITCH;
+    coopMatStore(sums, numbers, stage, SUM_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+    subgroup_sync();
+    return stage;
+}
+float number_at(uint stage, uint row, uint column) { return numbers[stage + row * SUM_PITCH + column / 4u][column % 4u]; }
+
+void find_places() {
+    const uint stage = gl_SubgroupID * FM * SUM_PITCH;
+    for (uint i = gl_SubgroupInvocationID; i < FM * SUM_PITCH; i += SG) numbers[stage + i] = 4.0 * float(i) + vec4(0.0, 1.0, 2.0, 3.0);
+    subgroup_sync();
+    coopMatLoad(places, numbers, stage, SUM_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+    subgroup_sync();
+}
+
+// First word of row `row` of a head of Q (or of K and V, `keys`) whose rows have `dim` values; and the place of the head's factor.
+uint word_at(bool keys, uint row, uint dim) {
+    return (((keys ? text * p.n_head_kv + kv_head : text * p.n_head + head)) * p.rows + row) * (dim / 8u);
+}
+uint factor_at(bool keys, uint dim) {
+    const uint heads = keys ? p.n_head_kv : p.n_head;
+    return 4u * (p.texts * heads * p.rows * (dim / 8u)) + text * heads + (keys ? kv_head : head);
+}
+uint token_at(uint i) { return (text * p.n + min(i, p.n - 1u)) * p.n_head + head; }
+
+// Scaled and capped, and its derivative by what it is made of, without `scale`.
+float score(float product) {
+    const float s = product * x_factor * p.scale;
+    return p.softcap == 0.0 ? s : p.softcap * tanh_exact(s / p.softcap);
+}
+float score_slope(float s) { return p.softcap == 0.0 ? 1.0 : 1.0 - (s / p.softcap) * (s / p.softcap); }
+
+// Whether the own row sees, or is seen by, the walked one.
+bool visible(uint own, uint walked) {
+    const uint i = OWN_KEYS ? walked : own, j = OWN_KEYS ? own : walked;
+    return i < p.n && j < p.n && (p.causal == 0u || (j <= i && (p.window == 0u || j + p.window > i)));
+}
+
+// Whether any pair of `count` own rows from `own` on and of `others` walked ones from `walked` on is.
+bool any_visible(uint own, uint count, uint walked, uint others) {
+    const uint i = OWN_KEYS ? walked : own, i_end = i + (OWN_KEYS ? others : count), j = OWN_KEYS ? own : walked, j_end = j + (OWN_KEYS ? count : others);
+    return i < p.n && j < p.n && (p.causal == 0u || (j < i_end && (p.window == 0u || j_end - 1u + p.window > i)));
+}
+
+void fetch(uint tile, bool both) {
+    [[unroll]] for (uint i = 0; i < X_PIECES; i++) {
+        const uint piece = i * WG + gl_LocalInvocationID.x, row = min(tile * ROWS + piece / (HD / 8), p.rows - 1u);
+        x_ahead[i] = walk_x[word_at(!OWN_KEYS, row, HD) + piece % (HD / 8)];
+    }
+    if (both)
+        [[unroll]] for (uint i = 0; i < Y_PIECES; i++) {
+            const uint piece = i * WG + gl_LocalInvocationID.x, row = min(tile * ROWS + piece / (VD / 8), p.rows - 1u);
+            y_ahead[i] = walk_y[word_at(!OWN_KEYS, row, VD) + piece % (VD / 8)];
+        }
+}
+
+void put(uint tile, bool both) {
+    [[unroll]] for (uint i = 0; i < X_PIECES; i++) {
+        const uint piece = i * WG + gl_LocalInvocationID.x;
+        if (ROWS * HD / 8 % WG == 0 || piece < ROWS * HD / 8) x_rows[piece / (HD / 8) * X_PITCH + piece % (HD / 8)] = x_ahead[i];
+    }
+    if (both)
+        [[unroll]] for (uint i = 0; i < Y_PIECES; i++) {
+            const uint piece = i * WG + gl_LocalInvocationID.x;
+            if (ROWS * VD / 8 % WG == 0 || piece < ROWS * VD / 8) y_rows[piece / (VD / 8) * Y_PITCH + piece % (VD / 8)] = y_ahead[i];
+        }
+    if (OWN_KEYS)
+        for (uint i = gl_LocalInvocationID.x; i < ROWS; i += WG) {
+            walked_lse[i] = lse[token_at(tile * ROWS + i)];
+            if (SLOPES) walked_delta[i] = delta[token_at(tile * ROWS + i)] / y_factor;
+        }
+}
+
+MATRIX_SUM products_x(uint j) {
+    MATRIX_SUM s = MATRIX_SUM(0.0);
+    [[unroll]] for (uint d = 0; d < NK; d++) {
+        MATRIX_B b;
+        coopMatLoad(b, x_rows, j * FN * X_PITCH + d * FK / 8, X_PITCH, gl_CooperativeMatrixLayoutColumnMajor);
+        s = coopMatMulAdd(own_xs[d], b, s);
+    }
+    return s;
+}
+
+MATRIX_SUM products_y(uint j) {
+    MATRIX_SUM s = MATRIX_SUM(0.0);
+    if (SLOPES)
+        [[unroll]] for (uint d = 0; d < NV; d++) {
+            MATRIX_B b;
+            coopMatLoad(b, y_rows, j * FN * Y_PITCH + d * FK / 8, Y_PITCH, gl_CooperativeMatrixLayoutColumnMajor);
+            s = coopMatMulAdd(own_ys[d], b, s);
+        }
+    return s;
+}
+
+// The log-sum-exp of the own rows, to `own_lse` and to memory.
+void find_lse(uint begin, uint end) {
+    float tops[ELEMENTS], totals[ELEMENTS];
+    [[unroll]] for (uint i = 0; i < ELEMENTS; i++) {
+        tops[i] = HIDDEN;
+        totals[i] = 0.0;
+    }
+    fetch(begin, false);
+    for (uint tile = begin; tile < end; tile++) {
+        barrier();
+        put(tile, false);
+        barrier();
+        fetch(min(tile + 1u, end - 1u), false);
+        [[unroll]] for (uint j = 0; j < ROWS / FN; j++) {
+            const uint walked = tile * ROWS + j * FN;
+            if (!any_visible(first, FM, walked, FN)) continue;
+            const MATRIX_SUM s = products_x(j);
+            [[unroll]] for (uint i = 0; i < ELEMENTS; i++) {
+                const float at = visible(first + row_of(i), walked + column_of(i)) ? score(s[i]) : HIDDEN;
+                const float less = exp_bounded(-abs(at - tops[i]));
+                if (at > tops[i]) totals[i] = totals[i] * less + 1.0;
+                else if (at != HIDDEN) totals[i] += less;
+                tops[i] = max(tops[i], at);
+            }
+        }
+    }
+    const uint rows = gl_SubgroupID * FM;
+    MATRIX_SUM m;
+    [[unroll]] for (uint i = 0; i < ELEMENTS; i++) m[i] = tops[i];
+    uint stage = staged(m);
+    for (uint r = gl_SubgroupInvocationID; r < FM; r += SG) {
+        float top = HIDDEN;
+        for (uint c = 0u; c < FN; c++) top = max(top, number_at(stage, r, c));
+        of_row[rows + r] = top;
+    }
+    subgroup_sync();
+    [[unroll]] for (uint i = 0; i < ELEMENTS; i++) m[i] = totals[i] * exp_bounded(tops[i] - of_row[rows + row_of(i)]);
+    stage = staged(m);
+    for (uint r = gl_SubgroupInvocationID; r < FM; r += SG) {
+        float total = 0.0;
+        for (uint c = 0u; c < FN; c++) total += number_at(stage, r, c);
+        of_row[rows + r] += log(total);
+        if (first + r < p.n) lse[token_at(first + r)] = of_row[rows + r];
+    }
+    subgroup_sync();
+    [[unroll]] for (uint i = 0; i < ELEMENTS; i++) own_lse[i] = of_row[rows + row_of(i)];
+    barrier();
+}
+
+void main() {
+    group_first = gl_WorkGroupID.x * WARPS * FM;
+    first = group_first + gl_SubgroupID * FM;
+    head = gl_WorkGroupID.y;
+    kv_head = head / (p.n_head / p.n_head_kv);
+    text = gl_WorkGroupID.z;
+    find_places();
+    const float walk_x_factor = walk_x_factors[factor_at(!OWN_KEYS, HD)], walk_y_factor = walk_y_factors[factor_at(!OWN_KEYS, VD)];
+    x_factor = own_x_factors[factor_at(OWN_KEYS, HD)] * walk_x_factor;
+    y_factor = SLOPES ? own_y_factors[factor_at(OWN_KEYS, VD)] * walk_y_factor : 1.0;
+    const uint own = min(first, p.rows - FM);
+    [[unroll]] for (uint d = 0; d < NK; d++)
+        coopMatLoad(own_xs[d], own_x, word_at(OWN_KEYS, own, HD) + d * FK / 8, HD / 8, gl_CooperativeMatrixLayoutRowMajor);
+    if (SLOPES)
+        [[unroll]] for (uint d = 0; d < NV; d++)
+            coopMatLoad(own_ys[d], own_y, word_at(OWN_KEYS, own, VD) + d * FK / 8, VD / 8, gl_CooperativeMatrixLayoutRowMajor);
+    // Tiles that the workgroup walks.
+    const uint group_end = min(group_first + WARPS * FM, p.n);
+    uint begin = 0u, end = (p.n + ROWS - 1u) / ROWS;
+    if (p.causal != 0u && !OWN_KEYS) {
+        end = (group_end + ROWS - 1u) / ROWS;
+        if (p.window != 0u && group_first + 1u > p.window) begin = (group_first + 1u - p.window) / ROWS;
+    }
+    if (p.causal != 0u && OWN_KEYS) {
+        begin = group_first / ROWS;
+        if (p.window != 0u) end = (min(group_end - 1u + p.window, p.n) + ROWS - 1u) / ROWS;
+    }
+    if (FORWARD) find_lse(begin, end);
+    else if (!OWN_KEYS)
+        [[unroll]] for (uint i = 0; i < ELEMENTS; i++) {
+            own_lse[i] = lse[token_at(first + row_of(i))];
+            own_delta[i] = delta[token_at(first + row_of(i))] / y_factor;
+        }
+    MATRIX_SUM sums[NO];
+    [[unroll]] for (uint d = 0; d < NO; d++) sums[d] = MATRIX_SUM(0.0);
+    fetch(begin, true);
+    for (uint tile = begin; tile < end; tile++) {
+        barrier();
+        put(tile, true);
+        barrier();
+        fetch(min(tile + 1u, end - 1u), true);
+        [[unroll]] for (uint j = 0; j < ROWS / FN; j++) {
+            const uint walked = tile * ROWS + j * FN;
+            if (!any_visible(first, FM, walked, FN)) continue;
+            const MATRIX_SUM s = products_x(j), slopes = products_y(j);
+            MATRIX_WEIGHT w;
+            [[unroll]] for (uint i = 0; i < ELEMENTS; i++) {
+                const uint c = j * FN + column_of(i);
+                const float at = score(s[i]), total = OWN_KEYS ? walked_lse[c] : own_lse[i];
+                float v = visible(first + row_of(i), tile * ROWS + c) ? exp_bounded(at - total) : 0.0;
+                if (SLOPES) v *= (slopes[i] - (OWN_KEYS ? walked_delta[c] : own_delta[i])) * score_slope(at);
+                w[i] = float16_t(v);
+            }
+            const uint stage = gl_SubgroupID * FM * W_PITCH;
+            MATRIX_A a;
+            coopMatStore(w, weights, stage, W_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+            subgroup_sync();
+            coopMatLoad(a, weights, stage, W_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+            subgroup_sync();
+            [[unroll]] for (uint d = 0; d < NO; d++) {
+                MATRIX_B b;
+                if (SLOPES) coopMatLoad(b, x_rows, j * FN * X_PITCH + d * FN / 8, X_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+                else coopMatLoad(b, y_rows, j * FN * Y_PITCH + d * FN / 8, Y_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+                sums[d] = coopMatMulAdd(a, b, sums[d]);
+            }
+        }
+    }
+    const float factor = SLOPES ? p.scale * y_factor * walk_x_factor : walk_y_factor;
+    [[unroll]] for (uint d = 0; d < NO; d++) {
+        const uint stage = staged(sums[d] * factor);
+        for (uint i = gl_SubgroupInvocationID; i < FM * FN; i += SG)
+            if (first + i / FN < p.n) made[token_at(first + i / FN) * OUT + d * FN + i % FN] = number_at(stage, i / FN, i % FN);
+        subgroup_sync();
+    }
+}
