@@ -19,7 +19,7 @@ from vkback.plan.forecast import Costs
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.timing.math_rate import MathRate, measure_math_rate
-from vkback.timing.profile import Phase, measure_phase
+from vkback.timing.profile import WARM_S, Phase, measure_phase
 from vkback.timing.stages import device_costs, zeroed
 
 PROMPT_RUNS = 3
@@ -154,10 +154,16 @@ def _upload(engine: Engine, ranges: dict[str, BufferRange], values: dict[str, Ar
 
 
 def _speeds(engine: Engine, load_s: float, prompt: Sequence[int], n: int) -> Speeds:
-    """Run the prompt and the tokens behind it as a user would, kernels ready. The last token of a prompt goes through the program of one
-    token, which makes the first logits."""
+    """Run the prompt and the tokens behind it as a user would, kernels ready and, on a GPU, clocks up. The last token of a prompt goes
+    through the program of one token, which makes the first logits."""
     greedy = Sampler()
     engine.prepare(prompt=[len(prompt), len(prompt) - 1], sampler=greedy)
+    deadline = time.perf_counter() + (0.0 if engine.device.caps.software else WARM_S)
+    while time.perf_counter() < deadline:
+        engine.reset()
+        engine.prompt(prompt[:-1])
+        for _ in engine.generate(prompt[-1], n, sampler=greedy, stop_at_eos=False):
+            pass
     engine.reset()
     begun = time.perf_counter()
     engine.prompt(prompt)
