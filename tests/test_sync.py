@@ -104,9 +104,9 @@ def test_all_stages_of_a_few_tokens_are_barrier_free_but_the_ends(n: int, models
     for number in s.barrier_free:
         for d in s.stages[number]:
             assert d.waits is not None
-            awaited = dict(d.kernel.spec).get(20) or dict(d.kernel.defines).get("AWAITED")
+            expected = dict(d.kernel.spec).get(20) or dict(d.kernel.defines).get("EXPECTED")
             made = [writers[name].waits for name in d.waits.counted]
-            assert [awaited] * len(made) == [w.arrives for w in made if w]
+            assert [expected] * len(made) == [w.arrives for w in made if w]
             assert bool(made) or bool(d.waits.shares)
 
 
@@ -199,7 +199,7 @@ def test_who_saw_all_arrive_knows_what_they_waited_for_together() -> None:
     made, reads = s.stages[2][0], s.stages[3][0]
     assert made.args[-2:] == (Arg(Tensor("b.arrivals", "I32", (16, 32)), "rw"), Arg(STATE, "rw"))
     assert dict(made.kernel.defines) == {"SYNC_SENTINEL": 1, "SPINS": 1, "ARRIVES": 1, "BIND_ARRIVALS": 2, "BIND_SYNC_STATE": 3}
-    assert dict(reads.kernel.defines) == {"SYNC_SENTINEL": 1, "SPINS": 0, "AWAITED": 3, "BIND_AWAITED": 3, "BIND_SYNC_STATE": 4}
+    assert dict(reads.kernel.defines) == {"SYNC_SENTINEL": 1, "SPINS": 0, "EXPECTED": 3, "BIND_EXPECTED": 3, "BIND_SYNC_STATE": 4}
     assert planned([[], [counting(A)], [counting(B, shares=[A])], [step(C, A, part=[B])]]).barrier_free == {2}
 
 
@@ -218,7 +218,7 @@ def test_arrivals_ahead_of_the_last_barrier_are_not_awaited() -> None:
     barrier = dataclasses.replace(step(E), waits=None)
     s = planned([[], [counting(A)], [barrier], [counting(B)], [counting(C, counted=[A], shares=[B])]])
     assert s.barrier_free == {4} and not s.counted_tensors
-    assert "AWAITED" not in dict(s.stages[4][0].kernel.defines)
+    assert "EXPECTED" not in dict(s.stages[4][0].kernel.defines)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])

@@ -210,7 +210,7 @@ void main() {
 #endif
 
     // What follows reads Q, K and V by `zero`, which is known once they are there.
-    const uint zero = await_arrivals();
+    const uint zero = wait_for_arrivals();
     lo = p.n_ctx;
     hi = 0;
     [[unroll]] for (uint t = 0; t < TOKENS; t++) {

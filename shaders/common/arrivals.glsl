@@ -1,5 +1,5 @@
 // Counted arrivals: the workgroups of a kernel count themselves in a word of memory once their results are stored, and those of a later
-// kernel spin-wait on that word until all have arrived. For results that are too many to be spun on word by word (common/sentinel.glsl, whose
+// kernel spin-wait on that word until all have arrived. For results that are too many to be spun on themselves (common/sentinel.glsl, whose
 // rules hold here, too), that lie in memory not filled with SENTINEL, or that every workgroup reads again and again by way of a cache.
 //
 // There are COUNTERS such words, a cache line apart: each arrival counts in all of them, and the workgroups that wait share them out. Otherwise
@@ -7,10 +7,10 @@
 //
 // Included behind the layout of the workgroup. Before a run the words hold SENTINEL. Defines, or constants of the kernel:
 //   ARRIVES   not 0: arrive() counts; needs BIND_ARRIVALS
-//   AWAITED   arrivals to wait for, 0: none; needs BIND_AWAITED and BIND_SYNC_STATE
+//   EXPECTED   arrivals to wait for, 0: none; needs BIND_EXPECTED and BIND_SYNC_STATE
 //
 //   void arrive()           every thread calls, from uniform control flow, when the workgroup has stored everything
-//   uint await_arrivals()   every thread calls, from uniform control flow. It gives 0, of which no compiler knows: with that in its address, a read of
+//   uint wait_for_arrivals()   every thread calls, from uniform control flow. It gives 0, of which no compiler knows: with that in its address, a read of
 //                           what was waited for cannot move ahead of the wait
 //
 // A buffer that is polled is not declared readonly: newer compilers then call the variable itself NonWritable, which lets a driver take
@@ -41,20 +41,20 @@ void arrive() {
 #define arrive()
 #endif
 
-#ifdef BIND_AWAITED
-layout(std430, set = 0, binding = BIND_AWAITED) coherent volatile buffer AwaitedArrivals { uint awaited_arrivals[]; };
+#ifdef BIND_EXPECTED
+layout(std430, set = 0, binding = BIND_EXPECTED) coherent volatile buffer SeenArrivals { uint seen_arrivals[]; };
 #if !defined(SPINS) || !SPINS
 layout(std430, set = 0, binding = BIND_SYNC_STATE) coherent volatile buffer SyncState { uint spin_timeout; };
 #endif
 
 shared uint missing_arrivals;
 
-uint await_arrivals() {
-    if (AWAITED == 0) return 0u;
+uint wait_for_arrivals() {
+    if (EXPECTED == 0) return 0u;
     if (gl_LocalInvocationIndex == 0u) {
-        uint missing = AWAITED;
+        uint missing = EXPECTED;
         for (uint reads = 1u; missing != 0u; reads++) {
-            missing = AWAITED - (awaited_arrivals[gl_WorkGroupID.x % COUNTERS * COUNTER_WORDS] - SENTINEL);
+            missing = EXPECTED - (seen_arrivals[gl_WorkGroupID.x % COUNTERS * COUNTER_WORDS] - SENTINEL);
             if (reads == MAX_SPINS) spin_timeout = 1u;
             // Once one wait has timed out, the others need not spin as long.
             if (reads == MAX_SPINS || ((reads & 1023u) == 0u && spin_timeout != 0u)) missing = 0u;
@@ -65,5 +65,5 @@ uint await_arrivals() {
     return missing_arrivals;
 }
 #else
-uint await_arrivals() { return 0u; }
+uint wait_for_arrivals() { return 0u; }
 #endif

@@ -9,7 +9,7 @@
 //   binding 7  with MAKES_UNITS y in unit order, each row times its norm weight, binding 8 F32 [m]; binding 9 F32 [n][SQUARE_PARTS]: of each
 //              column a sum of squares of y for each tile of rows. What is normed next reads these, and nobody has to norm in between
 //   binding 10  with SQUARES such sums of x: its columns are divided by their rms
-//   bindings 11 to 13  arrivals (ARRIVES), those of x (AWAITED) and the state of spin-waits (common/arrivals.glsl)
+//   bindings 11 to 13  arrivals (ARRIVES), those of x (EXPECTED) and the state of spin-waits (common/arrivals.glsl)
 //   Whatever is not needed is any buffer.
 //
 // A workgroup makes a tile of ROW_WARPS * WARP_M weight rows times TILE_N columns. Each subgroup takes WARP_M rows of it, all columns, and every
@@ -38,7 +38,7 @@ layout(constant_id = 15) const uint LANE_UNITS = 1;  // units of a row that a la
 layout(constant_id = 16) const uint EIGHTS = 0;      // 1: a step is 8 units, rows are whole steps
 layout(constant_id = 17) const uint SYNC = 0;     // 1: an F32 y is stored without SENTINEL (common/sentinel.glsl)
 layout(constant_id = 19) const uint ARRIVES = 0;  // common/arrivals.glsl
-layout(constant_id = 20) const uint AWAITED = 0;
+layout(constant_id = 20) const uint EXPECTED = 0;
 layout(constant_id = 21) const uint MAKES_UNITS = 0;
 layout(constant_id = 22) const uint UNITS_STRIDE = 0;  // of these, words of 16 bytes for FN columns
 layout(constant_id = 23) const uint SQUARE_PARTS = 0;  // tiles of rows of y
@@ -60,7 +60,7 @@ const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 #define OVERFLOW_BINDING 6
 #include "mat_mul/overflow.glsl"
 #define BIND_ARRIVALS 11
-#define BIND_AWAITED 12
+#define BIND_EXPECTED 12
 #define BIND_SYNC_STATE 13
 #include "common/arrivals.glsl"
 
@@ -264,7 +264,7 @@ void main() {
     steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
     [[unroll]] for (uint i = 0; i < UNITS; i++)
         [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) raw[i * LANE_UNITS + u] = fetched(i, u, first_row, slice);
-    x_zero = await_arrivals();  // the first weights are under way
+    x_zero = wait_for_arrivals();  // the first weights are under way
     [[unroll]] for (uint n = 0; n < NS; n++)
         [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
     if (SQUARES != 0) find_factors();

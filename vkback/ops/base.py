@@ -71,7 +71,7 @@ class SpinWaits:
               last barrier
     arrives   of its workgroups so many can count their arrivals, all that store something; 0: it cannot
     constants  of a kernel without defines: the first of the specialization constants that stand for SYNC_SENTINEL, SPINS, ARRIVES and
-              AWAITED. Its last three args stand for the buffers of arrivals, of those awaited, and of the state of spin-waits
+              EXPECTED. Its last three args stand for the buffers of arrivals, of those expected, and of the state of spin-waits
     """
 
     whole: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class SpinWaits:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What its workgroups spin on word by word."""
+        """What its workgroups spin on by its words."""
         return (*self.whole, *self.part, *self.shares, *self.own)
 
 

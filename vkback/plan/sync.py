@@ -53,7 +53,7 @@ def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
     found = [d for spins, stage in zip(free, resolved, strict=True) if spins for d in stage if d.waits]
     counted = {name for d in found if d.waits for name in d.waits.counted}
     makers = {a.tensor.name: d for stage in resolved for d in stage for a in d.args if "w" in a.access and a.tensor.name in counted}
-    counters = {name: Awaited(_counter(d), d.waits.arrives) for name, d in makers.items() if d.waits}
+    counters = {name: Expected(_counter(d), d.waits.arrives) for name, d in makers.items() if d.waits}
     stages = []
     for i, stage in enumerate(resolved):
         produces = i + 1 < len(free) and free[i + 1]
@@ -67,7 +67,7 @@ def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Awaited:
+class Expected:
     """The counter of a dispatch's arrivals, and how many there will be."""
 
     counter: Tensor
@@ -178,7 +178,7 @@ def _happened_before(d: Dispatch, made: _Made) -> set[str]:
     return set(d.waits.whole).union(*of_wholes, *of_parts, *of_counts)
 
 
-def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Awaited] | None = None) -> Dispatch:
+def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Expected] | None = None) -> Dispatch:
     """A dispatch whose kernel avoids SENTINEL in what it stores, and in a barrier-free stage waits for what it reads.
 
     counters  by the names of what is waited for by counted arrivals
@@ -187,14 +187,14 @@ def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Awaited] | None
         return d
     counters = counters or {}
     arrivals = next((counters[name].counter for name in _outputs(d) if name in counters), None)
-    awaited = next((counters[name] for name in d.waits.counted if name in counters), None) if free else None
+    expected = next((counters[name] for name in d.waits.counted if name in counters), None) if free else None
     spins = free and bool(d.waits.words)
-    state = Arg(STATE, "rw") if spins or awaited else None
+    state = Arg(STATE, "rw") if spins or expected else None
     kernel, args = d.kernel, d.args
     if d.waits.constants is not None:
-        values = enumerate((1, int(spins), int(arrivals is not None), awaited.arrivals if awaited else 0), d.waits.constants)
+        values = enumerate((1, int(spins), int(arrivals is not None), expected.arrivals if expected else 0), d.waits.constants)
         kernel = dataclasses.replace(kernel, spec=tuple(sorted((dict(kernel.spec) | dict(values)).items())))
-        mine = (Arg(arrivals, "rw") if arrivals else None, Arg(awaited.counter) if awaited else None, state)
+        mine = (Arg(arrivals, "rw") if arrivals else None, Arg(expected.counter) if expected else None, state)
         args = (*args[:-3], *(own or kept for own, kept in zip(mine, args[-3:], strict=True)))
         return dataclasses.replace(d, kernel=kernel, args=args)
     defines: dict[str, str | int] = {**dict(kernel.defines), "SYNC_SENTINEL": 1, "SPINS": int(spins)}
@@ -203,9 +203,9 @@ def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Awaited] | None
     if arrivals:
         defines |= {"ARRIVES": 1, "BIND_ARRIVALS": len(args)}
         args = (*args, Arg(arrivals, "rw"))
-    if awaited:
-        defines |= {"AWAITED": awaited.arrivals, "BIND_AWAITED": len(args)}
-        args = (*args, Arg(awaited.counter))
+    if expected:
+        defines |= {"EXPECTED": expected.arrivals, "BIND_EXPECTED": len(args)}
+        args = (*args, Arg(expected.counter))
     if state:
         defines["BIND_SYNC_STATE"] = len(args)
         args = (*args, state)
