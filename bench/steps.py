@@ -43,6 +43,8 @@ UNORDERED = "@unordered"
 def step_schedule(model: Model, n: int, n_ctx: int, ctx: LowerContext, variant: str) -> Schedule:
     """The plan of a step of n tokens under a variant."""
     rows = variant.removeprefix(UNORDERED)
+    if rows != variant:
+        rows = "; ".join(filter(str.strip, (rows, "schedule : sync=barrier")))  # kernels that wait for nothing
     tables = ctx.tuning
     assert isinstance(tables, Tuning)
     schedule = plan(model.graph(n, n_ctx, head="all"), dataclasses.replace(ctx, tuning=with_overrides(tables, rows)))
