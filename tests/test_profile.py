@@ -234,7 +234,9 @@ def test_barrier_free_stages_are_timed_by_clocks(device: Device, sentinel: None,
         with pytest.raises(ProfileError, match="need 80 rows; raise --ctx"):
             profile(engine, 1.0, list(range(1, 60)), 4, 0)
     prefill, decode = found.phases
-    assert prefill.method == "timestamps" and decode.method == CLOCKS and "stages by clocks that their kernels read" in decode.notes[0]
+    # On this device the prompt's 16 tokens go through the mat-vec kernels, which have marks, too.
+    assert prefill.method == decode.method == CLOCKS
+    assert all("stages by clocks that their kernels read" in phase.notes[0] for phase in found.phases)
     for phase in found.phases:
         assert all(k.gpu_us >= 0 and k.predicted_us > 0 and k.cpu_us > 0 for k in phase.kernels)
         assert phase.gpu_us <= 1.001 * phase.wall_us, "the stages add up to no more than the replays took"
@@ -246,7 +248,7 @@ def test_barrier_free_stages_are_timed_by_clocks(device: Device, sentinel: None,
     assert max(map(len, lines)) <= 80 and any(line.startswith("├── blk") for line in lines)
     # Without a clock barriers are put back, and the report says so.
     blind = dataclasses.replace(decode, method="timestamps with barriers", notes=())
-    assert "kernels of this device cannot read its clock" in " ".join(" ".join(text.phase_report(blind, found)).split())
+    assert "its kernels do not read the device's clock" in " ".join(" ".join(text.phase_report(blind, found)).split())
 
 
 @pytest.mark.vulkan

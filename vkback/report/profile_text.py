@@ -133,7 +133,7 @@ def phase_report(phase: Phase, profile: Profile, everything: bool = False) -> It
         yield from _cut(f"note: {note}")
     if phase.method not in ("timestamps", CLOCKS):
         yield from _cut(
-            "note: stages of this phase are barrier-free, but kernels of this device cannot read its clock: barriers are put back"
+            "note: stages of this phase are barrier-free, but its kernels do not read the device's clock: barriers are put back"
         )
 
 

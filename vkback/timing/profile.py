@@ -6,7 +6,7 @@ A phase is a schedule that is replayed: a program of a prompt, one token, a batc
 - Clocks that the kernels read (vkback/timing/stage_clocks.py), where stages are barrier-free: these overlap, and a timestamp between them
   would need the barrier back. What the clocks do not cover, stages whose kernels have no marks, is what is left of the run between two
   timestamps.
-- Timestamps with all barriers, where stages are barrier-free and kernels cannot read the clock: the method says so.
+- Timestamps with all barriers, where stages are barrier-free and their kernels cannot read the clock: the method says so.
 
 Dispatches of one stage run side by side; its time is divided among them as they take by themselves.
 """
@@ -30,7 +30,16 @@ from vkback.plan.schedule import Schedule
 from vkback.program import Program
 from vkback.timing.launches import stamp
 from vkback.timing.modules import Module, Share, label_parts, shares, weight_path
-from vkback.timing.stage_clocks import CALIBRATION_S, StageClock, mark_names, read_marks, stages_of, ticks_between, with_clocks
+from vkback.timing.stage_clocks import (
+    CALIBRATION_S,
+    StageClock,
+    clocks_cover,
+    mark_names,
+    read_marks,
+    stages_of,
+    ticks_between,
+    with_clocks,
+)  # fmt: skip
 
 STAMPS, CLOCKS, BARRIERS = "timestamps", "kernel clocks", "timestamps with barriers"
 
@@ -171,7 +180,7 @@ def measure_phase(
         meter = _Meter(device, schedule, bind, begin, runs, stack)
         plain = meter.plain()
         alone = meter.alone()
-        clocked = bool(schedule.barrier_free) and device.caps.shader_clock
+        clocked = device.caps.shader_clock and clocks_cover(schedule, device.caps.max_storage_bindings)
         times, starts, wall, begun = meter.clocked() if clocked else meter.stamped()
         empty_us = meter.empty()
         record_us = meter.record_us
