@@ -14,6 +14,7 @@ layout(local_size_x = WG_SIZE) in;
 #include "mul_mat/low_rank.glsl"
 
 layout(std430, set = 0, binding = 1) readonly buffer InX { float x[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InXQuads { vec4 x4[]; };
 layout(std430, set = 0, binding = 2) buffer OutY { vec4 y[]; };
 layout(std430, set = 0, binding = 3) buffer InBefore { vec4 before[]; };
 
@@ -26,10 +27,17 @@ void main() {
         vec4 v[8];
         load_factor(quad, chunk, v);
         [[unroll]] for (uint i = 0u; i < TOKENS; i++)
-            [[unroll]] for (uint j = 0u; j < 8u; j++) {
-                const uint r = 8u * chunk + j;
-                const float own = x[min(first + i, p.n - 1u) * p.rank + min(r, p.rank - 1u)];
-                sums[i] += (r < p.rank ? own : 0.0) * v[j];
+            if ((p.rank & 7u) == 0u) {
+                const uint at = min(first + i, p.n - 1u) * (p.rank / 4u) + 2u * chunk;
+                const vec4 low = x4[at], high = x4[at + 1u];
+                [[unroll]] for (uint j = 0u; j < 4u; j++) sums[i] += low[j] * v[j];
+                [[unroll]] for (uint j = 0u; j < 4u; j++) sums[i] += high[j] * v[4u + j];
+            } else {
+                [[unroll]] for (uint j = 0u; j < 8u; j++) {
+                    const uint r = 8u * chunk + j;
+                    const float own = x[min(first + i, p.n - 1u) * p.rank + min(r, p.rank - 1u)];
+                    sums[i] += (r < p.rank ? own : 0.0) * v[j];
+                }
             }
     }
     [[unroll]] for (uint i = 0u; i < TOKENS; i++)

@@ -120,6 +120,7 @@ class MulMatBack(Gradient):
         yield self.build_case("q4_0", m=203, n=3, k=96).where(range=8000)  # shards of 64 rows
         yield self.build_case(m=11, n=9, k=132).where(tiles="shared")  # factors of low rank
         yield self.build_case(m=132, n=6, k=11).where(tiles="shared")
+        yield self.build_case(m=16, n=9, k=132).where(tiles="shared")
         yield self.build_case("q4_K", m=37, n=19, k=256, act="f16", amax=1e-7).where(**MATRICES)
         yield self.build_case("f16", m=70, n=19, k=80, act="f16", amax=1e7).where(**{**MATRICES, "split_k": 2})
 

@@ -142,6 +142,7 @@ class OutProd(Op):
         yield self.build_case("f32", "f32", 70, 37, 2, (1, 1), (1, 1), add=True)
         yield self.build_case("f32", "f32", 132, 9, 21, (1, 1), (1, 1), add=True).where(tiles="shared")
         yield self.build_case("f32", "f32", 11, 132, 21, (1, 1), (1, 1), add=True).where(tiles="shared")
+        yield self.build_case("f32", "f32", 132, 16, 99, (1, 1), (1, 1), add=True).where(tiles="shared")
 
     def full_cases(self) -> Iterator[Case]:
         for kind in quants.WEIGHT_TYPES:
