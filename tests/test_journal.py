@@ -58,7 +58,8 @@ def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
         Journal(tmp_path / "file" / "card.journal", IDENTITY)
 
 
-def test_what_tuning_found_goes_into_one_file(tmp_path: Path) -> None:
+def test_what_tuning_found_goes_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
     caps = Capabilities.from_profile("amd_rx_7900_xtx_radv")
     with pytest.raises(SweepError, match=r"nothing to share: .*\.journal is missing\. Run vkback tune on .*7900 XTX.* first"):
         share(caps, "report", tmp_path, tmp_path / "out.json")
@@ -66,7 +67,7 @@ def test_what_tuning_found_goes_into_one_file(tmp_path: Path) -> None:
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text("[[mat_vec]]\n")
     table.with_suffix(".journal").write_text('{"format": 7}\n{"result": {"key": 1}}\n{"cut sho')
-    share(caps, "report", tmp_path, tmp_path / "out.json")
+    share(caps, "cache /home/ann/.cache\nhome /home/ann\n/home/anna/bin", tmp_path, tmp_path / "out.json")
     held = json.loads((tmp_path / "out.json").read_text())
-    assert Capabilities.from_dict(held["device"]) == caps and held["report"] == "report"
+    assert Capabilities.from_dict(held["device"]) == caps and held["report"] == "cache ~/.cache\nhome ~\n/home/anna/bin"
     assert held["journal"] == [{"format": 7}, {"result": {"key": 1}}] and held["table"] == "[[mat_vec]]\n"

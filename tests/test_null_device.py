@@ -68,6 +68,16 @@ def test_no_kernel_of_a_token_fails_or_spills(family: str, llama_8b: Path) -> No
     assert all(k["registers"] and k["code_bytes"] and 0 < k["waves"] <= k["most_waves"] for k in found["kernels"])
 
 
+@pytest.mark.parametrize(("family", "n", "k", "out"), [("polaris10", 8, 256, "F32"), ("gfx1100", 4, 4096, "Q8_1")])
+def test_gate_and_up_of_few_tokens_do_not_spill(family: str, n: int, k: int, out: str) -> None:
+    """They hold most: two rows a thread at least, each with a sum for every token."""
+    case = f"MAT_VEC(type_a=Q4_K,m=2048,n={n},k={k},fused=none,glu=1,out={out})"
+    ran = on_null_device(family, "-m", "vkback.cli.main", "kernels", "--json", "--no-code", "--case", case)
+    assert ran.returncode == 0, ran.stderr + ran.stdout[-2000:]
+    (found,) = [k for k in json.loads(ran.stdout)["kernels"] if k["quant"] == "Q4_K"]
+    assert (found["spills"], found["scratch"]) == (0, 0)
+
+
 def test_a_planted_spill_is_caught(tmp_path: Path) -> None:
     source, spirv = tmp_path / "planted.comp", tmp_path / "planted.spv"
     source.write_text(SPILLING.lstrip())

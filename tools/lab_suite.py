@@ -28,7 +28,7 @@ CASE_LIMIT = 300.0
 
 VERDICT = re.compile(r"^  ([A-Z0-9_]+\(.*\)): (OK|FAIL|not supported)(?: \[(.*)\])?$")
 
-SECONDS = {"lavapipe": 0.3, "swiftshader": 1.5}
+SECONDS = {"lavapipe": 0.3, "swiftshader": 0.4}
 """Of a case on two cores, for the estimate before the first one has run."""
 
 LIST = "from vkback.harness.cases import quick_cases\nfor case in quick_cases(): print(case.line)"
@@ -165,7 +165,7 @@ def run_suite(
 
 def minutes(seconds: float) -> str:
     """A duration for people."""
-    return f"{seconds / 60:.0f} min" if seconds >= 60 else "1 min"
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else "1 min" if seconds > 0 else "0 min"
 
 
 def summary(found: Iterable[tuple[str, Sequence[Result | None], bool | None]]) -> list[str]:

@@ -47,7 +47,7 @@ float unit_dot(UnitRaw r, uint q[16], uint x[8], ivec2 sum) {
 // Half the levels as floats in shared memory, sixteen in as many banks: a look-up for each weight instead of bitwise steps and a conversion. Half of
 // them, so that the exponent is the scale's as it is; of exponent 0 the weights, at most 2^-124, count as 0.
 // LEVEL_TABLE 1: a mask leaves four codes in bytes, which hardware takes from an operand while it makes an address of them. LEVEL_TABLE 2: each code is a
-// bit field of its own, for hardware that does not (GCN 4, beside a constant).
+// bit field of its own, for hardware that does not (GCN 4 beside a constant, RDNA 3 and later at all).
 #define UNIT_TABLE
 #define UNIT_NUMBERS
 shared float e2m1_half_levels[16];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,16 @@ def shared(caps: Capabilities, report: str, folder: Path) -> dict[str, Any]:
     return {
         "format": SHARE_FORMAT,
         "device": caps.to_dict(),
-        "report": report,
+        "report": without_home(report),
         "journal": lines,
         "table": table.read_text(encoding="utf-8") if table.exists() else "",
     }
+
+
+def without_home(text: str) -> str:
+    """A text whose paths begin with ~ in the place of the home folder, which tells a name."""
+    home = str(Path.home())
+    return re.sub(rf"{re.escape(home)}(?=[/\\\\]|$)", "~", text, flags=re.MULTILINE) if len(home) > 1 else text
 
 
 def share(caps: Capabilities, report: str, folder: Path, file: Path) -> None:

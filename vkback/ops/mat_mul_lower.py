@@ -42,6 +42,7 @@ declare(
         "matrices": (False, True),  # cooperative matrices of f16 with f32 sums, and no --act that forbids them
         "path": get_args(Path),  # how mat-vecs of the type multiply
         "experts": get_args(Experts),
+        "glu": (False, True),
         "n": "number",
         "quant": tuple(quants.QUANTS),
         "decoder": get_args(quants.Decoder),
@@ -93,8 +94,8 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     path, _ = node.path(ctx)
     matrix = matrix_shape(ctx.caps) if _matrices_allowed(node.w, ctx) else None
     choice = ctx.tuning.pick(
-        "mat_mul", matrices=matrix is not None, path=path, experts=node.experts, n=node.n, quant=node.w.type,
-        decoder=quants.quant(node.w.type).decoder, m=node.m, k=node.k,
+        "mat_mul", matrices=matrix is not None, path=path, experts=node.experts, glu=node.glu, n=node.n,
+        quant=node.w.type, decoder=quants.quant(node.w.type).decoder, m=node.m, k=node.k,
     )  # fmt: skip
     kernel: Kernel = choice["kernel"]
     if kernel == "int_dot" and path == "float":
