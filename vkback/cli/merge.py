@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import statistics
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import JsonOption, LoraScaleOption, UsageError, model_path
+from vkback.cli.shell import JsonOption, LoraScaleOption, UsageError, model_path, one_of
 from vkback.cli.terminal import fit
+
+TYPES = ("F32", "F16", "BF16", "Q8_0")
+LITTLE = 0.3
+"""Of what the adapters change: a tenth of its energy."""
 
 
 def merge(
     lora: Annotated[Path, typer.Option("--lora", help="The adapter file.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The GGUF file to write.")],
     model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    type: Annotated[
+        str | None, typer.Option("--type", help=f"Type of the changed weights, one of {', '.join(TYPES)} [default: as they are].")
+    ] = None,
     lora_scale: LoraScaleOption = 1.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Add an adapter to the weights, which keep their types: a quantized weight is quantized anew, which rounds away a part of a small
-    adapter. The last line says how much; `vkback run --lora` rounds nothing."""
+    """Add an adapter to the weights. Those that keep a quantized type are quantized anew, which rounds away much of a small adapter: the
+    last line says how much. A wider --type keeps it; `vkback run --lora` rounds nothing."""
     from vkback.models.adapter import merge as merged
 
+    if type is not None:
+        one_of(type, TYPES, "--type")
     path = model_path(model)
     if out.resolve() in (path.resolve(), lora.resolve()):
         raise UsageError(f"-o {out}: the model and the adapter are not overwritten; give another name")
-    found = merged(path, lora, out, lora_scale)
-    worst = max(found, key=lambda each: each[1])
+    found = merged(path, lora, out, lora_scale, type)
+    worst = max(found, key=lambda each: each.nmse)
+    loss = statistics.median(each.loss for each in found)
     if as_json:
-        print(json.dumps({"out": str(out), "weights": [{"name": name, "nmse": float(error)} for name, error in found]}, indent=1))
+        print(json.dumps({"out": str(out), "weights": [dataclasses.asdict(each) for each in found]}, indent=1))
         return
-    print("\n".join(fit(f"{out}: {len(found)} weights changed; NMSE of what was stored at most {worst[1]:.1e} ({worst[0]})")))
+    lines = [
+        f"{out}: {len(found)} weights changed; NMSE of what was stored at most {worst.nmse:.1e} ({worst.name})",
+        f"rounding moved the weights {loss:.2g} times as far as the adapters (median)",
+    ]
+    if loss > LITTLE:
+        lines.append("much of the adapters is lost so: --type Q8_0 or F16 keeps it")
+    print("\n".join(part for line in lines for part in fit(line)))

@@ -20,6 +20,8 @@ from vkback.cli.shell import (
     DeviceOption,
     ExactOption,
     JsonOption,
+    LoraOption,
+    LoraScaleOption,
     UsageError,
     load_model,
     model_path,
@@ -43,6 +45,8 @@ def perplexity(
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
     exact: ExactOption = False,
+    lora: LoraOption = None,
+    lora_scale: LoraScaleOption = 1.0,
     save_kl_base: Annotated[
         Path | None, typer.Option("--save-kl-base", help="Write the log probabilities, for --kl-base of a later run.")
     ] = None,
@@ -68,12 +72,17 @@ def perplexity(
     with ExitStack() as stack:
         reader = stack.enter_context(BaseReader(kl_base)) if kl_base is not None else None
         cache = cache_type_k, cache_type_v
-        loaded = stack.enter_context(load_model(model_path(model), device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact))
+        loaded = stack.enter_context(
+            load_model(
+                model_path(model), device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=lora, lora_scale=lora_scale
+            )
+        )
         ids = loaded.ids(text, start=True)
         count = count_chunks(ids, chunk, chunks)
         same = describe_text(ids, chunk, count, loaded.n_vocab)
         how = f"{act}, exact" if exact else act
-        about = {"model": loaded.description, "file": loaded.name, "act": how, "cache": f"{cache_type_k}, {cache_type_v}"}
+        name = f"{loaded.name} with {lora.name}" if lora is not None else loaded.name
+        about = {"model": loaded.description, "file": name, "act": how, "cache": f"{cache_type_k}, {cache_type_v}"}
         if reader is not None:
             reader.check(same)
         writer = stack.enter_context(BaseWriter(save_kl_base, same, about)) if save_kl_base is not None and count else None

@@ -6,18 +6,20 @@ Metadata: general.type "adapter", general.architecture that of the model, adapte
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from vkback import quants
 from vkback.models.gguf_file import GgufError, GgufFile, quoted
+from vkback.models.naming import file_type
 from vkback.plan.lora import A, B, Lora
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ def read_adapter(path: Path, model: GgufFile, strength: float = 1.0) -> tuple[Lo
     for name, t in f.tensors.items():
         weight = name.removesuffix(A).removesuffix(B)
         base = model.tensors.get(weight)
-        if weight == name or base is None or base.name != weight or len(base.shape) != 2:
+        if weight == name or base is None or not model.is_whole(weight) or len(base.shape) != 2:
             raise GgufError(f"[lora] {path}: tensor {name}: the model has no matrix {weight}; is the adapter for another model?")
         pair = [f.tensors.get(weight + which) for which in (A, B)]
         if pair[0] is None or pair[1] is None:
@@ -89,9 +91,21 @@ def read_adapter(path: Path, model: GgufFile, strength: float = 1.0) -> tuple[Lo
     return Lora(ranks, f.get(ALPHA, float), strength), f
 
 
+def _cut(lora: Lora, f: GgufFile, model: GgufFile) -> tuple[Lora, GgufFile]:
+    """Adapters of tensors that hold several weights (Q, K and V of gpt2), by weight: each has the same A, and its rows of B."""
+    parts: dict[str, dict[str, int]] = {}
+    for name, t in sorted(model.tensors.items(), key=lambda item: item[1].row0):
+        parts.setdefault(t.name, {})[name] = t.shape[0]
+    f = f.cut({f"{whole}{B}": {f"{part}{B}": rows for part, rows in parts[whole].items()} for whole in lora.ranks})
+    first = {f"{part}{A}": f.tensor(f"{whole}{A}") for whole in lora.ranks for part in parts[whole]}
+    second = {name: t for name, t in f.tensors.items() if name.endswith(B)}
+    ranks = {part: rank for whole, rank in lora.ranks.items() for part in parts[whole]}
+    return replace(lora, ranks=ranks), replace(f, tensors={**first, **second})
+
+
 def with_adapter(model: Model, path: Path, strength: float = 1.0) -> Model:
     """A model with an adapter file beside its weights. Raises GgufError."""
-    lora, f = read_adapter(path, model.file, strength)
+    lora, f = _cut(*read_adapter(path, GgufFile.open(model.file.path), strength), model.file)
     products = {node.inputs[0].name for node in model.graph(1, 1, head="all").nodes if node.op == "MUL_MAT"}
     if others := sorted(set(lora.ranks) - products):
         raise GgufError(f"[lora] {path}: {others[0]} does not multiply activations; adapters of embedding tables cannot be run, but merged")
@@ -105,35 +119,78 @@ def delta(f: GgufFile, weight: str) -> npt.NDArray[np.float64]:
     return np.asarray(b @ a)
 
 
-def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0) -> list[tuple[str, float]]:
-    """Write a model's file with an adapter added to its weights, which keep their types.
+@dataclass(frozen=True)
+class Merged:
+    """A weight after `merge`.
 
-    ->  of each changed weight its name, and the NMSE of what was stored of the sum: what its type rounds away
+    nmse  of what was stored of the sum
+    loss  length of what rounding to its type changed, over the length of what the adapter changed
+    """
+
+    name: str
+    nmse: float
+    loss: float
+
+
+def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0, type: str | None = None) -> list[Merged]:
+    """Write a model's file with an adapter added to its weights.
+
+    type  of the changed weights, as F16 or Q8_0; None: those that they have, which lose much of a small adapter where they are quantized
+    ->  the changed weights
     Raises GgufError.
     """
     base = GgufFile.open(model)
     lora, f = read_adapter(adapter, base, strength)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    found: list[tuple[str, float]] = []
+    found: list[Merged] = []
+
+    def summed(weight: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a sum."""
+        t = base.tensor(weight)
+        change = lora.scale(weight) * delta(f, weight)
+        wanted = quants.decode(t.type, np.asarray(t.data)).reshape(t.shape) + change
+        raw = quants.encode(type or t.type, wanted.astype(np.float32))
+        error = float(np.sum((quants.decode(type or t.type, raw).reshape(t.shape) - wanted) ** 2))
+        found.append(Merged(weight, error / float(np.sum(wanted**2)), math.sqrt(error / (float(np.sum(change**2)) or 1.0))))
+        return np.ascontiguousarray(raw)
+
     try:
-        with model.open("rb") as source, part.open("wb") as target:
-            while block := source.read(1 << 24):
-                target.write(block)
-        with part.open("r+b") as target:
-            for weight in lora.ranks:
-                t = base.tensor(weight)
-                wanted = quants.decode(t.type, np.asarray(t.data)).reshape(t.shape) + lora.scale(weight) * delta(f, weight)
-                raw = quants.encode(t.type, wanted.astype(np.float32))
-                error = quants.decode(t.type, raw).reshape(t.shape) - wanted
-                found.append((weight, float(np.sum(error * error) / np.sum(wanted * wanted))))
-                target.seek(t.offset)
-                target.write(np.ascontiguousarray(raw).data)
+        if type is None:
+            with model.open("rb") as source, part.open("wb") as target:
+                while block := source.read(1 << 24):
+                    target.write(block)
+            with part.open("r+b") as copy:
+                for weight in lora.ranks:
+                    copy.seek(base.tensor(weight).offset)
+                    copy.write(summed(weight).data)
+        else:
+            _write_anew(base, part, lora.ranks, type, summed)
         part.replace(out)
-    except OSError as e:
-        raise GgufError(f"[lora] {out}: cannot be written: {e.strerror or e}") from e
+    except (OSError, quants.QuantShapeError) as e:
+        raise GgufError(f"[lora] {out}: cannot be written: {getattr(e, 'strerror', None) or e}") from e
     finally:
         part.unlink(missing_ok=True)
     return found
 
 
-__all__ = ["merge", "read_adapter", "with_adapter", "write_adapter"]
+def _write_anew(f: GgufFile, out: Path, names: Collection[str], type: str, changed: Callable[[str], npt.NDArray[np.uint8]]) -> None:
+    """Write a file with some of its tensors in another type, whose bytes `changed` gives, one at a time."""
+    writer = GGUFWriter(out, f.arch)
+    for key, field in GGUFReader(f.path).fields.items():
+        value = file_type(type) if key == "general.file_type" else None
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents() if value is None else value, field.types[0], (*field.types, None)[1])
+    for name, t in f.tensors.items():
+        kind = type if name in names else t.type
+        width = quants.row_bytes(kind, t.shape[-1])
+        rows = t.elements // t.shape[-1]
+        writer.add_tensor_info(name, (*t.shape[:-1], width), np.dtype(np.uint8), rows * width, GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, t in f.tensors.items():
+        writer.write_tensor_data(changed(name) if name in names else np.asarray(t.data))
+    writer.close()
+
+
+__all__ = ["Merged", "merge", "read_adapter", "with_adapter", "write_adapter"]

@@ -205,6 +205,11 @@ class GgufFile:
             self.tensor(name)
         return replace(self, tensors=tensors)
 
+    def is_whole(self, name: str) -> bool:
+        """Whether a tensor of this name is as the file has it, and no part that `cut` made, which may have the name of the whole."""
+        found = self.tensors.get(name)
+        return found is not None and [t.name for t in self.tensors.values()].count(name) == 1 and found.name == name
+
     def tensor(self, name: str) -> GgufTensor:
         """A tensor by name. Raises GgufError when the file lacks it."""
         found = self.tensors.get(name)

@@ -246,18 +246,19 @@ class StepTrainer:
 def lora_of(model: Model, rank: int, alpha: float | None = None, targets: Sequence[str] = ()) -> Lora:
     """Adapters of a model's matrices: all of its layers', or of those whose names have one of `targets` as a part (attn_q, ffn_down).
 
-    alpha  default: 2 * rank. Raises TrainError where nothing is left.
+    alpha  default: 2 * rank. Raises TrainError for a target that no matrix has.
     """
     if rank < 1:
         raise TrainError(f"[train] rank {rank}: expected at least 1")
     products = [node.inputs[0] for node in model.graph(1, 1, head="all").nodes if node.op == "MUL_MAT"]
     layers = [w.name for w in products if w.name.startswith("blk.") and w.name in model.file.tensors]
     # A part of a tensor that holds several weights has no name of its own in the file, which an adapter file could speak of.
-    whole = [name for name in layers if model.file.tensors[name].name == name]
+    whole = [name for name in layers if model.file.is_whole(name)]
     found = [name for name in whole if not targets or set(targets) & set(name.split("."))]
-    if not found:
+    unknown = sorted(set(targets) - {part for name in found for part in name.split(".")})
+    if unknown or not found:
         known = ", ".join(dict.fromkeys(name.split(".")[2] for name in whole))
-        raise TrainError(f"[train] no matrix of a layer is called {' or '.join(targets)}; there are {known}")
+        raise TrainError(f"[train] no matrix of a layer is called {' or '.join(unknown)}; there are {known}")
     return Lora(dict.fromkeys(found, rank), 2.0 * rank if alpha is None else alpha)
 
 
