@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cli_kit import call
 from gguf import GGUFReader
-from tiny_models import tiny
+from tiny_models import tiny, tiny_with_text
 
 from vkback import quants
+from vkback.cli import main
 from vkback.device import Device
 from vkback.harness.judge import nmse
 from vkback.models import GgufError, GgufFile, Model
@@ -36,6 +41,11 @@ def adapter(path: Path, folder: Path, rank: int = 4, size: float = 0.1) -> Path:
               for name in lora.ranks for t in adapters(model.hp.weights[name], rank)}
     write_adapter(folder / "adapter.gguf", model.file.arch, "test", lora.alpha, values)
     return folder / "adapter.gguf"
+
+
+def adapter_bytes(path: Path) -> list[bytes]:
+    """Of all tensors of an adapter file."""
+    return [np.asarray(t.data).tobytes() for t in GgufFile.open(path).tensors.values()]
 
 
 def ids(n: int = 200) -> list[int]:
@@ -198,6 +208,70 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
         FineTune(model, None, ids(15), PLAN)
     with pytest.raises(TrainError, match=f"windows of 100000 tokens: the model's context is {model.hp.n_ctx_train}"):
         FineTune(model, None, ids(), replace(PLAN, ctx=100000))
+
+
+@pytest.fixture
+def trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`vkback finetune` by the twin, of a tiny model and a text, with losses of the held-back part that are given."""
+    model = tiny_with_text(tmp_path / "model.gguf")
+    (tmp_path / "text.txt").write_text("abcab cdb " * 12)
+
+    def run(out: Path, *options: str, losses: Sequence[float] = ()) -> int:
+        left = iter(losses)
+
+        class Twin(FineTune):
+            def __init__(self, model: Model, device: Device | None, ids: Sequence[int], plan: Plan, *, progress: bool = False) -> None:
+                super().__init__(model, None, ids, plan)
+
+            def evaluate(self) -> float:
+                return next(left)
+
+        monkeypatch.setattr("vkback.train.finetune.FineTune", Twin)
+        monkeypatch.setattr(Device, "open", lambda _: nullcontext(SimpleNamespace(caps=SimpleNamespace(name="twin"))))
+        small = ("-c", "8", "-b", "1", "--rank", "2", "--steps", "4", "--eval-every", "1", "--save-every", "1", "--lr", "0.1")
+        files = ("-m", str(model), "--data", str(tmp_path / "text.txt"), "-o", str(out))
+        return call(monkeypatch, main.main, "finetune", *files, *small, *options)
+
+    return run
+
+
+def test_the_file_is_that_of_the_lowest_loss(
+    trains: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    whole, least, killed = tmp_path / "whole.gguf", tmp_path / "least.gguf", tmp_path / "killed.gguf"
+    assert trains(whole, losses=[5, 4.5, 4, 4.2, 4.6]) == 0
+    assert "held-back loss 5.0000 -> 4.0000 after step 2, 20.0 % lower" in capsys.readouterr().out
+    assert trains(least, losses=[5, 4, 3, 2, 1]) == 0
+    assert adapter_bytes(whole) != adapter_bytes(least)
+    with pytest.raises(StopIteration):
+        trains(killed, losses=[5, 4.5, 4])
+    assert trains(killed, "--resume", losses=[4.2, 4.6]) == 0
+    assert adapter_bytes(killed) == adapter_bytes(whole)
+    assert "going on after step 2" in capsys.readouterr().out
+    assert trains(least, losses=[5, 7, 6, 7, 7]) == 0
+    assert "20.0 % higher\nnothing was gained" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("out", "options", "text"),
+    [
+        ("none/a.gguf", (), "there is no folder"),
+        ("text.txt", (), "is not overwritten"),
+        ("model.gguf", (), "is not overwritten"),
+        (".", (), "is a folder"),
+        ("a.gguf", ("--data", "nothing.txt"), "--data nothing.txt: cannot be read: No such file or directory"),
+        ("a.gguf", ("--resume",), "--resume: there is no"),
+        ("a.gguf", ("--targets", "attn_q, attn_w"), "no matrix of a layer is called attn_w; there are attn_q, attn_k"),
+        ("a.gguf", ("--alpha", "0"), "alpha is 0.0, expected a number above 0"),
+        ("a.gguf", ("-c", "33"), "windows of 33 tokens: the model's context is 32"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_at_once(
+    out: str, options: tuple[str, ...], text: str, trains: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert trains(tmp_path / out, *options) == 1
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -36,7 +37,7 @@ def finetune(
     weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
     max_norm: Annotated[float, typer.Option("--max-norm", min=0.0, help="Bound on the gradient's norm; 0: none.")] = 1.0,
     held_back: Annotated[float, typer.Option("--held-back", help="Part of the text, in windows evenly spread, to evaluate on.")] = 0.1,
-    eval_every: Annotated[int, typer.Option("--eval-every", min=0, help="Steps between evaluations; 0: before and after.")] = 25,
+    eval_every: Annotated[int, typer.Option("--eval-every", min=0, help="Steps between evaluations; 0: before and after.")] = 10,
     checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Keep less of the forward pass and make it again: less memory.")] = False,
     act: Annotated[
         str, typer.Option("--act", help="Products with stored weights: f16 (by cooperative matrices, where the device has them) or f32.")
@@ -48,7 +49,8 @@ def finetune(
     as_json: JsonOption = False,
 ) -> None:
     """Train adapters (LoRA) beside the weights of a model, which stay as they are in the file, quantized or not. Writes an adapter file
-    that `vkback run --lora` and llama.cpp load, and beside it OUT.state, from which --resume goes on bit for bit."""
+    that `vkback run --lora` and llama.cpp load, as it was at the lowest held-back loss, and beside it OUT.state, from which --resume goes
+    on bit for bit."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -59,15 +61,20 @@ def finetune(
 
     try:
         text = data.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
+    except OSError as e:
+        raise UsageError(f"--data {data}: cannot be read: {e.strerror or e}") from e
+    except UnicodeDecodeError as e:
         raise UsageError(f"--data {data}: cannot be read as UTF-8 text: {e}") from e
-    opened = Model.open(model_path(model))
+    path = model_path(model)
+    state = out.with_name(f"{out.name}.state")
+    _check_out(out, state, (data, path))
+    opened = Model.open(path)
+    named = tuple(name.strip() for name in (targets or "").split(",") if name.strip())
     plan = Plan(
-        rank, 2.0 * rank if alpha is None else alpha, tuple(targets.split(",")) if targets else (), ctx, batch, accumulate, steps, lr,
+        rank, 2.0 * rank if alpha is None else alpha, named, ctx, batch, accumulate, steps, lr,
         warmup, weight_decay=weight_decay, max_norm=max_norm, held_back=held_back, eval_every=eval_every, checkpoint=checkpoint,
         act=cast("TrainingAct", one_of(act, ("f16", "f32"), "--act")), seed=seed,
     )  # fmt: skip
-    state = out.with_name(f"{out.name}.state")
     if resume and not state.is_file():
         raise UsageError(f"--resume: there is no {state}; begin without it")
     console = Console(stderr=True)
@@ -84,6 +91,8 @@ def finetune(
         say(f"{len(run.train)} windows of {ctx} tokens to train on, {len(run.held)} held back")
         if resume:
             run.resume(state)
+            if run.record.best[0] and not out.is_file():
+                raise UsageError(f"--resume: {out}, which held the adapters of step {run.record.best[0]}, is gone; begin without it")
             say(f"going on after step {run.trainer.t}")
         begun, first = time.perf_counter(), run.trainer.t
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -93,10 +102,14 @@ def finetune(
                 bar.update(task, completed=step, description=f"loss {loss:.4f}")
 
             def on_evaluation(step: int, loss: float) -> None:
-                bar.console.print(f"step {step:5}: held-back loss {loss:.6f}", highlight=False)
+                best = step and run.record.best[0] == step
+                if best:
+                    run.write(out)
+                bar.console.print(f"step {step:5}: held-back loss {loss:.6f}{', written' if best else ''}", highlight=False)
 
             def save() -> None:
-                run.write(out)
+                if len(run.record.evaluations) == 1:  # none of what is trained yet: as far as it came
+                    run.write(out)
                 run.save(state)
 
             record = run.run(on_step=on_step, on_evaluation=on_evaluation, save_every=save_every, save=save)
@@ -104,12 +117,30 @@ def finetune(
     done = (steps - first) * batch * accumulate * ctx
     if as_json:
         evaluations = [{"step": step, "loss": float(loss)} for step, loss in record.evaluations]
-        curves = {"losses": [float(loss) for loss in record.losses], "evaluations": evaluations, "gain": float(record.gain)}
+        best = {"step": record.best[0], "loss": float(record.best[1])}
+        curves = {"losses": [float(loss) for loss in record.losses], "evaluations": evaluations, "best": best, "gain": float(record.gain)}
         made = {"model": opened.description, "device": where.caps.name, "adapter": str(out), "parameters": int(run.parameters)}
         print(json.dumps({**made, "tokens": done, "seconds": seconds, **curves}, indent=1))
         return
     for line in plot(record.losses, record.evaluations):
         print(line)
-    say(f"held-back loss {record.evaluations[0][1]:.4f} -> {record.evaluations[-1][1]:.4f}, {100 * record.gain:.1f} % lower")
+    before, (at, least) = record.evaluations[0][1], record.best
+    change = f"{100 * abs(record.gain):.1f} % {'lower' if record.gain >= 0 else 'higher'}"
+    say(f"held-back loss {before:.4f} -> {least:.4f} after step {at}, {change}")
+    if record.gain <= 0:
+        say("nothing was gained: try a lower --lr, or a text that the model does not know yet")
     speed = f"{done} tokens in {seconds:.1f} s, {done / seconds if seconds else 0.0:.1f} t/s"
-    say(f"{out}: {steps} steps, {speed} with evaluation and compile time")
+    say(f"{out}: the adapters of step {at} of {steps}; {speed} with evaluation and compile time")
+
+
+def _check_out(out: Path, state: Path, inputs: tuple[Path, ...]) -> None:
+    """Raises UsageError where the files could not be written in the end."""
+    if out.is_dir():
+        raise UsageError(f"-o {out}: is a folder; give the name of the file to write")
+    if not out.parent.is_dir():
+        raise UsageError(f"-o {out}: there is no folder {out.parent}; make it, or give another name")
+    if not os.access(out.parent, os.W_OK):
+        raise UsageError(f"-o {out}: nothing can be written in {out.parent}; give another place")
+    for given in inputs:
+        if given.resolve() in (out.resolve(), state.resolve()):
+            raise UsageError(f"-o {out}: {given} is not overwritten; give another name")

@@ -72,10 +72,9 @@ def perplexity(
     with ExitStack() as stack:
         reader = stack.enter_context(BaseReader(kl_base)) if kl_base is not None else None
         cache = cache_type_k, cache_type_v
+        adapter = (lora, lora_scale) if lora is not None else None
         loaded = stack.enter_context(
-            load_model(
-                model_path(model), device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=lora, lora_scale=lora_scale
-            )
+            load_model(model_path(model), device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=adapter)
         )
         ids = loaded.ids(text, start=True)
         count = count_chunks(ids, chunk, chunks)

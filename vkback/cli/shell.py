@@ -225,13 +225,13 @@ def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p
 
 def load_model(
     path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: Path | None = None, lora_scale: float = 1.0,
+    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: tuple[Path, float] | None = None,
 ) -> LoadedModel:  # fmt: skip
-    """Open a model on a device, for text rather than tokens."""
+    """Open a model on a device, for text rather than tokens. lora: an adapter file and its strength."""
     from vkback.api import load
 
     k, v = cache
     return load(
-        path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact, lora=lora, lora_scale=lora_scale,
-        progress=True,
+        path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact, lora=lora[0] if lora else None,
+        lora_scale=lora[1] if lora else 1.0, progress=True,
     )  # fmt: skip

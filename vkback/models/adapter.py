@@ -53,9 +53,14 @@ def write_adapter(path: Path, arch: str, name: str, alpha: float, values: Mappin
         writer.close()
         part.replace(path)
     except OSError as e:
-        raise GgufError(f"[lora] {path}: cannot be written: {e.strerror or e}") from e
+        raise GgufError(f"[lora] {path}: cannot be written: {_reason(e)}") from e
     finally:
         part.unlink(missing_ok=True)
+
+
+def _reason(e: OSError) -> str:
+    """numpy says of a full disk only how much of an array was written."""
+    return e.strerror or f"{e}, is the disk full?"
 
 
 def read_adapter(path: Path, model: GgufFile, strength: float = 1.0) -> tuple[Lora, GgufFile]:
@@ -166,8 +171,8 @@ def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0, type: st
         else:
             _write_anew(base, part, lora.ranks, type, summed)
         part.replace(out)
-    except (OSError, quants.QuantShapeError) as e:
-        raise GgufError(f"[lora] {out}: cannot be written: {getattr(e, 'strerror', None) or e}") from e
+    except OSError as e:
+        raise GgufError(f"[lora] {out}: cannot be written: {_reason(e)}") from e
     finally:
         part.unlink(missing_ok=True)
     return found

@@ -60,7 +60,7 @@ class Plan:
     weight_decay: float = 0.0
     max_norm: float = 1.0
     held_back: float = 0.1
-    eval_every: int = 25
+    eval_every: int = 10
     checkpoint: bool = False
     act: TrainingAct = "f16"
     seed: int = 0
@@ -69,6 +69,8 @@ class Plan:
         for name in ("rank", "ctx", "batch", "accumulate", "steps"):
             if getattr(self, name) < 1:
                 raise TrainError(f"[finetune] {name} is {getattr(self, name)}, expected at least 1")
+        if not 0 < self.alpha < math.inf:
+            raise TrainError(f"[finetune] alpha is {self.alpha}, expected a number above 0")
         if not 0 < self.held_back < 1:
             raise TrainError(f"[finetune] held back: {self.held_back}, expected a part of the text between 0 and 1")
 
@@ -88,10 +90,14 @@ class Record:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
 
     @property
+    def best(self) -> tuple[int, float]:
+        """The evaluation with the lowest loss of those after the first step; before there is one, the one before it."""
+        return min(self.evaluations[1:] or self.evaluations, key=lambda found: found[1])
+
+    @property
     def gain(self) -> float:
-        """By what part the held-back loss has fallen."""
-        first, last = self.evaluations[0][1], self.evaluations[-1][1]
-        return 1.0 - last / first
+        """By what part the held-back loss fell to `best`; below 0 where no evaluation was below the first."""
+        return 1.0 - self.best[1] / self.evaluations[0][1]
 
 
 def windows(ids: Sequence[int], plan: Plan) -> tuple[Windows, Windows]:
@@ -100,7 +106,7 @@ def windows(ids: Sequence[int], plan: Plan) -> tuple[Windows, Windows]:
     held = max(1, round(found * plan.held_back))
     if found - held < 1:
         raise TrainError(
-            f"[finetune] the text has {len(ids)} tokens, at least two windows of {plan.ctx} are needed: give more, or a smaller --ctx"
+            f"[finetune] the text has {len(ids)} tokens, two windows of {plan.ctx} take {2 * plan.ctx + 1}: give more, or a smaller --ctx"
         )
     cut = np.stack([np.asarray(ids[i * plan.ctx : (i + 1) * plan.ctx + 1], np.int32) for i in range(found)])
     apart = np.zeros(found, bool)
@@ -113,6 +119,9 @@ class FineTune:
 
     def __init__(self, model: Model, device: Device | None, ids: Sequence[int], plan: Plan, *, progress: bool = False) -> None:
         """device: None for the numpy twin."""
+        trained_on = model.hp.n_ctx_train
+        if plan.ctx > trained_on:
+            raise TrainError(f"[finetune] windows of {plan.ctx} tokens: the model's context is {trained_on}; give a smaller --ctx")
         self.plan, self.model = plan, model
         self.record = Record()
         self.train, self.held = windows(ids, plan)
