@@ -137,7 +137,8 @@ class LoadedModel:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return fingerprint(self.engine.model.file)
+        lora = self.engine.model.lora
+        return fingerprint(self.engine.model.file) + (f" adapters times {lora.strength * lora.alpha:g}" if lora else "")
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -125,7 +125,9 @@ class Session:
         own = self.model.settings
         wrong = differences(settings, own)
         if settings.get("model") != own["model"]:
-            raise StateError(f"[state] {file}: is of another model, {settings.get('name')}; this one is {own['name']}")
+            same = settings.get("name") == own["name"]
+            adapters = "; the weights or adapters differ" if same else ""
+            raise StateError(f"[state] {file}: is of another model, {settings.get('name')}; this one is {own['name']}{adapters}")
         if wrong and exact:
             raise StateError(
                 f"[state] {file}: was made otherwise, so the text after it could be another one: {'; '.join(wrong)}. "

@@ -31,6 +31,8 @@ from vkback.cli.shell import (
     CacheTypeVOption,
     DeviceOption,
     ExactOption,
+    LoraOption,
+    LoraScaleOption,
     UsageError,
     load_model,
     model_path,
@@ -78,6 +80,8 @@ def chat(
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
     exact: ExactOption = False,
+    lora: LoraOption = None,
+    lora_scale: LoraScaleOption = 1.0,
 ) -> None:
     """Talk to a model: each line of stdin is a message, replies go to stdout as they are generated. Only what is new of a conversation is
     read. /help lists what else may be typed; Ctrl-C ends a reply and not the program."""
@@ -87,8 +91,9 @@ def chat(
         "penalty_last_n": repeat_last_n, "logit_bias": dict(logit_bias(bias)),
     }  # fmt: skip
     chosen = template_text(template)
+    adapter = (lora, lora_scale) if lora is not None else None
     with load_model(
-        model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact
+        model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapter
     ) as loaded:
         conversation = Conversation(loaded, chosen, system, options)
         conversation.check()

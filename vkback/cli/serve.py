@@ -15,6 +15,8 @@ from vkback.cli.shell import (
     CacheTypeVOption,
     DeviceOption,
     ExactOption,
+    LoraOption,
+    LoraScaleOption,
     UsageError,
     load_model,
     model_path,
@@ -48,6 +50,8 @@ def serve(
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
     exact: ExactOption = False,
+    lora: LoraOption = None,
+    lora_scale: LoraScaleOption = 1.0,
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and a chat page at /."""
     require_packages()
@@ -60,8 +64,9 @@ def serve(
         raise UsageError("--api-key is empty; give a key, or leave it out")
     chosen = template_text(template)
     path = model_path(model)
+    adapter = (lora, lora_scale) if lora is not None else None
     worker = Worker(
-        lambda: load_model(path, device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact),
+        lambda: load_model(path, device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapter),
         max_queue=max_queue, reuse=reuse,
     )  # fmt: skip
     if host not in LOCAL and api_key is None:
