@@ -26,6 +26,7 @@ from vkback.ops.base import (
     Arg,
     Array,
     Case,
+    Choice,
     Dispatch,
     LowerContext,
     Op,
@@ -45,7 +46,7 @@ from vkback.ops.cost import Cost
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.launch import by_threads
-from vkback.ops.mat_mul import matrix_shapes, required_subgroup
+from vkback.ops.mat_mul import lanes_for, matrix_shapes, required_subgroup
 from vkback.ops.peer import sized
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
@@ -53,7 +54,14 @@ from vkback.shader import Variant
 TILE = 32
 """Queries, keys and columns of a tile."""
 
-declare("attention_train", match={"head_dim": "number"}, params={"rows": "positive", "warps": (1, 2, 4, 8)})
+declare(
+    "attention_train", match={"head_dim": "number", "n": "number"},
+    params={
+        "rows": "positive", "warps": (1, 2, 4, 8),
+        "tiles": ("shared", "lanes"),  # in f32: tiles in shared memory, or a token a lane, whose values go from lane to lane
+        "f16": ("matrices", "f32"),  # what act "f16" means
+    },
+)  # fmt: skip
 
 KINDS = ("forward", "dq", "dk", "dv")
 """Of shaders/attention/train_matrix.comp."""
@@ -149,14 +157,27 @@ def attention_back(dy: Array, q: Array, k: Array, v: Array, params: Mapping[str,
     return [dq, dk, dv]
 
 
+def _choice(sizes: Sizes, ctx: LowerContext) -> Choice:
+    return ctx.tuning.pick("attention_train", head_dim=max(sizes.hd, sizes.vd), n=sizes.n)
+
+
 def _launch(
-    node: Node, shader: str, args: Sequence[Arg], sizes: Sizes, heads: int, columns: int, heads_each: int = 1, flops: int = 0
-) -> Dispatch:
-    """A workgroup for 32 tokens of `heads` heads, and for as many of the columns as it may have."""
+    node: Node, ctx: LowerContext, shader: str, args: Sequence[Arg], sizes: Sizes, heads: int, columns: int, heads_each: int = 1,
+    flops: int = 0,
+) -> Dispatch:  # fmt: skip
+    """A workgroup for 32 tokens of `heads` heads, and for as many of the columns as it may have; or for a token a lane, where the table of
+    tuning says so."""
     params = node.params
     chunks = min(MOST_CHUNKS, ceil_div(columns, TILE))
     parts = ceil_div(columns, TILE * chunks)
-    groups = (ceil_div(sizes.n, TILE), heads, sizes.texts * parts)
+    choice = _choice(sizes, ctx)
+    lanes, required, by_lanes = lanes_for(ctx.caps)
+    variant = Variant(f"attention/{shader}.comp", (("CHUNKS", chunks),))
+    tokens, how = TILE, f"64 threads, tiles of {TILE}, {chunks} of them along the columns"
+    if choice["tiles"] == "lanes" and by_lanes:
+        variant = Variant(f"attention/{shader}_lanes.comp", (("HD", sizes.hd), ("LANES", lanes), ("VD", sizes.vd)), required)
+        tokens, how, parts = lanes, f"{lanes} threads, a token each", 1
+    groups = (ceil_div(sizes.n, tokens), heads, sizes.texts * parts)
     if max(groups) > MAX_GROUPS_X:
         raise PlanError(f"[{node.op}] {node.name}: {groups} workgroups; at most {MAX_GROUPS_X} along an axis")
     push = pack_push(
@@ -164,8 +185,8 @@ def _launch(
         heads_each, float(params["scale"]), float(params.get("softcap", 0.0)),
     )  # fmt: skip
     return Dispatch(
-        Variant(f"attention/{shader}.comp", (("CHUNKS", chunks),)), tuple(args), push, groups, node.op, node.name,
-        f"64 threads, tiles of {TILE}, {chunks} of them along the columns", nbytes=sum(nbytes(a.tensor) for a in args), flops=flops,
+        variant, tuple(args), push, groups, node.op, node.name, f"{how}: {choice.source}", nbytes=sum(nbytes(a.tensor) for a in args),
+        flops=flops,
     )  # fmt: skip
 
 
@@ -185,6 +206,8 @@ def _matrix_shape(sizes: Sizes, ctx: LowerContext) -> tuple[int, int, int] | Non
     caps = ctx.caps
     if ctx.act != "f16" or max(sizes.hd, sizes.vd) > MATRIX_DIM or not caps.has_subgroup_ops("basic"):
         return None
+    if _choice(sizes, ctx)["f16"] == "f32":
+        return None
     for rows, columns, depth in matrix_shapes(caps):
         whole = not any(size % columns or size % depth for size in (sizes.hd, sizes.vd))
         if columns == depth and caps.subgroup_size % rows == 0 and rows * columns % caps.subgroup_size == 0 and whole:
@@ -198,7 +221,7 @@ class _Matrices:
     def __init__(self, node: Node, ctx: LowerContext, sizes: Sizes, matrix: tuple[int, int, int]) -> None:
         self.node, self.ctx, self.sizes, self.matrix = node, ctx, sizes, matrix
         self.rows = ceil_div(sizes.n, max(matrix)) * max(matrix)
-        choice = ctx.tuning.pick("attention_train", head_dim=max(sizes.hd, sizes.vd))
+        choice = _choice(sizes, ctx)
         self.warps: int = choice["warps"]
         self.walked: int = max(choice["rows"], matrix[1]) // matrix[1] * matrix[1]
         self.source = choice.source
@@ -336,7 +359,7 @@ class FlashAttnLse(_Training, Op):
             by.launch("forward", (own, own, *walked, Arg(lse, "w"), own, Arg(y, "w")), flops)
             return by.dispatches
         args = (Arg(q), Arg(k), Arg(v), Arg(y, "w"), Arg(lse, "w"))
-        return [_launch(node, "train_forward", args, sizes, sizes.heads, sizes.vd, flops=flops)]
+        return [_launch(node, ctx, "train_forward", args, sizes, sizes.heads, sizes.vd, flops=flops)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         if _matrix_shape(sizes_of(node, *node.inputs), ctx) is not None:
@@ -355,6 +378,7 @@ class FlashAttnLse(_Training, Op):
         yield self.build_case(40, 36, 1, 2, 35, sequences=3, window=9, logit_softcap=5.0)
         yield self.build_case(64, 64, 1, 2, 2, causal=False)
         yield self.build_case(64, 48, 2, 2, 45, sequences=2, window=19, logit_softcap=8.0, act="f16")
+        yield self.build_case(136, 40, 2, 2, 35, sequences=2, window=9, logit_softcap=5.0)  # wider than CPU drivers have a row a lane
 
     def full_cases(self) -> Iterator[Case]:
         for hd, n in ((128, 100), (256, 33), (8, 70)):
@@ -424,9 +448,9 @@ class FlashAttnBack(_Training, Gradient):
             made += by.dispatches
         else:
             made += [
-                _launch(node, "train_back_q", (*given, Arg(dq, "w")), sizes, sizes.heads, sizes.hd, flops=flops_q),
+                _launch(node, ctx, "train_back_q", (*given, Arg(dq, "w")), sizes, sizes.heads, sizes.hd, flops=flops_q),
                 _launch(
-                    node, "train_back_kv", (*given, Arg(made_k, "w"), Arg(made_v, "w")), sizes, sizes.heads // heads_each,
+                    node, ctx, "train_back_kv", (*given, Arg(made_k, "w"), Arg(made_v, "w")), sizes, sizes.heads // heads_each,
                     max(sizes.hd, sizes.vd), heads_each, flops=flops_kv,
                 ),
             ]  # fmt: skip
@@ -452,6 +476,7 @@ class FlashAttnBack(_Training, Gradient):
         yield self.build_case(40, 36, 1, 2, 35, sequences=3, window=9, logit_softcap=5.0)
         yield self.build_case(64, 64, 1, 1, 2, causal=False)
         yield self.build_case(64, 48, 2, 2, 45, sequences=2, window=19, logit_softcap=8.0, act="f16")
+        yield self.build_case(136, 40, 2, 2, 35, sequences=2, window=9, logit_softcap=5.0)
 
     def full_cases(self) -> Iterator[Case]:
         for hd, n in ((128, 100), (256, 33), (8, 70)):

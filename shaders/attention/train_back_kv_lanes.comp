@@ -1,0 +1,45 @@
+#version 450
+// Gradient of attention by keys and values, dK = dS^T Q, dV = P^T dY, added up over `heads_each` heads of Q, for CPU drivers.
+//
+//   bindings 0 to 5: attention/train_back_lanes.glsl
+//   binding 6  dk F32 [tokens, n_head / heads_each, HD]
+//   binding 7  dv F32 [tokens, n_head / heads_each, VD]
+//
+// Workgroup (x, y, z) makes keys LANES x .. of heads y * heads_each .. of text z, one a lane. It walks the queries that see them, LANES at a time.
+#include "attention/train_lanes.glsl"
+#include "attention/train_back_lanes.glsl"
+
+layout(std430, set = 0, binding = 6) writeonly buffer OutDk { float dk[]; };
+layout(std430, set = 0, binding = 7) writeonly buffer OutDv { float dv[]; };
+
+void main() {
+    const uint k0 = gl_WorkGroupID.x * LANES, row = k0 + t, text = gl_WorkGroupID.z;
+    const uint kv_head = gl_WorkGroupID.y * p.heads_each / (p.n_head / p.n_head_kv);
+    vec4 own[HD4], own_v[VD4], of_k[HD4], of_v[VD4];
+    LOAD_ROW(own, k, text, row, p.n_head_kv, kv_head, HD)
+    LOAD_ROW(own_v, v, text, row, p.n_head_kv, kv_head, VD)
+    [[unroll]] for (uint d = 0u; d < HD4; d++) of_k[d] = vec4(0.0);
+    [[unroll]] for (uint d = 0u; d < VD4; d++) of_v[d] = vec4(0.0);
+    for (uint head = gl_WorkGroupID.y * p.heads_each; head < (gl_WorkGroupID.y + 1u) * p.heads_each; head++) {
+        for (uint group = first_queries(k0); group <= last_queries(k0); group++) {
+            const uint q0 = group * LANES, at = (text * p.n + min(q0 + t, p.n - 1u)) * p.n_head + head;
+            const float totals = lse[at], common_parts = delta[at];
+            vec4 queries[HD4], slopes[VD4];
+            LOAD_ROW(queries, q, text, q0 + t, p.n_head, head, HD)
+            LOAD_ROW(slopes, dy, text, q0 + t, p.n_head, head, VD)
+            [[unroll]] for (uint i = 0u; i < LANES; i++) {
+                float product, dy_v, weight, slope;
+                PRODUCT(product, own, queries, HD4, i)
+                PRODUCT(dy_v, own_v, slopes, VD4, i)
+                derivatives(
+                    product, dy_v, subgroupShuffle(totals, i), subgroupShuffle(common_parts, i), visible(q0 + i, row), weight, slope);
+                ADD_ROW(of_v, weight, slopes, VD4, i)
+                ADD_ROW(of_k, slope, queries, HD4, i)
+            }
+        }
+    }
+    if (row >= p.n) return;
+    const uint at = (text * p.n + row) * (p.n_head / p.heads_each) + gl_WorkGroupID.y;
+    STORE_ROW(of_k, dk, at, HD)
+    STORE_ROW(of_v, dv, at, VD)
+}

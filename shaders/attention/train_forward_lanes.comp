@@ -1,0 +1,56 @@
+#version 450
+// Attention of texts to themselves, which keeps the log-sum-exp of every row for the backward pass, for CPU drivers.
+//
+//   binding 0  q, binding 1  k, binding 2  v: attention/train_lanes.glsl
+//   binding 3  y F32 [tokens, n_head, VD]
+//   binding 4  lse F32 [tokens, n_head]
+//
+// Workgroup (x, y, z) makes queries LANES x .. of head y of text z, one a lane. It walks the keys, LANES at a time, with online softmax.
+#include "attention/train_lanes.glsl"
+
+layout(std430, set = 0, binding = 0) readonly buffer InQ { float q[]; };
+layout(std430, set = 0, binding = 1) readonly buffer InK { float k[]; };
+layout(std430, set = 0, binding = 2) readonly buffer InV { float v[]; };
+layout(std430, set = 0, binding = 3) writeonly buffer OutY { float y[]; };
+layout(std430, set = 0, binding = 4) writeonly buffer OutLse { float lse[]; };
+
+const float HIDDEN = -3.0e38;
+
+void main() {
+    const uint q0 = gl_WorkGroupID.x * LANES, row = q0 + t, head = gl_WorkGroupID.y, text = gl_WorkGroupID.z;
+    const uint kv_head = head / (p.n_head / p.n_head_kv);
+    vec4 own[HD4], sums[VD4];
+    LOAD_ROW(own, q, text, row, p.n_head, head, HD)
+    [[unroll]] for (uint d = 0u; d < VD4; d++) sums[d] = vec4(0.0);
+    float top = HIDDEN, total = 0.0;
+    for (uint group = first_keys(q0); group <= last_keys(q0); group++) {
+        const uint k0 = group * LANES;
+        float s[LANES];
+        {
+            vec4 keys[HD4];
+            LOAD_ROW(keys, k, text, k0 + t, p.n_head_kv, kv_head, HD)
+            [[unroll]] for (uint i = 0u; i < LANES; i++) PRODUCT(s[i], own, keys, HD4, i)
+        }
+        float next = top;
+        [[unroll]] for (uint i = 0u; i < LANES; i++) {
+            s[i] = visible(row, k0 + i) ? score(s[i]) : HIDDEN;
+            next = max(next, s[i]);
+        }
+        const float factor = exp_bounded(top - next);
+        top = next;
+        total *= factor;
+        [[unroll]] for (uint d = 0u; d < VD4; d++) sums[d] *= factor;
+        vec4 values[VD4];
+        LOAD_ROW(values, v, text, k0 + t, p.n_head_kv, kv_head, VD)
+        [[unroll]] for (uint i = 0u; i < LANES; i++) {
+            const float weight = s[i] == HIDDEN ? 0.0 : exp_bounded(s[i] - top);
+            total += weight;
+            ADD_ROW(sums, weight, values, VD4, i)
+        }
+    }
+    if (row >= p.n) return;
+    const uint at = (text * p.n + row) * p.n_head + head;
+    lse[at] = top + log(total);
+    [[unroll]] for (uint d = 0u; d < VD4; d++) sums[d] /= total;
+    STORE_ROW(sums, y, at, VD)
+}
