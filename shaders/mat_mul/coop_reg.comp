@@ -42,7 +42,7 @@ layout(constant_id = 20) const uint EXPECTED = 0;
 layout(constant_id = 21) const uint MAKES_UNITS = 0;
 layout(constant_id = 22) const uint UNITS_STRIDE = 0;  // of these, words of 16 bytes for FN columns
 layout(constant_id = 23) const uint SQUARE_PARTS = 0;  // tiles of rows of y
-layout(constant_id = 24) const uint SQUARES = 0;       // parts of the sums of squares of x, 0: it is not normed
+layout(constant_id = 24) const uint SQUARES = 0;       // parts of the sums of squares of x, a multiple of 4; 0: it is not normed
 layout(constant_id = 25) const float EPS = 0.0;
 const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 
@@ -75,7 +75,7 @@ layout(std430, set = 0, binding = 7) writeonly buffer UnitPairs { uvec2 units2[]
 layout(std430, set = 0, binding = 7) writeonly buffer UnitHalves { float16_t units_half[]; };
 layout(std430, set = 0, binding = 8) readonly buffer UnitsNorm { float units_norm[]; };
 layout(std430, set = 0, binding = 9) writeonly buffer SquaresMade { float squares_made[]; };
-layout(std430, set = 0, binding = 10) readonly buffer SquaresTaken { float squares_taken[]; };
+layout(std430, set = 0, binding = 10) readonly buffer SquaresTaken { vec4 squares_taken[]; };
 
 const uint K_WARPS = WG / SG / ROW_WARPS;
 const uint MS = WARP_M / FM, NS = TILE_N / FN;
@@ -176,16 +176,22 @@ vec4 first_residuals;  // of the first four rows that a thread stores: asked for
 
 shared float column_factors[TILE_N];
 
-// 1 / rms of each column of x.
+// 1 / rms of each column of x. It is asked for behind the products, when registers are free, and all of it at once.
 void find_factors() {
-    for (uint c = gl_SubgroupID; c < tile_count; c += WG / SG) {
-        float square = 0.0;
-        [[unroll]] for (uint i = 0; i < (SQUARES + SG - 1u) / SG; i++) {
-            const uint part = i * SG + gl_SubgroupInvocationID;
-            if (part < SQUARES) square += squares_taken[(tile_column + c) * SQUARES + part + x_zero];
-        }
-        square = subgroupAdd(square);
-        if (gl_SubgroupInvocationID == 0u) column_factors[c] = inversesqrt(square / float(p.k) + EPS);
+    const uint warps = WG / SG, each = (TILE_N + warps - 1u) / warps, quads = SQUARES / 4u;
+    const uint lane_quads = SQUARES != 0 ? (quads + SG - 1u) / SG : 1u;  // no array is empty
+    vec4 parts[each * lane_quads];
+    [[unroll]] for (uint i = 0; i < each * lane_quads; i++) {
+        const uint c = gl_SubgroupID + i / lane_quads * warps, quad = i % lane_quads * SG + gl_SubgroupInvocationID;
+        const bool there = c < tile_count && quad < quads;
+        parts[i] = there ? squares_taken[(tile_column + c) * quads + quad + x_zero] : vec4(0.0);
+    }
+    [[unroll]] for (uint j = 0; j < each; j++) {
+        vec4 sum = vec4(0.0);
+        [[unroll]] for (uint i = 0; i < lane_quads; i++) sum += parts[j * lane_quads + i];
+        const float square = subgroupAdd((sum.x + sum.y) + (sum.z + sum.w));
+        const uint c = gl_SubgroupID + j * warps;
+        if (gl_SubgroupInvocationID == 0u && c < tile_count) column_factors[c] = inversesqrt(square / float(p.k) + EPS);
     }
 }
 
@@ -267,11 +273,11 @@ void main() {
     x_zero = wait_for_arrivals();  // the first weights are under way
     [[unroll]] for (uint n = 0; n < NS; n++)
         [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
-    if (SQUARES != 0) find_factors();
     if (HAS_RESIDUAL != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS)
         first_residuals = residuals(tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, tile_column + gl_LocalInvocationID.x / OUT_QUADS);
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
     [[dont_unroll]] for (uint step = slice; step < steps; step += K_WARPS) multiply(first_row, step);
+    if (SQUARES != 0) find_factors();
     put_sums(gl_SubgroupID);
     barrier();
     store_tile();

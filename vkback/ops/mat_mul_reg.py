@@ -116,11 +116,11 @@ def stores_units(w: Tensor, glu: bool, shape: MatMulShape, caps: Capabilities) -
 
 
 def makes_units(w: Tensor, shape: MatMulShape, caps: Capabilities) -> bool:
-    """Whether the product with a weight can leave its F32 output in unit order, too: as `stores_units`, and its rows are whole tiles of a
-    power of two of rows, which lanes of one subgroup store."""
+    """Whether the product with a weight can leave its F32 output in unit order, too: as `stores_units`, and its rows are whole tiles, four
+    and four, of a power of two of rows, which lanes of one subgroup store."""
     quads = shape.tile_m // 4
     of_subgroups = quads & (quads - 1) == 0 and quads <= caps.subgroup_size
-    return stores_units(w, False, shape, caps) and w.shape[0] % shape.tile_m == 0 and of_subgroups
+    return stores_units(w, False, shape, caps) and w.shape[0] % (4 * shape.tile_m) == 0 and of_subgroups
 
 
 def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]:
