@@ -14,6 +14,7 @@ from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.attention import AttnDecode, FlashAttnExt
 from vkback.ops.base import OPS, Array, Case, LowerContext, PlanError, Problem, nbytes
+from vkback.plan.exact import exact_context
 from vkback.plan.schedule import Schedule, into_stages, place
 from vkback.program import Program
 from vkback.shader import ShaderLibrary
@@ -195,11 +196,12 @@ def test_little_shared_memory_and_few_bindings() -> None:
         FUSED.lower(problem.node, tiny)
 
 
-def test_long_context_fills_the_device_and_splits_do_not_depend_on_tokens() -> None:
-    one = PLAIN.lower(node(n_head=32, kv=8, hd=128, n_ctx=16384), H200)[0]
-    assert 132 * 0.9 < math.prod(one.groups) <= 132
+def test_long_context_fills_the_device_and_exact_splits_do_not_depend_on_tokens() -> None:
+    one_token = node(n_head=32, kv=8, hd=128, n_ctx=16384)
+    assert 132 * 0.9 < math.prod(PLAIN.lower(one_token, H200)[0].groups) <= 132
     many = FlashAttnExt().build_case(32, 8, 128, 16384, (1,) * 16, "F32", seed=1, garbage=False).build().node
-    assert PLAIN.lower(many, H200)[0].kernel == one.kernel
+    exact = exact_context(H200)
+    assert PLAIN.lower(many, exact)[0].kernel == PLAIN.lower(one_token, exact)[0].kernel
 
 
 def test_registered() -> None:
