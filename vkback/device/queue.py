@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WAIT_S = 60.0
 """Default limit of every wait. Drivers reset a hung GPU after 2 to 10 s, so a wait this long means a hang that no driver noticed."""
 
-CPU_WAIT_S = 600.0
+CPU_WAIT_S = 3600.0
 """The same on a CPU driver, which no watchdog stops, and where other processes may have most of the machine for minutes."""
 
 SLICE_NS = 100_000_000
