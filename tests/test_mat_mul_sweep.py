@@ -200,7 +200,7 @@ def test_a_row_speaks_for_tokens_around_its_own_and_the_planner_takes_it() -> No
     assert all(r.match["m"] == r.match["k"] == {"min": 2048, "max": 8192} for r in rows)
     ctx = planned_for(H200)
     own = dataclasses.replace(ctx, tuning=Tuning([rows, *Tuning.for_device(ctx.caps).tables]))
-    for n, want in ((2, "mat_vec"), (4, "coop_mat"), (22, "coop_mat"), (100, "coop_mat"), (512, "int_dot")):
+    for n, want in ((2, "coop_reg"), (4, "coop_mat"), (22, "coop_mat"), (100, "coop_mat"), (512, "int_dot")):
         assert actual(job_of(MatVecProblem("Q4_K", 4096, 4096, n), own), own)[0].kernel == want
     assert actual(job_of(MatVecProblem("Q4_K", 4096, 4096, 8), own), own)[0] == small
     assert actual(job_of(MatVecProblem("Q4_K", 100, 4096, 8), own), own)[0].kernel == "coop_reg", "another size"
