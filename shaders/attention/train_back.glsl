@@ -1,16 +1,6 @@
 // What both backward kernels of attention make of a tile of queries and a tile of keys: weights P = exp(score - lse), and the derivatives of the
 // products q k, dS = P (dy v - delta) score'.
-//
-//   binding 0  q, binding 1  k, binding 2  v: attention/train_tiles.glsl
-//   binding 3  dy F32 [tokens, n_head, vd]
-//   binding 4  lse F32 [tokens, n_head]
-//   binding 5  delta F32 [tokens, n_head]: sum of dy y
-layout(std430, set = 0, binding = 0) readonly buffer InQ { float q[]; };
-layout(std430, set = 0, binding = 1) readonly buffer InK { float k[]; };
-layout(std430, set = 0, binding = 2) readonly buffer InV { float v[]; };
-layout(std430, set = 0, binding = 3) readonly buffer InDy { float dy[]; };
-layout(std430, set = 0, binding = 4) readonly buffer InLse { float lse[]; };
-layout(std430, set = 0, binding = 5) readonly buffer InDelta { float delta[]; };
+#include "attention/train_back_inputs.glsl"
 
 void derivatives(uint text, uint head, uint q0, uint k0, out float weight[4][4], out float slope[4][4]) {
     const uint kv_head = head / (p.n_head / p.n_head_kv);
