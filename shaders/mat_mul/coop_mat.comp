@@ -48,6 +48,7 @@ layout(constant_id = 19) const uint COLUMN_FACTORS = 0;
 #define Y_PARTIAL 3u    // F32, sums of a part of K
 
 #define PATH_INT 0
+#define MAKES_F16
 #include "quant/weights.glsl"
 #include "mat_mul/iface.glsl"
 #include "quant/place.glsl"

@@ -47,6 +47,7 @@ layout(constant_id = 25) const float EPS = 0.0;
 const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 
 #define PATH_INT 0
+#define MAKES_F16
 #include "quant/weights.glsl"
 #include "mat_mul/iface.glsl"
 #define UNIT_EIGHTS EIGHTS
@@ -110,7 +111,7 @@ UnitRaw fetched(uint i, uint u, uint first_row, uint step) {
 void fetch_x(uint n, uint i, uint block) {
     const uint lane = gl_SubgroupInvocationID, used = n * FN + lane / T < tile_count ? lane : lane % T;
     const uint first = (tile_number * NS + n) * p.x_stride + min(block, blocks - 1u) * (BLOCK_WORDS * SG) + used + x_zero;
-    x[n * BLOCK_WORDS + i] = x4[foldable(first) + i * SG];
+    x[n * BLOCK_WORDS + i] = x4[(first & MOST_QUADS) + i * SG];
 }
 
 // The products of a step. Registers of weights and activations are loaded with those of later steps after their last use.

@@ -1,22 +1,33 @@
-// A unit of 32 weights as f16 in K order (mat_mul/matrix.glsl), eight a word. Needs quant/weights.glsl, a QUANT_FILE and mat_mul/pack.glsl.
+// A unit of 32 weights as f16 in K order (mat_mul/matrix.glsl), eight a word. Needs mat_mul/iface.glsl, quant/weights.glsl, a QUANT_FILE and
+// mat_mul/pack.glsl.
+
+// 1024 as two f16, of which no compiler knows (no matrix has 2^31 rows): NVIDIA's makes one instruction of (word & MASK) | VALUE if the value is in
+// a register, and two if it is a constant, too.
+uint two_1024() { return 0x64006400u ^ (p.m >> 31); }
 
 #ifdef UNIT_FLIPPED_NIBBLES
 // Nibbles without a byte of their own: above 1024 an f16's last bit is worth 1, so a nibble in its low bits is 1 and in the next 16 times its value
 // more. The differences are exact.
 f16vec2 low_nibbles(uint word) {
-    return unpackFloat2x16((word & 0x000f000fu) | 0x64006400u) - f16vec2(1024.0);
+    return unpackFloat2x16((word & 0x000f000fu) | two_1024()) - f16vec2(1024.0);
 }
 
 f16vec2 high_nibbles(uint word) {  // their top bits are flipped
-    return fma(unpackFloat2x16((word & 0x00f000f0u) ^ 0x64806480u), f16vec2(0.0625), f16vec2(-64.0));
+    return fma(unpackFloat2x16((word & 0x00f000f0u) ^ (two_1024() ^ 0x00800080u)), f16vec2(0.0625), f16vec2(-64.0));
 }
 
 // there: false makes zeros of it.
 void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
+#ifdef UNIT_SCALE_F16
+    f16vec2 both = unit_scale_f16(unit, two_1024());
+    if (!there) both = f16vec2(0.0);
+    const f16vec2 s = both.xx, b = -both.yy;
+#else
     vec2 scale, bias;
     unit_scale(unit, scale, bias);
     if (!there) scale = bias = vec2(0.0);
     const f16vec2 s = f16vec2(scale), b = -f16vec2(bias);
+#endif
     [[unroll]] for (uint i = 0; i < 4; i++) {
         const uint even = unit.qs[i], odd = even >> 8, at = 2u * (i & 1u);
         words[i >> 1][at] = packFloat2x16(fma(low_nibbles(even), s, b));
@@ -28,10 +39,10 @@ void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
 #elif UNIT_INTS
 // Bytes of a word as f16: above 1024 an f16's last bit is worth 1, so a byte put into the low bits of 1024 is 1024 more.
 f16vec2 bytes_of(uint word) {
-#if UNIT_SIGNED
-    return unpackFloat2x16((word & 0x00ff00ffu) | 0x64006400u) - f16vec2(1152.0);
+#if UNIT_SIGNED  // with its top bit flipped, a signed byte is 128 more
+    return unpackFloat2x16((word & 0x00ff00ffu) ^ (two_1024() ^ 0x00800080u)) - f16vec2(1152.0);
 #else
-    return unpackFloat2x16((word & 0x00ff00ffu) | 0x64006400u) - f16vec2(1024.0);
+    return unpackFloat2x16((word & 0x00ff00ffu) | two_1024()) - f16vec2(1024.0);
 #endif
 }
 
@@ -56,11 +67,7 @@ void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
 #else
         const f16vec2 s = scales.xx, b = biases.xx;
 #endif
-#if UNIT_SIGNED
-        const uint low = q[2 * i] ^ 0x80808080u, high = q[2 * i + 1] ^ 0x80808080u;
-#else
         const uint low = q[2 * i], high = q[2 * i + 1];
-#endif
         words[i] = uvec4(scaled(low, s, b), scaled(low >> 8, s, b), scaled(high, s, b), scaled(high >> 8, s, b));
     }
 }

@@ -1,31 +1,23 @@
 // 32 numbers of eight bits as eight words of bits, and as bytes. Bit 8b + i of plane[k] is bit k of number 4i + b: each of the four byte columns
 // is a square of 8 by 8 bits, which is turned over its diagonal in three steps.
 
-//   EXCHANGE_BITS  0: choices by exclusive or. 1: exclusive or of differences, for NVIDIA's driver, which makes of a choice by a constant mask two
-//                  instructions where one would do. 2: choices by masks, for Adreno, which shifts and masks in one. 3: as 2, by masks that the
-//                  compiler does not know. The bits are the same
-#ifndef EXCHANGE_BITS
-#define EXCHANGE_BITS 0
+// A choice of bits is an exclusive or by a mask that the compiler does not know: NVIDIA's makes one instruction of it, and two by a constant.
+//
+//   BITS_BY_MASKS  1: choices by masks and constants, for Adreno, which shifts and masks in one instruction
+#ifndef BITS_BY_MASKS
+#define BITS_BY_MASKS 0
 #endif
 
 // The bits of `low` at the positions that `mask` leaves out change places with those of `high` at the positions `by` lower.
 void exchange_bits(inout uint low, inout uint high, uint mask, int by) {
-#if EXCHANGE_BITS == 1
-    const uint differences = ((low >> by) ^ high) & mask;
-    high ^= differences;
-    low ^= differences << by;
-#else
     const uint up = high << by, down = low >> by;
-  #if EXCHANGE_BITS == 0
-    low = ((low ^ up) & mask) ^ up;
-    high = ((high ^ down) & mask) ^ high;
-  #else
-    #if EXCHANGE_BITS == 3
-    mask += p.w.units >> 31u;  // no row has so many
-    #endif
+#if BITS_BY_MASKS
     low = (low & mask) | (up & ~mask);
     high = (down & mask) | (high & ~mask);
-  #endif
+#else
+    mask ^= p.w.units >> 31u;  // no row has so many
+    low = ((low ^ up) & mask) ^ up;
+    high = ((high ^ down) & mask) ^ high;
 #endif
 }
 

@@ -12,6 +12,17 @@ void k_head(uvec4 head, uint sub, out vec2 scale, out vec2 bias) {
     bias = both.yy;
 }
 
+#ifdef MAKES_F16
+// Scale and minimum as f16; one_k: 1024 as two f16, above which an f16's last bit is worth 1.
+#define UNIT_SCALE_F16
+f16vec2 k_head_f16(uvec4 head, uint sub, uint one_k) {
+    const uint lo = ((sub & 4u) == 0u ? head.y : head.z) >> (8u * (sub & 3u));
+    const uint hi = head.w >> (4u * sub);
+    const uint both = (lo & 0xfu) | ((lo << 12) & 0xf0000u) | ((hi << 4) & 0x30u) | ((hi << 18) & 0x300000u);
+    return (unpackFloat2x16(both | one_k) - f16vec2(1024.0)) * unpackFloat2x16(head.x);
+}
+#endif
+
 // d * scale * all - dmin * min * sum
 float k_product(uvec4 head, uint sub, int all, int sum) {
     const ivec2 both = k_scale_min(head, sub);

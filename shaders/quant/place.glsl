@@ -24,17 +24,21 @@ struct Place {
 Place place(uint row, uint unit) { return Place(row, unit, 0u, 0u); }
 
 // An index to which a constant will be added. A compiler adds it to the address, once for all, only if it sees that the sum cannot wrap; no buffer
-// has 2^30 items of 4 bytes.
-uint foldable(uint index) { return index & 0x3fffffffu; }
+// has 2^32 bytes. Of items of 16 bytes it then sees that the distance in bytes has 32 bits, too.
+#define MOST_QUADS 0x0fffffffu
+#define MOST_PAIRS 0x1fffffffu
+#define MOST_WORDS 0x3fffffffu
+uint foldable(uint index) { return index & MOST_WORDS; }
 
-// Number of the item that belongs to a unit, in a plane whose first is number `first` and where 2^shift units have `width` items.
-uint item_at(uint first, Place at, uint shift, uint width) {
+// Number of the item that belongs to a unit, in a plane whose first is number `first` and where 2^shift units have `width` items, of which no
+// buffer has more than `most`.
+uint item_at(uint first, Place at, uint shift, uint width, uint most) {
 #ifdef K_UNITS
     const uint items = ROW_UNITS >> shift;
 #endif
 #ifdef UNIT_EIGHTS
     if (UNIT_EIGHTS != 0)
-        return foldable(first + (((at.row + at.rows_on) * ROW_UNITS + at.unit) >> shift) * width) + (shift < 3u ? (at.units_on >> shift) * width : 0u);
+        return ((first + (((at.row + at.rows_on) * ROW_UNITS + at.unit) >> shift) * width) & most) + (shift < 3u ? (at.units_on >> shift) * width : 0u);
 #endif
     return
 #ifdef K_UNITS
@@ -46,9 +50,9 @@ uint item_at(uint first, Place at, uint shift, uint width) {
 
 // The item of 16, 8 or 4 bytes that belongs to a unit in the plane that begins `first` 16-byte words into the tensor, where 2^shift units share an
 // item; half_of and byte_of pick theirs out.
-#define QUAD(first, at, shift) w4[item_at(first, at, shift, 1u)]
-#define PAIR(first, at, shift) w2[item_at((first) * 2u, at, shift, 1u)]
-#define WORD(first, at, shift) w1[item_at((first) * 4u, at, shift, 1u)]
+#define QUAD(first, at, shift) w4[item_at(first, at, shift, 1u, MOST_QUADS)]
+#define PAIR(first, at, shift) w2[item_at((first) * 2u, at, shift, 1u, MOST_PAIRS)]
+#define WORD(first, at, shift) w1[item_at((first) * 4u, at, shift, 1u, MOST_WORDS)]
 
 // Number of a unit as far as its remainder by `period`, a power of two up to 16, goes.
 uint unit_number(Place at, uint period) {

@@ -23,6 +23,10 @@ void unit_scale(UnitRaw r, out vec2 scale, out vec2 bias) {
     k_head(r.head, r.sub, scale, bias);
 }
 
+#ifdef UNIT_SCALE_F16
+f16vec2 unit_scale_f16(UnitRaw r, uint one_k) { return k_head_f16(r.head, r.sub, one_k); }
+#endif
+
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     flipped_nibbles(r.qs, q);
     unit_scale(r, scale, bias);

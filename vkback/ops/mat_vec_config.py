@@ -45,9 +45,6 @@ LEVEL_TABLES: Mapping[str, int] = {"levels": 1, "levels_bfe": 2}
 BIT_PLANES = frozenset({"IQ4_NL", "IQ4_XS"})
 """Types that shaders/quant/bit_planes.glsl turns into bytes."""
 
-EXCHANGE_BITS = {"nvidia": 1, "qualcomm": 2}
-"""By vendor, how it does that; 0 for the others."""
-
 MAX_COLUMNS = 16
 """Tokens of a workgroup at most; more go along the grid."""
 
@@ -360,8 +357,8 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
         "ROWS_FULL": int(config.rows_full),
         **{f"BIND_{role.upper()}": binding for binding, role in enumerate(config.roles, 3)},
     }
-    if config.quant in BIT_PLANES:
-        defines["EXCHANGE_BITS"] = EXCHANGE_BITS.get(caps.vendor, 0)
+    if config.quant in BIT_PLANES and caps.vendor == "qualcomm":
+        defines["BITS_BY_MASKS"] = 1
     if config.scales != "weights":
         defines["SCALE_SUMS"] = 1
     if config.scales in LEVEL_TABLES:
