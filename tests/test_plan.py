@@ -23,7 +23,7 @@ from vkback.models.engine import add_sampler
 from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes
 from vkback.plan.planner import bound_bytes, plan
 from vkback.plan.schedule import Schedule, into_stages, place
-from vkback.plan.sync import STATE
+from vkback.plan.sync import ARRIVALS, STATE
 from vkback.shader import ShaderLibrary, Variant
 
 LARGE = ("llama-8b-Q4_K_S", "qwen3moe-30b-a3b-Q4_K_S")
@@ -50,9 +50,9 @@ def overlap(a: tuple[str, str], b: tuple[str, str]) -> bool:
 
 
 def conflict(a: Dispatch, b: Dispatch) -> bool:
-    """Whether two dispatches must not run at once. Any of them may set the state word of the spin-waits."""
+    """Whether two dispatches must not run at once. Any of them may set the state word of the spin-waits, and count in one word."""
     touched = [*product(a.writes, b.writes | b.reads), *product(b.writes, a.reads)]
-    return any(overlap(w, t) for w, t in touched if w[0] != STATE.name)
+    return any(overlap(w, t) for w, t in touched if w[0] != STATE.name and not w[0].endswith(ARRIVALS))
 
 
 def check_hazards(s: Schedule) -> None:

@@ -203,15 +203,34 @@ def test_who_saw_all_arrive_knows_what_they_waited_for_together() -> None:
     assert planned([[], [counting(A)], [counting(B, shares=[A])], [step(C, A, part=[B])]]).barrier_free == {2}
 
 
-def test_arrivals_of_one_dispatch_alone_are_awaited() -> None:
-    def barrier_free(*makers: Dispatch) -> frozenset[int]:
-        return planned([[], [counting(A), counting(E)], list(makers), [counting(D, counted=[B, C])]]).barrier_free
+def test_dispatches_that_are_waited_for_together_count_in_one_word() -> None:
+    """All that make b and c."""
+
+    def schedule_of(*makers: Dispatch, reads: Sequence[Tensor] = ()) -> Schedule:
+        return planned([[], [counting(A), counting(E)], list(makers), [counting(D, *reads, counted=[B, C])]])
+
+    def expected(s: Schedule) -> set[tuple[str, str | int]]:
+        """The counter that the last stage waits for and its full count, and the counters of those that make b and c."""
+        (last,) = s.stages[3]
+        names = {(a.tensor.name, "") for d in s.stages[2] for a in d.args if a.tensor.name.endswith(ARRIVALS)}
+        return names | {(a.tensor.name, dict(last.kernel.defines)["EXPECTED"]) for a in last.args if a.tensor.name.endswith(ARRIVALS)}
 
     both = dataclasses.replace(counting(B, shares=[A]), args=(Arg(A), Arg(B, "w"), Arg(C, "w")))
-    assert barrier_free(both) == {2, 3}
-    assert barrier_free(counting(B, shares=[A]), counting(C, shares=[A])) == {2}
-    assert barrier_free(counting(B, shares=[A]), counting(B, shares=[E]), counting(C, shares=[A])) == {2}
-    assert barrier_free(counting(B, shares=[A], arrives=0), counting(C, shares=[A], arrives=0)) == {2}
+    assert schedule_of(both).barrier_free == {2, 3}
+    apart = counting(B, shares=[A]), counting(C, shares=[E], arrives=5)
+    for reads in ((), (A,), (E,)):
+        assert schedule_of(*apart, reads=reads).barrier_free == {2, 3}
+    assert expected(schedule_of(*apart)) == {("b.arrivals", ""), ("b.arrivals", 8)}
+    assert expected(schedule_of(counting(B, shares=[A]), *apart)) == {("b.arrivals", ""), ("b.arrivals", 11)}
+    assert schedule_of(counting(B, shares=[A], arrives=0), counting(C, shares=[A])).barrier_free == {2}
+
+
+def test_consumers_of_other_dispatches_keep_their_own_counters() -> None:
+    stages = [[], [counting(A)], [counting(B, shares=[A]), counting(C, shares=[A])], [counting(D, counted=[B]), counting(E, counted=[C])]]
+    s = planned(stages)
+    assert s.barrier_free == {2, 3}
+    counters = [[a.tensor.name for a in d.args if a.tensor.name.endswith(ARRIVALS)] for d in (*s.stages[2], *s.stages[3])]
+    assert counters == [["b.arrivals"], ["c.arrivals"], ["b.arrivals"], ["c.arrivals"]]
 
 
 def test_arrivals_ahead_of_the_last_barrier_are_not_awaited() -> None:

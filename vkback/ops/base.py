@@ -67,7 +67,7 @@ class SpinWaits:
     shares  every workgroup waits for some of it, all together for all of it
     also    every workgroup waits for all of it where it was made since the last barrier (define SPINS_ALSO), else reads it
     own     partial results that workgroups of this dispatch wait for from each other
-    counted   every workgroup waits until all workgroups of the one dispatch that makes these have arrived, where they were made since the
+    counted   every workgroup waits until all workgroups of the dispatches that make these have arrived, where they were made since the
               last barrier
     arrives   of its workgroups so many can count their arrivals, all that store something; 0: it cannot
     constants  of a kernel without defines: the first of the specialization constants that stand for SYNC_SENTINEL, SPINS, ARRIVES and

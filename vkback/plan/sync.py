@@ -20,7 +20,8 @@ Two more rules make the sentinel reliable: a tensor that is waited for is writte
 Results that every workgroup reads again and again, or that go into memory which cannot be filled, are waited for by counted arrivals
 (shaders/common/arrivals.glsl): each workgroup of the dispatch that makes them counts itself, in a word that begins as SENTINEL, once it
 has stored everything. Who has seen the full count knows that all workgroups of that dispatch have ended: all of its outputs are complete,
-and so is what any of its workgroups waited for, and what all of them together waited for.
+and so is what any of its workgroups waited for, and what all of them together waited for. Where several dispatches of a stage make what a
+consumer waits for, they count in the same word.
 """
 
 from __future__ import annotations
@@ -51,15 +52,13 @@ def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
     arrivals two, and one whose arrivals are counted one."""
     free, resolved = _barrier_free(schedule.stages, max_bindings)
     found = [d for spins, stage in zip(free, resolved, strict=True) if spins for d in stage if d.waits]
-    counted = {name for d in found if d.waits for name in d.waits.counted}
-    makers = {a.tensor.name: d for stage in resolved for d in stage for a in d.args if "w" in a.access and a.tensor.name in counted}
-    counters = {name: Expected(_counter(d), d.waits.arrives) for name, d in makers.items() if d.waits}
+    counters, makers = _counters(resolved, [d.waits.counted for d in found if d.waits and d.waits.counted])
     stages = []
     for i, stage in enumerate(resolved):
         produces = i + 1 < len(free) and free[i + 1]
         stages.append([synchronized(d, free[i], counters) if free[i] or produces else d for d in stage])
     tensors = {name for d in found if d.waits for name in d.waits.words} | {c.counter.name for c in counters.values()}
-    together = {a.tensor.name for d in makers.values() for a in d.args if "w" in a.access and a.tensor.kind == "node"}
+    together = {a.tensor.name for d in makers for a in d.args if "w" in a.access and a.tensor.kind == "node"}
     numbers = frozenset(i for i, spins in enumerate(free) if spins)
     return dataclasses.replace(
         schedule, stages=stages, barrier_free=numbers, sentinel_tensors=frozenset(tensors), counted_tensors=frozenset(together - tensors)
@@ -68,14 +67,39 @@ def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The counter of a dispatch's arrivals, and how many there will be."""
+    """A counter of arrivals, and how many there will be."""
 
     counter: Tensor
     arrivals: int
 
 
-def _counter(d: Dispatch) -> Tensor:
-    return Tensor(f"{_outputs(d)[0]}{ARRIVALS}", "I32", (COUNTERS, COUNTER_WORDS))
+def _counters(stages: Sequence[Sequence[Dispatch]], waited_for: Sequence[Sequence[str]]) -> tuple[dict[str, Expected], list[Dispatch]]:
+    """By the names of what is waited for by counted arrivals their counters, and the dispatches that count. Dispatches whose outputs
+    somebody waits for at once count in one word.
+
+    waited_for  the names that each consumer waits for
+    """
+    wanted = {name for names in waited_for for name in names}
+    makers: dict[str, list[Dispatch]] = {}
+    for d in (d for stage in stages for d in stage):
+        for name in wanted.intersection(_outputs(d)):
+            makers.setdefault(name, []).append(d)
+    groups: list[tuple[set[str], dict[int, Dispatch]]] = []
+    for names in waited_for:
+        mine, by = set(names), {id(d): d for name in names for d in makers[name]}
+        apart = []
+        for group in groups:
+            if by.keys() & group[1].keys():
+                mine, by = mine | group[0], group[1] | by
+            else:
+                apart.append(group)
+        groups = [*apart, (mine, by)]
+    counters: dict[str, Expected] = {}
+    for mine, by in groups:
+        counting = list(by.values())
+        counter = Tensor(f"{_outputs(counting[0])[0]}{ARRIVALS}", "I32", (COUNTERS, COUNTER_WORDS))
+        counters |= dict.fromkeys(mine, Expected(counter, sum(d.waits.arrives for d in counting if d.waits)))
+    return counters, [d for _, by in groups for d in by.values()]
 
 
 def _outputs(d: Dispatch) -> list[str]:
@@ -88,11 +112,18 @@ def _written(stage: Sequence[Dispatch]) -> set[str]:
     return {a.tensor.name for d in stage for a in d.args if "w" in a.access and a.tensor.kind == "node"}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """A dispatch's outputs, and what is complete once all of its workgroups have arrived, these left out; None: it cannot count them."""
+
+    outputs: tuple[str, ...]
+    implied: set[str] | None
+
+
 class _Made:
     """What was made since the last barrier.
 
     before   per tensor, for each writer, what happens before its stores
-    implied  per tensor whose only writer can count its arrivals: what is complete once all have arrived
     makers   per tensor its writers
     once     tensors that one stage alone writes
     """
@@ -100,20 +131,27 @@ class _Made:
     def __init__(self, once: Collection[str]) -> None:
         self.once = once
         self.before: dict[str, list[set[str]]] = {}
-        self.implied: dict[str, set[str]] = {}
-        self.makers: dict[str, list[Dispatch]] = {}
+        self.makers: dict[str, list[_Maker]] = {}
 
     def add(self, d: Dispatch, before: set[str]) -> None:
         """before: what happened before its stores."""
-        outputs = _outputs(d)
-        for name in outputs:
-            self.before.setdefault(name, []).append(before)
-            self.makers.setdefault(name, []).append(d)
-            self.implied.pop(name, None)
+        implied = None
         if d.waits is not None and d.waits.arrives:
-            shared = [{t}.union(*self.before[t]) for t in d.waits.shares if t in self.before]
-            implied = before.union(outputs, *shared)
-            self.implied |= {name: implied for name in outputs if len(self.makers[name]) == 1 and name in self.once}
+            implied = before.union(*({t}.union(*self.before[t]) for t in d.waits.shares if t in self.before))
+        maker = _Maker(tuple(_outputs(d)), implied)
+        for name in maker.outputs:
+            self.before.setdefault(name, []).append(before)
+            self.makers.setdefault(name, []).append(maker)
+
+    def countable(self, names: Collection[str]) -> bool:
+        """Whether all writers of these tensors can count their arrivals."""
+        return all(name in self.once and all(m.implied is not None for m in self.makers[name]) for name in names)
+
+    def arrived(self, names: Collection[str]) -> set[str]:
+        """What is complete once all workgroups of the writers of these tensors have arrived."""
+        makers = {id(m): m for name in names for m in self.makers[name]}
+        made = {t for m in makers.values() for t in m.outputs if t in self.once and makers.keys() >= {*map(id, self.makers[t])}}
+        return made.union(*(m.implied or () for m in makers.values()))
 
 
 def _resolved(d: Dispatch, made: _Made) -> Dispatch:
@@ -163,8 +201,8 @@ def _ordered(d: Dispatch, made: _Made) -> bool:
     assert d.waits is not None
     spun_on = {*d.waits.whole, *d.waits.part, *d.waits.shares}
     complete = spun_on | _happened_before(d, made)
-    of_one = len({id(made.makers[name][0]) for name in d.waits.counted}) <= 1 and made.implied.keys() >= set(d.waits.counted)
-    return of_one and spun_on <= made.before.keys() and all(name in complete for name, _ in d.reads if name in made.before)
+    known = made.countable(d.waits.counted) and spun_on <= made.before.keys()
+    return known and all(name in complete for name, _ in d.reads if name in made.before)
 
 
 def _happened_before(d: Dispatch, made: _Made) -> set[str]:
@@ -174,8 +212,7 @@ def _happened_before(d: Dispatch, made: _Made) -> set[str]:
     # A tensor may have several writers. A part of it may come from any of them, the whole comes from all.
     of_wholes = [set.union(*made.before[t]) for t in d.waits.whole if t in made.before]
     of_parts = [set.intersection(*made.before[t]) for t in (*d.waits.part, *d.waits.shares) if t in made.before]
-    of_counts = [made.implied[t] for t in d.waits.counted if t in made.implied]
-    return set(d.waits.whole).union(*of_wholes, *of_parts, *of_counts)
+    return set(d.waits.whole).union(*of_wholes, *of_parts, made.arrived(d.waits.counted))
 
 
 def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Expected] | None = None) -> Dispatch:
