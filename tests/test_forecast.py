@@ -38,6 +38,7 @@ def test_of_a_cache_only_the_rows_in_use_are_read() -> None:
     assert moved_bytes(launch((Arg(CACHE), Arg(A)), whole + 32), 25) == whole // 4 + 32
     assert moved_bytes(launch((Arg(CACHE), Arg(A)), whole + 32), 1000) == whole + 32
     assert moved_bytes(launch((Arg(CACHE, "w"), Arg(A)), 64), 25) == 64
+    assert moved_bytes(launch((Arg(CACHE, "w"), Arg(A)), whole + 64), 25) == whole + 64
 
 
 def test_stages_wait_for_what_is_written_and_for_what_is_still_read() -> None:

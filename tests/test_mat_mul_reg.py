@@ -23,6 +23,7 @@ from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_mul_lower import F16_TOLERANCE
 from vkback.ops.mat_vec import QUANTS, weight
 from vkback.ops.mat_vec_cases import mul_mat_case
+from vkback.ops.mat_vec_rope import stored_by_products
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
 
@@ -222,6 +223,46 @@ def test_gate_and_up_store_what_down_reads(device: Device, kernels: ShaderLibrar
     both = values["x"].astype(np.float64) @ w1.T
     want = (both[:, 0::2] / (1 + np.exp(-both[:, 0::2])) * both[:, 1::2]) @ w2.T
     assert nmse(got, want) <= 4 * F16_TOLERANCE.nmse  # two products one after the other, a GLU between
+
+
+HEADS = OPS["MAT_VEC_ROPE_SET_ROWS"]
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(
+    "more", [{"split": True, "bias": True, "n_dims": 16}, {"ext_factor": 1.0, "freq_scale": 1 / 32}, {"n_dims": -1}], ids=str
+)
+def test_heads_have_the_bits_of_the_stage(more: dict[str, Any], device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    """Turned by the angles of ROPE_ANGLES, against products whose heads QKV_ROPE_SET_ROWS turns and stores."""
+    use = by_registers(ctx, device)
+    problem = HEADS.build_case("F16", 5, 4, 2, 32, 64, **more).build()
+    node, store = problem.node, problem.node.params["store"]
+    nodes = [node]
+    if store.params["n_dims"]:
+        angles = dataclasses.replace(node.inputs[-1], name="made", kind="node")
+        nodes = [Node("ROPE_ANGLES", (store.inputs[1],), (angles,), store.params)]
+        nodes.append(dataclasses.replace(node, inputs=(*node.inputs[:-1], angles)))
+    assert "rope/rope.comp" not in {d.kernel.source for n in nodes for d in OPS[n.op].lower(n, use)}
+    with runner.Workbench(device, kernels) as bench:
+        found, want = (bench.run(runner.prepare(problem, use, chain)) for chain in (nodes, HEADS.unfused(node)))
+    for name, values in want.items():
+        np.testing.assert_array_equal(found[name].view(np.uint32), values.view(np.uint32), err_msg=name)
+
+
+def test_which_heads_products_can_turn_and_store() -> None:
+    """Neighbours, without a norm, into F16 caches; four rows of a thread in one head; rows in a known order."""
+
+    def able(ctx: LowerContext = WITH_MATRICES, caches: str = "F16", head_dim: int = 64, **params: Any) -> bool:
+        node = HEADS.build_case("Q4_K", 8, 4, 2, head_dim, 256, n_dims=params.pop("n_dims", 0)).build().node
+        store = node.params["store"]
+        inputs = tuple(dataclasses.replace(t, type=caches) if t.kind == "state" else t for t in store.inputs)
+        store = dataclasses.replace(store, inputs=inputs, params={**store.params, **params})
+        return stored_by_products(node.params["parts"], store, ctx)
+
+    assert able() and able(n_dims=32) and able(head_dim=80) and able(n_dims=-1, mode="neox")
+    assert not able(mode="neox") and not able(has_norm=True) and not able(caches="Q8_0")
+    assert not able(head_dim=66) and not able(n_dims=30)
+    assert not able(dataclasses.replace(WITH_MATRICES, row_lanes=0))
 
 
 def test_tables_choose_it_for_few_tokens() -> None:

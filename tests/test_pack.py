@@ -154,12 +154,12 @@ def test_few_tokens_are_planned_as_ever(profile: str, large: Callable[[str], Mod
 
 
 def test_a_layer_of_few_tokens(large: Callable[[str], Model]) -> None:
-    """Q with K, and V; RoPE and store; attention; output; gate with up; down. Nobody packs or norms in between: a product that is normed
-    next stores its rows times the norm's weight, and sums of their squares, by which those that read them divide."""
-    for n in (2, 8, 16):
+    """Q with K, and V; attention; output; gate with up; down. The first turn and store what they make. Nobody packs or norms in between: a
+    product that is normed next stores its rows times the norm's weight, and sums of their squares, by which those that read them divide."""
+    for n in range(2, 17):
         schedule = scheduled(large(DENSE), n=n)
         assert [sorted(set(kernels(stage))) for stage in schedule.stages[2:8]] == [
-            ["coop_reg"], ["rope"], ["attention"], ["coop_reg"], ["coop_reg"], ["coop_reg"],
+            ["coop_reg"], ["attention"], ["coop_reg"], ["coop_reg"], ["coop_reg"], ["coop_reg"],
         ]  # fmt: skip
         rows = 4096 // 16
         out, gate = of(schedule, "ffn_inp-0", "coop_reg"), of(schedule, "ffn_swiglu-0.f16", "coop_reg")
@@ -167,6 +167,21 @@ def test_a_layer_of_few_tokens(large: Callable[[str], Model]) -> None:
         assert names["ffn_inp-0"] == (n, 4096) and names["ffn_norm-0.squares"] == (n, rows) and "ffn_norm-0.units" in names
         assert (specialized(out, MAKES_UNITS), specialized(out, SQUARE_PARTS), specialized(gate, SQUARES)) == (1, rows, rows)
         assert out.args[8].tensor.name == "blk.0.ffn_norm.weight" and gate.args[1].tensor.name == "ffn_norm-0.units"
+
+
+def test_who_turns_and_stores_few_tokens(large: Callable[[str], Model]) -> None:
+    """The products of Q, K and V, each what it makes, by the angles of all layers; a stage where the tables say so, where heads are normed,
+    where pairs are no neighbours, and where more tokens take other kernels."""
+    stored = [d for d in scheduled(large(DENSE), n=8).dispatches() if {a.tensor.name for a in d.args} & {"cache_k_l0", "cache_v_l0"}]
+    made = [{a.tensor.name for a in d.args if "w" in a.access and a.tensor.kind in ("node", "state")} for d in stored[:2]]
+    assert made == [{"Qcur_rope-0", "Qcur_rope-0.arrivals", "cache_k_l0"}, {"Qcur_rope-0.arrivals", "cache_v_l0"}]
+    assert [d.args[8].tensor.name for d in stored[:2]] == ["rope_angles.0"] * 2 and stored[2].kernel.source == "attention/attention.comp"
+    for name, n, rope, separate in (
+        (DENSE, 2, "product", False), (DENSE, 16, "product", False), (DENSE, 8, "stage", True), (DENSE, 17, "product", True),
+        (EXPERTS, 8, "product", True), (BIASED, 8, "product", True),
+    ):  # fmt: skip
+        ops = {d.op for d in scheduled(large(name), n=n, rope=rope).dispatches()}
+        assert ("QKV_ROPE_SET_ROWS" in ops, "ROPE_ANGLES" in ops) == (separate, not separate), (name, n, rope)
 
 
 def test_few_tokens_are_packed_where_they_are_made(large: Callable[[str], Model]) -> None:

@@ -9,6 +9,9 @@
 //   binding 7  with MAKES_UNITS y in unit order, each row times its norm weight, binding 8 F32 [m]; binding 9 F32 [n][SQUARE_PARTS]: of each
 //              column a sum of squares of y for each tile of rows. What is normed next reads these, and nobody has to norm in between
 //   binding 10  with SQUARES such sums of x: its columns are divided by their rms
+//   With KV_ROWS y is the heads of Q, K and V: those of Q, turned, go to binding 2 F32 [n][Q_ROWS], those of K, turned, and of V as f16 into the
+//   caches, bindings 7 and 9 F16 [KV_ROWS / HEAD_DIM][CACHE_ROWS][HEAD_DIM]; binding 4 then has positions I32 [n] (-1 or one outside the cache
+//   stores nothing), binding 8 angles F32 [n][ROPE_PAIRS][2] by which neighbours are turned
 //   bindings 11 to 13  arrivals (ARRIVES), those of x (EXPECTED) and the state of spin-waits (common/arrivals.glsl)
 //   Whatever is not needed is any buffer.
 //
@@ -44,6 +47,11 @@ layout(constant_id = 22) const uint UNITS_STRIDE = 0;  // of these, words of 16 
 layout(constant_id = 23) const uint SQUARE_PARTS = 0;  // tiles of rows of y
 layout(constant_id = 24) const uint SQUARES = 0;       // parts of the sums of squares of x, a multiple of 4; 0: it is not normed
 layout(constant_id = 25) const float EPS = 0.0;
+layout(constant_id = 26) const uint KV_ROWS = 0;     // not 0: y is heads, Q_ROWS rows of Q, KV_ROWS of K and as many of V
+layout(constant_id = 27) const uint Q_ROWS = 0;
+layout(constant_id = 28) const uint HEAD_DIM = 4;    // a multiple of 4, as the first row of this product is
+layout(constant_id = 29) const uint CACHE_ROWS = 0;
+layout(constant_id = 30) const uint ROPE_PAIRS = 0;  // so many pairs of a head of Q and K are turned, the first ones; even
 const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 
 #define PATH_INT 0
@@ -58,6 +66,7 @@ const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 #include "mat_mul/pack.glsl"
 #include "mat_mul/unit_f16.glsl"
 #include "mat_mul/units.glsl"
+#include "rope/turn.glsl"
 #define OVERFLOW_BINDING 6
 #include "mat_mul/overflow.glsl"
 #define BIND_ARRIVALS 11
@@ -76,6 +85,10 @@ layout(std430, set = 0, binding = 7) writeonly buffer UnitPairs { uvec2 units2[]
 layout(std430, set = 0, binding = 7) writeonly buffer UnitHalves { float16_t units_half[]; };
 layout(std430, set = 0, binding = 8) readonly buffer UnitsNorm { float units_norm[]; };
 layout(std430, set = 0, binding = 9) writeonly buffer SquaresMade { float squares_made[]; };
+layout(std430, set = 0, binding = 4) readonly buffer Positions { int positions[]; };
+layout(std430, set = 0, binding = 7) writeonly buffer CacheK { uvec2 cache_k[]; };
+layout(std430, set = 0, binding = 8) readonly buffer Angles { vec4 angles[]; };
+layout(std430, set = 0, binding = 9) writeonly buffer CacheV { uvec2 cache_v[]; };
 layout(std430, set = 0, binding = 10) readonly buffer SquaresTaken { vec4 squares_taken[]; };
 
 const uint K_WARPS = WG / SG / ROW_WARPS;
@@ -236,12 +249,44 @@ void store_normed(uint column, uint row, uint quad, vec4 v) {
     store_units(column, row, v * weight);
 }
 
+vec4 first_angles;   // of the first four rows that a thread stores, where y is heads: asked for behind the products, with the squares
+int first_position;
+
+// The angles of four neighbouring rows, two pairs; of rows that are not turned any.
+vec4 angles_of(uint row, uint column) {
+    const uint place = row % HEAD_DIM;
+    return row < Q_ROWS + KV_ROWS && place < 2u * ROPE_PAIRS ? angles[(column * ROPE_PAIRS + place / 2u) / 2u] : vec4(0.0);
+}
+
+// Four neighbouring rows of heads, from `row` of all of them on, of a column: turned and stored.
+void store_heads(uint column, uint row, vec4 v, vec4 angle, int position) {
+    const uint place = row % HEAD_DIM;
+    if (row < Q_ROWS + KV_ROWS && place < 2u * ROPE_PAIRS) v = vec4(turn_pair(v.xy, angle.xy), turn_pair(v.zw, angle.zw));
+    if (row < Q_ROWS) {
+        y4[(column * Q_ROWS + row) / 4u] = v;
+        return;
+    }
+    if (position < 0 || uint(position) >= CACHE_ROWS) return;
+    const bool key = row < Q_ROWS + KV_ROWS;
+    const uint cached = row - Q_ROWS - (key ? 0u : KV_ROWS);
+    const uint at = ((cached / HEAD_DIM * CACHE_ROWS + uint(position)) * HEAD_DIM + place) / 4u;
+    const uvec2 halves = uvec2(packHalf2x16(v.xy), packHalf2x16(v.zw));
+    if (key) cache_k[at] = halves;
+    else cache_v[at] = halves;
+}
+
 void store_tile() {
     const uint rows = p.m >> OUT_SHIFT;
     for (uint item = gl_LocalInvocationID.x; item < tile_count * OUT_QUADS; item += WG) {
         const uint c = item / OUT_QUADS, quad = item % OUT_QUADS, row = (tile_row >> OUT_SHIFT) + 4u * quad;
         if (row >= rows) continue;
         vec4 v = finished(quad << (2 + OUT_SHIFT), c, tile_column + c, item < WG);
+        if (KV_ROWS != 0) {
+            const uint column = tile_column + c, head_row = p.y_offset + row;
+            const bool first = TILE_N * OUT_QUADS <= WG || item < WG;
+            store_heads(column, head_row, v, first ? first_angles : angles_of(head_row, column), first ? first_position : positions[column]);
+            continue;
+        }
         if (Y_UNITS != 0) {
             store_units(tile_column + c, row, v);
             continue;
@@ -278,6 +323,11 @@ void main() {
         first_residuals = residuals(tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, tile_column + gl_LocalInvocationID.x / OUT_QUADS);
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
     [[dont_unroll]] for (uint step = slice; step < steps; step += K_WARPS) multiply(first_row, step);
+    if (KV_ROWS != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS) {
+        const uint column = tile_column + gl_LocalInvocationID.x / OUT_QUADS;
+        first_position = positions[column];
+        first_angles = angles_of(p.y_offset + tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, column);
+    }
     if (SQUARES != 0) find_factors();
     put_sums(gl_SubgroupID);
     barrier();

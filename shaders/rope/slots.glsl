@@ -5,6 +5,7 @@
 //   void turn(inout vec2 a, inout vec2 b, vec4 angles)   the values at these places turned by (cos, sin) of either pair
 //
 // Defines: ROPE_PAIRS (even: n_dims / 2; 0: nothing is turned), ROPE_NEOX (1: dimension i is paired with i + ROPE_PAIRS, 0: with its neighbour)
+#include "rope/turn.glsl"
 
 #define ROTATED (ROPE_PAIRS / 2)
 
@@ -13,10 +14,6 @@ uvec2 places(uint slot) {
     if (slot < ROTATED) return uvec2(slot, slot + ROTATED);
 #endif
     return uvec2(2u * slot, 2u * slot + 1u);
-}
-
-vec2 turn_pair(vec2 pair, vec2 angle) {
-    return vec2(pair.x * angle.x - pair.y * angle.y, pair.x * angle.y + pair.y * angle.x);
 }
 
 void turn(inout vec2 a, inout vec2 b, vec4 angles) {

@@ -86,6 +86,37 @@ class MatMulShape:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Where a product (coop_reg) stores heads of Q, K and V, those of Q and K turned (mode "normal").
+
+    q        F32 [n, n_head, head_dim]
+    caches   of K and V, F16 [n_head_kv, n_ctx, head_dim]
+    pos      I32 [n]: positions of the tokens; -1, or one outside the caches, stores nothing
+    angles   F32 [n, pairs, 2], as ROPE_ANGLES makes them; None: nothing is turned
+    """
+
+    q: Tensor
+    caches: tuple[Tensor, Tensor]
+    pos: Tensor
+    angles: Tensor | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.caches[0].shape[-1]
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Rows of Q, K and V among all heads."""
+        kv = self.caches[0].shape[0] * self.head_dim
+        return prod(self.q.shape[1:]), kv, kv
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a head that are turned."""
+        return self.angles.shape[-2] if self.angles is not None else 0
+
+
+@dataclass(frozen=True)
 class MatMul:
     """y = x w^T, or with `turned` y = x w, and what is done to it before it is stored.
 
@@ -106,6 +137,7 @@ class MatMul:
     units         a further output: y in unit order, each row times its weight units_norm F32 [m]
     squares_made  a further output, F32 [n, parts]: sums of squares of each column of y
     squares       such sums of x, whose columns are then divided by their rms, with eps
+    heads         its rows are heads, and go where this says; y is then nobody's, and y_row0 the first row among those of all heads
     """
 
     w: Tensor
@@ -130,6 +162,7 @@ class MatMul:
     squares_made: Tensor | None = None
     squares: Tensor | None = None
     eps: float = 0.0
+    heads: Heads | None = None
 
     def __post_init__(self) -> None:
         """Raises PlanError where a GLU has a gate too many."""

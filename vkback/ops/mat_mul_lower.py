@@ -15,6 +15,7 @@ from vkback.ops import mat_mul_reg
 from vkback.ops.base import OPS, Choice, Dispatch, LowerContext, PlanError, Tolerance, declare, shards
 from vkback.ops.mat_mul import (
     UNIT,
+    Heads,
     MatMul,
     MatMulShape,
     Way,
@@ -212,8 +213,11 @@ def x_wanted(node: Node, ctx: LowerContext) -> str:
     return "F32" if taken.experts == "heads" else choice.x_type
 
 
-def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> list[Dispatch]:
-    """The dispatches of a node by a mat-mat: route of the experts, x in the form that the kernel takes, the mat-mat, what comes behind."""
+def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext, heads: Heads | None = None) -> list[Dispatch]:
+    """The dispatches of a node by a mat-mat: route of the experts, x in the form that the kernel takes, the mat-mat, what comes behind.
+
+    heads  of coop_reg: the node's rows are heads, and go there
+    """
     shape, name, caps = choice.shape, node.node.name, ctx.caps
     if shape is None:
         raise PlanError(f"[mat_mul] {name}: {choice.source} chooses the mat-vec kernels")
@@ -262,6 +266,7 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext) -> lis
         units_norm=node.units_norm,
         squares=node.squares,
         eps=float(params["squares_eps"]) if node.squares is not None else 0.0,
+        heads=heads,
     )  # fmt: skip
     kernels = mat_mul_reg.lower(job, shape, caps) if shape.way == "coop_reg" else lower(job, shape, caps)
     made = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]

@@ -18,6 +18,7 @@ from vkback.ops.f16_range import overflow_word
 from vkback.ops.mat_mul import (
     GLU_KINDS,
     UNIT,
+    Heads,
     MatMul,
     MatMulShape,
     bindings,
@@ -123,6 +124,13 @@ def makes_units(w: Tensor, shape: MatMulShape, caps: Capabilities) -> bool:
     return stores_units(w, False, shape, caps) and w.shape[0] % (4 * shape.tile_m) == 0 and of_subgroups
 
 
+def stores_heads(w: Tensor, row0: int, head_dim: int, pairs: int, shape: MatMulShape, caps: Capabilities) -> bool:
+    """Whether the product with a weight, which makes heads from row `row0` of all of them on, can turn `pairs` pairs of them and store them
+    itself: four rows of a thread lie in one head, and all or none of their pairs are turned."""
+    fours = not (w.shape[0] | row0 | head_dim) % 4 and not pairs % 2
+    return shape.way == "coop_reg" and fours and len(shards(w, caps)) == 1
+
+
 def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]:
     """The dispatches of a product, one a shard of its weight. Raises PlanError for what the kernel cannot do."""
     stored = job.y.type == "F32" or (job.y.type == "F16" and stores_units(job.w, job.glu != "", shape, caps))
@@ -151,6 +159,10 @@ def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
         spec += (21, 1), (22, units_stride(outputs, shape, caps)), (23, ceil_div(outputs, shape.tile_m))
     if job.squares is not None:
         spec += (24, job.squares.shape[-1]), (25, float_bits(job.eps))
+    heads = job.heads
+    if heads is not None:
+        q_rows, kv_rows, _ = heads.rows
+        spec += tuple(enumerate((kv_rows, q_rows, heads.head_dim, heads.caches[0].shape[1], heads.pairs), 26))
     groups = grid(job, shape, shard)
     whole = job.y.shape[-1] == outputs and len(shards(job.w, caps)) == 1
     part = "" if whole else f"rows {job.y_row0} {shard.row0}"
@@ -163,17 +175,31 @@ def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
         Arg(job.squares_made, "w") if job.squares_made is not None else none,
         Arg(job.squares) if job.squares is not None else none,
     )
+    args = [*bindings(job, index, job.y, part), *norms, *3 * [none]]
+    if heads is not None:
+        args = _of_heads(args, heads, job.y_row0, job.m, none)
     return Dispatch(
         Variant("mat_mul/coop_reg.comp", tuple(sorted(decoder(job.w.type, caps).items())), required_subgroup(caps), spec),
-        (*bindings(job, index, job.y, part), *norms, *3 * [none]),
+        tuple(args),
         push_words(job, shape, shard, units_stride(job.k, shape, caps), units_stride(outputs, shape, caps) if units else job.y.shape[-1]),
         groups,
         "MUL_MAT",
         job.name,
         f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.warps} subgroups share a row"
-        + (", stored as f16 units" if units else ""),
+        + (", stored as f16 units" if units else ", turned and stored" if heads is not None else ""),
         nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
         weight_bytes=weight_bytes(job, shard),
         flops=2 * shard.rows * job.k * job.n,
         waits=SpinWaits(counted=tuple(t.name for t in (job.x, job.squares) if t), arrives=prod(groups), constants=17),
     )
+
+
+def _of_heads(args: list[Arg], heads: Heads, row0: int, m: int, none: Arg) -> list[Arg]:
+    """The buffers of a product of heads: of Q and the caches those of which it makes rows, `none` for the others."""
+    stored: list[Arg] = []
+    first = 0
+    for tensor, rows in zip((heads.q, *heads.caches), heads.rows, strict=True):
+        stored.append(Arg(tensor, "w") if first < row0 + m and row0 < first + rows else none)
+        first += rows
+    own = {2: stored[0], 4: Arg(heads.pos), 7: stored[1], 8: Arg(heads.angles) if heads.angles is not None else none, 9: stored[2]}
+    return [own.get(binding, arg) for binding, arg in enumerate(args)]

@@ -44,9 +44,9 @@ class Wait:
 
 def moved_bytes(dispatch: Dispatch, rows: int) -> int:
     """Bytes that a dispatch moves when the first `rows` rows of each cache [heads, n_ctx, head_dim] are in use."""
-    caches = [a.tensor for a in dispatch.args if a.tensor.kind == "state" and len(a.tensor.shape) == 3]
+    caches = [a.tensor for a in dispatch.args if a.tensor.kind == "state" and "r" in a.access and len(a.tensor.shape) == 3]
     whole = sum(map(nbytes, caches))
-    if dispatch.nbytes < whole:  # a window, or a launch that stores into the cache and reads none of it
+    if dispatch.nbytes < whole:  # a window, or a launch that reads none of the cache
         return dispatch.nbytes
     return dispatch.nbytes - whole + sum(nbytes(t) * min(rows, t.shape[1]) // t.shape[1] for t in caches)
 

@@ -25,12 +25,16 @@ from vkback.ops.view import View
 ROUTERS = ("mat_vec", "experts", "stage")
 """Who chooses the experts: the last workgroup of the router's mat-vec, every workgroup of the experts' mat-vec, or a stage of its own."""
 
+ROPERS = ("attention", "product", "stage")
+"""Who turns Q and K and stores K and V: attention of one token, products of Q, K and V of several (vkback/plan/heads.py), or a stage of its
+own; which it is wherever that one cannot."""
+
 declare(
     "schedule",
     match={"n": "number", "n_expert": "number"},
     params={
         "norm": ("prologue", "stage"),
-        "rope": ("attention", "stage"),
+        "rope": ROPERS,
         "quantize": ("producer", "attention", "stage"),
         "router": ROUTERS,
         "pack": ("producer", "mat_mul", "stage"),  # of prompts (vkback/plan/pack.py)
@@ -499,7 +503,7 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
             outputs = (attention.outputs[0], *fused.outputs[1:])
             pos, cache_k, cache_v, *extra = fused.inputs[3:]
             norms, factors = extra[: 2 * params["has_norm"]], extra[2 * params["has_norm"] :]
-            angles = [_rope_angles(nodes, pos, factors, params)] if params["n_dims"] else []
+            angles = [angles_node(nodes, pos, factors, params)] if params["n_dims"] else []
             inputs = (packed, pos, cache_k, cache_v, *(a.outputs[0] for a in angles), *norms, *attention.inputs[4:])
             tail = [*angles, Node("ATTN_DECODE", inputs, outputs, {**params, **attention.params})]
             tail = [n for n in tail if not any(n is there for there in nodes)]
@@ -509,7 +513,7 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
     return nodes
 
 
-def _rope_angles(nodes: Nodes, pos: Tensor, factors: Sequence[Tensor], params: Mapping[str, Any]) -> Node:
+def angles_node(nodes: Sequence[Node], pos: Tensor, factors: Sequence[Tensor], params: Mapping[str, Any]) -> Node:
     """The node that makes the angles of a rotation: the one there is, else a new one."""
     inputs = (pos, *factors)
     rope = {key: params[key] for key in rope_angles.PARAMS}
@@ -517,7 +521,7 @@ def _rope_angles(nodes: Nodes, pos: Tensor, factors: Sequence[Tensor], params: M
     for node in present:
         if node.inputs == inputs and node.params == rope:
             return node
-    angles = Tensor(f"rope_angles.{len(present)}", "F32", (1, params["n_dims"] // 2, 2))
+    angles = Tensor(f"rope_angles.{len(present)}", "F32", (pos.elements, params["n_dims"] // 2, 2))
     return Node("ROPE_ANGLES", inputs, (angles,), rope)
 
 

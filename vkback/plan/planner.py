@@ -11,6 +11,7 @@ from vkback.ops.mat_mul_nodes import LOWER
 from vkback.plan.exact import arithmetic_as_written
 from vkback.plan.fuse import fuse, schedule_choice
 from vkback.plan.fuse_training import fuse_training, without_repeats
+from vkback.plan.heads import store_by_products
 from vkback.plan.pack import pack_activations
 from vkback.plan.schedule import Schedule, Slot, in_one_block, into_stages, place, place_apart
 from vkback.plan.sync import without_barriers
@@ -26,7 +27,7 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
     """
     nodes, ctx = fused_nodes(graph, ctx, fusion=fusion)
     if fusion == "all":
-        nodes = pack_activations(nodes, graph.outputs, ctx)
+        nodes = store_by_products(pack_activations(nodes, graph.outputs, ctx), ctx)
     dispatches: list[Dispatch] = []
     for node in nodes:
         op = OPS.get(node.op)

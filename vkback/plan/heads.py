@@ -1,0 +1,34 @@
+"""Products of Q, K and V that turn Q and K and store K and V in their epilogue, which takes a stage out of each layer of few tokens.
+
+The last pass over the nodes: which kernel a product takes, and what its x is, is decided by then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from vkback.graph import Node
+from vkback.ops.base import LowerContext
+from vkback.ops.mat_vec_rope import fused, stored_by_products
+from vkback.plan.fuse import Nodes, angles_node, replace, schedule_choice
+
+
+def store_by_products(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
+    """MAT_VEC of Q, K and V into one packed tensor, QKV_ROPE_SET_ROWS of it -> MAT_VEC_ROPE_SET_ROWS with its angles (ROPE_ANGLES), where
+    the tables say "product" and the products can."""
+    out = list(nodes)
+    if schedule_choice(nodes, ctx)["rope"] != "product":
+        return out
+    for store in [n for n in nodes if n.op == "QKV_ROPE_SET_ROWS" and n.params["packed"]]:
+        packed, pos, _, _, *factors = store.inputs
+        parts = [n for n in out if any(t.name == packed.name for t in n.outputs)]
+        readers = [n for n in out if any(t.name == packed.name for t in n.inputs)]
+        if len(readers) > 1 or any(n.op != "MAT_VEC" for n in parts) or not stored_by_products(parts, store, ctx):
+            continue
+        angles = [angles_node(out, pos, factors, store.params)] if store.params["n_dims"] else []
+        new = [n for n in angles if not any(n is there for there in out)]
+        # Frequency factors are in the angles.
+        plain = dataclasses.replace(store, inputs=store.inputs[:4], params={**store.params, "has_ff": False})
+        out = replace(out, [*parts, store], [*new, fused(parts, plain, angles[0].outputs[0] if angles else None)])
+    return out
