@@ -45,7 +45,7 @@ def test_a_product_is_explained_from_path_to_kernel() -> None:
 
 
 def test_a_product_of_a_token_without_barriers_has_rows_and_a_kernel_of_its_own() -> None:
-    case = "MAT_VEC(type_a=Q4_K,m=4096,n=1,k=14336,fused=residual,x=Q8_1)"
+    case = "MAT_VEC(type_a=Q4_K,m=4096,n=1,k=14336,fused=residual,type_b=q8_1)"
     code, text = explain(case, "--profile", "nvidia_h200_linux", "--sync", "sentinel")
     assert code == 0, text
     assert "experts = none, glu = false, y = F32, prologue = none, sync = sentinel:" in text
@@ -70,6 +70,14 @@ def test_cases_of_other_ops_are_explained_too() -> None:
     assert code == 0, text
     assert "norm for dim = " in text
     assert "kernel norm " in text
+
+
+def test_what_the_line_of_a_case_says_of_path_and_tables_holds() -> None:
+    text = explain("MUL_MAT(type_a=q4_K,m=64,n=1,k=512,act=f32,tuning=[lanes:16,rows:4])", "--profile", "nvidia_h200_linux", "-v")[1]
+    assert "PATH_INT=0" in text
+    assert "LANES=16" in text
+    sync = "MAT_VEC(type_a=Q4_K,m=64,n=1,k=512,fused=residual,sync=sentinel)"
+    assert "SPINS=1" in explain(sync, "--profile", "nvidia_h200_linux", "-v")[1]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ from vkback.autotune.tunable import TuneResult
 from vkback.cli import main as cli
 from vkback.cli.tune_parts import of_model
 from vkback.device import Capabilities, Device
+from vkback.harness.cases import find_case
+from vkback.harness.lines import cases_of
 from vkback.harness.runner import reference_inputs
 from vkback.ops.base import OPS, LowerContext
 from vkback.ops.case_line import CaseLineError
@@ -56,6 +58,15 @@ MAT_VECS = [
 def test_a_mat_vec_is_its_text_and_its_node(mat_vec: MatVecProblem) -> None:
     assert MatVecProblem.parse(mat_vec.line) == mat_vec
     assert MatVecProblem.of(mat_vec.node()) == mat_vec
+
+
+@pytest.mark.parametrize("mat_vec", MAT_VECS, ids=lambda p: p.line)
+def test_what_tuning_prints_of_a_mat_vec_is_a_case_of_the_suite(mat_vec: MatVecProblem) -> None:
+    case = find_case(mat_vec.line)
+    assert MatVecProblem.of(case.build().node) == mat_vec
+    assert MatVecProblem.parse(case.line) == mat_vec
+    said = Job(mat_vec, "int", program="llama-8b").line
+    assert [found.line for found in cases_of(said, "tune")] == [case.line], "with what stands around it"
 
 
 def test_mat_vecs_are_read_from_the_suite_s_own_lines() -> None:
@@ -232,8 +243,8 @@ def test_the_table_has_a_row_for_what_was_kept_and_leaves_the_rest_to_the_others
     assert len(rows) == 4
     assert all(r.match["sync"] == "barrier" for r in rows)
     assert rows[0].measured == (
-        "2026-11-21 Card, driver 1, MAT_VEC(type_a=Q4_K,m=4096,n=1,k=4096,x=Q8_1) int: latency 8.00 us, was 10.00 (nvidia.toml [[mat_vec]] "
-        "row 1, noise 0.10); throughput 7.00 us, was 9.00, 100 % of the read rate"
+        "2026-11-21 Card, driver 1, MAT_VEC(type_a=Q4_K,m=4096,n=1,k=4096,type_b=q8_1) int: latency 8.00 us, was 10.00 (nvidia.toml "
+        "[[mat_vec]] row 1, noise 0.10); throughput 7.00 us, was 9.00, 100 % of the read rate"
     )
 
 
@@ -348,7 +359,7 @@ def test_the_command_prints_before_and_after(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
     code, text = tune("--case", "MUL_MAT(type_a=Q4_0,m=64,n=1,k=256)", "--budget", "1")
     assert code == 0, text
-    assert "MAT_VEC(type_a=Q4_0,m=64,n=1,k=256,x=Q8_1) int" in text
+    assert "MAT_VEC(type_a=Q4_0,m=64,n=1,k=256,type_b=q8_1) int" in text
     assert "% of read rate" in text
     (table,) = tmp_path.glob("*.toml")
     assert f"table {table}" in text

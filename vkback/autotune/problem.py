@@ -24,6 +24,14 @@ MAT_VEC_ROLES = tuple(r for r in FUSED_ROLES if r != "logits")
 
 OPS_WITH_SHAPE = ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC")
 
+TYPES_OF_X = ("f32", "f16", "q8_1")
+"""What type_b may be. A mat-vec gets activations of F16 as F32."""
+
+MADE_UP = ("amax", "gating", "norm_w", "ties", "seed")
+"""Keys of a case that only say how its values are made."""
+
+KEYS = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "oai", "gelu", "out", *MADE_UP)
+
 
 @dataclass(frozen=True)
 class MatVecProblem:
@@ -67,21 +75,19 @@ class MatVecProblem:
     def parse(cls, text: str) -> MatVecProblem:
         """From MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336), MUL_MAT_ID(... n_mats=128,n_used=8) or MAT_VEC(... fused=norm+bias,glu=1,out=Q8_1).
 
-        Keys that only say how values are made (seed, type_b, b, amax, oai, gelu, gating, norm_w, ties) are passed over. Raises
-        CaseLineError, also for operands that do not lie as a weight and its tokens do.
+        Keys that do not tell mat-vecs apart (b, oai, gelu, and those of MADE_UP) are passed over. Raises CaseLineError, also for operands
+        that do not lie as a weight and its tokens do.
         """
         op, params = parse_line(text)
         if elsewhere := lie_elsewhere(params):
             raise CaseLineError(f"[case] {text}: {elsewhere[0]}: expected a weight of two axes times some tokens, as they lie")
         params = {key: value for key, value in params.items() if key not in LIES}
         given = {key: str(value) for key, value in params.items()}
-        made_up = ("amax", "gating", "norm_w", "ties", "seed")
-        known = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "glu", "oai", "gelu", "out", "x", *made_up)
-        wrong = [key for key in given if key not in known]
+        wrong = [key for key in given if key not in KEYS]
         if op not in OPS_WITH_SHAPE:
             raise CaseLineError(f"[case] {text}: expected one of {', '.join(OPS_WITH_SHAPE)}")
         if wrong:
-            raise CaseLineError(f"[case] {text}: unknown key {wrong[0]!r}, expected some of {', '.join(known)}")
+            raise CaseLineError(f"[case] {text}: unknown key {wrong[0]!r}, expected some of {', '.join(KEYS)}")
         missing = [key for key in ("type_a", "m", "k") if key not in given]
         if missing:
             raise CaseLineError(f"[case] {text}: {missing[0]} is missing; write it as {op}(type_a=q4_K,m=4096,n=1,k=14336)")
@@ -94,6 +100,9 @@ class MatVecProblem:
         unknown = [r for r in fused if r not in MAT_VEC_ROLES]
         if unknown:
             raise CaseLineError(f"[case] {text}: unknown fused input {unknown[0]!r}, expected some of {'+'.join(FUSED_ROLES)}")
+        type_b = given.get("type_b", "f32").lower()
+        if type_b not in TYPES_OF_X:
+            raise CaseLineError(f"[case] {text}: type_b={given['type_b']}: expected one of {', '.join(TYPES_OF_X)}")
 
         def whole(key: str, otherwise: int) -> int:
             value = given.get(key, str(otherwise))
@@ -104,7 +113,7 @@ class MatVecProblem:
         ids = "ids" in fused
         return cls(
             quant=quant, m=whole("m", 1), k=whole("k", 1), n=whole("n", 1), roles=tuple(r for r in MAT_VEC_ROLES if r in fused),
-            glu=bool(whole("glu", 0)), out=given.get("out", "F32").upper(), x=given.get("x", "F32").upper(),
+            glu=bool(whole("glu", 0)), out=given.get("out", "F32").upper(), x="Q8_1" if type_b == "q8_1" else "F32",
             n_expert=whole("n_mats", 6) if ids else 0, n_used=whole("n_used", 3) if ids else 0,
         )  # fmt: skip
 
@@ -115,7 +124,7 @@ class MatVecProblem:
 
     @property
     def line(self) -> str:
-        """The text that `parse` takes."""
+        """The case as the suite and `parse` read it."""
         parts: dict[str, Any] = {"type_a": self.quant, "m": self.m, "n": self.n, "k": self.k}
         if self.n_expert:
             parts |= {"n_mats": self.n_expert, "n_used": self.n_used}
@@ -123,7 +132,7 @@ class MatVecProblem:
             parts["fused"] = "+".join(self.roles)
         parts |= {"glu": 1} if self.glu else {}
         parts |= {"out": self.out} if self.out != "F32" else {}
-        parts |= {"x": self.x} if self.x != "F32" else {}
+        parts |= {"type_b": self.x.lower()} if self.x != "F32" else {}
         return f"MAT_VEC({','.join(f'{k}={v}' for k, v in parts.items())})"
 
     def with_x(self, type: str) -> MatVecProblem:

@@ -45,7 +45,7 @@ def explain(
 
     def lines(caps: Capabilities, here: Device | None) -> str:
         tables = Tuning.for_device(caps)
-        ctx = LowerContext(caps, tables, act_of(act), sync_of(sync))
+        ctx = context_for(case, LowerContext(caps, tables, act_of(act), sync_of(sync)))
         if as_json:
             return json.dumps({"case": case.strip(), "device": caps.name, **as_data(node, ctx, tables, library, here)}, indent=1)
         made = explanation(node, ctx, tables, library, here, verbose)
@@ -63,15 +63,25 @@ def node_of(case: str) -> Node:
     """The node of a case. Raises CaseLineError for an unknown op and for parameters that make no case, PlanError for one that this project
     cannot run."""
     import vkback.ops  # noqa: F401  registers every op
-    from vkback.autotune.problem import OPS_WITH_SHAPE, MatVecProblem
+    from vkback.autotune.problem import KEYS, OPS_WITH_SHAPE, MatVecProblem
     from vkback.harness.cases import make_case
     from vkback.ops.case_line import parse_line
-    from vkback.ops.mat_vec_cases import lie_elsewhere
+    from vkback.ops.mat_vec_cases import LIES, lie_elsewhere
 
     name, params = parse_line(case)
-    if name in OPS_WITH_SHAPE and not lie_elsewhere(params):
+    plain = params.keys() <= {*KEYS, *LIES} and not lie_elsewhere(params) and params.get("type_b") not in ("f16", "bf16")
+    if name in OPS_WITH_SHAPE and plain:  # without values, of which a weight has many
         return MatVecProblem.parse(case).node()
     return make_case(name, params).build().node
+
+
+def context_for(case: str, ctx: LowerContext) -> LowerContext:
+    """The context that a case runs in, where its line says something of that."""
+    from vkback.harness.cases import CONDITIONS, context_of, make_case
+    from vkback.ops.case_line import parse_line
+
+    name, params = parse_line(case)
+    return context_of(make_case(name, params), ctx) if params.keys() & {"act", *CONDITIONS} else ctx
 
 
 class Noting:

@@ -77,10 +77,10 @@ def _of_models(models: Sequence[str] | None, tokens: int, ctx: LowerContext) -> 
 
 
 def _of_cases(cases: Iterable[str], ctx: LowerContext) -> list[Dispatch]:
-    from vkback.cli.explain import node_of
+    from vkback.cli.explain import context_for, node_of
     from vkback.ops.base import OPS
 
-    return [d for node in map(node_of, cases) for d in OPS[node.op].lower(node, ctx)]
+    return [d for case in cases for node in (node_of(case),) for d in OPS[node.op].lower(node, context_for(case, ctx))]
 
 
 def _of_suite(ctx: LowerContext) -> list[Dispatch]:

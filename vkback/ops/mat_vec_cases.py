@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -150,11 +150,13 @@ def mul_mat_id_case(
 def fused_case(
     quant: str, m: int, k: int, n: int, roles: tuple[str, ...], *, glu: bool = False, oai: bool = False, gelu: bool = False,
     out: str = "F32", experts: int = 6, used: int = 3, gating: str = "softmax", norm_w: bool = True, ties: bool = False, split: Shape = (),
-    act: str = "auto", seed: int = 7,
+    type_b: str = "f32", act: str = "auto", seed: int = 7,
 ) -> Case:
-    """MAT_VEC. With ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU is SWIGLU_OAI, gelu:
-    GEGLU, or without GLU gelu is applied; with post_norm the sum behind it is a further output; with logits: gating and norm_w as
-    TOPK_MOE's gating and norm, ties: the logits are whole numbers; split: rows of the nodes that fill the output between them."""
+    """MAT_VEC. type_b as of MUL_MAT. With ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU
+    is SWIGLU_OAI, gelu: GEGLU, without GLU gelu is applied; with post_norm the sum behind it is a further output; with logits: gating and
+    norm_w as TOPK_MOE's gating and norm, ties: the logits are whole numbers; split: rows of the nodes that share the output."""
+    if type_b == "q8_1" and "norm" in roles:
+        raise CaseLineError(f"type_b=q8_1 with fused={'+'.join(roles)}: a norm takes activations as they are; expected type_b=f32")
     choosing = "logits" in roles
     choice = {"gating": gating, "norm_w": norm_w, "ties": ties} if choosing else {}
 
@@ -203,8 +205,8 @@ def fused_case(
     params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
     activation = ({"oai": True} if oai else {}) | ({"gelu": True} if gelu else {})
     case = Case("MAT_VEC", params | activation | choice | {"seed": seed}, make, seed)
-    case = split_case(case, split) if split else case
-    return with_x(case, "f32", act, [], **({} if (experts, used) == DEFAULT_EXPERTS else {"n_mats": experts, "n_used": used}))
+    case = with_x(case, type_b, act, [], **({} if (experts, used) == DEFAULT_EXPERTS else {"n_mats": experts, "n_used": used}))
+    return split_case(case, split) if split else case
 
 
 def _rows_of(node: Node, row0: int, rows: int) -> Node:
@@ -251,7 +253,7 @@ def with_sentinels(case: Case) -> Case:
         by = dict(zip(problem.node.params["roles"], problem.node.inputs, strict=True))
         residual = problem.values[by["residual"].name].copy()
         residual[..., ::3] = SENTINEL_VALUE
-        values = {**problem.values, by["x"].name: np.zeros(by["x"].shape, np.float32), by["residual"].name: residual}
+        values = {**problem.values, by["x"].name: np.zeros_like(problem.values[by["x"].name]), by["residual"].name: residual}
         return dataclasses.replace(problem, values=values)
 
     return _amended(case, [change], sentinels=True)
@@ -261,9 +263,10 @@ def fused_from(params: Mapping[str, Any]) -> Case:
     """The MAT_VEC of printed parameters; see `Op.case`."""
 
     def build(
-        type_a: str, m: int, n: int, k: int, fused: str = "none", glu: bool = False, out: str = "F32", oai: bool = False,
+        type_a: str, m: int, n: int, k: int, fused: str = "none", glu: bool = False, out: Literal["F32", "Q8_1"] = "F32", oai: bool = False,
         gelu: bool = False, gating: str = "softmax", norm_w: bool = True, ties: bool = False, split: Shape = (),
-        n_mats: int = DEFAULT_EXPERTS[0], n_used: int = DEFAULT_EXPERTS[1], act: str = "auto", sentinels: bool = False, seed: int = 7,
+        n_mats: int = DEFAULT_EXPERTS[0], n_used: int = DEFAULT_EXPERTS[1], type_b: Literal["f32", "q8_1"] = "f32", act: str = "auto",
+        sentinels: bool = False, seed: int = 7,
     ) -> Case:
         roles = () if fused == "none" else tuple(fused.split("+"))
         unknown = [r for r in roles if r not in FUSED_ROLES]
@@ -273,7 +276,7 @@ def fused_from(params: Mapping[str, Any]) -> Case:
             raise CaseLineError(f"sentinels=1 with fused={fused}: expected a residual among the inputs, which holds them")
         case = fused_case(
             known_type(type_a), m, k, n, roles, glu=glu, oai=oai, gelu=gelu, out=out, experts=n_mats, used=n_used, gating=gating,
-            norm_w=norm_w, ties=ties, split=split, act=act, seed=seed,
+            norm_w=norm_w, ties=ties, split=split, type_b=type_b, act=act, seed=seed,
         )  # fmt: skip
         return with_sentinels(case) if sentinels else case
 
