@@ -100,7 +100,7 @@ def test_neighbours_reach_every_value() -> None:
     assert point not in found
 
 
-def test_a_row_speaks_for_caches_around_its_own_and_for_decoding() -> None:
+def test_a_row_speaks_for_caches_around_its_own_and_for_one_token() -> None:
     after = AttentionPoint(256, 16, 4, 2, 132, 64)
     lines = Attention(no_tokens, planned_for(H200)).rows([result(SHAPE, after)], [], "a device, a driver")
     (row,) = parse_table(table_text(lines, "a device"), "device_test.toml")
@@ -111,7 +111,10 @@ def test_a_row_speaks_for_caches_around_its_own_and_for_decoding() -> None:
         params = tuning.pick("attention", **{"n": 1, **shape, **changes}).params
         return {name: params[name] for name in AttentionPoint._fields}
 
-    assert said() == said(n=16) == said(n_ctx=2900) == said(n_ctx=5790) == after._asdict()
+    assert said() == said(n_ctx=2900) == said(n_ctx=5790) == after._asdict()
+    for n in (2, 8, 16):
+        shipped = Tuning.for_device(planned_for(H200).caps).pick("attention", n=n, **shape)
+        assert tuning.pick("attention", n=n, **shape) == shipped, "a sweep of one token says nothing of steps of several"
     for changes in ({"n": 17}, {"n_ctx": 2890}, {"n_ctx": 5800}, {"n_head": 64}, {"head_dim": 64}):
         assert said(**changes) != after._asdict()
     assert "100 in use" in row.measured and "9.00 us a token, was 10.00" in row.measured
@@ -214,6 +217,9 @@ def test_rows_replace_those_of_the_same_form_and_no_others(own: OwnTable) -> Non
         own.keep(tunable, result(SHAPE, point))
     rows = {r.match["head_dim"]: r.set["queries"] for r in load_table(own.path)}
     assert rows == {64: 1, 128: 4}
+    own.path.write_text(own.path.read_text().replace("n = 1\n", "n = { max = 16 }\n"))
+    own.keep(tunable, result(SHAPE, first))
+    assert {r.match["head_dim"]: r.match["n"] for r in load_table(own.path)} == {64: {"max": 16}, 128: 1}, "as tables of before"
 
 
 # -- the command
@@ -222,6 +228,13 @@ def test_rows_replace_those_of_the_same_form_and_no_others(own: OwnTable) -> Non
 def test_a_case_is_refused() -> None:
     done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", "--case", "MUL_MAT(type_a=Q4_K,m=64,n=1,k=256)"])
     assert isinstance(done.exception, UsageError) and "takes a model, no --case" in str(done.exception)
+
+
+@pytest.mark.vulkan
+def test_steps_of_several_tokens_are_passed_over_with_a_word() -> None:
+    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", "-t", "8"])
+    assert "attention of 8 tokens passed over: sweeps are of one token, or of prompts of more than 16" in done.output
+    assert isinstance(done.exception, UsageError) and "nothing to tune" in str(done.exception)
 
 
 def test_attention_needs_a_model() -> None:

@@ -79,7 +79,7 @@ class AttentionJob:
     @property
     def match(self) -> dict[str, Any]:
         s = self.shape
-        return {"n": {"max": DECODE_TOKENS}, "n_head": s.n_head, "n_head_kv": s.n_head_kv, "head_dim": s.head_dim}
+        return {"n": 1, "n_head": s.n_head, "n_head_kv": s.n_head_kv, "head_dim": s.head_dim}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -179,10 +179,12 @@ class Attention(InProgram):
         return lambda: ProgramTrial(self._tokens, self.ctx, job.line, tables)
 
     def rows(self, results: Sequence[TuneResult[AttentionPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
-        """Those the table has, the newest result's in the place of one that matches the same."""
+        """Those the table has, the newest result's in the place of one that matches the same, or did so when tuning gave what it had
+        measured of one token to up to DECODE_TOKENS."""
         newest = results[-1]
         match = {**newest.match, **{name: around(size) for name, size in newest.sizes.items()}}
-        stays = [r for r in present if not (newest.kept and r.match == match)]
+        replaced = (match, {**match, "n": {"max": DECODE_TOKENS}})
+        stays = [r for r in present if not (newest.kept and r.match in replaced)]
         rows = [row_lines(r.family, r.match, r.set, r.measured) for r in stays]
         return [*rows, row_lines("attention", match, newest.after._asdict(), evidence(newest, card))] if newest.kept else rows
 

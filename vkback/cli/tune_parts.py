@@ -189,7 +189,9 @@ def _attention_parts(device: Device, asked: Asked, ctx: LowerContext) -> list[Pa
     tokens = asked.tokens or (1, default_ubatch(device.caps))
     depth = fitting_depth(opened, asked.n_ctx, DEPTH if asked.depth is None else asked.depth)
     parts: list[Part] = []
-    if any(n <= DECODE_TOKENS for n in tokens):
+    for n in (n for n in tokens if 1 < n <= DECODE_TOKENS):
+        print(f"attention of {n} tokens passed over: sweeps are of one token, or of prompts of more than {DECODE_TOKENS}")
+    if 1 in tokens:
         jobs = [AttentionJob(shape, depth) for shape in attention_shapes(token_graph(opened, asked.n_ctx), ctx)]
 
         def in_program(ctx: LowerContext) -> Attention:
