@@ -23,7 +23,7 @@ from vkback.models import Model
 from vkback.ops.base import Dispatch
 from vkback.plan.flops import prompt_flops
 from vkback.plan.forecast import Costs, dispatch_us
-from vkback.train.steps import WAIT_S, DeviceSteps
+from vkback.train.steps import DeviceSteps
 from vkback.train.trainer import Settings, StepTrainer, lora_of
 
 
@@ -69,7 +69,7 @@ def median_ms(count: int, action: Callable[[], object]) -> float:
 def stages(trainer: StepTrainer, steps: DeviceSteps, step: Callable[[], float], half: Callable[[], float]) -> None:
     """Print where the time of a step goes. half: of a step what makes the gradients."""
     programs = [steps.program(graph).record(graph) for graph in ("gradients", "optimizer")]
-    alone = [median_ms(5, lambda c=commands: steps.device.submit(c).wait(WAIT_S)) for commands in programs]  # type: ignore[misc]
+    alone = [median_ms(5, lambda c=commands: steps.device.submit(c).wait()) for commands in programs]  # type: ignore[misc]
     parts = len(steps.parts("gradients"))
     print(f"by the host's clock: gradients {median_ms(5, half):.2f} ms in {parts} submits, {alone[0]:.2f} as one submit without inputs and")
     print(f"results; optimizer {median_ms(5, trainer.update):.2f} ms, {alone[1]:.2f} as a submit; a step {median_ms(5, step):.2f} ms")
@@ -79,7 +79,7 @@ def stages(trainer: StepTrainer, steps: DeviceSteps, step: Callable[[], float], 
         stamped = program.record("stages", timestamps=True)
         times = []
         for _ in range(3):
-            steps.device.submit(stamped).wait(WAIT_S)
+            steps.device.submit(stamped).wait()
             times.append(np.diff([ns for _, ns in stamped.timestamps()]) / 1e6)
         spent = np.median(times, axis=0)
         print(f"{graph}: {spent.sum():.2f} ms in {len(spent)} stages, by timestamps with the barriers that there are anyway")

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from vkback.cli.main import app
 from vkback.cli.shell import UsageError
 from vkback.device import Capabilities, Device
+from vkback.device.queue import CPU_WAIT_S, WAIT_S, Queue
 from vkback.harness.judge import nmse
 from vkback.models import Model
 from vkback.models.synth import write_outline
@@ -167,6 +168,22 @@ class Tuned:
 
     def pick(self, family: str, **query: Any) -> Choice:
         return (self.plain if self.narrow and query.get("n", 0) > self.narrow else self.tuned).pick(family, **query)
+
+
+@pytest.mark.vulkan
+def test_a_step_waits_as_long_as_the_device_s_queue_does(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, float] = {}
+    wait = Queue.wait
+
+    def noting(self: Queue, value: int, timeout_s: float, label: str, spin_s: float = 0.0) -> None:
+        limits[label] = timeout_s
+        wait(self, value, timeout_s, label, spin_s)
+
+    monkeypatch.setattr(Queue, "wait", noting)
+    with trainer(tiny("llama", tmp_path), device, optimizer="sgd") as on_device:
+        on_device.step(*texts())
+    assert {"gradients", "optimizer"} <= limits.keys()
+    assert set(limits.values()) == {CPU_WAIT_S if device.caps.software else WAIT_S}
 
 
 @pytest.mark.vulkan

@@ -98,10 +98,8 @@ AHEAD = 6
 bound, layers are made again for their gradients long before these."""
 
 IN_FLIGHT = 2
-"""Submits under way at once: the next is there when one ends."""
-
-WAIT_S = 600.0
-"""How long one is waited for: on a CPU driver, others may have most of the machine for minutes."""
+"""Submits under way at once: the next is there when one ends. Each is waited for as long as the device's queue waits for anything
+(vkback/device/queue.py): what is longer than SUBMIT_US is one dispatch, which takes seconds at the lowest rates of a GPU."""
 
 
 class DeviceSteps:
@@ -199,10 +197,10 @@ class DeviceSteps:
         under_way: list[Ticket] = []
         for part in self._commands[graph]:
             if len(under_way) == IN_FLIGHT:
-                under_way.pop(0).wait(WAIT_S)
+                under_way.pop(0).wait()
             under_way.append(self.device.submit(part))
         for ticket in under_way:
-            ticket.wait(WAIT_S)
+            ticket.wait()
         program = self._programs[graph]
         outputs = self._graphs[graph].outputs
         places = [program.range(t.name) for t in outputs] + ([program.overflow] if program.overflow is not None else [])
