@@ -23,7 +23,7 @@ from vkback.models import GgufError, GgufFile
 from vkback.models.architecture import ARCHITECTURES
 from vkback.models.engine import Engine, EngineError, Sampler
 from vkback.ops.base import PlanError
-from vkback.paths import builtin_model, shader_root
+from vkback.paths import builtin_model
 from vkback.plan import tuning
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -129,10 +129,11 @@ def test_no_driver() -> None:
 
 @pytest.mark.vulkan
 def test_no_compiler_and_an_empty_cache(tmp_path: Path) -> None:
-    hidden = "import vkback.shader.compiler as c; c.LIBRARIES = (); c.ctypes.util.find_library = lambda name: None"
-    sources = ",".join(f"{f.parent.name}/{f.name}" for f in shader_root().glob("*/*.comp"))  # none of them as it comes with vkback
-    own = {"PATH": str(tmp_path), "VKBACK_CACHE": str(tmp_path / "cache"), "VKBACK_UNOPTIMIZED": sources}
-    said = in_a_process(*run(DENSE), before=hidden, **own)
+    hidden = (
+        "import vkback.shader.compiler as c; c.LIBRARIES = (); c.ctypes.util.find_library = lambda name: None\n"
+        "import vkback.shader.library as l; l.Shipped = lambda root: None"
+    )
+    said = in_a_process(*run(DENSE), before=hidden, PATH=str(tmp_path), VKBACK_CACHE=str(tmp_path / "cache"))
     assert said.startswith("[shader] ") and "is not in the cache, and there is no GLSL compiler. Install glslc" in said
 
 

@@ -21,7 +21,6 @@ from vkback.ops.mat_vec_config import SHADER_WORDS, MatVecConfig, choice_problem
 from vkback.paths import shader_root
 from vkback.plan.planner import check_limits
 from vkback.shader import ShaderLibrary
-from vkback.shader.library import UNOPTIMIZED
 
 UNKNOWN_BINDINGS = 4
 """What a profile is read as where nobody recorded the number: the least that Vulkan allows."""
@@ -122,10 +121,9 @@ def test_every_case_keeps_to_the_limits_of_every_device(profile: str) -> None:
 
 
 @pytest.mark.parametrize("profile", ["nvidia_h200_linux", "apple_m1_moltenvk", "broadcom_v3d_4_2_pi4", "llvmpipe_mesa_22_debian12"])
-def test_shared_memory_is_what_the_shader_declares(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_is_what_the_shader_declares(profile: str) -> None:
     """Of optimized modules: without the optimizer arrays that nobody reads count, too."""
-    monkeypatch.setenv(UNOPTIMIZED, "")
-    library, ctx = ShaderLibrary(), planned_for(profile)
+    library, ctx = ShaderLibrary(quick=False), planned_for(profile)
     shapes = [
         ({"wg": 128, "lanes": 32, "rows": 2, "unroll": 1, "prefetch": "none", "groups": "per_tile"}, fused_case("Q4_K", 512, 1024, 5, ())),
         ({"wg": 64, "lanes": 64, "rows": 2, "unroll": 1, "prefetch": "none", "groups": 2}, fused_case("Q8_0", 512, 1024, 1, ("norm",))),

@@ -122,8 +122,8 @@ def test_archives_stay_small() -> None:
 
 def test_unoptimized_kernels_are_cached_apart(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ShaderLibrary(root, tmp_path / "cache", shipped=False).spirv(ONE)
-    monkeypatch.setenv(library_module.UNOPTIMIZED, "fill/fill.comp")
-    assert ShaderLibrary(root, tmp_path / "cache").spirv(ONE) != plain
+    monkeypatch.setattr(library_module, "SLOW_TO_OPTIMIZE", ("fill/fill.comp",))
+    assert ShaderLibrary(root, tmp_path / "cache", quick=True).spirv(ONE) != plain
     assert len(list((tmp_path / "cache").rglob("*.spv"))) == 2
 
 
@@ -142,7 +142,6 @@ def test_a_first_start_without_a_compiler(command: list[str], tmp_path: Path) ->
         f"{command[0] if command[0] == 'bench' else 'main'}.main()\n"
     )
     own = {"PATH": str(tmp_path), "VKBACK_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    own |= {"VKBACK_UNOPTIMIZED": ""}
     env = os.environ | own
     ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
     if "no device" in ran.stderr.lower():

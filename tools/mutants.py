@@ -309,7 +309,6 @@ def run_one(file: str, plans: Path, shaders: Path, cache: Path) -> Fate:
     from vkback.ops.base import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
-    from vkback.shader.library import SLOW_TO_OPTIMIZE, UNOPTIMIZED
 
     records: list[Record] = pickle.loads(plans.read_bytes())
     cases = list(quick_cases())
@@ -317,7 +316,7 @@ def run_one(file: str, plans: Path, shaders: Path, cache: Path) -> Fate:
     in_shader = file.startswith("shaders/")
     with Device.open() as device:
         if device.caps.software:  # as in the tests, whose modules are in the user's cache
-            os.environ.setdefault(UNOPTIMIZED, ",".join(SLOW_TO_OPTIMIZE))
+            ShaderLibrary.quick = True
         # SPIR-V is compared with SPIR-V of the same compiler, so none that comes ready-made.
         library = ShaderLibrary(shipped=False) if in_shader else ShaderLibrary(cache_dir=cache)
         ctx = LowerContext(device.caps, Tuning.for_device(device.caps))

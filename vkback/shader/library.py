@@ -28,15 +28,11 @@ BATCH = 6
 LARGE_BATCH = 64
 """The same where nobody waits for single shaders."""
 
-UNOPTIMIZED = "VKBACK_UNOPTIMIZED"
-"""Variable with the sources, as "mat_vec/mat_vec.comp,glu/glu.comp", that are compiled without the SPIR-V optimizer. The tests set it on
-CPU drivers for kernels on which the optimizer takes 95 % of the compile time (tests/conftest.py). Speed may suffer, and the last bits
-of sums may be others; so such sources pass over the modules that come with vkback, and all variants of one are compiled alike."""
-
 SLOW_TO_OPTIMIZE = ("mat_vec/mat_vec.comp", "mat_mul/f32.comp", "mat_mul/int_dot.comp", "attention/prompt.comp")
-"""What tests and the suite leave it out for on CPU drivers: compiled in 0.01 s each without the SPIR-V optimizer, with it in 0.3, 1.4, 1.4
-and 1.3 s. A CPU driver takes as long for its own part either way. It takes longer for other shaders (ROPE: 2.5 times), which are quick to
-optimize."""
+"""Sources that a quick library compiles without the SPIR-V optimizer: in 0.01 s each, with it in 0.3, 1.4, 1.4 and 1.3 s. A CPU driver
+takes as long for its own part either way. It takes longer for other shaders (ROPE: 2.5 times), which are quick to optimize. Speed may
+suffer, and the last bits of sums may be others; so such sources pass over the modules that come with vkback, and all variants of one are
+compiled alike."""
 
 SourceKey = tuple[str, tuple[tuple[str, str | int], ...]]
 """Source file and defines: what SPIR-V depends on of a variant."""
@@ -54,16 +50,21 @@ class ShaderLibrary:
     version), and in it one file for each compiler; without a compiler any of them will do.
     """
 
-    def __init__(self, root: Path | None = None, cache_dir: Path | None = None, *, shipped: bool = True, quick: bool = False) -> None:
+    quick = False
+    """What `quick` is where nobody says; the tests set it on CPU drivers (tests/conftest.py)."""
+
+    def __init__(
+        self, root: Path | None = None, cache_dir: Path | None = None, *, shipped: bool = True, quick: bool | None = None
+    ) -> None:
         """root: folder of the shaders, default vkback's own; cache_dir: default `shaders` in vkback's cache folder; shipped: use modules
-        of ordinary kernels that come with vkback; quick: where there is a compiler, leave the SPIR-V optimizer out for the sources where it
-        is slow (VKBACK_UNOPTIMIZED says otherwise)."""
+        of ordinary kernels that come with vkback; quick: where there is a compiler, leave the SPIR-V optimizer out for SLOW_TO_OPTIMIZE, as
+        the suite does on CPU drivers."""
         self.root = root or shader_root()
         self._cache = (cache_dir or default_cache_dir()) / "shaders"
         self._prebuilt = Prebuilt.read(self.root)
         self._shipped = Shipped(self.root) if shipped else None
-        sources = ",".join(SLOW_TO_OPTIMIZE) if quick and find_compiler() is not None else ""
-        self._unoptimized = frozenset(os.environ.get(UNOPTIMIZED, sources).split(","))
+        quick = self.quick if quick is None else quick
+        self._unoptimized = frozenset(SLOW_TO_OPTIMIZE if quick and find_compiler() is not None else ())
         self._ready: dict[SourceKey, bytes] = {}
         self._as_written: dict[SourceKey, bytes] = {}
         self.compiled: set[SourceKey] = set()
