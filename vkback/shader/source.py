@@ -14,8 +14,11 @@ from vkback.shader.errors import CompileError
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|(\w+))\s*(?://.*)?$')
 VERSION = re.compile(r"^\s*#\s*version\b")
-Lines = tuple[tuple[str, re.Match[str] | None], ...]
-"""Of a file, each with what it includes."""
+Origin = tuple[str, int]
+"""File and number of a line."""
+
+Part = tuple[tuple[str, ...], tuple[Origin, ...], re.Match[str] | None]
+"""Lines of a file that follow each other, their origins, and the include behind them; None at the end of the file."""
 
 GENERATED = "generated/"
 """Includes below this name are text made at run time, not files."""
@@ -69,7 +72,7 @@ class Expanded:
     """Source ready for the compiler. origins: (file, line number) of each line of `text`."""
 
     text: str
-    origins: tuple[tuple[str, int], ...]
+    origins: tuple[Origin, ...]
 
 
 def expand(root: Path, variant: Variant) -> Expanded:
@@ -78,7 +81,7 @@ def expand(root: Path, variant: Variant) -> Expanded:
     Raises CompileError for a file that is missing, outside of `root` or includes itself, and for a source without #version.
     """
     lines: list[str] = []
-    origins: list[tuple[str, int]] = []
+    origins: list[Origin] = []
     _append(root, variant.source, (), lines, origins, variant)
     version = next((i for i, line in enumerate(lines) if VERSION.match(line)), None)
     if version is None:
@@ -89,7 +92,7 @@ def expand(root: Path, variant: Variant) -> Expanded:
     return Expanded("\n".join(lines) + "\n", tuple(origins))
 
 
-def _append(root: Path, name: str, chain: Sequence[str], lines: list[str], origins: list[tuple[str, int]], variant: Variant) -> None:
+def _append(root: Path, name: str, chain: Sequence[str], lines: list[str], origins: list[Origin], variant: Variant) -> None:
     way = " <- ".join(reversed(chain))
     asked = f", included by {way}" if way else ""
     if name in chain:
@@ -97,34 +100,44 @@ def _append(root: Path, name: str, chain: Sequence[str], lines: list[str], origi
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts:
         raise CompileError(f"[shader] {variant.name}: {name!r}{asked}: paths are relative to the shaders folder and stay in it")
-    found = _lines(_generated(name, asked, variant)) if name.startswith(GENERATED) else _read(root, name, asked, variant)
-    for number, (line, match) in enumerate(found, 1):
-        if match:
-            _append(root, match[1] or _defined_path(match[2], name, variant), (*chain, name), lines, origins, variant)
-        else:
-            lines.append(line)
-            origins.append((name, number))
+    text = _generated(name, asked, variant) if name.startswith(GENERATED) else _read(root, name, asked, variant)
+    for some, their_origins, include in _parts(name, text):
+        lines += some
+        origins += their_origins
+        if include:
+            _append(root, include[1] or _defined_path(include[2], name, variant), (*chain, name), lines, origins, variant)
 
 
-def _read(root: Path, name: str, asked: str, variant: Variant) -> Lines:
+def _read(root: Path, name: str, asked: str, variant: Variant) -> str:
     try:
-        for folder in (root, shader_root()):
-            with suppress(FileNotFoundError):
-                file = folder / name
-                stat = file.stat()
-                return _lines_of(file, (stat.st_mtime_ns, stat.st_size))
-        return _lines((root / name).read_text(encoding="utf-8"))
+        with suppress(FileNotFoundError):
+            return _unchanged(root / name)
+        return _unchanged(shader_root() / name)
     except OSError as error:
         raise CompileError(f"[shader] {variant.name}: cannot read {root / name}{asked}: {error.strerror}") from error
 
 
+def _unchanged(file: Path) -> str:
+    """The text of a file, which is read again when it has changed."""
+    stat = file.stat()
+    return _text_of(file, stat.st_mtime_ns, stat.st_size)
+
+
 @lru_cache(1024)
-def _lines_of(file: Path, stamp: tuple[int, int]) -> Lines:
-    return _lines(file.read_text(encoding="utf-8"))
+def _text_of(file: Path, _mtime: int, _size: int) -> str:
+    return file.read_text(encoding="utf-8")
 
 
-def _lines(text: str) -> Lines:
-    return tuple((line, INCLUDE.match(line)) for line in text.splitlines())
+@lru_cache(1024)
+def _parts(name: str, text: str) -> tuple[Part, ...]:
+    """Of a file and its text. Kept, since a token's kernels include the same files hundreds of times."""
+    lines, parts, begin = text.splitlines(), list[Part](), 0
+    origins = [(name, number + 1) for number in range(len(lines))]
+    for i, include in enumerate(map(INCLUDE.match, lines)):
+        if include:
+            parts.append((tuple(lines[begin:i]), tuple(origins[begin:i]), include))
+            begin = i + 1
+    return (*parts, (tuple(lines[begin:]), tuple(origins[begin:]), None))
 
 
 def _generated(name: str, asked: str, variant: Variant) -> str:
