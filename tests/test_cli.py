@@ -208,10 +208,30 @@ def test_test_ops_stands_alone() -> None:
     assert done.stdout.endswith("  1/1 tests passed\n")
 
 
-def test_starting_up_leaves_pandas_alone() -> None:
-    """It takes half a second to import; tables that need it import it where they are made."""
-    code = "import sys; from vkback.cli import bench, main; assert 'pandas' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=60)
+def test_starting_up_imports_no_more_than_a_model_s_token_needs() -> None:
+    """Imports are half of a second start on a GPU. What tables, templates, adapters and other commands need is imported there."""
+    others = "pandas gguf yaml jinja2 rich matplotlib vkback.api vkback.autotune vkback.cli.tune vkback.harness vkback.train"
+    code = (
+        "import sys\nfrom vkback.cli import bench, generate, main\nimport vkback.models.engine, vkback.models.tokenizer\n"
+        f"print(*sorted({set(others.split())} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "\n"
+
+
+def test_each_command_is_imported_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(main, "run", lambda app, prog: ran.append([command.name for command in app.registered_commands]))
+    every = [*main.COMMANDS]
+    for arguments, commands in (["devices", "--json"], ["devices"]), (["--help"], every), ([], every), (["x"], every):
+        monkeypatch.setattr(sys, "argv", ["vkback", *arguments])
+        main.main()
+        assert ran.pop() == commands
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "argv", ["vkback", "devices", "--help"])
+    with pytest.raises(SystemExit):
+        main.main()
+    assert "Usage: vkback devices [OPTIONS]" in capsys.readouterr().out, "a command alone keeps its name"
 
 
 def test_a_status_line_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: FakeEngine) -> None:

@@ -8,14 +8,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TextIO, cast
 
-import numpy as np
-import numpy.typing as npt
 import typer
 
 from vkback import paths
 from vkback.errors import VkbackError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from vkback.api import LoadedModel
     from vkback.ops.base import Act, Sync
     from vkback.ops.mat_mul import Way

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from vkback import quants
 from vkback.models.gguf_file import GgufError, GgufFile, quoted
@@ -38,6 +37,8 @@ def write_adapter(path: Path, arch: str, name: str, alpha: float, values: Mappin
     arch    general.architecture of the model
     values  A and B by name, float32
     """
+    from gguf import GGUFWriter  # 29 modules, which a model without adapters does without
+
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         writer = GGUFWriter(part, arch)
@@ -180,6 +181,8 @@ def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0, type: st
 
 def _write_anew(f: GgufFile, out: Path, names: Collection[str], type: str, changed: Callable[[str], npt.NDArray[np.uint8]]) -> None:
     """Write a file with some of its tensors in another type, whose bytes `changed` gives, one at a time."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+
     writer = GGUFWriter(out, f.arch)
     for key, field in GGUFReader(f.path).fields.items():
         value = file_type(type) if key == "general.file_type" else None
