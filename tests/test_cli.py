@@ -219,6 +219,16 @@ def test_starting_up_imports_no_more_than_a_model_s_token_needs() -> None:
     assert done.stdout == "\n"
 
 
+def test_garbage_is_collected_as_usual_once_a_model_is_loaded() -> None:
+    code = (
+        "import gc\nfrom vkback.cli import shell\nusual = gc.get_threshold()\n"
+        "def app(prog_name):\n    print(gc.get_threshold() > usual, shell._loaded(7), gc.get_threshold() == usual, gc.get_freeze_count())"
+        "\nshell.run(app, '')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60)
+    assert re.fullmatch("True 7 True [1-9][0-9]+\n", done.stdout)
+
+
 def test_each_command_is_imported_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr(main, "run", lambda app, prog: ran.append([command.name for command in app.registered_commands]))
