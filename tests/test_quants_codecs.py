@@ -186,6 +186,19 @@ def test_the_nan_of_an_exponent_byte_is_found() -> None:
     assert quants.unsound_row("MXFP4", rows) == 3
 
 
+def test_the_ends_of_e8m0_mean_what_gguf_says_and_are_met_in_no_sound_file() -> None:
+    """Kernels that look levels up take exponent 0 as zeros, and of 255 an infinite scale."""
+    blocks = np.zeros((256, 17), np.uint8)
+    blocks[:, 0] = range(256)
+    blocks[:, 1:] = np.arange(256, dtype=np.uint8)[:16] * 17
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(quants.decode("MXFP4", blocks), gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4))
+    assert np.abs(quants.decode("MXFP4", blocks[:1])).max() < 2.0**-124
+    largest, zeros = np.full((1, 32), np.finfo(np.float32).max, np.float32), np.zeros((1, 32), np.float32)
+    assert quants.encode("MXFP4", largest)[0, 0] < 255 and quants.encode("MXFP4", zeros)[0, 0] == 0
+    assert not quants.decode("MXFP4", quants.encode("MXFP4", zeros)).any()
+
+
 def test_sign_codes_and_codebooks_are_those_of_the_format() -> None:
     assert quants.EVEN_SIGNS.tobytes() == gguf.quants.IQ2_XXS.ksigns
     assert {name: quants.codebook(name).shape for name in ("IQ1_M", "IQ2_XS", "IQ3_S")} == {

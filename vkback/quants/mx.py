@@ -31,7 +31,9 @@ E8M0_BIAS = 127
 
 HALF_E8M0 = np.ldexp(np.float32(0.5), np.arange(256) - E8M0_BIAS).astype(np.float32)
 """Half the scale of each code of E8M0, a power of two without sign or fraction: half because E2M1_DOUBLED holds levels twice as large. The
-scales of codes 0 and 1 are subnormal then. Code 255, NaN in the specification, is a power of two like the others."""
+scales of codes 0 and 1 are subnormal then. Code 255, NaN in the specification, is a power of two like the others, as gguf has it; encoders
+do not write it, and a load refuses it. Kernels that look levels up take its scale as infinite, and of code 0, which is that of zeros, the
+weights (at most 2^-124) as 0: the exact scale costs 3 % of their instructions (ACO, 152.2 -> 156.7 in32 on polaris10)."""
 
 
 def half_power(e: U8) -> F32:
