@@ -35,7 +35,7 @@ def test_run_streams_text_and_tells_speed(engine: FakeEngine, monkeypatch: pytes
 
 
 def test_run_refuses_an_empty_prompt(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(monkeypatch, main.main, "run", "-p", "") == 1
+    assert call(monkeypatch, main.main, "run", "-p", "") == 2
     assert capsys.readouterr().err.startswith("vkback: error: -p is empty; give a text to continue")
 
 
@@ -53,7 +53,7 @@ def test_compare_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert (record["test"], record["model"]) == ("tg8", "llama 0.1B Q4_0")
     assert call(monkeypatch, main.main, "compare-bench", *files, "-o", "csv") == 0
     assert capsys.readouterr().out.startswith("model,size,params,backend,ngl,test,before_ts,")
-    assert call(monkeypatch, main.main, "compare-bench", *files, "-o", "xml") == 1
+    assert call(monkeypatch, main.main, "compare-bench", *files, "-o", "xml") == 2
     assert capsys.readouterr().err == "vkback: error: -o xml: expected one of table, md, csv, html, json\n"
 
 
@@ -64,7 +64,7 @@ def test_synth_lists_names_and_writes_a_model(monkeypatch: pytest.MonkeyPatch, c
     assert call(monkeypatch, main.main, "synth", "--list", "--json") == 0
     sizes = {entry["name"]: entry["params"] for entry in json.loads(capsys.readouterr().out)}
     assert sizes["mistral-large-123b-Q4_K"] == 122_610_069_504
-    assert call(monkeypatch, main.main, "synth", "llama-1b-Q4_K_M") == 1
+    assert call(monkeypatch, main.main, "synth", "llama-1b-Q4_K_M") == 2
     assert capsys.readouterr().err.startswith("vkback: error: synth needs a name and a file")
     assert call(monkeypatch, main.main, "synth", "nothing-Q4_0", str(tmp_path / "x.gguf")) == 1
     assert capsys.readouterr().err.startswith("vkback: error: [synth] no model is called 'nothing-Q4_0'")
@@ -222,7 +222,8 @@ def test_starting_up_imports_no_more_than_a_model_s_token_needs() -> None:
 def test_garbage_is_collected_as_usual_once_a_model_is_loaded() -> None:
     code = (
         "import gc\nfrom vkback.cli import shell\nusual = gc.get_threshold()\n"
-        "def app(prog_name):\n    print(gc.get_threshold() > usual, shell._loaded(7), gc.get_threshold() == usual, gc.get_freeze_count())"
+        "def app(prog_name, standalone_mode):\n"
+        "    print(gc.get_threshold() > usual, shell._loaded(7), gc.get_threshold() == usual, gc.get_freeze_count())"
         "\nshell.run(app, '')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60)

@@ -240,7 +240,7 @@ def test_generation_alone_has_no_columns_of_prompts(
             ["-m", "none.gguf"],
             "vkbench: error: model none.gguf: no such file. Give the path of a GGUF file, or a built-in model: demo-dense",
         ),
-        (["-o", "xml"], "vkbench: error: 'xml' is not an output format; expected one of md, csv, json, jsonl, sql"),
+        (["-o", "xml"], "vkbench: error: -o xml: expected one of md, csv, json, jsonl, sql"),
         (["--save", "results.xlsx"], "vkbench: error: --save results.xlsx, ending xlsx: expected one of md, csv, json, jsonl, sql"),
         (["--save", "/nonexistent/r.json"], "vkbench: error: /nonexistent/r.json: cannot be written: No such file or directory"),
         (["--feed", "x"], "vkbench: error: --feed x: expected one of self, random"),
@@ -250,7 +250,7 @@ def test_generation_alone_has_no_columns_of_prompts(
 def test_vkbench_user_errors_are_one_line(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], message: str
 ) -> None:
-    assert call(monkeypatch, bench.main, *args) == 1
+    assert call(monkeypatch, bench.main, *args) == 2
     err = capsys.readouterr().err
     assert err.startswith(message)
     assert err.count("\n") == 1

@@ -81,7 +81,7 @@ def test_a_model_without_a_template_is_told_before_the_first_line(
     type_in(monkeypatch, "Hello")
     assert call(monkeypatch, main.main, "chat") == 1
     assert "vkback: error: [chat] demo-dense-Q4_K_M.gguf has no chat template; give one" in capsys.readouterr().err
-    assert call(monkeypatch, main.main, "chat", "--chat-template", str(tmp_path / "no")) == 1
+    assert call(monkeypatch, main.main, "chat", "--chat-template", str(tmp_path / "no")) == 2
     assert "neither plain nor chatml nor a file that can be read" in capsys.readouterr().err
     (tmp_path / "own").write_text("{{ messages[-1].content }}:")
     type_in(monkeypatch, "/help")
@@ -133,9 +133,9 @@ def test_perplexity_and_divergence_from_a_base(
     assert "KL divergence          0.000000 +- 0.000000 nats" in out and "same likeliest token   100.000 %" in out
     assert call(monkeypatch, main.main, *options[:-4], "--chunks", "1", "--kl-base", base) == 1
     assert "its chunks is 2, here 1: the base must be of the same text" in capsys.readouterr().err
-    assert call(monkeypatch, main.main, *options, "--kl-base", base, "--save-kl-base", base) == 1
+    assert call(monkeypatch, main.main, *options, "--kl-base", base, "--save-kl-base", base) == 2
     assert "--save-kl-base and --kl-base are the same file" in capsys.readouterr().err
-    assert call(monkeypatch, main.main, "perplexity", "-f", str(tmp_path)) == 1
+    assert call(monkeypatch, main.main, "perplexity", "-f", str(tmp_path)) == 2
     assert "cannot be read as UTF-8 text" in capsys.readouterr().err
 
 

@@ -47,7 +47,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def only_error(code: int, err: str) -> str:
     lines = [line for line in err.splitlines() if not line.startswith("vkback: no GPU found")]
-    assert code == 1 and len(lines) == 1, err
+    assert code in (1, 2) and len(lines) == 1, err
     said, _, text = lines[0].partition(": error: ")
     assert said in ("vkback", "vkbench") and text
     return text
@@ -65,6 +65,26 @@ def in_a_process(*args: str | Path, before: str = "", **env: str) -> str:
 
 def run(model: str | Path, *more: str | Path) -> tuple[str | Path, ...]:
     return ("run", "-p", "It was", "-n", "4", "-m", model, *more)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("runn", "No such command 'runn'. Did you mean 'run'? vkback --help tells more"),
+        ("run", "Missing option '-p' / '--prompt'; vkback run --help tells more"),
+        ("run -p x -n 0", "vkback run --help tells more"),
+        ("plan --tokns 3", "No such option: --tokns"),
+        ("synth", "synth needs a name and a file"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+    line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vkback", *line.split()])
+    with pytest.raises(SystemExit) as e:
+        main.main()
+    assert e.value.code == 2
+    assert said in only_error(2, capsys.readouterr().err)
 
 
 # --- files --------------------------------------------------------------------------------------------------------------------------

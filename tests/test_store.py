@@ -117,7 +117,7 @@ def test_history_by_device_and_build(store: Path, monkeypatch: pytest.MonkeyPatc
     assert "<td class=left>Radeon, RADV 26</td>" in printed(monkeypatch, capsys, "history", str(store), "-o", "html")
     error = printed(monkeypatch, capsys, "history", str(store), "-m", "gemma", code=1)
     assert "no result matches what gemma; the store has 4 points" in error
-    assert "no such file; vkbench --store" in printed(monkeypatch, capsys, "history", "nowhere.sqlite", code=1)
+    assert "no such file; vkbench --store" in printed(monkeypatch, capsys, "history", "nowhere.sqlite", code=2)
 
 
 def test_builds_of_a_store_can_be_compared(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from vkback.cli.shell import (
     DeviceOption,
     EngineLike,
     ExactOption,
+    VersionOption,
     act_of,
     load_engine,
     measured_math_rate,
@@ -81,7 +82,7 @@ def bench(
     ubatch: Annotated[
         list[str] | None, typer.Option("-ub", "--ubatch-size", "--ubatch", help="Prompt tokens processed at once, same notation.")
     ] = None,
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1)] = 5,
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Times that each test is measured.")] = 5,
     output: Annotated[str, typer.Option("-o", "--output", help=f"On stdout: {', '.join(WRITERS)}.")] = "md",
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     output_err: Annotated[str, typer.Option("-oe", "--output-err", help="On stderr: none or a format.")] = "none",
@@ -105,8 +106,9 @@ def bench(
         float | None,
         typer.Option(min=0.0, help="TFLOPS that 100 % math stands for; without it measured, with 0 the column is left out."),
     ] = None,
-    warmup: Annotated[bool, typer.Option("--warmup/--no-warmup")] = True,
+    warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before it is measured.")] = True,
     progress: Annotated[bool, typer.Option("--progress", help="Say on stderr what is being run.")] = False,
+    version: VersionOption = False,
 ) -> None:
     """Measure tokens per second: mean and deviation over repetitions. Without -m, both built-in models; without a test, pp512 and tg128."""
     tests = plan_tests(names or [], prompts or [], gens or [], pairs or [], depths or [])
@@ -134,9 +136,9 @@ def bench(
     if any(test.is_prompt for test in tests):
         columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
     with ExitStack() as open_files:
-        shown = [open_writer("json" if as_json else output, sys.stdout, columns)]
+        shown = [open_writer("json" if as_json else one_of(output, tuple(WRITERS), "-o"), sys.stdout, columns)]
         if output_err != "none":
-            shown.append(open_writer(output_err, sys.stderr, columns))
+            shown.append(open_writer(one_of(output_err, ("none", *WRITERS), "-oe"), sys.stderr, columns))
         formats = [one_of(path.suffix.lstrip("."), tuple(WRITERS), f"--save {path}, ending") for path in save or []]
         kept = [
             open_writer(fmt, open_files.enter_context(open_for_writing(path)), columns)

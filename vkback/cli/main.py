@@ -9,40 +9,46 @@ from typing import Any, NoReturn
 
 import typer
 
-from vkback.cli.shell import new_app, run
+from vkback.cli.shell import VersionOption, new_app, run
 
 COMMANDS = {
-    "devices": "devices:devices",
-    "run": "generate:generate",
-    "chat": "chat:chat",
-    "serve": "serve:serve",
-    "perplexity": "perplexity:perplexity",
-    "synth": "synth:synth",
-    "graph": "graph:graph",
-    "plan": "plan:plan",
-    "profile": "profile:profile",
-    "test-ops": "test_ops:test_ops",
-    "compare": "compare_model:compare",
-    "compare-bench": "compare:compare",
-    "history": "history:history",
-    "doctor": "doctor:doctor",
-    "tune": "tune:tune",
-    "explain": "explain:explain",
-    "finetune": "finetune:finetune",
-    "merge": "merge:merge",
-    "train-parity": "train_parity:train_parity",
-    "kernels": "kernels:kernels",
+    "devices": ("devices:devices", "List the Vulkan devices; --report for a bug report."),
+    "run": ("generate:generate", "Continue a text."),
+    "chat": ("chat:chat", "Talk to a model on the terminal."),
+    "serve": ("serve:serve", "Serve a model by the endpoints of OpenAI's API."),
+    "perplexity": ("perplexity:perplexity", "Perplexity of a text; KL divergence between two runs."),
+    "finetune": ("finetune:finetune", "Train adapters (LoRA) beside a model's weights."),
+    "merge": ("merge:merge", "Add adapters to the weights of a model."),
+    "train-parity": ("train_parity:train_parity", "Train on the device and in PyTorch, and compare."),
+    "graph": ("graph:graph", "List a model's nodes, what they cost and how long they live."),
+    "plan": ("plan:plan", "List the dispatches of a model on a device, with a forecast."),
+    "explain": ("explain:explain", "Say which kernel a case gets, and which tuning row says so."),
+    "kernels": ("kernels:kernels", "Show what the driver's compiler makes of the kernels."),
+    "profile": ("profile:profile", "Time every kernel of a prompt and of the tokens behind it."),
+    "tune": ("tune:tune", "Search kernel shapes and write this device's own table."),
+    "test-ops": ("test_ops:test_ops", "Judge ops by their references, or time them."),
+    "compare": ("compare_model:compare", "Compare a model node by node with a reference."),
+    "doctor": ("doctor:doctor", "Find the setting that cures wrong results."),
+    "synth": ("synth:synth", "Write a model of a real shape with random weights."),
+    "compare-bench": ("compare:compare", "Compare two benchmark results with their noise."),
+    "history": ("history:history", "Show what a store of benchmark results holds, by build."),
 }
-"""The file of each command in this folder, and its function, in the order in which `vkback --help` lists them."""
+"""The file of each command in this folder and its function, and what `vkback --help` says of it in a line of 62 characters at most, in its order."""
+
+
+def top(ctx: typer.Context, version: VersionOption = False) -> None:
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
 
 
 def app_of(commands: Iterable[str]) -> typer.Typer:
     """A command line with these commands."""
-    app = new_app("GGUF models on any Vulkan device: run, inspect, compare. Speed is measured by vkbench.")
-    app.callback()(lambda: None)  # one command alone would lose its name
+    app = new_app("GGUF models on any Vulkan device: run, inspect, compare, train. Speed is measured by vkbench.")
+    app.callback(invoke_without_command=True)(top)
     for name in commands:
-        file, _, function = COMMANDS[name].partition(":")
-        app.command(name)(getattr(import_module(f"vkback.cli.{file}"), function))
+        place, summary = COMMANDS[name]
+        file, _, function = place.partition(":")
+        app.command(name, short_help=summary)(getattr(import_module(f"vkback.cli.{file}"), function))
     return app
 
 

@@ -45,8 +45,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text."
 ActOption = Annotated[str, typer.Option("--act", help=f"Activations: {', '.join(ACTS)}.")]
 
 
+WrongCommandLine: type[Exception] = typer.BadParameter.__mro__[1]
+"""What typer raises for an unknown option, a missing one, or a value that is none: the UsageError of its click."""
+
+
 class UsageError(VkbackError):
     """A command was given something it cannot act on, with what would do."""
+
+    exit_code = 2
 
 
 class StreamDecoderLike(Protocol):
@@ -151,18 +157,44 @@ def _loaded(model: Loaded) -> Loaded:
 
 
 def run(app: typer.Typer, prog: str) -> NoReturn:
-    """Run a command line. Errors of ours become `prog: error: ...` and their exit code; Ctrl-C exits with 130; wrong usage with 2."""
+    """Run a command line. Errors become one line `prog: error: ...` and their exit code; Ctrl-C exits with 130; wrong usage with 2."""
     gc.set_threshold(*SELDOM)
     try:
-        app(prog_name=prog)
+        code = app(prog_name=prog, standalone_mode=False)
     except VkbackError as e:
         print(f"{prog}: error: {e}", file=sys.stderr)
         sys.exit(e.exit_code)
-    sys.exit(0)
+    except WrongCommandLine as e:
+        print(f"{prog}: error: {wrong_command_line(e)}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def wrong_command_line(error: Any) -> str:
+    """What typer says of a command line, and which --help tells more."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    return f"{said}{'' if said.endswith('?') else ';'} {error.ctx.command_path} --help tells more" if error.ctx else said
 
 
 def new_app(summary: str) -> typer.Typer:
     return typer.Typer(help=summary, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def print_version(wanted: bool) -> None:
+    """Version and build, and nothing else, where the option was given."""
+    if not wanted:
+        return
+    import vkback
+    from vkback.report.build import build_info
+
+    commit, number = build_info()
+    print(f"vkback {vkback.__version__}" + (f", build {commit} ({number})" if number else ""))
+    raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print version and build, and end.")
+]
 
 
 def model_path(model: str | None) -> Path:
