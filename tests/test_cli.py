@@ -101,7 +101,9 @@ def test_cases_are_chosen_by_op_line_and_parameters(names: list[str], params: st
 @pytest.mark.parametrize(
     ("names", "params", "message"),
     [
-        (["DIV", "ADD"], None, "no op and no case is called DIV; --list-ops shows the ops"),
+        (["DIFF", "ADD"], None, "no op and no case is called DIFF. --list-ops shows the ops"),
+        (["MUL_MATT"], None, "no op and no case is called MUL_MATT. Did you mean MUL_MAT? --list-ops shows the ops"),
+        (["ROPE"], None, "ROPE has no case of this kind; --list-ops shows how many each op has"),
         ([], "nothing", "-p nothing: no case matches"),
         ([], "(", "-p (: not a regular expression: missing ), unterminated subpattern at position 0"),
     ],
@@ -197,6 +199,10 @@ def test_model_path_knows_files_and_built_in_names(tmp_path: Path) -> None:
     assert shell.model_path(None).name == "demo-dense-Q4_K_M.gguf"
     with pytest.raises(UsageError, match="no such file"):
         shell.model_path(str(tmp_path / "demo-moe"))
+    with pytest.raises(UsageError, match=r"model demo-dens3: no such file\. Did you mean demo-dense\? Give the path"):
+        shell.model_path("demo-dens3")
+    with pytest.raises(UsageError, match="a folder"):
+        shell.model_path(str(tmp_path))
 
 
 @pytest.mark.vulkan

@@ -136,7 +136,7 @@ def test_perplexity_and_divergence_from_a_base(
     assert call(monkeypatch, main.main, *options, "--kl-base", base, "--save-kl-base", base) == 2
     assert "--save-kl-base and --kl-base are the same file" in capsys.readouterr().err
     assert call(monkeypatch, main.main, "perplexity", "-f", str(tmp_path)) == 2
-    assert "cannot be read as UTF-8 text" in capsys.readouterr().err
+    assert "cannot be read: Is a directory" in capsys.readouterr().err
 
 
 # --- run

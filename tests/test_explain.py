@@ -83,7 +83,7 @@ def test_what_the_line_of_a_case_says_of_path_and_tables_holds() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("NOPE(m=1)",), "NOPE: no such op; known are "),
+        (("NOPE(m=1)",), "NOPE: no such op. Did you mean ROPE? Known are "),
         (("ROPE(m=1)",), "ROPE: no parameter is called m; known are mode, ne, n_dims, pos, ff, seed, freq_base, "),
         (("MUL_MAT(type_a=q4_K,m=1)",), "[case] MUL_MAT(type_a=q4_K,m=1): k is missing"),
         (("MUL_MAT(type_a=q4_K,m=1,k=256)", "--device", "0", "--profile", "x"), "--device and --profile exclude each other"),
@@ -91,7 +91,7 @@ def test_what_the_line_of_a_case_says_of_path_and_tables_holds() -> None:
 )
 def test_what_cannot_be_explained_is_refused(arguments: tuple[str, ...], said: str) -> None:
     code, text = explain(*arguments)
-    assert code == (2 if len(arguments) == 1 else 1)
+    assert code == 2
     assert said in text
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -9,3 +11,10 @@ class VkbackError(Exception):
     """Base of every error raised on bad input or a failing device. Its text is complete by itself. exit_code: of a command it ends."""
 
     exit_code: ClassVar[int] = 1
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """" Did you mean X?" for a name that is spelled almost as one of those known, whatever the case of letters; else nothing."""
+    by_lower = {other.lower(): other for other in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)
+    return f" Did you mean {by_lower[near[0]]}?" if near else ""

@@ -260,7 +260,7 @@ class LoadedModel:
         chosen = chat_template.NAMED.get(template, template) if template is not None else self.template
         if chosen is None:
             raise ChatTemplateError(
-                f"[chat] {self.name} has no chat template; give one: template='plain', 'chatml', or the text of a jinja2 template"
+                f"[chat] {self.name} has no chat template; give one: --chat-template plain, chatml or FILE; from Python template="
             )
         tokenizer = self.tokenizer
         bos = "" if tokenizer.bos is None else tokenizer.token_bytes(tokenizer.bos, special=True).decode("utf-8", "replace")

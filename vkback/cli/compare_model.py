@@ -102,6 +102,7 @@ def compare(
 def _other(against: str, device: str | None, fusion: str, one: Callable[..., Any], about: dict[str, Any]) -> Any:
     """The side that --against names."""
     from vkback.autotune.overrides import with_overrides
+    from vkback.device import NoDevice
     from vkback.harness import node_compare as nodes
 
     if Path(against).is_file():
@@ -114,7 +115,11 @@ def _other(against: str, device: str | None, fusion: str, one: Callable[..., Any
         return one(device, lambda c: c, f", {against}", one_of(value, FUSIONS, "--against fusion="))[1]
     if ":" in against:
         return one(device, lambda c: replace(c, tuning=with_overrides(c.tuning, against)), f", {against}", fusion)[1]
-    return one(against, lambda c: c, "", fusion)[1]
+    try:
+        return one(against, lambda c: c, "", fusion)[1]
+    except NoDevice as e:
+        known = "numpy, a file of --save, act=f32, fusion=none, FAMILY : PARAMETER=VALUE, or a device"
+        raise UsageError(f"--against {against}: expected {known}: {e}") from e
 
 
 def batch_of(model: Model, prompt: str | None, count: int, at_once: bool, ctx: int | None) -> Batch:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from vkback.cli.shell import DeviceOption, JsonOption, UsageError, model_path, one_of
+from vkback.cli.shell import DeviceOption, JsonOption, UsageError, model_path, one_of, read_text
 from vkback.cli.terminal import fit
 
 if TYPE_CHECKING:
@@ -59,12 +59,7 @@ def finetune(
     from vkback.report.loss_plot import plot
     from vkback.train.finetune import FineTune, Plan
 
-    try:
-        text = data.read_text(encoding="utf-8")
-    except OSError as e:
-        raise UsageError(f"--data {data}: cannot be read: {e.strerror or e}") from e
-    except UnicodeDecodeError as e:
-        raise UsageError(f"--data {data}: cannot be read as UTF-8 text: {e}") from e
+    text = read_text(data, "--data")
     path = model_path(model)
     state = out.with_name(f"{out.name}.state")
     _check_out(out, state, (data, path))

@@ -25,6 +25,7 @@ from vkback.cli.shell import (
     UsageError,
     load_model,
     model_path,
+    read_text,
 )
 from vkback.cli.terminal import fit
 
@@ -63,10 +64,7 @@ def perplexity(
 
     if save_kl_base is not None and save_kl_base == kl_base:
         raise UsageError("--save-kl-base and --kl-base are the same file; a run reads one and may write another")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"-f {file}: cannot be read as UTF-8 text: {e}") from e
+    text = read_text(file, "-f")
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ExitStack() as stack:

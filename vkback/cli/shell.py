@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TextIO, Ty
 import typer
 
 from vkback import paths
-from vkback.errors import VkbackError
+from vkback.errors import VkbackError, did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -206,8 +206,10 @@ def model_path(model: str | None) -> Path:
         return path
     if path.parent == Path() and any(p.name.startswith(model) for p in paths.builtin_models()):
         return paths.builtin_model(model)
-    known = ", ".join(p.stem for p in paths.builtin_models())
-    raise UsageError(f"model {model}: no such file. Give the path of a GGUF file, or a built-in model: {known}")
+    known = [p.stem for p in paths.builtin_models()]
+    wrong = "a folder" if path.is_dir() else "no such file"
+    near = did_you_mean(model, [*known, *(stem.rpartition("-")[0] for stem in known)])
+    raise UsageError(f"model {model}: {wrong}.{near} Give the path of a GGUF file, or a built-in model: {', '.join(known)}")
 
 
 def one_of(value: str, known: Sequence[str], option: str) -> str:
@@ -217,9 +219,28 @@ def one_of(value: str, known: Sequence[str], option: str) -> str:
     return value
 
 
+def read_text(path: Path, option: str) -> str:
+    """The UTF-8 text of a file the user named by an option. Raises UsageError saying why it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise UsageError(f"{option} {path}: cannot be read: {e.strerror or e}") from e
+    except UnicodeDecodeError as e:
+        raise UsageError(f"{option} {path}: not UTF-8 text: {e.reason} at byte {e.start}") from e
+
+
 def act_of(value: str) -> Act:
     """How activations enter a mat-vec, as the user named it."""
     return cast("Act", one_of(value, ACTS, "--act"))
+
+
+def cache_types_of(given: tuple[str, str]) -> tuple[str, str]:
+    """What keys and values are kept as, as the user named it."""
+    from vkback.ops.cache import CACHE_TYPES
+
+    known = [type.lower() for type in CACHE_TYPES]
+    k, v = given
+    return one_of(k.lower(), known, "--cache-type-k"), one_of(v.lower(), known, "--cache-type-v")
 
 
 def sync_of(value: str) -> Sync:
@@ -243,7 +264,7 @@ def load_engine(
     """Open a model on a device; see `Engine.load`. cache: types of K's and V's; lora: an adapter file and its strength."""
     from vkback.models.engine import Engine
 
-    k, v = cache
+    k, v = cache_types_of(cache)
     return _loaded(Engine.load(
         path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact,
         lora=lora[0] if lora else None, lora_strength=lora[1] if lora else 1.0, meanwhile=meanwhile,
@@ -280,7 +301,7 @@ def load_model(
     """Open a model on a device, for text rather than tokens. lora: an adapter file and its strength."""
     from vkback.api import load
 
-    k, v = cache
+    k, v = cache_types_of(cache)
     return _loaded(load(
         path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact, lora=lora[0] if lora else None,
         lora_scale=lora[1] if lora else 1.0, progress=True,

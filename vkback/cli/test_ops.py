@@ -15,6 +15,7 @@ import typer
 
 from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, one_of
 from vkback.cli.terminal import StatusLine
+from vkback.errors import did_you_mean
 
 if TYPE_CHECKING:
     from vkback.harness.output import Printer
@@ -277,14 +278,15 @@ def select(cases: Iterable[Case], names: Sequence[str], params: str | None) -> I
         if (keys or not names) and pattern.search(case.line.partition("(")[2]):
             found = True
             yield case
-    lines = [n for n in unmatched if "(" in n]
-    unknown = sorted(n for n in unmatched if "(" not in n)
-    if unknown:
-        raise UsageError(f"no op and no case is called {', '.join(unknown)}; --list-ops shows the ops")
-    if lines:
+    if unmatched:
         from vkback.harness.cases import find_case
+        from vkback.ops.base import OPS
 
-        for line in lines:
+        for name in sorted(n for n in unmatched if "(" not in n):
+            if name in OPS:
+                raise UsageError(f"{name} has no case of this kind; --list-ops shows how many each op has")
+            raise UsageError(f"no op and no case is called {name}.{did_you_mean(name, OPS)} --list-ops shows the ops")
+        for line in unmatched:
             found = True
             yield find_case(line)
     if not found:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vkback.device.errors import DeviceError
+from vkback.errors import did_you_mean
 
 PROFILE_DIR = Path(__file__).resolve().parent / "profiles"
 
@@ -198,8 +199,9 @@ class Capabilities:
         if not file.suffix and not file.exists():
             file = PROFILE_DIR / f"{file.name}.json"
         if not file.exists():
-            known = ", ".join(profile_ids())
-            raise DeviceError(f"[capabilities] no profile {str(path)!r}. There are: {known}")
+            known = profile_ids()
+            near = did_you_mean(str(path), known)
+            raise DeviceError(f"[capabilities] no profile {str(path)!r}.{near} There are: {', '.join(known)}")
         profile = json.loads(file.read_text())
         if profile.get("schema") != 1:
             raise DeviceError(f"[capabilities] {file}: schema {profile.get('schema')!r}, expected 1")

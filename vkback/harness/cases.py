@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 import vkback.ops  # noqa: F401  registers every op
+from vkback.errors import did_you_mean
 from vkback.ops.base import FAMILIES, OPS, Case, LowerContext, PlanError, Problem, Sync
 from vkback.ops.case_line import NO_CASE, CaseLineError, parse_line
 from vkback.ops.peer import ABSENT
@@ -92,7 +93,7 @@ def make_case(op: str, params: Mapping[str, Any]) -> Case:
     if op not in OPS:
         if op in ABSENT:
             return unsupported(op, params, f"[{op}] this project has no such op")
-        raise CaseLineError(f"{op}: no such op; known are {', '.join(sorted(OPS))}")
+        raise CaseLineError(f"{op}: no such op.{did_you_mean(op, OPS)} Known are {', '.join(sorted(OPS))}")
     try:
         case = OPS[op].case({k: v for k, v in params.items() if k not in CONDITIONS})
     except PlanError as e:

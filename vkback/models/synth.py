@@ -25,7 +25,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 
 from vkback import quants
-from vkback.errors import VkbackError
+from vkback.errors import VkbackError, did_you_mean
 from vkback.models.architecture import ARCHITECTURES
 from vkback.models.gguf_file import DEFAULT_ALIGNMENT, tensor_bytes
 from vkback.models.hparams import NO_TEXT_VOCABULARY
@@ -152,8 +152,9 @@ def _split(name: str) -> tuple[str, str]:
     shape, _, type = name.rpartition("-")
     if shape not in SHAPES or type not in _types(shape):
         types = dict.fromkeys(type for shape in SHAPES for type in _types(shape))
+        near = "" if name in SHAPES else did_you_mean(name, synthetic_names())
         raise SynthError(
-            f"[synth] no model is called {name!r}; names are a shape ({', '.join(SHAPES)}), a dash and a type ({', '.join(types)})"
+            f"[synth] no model is called {name!r}.{near} Names are a shape ({', '.join(SHAPES)}), a dash and a type ({', '.join(types)})"
         )
     return shape, type
 

@@ -103,7 +103,7 @@ def load(path: str | Path) -> pd.DataFrame:
     try:
         rows = _typed(_parse(path))
     except (ValueError, sqlite3.Error) as e:
-        raise ReportError(f"{path}: not a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite): {e}") from e
+        raise ReportError(f"{path}: not a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite): {str(e).strip()}") from e
     if rows.empty:
         raise ReportError(f"{path}: holds no result")
     return of_commit(rows, path, commit)

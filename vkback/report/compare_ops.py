@@ -52,7 +52,7 @@ def load(path: str | Path) -> pd.DataFrame:
         rows = rows[rows["time_us"].notna() & (rows["time_us"] != "")]
         rows = rows.assign(time_us=rows["time_us"].map(float))
     except (ValueError, KeyError, sqlite3.Error) as e:
-        raise ReportError(f"{path}: not a result of vkback test-ops perf (json, csv, sql or sqlite): {e}") from e
+        raise ReportError(f"{path}: not a result of vkback test-ops perf (json, csv, sql or sqlite): {str(e).strip()}") from e
     if rows.empty:
         raise ReportError(f"{path}: holds no timed case")
     return of_commit(rows, path, commit)
