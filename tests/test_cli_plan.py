@@ -111,10 +111,17 @@ def test_plan_measures_every_stage(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert all(s["measured_us"] > 0 for s in made["stages"])
     assert made["summary"]["measured_us"] == pytest.approx(sum(s["measured_us"] for s in made["stages"]))
     assert made["summary"]["measured_tokens_per_s"] == pytest.approx(1e6 / made["summary"]["measured_together_us"])
-    assert call(monkeypatch, main.main, "plan", "-m", "demo-moe", "-c", "64", "-d", "64", "--measure") == 1
-    assert capsys.readouterr().err.strip().endswith(
-        "vkback: error: [stages] 1 tokens after 64 do not fit a cache of 64 rows; lower --depth or raise --ctx"
-    )
+    assert call(monkeypatch, main.main, "plan", "-m", "demo-moe", "-c", "64", "-d", "64", "--measure") == 2
+    assert capsys.readouterr().err.strip().endswith("vkback: error: --ctx 64: 1 tokens behind 64 others need 65 rows")
+
+
+def test_plan_of_a_shape_needs_no_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "plan", "--shape", "tiny-llama-Q8_0"
+    assert call(monkeypatch, main.main, *shape, "--profile", "nvidia_h200_linux", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["model"] == "tiny-llama-Q8_0" and data["summary"]["stages"] > 3
+    assert call(monkeypatch, main.main, *shape, "--measure") == 2
+    assert "--measure and --shape exclude each other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("other", ["--device 0", "--measure"])

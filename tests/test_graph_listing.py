@@ -324,12 +324,12 @@ def test_formats_and_layers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (("--layers", "2:1"), "--layers 2:1: expected A:B with 0 <= A < B <= 6"),
         (("--layers", "one"), "--layers one: expected A:B"),
         (("-f", "xml"), "--format xml: expected one of text, list, ir, dot, json, html"),
-        (("--shape", "tiny-llama-Q8_0", "-m", "demo-dense"), "--shape and -m exclude each other"),
+        (("--shape", "tiny-llama-Q8_0", "-m", "demo-dense"), "--shape and --model exclude each other"),
         (("-c", "8", "-d", "8"), "--ctx 8: 1 tokens behind 8 others need 9 rows"),
     ],
 )
 def test_what_cannot_be_listed_is_an_error(
     options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, main.main, "graph", *options) == 1
+    assert call(monkeypatch, main.main, "graph", *options) == 2
     assert capsys.readouterr().err.startswith(f"vkback: error: {message}")

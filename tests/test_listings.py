@@ -179,7 +179,7 @@ def test_kernels_that_spill_are_named_and_changes_shown(tmp_path: Path) -> None:
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     for options, said in (
-        (("--all", "-m", "demo-moe"), "--all excludes --case and --model"),
+        (("--all", "-m", "demo-moe"), "--all excludes --case, --model and --shape"),
         (("--against", str(tmp_path / "x.json")), "expected what vkback kernels --json wrote"),
     ):
         ran = CliRunner().invoke(cli.app, ["kernels", *options])

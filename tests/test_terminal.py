@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "perplexity": (("-f", "TEXT", "-c", "64", "--chunks", "1"),),
     "synth": (("--list",),),
     "graph": (("-m", "demo-moe"), ("-m", "demo-dense", "-f", "list"), ("-m", "demo-dense", "-f", "ir")),
-    "plan": tuple((*H200, "-m", m, "-c", "64", *more) for m in ("demo-dense", "demo-moe") for more in ((), ("-v",), ("-t", "512"))),
+    "plan": tuple((*H200, "-m", m, "-c", "512", *more) for m in ("demo-dense", "demo-moe") for more in ((), ("-v",), ("-t", "512"))),
     "profile": (("--prompt-tokens", "16", "-n", "2", "-b", "0", "-c", "64"),),
     "test-ops": (SMALL, ("support", "-o", "MUL_MAT,FLASH_ATTN_EXT"), ("--list-ops",)),
     "compare": (("-m", "demo-moe", "-n", "1", "--brief"),),

@@ -29,10 +29,13 @@ from vkback.cli.shell import (
     ActOption,
     CacheTypeKOption,
     CacheTypeVOption,
+    ContextOption,
     DeviceOption,
     ExactOption,
     LoraOption,
     LoraScaleOption,
+    ModelOption,
+    UbatchOption,
     UsageError,
     load_model,
     model_path,
@@ -54,7 +57,7 @@ PROMPT = "> "
 
 
 def chat(
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    model: ModelOption = None,
     system: Annotated[str | None, typer.Option("-sys", "--system", help="What the model is told before the conversation.")] = None,
     template: Annotated[
         str | None, typer.Option("--chat-template", help="plain, chatml, or a file with a jinja2 template, for the model's own.")
@@ -72,10 +75,8 @@ def chat(
     bias: BiasOption = None,
     stop: StopOption = None,
     device: DeviceOption = None,
-    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")] = None,
-    ubatch: Annotated[
-        int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 32].")
-    ] = None,
+    ctx: ContextOption = None,
+    ubatch: UbatchOption = None,
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, model_path, one_of
+from vkback.cli.shell import ActOption, DeviceOption, ModelOption, UsageError, act_of, model_path, one_of
 from vkback.cli.terminal import fit
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ TOKENS = 4
 
 
 def compare(
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    model: ModelOption = None,
     against: Annotated[
         str, typer.Option(help='numpy; a file of --save; a device; act=f32; fusion=none; or "FAMILY KEY=VALUE : PARAMETER=VALUE".')
     ] = "numpy",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from vkback.cli.shell import DeviceOption, JsonOption, UsageError, model_path, one_of, read_text
+from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, model_path, one_of, read_text
 from vkback.cli.terminal import fit
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def finetune(
     data: Annotated[Path, typer.Option("--data", help="The text to train on, UTF-8.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The adapter file to write (GGUF).")],
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    model: ModelOption = None,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapters.")] = 8,
     alpha: Annotated[float | None, typer.Option("--alpha", help="Adapters are multiplied by alpha / rank [default: 2 rank].")] = None,
     targets: Annotated[
@@ -34,7 +34,7 @@ def finetune(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of AdamW.")] = 100,
     lr: Annotated[float, typer.Option("--lr", min=0.0, help="Largest learning rate; it falls as a cosine.")] = 1e-3,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps in which the learning rate rises.")] = 10,
-    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
+    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0, help="Of AdamW.")] = 0.0,
     max_norm: Annotated[float, typer.Option("--max-norm", min=0.0, help="Bound on the gradient's norm; 0: none.")] = 1.0,
     held_back: Annotated[float, typer.Option("--held-back", help="Part of the text, in windows evenly spread, to evaluate on.")] = 0.1,
     eval_every: Annotated[int, typer.Option("--eval-every", min=0, help="Steps between evaluations; 0: before and after.")] = 10,
@@ -44,7 +44,7 @@ def finetune(
     ] = "f16",
     save_every: Annotated[int, typer.Option("--save-every", min=0, help="Steps between states for --resume; 0: at the end.")] = 25,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the state beside the adapter file, with the same settings.")] = False,
-    seed: Annotated[int, typer.Option("-s", "--seed", min=0)] = 0,
+    seed: Annotated[int, typer.Option("-s", "--seed", min=0, help="Of the adapters and of the order of windows.")] = 0,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -28,12 +28,15 @@ from vkback.cli.shell import (
     ActOption,
     CacheTypeKOption,
     CacheTypeVOption,
+    ContextOption,
     DeviceOption,
     EngineLike,
     ExactOption,
     JsonOption,
     LoraOption,
     LoraScaleOption,
+    ModelOption,
+    UbatchOption,
     UsageError,
     load_engine,
     make_sampler,
@@ -43,7 +46,7 @@ from vkback.cli.shell import (
 
 def generate(
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="The text to continue.")],
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    model: ModelOption = None,
     n: Annotated[int, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate at most.")] = 128,
     temp: TempOption = 0.8,
     top_k: TopKOption = 40,
@@ -57,10 +60,8 @@ def generate(
     bias: BiasOption = None,
     stop: StopOption = None,
     device: DeviceOption = None,
-    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")] = None,
-    ubatch: Annotated[
-        int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 32].")
-    ] = None,
+    ctx: ContextOption = None,
+    ubatch: UbatchOption = None,
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",

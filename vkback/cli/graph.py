@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vkback.cli.shell import UsageError, model_path, one_of
+from vkback.cli.shell import ModelOption, RowsOption, ShapeOption, UsageError, cache_rows, described_model, one_of
 
 FORMATS = ("text", "list", "ir", "dot", "json", "html")
 GRANULARITIES = ("elementary", "built")
 
 
 def graph(
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
-    shape: Annotated[
-        str | None, typer.Option("--shape", help="A name of vkback synth --list in place of a model: no file is needed.")
-    ] = None,
+    model: ModelOption = None,
+    shape: ShapeOption = None,
     tokens: Annotated[int, typer.Option("-t", "--tokens", "--n-tokens", min=1, help="Tokens of the batch.")] = 1,
-    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as trained, at most 4096].")] = None,
+    ctx: RowsOption = None,
     depth: Annotated[int, typer.Option("-d", "--depth", min=0, help="Rows of the cache in use before the batch.")] = 0,
     layers: Annotated[str | None, typer.Option("--layers", metavar="A:B", help="List layers A to B-1 alone.")] = None,
     nodes: Annotated[
@@ -33,22 +29,11 @@ def graph(
 ) -> None:
     """List the nodes of a model: operands, shapes (contiguous axis first), bytes, cost by kind, temporary storage alive, the values'
     lifelines in the margin; totals first. docs/graph_listing.md says what counts as what."""
-    from vkback.models.registry import Model
-    from vkback.models.synth import write_outline
-
     one_of(format, FORMATS, "--format")
     one_of(nodes, GRANULARITIES, "--nodes")
     format = "json" if as_json else format
-    if shape is None:
-        path = model_path(model)
-        _print(Model.open(path), str(path), tokens, ctx, depth, layers, nodes, format)
-        return
-    if model is not None:
-        raise UsageError("--shape and -m exclude each other: one is a model's shape, the other a file")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "outline.gguf"
-        write_outline(shape, path)
-        _print(Model.open(path), shape, tokens, ctx, depth, layers, nodes, format)
+    with described_model(model, shape) as (opened, name):
+        _print(opened, name, tokens, ctx, depth, layers, nodes, format)
 
 
 def _print(model: Any, name: str, tokens: int, ctx: int | None, depth: int, layers: str | None, granularity: str, format: str) -> None:
@@ -57,9 +42,7 @@ def _print(model: Any, name: str, tokens: int, ctx: int | None, depth: int, laye
     from vkback.plan.liveness import listing
     from vkback.report import graph_formats, graph_ir, graph_text
 
-    n_ctx = ctx or max(model.default_n_ctx, depth + tokens)
-    if depth + tokens > n_ctx:
-        raise UsageError(f"--ctx {n_ctx}: {tokens} tokens behind {depth} others need {depth + tokens} rows")
+    n_ctx = cache_rows(model, ctx, tokens, depth)
     first, last = _layers(layers, model.hp.n_layer)
     built = model.graph(tokens, n_ctx, head="last")
     n_kv = min(n_ctx, padded(depth + tokens))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, model_path
+from vkback.cli.shell import ActOption, DeviceOption, ShapeOption, UsageError, act_of, described_model
 from vkback.cli.terminal import fit, shortened
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def kernels(
     model: Annotated[
         list[str] | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense]; any number.")
     ] = None,
+    shape: ShapeOption = None,
     every: Annotated[bool, typer.Option("--all", help="The kernels of all timed cases of the suite instead of a model's.")] = False,
     case: Annotated[
         list[str] | None, typer.Option("--case", help='Of this case instead, as "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)".')
@@ -49,14 +50,14 @@ def kernels(
     from vkback.plan.tuning import Tuning
     from vkback.timing.kernel_figures import print_machine_code
 
-    if every and (case or model):
-        raise UsageError("--all excludes --case and --model: it stands for the suite's cases")
+    if every and (case or model or shape):
+        raise UsageError("--all excludes --case, --model and --shape: it stands for the suite's cases")
     before = _read(against) if against else {}
     if code:
         print_machine_code()
     with Device.open(device, statistics=True, compile_only=True) as opened:
         ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act_of(act))
-        dispatches = _of_cases(case, ctx) if case else _of_suite(ctx) if every else _of_models(model, tokens, ctx)
+        dispatches = _of_cases(case, ctx) if case else _of_suite(ctx) if every else _of_models(model, shape, tokens, ctx)
         found = compiled(opened, dispatches, code=code, progress=not as_json)
         device_is = {"device": opened.caps.name, "driver": opened.caps.driver_info}
         heading = f"{opened.caps.name} ({opened.caps.driver_name} {opened.caps.driver_info})"
@@ -68,12 +69,14 @@ def kernels(
         raise typer.Exit(1)
 
 
-def _of_models(models: Sequence[str] | None, tokens: int, ctx: LowerContext) -> list[Dispatch]:
-    from vkback.models.registry import Model
+def _of_models(models: Sequence[str] | None, shape: str | None, tokens: int, ctx: LowerContext) -> list[Dispatch]:
     from vkback.plan.planner import plan
 
-    opened = [Model.open(model_path(m)) for m in models or ("demo-dense",)]
-    return [d for m in opened for d in plan(m.graph(tokens, m.default_n_ctx, head="last"), ctx).dispatches()]
+    found: list[Dispatch] = []
+    for model in models or (None,):
+        with described_model(model, shape) as (opened, _):
+            found += plan(opened.graph(tokens, opened.default_n_ctx, head="last"), ctx).dispatches()
+    return found
 
 
 def _of_cases(cases: Iterable[str], ctx: LowerContext) -> list[Dispatch]:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import JsonOption, LoraScaleOption, UsageError, model_path, one_of
+from vkback.cli.shell import JsonOption, LoraScaleOption, ModelOption, UsageError, model_path, one_of
 from vkback.cli.terminal import fit
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
@@ -21,7 +21,7 @@ LITTLE = 0.3
 def merge(
     lora: Annotated[Path, typer.Option("--lora", help="The adapter file.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The GGUF file to write.")],
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    model: ModelOption = None,
     type: Annotated[
         str | None, typer.Option("--type", help=f"Type of the changed weights, one of {', '.join(TYPES)} [default: as they are].")
     ] = None,

@@ -22,6 +22,8 @@ from vkback.cli.shell import (
     JsonOption,
     LoraOption,
     LoraScaleOption,
+    ModelOption,
+    UbatchOption,
     UsageError,
     load_model,
     model_path,
@@ -35,13 +37,11 @@ if TYPE_CHECKING:
 
 def perplexity(
     file: Annotated[Path, typer.Option("-f", "--file", help="The text, UTF-8.")],
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    model: ModelOption = None,
     chunk: Annotated[int, typer.Option("-c", "--ctx", min=4, help="Tokens of a chunk; its second half is scored.")] = 512,
     chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Chunks at most [default: all of the text].")] = None,
     device: DeviceOption = None,
-    ubatch: Annotated[
-        int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 32].")
-    ] = None,
+    ubatch: UbatchOption = None,
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",

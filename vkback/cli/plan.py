@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from vkback.cli.shell import ActOption, CompileOnlyOption, DeviceOption, UsageError, act_of, model_path, one_of
+from vkback.cli.shell import (
+    ActOption,
+    CompileOnlyOption,
+    DeviceOption,
+    ModelOption,
+    RowsOption,
+    ShapeOption,
+    UsageError,
+    act_of,
+    cache_rows,
+    described_model,
+    one_of,
+)
 from vkback.cli.terminal import WIDTH, brief_kernel_text, defines_text, fit, shortened
 
 if TYPE_CHECKING:
@@ -28,11 +40,12 @@ NODE = 18
 
 
 def plan(
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    model: ModelOption = None,
+    shape: ShapeOption = None,
     device: DeviceOption = None,
     profile: Annotated[str | None, typer.Option(help="Plan for a recorded device instead, as nvidia_h200_linux, or a file.")] = None,
     tokens: Annotated[int, typer.Option("-t", "--tokens", min=1, help="Tokens of the batch.")] = 1,
-    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as trained, at most 4096].")] = None,
+    ctx: RowsOption = None,
     depth: Annotated[int, typer.Option("-d", "--depth", min=0, help="Rows of the cache in use before the batch.")] = 0,
     head: Annotated[str, typer.Option(help="Logits of the last token, none or all.")] = "last",
     fusion: Annotated[str, typer.Option(help="all or none.")] = "all",
@@ -45,7 +58,6 @@ def plan(
     """List the dispatches of a model on a device, stage by stage: node, kernel with the parameters that matter, workgroups, bytes, the time
     that bytes and barriers should take, and what the stage waits for. Without --measure nothing of the model is run."""
     from vkback.device import Capabilities, Device
-    from vkback.models.registry import Model
     from vkback.ops.base import LowerContext
     from vkback.plan import planner
     from vkback.plan.tuning import Tuning
@@ -60,18 +72,19 @@ def plan(
         raise UsageError("--measure and --compile-only exclude each other: what is only compiled takes no time")
     wanted = cast(Literal["last", "none", "all"], one_of(head, HEADS, "--head"))
     one_of(fusion, FUSIONS, "--fusion")
-    path = model_path(model)
+    if measure and shape is not None:
+        raise UsageError("--measure and --shape exclude each other: a shape has no weights; vkback synth writes some")
     with ExitStack() as stack:
-        opened = Model.open(path)
+        opened, name = stack.enter_context(described_model(model, shape))
         here = stack.enter_context(Device.open(device, compile_only=not measure and (compile_only or "auto"))) if profile is None else None
         caps = here.caps if here else Capabilities.from_profile(profile or "")
-        nodes = opened.graph(tokens, ctx or max(opened.default_n_ctx, depth + tokens), head=wanted)
+        nodes = opened.graph(tokens, cache_rows(opened, ctx, tokens, depth), head=wanted)
         schedule = planner.plan(nodes, LowerContext(caps, Tuning.for_device(caps), act_of(act)), fusion=fusion)
         library = ShaderLibrary()
         costs = device_costs(here, library) if here and not here.compile_only else profile_costs(profile, caps)
         times = measure_stages(opened, here, library, schedule, depth=depth, progress=not as_json) if here and measure else None
     if as_json:
-        print(json.dumps({"device": caps.name, "model": str(path), **as_data(schedule, costs, tokens, depth, times)}, indent=1))
+        print(json.dumps({"device": caps.name, "model": name, **as_data(schedule, costs, tokens, depth, times)}, indent=1))
         return
     print("\n".join([*fit(caps.summary_line()), *listing(schedule, costs, tokens, depth, times, verbose)]))
 

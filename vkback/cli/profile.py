@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, act_of, model_path, one_of, open_for_writing
+from vkback.cli.shell import ActOption, DeviceOption, ModelOption, RowsOption, act_of, model_path, one_of, open_for_writing
 from vkback.cli.terminal import StatusLine
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def profile(
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    model: ModelOption = None,
     device: DeviceOption = None,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Text of the prompt [default: random tokens].")] = None,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=2, help="How many random tokens, without -p.")] = 64,
     tokens: Annotated[int, typer.Option("-n", "--tokens", min=1, help="Tokens behind the prompt, each profiled.")] = 16,
     batch: Annotated[int, typer.Option("-b", "--batch", min=0, help="Tokens of a batch to profile, too; 0: none.")] = 4,
-    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as trained, at most 4096].")] = None,
+    ctx: RowsOption = None,
     act: ActOption = "auto",
-    everything: Annotated[bool, typer.Option("-v", "--all", help="All kernels and all layers.")] = False,
+    everything: Annotated[bool, typer.Option("-v", "--verbose", "--all", help="All kernels and all layers.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for ui.perfetto.dev.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with tree, timeline, roofline and heatmap.")] = None,
     save: Annotated[

@@ -13,10 +13,13 @@ from vkback.cli.shell import (
     ActOption,
     CacheTypeKOption,
     CacheTypeVOption,
+    ContextOption,
     DeviceOption,
     ExactOption,
     LoraOption,
     LoraScaleOption,
+    ModelOption,
+    UbatchOption,
     UsageError,
     load_model,
     model_path,
@@ -27,7 +30,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    model: ModelOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
     api_key: Annotated[
@@ -42,10 +45,8 @@ def serve(
     max_time: Annotated[float, typer.Option(min=0.1, help="Seconds of a request, waiting included.")] = 600.0,
     reuse: Annotated[bool, typer.Option(help="Keep what a prompt shares with the one before it.")] = True,
     device: DeviceOption = None,
-    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")] = None,
-    ubatch: Annotated[
-        int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 32].")
-    ] = None,
+    ctx: ContextOption = None,
+    ubatch: UbatchOption = None,
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",

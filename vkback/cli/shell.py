@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TextIO, TypeVar, cast
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vkback.api import LoadedModel
+    from vkback.models.registry import Model
     from vkback.ops.base import Act, Sync
     from vkback.ops.mat_mul import Way
     from vkback.program import CompileTotals
@@ -27,6 +29,17 @@ Loaded = TypeVar("Loaded")
 
 ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
 
+ModelOption = Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")]
+ShapeOption = Annotated[
+    str | None, typer.Option("--shape", metavar="NAME", help="A name of vkback synth --list in place of a model: no file is needed.")
+]
+ContextOption = Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")]
+RowsOption = Annotated[
+    int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as trained, at most 4096].")
+]
+UbatchOption = Annotated[
+    int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 64].")
+]
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
 
 CacheTypeKOption = Annotated[str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, q8_0 or q4_0.")]
@@ -210,6 +223,32 @@ def model_path(model: str | None) -> Path:
     wrong = "a folder" if path.is_dir() else "no such file"
     near = did_you_mean(model, [*known, *(stem.rpartition("-")[0] for stem in known)])
     raise UsageError(f"model {model}: {wrong}.{near} Give the path of a GGUF file, or a built-in model: {', '.join(known)}")
+
+
+@contextmanager
+def described_model(model: str | None, shape: str | None) -> Iterator[tuple[Model, str]]:
+    """A model to plan, and what to call it: that of a file or, of a name of vkback synth --list, one whose file has no weights."""
+    from vkback.models.registry import Model
+    from vkback.models.synth import write_outline
+
+    if shape is None:
+        path = model_path(model)
+        yield Model.open(path), str(path)
+        return
+    if model is not None:
+        raise UsageError("--shape and --model exclude each other: one is the shape of a model, the other a file")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outline.gguf"
+        write_outline(shape, path)
+        yield Model.open(path), shape
+
+
+def cache_rows(model: Model, ctx: int | None, tokens: int, depth: int) -> int:
+    """Rows of the KV cache: as asked, else as the model was trained. Raises UsageError where a batch behind others does not fit."""
+    n_ctx = ctx or max(model.default_n_ctx, depth + tokens)
+    if depth + tokens > n_ctx:
+        raise UsageError(f"--ctx {n_ctx}: {tokens} tokens behind {depth} others need {depth + tokens} rows")
+    return n_ctx
 
 
 def one_of(value: str, known: Sequence[str], option: str) -> str:

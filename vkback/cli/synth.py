@@ -16,7 +16,7 @@ def synth(
     name: Annotated[str | None, typer.Argument(help="A shape and a type, as llama-8b-Q4_K_M; --list names all.")] = None,
     out: Annotated[Path | None, typer.Argument(help="The GGUF file to write.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first so many layers.")] = None,
-    seed: Annotated[int, typer.Option("-s", "--seed", min=0)] = 0,
+    seed: Annotated[int, typer.Option("-s", "--seed", min=0, help="Of the random weights.")] = 0,
     list_names: Annotated[bool, typer.Option("--list", help="List the names with size and parameters.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The list as JSON.")] = False,
 ) -> None:

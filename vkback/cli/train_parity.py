@@ -11,21 +11,21 @@ from typing import Annotated, Any
 
 import typer
 
-from vkback.cli.shell import DeviceOption, UsageError, model_path, one_of
+from vkback.cli.shell import DeviceOption, ModelOption, UsageError, model_path, one_of
 
 AGAINST = ("torch",)
 OPTIMIZERS = ("sgd", "adamw")
 
 
 def train_parity(
-    model: Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")] = None,
+    model: ModelOption = None,
     against: Annotated[str, typer.Option("--against", help="What to compare with: torch (pip install 'vkback[references]').")] = "torch",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of the optimizer.")] = 1,
     lr: Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.")] = 1e-4,
     ctx: Annotated[int, typer.Option("-c", "--ctx", min=1, help="Tokens of a text.")] = 2,
     batch: Annotated[int, typer.Option("-b", "--batch", min=1, help="Texts of a step.")] = 1,
     optimizer: Annotated[str, typer.Option("--optimizer", help=", ".join(OPTIMIZERS))] = "sgd",
-    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
+    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0, help="Of the optimizer.")] = 0.0,
     rank: Annotated[int, typer.Option("--rank", min=0, help="Train adapters (LoRA) of this rank beside the weights; 0: the weights.")] = 0,
     seed: Annotated[int, typer.Option("-s", "--seed", min=0, help="Of the random tokens.")] = 0,
     ir: Annotated[bool, typer.Option("--ir/--no-ir", help="Print the forward and backward IR.")] = True,

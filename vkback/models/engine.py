@@ -180,7 +180,7 @@ class Engine:
         device  an open device, or what `Device.open` takes
         n_ctx   rows of the KV cache; default: the trained context, at most 4096
         act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
-        ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 32
+        ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 64
         cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
         exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
         lora    an adapter file (vkback/models/adapter.py), whose adapters are multiplied by lora_strength
