@@ -30,7 +30,8 @@ from typing import Any
 
 def one_start(args: argparse.Namespace) -> None:
     """In the child: load, make a token, print a line of JSON."""
-    from vkback.models.engine import Engine, Sampler
+    from vkback.models.engine import Engine
+    from vkback.models.sampler import Sampler
 
     marks = {"start": args.begun, "import": time.time()}
     sampler = Sampler(temp=0.8)

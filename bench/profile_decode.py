@@ -14,7 +14,8 @@ import time
 import numpy as np
 import pandas as pd
 
-from vkback.models.engine import Engine, Sampler, loop_state
+from vkback.models.engine import Engine
+from vkback.models.sampler import Sampler, loop_state
 from vkback.timing.launches import warm_up
 from vkback.timing.read_rate import measure_read_rate
 

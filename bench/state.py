@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vkback.models.engine import Engine, Sampler
+from vkback.models.engine import Engine
+from vkback.models.sampler import Sampler
 from vkback.models.state import Snapshot, read_state, write_state
 
 

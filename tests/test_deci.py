@@ -10,7 +10,7 @@ from kernel_paths import planned_for
 from tiny_models import changed, tiny
 
 from vkback.models import GgufError, Model
-from vkback.models.engine import add_sampler
+from vkback.models.sampler import add_sampler
 from vkback.plan.planner import plan
 
 

@@ -18,9 +18,10 @@ from vkback.device import Device
 from vkback.harness.judge import nmse
 from vkback.harness.runner import run_case
 from vkback.models import GgufError, Model
-from vkback.models.engine import Engine, add_sampler
+from vkback.models.engine import Engine
 from vkback.models.gguf_file import GgufFile
 from vkback.models.registry import architecture
+from vkback.models.sampler import add_sampler
 from vkback.models.synth import synthesize
 from vkback.ops.base import OPS, LowerContext
 from vkback.plan.planner import plan

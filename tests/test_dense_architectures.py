@@ -16,8 +16,9 @@ from make_gguf import llama_metadata, llama_tensors, write_gguf
 from vkback.device import Device
 from vkback.graph import Graph, Node
 from vkback.models import GgufError, GgufFile, Model
-from vkback.models.engine import Engine, add_sampler
+from vkback.models.engine import Engine
 from vkback.models.naming import model_description
+from vkback.models.sampler import add_sampler
 from vkback.models.synth import synthesize
 from vkback.ops.base import OPS
 from vkback.plan.fuse import fuse

@@ -20,10 +20,11 @@ from vkback.device import Device
 from vkback.graph import Graph
 from vkback.harness.judge import nmse
 from vkback.models import engine as engine_module
-from vkback.models.engine import Engine, EngineError, Sampler
+from vkback.models.engine import Engine, EngineError
 from vkback.models.perplexity import perplexity
 from vkback.models.prompt import SMALLEST
 from vkback.models.readback import Readback
+from vkback.models.sampler import Sampler
 from vkback.models.twin import NumpyTwin
 from vkback.paths import builtin_models
 from vkback.plan.planner import plan

@@ -21,7 +21,8 @@ from vkback.device import instance as instance_module
 from vkback.device.query import read_physical_device
 from vkback.models import GgufError, GgufFile
 from vkback.models.architecture import ARCHITECTURES
-from vkback.models.engine import Engine, EngineError, Sampler
+from vkback.models.engine import Engine, EngineError
+from vkback.models.sampler import Sampler
 from vkback.ops.base import PlanError
 from vkback.paths import builtin_model
 from vkback.plan import tuning

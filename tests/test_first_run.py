@@ -20,7 +20,8 @@ from vkback.cli.bench_run import measure
 from vkback.cli.bench_tests import BenchTest
 from vkback.device import Device
 from vkback.models import kernels as kernels_module
-from vkback.models.engine import Engine, EngineError, Sampler
+from vkback.models.engine import Engine, EngineError
+from vkback.models.sampler import Sampler
 from vkback.ops.base import LowerContext
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan

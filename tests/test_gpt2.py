@@ -14,7 +14,8 @@ from tiny_models import changed, tiny
 
 from vkback.device import Device
 from vkback.models import GgufError, Model
-from vkback.models.engine import Engine, add_sampler
+from vkback.models.engine import Engine
+from vkback.models.sampler import add_sampler
 from vkback.plan.planner import plan
 
 

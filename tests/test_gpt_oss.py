@@ -16,7 +16,8 @@ from make_gguf import gpt_oss_metadata, gpt_oss_tensors, write_gguf
 from vkback.device import Device
 from vkback.harness.judge import nmse
 from vkback.models import GgufError, Model
-from vkback.models.engine import Engine, add_sampler
+from vkback.models.engine import Engine
+from vkback.models.sampler import add_sampler
 from vkback.models.twin import NumpyTwin
 from vkback.ops.base import OPS
 from vkback.plan.planner import plan

@@ -15,9 +15,10 @@ from kernel_paths import planned_for
 from vkback.device import Device
 from vkback.harness.judge import nmse
 from vkback.models import GgufError, Model
-from vkback.models.engine import Engine, add_sampler
+from vkback.models.engine import Engine
 from vkback.models.gguf_file import GgufFile
 from vkback.models.registry import architecture
+from vkback.models.sampler import add_sampler
 from vkback.models.synth import planned_tensors, synthesize, synthetic_size
 from vkback.models.twin import NumpyTwin
 from vkback.plan.planner import plan

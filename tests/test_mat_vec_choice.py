@@ -19,8 +19,9 @@ from vkback.device import Device, profile_ids
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case, run_problem
 from vkback.models import engine as engine_module
-from vkback.models.engine import Engine, Sampler
+from vkback.models.engine import Engine
 from vkback.models.registry import Model
+from vkback.models.sampler import Sampler
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
 from vkback.ops.mat_vec_cases import fused_case
 from vkback.ops.mat_vec_config import choice_problem

@@ -19,7 +19,7 @@ from vkback.device import Capabilities, profile_ids
 from vkback.device.spirv import inspect
 from vkback.graph import Graph, Node, Tensor, live
 from vkback.models import Model
-from vkback.models.engine import add_sampler
+from vkback.models.sampler import add_sampler
 from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes
 from vkback.plan.planner import bound_bytes, plan
 from vkback.plan.schedule import Schedule, into_stages, place

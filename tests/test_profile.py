@@ -21,7 +21,8 @@ from vkback.cli import main as cli
 from vkback.device import Device
 from vkback.models import Model
 from vkback.models import engine as engine_module
-from vkback.models.engine import Engine, add_sampler
+from vkback.models.engine import Engine
+from vkback.models.sampler import add_sampler
 from vkback.ops.base import Dispatch
 from vkback.paths import builtin_model
 from vkback.plan.forecast import Costs

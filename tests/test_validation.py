@@ -14,8 +14,9 @@ from vkback.harness.cases import find_case
 from vkback.harness.runner import prepare
 from vkback.harness.suite import Suite
 from vkback.models import prompt as prompt_module
-from vkback.models.engine import Engine, Sampler
+from vkback.models.engine import Engine
 from vkback.models.prompt import SMALLEST
+from vkback.models.sampler import Sampler
 from vkback.models.weights import RepackWay
 from vkback.ops.base import OPS, Case, LowerContext
 from vkback.paths import builtin_models

@@ -21,8 +21,9 @@ from vkback.device import Capabilities, Device, DeviceLost, OutOfDeviceMemory
 from vkback.graph import Recipe, Tensor
 from vkback.models import GgufError, GgufFile, GgufTensor, Model, weight_stream
 from vkback.models import weights as weights_module
-from vkback.models.engine import Engine, Sampler
+from vkback.models.engine import Engine
 from vkback.models.load_bar import LoadBar
+from vkback.models.sampler import Sampler
 from vkback.models.synth import synthesize
 from vkback.models.weights import RepackWay, WeightLoad, load_weights, repacks
 from vkback.ops.base import shards

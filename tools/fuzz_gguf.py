@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 from vkback.device import Capabilities  # noqa: E402
 from vkback.errors import VkbackError  # noqa: E402
 from vkback.models import ARCHITECTURES, Model  # noqa: E402
-from vkback.models.engine import add_sampler  # noqa: E402
+from vkback.models.sampler import add_sampler  # noqa: E402
 from vkback.models.synth import SHAPES, write_outline  # noqa: E402
 from vkback.ops.base import LowerContext, PlanError  # noqa: E402
 from vkback.paths import builtin_models  # noqa: E402

@@ -24,8 +24,8 @@ from vkback.device import Capabilities
 from vkback.device.capabilities import profile_ids
 from vkback.errors import VkbackError
 from vkback.models import Model
-from vkback.models.engine import add_sampler
 from vkback.models.prompt import default_ubatch, program_sizes, with_barriers
+from vkback.models.sampler import add_sampler
 from vkback.models.synth import write_outline
 from vkback.models.weight_stream import REPACK
 from vkback.ops import attention_prompt, attention_train, mat_mul

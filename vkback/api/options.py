@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from vkback.api.errors import ModelError
-from vkback.models.engine import Sampler
+from vkback.models.sampler import Sampler
 
 
 class GenerateOptions(TypedDict, total=False):

@@ -8,12 +8,11 @@ two submits are in flight, and the host reads the ids as submits finish.
 from __future__ import annotations
 
 import contextlib
-import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -34,6 +33,7 @@ from vkback.models.load_bar import LoadBar
 from vkback.models.prompt import TIMED_OUT, PromptHead, Prompts, with_barriers
 from vkback.models.readback import Readback, TokenLoop
 from vkback.models.registry import Model
+from vkback.models.sampler import CONSTRAINED, PENALIZED, RING, Sampler, add_sampler, loop_kind, loop_state
 from vkback.models.state import Snapshot
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import RepackWay, WeightLoad
@@ -41,8 +41,8 @@ from vkback.ops.base import Act, LowerContext, nbytes
 from vkback.ops.cache import QUANTIZED
 from vkback.ops.f16_range import rescaled
 from vkback.ops.mat_mul import Way, matrix_shape
-from vkback.ops.penalties import SEEN_COUNTS, Penalties, mask_words
-from vkback.ops.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
+from vkback.ops.penalties import SEEN_COUNTS, mask_words
+from vkback.ops.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.exact import exact_context, without_logits
 from vkback.plan.flops import main_way, prompt_flops
 from vkback.plan.planner import plan
@@ -59,11 +59,7 @@ TOKENS_PER_SUBMIT = 8
 
 INPUT_BYTES = aligned(4)  # from a token to its position in memory
 
-RING = 4096
-"""Token ids the loop state keeps: more than all submits in flight can make."""
-
 SUBMITS_IN_FLIGHT = 2
-
 
 SPIN_S = 0.005
 """How long the host stays awake for the logits of one token: longer than a fast GPU takes for them."""
@@ -71,37 +67,6 @@ SPIN_S = 0.005
 
 class EngineError(VkbackError):
     """A request the engine cannot carry out, or a model whose numbers went bad."""
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """How the next token is picked. temp 0: the largest logit. top_k 0, top_p 1 and min_p 0 switch the filters off.
-
-    repeat_penalty, presence_penalty, frequency_penalty
-                of tokens among the last `penalty_last_n` of the text (-1: all of it), as vkback/ops/penalties.py says; 1, 0 and 0: none
-    logit_bias  (token id, what is added to its logit): before everything else; -inf bans a token
-    """
-
-    temp: float = 0.0
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    seed: int = 0
-    repeat_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    penalty_last_n: int = 64
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def greedy(self) -> bool:
-        return self.temp <= 0.0
-
-    @property
-    def penalizes(self) -> bool:
-        """Whether logits are changed before the choice."""
-        others = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-        return bool(self.logit_bias) or (others and self.penalty_last_n != 0)
 
 
 class Engine:
@@ -350,7 +315,7 @@ class Engine:
         when the prompt does not fit the context.
         """
         prompts, decode = self._asked(prompt, logits, sampler, constrained)
-        loop = _loop_kind(sampler, constrained) if sampler else ""
+        loop = loop_kind(sampler, constrained) if sampler else ""
         room = self.n_past < self.n_ctx
         try_sync = bool(decode) and room and not self._sync_tried and bool(self._schedule("logits").barrier_free)
         kinds = [*(["logits"] if try_sync and not logits else []), *decode]
@@ -384,7 +349,7 @@ class Engine:
                 self._recording("logits")
             if sampler:
                 for size in (TOKENS_PER_SUBMIT, 1):
-                    self._loop(_loop_kind(sampler), size)
+                    self._loop(loop_kind(sampler), size)
 
     def _asked(
         self, prompt: int | Sequence[int], logits: bool, sampler: Sampler | None, constrained: bool = False
@@ -392,10 +357,10 @@ class Engine:
         """Tokens of each prompt, and kinds of programs of one token."""
         prompts = [prompt] if isinstance(prompt, int) else prompt
         self._check_room(max(prompts, default=0), "prompt")
-        return prompts, (["logits"] if logits else []) + ([_loop_kind(sampler, constrained)] if sampler else [])
+        return prompts, (["logits"] if logits else []) + ([loop_kind(sampler, constrained)] if sampler else [])
 
     def _program(self, kind: str) -> Program:
-        """The program of a kind, bound on first use: "logits", or one of `_loop_kind`."""
+        """The program of a kind, bound on first use: "logits", or one of `loop_kind`."""
         if kind not in self._programs:
             one = self._inputs["one"]
             inputs = {"tokens": one.slice(0, 4), "pos": one.slice(INPUT_BYTES, 4)} | {n: self._inputs[n] for n in ("loop", "mask")}
@@ -691,7 +656,7 @@ class Engine:
         Raises EngineError when the context is full or the logits are not numbers.
         """
         sampler = sampler or Sampler()
-        kind = _loop_kind(sampler, constraint is not None)
+        kind = loop_kind(sampler, constraint is not None)
         self._check_room(n, "generation")
         self._check_ids([first])
         self._check_ids([id for id, _ in sampler.logit_bias])
@@ -751,15 +716,9 @@ class Engine:
         self._set_input(first)
         self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
         if sampler.penalizes or constrained:
-            vocab = self.model.hp.n_vocab
-            last_n = self.n_ctx if sampler.penalty_last_n < 0 else min(sampler.penalty_last_n, self.n_ctx)
-            used = Penalties(sampler.repeat_penalty, sampler.presence_penalty, sampler.frequency_penalty, last_n)
-            bias = np.zeros(vocab, np.float32)
-            for token, value in sampler.logit_bias:
-                bias[token] += value
-            inputs = self._penalty_inputs()
-            self.device.upload(inputs["bias"], bias)
-            self.device.upload(inputs["seen"], used.words(self._fed, vocab, self.n_ctx))
+            vocab, inputs = self.model.hp.n_vocab, self._penalty_inputs()
+            self.device.upload(inputs["bias"], sampler.bias(vocab))
+            self.device.upload(inputs["seen"], sampler.penalties(self.n_ctx).words(self._fed, vocab, self.n_ctx))
 
     def _penalty_inputs(self) -> dict[str, BufferRange]:
         """Inputs of PENALTIES, in memory that is taken when they are first used."""
@@ -829,43 +788,6 @@ def cache_types(model: Model, k: str, v: str) -> CacheTypes:
     return types
 
 
-def add_sampler(graph: Graph, *, greedy: bool, penalties_ctx: int | None = None, masked: bool = False) -> None:
-    """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place. penalties_ctx: rows of
-    the cache; with it PENALTIES comes before, which if masked takes tokens out."""
-    logits = graph.outputs[0]
-    tokens, pos = Tensor("tokens", "I32", (1,), "input"), Tensor("pos", "I32", (1,), "input")
-    loop = Tensor("loop", "I32", (LOOP_RING + RING,), "input")
-    if penalties_ctx is not None:
-        vocab = logits.shape[-1]
-        bias = Tensor("bias", "F32", (vocab,), "input")
-        seen = Tensor("seen", "I32", (SEEN_COUNTS + vocab + penalties_ctx,), "input")
-        penalized = Tensor("result_penalized", "F32", logits.shape)
-        mask = (Tensor("mask", "I32", (mask_words(vocab),), "input"),) if masked else ()
-        graph.add("PENALTIES", (logits, bias, seen, loop, tokens, pos, *mask), (penalized, seen))
-        logits = penalized
-    graph.add("SAMPLE", (logits, loop, tokens, pos), (loop, tokens, pos), capacity=RING, greedy=greedy)
-
-
 def _few(names: Sequence[str]) -> str:
     """The first four, and how many more."""
     return ", ".join(names[:4]) + (f", {len(names) - 4} more" if len(names) > 4 else "")
-
-
-PENALIZED, CONSTRAINED = ", penalties", ", mask"
-
-
-def _loop_kind(sampler: Sampler, constrained: bool = False) -> str:
-    """ "greedy" or "sample", with PENALIZED where logits are changed before, and CONSTRAINED where tokens are taken out."""
-    kind = "greedy" if sampler.greedy else "sample"
-    return kind + (PENALIZED if sampler.penalizes or constrained else "") + (CONSTRAINED if constrained else "")
-
-
-def loop_state(sampler: Sampler, eos: Sequence[int]) -> npt.NDArray[np.int32]:
-    """The generation loop's state before its first token."""
-    if len(eos) > LOOP_RING - LOOP_EOS:
-        raise EngineError(f"[engine] {len(eos)} end-of-text ids, at most {LOOP_RING - LOOP_EOS} are supported")
-    words = np.zeros(LOOP_RING + RING, np.int32)
-    params: tuple[Any, ...] = (sampler.temp, sampler.top_k, sampler.top_p, sampler.min_p, sampler.seed & 0xFFFFFFFF, len(eos))
-    words[LOOP_PARAMS : LOOP_PARAMS + 6] = np.frombuffer(struct.pack("<fiffIi", *params), np.int32)
-    words[LOOP_EOS : LOOP_EOS + len(eos)] = eos
-    return words

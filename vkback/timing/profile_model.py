@@ -11,8 +11,9 @@ import numpy as np
 
 from vkback.device import BufferRange
 from vkback.errors import VkbackError
-from vkback.models.engine import Engine, Sampler, loop_state
+from vkback.models.engine import Engine
 from vkback.models.prompt import with_barriers
+from vkback.models.sampler import Sampler, loop_state
 from vkback.ops.base import Array
 from vkback.ops.mat_mul import Way
 from vkback.plan.forecast import Costs

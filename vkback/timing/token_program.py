@@ -10,8 +10,9 @@ import numpy as np
 
 from vkback.device import Device
 from vkback.graph import Graph, Tensor
-from vkback.models.engine import TOKENS_PER_SUBMIT, add_sampler
+from vkback.models.engine import TOKENS_PER_SUBMIT
 from vkback.models.registry import Model
+from vkback.models.sampler import add_sampler
 from vkback.ops.base import Array, LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
