@@ -154,10 +154,10 @@ def test_padding_stores_nothing(engine: Engine) -> None:
     """Rows of the cache beyond the prompt stay as they are, though the last program has more tokens than are left."""
     engine.reset()
     engine.prompt(ids(N_CTX))
-    rows = {name: engine.device.download(r, np.uint16).reshape(2, N_CTX, -1) for name, r in engine._state.items()}
+    rows = {name: engine.device.download(r, np.uint16).reshape(2, N_CTX, -1) for name, r in engine._state.ranges.items()}
     engine.reset()
     engine.prompt(ids(100)[::-1])  # one program of 128
-    for name, r in engine._state.items():
+    for name, r in engine._state.ranges.items():
         now = engine.device.download(r, np.uint16).reshape(2, N_CTX, -1)
         assert np.array_equal(now[:, 100:], rows[name][:, 100:])
         assert not np.array_equal(now[:, :100], rows[name][:, :100])

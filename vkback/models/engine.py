@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from vkback.models.adapter import with_adapter
 from vkback.models.builder import F16_CACHE, CacheTypes, Head
 from vkback.models.checkpoint import Checkpoint
 from vkback.models.constraint import Constraint
+from vkback.models.device_state import DeviceState
 from vkback.models.kernels import KernelCompiler
 from vkback.models.load_bar import LoadBar
 from vkback.models.prompt import TIMED_OUT, PromptHead, Prompts, with_barriers
@@ -37,7 +38,7 @@ from vkback.models.sampler import CONSTRAINED, PENALIZED, RING, Sampler, add_sam
 from vkback.models.state import Snapshot
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import RepackWay, WeightLoad
-from vkback.ops.base import Act, LowerContext, nbytes
+from vkback.ops.base import Act, LowerContext
 from vkback.ops.cache import QUANTIZED
 from vkback.ops.f16_range import rescaled
 from vkback.ops.mat_mul import Way, matrix_shape
@@ -111,7 +112,7 @@ class Engine:
         weights = others | self._tensors("weight")
         try:
             # The cache before the weights: a context that does not fit is to be said before minutes of loading.
-            self._state = self._allocate_state()
+            self._allocate_state()
             self._inputs = self._allocate_inputs()
             self._logits_back, self._loop_backs = self._allocate_readbacks()
             beyond = self._load(weights, meanwhile, progress, repack)
@@ -270,16 +271,13 @@ class Engine:
         schedules = (self._schedule("logits"), self._prompt_schedule(self._prompts.sizes()[-1], "none"))
         return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind}
 
-    def _allocate_state(self) -> dict[str, BufferRange]:
-        caches = self._tensors("state")
-        self._cache = self.device.arena("KV cache", sum(aligned(nbytes(t)) for t in caches.values()), "device")
-        self._arenas.append(self._cache)
-        state = {t.name: self._cache.alloc(nbytes(t), t.name) for t in caches.values()}
-        self._caches = {node.outputs[0].name: node.outputs[0] for node in self._graph(1, "none").nodes
-                        if node.op == "SET_ROWS"}
-        if recurrent := [state[name] for name in state if name not in self._caches]:
+    def _allocate_state(self) -> None:
+        """Memory for the caches and recurrent states of a context."""
+        caches = {node.outputs[0].name for node in self._graph(1, "none").nodes if node.op == "SET_ROWS"}
+        self._state = DeviceState(self.device, self._tensors("state").values(), caches)
+        self._arenas.append(self._state.arena)
+        if recurrent := self._state.recurrent:
             self._checkpoint = Checkpoint(self.device, recurrent)
-        return state
 
     def _allocate_inputs(self) -> dict[str, BufferRange]:
         """Inputs of the programs, in memory of the device."""
@@ -371,7 +369,7 @@ class Engine:
 
     def _bind(self, schedule: Schedule, inputs: dict[str, BufferRange], activations: BufferRange | None = None) -> Program:
         self._kernels.compile(schedule.dispatches())
-        return Program(self.device, self.library, schedule, self._state | inputs, self.weights, activations)
+        return Program(self.device, self.library, schedule, self._state.ranges | inputs, self.weights, activations)
 
     def _schedule(self, kind: str) -> Schedule:
         key = self.n_ctx, kind, 1
@@ -437,8 +435,8 @@ class Engine:
         if n_ctx == self.n_ctx:
             return
         self._forget_programs()
-        self._arenas.remove(self._cache)
-        self._cache.destroy()
+        self._arenas.remove(self._state.arena)
+        self._state.arena.destroy()
         if self._penalties:
             arena = self._penalties.pop("seen").arena
             self._penalties.clear()
@@ -449,7 +447,7 @@ class Engine:
         self.n_ctx = n_ctx
         self._sync_tried = False
         self._prompts.attach(n_ctx)
-        self._state = self._allocate_state()
+        self._allocate_state()
 
     def reset(self) -> None:
         """Forget all tokens. Rows of the KV cache beyond n_past are never read, and recurrent states begin anew at position 0, so nothing
@@ -478,16 +476,7 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """The text so far and all that the device keeps of it. Tokens after `restore` have the bits that they would have had without."""
         self._catch_up()
-        parts = {name: self._parts(name, self.n_past) for name in self._state}
-        raw = self.device.download_many([part for of_one in parts.values() for part in of_one])
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        at = 0
-        for name, of_one in parts.items():
-            size = sum(part.size for part in of_one)
-            shape, dtype = self._stored(name, self.n_past)
-            arrays[name] = raw[at : at + size].view(dtype).reshape(shape)
-            at += size
-        return Snapshot(self.tokens, arrays)
+        return Snapshot(self.tokens, self._state.download(self.n_past))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Make a text's state that of the device. Raises EngineError where it does not fit the context or is not of this model."""
@@ -495,48 +484,11 @@ class Engine:
         if rows > self.n_ctx:
             raise EngineError(f"[engine] the state holds {rows} tokens, the context has {self.n_ctx}; load with a larger n_ctx (--ctx)")
         self._check_ids(snapshot.tokens)
-        wanted = {name: self._stored(name, rows) for name in self._state}
-        found = {n: (a.shape, a.dtype.str) for n, a in snapshot.arrays.items()}
-        if found != wanted:
-            name = next(n for n in (*wanted, *found) if found.get(n) != wanted.get(n))
-            raise EngineError(
-                f"[engine] the state is of another model or type of cache: {name} is {found.get(name)}, expected {wanted.get(name)}"
-            )
+        if wrong := self._state.misfit(snapshot.arrays, rows):
+            raise EngineError(f"[engine] the state is of another model or type of cache: {wrong}")
         self.reset()
-        uploader = self.device.uploader()
-        try:
-            for name, array in snapshot.arrays.items():
-                raw, at = np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
-                for part in self._parts(name, rows):
-                    uploader.write(part, 0, raw[at : at + part.size])
-                    at += part.size
-        finally:
-            uploader.finish()
+        self._state.upload(snapshot.arrays, rows)
         self._advance(snapshot.tokens)
-
-    def _stored(self, name: str, rows: int) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a state in a Snapshot of so many tokens: a quantized cache is bytes, its planes one after the other."""
-        cache = self._caches.get(name)
-        if cache is None:
-            return (self._state[name].size // 4,), "<f4"
-        heads, _, dim = cache.shape
-        if cache.type == "F16":
-            return (heads, rows, dim), "<f2"
-        return (sum(part.size for part in self._parts(name, rows)),), "|u1"
-
-    def _parts(self, name: str, rows: int) -> list[BufferRange]:
-        """All of a recurrent state, or the first rows of each head of a cache, plane by plane."""
-        cache = self._caches.get(name)
-        if cache is None:
-            return [self._state[name]]
-        heads, n_ctx, dim = cache.shape
-        planes = [(0, 2 * dim)] if cache.type == "F16" else [
-            (p.offset, p.row_bytes) for p in quants.layout(cache.type, heads * n_ctx, dim).planes
-        ]  # fmt: skip
-        return [
-            self._state[name].slice(offset + head * n_ctx * row_bytes, rows * row_bytes)
-            for offset, row_bytes in planes for head in range(heads) if rows
-        ]  # fmt: skip
 
     def _advance(self, tokens: Sequence[int]) -> None:
         """These tokens have gone through the model."""
