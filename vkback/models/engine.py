@@ -648,10 +648,7 @@ class Engine:
                         constraint.take(token)
                     yield token
                 if status == STATUS_NAN:
-                    raise EngineError(
-                        f"[engine] {self.model.file.path}: logits are not numbers at position {self.n_past}; "
-                        "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
-                    )
+                    raise self._not_numbers("at")
                 if status == STATUS_EOS or (constraint is not None and constraint.ended):
                     return
         finally:
@@ -714,11 +711,14 @@ class Engine:
         # One pass without an array of truths: the sum of squares of numbers below 10^16 is a number.
         flat = logits.reshape(-1)
         if not np.isfinite(np.dot(flat, flat)) and not np.isfinite(flat).all():
-            raise EngineError(
-                f"[engine] {self.model.file.path}: logits are not numbers before position {self.n_past}; "
-                "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
-            )
+            raise self._not_numbers("before")
         return logits
+
+    def _not_numbers(self, where: str) -> EngineError:
+        return EngineError(
+            f"[engine] {self.model.file.path}: logits are not numbers {where} position {self.n_past}; "
+            "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
+        )
 
 
 def cache_types(model: Model, k: str, v: str) -> CacheTypes:
