@@ -162,3 +162,13 @@ def permuted(shape: tuple[int, ...], ggml_axes: tuple[int, ...]) -> View:
         size[3 - to], step[3 - to] = shape[3 - axis], strides[3 - axis]
     assert prod(size) == prod(shape)
     return View(0, tuple(size), tuple(step))
+
+
+def random_values(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Values of a type: numbers in -1..1, or any whole ones."""
+    if kind == "I32":
+        return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+    if kind in INTEGERS:
+        values: Array = rng.integers(np.iinfo(DTYPES[kind]).min, np.iinfo(DTYPES[kind]).max, shape, DTYPES[kind], endpoint=True)
+        return values
+    return rounded_to(kind, rng.uniform(-1, 1, shape))

@@ -15,8 +15,8 @@ from vkback.graph import Node, Tensor
 from vkback.ops import mul_mat_batched as batched
 from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Rounded, Shape, Tape, Tolerance, nbytes, register
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.copy import some
 from vkback.ops.cost import Cost
+from vkback.ops.general import random_values
 from vkback.ops.mat_vec import QUANTS, RARE, MatVec, weight
 from vkback.ops.mat_vec_cases import (
     BASE,
@@ -326,7 +326,7 @@ def with_rows_between(case: Case, m_v: int) -> Case:
         inner = (experts, m_v, k)
         bare = w.type in FLOATS
         whole = Tensor("w", w.type, inner, "state") if bare else weight("w", w.type, inner)
-        data = some(w.type, inner, rng) if bare else quants.random_blocks(w.type, experts * m_v, k, rng, std=0.5)
+        data = random_values(w.type, inner, rng) if bare else quants.random_blocks(w.type, experts * m_v, k, rng, std=0.5)
         node = Node("MUL_MAT_ID", (whole, *rest), problem.node.outputs, {"w_view": View(0, w.shape, (m_v * k, k, 1))})
         return Problem(node, {**problem.values, "w": data})
 
@@ -389,16 +389,16 @@ def _anyhow(quant: str, m: int, n: int, k: int, lies: _Lies, *, o: int, plain: b
         if lies.src_overlap:
             both = Tensor("wx", quant, joint, "input")
             views = {"w_view": w_view, "x_view": View(start, x_view.shape, x_view.strides)}
-            return Problem(Node("MUL_MAT", (both, both), ys, views), {"wx": some(quant, joint, rng)})
+            return Problem(Node("MUL_MAT", (both, both), ys, views), {"wx": random_values(quant, joint, rng)})
         names = ["w", *(f"w{i}" for i in range(1, o))]
         ws = [Tensor(name, quant, w_inner, "state") if bare else weight(name, quant, w_inner) for name in names]
         x = Tensor("x", x_type, x_inner, "input")
         values: dict[str, Array] = {}
         for w in ws:
             values[w.name] = (
-                some(quant, w_inner, rng) if bare else quants.random_blocks(quant, prod(w_inner[:-1]), w_inner[-1], rng, std=0.5)
+                random_values(quant, w_inner, rng) if bare else quants.random_blocks(quant, prod(w_inner[:-1]), w_inner[-1], rng, std=0.5)
             )
-        values["x"] = some(x_type, x_inner, rng)
+        values["x"] = random_values(x_type, x_inner, rng)
         params = {"w_view": w_view, "x_view": x_view} if moved else {}
         return Problem(Node("MUL_MAT", (ws[0], x, *ws[1:]), ys, params), values)
 

@@ -10,8 +10,7 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.base import OPS, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Shape, Tolerance, register
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.copy import some
-from vkback.ops.general import copied
+from vkback.ops.general import copied, random_values
 from vkback.ops.peer import ne_of, one_of_types, shape_of, type_word
 from vkback.ops.view import View
 
@@ -120,6 +119,6 @@ def _case(
     def make(rng: np.random.Generator) -> Problem:
         a, b = Tensor("a", kind, big, "input"), Tensor("b", kind, small, "input")
         y = a if inplace else Tensor("y", kind, big)
-        return Problem(Node(op, (a, b), (y,), {"part": part}), {t.name: some(kind, t.shape, rng) for t in (a, b)})
+        return Problem(Node(op, (a, b), (y,), {"part": part}), {t.name: random_values(kind, t.shape, rng) for t in (a, b)})
 
     return Case(op, {**shown, "seed": seed}, make, seed)
