@@ -30,7 +30,7 @@ from vkback.graph import Tensor
 from vkback.ops import mat_mul, mat_mul_reg
 from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes
 from vkback.ops.mat_mul import MatMul, MatMulShape
-from vkback.ops.mat_vec import weight
+from vkback.ops.mat_vec_node import weight
 from vkback.ops.quantize import quantize_dispatch
 from vkback.plan.tuning import Tuning
 from vkback.program import compile_kernels

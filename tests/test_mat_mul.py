@@ -24,7 +24,8 @@ from vkback.ops import attention_prompt, mat_mul
 from vkback.ops.attention import FlashAttnExt, prompt_job
 from vkback.ops.base import OPS, Dispatch, LowerContext, Op, PlanError, Problem
 from vkback.ops.mat_mul import MatMul, MatMulShape
-from vkback.ops.mat_vec import QUANTS, MatVec, weight
+from vkback.ops.mat_vec import MatVec
+from vkback.ops.mat_vec_node import QUANTS, weight
 from vkback.ops.quantize import quantize_dispatch
 from vkback.paths import shader_root
 from vkback.program.fragments import fragments_alike, lanes_of_row, row_lanes_found

@@ -21,8 +21,8 @@ from vkback.ops import mat_mul, mat_mul_reg
 from vkback.ops.base import OPS, LowerContext, PlanError
 from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_mul_lower import F16_TOLERANCE
-from vkback.ops.mat_vec import QUANTS, weight
 from vkback.ops.mat_vec_cases import mul_mat_case
+from vkback.ops.mat_vec_node import QUANTS, weight
 from vkback.ops.mat_vec_rope import stored_by_products
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary

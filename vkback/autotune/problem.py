@@ -13,9 +13,8 @@ from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Problem
 from vkback.ops.case_line import CaseLineError, parse_line
-from vkback.ops.mat_vec import weight
 from vkback.ops.mat_vec_cases import LIES, lie_elsewhere
-from vkback.ops.mat_vec_node import FUSED_ROLES, Experts
+from vkback.ops.mat_vec_node import FUSED_ROLES, Experts, weight
 
 Array = npt.NDArray[Any]
 

@@ -10,7 +10,7 @@ from vkback.harness.output import with_reasons
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import check_bound
 from vkback.ops.base import OPS, Case, LowerContext, PlanError
-from vkback.ops.mat_vec import QUANTS
+from vkback.ops.mat_vec_node import QUANTS
 from vkback.paths import shader_root
 
 MOST_REASONS = 3

@@ -40,7 +40,7 @@ from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.code_books import decoder
 from vkback.ops.coded import as_floats
 from vkback.ops.general import copied, permuted, random_values, stored_tolerance
-from vkback.ops.mat_vec import QUANTS
+from vkback.ops.mat_vec_node import QUANTS
 from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, type_word
 from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
 from vkback.ops.workgroup import workgroup_size

@@ -1,4 +1,4 @@
-"""MAT_VEC: a stored weight times few tokens, with what is fused around it (vkback/ops/mat_vec_node.py), and its suite's cases.
+"""MAT_VEC: a stored weight times few tokens, with what is fused around it (vkback/ops/mat_vec_node.py).
 
 One family of kernels (shaders/mat_vec) serves every weight type, dense and by experts. Which kernel it is, the tables and the device decide
 (vkback/ops/mat_vec_config.py).
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from vkback import quants
-from vkback.graph import Node, Recipe, Tensor
-from vkback.ops import low_rank
+from vkback.graph import Node, Tensor
+from vkback.ops import low_rank, mat_vec_cases, mat_vec_sets
 from vkback.ops.base import (
     MAX_GROUPS_X,
     OPS,
@@ -42,9 +42,6 @@ from vkback.ops.mat_vec_config import PER_TILE, MatVecConfig, choice_problem, co
 from vkback.ops.mat_vec_node import MatVecNode, bindings, glu_op
 from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
 from vkback.shader import Variant
-
-QUANTS = quants.WEIGHT_TYPES
-RARE = frozenset(name for name in QUANTS if quants.quant(name).rare)
 
 
 def spin_waits(node: MatVecNode, config: MatVecConfig) -> SpinWaits | None:
@@ -222,28 +219,18 @@ class MatVec(Op):
         return before + [launch(mat_vec, config, i, pieces, reason, ctx) for i in range(len(pieces))]
 
     def cases(self) -> Iterator[Case]:
-        from vkback.ops import mat_vec_cases
-
-        return mat_vec_cases.quick_fused()
+        return mat_vec_sets.quick_fused()
 
     def full_cases(self) -> Iterator[Case]:
-        from vkback.ops import mat_vec_cases
-
-        return mat_vec_cases.full_fused()
+        return mat_vec_sets.full_fused()
 
     def perf_cases(self) -> Iterator[Case]:
-        from vkback.ops import mat_vec_cases
-
-        return mat_vec_cases.perf_fused()
+        return mat_vec_sets.perf_fused()
 
     def case(self, params: Mapping[str, Any]) -> Case:
-        from vkback.ops import mat_vec_cases
-
         return mat_vec_cases.fused_from(params)
 
     def build_case(self, *args: Any, **kwargs: Any) -> Case:
-        from vkback.ops import mat_vec_cases
-
         return mat_vec_cases.fused_case(*args, **kwargs)
 
     def unfused(self, node: Node) -> list[Node]:
@@ -283,7 +270,3 @@ def mat_vec_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance
     if q8_in or q8_out:
         return Tolerance(2e-4, 0.25, "8-bit activations: step amax/127 a unit, and again for a Q8_1 output")
     return Tolerance(1e-9, 2e-3, "f32 sums of k products, relative error about sqrt(k) * 2^-24")
-
-
-def weight(name: str, quant: str, shape: tuple[int, ...]) -> Tensor:
-    return Tensor(name, quant, shape, "weight", Recipe("plain", (name,)))

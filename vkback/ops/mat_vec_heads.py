@@ -19,10 +19,11 @@ from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Rounded, Tolerance, register, shards
 from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose, lower_node, rounds_x
-from vkback.ops.mat_vec import QUANTS, launch, mat_vec_tolerance, weight
-from vkback.ops.mat_vec_cases import BASE, known_type, with_x
+from vkback.ops.mat_vec import launch, mat_vec_tolerance
+from vkback.ops.mat_vec_cases import known_type, with_x
 from vkback.ops.mat_vec_config import configure
-from vkback.ops.mat_vec_node import MatVecNode
+from vkback.ops.mat_vec_node import QUANTS, MatVecNode, weight
+from vkback.ops.mat_vec_sets import BASE
 from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
 from vkback.ops.view import View
 

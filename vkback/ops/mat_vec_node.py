@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from vkback import quants
-from vkback.graph import Node, Tensor
+from vkback.graph import Node, Recipe, Tensor
 from vkback.ops.base import LowerContext, ceil_div, declare
 
 Path = Literal["int", "float"]
@@ -41,7 +41,9 @@ Experts = Literal["none", "each", "summed", "heads"]
 """A dense mat-vec; one output for each chosen expert; the weighted sum of the chosen experts' outputs; a matrix for each head times its
 part of x (MAT_VEC_HEADS)."""
 
-INT_QUANTS = frozenset(name for name in quants.WEIGHT_TYPES if quants.quant(name).int_dot)
+QUANTS = quants.WEIGHT_TYPES
+
+INT_QUANTS = frozenset(name for name in QUANTS if quants.quant(name).int_dot)
 """Types with an integer-dot path (UNIT_INTS in shaders/quant)."""
 
 FUSED_ROLES = (
@@ -171,3 +173,8 @@ def path_for(quant: str, m: int, k: int, n: int, experts: Experts, ctx: LowerCon
         return ("int" if ctx.act == "q8_1" else "float"), f"--act {ctx.act}"
     choice = ctx.tuning.pick("mat_vec_path", accelerated=ctx.caps.int_dot_accelerated, experts=experts, n=n, quant=quant, m=m, k=k)
     return choice["path"], choice.source
+
+
+def weight(name: str, quant: str, shape: tuple[int, ...]) -> Tensor:
+    """A stored weight as a tensor."""
+    return Tensor(name, quant, shape, "weight", Recipe("plain", (name,)))

@@ -15,9 +15,8 @@ from vkback.ops.base import OPS, Array, Case, Dispatch, LowerContext, Op, Proble
 from vkback.ops.mat_mul import Heads
 from vkback.ops.mat_mul_lower import choose, lower_node
 from vkback.ops.mat_mul_reg import stores_heads
-from vkback.ops.mat_vec import weight
 from vkback.ops.mat_vec_cases import REGISTERS, known_type
-from vkback.ops.mat_vec_node import MatVecNode
+from vkback.ops.mat_vec_node import MatVecNode, weight
 from vkback.ops.peer import type_word
 from vkback.ops.rope import FREQUENCY, YARN, turn_pairs
 from vkback.ops.rows import cache_tolerance, set_rows

@@ -17,24 +17,25 @@ from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, PlanError, 
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost
 from vkback.ops.general import random_values
-from vkback.ops.mat_vec import QUANTS, RARE, MatVec, weight
-from vkback.ops.mat_vec_cases import (
+from vkback.ops.mat_vec import MatVec
+from vkback.ops.mat_vec_cases import known_type, mul_mat_case, mul_mat_id_case, with_x
+from vkback.ops.mat_vec_node import QUANTS, weight
+from vkback.ops.mat_vec_sets import (
     BASE,
     full_mul_mat,
     full_mul_mat_id,
-    known_type,
-    mul_mat_case,
-    mul_mat_id_case,
     paths,
     perf_mul_mat,
     perf_mul_mat_id,
     prompts_mul_mat,
     prompts_mul_mat_id,
     scaled_sums,
-    with_x,
 )
 from vkback.ops.peer import FLOATS, Four, one_of_types, sized, type_word
 from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
+
+RARE = frozenset(name for name in QUANTS if quants.quant(name).rare)
+"""Types that few models have: they get a part of the cases."""
 
 ORDERLY: Four = (0, 1, 2, 3)
 

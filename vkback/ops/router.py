@@ -18,9 +18,9 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, nbytes, register, shards
-from vkback.ops.mat_vec import MatVec, launch, weight
+from vkback.ops.mat_vec import MatVec, launch
 from vkback.ops.mat_vec_config import configure, shared_bytes
-from vkback.ops.mat_vec_node import MatVecNode, path_for
+from vkback.ops.mat_vec_node import MatVecNode, path_for, weight
 from vkback.ops.topk import TopkMoe, choice_of, expert_choice
 
 

@@ -43,7 +43,7 @@ from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.code_books import decoder
 from vkback.ops.cost import Cost
 from vkback.ops.general import copied, rounded_to, views_of
-from vkback.ops.mat_vec import QUANTS, weight
+from vkback.ops.mat_vec_node import QUANTS, weight
 from vkback.ops.peer import one_of_types, sized, type_word
 from vkback.ops.view import View
 from vkback.ops.workgroup import Defines, workgroup_size
