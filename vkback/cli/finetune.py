@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -16,6 +17,7 @@ from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, 
 from vkback.cli.terminal import fit
 
 if TYPE_CHECKING:
+    from vkback.train.finetune import Record
     from vkback.train.steps import TrainingAct
 
 
@@ -111,21 +113,33 @@ def finetune(
         seconds = time.perf_counter() - begun
     done = (steps - first) * batch * accumulate * ctx
     if as_json:
-        evaluations = [{"step": step, "loss": float(loss)} for step, loss in record.evaluations]
-        best = {"step": record.best[0], "loss": float(record.best[1])}
-        curves = {"losses": [float(loss) for loss in record.losses], "evaluations": evaluations, "best": best, "gain": float(record.gain)}
         made = {"model": opened.description, "device": where.caps.name, "adapter": str(out), "parameters": int(run.parameters)}
-        print(json.dumps({**made, "tokens": done, "seconds": seconds, **curves}, indent=1))
+        print(json.dumps({**made, "tokens": done, "seconds": seconds, **curves(record)}, indent=1))
         return
-    for line in plot(record.losses, record.evaluations):
-        print(line)
+    print("\n".join(plot(record.losses, record.evaluations)))
+    for line in verdict(record):
+        say(line)
+    speed = f"{done} tokens in {seconds:.1f} s, {done / seconds if seconds else 0.0:.1f} t/s"
+    say(f"{out}: the adapters of step {record.best[0]} of {steps}; {speed} with evaluation and compile time")
+
+
+def curves(record: Record) -> dict[str, Any]:
+    """The losses of a run as plain values."""
+    return {
+        "losses": [float(loss) for loss in record.losses],
+        "evaluations": [{"step": step, "loss": float(loss)} for step, loss in record.evaluations],
+        "best": {"step": record.best[0], "loss": float(record.best[1])},
+        "gain": float(record.gain),
+    }
+
+
+def verdict(record: Record) -> Iterator[str]:
+    """What the training gained."""
     before, (at, least) = record.evaluations[0][1], record.best
     change = f"{100 * abs(record.gain):.1f} % {'lower' if record.gain >= 0 else 'higher'}"
-    say(f"held-back loss {before:.4f} -> {least:.4f} after step {at}, {change}")
+    yield f"held-back loss {before:.4f} -> {least:.4f} after step {at}, {change}"
     if record.gain <= 0:
-        say("nothing was gained: try a lower --lr, or a text that the model does not know yet")
-    speed = f"{done} tokens in {seconds:.1f} s, {done / seconds if seconds else 0.0:.1f} t/s"
-    say(f"{out}: the adapters of step {at} of {steps}; {speed} with evaluation and compile time")
+        yield "nothing was gained: try a lower --lr, or a text that the model does not know yet"
 
 
 def _check_out(out: Path, state: Path, inputs: tuple[Path, ...]) -> None:

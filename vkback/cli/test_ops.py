@@ -18,9 +18,11 @@ from vkback.cli.terminal import StatusLine
 from vkback.errors import did_you_mean
 
 if TYPE_CHECKING:
+    from vkback.device import Device
     from vkback.harness.output import Printer
     from vkback.harness.result import CaseResult
-    from vkback.ops.base import Case
+    from vkback.ops.base import Case, LowerContext
+    from vkback.shader import ShaderLibrary
 
 MODES = ("test", "grad", "perf", "support")
 OUTPUTS = ("console", "csv", "sql", "json")
@@ -94,8 +96,7 @@ def _run(
     """Run, print, and say whether a case failed. by_op: a table of the ops in the end, on stderr where the output is for machines."""
     from vkback.device import Device
     from vkback.harness.output import fields_of, op_table, spent_lines
-    from vkback.harness.suite import Suite, run_in_processes
-    from vkback.harness.support import support_of, support_table
+    from vkback.harness.suite import Suite
     from vkback.ops.base import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
@@ -107,25 +108,15 @@ def _run(
         printer = _printer(output, opened, verbose, _against(baseline))
         if output == "console":
             print(opened.caps.summary_line(opened.index), flush=True)
-        results: Iterable[CaseResult]
         if mode == "support":
-            made = list(support_of(cases, ctx))
-            for result in made if verbose or output != "console" else ():
-                printer.add(result)
-            if output == "console":
-                print("\n".join(support_table(cases, made)))
-            else:
-                printer.finish()
+            _print_support(cases, ctx, printer, output, verbose)
             return False
+        results: Iterable[CaseResult]
         if mode == "perf":
-            from vkback.cli.shell import measured_read_rate
-            from vkback.harness.perf import time_cases
-
-            rate = measured_read_rate(opened)
-            if output == "console":
-                print(f"read rate {rate:.0f} GB/s", flush=True)
-            results = time_cases(opened, library, cases, ctx, rate)
+            results = _timed(opened, library, cases, ctx, output)
         elif processes > 1:
+            from vkback.harness.suite import run_in_processes
+
             results = run_in_processes([c.line for c in cases], processes, opened.index, act)
         else:
             results = stack.enter_context(Suite(opened, library, ctx)).run(cases)
@@ -156,6 +147,30 @@ def _run(
             with Suite(opened, library, ctx) as suite:
                 _shrink(suite, printer.tally.failed, save_in)
         return bool(printer.tally.failed)
+
+
+def _print_support(cases: Sequence[Case], ctx: LowerContext, printer: Printer, output: str, verbose: bool) -> None:
+    """Whether the device runs each case: on the console a table of ops, else, or with verbose, each by itself."""
+    from vkback.harness.support import support_of, support_table
+
+    made = list(support_of(cases, ctx))
+    for result in made if verbose or output != "console" else ():
+        printer.add(result)
+    if output == "console":
+        print("\n".join(support_table(cases, made)))
+    else:
+        printer.finish()
+
+
+def _timed(device: Device, library: ShaderLibrary, cases: Sequence[Case], ctx: LowerContext, output: str) -> Iterator[CaseResult]:
+    """Times of cases, beside the read rate that is measured first."""
+    from vkback.cli.shell import measured_read_rate
+    from vkback.harness.perf import time_cases
+
+    rate = measured_read_rate(device)
+    if output == "console":
+        print(f"read rate {rate:.0f} GB/s", flush=True)
+    return time_cases(device, library, cases, ctx, rate)
 
 
 def _shrink(suite: Any, failed: Sequence[str], save_in: Path) -> None:

@@ -67,9 +67,7 @@ def train_parity(
         with trainer() as ours:
             if ir:
                 forward = graph_ir.forward(opened.hp, ours.training.forward, ctx)
-                backward = graph_ir.backward(opened.hp, ours.training, ctx)
-                for line in (*forward, "", *backward, ""):
-                    say(line)
+                say("\n".join([*forward, "", *graph_ir.backward(opened.hp, ours.training, ctx), ""]))
             theirs = TorchTrainer(
                 TorchModel(path, ours.weights() if lora else None, lora.alpha / rank if lora else 1.0), optimizer, lr,
                 weight_decay=weight_decay,
@@ -78,13 +76,12 @@ def train_parity(
             for found in parity.run(ours, theirs, data):
                 if isinstance(found, parity.Step):
                     found_steps.append(found)
-                    losses = f"loss={found.ours:.7f} torch={found.theirs:.7f} relative={found.relative:.2e}"
-                    say(f"step {found.number} {losses}{_mark(found.fits)}")
+                    say(_step_line(found))
                     continue
                 if not weights:
                     say(f"vkback loss: {found_steps[-1].ours:.7f} | Torch loss: {found_steps[-1].theirs:.7f}")
                 weights.append(found)
-                say(_line(found))
+                say(_weight_line(found))
             seconds = time.perf_counter() - begun
             bits = parity.fingerprint(ours) if rerun else ""
         equal = None
@@ -107,7 +104,11 @@ def _mark(fits: bool) -> str:
     return "" if fits else "  outside"
 
 
-def _line(w: Any) -> str:
+def _step_line(s: Any) -> str:
+    return f"step {s.number} loss={s.ours:.7f} torch={s.theirs:.7f} relative={s.relative:.2e}{_mark(s.fits)}"
+
+
+def _weight_line(w: Any) -> str:
     zero = "  (a zero gradient: rounding alone)" if w.is_zero and w.gradient.nmse > 1e-9 else ""
     return (
         f"{w.name:28} max_diff={w.updated.max_diff:.3e} nmse={w.updated.nmse:.1e} "

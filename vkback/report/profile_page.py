@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -242,6 +243,42 @@ def group_of(path: Sequence[str]) -> str:
     return path[0] if path[0] in COLORS else "norm" if "norm" in path[0] else "other"
 
 
+@dataclass(frozen=True)
+class LogAxes:
+    """Two axes by powers of ten, from 10^x0 to 10^x1 and from 10^y0 to 10^y1, in the pixels of a picture."""
+
+    x0: int
+    x1: int
+    y0: int
+    y1: int
+    left: int = 62
+    right: int = 1100
+    upper: int = 14
+    lower: int = 350
+
+    def x(self, v: float) -> float:
+        return self.left + (self.right - self.left) * (math.log10(v) - self.x0) / (self.x1 - self.x0)
+
+    def y(self, v: float) -> float:
+        return self.lower - (self.lower - self.upper) * (math.log10(v) - self.y0) / (self.y1 - self.y0)
+
+    def grid(self) -> Iterator[str]:
+        """A line and a number for each power of ten."""
+        for e in range(self.x0, self.x1 + 1):
+            x = self.x(10.0**e)
+            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{self.upper}" y2="{self.lower}" stroke="#e3e7ee"/>'
+            yield f'<text x="{x:.1f}" y="{self.lower + 16}" text-anchor="middle">{10.0**e:g}</text>'
+        for e in range(self.y0, self.y1 + 1):
+            y = self.y(10.0**e)
+            yield f'<line x1="{self.left}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e3e7ee"/>'
+            yield f'<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**e:g}</text>'
+
+    def names(self, x: str, y: str) -> Iterator[str]:
+        middle = (self.upper + self.lower) / 2
+        yield f'<text x="{(self.left + self.right) / 2}" y="{self.lower + 34}" text-anchor="middle">{x}</text>'
+        yield f'<text x="14" y="{middle}" transform="rotate(-90 14 {middle})" text-anchor="middle">{y}</text>'
+
+
 def roofline(phase: Phase, profile: Profile) -> str:
     """Kernels by name, all layers together: operations a byte against operations a second, below the roof of read rate and math rate; a
     circle's area is its part of the time. Below it a table: where the time goes, and how near the roof."""
@@ -251,41 +288,11 @@ def roofline(phase: Phase, profile: Profile) -> str:
     rate, peak = profile.costs.read_gb_s, profile.math.flops_per_second / 1e9 if profile.math else math.inf
     xs = [t.flops / t.nbytes for t in found]
     ys = [t.flops / t.gpu_us / 1e3 for t in found]
-    ridge = peak / rate if math.isfinite(peak) else max(xs)
-    x0, x1 = math.floor(math.log10(min(xs)) - 0.2), math.ceil(math.log10(max(*xs, 2 * ridge)) + 0.05)
-    top = max(*ys, peak if math.isfinite(peak) else 0.0, min(rate * 10.0**x1, 4 * max(ys)))
-    y0, y1 = math.floor(math.log10(min(ys)) - 0.1), math.ceil(math.log10(top) + 0.05)
-    left, right, upper, lower = 62, 1100, 14, 350
-
-    def at_x(v: float) -> float:
-        return left + (right - left) * (math.log10(v) - x0) / (x1 - x0)
-
-    def at_y(v: float) -> float:
-        return lower - (lower - upper) * (math.log10(v) - y0) / (y1 - y0)
-
-    parts = []
-    for e in range(x0, x1 + 1):
-        x = at_x(10.0**e)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{upper}" y2="{lower}" stroke="#e3e7ee"/>')
-        parts.append(f'<text x="{x:.1f}" y="{lower + 16}" text-anchor="middle">{10.0**e:g}</text>')
-    for e in range(y0, y1 + 1):
-        y = at_y(10.0**e)
-        parts.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e3e7ee"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**e:g}</text>')
-    begin_x = max(10.0**x0, 10.0**y0 / rate)
-    turn = min(ridge if math.isfinite(peak) else math.inf, 10.0**x1, 10.0**y1 / rate)
-    roof = [(begin_x, rate * begin_x), (turn, rate * turn)]
-    if math.isfinite(peak):
-        roof.append((10.0**x1, peak))
-    points = " ".join(f"{at_x(x):.1f},{at_y(min(y, 10.0**y1)):.1f}" for x, y in roof)
-    parts.append(f'<polyline points="{points}" fill="none" stroke="#b3261e" stroke-width="2"/>')
-    near = begin_x**0.15 * turn**0.85
-    parts.append(f'<text x="{at_x(near) + 8:.1f}" y="{at_y(rate * near) + 16:.1f}">{rate:.4g} GB/s</text>')
-    if math.isfinite(peak):
-        parts.append(f'<text x="{right - 4}" y="{at_y(peak) - 6:.1f}" text-anchor="end">{peak:.4g} GFLOPS</text>')
+    axes = _roofline_axes(xs, ys, rate, peak)
+    parts = [*axes.grid(), *_roof(axes, rate, peak)]
     groups = {k.kind: group_of(k.modules[0].path) for k in phase.kernels}
     whole = phase.gpu_us
-    circles = [(at_x(x), at_y(y), 3 + 26 * math.sqrt(t.gpu_us / whole)) for t, x, y in zip(found, xs, ys, strict=True)]
+    circles = [(axes.x(x), axes.y(y), 3 + 26 * math.sqrt(t.gpu_us / whole)) for t, x, y in zip(found, xs, ys, strict=True)]
     rows = []
     for number, (t, x, y, (cx, cy, radius)) in enumerate(zip(found, xs, ys, circles, strict=True), 1):
         color = COLORS[groups[t.name]]
@@ -299,10 +306,7 @@ def roofline(phase: Phase, profile: Profile) -> str:
         rows.append(f'<tr><td>{number} <i style="background:{color}"></i>{escape(t.name)}</td>' + "".join(f"<td>{c}</td>" for c in cells))
     for number, (x, y) in enumerate(_numbers(circles), 1):
         parts.append(f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" style="font-weight:600;fill:#1c2330">{number}</text>')
-    parts.append(f'<text x="{(left + right) / 2}" y="{lower + 34}" text-anchor="middle">operations a byte of memory</text>')
-    parts.append(
-        f'<text x="14" y="{(upper + lower) / 2}" transform="rotate(-90 14 {(upper + lower) / 2})" text-anchor="middle">GFLOPS</text>'
-    )
+    parts += axes.names("operations a byte of memory", "GFLOPS")
     heads = ("kernels of all layers", "of the time", "GB/s", "% of read rate", "GFLOPS", "operations a byte", "% of the roof")
     head = "".join(f"<th>{h}</th>" for h in heads)
     return (
@@ -310,6 +314,30 @@ def roofline(phase: Phase, profile: Profile) -> str:
         f'<div class="scroll legends"><table><thead><tr>{head}</tr></thead>'
         f'<tbody>{"".join(f"{row}</tr>" for row in rows)}</tbody></table></div>'
     )
+
+
+def _roofline_axes(xs: Sequence[float], ys: Sequence[float], rate: float, peak: float) -> LogAxes:
+    """Axes that hold all kernels and the ridge of the roof. rate: GB/s; peak: GFLOPS, infinite where none was measured."""
+    ridge = peak / rate if math.isfinite(peak) else max(xs)
+    x0, x1 = math.floor(math.log10(min(xs)) - 0.2), math.ceil(math.log10(max(*xs, 2 * ridge)) + 0.05)
+    top = max(*ys, peak if math.isfinite(peak) else 0.0, min(rate * 10.0**x1, 4 * max(ys)))
+    return LogAxes(x0, x1, math.floor(math.log10(min(ys)) - 0.1), math.ceil(math.log10(top) + 0.05))
+
+
+def _roof(axes: LogAxes, rate: float, peak: float) -> Iterator[str]:
+    """What bounds a kernel: the read rate up to the ridge, the math rate behind it."""
+    right, high = 10.0**axes.x1, 10.0**axes.y1
+    begin_x = max(10.0**axes.x0, 10.0**axes.y0 / rate)
+    turn = min(peak / rate, right, high / rate)
+    roof = [(begin_x, rate * begin_x), (turn, rate * turn)]
+    if math.isfinite(peak):
+        roof.append((right, peak))
+    points = " ".join(f"{axes.x(x):.1f},{axes.y(min(y, high)):.1f}" for x, y in roof)
+    yield f'<polyline points="{points}" fill="none" stroke="#b3261e" stroke-width="2"/>'
+    near = begin_x**0.15 * turn**0.85
+    yield f'<text x="{axes.x(near) + 8:.1f}" y="{axes.y(rate * near) + 16:.1f}">{rate:.4g} GB/s</text>'
+    if math.isfinite(peak):
+        yield f'<text x="{axes.right - 4}" y="{axes.y(peak) - 6:.1f}" text-anchor="end">{peak:.4g} GFLOPS</text>'
 
 
 def _numbers(circles: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
