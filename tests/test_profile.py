@@ -85,7 +85,7 @@ def made() -> Profile:
     kernels = tuple(
         cost(name, layer, 10.0 * (1 + layer), 30.0 * layer + 5 * n) for layer in (0, 1) for n, name in enumerate(("gate", "down"))
     )
-    phase = Phase("decode (2 tokens)", 1, 2, kernels, 100.0, 50.0, "timestamps", 0.0, ("a note",), 12.0, 30.0)
+    phase = Phase("decode (2 tokens)", 1, 2, kernels, 100.0, 50.0, "timestamps", ("a note",), 12.0, 30.0)
     speeds = Speeds(2.0, 0.5, 4, 1, 9, 256, 0.308, 0.192, 40.47)
     return Profile(
         "llama ?B <Q8_0>", "GPU & co", "driver 1", 2, 64, 128, "auto", 4 << 30, speeds, (phase,), Costs(1.0, 2.0, 1.0, "made up"), None

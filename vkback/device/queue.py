@@ -59,7 +59,6 @@ class Queue:
         self._completed = 0
         self._recent: deque[tuple[int, str]] = deque(maxlen=64)
         self._signal = ffi.new("uint64_t *")
-        self._wait_value = ffi.new("uint64_t *")
         self._semaphores = ffi.new("VkSemaphore[]", [self._semaphore])
         timeline = struct("VkTimelineSemaphoreSubmitInfo", signalSemaphoreValueCount=1, pSignalSemaphoreValues=self._signal)
         self._info = struct("VkSubmitInfo", timeline, signalSemaphoreCount=1, pSignalSemaphores=self._semaphores)

@@ -281,9 +281,9 @@ def growth(rows: Sequence[Row]) -> list[tuple[int, float, float]]:
     return [(layer, row.nmse, row.expected or row.limit) for layer, row in sorted(last.items())]
 
 
-def growth_lines(rows: Sequence[Row], width: int = 48) -> list[str]:
+def growth_lines(rows: Sequence[Row]) -> list[str]:
     """The growth by layer as bars on a logarithmic scale: # what was measured, | what is expected."""
-    points = growth(rows)
+    points, width = growth(rows), 48
     sizes = [v for _, *pair in points for v in pair if v > 0.0 and math.isfinite(v)]
     if not points or not sizes:
         return []

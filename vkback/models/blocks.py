@@ -133,11 +133,11 @@ def feed_forward_plain(b: GraphBuilder, x: Tensor, il: int) -> Tensor:
     return b.linear(act, f"blk.{il}.ffn_down", b.hp.n_embd, f"ffn_out-{il}")
 
 
-def shared_expert(b: GraphBuilder, x: Tensor, il: int, width: int, *, glu: Glu = SWIGLU) -> Tensor:
+def shared_expert(b: GraphBuilder, x: Tensor, il: int, width: int) -> Tensor:
     """The gated layer beside the routed experts that works on every token. width: of gate and up."""
     gate = b.linear(x, f"blk.{il}.ffn_gate_shexp", width, f"ffn_shexp_gate-{il}")
     up = b.linear(x, f"blk.{il}.ffn_up_shexp", width, f"ffn_shexp_up-{il}")
-    act = b.graph.emit(glu.op, f"ffn_shexp_{glu.op.lower()}-{il}", "F32", gate.shape, (gate, up), **glu.params)
+    act = b.graph.emit(SWIGLU.op, f"ffn_shexp_{SWIGLU.op.lower()}-{il}", "F32", gate.shape, (gate, up), **SWIGLU.params)
     return b.linear(act, f"blk.{il}.ffn_down_shexp", b.hp.n_embd, f"ffn_shexp-{il}")
 
 

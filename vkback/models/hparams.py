@@ -197,14 +197,14 @@ class Metadata:
             raise self.fail("block_count", n_layer, f"at most as many layers as the file has tensors, {n_tensors}")
         return n_layer
 
-    def of_layers(self, name: str, n_layer: int, default: int | None = None, *, least: int = 0) -> tuple[int, ...]:
+    def of_layers(self, name: str, n_layer: int) -> tuple[int, ...]:
         """An integer for each layer: an array of as many, or one value for all. n_layer: of `hparams`, which knows the file has as many."""
         value = self._f.metadata.get(self.key(name))
         if not isinstance(value, np.ndarray):
-            return (self.count(name, default, least=least),) * n_layer
-        if value.shape != (n_layer,) or value.dtype.kind not in "iu" or value.min() < least:
+            return (self.count(name, least=0),) * n_layer
+        if value.shape != (n_layer,) or value.dtype.kind not in "iu" or value.min() < 0:
             stated = f"{value.size} values of {value.dtype} from {value.min(initial=0)}"
-            raise self.fail(name, stated, f"{n_layer} integers, at least {least}")
+            raise self.fail(name, stated, f"{n_layer} integers, at least 0")
         return tuple(int(v) for v in value)
 
     def positive(self, name: str, default: float | None = None, *, most: float = 1e30) -> float:

@@ -170,7 +170,7 @@ class WeightLoad:
 
     def _repack_all(self, on_bytes: OnBytes) -> None:
         jobs = (
-            (self._file, w, block, s.row0, s.rows, s.layout, a, b)
+            (self._file, w, block, s.row0, s.layout, a, b)
             for w in self._on_host
             for s, block in zip(shards(w, self._device.caps), self.ranges[w.name].shards, strict=True)
             for a, b in _chunks(s.rows, w)
@@ -220,8 +220,9 @@ def _in_order(pool: ThreadPoolExecutor, jobs: Iterable[tuple[Any, ...]]) -> Iter
 
 
 def _repack(
-    file: GgufFile, weight: Tensor, target: BufferRange, shard_row0: int, shard_rows: int, layout: quants.DeviceLayout, a: int, b: int
+    file: GgufFile, weight: Tensor, target: BufferRange, shard_row0: int, layout: quants.DeviceLayout, a: int, b: int
 ) -> _Piece:
+    """Rows a to b-1 of a shard in its layout: in place where the host sees the target, else to be uploaded."""
     raw = gather_rows(file, weight, shard_row0 + a, shard_row0 + b)
     if quants.unsound_row(weight.type, raw) is not None:
         raise not_numbers(file, weight)

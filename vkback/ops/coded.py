@@ -8,16 +8,16 @@ from vkback.ops.general import copied
 from vkback.ops.view import View
 
 
-def as_floats(node: Node, ctx: LowerContext, x: Tensor, view: View | None = None, name: str = "") -> tuple[list[Dispatch], Tensor]:
+def as_floats(node: Node, ctx: LowerContext, x: Tensor, view: View | None = None) -> tuple[list[Dispatch], Tensor]:
     """The values of a tensor, or of a view of it, as F32: itself where it is that, else copies and the tensor that they fill.
 
-    name  of that tensor, by default after the node and x. Raises PlanError where a type cannot be read or the view does not fit.
+    Raises PlanError where a type cannot be read or the view does not fit.
     """
     if view is not None and view == View.whole(x.shape):
         view = None
     if view is None and x.type == "F32" and not is_coded(x):
         return [], x
-    y = Tensor(name or f"{node.name}.{x.name}", "F32", view.shape if view else x.shape)
+    y = Tensor(f"{node.name}.{x.name}", "F32", view.shape if view else x.shape)
     if is_coded(x):
         return OPS["CONT"].lower(Node("CONT", (x,), (y,), {"view": view} if view else {}), ctx), y
     return [copied(x, y, node, ctx, source=view)], y

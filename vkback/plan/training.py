@@ -7,7 +7,7 @@ the n x n weights; there is no KV cache. Norms take their weight with them. What
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -58,14 +58,12 @@ class TrainingGraph:
 
 
 def training_graph(
-    model: Graph, *, sequences: int = 1, f32: bool = True, lora: Lora | None = None, trained: Collection[str] | None = None,
-    accumulate: bool = False, checkpoint: bool = False,
+    model: Graph, *, sequences: int = 1, f32: bool = True, lora: Lora | None = None, accumulate: bool = False, checkpoint: bool = False,
 ) -> TrainingGraph:  # fmt: skip
     """The training step of a model's graph with head "all", whose n tokens are `sequences` texts of the same length.
 
     f32      weights are F32, whatever the file has
     lora     adapters; then they alone are trained, and weights stay as they are
-    trained  names of the weights that are trained; None: all that are not frequency factors
     accumulate  gradients are added to those that are kept
     checkpoint  of a layer only what later layers read is kept for the backward pass, which makes the rest again: less memory, more time,
                 the same bits
@@ -85,8 +83,6 @@ def training_graph(
     weights = {t.name: t for node in nodes for t in node.inputs if t.kind == "weight" and _is_trained(node, t)}
     if lora is not None:
         weights = {name: t for name, t in weights.items() if is_adapter(name)}
-    if trained is not None:
-        weights = {name: t for name, t in weights.items() if name in trained}
     for t in weights.values():
         if t.type != "F32":
             raise PlanError(f"[training] {t}: a quantized weight cannot be trained; train it as F32, or adapters beside it (LoRA)")

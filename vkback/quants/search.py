@@ -16,6 +16,9 @@ import numpy.typing as npt
 
 from vkback.quants.codec import F32, Weights, as_half
 
+ROUNDS, LEVEL_ROUNDS = 2, 3
+"""Rounds of rounding and solving at the end of a search for one step, and for scales that are integers of a super-block's."""
+
 Rounding = Callable[[F32], F32]
 """Values in steps -> the nearest level, in steps. May overwrite its argument."""
 
@@ -89,7 +92,7 @@ def extreme(x: F32) -> F32:
     return chosen
 
 
-def scale(x: F32, weights: Weights, nearest: Rounding, targets: Sequence[float], rounds: int = 2) -> F32:
+def scale(x: F32, weights: Weights, nearest: Rounding, targets: Sequence[float]) -> F32:
     """Step d of each group for x = d * level. `targets` are the level positions tried for the group's extreme element."""
     inverse = reciprocal(extreme(x))
     best_gain = np.zeros_like(inverse)
@@ -105,12 +108,12 @@ def scale(x: F32, weights: Weights, nearest: Rounding, targets: Sequence[float],
 
     for target in targets:
         consider(inverse * np.float32(target))
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         consider(reciprocal(best))
     return best
 
 
-def affine(x: F32, weights: Weights, top: int, spread: Sequence[float], free_offset: bool, rounds: int = 2) -> tuple[F32, F32]:
+def affine(x: F32, weights: Weights, top: int, spread: Sequence[float], free_offset: bool) -> tuple[F32, F32]:
     """Step d and offset o of each group for x = d * q + o, q in 0..top; o <= 0 unless `free_offset`.
 
     `spread` are the amounts added to `top` for the steps tried: (max - min) / (top + s).
@@ -151,7 +154,7 @@ def affine(x: F32, weights: Weights, top: int, spread: Sequence[float], free_off
     inverse_range = reciprocal(high - low)
     for s in spread:
         consider(inverse_range * np.float32(top + s), low)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         inverse_step, offset = reciprocal(best_step), best_offset.copy()
         for stretch in (1.0, 0.97, 1.03, 0.94, 1.06):
             consider(inverse_step * np.float32(stretch), offset)
@@ -159,7 +162,7 @@ def affine(x: F32, weights: Weights, top: int, spread: Sequence[float], free_off
 
 
 def two_level_scale(
-    x: F32, weights: Weights, nearest: Rounding, targets: Sequence[float], scale_range: tuple[int, int], rounds: int = 3
+    x: F32, weights: Weights, nearest: Rounding, targets: Sequence[float], scale_range: tuple[int, int]
 ) -> tuple[F32, F32]:
     """Super-blocks x = d * s * level: d an f16 per super-block, s an integer in `scale_range` per group.
 
@@ -174,7 +177,7 @@ def two_level_scale(
     for position in (low, low + 1, high):
         d = as_half(widest / np.float32(position))
         s = np.clip(np.rint(steps * reciprocal(d)), low, high)
-        for _ in range(rounds):
+        for _ in range(LEVEL_ROUNDS):
             error = np.full(s.shape, np.inf, np.float32)
             chosen, xl, ll = np.zeros_like(s), np.zeros_like(s), np.zeros_like(s)
             for shift in (0, -1, 1):
@@ -197,7 +200,7 @@ def two_level_scale(
 
 
 def two_level_affine(
-    x: F32, weights: Weights, top: int, spread: Sequence[float], scale_top: int, rounds: int = 3
+    x: F32, weights: Weights, top: int, spread: Sequence[float], scale_top: int
 ) -> tuple[F32, F32, F32, F32]:
     """Super-blocks x = d * s * q - dmin * m: d and dmin f16 per super-block, s and m integers in 0..scale_top per group, q in 0..top.
 
@@ -215,7 +218,7 @@ def two_level_affine(
     dmin = as_half(-offsets.min(axis=0) / np.float32(scale_top))
     s = np.clip(np.rint(steps * reciprocal(d)), 0, scale_top)
     m = np.clip(np.rint(-offsets * reciprocal(dmin)), 0, scale_top)
-    for _ in range(rounds):
+    for _ in range(LEVEL_ROUNDS):
         error = np.full((groups, n), np.inf, np.float32)
         chosen = [np.zeros_like(s) for _ in range(5)]
         for m_shift in (0, -1, 1):

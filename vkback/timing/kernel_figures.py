@@ -30,7 +30,6 @@ SCRATCH = ("Scratch size", "SLM size", "Scratch", "Local Memory Size", "Scratch 
 CODE = ("Code size", "Code Size", "Binary Size")
 INSTRUCTIONS = ("Instructions", "Instruction count", "Instruction Count")
 WAVES = ("Subgroups per SIMD", "Max warps/SM", "Max Waves Per Core", "Threads")
-SHARED = ("LDS size",)
 """Names of the statistics that mean the same, by driver: RADV, NVK, Turnip, Honeykrisp, NVIDIA, ANV."""
 
 MOST_WAVES = {"gcn4": 10, "gcn5": 10, "rdna1": 20, "rdna2": 16, "rdna3": 16, "rdna3_5": 16, "rdna4": 16}

@@ -118,7 +118,6 @@ class Phase:
     wall_us   of the timed replays, by the host's clock; gpu_us: of all their stages
     plain_us  of as many replays without stamps and marks, between two timestamps
     method    how stages were timed
-    begun_s   when the last run was submitted, by time.perf_counter
     submit_us, empty_us  parts of the wall time: in the host's calls that submit; and all of as many replays with nothing in them but two
               timestamps, from the submit to the host's knowing of the end, less what is between the timestamps
     """
@@ -130,7 +129,6 @@ class Phase:
     wall_us: float
     plain_us: float
     method: str
-    begun_s: float
     notes: tuple[str, ...] = field(default=())
     submit_us: float = 0.0
     empty_us: float = 0.0
@@ -181,7 +179,7 @@ def measure_phase(
         plain = meter.plain()
         alone = meter.alone()
         clocked = device.caps.shader_clock and clocks_cover(schedule, device.caps.max_storage_bindings)
-        times, starts, wall, begun = meter.clocked() if clocked else meter.stamped()
+        times, starts, wall = meter.clocked() if clocked else meter.stamped()
         empty_us = meter.empty()
         record_us = meter.record_us
         rows = meter.rows
@@ -203,7 +201,7 @@ def measure_phase(
                 )
             )  # fmt: skip
             number += 1
-    return Phase(name, tokens, runs, tuple(kernels), wall, plain, method, begun, tuple(meter.notes), meter.submit_us, empty_us)
+    return Phase(name, tokens, runs, tuple(kernels), wall, plain, method, tuple(meter.notes), meter.submit_us, empty_us)
 
 
 class _Meter:
@@ -287,14 +285,14 @@ class _Meter:
             if time.perf_counter() >= deadline:
                 return
 
-    def _timed(self, submits: Sequence[Sequence[Commands]]) -> tuple[float, float]:
-        """(when it began, microseconds until the host knows that all is done); the host waits as the engine does."""
+    def _timed(self, submits: Sequence[Sequence[Commands]]) -> float:
+        """Microseconds until the host knows that all is done; the host waits as the engine does."""
         begun = time.perf_counter()
         tickets = [self.device.submit(some) for some in submits]
         self.submit_us += 1e6 * (time.perf_counter() - begun)
         for ticket in tickets:
             ticket.wait(spin_s=0.0 if self.device.caps.software else SPIN_S)
-        return begun, 1e6 * (time.perf_counter() - begun)
+        return 1e6 * (time.perf_counter() - begun)
 
     def empty(self) -> float:
         """Microseconds that as many runs take with nothing between their timestamps, which are as many as those of the timed runs: what
@@ -303,7 +301,7 @@ class _Meter:
         found, spent = [], self.submit_us
         for _ in range(EMPTY_RUNS):
             self.begin(0)
-            _, wall = self._timed(pairs)
+            wall = self._timed(pairs)
             stamps = [part.timestamps() for (part,) in pairs]
             found.append(wall - sum(some[-1][1] - some[0][1] for some in stamps) / 1e3)
         self.submit_us = spent
@@ -311,41 +309,39 @@ class _Meter:
             commands.destroy()
         return self.runs * float(np.median(found))
 
-    def stamped(self) -> tuple[Array, Array, float, float]:
-        """(microseconds [runs, stages], starts within the last run [stages], wall time, when the last run began)."""
+    def stamped(self) -> tuple[Array, Array, float]:
+        """(microseconds [runs, stages], starts within the last run [stages], wall time)."""
         commands = [self.program.record("stamped", timestamps=True, part=part) for part in self.parts()]
         self._warm(commands)
         times: list[Array] = []
-        wall = begun = 0.0
+        wall = 0.0
         starts: list[float] = []
         self.stamps, self.submit_us = [len(part) + 1 for part in self.parts()], 0.0
         for run in range(self.runs):
             self.begin(run)
-            begun, took = self._timed([[part] for part in commands])
-            wall += took
+            wall += self._timed([[part] for part in commands])
             marks = [np.array([ns for _, ns in part.timestamps()]) for part in commands]
             times.append(np.concatenate([np.diff(m) / 1e3 for m in marks]))
             starts = [float(t - marks[0][0]) / 1e3 for m in marks for t in m[:-1]]
         if len(commands) > 1:
             self.notes.append(f"{len(commands)} submits a run, none predicted to take over {LONGEST_SUBMIT_US / 1e6:g} s")
-        return np.stack(times), np.array(starts), wall, begun
+        return np.stack(times), np.array(starts), wall
 
-    def clocked(self) -> tuple[Array, Array, float, float]:
+    def clocked(self) -> tuple[Array, Array, float]:
         """As `stamped`, by the kernels' clocks."""
         schedule = with_clocks(self.schedule, self.device.caps.max_storage_bindings)
         program = self._program(schedule)
         commands = program.record("clocks")
-        barriers, _, _, _ = self.stamped()
+        barriers, _, _ = self.stamped()
         by_stamps = np.median(barriers, axis=0)
         us_a_tick = self._calibrated(schedule, program, commands)
         times: list[Array] = []
-        wall = begun = 0.0
+        wall = 0.0
         self.stamps, self.submit_us = [2], 0.0
         for run in range(self.runs):
             self._warm([commands], AWAKE_S)
             self.begin(run)
-            begun, took = self._timed([[self._start, commands, self._end]])
-            wall += took
+            wall += self._timed([[self._start, commands, self._end]])
             ((_, first),), ((_, last),) = self._start.timestamps(), self._end.timestamps()
             marks = self._marks(schedule, program)
             times.append(self._divided((last - first) / 1e3, stages_of(schedule, marks, us_a_tick), by_stamps))
@@ -355,7 +351,7 @@ class _Meter:
             "the others by what is left of the run"
         )
         starts = np.concatenate([[0.0], np.cumsum(times[-1])[:-1]])
-        return np.stack(times), starts, wall, begun
+        return np.stack(times), starts, wall
 
     def _took(self, clocks: Sequence[StageClock]) -> Array:
         took = np.full(len(self.schedule.stages), np.nan)
@@ -391,5 +387,5 @@ class _Meter:
         order = [(i, j) for i, stage in enumerate(self.schedule.stages) for j in range(len(stage))]
         single = dataclasses.replace(self.schedule, stages=[[d] for d in self.schedule.dispatches()], barrier_free=frozenset())
         meter = _Meter(self.device, single, self.bind, self.begin, ALONE_RUNS, self.stack)
-        times, _, _, _ = meter.stamped()
+        times, _, _ = meter.stamped()
         return dict(zip(order, np.median(times, axis=0).tolist(), strict=True))
