@@ -31,14 +31,14 @@ from vkback.shader import library as library_module
 from vkback.shader.compiler import find_compiler
 
 COMMAND = [sys.executable, "-m", "vkback.cli.main", "run", "-m", "demo-dense", "-c", "32", "-p", "It was a dark", "-n", "3", "--temp", "0"]
-PREPARED = re.compile(r"(?:compiled|found) (\d+) kernels (?:ready-made )?in ([\d.]+) s(?:, found (\d+) more ready-made)?$")
+PREPARED = re.compile(r"prepared (\d+) kernels in ([\d.]+) s, (\w+) compiled from GLSL$")
 SPEED = re.compile(r"(prompt|generation) +(\d+) tokens in +([\d.]+) s, +([\d.]+) t/s$")
 
 
 def kernels_prepared(lines: Sequence[str]) -> tuple[int, float]:
-    """Kernels made ready, whether compiled or found, and the seconds it took, from the one line that tells."""
+    """Kernels made ready, whether from GLSL or SPIR-V, and the seconds it took, from the one line that tells."""
     (found,) = filter(None, map(PREPARED.match, lines))
-    return int(found[1]) + int(found[3] or 0), float(found[2])
+    return int(found[1]), float(found[2])
 
 
 def cold(folder: Path) -> dict[str, str]:
@@ -89,7 +89,7 @@ def test_on_a_terminal_there_is_a_bar(first_run: tuple[Path, subprocess.Complete
     kernels, _ = kernels_prepared(ran.stderr.splitlines())
     assert re.search(rf"{kernels}/{kernels}", shown), "kernels ready of all"
     assert "preparing" not in shown
-    assert f"found {kernels} kernels ready-made in " in shown
+    assert re.search(rf"prepared {kernels} kernels in [\d.]+ s, none compiled from GLSL", shown)
 
 
 def _read(terminal: int) -> bytes:
@@ -118,7 +118,7 @@ def test_speeds_of_run_leave_out_what_is_compiled_late(
     monkeypatch.setattr("vkback.cli.generate.time.perf_counter", lambda: next(clock))
     assert call(monkeypatch, main.main, "run", "-p", "Once", "-n", "10") == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "compiled 5 kernels in 2.5 s, found 2 more ready-made"
+    assert lines[0] == "prepared 7 kernels in 2.5 s, 5 compiled from GLSL"
     assert (SPEED.match(lines[1]) or [])[3] == "2000.50"
     assert float((SPEED.match(lines[2]) or [])[3]) == 2000.5 - 1000.0
 
@@ -141,7 +141,8 @@ def test_vkbench_compiles_before_it_measures(
     assert [name for name, *_ in engine.calls] == ["prepare", "reset", "prompt", "clock", "prompt", "generate", "clock"]
     arguments = ("tg8", "-r", "1", "-m", "demo-dense", "--no-warmup")
     assert call(monkeypatch, bench.main, *arguments) == 0
-    assert capsys.readouterr().err == "vkbench: demo-dense-Q4_K_M.gguf tg8: compiled 4 kernels in 1.2 s, not part of the speed\n"
+    prepared = "prepared 4 kernels in 1.2 s, all compiled from GLSL"
+    assert capsys.readouterr().err == f"vkbench: demo-dense-Q4_K_M.gguf tg8: {prepared}, not part of the speed\n"
     assert call(monkeypatch, bench.main, *arguments, "-oe", "csv") == 0
     assert "compiled" not in capsys.readouterr().err
 
@@ -161,8 +162,8 @@ def test_vkbench_prepares_what_a_test_needs(engine: FakeEngine, test: BenchTest,
 
 
 def test_compile_time_in_words() -> None:
-    assert str(CompileTotals(41, 41, 9.84)) == "compiled 41 kernels in 9.8 s"
-    assert str(CompileTotals(41, 0, 0.4)) == "found 41 kernels ready-made in 0.4 s"
+    assert str(CompileTotals(41, 41, 9.84)) == "prepared 41 kernels in 9.8 s, all compiled from GLSL"
+    assert str(CompileTotals(41, 0, 0.4)) == "prepared 41 kernels in 0.4 s, none compiled from GLSL"
     assert CompileTotals(3, 2, 1.0) + CompileTotals(1, 1, 0.5) - CompileTotals(1, 0, 0.25) == CompileTotals(3, 3, 1.25)
 
 

@@ -243,7 +243,7 @@ def test_without_a_compiler_the_cache_serves_and_the_rest_says_what_to_install(
     monkeypatch.setattr(library_module, "find_compiler", lambda: None)
     bare = ShaderLibrary(root, tmp_path / "cache")
     assert bare.spirv(Variant("copy.comp")) == spirv
-    said = r"copy\[SCALE=9\] does not come ready-made with vkback, is not in the cache, and there is no GLSL compiler\. Install glslc"
+    said = r"copy\[SCALE=9\] does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler\. Install glslc"
     with pytest.raises(NoCompiler, match=said):
         bare.spirv(Variant("copy.comp", (("SCALE", 9),)))
 
@@ -292,5 +292,5 @@ def test_no_compiler_anywhere_in_a_real_process(root: Path, tmp_path: Path) -> N
     env = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", program, str(root), str(tmp_path / "empty")]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    said = "[shader] copy does not come ready-made with vkback, is not in the cache, and there is no GLSL compiler. Install glslc"
+    said = "[shader] copy does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler. Install glslc"
     assert ran.stdout.startswith(said), ran.stderr

@@ -317,7 +317,7 @@ def run_one(file: str, plans: Path, shaders: Path, cache: Path) -> Fate:
     with Device.open() as device:
         if device.caps.software:  # as in the tests, whose modules are in the user's cache
             ShaderLibrary.quick = True
-        # SPIR-V is compared with SPIR-V of the same compiler, so none that comes ready-made.
+        # SPIR-V is compared with SPIR-V of the same compiler, so none that comes with vkback.
         library = ShaderLibrary(shipped=False) if in_shader else ShaderLibrary(cache_dir=cache)
         ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
         wanted: Iterator[Record] = iter(())

@@ -33,7 +33,7 @@ COMMANDS = {
     "compare-bench": ("compare:compare", "Compare two benchmark results with their noise."),
     "history": ("history:history", "Show what a store of benchmark results holds, by build."),
 }
-"""The file of each command in this folder and its function, and what `vkback --help` says of it in a line of 62 characters at most, in its order."""
+"""The file of each command in this folder and its function, and what `vkback --help` says of it, in its order: 62 characters at most."""
 
 
 def top(ctx: typer.Context, version: VersionOption = False) -> None:

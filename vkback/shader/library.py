@@ -144,7 +144,7 @@ class ShaderLibrary:
         if compiler is None:
             others = f" (and {len(sources) - 1} more kernels)" if len(sources) > 1 else ""
             raise NoCompiler(
-                f"[shader] {sources[0][0].name}{others} does not come ready-made with vkback, is not in the cache, and there is no GLSL "
+                f"[shader] {sources[0][0].name}{others} does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL "
                 f"compiler. {INSTALL_HINT}"
             )
         threads = min(len(sources), os.cpu_count() or 1)

@@ -1,4 +1,4 @@
-"""SPIR-V that comes ready-made with the shaders, for kernels that common GLSL compilers are too old for.
+"""SPIR-V that comes with the shaders, for kernels that common GLSL compilers are too old for.
 
 `shaders/prebuilt/manifest.json` names the compiler and lists the modules, each by the hash of its expanded source with all defines; so a
 module whose source has changed since is not used, and `tools/prebuilt.py --check` finds it. Specialization constants do not enter a module.
