@@ -40,6 +40,16 @@ def test_results_come_in_order_and_say_what_is_not_supported(device: Device, lib
 
 
 @pytest.mark.vulkan
+def test_a_long_run_keeps_few_kernels(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """Those of a CPU driver take megabytes each, and the full suite has thousands. One that was destroyed is compiled again."""
+    cases = [make_case(op, {"ne_a": (64,)}) for op in ("SILU", "RELU", "TANH", "SILU")]
+    with Device.open(device.index) as own, Suite(own, library, ctx, kept=1) as opened:
+        for case in cases:
+            assert [r.passed for r in opened.run([case])] == [True]
+        assert own.live_objects()["Pipeline"] <= 2
+
+
+@pytest.mark.vulkan
 def test_a_fault_of_one_op_does_not_end_the_run(
     device: Device, library: ShaderLibrary, ctx: LowerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:

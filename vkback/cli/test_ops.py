@@ -96,7 +96,7 @@ def _run(
     """Run, print, and say whether a case failed. by_op: a table of the ops in the end, on stderr where the output is for machines."""
     from vkback.device import Device
     from vkback.harness.output import fields_of, op_table, spent_lines
-    from vkback.harness.suite import Suite
+    from vkback.harness.suite import KEPT, Suite
     from vkback.ops.base import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
@@ -119,7 +119,7 @@ def _run(
 
             results = run_in_processes([c.line for c in cases], processes, opened.index, act)
         else:
-            results = stack.enter_context(Suite(opened, library, ctx)).run(cases)
+            results = stack.enter_context(Suite(opened, library, ctx, kept=KEPT)).run(cases)
         if mode == "grad":
             from vkback.harness.grad import graded
 

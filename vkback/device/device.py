@@ -168,6 +168,12 @@ class Device:
         self._require_open()
         return self._kernels.get_all(specs)
 
+    def trim_kernels(self, most: int) -> int:
+        """Destroy the kernels used longest ago until `most` are left; how many that were. They are compiled again when they are asked for.
+        No recording may be left that runs one of them."""
+        self._require_open()
+        return self._kernels.trim(most)
+
     def kernel_statistics(self, spec: KernelSpec) -> list[Statistic]:
         """What the driver tells about a kernel: registers, size of the code, spills. Compiles it once more.
 

@@ -48,7 +48,7 @@ class Kernel:
 
 
 class KernelCache:
-    """Every kernel of a device, once."""
+    """Every kernel of a device, once, those used longest ago first."""
 
     def __init__(self, driver: Driver, caps: Capabilities) -> None:
         self._driver, self._caps = driver, caps
@@ -61,8 +61,9 @@ class KernelCache:
     def get(self, spec: KernelSpec) -> Kernel:
         """The kernel, compiled on first use. Safe to call from several threads."""
         with self._lock:
-            found = self._kernels.get(spec)
+            found = self._kernels.pop(spec, None)
             if found is not None:
+                self._kernels[spec] = found
                 return found
         layout = self._checked_layout(spec)
         pipeline = self._compile(spec, layout)
@@ -81,6 +82,17 @@ class KernelCache:
             with ThreadPoolExecutor(max_workers=min(len(new), os.cpu_count() or 1)) as pool:
                 list(pool.map(self.get, new))
         return [self.get(s) for s in specs]
+
+    def trim(self, most: int) -> int:
+        """Destroy those used longest ago until `most` are left; how many that were. No recording may be left that runs one of them."""
+        with self._lock:
+            old = [self._kernels.pop(spec) for spec in list(self._kernels)[: max(0, len(self._kernels) - most)]]
+        for kernel in old:
+            self._driver.destroy("Pipeline", kernel.pipeline)
+        return len(old)
+
+    def __len__(self) -> int:
+        return len(self._kernels)
 
     def statistics(self, spec: KernelSpec) -> list[Statistic]:
         """What the driver tells about a kernel, which is compiled for this alone. The device must be open for statistics."""

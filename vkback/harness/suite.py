@@ -36,6 +36,9 @@ AHEAD = 96
 BATCH = 64
 """Most shaders compiled in one go: a compiler's start costs as much as several shaders."""
 
+KEPT = 1000
+"""Kernels that a long run keeps on its device: more than the cases prepared ahead have, and of a CPU driver's some 2 GB."""
+
 CHUNK = 100
 """Most cases a process is given at once; near the end fewer, so that all finish together."""
 
@@ -95,6 +98,14 @@ class Kernels:
         else:
             self._found[key].set_result(kernel)
 
+    def trim(self, most: int) -> None:
+        """Where more than `most` kernels are on the device, leave the half of it that was used last. Nothing may be running."""
+        if len(self._found) <= most:
+            return
+        with self._lock:
+            self._found = {key: kernel for key, kernel in self._found.items() if not kernel.done()}
+        self._device.trim_kernels(most // 2)
+
     def close(self) -> None:
         self._wanted.put(None)
         self._shaders.join()
@@ -130,10 +141,14 @@ class Suite:
     """Runs cases on one open device. A context manager.
 
     compile_threads  kernels compiled at once, default one a core
+    kept             kernels kept on the device, about; None: all. Only for a device that has no recordings but the suite's own
     """
 
-    def __init__(self, device: Device, library: ShaderLibrary, ctx: LowerContext, *, compile_threads: int | None = None) -> None:
+    def __init__(
+        self, device: Device, library: ShaderLibrary, ctx: LowerContext, *, compile_threads: int | None = None, kept: int | None = None
+    ) -> None:
         self.ctx = ctx
+        self._kept = kept
         self._bench = Workbench(device, library)
         self._kernels = Kernels(device, library, compile_threads or os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(2)
@@ -152,9 +167,14 @@ class Suite:
         for case in cases:
             waiting.append((case, self._threads.submit(self._prepare, case)))
             if len(waiting) > AHEAD:
-                yield self._finish(*waiting.popleft()).result
+                yield self._first_of(waiting)
         while waiting:
-            yield self._finish(*waiting.popleft()).result
+            yield self._first_of(waiting)
+
+    def _first_of(self, waiting: deque[tuple[Case, Future[Ready]]]) -> CaseResult:
+        if self._kept is not None:
+            self._kernels.trim(self._kept)
+        return self._finish(*waiting.popleft()).result
 
     def run_one(self, case: Case) -> Run:
         """One case with its values, for a closer look."""
@@ -241,7 +261,7 @@ def _open_worker(device: str | int | None, act: str, compile_threads: int) -> No
     stack = ExitStack()
     opened = stack.enter_context(Device.open(device))
     ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act)  # type: ignore[arg-type]
-    _worker = stack.enter_context(Suite(opened, ShaderLibrary(quick=opened.caps.software), ctx, compile_threads=compile_threads))
+    _worker = stack.enter_context(Suite(opened, ShaderLibrary(quick=opened.caps.software), ctx, compile_threads=compile_threads, kept=KEPT))
     Finalize(_worker, stack.close, exitpriority=1)  # pipelines are kept for the next run when the device is closed
 
 
