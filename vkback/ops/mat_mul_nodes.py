@@ -22,8 +22,6 @@ from vkback.ops.base import Dispatch, LowerContext
 from vkback.ops.mat_mul import MatMulShape, pack_f16, packed, packed_columns, route, route_heads, route_tensor
 from vkback.ops.mat_mul_reg import pack_units, packed_units
 
-PACK_ROLES = ("x", "norm", "factors", "route")
-
 
 @dataclass(frozen=True)
 class Norm:
