@@ -1,9 +1,7 @@
-// A unit of 32 weights as f16 in K order (mat_mul/matrix.glsl), eight a word. Needs mat_mul/iface.glsl, quant/weights.glsl, a QUANT_FILE and
-// mat_mul/pack.glsl.
+// A unit of 32 weights as f16 in K order (mat_mul/matrix.glsl), eight a word. Needs quant/place.glsl, a QUANT_FILE and mat_mul/pack.glsl.
 
-// 1024 as two f16, of which no compiler knows (no matrix has 2^31 rows): NVIDIA's makes one instruction of (word & MASK) | VALUE if the value is in
-// a register, and two if it is a constant, too.
-uint two_1024() { return 0x64006400u ^ (p.m >> 31); }
+// 1024 as two f16.
+uint two_1024() { return 0x64006400u ^ unknown_zero(); }
 
 #ifdef UNIT_FLIPPED_NIBBLES
 // Nibbles without a byte of their own: above 1024 an f16's last bit is worth 1, so a nibble in its low bits is 1 and in the next 16 times its value

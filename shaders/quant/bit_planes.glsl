@@ -1,7 +1,7 @@
 // 32 numbers of eight bits as eight words of bits, and as bytes. Bit 8b + i of plane[k] is bit k of number 4i + b: each of the four byte columns
 // is a square of 8 by 8 bits, which is turned over its diagonal in three steps.
 
-// A choice of bits is an exclusive or by a mask that the compiler does not know: NVIDIA's makes one instruction of it, and two by a constant.
+// A choice of bits is an exclusive or by a mask that the compiler does not know (unknown_zero in quant/place.glsl).
 //
 //   BITS_BY_MASKS  1: choices by masks and constants, for Adreno, which shifts and masks in one instruction
 #ifndef BITS_BY_MASKS
@@ -15,7 +15,7 @@ void exchange_bits(inout uint low, inout uint high, uint mask, int by) {
     low = (low & mask) | (up & ~mask);
     high = (down & mask) | (high & ~mask);
 #else
-    mask ^= p.w.units >> 31u;  // no row has so many
+    mask ^= unknown_zero();
     low = ((low ^ up) & mask) ^ up;
     high = ((high ^ down) & mask) ^ high;
 #endif

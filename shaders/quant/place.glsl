@@ -30,6 +30,10 @@ Place place(uint row, uint unit) { return Place(row, unit, 0u, 0u); }
 #define MOST_WORDS 0x3fffffffu
 uint foldable(uint index) { return index & MOST_WORDS; }
 
+// 0, of which no compiler knows: no row has 2^31 units. NVIDIA's makes one instruction of (word & MASK) | VALUE, or of a choice by exclusive or with a
+// mask, if one of the constants is a value for it, and two if it knows both.
+uint unknown_zero() { return p.w.units >> 31; }
+
 // Number of the item that belongs to a unit, in a plane whose first is number `first` and where 2^shift units have `width` items, of which no
 // buffer has more than `most`.
 uint item_at(uint first, Place at, uint shift, uint width, uint most) {
