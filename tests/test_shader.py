@@ -98,9 +98,57 @@ def test_spirv_is_a_vulkan_1_2_module(library: ShaderLibrary) -> None:
 
 def test_expanded_has_includes_in_place_and_defines_after_version(library: ShaderLibrary) -> None:
     lines = library.expanded(Variant("copy.comp", (("SCALE", 3), ("NAME", "x")))).splitlines()
-    assert lines[:4] == ["// copies words", "#version 450", "#define SCALE 3", "#define NAME x"]
+    assert lines[:3] == ["#version 450", "#define SCALE 3", "#define NAME x"]
     assert "    return v * SCALE;" in lines
     assert not any("#include" in line for line in lines)
+
+
+COMMENTED = """// Scales words.
+#ifndef SCALE_GLSL  // once
+#define SCALE_GLSL
+/* The factor,
+   which a define may set. // */
+#ifndef SCALE
+#define SCALE 1   // unless it is set
+#endif
+
+uint scaled(uint v) {
+
+    // A comment of /* its own line.
+    return v * /* the factor */ SCALE;
+}
+#endif
+"""
+
+
+def test_comments_and_blank_lines_are_no_part_of_a_source(library: ShaderLibrary, root: Path) -> None:
+    plain = library.expanded(Variant("copy.comp"))
+    (root / "parts" / "scale.glsl").write_text(COMMENTED)
+    (root / "copy.comp").write_text(COPY.replace('.glsl"', '.glsl"  // scaled()').replace("    b[i]", "\n    // One word.\n    b[i]"))
+    assert library.expanded(Variant("copy.comp")).replace("v *   SCALE", "v * SCALE") == plain
+
+
+def test_a_blank_line_that_ends_a_macro_stays(library: ShaderLibrary, root: Path) -> None:
+    (root / "parts" / "scale.glsl").write_text("#define scaled(v) (v + \\\n    1u) \\\n\nuint other;\n")
+    lines = library.expanded(Variant("copy.comp")).splitlines()
+    assert lines[1:5] == ["#define scaled(v) (v + \\", "    1u) \\", "", "uint other;"]
+    assert library.spirv(Variant("copy.comp"))
+
+
+def test_a_fault_among_comments_has_the_line_of_its_file(library: ShaderLibrary, root: Path) -> None:
+    (root / "parts" / "scale.glsl").write_text(COMMENTED.replace("SCALE;", "SCAEL;"))
+    with pytest.raises(CompileError) as caught:
+        library.spirv(Variant("copy.comp"))
+    said = str(caught.value)
+    assert "parts/scale.glsl:13: error: 'SCAEL' : undeclared identifier" in said
+    assert "      10 | uint scaled(uint v) {\n  >   13 |     return v *   SCAEL;\n" in said
+
+
+def test_an_edit_of_prose_leaves_the_cache_valid(library: ShaderLibrary, counting: Counting, root: Path, tmp_path: Path) -> None:
+    library.spirv(Variant("copy.comp"))
+    (root / "copy.comp").write_text("// Other words.\n\n" + COPY)
+    ShaderLibrary(root, tmp_path / "cache").spirv(Variant("copy.comp"))
+    assert counting.calls == 1
 
 
 def test_defines_change_the_module_and_specialization_does_not(library: ShaderLibrary) -> None:

@@ -1,7 +1,8 @@
 """SPIR-V that comes with the shaders, for kernels that common GLSL compilers are too old for.
 
-`shaders/prebuilt/manifest.json` names the compiler and lists the modules, each by the hash of its expanded source with all defines; so a
-module whose source has changed since is not used, and `tools/prebuilt.py --check` finds it. Specialization constants do not enter a module.
+`shaders/prebuilt/manifest.json` names the compiler and lists the modules, each by the hash of its expanded source with all defines, without
+comments and blank lines. So a module whose code has changed since is not used, and `tools/prebuilt.py --check` finds it. Specialization
+constants do not enter a module.
 """
 
 from __future__ import annotations

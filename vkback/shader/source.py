@@ -1,4 +1,4 @@
-"""Variants, and their source with includes expanded and every line's origin kept."""
+"""Variants, and their source: includes expanded, comments and blank lines left out, every line's origin kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path, PurePosixPath
 from vkback.paths import shader_root
 from vkback.shader.errors import CompileError
 
-INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|(\w+))\s*(?://.*)?$')
+INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|(\w+))\s*$')
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 VERSION = re.compile(r"^\s*#\s*version\b")
 Origin = tuple[str, int]
 """File and number of a line."""
@@ -69,7 +70,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Expanded:
-    """Source ready for the compiler. origins: (file, line number) of each line of `text`."""
+    """Source ready for the compiler. origins: (file, line number) of each line of `text`.
+
+    `text` has neither comments nor blank lines. Modules are known by it: an edit of prose leaves cached and prebuilt ones valid.
+    """
 
     text: str
     origins: tuple[Origin, ...]
@@ -131,13 +135,30 @@ def _text_of(file: Path, _mtime: int, _size: int) -> str:
 @lru_cache(1024)
 def _parts(name: str, text: str) -> tuple[Part, ...]:
     """Of a file and its text. Kept, since a token's kernels include the same files hundreds of times."""
-    lines, parts, begin = text.splitlines(), list[Part](), 0
-    origins = [(name, number + 1) for number in range(len(lines))]
+    parts, begin = list[Part](), 0
+    lines, origins = _code(name, text)
     for i, include in enumerate(map(INCLUDE.match, lines)):
         if include:
             parts.append((tuple(lines[begin:i]), tuple(origins[begin:i]), include))
             begin = i + 1
     return (*parts, (tuple(lines[begin:]), tuple(origins[begin:]), None))
+
+
+def _code(name: str, text: str) -> tuple[list[str], list[Origin]]:
+    """The lines of a file that are more than comments and blanks, and where they stand. A blank line that ends a macro stays."""
+    lines: list[str] = []
+    origins: list[Origin] = []
+    for number, line in enumerate(COMMENT.sub(_blank, text).splitlines(), 1):
+        code = line.rstrip()
+        if code or (lines and lines[-1].endswith("\\")):
+            lines.append(code)
+            origins.append((name, number))
+    return lines, origins
+
+
+def _blank(comment: re.Match[str]) -> str:
+    """What stands for a comment: a space, or its line breaks."""
+    return "\n" * comment[0].count("\n") or " "
 
 
 def _generated(name: str, asked: str, variant: Variant) -> str:
