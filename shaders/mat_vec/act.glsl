@@ -1,13 +1,15 @@
-// Where a unit of 32 activations comes from.
-//   PROLOGUE_NONE  from memory, F32 or Q8_1 as stored
-//   PROLOGUE_NORM  from shared memory. Every workgroup reads one token's F32 x, applies the RMS norm and its weight, and stores the result
-//                  there; the integer path quantizes it on the way. With BIND_NORM_BIAS it is a layer norm with a bias. With BIND_POST_NORM x is
-//                  first normed, weighted and added to another tensor; with BIND_SUM the first workgroup stores that sum
-//   PROLOGUE_COPY  from shared memory. Every workgroup copies its rows of x there: Q8_1 on the integer path, F32 (whole units) on the other
+// The activations of a mat-vec, one unit (32 values) at a time.
+//   PROLOGUE_NONE  each unit is read from memory, F32 or Q8_1 as stored
+//   PROLOGUE_NORM  from shared memory: every workgroup reads its token's F32 x, multiplies it by the norm's weight and keeps it there
+//                  (quantized to Q8_1 on the integer path). Each workgroup repeats this work, but a dispatch and a barrier are saved. RMS norm;
+//                  with BIND_NORM_BIAS a layer norm with bias. With BIND_POST_NORM, x is first replaced by post_residual + rms_norm(x) *
+//                  post_norm; with BIND_SUM the first workgroup also stores that sum
+//   PROLOGUE_COPY  from shared memory: every workgroup copies its rows of x there, as Q8_1 on the integer path,
+//                  as F32 (whole units) on the other
 
-struct ActRaw { uvec4 lo, hi; uvec2 ds; };  // Q8_1 as stored
+struct ActRaw { uvec4 lo, hi; uvec2 ds; };  // a Q8_1 unit as stored
 #if PATH_INT
-// int_sum: sums of the int8 values of each half; sum: the same times d.
+// q: 32 int8; x = d * q. int_sum: sums of the int8 of the two halves; sum = d * int_sum.
 struct Act { uint q[8]; float d; vec2 sum; ivec2 int_sum; };
 #else
 struct Act { vec4 x[8]; };
@@ -24,13 +26,13 @@ shared uvec2 act_ds[WALK_UNITS];
 #endif
 
 #if PROLOGUE != PROLOGUE_NONE && !PATH_INT
-// Values 4i .. 4i + 3 of all units are stored together: lanes with neighbouring units then read neighbouring words.
+// Values 4i .. 4i + 3 of all units lie side by side: lanes with neighbouring units read neighbouring words, free of bank conflicts.
 shared vec4 act_x[8][WALK_UNITS];
 #endif
 
 #if PROLOGUE == PROLOGUE_NORM
 #if PATH_INT
-// Eight neighbouring threads quantize a unit together; thread i has its values 4 (i & 7) .. + 3.
+// Eight neighbouring threads quantize one unit: thread i holds its values 4 (i & 7) .. 4 (i & 7) + 3.
 void keep(uint i, vec4 v) {
     const Q8_1Quad packed = q8_1_pack(i, v);
     if (i >= K_UNITS * 8) return;
@@ -45,11 +47,11 @@ void keep(uint i, vec4 v) {
 }
 #endif
 
-// 1 / rms of x, a factor of every row sum. It is applied in the epilogue, so that the walk does not wait for the reduction. A layer norm is
-// applied before x is stored, since what it adds is not to be multiplied.
+// 1 / rms(x) is a factor of every row sum. The epilogue applies it, so the walk need not wait for the reduction that makes it. A layer norm
+// adds a bias that this factor must not touch, so it is applied before x is stored, and norm_factor is 1.
 float norm_factor;
 
-// A thread keeps VALUES4 vec4 in registers until they are quantized.
+// A thread holds VALUES4 vec4 of x in registers until they are quantized.
 vec4 x_values[VALUES4];
 vec4 norm_values[VALUES4];
 #ifdef BIND_NORM_BIAS
@@ -98,7 +100,7 @@ bool x_arrived() {
 
 void fetch_x(uint tid, uint first_row) {
 #if SPINS
-    SPIN_ON(read_x(tid), x_arrived());  // by the includer
+    SPIN_ON(read_x(tid), x_arrived());  // the includer has called read_x() once already
 #else
     read_x(tid);
 #endif
@@ -108,7 +110,7 @@ void fetch_x(uint tid, uint first_row) {
 }
 
 #ifdef BIND_POST_NORM
-// x becomes post_residual + norm(x) * post_norm. Values past its end stay zero.
+// x = post_residual + rms_norm(x) * post_norm. Values past its end stay 0.
 void post_norm(uint tid) {
     float square = 0.0;
     [[unroll]] for (int j = 0; j < VALUES4; j++) square += dot(x_values[j], x_values[j]);
@@ -153,14 +155,14 @@ void prologue(uint tid) {
     [[unroll]] for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), x_values[j]);
     norm_factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
 #if REDUCE_ONE_SUBGROUP
-    barrier();  // otherwise wg_sum has one
+    barrier();  // with more subgroups, wg_sum contains this barrier
 #endif
 }
 #endif
 #elif PROLOGUE == PROLOGUE_COPY
 #if PATH_INT
-// Copies the rows of x that this workgroup needs, in the order of its weights' units. The indices are plain: with foldable ones, as in act_fetch,
-// a token of llama 1B Q4_K_S takes 383 us on an H200 instead of 350.
+// Copies the rows of x that this workgroup needs, in the order in which its units of weights want them. Plain indices on purpose: with
+// foldable() ones, as in act_fetch, a token of llama 1B Q4_K_S takes 383 us on an H200 instead of 350.
 void fetch_x(uint tid, uint first_row) {
     for (uint i = tid; i < WALK_UNITS; i += WG) {
         const uint base = (p.x_slots == 1u ? first_row : first_row + i / K_UNITS) * p.x_stride, unit = x_unit0 + i % K_UNITS;
@@ -191,7 +193,8 @@ void prologue(uint tid) {
 }
 #endif
 
-// Unit `unit + units_on` of row `row` of x; units_on is a constant, as in Place. After a prologue, rows count from the first in shared memory.
+// Unit `unit + units_on` of row `row` of x; units_on is a constant, as in Place (quant/place.glsl).
+// With a prologue, rows count from the first one in shared memory.
 #if PROLOGUE != PROLOGUE_NONE && PATH_INT
 ActRaw act_fetch(uint row, uint unit, uint units_on) {
     const uint at = (PROLOGUE == PROLOGUE_COPY ? row * K_UNITS : 0u) + unit + units_on;

@@ -1,4 +1,4 @@
-// Epilogue: bias, GLU or gelu, and residual on the row sums, then the store as F32 or Q8_1.
+// Epilogue of a mat-vec: y = act(norm_factor * sum + bias) + residual for each row, with act none, GLU or gelu; stored as F32 or Q8_1.
 #if GELU
 #include "elementwise/functions.glsl"
 #endif
@@ -6,14 +6,14 @@
 #if Y_TYPE == Y_F32
 #define RESIDUAL_STRIDE p.y_stride
 #else
-#define RESIDUAL_STRIDE (32u * p.y_units)  // the residual is F32 for any type of output
+#define RESIDUAL_STRIDE (32u * p.y_units)  // the residual is F32, whatever y is
 #endif
 
-// Bias and residual of this lane's output row, loaded before the walk: their latency is hidden behind it.
+// Bias plus residual of this lane's output row. Loaded before the walk, which hides their latency.
 float addend[COLS];
 
 #ifdef BIND_BIAS
-// Bias of a row of this slot's matrix; with EXPERTS_SUMMED the weighted sum of the experts' biases.
+// Bias of one row of this slot's matrix; with EXPERTS_SUMMED, the weighted sum of its experts' biases.
 float bias_of(uint row) {
 #if EXPERTS == EXPERTS_SUMMED
     float sum = 0.0;
@@ -26,7 +26,7 @@ float bias_of(uint row) {
 #endif
 
 #if GLU && defined(BIND_BIAS)
-vec2 glu_bias;  // of gate and up
+vec2 glu_bias;  // biases of gate and up
 #endif
 
 void fetch_addend() {
@@ -46,7 +46,7 @@ void fetch_addend() {
     }
 }
 
-// The lane's output row within its slot; ROWS or more for a lane without one.
+// This lane's output row within its slot; ROWS for a lane that has none.
 uint output_row() {
 #if PARTIALS > 1
     return lane < (ROWS >> GLU) ? lane : ROWS;
@@ -61,7 +61,7 @@ uint output_row() {
 #define NORMED(sum) (sum)
 #endif
 
-// Value of output_row() for token c. Every lane must call: it shuffles.
+// The finished value of output_row() for token c. Every lane must call, since it shuffles.
 float finished(uint tid, uint turn, uint c) {
 #if GLU && PARTIALS > 1
     float gate = row_total(tid, turn, min(2u * lane, ROWS - 2u), c), up = row_total(tid, turn, min(2u * lane, ROWS - 2u) + 1u, c);

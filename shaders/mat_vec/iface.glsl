@@ -1,22 +1,32 @@
-// Bindings and push constants of the mat-vec family. Optional buffers come after the first three; the planner numbers them
-// (BIND_NORM, BIND_NORM_BIAS, BIND_POST_NORM, BIND_POST_RESIDUAL, BIND_SUM, BIND_BIAS, BIND_RESIDUAL, BIND_IDS, BIND_LOGITS, BIND_EXPERT_WEIGHTS,
-// BIND_SELECTION_BIAS, and BIND_TOPK for the chosen experts).
-//   0  weights, planes of docs/architecture.md (quant/weights.glsl)
+// Bindings and push constants of the mat-vec kernels.
+//
+//   0  weights: planes of quantized blocks (quant/weights.glsl, docs/architecture.md)
 //   1  x: F32 [tokens][x_stride floats] or Q8_1 [tokens][x_stride 16-byte words]
 //   2  y: F32 [tokens][y_stride floats] or Q8_1 [tokens][y_stride 16-byte words]
+//
+// Optional buffers follow; the planner numbers those that a kernel has:
+//   BIND_NORM            F32 [k]       weight of the norm (PROLOGUE_NORM); BIND_NORM_BIAS F32 [k]: makes it a layer norm
+//   BIND_POST_NORM       F32 [k]       weight of a norm of x itself; BIND_POST_RESIDUAL F32 [k] is added to its result
+//   BIND_SUM             F32 [k]       out: that sum
+//   BIND_BIAS            F32 [all rows of W]
+//   BIND_RESIDUAL        F32 [tokens][output rows], added to y
+//   BIND_IDS             I32 [tokens][N_USED]   chosen experts; BIND_EXPERT_WEIGHTS F32 of the same shape (EXPERTS_SUMMED)
+//   BIND_LOGITS          F32 [N_EXPERT]         router logits (CHOOSE); BIND_SELECTION_BIAS F32 [N_EXPERT]: added for the choice only
+//   BIND_TOPK            F32 [N_USED]           out: weights of the chosen experts; + 1: their ids, I32; + 2 (TOPK):
+//                        a counter (common/ticket.glsl)
 
 layout(push_constant) uniform Push {
     Weights w;
-    uint m;         // weight rows of this shard, or of one expert
+    uint m;         // rows of this shard, or of one expert
     uint k;         // columns
     uint n;         // tokens
     uint x_stride;
     uint y_stride;
     uint y_offset;  // output row of this shard's first row
-    uint w_row0;    // row of the whole weight where this shard begins
-    uint y_units;   // Q8_1 output: units in an output row
-    uint x_slots;   // rows of x a token has: 1 for all its experts, or N_USED, one for each
-    float eps;      // RMS norm in the prologue
+    uint w_row0;    // row of the whole tensor where this shard begins
+    uint y_units;   // units in an output row (Y_Q8_1)
+    uint x_slots;   // rows of x per token: 1, shared by its experts, or N_USED, one for each
+    float eps;      // of the norm in the prologue
 } p;
 
 #if X_TYPE == X_F32

@@ -1,29 +1,41 @@
 #version 450
-// Mat-vec: y = W x for 1 to COLS tokens. One kernel for every weight type, float and integer dot (MMVQ), dense and MUL_MAT_ID.
+// Mat-vec: y[token][row] = sum over column of W[row][column] * x[token][column], for 1 to COLS tokens. W [m rows][k columns] is quantized.
+// One kernel serves every weight type, float and integer dot products (MMVQ), dense weights and MUL_MAT_ID. Bindings: mat_vec/iface.glsl.
 //
-// A tile is SLOTS * ROWS weight rows. LANES neighbouring threads form a slot; the slot owns ROWS rows (register blocking). Its lanes walk the
-// rows side by side, UNROLL units (of 32 weights) a lane and step. A step's units of a slot are a chunk. At the end the lanes' partial sums are
-// added in a fixed order. A workgroup of WG threads computes one tile; with TILES 1 it loops over the tiles with the stride of the grid, and one
-// prologue serves them all.
+// A mat-vec is bound by the bandwidth of memory, so everything serves one end: keep loads of weights in flight, and do little work per weight.
 //
-//   PATH_INT       1: Q8_1 activations, dot products of packed bytes; 0: F32 activations
-//   PROLOGUE       what precedes the walk: PROLOGUE_NONE, PROLOGUE_NORM, PROLOGUE_COPY (mat_vec/act.glsl)
-//   PREFETCH       software prefetch into registers. PREFETCH_WEIGHTS: as soon as a unit is used, its registers are loaded with the unit of the
-//                  next chunk. PREFETCH_WEIGHTS_X: so are those of x (can_prefetch_x in vkback/ops/mat_vec_config.py)
-//   LANES_BLOCKED  0: the UNROLL units of a lane are LANES apart (strided). 1: they are neighbours (blocked), and scales that they share are
-//                  loaded once. UNROLL is then a power of two, and K_UNITS a multiple of LANES * UNROLL
-//   EXPERTS        EXPERTS_NONE: dense. EXPERTS_EACH: gl_WorkGroupID.z = token * N_USED + slot picks the expert. EXPERTS_SUMMED: z = token; its
-//                  N_USED experts are walked as one long row, each with its weight. EXPERTS_HEADS: z = token * N_USED + head; matrix `head` is
-//                  multiplied by that head's part of x, X_UNITS / N_USED units, and makes that head's part of y
-//   GLU            1: rows 2i and 2i + 1 of W are gate and up of output row i: y = silu(gate) * up; with GLU_ALPHA and GLU_LIMIT the
-//                  clamped form, SWIGLU_OAI
-//   GELU           1: with GLU gelu, its tanh form, in the place of silu; without: y = gelu of the row sum and its bias
-//   TOPK           1: y holds the logits of a router; the last workgroup to arrive chooses the experts (topk/choose.glsl)
-//   CHOOSE         1: every workgroup chooses its token's experts by the router's logits; one stores ids and weights (EXPERTS_EACH)
-//   ROWS_FULL      1: the matrix is a whole number of tiles, so that row numbers need no bound
-//   Y_TYPE         Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
-//   SCALE_SUMS     1, float path: scales multiply the sums of a unit's products with whole numbers, not every weight (types with unit_ints)
-//   LEVEL_TABLE    1 or 2, with SCALE_SUMS: the decoder looks these numbers up in shared memory (shaders/quant/mxfp4.glsl)
+// How the work is divided:
+//   unit       32 consecutive weights of a row; a row has K_UNITS of them
+//   slot       LANES neighbouring threads that share ROWS rows (register blocking: x is read once for all of them)
+//   chunk      the LANES * UNROLL units of a row that a slot reads in one step, UNROLL per lane
+//   tile       the SLOTS * ROWS rows of a workgroup of WG threads
+// Each lane walks its rows chunk by chunk and keeps ROWS * COLS partial sums in registers. At the end the sums of a slot's lanes are added in
+// a fixed order, and the epilogue (mat_vec/epilogue.glsl) finishes and stores the rows. With TILES 0 a workgroup computes one tile. With
+// TILES 1 it loops over tiles with the stride of the grid, so that one prologue serves them all.
+//
+// Defines, besides WG LANES ROWS UNROLL COLS TILES K_UNITS SUBGROUP (its lanes; 1: sums without shuffles):
+//   PATH_INT       1: Q8_1 activations and dot products of packed int8; 0: F32 arithmetic
+//   X_TYPE         X_F32 or X_Q8_1: x as it is in memory
+//   Y_TYPE         Y_F32, or Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
+//   K_TAIL         1: k is no multiple of 32, so the last unit of x is read value by value
+//   PROLOGUE       what is done to x first: PROLOGUE_NONE, PROLOGUE_NORM or PROLOGUE_COPY (mat_vec/act.glsl)
+//   PREFETCH       software prefetch into registers. PREFETCH_WEIGHTS: once a unit has been used, its registers are loaded with the same unit
+//                  of the next chunk. PREFETCH_WEIGHTS_X: so are those of x (can_prefetch_x in vkback/ops/mat_vec_config.py)
+//   LANES_BLOCKED  0: the UNROLL units of a lane are LANES apart (strided). 1: they are neighbours (blocked), and the scales that they share
+//                  are loaded once. UNROLL is then a power of two and K_UNITS a multiple of LANES * UNROLL
+//   EXPERTS        EXPERTS_NONE: dense
+//                  EXPERTS_EACH: one row of y per token and chosen expert; gl_WorkGroupID.z = token * N_USED + slot
+//                  EXPERTS_SUMMED: z = token; the rows of its N_USED experts are walked as one long row, each scaled by its expert's weight
+//                  EXPERTS_HEADS: z = token * N_USED + head;
+//                  matrix `head` times this head's part of x (X_UNITS / N_USED units) makes this head's part of y
+//   GLU            1: rows 2i and 2i + 1 of W are gate and up of output row i, y = silu(gate) * up;
+//                  with GLU_ALPHA and GLU_LIMIT the clamped form SWIGLU_OAI
+//   GELU           1: with GLU, gelu (tanh form) instead of silu; without GLU, y = gelu(row sum + bias)
+//   TOPK           1: y holds router logits, and the last workgroup to arrive chooses the experts (topk/choose.glsl)
+//   CHOOSE         1, with EXPERTS_EACH: every workgroup chooses its token's experts from the router logits; one of them stores ids and weights
+//   ROWS_FULL      1: the matrix is a whole number of tiles, so row numbers need no clamp
+//   SCALE_SUMS     1, float path, types with unit_ints: multiply x by the integers of a unit and the sum by its scale, instead of every weight
+//   LEVEL_TABLE    1 or 2, with SCALE_SUMS: the decoder looks these integers up in shared memory (quant/mxfp4.glsl)
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_KHR_shader_subgroup_basic : require
 #if SUBGROUP > 1
@@ -34,7 +46,7 @@
 #define X_Q8_1 1
 #define Y_F32 0
 #define Y_Q8_1 1
-// As in SHADER_WORDS of vkback/ops/mat_vec_config.py.
+// The order of these words is that of SHADER_WORDS in vkback/ops/mat_vec_config.py.
 #define PROLOGUE_NONE 0
 #define PROLOGUE_NORM 1
 #define PROLOGUE_COPY 2
@@ -80,7 +92,7 @@ layout(local_size_x = WG) in;
 #if EXPERTS == EXPERTS_HEADS
 #define X_HEAD_UNITS (X_UNITS / N_USED)
 #define Y_OFFSET (p.y_offset + expert_row)
-uint x_unit0;     // where the head's part of x begins
+uint x_unit0;     // first unit of this head's part of x
 #else
 #define X_UNITS K_UNITS
 #define Y_OFFSET p.y_offset
@@ -91,7 +103,7 @@ uint x_unit0;     // where the head's part of x begins
 #define SLOTS (WG / LANES)
 #define PARTIALS (LANES / SUBGROUP)
 #define CHUNKS ((WALK_UNITS + CHUNK - 1) / CHUNK)
-// OWN_X: a lane keeps its units of x in registers; if a row is one chunk, for all tiles. NEXT_X: it prefetches those of the next chunk.
+// OWN_X: a lane keeps its units of x in registers, for all tiles if a row is one chunk. NEXT_X: it also prefetches those of the next chunk.
 #define NEXT_X (PREFETCH == PREFETCH_WEIGHTS_X)
 #define OWN_X (NEXT_X || (CHUNKS == 1 && COLS == 1 && EXPERTS != EXPERTS_SUMMED && PATH_INT))
 #define TILE_ROWS (SLOTS * ROWS)
@@ -99,7 +111,7 @@ uint x_unit0;     // where the head's part of x begins
 
 float acc[ROWS][COLS];
 
-// Row of x for column c. Columns past the last token read that token again; they are not stored.
+// Row of x for column c. Columns past the last token read the last token again and are not stored.
 uint token_row(uint x_row, uint c) {
 #if COLS > 1
     return min(x_row + c, p.n - 1u);
@@ -113,9 +125,9 @@ uint token_row(uint x_row, uint c) {
 #endif
 
 #if SCALE_SUMS
-// The 32 whole numbers of a unit; weight = scale[half] * number - bias[half]. Byte 0 by its position: a mask would be merged with the one before
-// it, and what is left is no byte that AMD converts in one instruction.
-#ifndef UNIT_NUMBERS  // the decoder has its own
+// The 32 integers of a unit: weight = scale[half] * number - bias[half]. bitfieldExtract rather than `& 0xff` for byte 0: the compiler would
+// merge that mask with the decoder's own, and AMD has a one-instruction conversion only for whole bytes (v_cvt_f32_ubyte).
+#ifndef UNIT_NUMBERS  // otherwise the decoder brings its own
 void unit_numbers(UnitRaw raw, out vec4 w[8], out vec2 scale, out vec2 bias) {
     uint q[8];
     unit_ints(raw, q, scale, bias);
@@ -129,14 +141,14 @@ void unit_numbers(UnitRaw raw, out vec4 w[8], out vec2 scale, out vec2 bias) {
 }
 #endif
 
-// Sums of each half of a unit of x.
+// Sums of the two halves of a unit of x.
 vec2 sums_of(Act a) {
     const vec4 low = (a.x[0] + a.x[1]) + (a.x[2] + a.x[3]), high = (a.x[4] + a.x[5]) + (a.x[6] + a.x[7]);
     return vec2((low.x + low.y) + (low.z + low.w), (high.x + high.y) + (high.z + high.w));
 }
 
 float dot_numbers(vec4 w[8], vec2 scale, vec2 bias, Act a, vec2 x_sums) {
-    // Two chains of multiply-adds a half.
+    // Two chains of fma per half, so that fewer of them depend on each other.
     vec2 low = vec2(0.0), high = vec2(0.0);
     [[unroll]] for (int i = 0; i < 4; i++) {
         low = fma(w[i].zw, a.x[i].zw, fma(w[i].xy, a.x[i].xy, low));
@@ -166,7 +178,7 @@ float dot_weights(vec4 w[8], Act a) {
 #endif
 
 #if !(PATH_INT && COLS == 1)
-// Adds one unit of ROWS rows times the activations of COLS tokens, each times `weight` (the expert's).
+// acc += weight * (one unit of ROWS rows) * (the same unit of COLS tokens). weight: the expert's, else 1.
 void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float weight) {
 #if PATH_INT
     Unit u[ROWS];
@@ -177,7 +189,7 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float w
     }
 #else
   #if COLS == 1
-    // A row after the other, so that the weights of one at a time are in registers.
+    // Row by row, so that registers hold the decoded weights of only one row at a time.
     const Act a = act_load(x_row, unit, units_on);
     #if SCALE_SUMS
     const vec2 x_sums = sums_of(a);
@@ -194,7 +206,7 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float w
     #endif
     }
   #else
-    // A token after the other: with the rows outside, each would read the same x, and compilers would keep that of all tokens in registers.
+    // Token by token: with rows outside, each row would read the same x, and compilers would keep the x of all tokens in registers.
     vec4 w[ROWS][8];
     #if SCALE_SUMS
     vec2 scale[ROWS], bias[ROWS];
@@ -221,12 +233,12 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float w
 ActRaw own[UNROLL];
 #endif
 #if EXPERTS == EXPERTS_SUMMED
-// The token's experts: row of W where each begins, and its weight.
+// Of each chosen expert of the token: the row of W where it begins, and its weight.
 shared uint summed_row[N_USED];
 shared float summed_weight[N_USED];
 #endif
-uint first_row;   // of the tile for this slot, within its matrix
-uint expert_row;  // row of W where the matrix begins (not with EXPERTS_SUMMED)
+uint first_row;   // first row of this slot's part of the tile, within its matrix
+uint expert_row;  // row of W where this matrix begins (not with EXPERTS_SUMMED)
 uint x_row;
 uint y_row;
 uint lane;
@@ -244,8 +256,8 @@ void fetch_experts(uint tid) {
 }
 #endif
 
-// Unit j of a lane's chunk is unit_of(chunk, j) + UNITS_ON(j); the second is a constant, which the compiler folds into the address. Past the end
-// of a row or of the matrix the last unit is read again and not used.
+// Unit j of a lane's chunk is unit_of(chunk, j) + UNITS_ON(j). The second term is a constant that the compiler folds into the load's address.
+// Past the end of a row or of the matrix the last unit is read again, and its product is dropped.
 #define IN_ROW(j) (CHUNKS == 1 ? ((j) + 1) * LANES <= K_UNITS : K_UNITS % CHUNK == 0)
 #define UNITS_ON(j) (UNIT_STEP > 1 ? (j) : IN_ROW(j) ? (j) * LANES : 0u)
 
@@ -254,7 +266,7 @@ uint unit_of(uint chunk, uint j) {
     return IN_ROW(j) ? first : min(first + j * LANES, WALK_UNITS - 1u);
 }
 
-// The unit within its row, for a walk through several rows.
+// The unit's number within its row, where a walk runs through several rows.
 #if EXPERTS == EXPERTS_SUMMED
 #define WITHIN_ROW(unit) ((unit) % K_UNITS)
 #else
@@ -280,8 +292,8 @@ void load(out UnitRaw raw[UNROLL][ROWS], uint row, uint chunk) {
         [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(row, r, chunk, j);
 }
 
-// Adds the units of a chunk to the sums. With `again`, as soon as a unit is used, its registers are loaded with the same unit of the next chunk
-// (software prefetch): loads are always in flight and take no further registers.
+// Adds the units of one chunk to the sums. With `again`, each unit's registers are reloaded with the same unit of the next chunk as soon as it
+// has been used (software prefetch): loads stay in flight without more registers.
 void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row, uint next_chunk) {
     [[unroll]] for (uint j = 0; j < UNROLL; j++) {
         const bool there = WALK_UNITS % CHUNK == 0 || chunk * CHUNK + j * LANES + lane < WALK_UNITS;
@@ -315,7 +327,7 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
     }
 }
 
-// Walks a tile chunk by chunk. On entry `raw` holds its first chunk; on return that of the tile at `next_row`, if there is one.
+// Walks one tile, chunk by chunk. On entry `raw` holds the tile's first chunk; on return, that of the tile at next_row if there is one.
 void walk(inout UnitRaw raw[UNROLL][ROWS], bool has_next, uint next_row) {
 #if PREFETCH != PREFETCH_NONE
     for (uint chunk = 0; chunk + 1 < CHUNKS; chunk++) use(raw, chunk, true, first_row, chunk + 1);
@@ -341,8 +353,8 @@ shared float partial[1 + TILES][COLS * ROWS * SLOTS * PARTIALS];
 #include "common/lane_sums.glsl"
 #endif
 
-// Adds the partial sums of a slot's lanes: by shuffles within a subgroup, through shared memory across subgroups.
-// `turn` alternates between tiles (double buffering), so that one barrier a tile suffices. The order of additions does not depend on COLS.
+// Adds the partial sums of a slot's lanes: by shuffles within a subgroup, through shared memory across subgroups. `turn` alternates from tile
+// to tile (double buffering), so one barrier per tile is enough. The order of additions does not depend on COLS: a token's bits stay the same.
 void reduce(uint tid, uint turn) {
 #if SUBGROUP > 1
     [[unroll]] for (int c = 0; c < COLS; c++) {
@@ -414,7 +426,8 @@ void main() {
     expert_row = 0;
 #if EXPERTS == EXPERTS_EACH
   #if CHOOSE
-    // Slice 0 computes no rows: its first workgroup stores the choice. That takes as long as a slice's mat-vec and would delay one.
+    // Slice z = 0 has no rows: its first workgroup stores the choice.
+    // That takes as long as a slice's mat-vec, so it would delay any other slice.
     if (gl_WorkGroupID.z == 0) {
         if (group > 0) return;
         SPIN_UNTIL(fetch_logits(tid, 0u), logits_arrived());
@@ -447,12 +460,12 @@ void main() {
     fetch_norm(tid);
 #endif
 #if SPINS && PROLOGUE == PROLOGUE_NORM
-    read_x(tid);  // if x has arrived, this load need not queue behind those of the weights
+    read_x(tid);  // read x before the weights: if it has arrived, this load need not queue behind theirs
 #endif
 #if CHOOSE
-    // No weight can be loaded before the choice.
+    // Which weights to load is known only after the choice.
   #if SPINS
-    // x was complete before the logits: prepare it before the spin-wait on them.
+    // x was complete before the logits were, so prepare it before spinning on them.
     fetch_x(tid, x_row);
     prologue(tid);
     SPIN_UNTIL(fetch_logits(tid, 0u), logits_arrived());
@@ -475,7 +488,7 @@ void main() {
     prologue(tid);
   #endif
 #else
-    // The first weights are in flight during the prologue.
+    // Start the first loads of weights, so that they are in flight during the prologue.
     load(raw, first_row, 0);
   #ifdef UNIT_TABLE
     unit_table(tid, WG);
@@ -487,7 +500,7 @@ void main() {
   #elif defined(UNIT_TABLE)
     barrier();
   #elif PREFETCH != PREFETCH_NONE || CHUNKS <= 2
-    subgroupBarrier();  // without it NVIDIA's driver delays each load until its use, to save registers: Q2_K 4096x14336 is 10 % slower
+    subgroupBarrier();  // else NVIDIA's driver sinks each load to its use, to save registers: Q2_K 4096x14336 is then 10 % slower
   #endif
 #endif
 #if OWN_X && !(CHOOSE && PROLOGUE == PROLOGUE_NONE)

@@ -1,7 +1,12 @@
-// Integer path: the dot product of a unit of 32 weights and a unit of x. Include quant/*.glsl, common/int_dot.glsl and mat_vec/act.glsl first.
+// Integer path: dot product of a unit of 32 weights with a unit of Q8_1 activations.
+// Include the type's file of quant/, common/int_dot.glsl and mat_vec/act.glsl first.
 //
-//   Unit decoded(raw)              the part that is the same for every token
-//   float dot_unit(raw, unit, a)   the dot product with one token's unit
+//   Unit decoded(raw)              the weights unpacked to bytes: done once for all tokens
+//   float dot_unit(raw, unit, a)   sum of weight * x over the unit, for one token
+//
+// A type with UNIT_DOT brings its own dot product. For the others weight = scale * q - bias and x = d * xq, so
+//   sum of weight * x = d * scale * (sum of q * xq) - bias * (sum of x),
+// where the last sum is stored with x.
 
 #ifdef UNIT_DOT
 struct Unit { uint q[UNIT_WORDS]; };
