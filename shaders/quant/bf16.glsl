@@ -1,4 +1,4 @@
-// BF16: 32 weights in 64 bytes, four parts of 16: part n holds values 8n..8n+7 of each unit.
+// BF16: 32 weights in 64 bytes, in four parts of 16: part n holds values 8n..8n+7 of each unit.
 #define UNIT_INTS 0
 
 struct UnitRaw { uvec4 part[4]; };

@@ -1,14 +1,14 @@
-// 32 numbers of eight bits as eight words of bits, and as bytes. Bit 8b + i of plane[k] is bit k of number 4i + b: each of the four byte columns
-// is a square of 8 by 8 bits, which is turned over its diagonal in three steps.
-
-// A choice of bits is an exclusive or by a mask that the compiler does not know (unknown_zero in quant/place.glsl).
+// From bit planes to bytes: 32 eight-bit numbers, given as eight words that hold one bit of each. Bit 8b + i of plane[k] is bit k of number
+// 4i + b. Each of the four byte columns is thus an 8x8 matrix of bits, which is transposed in three steps (swap 4x4, 2x2 and 1x1 blocks).
 //
-//   BITS_BY_MASKS  1: choices by masks and constants, for Adreno, which shifts and masks in one instruction
+// A step selects bits by xor and a mask that the compiler does not know (unknown_zero in quant/place.glsl): one instruction on NVIDIA.
+//
+//   BITS_BY_MASKS  1: select by and, or with constant masks instead: for Adreno, which shifts and masks in one instruction
 #ifndef BITS_BY_MASKS
 #define BITS_BY_MASKS 0
 #endif
 
-// The bits of `low` at the positions that `mask` leaves out change places with those of `high` at the positions `by` lower.
+// Exchanges the bits of `low` outside `mask` with the bits of `high` that stand `by` positions lower.
 void exchange_bits(inout uint low, inout uint high, uint mask, int by) {
     const uint up = high << by, down = low >> by;
 #if BITS_BY_MASKS
@@ -21,7 +21,7 @@ void exchange_bits(inout uint low, inout uint high, uint mask, int by) {
 #endif
 }
 
-// Byte b of q[i] becomes number 4i + b.
+// Byte b of q[i] is number 4i + b.
 void bytes_of_planes(uint plane[8], out uint q[8]) {
     [[unroll]] for (int i = 0; i < 8; i++) q[i] = plane[i];
     [[unroll]] for (int i = 0; i < 4; i++) exchange_bits(q[i], q[i + 4], 0x0f0f0f0fu, 4);

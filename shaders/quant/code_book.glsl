@@ -1,12 +1,13 @@
-// Code books of IQ1, IQ2 and IQ3, in shared memory. The including file has included generated/<type>_codes.glsl, 16 bits an entry (bit order
-// in vkback/ops/code_books.py), and has ENTRY, what a look-up gives, and ENTRY entry(uint codes), which makes it from spread 16 bits.
+// Codebooks of IQ1, IQ2 and IQ3 in shared memory: an index stands for 8 weights (IQ1, IQ2) or 4 (IQ3). The including file first includes
+// generated/<type>_codes.glsl, which has 16 bits per entry (bit order: vkback/ops/code_books.py), and defines ENTRY, the type that a look-up
+// returns, and ENTRY entry(uint codes), which makes it from the 16 bits after spread_codes.
 //
-//   CODE_BOOK_LITERAL  0: all threads bring entries over from a constant array, made ready for use
-//                      1: one thread stores literals, a look-up makes the entry. For CPU drivers: llvmpipe (Mesa 22) keeps a constant array
-//                      as a variable of each thread and compiles its 1024 stores in 18 s, 1024 literals in 0.5 s
+//   CODE_BOOK_LITERAL  0: all threads copy entries from a constant array to shared memory, already unpacked
+//                      1: one thread stores them as literals, and each look-up unpacks its entry. For CPU drivers: llvmpipe (Mesa 22) makes a
+//                      constant array a variable of each thread and takes 18 s to compile its 1024 stores, but 0.5 s for 1024 literals
 #define UNIT_TABLE
 
-// Level numbers of weights 0..3 in bytes 0..3; those of weights 4..7 two bits above.
+// Level numbers of weights 0..3 in the low bits of bytes 0..3; IQ1 and IQ2 have those of weights 4..7 two bits above.
 uint spread_codes(uint bits16) {
     return bits16 | (bits16 << 12);
 }

@@ -1,4 +1,4 @@
-// unit_decode for types that have unit_ints.
+// unit_decode by way of unit_ints, for types that have it: weight = scale * q - bias.
 void unit_decode(UnitRaw r, out vec4 w[8]) {
     uint q[8];
     vec2 scale, bias;

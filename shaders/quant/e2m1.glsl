@@ -1,10 +1,11 @@
-// The nibbles of MXFP4 and NVFP4: E2M1 codes of the file, put in an order (E2M1_ORDER in vkback/quants/mx.py) in which
+// Nibbles of MXFP4 and NVFP4 (E2M1 codes), decoded eight at a time by bitwise steps.
+// At load the codes were renamed (E2M1_ORDER in vkback/quants/mx.py) so that
 //   level = 3 * small + large - 12
-// is twice the value (0 1 2 3 4 6 8 12 and their negatives), where small (0..3) and large (0..15) come from a nibble's bits b3 b2 b1 b0 by
-// bitwise steps that treat the eight nibbles of a word at once:
-//   small = (b2 ^ b1) (b1 ^ b0)      large = ~b3 (b3 ^ b2) ~b1 (b1 ^ (b0 & b2))
-// Found by a search over pairs of such numbers; with one step each, instead of two for `large`, there is none.
-// mask: the bits of the nibbles that are wanted.
+// is twice the E2M1 value (0 1 2 3 4 6 8 12 and their negatives), with small (0..3) and large (0..15) made from bits b3 b2 b1 b0 of the nibble:
+//   small = (b2 ^ b1) (b1 ^ b0)                                 two bits, side by side
+//   large = ~b3 (b3 ^ b2) ~b1 (b1 ^ (b0 & b2))                  four bits
+// A search over pairs of such numbers found this; no pair needs only one step each (large takes two).
+// mask: which bits of the word to keep.
 uint e2m1_small(uint w, uint mask) {
     return (w ^ (w >> 1)) & mask;
 }
@@ -14,7 +15,7 @@ uint e2m1_large(uint w) {
     return low_and ^ ((w >> 1) | 0xaaaaaaaau);
 }
 
-// 16 bytes of nibbles, byte j holds value j low and value j + 16 high, as bytes of level + 12.
+// level + 12 as bytes, from 16 bytes of nibbles: byte j holds value j in its low nibble and value j + 16 in its high one.
 void e2m1_plus_12(uvec4 codes, out uint q[8]) {
     [[unroll]] for (int i = 0; i < 4; i++) {
         const uint large = e2m1_large(codes[i]);

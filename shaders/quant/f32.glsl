@@ -1,4 +1,4 @@
-// F32: 32 weights in 128 bytes, eight parts of 16: part n holds values 4n..4n+3 of each unit.
+// F32: 32 weights in 128 bytes, in eight parts of 16: part n holds values 4n..4n+3 of each unit.
 #define UNIT_INTS 0
 
 struct UnitRaw { uvec4 part[8]; };

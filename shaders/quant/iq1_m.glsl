@@ -1,8 +1,10 @@
-// IQ1_M: 256 weights in 56 bytes. Planes: qs 4 (bits 0..7 of the index of each 8), qh 2 (a nibble per 8: their bits 8..10; bit 3: delta is
-// negative), scales 8 per 256 (four u16: 3 bits per 16 weights in bits 0..11; the top nibbles together are d, f16).
-// weight = d * (1 + 2 scale) * (digit - 1 + delta), delta = 1/8 or -1/8
+// IQ1_M: 256 weights in 56 bytes.  weight = d * (1 + 2 scale) * (digit - 1 + delta), delta = 1/8 or -1/8
+// Planes:
+//   qs      4            bits 0..7 of the codebook index of each 8 weights
+//   qh      2            a nibble per 8 weights: bits 8..10 of the index; bit 3 set: delta is negative
+//   scales  8 per 256    four u16: bits 0..11 hold four 3-bit scales, one per 16 weights; the four top nibbles together are d, f16
 //
-// Delta changes within a half, so the integers are 4 digit + (delta > 0), times a quarter of the scale: digit - 1 + delta = that / 4 - 9/8.
+// Delta may change within a half, so it goes into the integers: q = 4 digit + (delta > 0), and digit - 1 + delta = q / 4 - 9/8.
 #define UNIT_INTS 1
 #define UNIT_HALVES 1
 #define UNIT_BIAS 1

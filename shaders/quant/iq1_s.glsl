@@ -1,5 +1,8 @@
-// IQ1_S: 256 weights in 50 bytes. Planes: qs 4 (bits 0..7 of the index of each 8), qh 2 (their bits 8..10, 3 bits each; scale in bits 12..14;
-// bit 15: delta is negative), d f16 2 per 256.  weight = d * (1 + 2 scale) * (digit - 1 + delta), delta = 1/8 or -1/8
+// IQ1_S: 256 weights in 50 bytes.  weight = d * (1 + 2 scale) * (digit - 1 + delta), delta = 1/8 or -1/8
+// Planes:
+//   qs  4                bits 0..7 of the codebook index of each 8 weights
+//   qh  2                bits 8..10 of the four indices, 3 bits each; bits 12..14: scale; bit 15 set: delta is negative
+//   d   2 per 256        f16
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 1

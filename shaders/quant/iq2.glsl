@@ -1,4 +1,4 @@
-// What the IQ2 types share: levels 8, 25, 43 from a code book by eight, under signs.
+// What the IQ2 types share: a codebook whose entries are eight magnitudes (8, 25 or 43), and signs.
 #include "quant/signs.glsl"
 #define ENTRY uvec2
 
@@ -11,7 +11,7 @@ uvec2 entry(uint codes) {
 }
 #include "quant/code_book.glsl"
 
-// The eight weights of an index into q[2 group] and q[2 group + 1]; `signs` has a bit for each.
+// The eight weights of a codebook index, into q[2 group] and q[2 group + 1]. signs: one bit for each, set for minus.
 void iq2_group(uint index, uint signs, uint group, inout uint q[8]) {
     const uvec2 magnitudes = look_up(index);
     q[2 * group] = with_signs(magnitudes.x, signs & 15u);

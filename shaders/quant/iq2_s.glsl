@@ -1,5 +1,8 @@
-// IQ2_S: 256 weights in 82 bytes. Planes: qs 8 (word 0: four indices; word 1: four bytes of signs), head 2 (byte 0: bits 8 and 9 of the
-// indices; byte 1: a scale nibble per 16), d f16 2 per 256.  weight = d * (1/2 + scale) / 4 * grid * sign
+// IQ2_S: 256 weights in 82 bytes.  weight = d * (1/2 + scale) / 4 * magnitude * sign
+// Planes:
+//   qs    8              word 0: bits 0..7 of four codebook indices; word 1: four bytes of signs
+//   head  2              byte 0: bits 8 and 9 of the indices; byte 1: a scale nibble per 16 weights
+//   d     2 per 256      f16
 #define UNIT_INTS 1
 #define UNIT_HALVES 1
 #define UNIT_BIAS 0

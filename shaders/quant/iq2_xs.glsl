@@ -1,5 +1,8 @@
-// IQ2_XS: 256 weights in 74 bytes. Planes: qs 8 (u16 per 8 weights: index 9 bits, signs 7), scales 1 (a nibble per 16), d f16 2 per 256.
-// weight = d * (1/2 + scale) / 4 * grid * sign
+// IQ2_XS: 256 weights in 74 bytes.  weight = d * (1/2 + scale) / 4 * magnitude * sign
+// Planes:
+//   qs      8            a u16 per 8 weights: codebook index (9 bits), sign code (7 bits)
+//   scales  1            a nibble per 16 weights
+//   d       2 per 256    f16
 #define UNIT_INTS 1
 #define UNIT_HALVES 1
 #define UNIT_BIAS 0
@@ -14,7 +17,7 @@ UnitRaw unit_load(Place at) {
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
-    // The codes of groups 0, 2, 1, 3 in bytes 0..3.
+    // Sign codes of groups 0, 2, 1, 3 in bytes 0..3.
     const uint signs = even_signs(((r.qs.x >> 9) & 0x007f007fu) | ((r.qs.y >> 1) & 0x7f007f00u));
     [[unroll]] for (uint g = 0; g < 4; g++)
         iq2_group((r.qs[g >> 1] >> (16 * (g & 1))) & 511u, byte_of(signs, (g >> 1) | (g << 1)), g, q);

@@ -1,5 +1,7 @@
-// IQ2_XXS: 256 weights in 66 bytes. Planes: qs 8 (word 0: four indices; word 1: 4 x 7 bits of signs, scale in the top 4), d f16 2 per 256.
-// weight = d * (1/2 + scale) / 4 * grid * sign
+// IQ2_XXS: 256 weights in 66 bytes.  weight = d * (1/2 + scale) / 4 * magnitude * sign
+// Planes:
+//   qs  8                word 0: four codebook indices; word 1: four sign codes of 7 bits, scale in the top 4 bits
+//   d   2 per 256        f16
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 0

@@ -1,5 +1,10 @@
-// IQ3_S: 256 weights in 110 bytes. Planes: qs 8 (index per 4), signs 4, qh 1 (bit 8 of the indices), scales 4 per 256 (a nibble per unit),
-// d f16 2 per 256.  weight = d * (1 + 2 scale) * grid * sign
+// IQ3_S: 256 weights in 110 bytes.  weight = d * (1 + 2 scale) * magnitude * sign
+// Planes:
+//   qs      8            bits 0..7 of the codebook index of each 4 weights
+//   signs   4            a bit per weight
+//   qh      1            bit 8 of the indices
+//   scales  4 per 256    a nibble per unit
+//   d       2 per 256    f16
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 0
@@ -8,7 +13,7 @@
 #include "quant/signs.glsl"
 #define ENTRY uint
 
-// Levels 1, 3 ... 15.
+// Magnitudes 1, 3 ... 15.
 uint entry(uint codes) {
     return 0x01010101u + 2u * (codes & 0x07070707u);
 }

@@ -1,5 +1,8 @@
-// IQ3_XXS: 256 weights in 98 bytes. Planes: qs 8 (index per 4), signs 4 (4 x 7 bits, scale in the top 4), d f16 2 per 256.
-// weight = d * (1/2 + scale) / 2 * grid * sign
+// IQ3_XXS: 256 weights in 98 bytes.  weight = d * (1/2 + scale) / 2 * magnitude * sign
+// Planes:
+//   qs     8             the codebook index of each 4 weights
+//   signs  4             four sign codes of 7 bits, scale in the top 4 bits
+//   d      2 per 256     f16
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 0
@@ -8,7 +11,7 @@
 #include "quant/signs.glsl"
 #define ENTRY uint
 
-// Levels 4, 12, 20, 28, 36, 44, 52 and 62.
+// Magnitudes 4, 12, 20, 28, 36, 44, 52 and 62.
 uint entry(uint codes) {
     const uint c = codes & 0x07070707u;
     return 0x04040404u + 8u * c + 2u * (c & (c >> 1) & (c >> 2) & 0x01010101u);

@@ -1,5 +1,5 @@
-// What IQ4_NL and IQ4_XS share. Needs UnitRaw with `qs`, and float unit_step(UnitRaw), the scale of the unit's levels.
-// Dot products take signed bytes; for floats they are unsigned, levels + 128, which some devices convert in one instruction.
+// What IQ4_NL and IQ4_XS share. The type has UnitRaw with `qs`, and float unit_step(UnitRaw), the scale of the unit.
+// Dot products take the levels as signed bytes. The float path takes level + 128, unsigned, which some devices convert in one instruction.
 #if PATH_INT
 #define UNIT_BIAS 0
 #define UNIT_SIGNED 1

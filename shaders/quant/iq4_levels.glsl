@@ -1,15 +1,15 @@
-// The sixteen levels of IQ4_NL and IQ4_XS, without a look-up:
+// The sixteen levels of IQ4_NL and IQ4_XS, computed rather than looked up:
 //   -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113
-// A unit's codes are four words of bits (quant/bit_planes.glsl), in an order (IQ4_ORDER in vkback/quants/iq.py) in which the eight bits of
-// the level are short formulas of the code's bits: a step serves 32 weights. Found by a search over orders for the fewest steps of three
-// operands each: eight, one for every bit.
+// At load a unit's codes are cut into four words, one for each bit of a code (the bit order of quant/bit_planes.glsl), and renamed (IQ4_ORDER
+// in vkback/quants/iq.py) so that each of the eight bits of a level is a short formula of the four bits of its code. One bitwise instruction
+// then serves all 32 weights. The names come from a search for the fewest three-operand steps: eight, one for each bit of a level.
 #include "quant/bit_planes.glsl"
 
 uint choose_bits(uint mask, uint where_set, uint elsewhere) {
     return (mask & where_set) | (~mask & elsewhere);
 }
 
-// Bytes of the levels; top: 0x80 makes bytes of level + 128.
+// Levels as bytes, byte b of q[i] for weight 4i + b. top: 0, or 0x80 for level + 128.
 void iq4_levels(uvec4 code, uint top, out uint q[8]) {
     const uint a = code.x, b = code.y, c = code.z, d = code.w;
     const uint bit7 = choose_bits(d, b, a);

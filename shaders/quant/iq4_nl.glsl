@@ -1,4 +1,4 @@
-// IQ4_NL: 32 weights in 18 bytes. Planes: qs (bits of codes) 16, d f16 2.  weight = d * level[q]
+// IQ4_NL: 32 weights in 18 bytes. Planes: qs 16 (bits of codes, quant/iq4_levels.glsl), d f16 2.  weight = d * level[q]
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #include "quant/iq4_levels.glsl"

@@ -1,5 +1,6 @@
-// IQ4_XS: 256 weights in 136 bytes. Planes: qs (bits of codes) 16, head 8 per 256 (d f16, high scale bits 16; low scale nibbles 32).
-// weight = d * (scale - 32) * level[q]
+// IQ4_XS: 256 weights in 136 bytes.  weight = d * (scale - 32) * level[q]
+// Planes: qs 16 (bits of codes, quant/iq4_levels.glsl), head 8 per 256 (word 0: d f16, then the scales' high bits, two each;
+// word 1: their low nibbles).
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #include "quant/iq4_levels.glsl"

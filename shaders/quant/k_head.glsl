@@ -1,5 +1,8 @@
-// Of Q4_K and Q5_K: the head of a block in 16 bytes, d, dmin and eight 6-bit scales and mins (bit order in docs/architecture.md). sub: number of
-// the unit in its block. Its lowest bits are, of the low bits, four of the scale and four of the min; of the high ones two and two.
+// Block head of Q4_K and Q5_K, 16 bytes per 256 weights: d, dmin and eight 6-bit scales and mins (bit order in docs/architecture.md).
+// sub: number of the unit in its block, 0..7.
+//
+// k_low_bits   bits 0..3: low four bits of the scale; bits 4..7: of the min; the bits above belong to other units
+// k_high_bits  bits 0..1: high two bits of the scale; bits 2..3: of the min; likewise
 uint k_low_bits(uvec4 head, uint sub) { return ((sub & 4u) == 0u ? head.y : head.z) >> (8u * (sub & 3u)); }
 uint k_high_bits(uvec4 head, uint sub) { return head.w >> (4u * sub); }
 
@@ -15,7 +18,8 @@ void k_head(uvec4 head, uint sub, out vec2 scale, out vec2 bias) {
 }
 
 #ifdef MAKES_F16
-// Scale and minimum as f16; one_k: 1024 as two f16, above which an f16's last bit is worth 1.
+// Scale and min as f16, converted without a conversion: one_k holds 1024 twice as f16, whose last bit is worth 1. So (n | one_k) is 1024 + n as
+// f16 for n < 1024, and subtracting 1024 leaves n.
 #define UNIT_SCALE_F16
 f16vec2 k_head_f16(uvec4 head, uint sub, uint one_k) {
     const uint lo = k_low_bits(head, sub), hi = k_high_bits(head, sub);
@@ -24,7 +28,7 @@ f16vec2 k_head_f16(uvec4 head, uint sub, uint one_k) {
 }
 #endif
 
-// d * scale * all - dmin * min * sum
+// A unit's dot product: d * scale * all - dmin * min * sum, where all = sum of q * x and sum = sum of x.
 float k_product(uvec4 head, uint sub, int all, int sum) {
     const ivec2 both = k_scale_min(head, sub);
     const vec2 dm = unpackHalf2x16(head.x);

@@ -1,5 +1,5 @@
-// MXFP4: 32 weights in 17 bytes. Planes: qs (nibbles of E2M1) 16, e (E8M0 exponent) 1.
-// weight = value * 2^(e - 128), value = 0 1 2 3 4 6 8 12 and their negatives (twice the E2M1 numbers).
+// MXFP4: 32 weights in 17 bytes. Planes: qs (E2M1 nibbles) 16, e (E8M0 exponent) 1.
+// weight = level * 2^(e - 128), where level is twice the E2M1 value: 0 1 2 3 4 6 8 12 and their negatives (quant/e2m1.glsl).
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 1
@@ -20,7 +20,8 @@ float half_power(UnitRaw r) {
 #if PATH_INT
 #define UNIT_DOT 0.0625
 #define UNIT_WORDS 16
-// large of the first half, 16 * (large - 8) of the second, then small of the first half and, left 16 times too large, of the second.
+// q[0..3]: large of the first half. q[4..7]: 16 * (large - 8) of the second, signed, which needs no shift. q[8..11]: small of the first half.
+// q[12..15]: 16 * small of the second. unit_dot multiplies the first half by 16, too; UNIT_DOT = 1/16 takes that back.
 void unit_words(UnitRaw r, out uint q[16]) {
     [[unroll]] for (int i = 0; i < 4; i++) {
         const uint large = e2m1_large(r.qs[i]);
@@ -44,10 +45,11 @@ float unit_dot(UnitRaw r, uint q[16], uint x[8], ivec2 sum) {
 #endif
 
 #ifdef LEVEL_TABLE
-// Half the levels as floats in shared memory, sixteen in as many banks: a look-up for each weight instead of bitwise steps and a conversion. Half of
-// them, so that the exponent is the scale's as it is; of exponent 0 the weights, at most 2^-124, count as 0.
-// LEVEL_TABLE 1: a mask leaves four codes in bytes, which hardware takes from an operand while it makes an address of them. LEVEL_TABLE 2: each code is a
-// bit field of its own, for hardware that does not (GCN 4 beside a constant, RDNA 3 and later at all).
+// The sixteen levels, halved, as floats in shared memory, each in a bank of its own: a look-up per weight instead of bitwise steps and a
+// conversion. Halved, because the scale is then 2^(e - 127), a float with e as its exponent bits. For e = 0 that is 0: such weights, at most
+// 2^-124, count as 0.
+//   LEVEL_TABLE 1: a mask leaves four codes in four bytes, which hardware with byte operands turns into addresses directly
+//   LEVEL_TABLE 2: each code is extracted as a bit field, for hardware that cannot do so (GCN 4 beside a constant; RDNA 3 and later never)
 #define UNIT_TABLE
 #define UNIT_NUMBERS
 shared float e2m1_half_levels[16];

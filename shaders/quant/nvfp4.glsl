@@ -1,5 +1,5 @@
-// NVFP4: 64 weights in 36 bytes. Planes: qs (nibbles of E2M1) 16, d 2 (UE4M3 of values 0..15, then of 16..31).
-// weight = d / 2 * value, value = 0 1 2 3 4 6 8 12 and their negatives (twice the E2M1 numbers)
+// NVFP4: 64 weights in 36 bytes. Planes: qs (E2M1 nibbles) 16, d 2 (UE4M3 scales of values 0..15 and of 16..31).
+// weight = d / 2 * level, where level is twice the E2M1 value: 0 1 2 3 4 6 8 12 and their negatives (quant/e2m1.glsl).
 #define UNIT_INTS 1
 #define UNIT_HALVES 1
 #define UNIT_BIAS 1
@@ -12,7 +12,7 @@ UnitRaw unit_load(Place at) {
     return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 1), unit_number(at, 2u));
 }
 
-// Half of an unsigned float of 4 exponent bits (bias 7) and 3 fraction bits. The top bit means nothing; 0x7f stands for 0.
+// Half of a UE4M3 number: 4 exponent bits (bias 7), 3 fraction bits. The top bit is ignored; 0x7f stands for 0.
 float half_ue4m3(uint code) {
     const uint bits = code & 0x7fu;
     if (bits < 8u) return float(bits) * (1.0 / 1024.0);

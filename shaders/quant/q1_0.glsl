@@ -1,4 +1,4 @@
-// Q1_0: 128 weights in 18 bytes. Planes: qs (1 bit) 4, d f16 2 per 128.  weight = d * (2 bit - 1)
+// Q1_0: 128 weights in 18 bytes. Planes: qs (1 bit) 4, d f16 2 per 128.  weight = d * (2 * bit - 1)
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 1

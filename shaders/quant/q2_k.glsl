@@ -1,7 +1,8 @@
-// Q2_K: 256 weights in 84 bytes. Planes: qs (2-bit) 8, scales 2 (low nibble scale, high nibble min; one byte per 16), d and dmin f16 4 per 256.
-// weight = d * scale * q - dmin * min
-// A byte of qs holds four values at bits 0, 2, 4, 6: two of the unit's first half at 0 and 4, two of the second, which is left four times
-// too large, at 2 and 6. Byte b of word w: values 8w + b, 16 + 8w + b, 8w + 4 + b, 16 + 8w + 4 + b.
+// Q2_K: 256 weights in 84 bytes.  weight = d * scale * q - dmin * min
+// Planes: qs (2-bit) 8, scales 2 (a byte per 16 weights: low nibble scale, high nibble min), d and dmin f16 4 per 256.
+//
+// Byte b of word w of qs holds values 8w + b, 16 + 8w + b, 8w + 4 + b and 16 + 8w + 4 + b at bits 0, 2, 4 and 6. One shift by 4 thus serves
+// four words of int8. Values of the unit's second half are left where they are masked, four times too large; their scale makes up for it.
 #define UNIT_INTS 1
 #define UNIT_HALVES 1
 #define UNIT_BIAS 1
@@ -27,7 +28,8 @@ void unit_words(UnitRaw r, out uint q[8]) {
 float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
     const ivec2 halves = halves_dot(q, x, ivec2(0));
     const uint s = r.scales >> (16u * (r.index & 1u));
-    // What the masks leave where it is makes the one 256 * 4 and the other 4096 times too large; their sizes are below 2^28.
+    // Scales and mins are masked in place, too. The first scale is scaled up by 4 * 256 to match the second, so the products are 1024
+    // times too large (UNIT_DOT) and the mins 4096 times. All magnitudes stay below 2^28.
     const int scaled = int(s & 0xfu) * (1024 * halves.x) + int(s & 0xf00u) * halves.y;
     const int low = int(s & 0xf0u) * (256 * sum.x) + int(s & 0xf000u) * sum.y;
     const vec2 dm = unpackHalf2x16(r.dm);

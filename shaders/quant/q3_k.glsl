@@ -1,7 +1,9 @@
-// Q3_K: 256 weights in 110 bytes. Planes: qs (words 0 and 1 of three) 8, qh (word 2) 4, scales 12 per 256 (16 of 6 bits), d f16 2 per 256.
-// weight = d * (scale - 32) * (q - 4)
-// Byte b of word w holds values 4w + b at bits 0..2 and 16 + 4w + b at bits 3..5, which are left eight times too large. The last four of each
-// half have no byte of their own: 12 + b is in bits 6 and 7 of word 0 and bit 6 of word 1; 28 + b in bits 6 and 7 of word 2 and bit 7 of word 1.
+// Q3_K: 256 weights in 110 bytes.  weight = d * (scale - 32) * (q - 4)
+// Planes: qs (words 0 and 1 of three) 8, qh (word 2) 4, scales 12 per 256 (16 of 6 bits), d f16 2 per 256.
+//
+// Byte b of word w holds value 4w + b at bits 0..2 and value 16 + 4w + b at bits 3..5; the latter is left there, eight times too large. The
+// last four values of each half have no byte of their own: 12 + b is in bits 6, 7 of word 0 and bit 6 of word 1;
+// 28 + b in bits 6, 7 of word 2 and bit 7 of word 1.
 #define UNIT_INTS 1
 #define UNIT_HALVES 1
 #define UNIT_BIAS 1
@@ -25,7 +27,7 @@ void unit_words(UnitRaw r, out uint q[8]) {
     q[7] = ((word[2] >> 3) & 0x18181818u) | ((word[1] >> 2) & 0x20202020u);
 }
 
-// Scales of the halves, the first times 8.
+// Scales of the two halves, minus 32. The first is multiplied by 8, to match the second half's values.
 ivec2 unit_scales(UnitRaw r) {
     const uint lo = r.scale_lo >> (8u * (r.index & 3u));
     const uint hi = r.scale_hi >> (4u * (r.index & 7u));

@@ -1,4 +1,4 @@
-// Q4_0: 32 weights in 18 bytes. Planes: qs (nibbles) 16, d f16 2.  weight = d * (q - 8)
+// Q4_0: 32 weights in 18 bytes. Planes: qs (nibbles, quant/nibbles_dot.glsl) 16, d f16 2.  weight = d * (q - 8)
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 1

@@ -1,4 +1,4 @@
-// Q4_1: 32 weights in 20 bytes. Planes: qs (nibbles) 16, d and m f16 4.  weight = d * q + m
+// Q4_1: 32 weights in 20 bytes. Planes: qs (nibbles, quant/nibbles_dot.glsl) 16, d and m f16 4.  weight = d * q + m
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 1

@@ -1,4 +1,5 @@
-// Q4_K: 256 weights in 144 bytes. Planes: qs (nibbles) 16, head 16 per 256.  weight = d * scale * q - dmin * min
+// Q4_K: 256 weights in 144 bytes. Planes: qs (nibbles, quant/nibbles_dot.glsl) 16, head 16 per 256 (quant/k_head.glsl).
+// weight = d * scale * q - dmin * min
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 1

@@ -1,6 +1,9 @@
-// Q5_K: 256 weights in 176 bytes. Planes: qs (words 0 to 3 of five) 16, qh (word 4) 4, head 16 per 256.  weight = d * scale * q - dmin * min
-// Byte b of word w holds value 4w + b at bits 0..4. Values 20 + b, 24 + b and 28 + b have no byte of their own: their bits 0..2 are bits 5..7 of
-// words 0, 2 and 4, bits 3 and 4 of the first two are bits 5 and 6 of words 1 and 3, those of the last bit 7 of words 1 and 3.
+// Q5_K: 256 weights in 176 bytes. Planes: qs (words 0 to 3 of five) 16, qh (word 4) 4, head 16 per 256 (quant/k_head.glsl).
+// weight = d * scale * q - dmin * min
+//
+// Byte b of word w holds value 4w + b at bits 0..4. Values 20 + b, 24 + b and 28 + b have no byte of their own. Their bits 0..2 are bits 5..7
+// of words 0, 2 and 4. Bits 3, 4 of 20 + b are bits 5, 6 of word 1; those of 24 + b are bits 5, 6 of word 3;
+// those of 28 + b are bit 7 of words 1 and 3.
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
 #define UNIT_BIAS 1

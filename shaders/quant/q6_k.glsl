@@ -1,7 +1,8 @@
-// Q6_K: 256 weights in 210 bytes. Planes: qs (words 0 to 3 of six) 16, qh (words 4 and 5) 8, scales int8 2 (one per 16), d f16 2 per 256.
-// weight = d * scale * (q - 32)
-// Each half of 16 weights has three words: byte b of word w holds value 4w + b at bits 0..5, and at bits 6 and 7 two bits of 12 + b, word 0 the
-// lowest.
+// Q6_K: 256 weights in 210 bytes.  weight = d * scale * (q - 32)
+// Planes: qs (words 0 to 3 of six) 16, qh (words 4 and 5) 8, scales int8 2 (one per 16 weights), d f16 2 per 256.
+//
+// Each half (16 weights) has three words. Byte b of word w holds value 4w + b at bits 0..5;
+// bits 6 and 7 hold bits 2w and 2w + 1 of value 12 + b.
 #define UNIT_INTS 1
 #define UNIT_HALVES 1
 #define UNIT_BIAS 1

@@ -1,8 +1,10 @@
-// TQ1_0: 256 weights in 54 bytes. Planes: qs in three parts of 16 per 256, qh 4 per 256, d f16 2 per 256.  weight = d * (digit - 1)
+// TQ1_0: 256 weights in 54 bytes.  weight = d * (digit - 1)
+// Planes: qs in three parts of 16 per 256, qh 4 per 256, d f16 2 per 256.
 //
-// A byte is the fraction of its base-3 digits, first digit first, in 256ths: times 3^n modulo 256, then times 3, digit n is what overflows.
+// A byte / 256 is a fraction whose base-3 digits are the weights, first digit first. So byte * 3^n modulo 256 drops the first n digits, and
+// one more multiplication by 3 makes digit n overflow into bits 8 and 9.
 //   units 0..4: digit `unit` of parts 0 and 1
-//   units 5, 6: digits 0 and 1, 2 and 3 of part 2, a half each
+//   units 5, 6: digits 0 and 1 (unit 5), 2 and 3 (unit 6) of part 2, one for each half
 //   unit 7:     digit 4 of part 2, then digits 0..3 of qh, four weights each
 #define UNIT_INTS 1
 #define UNIT_HALVES 0
@@ -26,7 +28,7 @@ uint power_of_3(uint n) {
     return n < 4u ? (0x1b090301u >> (8u * n)) & 0xffu : 81u;
 }
 
-// The digits of four bytes that lie behind `power` = 3^n.
+// The digit that follows the first n, of each of four bytes; power = 3^n.
 uint ternary_digits(uint word, uint power) {
     const uint even = ((word & 0x00ff00ffu) * power) & 0x00ff00ffu;
     const uint odd = (((word >> 8) & 0x00ff00ffu) * power) & 0x00ff00ffu;

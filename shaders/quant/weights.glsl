@@ -1,23 +1,27 @@
-// Weights in the device layout of docs/architecture.md: planes of one tensor (or shard), bound at binding 0.
+// Weights in the device layout of docs/architecture.md: the planes of one tensor (or shard), bound at binding 0.
 //
-// A unit is 32 consecutive weights of a row; `units` of them make a row. Part 0 of the quants begins at byte 0, further parts follow
-// every `part` 16-byte words, the other planes begin at `plane[i]` 16-byte words.
+// A unit is 32 consecutive weights of a row; a row has `units` of them. Blocks of the GGUF file are taken apart at load: each field of a block
+// (quants, high bits, scales) gets a plane of its own, so that neighbouring lanes read neighbouring memory. The quants begin at byte 0; where a
+// unit has more than 16 bytes of them, its next 16 bytes lie in the next part, `part` 16-byte words further on.
+// Other planes begin at 16-byte word plane[i].
 //
-// The including shader has a push-constant block named `p` with a member `Weights w`, and includes quant/place.glsl and quant/<type>.glsl
-// after it:
-//   UnitRaw unit_load(Place at)                             reads, decodes nothing
-//   void unit_decode(UnitRaw r, out vec4 w[8])              32 weights in order
-// where UNIT_TABLE is defined, all threads of the workgroup call first, and pass a barrier before they decode:
-//   void unit_table(uint thread, uint threads)              brings a code book into shared memory
-// and, where UNIT_INTS is 1 (weight = scale[half] * int8 - bias[half], half = 16 weights):
-//   void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias)
-//   UNIT_HALVES  1: the halves have scales of their own; 0: scale.x and bias.x hold for all 32
+// The including shader has a push-constant block `p` with a member `Weights w`. After this file it includes quant/place.glsl and
+// quant/<type>.glsl, which brings the decoder of the type:
+//   UnitRaw unit_load(Place at)                  loads the bits of a unit and decodes nothing, so that many loads can be in flight
+//   void unit_decode(UnitRaw r, out vec4 w[8])   its 32 weights, in order
+// UNIT_INTS 1: the weights are scale[half] * int8 - bias[half], where a half is 16 weights. Then there is also
+//   void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias)   the 32 int8, four to a word, with their scales and biases
+//   UNIT_HALVES  1: the halves differ in scale and bias; 0: scale.x and bias.x hold for all 32
 //   UNIT_BIAS    0: bias is zero
 //   UNIT_SIGNED  1: the bytes of q are signed
-// and, where UNIT_DOT is defined, the product with 32 int8 x, whose halves add up to `sum`, in fewer steps than by way of unit_ints; times
-// UNIT_DOT it is that of the weights. What does not depend on x comes first, in UNIT_WORDS words of bytes:
+// UNIT_DOT defined: the type has a dot product with 32 int8 x that is shorter than the way through unit_ints. Its result times UNIT_DOT is the
+// dot product of the weights with x. unit_words does the part that is the same for every x; `sum` holds the sums of the halves of x:
 //   void unit_words(UnitRaw r, out uint q[UNIT_WORDS])
 //   float unit_dot(UnitRaw r, uint q[UNIT_WORDS], uint x[8], ivec2 sum)
+// UNIT_TABLE defined: the decoder needs a table in shared memory. All threads of the workgroup call this first, then pass a barrier:
+//   void unit_table(uint thread, uint threads)
+//
+// The header of each type lists its planes with their bytes per unit (or per 256 weights, where it says so).
 
 #extension GL_EXT_control_flow_attributes : require
 
