@@ -1,25 +1,27 @@
-// Counted arrivals: the workgroups of a kernel count themselves in a word of memory once their results are stored, and those of a later
-// kernel spin-wait on that word until all have arrived. For results that are too many to be spun on themselves (common/sentinel.glsl, whose
-// rules hold here, too), that lie in memory not filled with SENTINEL, or that every workgroup reads again and again by way of a cache.
+// Counted arrivals: synchronization between two kernels without a pipeline barrier. Each workgroup of the producer increments a counter once
+// its results are stored; the workgroups of the consumer spin-wait until the counter says that all have arrived. Used where spinning on the
+// results themselves (common/sentinel.glsl, whose rules hold here too) does not work: they are too many, their memory was not filled with
+// SENTINEL, or every workgroup reads them repeatedly and wants them cached.
 //
-// There are COUNTERS such words, a cache line apart: each arrival counts in all of them, and the workgroups that wait share them out. Otherwise
-// a thousand workgroups that poll one word would hold up those that count in it.
+// There are COUNTERS counters, each in a cache line of its own. A producer increments all of them, and the waiting workgroups share them out:
+// a thousand workgroups polling one word would hold up the atomics of those that arrive.
 //
-// Included behind the layout of the workgroup. Before a run the words hold SENTINEL. Defines, or constants of the kernel:
-//   ARRIVES   not 0: arrive() counts; needs BIND_ARRIVALS
-//   EXPECTED   arrivals to wait for, 0: none; needs BIND_EXPECTED and BIND_SYNC_STATE
+// Include after the workgroup layout. Before a run the counters hold SENTINEL. Defines, or constants of the kernel:
+//   ARRIVES   not 0: arrive() counts; needs BIND_ARRIVALS (uint [COUNTERS * COUNTER_WORDS])
+//   EXPECTED  arrivals to wait for; 0: do not wait. Needs BIND_EXPECTED (the producer's counters) and BIND_SYNC_STATE
 //
-//   void arrive()           every thread calls, from uniform control flow, when the workgroup has stored everything
-//   uint wait_for_arrivals()   every thread calls, from uniform control flow. It gives 0, of which no compiler knows: with that in its address, a read of
-//                           what was waited for cannot move ahead of the wait
+// Every thread calls these, from uniform control flow:
+//   void arrive()             after the workgroup has stored all of its results
+//   uint wait_for_arrivals()  returns a 0 that the compiler cannot know. Add it to the address of a read that must come after the wait: the
+//                             read then depends on the wait and cannot be moved ahead of it
 //
-// A buffer that is polled is not declared readonly: newer compilers then call the variable itself NonWritable, which lets a driver take
-// its value from a cache that no other workgroup's store reaches.
+// The polled buffer is not declared readonly: newer compilers would mark the variable NonWritable, and a driver may then read it through a
+// cache that stores of other workgroups do not reach.
 
 #ifndef SENTINEL
 #define SENTINEL 0x80808080u
 #endif
-#define COUNTERS 16u       // as in vkback/plan/sync.py
+#define COUNTERS 16u       // the same number as in vkback/plan/sync.py
 #define COUNTER_WORDS 32u
 #ifndef MAX_SPINS
 #define MAX_SPINS (1u << 18)
@@ -30,7 +32,8 @@ layout(std430, set = 0, binding = BIND_ARRIVALS) coherent buffer Arrivals { uint
 
 void arrive() {
     if (ARRIVES == 0) return;
-    // First all that the workgroup has stored is seen within it, then by the device; the second takes long, and few threads do it for all.
+    // First make the workgroup's stores visible within it, then to the device.
+    // The second fence is slow, so only a few threads execute it, for all.
     groupMemoryBarrier();
     barrier();
     if (gl_LocalInvocationIndex >= COUNTERS) return;

@@ -1,10 +1,11 @@
-// When the workgroups of a kernel get how far, by the device's clock (vkback/timing/stage_clocks.py). Without CLOCKS nothing of it is left.
+// Time stamps inside a kernel: when each workgroup reaches which point, by the device's clock (vkback/timing/stage_clocks.py).
+// Compiled out without CLOCKS.
 //
-//   MARK(point)   thread 0 of the workgroup notes the time, the lower word of it (Mesa 22 has zeros in the other), which is then never 0
-//     MARK_BEGIN  it has started
-//     MARK_THERE  what it waits for is there
-//     MARK_DONE   its sums are made, as far as thread 0 makes them
-//     MARK_END    its results are stored
+//   MARK(point)   thread 0 stores the lower word of the clock (Mesa 22 leaves the upper one 0), with bit 0 set, so that it is never 0
+//     MARK_BEGIN  the workgroup has started
+//     MARK_THERE  the inputs it waits for have arrived
+//     MARK_DONE   thread 0 has finished its part of the sums
+//     MARK_END    the results are stored
 //
 // Defines: CLOCKS, BIND_CLOCKS: uint [workgroups][4]
 

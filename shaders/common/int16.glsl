@@ -1,4 +1,4 @@
-// Two int16 in a word.
+// Two int16 packed in a word.
 #ifndef INT16_GLSL
 #define INT16_GLSL
 

@@ -1,5 +1,5 @@
-// Integer dot products of signed bytes, four a word. glslc 2023 has no GL_EXT_integer_dot_product, so OpSDot is named directly:
-// opcode 4450, capabilities DotProductInput4x8BitPacked (6018) and DotProduct (6019), packed vector format literal 0.
+// Integer dot product of four signed bytes packed in a word. glslc 2023 lacks GL_EXT_integer_dot_product, so the SPIR-V instruction OpSDot is
+// declared here: opcode 4450, capabilities DotProductInput4x8BitPacked (6018) and DotProduct (6019), packed vector format literal 0.
 #extension GL_EXT_spirv_intrinsics : require
 #extension GL_EXT_control_flow_attributes : require
 
@@ -10,7 +10,7 @@ int dot4(uint a, uint b) {
     return op_sdot_4x8(int(a), int(b), 0);
 }
 
-// Products of 32 bytes with x, a sum for each half, on top of `start`.
+// Dot products of the two halves (16 bytes each) of q and x, added to `start`.
 ivec2 halves_dot(uint q[8], uint x[8], ivec2 start) {
     ivec2 sum = start;
     [[unroll]] for (int i = 0; i < 4; i++) {

@@ -1,9 +1,10 @@
-// Sums of SUM_VALUES values over SUM_LANES neighbouring lanes of a subgroup, by shuffles. SUM_VALUES is a power of two, at most 16 and at
-// most SUM_LANES.
+// Sums SUM_VALUES values over SUM_LANES neighbouring lanes of a subgroup, by shuffles; lane i ends up with the sum of value i % SUM_VALUES.
+// Each step halves the number of values, so this takes far fewer shuffles than SUM_VALUES separate reductions.
+// SUM_VALUES is a power of two, at most 16 and at most SUM_LANES.
 
 #include "common/over_lanes.glsl"
 
-// Each half of the lanes keeps one half of the values and adds what the other half of the lanes has of them.
+// One step: a lane keeps half of its values, sends the other half to its partner, and adds what the partner has of the half it keeps.
 void halve(inout float v[SUM_VALUES], uint half_values, uint lane) {
     const bool upper = (lane & half_values) != 0;
     [[unroll]] for (uint i = 0; i < half_values; i++) {

@@ -1,7 +1,7 @@
-// OVER_LANES(v, COMBINE, FIRST, END): v combined over the lanes of a subgroup whose numbers differ in the bits from FIRST up to, without, END,
-// both powers of two. By shuffles; who includes it enables them.
+// OVER_LANES(v, COMBINE, FIRST, END): butterfly reduction. Combines v over all lanes of a subgroup whose numbers differ only in bits FIRST up
+// to, but not including, END (both powers of two). Uses shuffles; the includer enables the extension.
 //
-// Written out: a loop that doubles its step is not unrolled by every driver, and costs an H200 over 1 us in a kernel's prologue.
+// Written out rather than as a loop: not every driver unrolls a loop that doubles its step, which costs over 1 us in a prologue on an H200.
 #ifndef OVER_LANES
 #define OVER_LANES(v, COMBINE, FIRST, END)                                                            \
     if (uint(FIRST) <= 1u && uint(END) > 1u) v = COMBINE(v, subgroupShuffleXor(v, 1u));               \

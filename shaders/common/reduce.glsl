@@ -1,20 +1,20 @@
-// Sums and maxima over a one-dimensional workgroup of WG_SIZE threads, the result in every thread.
+// Sums and maxima over a one-dimensional workgroup of WG_SIZE threads, or over groups of its lanes; every thread gets the result.
 //
 //   float wg_sum(float v)   float wg_max(float v)   uint wg_sum(uint v)   uint wg_max(uint v)
 //   float group_sum(float v, uint lanes)   uint group_sum(uint v, uint lanes)   uint group_max(uint v, uint lanes)
 //
-// wg_*     every thread of the workgroup must call, from uniform control flow; one barrier a call (none for a single subgroup).
-// group_*  over aligned groups of `lanes` threads, a power of two. Present where REDUCE_GROUPS is 1. With REDUCE_SUBGROUP 1: `lanes` up to the
-//          subgroup size, by shuffles, and only the threads of a group must call together. With 0: through shared memory, up to WG_SIZE,
-//          every thread of the workgroup must call.
+// wg_*     every thread of the workgroup calls, from uniform control flow. One barrier per call; none if the workgroup is one subgroup.
+// group_*  over aligned groups of `lanes` threads, a power of two. Only with REDUCE_GROUPS 1. With REDUCE_SUBGROUP 1: by shuffles, `lanes` is
+//          at most the subgroup size, and only the threads of a group must call together. With 0: through shared memory, `lanes` is at most
+//          WG_SIZE, and every thread of the workgroup must call.
 //
 // Defines:
 //   WG_SIZE          threads of the workgroup, a power of two
-//   REDUCE_SUBGROUP  1: subgroup arithmetic (and shuffles for group_*); 0: shared memory alone
-//   REDUCE_GROUPS    1: group_* wanted; apart, since a shader that merely contains a shuffle already demands the feature
-//   SUBGROUP_SIZE    the subgroup size where it is pinned or the device has only one; 0 or absent: known at run time only
+//   REDUCE_SUBGROUP  1: subgroup arithmetic (and shuffles for group_*); 0: shared memory only
+//   REDUCE_GROUPS    1: group_* wanted. A define, since a shader that merely contains a shuffle already requires the feature
+//   SUBGROUP_SIZE    the subgroup size, if it is pinned or the device has only one; 0 or undefined: known only at run time
 //
-// The order of the additions depends on the thread numbers and the device alone, so that equal inputs give equal bits.
+// The order of additions depends only on thread numbers and the device: equal inputs give equal bits.
 
 #if (WG_SIZE & (WG_SIZE - 1)) != 0
 #error WG_SIZE must be a power of two
@@ -32,7 +32,7 @@
 #if REDUCE_GROUPS
 #extension GL_KHR_shader_subgroup_shuffle : require
 #endif
-// Mobile chips go down to 4 lanes.
+// Mobile GPUs have subgroups of as few as 4 lanes.
 #define REDUCE_PARTS ((WG_SIZE + 3) / 4)
 #define REDUCE_ONE_SUBGROUP (WG_SIZE <= SUBGROUP_SIZE || WG_SIZE == 1)
 #else
@@ -41,7 +41,7 @@
 #endif
 
 #if !REDUCE_ONE_SUBGROUP || (REDUCE_GROUPS && !REDUCE_SUBGROUP)
-// Two halves used in turn: who writes a half again has passed the barrier of the call between, and by then all have read it.
+// Double buffering: a thread that writes a half again has passed the barrier of the call in between, so all others have read it.
 shared uint reduce_parts[2][REDUCE_PARTS];
 uint reduce_turn = 0u;
 #endif
@@ -58,7 +58,7 @@ uint reduce_word(uint v) { return v; }
 #elif REDUCE_ONE_SUBGROUP
 #define REDUCE_WG(NAME, T, COMBINE, SUBGROUP, IDENTITY) T NAME(T v) { return v; }
 #elif REDUCE_SUBGROUP && SUBGROUP_SIZE * SUBGROUP_SIZE >= WG_SIZE
-// Every subgroup adds the parts once more, a part a lane.
+// Every subgroup reduces the parts again, one part per lane: no serial loop.
 #define REDUCE_WG(NAME, T, COMBINE, SUBGROUP, IDENTITY)                                    \
     T NAME(T v) {                                                                          \
         v = SUBGROUP(v);                                                                   \

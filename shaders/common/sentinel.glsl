@@ -1,23 +1,22 @@
-// Fine-grained producer-consumer synchronization between stages: spin-waits on a sentinel value instead of a pipeline barrier. A stage's
-// workgroups start while the last ones of the stage before still run, load their weights, and read each word they need again and again until it
-// is no longer the sentinel.
+// Fine-grained synchronization between a producer and a consumer stage: spin-waits on a sentinel value instead of a pipeline barrier. Buffers
+// are filled with SENTINEL before a run. The consumer's workgroups start while the producer's last ones still run; they load their weights
+// meanwhile, and poll each word they need until it is no longer SENTINEL.
 //
-//   SYNC_SENTINEL  1: results are stored with not_sentinel(), so that no stored word equals SENTINEL
-//   SPINS          1: inputs of the stage before are read with SPIN_UNTIL; memory holds SENTINEL wherever nothing was written yet
+//   SYNC_SENTINEL  1: the kernel is a producer: it stores results with not_sentinel(), so that no stored word equals SENTINEL
+//   SPINS          1: the kernel is a consumer: it reads the previous stage's results with SPIN_UNTIL
+//   SPINS_ALSO     1: it also spins on its other inputs, those that often are older than the last barrier; here they are not
 //
-//   SPINS_ALSO     1: so are the inputs that may be older than the last barrier, because they are not
+//   SPIN_UNTIL(read, arrived)   repeats the statement `read` until the condition `arrived` holds, each thread by itself
+//   bool arrived(words)         none of the words is SENTINEL
+//   not_sentinel(v)             v (float or vec4), with -0 in place of the one float whose bits are SENTINEL, -1.18e-38
 //
-//   SPIN_UNTIL(read, arrived)   repeats the statement `read` until the condition `arrived` holds; each thread for itself
-//   bool arrived(words)         whether none of the words is SENTINEL
-//   not_sentinel(v)             v, a float or vec4, with -0 for the number whose bits are SENTINEL (-1.18e-38)
+// Polled buffers are declared SYNC_INPUT (coherent, volatile), so that every read goes to memory. Some stores need no not_sentinel(), since
+// their values are never SENTINEL: Q8_1 (int8 are at least -127, d is not negative, sums are at most 2032 in size), ids and experts' weights
+// (not negative). Data that was complete before the stores a kernel has seen may be read without spinning (rules in vkback/plan/sync.py).
 //
-// Buffers that a kernel spins on are declared SYNC_INPUT (coherent, volatile), so that each read goes to memory. SENTINEL is no value of what is
-// stored without not_sentinel(): four int8 of Q8_1 are -127 at least, its d is not negative, its sums are 2032 in size at most; ids and experts'
-// weights are not negative either. What happened before the stores it saw may be read without a spin-wait (vkback/plan/sync.py has the rule).
-//
-// A spin-wait ends only if the workgroups it waits for are resident or done, that is, if workgroups start in the order of their dispatches. No
-// specification promises that. After MAX_SPINS reads a spin-wait times out: it sets spin_timeout and goes on, so that nothing hangs. The host
-// checks spin_timeout and drops the results.
+// A spin-wait ends only if the workgroups it waits for are resident or done, that is, if workgroups start in dispatch order. No specification
+// promises that. After MAX_SPINS reads a spin-wait therefore times out: it sets spin_timeout and goes on, so that nothing hangs. The host
+// checks spin_timeout and discards the results.
 
 #ifndef SYNC_SENTINEL
 #define SYNC_SENTINEL 0
@@ -42,7 +41,7 @@ vec4 not_sentinel(vec4 v) { return mix(v, vec4(-0.0), equal(floatBitsToUint(v), 
 
 layout(std430, set = 0, binding = BIND_SYNC_STATE) coherent volatile buffer SyncState { uint spin_timeout; };
 
-// About a quarter of a second on an H200; no stage takes as long.
+// About a quarter of a second on an H200; no stage takes that long.
 #ifndef MAX_SPINS
 #define MAX_SPINS (1u << 18)
 #endif
@@ -50,7 +49,7 @@ layout(std430, set = 0, binding = BIND_SYNC_STATE) coherent volatile buffer Sync
 bool timed_out(inout uint reads) {
     reads++;
     if (reads == MAX_SPINS) spin_timeout = 1u;
-    // Once one has timed out, the others need not spin as long.
+    // Once one wait has timed out, the others need not spin as long.
     return reads == MAX_SPINS || ((reads & 1023u) == 0u && spin_timeout != 0u);
 }
 
@@ -70,7 +69,7 @@ bool arrived(vec4 v) { return arrived(floatBitsToUint(v)); }
         }                                              \
     }
 
-// The same where `read` has been carried out once already.
+// SPIN_UNTIL where `read` has already been executed once.
 #define SPIN_ON(READ, ARRIVED)                            \
     {                                                     \
         uint reads = 0u;                                  \

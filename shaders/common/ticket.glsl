@@ -1,10 +1,11 @@
-// The last workgroup to arrive finishes the work of all, in the same dispatch. Nobody waits: workgroups need not run at the same time.
+// Lets the last workgroup of a dispatch finish the work of all, without a second dispatch.
+// Nobody waits, so workgroups need not run at the same time.
 //
-//   bool last_to_arrive(uint slot, uint count)   true in the last of `count` workgroups to call it with this slot, in all of its threads
+//   bool last_to_arrive(uint slot, uint count)   true, in all threads, for the last of the `count` workgroups that call with this slot
 //
-// Every thread calls it, from uniform control flow, after writing its results to buffers declared `coherent` and before reading those of
-// others. Needs `uint tickets[]` in a buffer, all zero before the first dispatch; the last workgroup puts its counter back to zero, so a
-// recorded program can be replayed. The order of arrival must not enter the result: read the parts of others in a fixed order.
+// Every thread calls it, from uniform control flow, after writing its results to `coherent` buffers and before reading those of others. Needs a
+// buffer `uint tickets[]`, all zero before the first dispatch; the last workgroup resets its counter, so a recorded program can be replayed.
+// The order of arrival must not affect the result: read the others' parts in a fixed order.
 
 shared uint ticket_drawn;
 
