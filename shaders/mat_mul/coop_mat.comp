@@ -1,51 +1,52 @@
 #version 450
-// Y = X W^T by cooperative matrices: f16 weights, decoded on the way, times f16 activations, sums in f32. Dense or grouped by experts. With TURNED
-// Y = X W, which is the gradient by the activations: dX = dY W.
+// Mat-mul by cooperative matrices: Y = X W^T, with W [m][k] quantized, decoded to f16 on the way, X f16 and sums f32. Dense or grouped by
+// experts (MUL_MAT_ID). With TURNED, Y = X W: the gradient with respect to the activations, dX = dY W.
 //
-//   binding 0  weights, planes of docs/architecture.md
-//   binding 1  x F16, packed (mat_mul/matrix.glsl): x_stride words of 16 bytes a row, or with FRAGMENTS for FN columns; room for whole
-//              column tiles
-//   binding 2  y F32 [tokens or slots][y_stride values]; or F16, packed as x (y_stride likewise); or, PARTIAL, F32 [parts][n][y_stride]
+//   binding 0  weights, planes (quant/weights.glsl)
+//   binding 1  x F16, packed (mat_mul/matrix.glsl): x_stride 16-byte words per row or, with FRAGMENTS, per FN columns;
+//              padded to whole column tiles
+//   binding 2  y F32 [tokens or slots][y_stride values]; or F16, packed as x (y_stride likewise); or, Y_PARTIAL, F32 [parts][n][y_stride]
 //   binding 3  bias F32, binding 4 residual F32, binding 5 route: as in mat_mul/iface.glsl
-//   binding 6  of an F16 y its overflow word (mat_mul/overflow.glsl); else any buffer
-// With COLUMN_FACTORS binding 3 has what the sums of each column are multiplied by, F32 [n]: rows of x were packed times 1 / that.
+//   binding 6  overflow word of an F16 y (mat_mul/overflow.glsl); otherwise unused, any buffer
+// With COLUMN_FACTORS binding 3 is F32 [n]: factors of the columns of Y, which undo the scaling with which the rows of x were packed.
 //
-// A workgroup makes a tile of TILE_M weight rows times TILE_N columns, each subgroup a part of WARP_M x WARP_N of it as matrices of FM x
-// FN. Along K it goes in steps of STEP_K: threads decode one unit of 32 weights each into f16 rows in shared memory, padded against bank
-// conflicts and double buffered, so that there is one barrier a step; the units of the step after the next are on their way from memory
-// meanwhile. Activations come as ready fragments from memory into registers (FRAGMENTS), or else through shared memory like the weights.
+// A workgroup makes a tile of TILE_M weight rows by TILE_N columns (tokens); each subgroup makes a WARP_M x WARP_N part of it, as matrices of
+// FM x FN. It walks K in steps of STEP_K. In each step the threads decode one unit of 32 weights each into f16 rows in shared memory, padded
+// against bank conflicts and double buffered, so that one barrier per step is enough; the units of the step after next are loaded into
+// registers meanwhile. Activations come from memory straight into registers as fragments (FRAGMENTS),
+// or else through shared memory like the weights.
 //
-// TURNED: "weight rows" are then values along the rows of the stored weight, p.m of them, and sums go over its p.k rows. Threads decode units into
-// shared memory as before, now TILE_M / 32 of each of the STEP_K rows of a step, which lie there in K order; matrices are loaded column by column.
-// Within a unit values are in K order, so the epilogue swaps the middle two of every four back.
+// TURNED: the tile's "rows" are then positions along the stored rows of W, p.m of them, and sums run over its p.k rows. Threads decode units as
+// before, now TILE_M / 32 of each of the STEP_K rows of a step, which lie in shared memory in K order; matrices are loaded column by column.
+// The values of a unit stay in K order, so the epilogue swaps the middle two of every four back.
 //
-// In the epilogue each subgroup stages FN columns of its part at a time in shared memory, so that threads get neighbouring rows of one
-// column: bias, GLU and residual are added there, and f16 outputs become fragments by way of a second staging. Groups of FN columns that
-// hold no token are not stored.
+// Epilogue: each subgroup stages its part in shared memory, FN columns at a time, so that a thread gets neighbouring rows of one column. Bias,
+// GLU and residual are applied there, and f16 outputs become fragments through a second staging.
+// Groups of FN columns without a token are not stored.
 //
-// Defines: QUANT_FILE. The rest are specialization constants.
+// Defines: QUANT_FILE. Everything else is a specialization constant.
 #include "mat_mul/matrix.glsl"
 
-layout(constant_id = 5) const uint TILE_M = 128;
-layout(constant_id = 6) const uint TILE_N = 128;
-layout(constant_id = 7) const uint WARP_M = 64;
-layout(constant_id = 8) const uint WARP_N = 64;
-layout(constant_id = 9) const uint STEP_K = 32;
-layout(constant_id = 10) const uint FRAGMENTS = 1;
-layout(constant_id = 11) const uint GROUPED = 0;
+layout(constant_id = 5) const uint TILE_M = 128;  // weight rows of a tile
+layout(constant_id = 6) const uint TILE_N = 128;  // columns of a tile
+layout(constant_id = 7) const uint WARP_M = 64;  // rows of a subgroup's part
+layout(constant_id = 8) const uint WARP_N = 64;  // columns of a subgroup's part
+layout(constant_id = 9) const uint STEP_K = 32;  // values along K per step, a multiple of 32
+layout(constant_id = 10) const uint FRAGMENTS = 1;  // 1: x is packed as fragments, 0: row-major
+layout(constant_id = 11) const uint GROUPED = 0;  // 1: columns are slots of experts
 layout(constant_id = 12) const uint HAS_BIAS = 0;
 layout(constant_id = 13) const uint HAS_RESIDUAL = 0;
-layout(constant_id = 14) const uint GLU = 0;
+layout(constant_id = 14) const uint GLU = 0;  // as in mat_mul/glu.glsl
 layout(constant_id = 15) const uint Y_TYPE = 0;   // Y_*
 layout(constant_id = 16) const float GLU_ALPHA = 1.0;
 layout(constant_id = 17) const float GLU_LIMIT = 1.0;
-layout(constant_id = 18) const uint TURNED = 0;
-layout(constant_id = 19) const uint COLUMN_FACTORS = 0;
+layout(constant_id = 18) const uint TURNED = 0;  // 1: Y = X W
+layout(constant_id = 19) const uint COLUMN_FACTORS = 0;  // 1: binding 3 holds a factor per column
 
 #define Y_F32 0u
-#define Y_PACKED 1u     // F16 row-major
+#define Y_PACKED 1u     // F16, row-major
 #define Y_FRAGMENTS 2u
-#define Y_PARTIAL 3u    // F32, sums of a part of K
+#define Y_PARTIAL 3u    // F32 sums of one part of K (split-K)
 
 #define PATH_INT 0
 #define MAKES_F16
@@ -67,20 +68,20 @@ layout(std430, set = 0, binding = 2) buffer YQuads { uvec4 y4[]; };
 layout(std430, set = 0, binding = 3) readonly buffer Bias { float bias[]; };
 layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]; };
 
-const uint ACROSS = TILE_N / WARP_N;          // subgroups along the columns
-const uint MS = WARP_M / FM, NS = WARP_N / FN;  // matrices of a subgroup's part
+const uint ACROSS = TILE_N / WARP_N;          // subgroups side by side along the columns
+const uint MS = WARP_M / FM, NS = WARP_N / FN;  // matrices of a subgroup's part, along rows and columns
 const uint STEP_UNITS = STEP_K / 32;
-const uint ACROSS_UNITS = TURNED != 0 ? TILE_M / 32 : STEP_UNITS;  // units of a row that a step takes
-const uint PITCH = STEP_K / 8 + 1;            // words of 16 bytes from row to row
+const uint ACROSS_UNITS = TURNED != 0 ? TILE_M / 32 : STEP_UNITS;  // units of a row that a step reads
+const uint PITCH = STEP_K / 8 + 1;            // 16-byte words from row to row
 const uint W_PITCH = 4 * ACROSS_UNITS + 1;
 const uint W_WORDS = (TURNED != 0 ? STEP_K : TILE_M) * W_PITCH, X_WORDS = TILE_N * PITCH;
-const uint W_PIECES = (TILE_M * STEP_UNITS + WG - 1) / WG;  // units that a thread decodes a step
+const uint W_PIECES = (TILE_M * STEP_UNITS + WG - 1) / WG;  // units that a thread decodes per step
 const uint X_PIECES = FRAGMENTS != 0 ? 1 : (TILE_N * STEP_K / 8 + WG - 1) / WG;
-const uint CHUNKS = STEP_K / FK;              // matrices along K in a step
-const uint AHEAD = 2;                         // chunks that fragments are asked for before their use
+const uint CHUNKS = STEP_K / FK;              // matrices along K per step
+const uint AHEAD = 2;                         // chunks by which fragments are loaded ahead of their use
 const uint FRAGMENT_COUNT = FRAGMENTS != 0 ? AHEAD * NS : 1;
 const uint STAGE_PITCH = WARP_M / 4 + 1;
-const uint STAGE_WORDS = FN * STAGE_PITCH;    // of a subgroup
+const uint STAGE_WORDS = FN * STAGE_PITCH;    // per subgroup
 const uint ALL_STAGES = WG / SG * STAGE_WORDS;
 
 shared uvec4 w_rows[2 * W_WORDS > ALL_STAGES ? 2 * W_WORDS : ALL_STAGES];
@@ -91,14 +92,13 @@ UnitRaw raw[W_PIECES];
 uvec4 x_words[X_PIECES];
 uvec4 fragments[FRAGMENT_COUNT];
 
-uint part_m, part_n;  // where this subgroup's part begins in the tile
+uint part_m, part_n;  // where this subgroup's part begins within the tile
 
-// Weights: piece `i` of this thread is unit `piece_unit` of row `piece_row` of the tile in this step. Neighbouring threads take
-// neighbouring units.
+// Piece i of this thread is unit piece_unit(i) of row piece_row(i) of the tile in this step. Neighbouring threads have neighbouring units.
 uint piece_row(uint i) { return (i * WG + gl_LocalInvocationID.x) / ACROSS_UNITS; }
 uint piece_unit(uint i) { return (i * WG + gl_LocalInvocationID.x) % ACROSS_UNITS; }
 
-// Where a row lies among those of a step.
+// Where a row of a step lies in shared memory: TURNED in K order.
 uint slot_of(uint row) { return TURNED != 0 ? (row & ~3u) | (row & 1u) << 1 | (row >> 1 & 1u) : row; }
 
 void fetch_piece(uint i, uint unit) {
@@ -113,7 +113,7 @@ void put_unit(UnitRaw unit, uint at, bool there) {
     [[unroll]] for (uint i = 0; i < 4; i++) w_rows[at + i] = words[i];
 }
 
-// Units past the end of a row, which a step of several may have, become zeros.
+// A step of several units may reach past the end of a row; units there become zeros.
 void put_piece(uint i, uint buffer_at, uint unit) {
     if (TILE_M * STEP_UNITS % WG == 0 || i * WG + gl_LocalInvocationID.x < TILE_M * STEP_UNITS)
         put_unit(raw[i], buffer_at * W_WORDS + slot_of(piece_row(i)) * W_PITCH + 4 * piece_unit(i),
@@ -137,7 +137,7 @@ void put_rows(uint buffer_at) {
     }
 }
 
-// Activations as fragments: those of chunk `chunk` of the rows, counted in FK weights.
+// Activations as fragments. chunk: position along K in units of FK.
 void fetch_fragments(uint slot, uint chunk) {
     if (FRAGMENTS == 0) return;
     const uint block = min(chunk, end_unit * (32u / FK) - 1u);
@@ -145,9 +145,9 @@ void fetch_fragments(uint slot, uint chunk) {
         fragments[slot * NS + j] = x4[((tile_number * TILE_N + part_n) / FN + j) * p.x_stride + block * SG + gl_SubgroupInvocationID];
 }
 
-// Products of the step that begins at `unit`. Meanwhile the weights of the next step are put into the other buffer, those of the step
-// after it asked for, and fragments, too. Weights are put after matrices were loaded and before they are multiplied: a compiler can put
-// the one's instructions between the other's, but no store to shared memory before a load.
+// The products of the step at `unit`. Meanwhile the weights of the next step are decoded into the other buffer, and those of the step after it
+// are loaded, as are fragments. Weights are decoded after the matrices were loaded and before they are multiplied: the compiler can then
+// interleave decoding with multiplications, but could not move a store to shared memory ahead of a load.
 void multiply(uint buffer_at, uint unit) {
     [[unroll]] for (uint chunk = 0; chunk < CHUNKS; chunk++) {
         MATRIX_A a[MS];
@@ -180,7 +180,7 @@ void multiply(uint buffer_at, uint unit) {
     }
 }
 
-// Four neighbouring output rows, from `row` of the tile on, of column `c`, out of what is staged from `at` on.
+// Four neighbouring output rows of a column, from the sums staged at `at`. row: the first one, within the tile.
 vec4 finished(uint at, uint row, uint column) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
@@ -199,9 +199,9 @@ vec4 finished(uint at, uint row, uint column) {
 }
 
 const uint OUT_SHIFT = GLU != 0 ? 1 : 0;
-const uint OUT_QUADS = WARP_M >> (2 + OUT_SHIFT);  // of a column of a subgroup's part
-const uint OUT_PITCH = (OUT_QUADS + 1) / 2 + 1;    // of the second staging, in f16
-const uint ITEMS = (FN * OUT_QUADS + SG - 1) / SG;   // of four outputs, a lane
+const uint OUT_QUADS = WARP_M >> (2 + OUT_SHIFT);  // in a column of a subgroup's part
+const uint OUT_PITCH = (OUT_QUADS + 1) / 2 + 1;    // of the second staging, f16
+const uint ITEMS = (FN * OUT_QUADS + SG - 1) / SG;   // groups of four outputs, per lane
 
 void store_four(uint column, uint row, vec4 v) {
     const uint rows = p.m >> OUT_SHIFT;
@@ -213,7 +213,7 @@ void store_four(uint column, uint row, vec4 v) {
             if (row + e < rows) y1[at + e] = v[e];
 }
 
-// Stages FN columns of this subgroup's part, which begin at column `first` of the tile, and stores them.
+// Stages and stores FN columns of this subgroup's part. first: the first of them, within the tile.
 void store_columns(uint j, uint first) {
     const uint stage = gl_SubgroupID * STAGE_WORDS, lane = gl_SubgroupInvocationID;
     const uint out_row = (tile_row + part_m) >> OUT_SHIFT, rows = p.m >> OUT_SHIFT;
@@ -230,7 +230,7 @@ void store_columns(uint j, uint first) {
         if (Y_TYPE == Y_F32 || Y_TYPE == Y_PARTIAL) {
             if (there) store_four(column, out_row + 4 * quad, v);
         } else {
-            // Outputs past the last row fill the last unit up with zeros.
+            // Outputs past the last row pad the last unit with zeros.
             [[unroll]] for (uint e = 0; e < 4; e++) v[e] = out_row + 4 * quad + e < rows ? p.out_scale * v[e] : 0.0;
             packed[i] = pack_four(noted(v));
             if (Y_TYPE == Y_PACKED && there && p.y_offset + out_row + 4 * quad < 8u * p.y_stride)
@@ -259,8 +259,8 @@ void store_columns(uint j, uint first) {
 }
 
 void store_part() {
-    // All subgroups go through all columns, though some may have nothing to store: CPU drivers may hold up the whole workgroup for a
-    // subgroup's barrier.
+    // Every subgroup visits all its columns, even with nothing to store:
+    // a CPU driver may make the whole workgroup wait at a subgroup's barrier.
     [[unroll]] for (uint j = 0; j < NS; j++) store_columns(j, part_n + j * FN);
     if (Y_TYPE == Y_PACKED || Y_TYPE == Y_FRAGMENTS) report_overflow();
 }
@@ -295,7 +295,7 @@ void main() {
     }
     if (Y_TYPE == Y_F32 && HAS_BIAS == 0 && HAS_RESIDUAL == 0 && GLU == 0 && GROUPED == 0 && TURNED + COLUMN_FACTORS == 0 && tile_row + TILE_M <= p.m &&
         tile_count == TILE_N) {
-        // A whole tile with nothing to add: straight from the matrices.
+        // A whole tile without epilogue: store straight from the matrices.
         [[unroll]] for (uint i = 0; i < MS * NS; i++)
             coopMatStore(sums[i] * p.y_scale, y1,
                          (tile_column + part_n + i % NS * FN) * p.y_stride + p.y_offset + tile_row + part_m + i / NS * FM, p.y_stride,

@@ -1,57 +1,59 @@
 #version 450
-// Y = X W^T for few columns by cooperative matrices, weights decoded in registers: what waits for weights from memory, as mat-vecs do.
+// Mat-mul for few tokens by cooperative matrices: Y = X W^T, with the weights decoded in registers. Like a mat-vec, it is bound by the
+// bandwidth of memory, so it keeps many loads of weights in flight and uses no shared memory or barrier until its sums are complete.
 //
-//   binding 0  weights, planes of docs/architecture.md
-//   binding 1  x F16 in unit order (mat_mul/units.glsl), x_stride words of 16 bytes for FN columns
-//   binding 2  y F32 [n][y_stride]; or F16 in unit order, y_stride words of 16 bytes for FN columns, its rows whole blocks
-//   binding 3  bias F32, binding 4 residual F32, binding 5 any buffer: as in mat_mul/iface.glsl
-//   binding 6  of an F16 y its overflow word (mat_mul/overflow.glsl); else any buffer
-//   binding 7  with MAKES_UNITS y in unit order, each row times its norm weight, binding 8 F32 [m]; binding 9 F32 [n][SQUARE_PARTS]: of each
-//              column a sum of squares of y for each tile of rows. What is normed next reads these, and nobody has to norm in between
-//   binding 10  with SQUARES such sums of x: its columns are divided by their rms
-//   With KV_ROWS y is the heads of Q, K and V: those of Q, turned, go to binding 2 F32 [n][Q_ROWS], those of K, turned, and of V as f16 into the
-//   caches, bindings 7 and 9 F16 [KV_ROWS / HEAD_DIM][CACHE_ROWS][HEAD_DIM]; binding 4 then has positions I32 [n] (-1 or one outside the cache
-//   stores nothing), binding 8 angles F32 [n][ROPE_PAIRS][2] by which neighbours are turned
-//   bindings 11 to 13  arrivals (ARRIVES), those of x (EXPECTED) and the state of spin-waits (common/arrivals.glsl)
-//   Whatever is not needed is any buffer.
+//   binding 0  weights, planes (quant/weights.glsl)
+//   binding 1  x F16 in unit order (mat_mul/units.glsl), x_stride 16-byte words per FN columns
+//   binding 2  y F32 [n][y_stride]; or (Y_UNITS) F16 in unit order, y_stride 16-byte words per FN columns, rows padded to whole blocks
+//   binding 3  bias F32, binding 4 residual F32, binding 5 unused: as in mat_mul/iface.glsl
+//   binding 6  overflow word of an F16 y (mat_mul/overflow.glsl)
+//   bindings 7 to 9, with MAKES_UNITS: what the next norm needs, so that no kernel has to norm in between. 7: y in unit order, each row times
+//              its norm weight; 8: that weight F32 [m]; 9: F32 [n][SQUARE_PARTS],
+//              for each column the sum of squares of y over each tile of rows
+//   binding 10 with SQUARES: such sums of squares of x; the columns are divided by their rms
+//   bindings 2, 4, 7 to 9, with KV_ROWS: y is the heads of Q, K and V. Q after RoPE goes to binding 2 F32 [n][Q_ROWS]; K after RoPE and V go,
+//              as f16, into the caches, bindings 7 and 9 F16 [KV_ROWS / HEAD_DIM][CACHE_ROWS][HEAD_DIM]. Binding 4: positions I32 [n]; -1, or a
+//              position outside the cache, stores nothing. Binding 8: cos and sin F32 [n][ROPE_PAIRS][2], for rotating neighbouring pairs
+//   bindings 11 to 13  arrivals (ARRIVES), arrivals of x (EXPECTED), state of spin-waits (common/arrivals.glsl)
+// A binding that a kernel does not need may be any buffer.
 //
-// A workgroup makes a tile of ROW_WARPS * WARP_M weight rows times TILE_N columns. Each subgroup takes WARP_M rows of it, all columns, and every
-// K_WARPS-th step along K (sliced-K). A step is LANE_UNITS blocks. A lane loads whole units of 32 weights, neighbouring lanes neighbouring units of
-// a row, decodes them to f16, and has in them just what its elements of matrices A are: no shared memory, no barriers. Registers are loaded for the
-// subgroup's next step as soon as they are free. In the end the sums of all slices go to shared memory, and whoever stores a value adds them up in
-// a fixed order.
+// A workgroup makes a tile of ROW_WARPS * WARP_M weight rows by TILE_N columns (tokens). Each subgroup takes WARP_M rows, all columns, and
+// every K_WARPS-th step along K (sliced-K). A step is LANE_UNITS blocks (mat_mul/units.glsl). A lane loads whole units of 32 weights,
+// neighbouring lanes neighbouring units of a row, and decodes them to f16. Unit order is such that these are exactly the lane's elements of
+// matrices A. Registers are reloaded for the subgroup's next step as soon as they are free. At the end the sums of all slices go to shared
+// memory, and the thread that stores a value adds them in a fixed order.
 //
-// Defines: QUANT_FILE. The rest are specialization constants.
+// Defines: QUANT_FILE. Everything else is a specialization constant.
 #include "mat_mul/matrix.glsl"
 #extension GL_EXT_shader_16bit_storage : require
 #extension GL_KHR_shader_subgroup_arithmetic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 
-layout(constant_id = 5) const uint WARP_M = 32;
-layout(constant_id = 6) const uint TILE_N = 16;
-layout(constant_id = 7) const uint ROW_WARPS = 1;
-layout(constant_id = 8) const uint ROW_LANES = 4;
+layout(constant_id = 5) const uint WARP_M = 32;  // weight rows of a subgroup
+layout(constant_id = 6) const uint TILE_N = 16;  // columns of a tile, a multiple of FN
+layout(constant_id = 7) const uint ROW_WARPS = 1;  // subgroups side by side along the rows; the others share out K
+layout(constant_id = 8) const uint ROW_LANES = 4;  // T of mat_mul/matrix.glsl
 layout(constant_id = 9) const uint HAS_BIAS = 0;
 layout(constant_id = 10) const uint HAS_RESIDUAL = 0;
-layout(constant_id = 11) const uint GLU = 0;
+layout(constant_id = 11) const uint GLU = 0;  // as in mat_mul/glu.glsl
 layout(constant_id = 12) const float GLU_ALPHA = 1.0;
 layout(constant_id = 13) const float GLU_LIMIT = 1.0;
-layout(constant_id = 14) const uint Y_UNITS = 0;  // 1: y is F16
-layout(constant_id = 15) const uint LANE_UNITS = 1;  // units of a row that a lane takes a step
-layout(constant_id = 16) const uint EIGHTS = 0;      // 1: a step is 8 units, rows are whole steps
-layout(constant_id = 17) const uint SYNC = 0;     // 1: an F32 y is stored without SENTINEL (common/sentinel.glsl)
+layout(constant_id = 14) const uint Y_UNITS = 0;  // 1: y is F16 in unit order
+layout(constant_id = 15) const uint LANE_UNITS = 1;  // units of a row that a lane decodes per step
+layout(constant_id = 16) const uint EIGHTS = 0;      // 1: a step is 8 units, and rows are whole steps
+layout(constant_id = 17) const uint SYNC = 0;     // 1: no stored value of an F32 y is SENTINEL (common/sentinel.glsl)
 layout(constant_id = 19) const uint ARRIVES = 0;  // common/arrivals.glsl
-layout(constant_id = 20) const uint EXPECTED = 0;
-layout(constant_id = 21) const uint MAKES_UNITS = 0;
-layout(constant_id = 22) const uint UNITS_STRIDE = 0;  // of these, words of 16 bytes for FN columns
+layout(constant_id = 20) const uint EXPECTED = 0;  // likewise
+layout(constant_id = 21) const uint MAKES_UNITS = 0;  // 1: bindings 7 to 9
+layout(constant_id = 22) const uint UNITS_STRIDE = 0;  // of binding 7: 16-byte words per FN columns
 layout(constant_id = 23) const uint SQUARE_PARTS = 0;  // tiles of rows of y
-layout(constant_id = 24) const uint SQUARES = 0;       // parts of the sums of squares of x, a multiple of 4; 0: it is not normed
-layout(constant_id = 25) const float EPS = 0.0;
-layout(constant_id = 26) const uint KV_ROWS = 0;     // not 0: y is heads, Q_ROWS rows of Q, KV_ROWS of K and as many of V
-layout(constant_id = 27) const uint Q_ROWS = 0;
-layout(constant_id = 28) const uint HEAD_DIM = 4;    // a multiple of 4, as the first row of this product is
-layout(constant_id = 29) const uint CACHE_ROWS = 0;
-layout(constant_id = 30) const uint ROPE_PAIRS = 0;  // so many pairs of a head of Q and K are turned, the first ones; even
+layout(constant_id = 24) const uint SQUARES = 0;       // parts of the sums of squares of x, a multiple of 4; 0: x is not normed here
+layout(constant_id = 25) const float EPS = 0.0;  // of the rms
+layout(constant_id = 26) const uint KV_ROWS = 0;     // not 0: y is heads: Q_ROWS rows of Q, KV_ROWS of K, KV_ROWS of V
+layout(constant_id = 27) const uint Q_ROWS = 0;  // rows of Q, n_head * HEAD_DIM
+layout(constant_id = 28) const uint HEAD_DIM = 4;    // a multiple of 4; so is the first row of this product
+layout(constant_id = 29) const uint CACHE_ROWS = 0;  // rows of a cache, n_ctx
+layout(constant_id = 30) const uint ROPE_PAIRS = 0;  // pairs of each head of Q and K that RoPE rotates, the first ones; even
 const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 
 #define PATH_INT 0
@@ -93,26 +95,26 @@ layout(std430, set = 0, binding = 10) readonly buffer SquaresTaken { vec4 square
 
 const uint K_WARPS = WG / SG / ROW_WARPS;
 const uint MS = WARP_M / FM, NS = TILE_N / FN;
-const uint OWN_ROWS = FM / GROUPS;                 // rows of a matrix that a lane has
-const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes a block
-const uint MATRICES = 32 / V;                      // along K in a block
+const uint OWN_ROWS = FM / GROUPS;                 // rows of a matrix that a lane holds elements of
+const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes per block
+const uint MATRICES = 32 / V;                      // matrices along K per block
 const uint STAGE_PITCH = WARP_M / 4 + 1;
-const uint STAGE_WORDS = TILE_N * STAGE_PITCH;     // the sums of a subgroup
+const uint STAGE_WORDS = TILE_N * STAGE_PITCH;     // sums of one subgroup
 
-shared vec4 stages[ROW_WARPS * K_WARPS * STAGE_WORDS];  // those of a row's slices follow each other
+shared vec4 stages[ROW_WARPS * K_WARPS * STAGE_WORDS];  // slices of the same rows lie side by side
 
 MATRIX_SUM sums[MS * NS];
 UnitRaw raw[LANE_UNITS * UNITS];
 uvec4 x[NS * BLOCK_WORDS];
 uint steps, blocks;
-uint x_zero = 0;  // 0, known once x is there
+uint x_zero = 0;  // a 0 that the compiler cannot know before x has arrived (common/arrivals.glsl)
 
 float16_t half_at(uvec4 word, uint i) {
     const f16vec2 pair = unpackFloat2x16(word[i / 2]);
     return i % 2 == 0 ? pair.x : pair.y;
 }
 
-// Unit `u` of a step of the lane's row number i.
+// Unit `u` of a step, of this lane's row number i.
 UnitRaw fetched(uint i, uint u, uint first_row, uint step) {
     const uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * GROUPS + gl_SubgroupInvocationID / T, p.m - 1u);
     const uint lane = gl_SubgroupInvocationID % T;
@@ -120,14 +122,14 @@ UnitRaw fetched(uint i, uint u, uint first_row, uint step) {
     return unit_load(place(row, min((step * LANE_UNITS + u) * T + lane, end_unit - 1u)));
 }
 
-// Lanes whose columns are past the last one read what those of the first column read: less to bring from memory.
+// Lanes whose column is past the last one read what the lanes of the first column read: less memory traffic.
 void fetch_x(uint n, uint i, uint block) {
     const uint lane = gl_SubgroupInvocationID, used = n * FN + lane / T < tile_count ? lane : lane % T;
     const uint first = (tile_number * NS + n) * p.x_stride + min(block, blocks - 1u) * (BLOCK_WORDS * SG) + used + x_zero;
     x[n * BLOCK_WORDS + i] = x4[(first & MOST_QUADS) + i * SG];
 }
 
-// The products of a step. Registers of weights and activations are loaded with those of later steps after their last use.
+// The products of one step. Registers of weights and activations are reloaded for later steps after their last use.
 void multiply(uint first_row, uint step) {
     [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) {
         const uint next_block = u + 1 < LANE_UNITS ? step * LANE_UNITS + u + 1 : (step + K_WARPS) * LANE_UNITS;
@@ -167,7 +169,7 @@ void put_sums(uint stage) {
                          gl_CooperativeMatrixLayoutColumnMajor);
 }
 
-// The sums of four neighbouring rows, from `row` of the tile on, of a column: those of all slices in their order.
+// Sums of four neighbouring rows of column c, over all slices in order. row: the first one, within the tile.
 vec4 added(uint row, uint c) {
     vec4 v = vec4(0.0);
     [[unroll]] for (uint slice = 0; slice < K_WARPS; slice++)
@@ -178,7 +180,7 @@ vec4 added(uint row, uint c) {
 const uint OUT_SHIFT = GLU != 0 ? 1 : 0;
 const uint OUT_QUADS = TILE_M >> (2 + OUT_SHIFT);
 
-// Residuals of four neighbouring rows of the weight, from `matrix_row` on, of a column.
+// Residuals of four neighbouring rows of a column, from row `matrix_row` of the weight on.
 vec4 residuals(uint matrix_row, uint column) {
     vec4 v = vec4(0.0);
     [[unroll]] for (uint e = 0; e < 4; e++)
@@ -186,14 +188,14 @@ vec4 residuals(uint matrix_row, uint column) {
     return v;
 }
 
-vec4 first_residuals;  // of the first four rows that a thread stores: asked for before the products, so that nobody waits for them
+vec4 first_residuals;  // of the first four rows that this thread stores; loaded before the products, which hide their latency
 
 shared float column_factors[TILE_N];
 
-// 1 / rms of each column of x. It is asked for behind the products, when registers are free, and all of it at once.
+// 1 / rms of each column of x. Loaded after the products, when registers are free again, and all at once.
 void find_factors() {
     const uint warps = WG / SG, each = (TILE_N + warps - 1u) / warps, quads = SQUARES / 4u;
-    const uint lane_quads = SQUARES != 0 ? (quads + SG - 1u) / SG : 1u;  // no array is empty
+    const uint lane_quads = SQUARES != 0 ? (quads + SG - 1u) / SG : 1u;  // GLSL has no empty arrays
     vec4 parts[each * lane_quads];
     [[unroll]] for (uint i = 0; i < each * lane_quads; i++) {
         const uint c = gl_SubgroupID + i / lane_quads * warps, quad = i % lane_quads * SG + gl_SubgroupInvocationID;
@@ -209,7 +211,7 @@ void find_factors() {
     }
 }
 
-// Four neighbouring output rows, from `row` of the tile on, of a column of the tile; first: those that a thread stores first.
+// Four neighbouring output rows of column c of the tile. row: the first one, within the tile; first: whether this thread stores them first.
 vec4 finished(uint row, uint c, uint column, bool first) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
@@ -223,7 +225,7 @@ vec4 finished(uint row, uint c, uint column, bool first) {
     return v[0];
 }
 
-// Four neighbouring rows of a column, as the next product takes them.
+// Stores four neighbouring rows of a column in unit order, as the next product reads them.
 void store_units(uint column, uint row, vec4 v) {
     const uvec2 packed = pack_four(noted(p.out_scale * v));
     const uint stride = MAKES_UNITS != 0 ? UNITS_STRIDE : p.y_stride;
@@ -239,7 +241,8 @@ void store_units(uint column, uint row, vec4 v) {
         }
 }
 
-// The same of an F32 y that is normed next, and its squares. The rows are whole tiles; OUT_QUADS neighbouring lanes have those of a column.
+// Stores the same for an F32 y that is normed next, and the sum of its squares. Rows are whole tiles;
+// OUT_QUADS neighbouring lanes share a column.
 void store_normed(uint column, uint row, uint quad, vec4 v) {
     float square = dot(v, v);
     [[unroll]] for (uint lanes = 1; lanes < OUT_QUADS; lanes *= 2) square += subgroupShuffleXor(square, lanes);
@@ -249,16 +252,16 @@ void store_normed(uint column, uint row, uint quad, vec4 v) {
     store_units(column, row, v * weight);
 }
 
-vec4 first_angles;   // of the first four rows that a thread stores, where y is heads: asked for behind the products, with the squares
+vec4 first_angles;   // of the first four rows that this thread stores, if y is heads; loaded after the products, with the squares
 int first_position;
 
-// The angles of four neighbouring rows, two pairs; of rows that are not turned any.
+// cos and sin for four neighbouring rows (two pairs); unused where nothing is rotated.
 vec4 angles_of(uint row, uint column) {
     const uint place = row % HEAD_DIM;
     return row < Q_ROWS + KV_ROWS && place < 2u * ROPE_PAIRS ? angles[(column * ROPE_PAIRS + place / 2u) / 2u] : vec4(0.0);
 }
 
-// Four neighbouring rows of heads, from `row` of all of them on, of a column: turned and stored.
+// Rotates and stores four neighbouring rows of heads of a column. row: the first one, counted over all heads of Q, K and V.
 void store_heads(uint column, uint row, vec4 v, vec4 angle, int position) {
     const uint place = row % HEAD_DIM;
     if (row < Q_ROWS + KV_ROWS && place < 2u * ROPE_PAIRS) v = vec4(turn_pair(v.xy, angle.xy), turn_pair(v.zw, angle.zw));
@@ -316,7 +319,7 @@ void main() {
     steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
     [[unroll]] for (uint i = 0; i < UNITS; i++)
         [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) raw[i * LANE_UNITS + u] = fetched(i, u, first_row, slice);
-    x_zero = wait_for_arrivals();  // the first weights are under way
+    x_zero = wait_for_arrivals();  // the first weights are in flight
     [[unroll]] for (uint n = 0; n < NS; n++)
         [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
     if (HAS_RESIDUAL != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS)

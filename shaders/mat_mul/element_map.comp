@@ -1,11 +1,11 @@
 #version 450
-// Which elements of cooperative matrices each lane holds. One subgroup.
+// Start-up check: finds which elements of cooperative matrices each lane holds. One subgroup.
 //
 //   binding 0  numbers F16, 0 1 2 ..., at least as many as a matrix has elements
-//   binding 1  the same numbers in F32
-//   binding 2  elements F32 [3][SG][16]: of A [FM][FK], B [FK][FN] and sums [FM][FN], all loaded row by row; -1 past the last
+//   binding 1  the same numbers, F32
+//   binding 2  elements F32 [3][SG][16]: of A [FM][FK], B [FK][FN] and sums [FM][FN], each loaded row-major; -1 after the last
 //
-// vkback/program/fragments.py holds them against the order that mat_mul/matrix.glsl describes.
+// vkback/program/fragments.py compares them with the layout that mat_mul/matrix.glsl describes.
 #include "mat_mul/matrix.glsl"
 
 layout(std430, set = 0, binding = 0) readonly buffer Numbers { uvec4 numbers[]; };

@@ -1,8 +1,8 @@
 #version 450
-// Y = X W^T in f32 throughout: many tokens times a weight of any type, dense or grouped by experts. The reference of the mat-mul family,
-// what `--act f32` takes, and the quickest on CPU drivers.
+// Mat-mul in f32 throughout: Y = X W^T, many tokens times a weight of any type, dense or grouped by experts. It is the reference of the mat-mul
+// family, serves `--act f32`, and is the fastest on CPU drivers.
 //
-//   binding 0  weights, planes of docs/architecture.md
+//   binding 0  weights, planes (quant/weights.glsl)
 //   binding 1  x F32 [tokens or slots][x_stride values]
 //   binding 2  y F32 [tokens or slots][y_stride values]
 //   binding 3  bias F32, binding 4 residual F32, binding 5 route: as in mat_mul/iface.glsl
@@ -11,9 +11,9 @@
 //
 // Defines:
 //   QUANT_FILE         the decoder of the weights
-//   WG, ROWS, COLS     threads, weight rows of a thread, columns of a tile
-//   BY_LANES           1: activations go from lane to lane (subgroups of eight or more, WG a multiple of them)
-//   K_TAIL             1: k is no multiple of 32
+//   WG, ROWS, COLS     threads, weight rows per thread, columns per tile
+//   BY_LANES           1: lanes broadcast activations to each other (subgroups of eight lanes or more; WG is a multiple of the subgroup size)
+//   K_TAIL             1: k is not a multiple of 32
 //   GROUPED            1: columns are slots of experts
 //   HAS_BIAS, HAS_RESIDUAL, GLU (0, 1, 2), GLU_ALPHA, GLU_LIMIT
 #extension GL_EXT_control_flow_attributes : require
@@ -44,8 +44,8 @@ vec4 weights[ROWS][8];
 
 void decode(uint r, UnitRaw raw) { unit_decode(raw, weights[r]); }
 
-// Four neighbouring values, zeros past the end of a row. A select of what is read at a place that exists: branches around 32 loads of each column
-// make a compiler that keeps all of them (SwiftShader's) take minutes.
+// Four neighbouring values of a row, zeros past its end. A select, not a branch: with branches around the 32 loads of each column,
+// SwiftShader's compiler, which keeps them all, takes minutes.
 vec4 four_of(uint row, uint quad) {
 #if K_TAIL
     vec4 v;
@@ -71,7 +71,7 @@ vec4 quad_of(uint i) { return all_quads[i]; }
 #endif
 
 void multiply(inout float sums[ROWS]) {
-    // Two chains of additions a row: a CPU starts two a cycle and has each after four or five.
+    // Two chains of fma per row: a CPU core starts two per cycle, with a latency of four or five cycles.
     vec2 chains[ROWS];
     [[unroll]] for (uint r = 0; r < ROWS; r++) chains[r] = vec2(0.0);
     [[unroll]] for (uint i = 0; i < 8; i++) {

@@ -1,14 +1,13 @@
 #version 450
-// Whether a driver lays the elements of a matrix B out over the lanes of a subgroup in the same way in two kernels, which no specification
-// promises.
+// Start-up check: does the driver distribute the elements of a matrix B over the lanes of a subgroup in the
+// same way in two kernels? No specification promises it.
 //
-//   binding 0  matrix F16 [FK][FN], two a word
-//   binding 1  fragment: [SG][4] words, a lane's eight elements; then one word, how many elements a lane has
+//   binding 0  matrix F16 [FK][FN], two to a word
+//   binding 1  fragment: [SG][4] words, the eight elements of each lane; then one word, the number of elements per lane
 //   binding 2  result F32 [FM][FN], column-major
 //
-// One subgroup. BACK 0: the matrix is loaded and its elements written to `fragment`, lane by lane. BACK 1: a matrix is made of `fragment`
-// and the product of the identity with it written to `result`. The host compares it with the matrix; both kernels being right, packed
-// activations in fragment order may be used (mat_mul/matrix.glsl).
+// One subgroup. BACK 0 loads the matrix and writes its elements to `fragment`, lane by lane. BACK 1 builds a matrix from `fragment` and writes
+// identity * matrix to `result`. If the host finds the original matrix there, activations may be packed as fragments (mat_mul/matrix.glsl).
 #include "mat_mul/matrix.glsl"
 
 layout(constant_id = 5) const uint BACK = 0;

@@ -1,4 +1,4 @@
-// A gated linear unit. GLU 0: none, 1: silu(gate) * up, 2: the clamped form of SWIGLU_OAI (GLU_ALPHA, GLU_LIMIT), 3: gelu(gate) * up.
+// Gated linear unit. GLU 0: none, 1: silu(gate) * up, 2: the clamped form SWIGLU_OAI (GLU_ALPHA, GLU_LIMIT), 3: gelu(gate) * up.
 #include "elementwise/functions.glsl"
 
 float glu(float gate, float up) {

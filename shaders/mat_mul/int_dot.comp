@@ -1,18 +1,19 @@
 #version 450
-// Y = X W^T by packed integer dot products: many tokens, rounded to eight bits (Q8_1), times a weight that has bytes and scales. For
-// devices without cooperative matrices. Dense or grouped by experts.
+// Mat-mul by packed integer dot products: Y = X W^T for many tokens, with X quantized to Q8_1 and a weight type that has bytes and scales
+// (UNIT_INTS). For devices without cooperative matrices. Dense or grouped by experts.
 //
-//   binding 0  weights, planes of docs/architecture.md
-//   binding 1  x Q8_1 [tokens or slots], x_stride 16-byte words a row
-//   binding 2  y F32 [tokens or slots][y_stride values], or Q8_1 with y_stride units a row
+//   binding 0  weights, planes (quant/weights.glsl)
+//   binding 1  x Q8_1 [tokens or slots], x_stride 16-byte words per row
+//   binding 2  y F32 [tokens or slots][y_stride values], or Q8_1 with y_stride units per row
 //   binding 3  bias F32, binding 4 residual F32, binding 5 route: as in mat_mul/iface.glsl
 //
-// Threads and tiles: mat_mul/rows.glsl. A Q8_1 output takes four output rows a thread (eight with GLU), so that eight threads have a unit.
+// Threads and tiles: mat_mul/rows.glsl. For a Q8_1 output each thread has four output rows (eight weight rows with GLU),
+// so that eight threads share a unit.
 //
 // Defines:
 //   QUANT_FILE         the decoder of the weights
-//   WG, ROWS, COLS     threads, weight rows of a thread, columns of a tile
-//   BY_LANES           1: activations go from lane to lane (subgroups of eight or more, WG a multiple of them)
+//   WG, ROWS, COLS     threads, weight rows per thread, columns per tile
+//   BY_LANES           1: lanes broadcast activations to each other (subgroups of eight lanes or more; WG is a multiple of the subgroup size)
 //   GROUPED            1: columns are slots of experts
 //   Y_TYPE             0: F32, 1: Q8_1, with REDUCE_SUBGROUP and SUBGROUP_SIZE of common/reduce.glsl
 //   HAS_BIAS, HAS_RESIDUAL, GLU (0, 1, 2), GLU_ALPHA, GLU_LIMIT
@@ -50,7 +51,7 @@ layout(std430, set = 0, binding = 2) writeonly buffer Y { uint y_words[]; };
 layout(std430, set = 0, binding = 2) writeonly buffer Y { float y1[]; };
 #endif
 
-// The unit of every row, decoded as far as it is the same for all columns.
+// The current unit of every row, decoded as far as that is the same for all columns.
 #ifdef UNIT_DOT
 uint words[ROWS][UNIT_WORDS];
 UnitRaw raws[ROWS];
@@ -66,14 +67,14 @@ vec2 scales[ROWS], biases[ROWS];
 void decode(uint r, UnitRaw raw) { unit_ints(raw, words[r], scales[r], biases[r]); }
 #endif
 
-// The unit of x: its bytes, its step, the sums of its halves' bytes.
+// The current unit of x: its int8, its scale d, and the sums of the int8 of its halves.
 uint x_bytes[8];
 float x_step;
 ivec2 x_sums;
 
 void activations(uint row, uint unit) {
 #if BY_LANES
-    // Of every eight lanes each has a word; the first two have step and sums as well.
+    // Each of eight lanes loads one word; the first two also load the scale and the sums.
     const uint lane = gl_SubgroupInvocationID & 7u, first = 4u * row * p.x_stride;
     const uint own = x1[first + 4u * unit + ((lane & 4u) != 0u ? 4u * p.w.units : 0u) + (lane & 3u)];
     const uint own_tail = x1[first + 8u * p.w.units + 2u * unit + (lane & 1u)];

@@ -1,19 +1,19 @@
-// Cooperative matrices of f16 at subgroup scope, their shapes by specialization constants, and f16 in K order.
+// Cooperative matrices of f16 at subgroup scope, with their shapes as specialization constants; and how packed f16 activations are laid out.
 //
-// K order: of every four neighbours along K the middle two are swapped (0, 2, 1, 3), in weights and activations alike, which leaves all
-// sums as they are. Bytes 0 and 2 of a word of four weights become two f16 by one mask, bytes 1 and 3 by a shift and a mask.
+// K order: in every group of four neighbours along K the middle two are swapped (0, 2, 1, 3), in weights and activations alike, so that no sum
+// changes. Bytes 0 and 2 of a word of four weights then become two f16 by one mask, bytes 1 and 3 by a shift and a mask.
 //
-// Packed activations are f16 in K order, one of:
-//   row-major   [columns][k / 8] words of 16 bytes
-//   fragments   [columns / FN][k / FK][SG] words of 16 bytes: the eight elements that a lane of a subgroup holds of a FK x FN matrix B.
-//               Which these are is the driver's affair; mat_mul/fragment_map.comp finds out whether it does the same in two
-//               kernels. FK * FN = 8 * SG.
+// Packed activations are f16 in K order, either
+//   row-major   [columns][k / 8] 16-byte words, or
+//   fragments   [columns / FN][k / FK][SG] 16-byte words: the eight elements that each lane of a subgroup holds of a FK x FN matrix B, so that
+//               one load brings them into registers. The driver decides which elements those are; mat_mul/fragment_map.comp checks that it
+//               decides the same in two kernels. FK * FN = 8 * SG.
 //
-// Which lane holds which elements is the driver's affair, too. Kernels that hold rows in registers take for granted what the check at start-up
-// (vkback/program/fragments.py) found: ROW_LANES = T neighbouring lanes share rows. With G = SG / T groups of such lanes, lane l's elements of a
-// matrix A or of sums are those of row l / T, then those of row l / T + G, and so on; its elements of a matrix B those of column l / T, then of
-// column l / T + G. The places along K are the same in all rows of A and all columns of B; A's elements lie where those of sums do, if the
-// matrices have the same shape.
+// Some kernels keep track of rows in registers and must know which lane holds which elements. They rely on the layout that the check at
+// start-up (vkback/program/fragments.py) looks for: ROW_LANES = T neighbouring lanes share rows. With G = SG / T groups of such lanes, lane l
+// of a matrix A or of sums holds elements of row l / T, then of row l / T + G, and so on; of a matrix B, elements of column l / T, then of
+// column l / T + G. The positions along K are the same in all rows of A and all columns of B.
+// If A and sums have the same shape, a lane's elements of both have the same places.
 #extension GL_KHR_cooperative_matrix : require
 #extension GL_KHR_memory_scope_semantics : require
 #extension GL_KHR_shader_subgroup_basic : require
@@ -22,8 +22,8 @@
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 0) const uint WG = 128;  // threads
-layout(constant_id = 1) const uint SG = 32;   // threads of a subgroup
-layout(constant_id = 2) const uint FM = 16;   // shape of the matrices
+layout(constant_id = 1) const uint SG = 32;   // lanes of a subgroup
+layout(constant_id = 2) const uint FM = 16;   // matrices: A is FM x FK, B is FK x FN, sums are FM x FN
 layout(constant_id = 3) const uint FN = 16;
 layout(constant_id = 4) const uint FK = 16;
 
@@ -31,7 +31,7 @@ layout(constant_id = 4) const uint FK = 16;
 #define MATRIX_B coopmat<float16_t, gl_ScopeSubgroup, FK, FN, gl_MatrixUseB>
 #define MATRIX_SUM coopmat<float, gl_ScopeSubgroup, FM, FN, gl_MatrixUseAccumulator>
 
-// A lane's eight elements of matrix B.
+// A matrix B from the eight elements that each lane holds.
 MATRIX_B from_fragment(uvec4 words) {
     MATRIX_B b;
     [[unroll]] for (uint i = 0; i < 4; i++) {

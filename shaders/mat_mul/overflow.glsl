@@ -1,8 +1,8 @@
-// Whether activations that are packed as f16 stay within its range. A thread notes the values that it packs, and reports in the end. The
-// overflow word is zero until a value beyond 65504 was met, an infinity or a NaN; from then on it holds the bits of the largest size met.
-// The host looks at it after a run: what was packed is worth nothing then (vkback/ops/f16_range.py).
+// Detects activations that do not fit into f16. A thread notes the values that it packs and reports at the end. The overflow word stays zero
+// until a value beyond 65504, an infinity or a NaN is met; then it holds the bits of the largest magnitude met. The host reads it after a run
+// and, if it is not zero, discards the result (vkback/ops/f16_range.py).
 //
-// Sizes are compared as bits: those of floats without sign are in the order of the floats, infinity and NaN above all numbers.
+// Magnitudes are compared as bits: without the sign, those of floats are ordered as the floats are, with infinity and NaN above all numbers.
 //
 // Defines: OVERFLOW_BINDING
 layout(std430, set = 0, binding = OVERFLOW_BINDING) buffer Overflow { uint overflow; };

@@ -1,21 +1,22 @@
 #version 450
-// Activations as packed f16 (mat_mul/matrix.glsl), for mat_mul/coop_mat.comp; with NORM the RMS norm of each row before.
+// Packs activations as f16 (mat_mul/matrix.glsl) for mat_mul/coop_mat.comp; with NORM 1 and 2 the RMS norm of each row comes first.
 //
 //   binding 0  x F32 [rows][k]
 //   binding 1  y F16: row-major or fragments
-//   binding 2  norm weight F32 [k] (NORM 2); else any buffer
-//   binding 3  route (GROUPED); else any buffer
-//   binding 4  factors F32 [rows]: 1 / rms of each row, stored for other launches (FACTORS 1) or as another has stored them (FACTORS 2);
-//              with NORM 3 what each row was divided by, for the product; else any buffer
+//   binding 2  norm weight F32 [k] (NORM 2)
+//   binding 3  route (GROUPED)
+//   binding 4  factors F32 [rows]: 1 / rms of each row, stored for other launches (FACTORS 1) or read as another launch stored it (FACTORS 2);
+//              with NORM 3 what each row was divided by, for the product to undo
 //   binding 5  the overflow word (mat_mul/overflow.glsl)
+// A binding that a kernel does not need may be any buffer.
 //
-// A workgroup packs a group of columns: with FRAGMENTS the FN of a column of matrices, else as many as it has subgroups. Columns are
-// tokens or, GROUPED, places of the route's tiles, whose rows of x are those of their slots. Each subgroup first adds up the squares of some of the
-// columns (NORM, unless there are factors), or looks for their largest values, a column at a time; then subgroups take turns along K, 64 values at a time for fragments:
-// threads bring f16 rows into shared memory, from where they are loaded as matrices. Workgroups along z share the turns; each adds up its squares itself.
-// Groups without a column are left as they are: a column's sums are its own, so that what the columns of no token hold does not matter.
+// A workgroup packs a group of columns: with FRAGMENTS the FN columns of a matrix, otherwise one per subgroup. Columns are tokens or, GROUPED,
+// places in the route's tiles; the row of x is then that of the slot. First each subgroup finds the factors of some of the columns, one at a
+// time: sum of squares, or largest magnitude. Then the subgroups take turns along K, for fragments 64 values at a time: threads put f16 rows
+// into shared memory, from where they are loaded as matrices. Workgroups along z share the turns; each finds the factors by itself. Groups
+// without a column are skipped: each column of the product depends on its own column of x only, so stale values there do no harm.
 //
-// Defines: FRAGMENTS (1 needs cooperative matrices). The rest are specialization constants.
+// Defines: FRAGMENTS (1 needs cooperative matrices). Everything else is a specialization constant.
 #if FRAGMENTS
 #include "mat_mul/matrix.glsl"
 #else
@@ -23,12 +24,12 @@
 #extension GL_KHR_shader_subgroup_basic : require
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 0) const uint WG = 128;  // threads
-layout(constant_id = 1) const uint SG = 32;   // threads of a subgroup
+layout(constant_id = 1) const uint SG = 32;   // lanes of a subgroup
 #endif
 #extension GL_KHR_shader_subgroup_arithmetic : require
-layout(constant_id = 5) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight, 3: none, but each row times a power of two
-layout(constant_id = 6) const uint GROUPED = 0;
-layout(constant_id = 7) const uint TILE_N = 128;
+layout(constant_id = 5) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight, 3: none, but each row is multiplied by a power of two
+layout(constant_id = 6) const uint GROUPED = 0;  // 1: columns are places in the route's tiles
+layout(constant_id = 7) const uint TILE_N = 128;  // columns of a tile of the route
 layout(constant_id = 8) const uint FACTORS = 0;  // 0: none, 1: stored, 2: read
 #include "mat_mul/pack.glsl"
 #define OVERFLOW_BINDING 5
@@ -37,10 +38,10 @@ layout(constant_id = 8) const uint FACTORS = 0;  // 0: none, 1: stored, 2: read
 layout(push_constant) uniform Push {
     uint n;         // columns
     uint k;         // values of a row of x
-    uint y_stride;  // words of 16 bytes: of a row, or of a column of matrices
+    uint y_stride;  // 16-byte words: per row, or per column of matrices
     uint tiles;     // grouped: column tiles that the route has room for
     uint x_shared;  // grouped: slots that share a row of x
-    float scale;    // everything is multiplied by it
+    float scale;    // factor of everything
     float eps;
 } p;
 
@@ -55,7 +56,7 @@ layout(std430, set = 0, binding = 2) readonly buffer NormWeight { float norm_wei
 layout(std430, set = 0, binding = 3) readonly buffer Route { uint route[]; };
 layout(std430, set = 0, binding = 4) buffer Factors { float row_factors[]; };
 
-// The row of x of a column; NONE where there is none.
+// The row of x of a column; NONE if there is none.
 #define NONE 0xffffffffu
 uint row_of(uint column) {
     if (GROUPED == 0) return column < p.n ? column : NONE;
@@ -64,7 +65,7 @@ uint row_of(uint column) {
     return route[4u * p.tiles + route[4u * tile + 1u] + c] / p.x_shared;
 }
 
-// Values 4 * quad .. + 3 of a row, zeros where there is none.
+// Values 4 * quad .. 4 * quad + 3 of a row; zeros if there is no row.
 vec4 four_of(uint row, uint quad) {
     const bool there = row != NONE && 4u * quad < p.k;
     vec4 v;
@@ -74,10 +75,10 @@ vec4 four_of(uint row, uint quad) {
     return there ? v : vec4(0.0);
 }
 
-#define AHEAD 8  // loads of a thread on their way at once
+#define AHEAD 8  // loads that a thread keeps in flight
 
-// The power of two that brings the largest value of a row to 2^13 or just above: far from where f16 ends, and as far as can be from where its steps are
-// coarse. Rows of zeros or of next to nothing take 2^126.
+// The power of two that brings the largest magnitude of a row to between 2^13 and 2^14: well below the overflow of f16, and as far as possible
+// from its subnormals. Rows of (almost) zeros get 2^126.
 float row_power(uint row) {
     uint size = 0u;
     for (uint first = 0; 4u * first < p.k; first += AHEAD * SG) {
@@ -116,7 +117,7 @@ uvec2 packed(uint row, uint quad, float factor) {
 }
 
 #if FRAGMENTS
-#define PIECE 64  // values along K that a subgroup has in shared memory
+#define PIECE 64  // values along K that a subgroup stages in shared memory
 const uint PITCH = PIECE / 8 + 1;
 const uint SUBGROUPS = WG / SG;
 shared float factors[FN];

@@ -1,31 +1,32 @@
 #version 450
-// Activations as f16 in unit order (mat_mul/units.glsl), for mat_mul/coop_reg.comp; with NORM the RMS norm of each row before.
+// Packs activations as f16 in unit order (mat_mul/units.glsl) for mat_mul/coop_reg.comp; with NORM the RMS norm of each row comes first.
 //
 //   binding 0  x F32 [n][k]
-//   binding 1  y F16; columns past the last are left as they are
-//   binding 2  norm weight F32 [k] (NORM 2); else any buffer
+//   binding 1  y F16; columns past the last one are not written
+//   binding 2  norm weight F32 [k] (NORM 2)
 //   binding 3  the overflow word (mat_mul/overflow.glsl)
-//   binding 4  arrivals (ARRIVES; common/arrivals.glsl); else any buffer
-//   binding 6  state of spin-waits (SPINS); else any buffer
+//   binding 4  arrivals (ARRIVES; common/arrivals.glsl)
+//   binding 6  state of spin-waits (SPINS_ON_X)
+// A binding that a kernel does not need may be any buffer.
 //
-// A workgroup packs a column, or with several along y a part of it: a thread takes four neighbours at a time. With NORM it first adds up the
-// squares of the whole row.
+// A workgroup packs a column; with several workgroups along y, each packs a part of it. A thread packs four neighbours at a time. With NORM
+// every workgroup first sums the squares of the whole row.
 //
-// No defines; all is specialized.
+// No defines; everything is a specialization constant.
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_EXT_shader_explicit_arithmetic_types_float16 : require
 #extension GL_EXT_shader_16bit_storage : require
 #extension GL_KHR_shader_subgroup_arithmetic : require
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 layout(constant_id = 0) const uint WG = 256;  // threads
-layout(constant_id = 1) const uint SG = 32;   // threads of a subgroup
-layout(constant_id = 2) const uint FM = 16;   // shape of the matrices
+layout(constant_id = 1) const uint SG = 32;   // lanes of a subgroup
+layout(constant_id = 2) const uint FM = 16;   // matrices: A is FM x FK, B is FK x FN
 layout(constant_id = 3) const uint FN = 16;
 layout(constant_id = 4) const uint FK = 16;
-layout(constant_id = 5) const uint ROW_LANES = 4;
+layout(constant_id = 5) const uint ROW_LANES = 4;  // T of mat_mul/units.glsl
 layout(constant_id = 6) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight
-layout(constant_id = 8) const uint SPINS_ON_X = 0;  // 1: x is spun on (common/sentinel.glsl)
-layout(constant_id = 9) const uint ARRIVES = 0;
+layout(constant_id = 8) const uint SPINS_ON_X = 0;  // 1: spin on x (common/sentinel.glsl)
+layout(constant_id = 9) const uint ARRIVES = 0;  // common/arrivals.glsl
 #include "mat_mul/pack.glsl"
 #define OVERFLOW_BINDING 3
 #include "mat_mul/overflow.glsl"
@@ -39,10 +40,10 @@ layout(constant_id = 9) const uint ARRIVES = 0;
 
 layout(push_constant) uniform Push {
     uint k;         // values of a row of x
-    uint y_stride;  // words of 16 bytes of a column of matrices
-    uint blocks;    // of T units; what is past the end of a row becomes zeros
+    uint y_stride;  // 16-byte words of a column of matrices
+    uint blocks;    // of T units each; positions past the end of a row become zeros
     float eps;
-    float scale;    // all values are multiplied by it, so that they stay within 65504
+    float scale;    // factor of all values, which keeps them within 65504
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer X { float x[]; };
@@ -54,13 +55,13 @@ layout(std430, set = 0, binding = 2) readonly buffer NormWeight { float norm_wei
 
 shared float squares[WG / SG];
 
-// Quads of a thread that stay in registers; those of longer rows are read again.
+// Quads that a thread keeps in registers; those of longer rows are read a second time.
 const uint KEPT = 4;
 vec4 kept[KEPT], kept_weight[KEPT];
 
 vec4 four_of(uint row, uint quad) {
     if (4u * quad >= p.k) return vec4(0.0);
-    if (SPINS_ON_X != 0) {  // rows of whole quads
+    if (SPINS_ON_X != 0) {  // rows are then whole quads
         vec4 v;
         SPIN_UNTIL(v = spun_x4[row * (p.k >> 2) + quad], arrived(v));
         return v;
@@ -71,7 +72,7 @@ vec4 four_of(uint row, uint quad) {
     return v;
 }
 
-// The first quads of this workgroup's part of a row. All are under way before the first is looked at.
+// Loads the first quads of this workgroup's part of a row, all of them before the first is used.
 void keep(uint row, uint first, uint step) {
     if (SPINS_ON_X != 0) {
         const uint last = row * (p.k >> 2) + (p.k >> 2) - 1u;

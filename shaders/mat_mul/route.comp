@@ -1,27 +1,28 @@
 #version 450
-// The columns of a grouped product: slots (one used expert of one token each) in the order of their experts, cut into tiles of at most
-// TILE_N columns, none with slots of two experts.
+// The route of a grouped product (MUL_MAT_ID): sorts its columns, which are slots (one chosen expert of one token each), by expert, and cuts
+// them into tiles of at most TILE_N columns, none of which mixes two experts.
 //
 //   binding 0  ids I32 [slots]: the expert of each slot
-//   binding 1  route uint: TILES x (expert, first, count, 0), then [slots] the slots in the route's order. Tile t has `count` columns,
-//              which are the slots that begin at place `first` of the order; spare tiles have count 0
+//   binding 1  route uint: TILES x (expert, first, count, 0), then [slots] the sorted slots. Tile t has `count` columns: the sorted slots from
+//              place `first` on. Spare tiles have count 0
 //
-// One workgroup. It counts the slots of every expert, adds the counts up, thread e writes the tiles of expert e, and each thread puts its
-// slots where their experts' begin. The order within an expert is not fixed; no sum depends on it, since a column's sums are its own.
+// One workgroup does a counting sort: it counts the slots of every expert and forms running sums; thread e writes the tiles of expert e; then
+// each thread puts its slots into the ranges of their experts. The order within an expert varies, but no result depends on it:
+// each column has its own sums.
 //
 // Defines: WG, EXPERTS, TILE_N
 layout(local_size_x = WG) in;
 
 layout(push_constant) uniform Push {
     uint slots;
-    uint tiles;   // of which there is room for
+    uint tiles;   // room for so many
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer Ids { int ids[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer Route { uint route[]; };
 
-shared uint place[EXPERTS];       // slots of an expert, then where the next of them goes
-shared uint ends[2][EXPERTS];     // running sums of slots and of tiles
+shared uint place[EXPERTS];       // slots of each expert; later, where its next slot goes
+shared uint ends[2][EXPERTS];     // running sums of slots, of tiles
 
 uint tiles_of(uint count) { return (count + TILE_N - 1u) / TILE_N; }
 

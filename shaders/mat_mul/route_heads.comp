@@ -1,7 +1,8 @@
 #version 450
-// The route (mat_mul/route.comp) of a product by heads: slot t * heads + h is head h of token t, so that the place of every slot is known.
+// The route (mat_mul/route.comp) of a product by heads. Slot t * heads + h is head h of token t,
+// so every slot's place is known without sorting.
 //
-//   binding 0  route uint, as route.comp writes it: tiles x (head, first, count, 0), then the slots, those of a head one after another
+//   binding 0  route uint, laid out as by route.comp: tiles x (head, first, count, 0), then the slots, sorted by head
 //
 // Thread i writes tile i and place i.
 //
@@ -11,8 +12,8 @@ layout(local_size_x = WG) in;
 layout(push_constant) uniform Push {
     uint tokens;
     uint heads;
-    uint tile_n;  // columns of a tile
-    uint tiles;   // of which there is room for
+    uint tile_n;  // columns per tile
+    uint tiles;   // room for so many
 } p;
 
 layout(std430, set = 0, binding = 0) writeonly buffer Route { uint route[]; };

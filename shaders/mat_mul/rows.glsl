@@ -1,14 +1,14 @@
-// Tiles held in registers, without shared memory: what mat_mul/f32.comp and mat_mul/int_dot.comp have in common.
+// Tiles in registers, without shared memory: what mat_mul/f32.comp and mat_mul/int_dot.comp share.
 //
-// A workgroup makes TILE_M = WG * ROWS weight rows times TILE_N = COLS columns. Thread t owns the rows t * ROWS .. + ROWS - 1 of the tile,
-// walks their units one after the other, and keeps ROWS * COLS sums. All threads of a subgroup need the same activations at the same time:
-// with BY_LANES its first eight lanes load a unit's 32 values between them and broadcast them, without it each thread reads them itself,
-// all from one address. The first is for CPU drivers, where a broadcast costs one instruction and a load one for each lane.
+// A workgroup makes TILE_M = WG * ROWS weight rows by TILE_N = COLS columns. Thread t owns rows t * ROWS .. + ROWS - 1 of the tile, walks their
+// units one after another, and keeps ROWS * COLS sums. All threads of a subgroup need the same activations at the same time. With BY_LANES the
+// first eight lanes load the 32 values of a unit and broadcast them: for CPU drivers, where a shuffle costs one instruction and a load one per
+// lane. Without it each thread loads them itself, all from the same address.
 //
 // The including file has
 //   void decode(uint r, UnitRaw raw)         keeps the weights of a unit of row r
-//   void activations(uint row, uint unit)    brings a unit of x into registers
-//   void multiply(inout float sums[ROWS])    adds its products with the units of all rows
+//   void activations(uint row, uint unit)    loads a unit of x into registers
+//   void multiply(inout float sums[ROWS])    adds the products of that unit with the units of all rows
 
 float acc[COLS][ROWS];
 uint columns[COLS];
@@ -33,16 +33,16 @@ layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]
 #include "mat_mul/glu.glsl"
 #define OUT_ROWS (GLU != 0 ? ROWS / 2 : ROWS)
 
-// Sum of row r and column c with the bias of its row.
+// The sum of row r and column c plus the bias of its row.
 float with_bias(uint row, uint r, uint c) {
     return HAS_BIAS != 0 ? p.y_scale * acc[c][r] + bias[p.w_row0 + tile_matrix + min(row + r, p.m - 1u)] : p.y_scale * acc[c][r];
 }
 
-// Output row `i` of this thread for column c: bias, GLU, residual.
+// Output row i of this thread for column c, after bias, GLU and residual.
 float finished(uint row, uint i, uint c) {
     if (GLU != 0) return glu(with_bias(row, 2u * i, c), with_bias(row, 2u * i + 1u, c));
     float v = with_bias(row, i, c);
-    const uint stride = p.y_stride * (Y_TYPE == Y_Q8_1 ? 32u : 1u);  // it is F32 whatever the output is
+    const uint stride = p.y_stride * (Y_TYPE == Y_Q8_1 ? 32u : 1u);  // the residual is F32, whatever the output is
     if (HAS_RESIDUAL != 0 && c < tile_count && row + i < p.m) v += residual[columns[c] * stride + p.y_offset + row + i];
     return v;
 }
@@ -50,7 +50,7 @@ float finished(uint row, uint i, uint c) {
 void store_tile(uint tid) {
     const uint row = tile_row + tid * ROWS;
 #if Y_TYPE == Y_Q8_1
-    // Eight neighbouring threads have the 32 values of a unit.
+    // Eight neighbouring threads share the 32 values of a unit.
     const uint quad = (p.y_offset + (tile_row >> (GLU != 0 ? 1 : 0))) / 4u + tid, rows = GLU != 0 ? p.m / 2u : p.m;
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         vec4 v;

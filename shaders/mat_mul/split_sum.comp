@@ -1,14 +1,14 @@
 #version 450
-// Adds up the parts of a split-K product, in their order, and does what its epilogue would have done.
+// Second pass of a split-K product: adds the parts in order and applies the epilogue (bias, GLU, residual).
 //
 //   binding 0  parts F32 [PARTS][n][m]
 //   binding 1  y F32 [n][y_stride]
-//   binding 2  bias F32 [m], binding 3 residual F32 [n][y_stride]; where there is none, any buffer
+//   binding 2  bias F32 [m], binding 3 residual F32 [n][y_stride]; unused, any buffer, if there is none
 //
-// A thread makes an output row of one column, with QUADS four neighbouring ones; gl_WorkGroupID.y counts columns.
+// One thread per output row of a column (with QUADS, four neighbouring rows); gl_WorkGroupID.y is the column.
 //
-// Defines: WG, PARTS, HAS_BIAS, HAS_RESIDUAL, GLU (0, 1, 2), GLU_ALPHA, GLU_LIMIT; QUADS, 1 where m, y_stride and y_offset are multiples of 4 and there
-// is neither bias nor GLU
+// Defines: WG, PARTS, HAS_BIAS, HAS_RESIDUAL, GLU (0, 1, 2), GLU_ALPHA, GLU_LIMIT; QUADS:
+// 1 if m, y_stride and y_offset are multiples of 4 and there is neither bias nor GLU
 #extension GL_EXT_control_flow_attributes : require
 layout(local_size_x = WG) in;
 
@@ -17,7 +17,7 @@ layout(push_constant) uniform Push {
     uint n;         // columns
     uint y_stride;
     uint y_offset;  // output row of the first weight row
-    uint w_row0;    // row of the whole weight where these begin
+    uint w_row0;    // row of the whole tensor where these begin
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer Parts { float parts[]; };

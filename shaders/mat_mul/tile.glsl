@@ -1,18 +1,19 @@
 // Which tile of the product a workgroup makes. Needs mat_mul/iface.glsl, GROUPED (0 or 1, a constant), TILE_M and TILE_N.
 //
-// Workgroups count through the column tiles of one row tile first, so that those which run at once read the same weights.
+// Workgroups count through the column tiles of a row tile first:
+// workgroups that run at the same time then read the same weights, from the cache.
 
 layout(std430, set = 0, binding = 5) readonly buffer Route { uint route[]; };
 
-uint tile_row;     // first weight row of the tile, counted within its matrix
-uint tile_matrix;  // rows of the experts before this one
-uint tile_column;  // first column of the tile; grouped: its place in the route's order
-uint tile_count;   // columns that the tile has
-uint tile_number;  // of the column tile
-uint first_unit;   // the part of the rows that this workgroup takes
+uint tile_row;     // first weight row of the tile, within its matrix
+uint tile_matrix;  // first row of this expert
+uint tile_column;  // first column of the tile; grouped: place in the sorted slots
+uint tile_count;   // columns in this tile
+uint tile_number;  // number of the column tile
+uint first_unit;   // the units that this workgroup sums over (split-K)
 uint end_unit;
 
-// False where there is nothing to do: the grid may be larger than the product.
+// False if there is nothing to do: the grid may be larger than the product.
 bool find_tile() {
     const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     tile_number = group % p.tiles_n;
@@ -31,12 +32,12 @@ bool find_tile() {
     return tile_row < p.m && tile_count > 0u;
 }
 
-// The output row of y, and the row of residuals, of column `c` of the tile: a token or a slot.
+// The token or slot of column c of the tile: its row of y and of the residual.
 uint column_of(uint c) {
     return GROUPED != 0 ? route[4u * p.tiles_n + tile_column + c] : tile_column + c;
 }
 
-// The row of x of the same column, where x has one a token.
+// The row of x of that token or slot.
 uint x_row_of(uint column) {
     return GROUPED != 0 ? column / p.x_shared : column;
 }

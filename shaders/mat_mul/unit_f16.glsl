@@ -1,20 +1,25 @@
-// A unit of 32 weights as f16 in K order (mat_mul/matrix.glsl), eight a word. Needs quant/place.glsl, a QUANT_FILE and mat_mul/pack.glsl.
+// Decodes a unit of 32 weights to f16 in K order (mat_mul/matrix.glsl), eight to a 16-byte word.
+// Needs quant/place.glsl, a QUANT_FILE and mat_mul/pack.glsl.
+//
+// The trick throughout: an f16 between 1024 and 2048 has a last bit worth 1. So an integer n < 1024 needs no conversion: (n | bits of 1024) is
+// the f16 1024 + n, and subtracting 1024 is exact. Two weights are decoded per 32-bit instruction.
 
-// 1024 as two f16.
+// 1024 twice as f16. xor with unknown_zero() hides the constant from the compiler:
+// (word & MASK) | two_1024() is then one instruction on NVIDIA.
 uint two_1024() { return 0x64006400u ^ unknown_zero(); }
 
 #ifdef UNIT_FLIPPED_NIBBLES
-// Nibbles without a byte of their own: above 1024 an f16's last bit is worth 1, so a nibble in its low bits is 1 and in the next 16 times its value
-// more. The differences are exact.
+// Nibbles straight from the word: a nibble in bits 0..3 of an f16 above 1024 adds its value,
+// one in bits 4..7 adds 16 times its value. Both subtractions are exact.
 f16vec2 low_nibbles(uint word) {
     return unpackFloat2x16((word & 0x000f000fu) | two_1024()) - f16vec2(1024.0);
 }
 
-f16vec2 high_nibbles(uint word) {  // their top bits are flipped
+f16vec2 high_nibbles(uint word) {  // their top bits were flipped at load; the xor flips them back
     return fma(unpackFloat2x16((word & 0x00f000f0u) ^ (two_1024() ^ 0x00800080u)), f16vec2(0.0625), f16vec2(-64.0));
 }
 
-// there: false makes zeros of it.
+// there: false gives zeros.
 void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
 #ifdef UNIT_SCALE_F16
     f16vec2 both = unit_scale_f16(unit, two_1024());
@@ -35,9 +40,9 @@ void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
     }
 }
 #elif UNIT_INTS
-// Bytes of a word as f16: above 1024 an f16's last bit is worth 1, so a byte put into the low bits of 1024 is 1024 more.
+// Bytes 0 and 2 of a word as f16.
 f16vec2 bytes_of(uint word) {
-#if UNIT_SIGNED  // with its top bit flipped, a signed byte is 128 more
+#if UNIT_SIGNED  // flipping the top bit of a signed byte adds 128
     return unpackFloat2x16((word & 0x00ff00ffu) ^ (two_1024() ^ 0x00800080u)) - f16vec2(1152.0);
 #else
     return unpackFloat2x16((word & 0x00ff00ffu) | two_1024()) - f16vec2(1024.0);
@@ -52,7 +57,7 @@ uint scaled(uint word, f16vec2 scale, f16vec2 bias) {
 #endif
 }
 
-// there: false makes zeros of it.
+// there: false gives zeros.
 void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
     uint q[8];
     vec2 scale, bias;

@@ -1,18 +1,20 @@
-// Unit order: activations for mat_mul/coop_reg.comp, f16 in K order (mat_mul/matrix.glsl), for matrices whose rows ROW_LANES = T lanes share.
+// Unit order: the layout of activations for mat_mul/coop_reg.comp.
+// f16 in K order (mat_mul/matrix.glsl), for matrices whose rows ROW_LANES = T lanes share.
 //
-// A block is T units of 32 values along K. Lane t of a row decodes unit t of a block by itself, its value number v being element v % V of matrix
-// number v / V, where V = FK / T. So a lane of matrix B needs 32 values of each of its columns a block:
+// A block is T units of 32 values along K. Lane t of a row decodes unit t of a block by itself, and uses its value v as element v % V of matrix
+// v / V, where V = FK / T. (The matrices thus see K in another order, the same for weights and activations.)
+// So a lane of matrix B needs, per block, 32 values of each of its columns:
 //
-//   [columns / FN][blocks][words of a lane a block][SG] words of 16 bytes; a lane's eight values a word in the order of the elements of its
-//   matrices: [32 / V matrices][FN / (SG / T) columns][V]
+//   [columns / FN][blocks][words of a lane per block][SG] 16-byte words. A lane's eight values per word, in the order of the elements of its
+//   matrices, are [32 / V matrices][FN / (SG / T) columns][V]
 //
 // Needs SG, FN, FK and ROW_LANES.
 const uint T = ROW_LANES, GROUPS = SG / T;
-const uint V = FK / T;                     // values of a row that a lane has in a matrix
-const uint OWN_COLUMNS = FN / GROUPS;      // columns of which a lane has elements
-const uint BLOCK_WORDS = 4 * OWN_COLUMNS;  // words of a lane a block
+const uint V = FK / T;                     // values of a row that a lane holds of a matrix
+const uint OWN_COLUMNS = FN / GROUPS;      // columns of which a lane holds elements
+const uint BLOCK_WORDS = 4 * OWN_COLUMNS;  // words of a lane per block
 
-// Number of the f16 value at place `k` (in K order) of a column; stride: words of 16 bytes of a column of matrices.
+// Index of the f16 value at position k (in K order) of a column. stride: 16-byte words of a column of matrices.
 uint unit_place(uint column, uint k, uint stride) {
     const uint block = k / (32u * T), lane = column % GROUPS * T + k / 32u % T, v = k % 32u;
     const uint number = v / V * (OWN_COLUMNS * V) + column % FN / GROUPS * V + v % V;
