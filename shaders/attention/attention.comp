@@ -1,33 +1,38 @@
 #version 450
-// Attention over a KV cache with online softmax in F32 (FLASH_ATTN_EXT), and with FUSED the norm, RoPE and cache store before it
-// (ATTN_DECODE).
+// Attention over a KV cache with online softmax, all arithmetic in F32 (FLASH_ATTN_EXT).
+// With FUSED also the norm, RoPE and cache store that come before it (ATTN_DECODE).
 //
-// out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
+//   out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
 //
-//   q        F32 [n, n_head, HD], read as vec4; with FUSED the packed q, k and v heads of one token, F32 [n_head + 2 n_head_kv, HD]
-//   cache_k  F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read by eight values (attention/cache_eights.glsl). With FUSED row pos is written first
-//   cache_v  the same (V_TYPE) with VD values a row, rows V_PITCH eights apart: more than VD / 8 where V is the first part of each row of K's cache (MLA)
-//   q_pe     F32 [n, n_head, HD - NOPE] (SPLIT_Q): the rest of Q, of which q then has the first NOPE values in rows of Q_PITCH
-//   pos      I32 [n]; -1: padding, its output is zero and nothing is stored
-//   y        F32 [n, n_head * VD], Q8_1 rows (OUT_Q8_1) as in docs/architecture.md, or F16 in unit order (OUT_UNITS; mat_mul/units.glsl)
-//   partial  scratch of the splits: for each (token tile, head group, split) QUERIES * VD / 4 vec4 of sums, then QUERIES vec2 (max, sum of weights)
-//   tickets  one counter for each (token tile, head group)
-//   sinks    F32 [n_head]: a further logit in the softmax of a head, without a row of V
+// Bindings:
+//   0  q        F32 [n, n_head, HD], read as vec4; with FUSED the packed q, k and v heads of one token, F32 [n_head + 2 n_head_kv, HD]
+//   1  cache_k  F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_eights.glsl).
+//               With FUSED, row pos is written first
+//   2  cache_v  the same (V_TYPE), VD values to a row. Rows are V_PITCH eights apart: more than VD / 8 where V is the first part of K's rows (MLA)
+//   3  pos      I32 [n]; -1: padding, whose output is zero and which stores nothing
+//   4  y        F32 [n, n_head * VD], Q8_1 rows (OUT_Q8_1) as in docs/architecture.md, or F16 in unit order (OUT_UNITS; mat_mul/units.glsl)
+//   5  partial  scratch of the splits: for each (token tile, head group, split) QUERIES * VD / 4 vec4 of sums,
+//               then QUERIES vec2 (max, sum of weights)
+//   6  tickets  one counter for each (token tile, head group)
+//   BIND_Q_PE   q_pe F32 [n, n_head, HD - NOPE] (SPLIT_Q): the rest of Q; q then has its first NOPE values, in rows of Q_PITCH
+//   BIND_SINKS  sinks F32 [n_head] (HAS_SINKS): an extra logit in the softmax of each head, without a row of V
 //
-// Workgroup (x, y, z): heads x * HEADS .. + HEADS of one kv head, split y of the rows, tokens z * TOKENS .. + TOKENS. Its QUERIES = HEADS * TOKENS
-// queries use every row of K and V that is read. The workgroup walks the rows in chunks of ROWS:
-//   scores   LANES threads read a row of K together
-//   values   COLS = VD / 8 threads read a row of V together; each keeps 8 values of every query's sum. The workgroup has STREAMS such groups
-//            (row streams). Their sums are merged at the end: within a subgroup by shuffles, then through shared memory
-// BY_LANES 1: HD = VD and LANES = COLS, the same threads read a row of K and the row of V. Scores and queries stay in registers (attention/walk_lanes.glsl).
-// BY_LANES 0: scores pass between threads through shared memory (attention/walk_shared.glsl).
+// Workgroup (x, y, z) takes heads x * HEADS .. + HEADS of one kv head, tokens z * TOKENS .. + TOKENS, and split y of the rows. All its
+// QUERIES = HEADS * TOKENS queries use every row of K and V that it reads (grouped-query attention). It walks the rows in chunks of ROWS:
+//   scores   LANES threads together read a row of K
+//   values   COLS = VD / 8 threads together read a row of V; each accumulates 8 columns for every query. A workgroup has STREAMS such groups of
+//            threads (row streams), whose sums are merged at the end: by shuffles within a subgroup, then through shared memory
+// BY_LANES 1: HD = VD and LANES = COLS, so the same threads read a row of K and the row of V;
+//             scores and queries stay in registers (attention/walk_lanes.glsl)
+// BY_LANES 0: scores pass between threads through shared memory (attention/walk_shared.glsl)
 // K and V of the next chunk are prefetched into registers (software prefetch). Logits are in base 2: scale includes log2 e.
 //
-// Where the rows exceed rows_per_split they are cut into up to SPLITS splits of equal size (split KV); one workgroup combines them in their order
-// (attention/splits.glsl). The splits depend on pos alone, so the result is the same bits whatever the order of arrival and the other tokens.
+// Split KV: if there are more than rows_per_split rows, they are cut into up to SPLITS splits of equal size, and one workgroup combines them in
+// order (attention/splits.glsl). The splits depend on pos alone, so a result has the same bits whatever the order of arrival and the other
+// tokens.
 //
-// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of mat_mul/units.glsl] FUSED HAS_SINKS; FUSED (HD = VD): HAS_NORM
-// HEAD_LANES ROPE_PAIRS ROPE_NEOX; those of common/reduce.glsl
+// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND HAS_SINKS OUT_Q8_1
+// OUT_UNITS [Y_STRIDE; those of mat_mul/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX]; those of common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
 #define K_COLS (HD / 8)
@@ -50,7 +55,7 @@ layout(local_size_x = WG_SIZE) in;
 #else
 #define MERGED 1
 #endif
-// Streams of the workgroup once those of a subgroup are merged.
+// Row streams left in the workgroup after those of each subgroup have been merged.
 #define BUNDLES (STREAMS / MERGED)
 
 #include "common/clock.glsl"
@@ -64,7 +69,7 @@ layout(push_constant) uniform Push {
     uint n_ctx;
     uint window;            // 0: none
     uint rows_per_split;
-    float scale;            // times log2 e
+    float scale;            // includes log2 e
     float eps;
 } p;
 
@@ -120,11 +125,12 @@ vec4 query_quad(uint row, uint i) { return q4[row * HEAD4 + i]; }
 const float LOG2_E = 1.44269504;
 const float MASKED = -3.0e38;
 
-shared vec4 query4[QUERIES * (HD > VD ? HEAD4 : OUT4)];  // queries; at the end the results
+shared vec4 query4[QUERIES * (HD > VD ? HEAD4 : OUT4)];  // the queries; at the end, the results
 shared vec4 bundle_sum[BUNDLES * ROUND * OUT4];
-shared vec2 bundle_weight[BUNDLES * QUERIES];   // maximum, sum of weights
+shared vec2 bundle_weight[BUNDLES * QUERIES];   // (maximum, sum of weights)
 
-// Merges `parts` partial results of query i, each `stride` vec4 of bundle_sum: returns vec4 o; weight: (maximum, sum of weights).
+// Merges `parts` partial results of query i, which lie `stride` vec4 of bundle_sum apart. Returns vec4 o of the sum; weight:
+// (maximum, sum of weights).
 vec4 merged(uint parts, uint stride, uint i, uint o, out vec2 weight) {
     weight = vec2(MASKED, 0.0);
     for (uint b = 0; b < parts; b++) weight.x = max(weight.x, bundle_weight[b * QUERIES + i].x);
@@ -148,7 +154,7 @@ vec4 merged(uint parts, uint stride, uint i, uint o, out vec2 weight) {
 #include "attention/fused.glsl"
 #endif
 
-// Rows of this workgroup, and the rows that each of its tokens sees.
+// Rows that this workgroup walks, and rows that each of its tokens sees.
 uint lo, hi;
 uint row_first[TOKENS], row_end[TOKENS];
 
@@ -158,7 +164,7 @@ uvec4 v_now[V_STEPS];
 // Past the end the last row is read again; its scores are masked.
 uint last_row() { return max(hi, 1u) - 1u; }
 
-// A thread's eight of the chunk at `base` where COLS threads read a row: neighbouring threads read neighbouring words.
+// The eight values that a thread reads of the chunk at `base` where COLS threads read a row: neighbouring threads read neighbouring memory.
 uint row_at(uint kv, uint base, uint s, uint tid) {
 #if V_PITCH == COLS
     return min((kv * p.n_ctx + base + s * STREAMS) * COLS + tid, (kv * p.n_ctx + last_row()) * COLS + tid % COLS);
@@ -182,7 +188,7 @@ void load_v(uint kv, uint base, uint tid) {
     [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = v_eight(row_at(kv, base, s, tid));
 }
 
-// Over the streams of a subgroup.
+// Reductions over the row streams of a subgroup.
 #if MERGED > 1
 #define OVER_STREAMS(COMBINE) OVER_LANES(v, COMBINE, COLS, SUBGROUP_SIZE)
 #else
@@ -206,10 +212,11 @@ void main() {
     const uint token0 = gl_WorkGroupID.z * TOKENS;
     const uint split = gl_WorkGroupID.y;
 #if FUSED
-    prefetch_heads(tid, head0, kv);  // if they have arrived, these loads need not queue behind those of K and V
+    prefetch_heads(tid, head0, kv);  // issue these loads before those of K and V: if the heads have arrived, they need not queue
 #endif
 
-    // What follows reads Q, K and V by `zero`, which is known once they are there.
+    // `zero` is 0, but the compiler cannot know it before the wait is over.
+    // Added to the addresses of Q, K and V, it keeps their loads behind the wait.
     const uint zero = wait_for_arrivals();
     lo = p.n_ctx;
     hi = 0;
@@ -262,7 +269,7 @@ void main() {
     walk_end(tid);
     MARK(MARK_DONE);
 
-    // Merge the workgroup's streams, ROUND queries at a time.
+    // Merge the workgroup's row streams, ROUND queries at a time.
     const uint bundle = tid / (COLS * MERGED);
     const bool leads = tid % (COLS * MERGED) < COLS && bundle < BUNDLES;
 #if SPLITS > 1

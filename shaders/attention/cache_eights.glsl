@@ -1,14 +1,15 @@
-// Eight neighbouring values of K's or V's cache: loaded as they are stored, in one to three loads that wait for nothing, and decoded later.
+// Reads the KV cache eight values at a time: k_eight and v_eight load the stored bits (one to three loads,
+// none of which waits for another); low_four and high_four decode them later.
 //
-//   uvec4 k_eight(uint i)               values 8 i .. 8 i + 7 of K's cache, rows one after the other; v_eight: of V's
-//   vec4 low_four(uvec4 raw, uint type)   the first four as numbers
-//   vec4 high_four(uvec4 raw, uint type)  the others
+//   uvec4 k_eight(uint i)                 values 8 i .. 8 i + 7 of K's cache, rows one after the other; v_eight: of V's
+//   vec4 low_four(uvec4 raw, uint type)   the first four values
+//   vec4 high_four(uvec4 raw, uint type)  the other four
 //
-// F16 is 16 bytes. Q8_0 and Q4_0 lie in the planes of docs/architecture.md: 8 bytes, of which Q4_0 takes one nibble each, and the word with the
-// scale. They need rows of whole units of 32 values.
+// F16: 16 bytes. Q8_0 and Q4_0 lie in the planes of docs/architecture.md: 8 bytes of quants, of which Q4_0 uses either the low or the high
+// nibbles, and the word that holds the scale. They need rows of whole units (32 values).
 //
-// The including shader has K_TYPE and V_TYPE (CACHE_*), K_PITCH and V_PITCH, the eights of a row, push constants `p` with n_head_kv and n_ctx, and the
-// caches as uvec4 k4[], uvec2 k2[], uint k1[], and v4[], v2[], v1[].
+// The including shader has K_TYPE and V_TYPE (CACHE_*), K_PITCH and V_PITCH (eights from row to row), push constants `p` with n_head_kv and
+// n_ctx, and the caches as uvec4 k4[], uvec2 k2[], uint k1[], and v4[], v2[], v1[].
 
 #define CACHE_F16 0
 #define CACHE_Q8_0 1
@@ -23,7 +24,8 @@
 uvec4 k_eight(uint i) { EIGHT(k4, k2, k1, K_TYPE, K_PITCH) }
 uvec4 v_eight(uint i) { EIGHT(v4, v2, v1, V_TYPE, V_PITCH) }
 
-// Four values of raw.x (word 0) or raw.y. The high nibbles of Q4_0 have their top bit flipped, and are then int8 of 16 times the value.
+// Decodes four values of raw.x or raw.y (`word`). raw.w says which scale and which nibbles. The high nibbles of Q4_0 have their top bit
+// flipped: masked in place, they are int8 of 16 times the value.
 vec4 quantized_four(uvec4 raw, uint word, uint type) {
     const float d = unpackHalf2x16(raw.z >> (raw.w & 16u)).x;
     if (type == CACHE_Q8_0) return d * vec4(int(word << 24) >> 24, int(word << 16) >> 24, int(word << 8) >> 24, int(word) >> 24);

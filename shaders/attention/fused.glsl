@@ -1,10 +1,12 @@
-// Prologue of ATTN_DECODE: norm and RoPE of the workgroup's queries and of the key. The workgroup that owns row pos also stores key and value.
-// Attention uses the new row rounded as it is stored, so the result equals that of storing first and reading back.
+// Prologue of ATTN_DECODE: norm and RoPE of the workgroup's queries and of the new key, and the store of the new key and value (row pos), by
+// the workgroup whose split has that row. Attention uses the new row rounded as it is stored,
+// so the result equals storing first and reading back.
 //
-// HEAD_LANES neighbouring threads take the slots of a head (rope/slots.glsl). All loads are issued before the first is used, and none depends
-// on pos.
+// HEAD_LANES neighbouring threads share a head, each with some of its slots (rope/slots.glsl).
+// All loads are issued before the first is used, and none depends on pos.
 //
-//   angles  vec4 [ROPE_PAIRS / 2]: (cos, sin) of two neighbouring pairs (rope/angles.comp); none where ROPE_PAIRS is 0: nothing is turned
+//   BIND_ANGLES               vec4 [ROPE_PAIRS / 2]: (cos, sin) of two neighbouring pairs (rope/angles.comp). ROPE_PAIRS 0: no RoPE
+//   BIND_Q_NORM, BIND_K_NORM  F32 [HD] (HAS_NORM): weights of the norms
 
 #include "rope/slots.glsl"
 
@@ -22,17 +24,17 @@ layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
 #define SLOTS (HD / 4)
 #define SLOT_ROUNDS ((SLOTS + HEAD_LANES - 1) / HEAD_LANES)
 #define HEADS_AT_ONCE (WG_SIZE / HEAD_LANES)
-#define HEAD_ROUNDS ((HEADS + HEADS_AT_ONCE) / HEADS_AT_ONCE)    // of HEADS queries and the key
+#define HEAD_ROUNDS ((HEADS + HEADS_AT_ONCE) / HEADS_AT_ONCE)    // HEADS queries and one key
 #define VALUE_ROUNDS ((WORDS + WG_SIZE - 1) / WG_SIZE)
 
-// Row pos, which the cache does not hold yet. The workgroup with the last split owns it and takes it before the rows of its split.
+// Row pos, which the cache does not hold yet. The workgroup with the last split owns it and processes it before the rows of its split.
 shared uvec4 new_k[COLS], new_v[COLS];
 bool owns_new;
 
 #if K_TYPE != CACHE_F16 || V_TYPE != CACHE_F16
 #include "encode/unit_bytes.glsl"
 #if SCALE_WORDS
-// Where the device stores no 16 bits alone, a thread clears and sets its half of the word that two units have their scales in.
+// Two units have their scales in one word. Where the device cannot store 16 bits, a thread clears and sets its half of the word by atomics.
 #define STORE_SCALE(HALVES, WORDS, at, scale) {                           \
     atomicAnd(WORDS[(at) >> 1], ~(0xffffu << (16u * ((at) & 1u))));       \
     atomicOr(WORDS[(at) >> 1], (scale) << (16u * ((at) & 1u))); }
@@ -42,9 +44,10 @@ layout(binding = 1) writeonly buffer CacheKHalves { uint16_t k_halves[]; };
 layout(binding = 2) writeonly buffer CacheVHalves { uint16_t v_halves[]; };
 #define STORE_SCALE(HALVES, WORDS, at, scale) HALVES[at] = uint16_t(scale);
 #endif
-shared vec4 fresh[2][OUT4];  // key and value, as floats
+shared vec4 fresh[2][OUT4];  // the new key and value as floats
 
-// The new key (0) or value (1) as it is stored, eight by eight. Each of the four threads of a unit finds the unit's scale by itself.
+// Quantizes the new key (WHICH 0) or value (1) as the cache stores it, eight values per thread.
+// Each of the four threads of a unit finds the unit's scale by itself.
 #define QUANTIZE(WHICH, TYPE, EIGHTS, PAIRS, HALVES, WORDS_OF, FIRST)                                                        \
     for (uint i = FIRST; i < COLS; i += WG_SIZE) {                                                                           \
         vec4 v[8];                                                                                                           \
@@ -101,7 +104,7 @@ bool heads_arrived() {
 }
 #endif
 
-// Loads angles, norms and heads. With SPINS the heads may not have arrived yet: the includer spins on them later.
+// Loads angles, norm weights and heads. With SPINS the heads may not have arrived yet; the includer spins on them later.
 void prefetch_heads(uint tid, uint head0, uint kv) {
 #if ROPE_PAIRS
     [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];

@@ -1,21 +1,21 @@
 #version 450
 #extension GL_EXT_control_flow_attributes : require
-// Attention with everything that FLASH_ATTN_EXT has: head sizes of any length, V of another size than K, several sequences, a mask as a tensor,
-// ALiBi, softcap, sinks. Slower than attention.comp and prompt.comp, which serve models.
+// Attention with everything that FLASH_ATTN_EXT allows: heads of any size, V of another size than K, several sequences, a mask tensor, ALiBi,
+// softcap, sinks. Slower than attention.comp and prompt.comp, which serve models.
 //
 //   y[s, t, h] = sum over i of softmax_i(cap(scale * q . k_i) + slope_h * mask[s, h, t, i]) * v_i
 //
 //   binding 0  q F32 [sequences, heads, tokens, k_dim]
-//   binding 1  k F32, row i of kv head h of sequence s at k_offset + s * k_step.x + h * k_step.y + i * k_step.z
+//   binding 1  k F32; row i of kv head h of sequence s begins at k_offset + s * k_step[0] + h * k_step[1] + i * k_step[2]
 //   binding 2  v F32, likewise
-//   binding 3  mask F16 [mask_size.x, mask_size.y, tokens or more, kv], repeated over sequences and heads; unread where has_mask is 0
-//   binding 4  sinks F32 [heads]; unread where has_sinks is 0
+//   binding 3  mask F16 [mask_size[0], mask_size[1], tokens or more, kv], repeated over sequences and heads; not read if has_mask is 0
+//   binding 4  sinks F32 [heads]; not read if has_sinks is 0
 //   binding 5  y F32 [sequences, tokens, heads, v_dim]
 //
-// A workgroup takes up to QUERIES queries (token, head) that share a kv head. It walks over the rows in chunks of WG_SIZE, with online softmax: a
-// thread makes the scores of one row, then sums columns of V over the chunk. A query of which all rows are masked gives zeros.
+// A workgroup takes up to QUERIES queries (token, head) of one kv head. It walks the rows in chunks of WG_SIZE with online softmax: first each
+// thread makes the scores of one row, then it sums columns of V over the chunk. A query whose rows are all masked gives zeros.
 //
-// Defines: QUERIES; MOST_DIM, what k_dim and v_dim are at most; those of common/reduce.glsl
+// Defines: QUERIES; MOST_DIM, the upper bound of k_dim and v_dim; those of common/reduce.glsl
 #include "common/reduce.glsl"
 #include "elementwise/functions.glsl"
 layout(local_size_x = WG_SIZE) in;
@@ -34,7 +34,7 @@ layout(push_constant) uniform Push {
     uint mask_size[3];    // sequences, heads, tokens
     uint has_mask;
     uint has_sinks;
-    float scale;          // of the scores; divided by softcap where there is one
+    float scale;          // of the scores; already divided by softcap, if there is one
     float softcap;        // 0: none
     float max_bias;       // 0: no ALiBi, slopes are 1
 } p;
@@ -50,11 +50,12 @@ shared float query[QUERIES][MOST_DIM];
 shared float sums[QUERIES][MOST_DIM];
 shared float weights[QUERIES][WG_SIZE];
 
-const uint STEPS = 8u;    // at once of a loop: llvmpipe ends an invocation's loops after 65535 passes in all
+const uint STEPS = 8u;    // unrolled by 8: llvmpipe ends an invocation's loops after 65535 passes in all
 
 #define LOWEST uintBitsToFloat(0xff800000u)    // -inf
 
-// ALiBi: heads up to the largest power of two n have slopes 2^(-max_bias / n * (h + 1)), those beyond the odd powers of its root.
+// ALiBi slopes. With n the largest power of two <= heads: 2^(-max_bias / n * (h + 1)) for h < n;
+// the others take the odd powers of the root of 2^(-max_bias / n).
 float slope_of(uint head) {
     if (p.max_bias == 0.0) return 1.0;
     const uint n = 1u << findMSB(p.heads);

@@ -1,26 +1,25 @@
 #version 450
-// Attention of many tokens over a KV cache with online softmax, f32 throughout (FLASH_ATTN_EXT), for devices without matrices.
+// Attention of many tokens over a KV cache with online softmax, f32 throughout (FLASH_ATTN_EXT), for devices without cooperative matrices.
 //
-// out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
+//   out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
 //
-// Operands and tiles: attention/prompt_iface.glsl; a row of cache_v has VD values, and rows are V_PITCH eights apart: more than VD / 8 where V is the
-// first part of each row of K's cache (MLA).
+// Bindings and tiles: attention/prompt_iface.glsl. A row of cache_v has VD values, and rows are V_PITCH eights apart: more than VD / 8 where V
+// is the first part of K's rows (MLA). SPLIT_Q: Q is in two tensors as in attention/attention.comp, q_pe at binding 6.
 //
-// A workgroup walks the rows that any query of its tile sees in blocks of ROWS, which begin at
-// multiples of ROWS, so that a token's bits do not depend on the others of its tile. LANES neighbouring threads share a query: each has quads (four
-// values) part, part + LANES .. of it and of its weighted sum, and QUERIES queries that lie SLOTS apart. A thread keeps maximum and sum of weights of
-// its own queries, so the softmax needs no other thread.
+// A workgroup takes a tile of TILE_Q queries and walks all rows that any of them sees, in blocks of ROWS. Blocks begin at multiples of ROWS, so
+// that a token's bits do not depend on the other tokens of its tile. LANES neighbouring threads share a query: each holds quads (four values)
+// part, part + LANES .. of it and of its weighted sum. A thread has QUERIES queries, SLOTS apart. It keeps their maxima and sums of weights
+// itself, so the softmax needs no other thread.
 //
-//   BY_LANES 1  a workgroup is one subgroup and LANES is 1. Lanes load the words of a row between them and broadcast them by shuffles: on a CPU driver
-//               a load takes an instruction for every lane, a shuffle one for all.
-//   BY_LANES 0  blocks of K and V go through shared memory as f32; threads with the same part read the same address.
+//   BY_LANES 1  a workgroup is one subgroup and LANES is 1. The lanes share the loads of a row and broadcast its values by shuffles: on a CPU
+//               driver a load costs one instruction per lane, a shuffle one for all
+//   BY_LANES 0  blocks of K and V pass through shared memory as f32; threads with the same part read the same address (a broadcast)
 //
-// SPLIT_Q: Q is in two tensors as in attention/attention.comp, q_pe at binding 6.
-//
-// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS BY_LANES OUT_TYPE HAS_SINKS; WG_SIZE and the others of common/reduce.glsl
+// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS BY_LANES OUT_TYPE HAS_SINKS;
+// WG_SIZE and the others of common/reduce.glsl
 
-#define QUADS (HD / 4 / LANES)        // of a query, a thread
-#define V_QUADS (VD / 4 / LANES)      // of its weighted sum
+#define QUADS (HD / 4 / LANES)        // quads of a query that a thread holds
+#define V_QUADS (VD / 4 / LANES)      // and of its weighted sum
 #define K_ROW_QUADS (HD / 4)
 #define ROW_QUADS (VD / 4)
 #define K_WORDS (HD / 8)
@@ -63,7 +62,7 @@ shared vec4 stage[STAGE_QUADS];
 #define CHUNKS(words) (((words) + WG_SIZE - 1) / WG_SIZE)
 vec4 k_row[ROWS][CHUNKS(K_WORDS)][2], v_row[ROWS][CHUNKS(V_WORDS)][2];
 
-// Word of row `row` that this lane loads; rows that nobody sees are zeros.
+// Loads this lane's words of the block's rows. Rows that no query sees count as zeros.
 #define LOAD(EIGHT_OF, INTO, WORDS, PITCH, TYPE)                                                                        \
     [[unroll]] for (uint r = 0; r < ROWS; r++)                                                                          \
         [[unroll]] for (uint c = 0; c < CHUNKS(WORDS); c++) {                                                           \
@@ -84,7 +83,7 @@ void load_block(uint kv, uint base, uint tid) {
 #define K_BLOCK_QUADS (ROWS * K_ROW_QUADS)
 #define BLOCK_QUADS (K_BLOCK_QUADS + ROWS * ROW_QUADS)
 #define STAGE_QUADS (BLOCK_QUADS > SLOTS * ROW_QUADS ? BLOCK_QUADS : SLOTS * ROW_QUADS)
-shared vec4 stage[STAGE_QUADS];  // a block of K, then one of V; in the end what is stored
+shared vec4 stage[STAGE_QUADS];  // a block of K, then one of V; at the end, the results to store
 
 void load_block(uint kv, uint base, uint tid) {
     barrier();
@@ -116,7 +115,7 @@ float over_lanes_sum(float v) {
 #endif
 }
 
-// Loops have constant bounds: drivers unroll from the inside out, and an inner bound that an outer loop sets stops them.
+// Constant bounds: drivers unroll from the inside out, and stop at an inner loop whose bound an outer loop sets.
 void make_scores(uint base, uint tid) {
     [[unroll]] for (uint part_of = 0; part_of < ROWS / ROWS_AT_ONCE; part_of++) {
         [[unroll]] for (uint t = 0; t < QUERIES; t++)
@@ -136,7 +135,7 @@ void make_scores(uint base, uint tid) {
         }
 }
 
-// Scores become weights; what is there so far is scaled to the new maximum.
+// Scores become weights, and the sums so far are rescaled to the new maximum (online softmax).
 void make_weights() {
     [[unroll]] for (uint t = 0; t < QUERIES; t++) {
         float higher = top[t];

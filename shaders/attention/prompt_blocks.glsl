@@ -1,16 +1,17 @@
-// What the kernels of attention by cooperative matrices have in common: blocks of the cache on their way to shared memory, which rows the queries
-// of a tile see, and where the elements of a matrix of sums lie.
+// What the cooperative-matrix kernels of attention share: moving blocks of the cache into shared memory, which rows the queries of a tile see,
+// and which element of a sum matrix has which row and column.
 //
-// Needs attention/prompt_iface.glsl, attention/cache_eights.glsl; ROWS, HD, WIDTH (HD filled up to whole matrices), ROW_WORDS = HD / 8, PITCH (words
-// of 16 bytes from row to row of shared memory), PIECES (words of a block that a thread moves), TILE_Q, NS, ELEMENTS (of a matrix of sums, a lane),
-// MAX_PITCH = FN / 4 + 1, and shared uvec4 kv_rows[].
+// Include attention/prompt_iface.glsl and attention/cache_eights.glsl first. The including shader has ROWS, HD, WIDTH (HD rounded up to whole
+// matrices), ROW_WORDS = HD / 8, PITCH (16-byte words from row to row in shared memory), PIECES (words of a block that a thread moves), TILE_Q,
+// NS, ELEMENTS (of a sum matrix, per lane), MAX_PITCH = FN / 4 + 1, and shared uvec4 kv_rows[].
 
-shared uvec2 seen[TILE_Q];  // the rows that a query sees (rows_of)
+shared uvec2 seen[TILE_Q];  // rows that each query sees (rows_of)
 
-uint place[ELEMENTS];  // row * 256 + column of an element
+uint place[ELEMENTS];  // of each element: row * 256 + column
 uint lo, hi;           // rows that any query of the tile sees
 
-// Rows before the first that is seen, and past the last, stand for that one: no query sees them, but their V must be numbers.
+// Loads this thread's words of a block into registers. Rows before `lo` or from `hi` on are replaced by the nearest one inside:
+// no query sees them, but their V must be finite.
 #define FETCH(EIGHT_OF, INTO)                                                                                                   \
     const uint first = kv_head() * p.n_ctx;                                                                                     \
     if (WIDTH == HD && base >= lo && base + ROWS <= hi) {                                                                       \
@@ -38,7 +39,8 @@ uvec4 as_f16(uvec4 raw, uint type) {
             kv_rows[(FIRST + at / (WIDTH / 8)) * PITCH + at % (WIDTH / 8)] = as_f16(FROM[i], TYPE);                             \
     }
 
-// Which row and column each element of a matrix of sums has.
+// Finds the row and column of each element of a sum matrix that this lane holds, which the specification leaves to the driver:
+// loads a matrix whose elements are their own positions.
 void find_places(uint mine) {
     for (uint at = gl_SubgroupInvocationID; at < FM * FN / 4; at += SG) {
         const uint row = at / (FN / 4), quad = at % (FN / 4);
@@ -51,7 +53,7 @@ void find_places(uint mine) {
     subgroup_sync();
 }
 
-// Scores of rows that a query may not see become MASKED. first_row: the first query row of the matrix.
+// Masks the scores of rows that a query may not see. first_row: the first query row of the matrix.
 void mask_scores(uint first_row, uint base, inout MATRIX_SUM score[NS]) {
     [[unroll]] for (uint e = 0; e < ELEMENTS; e++) {
         const uvec2 rows = seen[first_row + place[e] / 256u];
@@ -62,7 +64,7 @@ void mask_scores(uint first_row, uint base, inout MATRIX_SUM score[NS]) {
     }
 }
 
-// Sets lo and hi; gives (first, end) of the rows that all queries see.
+// Sets lo and hi. Returns (first, end) of the rows that all queries see: blocks inside this range need no mask.
 uvec2 find_range() {
     uvec2 any = uvec2(0xffffffffu, 0u), every = uvec2(0u, 0xffffffffu);
     for (uint i = gl_SubgroupInvocationID; i < TILE_Q; i += SG) {

@@ -1,16 +1,16 @@
-// What the kernels of attention for prompts have in common: operands, and which query is which.
+// Bindings of the prompt attention kernels, and how their queries are numbered.
 //
 //   binding 0  q F32 [n, n_head, HD]
-//   binding 1  cache_k F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read by eight values (attention/cache_eights.glsl); binding 2 cache_v, the
-//              same (V_TYPE)
-//   binding 3  pos I32 [n]; -1: padding, its output is zero
-//   binding 4  y: F32 [n, n_head * HD], Q8_1 rows, or packed F16 (mat_mul/matrix.glsl): rows of y_stride words of
-//              16 bytes, or, of prompt_matrix.comp alone, fragments, y_stride words for FN tokens
-//   binding 5  sinks F32 [n_head] (HAS_SINKS); else any buffer
+//   binding 1  cache_k F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_eights.glsl)
+//   binding 2  cache_v, the same (V_TYPE)
+//   binding 3  pos I32 [n]; -1: padding, whose output is zero
+//   binding 4  y: F32 [n, n_head * HD], Q8_1 rows, or packed F16 (mat_mul/matrix.glsl): rows of y_stride 16-byte words or, from
+//              prompt_matrix.comp only, fragments, y_stride words for FN tokens
+//   binding 5  sinks F32 [n_head] (HAS_SINKS); otherwise unused, any buffer
 //
-// The query heads of one kv head read the same rows. They are taken together, all or a part of them: gl_NumWorkGroups.y groups of heads in all,
-// none with heads of two kv heads. The queries of a group are numbered across tokens and heads: query i is token i / heads, head i % heads of
-// the group. A workgroup takes a tile of neighbouring queries of group gl_WorkGroupID.y. The last tiles, which see the most rows, start first.
+// The query heads of one kv head read the same rows, so they are taken together, all or some of them: the heads form gl_NumWorkGroups.y groups,
+// none of which spans two kv heads. The queries of a group are numbered over tokens and heads: query i is token i / heads, head i % heads of
+// the group. A workgroup takes a tile of neighbouring queries of group gl_WorkGroupID.y. The last tiles see the most rows, so they start first.
 
 layout(push_constant) uniform Push {
     uint n;
@@ -18,8 +18,8 @@ layout(push_constant) uniform Push {
     uint n_head_kv;
     uint n_ctx;
     uint window;    // 0: none
-    uint y_stride;  // F16: words of 16 bytes of a row, or of a column of matrices; else unused
-    float scale;    // times log2 e
+    uint y_stride;  // F16: 16-byte words of a row, or of a column of matrices; otherwise unused
+    float scale;    // includes log2 e
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer Q { vec4 q4[]; };
@@ -50,7 +50,7 @@ uint first_query(uint tile_q) { return (gl_NumWorkGroups.x - 1u - gl_WorkGroupID
 uint token_of(uint query) { return query / group_heads(); }
 uint head_of(uint query) { return gl_WorkGroupID.y * group_heads() + query % group_heads(); }
 
-// The first row a query sees, and the one after the last; (0, 0): none.
+// (first, end) of the rows that a query sees; (0, 0): none.
 uvec2 rows_of(uint query) {
     const uint token = token_of(query);
     const int at = token < p.n ? pos[token] : -1;
@@ -58,7 +58,7 @@ uvec2 rows_of(uint query) {
     return uvec2(p.window > 0u && end > p.window ? end - p.window : 0u, end);
 }
 
-// What a query's weighted sum is multiplied by in the end, from its maximum and its sum of weights: both with its sink, if it has one.
+// The factor that normalizes a query's weighted sum, from its maximum and sum of weights; its sink, if it has one, is included here.
 float normalizer(uint query, float top, float weight) {
     if (HAS_SINKS != 0) {
         const float sink = sinks[min(head_of(query), p.n_head - 1u)] * LOG2_E;

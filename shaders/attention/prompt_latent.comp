@@ -1,31 +1,32 @@
 #version 450
-// Attention of many tokens by cooperative matrices where the cache holds one row for keys and values (FLASH_ATTN_EXT of MLA): the first VD values of a
-// row of K are the row of V. Otherwise as attention/prompt_matrix.comp: f16 queries, rows and weights, sums, maxima and exponentials in f32.
+// Attention of many tokens by cooperative matrices for MLA (FLASH_ATTN_EXT), where one cache row serves as key and value: its first VD values
+// are the row of V. Otherwise as attention/prompt_matrix.comp: f16 queries, rows and weights; f32 sums, maxima and exponentials.
 //
-// Operands and queries: attention/prompt_iface.glsl; cache_v is cache_k. Rows are long (576 values of DeepSeek-V2), more than a subgroup has registers
-// for. So PARTS subgroups share FM queries; each has a part of their values, and makes a part of their results' columns:
-//   its part of the scores   S [FM x ROWS] = Q [FM x WIDTH / PARTS] K^T; through shared memory all PARTS get the sum of the parts, in one order
-//   weights                  P = exp2(S - maximum), each of the PARTS for itself, so all have the same
-//   its columns              O [FM x VD / PARTS] = O * exp2(old maximum - new) + P V
-// A block of ROWS rows lies in shared memory once, for K and V; the next one is on its way into registers meanwhile.
+// Bindings and queries: attention/prompt_iface.glsl; cache_v is cache_k. Rows are long (576 values for DeepSeek-V2), more than the registers of
+// a subgroup can hold. So PARTS subgroups share FM queries; each holds a part of the queries' values and makes a part of the output columns:
+//   its part of the scores   S [FM x ROWS] = Q [FM x WIDTH / PARTS] K^T; all PARTS add up the parts through shared memory, in one order
+//   weights                  P = exp2(S - maximum); each subgroup computes them all, with the same result
+//   its columns              O [FM x VD / PARTS] = O * exp2(old maximum - new maximum) + P V
+// A block of ROWS rows lies in shared memory once, for K and V, while the next one is prefetched into registers.
 //
-//   binding 6  q_pe F32 [n, n_head, HD - NOPE] (SPLIT_Q): the rest of Q, of which q then has the first NOPE values in rows of Q_PITCH; else any buffer
-//   binding 7  the overflow word of the queries in f16
+//   binding 6  q_pe F32 [n, n_head, HD - NOPE] (SPLIT_Q): the rest of Q; q then has its first NOPE values, in rows of Q_PITCH.
+//              Otherwise unused, any buffer
+//   binding 7  overflow word: raised if a query does not fit into f16
 //
-// No defines; all is specialized. Needs ROW_LANES (mat_mul/matrix.glsl), and matrices as wide as they are deep (FN = FK). Results are F32.
+// No defines; everything is a specialization constant. Needs ROW_LANES (mat_mul/matrix.glsl) and matrices with FN = FK. Results are F32.
 #include "mat_mul/matrix.glsl"
 #extension GL_KHR_shader_subgroup_arithmetic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 
-layout(constant_id = 5) const uint HD = 576;
-layout(constant_id = 6) const uint VD = 512;
-layout(constant_id = 7) const uint ROWS = 16;
-layout(constant_id = 8) const uint PARTS = 4;  // subgroups that share queries
-layout(constant_id = 9) const uint HAS_SINKS = 0;
-layout(constant_id = 10) const uint ROW_LANES = 4;
-layout(constant_id = 11) const uint SPLIT_Q = 0;
-layout(constant_id = 12) const uint NOPE = 576;
-layout(constant_id = 13) const uint Q_PITCH = 576;
+layout(constant_id = 5) const uint HD = 576;  // values of a row of K
+layout(constant_id = 6) const uint VD = 512;  // values of a row of V, its first ones
+layout(constant_id = 7) const uint ROWS = 16;  // rows of a block
+layout(constant_id = 8) const uint PARTS = 4;  // subgroups that share the same queries
+layout(constant_id = 9) const uint HAS_SINKS = 0;  // 1: binding 5 holds sinks
+layout(constant_id = 10) const uint ROW_LANES = 4;  // lanes that share a row of a sum matrix
+layout(constant_id = 11) const uint SPLIT_Q = 0;  // 1: Q is in two tensors
+layout(constant_id = 12) const uint NOPE = 576;  // values of a head of Q in q
+layout(constant_id = 13) const uint Q_PITCH = 576;  // values from row to row of q
 layout(constant_id = 14) const uint K_TYPE = 0;  // CACHE_*
 const uint V_TYPE = K_TYPE;
 
@@ -37,20 +38,20 @@ layout(std430, set = 0, binding = 6) readonly buffer QPe { vec4 q_pe4[]; };
 #define OVERFLOW_BINDING 7
 #include "mat_mul/overflow.glsl"
 
-const float LOWEST = -1.0e37;  // above MASKED, so that exp2(MASKED - maximum) is zero in a row that has seen nothing yet
+const float LOWEST = -1.0e37;  // above MASKED: exp2(MASKED - maximum) is then 0 in a row that has not seen anything yet
 
 const uint WARPS = WG / SG, MQ = 1;
 const uint TILE_Q = WARPS / PARTS * FM;
-const uint ELEMENTS = FM * FN / SG;                          // of a matrix of sums, a lane
-const uint NK = (HD + FK * PARTS - 1) / (FK * PARTS);        // matrices of a query that a subgroup has
+const uint ELEMENTS = FM * FN / SG;                          // of a sum matrix, per lane
+const uint NK = (HD + FK * PARTS - 1) / (FK * PARTS);        // matrices of a query that a subgroup holds
 const uint NO = (VD + FN * PARTS - 1) / (FN * PARTS);        // and of its sum
 const uint WIDTH = NK * PARTS * FK;
-const uint PITCH = WIDTH / 8 + 1;                            // words of 16 bytes from row to row
+const uint PITCH = WIDTH / 8 + 1;                            // 16-byte words from row to row
 const uint ROW_WORDS = HD / 8;
-const uint NS = ROWS / FN, NP = ROWS / FK;                   // matrices of scores, and of weights
+const uint NS = ROWS / FN, NP = ROWS / FK;                   // matrices of scores, of weights
 const uint PIECES = (ROWS * (WIDTH / 8) + WG - 1) / WG;
 const uint MAX_PITCH = FN / 4 + 1, SCORE_PITCH = ROWS / 4 + 1, STAGE_PITCH = FN / 4 + 1;
-const uint SCORE_WORDS = FM * SCORE_PITCH;                   // a subgroup's part of the scores
+const uint SCORE_WORDS = FM * SCORE_PITCH;                   // the scores that one subgroup contributes
 const uint BLOCK_WORDS = (ROWS > FM ? ROWS : FM) * PITCH, STAGE_WORDS = WARPS * FM * MAX_PITCH;
 
 shared uvec4 kv_rows[BLOCK_WORDS > STAGE_WORDS ? BLOCK_WORDS : STAGE_WORDS];
@@ -62,7 +63,7 @@ uvec4 words_now[PIECES];
 
 uint part() { return gl_SubgroupID % PARTS; }
 
-// The first of a subgroup's query rows.
+// The first query row of a subgroup.
 uint first_row_of(uint m) { return gl_SubgroupID / PARTS * FM; }
 
 #include "attention/prompt_blocks.glsl"
@@ -76,7 +77,7 @@ vec4 query_quad(uint row, uint i) {
     return q4[row * (Q_PITCH / 4) + i];
 }
 
-// Queries as matrices, those of one group of subgroups at a time.
+// Loads the queries as matrices, for one group of PARTS subgroups at a time.
 void load_queries(uint query0) {
     [[unroll]] for (uint group = 0; group < WARPS / PARTS; group++) {
         barrier();
@@ -96,7 +97,7 @@ void load_queries(uint query0) {
     barrier();
 }
 
-// This subgroup's part of the scores of a block, into shared memory.
+// Stores this subgroup's part of a block's scores in shared memory.
 void put_score_part() {
     MATRIX_SUM score[NS];
     [[unroll]] for (uint s = 0; s < NS; s++) score[s] = MATRIX_SUM(0.0);
@@ -110,7 +111,7 @@ void put_score_part() {
         coopMatStore(score[s], score_parts, gl_SubgroupID * SCORE_WORDS + s * (FN / 4), SCORE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
 }
 
-// The whole scores: the parts of all subgroups that share the queries, added up in their order.
+// Loads the whole scores: the parts of all subgroups that share the queries, added in a fixed order.
 void take_scores(out MATRIX_SUM score[NS]) {
     const uint first = gl_SubgroupID / PARTS * PARTS * SCORE_WORDS;
     [[unroll]] for (uint s = 0; s < NS; s++) {

@@ -1,30 +1,30 @@
 #version 450
-// Attention of many tokens over a KV cache by cooperative matrices (FLASH_ATTN_EXT): f16 queries, keys, values and weights, sums, maxima and
-// exponentials in f32. Blocks and online softmax as in FlashAttention-2.
+// Attention of many tokens over a KV cache by cooperative matrices (FLASH_ATTN_EXT). Queries, keys, values and weights are f16; sums, maxima
+// and exponentials f32. Blocks and online softmax as in FlashAttention-2.
 //
-// Operands and queries: attention/prompt_iface.glsl. A workgroup takes a tile of TILE_Q queries, each subgroup MQ * FM of them, and walks the rows that
-// any query of the tile sees in blocks of ROWS, which begin at multiples of ROWS. A block of K and one of V lie in shared memory as f16, in
-// rows padded against bank conflicts; the next ones are on their way into registers meanwhile. For each block a subgroup
-//   makes its scores            S [FM x ROWS] = Q [FM x HD] K^T, Q being in registers all along
-//   finds their row maxima and makes weights  P = exp2(S - maximum), which become matrices A of f16
-//   scales and adds             O [FM x HD] = O * exp2(old maximum - new) + P V
-// Which row and column an element of a matrix has is the driver's affair: a matrix of such numbers, loaded at the start, says it. Where a check at
-// start-up found an order that suits (ROW_LANES), maxima and weights stay in registers; elsewhere they go through shared memory.
+// Bindings and queries: attention/prompt_iface.glsl. A workgroup takes a tile of TILE_Q queries, MQ * FM per subgroup, and walks all rows that
+// any of them sees in blocks of ROWS, which begin at multiples of ROWS. A block of K and one of V lie in shared memory as f16, in rows padded
+// against bank conflicts, while the next blocks are prefetched into registers. For each block a subgroup
+//   makes scores      S [FM x ROWS] = Q [FM x HD] K^T; Q stays in registers throughout
+//   makes weights     P = exp2(S - row maximum), as f16 matrices A
+//   accumulates       O [FM x HD] = O * exp2(old maximum - new maximum) + P V
+// The driver decides which elements of a matrix a lane holds. A matrix of position numbers, loaded at the start, tells row and column of each.
+// If a check at start-up found a known layout (ROW_LANES), maxima and weights stay in registers; otherwise they pass through shared memory.
 //
-// Results as fragments (OUT_FRAGMENTS) go through shared memory once more, rows ordered by head and token: FN tokens of a head are the columns of
-// matrices B. A tile then has whole groups of FN tokens: TILE_Q is a multiple of FN times the heads of a group.
+// Results as fragments (OUT_FRAGMENTS) pass through shared memory once more, sorted by head and token: FN tokens of a head are the columns of a
+// matrix B. A tile then has whole groups of FN tokens: TILE_Q is a multiple of FN times the heads of a group.
 //
-// No defines; all is specialized. Head sizes are filled up with zeros to whole matrices.
+// No defines; everything is a specialization constant. Heads are padded with zeros to whole matrices.
 #include "mat_mul/matrix.glsl"
 #extension GL_KHR_shader_subgroup_arithmetic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 
-layout(constant_id = 5) const uint HD = 128;
-layout(constant_id = 6) const uint ROWS = 32;
-layout(constant_id = 7) const uint MQ = 1;        // matrices of query rows of a subgroup
+layout(constant_id = 5) const uint HD = 128;  // values of a head
+layout(constant_id = 6) const uint ROWS = 32;  // rows of a block
+layout(constant_id = 7) const uint MQ = 1;        // matrices of query rows per subgroup
 layout(constant_id = 8) const uint OUT_TYPE = 0;  // OUT_*
-layout(constant_id = 9) const uint HAS_SINKS = 0;
-layout(constant_id = 10) const uint ROW_LANES = 0;  // lanes that share a row of a matrix of sums; 0: not known
+layout(constant_id = 9) const uint HAS_SINKS = 0;  // 1: binding 5 holds sinks
+layout(constant_id = 10) const uint ROW_LANES = 0;  // lanes that share a row of a sum matrix; 0: unknown
 layout(constant_id = 11) const uint K_TYPE = 0;     // CACHE_*
 layout(constant_id = 12) const uint V_TYPE = 0;
 
@@ -32,7 +32,7 @@ layout(constant_id = 12) const uint V_TYPE = 0;
 #define K_PITCH (HD / 8)
 #define V_PITCH (HD / 8)
 #include "attention/cache_eights.glsl"
-#define OVERFLOW_BINDING 6  // of the queries in f16
+#define OVERFLOW_BINDING 6  // raised if a query does not fit into f16
 #include "mat_mul/overflow.glsl"
 
 uint group_max(uint v, uint lanes) {
@@ -50,30 +50,30 @@ const uint ROW_QUADS = HD / 4;
 
 #define MATRIX_WEIGHT coopmat<float16_t, gl_ScopeSubgroup, FM, FN, gl_MatrixUseAccumulator>
 
-const float LOWEST = -1.0e37;  // above MASKED, so that exp2(MASKED - maximum) is zero in a row that has seen nothing yet
+const float LOWEST = -1.0e37;  // above MASKED: exp2(MASKED - maximum) is then 0 in a row that has not seen anything yet
 
 const uint WARPS = WG / SG;
 const uint TILE_Q = WARPS * MQ * FM;
-const uint ELEMENTS = FM * FN / SG;           // of a matrix of sums, a lane
+const uint ELEMENTS = FM * FN / SG;           // of a sum matrix, per lane
 const uint ALIGN = FN > FK ? FN : FK;
 const uint WIDTH = (HD + ALIGN - 1) / ALIGN * ALIGN;
-const uint PITCH = WIDTH / 8 + 1;             // words of 16 bytes from row to row
+const uint PITCH = WIDTH / 8 + 1;             // 16-byte words from row to row
 const uint ROW_WORDS = HD / 8;
-const uint NK = WIDTH / FK, NO = WIDTH / FN;  // matrices along a query, and of a query's sum
-const uint NS = ROWS / FN, NP = ROWS / FK;    // matrices of scores, and of weights
+const uint NK = WIDTH / FK, NO = WIDTH / FN;  // matrices along a query, along its sum
+const uint NS = ROWS / FN, NP = ROWS / FK;    // matrices of scores, of weights
 const uint PIECES = (ROWS * (WIDTH / 8) + WG - 1) / WG;
 const uint Q_ROWS = WARPS * FM;
 const uint KV_WORDS = (2 * ROWS > Q_ROWS ? 2 * ROWS : Q_ROWS) * PITCH;
-const uint STAGE_COLS = OUT_TYPE == OUT_Q8_1 ? 32 : 16, STAGED = STAGE_COLS / FN;  // of what is stored, and matrices of them
+const uint STAGE_COLS = OUT_TYPE == OUT_Q8_1 ? 32 : 16, STAGED = STAGE_COLS / FN;  // columns staged for a store, and their matrices
 const uint MAX_PITCH = FN / 4 + 1, P_PITCH = ROWS / 8 + 1, STAGE_PITCH = STAGE_COLS / 4 + 1;
 const uint MAX_WORDS = FM * MAX_PITCH, P_WORDS = FM * P_PITCH, STAGE_WORDS = FM * STAGE_PITCH;
 const uint SCRATCH = MAX_WORDS > P_WORDS ? MAX_WORDS : P_WORDS;
 const uint ALL_STAGES = WARPS * (STAGE_WORDS > MAX_WORDS ? STAGE_WORDS : MAX_WORDS);
 
-// Lanes that share a row when its maximum or its sum is found.
+// Lanes that share a row when its maximum or sum is found.
 const uint SHARE = SG / FM < 1 ? 1 : SG / FM > FN / 4 ? FN / 4 : SG / FM;
 
-const uint OUT_WORDS = ALL_STAGES + (OUT_TYPE == OUT_FRAGMENTS ? TILE_Q * PITCH : 0);  // results in f32, behind them packed ones
+const uint OUT_WORDS = ALL_STAGES + (OUT_TYPE == OUT_FRAGMENTS ? TILE_Q * PITCH : 0);  // results in f32, then packed ones
 
 shared uvec4 kv_rows[KV_WORDS > OUT_WORDS ? KV_WORDS : OUT_WORDS];
 shared uvec4 scratch[ROW_LANES != 0 ? 1 : WARPS * SCRATCH];
@@ -85,7 +85,7 @@ MATRIX_SUM sums[MQ * NO];
 MATRIX_SUM weights[MQ];
 uvec4 k_words[PIECES], v_words[PIECES];
 
-// The first of a subgroup's query rows of matrix row m.
+// The first of this subgroup's query rows in matrix row m.
 uint first_row_of(uint m) { return (gl_SubgroupID * MQ + m) * FM; }
 
 #include "attention/prompt_blocks.glsl"
@@ -96,7 +96,7 @@ void fetch_v(uint base) { FETCH(v_eight, v_words) }
 void put_k() { PUT(k_words, 0u, K_TYPE) }
 void put_v() { PUT(v_words, ROWS, V_TYPE) }
 
-// Queries as matrices, FM of each subgroup at a time.
+// Loads the queries as matrices, FM of each subgroup at a time.
 void load_queries(uint query0) {
     [[unroll]] for (uint m = 0; m < MQ; m++) {
         barrier();
@@ -116,7 +116,7 @@ void load_queries(uint query0) {
     barrier();
 }
 
-// Scores of a block for matrix row m of this subgroup's queries; those of rows that a query may not see are MASKED.
+// Scores of a block for matrix row m of this subgroup's queries. Rows that a query may not see are MASKED.
 void find_scores(uint m, uint base, bool masks, out MATRIX_SUM score[NS]) {
     [[unroll]] for (uint s = 0; s < NS; s++) score[s] = MATRIX_SUM(0.0);
     [[unroll]] for (uint k = 0; k < NK; k++) {
@@ -132,7 +132,7 @@ void find_scores(uint m, uint base, bool masks, out MATRIX_SUM score[NS]) {
 #include "attention/softmax_shared.glsl"
 #include "attention/softmax_registers.glsl"
 
-// Values 4 * quad .. of query i of the tile, packed, into its head's and token's row.
+// Packs values 4 * quad .. 4 * quad + 3 of query i of the tile into the row of its head and token.
 void stage_quad(uint query0, uint i, uint quad, vec4 v) {
     const uint heads = group_heads();
     if (quad >= ROW_QUADS) return;
@@ -142,7 +142,7 @@ void stage_quad(uint query0, uint i, uint quad, vec4 v) {
     kv_rows[at][2u * (quad & 1u) + 1u] = four.y;
 }
 
-// Subgroups take turns at the matrices of the tile.
+// The subgroups share out the matrices of the tile.
 void store_fragments(uint query0) {
     const uint heads = group_heads(), tokens = TILE_Q / heads, token0 = query0 / heads, all = heads * (tokens / FN) * (HD / FK);
     for (uint turn = 0; turn < all; turn += WARPS) {
@@ -157,8 +157,8 @@ void store_fragments(uint query0) {
     }
 }
 
-// Matrices are numbered by constants alone, here and everywhere: NVIDIA's driver 580 keeps the whole array in memory for one number that it has
-// to work out, min() of constants included, and every sum is then stored as soon as it is made (4 times the time).
+// Matrix arrays are indexed by constants only, here and everywhere. For one computed index, even min() of constants, NVIDIA's driver 580 keeps
+// the whole array in memory and stores every sum as soon as it is made: 4 times slower.
 void store_results(uint query0, uint mine) {
     const uint stage = gl_SubgroupID * STAGE_WORDS, lane = gl_SubgroupInvocationID;
     [[unroll]] for (uint m = 0; m < MQ; m++) {

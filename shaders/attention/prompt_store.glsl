@@ -1,9 +1,9 @@
-// Stores results of attention: F32, Q8_1 or F16 in K order. Needs attention/prompt_iface.glsl, OUT_TYPE, ROW_QUADS (quads of four values of a head),
+// Stores results of attention as F32, Q8_1 or F16. Needs attention/prompt_iface.glsl, OUT_TYPE, ROW_QUADS (quads, four values each, of a head),
 // and group_max and group_sum over eight neighbouring threads.
 #include "common/q8_1.glsl"
 #include "mat_mul/pack.glsl"
 
-// Values 4 * quad .. of query i's head. For Q8_1 eight neighbouring threads call together, with the quads of a unit.
+// Stores values 4 * quad .. 4 * quad + 3 of query i's head. For Q8_1, eight neighbouring threads call together with the quads of a unit.
 void store_quad(uint i, uint quad, bool there, vec4 v) {
     const uint token = token_of(i), at = head_of(i) * ROW_QUADS + quad;
     there = there && token < p.n;

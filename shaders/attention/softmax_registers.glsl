@@ -1,10 +1,11 @@
-// Online softmax of attention/prompt_matrix.comp in registers, where the start-up check found that ROW_LANES neighbouring lanes share a row of
-// a matrix of sums, and that a matrix A has its elements where a matrix of sums has them (mat_mul/fragment_map.comp). Needs first_row_of(m).
+// Online softmax of attention/prompt_matrix.comp in registers. Used if the check at start-up (mat_mul/fragment_map.comp) found that ROW_LANES
+// neighbouring lanes share a row of a sum matrix, and that a matrix A has its elements in the same places as a sum matrix.
+// Needs first_row_of(m).
 
-const uint OWN_ROWS = ROW_LANES != 0 ? FM * ROW_LANES / SG : 1;  // rows of a matrix that a lane has elements of, in this order
-const uint EACH = ELEMENTS / OWN_ROWS;                          // elements of each
+const uint OWN_ROWS = ROW_LANES != 0 ? FM * ROW_LANES / SG : 1;  // rows of a matrix of which a lane holds elements; its elements lie row by row
+const uint EACH = ELEMENTS / OWN_ROWS;                          // elements of each row
 
-float own_top[MQ * OWN_ROWS], own_weight[MQ * OWN_ROWS];  // the weight is that of this lane's columns alone
+float own_top[MQ * OWN_ROWS], own_weight[MQ * OWN_ROWS];  // weight: the sum over this lane's columns only
 
 uint own_row(uint r) { return gl_SubgroupInvocationID / max(ROW_LANES, 1) + r * (FM / OWN_ROWS); }
 
@@ -18,7 +19,7 @@ float sum_over_row(float v) {
     return v;
 }
 
-// Makes weights of a block's scores, scales what was summed so far, and turns the weights into matrices A.
+// Turns a block's scores into weights, as matrices A, and rescales the sums so far.
 void weigh_in_registers(uint m, inout MATRIX_SUM score[NS], out MATRIX_A p_matrix[NP]) {
     MATRIX_SUM factors;
     [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {
@@ -41,7 +42,7 @@ void weigh_in_registers(uint m, inout MATRIX_SUM score[NS], out MATRIX_A p_matri
     [[unroll]] for (uint o = 0; o < NO; o++) sums[m * NO + o] = sums[m * NO + o] * factors;
 }
 
-// Multiplies the sums of matrix row m by what they are multiplied by in the end.
+// Normalizes the sums of matrix row m.
 void finish_in_registers(uint m, uint query0) {
     MATRIX_SUM factors;
     [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {

@@ -1,7 +1,7 @@
-// Online softmax of attention/prompt_matrix.comp where it is not known which elements of a matrix a lane has: row maxima and weights go through
-// shared memory. Sums of weights are kept elementwise and added up over a row in the end.
+// Online softmax of attention/prompt_matrix.comp through shared memory, for devices where it is unknown which elements of a matrix a lane
+// holds. Sums of weights are kept per element and added up over each row at the end.
 
-// A lane's part of its row of the matrix in scratch, by maximum and by sum; lane / SHARE + turn is the row.
+// Maximum and sum of a lane's part of its matrix row in scratch; the row is turn + lane / SHARE.
 float part_max(uint at) {
     float found = MASKED;
     [[unroll]] for (uint i = 0; i < FN / 4 / SHARE; i++) {
@@ -22,7 +22,7 @@ float part_sum(uint at) {
     return found;
 }
 
-// The rows' new maxima and what that makes of the sums so far, from a matrix whose row maxima are those of the scores.
+// Finds the new row maxima, and the factors for the sums so far. higher: a matrix whose row maxima are those of the scores.
 void find_maxima(MATRIX_SUM higher, uint mine, uint first_row) {
     coopMatStore(higher, scratch, mine, MAX_PITCH, gl_CooperativeMatrixLayoutRowMajor);
     subgroup_sync();
@@ -38,7 +38,7 @@ void find_maxima(MATRIX_SUM higher, uint mine, uint first_row) {
     subgroup_sync();
 }
 
-// Makes weights of a block's scores, scales what was summed so far, and turns the weights into matrices A.
+// Turns a block's scores into weights, as matrices A, and rescales the sums so far.
 void weigh_through_shared(uint m, inout MATRIX_SUM score[NS], uint mine, out MATRIX_A p_matrix[NP]) {
     const uint first_row = (gl_SubgroupID * MQ + m) * FM;
     MATRIX_SUM higher = score[0];
@@ -66,7 +66,7 @@ void weigh_through_shared(uint m, inout MATRIX_SUM score[NS], uint mine, out MAT
     subgroup_sync();
 }
 
-// What the sums of matrix row m are multiplied by in the end, into row_factor.
+// Puts the factors that normalize the sums of matrix row m into row_factor.
 void finish_through_shared(uint m, uint query0, uint mine) {
     const uint first_row = (gl_SubgroupID * MQ + m) * FM, lane = gl_SubgroupInvocationID;
     coopMatStore(weights[m], scratch, mine, MAX_PITCH, gl_CooperativeMatrixLayoutRowMajor);

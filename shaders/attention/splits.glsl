@@ -1,16 +1,16 @@
-// Split KV: workgroups take splits of a tile's rows, and one workgroup combines their partial results in the order of the splits.
+// Split KV: several workgroups each take a split of a tile's rows, and one workgroup combines their partial results in the order of the splits.
 //
-// With barriers between stages the combiner is the last workgroup to arrive (common/ticket.glsl). In barrier-free stages it is the one with the
-// last split, which spin-waits on the others' partial results: workgroups start in order, so it waits for none that has not started.
+// With barriers between stages the combiner is the last workgroup to arrive (common/ticket.glsl). In barrier-free stages it is the workgroup
+// with the last split, which spin-waits on the partial results of the others: workgroups start in order, so all of them have started.
 //
-//   void store_partial(tile, split, used, i, o, total, weight)  stores this workgroup's partial result: vec4 o of the tile's sums, which is of
-//                                                               query i, and that query's (maximum, sum of weights)
+//   void store_partial(tile, split, used, i, o, total, weight)  stores vec4 o of this workgroup's sums,
+//                                                               which belongs to query i, and that query's (maximum, sum of weights)
 //   bool is_combiner(tile, split, used)                         whether this workgroup combines; every thread calls
 //   void combine(tid, tile, used, head0)                        leaves the result of attention in query4; every thread of the combiner calls
 //
-// READERS threads divide the splits of a vec4 among them, so that a thread spins on few words.
+// READERS threads share the splits of each vec4, so that a thread spins on few words.
 
-#define SPLIT4 (QUERIES * OUT4 + (QUERIES + 1) / 2)   // vec4 of a split
+#define SPLIT4 (QUERIES * OUT4 + (QUERIES + 1) / 2)   // vec4 per split
 #define READS ((SPLITS + READERS - 1) / READERS)
 #define AT_ONCE (READS < 16 ? READS : 16)
 
@@ -18,7 +18,7 @@
 #include "common/ticket.glsl"
 #endif
 
-shared vec2 own_weight[QUERIES];  // the combiner of a barrier-free stage keeps the last split here, its sums in query4
+shared vec2 own_weight[QUERIES];  // barrier-free: the combiner keeps its own (the last) split here, and its sums in query4
 
 void store_partial(uint tile, uint split, uint used, uint i, uint o, vec4 total, vec2 weight) {
 #if SPINS
@@ -45,7 +45,7 @@ bool is_combiner(uint tile, uint split, uint used) {
 vec4 split_sum[AT_ONCE];
 vec2 split_weight[AT_ONCE];
 
-// Reads splits `first`, `first` + READERS ..; past `last` that one again.
+// Reads splits `first`, `first` + READERS ..; in place of those past `last`, `last` again.
 void read_splits(uint tile, uint first, uint last, uint i, uint o) {
     [[unroll]] for (uint s = 0; s < AT_ONCE; s++) {
         const uint at = (tile * SPLITS + min(first + s * READERS, last)) * SPLIT4;
@@ -62,7 +62,7 @@ bool splits_arrived() {
 }
 #endif
 
-// vec4 o of splits reader, reader + READERS .., and their (maximum, sum of weights).
+// Combines vec4 o of splits reader, reader + READERS ..; weight: their (maximum, sum of weights).
 vec4 combined(uint tile, uint used, uint reader, uint i, uint o, out vec2 weight) {
     weight = vec2(MASKED, 0.0);
     vec4 total = vec4(0.0);

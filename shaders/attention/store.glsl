@@ -1,6 +1,6 @@
-// The end of attention: sinks and normalization, then F32, Q8_1 or F16 in unit order.
+// Epilogue of attention: sinks and normalization, then the store as F32, Q8_1 or F16 in unit order.
 
-// weight: maximum, sum of weights.
+// Normalizes a sum. weight: (maximum, sum of weights).
 vec4 finished(vec4 total, vec2 weight, uint head) {
 #if HAS_SINKS
     const float sink = sinks[head] * LOG2_E;
@@ -18,7 +18,7 @@ vec4 finished(vec4 total, vec2 weight, uint head) {
 #include "mat_mul/pack.glsl"
 #include "mat_mul/units.glsl"
 
-// Y_STRIDE: words of 16 bytes of a column of matrices.
+// Y_STRIDE: 16-byte words of a column of matrices.
 void store_units(uint token, uint quad, vec4 v) {
     const uvec2 packed = pack_four(v);
 #if FK / ROW_LANES >= 4
@@ -30,7 +30,7 @@ void store_units(uint token, uint quad, vec4 v) {
 }
 #endif
 
-// Four values a thread from query4.
+// Stores query4, four values per thread.
 void store(uint tid, uint token0, uint head0) {
     for (uint first = 0; first < QUERIES * OUT4; first += WG_SIZE) {
         const uint o = first + tid;

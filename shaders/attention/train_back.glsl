@@ -1,5 +1,5 @@
-// What both backward kernels of attention make of a tile of queries and a tile of keys: weights P = exp(score - lse), and the derivatives of the
-// products q k, dS = P (dy v - delta) score'.
+// What both backward kernels of attention compute for a tile of 32 queries and 32 keys: the weights P = exp(score - lse), and the derivatives
+// by the dot products q . k, dS = P (dy . v - delta) score'.
 #include "attention/train_back_inputs.glsl"
 
 void derivatives(uint text, uint head, uint q0, uint k0, out float weight[4][4], out float slope[4][4]) {
@@ -33,7 +33,7 @@ void derivatives(uint text, uint head, uint q0, uint k0, out float weight[4][4],
     }
 }
 
-// A thread's part of the tile `weights`.
+// Stores this thread's part of a tile in `weights`.
 #define PUT_WEIGHTS(TILE)                                           \
     [[unroll]] for (uint i = 0u; i < 4u; i++)                       \
         [[unroll]] for (uint j = 0u; j < 4u; j++) weights[(4u * ty + i) * PITCH + 4u * tx + j] = TILE[i][j];

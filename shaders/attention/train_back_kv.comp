@@ -1,14 +1,14 @@
 #version 450
-// Gradient of attention by keys and values: dK = dS^T Q, dV = P^T dY, added up over `heads_each` heads of Q.
+// Gradients of attention with respect to keys and values: dK = dS^T Q, dV = P^T dY, summed over `heads_each` heads of Q.
 //
-//   bindings 0 to 5: attention/train_back.glsl
+//   bindings 0 to 5: attention/train_back_inputs.glsl
 //   binding 6  dk F32 [tokens, n_head / heads_each, hd]
 //   binding 7  dv F32 [tokens, n_head / heads_each, vd]
 //
-// Workgroup (x, y, z) makes keys 32 x .. of heads y * heads_each ..; z is the text times `parts` plus the part of the columns. It walks the queries that
-// see them.
+// Workgroup (x, y, z) makes keys 32 x .. + 32 for heads y * heads_each ..; z = text * parts + part of the columns.
+// It walks the queries that see these keys.
 //
-// Defines: CHUNKS, tiles of 32 columns of a part
+// Defines: CHUNKS, tiles of 32 columns in a part
 #include "attention/train_tiles.glsl"
 #include "attention/train_back.glsl"
 

@@ -1,11 +1,12 @@
 #version 450
-// Gradient of attention by keys and values, dK = dS^T Q, dV = P^T dY, added up over `heads_each` heads of Q, for CPU drivers.
+// Gradients of attention with respect to keys and values, dK = dS^T Q, dV = P^T dY, summed over `heads_each` heads of Q. For CPU drivers.
 //
-//   bindings 0 to 5: attention/train_back_lanes.glsl
+//   bindings 0 to 5: attention/train_back_inputs.glsl
 //   binding 6  dk F32 [tokens, n_head / heads_each, HD]
 //   binding 7  dv F32 [tokens, n_head / heads_each, VD]
 //
-// Workgroup (x, y, z) makes keys LANES x .. of heads y * heads_each .. of text z, one a lane. It walks the queries that see them, LANES at a time.
+// Workgroup (x, y, z) makes keys LANES x .. + LANES, one per lane, for heads y * heads_each .. of text z.
+// It walks the queries that see these keys, LANES at a time.
 #include "attention/train_lanes.glsl"
 #include "attention/train_back_lanes.glsl"
 

@@ -1,8 +1,8 @@
-// What both backward kernels of attention for CPU drivers make of a query and a key: the weight P = exp(score - lse), and the derivative
-// of the product q k, dS = P (dy v - delta) score'.
+// What both backward kernels of attention for CPU drivers compute for a query and a key: the weight P = exp(score - lse), and the derivative by
+// the dot product q . k, dS = P (dy . v - delta) score'.
 #include "attention/train_back_inputs.glsl"
 
-// Of the products q k and dy v.
+// product: q . k, dy_v: dy . v.
 void derivatives(float product, float dy_v, float total, float common_part, bool seen, out float weight, out float slope) {
     const float s = score(product);
     weight = seen ? exp_bounded(s - total) : 0.0;

@@ -1,12 +1,13 @@
 #version 450
-// Gradient of attention by the queries: dQ = dS K.
+// Gradient of attention with respect to the queries: dQ = dS K.
 //
-//   bindings 0 to 5: attention/train_back.glsl
+//   bindings 0 to 5: attention/train_back_inputs.glsl
 //   binding 6  dq F32 [tokens, n_head, hd]
 //
-// Workgroup (x, y, z) makes queries 32 x .. of head y; z is the text times `parts` plus the part of the columns of dq. It walks the keys that they see.
+// Workgroup (x, y, z) makes queries 32 x .. + 32 of head y; z = text * parts + part of the columns of dq.
+// It walks the keys that these queries see.
 //
-// Defines: CHUNKS, tiles of 32 columns of a part
+// Defines: CHUNKS, tiles of 32 columns in a part
 #include "attention/train_tiles.glsl"
 #include "attention/train_back.glsl"
 

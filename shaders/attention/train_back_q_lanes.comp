@@ -1,10 +1,10 @@
 #version 450
-// Gradient of attention by the queries, dQ = dS K, for CPU drivers.
+// Gradient of attention with respect to the queries, dQ = dS K. For CPU drivers.
 //
-//   bindings 0 to 5: attention/train_back_lanes.glsl
+//   bindings 0 to 5: attention/train_back_inputs.glsl
 //   binding 6  dq F32 [tokens, n_head, HD]
 //
-// Workgroup (x, y, z) makes queries LANES x .. of head y of text z, one a lane. It walks the keys that they see, LANES at a time.
+// Workgroup (x, y, z) makes queries LANES x .. + LANES of head y of text z, one per lane. It walks the keys that they see, LANES at a time.
 #include "attention/train_lanes.glsl"
 #include "attention/train_back_lanes.glsl"
 

@@ -1,11 +1,11 @@
 #version 450
-// Sum of dy y of each row of attention's output, which all derivatives of its scores have in common.
+// delta = dy . y for each row of attention's output, a term that all derivatives of the row's scores share.
 //
 //   binding 0  dy F32 [rows, dim]
 //   binding 1  y F32 [rows, dim]
 //   binding 2  delta F32 [rows]
 //
-// A thread takes a row.
+// One thread per row.
 //
 // Defines: WG_SIZE
 layout(local_size_x = WG_SIZE) in;

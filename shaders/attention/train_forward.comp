@@ -1,14 +1,14 @@
 #version 450
-// Attention of texts to themselves, which keeps the log-sum-exp of every row for the backward pass.
+// Attention of a text to itself, for training: also stores the log-sum-exp of every row for the backward pass.
 //
-//   binding 0  q, binding 1  k, binding 2  v: attention/train_tiles.glsl
+//   binding 0  q, binding 1  k, binding 2  v: attention/train_rules.glsl
 //   binding 3  y F32 [tokens, n_head, vd]
 //   binding 4  lse F32 [tokens, n_head]
 //
-// Workgroup (x, y, z) makes queries 32 x .. of head y; z is the text times `parts` plus the part of the columns of y. It walks the keys in tiles of 32
-// with online softmax.
+// Workgroup (x, y, z) makes queries 32 x .. + 32 of head y; z = text * parts + part of the columns of y.
+// It walks the keys in tiles of 32 with online softmax.
 //
-// Defines: CHUNKS, tiles of 32 columns of a part
+// Defines: CHUNKS, tiles of 32 columns in a part
 #include "attention/train_tiles.glsl"
 
 layout(std430, set = 0, binding = 0) readonly buffer InQ { float q[]; };

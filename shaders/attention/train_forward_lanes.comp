@@ -1,11 +1,12 @@
 #version 450
-// Attention of texts to themselves, which keeps the log-sum-exp of every row for the backward pass, for CPU drivers.
+// Attention of a text to itself, for training on CPU drivers: also stores the log-sum-exp of every row for the backward pass.
 //
-//   binding 0  q, binding 1  k, binding 2  v: attention/train_lanes.glsl
+//   binding 0  q, binding 1  k, binding 2  v: attention/train_rules.glsl
 //   binding 3  y F32 [tokens, n_head, VD]
 //   binding 4  lse F32 [tokens, n_head]
 //
-// Workgroup (x, y, z) makes queries LANES x .. of head y of text z, one a lane. It walks the keys, LANES at a time, with online softmax.
+// Workgroup (x, y, z) makes queries LANES x .. + LANES of head y of text z, one per lane.
+// It walks the keys LANES at a time, with online softmax.
 #include "attention/train_lanes.glsl"
 
 layout(std430, set = 0, binding = 0) readonly buffer InQ { float q[]; };

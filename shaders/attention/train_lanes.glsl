@@ -1,9 +1,10 @@
-// Attention of texts to themselves for CPU drivers, without shared memory: what its kernels of training have in common.
+// What the training kernels of attention for CPU drivers share. They use no shared memory.
 //
-// A workgroup is one subgroup of LANES threads. Each has a row of its own (a query or a key of the head) in registers, and loads one of LANES rows of the
-// other side, whose values then go from lane to lane: a broadcast costs one instruction there, a load one for each lane.
+// A workgroup is one subgroup of LANES threads. Each holds a row of its own (a query or a key of the head) in registers, and loads one of LANES
+// rows of the other side, whose values the lanes then broadcast to each other by shuffles:
+// on a CPU driver a shuffle costs one instruction, a load one per lane.
 //
-// Defines: LANES, HD and VD (p.hd and p.vd, values of a head)
+// Defines: LANES, HD and VD (values of a head: p.hd and p.vd)
 #extension GL_KHR_shader_subgroup_basic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 #define ROWS_EACH LANES
@@ -14,7 +15,8 @@ layout(local_size_x = LANES) in;
 #define HD4 ((HD + 3) / 4)
 #define VD4 ((VD + 3) / 4)
 
-// Row of a tensor [tokens, heads, DIM] into vec4 TO[]; zeros behind DIM. A row outside the text is the text's last one: nothing sees it.
+// Loads a row of a tensor [tokens, heads, DIM] into vec4 TO[], with zeros after DIM.
+// For a row outside the text it loads the text's last one, which no query sees.
 #define LOAD_ROW(TO, BUFFER, TEXT, ROW, HEADS, HEAD, DIM)                                                          \
     {                                                                                                              \
         const uint at = (((TEXT) * p.n + min(ROW, p.n - 1u)) * (HEADS) + (HEAD)) * DIM;                            \
@@ -27,7 +29,7 @@ layout(local_size_x = LANES) in;
         [[unroll]] for (uint c = 0u; c < 4u; c++)                                                 \
             if (4u * d + c < DIM) BUFFER[(ROW) * DIM + 4u * d + c] = FROM[d][c];
 
-// Product of a row of one's own and the row that lane I has.
+// Dot product of this lane's own row with the row that lane I holds.
 #define PRODUCT(RESULT, OWN, OTHER, COUNT, I)                                                                  \
     {                                                                                                          \
         vec4 sum = vec4(0.0);                                                                                  \
@@ -35,11 +37,11 @@ layout(local_size_x = LANES) in;
         RESULT = sum.x + sum.y + (sum.z + sum.w);                                                              \
     }
 
-// SUMS += FACTOR times the row that lane I has.
+// SUMS += FACTOR * (the row that lane I holds).
 #define ADD_ROW(SUMS, FACTOR, OTHER, COUNT, I) \
     [[unroll]] for (uint d = 0u; d < COUNT; d++) SUMS[d] = fma(vec4(FACTOR), subgroupShuffle(OTHER[d], I), SUMS[d]);
 
-// Scaled and capped.
+// The score of a dot product: scaled and soft-capped.
 float score(float product) {
     const float s = product * p.scale;
     return p.softcap != 0.0 ? p.softcap * tanh_exact(s / p.softcap) : s;

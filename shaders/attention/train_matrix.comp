@@ -1,42 +1,44 @@
 #version 450
-// Attention of texts to themselves, and its gradients, by cooperative matrices of f16 with f32 sums. Four kernels that differ in what they walk along:
+// Attention of a text to itself, and its gradients, by cooperative matrices of f16 with f32 sums. Four kernels in one source, which differ in
+// the rows that a workgroup owns and those that it walks:
 //
-//   KIND         own rows   walked      makes
+//   KIND         own rows   walks       makes
 //   0 forward    queries    keys        y = P V, and the log-sum-exp of every row
 //   1 dQ         queries    keys        dS K
-//   2 dK         keys       queries     dS^T Q, of each head of Q by itself
+//   2 dK         keys       queries     dS^T Q, for each head of Q separately
 //   3 dV         keys       queries     P^T dY, likewise
 //
-// P = exp(score - lse), dS = P (dY V^T - delta) score'.
+// with P = exp(score - lse) and dS = P (dY V^T - delta) score'.
 //
-//   binding 0  own x (Q or K), binding 1  own y (dY or V; any buffer where there are no dS), binding 2  walked x (K or Q), binding 3  walked y (V or dY):
-//              F16, attention/train_pack.comp, words of 16 bytes, of which the last have the factors of heads
+//   binding 0  own x (Q or K), binding 1  own y (dY or V; unused, any buffer, for KIND 0 and 3), binding 2  walked x (K or Q), binding 3
+//              walked y (V or dY): F16 as attention/train_pack.comp makes them, in 16-byte words; the factors of the heads follow at the end
 //   binding 4  lse F32 [texts, n, n_head]
-//   binding 5  delta F32 [texts, n, n_head], sum of dy y; any buffer where there are no dS
-//   binding 6  what is made F32 [texts, n, n_head, HD or VD]
+//   binding 5  delta F32 [texts, n, n_head], dy . y; unused, any buffer, for KIND 0 and 3
+//   binding 6  the result F32 [texts, n, n_head, HD or VD]
 //
-// A workgroup takes FM own rows for each of its subgroups, of a head: rows along x, heads along y, texts along z. They walk together: ROWS rows of x and y
-// lie in shared memory, padded against bank conflicts, the next ones are on their way into registers. Of each FN of them a subgroup makes scores S = X X^T
-// [FM x FN] and, for dS, Y Y^T; their elements become weights or derivatives in f16, which turn into a matrix A by way of shared memory and multiply Y or
-// X. Which row and column an element has is the driver's affair: a matrix of such numbers, loaded at the start, says it. Forward, all is walked twice,
-// first for the log-sum-exp, whose running maxima and sums every element keeps for itself, so that no sum needs to be scaled on the way.
+// A workgroup takes FM own rows of a head for each of its subgroups: rows along x, heads along y, texts along z. The subgroups walk together:
+// ROWS rows of x and y lie in shared memory, padded against bank conflicts, while the next ones are prefetched into registers. For each FN of
+// them a subgroup makes scores S = X X^T [FM x FN] and, where dS is needed, Y Y^T. The elements become weights or derivatives in f16, pass
+// through shared memory to become a matrix A, and multiply Y or X. The driver decides which elements a lane holds; a matrix of position
+// numbers, loaded at the start, tells row and column of each. The forward kernel walks twice, first for the log-sum-exp alone: each element
+// keeps its own running maximum and sum, so that no sum is rescaled on the way.
 //
-// FN = FK, and SG divides FM * FN. No defines; all is specialized.
+// FN = FK, and SG divides FM * FN. No defines; everything is a specialization constant.
 #include "mat_mul/matrix.glsl"
 #include "elementwise/functions.glsl"
 layout(constant_id = 5) const uint HD = 128;   // values of a head of Q and K
-layout(constant_id = 6) const uint VD = 128;   // and of V
-layout(constant_id = 7) const uint ROWS = 32;  // walked at a time, a multiple of FN
-layout(constant_id = 8) const uint KIND = 0;
+layout(constant_id = 6) const uint VD = 128;   // values of a head of V
+layout(constant_id = 7) const uint ROWS = 32;  // rows walked at a time, a multiple of FN
+layout(constant_id = 8) const uint KIND = 0;  // as above
 
 layout(push_constant) uniform Push {
     uint n;          // tokens of a text
-    uint rows;       // with those that fill it up to whole matrices
+    uint rows;       // n padded to whole matrices
     uint n_head;
     uint n_head_kv;
     uint texts;
     uint causal;     // 0: every token sees its whole text
-    uint window;     // tokens that a token sees at most; 0: no bound
+    uint window;     // most tokens that a token sees; 0: no limit
     float scale;
     float softcap;   // 0: none
 } p;
@@ -56,11 +58,11 @@ layout(std430, set = 0, binding = 6) writeonly buffer Out { float made[]; };
 #define MATRIX_WEIGHT coopmat<float16_t, gl_ScopeSubgroup, FM, FN, gl_MatrixUseAccumulator>
 
 const bool FORWARD = KIND == 0, SLOPES = KIND == 1 || KIND == 2, OWN_KEYS = KIND >= 2;
-const uint OUT = SLOPES ? HD : VD;                // values of a row that is made
+const uint OUT = SLOPES ? HD : VD;                // values of a result row
 const uint WARPS = WG / SG;
 const uint NK = HD / FK, NV = VD / FK, NO = OUT / FN;
-const uint ELEMENTS = FM * FN / SG;               // of a matrix of sums, a lane
-const uint X_PITCH = HD / 8 + 1, Y_PITCH = VD / 8 + 1, W_PITCH = FN / 8 + 1;  // words of 16 bytes from row to row
+const uint ELEMENTS = FM * FN / SG;               // of a sum matrix, per lane
+const uint X_PITCH = HD / 8 + 1, Y_PITCH = VD / 8 + 1, W_PITCH = FN / 8 + 1;  // 16-byte words from row to row
 const uint SUM_PITCH = FN / 4;
 const uint X_PIECES = (ROWS * HD / 8 + WG - 1) / WG, Y_PIECES = (ROWS * VD / 8 + WG - 1) / WG;
 const float HIDDEN = -3.0e38;
@@ -70,12 +72,12 @@ shared uvec4 y_rows[ROWS * Y_PITCH];
 shared float walked_lse[ROWS];
 shared float walked_delta[ROWS];
 shared uvec4 weights[WARPS * FM * W_PITCH];
-shared vec4 numbers[WARPS * FM * SUM_PITCH];      // a tile of sums of each subgroup
+shared vec4 numbers[WARPS * FM * SUM_PITCH];      // a sum matrix per subgroup
 shared float of_row[WARPS * FM];
 
 uint group_first, first, head, kv_head, text;     // first own row of the workgroup, and of the subgroup
 float x_factor, y_factor;
-MATRIX_SUM places;                                // of the elements: row * FN + column
+MATRIX_SUM places;                                // of each element: row * FN + column
 MATRIX_A own_xs[NK];
 MATRIX_A own_ys[SLOPES ? NV : 1];
 float own_lse[ELEMENTS];
@@ -86,7 +88,7 @@ uvec4 y_ahead[Y_PIECES];
 uint row_of(uint i) { return uint(places[i]) / FN; }
 uint column_of(uint i) { return uint(places[i]) % FN; }
 
-// A tile of sums in shared memory, for threads to read by row and column.
+// Stores a sum matrix in shared memory, for threads to read by row and column.
 uint staged(MATRIX_SUM sums) {
     const uint stage = gl_SubgroupID * FM * SUM_PITCH;
     coopMatStore(sums, numbers, stage, SUM_PITCH, gl_CooperativeMatrixLayoutRowMajor);
@@ -103,7 +105,7 @@ void find_places() {
     subgroup_sync();
 }
 
-// First word of row `row` of a head of Q (or of K and V, `keys`) whose rows have `dim` values; and the place of the head's factor.
+// First word of row `row` of this head's Q (keys: of its K or V), with `dim` values to a row; and the place of the head's factor.
 uint word_at(bool keys, uint row, uint dim) {
     return (((keys ? text * p.n_head_kv + kv_head : text * p.n_head + head)) * p.rows + row) * (dim / 8u);
 }
@@ -113,20 +115,20 @@ uint factor_at(bool keys, uint dim) {
 }
 uint token_at(uint i) { return (text * p.n + min(i, p.n - 1u)) * p.n_head + head; }
 
-// Scaled and capped, and its derivative by what it is made of, without `scale`.
+// The score of a dot product, scaled and soft-capped; and the slope of the soft cap at a score.
 float score(float product) {
     const float s = product * x_factor * p.scale;
     return p.softcap == 0.0 ? s : p.softcap * tanh_exact(s / p.softcap);
 }
 float score_slope(float s) { return p.softcap == 0.0 ? 1.0 : 1.0 - (s / p.softcap) * (s / p.softcap); }
 
-// Whether the own row sees, or is seen by, the walked one.
+// Whether the own row sees the walked one or, for own keys, is seen by it.
 bool visible(uint own, uint walked) {
     const uint i = OWN_KEYS ? walked : own, j = OWN_KEYS ? own : walked;
     return i < p.n && j < p.n && (p.causal == 0u || (j <= i && (p.window == 0u || j + p.window > i)));
 }
 
-// Whether any pair of `count` own rows from `own` on and of `others` walked ones from `walked` on is.
+// Whether that holds for any pair of `count` own rows from `own` on and `others` walked rows from `walked` on.
 bool any_visible(uint own, uint count, uint walked, uint others) {
     const uint i = OWN_KEYS ? walked : own, i_end = i + (OWN_KEYS ? others : count), j = OWN_KEYS ? own : walked, j_end = j + (OWN_KEYS ? count : others);
     return i < p.n && j < p.n && (p.causal == 0u || (j < i_end && (p.window == 0u || j_end - 1u + p.window > i)));
@@ -182,7 +184,7 @@ MATRIX_SUM products_y(uint j) {
     return s;
 }
 
-// The log-sum-exp of the own rows, to `own_lse` and to memory.
+// The log-sum-exp of the own rows, into own_lse and to memory.
 void find_lse(uint begin, uint end) {
     float tops[ELEMENTS], totals[ELEMENTS];
     [[unroll]] for (uint i = 0; i < ELEMENTS; i++) {
@@ -247,7 +249,7 @@ void main() {
     if (SLOPES)
         [[unroll]] for (uint d = 0; d < NV; d++)
             coopMatLoad(own_ys[d], own_y, word_at(OWN_KEYS, own, VD) + d * FK / 8, VD / 8, gl_CooperativeMatrixLayoutRowMajor);
-    // Tiles that the workgroup walks.
+    // Tiles that this workgroup walks.
     const uint group_end = min(group_first + WARPS * FM, p.n);
     uint begin = 0u, end = (p.n + ROWS - 1u) / ROWS;
     if (p.causal != 0u && !OWN_KEYS) {

@@ -1,11 +1,12 @@
 #version 450
-// Rows of heads as f16 for attention in training by cooperative matrices: each head of each text times a power of two of its own.
+// Packs rows of heads as f16 for attention in training by cooperative matrices. Each head of each text is multiplied by a power of two of its
+// own, so that its largest magnitude lies between 1 and 2.
 //
 //   binding 0  x F32 [texts, n, heads, dim], dim a multiple of 4
-//   binding 1  y F16 [texts, heads, rows, dim], rows from n on zeros; behind it F32 [texts, heads]: what undoes the powers
-//   binding 2  the overflow word (mat_mul/overflow.glsl), raised by infinities and NaN alone
+//   binding 1  y F16 [texts, heads, rows, dim], zeros from row n on; after it F32 [texts, heads]: factors that undo the scaling
+//   binding 2  the overflow word (mat_mul/overflow.glsl), raised only by infinities and NaN
 //
-// A workgroup takes a head of a text: heads along x, texts along y. It looks for the largest size and then packs, so that it lies from 1 to 2.
+// A workgroup takes a head of a text (heads along x, texts along y). It finds the largest magnitude, then packs.
 //
 // Defines: WG_SIZE and those of common/reduce.glsl
 #extension GL_EXT_control_flow_attributes : require
@@ -14,8 +15,8 @@ layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
     uint n;      // tokens of a text
-    uint rows;   // with those that fill it up
-    uint quads;  // of four values, of a row of a head
+    uint rows;   // n padded to whole matrices
+    uint quads;  // of a row of a head; four values each
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer InX { vec4 x[]; };

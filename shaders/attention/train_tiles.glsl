@@ -1,6 +1,6 @@
-// Tiles of 32 x 32 values in shared memory, and their products, by 64 threads: what the kernels of attention in training have in common.
+// Tiles of 32 x 32 values in shared memory and their products, computed by 64 threads: what the tiled training kernels of attention share.
 //
-// Thread (tx, ty) of 8 x 8 has rows 4 ty .. 4 ty + 3 and columns 4 tx .. 4 tx + 3 of a tile.
+// Thread (tx, ty) of 8 x 8 has rows 4 ty .. 4 ty + 3 and columns 4 tx .. 4 tx + 3 of a product.
 #define ROWS_EACH 32u
 #include "attention/train_rules.glsl"
 
@@ -14,7 +14,7 @@ shared float weights[32 * 33];
 #define tx (gl_LocalInvocationIndex & 7u)
 #define ty (gl_LocalInvocationIndex >> 3)
 
-// A tile of what VALUE is at row r and column c.
+// Fills a tile; VALUE is an expression in row r and column c.
 #define FILL_TILE(TILE, VALUE)                                      \
     [[unroll]] for (uint e = 0u; e < 16u; e++) {                    \
         const uint r = 2u * e + (t >> 5), c = t & 31u;              \
@@ -52,7 +52,7 @@ void add_turned_by_right(inout float sum[4][4]) {
                     sum[i][j] = fma(weights[d * PITCH + 4u * ty + i], right[d * PITCH + 4u * tx + j], sum[i][j]);
 }
 
-// Scaled and capped, in place.
+// Dot products to scores, in place: scaled and soft-capped.
 void to_scores(inout float product[4][4]) {
     [[unroll]] for (uint i = 0u; i < 4u; i++)
         [[unroll]] for (uint j = 0u; j < 4u; j++) product[i][j] *= p.scale;
@@ -63,6 +63,6 @@ void to_scores(inout float product[4][4]) {
 
 bool inside(uint row, uint column, uint dim) { return all(lessThan(uvec2(row, column), uvec2(p.n, dim))); }
 
-// Value of a row of a tensor [tokens, heads, dim]; 0 outside.
+// A value of a tensor [tokens, heads, dim]; 0 outside of it.
 #define VALUE_OF(BUFFER, TEXT, ROW, HEADS, HEAD, DIM, COLUMN)                                                                             \
     mix(0.0, BUFFER[mix(0u, (((TEXT) * p.n + (ROW)) * (HEADS) + (HEAD)) * (DIM) + (COLUMN), inside(ROW, COLUMN, DIM))], inside(ROW, COLUMN, DIM))

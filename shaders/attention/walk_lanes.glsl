@@ -1,8 +1,8 @@
-// Scores in registers: the COLS threads that read a row of K also read the row of V. Each has a part of every score of the chunk. Adding the
-// parts leaves each thread with the sums of other scores (common/lane_sums.glsl). A thread computes the exponentials of its own scores; the
-// others read them by shuffles. There is no barrier between the first chunk and the last. Functions as in attention/walk_shared.glsl.
+// The walk with scores in registers: the COLS threads that read a row of K also read the row of V. Each thread first has a part of every score
+// of the chunk; adding the parts leaves each with the sums of different scores (common/lane_sums.glsl). A thread computes the exponentials of
+// its own scores, and the others get them by shuffles. No barrier from the first chunk to the last. Functions as in attention/walk_shared.glsl.
 //
-// Score v = step * QUERIES + query. Lane l of a row has scores HELD * n + l % HELD, n = 0, 1 .., which all belong to query l % QUERIES.
+// Score v = step * QUERIES + query. Lane l of a row holds scores HELD * n + l % HELD, n = 0, 1 .., which all belong to query l % QUERIES.
 // QUERIES is a power of two, at most COLS and at most 16.
 
 #define SCORES (STEPS * QUERIES)
@@ -19,16 +19,16 @@
 
 vec4 own_query[QUERIES][2];
 vec4 sum[QUERIES][2];
-// Of query lane % QUERIES: the rows it sees of this workgroup's, the maximum over the rows of the subgroup's streams, and the sum of the weights that
-// this lane has computed.
+// For query lane % QUERIES: the rows of this workgroup's that it sees,
+// the maximum over the rows of the subgroup's streams, and the sum of the weights that this lane has computed.
 uint own_first, own_end;
 float top, weight;
 
-// Reductions over the lanes of a row that have different scores of one query.
+// Reductions over those lanes of a row that hold different scores of the same query.
 float over_scores_max(float v) { OVER_LANES(v, max, QUERIES, HELD) return v; }
 float over_scores_sum(float v) { OVER_LANES(v, OVER_ADD, QUERIES, HELD) return v; }
 
-// The value of v in lane `lane` of this row.
+// v of lane `lane` of this row.
 float from_lane(float v, uint lane) { return subgroupShuffle(v, (gl_SubgroupInvocationID & ~(COLS - 1u)) + lane); }
 
 void walk_begin(uint tid) {

@@ -1,16 +1,16 @@
-// Scores through shared memory: the threads that read a row of K write its scores there, those that read the row of V take them.
+// The walk with scores in shared memory: the threads that read a row of K write its scores, and those that read the row of V read them.
 //
-//   void walk_begin(tid)          after the queries are in query4; takes the new row if this workgroup owns it
-//   void walk(kv, base, tid)      adds the chunk at `base`, which is in k_now and v_now, and prefetches the next one
-//   void walk_end(tid)            writes bundle_weight; the first COLS threads of a bundle then have its `sum`
+//   void walk_begin(tid)          call once query4 holds the queries; processes the new row if this workgroup owns it
+//   void walk(kv, base, tid)      processes the chunk at `base`, which is in k_now and v_now, and prefetches the next one
+//   void walk_end(tid)            writes bundle_weight; after it, the first COLS threads of each bundle hold its `sum`
 
-shared float scores[2][ROWS * QUERIES];  // two chunks in turn (double buffering): one barrier a chunk suffices
+shared float scores[2][ROWS * QUERIES];  // double buffering: one barrier per chunk is enough
 uint half_now = 0;
 
 float top[QUERIES], weight[QUERIES];
 vec4 sum[QUERIES][2];
 
-// This lane's part of the scores of the row of K in `row`.
+// This lane's part of the scores of one row of K.
 void score_parts(uvec4 row[K_PARTS], uint tid, out float score[QUERIES]) {
     [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] = 0.0;
     [[unroll]] for (uint j = 0; j < K_PARTS; j++) {
