@@ -1,13 +1,14 @@
 #version 450
-// Rows of heads into a quantized cache (SET_ROWS), in the device layout of docs/architecture.md.
+// SET_ROWS into a quantized KV cache: quantizes rows of heads to Q8_0 or Q4_0, in the device layout of docs/architecture.md.
 //
-//   binding 0  cache [heads, n_ctx, head_dim] of TYPE_Q8_0 or TYPE_Q4_0, by words and by halves or words
+//   binding 0  cache [heads, n_ctx, head_dim], TYPE_Q8_0 or TYPE_Q4_0
 //   binding 1  x F32 [tokens, heads, head_dim], read as vec4
-//   binding 2  pos I32 [tokens]; a position outside 0..n_ctx-1 stores nothing
+//   binding 2  pos I32 [tokens]; a position outside 0 .. n_ctx - 1 stores nothing
 //
-// A thread takes one unit: 32 neighbouring values of a head.
+// One thread per unit (32 neighbouring values of a head).
 //
-//   SCALE_WORDS  1: where the device stores no 16 bits alone. Two units have their scales in one word; each thread clears and sets its own half
+//   SCALE_WORDS  1: the device cannot store single 16-bit values. Two units have their scales in one word;
+//                each thread clears and sets its own half by atomics
 #if !SCALE_WORDS
 #extension GL_EXT_shader_16bit_storage : require
 #endif
@@ -15,8 +16,8 @@
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
-    uint units;     // of a row
-    uint part;      // 16-byte words from the quants' first part to their second
+    uint units;     // units of a row
+    uint part;      // 16-byte words from the first part of the quants to the second
     uint scales;    // 16-byte words from the beginning to the scales
     uint tokens;
     uint heads;

@@ -1,17 +1,17 @@
 #version 450
-// Values that came to be on the device, as a weight of type F32 in the device layout: what a product takes.
+// Converts values that were computed on the device to a weight of type F32 in the device layout, so that a product can take them.
 //
-//   binding 0  x F32, or F16 (two a word) where FROM_F16 is 1: [size.x, size.y, size.z, size.w] with strides, the last axis k
-//   binding 1  y: eight parts of 16 bytes a unit of 32 values, rows padded with zeros to whole units
+//   binding 0  x F32, or F16 (two to a word) if FROM_F16 is 1: [size.x, size.y, size.z, size.w] with strides; the last axis is k
+//   binding 1  y: eight parts of 16 bytes per unit of 32 values, rows padded with zeros to whole units
 //
-// A thread writes 16 bytes.
+// One thread per 16 bytes of y.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
     uvec4 size;
     uvec4 stride;
     uint offset;
-    uint units;  // of a row
+    uint units;  // units of a row
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer InX { uint x[]; };

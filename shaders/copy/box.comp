@@ -1,12 +1,12 @@
 #version 450
-// A box of up to four axes, copied between places given by strides (in values, last axis last).
+// Copies a box of up to four axes between two strided places (strides in values, last axis last).
 //
-//   binding 0  x, values of 32 bits, or F16 (two a word) where FROM_F16 is 1: value i of the box comes from
-//              x_offset + sum of (i[a] % x_size[a]) * x_stride[a], or is 0 where FILL is 1 and some i[a] >= x_size[a]
-//   binding 1  y, likewise with TO_F16: it goes to y_offset + sum of i[a] * y_stride[a]
+//   binding 0  x, 32-bit values, or F16 (two to a word) if FROM_F16 is 1. Value i of the box comes from
+//              x_offset + sum of (i[a] % x_size[a]) * x_stride[a]; with FILL 1 it is 0 if any i[a] >= x_size[a]
+//   binding 1  y, likewise F16 if TO_F16 is 1. Value i goes to y_offset + sum of i[a] * y_stride[a]
 //
-// A thread takes one value; with TO_F16 one word: i[3] then counts pairs, whose second value comes from x_next further on, and all of y's
-// strides and its offset are even. Between F16 and others values are converted from and to F32, else 32 bits are moved as they are.
+// One thread per value. With TO_F16 one per word: i[3] then counts pairs, the second value of a pair comes from x_next further on, and all of
+// y's strides and its offset are even. F16 is converted to and from F32; otherwise 32 bits are copied as they are.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

@@ -1,10 +1,10 @@
 #version 450
-// Values from one type to another: F32 or F16 (two a word) on either side.
+// Converts between F32 and F16 (two to a word).
 //
-//   binding 0  x F32, or F16 where FROM_F16 is 1
-//   binding 1  y F32, or F16 where TO_F16 is 1
+//   binding 0  x F32, or F16 if FROM_F16 is 1
+//   binding 1  y F32, or F16 if TO_F16 is 1
 //
-// A thread takes two neighbouring values.
+// One thread per two neighbouring values.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

@@ -1,10 +1,10 @@
 #version 450
-// Rows of a weight, decoded: a box of rows on up to three axes, and of each row some columns from a unit on.
+// Decodes rows of a weight: a box of rows on up to three axes, and of each row k columns, from unit unit0 on.
 //
 //   binding 0  weight in the device layout (quant/weights.glsl)
-//   binding 1  y F32, or F16 (two a word) where TO_F16 is 1: [box.x, box.y, box.z, k]
+//   binding 1  y F32, or F16 (two to a word) if TO_F16 is 1: [box[0], box[1], box[2], k]
 //
-// A thread decodes one unit of 32 weights.
+// One thread per unit of 32 weights.
 //
 // Defines: QUANT_FILE; WIDTH 4: k is a multiple of 4, 1: any k (F32 only)
 #include "quant/weights.glsl"

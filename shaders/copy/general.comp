@@ -1,13 +1,13 @@
 #version 450
-// Values from any plain type to any other, between places given by strides (in values, last axis last). Slow and general: for what the
-// other kernels of this folder do not take.
+// Converts values of any plain type to any other, between strided places (strides in values, last axis last). Slow;
+// for what the other kernels of this folder do not cover.
 //
 //   binding 0  x of type FROM: value i comes from x_offset + sum of i[a] * x_stride[a]
-//   binding 1  y of type TO: it goes to y_offset + sum of i[a] * y_stride[a] where SCATTER is 1, else behind value i - 1
+//   binding 1  y of type TO: value i goes to y_offset + sum of i[a] * y_stride[a] if SCATTER is 1, else it follows value i - 1
 //
-// Types: 0 F32, 1 F16, 2 BF16, 3 I32, 4 I16, 5 I8, 6 I64. Equal types are moved bit by bit; a float becomes an integer towards zero.
-// Without SCATTER a thread makes one word of y, or both of an I64, with SCATTER one value: of smaller ones it changes only their bits of the
-// word, which a neighbour may change at the same time.
+// Types: 0 F32, 1 F16, 2 BF16, 3 I32, 4 I16, 5 I8, 6 I64. Equal types are copied bit by bit; floats are truncated towards zero to integers.
+// Without SCATTER one thread makes a word of y (both words of an I64). With SCATTER one thread makes a value; if that is smaller than a word,
+// it changes its bits by atomics, since another thread may change the rest of the word at the same time.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -35,7 +35,7 @@ uvec4 place(uint i) {
     return at;
 }
 
-// The bits of value `at` of x, and of an I64 those above.
+// The bits of value `at` of x; of an I64, the upper word too.
 uvec2 bits(uint at) {
 #if FROM == 6
     return uvec2(x[2u * at], x[2u * at + 1u]);
@@ -45,7 +45,7 @@ uvec2 bits(uint at) {
 #endif
 }
 
-// The value as TO has it.
+// The value as type TO.
 uvec2 converted(uvec2 b) {
 #if FROM == TO
     return b;

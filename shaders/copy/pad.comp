@@ -1,10 +1,10 @@
 #version 450
-// Values of 32 bits with others before and behind them along each axis: zeros, or those of the other end (CIRCULAR 1).
+// PAD of 32-bit values: adds values before and after them along each axis, zeros or, with CIRCULAR 1, those of the other end.
 //
 //   binding 0  x [size], with strides in values
-//   binding 1  y [big]: value i is that of x at i - before
+//   binding 1  y [big]: value i is x at i - before
 //
-// A thread makes one value.
+// One thread per value of y.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

@@ -1,11 +1,11 @@
 #version 450
-// Rows of one plane of a quantized tensor, in another order: bytes are moved as they are.
+// Copies the rows of one plane of a quantized tensor in another order, byte by byte.
 //
 //   binding 0  x, planes of a tensor (docs/architecture.md)
-//   binding 1  y, likewise: all rows of the plane
+//   binding 1  y, likewise; all rows of the plane are written
 //
-// Row i of y as it lies, [y_size], is number sum of i[a] * y_count[a] in the order of the view that it is filled through; that number, counted
-// along [x_size], is the row at x_row0 + sum of j[a] * x_step[a] of x. A thread makes one word of y.
+// Row i of y, as it is stored ([y_size]), has number sum of i[a] * y_count[a] in the view through which y is filled. That number, split along
+// [x_size] into j, is row x_row0 + sum of j[a] * x_step[a] of x. One thread per word of y.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -16,7 +16,7 @@ layout(push_constant) uniform Push {
     uint x_row0;
     uint rows;
     uint row_bytes;
-    uint x_first;    // words into the tensor at which the plane begins
+    uint x_first;    // word of the tensor at which the plane begins
     uint y_first;
 } p;
 

@@ -1,10 +1,10 @@
 #version 450
-// Gradient of REPEAT: each value is the sum of the values that it was repeated to.
+// Gradient of REPEAT: each value is the sum over its repetitions.
 //
 //   binding 0  dy F32 [n3 t3, n2 t2, n1 t1, n0 t0]
 //   binding 1  dx F32 [n3, n2, n1, n0]
 //
-// A thread takes a value of dx and adds up in the order of dy.
+// One thread per value of dx; it adds in the order of dy.
 //
 // Defines: WG_SIZE
 layout(local_size_x = WG_SIZE) in;

@@ -1,9 +1,10 @@
-// Types whose blocks have 256 values: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, TQ1_0, TQ2_0; and Q1_0 with 128, Q2_0 with 64. Each group's step (and offset) is fitted by least squares,
-// then rounded to whole multiples of the block's own scale. Thread g takes group g, and of the packing unit u or word w. Bit orders are those of docs/architecture.md.
+// Encoders of the types with blocks of 256 values: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, TQ1_0, TQ2_0; and of Q1_0 (blocks of 128) and Q2_0
+// (64). Each group's step (and offset) is fitted by least squares, then rounded to a multiple of the block's own scale. Thread g fits group g;
+// for packing, thread u takes unit u, or thread w word w. Bit orders are those of docs/architecture.md.
 #include "encode/levels.glsl"
 
 #if defined(TYPE_Q2_K) || defined(TYPE_Q4_K) || defined(TYPE_Q5_K)
-// Step and offset (at most 0) for which step * q + offset, q in 0..TOP, fits `count` values best of all roundings tried.
+// Least-squares step and offset (at most 0) for which step * q + offset, q in 0..TOP, fits `count` values best, over all roundings tried.
 vec2 fit_affine(uint first, uint count) {
     float high = v[first], low = min(v[first], 0.0), sx = 0.0;
     for (uint j = 0u; j < count; j++) {
@@ -109,7 +110,8 @@ void encode(uint block) {
 #endif
 #endif
     barrier();
-    // Bits of value 32u + j of q, from bit `shift` on as many as `mask` has, at bit `to` of a byte b of a word: j = 4w + b.
+    // FIELD: the bits of q[FROM] from bit SHIFT on that MASK selects, moved to bit TO of a byte.
+    // Value j = 4w + b of a unit goes to byte b of word w.
 #define FIELD(FROM, SHIFT, MASK, TO) (((q[FROM] >> (SHIFT)) & (MASK)) << (TO))
     for (uint u = thread; u < BLOCK / 32u; u += WG_SIZE) {
         const uint unit = BLOCK / 32u * block + u, at = 32u * u;
@@ -218,7 +220,7 @@ void encode(uint block) {
 #elif defined(TYPE_TQ2_0) || defined(TYPE_Q1_0) || defined(TYPE_Q2_0)
     put(p.plane[0], block, 16u, half_bits(d));
 #elif defined(TYPE_TQ1_0)
-    // Five digits of base 3 a byte, as a fraction in 256ths, rounded up; the four bytes at the end have four.
+    // Five base-3 digits per byte, as a fraction in 256ths, rounded up; the last four bytes have four digits.
     for (uint w = thread; w < 13u; w += WG_SIZE) {
         uint word = 0u;
         for (uint b = 0u; b < 4u; b++) {

@@ -1,21 +1,22 @@
-// Types of vector code books, blocks of 256 values: IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S. The search is that of
-// vkback/quants/book_search.py, for each group of values under one scale: of TARGETS positions for the largest value, in steps, each takes the
-// nearest entries of the book and solves for the step that is best with them; the best step of all is kept, rounded to the block's scales, and
-// entries are chosen again. All entries are looked at. Thread g takes group g, and of the packing unit u.
+// Encoders of the codebook types, blocks of 256 values: IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S. The search is that of
+// vkback/quants/book_search.py, for each group of values under one scale: for each of TARGETS guesses of the step (which place the largest
+// value at so many steps) it takes the nearest codebook entries and solves for the least-squares step. The best step of all is kept and rounded
+// to the block's scales, and then the entries are chosen again. All entries are tried. Thread g takes group g;
+// for packing, thread u takes unit u.
 //
-//   ENTRIES     of the book; PER_ENTRY values each, 8 or 4
+//   ENTRIES     of the codebook; each has PER_ENTRY values, 8 or 4
 //   LEVEL(c)    the level of number c
-//   EVEN        1: seven bits of signs stand for eight, an even number of which is negative
-//   EITHER      1: delta is of either sign for each entry (IQ1_M)
+//   EVEN        1: seven sign bits stand for eight; the number of negative values is even
+//   EITHER      1: each entry chooses the sign of delta (IQ1_M)
 //   LEAST, EACH, TOP  a scale is d * (LEAST + EACH * s), s in 0..TOP
-//   TARGET_FIRST, TARGET_RATIO  of the positions
+//   TARGET_FIRST, TARGET_RATIO  the guesses: first one, and ratio of each to the one before
 #extension GL_EXT_control_flow_attributes : require
 #include CODES_FILE
 #define ENTRY uint
 uint entry(uint codes) { return codes; }
 #include "quant/code_book.glsl"
 
-const float NOTABLY = 1.00001;    // several steps fit a constant group, and all groups shall take the same one
+const float NOTABLY = 1.00001;    // a constant group is fitted by several steps alike; all groups shall take the same one
 const uint COUNT = 256u / GROUPS, VECTORS = COUNT / PER_ENTRY;
 #if defined(TYPE_IQ1_S) || defined(TYPE_IQ1_M)
 #define SIGNED 0
@@ -24,11 +25,11 @@ const uint COUNT = 256u / GROUPS, VECTORS = COUNT / PER_ENTRY;
 #endif
 
 shared uint signs[32];
-shared uint index[256u / PER_ENTRY];    // IQ1: bit 11 is set where delta is negative
-shared vec2 fits[GROUPS];               // step; delta of IQ1_S
+shared uint index[256u / PER_ENTRY];    // IQ1: bit 11 set: delta is negative
+shared vec2 fits[GROUPS];               // step; and, for IQ1_S, delta
 shared uint scale[GROUPS];
 
-// Of values first.. of v and entry e: their product and the entry's square, before delta; the sum of the entry's levels.
+// For the values from `first` on and entry e: (dot product, sum of squares of the entry, sum of its levels), all without delta.
 vec3 products(uint first, uint e) {
     const uint codes = look_up(e);
     vec3 sums = vec3(0.0);
@@ -44,7 +45,7 @@ vec3 products(uint first, uint e) {
     return sums;
 }
 
-// The same with delta added to all levels; `total` is the sum of the values.
+// The first two with delta added to every level; `total` is the sum of the values.
 vec2 with_delta(vec3 sums, float total, float delta) {
     return vec2(sums.x + delta * total, sums.y + 2.0 * delta * sums.z + float(PER_ENTRY) * delta * delta);
 }
@@ -55,7 +56,7 @@ float total_of(uint first) {
     return total;
 }
 
-// The best step for group g, and the squared error that it saves. either: each vector may have delta or -delta.
+// The best step for group g, and by how much it reduces the squared error. either: each entry may have delta or -delta.
 vec2 fit(uint g, float delta, bool either) {
     float widest = 0.0;
     for (uint j = 0u; j < COUNT; j++) widest = max(widest, abs(v[g * COUNT + j]));
@@ -99,7 +100,7 @@ vec2 fit(uint g, float delta, bool either) {
     return best;
 }
 
-// The entry nearest to the vector at `first` in steps.
+// The entry nearest to the values from `first` on, for a given step.
 uint nearest(uint first, float steps, float delta, bool either) {
     const float total = total_of(first);
     float least = 3.4e38;

@@ -1,16 +1,16 @@
 #version 450
-// Rows of floats, encoded as rows of a quantized tensor in the device layout (docs/architecture.md).
+// Encodes rows of floats as rows of a quantized tensor in the device layout (docs/architecture.md).
 //
 //   binding 0  x F32 [n3, n2, n1, k]
-//   binding 1  y: row i of the tensor where i = i1 * step[0] + i2 * step[1] + i3 * step[2]
-//   binding 2  ids I32 or I64 [id_size[2], id_size[1], id_size[0]], repeated over n2 and n3; they stand for i1, and one outside of 0..limit-1
-//              stores nothing. Unread where id_words is 0
+//   binding 1  y: row (i3, i2, i1) of x becomes row i1 * step[0] + i2 * step[1] + i3 * step[2] of the tensor
+//   binding 2  ids I32 or I64 [id_size[2], id_size[1], id_size[0]], repeated over n2 and n3: they replace i1;
+//              an id outside 0 .. limit - 1 stores nothing. Not read if id_words is 0
 //
-// Of types in units of 32 values (WHOLE_GROUP 0) a thread encodes a unit, of others a workgroup a block of 256. Two blocks may share a word of a
-// plane of small items: those are stored by atomics.
+// For types in units of 32 values (WHOLE_GROUP 0) one thread encodes a unit; for the others one workgroup encodes a block of up to 256. Two
+// blocks may share a word of a plane of small items, so such items are stored by atomics.
 //
-// Defines: WHOLE_GROUP; BLOCK, 32 or 256; TYPE_<NAME>; ENCODE_FILE, which has void encode(uint block), block being the number of the unit or
-// block in the tensor, and v its values
+// Defines: WHOLE_GROUP; BLOCK, values of a unit or block; TYPE_<NAME>; ENCODE_FILE, which has void encode(uint block), where block is the
+// number of the unit or block in the tensor and v[] its values
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -23,7 +23,7 @@ layout(push_constant) uniform Push {
     uint n2;
     uint step[3];
     uint id_size[3];
-    uint id_words;    // 32-bit words of an id: 1, 2, or 0 where there are none
+    uint id_words;    // 32-bit words of an id: 1 or 2; 0: there are none
     uint limit;
 } p;
 
@@ -31,7 +31,7 @@ layout(std430, set = 0, binding = 0) readonly buffer InX { float x[]; };
 layout(std430, set = 0, binding = 1) buffer OutY { uint y[]; };
 layout(std430, set = 0, binding = 2) readonly buffer InIds { uint ids[]; };
 
-// Item `at` of `bits` bits of the plane that begins `first` 16-byte words into the tensor.
+// Stores item `at`, of `bits` bits, of the plane that begins `first` 16-byte words into the tensor.
 void put(uint first, uint at, uint bits, uint value) {
     const uint per = 32u / bits, word = 4u * first + at / per;
     const int from = int(bits * (at % per));

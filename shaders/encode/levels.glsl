@@ -1,9 +1,10 @@
-// Levels of a type, and the scale for which they fit some values best.
+// Levels of a type, and the scale for which they fit given values best. "In steps" means divided by the scale.
 //
-//   float nearest(float steps)         the level nearest to a value in steps, in steps
+//   float nearest(float steps)         the level nearest to a value, both in steps
 //   uint nearest_code(float steps)     its code on the device
-//   float fit_scale(first, count)      step d for which d * nearest(v / d) is off least in squares over values first.. of v: tries the TARGETS
-//                                      positions for the extreme value and solves for d at each rounding met, as in vkback/quants/search.py
+//   float fit_scale(first, count)      the scale d that minimizes the squared error of d * nearest(v / d) over values first .. of v: tries
+//                                      TARGETS places for the extreme value and solves for d at each rounding met,
+//                                      as vkback/quants/search.py does
 #ifdef ORDER_LOW
 // The device's code for a code of the file: IQ4_ORDER in vkback/quants/iq.py, E2M1_ORDER in vkback/quants/mx.py.
 uint in_order(uint code) {
@@ -62,7 +63,7 @@ float fit_scale(uint first, uint count) {
 #endif
 
 #if defined(TYPE_MXFP4) || defined(TYPE_NVFP4)
-// The device's nibble of the level nearest to v / unit_of, levels 0 1 2 3 4 6 8 12; halfway goes to the smaller.
+// The device's nibble for the level nearest to v / unit_of (levels 0 1 2 3 4 6 8 12); ties go to the smaller.
 uint nearest_e2m1(float v, float unit_of) {
     const float middles[7] = float[](0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0);
     uint code = 0u;
@@ -72,7 +73,7 @@ uint nearest_e2m1(float v, float unit_of) {
     return in_order(code);
 }
 
-// The nearest UE4M3: 4 exponent bits (bias 7), 3 fraction bits, at most 448; halfway goes to the even code.
+// The nearest UE4M3 number: 4 exponent bits (bias 7), 3 fraction bits, at most 448; ties go to the even code.
 uint ue4m3(float d) {
     if (d < 0.015625) return uint(roundEven(d * 512.0));
     const uint bits = floatBitsToUint(d);

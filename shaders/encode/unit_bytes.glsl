@@ -1,9 +1,10 @@
-// Q8_0 and Q4_0 of a unit of 32 values: scale, and words of four bytes in the order of the device layout. The rules are those of vkback/quants.
+// Encodes a unit of 32 values as Q8_0 or Q4_0: the scale, and words of four bytes as they lie in the device layout.
+// The rules are those of vkback/quants.
 //
 //   float unit_scale(vec4 v[8], uint type)                d, not yet rounded to F16; type: CACHE_Q8_0 or CACHE_Q4_0
-//   float reciprocal(float d)                             what values are multiplied by
+//   float reciprocal(float d)                             the factor for the values; 0 for a d of (almost) 0
 //   uint q8_0_word(vec4 v, float inverse)                 four neighbouring values
-//   uint q4_0_word(vec4 low, vec4 high, float inverse)    values 4 i .. and 16 + 4 i .. of the unit, the top bit of high nibbles flipped
+//   uint q4_0_word(vec4 low, vec4 high, float inverse)    values 4 i .. and 16 + 4 i .. of the unit; the top bit of high nibbles is flipped
 
 #extension GL_EXT_control_flow_attributes : require
 
@@ -14,7 +15,7 @@
 
 float reciprocal(float v) { return abs(v) < 1e-38 ? 0.0 : 1.0 / v; }
 
-// The value farthest from zero, the first where two are: it becomes 127 steps, or -8.
+// Scales by the value farthest from zero, the first one of equals: it becomes 127 steps (Q8_0), or -8 (Q4_0).
 float unit_scale(vec4 v[8], uint type) {
     float extreme = 0.0;
     [[unroll]] for (uint j = 0; j < 8; j++)

@@ -1,8 +1,8 @@
-// Types whose blocks are units of 32 values: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4 (of which a unit is half a block). The rules are
-// those of vkback/quants.
+// Encoders of the types in units of 32 values: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, and NVFP4,
+// where a unit is half a block. The rules are those of vkback/quants.
 #include "encode/levels.glsl"
 
-// q[j] low, q[j + 16] high, a byte each pair; `flip` is applied to each word.
+// Stores nibbles: q[j] in the low one and q[j + 16] in the high one of byte j. flip: xor of each word.
 void put_nibbles(uint q[32], uint unit, uint flip) {
     for (uint w = 0u; w < 4u; w++) {
         uint word = 0u;
@@ -11,7 +11,7 @@ void put_nibbles(uint q[32], uint unit, uint flip) {
     }
 }
 
-// Bit k of value 4i + b at bit 8b + i.
+// The word whose bit 8b + i is bit k of value 4i + b.
 uint bits_of(uint q[32], uint k) {
     uint word = 0u;
     for (uint j = 0u; j < 32u; j++) word |= (q[j] >> k & 1u) << (8u * (j & 3u) + (j >> 2));
@@ -66,7 +66,7 @@ void encode(uint unit) {
     for (uint k = 0u; k < 4u; k++) put_word(0u, 4u * unit + k, bits_of(q, k));
     put(p.plane[0], unit, 16u, half_bits(d));
 #elif defined(TYPE_MXFP4)
-    // The exponent of the largest magnitude, less that of 4, the largest power of two among the levels.
+    // The exponent of the largest magnitude minus that of 4, the largest power of two among the levels.
     const uint e = uint(max(int(floatBitsToUint(abs(extreme)) >> 23) - 2, 0));
     const float unit_of = uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23);
     for (uint j = 0u; j < 32u; j++) q[j] = nearest_e2m1(v[j], unit_of);

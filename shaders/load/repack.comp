@@ -1,20 +1,20 @@
 #version 450
-// Weights as they lie in a GGUF file become planes of the device layout (docs/architecture.md): of some types nibbles get other names, then bits
-// go to other places, none is computed.
-// One kernel for all types; a table says where the bits of a type go (vkback/quants/word_moves.py makes it out of the type's codec).
+// Repacks weights from the layout of a GGUF file to the planes of the device layout (docs/architecture.md). Bits are moved, some are flipped,
+// and nibbles of some types are renamed; nothing is computed. One kernel serves all types: a table says where the bits of a type go
+// (vkback/quants/word_moves.py derives it from the type's codec).
 //
-//   binding 0  file, blocks as in the file: groups of `words` words, zeros after the last block of a tensor up to a whole group
-//   binding 1  moves, the table of the type:
-//                words, planes, begin and number of limits
+//   binding 0  file: blocks as in the file, in groups of `words` words; after the last block of a tensor, zeros up to a whole group
+//   binding 1  moves: the table of the type:
+//                words, planes, first limit, number of limits
 //                a plane:         its words per group, where the entries of its words begin, names of the nibbles 0..7 and 8..15
 //                a word's entry:  begin and end of its terms, bits to flip
-//                a term:          word of the group | bits to rotate it left by << 16, mask of the bits it then gives
-//                a limit:         word of the group, mask, least, flag: raised where (word & mask) >= least
-//   binding 2  planes, a tensor of the device layout
-//   binding 3  flags, one word a dispatch, zero before: limits that were reached
+//                a term:          word of the group | bits to rotate it left by << 16, then the mask of the bits that it contributes
+//                a limit:         word of the group, mask, least, flag: raised if (word & mask) >= least
+//   binding 2  planes: a tensor in the device layout
+//   binding 3  flags: one word per dispatch, zero before: the limits that were reached
 //
-// A workgroup takes `tile` groups through shared memory, so that each word of the file is read once; its threads then make the words of a
-// plane in their order, a word each.
+// A workgroup stages `tile` groups in shared memory, so that each word of the file is read once.
+// Its threads then make the words of each plane, one word per thread, in order.
 
 #define THREADS 128
 #define SHARED_WORDS 2048
@@ -25,13 +25,13 @@ layout(local_size_x = THREADS) in;
 layout(push_constant) uniform Push {
     uint file_begin;   // word of the first group in binding 0
     uint groups;
-    uint tile;         // groups of a workgroup, at most SHARED_WORDS / words
-    uint first;        // number of the first group in the tensor; of rows in turn, in the tensor of the file
-    uint row_groups;   // groups of a row where rows of several tensors lie in turn; else 0
-    uint row_step;     // rows from one row of this tensor to its next
-    uint row_first;    // row at which its row 0 lies
+    uint tile;         // groups per workgroup, at most SHARED_WORDS / words
+    uint first;        // number of the first group in the tensor; with row_groups, in the tensor of the file
+    uint row_groups;   // groups per row, if the file interleaves rows of several tensors; else 0
+    uint row_step;     // rows in the target from one row of this tensor to the next
+    uint row_first;    // row in the target of this tensor's row 0
     uint flag;         // word of binding 3
-    uint plane_begin[9];  // words at which planes begin, and where the last ends
+    uint plane_begin[9];  // word at which each plane begins, and where the last one ends
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer InFile { uint file[]; };
@@ -54,7 +54,7 @@ uint renamed(uint word, uvec2 names) {
     return result;
 }
 
-// Where a group lies in the tensor, in groups.
+// Where a group goes in the tensor, in groups.
 uint target_group(uint group) {
     if (p.row_groups == 0u) return group;
     return (group / p.row_groups * p.row_step + p.row_first) * p.row_groups + group % p.row_groups;
@@ -81,7 +81,7 @@ void main() {
                 if (names != AS_THEY_ARE) source = renamed(source, names);
                 word ^= rotated_left(source, from >> 16u) & moves[term + 1u];
             }
-            // Past a plane's end lie the blocks that the tensor's last group lacks.
+            // The last group of a tensor may have fewer blocks; words of missing blocks would lie past the end of the plane.
             const uint to = p.plane_begin[plane] + target_group(p.first + first + group) * length + i % length;
             if (to < p.plane_begin[plane + 1u]) planes[to] = word;
         }

@@ -1,15 +1,15 @@
 #version 450
-// Gradient of RMS_NORM and NORM by their input, row by row. With r = 1 / sqrt(mean of x^2 + eps) (NORM: of (x - mean)^2), n = x r (NORM: (x - mean) r)
-// and g = dy w:
+// Gradient of RMS_NORM and NORM with respect to their input, row by row. With r = 1 / sqrt(mean of x^2 + eps) (NORM:
+// of (x - mean)^2), n = r x (NORM: r (x - mean)) and g = dy w:
 //   RMS_NORM  dx = r (g - n mean(g n))
 //   NORM      dx = r (g - mean(g) - n mean(g n))
 //
 //   binding 0  dy F32 [rows, dim]
 //   binding 1  x F32 [rows, dim]
 //   binding 2  dx F32 [rows, dim]; may be dy or x
-//   binding 3  w F32 [dim], with WEIGHT
+//   binding 3  w F32 [dim] (WEIGHT)
 //
-// One workgroup a row; thread t takes the values t, t + WG_SIZE, ...
+// One workgroup per row; thread t has values t, t + WG_SIZE, ...
 //
 // Defines: CENTER 1: NORM; WEIGHT; those of common/reduce.glsl
 #include "common/reduce.glsl"

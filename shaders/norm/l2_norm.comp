@@ -1,10 +1,10 @@
 #version 450
-// Rows divided by their length: y = x / max(sqrt(sum of x^2), eps).
+// L2_NORM of rows: y = x / max(sqrt(sum of x^2), eps).
 //
 //   binding 0  x F32 [rows, dim]
 //   binding 1  y F32 [rows, dim]
 //
-// One workgroup a row; thread t takes the values t, t + WG_SIZE, ...
+// One workgroup per row; thread t has values t, t + WG_SIZE, ...
 #include "common/reduce.glsl"
 
 layout(local_size_x = WG_SIZE) in;

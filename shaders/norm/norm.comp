@@ -1,17 +1,17 @@
 #version 450
-// RMS norm and layer norm of rows, with the addition before, the weight, and what is added after.
+// RMS norm and layer norm of rows, fused with an addition before, the weight, and additions after.
 //
 //   x = a (+ b)      y = x / sqrt(mean(x^2) + eps) (* w) (+ bias) (+ residual)      layer norm: x - mean(x) in place of x
 //
-// Bindings, in this order, those in brackets where the define says so:
+// Bindings in this order; those in brackets exist with the define:
 //   a [rows, dim], [ADD: b [rows, dim]], [WEIGHT: w [dim]], [BIAS: bias [dim]], [RESIDUAL: residual [rows, dim]],
-//   [ADD: sum [rows, dim]], y [rows, dim] F32 or Q8_1 (OUT_Q8_1)
+//   [ADD: sum [rows, dim], out], y [rows, dim] F32 or Q8_1 (OUT_Q8_1)
 //
-// One workgroup a row; thread t takes the quads (4 values) t, t + WG_SIZE, ...
+// One workgroup per row; thread t has quads (4 values) t, t + WG_SIZE, ...
 //
 // Defines:
-//   WIDTH   4: dim is a multiple of 4, memory is read as vec4; 1: by single values
-//   ROUNDS  quads a thread: the row and the weight stay in registers; 0: p.rounds of them, the row is read again
+//   WIDTH   4: dim is a multiple of 4, and memory is read as vec4; 1: value by value
+//   ROUNDS  quads per thread; row and weight stay in registers. 0: p.rounds quads per thread, and the row is read again
 //   CENTER  1: layer norm
 #extension GL_EXT_control_flow_attributes : require
 #define REDUCE_GROUPS OUT_Q8_1
@@ -28,9 +28,9 @@ layout(local_size_x = WG_SIZE) in;
 layout(push_constant) uniform Push {
     uint rows;
     uint dim;
-    uint quads;     // of a row, the last one perhaps not full
+    uint quads;     // quads of a row; the last one may be incomplete
     uint rounds;
-    uint units;     // of a Q8_1 row
+    uint units;     // units of a Q8_1 row
     float eps;
 } p;
 
@@ -66,7 +66,7 @@ layout(std430, set = 0, binding = INPUTS + ADD) writeonly buffer OutY { ELEMENT 
 #define STORE(to, row, q, v) for (uint c = 0u; c < 4u; c++) if (4u * (q) + c < p.dim) to[AT(row, q, c)] = v[c]
 #endif
 
-// x of this row; the first pass forms the sum, later ones find it in memory.
+// x of this row. The first pass forms the sum a + b; later passes read it from memory.
 vec4 first(uint row, uint q) {
     vec4 v = LOAD(a, row, q);
 #if ADD
@@ -84,7 +84,7 @@ vec4 again(uint row, uint q) {
 #endif
 }
 
-// What is added to a quad of y.
+// Bias and residual of a quad of y.
 vec4 addend(uint row, uint q) {
     vec4 v = vec4(0.0);
 #if BIAS
@@ -96,7 +96,7 @@ vec4 addend(uint row, uint q) {
     return v;
 }
 
-// 1 for the values of a quad that lie within the row.
+// 1 for those values of a quad that lie within the row.
 vec4 within(uint q) {
     return vec4(lessThan(uvec4(4u * q) + uvec4(0u, 1u, 2u, 3u), uvec4(p.dim)));
 }
@@ -116,10 +116,10 @@ void main() {
 #if ROUNDS
     vec4 kept[ROUNDS];
 #if WEIGHT
-    vec4 weight[ROUNDS];    // read before the reduction, so that its latency hides behind it
+    vec4 weight[ROUNDS];    // read before the reduction, which hides the latency
 #endif
 #if BIAS || RESIDUAL
-    vec4 added[ROUNDS];     // this, too
+    vec4 added[ROUNDS];     // likewise
 #endif
 #endif
     float total = 0.0;

@@ -4,7 +4,7 @@
 //   binding 0  x F32 [rows, dim]
 //   binding 1  y F32 [rows, 2]: mean, scale
 //
-// One workgroup a row; thread t takes the values t, t + WG_SIZE, ...
+// One workgroup per row; thread t has values t, t + WG_SIZE, ...
 //
 // Defines: CENTER 1: NORM; those of common/reduce.glsl
 #include "common/reduce.glsl"

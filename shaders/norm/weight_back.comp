@@ -1,14 +1,14 @@
 #version 450
-// Gradient of a norm's weight and, for NORM, of its bias: sums over rows of dy n, and of dy, with n the normed x. Of `block` rows at a time:
-// what several blocks give is added up by sums/columns.comp.
+// Gradient of a norm's weight, the sum over rows of dy n with n the normed x, and for NORM also of its bias, the sum of dy. Each workgroup
+// covers `block` rows; sums/columns.comp adds up the blocks.
 //
 //   binding 0  dy F32 [rows, dim]
 //   binding 1  x F32 [rows, dim]
 //   binding 2  scale F32 [rows, 2]: mean and scale of each row (norm/row_scale.comp)
 //   binding 3  dw F32 [blocks, dim]
-//   binding 4  db F32 [blocks, dim], with CENTER
+//   binding 4  db F32 [blocks, dim] (CENTER)
 //
-// A thread takes a column of a block, one row after the other.
+// One thread per column of a block; it walks the rows in order.
 //
 // Defines: WG_SIZE; CENTER 1: NORM
 layout(local_size_x = WG_SIZE) in;

@@ -1,10 +1,10 @@
 #version 450
-// F32 rows to Q8_1 rows.
+// Quantizes F32 rows to Q8_1 (common/q8_1.glsl).
 //
 //   binding 0  x F32 [rows, k]
-//   binding 1  y Q8_1 [rows, k], zeros up to a multiple of 32
+//   binding 1  y Q8_1 [rows, k], padded with zeros to a multiple of 32
 //
-// Eight threads a unit, four values each; units of all rows in one line.
+// Eight threads per unit, four values each, counted over all rows.
 //
 // Defines: WIDTH 4: k is a multiple of 4; 1: any k
 #define REDUCE_GROUPS 1
@@ -17,7 +17,7 @@ layout(local_size_x = WG_SIZE) in;
 layout(push_constant) uniform Push {
     uint rows;
     uint k;
-    uint units;    // of a row
+    uint units;    // units of a row
 } p;
 
 #if WIDTH == 4

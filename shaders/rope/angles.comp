@@ -1,9 +1,13 @@
 #version 450
-// Cosine and sine of every pair of dimensions at the positions of the tokens (ROPE_ANGLES), once for all layers and heads.
+// Cosine and sine of the RoPE angle of every pair of dimensions at the tokens' positions (ROPE_ANGLES), once for all layers and heads.
 //
-//   angles  vec2 [tokens, ROPE_PAIRS]
+//   binding 0  pos I32 [tokens]
+//   binding 1  angles vec2 [tokens, ROPE_PAIRS]: (cos, sin)
+//   binding 2  factors F32 [ROPE_PAIRS] (FACTORS): they divide the frequencies
 //
-// Defines: WG_SIZE, FACTORS (1: frequency factors are bound), those of rope/rope.glsl
+// One thread per pair.
+//
+// Defines: WG_SIZE, FACTORS, those of rope/rope.glsl
 #include "rope/rope.glsl"
 
 layout(local_size_x = WG_SIZE) in;

@@ -1,17 +1,17 @@
 #version 450
-// RoPE with everything that ggml's has: pairs of neighbours or of halves, several positions a token of which each pair takes one (mrope), heads
-// turned from a dimension on, frequency factors, forward and backward.
+// RoPE with everything that ggml's allows: pairs of neighbours or of halves, several positions per token of which each pair uses one (mrope),
+// rotation from a given dimension on, frequency factors, forward and backward.
 //
 //   binding 0  x F32 [batches, tokens, heads, dim]
 //   binding 1  pos I32 [positions, tokens]
-//   binding 2  y F32 as x, which may be x
-//   binding 3  factors F32 [ROPE_PAIRS], with FACTORS 1
+//   binding 2  y F32, shape of x; may be x
+//   binding 3  factors F32 [ROPE_PAIRS] (FACTORS 1)
 //
-// Pair i of a head turns by the angle of position number WHICH[i] of its token; pair and token alone decide it (rope/rope.glsl). A thread takes a
-// pair, or one of the values that are not turned.
+// Pair i of a head rotates by the angle of its token's position number WHICH[i]; the angle depends on pair and token alone (rope/rope.glsl).
+// One thread per pair, or per value that is not rotated.
 //
-// Defines: WG_SIZE; NEIGHBOURS, 1: pair i is values 2i and 2i + 1, 0: i and i + ROPE_PAIRS, counted from value `first` on; WHICH, comma-separated;
-// FACTORS; ROPE_PAIRS, ROPE_TURNS
+// Defines: WG_SIZE; NEIGHBOURS, 1: pair i is values 2i and 2i + 1, 0: i and i + ROPE_PAIRS, counted from value `first` on; WHICH,
+// comma-separated; FACTORS; ROPE_PAIRS, ROPE_TURNS
 #define ROPE_MSCALE p.mscale
 layout(local_size_x = WG_SIZE) in;
 
@@ -22,7 +22,7 @@ layout(push_constant) uniform Push {
     uint tokens;
     uint first;
     float mscale;
-    float direction;    // -1.0 turns back
+    float direction;    // -1.0: backward
 } p;
 
 #include "rope/rope.glsl"
@@ -39,7 +39,7 @@ const uint which[ROPE_PAIRS] = uint[](WHICH);
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     if (i >= p.threads) return;
-    const uint each = p.dim - ROPE_PAIRS;    // threads of a head
+    const uint each = p.dim - ROPE_PAIRS;    // threads per head
     const uint row = i / each, pair = i % each;
     if (pair >= ROPE_PAIRS) {
         const uint rest = pair - ROPE_PAIRS;

@@ -1,20 +1,20 @@
 #version 450
-// What MLA does to a token's values between the products and attention: RoPE of Q and of the key that all heads share, norm of the latent, and
+// MLA: what happens to a token between the products and attention: RoPE of Q and of the key that all heads share, the norm of the latent, and
 // the store into the cache. Pairs are neighbours.
 //
-// Bindings, in this order, those in brackets where the define says so:
-//   q      F32 [tokens, HEADS, NOPE + ROT], of which the last ROT values of a head are turned
+// Bindings in this order; those in brackets exist with the define:
+//   q      F32 [tokens, HEADS, NOPE + ROT]; the last ROT values of each head are rotated
 //   kv     F32 [tokens, RANK + ROT]: latent and shared key
-//   [LEGACY: kv_heads F32 [tokens, HEADS, NOPE + VALUES]: of each head the part of K that is not turned, and V]
+//   [LEGACY: kv_heads F32 [tokens, HEADS, NOPE + VALUES]: for each head the part of K that is not rotated, and V]
 //   [not LEGACY: norm F32 [RANK]: weight of the latent's RMS norm]
 //   pos    I32 [tokens]: -1 or a position outside the cache stores nothing
-//   [FACTORS: F32 [ROPE_PAIRS] that divide the frequencies]
-//   q_pe   F32 [tokens, HEADS, ROT]: the turned values of Q
-//   cache_k  F16 [1, n_ctx, RANK + ROT]: normed latent, then turned key;  LEGACY: [HEADS, n_ctx, NOPE + ROT], and cache_v [HEADS, n_ctx, VALUES].
-//            APART: the same rows as F32 [tokens, heads, width], for caches of other types
+//   [FACTORS: F32 [ROPE_PAIRS]; they divide the frequencies]
+//   q_pe   F32 [tokens, HEADS, ROT], out: the rotated values of Q
+//   cache_k  F16 [1, n_ctx, RANK + ROT]: normed latent, then rotated key. LEGACY: [HEADS, n_ctx, NOPE + ROT], and cache_v [HEADS, n_ctx,
+//            VALUES]. APART: the same rows as F32 [tokens, heads, width], for caches of other types
 //
-// A thread takes pairs, counted through q_pe, then (LEGACY) through the rows of K and V of all heads. Without LEGACY workgroup 0 of a token makes
-// its row of K, which takes a sum over the latent, and the pairs of q_pe begin in workgroup 1.
+// One thread per pair: first the pairs of q_pe, then (LEGACY) those of the rows of K and V of all heads. Without LEGACY workgroup 0 of a token
+// makes its row of K, which needs a sum over the latent, and the pairs of q_pe begin in workgroup 1.
 //
 // Defines: APART HEADS NOPE ROT RANK VALUES LEGACY FACTORS, those of rope/rope.glsl and common/reduce.glsl
 #extension GL_EXT_control_flow_attributes : require
@@ -55,7 +55,7 @@ layout(std430, set = 0, binding = AFTER + 2) writeonly buffer OutV { vec2 v_out[
 layout(std430, set = 0, binding = AFTER + 2) writeonly buffer CacheV { uint v_out[]; };
 #endif
 
-// Where row `position` of a head begins in what is written, and what is written of two values.
+// Where row `position` of a head begins in the output, and how two values are stored.
 #if APART
 #define ROW_OF(token, position, head, heads) ((token) * (heads) + (head))
 #define STORED(pair) (pair)
@@ -64,7 +64,7 @@ layout(std430, set = 0, binding = AFTER + 2) writeonly buffer CacheV { uint v_ou
 #define STORED(pair) packHalf2x16(pair)
 #endif
 
-// Pairs of a row.
+// Pairs per row.
 #define NOPE2 (NOPE / 2)
 #define ROT2 (ROT / 2)
 #define RANK2 (RANK / 2)

@@ -1,19 +1,19 @@
 #version 450
-// RoPE of heads (none where ROPE_PAIRS is 0); with STORE also the norm of Q and K heads before it, and K and V stored: into the cache as f16,
-// or with APART as they are, for a cache of another type.
+// RoPE of heads (none if ROPE_PAIRS is 0). With STORE, also the norm of the Q and K heads before it, and the store of K and V: into the cache
+// as f16 or, with APART, as F32, for a cache of another type.
 //
-// Bindings, in this order, those in brackets where the define says so:
-//   q F32 [tokens, Q_HEADS, HEAD_DIM]; PACKED: [tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM] with the heads of q, k, v
+// Bindings in this order; those in brackets exist with the define:
+//   q F32 [tokens, Q_HEADS, HEAD_DIM]; PACKED: [tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM], the heads of q, k, v
 //   [STORE and not PACKED: k, v F32 [tokens, KV_HEADS, HEAD_DIM]]
 //   pos I32 [tokens]: -1 or a position outside the cache stores nothing
-//   [NORM: weights of q and k F32 [HEAD_DIM]]   [FACTORS: F32 [ROPE_PAIRS] that divide the frequencies]
+//   [NORM: weights of q and k F32 [HEAD_DIM]]   [FACTORS: F32 [ROPE_PAIRS]; they divide the frequencies]
 //   q_out F32 [tokens, Q_HEADS, HEAD_DIM]   [STORE: cache_k, cache_v F16 [KV_HEADS, n_ctx, HEAD_DIM]; APART: F32 [tokens, KV_HEADS, HEAD_DIM]]
 //
-// A workgroup takes HEADS consecutive heads of one token, numbered q, k, v, one after the other. Thread t has their slots t, t + WG_SIZE, ...
-// (rope/slots.glsl); the angles serve all HEADS.
+// A workgroup takes HEADS consecutive heads of one token, counted over q, k, v, one after another, and computes the angles once for all of
+// them. Thread t has slots t, t + WG_SIZE, ... of a head (rope/slots.glsl).
 //
-// Defines: HEAD_DIM (a multiple of 4), Q_HEADS, KV_HEADS (0 without STORE), HEADS, those of rope/rope.glsl,
-// rope/slots.glsl and common/reduce.glsl; those of common/sentinel.glsl and common/arrivals.glsl.
+// Defines: HEAD_DIM (a multiple of 4), Q_HEADS, KV_HEADS (0 without STORE), HEADS; those of rope/rope.glsl, rope/slots.glsl,
+// common/reduce.glsl, common/sentinel.glsl and common/arrivals.glsl
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
 #if ROPE_PAIRS

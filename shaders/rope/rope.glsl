@@ -1,16 +1,17 @@
-// The angles of RoPE and YaRN: cosine and sine for a pair of dimensions at a position.
+// Angles of RoPE and YaRN: cosine and sine for a pair of dimensions at a position.
 //
 //   vec2 rope_angle(uint pair, int pos)                   (cos, sin) of pos * frequency[pair], times ROPE_MSCALE
 //   vec2 rope_angle(uint pair, int pos, float factor)     the same with the frequency divided by a frequency factor
 //
-// Angles are counted in turns as 64-bit fractions, of which pos * frequency keeps the upper 32: it wraps around by itself, so position 131072 is
-// as exact as position 1 (a product in float would be off by 0.008 radians there, a 32-bit frequency by 0.0001). Sine and cosine are
-// polynomials over an eighth of a turn, since Vulkan promises only 2^-11 for its own.
+// Angles are fixed-point: 64-bit fractions of a turn, of which pos * frequency keeps the upper 32 bits. Overflow is then a whole turn, so
+// position 131072 is as exact as position 1 (an f32 product would be off by 0.008 radians there, a 32-bit frequency by 0.0001). Sine and cosine
+// are polynomials over an eighth of a turn, since Vulkan guarantees only 2^-11 for its own.
 //
 // Defines:
-//   ROPE_PAIRS   pairs that are turned, n_dims / 2
-//   ROPE_TURNS   their frequencies in turns a position, as 64-bit fractions uvec2(upper, lower), comma-separated: vkback.ops.rope_angles.turns
-//   ROPE_MSCALE  factor on both components (attention factor and YaRN's correction)
+//   ROPE_PAIRS   pairs that are rotated, n_dims / 2
+//   ROPE_TURNS   their frequencies in turns per position, as 64-bit fractions uvec2(upper, lower), comma-separated:
+//                vkback.ops.rope_angles.turns
+//   ROPE_MSCALE  factor of both components (attention factor and YaRN's correction)
 
 const uvec2 rope_turns[ROPE_PAIRS] = uvec2[](ROPE_TURNS);
 
@@ -18,7 +19,7 @@ vec2 rope_cos_sin(uint turn) {
     const uint quarter = (turn + 0x20000000u) >> 30;
     const float x = float(int(turn - (quarter << 30))) * 1.46291807926716e-9;    // 2 pi / 2^32
     const float xx = x * x;
-    // Taylor series: the first terms left out are below 4e-9 at an eighth of a turn.
+    // Taylor series: at an eighth of a turn the first omitted terms are below 4e-9.
     const float s = x * (1.0 + xx * (-1.0 / 6.0 + xx * (1.0 / 120.0 + xx * (-1.0 / 5040.0 + xx * (1.0 / 362880.0)))));
     const float c = 1.0 + xx * (-0.5 + xx * (1.0 / 24.0 + xx * (-1.0 / 720.0 + xx * (1.0 / 40320.0 - xx * (1.0 / 3628800.0)))));
     const vec2 turned = (quarter & 1u) == 0u ? vec2(c, s) : vec2(-s, c);
@@ -28,20 +29,21 @@ vec2 rope_cos_sin(uint turn) {
 uint rope_turn(uvec2 turns, int pos) {
     uint upper, lower;
     umulExtended(uint(pos), turns.y, upper, lower);
-    // uint(pos) of a negative position is 2^32 too large.
+    // For a negative position, uint(pos) is 2^32 too large.
     return uint(pos) * turns.x + upper - (pos < 0 ? turns.y : 0u);
 }
 
-// turns / factor. Pairs slower than one turn in 1024 positions, the ones that factors are made for, do with a float's 24 bits: 5e-5 radians at
-// position 131072. Faster ones get the quotient by long division.
+// turns / factor. For pairs slower than one turn in 1024 positions, the ones that factors are made for, the 24 bits of a float are enough: 5e-5
+// radians at position 131072. For faster pairs the quotient comes from a long division.
 uvec2 rope_divide(uvec2 turns, float factor) {
     if (factor == 1.0) return turns;
-    if (factor > 1e9) return uvec2(0u);    // some models still a pair so
+    if (factor > 1e9) return uvec2(0u);    // some models freeze a pair in this way
     if (factor > 1.0 && turns.x < 0x400000u) {
         const uint quotient = uint((float(turns.x) * 1024.0 + float(turns.y >> 22)) / factor + 0.5);
         return uvec2(quotient >> 10, quotient << 22);
     }
-    // factor = divisor / 2^shift, divisor of 24 bits; eight digits of base 256: those of turns, the upper four at once, and three zeros.
+    // factor = divisor / 2^shift with a divisor of 24 bits. Long division in base 256:
+    // the upper four digits of turns at once, then its lower four, then three zeros.
     const uint bits = floatBitsToUint(factor);
     const uint divisor = (bits & 0x7fffffu) | 0x800000u;
     const int shift = 150 - int(bits >> 23) - 24;

@@ -1,10 +1,10 @@
-// A head in slots of two neighbouring pairs of dimensions: four values, which in f16 make up two words.
+// Divides a head into slots of two neighbouring pairs of dimensions: four values, which make two words in f16.
 //
-//   ROTATED                                              slots that are turned: the first ones of a head
-//   uvec2 places(uint slot)                              the two places of a slot within its head, counted in values / 2
-//   void turn(inout vec2 a, inout vec2 b, vec4 angles)   the values at these places turned by (cos, sin) of either pair
+//   ROTATED                                              number of slots that RoPE rotates: the first ones of a head
+//   uvec2 places(uint slot)                              the two places of a slot within its head, in units of two values
+//   void turn(inout vec2 a, inout vec2 b, vec4 angles)   rotates the values at these places; angles: (cos, sin) of each pair
 //
-// Defines: ROPE_PAIRS (even: n_dims / 2; 0: nothing is turned), ROPE_NEOX (1: dimension i is paired with i + ROPE_PAIRS, 0: with its neighbour)
+// Defines: ROPE_PAIRS (even: n_dims / 2; 0: no RoPE), ROPE_NEOX (1: dimension i is paired with i + ROPE_PAIRS, 0: with its neighbour)
 #include "rope/turn.glsl"
 
 #define ROTATED (ROPE_PAIRS / 2)

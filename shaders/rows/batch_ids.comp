@@ -1,10 +1,10 @@
 #version 450
-// Row ids of each matrix of a batch as ids into all rows of the table.
+// Turns the row ids of each matrix of a batch into ids into all rows of the table.
 //
-//   binding 0  ids I32: number i of matrix (o, j) lies at offset + o * stride.x + j * stride.y + i * stride.z
-//   binding 1  y I32 [outer, inner, n]: first + (o * inner + j) * table_rows + id; an id outside of the matrix becomes -1
+//   binding 0  ids I32: id i of matrix (o, j) is at offset + o * stride[0] + j * stride[1] + i * stride[2]
+//   binding 1  y I32 [outer, inner, n]: first + (o * inner + j) * table_rows + id; an id outside the matrix becomes -1
 //
-// A thread writes one number.
+// One thread per id.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -14,8 +14,8 @@ layout(push_constant) uniform Push {
     uint offset;
     uint stride[3];
     uint first;
-    uint rows;        // of a matrix
-    uint table_rows;  // that it takes in the table
+    uint rows;        // rows of a matrix
+    uint table_rows;  // rows that a matrix takes up in the table
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer InIds { int ids[]; };

@@ -1,12 +1,12 @@
 #version 450
-// Rows of a weight table, decoded, times a number.
+// GET_ROWS of a quantized table: decodes the rows and multiplies them by a number.
 //
 //   binding 0  table, rows row0 .. row0 + rows of it, in the device layout (quant/weights.glsl)
 //   binding 1  ids I32 [n]
 //   binding 2  y F32 [n, k]
 //
-// A thread decodes one unit of 32 weights. An id outside the whole table gives zeros, written by the dispatch of its first part; one that lies
-// in another part is left to that part's dispatch.
+// One thread per unit of 32 weights. A table may come in parts, one dispatch each: ids of other parts are skipped. An id outside the whole
+// table gives zeros, written by the dispatch of the first part.
 //
 // Defines: QUANT_FILE; WIDTH 4: k is a multiple of 4; 1: any k
 #include "quant/weights.glsl"
@@ -41,7 +41,7 @@ void main() {
     const uint token = i / p.w.units;
     if (token >= p.n) return;
     const uint unit = i - token * p.w.units;
-    // A negative id is beyond every table as an unsigned number.
+    // As an unsigned number, a negative id is beyond every table.
     const uint id = uint(ids[token]);
     const bool beyond = id >= p.rows_total;
     if (beyond ? p.row0 != 0u : id - p.row0 >= p.rows) return;

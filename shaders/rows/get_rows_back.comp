@@ -1,13 +1,13 @@
 #version 450
-// Gradient of the table of GET_ROWS: row ids[t] gets the sum of the rows of dy of all tokens with that id, in their order, times scale. Other rows
-// stay, so the table is filled with zeros before.
+// Gradient of GET_ROWS with respect to its table: row ids[t] gets the sum of the rows of dy of all tokens with that id, in order, times scale.
+// Other rows are not written, so the table must be filled with zeros before.
 //
 //   binding 0  dy F32 [n, k]
-//   binding 1  ids I32 [n]; ids outside the table are left out
+//   binding 1  ids I32 [n]; ids outside the table are skipped
 //   binding 2  table F32 [rows, k]
 //
-// Workgroup (x, y) looks for the tokens of the id of token y, and ends where that is not its first; a thread adds up one of WG_SIZE columns from
-// x * WG_SIZE on.
+// Workgroup (x, y) sums for the id of token y, unless an earlier token has the same id.
+// One thread per column, WG_SIZE columns from x * WG_SIZE on.
 //
 // Defines: those of common/reduce.glsl
 #include "common/reduce.glsl"

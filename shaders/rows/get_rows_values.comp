@@ -1,16 +1,16 @@
 #version 450
-// Rows of a table that is no weight.
+// GET_ROWS of a table that is not quantized.
 //
-//   binding 0  x [rows, k], values of 32 bits, or F16 (two a word) where FROM_F16 is 1
+//   binding 0  x [rows, k], 32-bit values, or F16 (two to a word) if FROM_F16 is 1
 //   binding 1  ids I32 [n]; an id outside the table gives zeros
-//   binding 2  y [n, k], values of 32 bits: F16 becomes F32
+//   binding 2  y [n, k], 32-bit values: F16 becomes F32
 //
-// A thread takes one element: WIDTH values, 4 or 1.
+// One thread per element, of WIDTH (4 or 1) values.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
     uint n;
-    uint elements;    // of a row
+    uint elements;    // elements of a row
     uint rows;
 } p;
 

@@ -1,11 +1,11 @@
 #version 450
-// Rows of heads into a cache.
+// SET_ROWS: stores rows of heads in a cache.
 //
-//   binding 0  x F32, or F16 where FROM_F16 is 1 [tokens, heads, head_dim]
-//   binding 1  pos I32 [tokens]; a position outside 0..n_ctx-1 stores nothing
-//   binding 2  cache F16, or F32 where TO_F16 is 0 [heads, n_ctx, head_dim]
+//   binding 0  x F32, or F16 if FROM_F16 is 1 [tokens, heads, head_dim]
+//   binding 1  pos I32 [tokens]; a position outside 0 .. n_ctx - 1 stores nothing
+//   binding 2  cache F16, or F32 if TO_F16 is 0 [heads, n_ctx, head_dim]
 //
-// A thread takes two neighbouring values.
+// One thread per two neighbouring values.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

@@ -1,11 +1,13 @@
 #version 450
-// Rows into a tensor of any float type, by ids.
+// SET_ROWS into a tensor of any float type.
 //
 //   binding 0  x F32 [n3, n2, rows, k]
 //   binding 1  ids I32 or I64 [id_size[2], id_size[1], id_size[0]], repeated over n2 and n3
-//   binding 2  y F32 (kind 0), F16 (1) or BF16 (2) [n3, n2, limit, k]: row ids[i3, i2, i] from row i of x; an id outside of 0..limit-1 stores nothing
+//   binding 2  y F32 (kind 0), F16 (1) or BF16 (2) [n3, n2, limit, k]: row i of x goes to row ids[i3, i2, i];
+//              an id outside 0 .. limit - 1 stores nothing
 //
-// A thread takes one value. Of 16 bits it changes only its half of the word, whose other half a neighbour may change at the same time.
+// One thread per value. A 16-bit value is half a word; it is written by atomics,
+// since another thread may write the other half at the same time.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
