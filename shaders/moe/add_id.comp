@@ -1,14 +1,14 @@
 #version 450
-// y[t, e, i] = a[t, e, i] + b[ids[t, e] * m + i]: each expert's bias added to its output (ADD_ID).
+// ADD_ID: adds each expert's bias to its output. y[t, e, i] = a[t, e, i] + b[ids[t, e] * m + i].
 //
-//   a    F32 [slots, m], as vectors of WIDTH; a slot is one used expert of one token
-//   b    F32 [n_expert * m], likewise: the experts' rows end to end
-//   ids  I32 [slots]
-//   y    F32, shape of a
+//   binding 0  a    F32 [slots, m], as vectors of WIDTH; a slot is one chosen expert of one token
+//   binding 1  b    F32 [n_expert * m], likewise: the biases of all experts end to end
+//   binding 2  ids  I32 [slots]
+//   binding 3  y    F32, shape of a
 //
-// A thread makes WIDTH neighbouring values.
+// One thread per WIDTH neighbouring values.
 //
-// Defines: WG_SIZE, WIDTH (4: m is a multiple of 4; 1)
+// Defines: WG_SIZE, WIDTH (4: m is a multiple of 4; else 1)
 
 #if WIDTH == 4
 #define Wide vec4

@@ -1,12 +1,13 @@
 #version 450
-// out[t, i] = sum over the experts e of a token of weights[t, e] * y[t, e, i]  [+ residual[t, i]]  (MOE_REDUCE).
+// MOE_REDUCE: the weighted sum of the outputs of a token's experts.
+// out[t, i] = sum over e of weights[t, e] * y[t, e, i]  [+ residual[t, i]]
 //
-//   y         F32 [n, USED, m], as vectors of WIDTH
-//   weights   F32 [n, USED]
-//   out       F32 [n, m]
-//   residual  F32 [n, m], with HAS_RESIDUAL
+//   binding 0  y         F32 [n, USED, m], as vectors of WIDTH
+//   binding 1  weights   F32 [n, USED]
+//   binding 2  out       F32 [n, m]
+//   binding 3  residual  F32 [n, m] (HAS_RESIDUAL)
 //
-// A thread makes WIDTH neighbouring outputs of token gl_WorkGroupID.y; the experts are added in their order.
+// One thread per WIDTH neighbouring outputs of token gl_WorkGroupID.y; it adds the experts in order.
 //
 // Defines: WG_SIZE USED WIDTH (1 or 4) HAS_RESIDUAL
 

@@ -1,16 +1,17 @@
 #version 450
-// SAMPLE, last step: top-k, then top-p, then min-p, exactly; temperature; the draw; the loop moves on.
+// SAMPLE, last step: top-k, then top-p, then min-p, all exact; temperature; the draw; the generation loop advances.
 //
-//   logits   F32 [vocab]
-//   scratch  see sample/scale.glsl
-//   list     I32 [vocab]: ids of tokens in the bins that can be kept, in no order
-//   tickets  counter TICKET, see common/ticket.glsl
-//   loop, tokens, pos: see sample/loop.glsl
+// Bindings:
+//   0  logits   F32 [vocab]
+//   1  scratch  see sample/scale.glsl
+//   2  tickets  counter TICKET (common/ticket.glsl)
+//   3  list     I32 [vocab]: ids of the tokens in bins that may be kept, in any order
+//   LOOP_BIND .. + 2  loop, tokens, pos: see sample/loop.glsl
 //
-// All workgroups list tokens: workgroup x takes logits x * WG_SIZE * PER_THREAD .., and one place in the list for all that it keeps. The last
-// to arrive does the rest alone. A filter is a largest distance: three histograms, each of one bin of the one before, find it. Nothing here
-// depends on the list's order: sums are integers, and the draw takes the largest of -distance / temp + noise(seed, pos, id), which has
-// the odds of the softmax (Gumbel's trick).
+// All workgroups list tokens: workgroup x reads logits x * WG_SIZE * PER_THREAD .. and reserves one range of the list for all that it keeps.
+// The last one to arrive does the rest alone. Each filter is a largest distance from the top logit; three histograms, each of one bin of the
+// one before, find it exactly. The order of the list does not matter: sums are integers, and the draw is the largest of -distance / temp +
+// noise(seed, pos, id), which has the probabilities of the softmax (Gumbel-max trick).
 //
 // Defines: PER_THREAD TICKET LOOP_BIND, those of common/reduce.glsl
 
@@ -48,7 +49,7 @@ void list_tokens(uint tid, float top, uint cut) {
         places[i] = ~0u;
         if (id >= p.vocab) continue;
         const float logit = logits[id];
-        // Of a masked text most logits are -inf: they are never drawn, and in the list they would keep its one reader busy.
+        // In a masked text most logits are -inf. They are never drawn, and would only lengthen the list for the one workgroup that reads it.
         const bool can_be = floatBitsToUint(logit) != 0xff800000u && bin_of(distance_of(logit, top), 0) <= cut;
         if (can_be) places[i] = atomicAdd(kept_here, 1);
     }
@@ -59,8 +60,8 @@ void list_tokens(uint tid, float top, uint cut) {
         if (places[i] != ~0u) list[kept_from + places[i]] = from + i * WG_SIZE;
 }
 
-// The largest distance to keep so that, among listed tokens up to `limit`, those kept number at least `target`, or with by_mass have at least
-// that sum of exp(-distance). With share > 0 the target is share times the sum of all up to `limit`.
+// The largest distance to keep: the smallest one for which the listed tokens within it (and within `limit`) number at least `target` or, with
+// by_mass, have at least that sum of exp(-distance). With share > 0 the target is share * (the sum of all within `limit`).
 uint select_distance(uint tid, uint listed, float top, uint limit, bool by_mass, float share, float target) {
     uint prefix = 0;
     for (uint level = 0; level < LEVELS; level++) {

@@ -1,12 +1,13 @@
 #version 450
-// SAMPLE, second step: how many tokens lie how far below the largest logit, and which of them the filters can keep at all.
+// SAMPLE, second step: a histogram of the tokens' distances from the largest logit, and the last bin that the filters can keep.
 //
-//   logits   F32 [vocab]
-//   scratch  see sample/scale.glsl: the bins of level 0 are added up, the last workgroup to arrive writes the last bin that can be kept
-//   tickets  counter TICKET, see common/ticket.glsl
-//   loop, tokens, pos: see sample/loop.glsl (only the sampler's parameters are read)
+// Bindings:
+//   0  logits   F32 [vocab]
+//   1  scratch  see sample/scale.glsl: workgroups add to the bins of level 0; the last one to arrive writes the last bin that can be kept
+//   2  tickets  counter TICKET (common/ticket.glsl)
+//   LOOP_BIND .. + 2  loop, tokens, pos: see sample/loop.glsl (only the sampler's parameters are read)
 //
-// Workgroup x: logits x * WG_SIZE * PER_THREAD .., neighbouring threads on neighbouring logits, into bins in shared memory.
+// Workgroup x counts logits x * WG_SIZE * PER_THREAD .. in shared memory; neighbouring threads read neighbouring logits.
 //
 // Defines: PER_THREAD TICKET LOOP_BIND, those of common/reduce.glsl
 
@@ -67,7 +68,7 @@ void main() {
         cut = found.bin;
         target = found.target;
     }
-    // A top-p of what top-k leaves needs all of that listed, to know its sum.
+    // Top-p after top-k needs the sum of all that top-k keeps, so min-p must not shorten the list then.
     if (min_p > 0.0 && !(top_k > 0 && top_p < 1.0)) cut = min(cut, bin_of(distance_limit(min_p), 0));
     if (tid == 0) {
         scratch[SCRATCH_CUT] = cut;

@@ -1,14 +1,14 @@
-// The generation loop's state on the device, and its step. Words of `loop`, I32 [32 + capacity]:
+// State of the generation loop on the device, and its step. Words of `loop`, I32 [32 + capacity]:
 //   0 step        tokens made so far
-//   1 status      0: running, 1: NaN among the logits, 2: an end-of-text token was made; unless 0, nothing changes any more
+//   1 status      0: running, 1: NaN among the logits, 2: an end-of-text token was made. Unless it is 0, nothing changes any more
 //   8..13         temp F32, top_k, top_p F32, min_p F32, seed, n_eos
 //   16..31        end-of-text ids
-//   32..          ring of the ids made: step s at 32 + s % capacity
+//   32..          ring buffer of the ids made: step s at 32 + s % capacity
 //
 //   bool loop_stopped()
-//   void loop_advance(int id)    one thread calls, after every workgroup has asked loop_stopped; id -1: NaN
+//   void loop_advance(int id)    one thread calls, after every workgroup has called loop_stopped; id -1: NaN
 //
-// Needs LOOP_BIND, the binding of `loop`; tokens and pos follow it. p.capacity is a push constant.
+// Needs LOOP_BIND, the binding of `loop` (tokens and pos follow it), and a push constant p.capacity.
 
 const uint LOOP_STEP = 0u, LOOP_STATUS = 1u, LOOP_TEMP = 8u, LOOP_TOP_K = 9u, LOOP_TOP_P = 10u, LOOP_MIN_P = 11u, LOOP_SEED = 12u;
 const uint LOOP_N_EOS = 13u, LOOP_EOS = 16u, LOOP_RING = 32u, MAX_EOS = 16u;

@@ -1,9 +1,9 @@
-// Noise with Gumbel's distribution, a function of seed, position and token alone.
+// Gumbel noise as a function of seed, position and token alone.
 //
 //   float noise(uint seed, uint pos, uint id)
-// Twin: vkback/ops/sample.py noise.
+// The same in numpy: noise in vkback/ops/sample.py.
 
-// PCG3D of Jarzynski and Olano, "Hash Functions for GPU Rendering" (2020).
+// The hash PCG3D of Jarzynski and Olano, "Hash Functions for GPU Rendering" (2020).
 uint mixed(uvec3 v) {
     v = v * 1664525u + 1013904223u;
     v.x += v.y * v.z;
@@ -17,10 +17,10 @@ uint mixed(uvec3 v) {
 }
 
 float noise(uint seed, uint pos, uint id) {
-    // An odd multiple of 2^-24: never 0 nor 1.
+    // An odd multiple of 2^-24: never 0 or 1.
     const float u = float(mixed(uvec3(id, pos, seed)) >> 9u) * 1.1920929e-7 + 5.9604645e-8;
-    // -log(1 - u) by the series of 2 artanh(u / (2 - u)) where u is small: log is only good to 2^-21 near 1, and the smallest values
-    // decide the draw.
+    // -log(1 - u); for small u by the series of 2 artanh(u / (2 - u)), since log is accurate only to 2^-21 near 1,
+    // and the smallest values decide the draw.
     const float z = u / (2.0 - u), zz = z * z;
     const float small = 2.0 * z * (1.0 + zz * (1.0 / 3.0 + zz * (1.0 / 5.0 + zz * (1.0 / 7.0 + zz * (1.0 / 9.0 + zz * (1.0 / 11.0 + zz / 13.0))))));
     return -log(u < 0.5 ? small : -log(1.0 - u));

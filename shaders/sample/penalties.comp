@@ -1,17 +1,19 @@
 #version 450
-// PENALTIES: logits on their way to SAMPLE: a bias for each token, then penalties for those among the last `last_n` tokens of the text; with
-// MASKED only tokens whose bit is set stay.
+// PENALTIES: prepares logits for SAMPLE. Adds a bias per token, then penalizes tokens among the last `last_n` of the text;
+// with MASKED, only tokens whose bit is set remain.
 //
-//   logits  F32 [vocab]
-//   bias    F32 [vocab]
-//   seen    I32 [4 + vocab + n_ctx]: repetition, presence and frequency penalty F32, last_n; how often each token stands among the last
-//           last_n before this step; tokens by position. The step adds its own token and takes out the one that leaves
-//   loop    I32; word 1 is not 0 once the loop has stopped: then nothing is counted
-//   tokens  I32 [1], pos I32 [1]: the token of this step and its position
-//   y       F32 [vocab]
-//   mask    MASKED: I32 [ceil(vocab / 32)]: bit id % 32 of word id / 32; without it a token's y is -inf
+// Bindings:
+//   0  logits  F32 [vocab]
+//   1  bias    F32 [vocab]
+//   2  seen    I32 [4 + vocab + n_ctx]: repetition, presence and frequency penalty F32, last_n; for each token, how often it is among the last
+//              last_n before this step; the tokens by position. The step counts its own token in and the one that leaves the window out
+//   3  loop    I32; word 1 is not 0 once the loop has stopped: then nothing is counted
+//   4  tokens  I32 [1]: token of this step
+//   5  pos     I32 [1]: its position
+//   6  y       F32 [vocab]
+//   7  mask    I32 [ceil(vocab / 32)] (MASKED): bit id % 32 of word id / 32; a token without its bit gets -inf
 //
-// A thread takes one token of the vocabulary, and alone touches its count.
+// One thread per token of the vocabulary; only that thread touches the token's count.
 //
 // Defines: WG_SIZE, and MASKED 1 or nothing
 layout(local_size_x = WG_SIZE) in;
@@ -40,7 +42,8 @@ void main() {
     const uint places = COUNTS + p.vocab;
     const int token = tokens[0], at = pos[0], last_n = seen[3], leaves = at - last_n;
     int count = seen[COUNTS + id];
-    // Of last_n 0 the token of this step is the one that leaves. Its place is written below by its own thread, which may be another one.
+    // If last_n is 0, this step's token is itself the one that leaves;
+    // its place is written below, perhaps by another thread, so it must not be read here.
     if (int(id) == token) count++;
     if (leaves >= 0 && leaves < int(p.n_ctx) && int(id) == (last_n == 0 ? token : seen[places + uint(leaves)])) count--;
     seen[COUNTS + id] = count;

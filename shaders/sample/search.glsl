@@ -1,10 +1,10 @@
-// Finds the bin in which a running sum over BINS bins reaches a target. Sums run in a fixed order.
+// Finds the bin at which the running sum over BINS bins reaches a target. The order of additions is fixed.
 //
 //   Found search(uint tid, float share, float target)
 //
-// The bins are in search_value, written before a barrier. Every thread calls. With share > 0 the target is share times the sum of all bins.
-// The bin is the first whose running sum is at least the target and whose value is above 0, or the last above 0 if rounding keeps the sum from
-// it; `rest` is the target less the bins before it.
+// The bins are in search_value, written before a barrier; every thread calls. With share > 0 the target is share * (the sum of all bins). The
+// result is the first bin whose value is above 0 and whose running sum is at least the target or, if rounding keeps the sum below it, the last
+// bin above 0; `rest` is the target minus the bins before it.
 
 struct Found { uint bin; float target; float rest; };
 
@@ -14,8 +14,8 @@ shared float search_value[BINS];
 shared float search_run[SEARCH_RUNS];
 shared uint search_first, search_last;
 
-// The sum before bin i: runs before its own, then its own run's bins. (No `precise`: glslang 11 follows it through the whole shader and runs
-// out of memory; sums alone leave the compiler nothing to contract.)
+// The sum of the bins before bin i: whole runs first, then the bins of its own run. (Not `precise`: glslang 11 propagates that through the
+// whole shader and runs out of memory. A sum alone has nothing to contract.)
 float search_before(uint i) {
     float runs = 0.0, inside = 0.0;
     for (uint r = 0; r < i / SEARCH_RUN; r++) runs += search_run[r];

@@ -1,20 +1,21 @@
 #version 450
-// The index of the largest of a row of logits, the first of equals; -1 where a logit is NaN. What becomes of it:
+// ARGMAX of rows of logits: the index of the largest, of equals the lowest index; -1 if a logit is NaN. What happens with it:
 //   THEN 0  it is stored (ARGMAX)
-//   THEN 1  it is the next token: the generation loop moves on (SAMPLE, greedy)
-//   THEN 2  the largest logit is what SAMPLE measures the others by; at temperature 0 the token is made right here
+//   THEN 1  it is the next token, and the generation loop advances (SAMPLE, greedy)
+//   THEN 2  the largest logit becomes the reference of SAMPLE's distances; at temperature 0 the token is made right here
 //
-//   logits   F32 [n, vocab]
-//   partial  scratch: uvec2 (key, index) for each row and workgroup
-//   tickets  one counter a row, see common/ticket.glsl
-//   ids      THEN 0: I32 [n]
-//   loop, tokens, pos: THEN 1 and 2, see sample/loop.glsl
-//   scratch  THEN 2: see sample/scale.glsl
+// Bindings:
+//   0  logits   F32 [n, vocab]
+//   1  partial  scratch: uvec2 (key, index) per row and workgroup
+//   2  tickets  one counter per row (common/ticket.glsl)
+//   3  ids      THEN 0: I32 [n]
+//   LOOP_BIND .. + 2  loop, tokens, pos: THEN 1 and 2 (sample/loop.glsl)
+//   LOOP_BIND + 3     scratch: THEN 2 (sample/scale.glsl)
 //
-// Workgroup (x, y): logits x * WG_SIZE * PER_THREAD .. of row y, neighbouring threads on neighbouring logits. The last workgroup of a row to
-// arrive takes the largest of the partial results.
+// Workgroup (x, y) takes logits x * WG_SIZE * PER_THREAD .. of row y; neighbouring threads read neighbouring logits. The last workgroup of a
+// row to arrive takes the largest of the partial results.
 //
-// Defines: THEN PER_THREAD, LOOP_BIND where THEN > 0, those of common/reduce.glsl
+// Defines: THEN PER_THREAD, LOOP_BIND if THEN > 0, those of common/reduce.glsl
 
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
@@ -23,7 +24,7 @@ layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
     uint vocab;
-    uint capacity;      // ids the loop's ring holds
+    uint capacity;      // ids that the loop's ring buffer holds
 } p;
 
 layout(binding = 0) readonly buffer Logits { float logits[]; };

@@ -1,11 +1,11 @@
-// The largest of many logits, the first of equals. A candidate is (key, index): keys are unsigned and order as the floats do, and NaN has the
-// largest of all, so that one NaN wins over any number.
+// The largest of many logits; of equals, the one with the lowest index. A candidate is (key, index). Keys are unsigned integers in the order of
+// the floats; NaN has the largest key of all, so a single NaN wins over every number and shows.
 //
 //   uvec2 candidate(float logit, uint index)
 //   uvec2 better(uvec2 a, uvec2 b)
-//   uvec2 best_of_workgroup(uvec2 mine)     every thread calls; the result in every thread
+//   uvec2 best_of_workgroup(uvec2 mine)     every thread calls; every thread gets the result
 //
-// Needs common/reduce.glsl before it.
+// Include common/reduce.glsl first.
 
 const uint NAN_KEY = 0xfffffffeu;
 const uvec2 NOTHING = uvec2(0u, 0xffffffffu);
@@ -13,7 +13,7 @@ const uvec2 NOTHING = uvec2(0u, 0xffffffffu);
 uvec2 candidate(float logit, uint index) {
     uint bits = floatBitsToUint(logit);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return uvec2(NAN_KEY, index);
-    if (bits == 0x80000000u) bits = 0u;    // -0 is no smaller than +0
+    if (bits == 0x80000000u) bits = 0u;    // -0 equals +0
     return uvec2((bits & 0x80000000u) != 0u ? ~bits : bits | 0x80000000u, index);
 }
 
@@ -23,6 +23,6 @@ uvec2 better(uvec2 a, uvec2 b) {
 
 uvec2 best_of_workgroup(uvec2 mine) {
     const uint key = wg_max(mine.x);
-    // The smallest index among the largest keys is the largest complement.
+    // The lowest index among the largest keys has the largest complement.
     return uvec2(key, ~wg_max(mine.x == key ? ~mine.y : 0u));
 }

@@ -1,35 +1,36 @@
-// The choice of experts, by all threads of one workgroup: the USED largest of N_EXPERT logits and their weights (TOPK_MOE).
+// The choice of experts, TOPK_MOE, by all threads of one workgroup: the USED largest of N_EXPERT logits, and their weights.
 //
-//   fetch_logits    asks for the logits; what else a kernel waits for it best asks for between this and the next
-//   choose_experts  makes chosen_id[0 .. USED) the experts' ids, largest logit first, for every thread to read. Its barriers serve for whatever
-//                   was written to shared memory before it
-//   store_chosen    ids and weights to memory
+//   fetch_logits    loads the logits; issue other loads between this and the next, so that their latencies overlap
+//   choose_experts  puts the experts' ids into chosen_id[0 .. USED), largest logit first, for every thread to read. Its barriers also cover
+//                   what was written to shared memory before the call
+//   store_chosen    stores ids and weights
 //
-// An expert's place is the number of logits before it, counted in one pass over shared memory with no dependence on USED and no barrier; where
-// there are threads enough, up to 8 neighbours count for one. More than BLOCK experts are first counted within blocks of BLOCK; the first of
-// each block, the candidates, are then counted among themselves.
+// An expert's place is the number of logits that come before its own: one pass over shared memory, however many experts are used, with no
+// barrier inside. With threads to spare, up to 8 neighbours share the counting for one expert. More than BLOCK experts are first ranked within
+// blocks of BLOCK; the first of each block, the candidates, are then ranked among themselves.
 //
-// Experts are ordered by their logits. With SELECT_BIAS 1, or with groups by two, by the logistic function of them, plus SELECTION_BIAS(e) of the
-// includer; the bias takes no part in the weights. With N_GROUP > 1 groups of neighbouring experts are chosen first: the GROUPS_USED with the largest
-// best expert (GROUP_TOP 1), or sum of the two best (GROUP_TOP 2), of equals the lower group; only their experts count then.
+// Experts are ordered by their logits. With SELECT_BIAS 1, or groups by GROUP_TOP 2, they are ordered by sigmoid(logit) (+ SELECTION_BIAS(e) of
+// the includer); the bias does not enter the weights. With N_GROUP > 1, groups of neighbouring experts are chosen first: the GROUPS_USED groups
+// with the largest best expert (GROUP_TOP 1) or sum of the two best (GROUP_TOP 2), of equals the lower group.
+// Only their experts can then be chosen.
 //
-// The includer has common/reduce.glsl, LOGIT(token, e), and buffers `float chosen_weights[]` and `int chosen_ids[]`, USED for each token.
-// Defines: N_EXPERT USED BLOCK, GATE (0: softmax over the chosen; 1: softmax over all; 2: sigmoid; 3: sigmoid divided by its sum), SELECT_BIAS, N_GROUP GROUPS_USED
-// GROUP_TOP. SELECT_BIAS and GROUP_TOP 2 go with GATE 2 and 3 alone
+// The includer has common/reduce.glsl, LOGIT(token, e), and buffers `float chosen_weights[]` and `int chosen_ids[]`, USED per token.
+// Defines: N_EXPERT USED BLOCK, GATE (0: softmax over the chosen; 1: softmax over all; 2: sigmoid; 3: sigmoid divided by its sum over the
+// chosen), SELECT_BIAS, N_GROUP GROUPS_USED GROUP_TOP. SELECT_BIAS and GROUP_TOP 2 require GATE 2 or 3
 
 #include "topk/best.glsl"
 
 #define BLOCKS ((N_EXPERT + BLOCK - 1) / BLOCK)
-// The order is that of values which do not tell the logits.
+// Ordered by values from which the logits cannot be recovered.
 #define BY_VALUE (SELECT_BIAS || (N_GROUP > 1 && GROUP_TOP == 2))
 #define KEPT (USED < BLOCK ? USED : BLOCK)
 #define CANDIDATES (BLOCKS > 1 ? BLOCKS * KEPT : 0)
 #define LOGITS_EACH ((BLOCKS * BLOCK + WG_SIZE - 1) / WG_SIZE)
 
-// The smallest sum of weights that divides: 2^-14, the smallest normal F16. A softmax over at most 16384 experts is always above it.
+// Lower bound of the sum of weights that divides: 2^-14, the smallest normal F16. A softmax over at most 16384 experts is always above it.
 const float LEAST_SUM = 6.103515625e-5;
 
-// Keys in fours, first the experts', then the candidates'; those after the last of either are 0, which is before nothing.
+// Keys in fours: first those of the experts, then those of the candidates. Keys past the end of either are 0, which comes before nothing.
 #define KEY_QUADS (BLOCKS * BLOCK / 4)
 #define CANDIDATE_QUADS ((CANDIDATES + 3) / 4)
 shared uvec4 keys[KEY_QUADS + CANDIDATE_QUADS];
@@ -45,7 +46,7 @@ shared float group_score[N_GROUP];
 shared uint candidate_ids[CANDIDATES];
 #endif
 
-// Threads that count for one of `many`.
+// Threads that share the counting for one of `many`.
 #if REDUCE_SUBGROUP && REDUCE_GROUPS
 #define SHARE(many) (WG_SIZE >= 8 * (many) ? 8u : WG_SIZE >= 4 * (many) ? 4u : WG_SIZE >= 2 * (many) ? 2u : 1u)
 #define SUM_OF_SHARES(v, share) group_sum(v, share)
@@ -60,7 +61,7 @@ void fetch_logits(uint tid, uint token) {
     [[unroll]] for (uint j = 0; j < LOGITS_EACH; j++) own_logits[j] = LOGIT(token, min(tid + j * WG_SIZE, N_EXPERT - 1u));
 }
 
-// What `candidate` made a key of, but for the sign of a zero.
+// The logit from which `candidate` made a key, except for the sign of zero.
 float logit_of(uint key) {
     return uintBitsToFloat((key & 0x80000000u) != 0u ? key & 0x7fffffffu : ~key);
 }
@@ -70,17 +71,18 @@ uint count_of(bvec4 four) {
     return (count.x + count.y) + (count.z + count.w);
 }
 
-// How many keys of a list come before `mine`, its number i: those above it and, of those at lower numbers, its equals. The list is `quads` fours
-// from keys[first] on. `share` neighbouring threads call together, each counts every share-th four and gets the sum.
+// The place of key number i, `mine`, in a list: how many keys are larger, plus how many equal ones have lower numbers. The list is `quads`
+// fours from keys[first] on. `share` neighbouring threads call together; each counts every share-th four, and all get the sum.
 uint place_of(uint first, uint quads, uint i, uint mine, uint share, uint sharer) {
-    // At most eight loads are under way at once.
+    // At most eight loads in flight.
     const uint steps = (quads + share - 1u) / share, at_once = steps < 8u ? steps : 8u;
     uint place = 0;
     for (uint from = 0; from < steps; from += at_once)
         [[unroll]] for (uint j = 0; j < at_once; j++) {
             const uint q = (from + j) * share + sharer;
             if (quads % (at_once * share) != 0 && q >= quads) continue;
-            // Equals at lower numbers are above mine - 1 (no expert's key is 0); in its own four they are told apart below.
+            // Equal keys at lower numbers count, too: they are above mine - 1 (an expert's key is never 0).
+            // The expert's own four is treated below.
             place += count_of(greaterThan(keys[first + q], uvec4(q < i >> 2 ? mine - 1u : mine)));
         }
     place = SUM_OF_SHARES(place, share);
@@ -88,7 +90,7 @@ uint place_of(uint first, uint quads, uint i, uint mine, uint share, uint sharer
     return place + count_of(bvec4(uvec4(equals) * uvec4(lower)));
 }
 
-// What experts are ordered by.
+// The value by which experts are ordered.
 float selection(float logit, uint e) {
 #if BY_VALUE && SELECT_BIAS
     return 1.0 / (1.0 + exp(-logit)) + SELECTION_BIAS(min(e, N_EXPERT - 1u));
@@ -101,10 +103,10 @@ float selection(float logit, uint e) {
 
 #if N_GROUP > 1
 #define GROUP_SIZE (N_EXPERT / N_GROUP)
-// The lowest key of all: an expert of a group that was not chosen. A number's keys are larger.
+// The key of an expert whose group was not chosen: lower than that of any number.
 const uint LEFT_OUT = 1u;
 
-// Leaves the keys of the best groups' experts as they are. A thread takes a group.
+// Chooses groups: the experts of all others get the key LEFT_OUT. One thread per group.
 void choose_groups(uint tid) {
     for (uint g = tid; g < N_GROUP; g += WG_SIZE) {
         uvec2 top = uvec2(0u);
@@ -157,7 +159,7 @@ void choose_experts(uint tid) {
     }
     barrier();
 #if BLOCKS > 1
-    // A block's first keep the order of their ids among equals, and so do the blocks: the number decides between equals here too.
+    // Among equals, a block's candidates are in the order of their ids, and so are the blocks: the candidate's number breaks ties here, too.
     const uint candidate_share = SHARE(CANDIDATES);
     for (uint t = tid; t < CANDIDATES * candidate_share; t += WG_SIZE) {
         const uint c = t / candidate_share, mine = keys[KEY_QUADS + (c >> 2)][c & 3u];
@@ -182,7 +184,7 @@ void store_chosen(uint tid, uint token, float scale) {
     for (uint i = tid; i < USED; i += WG_SIZE) chosen_logit[i] = LOGIT(token, chosen_id[i]);
     barrier();
 #endif
-    const float highest = CHOSEN_LOGIT(0);  // of groups by their best expert, the first has the largest of all
+    const float highest = CHOSEN_LOGIT(0);  // also with groups: the best expert of all is in a chosen group
 #if GATE == 1
     float sum = 0.0;
   #if N_GROUP > 1

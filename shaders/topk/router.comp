@@ -1,12 +1,13 @@
 #version 450
-// The experts of a token and their weights (TOPK_MOE): the USED largest logits, of equals the lower id first, and the gate's function of them.
+// TOPK_MOE: the experts of each token and their weights. The USED largest logits are chosen, of equals the lower id first;
+// weights are the gate's function of them.
 //
-//   logits   F32 [n, N_EXPERT]
-//   weights  F32 [n, USED]
-//   ids      I32 [n, USED], largest logit first
-//   bias     F32 [N_EXPERT] (SELECT_BIAS): added to what experts are ordered by
+//   binding 0  logits   F32 [n, N_EXPERT]
+//   binding 1  weights  F32 [n, USED]
+//   binding 2  ids      I32 [n, USED], largest logit first
+//   binding 3  bias     F32 [N_EXPERT] (SELECT_BIAS): added to the values by which experts are ordered
 //
-// A workgroup a token; it runs alone between two stages, so what counts is the time from first load to last store.
+// One workgroup per token. It runs alone between two stages, so what counts is its latency.
 //
 // Defines: those of topk/choose.glsl and common/reduce.glsl
 
