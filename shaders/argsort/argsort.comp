@@ -1,10 +1,11 @@
 #version 450
-// The order of the values of each row, or the first of it: of equal values the one with the lower index comes first.
+// ARGSORT and TOP_K of rows: the indices that sort each row, or the first `kept` of them. Of equal values the lower index comes first.
 //
 //   binding 0  x F32 [rows, dim]
-//   binding 1  y I32 [rows, kept]: index of the smallest value first; DESCENDING 1: of the largest
+//   binding 1  y I32 [rows, kept]: index of the smallest value first or, with DESCENDING 1, of the largest
 //
-// A thread finds the rank of one value by comparing it with all others of the row. Workgroup x: WG_SIZE values; y, z: rows.
+// A thread counts the rank of one value by comparing it with all others of its row: dim^2 comparisons, but no barrier and no shared memory.
+// Workgroup (x, y, z): values x * WG_SIZE .., row y + z * (size of the grid along y).
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

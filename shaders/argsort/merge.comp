@@ -1,12 +1,12 @@
 #version 450
-// One pass of a merge sort of rows: sorted runs of `run` indices become runs of twice that. For long rows, where counting ranks takes too long.
+// One pass of a merge sort of rows: merges pairs of sorted runs of `run` indices. For rows too long to count ranks (argsort/argsort.comp).
 //
 //   binding 0  x F32 [rows, dim]
-//   binding 1  from: indices into the row, I32 [rows, dim], sorted by runs; not read where FIRST is 1: index i at place i
-//   binding 2  to: likewise, I32 [rows, keep]: places from `keep` on are left out
+//   binding 1  from: indices into the row, I32 [rows, dim], in sorted runs. Not read if FIRST is 1: then index i is at place i
+//   binding 2  to: likewise, merged, I32 [rows, keep]; places from `keep` on are dropped
 //
-// A thread takes an index and finds its place: its own in its run, and that of its value among the neighbour run's. Of equal values the lower
-// index comes first, which is the one of the lower run.
+// A thread takes one index. Its place in the merged run is its place in its own run plus the number of values of the other run that come before
+// it, found by binary search. Of equal values the lower index comes first, which is the one in the lower run.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

@@ -1,16 +1,16 @@
 #version 450
-// y = a OPERATOR b, b repeated along leading and trailing axes.
+// y = a OPERATOR b, with b broadcast along leading and trailing axes.
 //
 //   binding 0  a F32
-//   binding 1  b F32: value (i / b_inner) % b_count goes with value i of a
+//   binding 1  b F32: value i of a goes with value (i / b_inner) % b_count of b
 //   binding 2  y F32, shape of a
 //
-// A thread takes one element: WIDTH values.
+// One thread per element, of WIDTH values.
 //
 // Defines:
 //   OPERATOR  + - * /
 //   WIDTH     4: a and y as vec4; 1: as float
-//   B_WIDTH   4: b as vec4, counted in vec4; 1: one value of b for all of an element
+//   B_WIDTH   4: b as vec4, b_inner and b_count count vec4; 1: one value of b for a whole element
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

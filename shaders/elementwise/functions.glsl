@@ -1,13 +1,13 @@
-// Scalar functions that Vulkan leaves too loose or lacks, and the activations made of them.
+// Scalar functions that Vulkan lacks or specifies too loosely, and the activations made of them.
 
-// Vulkan lets exp overflow to anything; every use here is content with exp(+-87).
+// exp of a clamped argument: beyond +-87 Vulkan's exp may overflow, and no use here needs more.
 float exp_bounded(float x) { return exp(clamp(x, -87.0, 87.0)); }
 
 float sigmoid(float x) { return 1.0 / (1.0 + exp_bounded(-x)); }
 
 float silu(float x) { return x * sigmoid(x); }
 
-// (1 - e) / (1 + e) with e = exp(-2|x|) cancels near zero, where five terms of the series are exact to 1e-8.
+// (1 - e) / (1 + e) with e = exp(-2|x|) loses digits to cancellation near zero; there, five terms of the series are accurate to 1e-8.
 float tanh_exact(float x) {
     const float xx = x * x;
     if (xx < 0.0625) return x * (1.0 + xx * (-1.0 / 3.0 + xx * (2.0 / 15.0 + xx * (-17.0 / 315.0 + xx * (62.0 / 2835.0)))));
@@ -15,7 +15,7 @@ float tanh_exact(float x) {
     return sign(x) * (1.0 - e) / (1.0 + e);
 }
 
-// Abramowitz and Stegun 7.1.26, absolute error 1.5e-7.
+// erf by Abramowitz and Stegun 7.1.26, absolute error 1.5e-7.
 float erf_near(float x) {
     const float t = 1.0 / (1.0 + 0.3275911 * abs(x));
     const float series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))));

@@ -1,6 +1,6 @@
-// Functions by their series where the formula cancels or Vulkan leaves too much room. Needs elementwise/functions.glsl.
+// Functions by their power series, where the formula cancels or Vulkan allows too large an error. Needs elementwise/functions.glsl.
 
-// Near zero, exp(x) - 1 would cancel; nine terms of the series are exact to 1e-8 up to a half.
+// exp(x) - 1. Near zero the difference would cancel; there, nine terms of the series are accurate to 1e-8 for |x| up to 0.5.
 float expm1_exact(float x) {
     if (abs(x) > 0.5) return exp_bounded(x) - 1.0;
     float series = 1.0;
@@ -8,8 +8,8 @@ float expm1_exact(float x) {
     return x * series;
 }
 
-// Sine of x and, with `quarters` 1, cosine: Vulkan allows an absolute error of 2^-11. Quarter turns are taken off in two parts, of which the first
-// is exact for some thousand turns; Taylor series do over an eighth of a turn.
+// Sine of x or, with `quarters` 1, cosine: Vulkan's own may be off by 2^-11. Quarter turns are subtracted in two parts (Cody-Waite), of which
+// the first is exact for some thousand turns; Taylor series cover the remaining eighth of a turn.
 float sine_of(float x, int quarters) {
     const float turns = roundEven(x * 0.6366197723675814);
     const float r = (x - turns * 1.5703125) - turns * 4.838267948966e-4;

@@ -1,14 +1,14 @@
 #version 450
-// y = FUNCTION(x), value by value.
+// y = FUNCTION(x), elementwise.
 //
 //   binding 0  x F32
 //   binding 1  y F32
 //
-// A thread takes WIDTH values.
+// One thread per WIDTH values.
 //
 // Defines:
 //   FUNCTION  a function of one float: one of those below, of elementwise/functions.glsl or of GLSL itself
-//   WIDTH     4: the count is a multiple of 4; 1: any
+//   WIDTH     4: the count is a multiple of 4; 1: any count
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -37,9 +37,9 @@ float step_up(float v) { return v > 0.0 ? 1.0 : 0.0; }
 float elu(float v) { return v > 0.0 ? v : exp_bounded(v) - 1.0; }
 float hardsigmoid(float v) { return clamp((v + 3.0) / 6.0, 0.0, 1.0); }
 float hardswish(float v) { return v * hardsigmoid(v); }
-// log(1 + e^v); beyond 20 it is v to a float's precision.
+// log(1 + e^v); for v > 20 that is v in f32.
 float softplus(float v) { return v > 20.0 ? v : log(1.0 + exp_bounded(v)); }
-// Halfway goes away from zero.
+// Rounds half away from zero.
 float round_away(float v) {
     const float whole = trunc(v);
     return abs(v - whole) >= 0.5 ? whole + sign(v) : whole;

@@ -1,16 +1,16 @@
 #version 450
-// Values by their place.
+// Values by their position.
 //
 //   binding 0  y F32 [batches, rows, columns]
 //   binding 1  x F32, for FUNCTION 2 to 4
 //
 //   FUNCTION 0  a
-//   FUNCTION 1  a + b * number of the value
-//   FUNCTION 2  x [batches, columns] on the diagonal, else 0
+//   FUNCTION 1  a + b * (index of the value)
+//   FUNCTION 2  x [batches, columns] on the diagonal, 0 elsewhere
 //   FUNCTION 3  x, but -inf where column > row + first
-//   FUNCTION 4  x, but 0 outside of a triangle: column < row + first (upper 0), or column >= row + first (upper 1)
+//   FUNCTION 4  x, but 0 outside a triangle: kept where column < row + first (upper 0) or column >= row + first (upper 1)
 //
-// A thread takes one value.
+// One thread per value.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

@@ -1,13 +1,13 @@
 #version 450
-// Gradients of activations, value by value: dx = dy f'(x); of gated ones y = f(gate) up: dgate = dy up f'(gate), dup = dy f(gate).
+// Gradients of activations, elementwise. dx = dy f'(x); for gated ones, y = f(gate) up: dgate = dy up f'(gate), dup = dy f(gate).
 //
 //   binding 0  dy F32 [elements]
 //   binding 1  x, or gate, F32 [elements]
-//   binding 2  dx, or dgate, F32 [elements]; may be one of the operands
-//   binding 3  up F32 [elements], with GATED
-//   binding 4  dup F32 [elements], with GATED; may be one of the operands
+//   binding 2  dx, or dgate, F32 [elements]; may be one of the inputs
+//   binding 3  up F32 [elements] (GATED)
+//   binding 4  dup F32 [elements] (GATED); may be one of the inputs
 //
-// A thread takes one value.
+// One thread per value.
 //
 // Defines: WG_SIZE; ACTIVATION silu, gelu, gelu_erf or gelu_quick; GATED 0 or 1
 layout(local_size_x = WG_SIZE) in;
@@ -25,13 +25,13 @@ layout(std430, set = 0, binding = 4) writeonly buffer OutDup { float dup[]; };
 #endif
 #include "elementwise/functions.glsl"
 
-// Each gives the function's value and its derivative.
+// Each returns the function's value and its derivative.
 vec2 silu_both(float v) {
     const float s = sigmoid(v);
     return vec2(v * s, s * (1.0 + v * (1.0 - s)));
 }
 
-// 0.7978845608 = sqrt(2 / pi), and three times 0.044715
+// 0.7978845608 = sqrt(2 / pi); 0.134145 = 3 * 0.044715
 vec2 gelu_both(float v) {
     const float t = tanh_exact(0.7978845608 * v * (1.0 + 0.044715 * v * v));
     const float inner = 0.7978845608 * (1.0 + 0.134145 * v * v);

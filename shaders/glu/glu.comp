@@ -1,11 +1,11 @@
 #version 450
 // Gated linear units: y = ACTIVATION(gate, up), row by row.
 //
-//   binding 0  gate F32 [rows, gate_stride], its first k values of each row
-//   binding 1  up   F32 [rows, up_stride], k values of each row from up_offset on (gate and up may be the halves of one tensor)
+//   binding 0  gate F32 [rows, gate_stride], k values of each row from gate_offset on
+//   binding 1  up   F32 [rows, up_stride], k values of each row from up_offset on (gate and up may be halves of one tensor)
 //   binding 2  y    F32 or Q8_1 (OUT_Q8_1) [rows, k]
 //
-// A thread takes four values (a quad); eight threads make a Q8_1 unit. Quads of all rows in one line.
+// One thread per four values (a quad), counted over all rows; eight threads make a Q8_1 unit.
 //
 // Defines:
 //   ACTIVATION  swiglu, reglu, geglu, geglu_erf, geglu_quick, swiglu_oai
@@ -20,7 +20,7 @@ layout(local_size_x = WG_SIZE) in;
 layout(push_constant) uniform Push {
     uint rows;
     uint k;
-    uint quads;          // of an output row: Q8_1 rows have whole units
+    uint quads;          // quads of an output row; Q8_1 rows have whole units
     uint gate_stride;
     uint up_stride;
     uint gate_offset;

@@ -1,11 +1,11 @@
 #version 450
-// y = H x / sqrt(k) for Hadamard's matrix H of k rows, k a power of two: H[i, j] is -1 where i & j has an odd number of ones, else 1.
+// y = H x / sqrt(k) for the Hadamard matrix H of k rows, k a power of two: H[i, j] is -1 if i & j has an odd number of ones, else 1.
 //
 //   binding 0  x F32 [rows, k]
 //   binding 1  y F32 [rows, k]
 //
-// A step of the fast transform: values whose places differ in the bits of `stride` * (RADIX - 1) are transformed among each other, scaled by
-// `scale`. log2(k) bits take several steps, each on what the one before it made. A thread takes RADIX values.
+// One pass of the fast Walsh-Hadamard transform: values whose positions differ only in the bits of stride * (RADIX - 1) are transformed among
+// each other and multiplied by `scale`. log2(k) bits take several passes, each on the result of the one before. One thread per RADIX values.
 #extension GL_EXT_control_flow_attributes : require
 layout(local_size_x = WG_SIZE) in;
 

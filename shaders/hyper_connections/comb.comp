@@ -1,15 +1,15 @@
 #version 450
-// How hyper-connections mix their four streams: a matrix of each token whose rows and columns add up to about 1 (Sinkhorn).
+// The matrix by which hyper-connections mix their four streams, one per token, with rows and columns that sum to about 1 (Sinkhorn iterations).
 //
-//   m[src, dst] = softmax over dst (mixes[8 + 4 src + dst] * scale[2] + base[8 + 4 src + dst]) + eps, then divided by eps + its sums over
-//   src, and from then on, ITERATIONS - 1 times, by eps + its sums over dst and by eps + its sums over src
+//   m[src, dst] = softmax over dst (mixes[8 + 4 src + dst] * scale[2] + base[8 + 4 src + dst]) + eps
+//   then divide by (eps + sums over src); then, ITERATIONS - 1 times, divide by (eps + sums over dst) and by (eps + sums over src)
 //
 //   binding 0  mixes F32 [tokens, 24]
 //   binding 1  scale F32 [3]
 //   binding 2  base F32 [24]
 //   binding 3  y F32 [tokens, 4, 4]
 //
-// A thread takes a token.
+// One thread per token.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -23,7 +23,7 @@ layout(std430, set = 0, binding = 1) readonly buffer InScale { float scale[]; };
 layout(std430, set = 0, binding = 2) readonly buffer InBase { float base[]; };
 layout(std430, set = 0, binding = 3) writeonly buffer OutY { float y[]; };
 
-vec4 m[4];  // by src
+vec4 m[4];  // rows by src
 
 void over_src() {
     const vec4 sums = m[0] + m[1] + m[2] + m[3] + p.eps;

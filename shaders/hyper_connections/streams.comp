@@ -1,19 +1,19 @@
 #version 450
-// Streams of hyper-connections to the input of a block (FUNCTION 0, 1) and back (FUNCTION 2, 3).
+// Hyper-connections: from the streams to the input of a block (FUNCTION 0, 1), and back (FUNCTION 2, 3).
 //
 //   FUNCTION 0  y[t, i] = sum over h of streams[t, h, i] * weights[t, h]
 //   FUNCTION 1  y[t, i] = scale * sum over h of streams[t, h, i] * sigmoid(gate[t, h, i])
 //   FUNCTION 2  y[t, d, i] = x[t, i] * post[t, d] + sum over h of streams[t, h, i] * comb[t, h, d]
 //   FUNCTION 3  y[t, d, i] = x[t, i] * post[t, d] + streams[t, d, i]
-//   where GATED, 2 * sigmoid(scale * post) stands for post
+//   with GATED, 2 * sigmoid(scale * post) takes the place of post
 //
 //   binding 0  streams F32 [tokens, n_hc, n_embd]
-//   binding 1  weights F32 [tokens, n_hc], or gate F32 as streams, or post F32 [tokens, n_hc]
-//   binding 2  y F32 [tokens, n_embd], or as streams
+//   binding 1  weights F32 [tokens, n_hc], or gate F32, shape of streams, or post F32 [tokens, n_hc]
+//   binding 2  y F32 [tokens, n_embd], or of the shape of streams
 //   binding 3  x F32 [tokens, n_embd], for FUNCTION 2 and 3
 //   binding 4  comb F32 [tokens, n_hc, n_hc], for FUNCTION 2
 //
-// A thread takes one value of y.
+// One thread per value of y.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

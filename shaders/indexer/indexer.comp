@@ -2,7 +2,7 @@
 #extension GL_EXT_control_flow_attributes : require
 // The lightning indexer of DeepSeek V3.2: how much each row of a cache matters to each token.
 //
-//   y[s, t, i] = sum over heads of weight[s, t, h] * max(q[s, t, h] . k[s, i], 0) + mask[s, t, i]
+//   y[s, t, i] = sum over heads h of weight[s, t, h] * max(q[s, t, h] . k[s, i], 0) + mask[s, t, i]
 //
 //   binding 0  q F32 [streams, tokens, heads, dim]
 //   binding 1  k F32 [streams, rows, dim]
@@ -10,7 +10,8 @@
 //   binding 3  mask F16 [mask_streams, tokens, rows], repeated over streams
 //   binding 4  y F32 [streams, tokens, rows]
 //
-// A thread takes ROWS rows of a token, HEADS heads at a time; what is beyond the last row or head is read again and counts for nothing.
+// A thread takes ROWS rows of a token and HEADS heads at a time (register blocking).
+// Past the last row or head it reads that one again and drops the result.
 const uint ROWS = 4u, HEADS = 8u;
 
 layout(local_size_x = WG_SIZE) in;

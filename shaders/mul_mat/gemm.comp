@@ -1,5 +1,5 @@
 #version 450
-// y = A B in f32, matrices in batches, of which several may share a B: what gradients of a product need.
+// Batched matrix product in f32, y = A B, where several batches may share a B: what gradients of a product need.
 //
 //   binding 0  B F32 [n3 / r3, n2 / r2, k, n]
 //   binding 1  A, binding 2  y, threads and defines: mul_mat/gemm.glsl
@@ -12,14 +12,14 @@ layout(push_constant) uniform Push {
     uint n;
     uint k;
     uint splits;
-    uint each;     // values of k of a split, a multiple of DEPTH
+    uint each;     // values of k per split, a multiple of DEPTH
     uint stride;   // from row to row of A (A_TURNED: from column to column)
-    uint first;    // of A's columns, which B's rows belong to: a weight may come in shards
-    uint add;      // 1: y keeps what it has, and the sums are added to it
-    uint slot;     // of y where the first split goes
-    uint n2;       // batches of an outer one
-    uint r2;       // neighbouring batches that share a matrix B
-    uint r3;       // and outer ones
+    uint first;    // column of A that belongs to row 0 of B: a weight may come in shards
+    uint add;      // 1: add to y instead of overwriting it
+    uint slot;     // where the first split goes in y
+    uint n2;       // inner batches per outer one
+    uint r2;       // neighbouring inner batches that share a B
+    uint r3;       // neighbouring outer batches that share a B
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer InB { float b[]; };

@@ -1,13 +1,14 @@
-// y = A B in f32, in batches: A [m, k], B [k, n], y [m, n]. What mul_mat/gemm.comp and mul_mat/gemm_weight.comp have in common.
+// Batched matrix product in f32, y = A B: A [m, k], B [k, n], y [m, n]. What mul_mat/gemm.comp and mul_mat/gemm_weight.comp share.
 //
-//   binding 1  A: F32, k values of a row together, or with A_TURNED m values of a column together
+//   binding 1  A F32, row-major [m, k] or, with A_TURNED, column-major (the m values of a column are neighbours)
 //   binding 2  y F32 [batches, m, n]; with several splits [splits, m, n], each the sum over a part of k
 //
-// A workgroup of 8 x 8 threads makes a tile of 8 TM x 8 TN values, a thread TM x TN of them, from tiles of A and B that go through shared memory,
-// DEPTH values of k at a time. Workgroups: tiles along n, tiles along m, and batches times splits. Every sum is one chain in the order of k.
+// A workgroup of 8 x 8 threads makes a tile of 8 TM x 8 TN values, TM x TN per thread, from tiles of A and B in shared memory, DEPTH values of
+// k at a time. Grid: tiles along n, tiles along m, batches * splits. Every sum is one chain of fma in the order of k.
 //
 // The including file has b_tile and
-//   void load_b(uint k0, uint end, uint column, uint batch, uint t)    rows k0 .. k0 + DEPTH - 1 of B, TILE_N columns, into b_tile; 0 outside
+//   void load_b(uint k0, uint end, uint column, uint batch, uint t)    loads rows k0 .. k0 + DEPTH - 1 of B,
+//                                                                      TILE_N columns, into b_tile; 0 outside
 //
 // Defines: TM, TN, DEPTH, A_TURNED
 

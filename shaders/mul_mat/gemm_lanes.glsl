@@ -1,18 +1,18 @@
-// y = A B in f32, in batches, as mul_mat/gemm.glsl makes it, for CPU drivers: without shared memory, B's values going from lane to lane, where a
-// broadcast costs one instruction and a load one for each lane.
+// Batched matrix product in f32, y = A B, as mul_mat/gemm.glsl, but for CPU drivers: no shared memory; lanes broadcast the values of B to each
+// other by shuffles, which cost one instruction there, where a load costs one per lane.
 //
-//   binding 1  A: F32, k values of a row together, or with A_TURNED m values of a column together
+//   binding 1  A F32, row-major [m, k] or, with A_TURNED, column-major (the m values of a column are neighbours)
 //   binding 2  y F32 [batches, m, n]
 //
-// A workgroup is one subgroup of LANES threads. It makes LANES * VECTORS rows times 32 columns: thread t has the rows t, t + LANES, ... For LANES values
-// of k at a time, thread t loads 32 columns of B's row k0 + t. Workgroups: columns along x, rows along y, batches along z.
+// A workgroup is one subgroup of LANES threads and makes LANES * VECTORS rows by 32 columns; thread t has rows t, t + LANES, ... For LANES
+// values of k at a time, thread t loads 32 columns of row k0 + t of B. Grid: columns, rows, batches.
 //
 // The including file has
-//   void load_b(uint k, uint end, uint column, uint batch, out vec4 v[8])    32 columns of a row of B, any values outside
+//   void load_b(uint k, uint end, uint column, uint batch, out vec4 v[8])    loads 32 columns of a row of B; any values outside
 //
 // Defines: LANES, VECTORS, A_TURNED
 
-// Terms that are added up one by one: a longer sum is one of such sums, since errors of f32 grow with the length of a chain.
+// Most terms that are added in one chain. Longer sums are sums of chains, since the error of f32 grows with the length of a chain.
 #define CHAIN 2048u
 
 layout(std430, set = 0, binding = 1) readonly buffer InA { float a[]; };

@@ -1,11 +1,11 @@
 #version 450
-// y = A W in f32 with a stored weight of any type: dX = dY W. One batch.
+// y = A W in f32, with a stored weight of any type: dX = dY W. One batch.
 //
-//   binding 0  W, k rows of n values, in the planes of docs/architecture.md
+//   binding 0  W, k rows of n values, planes (quant/weights.glsl)
 //   binding 1  A, binding 2  y, threads and defines: mul_mat/gemm.glsl
 //
-// A thread decodes one unit of 32 values at a time into the tile of B. What lies outside becomes 0 by a select: of 32 branches one after the other
-// SwiftShader's compiler would make nothing in minutes.
+// A thread decodes one unit of 32 values at a time into the tile of B. Values outside become 0 by a select:
+// SwiftShader takes minutes to compile 32 branches in a row.
 //
 // Defines: QUANT_FILE; TN is 4 or 8
 #extension GL_EXT_control_flow_attributes : require
@@ -19,11 +19,11 @@ layout(push_constant) uniform Push {
     uint n;
     uint k;
     uint splits;
-    uint each;     // values of k of a split, a multiple of DEPTH
+    uint each;     // values of k per split, a multiple of DEPTH
     uint stride;   // from row to row of A (A_TURNED: from column to column)
-    uint first;    // of A's columns, which B's rows belong to: a weight may come in shards
-    uint add;      // 1: y keeps what it has, and the sums are added to it
-    uint slot;     // of y where the first split goes
+    uint first;    // column of A that belongs to row 0 of W: a weight may come in shards
+    uint add;      // 1: add to y instead of overwriting it
+    uint slot;     // where the first split goes in y
 } p;
 #include "quant/place.glsl"
 #include QUANT_FILE

@@ -1,7 +1,7 @@
 #version 450
-// y = A W in f32 with a stored weight of any type, for CPU drivers: dX = dY W.
+// y = A W in f32, with a stored weight of any type: dX = dY W. For CPU drivers.
 //
-//   binding 0  W, k rows of n values, in the planes of docs/architecture.md
+//   binding 0  W, k rows of n values, planes (quant/weights.glsl)
 //   binding 1  A, binding 2  y, threads and defines: mul_mat/gemm_lanes.glsl
 //
 // Defines: QUANT_FILE
@@ -18,13 +18,13 @@ layout(push_constant) uniform Push {
     uint n;
     uint k;
     uint stride;   // from row to row of A (A_TURNED: from column to column)
-    uint first;    // of A's columns, which B's rows belong to: a weight may come in shards
-    uint add;      // 1: y keeps what it has, and the sums are added to it
+    uint first;    // column of A that belongs to row 0 of W: a weight may come in shards
+    uint add;      // 1: add to y instead of overwriting it
 } p;
 #include "quant/place.glsl"
 #include QUANT_FILE
 
-// Past the end the last row: what it is multiplied by is 0.
+// Past the end it loads the last row, which is then multiplied by 0.
 void load_b(uint k, uint end, uint column, uint batch, out vec4 v[8]) {
     unit_decode(unit_load(place(min(k, end - 1u), column / 32u)), v);
 }

@@ -1,12 +1,13 @@
 #version 450
-// y[token, r] = sum over c of x[token, c] * factor(c, r): few sums, each over a whole row (A x, and dy B).
+// Product with a low-rank factor, down to the rank: y[token, r] = sum over c of x[token, c] * factor(c, r).
+// Few sums, each over a whole row (A x, dy B).
 //
 //   binding 0  the factor: mul_mat/low_rank.glsl
 //   binding 1  x F32 [n, width]
 //   binding 2  y F32 [n, rank]
 //
-// A workgroup makes eight sums of each of TOKENS tokens: tokens along x, chunks of the rank along y. Threads take turns along the rows, a quad at a
-// time; what they have is added up by subgroups, and then over these.
+// A workgroup makes eight sums for each of TOKENS tokens: tokens along x, chunks of the rank along y. Its threads share out the quads of the
+// rows; their partial sums are added within each subgroup, then over the subgroups.
 //
 // Defines: WG_SIZE, RANK_ROWS
 #extension GL_KHR_shader_subgroup_basic : require
@@ -18,7 +19,7 @@ layout(local_size_x = WG_SIZE) in;
 layout(std430, set = 0, binding = 1) readonly buffer InX { vec4 x[]; };
 layout(std430, set = 0, binding = 2) writeonly buffer OutY { float y[]; };
 
-shared float parts[(WG_SIZE + 3) / 4 * TOKENS * 8];  // of each subgroup, which has four lanes or more
+shared float parts[(WG_SIZE + 3) / 4 * TOKENS * 8];  // of each subgroup; those have four lanes or more
 
 void main() {
     const uint first = gl_WorkGroupID.x * TOKENS, chunk = gl_WorkGroupID.y, quads = p.width / 4u;

@@ -1,12 +1,12 @@
 #version 450
-// y = sum over tokens of the products of x[token, c] and z[token, r], as gradients of factors of low rank are [+ y].
+// Gradient of a low-rank factor: y[r, c] = sum over tokens of x[token, c] * z[token, r]  [+ y].
 //
 //   binding 0  x F32 [n, width], width a multiple of 4
 //   binding 1  z F32 [n, rank]
-//   binding 2  y F32 [rank, width], or with RANK_ROWS 0 [width, rank]
+//   binding 2  y F32 [rank, width]; with RANK_ROWS 0 [width, rank]
 //
-// A workgroup makes 32 quads along the width of eight numbers of the rank: quads along x, chunks of the rank along y. Each of its SLICES times 32
-// threads adds up the tokens of its slice, SLICES apart; then slices are added up in their order.
+// A workgroup makes 32 quads along the width by eight values along the rank: quads along x, chunks of the rank along y. Each of its SLICES * 32
+// threads sums every SLICES-th token; the slices are then added in order.
 //
 // Defines: SLICES, RANK_ROWS
 #extension GL_EXT_control_flow_attributes : require
@@ -16,7 +16,7 @@ layout(push_constant) uniform Push {
     uint n;
     uint width;
     uint rank;
-    uint add;  // 1: y keeps what it has, and the sums are added to it
+    uint add;  // 1: add to y instead of overwriting it
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer InX { vec4 x[]; };
@@ -24,7 +24,7 @@ layout(std430, set = 0, binding = 1) readonly buffer InZ { float z[]; };
 layout(std430, set = 0, binding = 1) readonly buffer InZQuads { vec4 z4[]; };
 layout(std430, set = 0, binding = 2) buffer OutY { float y[]; };
 
-#define AHEAD 4  // loads of a thread on their way at once
+#define AHEAD 4  // loads that a thread keeps in flight
 
 shared vec4 parts[SLICES * 32];
 

@@ -1,12 +1,14 @@
 #version 450
-// y[token, c] = sum over r of x[token, r] * factor(c, r) [+ before[token, c]]: sums of few terms (B A x, and d(A x) A).
+// Product with a low-rank factor, up from the rank: y[token, c] = sum over r of x[token, r] * factor(c, r)  [+ before[token, c]]. Many sums of
+//                                                                                                           few terms
+// (B A x, and d(A x) A).
 //
 //   binding 0  the factor: mul_mat/low_rank.glsl
 //   binding 1  x F32 [n, rank]
 //   binding 2  y F32 [n, width]
-//   binding 3  before F32 [n, width], which may be y (add 1); else any buffer
+//   binding 3  before F32 [n, width] (add 1), which may be y; otherwise unused, any buffer
 //
-// A thread makes a quad of each of TOKENS tokens: quads along x, tokens along y.
+// One thread per quad of TOKENS tokens: quads along x, tokens along y.
 //
 // Defines: WG_SIZE, RANK_ROWS
 #define TOKENS 8

@@ -1,11 +1,12 @@
 #version 450
-// y[i, j] = sum over k of b[k, i] * a[k, j] for so few k that nothing is gained by tiles; in batches of which several of b share one of a.
+// OUT_PROD with small k, where tiles would gain nothing: y[i, j] = sum over k of b[k, i] * a[k, j]. Batched;
+// several batches of b may share one of a.
 //
 //   binding 0  a F32 [n3 / r3, n2 / r2, k, m]
 //   binding 1  b F32 [n3, n2, k, n]
 //   binding 2  y F32 [n3, n2, n, m]
 //
-// A thread takes one column of eight rows: columns along x, rows along y, batches along z.
+// One thread per column of eight rows: columns along x, rows along y, batches along z.
 //
 // Defines: WG_SIZE
 #extension GL_EXT_control_flow_attributes : require
@@ -18,7 +19,7 @@ layout(push_constant) uniform Push {
     uint n2;
     uint r2;
     uint r3;
-    uint add;    // 1: y keeps what it has, and the sums are added to it
+    uint add;    // 1: add to y instead of overwriting it
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer InA { float a[]; };

@@ -1,9 +1,9 @@
 #version 450
-// Which matrix each slice of a batched product takes.
+// Ids for a batched product done as MUL_MAT_ID: which matrix each slice takes.
 //
-//   binding 0  y I32 [outer, inner, n]: (o / outer_repeat) * matrices + i / inner_repeat in all n places of slice (o, i)
+//   binding 0  y I32 [outer, inner, n]: (o / outer_repeat) * matrices + i / inner_repeat, in all n places of slice (o, i)
 //
-// A thread writes one number.
+// One thread per value.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

@@ -1,14 +1,14 @@
 #version 450
-// How fast threads can multiply and add by registers alone, without matrices: packed integer dot products or f32.
+// Measures the rate of arithmetic on registers, without matrices: packed integer dot products, or f32 multiply-adds.
 //
-//   binding 0  sink: written only if the sums hit a value that never comes, so that they stay
+//   binding 0  sink: written only if the result equals a value that never occurs, so that the compiler keeps the work
 //
-// Each thread has SUMS chains of multiply-adds and takes STEPS steps along all of them, p.rounds times. A step feeds a chain's sum back, so
-// that none can be left out; chains are independent of each other.
+// Each thread has SUMS independent chains and takes STEPS steps along each, p.rounds times.
+// A step depends on the chain's last result, so none can be optimized away.
 //
 // Defines:
 //   WG       threads of a workgroup
-//   INT_DOT  1: a step is a packed dot product of four bytes and an addition, eight operations; 0: a multiply-add of f32, two
+//   INT_DOT  1: a step is a packed dot product of four bytes and an addition (8 operations); 0: an f32 fma (2 operations)
 #extension GL_EXT_control_flow_attributes : require
 
 #define SUMS 12
@@ -18,7 +18,7 @@ layout(local_size_x = WG) in;
 layout(std430, set = 0, binding = 0) writeonly buffer Sink { uint sink[]; };
 layout(push_constant) uniform Push {
     uint rounds;
-    uint factor;  // by which a step multiplies: four bytes, or the bits of a float
+    uint factor;  // multiplier of a step: four bytes, or the bits of a float
     uint never;
 } p;
 

@@ -1,10 +1,10 @@
 #version 450
-// How fast cooperative matrices can be multiplied, by registers alone: f16 times f16 with f32 sums.
+// Measures the rate of cooperative matrices on registers: f16 times f16 with f32 sums.
 //
 //   binding 0  source F16 [FM * FK + FK * FN]: a matrix A, then a matrix B, row-major
-//   binding 1  result F32 [FM][FN] a subgroup and sum: so that nothing is left out
+//   binding 1  result F32 [FM][FN] for each subgroup and sum, so that the compiler keeps the work
 //
-// Each subgroup has ROWS matrices A and COLUMNS matrices B and adds their products to ROWS * COLUMNS sums, p.rounds times.
+// Each subgroup has ROWS matrices A and COLUMNS matrices B, and adds their products to ROWS * COLUMNS sums, p.rounds times.
 #include "mat_mul/matrix.glsl"
 
 layout(constant_id = 5) const uint ROWS = 4;
@@ -23,7 +23,7 @@ void main() {
     MATRIX_SUM sums[ROWS * COLUMNS];
     [[unroll]] for (uint i = 0; i < ROWS; i++) coopMatLoad(a[i], source, 0, FK / 8, gl_CooperativeMatrixLayoutRowMajor);
     [[unroll]] for (uint j = 0; j < COLUMNS; j++) coopMatLoad(b[j], source, FM * FK / 8, FN / 8, gl_CooperativeMatrixLayoutRowMajor);
-    // Each a matrix of its own, or one product would serve for several.
+    // Make the matrices differ, or the compiler could compute one product for several.
     [[unroll]] for (uint i = 0; i < ROWS; i++) a[i] = a[i] * float16_t(float(i + 1) / 16.0);
     [[unroll]] for (uint j = 0; j < COLUMNS; j++) b[j] = b[j] * float16_t(float(j + 1) / 16.0);
     [[unroll]] for (uint i = 0; i < ROWS * COLUMNS; i++) sums[i] = MATRIX_SUM(0.0);

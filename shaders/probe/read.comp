@@ -1,8 +1,10 @@
 #version 450
-// Reads a buffer once, as fast as the device can: what every kernel is measured against.
-//   0  source, a multiple of 16 * WG * UNROLL bytes
-//   1  sink: written only if the sum hits a value that never comes, so that the reads stay
-// Each workgroup takes tiles of WG * UNROLL 16-byte words in turn; the loads of a tile are independent.
+// Measures the read bandwidth of memory, the bound that kernels are compared with: reads a buffer once.
+//
+//   binding 0  source, a multiple of 16 * WG * UNROLL bytes
+//   binding 1  sink: written only if the result equals a value that never occurs, so that the compiler keeps the reads
+//
+// Workgroups take turns at tiles of WG * UNROLL 16-byte words; the loads of a tile are independent.
 
 layout(local_size_x = WG) in;
 layout(std430, set = 0, binding = 0) readonly buffer Source { uvec4 source[]; };

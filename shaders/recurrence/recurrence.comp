@@ -1,6 +1,6 @@
 #version 450
 #extension GL_EXT_control_flow_attributes : require
-// Linear attention as a recurrence. A head has a state S [key, value]; token by token, with its decay w along the keys:
+// Linear attention as a recurrence. A head has a state S [key, value], updated token by token; w is the decay along the keys:
 //
 //   FUNCTION 0  RWKV_WKV6          y = r (S + diag(u) k v^T),  S = diag(w) S + k v^T
 //   FUNCTION 1  GATED_LINEAR_ATTN  S = diag(w) S + k v^T,  y = scale * r S
@@ -9,15 +9,15 @@
 //
 //   binding 0  y F32 [sequences, tokens, heads, dim]
 //   binding 1  states F32 [snapshots, sequences, heads, dim, dim]: after the last token, after the one before it, ...
-//   binding 2  state before F32 [sequences, heads, dim, dim]
-//   binding 3  r F32, 4  k F32 [sequences, tokens, k_heads, dim]: head h takes head h % k_heads
+//   binding 2  initial state F32 [sequences, heads, dim, dim]
+//   binding 3  r F32, binding 4  k F32 [sequences, tokens, k_heads, dim]: head h uses head h % k_heads
 //   binding 5  v F32 [sequences, tokens, heads, dim]
 //   binding 6  w F32 [sequences, tokens, heads, w_width], w_width 1 or dim
-//   binding 7  FUNCTION 0: u F32 [heads, dim]; 2: a F32 as v; 3: beta F32 [sequences, tokens, heads]
-//   binding 8  FUNCTION 2: b F32 as v
+//   binding 7  FUNCTION 0: u F32 [heads, dim]; 2: a F32, shape of v; 3: beta F32 [sequences, tokens, heads]
+//   binding 8  FUNCTION 2: b F32, shape of v
 //
-// States lie as [key, value] for FUNCTION 0 and 1, as [value, key] for 2 and 3. A thread takes one value of a head, and keeps what belongs
-// to it of the state in the first snapshot.
+// States are stored as [key, value] for FUNCTION 0 and 1, as [value, key] for 2 and 3. One thread per value of a head;
+// it keeps its part of the state in the first snapshot.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -47,9 +47,9 @@ layout(std430, set = 0, binding = 8) readonly buffer InB { float b[]; };
 layout(std430, set = 0, binding = 7) readonly buffer InBeta { float beta[]; };
 #endif
 
-const uint STEPS = 8u;    // at once of a loop: llvmpipe ends an invocation's loops after 65535 passes in all
+const uint STEPS = 8u;    // unrolled by 8: llvmpipe ends an invocation's loops after 65535 passes in all
 
-// Where key n of this thread's value stands.
+// Index of key n for this thread's value.
 uint at(uint n, uint head, uint value) {
 #if FUNCTION < 2
     return (head * p.dim + n) * p.dim + value;
@@ -61,7 +61,7 @@ uint at(uint n, uint head, uint value) {
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     if (i >= p.sequences * p.heads * p.dim) return;
-    const uint value = i % p.dim, all_heads = i / p.dim;  // all_heads: number of the head among those of all sequences
+    const uint value = i % p.dim, all_heads = i / p.dim;  // all_heads: the head, counted over all sequences
     const uint head = all_heads % p.heads, sequence = all_heads / p.heads;
     const uint snapshot = p.sequences * p.heads * p.dim * p.dim;
     for (uint n = 0u; n < p.dim; n++) states[at(n, all_heads, value)] = before[at(n, all_heads, value)];
@@ -70,7 +70,7 @@ void main() {
         const uint row = token * p.heads + head, k_row = (token * p.k_heads + head % p.k_heads) * p.dim;
         float fed = v[row * p.dim + value];
 #if FUNCTION >= 2
-        float seen = 0.0;  // of the state before this token: of a, or of k once it has decayed
+        float seen = 0.0;  // dot product of the old state with a, or of the decayed state with k
         for (uint first = 0u; first < p.dim; first += STEPS) {
             [[unroll]] for (uint step = 0u; step < STEPS; step++) {
                 const uint n = first + step;

@@ -1,10 +1,10 @@
 #version 450
-// y[i3, i2, i1, i0] = x[i3 - s3, i2 - s2, i1 - s1, i0 - s0], places taken modulo the sizes.
+// ROLL: y[i3, i2, i1, i0] = x[i3 - s3, i2 - s2, i1 - s1, i0 - s0], indices modulo the sizes.
 //
 //   binding 0  x F32 [n3, n2, n1, n0]
-//   binding 1  y F32 as x
+//   binding 1  y F32, shape of x
 //
-// A thread takes one value. Shifts come as 0 <= s < n.
+// One thread per value. Shifts are given as 0 <= s < n.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

@@ -1,11 +1,11 @@
 #version 450
-// Gradient of y = softmax(scale x) by x, row by row: dx = scale y (dy - sum of dy y).
+// Gradient of y = softmax(scale x) with respect to x, row by row: dx = scale y (dy - sum of dy y).
 //
 //   binding 0  dy F32 [rows, dim]
 //   binding 1  y F32 [rows, dim]
 //   binding 2  dx F32 [rows, dim]; may be dy or y
 //
-// One workgroup a row; thread t takes the values t, t + WG_SIZE, ...
+// One workgroup per row; thread t has values t, t + WG_SIZE, ...
 #include "common/reduce.glsl"
 
 layout(local_size_x = WG_SIZE) in;

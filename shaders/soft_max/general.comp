@@ -1,13 +1,13 @@
 #version 450
-// Softmax of rows with a mask that is repeated, slopes by head (ALiBi) and sinks: what no model asks for outside of attention.
+// Softmax of rows with a broadcast mask, slopes per head (ALiBi) and sinks. No model uses it outside of attention.
 //
 //   y = exp(z - top) / (sum of exp(z - top) + exp(sink - top)),  z = scale * x + slope of the head * mask,  top = the largest of z and sink
 //
-// Bindings, in this order, those in brackets where the define says so:
-//   x F32 [outer, heads, rows, dim]   [MASK: F32 [mask_outer, mask_heads, rows, dim], repeated along its first two axes; -inf hides a value]
-//   [SINKS: F32 [heads]]   y F32 as x
+// Bindings in this order; those in brackets exist with the define:
+//   x F32 [outer, heads, rows, dim]   [MASK: F32 [mask_outer, mask_heads, rows, dim], repeated along its first two axes;
+//   -inf hides a value] [SINKS: F32 [heads]]   y F32, shape of x
 //
-// One workgroup a row; thread t takes the values t, t + WG_SIZE, ... A row that is hidden altogether gives zeros.
+// One workgroup per row; thread t has values t, t + WG_SIZE, ... A row that is hidden altogether gives zeros.
 #include "common/reduce.glsl"
 
 layout(local_size_x = WG_SIZE) in;
@@ -19,9 +19,9 @@ layout(push_constant) uniform Push {
     uint dim;
     uint mask_outer;
     uint mask_heads;
-    uint heads_below;   // the greatest power of two that is at most heads
+    uint heads_below;   // the largest power of two <= heads
     float scale;
-    float slope_below;  // base of the slopes of the first heads_below heads, and of the others
+    float slope_below;  // base of the slopes of the first heads_below heads; slope_above: of the others
     float slope_above;
 } p;
 
@@ -34,7 +34,7 @@ layout(std430, set = 0, binding = 1 + MASK) readonly buffer InSinks { float sink
 #endif
 layout(std430, set = 0, binding = 1 + MASK + SINKS) buffer OutY { float y[]; };
 
-// Below every value a row may hold and far from overflow: what is at or below it counts as hidden.
+// Below every value that a row may hold, and far from overflow: values at or below it count as hidden.
 const float HIDDEN = -1e30;
 
 void main() {

@@ -1,13 +1,13 @@
 #version 450
-// Softmax of rows, and their sums.
+// SOFT_MAX of rows, and SUM_ROWS.
 //
 //   SUM 0: y = exp(z - max z) / sum of exp(z - max z),  z = scale * x (+ mask)
 //   SUM 1: y = sum of x
 //
-// Bindings, in this order, those in brackets where the define says so:
-//   x F32 [rows, dim]   [MASK: F32 [mask_rows, dim], row r takes mask row r % mask_rows; -inf hides a value]   y F32 [rows, dim], SUM: [rows]
+// Bindings in this order; those in brackets exist with the define:
+//   x F32 [rows, dim]   [MASK: F32 [mask_rows, dim], row r uses mask row r % mask_rows; -inf hides a value]   y F32 [rows, dim], SUM: [rows]
 //
-// One workgroup a row; thread t takes the values t, t + WG_SIZE, ... A row that is hidden altogether gives zeros.
+// One workgroup per row; thread t has values t, t + WG_SIZE, ... A row that is hidden altogether gives zeros.
 #include "common/reduce.glsl"
 
 layout(local_size_x = WG_SIZE) in;
@@ -25,7 +25,7 @@ layout(std430, set = 0, binding = 1) readonly buffer InMask { float mask[]; };
 #endif
 layout(std430, set = 0, binding = 1 + MASK) buffer OutY { float y[]; };
 
-// Below every value a row may hold and far from overflow: what is at or below it counts as hidden.
+// Below every value that a row may hold, and far from overflow: values at or below it count as hidden.
 const float HIDDEN = -1e30;
 
 float masked(uint row, uint i) {

@@ -1,11 +1,11 @@
 #version 450
-// X of L X = B for lower triangular L, by forward substitution.
+// SOLVE_TRI: X with L X = B for lower triangular L, by forward substitution.
 //
 //   binding 0  l F32 [batches, n, n]
 //   binding 1  b F32 [batches, n, columns]
-//   binding 2  x F32 as b
+//   binding 2  x F32, shape of b; not write-only, since a thread reads back what it stored
 //
-// A thread takes one column: it reads back what it stored itself, so that x is not write-only.
+// One thread per column of X.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

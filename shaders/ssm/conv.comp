@@ -1,14 +1,15 @@
 #version 450
-// SSM_CONV: y[t, c] = silu(bias[c] + sum over j of w[c, j] * x[t - (TAPS - 1) + j, c]), the causal convolution of Mamba-2, and its state.
+// SSM_CONV: the causal convolution of Mamba-2 and its state. y[t, c] = silu(bias[c] + sum over j of w[c, j] * x[t - (TAPS - 1) + j, c]).
 //
+// Bindings in this order (STORE 1: x, pos, state):
 //   x      F32 [n, stride]: the input is channels p.offset .. p.offset + p.channels of each row
 //   w      F32 [channels, TAPS]; [BIAS: bias F32 [channels]]
-//   pos    I32 [n], -1 for padding, which stands at the end and gives zeros
+//   pos    I32 [n]; -1: padding, which is at the end and gives zeros
 //   state  F32 [TAPS, channels] (ssm/taps.glsl)
 //   y      F32 [n, channels] (STORE 0)
 //
-// STORE 0: thread (x, y) computes channel x of token y. STORE 1, a later stage, since the inputs of other workgroups' first tokens lie in the
-// rows: thread (x, y) stores channel x of the input of the y-th last token that is no padding.
+// STORE 0: thread (x, y) computes channel x of token y. STORE 1 runs in a later stage, because the first tokens of other workgroups still need
+// the rows that it overwrites: thread (x, y) stores channel x of the input of the y-th last token that is not padding.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -40,7 +41,7 @@ void main() {
     const uint c = gl_WorkGroupID.x * WG_SIZE + gl_LocalInvocationID.x;
     if (c >= p.channels) return;
 #if STORE
-    // Tokens before the padding, by halving.
+    // Number of tokens before the padding, by binary search.
     uint real = 0u, end = p.n;
     while (real < end) {
         const uint middle = (real + end) / 2u;

@@ -1,11 +1,11 @@
 #version 450
-// The convolution of ggml's SSM_CONV: y[s, t, c] = sum over j of x[s, c, t + j] * w[c, j]. Every sequence brings its past with it.
+// ggml's SSM_CONV: y[s, t, c] = sum over j of x[s, c, t + j] * w[c, j]. Each sequence comes with the inputs of the tokens before it.
 //
 //   binding 0  x F32 [sequences, channels, tokens + taps - 1]
 //   binding 1  w F32 [channels, taps]
 //   binding 2  y F32 [sequences, tokens, channels]
 //
-// A thread makes one value.
+// One thread per value.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {

@@ -1,22 +1,23 @@
 #version 450
-// SSM_SCAN: the recurrence of Mamba-2, token by token, and SSM_CONV_SCAN: with the convolution before it, of one token.
+// SSM_SCAN: the recurrence of Mamba-2, token by token; with CONV 1 SSM_CONV_SCAN: one token, with the convolution before it.
 //
 //   dt = softplus(dt + dt_bias[h])      state[h, r, :] = exp(dt a[h]) state[h, r, :] + dt x[h, r] B[g, :]
 //   y[h, r] = (state[h, r, :] . C[g, :] + d[h] x[h, r]) * silu(z[h, r])
 //
-// Head h has HEAD_DIM rows r of STATE values, and shares B and C with the other heads of its group g = h / (N_HEAD / N_GROUP).
+// Head h has HEAD_DIM rows r of STATE values. It shares B and C with the other heads of its group g = h / (N_HEAD / N_GROUP).
 //
-//   zx        F32 [n, stride], a row is z [N_HEAD * HEAD_DIM], the convolution's input x, B, C [CHANNELS], dt [N_HEAD]
+// Bindings in this order:
+//   zx        F32 [n, stride]; a row is z [N_HEAD * HEAD_DIM], the convolution's input x, B, C [CHANNELS], and dt [N_HEAD]
 //   CONV 0:   xbc F32 [n, CHANNELS], the convolution's output;  CONV 1: w F32 [CHANNELS, TAPS], [BIAS: bias F32 [CHANNELS]]
 //   a, d, dt_bias  F32 [N_HEAD]
-//   pos       I32 [n], -1 for padding, which stands at the end, gives zeros and leaves the states as they are
-//   state     F32 [2, N_HEAD, HEAD_DIM, STATE]: slot p & 1 is the state after the token at position p. A batch whose first position is 0 begins
-//             with zeros. What was read stays where it is, so a token that runs twice gives the same twice.
+//   pos       I32 [n]; -1: padding, which is at the end, gives zeros and does not change the states
+//   state     F32 [2, N_HEAD, HEAD_DIM, STATE]: slot p & 1 holds the state after the token at position p. A batch whose first position is 0
+//             starts from zeros. The slot that was read is not overwritten, so a token that runs twice gives the same result twice
 //   CONV 1:   conv F32 [TAPS, CHANNELS] (ssm/taps.glsl)
 //   y         F32 [n, N_HEAD * HEAD_DIM]
 //
-// A workgroup of WG_SIZE threads has ROWS rows of a head; LANES = WG_SIZE / ROWS neighbouring threads share a row and hold its state in registers, EACH quads a thread, for all
-// tokens. B, C and the factors of TILE tokens at a time lie in shared memory.
+// A workgroup has ROWS rows of a head. LANES = WG_SIZE / ROWS neighbouring threads share a row and hold its state in registers for all tokens,
+// EACH quads per thread. B, C and the factors of TILE tokens at a time are staged in shared memory.
 #extension GL_EXT_control_flow_attributes : require
 #define REDUCE_GROUPS 1
 #include "common/reduce.glsl"
@@ -59,7 +60,7 @@ layout(std430, set = 0, binding = NEXT + 5 + CONV) writeonly buffer OutY { float
 #define CONV_ROW(row, c) conv[(row) * CHANNELS + (c)]
 #include "ssm/taps.glsl"
 
-// log(1 + exp(v)) to the last bits for any v: what 1 + exp(v) rounds away is put back.
+// log(1 + exp(v)), accurate to the last bits for any v: the factor e / seen corrects what 1 + exp(v) rounds away.
 float softplus(float v) {
     if (v > 20.0) return v;
     const float e = exp(v);
@@ -72,7 +73,7 @@ shared vec4 tile_b[TILE][QUADS], tile_c[TILE][QUADS];
 shared float tile_x[TILE][ROWS];
 shared float tile_dt[TILE], tile_decay[TILE];
 
-// Channel of the convolution that is item i of what this workgroup needs: its rows of x, then B, then C.
+// Which channel of the convolution is item i of those that this workgroup needs: its rows of x, then B, then C.
 uint channel_of(uint i, uint head, uint row0) {
     if (i < ROWS) return head * HEAD_DIM + min(row0 + i, HEAD_DIM - 1u);
     const uint group = head / (N_HEAD / N_GROUP);
@@ -122,7 +123,7 @@ void main() {
             sum += bias[c];
   #endif
             keep(0u, i, silu(sum));
-            // The row of this token is nobody's tap. B and C are stored once for their group.
+            // No tap of this token reads the row of the ring that is written here. B and C are stored once for their group.
             const bool owner = i < ROWS ? row0 + i < HEAD_DIM : row0 == 0u && head % (N_HEAD / N_GROUP) == 0u;
             if (first >= 0 && owner) CONV_ROW(uint(first) % TAPS, c) = x;
         }
@@ -135,7 +136,7 @@ void main() {
         for (uint t = tid; t < count; t += WG_SIZE) {
             float dt;
             SPIN_UNTIL(dt = zx[(t0 + t) * p.stride + INNER + CHANNELS + head], arrived(dt));
-            dt = pos[t0 + t] >= 0 ? softplus(dt + dt_base) : 0.0;  // of padding: 0 and 1, which change nothing
+            dt = pos[t0 + t] >= 0 ? softplus(dt + dt_base) : 0.0;  // padding: dt 0 and decay 1 leave the state as it is
             tile_dt[t] = dt;
             tile_decay[t] = exp(dt * decay_rate);
         }

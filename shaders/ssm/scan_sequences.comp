@@ -1,17 +1,17 @@
 #version 450
 #extension GL_EXT_control_flow_attributes : require
-// The recurrence of ggml's SSM_SCAN, token after token of each sequence:
+// ggml's SSM_SCAN: the recurrence of each sequence, token by token.
 //
 //   state = state * exp(step * a) + b * x * step,  step = log(1 + exp(dt)),  y = sum of state * c
 //
-//   binding 0  s F32 [sequences, heads, dim, n_state], states before
+//   binding 0  s F32 [sequences, heads, dim, n_state], initial states
 //   binding 1  x F32 [sequences, tokens, heads, dim]    binding 2  dt F32 [sequences, tokens, heads]
-//   binding 3  a F32 [heads, A_WIDTH]: of a head, or of each of its states
-//   binding 4  b F32, 5  c F32 [sequences, tokens, groups, n_state]: neighbouring heads share a group
-//   binding 6  y F32 [sequences, tokens, heads, dim]    binding 7  states after the last token, as s; then, up to
-//              `snapshots` in all, those after the token before it, and so on
+//   binding 3  a F32 [heads, a_width]: one per head, or one per state of a head
+//   binding 4  b F32, binding 5  c F32 [sequences, tokens, groups, n_state]: neighbouring heads share a group
+//   binding 6  y F32 [sequences, tokens, heads, dim]
+//   binding 7  states after the last token, shape of s; then, up to `snapshots` in all, those after the token before it, and so on
 //
-// A thread takes one value of a head's dim and all its states, which it keeps in the first part of binding 7.
+// One thread per value of a head's dim. It keeps the n_state states of that value in the first part of binding 7.
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -34,7 +34,7 @@ layout(std430, set = 0, binding = 5) readonly buffer InC { float c[]; };
 layout(std430, set = 0, binding = 6) writeonly buffer OutY { float y[]; };
 layout(std430, set = 0, binding = 7) buffer OutS { float after[]; };
 
-const uint STEPS = 8u;    // at once of a loop: llvmpipe ends an invocation's loops after 65535 passes in all
+const uint STEPS = 8u;    // unrolled by 8: llvmpipe ends an invocation's loops after 65535 passes in all
 
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;

@@ -1,10 +1,10 @@
 #version 450
-// Sums of columns: y[o, b, j] = sum of x[o, i, j] over the rows i of block b. Blocks are added up by a second launch, whose rows they are.
+// Sums of columns: y[o, b, j] = sum of x[o, i, j] over the rows i of block b. A second launch adds up the blocks: they are its rows.
 //
 //   binding 0  x F32 [outer, rows, columns]
 //   binding 1  y F32 [outer, blocks, columns]
 //
-// A thread takes a column of a block, one row after the other. Workgroups: columns along x, blocks along y, outer along z.
+// One thread per column of a block; it walks the rows in order. Grid: columns, blocks, outer.
 //
 // Defines: WG_SIZE
 layout(local_size_x = WG_SIZE) in;
@@ -12,7 +12,7 @@ layout(local_size_x = WG_SIZE) in;
 layout(push_constant) uniform Push {
     uint rows;
     uint columns;
-    uint block;    // rows of one
+    uint block;    // rows per block
     uint blocks;
 } p;
 

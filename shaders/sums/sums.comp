@@ -1,15 +1,15 @@
 #version 450
-// Sums along rows: of each row, of each with all before it, or of rows that are equal.
+// Sums along rows, cumulative sums, and the count of equal values.
 //
-//   FUNCTION 0  y[row] = factor * sum of x[row]           y F32 [rows]
-//   FUNCTION 1  y[row, i] = sum of x[row, 0..i]           y F32 [rows, k]
-//   FUNCTION 2  y = values in which a and x are equal     y I32, x and a I32 [rows, k]; the count's upper word is 0
+//   FUNCTION 0  y[row] = factor * sum of x[row]             y F32 [rows]
+//   FUNCTION 1  y[row, i] = sum of x[row, 0..i]             y F32 [rows, k]
+//   FUNCTION 2  y = number of values where a equals x       y: an I64, whose upper word is 0; x and a I32 [rows, k]
 //
 //   binding 0  x [rows, k]
 //   binding 1  y
-//   binding 2  a, of FUNCTION 2
+//   binding 2  a (FUNCTION 2)
 //
-// A workgroup takes a row (FUNCTION 2: everything): its threads take pieces of it, one after the other.
+// One workgroup per row (FUNCTION 2: one for everything); its threads share out the values.
 #include "common/reduce.glsl"
 layout(local_size_x = WG_SIZE) in;
 
@@ -41,7 +41,7 @@ void main() {
     sum = wg_sum(sum);
     if (thread == 0u) y[row] = p.factor * sum;
 #elif FUNCTION == 1
-    // Each thread has one stretch: first its sum, then, from the sums of those before it on, its values.
+    // Each thread has a stretch of the row: first it sums the stretch, then it adds the sums of the stretches before it.
     const uint each = (p.k + WG_SIZE - 1u) / WG_SIZE;
     const uint first = min(thread * each, p.k), end = min(first + each, p.k);
     float sum = 0.0;

@@ -1,5 +1,5 @@
 #version 450
-// norm = sqrt(sum of squares); scale = min(1, max_norm / (norm + 1e-6)), by which gradients are clipped. One thread does it.
+// Gradient clipping: norm = sqrt(sum of squares), scale = min(1, max_norm / (norm + 1e-6)). A single thread.
 //
 //   binding 0  sum F32 [1]
 //   binding 1  scale F32 [1]

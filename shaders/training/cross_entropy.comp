@@ -1,13 +1,13 @@
 #version 450
-// Row by row: log-sum-exp of the logits, and the loss of the row: lse - logit of its target (0 for a negative target), or the sum over labels of
-// label (lse - logit).
+// Cross entropy of each row: lse = log-sum-exp of the logits;
+// loss = lse - logit of the target (0 for a negative target) or, with LABELS, the sum over labels of label * (lse - logit).
 //
 //   binding 0  logits F32 [rows, dim]
 //   binding 1  targets I32 [rows]; with LABELS labels F32 [rows, dim]
 //   binding 2  loss F32 [rows]
 //   binding 3  lse F32 [rows]
 //
-// One workgroup a row; thread t takes the values t, t + WG_SIZE, ...
+// One workgroup per row; thread t has values t, t + WG_SIZE, ...
 //
 // Defines: LABELS; those of common/reduce.glsl
 #include "common/reduce.glsl"

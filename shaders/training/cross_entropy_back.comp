@@ -1,14 +1,14 @@
 #version 450
-// Gradient of the mean cross entropy by the logits: (softmax(logits) - label) dloss / rows that count. A target is a label of 1 at its place; a row
-// whose target is no class gives zeros and does not count.
+// Gradient of the mean cross entropy with respect to the logits: (softmax(logits) - label) * dloss / (number of rows that count). A target
+// stands for a label of 1 at its index. A row whose target is not a class gives zeros and does not count.
 //
 //   binding 0  dloss F32 [1]
 //   binding 1  logits F32 [rows, dim]
 //   binding 2  targets I32 [rows]; with LABELS labels F32 [rows, dim]
 //   binding 3  dlogits F32 [rows, dim]; may be logits
-//   binding 4  lse F32 [rows], with LSE: log-sum-exp of each row; else it is made here
+//   binding 4  lse F32 [rows] (LSE): log-sum-exp of each row; without it, it is computed here
 //
-// One workgroup a row; thread t takes the values t, t + WG_SIZE, ...
+// One workgroup per row; thread t has values t, t + WG_SIZE, ...
 //
 // Defines: LABELS, LSE; those of common/reduce.glsl
 #include "common/reduce.glsl"

@@ -1,4 +1,5 @@
-// log of the sum of exp(x) of the p.dim values from `from` on, in all threads of the workgroup. Needs a buffer x, and common/reduce.glsl.
+// log of the sum of exp(x) over the p.dim values from `from` on; every thread of the workgroup gets it.
+// Needs a buffer x and common/reduce.glsl.
 float log_sum_exp(uint from, uint t) {
     float top = uintBitsToFloat(0xff800000u);
     for (uint i = t; i < p.dim; i += WG_SIZE) top = max(top, x[from + i]);

@@ -1,9 +1,10 @@
 #version 450
-// Mean of the rows' losses: over the rows whose target is a class, or over all of them. One workgroup; thread t takes the rows t, t + WG_SIZE, ...
+// Mean of the rows' losses over the rows whose target is a class; with LABELS over all rows. One workgroup;
+// thread t has rows t, t + WG_SIZE, ...
 //
 //   binding 0  loss F32 [rows]
 //   binding 1  targets I32 [rows]; not read with LABELS
-//   binding 2  y F32 [1]; 0 where no row counts
+//   binding 2  y F32 [1]; 0 if no row counts
 //
 // Defines: LABELS; those of common/reduce.glsl
 #include "common/reduce.glsl"

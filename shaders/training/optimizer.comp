@@ -4,13 +4,13 @@
 //   AdamW  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w = w (1 - lr decay) - lr (m c1) / (sqrt(v c2) + eps)
 // with g = scale dw, c1 = 1 / (1 - beta1^t) and c2 = 1 / (1 - beta2^t).
 //
-//   binding 0  w F32 [elements]; with CODED a stored weight (a shard of it) in the planes of docs/architecture.md
-//   binding 1  dw F32 [elements], of CODED with the shard's values from `first` on, as m and v
+//   binding 0  w F32 [elements]; with CODED an F32 weight (or a shard of one) in the planes of docs/architecture.md
+//   binding 1  dw F32 [elements]; with CODED the shard's values begin at `first`, as those of m and v do
 //   binding 2  params F32: lr, decay;  ADAMW: lr, beta1, beta2, eps, decay, c1, c2
-//   binding 3, 4  m, v F32 [elements], with ADAMW
-//   last binding  scale F32 [1], with SCALED; else g = dw
+//   binding 3, 4  m, v F32 [elements] (ADAMW)
+//   last binding  scale F32 [1] (SCALED); without it g = dw
 //
-// A thread takes one value.
+// One thread per value.
 //
 // Defines: WG_SIZE, ADAMW, SCALED, CODED
 layout(local_size_x = WG_SIZE) in;
@@ -19,8 +19,8 @@ layout(push_constant) uniform Push {
     uint elements;
 #if CODED
     uint first;
-    uint k;        // values of a row
-    uint part;     // values from one part of a unit to the next
+    uint k;        // values in a row
+    uint part;     // values from one part of the planes to the next
 #endif
 } p;
 

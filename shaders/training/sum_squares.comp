@@ -1,10 +1,10 @@
 #version 450
-// Sum of the squares of a tensor's values, in parts; or, with LAST, the sum of the parts.
+// Sum of the squares of a tensor's values, in parts; with LAST, the sum of the parts.
 //
 //   binding 0  x F32 [elements]
 //   binding 1  y F32: workgroup g writes value first + g
 //
-// Workgroup g takes the values of `block` from g * block on; thread t every WG_SIZE-th of them from the t-th on.
+// Workgroup g takes values g * block .. + block; thread t every WG_SIZE-th of them.
 //
 // Defines: LAST; those of common/reduce.glsl
 #include "common/reduce.glsl"
