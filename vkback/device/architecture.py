@@ -1,7 +1,7 @@
-"""Which generation a GPU belongs to, from what its driver reports.
+"""The generation (architecture class) that a GPU belongs to, from what its driver reports.
 
-First the PCI id decides, where the table knows it, then the name of the product. For other devices the properties decide in which
-generations differ, as far as they do (Ampere and Ada report the same).
+The PCI id decides if the table knows it, then the product name. For other devices, properties in which generations differ decide, as far
+as they do (Ampere and Ada report the same).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ CLASSES: Mapping[str, Sequence[str]] = {
     "software": ("cpu_llvmpipe",),
     "other": (),
 }
-"""Every vendor and the classes `classify` can give it, oldest first; Apple's go on as apple_m2, apple_m3 and so on."""
+"""Every vendor with the classes that `classify` can return, oldest first; Apple's continue as apple_m2, apple_m3 and so on."""
 
 
 DRIVERS = (
@@ -130,7 +130,7 @@ def driver_class(driver_id: str) -> str:
 
 
 def mesa_series(driver_info: str) -> str:
-    """ "Mesa 22.3.6" -> "22", whose compilers a row may be for; "" for drivers that are not Mesa's."""
+    """ "Mesa 22.3.6" -> "22": a row of a table may be for the compilers of one series. "" for drivers other than Mesa's."""
     found = re.match(r"Mesa (\d+)\.", driver_info)
     return found[1] if found else ""
 

@@ -28,7 +28,8 @@ VENDORS: Mapping[int, str] = {
 
 
 LEAST_STORAGE_BINDINGS = 8
-"""Storage buffers a kernel may have anywhere: what a Raspberry Pi binds, the fewest of all recorded devices. Vulkan alone guarantees 4."""
+"""Storage buffers that a kernel may always have: as many as a Raspberry Pi binds, the fewest of all recorded devices.
+Vulkan guarantees only 4."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,19 @@ class MatrixShape:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One device under one driver. Sizes in bytes, `timestamp_period` in ns a tick.
+    """One device under one driver. Sizes are in bytes, `timestamp_period` in ns per tick.
 
     vendor        "nvidia", "amd", "intel", "apple", "qualcomm", "arm", "broadcom", "software", "other"
     architecture  class name as in docs/device_profiles.md ("ampere", "rdna3", ...), "unknown" when no rule fits
     device_type   "discrete", "integrated", "virtual", "cpu", "other"
-    int_dot       the feature; `int_dot_accelerated` that 4x8-bit packed signed dot products are fast
+    int_dot       the feature; `int_dot_accelerated`: packed signed 4x8-bit dot products are fast
     subgroup_ops  "basic", "vote", "arithmetic", "ballot", "shuffle", "shuffle_relative", "clustered", "quad", "rotate", ...
-    extensions    names the driver lists
-    pipeline_robustness  a pipeline may say that its accesses need no bounds checks
-    shader_clock  kernels may read the clock of the device; of a profile, that it lists the extension
+    extensions    names that the driver lists
+    pipeline_robustness  a pipeline can switch bounds checks of its accesses off
+    shader_clock  kernels can read the device's clock; from a profile: it lists the extension
     uma           host and device share their memory; `rebar`: all device memory is host-visible
     shader_cores  SMs, compute units, shader cores; None when not reported
-    What is not known is held to be absent, and a limit not known to be the least that Vulkan allows.
+    Unknown features count as absent, and an unknown limit as the least that Vulkan allows.
     """
 
     name: str
@@ -147,16 +148,16 @@ class Capabilities:
 
     @property
     def largest_buffer(self) -> int:
-        """Bytes of a buffer at most, a multiple of 256, as ranges are."""
+        """Largest size of a buffer in bytes, a multiple of 256, as ranges are."""
         return min(self.max_allocation_size, self.max_buffer_size) // 256 * 256
 
     @property
     def software(self) -> bool:
-        """The "GPU" is the CPU."""
+        """Whether the "GPU" is the CPU."""
         return self.device_type == "cpu"
 
     def has_subgroup_ops(self, *names: str) -> bool:
-        """Whether every one of the subgroup operations is there."""
+        """Whether the device has all of these subgroup operations."""
         return set(names) <= set(self.subgroup_ops)
 
     def summary_line(self, index: int = 0) -> str:
@@ -245,7 +246,7 @@ _EXTENSIONS = {
     "pipeline_robustness": "VK_EXT_pipeline_robustness",
     "shader_clock": "VK_KHR_shader_clock",
 }
-"""Fields that a profile tells by the extension."""
+"""Fields that a profile tells by an extension's presence."""
 
 _LIMITS: Mapping[str, tuple[str, int | tuple[int, int, int]]] = {
     "max_storage_buffer_range": ("maxStorageBufferRange", 1 << 27),
@@ -317,7 +318,7 @@ def _profile_features(p: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _profile_limits(limits: Mapping[str, Any]) -> dict[str, Any]:
-    """Limits as recorded; the least allowed where one is not known."""
+    """Limits as recorded; an unknown one is the least that Vulkan allows."""
     values = {field: least if limits[name] is None else limits[name] for field, (name, least) in _LIMITS.items()}
     return {field: tuple(map(int, v)) if isinstance(v, list | tuple) else int(v) for field, v in values.items()}
 

@@ -27,11 +27,11 @@ CompilesOnly = bool | Literal["auto"]
 
 
 class Device:
-    """A Vulkan device opened for compute. Use as a context manager, or call `close()`.
+    """A Vulkan device opened for compute. Use it as a context manager, or call `close()`.
 
-    Everything made from a device belongs to it and dies with it at the latest.
+    Everything made from a device belongs to it and is destroyed with it at the latest.
 
-    compile_only  why it only compiles: no queue, no memory; "" where it runs what it compiles
+    compile_only  why the device can only compile (no queue, no memory); "" if it runs what it compiles
     """
 
     def __init__(self, instance: Instance, physical: PhysicalDevice, index: int, statistics: bool = False, compile_only: str = "") -> None:
@@ -89,13 +89,13 @@ class Device:
     ) -> Device:
         """Open a device.
 
-        selector    index, part of the name, or UUID; None means the environment variable VKBACK_DEVICE, else the best GPU there is.
-                    Software drivers are taken when asked for or when there is no GPU (with a line on stderr).
-        validation  True: run under the Khronos validation layer; "sync": with its synchronization checks too
-        statistics  for `kernel_statistics` and `kernel_texts`
-        compile_only  True: kernels are compiled and looked at, and what would run raises CompileOnly. That is all that drivers without
-                    hardware can do (RADV's null device, any over a no-op kernel shim). "auto": so for these; False refuses them
-        Raises NoDevice, or FeatureMissing naming every required feature the device lacks.
+        selector    index, part of the name, or UUID; None: the environment variable VKBACK_DEVICE, else the best GPU there is.
+                    Software drivers are used on request, or when there is no GPU (with a line on stderr).
+        validation  True: run under the Khronos validation layer; "sync": with its synchronization checks, too
+        statistics  needed by `kernel_statistics` and `kernel_texts`
+        compile_only  True: kernels can be compiled and inspected; anything that would run raises CompileOnly. Drivers without hardware can
+                    do no more (RADV's null device, any driver over a no-op kernel shim). "auto": do so for these; False: refuse them
+        Raises NoDevice, or FeatureMissing naming every required feature that the device lacks.
         """
         instance = Instance(validation)
         try:
@@ -126,7 +126,8 @@ class Device:
     # -- memory
 
     def free_memory(self) -> int:
-        """Bytes left in the largest device-local heap: the driver's budget where it tells one, else its size less what this Device took."""
+        """Bytes left in the largest device-local heap: the driver's budget if it reports one,
+        else the heap's size minus what this Device has taken."""
         return self._memory.free()
 
     def arena(self, purpose: str, nbytes: int, kind: Kind = "device") -> Arena:
@@ -154,28 +155,28 @@ class Device:
         spec: Mapping[int, int] | None = None,
         subgroup_size: int | None = None,
     ) -> Kernel:
-        """Compile a kernel with entry point `main`, or give the one compiled before.
+        """Compile a kernel with entry point `main`, or return it if it was compiled before.
 
         bindings       storage buffers in set 0
         spec           specialization constant id -> 32-bit value
-        subgroup_size  demanded of the device, with full subgroups where it has them; None leaves the choice to the driver
+        subgroup_size  required size, with full subgroups if the device has them; None leaves the choice to the driver
         """
         self._require_open()
         return self._kernels.get(KernelSpec(spirv, name, bindings, push_bytes, tuple(sorted((spec or {}).items())), subgroup_size))
 
     def kernels(self, specs: Iterable[KernelSpec]) -> list[Kernel]:
-        """Many kernels, compiled in parallel, in the order of `specs`."""
+        """Compile many kernels in parallel; returned in the order of `specs`."""
         self._require_open()
         return self._kernels.get_all(specs)
 
     def trim_kernels(self, most: int) -> int:
-        """Destroy the kernels used longest ago until `most` are left; how many that were. They are compiled again when they are asked for.
+        """Destroy the least recently used kernels until `most` are left; returns how many. They are compiled again on demand.
         No recording may be left that runs one of them."""
         self._require_open()
         return self._kernels.trim(most)
 
     def kernel_statistics(self, spec: KernelSpec) -> list[Statistic]:
-        """What the driver tells about a kernel: registers, size of the code, spills. Compiles it once more.
+        """What the driver reports about a kernel: registers, code size, spills. Compiles it once more.
 
         Raises DeviceError on a device that was not opened with `statistics`.
         """
@@ -185,9 +186,9 @@ class Device:
         return self._kernels.statistics(spec)
 
     def kernel_texts(self, spec: KernelSpec) -> list[CompiledText]:
-        """What the driver prints of a kernel: its intermediate forms and, last, its machine code. Compiles it once more.
+        """What the driver prints about a kernel: its intermediate forms and, last, its machine code. Compiles it once more.
 
-        Empty where the driver keeps that to itself. Raises DeviceError on a device that was not opened with `statistics`.
+        Empty if the driver prints nothing. Raises DeviceError on a device that was not opened with `statistics`.
         """
         self._require_open()
         if not self._has_statistics:
@@ -195,14 +196,14 @@ class Device:
         return self._kernels.texts(spec)
 
     def kernel_cache_data(self, spec: KernelSpec) -> bytes:
-        """What the driver's VkPipelineCache holds of a kernel, in a form of its own. Compiles it once more."""
+        """The data of the driver's VkPipelineCache for a kernel, in the driver's own format. Compiles the kernel once more."""
         self._require_open()
         return self._kernels.cache_data(spec)
 
     # -- work
 
     def recorder(self, name: str, *, timestamps: int = 0) -> Recorder:
-        """Begin a recording; timestamps: the most it will write."""
+        """Begin a recording. timestamps: the most that it will write."""
         self._require_running(name)
         return Recorder(self._driver, self.caps, self._family, name, timestamps, self._commands)
 
@@ -218,7 +219,7 @@ class Device:
         commands.destroy()
 
     def wait_idle(self) -> None:
-        """Until everything submitted is done and its writes are visible to the host."""
+        """Wait until everything submitted is done and its writes are visible to the host."""
         self._require_open()
         if self._host_barrier is None:
             rec = self.recorder("host barrier")
@@ -275,7 +276,7 @@ class Device:
 
     @property
     def validation_messages(self) -> list[ValidationMessage]:
-        """What the validation layers said so far; empty without them."""
+        """What the validation layers have reported so far; empty without them."""
         return self._instance.messages
 
     def check_validation(self) -> None:
@@ -286,7 +287,7 @@ class Device:
             raise DeviceError(f"[validation] {len(errors)} errors from the validation layers, the first of them:\n{first}")
 
     def live_objects(self) -> dict[str, int]:
-        """Kinds of Vulkan objects that are alive, and how many; empty after `close()` unless something leaked."""
+        """Kinds of Vulkan objects that are alive, with their counts; empty after `close()` unless something leaked."""
         return {kind: n for kind, n in self._driver.live.items() if n}
 
     def _fault_report(self) -> str:
@@ -332,7 +333,7 @@ class Device:
             self.check_validation()
 
     def _settle(self) -> None:
-        """Until nothing is in flight; a lost device has nothing in flight."""
+        """Wait until nothing is in flight; a lost device has nothing in flight."""
         with contextlib.suppress(DeviceLost):
             self._queue.last.wait()
 
@@ -353,7 +354,7 @@ class Device:
 
 
 def compiles_only(caps: Capabilities, why: str, what: str = "this") -> CompileOnly:
-    """The error of what would run on a device that only compiles."""
+    """The error to raise for something that would run, on a device that only compiles."""
     return CompileOnly(
         f"[device] {caps.name} only compiles kernels ({why}); {what} needs a device that runs them. Choose one with VKBACK_DEVICE, or look "
         "at kernels with vkback kernels, explain and plan"
@@ -361,7 +362,7 @@ def compiles_only(caps: Capabilities, why: str, what: str = "this") -> CompileOn
 
 
 def require(physical: PhysicalDevice) -> None:
-    """Raises FeatureMissing that names everything vkback needs and the device lacks."""
+    """Raises FeatureMissing that names every feature that vkback needs and the device lacks."""
     caps = physical.caps
     needs = (
         ("Vulkan 1.2", physical.api_version >= API_1_2),

@@ -1,7 +1,7 @@
-"""All calls of Vulkan go through here: loading the binding, building structs, calling the driver, typed errors, counts of live objects.
+"""All Vulkan calls go through here: loading the binding, building structs, calling the driver, typed errors, counts of live objects.
 
-Everything goes through cffi; the binding's Python wrappers are slow and raise on success codes. Hot vkCmd* calls, which return nothing, are
-called on `Driver.fn` directly.
+Everything uses cffi directly; the binding's Python wrappers are slow and raise on success codes. Hot vkCmd* calls, which return nothing,
+are called on `Driver.fn`.
 """
 
 from __future__ import annotations
@@ -166,13 +166,13 @@ _alive_lock = threading.Lock()
 
 
 def count_alive(kind: str, change: int) -> None:
-    """Keep the count of `alive_objects`."""
+    """Adjust the count of `alive_objects`."""
     with _alive_lock:
         _alive[kind] += change
 
 
 def alive_objects() -> dict[str, int]:
-    """Kinds of Vulkan objects alive in this process, instances and those of all devices together, and how many."""
+    """Kinds of Vulkan objects alive in this process (instances, and the objects of all devices), with their counts."""
     return {kind: n for kind, n in sorted(_alive.items()) if n}
 
 
@@ -206,7 +206,7 @@ class Driver:
         self.count(kind, -1)
 
     def count(self, kind: str, change: int) -> None:
-        """Keep the count of live objects; compiling threads create at the same time."""
+        """Adjust the count of live objects. Locked, since compiling threads create objects at the same time."""
         with self._lock:
             self.live[kind] += change
         count_alive(kind, change)

@@ -188,10 +188,10 @@ def without_duplicates(found: Sequence[PhysicalDevice]) -> list[PhysicalDevice]:
 
 
 def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> PhysicalDevice:
-    """The device a selector means: index, part of a name, or UUID; VKBACK_DEVICE stands in for None.
+    """The device that a selector means: index, part of a name, or UUID. For None, VKBACK_DEVICE is used.
 
     Without a selector: the first discrete GPU, else integrated, else virtual, else software with a line on stderr.
-    Raises NoDevice that lists what there is.
+    Raises NoDevice that lists the devices there are.
     """
     if not devices:
         raise NoDevice(f"[device] the Vulkan loader lists no device. {INSTALL_HINT}")
@@ -220,7 +220,7 @@ def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> Phy
 
 
 def no_hardware(caps: Capabilities) -> str:
-    """Why a device can compile kernels but run none; "" where nothing says so.
+    """Why a device can compile kernels but run none; "" if nothing says so.
 
     Mesa's no-op shims let a driver open any chip of its vendor: submits succeed, and buffers read as zeros.
     """

@@ -25,7 +25,7 @@ UNCHECKED = dict.fromkeys(("storageBuffers", "uniformBuffers", "vertexInputs", "
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """All that makes a kernel. spec: specialization constant id -> 32-bit value (a float goes in as its bits)."""
+    """Everything that defines a kernel. spec: specialization constant id -> 32-bit value (a float is given as its bits)."""
 
     spirv: bytes = field(repr=False)
     name: str
@@ -48,7 +48,7 @@ class Kernel:
 
 
 class KernelCache:
-    """Every kernel of a device, once, those used longest ago first."""
+    """All kernels of a device, each compiled once, in the order of their last use."""
 
     def __init__(self, driver: Driver, caps: Capabilities) -> None:
         self._driver, self._caps = driver, caps
@@ -84,7 +84,8 @@ class KernelCache:
         return [self.get(s) for s in specs]
 
     def trim(self, most: int) -> int:
-        """Destroy those used longest ago until `most` are left; how many that were. No recording may be left that runs one of them."""
+        """Destroy the least recently used kernels until `most` are left; returns how many. No recording may be left that runs one of them.
+        """
         with self._lock:
             old = [self._kernels.pop(spec) for spec in list(self._kernels)[: max(0, len(self._kernels) - most)]]
         for kernel in old:
@@ -95,7 +96,7 @@ class KernelCache:
         return len(self._kernels)
 
     def statistics(self, spec: KernelSpec) -> list[Statistic]:
-        """What the driver tells about a kernel, which is compiled for this alone. The device must be open for statistics."""
+        """What the driver reports about a kernel, which is compiled just for this. The device must be open for statistics."""
         pipeline = self._compile(spec, self._checked_layout(spec), CAPTURE_STATISTICS)
         try:
             return read_statistics(self._driver, pipeline)
@@ -103,7 +104,7 @@ class KernelCache:
             self._driver.destroy("Pipeline", pipeline)
 
     def texts(self, spec: KernelSpec) -> list[CompiledText]:
-        """What the driver prints of a kernel, which is compiled for this alone. The device must be open for statistics."""
+        """What the driver prints about a kernel, which is compiled just for this. The device must be open for statistics."""
         pipeline = self._compile(spec, self._checked_layout(spec), CAPTURE_TEXTS)
         try:
             return read_texts(self._driver, pipeline)
@@ -111,7 +112,7 @@ class KernelCache:
             self._driver.destroy("Pipeline", pipeline)
 
     def cache_data(self, spec: KernelSpec) -> bytes:
-        """VkPipelineCache data of a kernel that is compiled for this alone."""
+        """VkPipelineCache data of a kernel that is compiled just for this."""
         layout = self._checked_layout(spec)
         driver = self._driver
         cache = driver.create("PipelineCache", struct("VkPipelineCacheCreateInfo"), spec.name)
@@ -269,10 +270,10 @@ def _cache_data(driver: Driver, cache: Handle) -> bytes:
 
 
 class PipelineCacheFile:
-    """VkPipelineCache kept on disk, a file a device and driver.
+    """A VkPipelineCache kept on disk, one file per device and driver.
 
-    The file is a SHA-256 of the driver's data, then the data: drivers have crashed on damaged caches. Losing it costs compile time only, so
-    a file that cannot be read or written is passed over.
+    The file is a SHA-256 of the driver's data, then the data: drivers have crashed on damaged caches. Losing it costs only compile time, so
+    a file that cannot be read or written is ignored.
     """
 
     def __init__(self, driver: Driver, caps: Capabilities) -> None:

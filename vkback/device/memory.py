@@ -27,7 +27,7 @@ Kind = Literal["device", "upload", "readback", "host_visible_device"]
 Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 256
-"""Of every range: the largest minStorageBufferOffsetAlignment that Vulkan allows; devices may not exceed it."""
+"""Alignment of every range: the largest minStorageBufferOffsetAlignment that a device may have."""
 
 PREFERENCES: dict[Kind, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
     "device": (
@@ -47,14 +47,16 @@ PREFERENCES: dict[Kind, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
     ),
     "host_visible_device": ((frozenset({"device_local", "host_visible", "host_coherent"}), frozenset()),),
 }
-"""For each kind, in order: flags a memory type must have, flags it must not have. What the host uses is coherent, so nothing is flushed."""
+"""For each kind, in order of preference: flags that a memory type must have, and flags that it must not have. Memory that the host uses is
+coherent, so nothing is ever flushed."""
 
 AVOIDED = frozenset({"lazily_allocated", "protected", "device_coherent", "device_uncached", "rdma"})
-"""Types for other purposes; AMD's coherent and uncached ones are slow."""
+"""Types for other purposes; AMD's coherent and uncached types are slow."""
 
 
 def choose_memory_type(types: Sequence[MemoryType], heaps: Sequence[Heap], allowed: int, kind: Kind) -> int | None:
-    """Index of the memory type for a kind, among the bits of `allowed`; of equals the one on the largest heap. None when there is none."""
+    """Index of the memory type for a kind, among the bits of `allowed`; between equals, the one on the largest heap. None if there is none.
+    """
     for needed, unwanted in PREFERENCES[kind]:
         fits = [
             i
@@ -77,7 +79,7 @@ class BufferRange:
     name: str
     arena: Arena = field(repr=False)
     address: int = field(repr=False, default=0)
-    """Where the host sees the range; 0 when it does not."""
+    """Address at which the host sees the range; 0 if it does not."""
 
     def slice(self, offset: int, size: int, name: str = "") -> BufferRange:
         """A part of this range. As a storage buffer its offset must be a multiple of the device's alignment (256 always does)."""
@@ -115,10 +117,11 @@ class _Block:
 
 
 class Arena:
-    """Memory of one purpose, given out front to back and taken back all at once; a context manager that destroys itself.
+    """Memory for one purpose, allocated front to back and freed all at once; a context manager that destroys itself.
 
-    Ranges never cross a VkBuffer. Where the device limits a buffer's size the arena has several, and a range goes into the first it fits; a
-    buffer is added when only such cutting stands in the way, so any ranges whose sizes, each rounded up to ALIGNMENT, sum to `nbytes` fit.
+    Ranges never cross a VkBuffer. If the device limits buffer sizes, an arena has several buffers, and a range goes into the first that it
+    fits. Buffers are added when a range only fails to fit because of such cuts, so all ranges whose sizes, each rounded up to ALIGNMENT,
+    sum to `nbytes` fit.
     """
 
     def __init__(self, pool: MemoryPool, purpose: str, nbytes: int, kind: Kind) -> None:
@@ -180,11 +183,11 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Bytes not given out."""
+        """Bytes not allocated yet."""
         return self.nbytes - self._given
 
     def reset(self) -> None:
-        """Take back every range; using an old one afterwards overlaps a new one."""
+        """Free all ranges at once. Using an old range afterwards overlaps new ones."""
         for block in self._blocks:
             block.used = 0
         self._given = 0
@@ -205,7 +208,7 @@ class Arena:
 
 
 class MemoryPool:
-    """Where arenas get their buffers, and the account of what each heap has left.
+    """Where arenas get their buffers from; keeps account of what is left of each heap.
 
     settle  waits for submitted work
     """
@@ -220,7 +223,7 @@ class MemoryPool:
     def free(self, heap: int | None = None) -> int:
         """Bytes left in a heap (default: the largest device-local one).
 
-        By the driver's budget where it tells one, which counts other programs too; else the heap's size less what this Device took.
+        From the driver's budget if it reports one, which counts other programs, too; else the heap's size minus what this Device has taken.
         """
         heaps = self._caps.heaps
         if heap is None:
@@ -236,7 +239,8 @@ class MemoryPool:
         return self._caps.heaps[heap].size - self._taken[heap]
 
     def take(self, purpose: str, size: int, kind: Kind, wanted: int) -> _Block:
-        """A new buffer of `size` bytes on its own memory; `wanted`: bytes that this and the purpose's next buffers ask of the heap."""
+        """A new buffer of `size` bytes on memory of its own. wanted:
+        bytes of the heap that this buffer and the purpose's further ones need."""
         driver, caps = self.driver, self._caps
         usage = (
             vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT

@@ -19,7 +19,7 @@ BFLOAT16_FEATURES_STYPE = 1000141000
 """VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_SHADER_BFLOAT16_FEATURES_KHR; newer than the binding."""
 
 NEWER_DRIVER_IDS = {26: "VK_DRIVER_ID_MESA_HONEYKRISP", 28: "VK_DRIVER_ID_MESA_KOSMICKRISP"}
-"""VkDriverId values that the binding does not know by their present names."""
+"""VkDriverId values that the binding does not know by their current names."""
 
 DEVICE_TYPES = ("other", "integrated", "discrete", "virtual", "cpu")
 SUBGROUP_OPS = (
@@ -64,7 +64,7 @@ class PhysicalDevice:
 
 @dataclass(frozen=True)
 class Features:
-    """Feature structs as the driver filled them: exactly what there is to enable, ready to be chained into VkDeviceCreateInfo.
+    """Feature structs as the driver filled them, chained for VkDeviceCreateInfo: they enable exactly what the device has.
 
     chain       first struct of the chain
     extensions  device extensions that the chain's structs need
@@ -93,7 +93,7 @@ def read_physical_device(fn: Any, handle: Handle, instance_api: int) -> Physical
 
 
 class _Chain:
-    """A pNext chain, last added first."""
+    """A pNext chain; the struct added last comes first."""
 
     def __init__(self) -> None:
         self.head: Any = None
@@ -176,7 +176,7 @@ class _Bits:
         self.v12 = chain.structs["VkPhysicalDeviceVulkan12Features"]
 
     def newer(self, field: str, ext_struct: str) -> bool:
-        """A bit that is core in 1.3 and an extension's before."""
+        """A feature bit that is core in Vulkan 1.3 and an extension's before."""
         found = self._chain.structs.get("VkPhysicalDeviceVulkan13Features") or self._chain.structs.get(ext_struct)
         return bool(found and getattr(found, field))
 
@@ -197,9 +197,10 @@ class _Bits:
         return bool(found and found.cooperativeMatrix)
 
     def to_enable(self) -> Features:
-        """The chain, less what costs speed or nobody needs.
+        """The chain without features that cost speed or that nobody needs.
 
-        Robust buffer access bounds-checks every load; graphics features may cost memory; the rest is left as the driver offers it.
+        Robust buffer access bounds-checks every load; graphics features may cost memory.
+        Everything else is enabled as the driver offers it.
         """
         for name, _ in ffi.typeof("VkPhysicalDeviceFeatures").fields:
             if name not in ("shaderInt64", "shaderInt16"):
@@ -258,7 +259,7 @@ def _capabilities(
 
 
 def _identity(base: Any, v12: Any) -> dict[str, Any]:
-    """Who made the device and its driver, and what they are called."""
+    """Vendor and names of the device and its driver."""
     device_type = DEVICE_TYPES[base.deviceType] if base.deviceType < len(DEVICE_TYPES) else "other"
     number = int(v12.driverID)
     driver_id = NEWER_DRIVER_IDS.get(number) or ffi.typeof("VkDriverId").elements.get(number, f"VkDriverId {number}")
@@ -278,7 +279,7 @@ def _identity(base: Any, v12: Any) -> dict[str, Any]:
 
 
 def _subgroups(v11: Any, control: Any) -> dict[str, Any]:
-    """control: properties of subgroup size control, None where the device has none."""
+    """control: properties of subgroup size control; None if the device lacks it."""
     size = int(v11.subgroupSize)
     compute = vk.VK_SHADER_STAGE_COMPUTE_BIT
     operations = v11.subgroupSupportedOperations if v11.subgroupSupportedStages & compute else 0
@@ -318,7 +319,7 @@ def _feature_fields(bits: _Bits) -> dict[str, Any]:
 
 
 def _limit_fields(limits: Any, v11: Any, large: Any) -> dict[str, Any]:
-    """large: properties of maintenance4, None where the device has none."""
+    """large: properties of maintenance4; None if the device lacks it."""
     return {
         "max_storage_buffer_range": limits.maxStorageBufferRange,
         "max_shared_memory": limits.maxComputeSharedMemorySize,
@@ -349,10 +350,10 @@ def queue_families(fn: Any, handle: Handle) -> list[tuple[int, int]]:
 
 
 def choose_queue_family(families: list[tuple[int, int]]) -> int:
-    """Index of the queue family to use, from (flags, timestamp bits) of each.
+    """Index of the queue family to use, from the (flags, timestamp bits) of each.
 
-    A family with compute but no graphics and with timestamps comes first: on AMD and NVIDIA it is not held up by a desktop's rendering and
-    its context switches are cheaper; without timestamps nothing can be measured, so then the family with graphics is taken.
+    Preferred is a family with compute and timestamps but without graphics: on AMD and NVIDIA it is not held up by a desktop's rendering,
+    and its context switches are cheaper. If that family has no timestamps, nothing could be measured, so the family with graphics is used.
     """
 
     def rank(i: int) -> tuple[bool, bool]:

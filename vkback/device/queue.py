@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from vkback.device.recorder import Commands
 
 WAIT_S = 60.0
-"""Default limit of every wait. Drivers reset a hung GPU after 2 to 10 s, so a wait this long means a hang that no driver noticed."""
+"""Default time limit of every wait. Drivers reset a hung GPU after 2 to 10 s, so a wait this long means a hang that no driver noticed."""
 
 CPU_WAIT_S = 3600.0
-"""The same on a CPU driver, which no watchdog stops, and where other processes may have most of the machine for minutes."""
+"""The same for a CPU driver: no watchdog stops it, and other processes may occupy the machine for minutes."""
 
 SLICE_NS = 100_000_000
-"""Waits are cut into slices so that Ctrl-C is heard."""
+"""Waits are cut into slices so that Ctrl-C gets through."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """One submission: done when the queue's timeline reaches `value`."""
+    """One submission; done when the queue's timeline reaches `value`."""
 
     queue: Queue
     value: int
@@ -39,9 +39,9 @@ class Ticket:
         return self.queue.completed() >= self.value
 
     def wait(self, timeout_s: float | None = None, *, spin_s: float = 0.0) -> None:
-        """Block until done. Raises Timeout after `timeout_s` (default: the queue's), DeviceLost when the device stopped.
+        """Block until done. Raises Timeout after `timeout_s` (default: the queue's), DeviceLost if the device stopped.
 
-        spin_s  ask again and again for as long before sleeping: being woken takes tens of microseconds
+        spin_s  poll for so long before sleeping: waking up takes tens of microseconds
         """
         self.queue.wait(self.value, self.queue.wait_s if timeout_s is None else timeout_s, self.label, spin_s)
 
@@ -69,7 +69,7 @@ class Queue:
         return Ticket(self, self._submitted, "all submitted work")
 
     def submit(self, commands: Sequence[Commands]) -> Ticket:
-        """Hand recordings to the device in order. One that is still in flight from an earlier submit is waited for first."""
+        """Submit recordings in order. One that is still in flight from an earlier submit is waited for first."""
         for c in commands:
             c.check_usable()
             c.wait()
@@ -89,14 +89,14 @@ class Queue:
         return ticket
 
     def completed(self) -> int:
-        """The timeline's value."""
+        """The current value of the timeline."""
         now = ffi.new("uint64_t *")
         self._check(self._driver.fn.vkGetSemaphoreCounterValue(self._driver.device, self._semaphore, now), "vkGetSemaphoreCounterValue", "")
         self._completed = max(self._completed, int(now[0]))
         return self._completed
 
     def wait(self, value: int, timeout_s: float, label: str, spin_s: float = 0.0) -> None:
-        """Block until the timeline reaches `value`, awake for the first `spin_s`."""
+        """Block until the timeline reaches `value`; poll for the first `spin_s`."""
         if value <= self._completed:
             return
         start = time.monotonic()

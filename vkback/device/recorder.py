@@ -1,6 +1,6 @@
 """Recording of command buffers that are replayed many times.
 
-`Recorder` only collects commands. `finish` allocates and writes all descriptor sets at once and then emits the commands. So a dispatch
+`Recorder` only collects commands. `finish` allocates and writes all descriptor sets at once and then emits the commands, so a dispatch
 costs a few Python operations and a few driver calls.
 """
 
@@ -24,7 +24,8 @@ Emit = Callable[[Any, Handle], None]
 
 
 class Commands:
-    """A recorded command buffer with its descriptor sets and timestamps. May be submitted again and again, once at a time."""
+    """A recorded command buffer with its descriptor sets and timestamps. It can be submitted repeatedly,
+    but is in flight only once at a time."""
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class Commands:
         arenas: set[Arena],
         registry: set[Commands],
     ) -> None:
-        """Use `Recorder.finish`. owned: what dies with these commands; arenas: whose memory they use; registry: all live ones."""
+        """Use `Recorder.finish`. owned: objects to destroy with these commands; arenas: whose memory they use; registry: all live commands.
+        """
         self.name = name
         self.buffer = buffer
         self.ticket: Ticket | None = None
@@ -53,12 +55,12 @@ class Commands:
         return bool(self._owned)
 
     def wait(self) -> None:
-        """Until the last submission of these commands is done."""
+        """Wait until the last submission of these commands is done."""
         if self.ticket is not None:
             self.ticket.wait()
 
     def check_usable(self) -> None:
-        """Raises DeviceError if these commands, or memory that they use, are destroyed."""
+        """Raises DeviceError if these commands, or memory that they use, have been destroyed."""
         if not self.alive:
             raise DeviceError(f"[commands] {self.name!r} is destroyed")
         for arena in self._arenas:
@@ -68,7 +70,7 @@ class Commands:
     def timestamps(self) -> list[tuple[str, float]]:
         """(label, ns) of the last submission, in the order recorded; waits for it.
 
-        Times count from an origin of the device's own: only differences mean something.
+        Times count from an origin that is the device's own: only differences mean something.
         """
         if self._stamps is None:
             return []
@@ -139,7 +141,7 @@ def _scope_table() -> dict[Work, tuple[int, int, int]]:
 
 @functools.cache
 def _barrier(before: frozenset[Work], after: frozenset[Work]) -> tuple[int, int, Any]:
-    """Stages and memory barrier between what ran before and what comes after; nothing named means everything."""
+    """Stages and memory barrier between what ran before and what comes after; an empty set means every kind of work."""
     table = _scope_table()
     from_stages = from_access = to_stages = to_access = 0
     for kind in before or table:
@@ -155,8 +157,8 @@ def _barrier(before: frozenset[Work], after: frozenset[Work]) -> tuple[int, int,
 class Recorder:
     """Collects commands in order.
 
-    Commands that touch the same memory need a `barrier()` between them. Each recording begins with one, so whole recordings submitted one
-    after the other are ordered.
+    Commands that touch the same memory need a `barrier()` between them. Each recording begins with one, so that recordings submitted one
+    after another are ordered.
     """
 
     def __init__(self, driver: Driver, caps: Capabilities, queue_family: int, name: str, timestamps: int, registry: set[Commands]) -> None:
@@ -298,7 +300,7 @@ class Recorder:
         self._work(lambda fn, cmd: fn.vkCmdFillBuffer(cmd, dst.handle, dst.offset, dst.size, word & 0xFFFFFFFF), dst, kinds=("transfer",))
 
     def timestamp(self, label: str) -> None:
-        """Note the time when everything before this is finished."""
+        """Record the time at which everything before this is finished."""
         index = len(self._labels)
         if index >= self._max_stamps:
             raise DeviceError(f"[recorder] {self.name!r} was made for {self._max_stamps} timestamps; {label!r} is one more")
@@ -307,7 +309,7 @@ class Recorder:
         self._steps.append(lambda fn, cmd: fn.vkCmdWriteTimestamp(cmd, stage, self._query_pool, index))
 
     def finish(self) -> Commands:
-        """Write the descriptor sets, emit everything, and give the replayable commands. The recorder is spent."""
+        """Write the descriptor sets, emit everything, and return the replayable commands. The recorder cannot be used afterwards."""
         if self._spent:
             raise DeviceError(f"[recorder] {self.name!r} is already finished")
         self._spent = True

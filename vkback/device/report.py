@@ -23,7 +23,7 @@ def report(compiler: str = "not asked") -> str:
     """The report on all devices.
 
     compiler  the shader compiler's name and version
-    A machine without a usable Vulkan gives a report too, with the error in place of the devices.
+    On a machine without a usable Vulkan the report has the error in place of the devices.
     """
     lines = [
         f"vkback {vkback.__version__}",
@@ -42,7 +42,7 @@ def report(compiler: str = "not asked") -> str:
 
 
 def describe(caps: Capabilities) -> list[str]:
-    """Every field of a device's capabilities, one a line."""
+    """Every field of a device's capabilities, one per line."""
     lines = []
     for field in dataclasses.fields(caps):
         if field.name not in LISTED_APART:

@@ -1,4 +1,4 @@
-"""Reads from a SPIR-V module what it needs of a device: capabilities, bindings, threads, shared memory.
+"""What a SPIR-V module needs of a device: capabilities, bindings, threads, shared memory.
 
 A driver need not refuse a module whose features it lacks; many crash or compute nonsense. So vkback checks first. Opcodes and enumerants
 are from the SPIR-V specification.

@@ -1,4 +1,4 @@
-"""What a driver tells about a compiled kernel (VK_KHR_pipeline_executable_properties): registers, size of the code, spills."""
+"""What a driver reports about a compiled kernel (VK_KHR_pipeline_executable_properties): registers, code size, spills."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _executables(driver: Driver, pipeline: Handle) -> list[tuple[str, Any]]:
 
 
 def read_texts(driver: Driver, pipeline: Handle) -> list[CompiledText]:
-    """Of a pipeline made with CAPTURE_TEXTS, in the driver's order; what is no text is left out."""
+    """Texts of a pipeline made with CAPTURE_TEXTS, in the driver's order; binary forms are left out."""
     name = "vkGetPipelineExecutableInternalRepresentationsKHR"
     made = "VkPipelineExecutableInternalRepresentationKHR"
     ask, found = getattr(driver.fn, name), []
@@ -59,7 +59,7 @@ def read_texts(driver: Driver, pipeline: Handle) -> list[CompiledText]:
 
 
 def read_statistics(driver: Driver, pipeline: Handle) -> list[Statistic]:
-    """Of a pipeline made with CAPTURE_STATISTICS, in the driver's order."""
+    """Statistics of a pipeline made with CAPTURE_STATISTICS, in the driver's order."""
     found = []
     for executable, info in _executables(driver, pipeline):
         ask, name = driver.fn.vkGetPipelineExecutableStatisticsKHR, "vkGetPipelineExecutableStatisticsKHR"

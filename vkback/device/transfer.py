@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from vkback.device.device import Device
 
 CHUNK = 16 << 20
-"""Bytes of a staging slot: large enough that a copy over PCIe (a millisecond) outweighs a submission (tens of microseconds)."""
+"""Bytes of a staging slot: large enough that a copy over PCIe (a millisecond) dwarfs a submission (tens of microseconds)."""
 
 BLOCKING_CHUNK = 4 << 20
-"""Bytes of a slot of the blocking transfers, whose staging memory is kept for the device's life."""
+"""Bytes of a slot for blocking transfers, whose staging memory lives as long as the device."""
 
 SLOTS = 3
 """One being filled, one being copied, one waiting."""
@@ -31,9 +31,9 @@ def as_bytes(data: npt.NDArray[Any]) -> Bytes:
 
 
 class Uploader:
-    """Streams many writes to the device, filling one staging slot while another is copied.
+    """Streams many writes to the device: fills one staging slot while another is copied.
 
-    Writes arrive in order with respect to everything submitted before; `finish` returns when all have. Ranges the host sees are written
+    Writes are ordered after everything submitted before; `finish` returns when all have arrived. Ranges that the host sees are written
     directly, so no submitted work may be using them.
     """
 
@@ -116,7 +116,7 @@ class Uploader:
 
 
 def _batches(ranges: Sequence[BufferRange], chunk: int) -> Iterator[list[BufferRange]]:
-    """The ranges in order, cut so that each batch has `chunk` bytes at most."""
+    """The ranges in order, in batches of at most `chunk` bytes."""
     batch: list[BufferRange] = []
     room = chunk
     for src in ranges:
@@ -134,7 +134,7 @@ def _batches(ranges: Sequence[BufferRange], chunk: int) -> Iterator[list[BufferR
 
 
 def download(device: Device, ranges: Sequence[BufferRange], staging: tuple[BufferRange, BufferRange]) -> Bytes:
-    """Copy ranges the host does not see, end to end, through two staging slots in turn."""
+    """Copy ranges that the host does not see, end to end, through two staging slots in turn."""
     out = np.empty(sum(src.size for src in ranges), np.uint8)
     pending: tuple[Commands, BufferRange, int] | None = None
 
