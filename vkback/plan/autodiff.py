@@ -1,8 +1,8 @@
-"""Reverse-mode differentiation of a graph: from its nodes those that make the gradients, by one rule an op (`Op.backward`).
+"""Reverse-mode differentiation of a graph: makes the nodes that compute the gradients, by one rule per op (`Op.backward`).
 
-Nodes are taken last to first. A value that several nodes read has a gradient from each; these are added up in the order in which they are
-made, so that reruns give the same bits. Nothing is made that leads to no wanted gradient. The result is nodes of the same kind as the
-forward's, which the same planner fuses into stages and lays out in memory.
+Nodes are visited last to first. A value that several nodes read has a gradient from each; these are summed in the order in which they are
+made, so that reruns give the same bits. Nothing is made that leads to no wanted gradient. The result consists of nodes of the same kind as
+the forward pass, which the same planner fuses, groups into stages and lays out in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vkback.ops.base import PlanError, cost_rule
 
 
 def gradient(weight: Tensor) -> Tensor:
-    """Where the gradient of a trained weight is kept: F32, row-major, across programs."""
+    """The tensor that keeps the gradient of a trained weight across programs: F32, row-major."""
     return Tensor(f"grad {weight.name}", "F32", weight.shape, "state")
 
 
@@ -26,10 +26,10 @@ class Backward:
     """The backward part of a graph.
 
     nodes    in order
-    origins  of each node the forward node whose rule made it; None: it adds up gradients of one value
-    sums     of each value with gradients from several nodes, these gradients; by name
+    origins  for each node, the forward node whose rule made it; None: it sums several gradients of one value
+    sums     for each value with several gradients, these gradients; by the value's name
     grads    gradient of each wanted weight, by the weight's name
-    through  forward nodes that a gradient went through, the last first
+    through  forward nodes that a gradient went through, last first
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -40,11 +40,11 @@ class Backward:
 
 
 def differentiate(graph: Graph, loss: Tensor, d_loss: Tensor, wanted: Iterable[Tensor], *, accumulate: bool = False) -> Backward:
-    """Nodes that make the gradients of `loss` by each of `wanted`.
+    """The nodes that compute the gradients of `loss` with respect to each of `wanted`.
 
-    d_loss      F32 [1], what the gradients are multiplied by: 1, or 1 over the number of batches whose gradients are added up
+    d_loss      F32 [1], factor of the gradients: 1, or 1 / the number of batches whose gradients are accumulated
     wanted      weights; each must be read by some node
-    accumulate  add to what `gradient(weight)` holds; else write it
+    accumulate  add to what `gradient(weight)` holds; else overwrite it
     Raises PlanError naming a node whose op has no rule, or a wanted weight on which the loss does not depend.
     """
     tape = _Tape(graph, {t.name: t for t in wanted}, accumulate)
@@ -69,7 +69,7 @@ class _Tape:
             if any(t.name in self._active for t in node.inputs):
                 self._active |= {t.name for t in node.outputs}
         self._written: set[str] = set(wanted) if accumulate else set()
-        """Wanted weights whose kept gradient has a value: what comes is added."""
+        """Wanted weights whose kept gradient has a value already: further gradients are added to it."""
         self._received: dict[str, list[Tensor]] = {}
         self._names: Counter[str] = Counter()
         self._origin: Node | None = None
@@ -98,7 +98,7 @@ class _Tape:
         self.result.origins.append(self._origin)
 
     def receive(self, tensor: Tensor, part: Tensor) -> None:
-        """Note a gradient of a value; a wanted weight's is put where it is kept."""
+        """Record a gradient of a value; a wanted weight's goes where it is kept."""
         self._received.setdefault(tensor.name, []).append(part)
         if tensor.name in self.wanted:
             self._keep(tensor, part)
@@ -113,7 +113,7 @@ class _Tape:
         self.result.grads[weight.name] = kept
 
     def _summed(self, tensor: Tensor) -> Tensor | None:
-        """The gradient of a value of which all readers have been seen."""
+        """The gradient of a value, once all nodes that read it have been visited."""
         parts = self._received.get(tensor.name, [])
         if len(parts) > 1:
             self.result.sums[tensor.name] = list(parts)

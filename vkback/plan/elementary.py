@@ -1,12 +1,12 @@
-"""The graph of a model as ggml builds it without fused ops: the granularity in which listings count costs and temporary storage.
+"""The graph of a model as ggml builds it, without fused ops: the granularity at which listings count costs and temporary storage.
 
-The rule, from our graph to that one:
+How our graph becomes that one:
 - A node whose op has an elementary chain (`Op.elementary`: attention, gated units, the store into a cache) becomes that chain.
 - The order is depth-first, first operand first, from these roots: for every attention its queries, the values that its caches are to store
-  (without the views around them) and the stores; then the outputs; then what else writes a state. A node is listed once all its operands
-  are.
+  (without the views around them) and the stores; then the outputs; then whatever else writes a state. A node is listed once all its
+  operands are.
 
-Names of values are ours, and so are the operands: nothing is described anew.
+Names of values and operands stay ours; nothing is described a second time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from vkback.ops.base import cost_rule
 
 
 def elementary(graph: Graph, n_kv: int) -> Graph:
-    """The same values by elementary nodes. n_kv: rows of the caches in use, the batch's included."""
+    """The same values by elementary nodes. n_kv: rows of the caches in use, including the batch's."""
     nodes = [simple for node in graph.nodes for simple in cost_rule(node).elementary(node, n_kv) or [node]]
     return Graph(_ordered(nodes, list(_roots(graph))), graph.outputs)
 
 
 def _roots(graph: Graph) -> Iterator[Tensor]:
-    """What the listing descends from, in order; a state stands for the nodes that write it."""
+    """The values from which the listing descends, in order; a state stands for the nodes that write it."""
     made = {t.name: node for node in graph.nodes for t in node.outputs if t.kind != "state"}
     stores = {t.name: node for node in graph.nodes if node.op == "SET_ROWS" for t in node.outputs}
     for node in graph.nodes:
@@ -44,7 +44,8 @@ def _roots(graph: Graph) -> Iterator[Tensor]:
 
 
 def _ordered(nodes: list[Node], roots: list[Tensor]) -> list[Node]:
-    """Depth-first from the roots. What reads a state that was written before, as attention its caches, comes after: stores are roots."""
+    """Depth-first order from the roots. Nodes that read a state after it was written, as attention reads its caches, come after:
+    stores are roots."""
     makers: dict[str, list[Node]] = {}
     for node in nodes:
         for t in node.outputs:

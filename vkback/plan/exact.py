@@ -1,16 +1,16 @@
-"""Batch-invariant plans (`--exact`): a token's values have the same bits, however many tokens go through at once.
+"""Batch-invariant plans (`--exact`): a token's values have the same bits, however many tokens are processed together.
 
-A value keeps its bits where the same operations make it in the same order. So every node of several tokens runs in the kernels of one
-token: the tables are asked as for one, and what they have for one token alone, or for many, is left out.
+A value keeps its bits if the same operations make it in the same order. So nodes of several tokens run in the kernels of one token: tuning
+tables are queried as for one token, and choices that exist only for one token, or only for many, are avoided.
 
-- Products go through the mat-vec kernels, up to 16 tokens to a read of the weights. Lanes, units of a lane and the order in which their
-  sums are added do not depend on the number of columns; experts are summed in the order of their choice.
-- Attention has workgroups of its own for each token. Where the rows of the cache are split depends on the token's position.
-- Norm, RoPE and store are stages of their own also for one token: in a mat-vec's prologue a norm rounds otherwise, and attention that
-  stores its own row adds it in another order.
+- Products use the mat-vec kernels, up to 16 tokens per read of the weights. Lanes, units per lane and the order in which their sums are
+  added do not depend on the number of columns; experts are summed in the order of their choice.
+- Attention has separate workgroups for each token. Where the rows of the cache are split depends on the token's position only.
+- Norm, RoPE and store are separate stages for one token, too: in a mat-vec's prologue a norm rounds differently, and attention that stores
+  its own row adds it in another order.
 - A program that makes no logits is fused as if it made them: `without_logits`.
 - All stages have barriers: a spin-wait takes one float from the values that may be stored (shaders/common/sentinel.glsl).
-- No driver may fuse or reorder arithmetic, which it might do otherwise in each variant of a kernel (vkback/shader/contraction.py).
+- No driver may fuse or reorder arithmetic, which it might do differently in each variant of a kernel (vkback/shader/contraction.py).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STAGES: Mapping[str, Mapping[str, Any]] = {
     "mat_mul": {"kernel": "mat_vec"},
     "attention": {"way": "decode"},
 }
-"""Parameters that are the same for any number of tokens, whatever the tables say."""
+"""Parameters that stay the same for any number of tokens, whatever the tables say."""
 
 
 @dataclass(frozen=True)
 class OneToken:
-    """Tables that are asked as for one token."""
+    """Tuning tables that are queried as for one token."""
 
     tables: Chooser
 
@@ -47,13 +47,13 @@ class OneToken:
 
 
 def exact_context(ctx: LowerContext) -> LowerContext:
-    """The same for batch-invariant plans."""
+    """The context for batch-invariant plans."""
     return dataclasses.replace(ctx, tuning=OneToken(ctx.tuning), exact=True)
 
 
 def without_logits(graph: Graph) -> Graph:
-    """A graph that makes logits, for a program that only fills the caches. It is fused as it stands, and what nobody reads is left out
-    behind that. Where the last layer's queries are left out before, its keys are normed, turned and stored by other kernels."""
+    """A graph that makes logits, for a program that only fills the caches. It is fused as it is, and what nobody reads is removed
+    afterwards. If the last layer's queries were removed before, other kernels would norm, rotate and store its keys."""
     return dataclasses.replace(graph, outputs=())
 
 

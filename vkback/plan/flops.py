@@ -1,8 +1,8 @@
-"""Floating-point operations of a prompt, and the way its kernels multiply.
+"""Floating-point operations of a prompt, and how its kernels multiply.
 
-Counted are products with weights and attention, as the plan has them: what nobody reads (of the last layer, where no logits are wanted) is
-not planned and not counted. Padding, packing, split-K sums and blocks of the cache that a kernel reads beyond what a token sees do not
-count: they are work of a kernel, not of the model. A multiply-add counts 2.
+Products with weights and attention are counted, as far as the plan has them: what nobody reads (in the last layer, if no logits are wanted)
+is neither planned nor counted. Padding, packing, split-K sums, and cache rows that a kernel reads beyond what a token sees do not count:
+they are work of a kernel, not of the model. A multiply-add counts 2.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ WAYS: dict[str, Way] = {
     "attention/prompt.comp": "f32",
     "attention/attention.comp": "f32",
 }
-"""How kernels multiply, by their source; of mat-vecs their config says it."""
+"""How kernels multiply, by source file; mat-vecs say it in their config."""
 
 
 def prompt_flops(one_token: Graph, tokens: int, n_past: int) -> int:
     """Operations of a prompt of `tokens` tokens after `n_past` others.
 
-    one_token  the model's graph of one token, with the head that the prompt has
+    one_token  the model's graph for one token, with the head that the prompt has
     """
     return sum(_node_flops(node, tokens, n_past) for node in live(one_token.nodes, one_token.outputs))
 
 
 def _node_flops(node: Node, tokens: int, n_past: int) -> int:
-    """Of a node of one token, for so many."""
+    """Operations of a one-token node for so many tokens."""
     if node.op in ("MUL_MAT", "MUL_MAT_ID"):
         return 2 * tokens * node.inputs[0].shape[-1] * node.outputs[0].elements
     if node.op == "FLASH_ATTN_EXT":
@@ -45,7 +45,8 @@ def _node_flops(node: Node, tokens: int, n_past: int) -> int:
 
 
 def seen_rows(tokens: int, n_past: int, window: int = 0) -> int:
-    """Rows of the cache that the tokens of a prompt see in all: the one at position p rows 0..p, at most the last `window` of them."""
+    """Rows of the cache that a prompt's tokens see, summed over the tokens: the one at position p sees rows 0..p,
+    at most the last `window` of them."""
     if not window:
         return tokens * n_past + tokens * (tokens + 1) // 2
     growing = min(tokens, max(0, window - n_past))  # tokens that see fewer rows than the window has
@@ -60,7 +61,7 @@ def way_of(dispatch: Dispatch) -> Way | None:
 
 
 def main_way(dispatches: Iterable[Dispatch]) -> Way | None:
-    """The way that makes most of the operations; None where there are none."""
+    """The way that most of the operations are made; None if there are none."""
     flops: Counter[Way] = Counter()
     for dispatch in dispatches:
         way = way_of(dispatch)

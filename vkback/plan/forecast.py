@@ -1,4 +1,5 @@
-"""Predicts the time of a schedule, from its bytes, the device's read rate and a fixed cost a stage; and lists what each stage waits for."""
+"""Predicts the time of a schedule, from its bytes, the device's read rate and a fixed cost per stage; and lists what each stage waits for.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from vkback.plan.sync import ARRIVALS, STATE
 
 @dataclass(frozen=True)
 class Costs:
-    """What a device takes, and whence that is known.
+    """What work costs on a device, and where the figures come from.
 
-    read_gb_s        memory read rate, 10^9 bytes a second
-    stage_us         microseconds of a stage beside its bytes, a barrier before it
-    barrier_free_us  the same of a barrier-free stage
-    gflops           10^9 operations a second, multiply-adds count 2; infinite where only bytes are counted
+    read_gb_s        memory read rate, 10^9 bytes per second
+    stage_us         microseconds of a stage beyond its bytes, including the barrier before it
+    barrier_free_us  the same for a barrier-free stage
+    gflops           10^9 operations per second, multiply-adds count 2; infinite where only bytes are counted
     """
 
     read_gb_s: float
@@ -31,9 +32,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class Wait:
-    """A stage must run after an earlier one, which has `tensor` written ("write"), or read before it is overwritten here ("read").
+    """A stage must run after an earlier one, which writes `tensor` ("write") or reads it before it is overwritten here ("read").
 
-    spins  "whole" or "part" where the kernels of a barrier-free stage spin on it; "" where a barrier orders it, or it happened before
+    spins  "whole" or "part" if the kernels of a barrier-free stage spin on it; "" if a barrier orders it, or it happened before
     """
 
     stage: int
@@ -43,7 +44,7 @@ class Wait:
 
 
 def moved_bytes(dispatch: Dispatch, rows: int) -> int:
-    """Bytes that a dispatch moves when the first `rows` rows of each cache [heads, n_ctx, head_dim] are in use."""
+    """Bytes that a dispatch moves if the first `rows` rows of each cache [heads, n_ctx, head_dim] are in use."""
     caches = [a.tensor for a in dispatch.args if a.tensor.kind == "state" and "r" in a.access and len(a.tensor.shape) == 3]
     whole = sum(map(nbytes, caches))
     if dispatch.nbytes < whole:  # a window, or a launch that reads none of the cache
@@ -57,19 +58,19 @@ def predicted_us(stage: Sequence[Dispatch], costs: Costs, rows: int, barrier_fre
 
 
 GPU_GB_S, GPU_GFLOPS = 20.0, 100.0
-"""Low rates of a GPU that shares the host's memory: the slowest that are sold in PCs reach some 30 GB/s and 400 GFLOPS at best."""
+"""Low rates for a GPU that shares the host's memory: the slowest ones sold in PCs reach some 30 GB/s and 400 GFLOPS at best."""
 
 SLOW_GB_S, SLOW_GFLOPS = 3.0, 3.0
-"""Of CPU drivers and Raspberry Pis; llvmpipe on two busy cores makes 3.3 to 6.4 GFLOPS in prompts."""
+"""Rates of CPU drivers and Raspberry Pis; llvmpipe on two busy cores makes 3.3 to 6.4 GFLOPS in prompts."""
 
 GIB_GB_S, GIB_GFLOPS = 10.0, 100.0
-"""Of a GPU with memory of its own, for each GiB of it: peaks are 14 to 70 GB/s and 300 GFLOPS to 2 TFLOPS a GiB."""
+"""Rates of a GPU with memory of its own, per GiB of it: peaks are 14 to 70 GB/s and 300 GFLOPS to 2 TFLOPS per GiB."""
 
 LOW_STAGE_US = 10.0
 
 
 def low_costs(caps: Capabilities) -> Costs:
-    """Costs of a device that was not measured, rather too high: for limits on the length of a submit."""
+    """Costs for a device that was not measured, on the high side: for limits on the length of a submit."""
     if caps.device_type == "cpu" or caps.vendor == "broadcom":
         rate, gflops = SLOW_GB_S, SLOW_GFLOPS
     elif caps.device_type == "discrete":
@@ -86,8 +87,9 @@ def dispatch_us(dispatch: Dispatch, costs: Costs) -> float:
 
 
 def cuts(schedule: Schedule, costs: Costs, limit_us: float) -> dict[int, float]:
-    """Submits for a schedule, none longer than `limit_us` unless a dispatch alone is: the number of the dispatch, in the schedule's order,
-    with which each begins, and its microseconds. Dispatches of one stage do not depend on each other, so a cut may lie between them."""
+    """Splits a schedule into submits, none longer than `limit_us` unless a single dispatch is: the number of the dispatch, in the
+    schedule's order, with which each begins, and its microseconds. Dispatches of one stage do not depend on each other,
+    so a cut may lie between them."""
     submits = {0: 0.0}
     begin = number = 0
     for stage in schedule.stages:
@@ -102,7 +104,7 @@ def cuts(schedule: Schedule, costs: Costs, limit_us: float) -> dict[int, float]:
 
 
 def waits(schedule: Schedule) -> list[list[Wait]]:
-    """What each stage waits for, a tensor once, the nearest stage first; weights and inputs that nobody writes are not waited for."""
+    """What each stage waits for: each tensor once, the nearest stage first. Weights, and inputs that no node writes, are not waited for."""
     touched: dict[str, list[tuple[int, str, str]]] = {}
     found: list[list[Wait]] = []
     for number, stage in enumerate(schedule.stages):

@@ -1,10 +1,9 @@
-"""Fusion of a training step's graph: sums into the products before them, where kernels can add what there is.
+"""Fusion of a training step's graph: sums are merged into the products before them, where kernels can add to their result.
 
-    ADD of MUL_MAT       -> MAT_VEC with a residual: the product with an adapter's B added to that with W; the residual stream to the latter
-    ADD of MUL_MAT_BACK  -> MUL_MAT_BACK with a third operand: gradients from several readers of a value
+ADD of MUL_MAT       -> MAT_VEC with a residual: an adapter's B a is added to the product with W, the residual stream to the latter
+ADD of MUL_MAT_BACK  -> MUL_MAT_BACK with a third operand: gradients from several readers of a value
 
-A product is fused where it goes by matrices or is one with a factor of low rank (vkback/ops/low_rank.py). A fused node stands where the sum
-stood.
+A product is fused if it goes by matrices or has a low-rank factor (vkback/ops/low_rank.py). The fused node takes the place of the sum.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ def fuse_training(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> No
 
 
 def _alike(add: Node) -> bool:
-    """Whether it is a sum of two tensors of one shape, made by nodes, to a third."""
+    """Whether a node is a sum of two tensors of equal shape, both made by nodes, into a third."""
     a, b = add.inputs
     return add.op == "ADD" and not add.params and a.shape == b.shape == add.outputs[0].shape and add.outputs[0].kind == "node"
 
 
 def _into_product(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Nodes | None:
-    """The sum as one product, which adds the other operand: that with a factor, where there is one, since its operand is still being scaled
-    while the product with the weight is made; else the later."""
+    """The sum as one product that adds the other operand. If there is a product with a low-rank factor, that one does it, since its operand
+    is still being scaled while the product with the weight is made; else the later one."""
     if not _alike(add):
         return None
     places = {id(node): i for i, node in enumerate(nodes)}
@@ -63,7 +62,7 @@ def _of_factor(product: Node, ctx: LowerContext) -> bool:
 
 
 def _into_base(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Nodes | None:
-    """y + h with y = W x + B a, fused already: W x takes h, where h is there before it."""
+    """For y + h where y = W x + B a was fused already: W x adds h, if h exists before it."""
     if not _alike(add):
         return None
     places = {t.name: i for i, node in enumerate(nodes) for t in node.outputs}
@@ -85,7 +84,7 @@ def _with_residual(product: Node, residual: Tensor, y: Tensor) -> Node:
 
 
 def _takes_residual(product: Node, ctx: LowerContext) -> bool:
-    """Whether a MUL_MAT can add something without a pass of its own."""
+    """Whether a MUL_MAT can add a residual without a pass of its own."""
     if product.params or len(product.inputs) != 2 or len(product.outputs) != 1 or len(product.outputs[0].shape) != 2:
         return False
     w, x = product.inputs
@@ -101,7 +100,7 @@ PACKING = "mat_mul/pack_f16.comp"
 
 
 def without_repeats(dispatches: Sequence[Dispatch]) -> list[Dispatch]:
-    """The dispatches without packings that have been done already, of values that nobody has changed since."""
+    """The dispatches without repeated packings of values that have not changed since."""
     out: list[Dispatch] = []
     done: dict[tuple[object, ...], set[str]] = {}
     for d in dispatches:

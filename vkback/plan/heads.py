@@ -1,6 +1,6 @@
-"""Products of Q, K and V that turn Q and K and store K and V in their epilogue, which takes a stage out of each layer of few tokens.
+"""Products of Q, K and V that apply RoPE and store K and V in their epilogue, which saves a stage in each layer for few tokens.
 
-The last pass over the nodes: which kernel a product takes, and what its x is, is decided by then.
+The last pass over the nodes: by then it is decided which kernel a product uses and what its x is.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from vkback.plan.fuse import Nodes, angles_node, replace, schedule_choice
 
 
 def store_by_products(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
-    """MAT_VEC of Q, K and V into one packed tensor, QKV_ROPE_SET_ROWS of it -> MAT_VEC_ROPE_SET_ROWS with its angles (ROPE_ANGLES), where
-    the tables say "product" and the products can."""
+    """MAT_VEC of Q, K and V into one packed tensor, and the QKV_ROPE_SET_ROWS that reads it -> MAT_VEC_ROPE_SET_ROWS with its angles
+    (ROPE_ANGLES), if the tables say "product" and the products can do it."""
     out = list(nodes)
     if schedule_choice(nodes, ctx)["rope"] != "product":
         return out

@@ -1,10 +1,10 @@
-"""Costs and lifetimes of the nodes of a graph: what each reads, writes and computes, and how much temporary storage is alive while it does.
+"""Costs and lifetimes of a graph's nodes: what each reads, writes and computes, and how much temporary storage is alive meanwhile.
 
-Temporary storage is counted as if every node had memory of its own: a result is alive from its node to the last that reads it, in full even
-where it is another's values under another shape. Views of a state take none, and neither does a result that no node reads (the logits).
-What a plan allocates is less: `vkback plan` says it.
+Temporary storage is counted as if every node had memory of its own: a result is alive from its node to the last one that reads it, in full
+even if it is another value under another shape. Views of a state take none, and neither does a result that no node reads (the logits).
+What a plan allocates is less: see `vkback plan`.
 
-An input is read from memory by the first node that has it as operand; for later ones it counts nothing.
+An input is counted as read from memory by the first node that has it as operand, and not by later ones.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LAYER = re.compile(r"-(\d+)\b|^cache_\w+_l(\d+)\b")
 class Line:
     """One node of a listing.
 
-    layer    the layer that its value is named for; None outside
+    layer    the layer that its value is named for; None outside of layers
     cost     by kind
-    alive    bytes of temporary storage while it runs, its own results included
+    alive    bytes of temporary storage while it runs, including its own results
     before   lanes of the lifelines that are taken when it begins: one for each value that is alive
-    lanes    of its results, in their order; None for one that no node reads
-    sources  of each operand its lane, None where it is no node's result, and whether this is its last use
+    lanes    lanes of its results, in order; None for a result that no node reads
+    sources  for each operand its lane (None if no node made it), and whether this is its last use
     """
 
     node: Node
@@ -70,7 +70,7 @@ class Listing:
 
 
 def listing(graph: Graph, n_kv: int) -> Listing:
-    """Costs and lifetimes of a graph's nodes, as they stand. n_kv: rows of the caches in use, the batch's included."""
+    """Costs and lifetimes of a graph's nodes as they are. n_kv: rows of the caches in use, including the batch's."""
     last_use = {t.name: i for i, node in enumerate(graph.nodes) for t in node.inputs if t.kind == "node"}
     views = {t.name for t in _views_of_states(graph.nodes)}
     read: set[str] = set()
@@ -106,7 +106,7 @@ def listing(graph: Graph, n_kv: int) -> Listing:
 
 
 def layer_of(node: Node) -> int | None:
-    """The layer that a node's value is named for: 3 of Qcur-3 and cache_k_l3."""
+    """The layer that a node's value is named for: 3 for Qcur-3 and cache_k_l3."""
     found = LAYER.search(node.name)
     return int(found[1] or found[2]) if found else None
 
@@ -121,7 +121,7 @@ def _views_of_states(nodes: Sequence[Node]) -> Iterator[Tensor]:
 
 
 def _cost(node: Node, n_kv: int, views: set[str], read: set[str]) -> dict[str, int]:
-    """A node's cost. views: values that lie in states; read: inputs that some node has read, to which this one's come."""
+    """A node's cost. views: values that lie in states; read: inputs that some node has read already; this node's are added."""
     rule = cost_rule(node)
     nbytes_read = 0
     for t in dict.fromkeys(node.inputs):

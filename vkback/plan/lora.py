@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA) beside matrices of a graph: y = W x + B (alpha / rank) A x. The scale stands where the values are fewest."""
+"""Low-rank adapters (LoRA) beside weights of a graph: y = W x + B (alpha / rank) A x. The scale is applied where there are fewest values.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ A, B = ".lora_a", ".lora_b"
 class Lora:
     """Which weights have adapters.
 
-    ranks     of each weight that has one, by its name: A is [rank, k], B [m, rank]
+    ranks     rank by the weight's name: A is [rank, k], B [m, rank]
     alpha     B A x is multiplied by alpha / rank ...
     strength  ... and by this
     """
@@ -25,7 +26,7 @@ class Lora:
     strength: float = 1.0
 
     def scale(self, weight: str) -> float:
-        """What B A x is multiplied by."""
+        """The factor of B A x."""
         return self.strength * self.alpha / self.ranks[weight]
 
 

@@ -1,19 +1,19 @@
-"""Packing: every activation of a prompt's mat-mats by matrices as f16 once, by its producer where that can, and one route for all mat-mats
-by the same experts.
+"""Packing: each activation of a prompt's mat-mats by matrices is packed as f16 only once, by its producer if that can do it; and all
+mat-mats by the same experts share one route.
 
-A mat-mat by cooperative matrices takes x as packed f16 (`mat_mul.packed`), by itself after a PACK_F16 of its own
+A mat-mat by cooperative matrices takes x as packed f16 (`mat_mul.packed`), by default after a PACK_F16 of its own
 (`mat_mul_lower.lower_node`). Here, once all fusions are done, packing becomes nodes of the plan and is shared:
 
-    GLU -> down              the epilogue of gate and up stores packed f16, where they make whole sums; by experts in the order of a route
-                             that both share; few tokens in unit order (mat_mul_reg)
-    attention -> its output  likewise, where a tile has whole matrices of tokens
-    product -> norm -> few tokens' products   the product stores its output in unit order, too, and its squares (mat_mul_reg)
+    GLU -> down              the epilogue of gate and up stores packed f16, if their sums are whole; by experts in the order of a route
+                             that both share; for few tokens in unit order (mat_mul_reg)
+    attention -> its output  likewise, if a tile has whole matrices of tokens
+    product -> norm -> few tokens' products   the product also stores its output in unit order, and sums of its squares (mat_mul_reg)
     norm -> mat-mats         norm and packing are one PACK_F16; experts read the rows again, by their route, with the factors it stored
-    anything else            a PACK_F16 that all mat-mats share which read the tensor
+    anything else            one PACK_F16, shared by all mat-mats that read the tensor
 
-Matrices, and whether they are fragments, are the same for all mat-mats of a device (`mat_mul_lower.choose`); by experts, producer and
-readers must agree on ids and tiles, too. Where they do not, or somebody else reads the tensor as well, it stays F32 and is packed behind
-its producer. The nodes that this makes are those of vkback/ops/mat_mul_nodes.py.
+The shape of matrices, and whether they are fragments, is the same for all mat-mats of a device (`mat_mul_lower.choose`); by experts,
+producer and readers must also agree on ids and tiles. If they do not, or if something else reads the tensor, too, it stays F32 and is
+packed after its producer. The nodes made here are those of vkback/ops/mat_mul_nodes.py.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from vkback.ops.mat_vec_node import MatVecNode
 from vkback.plan.fuse import Nodes, schedule_choice, tokens_of
 
 By = Literal["producer", "mat_mul", "stage"]
-"""Who packs: whatever producer can, mat-mats alone, or a stage of its own."""
+"""Who packs: whichever producer can, each mat-mat by itself, or a stage of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A mat-mat by matrices that reads a tensor as its x: the number of its node, the node taken apart, its shape."""
+    """A mat-mat by matrices that reads a tensor as its x: number of its node, the node taken apart, its shape."""
 
     number: int
     mat_vec: MatVecNode
@@ -48,21 +48,21 @@ class Reader:
 
     @property
     def order(self) -> tuple[str, int]:
-        """("", 0) where columns are tokens; else the route they follow, and the columns of its tiles. Of coop_reg: unit order, and the
-        columns of a matrix."""
+        """("", 0) if columns are tokens; else the route they follow and the columns of its tiles. For coop_reg: unit order, and the columns
+        of a matrix."""
         if self.shape.way == "coop_reg":
             return "units", self.shape.matrix[1]
         return (self.mat_vec.route.name, self.shape.tile_n) if self.mat_vec.route else ("", 0)
 
     def reading(self, x: Tensor) -> Node:
-        """Its node with a packed x."""
+        """The mat-mat's node with a packed x."""
         node = self.mat_vec.node
         inputs = tuple(x if role == "x" else t for role, t in zip(node.params["roles"], node.inputs, strict=True))
         return dataclasses.replace(node, inputs=inputs, params={**node.params, "n": self.mat_vec.n})
 
 
 def pack_activations(nodes: Sequence[Node], outputs: Iterable[Tensor], ctx: LowerContext) -> Nodes:
-    """The nodes with routes and packed activations; a plan without mat-mats stays as it is."""
+    """The nodes with routes and packed activations; a plan without mat-mats does not change."""
     if tokens_of(nodes) == 1:
         return list(nodes)
     packing = _Packing(share_routes(nodes, ctx), [t.name for t in outputs], ctx)
@@ -72,7 +72,7 @@ def pack_activations(nodes: Sequence[Node], outputs: Iterable[Tensor], ctx: Lowe
 
 
 def share_routes(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
-    """A ROUTE for all mat-mats by the same experts, or by as many heads, in tiles of the same columns, ahead of the first."""
+    """Adds a ROUTE before the first of all mat-mats by the same experts (or by as many heads) in tiles of equal columns."""
     out: Nodes = []
     routes: dict[str, Tensor] = {}
     for node in nodes:
@@ -94,7 +94,7 @@ def share_routes(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
 
 
 class _Packing:
-    """Nodes while their tensors are packed one by one. A node keeps its number; one that another replaces becomes None."""
+    """The nodes while their tensors are packed one by one. A node keeps its number; a replaced one becomes None."""
 
     def __init__(self, nodes: Sequence[Node], outputs: Sequence[str], ctx: LowerContext) -> None:
         self.nodes = nodes
@@ -153,7 +153,7 @@ class _Packing:
         return Reader(number, mat_vec, shape) if shape and shape.way in ("coop_mat", "coop_reg") and mat_vec.x.name == name else None
 
     def _by_producer(self, producer: Node, readers: Sequence[Reader]) -> Tensor | None:
-        """What a producer stores packed for all of these readers; None where it cannot."""
+        """The packed tensor that a producer stores for all of these readers; None if it cannot."""
         first, name = readers[0], f"{producer.name}.f16"
         n, k = first.mat_vec.n, first.mat_vec.k
         if any(r.order != first.order for r in readers):
@@ -194,8 +194,8 @@ class _Packing:
         return packed_units(name, made.n, readers[0].mat_vec.k, widest)
 
     def _normed_by_producer(self, norm: Node, readers: Sequence[Reader]) -> bool:
-        """Where what is normed is made by a product in registers, and read by such: the one stores it in unit order, times the norm's
-        weight, and sums of its squares; the others divide by the rms."""
+        """If the norm's input is made by a product in registers and its output is read by such products: the first stores it in unit order,
+        times the norm's weight, with sums of its squares; the others divide by the rms."""
         x, weight = norm.inputs
         number = self.producer.get(x.name, -1)
         made = self.now[number] if number >= 0 else None
@@ -224,8 +224,8 @@ class _Packing:
         return True
 
     def _add_packs(self, name: str, x: Tensor, readers: Sequence[Reader], norm: Norm | None = None) -> None:
-        """A PACK_F16 of x for readers of each order, ahead of the first. With a norm the one for dense readers stores its factors for those
-        by experts."""
+        """Adds a PACK_F16 of x for the readers of each order, before the first of them. With a norm, the one for dense readers stores its
+        factors for those by experts."""
         by_order: dict[tuple[str, int], list[Reader]] = {}
         for r in readers:
             by_order.setdefault(r.order, []).append(r)

@@ -21,8 +21,8 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
     """The schedule of a graph on one device: a pure function of its arguments.
 
     fusion    "all", "none" (each op by itself) or "training" (vkback/plan/fuse_training.py)
-    ahead     nothing runs more than so many stages before what stands before it in the graph, even where it could: a training step's
-              memory is least with 0
+    ahead     a node runs at most so many stages before the nodes that precede it in the graph, even if it could run earlier: a training
+              step needs the least memory with 0
     Raises PlanError naming the node when an op is unknown or cannot run on the device.
     """
     nodes, ctx = fused_nodes(graph, ctx, fusion=fusion)
@@ -55,7 +55,7 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
 
 
 def _apart_in_a_block(schedule: Schedule, names: frozenset[str], start: int, block: int) -> tuple[dict[str, Slot], int, int]:
-    """Slots of tensors that share memory with no other, all in one block, where they end and where they begin."""
+    """Slots for tensors that share memory with no other, all in one block; where they end and where they begin."""
     slots, end = place_apart(schedule.stages, names, start)
     if (first := in_one_block(start, max(1, end - start), block)) != start:
         slots, end = place_apart(schedule.stages, names, first)
@@ -63,8 +63,8 @@ def _apart_in_a_block(schedule: Schedule, names: frozenset[str], start: int, blo
 
 
 def fused_nodes(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> tuple[list[Node], LowerContext]:
-    """The nodes that `plan` lowers, before prompts' activations are packed, and the context with the sync that the tables choose. Every
-    node has a reference."""
+    """The nodes that `plan` lowers, before activations of prompts are packed, and the context with the synchronization that the tables
+    choose. Every node has a reference."""
     sync: Sync = schedule_choice(graph.nodes, ctx)["sync"] if fusion == "all" else "barrier"
     ctx = dataclasses.replace(ctx, sync=sync)
     if fusion == "training":
@@ -75,9 +75,10 @@ def fused_nodes(graph: Graph, ctx: LowerContext, *, fusion: str = "all") -> tupl
 
 
 def check_limits(dispatch: Dispatch, caps: Capabilities) -> None:
-    """Raises PlanError naming node, limit and values when a dispatch asks for more than the device has.
+    """Raises PlanError naming node, limit and values if a dispatch needs more than the device has.
 
-    Said here, before anything is loaded. Threads and features of a shader are known once it is compiled; the kernel cache checks those.
+    Checked here, before anything is loaded. A shader's threads and features are known only once it is compiled;
+    the kernel cache checks those.
     """
     where = f"[plan] {dispatch.label} ({dispatch.op}) on {caps.name}"
     if any(g > most for g, most in zip(dispatch.groups, caps.max_workgroup_count, strict=True)):

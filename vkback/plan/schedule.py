@@ -27,13 +27,13 @@ class Slot:
 
 @dataclass
 class Schedule:
-    """Stages in order. Dispatches of one stage do not depend on each other; one barrier stands between two stages.
+    """Stages in order. Dispatches of one stage do not depend on each other; a barrier stands between two stages.
 
     barrier_free      numbers of stages that need no barrier before them (vkback/plan/sync.py)
     sentinel_tensors  names of tensors that barrier-free stages spin on, each in memory of its own
     sentinel_range    where these lie; it is filled with SENTINEL before every run
     counted_tensors   names of tensors for which stages wait by counted arrivals, each in memory of its own
-    block_bytes       activations lie in blocks of so many bytes, the last one shorter, and no tensor in two
+    block_bytes       size of the blocks that activations lie in (the last one may be shorter); no tensor crosses blocks
     """
 
     stages: list[list[Dispatch]]
@@ -85,9 +85,9 @@ class _Touched:
 
 
 def into_stages(dispatches: Sequence[Dispatch], *, ahead: int | None = None) -> list[list[Dispatch]]:
-    """Each dispatch goes into the earliest stage after everything it depends on: read after write, write after read, write after write.
+    """Puts each dispatch into the earliest stage after everything it depends on: read after write, write after read, write after write.
 
-    ahead  and into none that is more than so many before the last, so that values live little longer than the order of the dispatches says
+    ahead  but at most so many stages before the last one so far, so that values live little longer than the order of dispatches requires
     """
     written, read = _Touched(), _Touched()
     stages: list[list[Dispatch]] = []
@@ -107,18 +107,18 @@ def into_stages(dispatches: Sequence[Dispatch], *, ahead: int | None = None) -> 
 
 
 def in_one_block(offset: int, size: int, block: int) -> int:
-    """The first place from `offset` on where so many bytes lie in one block; tensors larger than a block begin with one."""
+    """The first offset from `offset` on at which so many bytes fit in one block; tensors larger than a block begin with one."""
     return offset if offset // block == (offset + size - 1) // block else ceil_div(offset, block) * block
 
 
 def place(
     stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = (), apart: frozenset[str] = frozenset(), block: int = 1 << 62
 ) -> tuple[dict[str, Slot], int]:
-    """Offsets for all tensors of kind "node": a slot is given again once the last stage that touches its tensor has passed.
+    """Offsets for all tensors of kind "node": memory is reused once the last stage that touches its tensor has passed.
 
-    keep   names that must survive to the end (graph outputs)
-    apart  names that are placed elsewhere
-    block  bytes of a block; no tensor lies in two
+    keep   names of tensors that must survive to the end (graph outputs)
+    apart  names of tensors that are placed elsewhere
+    block  bytes of a block; no tensor crosses blocks
     Returns the slots and the arena's size. First fit over the free gaps, largest tensors of a stage first.
     """
     first: dict[str, int] = {}
@@ -154,7 +154,7 @@ def place(
 
 
 def place_apart(stages: Sequence[Sequence[Dispatch]], names: frozenset[str], start: int) -> tuple[dict[str, Slot], int]:
-    """Offsets from `start` on for tensors that share memory with no other; the slots and where they end."""
+    """Offsets from `start` on for tensors that share memory with no other; returns the slots and where they end."""
     sizes = {a.tensor.name: aligned(nbytes(a.tensor)) for stage in stages for d in stage for a in d.args if a.tensor.name in names}
     slots: dict[str, Slot] = {}
     end = start

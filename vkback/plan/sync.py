@@ -1,27 +1,28 @@
 """Barrier-free stages: fine-grained producer-consumer synchronization by spin-wait on a sentinel value (shaders/common/sentinel.glsl).
 
-Before a run the memory of every tensor that a barrier-free stage reads is filled with the word SENTINEL. Producers never store that word.
-A consumer reads a word again and again until it is another: then the producer has written it. The two need no pipeline barrier.
+Before a run, the memory of every tensor that a barrier-free stage reads is filled with the word SENTINEL. Producers never store that word.
+A consumer polls a word until it is a different one: then the producer has written it. The two need no pipeline barrier.
 
-A stage runs barrier-free only if a happens-before order holds for all that its kernels read:
+A stage can run barrier-free only if a happens-before order holds for everything that its kernels read:
 
-1. A kernel that has seen a word of tensor T knows: the workgroup that stored the word has finished everything it waited for before it.
-2. So the store *happens after* every tensor that its workgroup waited for as a whole, and, by induction, after all those happened after.
-3. A tensor that several dispatches write: having seen all of it implies what any of its writers waited for, having seen a part of it only
-   what all of them waited for.
+1. A kernel that has seen a word of tensor T knows: the workgroup that stored the word had finished everything it waited for before.
+2. So the store *happens after* every tensor that its workgroup waited for as a whole, and, by induction,
+   after all that those happened after.
+3. If several dispatches write a tensor: having seen all of it implies everything that any of its writers waited for; having seen a part of
+   it, only what all of them waited for.
 4. A barrier orders everything before it.
 
 Example: norm -> gate+up -> down. `down` spins on the whole output of `gate+up`, every workgroup of which had spun on the whole output
-of `norm`. So `down` may read the output of `norm` without a spin-wait. Had `gate+up` waited for a part of it only, `down` would keep its
+of `norm`. So `down` may read the output of `norm` without a spin-wait. Had `gate+up` waited for only a part of it, `down` would keep its
 barrier.
 
-Two more rules make the sentinel reliable: a tensor that is waited for is written once a run and has memory that no other tensor gets.
+Two more rules make the sentinel reliable: a tensor that is waited for is written once per run, and no other tensor shares its memory.
 
-Results that every workgroup reads again and again, or that go into memory which cannot be filled, are waited for by counted arrivals
-(shaders/common/arrivals.glsl): each workgroup of the dispatch that makes them counts itself, in a word that begins as SENTINEL, once it
-has stored everything. Who has seen the full count knows that all workgroups of that dispatch have ended: all of its outputs are complete,
-and so is what any of its workgroups waited for, and what all of them together waited for. Where several dispatches of a stage make what a
-consumer waits for, they count in the same word.
+Results that every workgroup reads repeatedly, or whose memory cannot be filled, are waited for by counted arrivals
+(shaders/common/arrivals.glsl): each workgroup of the producing dispatch increments a counter, which starts as SENTINEL, once it has stored
+everything. A kernel that has seen the full count knows that all workgroups of that dispatch have ended: all of its outputs are complete,
+and so is everything that any of its workgroups waited for, and what all of them together waited for. If several dispatches of a stage make
+what a consumer waits for, they share a counter.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ STATE = Tensor("spin_timeout", "I32", (1,), "counter")
 """Not zero once a spin-wait has timed out."""
 
 ARRIVALS = ".arrivals"
-"""Ends the name of a counter of arrivals, which begins with that of what is waited for."""
+"""Suffix of the name of a counter of arrivals, after the name of what is waited for."""
 
 COUNTERS, COUNTER_WORDS = 16, 32
 """As in shaders/common/arrivals.glsl."""
@@ -48,7 +49,7 @@ SENTINEL = 0x80808080
 
 
 def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
-    """The schedule with as few barriers as its kernels allow. A kernel that spin-waits binds one buffer more, one that waits for counted
+    """The schedule with as few barriers as its kernels allow. A kernel that spin-waits binds one more buffer, one that waits for counted
     arrivals two, and one whose arrivals are counted one."""
     free, resolved = _barrier_free(schedule.stages, max_bindings)
     found = [d for spins, stage in zip(free, resolved, strict=True) if spins for d in stage if d.waits]
@@ -67,15 +68,15 @@ def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """A counter of arrivals, and how many there will be."""
+    """A counter of arrivals, and how many it will count."""
 
     counter: Tensor
     arrivals: int
 
 
 def _counters(stages: Sequence[Sequence[Dispatch]], waited_for: Sequence[Sequence[str]]) -> tuple[dict[str, Expected], list[Dispatch]]:
-    """By the names of what is waited for by counted arrivals their counters, and the dispatches that count. Dispatches whose outputs
-    somebody waits for at once count in one word.
+    """The counters, by the names of what is waited for by counted arrivals, and the dispatches that count. Dispatches whose outputs some
+    consumer waits for together share a counter.
 
     waited_for  the names that each consumer waits for
     """
@@ -103,7 +104,7 @@ def _counters(stages: Sequence[Sequence[Dispatch]], waited_for: Sequence[Sequenc
 
 
 def _outputs(d: Dispatch) -> list[str]:
-    """Names of what a dispatch makes for others, states among it."""
+    """Names of what a dispatch makes for others, including states."""
     return [a.tensor.name for a in d.args if "w" in a.access and a.tensor.kind in ("node", "state")]
 
 
@@ -114,7 +115,7 @@ def _written(stage: Sequence[Dispatch]) -> set[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Maker:
-    """A dispatch's outputs, and what is complete once all of its workgroups have arrived, these left out; None: it cannot count them."""
+    """A dispatch's outputs, and what else is complete once all of its workgroups have arrived; None: it cannot count them."""
 
     outputs: tuple[str, ...]
     implied: set[str] | None
@@ -155,8 +156,8 @@ class _Made:
 
 
 def _resolved(d: Dispatch, made: _Made) -> Dispatch:
-    """A dispatch that waits for `also` as for its other wholes, and for what is counted, as far as these were made since the last barrier,
-    or not at all."""
+    """A dispatch with `also` and what is counted resolved: it waits for them as for its other wholes if they were made since the last
+    barrier, and otherwise not at all."""
     if d.waits is None or not (d.waits.also or d.waits.counted):
         return d
     since = tuple(name for name in d.waits.also if name in made.before)
@@ -165,7 +166,7 @@ def _resolved(d: Dispatch, made: _Made) -> Dispatch:
 
 
 def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> tuple[list[bool], list[list[Dispatch]]]:
-    """For each stage whether it can run without a barrier before it; and the stages, their waits resolved."""
+    """For each stage, whether it can run without a barrier before it; and the stages with their waits resolved."""
     found: list[list[Dispatch]] = []
     free = [False] * len(stages)
     writers = Counter(name for stage in stages for name in _written(stage))
@@ -190,14 +191,14 @@ def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> tu
 
 
 def _bindings(d: Dispatch, free: bool) -> int:
-    """Buffers that a kernel binds at most, in a barrier-free stage or ahead of one."""
+    """Most buffers that a kernel binds, in a barrier-free stage or before one."""
     if d.waits is None or d.waits.constants is not None:
         return len(d.args)
     return len(d.args) + bool(d.waits.arrives) + (1 + bool(d.waits.counted) if free else 0)
 
 
 def _ordered(d: Dispatch, made: _Made) -> bool:
-    """Whether a dispatch waits for, or happens after, all that it reads; and waits only for what was made since the last barrier."""
+    """Whether a dispatch waits for, or happens after, everything that it reads; and waits only for what was made since the last barrier."""
     assert d.waits is not None
     spun_on = {*d.waits.whole, *d.waits.part, *d.waits.shares}
     complete = spun_on | _happened_before(d, made)
@@ -216,7 +217,7 @@ def _happened_before(d: Dispatch, made: _Made) -> set[str]:
 
 
 def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Expected] | None = None) -> Dispatch:
-    """A dispatch whose kernel avoids SENTINEL in what it stores, and in a barrier-free stage waits for what it reads.
+    """A dispatch whose kernel does not store SENTINEL and, in a barrier-free stage, waits for what it reads.
 
     counters  by the names of what is waited for by counted arrivals
     """

@@ -1,8 +1,8 @@
 """The graph of a training step, made from a model's own graph.
 
-Attention reads the queries, keys and values of the step itself in F32 and keeps its log-sum-exp, so that the backward pass need not keep
-the n x n weights; there is no KV cache. Norms take their weight with them. What follows the logits is the loss, then the backward nodes
-(vkback/plan/autodiff.py). The optimizer's nodes are a graph of their own: gradients may be added up over several batches before.
+Attention reads the step's own queries, keys and values in F32 and keeps its log-sum-exp, so that the backward pass need not keep the n x n
+weights; there is no KV cache. Norms include their weight. The logits are followed by the loss, then by the backward nodes
+(vkback/plan/autodiff.py). The optimizer's nodes are a separate graph: gradients may be accumulated over several batches before it runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGETS = "targets"
 D_LOSS = "d_loss"
 LOSS = "loss"
 PARAMS = "optimizer"
-"""Name of the input with the optimizer's numbers."""
+"""Name of the input that holds the optimizer's parameters."""
 
 N_PARAMS: Mapping[str, int] = {"sgd": 2, "adamw": 7}
 
@@ -48,7 +48,7 @@ class TrainingGraph:
 
     @property
     def graph(self) -> Graph:
-        """Both."""
+        """Forward and backward as one graph."""
         return Graph([*self.forward.nodes, *self.backward.nodes], self.forward.outputs)
 
     @property
@@ -60,14 +60,14 @@ class TrainingGraph:
 def training_graph(
     model: Graph, *, sequences: int = 1, f32: bool = True, lora: Lora | None = None, accumulate: bool = False, checkpoint: bool = False,
 ) -> TrainingGraph:  # fmt: skip
-    """The training step of a model's graph with head "all", whose n tokens are `sequences` texts of the same length.
+    """The training step of a model's graph with head "all", whose n tokens are `sequences` texts of equal length.
 
     f32      weights are F32, whatever the file has
-    lora     adapters; then they alone are trained, and weights stay as they are
+    lora     adapters; only they are trained then, and the weights do not change
     accumulate  gradients are added to those that are kept
-    checkpoint  of a layer only what later layers read is kept for the backward pass, which makes the rest again: less memory, more time,
-                the same bits
-    Raises PlanError for a graph with an op that has no rule, or a weight that is not F32 and should be trained.
+    checkpoint  keep of each layer only what later layers read, and compute the rest again in the backward pass: less memory, more time, the
+                same bits
+    Raises PlanError for a graph with an op that has no rule, or for a weight to train that is not F32.
     """
     nodes = _without_caches(_normed(model.nodes), sequences)
     if lora is not None:
@@ -92,9 +92,10 @@ def training_graph(
 
 
 def optimizer_graph(trained: Iterable[Tensor], optimizer: Optimizer, max_norm: float = 0.0) -> Graph:
-    """A step of the optimizer: each weight is written in place. Its numbers are the input PARAMS, as vkback/ops says for OPT_STEP_*.
+    """One step of the optimizer; each weight is updated in place. Its parameters are the input PARAMS,
+    laid out as for OPT_STEP_* in vkback/ops.
 
-    max_norm  gradients are scaled so that all together are at most so long; 0: they are not
+    max_norm  gradients are scaled so that their total norm is at most this; 0: not scaled
     """
     graph = Graph()
     weights = list(trained)
@@ -124,13 +125,13 @@ def moments(weight: Tensor) -> tuple[Tensor, Tensor]:
 def optimizer_params(
     optimizer: Optimizer, t: int, lr: float, betas: tuple[float, float], eps: float, decay: float
 ) -> npt.NDArray[np.float32]:
-    """The value of the input PARAMS at step t, the first of which is 1."""
+    """The value of the input PARAMS at step t, counted from 1."""
     return np.array([lr, decay], np.float32) if optimizer == "sgd" else adamw_params(t, lr, *betas, eps, decay)
 
 
 def _made_again(nodes: Sequence[Node], backward: Backward) -> Backward:
-    """The backward nodes with copies of a layer's forward nodes before the first that reads a value which no other layer reads. The last
-    layer's values are still there when its gradients are made."""
+    """The backward nodes, with copies of a layer's forward nodes before the first node that reads a value private to that layer. The last
+    layer's values still exist when its gradients are made."""
     layers = {t.name: layer_of(node) for node in nodes for t in node.outputs}
     last = max((layer for layer in layers.values() if layer is not None), default=None)
     crossing = {t.name for node in nodes for t in node.inputs if layers.get(t.name) != layer_of(node)}
@@ -163,7 +164,7 @@ def _made_again(nodes: Sequence[Node], backward: Backward) -> Backward:
 
 
 def _is_trained(node: Node, weight: Tensor) -> bool:
-    """Frequency factors of RoPE are facts, not parameters."""
+    """Whether a weight is a parameter: frequency factors of RoPE are not."""
     return not (node.op == "ROPE" and weight.name in {t.name for t in node.inputs[2:]})
 
 
@@ -172,7 +173,7 @@ def _as_f32(t: Tensor) -> Tensor:
 
 
 def _normed(nodes: Sequence[Node]) -> list[Node]:
-    """Norms with the weights that follow them: nothing of a norm is kept for the backward pass but its input."""
+    """Norms merged with the weights that follow them: of a norm, only its input is kept for the backward pass."""
     readers: dict[str, list[Node]] = {}
     for node in nodes:
         for t in node.inputs:
