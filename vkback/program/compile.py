@@ -1,4 +1,4 @@
-"""Kernels of dispatches: shaders and pipelines compiled in parallel, counted and timed."""
+"""The kernels of dispatches: shaders and pipelines, compiled in parallel, counted and timed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OnKernel = Callable[[], object]
 
 @dataclass(frozen=True)
 class CompileTotals:
-    """How many kernels were made ready, how many of them were compiled from GLSL rather than found as SPIR-V, and the time of it all."""
+    """How many kernels were prepared, how many of these were compiled from GLSL rather than found as SPIR-V, and the time it took."""
 
     kernels: int = 0
     compiled: int = 0
@@ -33,32 +33,32 @@ class CompileTotals:
         return CompileTotals(self.kernels - other.kernels, self.compiled - other.compiled, self.seconds - other.seconds)
 
     def __str__(self) -> str:
-        """As "prepared 41 kernels in 9.8 s, 12 compiled from GLSL"; those that were not came as SPIR-V, for the driver alone to compile."""
+        """Like "prepared 41 kernels in 9.8 s, 12 compiled from GLSL"; the others came as SPIR-V, and only the driver compiled them."""
         compiled = {0: "none", self.kernels: "all"}.get(self.compiled, str(self.compiled))
         return f"prepared {self.kernels} kernels in {self.seconds:.1f} s, {compiled} compiled from GLSL"
 
 
 def kernel_keys(dispatches: Iterable[Dispatch]) -> list[KernelKey]:
-    """The different kernels of dispatches, in order."""
+    """The distinct kernels of dispatches, in order."""
     return list(dict.fromkeys((d.kernel, len(d.args), len(d.push)) for d in dispatches))
 
 
 def kernel_spec(spirv: bytes, variant: Variant, bindings: int, push_bytes: int) -> KernelSpec:
-    """What the device layer is asked for: a variant's SPIR-V with the buffers and the bytes of push constants of its dispatches."""
+    """What to ask the device layer for: a variant's SPIR-V with the number of buffers and push-constant bytes of its dispatches."""
     return KernelSpec(spirv, variant.name, bindings, push_bytes, tuple(sorted(variant.spec)), variant.subgroup_size)
 
 
 def dispatch_spec(d: Dispatch, library: ShaderLibrary) -> KernelSpec:
-    """What one dispatch asks the device layer for."""
+    """What to ask the device layer for, for one dispatch."""
     return kernel_spec(library.spirv(d.kernel), d.kernel, len(d.args), len(d.push))
 
 
 def compile_kernels(
     device: Device, library: ShaderLibrary, dispatches: Iterable[Dispatch], on_kernel: OnKernel | None = None
 ) -> dict[KernelKey, Kernel]:
-    """Kernels of dispatches. A pipeline is compiled as soon as its shader is, beside the shaders that are still missing.
+    """The kernels of dispatches. A pipeline is compiled as soon as its shader is, while other shaders are still being compiled.
 
-    Raises CompileError with the faults of all shaders, or what the device layer says of the first kernel that it refuses.
+    Raises CompileError with the faults of all shaders, or the device layer's error about the first kernel that it refuses.
     """
     wanted = kernel_keys(dispatches)
     users: dict[Variant, list[KernelKey]] = {}

@@ -1,5 +1,5 @@
-"""Whether a driver lays the elements of a matrix out over lanes in one way in all kernels, so that activations may be packed in that
-order."""
+"""Start-up checks: whether a driver distributes the elements of a matrix over lanes in the same way in all kernels, so that activations can
+be packed in that order."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def fragments_alike(device: Device, library: ShaderLibrary, matrix: Shape) -> bo
 
 
 def row_lanes_found(device: Device, library: ShaderLibrary) -> int:
-    """Neighbouring lanes that share a row of a matrix, in the order that shaders/mat_mul/matrix.glsl describes, for all shapes of matrices
-    that kernels take on this device; 0 where there is no such order or there are no matrices."""
+    """Number of neighbouring lanes that share a row of a matrix, in the layout that shaders/mat_mul/matrix.glsl describes, for all matrix
+    shapes that kernels use on this device; 0 if the layout differs or there are no matrices."""
     found = {_row_lanes(device, library, shape) for shape in matrix_shapes(device.caps)}
     return found.pop() if len(found) == 1 else 0
 
@@ -76,9 +76,9 @@ def _row_lanes(device: Device, library: ShaderLibrary, matrix: Shape) -> int:
 
 
 def lanes_of_row(held: npt.NDArray[np.int64], matrix: Shape) -> int:
-    """The T of shaders/mat_mul/matrix.glsl, 0 for none.
+    """The T of shaders/mat_mul/matrix.glsl; 0 if the layout differs.
 
-    held  [3, lanes, 16]: numbers (row by row) of the elements of A, B and sums that each lane holds; -1 past the last
+    held  [3, lanes, 16]: numbers (row-major) of the elements of A, B and sums that each lane holds; -1 after the last
     """
     rows, columns, depth = matrix
     lanes = held.shape[1]
@@ -91,7 +91,7 @@ def lanes_of_row(held: npt.NDArray[np.int64], matrix: Shape) -> int:
         group = lanes // t
 
         def lines(count: int, each: int, t: int = t, group: int = group) -> npt.NDArray[np.int64]:
-            """Row (of B: column) of each element, with `each` elements of a row side by side."""
+            """Row (for B: column) of each element, with `each` elements of a row side by side."""
             return lane // t + group * (np.arange(count)[None, :] // max(each, 1))
 
         along_a, along_b, along_sums = a % depth, b // columns, sums % columns
@@ -112,6 +112,6 @@ def lanes_of_row(held: npt.NDArray[np.int64], matrix: Shape) -> int:
 
 
 def fragments_hold(device: Device, library: ShaderLibrary) -> bool:
-    """`fragments_alike` for the matrices that mat-mats take on this device; False where there are none."""
+    """`fragments_alike` for the matrices that mat-mats use on this device; False if there are none."""
     matrix = matrix_shape(device.caps)
     return matrix is not None and fragments_alike(device, library, matrix)

@@ -31,16 +31,16 @@ class WeightRanges:
 
 
 class Program:
-    """A schedule with kernels compiled and every tensor bound.
+    """A schedule with compiled kernels and memory for every tensor.
 
-    ranges   memory of inputs and states by tensor name
-    weights  memory of weights by tensor name
-    state    one word, not zero once a spin-wait has timed out; None where barriers stand between all stages
-    overflow  the overflow words of the kernels that pack activations as f16 (vkback/ops/f16_range.py), one after the other; None: no such
-              kernel
+    ranges   memory of inputs and states, by tensor name
+    weights  memory of weights, by tensor name
+    state    one word, not zero once a spin-wait has timed out; None if all stages have barriers between them
+    overflow  the overflow words of kernels that pack activations as f16 (vkback/ops/f16_range.py), one after another; None: there is no
+              such kernel
     Tensors of kind "node" live in `activations`, laid out by the schedule; those of kind "counter" in an arena of this program, zeroed.
-    activations  memory of at least schedule.activation_bytes, which programs that run one after the other may share, or of each of
-                 schedule.blocks; None: an arena of this program
+    activations  memory of at least schedule.activation_bytes, or one range for each of schedule.blocks; programs that run one after another
+                 can share it. None: an arena of this program
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Program:
 
     @property
     def last_waited_for(self) -> BufferRange | None:
-        """Memory of the last tensor of the schedule that a barrier-free stage waits for, which keeps its values to the end; None without
-        any."""
+        """Memory of the last tensor of the schedule that a barrier-free stage waits for, which keeps its values to the end;
+        None if there is none."""
         kept = self.schedule.sentinel_tensors | self.schedule.counted_tensors
         made = [a.tensor for d in self.schedule.dispatches() for a in d.args if "w" in a.access and a.tensor.name in kept]
         values = [t.name for t in made if t.type != "I32"]
@@ -117,11 +117,12 @@ class Program:
 
     @property
     def timed_out(self) -> bool:
-        """Whether a spin-wait of any run so far has timed out, by a read from the device."""
+        """Whether a spin-wait of any run so far has timed out; reads the device."""
         return self.state is not None and bool(self.device.download(self.state, np.uint32)[0])
 
     def overflowed(self, words: npt.NDArray[np.uint32]) -> dict[str, float]:
-        """Names of the overflow words that are not zero, with the size that they hold. words: a copy of `overflow`, as 32-bit words."""
+        """Names of the overflow words that are not zero, with the magnitude that they hold. words: a copy of `overflow`, as 32-bit words.
+        """
         names = [t.name for t in self.schedule.tensors().values() if is_overflow_word(t)]
         sizes = words.reshape(len(names), -1)[:, 0].view(np.float32)
         return {name: float(size) for name, size in zip(names, sizes, strict=True) if size != 0.0}
@@ -168,11 +169,11 @@ class Program:
         return self._finish(rec, copies)
 
     def record_parts(self, name: str, begins: Collection[int], *, copies: Sequence[tuple[BufferRange, BufferRange]] = ()) -> list[Commands]:
-        """Record the schedule once into several command buffers, to be submitted one after the other.
+        """Record the schedule once into several command buffers, to be submitted one after another.
 
         begins  numbers of the dispatches, in the schedule's order, with which a command buffer begins; the first is 0
         copies  as in `record`
-        A recording begins with a barrier, so the order across a cut is that within a command buffer.
+        A recording begins with a barrier, so a cut preserves the order within a single command buffer.
         """
         rec = self.device.recorder(name)
         if self._sentinel is not None:

@@ -1,4 +1,4 @@
-"""Values of tensors as bytes of the device, and back."""
+"""Values of tensors as bytes in device memory, and back."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vkback.ops.base import VALUE_BYTES, Array, is_coded, nbytes, shards
 from vkback.ops.general import DTYPES, INTEGERS
 
 NAN_WORD = 0x7FC0DEAD
-"""What fills memory that has no value yet: NaN as F32, F16 and BF16."""
+"""Fills memory that has no value yet: NaN as F32, F16 and BF16."""
 
 
 def plain_bytes(type: str, value: Array) -> Array:
-    """Values of a type whose values lie one after the other, as bytes."""
+    """Values of a type whose values are stored one after another, as bytes."""
     if type == "BF16":
         return quants.encode("BF16", np.ascontiguousarray(value, np.float32).reshape(1, -1)).ravel()
     raw: Array = np.ascontiguousarray(value.astype(DTYPES[type])).ravel().view(np.uint8)
@@ -25,14 +25,14 @@ def plain_bytes(type: str, value: Array) -> Array:
 
 
 def q8_1_bytes(tensor: Tensor, value: Array) -> Array:
-    """The bytes of a Q8_1 tensor whose value may be given in floats."""
+    """The bytes of a Q8_1 tensor; its value may be given as floats."""
     if value.dtype == np.uint8:
         return value.reshape(prod(tensor.shape[:-1]), -1)
     return quants.q8_1_quantize(value.reshape(-1, tensor.shape[-1]).astype(np.float32))
 
 
 def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> list[Array]:
-    """The bytes of a tensor as the device holds them, one array a shard; of one without a value NaN, of a counter zeros."""
+    """The bytes of a tensor as the device stores them, one array per shard. Without a value: NaN, or zeros for a counter."""
     if value is not None and is_coded(tensor):
         raw = value.reshape(prod(tensor.shape[:-1]), -1)
         return [quants.to_device(tensor.type, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]) for s in shards(tensor, caps)]
@@ -47,7 +47,7 @@ def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> lis
 
 
 def decoded(tensor: Tensor, raw: Array) -> Array:
-    """A tensor's bytes as the host reads them, in its shape: float32 of every float type, integers as they are."""
+    """A tensor's bytes as the host reads them, in its shape: float32 for every float type, integers unchanged."""
     if is_coded(tensor):
         n, k = prod(tensor.shape[:-1]), tensor.shape[-1]
         planes = [raw[p.offset :][: n * p.row_bytes].reshape(n, -1) for p in quants.layout(tensor.type, n, k).planes]
