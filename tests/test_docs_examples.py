@@ -3,7 +3,7 @@
 Python of README, docs/python.md and docs/training.md as it stands there, each in an interpreter's namespace of its own; docs/server.md's
 against a server (test_server.py); the how-to pages in a copy of the tree (tests/pages.py); lines quoted from a source must be in it.
 Commands that take seconds run; those that measure a model for minutes are read by their own command line, as one that is typed: a command,
-an option or a choice that there is not is an error.
+an option or a choice that there is not is an error. Every command has its section in docs/commands.md; every relative link leads somewhere.
 """
 
 from __future__ import annotations
@@ -93,13 +93,16 @@ INDENTED = re.compile(r"(?:^|(?<=\n\n))(?:    .*\n|\n(?=    ))+")
 COMMAND = re.compile(r"(?:\$ )?(?P<program>(?:\.venv/bin/)?vkback|(?:\.venv/bin/)?vkbench|make|pip|curl|python|cat)(?: |$)")
 
 SHOWN = {
-    "README.md": ("shaders/<family>/",), "docs/architecture.md": ("model.gguf ->", "cli, report, bench ->"),
+    "docs/architecture.md": ("model.gguf ->", "cli, report, bench ->", "shaders/<family>/"),
     "docs/comparing_nodes.md": ("NMSE =",), "docs/tuning.md": ("Q4_K 4096x14336:",), "bench/README.md": ("<date>_<device>",),
 }  # fmt: skip
 """What is no example: layouts, formulas, lines of output. By the beginning of the block."""
 
-RUN = ("vkback devices", "vkback run -p", "vkback chat -m demo-dense", "vkback graph --shape")
-"""Commands that end within seconds; `chat` has the end of its input at once."""
+RUN = (
+    ("README.md", "vkback devices"), ("README.md", "vkback run -p"), ("README.md", "vkback chat -m demo-dense"),
+    ("docs/graph_listing.md", "vkback graph --shape"), ("docs/commands.md", "vkback explain"),
+)  # fmt: skip
+"""Commands that end within seconds, by their page and beginning; `chat` has the end of its input at once."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,43 @@ def test_a_command_is_one_that_there_is(page: str, command: str) -> None:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("start", RUN)
-def test_a_command_runs(start: str) -> None:
-    (command,) = {command for _, command in COMMANDS if command.removeprefix(".venv/bin/").startswith(start)}
+@pytest.mark.parametrize(("page", "start"), RUN)
+def test_a_command_runs(page: str, start: str) -> None:
+    (command,) = {command for of, command in COMMANDS if of == page and command.removeprefix(".venv/bin/").startswith(start)}
     program, *args = words(command)
     assert run([Path(program).name, *args], ROOT).strip()
+
+
+# --- docs/commands.md and links
+
+SECTION = re.compile(r"^### `(?P<command>[^`]+)`\n(?P<text>.*?)(?=^##|\Z)", re.M | re.S)
+LINK = re.compile(r"\[[^\]]*\]\((?!https?:)(?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+LINKING = (*PAGES_OF_ALL, "CHANGELOG.md")
+
+
+def test_every_command_has_its_section_and_an_example() -> None:
+    sections = {match["command"]: match["text"] for match in SECTION.finditer((ROOT / "docs/commands.md").read_text(encoding="utf-8"))}
+    assert sections.keys() == {"vkbench", *(f"vkback {name}" for name in main_cli.COMMANDS)}
+    for command, text in sections.items():
+        assert f"\n    {command} " in text, f"docs/commands.md: no example of {command}"
+
+
+def test_the_front_page_names_every_command() -> None:
+    front = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = front[front.index("## Commands") : front.index("## Documentation")]
+    named = {re.sub(r"^vkback ", "", name) for name in re.findall(r"`([^`]+)`", table)}
+    assert {"vkbench", *main_cli.COMMANDS} <= named
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them: lower case, hyphens for spaces, without punctuation."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.M)}
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_every_relative_link_leads_somewhere(page: str) -> None:
+    for link in LINK.finditer(FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))):
+        target = (ROOT / page).parent / link["path"] if link["path"] else ROOT / page
+        assert target.exists(), f"{page}: {link[0]} leads nowhere"
+        assert not link["anchor"] or link["anchor"] in anchors(target), f"{page}: {link[0]}: no such heading"
