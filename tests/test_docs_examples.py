@@ -93,7 +93,7 @@ INDENTED = re.compile(r"(?:^|(?<=\n\n))(?:    .*\n|\n(?=    ))+")
 COMMAND = re.compile(r"(?:\$ )?(?P<program>(?:\.venv/bin/)?vkback|(?:\.venv/bin/)?vkbench|make|pip|curl|python|cat)(?: |$)")
 
 SHOWN = {
-    "docs/architecture.md": ("model.gguf ->", "cli, report, bench ->", "shaders/<family>/"),
+    "docs/architecture.md": ("model.gguf ->", "cli      ", "shaders/<family>/"),
     "docs/comparing_nodes.md": ("NMSE =",), "docs/tuning.md": ("Q4_K 4096x14336:",), "bench/README.md": ("<date>_<device>",),
 }  # fmt: skip
 """What is no example: layouts, formulas, lines of output. By the beginning of the block."""
