@@ -27,6 +27,7 @@ from vkback.cli import bench as bench_cli
 from vkback.cli import main as main_cli
 from vkback.device import Device
 from vkback.models.engine import Engine
+from vkback.ops.base import FAMILIES
 from vkback.plan.tuning import parse_table
 from vkback.timing.read_rate import measure_read_rate
 
@@ -212,6 +213,13 @@ def test_the_front_page_names_every_command() -> None:
     table = front[front.index("## Commands") : front.index("## Documentation")]
     named = {re.sub(r"^vkback ", "", name) for name in re.findall(r"`([^`]+)`", table)}
     assert {"vkbench", *main_cli.COMMANDS} <= named
+
+
+@pytest.mark.parametrize("family", ["mat_vec", "mat_vec_path", "mat_mul", "attention", "schedule"])
+def test_the_tuning_page_names_every_key_and_parameter(family: str) -> None:
+    page = (ROOT / "docs/tuning.md").read_text(encoding="utf-8")
+    missing = [name for name in (*FAMILIES[family].match, *FAMILIES[family].set) if f"`{name}`" not in page]
+    assert not missing, f"docs/tuning.md: nothing of {missing} of family {family}"
 
 
 def anchors(page: Path) -> set[str]:
