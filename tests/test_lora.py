@@ -294,3 +294,4 @@ def test_a_plot_shows_the_first_and_the_last_loss() -> None:
     lines = plot([4.0, 3.0, 2.0, 1.0], [(0, 4.5), (4, 1.5)], height=8)
     assert lines[0].startswith("   4.500 |o") and lines[7].startswith("   1.000 |   ·")
     assert lines[-2].endswith("4 steps") and plot([], []) == []
+    assert plot([2.0], [(1, 2.5)])[-2].split() == ["0", "1", "steps"]

@@ -34,5 +34,5 @@ def plot(losses: Sequence[float], held_back: Sequence[tuple[int, float]], *, wid
     for row, marks in enumerate(cells):
         label = f"{high - span * row / (height - 1):8.3f} " if row in (0, height // 2, height - 1) else " " * 9
         lines.append(f"{label}|{''.join(marks)}".rstrip())
-    axis = [f"{'':9}+{'-' * columns}", f"{'':10}0 {f'{len(losses)} steps':>{columns - 2}}"]
+    axis = [f"{'':9}+{'-' * columns}", f"{'':10}0 {f'{len(losses)} steps':>{max(columns - 2, 0)}}"]
     return [*lines, *axis, f"{'':10}{TRAINED} steps   {HELD_BACK} held back"]
