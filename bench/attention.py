@@ -26,7 +26,10 @@ import numpy as np
 from vkback.device import BufferRange, Commands, Device, DeviceError
 from vkback.graph import Node, Tensor
 from vkback.ops.attention import FlashAttnExt
-from vkback.ops.base import Array, Dispatch, LowerContext, PlanError, nbytes
+from vkback.ops.case import Array
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.storage import nbytes
 from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary

@@ -24,7 +24,7 @@ import vkback
 from vkback import quants
 from vkback.models.kl import BaseReader, BaseWriter, Divergence, Divergences, describe_text
 from vkback.models.perplexity import Perplexity, count_chunks
-from vkback.ops.base import Act
+from vkback.ops.lowering import Act
 
 TEXT = Path(__file__).resolve().parents[1] / "tests/data/war_of_the_worlds.txt"
 TYPES = ("f16", "q8_0", "q4_0")

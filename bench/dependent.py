@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from vkback.autotune.overrides import with_overrides
 from vkback.device import Device
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
 from vkback.timing.dependent import DependentChain

@@ -14,7 +14,8 @@ from pathlib import Path
 from vkback.autotune.overrides import with_overrides
 from vkback.device import Device
 from vkback.models.registry import Model
-from vkback.ops.base import Dispatch, LowerContext
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Tuning
 from vkback.program import dispatch_spec

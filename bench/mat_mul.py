@@ -28,10 +28,12 @@ from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceError
 from vkback.graph import Tensor
 from vkback.ops import mat_mul, mat_mul_reg
-from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes
+from vkback.ops.dispatch import Arg, Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_vec_node import weight
 from vkback.ops.quantize import quantize_dispatch
+from vkback.ops.storage import nbytes
 from vkback.plan.tuning import Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from vkback.device import Device
-from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
+from vkback.ops.op import OPS
 from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary

@@ -25,7 +25,7 @@ from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.harness.judge import nmse
 from vkback.models.registry import Model
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Tuning

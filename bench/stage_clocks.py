@@ -19,7 +19,7 @@ import pandas as pd
 from vkback.autotune.overrides import with_overrides
 from vkback.device import Device
 from vkback.models.registry import Model
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary

@@ -15,9 +15,12 @@ import numpy as np
 
 from vkback.device import BufferRange, Device
 from vkback.ops.attention import AttnDecode, FlashAttnExt
-from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem, nbytes
+from vkback.ops.case import Case, Problem
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.moe_reduce import MoeReduce
+from vkback.ops.op import OPS
 from vkback.ops.sample import Sample
+from vkback.ops.storage import nbytes
 from vkback.ops.topk import Argmax, TopkMoe
 from vkback.plan.schedule import into_stages
 from vkback.plan.tuning import Overrides, Tuning

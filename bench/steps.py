@@ -25,7 +25,8 @@ from vkback.errors import VkbackError
 from vkback.graph import Tensor
 from vkback.harness.judge import nmse
 from vkback.models.registry import Model
-from vkback.ops.base import Array, LowerContext
+from vkback.ops.case import Array
+from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Tuning

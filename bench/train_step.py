@@ -20,7 +20,7 @@ import numpy as np
 
 from vkback.device import Device
 from vkback.models import Model
-from vkback.ops.base import Dispatch
+from vkback.ops.dispatch import Dispatch
 from vkback.plan.flops import prompt_flops
 from vkback.plan.forecast import Costs, dispatch_us
 from vkback.train.steps import DeviceSteps

@@ -19,8 +19,9 @@ from vkback.cli.explain import node_of
 from vkback.cli.kernels import compiled
 from vkback.device import Capabilities, Device, DeviceError, KernelSpec
 from vkback.device.spirv import inspect
-from vkback.ops.base import OPS, Act, LowerContext, PlanError
+from vkback.ops.lowering import Act, LowerContext, PlanError
 from vkback.ops.mat_vec_node import INT_QUANTS
+from vkback.ops.op import OPS
 from vkback.plan.tuning import Tuning
 from vkback.timing import kernel_figures
 from vkback.timing.listings import total

@@ -17,7 +17,7 @@ import pytest
 
 from vkback.device import Device
 from vkback.errors import VkbackError
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.shader import ShaderLibrary, Variant
 
 FEWEST = 4

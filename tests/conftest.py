@@ -19,7 +19,7 @@ from vkback.device import Capabilities, Device
 from vkback.errors import VkbackError
 from vkback.models import Model
 from vkback.models import engine as engine_module
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.paths import builtin_model
 from vkback.plan.tuning import Overrides, Tuning
 from vkback.shader import ShaderLibrary

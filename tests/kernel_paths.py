@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from vkback.device import Capabilities
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.plan.tuning import Overrides, Tuning
 
 

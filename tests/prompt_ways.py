@@ -13,7 +13,7 @@ import pytest
 from vkback.device import Capabilities, Device
 from vkback.models import engine as engine_module
 from vkback.models.engine import Engine
-from vkback.ops.base import Act
+from vkback.ops.lowering import Act
 from vkback.ops.mat_mul import Way, default_shape, matrix_shape
 from vkback.plan.tuning import Overrides, Tuning
 

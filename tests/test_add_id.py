@@ -6,7 +6,7 @@ import pytest
 
 from vkback.graph import Node, Tensor
 from vkback.ops.add_id import AddId
-from vkback.ops.base import LowerContext, PlanError
+from vkback.ops.lowering import LowerContext, PlanError
 
 
 def test_a_bias_of_other_rows_is_refused(ctx: LowerContext) -> None:

@@ -20,8 +20,10 @@ from vkback.harness.judge import judge, peer_limit
 from vkback.harness.runner import Workbench, prepare, run_case
 from vkback.harness.suite import Suite
 from vkback.harness.support import support_of, support_table
-from vkback.ops.base import OPS, LowerContext, Problem
+from vkback.ops.case import Problem
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 from vkback.plan.planner import plan
 from vkback.shader import ShaderLibrary
 

@@ -12,7 +12,7 @@ import vkback
 from vkback import quants
 from vkback.api import device as device_module
 from vkback.api.errors import ModelError
-from vkback.ops.base import PlanError
+from vkback.ops.lowering import PlanError
 from vkback.shader import CompileError
 
 pytestmark = pytest.mark.vulkan

@@ -6,7 +6,8 @@ import pytest
 from kernel_paths import planned_for
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import OPS, PlanError
+from vkback.ops.lowering import PlanError
+from vkback.ops.op import OPS
 
 
 @pytest.mark.parametrize("k", [0, 17])

@@ -13,7 +13,10 @@ from vkback.device import BufferRange, Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.attention import AttnDecode, FlashAttnExt
-from vkback.ops.base import OPS, Array, Case, LowerContext, PlanError, Problem, nbytes
+from vkback.ops.case import Array, Case, Problem
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
+from vkback.ops.storage import nbytes
 from vkback.plan.exact import exact_context
 from vkback.plan.schedule import Schedule, into_stages, place
 from vkback.program import Program

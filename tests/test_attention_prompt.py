@@ -18,7 +18,8 @@ from vkback.harness.judge import judge
 from vkback.harness.runner import Workbench, prepare, reference, run_case, run_problem
 from vkback.ops import attention_prompt
 from vkback.ops.attention import FlashAttnExt, prompt_shape
-from vkback.ops.base import Case, LowerContext, PlanError, Problem
+from vkback.ops.case import Case, Problem
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import matrix_shape
 from vkback.paths import shader_root
 from vkback.shader import ShaderLibrary

@@ -29,7 +29,8 @@ from vkback.cli import main as cli
 from vkback.cli.shell import UsageError
 from vkback.device import Device
 from vkback.models.registry import Model
-from vkback.ops.base import Choice, LowerContext, PlanError
+from vkback.ops.family import Choice
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.paths import builtin_model
 from vkback.plan.tuning import Tuning, load_table, parse_table
 from vkback.shader import ShaderLibrary

@@ -17,8 +17,11 @@ from vkback.harness.cases import make_case
 from vkback.harness.result import CaseResult
 from vkback.harness.shrink import save, shrink
 from vkback.harness.suite import Suite
-from vkback.ops.base import OPS, Arg, Case, Dispatch, LowerContext, pack_push
+from vkback.ops.case import Case
+from vkback.ops.dispatch import Arg, Dispatch, pack_push
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_vec_cases import mul_mat_case
+from vkback.ops.op import OPS
 from vkback.paths import shader_root
 from vkback.shader import ShaderLibrary
 

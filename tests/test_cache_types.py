@@ -19,7 +19,8 @@ from vkback.models.builder import CacheTypes
 from vkback.models.engine import Engine, EngineError
 from vkback.models.synth import synthesize
 from vkback.models.twin import NumpyTwin
-from vkback.ops.base import OPS, LowerContext
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 from vkback.shader import ShaderLibrary

@@ -9,10 +9,11 @@ import pytest
 
 from vkback.harness.cases import PEER_LINES, find_case, full_cases, known_cases, make_case, perf_cases, quick_cases
 from vkback.harness.perf import groups, with_tokens
-from vkback.ops.base import OPS, Case
+from vkback.ops.case import Case
 from vkback.ops.case_line import CaseLineError, parse_line, split_lines
 from vkback.ops.mat_vec_cases import ROUTES, mul_mat_case, mul_mat_id_case
 from vkback.ops.mat_vec_node import INT_QUANTS, QUANTS
+from vkback.ops.op import OPS
 from vkback.ops.peer import type_word
 
 FULL = list(full_cases())

@@ -11,8 +11,9 @@ from kernel_paths import planned_for
 from vkback import quants
 from vkback.device import Device
 from vkback.harness.runner import run_case, run_problem
-from vkback.ops.base import Act, LowerContext, Problem
+from vkback.ops.case import Problem
 from vkback.ops.code_books import BYTE_SHIFTS, CODED, code_words, shared_bytes
+from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.mat_vec_cases import fused_case
 from vkback.ops.mat_vec_config import PROLOGUE_SHARED, prologue_problem
 from vkback.ops.rows import GetRows

@@ -6,7 +6,8 @@ import pytest
 from kernel_paths import planned_for
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import OPS, PlanError
+from vkback.ops.lowering import PlanError
+from vkback.ops.op import OPS
 from vkback.ops.view import View
 from vkback.plan.schedule import into_stages
 

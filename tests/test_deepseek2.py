@@ -23,7 +23,8 @@ from vkback.models.gguf_file import GgufFile
 from vkback.models.registry import architecture
 from vkback.models.sampler import add_sampler
 from vkback.models.synth import synthesize
-from vkback.ops.base import OPS, LowerContext
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Overrides

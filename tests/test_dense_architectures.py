@@ -20,7 +20,7 @@ from vkback.models.engine import Engine
 from vkback.models.naming import model_description
 from vkback.models.sampler import add_sampler
 from vkback.models.synth import synthesize
-from vkback.ops.base import OPS
+from vkback.ops.op import OPS
 from vkback.plan.fuse import fuse
 from vkback.plan.planner import plan
 

@@ -15,8 +15,10 @@ from vkback.device import Device
 from vkback.harness.cases import make_case
 from vkback.harness.judge import judge
 from vkback.harness.perf import has_rounds, time_cases
-from vkback.ops.base import OPS, Array, Case, LowerContext, Tolerance
+from vkback.ops.case import Array, Case, Tolerance
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
+from vkback.ops.op import OPS
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Overrides, Tuning, TuningError
 from vkback.shader import ShaderLibrary

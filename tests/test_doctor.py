@@ -16,8 +16,9 @@ from vkback.device.errors import DeviceLost
 from vkback.harness import doctor
 from vkback.harness.doctor import SWITCHES, Diagnosis, Tally, examine, report, spread
 from vkback.harness.suite import Suite
-from vkback.ops.base import OPS, LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case
+from vkback.ops.op import OPS
 from vkback.paths import shader_root
 from vkback.shader import ShaderLibrary, Variant
 

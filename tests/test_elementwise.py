@@ -6,8 +6,9 @@ import pytest
 from kernel_paths import planned_for
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import OPS, PlanError
 from vkback.ops.elementwise import repetition
+from vkback.ops.lowering import PlanError
+from vkback.ops.op import OPS
 
 H200 = planned_for("nvidia_h200_linux")
 

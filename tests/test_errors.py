@@ -23,7 +23,7 @@ from vkback.models import GgufError, GgufFile
 from vkback.models.architecture import ARCHITECTURES
 from vkback.models.engine import Engine, EngineError
 from vkback.models.sampler import Sampler
-from vkback.ops.base import PlanError
+from vkback.ops.lowering import PlanError
 from vkback.paths import builtin_model
 from vkback.plan import tuning
 

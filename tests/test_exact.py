@@ -18,7 +18,7 @@ from vkback.models import Model
 from vkback.models.engine import Engine
 from vkback.models.state import StateError
 from vkback.models.synth import SHAPES, synthesize
-from vkback.ops.base import Dispatch
+from vkback.ops.dispatch import Dispatch
 from vkback.paths import builtin_models
 from vkback.plan.exact import exact_context, without_logits
 from vkback.plan.planner import plan

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from vkback.cli import main as cli
 from vkback.cli.explain import node_of
 from vkback.cli.terminal import CONTINUED, WIDTH
-from vkback.ops.base import OPS, LowerContext
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 
 
 def explain(*arguments: str) -> tuple[int, str]:

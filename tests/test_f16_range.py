@@ -23,12 +23,14 @@ from vkback.harness.suite import Suite
 from vkback.models.engine import Engine
 from vkback.models.twin import NumpyTwin
 from vkback.ops.attention import FlashAttnExt, prompt_shape
-from vkback.ops.base import OPS, Case, LowerContext, Problem
+from vkback.ops.case import Case, Problem
 from vkback.ops.f16_range import LEAST_SCALE, F16RangeError, is_overflow_word, overflow_word, rescaled
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.ops.mat_vec_node import MatVecNode
 from vkback.ops.mul_mat import batched_case
+from vkback.ops.op import OPS
 from vkback.plan.fuse import as_mat_vec
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary

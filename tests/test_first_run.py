@@ -22,7 +22,7 @@ from vkback.device import Device
 from vkback.models import kernels as kernels_module
 from vkback.models.engine import Engine, EngineError
 from vkback.models.sampler import Sampler
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 from vkback.program import CompileTotals, compile_kernels, kernel_keys

@@ -10,7 +10,8 @@ from kernel_paths import planned_for
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.models import Model
-from vkback.ops.base import Arg, Dispatch, nbytes
+from vkback.ops.dispatch import Arg, Dispatch
+from vkback.ops.storage import nbytes
 from vkback.paths import builtin_model
 from vkback.plan.forecast import Costs, Wait, moved_bytes, predicted_us, waits
 from vkback.plan.planner import plan

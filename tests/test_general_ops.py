@@ -8,8 +8,9 @@ from vkback.harness.cases import make_case
 from vkback.harness.runner import reference
 from vkback.ops import encode
 from vkback.ops.attention_general import slopes
-from vkback.ops.base import OPS, PlanError
 from vkback.ops.case_line import CaseLineError, parse_line
+from vkback.ops.lowering import PlanError
+from vkback.ops.op import OPS
 from vkback.ops.peer import type_word
 from vkback.ops.rope_general import sector_of
 from vkback.quants.registry import WEIGHT_TYPES

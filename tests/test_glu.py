@@ -8,7 +8,9 @@ from kernel_paths import planned_for, without_subgroups
 from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case
-from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 
 

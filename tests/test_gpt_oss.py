@@ -19,7 +19,7 @@ from vkback.models import GgufError, Model
 from vkback.models.engine import Engine
 from vkback.models.sampler import add_sampler
 from vkback.models.twin import NumpyTwin
-from vkback.ops.base import OPS
+from vkback.ops.op import OPS
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 

@@ -17,9 +17,10 @@ from vkback.graph import Graph, Node, Tensor
 from vkback.models.registry import Model
 from vkback.models.synth import SHAPES, write_outline
 from vkback.ops.attention_chain import padded
-from vkback.ops.base import OPS, PlanError, cost_rule
 from vkback.ops.cost import total
 from vkback.ops.glu import GLU
+from vkback.ops.lowering import PlanError
+from vkback.ops.op import OPS, cost_rule
 from vkback.paths import builtin_model
 from vkback.plan.elementary import elementary
 from vkback.plan.liveness import Listing, listing

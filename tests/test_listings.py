@@ -16,8 +16,8 @@ from vkback.autotune.problem import MatVecProblem
 from vkback.cli import kernels as kernels_cli
 from vkback.cli import main as cli
 from vkback.device import Capabilities
-from vkback.ops.base import OPS
 from vkback.ops.mat_vec_config import MatVecConfig
+from vkback.ops.op import OPS
 from vkback.timing.chips import chip_of
 from vkback.timing.kernel_figures import Figures, executed_by, predicted, walked
 from vkback.timing.listings import Instruction, Listing, read_aco, read_ir3, read_nak, read_sass, total

@@ -22,10 +22,13 @@ from vkback.graph import Node, Tensor
 from vkback.harness.runner import Workbench, prepare
 from vkback.ops import attention_prompt, mat_mul
 from vkback.ops.attention import FlashAttnExt, prompt_job
-from vkback.ops.base import OPS, Dispatch, LowerContext, Op, PlanError, Problem
+from vkback.ops.case import Problem
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_vec import MatVec
 from vkback.ops.mat_vec_node import QUANTS, weight
+from vkback.ops.op import OPS, Op
 from vkback.ops.quantize import quantize_dispatch
 from vkback.paths import shader_root
 from vkback.program.fragments import fragments_alike, lanes_of_row, row_lanes_found

@@ -18,12 +18,13 @@ from vkback.device.capabilities import MatrixShape
 from vkback.graph import Node, Tensor
 from vkback.harness import runner
 from vkback.ops import mat_mul, mat_mul_reg
-from vkback.ops.base import OPS, LowerContext, PlanError
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import MatMul, MatMulShape
 from vkback.ops.mat_mul_lower import F16_TOLERANCE
 from vkback.ops.mat_vec_cases import mul_mat_case
 from vkback.ops.mat_vec_node import QUANTS, weight
 from vkback.ops.mat_vec_rope import stored_by_products
+from vkback.ops.op import OPS
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
 

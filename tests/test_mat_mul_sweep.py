@@ -36,8 +36,9 @@ from vkback.cli.shell import UsageError
 from vkback.cli.tune_parts import of_model
 from vkback.device import Device
 from vkback.harness.runner import reference_inputs
-from vkback.ops.base import OPS, LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul import matrix_shape
+from vkback.ops.op import OPS
 from vkback.plan.tuning import Tuning, device_table, parse_table
 from vkback.program.fragments import fragments_hold
 from vkback.shader import ShaderLibrary

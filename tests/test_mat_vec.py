@@ -8,7 +8,9 @@ import pytest
 
 from vkback.device import Device
 from vkback.harness.runner import run_case
-from vkback.ops.base import OPS, Act, Case, LowerContext
+from vkback.ops.case import Case
+from vkback.ops.lowering import Act, LowerContext
+from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 
 CASES = [c for name in ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC") for c in OPS[name].cases()]

@@ -22,9 +22,11 @@ from vkback.models import engine as engine_module
 from vkback.models.engine import Engine
 from vkback.models.registry import Model
 from vkback.models.sampler import Sampler
-from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_cases import fused_case
 from vkback.ops.mat_vec_config import choice_problem
+from vkback.ops.op import OPS
 from vkback.ops.topk import TOPK_PARAMS, topk_params
 from vkback.paths import builtin_model
 from vkback.plan.fuse import ROUTERS, fuse_choice

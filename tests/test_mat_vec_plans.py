@@ -13,11 +13,13 @@ from vkback.autotune.problem import MatVecProblem
 from vkback.device import Capabilities, profile_ids
 from vkback.device.spirv import inspect
 from vkback.graph import Node, Tensor
-from vkback.ops.base import OPS, Dispatch, LowerContext, PlanError
 from vkback.ops.code_books import shared_bytes as code_book_bytes
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_cases import fused_case
 from vkback.ops.mat_vec_config import SHADER_WORDS, MatVecConfig, choice_problem, prologue_problem, shared_bytes
 from vkback.ops.mat_vec_node import QUANTS
+from vkback.ops.op import OPS
 from vkback.paths import shader_root
 from vkback.plan.planner import check_limits
 from vkback.shader import ShaderLibrary

@@ -10,9 +10,10 @@ from kernel_paths import with_params, without_subgroups
 
 from vkback.device import Device
 from vkback.harness.runner import run_case, run_problem
-from vkback.ops.base import OPS, Act, LowerContext
+from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case
 from vkback.ops.mat_vec_config import MatVecConfig
+from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 
 SHAPES = [

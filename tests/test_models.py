@@ -15,7 +15,7 @@ from vkback import quants
 from vkback.graph import Graph
 from vkback.models import GgufError, Model
 from vkback.models.twin import NumpyTwin
-from vkback.ops.base import OPS
+from vkback.ops.op import OPS
 from vkback.ops.rope import reference_angles
 from vkback.ops.rope_angles import frequencies, mscale
 from vkback.paths import builtin_model

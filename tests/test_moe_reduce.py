@@ -7,7 +7,8 @@ from kernel_paths import with_params
 
 from vkback.device import Device
 from vkback.harness.runner import run_case
-from vkback.ops.base import Case, LowerContext
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext
 from vkback.ops.moe_reduce import MoeReduce
 from vkback.shader import ShaderLibrary
 

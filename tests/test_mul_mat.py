@@ -9,8 +9,9 @@ import pytest
 from kernel_paths import planned_for
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import OPS, LowerContext, PlanError
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mul_mat import batched_case
+from vkback.ops.op import OPS
 from vkback.ops.view import View, laid_out
 from vkback.plan.schedule import into_stages
 

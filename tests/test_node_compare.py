@@ -24,8 +24,9 @@ from vkback.harness.node_run import Batch, NodeRun, NodeRunError, graph_of, run_
 from vkback.harness.node_walk import Item, Made, Swap, Walk, chosen_as, items_of
 from vkback.models import Model
 from vkback.models.twin import NumpyTwin
-from vkback.ops.base import OPS, LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul import Way
+from vkback.ops.op import OPS
 from vkback.ops.quantize import rounded_rows
 from vkback.paths import builtin_model
 from vkback.plan.planner import fused_nodes

@@ -8,7 +8,9 @@ from kernel_paths import planned_for, with_params, without_subgroups
 from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case
-from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 
 CASES = [c for name in ("RMS_NORM", "NORM", "RMS_NORM_MUL", "ADD_RMS_NORM_MUL") for c in OPS[name].cases()]

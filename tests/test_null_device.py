@@ -36,7 +36,7 @@ PLANTED = """
 import sys
 from pathlib import Path
 from vkback.device import Device, KernelSpec
-from vkback.ops.base import Dispatch
+from vkback.ops.dispatch import Dispatch
 from vkback.shader import Variant
 from vkback.timing.kernel_figures import figures
 

@@ -6,7 +6,9 @@ import pytest
 
 from vkback.device import Device
 from vkback.harness.runner import run_case
-from vkback.ops.base import OPS, Case, LowerContext
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 
 IN_SEVERAL_WAYS = {"MUL_MAT", "MUL_MAT_ID", "MAT_VEC", "MOE_REDUCE"}

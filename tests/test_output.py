@@ -21,7 +21,7 @@ from vkback.harness.judge import judge, peer_limit
 from vkback.harness.output import About, Console, Csv, Json, Printer, Sql, perf_line, samples_by_line
 from vkback.harness.result import CaseResult
 from vkback.harness.support import support_of, support_table
-from vkback.ops.base import Tolerance
+from vkback.ops.case import Tolerance
 from vkback.ops.mat_vec_cases import mul_mat_case
 
 H200 = planned_for("nvidia_h200_linux")

@@ -19,7 +19,9 @@ from vkback.harness.judge import judge
 from vkback.harness.token_cases import TokenCase
 from vkback.models import Model
 from vkback.models.twin import NumpyTwin
-from vkback.ops.base import Array, Dispatch, LowerContext, Tolerance
+from vkback.ops.case import Array, Tolerance
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul import matrix_shape
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan

@@ -22,9 +22,10 @@ from vkback.harness.output import About, Csv, op_table
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import Suite
 from vkback.harness.support import support_of
-from vkback.ops.base import OPS, LowerContext, PlanError
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.general import NUMBERS, copied, lowered, permuted, rounded_to
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
 from vkback.ops.peer import type_word
 from vkback.shader import ShaderLibrary
 

@@ -20,7 +20,9 @@ from vkback.device.spirv import inspect
 from vkback.graph import Graph, Node, Tensor, live
 from vkback.models import Model
 from vkback.models.sampler import add_sampler
-from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, nbytes
+from vkback.ops.dispatch import Arg, Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.storage import nbytes
 from vkback.plan.planner import bound_bytes, plan
 from vkback.plan.schedule import Schedule, into_stages, place
 from vkback.plan.sync import ARRIVALS, STATE

@@ -23,7 +23,7 @@ from vkback.models import Model
 from vkback.models import engine as engine_module
 from vkback.models.engine import Engine
 from vkback.models.sampler import add_sampler
-from vkback.ops.base import Dispatch
+from vkback.ops.dispatch import Dispatch
 from vkback.paths import builtin_model
 from vkback.plan.forecast import Costs
 from vkback.plan.planner import plan

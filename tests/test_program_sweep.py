@@ -35,7 +35,8 @@ from vkback.cli.tune_parts import of_model
 from vkback.device import Device
 from vkback.graph import Tensor
 from vkback.models.registry import Model
-from vkback.ops.base import Array, LowerContext
+from vkback.ops.case import Array
+from vkback.ops.lowering import LowerContext
 from vkback.paths import builtin_model, shader_root
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Overrides, Tuning, device_table, parse_table

@@ -10,8 +10,11 @@ from vkback import quants
 from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case
-from vkback.ops.base import OPS, Case, LowerContext, nbytes
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 from vkback.ops.quantize import quantize_dispatch
+from vkback.ops.storage import nbytes
 from vkback.plan.schedule import Schedule
 from vkback.program import Program
 from vkback.shader import ShaderLibrary

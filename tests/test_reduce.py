@@ -10,7 +10,7 @@ import pytest
 
 from vkback.device import Device
 from vkback.graph import Tensor
-from vkback.ops.base import Arg, Dispatch
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.workgroup import reduction
 from vkback.paths import shader_root
 from vkback.plan.schedule import Schedule

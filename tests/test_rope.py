@@ -10,7 +10,9 @@ from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.cases import find_case
 from vkback.harness.runner import run_case, run_problem
-from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
+from vkback.ops.case import Case, Problem
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
 from vkback.ops.rope_angles import DEFAULTS
 from vkback.shader import ShaderLibrary
 

@@ -15,8 +15,9 @@ from vkback.graph import Tensor
 from vkback.harness.cases import context_of, find_case, quick_cases
 from vkback.harness.judge import judge, nmse, steps_of
 from vkback.harness.runner import WordError, check_words, expected, prepare, run_problem
-from vkback.ops.base import Array, LowerContext
+from vkback.ops.case import Array
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_vec import mat_vec_tolerance
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case
 from vkback.ops.mat_vec_node import INT_QUANTS

@@ -14,7 +14,7 @@ from vkback.device import Device
 from vkback.graph import Tensor
 from vkback.harness.runner import run_case, run_problem
 from vkback.models.registry import Model
-from vkback.ops.base import LowerContext, PlanError
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.router import MoeRouter, router_case
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan

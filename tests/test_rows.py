@@ -14,7 +14,8 @@ from vkback.graph import Node, Tensor
 from vkback.harness.cases import find_case
 from vkback.harness.judge import nmse
 from vkback.harness.runner import run_case, run_problem
-from vkback.ops.base import OPS, LowerContext, PlanError
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
 from vkback.ops.rows import GetRows
 from vkback.plan.schedule import into_stages
 from vkback.shader import ShaderLibrary

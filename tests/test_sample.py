@@ -12,8 +12,10 @@ from kernel_paths import planned_for, with_params, without_subgroups
 from vkback.device import BufferRange, Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case
-from vkback.ops.base import Case, LowerContext, PlanError, nbytes
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.sample import LOOP_RING, STATUS_EOS, Params, Sample, noise, pick
+from vkback.ops.storage import nbytes
 from vkback.plan.schedule import Schedule, into_stages, place
 from vkback.program import Program
 from vkback.shader import ShaderLibrary

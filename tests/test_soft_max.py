@@ -7,7 +7,9 @@ from kernel_paths import with_params, without_subgroups
 
 from vkback.device import Device
 from vkback.harness.runner import run_case
-from vkback.ops.base import OPS, Case, LowerContext
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 
 CASES = [c for name in ("SOFT_MAX", "SUM_ROWS") for c in OPS[name].cases()]

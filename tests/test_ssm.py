@@ -10,7 +10,9 @@ from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.judge import nmse
 from vkback.harness.runner import run_case, run_problem
-from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
+from vkback.ops.case import Case, Problem
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 
 SCANS = [c for name in ("SSM_SCAN", "SSM_CONV_SCAN") for c in OPS[name].cases()]

@@ -13,7 +13,7 @@ from kernel_paths import planned_for, with_params
 from vkback.autotune.program_sweep import CHECKED_TOKENS
 from vkback.device import Device
 from vkback.models import Model
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule

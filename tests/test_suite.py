@@ -12,7 +12,8 @@ from vkback.harness import suite
 from vkback.harness.cases import make_case
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import Suite, run_in_processes
-from vkback.ops.base import OPS, LowerContext
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 
 

@@ -31,8 +31,9 @@ from vkback.device import Capabilities, Device
 from vkback.harness.cases import find_case
 from vkback.harness.lines import cases_of
 from vkback.harness.runner import reference_inputs
-from vkback.ops.base import OPS, LowerContext
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 from vkback.paths import shader_root
 from vkback.plan.tuning import Tuning, device_table, parse_table
 from vkback.shader import ShaderLibrary

@@ -23,9 +23,11 @@ from vkback.harness.runner import Workbench, prepare
 from vkback.models import Model
 from vkback.models.engine import Engine
 from vkback.models.twin import NumpyTwin
-from vkback.ops.base import Arg, Dispatch, LowerContext, PlanError, SpinWaits, nbytes
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import matrix_shapes
 from vkback.ops.mat_vec_cases import fused_case
+from vkback.ops.storage import nbytes
 from vkback.paths import builtin_model
 from vkback.plan.forecast import Costs, Wait, predicted_us, waits
 from vkback.plan.planner import plan

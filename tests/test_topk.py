@@ -11,7 +11,8 @@ from kernel_paths import planned_for, with_params, without_subgroups
 from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case, run_problem
-from vkback.ops.base import Case, LowerContext, PlanError
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.topk import Argmax, TopkMoe
 from vkback.shader import ShaderLibrary
 

@@ -16,8 +16,10 @@ from vkback.harness.cases import find_case, quick_cases
 from vkback.harness.grad import BOUND, differences, graded, is_gradient
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import Array, Workbench, prepare, run_problem
-from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
+from vkback.ops.case import Case, Problem
 from vkback.ops.glu_back import SiluBack
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
 from vkback.ops.optimizers import adamw_params
 from vkback.ops.rope_angles import DEFAULTS
 from vkback.shader import ShaderLibrary

@@ -10,7 +10,7 @@ import vkback.plan.fuse  # noqa: F401  declares every family
 from vkback.autotune.overrides import override_rows
 from vkback.device import Capabilities, profile_ids
 from vkback.device.architecture import BY_ID, BY_NAME, DRIVERS, driver_class, known_class
-from vkback.ops.base import FAMILIES
+from vkback.ops.family import FAMILIES
 from vkback.paths import tuning_root, user_tuning_root
 from vkback.plan.tuning import Overrides, Tuning, TuningError, device_table, load_table, parse_table, slug
 

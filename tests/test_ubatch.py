@@ -21,7 +21,7 @@ from vkback.harness.judge import nmse
 from vkback.models import prompt as prompt_module
 from vkback.models.engine import Engine, EngineError
 from vkback.models.prompt import PromptBar, Prompts, next_size, program_sizes
-from vkback.ops.base import PlanError
+from vkback.ops.lowering import PlanError
 from vkback.plan.forecast import cuts, dispatch_us, low_costs
 from vkback.plan.schedule import Schedule
 

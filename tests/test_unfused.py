@@ -15,9 +15,11 @@ from vkback.harness.result import CaseResult
 from vkback.harness.runner import prepare
 from vkback.harness.suite import Suite
 from vkback.harness.unfused import unfused_tolerance
-from vkback.ops.base import OPS, Case, LowerContext, Op, Problem
+from vkback.ops.case import Case, Problem
 from vkback.ops.case_line import parse_line
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_vec_cases import mul_mat_case
+from vkback.ops.op import OPS, Op
 from vkback.shader import ShaderLibrary
 
 FULL = list(full_cases())

@@ -18,7 +18,9 @@ from vkback.models.engine import Engine
 from vkback.models.prompt import SMALLEST
 from vkback.models.sampler import Sampler
 from vkback.models.weights import RepackWay
-from vkback.ops.base import OPS, Case, LowerContext
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 from vkback.paths import builtin_models
 from vkback.plan.tuning import Tuning
 from vkback.program import Program

@@ -26,7 +26,7 @@ from vkback.models.load_bar import LoadBar
 from vkback.models.sampler import Sampler
 from vkback.models.synth import synthesize
 from vkback.models.weights import RepackWay, WeightLoad, load_weights, repacks
-from vkback.ops.base import shards
+from vkback.ops.storage import shards
 from vkback.paths import builtin_model
 from vkback.quants.registry import codec
 from vkback.quants.word_moves import word_moves

@@ -43,7 +43,7 @@ from vkback.errors import VkbackError  # noqa: E402
 from vkback.models import ARCHITECTURES, Model  # noqa: E402
 from vkback.models.sampler import add_sampler  # noqa: E402
 from vkback.models.synth import SHAPES, write_outline  # noqa: E402
-from vkback.ops.base import LowerContext, PlanError  # noqa: E402
+from vkback.ops.lowering import LowerContext, PlanError  # noqa: E402
 from vkback.paths import builtin_models  # noqa: E402
 from vkback.plan.planner import plan  # noqa: E402
 from vkback.plan.tuning import Tuning  # noqa: E402

@@ -26,7 +26,8 @@ from vkback.errors import VkbackError
 from vkback.harness.cases import find_case, full_cases
 from vkback.harness.lines import case_lines
 from vkback.harness.support import support_of
-from vkback.ops.base import Case, LowerContext
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext
 from vkback.plan.tuning import Tuning
 
 PROFILE = "nvidia_h200_linux"

@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vkback.device import Device
-    from vkback.ops.base import Case, LowerContext
+    from vkback.ops.case import Case
+    from vkback.ops.lowering import LowerContext
     from vkback.shader import ShaderLibrary, Variant
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,7 +220,7 @@ def write_plans(path: Path, part: int, parts: int) -> None:
     from vkback.harness import token_cases
     from vkback.harness.cases import quick_cases
     from vkback.models.registry import Model
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
     from vkback.paths import builtin_model
     from vkback.plan.tuning import Tuning
 
@@ -306,7 +307,7 @@ def run_one(file: str, plans: Path, shaders: Path, cache: Path) -> Fate:
     """The fault in `file` of this copy against the cases that it can reach."""
     from vkback.device import Device
     from vkback.harness.cases import quick_cases
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
 

@@ -29,7 +29,7 @@ from vkback.models.sampler import add_sampler
 from vkback.models.synth import write_outline
 from vkback.models.weight_stream import REPACK
 from vkback.ops import attention_prompt, attention_train, mat_mul
-from vkback.ops.base import LowerContext, PlanError
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.paths import builtin_models, shader_root
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule

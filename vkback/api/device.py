@@ -27,8 +27,11 @@ from vkback.api.errors import ModelError
 from vkback.device import Arena, BufferRange, Commands, Kernel
 from vkback.device import Device as VulkanDevice
 from vkback.graph import Graph, Tensor
-from vkback.ops.base import OPS, Act, LowerContext, pack_push, shards
+from vkback.ops.dispatch import pack_push
 from vkback.ops.f16_range import rescaled
+from vkback.ops.lowering import Act, LowerContext
+from vkback.ops.op import OPS
+from vkback.ops.storage import shards
 from vkback.plan.planner import plan
 from vkback.plan.schedule import aligned
 from vkback.plan.tuning import Tuning

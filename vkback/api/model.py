@@ -28,7 +28,7 @@ from vkback.models.perplexity import OnScored, Perplexity
 from vkback.models.perplexity import perplexity as perplexity_of
 from vkback.models.state import fingerprint
 from vkback.models.tokenizer import Tokenizer
-from vkback.ops.base import Act
+from vkback.ops.lowering import Act
 
 if TYPE_CHECKING:
     from vkback.api.device import Device

@@ -21,7 +21,8 @@ from vkback.autotune.tunable import Chosen, Trial, TuneResult
 from vkback.device import Capabilities
 from vkback.graph import Graph
 from vkback.ops.attention import DECODE_TOKENS, shape_for
-from vkback.ops.base import Choice, Chooser, LowerContext, PlanError
+from vkback.ops.family import Choice, Chooser
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.plan.planner import plan
 from vkback.plan.tuning import Overrides, Row, row_lines
 from vkback.timing.token_program import Tokens

@@ -27,8 +27,12 @@ from vkback.errors import VkbackError
 from vkback.graph import Node
 from vkback.harness.judge import judge
 from vkback.ops.attention import DECODE_TOKENS, prompt_shape
-from vkback.ops.base import FAMILIES, OPS, Array, Dispatch, LowerContext, PlanError, Problem
+from vkback.ops.case import Array, Problem
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.family import FAMILIES
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import matrix_shape
+from vkback.ops.op import OPS
 from vkback.paths import tuning_root
 from vkback.plan.planner import check_limits
 from vkback.plan.tuning import Overrides, Row, Tuning, row_lines

@@ -22,7 +22,9 @@ from vkback.autotune.tunable import Trial
 from vkback.device import Capabilities, Device
 from vkback.errors import VkbackError
 from vkback.harness.judge import judge
-from vkback.ops.base import OPS, Array, LowerContext, Problem
+from vkback.ops.case import Array, Problem
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import COLD_BYTES, WARM_S, Bench, Measurement

@@ -18,10 +18,12 @@ from vkback.autotune.points import CORE_REGISTERS
 from vkback.autotune.problem import MatVecProblem
 from vkback.device import Capabilities, Device
 from vkback.graph import Node
-from vkback.ops.base import OPS, Dispatch, LowerContext, PlanError
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import matrix_shape
 from vkback.ops.mat_mul_lower import Kernel, MatMulChoice, choose
 from vkback.ops.mat_vec_node import MatVecNode, Path, path_for
+from vkback.ops.op import OPS
 from vkback.plan.planner import check_limits
 from vkback.plan.tuning import Overrides
 from vkback.program import compile_kernels

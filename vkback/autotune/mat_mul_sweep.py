@@ -24,8 +24,10 @@ from vkback.autotune.tunable import Chosen, Trial, TuneResult
 from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.harness.judge import judge
-from vkback.ops.base import OPS, Array, LowerContext, PlanError, Problem
+from vkback.ops.case import Array, Problem
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_lower import Kernel
+from vkback.ops.op import OPS
 from vkback.paths import tuning_root
 from vkback.plan.tuning import Row, Tuning
 from vkback.shader import ShaderLibrary

@@ -12,7 +12,8 @@ from vkback.autotune.mat_vec_rows import mat_vec_rows
 from vkback.autotune.points import Job, Point, actual, axes, neighbours, refusal
 from vkback.autotune.search import RELATIVE_NOISE
 from vkback.autotune.tunable import Chosen, TuneResult
-from vkback.ops.base import Chooser, LowerContext, PlanError
+from vkback.ops.family import Chooser
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.paths import tuning_root
 from vkback.plan.tuning import Row, Tuning
 

@@ -16,9 +16,12 @@ from typing import Any, Literal, NamedTuple, get_args
 from vkback import quants
 from vkback.autotune.problem import MatVecProblem
 from vkback.device import Capabilities, Device
-from vkback.ops.base import FAMILIES, OPS, Act, Dispatch, LowerContext, PlanError, ceil_div, table_word
+from vkback.ops.dispatch import Dispatch, ceil_div
+from vkback.ops.family import FAMILIES, table_word
+from vkback.ops.lowering import Act, LowerContext, PlanError
 from vkback.ops.mat_vec_config import DEFAULT_SUBGROUP, PER_TILE, LaneOrder, MatVecConfig, Prefetch, subgroup_for
 from vkback.ops.mat_vec_node import INT_QUANTS, Path, path_for
+from vkback.ops.op import OPS
 from vkback.plan.planner import check_limits
 from vkback.plan.tuning import Overrides
 from vkback.program import compile_kernels

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Problem
+from vkback.ops.case import Problem
 from vkback.ops.case_line import CaseLineError, parse_line
 from vkback.ops.mat_vec_cases import LIES, lie_elsewhere
 from vkback.ops.mat_vec_node import FUSED_ROLES, Experts, weight

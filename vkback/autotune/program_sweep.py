@@ -25,7 +25,10 @@ from vkback.autotune.search import P, SweepError
 from vkback.autotune.tunable import Trial
 from vkback.graph import Tensor
 from vkback.harness.judge import Verdict, judge
-from vkback.ops.base import Chooser, Dispatch, LowerContext, PlanError, Tolerance
+from vkback.ops.case import Tolerance
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.family import Chooser
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec import mat_vec_tolerance
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule

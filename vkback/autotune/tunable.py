@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from vkback.autotune.search import Tried
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.plan.tuning import Row, Tuning
 
 if TYPE_CHECKING:

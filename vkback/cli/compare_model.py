@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vkback.harness.node_compare import Comparison
     from vkback.harness.node_run import Batch
     from vkback.models.registry import Model
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
 
 FUSIONS = ("all", "none")
 

@@ -32,7 +32,7 @@ def doctor(
     from vkback.device import Device
     from vkback.harness.cases import full_cases, quick_cases
     from vkback.harness.doctor import examine, report, spread
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.report.build import build_info
     from vkback.shader import ShaderLibrary, find_compiler

@@ -15,7 +15,9 @@ from vkback.cli.terminal import defines_text, fit, kernel_text
 if TYPE_CHECKING:
     from vkback.device import Capabilities, Device
     from vkback.graph import Node
-    from vkback.ops.base import Choice, Chooser, Dispatch, LowerContext
+    from vkback.ops.dispatch import Dispatch
+    from vkback.ops.family import Choice, Chooser
+    from vkback.ops.lowering import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
 
@@ -33,7 +35,7 @@ def explain(
     """Show what the tuning tables say about a case on a device: path, shape, the row that wins with its evidence, the rows behind it, what
     the device's limits made of it, and the kernel. Nothing is run; with --statistics it is compiled."""
     from vkback.device import Capabilities, Device
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
 
@@ -104,7 +106,7 @@ Asked = tuple[str, Mapping[str, Any], "Choice"]
 
 def lowered(node: Node, ctx: LowerContext) -> tuple[list[Asked], list[Dispatch]]:
     """What the lowering of a node asks of the tables, and the dispatches that it comes to."""
-    from vkback.ops.base import OPS
+    from vkback.ops.op import OPS
     from vkback.plan.sync import synchronized
 
     noting = Noting(ctx.tuning)
@@ -116,7 +118,7 @@ def lowered(node: Node, ctx: LowerContext) -> tuple[list[Asked], list[Dispatch]]
 
 def as_data(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrary, device: Device | None = None) -> dict[str, Any]:
     """What `explanation` says, as plain values: choices with the rows that matched, the winner first, and dispatches."""
-    from vkback.ops.base import table_word
+    from vkback.ops.family import table_word
     from vkback.program import dispatch_spec
 
     asked, dispatches = lowered(node, ctx)
@@ -175,7 +177,7 @@ def _statistics(dispatch: Dispatch, library: ShaderLibrary, device: Device) -> I
 
 def _chosen(family: str, query: Mapping[str, Any], choice: Choice, tables: Tuning) -> Iterator[str]:
     """The choice, and the rows that matched, the winner first."""
-    from vkback.ops.base import table_word
+    from vkback.ops.family import table_word
 
     yield f"{family} for {', '.join(f'{k} = {table_word(v)}' for k, v in query.items())}:"
     yield "  " + ", ".join(f"{k} = {table_word(v)}" for k, v in choice.params.items())

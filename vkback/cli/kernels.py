@@ -17,7 +17,8 @@ from vkback.cli.terminal import fit, shortened
 
 if TYPE_CHECKING:
     from vkback.device import Device
-    from vkback.ops.base import Dispatch, LowerContext
+    from vkback.ops.dispatch import Dispatch
+    from vkback.ops.lowering import LowerContext
     from vkback.timing.kernel_figures import Figures
 
 NODE, KERNEL = 16, 18
@@ -46,7 +47,7 @@ def kernels(
     most possible, size of the code; of mat-vecs the instructions for 32 weights and what should bound their speed. Nothing is run, so any
     driver will do, also one without hardware. Exit code 1 when a kernel spills or uses scratch memory."""
     from vkback.device import Device
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.timing.kernel_figures import print_machine_code
 
@@ -81,7 +82,7 @@ def _of_models(models: Sequence[str] | None, shape: str | None, tokens: int, ctx
 
 def _of_cases(cases: Iterable[str], ctx: LowerContext) -> list[Dispatch]:
     from vkback.cli.explain import context_for, node_of
-    from vkback.ops.base import OPS
+    from vkback.ops.op import OPS
 
     return [d for case in cases for node in (node_of(case),) for d in OPS[node.op].lower(node, context_for(case, ctx))]
 
@@ -91,7 +92,8 @@ def _of_suite(ctx: LowerContext) -> list[Dispatch]:
     import dataclasses
 
     from vkback.harness.cases import context_of, perf_cases
-    from vkback.ops.base import OPS, PlanError
+    from vkback.ops.lowering import PlanError
+    from vkback.ops.op import OPS
 
     found: list[Dispatch] = []
     for case in perf_cases():

@@ -58,7 +58,7 @@ def plan(
     """List the dispatches of a model on a device, stage by stage: node, kernel with the parameters that matter, workgroups, bytes, the time
     that bytes and barriers should take, and what the stage waits for. Without --measure nothing of the model is run."""
     from vkback.device import Capabilities, Device
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
     from vkback.plan import planner
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary

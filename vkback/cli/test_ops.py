@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from vkback.device import Device
     from vkback.harness.output import Printer
     from vkback.harness.result import CaseResult
-    from vkback.ops.base import Case, LowerContext
+    from vkback.ops.case import Case
+    from vkback.ops.lowering import LowerContext
     from vkback.shader import ShaderLibrary
 
 MODES = ("test", "grad", "perf", "support")
@@ -97,7 +98,7 @@ def _run(
     from vkback.device import Device
     from vkback.harness.output import fields_of, op_table, spent_lines
     from vkback.harness.suite import KEPT, Suite
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
 
@@ -246,7 +247,7 @@ def print_counts(as_json: bool = False) -> None:
     from collections import Counter
 
     from vkback.harness.cases import full_cases, perf_cases, quick_cases
-    from vkback.ops.base import OPS
+    from vkback.ops.op import OPS
 
     sets = [Counter(case.op for case in made()) for made in (quick_cases, full_cases, perf_cases)]
     if as_json:
@@ -295,7 +296,7 @@ def select(cases: Iterable[Case], names: Sequence[str], params: str | None) -> I
             yield case
     if unmatched:
         from vkback.harness.cases import find_case
-        from vkback.ops.base import OPS
+        from vkback.ops.op import OPS
 
         for name in sorted(n for n in unmatched if "(" not in n):
             if name in OPS:

@@ -20,7 +20,7 @@ from vkback.cli.tune_show import pictures, watched
 if TYPE_CHECKING:
     from vkback.autotune.tunable import TuneResult
     from vkback.device import Device
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
 
 OPS = ("mat_vec", "mat_mul", "attention")
 PATHS = ("auto", "int", "float", "both")
@@ -185,7 +185,7 @@ def _tune(ops: Sequence[str], asked: Asked, run: _Run, picture: Path | None, tol
 
 def _context(device: Device) -> LowerContext:
     """A context with the tables of the device, its own before all others."""
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
     from vkback.plan.tuning import Tuning
     from vkback.program.fragments import fragments_hold
     from vkback.shader import ShaderLibrary

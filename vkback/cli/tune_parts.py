@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vkback.autotune.problem import MatVecProblem
     from vkback.autotune.tunable import Tunable, TuneResult
     from vkback.device import Device
-    from vkback.ops.base import LowerContext
+    from vkback.ops.lowering import LowerContext
 
 Paths = Literal["auto", "int", "float", "both"]
 

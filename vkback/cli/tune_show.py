@@ -91,7 +91,7 @@ def _print_table(shown: pd.DataFrame) -> None:
 
 
 def _difference(before: Point, after: Point) -> str:
-    from vkback.ops.base import table_word
+    from vkback.ops.family import table_word
 
     return ", ".join(f"{name} {table_word(a)}->{table_word(b)}" for name, a, b in zip(before._fields, before, after, strict=True) if a != b)
 

@@ -12,8 +12,11 @@ import numpy as np
 
 import vkback.ops  # noqa: F401  registers every op
 from vkback.errors import did_you_mean
-from vkback.ops.base import FAMILIES, OPS, Case, LowerContext, PlanError, Problem, Sync
+from vkback.ops.case import Case, Problem
 from vkback.ops.case_line import NO_CASE, CaseLineError, parse_line
+from vkback.ops.family import FAMILIES
+from vkback.ops.lowering import LowerContext, PlanError, Sync
+from vkback.ops.op import OPS
 from vkback.ops.peer import ABSENT
 from vkback.plan.tuning import Overrides
 

@@ -19,7 +19,9 @@ from vkback.harness.judge import judge
 from vkback.harness.runner import Workbench, prepare, reference
 from vkback.harness.suite import Suite
 from vkback.harness.unfused import unfused_tolerance
-from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
 

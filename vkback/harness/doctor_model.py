@@ -12,7 +12,7 @@ from vkback.harness.doctor import SWITCHES, Switch
 from vkback.harness.node_compare import Comparison, Row, compare, compare_steps, sides, walked, with_own
 from vkback.harness.node_run import Batch, NodeRun, graph_of, run_nodes
 from vkback.models.registry import Model
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.shader import ShaderLibrary

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vkback.ops.base import OPS, Tolerance
+from vkback.ops.case import Tolerance
+from vkback.ops.op import OPS
 
 Array = npt.NDArray[Any]
 

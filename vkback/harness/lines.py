@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from io import StringIO
 
 from vkback.harness.cases import find_case
-from vkback.ops.base import Case
+from vkback.ops.case import Case
 from vkback.ops.case_line import CaseLineError
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -18,7 +18,7 @@ from vkback.harness.node_run import Batch, NodeRun
 from vkback.harness.node_walk import Item, Made, Swap, Walk, Weights, evaluate, ids_of, items_of, own_tolerance
 from vkback.harness.token_cases import FLOAT
 from vkback.models.registry import Model
-from vkback.ops.base import Array
+from vkback.ops.case import Array
 
 BAND = 4.0
 """NMSE over the expected one that is still within the band, of many values: errors twice as large. Both are sums over the same thousands of

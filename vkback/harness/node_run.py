@@ -17,7 +17,8 @@ from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Node, Tensor
 from vkback.models.registry import Model
-from vkback.ops.base import Act, Array, LowerContext
+from vkback.ops.case import Array
+from vkback.ops.lowering import Act, LowerContext
 from vkback.plan.planner import fused_nodes, plan
 from vkback.plan.schedule import Schedule, Slot, place_apart
 from vkback.plan.tuning import Tuning

@@ -20,9 +20,11 @@ from vkback.graph import Graph, Node, Tensor
 from vkback.models.registry import Model
 from vkback.models.weight_rows import gather_rows, vector_values
 from vkback.ops.attention import prompt_shape
-from vkback.ops.base import OPS, Array, LowerContext, Tolerance
+from vkback.ops.case import Array, Tolerance
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose
 from vkback.ops.mat_vec_node import MatVecNode
+from vkback.ops.op import OPS
 from vkback.ops.quantize import rounded_rows
 from vkback.ops.router import mat_vec_of, selection_bias
 from vkback.ops.topk import order_of, topk_params

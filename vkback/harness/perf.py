@@ -15,10 +15,12 @@ from vkback.graph import Node
 from vkback.harness.cases import context_of
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import Kernels
-from vkback.ops.base import OPS, Case, LowerContext, PlanError, Problem
+from vkback.ops.case import Case, Problem
 from vkback.ops.case_line import unseeded
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_cases import LIES, lie_elsewhere
 from vkback.ops.mat_vec_node import INT_QUANTS
+from vkback.ops.op import OPS
 from vkback.ops.peer import tensor_type
 from vkback.plan.flops import main_way
 from vkback.quants import QUANTS

@@ -21,9 +21,13 @@ from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.harness.cases import context_of
 from vkback.harness.judge import Verdict, judge, steps_of
-from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance, ceil_div, is_coded, nbytes
+from vkback.ops.case import Case, Problem, Tolerance
+from vkback.ops.dispatch import Dispatch, ceil_div
 from vkback.ops.f16_range import F16RangeError, is_overflow_word, rescaled
 from vkback.ops.general import viewed
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
+from vkback.ops.storage import is_coded, nbytes
 from vkback.plan.schedule import Schedule, aligned, into_stages
 from vkback.plan.sync import SENTINEL, STATE, synchronized
 from vkback.program import Program, WeightRanges

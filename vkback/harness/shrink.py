@@ -13,7 +13,7 @@ from vkback import quants
 from vkback.errors import VkbackError
 from vkback.harness.cases import make_case
 from vkback.harness.suite import Run
-from vkback.ops.base import Case
+from vkback.ops.case import Case
 from vkback.ops.peer import tensor_type
 
 FIXED = frozenset({

@@ -25,8 +25,11 @@ from vkback.harness.judge import Verdict, judge, peer_limit
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import Array, Expected, Prepared, Workbench, expected, prepare, reference
 from vkback.harness.unfused import unfused_tolerance
-from vkback.ops.base import OPS, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance
+from vkback.ops.case import Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary, Variant
 

@@ -9,8 +9,10 @@ from vkback.harness.cases import context_of
 from vkback.harness.output import with_reasons
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import check_bound
-from vkback.ops.base import OPS, Case, LowerContext, PlanError
+from vkback.ops.case import Case
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_node import QUANTS
+from vkback.ops.op import OPS
 from vkback.paths import shader_root
 
 MOST_REASONS = 3

@@ -18,7 +18,8 @@ from vkback.device import Device
 from vkback.harness.judge import Verdict, judge
 from vkback.models.registry import Model
 from vkback.models.twin import NumpyTwin
-from vkback.ops.base import Act, Array, LowerContext, Sync, Tolerance
+from vkback.ops.case import Array, Tolerance
+from vkback.ops.lowering import Act, LowerContext, Sync
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule

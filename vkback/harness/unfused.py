@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from vkback.graph import Node
-from vkback.ops.base import OPS, LowerContext, Tolerance
+from vkback.ops.case import Tolerance
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
 
 EIGHT_BITS = 1e-6
 """A tolerance above this is that of values rounded to eight bits."""

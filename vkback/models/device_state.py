@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.device import BufferRange, Device
 from vkback.graph import Tensor
-from vkback.ops.base import nbytes
+from vkback.ops.storage import nbytes
 from vkback.plan.schedule import aligned
 
 Arrays = Mapping[str, npt.NDArray[Any]]

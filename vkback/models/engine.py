@@ -38,9 +38,9 @@ from vkback.models.sampler import CONSTRAINED, PENALIZED, RING, Sampler, add_sam
 from vkback.models.state import Snapshot
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import RepackWay, WeightLoad
-from vkback.ops.base import Act, LowerContext
 from vkback.ops.cache import QUANTIZED
 from vkback.ops.f16_range import rescaled
+from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.mat_mul import Way, matrix_shape
 from vkback.ops.penalties import SEEN_COUNTS, mask_words
 from vkback.ops.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING

@@ -10,7 +10,7 @@ from threading import Lock
 
 from vkback.device import Device
 from vkback.models.load_bar import LoadBar
-from vkback.ops.base import Dispatch
+from vkback.ops.dispatch import Dispatch
 from vkback.program import CompileTotals, KernelKey, OnKernel, compile_kernels, kernel_keys
 from vkback.shader import ShaderLibrary
 

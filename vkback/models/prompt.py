@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.device import Arena, BufferRange, Capabilities, Commands, Device, OutOfDeviceMemory, Ticket
-from vkback.ops.base import Dispatch, LowerContext, PlanError
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.plan.forecast import cuts, dispatch_us, low_costs
 from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.tuning import Overrides

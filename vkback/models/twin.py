@@ -14,7 +14,7 @@ from vkback.errors import VkbackError
 from vkback.graph import Graph, Node, Tensor
 from vkback.models.builder import F16_CACHE, CacheTypes, Head
 from vkback.models.registry import Model
-from vkback.ops.base import OPS
+from vkback.ops.op import OPS
 
 Array = npt.NDArray[Any]
 

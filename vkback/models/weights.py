@@ -24,7 +24,7 @@ from vkback.models.gguf_file import GgufFile
 from vkback.models.load_bar import LoadBar
 from vkback.models.weight_rows import decoded, file_bytes, gather_rows, not_numbers, vector_values
 from vkback.models.weight_stream import OnBytes, OnWait, StreamTimes, WeightStream
-from vkback.ops.base import shards
+from vkback.ops.storage import shards
 from vkback.plan.schedule import aligned
 from vkback.program import WeightRanges
 from vkback.quants.word_moves import moves_words

@@ -1,4 +1,4 @@
-"""Op families. Importing the package registers every op of every file in it (vkback.ops.base.OPS)."""
+"""Op families. Importing the package registers every op of every file in it (vkback.ops.op.OPS)."""
 
 import importlib
 import pkgutil

@@ -11,26 +11,13 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    MAX_GROUPS_X,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    Tolerance,
-    ceil_div,
-    moves_values,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, moves_values, register
 from vkback.ops.peer import ne_of, one_of_types, shape_of
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 

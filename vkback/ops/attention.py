@@ -31,32 +31,18 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops import attention_chain, attention_prompt, rope_angles
 from vkback.ops.attention_cases import DecodeCases, FlashCases
-from vkback.ops.base import (
-    OPS,
-    POWERS,
-    Access,
-    Arg,
-    Array,
-    Case,
-    Choice,
-    Dispatch,
-    LowerContext,
-    PlanError,
-    SpinWaits,
-    Tolerance,
-    ceil_div,
-    cost_rule,
-    declare,
-    nbytes,
-    pack_push,
-    register,
-)
 from vkback.ops.cache import CACHE_TYPES, QUANTIZED, cached_bytes, stored_tolerance
+from vkback.ops.case import Array, Case, Tolerance
 from vkback.ops.cost import Cost, total
+from vkback.ops.dispatch import Access, Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.family import POWERS, Choice, declare
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import MatMulShape
 from vkback.ops.mat_mul_reg import units_stride
+from vkback.ops.op import OPS, cost_rule, register
 from vkback.ops.rope import FREQUENCY, turn_pairs
 from vkback.ops.rows import stored_rows
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.quants import UNIT
 from vkback.shader import Variant

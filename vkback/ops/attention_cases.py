@@ -11,9 +11,10 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
-from vkback.ops.base import OPS, Array, Case, Op, Problem, Shape
 from vkback.ops.cache import cache_kinds, cache_params, stored_cache
+from vkback.ops.case import Array, Case, Problem, Shape
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.op import OPS, Op
 
 
 def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence[int] | None, window: int = 0) -> Array:

@@ -19,28 +19,15 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    VALUE_BYTES,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    Tolerance,
-    ceil_div,
-    is_coded,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.coded import as_floats
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.general import rounded_to, views_of
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
 from vkback.ops.peer import operand, sized, tensor_type, type_word
+from vkback.ops.storage import VALUE_BYTES, is_coded, nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant

@@ -19,10 +19,14 @@ from typing import Any, Literal
 
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import MAX_GROUPS_X, Arg, Choice, Dispatch, LowerContext, PlanError, Tolerance, ceil_div, nbytes, pack_push
 from vkback.ops.cache import CACHE_TYPES, cached_bytes
+from vkback.ops.case import Tolerance
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
+from vkback.ops.family import Choice
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import UNIT, MatMulShape, fragments_possible, matrix_shape, row_lanes
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, power_of_two, reduction, workgroup_size
 from vkback.shader import Variant
 

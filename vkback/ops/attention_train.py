@@ -21,33 +21,20 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    MAX_GROUPS_X,
-    Arg,
-    Array,
-    Case,
-    Choice,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Tape,
-    Tolerance,
-    ceil_div,
-    declare,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.column_sums import column_sums
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
+from vkback.ops.family import Choice, declare
 from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.launch import by_threads
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import lanes_for, matrix_shapes, required_subgroup
+from vkback.ops.op import Op, Tape, register
 from vkback.ops.peer import sized
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 

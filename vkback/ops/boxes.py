@@ -11,29 +11,15 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    VALUE_BYTES,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    Tolerance,
-    ceil_div,
-    declare,
-    moves_values,
-    nbytes,
-    pack_push,
-    register,
-    spread,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.family import declare
 from vkback.ops.general import copied, is_general, lowered, permuted, random_values, view_in, views_of
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, moves_values, register
 from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, sized, tensor_type, type_word
+from vkback.ops.storage import VALUE_BYTES, nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant

@@ -8,20 +8,11 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node
-from vkback.ops.base import (
-    Arg,
-    Array,
-    Dispatch,
-    LowerContext,
-    PlanError,
-    Tolerance,
-    ceil_div,
-    nbytes,
-    pack_push,
-    spread,
-    weight_push,
-)
+from vkback.ops.case import Array, Tolerance
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.storage import nbytes, weight_push
 from vkback.ops.workgroup import workgroup_size
 from vkback.quants import UNIT
 from vkback.shader import Variant

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import OPS, Dispatch, LowerContext, is_coded
+from vkback.ops.dispatch import Dispatch
 from vkback.ops.general import copied
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
+from vkback.ops.storage import is_coded
 from vkback.ops.view import View
 
 

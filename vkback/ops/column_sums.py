@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, LowerContext, PlanError, ceil_div, nbytes, pack_push
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 

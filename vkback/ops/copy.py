@@ -12,36 +12,18 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import copy_cases, encode
-from vkback.ops.base import (
-    VALUE_BYTES,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Rounded,
-    Shape,
-    Tolerance,
-    ceil_div,
-    is_coded,
-    moves_values,
-    nbytes,
-    pack_push,
-    register,
-    shards,
-    spread,
-    weight_push,
-)
 from vkback.ops.boxes import EXACT, box_copy
+from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.code_books import decoder
 from vkback.ops.coded import as_floats
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import copied, permuted, random_values, stored_tolerance
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_node import QUANTS
+from vkback.ops.op import Op, moves_values, register
 from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, type_word
+from vkback.ops.storage import VALUE_BYTES, is_coded, nbytes, shards, weight_push
 from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant

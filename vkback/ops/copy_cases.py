@@ -10,10 +10,11 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import VALUE_BYTES, Array, Case, Problem, Shape, is_coded
+from vkback.ops.case import Array, Case, Problem, Shape
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.general import INTEGERS, permuted, rounded_to
 from vkback.ops.peer import Four, ne_of, operand, shape_of, sized, tensor_type, type_word
+from vkback.ops.storage import VALUE_BYTES, is_coded
 from vkback.ops.view import View
 
 NONE = (0, 0, 0, 0)

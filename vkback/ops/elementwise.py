@@ -12,28 +12,11 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops import cost as costs
-from vkback.ops.base import (
-    OPS,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    Tape,
-    Tolerance,
-    ceil_div,
-    declare,
-    nbytes,
-    pack_push,
-    register,
-    spread,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.family import declare
 from vkback.ops.general import is_general, lowered, permuted, rounded_to, stored_tolerance, view_in
 from vkback.ops.glu import (
     GELU_COST,
@@ -46,7 +29,10 @@ from vkback.ops.glu import (
     gelu_quick,
     sigmoid,
 )
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS, Op, Tape, register
 from vkback.ops.peer import FLOATS, Four, ne_of, one_of_types, shape_of, sized, type_word
+from vkback.ops.storage import nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant

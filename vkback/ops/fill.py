@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, Problem, Shape, Tolerance, register
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.launch import by_threads
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import Op, register
 from vkback.ops.peer import ne_of, one_of_types, shape_of, sized
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, LowerContext, PlanError, ceil_div, declare, nbytes, pack_push, shards, weight_push
 from vkback.ops.code_books import decoder
 from vkback.ops.column_sums import column_sums
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.family import declare
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import lanes_for
+from vkback.ops.storage import nbytes, shards, weight_push
 from vkback.ops.workgroup import Defines
 from vkback.shader import Variant
 

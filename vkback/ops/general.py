@@ -16,20 +16,11 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    VALUE_BYTES,
-    Arg,
-    Array,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Tolerance,
-    ceil_div,
-    nbytes,
-    pack_push,
-    spread,
-)
+from vkback.ops.case import Array, Tolerance
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op
+from vkback.ops.storage import VALUE_BYTES, nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant

@@ -10,29 +10,17 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    MAX_GROUPS_X,
-    OPS,
-    VALUE_BYTES,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    PlanError,
-    Problem,
-    Tolerance,
-    ceil_div,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.coded import as_floats
 from vkback.ops.copy_cases import numbers
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.gradients import Gradient, Scalar, against
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS, register
 from vkback.ops.peer import operand, sized, tensor_type, type_word
+from vkback.ops.storage import VALUE_BYTES, nbytes
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 

@@ -11,31 +11,17 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    OPS,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    Tape,
-    Tolerance,
-    ceil_div,
-    declare,
-    nbytes,
-    pack_push,
-    register,
-    spread,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import BARE, CaseLineError
 from vkback.ops.cost import Cost, times, total
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.family import declare
 from vkback.ops.general import is_general, lowered, rounded_to, stored_tolerance, view_in
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS, Op, Tape, register
 from vkback.ops.peer import FLOATS, ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.quantize import Q8_1_TOLERANCE
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 

@@ -8,26 +8,14 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    Tolerance,
-    ceil_div,
-    is_coded,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
 from vkback.ops.peer import sized
+from vkback.ops.storage import is_coded, nbytes
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vkback.graph import Node
-from vkback.ops.base import Array, Op
+from vkback.ops.case import Array
 from vkback.ops.cost import Cost, times
+from vkback.ops.op import Op
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, register
+from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.copy_cases import numbers
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.general import is_general, lowered
 from vkback.ops.launch import by_threads
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_cases import LIES
+from vkback.ops.op import Op, register
 from vkback.ops.peer import FLOATS, Four, one_of_types, sized, type_word
 
 RADIX_BITS = 4

@@ -10,12 +10,16 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import VALUE_BYTES, Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, ceil_div, register
+from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.coded import as_floats
 from vkback.ops.copy_cases import numbers
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.launch import by_threads
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
 from vkback.ops.peer import operand, sized, tensor_type, type_word
+from vkback.ops.storage import VALUE_BYTES
 
 
 @register

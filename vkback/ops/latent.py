@@ -21,26 +21,14 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
-from vkback.ops.base import (
-    MAX_GROUPS_X,
-    OPS,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Tolerance,
-    ceil_div,
-    nbytes,
-    pack_push,
-    register,
-)
 from vkback.ops.cache import cache_kinds, cache_params, stored_cache
+from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS, Op, register
 from vkback.ops.rope import FREQUENCY, frequency_factors
 from vkback.ops.rows import apart, cache_tolerance, store_apart, stored_rows, stores_of
+from vkback.ops.storage import nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vkback.graph import Node
-from vkback.ops.base import Arg, Dispatch, LowerContext, ceil_div, nbytes, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.lowering import LowerContext
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 

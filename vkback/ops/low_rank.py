@@ -7,7 +7,9 @@ Sums are in f32; their order depends on the sizes and the device alone.
 from __future__ import annotations
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import MAX_GROUPS_X, Arg, Dispatch, LowerContext, PlanError, ceil_div, nbytes, pack_push, shards, weight_push
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.storage import nbytes, shards, weight_push
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 

@@ -24,22 +24,11 @@ from typing import Literal
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import (
-    MAX_GROUPS_X,
-    Arg,
-    Dispatch,
-    LowerContext,
-    PlanError,
-    Shard,
-    ceil_div,
-    nbytes,
-    pack_push,
-    shards,
-    spread,
-    weight_push,
-)
 from vkback.ops.code_books import CODED, decoder
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.f16_range import overflow_word
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.storage import Shard, nbytes, shards, weight_push
 from vkback.ops.workgroup import Defines, reduction
 from vkback.shader import Variant
 

@@ -14,15 +14,19 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import low_rank
-from vkback.ops.base import Array, Case, Dispatch, LowerContext, PlanError, Problem, Tolerance, is_coded, register
+from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.copy_cases import numbers
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import Dispatch
 from vkback.ops.gemm import Product, multiplied, multiplied_by_weight
 from vkback.ops.gradients import Gradient, Scalar, against
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose_turned, lower_turned
 from vkback.ops.mat_vec_cases import MATRICES
+from vkback.ops.op import register
 from vkback.ops.peer import sized, tensor_type, type_word
+from vkback.ops.storage import is_coded
 
 
 def adds(node: Node, ctx: LowerContext) -> bool:

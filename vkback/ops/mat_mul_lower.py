@@ -12,7 +12,10 @@ from typing import Literal, get_args
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import mat_mul_reg
-from vkback.ops.base import OPS, Choice, Dispatch, LowerContext, PlanError, Tolerance, declare, shards
+from vkback.ops.case import Tolerance
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.family import Choice, declare
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul import (
     UNIT,
     Heads,
@@ -31,7 +34,9 @@ from vkback.ops.mat_mul import (
     row_lanes,
 )
 from vkback.ops.mat_vec_node import Experts, MatVecNode, Path
+from vkback.ops.op import OPS
 from vkback.ops.quantize import quantize_dispatch
+from vkback.ops.storage import shards
 from vkback.ops.view import View
 
 Kernel = Literal["mat_vec", "coop_mat", "coop_reg", "int_dot", "f32"]

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Dispatch, LowerContext
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul import MatMulShape, pack_f16, packed, packed_columns, route, route_heads, route_tensor
 from vkback.ops.mat_mul_reg import pack_units, packed_units
 

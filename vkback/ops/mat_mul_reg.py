@@ -12,9 +12,10 @@ from math import prod
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import Arg, Dispatch, PlanError, Shard, SpinWaits, ceil_div, nbytes, pack_push, shards
 from vkback.ops.code_books import decoder
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
+from vkback.ops.lowering import PlanError
 from vkback.ops.mat_mul import (
     GLU_KINDS,
     UNIT,
@@ -30,6 +31,7 @@ from vkback.ops.mat_mul import (
     required_subgroup,
     weight_bytes,
 )
+from vkback.ops.storage import Shard, nbytes, shards
 from vkback.shader import Variant
 
 BINDINGS = 14

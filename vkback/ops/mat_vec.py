@@ -15,32 +15,16 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import low_rank, mat_vec_cases, mat_vec_sets
-from vkback.ops.base import (
-    MAX_GROUPS_X,
-    OPS,
-    Adjustment,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Rounded,
-    Shard,
-    SpinWaits,
-    Tolerance,
-    ceil_div,
-    nbytes,
-    pack_push,
-    register,
-    shards,
-    weight_push,
-)
+from vkback.ops.case import Array, Case, Rounded, Tolerance
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.family import Adjustment
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose, lower_node, rounds_x
 from vkback.ops.mat_vec_config import PER_TILE, MatVecConfig, choice_problem, configure, prologue_problem, shader_defines
 from vkback.ops.mat_vec_node import MatVecNode, bindings, glu_op
+from vkback.ops.op import OPS, Op, register
 from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
+from vkback.ops.storage import Shard, nbytes, shards, weight_push
 from vkback.shader import Variant
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Array, Case, Problem, Shape
+from vkback.ops.case import Array, Case, Problem, Shape
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.glu import SWIGLU_OAI
 from vkback.ops.mat_vec_node import FUSED_ROLES, QUANTS, weight

@@ -14,9 +14,11 @@ from typing import Literal, get_args
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Node
-from vkback.ops.base import Adjustment, Choice, CountOr, LowerContext, PlanError, ceil_div, declare
 from vkback.ops.code_books import decoder
 from vkback.ops.code_books import shared_bytes as code_book_bytes
+from vkback.ops.dispatch import ceil_div
+from vkback.ops.family import Adjustment, Choice, CountOr, declare
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_node import INT_QUANTS, Experts, MatVecNode, Path
 from vkback.ops.topk import ExpertChoice, expert_choice
 from vkback.ops.workgroup import Defines, power_of_two

@@ -17,14 +17,18 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Rounded, Tolerance, register, shards
+from vkback.ops.case import Array, Case, Problem, Rounded, Tolerance
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose, lower_node, rounds_x
 from vkback.ops.mat_vec import launch, mat_vec_tolerance
 from vkback.ops.mat_vec_cases import known_type, with_x
 from vkback.ops.mat_vec_config import configure
 from vkback.ops.mat_vec_node import QUANTS, MatVecNode, weight
 from vkback.ops.mat_vec_sets import BASE
+from vkback.ops.op import Op, register
 from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
+from vkback.ops.storage import shards
 from vkback.ops.view import View
 
 

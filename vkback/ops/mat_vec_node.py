@@ -33,7 +33,9 @@ from typing import Any, Literal, get_args
 
 from vkback import quants
 from vkback.graph import Node, Recipe, Tensor
-from vkback.ops.base import LowerContext, ceil_div, declare
+from vkback.ops.dispatch import ceil_div
+from vkback.ops.family import declare
+from vkback.ops.lowering import LowerContext
 
 Path = Literal["int", "float"]
 """Integer dot products of 8-bit activations (MMVQ), or floats."""

@@ -11,12 +11,15 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
-from vkback.ops.base import OPS, Array, Case, Dispatch, LowerContext, Op, Problem, Tolerance, register
+from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul import Heads
 from vkback.ops.mat_mul_lower import choose, lower_node
 from vkback.ops.mat_mul_reg import stores_heads
 from vkback.ops.mat_vec_cases import REGISTERS, known_type
 from vkback.ops.mat_vec_node import MatVecNode, weight
+from vkback.ops.op import OPS, Op, register
 from vkback.ops.peer import type_word
 from vkback.ops.rope import FREQUENCY, YARN, turn_pairs
 from vkback.ops.rows import cache_tolerance, set_rows

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from vkback import quants
-from vkback.ops.base import Case
+from vkback.ops.case import Case
 from vkback.ops.mat_vec_cases import MATRICES, REGISTERS, ROUTES, fused_case, mul_mat_case, mul_mat_id_case, with_sentinels
 from vkback.ops.mat_vec_node import INT_QUANTS, QUANTS
 

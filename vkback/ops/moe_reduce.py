@@ -12,23 +12,13 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    POWERS,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    Problem,
-    Tolerance,
-    ceil_div,
-    declare,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.family import POWERS, declare
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import Op, register
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 

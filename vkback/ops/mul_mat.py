@@ -13,10 +13,12 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import mul_mat_batched as batched
-from vkback.ops.base import Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Rounded, Shape, Tape, Tolerance, nbytes, register
+from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import Dispatch
 from vkback.ops.general import random_values
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec import MatVec
 from vkback.ops.mat_vec_cases import known_type, mul_mat_case, mul_mat_id_case, with_x
 from vkback.ops.mat_vec_node import QUANTS, weight
@@ -31,7 +33,9 @@ from vkback.ops.mat_vec_sets import (
     prompts_mul_mat_id,
     scaled_sums,
 )
+from vkback.ops.op import Op, Tape, register
 from vkback.ops.peer import FLOATS, Four, one_of_types, sized, type_word
+from vkback.ops.storage import nbytes
 from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
 
 RARE = frozenset(name for name in QUANTS if quants.quant(name).rare)

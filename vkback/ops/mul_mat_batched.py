@@ -19,12 +19,16 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, PlanError, Rounded, Tolerance, ceil_div, nbytes, pack_push, spread
+from vkback.ops.case import Array, Rounded, Tolerance
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import copied
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_lower import F16_TOLERANCE
 from vkback.ops.mat_vec import MatVec, mat_vec_tolerance
 from vkback.ops.mat_vec_node import path_for
+from vkback.ops.op import OPS
 from vkback.ops.quantize import rounded_rows, rounded_tolerance
+from vkback.ops.storage import nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node
-from vkback.ops.base import Case, Problem, register
+from vkback.ops.case import Case, Problem
 from vkback.ops.mat_vec_cases import mul_mat_case, mul_mat_id_case
 from vkback.ops.mul_mat import MulMat, MulMatId
+from vkback.ops.op import register
 from vkback.ops.peer import one_of_types
 
 FOUR_BITS = ("NVFP4", "MXFP4", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS")

@@ -10,11 +10,15 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.graph.tensor import Kind
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Shape, Tolerance, is_coded, register, shards
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.launch import by_threads
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
 from vkback.ops.peer import ne_of, one_of_types, shape_of
+from vkback.ops.storage import is_coded, shards
 
 
 def adamw_params(

@@ -11,31 +11,18 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import low_rank
-from vkback.ops.base import (
-    MAX_GROUPS_X,
-    VALUE_BYTES,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    Tolerance,
-    ceil_div,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.coded import as_floats
 from vkback.ops.copy_cases import numbers
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.gemm import Product, multiplied
 from vkback.ops.general import permuted, views_of
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
 from vkback.ops.peer import one_of_types, operand, sized, tensor_type, type_word
+from vkback.ops.storage import VALUE_BYTES, nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant

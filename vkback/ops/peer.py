@@ -13,8 +13,10 @@ from math import prod
 
 from vkback import quants
 from vkback.graph import Tensor
-from vkback.ops.base import VALUE_BYTES, PlanError, Shape
+from vkback.ops.case import Shape
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.lowering import PlanError
+from vkback.ops.storage import VALUE_BYTES
 
 WITHOUT_CODEC = ("F64", "Q8_K")
 """Types of ggml 0.25 that this project cannot read."""

@@ -24,22 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Tolerance,
-    ceil_div,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
 from vkback.ops.sample import LOOP_RING
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 

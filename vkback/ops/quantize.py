@@ -10,25 +10,13 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    Problem,
-    Shape,
-    SpinWaits,
-    Tolerance,
-    ceil_div,
-    declare,
-    nbytes,
-    pack_push,
-    register,
-    spread,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push, spread
+from vkback.ops.family import declare
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import Op, register
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 

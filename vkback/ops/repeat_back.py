@@ -9,13 +9,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, PlanError, Problem, Shape, Tolerance, register
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.column_sums import column_sums
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.general import is_general, lowered
 from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.launch import by_threads
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import register
 from vkback.ops.peer import ne_of, one_of_types, shape_of, sized
 from vkback.ops.view import View
 

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, register
+from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.general import is_general, lowered, permuted
 from vkback.ops.launch import by_threads
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
 from vkback.ops.view import View
 
 SHAPE = (3, 4, 5, 10)

@@ -14,28 +14,13 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
-from vkback.ops.base import (
-    MAX_GROUPS_X,
-    OPS,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    SpinWaits,
-    Tape,
-    Tolerance,
-    ceil_div,
-    declare,
-    pack_push,
-    register,
-)
 from vkback.ops.cache import cache_kinds, cache_params, stored_cache
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.family import declare
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS, Op, Tape, register
 from vkback.ops.rows import apart, cache_tolerance, store_apart, stored_rows, stores_of
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant

@@ -28,26 +28,14 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops import rope_angles
-from vkback.ops.base import (
-    OPS,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Tolerance,
-    ceil_div,
-    pack_push,
-    register,
-    spread,
-)
+from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import copied, is_general, lowered, rounded_to, stored_tolerance, view_in
 from vkback.ops.gradients import Gradient, Scalar, against
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS, Op, register
 from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size

@@ -17,10 +17,14 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Arg, Array, Case, Dispatch, LowerContext, Op, PlanError, Problem, Tolerance, nbytes, register, shards
+from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.dispatch import Arg, Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec import MatVec, launch
 from vkback.ops.mat_vec_config import configure, shared_bytes
 from vkback.ops.mat_vec_node import MatVecNode, path_for, weight
+from vkback.ops.op import Op, register
+from vkback.ops.storage import nbytes, shards
 from vkback.ops.topk import TopkMoe, choice_of, expert_choice
 
 

@@ -13,38 +13,19 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import set_rows as rows_anyhow
-from vkback.ops.base import (
-    OPS,
-    VALUE_BYTES,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Rounded,
-    Shape,
-    Tape,
-    Tolerance,
-    ceil_div,
-    declare,
-    moves_values,
-    nbytes,
-    pack_push,
-    register,
-    shards,
-    spread,
-    weight_push,
-)
 from vkback.ops.cache import QUANTIZED, as_stored, store_units, stored_tolerance
+from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.code_books import decoder
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.family import declare
 from vkback.ops.general import copied, rounded_to, views_of
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_node import QUANTS, weight
+from vkback.ops.op import OPS, Op, Tape, moves_values, register
 from vkback.ops.peer import one_of_types, sized, type_word
+from vkback.ops.storage import VALUE_BYTES, nbytes, shards, weight_push
 from vkback.ops.view import View
 from vkback.ops.workgroup import Defines, workgroup_size
 from vkback.shader import Variant

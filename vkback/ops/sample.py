@@ -29,24 +29,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    POWERS,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Tolerance,
-    ceil_div,
-    declare,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.family import POWERS, declare
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
+from vkback.ops.storage import nbytes
 from vkback.ops.topk import argmax_dispatch
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant

@@ -15,29 +15,15 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops import encode
-from vkback.ops.base import (
-    VALUE_BYTES,
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    PlanError,
-    Problem,
-    Rounded,
-    Shape,
-    Tolerance,
-    ceil_div,
-    is_coded,
-    nbytes,
-    pack_push,
-    spread,
-)
+from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.coded import as_floats
 from vkback.ops.copy_cases import numbers
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import rounded_to, stored_tolerance, views_of
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.peer import FLOATS, Four, ne_of, one_of_types, shape_of, sized, tensor_type, type_word
+from vkback.ops.storage import VALUE_BYTES, is_coded, nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.quants import QUANTS

@@ -10,27 +10,15 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    Tolerance,
-    ceil_div,
-    nbytes,
-    pack_push,
-    register,
-    spread,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import is_general, lowered, rounded_to
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
 from vkback.ops.peer import ne_of, one_of_types, shape_of, sized, type_word
+from vkback.ops.storage import nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant

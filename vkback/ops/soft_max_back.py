@@ -9,26 +9,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    PlanError,
-    Problem,
-    Shape,
-    Tolerance,
-    ceil_div,
-    nbytes,
-    pack_push,
-    register,
-    spread,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.gradients import Gradient, Scalar, against
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import register
 from vkback.ops.peer import ne_of, one_of_types, shape_of
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 

@@ -18,24 +18,14 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops import ssm_sequences
-from vkback.ops.base import (
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Tolerance,
-    ceil_div,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import call_with
 from vkback.ops.cost import Cost, times, total
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.glu import SIGMOID_COST, sigmoid
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 

@@ -27,27 +27,16 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops import ssm_sequences
-from vkback.ops.base import (
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    SpinWaits,
-    Tolerance,
-    ceil_div,
-    declare,
-    nbytes,
-    pack_push,
-    register,
-)
+from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import call_with
 from vkback.ops.cost import Cost, times, total
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.family import declare
 from vkback.ops.glu import SIGMOID_COST, sigmoid
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
 from vkback.ops.ssm_conv import convolved, positions
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, power_of_two, reduction
 from vkback.shader import Variant
 

@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import OPS, Arg, Array, Case, Dispatch, LowerContext, PlanError, Problem, Shape, Tolerance, ceil_div, pack_push, spread
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import bytes_moved, is_general, lowered
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
 from vkback.ops.peer import ne_of, one_of_types, shape_of, sized
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size

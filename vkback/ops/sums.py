@@ -9,25 +9,14 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    Arg,
-    Array,
-    Case,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    Tolerance,
-    nbytes,
-    pack_push,
-    register,
-    spread,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.copy_cases import NONE, view_of
+from vkback.ops.dispatch import Arg, Dispatch, pack_push, spread
 from vkback.ops.general import is_general, lowered, view_in
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
 from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, sized, type_word
+from vkback.ops.storage import nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant

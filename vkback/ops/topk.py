@@ -22,31 +22,16 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import (
-    POWERS,
-    Arg,
-    Array,
-    Case,
-    Choice,
-    Dispatch,
-    LowerContext,
-    Op,
-    PlanError,
-    Problem,
-    Shape,
-    Tolerance,
-    ceil_div,
-    declare,
-    moves_values,
-    nbytes,
-    pack_push,
-    register,
-    spread,
-)
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times, total
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.family import POWERS, Choice, declare
 from vkback.ops.glu import SIGMOID_COST
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, moves_values, register
 from vkback.ops.peer import ne_of, one_of_types, shape_of
+from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
 

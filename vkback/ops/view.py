@@ -8,7 +8,8 @@ from math import prod
 import numpy as np
 
 from vkback.graph import Tensor
-from vkback.ops.base import Array, PlanError
+from vkback.ops.case import Array
+from vkback.ops.lowering import PlanError
 
 ORDERS = ((0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3))
 """Of four axes, rows and batches exchanged; the values of a row stay together."""

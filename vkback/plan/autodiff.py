@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vkback.graph import Graph, Node, Tensor
-from vkback.ops.base import PlanError, cost_rule
+from vkback.ops.lowering import PlanError
+from vkback.ops.op import cost_rule
 
 
 def gradient(weight: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def differentiate(graph: Graph, loss: Tensor, d_loss: Tensor, wanted: Iterable[T
 
 
 class _Tape:
-    """What rules write to (vkback/ops/base.py, Tape)."""
+    """What rules write to (vkback/ops/op.py, Tape)."""
 
     def __init__(self, graph: Graph, wanted: dict[str, Tensor], accumulate: bool) -> None:
         self.result = Backward()

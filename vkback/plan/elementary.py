@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vkback.graph import Graph, Node, Tensor
-from vkback.ops.base import cost_rule
+from vkback.ops.op import cost_rule
 
 
 def elementary(graph: Graph, n_kv: int) -> Graph:

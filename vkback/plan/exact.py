@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vkback.graph import Graph
-from vkback.ops.base import Choice, Chooser, Dispatch, LowerContext
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.family import Choice, Chooser
+from vkback.ops.lowering import LowerContext
 
 TOKEN_KEYS = ("n", "rows")
 """Match keys that count tokens, or rows of all tokens."""

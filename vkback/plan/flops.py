@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from vkback.graph import Graph, Node, live
-from vkback.ops.base import Dispatch
+from vkback.ops.dispatch import Dispatch
 from vkback.ops.mat_mul import Way
 from vkback.ops.mat_vec_config import MatVecConfig
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vkback.device import Capabilities
-from vkback.ops.base import Dispatch, nbytes
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.storage import nbytes
 from vkback.plan.schedule import Schedule, overlap
 from vkback.plan.sync import ARRIVALS, STATE
 

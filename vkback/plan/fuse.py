@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from vkback.graph import Graph, Node, Recipe, Tensor
 from vkback.ops import rope_angles
-from vkback.ops.base import Choice, LowerContext, declare
+from vkback.ops.family import Choice, declare
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul_lower import x_wanted
 from vkback.ops.mat_vec_config import choice_problem, prologue_problem
 from vkback.ops.mat_vec_heads import heads_problem

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from vkback.graph import Node, Tensor
 from vkback.ops import low_rank
-from vkback.ops.base import Dispatch, LowerContext
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul_back import adds
 from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_vec_node import MatVecNode

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from vkback.graph import Node
-from vkback.ops.base import LowerContext
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_vec_rope import fused, stored_by_products
 from vkback.plan.fuse import Nodes, angles_node, replace, schedule_choice
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vkback.graph import Graph, Node, Tensor
-from vkback.ops.base import cost_rule, nbytes
 from vkback.ops.cost import Cost, total
+from vkback.ops.op import cost_rule
+from vkback.ops.storage import nbytes
 
 LAYER = re.compile(r"-(\d+)\b|^cache_\w+_l(\d+)\b")
 

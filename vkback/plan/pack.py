@@ -26,7 +26,8 @@ from typing import Literal
 from vkback.graph import Node, Tensor
 from vkback.ops.attention import packs_output
 from vkback.ops.attention import stores_units as attention_stores_units
-from vkback.ops.base import LowerContext, ceil_div
+from vkback.ops.dispatch import ceil_div
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul import UNIT, MatMulShape, packed, packs_glu
 from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_mul_nodes import Norm, pack_node, room, route_heads_node, route_node

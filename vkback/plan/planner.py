@@ -6,8 +6,11 @@ import dataclasses
 
 from vkback.device import Capabilities
 from vkback.graph import Graph, Node, live
-from vkback.ops.base import OPS, Arg, Dispatch, LowerContext, PlanError, Sync, nbytes, shards
+from vkback.ops.dispatch import Arg, Dispatch
+from vkback.ops.lowering import LowerContext, PlanError, Sync
 from vkback.ops.mat_mul_nodes import LOWER
+from vkback.ops.op import OPS
+from vkback.ops.storage import nbytes, shards
 from vkback.plan.exact import arithmetic_as_written
 from vkback.plan.fuse import fuse, schedule_choice
 from vkback.plan.fuse_training import fuse_training, without_repeats

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vkback.graph import Tensor
-from vkback.ops.base import Dispatch, ceil_div, nbytes
+from vkback.ops.dispatch import Dispatch, ceil_div
+from vkback.ops.storage import nbytes
 
 ALIGN = 256
 """Alignment of tensors: the largest minStorageBufferOffsetAlignment that Vulkan allows."""

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from vkback.graph import Tensor
-from vkback.ops.base import Arg, Dispatch
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.plan.schedule import Schedule
 
 STATE = Tensor("spin_timeout", "I32", (1,), "counter")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.graph import Graph, Node, Tensor, live
-from vkback.ops.base import PlanError
+from vkback.ops.lowering import PlanError
 from vkback.ops.optimizers import adamw_params
 from vkback.plan.autodiff import Backward, differentiate, gradient
 from vkback.plan.liveness import layer_of

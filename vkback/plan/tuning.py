@@ -43,7 +43,7 @@ from typing import Any
 from vkback.device import Capabilities
 from vkback.device.architecture import CLASSES, DRIVERS, driver_class, known_class, mesa_series
 from vkback.errors import VkbackError
-from vkback.ops.base import FAMILIES, Choice, Chooser, Family, MatchKind, is_one_of, table_word
+from vkback.ops.family import FAMILIES, Choice, Chooser, Family, MatchKind, is_one_of, table_word
 from vkback.paths import tuning_root, user_tuning_root
 
 INFINITY = float("inf")

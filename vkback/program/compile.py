@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from vkback.device import Device, Kernel, KernelSpec
-from vkback.ops.base import Dispatch
+from vkback.ops.dispatch import Dispatch
 from vkback.shader import ShaderLibrary, Variant
 
 KernelKey = tuple[Variant, int, int]

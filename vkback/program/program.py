@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.device import Arena, BufferRange, Commands, Device, Recorder
-from vkback.ops.base import Arg, Dispatch, PlanError, nbytes
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.f16_range import is_overflow_word
+from vkback.ops.lowering import PlanError
+from vkback.ops.storage import nbytes
 from vkback.plan.schedule import Schedule, Slot, aligned
 from vkback.plan.sync import SENTINEL, STATE
 from vkback.program.compile import compile_kernels

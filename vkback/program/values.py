@@ -9,8 +9,9 @@ import numpy as np
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.base import VALUE_BYTES, Array, is_coded, nbytes, shards
+from vkback.ops.case import Array
 from vkback.ops.general import DTYPES, INTEGERS
+from vkback.ops.storage import VALUE_BYTES, is_coded, nbytes, shards
 
 NAN_WORD = 0x7FC0DEAD
 """Fills memory that has no value yet: NaN as F32, F16 and BF16."""

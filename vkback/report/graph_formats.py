@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 from vkback.graph import Tensor
-from vkback.ops.base import nbytes
 from vkback.ops.cost import KINDS, total
+from vkback.ops.storage import nbytes
 from vkback.plan.liveness import Line, Listing
 from vkback.report.graph_text import formula, ne, nodes
 from vkback.units import size_text

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vkback.graph import Node, Tensor
-from vkback.ops.base import Reshape, cost_rule, nbytes
 from vkback.ops.cost import KINDS, Cost
+from vkback.ops.op import Reshape, cost_rule
+from vkback.ops.storage import nbytes
 from vkback.plan.liveness import Line, Listing
 
 OPERANDS = "xyzuvwabcdefgh"

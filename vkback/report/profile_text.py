@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vkback.ops.base import Dispatch
+from vkback.ops.dispatch import Dispatch
 from vkback.timing.modules import Module
 from vkback.timing.profile import CLOCKS, KernelCost, Phase
 from vkback.timing.profile_model import Profile

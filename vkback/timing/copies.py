@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from vkback.device import Arena, BufferRange, Capabilities, Device
 from vkback.graph import Tensor
-from vkback.ops.base import Array, nbytes, shards
+from vkback.ops.case import Array
+from vkback.ops.storage import nbytes, shards
 from vkback.plan.schedule import aligned
 from vkback.program.values import stored_bytes
 

@@ -18,8 +18,11 @@ import numpy as np
 
 from vkback.device import BufferRange, Commands, Device
 from vkback.graph import Graph, Tensor
-from vkback.ops.base import Array, LowerContext, Problem, ceil_div, nbytes
+from vkback.ops.case import Array, Problem
+from vkback.ops.dispatch import ceil_div
+from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_vec_cases import fused_case
+from vkback.ops.storage import nbytes
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.program import Program, WeightRanges, compile_kernels

@@ -18,7 +18,7 @@ from typing import Any
 
 from vkback import quants
 from vkback.device import Capabilities, Device, KernelSpec, Statistic
-from vkback.ops.base import Dispatch
+from vkback.ops.dispatch import Dispatch
 from vkback.ops.mat_vec_config import MatVecConfig
 from vkback.timing.chips import QUARTER_RATE, Chip
 from vkback.timing.listings import READERS, Listing, read_ir3, total

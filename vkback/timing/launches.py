@@ -17,7 +17,11 @@ import numpy as np
 from vkback.device import BufferRange, Capabilities, Commands, Device
 from vkback.graph import Node
 from vkback.models.prompt import LONGEST_SUBMIT_US
-from vkback.ops.base import OPS, Arg, Array, Dispatch, LowerContext, Problem, nbytes
+from vkback.ops.case import Array, Problem
+from vkback.ops.dispatch import Arg, Dispatch
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
+from vkback.ops.storage import nbytes
 from vkback.plan.forecast import dispatch_us, low_costs
 from vkback.plan.schedule import into_stages
 from vkback.program import compile_kernels

@@ -14,7 +14,8 @@ from math import prod
 import numpy as np
 
 from vkback.device import BufferRange, Device, Kernel
-from vkback.ops.base import PlanError, pack_push
+from vkback.ops.dispatch import pack_push
+from vkback.ops.lowering import PlanError
 from vkback.ops.mat_mul import Way, matrix_shape
 from vkback.shader import ShaderLibrary, Variant
 from vkback.timing.launches import span_us, warm_up

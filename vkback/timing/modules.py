@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vkback.ops.base import Dispatch
+from vkback.ops.dispatch import Dispatch
 
 GROUPS = ("attn", "ffn", "ssm")
 

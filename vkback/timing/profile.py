@@ -24,7 +24,8 @@ import numpy as np
 from vkback.device import Commands, Device
 from vkback.models.engine import SPIN_S
 from vkback.models.prompt import LONGEST_SUBMIT_US
-from vkback.ops.base import Array, Dispatch
+from vkback.ops.case import Array
+from vkback.ops.dispatch import Dispatch
 from vkback.plan.forecast import Costs, dispatch_us, low_costs, moved_bytes, predicted_us
 from vkback.plan.schedule import Schedule
 from vkback.program import Program

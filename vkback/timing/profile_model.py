@@ -14,7 +14,7 @@ from vkback.errors import VkbackError
 from vkback.models.engine import Engine
 from vkback.models.prompt import with_barriers
 from vkback.models.sampler import Sampler, loop_state
-from vkback.ops.base import Array
+from vkback.ops.case import Array
 from vkback.ops.mat_mul import Way
 from vkback.plan.forecast import Costs
 from vkback.plan.planner import plan

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from vkback.device import BufferRange, Device, Kernel
-from vkback.ops.base import MAX_GROUPS_X, pack_push
+from vkback.ops.dispatch import MAX_GROUPS_X, pack_push
 from vkback.shader import ShaderLibrary, Variant
 from vkback.timing.launches import COLD_BYTES, span_us, warm_up
 

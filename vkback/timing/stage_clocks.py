@@ -17,7 +17,8 @@ import numpy as np
 from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.graph import Tensor
-from vkback.ops.base import Arg, Array, Dispatch
+from vkback.ops.case import Array
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.plan.schedule import Schedule
 from vkback.timing.launches import WARM_S, warm_up
 from vkback.timing.token_program import TokenProgram, Tokens

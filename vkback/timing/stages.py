@@ -17,7 +17,8 @@ from vkback.errors import VkbackError
 from vkback.graph import Tensor
 from vkback.models.registry import Model
 from vkback.models.weights import load_weights
-from vkback.ops.base import nbytes, pack_push
+from vkback.ops.dispatch import pack_push
+from vkback.ops.storage import nbytes
 from vkback.plan.forecast import Costs
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program, WeightRanges

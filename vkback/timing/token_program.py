@@ -13,7 +13,8 @@ from vkback.graph import Graph, Tensor
 from vkback.models.engine import TOKENS_PER_SUBMIT
 from vkback.models.registry import Model
 from vkback.models.sampler import add_sampler
-from vkback.ops.base import Array, LowerContext
+from vkback.ops.case import Array
+from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.program import Program

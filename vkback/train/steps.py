@@ -18,8 +18,11 @@ from vkback.graph import Graph, Tensor
 from vkback.models.gguf_file import GgufFile
 from vkback.models.kernels import KernelCompiler
 from vkback.models.weights import load_weights
-from vkback.ops.base import OPS, Array, LowerContext, is_coded, nbytes, shards
+from vkback.ops.case import Array
 from vkback.ops.f16_range import SUFFIX, F16RangeError
+from vkback.ops.lowering import LowerContext
+from vkback.ops.op import OPS
+from vkback.ops.storage import is_coded, nbytes, shards
 from vkback.plan.forecast import cuts, low_costs
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned

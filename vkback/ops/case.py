@@ -1,0 +1,82 @@
+"""Cases: nodes with seeded values, and how far from the reference their outputs may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.graph import Node
+from vkback.ops.case_line import line_of
+from vkback.ops.family import table_word
+from vkback.ops.lowering import Sync
+
+Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """nmse: error energy over the reference's energy; worst: largest |error| over the reference's rms. `reason` justifies both."""
+
+    nmse: float
+    worst: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """What an op must make of activations that its kernel rounds before it computes: `outputs` as of Op.reference, and the bound around
+    them, which need not allow for that rounding."""
+
+    outputs: list[Array]
+    tolerance: Tolerance
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A node with values for its inputs: F32/I32/F16 arrays by tensor name, raw GGUF bytes [rows, row_bytes] for quantized weights.
+
+    parts  nodes that fill the node's outputs between them, run in its place (`values` holds their inputs, too)
+    """
+
+    node: Node
+    values: dict[str, Array]
+    parts: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One seeded case. `line` reruns it: OP(key=value,...,seed=N)."""
+
+    op: str
+    params: Mapping[str, Any]
+    make: Callable[[np.random.Generator], Problem] = field(compare=False, hash=False)
+    seed: int = 0
+
+    @property
+    def line(self) -> str:
+        return line_of(self.op, self.params)
+
+    def build(self) -> Problem:
+        return self.make(np.random.default_rng(self.seed))
+
+    def where(self, *, sync: Sync | None = None, range: int | None = None, **tuning: int | str) -> Case:
+        """The same case under other conditions, which stand in its line and hold on every device.
+
+        tuning  parameters of the kernels, whatever the tables say: `tuning=[lanes:16,unroll:2]`
+        sync    "sentinel": as in a barrier-free stage
+        range   bytes that the device binds at most, so that a weight is cut into shards
+        """
+        shown: dict[str, Any] = {"tuning": tuple(f"{k}:{table_word(v)}" for k, v in tuning.items())} if tuning else {}
+        shown |= {"sync": sync} if sync else {}
+        shown |= {"range": range} if range else {}
+        rest = {k: v for k, v in self.params.items() if k != "seed"}
+        return replace(self, params={**rest, **shown, "seed": self.seed})
+
+    def reseeded(self, seed: int) -> Case:
+        """The same case with other values."""
+        return replace(self, seed=seed, params={**self.params, "seed": seed})
