@@ -35,7 +35,7 @@ from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul import matrix_shape
 from vkback.ops.op import OPS
 from vkback.plan.fuse import fuse
-from vkback.plan.tuning import load_table
+from vkback.plan.tuning_table import load_table
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Measurement
 

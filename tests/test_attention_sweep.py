@@ -32,7 +32,8 @@ from vkback.models.registry import Model
 from vkback.ops.family import Choice
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.paths import builtin_model
-from vkback.plan.tuning import Tuning, load_table, parse_table
+from vkback.plan.tuning import Tuning
+from vkback.plan.tuning_table import load_table, parse_table
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Measurement
 from vkback.timing.token_program import Tokens, token_graph

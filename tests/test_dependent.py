@@ -20,7 +20,8 @@ from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.ops.op import OPS
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Overrides, Tuning, TuningError
+from vkback.plan.tuning import Overrides, Tuning
+from vkback.plan.tuning_row import TuningError
 from vkback.shader import ShaderLibrary
 from vkback.timing.dependent import DependentChain, DependentTiming, round_problems
 from vkback.timing.launches import Measurement

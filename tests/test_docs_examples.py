@@ -27,8 +27,8 @@ from vkback.cli import bench as bench_cli
 from vkback.cli import main as main_cli
 from vkback.device import Device
 from vkback.models.engine import Engine
-from vkback.ops.base import FAMILIES
-from vkback.plan.tuning import parse_table
+from vkback.ops.family import FAMILIES
+from vkback.plan.tuning_table import parse_table
 from vkback.timing.read_rate import measure_read_rate
 
 PYTHON = re.compile(r"^```(?P<kind>python|glsl)(?: (?P<name>\S+))?\n(?P<text>.*?)^```$", re.M | re.S)

@@ -39,7 +39,8 @@ from vkback.harness.runner import reference_inputs
 from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul import matrix_shape
 from vkback.ops.op import OPS
-from vkback.plan.tuning import Tuning, device_table, parse_table
+from vkback.plan.tuning import Tuning, device_table
+from vkback.plan.tuning_table import parse_table
 from vkback.program.fragments import fragments_hold
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Measurement

@@ -39,7 +39,8 @@ from vkback.ops.case import Array
 from vkback.ops.lowering import LowerContext
 from vkback.paths import builtin_model, shader_root
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Overrides, Tuning, device_table, parse_table
+from vkback.plan.tuning import Overrides, Tuning, device_table
+from vkback.plan.tuning_table import parse_table
 from vkback.shader import ShaderLibrary
 from vkback.timing import token_program
 from vkback.timing.launches import Measurement

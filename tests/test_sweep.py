@@ -35,7 +35,8 @@ from vkback.ops.case_line import CaseLineError
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
 from vkback.paths import shader_root
-from vkback.plan.tuning import Tuning, device_table, parse_table
+from vkback.plan.tuning import Tuning, device_table
+from vkback.plan.tuning_table import parse_table
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Measurement
 

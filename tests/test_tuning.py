@@ -12,7 +12,9 @@ from vkback.device import Capabilities, profile_ids
 from vkback.device.architecture import BY_ID, BY_NAME, DRIVERS, driver_class, known_class
 from vkback.ops.family import FAMILIES
 from vkback.paths import tuning_root, user_tuning_root
-from vkback.plan.tuning import Overrides, Tuning, TuningError, device_table, load_table, parse_table, slug
+from vkback.plan.tuning import Overrides, Tuning, device_table, slug
+from vkback.plan.tuning_row import TuningError
+from vkback.plan.tuning_table import load_table, parse_table
 
 CARD = Capabilities.from_profile("amd_rx_7900_xtx_radv")
 WHY = 'measured = "test"'

@@ -24,7 +24,9 @@ from vkback.ops.attention import DECODE_TOKENS, shape_for
 from vkback.ops.family import Choice, Chooser
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Overrides, Row, row_lines
+from vkback.plan.tuning import Overrides
+from vkback.plan.tuning_row import Row
+from vkback.plan.tuning_table import row_lines
 from vkback.timing.token_program import Tokens
 
 SPREAD = math.sqrt(2)

@@ -35,7 +35,9 @@ from vkback.ops.mat_mul import matrix_shape
 from vkback.ops.op import OPS
 from vkback.paths import tuning_root
 from vkback.plan.planner import check_limits
-from vkback.plan.tuning import Overrides, Row, Tuning, row_lines
+from vkback.plan.tuning import Overrides, Tuning
+from vkback.plan.tuning_row import Row
+from vkback.plan.tuning_table import row_lines
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import WARM_S, Bench, Measurement, too_long

@@ -11,7 +11,7 @@ from vkback.autotune.problem import MatVecProblem
 from vkback.autotune.tunable import TuneResult
 from vkback.ops.mat_mul import Way
 from vkback.ops.mat_vec_config import MAX_COLUMNS
-from vkback.plan.tuning import row_lines
+from vkback.plan.tuning_table import row_lines
 from vkback.timing.math_rate import MathRates
 
 Result = TuneResult[MatMulPoint]

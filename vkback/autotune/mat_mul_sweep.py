@@ -29,7 +29,8 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_lower import Kernel
 from vkback.ops.op import OPS
 from vkback.paths import tuning_root
-from vkback.plan.tuning import Row, Tuning
+from vkback.plan.tuning import Tuning
+from vkback.plan.tuning_row import Row
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import COLD_BYTES, WARM_S, Bench, Measurement, predicted_us
 

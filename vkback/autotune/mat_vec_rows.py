@@ -12,7 +12,7 @@ import pandas as pd
 
 from vkback.autotune.points import Point
 from vkback.autotune.tunable import TuneResult, results_table
-from vkback.plan.tuning import row_lines
+from vkback.plan.tuning_table import row_lines
 
 Range = tuple[int, int]
 

@@ -15,7 +15,8 @@ from vkback.autotune.tunable import Chosen, TuneResult
 from vkback.ops.family import Chooser
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.paths import tuning_root
-from vkback.plan.tuning import Row, Tuning
+from vkback.plan.tuning import Tuning
+from vkback.plan.tuning_row import Row
 
 
 class MatVecs(ABC):

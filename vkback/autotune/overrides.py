@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from vkback.plan.tuning import Row, Tuning, parse_table, row_lines
+from vkback.plan.tuning import Tuning
+from vkback.plan.tuning_row import Row
+from vkback.plan.tuning_table import parse_table, row_lines
 
 
 def override_rows(text: str) -> list[Row]:

@@ -11,7 +11,8 @@ from vkback.autotune.search import SweepError
 from vkback.autotune.tunable import S, Tunable, TuneResult
 from vkback.device import Device
 from vkback.paths import tuning_root, write_atomic
-from vkback.plan.tuning import Tuning, device_table, load_table, parse_table, row_lines
+from vkback.plan.tuning import Tuning, device_table
+from vkback.plan.tuning_table import load_table, parse_table, row_lines
 from vkback.shader import ShaderLibrary
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from vkback.autotune.search import Tried
 from vkback.ops.lowering import LowerContext
-from vkback.plan.tuning import Row, Tuning
+from vkback.plan.tuning import Tuning
+from vkback.plan.tuning_row import Row
 
 if TYPE_CHECKING:
     import pandas as pd
