@@ -31,7 +31,7 @@ from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.ops.mat_vec_node import MatVecNode
 from vkback.ops.mul_mat import batched_case
 from vkback.ops.op import OPS
-from vkback.plan.fuse import as_mat_vec
+from vkback.plan.fuse_mat_vec import as_mat_vec
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
 

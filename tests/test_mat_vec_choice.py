@@ -29,9 +29,10 @@ from vkback.ops.mat_vec_config import choice_problem
 from vkback.ops.op import OPS
 from vkback.ops.topk import TOPK_PARAMS, topk_params
 from vkback.paths import builtin_model
-from vkback.plan.fuse import ROUTERS, fuse_choice
+from vkback.plan.fuse_router import fuse_choice
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
+from vkback.plan.schedule_choice import ROUTERS
 from vkback.plan.tuning import Overrides, Tuning
 from vkback.shader import ShaderLibrary
 

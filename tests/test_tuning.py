@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import vkback.plan.fuse  # noqa: F401  declares every family
+import vkback.plan.schedule_choice  # noqa: F401  declares every family
 from vkback.autotune.overrides import override_rows
 from vkback.device import Capabilities, profile_ids
 from vkback.device.architecture import BY_ID, BY_NAME, DRIVERS, driver_class, known_class

@@ -18,7 +18,7 @@ from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul_back import adds
 from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_vec_node import MatVecNode
-from vkback.plan.fuse import Index, Nodes, replace
+from vkback.plan.nodes import Index, Nodes, replace
 
 ROLES = ("w", "x", "residual")
 

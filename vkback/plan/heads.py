@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from vkback.graph import Node
 from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_vec_rope import fused, stored_by_products
-from vkback.plan.fuse import Nodes, angles_node, replace, schedule_choice
+from vkback.plan.fuse_attention import angles_node
+from vkback.plan.nodes import Nodes, replace
+from vkback.plan.schedule_choice import schedule_choice
 
 
 def store_by_products(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:

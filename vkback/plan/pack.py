@@ -33,7 +33,8 @@ from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_mul_nodes import Norm, pack_node, room, route_heads_node, route_node
 from vkback.ops.mat_mul_reg import makes_units, packed_units, stores_units
 from vkback.ops.mat_vec_node import MatVecNode
-from vkback.plan.fuse import Nodes, schedule_choice, tokens_of
+from vkback.plan.nodes import Nodes, tokens_of
+from vkback.plan.schedule_choice import schedule_choice
 
 By = Literal["producer", "mat_mul", "stage"]
 """Who packs: whichever producer can, each mat-mat by itself, or a stage of its own."""

@@ -12,11 +12,12 @@ from vkback.ops.mat_mul_nodes import LOWER
 from vkback.ops.op import OPS
 from vkback.ops.storage import nbytes, shards
 from vkback.plan.exact import arithmetic_as_written
-from vkback.plan.fuse import fuse, schedule_choice
+from vkback.plan.fuse import fuse
 from vkback.plan.fuse_training import fuse_training, without_repeats
 from vkback.plan.heads import store_by_products
 from vkback.plan.pack import pack_activations
 from vkback.plan.schedule import Schedule, Slot, in_one_block, into_stages, place, place_apart
+from vkback.plan.schedule_choice import schedule_choice
 from vkback.plan.sync import without_barriers
 
 

@@ -33,7 +33,7 @@ class Tuning:
         root  folder of the tables, default vkback's own
         user  folder of the user's device tables, default the platform's (`paths.user_tuning_root`) if `root` is not given either
         """
-        import vkback.plan.fuse  # noqa: F401  declares the planner's family; with it come all ops and theirs
+        import vkback.plan.schedule_choice  # noqa: F401  declares the planner's family; with it come all ops and theirs
 
         if user is None and root is None:
             user = user_tuning_root()

@@ -1,0 +1,67 @@
+"""Lists of nodes: who makes and who reads each tensor, and what a pass rewrites them with.
+
+A pass is a function from nodes to nodes. Tensors are matched by name; a fused node stands where the last node it replaces stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from vkback.graph import Node, Tensor
+
+Nodes = list[Node]
+
+
+class Index:
+    """Producers and consumers of the tensors of a node list."""
+
+    def __init__(self, nodes: Sequence[Node], outputs: Iterable[str] = ()) -> None:
+        # Made anew after every rewrite: half of the time of a plan.
+        self.producer: dict[str, Node] = {t.name: node for node in nodes for t in node.outputs}
+        self.consumers: dict[str, list[Node]] = {}
+        self.outputs = frozenset(outputs)
+        consumers = self.consumers
+        for node in nodes:
+            for t in node.inputs:
+                if t.name in consumers:
+                    consumers[t.name].append(node)
+                else:
+                    consumers[t.name] = [node]
+
+    def read_once(self, tensor: Tensor) -> bool:
+        """Whether one node reads a tensor, and it is no output of the graph."""
+        return tensor.name not in self.outputs and len(self.consumers.get(tensor.name, [])) == 1
+
+    def made_by(self, tensor: Tensor, op: str) -> Node | None:
+        """The producer of a tensor if it is this op and nobody else reads the tensor."""
+        node = self.producer.get(tensor.name)
+        return node if node is not None and node.op == op and self.read_once(tensor) else None
+
+
+def replace(nodes: Sequence[Node], old: Iterable[Node], new: Sequence[Node]) -> Nodes:
+    """`new` in the place of the last of `old`; the others of `old` vanish."""
+    gone = set(map(id, old))
+    last = max(i for i, number in enumerate(map(id, nodes)) if number in gone)
+    return [*(n for n in nodes[:last] if id(n) not in gone), *new, *nodes[last + 1 :]]
+
+
+def rewrite(nodes: Nodes, outputs: Iterable[str], match: Callable[[Node, Index], tuple[list[Node], Node] | None]) -> Nodes:
+    """Apply `match` (node, index) -> (nodes to replace, replacement) until nothing matches."""
+    progress = True
+    while progress:
+        progress = False
+        index = Index(nodes, outputs)
+        touched: set[int] = set()
+        for node in list(nodes):
+            found = match(node, index)
+            if found is None or any(id(n) in touched for n in found[0]):
+                continue
+            touched.update(id(n) for n in found[0])
+            nodes = replace(nodes, found[0], [found[1]])
+            progress = True
+    return nodes
+
+
+def tokens_of(nodes: Sequence[Node]) -> int:
+    """How many tokens go through a graph at once."""
+    return next((t.shape[0] for node in nodes for t in node.inputs if t.name == "pos"), 1)
