@@ -27,10 +27,11 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceError
 from vkback.graph import Tensor
-from vkback.ops import mat_mul, mat_mul_reg
+from vkback.ops import mat_mul, mat_mul_pack, mat_mul_reg, mat_mul_route
+from vkback.ops.cooperative_matrix import KNOWN_ROW_LANES, matrix_shape
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import MatMul, MatMulShape
+from vkback.ops.mat_mul_job import MatMul, MatMulShape, Way, default_shape
 from vkback.ops.mat_vec_node import weight
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.storage import nbytes
@@ -47,21 +48,21 @@ CHECKED_ROWS = 96
 CUT = re.compile(r"(\d+)x(\d+)x(\d+)(?:/(\d+)x(\d+))?(\+f)?(?:/(\d+))?$")
 
 
-def cut_of(text: str, way: mat_mul.Way, device: Device) -> MatMulShape:
+def cut_of(text: str, way: Way, device: Device) -> MatMulShape:
     """A shape from its short form."""
     match = CUT.match(text)
     if not match:
         raise PlanError(f"[bench] cut {text!r}: expected TILE_MxTILE_NxSTEP_K[/WARP_MxWARP_N][+f][/SPLIT_K]")
     m, n, k, warp_m, warp_n = (int(g or 0) for g in match.groups()[:5])
     if way == "coop_reg":
-        shape = mat_mul_reg.shape_of(m, n, warp_m, warp_n, mat_mul.KNOWN_ROW_LANES.get(device.caps.vendor, 0), device.caps)
+        shape = mat_mul_reg.shape_of(m, n, warp_m, warp_n, KNOWN_ROW_LANES.get(device.caps.vendor, 0), device.caps)
         if shape is None:
             raise PlanError(f"[bench] cut {text}: {device.caps.name} cannot run it")
         return shape
     split = int(match[7] or 1)
     if way != "coop_mat":
         return MatMulShape(way, m, n, k, 1 if device.caps.software else max(1, 128 // device.caps.subgroup_size))
-    matrix = mat_mul.matrix_shape(device.caps)
+    matrix = matrix_shape(device.caps)
     if matrix is None:
         raise PlanError(f"[bench] {device.caps.name} has no cooperative matrices")
     warps = m // max(warp_m, 1) * (n // max(warp_n, 1))
@@ -126,13 +127,13 @@ class Product:
         job = MatMul(self.w, self.x, self.y, slots)
         before: list[Dispatch] = []
         if self.experts:
-            routes = mat_mul.route_tensor(f"route{shape.tile_n}", slots, self.experts, shape.tile_n)
+            routes = mat_mul_route.route_tensor(f"route{shape.tile_n}", slots, self.experts, shape.tile_n)
             ids = Tensor("ids", "I32", (self.n, self.used), "input")
-            before.append(mat_mul.route(ids, routes, self.experts, shape.tile_n, caps))
+            before.append(mat_mul_route.route(ids, routes, self.experts, shape.tile_n, caps))
             job = dataclasses.replace(job, route=routes, x_shared=self.used)
         if shape.way == "coop_mat":
-            x = mat_mul.packed(f"x16 {shape.tile_n} {shape.fragments}", slots, self.k, shape, self.experts)
-            before.append(mat_mul.pack_f16(self.x, x, slots, shape, caps, routes=job.route, x_shared=job.x_shared))
+            x = mat_mul_pack.packed(f"x16 {shape.tile_n} {shape.fragments}", slots, self.k, shape, self.experts)
+            before.append(mat_mul_pack.pack_f16(self.x, x, slots, shape, caps, routes=job.route, x_shared=job.x_shared))
             job = dataclasses.replace(job, x=x)
         elif shape.way == "coop_reg":
             x = mat_mul_reg.packed_units(f"xu {shape.tile_n}", slots, self.k, shape)
@@ -223,7 +224,7 @@ def main() -> None:
                 product = Product(device, library, quant, m, n, k, experts, used)
                 for cut in args.cut.split(",") if args.cut else [""]:
                     try:
-                        shape = cut_of(cut, args.way, device) if cut else mat_mul.default_shape(args.way, n, device.caps)
+                        shape = cut_of(cut, args.way, device) if cut else default_shape(args.way, n, device.caps)
                         us, median, wrong = product.time(shape, ctx, args.repetitions, args.overlap)
                     except (PlanError, DeviceError) as error:
                         print(f"{quant} {text} {cut}: {error}", flush=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from vkback.cli import bench, generate
-from vkback.ops.mat_mul import Way
+from vkback.ops.mat_mul_job import Way
 from vkback.program import CompileTotals
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -13,8 +13,9 @@ import pytest
 from vkback.device import Capabilities, Device
 from vkback.models import engine as engine_module
 from vkback.models.engine import Engine
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.lowering import Act
-from vkback.ops.mat_mul import Way, default_shape, matrix_shape
+from vkback.ops.mat_mul_job import Way, default_shape
 from vkback.plan.tuning import Overrides, Tuning
 
 ACTS: dict[Way, Act] = {"f32": "f32", "coop_mat": "auto", "coop_reg": "auto", "int_dot": "q8_1"}

@@ -19,8 +19,8 @@ from vkback.harness.runner import Workbench, prepare, reference, run_case, run_p
 from vkback.ops import attention_prompt
 from vkback.ops.attention import FlashAttnExt, prompt_shape
 from vkback.ops.case import Case, Problem
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import matrix_shape
 from vkback.paths import shader_root
 from vkback.shader import ShaderLibrary
 

@@ -31,8 +31,8 @@ from vkback.cli import main as cli
 from vkback.device import Device
 from vkback.harness.runner import reference_inputs
 from vkback.models import Model
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.lowering import LowerContext
-from vkback.ops.mat_mul import matrix_shape
 from vkback.ops.op import OPS
 from vkback.plan.fuse import fuse
 from vkback.plan.tuning_table import load_table

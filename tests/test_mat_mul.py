@@ -20,16 +20,18 @@ from vkback import quants
 from vkback.device import Device
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import Workbench, prepare
-from vkback.ops import attention_prompt, mat_mul
+from vkback.ops import attention_prompt, mat_mul, mat_mul_pack, mat_mul_route
 from vkback.ops.attention import FlashAttnExt, prompt_job
 from vkback.ops.case import Problem
+from vkback.ops.cooperative_matrix import KNOWN_ROW_LANES, matrix_shape
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import MatMul, MatMulShape
+from vkback.ops.mat_mul_job import MatMul, MatMulShape, Way, default_shape
 from vkback.ops.mat_vec import MatVec
 from vkback.ops.mat_vec_node import QUANTS, weight
 from vkback.ops.op import OPS, Op
 from vkback.ops.quantize import quantize_dispatch
+from vkback.ops.workgroup import lanes_for
 from vkback.paths import shader_root
 from vkback.program.fragments import fragments_alike, lanes_of_row, row_lanes_found
 from vkback.shader import ShaderLibrary
@@ -58,7 +60,7 @@ def library() -> ShaderLibrary:
 class Spec:
     """A product. ids: "" dense; "spread": experts by chance; "one": all tokens take the same; "few": one expert has a single token."""
 
-    way: mat_mul.Way
+    way: Way
     quant: str
     m: int
     n: int
@@ -143,9 +145,9 @@ def nmse(got: npt.NDArray[Any], want: Array) -> float:
 def run_spec(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerContext, shape: MatMulShape | None = None) -> float:
     """NMSE of a product."""
     rng = np.random.default_rng(zlib.crc32(str(spec).encode()))
-    shape = shape or mat_mul.default_shape(spec.way, spec.n, device.caps)
+    shape = shape or default_shape(spec.way, spec.n, device.caps)
     if spec.out == "Q8_1":
-        shape = dataclasses.replace(shape, tile_m=shape.warps * mat_mul.lanes_for(device.caps)[0] * (8 if spec.glu else 4))
+        shape = dataclasses.replace(shape, tile_m=shape.warps * lanes_for(device.caps)[0] * (8 if spec.glu else 4))
     grouped = bool(spec.ids)
     w = weight("w", spec.quant, (spec.experts, spec.m, spec.k) if grouped else (spec.m, spec.k))
     slots = spec.n * spec.used if grouped else spec.n
@@ -161,8 +163,8 @@ def run_spec(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerConte
         ids = Tensor("ids", "I32", (spec.n, spec.used), "input")
         values["ids"] = chosen_ids(spec, rng)
         inputs.append(ids)
-        routes = mat_mul.route_tensor("route", slots, spec.experts, shape.tile_n)
-        chain.append(mat_mul.route(ids, routes, spec.experts, shape.tile_n, device.caps))
+        routes = mat_mul_route.route_tensor("route", slots, spec.experts, shape.tile_n)
+        chain.append(mat_mul_route.route(ids, routes, spec.experts, shape.tile_n, device.caps))
         job = dataclasses.replace(job, route=routes, x_shared=spec.used if spec.shared else 1)
     for name in ("bias", "residual"):
         if getattr(spec, name):
@@ -176,8 +178,8 @@ def run_spec(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerConte
         job = dataclasses.replace(job, x=x8)
     if spec.way == "coop_mat":
         experts = spec.experts if grouped else 0
-        x16 = mat_mul.packed("x16", slots, spec.k, shape, experts)
-        chain.append(mat_mul.pack_f16(x, x16, slots, shape, device.caps, routes=job.route, x_shared=job.x_shared))
+        x16 = mat_mul_pack.packed("x16", slots, spec.k, shape, experts)
+        chain.append(mat_mul_pack.pack_f16(x, x16, slots, shape, device.caps, routes=job.route, x_shared=job.x_shared))
         job = dataclasses.replace(job, x=x16)
     chain += mat_mul.lower(job, shape, device.caps)
     got = run_chain(device, library, ctx, chain, values, tuple(inputs), (y,))["y"]
@@ -234,7 +236,7 @@ def specs() -> Iterator[Spec]:
 def test_product(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     if spec.way == "int_dot" and not device.caps.int_dot:
         pytest.skip(f"{device.caps.name} has no integer dot product")
-    if spec.way == "coop_mat" and mat_mul.matrix_shape(device.caps) is None:
+    if spec.way == "coop_mat" and matrix_shape(device.caps) is None:
         pytest.skip(f"{device.caps.name} has no cooperative matrices")
     check(spec, device, library, ctx)
 
@@ -247,8 +249,8 @@ def test_route(n: int, used: int, experts: int, kind: str, device: Device, libra
     spec = Spec("f32", "F32", 1, n, 1, ids=kind, used=used, experts=experts)
     ids = chosen_ids(spec, np.random.default_rng(5))
     source, tile_n = Tensor("ids", "I32", ids.shape, "input"), 16
-    out = mat_mul.route_tensor("route", ids.size, experts, tile_n)
-    dispatch = mat_mul.route(source, out, experts, tile_n, device.caps)
+    out = mat_mul_route.route_tensor("route", ids.size, experts, tile_n)
+    dispatch = mat_mul_route.route(source, out, experts, tile_n, device.caps)
     made = run_chain(device, library, ctx, [dispatch], {"ids": ids}, (source,), (out,))["route"].astype(int)
     tiles, order = made[: -ids.size].reshape(-1, 4), made[-ids.size :]
     assert sorted(order) == list(range(ids.size))
@@ -264,9 +266,9 @@ def test_route(n: int, used: int, experts: int, kind: str, device: Device, libra
 
 def matrices(device: Device) -> MatMulShape:
     """The shape that coop_mat takes by default; skips the test on devices without matrices."""
-    if mat_mul.matrix_shape(device.caps) is None:
+    if matrix_shape(device.caps) is None:
         pytest.skip(f"{device.caps.name} has no cooperative matrices")
-    return mat_mul.default_shape("coop_mat", 64, device.caps)
+    return default_shape("coop_mat", 64, device.caps)
 
 
 @pytest.mark.vulkan
@@ -311,16 +313,16 @@ def test_f16_output_is_the_next_input(
     if ids:
         source = Tensor("ids", "I32", (n, used), "input")
         values["ids"] = chosen = chosen_ids(Spec("coop_mat", "F16", m, n, k, ids=ids, used=used, experts=experts), rng)
-        routes = mat_mul.route_tensor("route", slots, experts, shape.tile_n)
-        chain.append(mat_mul.route(source, routes, experts, shape.tile_n, device.caps))
+        routes = mat_mul_route.route_tensor("route", slots, experts, shape.tile_n)
+        chain.append(mat_mul_route.route(source, routes, experts, shape.tile_n, device.caps))
         inputs.append(source)
     many = experts if ids else 0
-    x16, inner16 = mat_mul.packed("x16", slots, k, shape, many), mat_mul.packed("inner16", slots, inner, shape, many)
+    x16, inner16 = mat_mul_pack.packed("x16", slots, k, shape, many), mat_mul_pack.packed("inner16", slots, inner, shape, many)
     inner16 = dataclasses.replace(inner16, shape=(inner16.shape[0], 64))
     first = MatMul(gate_up, x16, inner16, slots, route=routes, x_shared=used if ids else 1, glu="silu", x_scale=0.5, out_scale=0.25)
     second = MatMul(down, inner16, y, slots, route=routes, x_scale=0.25)
     chain.append(
-        mat_mul.pack_f16(
+        mat_mul_pack.pack_f16(
             x, x16, slots, shape, device.caps, norm=scale if norm else None, eps=1e-5 if norm else None, routes=routes,
             x_shared=first.x_shared, scale=0.5,
         )
@@ -352,7 +354,8 @@ def test_attention_leaves_what_a_product_takes(
     n, hd = 4 * columns + 3, 32
     problem = FlashAttnExt().build_case(*heads, hd, kv=n + 20, nb=n).build()
     width = heads[0] * hd
-    packed, y, identity = mat_mul.packed("kqv_out", n, width, reader), Tensor("y", "F32", (n, width)), weight("one", "F16", (width, width))
+    packed = mat_mul_pack.packed("kqv_out", n, width, reader)
+    y, identity = Tensor("y", "F32", (n, width)), weight("one", "F16", (width, width))
     job = dataclasses.replace(prompt_job(problem.node), y=packed, fragments=fragments)
     assert not fragments or attention_prompt.heads_of_fragments(shape, heads[0] // heads[1], hd, device.caps) == taken
     chain = [attention_prompt.lower(job, shape, device.caps), *mat_mul.lower(MatMul(identity, packed, y, n), reader, device.caps)]
@@ -370,7 +373,7 @@ def test_fragments_are_alike(device: Device, library: ShaderLibrary) -> None:
 @pytest.mark.vulkan
 def test_rows_are_held_as_known(device: Device, library: ShaderLibrary) -> None:
     matrices(device)
-    assert row_lanes_found(device, library) == mat_mul.KNOWN_ROW_LANES[device.caps.vendor]
+    assert row_lanes_found(device, library) == KNOWN_ROW_LANES[device.caps.vendor]
 
 
 def held(lanes: int, t: int, matrix: tuple[int, int, int], along: Callable[[int, int], int]) -> npt.NDArray[np.int64]:
@@ -416,7 +419,7 @@ def test_prebuilt_modules_serve_without_a_compiler(tmp_path: Path, monkeypatch: 
 @pytest.mark.vulkan
 def test_what_does_not_fit_is_refused(device: Device) -> None:
     w, x, y = weight("w", "Q4_K", (64, 256)), Tensor("x", "F32", (4, 256)), Tensor("y", "F32", (4, 64))
-    shape = mat_mul.default_shape("f32", 4, device.caps)
+    shape = default_shape("f32", 4, device.caps)
     job = MatMul(w, x, y, 4)
     with pytest.raises(PlanError, match="takes x as Q8_1"):
         mat_mul.lower(job, dataclasses.replace(shape, way="int_dot"), device.caps)

@@ -17,9 +17,10 @@ from vkback.device import Device
 from vkback.device.capabilities import MatrixShape
 from vkback.graph import Node, Tensor
 from vkback.harness import runner
-from vkback.ops import mat_mul, mat_mul_reg
+from vkback.ops import mat_mul_reg
+from vkback.ops.cooperative_matrix import matrix_shapes, row_lanes
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import MatMul, MatMulShape
+from vkback.ops.mat_mul_job import MatMul, MatMulShape
 from vkback.ops.mat_mul_lower import F16_TOLERANCE
 from vkback.ops.mat_vec_cases import mul_mat_case
 from vkback.ops.mat_vec_node import QUANTS, weight
@@ -42,7 +43,7 @@ def kernels() -> ShaderLibrary:
 
 
 def by_registers(ctx: LowerContext, device: Device) -> LowerContext:
-    if not mat_mul.matrix_shapes(device.caps):
+    if not matrix_shapes(device.caps):
         pytest.skip(f"{device.caps.name} has no cooperative matrices")
     return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {"mat_mul": CUT}, "coop_reg"))
 
@@ -155,7 +156,7 @@ def run_product(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
     """What the kernel makes of a random product and what numpy does. more: glu, bias, residual."""
     rng = np.random.default_rng(m + n)
-    shape = mat_mul_reg.shape_of(16, 8, 8, 2, mat_mul.row_lanes(ctx), device.caps)
+    shape = mat_mul_reg.shape_of(16, 8, 8, 2, row_lanes(ctx), device.caps)
     assert shape is not None
     w, x = weight("w", quant, (m, k)), Tensor("x", "F32", (n, k), "input")
     y = Tensor("y", "F32", (n, m // 2 if more.get("glu") else m))
@@ -204,7 +205,7 @@ def test_epilogue(more: dict[str, Any], device: Device, kernels: ShaderLibrary, 
 @pytest.mark.vulkan
 def test_gate_and_up_store_what_down_reads(device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
     use = by_registers(ctx, device)
-    shape = mat_mul_reg.shape_of(16, 8, 8, 2, mat_mul.row_lanes(use), device.caps)
+    shape = mat_mul_reg.shape_of(16, 8, 8, 2, row_lanes(use), device.caps)
     assert shape is not None
     n, k, middle, m, rng = 5, 256, 256, 40, np.random.default_rng(7)
     gate_up, down = weight("gate_up", "Q4_K", (2 * middle, k)), weight("down", "Q4_K", (m, middle))

@@ -36,8 +36,8 @@ from vkback.cli.shell import UsageError
 from vkback.cli.tune_parts import of_model
 from vkback.device import Device
 from vkback.harness.runner import reference_inputs
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.lowering import LowerContext
-from vkback.ops.mat_mul import matrix_shape
 from vkback.ops.op import OPS
 from vkback.plan.tuning import Tuning, device_table
 from vkback.plan.tuning_table import parse_table

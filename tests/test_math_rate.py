@@ -11,8 +11,8 @@ from kernel_paths import planned_for
 from vkback.device import Device
 from vkback.harness.perf import time_cases
 from vkback.models import Model
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import matrix_shape
 from vkback.ops.mat_vec_cases import mul_mat_case
 from vkback.plan.flops import main_way, prompt_flops, seen_rows, way_of
 from vkback.plan.planner import plan

@@ -25,7 +25,7 @@ from vkback.harness.node_walk import Item, Made, Swap, Walk, chosen_as, items_of
 from vkback.models import Model
 from vkback.models.twin import NumpyTwin
 from vkback.ops.lowering import LowerContext
-from vkback.ops.mat_mul import Way
+from vkback.ops.mat_mul_job import Way
 from vkback.ops.op import OPS
 from vkback.ops.quantize import rounded_rows
 from vkback.paths import builtin_model

@@ -20,9 +20,9 @@ from vkback.harness.token_cases import TokenCase
 from vkback.models import Model
 from vkback.models.twin import NumpyTwin
 from vkback.ops.case import Array, Tolerance
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
-from vkback.ops.mat_mul import matrix_shape
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule

@@ -14,7 +14,7 @@ from vkback.device import Device
 from vkback.harness.judge import nmse
 from vkback.models.engine import Engine
 from vkback.models.twin import NumpyTwin
-from vkback.ops.mat_mul import Way
+from vkback.ops.mat_mul_job import Way
 from vkback.paths import builtin_models
 
 pytestmark = pytest.mark.vulkan

@@ -11,7 +11,7 @@ from prompt_ways import WAY_NMSE, engine_of, skip_without
 
 from vkback.device import Device
 from vkback.harness.prompt_text import MARGIN, check_text, compared
-from vkback.ops.mat_mul import Way
+from vkback.ops.mat_mul_job import Way
 
 PROMPT, STEPS = 2000, 24
 

@@ -23,9 +23,9 @@ from vkback.harness.runner import Workbench, prepare
 from vkback.models import Model
 from vkback.models.engine import Engine
 from vkback.models.twin import NumpyTwin
+from vkback.ops.cooperative_matrix import matrix_shapes
 from vkback.ops.dispatch import Arg, Dispatch, SpinWaits
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import matrix_shapes
 from vkback.ops.mat_vec_cases import fused_case
 from vkback.ops.storage import nbytes
 from vkback.paths import builtin_model

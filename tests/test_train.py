@@ -18,10 +18,10 @@ from vkback.device.queue import CPU_WAIT_S, WAIT_S, Queue
 from vkback.harness.judge import nmse
 from vkback.models import Model
 from vkback.models.synth import write_outline
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.f16_range import F16RangeError
 from vkback.ops.family import Choice
 from vkback.ops.lowering import PlanError
-from vkback.ops.mat_mul import matrix_shape
 from vkback.ops.mat_vec_cases import MATRICES
 from vkback.plan.autodiff import gradient
 from vkback.plan.training import training_graph

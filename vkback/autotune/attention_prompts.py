@@ -28,10 +28,10 @@ from vkback.graph import Node
 from vkback.harness.judge import judge
 from vkback.ops.attention import DECODE_TOKENS, prompt_shape
 from vkback.ops.case import Array, Problem
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.family import FAMILIES
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import matrix_shape
 from vkback.ops.op import OPS
 from vkback.paths import tuning_root
 from vkback.plan.planner import check_limits

@@ -18,9 +18,9 @@ from vkback.autotune.points import CORE_REGISTERS
 from vkback.autotune.problem import MatVecProblem
 from vkback.device import Capabilities, Device
 from vkback.graph import Node
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import matrix_shape
 from vkback.ops.mat_mul_lower import Kernel, MatMulChoice, choose
 from vkback.ops.mat_vec_node import MatVecNode, Path, path_for
 from vkback.ops.op import OPS

@@ -9,7 +9,7 @@ from vkback.autotune.mat_mul_points import MatMulPoint
 from vkback.autotune.mat_vec_rows import Range, edges
 from vkback.autotune.problem import MatVecProblem
 from vkback.autotune.tunable import TuneResult
-from vkback.ops.mat_mul import Way
+from vkback.ops.mat_mul_job import Way
 from vkback.ops.mat_vec_config import MAX_COLUMNS
 from vkback.plan.tuning_table import row_lines
 from vkback.timing.math_rate import MathRates

@@ -39,7 +39,7 @@ from vkback.report.bench_table import WRITERS, BenchResult, Writer, open_writer
 from vkback.report.build import build_info
 
 if TYPE_CHECKING:
-    from vkback.ops.mat_mul import Way
+    from vkback.ops.mat_mul_job import Way
 
 FEEDS = get_args(Feed)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vkback.api import LoadedModel
     from vkback.models.registry import Model
     from vkback.ops.lowering import Act, Sync
-    from vkback.ops.mat_mul import Way
+    from vkback.ops.mat_mul_job import Way
     from vkback.program import CompileTotals
 
 Loaded = TypeVar("Loaded")

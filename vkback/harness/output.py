@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO, cast
 
 from vkback.harness.result import SPENT, CaseResult
-from vkback.ops.mat_mul import Way
+from vkback.ops.mat_mul_job import Way
 from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords
 from vkback.timing.math_rate import RATE_NAMES
 

@@ -39,9 +39,10 @@ from vkback.models.state import Snapshot
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import RepackWay, WeightLoad
 from vkback.ops.cache import QUANTIZED
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.f16_range import rescaled
 from vkback.ops.lowering import Act, LowerContext
-from vkback.ops.mat_mul import Way, matrix_shape
+from vkback.ops.mat_mul_job import Way
 from vkback.ops.penalties import SEEN_COUNTS, mask_words
 from vkback.ops.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.exact import exact_context, without_logits

@@ -1,7 +1,7 @@
 """FLASH_ATTN_EXT and ATTN_DECODE: attention over a KV cache (shaders/attention).
 
     FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n]
-                    [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as mat_mul.packed has it
+                    [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as mat_mul_pack.packed has it
                     params: scale [, window, v_dim, split_q] [, fragments: the order of an F16 output; units: MatMulShape of who reads it
                     in unit order, mat_mul_reg.packed_units]; with v_dim V is the first v_dim
                     values of each row of cache_v, which may be K's (MLA); with split_q the last input is q_pe F32 [n, n_head, rot], the
@@ -37,7 +37,7 @@ from vkback.ops.cost import Cost, total
 from vkback.ops.dispatch import Access, Arg, Dispatch, SpinWaits, ceil_div, pack_push
 from vkback.ops.family import POWERS, Choice, declare
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import MatMulShape
+from vkback.ops.mat_mul_job import MatMulShape
 from vkback.ops.mat_mul_reg import units_stride
 from vkback.ops.op import OPS, cost_rule, register
 from vkback.ops.rope import FREQUENCY, turn_pairs

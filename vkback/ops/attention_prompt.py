@@ -21,13 +21,15 @@ from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.cache import CACHE_TYPES, cached_bytes
 from vkback.ops.case import Tolerance
+from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, row_lanes
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.family import Choice
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import UNIT, MatMulShape, fragments_possible, matrix_shape, row_lanes
+from vkback.ops.mat_mul_job import MatMulShape
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, power_of_two, reduction, workgroup_size
+from vkback.quants import UNIT
 from vkback.shader import Variant
 
 Way = Literal["plain", "matrix"]
@@ -61,7 +63,7 @@ class PromptJob:
     q      F32 [n, n_head, hd]
     cache  K F16, Q8_0 or Q4_0 [n_head_kv, n_ctx, hd]; V the same with v_dim values a row, or with more, of which the first v_dim count
     pos    I32 [n], -1: padding
-    y      F32 or Q8_1 [n, n_head * v_dim], or F16 as `mat_mul.packed` has it
+    y      F32 or Q8_1 [n, n_head * v_dim], or F16 as `mat_mul_pack.packed` has it
     sinks  F32 [n_head]
     fragments  an F16 y is in fragment order (`heads_of_fragments` must not be 0); else row-major
     q_pe   F32 [n, n_head, rot]: the last rot values of a head of Q, of which q then has the first hd - rot, in rows as wide as its shape

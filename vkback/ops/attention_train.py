@@ -24,6 +24,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.column_sums import column_sums
+from vkback.ops.cooperative_matrix import matrix_shapes
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
@@ -31,11 +32,10 @@ from vkback.ops.family import Choice, declare
 from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import lanes_for, matrix_shapes, required_subgroup
 from vkback.ops.op import Op, Tape, register
 from vkback.ops.peer import sized
 from vkback.ops.storage import nbytes
-from vkback.ops.workgroup import reduction, workgroup_size
+from vkback.ops.workgroup import lanes_for, reduction, required_subgroup, workgroup_size
 from vkback.shader import Variant
 
 TILE = 32

@@ -10,9 +10,8 @@ from vkback.ops.column_sums import column_sums
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.family import declare
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import lanes_for
 from vkback.ops.storage import nbytes, shards, weight_push
-from vkback.ops.workgroup import Defines
+from vkback.ops.workgroup import Defines, lanes_for
 from vkback.shader import Variant
 
 declare("gemm", match={"m": "number", "n": "number", "k": "number"}, params={"tiles": ("shared", "lanes")})

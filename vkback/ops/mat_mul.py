@@ -1,284 +1,38 @@
 """Products of a stored weight and many tokens: the kernels of shaders/mat_mul as pure lowering helpers.
 
-A `MatMul` says what to compute, in tensors; a `MatMulShape` which kernel does it and how it cuts the work; `lower` makes the dispatches.
-Nothing here chooses a shape from tables or takes part in fusion.
+`lower` makes the dispatches of a `MatMul`, cut as a `MatMulShape` says (vkback/ops/mat_mul_job.py). Nothing here chooses a shape from
+tables or takes part in fusion.
 
 Four ways:
 
-    coop_mat  cooperative matrices of f16 with f32 sums; x comes packed (`pack_f16`)
+    coop_mat  cooperative matrices of f16 with f32 sums; x comes packed (vkback/ops/mat_mul_pack.py)
     coop_reg  the same for few tokens (vkback/ops/mat_mul_reg.py)
     int_dot   packed integer dot products; x is Q8_1
     f32       plain f32; x is F32
 
-A product of experts (MUL_MAT_ID) is a grouped one: `route` puts the slots in the order of their experts, and every column tile has slots
-of one expert. A slot is one used expert of one token; slot s belongs to token s // used.
+A product of experts (MUL_MAT_ID) is a grouped one, with a route (vkback/ops/mat_mul_route.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.code_books import CODED, decoder
-from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.cooperative_matrix import fragments_possible
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
-from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.lowering import PlanError
+from vkback.ops.mat_mul_job import GLU_KINDS, MatMul, MatMulShape, matrix_spec
+from vkback.ops.mat_mul_pack import order_word, packed_stride
+from vkback.ops.mat_mul_route import most_tiles
 from vkback.ops.storage import Shard, nbytes, shards, weight_push
-from vkback.ops.workgroup import Defines, reduction
+from vkback.ops.workgroup import Defines, lanes_for, reduction, required_subgroup
+from vkback.quants import UNIT
 from vkback.shader import Variant
-
-Way = Literal["coop_mat", "coop_reg", "int_dot", "f32"]
-
-UNIT = quants.UNIT
-GLU_KINDS = {"": 0, "silu": 1, "oai": 2, "gelu": 3}
-"""GLU of shaders/mat_mul/glu.glsl by name."""
-
-
-@dataclass(frozen=True)
-class MatMulShape:
-    """How a product is cut.
-
-    way      which kernel
-    tile_m   weight rows of a workgroup's tile
-    tile_n   columns (tokens, slots) of the tile
-    step_k   weights of a row between two barriers; kernels without shared memory take a unit at a time
-    warps    subgroups of a workgroup
-    split_k  parts of a row, each by workgroups of its own and added up at the end
-
-    Of coop_mat alone:
-    warp_m, warp_n  the part of the tile that one subgroup makes; warps = tile_m / warp_m * tile_n / warp_n
-    matrix          rows, columns and depth of a matrix
-    fragments       x is packed in fragment order and goes straight into matrices; else it is row-major and goes through shared memory
-
-    Of coop_reg, with warp_m and matrix as above:
-    slice_k    subgroups that share the rows of a part and take turns along K; warps = tile_m / warp_m * slice_k
-    row_lanes  neighbouring lanes that share a row of a matrix
-    """
-
-    way: Way
-    tile_m: int
-    tile_n: int
-    step_k: int = UNIT
-    warps: int = 1
-    split_k: int = 1
-    warp_m: int = 0
-    warp_n: int = 0
-    matrix: tuple[int, int, int] = (0, 0, 0)
-    fragments: bool = False
-    slice_k: int = 1
-    row_lanes: int = 0
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Where a product (coop_reg) stores heads of Q, K and V, those of Q and K turned (mode "normal").
-
-    q        F32 [n, n_head, head_dim]
-    caches   of K and V, F16 [n_head_kv, n_ctx, head_dim]
-    pos      I32 [n]: positions of the tokens; -1, or one outside the caches, stores nothing
-    angles   F32 [n, pairs, 2], as ROPE_ANGLES makes them; None: nothing is turned
-    """
-
-    q: Tensor
-    caches: tuple[Tensor, Tensor]
-    pos: Tensor
-    angles: Tensor | None = None
-
-    @property
-    def head_dim(self) -> int:
-        return self.caches[0].shape[-1]
-
-    @property
-    def rows(self) -> tuple[int, int, int]:
-        """Rows of Q, K and V among all heads."""
-        kv = self.caches[0].shape[0] * self.head_dim
-        return prod(self.q.shape[1:]), kv, kv
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of a head that are turned."""
-        return self.angles.shape[-2] if self.angles is not None else 0
-
-
-@dataclass(frozen=True)
-class MatMul:
-    """y = x w^T, or with `turned` y = x w, and what is done to it before it is stored.
-
-    w         weight [m, k], or [n_expert, m, k] with a route; turned: [k, m]
-    x         F32 or Q8_1 [rows, k], or F16 as `packed` has it; with a route a row a token (x_shared slots share it) or a row a slot
-              (x_shared 1)
-    y         F32 or Q8_1 [n, rows_total], or F16 as `packed` has it; rows y_row0.. are this product's
-    n         columns: tokens, or with a route slots
-    bias      F32 [m], or of all experts end to end
-    residual  F32, shape of y
-    route     what `route` makes of the ids of the slots
-    x_scale   what an F16 x was multiplied by, and out_scale what an F16 y will be, so that all values stay within 65504
-    x_factors  F32 [n], coop_mat alone: what each column of y is multiplied by, as `pack_f16` stored it; then there is no bias
-    glu       "": none. Rows of w alternate gate and up: "silu": silu(gate) * up; "gelu": gelu(gate) * up; "oai": the clamped form
-              of the first with alpha and limit
-
-    Of coop_reg alone, where what is normed is made and read by products:
-    units         a further output: y in unit order, each row times its weight units_norm F32 [m]
-    squares_made  a further output, F32 [n, parts]: sums of squares of each column of y
-    squares       such sums of x, whose columns are then divided by their rms, with eps
-    heads         its rows are heads, and go where this says; y is then nobody's, and y_row0 the first row among those of all heads
-    """
-
-    w: Tensor
-    x: Tensor
-    y: Tensor
-    n: int
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    route: Tensor | None = None
-    x_shared: int = 1
-    glu: Literal["", "silu", "oai", "gelu"] = ""
-    alpha: float = 0.0
-    limit: float = 0.0
-    y_row0: int = 0
-    x_scale: float = 1.0
-    out_scale: float = 1.0
-    label: str = ""
-    x_factors: Tensor | None = None
-    turned: bool = False
-    units: Tensor | None = None
-    units_norm: Tensor | None = None
-    squares_made: Tensor | None = None
-    squares: Tensor | None = None
-    eps: float = 0.0
-    heads: Heads | None = None
-
-    def __post_init__(self) -> None:
-        """Raises PlanError where a GLU has a gate too many."""
-        if self.glu and self.m % 2:
-            raise PlanError(f"[mat_mul] {self.name}: rows of {self.w} should alternate gate and up, but they are odd in number")
-
-    @property
-    def m(self) -> int:
-        """Values of a row of y: weight rows of the matrix, or of one expert; turned: values of a weight row."""
-        return self.w.shape[-1] if self.turned else self.w.shape[-2]
-
-    @property
-    def k(self) -> int:
-        """Terms of a sum."""
-        return self.w.shape[-2] if self.turned else self.w.shape[-1]
-
-    @property
-    def name(self) -> str:
-        return self.label or self.y.name
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.m * self.k * self.n
-
-
-def most_tiles(slots: int, experts: int, tile_n: int) -> int:
-    """Column tiles that slots of so many experts can fill: a full one for each tile_n slots, and one not full for each expert that has
-    any."""
-    return slots // tile_n + min(experts, slots)
-
-
-def route_tensor(name: str, slots: int, experts: int, tile_n: int) -> Tensor:
-    """Where a route goes (shaders/mat_mul/route.comp)."""
-    return Tensor(name, "I32", (4 * most_tiles(slots, experts, tile_n) + slots,))
-
-
-def route(ids: Tensor, out: Tensor, experts: int, tile_n: int, caps: Capabilities) -> Dispatch:
-    """The dispatch that makes the route of ids I32 [n, used] in `out` (see `route_tensor`), for products whose tiles have tile_n
-    columns."""
-    slots = ids.elements
-    wg = min(256, caps.max_workgroup_invocations, caps.max_workgroup_size[0])
-    defines: Defines = {"WG": wg, "EXPERTS": experts, "TILE_N": tile_n}
-    return Dispatch(
-        Variant("mat_mul/route.comp", tuple(sorted(defines.items()))),
-        (Arg(ids), Arg(out, "w")),
-        pack_push(slots, most_tiles(slots, experts, tile_n)),
-        (1, 1, 1),
-        "ROUTE",
-        out.name,
-        f"{wg} threads",
-        nbytes=nbytes(ids) + nbytes(out),
-    )
-
-
-def route_heads(tokens: int, heads: int, out: Tensor, tile_n: int, caps: Capabilities) -> Dispatch:
-    """The dispatch that makes the route of a product by heads: slot t * heads + h is head h of token t."""
-    wg = min(256, caps.max_workgroup_invocations, caps.max_workgroup_size[0])
-    slots = tokens * heads
-    return Dispatch(
-        Variant("mat_mul/route_heads.comp", (("WG", wg),)),
-        (Arg(out, "w"),),
-        pack_push(tokens, heads, tile_n, most_tiles(slots, heads, tile_n)),
-        spread(ceil_div(slots, wg)),
-        "ROUTE",
-        out.name,
-        f"{wg} threads",
-        nbytes=nbytes(out),
-    )
-
-
-def lanes_for(caps: Capabilities) -> tuple[int, int | None, int]:
-    """(subgroup size to count on, size to require, BY_LANES) of the kernels without shared memory (shaders/mat_mul/rows.glsl).
-
-    Activations go from lane to lane where the device is a CPU: its loads take an instruction for every lane, its shuffles one for all.
-    Narrower subgroups than eight count as eight: so many threads make a unit of Q8_1, which must lie within a workgroup.
-    """
-    if caps.software and caps.subgroup_size >= 8 and caps.has_subgroup_ops("shuffle"):
-        if caps.subgroup_required_size:
-            return caps.subgroup_size, caps.subgroup_size, 1
-        if caps.subgroup_min == caps.subgroup_max:
-            return caps.subgroup_size, None, 1
-    return max(caps.subgroup_size, 8), None, 0
-
-
-def default_shape(way: Way, n: int, caps: Capabilities) -> MatMulShape:
-    """A shape that works everywhere, for tests and until tables have been measured."""
-    lanes = lanes_for(caps)[0]
-    if way == "coop_mat":
-        matrix = matrix_shape(caps)
-        if matrix is None:
-            raise PlanError(f"[mat_mul] {caps.name} has no cooperative matrices of f16 with f32 sums for subgroups")
-        rows, columns, depth = matrix
-        fragments = fragments_possible(matrix, caps)
-        if caps.software:  # small parts: such a driver takes long to compile large ones
-            return MatMulShape(way, 8 * rows, 2 * columns, UNIT, 4, 1, 2 * rows, 2 * columns, matrix, fragments)
-        return MatMulShape(way, 8 * rows, 8 * columns, max(2 * UNIT, depth), 4, 1, 4 * rows, 4 * columns, matrix, fragments)
-    warps = 1 if caps.software else max(1, 128 // lanes)
-    return MatMulShape(way, tile_m=warps * lanes * 4, tile_n=16 if n > 8 else 8, warps=warps)
-
-
-def matrix_shapes(caps: Capabilities) -> list[tuple[int, int, int]]:
-    """Matrices of f16 with f32 sums at subgroup scope that the shaders can use: rows, columns, depth; the largest first."""
-    if not (caps.cooperative_matrix and caps.fp16):
-        return []
-    wanted = ("f16", "f16", "f32", "f32", "subgroup")
-    shapes = {(s.m, s.n, s.k) for s in caps.cooperative_matrix_shapes if (s.a, s.b, s.c, s.result, s.scope) == wanted}
-    fit = [s for s in shapes if not any(size % 8 for size in s) and s[2] <= UNIT]
-    return sorted(fit, key=lambda s: (s[0] * s[1] * s[2], s), reverse=True)
-
-
-def matrix_shape(caps: Capabilities) -> tuple[int, int, int] | None:
-    """The largest of `matrix_shapes`, or None."""
-    return next(iter(matrix_shapes(caps)), None)
-
-
-def fragments_possible(matrix: tuple[int, int, int], caps: Capabilities) -> bool:
-    """Whether each lane holds eight elements of a matrix B; that the driver lays them out alike everywhere is for a probe to find out."""
-    return matrix[1] * matrix[2] == 8 * caps.subgroup_size
-
-
-KNOWN_ROW_LANES = {"nvidia": 4, "software": 8}
-"""Lanes that share a row of a matrix, by vendor: NVIDIA's driver 580 and Mesa 26's llvmpipe, as vkback/program/fragments.py found them."""
-
-
-def row_lanes(ctx: LowerContext) -> int:
-    """Neighbouring lanes that share a row of a matrix (shaders/mat_mul/matrix.glsl), 0 where that is not known."""
-    return KNOWN_ROW_LANES.get(ctx.caps.vendor, 0) if ctx.row_lanes is None else ctx.row_lanes
 
 
 def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]:
@@ -344,103 +98,6 @@ def _turns(job: MatMul, shape: MatMulShape, caps: Capabilities) -> bool:
     """Whether coop_mat can multiply by a weight the other way round."""
     plain = job.y.type == "F32" and job.route is None and not job.glu and job.y_row0 == 0 and len(job.w.shape) == 2
     return plain and shape.tile_m % UNIT == 0 and len(shards(job.w, caps)) == 1
-
-
-def packs_glu(shape: MatMulShape, glu: bool, k: int) -> bool:
-    """Whether a product of rows of k weights can leave its output packed: whole sums, whole units of a tile and matrices of a part."""
-    whole = min(shape.split_k, ceil_div(k, UNIT)) == 1
-    return shape.way == "coop_mat" and whole and not ((shape.tile_m >> glu) % UNIT or (shape.warp_m >> glu) % shape.matrix[2])
-
-
-def packed_columns(n: int, shape: MatMulShape, experts: int = 0) -> int:
-    """Columns that a packed tensor has room for: whole tiles; experts: of a grouped product, 0 of a dense one."""
-    tiles = most_tiles(n, experts, shape.tile_n) if experts else ceil_div(n, shape.tile_n)
-    return tiles * shape.tile_n
-
-
-def packed(name: str, n: int, k: int, shape: MatMulShape, experts: int = 0) -> Tensor:
-    """Activations as coop_mat takes them (shaders/mat_mul/matrix.glsl): F16, K filled up to units, columns to whole tiles."""
-    return Tensor(name, "F16", (packed_columns(n, shape, experts), ceil_div(k, UNIT) * UNIT))
-
-
-def order_word(shape: MatMulShape) -> str:
-    """How packed values lie, in words."""
-    return "fragments" if shape.fragments else "rows"
-
-
-def packed_stride(k: int, shape: MatMulShape, caps: Capabilities) -> int:
-    """16-byte words of a column of such a tensor, or in fragment order of a column of matrices."""
-    units = ceil_div(k, UNIT)
-    return units * (UNIT // shape.matrix[2]) * caps.subgroup_size if shape.fragments else units * UNIT // 8
-
-
-def matrix_spec(shape: MatMulShape, caps: Capabilities) -> tuple[tuple[int, int], ...]:
-    """Specialization constants 0 to 4 of shaders/mat_mul/matrix.glsl."""
-    return tuple(enumerate((shape.warps * caps.subgroup_size, caps.subgroup_size, *shape.matrix)))
-
-
-def pack_f16(
-    x: Tensor, y: Tensor, n: int, shape: MatMulShape, caps: Capabilities, *, norm: Tensor | None = None, eps: float | None = None,
-    routes: Tensor | None = None, x_shared: int = 1, scale: float = 1.0, factors: Tensor | None = None, stores_factors: bool = False,
-    by_rows: bool = False,
-) -> Dispatch:  # fmt: skip
-    """The dispatch that makes `y` (see `packed`) of x F32 [rows, k].
-
-    n        columns: tokens, or with a route slots
-    eps      given: every row is RMS-normed first, and multiplied by `norm` F32 [k] if there is one
-    routes   of a grouped product: columns are the places of its tiles
-    factors  F32 [rows], with eps: 1 / rms of each row; stored here for others (stores_factors), or as another launch has stored them
-    by_rows  each row is multiplied by a power of two of its own, which brings its largest value to 2^13 or just above; what undoes it is
-             stored in `factors`. There is no norm then
-    """
-    k = x.shape[-1]
-    sums = by_rows or (eps is not None and (factors is None or stores_factors))  # adds up squares, or looks for the largest value
-    warps = pack_warps(shape, caps, sums)
-    threads = dataclasses.replace(shape, warps=warps)
-    norms = 3 if by_rows else 0 if eps is None else 1 if norm is None else 2
-    spec = (
-        *matrix_spec(threads, caps)[: 5 if shape.fragments else 2], (5, norms), (6, int(routes is not None)),
-        (7, shape.tile_n if routes is not None else 1), (8, 0 if factors is None or by_rows else 1 if stores_factors else 2),
-    )  # fmt: skip
-    columns = shape.matrix[1] if shape.fragments else warps
-    rooms = y.shape[0]
-    groups = ceil_div(rooms if routes is not None else n, columns)
-    grid_y = ceil_div(groups, MAX_GROUPS_X)
-    turns = ceil_div(y.shape[1], 64 * warps) if shape.fragments else 1
-    if sums:  # each workgroup of a group adds up its squares anew
-        turns = min(turns, max(1, NORM_GROUPS // groups))
-    return Dispatch(
-        Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", int(shape.fragments)),), required_subgroup(caps), spec),
-        (
-            Arg(x), Arg(y, "w"), Arg(norm or x), Arg(routes or x),
-            Arg(factors or x, "w" if factors and (stores_factors or by_rows) else "r"), Arg(overflow_word(y), "rw"),
-        ),
-        pack_push(n, k, packed_stride(k, shape, caps), rooms // shape.tile_n, x_shared, float(scale), float(eps or 0.0)),
-        (ceil_div(groups, grid_y), grid_y, turns),
-        "PACK_F16",
-        y.name,
-        f"f16 {order_word(shape)}{', after RMS norm' if eps is not None else ', rows by powers of two' if by_rows else ''}",
-        nbytes=nbytes(x) + 2 * n * y.shape[1],
-        flops=4 * x.elements,
-    )
-
-
-NORM_GROUPS = 128
-"""Workgroups wanted of a packing that norms: about as many as large GPUs have multiprocessors."""
-
-
-def pack_warps(shape: MatMulShape, caps: Capabilities, sums: bool) -> int:
-    """Subgroups of a workgroup of shaders/mat_mul/pack_f16.comp. sums: it adds up squares of rows, and more loads on their way help."""
-    for warps in (16, 8) if sums else (8,):
-        staged = 16 * warps * shape.matrix[1] * 9 + 4 * shape.matrix[1] if shape.fragments else 0
-        if warps * caps.subgroup_size <= caps.max_workgroup_invocations and staged <= caps.max_shared_memory:
-            return warps
-    return 4
-
-
-def required_subgroup(caps: Capabilities) -> int | None:
-    """The subgroup size to require: the device's own, where it could choose another."""
-    return caps.subgroup_size if caps.subgroup_required_size else None
 
 
 def _coop_spec(job: MatMul, shape: MatMulShape, y_type: int, caps: Capabilities) -> tuple[tuple[int, int], ...]:

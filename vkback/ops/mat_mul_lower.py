@@ -13,31 +13,20 @@ from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import mat_mul_reg
 from vkback.ops.case import Tolerance
+from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, row_lanes
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.family import Choice, declare
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul import (
-    UNIT,
-    Heads,
-    MatMul,
-    MatMulShape,
-    Way,
-    default_shape,
-    fragments_possible,
-    lower,
-    matrix_shape,
-    pack_f16,
-    packed,
-    route,
-    route_heads,
-    route_tensor,
-    row_lanes,
-)
+from vkback.ops.mat_mul import lower
+from vkback.ops.mat_mul_job import Heads, MatMul, MatMulShape, Way, default_shape
+from vkback.ops.mat_mul_pack import pack_f16, packed
+from vkback.ops.mat_mul_route import route, route_heads, route_tensor
 from vkback.ops.mat_vec_node import Experts, MatVecNode, Path
 from vkback.ops.op import OPS
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.storage import shards
 from vkback.ops.view import View
+from vkback.quants import UNIT
 
 Kernel = Literal["mat_vec", "coop_mat", "coop_reg", "int_dot", "f32"]
 """The mat-vec kernels, 16 tokens at a time; or one of the mat-mats (vkback/ops/mat_mul.py)."""

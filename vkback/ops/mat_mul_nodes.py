@@ -1,11 +1,11 @@
 """PACK_F16 and ROUTE: what the planner puts between the ops of a prompt, so that mat-mats share what they read.
 
     PACK_F16  x F32 [n, k] or [n, 1 or n_used, k] [, norm F32 [k]] [, factors F32 [n]] [, route]
-              -> F16, columns for coop_mat (mat_mul.packed) or coop_reg (mat_mul_reg.packed_units) [, factors F32 [n]]
+              -> F16, columns for coop_mat (mat_mul_pack.packed) or coop_reg (mat_mul_reg.packed_units) [, factors F32 [n]]
               params: roles (names in input order), shape (MatMulShape of a mat-mat that reads it), n (columns), x_shared (slots that share
               a row of x), eps (with norm). With `norm` it is RMS_NORM_MUL, too. Then `factors` are 1 / rms of each row: as an output
               for other nodes, as an input so that squares need not be added up again.
-    ROUTE     ids I32 [n, n_used] -> I32 (mat_mul.route_tensor)
+    ROUTE     ids I32 [n, n_used] -> I32 (mat_mul_route.route_tensor)
               params: experts, tile_n; without ids also tokens: the route of a product by heads, which are the experts
 
 They are no ops of a graph. A packed tensor is no value that a host could judge (its order is the driver's affair), and of a route many
@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from vkback.graph import Node, Tensor
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
-from vkback.ops.mat_mul import MatMulShape, pack_f16, packed, packed_columns, route, route_heads, route_tensor
+from vkback.ops.mat_mul_job import MatMulShape
+from vkback.ops.mat_mul_pack import pack_f16, packed, packed_columns
 from vkback.ops.mat_mul_reg import pack_units, packed_units
+from vkback.ops.mat_mul_route import route, route_heads, route_tensor
 
 
 @dataclass(frozen=True)

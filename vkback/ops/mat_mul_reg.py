@@ -2,7 +2,7 @@
 lowering helpers, beside those of vkback/ops/mat_mul.py.
 
 For 2 to 16 tokens a product waits for weights from memory, as a mat-vec does. The kernel reads them as mat-vecs do, each lane whole units,
-and its time hardly depends on the number of tokens. It counts on which lanes share a row of a matrix (`mat_mul.row_lanes`).
+and its time hardly depends on the number of tokens. It counts on which lanes share a row of a matrix (`cooperative_matrix.row_lanes`).
 """
 
 from __future__ import annotations
@@ -13,25 +13,15 @@ from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.code_books import decoder
+from vkback.ops.cooperative_matrix import matrix_shapes
 from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.lowering import PlanError
-from vkback.ops.mat_mul import (
-    GLU_KINDS,
-    UNIT,
-    Heads,
-    MatMul,
-    MatMulShape,
-    bindings,
-    float_bits,
-    grid,
-    matrix_shapes,
-    matrix_spec,
-    push_words,
-    required_subgroup,
-    weight_bytes,
-)
+from vkback.ops.mat_mul import bindings, float_bits, grid, push_words, weight_bytes
+from vkback.ops.mat_mul_job import GLU_KINDS, Heads, MatMul, MatMulShape, matrix_spec
 from vkback.ops.storage import Shard, nbytes, shards
+from vkback.ops.workgroup import required_subgroup
+from vkback.quants import UNIT
 from vkback.shader import Variant
 
 BINDINGS = 14

@@ -3,7 +3,7 @@
 `MAT_VEC` is a mat-vec with what is fused around it. Its inputs carry roles:
 
     w               weight [m, k], or [n_expert, m, k] with ids
-    x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]; or F16 as mat_mul.packed has it, which only mat-mats take
+    x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]; or F16 as mat_mul_pack.packed has it, which only mat-mats take
     norm            F32 [k]: x is RMS-normed and multiplied by it first (params: eps)
     norm_bias       F32 [k], with norm: the norm is a layer norm, and this is added behind it
     post_norm       F32 [k], with norm: before that, x is RMS-normed, multiplied by this, and post_residual is added
@@ -16,7 +16,7 @@
     expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
     selection_bias  F32 [n_expert]: where it chooses experts, TOPK_MOE's bias
     units_norm      of a product of few tokens by matrices F32 [m]: its output in unit order, times this, and its sums of squares are
-                    further outputs (mat_mul.MatMul.units)
+                    further outputs (mat_mul_job.MatMul.units)
     squares         of such a product: what another left of x (with the param squares_eps)
     route           of a mat-mat by experts: what a ROUTE node made of its ids (vkback/ops/mat_mul_nodes.py); an F16 x and an F16 output
                     have their columns in its order

@@ -14,7 +14,7 @@ from vkback.ops import rope_angles
 from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
-from vkback.ops.mat_mul import Heads
+from vkback.ops.mat_mul_job import Heads
 from vkback.ops.mat_mul_lower import choose, lower_node
 from vkback.ops.mat_mul_reg import stores_heads
 from vkback.ops.mat_vec_cases import REGISTERS, known_type

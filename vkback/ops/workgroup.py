@@ -37,3 +37,22 @@ def reduction(caps: Capabilities, wg_size: int, *, lanes: int = 1) -> tuple[Defi
     subgroup = caps.has_subgroup_ops(*ops) and least >= lanes
     defines: Defines = {"WG_SIZE": wg_size, "REDUCE_SUBGROUP": int(subgroup), "SUBGROUP_SIZE": known if subgroup else 0}
     return defines, pinned if subgroup else None
+
+
+def required_subgroup(caps: Capabilities) -> int | None:
+    """The subgroup size to require: the device's own, where it could choose another."""
+    return caps.subgroup_size if caps.subgroup_required_size else None
+
+
+def lanes_for(caps: Capabilities) -> tuple[int, int | None, int]:
+    """(subgroup size to count on, size to require, BY_LANES) of the kernels without shared memory (shaders/mat_mul/rows.glsl).
+
+    Activations go from lane to lane where the device is a CPU: its loads take an instruction for every lane, its shuffles one for all.
+    Narrower subgroups than eight count as eight: so many threads make a unit of Q8_1, which must lie within a workgroup.
+    """
+    if caps.software and caps.subgroup_size >= 8 and caps.has_subgroup_ops("shuffle"):
+        if caps.subgroup_required_size:
+            return caps.subgroup_size, caps.subgroup_size, 1
+        if caps.subgroup_min == caps.subgroup_max:
+            return caps.subgroup_size, None, 1
+    return max(caps.subgroup_size, 8), None, 0

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from vkback.graph import Graph, Node, live
 from vkback.ops.dispatch import Dispatch
-from vkback.ops.mat_mul import Way
+from vkback.ops.mat_mul_job import Way
 from vkback.ops.mat_vec_config import MatVecConfig
 
 WAYS: dict[str, Way] = {

@@ -1,7 +1,7 @@
 """Packing: each activation of a prompt's mat-mats by matrices is packed as f16 only once, by its producer if that can do it; and all
 mat-mats by the same experts share one route.
 
-A mat-mat by cooperative matrices takes x as packed f16 (`mat_mul.packed`), by default after a PACK_F16 of its own
+A mat-mat by cooperative matrices takes x as packed f16 (`mat_mul_pack.packed`), by default after a PACK_F16 of its own
 (`mat_mul_lower.lower_node`). Here, once all fusions are done, packing becomes nodes of the plan and is shared:
 
     GLU -> down              the epilogue of gate and up stores packed f16, if their sums are whole; by experts in the order of a route
@@ -28,13 +28,15 @@ from vkback.ops.attention import packs_output
 from vkback.ops.attention import stores_units as attention_stores_units
 from vkback.ops.dispatch import ceil_div
 from vkback.ops.lowering import LowerContext
-from vkback.ops.mat_mul import UNIT, MatMulShape, packed, packs_glu
+from vkback.ops.mat_mul_job import MatMulShape
 from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_mul_nodes import Norm, pack_node, room, route_heads_node, route_node
+from vkback.ops.mat_mul_pack import packed, packs_glu
 from vkback.ops.mat_mul_reg import makes_units, packed_units, stores_units
 from vkback.ops.mat_vec_node import MatVecNode
 from vkback.plan.nodes import Nodes, tokens_of
 from vkback.plan.schedule_choice import schedule_choice
+from vkback.quants import UNIT
 
 By = Literal["producer", "mat_mul", "stage"]
 """Who packs: whichever producer can, each mat-mat by itself, or a stage of its own."""

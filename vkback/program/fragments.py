@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.device import Device
-from vkback.ops.mat_mul import fragments_possible, matrix_shape, matrix_shapes
+from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, matrix_shapes
 from vkback.shader import ShaderLibrary, Variant
 
 Shape = tuple[int, int, int]

@@ -14,9 +14,10 @@ from math import prod
 import numpy as np
 
 from vkback.device import BufferRange, Device, Kernel
+from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import pack_push
 from vkback.ops.lowering import PlanError
-from vkback.ops.mat_mul import Way, matrix_shape
+from vkback.ops.mat_mul_job import Way
 from vkback.shader import ShaderLibrary, Variant
 from vkback.timing.launches import span_us, warm_up
 

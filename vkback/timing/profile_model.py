@@ -15,7 +15,7 @@ from vkback.models.engine import Engine
 from vkback.models.prompt import with_barriers
 from vkback.models.sampler import Sampler, loop_state
 from vkback.ops.case import Array
-from vkback.ops.mat_mul import Way
+from vkback.ops.mat_mul_job import Way
 from vkback.plan.forecast import Costs
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
