@@ -40,9 +40,10 @@ def main() -> None:
             pass
         per_token = (time.perf_counter() - start) / 128
         engine.rewind(args.depth)
-        program = engine._program("greedy")
-        engine._set_input(1)
-        engine.device.upload(engine._inputs["loop"], loop_state(Sampler(), []))
+        programs = engine._token_programs
+        program = programs.program("greedy")
+        programs.set_input(1, engine.n_past)
+        engine.device.upload(programs.inputs["loop"], loop_state(Sampler(), []))
         commands = program.record("profile", timestamps=True)
         warm_up(engine.device, commands, 0.3)
         stages = pd.DataFrame(

@@ -76,4 +76,4 @@ def engine_of(path: Path, device: Device, way: Way, *, n_ctx: int, ubatch: int =
 
 def kernels_of(engine: Engine, tokens: int) -> set[str]:
     """Source files of the kernels that a program of so many tokens of a prompt runs."""
-    return {d.kernel.source for d in engine._prompt_schedule(tokens, "none").dispatches()}
+    return {d.kernel.source for d in engine._plans.prompt(tokens, "none").dispatches()}

@@ -20,11 +20,13 @@ from vkback.device import Device
 from vkback.graph import Graph
 from vkback.harness.judge import nmse
 from vkback.models import engine as engine_module
+from vkback.models import plans
 from vkback.models.engine import Engine, EngineError
 from vkback.models.perplexity import perplexity
 from vkback.models.prompt import SMALLEST
 from vkback.models.readback import Readback
 from vkback.models.sampler import Sampler
+from vkback.models.token_programs import TokenPrograms
 from vkback.models.twin import NumpyTwin
 from vkback.paths import builtin_models
 from vkback.plan.planner import plan
@@ -397,13 +399,13 @@ def test_a_device_whose_barrier_free_stages_give_other_bits_gets_barriers(
 ) -> None:
     name = next(iter(MODELS))
     want = generated(engines(name))
-    decode, calls = Engine._decode, iter(range(1000))
+    decode, calls = TokenPrograms.decode, iter(range(1000))
 
-    def wrong_at_first(self: Engine, token: int, commands: Any) -> tuple[Any, bool]:
-        logits, timed_out = decode(self, token, commands)
+    def wrong_at_first(self: TokenPrograms, token: int, position: int, commands: Any) -> tuple[Any, bool]:
+        logits, timed_out = decode(self, token, position, commands)
         return logits + (next(calls) == 0), timed_out
 
-    monkeypatch.setattr(Engine, "_decode", wrong_at_first)
+    monkeypatch.setattr(TokenPrograms, "decode", wrong_at_first)
     with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:
         assert generated(engine) == want
         assert not engine.schedule().barrier_free
@@ -435,7 +437,7 @@ def test_a_size_is_planned_once(device: Device, monkeypatch: pytest.MonkeyPatch)
         planned.append(f"{len(graph.nodes)} {next(t for t in graph.tensors().values() if t.kind == 'state').shape}")
         return plan(graph, *args, **kwargs)
 
-    monkeypatch.setattr(engine_module, "plan", counting)
+    monkeypatch.setattr(plans, "plan", counting)
     with Engine.load(next(iter(MODELS.values())), device, n_ctx=64, progress=False) as engine:
         for n_ctx in (32, 64, 32):
             engine.resize(n_ctx)

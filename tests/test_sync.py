@@ -362,7 +362,7 @@ def test_logits_are_the_same_bits(engines: tuple[Engine, Engine], device: Device
     expected = logits(plain)
     np.testing.assert_array_equal(logits(barrier_free), expected)
     np.testing.assert_array_equal(logits(barrier_free), expected)
-    program = barrier_free._program("logits")
+    program = barrier_free._token_programs.program("logits")
     for garbage in (0, 0x7FC0DEAD, 0x3F800000):
         for name in program.schedule.slots:
             block = program.range(name)
@@ -380,7 +380,7 @@ def test_tokens_are_the_same(engines: tuple[Engine, Engine], device: Device) -> 
 
     plain, barrier_free = engines
     assert tokens(barrier_free) == tokens(barrier_free) == tokens(plain)
-    assert timed_out(device, barrier_free._program("greedy")) == 0
+    assert timed_out(device, barrier_free._token_programs.program("greedy")) == 0
 
 
 @pytest.mark.vulkan

@@ -324,7 +324,7 @@ def test_a_kernel_too_long_for_a_submit_gets_fewer_tokens(
     path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with load(path, device) as engine:
-        longest = max(dispatch_us(d, engine._prompts._costs) for d in engine._prompt_schedule(64, "none").dispatches())
+        longest = max(dispatch_us(d, engine._prompts._costs) for d in engine._plans.prompt(64, "none").dispatches())
         monkeypatch.setattr(prompt_module, "LONGEST_SUBMIT_US", longest)
         capsys.readouterr()
         engine.prompt(ids(513))
@@ -363,7 +363,7 @@ def test_too_little_memory_for_many_tokens_is_said_once_and_fewer_go_at_a_time(
     path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with load(path, device) as engine:
-        most = engine._prompt_schedule(128, "none").activation_bytes
+        most = engine._plans.prompt(128, "none").activation_bytes
         arena = Device.arena
 
         def small(self: Device, purpose: str, nbytes: int, kind: Any = "device") -> Arena:
@@ -404,7 +404,7 @@ def test_programs_share_their_memory(path: Path, device: Device) -> None:
         engine.reset()
         engine.prompt(ids(513))  # 512, 16
         found = engine._prompts._blocks["activations of prompts"][1].size
-        assert found == engine._prompt_schedule(512, "none").activation_bytes
+        assert found == engine._plans.prompt(512, "none").activation_bytes
         counters = sum(len(p._arenas) for p in engine._prompts._programs.values())
         assert device.live_objects()["Arena"] <= loaded + 2 + counters + 2  # and the device's own for uploads
     assert device.live_objects().get("Arena", 0) <= before + 2

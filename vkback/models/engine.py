@@ -1,18 +1,17 @@
 """A model on a device: prompt reading, generation with the token loop on the device, logits to the host.
 
-The graph of one token is planned and recorded once; vkback/models/prompt.py has the programs of prompts. Token, position and the loop's
-state live in device memory; a generated token goes from the sampler to the next embedding without the host. Several tokens go per submit,
-two submits are in flight, and the host reads the ids as submits finish.
+The graph of one token is planned and recorded once (vkback/models/token_programs.py); vkback/models/prompt.py has the programs of prompts,
+vkback/models/plans.py the schedules of both. Token, position and the loop's state live in device memory; a generated token goes from the
+sampler to the next embedding without the host. Several tokens go per submit, two submits are in flight, and the host reads the ids as
+submits finish.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal, cast
@@ -21,34 +20,32 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.device import Arena, BufferRange, Commands, Device, DeviceLost, Ticket
+from vkback.device import Arena, BufferRange, Device, DeviceLost, Ticket
 from vkback.errors import VkbackError
-from vkback.graph import Graph, Tensor
+from vkback.graph import Tensor
 from vkback.models.adapter import with_adapter
-from vkback.models.builder import F16_CACHE, CacheTypes, Head
+from vkback.models.builder import F16_CACHE, CacheTypes
 from vkback.models.checkpoint import Checkpoint
 from vkback.models.constraint import Constraint
 from vkback.models.device_state import DeviceState
 from vkback.models.kernels import KernelCompiler
 from vkback.models.load_bar import LoadBar
-from vkback.models.prompt import TIMED_OUT, PromptHead, Prompts, with_barriers
-from vkback.models.readback import Readback, TokenLoop
+from vkback.models.plans import Plans
+from vkback.models.prompt import TIMED_OUT, Prompts
+from vkback.models.readback import Readback
 from vkback.models.registry import Model
-from vkback.models.sampler import CONSTRAINED, PENALIZED, RING, Sampler, add_sampler, loop_kind, loop_state
+from vkback.models.sampler import RING, Sampler, loop_kind, loop_state
 from vkback.models.state import Snapshot
+from vkback.models.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import RepackWay, WeightLoad
 from vkback.ops.cache import QUANTIZED
-from vkback.ops.cooperative_matrix import matrix_shape
-from vkback.ops.f16_range import rescaled
 from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.mat_mul_job import Way
-from vkback.ops.penalties import SEEN_COUNTS, mask_words
 from vkback.ops.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
-from vkback.plan.exact import exact_context, without_logits
+from vkback.plan.exact import exact_context
 from vkback.plan.flops import main_way, prompt_flops
-from vkback.plan.planner import plan
-from vkback.plan.schedule import Schedule, aligned
+from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Tuning
 from vkback.program import CompileTotals, Program
 from vkback.program.fragments import fragments_hold, row_lanes_found
@@ -58,13 +55,6 @@ Floats = npt.NDArray[np.float32]
 
 TOKENS_PER_SUBMIT = 8
 """A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
-
-INPUT_BYTES = aligned(4)  # from a token to its position in memory
-
-SUBMITS_IN_FLIGHT = 2
-
-SPIN_S = 0.005
-"""How long the host stays awake for the logits of one token: longer than a fast GPU takes for them."""
 
 
 class EngineError(VkbackError):
@@ -82,30 +72,23 @@ class Engine:
         self.model = model
         self.cache_types = cache
         self.device = device
-        self.n_ctx, self.n_past = n_ctx, 0
+        self.n_past = 0
         self._fed: list[int] = []  # tokens so far
         self._states_ahead = False
         self.library = ShaderLibrary()
-        self.ctx = LowerContext(
+        ctx = LowerContext(
             device.caps, Tuning.for_device(device.caps), act, fragments=fragments_hold(device, self.library),
             row_lanes=row_lanes_found(device, self.library),
         )  # fmt: skip
-        if exact:
-            self.ctx = exact_context(self.ctx)
         self.fusion = fusion
+        self._plans = Plans(model, exact_context(ctx) if exact else ctx, n_ctx, fusion=fusion, cache=cache)
         self._owns_device = False
-        self._programs: dict[str, Program] = {}
-        self._loops: dict[tuple[str, int], TokenLoop] = {}
-        self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
-        self._schedules: dict[tuple[int, str, int], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
+        self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind)
         self._prompts = Prompts(
-            device, model.hp.n_vocab, ubatch, self._prompt_schedule, self._bind, self._rescale, self._use_prompt_barriers
+            device, model.hp.n_vocab, ubatch, self._plans.prompt, self._bind, self._rescale, self._plans.use_prompt_barriers
         )
-        # Why prompts have them between all stages: to compare both ways a prompt runs twice, which recurrent states do not survive.
-        self._prompt_barriers = "recurrent states" if model.architecture.recurrent else ""
         self._sync_tried = False
-        self._penalties: dict[str, BufferRange] = {}
         self._checkpoint: Checkpoint | None = None
         self._kernels = KernelCompiler(device, self.library, progress=progress)
         self._prompts.attach(n_ctx)
@@ -114,11 +97,11 @@ class Engine:
         try:
             # The cache before the weights: a context that does not fit is to be said before minutes of loading.
             self._allocate_state()
-            self._inputs = self._allocate_inputs()
-            self._logits_back, self._loop_backs = self._allocate_readbacks()
+            self._token_programs.allocate()
             beyond = self._load(weights, meanwhile, progress, repack)
             if beyond:
-                self._keep_out_of_f16(beyond)
+                self._prompts.close()
+                self._plans.keep_out_of_f16(beyond)
         except BaseException:
             self.close()
             raise
@@ -211,14 +194,22 @@ class Engine:
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
-        for program in self._programs.values():
-            program.close()
+        self._token_programs.close()
         for arena in reversed(self._arenas):
             arena.destroy()
-        self._programs.clear()
         self._arenas.clear()
         if self._owns_device:
             self.device.close()
+
+    @property
+    def n_ctx(self) -> int:
+        """Rows of the KV cache."""
+        return self._plans.n_ctx
+
+    @property
+    def ctx(self) -> LowerContext:
+        """What the kernels that run depend on."""
+        return self._plans.ctx
 
     @property
     def description(self) -> str:
@@ -254,52 +245,28 @@ class Engine:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of weight matrices that a generated token must read: each matrix once, of the embedding one row, of experts those used."""
-        return self._schedule("logits").weight_bytes
+        return self._plans.token("logits").weight_bytes
 
     def prompt_flops(self, tokens: int, n_past: int = 0) -> int:
         """Operations of a prompt of `tokens` tokens after `n_past` others: products with weights and attention (vkback/plan/flops.py)."""
-        return prompt_flops(self._graph(1, "none"), tokens, n_past)
+        return prompt_flops(self._plans.graph(1, "none"), tokens, n_past)
 
     def prompt_way(self, tokens: int) -> Way | None:
         """How the kernels of a prompt multiply that make most of its operations."""
         return main_way(self._prompts.dispatches([tokens]))
 
-    def _graph(self, n_tokens: int, head: Head) -> Graph:
-        return self.model.graph(n_tokens, self.n_ctx, head=head, cache=self.cache_types)
-
     def _tensors(self, kind: str) -> dict[str, Tensor]:
         """Tensors of a kind that programs of one and of several tokens use."""
-        schedules = (self._schedule("logits"), self._prompt_schedule(self._prompts.sizes()[-1], "none"))
+        schedules = (self._plans.token("logits"), self._plans.prompt(self._prompts.sizes()[-1], "none"))
         return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind}
 
     def _allocate_state(self) -> None:
         """Memory for the caches and recurrent states of a context."""
-        caches = {node.outputs[0].name for node in self._graph(1, "none").nodes if node.op == "SET_ROWS"}
+        caches = {node.outputs[0].name for node in self._plans.graph(1, "none").nodes if node.op == "SET_ROWS"}
         self._state = DeviceState(self.device, self._tensors("state").values(), caches)
         self._arenas.append(self._state.arena)
         if recurrent := self._state.recurrent:
             self._checkpoint = Checkpoint(self.device, recurrent)
-
-    def _allocate_inputs(self) -> dict[str, BufferRange]:
-        """Inputs of the programs, in memory of the device."""
-        sizes = {"one": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING), "mask": 4 * mask_words(self.model.hp.n_vocab)}
-        caps = self.device.caps
-        device = self.device.arena(
-            "inputs", sum(map(aligned, sizes.values())), "host_visible_device" if caps.rebar or caps.uma else "device"
-        )
-        self._arenas.append(device)
-        return {n: device.alloc(s, n) for n, s in sizes.items()}
-
-    def _allocate_readbacks(self) -> tuple[Readback, list[Readback]]:
-        """Memory of the host for the logits of one token, and for the loop's state after each submit in flight."""
-        loops = [self._inputs["loop"].size] * (SUBMITS_IN_FLIGHT + 1)
-        sizes = [aligned(4 * self.model.hp.n_vocab), *loops]
-        arena = self.device.arena("readback", sum(aligned(size) + aligned(4) for size in sizes), "readback")
-        self._arenas.append(arena)
-        logits, *rest = (Readback(arena.alloc(size, "readback"), arena.alloc(4, "state of spin-waits")) for size in sizes)
-        for back in (logits, *rest):
-            back.forget()
-        return logits, rest
 
     def prepare(
         self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None, constrained: bool = False
@@ -316,39 +283,39 @@ class Engine:
         prompts, decode = self._asked(prompt, logits, sampler, constrained)
         loop = loop_kind(sampler, constrained) if sampler else ""
         room = self.n_past < self.n_ctx
-        try_sync = bool(decode) and room and not self._sync_tried and bool(self._schedule("logits").barrier_free)
+        try_sync = bool(decode) and room and not self._sync_tried and bool(self._plans.token("logits").barrier_free)
         kinds = [*(["logits"] if try_sync and not logits else []), *decode]
-        dispatches = (d for kind in kinds for d in self._schedule(kind).dispatches())
+        dispatches = (d for kind in kinds for d in self._plans.token(kind).dispatches())
         with self._kernels.preparing(chain(self._prompts.dispatches(prompts), dispatches)):
             if try_sync:
                 self._try_sync()
             tickets = self._prompts.prepare(prompts)
             for kind in decode:
-                self._program(kind)  # while the driver may be compiling the prompt's kernels
+                self._token_programs.program(kind)  # while the driver may be compiling the prompt's kernels
             if logits and room:
-                self._decode(0, self._recording("logits"))
+                self._decode(0)
             if sampler:
-                self._loop(loop, 1 if constrained else TOKENS_PER_SUBMIT)
+                self._token_programs.loop(loop, 1 if constrained else TOKENS_PER_SUBMIT)
                 if room:
                     self._begin_loop(0, sampler, [], constrained=constrained)
-                    tickets.append(self._loop(loop, 1).submit(self.device)[0])
+                    tickets.append(self._token_programs.loop(loop, 1).submit(self.device)[0])
             for ticket in tickets:
                 ticket.wait()
 
     def compile(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None) -> None:
         """Plan, compile and record what `prepare` runs with the same arguments, and run nothing: weights may still be on their way."""
         prompts, decode = self._asked(prompt, logits, sampler)
-        kinds = list(dict.fromkeys([*(["logits"] if decode and self._schedule("logits").barrier_free else []), *decode]))
-        dispatches = (d for kind in kinds for d in self._schedule(kind).dispatches())
+        kinds = list(dict.fromkeys([*(["logits"] if decode and self._plans.token("logits").barrier_free else []), *decode]))
+        dispatches = (d for kind in kinds for d in self._plans.token(kind).dispatches())
         with self._kernels.preparing(chain(self._prompts.dispatches(prompts), dispatches)):
             self._prompts.record(prompts)
             for kind in kinds:
-                self._program(kind)
+                self._token_programs.program(kind)
             if "logits" in kinds:
-                self._recording("logits")
+                self._token_programs.recording("logits")
             if sampler:
                 for size in (TOKENS_PER_SUBMIT, 1):
-                    self._loop(loop_kind(sampler), size)
+                    self._token_programs.loop(loop_kind(sampler), size)
 
     def _asked(
         self, prompt: int | Sequence[int], logits: bool, sampler: Sampler | None, constrained: bool = False
@@ -358,70 +325,23 @@ class Engine:
         self._check_room(max(prompts, default=0), "prompt")
         return prompts, (["logits"] if logits else []) + ([loop_kind(sampler, constrained)] if sampler else [])
 
-    def _program(self, kind: str) -> Program:
-        """The program of a kind, bound on first use: "logits", or one of `loop_kind`."""
-        if kind not in self._programs:
-            one = self._inputs["one"]
-            inputs = {"tokens": one.slice(0, 4), "pos": one.slice(INPUT_BYTES, 4)} | {n: self._inputs[n] for n in ("loop", "mask")}
-            if PENALIZED in kind:
-                inputs |= self._penalty_inputs()
-            self._programs[kind] = self._bind(self._schedule(kind), inputs)
-        return self._programs[kind]
-
     def _bind(self, schedule: Schedule, inputs: dict[str, BufferRange], activations: BufferRange | None = None) -> Program:
         self._kernels.compile(schedule.dispatches())
         return Program(self.device, self.library, schedule, self._state.ranges | inputs, self.weights, activations)
 
-    def _schedule(self, kind: str) -> Schedule:
-        key = self.n_ctx, kind, 1
-        if key not in self._schedules:
-            graph = self._graph(1, "last")
-            if kind != "logits":
-                penalties_ctx = self.n_ctx if PENALIZED in kind else None
-                add_sampler(graph, greedy=kind.startswith("greedy"), penalties_ctx=penalties_ctx, masked=kind.endswith(CONSTRAINED))
-            self._schedules[key] = plan(graph, self.ctx, fusion=self.fusion)
-        return self._schedules[key]
-
-    def _prompt_schedule(self, tokens: int, head: PromptHead) -> Schedule:
-        key = self.n_ctx, f"prompt, head {head}", tokens
-        if key not in self._schedules:
-            graph = without_logits(self._graph(tokens, "all")) if self.ctx.exact and head == "none" else self._graph(tokens, head)
-            ctx = with_barriers(self.ctx, self._prompt_barriers) if self._prompt_barriers else self.ctx
-            self._schedules[key] = plan(graph, ctx, fusion=self.fusion)
-        return self._schedules[key]
-
-    def _use_prompt_barriers(self, why: str) -> None:
-        """Plan prompts anew with a barrier between all stages."""
-        self._say_barriers("a prompt's stages", why)
-        self._prompt_barriers = "barrier-free stages of a prompt failed"
-        self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
-
-    def _keep_out_of_f16(self, weights: frozenset[str]) -> None:
-        """Plan prompts anew, with other kernels for weights that f16 cannot hold."""
-        self.ctx = replace(self.ctx, beyond_f16=weights)
-        self._prompts.close()
-        self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
-        if matrix_shape(self.device.caps) is not None and self.ctx.act == "auto":
-            text = f"weights are beyond the range of f16: prompts take no matrices for them ({_few(sorted(weights))})"
-            print(f"vkback: {text}", file=sys.stderr)
-
     def _rescale(self, overflowed: dict[str, float]) -> Sequence[int]:
-        """Plan prompts anew, with scales that bring activations back into the range of f16. Raises F16RangeError where there are none.
-        Gives the tokens so far if recurrent states, which the bad run has changed, have to be made anew from them."""
-        before = self.ctx.f16_scales
-        self.ctx = replace(self.ctx, f16_scales=rescaled(before, overflowed))
-        changed = [f"{name}: {scale:g}" for name, scale in self.ctx.f16_scales.items() if before.get(name) != scale]
-        print(f"vkback: activations are beyond the range of f16: from now on they are scaled ({_few(changed)})", file=sys.stderr)
-        self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
+        """Bring activations back into the range of f16. Gives the tokens so far if recurrent states, which the bad run has changed, have to
+        be made anew from them."""
+        self._plans.rescale(overflowed)
         return tuple(self._fed) if self.model.architecture.recurrent else ()
 
     def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
         """The schedule of one generated token, of a bare token with its logits, or of the largest piece of a prompt."""
-        return self._prompts.schedule() if kind == "prompt" else self._schedule("logits" if kind == "decode" else kind)
+        return self._prompts.schedule() if kind == "prompt" else self._plans.token("logits" if kind == "decode" else kind)
 
     def prompt_schedules(self, tokens: int) -> list[tuple[int, Schedule]]:
         """Tokens and schedule of each program that a prompt of so many tokens runs, in order."""
-        return [(size, self._prompt_schedule(size, "none")) for size in self._prompts.pieces(tokens)]
+        return [(size, self._plans.prompt(size, "none")) for size in self._prompts.pieces(tokens)]
 
     def bind(self, schedule: Schedule, inputs: dict[str, BufferRange], activations: BufferRange | None = None) -> Program:
         """Another program over this engine's weights and caches, which the caller closes. inputs: memory by name."""
@@ -435,17 +355,13 @@ class Engine:
             self._prompts.limit(ubatch)
         if n_ctx == self.n_ctx:
             return
-        self._forget_programs()
+        self._token_programs.forget_programs()
         self._arenas.remove(self._state.arena)
         self._state.arena.destroy()
-        if self._penalties:
-            arena = self._penalties.pop("seen").arena
-            self._penalties.clear()
-            self._arenas.remove(arena)
-            arena.destroy()
+        self._token_programs.forget_penalties()
         if self._checkpoint:
             self._checkpoint.close()
-        self.n_ctx = n_ctx
+        self._plans.n_ctx = n_ctx
         self._sync_tried = False
         self._prompts.attach(n_ctx)
         self._allocate_state()
@@ -540,61 +456,33 @@ class Engine:
         self._check_ids([token])
         self._catch_up()
         self._try_sync()
-        logits, timed_out = self._decode(token, self._recording("logits"))
+        logits, timed_out = self._decode(token)
         if timed_out:
             self._use_barriers(TIMED_OUT)
-            logits, _ = self._decode(token, self._recording("logits"))
+            logits, _ = self._decode(token)
         self._advance([token])
         return self._finite(logits)
 
-    def _decode(self, token: int, commands: Commands) -> tuple[Floats, bool]:
+    def _decode(self, token: int) -> tuple[Floats, bool]:
         """Logits of a token at n_past, and whether they are worth nothing because a spin-wait timed out."""
-        self._set_input(token)
-        # A driver on the CPU needs the cores itself.
-        self.device.submit(commands).wait(spin_s=0.0 if self.device.caps.software else SPIN_S)
-        logits = self._logits_back.result.map().view(np.float32)[: self.model.hp.n_vocab]
-        return np.array(logits), self._logits_back.timed_out
+        return self._token_programs.decode(token, self.n_past, self._token_programs.recording("logits"))
 
     def _try_sync(self) -> None:
         """Before the first token goes through a schedule with barrier-free stages: see that it gives the same bits as with all barriers."""
-        if self._sync_tried or not self._schedule("logits").barrier_free:
+        if self._sync_tried or not self._plans.token("logits").barrier_free:
             return
         self._sync_tried = True
-        found, timed_out = self._decode(0, self._recording("logits"))
+        found, timed_out = self._decode(0)
         if not timed_out:
-            program = self._program("logits")
-            copies = self._logits_back.copies(program, program.range("result_output"))
-            want, _ = self._decode(0, program.record("logits, all barriers", barriers=True, copies=copies))
+            want, _ = self._token_programs.decode(0, self.n_past, self._token_programs.with_barriers())
         if timed_out or not np.array_equal(found.view(np.uint32), want.view(np.uint32)):
             self._use_barriers(TIMED_OUT if timed_out else "logits differ from those with barriers")
 
     def _use_barriers(self, why: str) -> None:
         """Plan everything anew with a barrier between all stages."""
-        self._say_barriers("stages", why)
-        self._forget_programs()
-        self._schedules.clear()
-        self.ctx = with_barriers(self.ctx, "barrier-free stages failed")
-        for back in (self._logits_back, *self._loop_backs):
-            back.forget()
-
-    def _say_barriers(self, what: str, why: str) -> None:
-        print(
-            f"vkback: {self.device.caps.name}: {what} cannot run barrier-free ({why}), going on with barriers. "
-            'To have them from the start: [[schedule]] with sync = "barrier" in a tuning table',
-            file=sys.stderr,
-        )
-
-    def _forget_programs(self) -> None:
-        for program in self._programs.values():
-            program.close()
-        for cache in (self._programs, self._loops, self._recordings):
-            cache.clear()
-
-    def _recording(self, kind: str) -> Commands:
-        if kind not in self._recordings:
-            program = self._program(kind)
-            self._recordings[kind] = program.record(kind, copies=self._logits_back.copies(program, program.range("result_output")))
-        return self._recordings[kind]
+        self._token_programs.forget_programs()
+        self._plans.use_barriers(why)
+        self._token_programs.forget_timeouts()
 
     def generate(
         self, first: int, n: int, *, sampler: Sampler | None = None, stop_at_eos: bool = True,
@@ -628,8 +516,8 @@ class Engine:
                 while submitted < n and len(flying) < in_flight:
                     size = at_once if n - submitted >= at_once else 1
                     if constraint is not None:
-                        self.device.upload(self._inputs["mask"], constraint.mask())
-                    ticket, back = self._loop(kind, size, logits=on_logits is not None).submit(self.device)
+                        self.device.upload(self._token_programs.inputs["mask"], constraint.mask())
+                    ticket, back = self._token_programs.loop(kind, size, logits=on_logits is not None).submit(self.device)
                     submitted += size
                     flying.append((ticket, back, submitted))
                 ticket, back, upto = flying.popleft()
@@ -641,7 +529,7 @@ class Engine:
                 ids = [int(words[LOOP_RING + i % RING]) for i in range(made, min(step, upto))]
                 for token in ids:
                     if on_logits is not None:
-                        on_logits(np.array(self._logits_back.result.map().view(np.float32)[: self.model.hp.n_vocab]))
+                        on_logits(self._token_programs.logits())
                     made += 1
                     self._advance([first])
                     first = token
@@ -663,37 +551,12 @@ class Engine:
             yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint)
 
     def _begin_loop(self, first: int, sampler: Sampler, eos: Sequence[int], *, constrained: bool) -> None:
-        self._set_input(first)
-        self.device.upload(self._inputs["loop"], loop_state(sampler, eos))
+        self._token_programs.set_input(first, self.n_past)
+        self.device.upload(self._token_programs.inputs["loop"], loop_state(sampler, eos))
         if sampler.penalizes or constrained:
-            vocab, inputs = self.model.hp.n_vocab, self._penalty_inputs()
+            vocab, inputs = self.model.hp.n_vocab, self._token_programs.penalty_inputs()
             self.device.upload(inputs["bias"], sampler.bias(vocab))
             self.device.upload(inputs["seen"], sampler.penalties(self.n_ctx).words(self._fed, vocab, self.n_ctx))
-
-    def _penalty_inputs(self) -> dict[str, BufferRange]:
-        """Inputs of PENALTIES, in memory that is taken when they are first used."""
-        if not self._penalties:
-            vocab = self.model.hp.n_vocab
-            sizes = {"bias": 4 * vocab, "seen": 4 * (SEEN_COUNTS + vocab + self.n_ctx)}
-            arena = self.device.arena("penalties", sum(map(aligned, sizes.values())), "device")
-            self._arenas.append(arena)
-            self._penalties = {n: arena.alloc(size, n) for n, size in sizes.items()}
-        return self._penalties
-
-    def _loop(self, kind: str, size: int, *, logits: bool = False) -> TokenLoop:
-        """The recording of `size` tokens of a kind; logits: it copies those of the last one."""
-        key = (f"{kind}, logits" if logits else kind, size)
-        if key not in self._loops:
-            program = self._program(kind)
-            copies = [(found := program.range("result_output"), self._logits_back.result.slice(0, found.size))] if logits else []
-            self._loops[key] = TokenLoop(program, kind, size, self._inputs["loop"], self._loop_backs, copies)
-        return self._loops[key]
-
-    def _set_input(self, token: int) -> None:
-        """The token at n_past for the next submit."""
-        words = np.zeros((2, INPUT_BYTES // 4), np.int32)
-        words[:, 0] = token, self.n_past
-        self.device.upload(self._inputs["one"], words)
 
     def _check_room(self, count: int, what: str) -> None:
         if self.n_past + count > self.n_ctx:
@@ -739,8 +602,3 @@ def cache_types(model: Model, k: str, v: str) -> CacheTypes:
                 "cache needs; use f16"
             )
     return types
-
-
-def _few(names: Sequence[str]) -> str:
-    """The first four, and how many more."""
-    return ", ".join(names[:4]) + (f", {len(names) - 4} more" if len(names) > 4 else "")

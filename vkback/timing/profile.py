@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vkback.device import Commands, Device
-from vkback.models.engine import SPIN_S
 from vkback.models.prompt import LONGEST_SUBMIT_US
+from vkback.models.token_programs import SPIN_S
 from vkback.ops.case import Array
 from vkback.ops.dispatch import Dispatch
 from vkback.plan.forecast import Costs, dispatch_us, low_costs, moved_bytes, predicted_us
