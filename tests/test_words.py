@@ -26,6 +26,7 @@ OLD_NAMES = {
     r"\bPath2\b": "Path",
     r"(?i)\basked for ahead\b": "software prefetch",
     r"\bclass Form\b": "a class named after what it holds",
+    r"(?i)\btok(ens?)?/s\b(?! total=)": "t/s, as in the tables (`[metrics] tok/s total=` is the form of a profile's log)",
 }
 """Regular expressions, each with what to write instead."""
 

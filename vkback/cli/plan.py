@@ -175,7 +175,7 @@ def _totals(s: Mapping[str, Any], costs: Costs, times: StageTimes | None) -> Ite
         f"{s['bytes'] / 1e6:.3f} MB moved; activations {s['activation_bytes'] / 1024:.1f} KiB"
     )
     yield (
-        f"predicted: {s['predicted_us']:.1f} us, {s['predicted_tokens_per_s']:.1f} tokens/s, by {costs.read_gb_s:.1f} GB/s and "
+        f"predicted: {s['predicted_us']:.1f} us, {s['predicted_tokens_per_s']:.1f} t/s, by {costs.read_gb_s:.1f} GB/s and "
         f"{costs.stage_us:.2f} us a stage ({costs.source})"
         + (f", {costs.barrier_free_us:.2f} a barrier-free one (a third of it, as on an H200)" if s["barrier_free"] else "")
     )
@@ -183,7 +183,7 @@ def _totals(s: Mapping[str, Any], costs: Costs, times: StageTimes | None) -> Ite
         yield (
             f"measured: {s['measured_us']:.1f} us stage by stage{' with barriers before all' if s['barrier_free'] else ''}; "
             f"{s['measured_together_us']:.1f} us together{' as planned' if s['barrier_free'] else ''}, "
-            f"{s['measured_tokens_per_s']:.1f} tokens/s"
+            f"{s['measured_tokens_per_s']:.1f} t/s"
         )
 
 

@@ -40,7 +40,7 @@ UBATCH = 512
 """Tokens of a program on GPUs, as in llama.cpp."""
 
 SOFTWARE_UBATCH = 64
-"""The same on a CPU driver. Tokens/s of pp512 on llvmpipe, dense and MoE built-in model, two busy cores: in programs of 32 tokens 1528
+"""The same on a CPU driver. t/s of pp512 on llvmpipe, dense and MoE built-in model, two busy cores: in programs of 32 tokens 1528
 and 1035, of 64 1615 and 1596, of 128 1530 and 1566, of 512 1526 and 1896; through the mat-vec kernels, 16 at a time, 315 and 372.
 Larger programs take the driver seconds longer to compile."""
 
