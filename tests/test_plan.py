@@ -242,7 +242,8 @@ def test_limits_are_said_with_node_and_cure(models: Callable[[str], Model]) -> N
 
     assert refused(max_storage_bindings=2) == "3 storage buffers, the device takes 2 (maxPerStageDescriptorStorageBuffers)"
     assert refused(max_push_constants=8).endswith("bytes of push constants, the device takes 8")
-    assert refused(max_workgroup_count=(8, 8, 8)).endswith("workgroups, the device takes (8, 8, 8) (maxComputeWorkGroupCount)")
+    limit = "workgroups, the device takes (8, 8, 8) (maxComputeWorkGroupCount)"
+    assert refused(max_workgroup_count=(8, 8, 8)).endswith(f"{limit}; take fewer tokens at once")
     assert "64 rows exceed the 4096 bytes" in refused(max_storage_buffer_range=4096)
 
 

@@ -21,7 +21,7 @@ layout(std430, set = 0, binding = 2) readonly buffer Factors { float factors[]; 
 #endif
 
 void main() {
-    const uint i = gl_GlobalInvocationID.x;
+    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     if (i >= p.count) return;
     const uint pair = i % ROPE_PAIRS;
 #if FACTORS

@@ -149,7 +149,7 @@ def _choice(sizes: Sizes, ctx: LowerContext) -> Choice:
 
 
 def _launch(
-    node: Node, ctx: LowerContext, shader: str, args: Sequence[Arg], sizes: Sizes, heads: int, columns: int, heads_each: int = 1,
+    node: Node, ctx: LowerContext, shader: str, args: Sequence[Arg], sizes: Sizes, heads: int, columns: int,
     flops: int = 0,
 ) -> Dispatch:  # fmt: skip
     """A workgroup for 32 tokens of `heads` heads, and for as many of the columns as it may have; or for a token a lane, where the table of
@@ -167,6 +167,7 @@ def _launch(
     groups = (ceil_div(sizes.n, tokens), heads, sizes.texts * parts)
     if max(groups) > MAX_GROUPS_X:
         raise PlanError(f"[{node.op}] {node.name}: {groups} workgroups; at most {MAX_GROUPS_X} along an axis")
+    heads_each = 1  # of Q, added up by a workgroup for K and V
     push = pack_push(
         sizes.n, sizes.heads, sizes.kv_heads, sizes.hd, sizes.vd, int(params.get("causal", True)), int(params.get("window", 0)), parts,
         heads_each, float(params["scale"]), float(params.get("softcap", 0.0)),
@@ -232,8 +233,8 @@ class _Matrices:
         sizes, caps = self.sizes, self.ctx.caps
         count = sizes.texts * heads
         y = Tensor(f"{self.node.name}.{x.name}.f16", "F16", (count * (self.rows * dim + 2),))
-        if max(count, sizes.texts) > MAX_GROUPS_X:
-            raise PlanError(f"[{self.node.op}] {self.node.name}: {count} heads of texts; at most {MAX_GROUPS_X}")
+        if sizes.texts > MAX_GROUPS_X:
+            raise PlanError(f"[{self.node.op}] {self.node.name}: {sizes.texts} texts; at most {MAX_GROUPS_X}")
         wg = workgroup_size(caps, PACK_THREADS, sizes.n * dim // 4)
         defines, pinned = reduction(caps, wg)
         self.dispatches.append(
@@ -411,11 +412,9 @@ class FlashAttnBack(_Training, Gradient):
                 raise PlanError(f"[{self.name}] {node.name}: {t}: expected {count} values")
         delta = Tensor(f"{node.name}.delta", "F32", (rows,))
         group = sizes.heads // sizes.kv_heads
-        matrix = _matrix_shape(sizes, ctx) if group == 1 or q.shape[0] * sizes.kv_heads <= MAX_GROUPS_X else None
-        apart = group > 1 and q.shape[0] * sizes.kv_heads <= MAX_GROUPS_X
-        heads_each = 1 if apart else group
+        matrix = _matrix_shape(sizes, ctx)
         made_k, made_v = dk, dv
-        if apart:
+        if group > 1:  # a head of queries at a time, added up below
             made_k, made_v = (Tensor(f"{t.name}.heads", "F32", (q.shape[0], sizes.heads, t.shape[-1])) for t in (dk, dv))
         given = (Arg(q), Arg(k), Arg(v), Arg(dy), Arg(lse), Arg(delta))
         pairs = _products(sizes, node.params)
@@ -437,11 +436,11 @@ class FlashAttnBack(_Training, Gradient):
             made += [
                 _launch(node, ctx, "train_back_q", (*given, Arg(dq, "w")), sizes, sizes.heads, sizes.hd, flops=flops_q),
                 _launch(
-                    node, ctx, "train_back_kv", (*given, Arg(made_k, "w"), Arg(made_v, "w")), sizes, sizes.heads // heads_each,
-                    max(sizes.hd, sizes.vd), heads_each, flops=flops_kv,
+                    node, ctx, "train_back_kv", (*given, Arg(made_k, "w"), Arg(made_v, "w")), sizes, sizes.heads, max(sizes.hd, sizes.vd),
+                    flops=flops_kv,
                 ),
             ]  # fmt: skip
-        if apart:
+        if group > 1:
             for part, whole in ((made_k, dk), (made_v, dv)):
                 made += column_sums(node, ctx, part, whole, group, part.shape[-1], q.shape[0] * sizes.kv_heads)
         return made

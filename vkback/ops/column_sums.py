@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vkback.graph import Node, Tensor
-from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
-from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.lowering import LowerContext
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
@@ -23,7 +23,7 @@ def blocks_of(rows: int) -> tuple[int, int]:
 
 
 def column_sums(node: Node, ctx: LowerContext, x: Tensor, y: Tensor, rows: int, columns: int, outer: int = 1) -> list[Dispatch]:
-    """x F32 [outer, rows, columns] -> y F32 [outer, columns], in one launch or two. Raises PlanError for too many columns or outer ones."""
+    """x F32 [outer, rows, columns] -> y F32 [outer, columns], in one launch or two."""
     block, blocks = blocks_of(rows)
     if blocks > 1:
         parts = Tensor(f"{y.name}.parts", "F32", (outer, blocks, columns))
@@ -40,10 +40,8 @@ def _launch(
     blocks = ceil_div(rows, block)
     choice = ctx.tuning.pick("elementwise", elements=columns)
     wg = workgroup_size(ctx.caps, choice["wg_size"], columns)
-    groups = (ceil_div(columns, wg), blocks, outer)
-    if max(groups) > MAX_GROUPS_X:
-        raise PlanError(f"[{node.op}] {node.name}: {outer} x {columns} columns; at most {MAX_GROUPS_X} workgroups along an axis")
+    groups = spread(ceil_div(columns, wg) * blocks * outer)
     return Dispatch(
-        Variant("sums/columns.comp", (("WG_SIZE", wg),)), (Arg(x), Arg(y, "w")), pack_push(rows, columns, block, blocks), groups,
+        Variant("sums/columns.comp", (("WG_SIZE", wg),)), (Arg(x), Arg(y, "w")), pack_push(rows, columns, block, blocks, outer), groups,
         node.op, node.name, f"{wg} threads, {block} rows each: {choice.source}", nbytes=nbytes(x) + nbytes(y), flops=x.elements,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from vkback.ops import rope_angles
 from vkback.ops.cache import cache_kinds, cache_params, stored_cache
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.cost import Cost
-from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, SpinWaits, ceil_div, pack_push, spread
 from vkback.ops.family import declare
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, Tape, register
@@ -259,7 +259,7 @@ class RopeAngles(Op):
                 Variant("rope/angles.comp", tuple(sorted(defines.items()))),
                 (Arg(pos), Arg(out, "w"), *map(Arg, factors)),
                 pack_push(count),
-                (ceil_div(count, wg), 1, 1),
+                spread(ceil_div(count, wg)),
                 node.op,
                 node.name,
                 f"{wg} threads: a pair each, nothing to choose",

@@ -86,7 +86,10 @@ def check_limits(dispatch: Dispatch, caps: Capabilities) -> None:
     """
     where = f"[plan] {dispatch.label} ({dispatch.op}) on {caps.name}"
     if any(g > most for g, most in zip(dispatch.groups, caps.max_workgroup_count, strict=True)):
-        raise PlanError(f"{where}: {dispatch.groups} workgroups, the device takes {caps.max_workgroup_count} (maxComputeWorkGroupCount)")
+        raise PlanError(
+            f"{where}: {dispatch.groups} workgroups, the device takes {caps.max_workgroup_count} (maxComputeWorkGroupCount); take fewer "
+            "tokens at once"
+        )
     if len(dispatch.push) > caps.max_push_constants:
         raise PlanError(f"{where}: {len(dispatch.push)} bytes of push constants, the device takes {caps.max_push_constants}")
     if len(dispatch.args) > caps.max_storage_bindings:
