@@ -214,13 +214,23 @@ def test_test_ops_stands_alone() -> None:
     assert done.stdout.endswith("  1/1 tests passed\n")
 
 
-def test_starting_up_imports_no_more_than_a_model_s_token_needs() -> None:
+@pytest.mark.parametrize(
+    ("needs", "others"),
+    [
+        (
+            "from vkback.cli import bench, generate, main; import vkback.models.engine, vkback.models.tokenizer",
+            "pandas gguf yaml jinja2 rich matplotlib vkback.api vkback.autotune vkback.cli.tune vkback.harness vkback.train",
+        ),
+        ("from vkback.cli import main; main.app_of('devices'); from vkback.device import list_devices", "numpy vkback.shader"),
+        ("from vkback.cli import main; main.app_of('')", "numpy vulkan vkback.shader vkback.cli.devices"),
+        ("import vkback.cli.compare, vkback.cli.history", "pandas numpy"),
+        ("from vkback.report import compare, compare_ops, history", "vulkan vkback.ops vkback.timing"),
+    ],
+    ids=["token", "devices", "help", "results --help", "results"],
+)
+def test_starting_up_imports_no_more_than_is_needed(needs: str, others: str) -> None:
     """Imports are half of a second start on a GPU. What tables, templates, adapters and other commands need is imported there."""
-    others = "pandas gguf yaml jinja2 rich matplotlib vkback.api vkback.autotune vkback.cli.tune vkback.harness vkback.train"
-    code = (
-        "import sys\nfrom vkback.cli import bench, generate, main\nimport vkback.models.engine, vkback.models.tokenizer\n"
-        f"print(*sorted({set(others.split())} & sys.modules.keys()))"
-    )
+    code = f"import sys\n{needs}\nprint(*sorted({set(others.split())} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "\n"
 
@@ -237,13 +247,14 @@ def test_garbage_is_collected_as_usual_once_a_model_is_loaded() -> None:
 
 
 def test_each_command_is_imported_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ran: list[list[str]] = []
-    monkeypatch.setattr(main, "run", lambda app, prog: ran.append([command.name for command in app.registered_commands]))
-    every = [*main.COMMANDS]
-    for arguments, commands in (["devices", "--json"], ["devices"]), (["--help"], every), ([], every), (["x"], every):
+    ran: list[dict[str, object]] = []
+    monkeypatch.setattr(main, "run", lambda app, prog: ran.append({c.name: c.callback for c in app.registered_commands}))
+    for arguments, alone in (["devices", "--json"], ["devices"]), (["--", "devices"], ["devices"]), (["--help"], []), ([], []), (["x"], []):
         monkeypatch.setattr(sys, "argv", ["vkback", *arguments])
         main.main()
-        assert ran.pop() == commands
+        commands = ran.pop()
+        assert [*commands] == [*main.COMMANDS], "--help lists all"
+        assert [name for name, function in commands.items() if function is not main._listed] == alone
     monkeypatch.undo()
     monkeypatch.setattr(sys, "argv", ["vkback", "devices", "--help"])
     with pytest.raises(SystemExit):

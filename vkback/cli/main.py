@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -41,28 +40,31 @@ def top(ctx: typer.Context, version: VersionOption = False) -> None:
         print(ctx.get_help())
 
 
-def app_of(commands: Iterable[str]) -> typer.Typer:
-    """A command line with these commands."""
+def app_of(asked: str | None = None) -> typer.Typer:
+    """A command line with all commands; where one is asked for, only that one is imported: the others take longer than its own start."""
     app = new_app("GGUF models on any Vulkan device: run, inspect, compare, train. Speed is measured by vkbench.")
     app.callback(invoke_without_command=True)(top)
-    for name in commands:
-        place, summary = COMMANDS[name]
+    for name, (place, summary) in COMMANDS.items():
         file, _, function = place.partition(":")
-        app.command(name, short_help=summary)(getattr(import_module(f"vkback.cli.{file}"), function))
+        wanted = asked in (None, name)
+        app.command(name, short_help=summary)(getattr(import_module(f"vkback.cli.{file}"), function) if wanted else _listed)
     return app
+
+
+def _listed() -> None:
+    """A command of which --help says no more than its summary."""
 
 
 def __getattr__(name: str) -> Any:
     """`app`, which has all commands."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return app_of(COMMANDS)
+    return app_of()
 
 
 def main() -> NoReturn:
-    # Of the commands only the one that is asked for is imported: the others take longer than its own start.
-    asked = sys.argv[1:2]
-    run(app_of(asked if asked and asked[0] in COMMANDS else COMMANDS), "vkback")
+    # The options that may stand before a command end there.
+    run(app_of(next((word for word in sys.argv[1:] if word != "--"), "")), "vkback")
 
 
 if __name__ == "__main__":

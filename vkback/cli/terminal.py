@@ -6,8 +6,10 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from vkback.shader import Variant
+if TYPE_CHECKING:
+    from vkback.shader import Variant
 
 WIDTH = 80
 """Columns of the narrowest terminal that tables are made for."""

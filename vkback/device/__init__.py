@@ -1,16 +1,24 @@
-"""Vulkan devices: the only part of vkback that touches the Vulkan binding."""
+"""Vulkan devices: the only part of vkback that touches the Vulkan binding.
 
-from vkback.device.capabilities import Capabilities, Heap, MatrixShape, MemoryType, profile_ids
-from vkback.device.device import Device
-from vkback.device.driver import alive_objects
-from vkback.device.errors import CompileOnly, DeviceError, DeviceLost, FeatureMissing, NoDevice, OutOfDeviceMemory, Timeout
-from vkback.device.instance import ValidationMessage, list_devices
-from vkback.device.kernel import Kernel, KernelSpec
-from vkback.device.memory import Arena, BufferRange
-from vkback.device.queue import Ticket
-from vkback.device.recorder import Commands, Recorder
-from vkback.device.statistics import CompiledText, Statistic
-from vkback.device.transfer import Uploader
+Names are imported when they are first used: to list devices takes neither numpy nor what runs kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vkback.device.capabilities import Capabilities, Heap, MatrixShape, MemoryType, profile_ids
+    from vkback.device.device import Device
+    from vkback.device.driver import alive_objects
+    from vkback.device.errors import CompileOnly, DeviceError, DeviceLost, FeatureMissing, NoDevice, OutOfDeviceMemory, Timeout
+    from vkback.device.instance import ValidationMessage, list_devices
+    from vkback.device.kernel import Kernel, KernelSpec
+    from vkback.device.memory import Arena, BufferRange
+    from vkback.device.queue import Ticket
+    from vkback.device.recorder import Commands, Recorder
+    from vkback.device.statistics import CompiledText, Statistic
+    from vkback.device.transfer import Uploader
 
 __all__ = [
     "Arena",
@@ -40,3 +48,30 @@ __all__ = [
     "list_devices",
     "profile_ids",
 ]
+
+_PLACES = {
+    name: module
+    for module, names in {
+        "capabilities": "Capabilities Heap MatrixShape MemoryType profile_ids",
+        "device": "Device",
+        "driver": "alive_objects",
+        "errors": "CompileOnly DeviceError DeviceLost FeatureMissing NoDevice OutOfDeviceMemory Timeout",
+        "instance": "ValidationMessage list_devices",
+        "kernel": "Kernel KernelSpec",
+        "memory": "Arena BufferRange",
+        "queue": "Ticket",
+        "recorder": "Commands Recorder",
+        "statistics": "CompiledText Statistic",
+        "transfer": "Uploader",
+    }.items()
+    for name in names.split()
+}
+
+if not TYPE_CHECKING:  # a type checker knows the names from above, and what is none of them
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PLACES:
+            raise AttributeError(f"module 'vkback.device' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f"vkback.device.{_PLACES[name]}"), name)

@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from vkback.harness.result import SPENT, CaseResult
-from vkback.ops.mat_mul_job import Way
 from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords
-from vkback.timing.math_rate import RATE_NAMES
+
+if TYPE_CHECKING:
+    from vkback.ops.mat_mul_job import Way
 
 SQL_TABLE = "test_backend_ops"
 
@@ -236,8 +237,11 @@ def perf_line(result: CaseResult) -> str:
     time, spread, latency = result.time_us or 0.0, result.spread_us or 0.0, result.latency_us or 0.0
     head = f"  {result.line}: "
     head += " " * (-len(head) % 8)
-    of_math = result.math_rate_percent
-    math = f" ({of_math:.1f} % of {RATE_NAMES[cast(Way, result.math_way)]})" if of_math is not None else ""
+    math, of_math = "", result.math_rate_percent
+    if of_math is not None:
+        from vkback.timing.math_rate import RATE_NAMES  # brings all ops, which reports have no use for
+
+        math = f" ({of_math:.1f} % of {RATE_NAMES[cast('Way', result.math_way)]})"
     work = f"{_scaled(result.flops)}FLOP/run - {_scaled(1e6 * result.flops / time)}FLOPS{math} - " if result.flops and time else ""
     percent = result.read_rate_percent
     share = f" ({percent:.1f} % of read rate)" if percent is not None else ""
