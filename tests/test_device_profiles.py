@@ -20,7 +20,7 @@ from vkback.device import (
 from vkback.device import device as device_module
 from vkback.device.architecture import Traits, classify
 from vkback.device.capabilities import PROFILE_DIR
-from vkback.device.instance import select, without_duplicates
+from vkback.device.instance import say_no_gpu, select, without_duplicates
 from vkback.device.memory import choose_memory_type
 from vkback.device.query import Features, PhysicalDevice, choose_queue_family
 
@@ -191,9 +191,12 @@ def test_selector_errors_list_what_there_is() -> None:
 
 def test_software_only_is_taken_with_a_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("VKBACK_DEVICE", raising=False)
+    say_no_gpu.cache_clear()
     devices = two_gpus()[:1]
     assert select(devices, None) is devices[0]
     assert capsys.readouterr().err == "vkback: no GPU found, running on the CPU: llvmpipe (LLVM 22.1.6, 256 bits)\n"
+    assert select(devices, None) is devices[0]
+    assert capsys.readouterr().err == "", "once is enough"
     assert select(devices, 0) is devices[0]
     assert capsys.readouterr().err == ""
 

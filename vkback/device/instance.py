@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from vkback.device.capabilities import Capabilities
@@ -190,7 +191,7 @@ def without_duplicates(found: Sequence[PhysicalDevice]) -> list[PhysicalDevice]:
 def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> PhysicalDevice:
     """The device that a selector means: index, part of a name, or UUID. For None, VKBACK_DEVICE is used.
 
-    Without a selector: the first discrete GPU, else integrated, else virtual, else software with a line on stderr.
+    Without a selector: the first discrete GPU, else integrated, else virtual, else software, with one line on stderr per process.
     Raises NoDevice that lists the devices there are.
     """
     if not devices:
@@ -200,7 +201,7 @@ def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> Phy
         order = ("discrete", "integrated", "virtual", "other", "cpu")
         best = min(devices, key=lambda d: order.index(d.caps.device_type))
         if best.caps.software:
-            print(f"vkback: no GPU found, running on the CPU: {best.caps.name}", file=sys.stderr)
+            say_no_gpu(best.caps.name)
         return best
     listing = "; ".join(f"{i}: {d.caps.name} (uuid {d.caps.uuid})" for i, d in enumerate(devices))
     if isinstance(asked, int) or re.fullmatch(r"-?\d+", asked):
@@ -217,6 +218,12 @@ def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> Phy
             f"[device] {asked!r} fits {len(fits)} devices: {', '.join(d.caps.name for d in fits)}. Give more of the name, or an index"
         )
     return fits[0]
+
+
+@cache
+def say_no_gpu(name: str) -> None:
+    """A line on stderr, once a process: a command may open a device for each model and setting."""
+    print(f"vkback: no GPU found, running on the CPU: {name}", file=sys.stderr)
 
 
 def no_hardware(caps: Capabilities) -> str:
