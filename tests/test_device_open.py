@@ -116,11 +116,11 @@ def test_llvmpipe_reports_what_its_profile_says(device: Device) -> None:
 
 def use_everything(device: Device, spirv: dict[str, bytes]) -> None:
     arena = device.arena("all", 64 * KiB, "device")
-    a, b, c, args = (arena.alloc(4 * KiB, name) for name in ("a", "b", "c", "args"))
+    a, b, c, d = (arena.alloc(4 * KiB, name) for name in ("a", "b", "c", "d"))
     device.upload(a, np.ones(1024, np.float32))
     device.upload(hidden(b), np.ones(1024, np.float32))
     up = device.uploader(chunk_bytes=KiB)
-    up.write(hidden(args), 0, np.array([16, 1, 1], np.uint32))
+    up.write(hidden(d), 0, np.array([16, 1, 1], np.uint32))
     up.finish()
     size = device.caps.subgroup_size if device.caps.subgroup_required_size else None
     kernel = device.kernel(spirv["add"], name="add", bindings=3, push_bytes=4, spec={0: 2}, subgroup_size=size)
@@ -132,7 +132,7 @@ def use_everything(device: Device, spirv: dict[str, bytes]) -> None:
     rec.dispatch(kernel, [a, b, c], word(1024), (16, 1, 1))
     rec.dispatch(nothing, [], b"", (1, 1, 1))
     rec.barrier()
-    rec.dispatch_indirect(kernel, [c, b, a], word(1024), args)
+    rec.dispatch(kernel, [c, b, a], word(1024), (16, 1, 1))
     if dot:
         rec.barrier()
         rec.dispatch(dot, [a, b, c], b"", (16, 1, 1))

@@ -242,12 +242,7 @@ class MemoryPool:
         """A new buffer of `size` bytes on memory of its own. wanted:
         bytes of the heap that this buffer and the purpose's further ones need."""
         driver, caps = self.driver, self._caps
-        usage = (
-            vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT
-            | vk.VK_BUFFER_USAGE_TRANSFER_SRC_BIT
-            | vk.VK_BUFFER_USAGE_TRANSFER_DST_BIT
-            | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT
-        )
+        usage = vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | vk.VK_BUFFER_USAGE_TRANSFER_SRC_BIT | vk.VK_BUFFER_USAGE_TRANSFER_DST_BIT
         chain = None
         if caps.buffer_device_address:
             usage |= BUFFER_USAGE_SHADER_DEVICE_ADDRESS

@@ -125,8 +125,7 @@ class _Stamps:
         return times
 
 
-Work = Literal["compute", "transfer", "indirect"]
-
+Work = Literal["compute", "transfer"]
 
 
 @functools.cache
@@ -135,7 +134,6 @@ def _scope_table() -> dict[Work, tuple[int, int, int]]:
     return {
         "compute": (vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, vk.VK_ACCESS_SHADER_WRITE_BIT, vk.VK_ACCESS_SHADER_READ_BIT),
         "transfer": (vk.VK_PIPELINE_STAGE_TRANSFER_BIT, vk.VK_ACCESS_TRANSFER_WRITE_BIT, vk.VK_ACCESS_TRANSFER_READ_BIT),
-        "indirect": (vk.VK_PIPELINE_STAGE_DRAW_INDIRECT_BIT, 0, vk.VK_ACCESS_INDIRECT_COMMAND_READ_BIT),
     }
 
 
@@ -202,21 +200,6 @@ class Recorder:
 
         self._work(emit, kinds=("compute",))
 
-    def dispatch_indirect(self, kernel: Kernel, ranges: Sequence[BufferRange], push: bytes, args: BufferRange, label: str = "") -> None:
-        """Like `dispatch`, with the workgroups read by the device from three u32 at the start of `args`."""
-        if args.size < 12 or args.offset % 4:
-            raise DeviceError(
-                f"[dispatch] {kernel.name} {label}: group counts need 12 bytes at a multiple of 4, {args.name!r} has {args.size} at "
-                f"{args.offset}"
-            )
-        bind = self._bind(kernel, ranges, push, label)
-
-        def emit(fn: Any, cmd: Handle) -> None:
-            bind(fn, cmd)
-            fn.vkCmdDispatchIndirect(cmd, args.handle, args.offset)
-
-        self._work(emit, args, kinds=("compute", "indirect"))
-
     def _work(self, emit: Emit, *ranges: BufferRange, kinds: Sequence[Work]) -> None:
         self._steps.append(emit)
         self._fenced = False
@@ -262,7 +245,7 @@ class Recorder:
         return bind
 
     def barrier(self) -> None:
-        """Everything before is finished and its writes are visible to everything after: shaders, copies, fills, indirect arguments."""
+        """Everything before is finished and its writes are visible to everything after: shaders, copies, fills."""
         if self._fenced:
             return
         self._fenced = True
