@@ -242,7 +242,10 @@ def test_generation_alone_has_no_columns_of_prompts(
         ),
         (["-o", "xml"], "vkbench: error: -o xml: expected one of md, csv, json, jsonl, sql"),
         (["--save", "results.xlsx"], "vkbench: error: --save results.xlsx, ending xlsx: expected one of md, csv, json, jsonl, sql"),
-        (["--save", "/nonexistent/r.json"], "vkbench: error: /nonexistent/r.json: cannot be written: No such file or directory"),
+        (
+            ["--save", "/nonexistent/r.json"],
+            "vkbench: error: --save /nonexistent/r.json: there is no folder /nonexistent; make it, or give another name",
+        ),
         (["--feed", "x"], "vkbench: error: --feed x: expected one of self, random"),
         (["--act", "auto,f16"], "vkbench: error: --act f16: expected one of auto, f32, q8_1"),
     ],

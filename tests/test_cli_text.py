@@ -134,7 +134,7 @@ def test_perplexity_and_divergence_from_a_base(
     assert call(monkeypatch, main.main, *options[:-4], "--chunks", "1", "--kl-base", base) == 1
     assert "its chunks is 2, here 1: the base must be of the same text" in capsys.readouterr().err
     assert call(monkeypatch, main.main, *options, "--kl-base", base, "--save-kl-base", base) == 2
-    assert "--save-kl-base and --kl-base are the same file" in capsys.readouterr().err
+    assert f"--save-kl-base {base}: is an input, which is not overwritten" in capsys.readouterr().err
     assert call(monkeypatch, main.main, "perplexity", "-f", str(tmp_path)) == 2
     assert "cannot be read: Is a directory" in capsys.readouterr().err
 

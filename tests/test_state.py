@@ -69,7 +69,7 @@ def test_refusals_name_the_reason(file: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_save_that_fails_leaves_the_old_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = file.read_bytes()
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(StateError, match="state: cannot be written"):
+    with pytest.raises(StateError, match=r"state: \d+ bytes cannot be written: no space left, is the disk full\?"):
         write_state(file, SNAPSHOT, {}, {})
     assert file.read_bytes() == raw and list(file.parent.iterdir()) == [file]
 

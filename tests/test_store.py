@@ -80,7 +80,7 @@ def test_other_files_are_left_alone(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ReportError, match="not a store of results"):
         Store(path)
     assert path.read_bytes() == content
-    with pytest.raises(ReportError, match=r"the folder .* does not exist"):
+    with pytest.raises(ReportError, match=r"nowhere/r\.sqlite: there is no folder .*nowhere; make it"):
         Store(tmp_path / "nowhere" / "r.sqlite")
 
 

@@ -87,8 +87,8 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_synthetic_file_opens_as_the_model_it_stands_for(tmp_path: Path, name: str, description: str) -> None:
     written: list[int] = []
-    synthesize(name, tmp_path / "deep" / "m.gguf", on_bytes=written.append)
-    model = Model.open(tmp_path / "deep" / "m.gguf")
+    synthesize(name, tmp_path / "m.gguf", on_bytes=written.append)
+    model = Model.open(tmp_path / "m.gguf")
     assert model.description == description
     assert (model.file.size_bytes, model.file.n_params) == synthetic_size(name)
     assert sum(written) == model.file.size_bytes

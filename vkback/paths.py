@@ -7,9 +7,11 @@ beside the package.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from vkback.errors import VkbackError
@@ -83,22 +85,70 @@ def cache_dir() -> Path:
     return base / "vkback"
 
 
-def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> bool:
-    """Write a file so that readers see the old content or the new, never a part. False when the disk refuses: a cache may be lost.
+def unwritable(path: Path) -> str:
+    """Why no file can be written under a name, "" where one can: asked before hours of work whose result should go there.
+
+    A folder that is missing is not made: a name that was mistyped would leave gigabytes where nobody looks for them.
+    """
+    folder = path.parent
+    try:
+        if path.is_dir():
+            return "is a folder; give the name of the file to write"
+        if not folder.is_dir():
+            return f"{folder} is no folder" if folder.exists() else f"there is no folder {folder}; make it, or give another name"
+        if path.exists() and not os.access(path, os.W_OK):
+            return "may not be overwritten; give another name"
+        if not path.exists() or path.is_file():  # else a pipe or a device
+            probe = _beside(path)
+            probe.touch()
+            probe.unlink()
+    except OSError as e:
+        return f"nothing can be written there: {reason(e)}"
+    return ""
+
+
+def reason(e: OSError) -> str:
+    """Why a file could not be written, in words. numpy says of a full disk only how much of an array was written."""
+    return "the disk is full" if e.errno == errno.ENOSPC else e.strerror or f"{e}, is the disk full?"
+
+
+def _beside(path: Path) -> Path:
+    """The name of a file while it is written."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+
+
+@contextlib.contextmanager
+def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """The name under which to write a file. It is renamed to `path` when the block ends, and removed where that ends by an error, so that
+    readers see the old content or the new, never a part. What is no regular file (a pipe, /dev/null) is written itself.
 
     durable  the data is on the disk before the file takes its place, so that this holds when the power fails, too
+    Raises OSError.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    target = Path(os.path.realpath(path))  # a link stays, and its file is replaced
+    if target.exists() and not target.is_file():
+        yield target
+        return
+    part = _beside(target)
+    try:
+        yield part
+        if durable:
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+        if target.exists():
+            part.chmod(target.stat().st_mode & 0o7777)
+        part.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, data: bytes) -> bool:
+    """Write a file of vkback's own, as `new_file` does, its folder with it. False when the disk refuses: a cache may be lost."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
+        with new_file(path) as part:
+            part.write_bytes(data)
     except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         return False
     return True

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, cast, get_args
 
@@ -31,8 +33,9 @@ from vkback.cli.shell import (
     model_path,
     new_app,
     one_of,
-    open_for_writing,
+    output_file,
     run,
+    write_output,
 )
 from vkback.cli.terminal import StatusLine
 from vkback.report.bench_table import WRITERS, BenchResult, Writer, open_writer
@@ -69,6 +72,25 @@ class Settings:
     compile_line: bool
     command: str
     build: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file of --save. form: of WRITERS."""
+
+    path: Path
+    form: str
+    columns: Sequence[str]
+
+    def write(self, head: str, results: Sequence[BenchResult], build: tuple[str, int]) -> None:
+        """Write what a run has measured."""
+        text = StringIO()
+        writer = open_writer(self.form, text, self.columns)
+        writer.header(head)
+        for result in results:
+            writer.row(result)
+        writer.footer(build)
+        write_output(self.path, "--save", text.getvalue())
 
 
 @app.command()
@@ -139,14 +161,14 @@ def bench(
         shown = [open_writer("json" if as_json else one_of(output, tuple(WRITERS), "-o"), sys.stdout, columns)]
         if output_err != "none":
             shown.append(open_writer(one_of(output_err, ("none", *WRITERS), "-oe"), sys.stderr, columns))
-        formats = [one_of(path.suffix.lstrip("."), tuple(WRITERS), f"--save {path}, ending") for path in save or []]
         kept = [
-            open_writer(fmt, open_files.enter_context(open_for_writing(path)), columns)
-            for fmt, path in zip(formats, save or [], strict=True)
+            Kept(output_file(path, "--save", *files), one_of(path.suffix.lstrip("."), tuple(WRITERS), f"--save {path}, ending"), columns)
+            for path in save or []
         ]
         if store is not None:
             from vkback.report.store import Store, StoreWriter
 
+            output_file(store, "--store", *files)
             shown.append(StoreWriter(open_files.enter_context(Store(store))))
         _measure_all(files, [(a, u) for a in acts for u in ubatches], tests, settings, shown, kept)
 
@@ -157,28 +179,27 @@ def _measure_all(
     tests: Sequence[BenchTest],
     settings: Settings,
     shown: Sequence[Writer],
-    kept: Sequence[Writer],
+    kept: Sequence[Kept],
 ) -> None:
-    """variants: activations and tokens of a prompt processed at once (None: the engine's default), each with a model loaded anew."""
-    writers = (*shown, *kept)
+    """variants: activations and tokens of a prompt processed at once (None: the engine's default), each with a model loaded anew. A run
+    that ends early keeps what it has measured."""
+    results: list[BenchResult] = []
+    head = ""
     n_ctx = max(t.n_ctx for t in tests)
     rate = settings.read_rate
     math_rates: dict[Way, float] = {}
-    headed = False
-    for path in files:
-        for act, ubatch in variants:
+    try:
+        for path, (act, ubatch) in product(files, variants):
             progress = settings.progress or sys.stderr.isatty()
             with load_engine(
                 path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch, cache=settings.cache,
                 exact=settings.exact,
             ) as engine:
-                if not headed:
+                if not head:
                     line = engine.device.caps.summary_line()
                     for writer in shown:
                         writer.header(line)
-                    for writer in kept:
-                        writer.header(f"{_circumstances(settings, engine)}\n{line}")
-                    headed = True
+                    head = f"{_circumstances(settings, engine)}\n{line}"
                 if rate is None:
                     rate = measured_read_rate(engine.device)
                 for test in tests:
@@ -186,9 +207,13 @@ def _measure_all(
                     result = replace(_measure_one(engine, test, path, act, settings), read_rate_gb_s=rate or None)
                     if test.is_prompt:
                         result = _with_flops(result, engine, test, settings.math_rate, math_rates)
-                    for writer in writers:
+                    results.append(result)
+                    for writer in shown:
                         writer.row(result)
-    for writer in writers:
+    finally:
+        for file in kept if results else ():
+            file.write(head, results, settings.build)
+    for writer in shown:
         writer.footer(settings.build)
 
 

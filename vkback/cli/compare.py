@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vkback.cli.shell import UsageError, one_of
+from vkback.cli.shell import UsageError, one_of, picture_file
 
 if TYPE_CHECKING:
     from vkback.report.bench_plot import Bar
@@ -34,7 +34,7 @@ def compare(
     one_of(output, FORMATS, "-o")
     form = "json" if as_json else output
     if plot is not None:
-        _check_pictures()
+        picture_file(plot, "--plot")
     from vkback.report.compare_ops import has_ops
 
     if ops or (has_ops(old) and has_ops(new)):
@@ -92,11 +92,3 @@ def _ops(old: str, new: str, form: str) -> list[Bar]:
 def _label(file: str) -> str:
     """A result as titles call it: without its folders."""
     return Path(file).name
-
-
-def _check_pictures() -> None:
-    """Raises UsageError, before anything is measured or read, where nothing can be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as e:
-        raise UsageError("--plot needs matplotlib: pip install 'vkback[pictures]'") from e

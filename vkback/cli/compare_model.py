@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, ModelOption, UsageError, act_of, model_path, one_of
+from vkback.cli.shell import ActOption, DeviceOption, ModelOption, UsageError, act_of, model_path, one_of, output_file, picture_file
 from vkback.cli.terminal import fit
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ def compare(
         raise UsageError("--step has no run to --save: leave one of them out")
     if against.endswith(".npz") and not Path(against).is_file():
         raise UsageError(f"--against {against}: no such file. Write one with --save")
-    picture = drawer(plot)
+    if save is not None:
+        output_file(save, "--save")
+    if plot is not None:
+        picture_file(plot, "--plot")
     opened = Model.open(model_path(model))
     batch = batch_of(opened, prompt, tokens, at_once, ctx)
     fusion = "all" if fused else "none"
@@ -89,8 +92,10 @@ def compare(
         comparison = nodes.with_own(nodes.compare(mine, exact), alone)
     else:
         comparison = nodes.compare(mine, _other(against, device, fusion, one, about))
-    if picture:
-        picture(comparison, plot, f"{opened.description}: {comparison.device} against {comparison.against}")
+    if plot is not None:
+        from vkback.report.node_plot import draw
+
+        draw(comparison, plot, f"{opened.description}: {comparison.device} against {comparison.against}")
     if as_json:
         print(json.dumps({**about, **comparison.as_data()}, indent=1))
     else:
@@ -130,17 +135,6 @@ def batch_of(model: Model, prompt: str | None, count: int, at_once: bool, ctx: i
 
     ids = model.tokenizer.encode(prompt) if prompt else np.random.default_rng(1).integers(0, model.hp.n_vocab, count).tolist()
     return Batch(tuple(map(int, ids)), len(ids) if at_once else 1, ctx or -(-len(ids) // 64) * 64)
-
-
-def drawer(plot: Path | None) -> Callable[..., None] | None:
-    """What draws the picture; before anything is run, whether there can be one."""
-    if plot is None:
-        return None
-    try:
-        from vkback.report.node_plot import draw
-    except ImportError as e:
-        raise UsageError("--plot needs matplotlib: pip install vkback[pictures]") from e
-    return draw
 
 
 @contextmanager

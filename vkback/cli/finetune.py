@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, model_path, one_of, read_text
+from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, model_path, one_of, output_file, read_text
 from vkback.cli.terminal import fit
 
 if TYPE_CHECKING:
@@ -64,7 +63,8 @@ def finetune(
     text = read_text(data, "--data")
     path = model_path(model)
     state = out.with_name(f"{out.name}.state")
-    _check_out(out, state, (data, path))
+    for written in (out, state):
+        output_file(written, "-o", data, path)
     opened = Model.open(path)
     named = tuple(name.strip() for name in (targets or "").split(",") if name.strip())
     plan = Plan(
@@ -140,16 +140,3 @@ def verdict(record: Record) -> Iterator[str]:
     yield f"held-back loss {before:.4f} -> {least:.4f} after step {at}, {change}"
     if record.gain <= 0:
         yield "nothing was gained: try a lower --lr, or a text that the model does not know yet"
-
-
-def _check_out(out: Path, state: Path, inputs: tuple[Path, ...]) -> None:
-    """Raises UsageError where the files could not be written in the end."""
-    if out.is_dir():
-        raise UsageError(f"-o {out}: is a folder; give the name of the file to write")
-    if not out.parent.is_dir():
-        raise UsageError(f"-o {out}: there is no folder {out.parent}; make it, or give another name")
-    if not os.access(out.parent, os.W_OK):
-        raise UsageError(f"-o {out}: nothing can be written in {out.parent}; give another place")
-    for given in inputs:
-        if given.resolve() in (out.resolve(), state.resolve()):
-            raise UsageError(f"-o {out}: {given} is not overwritten; give another name")

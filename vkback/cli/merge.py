@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import JsonOption, LoraScaleOption, ModelOption, UsageError, model_path, one_of
+from vkback.cli.shell import JsonOption, LoraScaleOption, ModelOption, model_path, one_of, output_file
 from vkback.cli.terminal import fit
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
@@ -35,8 +35,7 @@ def merge(
     if type is not None:
         one_of(type, TYPES, "--type")
     path = model_path(model)
-    if out.resolve() in (path.resolve(), lora.resolve()):
-        raise UsageError(f"-o {out}: the model and the adapter are not overwritten; give another name")
+    output_file(out, "-o", path, lora)
     found = merged(path, lora, out, lora_scale, type)
     worst = max(found, key=lambda each: each.nmse)
     loss = statistics.median(each.loss for each in found)

@@ -24,9 +24,9 @@ from vkback.cli.shell import (
     LoraScaleOption,
     ModelOption,
     UbatchOption,
-    UsageError,
     load_model,
     model_path,
+    output_file,
     read_text,
 )
 from vkback.cli.terminal import fit
@@ -62,9 +62,10 @@ def perplexity(
     from vkback.models.kl import BaseReader, BaseWriter, Divergences, describe_text
     from vkback.models.perplexity import count_chunks
 
-    if save_kl_base is not None and save_kl_base == kl_base:
-        raise UsageError("--save-kl-base and --kl-base are the same file; a run reads one and may write another")
     text = read_text(file, "-f")
+    path = model_path(model)
+    if save_kl_base is not None:
+        output_file(save_kl_base, "--save-kl-base", *(given for given in (file, path, lora, kl_base) if given is not None))
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ExitStack() as stack:
@@ -72,7 +73,7 @@ def perplexity(
         cache = cache_type_k, cache_type_v
         adapter = (lora, lora_scale) if lora is not None else None
         loaded = stack.enter_context(
-            load_model(model_path(model), device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=adapter)
+            load_model(path, device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=adapter)
         )
         ids = loaded.ids(text, start=True)
         count = count_chunks(ids, chunk, chunks)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, ModelOption, RowsOption, act_of, model_path, one_of, open_for_writing
+from vkback.cli.shell import ActOption, DeviceOption, ModelOption, RowsOption, act_of, model_path, one_of, output_file, write_output
 from vkback.cli.terminal import StatusLine
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def profile(
     from vkback.timing.profile_model import profile as measure
 
     endings = [one_of(path.suffix.lstrip("."), ("html", "json", "txt"), f"--save {path}, ending") for path in save or []]
-    outputs = [open_for_writing(path) if path else None for path in (trace, html)]
-    kept = [open_for_writing(path) for path in save or []]
     path = model_path(model)
+    kept = [(output_file(each, "--save", path), "--save", ending) for each, ending in zip(save or [], endings, strict=True)]
+    kept += [(output_file(each, f"--{form}", path), f"--{form}", form) for each, form in ((trace, "trace"), (html, "html")) if each]
     begun = time.perf_counter()
     with Engine.load(path, device, n_ctx=ctx, act=act_of(act), progress=not as_json) as engine:
         load_s = time.perf_counter() - begun
@@ -53,25 +53,18 @@ def profile(
             ids += np.random.default_rng(1).integers(0, engine.model.hp.n_vocab, prompt_tokens - len(ids)).tolist()
         with StatusLine(wanted=not as_json) as status:
             found = measure(engine, load_s, ids, tokens, batch, lambda part: status.say(f"vkback: measuring {part}"))
-    if outputs[0]:
-        with outputs[0] as f:
-            json.dump(text.trace(found), f)
-    if outputs[1]:
-        from vkback.report.profile_page import page
-
-        with outputs[1] as f:
-            f.write(page(found))
-    for file, ending in zip(kept, endings, strict=True):
-        with file:
-            file.write(_form(found, ending))
+    for file, option, form in kept:
+        write_output(file, option, _form(found, form))
     print(json.dumps(text.as_data(found), indent=1) if as_json else "\n".join(text.report(found, everything)))
 
 
 def _form(found: Profile, ending: str) -> str:
-    """A profile as text of the form that an ending names."""
+    """A profile as text of the form that an option or an ending names."""
     from vkback.report import profile_text as text
     from vkback.report.profile_page import page
 
     if ending == "html":
         return page(found)
+    if ending == "trace":
+        return json.dumps(text.trace(found))
     return json.dumps(text.as_data(found), indent=1) + "\n" if ending == "json" else "\n".join(text.report(found, True)) + "\n"

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar, cast
 
 import typer
 
@@ -57,6 +57,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text."
 
 ActOption = Annotated[str, typer.Option("--act", help=f"Activations: {', '.join(ACTS)}.")]
 
+PICTURES = ("png", "svg", "pdf")
+"""What matplotlib draws without anything else."""
 
 WrongCommandLine: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for an unknown option, a missing one, or a value that is none: the UsageError of its click."""
@@ -66,6 +68,10 @@ class UsageError(VkbackError):
     """A command was given something it cannot act on, with what would do."""
 
     exit_code = 2
+
+
+class OutputError(VkbackError):
+    """A file that could be written when the command began, and no more at its end."""
 
 
 class StreamDecoderLike(Protocol):
@@ -287,12 +293,34 @@ def sync_of(value: str) -> Sync:
     return cast("Sync", one_of(value, ("barrier", "sentinel"), "--sync"))
 
 
-def open_for_writing(path: Path) -> TextIO:
-    """Open a text file the user named. Raises UsageError saying why it cannot be written."""
+def output_file(path: Path, option: str, *inputs: Path) -> Path:
+    """A file the user named to be written. Raises UsageError, before any work is done for it, saying why it cannot be written; an input
+    is not overwritten."""
+    if why := paths.unwritable(path):
+        raise UsageError(f"{option} {path}: {why}")
+    for given in inputs:
+        if path.exists() and given.exists() and path.samefile(given):
+            raise UsageError(f"{option} {path}: is an input, which is not overwritten; give another name")
+    return path
+
+
+def picture_file(path: Path, option: str) -> Path:
+    """The same of a picture. Raises UsageError, too, where none can be drawn."""
+    one_of(path.suffix.lstrip("."), PICTURES, f"{option} {path}, ending")
     try:
-        return path.open("w", encoding="utf-8")
+        import matplotlib  # noqa: F401
+    except ImportError as e:
+        raise UsageError(f"{option} needs matplotlib: pip install 'vkback[pictures]'") from e
+    return output_file(path, option)
+
+
+def write_output(path: Path, option: str, text: str) -> None:
+    """Write such a file, whole or not at all. Raises OutputError."""
+    try:
+        with paths.new_file(path) as part:
+            part.write_text(text, encoding="utf-8")
     except OSError as e:
-        raise UsageError(f"{path}: cannot be written: {e.strerror}") from e
+        raise OutputError(f"{option} {path}: cannot be written: {paths.reason(e)}") from e
 
 
 def load_engine(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import UsageError
+from vkback.cli.shell import UsageError, output_file
 from vkback.units import params_text, size_text
 
 
@@ -37,6 +37,7 @@ def synth(
     if name is None or out is None:
         raise UsageError("synth needs a name and a file, as vkback synth llama-1b-Q4_K_M model.gguf; --list shows the names")
     size, _ = models.synthetic_size(name, layers=layers)
+    output_file(out, "OUT")
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, one_of
+from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, one_of, output_file
 from vkback.cli.terminal import StatusLine
 from vkback.errors import did_you_mean
 
@@ -70,6 +70,8 @@ def test_ops(
     act_of(act)
     if store is not None and mode != "perf":
         raise UsageError(f"--store keeps times: expected vkback test-ops perf, not {mode}")
+    if store is not None:
+        output_file(store, "--store")
     if list_ops:
         print_counts(output == "json")
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from vkback.cli.shell import DeviceOption, JsonOption, UsageError, measured_read_rate, one_of
+from vkback.cli.shell import DeviceOption, JsonOption, UsageError, measured_read_rate, one_of, output_file, picture_file
 from vkback.cli.tune_parts import DEFAULT_QUANTS, MAT_MUL_QUANTS, MAT_MUL_TOKENS, PARTS, Asked, Paths
 from vkback.cli.tune_show import pictures, watched
 
@@ -72,10 +72,12 @@ def tune(
     kernel computed something wrong.
     """
     if share is not None:
-        _share(device, share)
+        _share(device, output_file(share, "--share"))
         return
     if case is not None and model is not None and op != "attention":
         raise UsageError("--case and --model exclude each other")
+    if picture is not None:
+        picture_file(picture, "--picture")
     paths = cast(Paths, one_of(path, PATHS, "--path"))
     ops = [one_of(op, OPS, "--op")] if op is not None else list(OPS) if model is not None else ["mat_vec"]
     if op == "attention" and case is not None:

@@ -19,6 +19,7 @@ from vkback.harness.node_walk import Item, Made, Swap, Walk, Weights, evaluate, 
 from vkback.harness.token_cases import FLOAT
 from vkback.models.registry import Model
 from vkback.ops.case import Array
+from vkback.paths import new_file, reason
 
 BAND = 4.0
 """NMSE over the expected one that is still within the band, of many values: errors twice as large. Both are sums over the same thousands of
@@ -303,17 +304,21 @@ def growth_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def save(path: Path, side: Side) -> None:
-    """Write a run: values as float32 or int32, what roundings should do to them, and what it is a run of."""
+    """Write a run: values as float32 or int32, what roundings should do to them, and what it is a run of. Raises CompareError where it
+    cannot be written."""
     about = {**side.about, "format": SAVED_FORMAT, "label": side.label}
     items = {
         name: [i.op, list(i.sources), i.tensor.type, i.tensor.kind, list(i.tensor.shape), i.node, i.columns]
         for name, i in side.items.items()
     }
     arrays = {f"value {name}": v.astype(np.float32) if v.dtype.kind == "f" else v for name, v in side.values.items()}
-    with path.open("wb") as f:
-        np.savez_compressed(
-            f, about=json.dumps(about), items=json.dumps(items), expected=json.dumps(side.expected), **arrays,  # type: ignore[arg-type]
-        )  # fmt: skip
+    try:
+        with new_file(path) as part, part.open("wb") as f:
+            np.savez_compressed(
+                f, about=json.dumps(about), items=json.dumps(items), expected=json.dumps(side.expected), **arrays,  # type: ignore[arg-type]
+            )  # fmt: skip
+    except OSError as e:
+        raise CompareError(f"[compare] {path}: cannot be written: {reason(e)}") from e
 
 
 def load(path: Path, about: Mapping[str, Any]) -> Side:

@@ -7,7 +7,6 @@ Metadata: general.type "adapter", general.architecture that of the model, adapte
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.models.gguf_file import GgufError, GgufFile, quoted
 from vkback.models.naming import file_type
+from vkback.paths import new_file, reason
 from vkback.plan.lora import A, B, Lora
 
 if TYPE_CHECKING:
@@ -39,29 +39,21 @@ def write_adapter(path: Path, arch: str, name: str, alpha: float, values: Mappin
     """
     from gguf import GGUFWriter  # 29 modules, which a model without adapters does without
 
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        writer = GGUFWriter(part, arch)
-        writer.add_type("adapter")
-        writer.add_name(name)
-        writer.add_string("adapter.type", "lora")
-        writer.add_float32(ALPHA, alpha)
-        for tensor, value in values.items():
-            writer.add_tensor(tensor, np.ascontiguousarray(value, np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        part.replace(path)
+        with new_file(path) as part:
+            writer = GGUFWriter(part, arch)
+            writer.add_type("adapter")
+            writer.add_name(name)
+            writer.add_string("adapter.type", "lora")
+            writer.add_float32(ALPHA, alpha)
+            for tensor, value in values.items():
+                writer.add_tensor(tensor, np.ascontiguousarray(value, np.float32))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
     except OSError as e:
-        raise GgufError(f"[lora] {path}: cannot be written: {_reason(e)}") from e
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _reason(e: OSError) -> str:
-    """numpy says of a full disk only how much of an array was written."""
-    return e.strerror or f"{e}, is the disk full?"
+        raise GgufError(f"[lora] {path}: cannot be written: {reason(e)}") from e
 
 
 def read_adapter(path: Path, model: GgufFile, strength: float = 1.0) -> tuple[Lora, GgufFile]:
@@ -147,7 +139,6 @@ def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0, type: st
     """
     base = GgufFile.open(model)
     lora, f = read_adapter(adapter, base, strength)
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
     found: list[Merged] = []
 
     def summed(weight: str) -> npt.NDArray[np.uint8]:
@@ -161,21 +152,19 @@ def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0, type: st
         return np.ascontiguousarray(raw)
 
     try:
-        if type is None:
-            with model.open("rb") as source, part.open("wb") as target:
-                while block := source.read(1 << 24):
-                    target.write(block)
-            with part.open("r+b") as copy:
-                for weight in lora.ranks:
-                    copy.seek(base.tensor(weight).offset)
-                    copy.write(summed(weight).data)
-        else:
-            _write_anew(base, part, lora.ranks, type, summed)
-        part.replace(out)
+        with new_file(out) as part:
+            if type is None:
+                with model.open("rb") as source, part.open("wb") as target:
+                    while block := source.read(1 << 24):
+                        target.write(block)
+                with part.open("r+b") as copy:
+                    for weight in lora.ranks:
+                        copy.seek(base.tensor(weight).offset)
+                        copy.write(summed(weight).data)
+            else:
+                _write_anew(base, part, lora.ranks, type, summed)
     except OSError as e:
-        raise GgufError(f"[lora] {out}: cannot be written: {_reason(e)}") from e
-    finally:
-        part.unlink(missing_ok=True)
+        raise GgufError(f"[lora] {out}: cannot be written: {reason(e)}") from e
     return found
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.errors import VkbackError
+from vkback.paths import new_file, reason
 
 MAGIC = b"VKBKLBAS"
 VERSION = 1
@@ -53,39 +53,44 @@ def describe_text(ids: Sequence[int], n_ctx: int, chunks: int, n_vocab: int) -> 
 
 
 class BaseWriter:
-    """Writes a base file beside its place; it gets there when all is written. A context manager."""
+    """Writes a base file, which has its name when all is written. A context manager."""
 
     def __init__(self, path: Path, text: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         """text: of `describe_text`; about: what to show of the model that made it. Raises KlError where the file cannot be written."""
-        self._path = path
-        self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self._path, self._opened = path, ExitStack()
         header = json.dumps({**text, "about": dict(about)}).encode()
-        try:
-            self._file: BinaryIO = self._temporary.open("wb")
+        with self._opened, _written(path):
+            part = self._opened.enter_context(new_file(path))
+            self._file: BinaryIO = self._opened.enter_context(part.open("wb"))
             self._file.write(HEAD.pack(MAGIC, VERSION, len(header)) + header)
-        except OSError as e:
-            raise KlError(f"[kl] {path}: cannot be written: {e.strerror}") from e
+            self._opened = self._opened.pop_all()
 
     def add(self, logits: Rows) -> None:
-        """Logits of scored tokens, [n, n_vocab]."""
+        """Logits of scored tokens, [n, n_vocab]. Raises KlError where they cannot be written."""
         p = log_softmax(logits)
         top = p.max(axis=-1)
         depth = np.minimum(top[:, None] - p, RANGE)
         step = np.maximum(depth.max(axis=-1), 1e-6) / 65535
         values = np.rint(depth / step[:, None].astype(np.float32)).clip(0, 65535).astype("<u2")
         heads = np.stack([top, step], axis=-1).astype("<f4")
-        self._file.write(b"".join(head.tobytes() + row.tobytes() for head, row in zip(heads, values, strict=True)))
+        with _written(self._path):
+            self._file.write(b"".join(head.tobytes() + row.tobytes() for head, row in zip(heads, values, strict=True)))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
-        if kind is None:
-            self._temporary.replace(self._path)
-        else:
-            with suppress(OSError):
-                self._temporary.unlink()
+        with _written(self._path):
+            self._opened.__exit__(kind, error, trace)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Raises KlError for what the disk refuses."""
+    try:
+        yield
+    except OSError as e:
+        raise KlError(f"[kl] {path}: cannot be written: {reason(e)}") from e
 
 
 class BaseReader:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from vkback.errors import VkbackError
 from vkback.models.gguf_file import GgufFile
-from vkback.paths import write_atomic
+from vkback.paths import new_file, reason, unwritable
 
 MAGIC = b"VKBSTATE"
 VERSION = 1
@@ -75,8 +75,13 @@ def write_state(path: Path, snapshot: Snapshot, settings: Mapping[str, Any], ext
     digest = hashlib.sha256()
     for part in body:
         digest.update(part)
-    if not write_atomic(path, b"".join([HEAD.pack(MAGIC, VERSION, digest.digest()), *body]), durable=True):
-        raise StateError(f"[state] {path}: cannot be written: is the folder writable, and is there room for {snapshot.nbytes} bytes?")
+    if why := unwritable(path):
+        raise StateError(f"[state] {path}: {why}")
+    try:
+        with new_file(path, durable=True) as part, part.open("wb") as file:
+            file.writelines([HEAD.pack(MAGIC, VERSION, digest.digest()), *body])
+    except OSError as e:
+        raise StateError(f"[state] {path}: {snapshot.nbytes} bytes cannot be written: {reason(e)}") from e
 
 
 def read_state(path: Path) -> tuple[Snapshot, dict[str, Any], dict[str, Any]]:

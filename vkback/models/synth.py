@@ -7,7 +7,6 @@ those the models' makers publish.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -31,6 +30,7 @@ from vkback.models.gguf_file import DEFAULT_ALIGNMENT, tensor_bytes
 from vkback.models.hparams import NO_TEXT_VOCABULARY
 from vkback.models.naming import file_type
 from vkback.models.shape import ModelShape
+from vkback.paths import new_file, reason, unwritable
 
 CHUNK_BYTES = 4 << 20
 """Bytes of one job: enough to fill a write, little enough that many workers need little memory."""
@@ -105,28 +105,25 @@ def synthesize(
     layers    keep only the first so many, for tests
     on_bytes  called with the size of every piece once it is written, from any thread
 
-    The file appears under its name only when it is whole. Raises SynthError for an unknown name and when the disk has no room.
+    The file appears under its name only when it is whole. Raises SynthError for an unknown name, where nothing can be written, and when
+    the disk has no room.
     """
     tensors = planned_tensors(name, layers=layers)
     offsets, size = _lay_out(tensors)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if why := unwritable(out):
+        raise SynthError(f"[synth] {out}: {why}")
     free = shutil.disk_usage(out.parent).free
     if free < size + CHUNK_BYTES:
         raise SynthError(f"[synth] {out}: {name} takes {size / 2**30:.2f} GiB, {out.parent} has {free / 2**30:.2f} GiB free")
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        start = _write_header(part, name, tensors, layers)
-        with part.open("r+b") as f:
-            f.truncate(start + size)
-            pieces = _Pieces(SHAPES[_split(name)[0]], tensors, [start + o for o in offsets], seed)
-            _write_all(f.fileno(), pieces, on_bytes, threads or os.cpu_count() or 1)
-            os.fsync(f.fileno())
-        part.replace(out)
+        with new_file(out, durable=True) as part:
+            start = _write_header(part, name, tensors, layers)
+            with part.open("r+b") as f:
+                f.truncate(start + size)
+                pieces = _Pieces(SHAPES[_split(name)[0]], tensors, [start + o for o in offsets], seed)
+                _write_all(f.fileno(), pieces, on_bytes, threads or os.cpu_count() or 1)
     except OSError as e:
-        reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
-        raise SynthError(f"[synth] {out}: cannot be written: {reason}") from e
-    finally:
-        part.unlink(missing_ok=True)
+        raise SynthError(f"[synth] {out}: cannot be written: {reason(e)}") from e
 
 
 def write_outline(name: str, out: Path, *, layers: int | None = None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vkback.report.compare import HEADERS, Comparison, Speed
 from vkback.report.compare_ops import OpDifference
+from vkback.report.pictures import save
 
 BEFORE, UNCHANGED, FASTER, SLOWER = "#b8bcc4", "#7f8794", "#2a7fb8", "#c8553d"
 """Colours of what was before, and of what came after: within the noise, beyond it."""
@@ -78,5 +79,4 @@ def draw(bars: Sequence[Bar], file: Path, title: str) -> None:
         axis.spines[side].set_visible(False)
     known = (("before", BEFORE), ("after: faster", FASTER), ("after: slower", SLOWER), ("after: within the noise", UNCHANGED))
     figure.legend(handles=[Patch(color=colour, label=name) for name, colour in known], loc="outside lower left", ncols=4, frameon=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    save(figure, file, 120)

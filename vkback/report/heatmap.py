@@ -12,6 +12,8 @@ import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from vkback.report.pictures import save
+
 
 @dataclass(frozen=True)
 class Axes:
@@ -63,5 +65,4 @@ def draw(results: pd.DataFrame, file: Path, title: str, named: Axes = MAT_VEC_AX
                 axis.text(column, row, f"{100 * value:.0f} %", ha="center", va="center", color="white" if value < 0.6 else "black")
     if shown is not None:
         figure.colorbar(shown, ax=list(axes), label=named.value_label)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    save(figure, file, 120)

@@ -10,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from vkback.harness.node_compare import Comparison, growth
+from vkback.report.pictures import save
 
 LEAST = 1e-16
 """Shown in the place of no error at all: the axis is logarithmic."""
@@ -49,4 +50,4 @@ def draw(comparison: Comparison, file: Path, title: str) -> None:
     axis.grid(alpha=0.3)
     axis.set_ylim(bottom=0.5 * least)
     axis.legend(loc="best", fontsize="small")
-    figure.savefig(file, dpi=110)
+    save(figure, file, 110)

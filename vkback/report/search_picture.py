@@ -17,6 +17,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from vkback.report.pictures import save
+
 SLOWEST = 3.0
 """Times of the quickest beyond which all points have one colour."""
 
@@ -58,8 +60,7 @@ def draw(jobs: Sequence[Searched], file: Path, title: str) -> None:
     for (left, right), job in zip(axes, shown, strict=True):
         _heatmap(figure, left, job)
         _ranking(right, job)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=100)
+    save(figure, file, 100)
 
 
 def axes_of(job: Searched) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 
 from vkback.harness import output as op_output
+from vkback.paths import unwritable
 from vkback.report.bench_table import SQL_TABLE as BENCH_TABLE
 from vkback.report.bench_table import BenchResult, ReportError, Writer, field_types
 
@@ -67,8 +68,8 @@ class Store:
         existing = path.exists() and path.stat().st_size > 0
         if existing and not is_store(path):
             raise ReportError(f"{path}: not a store of results; expected a file that vkbench --store made, or a new name")
-        if not path.parent.is_dir():
-            raise ReportError(f"{path}: the folder {path.parent} does not exist")
+        if not existing and (why := unwritable(path)):
+            raise ReportError(f"{path}: {why}")
         try:
             self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
             self._db.row_factory = sqlite3.Row

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,7 @@ from vkback.device import Device
 from vkback.models.adapter import write_adapter
 from vkback.models.registry import Model
 from vkback.models.state import fingerprint
+from vkback.paths import new_file, reason
 from vkback.train.steps import TrainingAct
 from vkback.train.trainer import Settings, StepTrainer, TrainError, lora_of
 
@@ -200,17 +200,11 @@ class FineTune:
     def save(self, path: Path) -> None:
         """Everything that a later run needs to go on, whole or not at all."""
         about = self._about | {"t": self.trainer.t, "losses": self.record.losses, "evaluations": self.record.evaluations}
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            with part.open("wb") as f:
+            with new_file(path, durable=True) as part, part.open("wb") as f:
                 np.savez(f, about=np.array(json.dumps(about)), **self.trainer.state())  # type: ignore[arg-type]
-                f.flush()
-                os.fsync(f.fileno())
-            part.replace(path)
         except OSError as e:
-            raise TrainError(f"[finetune] {path}: the state cannot be written: {e.strerror or e}") from e
-        finally:
-            part.unlink(missing_ok=True)
+            raise TrainError(f"[finetune] {path}: the state cannot be written: {reason(e)}") from e
 
     def resume(self, path: Path) -> None:
         """Go on from a state that `save` wrote. Raises TrainError where it is of another model, text or plan."""

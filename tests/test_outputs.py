@@ -1,0 +1,139 @@
+"""Files that options name to be written: refused before any work where they cannot be, and there only when they are whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from cli_kit import FakeEngine, call
+
+from vkback import device, paths
+from vkback.cli import bench, main
+from vkback.cli.bench_run import measure
+from vkback.cli.bench_tests import BenchTest
+from vkback.cli.shell import OutputError, write_output
+
+BENCH = "bench/results/2026-11-21_h200_580-159-04_llama-8b-qwen3moe.json"
+
+OPTIONS = [
+    ("vkbench", "--save", ".json"),
+    ("vkbench", "--store", ""),
+    ("profile", "--trace", ""),
+    ("profile", "--html", ""),
+    ("profile", "--save", ".json"),
+    ("compare", "--save", ""),
+    ("compare", "--plot", ".png"),
+    (f"compare-bench {BENCH} {BENCH}", "--plot", ".png"),
+    ("tune", "--picture", ".png"),
+    ("tune", "--share", ""),
+    ("test-ops perf", "--store", ""),
+    ("perplexity -f INPUT", "--save-kl-base", ""),
+    ("finetune --data INPUT", "-o", ""),
+    ("merge --lora INPUT", "-o", ""),
+    ("synth tiny-qwen2-F32", "OUT", ""),
+]
+"""Commands, what names the file, and the ending it has to have."""
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing opens a device."""
+
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("a device is opened")
+
+    monkeypatch.setattr(device.Device, "open", opened)
+
+
+@pytest.mark.parametrize(("command", "option", "ending"), OPTIONS, ids=[f"{c.split()[0]} {o}" for c, o, _ in OPTIONS])
+def test_what_cannot_be_written_is_said_before_any_work(
+    command: str, option: str, ending: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))  # pictures are refused without it
+    given = tmp_path / "input"
+    given.write_text("text")
+    folder, missing = tmp_path / f"folder{ending}", tmp_path / "none"
+    folder.mkdir()
+    entry, *arguments = command.replace("INPUT", str(given)).split()
+    arguments = arguments if entry == "vkbench" else [entry, *arguments]
+    cases = [
+        (folder, "is a folder; give the name of the file to write"),
+        (missing / f"x{ending}", f"there is no folder {missing}; make it, or give another name"),
+        (given / f"x{ending}", f"{given} is no folder"),
+        (tmp_path / f"{'x' * 300}{ending}", "File name too long"),
+    ]
+    if "INPUT" in command:
+        cases.append((given, "is an input, which is not overwritten; give another name"))
+    before = sorted(tmp_path.rglob("*"))
+    for path, why in cases:
+        named = [str(path)] if option == "OUT" else [option, str(path)]
+        assert call(monkeypatch, bench.main if entry == "vkbench" else main.main, *arguments, *named) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and shown.err.startswith(f"{'vkbench' if entry == 'vkbench' else 'vkback'}: error: {option} {path}: ")
+        assert shown.err.endswith(f"{why}\n") and shown.err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before and given.read_text() == "text"
+
+
+def test_a_file_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert paths.unwritable(path) == "may not be overwritten; give another name"
+    assert paths.unwritable(tmp_path / "b") == ""
+
+    def refused(self: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "touch", refused)
+    assert paths.unwritable(tmp_path / "b") == "nothing can be written there: Permission denied"
+
+
+def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    with pytest.raises(KeyboardInterrupt), paths.new_file(link) as part:
+        part.write_text("half")
+        assert target.read_text() == "old"
+        raise KeyboardInterrupt
+    assert target.read_text() == "old" and sorted(tmp_path.iterdir()) == [link, target]
+    with paths.new_file(link, durable=True) as part:
+        part.write_text("new")
+    assert link.is_symlink() and target.read_text() == "new" and target.stat().st_mode & 0o777 == 0o640
+    assert sorted(tmp_path.iterdir()) == [link, target]
+
+
+def test_what_is_no_file_is_written_itself() -> None:
+    assert paths.unwritable(Path(os.devnull)) == ""
+    write_output(Path(os.devnull), "--html", "text")
+    assert Path(os.devnull).is_char_device()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    with pytest.raises(OutputError, match=r"^--html /dev/full: cannot be written: the disk is full$"):
+        write_output(Path("/dev/full"), "--html", "text")
+
+
+def test_a_benchmark_that_is_interrupted_keeps_what_it_measured(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.csv"
+
+    def interrupted(engine: FakeEngine, test: BenchTest, repetitions: int, **_: Any) -> tuple[int, ...]:
+        if test.n_gen == 3:
+            raise KeyboardInterrupt
+        return measure(engine, test, repetitions, warmup=False, feed="self", note=lambda _: None)
+
+    monkeypatch.setattr(bench, "measure", interrupted)
+    arguments = ("-m", "demo-dense", "-r", "2", "--read-rate", "1", "--save", str(path))
+    assert call(monkeypatch, bench.main, "tg3", *arguments) == 130
+    assert not path.exists()
+    assert call(monkeypatch, bench.main, "tg2", "tg3", *arguments) == 130
+    assert len(path.read_text().splitlines()) == 2, "a head and a row"
