@@ -103,6 +103,15 @@ def test_a_merge_in_another_type_keeps_the_adapter(tmp_path: Path) -> None:
         assert np.array_equal(t.data, made.tensor(name).data) if same else made.tensor(name).type == "F16", name
 
 
+def test_a_sum_that_the_type_cannot_hold_is_named(tmp_path: Path) -> None:
+    path, out = tiny("qwen3", tmp_path), tmp_path / "sum.gguf"
+    large = adapter(path, tmp_path, size=3e3)
+    with pytest.raises(quants.QuantRangeError, match=r"blk\.0\.attn_k\.weight: weights of up to .* are beyond what F16 holds"):
+        merge(path, large, out, type="F16")
+    assert not out.exists()
+    assert merge(path, large, out, type="BF16")
+
+
 @pytest.mark.vulkan
 @pytest.mark.parametrize("fusion", ["all", "none"])
 def test_the_device_runs_an_adapter_as_the_twin_does(fusion: str, tmp_path: Path, device: Device) -> None:

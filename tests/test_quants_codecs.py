@@ -186,6 +186,52 @@ def test_the_nan_of_an_exponent_byte_is_found() -> None:
     assert quants.unsound_row("MXFP4", rows) == 3
 
 
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def test_no_encoder_makes_a_finite_weight_infinite() -> None:
+    """Scales end at the largest f16, exponents of MXFP4 where all levels are finite. F16 and BF16 round as IEEE 754 says."""
+    rng = np.random.default_rng(5)
+    for name in quants.WEIGHT_TYPES:
+        for largest in (65520.0, 1e9, LARGEST):
+            x = (rng.uniform(-1, 1, (2, 256)) * largest).astype(np.float32)
+            x[0, :2] = largest, -largest
+            with np.errstate(over="ignore", invalid="ignore"):
+                found = np.isfinite(quants.decode(name, quants.encode(name, x))).all()
+            assert found == (name not in ("F16", "BF16") or (name == "BF16" and largest < LARGEST)), (name, largest)
+
+
+def test_weights_that_a_type_cannot_hold_are_an_error_that_names_the_tensor() -> None:
+    ends = {
+        "F32": LARGEST, "BF16": 3e38, "MXFP4": LARGEST, "F16": 65504, "NVFP4": 2688, "Q8_0": 127 * 65504, "Q4_0": 8 * 65504, "TQ2_0": 65504,
+        "Q4_K": 1e6, "IQ2_XS": 1e6,
+    }  # fmt: skip
+    x = np.random.default_rng(6).uniform(-1, 1, (2, 256)).astype(np.float32)
+    x[1, 7] = -1
+    for name, end in ends.items():
+        held = (x * np.float32(end)).astype(np.float32)
+        np.testing.assert_array_equal(quants.encode_weights(name, held, "w"), quants.encode(name, held))
+        if 16 * end < LARGEST:
+            with pytest.raises(quants.QuantRangeError, match=rf"blk\.0\.w: weights of up to .* are beyond what {name} holds"):
+                quants.encode_weights(name, 16 * held, "blk.0.w")
+    for wrong, what in ((np.nan, "NaN"), (np.inf, "infinite")):
+        x[0, 3] = wrong
+        with pytest.raises(quants.QuantRangeError, match=f"w: a weight is {what}"):
+            quants.encode_weights("Q8_0", x, "w")
+
+
+def test_the_exponent_of_mxfp4_is_that_of_the_largest_magnitude() -> None:
+    """Also just below a power of two, where a logarithm in f32 is the next whole number."""
+    for power in (-100, 0, 1, 20, 127):
+        below = np.nextafter(np.float32(2.0**power), np.float32(0))
+        x = np.zeros((2, 32), np.float32)
+        x[0, 3], x[1, 3] = below, 2.0**power
+        assert quants.encode("MXFP4", x)[:, 0].tolist() == [power + 124, power + 125]
+    x[:] = LARGEST
+    importance = np.ones(32, np.float32)
+    assert quants.encode("MXFP4", x)[:, 0].tolist() == quants.encode("MXFP4", x, importance)[:, 0].tolist() == [252, 252]
+
+
 def test_the_ends_of_e8m0_mean_what_gguf_says_and_are_met_in_no_sound_file() -> None:
     """Kernels that look levels up take exponent 0 as zeros, and of 255 an infinite scale."""
     blocks = np.zeros((256, 17), np.uint8)

@@ -216,7 +216,8 @@ class Device:
 
         type  None: F32 or I32 by the array's dtype; a type of weights ("Q4_K", "F16", "MXFP4"...): the array [m, k], or [n_expert, m, k],
               is quantized and laid out as kernels read it
-        Raises UnknownQuant, QuantShapeError where k does not fit the type's blocks, NoEncoder for a type that cannot be made from floats.
+        Raises UnknownQuant, QuantShapeError where k does not fit the type's blocks, NoEncoder for a type that cannot be made from floats,
+        QuantRangeError for a value that it cannot hold.
         """
         values = np.asarray(array)
         if type is None:
@@ -225,7 +226,8 @@ class Device:
         if values.ndim < 2:
             raise ModelError(f"[device] weights have at least two axes, [m, k], got {list(values.shape)}; leave type out for a plain array")
         rows = np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])
-        return self._stored(Tensor(self._name(), type, values.shape, "weight"), quants.encode(type, rows))
+        raw = quants.encode_weights(type, rows, f"tensor {list(values.shape)}")
+        return self._stored(Tensor(self._name(), type, values.shape, "weight"), raw)
 
     def empty(self, shape: int | tuple[int, ...], type: str = "F32") -> DeviceTensor:
         """Memory for a kernel to write to, NaN as floats until it does."""

@@ -135,7 +135,7 @@ def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0, type: st
 
     type  of the changed weights, as F16 or Q8_0; None: those that they have, which lose much of a small adapter where they are quantized
     ->  the changed weights
-    Raises GgufError.
+    Raises GgufError, and QuantRangeError for a sum that the type cannot hold.
     """
     base = GgufFile.open(model)
     lora, f = read_adapter(adapter, base, strength)
@@ -146,7 +146,7 @@ def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0, type: st
         t = base.tensor(weight)
         change = lora.scale(weight) * delta(f, weight)
         wanted = quants.decode(t.type, np.asarray(t.data)).reshape(t.shape) + change
-        raw = quants.encode(type or t.type, wanted.astype(np.float32))
+        raw = quants.encode_weights(type or t.type, wanted.astype(np.float32), weight)
         error = float(np.sum((quants.decode(type or t.type, raw).reshape(t.shape) - wanted) ** 2))
         found.append(Merged(weight, error / float(np.sum(wanted**2)), math.sqrt(error / (float(np.sum(change**2)) or 1.0))))
         return np.ascontiguousarray(raw)

@@ -9,8 +9,20 @@
 from vkback.quants.codebooks import EVEN_SIGNS
 from vkback.quants.device_layout import DeviceLayout, PlaneLayout, layout, repack, to_device, unpack
 from vkback.quants.q8_1 import q8_1_dequantize, q8_1_quantize, q8_1_stride, q8_1_wrong_sums
-from vkback.quants.quant_type import UNIT, CodeBook, Decoder, NoEncoder, Plane, QuantShapeError, QuantType, UnknownQuant
-from vkback.quants.registry import QUANTS, WEIGHT_TYPES, beyond_f16, codebook, decode, encode, quant, random_blocks, row_bytes, unsound_row
+from vkback.quants.quant_type import UNIT, CodeBook, Decoder, NoEncoder, Plane, QuantRangeError, QuantShapeError, QuantType, UnknownQuant
+from vkback.quants.registry import (
+    QUANTS,
+    WEIGHT_TYPES,
+    beyond_f16,
+    codebook,
+    decode,
+    encode,
+    encode_weights,
+    quant,
+    random_blocks,
+    row_bytes,
+    unsound_row,
+)
 
 __all__ = [
     "EVEN_SIGNS",
@@ -23,6 +35,7 @@ __all__ = [
     "NoEncoder",
     "Plane",
     "PlaneLayout",
+    "QuantRangeError",
     "QuantShapeError",
     "QuantType",
     "UnknownQuant",
@@ -30,6 +43,7 @@ __all__ = [
     "codebook",
     "decode",
     "encode",
+    "encode_weights",
     "layout",
     "q8_1_dequantize",
     "q8_1_quantize",

@@ -35,6 +35,9 @@ scales of codes 0 and 1 are subnormal then. Code 255, NaN in the specification, 
 do not write it, and a load refuses it. Kernels that look levels up take its scale as infinite, and of code 0, which is that of zeros, the
 weights (at most 2^-124) as 0: the exact scale costs 3 % of their instructions (ACO, 152.2 -> 156.7 in32 on polaris10)."""
 
+LARGEST_E8M0 = 252
+"""That an encoder writes: by the next one the two largest levels are beyond F32."""
+
 
 def half_power(e: U8) -> F32:
     """2^(e - 127) / 2."""
@@ -61,19 +64,23 @@ class _MXFP4(Codec):
         return half_power(blocks[:, :1]) * E2M1_DOUBLED[nibbles(blocks[:, 1:])]
 
     def encode(self, x: F32, weights: Weights) -> U8:
-        """Without weights by the rule of the OCP specification (the largest magnitude decides the exponent); with weights also one more."""
+        """Without weights by the rule of the OCP specification (the largest magnitude decides the exponent); with weights also one more.
+
+        The exponent is read off the number: a logarithm in f32 rounds up just below a power of two, at the largest F32 to a scale whose
+        level 8 is infinite. Exponents end at LARGEST_E8M0 then, as those of shaders/encode/units.glsl do.
+        """
         amax = np.abs(x).max(axis=1, keepdims=True)
-        with np.errstate(divide="ignore"):
-            exponent = np.floor(np.log2(amax)) + np.float32(127 - 2)
-        e = np.clip(np.where(amax > 0, exponent, 0), 0, 254).astype(np.uint8)
+        exponent = np.frexp(amax)[1] - 1 + (E8M0_BIAS - 2)
+        e = np.clip(np.where(amax > 0, exponent, 0), 0, LARGEST_E8M0).astype(np.uint8)
         code = nearest_e2m1(x, half_power(e))
         if weights is not None:
-            above = np.minimum(e, np.uint8(253)) + np.uint8(1)
+            above = np.minimum(e, np.uint8(LARGEST_E8M0 - 1)) + np.uint8(1)
             code_above = nearest_e2m1(x, half_power(above))
 
             def error(e: U8, code: U8) -> F32:
-                off: F32 = half_power(e) * E2M1_DOUBLED[code] - x
-                total: F32 = (off * off * weights).sum(axis=1, keepdims=True)
+                with np.errstate(over="ignore"):
+                    off: F32 = half_power(e) * E2M1_DOUBLED[code] - x
+                    total: F32 = (off * off * weights).sum(axis=1, keepdims=True)
                 return total
 
             better = error(above, code_above) < error(e, code)

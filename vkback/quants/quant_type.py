@@ -26,6 +26,10 @@ class QuantShapeError(VkbackError):
     """A row length or an array that does not fit the type's block."""
 
 
+class QuantRangeError(VkbackError):
+    """Weights that a type cannot hold: too large for its scales, or no numbers."""
+
+
 class NoEncoder(VkbackError):  # noqa: N818  what it says is enough
     """A type that can be read but not written here."""
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.quants.codec import F32, U8, Codec
-from vkback.quants.quant_type import QuantShapeError, QuantType, UnknownQuant
+from vkback.quants.quant_type import QuantRangeError, QuantShapeError, QuantType, UnknownQuant
 
 FAMILIES = (
     "floats",
@@ -110,7 +110,8 @@ def encode(name: str, x: npt.NDArray[np.float32], importance: npt.NDArray[np.flo
     """float32 [rows, k] -> blocks of the file, uint8 [rows, row_bytes].
 
     importance  weights > 0 of the squared error, [k] or [rows, k]; None weighs all alike. Floats and Q8 ignore it.
-    Raises QuantShapeError when k does not divide into blocks. Values must be finite.
+    Raises QuantShapeError when k does not divide into blocks. Values must be finite. Scales end at the largest f16, so that blocks never
+    hold an infinite weight; what F16 or BF16 cannot hold becomes infinite, as by IEEE 754. `encode_weights` refuses either.
     """
     c = codec(name)
     t = c.type
@@ -130,6 +131,34 @@ def encode(name: str, x: npt.NDArray[np.float32], importance: npt.NDArray[np.flo
         out[part] = c.encode(values[part], None if weights is None else weights[part])
     return out.reshape(len(x), width)
 
+
+def encode_weights(name: str, x: npt.NDArray[np.float32], tensor: str) -> U8:
+    """`encode` for weights that are kept. Raises QuantRangeError, naming `tensor`, where one is no number, or is too large for the type.
+
+    Next to its weights, the error of a type is the same however large they are, until its scales end: where they may, it is compared with
+    that of the weights times a power of two that makes the largest about one.
+    """
+    largest = float(np.abs(x).max(initial=0.0))
+    if not np.isfinite(largest):
+        raise QuantRangeError(f"[quants] {tensor}: a weight is {'NaN' if np.isnan(largest) else 'infinite'}; expected numbers")
+    with np.errstate(over="ignore", invalid="ignore"):  # sums of squares, where the answer is an error
+        raw = encode(name, x)
+        if largest > LEAST_LIMIT:
+            down = np.ldexp(np.float32(1), -int(np.log2(largest)))
+            small = x * down
+            found, possible = (
+                float(np.sum(np.square(got.astype(np.float64) - small)))
+                for got in (decode(name, raw) * down, decode(name, encode(name, small)))
+            )
+            if not found <= 1.1 * possible:
+                raise QuantRangeError(
+                    f"[quants] {tensor}: weights of up to {largest:.3g} are beyond what {name} holds; take a type of wider range, as F32"
+                )
+    return raw
+
+
+LEAST_LIMIT = 2688
+"""Up to this every type holds weights: the largest of NVFP4, 448 * 6. Scales in f16 go to 65504 and further."""
 
 def _random_chunk(c: Codec, rng: np.random.Generator, blocks: U8, scale: float) -> None:
     nbytes = blocks.size
