@@ -30,7 +30,7 @@ from vkback.models.synth import write_outline
 from vkback.models.weight_stream import REPACK
 from vkback.ops import attention_prompt, attention_train, mat_mul
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.paths import builtin_models, shader_root
+from vkback.paths import builtin_models, shader_root, tuning_root
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Tuning
@@ -74,7 +74,8 @@ def planned_variants(devices: Sequence[str] = DEVICES) -> list[Variant]:
         for model in _models(Path(folder)):
             for device in devices:
                 caps = Capabilities.from_profile(device)
-                for schedule in _schedules(model, LowerContext(caps, Tuning.for_device(caps))):
+                tables = Tuning.for_device(caps, tuning_root())  # not the tables that vkback tune made on this machine
+                for schedule in _schedules(model, LowerContext(caps, tables)):
                     found |= dict.fromkeys(Variant(d.kernel.source, d.kernel.defines) for d in schedule.dispatches())
     return [v for v in found if (v.source, v.defines) not in apart]
 
