@@ -48,7 +48,7 @@ def test_plan_fits_a_terminal(profile: str, model: str, monkeypatch: pytest.Monk
     assert all(d["kernel"].partition("[")[0].rpartition("/")[2] in row for row, d in zip(rows, dispatches, strict=True))
     assert re.search(r" mat_vec \d+ lanes=\d+ rows=\d+ ", short)
     assert "defines:" not in short and "QUANT_FILE=" in verbose and "PATH_INT=" in verbose
-    assert "ROPE_TURNS" not in short + verbose and "uvec2" not in short + verbose
+    assert "ROPE_FREQUENCIES" not in short + verbose and "uvec2" not in short + verbose
     assert all(row in verbose for row in rows)
 
 

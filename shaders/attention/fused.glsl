@@ -107,7 +107,7 @@ bool heads_arrived() {
 // Loads angles, norm weights and heads. With SPINS the heads may not have arrived yet; the includer spins on them later.
 void prefetch_heads(uint tid, uint head0, uint kv) {
 #if ROPE_PAIRS
-    [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED - 1)];
+    [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) slot_angles[j] = angles[min(j * HEAD_LANES + tid % HEAD_LANES, ROTATED_SLOTS - 1)];
 #endif
 #if HAS_NORM
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++)
@@ -155,7 +155,7 @@ void prepare(uint tid, uint head0, uint kv) {
             b *= norm * norm_b[i][j];
 #endif
 #if ROPE_PAIRS
-            if (slot < ROTATED) turn(a, b, slot_angles[j]);
+            if (slot < ROTATED_SLOTS) rotate(a, b, slot_angles[j]);
 #endif
             const uvec2 at = places(slot);
             if (slot < SLOTS && head < HEADS) {

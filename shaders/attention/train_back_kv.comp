@@ -33,7 +33,7 @@ void main() {
                 barrier();
                 FILL_TILE(right, VALUE_OF(dy, text, q0 + r, p.n_head, head, p.vd, column0 + 32u * chunk + c))
                 barrier();
-                add_turned_by_right(of_v[chunk]);
+                add_transposed_by_right(of_v[chunk]);
             }
             barrier();
             PUT_WEIGHTS(slope)
@@ -41,7 +41,7 @@ void main() {
                 barrier();
                 FILL_TILE(right, VALUE_OF(q, text, q0 + r, p.n_head, head, p.hd, column0 + 32u * chunk + c))
                 barrier();
-                add_turned_by_right(of_k[chunk]);
+                add_transposed_by_right(of_k[chunk]);
             }
         }
     }

@@ -44,7 +44,7 @@ void add_weights_by_right(inout float sum[4][4]) {
 }
 
 // sum += weights^T right
-void add_turned_by_right(inout float sum[4][4]) {
+void add_transposed_by_right(inout float sum[4][4]) {
     for (uint d0 = 0u; d0 < 32u; d0 += 4u)
         [[unroll]] for (uint d = d0; d < d0 + 4u; d++)
             [[unroll]] for (uint i = 0u; i < 4u; i++)

@@ -1,6 +1,6 @@
 #version 450
 // Mat-mul by cooperative matrices: Y = X W^T, with W [m][k] quantized, decoded to f16 on the way, X f16 and sums f32. Dense or grouped by
-// experts (MUL_MAT_ID). With TURNED, Y = X W: the gradient with respect to the activations, dX = dY W.
+// experts (MUL_MAT_ID). With TRANSPOSED, Y = X W: the gradient with respect to the activations, dX = dY W.
 //
 //   binding 0  weights, planes (quant/weights.glsl)
 //   binding 1  x F16, packed (mat_mul/matrix.glsl): x_stride 16-byte words per row or, with FRAGMENTS, per FN columns;
@@ -16,7 +16,7 @@
 // registers meanwhile. Activations come from memory straight into registers as fragments (FRAGMENTS),
 // or else through shared memory like the weights.
 //
-// TURNED: the tile's "rows" are then positions along the stored rows of W, p.m of them, and sums run over its p.k rows. Threads decode units as
+// TRANSPOSED: the tile's "rows" are then positions along the stored rows of W, p.m of them, and sums run over its p.k rows. Threads decode units as
 // before, now TILE_M / 32 of each of the STEP_K rows of a step, which lie in shared memory in K order; matrices are loaded column by column.
 // The values of a unit stay in K order, so the epilogue swaps the middle two of every four back.
 //
@@ -40,7 +40,7 @@ layout(constant_id = 14) const uint GLU = 0;  // as in mat_mul/glu.glsl
 layout(constant_id = 15) const uint Y_TYPE = 0;   // Y_*
 layout(constant_id = 16) const float GLU_ALPHA = 1.0;
 layout(constant_id = 17) const float GLU_LIMIT = 1.0;
-layout(constant_id = 18) const uint TURNED = 0;  // 1: Y = X W
+layout(constant_id = 18) const uint TRANSPOSED = 0;  // 1: Y = X W
 layout(constant_id = 19) const uint COLUMN_FACTORS = 0;  // 1: binding 3 holds a factor per column
 
 #define Y_F32 0u
@@ -71,10 +71,10 @@ layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]
 const uint ACROSS = TILE_N / WARP_N;          // subgroups side by side along the columns
 const uint MS = WARP_M / FM, NS = WARP_N / FN;  // matrices of a subgroup's part, along rows and columns
 const uint STEP_UNITS = STEP_K / 32;
-const uint ACROSS_UNITS = TURNED != 0 ? TILE_M / 32 : STEP_UNITS;  // units of a row that a step reads
+const uint ACROSS_UNITS = TRANSPOSED != 0 ? TILE_M / 32 : STEP_UNITS;  // units of a row that a step reads
 const uint PITCH = STEP_K / 8 + 1;            // 16-byte words from row to row
 const uint W_PITCH = 4 * ACROSS_UNITS + 1;
-const uint W_WORDS = (TURNED != 0 ? STEP_K : TILE_M) * W_PITCH, X_WORDS = TILE_N * PITCH;
+const uint W_WORDS = (TRANSPOSED != 0 ? STEP_K : TILE_M) * W_PITCH, X_WORDS = TILE_N * PITCH;
 const uint W_PIECES = (TILE_M * STEP_UNITS + WG - 1) / WG;  // units that a thread decodes per step
 const uint X_PIECES = FRAGMENTS != 0 ? 1 : (TILE_N * STEP_K / 8 + WG - 1) / WG;
 const uint CHUNKS = STEP_K / FK;              // matrices along K per step
@@ -98,11 +98,11 @@ uint part_m, part_n;  // where this subgroup's part begins within the tile
 uint piece_row(uint i) { return (i * WG + gl_LocalInvocationID.x) / ACROSS_UNITS; }
 uint piece_unit(uint i) { return (i * WG + gl_LocalInvocationID.x) % ACROSS_UNITS; }
 
-// Where a row of a step lies in shared memory: TURNED in K order.
-uint slot_of(uint row) { return TURNED != 0 ? (row & ~3u) | (row & 1u) << 1 | (row >> 1 & 1u) : row; }
+// Where a row of a step lies in shared memory: TRANSPOSED in K order.
+uint slot_of(uint row) { return TRANSPOSED != 0 ? (row & ~3u) | (row & 1u) << 1 | (row >> 1 & 1u) : row; }
 
 void fetch_piece(uint i, uint unit) {
-    if (TURNED != 0)  // past the last row x is zero
+    if (TRANSPOSED != 0)  // past the last row x is zero
         raw[i] = unit_load(place(min(32u * unit + piece_row(i), p.k - 1u), min(tile_row / 32u + piece_unit(i), p.w.units - 1u)));
     else raw[i] = unit_load(place(tile_matrix + min(tile_row + piece_row(i), p.m - 1u), min(unit + piece_unit(i), end_unit - 1u)));
 }
@@ -117,7 +117,7 @@ void put_unit(UnitRaw unit, uint at, bool there) {
 void put_piece(uint i, uint buffer_at, uint unit) {
     if (TILE_M * STEP_UNITS % WG == 0 || i * WG + gl_LocalInvocationID.x < TILE_M * STEP_UNITS)
         put_unit(raw[i], buffer_at * W_WORDS + slot_of(piece_row(i)) * W_PITCH + 4 * piece_unit(i),
-                 STEP_UNITS == 1 || unit + (TURNED != 0 ? piece_row(i) / 32 : piece_unit(i)) < end_unit);
+                 STEP_UNITS == 1 || unit + (TRANSPOSED != 0 ? piece_row(i) / 32 : piece_unit(i)) < end_unit);
 }
 
 // Activations through shared memory.
@@ -152,7 +152,7 @@ void multiply(uint buffer_at, uint unit) {
     [[unroll]] for (uint chunk = 0; chunk < CHUNKS; chunk++) {
         MATRIX_A a[MS];
         [[unroll]] for (uint i = 0; i < MS; i++) {
-            if (TURNED != 0)
+            if (TRANSPOSED != 0)
                 coopMatLoad(a[i], w_rows, buffer_at * W_WORDS + chunk * FK * W_PITCH + (part_m + i * FM) / 8, W_PITCH,
                             gl_CooperativeMatrixLayoutColumnMajor);
             else
@@ -187,7 +187,7 @@ vec4 finished(uint at, uint row, uint column) {
     const float factor = COLUMN_FACTORS != 0 ? p.y_scale * bias[column] : p.y_scale;
     [[unroll]] for (uint i = 0; i < quads; i++) {
         v[i] = factor * uintBitsToFloat(w_rows[at + i]);
-        if (TURNED != 0) v[i] = v[i].xzyw;
+        if (TRANSPOSED != 0) v[i] = v[i].xzyw;
         if (HAS_BIAS != 0 && Y_TYPE != Y_PARTIAL)
             [[unroll]] for (uint e = 0; e < 4; e++) v[i][e] += bias[p.w_row0 + tile_matrix + min(matrix_row + 4u * i + e, p.m - 1u)];
     }
@@ -270,7 +270,7 @@ void main() {
     unit_table(gl_LocalInvocationID.x, WG);
 #endif
     if (!find_tile()) return;
-    if (TURNED != 0) end_unit = min(first_unit + p.split_units, (p.k + 31u) / 32u);
+    if (TRANSPOSED != 0) end_unit = min(first_unit + p.split_units, (p.k + 31u) / 32u);
     part_m = gl_SubgroupID / ACROSS * WARP_M;
     part_n = gl_SubgroupID % ACROSS * WARP_N;
     [[unroll]] for (uint i = 0; i < W_PIECES; i++) fetch_piece(i, first_unit);
@@ -293,7 +293,7 @@ void main() {
         barrier();
         turn ^= 1;
     }
-    if (Y_TYPE == Y_F32 && HAS_BIAS == 0 && HAS_RESIDUAL == 0 && GLU == 0 && GROUPED == 0 && TURNED + COLUMN_FACTORS == 0 && tile_row + TILE_M <= p.m &&
+    if (Y_TYPE == Y_F32 && HAS_BIAS == 0 && HAS_RESIDUAL == 0 && GLU == 0 && GROUPED == 0 && TRANSPOSED + COLUMN_FACTORS == 0 && tile_row + TILE_M <= p.m &&
         tile_count == TILE_N) {
         // A whole tile without epilogue: store straight from the matrices.
         [[unroll]] for (uint i = 0; i < MS * NS; i++)

@@ -68,7 +68,7 @@ const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
 #include "mat_mul/pack.glsl"
 #include "mat_mul/unit_f16.glsl"
 #include "mat_mul/units.glsl"
-#include "rope/turn.glsl"
+#include "rope/rotate.glsl"
 #define OVERFLOW_BINDING 6
 #include "mat_mul/overflow.glsl"
 #define BIND_ARRIVALS 11
@@ -264,7 +264,7 @@ vec4 angles_of(uint row, uint column) {
 // Rotates and stores four neighbouring rows of heads of a column. row: the first one, counted over all heads of Q, K and V.
 void store_heads(uint column, uint row, vec4 v, vec4 angle, int position) {
     const uint place = row % HEAD_DIM;
-    if (row < Q_ROWS + KV_ROWS && place < 2u * ROPE_PAIRS) v = vec4(turn_pair(v.xy, angle.xy), turn_pair(v.zw, angle.zw));
+    if (row < Q_ROWS + KV_ROWS && place < 2u * ROPE_PAIRS) v = vec4(rotate_pair(v.xy, angle.xy), rotate_pair(v.zw, angle.zw));
     if (row < Q_ROWS) {
         y4[(column * Q_ROWS + row) / 4u] = v;
         return;

@@ -1,6 +1,6 @@
 // Batched matrix product in f32, y = A B: A [m, k], B [k, n], y [m, n]. What mul_mat/gemm.comp and mul_mat/gemm_weight.comp share.
 //
-//   binding 1  A F32, row-major [m, k] or, with A_TURNED, column-major (the m values of a column are neighbours)
+//   binding 1  A F32, row-major [m, k] or, with A_TRANSPOSED, column-major (the m values of a column are neighbours)
 //   binding 2  y F32 [batches, m, n]; with several splits [splits, m, n], each the sum over a part of k
 //
 // A workgroup of 8 x 8 threads makes a tile of 8 TM x 8 TN values, TM x TN per thread, from tiles of A and B in shared memory, DEPTH values of
@@ -10,7 +10,7 @@
 //   void load_b(uint k0, uint end, uint column, uint batch, uint t)    loads rows k0 .. k0 + DEPTH - 1 of B,
 //                                                                      TILE_N columns, into b_tile; 0 outside
 //
-// Defines: TM, TN, DEPTH, A_TURNED
+// Defines: TM, TN, DEPTH, A_TRANSPOSED
 
 layout(std430, set = 0, binding = 1) readonly buffer InA { float a[]; };
 layout(std430, set = 0, binding = 2) buffer OutY { float y[]; };
@@ -36,14 +36,14 @@ void main() {
     for (uint k0 = split * p.each; k0 < end; k0 += DEPTH) {
         [[unroll]] for (uint e = 0u; e < TILE_M * DEPTH / 64u; e++) {
             const uint i = e * 64u + t;
-#if A_TURNED
+#if A_TRANSPOSED
             const uint k = i / TILE_M, at = i % TILE_M;
 #else
             const uint k = i % DEPTH, at = i / DEPTH;
 #endif
             float v = 0.0;
             if (k0 + k < end && row + at < p.m) {
-#if A_TURNED
+#if A_TRANSPOSED
                 v = a[of_a + (p.first + k0 + k) * p.stride + row + at];
 #else
                 v = a[of_a + (row + at) * p.stride + p.first + k0 + k];

@@ -1,7 +1,7 @@
 // Batched matrix product in f32, y = A B, as mul_mat/gemm.glsl, but for CPU drivers: no shared memory; lanes broadcast the values of B to each
 // other by shuffles, which cost one instruction there, where a load costs one per lane.
 //
-//   binding 1  A F32, row-major [m, k] or, with A_TURNED, column-major (the m values of a column are neighbours)
+//   binding 1  A F32, row-major [m, k] or, with A_TRANSPOSED, column-major (the m values of a column are neighbours)
 //   binding 2  y F32 [batches, m, n]
 //
 // A workgroup is one subgroup of LANES threads and makes LANES * VECTORS rows by 32 columns; thread t has rows t, t + LANES, ... For LANES
@@ -10,7 +10,7 @@
 // The including file has
 //   void load_b(uint k, uint end, uint column, uint batch, out vec4 v[8])    loads 32 columns of a row of B; any values outside
 //
-// Defines: LANES, VECTORS, A_TURNED
+// Defines: LANES, VECTORS, A_TRANSPOSED
 
 // Most terms that are added in one chain. Longer sums are sums of chains, since the error of f32 grows with the length of a chain.
 #define CHAIN 2048u
@@ -40,7 +40,7 @@ void main() {
                 float left[VECTORS];
                 [[unroll]] for (uint v = 0u; v < VECTORS; v++) {
                     const uint at = row + v * LANES + t;
-#if A_TURNED
+#if A_TRANSPOSED
                     left[v] = k < p.k && at < p.m ? a[of_a + (p.first + k) * p.stride + at] : 0.0;
 #else
                     left[v] = k < p.k && at < p.m ? a[of_a + at * p.stride + p.first + k] : 0.0;

@@ -7,11 +7,11 @@
 //   binding 2  y F32, shape of x; may be x
 //   binding 3  factors F32 [ROPE_PAIRS] (FACTORS 1)
 //
-// Pair i of a head rotates by the angle of its token's position number WHICH[i]; the angle depends on pair and token alone (rope/rope.glsl).
-// One thread per pair, or per value that is not rotated.
+// Pair i of a head rotates by the angle of position PAIR_POSITION[i] of its token; the angle depends on pair and token alone
+// (rope/rope.glsl). One thread per pair, or per value that is not rotated.
 //
-// Defines: WG_SIZE; NEIGHBOURS, 1: pair i is values 2i and 2i + 1, 0: i and i + ROPE_PAIRS, counted from value `first` on; WHICH,
-// comma-separated; FACTORS; ROPE_PAIRS, ROPE_TURNS
+// Defines: WG_SIZE; INTERLEAVED, 1: pair i is values 2i and 2i + 1, 0: i and i + ROPE_PAIRS, counted from value `first` on; PAIR_POSITION,
+// comma-separated; FACTORS; ROPE_PAIRS, ROPE_FREQUENCIES
 #define ROPE_MSCALE p.mscale
 layout(local_size_x = WG_SIZE) in;
 
@@ -34,7 +34,7 @@ layout(std430, set = 0, binding = 2) writeonly buffer OutY { float y[]; };
 layout(std430, set = 0, binding = 3) readonly buffer InFactors { float factors[]; };
 #endif
 
-const uint which[ROPE_PAIRS] = uint[](WHICH);
+const uint pair_position[ROPE_PAIRS] = uint[](PAIR_POSITION);
 
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
@@ -47,15 +47,15 @@ void main() {
         y[at] = x[at];
         return;
     }
-    const int position = pos[which[pair] * p.tokens + row / p.heads % p.tokens];
+    const int position = pos[pair_position[pair] * p.tokens + row / p.heads % p.tokens];
 #if FACTORS
-    const vec2 turn = rope_angle(pair, position, factors[pair]);
+    const vec2 angle = rope_angle(pair, position, factors[pair]);
 #else
-    const vec2 turn = rope_angle(pair, position);
+    const vec2 angle = rope_angle(pair, position);
 #endif
-    const uint a = row * p.dim + p.first + (NEIGHBOURS == 1 ? 2u * pair : pair);
-    const uint b = a + (NEIGHBOURS == 1 ? 1u : ROPE_PAIRS);
-    const float s = p.direction * turn.y, xa = x[a], xb = x[b];
-    y[a] = xa * turn.x - xb * s;
-    y[b] = xa * s + xb * turn.x;
+    const uint a = row * p.dim + p.first + (INTERLEAVED == 1 ? 2u * pair : pair);
+    const uint b = a + (INTERLEAVED == 1 ? 1u : ROPE_PAIRS);
+    const float s = p.direction * angle.y, xa = x[a], xb = x[b];
+    y[a] = xa * angle.x - xb * s;
+    y[b] = xa * s + xb * angle.x;
 }

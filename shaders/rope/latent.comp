@@ -70,7 +70,7 @@ layout(std430, set = 0, binding = AFTER + 2) writeonly buffer CacheV { uint v_ou
 #define RANK2 (RANK / 2)
 #define VALUES2 (VALUES / 2)
 
-vec2 turned(vec2 pair, uint i, int position) {
+vec2 rotate(vec2 pair, uint i, int position) {
 #if FACTORS
     const vec2 angle = rope_angle(i, position, factors[i]);
 #else
@@ -79,7 +79,7 @@ vec2 turned(vec2 pair, uint i, int position) {
     return vec2(pair.x * angle.x - pair.y * angle.y, pair.x * angle.y + pair.y * angle.x);
 }
 
-vec2 turned_key(uint token, uint i, int position) { return turned(kv[token * (RANK2 + ROT2) + RANK2 + i], i, position); }
+vec2 rotate_key(uint token, uint i, int position) { return rotate(kv[token * (RANK2 + ROT2) + RANK2 + i], i, position); }
 
 #if !LEGACY
 #define ROUNDS ((RANK2 + WG_SIZE - 1) / WG_SIZE)
@@ -99,7 +99,7 @@ void store_row(uint t, uint token, int position, bool stores) {
         const uint at = i * WG_SIZE + t;
         if (at < RANK2) k_out[row + at] = STORED(scale * latent[i] * norm[at]);
     }
-    for (uint i = t; i < ROT2; i += WG_SIZE) k_out[row + RANK2 + i] = STORED(turned_key(token, i, position));
+    for (uint i = t; i < ROT2; i += WG_SIZE) k_out[row + RANK2 + i] = STORED(rotate_key(token, i, position));
 }
 #endif
 
@@ -120,7 +120,7 @@ void main() {
 #endif
     if (pair < HEADS * ROT2) {
         const uint head = pair / ROT2, i = pair % ROT2;
-        q_pe[(token * HEADS + head) * ROT2 + i] = turned(q[(token * HEADS + head) * (NOPE2 + ROT2) + NOPE2 + i], i, position);
+        q_pe[(token * HEADS + head) * ROT2 + i] = rotate(q[(token * HEADS + head) * (NOPE2 + ROT2) + NOPE2 + i], i, position);
         return;
     }
 #if LEGACY
@@ -128,7 +128,7 @@ void main() {
     pair -= HEADS * ROT2;
     if (pair < HEADS * (NOPE2 + ROT2)) {
         const uint head = pair / (NOPE2 + ROT2), i = pair % (NOPE2 + ROT2);
-        const vec2 key = i < NOPE2 ? kv_heads[(token * HEADS + head) * (NOPE2 + VALUES2) + i] : turned_key(token, i - NOPE2, position);
+        const vec2 key = i < NOPE2 ? kv_heads[(token * HEADS + head) * (NOPE2 + VALUES2) + i] : rotate_key(token, i - NOPE2, position);
         k_out[ROW_OF(token, position, head, HEADS) * (NOPE2 + ROT2) + i] = STORED(key);
         return;
     }

@@ -111,7 +111,7 @@ void main() {
     if (first < Q_HEADS + KV_HEADS) {
         [[unroll]] for (uint i = 0u; i < ROUNDS; i++) {
             const uint slot = i * WG_SIZE + t;
-            if (slot < ROTATED) angles[i] = vec4(angle_of(2u * slot, position), angle_of(2u * slot + 1u, position));
+            if (slot < ROTATED_SLOTS) angles[i] = vec4(angle_of(2u * slot, position), angle_of(2u * slot + 1u, position));
         }
     }
 #endif
@@ -143,7 +143,7 @@ void main() {
             const uint slot = i * WG_SIZE + t;
             if (slot >= SLOTS) continue;
 #if ROPE_PAIRS
-            if (!value && slot < ROTATED) turn(a[i], b[i], angles[i]);
+            if (!value && slot < ROTATED_SLOTS) rotate(a[i], b[i], angles[i]);
 #endif
             const uvec2 at = places(slot);
             store(token, head, at.x, position, a[i]);

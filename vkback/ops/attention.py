@@ -40,7 +40,7 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_job import MatMulShape
 from vkback.ops.mat_mul_reg import units_stride
 from vkback.ops.op import OPS, cost_rule, register
-from vkback.ops.rope import FREQUENCY, turn_pairs
+from vkback.ops.rope import FREQUENCY, rotate_pairs
 from vkback.ops.rows import stored_rows
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
@@ -420,7 +420,7 @@ class AttnDecode(DecodeCases):
             (q,), (k,) = (OPS["RMS_NORM"].reference([x], params) for x in (q, k))
             q, k = q * np.asarray(rest.pop(0), np.float64), k * np.asarray(rest.pop(0), np.float64)
         cos, sin = np.moveaxis(np.asarray(angles, np.float64), -1, 0)
-        q, k = (turn_pairs(x, cos, sin, params["mode"]) for x in (q, k))
+        q, k = (rotate_pairs(x, cos, sin, params["mode"]) for x in (q, k))
         cache_k, cache_v = stored_rows(params, pos, (k, v), (cache_k, cache_v))
         out = OPS["FLASH_ATTN_EXT"].reference([q, cache_k, cache_v, pos, *rest], params)
         return [*out, cache_k, cache_v]
@@ -432,7 +432,7 @@ class AttnDecode(DecodeCases):
         if pos.shape != (1,):
             raise PlanError(f"[attention] {node.name}: ATTN_DECODE takes one token, got {pos}")
         if n_dims % 4:
-            raise PlanError(f"[attention] {node.name}: ATTN_DECODE turns pairs two by two, n_dims = {n_dims} is no multiple of 4")
+            raise PlanError(f"[attention] {node.name}: ATTN_DECODE rotates pairs two by two, n_dims = {n_dims} is no multiple of 4")
         roles = [*(["angles"] if n_dims else []), *(["q_norm", "k_norm"] if has_norm else [])]
         roles += ["sinks"] * (len(rest) - len(roles))
         fused: Defines = {"HAS_NORM": int(has_norm), "ROPE_PAIRS": n_dims // 2, "ROPE_NEOX": rope_angles.MODES[params["mode"]]}
@@ -449,7 +449,7 @@ class AttnDecode(DecodeCases):
         return Tolerance(1e-6, 5e-3, "the key is rounded to F16 after norm and RoPE in f32: one on the edge may go the other way (2^-11)")
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
-        """As of the plain chain, which turns its own angles."""
+        """As of the plain chain, which makes its own angles."""
         inputs = tuple(dataclasses.replace(t, type="F16") if t.kind == "state" else t for t in node.inputs)
         plain = dataclasses.replace(node, inputs=inputs, params={**node.params, "has_ff": False})
         return total(cost_rule(n).arithmetic(n, n_kv) for n in self.unfused(plain))

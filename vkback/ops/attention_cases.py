@@ -296,7 +296,7 @@ class DecodeCases(Op):
     ) -> Case:
         """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
 
-        n_dims  0: the head size; -1: nothing is turned
+        n_dims  0: the head size; -1: nothing is rotated
         """
         rope_angles.checked_mode(mode)
         kinds = cache_kinds(type_k, type_v, hd)
@@ -306,10 +306,10 @@ class DecodeCases(Op):
             names = ("cache_k", "cache_v")
             caches = tuple(Tensor(name, kind, (n_head_kv, n_ctx, hd), "state") for name, kind in zip(names, kinds, strict=True))
             seen = ((pos - 1,) if garbage else None, max(window - 1, 0))
-            turned = max(n_dims, 0) if n_dims else hd
+            rotated = max(n_dims, 0) if n_dims else hd
             weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("sinks", n_head)] if sinks else [])]
-            position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, turned // 2, 2), "input")
-            inputs = (qkv, position, *caches, *([angles] if turned else []))
+            position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, rotated // 2, 2), "input")
+            inputs = (qkv, position, *caches, *([angles] if rotated else []))
             inputs += tuple(Tensor(name, "F32", (size,), "weight") for name, size in weights)
             values: dict[str, Array] = {
                 "qkv": rng.standard_normal(qkv.shape, np.float32),
@@ -317,15 +317,15 @@ class DecodeCases(Op):
                 **{c.name: stored_cache(c.type, random_cache(rng, c.shape, *seen)) for c in caches},
                 **{name: rng.uniform(0.5, 1.5, size).astype(np.float32) for name, size in weights},
             }
-            factors = (rng.uniform(0.5, 1.5, turned // 2).astype(np.float32),) if ff else ()
+            factors = (rng.uniform(0.5, 1.5, rotated // 2).astype(np.float32),) if ff else ()
             params = {
-                **rope_angles.DEFAULTS, **rope, "mode": mode, "n_dims": turned, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim": hd,
+                **rope_angles.DEFAULTS, **rope, "mode": mode, "n_dims": rotated, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim": hd,
                 "scale": 1 / math.sqrt(hd), "has_norm": norm, "has_ff": ff, "window": window,
             }  # fmt: skip
             params |= cache_params(kinds)
             if norm:
                 params["eps"] = 1e-6
-            if turned:
+            if rotated:
                 made = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
                 values["angles"] = made[0].astype(np.float32)
             out = Tensor("kqv_out", y, (1, n_head * hd))

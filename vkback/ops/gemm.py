@@ -31,12 +31,12 @@ LEAST_DEPTH = 128
 
 @dataclass(frozen=True)
 class Product:
-    """y [n3 n2, m, n] = A B. turned: A lies as [k, m]; r2, r3: neighbouring batches (of n2, and outer ones) that share a matrix B."""
+    """y [n3 n2, m, n] = A B. transposed: A is [k, m]; r2, r3: neighbouring batches (of n2, and outer ones) that share a matrix B."""
 
     m: int
     n: int
     k: int
-    turned: bool = False
+    transposed: bool = False
     batches: int = 1
     n2: int = 1
     r2: int = 1
@@ -90,15 +90,15 @@ def multiplied(
     lanes, required, source = lanes_wanted(ctx, product)
     if lanes:
         vectors = vectors_of(product.m, lanes)
-        own: Defines = {"LANES": lanes, "VECTORS": vectors, "A_TURNED": int(product.turned)}
-        stride = product.m if product.turned else product.k
+        own: Defines = {"LANES": lanes, "VECTORS": vectors, "A_TRANSPOSED": int(product.transposed)}
+        stride = product.m if product.transposed else product.k
         push = pack_push(product.m, product.n, product.k, stride, 0, int(add), product.n2, product.r2, product.r3)
         args = (Arg(b), Arg(a), Arg(y, "rw" if add else "w"))
         return [_by_lanes(node, Variant("mul_mat/gemm_lanes.comp", _sorted(own), required), args, push, product, source)]
     splits, each = (1, ceil_div(product.k, depth) * depth) if add else splits_of(product, tile, depth)
     into = y if splits == 1 else Tensor(f"{y.name}.splits", "F32", (splits, product.m * product.n))
-    defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TURNED": int(product.turned)}
-    stride = product.m if product.turned else product.k
+    defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TRANSPOSED": int(product.transposed)}
+    stride = product.m if product.transposed else product.k
     push = pack_push(
         product.m, product.n, product.k, splits, each, stride, 0, int(add), 0, product.n2, product.r2, product.r3
     )
@@ -116,11 +116,11 @@ def multiplied_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor, y:
     k, n = w.shape
     tile, depth = tile_of(m, n), 32
     check_grid(node, Product(m, n, k), tile)
-    defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TURNED": 0, **decoder(w.type, ctx.caps)}
+    defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TRANSPOSED": 0, **decoder(w.type, ctx.caps)}
     parts = shards(w, ctx.caps)
     lanes, required, source = lanes_wanted(ctx, Product(m, n, k))
     if lanes:
-        own = {"LANES": lanes, "VECTORS": vectors_of(m, lanes), "A_TURNED": 0, **decoder(w.type, ctx.caps)}
+        own = {"LANES": lanes, "VECTORS": vectors_of(m, lanes), "A_TRANSPOSED": 0, **decoder(w.type, ctx.caps)}
         kernel = Variant("mul_mat/gemm_weight_lanes.comp", _sorted(own), required)
         made = []
         for i, part in enumerate(parts):

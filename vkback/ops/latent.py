@@ -2,13 +2,13 @@
 
     absorbed  (q F32 [n, heads, nope + rot], kv F32 [n, rank + rot], norm F32 [rank], pos I32 [n], cache_k F16 [1, n_ctx, rank + rot]
               [, factors F32 [rot / 2]]) -> q_pe F32 [n, heads, rot], cache_k
-              The latent is RMS-normed and stored with the turned key that all heads share.
+              The latent is RMS-normed and stored with the rotated key that all heads share.
     legacy    (q, kv, kv_heads F32 [n, heads * (nope + dim_v)], pos, cache_k F16 [heads, n_ctx, nope + rot],
               cache_v F16 [heads, n_ctx, dim_v] [, factors]) -> q_pe, cache_k, cache_v
               A head's K is its own part, then the shared key; its V comes behind its part of K.
 
     params    those of ROPE (mode "normal", n_dims = rot), legacy, has_ff; absorbed: eps; type_k, type_v: of caches that are not F16
-    q_pe is the turned part of Q; attention takes the rest from where it is (FLASH_ATTN_EXT with split_q).
+    q_pe is the rotated part of Q; attention takes the rest from where it is (FLASH_ATTN_EXT with split_q).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MlaRopeSetRows(Op):
         fits = fits and third.elements == (n * heads * (nope + values) if legacy else rank) and len(factors) == bool(params["has_ff"])
         if not fits or any(size % 2 for size in (nope, rot, rank, values)) or params["mode"] != "normal":
             raise PlanError(
-                f"[{self.name}] {node.name}: {q}, {kv}, {third} into {cache_k}: expected a turned part of {rot} values behind the rest of "
+                f"[{self.name}] {node.name}: {q}, {kv}, {third} into {cache_k}: expected a rotated part of {rot} values behind the rest of "
                 "a head and of a row, even widths, and mode normal"
             )
         pairs = heads * rot // 2 + (heads * (dim_k + values) // 2 if legacy else 0)

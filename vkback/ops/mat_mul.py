@@ -48,7 +48,7 @@ def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]
 
 def check(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None:
     """Raises PlanError, with what to do instead, where kernel, product and device do not fit together."""
-    if shape.way != "coop_mat" and (job.turned or job.x_factors is not None):
+    if shape.way != "coop_mat" and (job.transposed or job.x_factors is not None):
         raise PlanError(f"[mat_mul] {job.name}: only coop_mat reads weights the other way round, or has factors of columns")
     wanted = {"int_dot": "Q8_1", "f32": "F32", "coop_mat": "F16", "coop_reg": "F16"}[shape.way]
     if job.x.type != wanted:
@@ -86,7 +86,10 @@ def _check_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None
             ("a part of an F16 output has whole matrices", job.y.type == "F16" and (shape.warp_m >> glu) % depth),
             ("Q8_1 outputs are for int_dot", job.y.type == "Q8_1"),
             ("factors of columns stand where a bias would", job.x_factors is not None and (job.bias is not None or job.route is not None)),
-            ("turned, a tile has whole units of a dense weight in one shard, and makes F32", job.turned and not _turns(job, shape, caps)),
+            (
+                "transposed, a tile has whole units of a dense weight in one shard, and makes F32",
+                job.transposed and not _can_transpose(job, shape, caps),
+            ),
         )
         if there
     ]
@@ -94,7 +97,7 @@ def _check_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None
         raise PlanError(f"[mat_mul] {job.name}: coop_mat with {cut}: {'; '.join(wrong)}")
 
 
-def _turns(job: MatMul, shape: MatMulShape, caps: Capabilities) -> bool:
+def _can_transpose(job: MatMul, shape: MatMulShape, caps: Capabilities) -> bool:
     """Whether coop_mat can multiply by a weight the other way round."""
     plain = job.y.type == "F32" and job.route is None and not job.glu and job.y_row0 == 0 and len(job.w.shape) == 2
     return plain and shape.tile_m % UNIT == 0 and len(shards(job.w, caps)) == 1
@@ -107,7 +110,7 @@ def _coop_spec(job: MatMul, shape: MatMulShape, y_type: int, caps: Capabilities)
             (
                 shape.tile_m, shape.tile_n, shape.warp_m, shape.warp_n, shape.step_k, int(shape.fragments), int(job.route is not None),
                 int(job.bias is not None), int(job.residual is not None), GLU_KINDS[job.glu], y_type,
-                float_bits(job.alpha), float_bits(job.limit), int(job.turned), int(job.x_factors is not None),
+                float_bits(job.alpha), float_bits(job.limit), int(job.transposed), int(job.x_factors is not None),
             ),
             5,
         )
@@ -116,7 +119,7 @@ def _coop_spec(job: MatMul, shape: MatMulShape, y_type: int, caps: Capabilities)
 
 def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> list[Dispatch]:
     """A dispatch of shaders/mat_mul/coop_mat.comp, and with split-K one that adds up the parts."""
-    rows = job.m if job.route is not None or job.turned else shard.rows
+    rows = job.m if job.route is not None or job.transposed else shard.rows
     split = min(shape.split_k, ceil_div(job.k, UNIT))
     shape = dataclasses.replace(shape, split_k=split)
     glu = job.glu != ""
@@ -141,8 +144,8 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
         grid(job, shape, shard),
         "MUL_MAT" if job.route is None else "MUL_MAT_ID",
         job.name,
-        f"coop_mat{', weights turned' if job.turned else ''}: tiles of {shape.tile_m} x {shape.tile_n} x {shape.step_k}, {shape.warps} "
-        f"subgroups, {split} parts"
+        f"coop_mat{', transposed weights' if job.transposed else ''}: tiles of {shape.tile_m} x {shape.tile_n} x {shape.step_k}, "
+        f"{shape.warps} subgroups, {split} parts"
         + (f", stored as f16 {order_word(shape)}" if job.y.type == "F16" else ""),
         nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
         weight_bytes=weight_bytes(job, shard),
@@ -199,7 +202,7 @@ def push_words(job: MatMul, shape: MatMulShape, shard: Shard, x_stride: int, y_s
     grouped = job.route is not None
     return pack_push(
         *weight_push(job.w.type, shard.layout, job.w.shape[-1]),
-        job.m if grouped or job.turned else shard.rows,
+        job.m if grouped or job.transposed else shard.rows,
         job.k,
         job.n,
         column_tiles(job, shape.tile_n),
@@ -216,7 +219,7 @@ def push_words(job: MatMul, shape: MatMulShape, shard: Shard, x_stride: int, y_s
 
 def grid(job: MatMul, shape: MatMulShape, shard: Shard) -> tuple[int, int, int]:
     """Workgroups: row tiles times column tiles, spread over x and y, and the parts of a split-K product along z."""
-    rows = job.m if job.route is not None or job.turned else shard.rows
+    rows = job.m if job.route is not None or job.transposed else shard.rows
     tiles = ceil_div(rows, shape.tile_m) * column_tiles(job, shape.tile_n)
     y = ceil_div(tiles, MAX_GROUPS_X)
     return ceil_div(tiles, y), y, shape.split_k

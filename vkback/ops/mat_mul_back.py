@@ -22,7 +22,7 @@ from vkback.ops.dispatch import Dispatch
 from vkback.ops.gemm import Product, multiplied, multiplied_by_weight
 from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose_turned, lower_turned
+from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose_transposed, lower_transposed
 from vkback.ops.mat_vec_cases import MATRICES
 from vkback.ops.op import register
 from vkback.ops.peer import sized, tensor_type, type_word
@@ -36,7 +36,7 @@ def adds(node: Node, ctx: LowerContext) -> bool:
         return False
     if low_rank.is_factor(w, dy.shape[0], ctx):
         return not low_rank.makes_rank(w, back=True)
-    return choose_turned(w, dy.shape[0], ctx).shape is not None
+    return choose_transposed(w, dy.shape[0], ctx).shape is not None
 
 
 @register
@@ -69,9 +69,9 @@ class MulMatBack(Gradient):
         if before is not None and (before.shape != dx.shape or not adds(node, ctx)):
             raise PlanError(f"[{self.name}] {node.name}: {before} cannot be added to {dx} here; give the sum a node of its own")
         if is_coded(w):
-            choice = choose_turned(w, n, ctx)
+            choice = choose_transposed(w, n, ctx)
             if choice.shape is not None:
-                return [dataclasses.replace(d, op=self.name) for d in lower_turned(node.name, dy, w, dx, choice, ctx, before)]
+                return [dataclasses.replace(d, op=self.name) for d in lower_transposed(node.name, dy, w, dx, choice, ctx, before)]
             if low_rank.is_factor(w, n, ctx):
                 return low_rank.product(node, ctx, dy, w, dx, back=True, before=before)
             return multiplied_by_weight(node, ctx, dy, w, dx, n)
@@ -81,7 +81,7 @@ class MulMatBack(Gradient):
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         dy, w = node.inputs[:2]
-        if is_coded(w) and choose_turned(w, dy.shape[0], ctx).shape is not None:
+        if is_coded(w) and choose_transposed(w, dy.shape[0], ctx).shape is not None:
             return F16_TOLERANCE
         return Tolerance(1e-10, 2e-5, "f32 sums of products of values that either side holds exactly, times scales in f32")
 

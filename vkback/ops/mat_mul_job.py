@@ -57,12 +57,12 @@ class MatMulShape:
 
 @dataclass(frozen=True)
 class Heads:
-    """Where a product (coop_reg) stores heads of Q, K and V, those of Q and K turned (mode "normal").
+    """Where a product (coop_reg) stores heads of Q, K and V, those of Q and K rotated (mode "normal").
 
     q        F32 [n, n_head, head_dim]
     caches   of K and V, F16 [n_head_kv, n_ctx, head_dim]
     pos      I32 [n]: positions of the tokens; -1, or one outside the caches, stores nothing
-    angles   F32 [n, pairs, 2], as ROPE_ANGLES makes them; None: nothing is turned
+    angles   F32 [n, pairs, 2], as ROPE_ANGLES makes them; None: nothing is rotated
     """
 
     q: Tensor
@@ -82,15 +82,15 @@ class Heads:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a head that are turned."""
+        """Pairs of a head that are rotated."""
         return self.angles.shape[-2] if self.angles is not None else 0
 
 
 @dataclass(frozen=True)
 class MatMul:
-    """y = x w^T, or with `turned` y = x w, and what is done to it before it is stored.
+    """y = x w^T, or with `transposed` y = x w, and what is done to it before it is stored.
 
-    w         weight [m, k], or [n_expert, m, k] with a route; turned: [k, m]
+    w         weight [m, k], or [n_expert, m, k] with a route; transposed: [k, m]
     x         F32 or Q8_1 [rows, k], or F16 as `packed` has it; with a route a row a token (x_shared slots share it) or a row a slot
               (x_shared 1)
     y         F32 or Q8_1 [n, rows_total], or F16 as `packed` has it; rows y_row0.. are this product's
@@ -126,7 +126,7 @@ class MatMul:
     out_scale: float = 1.0
     label: str = ""
     x_factors: Tensor | None = None
-    turned: bool = False
+    transposed: bool = False
     units: Tensor | None = None
     units_norm: Tensor | None = None
     squares_made: Tensor | None = None
@@ -141,13 +141,13 @@ class MatMul:
 
     @property
     def m(self) -> int:
-        """Values of a row of y: weight rows of the matrix, or of one expert; turned: values of a weight row."""
-        return self.w.shape[-1] if self.turned else self.w.shape[-2]
+        """Values of a row of y: weight rows of the matrix, or of one expert; transposed: values of a weight row."""
+        return self.w.shape[-1] if self.transposed else self.w.shape[-2]
 
     @property
     def k(self) -> int:
         """Terms of a sum."""
-        return self.w.shape[-2] if self.turned else self.w.shape[-1]
+        return self.w.shape[-2] if self.transposed else self.w.shape[-1]
 
     @property
     def name(self) -> str:

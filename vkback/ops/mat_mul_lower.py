@@ -117,7 +117,7 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     return MatMulChoice(_by_matrices(choice, matrix, ctx, split=node.experts == "none"), choice.source)
 
 
-def choose_turned(w: Tensor, n: int, ctx: LowerContext) -> MatMulChoice:
+def choose_transposed(w: Tensor, n: int, ctx: LowerContext) -> MatMulChoice:
     """The kernel for gradients [n, m] times a stored weight [m, k], by the tables' rows for a weight [k, m]. Only with act "f16"; shape
     None: f32."""
     matrix = matrix_shape(ctx.caps) if ctx.act == "f16" and _matrices_allowed(w, ctx) else None
@@ -132,13 +132,13 @@ def choose_turned(w: Tensor, n: int, ctx: LowerContext) -> MatMulChoice:
     return MatMulChoice(_by_matrices(choice, matrix, ctx), choice.source)
 
 
-def lower_turned(
+def lower_transposed(
     name: str, dy: Tensor, w: Tensor, dx: Tensor, choice: MatMulChoice, ctx: LowerContext, before: Tensor | None = None
 ) -> list[Dispatch]:
     """The dispatches of dx [n, k] = dy [n, m] w [m, k] [+ before] by matrices."""
     assert choice.shape is not None
     packing, x, factors = _packed_by_rows(dy, dy.shape[0], choice.shape, ctx)
-    job = MatMul(w, x, dx, dy.shape[0], residual=before, x_factors=factors, turned=True, label=name)
+    job = MatMul(w, x, dx, dy.shape[0], residual=before, x_factors=factors, transposed=True, label=name)
     return [packing, *(dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in lower(job, choice.shape, ctx.caps))]
 
 

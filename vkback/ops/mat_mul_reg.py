@@ -118,7 +118,7 @@ def makes_units(w: Tensor, shape: MatMulShape, caps: Capabilities) -> bool:
 
 def stores_heads(w: Tensor, row0: int, head_dim: int, pairs: int, shape: MatMulShape, caps: Capabilities) -> bool:
     """Whether the product with a weight, which makes heads from row `row0` of all of them on, can turn `pairs` pairs of them and store them
-    itself: four rows of a thread lie in one head, and all or none of their pairs are turned."""
+    itself: four rows of a thread lie in one head, and all or none of their pairs are rotated."""
     fours = not (w.shape[0] | row0 | head_dim) % 4 and not pairs % 2
     return shape.way == "coop_reg" and fours and len(shards(w, caps)) == 1
 
@@ -178,7 +178,7 @@ def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
         "MUL_MAT",
         job.name,
         f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.warps} subgroups share a row"
-        + (", stored as f16 units" if units else ", turned and stored" if heads is not None else ""),
+        + (", stored as f16 units" if units else ", rotated and stored" if heads is not None else ""),
         nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
         weight_bytes=weight_bytes(job, shard),
         flops=2 * shard.rows * job.k * job.n,

@@ -21,7 +21,7 @@ from vkback.ops.mat_vec_cases import REGISTERS, known_type
 from vkback.ops.mat_vec_node import MatVecNode, weight
 from vkback.ops.op import OPS, Op, register
 from vkback.ops.peer import type_word
-from vkback.ops.rope import FREQUENCY, YARN, turn_pairs
+from vkback.ops.rope import FREQUENCY, YARN, rotate_pairs
 from vkback.ops.rows import cache_tolerance, set_rows
 
 
@@ -41,7 +41,7 @@ def stored_by_products(parts: Sequence[Node], store: Node, ctx: LowerContext) ->
 
 
 def fused(parts: Sequence[Node], store: Node, angles: Tensor | None) -> Node:
-    """The node that stands for products and store. angles: those of `store`; None where it turns nothing."""
+    """The node that stands for products and store. angles: those of `store`; None where it rotates nothing."""
     made = {t.name for part in parts for t in part.outputs}
     read = {t.name: t for node in (*parts, store) for t in node.inputs if t.name not in made}
     inputs = (*read.values(), *([angles] if angles is not None else []))
@@ -50,7 +50,7 @@ def fused(parts: Sequence[Node], store: Node, angles: Tensor | None) -> Node:
 
 @register
 class MatVecRopeSetRows(Op):
-    """MAT_VEC_ROPE_SET_ROWS(all that `parts` and `store` read [, angles F32 [n, n_dims / 2, 2]]) -> (q turned F32 [n, heads, d], cache_k,
+    """MAT_VEC_ROPE_SET_ROWS(all that `parts` and `store` read [, angles F32 [n, n_dims / 2, 2]]) -> (q rotated F32 [n, heads, d], cache_k,
     cache_v).
 
     params  parts: the MAT_VEC nodes that fill one packed tensor with the heads of Q, K and V; store: the QKV_ROPE_SET_ROWS of it. The
@@ -63,7 +63,7 @@ class MatVecRopeSetRows(Op):
     weight_type = "type_a"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        """Turned by the angles, as the kernel does it."""
+        """Rotated by the angles, as the kernel does it."""
         parts, store = params["parts"], params["store"]
         n_dims, heads, kv, dim = (store.params[key] for key in ("n_dims", "n_head", "n_head_kv", "head_dim"))
         values = dict(zip(_read(params), inputs[: len(inputs) - bool(n_dims)], strict=True))
@@ -71,7 +71,7 @@ class MatVecRopeSetRows(Op):
         q, k, v = np.split(np.concatenate(rows, axis=-1).reshape(len(rows[0]), heads + 2 * kv, dim), (heads, heads + kv), axis=1)
         if n_dims:
             cos, sin = np.moveaxis(np.asarray(inputs[-1], np.float64), -1, 0)
-            q, k = (turn_pairs(x, cos, sin, "normal") for x in (q, k))
+            q, k = (rotate_pairs(x, cos, sin, "normal") for x in (q, k))
         pos, *caches = (values[t.name] for t in store.inputs[1:4])
         return [q, *(set_rows(x, pos, cache) for x, cache in zip((k, v), caches, strict=True))]
 
@@ -116,13 +116,13 @@ class MatVecRopeSetRows(Op):
         behind the caches' end.
 
         split   the rows of Q are a product, those of K and V another
-        n_dims  0: the head size, -1: nothing is turned
+        n_dims  0: the head size, -1: nothing is rotated
         given   of FREQUENCY
         """
         quant = known_type(type_a)
         q_rows, kv_rows = n_head * head_dim, 2 * n_head_kv * head_dim
         rows = [q_rows, kv_rows] if split else [q_rows + kv_rows]
-        turned = max(n_dims or head_dim, 0)
+        rotated = max(n_dims or head_dim, 0)
 
         def make(rng: np.random.Generator) -> Problem:
             x, pos = Tensor("x", "F32", (n, k), "input"), Tensor("pos", "I32", (n,), "input")
@@ -142,11 +142,11 @@ class MatVecRopeSetRows(Op):
                     values[f"bias{i}"] = rng.uniform(-1, 1, m).astype(np.float32)
                 roles = ("w", "x", "bias")[: len(inputs)]
                 parts.append(Node("MAT_VEC", tuple(inputs), (packed,), {"roles": roles, "row0": sum(rows[:i]), "rows_total": sum(rows)}))
-            params = {**rope_angles.DEFAULTS, **given, "n_dims": turned, "has_norm": False, "has_ff": False, "packed": True}
+            params = {**rope_angles.DEFAULTS, **given, "n_dims": rotated, "has_norm": False, "has_ff": False, "packed": True}
             params |= {"n_head": n_head, "n_head_kv": n_head_kv, "head_dim": head_dim}
             outputs = (Tensor("q_out", "F32", (n, n_head, head_dim)), *caches)
             store = Node("QKV_ROPE_SET_ROWS", (packed, pos, *caches), outputs, params)
-            angles = Tensor("angles", "F32", (n, turned // 2, 2), "input") if turned else None
+            angles = Tensor("angles", "F32", (n, rotated // 2, 2), "input") if rotated else None
             if angles:
                 values["angles"] = OPS["ROPE_ANGLES"].reference([values["pos"]], params)[0].astype(np.float32)
             return Problem(fused(parts, store, angles), values)

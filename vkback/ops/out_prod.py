@@ -68,7 +68,7 @@ class OutProd(Op):
         add = len(node.inputs) > 2
         if b_k != k or n3 % a3 or n2 % a2 or y_shape != (n3, n2, n, m) or (add and node.inputs[2].name != y.name):
             raise PlanError(f"[{self.name}] {node.name}: {a} and {b} to {y}: they do not fit")
-        product = Product(n, m, k, turned=True, batches=n3 * n2, n2=n2, r2=n2 // a2, r3=n3 // a3)
+        product = Product(n, m, k, transposed=True, batches=n3 * n2, n2=n2, r2=n2 // a2, r3=n3 // a3)
         if k <= FEW and n <= 8 * MAX_GROUPS_X and n3 * n2 <= MAX_GROUPS_X:
             return [*copies, self._of_few(node, ctx, a, b, product, add)]
         if n3 * n2 == 1 and len(a.shape) == 2 and low_rank.is_narrow(k, max(m, n), min(m, n), ctx):

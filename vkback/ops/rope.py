@@ -67,8 +67,8 @@ def _yarn_pair(turns: float, params: Mapping[str, Any]) -> float:
     return float(params["n_dims"] * math.log(wavelength) / (2 * math.log(params["freq_base"])))
 
 
-def turn_pairs(x: Array, cos: Array, sin: Array, mode: str) -> Array:
-    """x [n, heads, head_dim] with its first pairs, paired as `mode` says, turned by cos and sin [n, pairs]: "normal" pairs values 2i and
+def rotate_pairs(x: Array, cos: Array, sin: Array, mode: str) -> Array:
+    """x [n, heads, head_dim] with its first pairs, paired as `mode` says, rotated by cos and sin [n, pairs]: "normal" pairs values 2i and
     2i + 1, "neox" i and i + n_dims/2."""
     pairs = cos.shape[-1]
     a, b = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if mode == "normal" else (slice(0, pairs), slice(pairs, 2 * pairs))
@@ -130,10 +130,10 @@ def _check_factors(node: Node, factors: Sequence[Tensor]) -> None:
 
 @register
 class Rope(Op):
-    """ROPE(x [n, heads, head_dim], pos I32 [n] [, factors F32 [n_dims / 2]]) -> x with the first n_dims values of each head turned.
+    """ROPE(x [n, heads, head_dim], pos I32 [n] [, factors F32 [n_dims / 2]]) -> x with the first n_dims values of each head rotated.
 
     params  mode "normal" | "neox", n_dims, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow, n_ctx_orig
-    The factors divide the frequencies. n_dims 0 turns nothing.
+    The factors divide the frequencies. n_dims 0 rotates nothing.
     """
 
     name = "ROPE"
@@ -141,14 +141,14 @@ class Rope(Op):
     further = FREQUENCY
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
-        """Of a value that is turned two products, half of the two that give its pair's angle, and one of the pair's sine and cosine; of a
+        """Of a value that is rotated two products, half of the two that give its pair's angle, and one of the pair's sine and cosine; of a
         pair the division by its frequency factor, where there are any. Angles are counted for every head anew; YaRN's blend is not."""
         x, _, *factors = node.inputs
-        turned = x.elements // x.shape[-1] * int(node.params["n_dims"])
-        return {"fmul": 3 * turned, "fsin": turned} | ({"fdiv": turned // 2} if factors else {})
+        rotated = x.elements // x.shape[-1] * int(node.params["n_dims"])
+        return {"fmul": 3 * rotated, "fsin": rotated} | ({"fdiv": rotated // 2} if factors else {})
 
     def backward(self, node: Node, dy: Tensor, tape: Tape) -> Sequence[Tensor | None]:
-        """Turned back."""
+        """Rotated back."""
         x, *others = node.inputs
         return [tape.emit("ROPE_BACK", x, (dy, *others), **node.params), *(None for _ in others)]
 
@@ -159,7 +159,7 @@ class Rope(Op):
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x, pos, *factors = inputs
         angles, magnitude = reference_angles(pos, factors[0] if factors else None, params)
-        return [turn_pairs(np.asarray(x, np.float64), np.cos(angles) * magnitude, np.sin(angles) * magnitude, params["mode"])]
+        return [rotate_pairs(np.asarray(x, np.float64), np.cos(angles) * magnitude, np.sin(angles) * magnitude, params["mode"])]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, pos, *factors = node.inputs
@@ -232,7 +232,7 @@ def rotation_tolerance(*, factors: bool) -> Tolerance:
 @register
 class RopeAngles(Op):
     """ROPE_ANGLES(pos I32 [n] [, factors F32 [n_dims / 2]]) -> F32 [n, n_dims / 2, 2]: cosine and sine by which ROPE with the same params
-    turns each pair of dimensions, times its magnitude."""
+    rotates each pair of dimensions, times its magnitude."""
 
     name = "ROPE_ANGLES"
     further = FREQUENCY
@@ -244,8 +244,8 @@ class RopeAngles(Op):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         pos, *factors = inputs
-        turned, magnitude = reference_angles(pos, factors[0] if factors else None, params)
-        return [magnitude * np.stack([np.cos(turned), np.sin(turned)], -1)]
+        rotated, magnitude = reference_angles(pos, factors[0] if factors else None, params)
+        return [magnitude * np.stack([np.cos(rotated), np.sin(rotated)], -1)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         pos, *factors = node.inputs
@@ -307,9 +307,9 @@ def frequency_factors(n_dims: int, fast: float) -> Array:
 @register
 class QkvRopeSetRows(Op):
     """QKV_ROPE_SET_ROWS(q [n, heads, d], k, v [n, kv_heads, d], pos, cache_k, cache_v [, q_norm, k_norm F32 [d]] [, factors]) ->
-    (q turned F32 [n, heads, d], cache_k, cache_v).
+    (q rotated F32 [n, heads, d], cache_k, cache_v).
 
-    params  those of ROPE (n_dims 0: q and k are not turned); has_norm, eps: heads of q and k are RMS-normed and multiplied first; has_ff;
+    params  those of ROPE (n_dims 0: q and k are not rotated); has_norm, eps: heads of q and k are RMS-normed and multiplied first; has_ff;
             type_k, type_v: of caches that are not F16;
             packed: q, k, v are one tensor [n, (heads + 2 kv_heads) d], with n_head, n_head_kv, head_dim
     """
@@ -379,7 +379,7 @@ class QkvRopeSetRows(Op):
         n_dims: int = 0, seed: int = 17, type_k: str = "f16", type_v: str = "f16", **given: Any,
     ) -> Case:
         """Caches of 16 positions holding values already; tokens from position 3 on, the last of several being padding. n_dims: 0: the head
-        size, -1: nothing is turned. given: of FREQUENCY."""
+        size, -1: nothing is rotated. given: of FREQUENCY."""
         rope_angles.checked_mode(mode)
         given = {**({"n_dims": n_dims} if n_dims else {}), **given}
         heads, kv_heads, dim = n_head, n_head_kv, head_dim
@@ -444,6 +444,6 @@ class QkvRopeSetRows(Op):
             chain += [Node("RMS_NORM_MUL", (t, w), (y,), eps) for t, w, y in zip((q, k), extra[:2], normed, strict=True)]
             (q, k), extra = normed, extra[2:]
         params = {key: node.params[key] for key in rope_angles.PARAMS}
-        turned = Tensor(f"{k.name}.turned", "F32", k.shape)
-        chain += [Node("ROPE", (q, pos, *extra), (out,), params), Node("ROPE", (k, pos, *extra), (turned,), params)]
-        return [*chain, *stores_of((turned, v), pos, (cache_k, cache_v))]
+        rotated = Tensor(f"{k.name}.rotated", "F32", k.shape)
+        chain += [Node("ROPE", (q, pos, *extra), (out,), params), Node("ROPE", (k, pos, *extra), (rotated,), params)]
+        return [*chain, *stores_of((rotated, v), pos, (cache_k, cache_v))]

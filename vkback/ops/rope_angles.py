@@ -21,7 +21,7 @@ DEFAULTS: Mapping[str, Any] = {
 """Parameters of a model without YaRN; n_dims comes with the heads."""
 
 PARAMS = ("n_dims", *DEFAULTS)
-"""Params of ROPE, and of every op that turns heads or makes the angles for it."""
+"""Params of ROPE, and of every op that rotates heads or makes the angles for it."""
 
 
 def checked_mode(mode: str) -> str:
@@ -63,17 +63,17 @@ def mscale(params: Mapping[str, Any]) -> float:
     return factor
 
 
-def turns(params: Mapping[str, Any]) -> list[int]:
+def fixed_point(params: Mapping[str, Any]) -> list[int]:
     """Frequencies in turns a position, as 64-bit fractions of a turn."""
     return [round(float(f) / (2 * math.pi) * 2**64) % 2**64 for f in frequencies(params)]
 
 
 def defines(params: Mapping[str, Any]) -> dict[str, str]:
     """The defines of shaders/rope/rope.glsl. params: those of `frequencies`, and mode ("normal" or "neox") and attn_factor."""
-    table = turns(params)
+    table = fixed_point(params)
     return {
         "ROPE_PAIRS": str(len(table)),
-        "ROPE_TURNS": ",".join(f"uvec2({t >> 32}u,{t & 0xFFFFFFFF}u)" for t in table),
+        "ROPE_FREQUENCIES": ",".join(f"uvec2({t >> 32}u,{t & 0xFFFFFFFF}u)" for t in table),
         "ROPE_MSCALE": repr(np.float32(mscale(params)).item()),
         "ROPE_NEOX": str(MODES[params["mode"]]),
     }

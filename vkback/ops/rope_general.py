@@ -1,7 +1,7 @@
 """ROPE_EXT and ROPE_BACK (shaders/rope/general.comp): RoPE of every mode, for lines of test-backend-ops about ROPE and ROPE_BACK.
 
     ROPE_EXT  x of any float type [batches, n, heads, dim], pos I32 [n], or [4 n] with several positions a token
-              [, factors F32 [pairs]] -> x turned
+              [, factors F32 [pairs]] -> x rotated
               params: mode, n_dims, first, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow, n_ctx_orig
               [, sections, within, back]
 
@@ -9,9 +9,9 @@
             mrope: as neox; a pair takes the position (time, height, width, other) of the section it is in, `sections` being counts of
             pairs that repeat        imrope: as mrope, but sections take every third pair in turn, up to three times their count
             vision: pairs i and i + n_dims, n_dims of them, and every section begins with the fastest frequency
-    first   value of a head from which on n_dims of them are turned
-    within  View of x that is turned in place, the output being x
-    back    turns the other way, as the gradient does
+    first   value of a head from which on n_dims of them are rotated
+    within  View of x that is rotated in place, the output being x
+    back    rotates the other way, as the gradient does
 
 ROPE of rope.py is what models run.
 """
@@ -46,7 +46,7 @@ MODES = {0: "normal", 2: "neox", 8: "mrope", 24: "vision", 40: "imrope"}
 
 
 def pairs_of(params: Mapping[str, Any]) -> int:
-    """Pairs of a head that are turned."""
+    """Pairs of a head that are rotated."""
     return int(params["n_dims"]) // (1 if params["mode"] == "vision" else 2)
 
 
@@ -117,10 +117,10 @@ class RopeExt(Op):
         within = node.params.get("within")
         if within is not None:
             x = node.inputs[0]
-            before, after = (Tensor(f"{node.name}.{name}", "F32", within.shape) for name in ("taken", "turned"))
+            before, after = (Tensor(f"{node.name}.{name}", "F32", within.shape) for name in ("taken", "rotated"))
             rest = {key: value for key, value in node.params.items() if key != "within"}
-            turned = self.lower(Node(node.op, (before, *node.inputs[1:]), (after,), rest), ctx)
-            return [copied(x, before, node, ctx, source=within), *turned, copied(after, x, node, ctx, target=within)]
+            rotated = self.lower(Node(node.op, (before, *node.inputs[1:]), (after,), rest), ctx)
+            return [copied(x, before, node, ctx, source=within), *rotated, copied(after, x, node, ctx, target=within)]
         if is_general(node):
             return lowered(self, node, ctx)
         x, pos, *factors = node.inputs
@@ -134,16 +134,17 @@ class RopeExt(Op):
             raise PlanError(f"[{self.name}] {node.name}: frequency factors {factors[0]}: expected {pairs}")
         sectors = [sector_of(pair, params) for pair in range(pairs)]
         keep = ramp(params)
-        turns = []
+        frequencies = []
         for (_, power), k in zip(sectors, keep, strict=True):
             frequency = params["freq_base"] ** (-2.0 * power / params["n_dims"]) * (params["freq_scale"] * (1.0 - k) + k)
-            turns.append(round(frequency / (2 * math.pi) * 2**64) % 2**64)
+            frequencies.append(round(frequency / (2 * math.pi) * 2**64) % 2**64)
         threads = batches * n * heads * (dim - pairs)
         choice = ctx.tuning.pick("elementwise", elements=threads)
         wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
         defines: dict[str, str | int] = {
-            "WG_SIZE": wg, "NEIGHBOURS": int(params["mode"] == "normal"), "WHICH": ",".join(f"{number}u" for number, _ in sectors),
-            "FACTORS": len(factors), "ROPE_PAIRS": pairs, "ROPE_TURNS": ",".join(f"uvec2({t >> 32}u,{t & 0xFFFFFFFF}u)" for t in turns),
+            "WG_SIZE": wg, "INTERLEAVED": int(params["mode"] == "normal"), "PAIR_POSITION": ",".join(f"{number}u" for number, _ in sectors),
+            "FACTORS": len(factors), "ROPE_PAIRS": pairs,
+            "ROPE_FREQUENCIES": ",".join(f"uvec2({t >> 32}u,{t & 0xFFFFFFFF}u)" for t in frequencies),
         }  # fmt: skip
         return [
             Dispatch(
@@ -166,7 +167,7 @@ class RopeExt(Op):
     ) -> Case:
         """Positions below n_ctx; fs, ef, af: freq_scale, ext_factor and attn_factor, YaRN's context being nothing, as the peer has it. ff:
         with frequency factors. v: x is a view of a larger tensor, of the first of its values (1) or between others (2). n_dims of vision
-        counts all values that are turned."""
+        counts all values that are rotated."""
         kind, shape = one_of_types(type, ("F32", "F16", "BF16")), shape_of(ne_a, "ne_a")
         if mode not in MODES:
             raise CaseLineError(f"mode={mode}: expected one of {', '.join(f'{number} ({name})' for number, name in MODES.items())}")
@@ -227,7 +228,7 @@ class RopeExt(Op):
 
 @register
 class RopeBack(RopeExt, Gradient):
-    """ROPE_BACK(dy, pos [, factors]): ROPE_EXT, or ROPE with dy [n, heads, head_dim] and its params, turned back."""
+    """ROPE_BACK(dy, pos [, factors]): ROPE_EXT, or ROPE with dy [n, heads, head_dim] and its params, rotated back."""
 
     name = "ROPE_BACK"
 
