@@ -65,8 +65,8 @@ def cut_of(text: str, way: Way, device: Device) -> MatMulShape:
     matrix = matrix_shape(device.caps)
     if matrix is None:
         raise PlanError(f"[bench] {device.caps.name} has no cooperative matrices")
-    warps = m // max(warp_m, 1) * (n // max(warp_n, 1))
-    return MatMulShape(way, m, n, k, warps, split, warp_m, warp_n, matrix, bool(match[6]))
+    subgroups = m // max(warp_m, 1) * (n // max(warp_n, 1))
+    return MatMulShape(way, m, n, k, subgroups, split, warp_m, warp_n, matrix, bool(match[6]))
 
 
 @dataclasses.dataclass

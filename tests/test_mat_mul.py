@@ -147,7 +147,7 @@ def run_spec(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerConte
     rng = np.random.default_rng(zlib.crc32(str(spec).encode()))
     shape = shape or default_shape(spec.way, spec.n, device.caps)
     if spec.out == "Q8_1":
-        shape = dataclasses.replace(shape, tile_m=shape.warps * lanes_for(device.caps)[0] * (8 if spec.glu else 4))
+        shape = dataclasses.replace(shape, tile_m=shape.subgroups * lanes_for(device.caps)[0] * (8 if spec.glu else 4))
     grouped = bool(spec.ids)
     w = weight("w", spec.quant, (spec.experts, spec.m, spec.k) if grouped else (spec.m, spec.k))
     slots = spec.n * spec.used if grouped else spec.n

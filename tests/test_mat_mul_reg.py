@@ -65,7 +65,7 @@ def unit_place(column: int, k: int, stride: int, shape: MatMulShape, lanes: int)
 def test_every_value_has_a_place_of_its_own() -> None:
     """All places of a packed tensor are used, each once, for NVIDIA's order of rows and llvmpipe's."""
     for matrix, t, lanes in (((16, 16, 16), 4, 32), ((16, 8, 16), 4, 32), ((8, 8, 8), 8, 8)):
-        shape = MatMulShape("coop_reg", 16, 16, warps=1, warp_m=16, matrix=matrix, row_lanes=t)
+        shape = MatMulShape("coop_reg", 16, 16, subgroups=1, warp_m=16, matrix=matrix, row_lanes=t)
         caps = dataclasses.replace(H200.caps, subgroup_size=lanes)
         tensor = mat_mul_reg.packed_units("x", 5, 300, shape)
         stride = mat_mul_reg.units_stride(300, shape, caps)
@@ -81,7 +81,7 @@ def test_packing(k: int, factor: float, norm: bool, device: Device, kernels: Sha
     """Runs everywhere: packing itself needs no matrices. The order is that of matrices of 8x8x8 on a CPU driver, of 16x16x16 elsewhere."""
     caps, n = device.caps, 5
     matrix, t = ((8, 8, 8), 8) if caps.subgroup_size == 8 else ((16, 16, 16), 4)
-    shape = MatMulShape("coop_reg", 16, 16, warps=1, warp_m=16, matrix=matrix, row_lanes=t)
+    shape = MatMulShape("coop_reg", 16, 16, subgroups=1, warp_m=16, matrix=matrix, row_lanes=t)
     rng = np.random.default_rng(5)
     values = rng.standard_normal((n, k)).astype(np.float32)
     scale = rng.uniform(0.5, 2, k).astype(np.float32)
@@ -116,7 +116,7 @@ def test_packing_tells_what_f16_cannot_hold(
     """One value among others of 1, on every device."""
     caps, n, k = device.caps, 3, 300
     matrix, t = ((8, 8, 8), 8) if caps.subgroup_size == 8 else ((16, 16, 16), 4)
-    shape = MatMulShape("coop_reg", 16, 16, warps=1, warp_m=16, matrix=matrix, row_lanes=t)
+    shape = MatMulShape("coop_reg", 16, 16, subgroups=1, warp_m=16, matrix=matrix, row_lanes=t)
     values = np.random.default_rng(6).uniform(-1, 1, (n, k)).astype(np.float32)
     values[2, 299] = value
     seen: dict[str, float] = {}

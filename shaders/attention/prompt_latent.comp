@@ -40,8 +40,8 @@ layout(std430, set = 0, binding = 6) readonly buffer QPe { vec4 q_pe4[]; };
 
 const float LOWEST = -1.0e37;  // above MASKED: exp2(MASKED - maximum) is then 0 in a row that has not seen anything yet
 
-const uint WARPS = WG / SG, MQ = 1;
-const uint TILE_Q = WARPS / PARTS * FM;
+const uint SUBGROUPS = WG / SG, MQ = 1;
+const uint TILE_Q = SUBGROUPS / PARTS * FM;
 const uint ELEMENTS = FM * FN / SG;                          // of a sum matrix, per lane
 const uint NK = (HD + FK * PARTS - 1) / (FK * PARTS);        // matrices of a query that a subgroup holds
 const uint NO = (VD + FN * PARTS - 1) / (FN * PARTS);        // and of its sum
@@ -52,10 +52,10 @@ const uint NS = ROWS / FN, NP = ROWS / FK;                   // matrices of scor
 const uint PIECES = (ROWS * (WIDTH / 8) + WG - 1) / WG;
 const uint MAX_PITCH = FN / 4 + 1, SCORE_PITCH = ROWS / 4 + 1, STAGE_PITCH = FN / 4 + 1;
 const uint SCORE_WORDS = FM * SCORE_PITCH;                   // the scores that one subgroup contributes
-const uint BLOCK_WORDS = (ROWS > FM ? ROWS : FM) * PITCH, STAGE_WORDS = WARPS * FM * MAX_PITCH;
+const uint BLOCK_WORDS = (ROWS > FM ? ROWS : FM) * PITCH, STAGE_WORDS = SUBGROUPS * FM * MAX_PITCH;
 
 shared uvec4 kv_rows[BLOCK_WORDS > STAGE_WORDS ? BLOCK_WORDS : STAGE_WORDS];
-shared vec4 score_parts[WARPS * SCORE_WORDS];
+shared vec4 score_parts[SUBGROUPS * SCORE_WORDS];
 
 MATRIX_A query[NK];
 MATRIX_SUM sums[NO];
@@ -79,7 +79,7 @@ vec4 query_quad(uint row, uint i) {
 
 // Loads the queries as matrices, for one group of PARTS subgroups at a time.
 void load_queries(uint query0) {
-    [[unroll]] for (uint group = 0; group < WARPS / PARTS; group++) {
+    [[unroll]] for (uint group = 0; group < SUBGROUPS / PARTS; group++) {
         barrier();
         for (uint at = gl_LocalInvocationIndex; at < FM * (WIDTH / 8); at += WG) {
             const uint row = at / (WIDTH / 8), word = at % (WIDTH / 8), i = query0 + group * FM + row;

@@ -52,8 +52,8 @@ const uint ROW_QUADS = HD / 4;
 
 const float LOWEST = -1.0e37;  // above MASKED: exp2(MASKED - maximum) is then 0 in a row that has not seen anything yet
 
-const uint WARPS = WG / SG;
-const uint TILE_Q = WARPS * MQ * FM;
+const uint SUBGROUPS = WG / SG;
+const uint TILE_Q = SUBGROUPS * MQ * FM;
 const uint ELEMENTS = FM * FN / SG;           // of a sum matrix, per lane
 const uint ALIGN = FN > FK ? FN : FK;
 const uint WIDTH = (HD + ALIGN - 1) / ALIGN * ALIGN;
@@ -62,13 +62,13 @@ const uint ROW_WORDS = HD / 8;
 const uint NK = WIDTH / FK, NO = WIDTH / FN;  // matrices along a query, along its sum
 const uint NS = ROWS / FN, NP = ROWS / FK;    // matrices of scores, of weights
 const uint PIECES = (ROWS * (WIDTH / 8) + WG - 1) / WG;
-const uint Q_ROWS = WARPS * FM;
+const uint Q_ROWS = SUBGROUPS * FM;
 const uint KV_WORDS = (2 * ROWS > Q_ROWS ? 2 * ROWS : Q_ROWS) * PITCH;
 const uint STAGE_COLS = OUT_TYPE == OUT_Q8_1 ? 32 : 16, STAGED = STAGE_COLS / FN;  // columns staged for a store, and their matrices
 const uint MAX_PITCH = FN / 4 + 1, P_PITCH = ROWS / 8 + 1, STAGE_PITCH = STAGE_COLS / 4 + 1;
 const uint MAX_WORDS = FM * MAX_PITCH, P_WORDS = FM * P_PITCH, STAGE_WORDS = FM * STAGE_PITCH;
 const uint SCRATCH = MAX_WORDS > P_WORDS ? MAX_WORDS : P_WORDS;
-const uint ALL_STAGES = WARPS * (STAGE_WORDS > MAX_WORDS ? STAGE_WORDS : MAX_WORDS);
+const uint ALL_STAGES = SUBGROUPS * (STAGE_WORDS > MAX_WORDS ? STAGE_WORDS : MAX_WORDS);
 
 // Lanes that share a row when its maximum or sum is found.
 const uint SHARE = SG / FM < 1 ? 1 : SG / FM > FN / 4 ? FN / 4 : SG / FM;
@@ -76,7 +76,7 @@ const uint SHARE = SG / FM < 1 ? 1 : SG / FM > FN / 4 ? FN / 4 : SG / FM;
 const uint OUT_WORDS = ALL_STAGES + (OUT_TYPE == OUT_FRAGMENTS ? TILE_Q * PITCH : 0);  // results in f32, then packed ones
 
 shared uvec4 kv_rows[KV_WORDS > OUT_WORDS ? KV_WORDS : OUT_WORDS];
-shared uvec4 scratch[ROW_LANES != 0 ? 1 : WARPS * SCRATCH];
+shared uvec4 scratch[ROW_LANES != 0 ? 1 : SUBGROUPS * SCRATCH];
 shared float row_top[ROW_LANES != 0 ? 1 : TILE_Q];
 shared float row_factor[ROW_LANES != 0 ? 1 : TILE_Q];
 
@@ -145,7 +145,7 @@ void stage_quad(uint query0, uint i, uint quad, vec4 v) {
 // The subgroups share out the matrices of the tile.
 void store_fragments(uint query0) {
     const uint heads = group_heads(), tokens = TILE_Q / heads, token0 = query0 / heads, all = heads * (tokens / FN) * (HD / FK);
-    for (uint turn = 0; turn < all; turn += WARPS) {
+    for (uint turn = 0; turn < all; turn += SUBGROUPS) {
         const uint matrix = turn + gl_SubgroupID, k = matrix % (HD / FK), head = matrix / (HD / FK) % heads;
         const uint first = matrix / (HD / FK) / heads * FN;
         if (matrix < all && token0 + first < p.n) {

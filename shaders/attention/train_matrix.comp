@@ -59,7 +59,7 @@ layout(std430, set = 0, binding = 6) writeonly buffer Out { float made[]; };
 
 const bool FORWARD = KIND == 0, SLOPES = KIND == 1 || KIND == 2, OWN_KEYS = KIND >= 2;
 const uint OUT = SLOPES ? HD : VD;                // values of a result row
-const uint WARPS = WG / SG;
+const uint SUBGROUPS = WG / SG;
 const uint NK = HD / FK, NV = VD / FK, NO = OUT / FN;
 const uint ELEMENTS = FM * FN / SG;               // of a sum matrix, per lane
 const uint X_PITCH = HD / 8 + 1, Y_PITCH = VD / 8 + 1, W_PITCH = FN / 8 + 1;  // 16-byte words from row to row
@@ -71,9 +71,9 @@ shared uvec4 x_rows[ROWS * X_PITCH];
 shared uvec4 y_rows[ROWS * Y_PITCH];
 shared float walked_lse[ROWS];
 shared float walked_delta[ROWS];
-shared uvec4 weights[WARPS * FM * W_PITCH];
-shared vec4 numbers[WARPS * FM * SUM_PITCH];      // a sum matrix per subgroup
-shared float of_row[WARPS * FM];
+shared uvec4 weights[SUBGROUPS * FM * W_PITCH];
+shared vec4 numbers[SUBGROUPS * FM * SUM_PITCH];      // a sum matrix per subgroup
+shared float of_row[SUBGROUPS * FM];
 
 uint group_first, first, head, kv_head, text;     // first own row of the workgroup, and of the subgroup
 float x_factor, y_factor;
@@ -234,7 +234,7 @@ void find_lse(uint begin, uint end) {
 }
 
 void main() {
-    group_first = gl_WorkGroupID.x * WARPS * FM;
+    group_first = gl_WorkGroupID.x * SUBGROUPS * FM;
     first = group_first + gl_SubgroupID * FM;
     head = gl_WorkGroupID.y;
     kv_head = head / (p.n_head / p.n_head_kv);
@@ -250,7 +250,7 @@ void main() {
         [[unroll]] for (uint d = 0; d < NV; d++)
             coopMatLoad(own_ys[d], own_y, word_at(OWN_KEYS, own, VD) + d * FK / 8, VD / 8, gl_CooperativeMatrixLayoutRowMajor);
     // Tiles that this workgroup walks.
-    const uint group_end = min(group_first + WARPS * FM, p.n);
+    const uint group_end = min(group_first + SUBGROUPS * FM, p.n);
     uint begin = 0u, end = (p.n + ROWS - 1u) / ROWS;
     if (p.causal != 0u && !OWN_KEYS) {
         end = (group_end + ROWS - 1u) / ROWS;

@@ -10,15 +10,15 @@
 //   binding 6  overflow word of an F16 y (mat_mul/overflow.glsl); otherwise unused, any buffer
 // With COLUMN_FACTORS binding 3 is F32 [n]: factors of the columns of Y, which undo the scaling with which the rows of x were packed.
 //
-// A workgroup makes a tile of TILE_M weight rows by TILE_N columns (tokens); each subgroup makes a WARP_M x WARP_N part of it, as matrices of
-// FM x FN. It walks K in steps of STEP_K. In each step the threads decode one unit of 32 weights each into f16 rows in shared memory, padded
-// against bank conflicts and double buffered, so that one barrier per step is enough; the units of the step after next are loaded into
-// registers meanwhile. Activations come from memory straight into registers as fragments (FRAGMENTS),
+// A workgroup makes a tile of TILE_M weight rows by TILE_N columns (tokens); each subgroup makes a SUBGROUP_M x SUBGROUP_N part of it, as
+// matrices of FM x FN. It walks K in steps of STEP_K. In each step the threads decode one unit of 32 weights each into f16 rows in shared
+// memory, padded against bank conflicts and double buffered, so that one barrier per step is enough; the units of the step after next are
+// loaded into registers meanwhile. Activations come from memory straight into registers as fragments (FRAGMENTS),
 // or else through shared memory like the weights.
 //
-// TRANSPOSED: the tile's "rows" are then positions along the stored rows of W, p.m of them, and sums run over its p.k rows. Threads decode units as
-// before, now TILE_M / 32 of each of the STEP_K rows of a step, which lie in shared memory in K order; matrices are loaded column by column.
-// The values of a unit stay in K order, so the epilogue swaps the middle two of every four back.
+// TRANSPOSED: the tile's "rows" are then positions along the stored rows of W, p.m of them, and sums run over its p.k rows. Threads decode
+// units as before, now TILE_M / 32 of each of the STEP_K rows of a step, which lie in shared memory in K order; matrices are loaded column by
+// column. The values of a unit stay in K order, so the epilogue swaps the middle two of every four back.
 //
 // Epilogue: each subgroup stages its part in shared memory, FN columns at a time, so that a thread gets neighbouring rows of one column. Bias,
 // GLU and residual are applied there, and f16 outputs become fragments through a second staging.
@@ -29,8 +29,8 @@
 
 layout(constant_id = 5) const uint TILE_M = 128;  // weight rows of a tile
 layout(constant_id = 6) const uint TILE_N = 128;  // columns of a tile
-layout(constant_id = 7) const uint WARP_M = 64;  // rows of a subgroup's part
-layout(constant_id = 8) const uint WARP_N = 64;  // columns of a subgroup's part
+layout(constant_id = 7) const uint SUBGROUP_M = 64;  // rows of a subgroup's part
+layout(constant_id = 8) const uint SUBGROUP_N = 64;  // columns of a subgroup's part
 layout(constant_id = 9) const uint STEP_K = 32;  // values along K per step, a multiple of 32
 layout(constant_id = 10) const uint FRAGMENTS = 1;  // 1: x is packed as fragments, 0: row-major
 layout(constant_id = 11) const uint GROUPED = 0;  // 1: columns are slots of experts
@@ -68,19 +68,19 @@ layout(std430, set = 0, binding = 2) buffer YQuads { uvec4 y4[]; };
 layout(std430, set = 0, binding = 3) readonly buffer Bias { float bias[]; };
 layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]; };
 
-const uint ACROSS = TILE_N / WARP_N;          // subgroups side by side along the columns
-const uint MS = WARP_M / FM, NS = WARP_N / FN;  // matrices of a subgroup's part, along rows and columns
+const uint SUBGROUPS_N = TILE_N / SUBGROUP_N;  // subgroups side by side along the columns
+const uint MS = SUBGROUP_M / FM, NS = SUBGROUP_N / FN;  // matrices of a subgroup's part, along rows and columns
 const uint STEP_UNITS = STEP_K / 32;
-const uint ACROSS_UNITS = TRANSPOSED != 0 ? TILE_M / 32 : STEP_UNITS;  // units of a row that a step reads
+const uint STEP_ROW_UNITS = TRANSPOSED != 0 ? TILE_M / 32 : STEP_UNITS;  // units of a row that a step reads
 const uint PITCH = STEP_K / 8 + 1;            // 16-byte words from row to row
-const uint W_PITCH = 4 * ACROSS_UNITS + 1;
+const uint W_PITCH = 4 * STEP_ROW_UNITS + 1;
 const uint W_WORDS = (TRANSPOSED != 0 ? STEP_K : TILE_M) * W_PITCH, X_WORDS = TILE_N * PITCH;
 const uint W_PIECES = (TILE_M * STEP_UNITS + WG - 1) / WG;  // units that a thread decodes per step
 const uint X_PIECES = FRAGMENTS != 0 ? 1 : (TILE_N * STEP_K / 8 + WG - 1) / WG;
 const uint CHUNKS = STEP_K / FK;              // matrices along K per step
 const uint AHEAD = 2;                         // chunks by which fragments are loaded ahead of their use
 const uint FRAGMENT_COUNT = FRAGMENTS != 0 ? AHEAD * NS : 1;
-const uint STAGE_PITCH = WARP_M / 4 + 1;
+const uint STAGE_PITCH = SUBGROUP_M / 4 + 1;
 const uint STAGE_WORDS = FN * STAGE_PITCH;    // per subgroup
 const uint ALL_STAGES = WG / SG * STAGE_WORDS;
 
@@ -95,8 +95,8 @@ uvec4 fragments[FRAGMENT_COUNT];
 uint part_m, part_n;  // where this subgroup's part begins within the tile
 
 // Piece i of this thread is unit piece_unit(i) of row piece_row(i) of the tile in this step. Neighbouring threads have neighbouring units.
-uint piece_row(uint i) { return (i * WG + gl_LocalInvocationID.x) / ACROSS_UNITS; }
-uint piece_unit(uint i) { return (i * WG + gl_LocalInvocationID.x) % ACROSS_UNITS; }
+uint piece_row(uint i) { return (i * WG + gl_LocalInvocationID.x) / STEP_ROW_UNITS; }
+uint piece_unit(uint i) { return (i * WG + gl_LocalInvocationID.x) % STEP_ROW_UNITS; }
 
 // Where a row of a step lies in shared memory: TRANSPOSED in K order.
 uint slot_of(uint row) { return TRANSPOSED != 0 ? (row & ~3u) | (row & 1u) << 1 | (row >> 1 & 1u) : row; }
@@ -199,7 +199,7 @@ vec4 finished(uint at, uint row, uint column) {
 }
 
 const uint OUT_SHIFT = GLU != 0 ? 1 : 0;
-const uint OUT_QUADS = WARP_M >> (2 + OUT_SHIFT);  // in a column of a subgroup's part
+const uint OUT_QUADS = SUBGROUP_M >> (2 + OUT_SHIFT);  // in a column of a subgroup's part
 const uint OUT_PITCH = (OUT_QUADS + 1) / 2 + 1;    // of the second staging, f16
 const uint ITEMS = (FN * OUT_QUADS + SG - 1) / SG;   // groups of four outputs, per lane
 
@@ -271,8 +271,8 @@ void main() {
 #endif
     if (!find_tile()) return;
     if (TRANSPOSED != 0) end_unit = min(first_unit + p.split_units, (p.k + 31u) / 32u);
-    part_m = gl_SubgroupID / ACROSS * WARP_M;
-    part_n = gl_SubgroupID % ACROSS * WARP_N;
+    part_m = gl_SubgroupID / SUBGROUPS_N * SUBGROUP_M;
+    part_n = gl_SubgroupID % SUBGROUPS_N * SUBGROUP_N;
     [[unroll]] for (uint i = 0; i < W_PIECES; i++) fetch_piece(i, first_unit);
     fetch_rows(first_unit);
     [[unroll]] for (uint i = 0; i < AHEAD; i++) fetch_fragments(i, first_unit * (32u / FK) + i);
@@ -293,8 +293,8 @@ void main() {
         barrier();
         turn ^= 1;
     }
-    if (Y_TYPE == Y_F32 && HAS_BIAS == 0 && HAS_RESIDUAL == 0 && GLU == 0 && GROUPED == 0 && TRANSPOSED + COLUMN_FACTORS == 0 && tile_row + TILE_M <= p.m &&
-        tile_count == TILE_N) {
+    if (Y_TYPE == Y_F32 && HAS_BIAS == 0 && HAS_RESIDUAL == 0 && GLU == 0 && GROUPED == 0 && TRANSPOSED + COLUMN_FACTORS == 0 &&
+        tile_row + TILE_M <= p.m && tile_count == TILE_N) {
         // A whole tile without epilogue: store straight from the matrices.
         [[unroll]] for (uint i = 0; i < MS * NS; i++)
             coopMatStore(sums[i] * p.y_scale, y1,

@@ -17,11 +17,11 @@
 //   bindings 11 to 13  arrivals (ARRIVES), arrivals of x (EXPECTED), state of spin-waits (common/arrivals.glsl)
 // A binding that a kernel does not need may be any buffer.
 //
-// A workgroup makes a tile of ROW_WARPS * WARP_M weight rows by TILE_N columns (tokens). Each subgroup takes WARP_M rows, all columns, and
-// every K_WARPS-th step along K (sliced-K). A step is LANE_UNITS blocks (mat_mul/units.glsl). A lane loads whole units of 32 weights,
-// neighbouring lanes neighbouring units of a row, and decodes them to f16. Unit order is such that these are exactly the lane's elements of
-// matrices A. Registers are reloaded for the subgroup's next step as soon as they are free. At the end the sums of all slices go to shared
-// memory, and the thread that stores a value adds them in a fixed order.
+// A workgroup makes a tile of ROW_SUBGROUPS * SUBGROUP_M weight rows by TILE_N columns (tokens). Each subgroup takes SUBGROUP_M rows, all
+// columns, and every K_SUBGROUPS-th step along K (sliced-K). A step is LANE_UNITS blocks (mat_mul/units.glsl). A lane loads whole units of 32
+// weights, neighbouring lanes neighbouring units of a row, and decodes them to f16. Unit order is such that these are exactly the lane's
+// elements of matrices A. Registers are reloaded for the subgroup's next step as soon as they are free. At the end the sums of all slices go to
+// shared memory, and the thread that stores a value adds them in a fixed order.
 //
 // Defines: QUANT_FILE. Everything else is a specialization constant.
 #include "mat_mul/matrix.glsl"
@@ -29,9 +29,9 @@
 #extension GL_KHR_shader_subgroup_arithmetic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 
-layout(constant_id = 5) const uint WARP_M = 32;  // weight rows of a subgroup
+layout(constant_id = 5) const uint SUBGROUP_M = 32;  // weight rows of a subgroup
 layout(constant_id = 6) const uint TILE_N = 16;  // columns of a tile, a multiple of FN
-layout(constant_id = 7) const uint ROW_WARPS = 1;  // subgroups side by side along the rows; the others share out K
+layout(constant_id = 7) const uint ROW_SUBGROUPS = 1;  // subgroups side by side along the rows; the others share out K
 layout(constant_id = 8) const uint ROW_LANES = 4;  // T of mat_mul/matrix.glsl
 layout(constant_id = 9) const uint HAS_BIAS = 0;
 layout(constant_id = 10) const uint HAS_RESIDUAL = 0;
@@ -54,7 +54,7 @@ layout(constant_id = 27) const uint Q_ROWS = 0;  // rows of Q, n_head * HEAD_DIM
 layout(constant_id = 28) const uint HEAD_DIM = 4;    // a multiple of 4; so is the first row of this product
 layout(constant_id = 29) const uint CACHE_ROWS = 0;  // rows of a cache, n_ctx
 layout(constant_id = 30) const uint ROPE_PAIRS = 0;  // pairs of each head of Q and K that RoPE rotates, the first ones; even
-const uint TILE_M = ROW_WARPS * WARP_M, GROUPED = 0;
+const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = 0;
 
 #define PATH_INT 0
 #define MAKES_F16
@@ -93,15 +93,15 @@ layout(std430, set = 0, binding = 8) readonly buffer Angles { vec4 angles[]; };
 layout(std430, set = 0, binding = 9) writeonly buffer CacheV { uvec2 cache_v[]; };
 layout(std430, set = 0, binding = 10) readonly buffer SquaresTaken { vec4 squares_taken[]; };
 
-const uint K_WARPS = WG / SG / ROW_WARPS;
-const uint MS = WARP_M / FM, NS = TILE_N / FN;
+const uint K_SUBGROUPS = WG / SG / ROW_SUBGROUPS;
+const uint MS = SUBGROUP_M / FM, NS = TILE_N / FN;
 const uint OWN_ROWS = FM / GROUPS;                 // rows of a matrix that a lane holds elements of
 const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes per block
 const uint MATRICES = 32 / V;                      // matrices along K per block
-const uint STAGE_PITCH = WARP_M / 4 + 1;
+const uint STAGE_PITCH = SUBGROUP_M / 4 + 1;
 const uint STAGE_WORDS = TILE_N * STAGE_PITCH;     // sums of one subgroup
 
-shared vec4 stages[ROW_WARPS * K_WARPS * STAGE_WORDS];  // slices of the same rows lie side by side
+shared vec4 stages[ROW_SUBGROUPS * K_SUBGROUPS * STAGE_WORDS];  // slices of the same rows lie side by side
 
 MATRIX_SUM sums[MS * NS];
 UnitRaw raw[LANE_UNITS * UNITS];
@@ -132,7 +132,7 @@ void fetch_x(uint n, uint i, uint block) {
 // The products of one step. Registers of weights and activations are reloaded for later steps after their last use.
 void multiply(uint first_row, uint step) {
     [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) {
-        const uint next_block = u + 1 < LANE_UNITS ? step * LANE_UNITS + u + 1 : (step + K_WARPS) * LANE_UNITS;
+        const uint next_block = u + 1 < LANE_UNITS ? step * LANE_UNITS + u + 1 : (step + K_SUBGROUPS) * LANE_UNITS;
         const bool there = LANE_UNITS == 1 || EIGHTS != 0 || step * LANE_UNITS + u < blocks;
         [[unroll]] for (uint i = 0; i < MS; i++) {
             uvec4 w[OWN_ROWS * 4];
@@ -141,7 +141,7 @@ void multiply(uint first_row, uint step) {
                 const uint own = (i * OWN_ROWS + r) * LANE_UNITS + u;
                 unit_f16(raw[own], there, words);  // past the end of a row x is zero
                 [[unroll]] for (uint j = 0; j < 4; j++) w[r * 4 + j] = words[j];
-                raw[own] = fetched(i * OWN_ROWS + r, u, first_row, step + K_WARPS);
+                raw[own] = fetched(i * OWN_ROWS + r, u, first_row, step + K_SUBGROUPS);
             }
             [[unroll]] for (uint j = 0; j < MATRICES; j++) {
                 MATRIX_A a;
@@ -172,8 +172,8 @@ void put_sums(uint stage) {
 // Sums of four neighbouring rows of column c, over all slices in order. row: the first one, within the tile.
 vec4 added(uint row, uint c) {
     vec4 v = vec4(0.0);
-    [[unroll]] for (uint slice = 0; slice < K_WARPS; slice++)
-        v += stages[(row / WARP_M * K_WARPS + slice) * STAGE_WORDS + c * STAGE_PITCH + row % WARP_M / 4u];
+    [[unroll]] for (uint slice = 0; slice < K_SUBGROUPS; slice++)
+        v += stages[(row / SUBGROUP_M * K_SUBGROUPS + slice) * STAGE_WORDS + c * STAGE_PITCH + row % SUBGROUP_M / 4u];
     return v;
 }
 
@@ -194,11 +194,11 @@ shared float column_factors[TILE_N];
 
 // 1 / rms of each column of x. Loaded after the products, when registers are free again, and all at once.
 void find_factors() {
-    const uint warps = WG / SG, each = (TILE_N + warps - 1u) / warps, quads = SQUARES / 4u;
+    const uint subgroups = WG / SG, each = (TILE_N + subgroups - 1u) / subgroups, quads = SQUARES / 4u;
     const uint lane_quads = SQUARES != 0 ? (quads + SG - 1u) / SG : 1u;  // GLSL has no empty arrays
     vec4 parts[each * lane_quads];
     [[unroll]] for (uint i = 0; i < each * lane_quads; i++) {
-        const uint c = gl_SubgroupID + i / lane_quads * warps, quad = i % lane_quads * SG + gl_SubgroupInvocationID;
+        const uint c = gl_SubgroupID + i / lane_quads * subgroups, quad = i % lane_quads * SG + gl_SubgroupInvocationID;
         const bool there = c < tile_count && quad < quads;
         parts[i] = there ? squares_taken[(tile_column + c) * quads + quad + x_zero] : vec4(0.0);
     }
@@ -206,7 +206,7 @@ void find_factors() {
         vec4 sum = vec4(0.0);
         [[unroll]] for (uint i = 0; i < lane_quads; i++) sum += parts[j * lane_quads + i];
         const float square = subgroupAdd((sum.x + sum.y) + (sum.z + sum.w));
-        const uint c = gl_SubgroupID + j * warps;
+        const uint c = gl_SubgroupID + j * subgroups;
         if (gl_SubgroupInvocationID == 0u && c < tile_count) column_factors[c] = inversesqrt(square / float(p.k) + EPS);
     }
 }
@@ -313,8 +313,8 @@ void main() {
         arrive();
         return;
     }
-    const uint row_warp = gl_SubgroupID / K_WARPS, slice = gl_SubgroupID % K_WARPS;
-    const uint first_row = tile_row + row_warp * WARP_M;
+    const uint row_subgroup = gl_SubgroupID / K_SUBGROUPS, slice = gl_SubgroupID % K_SUBGROUPS;
+    const uint first_row = tile_row + row_subgroup * SUBGROUP_M;
     blocks = (end_unit + T - 1u) / T;
     steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
     [[unroll]] for (uint i = 0; i < UNITS; i++)
@@ -325,7 +325,7 @@ void main() {
     if (HAS_RESIDUAL != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS)
         first_residuals = residuals(tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, tile_column + gl_LocalInvocationID.x / OUT_QUADS);
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
-    [[dont_unroll]] for (uint step = slice; step < steps; step += K_WARPS) multiply(first_row, step);
+    [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(first_row, step);
     if (KV_ROWS != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS) {
         const uint column = tile_column + gl_LocalInvocationID.x / OUT_QUADS;
         first_position = positions[column];

@@ -59,7 +59,7 @@ def check(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None:
         raise PlanError(f"[mat_mul] {job.name}: {job.w} takes rows of {job.k} values, got {job.x}")
     if shape.way == "int_dot" and (job.w.type in ("F32", "F16", "BF16") or not caps.int_dot):
         raise PlanError(f"[mat_mul] {job.name}: no integer dot products of {job.w.type} on {caps.name}; take f32")
-    threads = shape.warps * lanes_for(caps)[0]
+    threads = shape.subgroups * lanes_for(caps)[0]
     if shape.tile_m % threads:
         raise PlanError(f"[mat_mul] {job.name}: {shape.tile_m} rows of a tile are no multiple of its {threads} threads")
     if job.y.type == "Q8_1" and shape.tile_m // threads != (8 if job.glu else 4):
@@ -78,7 +78,7 @@ def _check_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None
             (f"x {job.x} does not hold rows of {job.k} values", job.x.shape[-1] != ceil_div(job.k, UNIT) * UNIT),
             ("parts are no multiples of matrices", shape.warp_m % rows or shape.warp_n % columns),
             ("tiles are no multiples of parts", shape.tile_m % shape.warp_m or shape.tile_n % shape.warp_n),
-            (f"{shape.warps} subgroups do not make a tile", shape.warps * shape.warp_m * shape.warp_n != shape.tile_m * shape.tile_n),
+            (f"{shape.subgroups} subgroups do not make a tile", shape.subgroups * shape.warp_m * shape.warp_n != shape.tile_m * shape.tile_n),
             (f"steps of {shape.step_k} along K", shape.step_k % UNIT or shape.step_k % depth),
             ("no fragments with such matrices", shape.fragments and not fragments_possible(shape.matrix, caps)),
             ("split-K makes F32 of a dense product", shape.split_k > 1 and (job.y.type != "F32" or job.route is not None)),
@@ -145,7 +145,7 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
         "MUL_MAT" if job.route is None else "MUL_MAT_ID",
         job.name,
         f"coop_mat{', transposed weights' if job.transposed else ''}: tiles of {shape.tile_m} x {shape.tile_n} x {shape.step_k}, "
-        f"{shape.warps} subgroups, {split} parts"
+        f"{shape.subgroups} subgroups, {split} parts"
         + (f", stored as f16 {order_word(shape)}" if job.y.type == "F16" else ""),
         nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
         weight_bytes=weight_bytes(job, shard),
@@ -241,7 +241,7 @@ def weight_bytes(job: MatMul, shard: Shard) -> int:
 def _by_rows(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
     """A dispatch of shaders/mat_mul/f32.comp or int_dot.comp."""
     lanes, required, by_lanes = lanes_for(caps)
-    wg = shape.warps * lanes
+    wg = shape.subgroups * lanes
     q8_out = job.y.type == "Q8_1"
     defines: Defines = {
         **decoder(job.w.type, caps),

@@ -24,20 +24,20 @@ GLU_KINDS = {"": 0, "silu": 1, "oai": 2, "gelu": 3}
 class MatMulShape:
     """How a product is cut.
 
-    way      which kernel
-    tile_m   weight rows of a workgroup's tile
-    tile_n   columns (tokens, slots) of the tile
-    step_k   weights of a row between two barriers; kernels without shared memory take a unit at a time
-    warps    subgroups of a workgroup
-    split_k  parts of a row, each by workgroups of its own and added up at the end
+    way        which kernel
+    tile_m     weight rows of a workgroup's tile
+    tile_n     columns (tokens, slots) of the tile
+    step_k     weights of a row between two barriers; kernels without shared memory take a unit at a time
+    subgroups  subgroups of a workgroup
+    split_k    parts of a row, each by workgroups of its own and added up at the end
 
     Of coop_mat alone:
-    warp_m, warp_n  the part of the tile that one subgroup makes; warps = tile_m / warp_m * tile_n / warp_n
+    warp_m, warp_n  the part of the tile that one subgroup makes; subgroups = tile_m / warp_m * tile_n / warp_n
     matrix          rows, columns and depth of a matrix
     fragments       x is packed in fragment order and goes straight into matrices; else it is row-major and goes through shared memory
 
     Of coop_reg, with warp_m and matrix as above:
-    slice_k    subgroups that share the rows of a part and take turns along K; warps = tile_m / warp_m * slice_k
+    slice_k    subgroups that share the rows of a part and take turns along K; subgroups = tile_m / warp_m * slice_k
     row_lanes  neighbouring lanes that share a row of a matrix
     """
 
@@ -45,7 +45,7 @@ class MatMulShape:
     tile_m: int
     tile_n: int
     step_k: int = UNIT
-    warps: int = 1
+    subgroups: int = 1
     split_k: int = 1
     warp_m: int = 0
     warp_n: int = 0
@@ -170,10 +170,10 @@ def default_shape(way: Way, n: int, caps: Capabilities) -> MatMulShape:
         if caps.software:  # small parts: such a driver takes long to compile large ones
             return MatMulShape(way, 8 * rows, 2 * columns, UNIT, 4, 1, 2 * rows, 2 * columns, matrix, fragments)
         return MatMulShape(way, 8 * rows, 8 * columns, max(2 * UNIT, depth), 4, 1, 4 * rows, 4 * columns, matrix, fragments)
-    warps = 1 if caps.software else max(1, 128 // lanes)
-    return MatMulShape(way, tile_m=warps * lanes * 4, tile_n=16 if n > 8 else 8, warps=warps)
+    subgroups = 1 if caps.software else max(1, 128 // lanes)
+    return MatMulShape(way, tile_m=subgroups * lanes * 4, tile_n=16 if n > 8 else 8, subgroups=subgroups)
 
 
 def matrix_spec(shape: MatMulShape, caps: Capabilities) -> tuple[tuple[int, int], ...]:
     """Specialization constants 0 to 4 of shaders/mat_mul/matrix.glsl."""
-    return tuple(enumerate((shape.warps * caps.subgroup_size, caps.subgroup_size, *shape.matrix)))
+    return tuple(enumerate((shape.subgroups * caps.subgroup_size, caps.subgroup_size, *shape.matrix)))

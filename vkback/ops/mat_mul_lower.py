@@ -157,9 +157,9 @@ def _matrices_allowed(w: Tensor, ctx: LowerContext) -> bool:
 
 def _by_matrices(choice: Choice, matrix: tuple[int, int, int], ctx: LowerContext, *, split: bool = True) -> MatMulShape | None:
     """The shape of coop_mat that a row of the tables means."""
-    warps = choice["tile_m"] // choice["warp_m"] * (choice["tile_n"] // choice["warp_n"])
+    subgroups = choice["tile_m"] // choice["warp_m"] * (choice["tile_n"] // choice["warp_n"])
     parts = choice["split_k"] if split else 1
-    cut = (choice["tile_m"], choice["tile_n"], choice["step_k"], warps, parts, choice["warp_m"], choice["warp_n"])
+    cut = (choice["tile_m"], choice["tile_n"], choice["step_k"], subgroups, parts, choice["warp_m"], choice["warp_n"])
     shape = MatMulShape("coop_mat", *cut, matrix, ctx.fragments and fragments_possible(matrix, ctx.caps))
     return _fitting(shape, ctx)
 
@@ -174,7 +174,7 @@ def _by_rows(way: Way, node: MatVecNode, tile_n: int, f32_rows: int, ctx: LowerC
 def shared_bytes(shape: MatMulShape) -> int:
     """Shared memory of shaders/mat_mul/coop_mat.comp: double-buffered rows of weights, and of activations where they are no fragments."""
     pitch = 16 * (shape.step_k // 8 + 1)
-    stages = 16 * shape.warps * shape.matrix[1] * (shape.warp_m // 4 + 1)
+    stages = 16 * shape.subgroups * shape.matrix[1] * (shape.warp_m // 4 + 1)
     return max(2 * shape.tile_m * pitch, stages) + (16 if shape.fragments else 2 * shape.tile_n * pitch)
 
 
@@ -186,7 +186,7 @@ def _fitting(shape: MatMulShape, ctx: LowerContext) -> MatMulShape | None:
         return None
     while shared_bytes(shape) > caps.max_shared_memory and shape.step_k > UNIT:
         shape = dataclasses.replace(shape, step_k=shape.step_k // 2)
-    threads = shape.warps * caps.subgroup_size
+    threads = shape.subgroups * caps.subgroup_size
     fits = shared_bytes(shape) <= caps.max_shared_memory and threads <= caps.max_workgroup_invocations
     return shape if fits else None
 

@@ -60,18 +60,18 @@ def pack_f16(
     """
     k = x.shape[-1]
     sums = by_rows or (eps is not None and (factors is None or stores_factors))  # adds up squares, or looks for the largest value
-    warps = pack_warps(shape, caps, sums)
-    threads = dataclasses.replace(shape, warps=warps)
+    subgroups = pack_subgroups(shape, caps, sums)
+    threads = dataclasses.replace(shape, subgroups=subgroups)
     norms = 3 if by_rows else 0 if eps is None else 1 if norm is None else 2
     spec = (
         *matrix_spec(threads, caps)[: 5 if shape.fragments else 2], (5, norms), (6, int(routes is not None)),
         (7, shape.tile_n if routes is not None else 1), (8, 0 if factors is None or by_rows else 1 if stores_factors else 2),
     )  # fmt: skip
-    columns = shape.matrix[1] if shape.fragments else warps
+    columns = shape.matrix[1] if shape.fragments else subgroups
     rooms = y.shape[0]
     groups = ceil_div(rooms if routes is not None else n, columns)
     grid_y = ceil_div(groups, MAX_GROUPS_X)
-    turns = ceil_div(y.shape[1], 64 * warps) if shape.fragments else 1
+    turns = ceil_div(y.shape[1], 64 * subgroups) if shape.fragments else 1
     if sums:  # each workgroup of a group adds up its squares anew
         turns = min(turns, max(1, NORM_GROUPS // groups))
     return Dispatch(
@@ -94,10 +94,10 @@ NORM_GROUPS = 128
 """Workgroups wanted of a packing that norms: about as many as large GPUs have multiprocessors."""
 
 
-def pack_warps(shape: MatMulShape, caps: Capabilities, sums: bool) -> int:
+def pack_subgroups(shape: MatMulShape, caps: Capabilities, sums: bool) -> int:
     """Subgroups of a workgroup of shaders/mat_mul/pack_f16.comp. sums: it adds up squares of rows, and more loads on their way help."""
-    for warps in (16, 8) if sums else (8,):
-        staged = 16 * warps * shape.matrix[1] * 9 + 4 * shape.matrix[1] if shape.fragments else 0
-        if warps * caps.subgroup_size <= caps.max_workgroup_invocations and staged <= caps.max_shared_memory:
-            return warps
+    for subgroups in (16, 8) if sums else (8,):
+        staged = 16 * subgroups * shape.matrix[1] * 9 + 4 * shape.matrix[1] if shape.fragments else 0
+        if subgroups * caps.subgroup_size <= caps.max_workgroup_invocations and staged <= caps.max_shared_memory:
+            return subgroups
     return 4

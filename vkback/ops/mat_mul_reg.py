@@ -37,16 +37,16 @@ def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, ca
     matrix = next((s for s in matrix_shapes(caps) if tile_n % s[1] == 0 and warp_m % s[0] == 0), None)
     if matrix is None or not lanes or tile_m % warp_m or caps.subgroup_size % lanes or matrix[2] % lanes or slice_k & (slice_k - 1):
         return None
-    warps = tile_m // warp_m * slice_k
-    shape = MatMulShape("coop_reg", tile_m, tile_n, UNIT, warps, 1, warp_m, tile_n, matrix, slice_k=slice_k, row_lanes=lanes)
+    subgroups = tile_m // warp_m * slice_k
+    shape = MatMulShape("coop_reg", tile_m, tile_n, UNIT, subgroups, 1, warp_m, tile_n, matrix, slice_k=slice_k, row_lanes=lanes)
     fits = caps.max_storage_bindings >= BINDINGS
-    fits = fits and warps * caps.subgroup_size <= caps.max_workgroup_invocations and shared_bytes(shape) <= caps.max_shared_memory
+    fits = fits and subgroups * caps.subgroup_size <= caps.max_workgroup_invocations and shared_bytes(shape) <= caps.max_shared_memory
     return shape if fits else None
 
 
 def shared_bytes(shape: MatMulShape) -> int:
     """Shared memory of shaders/mat_mul/coop_reg.comp, code books left out."""
-    return 16 * shape.warps * shape.tile_n * (shape.warp_m // 4 + 1) + 4 * shape.tile_n + 4
+    return 16 * shape.subgroups * shape.tile_n * (shape.warp_m // 4 + 1) + 4 * shape.tile_n + 4
 
 
 def lane_units(quant: str, row_lanes: int) -> int:
@@ -177,7 +177,7 @@ def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
         groups,
         "MUL_MAT",
         job.name,
-        f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.warps} subgroups share a row"
+        f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.subgroups} subgroups share a row"
         + (", stored as f16 units" if units else ", rotated and stored" if heads is not None else ""),
         nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
         weight_bytes=weight_bytes(job, shard),

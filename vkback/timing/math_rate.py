@@ -83,22 +83,22 @@ def _matrix_rate(device: Device, library: ShaderLibrary) -> MathRate:
     rows, columns, depth = matrix
     lanes, best = caps.subgroup_size, MathRate("coop_mat", 0.0, "")
     rounds, groups = (64, 8) if caps.software else (4096, 8 * (caps.shader_cores or 132))
-    most = max(warps * a * b for warps, a, b in MATRIX_CUTS)
+    most = max(subgroups * a * b for subgroups, a, b in MATRIX_CUTS)
     with device.arena("matrix rate", 4 * rows * columns * most * groups + (1 << 17), "device") as arena:
         source = arena.alloc(2 * depth * (rows + columns), "source")
         sink = arena.alloc(4 * rows * columns * most * groups, "sink")
         device.upload(source, np.random.default_rng(1).uniform(-1, 1, depth * (rows + columns)).astype(np.float16).view(np.uint8))
-        for warps, a, b in MATRIX_CUTS:
-            if warps * lanes > caps.max_workgroup_invocations:
+        for subgroups, a, b in MATRIX_CUTS:
+            if subgroups * lanes > caps.max_workgroup_invocations:
                 continue
             kernel = device.kernel(
                 library.spirv(Variant("probe/matrix_rate.comp")), name="probe/matrix_rate", bindings=2, push_bytes=4,
-                spec=dict(enumerate((warps * lanes, lanes, *matrix, a, b))), subgroup_size=lanes if caps.subgroup_required_size else None,
+                spec=dict(enumerate((subgroups * lanes, lanes, *matrix, a, b))), subgroup_size=lanes if caps.subgroup_required_size else None,
             )  # fmt: skip
             us = _shortest_us(device, kernel, [source, sink], pack_push(rounds), groups)
-            rate = 2e6 * prod(matrix) * a * b * warps * groups * rounds / us
+            rate = 2e6 * prod(matrix) * a * b * subgroups * groups * rounds / us
             if rate > best.flops_per_second:
-                best = MathRate("coop_mat", rate, f"{warps} subgroups of {a} x {b} matrices")
+                best = MathRate("coop_mat", rate, f"{subgroups} subgroups of {a} x {b} matrices")
     return best
 
 
