@@ -6,9 +6,10 @@
 //
 // Bindings:
 //   0  q        F32 [n, n_head, HD], read as vec4; with FUSED the packed q, k and v heads of one token, F32 [n_head + 2 n_head_kv, HD]
-//   1  cache_k  F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_eights.glsl).
+//   1  cache_k  F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_load.glsl).
 //               With FUSED, row pos is written first
-//   2  cache_v  the same (V_TYPE), VD values to a row. Rows are V_PITCH eights apart: more than VD / 8 where V is the first part of K's rows (MLA)
+//   2  cache_v  the same (V_TYPE), VD values to a row. Rows are 8 V_PITCH values apart: more than VD where V is the first part of K's rows
+//      (MLA)
 //   3  pos      I32 [n]; -1: padding, whose output is zero and which stores nothing
 //   4  y        F32 [n, n_head * VD], Q8_1 rows (OUT_Q8_1) as in docs/architecture.md, or F16 in unit order (OUT_UNITS; mat_mul/units.glsl)
 //   5  partial  scratch of the splits: for each (token tile, head group, split) QUERIES * VD / 4 vec4 of sums,
@@ -145,7 +146,7 @@ vec4 merged(uint parts, uint stride, uint i, uint o, out vec2 weight) {
 }
 
 #define K_PITCH K_COLS
-#include "attention/cache_eights.glsl"
+#include "attention/cache_load.glsl"
 #include "attention/store.glsl"
 #if SPLITS > 1
 #include "attention/splits.glsl"
@@ -175,17 +176,17 @@ uint row_at(uint kv, uint base, uint s, uint tid) {
 
 void load_k(uint kv, uint base, uint tid) {
 #if BY_LANES
-    [[unroll]] for (uint s = 0; s < STEPS; s++) k_now[s][0] = k_eight(row_at(kv, base, s, tid));
+    [[unroll]] for (uint s = 0; s < STEPS; s++) k_now[s][0] = load_k8(row_at(kv, base, s, tid));
 #else
     [[unroll]] for (uint s = 0; s < STEPS; s++) {
         const uint row = min(base + s * (WG_SIZE / LANES) + tid / LANES, last_row());
-        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = k_eight((kv * p.n_ctx + row) * K_COLS + j * LANES + tid % LANES);
+        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = load_k8((kv * p.n_ctx + row) * K_COLS + j * LANES + tid % LANES);
     }
 #endif
 }
 
 void load_v(uint kv, uint base, uint tid) {
-    [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = v_eight(row_at(kv, base, s, tid));
+    [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = load_v8(row_at(kv, base, s, tid));
 }
 
 // Reductions over the row streams of a subgroup.

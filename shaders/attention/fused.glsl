@@ -48,7 +48,7 @@ shared vec4 fresh[2][OUT4];  // the new key and value as floats
 
 // Quantizes the new key (WHICH 0) or value (1) as the cache stores it, eight values per thread.
 // Each of the four threads of a unit finds the unit's scale by itself.
-#define QUANTIZE(WHICH, TYPE, EIGHTS, PAIRS, HALVES, WORDS_OF, FIRST)                                                        \
+#define QUANTIZE(WHICH, TYPE, NEW_ROW, PAIRS, HALVES, WORDS_OF, FIRST)                                                       \
     for (uint i = FIRST; i < COLS; i += WG_SIZE) {                                                                           \
         vec4 v[8];                                                                                                           \
         [[unroll]] for (uint j = 0; j < 8; j++) v[j] = fresh[WHICH][i / 4u * 8u + j];                                        \
@@ -58,7 +58,7 @@ shared vec4 fresh[2][OUT4];  // the new key and value as floats
         [[unroll]] for (uint j = 0; j < 2; j++)                                                                              \
             words[j] = TYPE == CACHE_Q8_0 ? q8_0_word(fresh[WHICH][2u * i + j], inverse)                                     \
                                           : q4_0_word(fresh[WHICH][from + j], fresh[WHICH][from + 4u + j], inverse);         \
-        EIGHTS[i] = uvec4(words, scale, 32u * second);                                                                       \
+        NEW_ROW[i] = uvec4(words, scale, 32u * second);                                                                      \
         if (stores) {                                                                                                        \
             const uint units = p.n_head_kv * p.n_ctx * (COLS / 4u), unit = (kv * p.n_ctx + row) * (COLS / 4u) + i / 4u;      \
             if (TYPE == CACHE_Q8_0) PAIRS[2u * (unit + second * units) + (i & 1u)] = words;                                  \

@@ -3,7 +3,7 @@
 //
 //   out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
 //
-// Bindings and tiles: attention/prompt_iface.glsl. A row of cache_v has VD values, and rows are V_PITCH eights apart: more than VD / 8 where V
+// Bindings and tiles: attention/prompt_iface.glsl. A row of cache_v has VD values, and rows are 8 V_PITCH values apart: more than VD where V
 // is the first part of K's rows (MLA). SPLIT_Q: Q is in two tensors as in attention/attention.comp, q_pe at binding 6.
 //
 // A workgroup takes a tile of TILE_Q queries and walks all rows that any of them sees, in blocks of ROWS. Blocks begin at multiples of ROWS, so
@@ -36,7 +36,7 @@ layout(local_size_x = WG_SIZE) in;
 
 #include "attention/prompt_iface.glsl"
 #define K_PITCH K_WORDS
-#include "attention/cache_eights.glsl"
+#include "attention/cache_load.glsl"
 
 #if SPLIT_Q
 layout(std430, set = 0, binding = 6) readonly buffer QPe { vec4 q_pe4[]; };
@@ -63,19 +63,19 @@ shared vec4 stage[STAGE_QUADS];
 vec4 k_row[ROWS][CHUNKS(K_WORDS)][2], v_row[ROWS][CHUNKS(V_WORDS)][2];
 
 // Loads this lane's words of the block's rows. Rows that no query sees count as zeros.
-#define LOAD(EIGHT_OF, INTO, WORDS, PITCH, TYPE)                                                                        \
+#define LOAD(LOADER, INTO, WORDS, PITCH, TYPE)                                                                          \
     [[unroll]] for (uint r = 0; r < ROWS; r++)                                                                          \
         [[unroll]] for (uint c = 0; c < CHUNKS(WORDS); c++) {                                                           \
             const uint row = base + r;                                                                                  \
             const uint word = min(c * WG_SIZE + tid, uint(WORDS - 1));                                                  \
-            const uvec4 words = EIGHT_OF((kv * p.n_ctx + min(row, hi - 1u)) * PITCH + word);                            \
+            const uvec4 words = LOADER((kv * p.n_ctx + min(row, hi - 1u)) * PITCH + word);                              \
             const uvec4 those = row >= lo && row < hi ? words : uvec4(0u);                                              \
-            INTO[r][c][0] = low_four(those, TYPE);                                                                      \
-            INTO[r][c][1] = high_four(those, TYPE);                                                                     \
+            INTO[r][c][0] = decode_low4(those, TYPE);                                                                   \
+            INTO[r][c][1] = decode_high4(those, TYPE);                                                                  \
         }
 void load_block(uint kv, uint base, uint tid) {
-    LOAD(k_eight, k_row, K_WORDS, K_WORDS, K_TYPE)
-    LOAD(v_eight, v_row, V_WORDS, V_PITCH, V_TYPE)
+    LOAD(load_k8, k_row, K_WORDS, K_WORDS, K_TYPE)
+    LOAD(load_v8, v_row, V_WORDS, V_PITCH, V_TYPE)
 }
 #define K_QUAD(r, j) subgroupShuffle(k_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
 #define V_QUAD(r, j) subgroupShuffle(v_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
@@ -90,15 +90,15 @@ void load_block(uint kv, uint base, uint tid) {
     for (uint w = tid; w < ROWS * max(K_WORDS, V_WORDS); w += WG_SIZE) {
         if (w < ROWS * K_WORDS) {
             const uint row = base + w / K_WORDS;
-            const uvec4 k = row >= lo && row < hi ? k_eight((kv * p.n_ctx + row) * K_WORDS + w % K_WORDS) : uvec4(0u);
-            stage[2u * w] = low_four(k, K_TYPE);
-            stage[2u * w + 1u] = high_four(k, K_TYPE);
+            const uvec4 k = row >= lo && row < hi ? load_k8((kv * p.n_ctx + row) * K_WORDS + w % K_WORDS) : uvec4(0u);
+            stage[2u * w] = decode_low4(k, K_TYPE);
+            stage[2u * w + 1u] = decode_high4(k, K_TYPE);
         }
         if (w < ROWS * V_WORDS) {
             const uint row = base + w / V_WORDS;
-            const uvec4 v = row >= lo && row < hi ? v_eight((kv * p.n_ctx + row) * V_PITCH + w % V_WORDS) : uvec4(0u);
-            stage[K_BLOCK_QUADS + 2u * w] = low_four(v, V_TYPE);
-            stage[K_BLOCK_QUADS + 2u * w + 1u] = high_four(v, V_TYPE);
+            const uvec4 v = row >= lo && row < hi ? load_v8((kv * p.n_ctx + row) * V_PITCH + w % V_WORDS) : uvec4(0u);
+            stage[K_BLOCK_QUADS + 2u * w] = decode_low4(v, V_TYPE);
+            stage[K_BLOCK_QUADS + 2u * w + 1u] = decode_high4(v, V_TYPE);
         }
     }
     barrier();

@@ -1,7 +1,7 @@
 // What the cooperative-matrix kernels of attention share: moving blocks of the cache into shared memory, which rows the queries of a tile see,
 // and which element of a sum matrix has which row and column.
 //
-// Include attention/prompt_iface.glsl and attention/cache_eights.glsl first. The including shader has ROWS, HD, WIDTH (HD rounded up to whole
+// Include attention/prompt_iface.glsl and attention/cache_load.glsl first. The including shader has ROWS, HD, WIDTH (HD rounded up to whole
 // matrices), ROW_WORDS = HD / 8, PITCH (16-byte words from row to row in shared memory), PIECES (words of a block that a thread moves), TILE_Q,
 // NS, ELEMENTS (of a sum matrix, per lane), MAX_PITCH = FN / 4 + 1, and shared uvec4 kv_rows[].
 
@@ -12,23 +12,23 @@ uint lo, hi;           // rows that any query of the tile sees
 
 // Loads this thread's words of a block into registers. Rows before `lo` or from `hi` on are replaced by the nearest one inside:
 // no query sees them, but their V must be finite.
-#define FETCH(EIGHT_OF, INTO)                                                                                                   \
+#define FETCH(LOADER, INTO)                                                                                                     \
     const uint first = kv_head() * p.n_ctx;                                                                                     \
     if (WIDTH == HD && base >= lo && base + ROWS <= hi) {                                                                       \
         [[unroll]] for (uint i = 0; i < PIECES; i++)                                                                            \
             if (ROWS * ROW_WORDS % WG == 0 || i * WG + gl_LocalInvocationIndex < ROWS * ROW_WORDS)                              \
-                INTO[i] = EIGHT_OF((first + base) * ROW_WORDS + gl_LocalInvocationIndex + i * WG);                              \
+                INTO[i] = LOADER((first + base) * ROW_WORDS + gl_LocalInvocationIndex + i * WG);                                \
     } else {                                                                                                                    \
         [[unroll]] for (uint i = 0; i < PIECES; i++) {                                                                          \
             const uint at = i * WG + gl_LocalInvocationIndex, row = base + at / (WIDTH / 8), word = at % (WIDTH / 8);           \
-            const uvec4 words = EIGHT_OF((first + clamp(row, lo, hi - 1u)) * ROW_WORDS + min(word, ROW_WORDS - 1u));            \
+            const uvec4 words = LOADER((first + clamp(row, lo, hi - 1u)) * ROW_WORDS + min(word, ROW_WORDS - 1u));              \
             INTO[i] = word < ROW_WORDS ? words : uvec4(0u);                                                                     \
         }                                                                                                                       \
     }
 
 uvec4 as_f16(uvec4 raw, uint type) {
     if (type == CACHE_F16) return raw;
-    const vec4 a = low_four(raw, type), b = high_four(raw, type);
+    const vec4 a = decode_low4(raw, type), b = decode_high4(raw, type);
     return uvec4(packHalf2x16(a.xy), packHalf2x16(a.zw), packHalf2x16(b.xy), packHalf2x16(b.zw));
 }
 

@@ -1,7 +1,7 @@
 // Bindings of the prompt attention kernels, and how their queries are numbered.
 //
 //   binding 0  q F32 [n, n_head, HD]
-//   binding 1  cache_k F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_eights.glsl)
+//   binding 1  cache_k F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_load.glsl)
 //   binding 2  cache_v, the same (V_TYPE)
 //   binding 3  pos I32 [n]; -1: padding, whose output is zero
 //   binding 4  y: F32 [n, n_head * HD], Q8_1 rows, or packed F16 (mat_mul/matrix.glsl): rows of y_stride 16-byte words or, from

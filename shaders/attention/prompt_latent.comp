@@ -33,7 +33,7 @@ const uint V_TYPE = K_TYPE;
 #include "attention/prompt_iface.glsl"
 #define K_PITCH (HD / 8)
 #define V_PITCH (HD / 8)
-#include "attention/cache_eights.glsl"
+#include "attention/cache_load.glsl"
 layout(std430, set = 0, binding = 6) readonly buffer QPe { vec4 q_pe4[]; };
 #define OVERFLOW_BINDING 7
 #include "mat_mul/overflow.glsl"
@@ -69,7 +69,7 @@ uint first_row_of(uint m) { return gl_SubgroupID / PARTS * FM; }
 #include "attention/prompt_blocks.glsl"
 #include "attention/softmax_registers.glsl"
 
-void fetch(uint base) { FETCH(k_eight, words_now) }
+void fetch(uint base) { FETCH(load_k8, words_now) }
 void put() { PUT(words_now, 0u, K_TYPE) }
 
 vec4 query_quad(uint row, uint i) {

@@ -31,7 +31,7 @@ layout(constant_id = 12) const uint V_TYPE = 0;
 #include "attention/prompt_iface.glsl"
 #define K_PITCH (HD / 8)
 #define V_PITCH (HD / 8)
-#include "attention/cache_eights.glsl"
+#include "attention/cache_load.glsl"
 #define OVERFLOW_BINDING 6  // raised if a query does not fit into f16
 #include "mat_mul/overflow.glsl"
 
@@ -90,8 +90,8 @@ uint first_row_of(uint m) { return (gl_SubgroupID * MQ + m) * FM; }
 
 #include "attention/prompt_blocks.glsl"
 
-void fetch_k(uint base) { FETCH(k_eight, k_words) }
-void fetch_v(uint base) { FETCH(v_eight, v_words) }
+void fetch_k(uint base) { FETCH(load_k8, k_words) }
+void fetch_v(uint base) { FETCH(load_v8, v_words) }
 
 void put_k() { PUT(k_words, 0u, K_TYPE) }
 void put_v() { PUT(v_words, ROWS, V_TYPE) }

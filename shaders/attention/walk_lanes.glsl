@@ -50,7 +50,7 @@ void walk_begin(uint tid) {
     weight = 0.0;
 #if FUSED
     if (owns_new) {
-        const vec4 a = low_four(new_k[tid % COLS], K_TYPE), b = high_four(new_k[tid % COLS], K_TYPE);
+        const vec4 a = decode_low4(new_k[tid % COLS], K_TYPE), b = decode_high4(new_k[tid % COLS], K_TYPE);
         float part[HELD];
         [[unroll]] for (uint v = 0; v < HELD; v++) part[v] = dot(a, own_query[v % QUERIES][0]) + dot(b, own_query[v % QUERIES][1]);
         const float score = lane_sums(part, tid);
@@ -58,8 +58,8 @@ void walk_begin(uint tid) {
         if (tid < COLS) {
             weight = tid % HELD < QUERIES ? 1.0 : 0.0;
             [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-                sum[i][0] = low_four(new_v[tid], V_TYPE);
-                sum[i][1] = high_four(new_v[tid], V_TYPE);
+                sum[i][0] = decode_low4(new_v[tid], V_TYPE);
+                sum[i][1] = decode_high4(new_v[tid], V_TYPE);
             }
         }
     }
@@ -70,7 +70,7 @@ void walk(uint kv, uint base, uint tid) {
     float score[SCORES / HELD];
     float part[SCORES / HELD][HELD];
     [[unroll]] for (uint s = 0; s < STEPS; s++) {
-        const vec4 a = low_four(k_now[s][0], K_TYPE), b = high_four(k_now[s][0], K_TYPE);
+        const vec4 a = decode_low4(k_now[s][0], K_TYPE), b = decode_high4(k_now[s][0], K_TYPE);
         [[unroll]] for (uint i = 0; i < QUERIES; i++)
             part[(s * QUERIES + i) / HELD][(s * QUERIES + i) % HELD] = dot(a, own_query[i][0]) + dot(b, own_query[i][1]);
     }
@@ -97,7 +97,7 @@ void walk(uint kv, uint base, uint tid) {
         sum[i][1] *= f;
     }
     [[unroll]] for (uint s = 0; s < STEPS; s++) {
-        const vec4 a = low_four(v_now[s], V_TYPE), b = high_four(v_now[s], V_TYPE);
+        const vec4 a = decode_low4(v_now[s], V_TYPE), b = decode_high4(v_now[s], V_TYPE);
         [[unroll]] for (uint i = 0; i < QUERIES; i++) {
             const float e = from_lane(score[(s * QUERIES + i) / HELD], (s * QUERIES + i) % HELD);
             sum[i][0] += e * a;

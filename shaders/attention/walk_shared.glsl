@@ -15,7 +15,7 @@ void score_parts(uvec4 row[K_PARTS], uint tid, out float score[QUERIES]) {
     [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] = 0.0;
     [[unroll]] for (uint j = 0; j < K_PARTS; j++) {
         const uint part = j * LANES + tid % LANES;
-        const vec4 a = low_four(row[j], K_TYPE), b = high_four(row[j], K_TYPE);
+        const vec4 a = decode_low4(row[j], K_TYPE), b = decode_high4(row[j], K_TYPE);
         [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] += dot(a, query4[i * HEAD4 + 2 * part]) + dot(b, query4[i * HEAD4 + 2 * part + 1]);
     }
 }
@@ -37,8 +37,8 @@ void walk_begin(uint tid) {
             if (tid < COLS) {
                 top[i] = all_lanes;
                 weight[i] = 1.0;
-                sum[i][0] = low_four(new_v[tid], V_TYPE);
-                sum[i][1] = high_four(new_v[tid], V_TYPE);
+                sum[i][0] = decode_low4(new_v[tid], V_TYPE);
+                sum[i][1] = decode_high4(new_v[tid], V_TYPE);
             }
         }
     }
@@ -78,7 +78,7 @@ void walk(uint kv, uint base, uint tid) {
     [[unroll]] for (uint s = 0; s < V_STEPS; s++) {
         const uint r = s * STREAMS + tid / COLS;
         if (r < ROWS) {
-            const vec4 a = low_four(v_now[s], V_TYPE), b = high_four(v_now[s], V_TYPE);
+            const vec4 a = decode_low4(v_now[s], V_TYPE), b = decode_high4(v_now[s], V_TYPE);
             [[unroll]] for (uint i = 0; i < QUERIES; i++) {
                 const float score = scores[half_now][r * QUERIES + i];
                 const float e = score > MASKED ? exp2(score - top[i]) : 0.0;

@@ -40,7 +40,7 @@ layout(constant_id = 12) const float GLU_ALPHA = 1.0;
 layout(constant_id = 13) const float GLU_LIMIT = 1.0;
 layout(constant_id = 14) const uint Y_UNITS = 0;  // 1: y is F16 in unit order
 layout(constant_id = 15) const uint LANE_UNITS = 1;  // units of a row that a lane decodes per step
-layout(constant_id = 16) const uint EIGHTS = 0;      // 1: a step is 8 units, and rows are whole steps
+layout(constant_id = 16) const uint K_ALIGNED = 0;  // 1: a step is 8 units, and rows are whole steps
 layout(constant_id = 17) const uint SYNC = 0;     // 1: no stored value of an F32 y is SENTINEL (common/sentinel.glsl)
 layout(constant_id = 19) const uint ARRIVES = 0;  // common/arrivals.glsl
 layout(constant_id = 20) const uint EXPECTED = 0;  // likewise
@@ -60,7 +60,7 @@ const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = 0;
 #define MAKES_F16
 #include "quant/weights.glsl"
 #include "mat_mul/iface.glsl"
-#define UNIT_EIGHTS EIGHTS
+#define UNITS_ALIGNED K_ALIGNED
 #include "quant/place.glsl"
 #include QUANT_FILE
 #include "mat_mul/tile.glsl"
@@ -118,7 +118,7 @@ float16_t half_at(uvec4 word, uint i) {
 UnitRaw fetched(uint i, uint u, uint first_row, uint step) {
     const uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * GROUPS + gl_SubgroupInvocationID / T, p.m - 1u);
     const uint lane = gl_SubgroupInvocationID % T;
-    if (EIGHTS != 0) return unit_load(Place(row, min(step, steps - 1u) * 8u + lane, 0u, u * T));
+    if (K_ALIGNED != 0) return unit_load(Place(row, min(step, steps - 1u) * 8u + lane, 0u, u * T));
     return unit_load(place(row, min((step * LANE_UNITS + u) * T + lane, end_unit - 1u)));
 }
 
@@ -126,14 +126,14 @@ UnitRaw fetched(uint i, uint u, uint first_row, uint step) {
 void fetch_x(uint n, uint i, uint block) {
     const uint lane = gl_SubgroupInvocationID, used = n * FN + lane / T < tile_count ? lane : lane % T;
     const uint first = (tile_number * NS + n) * p.x_stride + min(block, blocks - 1u) * (BLOCK_WORDS * SG) + used + x_zero;
-    x[n * BLOCK_WORDS + i] = x4[(first & MOST_QUADS) + i * SG];
+    x[n * BLOCK_WORDS + i] = x4[(first & MAX_QUAD_INDEX) + i * SG];
 }
 
 // The products of one step. Registers of weights and activations are reloaded for later steps after their last use.
 void multiply(uint first_row, uint step) {
     [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) {
         const uint next_block = u + 1 < LANE_UNITS ? step * LANE_UNITS + u + 1 : (step + K_SUBGROUPS) * LANE_UNITS;
-        const bool there = LANE_UNITS == 1 || EIGHTS != 0 || step * LANE_UNITS + u < blocks;
+        const bool there = LANE_UNITS == 1 || K_ALIGNED != 0 || step * LANE_UNITS + u < blocks;
         [[unroll]] for (uint i = 0; i < MS; i++) {
             uvec4 w[OWN_ROWS * 4];
             [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {

@@ -193,17 +193,17 @@ void prologue(uint tid) {
 }
 #endif
 
-// Unit `unit + units_on` of row `row` of x; units_on is a constant, as in Place (quant/place.glsl).
+// Unit `unit + unit_offset` of row `row` of x; unit_offset is a constant, as in Place (quant/place.glsl).
 // With a prologue, rows count from the first one in shared memory.
 #if PROLOGUE != PROLOGUE_NONE && PATH_INT
-ActRaw act_fetch(uint row, uint unit, uint units_on) {
-    const uint at = (PROLOGUE == PROLOGUE_COPY ? row * K_UNITS : 0u) + unit + units_on;
+ActRaw act_fetch(uint row, uint unit, uint unit_offset) {
+    const uint at = (PROLOGUE == PROLOGUE_COPY ? row * K_UNITS : 0u) + unit + unit_offset;
     return ActRaw(act_lo[at], act_hi[at], act_ds[at]);
 }
 #elif X_TYPE == X_Q8_1
-ActRaw act_fetch(uint row, uint unit, uint units_on) {
-    const uint base = row * p.x_stride, quads = foldable(base + x_unit0 + unit) + units_on;
-    return ActRaw(x4[quads], x4[quads + X_UNITS], x2[foldable(base * 2u + x_unit0 + unit) + (4u * X_UNITS + units_on)]);
+ActRaw act_fetch(uint row, uint unit, uint unit_offset) {
+    const uint base = row * p.x_stride, quads = foldable(base + x_unit0 + unit) + unit_offset;
+    return ActRaw(x4[quads], x4[quads + X_UNITS], x2[foldable(base * 2u + x_unit0 + unit) + (4u * X_UNITS + unit_offset)]);
 }
 #endif
 
@@ -221,24 +221,24 @@ Act act_of(ActRaw r) {
 }
 #endif
 
-Act act_load(uint row, uint unit, uint units_on) {
+Act act_load(uint row, uint unit, uint unit_offset) {
 #if PATH_INT
-    return act_of(act_fetch(row, unit, units_on));
+    return act_of(act_fetch(row, unit, unit_offset));
 #else
     Act a;
   #if PROLOGUE != PROLOGUE_NONE
-    [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][(PROLOGUE == PROLOGUE_COPY ? row * K_UNITS : 0u) + unit + units_on];
+    [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = act_x[i][(PROLOGUE == PROLOGUE_COPY ? row * K_UNITS : 0u) + unit + unit_offset];
   #elif X_TYPE == X_Q8_1
-    const ActRaw r = act_fetch(row, unit, units_on);
+    const ActRaw r = act_fetch(row, unit, unit_offset);
     [[unroll]] for (int i = 0; i < 8; i++) {
         const int word = int(i < 4 ? r.lo[i & 3] : r.hi[i & 3]);
         a.x[i] = uintBitsToFloat(r.ds.x) * vec4((word << 24) >> 24, (word << 16) >> 24, (word << 8) >> 24, word >> 24);
     }
   #elif K_TAIL
-    const uint column = (unit + units_on) * 32u;
+    const uint column = (unit + unit_offset) * 32u;
     for (uint i = 0; i < 32u; i++) a.x[i >> 2][i & 3u] = column + i < p.k ? x1[row * p.x_stride + column + i] : 0.0;
   #else
-    const uint base = foldable(row * (p.x_stride >> 2) + (x_unit0 + unit) * 8u) + units_on * 8u;
+    const uint base = foldable(row * (p.x_stride >> 2) + (x_unit0 + unit) * 8u) + unit_offset * 8u;
     [[unroll]] for (int i = 0; i < 8; i++) a.x[i] = xf4[base + i];
   #endif
     return a;

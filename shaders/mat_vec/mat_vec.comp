@@ -179,18 +179,18 @@ float dot_weights(vec4 w[8], Act a) {
 
 #if !(PATH_INT && COLS == 1)
 // acc += weight * (one unit of ROWS rows) * (the same unit of COLS tokens). weight: the expert's, else 1.
-void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float weight) {
+void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint unit_offset, float weight) {
 #if PATH_INT
     Unit u[ROWS];
     [[unroll]] for (uint r = 0; r < ROWS; r++) u[r] = decoded(raw[r]);
     [[unroll]] for (uint c = 0; c < COLS; c++) {
-        const Act a = act_load(token_row(x_row, c), unit, units_on);
+        const Act a = act_load(token_row(x_row, c), unit, unit_offset);
         [[unroll]] for (uint r = 0; r < ROWS; r++) acc[r][c] += weight * dot_unit(raw[r], u[r], a);
     }
 #else
   #if COLS == 1
     // Row by row, so that registers hold the decoded weights of only one row at a time.
-    const Act a = act_load(x_row, unit, units_on);
+    const Act a = act_load(x_row, unit, unit_offset);
     #if SCALE_SUMS
     const vec2 x_sums = sums_of(a);
     #endif
@@ -215,7 +215,7 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint units_on, float w
     [[unroll]] for (int r = 0; r < ROWS; r++) unit_decode(raw[r], w[r]);
     #endif
     [[unroll]] for (int c = 0; c < COLS; c++) {
-        const Act a = act_load(token_row(x_row, c), unit, units_on);
+        const Act a = act_load(token_row(x_row, c), unit, unit_offset);
     #if SCALE_SUMS
         const vec2 x_sums = sums_of(a);
         [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][c] += weight * dot_numbers(w[r], scale[r], bias[r], a, x_sums);
@@ -256,10 +256,10 @@ void fetch_experts(uint tid) {
 }
 #endif
 
-// Unit j of a lane's chunk is unit_of(chunk, j) + UNITS_ON(j). The second term is a constant that the compiler folds into the load's address.
-// Past the end of a row or of the matrix the last unit is read again, and its product is dropped.
+// Unit j of a lane's chunk is unit_of(chunk, j) + UNIT_OFFSET(j). The second term is a constant that the compiler folds into the load's
+// address. Past the end of a row or of the matrix the last unit is read again, and its product is dropped.
 #define IN_ROW(j) (CHUNKS == 1 ? ((j) + 1) * LANES <= K_UNITS : K_UNITS % CHUNK == 0)
-#define UNITS_ON(j) (UNIT_STEP > 1 ? (j) : IN_ROW(j) ? (j) * LANES : 0u)
+#define UNIT_OFFSET(j) (UNIT_STEP > 1 ? (j) : IN_ROW(j) ? (j) * LANES : 0u)
 
 uint unit_of(uint chunk, uint j) {
     const uint first = chunk * CHUNK + lane * UNIT_STEP;
@@ -281,9 +281,9 @@ UnitRaw fetch(uint row, uint r, uint chunk, uint j) {
     const uint base = expert_row;
 #endif
 #if ROWS_FULL
-    return unit_load(Place(base + row, WITHIN_ROW(unit), r, UNITS_ON(j)));
+    return unit_load(Place(base + row, WITHIN_ROW(unit), r, UNIT_OFFSET(j)));
 #else
-    return unit_load(Place(base + min(row + r, p.m - 1u), WITHIN_ROW(unit), 0u, UNITS_ON(j)));
+    return unit_load(Place(base + min(row + r, p.m - 1u), WITHIN_ROW(unit), 0u, UNIT_OFFSET(j)));
 #endif
 }
 
@@ -310,17 +310,17 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
   #if OWN_X
         const Act a = act_of(own[j]);
   #else
-        const Act a = act_load(row, unit, UNITS_ON(j));
+        const Act a = act_load(row, unit, UNIT_OFFSET(j));
   #endif
         [[unroll]] for (uint r = 0; r < ROWS; r++) {
             if (there) acc[r][0] += weight * dot_unit(raw[j][r], decoded(raw[j][r]), a);
             if (again) raw[j][r] = fetch(next_row, r, next_chunk, j);
         }
   #if NEXT_X
-        if (again) own[j] = act_fetch(x_row, unit_of(next_chunk, j), UNITS_ON(j));
+        if (again) own[j] = act_fetch(x_row, unit_of(next_chunk, j), UNIT_OFFSET(j));
   #endif
 #else
-        if (there) accumulate(raw[j], row, unit, UNITS_ON(j), weight);
+        if (there) accumulate(raw[j], row, unit, UNIT_OFFSET(j), weight);
         if (again)
             [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(next_row, r, next_chunk, j);
 #endif
@@ -409,7 +409,7 @@ bool logits_arrived() {
 
 #if OWN_X
 void fetch_own() {
-    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_fetch(PROLOGUE == PROLOGUE_COPY ? 0u : x_row, unit_of(0u, j), UNITS_ON(j));
+    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_fetch(PROLOGUE == PROLOGUE_COPY ? 0u : x_row, unit_of(0u, j), UNIT_OFFSET(j));
 }
 #endif
 

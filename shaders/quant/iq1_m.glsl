@@ -14,7 +14,7 @@
 struct UnitRaw { uint qs; uint qh; uvec2 scales; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(WORD(0u, at, 0), WORD(p.w.plane[0], at, 1), PAIR(p.w.plane[1], at, 3), unit_number(at, 8u));
+    return UnitRaw(WORD(0u, at, 0), WORD(p.w.plane[0], at, 1), PAIR(p.w.plane[1], at, 3), unit_index(at, 8u));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

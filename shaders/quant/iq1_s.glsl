@@ -12,7 +12,7 @@
 struct UnitRaw { uint qs; uint qh; uint d; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(WORD(0u, at, 0), WORD(p.w.plane[0], at, 1), WORD(p.w.plane[1], at, 4), unit_number(at, 16u));
+    return UnitRaw(WORD(0u, at, 0), WORD(p.w.plane[0], at, 1), WORD(p.w.plane[1], at, 4), unit_index(at, 16u));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

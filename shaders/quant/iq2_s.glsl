@@ -13,7 +13,7 @@
 struct UnitRaw { uvec2 qs; uint head; uint d; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(PAIR(0u, at, 0), WORD(p.w.plane[0], at, 1), WORD(p.w.plane[1], at, 4), unit_number(at, 16u));
+    return UnitRaw(PAIR(0u, at, 0), WORD(p.w.plane[0], at, 1), WORD(p.w.plane[1], at, 4), unit_index(at, 16u));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

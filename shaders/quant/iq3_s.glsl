@@ -23,7 +23,7 @@ struct UnitRaw { uvec2 qs; uint signs; uint qh; uint scales; uint d; uint index;
 
 UnitRaw unit_load(Place at) {
     return UnitRaw(PAIR(0u, at, 0), WORD(p.w.plane[0], at, 0), WORD(p.w.plane[1], at, 2), WORD(p.w.plane[2], at, 3),
-                   WORD(p.w.plane[3], at, 4), unit_number(at, 16u));
+                   WORD(p.w.plane[3], at, 4), unit_index(at, 16u));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

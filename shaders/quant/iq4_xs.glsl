@@ -8,7 +8,7 @@
 struct UnitRaw { uvec4 qs; uvec2 head; uint sub; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(QUAD(0u, at, 0), PAIR(p.w.plane[0], at, 3), unit_number(at, 8u) & 7u);
+    return UnitRaw(QUAD(0u, at, 0), PAIR(p.w.plane[0], at, 3), unit_index(at, 8u) & 7u);
 }
 
 float unit_step(UnitRaw r) {

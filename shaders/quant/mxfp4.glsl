@@ -9,7 +9,7 @@
 struct UnitRaw { uvec4 qs; uint e; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 2), unit_number(at, 4u));
+    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 2), unit_index(at, 4u));
 }
 
 float half_power(UnitRaw r) {

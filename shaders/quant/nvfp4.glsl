@@ -9,7 +9,7 @@
 struct UnitRaw { uvec4 qs; uint d; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 1), unit_number(at, 2u));
+    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 1), unit_index(at, 2u));
 }
 
 // Half of a UE4M3 number: 4 exponent bits (bias 7), 3 fraction bits. The top bit is ignored; 0x7f stands for 0.

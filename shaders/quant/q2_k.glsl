@@ -11,7 +11,7 @@
 struct UnitRaw { uvec2 qs; uint scales; uint dm; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(PAIR(0u, at, 0), WORD(p.w.plane[0], at, 1), WORD(p.w.plane[1], at, 3), unit_number(at, 2u));
+    return UnitRaw(PAIR(0u, at, 0), WORD(p.w.plane[0], at, 1), WORD(p.w.plane[1], at, 3), unit_index(at, 2u));
 }
 
 void unit_words(UnitRaw r, out uint q[8]) {

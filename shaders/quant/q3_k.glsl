@@ -12,9 +12,9 @@
 struct UnitRaw { uvec2 qs; uint qh; uint scale_lo; uint scale_hi; uint d; uint index; };
 
 UnitRaw unit_load(Place at) {
-    const uint scales = p.w.plane[1] * 4u, number = unit_number(at, 16u);
-    return UnitRaw(PAIR(0u, at, 0), WORD(p.w.plane[0], at, 0), w1[item_at(scales + ((number >> 2) & 1u), at, 3u, 3u, MOST_WORDS)],
-                   w1[item_at(scales + 2u, at, 3u, 3u, MOST_WORDS)], WORD(p.w.plane[2], at, 4), number);
+    const uint scales = p.w.plane[1] * 4u, number = unit_index(at, 16u);
+    return UnitRaw(PAIR(0u, at, 0), WORD(p.w.plane[0], at, 0), w1[item_at(scales + ((number >> 2) & 1u), at, 3u, 3u, MAX_WORD_INDEX)],
+                   w1[item_at(scales + 2u, at, 3u, 3u, MAX_WORD_INDEX)], WORD(p.w.plane[2], at, 4), number);
 }
 
 void unit_words(UnitRaw r, out uint q[8]) {

@@ -8,7 +8,7 @@
 struct UnitRaw { uvec4 qs; uint d; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 1), unit_number(at, 2u));
+    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 1), unit_index(at, 2u));
 }
 
 #include "quant/nibbles_dot.glsl"

@@ -13,7 +13,7 @@ struct UnitRaw { uvec4 qs; uint qh; uvec4 head; uint sub; };
 #include "quant/k_head.glsl"
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 0), QUAD(p.w.plane[1], at, 3), unit_number(at, 8u) & 7u);
+    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 0), QUAD(p.w.plane[1], at, 3), unit_index(at, 8u) & 7u);
 }
 
 void unit_words(UnitRaw r, out uint q[8]) {

@@ -11,7 +11,7 @@
 struct UnitRaw { uvec4 qs; uvec2 qh; uint scales; uint d; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(QUAD(0u, at, 0), PAIR(p.w.plane[0], at, 0), WORD(p.w.plane[1], at, 1), WORD(p.w.plane[2], at, 4), unit_number(at, 16u));
+    return UnitRaw(QUAD(0u, at, 0), PAIR(p.w.plane[0], at, 0), WORD(p.w.plane[1], at, 1), WORD(p.w.plane[2], at, 4), unit_index(at, 16u));
 }
 
 void unit_words(UnitRaw r, out uint q[8]) {

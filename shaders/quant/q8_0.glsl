@@ -7,7 +7,7 @@
 struct UnitRaw { uvec4 lo; uvec4 hi; uint d; uint index; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(QUAD(0u, at, 0), QUAD(p.w.part, at, 0), WORD(p.w.plane[0], at, 1), unit_number(at, 2u));
+    return UnitRaw(QUAD(0u, at, 0), QUAD(p.w.part, at, 0), WORD(p.w.plane[0], at, 1), unit_index(at, 2u));
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

@@ -14,13 +14,13 @@
 struct UnitRaw { uvec4 lo; uvec4 hi; uint d; uint index; };
 
 UnitRaw unit_load(Place at) {
-    const uint sub = unit_number(at, 8u) & 7u;
+    const uint sub = unit_index(at, 8u) & 7u;
     UnitRaw r;
     r.lo = QUAD(sub < 5u ? 0u : 2u * p.w.part, at, 3);
     r.hi = sub < 5u ? QUAD(p.w.part, at, 3) : r.lo;
     if (sub == 7u) r.hi = uvec4(WORD(p.w.plane[0], at, 3));
     r.d = WORD(p.w.plane[1], at, 4);
-    r.index = unit_number(at, 16u);
+    r.index = unit_index(at, 16u);
     return r;
 }
 

@@ -8,7 +8,7 @@
 struct UnitRaw { uvec2 qs; uint d; uint block; };
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(PAIR(0u, at, 0), WORD(p.w.plane[0], at, 4), unit_number(at, 16u) >> 3);
+    return UnitRaw(PAIR(0u, at, 0), WORD(p.w.plane[0], at, 4), unit_index(at, 16u) >> 3);
 }
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

@@ -341,10 +341,10 @@ def plain_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Vari
 
 def matrix_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:
     """shaders/attention/prompt_matrix.comp."""
-    subgroup_rows = shape.tile_q // shape.warps // shape.matrix[0]
+    matrix_rows = shape.tile_q // shape.warps // shape.matrix[0]
     sg = caps.subgroup_size
     constants = (
-        shape.warps * sg, sg, *shape.matrix, job.hd, shape.tile_kv, subgroup_rows, OUT_FRAGMENTS if job.fragments else OUT_TYPES[job.y.type],
+        shape.warps * sg, sg, *shape.matrix, job.hd, shape.tile_kv, matrix_rows, OUT_FRAGMENTS if job.fragments else OUT_TYPES[job.y.type],
         int(job.sinks is not None), shape.row_lanes, CACHE_TYPES[job.cache_k.type], CACHE_TYPES[job.cache_v.type],
     )  # fmt: skip
     return Variant("attention/prompt_matrix.comp", (), sg if caps.subgroup_required_size else None, tuple(enumerate(constants)))

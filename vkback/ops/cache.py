@@ -1,5 +1,5 @@
 """Quantized KV caches: types, and rows stored by SET_ROWS (shaders/cache). Attention reads them as they are
-(shaders/attention/cache_eights.glsl). A cache lies as weights do (docs/architecture.md), its rows being those of all heads.
+(shaders/attention/cache_load.glsl). A cache lies as weights do (docs/architecture.md), its rows being those of all heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUANTIZED = ("Q8_0", "Q4_0")
 
 
 CACHE_TYPES = {"F16": 0, "Q8_0": 1, "Q4_0": 2}
-"""Types that attention reads, with their numbers in shaders/attention/cache_eights.glsl."""
+"""Types that attention reads, with their numbers in shaders/attention/cache_load.glsl."""
 
 
 def cached_bytes(kind: str, values: int) -> int:

@@ -78,7 +78,10 @@ def _check_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities) -> None
             (f"x {job.x} does not hold rows of {job.k} values", job.x.shape[-1] != ceil_div(job.k, UNIT) * UNIT),
             ("parts are no multiples of matrices", shape.warp_m % rows or shape.warp_n % columns),
             ("tiles are no multiples of parts", shape.tile_m % shape.warp_m or shape.tile_n % shape.warp_n),
-            (f"{shape.subgroups} subgroups do not make a tile", shape.subgroups * shape.warp_m * shape.warp_n != shape.tile_m * shape.tile_n),
+            (
+                f"{shape.subgroups} subgroups do not make a tile",
+                shape.subgroups * shape.warp_m * shape.warp_n != shape.tile_m * shape.tile_n,
+            ),
             (f"steps of {shape.step_k} along K", shape.step_k % UNIT or shape.step_k % depth),
             ("no fragments with such matrices", shape.fragments and not fragments_possible(shape.matrix, caps)),
             ("split-K makes F32 of a dense product", shape.split_k > 1 and (job.y.type != "F32" or job.route is not None)),

@@ -93,7 +93,8 @@ def _matrix_rate(device: Device, library: ShaderLibrary) -> MathRate:
                 continue
             kernel = device.kernel(
                 library.spirv(Variant("probe/matrix_rate.comp")), name="probe/matrix_rate", bindings=2, push_bytes=4,
-                spec=dict(enumerate((subgroups * lanes, lanes, *matrix, a, b))), subgroup_size=lanes if caps.subgroup_required_size else None,
+                spec=dict(enumerate((subgroups * lanes, lanes, *matrix, a, b))),
+                subgroup_size=lanes if caps.subgroup_required_size else None,
             )  # fmt: skip
             us = _shortest_us(device, kernel, [source, sink], pack_push(rounds), groups)
             rate = 2e6 * prod(matrix) * a * b * subgroups * groups * rounds / us
