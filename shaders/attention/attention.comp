@@ -9,7 +9,7 @@
 //   1  cache_k  F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_load.glsl).
 //               With FUSED, row pos is written first
 //   2  cache_v  the same (V_TYPE), VD values to a row. Rows are 8 V_PITCH values apart: more than VD where V is the first part of K's rows
-//      (MLA)
+//               (MLA)
 //   3  pos      I32 [n]; -1: padding, whose output is zero and which stores nothing
 //   4  y        F32 [n, n_head * VD], Q8_1 rows (OUT_Q8_1) as in docs/architecture.md, or F16 in unit order (OUT_UNITS; mat_mul/units.glsl)
 //   5  partial  scratch of the splits: for each (token tile, head group, split) QUERIES * VD / 4 vec4 of sums,

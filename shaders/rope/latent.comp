@@ -11,12 +11,12 @@
 //   [FACTORS: F32 [ROPE_PAIRS]; they divide the frequencies]
 //   q_pe   F32 [tokens, HEADS, ROT], out: the rotated values of Q
 //   cache_k  F16 [1, n_ctx, RANK + ROT]: normed latent, then rotated key. LEGACY: [HEADS, n_ctx, NOPE + ROT], and cache_v [HEADS, n_ctx,
-//            VALUES]. APART: the same rows as F32 [tokens, heads, width], for caches of other types
+//            VALUES]. STORE_F32: the same rows as F32 [tokens, heads, width], for caches of other types
 //
 // One thread per pair: first the pairs of q_pe, then (LEGACY) those of the rows of K and V of all heads. Without LEGACY workgroup 0 of a token
 // makes its row of K, which needs a sum over the latent, and the pairs of q_pe begin in workgroup 1.
 //
-// Defines: APART HEADS NOPE ROT RANK VALUES LEGACY FACTORS, those of rope/rope.glsl and common/reduce.glsl
+// Defines: STORE_F32 HEADS NOPE ROT RANK VALUES LEGACY FACTORS, those of rope/rope.glsl and common/reduce.glsl
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
 #include "rope/rope.glsl"
@@ -44,19 +44,19 @@ layout(std430, set = 0, binding = POS) readonly buffer InPos { int pos[]; };
 layout(std430, set = 0, binding = POS + 1) readonly buffer InFactors { float factors[]; };
 #endif
 layout(std430, set = 0, binding = AFTER) writeonly buffer OutQ { vec2 q_pe[]; };
-#if APART
+#if STORE_F32
 layout(std430, set = 0, binding = AFTER + 1) writeonly buffer OutK { vec2 k_out[]; };
 #else
 layout(std430, set = 0, binding = AFTER + 1) writeonly buffer CacheK { uint k_out[]; };
 #endif
-#if LEGACY && APART
+#if LEGACY && STORE_F32
 layout(std430, set = 0, binding = AFTER + 2) writeonly buffer OutV { vec2 v_out[]; };
 #elif LEGACY
 layout(std430, set = 0, binding = AFTER + 2) writeonly buffer CacheV { uint v_out[]; };
 #endif
 
 // Where row `position` of a head begins in the output, and how two values are stored.
-#if APART
+#if STORE_F32
 #define ROW_OF(token, position, head, heads) ((token) * (heads) + (head))
 #define STORED(pair) (pair)
 #else

@@ -1,13 +1,14 @@
 #version 450
 // RoPE of heads (none if ROPE_PAIRS is 0). With STORE, also the norm of the Q and K heads before it, and the store of K and V: into the cache
-// as f16 or, with APART, as F32, for a cache of another type.
+// as f16 or, with STORE_F32, as F32, for a cache of another type.
 //
 // Bindings in this order; those in brackets exist with the define:
 //   q F32 [tokens, Q_HEADS, HEAD_DIM]; PACKED: [tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM], the heads of q, k, v
 //   [STORE and not PACKED: k, v F32 [tokens, KV_HEADS, HEAD_DIM]]
 //   pos I32 [tokens]: -1 or a position outside the cache stores nothing
 //   [NORM: weights of q and k F32 [HEAD_DIM]]   [FACTORS: F32 [ROPE_PAIRS]; they divide the frequencies]
-//   q_out F32 [tokens, Q_HEADS, HEAD_DIM]   [STORE: cache_k, cache_v F16 [KV_HEADS, n_ctx, HEAD_DIM]; APART: F32 [tokens, KV_HEADS, HEAD_DIM]]
+//   q_out F32 [tokens, Q_HEADS, HEAD_DIM]   [STORE: cache_k, cache_v F16 [KV_HEADS, n_ctx, HEAD_DIM]; STORE_F32: F32 [tokens, KV_HEADS,
+//   HEAD_DIM]]
 //
 // A workgroup takes HEADS consecutive heads of one token, counted over q, k, v, one after another, and computes the angles once for all of
 // them. Thread t has slots t, t + WG_SIZE, ... of a head (rope/slots.glsl).
@@ -51,7 +52,7 @@ layout(std430, set = 0, binding = AFTER_X + 2) readonly buffer KNorm { vec2 k_no
 layout(std430, set = 0, binding = AFTER_X + 1 + 2 * NORM) readonly buffer InFactors { float factors[]; };
 #endif
 layout(std430, set = 0, binding = AFTER_EXTRA) writeonly buffer OutQ { vec2 q_out[]; };
-#if STORE && APART
+#if STORE && STORE_F32
 layout(std430, set = 0, binding = AFTER_EXTRA + 1) writeonly buffer OutK { vec2 k_out[]; };
 layout(std430, set = 0, binding = AFTER_EXTRA + 2) writeonly buffer OutV { vec2 v_out[]; };
 #elif STORE
@@ -86,7 +87,7 @@ void store(uint token, uint head, uint place, int position, vec2 x) {
         q_out[(token * Q_HEADS + head) * (HEAD_DIM / 2) + place] = x;
         return;
     }
-#if STORE && APART
+#if STORE && STORE_F32
     if (head < Q_HEADS + KV_HEADS) k_out[(token * KV_HEADS + head - Q_HEADS) * (HEAD_DIM / 2) + place] = x;
     else v_out[(token * KV_HEADS + head - Q_HEADS - KV_HEADS) * (HEAD_DIM / 2) + place] = x;
 #elif STORE

@@ -20,7 +20,7 @@ from vkback.models.registry import Model
 from vkback.ops.case import Array
 from vkback.ops.lowering import Act, LowerContext
 from vkback.plan.planner import fused_nodes, plan
-from vkback.plan.schedule import Schedule, Slot, place_apart
+from vkback.plan.schedule import Schedule, Slot, place_unaliased
 from vkback.plan.tuning import Tuning
 from vkback.program import Program, WeightRanges
 from vkback.program.fragments import fragments_hold, row_lanes_found
@@ -95,11 +95,11 @@ def graph_of(model: Model, batch: Batch) -> Graph:
     return model.graph(batch.n, batch.n_ctx, head="last" if batch.n == 1 else "all")
 
 
-def apart(schedule: Schedule) -> Schedule:
+def unaliased(schedule: Schedule) -> Schedule:
     """The schedule with memory of its own for every tensor."""
     names = frozenset(schedule.slots)
-    slots, size = place_apart(schedule.stages, names - schedule.sentinel_tensors, 0)
-    spun_on, end = place_apart(schedule.stages, schedule.sentinel_tensors, size)
+    slots, size = place_unaliased(schedule.stages, names - schedule.sentinel_tensors, 0)
+    spun_on, end = place_unaliased(schedule.stages, schedule.sentinel_tensors, size)
     return dataclasses.replace(schedule, slots=slots | spun_on, activation_bytes=end, sentinel_range=Slot(size, end - size))
 
 
@@ -118,7 +118,7 @@ def run_nodes(
         raise NodeRunError(f"[compare] token {wrong}: expected an id in 0..{model.hp.n_vocab - 1}")
     graph = graph_of(model, batch)
     nodes, planned = fused_nodes(graph, ctx, fusion=fusion)
-    schedule = apart(plan(graph, ctx, fusion=fusion))
+    schedule = unaliased(plan(graph, ctx, fusion=fusion))
     schedule = alter(schedule) if alter else schedule
     tensors = schedule.tensors()
     known = {t.name: t for n in nodes for t in n.outputs}

@@ -239,9 +239,9 @@ class Glu(Op):
 
     def _of_shape(self, shape: Shape, split: bool = False, **given: Any) -> Case:
         """By the shape of the output."""
-        apart = split or self.name in PARAMS or "out" in given or "size" in given
-        wide = shape if apart else (*shape[:-1], 2 * shape[-1])
-        return self.build_case(ne_a=ne_of(wide), split=apart and self.name not in PARAMS, **given)
+        separate = split or self.name in PARAMS or "out" in given or "size" in given
+        wide = shape if separate else (*shape[:-1], 2 * shape[-1])
+        return self.build_case(ne_a=ne_of(wide), split=separate and self.name not in PARAMS, **given)
 
     def build_case(
         self, type: str = "f32", ne_a: Shape = (128, 2, 2, 2), v: bool = False, swapped: bool = False, split: bool = False,
@@ -255,21 +255,21 @@ class Glu(Op):
         """
         kind, wide = one_of_types(type, FLOATS), shape_of(ne_a, "ne_a")
         made = one_of_types(out, ("F32", "Q8_1"), "out") if out else kind
-        apart = split or self.name in PARAMS
-        if swapped and apart:
+        separate = split or self.name in PARAMS
+        if swapped and separate:
             raise CaseLineError(f"{self.name}: swapped=1: only halves of one tensor can be swapped")
         if split and self.name in PARAMS:
             raise CaseLineError(f"{self.name}: split: gate and up are always two tensors")
-        if not apart and wide[-1] % 2:
+        if not separate and wide[-1] % 2:
             raise CaseLineError(f"{self.name}: ne_a=[{wide[-1]},...]: expected an even size, for gate and up")
         if out and (kind != "F32" or v):
             raise PlanError(f"[{self.name}] out={out} of type={type}, v={int(v)}: only plain F32 inputs are quantized")
         extra = {**PARAMS.get(self.name, {}), **{name: float(value) for name, value in given.items()}}
         inner, view = view_in(wide, (1, 1, 1, 3)) if v else (wide, None)
-        shape = wide if apart else (*wide[:-1], wide[-1] // 2)
+        shape = wide if separate else (*wide[:-1], wide[-1] // 2)
 
         def make(rng: np.random.Generator) -> Problem:
-            inputs = tuple(Tensor(n, kind, sized(inner), "input") for n in (("gate", "up") if apart else ("x",)))
+            inputs = tuple(Tensor(n, kind, sized(inner), "input") for n in (("gate", "up") if separate else ("x",)))
             params = extra | ({"swapped": True} if swapped else {}) | ({"views": dict.fromkeys(range(len(inputs)), view)} if view else {})
             node = Node(self.name, inputs, (Tensor("y", made, shape),), params)
             return Problem(node, {t.name: rounded_to(kind, rng.uniform(-size, size, t.shape)) for t in inputs})

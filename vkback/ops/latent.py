@@ -27,7 +27,7 @@ from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, register
 from vkback.ops.rope import FREQUENCY, frequency_factors
-from vkback.ops.rows import apart, cache_tolerance, store_apart, stored_rows, stores_of
+from vkback.ops.rows import cache_tolerance, staged_rows, store_staged_rows, stored_rows, stores_of
 from vkback.ops.storage import nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
@@ -77,8 +77,8 @@ class MlaRopeSetRows(Op):
         defines, subgroup = reduction(ctx.caps, wg)
         defines |= {"HEADS": heads, "NOPE": nope, "ROT": rot, "RANK": rank, "VALUES": values}
         caches = [cache_k, *rest[:legacy]]
-        made = apart(f"{q_pe.name}.stored", n, caches)
-        defines |= {"LEGACY": int(legacy), "FACTORS": len(factors), "APART": int(made is not caches)}
+        made = staged_rows(f"{q_pe.name}.stored", n, caches)
+        defines |= {"LEGACY": int(legacy), "FACTORS": len(factors), "STORE_F32": int(made is not caches)}
         defines |= {key: value for key, value in rope_angles.defines(params).items() if key != "ROPE_NEOX"}
         gz = ceil_div(n, MAX_GROUPS_X)
         return [
@@ -93,7 +93,7 @@ class MlaRopeSetRows(Op):
                 nbytes=2 * nbytes(q_pe) + nbytes(kv) + nbytes(third) + 2 * n * sum(c.shape[0] * c.shape[2] for c in caches),
                 flops=6 * n * (heads * rot + kv.shape[-1]),
             ),
-            *store_apart(made, pos, caches, ctx),
+            *store_staged_rows(made, pos, caches, ctx),
         ]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:

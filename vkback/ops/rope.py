@@ -21,7 +21,7 @@ from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, SpinWaits, ceil_div
 from vkback.ops.family import declare
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, Tape, register
-from vkback.ops.rows import apart, cache_tolerance, store_apart, stored_rows, stores_of
+from vkback.ops.rows import cache_tolerance, staged_rows, store_staged_rows, stored_rows, stores_of
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -351,10 +351,10 @@ class QkvRopeSetRows(Op):
             raise PlanError(f"[{self.name}] {node.name}: {len(extra)} inputs after the caches, has_norm and has_ff announce {announced}")
         _check_factors(node, extra[norm:])
         caches = (cache_k, cache_v)
-        kv = apart(f"{q_out.name}.stored", heads.n, caches)
+        kv = staged_rows(f"{q_out.name}.stored", heads.n, caches)
         args = (*map(Arg, sources), Arg(pos), *map(Arg, extra), Arg(q_out, "w"), *(Arg(t, "w") for t in kv))
-        defines = {"STORE": 1, "APART": int(kv is not caches), "PACKED": int(packed), "NORM": norm // 2, "FACTORS": len(extra) - norm}
-        return [_dispatch(node, ctx, heads, args, defines, n_ctx), *store_apart(kv, pos, caches, ctx)]
+        defines = {"STORE": 1, "STORE_F32": int(kv is not caches), "PACKED": int(packed), "NORM": norm // 2, "FACTORS": len(extra) - norm}
+        return [_dispatch(node, ctx, heads, args, defines, n_ctx), *store_staged_rows(kv, pos, caches, ctx)]
 
     def cases(self) -> Iterator[Case]:
         for mode in ("normal", "neox"):
@@ -428,8 +428,8 @@ class QkvRopeSetRows(Op):
         _, pos, cache_k, cache_v, *extra = node.inputs
         q = node.outputs[0]
         k, v = (Tensor(t.name, "F32", (q.shape[0], t.shape[0], t.shape[2])) for t in (cache_k, cache_v))
-        apart = Node(node.op, (q, k, v, pos, cache_k, cache_v, *extra), node.outputs, {**node.params, "packed": False})
-        return super().arithmetic(apart, n_kv)
+        separate = Node(node.op, (q, k, v, pos, cache_k, cache_v, *extra), node.outputs, {**node.params, "packed": False})
+        return super().arithmetic(separate, n_kv)
 
     def unfused(self, node: Node) -> list[Node]:
         """None where q, k and v come as one tensor: no plain op takes a slice."""

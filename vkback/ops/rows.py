@@ -58,16 +58,16 @@ def stores_of(rows: Sequence[Tensor], pos: Tensor, caches: Sequence[Tensor]) -> 
     ]
 
 
-def apart(name: str, n: int, caches: Sequence[Tensor]) -> Sequence[Tensor]:
+def staged_rows(name: str, n: int, caches: Sequence[Tensor]) -> Sequence[Tensor]:
     """Where a kernel writes new rows of n tokens: into the caches themselves, or where one is quantized as F32 beside them."""
     if all(cache.type == "F16" for cache in caches):
         return caches
     return [Tensor(f"{name}.{cache.name}", "F32", (n, cache.shape[0], cache.shape[2])) for cache in caches]
 
 
-def store_apart(made: Sequence[Tensor], pos: Tensor, caches: Sequence[Tensor], ctx: LowerContext) -> list[Dispatch]:
-    """The dispatches that bring what `apart` has made into the caches."""
-    return [] if made is caches else [d for node in stores_of(made, pos, caches) for d in OPS["SET_ROWS"].lower(node, ctx)]
+def store_staged_rows(rows: Sequence[Tensor], pos: Tensor, caches: Sequence[Tensor], ctx: LowerContext) -> list[Dispatch]:
+    """The dispatches that bring what `staged_rows` names into the caches."""
+    return [] if rows is caches else [d for node in stores_of(rows, pos, caches) for d in OPS["SET_ROWS"].lower(node, ctx)]
 
 
 def cache_tolerance(node: Node) -> Tolerance:

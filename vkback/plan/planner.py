@@ -16,7 +16,7 @@ from vkback.plan.fuse import fuse
 from vkback.plan.fuse_training import fuse_training, without_repeats
 from vkback.plan.heads import store_by_products
 from vkback.plan.pack import pack_activations
-from vkback.plan.schedule import Schedule, Slot, in_one_block, into_stages, place, place_apart
+from vkback.plan.schedule import Schedule, Slot, in_one_block, into_stages, place, place_unaliased
 from vkback.plan.schedule_choice import schedule_choice
 from vkback.plan.sync import without_barriers
 
@@ -51,18 +51,18 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
     block = ctx.caps.largest_buffer
     own = schedule.sentinel_tensors | schedule.counted_tensors
     slots, size = place(schedule.stages, [t.name for t in graph.outputs], own, block)
-    counted, size, _ = _apart_in_a_block(schedule, schedule.counted_tensors, size, block)
-    apart, end, first = _apart_in_a_block(schedule, schedule.sentinel_tensors, size, block)
+    counted, size, _ = _unaliased_in_a_block(schedule, schedule.counted_tensors, size, block)
+    spun_on, end, first = _unaliased_in_a_block(schedule, schedule.sentinel_tensors, size, block)
     return dataclasses.replace(
-        schedule, slots=slots | counted | apart, activation_bytes=end, sentinel_range=Slot(first, end - first), block_bytes=block
+        schedule, slots=slots | counted | spun_on, activation_bytes=end, sentinel_range=Slot(first, end - first), block_bytes=block
     )
 
 
-def _apart_in_a_block(schedule: Schedule, names: frozenset[str], start: int, block: int) -> tuple[dict[str, Slot], int, int]:
+def _unaliased_in_a_block(schedule: Schedule, names: frozenset[str], start: int, block: int) -> tuple[dict[str, Slot], int, int]:
     """Slots for tensors that share memory with no other, all in one block; where they end and where they begin."""
-    slots, end = place_apart(schedule.stages, names, start)
+    slots, end = place_unaliased(schedule.stages, names, start)
     if (first := in_one_block(start, max(1, end - start), block)) != start:
-        slots, end = place_apart(schedule.stages, names, first)
+        slots, end = place_unaliased(schedule.stages, names, first)
     return slots, end, first
 
 

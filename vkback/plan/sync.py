@@ -88,13 +88,13 @@ def _counters(stages: Sequence[Sequence[Dispatch]], waited_for: Sequence[Sequenc
     groups: list[tuple[set[str], dict[int, Dispatch]]] = []
     for names in waited_for:
         mine, by = set(names), {id(d): d for name in names for d in makers[name]}
-        apart = []
+        others = []
         for group in groups:
             if by.keys() & group[1].keys():
                 mine, by = mine | group[0], group[1] | by
             else:
-                apart.append(group)
-        groups = [*apart, (mine, by)]
+                others.append(group)
+        groups = [*others, (mine, by)]
     counters: dict[str, Expected] = {}
     for mine, by in groups:
         counting = list(by.values())

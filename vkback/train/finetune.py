@@ -109,9 +109,9 @@ def windows(ids: Sequence[int], plan: Plan) -> tuple[Windows, Windows]:
             f"[finetune] the text has {len(ids)} tokens, two windows of {plan.ctx} take {2 * plan.ctx + 1}: give more, or a smaller --ctx"
         )
     cut = np.stack([np.asarray(ids[i * plan.ctx : (i + 1) * plan.ctx + 1], np.int32) for i in range(found)])
-    apart = np.zeros(found, bool)
-    apart[[(2 * i + 1) * found // (2 * held) for i in range(held)]] = True
-    return cut[~apart], cut[apart]
+    held_out = np.zeros(found, bool)
+    held_out[[(2 * i + 1) * found // (2 * held) for i in range(held)]] = True
+    return cut[~held_out], cut[held_out]
 
 
 class FineTune:

@@ -54,11 +54,11 @@ class Phi3(Architecture):
         cuts: dict[str, dict[str, int]] = {}
         for il in range(hp.n_layer):
             for whole, parts in (("attn_qkv", heads), ("ffn_up", {"ffn_gate": hp.n_ff, "ffn_up": hp.n_ff})):
-                apart = f"blk.{il}.{next(iter(parts))}.weight" in f.tensors
-                if not apart and not hp.has_weight(f"blk.{il}.{whole}.weight"):
+                separate = f"blk.{il}.{next(iter(parts))}.weight" in f.tensors
+                if not separate and not hp.has_weight(f"blk.{il}.{whole}.weight"):
                     raise hp.missing(f"blk.{il}.{whole}.weight")
                 for kind in ("weight", "bias"):
-                    if not apart and f"blk.{il}.{whole}.{kind}" in f.tensors:
+                    if not separate and f"blk.{il}.{whole}.{kind}" in f.tensors:
                         cuts[f"blk.{il}.{whole}.{kind}"] = {f"blk.{il}.{part}.{kind}": rows for part, rows in parts.items()}
         return f.cut(cuts)
 
