@@ -28,7 +28,7 @@ from vkback.ops.lowering import Act
 
 TEXT = Path(__file__).resolve().parents[1] / "tests/data/war_of_the_worlds.txt"
 TYPES = ("f16", "q8_0", "q4_0")
-MOST = 0.1
+MAX_CHANGE = 0.1
 """Per cent of perplexity that a Q8_0 cache may change."""
 
 
@@ -126,9 +126,9 @@ def main() -> None:
             print(f"{datetime.now(UTC):%Y-%m-%d}. {args.file.name}, {tokens} tokens scored in chunks of {args.chunk}, act {args.act}.")
         print(f"\n## {about}\n\n{table(rows)}\n")
         change, error = next(row.change for row in rows if (row.k, row.v) == ("q8_0", "q8_0"))
-        over = abs(change) - 2 * error > MOST
+        over = abs(change) - 2 * error > MAX_CHANGE
         verdict = "over" if over else "within"
-        print(f"q8_0, q8_0 changes the perplexity by {change:+.3f} +- {error:.3f} %: {verdict} {MOST:g} %.", flush=True)
+        print(f"q8_0, q8_0 changes the perplexity by {change:+.3f} +- {error:.3f} %: {verdict} {MAX_CHANGE:g} %.", flush=True)
         worst = max(worst, float(over))
     sys.exit(bool(worst))
 

@@ -20,7 +20,7 @@ from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
 from vkback.timing.dependent import DependentChain
 from vkback.timing.launches import Measurement
-from vkback.timing.read_rate import LEAST_READ, measure_read_rate, plain_read_us
+from vkback.timing.read_rate import MIN_READ, measure_read_rate, plain_read_us
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
                 with DependentChain(device, library, quant, m, k, experts=experts, used=used) as dependent:
                     dependent.compile(contexts)
                     found = [dependent.time(ctx) for ctx in contexts]
-                floors = [plain_read_us(device, library, max(nbytes, LEAST_READ)) for nbytes in dependent.nbytes]
+                floors = [plain_read_us(device, library, max(nbytes, MIN_READ)) for nbytes in dependent.nbytes]
                 title = f"{quant} {shape}, {used} of {experts} experts" if experts else f"{quant} {shape}"
                 reads = " + ".join(f"{f:.2f}" for f in floors)
                 print(f"{title}: {sum(dependent.nbytes) / 1e6:.1f} MB, plain reads {reads} us")

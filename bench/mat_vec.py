@@ -24,7 +24,7 @@ from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Bench
-from vkback.timing.read_rate import LEAST_READ, measure_read_rate, plain_read_us
+from vkback.timing.read_rate import MIN_READ, measure_read_rate, plain_read_us
 
 
 def grid(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -101,7 +101,7 @@ def main() -> None:
                         continue
                     points.append((t, params))
             nbytes = max((t.nbytes for t, _ in points), default=0)
-            floor = f"{plain_read_us(device, library, nbytes):.2f} us" if nbytes >= LEAST_READ else "too little to tell"
+            floor = f"{plain_read_us(device, library, nbytes):.2f} us" if nbytes >= MIN_READ else "too little to tell"
             print(f"{case.line}: a plain read of {nbytes / 1e6:.1f} MB takes {floor}")
             for t, params in sorted(points, key=lambda p: p[0].throughput_us):
                 if not any(o.throughput_us <= t.throughput_us and o.latency_us < t.latency_us for o, _ in points):

@@ -24,7 +24,7 @@ from vkback.models.engine import Engine
 from vkback.models.twin import NumpyTwin
 from vkback.ops.attention import FlashAttnExt, prompt_shape
 from vkback.ops.case import Case, Problem
-from vkback.ops.f16_range import LEAST_SCALE, F16RangeError, is_overflow_word, overflow_word, rescaled
+from vkback.ops.f16_range import MIN_SCALE, F16RangeError, is_overflow_word, overflow_word, rescaled
 from vkback.ops.lowering import LowerContext
 from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
@@ -61,7 +61,7 @@ def test_infinities_may_come_of_another_tensor_s_overflow() -> None:
 
 
 def test_what_no_scale_can_hold_is_an_error() -> None:
-    assert rescaled({}, {"a.overflow": 6.7e7}) == {"a": LEAST_SCALE}
+    assert rescaled({}, {"a.overflow": 6.7e7}) == {"a": MIN_SCALE}
     with pytest.raises(F16RangeError, match=r"^\[f16\] a: activations reach 1e\+09, .*; run with --act f32$"):
         rescaled({}, {"a.overflow": 1e9})
     with pytest.raises(F16RangeError, match=r"reach 1e\+09"):
@@ -262,7 +262,7 @@ def test_a_model_of_massive_activations(
         assert nmse(got, want) <= WAY_NMSE["coop_mat"]
         assert 1 <= len(replans) <= 4
         assert {name for seen in replans for name in seen} == {f"ffn_swiglu-{il}.f16.overflow" for il in (0, 1)}
-        assert all(LEAST_SCALE <= scale < 1 for scale in engine.ctx.f16_scales.values())
+        assert all(MIN_SCALE <= scale < 1 for scale in engine.ctx.f16_scales.values())
         count = len(replans)
         said = [line for line in capsys.readouterr().err.splitlines() if "beyond the range of f16" in line]
         assert len(said) == count and "(ffn_swiglu-0.f16: 0.0" in said[0]

@@ -26,7 +26,7 @@ from vkback.shader import ShaderLibrary
 
 UNKNOWN_BINDINGS = 4
 """What a profile is read as where nobody recorded the number: the least that Vulkan allows."""
-LEAST_BINDINGS = 8
+MIN_BINDINGS = 8
 """The least that any device has been seen to report (V3D)."""
 
 
@@ -107,7 +107,7 @@ def in_the_way(node: Node, ctx: LowerContext) -> bool:
 def test_every_case_keeps_to_the_limits_of_every_device(profile: str) -> None:
     ctx = planned_for(profile)
     if ctx.caps.max_storage_bindings == UNKNOWN_BINDINGS:
-        ctx = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_storage_bindings=LEAST_BINDINGS))
+        ctx = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_storage_bindings=MIN_BINDINGS))
     planned = 0
     for line, node in (*small(), *real()):
         for act in ("auto", "q8_1"):

@@ -33,7 +33,7 @@ from tiny_models import tiny_with_text  # noqa: E402
 import vkback  # noqa: E402
 from vkback.device import alive_objects  # noqa: E402
 
-MOST_IN_USE_KIB, MOST_RESIDENT_KIB = 4.0, 24.0
+MAX_IN_USE_KIB, MAX_RESIDENT_KIB = 4.0, 24.0
 """A cycle takes 50 MiB. With Mesa 22's llvmpipe 0.1 KiB (--tiny) to 1.4 KiB (demo-dense) of it stay in use, in small blocks of which each
 may keep its page of 4 KiB resident: generating again and again on one model leaves nothing, and hardly a quarter of that is left where a
 device is opened and closed and its kernels are compiled but not run, which is when llvmpipe makes machine code of them."""
@@ -41,7 +41,7 @@ device is opened and closed and its kernels are compiled but not run, which is w
 ARENA_KIB = 1024.0
 """Python takes memory for small objects in arenas of this size: one more may come at any time."""
 
-MOST_OBJECTS_A_CYCLE = 0.9
+MAX_OBJECTS_A_CYCLE = 0.9
 """A look itself leaves one, and there are fewer looks than cycles."""
 
 ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
@@ -113,12 +113,12 @@ def left_over(looks: Sequence[Look]) -> list[str]:
             wrong.append(f"{name}: {before} after {first.cycles} cycles, {after} after {last.cycles}")
     half = [one for one in looks if one.cycles >= last.cycles / 2]
     for name, grown, most in (
-        ("in use", slope(half, lambda one: one.in_use), MOST_IN_USE_KIB),
-        ("resident", slope(half, lambda one: one.resident), MOST_RESIDENT_KIB),
+        ("in use", slope(half, lambda one: one.in_use), MAX_IN_USE_KIB),
+        ("resident", slope(half, lambda one: one.resident), MAX_RESIDENT_KIB),
     ):
         if grown > most + (ARENA_KIB / (half[-1].cycles - half[0].cycles) if name == "resident" else 0.0):
             wrong.append(f"memory {name}: {grown:.2f} KiB more a cycle, at most {most:g} may be")
-    if (objects := slope(half, lambda one: one.python)) > MOST_OBJECTS_A_CYCLE:
+    if (objects := slope(half, lambda one: one.python)) > MAX_OBJECTS_A_CYCLE:
         wrong.append(f"Python objects: {objects:.2f} more a cycle")
     return wrong
 

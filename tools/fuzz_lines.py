@@ -31,9 +31,9 @@ from vkback.ops.lowering import LowerContext
 from vkback.plan.tuning import Tuning
 
 PROFILE = "nvidia_h200_linux"
-MOST_VALUES = 1 << 20
+MAX_VALUES = 1 << 20
 """Cases whose sizes multiply to more are read, not built."""
-MOST_SHOWN = 10
+MAX_SHOWN = 10
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _PART = re.compile(r"\w+=(?:\[[^\]]*\]|[^,()\[\]]*)")
@@ -104,7 +104,7 @@ class Outcome:
 def small(case: Case) -> bool:
     """Whether a case is quickly built."""
     sizes = [n for v in case.params.values() for n in (v if isinstance(v, tuple) else (v,)) if isinstance(n, int) and n > 1]
-    return prod(sizes) <= MOST_VALUES
+    return prod(sizes) <= MAX_VALUES
 
 
 def fuzz(lines: Sequence[str], count: int, seed: int, ctx: LowerContext) -> Outcome:
@@ -138,7 +138,7 @@ def main() -> int:
     caps = Capabilities.from_profile(PROFILE)
     outcome = fuzz(lines, args.count, args.seed, LowerContext(caps, Tuning.for_device(caps)))
     print(", ".join(f"{kind} {n}" for kind, n in outcome.counts.most_common()) + f", other exceptions {len(outcome.faults)}")
-    for line, trace in outcome.faults[:MOST_SHOWN]:
+    for line, trace in outcome.faults[:MAX_SHOWN]:
         print(f"\n{line}\n{trace}")
     return 1 if outcome.faults else 0
 

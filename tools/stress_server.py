@@ -36,15 +36,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "It was a dark and stormy night and"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 PATHS: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": MESSAGES}}
-MOST_TOKENS = 120
-MOST_KIB = 4096
+MAX_TOKENS = 120
+MAX_KIB = 4096
 """Memory that the rounds after the second may add: what 200 connections take comes and goes."""
 ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 """What several threads' heaps keep of freed memory comes and goes by 30 MiB, and would hide a leak."""
 START_S = 120.0
 
 WRONG: dict[str, tuple[Any, ...]] = {
-    "max_tokens": (0, -1, 1.5, "1", 10**30, [], MOST_TOKENS + 1), "temperature": (-1, 3, "0", True, {}), "top_p": (-0.1, 1.1, "1"),
+    "max_tokens": (0, -1, 1.5, "1", 10**30, [], MAX_TOKENS + 1), "temperature": (-1, 3, "0", True, {}), "top_p": (-0.1, 1.1, "1"),
     "top_k": (-1, 2**40, 0.5), "min_p": (2, "a"), "seed": (-1, 2**31, "1"), "stop": ("", [""], 5, ["a"] * 17, [1]),
     "presence_penalty": (9, "1"), "frequency_penalty": (-9, []), "repeat_penalty": (0, "1"),
     "logit_bias": ({"a": 1}, {"1": 101}, {"-1": 1}, {"99999999": 1}, []), "n": (0, 2, "1"), "logprobs": (-1, 21, "x"),
@@ -182,7 +182,7 @@ def server(model: str, log: Path, max_queue: int) -> Iterator[tuple[subprocess.P
     """A server of its own and its port; ended by SIGTERM."""
     command = [
         sys.executable, "-m", "vkback.cli.main", "serve", "-m", model, "--port", "0", "--chat-template", "plain", "--ctx", "128",
-        "--max-tokens", str(MOST_TOKENS), "--max-queue", str(max_queue), "--max-body", "100000",
+        "--max-tokens", str(MAX_TOKENS), "--max-queue", str(max_queue), "--max-body", "100000",
     ]  # fmt: skip
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | ONE_HEAP)
@@ -229,8 +229,8 @@ async def stress(pid: int, port: int, at_once: int, rounds: int, bad: int, seed:
                 wrong += more
                 resident.append(resident_kib(pid))
                 print(f"{sent} {kind}: {counts}; {time.monotonic() - begun:.1f} s, {resident[-1]} KiB resident", flush=True)
-            if rounds > 2 and resident[-1] - resident[1] > MOST_KIB:
-                wrong.append(f"{kind}: memory grew by {resident[-1] - resident[1]} KiB after the second round, at most {MOST_KIB} may be")
+            if rounds > 2 and resident[-1] - resident[1] > MAX_KIB:
+                wrong.append(f"{kind}: memory grew by {resident[-1] - resident[1]} KiB after the second round, at most {MAX_KIB} may be")
         wrong += [why for i in range(min(20, bad)) if (why := garbage(port, i))]
         last = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
         health = (await client.get("/health")).json()

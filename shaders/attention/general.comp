@@ -15,7 +15,7 @@
 // A workgroup takes up to QUERIES queries (token, head) of one kv head. It walks the rows in chunks of WG_SIZE with online softmax: first each
 // thread makes the scores of one row, then it sums columns of V over the chunk. A query whose rows are all masked gives zeros.
 //
-// Defines: QUERIES; MOST_DIM, the upper bound of k_dim and v_dim; those of common/reduce.glsl
+// Defines: QUERIES; MAX_DIM, the upper bound of k_dim and v_dim; those of common/reduce.glsl
 #include "common/reduce.glsl"
 #include "elementwise/functions.glsl"
 layout(local_size_x = WG_SIZE) in;
@@ -46,8 +46,8 @@ layout(std430, set = 0, binding = 3) readonly buffer InMask { uint mask[]; };
 layout(std430, set = 0, binding = 4) readonly buffer InSinks { float sinks[]; };
 layout(std430, set = 0, binding = 5) writeonly buffer OutY { float y[]; };
 
-shared float query[QUERIES][MOST_DIM];
-shared float sums[QUERIES][MOST_DIM];
+shared float query[QUERIES][MAX_DIM];
+shared float sums[QUERIES][MAX_DIM];
 shared float weights[QUERIES][WG_SIZE];
 
 const uint STEPS = 8u;    // unrolled by 8: llvmpipe ends an invocation's loops after 65535 passes in all

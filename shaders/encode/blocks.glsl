@@ -4,7 +4,7 @@
 #include "encode/levels.glsl"
 
 #if defined(TYPE_Q2_K) || defined(TYPE_Q4_K) || defined(TYPE_Q5_K)
-// Least-squares step and offset (at most 0) for which step * q + offset, q in 0..TOP, fits `count` values best, over all roundings tried.
+// Least-squares step and offset (at most 0) for which step * q + offset, q in 0..MAX_LEVEL, fits `count` values best, over all roundings tried.
 vec2 fit_affine(uint first, uint count) {
     float high = v[first], low = min(v[first], 0.0), sx = 0.0;
     for (uint j = 0u; j < count; j++) {
@@ -17,10 +17,10 @@ vec2 fit_affine(uint first, uint count) {
     float best_error = 0.0;
     for (uint j = 0u; j < count; j++) best_error += (v[first + j] - best.y) * (v[first + j] - best.y);
     for (int i = 0; i < SPREADS; i++) {
-        const float inverse = inverse_range * (TOP + SPREAD_FIRST + 0.1 * float(i));
+        const float inverse = inverse_range * (MAX_LEVEL + SPREAD_FIRST + 0.1 * float(i));
         float sq = 0.0, sqq = 0.0, sxq = 0.0;
         for (uint j = 0u; j < count; j++) {
-            const float q = clamp(roundEven((v[first + j] - low) * inverse), 0.0, TOP);
+            const float q = clamp(roundEven((v[first + j] - low) * inverse), 0.0, MAX_LEVEL);
             sq += q;
             sqq += q * q;
             sxq += v[first + j] * q;
@@ -31,7 +31,7 @@ vec2 fit_affine(uint first, uint count) {
         if (found.y > 0.0) found = vec2(sxq * reciprocal(sqq), 0.0);
         float error = 0.0;
         for (uint j = 0u; j < count; j++) {
-            const float off = found.x * clamp(roundEven((v[first + j] - low) * inverse), 0.0, TOP) + found.y - v[first + j];
+            const float off = found.x * clamp(roundEven((v[first + j] - low) * inverse), 0.0, MAX_LEVEL) + found.y - v[first + j];
             error += off * off;
         }
         if (error < best_error && found.x > 0.0) {
@@ -81,23 +81,23 @@ void encode(uint block) {
         d = max(d, fits[g].x);
         dmin = max(dmin, -fits[g].y);
     }
-    d = as_half(d / SCALE_TOP);
-    dmin = as_half(dmin / SCALE_TOP);
+    d = as_half(d / MAX_SCALE);
+    dmin = as_half(dmin / MAX_SCALE);
     for (uint g = thread; g < GROUPS; g += WG_SIZE) {
-        scale[g] = uint(clamp(roundEven(fits[g].x * reciprocal(d)), 0.0, SCALE_TOP));
-        low[g] = uint(clamp(roundEven(-fits[g].y * reciprocal(dmin)), 0.0, SCALE_TOP));
+        scale[g] = uint(clamp(roundEven(fits[g].x * reciprocal(d)), 0.0, MAX_SCALE));
+        low[g] = uint(clamp(roundEven(-fits[g].y * reciprocal(dmin)), 0.0, MAX_SCALE));
         const float inverse = reciprocal(d * float(scale[g])), lift = dmin * float(low[g]);
-        for (uint j = g * count; j < (g + 1u) * count; j++) q[j] = uint(clamp(roundEven((v[j] + lift) * inverse), 0.0, TOP));
+        for (uint j = g * count; j < (g + 1u) * count; j++) q[j] = uint(clamp(roundEven((v[j] + lift) * inverse), 0.0, MAX_LEVEL));
     }
 #else
     for (uint g = thread; g < GROUPS; g += WG_SIZE) fits[g].x = fit_scale(g * count, count);
     barrier();
     float widest = 0.0;
     for (uint g = 0u; g < GROUPS; g++) widest = abs(fits[g].x) > abs(widest) ? fits[g].x : widest;
-    d = as_half(widest / SCALE_LOW);
+    d = as_half(widest / MIN_SCALE);
     for (uint g = thread; g < GROUPS; g += WG_SIZE) {
-        const float s = clamp(roundEven(fits[g].x * reciprocal(d)), SCALE_LOW, -SCALE_LOW - 1.0);
-        scale[g] = uint(int(s - SCALE_LOW));    // from 0
+        const float s = clamp(roundEven(fits[g].x * reciprocal(d)), MIN_SCALE, -MIN_SCALE - 1.0);
+        scale[g] = uint(int(s - MIN_SCALE));    // from 0
         const float inverse = reciprocal(d * s);
         for (uint j = g * count; j < (g + 1u) * count; j++) {
 #if defined(TYPE_IQ4_XS)

@@ -8,7 +8,7 @@
 //   LEVEL(c)    the level of number c
 //   EVEN        1: seven sign bits stand for eight; the number of negative values is even
 //   EITHER      1: each entry chooses the sign of delta (IQ1_M)
-//   LEAST, EACH, TOP  a scale is d * (LEAST + EACH * s), s in 0..TOP
+//   SCALE_OFFSET, SCALE_STEP, MAX_SCALE  a scale is d * (SCALE_OFFSET + SCALE_STEP * s), s in 0..MAX_SCALE
 //   TARGET_FIRST, TARGET_RATIO  the guesses: first one, and ratio of each to the one before
 #extension GL_EXT_control_flow_attributes : require
 #include CODES_FILE
@@ -161,11 +161,11 @@ void encode(uint block) {
     barrier();
     float widest = 0.0;
     for (uint g = 0u; g < GROUPS; g++) widest = max(widest, fits[g].x);
-    const float d = as_half(widest / (LEAST + EACH * TOP));
+    const float d = as_half(widest / (SCALE_OFFSET + SCALE_STEP * MAX_SCALE));
     for (uint g = thread; g < GROUPS; g += WG_SIZE) {
-        scale[g] = uint(clamp(roundEven((fits[g].x * reciprocal(d) - LEAST) / EACH), 0.0, TOP));
+        scale[g] = uint(clamp(roundEven((fits[g].x * reciprocal(d) - SCALE_OFFSET) / SCALE_STEP), 0.0, MAX_SCALE));
         for (uint vector = 0u; vector < VECTORS; vector++) {
-            const float steps = d * (LEAST + EACH * float(scale[g]));
+            const float steps = d * (SCALE_OFFSET + SCALE_STEP * float(scale[g]));
             index[g * VECTORS + vector] = nearest(g * COUNT + vector * PER_ENTRY, steps, fits[g].y, EITHER == 1);
         }
     }

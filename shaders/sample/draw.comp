@@ -99,7 +99,7 @@ void main() {
     uint limit = DISTANCE_END - 1;
     if (top_k > 0 && uint(top_k) < listed) limit = select_distance(tid, listed, top, limit, false, 0.0, float(top_k));
     if (top_p < 1.0) {
-        const float share = top_k > 0 ? max(top_p, LEAST_SHARE) : 0.0;
+        const float share = top_k > 0 ? max(top_p, MIN_SHARE) : 0.0;
         limit = min(limit, select_distance(tid, listed, top, limit, true, share, uintBitsToFloat(scratch[SCRATCH_TARGET])));
     }
     if (min_p > 0.0) limit = min(limit, distance_limit(min_p));

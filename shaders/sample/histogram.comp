@@ -64,7 +64,7 @@ void main() {
         for (uint i = tid; i < BINS; i += WG_SIZE)
             search_value[i] = bin_mass(scratch[SCRATCH_COUNTS + i], scratch[SCRATCH_LOSSES + i], i << 18, 0);
         barrier();
-        const Found found = search(tid, max(top_p, LEAST_SHARE), 0.0);
+        const Found found = search(tid, max(top_p, MIN_SHARE), 0.0);
         cut = found.bin;
         target = found.target;
     }

@@ -16,7 +16,7 @@ const uint SCRATCH_STATE = 0u, SCRATCH_TOP = 1u, SCRATCH_CUT = 2u, SCRATCH_LISTE
 const uint SCRATCH_COUNTS = 5u, SCRATCH_LOSSES = SCRATCH_COUNTS + BINS;
 
 // top-p 0 means: keep only the smallest distance.
-const float LEAST_SHARE = 1e-9;
+const float MIN_SHARE = 1e-9;
 
 // Distances below 128, times 2^20, are exact in a float.
 uint distance_of(float logit, float top) {

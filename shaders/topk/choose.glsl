@@ -28,7 +28,7 @@
 #define LOGITS_EACH ((BLOCKS * BLOCK + WG_SIZE - 1) / WG_SIZE)
 
 // Lower bound of the sum of weights that divides: 2^-14, the smallest normal F16. A softmax over at most 16384 experts is always above it.
-const float LEAST_SUM = 6.103515625e-5;
+const float MIN_SUM = 6.103515625e-5;
 
 // Keys in fours: first those of the experts, then those of the candidates. Keys past the end of either are 0, which comes before nothing.
 #define KEY_QUADS (BLOCKS * BLOCK / 4)
@@ -207,7 +207,7 @@ void store_chosen(uint tid, uint token, float scale) {
 #elif GATE == 3
         float sum = 0.0;
         for (uint j = 0; j < USED; j++) sum += 1.0 / (1.0 + exp(-CHOSEN_LOGIT(j)));
-        sum = max(sum, LEAST_SUM);
+        sum = max(sum, MIN_SUM);
 #endif
 #if GATE != 2
         weight /= sum;

@@ -47,7 +47,7 @@ Groups = int | tuple[int, ...]
 STEADY_US = 2000.0
 """Launches of one measurement take about so long together, so that clocks and timestamps are steady."""
 
-MOST_LAUNCHES = 1000
+MAX_LAUNCHES = 1000
 
 
 def _give_back(arena: Arena) -> None:
@@ -382,7 +382,7 @@ class Device:
         try:
             one = record(1)
             warm_up(self.raw, one)
-            launches = max(1, min(MOST_LAUNCHES, round(STEADY_US / max(span_us(self.raw, start, one, end), 1e-3))))
+            launches = max(1, min(MAX_LAUNCHES, round(STEADY_US / max(span_us(self.raw, start, one, end), 1e-3))))
             many = record(launches)
             found = summarize([span_us(self.raw, start, many, end) / launches for _ in range(repetitions)])
             for commands in (one, many):

@@ -27,7 +27,7 @@ VENDORS: Mapping[int, str] = {
 """PCI vendor ids, and the Khronos ones of vendors without PCI. Mesa's own id (0x10005) names no maker."""
 
 
-LEAST_STORAGE_BINDINGS = 8
+MIN_STORAGE_BINDINGS = 8
 """Storage buffers that a kernel may always have: as many as a Raspberry Pi binds, the fewest of all recorded devices.
 Vulkan guarantees only 4."""
 
@@ -255,7 +255,7 @@ _LIMITS: Mapping[str, tuple[str, int | tuple[int, int, int]]] = {
     "max_workgroup_size": ("maxComputeWorkGroupSize", (128, 128, 64)),
     "max_workgroup_count": ("maxComputeWorkGroupCount", (65535, 65535, 65535)),
     "max_push_constants": ("maxPushConstantsSize", 128),
-    "max_storage_bindings": ("maxPerStageDescriptorStorageBuffers", LEAST_STORAGE_BINDINGS),
+    "max_storage_bindings": ("maxPerStageDescriptorStorageBuffers", MIN_STORAGE_BINDINGS),
     "max_allocation_size": ("maxMemoryAllocationSize", 1 << 30),
     "max_buffer_size": ("maxBufferSize", 1 << 30),
     "min_storage_buffer_offset_alignment": ("minStorageBufferOffsetAlignment", 256),

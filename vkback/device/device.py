@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from vkback.device.capabilities import LEAST_STORAGE_BINDINGS, Capabilities
+from vkback.device.capabilities import MIN_STORAGE_BINDINGS, Capabilities
 from vkback.device.driver import NULL, Driver, check, ffi, strings, struct, text
 from vkback.device.errors import CompileOnly, DeviceError, DeviceLost, FeatureMissing, Timeout
 from vkback.device.instance import Instance, Validation, ValidationMessage, no_hardware, select
@@ -368,7 +368,7 @@ def require(physical: PhysicalDevice) -> None:
         ("Vulkan 1.2", physical.api_version >= API_1_2),
         ("timelineSemaphore", caps.timeline_semaphore),
         ("a compute queue", physical.has_compute_queue),
-        (f"{LEAST_STORAGE_BINDINGS} storage buffers a shader", caps.max_storage_bindings >= LEAST_STORAGE_BINDINGS),
+        (f"{MIN_STORAGE_BINDINGS} storage buffers a shader", caps.max_storage_bindings >= MIN_STORAGE_BINDINGS),
     )
     missing = [name for name, there in needs if not there]
     if missing:

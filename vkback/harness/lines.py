@@ -16,7 +16,7 @@ _CASE = re.compile(r"(?<![\w.])([A-Z][A-Z0-9_]+)\(((?:\w+=)[^()]*)\)")
 _INSERT = re.compile(r"INSERT\s+INTO\s+\w+\s*\(([^()]*)\)\s*VALUES\s*\(", re.IGNORECASE)
 _LITERAL = re.compile(r"\s*('(?:[^']|'')*'|[^,()']+)\s*([,)])")
 
-MOST_ERRORS = 10
+MAX_ERRORS = 10
 """Errors that are shown at once."""
 
 
@@ -64,8 +64,8 @@ def cases_of(text: str, source: str) -> list[Case]:
         except CaseLineError as e:
             errors.append(f"{source}:{number}: {e}")
     if errors:
-        more = f"\nand {len(errors) - MOST_ERRORS} more" if len(errors) > MOST_ERRORS else ""
-        raise CaseLineError("\n".join(errors[:MOST_ERRORS]) + more)
+        more = f"\nand {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
+        raise CaseLineError("\n".join(errors[:MAX_ERRORS]) + more)
     if not cases:
         raise CaseLineError(f"{source}: no case in it; a case is written OP(key=value,...), as test-backend-ops prints it")
     return cases

@@ -33,7 +33,7 @@ LOGIT_DEVIATIONS = 8
 """By how many expected rms errors of the logits two experts may be apart that a device takes for each other: each is four deviations off,
 towards the other. Of 128 experts in 48 layers one in 10^4 is that far off in one of them."""
 
-LEAST_ERROR = 1e-6
+MIN_ERROR = 1e-6
 """Of a router's logits, in times their rms: what f32 arithmetic alone does to a product over thousands of values."""
 
 F16_WEIGHTS = F16_TOLERANCE.nmse / 4
@@ -154,7 +154,7 @@ class Walk:
         if legal:
             gaps = np.take_along_axis(orders[0], own, -1) - np.take_along_axis(orders[0], taken.astype(np.int64), -1)
             distance = float(np.max(np.abs(gaps))) if np.isfinite(gaps).all() else float("inf")
-        made.swaps[ids.name] = Swap(distance, LOGIT_DEVIATIONS * max(error, LEAST_ERROR * rms))
+        made.swaps[ids.name] = Swap(distance, LOGIT_DEVIATIONS * max(error, MIN_ERROR * rms))
 
 
 def ids_of(node: Node) -> Tensor | None:

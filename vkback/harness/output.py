@@ -57,7 +57,7 @@ class About:
 WIDTH = 80
 """Columns of the narrowest terminal that tables are made for."""
 
-MOST_REASONS = 3
+MAX_REASONS = 3
 """Reasons shown of those for which an op's cases did not run."""
 
 
@@ -85,8 +85,8 @@ def op_table(results: Iterable[CaseResult]) -> list[str]:
     lines = [head]
     for op in sorted(by_op):
         reasons = Counter(r.message.removeprefix(f"[{op}] ") for r in by_op[op] if not r.supported)
-        shown = [f"{why} ({count})" for why, count in reasons.most_common(MOST_REASONS)]
-        shown += [f"{len(reasons) - MOST_REASONS} other reasons"] if len(reasons) > MOST_REASONS else []
+        shown = [f"{why} ({count})" for why, count in reasons.most_common(MAX_REASONS)]
+        shown += [f"{len(reasons) - MAX_REASONS} other reasons"] if len(reasons) > MAX_REASONS else []
         lines += with_reasons(row(op, by_op[op]), "; ".join(shown))
     return [*lines, row("all", [r for own in by_op.values() for r in own])]
 

@@ -42,7 +42,7 @@ GUARD_WORD = {"read": 0x7FCA7FCA, "written": 0xFFC5FFC5}
 """Around tensors that are only read, and around others. NaN as F32, F16 and BF16, so that reading past an end spoils a result; two of them,
 since arithmetic hands a NaN's bits on, and a NaN read past one end and written past another must not look as if nothing had happened."""
 
-LEAST_BLOCK = 16 << 20
+MIN_BLOCK = 16 << 20
 TIMEOUT_S = 60.0
 CPU_TIMEOUT_S = 600.0
 """CPU drivers may compile a kernel when it first runs, which can take minutes."""
@@ -260,7 +260,7 @@ class Workbench:
     def _ranges(self, size: int) -> tuple[BufferRange, BufferRange, BufferRange]:
         if self._block is None or self._upload is None or self._readback is None or self._block.size < size:
             self.close()
-            room = max(LEAST_BLOCK, 1 << (size - 1).bit_length())
+            room = max(MIN_BLOCK, 1 << (size - 1).bit_length())
             made = []
             for kind in ("device", "upload", "readback"):
                 self._arenas.append(self.device.arena("case", room, kind))

@@ -15,7 +15,7 @@ from vkback.ops.mat_vec_node import QUANTS
 from vkback.ops.op import OPS
 from vkback.paths import shader_root
 
-MOST_REASONS = 3
+MAX_REASONS = 3
 
 
 def support_of(cases: Iterable[Case], ctx: LowerContext) -> Iterator[CaseResult]:
@@ -47,8 +47,8 @@ def support_table(cases: Sequence[Case], results: Sequence[CaseResult]) -> list[
     for (op, kind), rows in found.items():
         refused = [r.message for r in rows if not r.supported]
         reasons = list(dict.fromkeys(refused))
-        more = f"; and {len(reasons) - MOST_REASONS} other reasons" if len(reasons) > MOST_REASONS else ""
-        why = f"not the rest: {'; '.join(reasons[:MOST_REASONS])}{more}" if reasons else ""
+        more = f"; and {len(reasons) - MAX_REASONS} other reasons" if len(reasons) > MAX_REASONS else ""
+        why = f"not the rest: {'; '.join(reasons[:MAX_REASONS])}{more}" if reasons else ""
         lines += with_reasons(f"{f'{op} {kind}':{width}}  {len(rows) - len(refused):5} of {len(rows):5}", why)
     missing = [q for q in QUANTS if not (shader_root() / quants.quant(q).shader).is_file()]
     lines.append(f"weight types without a kernel: {', '.join(missing) or 'none'}")

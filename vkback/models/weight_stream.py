@@ -43,8 +43,8 @@ SHARED_WORDS = 2048
 """As in the shader."""
 
 BINDINGS = 4
-MOST_PLANES = 8
-PUSH_WORDS = 8 + MOST_PLANES + 1
+MAX_PLANES = 8
+PUSH_WORDS = 8 + MAX_PLANES + 1
 
 OnWait = Callable[[str], object]
 OnBytes = Callable[[int], object]
@@ -272,7 +272,7 @@ class WeightStream:
         groups = piece.padded // moves.nbytes
         tile = SHARED_WORDS // moves.words
         begins = [plane.offset // 4 for plane in run.layout.planes]
-        begins += [run.layout.nbytes // 4] * (MOST_PLANES + 1 - len(begins))
+        begins += [run.layout.nbytes // 4] * (MAX_PLANES + 1 - len(begins))
         push = pack_push(piece.at // 4, groups, tile, run.first + piece.a // moves.nbytes, *run.in_turn, piece.flag, *begins)
         ranges = [source, self._tables[moves.name], run.target, self._flags]
         rec.dispatch(self._kernel, ranges, push, (ceil_div(groups, tile), 1, 1), f"repack {run.weight.name}")

@@ -121,7 +121,7 @@ class Attention(Op):
         return [
             *copies,
             Dispatch(
-                Variant("attention/general.comp", tuple(sorted({**defines, "QUERIES": queries, "MOST_DIM": most}.items())), subgroup),
+                Variant("attention/general.comp", tuple(sorted({**defines, "QUERIES": queries, "MAX_DIM": most}.items())), subgroup),
                 (Arg(q_rows), Arg(k_rows), Arg(v_rows), Arg(mask or q_rows), Arg(sinks or q_rows), Arg(y, "w")),
                 push,
                 (ceil_div(heads // kv_heads * n, queries), kv_heads, sequences),

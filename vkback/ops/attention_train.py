@@ -61,7 +61,7 @@ F16_ATTENTION = Tolerance(
     "themselves, and so weights by up to ten times that: NMSE 6e-6",
 )  # fmt: skip
 
-MOST_CHUNKS = 4
+MAX_CHUNKS = 4
 """Tiles of columns that a workgroup has in registers."""
 
 
@@ -155,7 +155,7 @@ def _launch(
     """A workgroup for 32 tokens of `heads` heads, and for as many of the columns as it may have; or for a token a lane, where the table of
     tuning says so."""
     params = node.params
-    chunks = min(MOST_CHUNKS, ceil_div(columns, TILE))
+    chunks = min(MAX_CHUNKS, ceil_div(columns, TILE))
     parts = ceil_div(columns, TILE * chunks)
     choice = _choice(sizes, ctx)
     lanes, required, by_lanes = lanes_for(ctx.caps)

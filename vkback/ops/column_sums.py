@@ -9,16 +9,16 @@ from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
-MOST_BLOCKS = 64
+MAX_BLOCKS = 64
 """Parts of the rows that are summed at once."""
 
-LEAST_ROWS = 16
+MIN_ROWS = 16
 """Of a part, at least."""
 
 
 def blocks_of(rows: int) -> tuple[int, int]:
     """Rows of a block, and how many blocks there are."""
-    block = max(LEAST_ROWS, ceil_div(rows, MOST_BLOCKS))
+    block = max(MIN_ROWS, ceil_div(rows, MAX_BLOCKS))
     return block, ceil_div(rows, block)
 
 

@@ -40,12 +40,12 @@ _DEFINES: dict[str, dict[str, str | int]] = {
     "IQ4_NL": _IQ4,
     "MXFP4": _E2M1,
     "NVFP4": _E2M1,
-    "Q2_K": {"GROUPS": "16u", "TOP": "3.0", "SCALE_TOP": "15.0", "SPREADS": 19, "SPREAD_FIRST": "-0.9"},
-    "Q3_K": {"GROUPS": "16u", "SCALE_LOW": "-32.0", "ZERO": "4.0"},
-    "Q4_K": {"GROUPS": "8u", "TOP": "15.0", "SCALE_TOP": "63.0", "SPREADS": 25, "SPREAD_FIRST": "-1.5"},
-    "Q5_K": {"GROUPS": "8u", "TOP": "31.0", "SCALE_TOP": "63.0", "SPREADS": 25, "SPREAD_FIRST": "-1.5"},
-    "Q6_K": {"GROUPS": "16u", "SCALE_LOW": "-128.0", "ZERO": "32.0"},
-    "IQ4_XS": {"GROUPS": "8u", "SCALE_LOW": "-32.0", **_IQ4},
+    "Q2_K": {"GROUPS": "16u", "MAX_LEVEL": "3.0", "MAX_SCALE": "15.0", "SPREADS": 19, "SPREAD_FIRST": "-0.9"},
+    "Q3_K": {"GROUPS": "16u", "MIN_SCALE": "-32.0", "ZERO": "4.0"},
+    "Q4_K": {"GROUPS": "8u", "MAX_LEVEL": "15.0", "MAX_SCALE": "63.0", "SPREADS": 25, "SPREAD_FIRST": "-1.5"},
+    "Q5_K": {"GROUPS": "8u", "MAX_LEVEL": "31.0", "MAX_SCALE": "63.0", "SPREADS": 25, "SPREAD_FIRST": "-1.5"},
+    "Q6_K": {"GROUPS": "16u", "MIN_SCALE": "-128.0", "ZERO": "32.0"},
+    "IQ4_XS": {"GROUPS": "8u", "MIN_SCALE": "-32.0", **_IQ4},
     "TQ1_0": {},
     "TQ2_0": {},
     "Q1_0": {},
@@ -53,18 +53,21 @@ _DEFINES: dict[str, dict[str, str | int]] = {
 }
 
 
-def _book(groups: int, each: float, level: str, ratio: tuple[float, float], *, even: bool = False, top: int = 15) -> dict[str, str | int]:
-    """Defines of shaders/encode/books.glsl. each: of d * (LEAST + EACH * s), where LEAST is half of it; ratio: first target and ratio."""
+def _book(
+    groups: int, step: float, level: str, ratio: tuple[float, float], *, even: bool = False, max_scale: int = 15
+) -> dict[str, str | int]:
+    """Defines of shaders/encode/books.glsl. step: of the scales d * (SCALE_OFFSET + SCALE_STEP * s), whose offset is half of it; ratio:
+    first target and ratio."""
     return {
-        "GROUPS": f"{groups}u", "LEAST": repr(each / 2), "EACH": repr(each), "TOP": f"{top}.0", "LEVEL(C)": level, "EVEN": int(even),
-        "TARGETS": "14u", "TARGET_FIRST": repr(ratio[0]), "TARGET_RATIO": repr(ratio[1]), "EITHER": 0,
+        "GROUPS": f"{groups}u", "SCALE_OFFSET": repr(step / 2), "SCALE_STEP": repr(step), "MAX_SCALE": f"{max_scale}.0", "LEVEL(C)": level,
+        "EVEN": int(even), "TARGETS": "14u", "TARGET_FIRST": repr(ratio[0]), "TARGET_RATIO": repr(ratio[1]), "EITHER": 0,
     }  # fmt: skip
 
 
 _IQ2_LEVEL, _IQ2_TARGETS = "float(8u + 17u * (C) + ((C) >> 1))", (7.0, 1.18)
 _BOOKS: dict[str, dict[str, str | int]] = {
-    "IQ1_S": _book(8, 2.0, "(float(C) - 1.0)", (0.9, 1.1), top=7),
-    "IQ1_M": _book(16, 2.0, "(float(C) - 1.0)", (0.9, 1.1), top=7) | {"EITHER": 1},
+    "IQ1_S": _book(8, 2.0, "(float(C) - 1.0)", (0.9, 1.1), max_scale=7),
+    "IQ1_M": _book(16, 2.0, "(float(C) - 1.0)", (0.9, 1.1), max_scale=7) | {"EITHER": 1},
     "IQ2_XXS": _book(8, 0.25, _IQ2_LEVEL, _IQ2_TARGETS, even=True),
     "IQ2_XS": _book(16, 0.25, _IQ2_LEVEL, _IQ2_TARGETS, even=True),
     "IQ2_S": _book(16, 0.25, _IQ2_LEVEL, _IQ2_TARGETS),

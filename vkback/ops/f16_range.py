@@ -20,7 +20,7 @@ F16_MAX = 65504.0
 HEADROOM = 8.0
 """How much larger than what was met later values may be before there is a next scale."""
 
-LEAST_SCALE = 2.0**-13
+MIN_SCALE = 2.0**-13
 
 SUFFIX = ".overflow"
 
@@ -57,9 +57,9 @@ def rescaled(scales: Mapping[str, float], sizes: Mapping[str, float]) -> dict[st
     for name, size in numbers.items():
         real = size / scales.get(name, 1.0)
         found[name] = 2.0 ** -math.ceil(math.log2(HEADROOM * real / F16_MAX))
-        if found[name] < LEAST_SCALE:
+        if found[name] < MIN_SCALE:
             raise F16RangeError(
-                f"[f16] {name}: activations reach {real:.3g}, and f16 holds up to {F16_MAX / HEADROOM / LEAST_SCALE:.2g} of them beside "
+                f"[f16] {name}: activations reach {real:.3g}, and f16 holds up to {F16_MAX / HEADROOM / MIN_SCALE:.2g} of them beside "
                 "others of usual size; run with --act f32"
             )
     return found

@@ -20,9 +20,9 @@ from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
 BLOCK = 16384
-"""Values that a workgroup squares, unless there would be more than MOST_PARTS of them."""
+"""Values that a workgroup squares, unless there would be more than MAX_PARTS of them."""
 
-MOST_PARTS = 256
+MAX_PARTS = 256
 """Workgroups of one tensor."""
 
 
@@ -43,7 +43,7 @@ class SumSquares(Op):
         for t in node.inputs:
             if t.type != "F32" or is_coded(t):
                 raise PlanError(f"[{self.name}] {node.name}: {t}: expected F32 values one after the other")
-        blocks = [max(BLOCK, ceil_div(t.elements, MOST_PARTS)) for t in node.inputs]
+        blocks = [max(BLOCK, ceil_div(t.elements, MAX_PARTS)) for t in node.inputs]
         counts = [ceil_div(t.elements, block) for t, block in zip(node.inputs, blocks, strict=True)]
         parts = Tensor(f"{node.name}.parts", "F32", (sum(counts),))
         wg = workgroup_size(ctx.caps, ctx.tuning.pick("norm", dim=BLOCK, rows=sum(counts))["wg_size"], BLOCK)

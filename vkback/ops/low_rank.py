@@ -13,7 +13,7 @@ from vkback.ops.storage import nbytes, shards, weight_push
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
-MOST_RANK = 64
+MAX_RANK = 64
 """Beyond it, tiles are full enough."""
 
 CHUNK = 8
@@ -47,7 +47,7 @@ def is_narrow(n: int, width: int, rank: int, ctx: LowerContext) -> bool:
 
 
 def _fits(n: int, width: int, rank: int, ctx: LowerContext) -> bool:
-    if rank > MOST_RANK or width < 4 * rank or width % 4 or n > MAX_GROUPS_X:
+    if rank > MAX_RANK or width < 4 * rank or width % 4 or n > MAX_GROUPS_X:
         return False
     able = ctx.caps.has_subgroup_ops("arithmetic") and ctx.caps.subgroup_min >= 4
     return able and ctx.tuning.pick("gemm", m=n, n=rank, k=width)["tiles"] == "shared"

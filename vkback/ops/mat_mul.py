@@ -28,7 +28,7 @@ from vkback.ops.f16_range import overflow_word
 from vkback.ops.lowering import PlanError
 from vkback.ops.mat_mul_job import GLU_KINDS, MatMul, MatMulShape, matrix_spec
 from vkback.ops.mat_mul_pack import order_word, packed_stride
-from vkback.ops.mat_mul_route import most_tiles
+from vkback.ops.mat_mul_route import max_tiles
 from vkback.ops.storage import Shard, nbytes, shards, weight_push
 from vkback.ops.workgroup import Defines, lanes_for, reduction, required_subgroup
 from vkback.quants import UNIT
@@ -196,7 +196,7 @@ def epilogue_defines(job: MatMul) -> Defines:
 
 def column_tiles(job: MatMul, tile_n: int) -> int:
     """Column tiles of the grid."""
-    return ceil_div(job.n, tile_n) if job.route is None else most_tiles(job.n, job.w.shape[0], tile_n)
+    return ceil_div(job.n, tile_n) if job.route is None else max_tiles(job.n, job.w.shape[0], tile_n)
 
 
 def push_words(job: MatMul, shape: MatMulShape, shard: Shard, x_stride: int, y_stride: int) -> bytes:

@@ -9,7 +9,7 @@ from vkback.graph import Tensor
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.mat_mul_job import MatMulShape, matrix_spec
-from vkback.ops.mat_mul_route import most_tiles
+from vkback.ops.mat_mul_route import max_tiles
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import required_subgroup
 from vkback.quants import UNIT
@@ -24,7 +24,7 @@ def packs_glu(shape: MatMulShape, glu: bool, k: int) -> bool:
 
 def packed_columns(n: int, shape: MatMulShape, experts: int = 0) -> int:
     """Columns that a packed tensor has room for: whole tiles; experts: of a grouped product, 0 of a dense one."""
-    tiles = most_tiles(n, experts, shape.tile_n) if experts else ceil_div(n, shape.tile_n)
+    tiles = max_tiles(n, experts, shape.tile_n) if experts else ceil_div(n, shape.tile_n)
     return tiles * shape.tile_n
 
 

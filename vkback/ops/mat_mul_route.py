@@ -13,7 +13,7 @@ from vkback.ops.workgroup import Defines
 from vkback.shader import Variant
 
 
-def most_tiles(slots: int, experts: int, tile_n: int) -> int:
+def max_tiles(slots: int, experts: int, tile_n: int) -> int:
     """Column tiles that slots of so many experts can fill: a full one for each tile_n slots, and one not full for each expert that has
     any."""
     return slots // tile_n + min(experts, slots)
@@ -21,7 +21,7 @@ def most_tiles(slots: int, experts: int, tile_n: int) -> int:
 
 def route_tensor(name: str, slots: int, experts: int, tile_n: int) -> Tensor:
     """Where a route goes (shaders/mat_mul/route.comp)."""
-    return Tensor(name, "I32", (4 * most_tiles(slots, experts, tile_n) + slots,))
+    return Tensor(name, "I32", (4 * max_tiles(slots, experts, tile_n) + slots,))
 
 
 def route(ids: Tensor, out: Tensor, experts: int, tile_n: int, caps: Capabilities) -> Dispatch:
@@ -33,7 +33,7 @@ def route(ids: Tensor, out: Tensor, experts: int, tile_n: int, caps: Capabilitie
     return Dispatch(
         Variant("mat_mul/route.comp", tuple(sorted(defines.items()))),
         (Arg(ids), Arg(out, "w")),
-        pack_push(slots, most_tiles(slots, experts, tile_n)),
+        pack_push(slots, max_tiles(slots, experts, tile_n)),
         (1, 1, 1),
         "ROUTE",
         out.name,
@@ -49,7 +49,7 @@ def route_heads(tokens: int, heads: int, out: Tensor, tile_n: int, caps: Capabil
     return Dispatch(
         Variant("mat_mul/route_heads.comp", (("WG", wg),)),
         (Arg(out, "w"),),
-        pack_push(tokens, heads, tile_n, most_tiles(slots, heads, tile_n)),
+        pack_push(tokens, heads, tile_n, max_tiles(slots, heads, tile_n)),
         spread(ceil_div(slots, wg)),
         "ROUTE",
         out.name,

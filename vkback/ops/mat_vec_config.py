@@ -230,8 +230,8 @@ def legal_shape(choice: Choice, *, units: int, glu: bool, q8_out: bool, reduces:
         lanes = min(max(choice["lanes"], 1 << glu), _floor_power_of_two(wg), max(power_of_two(units), choice["rows"], 1 << glu))
         while lanes:
             rows = max(choice["rows"], 1 << glu)
-            most_rows = min(lanes, MAX_ROWS, subgroup if subgroup > 1 else MAX_ROWS)
-            while rows <= most_rows:
+            max_rows = min(lanes, MAX_ROWS, subgroup if subgroup > 1 else MAX_ROWS)
+            while rows <= max_rows:
                 if wg % lanes == 0 and wg // lanes * rows % tile == 0:
                     return wg, lanes, rows
                 rows *= 2

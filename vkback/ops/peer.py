@@ -21,7 +21,7 @@ from vkback.ops.storage import VALUE_BYTES
 WITHOUT_CODEC = ("F64", "Q8_K")
 """Types of ggml 0.25 that this project cannot read."""
 
-MOST_VALUES = 1 << 29
+MAX_VALUES = 1 << 29
 """In one tensor of a case: beyond it a case is not run."""
 
 FLOATS = ("F32", "F16", "BF16")
@@ -73,8 +73,8 @@ def sized(shape: Shape) -> Shape:
     """The shape. Raises CaseLineError for sizes below 1, PlanError for more values than a case may have."""
     if any(n < 1 for n in shape):
         raise CaseLineError(f"sizes {list(shape)}: expected all above 0")
-    if prod(shape) > MOST_VALUES:
-        raise PlanError(f"{prod(shape)} values in one tensor; a case may have {MOST_VALUES}")
+    if prod(shape) > MAX_VALUES:
+        raise PlanError(f"{prod(shape)} values in one tensor; a case may have {MAX_VALUES}")
     return shape
 
 

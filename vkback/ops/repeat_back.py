@@ -22,7 +22,7 @@ from vkback.ops.op import register
 from vkback.ops.peer import ne_of, one_of_types, shape_of, sized
 from vkback.ops.view import View
 
-MOST_TIMES = 32768
+MAX_TIMES = 32768
 """Repetitions of a value that a thread adds up, as CPU drivers end longer loops; beyond, one axis goes after the other."""
 
 
@@ -59,7 +59,7 @@ class RepeatBack(Gradient):
         if big[first:] == small[first:]:  # whole tensors add up, as the rows of a matrix do
             return column_sums(node, ctx, dy, dx, prod(big[:first]), dx.elements)
         times = [b // s for b, s in zip(big, small, strict=True)]
-        if prod(times) > MOST_TIMES and sum(t > 1 for t in times) > 1:
+        if prod(times) > MAX_TIMES and sum(t > 1 for t in times) > 1:
             axis = max(axis for axis in range(4) if times[axis] > 1)
             between = Tensor(f"{dx.name}.axis{axis}", "F32", tuple(small[i] if i == axis else big[i] for i in range(4)))
             last = Node(node.op, (between,), (dx,), node.params)

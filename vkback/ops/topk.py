@@ -51,7 +51,7 @@ def topk_params(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: params[key] for key in TOPK_PARAMS if key in params}
 
 
-LEAST_WEIGHT_SUM = 2.0**-14
+MIN_WEIGHT_SUM = 2.0**-14
 """Sums of expert weights are clamped to this, the smallest normal F16, before they divide."""
 
 
@@ -291,7 +291,7 @@ class TopkMoe(Op):
         else:
             raise NotImplementedError(f"TOPK_MOE with gating {params['gating']!r}")
         if params["norm"]:
-            weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), LEAST_WEIGHT_SUM)
+            weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), MIN_WEIGHT_SUM)
         return [weights * params["scale"], ids.astype(np.int32)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:

@@ -143,7 +143,7 @@ def encode_weights(name: str, x: npt.NDArray[np.float32], tensor: str) -> U8:
         raise QuantRangeError(f"[quants] {tensor}: a weight is {'NaN' if np.isnan(largest) else 'infinite'}; expected numbers")
     with np.errstate(over="ignore", invalid="ignore"):  # sums of squares, where the answer is an error
         raw = encode(name, x)
-        if largest > LEAST_LIMIT:
+        if largest > MIN_LIMIT:
             down = np.ldexp(np.float32(1), -int(np.log2(largest)))
             small = x * down
             found, possible = (
@@ -157,7 +157,7 @@ def encode_weights(name: str, x: npt.NDArray[np.float32], tensor: str) -> U8:
     return raw
 
 
-LEAST_LIMIT = 2688
+MIN_LIMIT = 2688
 """Up to this every type holds weights: the largest of NVFP4, 448 * 6. Scales in f16 go to 65504 and further."""
 
 def _random_chunk(c: Codec, rng: np.random.Generator, blocks: U8, scale: float) -> None:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from vkback.harness.node_compare import Comparison, growth
 from vkback.report.pictures import save
 
-LEAST = 1e-16
+MIN_SHOWN = 1e-16
 """Shown in the place of no error at all: the axis is logarithmic."""
 
 BELOW = 1e-3
@@ -28,7 +28,7 @@ def draw(comparison: Comparison, file: Path, title: str) -> None:
     axis = figure.subplots()
     error = np.array([r.nmse for r in rows])
     finite = np.isfinite(error)
-    least = max(LEAST, BELOW * min((r.limit for r in rows), default=1.0))
+    least = max(MIN_SHOWN, BELOW * min((r.limit for r in rows), default=1.0))
     axis.plot(at, [r.limit for r in rows], color="tab:red", linewidth=0.8, label="end of the band")
     if not comparison.step:
         axis.plot(at, np.maximum([r.expected for r in rows], least), color="tab:grey", linewidth=1.0, label="expected by rounding")

@@ -22,7 +22,7 @@ from vkback.report.pictures import save
 SLOWEST = 3.0
 """Times of the quickest beyond which all points have one colour."""
 
-MOST = 8
+MAX_JOBS = 8
 """Jobs in one picture."""
 
 CHOSEN, INCUMBENT = "#d62728", "#111111"
@@ -50,8 +50,8 @@ class Searched:
 
 
 def draw(jobs: Sequence[Searched], file: Path, title: str) -> None:
-    """Write the PNG: a line a job, the last MOST of them."""
-    shown = list(jobs)[-MOST:]
+    """Write the PNG: a line a job, the last MAX_JOBS of them."""
+    shown = list(jobs)[-MAX_JOBS:]
     figure = Figure(figsize=(13, 0.9 + 3.9 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle("\n".join(textwrap.wrap(title, 120)))

@@ -15,7 +15,7 @@ from vkback.report.markdown import Column, head, line
 WIDTH = 80
 """Columns that a table for a terminal fits."""
 
-LEAST = 8
+MIN_WIDTH = 8
 """To so many characters a column that is aligned left may be cut."""
 
 GAP = "  "
@@ -38,7 +38,7 @@ def terminal(cells: pd.DataFrame, left: Collection[str], *, group: str = "", wid
         return len(indent) + sum(widths.values()) + len(GAP) * (len(widths) - 1)
 
     while total() > width:
-        widest = max((name for name in widths if name in left and widths[name] > LEAST), key=widths.__getitem__, default=None)
+        widest = max((name for name in widths if name in left and widths[name] > MIN_WIDTH), key=widths.__getitem__, default=None)
         if widest is None:
             break
         widths[widest] -= 1

@@ -15,7 +15,7 @@ from vkback.server.errors import ServerError
 Spell = Callable[[int], bytes]
 """The bytes of a token."""
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for -inf, which JSON has not."""
 
 
@@ -109,4 +109,4 @@ class Shape:
 
 
 def _number(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB

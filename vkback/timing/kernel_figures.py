@@ -32,7 +32,7 @@ INSTRUCTIONS = ("Instructions", "Instruction count", "Instruction Count")
 WAVES = ("Subgroups per SIMD", "Max warps/SM", "Max Waves Per Core", "Threads")
 """Names of the statistics that mean the same, by driver: RADV, NVK, Turnip, Honeykrisp, NVIDIA, ANV."""
 
-MOST_WAVES = {"gcn4": 10, "gcn5": 10, "rdna1": 20, "rdna2": 16, "rdna3": 16, "rdna3_5": 16, "rdna4": 16}
+MAX_WAVES = {"gcn4": 10, "gcn5": 10, "rdna1": 20, "rdna2": 16, "rdna3": 16, "rdna3_5": 16, "rdna4": 16}
 """Waves of a SIMD at most (polaris: 8 of Mesa's count)."""
 
 LATENCY_S = 600e-9
@@ -240,7 +240,7 @@ def figures(
         "spills": spilled(statistics),
         "scratch": first_of(statistics, SCRATCH),
         "waves": first_of(statistics, WAVES),
-        "most_waves": _most_waves(caps, spec),
+        "most_waves": _max_waves(caps, spec),
         "code_bytes": _code_bytes(statistics, caps),
         "instructions": first_of(statistics, INSTRUCTIONS),
         "loops": len(listing.loops) if listing else None,
@@ -299,9 +299,9 @@ def threads_of(caps: Capabilities, waves: int | None) -> int:
     return waves * 32
 
 
-def _most_waves(caps: Capabilities, spec: KernelSpec) -> int | None:
+def _max_waves(caps: Capabilities, spec: KernelSpec) -> int | None:
     """RADV counts waves of 32 lanes from RDNA1 on."""
-    most = MOST_WAVES.get(caps.architecture)
+    most = MAX_WAVES.get(caps.architecture)
     if caps.driver_id != "VK_DRIVER_ID_MESA_RADV" or most is None:
         return None
     if caps.architecture == "gcn4":

@@ -35,7 +35,7 @@ COLD_BYTES = 512 << 20
 STEADY_BYTES = 4 << 30
 """Bytes read in one recording: about a millisecond on the fastest memory there is."""
 
-MOST_LAUNCHES = 2000
+MAX_LAUNCHES = 2000
 
 SCRATCH_BYTES = 64 << 20
 """Memory for what launches need beside the problem's tensors, unless one launch alone needs more."""
@@ -208,7 +208,7 @@ class Bench:
         """How many launches make one recording: whole rounds through the copies, on a GPU enough of them for about a millisecond, so that
         clocks and timestamps are steady; fewer where they might take longer than a submit should."""
         once = max(1, sum(d.nbytes for d in dispatches))
-        enough = 16 if self.device.caps.device_type == "cpu" else min(MOST_LAUNCHES, STEADY_BYTES // once)
+        enough = 16 if self.device.caps.device_type == "cpu" else min(MAX_LAUNCHES, STEADY_BYTES // once)
         count = max(1, -(-enough // self.copies)) * self.copies
         most = max(1, int(LONGEST_SUBMIT_US / max(1.0, predicted_us(dispatches, self.device.caps))))
         return count if count <= most else most // self.copies * self.copies or most

@@ -87,17 +87,17 @@ def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None
 CHAIN = 64
 """Launches in a chain of plain reads."""
 
-LEAST_READ = 1 << 16
+MIN_READ = 1 << 16
 """Bytes of the smallest plain read: one tile of the largest workgroup."""
 
 
 def plain_read_us(device: Device, library: ShaderLibrary, nbytes: int) -> float:
     """Microseconds that a launch takes which only reads `nbytes` of cold data and waits for the one before: the best of several grids.
 
-    The floor of a kernel that reads as much and must wait for its input; it stores nothing. Raises ValueError for less than LEAST_READ.
+    The floor of a kernel that reads as much and must wait for its input; it stores nothing. Raises ValueError for less than MIN_READ.
     """
-    if nbytes < LEAST_READ:
-        raise ValueError(f"a plain read takes at least {LEAST_READ} bytes, got {nbytes}")
+    if nbytes < MIN_READ:
+        raise ValueError(f"a plain read takes at least {MIN_READ} bytes, got {nbytes}")
     software = device.caps.device_type == "cpu"
     step = -(-nbytes // 4096) * 4096
     copies = 2 if software else max(2, COLD_BYTES // step)
