@@ -234,7 +234,7 @@ def test_the_general_copy_converts_every_pair(source: str) -> None:
     for target in NUMBERS:
         y = Tensor("y", target, (3, 2))
         dispatch = copied(x, y, Node("CPY", (x,), (y,)), H200, source=permuted((1, 1, 2, 3), (1, 0, 2, 3)))
-        assert dict(dispatch.kernel.defines)["TO"] == NUMBERS[target]
+        assert dict(dispatch.kernel.defines)["TO_TYPE"] == NUMBERS[target]
 
 
 def test_what_a_kernel_does_not_take_is_refused_once() -> None:

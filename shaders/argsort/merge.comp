@@ -36,17 +36,17 @@ void main() {
     const bool upper = number % 2u == 1u;
     const uint other = (upper ? number - 1u : number + 1u) * p.run;
     const uint index = index_at(row, place);
-    const float own = x[row * p.dim + index];
+    const float own_value = x[row * p.dim + index];
     uint low = min(other, p.dim);
     uint high = min(other + p.run, p.dim);
     const uint first = low;
     while (low < high) {
         const uint middle = (low + high) / 2u;
-        const float there = x[row * p.dim + index_at(row, middle)];
+        const float other_value = x[row * p.dim + index_at(row, middle)];
 #if DESCENDING
-        const bool before = upper ? there >= own : there > own;
+        const bool before = upper ? other_value >= own_value : other_value > own_value;
 #else
-        const bool before = upper ? there <= own : there < own;
+        const bool before = upper ? other_value <= own_value : other_value < own_value;
 #endif
         if (before) low = middle + 1u;
         else high = middle;

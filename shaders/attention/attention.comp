@@ -255,7 +255,7 @@ void main() {
   #if SPINS
     SPIN_ON(read_heads(tid, head0, kv), heads_arrived())
   #endif
-    MARK(MARK_THERE);
+    MARK(MARK_INPUTS);
     prepare(tid, head0, kv);
 #else
     for (uint i = tid; i < QUERIES * HEAD4; i += WG_SIZE) {

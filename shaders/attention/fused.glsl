@@ -85,9 +85,9 @@ void read_heads(uint tid, uint head0, uint kv) {
         [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) {
             const uint slot = j * HEAD_LANES + tid % HEAD_LANES;
             const uvec2 at = places(min(slot, SLOTS - 1));
-            const bool there = head <= HEADS && slot < SLOTS;
-            head_a[i][j] = there ? qkv2[from + at.x] : vec2(0.0);
-            head_b[i][j] = there ? qkv2[from + at.y] : vec2(0.0);
+            const bool valid = head <= HEADS && slot < SLOTS;
+            head_a[i][j] = valid ? qkv2[from + at.x] : vec2(0.0);
+            head_b[i][j] = valid ? qkv2[from + at.y] : vec2(0.0);
         }
     }
     [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++)
@@ -96,11 +96,11 @@ void read_heads(uint tid, uint head0, uint kv) {
 
 #if SPINS
 bool heads_arrived() {
-    bool there = true;
+    bool valid = true;
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++)
-        [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) there = there && arrived(head_a[i][j]) && arrived(head_b[i][j]);
-    [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) there = there && arrived(value_words[i]);
-    return there;
+        [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) valid = valid && arrived(head_a[i][j]) && arrived(head_b[i][j]);
+    [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) valid = valid && arrived(value_words[i]);
+    return valid;
 }
 #endif
 

@@ -194,8 +194,8 @@ void main() {
         barrier();
         for (uint turn = 0; turn < SLOTS * ROW_QUADS; turn += WG_SIZE) {
             const uint at = turn + tid;
-            const bool there = at < SLOTS * ROW_QUADS;
-            store_quad(query0 + t * SLOTS + at / ROW_QUADS, at % ROW_QUADS, there, stage[there ? at : 0u]);
+            const bool valid = at < SLOTS * ROW_QUADS;
+            store_quad(query0 + t * SLOTS + at / ROW_QUADS, at % ROW_QUADS, valid, stage[valid ? at : 0u]);
         }
     }
 }

@@ -85,8 +85,8 @@ void load_queries(uint query0) {
             const uint row = at / (WIDTH / 8), word = at % (WIDTH / 8), i = query0 + group * FM + row;
             const uint head = min(token_of(i), p.n - 1u) * p.n_head + head_of(i), quad = 2u * min(word, ROW_WORDS - 1u);
             const float scale = word < ROW_WORDS ? p.scale : 0.0;
-            const vec4 a = clamp(noted(scale * query_quad(head, quad)), -65504.0, 65504.0);
-            const vec4 b = clamp(noted(scale * query_quad(head, quad + 1u)), -65504.0, 65504.0);
+            const vec4 a = clamp(track_overflow(scale * query_quad(head, quad)), -65504.0, 65504.0);
+            const vec4 b = clamp(track_overflow(scale * query_quad(head, quad + 1u)), -65504.0, 65504.0);
             kv_rows[row * PITCH + word] = uvec4(packHalf2x16(a.xy), packHalf2x16(a.zw), packHalf2x16(b.xy), packHalf2x16(b.zw));
         }
         barrier();

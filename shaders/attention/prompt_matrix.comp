@@ -105,8 +105,8 @@ void load_queries(uint query0) {
             const uint i = query0 + (row / FM * MQ + m) * FM + row % FM;
             const uint from = (min(token_of(i), p.n - 1u) * p.n_head + head_of(i)) * ROW_QUADS + 2u * min(word, ROW_WORDS - 1u);
             const float scale = word < ROW_WORDS ? p.scale : 0.0;
-            const vec4 a = clamp(noted(scale * q4[from]), -65504.0, 65504.0);
-            const vec4 b = clamp(noted(scale * q4[from + 1u]), -65504.0, 65504.0);
+            const vec4 a = clamp(track_overflow(scale * q4[from]), -65504.0, 65504.0);
+            const vec4 b = clamp(track_overflow(scale * q4[from + 1u]), -65504.0, 65504.0);
             kv_rows[row * PITCH + word] = uvec4(packHalf2x16(a.xy), packHalf2x16(a.zw), packHalf2x16(b.xy), packHalf2x16(b.zw));
         }
         barrier();

@@ -56,9 +56,9 @@ void read_splits(uint tile, uint first, uint last, uint i, uint o) {
 
 #if SPINS
 bool splits_arrived() {
-    bool there = true;
-    [[unroll]] for (uint s = 0; s < AT_ONCE; s++) there = there && arrived(split_weight[s]) && arrived(split_sum[s]);
-    return there;
+    bool valid = true;
+    [[unroll]] for (uint s = 0; s < AT_ONCE; s++) valid = valid && arrived(split_weight[s]) && arrived(split_sum[s]);
+    return valid;
 }
 #endif
 

@@ -36,14 +36,14 @@ void store(uint tid, uint token0, uint head0) {
         const uint o = first + tid;
         const uint token = token0 + o / (HEADS * OUT4);
         const uint quad = head0 * OUT4 + o % (HEADS * OUT4);
-        const bool there = o < QUERIES * OUT4 && token < p.n;
+        const bool valid = o < QUERIES * OUT4 && token < p.n;
 #if OUT_Q8_1
-        const Q8_1Quad packed = q8_1_pack(quad, there ? query4[o] : vec4(0.0));
-        if (there) q8_1_store(token, p.n_head * (VD / 32), quad, packed);
+        const Q8_1Quad packed = q8_1_pack(quad, valid ? query4[o] : vec4(0.0));
+        if (valid) q8_1_store(token, p.n_head * (VD / 32), quad, packed);
 #elif OUT_UNITS
-        if (there) store_units(token, quad, query4[o]);
+        if (valid) store_units(token, quad, query4[o]);
 #else
-        if (there) y4[token * p.n_head * OUT4 + quad] = not_sentinel(query4[o]);
+        if (valid) y4[token * p.n_head * OUT4 + quad] = not_sentinel(query4[o]);
 #endif
     }
 }

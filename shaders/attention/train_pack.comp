@@ -29,18 +29,18 @@ layout(std430, set = 0, binding = 1) writeonly buffer OutFactors { float factors
 void main() {
     const uint heads = gl_NumWorkGroups.x, head = gl_WorkGroupID.y * heads + gl_WorkGroupID.x;
     const uint first = (gl_WorkGroupID.y * p.n * heads + gl_WorkGroupID.x) * p.quads, stride = heads * p.quads;
-    uint size = 0u;
+    uint magnitude = 0u;
     for (uint i = gl_LocalInvocationID.x; i < p.n * p.quads; i += WG_SIZE) {
         const uvec4 bits = floatBitsToUint(x[first + i / p.quads * stride + i % p.quads]) & 0x7fffffffu;
-        size = max(size, max(max(bits.x, bits.y), max(bits.z, bits.w)));
+        magnitude = max(magnitude, max(max(bits.x, bits.y), max(bits.z, bits.w)));
     }
-    const uint exponent = clamp(wg_max(size) >> 23, 1u, 253u);
+    const uint exponent = clamp(wg_max(magnitude) >> 23, 1u, 253u);
     const float power = uintBitsToFloat((254u - exponent) << 23);
     const uint all = heads * gl_NumWorkGroups.y * p.rows * p.quads;
     if (gl_LocalInvocationID.x == 0u) factors[2u * all + head] = uintBitsToFloat(exponent << 23);
     for (uint i = gl_LocalInvocationID.x; i < p.rows * p.quads; i += WG_SIZE) {
         const uint row = i / p.quads;
-        const vec4 v = row < p.n ? noted(power * x[first + row * stride + i % p.quads]) : vec4(0.0);
+        const vec4 v = row < p.n ? track_overflow(power * x[first + row * stride + i % p.quads]) : vec4(0.0);
         y[head * p.rows * p.quads + i] = uvec2(packHalf2x16(v.xy), packHalf2x16(v.zw));
     }
     report_overflow();

@@ -27,11 +27,11 @@ layout(push_constant) uniform Push {
 // Decisions per value of a tile are selects, not branches: a load inside a branch waits by itself, and SwiftShader takes minutes to compile
 // dozens of branches in a row. mix() and && of variables compile to selects; ?: and && of expressions do not.
 bool visible(uint i, uint j) {
-    const bool there = all(lessThan(uvec2(i, j), uvec2(p.n)));
+    const bool valid = all(lessThan(uvec2(i, j), uvec2(p.n)));
     const bool causal = p.causal != 0u, later = j > i;
     const bool windowed = p.window != 0u, left_behind = j + p.window <= i;
     const bool hidden = later || (windowed && left_behind);
-    return there && !(causal && hidden);
+    return valid && !(causal && hidden);
 }
 
 // Derivative of a score by its dot product.

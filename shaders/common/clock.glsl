@@ -3,7 +3,7 @@
 //
 //   MARK(point)   thread 0 stores the lower word of the clock (Mesa 22 leaves the upper one 0), with bit 0 set, so that it is never 0
 //     MARK_BEGIN  the workgroup has started
-//     MARK_THERE  the inputs it waits for have arrived
+//     MARK_INPUTS  the inputs it waits for have arrived
 //     MARK_DONE   thread 0 has finished its part of the sums
 //     MARK_END    the results are stored
 //
@@ -13,7 +13,7 @@
 #extension GL_EXT_shader_realtime_clock : require
 
 #define MARK_BEGIN 0u
-#define MARK_THERE 1u
+#define MARK_INPUTS 1u
 #define MARK_DONE 2u
 #define MARK_END 3u
 

@@ -20,8 +20,8 @@ struct Q8_1Quad {
 
 Q8_1Quad q8_1_pack(uint quad, vec4 v) {
     // Compare magnitudes as bits: NaN is then larger than any number, so d becomes NaN and the error shows. max() of floats may drop a NaN.
-    const uvec4 size = floatBitsToUint(v) & 0x7fffffffu;
-    float d = uintBitsToFloat(group_max(max(max(size.x, size.y), max(size.z, size.w)), 8u)) / 127.0;
+    const uvec4 magnitude = floatBitsToUint(v) & 0x7fffffffu;
+    float d = uintBitsToFloat(group_max(max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)), 8u)) / 127.0;
     // Below 2^-126 a device may flush d to zero, and 1 / d overflows.
     d = d < 1.17549435e-38 ? 0.0 : d;
     const float inverse = d > 0.0 ? 1.0 / d : 0.0;

@@ -43,7 +43,7 @@
 #if !REDUCE_ONE_SUBGROUP || (REDUCE_GROUPS && !REDUCE_SUBGROUP)
 // Double buffering: a thread that writes a half again has passed the barrier of the call in between, so all others have read it.
 shared uint reduce_parts[2][REDUCE_PARTS];
-uint reduce_turn = 0u;
+uint reduce_buf = 0u;
 #endif
 
 float reduce_add(float a, float b) { return a + b; }
@@ -62,42 +62,42 @@ uint reduce_word(uint v) { return v; }
 #define REDUCE_WG(NAME, T, COMBINE, SUBGROUP, IDENTITY)                                    \
     T NAME(T v) {                                                                          \
         v = SUBGROUP(v);                                                                   \
-        const uint turn = reduce_turn;                                                     \
-        reduce_turn ^= 1u;                                                                 \
-        if (subgroupElect()) reduce_parts[turn][gl_SubgroupID] = reduce_word(v);           \
+        const uint buf = reduce_buf;                                                       \
+        reduce_buf ^= 1u;                                                                  \
+        if (subgroupElect()) reduce_parts[buf][gl_SubgroupID] = reduce_word(v);            \
         barrier();                                                                         \
         const uint lane = gl_SubgroupInvocationID;                                         \
-        return SUBGROUP(lane < WG_SIZE / SUBGROUP_SIZE ? reduce_bits(reduce_parts[turn][lane], v) : IDENTITY); \
+        return SUBGROUP(lane < WG_SIZE / SUBGROUP_SIZE ? reduce_bits(reduce_parts[buf][lane], v) : IDENTITY);  \
     }
 #elif REDUCE_SUBGROUP
 #define REDUCE_WG(NAME, T, COMBINE, SUBGROUP, IDENTITY)                                              \
     T NAME(T v) {                                                                          \
         v = SUBGROUP(v);                                                                   \
         if (gl_NumSubgroups == 1u) return v;                                               \
-        const uint turn = reduce_turn;                                                     \
-        reduce_turn ^= 1u;                                                                 \
-        if (subgroupElect()) reduce_parts[turn][gl_SubgroupID] = reduce_word(v);           \
+        const uint buf = reduce_buf;                                                       \
+        reduce_buf ^= 1u;                                                                  \
+        if (subgroupElect()) reduce_parts[buf][gl_SubgroupID] = reduce_word(v);            \
         barrier();                                                                         \
-        v = reduce_bits(reduce_parts[turn][0], v);                                         \
-        for (uint i = 1u; i < gl_NumSubgroups; i++) v = COMBINE(v, reduce_bits(reduce_parts[turn][i], v)); \
+        v = reduce_bits(reduce_parts[buf][0], v);                                          \
+        for (uint i = 1u; i < gl_NumSubgroups; i++) v = COMBINE(v, reduce_bits(reduce_parts[buf][i], v));  \
         return v;                                                                          \
     }
 #else
 #define REDUCE_WG(NAME, T, COMBINE, SUBGROUP, IDENTITY)                                              \
     T NAME(T v) {                                                                          \
-        const uint turn = reduce_turn;                                                     \
+        const uint buf = reduce_buf;                                                       \
         const uint t = gl_LocalInvocationID.x;                                             \
-        reduce_turn ^= 1u;                                                                 \
-        reduce_parts[turn][t] = reduce_word(v);                                            \
+        reduce_buf ^= 1u;                                                                  \
+        reduce_parts[buf][t] = reduce_word(v);                                             \
         barrier();                                                                         \
         for (uint half_size = WG_SIZE / 2u; half_size > 0u; half_size >>= 1) {             \
             if (t < half_size) {                                                           \
-                v = COMBINE(v, reduce_bits(reduce_parts[turn][t + half_size], v));         \
-                reduce_parts[turn][t] = reduce_word(v);                                    \
+                v = COMBINE(v, reduce_bits(reduce_parts[buf][t + half_size], v));          \
+                reduce_parts[buf][t] = reduce_word(v);                                     \
             }                                                                              \
             barrier();                                                                     \
         }                                                                                  \
-        return reduce_bits(reduce_parts[turn][0], v);                                      \
+        return reduce_bits(reduce_parts[buf][0], v);                                       \
     }
 #endif
 
@@ -119,11 +119,11 @@ REDUCE_WG(wg_max, uint, max, subgroupMax, 0u)
     T NAME(T v, uint lanes) {                                                              \
         const uint t = gl_LocalInvocationID.x;                                             \
         for (uint step_size = 1u; step_size < lanes; step_size <<= 1) {                    \
-            const uint turn = reduce_turn;                                                 \
-            reduce_turn ^= 1u;                                                             \
-            reduce_parts[turn][t] = reduce_word(v);                                        \
+            const uint buf = reduce_buf;                                                   \
+            reduce_buf ^= 1u;                                                              \
+            reduce_parts[buf][t] = reduce_word(v);                                         \
             barrier();                                                                     \
-            v = COMBINE(v, reduce_bits(reduce_parts[turn][t ^ step_size], v));             \
+            v = COMBINE(v, reduce_bits(reduce_parts[buf][t ^ step_size], v));              \
         }                                                                                  \
         return v;                                                                          \
     }

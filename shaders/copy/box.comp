@@ -39,9 +39,9 @@ void main() {
         rest /= p.box[axis];
     }
 #if FILL
-    const bool there = all(lessThan(i, p.x_size));
+    const bool valid = all(lessThan(i, p.x_size));
 #else
-    const bool there = true;
+    const bool valid = true;
 #endif
     const uvec4 steps = (i % p.x_size) * p.x_stride;
     const uint from = p.x_offset + steps.x + steps.y + steps.z + steps.w;
@@ -50,6 +50,6 @@ void main() {
 #if TO_F16
     y[to >> 1] = packHalf2x16(vec2(uintBitsToFloat(value(from)), uintBitsToFloat(value(from + p.x_next))));
 #else
-    y[to] = there ? value(from) : 0u;
+    y[to] = valid ? value(from) : 0u;
 #endif
 }

@@ -23,7 +23,7 @@ void main() {
     if (i >= p.big.x * p.big.y * p.big.z * p.big.w) return;
     uint rest = i;
     uint from = p.offset;
-    bool there = true;
+    bool valid = true;
     for (int axis = 3; axis >= 0; axis--) {
         const uint n = p.size[axis];
         const uint at = rest % p.big[axis];
@@ -31,11 +31,11 @@ void main() {
 #if CIRCULAR
         from += (at + n - p.before[axis] % n) % n * p.stride[axis];
 #else
-        there = there && at >= p.before[axis] && at - p.before[axis] < n;
+        valid = valid && at >= p.before[axis] && at - p.before[axis] < n;
         from += (at - p.before[axis]) * p.stride[axis];
 #endif
     }
     uint v = 0u;
-    if (there) v = x[from];
+    if (valid) v = x[from];
     y[i] = v;
 }

@@ -58,10 +58,10 @@ void main() {
     const uint index = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     const uint row = index / p.quads;
     const uint quad = index - row * p.quads;
-    const bool there = row < p.rows;
+    const bool valid = row < p.rows;
     vec4 v = vec4(0.0);
 #if WIDTH == 4
-    if (there && 4u * quad < p.k) {
+    if (valid && 4u * quad < p.k) {
         const vec4 g = gate[(row * p.gate_stride + p.gate_offset) / 4u + quad];
         const vec4 u = up[(row * p.up_stride + p.up_offset) / 4u + quad];
         for (int c = 0; c < 4; c++) v[c] = ACTIVATION(g[c], u[c]);
@@ -69,15 +69,15 @@ void main() {
 #else
     for (uint c = 0u; c < 4u; c++) {
         const uint i = 4u * quad + c;
-        if (there && i < p.k) v[c] = ACTIVATION(gate[row * p.gate_stride + p.gate_offset + i], up[row * p.up_stride + p.up_offset + i]);
+        if (valid && i < p.k) v[c] = ACTIVATION(gate[row * p.gate_stride + p.gate_offset + i], up[row * p.up_stride + p.up_offset + i]);
     }
 #endif
 #if OUT_Q8_1
     const Q8_1Quad packed = q8_1_pack(quad, v);
-    if (there) q8_1_store(row, p.quads / 8u, quad, packed);
+    if (valid) q8_1_store(row, p.quads / 8u, quad, packed);
 #elif WIDTH == 4
-    if (there) y[row * p.quads + quad] = v;
+    if (valid) y[row * p.quads + quad] = v;
 #else
-    for (uint c = 0u; c < 4u; c++) if (there && 4u * quad + c < p.k) y[row * p.k + 4u * quad + c] = v[c];
+    for (uint c = 0u; c < 4u; c++) if (valid && 4u * quad + c < p.k) y[row * p.k + 4u * quad + c] = v[c];
 #endif
 }

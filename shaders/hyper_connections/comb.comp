@@ -25,12 +25,12 @@ layout(std430, set = 0, binding = 3) writeonly buffer OutY { float y[]; };
 
 vec4 m[4];  // rows by src
 
-void over_src() {
+void normalize_src() {
     const vec4 sums = m[0] + m[1] + m[2] + m[3] + p.eps;
     for (uint s = 0u; s < 4u; s++) m[s] /= sums;
 }
 
-void over_dst() {
+void normalize_dst() {
     for (uint s = 0u; s < 4u; s++) m[s] /= dot(m[s], vec4(1.0)) + p.eps;
 }
 
@@ -44,10 +44,10 @@ void main() {
         const vec4 e = exp(x - top);
         m[s] = e / dot(e, vec4(1.0)) + p.eps;
     }
-    over_src();
+    normalize_src();
     for (uint i = 1u; i < p.iterations; i++) {
-        over_dst();
-        over_src();
+        normalize_dst();
+        normalize_src();
     }
     for (uint s = 0u; s < 4u; s++) {
         for (uint d = 0u; d < 4u; d++) y[token * 16u + 4u * s + d] = m[s][d];

@@ -33,8 +33,8 @@ layout(std430, set = 0, binding = 4) writeonly buffer OutY { float y[]; };
 
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
-    const uint stretches = (p.rows + ROWS - 1u) / ROWS;
-    const uint token = i / stretches, stream = token / p.tokens, first = i % stretches * ROWS;
+    const uint row_blocks = (p.rows + ROWS - 1u) / ROWS;
+    const uint token = i / row_blocks, stream = token / p.tokens, first = i % row_blocks * ROWS;
     if (token >= p.all_tokens) return;
     uint from[ROWS];
     float sums[ROWS];

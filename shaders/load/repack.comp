@@ -18,7 +18,7 @@
 
 #define THREADS 128
 #define SHARED_WORDS 2048
-#define AS_THEY_ARE uvec2(0x76543210u, 0xfedcba98u)
+#define IDENTITY_MAP uvec2(0x76543210u, 0xfedcba98u)
 
 layout(local_size_x = THREADS) in;
 
@@ -41,15 +41,15 @@ layout(std430, set = 0, binding = 3) buffer InOutFlags { uint flags[]; };
 
 shared uint blocks[SHARED_WORDS];
 
-uint rotated_left(uint word, uint bits) {
+uint rotate_left(uint word, uint bits) {
     return word << bits | word >> 1u >> (31u - bits);
 }
 
-uint renamed(uint word, uvec2 names) {
+uint map_nibbles(uint word, uvec2 nibble_map) {
     uint result = 0u;
     for (uint at = 0u; at < 32u; at += 4u) {
         const uint nibble = word >> at & 15u;
-        result |= (names[nibble >> 3u] >> 4u * (nibble & 7u) & 15u) << at;
+        result |= (nibble_map[nibble >> 3u] >> 4u * (nibble & 7u) & 15u) << at;
     }
     return result;
 }
@@ -70,7 +70,7 @@ void main() {
     for (uint plane = 0u; plane < moves[1]; plane++) {
         const uint head = 4u + 4u * plane;
         const uint length = moves[head];
-        const uvec2 names = uvec2(moves[head + 2u], moves[head + 3u]);
+        const uvec2 nibble_map = uvec2(moves[head + 2u], moves[head + 3u]);
         for (uint i = gl_LocalInvocationID.x; i < count * length; i += THREADS) {
             const uint group = i / length;
             const uint entry = moves[head + 1u] + 3u * (i % length);
@@ -78,8 +78,8 @@ void main() {
             for (uint term = moves[entry]; term < moves[entry + 1u]; term += 2u) {
                 const uint from = moves[term];
                 uint source = blocks[group * words + (from & 0xffffu)];
-                if (names != AS_THEY_ARE) source = renamed(source, names);
-                word ^= rotated_left(source, from >> 16u) & moves[term + 1u];
+                if (nibble_map != IDENTITY_MAP) source = map_nibbles(source, nibble_map);
+                word ^= rotate_left(source, from >> 16u) & moves[term + 1u];
             }
             // The last group of a tensor may have fewer blocks; words of missing blocks would lie past the end of the plane.
             const uint to = p.plane_begin[plane] + target_group(p.first + first + group) * length + i % length;

@@ -107,16 +107,16 @@ void fetch_piece(uint i, uint unit) {
     else raw[i] = unit_load(place(tile_matrix + min(tile_row + piece_row(i), p.m - 1u), min(unit + piece_unit(i), end_unit - 1u)));
 }
 
-void put_unit(UnitRaw unit, uint at, bool there) {
+void put_unit(UnitRaw unit, uint at, bool valid) {
     uvec4 words[4];
-    unit_f16(unit, there, words);
+    unit_f16(unit, valid, words);
     [[unroll]] for (uint i = 0; i < 4; i++) w_rows[at + i] = words[i];
 }
 
 // A step of several units may reach past the end of a row; units there become zeros.
-void put_piece(uint i, uint buffer_at, uint unit) {
+void put_piece(uint i, uint buf, uint unit) {
     if (TILE_M * STEP_UNITS % WG == 0 || i * WG + gl_LocalInvocationID.x < TILE_M * STEP_UNITS)
-        put_unit(raw[i], buffer_at * W_WORDS + slot_of(piece_row(i)) * W_PITCH + 4 * piece_unit(i),
+        put_unit(raw[i], buf * W_WORDS + slot_of(piece_row(i)) * W_PITCH + 4 * piece_unit(i),
                  STEP_UNITS == 1 || unit + (TRANSPOSED != 0 ? piece_row(i) / 32 : piece_unit(i)) < end_unit);
 }
 
@@ -129,11 +129,11 @@ void fetch_rows(uint unit) {
     }
 }
 
-void put_rows(uint buffer_at) {
+void put_rows(uint buf) {
     if (FRAGMENTS != 0) return;
     [[unroll]] for (uint i = 0; i < X_PIECES; i++) {
         const uint piece = i * WG + gl_LocalInvocationID.x, c = piece / (STEP_K / 8), word = piece % (STEP_K / 8);
-        if (TILE_N * STEP_K / 8 % WG == 0 || c < TILE_N) x_rows[buffer_at * X_WORDS + c * PITCH + word] = x_words[i];
+        if (TILE_N * STEP_K / 8 % WG == 0 || c < TILE_N) x_rows[buf * X_WORDS + c * PITCH + word] = x_words[i];
     }
 }
 
@@ -148,31 +148,31 @@ void fetch_fragments(uint slot, uint chunk) {
 // The products of the step at `unit`. Meanwhile the weights of the next step are decoded into the other buffer, and those of the step after it
 // are loaded, as are fragments. Weights are decoded after the matrices were loaded and before they are multiplied: the compiler can then
 // interleave decoding with multiplications, but could not move a store to shared memory ahead of a load.
-void multiply(uint buffer_at, uint unit) {
+void multiply(uint buf, uint unit) {
     [[unroll]] for (uint chunk = 0; chunk < CHUNKS; chunk++) {
         MATRIX_A a[MS];
         [[unroll]] for (uint i = 0; i < MS; i++) {
             if (TRANSPOSED != 0)
-                coopMatLoad(a[i], w_rows, buffer_at * W_WORDS + chunk * FK * W_PITCH + (part_m + i * FM) / 8, W_PITCH,
+                coopMatLoad(a[i], w_rows, buf * W_WORDS + chunk * FK * W_PITCH + (part_m + i * FM) / 8, W_PITCH,
                             gl_CooperativeMatrixLayoutColumnMajor);
             else
-                coopMatLoad(a[i], w_rows, buffer_at * W_WORDS + (part_m + i * FM) * W_PITCH + chunk * FK / 8, W_PITCH,
+                coopMatLoad(a[i], w_rows, buf * W_WORDS + (part_m + i * FM) * W_PITCH + chunk * FK / 8, W_PITCH,
                             gl_CooperativeMatrixLayoutRowMajor);
         }
         MATRIX_B b[NS];
         [[unroll]] for (uint j = 0; j < NS; j++) {
             if (FRAGMENTS != 0) b[j] = from_fragment(fragments[chunk % AHEAD * NS + j]);
-            else coopMatLoad(b[j], x_rows, buffer_at * X_WORDS + (part_n + j * FN) * PITCH + chunk * FK / 8, PITCH,
+            else coopMatLoad(b[j], x_rows, buf * X_WORDS + (part_n + j * FN) * PITCH + chunk * FK / 8, PITCH,
                              gl_CooperativeMatrixLayoutColumnMajor);
         }
         fetch_fragments(chunk % AHEAD, unit * (32u / FK) + chunk + AHEAD);
         [[unroll]] for (uint i = 0; i < W_PIECES; i++)
             if (i * CHUNKS / W_PIECES == chunk) {
-                put_piece(i, buffer_at ^ 1, unit + STEP_UNITS);
+                put_piece(i, buf ^ 1, unit + STEP_UNITS);
                 fetch_piece(i, unit + 2 * STEP_UNITS);
             }
         if (chunk == 0) {
-            put_rows(buffer_at ^ 1);
+            put_rows(buf ^ 1);
             fetch_rows(unit + 2 * STEP_UNITS);
         }
         [[unroll]] for (uint j = 0; j < NS; j++)
@@ -181,7 +181,7 @@ void multiply(uint buffer_at, uint unit) {
 }
 
 // Four neighbouring output rows of a column, from the sums staged at `at`. row: the first one, within the tile.
-vec4 finished(uint at, uint row, uint column) {
+vec4 apply_epilogue(uint at, uint row, uint column) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
     const float factor = COLUMN_FACTORS != 0 ? p.y_scale * bias[column] : p.y_scale;
@@ -223,17 +223,17 @@ void store_columns(uint j, uint first) {
     uvec2 packed[ITEMS];
     [[unroll]] for (uint i = 0; i < ITEMS; i++) {
         const uint item = i * SG + lane, c = item / OUT_QUADS, quad = item % OUT_QUADS;
-        const bool there = first + c < tile_count && (FN * OUT_QUADS % SG == 0 || c < FN);
-        const uint column = there ? column_of(first + c) : 0u;
+        const bool valid = first + c < tile_count && (FN * OUT_QUADS % SG == 0 || c < FN);
+        const uint column = valid ? column_of(first + c) : 0u;
         vec4 v = vec4(0.0);
-        if (there) v = finished(stage + c * STAGE_PITCH + (quad << OUT_SHIFT), part_m + ((4 * quad) << OUT_SHIFT), column);
+        if (valid) v = apply_epilogue(stage + c * STAGE_PITCH + (quad << OUT_SHIFT), part_m + ((4 * quad) << OUT_SHIFT), column);
         if (Y_TYPE == Y_F32 || Y_TYPE == Y_PARTIAL) {
-            if (there) store_four(column, out_row + 4 * quad, v);
+            if (valid) store_four(column, out_row + 4 * quad, v);
         } else {
             // Outputs past the last row pad the last unit with zeros.
             [[unroll]] for (uint e = 0; e < 4; e++) v[e] = out_row + 4 * quad + e < rows ? p.out_scale * v[e] : 0.0;
-            packed[i] = pack_four(noted(v));
-            if (Y_TYPE == Y_PACKED && there && p.y_offset + out_row + 4 * quad < 8u * p.y_stride)
+            packed[i] = pack_four(track_overflow(v));
+            if (Y_TYPE == Y_PACKED && valid && p.y_offset + out_row + 4 * quad < 8u * p.y_stride)
                 y2[(tile_number * TILE_N + first + c) * 2u * p.y_stride + (p.y_offset + out_row) / 4u + quad] = packed[i];
         }
     }
@@ -287,11 +287,11 @@ void main() {
     put_rows(0);
     fetch_rows(first_unit + STEP_UNITS);
     barrier();
-    uint turn = 0;
+    uint buf = 0;
     [[dont_unroll]] for (uint unit = first_unit; unit < end_unit; unit += STEP_UNITS) {
-        multiply(turn, unit);
+        multiply(buf, unit);
         barrier();
-        turn ^= 1;
+        buf ^= 1;
     }
     if (Y_TYPE == Y_F32 && HAS_BIAS == 0 && HAS_RESIDUAL == 0 && GLU == 0 && GROUPED == 0 && TRANSPOSED + COLUMN_FACTORS == 0 &&
         tile_row + TILE_M <= p.m && tile_count == TILE_N) {

@@ -115,7 +115,7 @@ float16_t half_at(uvec4 word, uint i) {
 }
 
 // Unit `u` of a step, of this lane's row number i.
-UnitRaw fetched(uint i, uint u, uint first_row, uint step) {
+UnitRaw fetch_unit(uint i, uint u, uint first_row, uint step) {
     const uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * GROUPS + gl_SubgroupInvocationID / T, p.m - 1u);
     const uint lane = gl_SubgroupInvocationID % T;
     if (K_ALIGNED != 0) return unit_load(Place(row, min(step, steps - 1u) * 8u + lane, 0u, u * T));
@@ -133,15 +133,15 @@ void fetch_x(uint n, uint i, uint block) {
 void multiply(uint first_row, uint step) {
     [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) {
         const uint next_block = u + 1 < LANE_UNITS ? step * LANE_UNITS + u + 1 : (step + K_SUBGROUPS) * LANE_UNITS;
-        const bool there = LANE_UNITS == 1 || K_ALIGNED != 0 || step * LANE_UNITS + u < blocks;
+        const bool valid = LANE_UNITS == 1 || K_ALIGNED != 0 || step * LANE_UNITS + u < blocks;
         [[unroll]] for (uint i = 0; i < MS; i++) {
             uvec4 w[OWN_ROWS * 4];
             [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {
                 uvec4 words[4];
                 const uint own = (i * OWN_ROWS + r) * LANE_UNITS + u;
-                unit_f16(raw[own], there, words);  // past the end of a row x is zero
+                unit_f16(raw[own], valid, words);  // past the end of a row x is zero
                 [[unroll]] for (uint j = 0; j < 4; j++) w[r * 4 + j] = words[j];
-                raw[own] = fetched(i * OWN_ROWS + r, u, first_row, step + K_SUBGROUPS);
+                raw[own] = fetch_unit(i * OWN_ROWS + r, u, first_row, step + K_SUBGROUPS);
             }
             [[unroll]] for (uint j = 0; j < MATRICES; j++) {
                 MATRIX_A a;
@@ -170,7 +170,7 @@ void put_sums(uint stage) {
 }
 
 // Sums of four neighbouring rows of column c, over all slices in order. row: the first one, within the tile.
-vec4 added(uint row, uint c) {
+vec4 sum_slices(uint row, uint c) {
     vec4 v = vec4(0.0);
     [[unroll]] for (uint slice = 0; slice < K_SUBGROUPS; slice++)
         v += stages[(row / SUBGROUP_M * K_SUBGROUPS + slice) * STAGE_WORDS + c * STAGE_PITCH + row % SUBGROUP_M / 4u];
@@ -181,7 +181,7 @@ const uint OUT_SHIFT = GLU != 0 ? 1 : 0;
 const uint OUT_QUADS = TILE_M >> (2 + OUT_SHIFT);
 
 // Residuals of four neighbouring rows of a column, from row `matrix_row` of the weight on.
-vec4 residuals(uint matrix_row, uint column) {
+vec4 load_residuals(uint matrix_row, uint column) {
     vec4 v = vec4(0.0);
     [[unroll]] for (uint e = 0; e < 4; e++)
         if (matrix_row + e < p.m) v[e] = residual[column * p.y_stride + p.y_offset + matrix_row + e + x_zero];
@@ -199,8 +199,8 @@ void find_factors() {
     vec4 parts[each * lane_quads];
     [[unroll]] for (uint i = 0; i < each * lane_quads; i++) {
         const uint c = gl_SubgroupID + i / lane_quads * subgroups, quad = i % lane_quads * SG + gl_SubgroupInvocationID;
-        const bool there = c < tile_count && quad < quads;
-        parts[i] = there ? squares_taken[(tile_column + c) * quads + quad + x_zero] : vec4(0.0);
+        const bool valid = c < tile_count && quad < quads;
+        parts[i] = valid ? squares_taken[(tile_column + c) * quads + quad + x_zero] : vec4(0.0);
     }
     [[unroll]] for (uint j = 0; j < each; j++) {
         vec4 sum = vec4(0.0);
@@ -212,22 +212,22 @@ void find_factors() {
 }
 
 // Four neighbouring output rows of column c of the tile. row: the first one, within the tile; first: whether this thread stores them first.
-vec4 finished(uint row, uint c, uint column, bool first) {
+vec4 apply_epilogue(uint row, uint c, uint column, bool first) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
     [[unroll]] for (uint i = 0; i < quads; i++) {
-        v[i] = (SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * added(row + 4u * i, c);
+        v[i] = (SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * sum_slices(row + 4u * i, c);
         if (HAS_BIAS != 0)
             [[unroll]] for (uint e = 0; e < 4; e++) v[i][e] += bias[p.w_row0 + min(matrix_row + 4u * i + e, p.m - 1u)];
     }
     if (GLU != 0) return vec4(glu(v[0].x, v[0].y), glu(v[0].z, v[0].w), glu(v[1].x, v[1].y), glu(v[1].z, v[1].w));
-    if (HAS_RESIDUAL != 0) v[0] += first ? first_residuals : residuals(matrix_row, column);
+    if (HAS_RESIDUAL != 0) v[0] += first ? first_residuals : load_residuals(matrix_row, column);
     return v[0];
 }
 
 // Stores four neighbouring rows of a column in unit order, as the next product reads them.
 void store_units(uint column, uint row, vec4 v) {
-    const uvec2 packed = pack_four(noted(p.out_scale * v));
+    const uvec2 packed = pack_four(track_overflow(p.out_scale * v));
     const uint stride = MAKES_UNITS != 0 ? UNITS_STRIDE : p.y_stride;
     if (V >= 4) {
         const uint at = unit_place(column, row, stride) / 4u;
@@ -283,7 +283,7 @@ void store_tile() {
     for (uint item = gl_LocalInvocationID.x; item < tile_count * OUT_QUADS; item += WG) {
         const uint c = item / OUT_QUADS, quad = item % OUT_QUADS, row = (tile_row >> OUT_SHIFT) + 4u * quad;
         if (row >= rows) continue;
-        vec4 v = finished(quad << (2 + OUT_SHIFT), c, tile_column + c, item < WG);
+        vec4 v = apply_epilogue(quad << (2 + OUT_SHIFT), c, tile_column + c, item < WG);
         if (KV_ROWS != 0) {
             const uint column = tile_column + c, head_row = p.y_offset + row;
             const bool first = TILE_N * OUT_QUADS <= WG || item < WG;
@@ -318,12 +318,12 @@ void main() {
     blocks = (end_unit + T - 1u) / T;
     steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
     [[unroll]] for (uint i = 0; i < UNITS; i++)
-        [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) raw[i * LANE_UNITS + u] = fetched(i, u, first_row, slice);
+        [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) raw[i * LANE_UNITS + u] = fetch_unit(i, u, first_row, slice);
     x_zero = wait_for_arrivals();  // the first weights are in flight
     [[unroll]] for (uint n = 0; n < NS; n++)
         [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
     if (HAS_RESIDUAL != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS)
-        first_residuals = residuals(tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, tile_column + gl_LocalInvocationID.x / OUT_QUADS);
+        first_residuals = load_residuals(tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, tile_column + gl_LocalInvocationID.x / OUT_QUADS);
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
     [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(first_row, step);
     if (KV_ROWS != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS) {

@@ -46,7 +46,7 @@ void decode(uint r, UnitRaw raw) { unit_decode(raw, weights[r]); }
 
 // Four neighbouring values of a row, zeros past its end. A select, not a branch: with branches around the 32 loads of each column,
 // SwiftShader's compiler, which keeps them all, takes minutes.
-vec4 four_of(uint row, uint quad) {
+vec4 load_quad(uint row, uint quad) {
 #if K_TAIL
     vec4 v;
     [[unroll]] for (uint i = 0; i < 4; i++) v[i] = mix(0.0, x1[row * p.x_stride + min(4u * quad + i, p.k - 1u)], 4u * quad + i < p.k);
@@ -59,15 +59,15 @@ vec4 four_of(uint row, uint quad) {
 #if BY_LANES
 vec4 own;
 
-void activations(uint row, uint unit) { own = four_of(row, unit * 8u + (gl_SubgroupInvocationID & 7u)); }
-vec4 quad_of(uint i) { return subgroupShuffle(own, i); }
+void load_activations(uint row, uint unit) { own = load_quad(row, unit * 8u + (gl_SubgroupInvocationID & 7u)); }
+vec4 read_quad(uint i) { return subgroupShuffle(own, i); }
 #else
 vec4 all_quads[8];
 
-void activations(uint row, uint unit) {
-    [[unroll]] for (uint i = 0; i < 8; i++) all_quads[i] = four_of(row, unit * 8u + i);
+void load_activations(uint row, uint unit) {
+    [[unroll]] for (uint i = 0; i < 8; i++) all_quads[i] = load_quad(row, unit * 8u + i);
 }
-vec4 quad_of(uint i) { return all_quads[i]; }
+vec4 read_quad(uint i) { return all_quads[i]; }
 #endif
 
 void multiply(inout float sums[ROWS]) {
@@ -75,7 +75,7 @@ void multiply(inout float sums[ROWS]) {
     vec2 chains[ROWS];
     [[unroll]] for (uint r = 0; r < ROWS; r++) chains[r] = vec2(0.0);
     [[unroll]] for (uint i = 0; i < 8; i++) {
-        const vec4 x = quad_of(i);
+        const vec4 x = read_quad(i);
         [[unroll]] for (uint r = 0; r < ROWS; r++) chains[r] = fma(weights[r][i].zw, x.zw, fma(weights[r][i].xy, x.xy, chains[r]));
     }
     [[unroll]] for (uint r = 0; r < ROWS; r++) sums[r] += chains[r].x + chains[r].y;

@@ -72,7 +72,7 @@ uint x_bytes[8];
 float x_step;
 ivec2 x_sums;
 
-void activations(uint row, uint unit) {
+void load_activations(uint row, uint unit) {
 #if BY_LANES
     // Each of eight lanes loads one word; the first two also load the scale and the sums.
     const uint lane = gl_SubgroupInvocationID & 7u, first = 4u * row * p.x_stride;

@@ -7,14 +7,14 @@
 // Defines: OVERFLOW_BINDING
 layout(std430, set = 0, binding = OVERFLOW_BINDING) buffer Overflow { uint overflow; };
 
-uint largest_size = 0u;
+uint largest_magnitude = 0u;
 
-vec4 noted(vec4 v) {
-    const uvec4 size = floatBitsToUint(v) & 0x7fffffffu;
-    largest_size = max(largest_size, max(max(size.x, size.y), max(size.z, size.w)));
+vec4 track_overflow(vec4 v) {
+    const uvec4 magnitude = floatBitsToUint(v) & 0x7fffffffu;
+    largest_magnitude = max(largest_magnitude, max(max(magnitude.x, magnitude.y), max(magnitude.z, magnitude.w)));
     return v;
 }
 
 void report_overflow() {
-    if (largest_size > 0x477fe000u) atomicMax(overflow, largest_size);
+    if (largest_magnitude > 0x477fe000u) atomicMax(overflow, largest_magnitude);
 }

@@ -66,59 +66,59 @@ uint row_of(uint column) {
 }
 
 // Values 4 * quad .. 4 * quad + 3 of a row; zeros if there is no row.
-vec4 four_of(uint row, uint quad) {
-    const bool there = row != NONE && 4u * quad < p.k;
+vec4 load_quad(uint row, uint quad) {
+    const bool valid = row != NONE && 4u * quad < p.k;
     vec4 v;
-    if ((p.k & 3u) == 0u) v = x4[there ? row * (p.k >> 2) + quad : 0u];
+    if ((p.k & 3u) == 0u) v = x4[valid ? row * (p.k >> 2) + quad : 0u];
     else
-        [[unroll]] for (uint i = 0; i < 4; i++) v[i] = there && 4u * quad + i < p.k ? x[row * p.k + 4u * quad + i] : 0.0;
-    return there ? v : vec4(0.0);
+        [[unroll]] for (uint i = 0; i < 4; i++) v[i] = valid && 4u * quad + i < p.k ? x[row * p.k + 4u * quad + i] : 0.0;
+    return valid ? v : vec4(0.0);
 }
 
-#define AHEAD 8  // loads that a thread keeps in flight
+#define LOADS_IN_FLIGHT 8  // loads that a thread keeps in flight
 
 // The power of two that brings the largest magnitude of a row to between 2^13 and 2^14: well below the overflow of f16, and as far as possible
 // from its subnormals. Rows of (almost) zeros get 2^126.
-float row_power(uint row) {
-    uint size = 0u;
-    for (uint first = 0; 4u * first < p.k; first += AHEAD * SG) {
-        vec4 v[AHEAD];
-        [[unroll]] for (uint i = 0; i < AHEAD; i++) v[i] = four_of(row, first + i * SG + gl_SubgroupInvocationID);
-        [[unroll]] for (uint i = 0; i < AHEAD; i++) {
+float row_power_of_two(uint row) {
+    uint magnitude = 0u;
+    for (uint first = 0; 4u * first < p.k; first += LOADS_IN_FLIGHT * SG) {
+        vec4 v[LOADS_IN_FLIGHT];
+        [[unroll]] for (uint i = 0; i < LOADS_IN_FLIGHT; i++) v[i] = load_quad(row, first + i * SG + gl_SubgroupInvocationID);
+        [[unroll]] for (uint i = 0; i < LOADS_IN_FLIGHT; i++) {
             const uvec4 bits = floatBitsToUint(v[i]) & 0x7fffffffu;
-            size = max(size, max(max(bits.x, bits.y), max(bits.z, bits.w)));
+            magnitude = max(magnitude, max(max(bits.x, bits.y), max(bits.z, bits.w)));
         }
     }
-    const uint exponent = max(subgroupMax(size) >> 23, 14u);
+    const uint exponent = max(subgroupMax(magnitude) >> 23, 14u);
     if (row != NONE && gl_WorkGroupID.z == 0u && gl_SubgroupInvocationID == 0u) row_factors[row] = uintBitsToFloat((exponent - 13u) << 23);
     return uintBitsToFloat((267u - exponent) << 23);
 }
 
-float row_factor(uint row) {
+float find_factor(uint row) {
     if (NORM == 0) return p.scale;
-    if (NORM == 3) return row_power(row);
+    if (NORM == 3) return row_power_of_two(row);
     if (FACTORS == 2) return row == NONE ? 0.0 : p.scale * row_factors[row];
     vec4 squares = vec4(0.0);
-    for (uint first = 0; 4u * first < p.k; first += AHEAD * SG) {
-        vec4 v[AHEAD];
-        [[unroll]] for (uint i = 0; i < AHEAD; i++) v[i] = four_of(row, first + i * SG + gl_SubgroupInvocationID);
-        [[unroll]] for (uint i = 0; i < AHEAD; i++) squares += v[i] * v[i];
+    for (uint first = 0; 4u * first < p.k; first += LOADS_IN_FLIGHT * SG) {
+        vec4 v[LOADS_IN_FLIGHT];
+        [[unroll]] for (uint i = 0; i < LOADS_IN_FLIGHT; i++) v[i] = load_quad(row, first + i * SG + gl_SubgroupInvocationID);
+        [[unroll]] for (uint i = 0; i < LOADS_IN_FLIGHT; i++) squares += v[i] * v[i];
     }
     const float factor = inversesqrt(subgroupAdd(dot(squares, vec4(1.0))) / float(p.k) + p.eps);
     if (FACTORS == 1 && row != NONE && gl_WorkGroupID.z == 0u && gl_SubgroupInvocationID == 0u) row_factors[row] = factor;
     return p.scale * factor;
 }
 
-uvec2 packed(uint row, uint quad, float factor) {
-    vec4 v = factor * four_of(row, quad);
+uvec2 pack_quad(uint row, uint quad, float factor) {
+    vec4 v = factor * load_quad(row, quad);
     if (NORM == 2)
         [[unroll]] for (uint i = 0; i < 4; i++) v[i] *= norm_weight[min(4u * quad + i, p.k - 1u)];
-    return pack_four(noted(v));
+    return pack_four(track_overflow(v));
 }
 
 #if FRAGMENTS
-#define PIECE 64  // values along K that a subgroup stages in shared memory
-const uint PITCH = PIECE / 8 + 1;
+#define STAGE_K 64  // values along K that a subgroup stages in shared memory
+const uint PITCH = STAGE_K / 8 + 1;
 const uint SUBGROUPS = WG / SG;
 shared float factors[FN];
 shared uvec4 rows[SUBGROUPS * FN * PITCH];
@@ -128,20 +128,20 @@ void main() {
     const uint stage = gl_SubgroupID * FN * PITCH, end = p.y_stride / SG * FK;
     if (row_of(group * FN) == NONE) return;
     for (uint c = gl_SubgroupID; c < FN; c += SUBGROUPS) {
-        const float factor = row_factor(row_of(group * FN + c));
+        const float factor = find_factor(row_of(group * FN + c));
         if (lane == 0u) factors[c] = factor;
     }
     barrier();
-    for (uint turn = gl_WorkGroupID.z * SUBGROUPS * PIECE; turn < end; turn += gl_NumWorkGroups.z * SUBGROUPS * PIECE) {
-        const uint first = turn + gl_SubgroupID * PIECE;
-        [[unroll]] for (uint i = 0; i < FN * PIECE / 4; i += SG) {
-            const uint c = (i + lane) / (PIECE / 4), quad = (i + lane) % (PIECE / 4);
-            const uvec2 four = packed(row_of(group * FN + c), first / 4u + quad, factors[c]);
+    for (uint base = gl_WorkGroupID.z * SUBGROUPS * STAGE_K; base < end; base += gl_NumWorkGroups.z * SUBGROUPS * STAGE_K) {
+        const uint first = base + gl_SubgroupID * STAGE_K;
+        [[unroll]] for (uint i = 0; i < FN * STAGE_K / 4; i += SG) {
+            const uint c = (i + lane) / (STAGE_K / 4), quad = (i + lane) % (STAGE_K / 4);
+            const uvec2 four = pack_quad(row_of(group * FN + c), first / 4u + quad, factors[c]);
             rows[stage + c * PITCH + quad / 2u][2u * (quad & 1u)] = four.x;
             rows[stage + c * PITCH + quad / 2u][2u * (quad & 1u) + 1u] = four.y;
         }
         subgroup_sync();
-        [[unroll]] for (uint k = 0; k < PIECE; k += FK) {
+        [[unroll]] for (uint k = 0; k < STAGE_K; k += FK) {
             if (first + k < end) {
                 MATRIX_B b;
                 coopMatLoad(b, rows, stage + k / 8, PITCH, gl_CooperativeMatrixLayoutColumnMajor);
@@ -157,9 +157,9 @@ void main() {
     const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     const uint column = group * (WG / SG) + gl_SubgroupID, row = row_of(column);
     if (row == NONE) return;
-    const float factor = row_factor(row);
+    const float factor = find_factor(row);
     for (uint quad = gl_SubgroupInvocationID; quad < 2u * p.y_stride; quad += SG)
-        y2[column * 2u * p.y_stride + quad] = packed(row, quad, factor);
+        y2[column * 2u * p.y_stride + quad] = pack_quad(row, quad, factor);
     report_overflow();
 }
 #endif

@@ -56,10 +56,10 @@ layout(std430, set = 0, binding = 2) readonly buffer NormWeight { float norm_wei
 shared float squares[WG / SG];
 
 // Quads that a thread keeps in registers; those of longer rows are read a second time.
-const uint KEPT = 4;
-vec4 kept[KEPT], kept_weight[KEPT];
+const uint CACHED_QUADS = 4;
+vec4 cached[CACHED_QUADS], cached_weight[CACHED_QUADS];
 
-vec4 four_of(uint row, uint quad) {
+vec4 load_quad(uint row, uint quad) {
     if (4u * quad >= p.k) return vec4(0.0);
     if (SPINS_ON_X != 0) {  // rows are then whole quads
         vec4 v;
@@ -73,28 +73,28 @@ vec4 four_of(uint row, uint quad) {
 }
 
 // Loads the first quads of this workgroup's part of a row, all of them before the first is used.
-void keep(uint row, uint first, uint step) {
+void load_cached(uint row, uint first, uint step) {
     if (SPINS_ON_X != 0) {
         const uint last = row * (p.k >> 2) + (p.k >> 2) - 1u;
-        bool there = true;
-        SPIN_UNTIL(there = true;
-                   [[unroll]] for (uint j = 0; j < KEPT; j++) {
-                       kept[j] = spun_x4[min(row * (p.k >> 2) + first + j * step, last)];
-                       there = there && arrived(kept[j]);
-                   }, there);
-        [[unroll]] for (uint j = 0; j < KEPT; j++)
-            if (4u * (first + j * step) >= p.k) kept[j] = vec4(0.0);
+        bool valid = true;
+        SPIN_UNTIL(valid = true;
+                   [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++) {
+                       cached[j] = spun_x4[min(row * (p.k >> 2) + first + j * step, last)];
+                       valid = valid && arrived(cached[j]);
+                   }, valid);
+        [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++)
+            if (4u * (first + j * step) >= p.k) cached[j] = vec4(0.0);
         return;
     }
-    [[unroll]] for (uint j = 0; j < KEPT; j++) kept[j] = four_of(row, first + j * step);
+    [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++) cached[j] = load_quad(row, first + j * step);
 }
 
-float row_factor(uint row) {
+float find_factor(uint row) {
     if (NORM == 0) return 1.0;
     float square = 0.0;
-    [[unroll]] for (uint j = 0; j < KEPT; j++) square += dot(kept[j], kept[j]);
-    for (uint quad = gl_LocalInvocationID.x + KEPT * WG; 4u * quad < p.k; quad += WG) {
-        const vec4 v = four_of(row, quad);
+    [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++) square += dot(cached[j], cached[j]);
+    for (uint quad = gl_LocalInvocationID.x + CACHED_QUADS * WG; 4u * quad < p.k; quad += WG) {
+        const vec4 v = load_quad(row, quad);
         square += dot(v, v);
     }
     square = subgroupAdd(square);
@@ -105,7 +105,7 @@ float row_factor(uint row) {
     return inversesqrt(sum / float(p.k) + p.eps);
 }
 
-vec4 weight_of(uint quad) {
+vec4 load_weight(uint quad) {
     vec4 v = vec4(1.0);
     if (NORM == 2)
         [[unroll]] for (uint i = 0; i < 4; i++) v[i] = norm_weight[min(4u * quad + i, p.k - 1u)];
@@ -113,7 +113,7 @@ vec4 weight_of(uint quad) {
 }
 
 void pack(uint column, uint quad, vec4 v) {
-    const uvec2 packed = pack_four(noted(v));
+    const uvec2 packed = pack_four(track_overflow(v));
     if (V >= 4) {
         y2[unit_place(column, 4u * quad, p.y_stride) / 4u] = packed;
     } else
@@ -124,12 +124,12 @@ void pack(uint column, uint quad, vec4 v) {
 void main() {
     const uint column = gl_WorkGroupID.x, first = gl_WorkGroupID.y * WG + gl_LocalInvocationID.x, step = gl_NumWorkGroups.y * WG;
     const uint quads = p.blocks * T * 8u;
-    [[unroll]] for (uint j = 0; j < KEPT; j++) kept_weight[j] = weight_of(first + j * step);
-    keep(column, first, step);
-    const float factor = p.scale * row_factor(column);
-    [[unroll]] for (uint j = 0; j < KEPT; j++)
-        if (first + j * step < quads) pack(column, first + j * step, factor * kept[j] * kept_weight[j]);
-    for (uint quad = first + KEPT * step; quad < quads; quad += step) pack(column, quad, factor * four_of(column, quad) * weight_of(quad));
+    [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++) cached_weight[j] = load_weight(first + j * step);
+    load_cached(column, first, step);
+    const float factor = p.scale * find_factor(column);
+    [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++)
+        if (first + j * step < quads) pack(column, first + j * step, factor * cached[j] * cached_weight[j]);
+    for (uint quad = first + CACHED_QUADS * step; quad < quads; quad += step) pack(column, quad, factor * load_quad(column, quad) * load_weight(quad));
     report_overflow();
     arrive();
 }

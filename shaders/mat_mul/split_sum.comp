@@ -29,7 +29,7 @@ layout(std430, set = 0, binding = 1) writeonly buffer YQuads { vec4 y4[]; };
 layout(std430, set = 0, binding = 3) readonly buffer ResidualQuads { vec4 residual4[]; };
 #include "mat_mul/glu.glsl"
 
-float total(uint column, uint row) {
+float sum_parts(uint column, uint row) {
     float sum = HAS_BIAS != 0 ? bias[p.w_row0 + row] : 0.0;
     [[unroll]] for (uint i = 0; i < PARTS; i++) sum += parts[(i * p.n + column) * p.m + row];
     return sum;
@@ -48,7 +48,7 @@ void main() {
     const uint row = gl_GlobalInvocationID.x, column = gl_WorkGroupID.y;
     if (row >= (GLU != 0 ? p.m / 2u : p.m)) return;
     const uint at = column * p.y_stride + p.y_offset + row;
-    float v = GLU != 0 ? glu(total(column, 2u * row), total(column, 2u * row + 1u)) : total(column, row);
+    float v = GLU != 0 ? glu(sum_parts(column, 2u * row), sum_parts(column, 2u * row + 1u)) : sum_parts(column, row);
     if (HAS_RESIDUAL != 0) v += residual[at];
     y[at] = v;
 }

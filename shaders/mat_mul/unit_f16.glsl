@@ -19,16 +19,16 @@ f16vec2 high_nibbles(uint word) {  // their top bits were flipped at load; the x
     return fma(unpackFloat2x16((word & 0x00f000f0u) ^ (two_1024() ^ 0x00800080u)), f16vec2(0.0625), f16vec2(-64.0));
 }
 
-// there: false gives zeros.
-void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
+// valid: false gives zeros.
+void unit_f16(UnitRaw unit, bool valid, out uvec4 words[4]) {
 #ifdef UNIT_SCALE_F16
     f16vec2 both = unit_scale_f16(unit, two_1024());
-    if (!there) both = f16vec2(0.0);
+    if (!valid) both = f16vec2(0.0);
     const f16vec2 s = both.xx, b = -both.yy;
 #else
     vec2 scale, bias;
     unit_scale(unit, scale, bias);
-    if (!there) scale = bias = vec2(0.0);
+    if (!valid) scale = bias = vec2(0.0);
     const f16vec2 s = f16vec2(scale), b = -f16vec2(bias);
 #endif
     [[unroll]] for (uint i = 0; i < 4; i++) {
@@ -41,7 +41,7 @@ void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
 }
 #elif UNIT_INTS
 // Bytes 0 and 2 of a word as f16.
-f16vec2 bytes_of(uint word) {
+f16vec2 bytes_to_f16(uint word) {
 #if UNIT_SIGNED  // flipping the top bit of a signed byte adds 128
     return unpackFloat2x16((word & 0x00ff00ffu) ^ (two_1024() ^ 0x00800080u)) - f16vec2(1152.0);
 #else
@@ -49,20 +49,20 @@ f16vec2 bytes_of(uint word) {
 #endif
 }
 
-uint scaled(uint word, f16vec2 scale, f16vec2 bias) {
+uint scale_bytes(uint word, f16vec2 scale, f16vec2 bias) {
 #if UNIT_BIAS
-    return packFloat2x16(fma(bytes_of(word), scale, -bias));
+    return packFloat2x16(fma(bytes_to_f16(word), scale, -bias));
 #else
-    return packFloat2x16(bytes_of(word) * scale);
+    return packFloat2x16(bytes_to_f16(word) * scale);
 #endif
 }
 
-// there: false gives zeros.
-void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
+// valid: false gives zeros.
+void unit_f16(UnitRaw unit, bool valid, out uvec4 words[4]) {
     uint q[8];
     vec2 scale, bias;
     unit_ints(unit, q, scale, bias);
-    if (!there) scale = bias = vec2(0.0);
+    if (!valid) scale = bias = vec2(0.0);
     const f16vec2 scales = f16vec2(scale), biases = f16vec2(bias);
     [[unroll]] for (uint i = 0; i < 4; i++) {
 #if UNIT_HALVES
@@ -71,14 +71,14 @@ void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
         const f16vec2 s = scales.xx, b = biases.xx;
 #endif
         const uint low = q[2 * i], high = q[2 * i + 1];
-        words[i] = uvec4(scaled(low, s, b), scaled(low >> 8, s, b), scaled(high, s, b), scaled(high >> 8, s, b));
+        words[i] = uvec4(scale_bytes(low, s, b), scale_bytes(low >> 8, s, b), scale_bytes(high, s, b), scale_bytes(high >> 8, s, b));
     }
 }
 #else
-void unit_f16(UnitRaw unit, bool there, out uvec4 words[4]) {
+void unit_f16(UnitRaw unit, bool valid, out uvec4 words[4]) {
     vec4 w[8];
     unit_decode(unit, w);
-    if (!there)
+    if (!valid)
         [[unroll]] for (uint i = 0; i < 8; i++) w[i] = vec4(0.0);
     [[unroll]] for (uint i = 0; i < 4; i++) words[i] = uvec4(pack_four(w[2 * i]), pack_four(w[2 * i + 1]));
 }

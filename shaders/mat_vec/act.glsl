@@ -33,7 +33,7 @@ shared vec4 act_x[8][WALK_UNITS];
 #if PROLOGUE == PROLOGUE_NORM
 #if PATH_INT
 // Eight neighbouring threads quantize one unit: thread i holds its values 4 (i & 7) .. 4 (i & 7) + 3.
-void keep(uint i, vec4 v) {
+void store_act(uint i, vec4 v) {
     const Q8_1Quad packed = q8_1_pack(i, v);
     if (i >= K_UNITS * 8) return;
     const uint unit = i >> 3;
@@ -42,7 +42,7 @@ void keep(uint i, vec4 v) {
     if ((i & 7u) == 0u) act_ds[unit] = uvec2(packed.d, packed.halves);
 }
 #else
-void keep(uint i, vec4 v) {
+void store_act(uint i, vec4 v) {
     if (i < K_UNITS * 8) act_x[i & 7u][i >> 3] = v;
 }
 #endif
@@ -51,21 +51,21 @@ void keep(uint i, vec4 v) {
 // adds a bias that this factor must not touch, so it is applied before x is stored, and norm_factor is 1.
 float norm_factor;
 
-// A thread holds VALUES4 vec4 of x in registers until they are quantized.
-vec4 x_values[VALUES4];
-vec4 norm_values[VALUES4];
+// A thread holds THREAD_QUADS vec4 of x in registers until they are quantized.
+vec4 x_values[THREAD_QUADS];
+vec4 norm_values[THREAD_QUADS];
 #ifdef BIND_NORM_BIAS
-vec4 norm_bias_values[VALUES4];
+vec4 norm_bias_values[THREAD_QUADS];
 #endif
 #ifdef BIND_POST_NORM
-vec4 post_values[VALUES4];
-vec4 post_residual_values[VALUES4];
+vec4 post_values[THREAD_QUADS];
+vec4 post_residual_values[THREAD_QUADS];
 #endif
 #define VALUE_AT(tid, j) min(tid + uint(j * WG), K_UNITS * 8 - 1u)
 #define WITHIN_X(tid, j) (K_UNITS * 8 % WG == 0 || tid + uint(j * WG) < K_UNITS * 8)
 
 void fetch_norm(uint tid) {
-    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) {
         norm_values[j] = norm4[VALUE_AT(tid, j)];
 #ifdef BIND_NORM_BIAS
         norm_bias_values[j] = norm_bias4[VALUE_AT(tid, j)];
@@ -77,7 +77,7 @@ void fetch_norm(uint tid) {
 }
 
 void read_x(uint tid) {
-    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) {
         x_values[j] = xf4[VALUE_AT(tid, j)];
 #ifdef BIND_POST_NORM
         post_residual_values[j] = post_residual4[VALUE_AT(tid, j)];
@@ -87,14 +87,14 @@ void read_x(uint tid) {
 
 #if SPINS
 bool x_arrived() {
-    bool there = true;
-    [[unroll]] for (int j = 0; j < VALUES4; j++) {
-        there = there && arrived(x_values[j]);
+    bool valid = true;
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) {
+        valid = valid && arrived(x_values[j]);
 #if defined(BIND_POST_NORM) && SPINS_ALSO
-        there = there && arrived(post_residual_values[j]);
+        valid = valid && arrived(post_residual_values[j]);
 #endif
     }
-    return there;
+    return valid;
 }
 #endif
 
@@ -104,7 +104,7 @@ void fetch_x(uint tid, uint first_row) {
 #else
     read_x(tid);
 #endif
-    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) {
         if (!WITHIN_X(tid, j)) x_values[j] = vec4(0.0);
     }
 }
@@ -113,9 +113,9 @@ void fetch_x(uint tid, uint first_row) {
 // x = post_residual + rms_norm(x) * post_norm. Values past its end stay 0.
 void post_norm(uint tid) {
     float square = 0.0;
-    [[unroll]] for (int j = 0; j < VALUES4; j++) square += dot(x_values[j], x_values[j]);
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) square += dot(x_values[j], x_values[j]);
     const float factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
-    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) {
         if (!WITHIN_X(tid, j)) continue;
         x_values[j] = post_residual_values[j] + factor * x_values[j] * post_values[j];
 #ifdef BIND_SUM
@@ -128,16 +128,16 @@ void post_norm(uint tid) {
 #ifdef BIND_NORM_BIAS
 void prologue(uint tid) {
     float sum = 0.0, square = 0.0;
-    [[unroll]] for (int j = 0; j < VALUES4; j++) sum += dot(x_values[j], vec4(1.0));
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) sum += dot(x_values[j], vec4(1.0));
     const float mean = wg_sum(sum) / float(K_UNITS * 32);
-    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) {
         x_values[j] -= mean;
         if (WITHIN_X(tid, j)) square += dot(x_values[j], x_values[j]);
     }
     const float factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
-    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) {
         x_values[j] = factor * x_values[j] * norm_values[j] + norm_bias_values[j];
-        keep(tid + uint(j * WG), x_values[j]);
+        store_act(tid + uint(j * WG), x_values[j]);
     }
     norm_factor = 1.0;
     barrier();
@@ -148,11 +148,11 @@ void prologue(uint tid) {
     post_norm(tid);
 #endif
     float square = 0.0;
-    [[unroll]] for (int j = 0; j < VALUES4; j++) {
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) {
         square += dot(x_values[j], x_values[j]);
         x_values[j] *= norm_values[j];
     }
-    [[unroll]] for (int j = 0; j < VALUES4; j++) keep(tid + uint(j * WG), x_values[j]);
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) store_act(tid + uint(j * WG), x_values[j]);
     norm_factor = inversesqrt(wg_sum(square) / float(K_UNITS * 32) + p.eps);
 #if REDUCE_ONE_SUBGROUP
     barrier();  // with more subgroups, wg_sum contains this barrier
@@ -208,7 +208,7 @@ ActRaw act_fetch(uint row, uint unit, uint unit_offset) {
 #endif
 
 #if PATH_INT
-Act act_of(ActRaw r) {
+Act unpack_act(ActRaw r) {
     Act a;
     [[unroll]] for (int i = 0; i < 4; i++) {
         a.q[i] = r.lo[i];
@@ -223,7 +223,7 @@ Act act_of(ActRaw r) {
 
 Act act_load(uint row, uint unit, uint unit_offset) {
 #if PATH_INT
-    return act_of(act_fetch(row, unit, unit_offset));
+    return unpack_act(act_fetch(row, unit, unit_offset));
 #else
     Act a;
   #if PROLOGUE != PROLOGUE_NONE

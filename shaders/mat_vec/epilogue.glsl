@@ -62,9 +62,9 @@ uint output_row() {
 #endif
 
 // The finished value of output_row() for token c. Every lane must call, since it shuffles.
-float finished(uint tid, uint turn, uint c) {
+float apply_epilogue(uint tid, uint buf, uint c) {
 #if GLU && PARTIALS > 1
-    float gate = row_total(tid, turn, min(2u * lane, ROWS - 2u), c), up = row_total(tid, turn, min(2u * lane, ROWS - 2u) + 1u, c);
+    float gate = row_total(tid, buf, min(2u * lane, ROWS - 2u), c), up = row_total(tid, buf, min(2u * lane, ROWS - 2u) + 1u, c);
 #elif GLU
     float gate = total[c], up = subgroupShuffleXor(total[c], 1);
 #endif
@@ -84,11 +84,11 @@ float finished(uint tid, uint turn, uint c) {
 #elif GLU
     return gate / (1.0 + exp(-gate)) * up;
 #elif GELU && PARTIALS > 1
-    return gelu(NORMED(row_total(tid, turn, min(lane, ROWS - 1u), c)) + addend[c]);
+    return gelu(NORMED(row_total(tid, buf, min(lane, ROWS - 1u), c)) + addend[c]);
 #elif GELU
     return gelu(NORMED(total[c]) + addend[c]);
 #elif PARTIALS > 1
-    return NORMED(row_total(tid, turn, min(lane, ROWS - 1u), c)) + addend[c];
+    return NORMED(row_total(tid, buf, min(lane, ROWS - 1u), c)) + addend[c];
 #else
     return NORMED(total[c]) + addend[c];
 #endif
@@ -96,10 +96,10 @@ float finished(uint tid, uint turn, uint c) {
 
 #if Y_TYPE == Y_F32
 
-void epilogue(uint tid, uint turn, uint tile) {
+void epilogue(uint tid, uint buf, uint tile) {
     const uint i = output_row();
     [[unroll]] for (uint c = 0; c < COLS; c++) {
-        const float v = finished(tid, turn, c);
+        const float v = apply_epilogue(tid, buf, c);
         if (i < ROWS && first_row + (i << GLU) < p.m && (EXPERTS != EXPERTS_NONE || y_row + c < p.n))
             y1[(y_row + c) * p.y_stride + Y_OFFSET + (first_row >> GLU) + i] = not_sentinel(v);
     }
@@ -109,19 +109,19 @@ void epilogue(uint tid, uint turn, uint tile) {
 
 shared vec4 staged[1 + TILES][COLS][TILE_OUT / 4];
 
-void epilogue(uint tid, uint turn, uint tile) {
+void epilogue(uint tid, uint buf, uint tile) {
     const uint i = output_row();
     [[unroll]] for (uint c = 0; c < COLS; c++) {
-        const float v = finished(tid, turn, c);
+        const float v = apply_epilogue(tid, buf, c);
         const uint at = (tid / LANES) * (ROWS >> GLU) + i;
-        if (i < ROWS) staged[turn][c][at >> 2][at & 3] = first_row + (i << GLU) < p.m ? v : 0.0;
+        if (i < ROWS) staged[buf][c][at >> 2][at & 3] = first_row + (i << GLU) < p.m ? v : 0.0;
     }
     barrier();
     for (uint first = 0; first < TILE_OUT / 4; first += WG)
         [[unroll]] for (uint c = 0; c < COLS; c++) {
             const uint t = first + tid;
             const uint quad = (Y_OFFSET + tile * TILE_OUT) / 4 + t;
-            const Q8_1Quad packed = q8_1_pack(quad, staged[turn][c][min(t, TILE_OUT / 4 - 1)]);
+            const Q8_1Quad packed = q8_1_pack(quad, staged[buf][c][min(t, TILE_OUT / 4 - 1)]);
             if (t < TILE_OUT / 4 && tile * TILE_OUT + t * 4 < (p.m >> GLU) && (EXPERTS != EXPERTS_NONE || y_row + c < p.n))
                 q8_1_store(y_row + c, p.y_units, quad, packed);
         }

@@ -103,9 +103,10 @@ uint x_unit0;     // first unit of this head's part of x
 #define SLOTS (WG / LANES)
 #define PARTIALS (LANES / SUBGROUP)
 #define CHUNKS ((WALK_UNITS + CHUNK - 1) / CHUNK)
-// OWN_X: a lane keeps its units of x in registers, for all tiles if a row is one chunk. NEXT_X: it also prefetches those of the next chunk.
-#define NEXT_X (PREFETCH == PREFETCH_WEIGHTS_X)
-#define OWN_X (NEXT_X || (CHUNKS == 1 && COLS == 1 && EXPERTS != EXPERTS_SUMMED && PATH_INT))
+// X_IN_REGISTERS: a lane keeps its units of x in registers, for all tiles if a row is one chunk. PREFETCH_X: it also prefetches those of the
+// next chunk.
+#define PREFETCH_X (PREFETCH == PREFETCH_WEIGHTS_X)
+#define X_IN_REGISTERS (PREFETCH_X || (CHUNKS == 1 && COLS == 1 && EXPERTS != EXPERTS_SUMMED && PATH_INT))
 #define TILE_ROWS (SLOTS * ROWS)
 #define TILE_OUT (TILE_ROWS >> GLU)
 
@@ -127,8 +128,8 @@ uint token_row(uint x_row, uint c) {
 #if SCALE_SUMS
 // The 32 integers of a unit: weight = scale[half] * number - bias[half]. bitfieldExtract rather than `& 0xff` for byte 0: the compiler would
 // merge that mask with the decoder's own, and AMD has a one-instruction conversion only for whole bytes (v_cvt_f32_ubyte).
-#ifndef UNIT_NUMBERS  // otherwise the decoder brings its own
-void unit_numbers(UnitRaw raw, out vec4 w[8], out vec2 scale, out vec2 bias) {
+#ifndef UNIT_QUANTS  // otherwise the decoder brings its own
+void unit_quants(UnitRaw raw, out vec4 w[8], out vec2 scale, out vec2 bias) {
     uint q[8];
     unit_ints(raw, q, scale, bias);
     [[unroll]] for (int i = 0; i < 8; i++) {
@@ -147,7 +148,7 @@ vec2 sums_of(Act a) {
     return vec2((low.x + low.y) + (low.z + low.w), (high.x + high.y) + (high.z + high.w));
 }
 
-float dot_numbers(vec4 w[8], vec2 scale, vec2 bias, Act a, vec2 x_sums) {
+float dot_quants(vec4 w[8], vec2 scale, vec2 bias, Act a, vec2 x_sums) {
     // Two chains of fma per half, so that fewer of them depend on each other.
     vec2 low = vec2(0.0), high = vec2(0.0);
     [[unroll]] for (int i = 0; i < 4; i++) {
@@ -161,7 +162,7 @@ float dot_numbers(vec4 w[8], vec2 scale, vec2 bias, Act a, vec2 x_sums) {
   #endif
   #if UNIT_HALVES && UNIT_BIAS
     return products - dot(bias, x_sums);
-  #elif UNIT_BIAS && !defined(UNIT_NUMBERS)
+  #elif UNIT_BIAS && !defined(UNIT_QUANTS)
     return products - bias.x * (x_sums.x + x_sums.y);
   #else
     return products;
@@ -182,7 +183,7 @@ float dot_weights(vec4 w[8], Act a) {
 void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint unit_offset, float weight) {
 #if PATH_INT
     Unit u[ROWS];
-    [[unroll]] for (uint r = 0; r < ROWS; r++) u[r] = decoded(raw[r]);
+    [[unroll]] for (uint r = 0; r < ROWS; r++) u[r] = decode_unit(raw[r]);
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         const Act a = act_load(token_row(x_row, c), unit, unit_offset);
         [[unroll]] for (uint r = 0; r < ROWS; r++) acc[r][c] += weight * dot_unit(raw[r], u[r], a);
@@ -198,8 +199,8 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint unit_offset, floa
         vec4 w[8];
     #if SCALE_SUMS
         vec2 scale, bias;
-        unit_numbers(raw[r], w, scale, bias);
-        acc[r][0] += weight * dot_numbers(w, scale, bias, a, x_sums);
+        unit_quants(raw[r], w, scale, bias);
+        acc[r][0] += weight * dot_quants(w, scale, bias, a, x_sums);
     #else
         unit_decode(raw[r], w);
         acc[r][0] += weight * dot_weights(w, a);
@@ -210,7 +211,7 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint unit_offset, floa
     vec4 w[ROWS][8];
     #if SCALE_SUMS
     vec2 scale[ROWS], bias[ROWS];
-    [[unroll]] for (int r = 0; r < ROWS; r++) unit_numbers(raw[r], w[r], scale[r], bias[r]);
+    [[unroll]] for (int r = 0; r < ROWS; r++) unit_quants(raw[r], w[r], scale[r], bias[r]);
     #else
     [[unroll]] for (int r = 0; r < ROWS; r++) unit_decode(raw[r], w[r]);
     #endif
@@ -218,7 +219,7 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint unit_offset, floa
         const Act a = act_load(token_row(x_row, c), unit, unit_offset);
     #if SCALE_SUMS
         const vec2 x_sums = sums_of(a);
-        [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][c] += weight * dot_numbers(w[r], scale[r], bias[r], a, x_sums);
+        [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][c] += weight * dot_quants(w[r], scale[r], bias[r], a, x_sums);
     #else
         [[unroll]] for (int r = 0; r < ROWS; r++) acc[r][c] += weight * dot_weights(w[r], a);
     #endif
@@ -229,8 +230,8 @@ void accumulate(UnitRaw raw[ROWS], uint x_row, uint unit, uint unit_offset, floa
 
 #endif
 
-#if OWN_X
-ActRaw own[UNROLL];
+#if X_IN_REGISTERS
+ActRaw own_x[UNROLL];
 #endif
 #if EXPERTS == EXPERTS_SUMMED
 // Of each chosen expert of the token: the row of W where it begins, and its weight.
@@ -268,9 +269,9 @@ uint unit_of(uint chunk, uint j) {
 
 // The unit's number within its row, where a walk runs through several rows.
 #if EXPERTS == EXPERTS_SUMMED
-#define WITHIN_ROW(unit) ((unit) % K_UNITS)
+#define UNIT_IN_ROW(unit) ((unit) % K_UNITS)
 #else
-#define WITHIN_ROW(unit) (unit)
+#define UNIT_IN_ROW(unit) (unit)
 #endif
 
 UnitRaw fetch(uint row, uint r, uint chunk, uint j) {
@@ -281,9 +282,9 @@ UnitRaw fetch(uint row, uint r, uint chunk, uint j) {
     const uint base = expert_row;
 #endif
 #if ROWS_FULL
-    return unit_load(Place(base + row, WITHIN_ROW(unit), r, UNIT_OFFSET(j)));
+    return unit_load(Place(base + row, UNIT_IN_ROW(unit), r, UNIT_OFFSET(j)));
 #else
-    return unit_load(Place(base + min(row + r, p.m - 1u), WITHIN_ROW(unit), 0u, UNIT_OFFSET(j)));
+    return unit_load(Place(base + min(row + r, p.m - 1u), UNIT_IN_ROW(unit), 0u, UNIT_OFFSET(j)));
 #endif
 }
 
@@ -292,36 +293,36 @@ void load(out UnitRaw raw[UNROLL][ROWS], uint row, uint chunk) {
         [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(row, r, chunk, j);
 }
 
-// Adds the units of one chunk to the sums. With `again`, each unit's registers are reloaded with the same unit of the next chunk as soon as it
+// Adds the units of one chunk to the sums. With `reload`, each unit's registers are reloaded with the same unit of the next chunk as soon as it
 // has been used (software prefetch): loads stay in flight without more registers.
-void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row, uint next_chunk) {
+void multiply_chunk(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool reload, uint next_row, uint next_chunk) {
     [[unroll]] for (uint j = 0; j < UNROLL; j++) {
-        const bool there = WALK_UNITS % CHUNK == 0 || chunk * CHUNK + j * LANES + lane < WALK_UNITS;
-        const uint unit = WITHIN_ROW(unit_of(chunk, j));
+        const bool valid = WALK_UNITS % CHUNK == 0 || chunk * CHUNK + j * LANES + lane < WALK_UNITS;
+        const uint unit = UNIT_IN_ROW(unit_of(chunk, j));
 #if EXPERTS == EXPERTS_SUMMED
         const uint e = unit_of(chunk, j) / K_UNITS;
         const uint row = PROLOGUE == PROLOGUE_COPY ? e : p.x_slots == 1u ? y_row : y_row * N_USED + e;
-        const float weight = there ? summed_weight[e] : 0.0;
+        const float weight = valid ? summed_weight[e] : 0.0;
 #else
         const uint row = PROLOGUE == PROLOGUE_COPY ? 0u : x_row;
         const float weight = 1.0;
 #endif
 #if PATH_INT && COLS == 1
-  #if OWN_X
-        const Act a = act_of(own[j]);
+  #if X_IN_REGISTERS
+        const Act a = unpack_act(own_x[j]);
   #else
         const Act a = act_load(row, unit, UNIT_OFFSET(j));
   #endif
         [[unroll]] for (uint r = 0; r < ROWS; r++) {
-            if (there) acc[r][0] += weight * dot_unit(raw[j][r], decoded(raw[j][r]), a);
-            if (again) raw[j][r] = fetch(next_row, r, next_chunk, j);
+            if (valid) acc[r][0] += weight * dot_unit(raw[j][r], decode_unit(raw[j][r]), a);
+            if (reload) raw[j][r] = fetch(next_row, r, next_chunk, j);
         }
-  #if NEXT_X
-        if (again) own[j] = act_fetch(x_row, unit_of(next_chunk, j), UNIT_OFFSET(j));
+  #if PREFETCH_X
+        if (reload) own_x[j] = act_fetch(x_row, unit_of(next_chunk, j), UNIT_OFFSET(j));
   #endif
 #else
-        if (there) accumulate(raw[j], row, unit, UNIT_OFFSET(j), weight);
-        if (again)
+        if (valid) accumulate(raw[j], row, unit, UNIT_OFFSET(j), weight);
+        if (reload)
             [[unroll]] for (uint r = 0; r < ROWS; r++) raw[j][r] = fetch(next_row, r, next_chunk, j);
 #endif
     }
@@ -330,12 +331,12 @@ void use(inout UnitRaw raw[UNROLL][ROWS], uint chunk, bool again, uint next_row,
 // Walks one tile, chunk by chunk. On entry `raw` holds the tile's first chunk; on return, that of the tile at next_row if there is one.
 void walk(inout UnitRaw raw[UNROLL][ROWS], bool has_next, uint next_row) {
 #if PREFETCH != PREFETCH_NONE
-    for (uint chunk = 0; chunk + 1 < CHUNKS; chunk++) use(raw, chunk, true, first_row, chunk + 1);
-    if (has_next) use(raw, CHUNKS - 1, true, next_row, 0);
-    else use(raw, CHUNKS - 1, false, 0, 0);
+    for (uint chunk = 0; chunk + 1 < CHUNKS; chunk++) multiply_chunk(raw, chunk, true, first_row, chunk + 1);
+    if (has_next) multiply_chunk(raw, CHUNKS - 1, true, next_row, 0);
+    else multiply_chunk(raw, CHUNKS - 1, false, 0, 0);
 #else
     for (uint chunk = 0; chunk < CHUNKS; chunk++) {
-        use(raw, chunk, false, 0, 0);
+        multiply_chunk(raw, chunk, false, 0, 0);
         if (chunk + 1 < CHUNKS) load(raw, first_row, chunk + 1);
         else if (has_next) load(raw, next_row, 0);
     }
@@ -353,9 +354,9 @@ shared float partial[1 + TILES][COLS * ROWS * SLOTS * PARTIALS];
 #include "common/lane_sums.glsl"
 #endif
 
-// Adds the partial sums of a slot's lanes: by shuffles within a subgroup, through shared memory across subgroups. `turn` alternates from tile
+// Adds the partial sums of a slot's lanes: by shuffles within a subgroup, through shared memory across subgroups. `buf` alternates from tile
 // to tile (double buffering), so one barrier per tile is enough. The order of additions does not depend on COLS: a token's bits stay the same.
-void reduce(uint tid, uint turn) {
+void reduce(uint tid, uint buf) {
 #if SUBGROUP > 1
     [[unroll]] for (int c = 0; c < COLS; c++) {
         float v[ROWS];
@@ -369,9 +370,9 @@ void reduce(uint tid, uint turn) {
     const uint slot = tid / LANES;
     [[unroll]] for (uint c = 0; c < COLS; c++) {
   #if SUBGROUP > 1
-        if (lane % SUBGROUP < ROWS) partial[turn][((c * ROWS + lane % SUBGROUP) * SLOTS + slot) * PARTIALS + lane / SUBGROUP] = total[c];
+        if (lane % SUBGROUP < ROWS) partial[buf][((c * ROWS + lane % SUBGROUP) * SLOTS + slot) * PARTIALS + lane / SUBGROUP] = total[c];
   #else
-        [[unroll]] for (uint r = 0; r < ROWS; r++) partial[turn][((c * ROWS + r) * SLOTS + slot) * PARTIALS + lane] = acc[r][c];
+        [[unroll]] for (uint r = 0; r < ROWS; r++) partial[buf][((c * ROWS + r) * SLOTS + slot) * PARTIALS + lane] = acc[r][c];
   #endif
     }
     barrier();
@@ -380,10 +381,10 @@ void reduce(uint tid, uint turn) {
 
 #if PARTIALS > 1
 // Sum of row `r` of this thread's slot.
-float row_total(uint tid, uint turn, uint r, uint c) {
+float row_total(uint tid, uint buf, uint r, uint c) {
     float sum = 0.0;
     const uint base = ((c * ROWS + r) * SLOTS + tid / LANES) * PARTIALS;
-    [[unroll]] for (uint i = 0; i < PARTIALS; i++) sum += partial[turn][base + i];
+    [[unroll]] for (uint i = 0; i < PARTIALS; i++) sum += partial[buf][base + i];
     return sum;
 }
 #endif
@@ -401,15 +402,15 @@ float row_total(uint tid, uint turn, uint r, uint c) {
 
 #if CHOOSE && SPINS
 bool logits_arrived() {
-    bool there = true;
-    [[unroll]] for (int j = 0; j < LOGITS_EACH; j++) there = there && arrived(own_logits[j]);
-    return there;
+    bool valid = true;
+    [[unroll]] for (int j = 0; j < LOGITS_EACH; j++) valid = valid && arrived(own_logits[j]);
+    return valid;
 }
 #endif
 
-#if OWN_X
-void fetch_own() {
-    [[unroll]] for (uint j = 0; j < UNROLL; j++) own[j] = act_fetch(PROLOGUE == PROLOGUE_COPY ? 0u : x_row, unit_of(0u, j), UNIT_OFFSET(j));
+#if X_IN_REGISTERS
+void fetch_own_x() {
+    [[unroll]] for (uint j = 0; j < UNROLL; j++) own_x[j] = act_fetch(PROLOGUE == PROLOGUE_COPY ? 0u : x_row, unit_of(0u, j), UNIT_OFFSET(j));
 }
 #endif
 
@@ -469,13 +470,13 @@ void main() {
     fetch_x(tid, x_row);
     prologue(tid);
     SPIN_UNTIL(fetch_logits(tid, 0u), logits_arrived());
-    MARK(MARK_THERE);
+    MARK(MARK_INPUTS);
   #else
     fetch_logits(tid, 0u);
     #if PROLOGUE != PROLOGUE_NONE
     fetch_x(tid, x_row);
-    #elif OWN_X
-    fetch_own();
+    #elif X_IN_REGISTERS
+    fetch_own_x();
     #endif
   #endif
   #ifdef UNIT_TABLE
@@ -495,7 +496,7 @@ void main() {
   #endif
   #if PROLOGUE != PROLOGUE_NONE
     fetch_x(tid, x_row);
-    MARK(MARK_THERE);
+    MARK(MARK_INPUTS);
     prologue(tid);
   #elif defined(UNIT_TABLE)
     barrier();
@@ -503,10 +504,10 @@ void main() {
     subgroupBarrier();  // else NVIDIA's driver sinks each load to its use, to save registers: Q2_K 4096x14336 is then 10 % slower
   #endif
 #endif
-#if OWN_X && !(CHOOSE && PROLOGUE == PROLOGUE_NONE)
-    fetch_own();
+#if X_IN_REGISTERS && !(CHOOSE && PROLOGUE == PROLOGUE_NONE)
+    fetch_own_x();
 #endif
-    uint turn = 0;
+    uint buf = 0;
 #if TILES
     for (uint tile = group; tile < tiles; tile += groups) {
         const bool has_next = tile + groups < tiles;
@@ -522,10 +523,10 @@ void main() {
         fetch_addend();
         walk(raw, has_next, next_row);
         MARK(MARK_DONE);
-        reduce(tid, turn);
-        epilogue(tid, turn, tile);
+        reduce(tid, buf);
+        epilogue(tid, buf, tile);
         first_row = next_row;
-        turn ^= TILES;
+        buf ^= TILES;
     }
 #if TOPK
     if (last_to_arrive(0u, min(groups, tiles))) {

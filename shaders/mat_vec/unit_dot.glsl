@@ -1,7 +1,7 @@
 // Integer path: dot product of a unit of 32 weights with a unit of Q8_1 activations.
 // Include the type's file of quant/, common/int_dot.glsl and mat_vec/act.glsl first.
 //
-//   Unit decoded(raw)              the weights unpacked to bytes: done once for all tokens
+//   Unit decode_unit(raw)          the weights unpacked to bytes: done once for all tokens
 //   float dot_unit(raw, unit, a)   sum of weight * x over the unit, for one token
 //
 // A type with UNIT_DOT brings its own dot product. For the others weight = scale * q - bias and x = d * xq, so
@@ -11,7 +11,7 @@
 #ifdef UNIT_DOT
 struct Unit { uint q[UNIT_WORDS]; };
 
-Unit decoded(UnitRaw raw) {
+Unit decode_unit(UnitRaw raw) {
     Unit u;
     unit_words(raw, u.q);
     return u;
@@ -23,7 +23,7 @@ float dot_unit(UnitRaw raw, Unit u, Act a) {
 #else
 struct Unit { uint q[8]; vec2 scale, bias; };
 
-Unit decoded(UnitRaw raw) {
+Unit decode_unit(UnitRaw raw) {
     Unit u;
     unit_ints(raw, u.q, u.scale, u.bias);
     return u;

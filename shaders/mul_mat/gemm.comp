@@ -12,11 +12,11 @@ layout(push_constant) uniform Push {
     uint n;
     uint k;
     uint splits;
-    uint each;     // values of k per split, a multiple of DEPTH
+    uint k_per_split;  // values of k per split, a multiple of DEPTH
     uint stride;   // from row to row of A (A_TRANSPOSED: from column to column)
-    uint first;    // column of A that belongs to row 0 of B: a weight may come in shards
+    uint a_column0;  // column of A that belongs to row 0 of B: a weight may come in shards
     uint add;      // 1: add to y instead of overwriting it
-    uint slot;     // where the first split goes in y
+    uint y_split0;  // where the first split goes in y
     uint n2;       // inner batches per outer one
     uint r2;       // neighbouring inner batches that share a B
     uint r3;       // neighbouring outer batches that share a B
@@ -29,10 +29,10 @@ layout(std430, set = 0, binding = 0) readonly buffer InB { float b[]; };
 shared float b_tile[DEPTH * PITCH_N];
 
 void load_b(uint k0, uint end, uint column, uint batch, uint t) {
-    const uint of_b = (batch / p.n2 / p.r3 * (p.n2 / p.r2) + batch % p.n2 / p.r2) * p.k * p.n;
+    const uint b_base = (batch / p.n2 / p.r3 * (p.n2 / p.r2) + batch % p.n2 / p.r2) * p.k * p.n;
     [[unroll]] for (uint e = 0u; e < TILE_N * DEPTH / 64u; e++) {
         const uint i = e * 64u + t, k = i / TILE_N, at = i % TILE_N;
-        b_tile[k * PITCH_N + at] = k0 + k < end && column + at < p.n ? b[of_b + (k0 + k) * p.n + column + at] : 0.0;
+        b_tile[k * PITCH_N + at] = k0 + k < end && column + at < p.n ? b[b_base + (k0 + k) * p.n + column + at] : 0.0;
     }
 }
 

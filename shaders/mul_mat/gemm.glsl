@@ -24,7 +24,7 @@ void main() {
     const uint t = gl_LocalInvocationIndex, tx = t & 7u, ty = t >> 3;
     const uint column = gl_WorkGroupID.x * TILE_N, row = gl_WorkGroupID.y * TILE_M;
     const uint split = gl_WorkGroupID.z % p.splits, batch = gl_WorkGroupID.z / p.splits;
-    const uint of_a = batch * p.m * p.k;
+    const uint a_base = batch * p.m * p.k;
 #ifdef UNIT_TABLE
     unit_table(t, 64u);
     barrier();
@@ -32,8 +32,8 @@ void main() {
     float sum[TM][TN];
     [[unroll]] for (uint i = 0u; i < TM; i++)
         [[unroll]] for (uint j = 0u; j < TN; j++) sum[i][j] = 0.0;
-    const uint end = min((split + 1u) * p.each, p.k);
-    for (uint k0 = split * p.each; k0 < end; k0 += DEPTH) {
+    const uint end = min((split + 1u) * p.k_per_split, p.k);
+    for (uint k0 = split * p.k_per_split; k0 < end; k0 += DEPTH) {
         [[unroll]] for (uint e = 0u; e < TILE_M * DEPTH / 64u; e++) {
             const uint i = e * 64u + t;
 #if A_TRANSPOSED
@@ -44,9 +44,9 @@ void main() {
             float v = 0.0;
             if (k0 + k < end && row + at < p.m) {
 #if A_TRANSPOSED
-                v = a[of_a + (p.first + k0 + k) * p.stride + row + at];
+                v = a[a_base + (p.a_column0 + k0 + k) * p.stride + row + at];
 #else
-                v = a[of_a + (row + at) * p.stride + p.first + k0 + k];
+                v = a[a_base + (row + at) * p.stride + p.a_column0 + k0 + k];
 #endif
             }
             a_tile[k * PITCH_M + at] = v;
@@ -56,11 +56,11 @@ void main() {
         for (uint k1 = 0u; k1 < DEPTH; k1 += 8u) {
             [[unroll]] for (uint k2 = 0u; k2 < 8u; k2++) {
                 const uint k = k1 + k2;
-                float left[TM], right[TN];
-                [[unroll]] for (uint i = 0u; i < TM; i++) left[i] = a_tile[k * PITCH_M + ty * TM + i];
-                [[unroll]] for (uint j = 0u; j < TN; j++) right[j] = b_tile[k * PITCH_N + tx * TN + j];
+                float frag_a[TM], frag_b[TN];
+                [[unroll]] for (uint i = 0u; i < TM; i++) frag_a[i] = a_tile[k * PITCH_M + ty * TM + i];
+                [[unroll]] for (uint j = 0u; j < TN; j++) frag_b[j] = b_tile[k * PITCH_N + tx * TN + j];
                 [[unroll]] for (uint i = 0u; i < TM; i++)
-                    [[unroll]] for (uint j = 0u; j < TN; j++) sum[i][j] = fma(left[i], right[j], sum[i][j]);
+                    [[unroll]] for (uint j = 0u; j < TN; j++) sum[i][j] = fma(frag_a[i], frag_b[j], sum[i][j]);
             }
         }
         barrier();
@@ -69,7 +69,7 @@ void main() {
         [[unroll]] for (uint j = 0u; j < TN; j++) {
             const uint r = row + ty * TM + i, c = column + tx * TN + j;
             if (r < p.m && c < p.n) {
-                const uint at = ((p.slot + gl_WorkGroupID.z) * p.m + r) * p.n + c;
+                const uint at = ((p.y_split0 + gl_WorkGroupID.z) * p.m + r) * p.n + c;
                 y[at] = p.add != 0u ? y[at] + sum[i][j] : sum[i][j];
             }
         }

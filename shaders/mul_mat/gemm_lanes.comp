@@ -14,7 +14,7 @@ layout(push_constant) uniform Push {
     uint n;
     uint k;
     uint stride;   // from row to row of A (A_TRANSPOSED: from column to column)
-    uint first;    // column of A that belongs to row 0 of B: a weight may come in shards
+    uint a_column0;  // column of A that belongs to row 0 of B: a weight may come in shards
     uint add;      // 1: add to y instead of overwriting it
     uint n2;       // inner batches per outer one
     uint r2;       // neighbouring inner batches that share a B

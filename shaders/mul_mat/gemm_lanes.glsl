@@ -13,7 +13,7 @@
 // Defines: LANES, VECTORS, A_TRANSPOSED
 
 // Most terms that are added in one chain. Longer sums are sums of chains, since the error of f32 grows with the length of a chain.
-#define CHAIN 2048u
+#define MAX_CHAIN 2048u
 
 layout(std430, set = 0, binding = 1) readonly buffer InA { float a[]; };
 layout(std430, set = 0, binding = 2) buffer OutY { float y[]; };
@@ -21,7 +21,7 @@ layout(std430, set = 0, binding = 2) buffer OutY { float y[]; };
 void main() {
     const uint t = gl_LocalInvocationIndex;
     const uint column = gl_WorkGroupID.x * 32u, row = gl_WorkGroupID.y * LANES * VECTORS, batch = gl_WorkGroupID.z;
-    const uint of_a = batch * p.m * p.k;
+    const uint a_base = batch * p.m * p.k;
 #ifdef UNIT_TABLE
     unit_table(t, LANES);
     barrier();
@@ -29,26 +29,26 @@ void main() {
     vec4 total[VECTORS][8], sums[VECTORS][8];
     [[unroll]] for (uint v = 0u; v < VECTORS; v++)
         [[unroll]] for (uint j = 0u; j < 8u; j++) total[v][j] = vec4(0.0);
-    for (uint from = 0u; from < p.k; from += CHAIN) {
+    for (uint from = 0u; from < p.k; from += MAX_CHAIN) {
         [[unroll]] for (uint v = 0u; v < VECTORS; v++)
             [[unroll]] for (uint j = 0u; j < 8u; j++) sums[v][j] = vec4(0.0);
-        for (uint k0 = from; k0 < min(from + CHAIN, p.k); k0 += LANES) {
+        for (uint k0 = from; k0 < min(from + MAX_CHAIN, p.k); k0 += LANES) {
             vec4 own[8];
             load_b(k0 + t, p.k, column, batch, own);
             [[unroll]] for (uint i = 0u; i < LANES; i++) {
                 const uint k = k0 + i;
-                float left[VECTORS];
+                float frag_a[VECTORS];
                 [[unroll]] for (uint v = 0u; v < VECTORS; v++) {
                     const uint at = row + v * LANES + t;
 #if A_TRANSPOSED
-                    left[v] = k < p.k && at < p.m ? a[of_a + (p.first + k) * p.stride + at] : 0.0;
+                    frag_a[v] = k < p.k && at < p.m ? a[a_base + (p.a_column0 + k) * p.stride + at] : 0.0;
 #else
-                    left[v] = k < p.k && at < p.m ? a[of_a + at * p.stride + p.first + k] : 0.0;
+                    frag_a[v] = k < p.k && at < p.m ? a[a_base + at * p.stride + p.a_column0 + k] : 0.0;
 #endif
                 }
                 [[unroll]] for (uint j = 0u; j < 8u; j++) {
-                    const vec4 right = subgroupShuffle(own[j], i);
-                    [[unroll]] for (uint v = 0u; v < VECTORS; v++) sums[v][j] = fma(vec4(left[v]), right, sums[v][j]);
+                    const vec4 frag_b = subgroupShuffle(own[j], i);
+                    [[unroll]] for (uint v = 0u; v < VECTORS; v++) sums[v][j] = fma(vec4(frag_a[v]), frag_b, sums[v][j]);
                 }
             }
         }

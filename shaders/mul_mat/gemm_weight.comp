@@ -19,11 +19,11 @@ layout(push_constant) uniform Push {
     uint n;
     uint k;
     uint splits;
-    uint each;     // values of k per split, a multiple of DEPTH
+    uint k_per_split;  // values of k per split, a multiple of DEPTH
     uint stride;   // from row to row of A (A_TRANSPOSED: from column to column)
-    uint first;    // column of A that belongs to row 0 of W: a weight may come in shards
+    uint a_column0;  // column of A that belongs to row 0 of W: a weight may come in shards
     uint add;      // 1: add to y instead of overwriting it
-    uint slot;     // where the first split goes in y
+    uint y_split0;  // where the first split goes in y
 } p;
 #include "quant/place.glsl"
 #include QUANT_FILE
@@ -37,10 +37,10 @@ void load_b(uint k0, uint end, uint column, uint batch, uint t) {
         const uint i = e * 64u + t, k = i / (TILE_N / 32u), unit = i % (TILE_N / 32u);
         if (k < DEPTH) {
             vec4 v[8];
-            const bool there = k0 + k < end && column / 32u + unit < p.w.units;
-            if (there) unit_decode(unit_load(place(k0 + k, column / 32u + unit)), v);
+            const bool valid = k0 + k < end && column / 32u + unit < p.w.units;
+            if (valid) unit_decode(unit_load(place(k0 + k, column / 32u + unit)), v);
             [[unroll]] for (uint j = 0u; j < 8u; j++)
-                [[unroll]] for (uint c = 0u; c < 4u; c++) b_tile[k * PITCH_N + 32u * unit + 4u * j + c] = mix(0.0, v[j][c], there);
+                [[unroll]] for (uint c = 0u; c < 4u; c++) b_tile[k * PITCH_N + 32u * unit + 4u * j + c] = mix(0.0, v[j][c], valid);
         }
     }
 }

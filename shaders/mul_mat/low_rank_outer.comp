@@ -24,7 +24,7 @@ layout(std430, set = 0, binding = 1) readonly buffer InZ { float z[]; };
 layout(std430, set = 0, binding = 1) readonly buffer InZQuads { vec4 z4[]; };
 layout(std430, set = 0, binding = 2) buffer OutY { float y[]; };
 
-#define AHEAD 4  // loads that a thread keeps in flight
+#define LOADS_IN_FLIGHT 4  // loads that a thread keeps in flight
 
 shared vec4 parts[SLICES * 32];
 
@@ -33,20 +33,20 @@ void main() {
     const uint quad = gl_WorkGroupID.x * 32u + lane, own = min(quad, quads - 1u), first = gl_WorkGroupID.y * 8u;
     vec4 sums[8];
     [[unroll]] for (uint j = 0u; j < 8u; j++) sums[j] = vec4(0.0);
-    for (uint begin = slice; begin < p.n; begin += AHEAD * SLICES) {
-        vec4 v[AHEAD];
-        [[unroll]] for (uint i = 0u; i < AHEAD; i++) v[i] = x[min(begin + i * SLICES, p.n - 1u) * quads + own];
-        [[unroll]] for (uint i = 0u; i < AHEAD; i++) {
-            const uint token = begin + i * SLICES, there = min(token, p.n - 1u);
+    for (uint begin = slice; begin < p.n; begin += LOADS_IN_FLIGHT * SLICES) {
+        vec4 v[LOADS_IN_FLIGHT];
+        [[unroll]] for (uint i = 0u; i < LOADS_IN_FLIGHT; i++) v[i] = x[min(begin + i * SLICES, p.n - 1u) * quads + own];
+        [[unroll]] for (uint i = 0u; i < LOADS_IN_FLIGHT; i++) {
+            const uint token = begin + i * SLICES, clamped = min(token, p.n - 1u);
             const vec4 value = token < p.n ? v[i] : vec4(0.0);
             if ((p.rank & 7u) == 0u) {
-                const vec4 low = z4[(there * p.rank + first) / 4u], high = z4[(there * p.rank + first) / 4u + 1u];
+                const vec4 low = z4[(clamped * p.rank + first) / 4u], high = z4[(clamped * p.rank + first) / 4u + 1u];
                 [[unroll]] for (uint j = 0u; j < 4u; j++) {
                     sums[j] += low[j] * value;
                     sums[4u + j] += high[j] * value;
                 }
             } else
-                [[unroll]] for (uint j = 0u; j < 8u; j++) sums[j] += z[there * p.rank + min(first + j, p.rank - 1u)] * value;
+                [[unroll]] for (uint j = 0u; j < 8u; j++) sums[j] += z[clamped * p.rank + min(first + j, p.rank - 1u)] * value;
         }
     }
     [[unroll]] for (uint j = 0u; j < 8u; j++) {

@@ -29,11 +29,11 @@ layout(std430, set = 0, binding = 2) buffer OutY { float y[]; };
 void main() {
     const uint column = gl_WorkGroupID.x * WG_SIZE + gl_LocalInvocationID.x, row = gl_WorkGroupID.y * 8u, batch = gl_WorkGroupID.z;
     if (column >= p.m) return;
-    const uint of_a = (batch / p.n2 / p.r3 * (p.n2 / p.r2) + batch % p.n2 / p.r2) * p.k;
+    const uint a_base = (batch / p.n2 / p.r3 * (p.n2 / p.r2) + batch % p.n2 / p.r2) * p.k;
     float sums[8];
     [[unroll]] for (uint i = 0u; i < 8u; i++) sums[i] = 0.0;
     for (uint k = 0u; k < p.k; k++) {
-        const float v = a[(of_a + k) * p.m + column];
+        const float v = a[(a_base + k) * p.m + column];
         [[unroll]] for (uint i = 0u; i < 8u; i++) sums[i] = fma(v, b[(batch * p.k + k) * p.n + min(row + i, p.n - 1u)], sums[i]);
     }
     [[unroll]] for (uint i = 0u; i < 8u; i++) {

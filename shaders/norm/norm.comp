@@ -34,11 +34,11 @@ layout(push_constant) uniform Push {
     float eps;
 } p;
 
-#define INPUTS (1 + ADD + WEIGHT + BIAS + RESIDUAL)
+#define BIND_OUT (1 + ADD + WEIGHT + BIAS + RESIDUAL)
 layout(std430, set = 0, binding = 0) readonly buffer InA { ELEMENT a[]; };
 #if ADD
 layout(std430, set = 0, binding = 1) readonly buffer InB { ELEMENT b[]; };
-layout(std430, set = 0, binding = INPUTS) buffer OutSum { ELEMENT sum[]; };
+layout(std430, set = 0, binding = BIND_OUT) buffer OutSum { ELEMENT sum[]; };
 #endif
 #if WEIGHT
 layout(std430, set = 0, binding = 1 + ADD) readonly buffer Weight { ELEMENT w[]; };
@@ -50,10 +50,10 @@ layout(std430, set = 0, binding = 1 + ADD + WEIGHT) readonly buffer Bias { ELEME
 layout(std430, set = 0, binding = 1 + ADD + WEIGHT + BIAS) readonly buffer Residual { ELEMENT residual[]; };
 #endif
 #if OUT_Q8_1
-layout(std430, set = 0, binding = INPUTS + ADD) writeonly buffer OutY { uint y_words[]; };
+layout(std430, set = 0, binding = BIND_OUT + ADD) writeonly buffer OutY { uint y_words[]; };
 #include "common/q8_1.glsl"
 #else
-layout(std430, set = 0, binding = INPUTS + ADD) writeonly buffer OutY { ELEMENT y[]; };
+layout(std430, set = 0, binding = BIND_OUT + ADD) writeonly buffer OutY { ELEMENT y[]; };
 #endif
 
 #if WIDTH == 4
@@ -67,7 +67,7 @@ layout(std430, set = 0, binding = INPUTS + ADD) writeonly buffer OutY { ELEMENT 
 #endif
 
 // x of this row. The first pass forms the sum a + b; later passes read it from memory.
-vec4 first(uint row, uint q) {
+vec4 load_x(uint row, uint q) {
     vec4 v = LOAD(a, row, q);
 #if ADD
     v += LOAD(b, row, q);
@@ -76,7 +76,7 @@ vec4 first(uint row, uint q) {
     return v;
 }
 
-vec4 again(uint row, uint q) {
+vec4 reload_x(uint row, uint q) {
 #if ADD
     return LOAD(sum, row, q);
 #else
@@ -97,16 +97,16 @@ vec4 addend(uint row, uint q) {
 }
 
 // 1 for those values of a quad that lie within the row.
-vec4 within(uint q) {
+vec4 inside_row(uint q) {
     return vec4(lessThan(uvec4(4u * q) + uvec4(0u, 1u, 2u, 3u), uvec4(p.dim)));
 }
 
 #if ROUNDS
-#define EACH(i) [[unroll]] for (uint i = 0u; i < ROUNDS; i++)
-#define AGAIN(i, q) kept[i]
+#define FOR_EACH_QUAD(i) [[unroll]] for (uint i = 0u; i < ROUNDS; i++)
+#define X_QUAD(i, q) kept[i]
 #else
-#define EACH(i) for (uint i = 0u; i < p.rounds; i++)
-#define AGAIN(i, q) (q < p.quads ? again(row, q) : vec4(0.0))
+#define FOR_EACH_QUAD(i) for (uint i = 0u; i < p.rounds; i++)
+#define X_QUAD(i, q) (q < p.quads ? reload_x(row, q) : vec4(0.0))
 #endif
 
 void main() {
@@ -123,9 +123,9 @@ void main() {
 #endif
 #endif
     float total = 0.0;
-    EACH(i) {
+    FOR_EACH_QUAD(i) {
         const uint q = i * WG_SIZE + t;
-        const vec4 v = q < p.quads ? first(row, q) : vec4(0.0);
+        const vec4 v = q < p.quads ? load_x(row, q) : vec4(0.0);
 #if ROUNDS
         kept[i] = v;
 #if WEIGHT
@@ -144,9 +144,9 @@ void main() {
 #if CENTER
     const float mean = wg_sum(total) / float(p.dim);
     total = 0.0;
-    EACH(i) {
+    FOR_EACH_QUAD(i) {
         const uint q = i * WG_SIZE + t;
-        const vec4 v = (AGAIN(i, q) - mean) * within(q);
+        const vec4 v = (X_QUAD(i, q) - mean) * inside_row(q);
         total += dot(v, v);
     }
 #else
@@ -156,9 +156,9 @@ void main() {
 #if OUT_Q8_1 && ROUNDS
     Q8_1Quad packed[ROUNDS];
 #endif
-    EACH(i) {
+    FOR_EACH_QUAD(i) {
         const uint q = i * WG_SIZE + t;
-        vec4 v = (AGAIN(i, q) - mean) * scale;
+        vec4 v = (X_QUAD(i, q) - mean) * scale;
 #if WEIGHT && ROUNDS
         v *= weight[i];
 #elif WEIGHT
@@ -170,15 +170,15 @@ void main() {
         v += q < p.quads ? addend(row, q) : vec4(0.0);
 #endif
 #if OUT_Q8_1
-        const Q8_1Quad made = q8_1_pack(q, q < p.quads ? v : vec4(0.0));
+        const Q8_1Quad packed_quad = q8_1_pack(q, q < p.quads ? v : vec4(0.0));
 #if ROUNDS
-        packed[i] = made;
+        packed[i] = packed_quad;
     }
-    EACH(i) {
+    FOR_EACH_QUAD(i) {
         const uint q = i * WG_SIZE + t;
         if (q < 8u * p.units) q8_1_store(row, p.units, q, packed[i]);
 #else
-        if (q < 8u * p.units) q8_1_store(row, p.units, q, made);
+        if (q < 8u * p.units) q8_1_store(row, p.units, q, packed_quad);
 #endif
 #else
         if (q < p.quads) { STORE(y, row, q, v); }

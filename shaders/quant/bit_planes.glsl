@@ -9,7 +9,7 @@
 #endif
 
 // Exchanges the bits of `low` outside `mask` with the bits of `high` that stand `by` positions lower.
-void exchange_bits(inout uint low, inout uint high, uint mask, int by) {
+void swap_bits(inout uint low, inout uint high, uint mask, int by) {
     const uint up = high << by, down = low >> by;
 #if BITS_BY_MASKS
     low = (low & mask) | (up & ~mask);
@@ -24,8 +24,8 @@ void exchange_bits(inout uint low, inout uint high, uint mask, int by) {
 // Byte b of q[i] is number 4i + b.
 void bytes_of_planes(uint plane[8], out uint q[8]) {
     [[unroll]] for (int i = 0; i < 8; i++) q[i] = plane[i];
-    [[unroll]] for (int i = 0; i < 4; i++) exchange_bits(q[i], q[i + 4], 0x0f0f0f0fu, 4);
+    [[unroll]] for (int i = 0; i < 4; i++) swap_bits(q[i], q[i + 4], 0x0f0f0f0fu, 4);
     [[unroll]] for (int i = 0; i < 8; i++)
-        if ((i & 2) == 0) exchange_bits(q[i], q[i + 2], 0x33333333u, 2);
-    [[unroll]] for (int i = 0; i < 8; i += 2) exchange_bits(q[i], q[i + 1], 0x55555555u, 1);
+        if ((i & 2) == 0) swap_bits(q[i], q[i + 2], 0x33333333u, 2);
+    [[unroll]] for (int i = 0; i < 8; i += 2) swap_bits(q[i], q[i + 1], 0x55555555u, 1);
 }

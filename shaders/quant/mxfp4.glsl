@@ -51,14 +51,14 @@ float unit_dot(UnitRaw r, uint q[16], uint x[8], ivec2 sum) {
 //   LEVEL_TABLE 1: a mask leaves four codes in four bytes, which hardware with byte operands turns into addresses directly
 //   LEVEL_TABLE 2: each code is extracted as a bit field, for hardware that cannot do so (GCN 4 beside a constant; RDNA 3 and later never)
 #define UNIT_TABLE
-#define UNIT_NUMBERS
+#define UNIT_QUANTS
 shared float e2m1_half_levels[16];
 
 void unit_table(uint thread, uint threads) {
     for (uint i = thread; i < 16u; i += threads) e2m1_half_levels[i] = 0.5 * float(int(3u * e2m1_small(i, 3u) + (e2m1_large(i) & 15u)) - 12);
 }
 
-void unit_numbers(UnitRaw r, out vec4 w[8], out vec2 scale, out vec2 bias) {
+void unit_quants(UnitRaw r, out vec4 w[8], out vec2 scale, out vec2 bias) {
     [[unroll]] for (int i = 0; i < 4; i++) {
   #if LEVEL_TABLE == 1
         const uint low = r.qs[i] & 0x0f0f0f0fu, high = (r.qs[i] >> 4) & 0x0f0f0f0fu;

@@ -33,17 +33,17 @@ void main() {
     const uint index = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     const uint row = index / (8u * p.units);
     const uint quad = index - row * 8u * p.units;
-    const bool there = row < p.rows;
+    const bool valid = row < p.rows;
     vec4 v = vec4(0.0);
 #if WIDTH == 4
-    if (there && 4u * quad < p.k) SPIN_UNTIL(v = x[row * (p.k / 4u) + quad], arrived(v))
+    if (valid && 4u * quad < p.k) SPIN_UNTIL(v = x[row * (p.k / 4u) + quad], arrived(v))
 #else
     for (uint c = 0u; c < 4u; c++)
-        if (there && 4u * quad + c < p.k) SPIN_UNTIL(v[c] = x[row * p.k + 4u * quad + c], arrived(v[c]))
+        if (valid && 4u * quad + c < p.k) SPIN_UNTIL(v[c] = x[row * p.k + 4u * quad + c], arrived(v[c]))
 #endif
-    MARK(MARK_THERE);
+    MARK(MARK_INPUTS);
     const Q8_1Quad packed = q8_1_pack(quad, v);
     MARK(MARK_DONE);
-    if (there) q8_1_store(row, p.units, quad, packed);
+    if (valid) q8_1_store(row, p.units, quad, packed);
     MARK(MARK_END);
 }

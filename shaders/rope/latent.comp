@@ -3,28 +3,28 @@
 // the store into the cache. Pairs are neighbours.
 //
 // Bindings in this order; those in brackets exist with the define:
-//   q      F32 [tokens, HEADS, NOPE + ROT]; the last ROT values of each head are rotated
-//   kv     F32 [tokens, RANK + ROT]: latent and shared key
-//   [LEGACY: kv_heads F32 [tokens, HEADS, NOPE + VALUES]: for each head the part of K that is not rotated, and V]
+//   q      F32 [tokens, HEADS, NOPE + ROPE_DIM]; the last ROPE_DIM values of each head are rotated
+//   kv     F32 [tokens, RANK + ROPE_DIM]: latent and shared key
+//   [LEGACY: kv_heads F32 [tokens, HEADS, NOPE + V_DIM]: for each head the part of K that is not rotated, and V]
 //   [not LEGACY: norm F32 [RANK]: weight of the latent's RMS norm]
 //   pos    I32 [tokens]: -1 or a position outside the cache stores nothing
 //   [FACTORS: F32 [ROPE_PAIRS]; they divide the frequencies]
-//   q_pe   F32 [tokens, HEADS, ROT], out: the rotated values of Q
-//   cache_k  F16 [1, n_ctx, RANK + ROT]: normed latent, then rotated key. LEGACY: [HEADS, n_ctx, NOPE + ROT], and cache_v [HEADS, n_ctx,
-//            VALUES]. STORE_F32: the same rows as F32 [tokens, heads, width], for caches of other types
+//   q_pe   F32 [tokens, HEADS, ROPE_DIM], out: the rotated values of Q
+//   cache_k  F16 [1, n_ctx, RANK + ROPE_DIM]: normed latent, then rotated key. LEGACY: [HEADS, n_ctx, NOPE + ROPE_DIM], and cache_v [HEADS,
+//            n_ctx, V_DIM]. STORE_F32: the same rows as F32 [tokens, heads, width], for caches of other types
 //
 // One thread per pair: first the pairs of q_pe, then (LEGACY) those of the rows of K and V of all heads. Without LEGACY workgroup 0 of a token
 // makes its row of K, which needs a sum over the latent, and the pairs of q_pe begin in workgroup 1.
 //
-// Defines: STORE_F32 HEADS NOPE ROT RANK VALUES LEGACY FACTORS, those of rope/rope.glsl and common/reduce.glsl
+// Defines: STORE_F32 HEADS NOPE ROPE_DIM RANK V_DIM LEGACY FACTORS, those of rope/rope.glsl and common/reduce.glsl
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
 #include "rope/rope.glsl"
 
 layout(local_size_x = WG_SIZE) in;
 
-#define POS 3
-#define AFTER (POS + 1 + FACTORS)
+#define BIND_POS 3
+#define BIND_OUT (BIND_POS + 1 + FACTORS)
 
 layout(push_constant) uniform Push {
     uint tokens;
@@ -39,36 +39,36 @@ layout(std430, set = 0, binding = 2) readonly buffer InKvHeads { vec2 kv_heads[]
 #else
 layout(std430, set = 0, binding = 2) readonly buffer InNorm { vec2 norm[]; };
 #endif
-layout(std430, set = 0, binding = POS) readonly buffer InPos { int pos[]; };
+layout(std430, set = 0, binding = BIND_POS) readonly buffer InPos { int pos[]; };
 #if FACTORS
-layout(std430, set = 0, binding = POS + 1) readonly buffer InFactors { float factors[]; };
+layout(std430, set = 0, binding = BIND_POS + 1) readonly buffer InFactors { float factors[]; };
 #endif
-layout(std430, set = 0, binding = AFTER) writeonly buffer OutQ { vec2 q_pe[]; };
+layout(std430, set = 0, binding = BIND_OUT) writeonly buffer OutQ { vec2 q_pe[]; };
 #if STORE_F32
-layout(std430, set = 0, binding = AFTER + 1) writeonly buffer OutK { vec2 k_out[]; };
+layout(std430, set = 0, binding = BIND_OUT + 1) writeonly buffer OutK { vec2 k_out[]; };
 #else
-layout(std430, set = 0, binding = AFTER + 1) writeonly buffer CacheK { uint k_out[]; };
+layout(std430, set = 0, binding = BIND_OUT + 1) writeonly buffer CacheK { uint k_out[]; };
 #endif
 #if LEGACY && STORE_F32
-layout(std430, set = 0, binding = AFTER + 2) writeonly buffer OutV { vec2 v_out[]; };
+layout(std430, set = 0, binding = BIND_OUT + 2) writeonly buffer OutV { vec2 v_out[]; };
 #elif LEGACY
-layout(std430, set = 0, binding = AFTER + 2) writeonly buffer CacheV { uint v_out[]; };
+layout(std430, set = 0, binding = BIND_OUT + 2) writeonly buffer CacheV { uint v_out[]; };
 #endif
 
 // Where row `position` of a head begins in the output, and how two values are stored.
 #if STORE_F32
 #define ROW_OF(token, position, head, heads) ((token) * (heads) + (head))
-#define STORED(pair) (pair)
+#define PACK(pair) (pair)
 #else
 #define ROW_OF(token, position, head, heads) ((head) * p.n_ctx + uint(position))
-#define STORED(pair) packHalf2x16(pair)
+#define PACK(pair) packHalf2x16(pair)
 #endif
 
 // Pairs per row.
 #define NOPE2 (NOPE / 2)
-#define ROT2 (ROT / 2)
+#define ROPE_DIM2 (ROPE_DIM / 2)
 #define RANK2 (RANK / 2)
-#define VALUES2 (VALUES / 2)
+#define V_DIM2 (V_DIM / 2)
 
 vec2 rotate(vec2 pair, uint i, int position) {
 #if FACTORS
@@ -79,7 +79,7 @@ vec2 rotate(vec2 pair, uint i, int position) {
     return vec2(pair.x * angle.x - pair.y * angle.y, pair.x * angle.y + pair.y * angle.x);
 }
 
-vec2 rotate_key(uint token, uint i, int position) { return rotate(kv[token * (RANK2 + ROT2) + RANK2 + i], i, position); }
+vec2 rotate_key(uint token, uint i, int position) { return rotate(kv[token * (RANK2 + ROPE_DIM2) + RANK2 + i], i, position); }
 
 #if !LEGACY
 #define ROUNDS ((RANK2 + WG_SIZE - 1) / WG_SIZE)
@@ -89,17 +89,17 @@ void store_row(uint t, uint token, int position, bool stores) {
     float square = 0.0;
     [[unroll]] for (uint i = 0; i < ROUNDS; i++) {
         const uint at = i * WG_SIZE + t;
-        latent[i] = at < RANK2 ? kv[token * (RANK2 + ROT2) + at] : vec2(0.0);
+        latent[i] = at < RANK2 ? kv[token * (RANK2 + ROPE_DIM2) + at] : vec2(0.0);
         square += dot(latent[i], latent[i]);
     }
     const float scale = inversesqrt(wg_sum(square) / float(RANK) + p.eps);
     if (!stores) return;
-    const uint row = ROW_OF(token, position, 0u, 1u) * (RANK2 + ROT2);
+    const uint row = ROW_OF(token, position, 0u, 1u) * (RANK2 + ROPE_DIM2);
     [[unroll]] for (uint i = 0; i < ROUNDS; i++) {
         const uint at = i * WG_SIZE + t;
-        if (at < RANK2) k_out[row + at] = STORED(scale * latent[i] * norm[at]);
+        if (at < RANK2) k_out[row + at] = PACK(scale * latent[i] * norm[at]);
     }
-    for (uint i = t; i < ROT2; i += WG_SIZE) k_out[row + RANK2 + i] = STORED(rotate_key(token, i, position));
+    for (uint i = t; i < ROPE_DIM2; i += WG_SIZE) k_out[row + RANK2 + i] = PACK(rotate_key(token, i, position));
 }
 #endif
 
@@ -118,24 +118,24 @@ void main() {
     }
     const uint pair = (gl_WorkGroupID.x - 1u) * WG_SIZE + t;
 #endif
-    if (pair < HEADS * ROT2) {
-        const uint head = pair / ROT2, i = pair % ROT2;
-        q_pe[(token * HEADS + head) * ROT2 + i] = rotate(q[(token * HEADS + head) * (NOPE2 + ROT2) + NOPE2 + i], i, position);
+    if (pair < HEADS * ROPE_DIM2) {
+        const uint head = pair / ROPE_DIM2, i = pair % ROPE_DIM2;
+        q_pe[(token * HEADS + head) * ROPE_DIM2 + i] = rotate(q[(token * HEADS + head) * (NOPE2 + ROPE_DIM2) + NOPE2 + i], i, position);
         return;
     }
 #if LEGACY
     if (!stores) return;
-    pair -= HEADS * ROT2;
-    if (pair < HEADS * (NOPE2 + ROT2)) {
-        const uint head = pair / (NOPE2 + ROT2), i = pair % (NOPE2 + ROT2);
-        const vec2 key = i < NOPE2 ? kv_heads[(token * HEADS + head) * (NOPE2 + VALUES2) + i] : rotate_key(token, i - NOPE2, position);
-        k_out[ROW_OF(token, position, head, HEADS) * (NOPE2 + ROT2) + i] = STORED(key);
+    pair -= HEADS * ROPE_DIM2;
+    if (pair < HEADS * (NOPE2 + ROPE_DIM2)) {
+        const uint head = pair / (NOPE2 + ROPE_DIM2), i = pair % (NOPE2 + ROPE_DIM2);
+        const vec2 key = i < NOPE2 ? kv_heads[(token * HEADS + head) * (NOPE2 + V_DIM2) + i] : rotate_key(token, i - NOPE2, position);
+        k_out[ROW_OF(token, position, head, HEADS) * (NOPE2 + ROPE_DIM2) + i] = PACK(key);
         return;
     }
-    pair -= HEADS * (NOPE2 + ROT2);
-    if (pair < HEADS * VALUES2) {
-        const uint head = pair / VALUES2, i = pair % VALUES2;
-        v_out[ROW_OF(token, position, head, HEADS) * VALUES2 + i] = STORED(kv_heads[(token * HEADS + head) * (NOPE2 + VALUES2) + NOPE2 + i]);
+    pair -= HEADS * (NOPE2 + ROPE_DIM2);
+    if (pair < HEADS * V_DIM2) {
+        const uint head = pair / V_DIM2, i = pair % V_DIM2;
+        v_out[ROW_OF(token, position, head, HEADS) * V_DIM2 + i] = PACK(kv_heads[(token * HEADS + head) * (NOPE2 + V_DIM2) + NOPE2 + i]);
     }
 #endif
 }

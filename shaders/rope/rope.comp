@@ -29,8 +29,8 @@ layout(local_size_x = WG_SIZE) in;
 
 #define SLOTS (HEAD_DIM / 4)
 #define ROUNDS ((SLOTS + WG_SIZE - 1) / WG_SIZE)
-#define AFTER_X (1 + 2 * STORE * (1 - PACKED))
-#define AFTER_EXTRA (AFTER_X + 1 + 2 * NORM + FACTORS)
+#define BIND_POS (1 + 2 * STORE * (1 - PACKED))
+#define BIND_OUT (BIND_POS + 1 + 2 * NORM + FACTORS)
 
 layout(push_constant) uniform Push {
     uint tokens;
@@ -43,21 +43,21 @@ layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InQ { vec2 q[]; };
 layout(std430, set = 0, binding = 1) SYNC_INPUT buffer InK { vec2 k[]; };
 layout(std430, set = 0, binding = 2) SYNC_INPUT buffer InV { vec2 v[]; };
 #endif
-layout(std430, set = 0, binding = AFTER_X) readonly buffer InPos { int pos[]; };
+layout(std430, set = 0, binding = BIND_POS) readonly buffer InPos { int pos[]; };
 #if NORM
-layout(std430, set = 0, binding = AFTER_X + 1) readonly buffer QNorm { vec2 q_norm[]; };
-layout(std430, set = 0, binding = AFTER_X + 2) readonly buffer KNorm { vec2 k_norm[]; };
+layout(std430, set = 0, binding = BIND_POS + 1) readonly buffer QNorm { vec2 q_norm[]; };
+layout(std430, set = 0, binding = BIND_POS + 2) readonly buffer KNorm { vec2 k_norm[]; };
 #endif
 #if FACTORS
-layout(std430, set = 0, binding = AFTER_X + 1 + 2 * NORM) readonly buffer InFactors { float factors[]; };
+layout(std430, set = 0, binding = BIND_POS + 1 + 2 * NORM) readonly buffer InFactors { float factors[]; };
 #endif
-layout(std430, set = 0, binding = AFTER_EXTRA) writeonly buffer OutQ { vec2 q_out[]; };
+layout(std430, set = 0, binding = BIND_OUT) writeonly buffer OutQ { vec2 q_out[]; };
 #if STORE && STORE_F32
-layout(std430, set = 0, binding = AFTER_EXTRA + 1) writeonly buffer OutK { vec2 k_out[]; };
-layout(std430, set = 0, binding = AFTER_EXTRA + 2) writeonly buffer OutV { vec2 v_out[]; };
+layout(std430, set = 0, binding = BIND_OUT + 1) writeonly buffer OutK { vec2 k_out[]; };
+layout(std430, set = 0, binding = BIND_OUT + 2) writeonly buffer OutV { vec2 v_out[]; };
 #elif STORE
-layout(std430, set = 0, binding = AFTER_EXTRA + 1) writeonly buffer CacheK { uint cache_k[]; };
-layout(std430, set = 0, binding = AFTER_EXTRA + 2) writeonly buffer CacheV { uint cache_v[]; };
+layout(std430, set = 0, binding = BIND_OUT + 1) writeonly buffer CacheK { uint cache_k[]; };
+layout(std430, set = 0, binding = BIND_OUT + 2) writeonly buffer CacheV { uint cache_v[]; };
 #endif
 
 #if ROPE_PAIRS

@@ -36,28 +36,28 @@ layout(binding = 3) coherent buffer List { uint list[]; };
 #include "sample/search.glsl"
 #include "topk/best.glsl"
 
-shared uint kept_here, kept_from;
+shared uint group_count, group_begin;
 shared uint counts[BINS], losses[BINS];
 
 void list_tokens(uint tid, float top, uint cut) {
-    if (tid == 0) kept_here = 0;
+    if (tid == 0) group_count = 0;
     barrier();
-    uint places[PER_THREAD];
+    uint ranks[PER_THREAD];
     const uint from = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + tid;
     for (uint i = 0; i < PER_THREAD; i++) {
         const uint id = from + i * WG_SIZE;
-        places[i] = ~0u;
+        ranks[i] = ~0u;
         if (id >= p.vocab) continue;
         const float logit = logits[id];
         // In a masked text most logits are -inf. They are never drawn, and would only lengthen the list for the one workgroup that reads it.
-        const bool can_be = floatBitsToUint(logit) != 0xff800000u && bin_of(distance_of(logit, top), 0) <= cut;
-        if (can_be) places[i] = atomicAdd(kept_here, 1);
+        const bool eligible = floatBitsToUint(logit) != 0xff800000u && bin_of(distance_of(logit, top), 0) <= cut;
+        if (eligible) ranks[i] = atomicAdd(group_count, 1);
     }
     barrier();
-    if (tid == 0) kept_from = kept_here > 0 ? atomicAdd(scratch[SCRATCH_LISTED], kept_here) : 0;
+    if (tid == 0) group_begin = group_count > 0 ? atomicAdd(scratch[SCRATCH_LISTED], group_count) : 0;
     barrier();
     for (uint i = 0; i < PER_THREAD; i++)
-        if (places[i] != ~0u) list[kept_from + places[i]] = from + i * WG_SIZE;
+        if (ranks[i] != ~0u) list[group_begin + ranks[i]] = from + i * WG_SIZE;
 }
 
 // The largest distance to keep: the smallest one for which the listed tokens within it (and within `limit`) number at least `target` or, with
@@ -105,12 +105,12 @@ void main() {
     if (min_p > 0.0) limit = min(limit, distance_limit(min_p));
 
     const uint seed = uint(loop_words[LOOP_SEED]), at = uint(pos[0]);
-    uvec2 best = NOTHING;
+    uvec2 best = NO_CANDIDATE;
     for (uint i = tid; i < listed; i += WG_SIZE) {
         const uint id = list[i];
         const float logit = logits[id];
-        if (distance_of(logit, top) <= limit) best = better(best, candidate((logit - top) / temp + noise(seed, at, id), id));
+        if (distance_of(logit, top) <= limit) best = max_candidate(best, candidate((logit - top) / temp + noise(seed, at, id), id));
     }
-    best = best_of_workgroup(best);
+    best = wg_max_candidate(best);
     if (tid == 0) loop_advance(int(best.y));
 }

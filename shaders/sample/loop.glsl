@@ -27,11 +27,11 @@ void loop_advance(int id) {
         loop_words[LOOP_STATUS] = STATUS_NAN;
         return;
     }
-    const int made = loop_words[LOOP_STEP];
+    const int step = loop_words[LOOP_STEP];
     tokens[0] = id;
     pos[0] += 1;
-    loop_words[LOOP_RING + uint(made) % p.capacity] = id;
-    loop_words[LOOP_STEP] = made + 1;
+    loop_words[LOOP_RING + uint(step) % p.capacity] = id;
+    loop_words[LOOP_STEP] = step + 1;
     const uint n_eos = min(uint(loop_words[LOOP_N_EOS]), MAX_EOS);
     for (uint i = 0; i < n_eos; i++)
         if (loop_words[LOOP_EOS + i] == id) loop_words[LOOP_STATUS] = STATUS_EOS;

@@ -4,7 +4,7 @@
 // The same in numpy: noise in vkback/ops/sample.py.
 
 // The hash PCG3D of Jarzynski and Olano, "Hash Functions for GPU Rendering" (2020).
-uint mixed(uvec3 v) {
+uint pcg3d(uvec3 v) {
     v = v * 1664525u + 1013904223u;
     v.x += v.y * v.z;
     v.y += v.z * v.x;
@@ -18,7 +18,7 @@ uint mixed(uvec3 v) {
 
 float noise(uint seed, uint pos, uint id) {
     // An odd multiple of 2^-24: never 0 or 1.
-    const float u = float(mixed(uvec3(id, pos, seed)) >> 9u) * 1.1920929e-7 + 5.9604645e-8;
+    const float u = float(pcg3d(uvec3(id, pos, seed)) >> 9u) * 1.1920929e-7 + 5.9604645e-8;
     // -log(1 - u); for small u by the series of 2 artanh(u / (2 - u)), since log is accurate only to 2^-21 near 1,
     // and the smallest values decide the draw.
     const float z = u / (2.0 - u), zz = z * z;

@@ -41,20 +41,20 @@ layout(std430, set = 0, binding = 1) readonly buffer InW { float w[]; };
 #if BIAS
 layout(std430, set = 0, binding = 2) readonly buffer InBias { float bias[]; };
 #endif
-#define NEXT (2 + BIAS)
+#define BIND_A (2 + BIAS)
 #else
 layout(std430, set = 0, binding = 1) readonly buffer InXbc { float xbc[]; };
-#define NEXT 2
+#define BIND_A 2
 #endif
-layout(std430, set = 0, binding = NEXT) readonly buffer InA { float a[]; };
-layout(std430, set = 0, binding = NEXT + 1) readonly buffer InD { float d[]; };
-layout(std430, set = 0, binding = NEXT + 2) readonly buffer InDtBias { float dt_bias[]; };
-layout(std430, set = 0, binding = NEXT + 3) readonly buffer InPos { int pos[]; };
-layout(std430, set = 0, binding = NEXT + 4) buffer States { vec4 states[]; };
+layout(std430, set = 0, binding = BIND_A) readonly buffer InA { float a[]; };
+layout(std430, set = 0, binding = BIND_A + 1) readonly buffer InD { float d[]; };
+layout(std430, set = 0, binding = BIND_A + 2) readonly buffer InDtBias { float dt_bias[]; };
+layout(std430, set = 0, binding = BIND_A + 3) readonly buffer InPos { int pos[]; };
+layout(std430, set = 0, binding = BIND_A + 4) buffer States { vec4 states[]; };
 #if CONV
-layout(std430, set = 0, binding = NEXT + 5) buffer ConvState { float conv[]; };
+layout(std430, set = 0, binding = BIND_A + 5) buffer ConvState { float conv[]; };
 #endif
-layout(std430, set = 0, binding = NEXT + 5 + CONV) writeonly buffer OutY { float y[]; };
+layout(std430, set = 0, binding = BIND_A + 5 + CONV) writeonly buffer OutY { float y[]; };
 
 #define CONV_X(token, c) zx[(token) * p.stride + INNER + (c)]
 #define CONV_ROW(row, c) conv[(row) * CHANNELS + (c)]
@@ -81,7 +81,7 @@ uint channel_of(uint i, uint head, uint row0) {
     return i < STATE ? INNER + group * STATE + i : INNER + (N_GROUP + group) * STATE + (i - STATE);
 }
 
-void keep(uint t, uint i, float v) {
+void store_tile(uint t, uint i, float v) {
     if (i < ROWS) tile_x[t][i] = v;
     else if (i < ROWS + STATE) tile_b[t][(i - ROWS) / 4u][(i - ROWS) % 4u] = v;
     else tile_c[t][(i - ROWS - STATE) / 4u][(i - ROWS - STATE) % 4u] = v;
@@ -93,7 +93,7 @@ void main() {
     const uint tid = gl_LocalInvocationIndex;
     const uint head = gl_WorkGroupID.y, row0 = gl_WorkGroupID.x * ROWS;
     const uint row = row0 + tid / LANES, lane = tid % LANES;
-    const bool there = row < HEAD_DIM;
+    const bool valid = row < HEAD_DIM;
     const uint y_at = head * HEAD_DIM + min(row, HEAD_DIM - 1u);
     const float decay_rate = a[head], skip = d[head], dt_base = dt_bias[head];
 
@@ -122,7 +122,7 @@ void main() {
   #if BIAS
             sum += bias[c];
   #endif
-            keep(0u, i, silu(sum));
+            store_tile(0u, i, silu(sum));
             // No tap of this token reads the row of the ring that is written here. B and C are stored once for their group.
             const bool owner = i < ROWS ? row0 + i < HEAD_DIM : row0 == 0u && head % (N_HEAD / N_GROUP) == 0u;
             if (first >= 0 && owner) CONV_ROW(uint(first) % TAPS, c) = x;
@@ -130,7 +130,7 @@ void main() {
 #else
         for (uint i = tid; i < count * ITEMS; i += WG_SIZE) {
             const uint t = i / ITEMS;
-            keep(t, i % ITEMS, xbc[(t0 + t) * CHANNELS + channel_of(i % ITEMS, head, row0)]);
+            store_tile(t, i % ITEMS, xbc[(t0 + t) * CHANNELS + channel_of(i % ITEMS, head, row0)]);
         }
 #endif
         for (uint t = tid; t < count; t += WG_SIZE) {
@@ -154,7 +154,7 @@ void main() {
             }
             const float total = group_sum((sum.x + sum.y) + (sum.z + sum.w), LANES);
             last = max(last, pos[t0 + t]);
-            if (lane == 0u && there) {
+            if (lane == 0u && valid) {
                 float z;
                 SPIN_UNTIL(z = zx[(t0 + t) * p.stride + y_at], arrived(z));
                 y[(t0 + t) * INNER + y_at] = pos[t0 + t] >= 0 ? not_sentinel((total + skip * x) * silu(z)) : 0.0;
@@ -162,7 +162,7 @@ void main() {
         }
     }
 
-    if (last >= 0 && there)
+    if (last >= 0 && valid)
         [[unroll]] for (uint i = 0; i < EACH; i++) {
             const uint q = i * LANES + lane;
             if (q < QUADS) states[uint(last & 1) * slot + at + q] = state[i];

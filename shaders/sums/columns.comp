@@ -1,11 +1,12 @@
 #version 450
-// Sums of columns: y[o, b, j] = sum of x[o, i, j] over the rows i of block b. A second launch adds up the blocks: they are its rows.
+// Sums over rows, in blocks of rows: y[o, b, j] = sum of x[o, i, j] over the rows i of block b. Where there is more than one block, a second
+// launch takes the blocks as its rows and adds them.
 //
 //   binding 0  x F32 [outer, rows, columns]
 //   binding 1  y F32 [outer, blocks, columns]
 //
-// One thread per column of a block; it walks the rows in order. Workgroup y * gl_NumWorkGroups.x + x computes WG_SIZE columns of a block;
-// the workgroups of a block follow each other, and so do the blocks of an o.
+// A thread sums one column of one block, in the order of its rows. A workgroup takes WG_SIZE neighbouring columns of a block. Workgroups are
+// numbered gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x: first along the columns, then the blocks, then the outer index.
 //
 // Defines: WG_SIZE
 layout(local_size_x = WG_SIZE) in;
@@ -13,7 +14,7 @@ layout(local_size_x = WG_SIZE) in;
 layout(push_constant) uniform Push {
     uint rows;
     uint columns;
-    uint block;    // rows per block
+    uint block;    // rows per block; the last block may have fewer
     uint blocks;
     uint outer;
 } p;
@@ -22,11 +23,13 @@ layout(std430, set = 0, binding = 0) readonly buffer InX { float x[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer OutY { float y[]; };
 
 void main() {
-    const uint parts = (p.columns + WG_SIZE - 1u) / WG_SIZE, group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
-    const uint column = group % parts * WG_SIZE + gl_LocalInvocationID.x, made = group / parts;  // made: of outer times blocks
-    if (column >= p.columns || made >= p.outer * p.blocks) return;
-    const uint o = made / p.blocks, first = made % p.blocks * p.block, end = min(first + p.block, p.rows);
+    const uint groups_per_block = (p.columns + WG_SIZE - 1u) / WG_SIZE;
+    const uint group = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+    const uint column = group % groups_per_block * WG_SIZE + gl_LocalInvocationID.x;
+    const uint out_block = group / groups_per_block;  // o * blocks + b
+    if (column >= p.columns || out_block >= p.outer * p.blocks) return;
+    const uint o = out_block / p.blocks, first = out_block % p.blocks * p.block, end = min(first + p.block, p.rows);
     float sum = 0.0;
     for (uint row = first; row < end; row++) sum += x[(o * p.rows + row) * p.columns + column];
-    y[made * p.columns + column] = sum;
+    y[out_block * p.columns + column] = sum;
 }

@@ -1,21 +1,21 @@
 #version 450
 // ARGMAX of rows of logits: the index of the largest, of equals the lowest index; -1 if a logit is NaN. What happens with it:
-//   THEN 0  it is stored (ARGMAX)
-//   THEN 1  it is the next token, and the generation loop advances (SAMPLE, greedy)
-//   THEN 2  the largest logit becomes the reference of SAMPLE's distances; at temperature 0 the token is made right here
+//   MODE 0  it is stored (ARGMAX)
+//   MODE 1  it is the next token, and the generation loop advances (SAMPLE, greedy)
+//   MODE 2  the largest logit becomes the reference of SAMPLE's distances; at temperature 0 the token is made right here
 //
 // Bindings:
 //   0  logits   F32 [n, vocab]
 //   1  partial  scratch: uvec2 (key, index) per row and workgroup
 //   2  tickets  one counter per row (common/ticket.glsl)
-//   3  ids      THEN 0: I32 [n]
-//   LOOP_BIND .. + 2  loop, tokens, pos: THEN 1 and 2 (sample/loop.glsl)
-//   LOOP_BIND + 3     scratch: THEN 2 (sample/scale.glsl)
+//   3  ids      MODE 0: I32 [n]
+//   LOOP_BIND .. + 2  loop, tokens, pos: MODE 1 and 2 (sample/loop.glsl)
+//   LOOP_BIND + 3     scratch: MODE 2 (sample/scale.glsl)
 //
 // Workgroup (x, y) takes logits x * WG_SIZE * PER_THREAD .. of row y; neighbouring threads read neighbouring logits. The last workgroup of a
 // row to arrive takes the largest of the partial results.
 //
-// Defines: THEN PER_THREAD, LOOP_BIND if THEN > 0, those of common/reduce.glsl
+// Defines: MODE PER_THREAD, LOOP_BIND if MODE > 0, those of common/reduce.glsl
 
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
@@ -30,12 +30,12 @@ layout(push_constant) uniform Push {
 layout(binding = 0) readonly buffer Logits { float logits[]; };
 layout(binding = 1) coherent buffer Partial { uvec2 partial[]; };
 layout(binding = 2) coherent buffer Tickets { uint tickets[]; };
-#if THEN == 0
+#if MODE == 0
 layout(binding = 3) writeonly buffer Ids { int ids[]; };
 #else
 #include "sample/loop.glsl"
 #endif
-#if THEN == 2
+#if MODE == 2
 #include "sample/scale.glsl"
 layout(binding = LOOP_BIND + 3) writeonly buffer Scratch { uint scratch[]; };
 #endif
@@ -50,36 +50,36 @@ void main() {
     const uint from = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + tid;
     float mine[PER_THREAD];
     [[unroll]] for (uint i = 0; i < PER_THREAD; i++) mine[i] = logits[row * p.vocab + min(from + i * WG_SIZE, p.vocab - 1)];
-#if THEN > 0
+#if MODE > 0
     if (loop_stopped()) return;
 #endif
-    uvec2 best = NOTHING;
+    uvec2 best = NO_CANDIDATE;
     [[unroll]] for (uint i = 0; i < PER_THREAD; i++) {
         const uint id = from + i * WG_SIZE;
-        if (id < p.vocab) best = better(best, candidate(mine[i], id));
+        if (id < p.vocab) best = max_candidate(best, candidate(mine[i], id));
     }
-    best = best_of_workgroup(best);
+    best = wg_max_candidate(best);
     if (groups > 1) {
         if (tid == 0) partial[row * groups + gl_WorkGroupID.x] = best;
         if (!last_to_arrive(row, groups)) return;
-        best = NOTHING;
-        for (uint i = tid; i < groups; i += WG_SIZE) best = better(best, partial[row * groups + i]);
-        best = best_of_workgroup(best);
+        best = NO_CANDIDATE;
+        for (uint i = tid; i < groups; i += WG_SIZE) best = max_candidate(best, partial[row * groups + i]);
+        best = wg_max_candidate(best);
     }
     const int id = best.x == NAN_KEY ? -1 : int(best.y);
-#if THEN == 0
+#if MODE == 0
     if (tid == 0) ids[row] = id;
-#elif THEN == 1
+#elif MODE == 1
     if (tid == 0) loop_advance(id);
 #else
     const float top = id < 0 ? 0.0 : logits[id];
-    const bool made = id < 0 || isinf(top) || intBitsToFloat(loop_words[LOOP_TEMP]) <= 0.0;
+    const bool done = id < 0 || isinf(top) || intBitsToFloat(loop_words[LOOP_TEMP]) <= 0.0;
     for (uint i = tid; i < 2 * BINS; i += WG_SIZE) scratch[SCRATCH_COUNTS + i] = 0;
     if (tid == 0) {
-        scratch[SCRATCH_STATE] = made ? 1 : 0;
+        scratch[SCRATCH_STATE] = done ? 1 : 0;
         scratch[SCRATCH_TOP] = floatBitsToUint(top);
         scratch[SCRATCH_LISTED] = 0;
-        if (made) loop_advance(id);
+        if (done) loop_advance(id);
     }
 #endif
 }

@@ -5,7 +5,7 @@
 //                   what was written to shared memory before the call
 //   store_chosen    stores ids and weights
 //
-// An expert's place is the number of logits that come before its own: one pass over shared memory, however many experts are used, with no
+// An expert's rank is the number of logits that come before its own: one pass over shared memory, however many experts are used, with no
 // barrier inside. With threads to spare, up to 8 neighbours share the counting for one expert. More than BLOCK experts are first ranked within
 // blocks of BLOCK; the first of each block, the candidates, are then ranked among themselves.
 //
@@ -22,21 +22,21 @@
 
 #define BLOCKS ((N_EXPERT + BLOCK - 1) / BLOCK)
 // Ordered by values from which the logits cannot be recovered.
-#define BY_VALUE (SELECT_BIAS || (N_GROUP > 1 && GROUP_TOP == 2))
-#define KEPT (USED < BLOCK ? USED : BLOCK)
-#define CANDIDATES (BLOCKS > 1 ? BLOCKS * KEPT : 0)
+#define BY_SELECTION (SELECT_BIAS || (N_GROUP > 1 && GROUP_TOP == 2))
+#define BLOCK_CANDIDATES (USED < BLOCK ? USED : BLOCK)
+#define CANDIDATES (BLOCKS > 1 ? BLOCKS * BLOCK_CANDIDATES : 0)
 #define LOGITS_EACH ((BLOCKS * BLOCK + WG_SIZE - 1) / WG_SIZE)
 
 // Lower bound of the sum of weights that divides: 2^-14, the smallest normal F16. A softmax over at most 16384 experts is always above it.
 const float MIN_SUM = 6.103515625e-5;
 
-// Keys in fours: first those of the experts, then those of the candidates. Keys past the end of either are 0, which comes before nothing.
+// Keys in quads: first those of the experts, then those of the candidates. Keys past the end of either are 0, which comes before nothing.
 #define KEY_QUADS (BLOCKS * BLOCK / 4)
 #define CANDIDATE_QUADS ((CANDIDATES + 3) / 4)
 shared uvec4 keys[KEY_QUADS + CANDIDATE_QUADS];
 shared uint chosen_key[USED];
 shared uint chosen_id[USED];
-#if BY_VALUE
+#if BY_SELECTION
 shared float chosen_logit[USED];
 #endif
 #if N_GROUP > 1
@@ -48,11 +48,11 @@ shared uint candidate_ids[CANDIDATES];
 
 // Threads that share the counting for one of `many`.
 #if REDUCE_SUBGROUP && REDUCE_GROUPS
-#define SHARE(many) (WG_SIZE >= 8 * (many) ? 8u : WG_SIZE >= 4 * (many) ? 4u : WG_SIZE >= 2 * (many) ? 2u : 1u)
-#define SUM_OF_SHARES(v, share) group_sum(v, share)
+#define RANK_THREADS(many) (WG_SIZE >= 8 * (many) ? 8u : WG_SIZE >= 4 * (many) ? 4u : WG_SIZE >= 2 * (many) ? 2u : 1u)
+#define SUM_OVER_THREADS(v, threads) group_sum(v, threads)
 #else
-#define SHARE(many) 1u
-#define SUM_OF_SHARES(v, share) (v)
+#define RANK_THREADS(many) 1u
+#define SUM_OVER_THREADS(v, threads) (v)
 #endif
 
 float own_logits[LOGITS_EACH];
@@ -71,30 +71,30 @@ uint count_of(bvec4 four) {
     return (count.x + count.y) + (count.z + count.w);
 }
 
-// The place of key number i, `mine`, in a list: how many keys are larger, plus how many equal ones have lower numbers. The list is `quads`
-// fours from keys[first] on. `share` neighbouring threads call together; each counts every share-th four, and all get the sum.
-uint place_of(uint first, uint quads, uint i, uint mine, uint share, uint sharer) {
+// The rank of key number i, `mine`, in a list: how many keys are larger, plus how many equal ones have lower numbers. The list is the `quads`
+// quads from keys[first] on. `threads` neighbouring threads call together; each counts in every threads-th quad, and all get the sum.
+uint rank_of(uint first, uint quads, uint i, uint mine, uint threads, uint thread) {
     // At most eight loads in flight.
-    const uint steps = (quads + share - 1u) / share, at_once = steps < 8u ? steps : 8u;
-    uint place = 0;
+    const uint steps = (quads + threads - 1u) / threads, at_once = steps < 8u ? steps : 8u;
+    uint rank = 0;
     for (uint from = 0; from < steps; from += at_once)
         [[unroll]] for (uint j = 0; j < at_once; j++) {
-            const uint q = (from + j) * share + sharer;
-            if (quads % (at_once * share) != 0 && q >= quads) continue;
+            const uint q = (from + j) * threads + thread;
+            if (quads % (at_once * threads) != 0 && q >= quads) continue;
             // Equal keys at lower numbers count, too: they are above mine - 1 (an expert's key is never 0).
-            // The expert's own four is treated below.
-            place += count_of(greaterThan(keys[first + q], uvec4(q < i >> 2 ? mine - 1u : mine)));
+            // The expert's own quad is treated below.
+            rank += count_of(greaterThan(keys[first + q], uvec4(q < i >> 2 ? mine - 1u : mine)));
         }
-    place = SUM_OF_SHARES(place, share);
+    rank = SUM_OVER_THREADS(rank, threads);
     const bvec4 equals = equal(keys[first + (i >> 2)], uvec4(mine)), lower = lessThan(uvec4(0, 1, 2, 3), uvec4(i & 3u));
-    return place + count_of(bvec4(uvec4(equals) * uvec4(lower)));
+    return rank + count_of(bvec4(uvec4(equals) * uvec4(lower)));
 }
 
 // The value by which experts are ordered.
 float selection(float logit, uint e) {
-#if BY_VALUE && SELECT_BIAS
+#if BY_SELECTION && SELECT_BIAS
     return 1.0 / (1.0 + exp(-logit)) + SELECTION_BIAS(min(e, N_EXPERT - 1u));
-#elif BY_VALUE
+#elif BY_SELECTION
     return 1.0 / (1.0 + exp(-logit));
 #else
     return logit;
@@ -104,9 +104,9 @@ float selection(float logit, uint e) {
 #if N_GROUP > 1
 #define GROUP_SIZE (N_EXPERT / N_GROUP)
 // The key of an expert whose group was not chosen: lower than that of any number.
-const uint LEFT_OUT = 1u;
+const uint EXCLUDED = 1u;
 
-// Chooses groups: the experts of all others get the key LEFT_OUT. One thread per group.
+// Chooses groups: the experts of all others get the key EXCLUDED. One thread per group.
 void choose_groups(uint tid) {
     for (uint g = tid; g < N_GROUP; g += WG_SIZE) {
         uvec2 top = uvec2(0u);
@@ -118,13 +118,13 @@ void choose_groups(uint tid) {
     }
     barrier();
     for (uint g = tid; g < N_GROUP; g += WG_SIZE) {
-        uint place = 0;
+        uint rank = 0;
         const float mine = group_score[g];
-        for (uint other = 0; other < N_GROUP; other++) place += uint(group_score[other] > mine || (group_score[other] == mine && other < g));
-        if (place >= GROUPS_USED)
+        for (uint other = 0; other < N_GROUP; other++) rank += uint(group_score[other] > mine || (group_score[other] == mine && other < g));
+        if (rank >= GROUPS_USED)
             for (uint i = 0; i < GROUP_SIZE; i++) {
                 const uint e = g * GROUP_SIZE + i;
-                keys[e >> 2][e & 3u] = LEFT_OUT;
+                keys[e >> 2][e & 3u] = EXCLUDED;
             }
     }
     barrier();
@@ -142,45 +142,45 @@ void choose_experts(uint tid) {
     choose_groups(tid);
 #endif
 
-    const uint share = SHARE(N_EXPERT);
-    for (uint t = tid; t < N_EXPERT * share; t += WG_SIZE) {
-        const uint e = t / share, mine = keys[e >> 2][e & 3u];
-        const uint place = place_of(e / BLOCK * (BLOCK / 4), BLOCK / 4, e % BLOCK, mine, share, t % share);
-        if (place < KEPT && t % share == 0) {
+    const uint threads = RANK_THREADS(N_EXPERT);
+    for (uint t = tid; t < N_EXPERT * threads; t += WG_SIZE) {
+        const uint e = t / threads, mine = keys[e >> 2][e & 3u];
+        const uint rank = rank_of(e / BLOCK * (BLOCK / 4), BLOCK / 4, e % BLOCK, mine, threads, t % threads);
+        if (rank < BLOCK_CANDIDATES && t % threads == 0) {
 #if BLOCKS > 1
-            const uint c = e / BLOCK * KEPT + place;
+            const uint c = e / BLOCK * BLOCK_CANDIDATES + rank;
             keys[KEY_QUADS + (c >> 2)][c & 3u] = mine;
             candidate_ids[c] = e;
 #else
-            chosen_key[place] = mine;
-            chosen_id[place] = e;
+            chosen_key[rank] = mine;
+            chosen_id[rank] = e;
 #endif
         }
     }
     barrier();
 #if BLOCKS > 1
     // Among equals, a block's candidates are in the order of their ids, and so are the blocks: the candidate's number breaks ties here, too.
-    const uint candidate_share = SHARE(CANDIDATES);
-    for (uint t = tid; t < CANDIDATES * candidate_share; t += WG_SIZE) {
-        const uint c = t / candidate_share, mine = keys[KEY_QUADS + (c >> 2)][c & 3u];
-        const uint place = place_of(KEY_QUADS, CANDIDATE_QUADS, c, mine, candidate_share, t % candidate_share);
-        if (mine != 0 && place < USED && t % candidate_share == 0) {
-            chosen_key[place] = mine;
-            chosen_id[place] = candidate_ids[c];
+    const uint candidate_threads = RANK_THREADS(CANDIDATES);
+    for (uint t = tid; t < CANDIDATES * candidate_threads; t += WG_SIZE) {
+        const uint c = t / candidate_threads, mine = keys[KEY_QUADS + (c >> 2)][c & 3u];
+        const uint rank = rank_of(KEY_QUADS, CANDIDATE_QUADS, c, mine, candidate_threads, t % candidate_threads);
+        if (mine != 0 && rank < USED && t % candidate_threads == 0) {
+            chosen_key[rank] = mine;
+            chosen_id[rank] = candidate_ids[c];
         }
     }
     barrier();
 #endif
 }
 
-#if BY_VALUE
+#if BY_SELECTION
 #define CHOSEN_LOGIT(i) chosen_logit[i]
 #else
 #define CHOSEN_LOGIT(i) logit_of(chosen_key[i])
 #endif
 
 void store_chosen(uint tid, uint token, float scale) {
-#if BY_VALUE
+#if BY_SELECTION
     for (uint i = tid; i < USED; i += WG_SIZE) chosen_logit[i] = LOGIT(token, chosen_id[i]);
     barrier();
 #endif

@@ -19,7 +19,7 @@ declare("gemm", match={"m": "number", "n": "number", "k": "number"}, params={"ti
 ENOUGH_GROUPS = 1024
 """Workgroups below which the sums of a product are split: eight for each core of a large GPU."""
 
-CHAIN = 4096
+MAX_CHAIN = 4096
 """Terms that are added up one by one, as errors of f32 grow with a chain's length, unless parts would take more than MAX_SPLIT_VALUES."""
 
 MAX_SPLIT_VALUES = 1 << 24
@@ -66,8 +66,8 @@ def splits_of(product: Product, tile: tuple[int, int], depth: int) -> tuple[int,
     tm, tn = tile
     groups = ceil_div(product.n, 8 * tn) * ceil_div(product.m, 8 * tm) * product.batches
     wanted = 1 if product.batches > 1 else max(1, min(product.k // MIN_DEPTH, ENOUGH_GROUPS // groups))
-    if product.k > CHAIN and product.batches == 1 and product.m * product.n * ceil_div(product.k, CHAIN) <= MAX_SPLIT_VALUES:
-        wanted = max(wanted, ceil_div(product.k, CHAIN))
+    if product.k > MAX_CHAIN and product.batches == 1 and product.m * product.n * ceil_div(product.k, MAX_CHAIN) <= MAX_SPLIT_VALUES:
+        wanted = max(wanted, ceil_div(product.k, MAX_CHAIN))
     each = ceil_div(ceil_div(product.k, wanted), depth) * depth
     return ceil_div(product.k, each), each
 

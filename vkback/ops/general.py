@@ -54,7 +54,7 @@ def copied(x: Tensor, y: Tensor, node: Node, ctx: LowerContext, *, source: View 
     threads = source.elements if target or each >= 4 else ceil_div(source.elements * each, 4)
     choice = ctx.tuning.pick("copy", elements=source.elements)
     wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
-    defines = (("FROM", NUMBERS[x.type]), ("SCATTER", int(target is not None)), ("TO", NUMBERS[y.type]), ("WG_SIZE", wg))
+    defines = (("FROM_TYPE", NUMBERS[x.type]), ("SCATTER", int(target is not None)), ("TO_TYPE", NUMBERS[y.type]), ("WG_SIZE", wg))
     return Dispatch(
         Variant("copy/general.comp", defines),
         (Arg(x), Arg(y, "rw" if target else "w")),

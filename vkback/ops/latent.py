@@ -75,7 +75,7 @@ class MlaRopeSetRows(Op):
         choice = ctx.tuning.pick("rope", n=n, heads=heads, head_dim=dim_k)
         wg = workgroup_size(ctx.caps, max(choice["wg_size"], 128))
         defines, subgroup = reduction(ctx.caps, wg)
-        defines |= {"HEADS": heads, "NOPE": nope, "ROT": rot, "RANK": rank, "VALUES": values}
+        defines |= {"HEADS": heads, "NOPE": nope, "ROPE_DIM": rot, "RANK": rank, "V_DIM": values}
         caches = [cache_k, *rest[:legacy]]
         made = staged_rows(f"{q_pe.name}.stored", n, caches)
         defines |= {"LEGACY": int(legacy), "FACTORS": len(factors), "STORE_F32": int(made is not caches)}

@@ -372,7 +372,7 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
     if config.glu_clamp:
         defines |= {f"GLU_{name}": repr(float(value)) for name, value in zip(("ALPHA", "LIMIT"), config.glu_clamp, strict=True)}
     if config.prologue == "norm":
-        defines["VALUES4"] = ceil_div(config.k // 4, config.wg)
+        defines["THREAD_QUADS"] = ceil_div(config.k // 4, config.wg)
     if config.expert_choice:
         defines |= {"TOPK" if config.last_chooses else "CHOOSE": 1, **config.expert_choice.defines}
         defines |= {"TOPK_SCALE": repr(config.choice_scale), "BIND_TOPK": 3 + len(config.roles)}

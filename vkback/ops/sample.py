@@ -182,7 +182,7 @@ class Sample(Op):
             raise PlanError(f"[sample] {loop}: expected {LOOP_RING + capacity} words for a ring of {capacity}")
         state = [Arg(loop, "rw"), Arg(tokens, "w"), Arg(pos, "rw")]
         if node.params.get("greedy", False):
-            return [argmax_dispatch(node, ctx, logits, state, {"THEN": 1, "LOOP_BIND": 3}, capacity)]
+            return [argmax_dispatch(node, ctx, logits, state, {"MODE": 1, "LOOP_BIND": 3}, capacity)]
         vocab = logits.shape[1]
         if vocab > MAX_VOCAB:
             raise PlanError(f"[sample] {logits}: {vocab} tokens, sampling takes at most {MAX_VOCAB}; use temperature 0")
@@ -207,7 +207,7 @@ class Sample(Op):
             )
 
         return [
-            argmax_dispatch(node, ctx, logits, [*state, scratch], {"THEN": 2, "LOOP_BIND": 3}, capacity),
+            argmax_dispatch(node, ctx, logits, [*state, scratch], {"MODE": 2, "LOOP_BIND": 3}, capacity),
             step("sample/histogram.comp", 0, (Arg(logits), scratch, tickets), {}),
             step("sample/draw.comp", 1, (Arg(logits), scratch, tickets, listed), reduce),
         ]

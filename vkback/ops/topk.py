@@ -94,7 +94,7 @@ class Argmax(Op):
         return [np.where(np.isnan(inputs[0]).any(axis=-1), -1, np.argmax(inputs[0], axis=-1)).astype(np.int32)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        return [argmax_dispatch(node, ctx, node.inputs[0], [Arg(node.outputs[0], "w")], {"THEN": 0}, 0)]
+        return [argmax_dispatch(node, ctx, node.inputs[0], [Arg(node.outputs[0], "w")], {"MODE": 0}, 0)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(0.0, 0.0, "an index is right or wrong")

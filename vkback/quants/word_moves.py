@@ -23,7 +23,7 @@ U32 = npt.NDArray[np.uint32]
 UNSOUND, LARGE = 1, 2
 """Bits of a flag that the shader raises: weights that are NaN or infinite; scales that may be too large for f16 (`Codec.large_limits`)."""
 
-AS_THEY_ARE = tuple(range(16))
+IDENTITY_MAP = tuple(range(16))
 
 _HEADER, _PER_PLANE, _PER_WORD, _PER_TERM = 4, 4, 3, 2
 
@@ -100,7 +100,7 @@ def _table(c: Codec, count: int, words: int, planes: Sequence[int], sources: npt
     word = 0
     for plane, length in zip(c.type.planes, planes, strict=True):
         move = c.moves.get(plane.name)
-        order = (move.renamed if move else ()) or AS_THEY_ARE
+        order = (move.renamed if move else ()) or IDENTITY_MAP
         low, high = (sum(order[8 * half + n] << 4 * n for n in range(8)) for half in (0, 1))
         heads += [length, first_entry + _PER_WORD * word, low, high]
         for _ in range(length):
