@@ -63,7 +63,7 @@ def test_little_shared_memory_goes_in_rounds(device: Device, library: ShaderLibr
     rounds = []
     for kib in (48, 20):
         limited = dataclasses.replace(use, caps=dataclasses.replace(use.caps, max_shared_memory=kib << 10))
-        rounds.append(dict(PLAIN.lower(case.build().node, limited)[0].kernel.defines)["ROUND"])
+        rounds.append(dict(PLAIN.lower(case.build().node, limited)[0].kernel.defines)["MERGE_QUERIES"])
     assert rounds == [8, 2]
     outcome = run_case(device, library, case, limited)
     assert outcome.ok, outcome.text

@@ -44,7 +44,7 @@ void main() {
 @pytest.mark.parametrize("wg", [8, 16, 64, 256])
 def test_reductions(wg: int, size_known: bool, subgroup: bool, device: Device, tmp_path: Path) -> None:
     (tmp_path / "common").mkdir()
-    for name in ("reduce.glsl", "over_lanes.glsl"):
+    for name in ("reduce.glsl", "lane_butterfly.glsl"):
         shutil.copy(shader_root() / "common" / name, tmp_path / "common")
     (tmp_path / "reduce.comp").write_text(SHADER)
     defines, required = reduction(device.caps, wg, lanes=8)

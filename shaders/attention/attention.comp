@@ -32,8 +32,9 @@
 // order (attention/splits.glsl). The splits depend on pos alone, so a result has the same bits whatever the order of arrival and the other
 // tokens.
 //
-// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS ROUND HAS_SINKS OUT_Q8_1
-// OUT_UNITS [Y_STRIDE; those of mat_mul/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX]; those of common/reduce.glsl
+// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS MERGE_QUERIES HAS_SINKS
+// OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of mat_mul/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX]; those of
+// common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
 #define K_COLS (HD / 8)
@@ -52,12 +53,12 @@
 layout(local_size_x = WG_SIZE) in;
 
 #if REDUCE_SUBGROUP && (COLS & (COLS - 1)) == 0 && SUBGROUP_SIZE > COLS && WG_SIZE >= SUBGROUP_SIZE
-#define MERGED (SUBGROUP_SIZE / COLS)
+#define SUBGROUP_STREAMS (SUBGROUP_SIZE / COLS)
 #else
-#define MERGED 1
+#define SUBGROUP_STREAMS 1
 #endif
 // Row streams left in the workgroup after those of each subgroup have been merged.
-#define BUNDLES (STREAMS / MERGED)
+#define MERGED_STREAMS (STREAMS / SUBGROUP_STREAMS)
 
 #include "common/clock.glsl"
 #include "common/sentinel.glsl"
@@ -127,20 +128,20 @@ const float LOG2_E = 1.44269504;
 const float MASKED = -3.0e38;
 
 shared vec4 query4[QUERIES * (HD > VD ? HEAD4 : OUT4)];  // the queries; at the end, the results
-shared vec4 bundle_sum[BUNDLES * ROUND * OUT4];
-shared vec2 bundle_weight[BUNDLES * QUERIES];   // (maximum, sum of weights)
+shared vec4 stream_sum[MERGED_STREAMS * MERGE_QUERIES * OUT4];
+shared vec2 stream_max_sum[MERGED_STREAMS * QUERIES];  // (maximum, sum of weights)
 
-// Merges `parts` partial results of query i, which lie `stride` vec4 of bundle_sum apart. Returns vec4 o of the sum; weight:
+// Merges `parts` partial results of query i, which lie `stride` vec4 of stream_sum apart. Returns vec4 o of the sum; max_sum:
 // (maximum, sum of weights).
-vec4 merged(uint parts, uint stride, uint i, uint o, out vec2 weight) {
-    weight = vec2(MASKED, 0.0);
-    for (uint b = 0; b < parts; b++) weight.x = max(weight.x, bundle_weight[b * QUERIES + i].x);
+vec4 merge_partials(uint parts, uint stride, uint i, uint o, out vec2 max_sum) {
+    max_sum = vec2(MASKED, 0.0);
+    for (uint b = 0; b < parts; b++) max_sum.x = max(max_sum.x, stream_max_sum[b * QUERIES + i].x);
     vec4 total = vec4(0.0);
     for (uint b = 0; b < parts; b++) {
-        const vec2 w = bundle_weight[b * QUERIES + i];
-        const float e = exp2(w.x - weight.x);
-        weight.y += e * w.y;
-        total += e * bundle_sum[b * stride + o];
+        const vec2 w = stream_max_sum[b * QUERIES + i];
+        const float e = exp2(w.x - max_sum.x);
+        max_sum.y += e * w.y;
+        total += e * stream_sum[b * stride + o];
     }
     return total;
 }
@@ -190,14 +191,14 @@ void load_v(uint kv, uint base, uint tid) {
 }
 
 // Reductions over the row streams of a subgroup.
-#if MERGED > 1
-#define OVER_STREAMS(COMBINE) OVER_LANES(v, COMBINE, COLS, SUBGROUP_SIZE)
+#if SUBGROUP_STREAMS > 1
+#define REDUCE_STREAMS(COMBINE) LANE_BUTTERFLY(v, COMBINE, COLS, SUBGROUP_SIZE)
 #else
-#define OVER_STREAMS(COMBINE)
+#define REDUCE_STREAMS(COMBINE)
 #endif
-float over_streams_max(float v) { OVER_STREAMS(max) return v; }
-float over_streams_sum(float v) { OVER_STREAMS(OVER_ADD) return v; }
-vec4 over_streams_sum(vec4 v) { OVER_STREAMS(OVER_ADD) return v; }
+float reduce_streams_max(float v) { REDUCE_STREAMS(max) return v; }
+float reduce_streams_sum(float v) { REDUCE_STREAMS(BUTTERFLY_ADD) return v; }
+vec4 reduce_streams_sum(vec4 v) { REDUCE_STREAMS(BUTTERFLY_ADD) return v; }
 
 #if BY_LANES
 #include "attention/walk_lanes.glsl"
@@ -270,29 +271,30 @@ void main() {
     walk_end(tid);
     MARK(MARK_DONE);
 
-    // Merge the workgroup's row streams, ROUND queries at a time.
-    const uint bundle = tid / (COLS * MERGED);
-    const bool leads = tid % (COLS * MERGED) < COLS && bundle < BUNDLES;
+    // Merge the workgroup's row streams, MERGE_QUERIES queries at a time.
+    const uint stream = tid / (COLS * SUBGROUP_STREAMS);
+    const bool leads = tid % (COLS * SUBGROUP_STREAMS) < COLS && stream < MERGED_STREAMS;
 #if SPLITS > 1
     const uint tile = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
 #endif
-    [[unroll]] for (uint first = 0; first < QUERIES; first += ROUND) {
+    [[unroll]] for (uint first = 0; first < QUERIES; first += MERGE_QUERIES) {
         if (first > 0) barrier();
         if (leads)
-            [[unroll]] for (uint i = 0; i < ROUND; i++)
-                [[unroll]] for (uint j = 0; j < 2; j++) bundle_sum[(bundle * ROUND + i) * OUT4 + 2 * (tid % COLS) + j] = sum[first + i][j];
+            [[unroll]] for (uint i = 0; i < MERGE_QUERIES; i++)
+                [[unroll]] for (uint j = 0; j < 2; j++)
+                    stream_sum[(stream * MERGE_QUERIES + i) * OUT4 + 2 * (tid % COLS) + j] = sum[first + i][j];
         barrier();
-        for (uint o = tid; o < ROUND * OUT4; o += WG_SIZE) {
+        for (uint o = tid; o < MERGE_QUERIES * OUT4; o += WG_SIZE) {
             const uint i = first + o / OUT4;
-            vec2 weight;
-            const vec4 total = merged(BUNDLES, ROUND * OUT4, i, o, weight);
+            vec2 max_sum;
+            const vec4 total = merge_partials(MERGED_STREAMS, MERGE_QUERIES * OUT4, i, o, max_sum);
 #if SPLITS > 1
             if (used > 1) {
-                store_partial(tile, split, used, i, first * OUT4 + o, total, weight);
+                store_partial(tile, split, used, i, first * OUT4 + o, total, max_sum);
                 continue;
             }
 #endif
-            query4[first * OUT4 + o] = finished(total, weight, head0 + i % HEADS);
+            query4[first * OUT4 + o] = normalize_sum(total, max_sum, head0 + i % HEADS);
         }
     }
 

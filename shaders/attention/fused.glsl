@@ -44,20 +44,20 @@ layout(binding = 1) writeonly buffer CacheKHalves { uint16_t k_halves[]; };
 layout(binding = 2) writeonly buffer CacheVHalves { uint16_t v_halves[]; };
 #define STORE_SCALE(HALVES, WORDS, at, scale) HALVES[at] = uint16_t(scale);
 #endif
-shared vec4 fresh[2][OUT4];  // the new key and value as floats
+shared vec4 new_kv[2][OUT4];  // the new key and value as floats
 
 // Quantizes the new key (WHICH 0) or value (1) as the cache stores it, eight values per thread.
 // Each of the four threads of a unit finds the unit's scale by itself.
 #define QUANTIZE(WHICH, TYPE, NEW_ROW, PAIRS, HALVES, WORDS_OF, FIRST)                                                       \
     for (uint i = FIRST; i < COLS; i += WG_SIZE) {                                                                           \
         vec4 v[8];                                                                                                           \
-        [[unroll]] for (uint j = 0; j < 8; j++) v[j] = fresh[WHICH][i / 4u * 8u + j];                                        \
+        [[unroll]] for (uint j = 0; j < 8; j++) v[j] = new_kv[WHICH][i / 4u * 8u + j];                                       \
         const float d = unit_scale(v, TYPE), inverse = reciprocal(d);                                                        \
         const uint scale = packHalf2x16(vec2(d, 0.0)) & 0xffffu, second = (i >> 1) & 1u, from = i / 4u * 8u + 2u * (i & 1u); \
         uvec2 words;                                                                                                         \
         [[unroll]] for (uint j = 0; j < 2; j++)                                                                              \
-            words[j] = TYPE == CACHE_Q8_0 ? q8_0_word(fresh[WHICH][2u * i + j], inverse)                                     \
-                                          : q4_0_word(fresh[WHICH][from + j], fresh[WHICH][from + 4u + j], inverse);         \
+            words[j] = TYPE == CACHE_Q8_0 ? q8_0_word(new_kv[WHICH][2u * i + j], inverse)                                    \
+                                          : q4_0_word(new_kv[WHICH][from + j], new_kv[WHICH][from + 4u + j], inverse);       \
         NEW_ROW[i] = uvec4(words, scale, 32u * second);                                                                      \
         if (stores) {                                                                                                        \
             const uint units = p.n_head_kv * p.n_ctx * (COLS / 4u), unit = (kv * p.n_ctx + row) * (COLS / 4u) + i / 4u;      \
@@ -132,8 +132,8 @@ void put_key(uint kv, uint row, bool stores, uint place, vec2 v) {
     new_k[place >> 2][place & 3u] = word;
     if (stores) cache_k1[(kv * p.n_ctx + row) * WORDS + place] = word;
 #else
-    fresh[0][place >> 1][2u * (place & 1u)] = v.x;
-    fresh[0][place >> 1][2u * (place & 1u) + 1u] = v.y;
+    new_kv[0][place >> 1][2u * (place & 1u)] = v.x;
+    new_kv[0][place >> 1][2u * (place & 1u) + 1u] = v.y;
 #endif
 }
 
@@ -175,8 +175,8 @@ void prepare(uint tid, uint head0, uint kv) {
             new_v[place >> 2][place & 3u] = word;
             if (stores) cache_v1[(kv * p.n_ctx + row) * WORDS + place] = word;
 #else
-            fresh[1][place >> 1][2u * (place & 1u)] = value_words[i].x;
-            fresh[1][place >> 1][2u * (place & 1u) + 1u] = value_words[i].y;
+            new_kv[1][place >> 1][2u * (place & 1u)] = value_words[i].x;
+            new_kv[1][place >> 1][2u * (place & 1u) + 1u] = value_words[i].y;
 #endif
         }
     }

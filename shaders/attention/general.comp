@@ -80,10 +80,10 @@ void main() {
     barrier();
     const uint k_first = p.k_offset + sequence * p.k_step[0] + kv_head * p.k_step[1];
     const uint v_first = p.v_offset + sequence * p.v_step[0] + kv_head * p.v_step[1];
-    float top[QUERIES], total[QUERIES];
+    float score_max[QUERIES], weight_sum[QUERIES];
     for (uint j = 0u; j < QUERIES; j++) {
-        top[j] = LOWEST;
-        total[j] = 0.0;
+        score_max[j] = LOWEST;
+        weight_sum[j] = 0.0;
     }
     for (uint chunk = 0u; chunk < p.kv; chunk += WG_SIZE) {
         const uint row = chunk + thread;
@@ -100,8 +100,8 @@ void main() {
                 }
             }
         }
-        float shrink[QUERIES];
-        float most = LOWEST;
+        float rescale[QUERIES];
+        float new_max = LOWEST;
         for (uint j = 0u; j < QUERIES; j++) {
             float s = score[j] * p.scale;
             if (p.softcap != 0.0) s = p.softcap * tanh_exact(s);
@@ -110,20 +110,20 @@ void main() {
                 s += slope_of(head[j]) * unpackHalf2x16(mask[at >> 1] >> (16u * (at & 1u))).x;
             }
             s = inside ? s : LOWEST;
-            const float before = top[j];
-            top[j] = max(before, wg_max(s));
-            const float weight = s == LOWEST ? 0.0 : exp_bounded(s - top[j]);
-            shrink[j] = before == LOWEST ? 0.0 : exp_bounded(before - top[j]);
-            total[j] = total[j] * shrink[j] + wg_sum(weight);
+            const float old_max = score_max[j];
+            score_max[j] = max(old_max, wg_max(s));
+            const float weight = s == LOWEST ? 0.0 : exp_bounded(s - score_max[j]);
+            rescale[j] = old_max == LOWEST ? 0.0 : exp_bounded(old_max - score_max[j]);
+            weight_sum[j] = weight_sum[j] * rescale[j] + wg_sum(weight);
             weights[j][thread] = weight;
-            most = max(most, top[j]);
+            new_max = max(new_max, score_max[j]);
         }
         barrier();
         const uint rows = min(uint(WG_SIZE), p.kv - chunk);
-        if (most != LOWEST) {
+        if (new_max != LOWEST) {
             for (uint d = thread; d < p.v_dim; d += WG_SIZE) {
                 float sum[QUERIES];
-                for (uint j = 0u; j < QUERIES; j++) sum[j] = sums[j][d] * shrink[j];
+                for (uint j = 0u; j < QUERIES; j++) sum[j] = sums[j][d] * rescale[j];
                 for (uint i = 0u; i < rows; i += STEPS) {
                     [[unroll]] for (uint u = 0u; u < STEPS; u++) {
                         if (i + u >= rows) break;
@@ -141,11 +141,11 @@ void main() {
         float factor = 1.0;
         if (p.has_sinks != 0u) {
             const float sink = sinks[head[j]];
-            const float above = max(top[j], sink);
-            factor = top[j] == LOWEST ? 0.0 : exp_bounded(top[j] - above);
-            total[j] = total[j] * factor + exp_bounded(sink - above);
+            const float max_with_sink = max(score_max[j], sink);
+            factor = score_max[j] == LOWEST ? 0.0 : exp_bounded(score_max[j] - max_with_sink);
+            weight_sum[j] = weight_sum[j] * factor + exp_bounded(sink - max_with_sink);
         }
-        const float part = total[j] > 0.0 ? factor / total[j] : 0.0;
+        const float part = weight_sum[j] > 0.0 ? factor / weight_sum[j] : 0.0;
         const uint to = ((sequence * p.tokens + token[j]) * p.heads + head[j]) * p.v_dim;
         for (uint d = thread; d < p.v_dim; d += WG_SIZE) y[to + d] = sums[j][d] * part;
     }

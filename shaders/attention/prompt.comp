@@ -51,8 +51,8 @@ vec4 query_quad(uint row, uint i) { return q4[row * K_ROW_QUADS + i]; }
 vec4 query[QUERIES][QUADS];
 vec4 sum[QUERIES][V_QUADS];
 float score[QUERIES][ROWS];
-float top[QUERIES], weight[QUERIES];
-uvec2 seen[QUERIES];
+float score_max[QUERIES], weight_sum[QUERIES];
+uvec2 visible[QUERIES];
 uint lo, hi;  // rows that any query of the tile sees
 
 #if BY_LANES
@@ -107,7 +107,7 @@ void load_block(uint kv, uint base, uint tid) {
 #define V_QUAD(r, j) stage[K_BLOCK_QUADS + (r) * ROW_QUADS + (j) * LANES + tid % LANES]
 #endif
 
-float over_lanes_sum(float v) {
+float reduce_lanes_sum(float v) {
 #if LANES > 1
     return group_sum(v, LANES);
 #else
@@ -130,24 +130,24 @@ void make_scores(uint base, uint tid) {
     }
     [[unroll]] for (uint t = 0; t < QUERIES; t++)
         [[unroll]] for (uint r = 0; r < ROWS; r++) {
-            const float all_lanes = over_lanes_sum(score[t][r]);
-            score[t][r] = base + r >= seen[t].x && base + r < seen[t].y ? all_lanes : MASKED;
+            const float all_lanes = reduce_lanes_sum(score[t][r]);
+            score[t][r] = base + r >= visible[t].x && base + r < visible[t].y ? all_lanes : MASKED;
         }
 }
 
 // Scores become weights, and the sums so far are rescaled to the new maximum (online softmax).
 void make_weights() {
     [[unroll]] for (uint t = 0; t < QUERIES; t++) {
-        float higher = top[t];
-        [[unroll]] for (uint r = 0; r < ROWS; r++) higher = max(higher, score[t][r]);
-        const float shrink = exp2(top[t] - higher);
-        top[t] = higher;
-        weight[t] *= shrink;
+        float new_max = score_max[t];
+        [[unroll]] for (uint r = 0; r < ROWS; r++) new_max = max(new_max, score[t][r]);
+        const float rescale = exp2(score_max[t] - new_max);
+        score_max[t] = new_max;
+        weight_sum[t] *= rescale;
         [[unroll]] for (uint r = 0; r < ROWS; r++) {
-            score[t][r] = score[t][r] > MASKED ? exp2(score[t][r] - higher) : 0.0;
-            weight[t] += score[t][r];
+            score[t][r] = score[t][r] > MASKED ? exp2(score[t][r] - new_max) : 0.0;
+            weight_sum[t] += score[t][r];
         }
-        [[unroll]] for (uint j = 0; j < V_QUADS; j++) sum[t][j] *= shrink;
+        [[unroll]] for (uint j = 0; j < V_QUADS; j++) sum[t][j] *= rescale;
     }
 }
 
@@ -169,11 +169,11 @@ void main() {
     uint first = 0xffffffffu, end = 0u;
     [[unroll]] for (uint t = 0; t < QUERIES; t++) {
         const uint i = query0 + t * SLOTS + tid / LANES, token = min(token_of(i), p.n - 1u);
-        seen[t] = rows_of(i);
-        if (seen[t].y > 0u) first = min(first, seen[t].x);
-        end = max(end, seen[t].y);
-        top[t] = MASKED;
-        weight[t] = 0.0;
+        visible[t] = visible_rows(i);
+        if (visible[t].y > 0u) first = min(first, visible[t].x);
+        end = max(end, visible[t].y);
+        score_max[t] = MASKED;
+        weight_sum[t] = 0.0;
         [[unroll]] for (uint j = 0; j < QUADS; j++) query[t][j] = p.scale * query_quad(token * p.n_head + head_of(i), j * LANES + part);
         [[unroll]] for (uint j = 0; j < V_QUADS; j++) sum[t][j] = vec4(0.0);
     }
@@ -188,12 +188,12 @@ void main() {
     }
 
     [[unroll]] for (uint t = 0; t < QUERIES; t++) {
-        const float factor = normalizer(query0 + t * SLOTS + tid / LANES, top[t], weight[t]);
+        const float factor = normalizer(query0 + t * SLOTS + tid / LANES, score_max[t], weight_sum[t]);
         barrier();
         [[unroll]] for (uint j = 0; j < V_QUADS; j++) stage[tid / LANES * ROW_QUADS + j * LANES + part] = factor * sum[t][j];
         barrier();
-        for (uint turn = 0; turn < SLOTS * ROW_QUADS; turn += WG_SIZE) {
-            const uint at = turn + tid;
+        for (uint base = 0; base < SLOTS * ROW_QUADS; base += WG_SIZE) {
+            const uint at = base + tid;
             const bool valid = at < SLOTS * ROW_QUADS;
             store_quad(query0 + t * SLOTS + at / ROW_QUADS, at % ROW_QUADS, valid, stage[valid ? at : 0u]);
         }

@@ -51,7 +51,7 @@ uint token_of(uint query) { return query / group_heads(); }
 uint head_of(uint query) { return gl_WorkGroupID.y * group_heads() + query % group_heads(); }
 
 // (first, end) of the rows that a query sees; (0, 0): none.
-uvec2 rows_of(uint query) {
+uvec2 visible_rows(uint query) {
     const uint token = token_of(query);
     const int at = token < p.n ? pos[token] : -1;
     const uint end = min(uint(at + 1), p.n_ctx);
@@ -59,12 +59,12 @@ uvec2 rows_of(uint query) {
 }
 
 // The factor that normalizes a query's weighted sum, from its maximum and sum of weights; its sink, if it has one, is included here.
-float normalizer(uint query, float top, float weight) {
+float normalizer(uint query, float score_max, float weight_sum) {
     if (HAS_SINKS != 0) {
         const float sink = sinks[min(head_of(query), p.n_head - 1u)] * LOG2_E;
-        const float higher = max(top, sink);
-        const float shrink = exp2(top - higher);
-        return weight > 0.0 ? shrink / (weight * shrink + exp2(sink - higher)) : 0.0;
+        const float new_max = max(score_max, sink);
+        const float rescale = exp2(score_max - new_max);
+        return weight_sum > 0.0 ? rescale / (weight_sum * rescale + exp2(sink - new_max)) : 0.0;
     }
-    return weight > 0.0 ? 1.0 / weight : 0.0;
+    return weight_sum > 0.0 ? 1.0 / weight_sum : 0.0;
 }

@@ -49,17 +49,17 @@ const uint WIDTH = NK * PARTS * FK;
 const uint PITCH = WIDTH / 8 + 1;                            // 16-byte words from row to row
 const uint ROW_WORDS = HD / 8;
 const uint NS = ROWS / FN, NP = ROWS / FK;                   // matrices of scores, of weights
-const uint PIECES = (ROWS * (WIDTH / 8) + WG - 1) / WG;
-const uint MAX_PITCH = FN / 4 + 1, SCORE_PITCH = ROWS / 4 + 1, STAGE_PITCH = FN / 4 + 1;
+const uint THREAD_WORDS = (ROWS * (WIDTH / 8) + WG - 1) / WG;
+const uint MAXIMA_PITCH = FN / 4 + 1, SCORE_PITCH = ROWS / 4 + 1, STAGE_PITCH = FN / 4 + 1;
 const uint SCORE_WORDS = FM * SCORE_PITCH;                   // the scores that one subgroup contributes
-const uint BLOCK_WORDS = (ROWS > FM ? ROWS : FM) * PITCH, STAGE_WORDS = SUBGROUPS * FM * MAX_PITCH;
+const uint BLOCK_WORDS = (ROWS > FM ? ROWS : FM) * PITCH, STAGE_WORDS = SUBGROUPS * FM * MAXIMA_PITCH;
 
 shared uvec4 kv_rows[BLOCK_WORDS > STAGE_WORDS ? BLOCK_WORDS : STAGE_WORDS];
 shared vec4 score_parts[SUBGROUPS * SCORE_WORDS];
 
 MATRIX_A query[NK];
 MATRIX_SUM sums[NO];
-uvec4 words_now[PIECES];
+uvec4 words_now[THREAD_WORDS];
 
 uint part() { return gl_SubgroupID % PARTS; }
 
@@ -126,12 +126,12 @@ void take_scores(out MATRIX_SUM score[NS]) {
 
 void store_results(uint query0) {
     const uint stage = gl_SubgroupID * FM * STAGE_PITCH;
-    finish_in_registers(0u, query0);
+    normalize_in_registers(0u, query0);
     [[unroll]] for (uint o = 0; o < NO; o++) {
         coopMatStore(sums[o], kv_rows, stage, STAGE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
         subgroup_sync();
-        [[unroll]] for (uint turn = 0; turn < FM * (FN / 4); turn += SG) {
-            const uint at = turn + gl_SubgroupInvocationID, row = at / (FN / 4), quad = (part() * NO + o) * (FN / 4) + at % (FN / 4);
+        [[unroll]] for (uint base = 0; base < FM * (FN / 4); base += SG) {
+            const uint at = base + gl_SubgroupInvocationID, row = at / (FN / 4), quad = (part() * NO + o) * (FN / 4) + at % (FN / 4);
             const uint i = query0 + first_row_of(0u) + row, token = token_of(i);
             if (row < FM && token < p.n && quad < VD / 4)
                 y4[(token * p.n_head + head_of(i)) * (VD / 4) + quad] = uintBitsToFloat(kv_rows[stage + row * STAGE_PITCH + at % (FN / 4)]);
@@ -142,12 +142,12 @@ void store_results(uint query0) {
 
 void main() {
     const uint query0 = first_query(TILE_Q);
-    for (uint i = gl_LocalInvocationIndex; i < TILE_Q; i += WG) seen[i] = rows_of(query0 + i);
+    for (uint i = gl_LocalInvocationIndex; i < TILE_Q; i += WG) visible[i] = visible_rows(query0 + i);
     [[unroll]] for (uint i = 0; i < OWN_ROWS; i++) {
-        own_top[i] = MASKED;
-        own_weight[i] = 0.0;
+        own_max[i] = MASKED;
+        own_sum[i] = 0.0;
     }
-    find_places(gl_SubgroupID * FM * MAX_PITCH);
+    find_element_positions(gl_SubgroupID * FM * MAXIMA_PITCH);
     barrier();
     const uvec2 every = find_range();
     [[unroll]] for (uint o = 0; o < NO; o++) sums[o] = MATRIX_SUM(0.0);
@@ -166,7 +166,7 @@ void main() {
             take_scores(score);
             if (base < every.x || base + ROWS > every.y) mask_scores(first_row_of(0u), base, score);
             MATRIX_A p_matrix[NP];
-            weigh_in_registers(0u, score, p_matrix);
+            softmax_in_registers(0u, score, p_matrix);
             [[unroll]] for (uint k = 0; k < NP; k++)
                 [[unroll]] for (uint o = 0; o < NO; o++) {
                     MATRIX_B b;

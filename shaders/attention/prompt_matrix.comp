@@ -61,29 +61,29 @@ const uint PITCH = WIDTH / 8 + 1;             // 16-byte words from row to row
 const uint ROW_WORDS = HD / 8;
 const uint NK = WIDTH / FK, NO = WIDTH / FN;  // matrices along a query, along its sum
 const uint NS = ROWS / FN, NP = ROWS / FK;    // matrices of scores, of weights
-const uint PIECES = (ROWS * (WIDTH / 8) + WG - 1) / WG;
+const uint THREAD_WORDS = (ROWS * (WIDTH / 8) + WG - 1) / WG;
 const uint Q_ROWS = SUBGROUPS * FM;
 const uint KV_WORDS = (2 * ROWS > Q_ROWS ? 2 * ROWS : Q_ROWS) * PITCH;
-const uint STAGE_COLS = OUT_TYPE == OUT_Q8_1 ? 32 : 16, STAGED = STAGE_COLS / FN;  // columns staged for a store, and their matrices
-const uint MAX_PITCH = FN / 4 + 1, P_PITCH = ROWS / 8 + 1, STAGE_PITCH = STAGE_COLS / 4 + 1;
-const uint MAX_WORDS = FM * MAX_PITCH, P_WORDS = FM * P_PITCH, STAGE_WORDS = FM * STAGE_PITCH;
-const uint SCRATCH = MAX_WORDS > P_WORDS ? MAX_WORDS : P_WORDS;
-const uint ALL_STAGES = SUBGROUPS * (STAGE_WORDS > MAX_WORDS ? STAGE_WORDS : MAX_WORDS);
+const uint STAGE_COLS = OUT_TYPE == OUT_Q8_1 ? 32 : 16, STAGE_MATRICES = STAGE_COLS / FN;  // columns staged for a store, and their matrices
+const uint MAXIMA_PITCH = FN / 4 + 1, P_PITCH = ROWS / 8 + 1, STAGE_PITCH = STAGE_COLS / 4 + 1;
+const uint MAXIMA_WORDS = FM * MAXIMA_PITCH, P_WORDS = FM * P_PITCH, STAGE_WORDS = FM * STAGE_PITCH;
+const uint SCRATCH = MAXIMA_WORDS > P_WORDS ? MAXIMA_WORDS : P_WORDS;
+const uint ALL_STAGES = SUBGROUPS * (STAGE_WORDS > MAXIMA_WORDS ? STAGE_WORDS : MAXIMA_WORDS);
 
 // Lanes that share a row when its maximum or sum is found.
-const uint SHARE = SG / FM < 1 ? 1 : SG / FM > FN / 4 ? FN / 4 : SG / FM;
+const uint REDUCE_LANES = SG / FM < 1 ? 1 : SG / FM > FN / 4 ? FN / 4 : SG / FM;
 
 const uint OUT_WORDS = ALL_STAGES + (OUT_TYPE == OUT_FRAGMENTS ? TILE_Q * PITCH : 0);  // results in f32, then packed ones
 
 shared uvec4 kv_rows[KV_WORDS > OUT_WORDS ? KV_WORDS : OUT_WORDS];
 shared uvec4 scratch[ROW_LANES != 0 ? 1 : SUBGROUPS * SCRATCH];
-shared float row_top[ROW_LANES != 0 ? 1 : TILE_Q];
+shared float row_max[ROW_LANES != 0 ? 1 : TILE_Q];
 shared float row_factor[ROW_LANES != 0 ? 1 : TILE_Q];
 
 MATRIX_A query[MQ * NK];
 MATRIX_SUM sums[MQ * NO];
-MATRIX_SUM weights[MQ];
-uvec4 k_words[PIECES], v_words[PIECES];
+MATRIX_SUM weight_sums[MQ];
+uvec4 k_words[THREAD_WORDS], v_words[THREAD_WORDS];
 
 // The first of this subgroup's query rows in matrix row m.
 uint first_row_of(uint m) { return (gl_SubgroupID * MQ + m) * FM; }
@@ -145,8 +145,8 @@ void stage_quad(uint query0, uint i, uint quad, vec4 v) {
 // The subgroups share out the matrices of the tile.
 void store_fragments(uint query0) {
     const uint heads = group_heads(), tokens = TILE_Q / heads, token0 = query0 / heads, all = heads * (tokens / FN) * (HD / FK);
-    for (uint turn = 0; turn < all; turn += SUBGROUPS) {
-        const uint matrix = turn + gl_SubgroupID, k = matrix % (HD / FK), head = matrix / (HD / FK) % heads;
+    for (uint base = 0; base < all; base += SUBGROUPS) {
+        const uint matrix = base + gl_SubgroupID, k = matrix % (HD / FK), head = matrix / (HD / FK) % heads;
         const uint first = matrix / (HD / FK) / heads * FN;
         if (matrix < all && token0 + first < p.n) {
             MATRIX_B b;
@@ -163,15 +163,15 @@ void store_results(uint query0, uint mine) {
     const uint stage = gl_SubgroupID * STAGE_WORDS, lane = gl_SubgroupInvocationID;
     [[unroll]] for (uint m = 0; m < MQ; m++) {
         const uint first_row = first_row_of(m);
-        if (ROW_LANES != 0) finish_in_registers(m, query0);
-        else finish_through_shared(m, query0, mine);
+        if (ROW_LANES != 0) normalize_in_registers(m, query0);
+        else normalize_in_shared(m, query0, mine);
         [[unroll]] for (uint o = 0; o < NO; o++) {
-            coopMatStore(sums[m * NO + o], kv_rows, stage + o % STAGED * (FN / 4), STAGE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
-            if ((o + 1) % STAGED == 0 || o + 1 == NO) {
-                const uint first = o / STAGED * STAGE_COLS;
+            coopMatStore(sums[m * NO + o], kv_rows, stage + o % STAGE_MATRICES * (FN / 4), STAGE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+            if ((o + 1) % STAGE_MATRICES == 0 || o + 1 == NO) {
+                const uint first = o / STAGE_MATRICES * STAGE_COLS;
                 subgroup_sync();
-                [[unroll]] for (uint turn = 0; turn < FM * (STAGE_COLS / 4); turn += SG) {
-                    const uint row = (turn + lane) / (STAGE_COLS / 4), quad = (turn + lane) % (STAGE_COLS / 4);
+                [[unroll]] for (uint base = 0; base < FM * (STAGE_COLS / 4); base += SG) {
+                    const uint row = (base + lane) / (STAGE_COLS / 4), quad = (base + lane) % (STAGE_COLS / 4);
                     const float factor = ROW_LANES != 0 ? 1.0 : row_factor[first_row + row];
                     const vec4 v = factor * uintBitsToFloat(kv_rows[stage + row * STAGE_PITCH + quad]);
                     if (OUT_TYPE == OUT_FRAGMENTS) stage_quad(query0, first_row + row, first / 4u + quad, v);
@@ -189,19 +189,19 @@ void store_results(uint query0, uint mine) {
 void main() {
     const uint query0 = first_query(TILE_Q), mine = gl_SubgroupID * SCRATCH;
     for (uint i = gl_LocalInvocationIndex; i < TILE_Q; i += WG) {
-        seen[i] = rows_of(query0 + i);
-        if (ROW_LANES == 0) row_top[i] = MASKED;
+        visible[i] = visible_rows(query0 + i);
+        if (ROW_LANES == 0) row_max[i] = MASKED;
     }
     [[unroll]] for (uint i = 0; i < MQ * OWN_ROWS; i++) {
-        own_top[i] = MASKED;
-        own_weight[i] = 0.0;
+        own_max[i] = MASKED;
+        own_sum[i] = 0.0;
     }
-    find_places(gl_SubgroupID * MAX_WORDS);
+    find_element_positions(gl_SubgroupID * MAXIMA_WORDS);
     barrier();
     const uvec2 every = find_range();
 
     [[unroll]] for (uint o = 0; o < MQ * NO; o++) sums[o] = MATRIX_SUM(0.0);
-    [[unroll]] for (uint m = 0; m < MQ; m++) weights[m] = MATRIX_SUM(0.0);
+    [[unroll]] for (uint m = 0; m < MQ; m++) weight_sums[m] = MATRIX_SUM(0.0);
     load_queries(query0);
 
     if (hi > 0u) {
@@ -216,8 +216,8 @@ void main() {
             [[unroll]] for (uint m = 0; m < MQ; m++) {
                 MATRIX_SUM score[NS];
                 find_scores(m, base, masks, score);
-                if (ROW_LANES != 0) weigh_in_registers(m, score, p_matrix[m]);
-                else weigh_through_shared(m, score, mine, p_matrix[m]);
+                if (ROW_LANES != 0) softmax_in_registers(m, score, p_matrix[m]);
+                else softmax_in_shared(m, score, mine, p_matrix[m]);
             }
             put_v();
             if (base + ROWS < hi) fetch_k(base + ROWS);

@@ -3,52 +3,53 @@
 // Needs first_row_of(m).
 
 const uint OWN_ROWS = ROW_LANES != 0 ? FM * ROW_LANES / SG : 1;  // rows of a matrix of which a lane holds elements; its elements lie row by row
-const uint EACH = ELEMENTS / OWN_ROWS;                          // elements of each row
+const uint ROW_ELEMENTS = ELEMENTS / OWN_ROWS;                  // elements of each row
 
-float own_top[MQ * OWN_ROWS], own_weight[MQ * OWN_ROWS];  // weight: the sum over this lane's columns only
+float own_max[MQ * OWN_ROWS], own_sum[MQ * OWN_ROWS];  // own_sum: of weights, over this lane's columns only
 
 uint own_row(uint r) { return gl_SubgroupInvocationID / max(ROW_LANES, 1) + r * (FM / OWN_ROWS); }
 
 float max_over_row(float v) {
-    [[unroll]] for (uint on = 1; on < ROW_LANES; on *= 2) v = max(v, subgroupShuffleXor(v, on));
+    [[unroll]] for (uint offset = 1; offset < ROW_LANES; offset *= 2) v = max(v, subgroupShuffleXor(v, offset));
     return v;
 }
 
 float sum_over_row(float v) {
-    [[unroll]] for (uint on = 1; on < ROW_LANES; on *= 2) v += subgroupShuffleXor(v, on);
+    [[unroll]] for (uint offset = 1; offset < ROW_LANES; offset *= 2) v += subgroupShuffleXor(v, offset);
     return v;
 }
 
 // Turns a block's scores into weights, as matrices A, and rescales the sums so far.
-void weigh_in_registers(uint m, inout MATRIX_SUM score[NS], out MATRIX_A p_matrix[NP]) {
+void softmax_in_registers(uint m, inout MATRIX_SUM score[NS], out MATRIX_A p_matrix[NP]) {
     MATRIX_SUM factors;
     [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {
-        float highest = score[0][r * EACH];
+        float highest = score[0][r * ROW_ELEMENTS];
         [[unroll]] for (uint s = 0; s < NS; s++)
-            [[unroll]] for (uint e = 0; e < EACH; e++) highest = max(highest, score[s][r * EACH + e]);
+            [[unroll]] for (uint e = 0; e < ROW_ELEMENTS; e++) highest = max(highest, score[s][r * ROW_ELEMENTS + e]);
         const uint at = m * OWN_ROWS + r;
-        const float before = own_top[at], now = max(before, max_over_row(highest)), top = max(now, LOWEST), factor = exp2(before - now);
-        own_top[at] = now;
-        float weight = own_weight[at] * factor;
+        const float old_max = own_max[at], new_max = max(old_max, max_over_row(highest));
+        const float finite_max = max(new_max, LOWEST), rescale = exp2(old_max - new_max);
+        own_max[at] = new_max;
+        float weight_sum = own_sum[at] * rescale;
         [[unroll]] for (uint s = 0; s < NS; s++)
-            [[unroll]] for (uint e = 0; e < EACH; e++) {
-                const float one = exp2(score[s][r * EACH + e] - top);
-                weight += one;
-                p_matrix[min(s, NP - 1)][r * EACH + e] = float16_t(one);
+            [[unroll]] for (uint e = 0; e < ROW_ELEMENTS; e++) {
+                const float weight = exp2(score[s][r * ROW_ELEMENTS + e] - finite_max);
+                weight_sum += weight;
+                p_matrix[min(s, NP - 1)][r * ROW_ELEMENTS + e] = float16_t(weight);
             }
-        own_weight[at] = weight;
-        [[unroll]] for (uint e = 0; e < EACH; e++) factors[r * EACH + e] = factor;
+        own_sum[at] = weight_sum;
+        [[unroll]] for (uint e = 0; e < ROW_ELEMENTS; e++) factors[r * ROW_ELEMENTS + e] = rescale;
     }
     [[unroll]] for (uint o = 0; o < NO; o++) sums[m * NO + o] = sums[m * NO + o] * factors;
 }
 
 // Normalizes the sums of matrix row m.
-void finish_in_registers(uint m, uint query0) {
+void normalize_in_registers(uint m, uint query0) {
     MATRIX_SUM factors;
     [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {
         const uint at = m * OWN_ROWS + r, query = query0 + first_row_of(m) + own_row(r);
-        const float factor = normalizer(query, own_top[at], sum_over_row(own_weight[at]));
-        [[unroll]] for (uint e = 0; e < EACH; e++) factors[r * EACH + e] = factor;
+        const float rescale = normalizer(query, own_max[at], sum_over_row(own_sum[at]));
+        [[unroll]] for (uint e = 0; e < ROW_ELEMENTS; e++) factors[r * ROW_ELEMENTS + e] = rescale;
     }
     [[unroll]] for (uint o = 0; o < NO; o++) sums[m * NO + o] = sums[m * NO + o] * factors;
 }

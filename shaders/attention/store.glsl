@@ -1,14 +1,14 @@
 // Epilogue of attention: sinks and normalization, then the store as F32, Q8_1 or F16 in unit order.
 
-// Normalizes a sum. weight: (maximum, sum of weights).
-vec4 finished(vec4 total, vec2 weight, uint head) {
+// Normalizes a sum. max_sum: (maximum, sum of weights).
+vec4 normalize_sum(vec4 total, vec2 max_sum, uint head) {
 #if HAS_SINKS
     const float sink = sinks[head] * LOG2_E;
-    const float higher = max(weight.x, sink);
-    const float shrink = exp2(weight.x - higher);
-    return total * shrink / (weight.y * shrink + exp2(sink - higher));
+    const float new_max = max(max_sum.x, sink);
+    const float rescale = exp2(max_sum.x - new_max);
+    return total * rescale / (max_sum.y * rescale + exp2(sink - new_max));
 #else
-    return weight.y > 0.0 ? total / weight.y : vec4(0.0);    // padding sees no row
+    return max_sum.y > 0.0 ? total / max_sum.y : vec4(0.0);  // padding sees no row
 #endif
 }
 

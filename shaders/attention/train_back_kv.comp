@@ -26,22 +26,22 @@ void main() {
     for (uint head = gl_WorkGroupID.y * p.heads_each; head < (gl_WorkGroupID.y + 1u) * p.heads_each; head++) {
         for (uint tile = first_queries(k0); tile <= last_queries(k0); tile++) {
             const uint q0 = tile * 32u;
-            float weight[4][4], slope[4][4];
-            derivatives(text, head, q0, k0, weight, slope);
+            float weight[4][4], score_grad[4][4];
+            derivatives(text, head, q0, k0, weight, score_grad);
             PUT_WEIGHTS(weight)
             [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) {
                 barrier();
-                FILL_TILE(right, VALUE_OF(dy, text, q0 + r, p.n_head, head, p.vd, column0 + 32u * chunk + c))
+                FILL_TILE(tile_b, VALUE_OF(dy, text, q0 + r, p.n_head, head, p.vd, column0 + 32u * chunk + c))
                 barrier();
-                add_transposed_by_right(of_v[chunk]);
+                add_weights_transposed_by_b(of_v[chunk]);
             }
             barrier();
-            PUT_WEIGHTS(slope)
+            PUT_WEIGHTS(score_grad)
             [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) {
                 barrier();
-                FILL_TILE(right, VALUE_OF(q, text, q0 + r, p.n_head, head, p.hd, column0 + 32u * chunk + c))
+                FILL_TILE(tile_b, VALUE_OF(q, text, q0 + r, p.n_head, head, p.hd, column0 + 32u * chunk + c))
                 barrier();
-                add_transposed_by_right(of_k[chunk]);
+                add_weights_transposed_by_b(of_k[chunk]);
             }
         }
     }

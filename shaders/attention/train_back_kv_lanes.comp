@@ -24,18 +24,18 @@ void main() {
     for (uint head = gl_WorkGroupID.y * p.heads_each; head < (gl_WorkGroupID.y + 1u) * p.heads_each; head++) {
         for (uint group = first_queries(k0); group <= last_queries(k0); group++) {
             const uint q0 = group * LANES, at = (text * p.n + min(q0 + t, p.n - 1u)) * p.n_head + head;
-            const float totals = lse[at], common_parts = delta[at];
+            const float row_lses = lse[at], row_deltas = delta[at];
             vec4 queries[HD4], slopes[VD4];
             LOAD_ROW(queries, q, text, q0 + t, p.n_head, head, HD)
             LOAD_ROW(slopes, dy, text, q0 + t, p.n_head, head, VD)
             [[unroll]] for (uint i = 0u; i < LANES; i++) {
-                float product, dy_v, weight, slope;
+                float product, dy_v, weight, score_grad;
                 PRODUCT(product, own, queries, HD4, i)
                 PRODUCT(dy_v, own_v, slopes, VD4, i)
                 derivatives(
-                    product, dy_v, subgroupShuffle(totals, i), subgroupShuffle(common_parts, i), visible(q0 + i, row), weight, slope);
+                    product, dy_v, subgroupShuffle(row_lses, i), subgroupShuffle(row_deltas, i), visible(q0 + i, row), weight, score_grad);
                 ADD_ROW(of_v, weight, slopes, VD4, i)
-                ADD_ROW(of_k, slope, queries, HD4, i)
+                ADD_ROW(of_k, score_grad, queries, HD4, i)
             }
         }
     }

@@ -3,8 +3,8 @@
 #include "attention/train_back_inputs.glsl"
 
 // product: q . k, dy_v: dy . v.
-void derivatives(float product, float dy_v, float total, float common_part, bool seen, out float weight, out float slope) {
+void derivatives(float product, float dy_v, float row_lse, float row_delta, bool seen, out float weight, out float score_grad) {
     const float s = score(product);
-    weight = seen ? exp_bounded(s - total) : 0.0;
-    slope = weight * (dy_v - common_part) * score_slope(s);
+    weight = seen ? exp_bounded(s - row_lse) : 0.0;
+    score_grad = weight * (dy_v - row_delta) * score_derivative(s);
 }

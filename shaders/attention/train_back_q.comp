@@ -21,14 +21,14 @@ void main() {
     [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) ZERO_TILE(sums[chunk])
     for (uint tile = first_keys(q0); tile <= last_keys(q0); tile++) {
         const uint k0 = tile * 32u;
-        float weight[4][4], slope[4][4];
-        derivatives(text, head, q0, k0, weight, slope);
-        PUT_WEIGHTS(slope)
+        float weight[4][4], score_grad[4][4];
+        derivatives(text, head, q0, k0, weight, score_grad);
+        PUT_WEIGHTS(score_grad)
         [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) {
             barrier();
-            FILL_TILE(right, VALUE_OF(k, text, k0 + r, p.n_head_kv, kv_head, p.hd, column0 + 32u * chunk + c))
+            FILL_TILE(tile_b, VALUE_OF(k, text, k0 + r, p.n_head_kv, kv_head, p.hd, column0 + 32u * chunk + c))
             barrier();
-            add_weights_by_right(sums[chunk]);
+            add_weights_by_b(sums[chunk]);
         }
     }
     [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++)

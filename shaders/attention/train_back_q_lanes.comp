@@ -17,7 +17,7 @@ void main() {
     LOAD_ROW(own, q, text, row, p.n_head, head, HD)
     LOAD_ROW(own_dy, dy, text, row, p.n_head, head, VD)
     [[unroll]] for (uint d = 0u; d < HD4; d++) sums[d] = vec4(0.0);
-    const float total = lse[at], common_part = delta[at];
+    const float row_lse = lse[at], row_delta = delta[at];
     for (uint group = first_keys(q0); group <= last_keys(q0); group++) {
         const uint k0 = group * LANES;
         float dy_v[LANES];
@@ -29,10 +29,10 @@ void main() {
         vec4 keys[HD4];
         LOAD_ROW(keys, k, text, k0 + t, p.n_head_kv, kv_head, HD)
         [[unroll]] for (uint i = 0u; i < LANES; i++) {
-            float product, weight, slope;
+            float product, weight, score_grad;
             PRODUCT(product, own, keys, HD4, i)
-            derivatives(product, dy_v[i], total, common_part, visible(row, k0 + i), weight, slope);
-            ADD_ROW(sums, slope, keys, HD4, i)
+            derivatives(product, dy_v[i], row_lse, row_delta, visible(row, k0 + i), weight, score_grad);
+            ADD_ROW(sums, score_grad, keys, HD4, i)
         }
     }
     if (row < p.n) STORE_ROW(sums, dq, at, HD)

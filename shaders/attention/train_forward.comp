@@ -17,11 +17,11 @@ layout(std430, set = 0, binding = 2) readonly buffer InV { float v[]; };
 layout(std430, set = 0, binding = 3) writeonly buffer OutY { float y[]; };
 layout(std430, set = 0, binding = 4) writeonly buffer OutLse { float lse[]; };
 
-shared float tops[32];
-shared float totals[32];
-shared float factors[32];
+shared float score_max[32];
+shared float weight_sums[32];
+shared float rescales[32];
 
-const float HIDDEN = -3.0e38;
+const float MASKED = -3.0e38;
 
 void main() {
     const uint q0 = gl_WorkGroupID.x * 32u, head = gl_WorkGroupID.y;
@@ -30,8 +30,8 @@ void main() {
     float sums[CHUNKS][4][4];
     [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) ZERO_TILE(sums[chunk])
     if (t < 32u) {
-        tops[t] = HIDDEN;
-        totals[t] = 0.0;
+        score_max[t] = MASKED;
+        weight_sums[t] = 0.0;
     }
     for (uint tile = first_keys(q0); tile <= last_keys(q0); tile++) {
         const uint k0 = tile * 32u;
@@ -39,38 +39,38 @@ void main() {
         ZERO_TILE(s)
         for (uint d0 = 0u; d0 < p.hd; d0 += 32u) {
             barrier();
-            FILL_TILE(left, VALUE_OF(q, text, q0 + r, p.n_head, head, p.hd, d0 + c))
-            FILL_TILE(right, VALUE_OF(k, text, k0 + r, p.n_head_kv, kv_head, p.hd, d0 + c))
+            FILL_TILE(tile_a, VALUE_OF(q, text, q0 + r, p.n_head, head, p.hd, d0 + c))
+            FILL_TILE(tile_b, VALUE_OF(k, text, k0 + r, p.n_head_kv, kv_head, p.hd, d0 + c))
             barrier();
-            add_rows_by_rows(s);
+            add_a_by_b_transposed(s);
         }
         to_scores(s);
         [[unroll]] for (uint i = 0u; i < 4u; i++)
             [[unroll]] for (uint j = 0u; j < 4u; j++)
-                weights[(4u * ty + i) * PITCH + 4u * tx + j] = mix(HIDDEN, s[i][j], visible(q0 + 4u * ty + i, k0 + 4u * tx + j));
+                weights[(4u * ty + i) * PITCH + 4u * tx + j] = mix(MASKED, s[i][j], visible(q0 + 4u * ty + i, k0 + 4u * tx + j));
         barrier();
         if (t < 32u) {
-            float top = tops[t];
-            for (uint c = 0u; c < 32u; c++) top = max(top, weights[t * PITCH + c]);
-            const float factor = exp_bounded(tops[t] - top);
-            float total = totals[t] * factor;
+            float new_max = score_max[t];
+            for (uint c = 0u; c < 32u; c++) new_max = max(new_max, weights[t * PITCH + c]);
+            const float rescale = exp_bounded(score_max[t] - new_max);
+            float weight_sum = weight_sums[t] * rescale;
             for (uint c = 0u; c < 32u; c++) {
                 const float at = weights[t * PITCH + c];
-                const float weight = at == HIDDEN ? 0.0 : exp_bounded(at - top);
+                const float weight = at == MASKED ? 0.0 : exp_bounded(at - new_max);
                 weights[t * PITCH + c] = weight;
-                total += weight;
+                weight_sum += weight;
             }
-            tops[t] = top;
-            totals[t] = total;
-            factors[t] = factor;
+            score_max[t] = new_max;
+            weight_sums[t] = weight_sum;
+            rescales[t] = rescale;
         }
         [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) {
             barrier();
-            FILL_TILE(right, VALUE_OF(v, text, k0 + r, p.n_head_kv, kv_head, p.vd, column0 + 32u * chunk + c))
+            FILL_TILE(tile_b, VALUE_OF(v, text, k0 + r, p.n_head_kv, kv_head, p.vd, column0 + 32u * chunk + c))
             barrier();
             [[unroll]] for (uint i = 0u; i < 4u; i++)
-                [[unroll]] for (uint j = 0u; j < 4u; j++) sums[chunk][i][j] *= factors[4u * ty + i];
-            add_weights_by_right(sums[chunk]);
+                [[unroll]] for (uint j = 0u; j < 4u; j++) sums[chunk][i][j] *= rescales[4u * ty + i];
+            add_weights_by_b(sums[chunk]);
         }
     }
     barrier();
@@ -78,12 +78,12 @@ void main() {
         const uint row = q0 + 4u * ty + i;
         if (row >= p.n) continue;
         const uint at = (text * p.n + row) * p.n_head + head;
-        const float total = totals[4u * ty + i];
-        if (column0 == 0u && tx == 0u) lse[at] = tops[4u * ty + i] + log(total);
+        const float weight_sum = weight_sums[4u * ty + i];
+        if (column0 == 0u && tx == 0u) lse[at] = score_max[4u * ty + i] + log(weight_sum);
         [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++)
             [[unroll]] for (uint j = 0u; j < 4u; j++) {
                 const uint column = column0 + 32u * chunk + 4u * tx + j;
-                if (column < p.vd) y[at * p.vd + column] = sums[chunk][i][j] / total;
+                if (column < p.vd) y[at * p.vd + column] = sums[chunk][i][j] / weight_sum;
             }
     }
 }

@@ -15,7 +15,7 @@ layout(std430, set = 0, binding = 2) readonly buffer InV { float v[]; };
 layout(std430, set = 0, binding = 3) writeonly buffer OutY { float y[]; };
 layout(std430, set = 0, binding = 4) writeonly buffer OutLse { float lse[]; };
 
-const float HIDDEN = -3.0e38;
+const float MASKED = -3.0e38;
 
 void main() {
     const uint q0 = gl_WorkGroupID.x * LANES, row = q0 + t, head = gl_WorkGroupID.y, text = gl_WorkGroupID.z;
@@ -23,7 +23,7 @@ void main() {
     vec4 own[HD4], sums[VD4];
     LOAD_ROW(own, q, text, row, p.n_head, head, HD)
     [[unroll]] for (uint d = 0u; d < VD4; d++) sums[d] = vec4(0.0);
-    float top = HIDDEN, total = 0.0;
+    float score_max = MASKED, weight_sum = 0.0;
     for (uint group = first_keys(q0); group <= last_keys(q0); group++) {
         const uint k0 = group * LANES;
         float s[LANES];
@@ -32,26 +32,26 @@ void main() {
             LOAD_ROW(keys, k, text, k0 + t, p.n_head_kv, kv_head, HD)
             [[unroll]] for (uint i = 0u; i < LANES; i++) PRODUCT(s[i], own, keys, HD4, i)
         }
-        float next = top;
+        float new_max = score_max;
         [[unroll]] for (uint i = 0u; i < LANES; i++) {
-            s[i] = visible(row, k0 + i) ? score(s[i]) : HIDDEN;
-            next = max(next, s[i]);
+            s[i] = visible(row, k0 + i) ? score(s[i]) : MASKED;
+            new_max = max(new_max, s[i]);
         }
-        const float factor = exp_bounded(top - next);
-        top = next;
-        total *= factor;
-        [[unroll]] for (uint d = 0u; d < VD4; d++) sums[d] *= factor;
+        const float rescale = exp_bounded(score_max - new_max);
+        score_max = new_max;
+        weight_sum *= rescale;
+        [[unroll]] for (uint d = 0u; d < VD4; d++) sums[d] *= rescale;
         vec4 values[VD4];
         LOAD_ROW(values, v, text, k0 + t, p.n_head_kv, kv_head, VD)
         [[unroll]] for (uint i = 0u; i < LANES; i++) {
-            const float weight = s[i] == HIDDEN ? 0.0 : exp_bounded(s[i] - top);
-            total += weight;
+            const float weight = s[i] == MASKED ? 0.0 : exp_bounded(s[i] - score_max);
+            weight_sum += weight;
             ADD_ROW(sums, weight, values, VD4, i)
         }
     }
     if (row >= p.n) return;
     const uint at = (text * p.n + row) * p.n_head + head;
-    lse[at] = top + log(total);
-    [[unroll]] for (uint d = 0u; d < VD4; d++) sums[d] /= total;
+    lse[at] = score_max + log(weight_sum);
+    [[unroll]] for (uint d = 0u; d < VD4; d++) sums[d] /= weight_sum;
     STORE_ROW(sums, y, at, VD)
 }

@@ -7,7 +7,7 @@
 // Defines: LANES, HD and VD (values of a head: p.hd and p.vd)
 #extension GL_KHR_shader_subgroup_basic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
-#define ROWS_EACH LANES
+#define BLOCK_ROWS LANES
 #include "attention/train_rules.glsl"
 
 layout(local_size_x = LANES) in;

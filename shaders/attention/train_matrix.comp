@@ -53,19 +53,19 @@ layout(std430, set = 0, binding = 3) readonly buffer WalkY { uvec4 walk_y[]; };
 layout(std430, set = 0, binding = 3) readonly buffer WalkYFactors { float walk_y_factors[]; };
 layout(std430, set = 0, binding = 4) buffer Lse { float lse[]; };
 layout(std430, set = 0, binding = 5) readonly buffer Delta { float delta[]; };
-layout(std430, set = 0, binding = 6) writeonly buffer Out { float made[]; };
+layout(std430, set = 0, binding = 6) writeonly buffer Out { float result[]; };
 
 #define MATRIX_WEIGHT coopmat<float16_t, gl_ScopeSubgroup, FM, FN, gl_MatrixUseAccumulator>
 
-const bool FORWARD = KIND == 0, SLOPES = KIND == 1 || KIND == 2, OWN_KEYS = KIND >= 2;
-const uint OUT = SLOPES ? HD : VD;                // values of a result row
+const bool FORWARD = KIND == 0, WITH_DS = KIND == 1 || KIND == 2, OWN_KEYS = KIND >= 2;
+const uint OUT = WITH_DS ? HD : VD;               // values of a result row
 const uint SUBGROUPS = WG / SG;
 const uint NK = HD / FK, NV = VD / FK, NO = OUT / FN;
 const uint ELEMENTS = FM * FN / SG;               // of a sum matrix, per lane
 const uint X_PITCH = HD / 8 + 1, Y_PITCH = VD / 8 + 1, W_PITCH = FN / 8 + 1;  // 16-byte words from row to row
 const uint SUM_PITCH = FN / 4;
-const uint X_PIECES = (ROWS * HD / 8 + WG - 1) / WG, Y_PIECES = (ROWS * VD / 8 + WG - 1) / WG;
-const float HIDDEN = -3.0e38;
+const uint X_THREAD_WORDS = (ROWS * HD / 8 + WG - 1) / WG, Y_THREAD_WORDS = (ROWS * VD / 8 + WG - 1) / WG;
+const float MASKED = -3.0e38;
 
 shared uvec4 x_rows[ROWS * X_PITCH];
 shared uvec4 y_rows[ROWS * Y_PITCH];
@@ -77,19 +77,19 @@ shared float of_row[SUBGROUPS * FM];
 
 uint group_first, first, head, kv_head, text;     // first own row of the workgroup, and of the subgroup
 float x_factor, y_factor;
-MATRIX_SUM places;                                // of each element: row * FN + column
+MATRIX_SUM element_positions;                     // of each element: row * FN + column
 MATRIX_A own_xs[NK];
-MATRIX_A own_ys[SLOPES ? NV : 1];
+MATRIX_A own_ys[WITH_DS ? NV : 1];
 float own_lse[ELEMENTS];
 float own_delta[ELEMENTS];
-uvec4 x_ahead[X_PIECES];
-uvec4 y_ahead[Y_PIECES];
+uvec4 x_prefetch[X_THREAD_WORDS];
+uvec4 y_prefetch[Y_THREAD_WORDS];
 
-uint row_of(uint i) { return uint(places[i]) / FN; }
-uint column_of(uint i) { return uint(places[i]) % FN; }
+uint row_of(uint i) { return uint(element_positions[i]) / FN; }
+uint column_of(uint i) { return uint(element_positions[i]) % FN; }
 
 // Stores a sum matrix in shared memory, for threads to read by row and column.
-uint staged(MATRIX_SUM sums) {
+uint stage_matrix(MATRIX_SUM sums) {
     const uint stage = gl_SubgroupID * FM * SUM_PITCH;
     coopMatStore(sums, numbers, stage, SUM_PITCH, gl_CooperativeMatrixLayoutRowMajor);
     subgroup_sync();
@@ -97,11 +97,11 @@ uint staged(MATRIX_SUM sums) {
 }
 float number_at(uint stage, uint row, uint column) { return numbers[stage + row * SUM_PITCH + column / 4u][column % 4u]; }
 
-void find_places() {
+void find_element_positions() {
     const uint stage = gl_SubgroupID * FM * SUM_PITCH;
     for (uint i = gl_SubgroupInvocationID; i < FM * SUM_PITCH; i += SG) numbers[stage + i] = 4.0 * float(i) + vec4(0.0, 1.0, 2.0, 3.0);
     subgroup_sync();
-    coopMatLoad(places, numbers, stage, SUM_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+    coopMatLoad(element_positions, numbers, stage, SUM_PITCH, gl_CooperativeMatrixLayoutRowMajor);
     subgroup_sync();
 }
 
@@ -120,7 +120,7 @@ float score(float product) {
     const float s = product * x_factor * p.scale;
     return p.softcap == 0.0 ? s : p.softcap * tanh_exact(s / p.softcap);
 }
-float score_slope(float s) { return p.softcap == 0.0 ? 1.0 : 1.0 - (s / p.softcap) * (s / p.softcap); }
+float score_derivative(float s) { return p.softcap == 0.0 ? 1.0 : 1.0 - (s / p.softcap) * (s / p.softcap); }
 
 // Whether the own row sees the walked one or, for own keys, is seen by it.
 bool visible(uint own, uint walked) {
@@ -135,31 +135,31 @@ bool any_visible(uint own, uint count, uint walked, uint others) {
 }
 
 void fetch(uint tile, bool both) {
-    [[unroll]] for (uint i = 0; i < X_PIECES; i++) {
-        const uint piece = i * WG + gl_LocalInvocationID.x, row = min(tile * ROWS + piece / (HD / 8), p.rows - 1u);
-        x_ahead[i] = walk_x[word_at(!OWN_KEYS, row, HD) + piece % (HD / 8)];
+    [[unroll]] for (uint i = 0; i < X_THREAD_WORDS; i++) {
+        const uint word = i * WG + gl_LocalInvocationID.x, row = min(tile * ROWS + word / (HD / 8), p.rows - 1u);
+        x_prefetch[i] = walk_x[word_at(!OWN_KEYS, row, HD) + word % (HD / 8)];
     }
     if (both)
-        [[unroll]] for (uint i = 0; i < Y_PIECES; i++) {
-            const uint piece = i * WG + gl_LocalInvocationID.x, row = min(tile * ROWS + piece / (VD / 8), p.rows - 1u);
-            y_ahead[i] = walk_y[word_at(!OWN_KEYS, row, VD) + piece % (VD / 8)];
+        [[unroll]] for (uint i = 0; i < Y_THREAD_WORDS; i++) {
+            const uint word = i * WG + gl_LocalInvocationID.x, row = min(tile * ROWS + word / (VD / 8), p.rows - 1u);
+            y_prefetch[i] = walk_y[word_at(!OWN_KEYS, row, VD) + word % (VD / 8)];
         }
 }
 
 void put(uint tile, bool both) {
-    [[unroll]] for (uint i = 0; i < X_PIECES; i++) {
-        const uint piece = i * WG + gl_LocalInvocationID.x;
-        if (ROWS * HD / 8 % WG == 0 || piece < ROWS * HD / 8) x_rows[piece / (HD / 8) * X_PITCH + piece % (HD / 8)] = x_ahead[i];
+    [[unroll]] for (uint i = 0; i < X_THREAD_WORDS; i++) {
+        const uint word = i * WG + gl_LocalInvocationID.x;
+        if (ROWS * HD / 8 % WG == 0 || word < ROWS * HD / 8) x_rows[word / (HD / 8) * X_PITCH + word % (HD / 8)] = x_prefetch[i];
     }
     if (both)
-        [[unroll]] for (uint i = 0; i < Y_PIECES; i++) {
-            const uint piece = i * WG + gl_LocalInvocationID.x;
-            if (ROWS * VD / 8 % WG == 0 || piece < ROWS * VD / 8) y_rows[piece / (VD / 8) * Y_PITCH + piece % (VD / 8)] = y_ahead[i];
+        [[unroll]] for (uint i = 0; i < Y_THREAD_WORDS; i++) {
+            const uint word = i * WG + gl_LocalInvocationID.x;
+            if (ROWS * VD / 8 % WG == 0 || word < ROWS * VD / 8) y_rows[word / (VD / 8) * Y_PITCH + word % (VD / 8)] = y_prefetch[i];
         }
     if (OWN_KEYS)
         for (uint i = gl_LocalInvocationID.x; i < ROWS; i += WG) {
             walked_lse[i] = lse[token_at(tile * ROWS + i)];
-            if (SLOPES) walked_delta[i] = delta[token_at(tile * ROWS + i)] / y_factor;
+            if (WITH_DS) walked_delta[i] = delta[token_at(tile * ROWS + i)] / y_factor;
         }
 }
 
@@ -175,7 +175,7 @@ MATRIX_SUM products_x(uint j) {
 
 MATRIX_SUM products_y(uint j) {
     MATRIX_SUM s = MATRIX_SUM(0.0);
-    if (SLOPES)
+    if (WITH_DS)
         [[unroll]] for (uint d = 0; d < NV; d++) {
             MATRIX_B b;
             coopMatLoad(b, y_rows, j * FN * Y_PITCH + d * FK / 8, Y_PITCH, gl_CooperativeMatrixLayoutColumnMajor);
@@ -186,10 +186,10 @@ MATRIX_SUM products_y(uint j) {
 
 // The log-sum-exp of the own rows, into own_lse and to memory.
 void find_lse(uint begin, uint end) {
-    float tops[ELEMENTS], totals[ELEMENTS];
+    float score_max[ELEMENTS], weight_sums[ELEMENTS];
     [[unroll]] for (uint i = 0; i < ELEMENTS; i++) {
-        tops[i] = HIDDEN;
-        totals[i] = 0.0;
+        score_max[i] = MASKED;
+        weight_sums[i] = 0.0;
     }
     fetch(begin, false);
     for (uint tile = begin; tile < end; tile++) {
@@ -202,26 +202,26 @@ void find_lse(uint begin, uint end) {
             if (!any_visible(first, FM, walked, FN)) continue;
             const MATRIX_SUM s = products_x(j);
             [[unroll]] for (uint i = 0; i < ELEMENTS; i++) {
-                const float at = visible(first + row_of(i), walked + column_of(i)) ? score(s[i]) : HIDDEN;
-                const float less = exp_bounded(-abs(at - tops[i]));
-                if (at > tops[i]) totals[i] = totals[i] * less + 1.0;
-                else if (at != HIDDEN) totals[i] += less;
-                tops[i] = max(tops[i], at);
+                const float at = visible(first + row_of(i), walked + column_of(i)) ? score(s[i]) : MASKED;
+                const float less = exp_bounded(-abs(at - score_max[i]));
+                if (at > score_max[i]) weight_sums[i] = weight_sums[i] * less + 1.0;
+                else if (at != MASKED) weight_sums[i] += less;
+                score_max[i] = max(score_max[i], at);
             }
         }
     }
     const uint rows = gl_SubgroupID * FM;
     MATRIX_SUM m;
-    [[unroll]] for (uint i = 0; i < ELEMENTS; i++) m[i] = tops[i];
-    uint stage = staged(m);
+    [[unroll]] for (uint i = 0; i < ELEMENTS; i++) m[i] = score_max[i];
+    uint stage = stage_matrix(m);
     for (uint r = gl_SubgroupInvocationID; r < FM; r += SG) {
-        float top = HIDDEN;
+        float top = MASKED;
         for (uint c = 0u; c < FN; c++) top = max(top, number_at(stage, r, c));
         of_row[rows + r] = top;
     }
     subgroup_sync();
-    [[unroll]] for (uint i = 0; i < ELEMENTS; i++) m[i] = totals[i] * exp_bounded(tops[i] - of_row[rows + row_of(i)]);
-    stage = staged(m);
+    [[unroll]] for (uint i = 0; i < ELEMENTS; i++) m[i] = weight_sums[i] * exp_bounded(score_max[i] - of_row[rows + row_of(i)]);
+    stage = stage_matrix(m);
     for (uint r = gl_SubgroupInvocationID; r < FM; r += SG) {
         float total = 0.0;
         for (uint c = 0u; c < FN; c++) total += number_at(stage, r, c);
@@ -239,14 +239,14 @@ void main() {
     head = gl_WorkGroupID.y;
     kv_head = head / (p.n_head / p.n_head_kv);
     text = gl_WorkGroupID.z;
-    find_places();
+    find_element_positions();
     const float walk_x_factor = walk_x_factors[factor_at(!OWN_KEYS, HD)], walk_y_factor = walk_y_factors[factor_at(!OWN_KEYS, VD)];
     x_factor = own_x_factors[factor_at(OWN_KEYS, HD)] * walk_x_factor;
-    y_factor = SLOPES ? own_y_factors[factor_at(OWN_KEYS, VD)] * walk_y_factor : 1.0;
+    y_factor = WITH_DS ? own_y_factors[factor_at(OWN_KEYS, VD)] * walk_y_factor : 1.0;
     const uint own = min(first, p.rows - FM);
     [[unroll]] for (uint d = 0; d < NK; d++)
         coopMatLoad(own_xs[d], own_x, word_at(OWN_KEYS, own, HD) + d * FK / 8, HD / 8, gl_CooperativeMatrixLayoutRowMajor);
-    if (SLOPES)
+    if (WITH_DS)
         [[unroll]] for (uint d = 0; d < NV; d++)
             coopMatLoad(own_ys[d], own_y, word_at(OWN_KEYS, own, VD) + d * FK / 8, VD / 8, gl_CooperativeMatrixLayoutRowMajor);
     // Tiles that this workgroup walks.
@@ -277,13 +277,13 @@ void main() {
         [[unroll]] for (uint j = 0; j < ROWS / FN; j++) {
             const uint walked = tile * ROWS + j * FN;
             if (!any_visible(first, FM, walked, FN)) continue;
-            const MATRIX_SUM s = products_x(j), slopes = products_y(j);
+            const MATRIX_SUM s = products_x(j), dy_v = products_y(j);
             MATRIX_WEIGHT w;
             [[unroll]] for (uint i = 0; i < ELEMENTS; i++) {
                 const uint c = j * FN + column_of(i);
                 const float at = score(s[i]), total = OWN_KEYS ? walked_lse[c] : own_lse[i];
                 float v = visible(first + row_of(i), tile * ROWS + c) ? exp_bounded(at - total) : 0.0;
-                if (SLOPES) v *= (slopes[i] - (OWN_KEYS ? walked_delta[c] : own_delta[i])) * score_slope(at);
+                if (WITH_DS) v *= (dy_v[i] - (OWN_KEYS ? walked_delta[c] : own_delta[i])) * score_derivative(at);
                 w[i] = float16_t(v);
             }
             const uint stage = gl_SubgroupID * FM * W_PITCH;
@@ -294,17 +294,17 @@ void main() {
             subgroup_sync();
             [[unroll]] for (uint d = 0; d < NO; d++) {
                 MATRIX_B b;
-                if (SLOPES) coopMatLoad(b, x_rows, j * FN * X_PITCH + d * FN / 8, X_PITCH, gl_CooperativeMatrixLayoutRowMajor);
+                if (WITH_DS) coopMatLoad(b, x_rows, j * FN * X_PITCH + d * FN / 8, X_PITCH, gl_CooperativeMatrixLayoutRowMajor);
                 else coopMatLoad(b, y_rows, j * FN * Y_PITCH + d * FN / 8, Y_PITCH, gl_CooperativeMatrixLayoutRowMajor);
                 sums[d] = coopMatMulAdd(a, b, sums[d]);
             }
         }
     }
-    const float factor = SLOPES ? p.scale * y_factor * walk_x_factor : walk_y_factor;
+    const float factor = WITH_DS ? p.scale * y_factor * walk_x_factor : walk_y_factor;
     [[unroll]] for (uint d = 0; d < NO; d++) {
-        const uint stage = staged(sums[d] * factor);
+        const uint stage = stage_matrix(sums[d] * factor);
         for (uint i = gl_SubgroupInvocationID; i < FM * FN; i += SG)
-            if (first + i / FN < p.n) made[token_at(first + i / FN) * OUT + d * FN + i % FN] = number_at(stage, i / FN, i % FN);
+            if (first + i / FN < p.n) result[token_at(first + i / FN) * OUT + d * FN + i % FN] = number_at(stage, i / FN, i % FN);
         subgroup_sync();
     }
 }

@@ -4,7 +4,7 @@
 // q F32 [tokens, n_head, hd], k F32 [tokens, n_head_kv, hd], v F32 [tokens, n_head_kv, vd]. The tokens are several texts of p.n tokens each,
 // one after the other. Token i of a text sees token j of it if visible(i, j).
 //
-// Defines: ROWS_EACH, queries or keys that a workgroup owns, and walks at a time
+// Defines: BLOCK_ROWS, queries or keys that a workgroup owns, and walks at a time
 #extension GL_EXT_control_flow_attributes : require
 #include "elementwise/functions.glsl"
 
@@ -35,16 +35,16 @@ bool visible(uint i, uint j) {
 }
 
 // Derivative of a score by its dot product.
-float score_slope(float s) {
+float score_derivative(float s) {
     const float part = mix(s / p.softcap, 0.0, p.softcap == 0.0);
     return p.scale * (1.0 - part * part);
 }
 
-// First and last group of ROWS_EACH keys that the queries from q0 on see.
-uint first_keys(uint q0) { return p.causal != 0u && p.window != 0u && q0 + 1u > p.window ? (q0 + 1u - p.window) / ROWS_EACH : 0u; }
-uint last_keys(uint q0) { return (p.causal != 0u ? min(q0 + ROWS_EACH - 1u, p.n - 1u) : p.n - 1u) / ROWS_EACH; }
-// First and last group of ROWS_EACH queries that see the keys from k0 on.
-uint first_queries(uint k0) { return p.causal != 0u ? k0 / ROWS_EACH : 0u; }
+// First and last group of BLOCK_ROWS keys that the queries from q0 on see.
+uint first_keys(uint q0) { return p.causal != 0u && p.window != 0u && q0 + 1u > p.window ? (q0 + 1u - p.window) / BLOCK_ROWS : 0u; }
+uint last_keys(uint q0) { return (p.causal != 0u ? min(q0 + BLOCK_ROWS - 1u, p.n - 1u) : p.n - 1u) / BLOCK_ROWS; }
+// First and last group of BLOCK_ROWS queries that see the keys from k0 on.
+uint first_queries(uint k0) { return p.causal != 0u ? k0 / BLOCK_ROWS : 0u; }
 uint last_queries(uint k0) {
-    return (p.causal != 0u && p.window != 0u ? min(k0 + ROWS_EACH - 1u + p.window - 1u, p.n - 1u) : p.n - 1u) / ROWS_EACH;
+    return (p.causal != 0u && p.window != 0u ? min(k0 + BLOCK_ROWS - 1u + p.window - 1u, p.n - 1u) : p.n - 1u) / BLOCK_ROWS;
 }

@@ -1,14 +1,14 @@
 // Tiles of 32 x 32 values in shared memory and their products, computed by 64 threads: what the tiled training kernels of attention share.
 //
 // Thread (tx, ty) of 8 x 8 has rows 4 ty .. 4 ty + 3 and columns 4 tx .. 4 tx + 3 of a product.
-#define ROWS_EACH 32u
+#define BLOCK_ROWS 32u
 #include "attention/train_rules.glsl"
 
 layout(local_size_x = 64) in;
 
 #define PITCH 33u
-shared float left[32 * 33];
-shared float right[32 * 33];
+shared float tile_a[32 * 33];
+shared float tile_b[32 * 33];
 shared float weights[32 * 33];
 
 #define tx (gl_LocalInvocationIndex & 7u)
@@ -25,31 +25,31 @@ shared float weights[32 * 33];
     [[unroll]] for (uint i = 0u; i < 4u; i++)                       \
         [[unroll]] for (uint j = 0u; j < 4u; j++) SUM[i][j] = 0.0;
 
-// sum += left right^T
-void add_rows_by_rows(inout float sum[4][4]) {
+// sum += A B^T, of tile_a and tile_b
+void add_a_by_b_transposed(inout float sum[4][4]) {
     for (uint d0 = 0u; d0 < 32u; d0 += 4u)
         [[unroll]] for (uint d = d0; d < d0 + 4u; d++)
             [[unroll]] for (uint i = 0u; i < 4u; i++)
                 [[unroll]] for (uint j = 0u; j < 4u; j++)
-                    sum[i][j] = fma(left[(4u * ty + i) * PITCH + d], right[(4u * tx + j) * PITCH + d], sum[i][j]);
+                    sum[i][j] = fma(tile_a[(4u * ty + i) * PITCH + d], tile_b[(4u * tx + j) * PITCH + d], sum[i][j]);
 }
 
-// sum += weights right
-void add_weights_by_right(inout float sum[4][4]) {
+// sum += weights B
+void add_weights_by_b(inout float sum[4][4]) {
     for (uint d0 = 0u; d0 < 32u; d0 += 4u)
         [[unroll]] for (uint d = d0; d < d0 + 4u; d++)
             [[unroll]] for (uint i = 0u; i < 4u; i++)
                 [[unroll]] for (uint j = 0u; j < 4u; j++)
-                    sum[i][j] = fma(weights[(4u * ty + i) * PITCH + d], right[d * PITCH + 4u * tx + j], sum[i][j]);
+                    sum[i][j] = fma(weights[(4u * ty + i) * PITCH + d], tile_b[d * PITCH + 4u * tx + j], sum[i][j]);
 }
 
-// sum += weights^T right
-void add_transposed_by_right(inout float sum[4][4]) {
+// sum += weights^T B
+void add_weights_transposed_by_b(inout float sum[4][4]) {
     for (uint d0 = 0u; d0 < 32u; d0 += 4u)
         [[unroll]] for (uint d = d0; d < d0 + 4u; d++)
             [[unroll]] for (uint i = 0u; i < 4u; i++)
                 [[unroll]] for (uint j = 0u; j < 4u; j++)
-                    sum[i][j] = fma(weights[d * PITCH + 4u * ty + i], right[d * PITCH + 4u * tx + j], sum[i][j]);
+                    sum[i][j] = fma(weights[d * PITCH + 4u * ty + i], tile_b[d * PITCH + 4u * tx + j], sum[i][j]);
 }
 
 // Dot products to scores, in place: scaled and soft-capped.

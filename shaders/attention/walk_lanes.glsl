@@ -2,18 +2,18 @@
 // of the chunk; adding the parts leaves each with the sums of different scores (common/lane_sums.glsl). A thread computes the exponentials of
 // its own scores, and the others get them by shuffles. No barrier from the first chunk to the last. Functions as in attention/walk_shared.glsl.
 //
-// Score v = step * QUERIES + query. Lane l of a row holds scores HELD * n + l % HELD, n = 0, 1 .., which all belong to query l % QUERIES.
-// QUERIES is a power of two, at most COLS and at most 16.
+// Score v = step * QUERIES + query. Lane l of a row holds scores LANE_SCORES * n + l % LANE_SCORES, n = 0, 1 .., which all belong to query l %
+// QUERIES. QUERIES is a power of two, at most COLS and at most 16.
 
 #define SCORES (STEPS * QUERIES)
 #if SCORES < COLS && SCORES < 16
-#define HELD SCORES
+#define LANE_SCORES SCORES
 #elif COLS < 16
-#define HELD COLS
+#define LANE_SCORES COLS
 #else
-#define HELD 16
+#define LANE_SCORES 16
 #endif
-#define SUM_VALUES HELD
+#define SUM_VALUES LANE_SCORES
 #define SUM_LANES COLS
 #include "common/lane_sums.glsl"
 
@@ -22,14 +22,14 @@ vec4 sum[QUERIES][2];
 // For query lane % QUERIES: the rows of this workgroup's that it sees,
 // the maximum over the rows of the subgroup's streams, and the sum of the weights that this lane has computed.
 uint own_first, own_end;
-float top, weight;
+float score_max, weight_sum;
 
 // Reductions over those lanes of a row that hold different scores of the same query.
-float over_scores_max(float v) { OVER_LANES(v, max, QUERIES, HELD) return v; }
-float over_scores_sum(float v) { OVER_LANES(v, OVER_ADD, QUERIES, HELD) return v; }
+float reduce_scores_max(float v) { LANE_BUTTERFLY(v, max, QUERIES, LANE_SCORES) return v; }
+float reduce_scores_sum(float v) { LANE_BUTTERFLY(v, BUTTERFLY_ADD, QUERIES, LANE_SCORES) return v; }
 
 // v of lane `lane` of this row.
-float from_lane(float v, uint lane) { return subgroupShuffle(v, (gl_SubgroupInvocationID & ~(COLS - 1u)) + lane); }
+float read_lane(float v, uint lane) { return subgroupShuffle(v, (gl_SubgroupInvocationID & ~(COLS - 1u)) + lane); }
 
 void walk_begin(uint tid) {
     [[unroll]] for (uint i = 0; i < QUERIES; i++)
@@ -46,17 +46,17 @@ void walk_begin(uint tid) {
             own_end = row_end[t];
         }
     own_end = min(own_end, hi);
-    top = MASKED;
-    weight = 0.0;
+    score_max = MASKED;
+    weight_sum = 0.0;
 #if FUSED
     if (owns_new) {
         const vec4 a = decode_low4(new_k[tid % COLS], K_TYPE), b = decode_high4(new_k[tid % COLS], K_TYPE);
-        float part[HELD];
-        [[unroll]] for (uint v = 0; v < HELD; v++) part[v] = dot(a, own_query[v % QUERIES][0]) + dot(b, own_query[v % QUERIES][1]);
+        float part[LANE_SCORES];
+        [[unroll]] for (uint v = 0; v < LANE_SCORES; v++) part[v] = dot(a, own_query[v % QUERIES][0]) + dot(b, own_query[v % QUERIES][1]);
         const float score = lane_sums(part, tid);
-        if (tid < COLS * MERGED) top = score;
+        if (tid < COLS * SUBGROUP_STREAMS) score_max = score;
         if (tid < COLS) {
-            weight = tid % HELD < QUERIES ? 1.0 : 0.0;
+            weight_sum = tid % LANE_SCORES < QUERIES ? 1.0 : 0.0;
             [[unroll]] for (uint i = 0; i < QUERIES; i++) {
                 sum[i][0] = decode_low4(new_v[tid], V_TYPE);
                 sum[i][1] = decode_high4(new_v[tid], V_TYPE);
@@ -67,39 +67,39 @@ void walk_begin(uint tid) {
 }
 
 void walk(uint kv, uint base, uint tid) {
-    float score[SCORES / HELD];
-    float part[SCORES / HELD][HELD];
+    float score[SCORES / LANE_SCORES];
+    float part[SCORES / LANE_SCORES][LANE_SCORES];
     [[unroll]] for (uint s = 0; s < STEPS; s++) {
         const vec4 a = decode_low4(k_now[s][0], K_TYPE), b = decode_high4(k_now[s][0], K_TYPE);
         [[unroll]] for (uint i = 0; i < QUERIES; i++)
-            part[(s * QUERIES + i) / HELD][(s * QUERIES + i) % HELD] = dot(a, own_query[i][0]) + dot(b, own_query[i][1]);
+            part[(s * QUERIES + i) / LANE_SCORES][(s * QUERIES + i) % LANE_SCORES] = dot(a, own_query[i][0]) + dot(b, own_query[i][1]);
     }
     if (base + ROWS < hi) load_k(kv, base + ROWS, tid);
-    float higher = top;
-    [[unroll]] for (uint n = 0; n < SCORES / HELD; n++) {
-        const uint step_of = (n * HELD + tid % HELD) / QUERIES;
+    float new_max = score_max;
+    [[unroll]] for (uint n = 0; n < SCORES / LANE_SCORES; n++) {
+        const uint step_of = (n * LANE_SCORES + tid % LANE_SCORES) / QUERIES;
         const uint row = base + step_of * STREAMS + tid / COLS;
         const float all_lanes = lane_sums(part[n], tid);
         score[n] = row < own_end && row >= own_first ? all_lanes : MASKED;
-        higher = max(higher, score[n]);
+        new_max = max(new_max, score[n]);
     }
-    higher = over_streams_max(over_scores_max(higher));
-    const float shrink = exp2(top - higher);
-    top = higher;
-    weight *= shrink;
-    [[unroll]] for (uint n = 0; n < SCORES / HELD; n++) {
-        score[n] = score[n] > MASKED ? exp2(score[n] - top) : 0.0;
-        weight += score[n];
+    new_max = reduce_streams_max(reduce_scores_max(new_max));
+    const float rescale = exp2(score_max - new_max);
+    score_max = new_max;
+    weight_sum *= rescale;
+    [[unroll]] for (uint n = 0; n < SCORES / LANE_SCORES; n++) {
+        score[n] = score[n] > MASKED ? exp2(score[n] - score_max) : 0.0;
+        weight_sum += score[n];
     }
     [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-        const float f = from_lane(shrink, i);
+        const float f = read_lane(rescale, i);
         sum[i][0] *= f;
         sum[i][1] *= f;
     }
     [[unroll]] for (uint s = 0; s < STEPS; s++) {
         const vec4 a = decode_low4(v_now[s], V_TYPE), b = decode_high4(v_now[s], V_TYPE);
         [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-            const float e = from_lane(score[(s * QUERIES + i) / HELD], (s * QUERIES + i) % HELD);
+            const float e = read_lane(score[(s * QUERIES + i) / LANE_SCORES], (s * QUERIES + i) % LANE_SCORES);
             sum[i][0] += e * a;
             sum[i][1] += e * b;
         }
@@ -108,9 +108,9 @@ void walk(uint kv, uint base, uint tid) {
 }
 
 void walk_end(uint tid) {
-    const uint bundle = tid / (COLS * MERGED);
-    weight = over_streams_sum(over_scores_sum(weight));
-    if (tid % (COLS * MERGED) < QUERIES) bundle_weight[bundle * QUERIES + tid % QUERIES] = vec2(top, weight);
+    const uint stream = tid / (COLS * SUBGROUP_STREAMS);
+    weight_sum = reduce_streams_sum(reduce_scores_sum(weight_sum));
+    if (tid % (COLS * SUBGROUP_STREAMS) < QUERIES) stream_max_sum[stream * QUERIES + tid % QUERIES] = vec2(score_max, weight_sum);
     [[unroll]] for (uint i = 0; i < QUERIES; i++)
-        [[unroll]] for (uint j = 0; j < 2; j++) sum[i][j] = over_streams_sum(sum[i][j]);
+        [[unroll]] for (uint j = 0; j < 2; j++) sum[i][j] = reduce_streams_sum(sum[i][j]);
 }

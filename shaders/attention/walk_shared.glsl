@@ -2,12 +2,12 @@
 //
 //   void walk_begin(tid)          call once query4 holds the queries; processes the new row if this workgroup owns it
 //   void walk(kv, base, tid)      processes the chunk at `base`, which is in k_now and v_now, and prefetches the next one
-//   void walk_end(tid)            writes bundle_weight; after it, the first COLS threads of each bundle hold its `sum`
+//   void walk_end(tid)            writes stream_max_sum; after it, the first COLS threads of each merged stream hold its `sum`
 
 shared float scores[2][ROWS * QUERIES];  // double buffering: one barrier per chunk is enough
 uint half_now = 0;
 
-float top[QUERIES], weight[QUERIES];
+float score_max[QUERIES], weight_sum[QUERIES];
 vec4 sum[QUERIES][2];
 
 // This lane's part of the scores of one row of K.
@@ -22,8 +22,8 @@ void score_parts(uvec4 row[K_PARTS], uint tid, out float score[QUERIES]) {
 
 void walk_begin(uint tid) {
     [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-        top[i] = MASKED;
-        weight[i] = 0.0;
+        score_max[i] = MASKED;
+        weight_sum[i] = 0.0;
         sum[i][0] = sum[i][1] = vec4(0.0);
     }
 #if FUSED
@@ -35,8 +35,8 @@ void walk_begin(uint tid) {
         [[unroll]] for (uint i = 0; i < QUERIES; i++) {
             const float all_lanes = group_sum(score[i], LANES);
             if (tid < COLS) {
-                top[i] = all_lanes;
-                weight[i] = 1.0;
+                score_max[i] = all_lanes;
+                weight_sum[i] = 1.0;
                 sum[i][0] = decode_low4(new_v[tid], V_TYPE);
                 sum[i][1] = decode_high4(new_v[tid], V_TYPE);
             }
@@ -64,16 +64,16 @@ void walk(uint kv, uint base, uint tid) {
     if (base + ROWS < hi) load_k(kv, base + ROWS, tid);
     barrier();
     [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-        float higher = top[i];
+        float new_max = score_max[i];
         [[unroll]] for (uint s = 0; s < V_STEPS; s++) {
             const uint r = s * STREAMS + tid / COLS;
-            if (r < ROWS) higher = max(higher, scores[half_now][r * QUERIES + i]);
+            if (r < ROWS) new_max = max(new_max, scores[half_now][r * QUERIES + i]);
         }
-        const float shrink = exp2(top[i] - higher);
-        top[i] = higher;
-        weight[i] *= shrink;
-        sum[i][0] *= shrink;
-        sum[i][1] *= shrink;
+        const float rescale = exp2(score_max[i] - new_max);
+        score_max[i] = new_max;
+        weight_sum[i] *= rescale;
+        sum[i][0] *= rescale;
+        sum[i][1] *= rescale;
     }
     [[unroll]] for (uint s = 0; s < V_STEPS; s++) {
         const uint r = s * STREAMS + tid / COLS;
@@ -81,8 +81,8 @@ void walk(uint kv, uint base, uint tid) {
             const vec4 a = decode_low4(v_now[s], V_TYPE), b = decode_high4(v_now[s], V_TYPE);
             [[unroll]] for (uint i = 0; i < QUERIES; i++) {
                 const float score = scores[half_now][r * QUERIES + i];
-                const float e = score > MASKED ? exp2(score - top[i]) : 0.0;
-                weight[i] += e;
+                const float e = score > MASKED ? exp2(score - score_max[i]) : 0.0;
+                weight_sum[i] += e;
                 sum[i][0] += e * a;
                 sum[i][1] += e * b;
             }
@@ -93,15 +93,16 @@ void walk(uint kv, uint base, uint tid) {
 }
 
 void walk_end(uint tid) {
-    const uint bundle = tid / (COLS * MERGED);
+    const uint stream = tid / (COLS * SUBGROUP_STREAMS);
     [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-#if MERGED > 1
-        const float higher = over_streams_max(top[i]);
-        const float shrink = exp2(top[i] - higher);
-        top[i] = higher;
-        weight[i] = over_streams_sum(weight[i] * shrink);
-        [[unroll]] for (uint j = 0; j < 2; j++) sum[i][j] = over_streams_sum(sum[i][j] * shrink);
+#if SUBGROUP_STREAMS > 1
+        const float new_max = reduce_streams_max(score_max[i]);
+        const float rescale = exp2(score_max[i] - new_max);
+        score_max[i] = new_max;
+        weight_sum[i] = reduce_streams_sum(weight_sum[i] * rescale);
+        [[unroll]] for (uint j = 0; j < 2; j++) sum[i][j] = reduce_streams_sum(sum[i][j] * rescale);
 #endif
-        if (tid % (COLS * MERGED) == 0 && bundle < BUNDLES) bundle_weight[bundle * QUERIES + i] = vec2(top[i], weight[i]);
+        if (tid % (COLS * SUBGROUP_STREAMS) == 0 && stream < MERGED_STREAMS)
+            stream_max_sum[stream * QUERIES + i] = vec2(score_max[i], weight_sum[i]);
     }
 }

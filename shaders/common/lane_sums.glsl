@@ -2,7 +2,7 @@
 // Each step halves the number of values, so this takes far fewer shuffles than SUM_VALUES separate reductions.
 // SUM_VALUES is a power of two, at most 16 and at most SUM_LANES.
 
-#include "common/over_lanes.glsl"
+#include "common/lane_butterfly.glsl"
 
 // One step: a lane keeps half of its values, sends the other half to its partner, and adds what the partner has of the half it keeps.
 void halve(inout float v[SUM_VALUES], uint half_values, uint lane) {
@@ -28,6 +28,6 @@ float lane_sums(float v[SUM_VALUES], uint lane) {
 #if SUM_VALUES > 1
     halve(v, 1, lane);
 #endif
-    OVER_LANES(v[0], OVER_ADD, SUM_VALUES, SUM_LANES)
+    LANE_BUTTERFLY(v[0], BUTTERFLY_ADD, SUM_VALUES, SUM_LANES)
     return v[0];
 }

@@ -108,10 +108,10 @@ REDUCE_WG(wg_max, uint, max, subgroupMax, 0u)
 
 #if REDUCE_GROUPS
 #if REDUCE_SUBGROUP
-#include "common/over_lanes.glsl"
+#include "common/lane_butterfly.glsl"
 #define REDUCE_GROUP(NAME, T, COMBINE)                                                     \
     T NAME(T v, uint lanes) {                                                              \
-        OVER_LANES(v, COMBINE, 1, lanes)                                                   \
+        LANE_BUTTERFLY(v, COMBINE, 1, lanes)                                               \
         return v;                                                                          \
     }
 #else

@@ -35,7 +35,7 @@ layout(std430, set = 0, binding = 1 + MASK) readonly buffer InSinks { float sink
 layout(std430, set = 0, binding = 1 + MASK + SINKS) buffer OutY { float y[]; };
 
 // Below every value that a row may hold, and far from overflow: values at or below it count as hidden.
-const float HIDDEN = -1e30;
+const float MASKED = -1e30;
 
 void main() {
     const uint row = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
@@ -45,13 +45,13 @@ void main() {
     const uint t = gl_LocalInvocationID.x;
     const uint mask_row = ((outer % p.mask_outer) * p.mask_heads + head % p.mask_heads) * p.rows + row % p.rows;
     const float slope = head < p.heads_below ? pow(p.slope_below, float(head + 1u)) : pow(p.slope_above, float(2u * (head - p.heads_below) + 1u));
-    float largest = HIDDEN;
+    float largest = MASKED;
     for (uint i = t; i < p.dim; i += WG_SIZE) {
         float z = p.scale * x[row * p.dim + i];
 #if MASK
         z += slope * mask[mask_row * p.dim + i];
 #endif
-        z = max(z, HIDDEN);
+        z = max(z, MASKED);
         y[row * p.dim + i] = z;
         largest = max(largest, z);
     }
@@ -62,7 +62,7 @@ void main() {
     float part = 0.0;
     for (uint i = t; i < p.dim; i += WG_SIZE) {
         const float z = y[row * p.dim + i];
-        const float e = z > HIDDEN ? exp(z - largest) : 0.0;
+        const float e = z > MASKED ? exp(z - largest) : 0.0;
         y[row * p.dim + i] = e;
         part += e;
     }

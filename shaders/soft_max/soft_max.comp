@@ -26,14 +26,14 @@ layout(std430, set = 0, binding = 1) readonly buffer InMask { float mask[]; };
 layout(std430, set = 0, binding = 1 + MASK) buffer OutY { float y[]; };
 
 // Below every value that a row may hold, and far from overflow: values at or below it count as hidden.
-const float HIDDEN = -1e30;
+const float MASKED = -1e30;
 
 float masked(uint row, uint i) {
     float z = p.scale * x[row * p.dim + i];
 #if MASK
     z += mask[(row % p.mask_rows) * p.dim + i];
 #endif
-    return max(z, HIDDEN);
+    return max(z, MASKED);
 }
 
 void main() {
@@ -46,13 +46,13 @@ void main() {
     const float total = wg_sum(part);
     if (t == 0u) y[row] = total;
 #else
-    float largest = HIDDEN;
+    float largest = MASKED;
     for (uint i = t; i < p.dim; i += WG_SIZE) largest = max(largest, masked(row, i));
     largest = wg_max(largest);
     float part = 0.0;
     for (uint i = t; i < p.dim; i += WG_SIZE) {
         const float z = masked(row, i);
-        const float e = z > HIDDEN ? exp(z - largest) : 0.0;
+        const float e = z > MASKED ? exp(z - largest) : 0.0;
         y[row * p.dim + i] = e;
         part += e;
     }

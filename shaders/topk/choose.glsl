@@ -71,8 +71,8 @@ uint count_of(bvec4 four) {
     return (count.x + count.y) + (count.z + count.w);
 }
 
-// The rank of key number i, `mine`, in a list: how many keys are larger, plus how many equal ones have lower numbers. The list is the `quads`
-// quads from keys[first] on. `threads` neighbouring threads call together; each counts in every threads-th quad, and all get the sum.
+// The rank of key number i, `mine`, in a list of `quads` quads from keys[first] on: how many keys are larger, plus how many equal ones have
+// lower numbers. `threads` neighbouring threads call together; each counts in every threads-th quad, and all get the sum.
 uint rank_of(uint first, uint quads, uint i, uint mine, uint threads, uint thread) {
     // At most eight loads in flight.
     const uint steps = (quads + threads - 1u) / threads, at_once = steps < 8u ? steps : 8u;

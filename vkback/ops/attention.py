@@ -220,7 +220,7 @@ def _lower(
         **s.reduce, **fused, "HD": hd, "VD": vd, "V_PITCH": cache_v.shape[2] // 8,
         "K_TYPE": CACHE_TYPES[cache_k.type], "V_TYPE": CACHE_TYPES[cache_v.type],
         **attention_prompt.split_q(q, dict(extra).get("q_pe"), hd), "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps,
-        "LANES": s.lanes, "BY_LANES": int(s.by_lanes), "SPLITS": s.splits, "READERS": s.readers, "ROUND": s.round,
+        "LANES": s.lanes, "BY_LANES": int(s.by_lanes), "SPLITS": s.splits, "READERS": s.readers, "MERGE_QUERIES": s.round,
         "OUT_Q8_1": int(out.type == "Q8_1"), **_unit_order(node, out, ctx),
         "FUSED": int(bool(fused)), "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
     }  # fmt: skip
