@@ -83,7 +83,7 @@ def test_through_shared_memory(device: Device, kernels: ShaderLibrary, ctx: Lowe
     use = dataclasses.replace(with_params(ctx, way="plain", tile_q=32, tile_kv=4, warps=4), caps=caps)
     for case in WITHOUT_SINKS:
         shape = prompt_shape(case.build().node, use)
-        assert shape is not None and not shape.by_lanes and shape.lanes > 1 and shape.warps > 1
+        assert shape is not None and not shape.use_shuffles and shape.lanes > 1 and shape.warps > 1
         outcome = run_case(device, kernels, case, use)
         assert outcome.ok, f"{case.line}: {outcome.text}"
 

@@ -23,17 +23,17 @@
 //   scores   LANES threads together read a row of K
 //   values   COLS = VD / 8 threads together read a row of V; each accumulates 8 columns for every query. A workgroup has STREAMS such groups of
 //            threads (row streams), whose sums are merged at the end: by shuffles within a subgroup, then through shared memory
-// BY_LANES 1: HD = VD and LANES = COLS, so the same threads read a row of K and the row of V;
+// USE_SHUFFLES 1: HD = VD and LANES = COLS, so the same threads read a row of K and the row of V;
 //             scores and queries stay in registers (attention/walk_lanes.glsl)
-// BY_LANES 0: scores pass between threads through shared memory (attention/walk_shared.glsl)
+// USE_SHUFFLES 0: scores pass between threads through shared memory (attention/walk_shared.glsl)
 // K and V of the next chunk are prefetched into registers (software prefetch). Logits are in base 2: scale includes log2 e.
 //
 // Split KV: if there are more than rows_per_split rows, they are cut into up to SPLITS splits of equal size, and one workgroup combines them in
 // order (attention/splits.glsl). The splits depend on pos alone, so a result has the same bits whatever the order of arrival and the other
 // tokens.
 //
-// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES BY_LANES SPLITS READERS MERGE_QUERIES HAS_SINKS
-// OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of mat_mul/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX]; those of
+// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES USE_SHUFFLES SPLITS READERS MERGE_QUERIES
+// HAS_SINKS OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of mat_mul/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX]; those of
 // common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
@@ -176,7 +176,7 @@ uint row_at(uint kv, uint base, uint s, uint tid) {
 }
 
 void load_k(uint kv, uint base, uint tid) {
-#if BY_LANES
+#if USE_SHUFFLES
     [[unroll]] for (uint s = 0; s < STEPS; s++) k_now[s][0] = load_k8(row_at(kv, base, s, tid));
 #else
     [[unroll]] for (uint s = 0; s < STEPS; s++) {
@@ -200,7 +200,7 @@ float reduce_streams_max(float v) { REDUCE_STREAMS(max) return v; }
 float reduce_streams_sum(float v) { REDUCE_STREAMS(BUTTERFLY_ADD) return v; }
 vec4 reduce_streams_sum(vec4 v) { REDUCE_STREAMS(BUTTERFLY_ADD) return v; }
 
-#if BY_LANES
+#if USE_SHUFFLES
 #include "attention/walk_lanes.glsl"
 #else
 #include "attention/walk_shared.glsl"

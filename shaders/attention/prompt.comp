@@ -11,11 +11,11 @@
 // part, part + LANES .. of it and of its weighted sum. A thread has QUERIES queries, SLOTS apart. It keeps their maxima and sums of weights
 // itself, so the softmax needs no other thread.
 //
-//   BY_LANES 1  a workgroup is one subgroup and LANES is 1. The lanes share the loads of a row and broadcast its values by shuffles: on a CPU
-//               driver a load costs one instruction per lane, a shuffle one for all
-//   BY_LANES 0  blocks of K and V pass through shared memory as f32; threads with the same part read the same address (a broadcast)
+//   USE_SHUFFLES 1  a workgroup is one subgroup and LANES is 1. The lanes share the loads of a row and broadcast its values by shuffles: on
+//                   a CPU driver a load costs one instruction per lane, a shuffle one for all
+//   USE_SHUFFLES 0  blocks of K and V pass through shared memory as f32; threads with the same part read the same address (a broadcast)
 //
-// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS BY_LANES OUT_TYPE HAS_SINKS;
+// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS USE_SHUFFLES OUT_TYPE HAS_SINKS;
 // WG_SIZE and the others of common/reduce.glsl
 
 #define QUADS (HD / 4 / LANES)        // quads of a query that a thread holds
@@ -55,7 +55,7 @@ float score_max[QUERIES], weight_sum[QUERIES];
 uvec2 visible[QUERIES];
 uint lo, hi;  // rows that any query of the tile sees
 
-#if BY_LANES
+#if USE_SHUFFLES
 #define STAGE_QUADS (SLOTS * ROW_QUADS)
 shared vec4 stage[STAGE_QUADS];
 

@@ -28,8 +28,8 @@ void find_maxima(MATRIX_SUM block_max, uint mine, uint first_row) {
     subgroup_sync();
     [[unroll]] for (uint base = 0; base < FM; base += SG / REDUCE_LANES) {
         const uint row = base + gl_SubgroupInvocationID / REDUCE_LANES;
-        const uint part = gl_SubgroupInvocationID % REDUCE_LANES * (FN / 4 / REDUCE_LANES);
-        const float found = part_max(mine + min(row, FM - 1u) * MAXIMA_PITCH + part);
+        const float found =
+            part_max(mine + min(row, FM - 1u) * MAXIMA_PITCH + gl_SubgroupInvocationID % REDUCE_LANES * (FN / 4 / REDUCE_LANES));
         if (row < FM && gl_SubgroupInvocationID % REDUCE_LANES == 0u) {
             const float old_max = row_max[first_row + row], new_max = max(old_max, found);
             row_max[first_row + row] = new_max;

@@ -5,8 +5,8 @@
 //
 //   void store_partial(tile, split, used, i, o, total, max_sum)  stores vec4 o of this workgroup's sums,
 //                                                                which belongs to query i, and that query's (maximum, sum of weights)
-//   bool is_combiner(tile, split, used)                         whether this workgroup combines; every thread calls
-//   void combine(tid, tile, used, head0)                        leaves the result of attention in query4; every thread of the combiner calls
+//   bool is_combiner(tile, split, used)                          whether this workgroup combines; every thread calls
+//   void combine(tid, tile, used, head0)                         leaves the result in query4; every thread of the combiner calls
 //
 // READERS threads share the splits of each vec4, so that a thread spins on few words.
 

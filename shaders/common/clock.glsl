@@ -2,10 +2,10 @@
 // Compiled out without CLOCKS.
 //
 //   MARK(point)   thread 0 stores the lower word of the clock (Mesa 22 leaves the upper one 0), with bit 0 set, so that it is never 0
-//     MARK_BEGIN  the workgroup has started
+//     MARK_BEGIN   the workgroup has started
 //     MARK_INPUTS  the inputs it waits for have arrived
-//     MARK_DONE   thread 0 has finished its part of the sums
-//     MARK_END    the results are stored
+//     MARK_DONE    thread 0 has finished its part of the sums
+//     MARK_END     the results are stored
 //
 // Defines: CLOCKS, BIND_CLOCKS: uint [workgroups][4]
 

@@ -4,7 +4,7 @@
 //
 //   SYNC_SENTINEL  1: the kernel is a producer: it stores results with not_sentinel(), so that no stored word equals SENTINEL
 //   SPINS          1: the kernel is a consumer: it reads the previous stage's results with SPIN_UNTIL
-//   SPINS_ALSO     1: it also spins on its other inputs, those that often are older than the last barrier; here they are not
+//   SPINS_ON_ALL   1: it also spins on its other inputs, those that often are older than the last barrier; here they are not
 //
 //   SPIN_UNTIL(read, arrived)   repeats the statement `read` until the condition `arrived` holds, each thread by itself
 //   bool arrived(words)         none of the words is SENTINEL
@@ -23,8 +23,8 @@
 #define SPINS 0
 #endif
 
-#ifndef SPINS_ALSO
-#define SPINS_ALSO 0
+#ifndef SPINS_ON_ALL
+#define SPINS_ON_ALL 0
 #endif
 
 #define SENTINEL 0x80808080u

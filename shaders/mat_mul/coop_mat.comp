@@ -49,7 +49,7 @@ layout(constant_id = 19) const uint COLUMN_FACTORS = 0;  // 1: binding 3 holds a
 #define Y_PARTIAL 3u    // F32 sums of one part of K (split-K)
 
 #define PATH_INT 0
-#define MAKES_F16
+#define DECODES_F16
 #include "quant/weights.glsl"
 #include "mat_mul/iface.glsl"
 #include "quant/place.glsl"
@@ -75,11 +75,11 @@ const uint STEP_ROW_UNITS = TRANSPOSED != 0 ? TILE_M / 32 : STEP_UNITS;  // unit
 const uint PITCH = STEP_K / 8 + 1;            // 16-byte words from row to row
 const uint W_PITCH = 4 * STEP_ROW_UNITS + 1;
 const uint W_WORDS = (TRANSPOSED != 0 ? STEP_K : TILE_M) * W_PITCH, X_WORDS = TILE_N * PITCH;
-const uint W_PIECES = (TILE_M * STEP_UNITS + WG - 1) / WG;  // units that a thread decodes per step
-const uint X_PIECES = FRAGMENTS != 0 ? 1 : (TILE_N * STEP_K / 8 + WG - 1) / WG;
+const uint THREAD_UNITS = (TILE_M * STEP_UNITS + WG - 1) / WG;  // units that a thread decodes per step
+const uint THREAD_X_WORDS = FRAGMENTS != 0 ? 1 : (TILE_N * STEP_K / 8 + WG - 1) / WG;
 const uint CHUNKS = STEP_K / FK;              // matrices along K per step
-const uint AHEAD = 2;                         // chunks by which fragments are loaded ahead of their use
-const uint FRAGMENT_COUNT = FRAGMENTS != 0 ? AHEAD * NS : 1;
+const uint PREFETCH_CHUNKS = 2;               // chunks by which fragments are loaded ahead of their use
+const uint FRAGMENT_COUNT = FRAGMENTS != 0 ? PREFETCH_CHUNKS * NS : 1;
 const uint STAGE_PITCH = SUBGROUP_M / 4 + 1;
 const uint STAGE_WORDS = FN * STAGE_PITCH;    // per subgroup
 const uint ALL_STAGES = WG / SG * STAGE_WORDS;
@@ -88,23 +88,23 @@ shared uvec4 w_rows[2 * W_WORDS > ALL_STAGES ? 2 * W_WORDS : ALL_STAGES];
 shared uvec4 x_rows[FRAGMENTS != 0 ? 1 : 2 * X_WORDS];
 
 MATRIX_SUM sums[MS * NS];
-UnitRaw raw[W_PIECES];
-uvec4 x_words[X_PIECES];
+UnitRaw raw[THREAD_UNITS];
+uvec4 x_words[THREAD_X_WORDS];
 uvec4 fragments[FRAGMENT_COUNT];
 
 uint part_m, part_n;  // where this subgroup's part begins within the tile
 
-// Piece i of this thread is unit piece_unit(i) of row piece_row(i) of the tile in this step. Neighbouring threads have neighbouring units.
-uint piece_row(uint i) { return (i * WG + gl_LocalInvocationID.x) / STEP_ROW_UNITS; }
-uint piece_unit(uint i) { return (i * WG + gl_LocalInvocationID.x) % STEP_ROW_UNITS; }
+// Piece i of this thread is unit unit_column(i) of row unit_row(i) of the tile in this step. Neighbouring threads have neighbouring units.
+uint unit_row(uint i) { return (i * WG + gl_LocalInvocationID.x) / STEP_ROW_UNITS; }
+uint unit_column(uint i) { return (i * WG + gl_LocalInvocationID.x) % STEP_ROW_UNITS; }
 
 // Where a row of a step lies in shared memory: TRANSPOSED in K order.
 uint slot_of(uint row) { return TRANSPOSED != 0 ? (row & ~3u) | (row & 1u) << 1 | (row >> 1 & 1u) : row; }
 
-void fetch_piece(uint i, uint unit) {
+void fetch_weights(uint i, uint unit) {
     if (TRANSPOSED != 0)  // past the last row x is zero
-        raw[i] = unit_load(place(min(32u * unit + piece_row(i), p.k - 1u), min(tile_row / 32u + piece_unit(i), p.w.units - 1u)));
-    else raw[i] = unit_load(place(tile_matrix + min(tile_row + piece_row(i), p.m - 1u), min(unit + piece_unit(i), end_unit - 1u)));
+        raw[i] = unit_load(place(min(32u * unit + unit_row(i), p.k - 1u), min(tile_row / 32u + unit_column(i), p.w.units - 1u)));
+    else raw[i] = unit_load(place(tile_matrix + min(tile_row + unit_row(i), p.m - 1u), min(unit + unit_column(i), end_unit - 1u)));
 }
 
 void put_unit(UnitRaw unit, uint at, bool valid) {
@@ -114,25 +114,25 @@ void put_unit(UnitRaw unit, uint at, bool valid) {
 }
 
 // A step of several units may reach past the end of a row; units there become zeros.
-void put_piece(uint i, uint buf, uint unit) {
+void put_weights(uint i, uint buf, uint unit) {
     if (TILE_M * STEP_UNITS % WG == 0 || i * WG + gl_LocalInvocationID.x < TILE_M * STEP_UNITS)
-        put_unit(raw[i], buf * W_WORDS + slot_of(piece_row(i)) * W_PITCH + 4 * piece_unit(i),
-                 STEP_UNITS == 1 || unit + (TRANSPOSED != 0 ? piece_row(i) / 32 : piece_unit(i)) < end_unit);
+        put_unit(raw[i], buf * W_WORDS + slot_of(unit_row(i)) * W_PITCH + 4 * unit_column(i),
+                 STEP_UNITS == 1 || unit + (TRANSPOSED != 0 ? unit_row(i) / 32 : unit_column(i)) < end_unit);
 }
 
 // Activations through shared memory.
-void fetch_rows(uint unit) {
+void fetch_x_rows(uint unit) {
     if (FRAGMENTS != 0) return;
-    [[unroll]] for (uint i = 0; i < X_PIECES; i++) {
-        const uint piece = i * WG + gl_LocalInvocationID.x, c = min(piece / (STEP_K / 8), TILE_N - 1), word = piece % (STEP_K / 8);
+    [[unroll]] for (uint i = 0; i < THREAD_X_WORDS; i++) {
+        const uint item = i * WG + gl_LocalInvocationID.x, c = min(item / (STEP_K / 8), TILE_N - 1), word = item % (STEP_K / 8);
         x_words[i] = x4[(tile_number * TILE_N + c) * p.x_stride + min(unit * 4u + word, end_unit * 4u - 1u)];
     }
 }
 
-void put_rows(uint buf) {
+void put_x_rows(uint buf) {
     if (FRAGMENTS != 0) return;
-    [[unroll]] for (uint i = 0; i < X_PIECES; i++) {
-        const uint piece = i * WG + gl_LocalInvocationID.x, c = piece / (STEP_K / 8), word = piece % (STEP_K / 8);
+    [[unroll]] for (uint i = 0; i < THREAD_X_WORDS; i++) {
+        const uint item = i * WG + gl_LocalInvocationID.x, c = item / (STEP_K / 8), word = item % (STEP_K / 8);
         if (TILE_N * STEP_K / 8 % WG == 0 || c < TILE_N) x_rows[buf * X_WORDS + c * PITCH + word] = x_words[i];
     }
 }
@@ -161,19 +161,19 @@ void multiply(uint buf, uint unit) {
         }
         MATRIX_B b[NS];
         [[unroll]] for (uint j = 0; j < NS; j++) {
-            if (FRAGMENTS != 0) b[j] = from_fragment(fragments[chunk % AHEAD * NS + j]);
+            if (FRAGMENTS != 0) b[j] = from_fragment(fragments[chunk % PREFETCH_CHUNKS * NS + j]);
             else coopMatLoad(b[j], x_rows, buf * X_WORDS + (part_n + j * FN) * PITCH + chunk * FK / 8, PITCH,
                              gl_CooperativeMatrixLayoutColumnMajor);
         }
-        fetch_fragments(chunk % AHEAD, unit * (32u / FK) + chunk + AHEAD);
-        [[unroll]] for (uint i = 0; i < W_PIECES; i++)
-            if (i * CHUNKS / W_PIECES == chunk) {
-                put_piece(i, buf ^ 1, unit + STEP_UNITS);
-                fetch_piece(i, unit + 2 * STEP_UNITS);
+        fetch_fragments(chunk % PREFETCH_CHUNKS, unit * (32u / FK) + chunk + PREFETCH_CHUNKS);
+        [[unroll]] for (uint i = 0; i < THREAD_UNITS; i++)
+            if (i * CHUNKS / THREAD_UNITS == chunk) {
+                put_weights(i, buf ^ 1, unit + STEP_UNITS);
+                fetch_weights(i, unit + 2 * STEP_UNITS);
             }
         if (chunk == 0) {
-            put_rows(buf ^ 1);
-            fetch_rows(unit + 2 * STEP_UNITS);
+            put_x_rows(buf ^ 1);
+            fetch_x_rows(unit + 2 * STEP_UNITS);
         }
         [[unroll]] for (uint j = 0; j < NS; j++)
             [[unroll]] for (uint i = 0; i < MS; i++) sums[i * NS + j] = coopMatMulAdd(a[i], b[j], sums[i * NS + j]);
@@ -273,19 +273,19 @@ void main() {
     if (TRANSPOSED != 0) end_unit = min(first_unit + p.split_units, (p.k + 31u) / 32u);
     part_m = gl_SubgroupID / SUBGROUPS_N * SUBGROUP_M;
     part_n = gl_SubgroupID % SUBGROUPS_N * SUBGROUP_N;
-    [[unroll]] for (uint i = 0; i < W_PIECES; i++) fetch_piece(i, first_unit);
-    fetch_rows(first_unit);
-    [[unroll]] for (uint i = 0; i < AHEAD; i++) fetch_fragments(i, first_unit * (32u / FK) + i);
+    [[unroll]] for (uint i = 0; i < THREAD_UNITS; i++) fetch_weights(i, first_unit);
+    fetch_x_rows(first_unit);
+    [[unroll]] for (uint i = 0; i < PREFETCH_CHUNKS; i++) fetch_fragments(i, first_unit * (32u / FK) + i);
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
 #ifdef UNIT_TABLE
     barrier();
 #endif
-    [[unroll]] for (uint i = 0; i < W_PIECES; i++) {
-        put_piece(i, 0, first_unit);
-        fetch_piece(i, first_unit + STEP_UNITS);
+    [[unroll]] for (uint i = 0; i < THREAD_UNITS; i++) {
+        put_weights(i, 0, first_unit);
+        fetch_weights(i, first_unit + STEP_UNITS);
     }
-    put_rows(0);
-    fetch_rows(first_unit + STEP_UNITS);
+    put_x_rows(0);
+    fetch_x_rows(first_unit + STEP_UNITS);
     barrier();
     uint buf = 0;
     [[dont_unroll]] for (uint unit = first_unit; unit < end_unit; unit += STEP_UNITS) {

@@ -7,10 +7,10 @@
 //   binding 2  y F32 [n][y_stride]; or (Y_UNITS) F16 in unit order, y_stride 16-byte words per FN columns, rows padded to whole blocks
 //   binding 3  bias F32, binding 4 residual F32, binding 5 unused: as in mat_mul/iface.glsl
 //   binding 6  overflow word of an F16 y (mat_mul/overflow.glsl)
-//   bindings 7 to 9, with MAKES_UNITS: what the next norm needs, so that no kernel has to norm in between. 7: y in unit order, each row times
-//              its norm weight; 8: that weight F32 [m]; 9: F32 [n][SQUARE_PARTS],
+//   bindings 7 to 9, with NEXT_NORM: what the next norm needs, so that no kernel has to norm in between. 7: y in unit order, each row times
+//              its norm weight; 8: that weight F32 [m]; 9: F32 [n][Y_SQUARES],
 //              for each column the sum of squares of y over each tile of rows
-//   binding 10 with SQUARES: such sums of squares of x; the columns are divided by their rms
+//   binding 10 with X_SQUARES: such sums of squares of x; the columns are divided by their rms
 //   bindings 2, 4, 7 to 9, with KV_ROWS: y is the heads of Q, K and V. Q after RoPE goes to binding 2 F32 [n][Q_ROWS]; K after RoPE and V go,
 //              as f16, into the caches, bindings 7 and 9 F16 [KV_ROWS / HEAD_DIM][CACHE_ROWS][HEAD_DIM]. Binding 4: positions I32 [n]; -1, or a
 //              position outside the cache, stores nothing. Binding 8: cos and sin F32 [n][ROPE_PAIRS][2], for rotating neighbouring pairs
@@ -32,7 +32,7 @@
 layout(constant_id = 5) const uint SUBGROUP_M = 32;  // weight rows of a subgroup
 layout(constant_id = 6) const uint TILE_N = 16;  // columns of a tile, a multiple of FN
 layout(constant_id = 7) const uint ROW_SUBGROUPS = 1;  // subgroups side by side along the rows; the others share out K
-layout(constant_id = 8) const uint ROW_LANES = 4;  // T of mat_mul/matrix.glsl
+layout(constant_id = 8) const uint ROW_LANES = 4;  // as in mat_mul/matrix.glsl
 layout(constant_id = 9) const uint HAS_BIAS = 0;
 layout(constant_id = 10) const uint HAS_RESIDUAL = 0;
 layout(constant_id = 11) const uint GLU = 0;  // as in mat_mul/glu.glsl
@@ -44,10 +44,10 @@ layout(constant_id = 16) const uint K_ALIGNED = 0;  // 1: a step is 8 units, and
 layout(constant_id = 17) const uint SYNC = 0;     // 1: no stored value of an F32 y is SENTINEL (common/sentinel.glsl)
 layout(constant_id = 19) const uint ARRIVES = 0;  // common/arrivals.glsl
 layout(constant_id = 20) const uint EXPECTED = 0;  // likewise
-layout(constant_id = 21) const uint MAKES_UNITS = 0;  // 1: bindings 7 to 9
+layout(constant_id = 21) const uint NEXT_NORM = 0;  // 1: bindings 7 to 9
 layout(constant_id = 22) const uint UNITS_STRIDE = 0;  // of binding 7: 16-byte words per FN columns
-layout(constant_id = 23) const uint SQUARE_PARTS = 0;  // tiles of rows of y
-layout(constant_id = 24) const uint SQUARES = 0;       // parts of the sums of squares of x, a multiple of 4; 0: x is not normed here
+layout(constant_id = 23) const uint Y_SQUARES = 0;  // tiles of rows of y
+layout(constant_id = 24) const uint X_SQUARES = 0;     // parts of the sums of squares of x, a multiple of 4; 0: x is not normed here
 layout(constant_id = 25) const float EPS = 0.0;  // of the rms
 layout(constant_id = 26) const uint KV_ROWS = 0;     // not 0: y is heads: Q_ROWS rows of Q, KV_ROWS of K, KV_ROWS of V
 layout(constant_id = 27) const uint Q_ROWS = 0;  // rows of Q, n_head * HEAD_DIM
@@ -57,7 +57,7 @@ layout(constant_id = 30) const uint ROPE_PAIRS = 0;  // pairs of each head of Q 
 const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = 0;
 
 #define PATH_INT 0
-#define MAKES_F16
+#define DECODES_F16
 #include "quant/weights.glsl"
 #include "mat_mul/iface.glsl"
 #define UNITS_ALIGNED K_ALIGNED
@@ -85,19 +85,19 @@ layout(std430, set = 0, binding = 3) readonly buffer Bias { float bias[]; };
 layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]; };
 layout(std430, set = 0, binding = 7) writeonly buffer UnitPairs { uvec2 units2[]; };
 layout(std430, set = 0, binding = 7) writeonly buffer UnitHalves { float16_t units_half[]; };
-layout(std430, set = 0, binding = 8) readonly buffer UnitsNorm { float units_norm[]; };
-layout(std430, set = 0, binding = 9) writeonly buffer SquaresMade { float squares_made[]; };
+layout(std430, set = 0, binding = 8) readonly buffer NextNormWeight { float next_norm_weight[]; };
+layout(std430, set = 0, binding = 9) writeonly buffer YSquares { float y_squares[]; };
 layout(std430, set = 0, binding = 4) readonly buffer Positions { int positions[]; };
 layout(std430, set = 0, binding = 7) writeonly buffer CacheK { uvec2 cache_k[]; };
 layout(std430, set = 0, binding = 8) readonly buffer Angles { vec4 angles[]; };
 layout(std430, set = 0, binding = 9) writeonly buffer CacheV { uvec2 cache_v[]; };
-layout(std430, set = 0, binding = 10) readonly buffer SquaresTaken { vec4 squares_taken[]; };
+layout(std430, set = 0, binding = 10) readonly buffer XSquares { vec4 x_squares[]; };
 
 const uint K_SUBGROUPS = WG / SG / ROW_SUBGROUPS;
 const uint MS = SUBGROUP_M / FM, NS = TILE_N / FN;
-const uint OWN_ROWS = FM / GROUPS;                 // rows of a matrix that a lane holds elements of
+const uint OWN_ROWS = FM / ROW_GROUPS;             // rows of a matrix that a lane holds elements of
 const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes per block
-const uint MATRICES = 32 / V;                      // matrices along K per block
+const uint MATRICES = 32 / LANE_VALUES;            // matrices along K per block
 const uint STAGE_PITCH = SUBGROUP_M / 4 + 1;
 const uint STAGE_WORDS = TILE_N * STAGE_PITCH;     // sums of one subgroup
 
@@ -116,15 +116,15 @@ float16_t half_at(uvec4 word, uint i) {
 
 // Unit `u` of a step, of this lane's row number i.
 UnitRaw fetch_unit(uint i, uint u, uint first_row, uint step) {
-    const uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * GROUPS + gl_SubgroupInvocationID / T, p.m - 1u);
-    const uint lane = gl_SubgroupInvocationID % T;
-    if (K_ALIGNED != 0) return unit_load(Place(row, min(step, steps - 1u) * 8u + lane, 0u, u * T));
-    return unit_load(place(row, min((step * LANE_UNITS + u) * T + lane, end_unit - 1u)));
+    const uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * ROW_GROUPS + gl_SubgroupInvocationID / ROW_LANES, p.m - 1u);
+    const uint lane = gl_SubgroupInvocationID % ROW_LANES;
+    if (K_ALIGNED != 0) return unit_load(Place(row, min(step, steps - 1u) * 8u + lane, 0u, u * ROW_LANES));
+    return unit_load(place(row, min((step * LANE_UNITS + u) * ROW_LANES + lane, end_unit - 1u)));
 }
 
 // Lanes whose column is past the last one read what the lanes of the first column read: less memory traffic.
 void fetch_x(uint n, uint i, uint block) {
-    const uint lane = gl_SubgroupInvocationID, used = n * FN + lane / T < tile_count ? lane : lane % T;
+    const uint lane = gl_SubgroupInvocationID, used = n * FN + lane / ROW_LANES < tile_count ? lane : lane % ROW_LANES;
     const uint first = (tile_number * NS + n) * p.x_stride + min(block, blocks - 1u) * (BLOCK_WORDS * SG) + used + x_zero;
     x[n * BLOCK_WORDS + i] = x4[(first & MAX_QUAD_INDEX) + i * SG];
 }
@@ -146,15 +146,16 @@ void multiply(uint first_row, uint step) {
             [[unroll]] for (uint j = 0; j < MATRICES; j++) {
                 MATRIX_A a;
                 [[unroll]] for (uint r = 0; r < OWN_ROWS; r++)
-                    [[unroll]] for (uint e = 0; e < V; e++) a[r * V + e] = half_at(w[r * 4 + (j * V + e) / 8], (j * V + e) % 8);
+                    [[unroll]] for (uint e = 0; e < LANE_VALUES; e++)
+                        a[r * LANE_VALUES + e] = half_at(w[r * 4 + (j * LANE_VALUES + e) / 8], (j * LANE_VALUES + e) % 8);
                 [[unroll]] for (uint n = 0; n < NS; n++) {
                     MATRIX_B b;
-                    [[unroll]] for (uint e = 0; e < OWN_COLUMNS * V; e++) {
-                        const uint number = j * OWN_COLUMNS * V + e;
+                    [[unroll]] for (uint e = 0; e < OWN_COLUMNS * LANE_VALUES; e++) {
+                        const uint number = j * OWN_COLUMNS * LANE_VALUES + e;
                         b[e] = half_at(x[n * BLOCK_WORDS + number / 8], number % 8);
                     }
                     sums[i * NS + n] = coopMatMulAdd(a, b, sums[i * NS + n]);
-                    const uint used = (j + 1) * OWN_COLUMNS * V;  // values of x
+                    const uint used = (j + 1) * OWN_COLUMNS * LANE_VALUES;  // values of x
                     if (i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, next_block);
                 }
             }
@@ -162,7 +163,7 @@ void multiply(uint first_row, uint step) {
     }
 }
 
-void put_sums(uint stage) {
+void stage_sums(uint stage) {
     [[unroll]] for (uint i = 0; i < MS; i++)
         [[unroll]] for (uint n = 0; n < NS; n++)
             coopMatStore(sums[i * NS + n], stages, stage * STAGE_WORDS + n * FN * STAGE_PITCH + i * FM / 4, STAGE_PITCH,
@@ -193,14 +194,14 @@ vec4 first_residuals;  // of the first four rows that this thread stores; loaded
 shared float column_factors[TILE_N];
 
 // 1 / rms of each column of x. Loaded after the products, when registers are free again, and all at once.
-void find_factors() {
-    const uint subgroups = WG / SG, each = (TILE_N + subgroups - 1u) / subgroups, quads = SQUARES / 4u;
-    const uint lane_quads = SQUARES != 0 ? (quads + SG - 1u) / SG : 1u;  // GLSL has no empty arrays
+void find_column_factors() {
+    const uint subgroups = WG / SG, each = (TILE_N + subgroups - 1u) / subgroups, quads = X_SQUARES / 4u;
+    const uint lane_quads = X_SQUARES != 0 ? (quads + SG - 1u) / SG : 1u;  // GLSL has no empty arrays
     vec4 parts[each * lane_quads];
     [[unroll]] for (uint i = 0; i < each * lane_quads; i++) {
         const uint c = gl_SubgroupID + i / lane_quads * subgroups, quad = i % lane_quads * SG + gl_SubgroupInvocationID;
         const bool valid = c < tile_count && quad < quads;
-        parts[i] = valid ? squares_taken[(tile_column + c) * quads + quad + x_zero] : vec4(0.0);
+        parts[i] = valid ? x_squares[(tile_column + c) * quads + quad + x_zero] : vec4(0.0);
     }
     [[unroll]] for (uint j = 0; j < each; j++) {
         vec4 sum = vec4(0.0);
@@ -216,7 +217,7 @@ vec4 apply_epilogue(uint row, uint c, uint column, bool first) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
     [[unroll]] for (uint i = 0; i < quads; i++) {
-        v[i] = (SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * sum_slices(row + 4u * i, c);
+        v[i] = (X_SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * sum_slices(row + 4u * i, c);
         if (HAS_BIAS != 0)
             [[unroll]] for (uint e = 0; e < 4; e++) v[i][e] += bias[p.w_row0 + min(matrix_row + 4u * i + e, p.m - 1u)];
     }
@@ -228,27 +229,27 @@ vec4 apply_epilogue(uint row, uint c, uint column, bool first) {
 // Stores four neighbouring rows of a column in unit order, as the next product reads them.
 void store_units(uint column, uint row, vec4 v) {
     const uvec2 packed = pack_four(track_overflow(p.out_scale * v));
-    const uint stride = MAKES_UNITS != 0 ? UNITS_STRIDE : p.y_stride;
-    if (V >= 4) {
+    const uint stride = NEXT_NORM != 0 ? UNITS_STRIDE : p.y_stride;
+    if (LANE_VALUES >= 4) {
         const uint at = unit_place(column, row, stride) / 4u;
-        if (MAKES_UNITS != 0) units2[at] = packed;
+        if (NEXT_NORM != 0) units2[at] = packed;
         else y2[at] = packed;
     } else
         [[unroll]] for (uint e = 0; e < 4; e++) {
             const float16_t half_value = float16_t(unpackHalf2x16(packed[e / 2])[e % 2]);
-            if (MAKES_UNITS != 0) units_half[unit_place(column, row + e, stride)] = half_value;
+            if (NEXT_NORM != 0) units_half[unit_place(column, row + e, stride)] = half_value;
             else y_half[unit_place(column, row + e, stride)] = half_value;
         }
 }
 
 // Stores the same for an F32 y that is normed next, and the sum of its squares. Rows are whole tiles;
 // OUT_QUADS neighbouring lanes share a column.
-void store_normed(uint column, uint row, uint quad, vec4 v) {
+void store_next_norm(uint column, uint row, uint quad, vec4 v) {
     float square = dot(v, v);
     [[unroll]] for (uint lanes = 1; lanes < OUT_QUADS; lanes *= 2) square += subgroupShuffleXor(square, lanes);
-    if (quad == 0u) squares_made[column * SQUARE_PARTS + tile_row / TILE_M] = square;
+    if (quad == 0u) y_squares[column * Y_SQUARES + tile_row / TILE_M] = square;
     vec4 weight;
-    [[unroll]] for (uint e = 0; e < 4; e++) weight[e] = units_norm[row + e];
+    [[unroll]] for (uint e = 0; e < 4; e++) weight[e] = next_norm_weight[row + e];
     store_units(column, row, v * weight);
 }
 
@@ -294,7 +295,7 @@ void store_tile() {
             store_units(tile_column + c, row, v);
             continue;
         }
-        if (MAKES_UNITS != 0) store_normed(tile_column + c, row, quad, v);
+        if (NEXT_NORM != 0) store_next_norm(tile_column + c, row, quad, v);
         if (SYNC != 0) v = mix(v, vec4(-0.0), equal(floatBitsToUint(v), uvec4(SENTINEL)));
         const uint at = (tile_column + c) * p.y_stride + p.y_offset + row;
         if ((at & 3u) == 0u && row + 3u < rows) y4[at >> 2] = v;
@@ -315,7 +316,7 @@ void main() {
     }
     const uint row_subgroup = gl_SubgroupID / K_SUBGROUPS, slice = gl_SubgroupID % K_SUBGROUPS;
     const uint first_row = tile_row + row_subgroup * SUBGROUP_M;
-    blocks = (end_unit + T - 1u) / T;
+    blocks = (end_unit + ROW_LANES - 1u) / ROW_LANES;
     steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
     [[unroll]] for (uint i = 0; i < UNITS; i++)
         [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) raw[i * LANE_UNITS + u] = fetch_unit(i, u, first_row, slice);
@@ -331,10 +332,10 @@ void main() {
         first_position = positions[column];
         first_angles = angles_of(p.y_offset + tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, column);
     }
-    if (SQUARES != 0) find_factors();
-    put_sums(gl_SubgroupID);
+    if (X_SQUARES != 0) find_column_factors();
+    stage_sums(gl_SubgroupID);
     barrier();
     store_tile();
-    if (Y_UNITS != 0 || MAKES_UNITS != 0) report_overflow();
+    if (Y_UNITS != 0 || NEXT_NORM != 0) report_overflow();
     arrive();
 }

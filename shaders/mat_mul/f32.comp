@@ -12,12 +12,13 @@
 // Defines:
 //   QUANT_FILE         the decoder of the weights
 //   WG, ROWS, COLS     threads, weight rows per thread, columns per tile
-//   BY_LANES           1: lanes broadcast activations to each other (subgroups of eight lanes or more; WG is a multiple of the subgroup size)
+//   USE_SHUFFLES       1: lanes broadcast activations to each other (subgroups of eight lanes or more; WG is a multiple of the subgroup
+//                      size)
 //   K_TAIL             1: k is not a multiple of 32
 //   GROUPED            1: columns are slots of experts
 //   HAS_BIAS, HAS_RESIDUAL, GLU (0, 1, 2), GLU_ALPHA, GLU_LIMIT
 #extension GL_EXT_control_flow_attributes : require
-#if BY_LANES
+#if USE_SHUFFLES
 #extension GL_KHR_shader_subgroup_basic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 #endif
@@ -56,7 +57,7 @@ vec4 load_quad(uint row, uint quad) {
 #endif
 }
 
-#if BY_LANES
+#if USE_SHUFFLES
 vec4 own;
 
 void load_activations(uint row, uint unit) { own = load_quad(row, unit * 8u + (gl_SubgroupInvocationID & 7u)); }

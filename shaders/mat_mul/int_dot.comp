@@ -13,12 +13,13 @@
 // Defines:
 //   QUANT_FILE         the decoder of the weights
 //   WG, ROWS, COLS     threads, weight rows per thread, columns per tile
-//   BY_LANES           1: lanes broadcast activations to each other (subgroups of eight lanes or more; WG is a multiple of the subgroup size)
+//   USE_SHUFFLES       1: lanes broadcast activations to each other (subgroups of eight lanes or more; WG is a multiple of the subgroup
+//                      size)
 //   GROUPED            1: columns are slots of experts
 //   Y_TYPE             0: F32, 1: Q8_1, with REDUCE_SUBGROUP and SUBGROUP_SIZE of common/reduce.glsl
 //   HAS_BIAS, HAS_RESIDUAL, GLU (0, 1, 2), GLU_ALPHA, GLU_LIMIT
 #extension GL_EXT_control_flow_attributes : require
-#if BY_LANES
+#if USE_SHUFFLES
 #extension GL_KHR_shader_subgroup_basic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 #endif
@@ -73,7 +74,7 @@ float x_step;
 ivec2 x_sums;
 
 void load_activations(uint row, uint unit) {
-#if BY_LANES
+#if USE_SHUFFLES
     // Each of eight lanes loads one word; the first two also load the scale and the sums.
     const uint lane = gl_SubgroupInvocationID & 7u, first = 4u * row * p.x_stride;
     const uint own = x1[first + 4u * unit + ((lane & 4u) != 0u ? 4u * p.w.units : 0u) + (lane & 3u)];

@@ -23,7 +23,7 @@ layout(constant_id = 1) const uint SG = 32;   // lanes of a subgroup
 layout(constant_id = 2) const uint FM = 16;   // matrices: A is FM x FK, B is FK x FN
 layout(constant_id = 3) const uint FN = 16;
 layout(constant_id = 4) const uint FK = 16;
-layout(constant_id = 5) const uint ROW_LANES = 4;  // T of mat_mul/units.glsl
+layout(constant_id = 5) const uint ROW_LANES = 4;  // as in mat_mul/units.glsl
 layout(constant_id = 6) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight
 layout(constant_id = 8) const uint SPINS_ON_X = 0;  // 1: spin on x (common/sentinel.glsl)
 layout(constant_id = 9) const uint ARRIVES = 0;  // common/arrivals.glsl
@@ -41,7 +41,7 @@ layout(constant_id = 9) const uint ARRIVES = 0;  // common/arrivals.glsl
 layout(push_constant) uniform Push {
     uint k;         // values of a row of x
     uint y_stride;  // 16-byte words of a column of matrices
-    uint blocks;    // of T units each; positions past the end of a row become zeros
+    uint blocks;    // of ROW_LANES units each; positions past the end of a row become zeros
     float eps;
     float scale;    // factor of all values, which keeps them within 65504
 } p;
@@ -114,7 +114,7 @@ vec4 load_weight(uint quad) {
 
 void pack(uint column, uint quad, vec4 v) {
     const uvec2 packed = pack_four(track_overflow(v));
-    if (V >= 4) {
+    if (LANE_VALUES >= 4) {
         y2[unit_place(column, 4u * quad, p.y_stride) / 4u] = packed;
     } else
         [[unroll]] for (uint i = 0; i < 4; i++)
@@ -123,13 +123,14 @@ void pack(uint column, uint quad, vec4 v) {
 
 void main() {
     const uint column = gl_WorkGroupID.x, first = gl_WorkGroupID.y * WG + gl_LocalInvocationID.x, step = gl_NumWorkGroups.y * WG;
-    const uint quads = p.blocks * T * 8u;
+    const uint quads = p.blocks * ROW_LANES * 8u;
     [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++) cached_weight[j] = load_weight(first + j * step);
     load_cached(column, first, step);
     const float factor = p.scale * find_factor(column);
     [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++)
         if (first + j * step < quads) pack(column, first + j * step, factor * cached[j] * cached_weight[j]);
-    for (uint quad = first + CACHED_QUADS * step; quad < quads; quad += step) pack(column, quad, factor * load_quad(column, quad) * load_weight(quad));
+    for (uint quad = first + CACHED_QUADS * step; quad < quads; quad += step)
+        pack(column, quad, factor * load_quad(column, quad) * load_weight(quad));
     report_overflow();
     arrive();
 }

@@ -1,9 +1,9 @@
 // Tiles in registers, without shared memory: what mat_mul/f32.comp and mat_mul/int_dot.comp share.
 //
 // A workgroup makes TILE_M = WG * ROWS weight rows by TILE_N = COLS columns. Thread t owns rows t * ROWS .. + ROWS - 1 of the tile, walks their
-// units one after another, and keeps ROWS * COLS sums. All threads of a subgroup need the same activations at the same time. With BY_LANES the
-// first eight lanes load the 32 values of a unit and broadcast them: for CPU drivers, where a shuffle costs one instruction and a load one per
-// lane. Without it each thread loads them itself, all from the same address.
+// units one after another, and keeps ROWS * COLS sums. All threads of a subgroup need the same activations at the same time. With USE_SHUFFLES
+// the first eight lanes load the 32 values of a unit and broadcast them: for CPU drivers, where a shuffle costs one instruction and a load one
+// per lane. Without it each thread loads them itself, all from the same address.
 //
 // The including file has
 //   void decode(uint r, UnitRaw raw)              keeps the weights of a unit of row r

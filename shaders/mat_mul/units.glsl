@@ -1,22 +1,22 @@
 // Unit order: the layout of activations for mat_mul/coop_reg.comp.
-// f16 in K order (mat_mul/matrix.glsl), for matrices whose rows ROW_LANES = T lanes share.
+// f16 in K order (mat_mul/matrix.glsl), for matrices whose rows ROW_LANES lanes share.
 //
-// A block is T units of 32 values along K. Lane t of a row decodes unit t of a block by itself, and uses its value v as element v % V of matrix
-// v / V, where V = FK / T. (The matrices thus see K in another order, the same for weights and activations.)
+// A block is ROW_LANES units of 32 values along K. Lane t of a row decodes unit t of a block by itself, and uses its value v as element
+// v % LANE_VALUES of matrix v / LANE_VALUES. (The matrices thus see K in another order, the same for weights and activations.)
 // So a lane of matrix B needs, per block, 32 values of each of its columns:
 //
 //   [columns / FN][blocks][words of a lane per block][SG] 16-byte words. A lane's eight values per word, in the order of the elements of its
-//   matrices, are [32 / V matrices][FN / (SG / T) columns][V]
+//   matrices, are [32 / LANE_VALUES matrices][OWN_COLUMNS columns][LANE_VALUES]
 //
 // Needs SG, FN, FK and ROW_LANES.
-const uint T = ROW_LANES, GROUPS = SG / T;
-const uint V = FK / T;                     // values of a row that a lane holds of a matrix
-const uint OWN_COLUMNS = FN / GROUPS;      // columns of which a lane holds elements
+const uint ROW_GROUPS = SG / ROW_LANES;    // groups of lanes that share rows
+const uint LANE_VALUES = FK / ROW_LANES;   // values of a row that a lane holds of a matrix
+const uint OWN_COLUMNS = FN / ROW_GROUPS;  // columns of which a lane holds elements
 const uint BLOCK_WORDS = 4 * OWN_COLUMNS;  // words of a lane per block
 
 // Index of the f16 value at position k (in K order) of a column. stride: 16-byte words of a column of matrices.
 uint unit_place(uint column, uint k, uint stride) {
-    const uint block = k / (32u * T), lane = column % GROUPS * T + k / 32u % T, v = k % 32u;
-    const uint number = v / V * (OWN_COLUMNS * V) + column % FN / GROUPS * V + v % V;
+    const uint block = k / (32u * ROW_LANES), lane = column % ROW_GROUPS * ROW_LANES + k / 32u % ROW_LANES, v = k % 32u;
+    const uint number = v / LANE_VALUES * (OWN_COLUMNS * LANE_VALUES) + column % FN / ROW_GROUPS * LANE_VALUES + v % LANE_VALUES;
     return 8u * (column / FN * stride + (block * BLOCK_WORDS + number / 8u) * SG + lane) + number % 8u;
 }

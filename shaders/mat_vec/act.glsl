@@ -90,7 +90,7 @@ bool x_arrived() {
     bool valid = true;
     [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) {
         valid = valid && arrived(x_values[j]);
-#if defined(BIND_POST_NORM) && SPINS_ALSO
+#if defined(BIND_POST_NORM) && SPINS_ON_ALL
         valid = valid && arrived(post_residual_values[j]);
 #endif
     }

@@ -17,7 +17,7 @@ void k_head(uvec4 head, uint sub, out vec2 scale, out vec2 bias) {
     bias = both.yy;
 }
 
-#ifdef MAKES_F16
+#ifdef DECODES_F16
 // Scale and min as f16, converted without a conversion: one_k holds 1024 twice as f16, whose last bit is worth 1. So (n | one_k) is 1024 + n as
 // f16 for n < 1024, and subtracting 1024 leaves n.
 #define UNIT_SCALE_F16

@@ -80,7 +80,7 @@ class Shape:
 
     wg: int
     lanes: int
-    by_lanes: bool
+    use_shuffles: bool
     steps: int
     heads: int
     tokens: int
@@ -124,10 +124,10 @@ def shape_for(
         lanes = next((i for i in fits if i >= lanes and k_cols // i <= MAX_LOADS), fits[-1])
         steps = min(choice["steps"], max(1, MAX_LOADS * lanes // k_cols))
         reduce, subgroup = reduction(ctx.caps, wg, lanes=max(lanes, 8 if quantizes else 1))
-        by_lanes = bool(reduce["REDUCE_SUBGROUP"]) and lanes == cols == k_cols and queries in (1, 2, 4, 8, 16) and queries <= cols
+        use_shuffles = bool(reduce["REDUCE_SUBGROUP"]) and lanes == cols == k_cols and queries in (1, 2, 4, 8, 16) and queries <= cols
         known = int(reduce["SUBGROUP_SIZE"])
         bundles = wg // cols // (known // cols if known > cols and cols & (cols - 1) == 0 else 1)
-        scores = 0 if by_lanes else 2 * steps * (wg // lanes)
+        scores = 0 if use_shuffles else 2 * steps * (wg // lanes)
         shared = 4 * queries * (max(hd, vd) + scores + 2 * bundles) + 8 * wg + 256
         shared += (12 if quantized else 4) * hd if fused else 0
         for parts in (i for i in range(1, queries + 1) if queries % i == 0):
@@ -135,7 +135,7 @@ def shape_for(
                 rounds = queries // parts
                 readers = max(1, min(splits, wg * 4 // (queries * vd), bundles * rounds // queries))
                 return Shape(
-                    wg, lanes, by_lanes, steps, heads, tokens, splits, readers, rounds, choice["rows_per_split"], reduce, subgroup
+                    wg, lanes, use_shuffles, steps, heads, tokens, splits, readers, rounds, choice["rows_per_split"], reduce, subgroup
                 )
         if wg == least:
             raise PlanError(
@@ -220,7 +220,7 @@ def _lower(
         **s.reduce, **fused, "HD": hd, "VD": vd, "V_PITCH": cache_v.shape[2] // 8,
         "K_TYPE": CACHE_TYPES[cache_k.type], "V_TYPE": CACHE_TYPES[cache_v.type],
         **attention_prompt.split_q(q, dict(extra).get("q_pe"), hd), "HEADS": s.heads, "TOKENS": s.tokens, "STEPS": s.steps,
-        "LANES": s.lanes, "BY_LANES": int(s.by_lanes), "SPLITS": s.splits, "READERS": s.readers, "MERGE_QUERIES": s.round,
+        "LANES": s.lanes, "USE_SHUFFLES": int(s.use_shuffles), "SPLITS": s.splits, "READERS": s.readers, "MERGE_QUERIES": s.round,
         "OUT_Q8_1": int(out.type == "Q8_1"), **_unit_order(node, out, ctx),
         "FUSED": int(bool(fused)), "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
     }  # fmt: skip

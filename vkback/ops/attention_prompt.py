@@ -111,7 +111,7 @@ class PromptShape:
 
     Of plain alone:
     lanes    threads that share a query
-    by_lanes a workgroup is one subgroup whose lanes broadcast rows to each other; else rows go through shared memory
+    use_shuffles a workgroup is one subgroup whose lanes broadcast rows to each other; else rows go through shared memory
 
     Of matrix alone:
     matrix     rows, columns and depth of a matrix
@@ -124,7 +124,7 @@ class PromptShape:
     tile_kv: int
     warps: int
     lanes: int = 1
-    by_lanes: bool = False
+    use_shuffles: bool = False
     matrix: tuple[int, int, int] = (0, 0, 0)
     row_lanes: int = 0
     parts: int = 0
@@ -334,7 +334,7 @@ def plain_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Vari
         **reduce, "HD": job.hd, "VD": job.vd, "V_PITCH": job.cache_v.shape[2] // 8,
         "K_TYPE": CACHE_TYPES[job.cache_k.type], "V_TYPE": CACHE_TYPES[job.cache_v.type], **split_q(job.q, job.q_pe, job.hd),
         "LANES": shape.lanes, "QUERIES": shape.tile_q * shape.lanes // wg, "ROWS": shape.tile_kv,
-        "BY_LANES": int(shape.by_lanes), "OUT_TYPE": f"{OUT_TYPES[job.y.type]}u", "HAS_SINKS": int(job.sinks is not None),
+        "USE_SHUFFLES": int(shape.use_shuffles), "OUT_TYPE": f"{OUT_TYPES[job.y.type]}u", "HAS_SINKS": int(job.sinks is not None),
     }  # fmt: skip
     return Variant("attention/prompt.comp", tuple(sorted(defines.items())), subgroup)
 

@@ -158,10 +158,10 @@ def _launch(
     chunks = min(MAX_CHUNKS, ceil_div(columns, TILE))
     parts = ceil_div(columns, TILE * chunks)
     choice = _choice(sizes, ctx)
-    lanes, required, by_lanes = lanes_for(ctx.caps)
+    lanes, required, use_shuffles = lanes_for(ctx.caps)
     variant = Variant(f"attention/{shader}.comp", (("CHUNKS", chunks),))
     tokens, how = TILE, f"64 threads, tiles of {TILE}, {chunks} of them along the columns"
-    if choice["tiles"] == "lanes" and by_lanes:
+    if choice["tiles"] == "lanes" and use_shuffles:
         variant = Variant(f"attention/{shader}_lanes.comp", (("HD", sizes.hd), ("LANES", lanes), ("VD", sizes.vd)), required)
         tokens, how, parts = lanes, f"{lanes} threads, a token each", 1
     groups = (ceil_div(sizes.n, tokens), heads, sizes.texts * parts)

@@ -42,7 +42,7 @@ class SpinWaits:
     whole   every workgroup waits for all of it
     part    every workgroup waits for some of it
     shares  every workgroup waits for some of it, all together for all of it
-    also    every workgroup waits for all of it where it was made since the last barrier (define SPINS_ALSO), else reads it
+    also    every workgroup waits for all of it where it was made since the last barrier (define SPINS_ON_ALL), else reads it
     own     partial results that workgroups of this dispatch wait for from each other
     counted   every workgroup waits until all workgroups of the dispatches that make these have arrived, where they were made since the
               last barrier

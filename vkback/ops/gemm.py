@@ -52,8 +52,8 @@ def lanes_wanted(ctx: LowerContext, product: Product) -> tuple[int, int | None, 
     """Lanes of a subgroup, and the size to require, where B's values are to go from lane to lane; 0 where through shared memory. And the
     table's row that says so."""
     choice = ctx.tuning.pick("gemm", m=product.m, n=product.n, k=product.k)
-    lanes, required, by_lanes = lanes_for(ctx.caps)
-    return (lanes, required, choice.source) if choice["tiles"] == "lanes" and by_lanes else (0, None, choice.source)
+    lanes, required, use_shuffles = lanes_for(ctx.caps)
+    return (lanes, required, choice.source) if choice["tiles"] == "lanes" and use_shuffles else (0, None, choice.source)
 
 
 def vectors_of(m: int, lanes: int) -> int:
@@ -94,7 +94,7 @@ def multiplied(
         stride = product.m if product.transposed else product.k
         push = pack_push(product.m, product.n, product.k, stride, 0, int(add), product.n2, product.r2, product.r3)
         args = (Arg(b), Arg(a), Arg(y, "rw" if add else "w"))
-        return [_by_lanes(node, Variant("mul_mat/gemm_lanes.comp", _sorted(own), required), args, push, product, source)]
+        return [_by_shuffles(node, Variant("mul_mat/gemm_lanes.comp", _sorted(own), required), args, push, product, source)]
     splits, each = (1, ceil_div(product.k, depth) * depth) if add else splits_of(product, tile, depth)
     into = y if splits == 1 else Tensor(f"{y.name}.splits", "F32", (splits, product.m * product.n))
     defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TRANSPOSED": int(product.transposed)}
@@ -126,7 +126,7 @@ def multiplied_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor, y:
         for i, part in enumerate(parts):
             push = pack_push(*weight_push(w.type, part.layout, n), m, n, part.rows, k, part.row0, int(i > 0))
             args = (Arg(w, "r", i), Arg(a), Arg(y, "rw" if i else "w"))
-            made.append(_by_lanes(node, kernel, args, push, Product(m, n, part.rows), source))
+            made.append(_by_shuffles(node, kernel, args, push, Product(m, n, part.rows), source))
         return made
     splits = [splits_of(Product(m, n, part.rows), tile, depth) for part in parts]
     total = sum(count for count, _ in splits)
@@ -145,7 +145,7 @@ def _sorted(defines: Defines) -> tuple[tuple[str, str | int], ...]:
     return tuple(sorted(defines.items()))
 
 
-def _by_lanes(node: Node, kernel: Variant, args: tuple[Arg, ...], push: bytes, product: Product, source: str) -> Dispatch:
+def _by_shuffles(node: Node, kernel: Variant, args: tuple[Arg, ...], push: bytes, product: Product, source: str) -> Dispatch:
     """A subgroup for each tile of 32 columns."""
     defines = dict(kernel.defines)
     rows = int(defines["LANES"]) * int(defines["VECTORS"])

@@ -243,7 +243,7 @@ def weight_bytes(job: MatMul, shard: Shard) -> int:
 
 def _by_rows(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
     """A dispatch of shaders/mat_mul/f32.comp or int_dot.comp."""
-    lanes, required, by_lanes = lanes_for(caps)
+    lanes, required, use_shuffles = lanes_for(caps)
     wg = shape.subgroups * lanes
     q8_out = job.y.type == "Q8_1"
     defines: Defines = {
@@ -252,7 +252,7 @@ def _by_rows(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
         "WG": wg,
         "ROWS": shape.tile_m // wg,
         "COLS": shape.tile_n,
-        "BY_LANES": by_lanes,
+        "USE_SHUFFLES": use_shuffles,
         "GROUPED": int(job.route is not None),
     }
     if shape.way == "f32":

@@ -105,7 +105,7 @@ class MatMul:
 
     Of coop_reg alone, where what is normed is made and read by products:
     units         a further output: y in unit order, each row times its weight units_norm F32 [m]
-    squares_made  a further output, F32 [n, parts]: sums of squares of each column of y
+    y_squares  a further output, F32 [n, parts]: sums of squares of each column of y
     squares       such sums of x, whose columns are then divided by their rms, with eps
     heads         its rows are heads, and go where this says; y is then nobody's, and y_row0 the first row among those of all heads
     """
@@ -129,7 +129,7 @@ class MatMul:
     transposed: bool = False
     units: Tensor | None = None
     units_norm: Tensor | None = None
-    squares_made: Tensor | None = None
+    y_squares: Tensor | None = None
     squares: Tensor | None = None
     eps: float = 0.0
     heads: Heads | None = None

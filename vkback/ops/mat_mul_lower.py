@@ -256,7 +256,7 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext, heads:
         label=name,
         x_factors=factors,
         units=node.units[0] if node.units else None,
-        squares_made=node.units[1] if node.units else None,
+        y_squares=node.units[1] if node.units else None,
         units_norm=node.units_norm,
         squares=node.squares,
         eps=float(params["squares_eps"]) if node.squares is not None else 0.0,

@@ -108,7 +108,7 @@ def stores_units(w: Tensor, glu: bool, shape: MatMulShape, caps: Capabilities) -
     return shape.way == "coop_reg" and (w.shape[0] >> glu) % (UNIT * shape.row_lanes) == 0 and len(shards(w, caps)) == 1
 
 
-def makes_units(w: Tensor, shape: MatMulShape, caps: Capabilities) -> bool:
+def stores_next_norm(w: Tensor, shape: MatMulShape, caps: Capabilities) -> bool:
     """Whether the product with a weight can leave its F32 output in unit order, too: as `stores_units`, and its rows are whole tiles, four
     and four, of a power of two of rows, which lanes of one subgroup store."""
     quads = shape.tile_m // 4
@@ -164,7 +164,7 @@ def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
         Arg(overflow_word(stored), "rw") if stored is not None else none,
         Arg(job.units, "w") if job.units is not None else none,
         Arg(job.units_norm) if job.units_norm is not None else none,
-        Arg(job.squares_made, "w") if job.squares_made is not None else none,
+        Arg(job.y_squares, "w") if job.y_squares is not None else none,
         Arg(job.squares) if job.squares is not None else none,
     )
     args = [*bindings(job, index, job.y, part), *norms, *3 * [none]]

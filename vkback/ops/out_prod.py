@@ -1,4 +1,4 @@
-"""OUT_PROD (shaders/mul_mat/gemm.comp, out_prod_few.comp): y = b^T a, the sum of outer products of the rows of a and b."""
+"""OUT_PROD (shaders/mul_mat/gemm.comp, out_prod_small_k.comp): y = b^T a, the sum of outer products of the rows of a and b."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
-FEW = 8
+SMALL_K = 8
 """Rows of a and b up to which their product goes without tiles."""
 
 
@@ -69,19 +69,19 @@ class OutProd(Op):
         if b_k != k or n3 % a3 or n2 % a2 or y_shape != (n3, n2, n, m) or (add and node.inputs[2].name != y.name):
             raise PlanError(f"[{self.name}] {node.name}: {a} and {b} to {y}: they do not fit")
         product = Product(n, m, k, transposed=True, batches=n3 * n2, n2=n2, r2=n2 // a2, r3=n3 // a3)
-        if k <= FEW and n <= 8 * MAX_GROUPS_X and n3 * n2 <= MAX_GROUPS_X:
-            return [*copies, self._of_few(node, ctx, a, b, product, add)]
+        if k <= SMALL_K and n <= 8 * MAX_GROUPS_X and n3 * n2 <= MAX_GROUPS_X:
+            return [*copies, self._of_small_k(node, ctx, a, b, product, add)]
         if n3 * n2 == 1 and len(a.shape) == 2 and low_rank.is_narrow(k, max(m, n), min(m, n), ctx):
             return [*copies, *low_rank.outer(node, ctx, a, b, y, add=add)]
         return [*copies, *multiplied(node, ctx, b, a, y, product, add=add)]
 
-    def _of_few(self, node: Node, ctx: LowerContext, a: Tensor, b: Tensor, product: Product, add: bool) -> Dispatch:
+    def _of_small_k(self, node: Node, ctx: LowerContext, a: Tensor, b: Tensor, product: Product, add: bool) -> Dispatch:
         """Of few k: a thread has a column of eight rows."""
         rows, columns = product.m, product.n
         choice = ctx.tuning.pick("elementwise", elements=columns)
         wg = workgroup_size(ctx.caps, choice["wg_size"], columns)
         return Dispatch(
-            Variant("mul_mat/out_prod_few.comp", (("WG_SIZE", wg),)), (Arg(a), Arg(b), Arg(node.outputs[0], "rw" if add else "w")),
+            Variant("mul_mat/out_prod_small_k.comp", (("WG_SIZE", wg),)), (Arg(a), Arg(b), Arg(node.outputs[0], "rw" if add else "w")),
             pack_push(columns, rows, product.k, product.n2, product.r2, product.r3, int(add)),
             (ceil_div(columns, wg), ceil_div(rows, 8), product.batches), node.op, node.name, f"{wg} threads: {choice.source}",
             nbytes=nbytes(a) + nbytes(b) + nbytes(node.outputs[0]), flops=2 * product.k * node.outputs[0].elements,

@@ -32,7 +32,7 @@ from vkback.ops.mat_mul_job import MatMulShape
 from vkback.ops.mat_mul_lower import choose
 from vkback.ops.mat_mul_nodes import Norm, pack_node, room, route_heads_node, route_node
 from vkback.ops.mat_mul_pack import packed, packs_glu
-from vkback.ops.mat_mul_reg import makes_units, packed_units, stores_units
+from vkback.ops.mat_mul_reg import packed_units, stores_next_norm, stores_units
 from vkback.ops.mat_vec_node import MatVecNode
 from vkback.plan.nodes import Nodes, tokens_of
 from vkback.plan.schedule_choice import schedule_choice
@@ -207,7 +207,7 @@ class _Packing:
             return False
         mat_vec = MatVecNode.of(made)
         shape = choose(mat_vec, self.ctx).shape
-        if shape is None or shape.way != "coop_reg" or mat_vec.glu or mat_vec.gelu or not makes_units(mat_vec.w, shape, self.ctx.caps):
+        if shape is None or shape.way != "coop_reg" or mat_vec.glu or mat_vec.gelu or not stores_next_norm(mat_vec.w, shape, self.ctx.caps):
             return False
         if any(
             r.shape.way != "coop_reg" or (r.shape.matrix, r.shape.row_lanes) != (shape.matrix, shape.row_lanes) or r.mat_vec.k != mat_vec.m

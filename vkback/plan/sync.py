@@ -237,7 +237,7 @@ def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Expected] | Non
         return dataclasses.replace(d, kernel=kernel, args=args)
     defines: dict[str, str | int] = {**dict(kernel.defines), "SYNC_SENTINEL": 1, "SPINS": int(spins)}
     if spins and d.waits.also:
-        defines["SPINS_ALSO"] = 1
+        defines["SPINS_ON_ALL"] = 1
     if arrivals:
         defines |= {"ARRIVES": 1, "BIND_ARRIVALS": len(args)}
         args = (*args, Arg(arrivals, "rw"))
