@@ -13,7 +13,7 @@ from vkback.autotune.problem import MatVecProblem
 from vkback.device import Capabilities, profile_ids
 from vkback.device.spirv import inspect
 from vkback.graph import Node, Tensor
-from vkback.ops.code_books import shared_bytes as code_book_bytes
+from vkback.ops.codebooks import shared_bytes as codebook_bytes
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_cases import fused_case
@@ -72,7 +72,7 @@ def faults(dispatch: Dispatch, caps: Capabilities) -> Iterator[str]:
     if threads > min(caps.max_workgroup_invocations, caps.max_workgroup_size[0]):
         yield f"{threads} threads"
     assert isinstance(dispatch.config, MatVecConfig)
-    shared = shared_bytes(dispatch.config) + code_book_bytes(quant, caps)
+    shared = shared_bytes(dispatch.config) + codebook_bytes(quant, caps)
     if shared > caps.max_shared_memory:
         yield f"{shared} bytes of shared memory"
     if required is not None:
@@ -114,7 +114,7 @@ def test_every_case_keeps_to_the_limits_of_every_device(profile: str) -> None:
             try:
                 dispatches = OPS[node.op].lower(node, dataclasses.replace(ctx, act=act))
             except PlanError as e:
-                assert in_the_way(node, ctx) or "code book" in str(e), f"{line}: {e}"
+                assert in_the_way(node, ctx) or "codebook" in str(e), f"{line}: {e}"
                 continue
             planned += 1
             found = [fault for d in dispatches for fault in faults(d, ctx.caps)]

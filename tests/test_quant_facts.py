@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-import vkback.ops  # makes the code books  # noqa: F401
+import vkback.ops  # makes the codebooks  # noqa: F401
 from vkback import quants
 from vkback.paths import shader_root
 from vkback.quants.codec import Codec, DecodeOnly
@@ -26,12 +26,12 @@ def test_a_shader_has_the_paths_that_its_type_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", quants.WEIGHT_TYPES)
-def test_code_books_and_decoders_belong_together(name: str) -> None:
+def test_codebooks_and_decoders_belong_together(name: str) -> None:
     t = quants.quant(name)
     expanded = expand(shader_root(), Variant("rows/get_rows.comp", (("QUANT_FILE", f'"{t.shader}"'),)))
     included = {file for file, _ in expanded.origins if file.startswith("generated/")}
-    assert included == ({f"generated/{t.code_book.name.lower()}_codes.glsl"} if t.code_book else set())
-    assert (t.decoder == "codebook") == (t.code_book is not None)
+    assert included == ({f"generated/{t.codebook.name.lower()}_codes.glsl"} if t.codebook else set())
+    assert (t.decoder == "codebook") == (t.codebook is not None)
     assert (t.decoder == "float") == (t.block_values == 1)
 
 

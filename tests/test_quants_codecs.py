@@ -357,7 +357,7 @@ BOOK_ERROR = {
 
 @pytest.mark.parametrize("name", BOOKS)
 @pytest.mark.parametrize(("kind", "column"), [("uniform", 0), ("gauss", 1)])
-def test_encoding_by_a_code_book_is_no_worse_than_ggml_s(name: str, kind: str, column: int) -> None:
+def test_encoding_by_a_codebook_is_no_worse_than_ggml_s(name: str, kind: str, column: int) -> None:
     x, importance = samples(kind)[:2, :1024], IMPORTANCE[:1024]
     without = quants.encode(name, x)
     plain = relative_rms_error(name, without, x)
@@ -368,7 +368,7 @@ def test_encoding_by_a_code_book_is_no_worse_than_ggml_s(name: str, kind: str, c
 
 
 @pytest.mark.parametrize("name", BOOKS)
-def test_values_that_a_code_book_has_are_found(name: str) -> None:
+def test_values_that_a_codebook_has_are_found(name: str) -> None:
     """What a block decodes to is encoded again: nearly all of it is found, whatever step the search ends with."""
     raw = quants.random_blocks(name, 2, 512, np.random.default_rng(8), std=1.0)
     x = quants.decode(name, raw)

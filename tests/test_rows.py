@@ -44,8 +44,8 @@ def test_a_cache_of_another_type_is_refused() -> None:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("kind", [name for name, t in quants.QUANTS.items() if t.code_book])
-def test_rows_that_a_code_book_has_are_found_on_the_device(kind: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+@pytest.mark.parametrize("kind", [name for name, t in quants.QUANTS.items() if t.codebook])
+def test_rows_that_a_codebook_has_are_found_on_the_device(kind: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     """Values that blocks decode to: their scales, deltas, signs and indices vary as those of uniform values do not, and nearly all are
     found."""
     problem = find_case(f"SET_ROWS(type_src=f32,type_dst={kind.lower()},type_idx=i64,ne=[512,3,1,1],r=3)").build()

@@ -46,7 +46,7 @@ LINKED = ("builtin", "profiles")
 """Folders of data that no fault is planted in: linked, not copied."""
 AT_ONCE = 8
 """Cases whose kernels are compared at once."""
-TYPE_DEFINES = ("QUANT_FILE", "CODE_BOOK_LITERAL")
+TYPE_DEFINES = ("QUANT_FILE", "CODEBOOK_LITERALS")
 """Defines by which the type of the weights enters a kernel."""
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|(\w+))', re.MULTILINE)
 

@@ -6,4 +6,4 @@
 uint entry(uint codes) {
     return codes & 0x0f0f0f0fu;
 }
-#include "quant/code_book.glsl"
+#include "quant/codebook.glsl"

@@ -9,7 +9,7 @@ uint iq2_levels(uint codes) {
 uvec2 entry(uint codes) {
     return uvec2(iq2_levels(codes & 0x03030303u), iq2_levels((codes >> 2) & 0x03030303u));
 }
-#include "quant/code_book.glsl"
+#include "quant/codebook.glsl"
 
 // The eight weights of a codebook index, into q[2 group] and q[2 group + 1]. signs: one bit for each, set for minus.
 void iq2_group(uint index, uint signs, uint group, inout uint q[8]) {

@@ -17,7 +17,7 @@
 uint entry(uint codes) {
     return 0x01010101u + 2u * (codes & 0x07070707u);
 }
-#include "quant/code_book.glsl"
+#include "quant/codebook.glsl"
 
 struct UnitRaw { uvec2 qs; uint signs; uint qh; uint scales; uint d; uint index; };
 

@@ -16,7 +16,7 @@ uint entry(uint codes) {
     const uint c = codes & 0x07070707u;
     return 0x04040404u + 8u * c + 2u * (c & (c >> 1) & (c >> 2) & 0x01010101u);
 }
-#include "quant/code_book.glsl"
+#include "quant/codebook.glsl"
 
 struct UnitRaw { uvec2 qs; uint signs; uint d; uint block; };
 

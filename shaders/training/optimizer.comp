@@ -4,20 +4,20 @@
 //   AdamW  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w = w (1 - lr decay) - lr (m c1) / (sqrt(v c2) + eps)
 // with g = scale dw, c1 = 1 / (1 - beta1^t) and c2 = 1 / (1 - beta2^t).
 //
-//   binding 0  w F32 [elements]; with CODED an F32 weight (or a shard of one) in the planes of docs/architecture.md
-//   binding 1  dw F32 [elements]; with CODED the shard's values begin at `first`, as those of m and v do
+//   binding 0  w F32 [elements]; with IN_PLANES an F32 weight (or a shard of one) in the planes of docs/architecture.md
+//   binding 1  dw F32 [elements]; with IN_PLANES the shard's values begin at `first`, as those of m and v do
 //   binding 2  params F32: lr, decay;  ADAMW: lr, beta1, beta2, eps, decay, c1, c2
 //   binding 3, 4  m, v F32 [elements] (ADAMW)
 //   last binding  scale F32 [1] (SCALED); without it g = dw
 //
 // One thread per value.
 //
-// Defines: WG_SIZE, ADAMW, SCALED, CODED
+// Defines: WG_SIZE, ADAMW, SCALED, IN_PLANES
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
     uint elements;
-#if CODED
+#if IN_PLANES
     uint first;
     uint k;        // values in a row
     uint part;     // values from one part of the planes to the next
@@ -38,7 +38,7 @@ layout(std430, set = 0, binding = 3 + 2 * ADAMW) readonly buffer InScale { float
 void main() {
     const uint value = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     if (value >= p.elements) return;
-#if CODED
+#if IN_PLANES
     const uint row = value / p.k, column = value % p.k;
     const uint at = (column % 32u) / 4u * p.part + (row * ((p.k + 31u) / 32u) + column / 32u) * 4u + column % 4u, i = p.first + value;
 #else

@@ -27,7 +27,7 @@ from vkback.ops.f16_range import F16RangeError, is_overflow_word, rescaled
 from vkback.ops.general import viewed
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
-from vkback.ops.storage import is_coded, nbytes
+from vkback.ops.storage import in_planes, nbytes
 from vkback.plan.schedule import Schedule, aligned, into_stages
 from vkback.plan.sync import SENTINEL, STATE, synchronized
 from vkback.program import Program, WeightRanges
@@ -402,7 +402,7 @@ def reference_inputs(problem: Problem) -> list[Array]:
 
 
 def _plain(tensor: Tensor, value: Array) -> Array:
-    if is_coded(tensor):
+    if in_planes(tensor):
         return quants.decode(tensor.type, value).reshape(tensor.shape)
     if tensor.type == "Q8_1":
         return quants.q8_1_dequantize(q8_1_bytes(tensor, value), tensor.shape[-1]).reshape(tensor.shape)

@@ -19,15 +19,15 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
+from vkback.ops.as_floats import as_floats
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.coded import as_floats
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.general import rounded_to, views_of
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
 from vkback.ops.peer import operand, sized, tensor_type, type_word
-from vkback.ops.storage import VALUE_BYTES, is_coded, nbytes
+from vkback.ops.storage import VALUE_BYTES, in_planes, nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
@@ -224,7 +224,7 @@ def _permuted(shape: Shape, permute: Sequence[int], times: int) -> tuple[Shape, 
 
 def _rows(node: Node, ctx: LowerContext, x: Tensor, view: View) -> tuple[list[Dispatch], Tensor, View]:
     """K or V as the kernel takes them: F32 whose rows are together."""
-    if x.type == "F32" and not is_coded(x) and view.strides[3] == 1:
+    if x.type == "F32" and not in_planes(x) and view.strides[3] == 1:
         view.check(x, node.op)
         return [], x, view
     copies, y = as_floats(node, ctx, x, view)

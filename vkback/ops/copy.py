@@ -12,18 +12,18 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import copy_cases, encode
+from vkback.ops.as_floats import as_floats
 from vkback.ops.boxes import EXACT, box_copy
 from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
-from vkback.ops.code_books import decoder
-from vkback.ops.coded import as_floats
+from vkback.ops.codebooks import decoder
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import copied, permuted, random_values, stored_tolerance
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_node import QUANTS
 from vkback.ops.op import Op, moves_values, register
 from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, type_word
-from vkback.ops.storage import VALUE_BYTES, is_coded, nbytes, shards, weight_push
+from vkback.ops.storage import VALUE_BYTES, in_planes, nbytes, shards, weight_push
 from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
@@ -79,9 +79,9 @@ class Convert(Op):
         source.check(x, self.name)
         target.check(y, self.name)
         whole = "view" not in node.params and "to" not in node.params
-        if is_coded(y):
+        if in_planes(y):
             return into_coded(node, ctx, source, target)
-        if is_coded(x):
+        if in_planes(x):
             if "to" not in node.params and (y.type == "F32" or (y.type == "F16" and source.shape[-1] % 2 == 0)):
                 return [self._decoded(node, ctx, source)]
             copies, floats = as_floats(node, ctx, x, source)
@@ -208,11 +208,11 @@ class Convert(Op):
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         x, y = node.inputs[0], node.outputs[0]
-        if x.type == y.type and (is_coded(y) or not is_coded(x)):
+        if x.type == y.type and (in_planes(y) or not in_planes(x)):
             return EXACT
-        if is_coded(y):
+        if in_planes(y):
             return encode.loose(y.type)
-        return stored_tolerance(DECODED if is_coded(x) else EXACT, y.type)
+        return stored_tolerance(DECODED if in_planes(x) else EXACT, y.type)
 
     def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
         x, y = node.inputs[0], node.outputs[0]
@@ -246,7 +246,7 @@ def into_coded(node: Node, ctx: LowerContext, source: View, target: View) -> lis
     into = target.four()
     if into.shape[3] != k or into.strides[3] != 1 or any(s % k for s in into.strides[:3]):
         raise PlanError(f"[{node.op}] {node.name}: {y}: {target} is not made of whole rows")
-    if is_coded(x) and x.type == y.type:
+    if in_planes(x) and x.type == y.type:
         return same_rows(node, ctx, source, target)
     copies, floats = as_floats(node, ctx, x, source)
     n3, n2, n1 = into.shape[:3]

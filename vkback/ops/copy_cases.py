@@ -14,7 +14,7 @@ from vkback.ops.case import Array, Case, Problem, Shape
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.general import INTEGERS, permuted, rounded_to
 from vkback.ops.peer import Four, ne_of, operand, shape_of, sized, tensor_type, type_word
-from vkback.ops.storage import VALUE_BYTES, is_coded
+from vkback.ops.storage import VALUE_BYTES, in_planes
 from vkback.ops.view import View
 
 NONE = (0, 0, 0, 0)
@@ -94,7 +94,7 @@ def dup_case(type: str = "f32", ne: Shape = (10, 10, 20, 1), permute: Four = NON
 
 def numbers(t: Tensor, rng: np.random.Generator, size: float) -> Array:
     """Values in +-size as the type of a tensor holds them; of quantized types random blocks of about that size; of integers any within."""
-    if is_coded(t):
+    if in_planes(t):
         return quants.random_blocks(t.type, prod(t.shape[:-1]), t.shape[-1], rng, std=size / 2)
     if t.type in INTEGERS:
         top = max(int(size), 100)

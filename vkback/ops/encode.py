@@ -53,10 +53,10 @@ _DEFINES: dict[str, dict[str, str | int]] = {
 }
 
 
-def _book(
+def _codebook(
     groups: int, step: float, level: str, ratio: tuple[float, float], *, even: bool = False, max_scale: int = 15
 ) -> dict[str, str | int]:
-    """Defines of shaders/encode/books.glsl. step: of the scales d * (SCALE_OFFSET + SCALE_STEP * s), whose offset is half of it; ratio:
+    """Defines of shaders/encode/codebooks.glsl. step: of the scales d * (SCALE_OFFSET + SCALE_STEP * s), whose offset is half of it; ratio:
     first target and ratio."""
     return {
         "GROUPS": f"{groups}u", "SCALE_OFFSET": repr(step / 2), "SCALE_STEP": repr(step), "MAX_SCALE": f"{max_scale}.0", "LEVEL(C)": level,
@@ -65,16 +65,16 @@ def _book(
 
 
 _IQ2_LEVEL, _IQ2_TARGETS = "float(8u + 17u * (C) + ((C) >> 1))", (7.0, 1.18)
-_BOOKS: dict[str, dict[str, str | int]] = {
-    "IQ1_S": _book(8, 2.0, "(float(C) - 1.0)", (0.9, 1.1), max_scale=7),
-    "IQ1_M": _book(16, 2.0, "(float(C) - 1.0)", (0.9, 1.1), max_scale=7) | {"EITHER": 1},
-    "IQ2_XXS": _book(8, 0.25, _IQ2_LEVEL, _IQ2_TARGETS, even=True),
-    "IQ2_XS": _book(16, 0.25, _IQ2_LEVEL, _IQ2_TARGETS, even=True),
-    "IQ2_S": _book(16, 0.25, _IQ2_LEVEL, _IQ2_TARGETS),
-    "IQ3_XXS": _book(8, 0.5, "float(4u + 8u * (C) + ((C) == 7u ? 2u : 0u))", (3.5, 1.27), even=True),
-    "IQ3_S": _book(8, 2.0, "float(1u + 2u * (C))", (0.9, 1.27)),
+_CODEBOOKS: dict[str, dict[str, str | int]] = {
+    "IQ1_S": _codebook(8, 2.0, "(float(C) - 1.0)", (0.9, 1.1), max_scale=7),
+    "IQ1_M": _codebook(16, 2.0, "(float(C) - 1.0)", (0.9, 1.1), max_scale=7) | {"EITHER": 1},
+    "IQ2_XXS": _codebook(8, 0.25, _IQ2_LEVEL, _IQ2_TARGETS, even=True),
+    "IQ2_XS": _codebook(16, 0.25, _IQ2_LEVEL, _IQ2_TARGETS, even=True),
+    "IQ2_S": _codebook(16, 0.25, _IQ2_LEVEL, _IQ2_TARGETS),
+    "IQ3_XXS": _codebook(8, 0.5, "float(4u + 8u * (C) + ((C) == 7u ? 2u : 0u))", (3.5, 1.27), even=True),
+    "IQ3_S": _codebook(8, 2.0, "float(1u + 2u * (C))", (0.9, 1.27)),
 }
-ENCODED = (*_DEFINES, *_BOOKS)
+ENCODED = (*_DEFINES, *_CODEBOOKS)
 """Types that the device encodes."""
 
 STEPS: dict[str, float] = {
@@ -83,7 +83,7 @@ STEPS: dict[str, float] = {
     "Q2_K": 2 / 3, "Q3_K": 2 / 7, "Q4_K": 2 / 15, "Q5_K": 2 / 31, "Q6_K": 2 / 63, "IQ4_XS": 24 / 113,
     "IQ1_S": 0.85, "IQ1_M": 0.85, "IQ2_XXS": 0.8, "IQ2_XS": 0.8, "IQ2_S": 0.55, "IQ3_XXS": 0.7, "IQ3_S": 0.3,
 }  # fmt: skip
-"""Between neighbouring levels at most, for values in +-1; of vector code books, whose entries say several levels at once, the largest error
+"""Between neighbouring levels at most, for values in +-1; of vector codebooks, whose entries say several levels at once, the largest error
 that vkback.quants makes."""
 UNIFORM_NMSE: dict[str, float] = {
     "Q4_0": 4.3e-3, "Q4_1": 3.7e-3, "Q5_0": 9.8e-4, "Q5_1": 8.5e-4, "Q8_0": 1.4e-5, "IQ4_NL": 3.8e-3, "MXFP4": 2.1e-2, "NVFP4": 1.0e-2,
@@ -132,8 +132,8 @@ def encoded(
     wg = workgroup_size(ctx.caps, 16 if whole_group else min(choice["wg_size"], 64))
     defines = {
         "BLOCK": f"{block}u", "WHOLE_GROUP": int(whole_group), f"TYPE_{y.type}": 1, "WG_SIZE": wg,
-        "ENCODE_FILE": f'"encode/{"books" if y.type in _BOOKS else "blocks" if whole_group else "units"}.glsl"',
-        **(_of_book(y.type, ctx) if y.type in _BOOKS else _DEFINES[y.type]),
+        "ENCODE_FILE": f'"encode/{"codebooks" if y.type in _CODEBOOKS else "blocks" if whole_group else "units"}.glsl"',
+        **(_of_codebook(y.type, ctx) if y.type in _CODEBOOKS else _DEFINES[y.type]),
     }  # fmt: skip
     words = 0 if ids is None else 2 if ids.tensor.type == "I64" else 1
     by_ids = (*ids.size, words, ids.limit) if ids else (1, 1, 1, 0, 0)
@@ -149,20 +149,20 @@ def encoded(
     )
 
 
-def _of_book(kind: str, ctx: LowerContext) -> dict[str, str | int]:
-    """Defines of a type with a vector code book."""
-    book = quants.quant(kind).code_book
+def _of_codebook(kind: str, ctx: LowerContext) -> dict[str, str | int]:
+    """Defines of a type with a vector codebook."""
+    book = quants.quant(kind).codebook
     assert book is not None
     entries, values = book.grid().shape
     return {
-        **_BOOKS[kind], "ENTRIES": f"{entries}u", "PER_ENTRY": values, "CODE_BOOK_LITERAL": int(ctx.caps.software),
+        **_CODEBOOKS[kind], "ENTRIES": f"{entries}u", "PER_ENTRY": values, "CODEBOOK_LITERALS": int(ctx.caps.software),
         "CODES_FILE": f'"generated/{book.name.lower()}_codes.glsl"',
     }  # fmt: skip
 
 
 def loose(kind: str) -> Tolerance:
     """How far encoded values may be from uniform ones that they were made of."""
-    if kind in _BOOKS:
+    if kind in _CODEBOOKS:
         why = "the same search, of few values, gives 1.15 of that; 2.2 of its largest error, as a sign is wrong where seven stand for eight"
         return Tolerance(1.15 * UNIFORM_NMSE[kind], 2.2 * STEPS[kind], f"{_REACHED.format(UNIFORM_NMSE[kind])}; {why}")
     return Tolerance(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vkback.graph import Node, Tensor
-from vkback.ops.code_books import decoder
+from vkback.ops.codebooks import decoder
 from vkback.ops.column_sums import column_sums
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.family import declare

@@ -15,7 +15,7 @@ from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
 from vkback.ops.peer import sized
-from vkback.ops.storage import is_coded, nbytes
+from vkback.ops.storage import in_planes, nbytes
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
@@ -41,7 +41,7 @@ class SumSquares(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         for t in node.inputs:
-            if t.type != "F32" or is_coded(t):
+            if t.type != "F32" or in_planes(t):
                 raise PlanError(f"[{self.name}] {node.name}: {t}: expected F32 values one after the other")
         blocks = [max(BLOCK, ceil_div(t.elements, MAX_PARTS)) for t in node.inputs]
         counts = [ceil_div(t.elements, block) for t, block in zip(node.inputs, blocks, strict=True)]

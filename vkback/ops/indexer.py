@@ -10,9 +10,9 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
+from vkback.ops.as_floats import as_floats
 from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.coded import as_floats
 from vkback.ops.copy_cases import numbers
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.launch import by_threads

@@ -21,7 +21,7 @@ from math import prod
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.code_books import CODED, decoder
+from vkback.ops.codebooks import CODEBOOK_TYPES, decoder
 from vkback.ops.cooperative_matrix import fragments_possible
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
@@ -296,4 +296,4 @@ def prebuilt_variants() -> list[Variant]:
 def gpu_decoder(quant: str) -> Defines:
     """The defines of a decoder for devices other than CPUs."""
     defines: Defines = {"QUANT_FILE": f'"quant/{quant.lower()}.glsl"'}
-    return defines | ({"CODE_BOOK_LITERAL": 0} if quant in CODED or quant == "IQ1_M" else {})
+    return defines | ({"CODEBOOK_LITERALS": 0} if quant in CODEBOOK_TYPES or quant == "IQ1_M" else {})

@@ -26,13 +26,13 @@ from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose_transposed, lower_tra
 from vkback.ops.mat_vec_cases import MATRICES
 from vkback.ops.op import register
 from vkback.ops.peer import sized, tensor_type, type_word
-from vkback.ops.storage import is_coded
+from vkback.ops.storage import in_planes
 
 
 def adds(node: Node, ctx: LowerContext) -> bool:
     """Whether the kernel of a MUL_MAT_BACK can add a tensor to what it makes."""
     dy, w = node.inputs[:2]
-    if not is_coded(w):
+    if not in_planes(w):
         return False
     if low_rank.is_factor(w, dy.shape[0], ctx):
         return not low_rank.makes_rank(w, back=True)
@@ -68,7 +68,7 @@ class MulMatBack(Gradient):
         n = dy.shape[0]
         if before is not None and (before.shape != dx.shape or not adds(node, ctx)):
             raise PlanError(f"[{self.name}] {node.name}: {before} cannot be added to {dx} here; give the sum a node of its own")
-        if is_coded(w):
+        if in_planes(w):
             choice = choose_transposed(w, n, ctx)
             if choice.shape is not None:
                 return [dataclasses.replace(d, op=self.name) for d in lower_transposed(node.name, dy, w, dx, choice, ctx, before)]
@@ -81,7 +81,7 @@ class MulMatBack(Gradient):
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         dy, w = node.inputs[:2]
-        if is_coded(w) and choose_transposed(w, dy.shape[0], ctx).shape is not None:
+        if in_planes(w) and choose_transposed(w, dy.shape[0], ctx).shape is not None:
             return F16_TOLERANCE
         return Tolerance(1e-10, 2e-5, "f32 sums of products of values that either side holds exactly, times scales in f32")
 

@@ -12,7 +12,7 @@ from math import prod
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.code_books import decoder
+from vkback.ops.codebooks import decoder
 from vkback.ops.cooperative_matrix import matrix_shapes
 from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
@@ -45,7 +45,7 @@ def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, ca
 
 
 def shared_bytes(shape: MatMulShape) -> int:
-    """Shared memory of shaders/mat_mul/coop_reg.comp, code books left out."""
+    """Shared memory of shaders/mat_mul/coop_reg.comp, codebooks left out."""
     return 16 * shape.subgroups * shape.tile_n * (shape.warp_m // 4 + 1) + 4 * shape.tile_n + 4
 
 

@@ -14,8 +14,8 @@ from typing import Literal, get_args
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Node
-from vkback.ops.code_books import decoder
-from vkback.ops.code_books import shared_bytes as code_book_bytes
+from vkback.ops.codebooks import decoder
+from vkback.ops.codebooks import shared_bytes as codebook_bytes
 from vkback.ops.dispatch import ceil_div
 from vkback.ops.family import Adjustment, Choice, CountOr, declare
 from vkback.ops.lowering import LowerContext, PlanError
@@ -300,7 +300,7 @@ def _scales(choice: Choice, quant: str, path: Path) -> Scales:
 
 def _fitted(config: MatVecConfig, name: str, ctx: LowerContext) -> MatVecConfig:
     """With as many tokens a workgroup, and x in shared memory, as the device's shared memory has room for."""
-    room = ctx.caps.max_shared_memory - code_book_bytes(config.quant, ctx.caps)
+    room = ctx.caps.max_shared_memory - codebook_bytes(config.quant, ctx.caps)
     while (need := shared_bytes(dataclasses.replace(config, loops_tiles=config.groups is not None))) > room:
         if config.prologue == "copy":
             config = dataclasses.replace(config, prologue="none")
@@ -309,13 +309,13 @@ def _fitted(config: MatVecConfig, name: str, ctx: LowerContext) -> MatVecConfig:
         else:
             raise PlanError(
                 f"[mat_vec] {name}: {config.wg} threads of {config.rows} rows need {need} bytes of shared memory, "
-                f"{ctx.caps.name} has {room} besides the code book; {config.source} asks for too much"
+                f"{ctx.caps.name} has {room} besides the codebook; {config.source} asks for too much"
             )
     return config
 
 
 def shared_bytes(config: MatVecConfig) -> int:
-    """Shared memory of a kernel without its code book, as shaders/mat_vec declares it."""
+    """Shared memory of a kernel without its codebook, as shaders/mat_vec declares it."""
     turns = 1 + config.loops_tiles
     rows, partials = config.columns * config.tile_rows, config.lanes // config.shuffle_lanes
     summed = config.n_used if config.experts == "summed" else 0
@@ -475,7 +475,7 @@ def prologue_problem(quant: str, k: int, n: int, path: Path, ctx: LowerContext, 
 
     buffers  storage buffers that the mat-vec binds then
     """
-    need = (k // 32 * 40 if path == "int" else 4 * k) + code_book_bytes(quant, ctx.caps)
+    need = (k // 32 * 40 if path == "int" else 4 * k) + codebook_bytes(quant, ctx.caps)
     if n > 1:
         return f"it takes one token, got {n}"
     if k % 32:

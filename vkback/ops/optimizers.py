@@ -18,7 +18,7 @@ from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
 from vkback.ops.peer import ne_of, one_of_types, shape_of
-from vkback.ops.storage import is_coded, shards
+from vkback.ops.storage import in_planes, shards
 
 
 def adamw_params(
@@ -43,13 +43,13 @@ class _OptStep(Op):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         w, dw, *rest = node.inputs
         state, params, scale = rest[: self.states], rest[self.states], rest[self.states + 1 :]
-        if any(t.elements != w.elements or t.type != "F32" for t in (w, dw, *state)) or any(map(is_coded, (dw, *state))):
+        if any(t.elements != w.elements or t.type != "F32" for t in (w, dw, *state)) or any(map(in_planes, (dw, *state))):
             given = ", ".join(map(str, (w, dw, *state)))
             raise PlanError(f"[{self.name}] {node.name}: {given}: expected F32, as many values in each, and no stored weight but the first")
         if params.elements != self.count or [t.name for t in node.outputs] != [t.name for t in (w, *state)]:
             raise PlanError(f"[{self.name}] {node.name}: expected {self.count} params, not {params}, and as outputs what changes in place")
-        defines: dict[str, str | int] = {"ADAMW": int(bool(state)), "SCALED": len(scale), "CODED": int(is_coded(w))}
-        if not is_coded(w):
+        defines: dict[str, str | int] = {"ADAMW": int(bool(state)), "SCALED": len(scale), "IN_PLANES": int(in_planes(w))}
+        if not in_planes(w):
             pieces: list[tuple[Arg, str, tuple[int, ...]]] = [(Arg(w, "rw"), "", (w.elements,))]
         else:
             k = w.shape[-1]

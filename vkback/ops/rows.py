@@ -16,7 +16,7 @@ from vkback.ops import set_rows as rows_anyhow
 from vkback.ops.cache import QUANTIZED, as_stored, store_units, stored_tolerance
 from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
-from vkback.ops.code_books import decoder
+from vkback.ops.codebooks import decoder
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import declare

@@ -15,15 +15,15 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops import encode
+from vkback.ops.as_floats import as_floats
 from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.coded import as_floats
 from vkback.ops.copy_cases import numbers
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import rounded_to, stored_tolerance, views_of
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.peer import FLOATS, Four, ne_of, one_of_types, shape_of, sized, tensor_type, type_word
-from vkback.ops.storage import VALUE_BYTES, is_coded, nbytes
+from vkback.ops.storage import VALUE_BYTES, in_planes, nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
 from vkback.quants import QUANTS
@@ -54,7 +54,7 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
         raise PlanError(f"[SET_ROWS] {node.name}: {ids}: {chosen}: expected the first ids of each row")
     copies, floats = as_floats(node, ctx, x, rows)
     size = (chosen.strides[1], m2, m3)
-    if is_coded(cache):
+    if in_planes(cache):
         by = encode.RowIds(ids, size, limit)
         return [*copies, encode.encoded(node, ctx, floats, cache, (r, n2, n3), (1, limit, n2 * limit), ids=by)]
     if cache.type not in _KINDS:
@@ -78,7 +78,7 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
 
 def tolerance(node: Node) -> Tolerance:
     cache = node.inputs[2]
-    if is_coded(cache):
+    if in_planes(cache):
         return encode.loose(cache.type)
     return stored_tolerance(Tolerance(0.0, 0.0, "values are moved, not computed"), cache.type)
 

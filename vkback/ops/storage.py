@@ -16,7 +16,7 @@ VALUE_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I64"
 """Types whose values lie one after the other, with the bytes of one; a tensor of them takes whole words of 32 bits."""
 
 
-def is_coded(tensor: Tensor) -> bool:
+def in_planes(tensor: Tensor) -> bool:
     """Whether it lies in the planes of docs/architecture.md: quantized, or a stored weight of several axes."""
     return (tensor.kind == "weight" and len(tensor.shape) > 1) or (tensor.type in quants.WEIGHT_TYPES and tensor.type not in VALUE_BYTES)
 

@@ -11,7 +11,7 @@ from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.case import Array
 from vkback.ops.general import DTYPES, INTEGERS
-from vkback.ops.storage import VALUE_BYTES, is_coded, nbytes, shards
+from vkback.ops.storage import VALUE_BYTES, in_planes, nbytes, shards
 
 NAN_WORD = 0x7FC0DEAD
 """Fills memory that has no value yet: NaN as F32, F16 and BF16."""
@@ -34,7 +34,7 @@ def q8_1_bytes(tensor: Tensor, value: Array) -> Array:
 
 def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> list[Array]:
     """The bytes of a tensor as the device stores them, one array per shard. Without a value: NaN, or zeros for a counter."""
-    if value is not None and is_coded(tensor):
+    if value is not None and in_planes(tensor):
         raw = value.reshape(prod(tensor.shape[:-1]), -1)
         return [quants.to_device(tensor.type, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]) for s in shards(tensor, caps)]
     if value is None and tensor.kind == "counter":
@@ -49,7 +49,7 @@ def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> lis
 
 def decoded(tensor: Tensor, raw: Array) -> Array:
     """A tensor's bytes as the host reads them, in its shape: float32 for every float type, integers unchanged."""
-    if is_coded(tensor):
+    if in_planes(tensor):
         n, k = prod(tensor.shape[:-1]), tensor.shape[-1]
         planes = [raw[p.offset :][: n * p.row_bytes].reshape(n, -1) for p in quants.layout(tensor.type, n, k).planes]
         weights: Array = quants.decode(tensor.type, quants.unpack(tensor.type, planes, k))

@@ -9,7 +9,7 @@
 from vkback.quants.codebooks import EVEN_SIGNS
 from vkback.quants.device_layout import DeviceLayout, PlaneLayout, layout, repack, to_device, unpack
 from vkback.quants.q8_1 import q8_1_dequantize, q8_1_quantize, q8_1_stride, q8_1_wrong_sums
-from vkback.quants.quant_type import UNIT, CodeBook, Decoder, NoEncoder, Plane, QuantRangeError, QuantShapeError, QuantType, UnknownQuant
+from vkback.quants.quant_type import UNIT, Codebook, Decoder, NoEncoder, Plane, QuantRangeError, QuantShapeError, QuantType, UnknownQuant
 from vkback.quants.registry import (
     QUANTS,
     WEIGHT_TYPES,
@@ -29,7 +29,7 @@ __all__ = [
     "QUANTS",
     "UNIT",
     "WEIGHT_TYPES",
-    "CodeBook",
+    "Codebook",
     "Decoder",
     "DeviceLayout",
     "NoEncoder",

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.quants.bits import Rearrange, interleave
-from vkback.quants.book_search import NOTABLY, Products, bits_together, magnitudes, two_levels
+from vkback.quants.codebook_search import NOTABLY, Products, bits_together, magnitudes, two_levels
 from vkback.quants.codec import F32, U8, Codec, Limit, Weights, half, packed, put_half, random_half
 from vkback.quants.k_quants import SUPER
-from vkback.quants.quant_type import CodeBook, Plane, QuantType
+from vkback.quants.quant_type import Codebook, Plane, QuantType
 
 DELTA = np.float32(0.125)
 
@@ -46,15 +46,15 @@ def _gguf_grid(name: str, index_bits: int) -> npt.NDArray[np.int8]:
     return grid
 
 
-def _code_book(name: str, index_bits: int, entry_bytes: int) -> CodeBook:
-    return CodeBook(name, partial(_gguf_grid, name, index_bits), entry_bytes)
+def _codebook(name: str, index_bits: int, entry_bytes: int) -> Codebook:
+    return Codebook(name, partial(_gguf_grid, name, index_bits), entry_bytes)
 
 
-_IQ1 = _code_book("IQ1_S", 11, 4)
+_IQ1 = _codebook("IQ1_S", 11, 4)
 
 
-def _coded(name: str, ggml_id: int, block: np.dtype[np.void], planes: tuple[Plane, ...], book: CodeBook) -> QuantType:
-    return QuantType(name, ggml_id, SUPER, block.itemsize, planes, "codebook", code_book=book, rare=True)
+def _coded(name: str, ggml_id: int, block: np.dtype[np.void], planes: tuple[Plane, ...], book: Codebook) -> QuantType:
+    return QuantType(name, ggml_id, SUPER, block.itemsize, planes, "codebook", codebook=book, rare=True)
 
 
 _AT_ONCE = 32
@@ -78,7 +78,7 @@ def _sign_words(signs: U8, s: U8) -> npt.NDArray[np.uint32]:
 
 
 @cache
-def _levels(book: CodeBook) -> F32:
+def _levels(book: Codebook) -> F32:
     return book.grid().astype(np.float32)
 
 
@@ -99,7 +99,7 @@ def _unsigned(field: U8, dtype: type[np.unsignedinteger[Any]]) -> npt.NDArray[An
 
 
 class _Coded(Codec):
-    """A type with a code book. group: values under one scale; steps: what `two_levels` takes; targets: what `Products.fit` does."""
+    """A type with a codebook. group: values under one scale; steps: what `two_levels` takes; targets: what `Products.fit` does."""
 
     group = 32
     steps: tuple[float, float, int]
@@ -135,8 +135,8 @@ class _Signed(_Coded):
         """The reverse of `parts`, without d; s: scales as they are stored."""
 
     def encode_part(self, x: F32, weights: Weights, blocks: U8) -> None:
-        assert self.type.code_book is not None
-        levels = _levels(self.type.code_book)
+        assert self.type.codebook is not None
+        levels = _levels(self.type.codebook)
         size, signs = magnitudes(x, weights, self.even)
         products = Products(self.in_groups(size, levels.shape[1]), self.in_groups(weights, levels.shape[1]), levels)
         d, s, made = two_levels(products.fit(self.targets)[0].reshape(len(x), -1), *self.steps)
@@ -148,8 +148,8 @@ class _Signed(_Coded):
     def decode(self, blocks: U8) -> F32:
         n = len(blocks)
         scales, index, signs = self.parts(self.fields(blocks))
-        assert self.type.code_book is not None
-        weight: F32 = scales[:, :, None] * _levels(self.type.code_book)[index].reshape(n, scales.shape[1], -1)
+        assert self.type.codebook is not None
+        weight: F32 = scales[:, :, None] * _levels(self.type.codebook)[index].reshape(n, scales.shape[1], -1)
         weight = weight.reshape(n, SUPER)
         np.negative(weight, out=weight, where=np.unpackbits(signs, axis=1, bitorder="little").astype(np.bool_))
         return weight
@@ -165,7 +165,7 @@ def _codes_and_scales(words: npt.NDArray[np.uint32]) -> tuple[U8, F32]:
 
 class _IQ2XXS(_Signed):
     block = packed(("d", 2), ("qs", 64))
-    type = _coded("IQ2_XXS", 16, block, (Plane("qs", 8), Plane("d", 2, SUPER)), _code_book("IQ2_XXS", 8, 8))
+    type = _coded("IQ2_XXS", 16, block, (Plane("qs", 8), Plane("d", 2, SUPER)), _codebook("IQ2_XXS", 8, 8))
 
     even, steps, targets = True, (0.125, 0.25, 15), _OF_IQ2
 
@@ -181,7 +181,7 @@ class _IQ2XXS(_Signed):
 
 class _IQ2XS(_Signed):
     block = packed(("d", 2), ("qs", 64), ("scales", 8))
-    type = _coded("IQ2_XS", 17, block, (Plane("qs", 8), Plane("scales", 1), Plane("d", 2, SUPER)), _code_book("IQ2_XS", 9, 8))
+    type = _coded("IQ2_XS", 17, block, (Plane("qs", 8), Plane("scales", 1), Plane("d", 2, SUPER)), _codebook("IQ2_XS", 9, 8))
 
     group, even, steps, targets = 16, True, (0.125, 0.25, 15), _OF_IQ2
 
@@ -197,7 +197,7 @@ class _IQ2XS(_Signed):
 
 class _IQ2S(_Signed):
     block = packed(("d", 2), ("qs", 64), ("head", 16))
-    type = _coded("IQ2_S", 22, block, (Plane("qs", 8), Plane("head", 2), Plane("d", 2, SUPER)), _code_book("IQ2_S", 10, 8))
+    type = _coded("IQ2_S", 22, block, (Plane("qs", 8), Plane("head", 2), Plane("d", 2, SUPER)), _codebook("IQ2_S", 10, 8))
     moves: Mapping[str, Rearrange] = {"qs": interleave(np.uint32), "head": interleave(np.uint8)}
 
     group, steps, targets = 16, (0.125, 0.25, 15), _OF_IQ2
@@ -215,7 +215,7 @@ class _IQ2S(_Signed):
 
 class _IQ3XXS(_Signed):
     block = packed(("d", 2), ("qs", 64), ("signs", 32))
-    type = _coded("IQ3_XXS", 18, block, (Plane("qs", 8), Plane("signs", 4), Plane("d", 2, SUPER)), _code_book("IQ3_XXS", 8, 4))
+    type = _coded("IQ3_XXS", 18, block, (Plane("qs", 8), Plane("signs", 4), Plane("d", 2, SUPER)), _codebook("IQ3_XXS", 8, 4))
 
     even, steps, targets = True, (0.25, 0.5, 15), _OF_IQ3
 
@@ -232,7 +232,7 @@ class _IQ3S(_Signed):
     block = packed(("d", 2), ("qs", 64), ("qh", 8), ("signs", 32), ("scales", 4))
     type = _coded(
         "IQ3_S", 21, block, (Plane("qs", 8), Plane("signs", 4), Plane("qh", 1), Plane("scales", 4, SUPER), Plane("d", 2, SUPER)),
-        _code_book("IQ3_S", 9, 4),
+        _codebook("IQ3_S", 9, 4),
     )  # fmt: skip
 
     steps, targets = (1.0, 2.0, 15), tuple(np.geomspace(0.9, 20.0, 18))

@@ -48,15 +48,15 @@ Decoder = Literal["float", "bits", "levels", "codebook", "ternary"]
 
     float     nothing but a conversion
     bits      shifts and masks give an integer, scales (and offsets) the weight
-    levels    four bits choose one of 16 levels, which a kernel computes (a scalar code book)
-    codebook  an index chooses 4 or 8 weights at once from a table in shared memory (a vector code book)
+    levels    four bits choose one of 16 levels, which a kernel computes (a scalar codebook)
+    codebook  an index chooses 4 or 8 weights at once from a table in shared memory (a vector codebook)
     ternary   -1, 0 or 1 times a scale
 """
 
 
 @dataclass(frozen=True)
-class CodeBook:
-    """A vector code book.
+class Codebook:
+    """A vector codebook.
 
     name         of the type it was made for; types that share it name it alike. Shaders include it as generated/<name>_codes.glsl
     grid         gives it: int8 [entries, 4 or 8], at most four levels of entries of 8, eight levels of entries of 4
@@ -79,7 +79,7 @@ class QuantType:
     planes        device layout, bulky planes first; empty when weights of this type are not kept on the device
     decoder       how a kernel decodes it; a match key of the tuning tables
     int_dot       whether its shader has an integer-dot path (UNIT_INTS)
-    code_book     of decoder "codebook"
+    codebook     of decoder "codebook"
     rare          seldom met in files: the suite that runs at every build takes few of its cases, each of which is a compilation
     """
 
@@ -90,7 +90,7 @@ class QuantType:
     planes: tuple[Plane, ...]
     decoder: Decoder = "bits"
     int_dot: bool = True
-    code_book: CodeBook | None = None
+    codebook: Codebook | None = None
     rare: bool = False
 
     @property

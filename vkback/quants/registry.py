@@ -23,7 +23,7 @@ FAMILIES = (
     "mx",
     "codebooks",
     "ternary",
-    "few_bits",
+    "low_bit",
 )
 """Modules of this package with codecs (`CODECS`), in the order in which types are listed."""
 
@@ -52,10 +52,10 @@ def quant(name: str) -> QuantType:
 
 
 def codebook(name: str) -> npt.NDArray[np.int8]:
-    """The code book of a type, int8 [entries, 8] (IQ1, IQ2) or [entries, 4] (IQ3). Raises UnknownQuant for types without one."""
-    book = QUANTS[name].code_book if name in QUANTS else None
+    """The codebook of a type, int8 [entries, 8] (IQ1, IQ2) or [entries, 4] (IQ3). Raises UnknownQuant for types without one."""
+    book = QUANTS[name].codebook if name in QUANTS else None
     if book is None:
-        having = sorted((len(t.code_book.grid()), name) for name, t in QUANTS.items() if t.code_book)
+        having = sorted((len(t.codebook.grid()), name) for name, t in QUANTS.items() if t.codebook)
         raise UnknownQuant(f"[quants] {name!r} has no codebook; those that have: {', '.join(name for _, name in having)}")
     return book.grid()
 

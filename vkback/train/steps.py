@@ -22,7 +22,7 @@ from vkback.ops.case import Array
 from vkback.ops.f16_range import SUFFIX, F16RangeError
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
-from vkback.ops.storage import is_coded, nbytes, shards
+from vkback.ops.storage import in_planes, nbytes, shards
 from vkback.plan.forecast import cuts, low_costs
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
@@ -241,7 +241,7 @@ class DeviceSteps:
 
     def write(self, tensor: Tensor, value: Array) -> None:
         raw = np.ascontiguousarray(value, np.float32)
-        if is_coded(tensor):
+        if in_planes(tensor):
             raw = raw.reshape(-1, tensor.shape[-1]).view(np.uint8)
         for place, data in zip(self._places(tensor), stored_bytes(tensor, raw, self.device.caps), strict=True):
             self.device.upload(place, data)

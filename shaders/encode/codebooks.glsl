@@ -1,5 +1,5 @@
 // Encoders of the codebook types, blocks of 256 values: IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S. The search is that of
-// vkback/quants/book_search.py, for each group of values under one scale: for each of TARGETS guesses of the step (which place the largest
+// vkback/quants/codebook_search.py, for each group of values under one scale: for each of TARGETS guesses of the step (which place the largest
 // value at so many steps) it takes the nearest codebook entries and solves for the least-squares step. The best step of all is kept and rounded
 // to the block's scales, and then the entries are chosen again. All entries are tried. Thread g takes group g;
 // for packing, thread u takes unit u.
@@ -14,7 +14,7 @@
 #include CODES_FILE
 #define ENTRY uint
 uint entry(uint codes) { return codes; }
-#include "quant/code_book.glsl"
+#include "quant/codebook.glsl"
 
 const float NOTABLY = 1.00001;    // a constant group is fitted by several steps alike; all groups shall take the same one
 const uint COUNT = 256u / GROUPS, VECTORS = COUNT / PER_ENTRY;

@@ -1,4 +1,4 @@
-"""Weight decoders of the code book, ternary and NVFP4 types: every entry and every bit pattern, to the bit."""
+"""Weight decoders of the codebook, ternary and NVFP4 types: every entry and every bit pattern, to the bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vkback import quants
 from vkback.device import Device
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.case import Problem
-from vkback.ops.code_books import BYTE_SHIFTS, CODED, code_words, shared_bytes
+from vkback.ops.codebooks import BYTE_SHIFTS, CODEBOOK_TYPES, code_words, shared_bytes
 from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.mat_vec_cases import fused_case
 from vkback.ops.mat_vec_config import PROLOGUE_SHARED, prologue_problem
@@ -37,8 +37,8 @@ def table(quant: str, rows: int, k: int) -> Problem:
     return problem
 
 
-@pytest.mark.parametrize("quant", CODED)
-def test_code_words_hold_the_code_book(quant: str) -> None:
+@pytest.mark.parametrize("quant", CODEBOOK_TYPES)
+def test_code_words_hold_the_codebook(quant: str) -> None:
     grid = quants.codebook(quant)
     levels = np.unique(grid)
     words = np.array(code_words(quant), np.uint32)
@@ -48,12 +48,12 @@ def test_code_words_hold_the_code_book(quant: str) -> None:
     np.testing.assert_array_equal(levels[entries[:, None] >> shifts & (1 << bits) - 1], grid)
 
 
-def test_iq1_m_has_the_code_book_of_iq1_s() -> None:
+def test_iq1_m_has_the_codebook_of_iq1_s() -> None:
     np.testing.assert_array_equal(quants.codebook("IQ1_M"), quants.codebook("IQ1_S"))
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("quant", [*CODED, "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"])
+@pytest.mark.parametrize("quant", [*CODEBOOK_TYPES, "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"])
 def test_every_weight_is_decoded_to_the_bit(quant: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     """d has 11 bits, scale and level 10 more at most: products and differences are exact in f32, whatever the order."""
     problem = table(quant, ROWS, K)
@@ -63,7 +63,7 @@ def test_every_weight_is_decoded_to_the_bit(quant: str, device: Device, library:
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("quant", ["IQ2_XXS", "IQ3_XXS"])
-def test_code_book_as_a_gpu_gets_it(quant: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+def test_codebook_as_a_gpu_gets_it(quant: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     """From the constant array, where CPU drivers otherwise have literals; the small books only, for the compiler's sake."""
     gpu = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, device_type="discrete"))
     problem = table(quant, 8, K)
@@ -72,8 +72,8 @@ def test_code_book_as_a_gpu_gets_it(quant: str, device: Device, library: ShaderL
 
 
 @pytest.mark.parametrize(("quant", "gpu", "cpu"), [("IQ1_M", 8192, 4096), ("IQ2_S", 8192, 2048), ("IQ3_XXS", 1024, 512), ("Q4_K", 0, 0)])
-def test_shared_memory_of_a_code_book_counts_in_the_prologue(quant: str, gpu: int, cpu: int) -> None:
-    """A Q4_K product just fits its x into the H200's shared memory; a code book beside it would not."""
+def test_shared_memory_of_a_codebook_counts_in_the_prologue(quant: str, gpu: int, cpu: int) -> None:
+    """A Q4_K product just fits its x into the H200's shared memory; a codebook beside it would not."""
     h200 = planned_for("nvidia_h200_linux")
     software = dataclasses.replace(h200.caps, device_type="cpu")
     assert (shared_bytes(quant, h200.caps), shared_bytes(quant, software)) == (gpu, cpu)
@@ -86,7 +86,7 @@ def test_shared_memory_of_a_code_book_counts_in_the_prologue(quant: str, gpu: in
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("act", ["f32", "q8_1"])
-def test_code_book_beside_a_prologue(act: Act, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+def test_codebook_beside_a_prologue(act: Act, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     case = fused_case("IQ2_XXS", 64, 512, 1, ("norm",), glu=True)
     outcome = run_case(device, library, case, dataclasses.replace(ctx, act=act))
     assert outcome.ok, outcome.text

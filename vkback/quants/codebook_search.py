@@ -1,4 +1,4 @@
-"""Finding entries of a vector code book, and the steps under which they fit values with the least squared error.
+"""Finding entries of a vector codebook, and the steps under which they fit values with the least squared error.
 
 The error of a vector x under a step t and an entry g is sum(w (x - t g)^2), w = 1 unless the caller gives importances: w x^2 aside,
 which no choice changes, t^2 (w . g^2) - 2 t (w x . g). Both products are made once for all entries, so that trying a step costs one look
@@ -24,7 +24,7 @@ NOTABLY = np.float32(1.00001)
 
 
 class Products:
-    """Of vectors x [groups, vectors, n] (weights alike) with all entries [entries, n] of a code book."""
+    """Of vectors x [groups, vectors, n] (weights alike) with all entries [entries, n] of a codebook."""
 
     def __init__(self, x: F32, weights: Weights, book: F32) -> None:
         squares: F32 = np.square(book)

@@ -7,7 +7,7 @@ from vkback.ops.dispatch import Dispatch
 from vkback.ops.general import copied
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
-from vkback.ops.storage import is_coded
+from vkback.ops.storage import in_planes
 from vkback.ops.view import View
 
 
@@ -18,9 +18,9 @@ def as_floats(node: Node, ctx: LowerContext, x: Tensor, view: View | None = None
     """
     if view is not None and view == View.whole(x.shape):
         view = None
-    if view is None and x.type == "F32" and not is_coded(x):
+    if view is None and x.type == "F32" and not in_planes(x):
         return [], x
     y = Tensor(f"{node.name}.{x.name}", "F32", view.shape if view else x.shape)
-    if is_coded(x):
+    if in_planes(x):
         return OPS["CONT"].lower(Node("CONT", (x,), (y,), {"view": view} if view else {}), ctx), y
     return [copied(x, y, node, ctx, source=view)], y

@@ -1,4 +1,4 @@
-"""Vector code books (types of decoder "codebook") as GLSL, for shaders/quant/code_book.glsl: generated/<type>_codes.glsl."""
+"""Vector codebooks (types of decoder "codebook") as GLSL, for shaders/quant/codebook.glsl: generated/<type>_codes.glsl."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vkback import quants
 from vkback.device import Capabilities
 from vkback.shader import register_include
 
-CODED = tuple(dict.fromkeys(t.code_book.name for t in quants.QUANTS.values() if t.code_book))
-"""Names of the code books: of the types they were made for."""
+CODEBOOK_TYPES = tuple(dict.fromkeys(t.codebook.name for t in quants.QUANTS.values() if t.codebook))
+"""Names of the codebooks: of the types they were made for."""
 
 BYTE_SHIFTS = (0, 8, 4, 12)
 """Where 16 bits hold what belongs in bytes 0..3 of a word: `(e | e << 12) & mask` puts all four there at once."""
@@ -21,14 +21,14 @@ def decoder(quant: str, caps: Capabilities) -> dict[str, str | int]:
     """Defines that choose the decoder of a weight type (shaders/quant) in a kernel."""
     t = quants.quant(quant)
     defines: dict[str, str | int] = {"QUANT_FILE": f'"{t.shader}"'}
-    if t.code_book:
-        defines["CODE_BOOK_LITERAL"] = int(caps.software)
+    if t.codebook:
+        defines["CODEBOOK_LITERALS"] = int(caps.software)
     return defines
 
 
 def shared_bytes(quant: str, caps: Capabilities) -> int:
-    """Shared memory that a kernel's code book takes (shaders/quant/code_book.glsl), 0 for types without one."""
-    book = quants.quant(quant).code_book
+    """Shared memory that a kernel's codebook takes (shaders/quant/codebook.glsl), 0 for types without one."""
+    book = quants.quant(quant).codebook
     if book is None:
         return 0
     return len(book.grid()) * (2 if caps.software else book.entry_bytes)
@@ -47,14 +47,14 @@ def code_words(name: str) -> list[int]:
 
 
 def include(name: str) -> str:
-    """GLSL text: CODE_WORDS, and code_words either as the constant array CODES or, CODE_BOOK_LITERAL, as stores into the array `codes`."""
+    """GLSL text: CODE_WORDS, and code_words either as the constant array CODES or, CODEBOOK_LITERALS, as stores into the array `codes`."""
     words = [f"0x{w:08x}u" for w in code_words(name)]
     quads = [", ".join(words[i : i + 4]) for i in range(0, len(words), 4)]
     array = ",\n    ".join(quads)
     stores = "\n    ".join(f"codes[{i}] = uvec4({quad});" for i, quad in enumerate(quads))
     return (
         f"#define CODE_WORDS {len(words)}\n"
-        f"#if CODE_BOOK_LITERAL\n"
+        f"#if CODEBOOK_LITERALS\n"
         f"shared uvec4 codes[CODE_WORDS / 4];\n"
         f"void store_codes() {{\n    {stores}\n}}\n"
         f"#else\n"
@@ -63,5 +63,5 @@ def include(name: str) -> str:
     )
 
 
-for _name in CODED:
+for _name in CODEBOOK_TYPES:
     register_include(f"{_name.lower()}_codes.glsl", partial(include, _name))
