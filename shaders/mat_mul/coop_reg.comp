@@ -1,27 +1,35 @@
 #version 450
-// Mat-mul for few tokens by cooperative matrices: Y = X W^T, with the weights decoded in registers. Like a mat-vec, it is bound by the
-// bandwidth of memory, so it keeps many loads of weights in flight and uses no shared memory or barrier until its sums are complete.
+// Mat-mul for few tokens by cooperative matrices: Y = X W^T, with the weights decoded in registers. Like a mat-vec, it is bound by memory
+// bandwidth. So it keeps many loads of weights in flight, and uses neither shared memory nor barriers until its sums are complete.
 //
 //   binding 0  weights, planes (quant/weights.glsl)
 //   binding 1  x F16 in unit order (mat_mul/units.glsl), x_stride 16-byte words per FN columns
-//   binding 2  y F32 [n][y_stride]; or (Y_UNITS) F16 in unit order, y_stride 16-byte words per FN columns, rows padded to whole blocks
+//   binding 2  y F32 [n][y_stride]; with Y_UNITS F16 in unit order, y_stride 16-byte words per FN columns, rows padded to whole blocks
 //   binding 3  bias F32, binding 4 residual F32, binding 5 unused: as in mat_mul/iface.glsl
 //   binding 6  overflow word of an F16 y (mat_mul/overflow.glsl)
-//   bindings 7 to 9, with NEXT_NORM: what the next norm needs, so that no kernel has to norm in between. 7: y in unit order, each row times
-//              its norm weight; 8: that weight F32 [m]; 9: F32 [n][Y_SQUARES],
-//              for each column the sum of squares of y over each tile of rows
-//   binding 10 with X_SQUARES: such sums of squares of x; the columns are divided by their rms
-//   bindings 2, 4, 7 to 9, with KV_ROWS: y is the heads of Q, K and V. Q after RoPE goes to binding 2 F32 [n][Q_ROWS]; K after RoPE and V go,
-//              as f16, into the caches, bindings 7 and 9 F16 [KV_ROWS / HEAD_DIM][CACHE_ROWS][HEAD_DIM]. Binding 4: positions I32 [n]; -1, or a
-//              position outside the cache, stores nothing. Binding 8: cos and sin F32 [n][ROPE_PAIRS][2], for rotating neighbouring pairs
 //   bindings 11 to 13  arrivals (ARRIVES), arrivals of x (EXPECTED), state of spin-waits (common/arrivals.glsl)
+//
+// With NEXT_NORM the kernel also stores what the RMS norm of y needs, so that the next product can take y without a kernel between them:
+//   binding 7  y in unit order, each row times its norm weight; UNITS_STRIDE 16-byte words per FN columns
+//   binding 8  the norm weight F32 [m]
+//   binding 9  F32 [n][Y_SQUARES]: for each column of y and each tile of its rows, the sum of squares
+// With X_SQUARES x is such a y:
+//   binding 10  F32 [n][X_SQUARES], as binding 9; each column of x is divided by its rms
+//
+// With KV_ROWS y is heads of Q, K and V, and bindings have another meaning:
+//   binding 2  Q after RoPE, F32 [n][Q_ROWS]
+//   binding 4  positions I32 [n]; where it is -1, or outside the cache, K and V are not stored
+//   binding 7  cache of K, F16 [KV_ROWS / HEAD_DIM][CACHE_ROWS][HEAD_DIM]: K after RoPE
+//   binding 8  cos and sin F32 [n][ROPE_PAIRS][2]; RoPE rotates neighbouring pairs
+//   binding 9  cache of V, as that of K
+//
 // A binding that a kernel does not need may be any buffer.
 //
 // A workgroup makes a tile of ROW_SUBGROUPS * SUBGROUP_M weight rows by TILE_N columns (tokens). Each subgroup takes SUBGROUP_M rows, all
 // columns, and every K_SUBGROUPS-th step along K (sliced-K). A step is LANE_UNITS blocks (mat_mul/units.glsl). A lane loads whole units of 32
-// weights, neighbouring lanes neighbouring units of a row, and decodes them to f16. Unit order is such that these are exactly the lane's
-// elements of matrices A. Registers are reloaded for the subgroup's next step as soon as they are free. At the end the sums of all slices go to
-// shared memory, and the thread that stores a value adds them in a fixed order.
+// weights and decodes them to f16; neighbouring lanes load neighbouring units of a row. Thanks to unit order, what a lane decodes are exactly
+// its own elements of matrices A. As soon as registers are free they are loaded for the subgroup's next step. At the end the sums of all
+// slices go to shared memory, and the thread that stores a value adds them in a fixed order.
 //
 // Defines: QUANT_FILE. Everything else is a specialization constant.
 #include "mat_mul/matrix.glsl"
@@ -41,19 +49,19 @@ layout(constant_id = 13) const float GLU_LIMIT = 1.0;
 layout(constant_id = 14) const uint Y_UNITS = 0;  // 1: y is F16 in unit order
 layout(constant_id = 15) const uint LANE_UNITS = 1;  // units of a row that a lane decodes per step
 layout(constant_id = 16) const uint K_ALIGNED = 0;  // 1: a step is 8 units, and rows are whole steps
-layout(constant_id = 17) const uint SYNC = 0;     // 1: no stored value of an F32 y is SENTINEL (common/sentinel.glsl)
+layout(constant_id = 17) const uint SYNC = 0;  // 1: no stored value of an F32 y is SENTINEL (common/sentinel.glsl)
 layout(constant_id = 19) const uint ARRIVES = 0;  // common/arrivals.glsl
 layout(constant_id = 20) const uint EXPECTED = 0;  // likewise
-layout(constant_id = 21) const uint NEXT_NORM = 0;  // 1: bindings 7 to 9
+layout(constant_id = 21) const uint NEXT_NORM = 0;  // 1: stores what the norm of y needs, bindings 7 to 9
 layout(constant_id = 22) const uint UNITS_STRIDE = 0;  // of binding 7: 16-byte words per FN columns
-layout(constant_id = 23) const uint Y_SQUARES = 0;  // tiles of rows of y
-layout(constant_id = 24) const uint X_SQUARES = 0;     // parts of the sums of squares of x, a multiple of 4; 0: x is not normed here
-layout(constant_id = 25) const float EPS = 0.0;  // of the rms
-layout(constant_id = 26) const uint KV_ROWS = 0;     // not 0: y is heads: Q_ROWS rows of Q, KV_ROWS of K, KV_ROWS of V
+layout(constant_id = 23) const uint Y_SQUARES = 0;  // sums of squares per column of y: one for each tile of rows
+layout(constant_id = 24) const uint X_SQUARES = 0;  // sums of squares per column of x, a multiple of 4; 0: x is not normed here
+layout(constant_id = 25) const float EPS = 0.0;  // of the norm of x
+layout(constant_id = 26) const uint KV_ROWS = 0;  // not 0: y is heads: Q_ROWS rows of Q, KV_ROWS of K, KV_ROWS of V
 layout(constant_id = 27) const uint Q_ROWS = 0;  // rows of Q, n_head * HEAD_DIM
-layout(constant_id = 28) const uint HEAD_DIM = 4;    // a multiple of 4; so is the first row of this product
+layout(constant_id = 28) const uint HEAD_DIM = 4;  // a multiple of 4, as is the first row of this product
 layout(constant_id = 29) const uint CACHE_ROWS = 0;  // rows of a cache, n_ctx
-layout(constant_id = 30) const uint ROPE_PAIRS = 0;  // pairs of each head of Q and K that RoPE rotates, the first ones; even
+layout(constant_id = 30) const uint ROPE_PAIRS = 0;  // pairs of a head of Q or K that RoPE rotates, its first ones; an even number
 const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = 0;
 
 #define PATH_INT 0
@@ -114,7 +122,7 @@ float16_t half_at(uvec4 word, uint i) {
     return i % 2 == 0 ? pair.x : pair.y;
 }
 
-// Unit `u` of a step, of this lane's row number i.
+// Unit `u` of a step, from this lane's row number i.
 UnitRaw fetch_unit(uint i, uint u, uint first_row, uint step) {
     const uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * ROW_GROUPS + gl_SubgroupInvocationID / ROW_LANES, p.m - 1u);
     const uint lane = gl_SubgroupInvocationID % ROW_LANES;
@@ -122,7 +130,8 @@ UnitRaw fetch_unit(uint i, uint u, uint first_row, uint step) {
     return unit_load(place(row, min((step * LANE_UNITS + u) * ROW_LANES + lane, end_unit - 1u)));
 }
 
-// Lanes whose column is past the last one read what the lanes of the first column read: less memory traffic.
+// Word i of a lane's block, in matrix column n. Lanes whose column is past the last one read what the lanes of the first column read, which
+// saves memory traffic.
 void fetch_x(uint n, uint i, uint block) {
     const uint lane = gl_SubgroupInvocationID, used = n * FN + lane / ROW_LANES < tile_count ? lane : lane % ROW_LANES;
     const uint first = (tile_number * NS + n) * p.x_stride + min(block, blocks - 1u) * (BLOCK_WORDS * SG) + used + x_zero;
@@ -181,7 +190,7 @@ vec4 sum_slices(uint row, uint c) {
 const uint OUT_SHIFT = GLU != 0 ? 1 : 0;
 const uint OUT_QUADS = TILE_M >> (2 + OUT_SHIFT);
 
-// Residuals of four neighbouring rows of a column, from row `matrix_row` of the weight on.
+// Residuals of a column for four neighbouring rows, the first of which is row `matrix_row` of the weight.
 vec4 load_residuals(uint matrix_row, uint column) {
     vec4 v = vec4(0.0);
     [[unroll]] for (uint e = 0; e < 4; e++)
@@ -189,11 +198,11 @@ vec4 load_residuals(uint matrix_row, uint column) {
     return v;
 }
 
-vec4 first_residuals;  // of the first four rows that this thread stores; loaded before the products, which hide their latency
+vec4 first_residuals;  // of the first four rows that this thread stores. Loaded before the products, which hide the latency
 
 shared float column_factors[TILE_N];
 
-// 1 / rms of each column of x. Loaded after the products, when registers are free again, and all at once.
+// Finds 1 / rms of each column of x. The sums of squares are loaded after the products, when registers are free again, and all at once.
 void find_column_factors() {
     const uint subgroups = WG / SG, each = (TILE_N + subgroups - 1u) / subgroups, quads = X_SQUARES / 4u;
     const uint lane_quads = X_SQUARES != 0 ? (quads + SG - 1u) / SG : 1u;  // GLSL has no empty arrays
@@ -212,7 +221,8 @@ void find_column_factors() {
     }
 }
 
-// Four neighbouring output rows of column c of the tile. row: the first one, within the tile; first: whether this thread stores them first.
+// Four neighbouring output rows of column c of the tile. row: the first one, within the tile; first: whether they are the first that this
+// thread stores.
 vec4 apply_epilogue(uint row, uint c, uint column, bool first) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
@@ -242,8 +252,8 @@ void store_units(uint column, uint row, vec4 v) {
         }
 }
 
-// Stores the same for an F32 y that is normed next, and the sum of its squares. Rows are whole tiles;
-// OUT_QUADS neighbouring lanes share a column.
+// With NEXT_NORM: stores four neighbouring rows times their norm weight in unit order, and the sum of squares of the tile's part of the
+// column. Rows are whole tiles; OUT_QUADS neighbouring lanes share a column.
 void store_next_norm(uint column, uint row, uint quad, vec4 v) {
     float square = dot(v, v);
     [[unroll]] for (uint lanes = 1; lanes < OUT_QUADS; lanes *= 2) square += subgroupShuffleXor(square, lanes);
@@ -253,16 +263,17 @@ void store_next_norm(uint column, uint row, uint quad, vec4 v) {
     store_units(column, row, v * weight);
 }
 
-vec4 first_angles;   // of the first four rows that this thread stores, if y is heads; loaded after the products, with the squares
+// With KV_ROWS: of the first four rows that this thread stores. Loaded after the products.
+vec4 first_angles;
 int first_position;
 
-// cos and sin for four neighbouring rows (two pairs); unused where nothing is rotated.
+// cos and sin for four neighbouring rows, which are two pairs; zeros where nothing is rotated.
 vec4 angles_of(uint row, uint column) {
     const uint place = row % HEAD_DIM;
     return row < Q_ROWS + KV_ROWS && place < 2u * ROPE_PAIRS ? angles[(column * ROPE_PAIRS + place / 2u) / 2u] : vec4(0.0);
 }
 
-// Rotates and stores four neighbouring rows of heads of a column. row: the first one, counted over all heads of Q, K and V.
+// Rotates four neighbouring rows of a column and stores them. row: the first one, counted over all heads of Q, K and V.
 void store_heads(uint column, uint row, vec4 v, vec4 angle, int position) {
     const uint place = row % HEAD_DIM;
     if (row < Q_ROWS + KV_ROWS && place < 2u * ROPE_PAIRS) v = vec4(rotate_pair(v.xy, angle.xy), rotate_pair(v.zw, angle.zw));
@@ -320,7 +331,7 @@ void main() {
     steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
     [[unroll]] for (uint i = 0; i < UNITS; i++)
         [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) raw[i * LANE_UNITS + u] = fetch_unit(i, u, first_row, slice);
-    x_zero = wait_for_arrivals();  // the first weights are in flight
+    x_zero = wait_for_arrivals();  // meanwhile the first weights are in flight
     [[unroll]] for (uint n = 0; n < NS; n++)
         [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
     if (HAS_RESIDUAL != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS)

@@ -1,31 +1,36 @@
 // Bindings and push constants of the mat-vec kernels.
 //
-//   0  weights: planes of quantized blocks (quant/weights.glsl, docs/architecture.md)
-//   1  x: F32 [tokens][x_stride floats] or Q8_1 [tokens][x_stride 16-byte words]
-//   2  y: F32 [tokens][y_stride floats] or Q8_1 [tokens][y_stride 16-byte words]
+//   0  weights, planes (quant/weights.glsl, docs/architecture.md)
+//   1  x: F32, x_stride floats per row; or Q8_1, x_stride 16-byte words per row
+//   2  y: F32, y_stride floats per row; or Q8_1, y_units units per row
 //
-// Optional buffers follow; the planner numbers those that a kernel has:
-//   BIND_NORM            F32 [k]       weight of the norm (PROLOGUE_NORM); BIND_NORM_BIAS F32 [k]: makes it a layer norm
-//   BIND_POST_NORM       F32 [k]       weight of a norm of x itself; BIND_POST_RESIDUAL F32 [k] is added to its result
-//   BIND_SUM             F32 [k]       out: that sum
-//   BIND_BIAS            F32 [all rows of W]
-//   BIND_RESIDUAL        F32 [tokens][output rows], added to y
-//   BIND_IDS             I32 [tokens][N_USED]   chosen experts; BIND_EXPERT_WEIGHTS F32 of the same shape (EXPERTS_SUMMED)
-//   BIND_LOGITS          F32 [N_EXPERT]         router logits (CHOOSE); BIND_SELECTION_BIAS F32 [N_EXPERT]: added for the choice only
-//   BIND_TOPK            F32 [N_USED]           out: weights of the chosen experts; + 1: their ids, I32; + 2 (TOPK):
-//                        a counter (common/ticket.glsl)
+// Optional buffers follow. The planner defines the binding of each that a kernel has:
+//   BIND_NORM            F32 [k]                    weight of the norm in the prologue (PROLOGUE_NORM)
+//   BIND_NORM_BIAS       F32 [k]                    bias of that norm, which is then a layer norm
+//   BIND_POST_NORM       F32 [k]                    weight of a norm of x that comes first (mat_vec/act.glsl)
+//   BIND_POST_RESIDUAL   F32 [k]                    added to the result of that norm
+//   BIND_SUM             F32 [k], out               the sum of the two
+//   BIND_BIAS            F32 [rows of W]            with experts, the rows of all experts
+//   BIND_RESIDUAL        F32 [tokens][output rows]  added to y
+//   BIND_IDS             I32 [tokens][N_USED]       chosen experts
+//   BIND_EXPERT_WEIGHTS  F32 [tokens][N_USED]       their weights (EXPERTS_SUMMED)
+//   BIND_LOGITS          F32 [N_EXPERT]             router logits (CHOOSE)
+//   BIND_SELECTION_BIAS  F32 [N_EXPERT]             added for the choice of experts, not for their weights
+//   BIND_TOPK            F32 [N_USED], out          weights of the experts that this kernel chooses (TOPK or CHOOSE)
+//   BIND_TOPK + 1        I32 [N_USED], out          their ids
+//   BIND_TOPK + 2        uint                       counter of arrivals (TOPK; common/ticket.glsl)
 
 layout(push_constant) uniform Push {
     Weights w;
     uint m;         // rows of this shard, or of one expert
-    uint k;         // columns
+    uint k;         // values in a row of W
     uint n;         // tokens
-    uint x_stride;
-    uint y_stride;
-    uint y_offset;  // output row of this shard's first row
+    uint x_stride;  // from one row of x to the next
+    uint y_stride;  // from one row of y to the next
+    uint y_offset;  // where in a row of y the results of this shard begin
     uint w_row0;    // row of the whole tensor where this shard begins
-    uint y_units;   // units in an output row (Y_Q8_1)
-    uint x_slots;   // rows of x per token: 1, shared by its experts, or N_USED, one for each
+    uint y_units;   // units in a row of y (Y_Q8_1)
+    uint x_slots;   // rows of x per token: 1, which its experts share, or N_USED, one for each of them
     float eps;      // of the norm in the prologue
 } p;
 
