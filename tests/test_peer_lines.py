@@ -23,7 +23,7 @@ from vkback.harness.result import CaseResult
 from vkback.harness.suite import Suite
 from vkback.harness.support import support_of
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.general import NUMBERS, copied, lowered, permuted, rounded_to
+from vkback.ops.general import NUMBERS, copy_dispatch, lower_general, permuted, rounded_to
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.ops.peer import type_word
@@ -233,14 +233,14 @@ def test_the_general_copy_converts_every_pair(source: str) -> None:
     x = Tensor("x", source, (2, 3), "input")
     for target in NUMBERS:
         y = Tensor("y", target, (3, 2))
-        dispatch = copied(x, y, Node("CPY", (x,), (y,)), H200, source=permuted((1, 1, 2, 3), (1, 0, 2, 3)))
+        dispatch = copy_dispatch(x, y, Node("CPY", (x,), (y,)), H200, source=permuted((1, 1, 2, 3), (1, 0, 2, 3)))
         assert dict(dispatch.kernel.defines)["TO_TYPE"] == NUMBERS[target]
 
 
 def test_what_a_kernel_does_not_take_is_refused_once() -> None:
     x, y = Tensor("x", "I64", (4,), "input"), Tensor("y", "F32", (4,))
     with pytest.raises(PlanError, match=r"x I64\[4\]: expected a type of floats"):
-        lowered(OPS["SQR"], Node("SQR", (x,), (y,)), H200, ("F32",))
+        lower_general(OPS["SQR"], Node("SQR", (x,), (y,)), H200, ("F32",))
 
 
 def test_values_are_rounded_as_their_type_holds_them() -> None:

@@ -54,11 +54,11 @@ def _merged(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch
     gz = ceil_div(rows, MAX_GROUPS_X)
     passes = (dim - 1).bit_length()
     between = [Tensor(f"{node.name}.order{i}", "I32", x.shape) for i in range(2)]
-    made = []
+    dispatches = []
     for i in range(passes):
         source, target = x if i == 0 else between[i % 2], y if i == passes - 1 else between[(i + 1) % 2]
         defines = (("DESCENDING", int(descending)), ("FIRST", int(i == 0)), ("WG_SIZE", wg))
-        made.append(
+        dispatches.append(
             Dispatch(
                 Variant("argsort/merge.comp", defines),
                 (Arg(x), Arg(source), Arg(target, "w")),
@@ -70,7 +70,7 @@ def _merged(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch
                 nbytes=nbytes(x) + nbytes(target),
             )
         )
-    return made
+    return dispatches
 
 
 def _order(x: Array, *, descending: bool) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vkback.graph import Node, Tensor
 from vkback.ops.dispatch import Dispatch
-from vkback.ops.general import copied
+from vkback.ops.general import copy_dispatch
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
 from vkback.ops.storage import in_planes
@@ -23,4 +23,4 @@ def as_floats(node: Node, ctx: LowerContext, x: Tensor, view: View | None = None
     y = Tensor(f"{node.name}.{x.name}", "F32", view.shape if view else x.shape)
     if in_planes(x):
         return OPS["CONT"].lower(Node("CONT", (x,), (y,), {"view": view} if view else {}), ctx), y
-    return [copied(x, y, node, ctx, source=view)], y
+    return [copy_dispatch(x, y, node, ctx, source=view)], y

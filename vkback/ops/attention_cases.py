@@ -326,8 +326,8 @@ class DecodeCases(Op):
             if norm:
                 params["eps"] = 1e-6
             if rotated:
-                made = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
-                values["angles"] = made[0].astype(np.float32)
+                reference = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
+                values["angles"] = reference[0].astype(np.float32)
             out = Tensor("kqv_out", y, (1, n_head * hd))
             return Problem(Node("ATTN_DECODE", inputs, (out, *caches), params), values)
 

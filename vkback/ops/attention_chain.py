@@ -53,13 +53,13 @@ def without_flash(node: Node, n_kv: int) -> list[Node]:
     out = node.outputs[0]
     layer = out.name.removeprefix("kqv_out")
 
-    def made(name: str, type: str, *shape: int) -> Tensor:
+    def tensor(name: str, type: str, *shape: int) -> Tensor:
         return Tensor(f"{name}{layer}", type, shape)
 
-    v, k = made("v", "F16", heads, vd, rows), made("k", "F16", heads, rows, hd)
-    by_head = made("q", "F32", n_head, n, hd)
-    scores, weights = (made(name, "F32", n_head, n, rows) for name in ("kq", "kq_soft_max_ext"))
-    mixed, merged = made("kqv", "F32", n_head, n, vd), made("kqv_merged", "F32", n, n_head, vd)
+    v, k = tensor("v", "F16", heads, vd, rows), tensor("k", "F16", heads, rows, hd)
+    by_head = tensor("q", "F32", n_head, n, hd)
+    scores, weights = (tensor(name, "F32", n_head, n, rows) for name in ("kq", "kq_soft_max_ext"))
+    mixed, merged = tensor("kqv", "F32", n_head, n, vd), tensor("kqv_merged", "F32", n, n_head, vd)
     mask = Tensor("KQ_mask" if rows == min(n_kv, n_ctx) else "KQ_mask_swa", "F32", (padded(n), rows), "input")
     return [
         Node("VIEW", (cache_v,), (v,), {"view": View(0, v.shape, (n_ctx * width, 1, width))}),

@@ -298,8 +298,8 @@ class _Training:
                 outputs = tuple(Tensor(t.name, "F32", t.shape) for t in (y, lse))
                 return Problem(Node(self.name, tuple(inputs), outputs, params), values)
             q, k, v = (values[name].astype(np.float64) for name in shapes)
-            made = attention(q, k, v, params)
-            values |= {name: value.astype(np.float32) for name, value in zip(("y", "lse"), made, strict=True)}
+            forward = attention(q, k, v, params)
+            values |= {name: value.astype(np.float32) for name, value in zip(("y", "lse"), forward, strict=True)}
             values["dy"] = rng.uniform(-1, 1, y.shape).astype(np.float32)
             outputs = tuple(Tensor(f"d{t.name}", "F32", t.shape) for t in inputs)
             return Problem(Node(self.name, (Tensor("dy", "F32", y.shape, "input"), *inputs, y, lse), outputs, params), values)
@@ -419,7 +419,7 @@ class FlashAttnBack(_Training, Gradient):
         given = (Arg(q), Arg(k), Arg(v), Arg(dy), Arg(lse), Arg(delta))
         pairs = _products(sizes, node.params)
         flops_q, flops_kv = 2 * pairs * (2 * sizes.hd + sizes.vd), 4 * pairs * (sizes.hd + sizes.vd)
-        made = [
+        dispatches = [
             by_threads(
                 node, ctx, "attention/train_delta.comp", (Arg(dy), Arg(y), Arg(delta, "w")), (rows, sizes.vd), rows, flops=2 * y.elements
             )
@@ -431,9 +431,9 @@ class FlashAttnBack(_Training, Gradient):
             by.launch("dq", (*queries, *keys, *given[4:], Arg(dq, "w")), flops_q)
             by.launch("dk", (*keys, *queries, *given[4:], Arg(made_k, "w")), flops_kv // 2)
             by.launch("dv", (*keys, *queries, *given[4:], Arg(made_v, "w")), flops_kv // 2)
-            made += by.dispatches
+            dispatches += by.dispatches
         else:
-            made += [
+            dispatches += [
                 _launch(node, ctx, "train_back_q", (*given, Arg(dq, "w")), sizes, sizes.heads, sizes.hd, flops=flops_q),
                 _launch(
                     node, ctx, "train_back_kv", (*given, Arg(made_k, "w"), Arg(made_v, "w")), sizes, sizes.heads, max(sizes.hd, sizes.vd),
@@ -442,8 +442,8 @@ class FlashAttnBack(_Training, Gradient):
             ]  # fmt: skip
         if group > 1:
             for part, whole in ((made_k, dk), (made_v, dv)):
-                made += column_sums(node, ctx, part, whole, group, part.shape[-1], q.shape[0] * sizes.kv_heads)
-        return made
+                dispatches += column_sums(node, ctx, part, whole, group, part.shape[-1], q.shape[0] * sizes.kv_heads)
+        return dispatches
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         if _matrix_shape(sizes_of(node, *node.inputs[1:4]), ctx) is not None:

@@ -15,7 +15,7 @@ from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import declare
-from vkback.ops.general import copied, is_general, lowered, permuted, random_values, view_in, views_of
+from vkback.ops.general import copy_dispatch, is_general, lower_general, permuted, random_values, view_in, views_of
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, moves_values, register
 from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, sized, tensor_type, type_word
@@ -76,7 +76,7 @@ class Boxed(Op):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         y = node.outputs[0]
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         for t in (*node.inputs, y):
             if t.type not in ("F32", "I32") or t.type != y.type or len(t.shape) > 4:
                 raise PlanError(f"[{self.name}] {node.name}: {t}: expected F32 (or I32 everywhere) of at most four axes")
@@ -171,12 +171,12 @@ class Concat(Boxed):
     def _anyhow(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         """Inputs of any type that lie anyhow, each copied to its place."""
         y, axis, start = node.outputs[0], node.params["axis"], 0
-        strides, made = View.whole(y.shape).strides, []
+        strides, dispatches = View.whole(y.shape).strides, []
         for i, t in enumerate(node.inputs):
             source = views_of(node.params).get(i, View.whole(t.shape))
-            made.append(copied(t, y, node, ctx, source=source, target=View(start * strides[axis], source.shape, strides)))
+            dispatches.append(copy_dispatch(t, y, node, ctx, source=source, target=View(start * strides[axis], source.shape, strides)))
             start += source.shape[axis]
-        return made
+        return dispatches
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case("f32", (5, 4, 3), 2, 1)

@@ -18,7 +18,7 @@ from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.codebooks import decoder
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
-from vkback.ops.general import copied, permuted, random_values, stored_tolerance
+from vkback.ops.general import copy_dispatch, permuted, random_values, stored_tolerance
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_node import QUANTS
 from vkback.ops.op import Op, moves_values, register
@@ -203,8 +203,8 @@ class Convert(Op):
 
     def case(self, params: Mapping[str, Any]) -> Case:
         """Lines of test-backend-ops have other parameters than those of views: see copy_cases."""
-        made = copy_cases.peer_case(self.name, params)
-        return made if made is not None else super().case(params)
+        peer = copy_cases.peer_case(self.name, params)
+        return peer if peer is not None else super().case(params)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         x, y = node.inputs[0], node.outputs[0]
@@ -232,11 +232,11 @@ def anyhow(node: Node, ctx: LowerContext, x: Tensor, source: View, y: Tensor, ta
     """A copy between any plain types and views. Where their shapes differ, values go in the order in which either counts them."""
     if source.shape == target.shape or target == View.whole(y.shape):
         whole = target == View.whole(y.shape)
-        return [copied(x, y, node, ctx, source=source, target=None if whole else target)]
+        return [copy_dispatch(x, y, node, ctx, source=source, target=None if whole else target)]
     between = Tensor(f"{node.name}.values", y.type, target.shape)
     if source == View.whole(x.shape) and x.type == y.type:
-        return [copied(x, y, node, ctx, source=View.whole(target.shape), target=target)]
-    return [copied(x, between, node, ctx, source=source), copied(between, y, node, ctx, target=target)]
+        return [copy_dispatch(x, y, node, ctx, source=View.whole(target.shape), target=target)]
+    return [copy_dispatch(x, between, node, ctx, source=source), copy_dispatch(between, y, node, ctx, target=target)]
 
 
 def into_coded(node: Node, ctx: LowerContext, source: View, target: View) -> list[Dispatch]:

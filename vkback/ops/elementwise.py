@@ -17,7 +17,7 @@ from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import declare
-from vkback.ops.general import is_general, lowered, permuted, rounded_to, stored_tolerance, view_in
+from vkback.ops.general import is_general, lower_general, permuted, rounded_to, stored_tolerance, view_in
 from vkback.ops.glu import (
     GELU_COST,
     GELU_ERF_COST,
@@ -122,7 +122,7 @@ class Binary(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         a, *more = node.inputs
         if len(more) > 1:  # a chain of additions
             first = Tensor(f"{node.name}.1", "F32", a.shape)
@@ -353,7 +353,7 @@ class Unary(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         x, y = node.inputs[0], node.outputs[0]
         if x.elements != y.elements:
             raise PlanError(f"[{self.name}] {node.name}: output {y} has other elements than {x}")

@@ -42,7 +42,7 @@ class Filled(Op):
         push = (y.elements, rows, columns, *self.push(node.params))
         return [by_threads(node, ctx, "fill/fill.comp", args, push, y.elements, {"FUNCTION": self.function})]
 
-    def made(self, shown: Mapping[str, Any], out: Shape, params: Mapping[str, Any], seed: int, x: Shape = ()) -> Case:
+    def case_of(self, shown: Mapping[str, Any], out: Shape, params: Mapping[str, Any], seed: int, x: Shape = ()) -> Case:
         def make(rng: np.random.Generator) -> Problem:
             inputs = (Tensor("x", "F32", x, "input"),) if x else ()
             node = Node(self.name, inputs, (Tensor("y", "F32", out),), params)
@@ -66,7 +66,7 @@ class Fill(Filled):
     def build_case(self, type: str = "f32", ne: Shape = (10, 10, 4, 3), c: float = 0.0, seed: int = 3) -> Case:
         one_of_types(type, ("F32",))
         shape = shape_of(ne)
-        return self.made({"type": "f32", "ne": ne_of(shape), "c": c}, shape, {"c": c, "shape": shape}, seed)
+        return self.case_of({"type": "f32", "ne": ne_of(shape), "c": c}, shape, {"c": c, "shape": shape}, seed)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case(ne=(11, 10, 4, 3), c=-152.5)
@@ -93,7 +93,7 @@ class Arange(Filled):
         params = {"start": start, "stop": stop, "step": step}
         if step == 0 or not 0 < (stop - start) / step <= 1e9:
             raise CaseLineError(f"start={start}, stop={stop}, step={step}: expected steps that lead from start to stop")
-        return self.made({"type": "f32", **params}, sized((_count(params),)), params, seed)
+        return self.case_of({"type": "f32", **params}, sized((_count(params),)), params, seed)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case(start=1.5, stop=-99.0, step=-0.75)
@@ -120,7 +120,7 @@ class Diag(Filled):
         shape = shape_of(ne)
         if shape[2] != 1:
             raise CaseLineError(f"ne={list(ne)}: expected one row a batch")
-        return self.made({"type": "f32", "ne": ne_of(shape)}, sized((*shape[:2], shape[3], shape[3])), {}, seed, shape)
+        return self.case_of({"type": "f32", "ne": ne_of(shape)}, sized((*shape[:2], shape[3], shape[3])), {}, seed, shape)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case()
@@ -144,7 +144,7 @@ class DiagMaskInf(Filled):
     def build_case(self, type: str = "f32", ne: Shape = (10, 10, 3, 2), n_past: int = 5, seed: int = 3) -> Case:
         one_of_types(type, ("F32",))
         shape = shape_of(ne)
-        return self.made({"type": "f32", "ne": ne_of(shape), "n_past": n_past}, shape, {"n_past": n_past}, seed, shape)
+        return self.case_of({"type": "f32", "ne": ne_of(shape), "n_past": n_past}, shape, {"n_past": n_past}, seed, shape)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case()
@@ -170,7 +170,7 @@ class Tri(Filled):
         shape = shape_of(ne)
         if tri_type not in (0, 1, 2, 3):
             raise CaseLineError(f"tri_type={tri_type}: expected 0 to 3")
-        return self.made({"type": "f32", "ne": ne_of(shape), "tri_type": tri_type}, shape, {"tri_type": tri_type}, seed, shape)
+        return self.case_of({"type": "f32", "ne": ne_of(shape), "tri_type": tri_type}, shape, {"tri_type": tri_type}, seed, shape)
 
     def cases(self) -> Iterator[Case]:
         for kind in range(4):

@@ -48,7 +48,7 @@ def tile_of(m: int, n: int) -> tuple[int, int]:
     return (8 if m > 32 else 4 if m > 16 else 2 if m > 8 else 1), (8 if n > 32 else 4)
 
 
-def lanes_wanted(ctx: LowerContext, product: Product) -> tuple[int, int | None, str]:
+def shuffle_lanes(ctx: LowerContext, product: Product) -> tuple[int, int | None, str]:
     """Lanes of a subgroup, and the size to require, where B's values are to go from lane to lane; 0 where through shared memory. And the
     table's row that says so."""
     choice = ctx.tuning.pick("gemm", m=product.m, n=product.n, k=product.k)
@@ -80,14 +80,14 @@ def check_grid(node: Node, product: Product, tile: tuple[int, int]) -> None:
         raise PlanError(f"[{node.op}] {node.name}: {size}: at most {MAX_GROUPS_X} of them, and as many tiles along an axis")
 
 
-def multiplied(
+def lower_product(
     node: Node, ctx: LowerContext, a: Tensor, b: Tensor, y: Tensor, product: Product, *, add: bool = False
 ) -> list[Dispatch]:
     """A B of plain F32 tensors; with `add` y keeps what it has, and the product is added to it. The sum of a value is one chain over k, or
     a few chains. Raises PlanError where the grid is more than every device takes."""
     tile, depth = tile_of(product.m, product.n), 16
     check_grid(node, product, tile)
-    lanes, required, source = lanes_wanted(ctx, product)
+    lanes, required, source = shuffle_lanes(ctx, product)
     if lanes:
         vectors = vectors_of(product.m, lanes)
         own: Defines = {"LANES": lanes, "VECTORS": vectors, "A_TRANSPOSED": int(product.transposed)}
@@ -104,13 +104,13 @@ def multiplied(
     )
     args = (Arg(b), Arg(a), Arg(into, "rw" if add else "w"))
     kernel = Variant("mul_mat/gemm.comp", _sorted(defines))
-    made = [_launch(node, kernel, args, push, product, tile, product.batches * splits, source)]
+    dispatches = [_launch(node, kernel, args, push, product, tile, product.batches * splits, source)]
     if splits > 1:
-        made += column_sums(node, ctx, into, y, splits, product.m * product.n)
-    return made
+        dispatches += column_sums(node, ctx, into, y, splits, product.m * product.n)
+    return dispatches
 
 
-def multiplied_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor, y: Tensor, m: int) -> list[Dispatch]:
+def lower_product_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor, y: Tensor, m: int) -> list[Dispatch]:
     """a [m, k] times a stored weight [k, n] of any type, read as it lies on the device. The parts of its sums, and its shards, are added up
     in their order. Raises PlanError where the grid is more than every device takes."""
     k, n = w.shape
@@ -118,27 +118,27 @@ def multiplied_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor, y:
     check_grid(node, Product(m, n, k), tile)
     defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TRANSPOSED": 0, **decoder(w.type, ctx.caps)}
     parts = shards(w, ctx.caps)
-    lanes, required, source = lanes_wanted(ctx, Product(m, n, k))
+    lanes, required, source = shuffle_lanes(ctx, Product(m, n, k))
     if lanes:
         own = {"LANES": lanes, "VECTORS": vectors_of(m, lanes), "A_TRANSPOSED": 0, **decoder(w.type, ctx.caps)}
         kernel = Variant("mul_mat/gemm_weight_lanes.comp", _sorted(own), required)
-        made = []
+        dispatches = []
         for i, part in enumerate(parts):
             push = pack_push(*weight_push(w.type, part.layout, n), m, n, part.rows, k, part.row0, int(i > 0))
             args = (Arg(w, "r", i), Arg(a), Arg(y, "rw" if i else "w"))
-            made.append(_by_shuffles(node, kernel, args, push, Product(m, n, part.rows), source))
-        return made
+            dispatches.append(_by_shuffles(node, kernel, args, push, Product(m, n, part.rows), source))
+        return dispatches
     splits = [splits_of(Product(m, n, part.rows), tile, depth) for part in parts]
     total = sum(count for count, _ in splits)
     into = y if total == 1 else Tensor(f"{y.name}.splits", "F32", (total, m * n))
     kernel = Variant("mul_mat/gemm_weight.comp", _sorted(defines))
-    made, slot = [], 0
+    dispatches, slot = [], 0
     for i, (part, (count, each)) in enumerate(zip(parts, splits, strict=True)):
         push = pack_push(*weight_push(w.type, part.layout, n), m, n, part.rows, count, each, k, part.row0, 0, slot)
         args = (Arg(w, "r", i), Arg(a), Arg(into, "w", part=f"of shard {i}" if len(parts) > 1 else ""))
-        made.append(_launch(node, kernel, args, push, Product(m, n, part.rows), tile, count, source))
+        dispatches.append(_launch(node, kernel, args, push, Product(m, n, part.rows), tile, count, source))
         slot += count
-    return made if total == 1 else [*made, *column_sums(node, ctx, into, y, total, m * n)]
+    return dispatches if total == 1 else [*dispatches, *column_sums(node, ctx, into, y, total, m * n)]
 
 
 def _sorted(defines: Defines) -> tuple[tuple[str, str | int], ...]:

@@ -1,7 +1,7 @@
 """Operands of any plain type that lie anyhow, for ops whose kernels take F32 (or I32) rows one after the other (shaders/copy/general.comp).
 
 A node may say in its param `views` which inputs are views: {index: View}, and may have inputs and outputs of any type of VALUE_BYTES. An
-op's `lower` asks `is_general` first; `lowered` copies such inputs into place, runs the op's own kernel, and converts its output. The op's
+op's `lower` asks `is_general` first; `lower_general` copies such inputs into place, runs the op's own kernel, and converts its output. The op's
 reference is given what the views show. No model needs any of it: what a model runs has kernels that take its operands as they are.
 """
 
@@ -37,7 +37,9 @@ F16_ROUNDING = Tolerance(1e-6, 1.6e-2, "stored as F16: at most 2^-10 of a value 
 BF16_ROUNDING = Tolerance(1.6e-5, 6.5e-2, "stored as BF16 to nearest: at most 2^-8 of a value, so NMSE 2^-16; sixteen times the rms")
 
 
-def copied(x: Tensor, y: Tensor, node: Node, ctx: LowerContext, *, source: View | None = None, target: View | None = None) -> Dispatch:
+def copy_dispatch(
+    x: Tensor, y: Tensor, node: Node, ctx: LowerContext, *, source: View | None = None, target: View | None = None
+) -> Dispatch:
     """One launch: the values of x, or of its view `source`, converted to y, or to its view `target`, whose other values stay."""
     for t in (x, y):
         if t.type not in NUMBERS or t.kind == "weight":
@@ -79,7 +81,7 @@ def is_general(node: Node, takes: Collection[str] = ("F32", "I32")) -> bool:
     return bool(views_of(node.params)) or any(t.type not in takes and t.type in VALUE_BYTES and t.kind != "weight" for t in tensors)
 
 
-def lowered(op: Op, node: Node, ctx: LowerContext, takes: Collection[str] = ("F32", "I32")) -> list[Dispatch]:
+def lower_general(op: Op, node: Node, ctx: LowerContext, takes: Collection[str] = ("F32", "I32")) -> list[Dispatch]:
     """Copies of what the op's kernel cannot take, the op on the copies, and conversions of what it makes. takes: types of its kernel."""
     views = views_of(node.params)
 
@@ -100,7 +102,7 @@ def lowered(op: Op, node: Node, ctx: LowerContext, takes: Collection[str] = ("F3
             raise PlanError(f"[{node.op}] {node.name}: {t}: a view of a weight is not supported here")
         view = views.get(i, View.whole(t.shape))
         plain = Tensor(f"{node.name}.in{i}", kernel_type(t), view.shape)
-        before.append(copied(t, plain, node, ctx, source=view))
+        before.append(copy_dispatch(t, plain, node, ctx, source=view))
         inputs.append(plain)
     outputs, after = [], []
     for t in node.outputs:
@@ -108,7 +110,7 @@ def lowered(op: Op, node: Node, ctx: LowerContext, takes: Collection[str] = ("F3
             outputs.append(t)
             continue
         outputs.append(dataclasses.replace(t, name=f"{t.name}.{kernel_type(t).lower()}", type=kernel_type(t), kind="node"))
-        after.append(copied(outputs[-1], t, node, ctx))
+        after.append(copy_dispatch(outputs[-1], t, node, ctx))
     params = {k: v for k, v in node.params.items() if k != "views"}
     return [*before, *op.lower(Node(node.op, tuple(inputs), tuple(outputs), params), ctx), *after]
 

@@ -16,7 +16,7 @@ from vkback.ops.case_line import BARE, CaseLineError
 from vkback.ops.cost import Cost, times, total
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import declare
-from vkback.ops.general import is_general, lowered, rounded_to, stored_tolerance, view_in
+from vkback.ops.general import is_general, lower_general, rounded_to, stored_tolerance, view_in
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, Tape, register
 from vkback.ops.peer import FLOATS, ne_of, one_of_types, shape_of, sized, type_word
@@ -160,7 +160,7 @@ class Glu(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node, TAKES):
-            return lowered(self, node, ctx, TAKES)
+            return lower_general(self, node, ctx, TAKES)
         if self.name == "SWIGLU_CLAMP":
             return self._clamped(node, ctx)
         y = node.outputs[0]
@@ -254,7 +254,7 @@ class Glu(Op):
         out    q8_1: a quantized output; given: alpha and limit
         """
         kind, wide = one_of_types(type, FLOATS), shape_of(ne_a, "ne_a")
-        made = one_of_types(out, ("F32", "Q8_1"), "out") if out else kind
+        y_type = one_of_types(out, ("F32", "Q8_1"), "out") if out else kind
         separate = split or self.name in PARAMS
         if swapped and separate:
             raise CaseLineError(f"{self.name}: swapped=1: only halves of one tensor can be swapped")
@@ -271,13 +271,13 @@ class Glu(Op):
         def make(rng: np.random.Generator) -> Problem:
             inputs = tuple(Tensor(n, kind, sized(inner), "input") for n in (("gate", "up") if separate else ("x",)))
             params = extra | ({"swapped": True} if swapped else {}) | ({"views": dict.fromkeys(range(len(inputs)), view)} if view else {})
-            node = Node(self.name, inputs, (Tensor("y", made, shape),), params)
+            node = Node(self.name, inputs, (Tensor("y", y_type, shape),), params)
             return Problem(node, {t.name: rounded_to(kind, rng.uniform(-size, size, t.shape)) for t in inputs})
 
         shown: dict[str, Any] = {"type": type_word(kind), "ne_a": ne_of(wide), "v": int(v)}
         shown |= extra if self.name in PARAMS else {"split": BARE} if split else {"swapped": int(swapped)}
         shown |= {"size": size} if size != 3.0 else {}
-        shown |= {"out": type_word(made)} if out else {}
+        shown |= {"out": type_word(y_type)} if out else {}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:

@@ -47,12 +47,13 @@ class SumSquares(Op):
         counts = [ceil_div(t.elements, block) for t, block in zip(node.inputs, blocks, strict=True)]
         parts = Tensor(f"{node.name}.parts", "F32", (sum(counts),))
         wg = workgroup_size(ctx.caps, ctx.tuning.pick("norm", dim=BLOCK, rows=sum(counts))["wg_size"], BLOCK)
-        made, first = [], 0
+        dispatches, first = [], 0
         for i, (t, block, count) in enumerate(zip(node.inputs, blocks, counts, strict=True)):
-            made.append(self._launch(node, ctx, Arg(t), Arg(parts, "w", part=f"of {i}"), (t.elements, block, first), count, wg, last=0))
+            part = Arg(parts, "w", part=f"of {i}")
+            dispatches.append(self._launch(node, ctx, Arg(t), part, (t.elements, block, first), count, wg, last=0))
             first += count
         whole = Arg(node.outputs[0], "w")
-        return [*made, self._launch(node, ctx, Arg(parts), whole, (parts.elements, parts.elements, 0), 1, wg, last=1)]
+        return [*dispatches, self._launch(node, ctx, Arg(parts), whole, (parts.elements, parts.elements, 0), 1, wg, last=1)]
 
     def _launch(
         self, node: Node, ctx: LowerContext, x: Arg, y: Arg, push: tuple[int, int, int], groups: int, wg: int, last: int

@@ -13,7 +13,7 @@ from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.copy_cases import numbers
 from vkback.ops.dispatch import Arg, Dispatch
-from vkback.ops.general import is_general, lowered
+from vkback.ops.general import is_general, lower_general
 from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_cases import LIES
@@ -43,7 +43,7 @@ class MulMatHadamard(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         x, y = node.inputs[0], node.outputs[0]
         k = x.shape[-1]
         if k & (k - 1) or y.shape != x.shape:

@@ -49,10 +49,10 @@ class MlaRopeSetRows(Op):
         (q_pe,) = rope.reference([np.asarray(q, np.float64)[:, :, -rot:], pos, *factors], params)
         (key,) = rope.reference([np.asarray(kv, np.float64)[:, None, -rot:], pos, *factors], params)
         if params["legacy"]:
-            made = np.asarray(third, np.float64).reshape(n, heads, -1)
+            heads_kv = np.asarray(third, np.float64).reshape(n, heads, -1)
             nope = q.shape[2] - rot
-            key = np.concatenate([made[:, :, :nope], np.repeat(key, heads, axis=1)], axis=-1)
-            return [q_pe, *stored_rows(params, pos, (key, made[:, :, nope:]), caches)]
+            key = np.concatenate([heads_kv[:, :, :nope], np.repeat(key, heads, axis=1)], axis=-1)
+            return [q_pe, *stored_rows(params, pos, (key, heads_kv[:, :, nope:]), caches)]
         (latent,) = OPS["RMS_NORM_MUL"].reference([np.asarray(kv, np.float64)[:, :-rot], third], params)
         return [q_pe, *stored_rows(params, pos, (np.concatenate([latent[:, None], key], axis=-1),), caches)]
 
@@ -77,14 +77,14 @@ class MlaRopeSetRows(Op):
         defines, subgroup = reduction(ctx.caps, wg)
         defines |= {"HEADS": heads, "NOPE": nope, "ROPE_DIM": rot, "RANK": rank, "V_DIM": values}
         caches = [cache_k, *rest[:legacy]]
-        made = staged_rows(f"{q_pe.name}.stored", n, caches)
-        defines |= {"LEGACY": int(legacy), "FACTORS": len(factors), "STORE_F32": int(made is not caches)}
+        rows = staged_rows(f"{q_pe.name}.stored", n, caches)
+        defines |= {"LEGACY": int(legacy), "FACTORS": len(factors), "STORE_F32": int(rows is not caches)}
         defines |= {key: value for key, value in rope_angles.defines(params).items() if key != "ROPE_NEOX"}
         gz = ceil_div(n, MAX_GROUPS_X)
         return [
             Dispatch(
                 Variant("rope/latent.comp", tuple(sorted(defines.items())), subgroup),
-                (*map(Arg, (q, kv, third, pos, *factors)), Arg(q_pe, "w"), *(Arg(t, "w") for t in made)),
+                (*map(Arg, (q, kv, third, pos, *factors)), Arg(q_pe, "w"), *(Arg(t, "w") for t in rows)),
                 pack_push(n, n_ctx, float(params.get("eps", 0.0))),
                 (ceil_div(pairs, wg) + (not legacy), ceil_div(n, gz), gz),
                 node.op,
@@ -93,7 +93,7 @@ class MlaRopeSetRows(Op):
                 nbytes=2 * nbytes(q_pe) + nbytes(kv) + nbytes(third) + 2 * n * sum(c.shape[0] * c.shape[2] for c in caches),
                 flops=6 * n * (heads * rot + kv.shape[-1]),
             ),
-            *store_staged_rows(made, pos, caches, ctx),
+            *store_staged_rows(rows, pos, caches, ctx),
         ]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -157,9 +157,9 @@ class MlaRopeSetRows(Op):
         chain: list[Node] = []
 
         def emit(op: str, name: str, shape: tuple[int, ...], *inputs: Tensor, **params: Any) -> Tensor:
-            made = Tensor(f"{node.name}.{name}", "F32", shape)
-            chain.append(Node(op, inputs, (made,), params))
-            return made
+            result = Tensor(f"{node.name}.{name}", "F32", shape)
+            chain.append(Node(op, inputs, (result,), params))
+            return result
 
         q_part = emit("CONT", "q", (n, heads, rot), q, view=View(nope, (n, heads, rot), (heads * dim_k, dim_k, 1)))
         chain.append(Node("ROPE", (q_part, pos, *factors), node.outputs[:1], rope))

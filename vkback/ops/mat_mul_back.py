@@ -19,7 +19,7 @@ from vkback.ops.case_line import CaseLineError
 from vkback.ops.copy_cases import numbers
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Dispatch
-from vkback.ops.gemm import Product, multiplied, multiplied_by_weight
+from vkback.ops.gemm import Product, lower_product, lower_product_by_weight
 from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_lower import F16_TOLERANCE, choose_transposed, lower_transposed
@@ -74,10 +74,10 @@ class MulMatBack(Gradient):
                 return [dataclasses.replace(d, op=self.name) for d in lower_transposed(node.name, dy, w, dx, choice, ctx, before)]
             if low_rank.is_factor(w, n, ctx):
                 return low_rank.product(node, ctx, dy, w, dx, back=True, before=before)
-            return multiplied_by_weight(node, ctx, dy, w, dx, n)
+            return lower_product_by_weight(node, ctx, dy, w, dx, n)
         if w.type != "F32":
             raise PlanError(f"[{self.name}] {node.name}: {w} is no stored weight, so expected F32")
-        return multiplied(node, ctx, dy, w, dx, Product(n, w.shape[1], w.shape[0]))
+        return lower_product(node, ctx, dy, w, dx, Product(n, w.shape[1], w.shape[0]))
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         dy, w = node.inputs[:2]

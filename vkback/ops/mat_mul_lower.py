@@ -263,8 +263,8 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext, heads:
         heads=heads,
     )  # fmt: skip
     kernels = mat_mul_reg.lower(job, shape, caps) if shape.way == "coop_reg" else lower(job, shape, caps)
-    made = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]
-    return [*before, *made, *behind]
+    dispatches = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]
+    return [*before, *dispatches, *behind]
 
 
 def _lower_heads(node: MatVecNode, shape: MatMulShape, source: str, ctx: LowerContext) -> list[Dispatch]:
@@ -292,12 +292,12 @@ def _lower_heads(node: MatVecNode, shape: MatMulShape, source: str, ctx: LowerCo
     plain = node.y if node.y.type == "F32" else Tensor(f"{name}.f32", "F32", node.y.shape)
     target = dataclasses.replace(plain, shape=(slots, node.m))
     job = MatMul(node.w, x, target, slots, route=routes, x_scale=ctx.f16_scale(x), label=name)
-    made = [dataclasses.replace(d, reason=f"{d.reason}: {source}") for d in lower(job, shape, caps)]
+    dispatches = [dataclasses.replace(d, reason=f"{d.reason}: {source}") for d in lower(job, shape, caps)]
     behind = quantize_dispatch(plain, node.y, ctx) if plain is not node.y else []
     own = {t.name: t for t in (node.x, plain)}
     return [
         dataclasses.replace(d, args=tuple(dataclasses.replace(a, tensor=own.get(a.tensor.name, a.tensor)) for a in d.args))
-        for d in [*before, *made, *behind]
+        for d in [*before, *dispatches, *behind]
     ]
 
 

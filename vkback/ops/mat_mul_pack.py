@@ -71,9 +71,9 @@ def pack_f16(
     rooms = y.shape[0]
     groups = ceil_div(rooms if routes is not None else n, columns)
     grid_y = ceil_div(groups, MAX_GROUPS_X)
-    turns = ceil_div(y.shape[1], 64 * subgroups) if shape.fragments else 1
+    groups_k = ceil_div(y.shape[1], 64 * subgroups) if shape.fragments else 1
     if sums:  # each workgroup of a group adds up its squares anew
-        turns = min(turns, max(1, NORM_GROUPS // groups))
+        groups_k = min(groups_k, max(1, NORM_GROUPS // groups))
     return Dispatch(
         Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", int(shape.fragments)),), required_subgroup(caps), spec),
         (
@@ -81,7 +81,7 @@ def pack_f16(
             Arg(factors or x, "w" if factors and (stores_factors or by_rows) else "r"), Arg(overflow_word(y), "rw"),
         ),
         pack_push(n, k, packed_stride(k, shape, caps), rooms // shape.tile_n, x_shared, float(scale), float(eps or 0.0)),
-        (ceil_div(groups, grid_y), grid_y, turns),
+        (ceil_div(groups, grid_y), grid_y, groups_k),
         "PACK_F16",
         y.name,
         f"f16 {order_word(shape)}{', after RMS norm' if eps is not None else ', rows by powers of two' if by_rows else ''}",

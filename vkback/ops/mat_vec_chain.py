@@ -22,9 +22,9 @@ def unfused(node: Node) -> list[Node]:
     chain: list[Node] = []
 
     def emit(op: str, name: str, shape: tuple[int, ...], *inputs: Tensor, **params: object) -> Tensor:
-        made = Tensor(f"{out.name}.{name}", "F32", shape)
-        chain.append(Node(op, inputs, (made,), params))
-        return made
+        result = Tensor(f"{out.name}.{name}", "F32", shape)
+        chain.append(Node(op, inputs, (result,), params))
+        return result
 
     n, m = x.shape[0], w.shape[-2]
     if "logits" in by:

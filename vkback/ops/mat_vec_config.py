@@ -316,15 +316,15 @@ def _fitted(config: MatVecConfig, name: str, ctx: LowerContext) -> MatVecConfig:
 
 def shared_bytes(config: MatVecConfig) -> int:
     """Shared memory of a kernel without its codebook, as shaders/mat_vec declares it."""
-    turns = 1 + config.loops_tiles
+    buffers = 1 + config.loops_tiles
     rows, partials = config.columns * config.tile_rows, config.lanes // config.shuffle_lanes
     summed = config.n_used if config.experts == "summed" else 0
-    total = 4 * turns * rows * partials if partials > 1 else 0
+    total = 4 * buffers * rows * partials if partials > 1 else 0
     if config.prologue != "none":
         total += config.walk_units * (40 if config.path == "int" else 128)
     total += 8 * summed
     if config.y == "Q8_1":
-        total += 4 * turns * (rows >> config.glu)
+        total += 4 * buffers * (rows >> config.glu)
     if config.expert_choice:
         total += config.expert_choice.shared_bytes
     sums = config.prologue == "norm" or (config.expert_choice is not None and config.expert_choice.sums_all)

@@ -42,8 +42,8 @@ def stored_by_products(parts: Sequence[Node], store: Node, ctx: LowerContext) ->
 
 def fused(parts: Sequence[Node], store: Node, angles: Tensor | None) -> Node:
     """The node that stands for products and store. angles: those of `store`; None where it rotates nothing."""
-    made = {t.name for part in parts for t in part.outputs}
-    read = {t.name: t for node in (*parts, store) for t in node.inputs if t.name not in made}
+    produced = {t.name for part in parts for t in part.outputs}
+    read = {t.name: t for node in (*parts, store) for t in node.inputs if t.name not in produced}
     inputs = (*read.values(), *([angles] if angles is not None else []))
     return Node("MAT_VEC_ROPE_SET_ROWS", inputs, store.outputs, {"parts": tuple(parts), "store": store})
 

@@ -21,7 +21,7 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Rounded, Tolerance
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
-from vkback.ops.general import copied
+from vkback.ops.general import copy_dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_lower import F16_TOLERANCE
 from vkback.ops.mat_vec import MatVec, mat_vec_tolerance
@@ -109,9 +109,9 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
         before.append(_matrices(node, batch, ids, ctx))
         operands = _shaped(w, batch.matrices, batch.m, batch.k), _shaped(x, batch.n, batch.slices, batch.k), ids
         mat_vec = Node("MAT_VEC", operands, (_shaped(y, batch.n, batch.slices, batch.m),), {"roles": ("w", "x", "ids")})
-    made = {t.name: t for t in (w, x, y)}
+    by_name = {t.name: t for t in (w, x, y)}
     for d in MatVec().lower(mat_vec, ctx):
-        args = tuple(dataclasses.replace(a, tensor=made.get(a.tensor.name, a.tensor)) for a in d.args)
+        args = tuple(dataclasses.replace(a, tensor=by_name.get(a.tensor.name, a.tensor)) for a in d.args)
         before.append(dataclasses.replace(d, args=args, op=node.op if d.op == "MAT_VEC" else d.op, label=node.name))
     return before
 
@@ -140,9 +140,9 @@ def _rounds_x(node: Node, ctx: LowerContext) -> bool:
     if _kernels(node, ctx) & {"mat_mul/coop_mat.comp", "mat_mul/coop_reg.comp", "mat_mul/f32.comp"}:
         return False
     batch, (w, x) = Batch.of(node), node.inputs
-    copied = "w_view" in node.params or w.kind != "weight"
+    copies = "w_view" in node.params or w.kind != "weight"
     n = batch.n if batch.matrices > 1 else batch.slices * batch.n
-    path, _ = path_for("F32" if copied else w.type, batch.m, batch.k, n, "each" if batch.matrices > 1 else "none", ctx)
+    path, _ = path_for("F32" if copies else w.type, batch.m, batch.k, n, "each" if batch.matrices > 1 else "none", ctx)
     return path == "int" and x.type != "Q8_1"
 
 
@@ -164,7 +164,7 @@ def weight_operand(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tenso
         w, view = plain, View.whole(view.shape)
     if w.type == "BF16":
         plain = Tensor(f"{node.name}.w_f32", "F32", view.shape)
-        before.append(copied(w, plain, node, ctx, source=view))
+        before.append(copy_dispatch(w, plain, node, ctx, source=view))
         w, view = plain, View.whole(view.shape)
     if w.type not in ("F32", "F16"):
         raise PlanError(f"[MUL_MAT] {node.name}: {w}: expected F32, F16, BF16 or a weight")
@@ -198,7 +198,7 @@ def token_operand(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor
     view = node.params.get("x_view", View.whole(x.shape))
     rows = Tensor(f"{node.name}.x_f32", "F32", view.shape)
     if x.type == "BF16":
-        return [copied(x, rows, node, ctx, source=view)], rows
+        return [copy_dispatch(x, rows, node, ctx, source=view)], rows
     return OPS["CPY"].lower(Node("CPY", (x,), (rows,), {"view": view}), ctx), rows
 
 

@@ -14,7 +14,7 @@ from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.cost import Cost, times, total
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import declare
-from vkback.ops.general import is_general, lowered, permuted, view_in
+from vkback.ops.general import is_general, lower_general, permuted, view_in
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, Tape, register
 from vkback.ops.peer import ne_of, one_of_types, shape_of, sized, type_word
@@ -93,7 +93,7 @@ class Norm(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node, TAKES):
-            return lowered(self, node, ctx, TAKES)
+            return lower_general(self, node, ctx, TAKES)
         a, y = node.inputs[0], node.outputs[-1]
         dim, rows = a.shape[-1], prod(a.shape[:-1])
         for what, t in zip(("weight", "bias"), node.inputs[1 + self.add : 1 + self.add + self.weight + self.bias], strict=False):
@@ -178,8 +178,8 @@ class Norm(Op):
         inplace         the output is a itself
         """
         one_of_types(type, ("F32",))
-        made, shape = one_of_types(out, TAKES, "out"), shape_of(ne)
-        if made == "Q8_1" and not self.weight:
+        y_type, shape = one_of_types(out, TAKES, "out"), shape_of(ne)
+        if y_type == "Q8_1" and not self.weight:
             raise PlanError(f"[{self.name}] out={out}: only norms with a weight are quantized")
         if v + noncontig_rows + inplace > 1:
             raise PlanError(f"[{self.name}] v={int(v)}, noncontig_rows={int(noncontig_rows)}, inplace={int(inplace)}: expected one of them")
@@ -203,7 +203,7 @@ class Norm(Op):
             if self.residual:
                 inputs.append(Tensor("residual", "F32", shape, "input"))
                 values["residual"] = rng.uniform(-1, 1, shape).astype(np.float32)
-            outputs = ((Tensor("sum", "F32", shape),) if self.add else ()) + (inputs[0] if inplace else Tensor("y", made, shape),)
+            outputs = ((Tensor("sum", "F32", shape),) if self.add else ()) + (inputs[0] if inplace else Tensor("y", y_type, shape),)
             return Problem(Node(self.name, tuple(inputs), outputs, {"eps": eps} | ({"views": {0: view}} if view else {})), values)
 
         given: dict[str, Any] = {
@@ -212,7 +212,7 @@ class Norm(Op):
         }  # fmt: skip
         shown = {key: given[key] for key in self.keys if key in given}
         shown |= {"scale": scale} if scale != 1.0 else {}
-        shown |= {"out": type_word(made)} if made != "F32" else {}
+        shown |= {"out": type_word(y_type)} if y_type != "F32" else {}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -271,7 +271,7 @@ class L2Norm(Norm):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         x, y = node.inputs[0], node.outputs[0]
         dim, rows = x.shape[-1], prod(x.shape[:-1])
         choice = ctx.tuning.pick("norm", dim=dim, rows=rows)

@@ -161,7 +161,7 @@ class _WeightBack(_Back):
             sums = tuple(Tensor(f"{t.name}.blocks", "F32", (blocks, dim)) for t in node.outputs)
         choice = ctx.tuning.pick("elementwise", elements=dim)
         wg = workgroup_size(ctx.caps, choice["wg_size"], dim)
-        made = [
+        dispatches = [
             self._row_kernel(node, ctx, "norm/row_scale.comp", (Arg(x), Arg(scale, "w")), None),
             Dispatch(
                 Variant("norm/weight_back.comp", (("CENTER", int(self.center)), ("WG_SIZE", wg))),
@@ -172,8 +172,8 @@ class _WeightBack(_Back):
         ]  # fmt: skip
         if blocks > 1:
             for part, whole in zip(sums, node.outputs, strict=True):
-                made += column_sums(node, ctx, part, whole, blocks, dim)
-        return made
+                dispatches += column_sums(node, ctx, part, whole, blocks, dim)
+        return dispatches
 
     def build_case(self, ne: Shape, eps: float = 1e-6, seed: int = 11) -> Case:
         shape = shape_of(ne)

@@ -58,11 +58,11 @@ class _OptStep(Op):
                 (Arg(w, "rw", i), f"rows of shard {i}" if len(parts) > 1 else "", (s.rows * k, s.row0 * k, k, s.layout.part_stride // 4))
                 for i, s in enumerate(parts)
             ]
-        made = []
+        dispatches = []
         for weight, part, push in pieces:
             args = (weight, Arg(dw), Arg(params), *(Arg(t, "rw", part=part) for t in state), *map(Arg, scale))
-            made.append(by_threads(node, ctx, "training/optimizer.comp", args, push, push[0], defines, flops=12 * push[0]))
-        return made
+            dispatches.append(by_threads(node, ctx, "training/optimizer.comp", args, push, push[0], defines, flops=12 * push[0]))
+        return dispatches
 
     def build_case(
         self, type: str = "f32", ne: Shape = (10, 5, 4, 3), step: int = 3, decay: float = 0.01, scaled: bool = False,

@@ -17,7 +17,7 @@ from vkback.ops.case_line import CaseLineError
 from vkback.ops.copy_cases import numbers
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
-from vkback.ops.gemm import Product, multiplied
+from vkback.ops.gemm import Product, lower_product
 from vkback.ops.general import permuted, views_of
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
@@ -73,7 +73,7 @@ class OutProd(Op):
             return [*copies, self._of_small_k(node, ctx, a, b, product, add)]
         if n3 * n2 == 1 and len(a.shape) == 2 and low_rank.is_narrow(k, max(m, n), min(m, n), ctx):
             return [*copies, *low_rank.outer(node, ctx, a, b, y, add=add)]
-        return [*copies, *multiplied(node, ctx, b, a, y, product, add=add)]
+        return [*copies, *lower_product(node, ctx, b, a, y, product, add=add)]
 
     def _of_small_k(self, node: Node, ctx: LowerContext, a: Tensor, b: Tensor, product: Product, add: bool) -> Dispatch:
         """Of few k: a thread has a column of eight rows."""

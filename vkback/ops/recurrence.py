@@ -19,7 +19,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch
-from vkback.ops.general import is_general, lowered
+from vkback.ops.general import is_general, lower_general
 from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
@@ -46,19 +46,19 @@ class Recurrence(Op):
         s, r, k, v, w, *own = (np.asarray(x, np.float64) for x in inputs)
         share = v.shape[2] // k.shape[2]
         r, k = np.tile(r, (1, 1, share, 1)), np.tile(k, (1, 1, share, 1))
-        states, made = [s.swapaxes(-1, -2) if self.by_value else s], []
+        states, case_of = [s.swapaxes(-1, -2) if self.by_value else s], []
         for t in range(v.shape[1]):
             y, state = self.step(
                 states[-1], r[:, t], k[:, t], v[:, t], w[:, t], [self.of_token(x, t) for x in own], params.get("scale", 1.0)
             )
-            made.append(y)
+            case_of.append(y)
             states.append(state)
         after = np.stack(states[: -1 - params.get("snapshots", 1) : -1])
-        return [np.stack(made, axis=1), after.swapaxes(-1, -2) if self.by_value else after]
+        return [np.stack(case_of, axis=1), after.swapaxes(-1, -2) if self.by_value else after]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         s, r, k, v, w, *_ = node.inputs
         y, after = node.outputs
         sequences, tokens, heads, dim = v.shape
@@ -83,7 +83,7 @@ class Recurrence(Op):
         x = rng.standard_normal(shape)
         return x / np.linalg.norm(x, axis=-1, keepdims=True) if name == "k" else x
 
-    def made(
+    def case_of(
         self, shown: Mapping[str, Any], heads: int, dim: int, tokens: int, sequences: int, seed: int, *, params: Mapping[str, Any],
         k_heads: int = 0, w_width: int = 0, order: Shape = (),
     ) -> Case:
@@ -119,7 +119,7 @@ class Recurrence(Op):
     ) -> Case:
         one_of_types(type, ("F32",))
         shown = {"type": "f32", "head_count": head_count, "head_size": head_size, "n_seq_tokens": n_seq_tokens, "n_seqs": n_seqs}
-        return self.made(shown, head_count, head_size, n_seq_tokens, n_seqs, seed, params=params or {})
+        return self.case_of(shown, head_count, head_size, n_seq_tokens, n_seqs, seed, params=params or {})
 
 
 class _Plain(Recurrence):
@@ -249,7 +249,7 @@ class GatedDeltaNet(Recurrence):
             "type": "f32", "head_count": head_count, "head_size": head_size, "n_seq_tokens": n_seq_tokens, "n_seqs": n_seqs,
             "v_repeat": v_repeat, "permuted": int(permuted), "kda": int(kda), "K": K,
         }  # fmt: skip
-        return self.made(
+        return self.case_of(
             shown, head_count * v_repeat, head_size, n_seq_tokens, n_seqs, seed, params={"scale": scale, "snapshots": K},
             k_heads=head_count, w_width=head_size if kda else 1, order=(0, 2, 1, 3) if permuted else (),
         )  # fmt: skip

@@ -14,7 +14,7 @@ from vkback.ops.case_line import CaseLineError
 from vkback.ops.column_sums import column_sums
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Arg, Dispatch
-from vkback.ops.general import is_general, lowered
+from vkback.ops.general import is_general, lower_general
 from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
@@ -50,7 +50,7 @@ class RepeatBack(Gradient):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         dy, dx = node.inputs[0], node.outputs[0]
         big, small = axes_of(dy.shape), axes_of(dx.shape)
         if tuple(node.params["shape"]) != dx.shape or any(b % s for b, s in zip(big, small, strict=True)):

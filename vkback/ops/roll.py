@@ -10,7 +10,7 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.dispatch import Arg, Dispatch
-from vkback.ops.general import is_general, lowered, permuted
+from vkback.ops.general import is_general, lower_general, permuted
 from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
@@ -33,7 +33,7 @@ class Roll(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         x, y = node.inputs[0], node.outputs[0]
         if len(x.shape) != 4 or y.shape != x.shape:
             raise PlanError(f"[{self.name}] {node.name}: {x} to {y}: expected four axes on either side")

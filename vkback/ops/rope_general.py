@@ -32,7 +32,7 @@ from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
-from vkback.ops.general import copied, is_general, lowered, rounded_to, stored_tolerance, view_in
+from vkback.ops.general import copy_dispatch, is_general, lower_general, rounded_to, stored_tolerance, view_in
 from vkback.ops.gradients import Gradient, Scalar, against
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, register
@@ -120,9 +120,9 @@ class RopeExt(Op):
             before, after = (Tensor(f"{node.name}.{name}", "F32", within.shape) for name in ("taken", "rotated"))
             rest = {key: value for key, value in node.params.items() if key != "within"}
             rotated = self.lower(Node(node.op, (before, *node.inputs[1:]), (after,), rest), ctx)
-            return [copied(x, before, node, ctx, source=within), *rotated, copied(after, x, node, ctx, target=within)]
+            return [copy_dispatch(x, before, node, ctx, source=within), *rotated, copy_dispatch(after, x, node, ctx, target=within)]
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         x, pos, *factors = node.inputs
         params, y = node.params, node.outputs[0]
         pairs, (batches, n, heads, dim) = pairs_of(params), x.shape

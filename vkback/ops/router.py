@@ -76,13 +76,13 @@ class MoeRouter(Op):
                 f"[router] {node.name}: {mat_vec.m} experts need {need} bytes of shared memory, {ctx.caps.name} has "
                 f"{ctx.caps.max_shared_memory}; {config.source} asks for too much"
             )
-        made = launch(mat_vec, config, 0, shards(mat_vec.w, ctx.caps), f"{config.wg} threads: {config.source}", ctx)
+        dispatch = launch(mat_vec, config, 0, shards(mat_vec.w, ctx.caps), f"{config.wg} threads: {config.source}", ctx)
         tickets = Tensor(f"{node.name}.tickets", "I32", (1,), "counter")
         weights, ids = node.outputs
         return [
             dataclasses.replace(
-                made, args=(*made.args, Arg(weights, "w"), Arg(ids, "w"), Arg(tickets, "rw")), op=node.op, label=node.name,
-                nbytes=made.nbytes + nbytes(weights) + nbytes(ids),
+                dispatch, args=(*dispatch.args, Arg(weights, "w"), Arg(ids, "w"), Arg(tickets, "rw")), op=node.op, label=node.name,
+                nbytes=dispatch.nbytes + nbytes(weights) + nbytes(ids),
             )
         ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from vkback.ops.codebooks import decoder
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import declare
-from vkback.ops.general import copied, rounded_to, views_of
+from vkback.ops.general import copy_dispatch, rounded_to, views_of
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_node import QUANTS, weight
 from vkback.ops.op import OPS, Op, Tape, moves_values, register
@@ -283,7 +283,7 @@ class GetRows(Op):
         before: list[Dispatch] = []
         if table.kind != "weight" and table.type not in ("F32", "F16", "I32"):
             plain = Tensor(f"{node.name}.table", "F32", table.shape)
-            before.append(copied(table, plain, node, ctx))
+            before.append(copy_dispatch(table, plain, node, ctx))
             table = plain
         all_ids = Tensor(f"{node.name}.ids", "I32", view.shape)
         choice = ctx.tuning.pick("rows", k=1, n=all_ids.elements)
@@ -309,7 +309,7 @@ class GetRows(Op):
             before.append(dataclasses.replace(d, args=tuple(args)))
         if columns != k:
             cut = View(column, (outer, inner, n, columns), (inner * n * k, n * k, k, 1))
-            before.append(copied(wide, y, node, ctx, source=cut))
+            before.append(copy_dispatch(wide, y, node, ctx, source=cut))
         return before
 
     def _plain(self, node: Node, ctx: LowerContext) -> Dispatch:

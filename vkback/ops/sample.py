@@ -262,8 +262,8 @@ class Sample(Op):
                     x[0, generator.permutation(vocab)[10:]] = -np.inf
                 elif kind == "nan":
                     x[0, vocab - 1] = np.nan
-                made = pick(x[0], sampler, pos)
-                if made.sure:
+                picked = pick(x[0], sampler, pos)
+                if picked.sure:
                     break
             else:
                 raise CaseLineError(f"SAMPLE: in {TRIES} tries no choice that rounding cannot change; expected other parameters")
@@ -272,7 +272,7 @@ class Sample(Op):
             loop[LOOP_RING:] = -1
             if kind == "eos":
                 loop[LOOP_PARAMS + 5] = 2
-                loop[LOOP_EOS : LOOP_EOS + 2] = (vocab, made.token)
+                loop[LOOP_EOS : LOOP_EOS + 2] = (vocab, picked.token)
             elif kind == "stopped":
                 loop[1] = STATUS_EOS
             values: dict[str, Array] = {"result_output": x, "loop": loop, "tokens": np.full(1, 3, np.int32)}

@@ -11,7 +11,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Dispatch
-from vkback.ops.general import copied, random_values
+from vkback.ops.general import copy_dispatch, random_values
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, register
 from vkback.ops.peer import ne_of, one_of_types, shape_of, type_word
@@ -36,9 +36,9 @@ class Part(Op):
         y, part = node.outputs[0], node.params["part"]
         if a.type != y.type or b.type != y.type or part.elements != b.elements:
             raise PlanError(f"[{self.name}] {node.name}: {b} into {part} of {a}: expected one type and as many values")
-        whole = [] if y.name == a.name else [copied(a, y, node, ctx)]
+        whole = [] if y.name == a.name else [copy_dispatch(a, y, node, ctx)]
         more, values = self.values(node, ctx)
-        return [*whole, *more, copied(values, y, node, ctx, source=View.whole(part.shape), target=part)]
+        return [*whole, *more, copy_dispatch(values, y, node, ctx, source=View.whole(part.shape), target=part)]
 
     def values(self, node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor]:
         """What makes the new values of the part, and the tensor that has them."""
@@ -93,7 +93,7 @@ class Acc(Part):
         part = node.params["part"]
         taken, added = (Tensor(f"{node.name}.{name}", "F32", part.shape) for name in ("part", "sum"))
         plain = Tensor(b.name, b.type, part.shape, b.kind)
-        return [copied(a, taken, node, ctx, source=part), *OPS["ADD"].lower(Node("ADD", (taken, plain), (added,)), ctx)], added
+        return [copy_dispatch(a, taken, node, ctx, source=part), *OPS["ADD"].lower(Node("ADD", (taken, plain), (added,)), ctx)], added
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-13, 1e-6, "one f32 addition")

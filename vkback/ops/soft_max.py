@@ -14,7 +14,7 @@ from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
-from vkback.ops.general import is_general, lowered, rounded_to
+from vkback.ops.general import is_general, lower_general, rounded_to
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
 from vkback.ops.peer import ne_of, one_of_types, shape_of, sized, type_word
@@ -98,7 +98,7 @@ class SoftMax(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         x, *mask = node.inputs
         if any(node.params.get(key) for key in ("sinks", "max_bias", "repeat_mask")):
             return [self._with_heads(node, ctx)]
@@ -210,7 +210,7 @@ class SumRows(Op):
         return {"fadd": node.inputs[0].elements}
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        return lowered(self, node, ctx) if is_general(node) else [_dispatch(node, ctx, sum_rows=True)]
+        return lower_general(self, node, ctx) if is_general(node) else [_dispatch(node, ctx, sum_rows=True)]
 
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 4096), (3, 2, 37), (5, 1)):

@@ -20,7 +20,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
-from vkback.ops.general import bytes_moved, is_general, lowered
+from vkback.ops.general import bytes_moved, is_general, lower_general
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.ops.peer import ne_of, one_of_types, shape_of, sized
@@ -43,20 +43,20 @@ def scanned(inputs: Sequence[Array], snapshots: int = 1) -> list[Array]:
     """Reference of SSM_SCAN."""
     s, x, dt, a, b, c = (np.asarray(i, np.float64) for i in inputs)
     share = x.shape[2] // b.shape[2]
-    states, made = [s], []
+    states, ys = [s], []
     for t in range(x.shape[1]):
         step = np.logaddexp(0.0, dt[:, t])[..., None, None]
         own_b, own_c = (np.repeat(v[:, t], share, axis=1)[:, :, None] for v in (b, c))
         states.append(states[-1] * np.exp(step * a[:, None]) + own_b * x[:, t][..., None] * step)
-        made.append((states[-1] * own_c).sum(axis=-1))
+        ys.append((states[-1] * own_c).sum(axis=-1))
     after = np.stack(states[: -1 - snapshots : -1])
-    return [np.stack(made, axis=1), after if snapshots > 1 else after[0]]
+    return [np.stack(ys, axis=1), after if snapshots > 1 else after[0]]
 
 
 def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
     """One launch, after copies of what is a view."""
     if is_general(node):
-        return lowered(OPS[node.op], node, ctx)
+        return lower_general(OPS[node.op], node, ctx)
     if node.op == "SSM_CONV":
         x, w = node.inputs
         sequences, tokens, channels = node.outputs[0].shape

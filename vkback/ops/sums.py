@@ -12,7 +12,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.copy_cases import NONE, view_of
 from vkback.ops.dispatch import Arg, Dispatch, pack_push, spread
-from vkback.ops.general import is_general, lowered, view_in
+from vkback.ops.general import is_general, lower_general, view_in
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
 from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, sized, type_word
@@ -56,7 +56,7 @@ class Sums(Op):
         # Sums of n uniform values are as large as the square root of n, their f32 sums off by 2^-24 of what was added so far.
         return Tolerance(1e-10, 1e-4, "f32 sums of values that partly cancel")
 
-    def made(self, shown: Mapping[str, Any], inner: Shape, view: View | None, out: Shape, seed: int) -> Case:
+    def case_of(self, shown: Mapping[str, Any], inner: Shape, view: View | None, out: Shape, seed: int) -> Case:
         """The case of x in +-1, a view of a tensor `inner`."""
 
         def make(rng: np.random.Generator) -> Problem:
@@ -78,7 +78,7 @@ class Mean(Sums):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         x, y = node.inputs[0], node.outputs[0]
         k = x.shape[-1]
         return [rows_launch(node, ctx, 0, x, y, (x.elements // k, k), 1 / k)]
@@ -100,7 +100,7 @@ class Mean(Sums):
         sized(inner)
         out = (*(view.shape if view else shape)[:3], 1)
         shown = {"type": type_word("F32"), "ne": ne_of(shape), "permute": int(permute), "slice": int(slice)}
-        return self.made(shown, inner, view, out, seed)
+        return self.case_of(shown, inner, view, out, seed)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case()
@@ -118,7 +118,7 @@ class Sum(Sums):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         x, y = node.inputs[0], node.outputs[0]
         k = x.shape[-1]
         if x.elements <= LONGEST:
@@ -134,7 +134,7 @@ class Sum(Sums):
         shape = shape_of(ne)
         view = view_of(shape, permute, "permute") if permute != NONE else None
         shown = {"type": type_word("F32"), "ne": ne_of(shape)} | ({"permute": permute} if view else {})
-        return self.made(shown, shape, view, (1,), seed)
+        return self.case_of(shown, shape, view, (1,), seed)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case()
@@ -153,7 +153,7 @@ class Cumsum(Sums):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if is_general(node):
-            return lowered(self, node, ctx)
+            return lower_general(self, node, ctx)
         x, y = node.inputs[0], node.outputs[0]
         k = x.shape[-1]
         return [rows_launch(node, ctx, 1, x, y, (x.elements // k, k), 1.0)]
@@ -161,7 +161,7 @@ class Cumsum(Sums):
     def build_case(self, type: str = "f32", ne: Shape = (10, 5, 4, 3), seed: int = 3) -> Case:
         one_of_types(type, ("F32",))
         shape = shape_of(ne)
-        return self.made({"type": "f32", "ne": ne_of(shape)}, shape, None, shape, seed)
+        return self.case_of({"type": "f32", "ne": ne_of(shape)}, shape, None, shape, seed)
 
     def cases(self) -> Iterator[Case]:
         for ne in ((10, 5, 4, 3), (1023, 2, 3, 1), (1, 3, 1, 1)):

@@ -25,7 +25,7 @@ def elementary(graph: Graph, n_kv: int) -> Graph:
 
 def _roots(graph: Graph) -> Iterator[Tensor]:
     """The values from which the listing descends, in order; a state stands for the nodes that write it."""
-    made = {t.name: node for node in graph.nodes for t in node.outputs if t.kind != "state"}
+    producers = {t.name: node for node in graph.nodes for t in node.outputs if t.kind != "state"}
     stores = {t.name: node for node in graph.nodes if node.op == "SET_ROWS" for t in node.outputs}
     for node in graph.nodes:
         if node.op != "FLASH_ATTN_EXT":
@@ -35,8 +35,8 @@ def _roots(graph: Graph) -> Iterator[Tensor]:
         for cache in caches:
             if cache.name in stores:
                 x = stores[cache.name].inputs[0]
-                while x.name in made and made[x.name].op == "VIEW":
-                    x = made[x.name].inputs[0]
+                while x.name in producers and producers[x.name].op == "VIEW":
+                    x = producers[x.name].inputs[0]
                 yield x
         yield from caches
     yield from graph.outputs

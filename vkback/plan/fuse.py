@@ -67,7 +67,7 @@ def fuse_embedding(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     """GET_ROWS of a weight, SCALE -> GET_ROWS with a scale."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        rows = index.made_by(node.inputs[0], "GET_ROWS") if node.op == "SCALE" and node.params["bias"] == 0.0 else None
+        rows = index.one_use_producer(node.inputs[0], "GET_ROWS") if node.op == "SCALE" and node.params["bias"] == 0.0 else None
         if rows is None or rows.inputs[0].kind != "weight" or "scale" in rows.params:
             return None
         return [rows, node], dataclasses.replace(rows, outputs=node.outputs, params={**rows.params, "scale": node.params["scale"]})
@@ -80,7 +80,7 @@ def fuse_norms(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     a bias -> NORM_MUL_ADD."""
 
     def rms(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        norm = index.made_by(node.inputs[0], "RMS_NORM") if node.op == "MUL" and node.inputs[1].kind == "weight" else None
+        norm = index.one_use_producer(node.inputs[0], "RMS_NORM") if node.op == "MUL" and node.inputs[1].kind == "weight" else None
         if norm is None or node.inputs[1].shape != norm.inputs[0].shape[-1:]:  # norms of groups, a weight for all of them
             return None
         return [norm, node], Node("RMS_NORM_MUL", (*norm.inputs, node.inputs[1]), node.outputs, norm.params)
@@ -89,14 +89,14 @@ def fuse_norms(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         if node.op != "ADD" or node.inputs[1].kind == "weight" or node.inputs[0].elements != node.inputs[1].elements:
             return None
         for mine, other in (node.inputs, node.inputs[::-1]):
-            norm = index.made_by(mine, "RMS_NORM_MUL")
+            norm = index.one_use_producer(mine, "RMS_NORM_MUL")
             if norm is not None:
                 return [norm, node], Node("RMS_NORM_MUL_ADD", (*norm.inputs, other), node.outputs, norm.params)
         return None
 
     def layer_norm(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        weighted = index.made_by(node.inputs[0], "MUL") if node.op == "ADD" and node.inputs[1].kind == "weight" else None
-        norm = index.made_by(weighted.inputs[0], "NORM") if weighted is not None and weighted.inputs[1].kind == "weight" else None
+        weighted = index.one_use_producer(node.inputs[0], "MUL") if node.op == "ADD" and node.inputs[1].kind == "weight" else None
+        norm = index.one_use_producer(weighted.inputs[0], "NORM") if weighted is not None and weighted.inputs[1].kind == "weight" else None
         if weighted is None or norm is None or weighted.inputs[1].shape != node.inputs[1].shape:
             return None
         fused = Node("NORM_MUL_ADD", (*norm.inputs, weighted.inputs[1], node.inputs[1]), node.outputs, norm.params)
@@ -111,7 +111,7 @@ def fuse_ssm(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
     """SSM_CONV read by SSM_SCAN alone, of one token -> SSM_CONV_SCAN, where the device binds as many buffers."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        conv = index.made_by(node.inputs[0], "SSM_CONV") if node.op == "SSM_SCAN" else None
+        conv = index.one_use_producer(node.inputs[0], "SSM_CONV") if node.op == "SSM_SCAN" else None
         if conv is None or conv.inputs[0].name != node.inputs[1].name or conv.params["offset"] != node.outputs[0].shape[-1]:
             return None
         zx, *weights, pos, conv_state = conv.inputs

@@ -24,7 +24,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
             continue
         store_k, store_v = stores[cache_k.name], stores[cache_v.name]
         k_in = store_k.inputs[0]
-        ropes = [rope for rope in (index.made_by(q_in, "ROPE"), index.made_by(k_in, "ROPE")) if rope is not None]
+        ropes = [rope for rope in (index.one_use_producer(q_in, "ROPE"), index.one_use_producer(k_in, "ROPE")) if rope is not None]
         gone = [*ropes, store_k, store_v]
         params: dict[str, Any]
         factors: tuple[Tensor, ...] = ()
@@ -38,7 +38,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         else:
             continue
         v = store_v.inputs[0]
-        norms = index.made_by(q, "RMS_NORM_MUL"), index.made_by(k, "RMS_NORM_MUL")
+        norms = index.one_use_producer(q, "RMS_NORM_MUL"), index.one_use_producer(k, "RMS_NORM_MUL")
         extra: tuple[Tensor, ...] = ()
         if norms[0] is not None and norms[1] is not None:
             gone += [norms[0], norms[1]]
@@ -68,7 +68,7 @@ def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
             nodes = replace(nodes, [*gone, attention], new)
             index = Index(nodes, outputs)
     for permute in [n for n in nodes if n.op == "PERMUTE" and n.params["axes"] == (1, 0, 2)]:
-        product = index.made_by(permute.inputs[0], "MUL_MAT")
+        product = index.one_use_producer(permute.inputs[0], "MUL_MAT")
         if product is None or "w_view" in product.params or len(product.inputs[0].shape) != 3:
             continue
         w, x = product.inputs
@@ -99,14 +99,15 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
         return None
     n, heads, _ = query.shape
     stores = [next((s for s in nodes if s.op == "SET_ROWS" and s.outputs[0].name == c.name), None) for c in (cache_k, cache_v)]
-    joined = index.made_by(query, "CONCAT")
-    stored = index.made_by(stores[0].inputs[0], "CONCAT") if stores[0] is not None else None
+    joined = index.one_use_producer(query, "CONCAT")
+    stored = index.one_use_producer(stores[0].inputs[0], "CONCAT") if stores[0] is not None else None
     if joined is None or stored is None or stores[0] is None or stores[1] is None or len(joined.inputs) != 2 or len(stored.inputs) != 2:
         return None
     legacy = cache_k.name != cache_v.name
-    rope_q, repeat = index.made_by(joined.inputs[1], "ROPE"), index.made_by(stored.inputs[1], "REPEAT") if legacy else None
-    rope_k = index.made_by(repeat.inputs[0] if repeat is not None else stored.inputs[1], "ROPE")
-    parts = [index.made_by(rope.inputs[0], "CONT") if rope is not None else None for rope in (rope_q, rope_k)]
+    rope_q = index.one_use_producer(joined.inputs[1], "ROPE")
+    repeat = index.one_use_producer(stored.inputs[1], "REPEAT") if legacy else None
+    rope_k = index.one_use_producer(repeat.inputs[0] if repeat is not None else stored.inputs[1], "ROPE")
+    parts = [index.one_use_producer(rope.inputs[0], "CONT") if rope is not None else None for rope in (rope_q, rope_k)]
     if rope_q is None or rope_k is None or parts[0] is None or parts[1] is None or rope_q.params != rope_k.params:
         return None
     q, kv = parts[0].inputs[0], parts[1].inputs[0]
@@ -117,7 +118,7 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
     ]
     gone = [joined, stored, rope_q, rope_k, parts[0], parts[1], stores[0]]
     if legacy:
-        own, value, q_own = (index.made_by(t, "CONT") for t in (stored.inputs[0], stores[1].inputs[0], joined.inputs[0]))
+        own, value, q_own = (index.one_use_producer(t, "CONT") for t in (stored.inputs[0], stores[1].inputs[0], joined.inputs[0]))
         if repeat is None or own is None or value is None or q_own is None or own.inputs[0].name != value.inputs[0].name:
             return None
         third, first = own.inputs[0], dataclasses.replace(q, shape=(n, heads, dim_k))
@@ -132,8 +133,8 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
         if q_own.inputs[0].name != q.name:
             return None
     else:
-        norm = index.made_by(stored.inputs[0], "RMS_NORM_MUL")
-        latent = index.made_by(norm.inputs[0], "CONT") if norm is not None else None
+        norm = index.one_use_producer(stored.inputs[0], "RMS_NORM_MUL")
+        latent = index.one_use_producer(norm.inputs[0], "CONT") if norm is not None else None
         if norm is None or latent is None or latent.inputs[0].name != kv.name:
             return None
         third, first = norm.inputs[1], joined.inputs[0]
@@ -147,9 +148,9 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
     params |= {key: c.type for key, c in zip(("type_k", "type_v"), caches, strict=False) if c.type != "F16"}
     inputs = (dataclasses.replace(q, shape=(n, heads, dim_k)), dataclasses.replace(kv, shape=(n, row)), third, pos, *caches, *factors)
     q_pe = rope_q.outputs[0]
-    made = Node("MLA_ROPE_SET_ROWS", inputs, (q_pe, *caches), {**rope_q.params, **params, "has_ff": bool(factors)})
+    store = Node("MLA_ROPE_SET_ROWS", inputs, (q_pe, *caches), {**rope_q.params, **params, "has_ff": bool(factors)})
     reads = dataclasses.replace(attention, inputs=(first, cache_k, cache_v, pos, q_pe), params={**attention.params, "split_q": True})
-    return gone, [made, reads]
+    return gone, [store, reads]
 
 
 def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
@@ -162,18 +163,18 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
         mat_vecs = [index.producer.get(t.name) for t in fused.inputs[:3]]
         if any(p is None or p.op != "MAT_VEC" or len(index.consumers[p.name]) != 1 for p in mat_vecs):
             continue
-        made = [p for p in mat_vecs if p is not None]
-        if len({p.inputs[1].name for p in made}) != 1 or not all({"w", "x", "bias"} >= set(p.params["roles"]) for p in made):
+        products = [p for p in mat_vecs if p is not None]
+        if len({p.inputs[1].name for p in products}) != 1 or not all({"w", "x", "bias"} >= set(p.params["roles"]) for p in products):
             continue  # also where adapters are added to a product
         n, heads, head_dim = fused.inputs[0].shape
         kv_heads = fused.inputs[1].shape[1]
-        rows = [p.inputs[0].shape[0] for p in made]
+        rows = [p.inputs[0].shape[0] for p in products]
         packed = Tensor(f"{fused.outputs[0].name}.qkv", "F32", (n, sum(rows)))
         parts: list[Node] = []
-        for run in _runs(made):
+        for run in _runs(products):
             weights = [p.inputs[0] for p in run]
             biases = [p.inputs[2] for p in run if len(p.inputs) > 2]
-            row0 = sum(rows[: made.index(run[0])])
+            row0 = sum(rows[: products.index(run[0])])
             inputs = (combine("concat", weights), run[0].inputs[1], *((combine("concat", biases),) if biases else ()))
             roles = ("w", "x", *(("bias",) if biases else ()))
             parts.append(Node("MAT_VEC", inputs, (packed,), {"roles": roles, "row0": row0, "rows_total": sum(rows)}))
@@ -189,9 +190,9 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
             inputs = (packed, pos, cache_k, cache_v, *(a.outputs[0] for a in angles), *norms, *attention.inputs[4:])
             tail = [*angles, Node("ATTN_DECODE", inputs, outputs, {**params, **attention.params})]
             tail = [n for n in tail if not any(n is there for there in nodes)]
-            nodes = replace(nodes, [*made, fused, attention], [*parts, *tail])
+            nodes = replace(nodes, [*products, fused, attention], [*parts, *tail])
         else:
-            nodes = replace(nodes, [*made, fused], [*parts, Node(fused.op, (packed, *fused.inputs[3:]), fused.outputs, params)])
+            nodes = replace(nodes, [*products, fused], [*parts, Node(fused.op, (packed, *fused.inputs[3:]), fused.outputs, params)])
     return nodes
 
 

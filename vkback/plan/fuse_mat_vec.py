@@ -45,7 +45,7 @@ def fuse_bias(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         if node.op not in ("ADD", "ADD_ID") or node.inputs[1].kind != "weight":
             return None
-        mat_vec = index.made_by(node.inputs[0], "MAT_VEC")
+        mat_vec = index.one_use_producer(node.inputs[0], "MAT_VEC")
         if mat_vec is None:
             return None
         by = inputs_by_role(mat_vec)
@@ -65,7 +65,7 @@ def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         if node.op not in ("SWIGLU", "SWIGLU_OAI", "GEGLU") or len(node.inputs) != 2:
             return None
-        gate, up = (index.made_by(t, "MAT_VEC") for t in node.inputs)
+        gate, up = (index.one_use_producer(t, "MAT_VEC") for t in node.inputs)
         if gate is None or up is None or gate is up or gate.params.get("glu") or up.params.get("glu"):
             return None
         by, other = inputs_by_role(gate), inputs_by_role(up)
@@ -86,7 +86,7 @@ def fuse_gelu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     """GELU of a mat-vec with a bias or none."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        mat_vec = index.made_by(node.inputs[0], "MAT_VEC") if node.op == "GELU" else None
+        mat_vec = index.one_use_producer(node.inputs[0], "MAT_VEC") if node.op == "GELU" else None
         if mat_vec is None or activated(mat_vec) or not {"w", "x", "bias"} >= set(mat_vec.params["roles"]):
             return None
         return [mat_vec, node], _mat_vec(inputs_by_role(mat_vec), node.outputs[0], {**mat_vec.params, "gelu": True})
@@ -100,7 +100,7 @@ def fuse_experts(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         if node.op != "MOE_REDUCE" or len(node.inputs) != 2:
             return None
-        mat_vec = index.made_by(node.inputs[0], "MAT_VEC")
+        mat_vec = index.one_use_producer(node.inputs[0], "MAT_VEC")
         if mat_vec is None or activated(mat_vec):
             return None
         by = inputs_by_role(mat_vec)
@@ -118,7 +118,7 @@ def fuse_residual(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         if node.op != "ADD" or node.inputs[1].kind == "weight":
             return None
         for mine, other in (node.inputs, node.inputs[::-1]):
-            mat_vec = index.made_by(mine, "MAT_VEC")
+            mat_vec = index.one_use_producer(mine, "MAT_VEC")
             if mat_vec is None or activated(mat_vec) or prod(mine.shape) != prod(other.shape):
                 continue
             by = inputs_by_role(mat_vec)

@@ -18,7 +18,7 @@ def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
     """MAT_VEC with its norm, read by TOPK_MOE alone -> MOE_ROUTER."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        mat_vec = index.made_by(node.inputs[0], "MAT_VEC") if node.op == "TOPK_MOE" else None
+        mat_vec = index.one_use_producer(node.inputs[0], "MAT_VEC") if node.op == "TOPK_MOE" else None
         if mat_vec is None or mat_vec.params["roles"] not in (("w", "x", "norm"), ("w", "x", "norm", "bias")):
             return None
         if mat_vec.params.get("glu") or "rows_total" in mat_vec.params or router_problem(mat_vec.inputs[0], mat_vec.inputs[1], ctx):
@@ -42,8 +42,8 @@ def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
             continue
         (mat_vec,) = readers
         later = [r for t in (weights, ids) for r in index.consumers.get(t.name, []) if r is not mat_vec]
-        made = {mat_vec.name, *(r.name for r in index.consumers.get(mat_vec.name, []) if r.op == "QUANTIZE_Q8_1")}
-        if any(r.op != "MAT_VEC" or made.isdisjoint(t.name for t in r.inputs) for r in later):
+        produced = {mat_vec.name, *(r.name for r in index.consumers.get(mat_vec.name, []) if r.op == "QUANTIZE_Q8_1")}
+        if any(r.op != "MAT_VEC" or produced.isdisjoint(t.name for t in r.inputs) for r in later):
             continue
         by = inputs_by_role(mat_vec) | dict(zip(("logits", "selection_bias"), choice.inputs, strict=False))
         if by.pop("ids").name != ids.name or mat_vec.params.get("sum"):

@@ -47,8 +47,8 @@ def _into_product(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> N
         return None
     places = {id(node): i for i, node in enumerate(nodes)}
     pairs = [(index.producer.get(mine.name), mine, other) for mine, other in (add.inputs, add.inputs[::-1])]
-    made = [(node, other) for node, mine, other in pairs if node is not None and index.read_once(mine) and mine.name != other.name]
-    for product, other in sorted(made, key=lambda pair: (not _of_factor(pair[0], ctx), -places[id(pair[0])])):
+    fusable = [(node, other) for node, mine, other in pairs if node is not None and index.read_once(mine) and mine.name != other.name]
+    for product, other in sorted(fusable, key=lambda pair: (not _of_factor(pair[0], ctx), -places[id(pair[0])])):
         if product.op == "MUL_MAT_BACK" and len(product.inputs) == 2 and adds(product, ctx):
             fused = dataclasses.replace(product, inputs=(*product.inputs, other), outputs=add.outputs)
             return replace(nodes, [product, add], [fused])
@@ -68,10 +68,10 @@ def _into_base(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Node
         return None
     places = {t.name: i for i, node in enumerate(nodes) for t in node.outputs}
     for mine, other in (add.inputs, add.inputs[::-1]):
-        up = index.made_by(mine, "MAT_VEC")
+        up = index.one_use_producer(mine, "MAT_VEC")
         if up is None or up.params["roles"] != ROLES:
             continue
-        base = index.made_by(up.inputs[2], "MUL_MAT")
+        base = index.one_use_producer(up.inputs[2], "MUL_MAT")
         if base is None or not _takes_residual(base, ctx) or places.get(other.name, -1) > places[base.name]:
             continue
         summed = _with_residual(base, other, base.outputs[0])

@@ -32,7 +32,7 @@ class Index:
         """Whether one node reads a tensor, and it is no output of the graph."""
         return tensor.name not in self.outputs and len(self.consumers.get(tensor.name, [])) == 1
 
-    def made_by(self, tensor: Tensor, op: str) -> Node | None:
+    def one_use_producer(self, tensor: Tensor, op: str) -> Node | None:
         """The producer of a tensor if it is this op and nobody else reads the tensor."""
         node = self.producer.get(tensor.name)
         return node if node is not None and node.op == op and self.read_once(tensor) else None

@@ -85,14 +85,14 @@ def share_routes(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
         shape = choose(mat_vec, ctx).shape if mat_vec and (by_heads or "ids" in mat_vec.extra) else None
         if mat_vec and shape:
             experts = mat_vec.w.shape[0]
-            made = (
+            route = (
                 route_heads_node(mat_vec.n, experts, shape.tile_n) if by_heads else route_node(mat_vec.extra["ids"], experts, shape.tile_n)
             )
-            if made.name not in routes:
-                routes[made.name] = made.outputs[0]
-                out.append(made)
+            if route.name not in routes:
+                routes[route.name] = route.outputs[0]
+                out.append(route)
             params = node.params if by_heads else {**node.params, "roles": (*node.params["roles"], "route")}
-            node = dataclasses.replace(node, inputs=(*node.inputs, routes[made.name]), params=params)
+            node = dataclasses.replace(node, inputs=(*node.inputs, routes[route.name]), params=params)
         out.append(node)
     return out
 
@@ -118,7 +118,7 @@ class _Packing:
                 self.consumers.setdefault(name, []).append(number)
 
     def result(self) -> Nodes:
-        return [made for i, node in enumerate(self.now) for made in (*self.before.get(i, ()), *([node] if node else []))]
+        return [new for i, node in enumerate(self.now) for new in (*self.before.get(i, ()), *([node] if node else []))]
 
     def pack(self, name: str) -> None:
         """Pack a tensor for the mat-mats that read it."""
@@ -168,16 +168,16 @@ class _Packing:
             return Tensor(name, "F16", (room(n, *(r.shape for r in readers)), k))
         if producer.op != "MAT_VEC":
             return None
-        made = MatVecNode.of(producer)
-        shape = choose(made, self.ctx).shape
-        if shape is None or not packs_glu(shape, made.glu, made.k) or "rows_total" in producer.params or made.experts == "summed":
+        product = MatVecNode.of(producer)
+        shape = choose(product, self.ctx).shape
+        if shape is None or not packs_glu(shape, product.glu, product.k) or "rows_total" in producer.params or product.experts == "summed":
             return None
-        if made.gelu and not made.glu:  # a dispatch behind the mat-mat applies it, to floats
+        if product.gelu and not product.glu:  # a dispatch behind the mat-mat applies it, to floats
             return None
-        if Reader(0, made, shape).order != first.order:
+        if Reader(0, product, shape).order != first.order:
             return None
-        if made.route is not None:
-            return packed(name, made.n * made.n_used, k, shape, made.w.shape[0])
+        if product.route is not None:
+            return packed(name, product.n * product.n_used, k, shape, product.w.shape[0])
         return Tensor(name, "F16", (room(n, shape, *(r.shape for r in readers)), ceil_div(k, UNIT) * UNIT))
 
     def _units_by_producer(self, producer: Node, readers: Sequence[Reader], name: str) -> Tensor | None:
@@ -187,25 +187,27 @@ class _Packing:
             stored = self.by == "producer" and all(attention_stores_units(producer, r.shape, self.ctx) for r in readers)
             alike = len({(r.shape.matrix, r.shape.row_lanes) for r in readers}) == 1
             return packed_units(name, readers[0].mat_vec.n, readers[0].mat_vec.k, widest) if stored and alike else None
-        made = MatVecNode.of(producer) if producer.op == "MAT_VEC" else None
-        shape = choose(made, self.ctx).shape if made else None
-        if made is None or shape is None or not made.glu or "rows_total" in producer.params:
+        product = MatVecNode.of(producer) if producer.op == "MAT_VEC" else None
+        shape = choose(product, self.ctx).shape if product else None
+        if product is None or shape is None or not product.glu or "rows_total" in producer.params:
             return None
         widest = max((shape, *(r.shape for r in readers)), key=lambda s: s.tile_n)
         alike = all(r.shape.matrix == shape.matrix and r.shape.row_lanes == shape.row_lanes for r in readers)
-        if not alike or not stores_units(made.w, made.glu, shape, self.ctx.caps):
+        if not alike or not stores_units(product.w, product.glu, shape, self.ctx.caps):
             return None
-        return packed_units(name, made.n, readers[0].mat_vec.k, widest)
+        return packed_units(name, product.n, readers[0].mat_vec.k, widest)
 
     def _normed_by_producer(self, norm: Node, readers: Sequence[Reader]) -> bool:
         """If the norm's input is made by a product in registers and its output is read by such products: the first stores it in unit order,
         times the norm's weight, with sums of its squares; the others divide by the rms."""
         x, weight = norm.inputs
         number = self.producer.get(x.name, -1)
-        made = self.now[number] if number >= 0 else None
-        if self.by != "producer" or made is None or made.op != "MAT_VEC" or len(made.outputs) > 1 or "rows_total" in made.params:
+        product = self.now[number] if number >= 0 else None
+        if self.by != "producer" or product is None or product.op != "MAT_VEC":
             return False
-        mat_vec = MatVecNode.of(made)
+        if len(product.outputs) > 1 or "rows_total" in product.params:
+            return False
+        mat_vec = MatVecNode.of(product)
         shape = choose(mat_vec, self.ctx).shape
         if shape is None or shape.way != "coop_reg" or mat_vec.glu or mat_vec.gelu or not stores_next_norm(mat_vec.w, shape, self.ctx.caps):
             return False
@@ -217,9 +219,9 @@ class _Packing:
         widest = max((shape, *(r.shape for r in readers)), key=lambda s: s.tile_n)
         units = packed_units(f"{norm.name}.units", mat_vec.n, mat_vec.m, widest)
         squares = Tensor(f"{norm.name}.squares", "F32", (mat_vec.n, mat_vec.m // shape.tile_m))
-        roles = (*made.params["roles"], "units_norm")
+        roles = (*product.params["roles"], "units_norm")
         self.now[number] = dataclasses.replace(
-            made, inputs=(*made.inputs, weight), outputs=(*made.outputs, units, squares), params={**made.params, "roles": roles}
+            product, inputs=(*product.inputs, weight), outputs=(*product.outputs, units, squares), params={**product.params, "roles": roles}
         )
         for r in readers:
             node = r.reading(units)

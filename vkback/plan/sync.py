@@ -53,13 +53,13 @@ def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
     arrivals two, and one whose arrivals are counted one."""
     free, resolved = _barrier_free(schedule.stages, max_bindings)
     found = [d for spins, stage in zip(free, resolved, strict=True) if spins for d in stage if d.waits]
-    counters, makers = _counters(resolved, [d.waits.counted for d in found if d.waits and d.waits.counted])
+    counters, writers = _counters(resolved, [d.waits.counted for d in found if d.waits and d.waits.counted])
     stages = []
     for i, stage in enumerate(resolved):
         produces = i + 1 < len(free) and free[i + 1]
         stages.append([synchronized(d, free[i], counters) if free[i] or produces else d for d in stage])
     tensors = {name for d in found if d.waits for name in d.waits.words} | {c.counter.name for c in counters.values()}
-    together = {a.tensor.name for d in makers for a in d.args if "w" in a.access and a.tensor.kind == "node"}
+    together = {a.tensor.name for d in writers for a in d.args if "w" in a.access and a.tensor.kind == "node"}
     numbers = frozenset(i for i, spins in enumerate(free) if spins)
     return dataclasses.replace(
         schedule, stages=stages, barrier_free=numbers, sentinel_tensors=frozenset(tensors), counted_tensors=frozenset(together - tensors)
@@ -81,13 +81,13 @@ def _counters(stages: Sequence[Sequence[Dispatch]], waited_for: Sequence[Sequenc
     waited_for  the names that each consumer waits for
     """
     wanted = {name for names in waited_for for name in names}
-    makers: dict[str, list[Dispatch]] = {}
+    writers: dict[str, list[Dispatch]] = {}
     for d in (d for stage in stages for d in stage):
         for name in wanted.intersection(_outputs(d)):
-            makers.setdefault(name, []).append(d)
+            writers.setdefault(name, []).append(d)
     groups: list[tuple[set[str], dict[int, Dispatch]]] = []
     for names in waited_for:
-        mine, by = set(names), {id(d): d for name in names for d in makers[name]}
+        mine, by = set(names), {id(d): d for name in names for d in writers[name]}
         others = []
         for group in groups:
             if by.keys() & group[1].keys():
@@ -114,54 +114,54 @@ def _written(stage: Sequence[Dispatch]) -> set[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Maker:
+class _Writer:
     """A dispatch's outputs, and what else is complete once all of its workgroups have arrived; None: it cannot count them."""
 
     outputs: tuple[str, ...]
     implied: set[str] | None
 
 
-class _Made:
-    """What was made since the last barrier.
+class _Writes:
+    """What was written since the last barrier.
 
     before   per tensor, for each writer, what happens before its stores
-    makers   per tensor its writers
+    writers  per tensor its writers
     once     tensors that one stage alone writes
     """
 
     def __init__(self, once: Collection[str]) -> None:
         self.once = once
         self.before: dict[str, list[set[str]]] = {}
-        self.makers: dict[str, list[_Maker]] = {}
+        self.writers: dict[str, list[_Writer]] = {}
 
     def add(self, d: Dispatch, before: set[str]) -> None:
         """before: what happened before its stores."""
         implied = None
         if d.waits is not None and d.waits.arrives:
             implied = before.union(*({t}.union(*self.before[t]) for t in d.waits.shares if t in self.before))
-        maker = _Maker(tuple(_outputs(d)), implied)
-        for name in maker.outputs:
+        writer = _Writer(tuple(_outputs(d)), implied)
+        for name in writer.outputs:
             self.before.setdefault(name, []).append(before)
-            self.makers.setdefault(name, []).append(maker)
+            self.writers.setdefault(name, []).append(writer)
 
     def countable(self, names: Collection[str]) -> bool:
         """Whether all writers of these tensors can count their arrivals."""
-        return all(name in self.once and all(m.implied is not None for m in self.makers[name]) for name in names)
+        return all(name in self.once and all(m.implied is not None for m in self.writers[name]) for name in names)
 
     def arrived(self, names: Collection[str]) -> set[str]:
         """What is complete once all workgroups of the writers of these tensors have arrived."""
-        makers = {id(m): m for name in names for m in self.makers[name]}
-        made = {t for m in makers.values() for t in m.outputs if t in self.once and makers.keys() >= {*map(id, self.makers[t])}}
-        return made.union(*(m.implied or () for m in makers.values()))
+        writers = {id(m): m for name in names for m in self.writers[name]}
+        complete = {t for m in writers.values() for t in m.outputs if t in self.once and writers.keys() >= {*map(id, self.writers[t])}}
+        return complete.union(*(m.implied or () for m in writers.values()))
 
 
-def _resolved(d: Dispatch, made: _Made) -> Dispatch:
+def _resolved(d: Dispatch, writes: _Writes) -> Dispatch:
     """A dispatch with `also` and what is counted resolved: it waits for them as for its other wholes if they were made since the last
     barrier, and otherwise not at all."""
     if d.waits is None or not (d.waits.also or d.waits.counted):
         return d
-    since = tuple(name for name in d.waits.also if name in made.before)
-    counted = tuple(name for name in d.waits.counted if name in made.before)
+    since = tuple(name for name in d.waits.also if name in writes.before)
+    counted = tuple(name for name in d.waits.counted if name in writes.before)
     return dataclasses.replace(d, waits=dataclasses.replace(d.waits, whole=(*d.waits.whole, *since), also=since, counted=counted))
 
 
@@ -172,21 +172,21 @@ def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> tu
     writers = Counter(name for stage in stages for name in _written(stage))
     outputs = Counter(name for stage in stages for name in {t for d in stage for t in _outputs(d)})
     single = {name for name, times in outputs.items() if times == 1}
-    made = _Made(single)
+    writes = _Writes(single)
     for i, planned in enumerate(stages):
-        stage = [_resolved(d, made) for d in planned]
+        stage = [_resolved(d, writes) for d in planned]
         found.append(stage)
         # Memory is filled with SENTINEL beside stage 0, so nobody can spin on what stage 0 writes, nor can that count.
         able = i > 1 and all(d.waits is not None for d in (*stages[i - 1], *stage))
         able = able and all(_bindings(d, True) <= max_bindings for d in stage)
         able = able and all(_bindings(d, free[i - 1]) <= max_bindings for d in found[i - 1])
         once = all(writers[name] == 1 for s in stages[max(i - 1, 0) : i + 1] for name in _written(s))
-        free[i] = able and once and all(_ordered(d, made) for d in stage)
+        free[i] = able and once and all(_ordered(d, writes) for d in stage)
         if not free[i]:
-            made = _Made(single)
-            found[i] = stage = [_resolved(d, made) for d in planned]
-        for d, before in [(d, _happened_before(d, made)) for d in stage]:
-            made.add(d, before)
+            writes = _Writes(single)
+            found[i] = stage = [_resolved(d, writes) for d in planned]
+        for d, before in [(d, _happened_before(d, writes)) for d in stage]:
+            writes.add(d, before)
     return free, found
 
 
@@ -197,23 +197,23 @@ def _bindings(d: Dispatch, free: bool) -> int:
     return len(d.args) + bool(d.waits.arrives) + (1 + bool(d.waits.counted) if free else 0)
 
 
-def _ordered(d: Dispatch, made: _Made) -> bool:
+def _ordered(d: Dispatch, writes: _Writes) -> bool:
     """Whether a dispatch waits for, or happens after, everything that it reads; and waits only for what was made since the last barrier."""
     assert d.waits is not None
     spun_on = {*d.waits.whole, *d.waits.part, *d.waits.shares}
-    complete = spun_on | _happened_before(d, made)
-    known = made.countable(d.waits.counted) and spun_on <= made.before.keys()
-    return known and all(name in complete for name, _ in d.reads if name in made.before)
+    complete = spun_on | _happened_before(d, writes)
+    known = writes.countable(d.waits.counted) and spun_on <= writes.before.keys()
+    return known and all(name in complete for name, _ in d.reads if name in writes.before)
 
 
-def _happened_before(d: Dispatch, made: _Made) -> set[str]:
+def _happened_before(d: Dispatch, writes: _Writes) -> set[str]:
     """Tensors that are complete once the waits of a dispatch have ended."""
     if d.waits is None:
         return set()
     # A tensor may have several writers. A part of it may come from any of them, the whole comes from all.
-    of_wholes = [set.union(*made.before[t]) for t in d.waits.whole if t in made.before]
-    of_parts = [set.intersection(*made.before[t]) for t in (*d.waits.part, *d.waits.shares) if t in made.before]
-    return set(d.waits.whole).union(*of_wholes, *of_parts, made.arrived(d.waits.counted))
+    of_wholes = [set.union(*writes.before[t]) for t in d.waits.whole if t in writes.before]
+    of_parts = [set.intersection(*writes.before[t]) for t in (*d.waits.part, *d.waits.shares) if t in writes.before]
+    return set(d.waits.whole).union(*of_wholes, *of_parts, writes.arrived(d.waits.counted))
 
 
 def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Expected] | None = None) -> Dispatch:
