@@ -13,7 +13,7 @@ import pytest
 from vkback import quants
 from vkback.quants import QUANTS, NoEncoder, QuantShapeError, UnknownQuant, search
 from vkback.quants.codec import F32, DecodeOnly
-from vkback.quants.mx import half_power
+from vkback.quants.mx import e8m0_to_f32_half
 
 BOOKS = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
 GGUF_DECODES = [name for name in QUANTS if name not in ("Q8_1", "Q1_0", "Q2_0") and name in gguf.GGMLQuantizationType.__members__]
@@ -462,6 +462,6 @@ def test_random_q8_1_keeps_its_sums() -> None:
 
 def test_half_of_every_e8m0_scale_is_exact() -> None:
     codes = np.arange(256, dtype=np.uint8)
-    halves = half_power(codes)
+    halves = e8m0_to_f32_half(codes)
     assert halves.dtype == np.float32
     assert [Fraction(float(h)) for h in halves] == [Fraction(2) ** (e - 127) / 2 for e in range(256)]

@@ -199,7 +199,7 @@ def test_what_is_not_refused_is_compiled_as_it_stands(profile: str, mat_vec: Mat
     assert len(set(tried)) >= 4
     for point in tried:
         defines = dict(lowered(point, job, ctx)[-1].kernel.defines)
-        got = [defines[name] for name in ("WG", "LANES", "ROWS", "UNROLL", "PREFETCH", "LANES_BLOCKED", "TILES")]
+        got = [defines[name] for name in ("WG", "LANES", "ROWS", "UNROLL", "PREFETCH", "LANES_BLOCKED", "LOOP_TILES")]
         prefetch = ("none", "weights", "weights+x").index(point.prefetch)
         blocked, loops = point.lane_order == "blocked", point.groups != "per_tile"
         assert got == [point.wg, point.lanes, point.rows, point.unroll, prefetch, int(blocked), int(loops)]

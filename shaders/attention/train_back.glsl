@@ -2,27 +2,27 @@
 // by the dot products q . k, dS = P (dy . v - delta) score'.
 #include "attention/train_back_inputs.glsl"
 
-void derivatives(uint text, uint head, uint q0, uint k0, out float weight[4][4], out float score_grad[4][4]) {
+void derivatives(uint sequence, uint head, uint q0, uint k0, out float weight[4][4], out float score_grad[4][4]) {
     const uint kv_head = head / (p.n_head / p.n_head_kv);
     ZERO_TILE(weight)
     ZERO_TILE(score_grad)
     for (uint d0 = 0u; d0 < p.hd; d0 += 32u) {
         barrier();
-        FILL_TILE(tile_a, VALUE_OF(q, text, q0 + r, p.n_head, head, p.hd, d0 + c))
-        FILL_TILE(tile_b, VALUE_OF(k, text, k0 + r, p.n_head_kv, kv_head, p.hd, d0 + c))
+        FILL_TILE(tile_a, VALUE_OF(q, sequence, q0 + r, p.n_head, head, p.hd, d0 + c))
+        FILL_TILE(tile_b, VALUE_OF(k, sequence, k0 + r, p.n_head_kv, kv_head, p.hd, d0 + c))
         barrier();
         add_a_by_b_transposed(weight);
     }
     for (uint d0 = 0u; d0 < p.vd; d0 += 32u) {
         barrier();
-        FILL_TILE(tile_a, VALUE_OF(dy, text, q0 + r, p.n_head, head, p.vd, d0 + c))
-        FILL_TILE(tile_b, VALUE_OF(v, text, k0 + r, p.n_head_kv, kv_head, p.vd, d0 + c))
+        FILL_TILE(tile_a, VALUE_OF(dy, sequence, q0 + r, p.n_head, head, p.vd, d0 + c))
+        FILL_TILE(tile_b, VALUE_OF(v, sequence, k0 + r, p.n_head_kv, kv_head, p.vd, d0 + c))
         barrier();
         add_a_by_b_transposed(score_grad);
     }
     to_scores(weight);
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
-        const uint row = q0 + 4u * ty + i, at = (text * p.n + min(row, p.n - 1u)) * p.n_head + head;
+        const uint row = q0 + 4u * ty + i, at = (sequence * p.n + min(row, p.n - 1u)) * p.n_head + head;
         const float row_lse = lse[at], row_delta = delta[at];
         [[unroll]] for (uint j = 0u; j < 4u; j++) {
             const float s = weight[i][j];

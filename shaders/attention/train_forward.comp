@@ -1,11 +1,11 @@
 #version 450
-// Attention of a text to itself, for training: also stores the log-sum-exp of every row for the backward pass.
+// Attention of a sequence to itself, for training: also stores the log-sum-exp of every row for the backward pass.
 //
 //   binding 0  q, binding 1  k, binding 2  v: attention/train_rules.glsl
 //   binding 3  y F32 [tokens, n_head, vd]
 //   binding 4  lse F32 [tokens, n_head]
 //
-// Workgroup (x, y, z) makes queries 32 x .. + 32 of head y; z = text * parts + part of the columns of y.
+// Workgroup (x, y, z) makes queries 32 x .. + 32 of head y; z = sequence * parts + part of the columns of y.
 // It walks the keys in tiles of 32 with online softmax.
 //
 // Defines: CHUNKS, tiles of 32 columns in a part
@@ -25,7 +25,7 @@ const float MASKED = -3.0e38;
 
 void main() {
     const uint q0 = gl_WorkGroupID.x * 32u, head = gl_WorkGroupID.y;
-    const uint text = gl_WorkGroupID.z / p.parts, column0 = gl_WorkGroupID.z % p.parts * 32u * CHUNKS;
+    const uint sequence = gl_WorkGroupID.z / p.parts, column0 = gl_WorkGroupID.z % p.parts * 32u * CHUNKS;
     const uint kv_head = head / (p.n_head / p.n_head_kv);
     float sums[CHUNKS][4][4];
     [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) ZERO_TILE(sums[chunk])
@@ -39,8 +39,8 @@ void main() {
         ZERO_TILE(s)
         for (uint d0 = 0u; d0 < p.hd; d0 += 32u) {
             barrier();
-            FILL_TILE(tile_a, VALUE_OF(q, text, q0 + r, p.n_head, head, p.hd, d0 + c))
-            FILL_TILE(tile_b, VALUE_OF(k, text, k0 + r, p.n_head_kv, kv_head, p.hd, d0 + c))
+            FILL_TILE(tile_a, VALUE_OF(q, sequence, q0 + r, p.n_head, head, p.hd, d0 + c))
+            FILL_TILE(tile_b, VALUE_OF(k, sequence, k0 + r, p.n_head_kv, kv_head, p.hd, d0 + c))
             barrier();
             add_a_by_b_transposed(s);
         }
@@ -66,7 +66,7 @@ void main() {
         }
         [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++) {
             barrier();
-            FILL_TILE(tile_b, VALUE_OF(v, text, k0 + r, p.n_head_kv, kv_head, p.vd, column0 + 32u * chunk + c))
+            FILL_TILE(tile_b, VALUE_OF(v, sequence, k0 + r, p.n_head_kv, kv_head, p.vd, column0 + 32u * chunk + c))
             barrier();
             [[unroll]] for (uint i = 0u; i < 4u; i++)
                 [[unroll]] for (uint j = 0u; j < 4u; j++) sums[chunk][i][j] *= rescales[4u * ty + i];
@@ -77,7 +77,7 @@ void main() {
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
         const uint row = q0 + 4u * ty + i;
         if (row >= p.n) continue;
-        const uint at = (text * p.n + row) * p.n_head + head;
+        const uint at = (sequence * p.n + row) * p.n_head + head;
         const float weight_sum = weight_sums[4u * ty + i];
         if (column0 == 0u && tx == 0u) lse[at] = score_max[4u * ty + i] + log(weight_sum);
         [[unroll]] for (uint chunk = 0u; chunk < CHUNKS; chunk++)

@@ -16,10 +16,10 @@ layout(local_size_x = LANES) in;
 #define VD4 ((VD + 3) / 4)
 
 // Loads a row of a tensor [tokens, heads, DIM] into vec4 TO[], with zeros after DIM.
-// For a row outside the text it loads the text's last one, which no query sees.
-#define LOAD_ROW(TO, BUFFER, TEXT, ROW, HEADS, HEAD, DIM)                                                          \
+// For a row outside the sequence it loads the sequence's last one, which no query sees.
+#define LOAD_ROW(TO, BUFFER, SEQUENCE, ROW, HEADS, HEAD, DIM)                                                      \
     {                                                                                                              \
-        const uint at = (((TEXT) * p.n + min(ROW, p.n - 1u)) * (HEADS) + (HEAD)) * DIM;                            \
+        const uint at = (((SEQUENCE) * p.n + min(ROW, p.n - 1u)) * (HEADS) + (HEAD)) * DIM;                        \
         [[unroll]] for (uint d = 0u; d < (DIM + 3) / 4; d++)                                                       \
             [[unroll]] for (uint c = 0u; c < 4u; c++) TO[d][c] = 4u * d + c < DIM ? BUFFER[at + 4u * d + c] : 0.0; \
     }

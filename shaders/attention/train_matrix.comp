@@ -1,6 +1,6 @@
 #version 450
-// Attention of a text to itself, and its gradients, by cooperative matrices of f16 with f32 sums. Four kernels in one source, which differ in
-// the rows that a workgroup owns and those that it walks:
+// Attention of a sequence to itself, and its gradients, by cooperative matrices of f16 with f32 sums. Four kernels in one source, which differ
+// in the rows that a workgroup owns and those that it walks:
 //
 //   KIND         own rows   walks       makes
 //   0 forward    queries    keys        y = P V, and the log-sum-exp of every row
@@ -12,16 +12,16 @@
 //
 //   binding 0  own x (Q or K), binding 1  own y (dY or V; unused, any buffer, for KIND 0 and 3), binding 2  walked x (K or Q), binding 3
 //              walked y (V or dY): F16 as attention/train_pack.comp makes them, in 16-byte words; the factors of the heads follow at the end
-//   binding 4  lse F32 [texts, n, n_head]
-//   binding 5  delta F32 [texts, n, n_head], dy . y; unused, any buffer, for KIND 0 and 3
-//   binding 6  the result F32 [texts, n, n_head, HD or VD]
+//   binding 4  lse F32 [sequences, n, n_head]
+//   binding 5  delta F32 [sequences, n, n_head], dy . y; unused, any buffer, for KIND 0 and 3
+//   binding 6  the result F32 [sequences, n, n_head, HD or VD]
 //
-// A workgroup takes FM own rows of a head for each of its subgroups: rows along x, heads along y, texts along z. The subgroups walk together:
-// ROWS rows of x and y lie in shared memory, padded against bank conflicts, while the next ones are prefetched into registers. For each FN of
-// them a subgroup makes scores S = X X^T [FM x FN] and, where dS is needed, Y Y^T. The elements become weights or derivatives in f16, pass
-// through shared memory to become a matrix A, and multiply Y or X. The driver decides which elements a lane holds; a matrix of position
-// numbers, loaded at the start, tells row and column of each. The forward kernel walks twice, first for the log-sum-exp alone: each element
-// keeps its own running maximum and sum, so that no sum is rescaled on the way.
+// A workgroup takes FM own rows of a head for each of its subgroups: rows along x, heads along y, sequences along z. The subgroups walk
+// together: ROWS rows of x and y lie in shared memory, padded against bank conflicts, while the next ones are prefetched into registers. For
+// each FN of them a subgroup makes scores S = X X^T [FM x FN] and, where dS is needed, Y Y^T. The elements become weights or derivatives in
+// f16, pass through shared memory to become a matrix A, and multiply Y or X. The driver decides which elements a lane holds; a matrix of
+// position numbers, loaded at the start, tells row and column of each. The forward kernel walks twice, first for the log-sum-exp alone: each
+// element keeps its own running maximum and sum, so that no sum is rescaled on the way.
 //
 // FN = FK, and SG divides FM * FN. No defines; everything is a specialization constant.
 #include "mat_mul/matrix.glsl"
@@ -32,12 +32,12 @@ layout(constant_id = 7) const uint ROWS = 32;  // rows walked at a time, a multi
 layout(constant_id = 8) const uint KIND = 0;  // as above
 
 layout(push_constant) uniform Push {
-    uint n;          // tokens of a text
+    uint n;          // tokens of a sequence
     uint rows;       // n padded to whole matrices
     uint n_head;
     uint n_head_kv;
-    uint texts;
-    uint causal;     // 0: every token sees its whole text
+    uint sequences;
+    uint causal;     // 0: every token sees its whole sequence
     uint window;     // most tokens that a token sees; 0: no limit
     float scale;
     float softcap;   // 0: none
@@ -75,7 +75,7 @@ shared uvec4 weights[SUBGROUPS * FM * W_PITCH];
 shared vec4 numbers[SUBGROUPS * FM * SUM_PITCH];      // a sum matrix per subgroup
 shared float of_row[SUBGROUPS * FM];
 
-uint group_first, first, head, kv_head, text;     // first own row of the workgroup, and of the subgroup
+uint group_first, first, head, kv_head, sequence;  // first own row of the workgroup, and of the subgroup
 float x_factor, y_factor;
 MATRIX_SUM element_positions;                     // of each element: row * FN + column
 MATRIX_A own_xs[NK];
@@ -107,13 +107,13 @@ void find_element_positions() {
 
 // First word of row `row` of this head's Q (keys: of its K or V), with `dim` values to a row; and the place of the head's factor.
 uint word_at(bool keys, uint row, uint dim) {
-    return (((keys ? text * p.n_head_kv + kv_head : text * p.n_head + head)) * p.rows + row) * (dim / 8u);
+    return (((keys ? sequence * p.n_head_kv + kv_head : sequence * p.n_head + head)) * p.rows + row) * (dim / 8u);
 }
 uint factor_at(bool keys, uint dim) {
     const uint heads = keys ? p.n_head_kv : p.n_head;
-    return 4u * (p.texts * heads * p.rows * (dim / 8u)) + text * heads + (keys ? kv_head : head);
+    return 4u * (p.sequences * heads * p.rows * (dim / 8u)) + sequence * heads + (keys ? kv_head : head);
 }
-uint token_at(uint i) { return (text * p.n + min(i, p.n - 1u)) * p.n_head + head; }
+uint token_at(uint i) { return (sequence * p.n + min(i, p.n - 1u)) * p.n_head + head; }
 
 // The score of a dot product, scaled and soft-capped; and the slope of the soft cap at a score.
 float score(float product) {
@@ -238,7 +238,7 @@ void main() {
     first = group_first + gl_SubgroupID * FM;
     head = gl_WorkGroupID.y;
     kv_head = head / (p.n_head / p.n_head_kv);
-    text = gl_WorkGroupID.z;
+    sequence = gl_WorkGroupID.z;
     find_element_positions();
     const float walk_x_factor = walk_x_factors[factor_at(!OWN_KEYS, HD)], walk_y_factor = walk_y_factors[factor_at(!OWN_KEYS, VD)];
     x_factor = own_x_factors[factor_at(OWN_KEYS, HD)] * walk_x_factor;

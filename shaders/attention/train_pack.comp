@@ -1,12 +1,12 @@
 #version 450
-// Packs rows of heads as f16 for attention in training by cooperative matrices. Each head of each text is multiplied by a power of two of its
-// own, so that its largest magnitude lies between 1 and 2.
+// Packs rows of heads as f16 for attention in training by cooperative matrices. Each head of each sequence is multiplied by a power of two of
+// its own, so that its largest magnitude lies between 1 and 2.
 //
-//   binding 0  x F32 [texts, n, heads, dim], dim a multiple of 4
-//   binding 1  y F16 [texts, heads, rows, dim], zeros from row n on; after it F32 [texts, heads]: factors that undo the scaling
+//   binding 0  x F32 [sequences, n, heads, dim], dim a multiple of 4
+//   binding 1  y F16 [sequences, heads, rows, dim], zeros from row n on; after it F32 [sequences, heads]: factors that undo the scaling
 //   binding 2  the overflow word (mat_mul/overflow.glsl), raised only by infinities and NaN
 //
-// A workgroup takes a head of a text (heads along x, texts along y). It finds the largest magnitude, then packs.
+// A workgroup takes a head of a sequence (heads along x, sequences along y). It finds the largest magnitude, then packs.
 //
 // Defines: WG_SIZE and those of common/reduce.glsl
 #extension GL_EXT_control_flow_attributes : require
@@ -14,7 +14,7 @@
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
-    uint n;      // tokens of a text
+    uint n;      // tokens of a sequence
     uint rows;   // n padded to whole matrices
     uint quads;  // of a row of a head; four values each
 } p;

@@ -1,23 +1,23 @@
 // What the training kernels of attention share, those by tiles (attention/train_tiles.glsl) and those by lanes (attention/train_lanes.glsl):
 // parameters, which token sees which, and the slope of a score.
 //
-// q F32 [tokens, n_head, hd], k F32 [tokens, n_head_kv, hd], v F32 [tokens, n_head_kv, vd]. The tokens are several texts of p.n tokens each,
-// one after the other. Token i of a text sees token j of it if visible(i, j).
+// q F32 [tokens, n_head, hd], k F32 [tokens, n_head_kv, hd], v F32 [tokens, n_head_kv, vd]. The tokens are several sequences of p.n tokens
+// each, one after the other. Token i of a sequence sees token j of it if visible(i, j).
 //
 // Defines: BLOCK_ROWS, queries or keys that a workgroup owns, and walks at a time
 #extension GL_EXT_control_flow_attributes : require
 #include "elementwise/functions.glsl"
 
 layout(push_constant) uniform Push {
-    uint n;             // tokens of a text
+    uint n;             // tokens of a sequence
     uint n_head;
     uint n_head_kv;
     uint hd;
     uint vd;
-    uint causal;        // 0: every token sees its whole text
+    uint causal;        // 0: every token sees its whole sequence
     uint window;        // most tokens that a token sees; 0: no limit
     uint parts;         // parts of the result's columns, 32 CHUNKS each
-    uint heads_each;    // heads of Q that a workgroup sums over
+    uint heads_per_group;  // heads of Q that a workgroup sums over
     float scale;
     float softcap;      // 0: none
 } p;

@@ -64,5 +64,5 @@ void to_scores(inout float product[4][4]) {
 bool inside(uint row, uint column, uint dim) { return all(lessThan(uvec2(row, column), uvec2(p.n, dim))); }
 
 // A value of a tensor [tokens, heads, dim]; 0 outside of it.
-#define VALUE_OF(BUFFER, TEXT, ROW, HEADS, HEAD, DIM, COLUMN)                                                                             \
-    mix(0.0, BUFFER[mix(0u, (((TEXT) * p.n + (ROW)) * (HEADS) + (HEAD)) * (DIM) + (COLUMN), inside(ROW, COLUMN, DIM))], inside(ROW, COLUMN, DIM))
+#define VALUE_OF(BUFFER, SEQUENCE, ROW, HEADS, HEAD, DIM, COLUMN)                                                                         \
+    mix(0.0, BUFFER[mix(0u, (((SEQUENCE) * p.n + (ROW)) * (HEADS) + (HEAD)) * (DIM) + (COLUMN), inside(ROW, COLUMN, DIM))], inside(ROW, COLUMN, DIM))

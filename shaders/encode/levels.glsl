@@ -7,7 +7,7 @@
 //                                      as vkback/quants/search.py does
 #ifdef ORDER_LOW
 // The device's code for a code of the file: IQ4_ORDER in vkback/quants/iq.py, E2M1_ORDER in vkback/quants/mx.py.
-uint in_order(uint code) {
+uint device_code(uint code) {
     const uvec2 order = uvec2(ORDER_LOW, ORDER_HIGH);
     return (order[code >> 3] >> (4u * (code & 7u))) & 15u;
 }
@@ -22,7 +22,7 @@ uint nearest_number(float steps) {
     return number;
 }
 float nearest(float steps) { return iq4[nearest_number(steps)]; }
-uint nearest_code(float steps) { return in_order(nearest_number(steps)); }
+uint nearest_code(float steps) { return device_code(nearest_number(steps)); }
 #define TARGETS 27
 float target(int i) { return i < 16 ? -140.0 + 3.0 * float(i) : 100.0 + 3.0 * float(i - 16); }
 #elif defined(TYPE_Q3_K)
@@ -63,14 +63,14 @@ float fit_scale(uint first, uint count) {
 #endif
 
 #if defined(TYPE_MXFP4) || defined(TYPE_NVFP4)
-// The device's nibble for the level nearest to v / unit_of (levels 0 1 2 3 4 6 8 12); ties go to the smaller.
-uint nearest_e2m1(float v, float unit_of) {
+// The device's nibble for the level nearest to v / e2m1_scale (levels 0 1 2 3 4 6 8 12); ties go to the smaller.
+uint nearest_e2m1(float v, float e2m1_scale) {
     const float middles[7] = float[](0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0);
     uint code = 0u;
-    if (unit_of > 0.0)
-        for (uint i = 0u; i < 7u; i++) code += abs(v) > middles[i] * unit_of ? 1u : 0u;
+    if (e2m1_scale > 0.0)
+        for (uint i = 0u; i < 7u; i++) code += abs(v) > middles[i] * e2m1_scale ? 1u : 0u;
     if (code > 0u && v < 0.0) code += 8u;
-    return in_order(code);
+    return device_code(code);
 }
 
 // The nearest UE4M3 number: 4 exponent bits (bias 7), 3 fraction bits, at most 448; ties go to the even code.

@@ -68,16 +68,16 @@ void encode(uint unit) {
 #elif defined(TYPE_MXFP4)
     // The exponent of the largest magnitude minus that of 4, the largest power of two among the levels.
     const uint e = uint(max(int(floatBitsToUint(abs(extreme)) >> 23) - 2, 0));
-    const float unit_of = uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23);
-    for (uint j = 0u; j < 32u; j++) q[j] = nearest_e2m1(v[j], unit_of);
+    const float e2m1_scale = uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23);
+    for (uint j = 0u; j < 32u; j++) q[j] = nearest_e2m1(v[j], e2m1_scale);
     put_nibbles(q, unit, 0u);
     put(p.plane[0], unit, 8u, e);
 #elif defined(TYPE_NVFP4)
     uint scales = 0u;
     for (uint h = 0u; h < 2u; h++) {
-        float most = 0.0;
-        for (uint j = 0u; j < 16u; j++) most = max(most, abs(v[16u * h + j]));
-        const uint code = ue4m3(most / 6.0);
+        float amax = 0.0;
+        for (uint j = 0u; j < 16u; j++) amax = max(amax, abs(v[16u * h + j]));
+        const uint code = ue4m3(amax / 6.0);
         scales |= code << (8u * h);
         const float half_scale = code < 8u ? float(code) / 1024.0 : uintBitsToFloat((code << 20) + (119u << 23));
         for (uint j = 0u; j < 16u; j++) q[16u * h + j] = nearest_e2m1(v[16u * h + j], half_scale);

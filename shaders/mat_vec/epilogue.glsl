@@ -107,7 +107,7 @@ void epilogue(uint tid, uint buf, uint tile) {
 
 #else
 
-shared vec4 staged[1 + TILES][COLS][TILE_OUT / 4];
+shared vec4 staged[1 + LOOP_TILES][COLS][TILE_OUT / 4];
 
 void epilogue(uint tid, uint buf, uint tile) {
     const uint i = output_row();

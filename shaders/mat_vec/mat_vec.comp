@@ -10,10 +10,10 @@
 //   chunk      the LANES * UNROLL units of a row that a slot reads in one step, UNROLL per lane
 //   tile       the SLOTS * ROWS rows of a workgroup of WG threads
 // Each lane walks its rows chunk by chunk and keeps ROWS * COLS partial sums in registers. At the end the sums of a slot's lanes are added in
-// a fixed order, and the epilogue (mat_vec/epilogue.glsl) finishes and stores the rows. With TILES 0 a workgroup computes one tile. With
-// TILES 1 it loops over tiles with the stride of the grid, so that one prologue serves them all.
+// a fixed order, and the epilogue (mat_vec/epilogue.glsl) finishes and stores the rows. With LOOP_TILES 0 a workgroup computes one tile. With
+// LOOP_TILES 1 it loops over tiles with the stride of the grid, so that one prologue serves them all.
 //
-// Defines, besides WG LANES ROWS UNROLL COLS TILES K_UNITS SUBGROUP (its lanes; 1: sums without shuffles):
+// Defines, besides WG LANES ROWS UNROLL COLS LOOP_TILES K_UNITS SUBGROUP (its lanes; 1: sums without shuffles):
 //   PATH_INT       1: Q8_1 activations and dot products of packed int8; 0: F32 arithmetic
 //   X_TYPE         X_F32 or X_Q8_1: x as it is in memory
 //   Y_TYPE         Y_F32, or Y_Q8_1: the tile's output rows (a multiple of 32) are quantized before they are stored
@@ -33,7 +33,7 @@
 //   GELU           1: with GLU, gelu (tanh form) instead of silu; without GLU, y = gelu(row sum + bias)
 //   TOPK           1: y holds router logits, and the last workgroup to arrive chooses the experts (topk/choose.glsl)
 //   CHOOSE         1, with EXPERTS_EACH: every workgroup chooses its token's experts from the router logits; one of them stores ids and weights
-//   ROWS_FULL      1: the matrix is a whole number of tiles, so row numbers need no clamp
+//   M_ALIGNED      1: the matrix is a whole number of tiles, so row numbers need no clamp
 //   SCALE_SUMS     1, float path, types with unit_ints: multiply x by the integers of a unit and the sum by its scale, instead of every weight
 //   LEVEL_TABLE    1 or 2, with SCALE_SUMS: the decoder looks these integers up in shared memory (quant/mxfp4.glsl)
 #extension GL_EXT_control_flow_attributes : require
@@ -281,7 +281,7 @@ UnitRaw fetch(uint row, uint r, uint chunk, uint j) {
 #else
     const uint base = expert_row;
 #endif
-#if ROWS_FULL
+#if M_ALIGNED
     return unit_load(Place(base + row, UNIT_IN_ROW(unit), r, UNIT_OFFSET(j)));
 #else
     return unit_load(Place(base + min(row + r, p.m - 1u), UNIT_IN_ROW(unit), 0u, UNIT_OFFSET(j)));
@@ -345,7 +345,7 @@ void walk(inout UnitRaw raw[UNROLL][ROWS], bool has_next, uint next_row) {
 
 float total[COLS];  // this subgroup's part of the sum of row `lane % ROWS`
 #if PARTIALS > 1
-shared float partial[1 + TILES][COLS * ROWS * SLOTS * PARTIALS];
+shared float partial[1 + LOOP_TILES][COLS * ROWS * SLOTS * PARTIALS];
 #endif
 
 #if SUBGROUP > 1
@@ -508,7 +508,7 @@ void main() {
     fetch_own_x();
 #endif
     uint buf = 0;
-#if TILES
+#if LOOP_TILES
     for (uint tile = group; tile < tiles; tile += groups) {
         const bool has_next = tile + groups < tiles;
         const uint next_row = (tile + groups) * TILE_ROWS + slot_row;
@@ -526,7 +526,7 @@ void main() {
         reduce(tid, buf);
         epilogue(tid, buf, tile);
         first_row = next_row;
-        buf ^= TILES;
+        buf ^= LOOP_TILES;
     }
 #if TOPK
     if (last_to_arrive(0u, min(groups, tiles))) {

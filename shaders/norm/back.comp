@@ -36,26 +36,26 @@ void main() {
     const uint row = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     if (row >= p.rows) return;
     const uint t = gl_LocalInvocationID.x, from = row * p.dim;
-    const float each = 1.0 / float(p.dim);
+    const float inverse_dim = 1.0 / float(p.dim);
     float mean = 0.0;
 #if CENTER
     for (uint i = t; i < p.dim; i += WG_SIZE) mean += x[from + i];
-    mean = wg_sum(mean) * each;
+    mean = wg_sum(mean) * inverse_dim;
 #endif
-    float squares = 0.0, products = 0.0, plain = 0.0;
+    float squares = 0.0, dot_sum = 0.0, grad_sum = 0.0;
     for (uint i = t; i < p.dim; i += WG_SIZE) {
         const float v = x[from + i] - mean, g = dy[from + i] * WEIGHT_OF(i);
         squares += v * v;
-        products += g * v;
-        plain += g;
+        dot_sum += g * v;
+        grad_sum += g;
     }
-    const float r = 1.0 / sqrt(wg_sum(squares) * each + p.eps);
-    const float along = wg_sum(products) * each * r * r;
+    const float r = 1.0 / sqrt(wg_sum(squares) * inverse_dim + p.eps);
+    const float projection = wg_sum(dot_sum) * inverse_dim * r * r;
 #if CENTER
-    const float level = wg_sum(plain) * each;
+    const float mean_grad = wg_sum(grad_sum) * inverse_dim;
 #else
-    const float level = 0.0;
+    const float mean_grad = 0.0;
 #endif
     for (uint i = t; i < p.dim; i += WG_SIZE)
-        dx[from + i] = r * (dy[from + i] * WEIGHT_OF(i) - level - (x[from + i] - mean) * along);
+        dx[from + i] = r * (dy[from + i] * WEIGHT_OF(i) - mean_grad - (x[from + i] - mean) * projection);
 }

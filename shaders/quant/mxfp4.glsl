@@ -12,7 +12,7 @@ UnitRaw unit_load(Place at) {
     return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 2), unit_index(at, 4u));
 }
 
-float half_power(UnitRaw r) {
+float e8m0_to_f32_half(UnitRaw r) {
     const uint e = byte_of(r.e, r.index);
     return uintBitsToFloat(e < 2u ? 0x00200000u << e : (e - 1u) << 23);
 }
@@ -40,7 +40,7 @@ float unit_dot(UnitRaw r, uint q[16], uint x[8], ivec2 sum) {
         small += dot4(q[i + 8], x[i]);
         small_16 += dot4(q[i + 12], x[i + 4]);
     }
-    return half_power(r) * float(16 * (first + 3 * small) + second_16 + 3 * small_16);
+    return e8m0_to_f32_half(r) * float(16 * (first + 3 * small) + second_16 + 3 * small_16);
 }
 #endif
 
@@ -80,7 +80,7 @@ void unit_quants(UnitRaw r, out vec4 w[8], out vec2 scale, out vec2 bias) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     e2m1_plus_12(r.qs, q);
-    scale = vec2(half_power(r));
+    scale = vec2(e8m0_to_f32_half(r));
     bias = 12.0 * scale;
 }
 #include "quant/decode_ints.glsl"

@@ -13,7 +13,7 @@ UnitRaw unit_load(Place at) {
 }
 
 // Half of a UE4M3 number: 4 exponent bits (bias 7), 3 fraction bits. The top bit is ignored; 0x7f stands for 0.
-float half_ue4m3(uint code) {
+float ue4m3_to_f32_half(uint code) {
     const uint bits = code & 0x7fu;
     if (bits < 8u) return float(bits) * (1.0 / 1024.0);
     return code == 0x7fu ? 0.0 : uintBitsToFloat((bits << 20) + (119u << 23));
@@ -22,7 +22,7 @@ float half_ue4m3(uint code) {
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     e2m1_plus_12(r.qs, q);
     const uint d = r.d >> (16u * (r.index & 1u));
-    scale = vec2(half_ue4m3(d & 0xffu), half_ue4m3((d >> 8) & 0xffu));
+    scale = vec2(ue4m3_to_f32_half(d & 0xffu), ue4m3_to_f32_half((d >> 8) & 0xffu));
     bias = 12.0 * scale;
 }
 #include "quant/decode_ints.glsl"

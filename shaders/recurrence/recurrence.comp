@@ -68,22 +68,22 @@ void main() {
     for (uint t = 0u; t < p.tokens; t++) {
         const uint token = sequence * p.tokens + t;
         const uint row = token * p.heads + head, k_row = (token * p.k_heads + head % p.k_heads) * p.dim;
-        float fed = v[row * p.dim + value];
+        float v_in = v[row * p.dim + value];
 #if FUNCTION >= 2
-        float seen = 0.0;  // dot product of the old state with a, or of the decayed state with k
+        float state_dot = 0.0;  // dot product of the old state with a, or of the decayed state with k
         for (uint first = 0u; first < p.dim; first += STEPS) {
             [[unroll]] for (uint step = 0u; step < STEPS; step++) {
                 const uint n = first + step;
                 if (n >= p.dim) break;
 #if FUNCTION == 2
-                seen += states[at(n, all_heads, value)] * a[row * p.dim + n];
+                state_dot += states[at(n, all_heads, value)] * a[row * p.dim + n];
 #else
-                seen += states[at(n, all_heads, value)] * exp(w[row * p.w_width + n % p.w_width]) * k[k_row + n];
+                state_dot += states[at(n, all_heads, value)] * exp(w[row * p.w_width + n % p.w_width]) * k[k_row + n];
 #endif
             }
         }
 #if FUNCTION == 3
-        fed = (fed - seen) * beta[row];
+        v_in = (v_in - state_dot) * beta[row];
 #endif
 #endif
         float sum = 0.0;
@@ -96,12 +96,12 @@ void main() {
 #if FUNCTION == 3
                 decay = exp(decay);
 #endif
-                const float update = k[k_row + n] * fed;
+                const float update = k[k_row + n] * v_in;
                 float state = old * decay + update;
 #if FUNCTION == 0
                 sum += (old + u[head * p.dim + n] * update) * r[k_row + n];
 #elif FUNCTION == 2
-                state += b[row * p.dim + n] * seen;
+                state += b[row * p.dim + n] * state_dot;
 #endif
 #if FUNCTION > 0
                 sum += state * r[k_row + n];

@@ -37,7 +37,7 @@ layout(binding = 3) coherent buffer List { uint list[]; };
 #include "topk/best.glsl"
 
 shared uint group_count, group_begin;
-shared uint counts[BINS], losses[BINS];
+shared uint counts[BINS], deficits[BINS];
 
 void list_tokens(uint tid, float top, uint cut) {
     if (tid == 0) group_count = 0;
@@ -65,18 +65,18 @@ void list_tokens(uint tid, float top, uint cut) {
 uint select_distance(uint tid, uint listed, float top, uint limit, bool by_mass, float share, float target) {
     uint prefix = 0;
     for (uint level = 0; level < LEVELS; level++) {
-        for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = losses[i] = 0;
+        for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = deficits[i] = 0;
         barrier();
         for (uint i = tid; i < listed; i += WG_SIZE) {
             const uint dist = distance_of(logits[list[i]], top);
             if (dist <= limit && dist >> (27 - 9 * level) == prefix) {
                 atomicAdd(counts[bin_of(dist, level)], 1);
-                if (by_mass) atomicAdd(losses[bin_of(dist, level)], loss_of(dist, level));
+                if (by_mass) atomicAdd(deficits[bin_of(dist, level)], deficit_of(dist, level));
             }
         }
         barrier();
         for (uint i = tid; i < BINS; i += WG_SIZE)
-            search_value[i] = by_mass ? bin_mass(counts[i], losses[i], (prefix << 9 | i) << (18 - 9 * level), level) : float(counts[i]);
+            search_value[i] = by_mass ? bin_mass(counts[i], deficits[i], (prefix << 9 | i) << (18 - 9 * level), level) : float(counts[i]);
         barrier();
         const Found found = search(tid, level == 0 ? share : 0.0, target);
         prefix = prefix << 9 | found.bin;

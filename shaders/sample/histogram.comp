@@ -27,27 +27,27 @@ layout(binding = 2) coherent buffer Tickets { uint tickets[]; };
 #include "sample/scale.glsl"
 #include "sample/search.glsl"
 
-shared uint counts[BINS], losses[BINS];
+shared uint counts[BINS], deficits[BINS];
 
 void main() {
     const uint tid = gl_LocalInvocationID.x;
     if (loop_stopped() || scratch[SCRATCH_STATE] != 0) return;
     const float top = uintBitsToFloat(scratch[SCRATCH_TOP]);
-    for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = losses[i] = 0;
+    for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = deficits[i] = 0;
     barrier();
     for (uint i = 0; i < PER_THREAD; i++) {
         const uint id = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + i * WG_SIZE + tid;
         if (id < p.vocab) {
             const uint dist = distance_of(logits[id], top);
             atomicAdd(counts[bin_of(dist, 0)], 1);
-            atomicAdd(losses[bin_of(dist, 0)], loss_of(dist, 0));
+            atomicAdd(deficits[bin_of(dist, 0)], deficit_of(dist, 0));
         }
     }
     barrier();
     for (uint i = tid; i < BINS; i += WG_SIZE) {
         if (counts[i] > 0) {
             atomicAdd(scratch[SCRATCH_COUNTS + i], counts[i]);
-            atomicAdd(scratch[SCRATCH_LOSSES + i], losses[i]);
+            atomicAdd(scratch[SCRATCH_DEFICITS + i], deficits[i]);
         }
     }
     if (!last_to_arrive(TICKET, gl_NumWorkGroups.x)) return;
@@ -62,7 +62,7 @@ void main() {
         cut = search(tid, 0.0, float(top_k)).bin;
     } else if (top_p < 1.0) {
         for (uint i = tid; i < BINS; i += WG_SIZE)
-            search_value[i] = bin_mass(scratch[SCRATCH_COUNTS + i], scratch[SCRATCH_LOSSES + i], i << 18, 0);
+            search_value[i] = bin_mass(scratch[SCRATCH_COUNTS + i], scratch[SCRATCH_DEFICITS + i], i << 18, 0);
         barrier();
         const Found found = search(tid, max(top_p, MIN_SHARE), 0.0);
         cut = found.bin;

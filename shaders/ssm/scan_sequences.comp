@@ -45,18 +45,18 @@ void main() {
     for (uint n = 0u; n < p.n_state; n++) after[own + n] = s[own + n];
     for (uint t = 0u; t < p.tokens; t++) {
         const uint token = sequence * p.tokens + t;
-        const float raw = dt[token * p.heads + head];
-        const float step = raw > 20.0 ? raw : log(1.0 + exp(raw));
+        const float dt_raw = dt[token * p.heads + head];
+        const float step = dt_raw > 20.0 ? dt_raw : log(1.0 + exp(dt_raw));
         const uint at = (token * p.heads + head) * p.dim + i % p.dim;
         const uint group = (token * p.groups + head / (p.heads / p.groups)) * p.n_state;
-        const float fed = x[at] * step;
+        const float dt_x = x[at] * step;
         float sum = 0.0;
         for (uint first = 0u; first < p.n_state; first += STEPS) {
             [[unroll]] for (uint u = 0u; u < STEPS; u++) {
                 const uint n = first + u;
                 if (n >= p.n_state) break;
                 const float decay = exp(step * a[head * p.a_width + n % p.a_width]);
-                const float state = after[own + n] * decay + b[group + n] * fed;
+                const float state = after[own + n] * decay + b[group + n] * dt_x;
                 after[own + n] = state;
                 sum += state * c[group + n];
             }

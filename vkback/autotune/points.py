@@ -139,15 +139,15 @@ def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
 def _built(point: Point, dispatches: Sequence[Dispatch], job: Job, ctx: LowerContext) -> Point:
     """What `actual` says of the dispatches that a point leads to."""
     configs = [d.config for d in dispatches if isinstance(d.config, MatVecConfig)]
-    got, loops_tiles = configs[-1], any(config.loops_tiles for config in configs)
+    got, loop_tiles = configs[-1], any(config.loop_tiles for config in configs)
     size, required = subgroup_for(ctx, point.subgroup)
     several = ctx.caps.subgroup_min != ctx.caps.subgroup_max
     held = several and required == point.subgroup == size != ctx.caps.subgroup_size
     return Point(
         got.wg, got.lanes, got.rows, got.unroll,
-        prefetch=got.prefetch if loops_tiles or got.several_chunks else "none",
+        prefetch=got.prefetch if loop_tiles or got.several_chunks else "none",
         x_in_shared=point.x_in_shared and got.prologue == "copy" and not job.program,  # in a barrier-free program x always is
-        groups=point.groups if loops_tiles else PER_TILE,
+        groups=point.groups if loop_tiles else PER_TILE,
         subgroup=point.subgroup if held else DEFAULT_SUBGROUP,
         lane_order=got.lane_order,
     )  # fmt: skip

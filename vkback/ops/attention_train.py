@@ -1,15 +1,15 @@
-"""FLASH_ATTN_LSE and FLASH_ATTN_BACK (shaders/attention/train_*.comp): attention of whole texts in f32, forward and backward.
+"""FLASH_ATTN_LSE and FLASH_ATTN_BACK (shaders/attention/train_*.comp): attention of whole sequences in f32, forward and backward.
 
     FLASH_ATTN_LSE   q [n, n_head, hd], k [n, n_head_kv, hd], v [n, n_head_kv, vd] -> y [n, n_head, vd], lse [n, n_head]
     FLASH_ATTN_BACK  dy, q, k, v, y, lse -> dq, dk, dv
                      params: scale [, causal (True), window (0), sequences (1), softcap (0)]
 
-The n tokens are `sequences` texts of as many tokens each, one after the other. The token at place i of a text sees places
-max(0, i + 1 - window) .. i of it, all up to i without a window, and the whole text where causal is False.
+The n tokens are `sequences` sequences of the same length, one after the other. The token at place i of a sequence sees places
+max(0, i + 1 - window) .. i of it, all up to i without a window, and the whole sequence where causal is False.
 lse is the logarithm of the sum of exp(score) of a row.
 
 With act "f16" both go by cooperative matrices (shaders/attention/train_matrix.comp) where the device has suitable ones. Operands are
-packed as f16 first, every head of a text times a power of two of its own.
+packed as f16 first, every head of a sequence times a power of two of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KINDS = ("forward", "dq", "dk", "dv")
 """Of shaders/attention/train_matrix.comp."""
 
 PACK_THREADS = 1024
-"""Of a workgroup that packs a head of a text, where the device has as many: 32 heads are 32 workgroups."""
+"""Of a workgroup that packs a head of a sequence, where the device has as many: 32 heads are 32 workgroups."""
 
 F16_ATTENTION = Tolerance(
     1e-5, 0.03, "operands, weights and derivatives of scores in f16, 2^-12 each in the mean square; scores up to 10 are off by as much of "
@@ -66,10 +66,10 @@ MAX_CHUNKS = 4
 
 
 class Sizes(NamedTuple):
-    """Of an attention: tokens of a text, texts, heads, kv heads, head sizes of K and V."""
+    """Of an attention: tokens of a sequence, sequences, heads, kv heads, head sizes of K and V."""
 
     n: int
-    texts: int
+    sequences: int
     heads: int
     kv_heads: int
     hd: int
@@ -78,14 +78,14 @@ class Sizes(NamedTuple):
 
 def sizes_of(node: Node, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     """Raises PlanError where operands do not fit each other or the params."""
-    texts = int(node.params.get("sequences", 1))
+    sequences = int(node.params.get("sequences", 1))
     fits = all(len(t.shape) == 3 and t.shape[0] == q.shape[0] and t.type == "F32" for t in (q, k, v))
-    if not fits or k.shape[2] != q.shape[2] or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[0] % texts:
+    if not fits or k.shape[2] != q.shape[2] or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[0] % sequences:
         raise PlanError(
-            f"[{node.op}] {node.name}: {q}, {k}, {v}, {texts} texts: expected F32 q [n, n_head, hd], k [n, n_head_kv, hd], "
-            "v [n, n_head_kv, vd], heads a multiple of kv heads, n of the texts"
+            f"[{node.op}] {node.name}: {q}, {k}, {v}, {sequences} sequences: expected F32 q [n, n_head, hd], k [n, n_head_kv, hd], "
+            "v [n, n_head_kv, vd], heads a multiple of kv heads, n of the sequences"
         )
-    return Sizes(q.shape[0] // texts, texts, q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    return Sizes(q.shape[0] // sequences, sequences, q.shape[1], k.shape[1], q.shape[2], v.shape[2])
 
 
 def visible(n: int, params: Mapping[str, Any]) -> Array:
@@ -108,11 +108,11 @@ def scores_of(q: Array, k: Array, params: Mapping[str, Any]) -> Array:
 
 def attention(q: Array, k: Array, v: Array, params: Mapping[str, Any]) -> tuple[Array, Array]:
     """y and lse, in the precision of the operands."""
-    texts = params.get("sequences", 1)
-    n, group = len(q) // texts, q.shape[1] // k.shape[1]
+    sequences = params.get("sequences", 1)
+    n, group = len(q) // sequences, q.shape[1] // k.shape[1]
     y, lse = np.zeros((len(q), q.shape[1], v.shape[2])), np.zeros(q.shape[:2])
-    for text, head in np.ndindex(texts, q.shape[1]):
-        rows = slice(text * n, (text + 1) * n)
+    for sequence, head in np.ndindex(sequences, q.shape[1]):
+        rows = slice(sequence * n, (sequence + 1) * n)
         s = scores_of(q[rows, head], k[rows, head // group], params)
         top = s.max(axis=-1, keepdims=True)
         e = np.exp(s - top)
@@ -124,12 +124,12 @@ def attention(q: Array, k: Array, v: Array, params: Mapping[str, Any]) -> tuple[
 
 def attention_back(dy: Array, q: Array, k: Array, v: Array, params: Mapping[str, Any]) -> list[Array]:
     """dq, dk, dv."""
-    texts = params.get("sequences", 1)
-    n, group = len(q) // texts, q.shape[1] // k.shape[1]
+    sequences = params.get("sequences", 1)
+    n, group = len(q) // sequences, q.shape[1] // k.shape[1]
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     cap = params.get("softcap", 0.0)
-    for text, head in np.ndindex(texts, q.shape[1]):
-        rows, kv = slice(text * n, (text + 1) * n), head // group
+    for sequence, head in np.ndindex(sequences, q.shape[1]):
+        rows, kv = slice(sequence * n, (sequence + 1) * n), head // group
         s = scores_of(q[rows, head], k[rows, kv], params)
         weights = np.exp(s - s.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
@@ -164,7 +164,7 @@ def _launch(
     if choice["tiles"] == "lanes" and use_shuffles:
         variant = Variant(f"attention/{shader}_lanes.comp", (("HD", sizes.hd), ("LANES", lanes), ("VD", sizes.vd)), required)
         tokens, how, parts = lanes, f"{lanes} threads, a token each", 1
-    groups = (ceil_div(sizes.n, tokens), heads, sizes.texts * parts)
+    groups = (ceil_div(sizes.n, tokens), heads, sizes.sequences * parts)
     if max(groups) > MAX_GROUPS_X:
         raise PlanError(f"[{node.op}] {node.name}: {groups} workgroups; at most {MAX_GROUPS_X} along an axis")
     heads_each = 1  # of Q, added up by a workgroup for K and V
@@ -182,7 +182,7 @@ def _products(sizes: Sizes, params: Mapping[str, Any]) -> int:
     """Pairs of a query and a key that it sees, of all heads."""
     window = int(params.get("window", 0)) or sizes.n
     seen = sum(min(i + 1, window) for i in range(sizes.n)) if params.get("causal", True) else sizes.n**2
-    return seen * sizes.heads * sizes.texts
+    return seen * sizes.heads * sizes.sequences
 
 
 MATRIX_DIM = 128
@@ -231,17 +231,17 @@ class _Matrices:
     def packed(self, x: Tensor, heads: int, dim: int) -> Arg:
         """Packs x [tokens, heads, dim]."""
         sizes, caps = self.sizes, self.ctx.caps
-        count = sizes.texts * heads
+        count = sizes.sequences * heads
         y = Tensor(f"{self.node.name}.{x.name}.f16", "F16", (count * (self.rows * dim + 2),))
-        if sizes.texts > MAX_GROUPS_X:
-            raise PlanError(f"[{self.node.op}] {self.node.name}: {sizes.texts} texts; at most {MAX_GROUPS_X}")
+        if sizes.sequences > MAX_GROUPS_X:
+            raise PlanError(f"[{self.node.op}] {self.node.name}: {sizes.sequences} sequences; at most {MAX_GROUPS_X}")
         wg = workgroup_size(caps, PACK_THREADS, sizes.n * dim // 4)
         defines, pinned = reduction(caps, wg)
         self.dispatches.append(
             Dispatch(
                 Variant("attention/train_pack.comp", tuple(sorted(defines.items())), pinned),
                 (Arg(x), Arg(y, "w"), Arg(overflow_word(y), "rw")),
-                pack_push(sizes.n, self.rows, dim // 4), (heads, sizes.texts, 1), self.node.op, self.node.name,
+                pack_push(sizes.n, self.rows, dim // 4), (heads, sizes.sequences, 1), self.node.op, self.node.name,
                 f"f16 by heads, {wg} threads", nbytes=nbytes(x) + nbytes(y),
             )
         )  # fmt: skip
@@ -251,11 +251,11 @@ class _Matrices:
         """A subgroup for each tile of rows of a head. args: in the kernel's order."""
         sizes, params, caps = self.sizes, self.node.params, self.ctx.caps
         push = pack_push(
-            sizes.n, self.rows, sizes.heads, sizes.kv_heads, sizes.texts, int(params.get("causal", True)), int(params.get("window", 0)),
+            sizes.n, self.rows, sizes.heads, sizes.kv_heads, sizes.sequences, int(params.get("causal", True)), int(params.get("window", 0)),
             float(params["scale"]), float(params.get("softcap", 0.0)),
         )  # fmt: skip
         spec = (self.warps * caps.subgroup_size, caps.subgroup_size, *self.matrix, sizes.hd, sizes.vd, self.walked, KINDS.index(kind))
-        groups = (ceil_div(sizes.n, self.matrix[0] * self.warps), sizes.heads, sizes.texts)
+        groups = (ceil_div(sizes.n, self.matrix[0] * self.warps), sizes.heads, sizes.sequences)
         self.dispatches.append(
             Dispatch(
                 Variant("attention/train_matrix.comp", (), required_subgroup(caps), tuple(enumerate(spec))), tuple(args), push,
@@ -358,7 +358,7 @@ class FlashAttnLse(_Training, Op):
         self, hsk: int = 64, hsv: int = 64, nh: int = 3, nr: int = 3, n: int = 40, sequences: int = 1, causal: bool = True, window: int = 0,
         logit_softcap: float = 0.0, act: str = "auto", seed: int = 67,
     ) -> Case:
-        """hsk, hsv: head sizes, nh: kv heads, nr: heads of each, n: tokens of each of the texts."""
+        """hsk, hsv: head sizes, nh: kv heads, nr: heads of each, n: tokens of each of the sequences."""
         return self._case(hsk, hsv, nh, nr, n, sequences, causal, window, logit_softcap, seed, back=False, act=act)
 
     def cases(self) -> Iterator[Case]:

@@ -48,8 +48,8 @@ def launch(node: MatVecNode, config: MatVecConfig, index: int, pieces: Sequence[
     most = ceil_div(config.groups, slices) if config.groups else tiles
     groups = min(most, tiles)
     gy = ceil_div(groups, MAX_GROUPS_X)
-    config = dataclasses.replace(config, loops_tiles=groups < tiles, rows_full=rows % config.tile_rows == 0)
-    if config.groups and not config.loops_tiles:
+    config = dataclasses.replace(config, loop_tiles=groups < tiles, m_aligned=rows % config.tile_rows == 0)
+    if config.groups and not config.loop_tiles:
         too_many = Adjustment("groups", config.groups, PER_TILE, "there are no more tiles than that")
         config = dataclasses.replace(config, adjustments=(*config.adjustments, too_many))
     y_row0 = int(node.node.params.get("row0", 0)) + (0 if routed else shard.row0 >> node.glu)

@@ -123,7 +123,7 @@ class MatVecConfig:
         groups                workgroups at most, None: one a tile
         subgroup, required    subgroup size that the kernel relies on, 1: none is known; the size to require of the pipeline
         reduce_subgroup       reductions over the workgroup use subgroup arithmetic
-        loops_tiles, rows_full  of a launch: a workgroup takes several tiles; the rows are a whole number of tiles
+        loop_tiles, m_aligned  of a launch: a workgroup takes several tiles; the rows are a whole number of tiles
 
     source       the row of the tables that won
     adjustments  parameters that are not as the tables say
@@ -159,8 +159,8 @@ class MatVecConfig:
     gelu: bool = False
     stores_sum: bool = False
     scales: Scales = "weights"
-    loops_tiles: bool = False
-    rows_full: bool = False
+    loop_tiles: bool = False
+    m_aligned: bool = False
     adjustments: tuple[Adjustment, ...] = ()
 
     @property
@@ -301,7 +301,7 @@ def _scales(choice: Choice, quant: str, path: Path) -> Scales:
 def _fitted(config: MatVecConfig, name: str, ctx: LowerContext) -> MatVecConfig:
     """With as many tokens a workgroup, and x in shared memory, as the device's shared memory has room for."""
     room = ctx.caps.max_shared_memory - codebook_bytes(config.quant, ctx.caps)
-    while (need := shared_bytes(dataclasses.replace(config, loops_tiles=config.groups is not None))) > room:
+    while (need := shared_bytes(dataclasses.replace(config, loop_tiles=config.groups is not None))) > room:
         if config.prologue == "copy":
             config = dataclasses.replace(config, prologue="none")
         elif config.columns > 1:
@@ -316,7 +316,7 @@ def _fitted(config: MatVecConfig, name: str, ctx: LowerContext) -> MatVecConfig:
 
 def shared_bytes(config: MatVecConfig) -> int:
     """Shared memory of a kernel without its codebook, as shaders/mat_vec declares it."""
-    buffers = 1 + config.loops_tiles
+    buffers = 1 + config.loop_tiles
     rows, partials = config.columns * config.tile_rows, config.lanes // config.shuffle_lanes
     summed = config.n_used if config.experts == "summed" else 0
     total = 4 * buffers * rows * partials if partials > 1 else 0
@@ -355,8 +355,8 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
         "GELU": int(config.gelu),
         "X_TYPE": int(config.x == "Q8_1"),
         "Y_TYPE": int(config.y == "Q8_1"),
-        "TILES": int(config.loops_tiles),
-        "ROWS_FULL": int(config.rows_full),
+        "LOOP_TILES": int(config.loop_tiles),
+        "M_ALIGNED": int(config.m_aligned),
         **{f"BIND_{role.upper()}": binding for binding, role in enumerate(config.roles, 3)},
     }
     if config.quant in BIT_PLANES and caps.vendor == "qualcomm":

@@ -70,7 +70,7 @@ class MoeRouter(Op):
             configure(mat_vec, "float", ctx, routes=True), expert_choice=expert_choice(node, mat_vec.y, ctx, bias=selection_bias(node)),
             last_chooses=True, choice_scale=float(node.params["scale"]),
         )  # fmt: skip
-        need = shared_bytes(dataclasses.replace(config, loops_tiles=config.groups is not None))
+        need = shared_bytes(dataclasses.replace(config, loop_tiles=config.groups is not None))
         if need > ctx.caps.max_shared_memory:
             raise PlanError(
                 f"[router] {node.name}: {mat_vec.m} experts need {need} bytes of shared memory, {ctx.caps.name} has "

@@ -39,7 +39,7 @@ LARGEST_E8M0 = 252
 """That an encoder writes: by the next one the two largest levels are beyond F32."""
 
 
-def half_power(e: U8) -> F32:
+def e8m0_to_f32_half(e: U8) -> F32:
     """2^(e - 127) / 2."""
     return HALF_E8M0[e]
 
@@ -61,7 +61,7 @@ class _MXFP4(Codec):
     moves: Mapping[str, Rearrange] = {"qs": renamed_nibbles(E2M1_ORDER)}
 
     def decode(self, blocks: U8) -> F32:
-        return half_power(blocks[:, :1]) * E2M1_DOUBLED[nibbles(blocks[:, 1:])]
+        return e8m0_to_f32_half(blocks[:, :1]) * E2M1_DOUBLED[nibbles(blocks[:, 1:])]
 
     def encode(self, x: F32, weights: Weights) -> U8:
         """Without weights by the rule of the OCP specification (the largest magnitude decides the exponent); with weights also one more.
@@ -72,14 +72,14 @@ class _MXFP4(Codec):
         amax = np.abs(x).max(axis=1, keepdims=True)
         exponent = np.frexp(amax)[1] - 1 + (E8M0_BIAS - 2)
         e = np.clip(np.where(amax > 0, exponent, 0), 0, LARGEST_E8M0).astype(np.uint8)
-        code = nearest_e2m1(x, half_power(e))
+        code = nearest_e2m1(x, e8m0_to_f32_half(e))
         if weights is not None:
             above = np.minimum(e, np.uint8(LARGEST_E8M0 - 1)) + np.uint8(1)
-            code_above = nearest_e2m1(x, half_power(above))
+            code_above = nearest_e2m1(x, e8m0_to_f32_half(above))
 
             def error(e: U8, code: U8) -> F32:
                 with np.errstate(over="ignore"):
-                    off: F32 = half_power(e) * E2M1_DOUBLED[code] - x
+                    off: F32 = e8m0_to_f32_half(e) * E2M1_DOUBLED[code] - x
                     total: F32 = (off * off * weights).sum(axis=1, keepdims=True)
                 return total
 
