@@ -197,22 +197,22 @@ def test_rope_turns_pairs_and_depends_on_distance_alone() -> None:
     rng = np.random.default_rng(2)
     q, k = rng.standard_normal((1, 1, 10)), rng.standard_normal((1, 1, 10))
 
-    def turned(x: np.ndarray, pos: int, **changes: Any) -> np.ndarray:
+    def rotated(x: np.ndarray, pos: int, **changes: Any) -> np.ndarray:
         return ref("ROPE", x, np.array([pos]), **(ROPE | changes))[0]
 
     one = np.array([[[1.0, 0, 0, 0, 1.0, 0, 0, 0, 5.0, 6.0]]])
     # Position 2: pair 0 turns by 2 radians, pair 2 by 2 / 100^(4/8) = 0.2; values 8 and 9 are not rotated.
-    np.testing.assert_allclose(turned(one, 2)[0, 0], [math.cos(2), math.sin(2), 0, 0, math.cos(0.2), math.sin(0.2), 0, 0, 5, 6])
+    np.testing.assert_allclose(rotated(one, 2)[0, 0], [math.cos(2), math.sin(2), 0, 0, math.cos(0.2), math.sin(0.2), 0, 0, 5, 6])
     # neox: value 0 pairs with 4, so both ones belong to pair 0
     c, s = math.cos(2), math.sin(2)
-    np.testing.assert_allclose(turned(one, 2, mode="neox")[0, 0], [c - s, 0, 0, 0, s + c, 0, 0, 0, 5, 6], atol=1e-15)
+    np.testing.assert_allclose(rotated(one, 2, mode="neox")[0, 0], [c - s, 0, 0, 0, s + c, 0, 0, 0, 5, 6], atol=1e-15)
     for mode in ("normal", "neox"):
-        near = (turned(q, 3, mode=mode) * turned(k, 1, mode=mode)).sum()
-        far = (turned(q, 103, mode=mode) * turned(k, 101, mode=mode)).sum()
+        near = (rotated(q, 3, mode=mode) * rotated(k, 1, mode=mode)).sum()
+        far = (rotated(q, 103, mode=mode) * rotated(k, 101, mode=mode)).sum()
         np.testing.assert_allclose(near, far)
     factors = np.array([2.0, 2.0, 2.0, 2.0])
-    np.testing.assert_allclose(ref("ROPE", q, [6], factors, **ROPE)[0], turned(q, 3))
-    np.testing.assert_allclose(turned(q, 6, freq_scale=0.5), turned(q, 3))
+    np.testing.assert_allclose(ref("ROPE", q, [6], factors, **ROPE)[0], rotated(q, 3))
+    np.testing.assert_allclose(rotated(q, 6, freq_scale=0.5), rotated(q, 3))
 
 
 @pytest.mark.parametrize("ext", [0.0, 0.7, 1.0])

@@ -26,6 +26,12 @@ OLD_NAMES = {
     r"\bPath2\b": "Path",
     r"(?i)\basked for ahead\b": "software prefetch",
     r"\bclass Form\b": "a class named after what it holds",
+    r"\b(A_)?TURNED\b|\b\w+_turned\b": "transposed; of RoPE rotated",
+    r"\bK_WARPS\b|\bROW_WARPS\b": "subgroups, as Vulkan says (warp_m is CUTLASS's name of a size and may stay)",
+    r"\b(LEAST|MOST)_[A-Z]": "MIN_, MAX_",
+    r"\bAPART\b|\bstore_apart\b|\bplace_apart\b": "STORE_F32; staged rows; unaliased",
+    r"\b(UNIT_)?EIGHTS\b|\b[kv]_eight\b|\bcache_eights\b": "K_ALIGNED, UNITS_ALIGNED; load_k8, load_v8",
+    r"code_book|CODE_BOOK": "codebook",
     r"(?i)\btok(ens?)?/s\b(?! total=)": "t/s, as in the tables (`[metrics] tok/s total=` is the form of a profile's log)",
 }
 """Regular expressions, each with what to write instead."""

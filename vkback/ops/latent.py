@@ -164,7 +164,7 @@ class MlaRopeSetRows(Op):
         q_part = emit("CONT", "q", (n, heads, rot), q, view=View(nope, (n, heads, rot), (heads * dim_k, dim_k, 1)))
         chain.append(Node("ROPE", (q_part, pos, *factors), node.outputs[:1], rope))
         key = emit("CONT", "key", (n, 1, rot), kv, view=View(row - rot, (n, 1, rot), (row, row, 1)))
-        key = emit("ROPE", "key_turned", (n, 1, rot), key, pos, *factors, **rope)
+        key = emit("ROPE", "key_rotated", (n, 1, rot), key, pos, *factors, **rope)
         if legacy:
             both = third.elements // (n * heads)
             shape = (n, heads, rot)
