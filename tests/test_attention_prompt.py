@@ -153,18 +153,18 @@ def test_f16_output_is_what_mat_muls_take(way: str, device: Device, kernels: Sha
 
 FAULTS = {
     "last block lost": ("base < hi; base += ROWS", "base + ROWS < hi; base += ROWS"),
-    "a row too many": ("base + r < seen[t].y", "base + r <= seen[t].y"),
-    "a row too few": ("base + r < seen[t].y", "base + r + 1u < seen[t].y"),
-    "window too narrow": ("base + r >= seen[t].x", "base + r > seen[t].x"),
-    "sums not rescaled": ("sum[t][j] *= shrink", "sum[t][j] *= 1.0"),
-    "weights not rescaled": ("weight[t] *= shrink", "weight[t] *= 1.0"),
+    "a row too many": ("base + r < visible[t].y", "base + r <= visible[t].y"),
+    "a row too few": ("base + r < visible[t].y", "base + r + 1u < visible[t].y"),
+    "window too narrow": ("base + r >= visible[t].x", "base + r > visible[t].x"),
+    "sums not rescaled": ("sum[t][j] *= rescale", "sum[t][j] *= 1.0"),
+    "weights not rescaled": ("weight_sum[t] *= rescale", "weight_sum[t] *= 1.0"),
     "no sink": ("if (HAS_SINKS != 0)", "if (HAS_SINKS > 1)"),
 }
 MATRIX_FAULTS = {
     "last block lost": ("base < hi; base += ROWS", "base + ROWS < hi; base += ROWS"),
     "a row too many": ("row < rows.y ?", "row <= rows.y ?"),
     "window too narrow": ("row >= rows.x &&", "row > rows.x &&"),
-    "sums not rescaled": (", factor = exp2(before - now);", ", factor = 1.0;"),
+    "sums not rescaled": (", rescale = exp2(old_max - new_max);", ", rescale = 1.0;"),
     "block taken for full": ("base + ROWS > every.y", "base > every.y"),
 }
 

@@ -114,7 +114,7 @@ def test_reading_past_the_end_spoils_the_result(
         ("column + i < p.k ?", "column + i < p.k - 1u ?", ("F16", 17, 3, 65), "NMSE .* > 1e-09"),
         ("min(x_row + c, p.n - 1u)", "min(x_row + c + 1u, p.n - 1u)", ("Q4_K", 17, 3, 256), r"rows with errors: 0, 1 \(2 in all\)"),
         ("min(row + r, p.m - 1u)", "min(row + r, p.m - 2u)", ("Q6_K", 17, 1, 256), r"at \[0, 16\]"),
-        ("WITHIN_ROW(unit), 0u,", "WITHIN_ROW(unit) + (row == 3u ? 1u : 0u), 0u,", ("Q8_0", 17, 1, 256), "NMSE|not finite"),
+        ("UNIT_IN_ROW(unit), 0u,", "UNIT_IN_ROW(unit) + (row == 3u ? 1u : 0u), 0u,", ("Q8_0", 17, 1, 256), "NMSE|not finite"),
     ],
     ids=["a row off", "a row past", "a column past", "a column missing", "another token", "the last row", "a unit past"],
 )

@@ -57,7 +57,7 @@ BOUNDED = {
 """Axes that do not spill, and what there would have to be 65535 of. A plan with more is refused by name (`check_limits`)."""
 
 REFUSING = {"FLASH_ATTN_EXT", "FLASH_ATTN_LSE", "FLASH_ATTN_BACK", "MUL_MAT_BACK", "OUT_PROD"}
-"""Ops that say so themselves: 65535 heads, texts or products of a batch, or tiles of 8 and more rows, columns or queries."""
+"""Ops that say so themselves: 65535 heads, sequences or products of a batch, or tiles of 8 and more rows, columns or queries."""
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, most: int) -> None:

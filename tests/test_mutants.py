@@ -76,7 +76,7 @@ def test_two_are_caught_and_what_is_no_fault_survives(tmp_path: Path) -> None:
     before = {m.file: (mutants.ROOT / m.file).read_bytes() for m in (shader, planner)}
     assert farm.fate(shader).by.startswith(("SET_ROWS(", "QKV_ROPE_SET_ROWS("))
     assert farm.fate(planner).by.startswith(("CPY(", "CONT("))
-    harmless = mutants.Mutant("harmless", "shaders/soft_max/soft_max.comp", "HIDDEN = -1e30;", "HIDDEN = -1.0e30;", "")
+    harmless = mutants.Mutant("harmless", "shaders/soft_max/soft_max.comp", "MASKED = -1e30;", "MASKED = -1.0e30;", "")
     fate = farm.fate(harmless)
     assert not fate.by and fate.error == "none of 0 cases failed"
     assert {name: (mutants.ROOT / name).read_bytes() for name in before} == before

@@ -76,7 +76,7 @@ def of(schedule: Schedule, label: str, kernel: str) -> Dispatch:
     return found
 
 
-MAKES_UNITS, SQUARE_PARTS, SQUARES = 21, 23, 24
+NEXT_NORM, Y_SQUARES, X_SQUARES = 21, 23, 24
 """The same of coop_reg.comp."""
 
 Y_TYPE, FRAGMENTS, PACK_NORM, PACK_FACTORS, ATTENTION_OUT = 15, 2, 5, 8, 8
@@ -167,7 +167,7 @@ def test_a_layer_of_few_tokens(large: Callable[[str], Model]) -> None:
         out, gate = of(schedule, "ffn_inp-0", "coop_reg"), of(schedule, "ffn_swiglu-0.f16", "coop_reg")
         names = {a.tensor.name: a.tensor.shape for a in out.args if "w" in a.access and a.tensor.kind == "node"}
         assert names["ffn_inp-0"] == (n, 4096) and names["ffn_norm-0.squares"] == (n, rows) and "ffn_norm-0.units" in names
-        assert (specialized(out, MAKES_UNITS), specialized(out, SQUARE_PARTS), specialized(gate, SQUARES)) == (1, rows, rows)
+        assert (specialized(out, NEXT_NORM), specialized(out, Y_SQUARES), specialized(gate, X_SQUARES)) == (1, rows, rows)
         assert out.args[8].tensor.name == "blk.0.ffn_norm.weight" and gate.args[1].tensor.name == "ffn_norm-0.units"
 
 

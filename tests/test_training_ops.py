@@ -130,7 +130,7 @@ def node_of(op: str, inputs: Sequence[Shaped], out: Shaped, ids: Sequence[int] =
     ("node", "says"),
     [
         (node_of("MUL_MAT_BACK", ((3, 5), (4, 8)), (3, 8)), "expected dy [n, m]"),
-        (node_of("FLASH_ATTN_LSE", ((6, 2, 8),) * 3, (6, 2, 8), sequences=4), "n of the texts"),
+        (node_of("FLASH_ATTN_LSE", ((6, 2, 8),) * 3, (6, 2, 8), sequences=4), "n of the sequences"),
         (node_of("CROSS_ENTROPY_LOSS", ((3, 5), (4,)), (1,), ids=[1], lse=False), "expected I32[3]"),
         (node_of("GET_ROWS_BACK", ((3, 5), (3,)), (9, 5), ids=[1], rows=8), "rows=9"),
     ],
