@@ -31,9 +31,8 @@ Place place(uint row, uint unit) { return Place(row, unit, 0u, 0u); }
 #define MAX_WORD_INDEX 0x3fffffffu
 uint foldable(uint index) { return index & MAX_WORD_INDEX; }
 
-// A zero that the compiler cannot prove to be one: no row has 2^31 units. On NVIDIA, (word & MASK) | VALUE, or a bit select by xor and mask,
-// compiles to one three-operand instruction if only one of MASK and VALUE is a known constant, but to two if both are.
-// So one of them is combined with this zero.
+// A zero that the compiler cannot prove to be one: no row has 2^31 units. On NVIDIA, (word & MASK) | VALUE compiles to one three-operand
+// instruction if only one of MASK and VALUE is a known constant, but to two if both are. So one of them is combined with this zero.
 uint unknown_zero() { return p.w.units >> 31; }
 
 // Index of the item that belongs to a unit, in a plane whose first item has index `first` and where 2^shift units share `width` items.

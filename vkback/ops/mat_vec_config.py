@@ -47,6 +47,9 @@ LEVEL_TABLES: Mapping[str, int] = {"levels": 1, "levels_bfe": 2}
 BIT_PLANES = frozenset({"IQ4_NL", "IQ4_XS"})
 """Types that shaders/quant/bit_planes.glsl turns into bytes."""
 
+SWAP_BITS = {"nvidia": 1, "qualcomm": 2}
+"""By vendor: how it does that."""
+
 MAX_COLUMNS = 16
 """Tokens of a workgroup at most; more go along the grid."""
 
@@ -359,8 +362,8 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
         "M_ALIGNED": int(config.m_aligned),
         **{f"BIND_{role.upper()}": binding for binding, role in enumerate(config.roles, 3)},
     }
-    if config.quant in BIT_PLANES and caps.vendor == "qualcomm":
-        defines["BITS_BY_MASKS"] = 1
+    if config.quant in BIT_PLANES and caps.vendor in SWAP_BITS:
+        defines["SWAP_BITS"] = SWAP_BITS[caps.vendor]
     if config.scales != "weights":
         defines["SCALE_SUMS"] = 1
     if config.scales in LEVEL_TABLES:
