@@ -59,7 +59,8 @@ def way_of(way: str, ctx: LowerContext, device: Device, **cut: int) -> LowerCont
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
 def test_prompt(case: Case, way: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
-    heavy = case.params["hd"] > 64 and device.caps.software  # fewer values at once, or a CPU driver compiles for long
+    wide = case.params["hd"] > 64 or case.params["y"] != "F32"
+    heavy = wide and device.caps.software  # fewer values at once, or a CPU driver compiles for long
     use = way_of(way, ctx, device, **({"tile_q": 8, "tile_kv": 4 if way == "plain" else 8, "warps": 1} if heavy else {}))
     shape = prompt_shape(case.build().node, use)
     assert shape is not None and shape.way == way

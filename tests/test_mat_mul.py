@@ -58,7 +58,8 @@ def library() -> ShaderLibrary:
 
 @dataclass(frozen=True)
 class Spec:
-    """A product. ids: "" dense; "spread": experts by chance; "one": all tokens take the same; "few": one expert has a single token."""
+    """A product. ids: "" dense; "spread": experts by chance; "one": all tokens take the same; "few": one expert has a single token.
+    narrow: on a CPU driver with tiles of eight columns instead of 16, which it compiles in half the time."""
 
     way: Way
     quant: str
@@ -73,6 +74,7 @@ class Spec:
     residual: bool = False
     glu: str = ""
     out: str = "F32"
+    narrow: bool = False
 
     def __str__(self) -> str:
         parts = [self.way, self.quant, f"{self.m}x{self.n}x{self.k}", self.ids and f"{self.ids}-{self.experts}-{self.used}"]
@@ -146,6 +148,8 @@ def run_spec(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerConte
     """NMSE of a product."""
     rng = np.random.default_rng(zlib.crc32(str(spec).encode()))
     shape = shape or default_shape(spec.way, spec.n, device.caps)
+    if spec.narrow and device.caps.software and spec.way != "coop_mat":
+        shape = dataclasses.replace(shape, tile_n=8)
     if spec.out == "Q8_1":
         shape = dataclasses.replace(shape, tile_m=shape.subgroups * lanes_for(device.caps)[0] * (8 if spec.glu else 4))
     grouped = bool(spec.ids)
@@ -213,7 +217,7 @@ def specs() -> Iterator[Spec]:
     for way in ("f32", "int_dot", "coop_mat"):
         for quant in QUANTS:
             if way != "int_dot" or quant not in ("F32", "F16", "BF16"):
-                yield Spec(way, quant, 45, 19, 512)
+                yield Spec(way, quant, 45, 19, 512, narrow=True)
         for quant in ("Q4_K", "MXFP4"):
             yield Spec(way, quant, 33, 1, 256)
             yield Spec(way, quant, 100, 7, 768, bias=True, residual=True)
