@@ -7,11 +7,12 @@ MUTANTS ?=
 LAB ?=
 TEST_PROCESSES ?= 2
 
-.PHONY: help bench test mutants lint lab prebuilt prebuilt-ordinary wheel clean
+.PHONY: help bench test test-all mutants lint lab prebuilt prebuilt-ordinary wheel clean
 
 help:
 	@echo "make bench   set up what is missing, then benchmark the built-in models (BENCH_ARGS='tg128 -r 3')"
 	@echo "make test    set up what is missing, then run the tests (TEST_ARGS='tests/test_cli.py')"
+	@echo "make test-all  the same with the tests that only cross what others run (docs/architecture.md, Judging)"
 	@echo "make mutants plant faults in a copy of the sources, each must fail a case of the quick suite (MUTANTS='norm-eps -j 1')"
 	@echo "make lint    ruff and mypy"
 	@echo "make lab     as root: the compilers of AMD, Qualcomm, Apple and NVK on our kernels, and two more CPU drivers (LAB='--only table --chips amd:navi31')"
@@ -24,9 +25,11 @@ bench:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh
 	$(BIN)/vkbench $(BENCH_ARGS)
 
-test:
+# A file's tests share models and kernels, so that all of them go to one process.
+test: WHICH := -m "not exhaustive"
+test test-all:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh test
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TEST_ARGS) || { status=$$?; [ $$status -ne 5 ] || echo "make test: no test was collected" >&2; exit $$status; }
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(WHICH) $(TEST_ARGS) || { status=$$?; [ $$status -ne 5 ] || echo "make $@: no test was collected" >&2; exit $$status; }
 
 mutants:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh test

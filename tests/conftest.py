@@ -6,13 +6,15 @@ import quiet_blas  # isort: skip  # noqa: F401  before anything imports numpy
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ahead import compile_ahead
 from cli_kit import engine  # noqa: F401  a fixture
 from device_kit import arena, spirv  # noqa: F401  fixtures
+from each_choice import mark_exhaustive
 from model_files import BUILT_IN, hollow
 
 from vkback.device import Capabilities, Device
@@ -38,6 +40,38 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+LEFT_OUT = pytest.StashKey[int]()
+"""Tests marked `exhaustive` that were not chosen to run."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before pytest looks at -m."""
+    mark_exhaustive(items)
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.config.stash[LEFT_OUT] = item.config.stash.get(LEFT_OUT, 0) + 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist tells the one that started it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{left_out} that only cross what these run were left out (marked exhaustive): make test-all runs all")
 
 
 @pytest.fixture(scope="session", autouse=True)
