@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ from vkback.device import (
     DeviceLost,
     OutOfDeviceMemory,
     Timeout,
+    queue,
 )
-from vkback.device.driver import check
+from vkback.device.driver import check, ffi, vk
 
 # -- recording and replay
 
@@ -191,6 +194,33 @@ def test_a_wait_is_bounded(device: Device, arena: Arena, spirv: dict[str, bytes]
     ticket.wait()
     assert ticket.done
     commands.destroy()
+
+
+def test_a_wait_counts_no_time_in_which_the_process_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped, or slept with its machine, finds its device stopped as well."""
+    stopped_s, clock, slices = 2700.0, [0.0], [0]
+    timeout: int = vk.VK_TIMEOUT
+    not_ready = iter(range(7))
+
+    def wait(device: object, info: object, nanoseconds: int) -> int:
+        slices[0] += 1
+        clock[0] += nanoseconds / 1e9 + stopped_s
+        return 0 if next(not_ready, None) is None else timeout
+
+    def counter(device: object, semaphore: object, value: Any) -> int:
+        value[0] = 0
+        return 0
+
+    functions = SimpleNamespace(vkWaitSemaphores=wait, vkGetSemaphoreCounterValue=counter)
+    driver = SimpleNamespace(fn=functions, device=ffi.NULL, create=lambda *_: ffi.cast("VkSemaphore", 0))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    waiting = queue.Queue(driver, ffi.NULL, lambda: "")  # type: ignore[arg-type]
+    waiting.wait(1, 1.0, "long work")
+    assert slices == [8] and clock[0] > 8 * stopped_s
+    not_ready = iter(range(100))
+    with pytest.raises(Timeout, match=r"long work has not finished after 1 s \(submission 2, the device has finished 1\)"):
+        waiting.wait(2, 1.0, "long work")
+    assert slices[0] - 8 == pytest.approx(11, abs=1), "ten slices of 0.1 s, and a last look"
 
 
 @pytest.mark.vulkan

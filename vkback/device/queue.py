@@ -21,7 +21,7 @@ WAIT_S = 60.0
 CPU_WAIT_S = 3600.0
 """The same for a CPU driver: no watchdog stops it, and other processes may occupy the machine for minutes."""
 
-SLICE_NS = 100_000_000
+SLICE_S = 0.1
 """Waits are cut into slices so that Ctrl-C gets through."""
 
 
@@ -96,30 +96,34 @@ class Queue:
         return self._completed
 
     def wait(self, value: int, timeout_s: float, label: str, spin_s: float = 0.0) -> None:
-        """Block until the timeline reaches `value`; poll for the first `spin_s`."""
+        """Block until the timeline reaches `value`; poll for the first `spin_s`.
+
+        A slice counts as no more than its length: a process that was stopped, or slept with its machine, has not waited meanwhile.
+        """
         if value <= self._completed:
             return
         start = time.monotonic()
-        deadline = start + timeout_s
         while time.monotonic() < start + min(spin_s, timeout_s):
             if self.completed() >= value:
                 return
         target = ffi.new("uint64_t *", value)
         info = struct("VkSemaphoreWaitInfo", semaphoreCount=1, pSemaphores=self._semaphores, pValues=target)
+        left = timeout_s
         while True:
-            left = max(0, int((deadline - time.monotonic()) * 1e9))
-            code = self._driver.fn.vkWaitSemaphores(self._driver.device, info, min(left, SLICE_NS))
+            begun, length = time.monotonic(), min(max(left, 0.0), SLICE_S)
+            code = self._driver.fn.vkWaitSemaphores(self._driver.device, info, int(length * 1e9))
             if code != vk.VK_TIMEOUT:
                 self._check(code, "vkWaitSemaphores", label)
                 self._completed = max(self._completed, value)
                 return
-            if left == 0:
+            if not length:
                 raise Timeout(
                     f"vkWaitSemaphores failed: VK_TIMEOUT: {label} has not finished after {timeout_s:g} s (submission {value}, the "
                     f"device has finished {self.completed()}). Submit less at once or raise timeout_s",
                     call="vkWaitSemaphores",
                     result="VK_TIMEOUT",
                 )
+            left -= min(time.monotonic() - begun, length)
 
     def destroy(self) -> None:
         """Destroy the semaphore; nothing may be in flight."""
