@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,11 +248,18 @@ def test_garbage_is_collected_as_usual_once_a_model_is_loaded() -> None:
 
 
 def test_each_command_is_imported_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ran: list[dict[str, object]] = []
-    monkeypatch.setattr(main, "run", lambda app, prog: ran.append({c.name: c.callback for c in app.registered_commands}))
+    ran: list[dict[str | None, object]] = []
+    made = main.app_of
+
+    def noted(asked: str) -> Callable[..., None]:
+        ran.append({c.name: c.callback for c in made(asked).registered_commands})
+        return lambda **_: None
+
+    monkeypatch.setattr(main, "app_of", noted)
     for arguments, alone in (["devices", "--json"], ["devices"]), (["--", "devices"], ["devices"]), (["--help"], []), ([], []), (["x"], []):
         monkeypatch.setattr(sys, "argv", ["vkback", *arguments])
-        main.main()
+        with pytest.raises(SystemExit):
+            main.main()
         commands = ran.pop()
         assert [*commands] == [*main.COMMANDS], "--help lists all"
         assert [name for name, function in commands.items() if function is not main._listed] == alone

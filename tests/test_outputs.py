@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from cli_kit import FakeEngine, call
@@ -16,7 +16,7 @@ from vkback import device, paths
 from vkback.cli import bench, main
 from vkback.cli.bench_run import measure
 from vkback.cli.bench_tests import BenchTest
-from vkback.cli.shell import OutputError, write_output
+from vkback.cli.shell import OutputError, UsageError, run, write_output
 
 BENCH = "bench/results/2026-11-21_h200_580-159-04_llama-8b-qwen3moe.json"
 
@@ -119,6 +119,62 @@ def test_what_is_no_file_is_written_itself() -> None:
 def test_a_full_disk_is_one_line() -> None:
     with pytest.raises(OutputError, match=r"^--html /dev/full: cannot be written: the disk is full$"):
         write_output(Path("/dev/full"), "--html", "text")
+
+
+def written_to(file: IO[str], monkeypatch: pytest.MonkeyPatch, lines: int) -> int:
+    """The exit code of a command that prints to a file, which holds back what is little."""
+    monkeypatch.setattr(sys, "stdout", file)
+
+    def app(**_: object) -> None:
+        for _line in range(lines):
+            print("line")
+
+    with pytest.raises(SystemExit) as e:
+        run(app, "vkback")
+    file.flush()  # as the interpreter does at its end, which finds nothing left to write
+    return int(e.value.code or 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_stdout_on_a_full_disk_is_one_line(lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        assert written_to(full, monkeypatch, lines) == 1
+    assert capsys.readouterr().err == "vkback: error: stdout: the disk is full\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_stderr_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def app(**_: object) -> None:
+        raise UsageError("wrong")
+
+    with Path("/dev/full").open("w") as full, pytest.raises(SystemExit) as e:
+        monkeypatch.setattr(sys, "stderr", full)
+        run(app, "vkback")
+    assert e.value.code == 2
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_is_gone_is_no_error(lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert written_to(os.fdopen(writer, "w"), monkeypatch, lines) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_streams_that_the_caller_closed_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+
+    def app(**_: object) -> int:
+        print("text")
+        said.append(sys.stdin.read())
+        raise UsageError("wrong")
+
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as e:
+        run(app, "vkback")
+    assert e.value.code == 2 and said == [""]
 
 
 def test_a_benchmark_that_is_interrupted_keeps_what_it_measured(

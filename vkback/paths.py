@@ -130,6 +130,7 @@ def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
         yield target
         return
     part = _beside(target)
+    _parts.add(part)
     try:
         yield part
         if durable:
@@ -139,6 +140,18 @@ def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
             part.chmod(target.stat().st_mode & 0o7777)
         part.replace(target)
     finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        _parts.discard(part)
+
+
+_parts: set[Path] = set()
+"""Files that are being written."""
+
+
+def remove_parts() -> None:
+    """Remove the files that `new_file` has begun, for a process that ends without leaving its blocks."""
+    for part in tuple(_parts):
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vkback.cli.interrupts import own_interrupts
 from vkback.cli.sampling import (
     BiasOption,
     FrequencyOption,
@@ -100,10 +101,11 @@ def chat(
         conversation.check()
         if sys.stdin.isatty():
             print(f"{loaded.description}, {loaded.n_ctx} tokens of context; /help lists commands", file=sys.stderr)
-        for line in messages():
-            conversation.take(line)
-            if conversation.ended:
-                break
+        with own_interrupts():
+            for line in messages():
+                conversation.take(line)
+                if conversation.ended:
+                    break
 
 
 def template_text(given: str | None) -> str | None:
@@ -130,6 +132,8 @@ def messages() -> Iterator[str]:
             print()
             return
         except KeyboardInterrupt:
+            if not shown:
+                raise
             print("\n/exit or Ctrl-D ends the program", file=sys.stderr)
             continue
         if not line and not shown:

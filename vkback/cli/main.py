@@ -63,8 +63,11 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> NoReturn:
-    # The options that may stand before a command end there.
-    run(app_of(next((word for word in sys.argv[1:] if word != "--"), "")), "vkback")
+    def app(**how: Any) -> Any:
+        # The options that may stand before a command end there.
+        return app_of(next((word for word in sys.argv[1:] if word != "--"), ""))(**how)
+
+    run(app, "vkback")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TextIO, TypeVar, cast
 
 import typer
 
 from vkback import paths
+from vkback.cli.interrupts import interruptible
 from vkback.errors import VkbackError, did_you_mean
 
 if TYPE_CHECKING:
@@ -62,6 +65,10 @@ PICTURES = ("png", "svg", "pdf")
 
 WrongCommandLine: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for an unknown option, a missing one, or a value that is none: the UsageError of its click."""
+
+
+INTERRUPTED = 130
+"""What typer returns after a KeyboardInterrupt: the exit code of Ctrl-C."""
 
 
 class UsageError(VkbackError):
@@ -175,18 +182,56 @@ def _loaded(model: Loaded) -> Loaded:
     return model
 
 
-def run(app: typer.Typer, prog: str) -> NoReturn:
-    """Run a command line. Errors become one line `prog: error: ...` and their exit code; Ctrl-C exits with 130; wrong usage with 2."""
+def run(app: Callable[..., Any], prog: str) -> NoReturn:
+    """Run a command line. Errors become one line `prog: error: ...` and their exit code; wrong usage 2; Ctrl-C 130, other signals that end
+    a process likewise; a reader of the output that is gone 1, without a word."""
     gc.set_threshold(*SELDOM)
-    try:
-        code = app(prog_name=prog, standalone_mode=False)
-    except VkbackError as e:
-        print(f"{prog}: error: {e}", file=sys.stderr)
-        sys.exit(e.exit_code)
-    except WrongCommandLine as e:
-        print(f"{prog}: error: {wrong_command_line(e)}", file=sys.stderr)
-        sys.exit(UsageError.exit_code)
+    open_streams()
+    code: Any = 0
+    said = ""
+    with interruptible() as came:
+        try:
+            code = app(prog_name=prog, standalone_mode=False)
+            sys.stdout.flush()  # what could not be written is an error now, and not when the interpreter ends
+        except VkbackError as e:
+            code, said = e.exit_code, str(e)
+        except WrongCommandLine as e:
+            code, said = UsageError.exit_code, wrong_command_line(e)
+        except OSError as e:
+            held = not flushed(sys.stdout) or e.errno == errno.ENOSPC  # what a full disk has refused may be dropped already
+            where = e.filename or ("stdout" if held else "")
+            code = VkbackError.exit_code
+            said = "" if isinstance(e, BrokenPipeError) else f"{where}: {paths.reason(e)}".removeprefix(": ")
+        except typer.Abort:  # what typer makes of an EOFError
+            code, said = VkbackError.exit_code, "an input ends before it is whole"
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        if code == INTERRUPTED and came:
+            code = 128 + came[0]
+        with suppress(OSError):
+            if said:
+                print(f"{prog}: error: {said}", file=sys.stderr)
+        flushed(sys.stdout)
+        flushed(sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def open_streams() -> None:
+    """Open those of stdin, stdout and stderr that the caller has closed, as if they led nowhere: else files that are opened next would get
+    their numbers, and what anybody prints."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115  as long as the process
+
+
+def flushed(stream: TextIO) -> bool:
+    """Write what a stream still holds. Where that fails it is dropped, for the interpreter would try again at its end."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return False
+    return True
 
 
 def wrong_command_line(error: Any) -> str:

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -120,7 +120,7 @@ def _run(
         elif processes > 1:
             from vkback.harness.suite import run_in_processes
 
-            results = run_in_processes([c.line for c in cases], processes, opened.index, act)
+            results = stack.enter_context(closing(run_in_processes([c.line for c in cases], processes, opened.index, act)))
         else:
             results = stack.enter_context(Suite(opened, library, ctx, kept=KEPT)).run(cases)
         if mode == "grad":

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -32,6 +34,7 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary, Variant
+from vkback.shader.compiler import stop_programs
 
 AHEAD = 96
 """Cases prepared ahead of the one that runs: enough that the kernels of many compile at once."""
@@ -57,6 +60,7 @@ class Kernels:
         self._lock = Lock()
         self._found: dict[Key, Future[Kernel]] = {}
         self._wanted: SimpleQueue[Key | None] = SimpleQueue()
+        self._closed = False
         self._pipelines = ThreadPoolExecutor(threads)
         self._shaders = Thread(target=self._compile, daemon=True)
         self._shaders.start()
@@ -74,7 +78,7 @@ class Kernels:
         return started
 
     def _compile(self) -> None:
-        while (key := self._wanted.get()) is not None:
+        while (key := self._wanted.get()) is not None and not self._closed:
             batch = [key]
             while len(batch) < BATCH:
                 try:
@@ -87,6 +91,8 @@ class Kernels:
             with suppress(Exception):  # raised again below, for the kernel it is about
                 self._library.compile_many([variant for variant, _, _ in batch])
             for key in batch:
+                if self._closed:
+                    return
                 self._pipelines.submit(self._finish, key)
 
     def _finish(self, key: Key) -> None:
@@ -110,9 +116,11 @@ class Kernels:
         self._device.trim_kernels(most // 2)
 
     def close(self) -> None:
+        """What has not begun is left."""
+        self._closed = True
         self._wanted.put(None)
         self._shaders.join()
-        self._pipelines.shutdown()
+        self._pipelines.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -256,11 +264,24 @@ def _both(first: CaseResult, second: CaseResult) -> CaseResult:
 
 # -- several processes
 
+END_S = 0.2
+"""In which the folders of compilers that were stopped are removed."""
+
 _worker: Suite | None = None
 
 
-def _open_worker(device: str | int | None, act: str, compile_threads: int) -> None:
+def _end_with(parent: Connection) -> None:
+    """End this process when its parent closes its end of a pipe, or has died."""
+    with suppress(EOFError, OSError):
+        parent.recv()
+    stop_programs()
+    time.sleep(END_S)
+    os._exit(1)
+
+
+def _open_worker(device: str | int | None, act: str, compile_threads: int, parent: Connection) -> None:
     global _worker
+    Thread(target=_end_with, args=(parent,), daemon=True).start()
     stack = ExitStack()
     opened = stack.enter_context(Device.open(device))
     ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act)  # type: ignore[arg-type]
@@ -297,30 +318,53 @@ def run_in_processes(
     act: str,
     *,
     work: Callable[[Sequence[str]], list[CaseResult]] = _run_lines,
-) -> Iterator[CaseResult]:
+) -> Generator[CaseResult, None, None]:
     """Results in the order of the lines, by processes that open the device each for itself.
 
-    A process that dies, or loses its device, makes its cases fail and ends the run.
+    A process that dies, or loses its device, makes its cases fail and ends the run. Where the iterator is closed early the processes end,
+    whatever they do; Ctrl-C reaches this process alone.
     """
     chunks = list(_chunks(lines, processes))
     threads = max(1, (os.cpu_count() or 1) // processes)
-    with (
-        one_blas_thread(),
-        ProcessPoolExecutor(
-            processes, mp_context=multiprocessing.get_context("spawn"), initializer=_open_worker, initargs=(device, act, threads)
-        ) as pool,
-    ):
-        futures = [pool.submit(work, chunk) for chunk in chunks]
-        for i, (chunk, future) in enumerate(zip(chunks, futures, strict=True)):
-            try:
-                yield from future.result()
-            except (BrokenProcessPool, DeviceLost) as e:
-                for later in futures[i + 1 :]:
-                    later.cancel()
-                reason = "the process that ran this case or one beside it died" if isinstance(e, BrokenProcessPool) else str(e)
-                for line in chunk:
-                    yield CaseResult(op=line.partition("(")[0], line=line, mode="test", passed=False, message=reason)
-                return
+    spawn = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        stack.enter_context(one_blas_thread())
+        parent, ours = spawn.Pipe(duplex=False)
+        stack.enter_context(parent)
+        stack.enter_context(ours)
+        pool = stack.enter_context(
+            ProcessPoolExecutor(processes, mp_context=spawn, initializer=_open_worker, initargs=(device, act, threads, parent))
+        )
+        try:
+            with blocked_interrupts():
+                futures = [pool.submit(work, chunk) for chunk in chunks]
+            for i, (chunk, future) in enumerate(zip(chunks, futures, strict=True)):
+                try:
+                    yield from future.result()
+                except (BrokenProcessPool, DeviceLost) as e:
+                    for later in futures[i + 1 :]:
+                        later.cancel()
+                    reason = "the process that ran this case or one beside it died" if isinstance(e, BrokenProcessPool) else str(e)
+                    for line in chunk:
+                        yield CaseResult(op=line.partition("(")[0], line=line, mode="test", passed=False, message=reason)
+                    return
+        except BaseException:
+            ours.close()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@contextmanager
+def blocked_interrupts() -> Iterator[None]:
+    """Processes that are started meanwhile are not told of Ctrl-C, which a terminal tells to all; this one is told afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _chunks(lines: Sequence[str], processes: int) -> Iterator[Sequence[str]]:

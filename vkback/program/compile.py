@@ -66,9 +66,12 @@ def compile_kernels(
         users.setdefault(key[0], []).append(key)
     under_way: dict[KernelKey, Future[list[Kernel]]] = {}
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for variant, spirv in library.compile_each(users):
-            for key in users[variant]:
-                under_way[key] = pool.submit(device.kernels, [kernel_spec(spirv, *key)])
-                if on_kernel is not None:
-                    under_way[key].add_done_callback(lambda _: on_kernel())
-        return {key: under_way[key].result()[0] for key in wanted}
+        try:
+            for variant, spirv in library.compile_each(users):
+                for key in users[variant]:
+                    under_way[key] = pool.submit(device.kernels, [kernel_spec(spirv, *key)])
+                    if on_kernel is not None:
+                        under_way[key].add_done_callback(lambda _: on_kernel())
+            return {key: under_way[key].result()[0] for key in wanted}
+        finally:  # nobody waits for the others, where this is left early
+            pool.shutdown(wait=False, cancel_futures=True)

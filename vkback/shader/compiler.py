@@ -5,21 +5,30 @@ from __future__ import annotations
 import ctypes.util
 import hashlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 
 from vkback.paths import cache_dir, write_atomic
+from vkback.shader.errors import CompileError
 
 LIBRARIES = ("libshaderc.so.1", "libshaderc_shared.so.1", "libshaderc_shared.so", "libshaderc_shared.dylib", "shaderc_shared.dll")
 TARGET = "vulkan1.2"
 TIMEOUT_S = 120
 """For one run of glslc; the largest shader takes a few seconds."""
+
+SLICE_S = 10.0
+"""Of the wait for it."""
+
+STOPPED_BY = (signal.SIGINT, signal.SIGTERM)
+"""Signals by which somebody stops it. Others end a compiler that fails."""
 
 _TARGET_ENV_VULKAN = 0
 _ENV_VERSION_VULKAN_1_2 = (1 << 22) | (2 << 12)
@@ -112,10 +121,10 @@ class GlslcProgram:
 
     def compile_into_spirv(self, source: str, *, optimize: bool = True) -> bytes:
         command = [self._path, "-fshader-stage=compute", f"--target-env={TARGET}", _level(optimize), "-o", "-", "-"]
-        ran = subprocess.run(command, input=source.encode(), capture_output=True, timeout=TIMEOUT_S, check=False)
-        if ran.returncode:
-            raise GlslError(ran.stderr.decode("utf-8", "replace").replace("<stdin>", "shader"))
-        return ran.stdout
+        status, out, said = _run(command, TIMEOUT_S, source.encode())
+        if status:
+            raise GlslError(said.decode("utf-8", "replace").replace("<stdin>", "shader"))
+        return out
 
     def compile_batch(self, sources: Sequence[str], *, optimize: bool = True) -> list[bytes | GlslError]:
         """In one process: glslc needs 70 to 90 ms to start. Parsing takes 10 ms a shader; the optimizer 10 to 30 ms for most, 300 for a
@@ -128,10 +137,41 @@ class GlslcProgram:
             for file, source in zip(files, sources, strict=True):
                 file.write_text(source, encoding="utf-8")
             command = [self._path, f"--target-env={TARGET}", _level(optimize), "-c", *(f.name for f in files)]
-            subprocess.run(command, cwd=folder, capture_output=True, timeout=TIMEOUT_S * len(files), check=False)
+            _run(command, TIMEOUT_S * len(files), folder=folder)
             made = [folder / f"{f.name}.spv" for f in files]
             # What is missing is compiled again by itself, for a fault that names no file of ours.
             return [m.read_bytes() if m.exists() else _attempt(self, s, optimize) for m, s in zip(made, sources, strict=True)]
+
+
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+def stop_programs() -> None:
+    """End every glslc that runs: who waits for its shaders gets CompileError."""
+    for program in tuple(_running):
+        program.terminate()
+
+
+def _run(command: Sequence[str], timeout_s: float, given: bytes = b"", folder: Path | None = None) -> tuple[int, bytes, bytes]:
+    """Exit status, stdout and stderr of a compiler. Raises CompileError where it was stopped, and where it takes longer than `timeout_s`,
+    counted in slices: a process that stood still for an hour has not waited for one."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder) as program:
+        _running.add(program)
+        try:
+            for _ in range(ceil(timeout_s / SLICE_S)):
+                with suppress(subprocess.TimeoutExpired):
+                    out, said = program.communicate(given, SLICE_S)
+                    break
+            else:
+                raise CompileError(f"[shader] {command[0]} has not finished after {timeout_s} s; is the machine busy, or out of memory?")
+        except BaseException:
+            program.kill()
+            raise
+        finally:
+            _running.discard(program)
+    if -program.returncode in STOPPED_BY:
+        raise CompileError(f"[shader] {command[0]} was stopped by signal {-program.returncode}; run the command again")
+    return program.returncode, out, said
 
 
 def _version(path: str) -> str:

@@ -156,16 +156,19 @@ class ShaderLibrary:
             batches += [some[i::count] for i in range(count)]
         with ThreadPoolExecutor(threads) as pool:
             running = {pool.submit(self._compile_batch, compiler, batch): batch for batch in batches}
-            for done in as_completed(running):
-                for (variant, source), spirv in zip(running[done], done.result(), strict=True):
-                    if isinstance(spirv, GlslError):
-                        yield variant, explain(variant, source, str(spirv))
-                        continue
-                    self._ready[variant.source, variant.defines] = spirv
-                    self.compiled.add((variant.source, variant.defines))
-                    file = self._folder(source) / f"{identity_key(compiler, self._optimizes(variant))}.spv"
-                    write_atomic(file, hashlib.sha256(spirv).digest() + spirv)
-                    yield variant, None
+            try:
+                for done in as_completed(running):
+                    for (variant, source), spirv in zip(running[done], done.result(), strict=True):
+                        if isinstance(spirv, GlslError):
+                            yield variant, explain(variant, source, str(spirv))
+                            continue
+                        self._ready[variant.source, variant.defines] = spirv
+                        self.compiled.add((variant.source, variant.defines))
+                        file = self._folder(source) / f"{identity_key(compiler, self._optimizes(variant))}.spv"
+                        write_atomic(file, hashlib.sha256(spirv).digest() + spirv)
+                        yield variant, None
+            finally:  # nobody waits for the others, where this is left early
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _optimizes(self, variant: Variant) -> bool:
         return variant.source not in self._unoptimized

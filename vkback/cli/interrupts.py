@@ -1,0 +1,90 @@
+"""What ends a command from outside: Ctrl-C, and the signals TERM and HUP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from vkback.paths import remove_parts
+
+PATIENCE_S = 4.0
+"""How long a command that was told to end may take to close what it has open. A CPU driver may run one kernel for minutes."""
+
+FLUSH_S = 0.5
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """The first of SIGNALS raises KeyboardInterrupt, and its number stands in the list. Further ones change nothing, so that what was
+    measured is still written. After PATIENCE_S the process ends wherever it is. Signals that the caller has ignored stay so."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if not came:
+            came.append(number)
+            stop_compilers()
+            raise KeyboardInterrupt
+
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) in usual}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    left = threading.Event()
+    # The thread learns of a signal while the main thread is in a call of the driver and handles none.
+    watching = threading.Thread(target=_end_at_last, args=(reader, left), daemon=True)
+    watching.start()
+    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        for number in before:
+            signal.signal(number, note)
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(woken)
+        left.set()
+        os.close(writer)
+        watching.join()
+        os.close(reader)
+
+
+@contextmanager
+def own_interrupts() -> Iterator[None]:
+    """Meanwhile Ctrl-C raises KeyboardInterrupt each time, and the process goes on if that is caught."""
+    before, woken = signal.signal(signal.SIGINT, signal.default_int_handler), signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(woken)
+
+
+def stop_compilers() -> None:
+    """End compilers that run, if any was started: their shaders are not wanted any more."""
+    compiler = sys.modules.get("vkback.shader.compiler")
+    getattr(compiler, "stop_programs", lambda: None)()  # it may be half imported
+
+
+def _end_at_last(reader: int, left: threading.Event) -> None:
+    """Wait for a signal's number to be read, and then for the command to end; else end the process."""
+    while number := os.read(reader, 1):
+        if number[0] not in SIGNALS or left.wait(PATIENCE_S):
+            continue
+        stop_compilers()
+        remove_parts()
+        flushing = threading.Thread(target=_flush, daemon=True)  # its lock may be held
+        flushing.start()
+        flushing.join(FLUSH_S)
+        os._exit(128 + number[0])
+
+
+def _flush() -> None:
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
