@@ -91,6 +91,12 @@ def test_a_broken_table_is_refused_with_file_row_and_reason(text: str, said: str
     assert str(error.value).startswith(said)
 
 
+def test_a_table_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "default.toml").write_bytes(b"[[mat_vec]]\xff")
+    with pytest.raises(TuningError, match=r"^\[tuning\] .*default\.toml: not UTF-8 text: invalid start byte at byte 11$"):
+        load_table(tmp_path / "default.toml")
+
+
 def test_an_architecture_that_a_vendor_does_not_have_is_refused() -> None:
     text = row("set = { rows = 2 }") + row("set = { rows = 4 }", 'architecture = ["rdna2", "ampere"]')
     with pytest.raises(TuningError) as error:

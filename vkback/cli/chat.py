@@ -40,6 +40,7 @@ from vkback.cli.shell import (
     UsageError,
     load_model,
     model_path,
+    read_text,
 )
 from vkback.errors import VkbackError
 
@@ -115,9 +116,10 @@ def template_text(given: str | None) -> str | None:
     if given is None or given in NAMED:
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        Path(given).stat()
     except OSError as e:
         raise UsageError(f"--chat-template {given}: neither {' nor '.join(NAMED)} nor a file that can be read: {e.strerror}") from e
+    return read_text(Path(given), "--chat-template")
 
 
 def messages() -> Iterator[str]:

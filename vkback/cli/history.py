@@ -29,12 +29,14 @@ def history(
     the noise."""
     from vkback.report import history as report
     from vkback.report import tables
-    from vkback.report.store import Store
+    from vkback.report.store import Store, is_store
 
     one_of(output, FORMATS, "-o")
     form = "json" if as_json else output
     if not store.is_file():
-        raise UsageError(f"{store}: no such file; vkbench --store {store} makes it")
+        raise UsageError(f"{store}: {'is a folder' if store.is_dir() else 'no such file'}; vkbench --store FILE makes a store")
+    if not is_store(store):
+        raise UsageError(f"{store}: not a store of results; expected a file that vkbench --store made")
     with Store(store) as opened:
         points = report.of_ops(opened.ops()) if ops else report.of_bench(opened.bench())
     wanted = {"device": device, "driver": driver, "what": model, "test": test, "commit": commit}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, ShapeOption, UsageError, act_of, described_model
+from vkback.cli.shell import ActOption, DeviceOption, ShapeOption, UsageError, act_of, described_model, read_text
 from vkback.cli.terminal import fit, shortened
 
 if TYPE_CHECKING:
@@ -159,9 +159,10 @@ def _or_dash(value: int | None) -> str:
 
 def _read(path: Path) -> dict[str, Mapping[str, Any]]:
     """Kernels of an earlier --json, by node and source."""
+    text = read_text(path, "--against")
     try:
-        return {_key(k): k for k in json.loads(path.read_text(encoding="utf-8"))["kernels"]}
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        return {_key(k): k for k in json.loads(text)["kernels"]}
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise UsageError(f"--against {path}: expected what vkback kernels --json wrote: {e}") from e
 
 

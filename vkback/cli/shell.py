@@ -268,10 +268,10 @@ def model_path(model: str | None) -> Path:
     path = Path(model)
     if path.is_file():
         return path
-    if path.parent == Path() and any(p.name.startswith(model) for p in paths.builtin_models()):
+    if model and path.parent == Path() and any(p.name.startswith(model) for p in paths.builtin_models()):
         return paths.builtin_model(model)
     known = [p.stem for p in paths.builtin_models()]
-    wrong = "a folder" if path.is_dir() else "no such file"
+    wrong = "the name is empty" if not model else "a folder" if path.is_dir() else "no such file"
     near = did_you_mean(model, [*known, *(stem.rpartition("-")[0] for stem in known)])
     raise UsageError(f"model {model}: {wrong}.{near} Give the path of a GGUF file, or a built-in model: {', '.join(known)}")
 

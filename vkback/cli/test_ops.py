@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, one_of, output_file
+from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, one_of, output_file, read_text
 from vkback.cli.terminal import StatusLine
 from vkback.errors import did_you_mean
 
@@ -70,6 +70,9 @@ def test_ops(
     act_of(act)
     if store is not None and mode != "perf":
         raise UsageError(f"--store keeps times: expected vkback test-ops perf, not {mode}")
+    if baseline is not None and mode != "perf":
+        raise UsageError(f"--baseline compares times: expected vkback test-ops perf, not {mode}")
+    notes = _against(baseline)
     if store is not None:
         output_file(store, "--store")
     if list_ops:
@@ -87,13 +90,13 @@ def test_ops(
     if seed is not None:
         cases = [case.reseeded(seed) for case in cases]
     by_op = source is not None
-    failed = _run(mode, cases, device, act, processes, output, baseline, store, save_in if smaller else None, verbose, by_op)
+    failed = _run(mode, cases, device, act, processes, output, notes, store, save_in if smaller else None, verbose, by_op)
     if failed:
         raise typer.Exit(1)
 
 
 def _run(
-    mode: str, cases: Sequence[Case], device: str | None, act: str, processes: int, output: str, baseline: Path | None,
+    mode: str, cases: Sequence[Case], device: str | None, act: str, processes: int, output: str, notes: Callable[[CaseResult], str],
     store: Path | None, save_in: Path | None, verbose: bool, by_op: bool,
 ) -> bool:
     """Run, print, and say whether a case failed. by_op: a table of the ops in the end, on stderr where the output is for machines."""
@@ -108,7 +111,7 @@ def _run(
         opened = stack.enter_context(Device.open(device))
         ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act_of(act))
         library = ShaderLibrary(quick=opened.caps.software and mode != "perf")
-        printer = _printer(output, opened, verbose, _against(baseline))
+        printer = _printer(output, opened, verbose, notes)
         if output == "console":
             print(opened.caps.summary_line(opened.index), flush=True)
         if mode == "support":
@@ -218,10 +221,13 @@ def _against(baseline: Path | None) -> Callable[[CaseResult], str]:
         return lambda result: ""
     from vkback.harness.output import samples_by_line
 
+    text = read_text(baseline, "--baseline")
     try:
-        before = samples_by_line(baseline.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        before = samples_by_line(text)
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise UsageError(f"--baseline {baseline}: not the json of a perf run: {e}") from e
+    if not before:
+        raise UsageError(f"--baseline {baseline}: holds no timed case; expected what vkback test-ops perf --json prints")
     return lambda result: compared(before, result)
 
 

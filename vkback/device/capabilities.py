@@ -195,6 +195,7 @@ class Capabilities:
         """Read a recorded profile (schema of docs/device_profiles.md).
 
         path  a file, or the id of a profile that comes with vkback ("nvidia_h200_linux")
+        Raises DeviceError for a name that is neither, and for a file that is no profile.
         """
         file = Path(path)
         if not file.suffix and not file.exists():
@@ -203,10 +204,19 @@ class Capabilities:
             known = profile_ids()
             near = did_you_mean(str(path), known)
             raise DeviceError(f"[capabilities] no profile {str(path)!r}.{near} There are: {', '.join(known)}")
-        profile = json.loads(file.read_text())
-        if profile.get("schema") != 1:
-            raise DeviceError(f"[capabilities] {file}: schema {profile.get('schema')!r}, expected 1")
-        return _from_profile(profile)
+        try:
+            profile = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as e:
+            raise DeviceError(f"[capabilities] {file}: cannot be read: {e.strerror}") from e
+        except (ValueError, RecursionError) as e:
+            raise DeviceError(f"[capabilities] {file}: no recorded profile, which is JSON: {e}") from e
+        schema = profile.get("schema") if isinstance(profile, dict) else None
+        if schema != 1:
+            raise DeviceError(f"[capabilities] {file}: schema {schema!r}, expected 1")
+        try:
+            return _from_profile(profile)
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise DeviceError(f"[capabilities] {file}: lacks a value, or has one of another kind: {e}; see docs/device_profiles.md") from e
 
 
 def profile_ids() -> tuple[str, ...]:

@@ -210,7 +210,7 @@ def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> Phy
             return devices[index]
         raise NoDevice(f"[device] no device has index {index}. There are: {listing}")
     wanted = asked.lower()
-    fits = [d for d in devices if wanted in d.caps.name.lower() or wanted.replace("-", "") == d.caps.uuid.replace("-", "")]
+    fits = [d for d in devices if (wanted and wanted in d.caps.name.lower()) or wanted.replace("-", "") == d.caps.uuid.replace("-", "")]
     if not fits:
         raise NoDevice(f"[device] no device fits {asked!r} (index, part of a name, or UUID). There are: {listing}")
     if len({d.caps.name for d in fits}) > 1:

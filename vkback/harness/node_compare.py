@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from vkback.arrays import read_arrays
 from vkback.errors import VkbackError
 from vkback.harness.judge import judge, nmse, steps_of
 from vkback.harness.node_run import Batch, NodeRun
@@ -326,11 +327,11 @@ def load(path: Path, about: Mapping[str, Any]) -> Side:
     from vkback.graph import Tensor
 
     try:
-        with np.load(path, allow_pickle=False) as f:
-            saved = json.loads(str(f["about"]))
-            raw, expected = json.loads(str(f["items"])), json.loads(str(f["expected"]))
-            values = {name: f[f"value {name}"] for name in raw}
-    except (OSError, KeyError, ValueError) as e:
+        arrays = read_arrays(path)
+        saved = dict(json.loads(str(arrays["about"])))
+        raw, expected = json.loads(str(arrays["items"])), json.loads(str(arrays["expected"]))
+        values = {name: arrays[f"value {name}"] for name in raw}
+    except (KeyError, TypeError, ValueError) as e:
         raise CompareError(f"[compare] {path}: no saved run of vkback compare ({e}); write one with --save") from e
     if saved.get("format") != SAVED_FORMAT:
         raise CompareError(f"[compare] {path}: saved in format {saved.get('format')}, expected {SAVED_FORMAT}; save it anew")

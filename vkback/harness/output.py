@@ -300,5 +300,8 @@ class Json(Records):
 
 
 def samples_by_line(text: str) -> dict[str, tuple[float, ...]]:
-    """Microseconds of each repetition by case, from the json of a perf run."""
-    return {o["line"]: tuple(o["samples_us"]) for o in json.loads(text) if o["mode"] == "perf" and o["samples_us"]}
+    """Microseconds of each repetition by case, from the json of a perf run. Raises ValueError or KeyError for another text."""
+    records = json.loads(text)
+    if not isinstance(records, list) or not all(isinstance(o, dict) for o in records):
+        raise ValueError("expected one object a case")
+    return {o["line"]: tuple(o["samples_us"]) for o in records if o["mode"] == "perf" and o["samples_us"]}

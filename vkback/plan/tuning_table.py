@@ -57,7 +57,11 @@ def load_table(path: Path, *, shown: str = "") -> list[Row]:
 
 @lru_cache(maxsize=64)
 def _load(path: Path, file: str, _mtime: int, _size: int) -> tuple[Row, ...]:
-    return tuple(parse_table(path.read_text(encoding="utf-8"), file))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise TuningError(f"[tuning] {file}: not UTF-8 text: {e.reason} at byte {e.start}") from e
+    return tuple(parse_table(text, file))
 
 
 def parse_table(text: str, file: str) -> list[Row]:

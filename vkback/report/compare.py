@@ -99,10 +99,11 @@ def load(path: str | Path) -> pd.DataFrame:
     """The rows of a result file, numbers as numbers. Raises ReportError naming the file and what is wrong."""
     path, commit = located(path)
     if not path.is_file():
-        raise ReportError(f"{path}: no such file; expected a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite)")
+        wrong = "is a folder" if path.is_dir() else "no such file"
+        raise ReportError(f"{path}: {wrong}; expected a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite)")
     try:
         rows = _typed(_parse(path))
-    except (ValueError, sqlite3.Error) as e:
+    except (ValueError, RecursionError, sqlite3.Error) as e:
         raise ReportError(f"{path}: not a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite): {str(e).strip()}") from e
     if rows.empty:
         raise ReportError(f"{path}: holds no result")

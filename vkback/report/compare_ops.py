@@ -46,12 +46,13 @@ def load(path: str | Path) -> pd.DataFrame:
     """Timed cases of a file. Raises ReportError naming the file and what is wrong."""
     path, commit = located(path)
     if not path.is_file():
-        raise ReportError(f"{path}: no such file; expected a result of vkback test-ops perf (json, csv, sql or sqlite)")
+        wrong = "is a folder" if path.is_dir() else "no such file"
+        raise ReportError(f"{path}: {wrong}; expected a result of vkback test-ops perf (json, csv, sql or sqlite)")
     try:
         rows = _parse(path)
         rows = rows[rows["time_us"].notna() & (rows["time_us"] != "")]
         rows = rows.assign(time_us=rows["time_us"].map(float))
-    except (ValueError, KeyError, sqlite3.Error) as e:
+    except (ValueError, KeyError, RecursionError, sqlite3.Error) as e:
         raise ReportError(f"{path}: not a result of vkback test-ops perf (json, csv, sql or sqlite): {str(e).strip()}") from e
     if rows.empty:
         raise ReportError(f"{path}: holds no timed case")

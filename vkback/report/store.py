@@ -10,8 +10,10 @@ meaning of a field, or moves it, is one, with a step in MIGRATIONS.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -70,8 +72,13 @@ class Store:
             raise ReportError(f"{path}: not a store of results; expected a file that vkbench --store made, or a new name")
         if not existing and (why := unwritable(path)):
             raise ReportError(f"{path}: {why}")
+        self._copy = existing and not os.access(path, os.W_OK)
+        """Of a store that may only be read: it is brought up to date in memory."""
         try:
-            self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
+            self._db = sqlite3.connect(":memory:" if self._copy else path, timeout=WAIT_S, isolation_level=None)
+            if self._copy:
+                with closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=WAIT_S)) as db:
+                    db.backup(self._db)
             self._db.row_factory = sqlite3.Row
             self._upgrade()
         except sqlite3.Error as e:
@@ -109,6 +116,8 @@ class Store:
         return pd.DataFrame(cursor.fetchall(), columns=[name for name, *_ in cursor.description], dtype=object)
 
     def _insert(self, table: str, record: Mapping[str, Any]) -> None:
+        if self._copy:
+            raise ReportError(f"{self.path}: the result could not be stored: the file may only be read")
         names = ", ".join(record)
         marks = ", ".join("?" * len(record))
         try:

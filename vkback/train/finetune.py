@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vkback.arrays import read_arrays
 from vkback.device import Device
 from vkback.models.adapter import write_adapter
 from vkback.models.registry import Model
@@ -209,10 +209,9 @@ class FineTune:
     def resume(self, path: Path) -> None:
         """Go on from a state that `save` wrote. Raises TrainError where it is of another model, text or plan."""
         try:
-            with np.load(path) as stored:
-                values: dict[str, Any] = {name: stored[name] for name in stored.files}
-            about = json.loads(str(values.pop("about")))
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
+            values: dict[str, Any] = read_arrays(path)
+            about = dict(json.loads(str(values.pop("about"))))
+        except (ValueError, KeyError, TypeError) as e:
             raise TrainError(f"[finetune] {path}: no state of a run that can be read ({e}); begin anew without --resume") from e
         for key, what in (("version", "version of vkback"), ("model", "model"), ("text", "text")):
             if about.get(key) != self._about[key]:
