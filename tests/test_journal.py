@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +35,23 @@ def test_a_journal_survives_being_cut_short(tmp_path: Path) -> None:
     third = Journal(file, IDENTITY)
     assert third.finished("job") and third.suspected("job", B)
     assert third.results("mat_vec") == {"job": {"us": 7.5}} and third.results("attention") == {}
+
+
+def test_a_full_disk_names_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "j", IDENTITY)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(SweepError, match=r"/j: cannot be written: the disk is full; --resume goes on once it can be$"):
+        journal.finish("mat_vec", "job", {"us": 1})
+
+
+def test_a_journal_of_junk_is_begun_anew(tmp_path: Path) -> None:
+    for junk in (bytes(range(256)), b"[1]\n3\nnull\n", b'{"a": 1}\n'):
+        (tmp_path / "j").write_bytes(junk)
+        assert Journal(tmp_path / "j", IDENTITY).results("mat_vec") == {}
 
 
 def test_families_are_kept_apart(tmp_path: Path) -> None:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import sqlite3
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
+import numpy as np
 import pytest
 from cli_kit import FakeEngine, call
 
 from vkback import device, paths
-from vkback.cli import bench, main
+from vkback.arrays import read_arrays
+from vkback.cli import bench, main, serve
 from vkback.cli.bench_run import measure
 from vkback.cli.bench_tests import BenchTest
 from vkback.cli.shell import OutputError, UsageError, run, write_output
+from vkback.cli.test_ops import _shrink
+from vkback.harness.result import CaseResult
+from vkback.harness.suite import Run
+from vkback.report.bench_table import ReportError
+from vkback.report.store import Store
 
 BENCH = "bench/results/2026-11-21_h200_580-159-04_llama-8b-qwen3moe.json"
 
@@ -119,6 +128,57 @@ def test_what_is_no_file_is_written_itself() -> None:
 def test_a_full_disk_is_one_line() -> None:
     with pytest.raises(OutputError, match=r"^--html /dev/full: cannot be written: the disk is full$"):
         write_output(Path("/dev/full"), "--html", "text")
+
+
+def test_a_store_for_which_there_is_no_room_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s.sqlite"
+
+    def full(self: Store) -> None:
+        path.touch()
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Store, "_upgrade", full)
+    with pytest.raises(ReportError, match=r"s\.sqlite: cannot be used as a store of results: database or disk is full$"):
+        Store(path)
+    assert not path.exists()
+
+
+def test_a_failing_case_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran = Run(CaseResult(op="ABS", line="ABS(ne_a=[64,1,1,1])", mode="test", passed=False, message="wrong"))
+    suite = SimpleNamespace(run_one=lambda case: ran)
+    monkeypatch.setattr("vkback.harness.shrink.shrink", lambda case, fails: case)
+
+    def full(file: IO[bytes], **_: object) -> None:
+        file.write(b"half")
+        raise OSError("8 requested and 4 written")
+
+    with monkeypatch.context() as m:
+        m.setattr(np, "savez_compressed", full)
+        with pytest.raises(OutputError, match=r"^--save-in .*cases: cannot be written: 8 requested and 4 written, is the disk full\?$"):
+            _shrink(suite, [ran.result.line], tmp_path / "cases")
+    assert list((tmp_path / "cases").iterdir()) == []
+    _shrink(suite, [ran.result.line], tmp_path / "cases")
+    (file,) = (tmp_path / "cases").iterdir()
+    assert str(read_arrays(file)["message"]) == "wrong"
+
+
+def test_a_folder_for_failing_cases_is_no_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below"):
+        assert call(monkeypatch, main.main, "test-ops", "--shrink", "--save-in", str(folder)) == 2
+        assert capsys.readouterr().err == f"vkback: error: --save-in {folder}: {file} is no folder\n"
+    with pytest.raises(AssertionError, match="a device is opened"):
+        call(monkeypatch, main.main, "test-ops", "--shrink", "--save-in", str(tmp_path / "new" / "cases"))
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_an_address_that_is_taken_is_said_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"^--host 127\.0\.0\.1 --port {port}: .*in use.*; give another$"):
+            serve.check_address("127.0.0.1", port)
+    serve.check_address("127.0.0.1", port)
 
 
 def written_to(file: IO[str], monkeypatch: pytest.MonkeyPatch, lines: int) -> int:

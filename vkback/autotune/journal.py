@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vkback.autotune.search import SweepError
-from vkback.paths import write_atomic
+from vkback.paths import reason, write_atomic
 from vkback.shader import ShaderLibrary
 
 JOURNAL_FORMAT = 7
@@ -51,7 +51,7 @@ class Journal:
 
     def _events(self) -> Iterator[dict[str, Any]]:
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return
         events = []
@@ -61,6 +61,7 @@ class Journal:
             except ValueError:  # cut short when the last run ended
                 continue
         same = ("format", "device", "driver")
+        events = [event for event in events if isinstance(event, dict)]
         if events and all(events[0].get(k) == self.identity[k] for k in same):
             yield from events[1:]
 
@@ -103,8 +104,11 @@ class Journal:
         return {"result": self._results[family][key], "family": family, "key": key, "kernels": kernels}
 
     def _append(self, event: Mapping[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
+        except OSError as e:
+            raise SweepError(f"[tune] {self.path}: cannot be written: {reason(e)}; --resume goes on once it can be") from e
 
     def _write_whole(self) -> None:
         events: list[Mapping[str, Any]] = [self.identity]

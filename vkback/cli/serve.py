@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import sys
 from typing import Annotated
 
@@ -63,6 +64,7 @@ def serve(
 
     if api_key is not None and not api_key:
         raise UsageError("--api-key is empty; give a key, or leave it out")
+    check_address(host, port)
     chosen = template_text(template)
     path = model_path(model)
     adapter = (lora, lora_scale) if lora is not None else None
@@ -79,6 +81,15 @@ def serve(
         uvicorn.run(app, host=host, port=port, access_log=False, server_header=False, timeout_graceful_shutdown=5)
     finally:
         worker.close()
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises UsageError, before a model is loaded, where nobody can listen there."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as e:
+        raise UsageError(f"--host {host} --port {port}: {e.strerror}; give another") from e
 
 
 def require_packages() -> None:

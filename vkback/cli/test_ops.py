@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, UsageError, act_of, one_of, output_file, read_text
+from vkback.cli.shell import ActOption, DeviceOption, OutputError, UsageError, act_of, one_of, output_file, read_text
 from vkback.cli.terminal import StatusLine
 from vkback.errors import did_you_mean
+from vkback.paths import reason, unwritable
 
 if TYPE_CHECKING:
     from vkback.device import Device
@@ -72,6 +73,8 @@ def test_ops(
         raise UsageError(f"--store keeps times: expected vkback test-ops perf, not {mode}")
     if baseline is not None and mode != "perf":
         raise UsageError(f"--baseline compares times: expected vkback test-ops perf, not {mode}")
+    if smaller and (why := unwritable(next(p for p in (save_in, *save_in.absolute().parents) if p.exists()) / "case.npz")):
+        raise UsageError(f"--save-in {save_in}: {why}")
     notes = _against(baseline)
     if store is not None:
         output_file(store, "--store")
@@ -186,7 +189,10 @@ def _shrink(suite: Any, failed: Sequence[str], save_in: Path) -> None:
     for line in failed[:SHRUNK]:
         least = shrink(find_case(line), lambda case: suite.run_one(case).result.passed is False)
         run = suite.run_one(least)
-        path = save(run, save_in)
+        try:
+            path = save(run, save_in)
+        except OSError as e:
+            raise OutputError(f"--save-in {save_in}: cannot be written: {reason(e)}") from e
         print(f"\nSmallest failing case of {line}:\n  {least.line}\n  {run.result.message}", file=sys.stderr)
         print(f"  values in {path}; rerun: vkback test-ops '{least.line}'", file=sys.stderr)
 

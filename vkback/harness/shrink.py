@@ -15,6 +15,7 @@ from vkback.harness.cases import make_case
 from vkback.harness.suite import Run
 from vkback.ops.case import Case
 from vkback.ops.peer import tensor_type
+from vkback.paths import new_file
 
 FIXED = frozenset({
     "seed", "act", "axis", "axes", "pos", "glu", "b", "packed", "norm", "ff", "sinks", "residual", "ties", "order", "to", "split", "per",
@@ -87,7 +88,7 @@ def _with(case: Case, name: str, place: int, value: int) -> Case | None:
 
 
 def save(run: Run, folder: Path) -> Path:
-    """Write line, message, inputs, outputs ("got") and reference ("want") of a case that has run; the file's path."""
+    """Write line, message, inputs, outputs ("got") and reference ("want") of a case that has run; the file's path. Raises OSError."""
     line = run.result.line
     path = folder / f"{run.result.op.lower()}_{hashlib.sha256(line.encode()).hexdigest()[:10]}.npz"
     arrays: dict[str, Any] = {"line": np.array(line), "message": np.array(run.result.message)}
@@ -96,5 +97,6 @@ def save(run: Run, folder: Path) -> Path:
     for label, values in (("got", run.got), ("want", run.want)):
         arrays |= {f"{label}.{name}": value for name, value in (values or {}).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, **arrays)
+    with new_file(path) as part, part.open("wb") as file:
+        np.savez_compressed(file, **arrays)
     return path

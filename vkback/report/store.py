@@ -82,6 +82,8 @@ class Store:
             self._db.row_factory = sqlite3.Row
             self._upgrade()
         except sqlite3.Error as e:
+            if not existing and path.is_file() and not path.stat().st_size:
+                path.unlink()  # sqlite makes a file before it knows that there is no room in it
             raise ReportError(f"{path}: cannot be used as a store of results: {e}") from e
 
     def __enter__(self) -> Store:
