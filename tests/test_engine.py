@@ -205,6 +205,8 @@ def test_a_prompt_that_fills_the_context_is_the_twin_s(name: str, engines: Engin
     assert nmse(engine.prompt_logits(ids), twins(name).logits(ids)) <= FLOAT_NMSE
     with pytest.raises(EngineError, match=r"^\[engine\] token of 1 tokens after 75 does not fit the context of 75; load with a larger"):
         engine.decode_logits(1)
+    with pytest.raises(EngineError, match=r"^\[engine\] token 0 is 999999, expected an id in 0\.\."):
+        engine.prepare(sampler=Sampler(logit_bias=((999999, 1.0),)))
 
 
 def test_generation_to_the_end_of_the_context_is_the_twin_s(name: str, engines: Engines, twins: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sqlite3
@@ -16,16 +17,19 @@ from cli_kit import call
 
 from vkback import device
 from vkback.arrays import read_arrays
-from vkback.cli import main, shell
+from vkback.cli import bench, main, shell
 from vkback.cli.chat import template_text
+from vkback.cli.sampling import logit_bias
 from vkback.cli.shell import UsageError
 from vkback.device import Capabilities, DeviceError, NoDevice
 from vkback.device.instance import select
 from vkback.harness import node_compare
+from vkback.models.adapter import read_adapter
+from vkback.models.gguf_file import GgufError
 from vkback.report import compare, compare_ops
 from vkback.report.bench_table import ReportError
 from vkback.report.store import Store
-from vkback.train.finetune import FineTune
+from vkback.train.finetune import FineTune, Plan, Record
 from vkback.train.trainer import TrainError
 
 CONTENTS = {
@@ -178,3 +182,59 @@ def test_a_store_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(ReportError, match=r"s\.sqlite: the result could not be stored: the file may only be read$"):
             store.add_op(record, [2.0])
     assert path.read_bytes() == before
+
+
+# -- numbers
+
+
+def test_numbers_that_are_none(tmp_path: Path) -> None:
+    for wrong in ("5=nan", "5=inf"):
+        with pytest.raises(UsageError, match=rf"^--logit-bias {wrong}: expected ID=VALUE"):
+            logit_bias([wrong])
+    for name, value in (("lr", math.inf), ("lr", math.nan), ("weight_decay", math.inf)):
+        with pytest.raises(TrainError, match=rf"^\[finetune\] {name} is {value}, expected a number of 0 or more$"):
+            Plan(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(GgufError, match=r"a: adapters times nan, expected a number \(--lora-scale\)$"):
+        read_adapter(tmp_path / "a", SimpleNamespace(), math.nan)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("vkback test-ops --seed -1", "Invalid value for '--seed': "),
+        ("vkback test-ops -j 100000", "Invalid value for '-j': "),
+        ("vkback test-ops -o ,", "-o ',' names no op; give some, as -o MUL_MAT,ROPE, or leave it out for all"),
+        ("vkback compare -n 99999999999", "-n 99999999999: the context has 512 tokens; give fewer, or a larger --ctx"),
+        ("vkbench -p 1-99999999999", "-p 1-99999999999: more than 10000 values; give steps, as 1-8192+512 or 1-8192*2"),
+    ],
+)
+def test_numbers_that_are_too_large_or_small(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prog, *arguments = command.split()
+    assert call(monkeypatch, bench.main if prog == "vkbench" else main.main, *arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"{prog}: error: {said}") and err.count("\n") == 1
+
+
+def test_a_training_that_diverges_keeps_what_it_wrote_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    losses = iter([4.0, 3.0, math.nan])
+    run = FineTune.__new__(FineTune)
+    run.plan, run.record = Plan(steps=10, eval_every=1), Record()
+    run.trainer = SimpleNamespace(t=0, gradients=lambda tokens, targets: 1.0, update=lambda lr: None)  # type: ignore[assignment]
+    monkeypatch.setattr(run, "batch_at", lambda step: np.zeros((1, 2), np.int32))
+    monkeypatch.setattr(run, "evaluate", lambda: next(losses))
+    with pytest.raises(TrainError, match=r"the held-back loss after step 2 is nan: lower the learning rate \(0\.001\) or --max-norm$"):
+        run.run(on_evaluation=lambda step, loss: written.append(step))
+    assert written == [0, 1] and run.record.best == (1, 3.0)
+
+
+def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def app(**_: object) -> None:
+        np.empty(2**60, np.uint8)
+
+    with pytest.raises(SystemExit) as e:
+        shell.run(app, "vkback")
+    assert e.value.code == 1
+    assert capsys.readouterr().err.startswith("vkback: error: the memory of this machine does not suffice: Unable to allocate ")

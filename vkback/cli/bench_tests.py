@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from vkback.cli.shell import UsageError
 from vkback.report.bench_table import test_name
+
+MOST_VALUES = 10_000
+"""Of an option: more tests than anybody waits for."""
 
 _NAME = re.compile(r"(?:pp(?P<pp>\d+))?(?:\+?tg(?P<tg>\d+))?(?:\s*@\s*d?(?P<depth>\d+))?")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?:(?P<kind>[+*])(?P<step>\d+))?)?")
@@ -39,7 +43,9 @@ def parse_values(texts: Sequence[str], option: str) -> list[int]:
     """Numbers from `512`, `128,256`, `1-4` (each), `0-8192+2048` (steps), `1-512*2` (factors), in the order given."""
     values: list[int] = []
     for part in (p.strip() for text in texts for p in text.split(",")):
-        values += _one_range(part, option)
+        values += islice(_one_range(part, option), MOST_VALUES + 1)
+        if len(values) > MOST_VALUES:
+            raise UsageError(f"{option} {part}: more than {MOST_VALUES} values; give steps, as 1-8192+512 or 1-8192*2")
     return values
 
 

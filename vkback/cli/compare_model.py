@@ -128,11 +128,14 @@ def _other(against: str, device: str | None, fusion: str, one: Callable[..., Any
 
 
 def batch_of(model: Model, prompt: str | None, count: int, at_once: bool, ctx: int | None) -> Batch:
-    """The tokens to run: those of a text, or random ones, always the same."""
+    """The tokens to run: those of a text, or random ones, always the same. Raises UsageError for more of these than the context has."""
     import numpy as np
 
     from vkback.harness.node_run import Batch
 
+    most = ctx or model.hp.n_ctx_train
+    if not prompt and count > most:
+        raise UsageError(f"-n {count}: the context has {most} tokens; give fewer, or a larger --ctx")
     ids = model.tokenizer.encode(prompt) if prompt else np.random.default_rng(1).integers(0, model.hp.n_vocab, count).tolist()
     return Batch(tuple(map(int, ids)), len(ids) if at_once else 1, ctx or -(-len(ids) // 64) * 64)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Annotated
 
 import typer
@@ -31,9 +32,10 @@ def logit_bias(given: Sequence[str] | None) -> tuple[tuple[int, float], ...]:
     for text in given or ():
         token, equals, value = text.partition("=")
         try:
-            if not equals:
+            added = float(value)
+            if not equals or not added < inf:
                 raise ValueError(text)
-            found.append((int(token), float(value)))
+            found.append((int(token), added))
         except ValueError as e:
             raise UsageError(f"--logit-bias {text}: expected ID=VALUE, as 42=-1.5 or 42=-inf") from e
     return tuple(sorted(found))

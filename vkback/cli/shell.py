@@ -202,6 +202,8 @@ def run(app: Callable[..., Any], prog: str) -> NoReturn:
             where = e.filename or ("stdout" if held else "")
             code = VkbackError.exit_code
             said = "" if isinstance(e, BrokenPipeError) else f"{where}: {paths.reason(e)}".removeprefix(": ")
+        except MemoryError as e:
+            code, said = VkbackError.exit_code, f"the memory of this machine does not suffice: {e}".removesuffix(": ")
         except typer.Abort:  # what typer makes of an EOFError
             code, said = VkbackError.exit_code, "an input ends before it is whole"
         except KeyboardInterrupt:

@@ -46,8 +46,8 @@ def test_ops(
     full: Annotated[bool, typer.Option("--full", help="All cases of the suite, not just the ones every build runs.")] = False,
     device: DeviceOption = None,
     act: ActOption = "auto",
-    seed: Annotated[int | None, typer.Option("--seed", help="Other values for every case; default: the seed its line names.")] = None,
-    processes: Annotated[int, typer.Option("-j", min=1, help="Processes that run cases, each with a device of its own.")] = 1,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Other values for every case [default: as its line says].")] = None,
+    processes: Annotated[int, typer.Option("-j", min=1, max=256, help="Processes that run cases, each with a device of its own.")] = 1,
     output: Annotated[str, typer.Option("--output", help=", ".join(OUTPUTS))] = "console",
     baseline: Annotated[Path | None, typer.Option("--baseline", help="perf: json of an earlier run to compare with.")] = None,
     store: Annotated[Path | None, typer.Option("--store", metavar="FILE", help="perf: append to a store, for vkback history.")] = None,
@@ -82,6 +82,8 @@ def test_ops(
         print_counts(output == "json")
         return
     names += _split(ops)
+    if ops is not None and not names:
+        raise UsageError(f"-o {ops!r} names no op; give some, as -o MUL_MAT,ROPE, or leave it out for all")
     listed = lines_of(source) if source else perf_cases() if mode == "perf" else full_cases() if full else quick_cases()
     if mode == "grad":
         from vkback.harness.grad import is_gradient

@@ -60,8 +60,11 @@ def read_adapter(path: Path, model: GgufFile, strength: float = 1.0) -> tuple[Lo
     """An adapter file for a model's file, checked against it.
 
     strength  what the adapters are multiplied by
-    Raises GgufError naming what is wrong: no adapter, of another architecture, a tensor without its weight, of another shape or type.
+    Raises GgufError naming what is wrong: a strength that is no number, no adapter, one of another architecture, a tensor without its
+    weight or of another shape or type.
     """
+    if not math.isfinite(strength):
+        raise GgufError(f"[lora] {path}: adapters times {strength}, expected a number (--lora-scale)")
     f = GgufFile.open(path)
     if f.get("general.type", str, "model") != "adapter" or f.get("adapter.type", str, "") != "lora":
         why = "expected an adapter file (general.type adapter, adapter.type lora). A model is for -m"

@@ -282,6 +282,7 @@ class Engine:
         """
         prompts, decode = self._asked(prompt, logits, sampler, constrained)
         loop = loop_kind(sampler, constrained) if sampler else ""
+        self._check_ids([id for id, _ in sampler.logit_bias] if sampler else [])
         room = self.n_past < self.n_ctx
         try_sync = bool(decode) and room and not self._sync_tried and bool(self._plans.token("logits").barrier_free)
         kinds = [*(["logits"] if try_sync and not logits else []), *decode]

@@ -71,6 +71,9 @@ class Plan:
                 raise TrainError(f"[finetune] {name} is {getattr(self, name)}, expected at least 1")
         if not 0 < self.alpha < math.inf:
             raise TrainError(f"[finetune] alpha is {self.alpha}, expected a number above 0")
+        for name in ("lr", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise TrainError(f"[finetune] {name} is {getattr(self, name)}, expected a number of 0 or more")
         if not 0 < self.held_back < 1:
             raise TrainError(f"[finetune] held back: {self.held_back}, expected a part of the text between 0 and 1")
 
@@ -169,7 +172,11 @@ class FineTune:
         plan, record = self.plan, self.record
 
         def evaluate(step: int) -> None:
-            record.evaluations.append((step, self.evaluate()))
+            loss = self.evaluate()
+            if not math.isfinite(loss):
+                cure = f"lower the learning rate ({plan.lr:g}) or --max-norm" if step else "`vkback doctor -m MODEL` looks for the cause"
+                raise TrainError(f"[finetune] the held-back loss after step {step} is {loss}: {cure}")
+            record.evaluations.append((step, loss))
             if on_evaluation is not None:
                 on_evaluation(*record.evaluations[-1])
 
