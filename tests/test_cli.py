@@ -20,6 +20,7 @@ from vkback.cli import bench, main, shell
 from vkback.cli import test_ops as ops_command
 from vkback.cli.shell import UsageError
 from vkback.errors import VkbackError
+from vkback.harness.runner import Prepared, Workbench
 
 # --- vkback
 
@@ -149,6 +150,23 @@ def test_a_failing_case_is_shown_and_fails_the_command(monkeypatch: pytest.Monke
         "Failing tests:",
         f"  {case}",
     ]
+
+
+@pytest.mark.vulkan
+def test_records_are_whole_where_a_run_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Workbench.run
+    ran: list[Prepared] = []
+
+    def interrupted(self: Workbench, prepared: Prepared) -> Any:
+        if ran:
+            raise KeyboardInterrupt
+        ran.append(prepared)
+        return run(self, prepared)
+
+    monkeypatch.setattr(Workbench, "run", interrupted)
+    assert call(monkeypatch, main.main, "test-ops", "-o", "SILU", "--json") == 130
+    (first,) = json.loads(capsys.readouterr().out)
+    assert first["op_name"] == "SILU" and first["passed"]
 
 
 @pytest.mark.vulkan

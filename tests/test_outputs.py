@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import sqlite3
@@ -253,3 +254,9 @@ def test_a_benchmark_that_is_interrupted_keeps_what_it_measured(
     assert not path.exists()
     assert call(monkeypatch, bench.main, "tg2", "tg3", *arguments) == 130
     assert len(path.read_text().splitlines()) == 2, "a head and a row"
+    capsys.readouterr()
+    assert call(monkeypatch, bench.main, "tg2", "tg3", *arguments, "-o", "json") == 130
+    (printed,) = json.loads(capsys.readouterr().out)
+    assert printed["n_gen"] == 2
+    assert call(monkeypatch, bench.main, "tg3", *arguments, "-o", "json") == 130
+    assert json.loads(capsys.readouterr().out) == []

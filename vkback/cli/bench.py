@@ -213,8 +213,9 @@ def _measure_all(
     finally:
         for file in kept if results else ():
             file.write(head, results, settings.build)
-    for writer in shown:
-        writer.footer(settings.build)
+        if head:  # what was printed is whole, too
+            for writer in shown:
+                writer.footer(settings.build)
 
 
 def _with_flops(

@@ -15,7 +15,7 @@ import typer
 
 from vkback.cli.shell import ActOption, DeviceOption, OutputError, UsageError, act_of, one_of, output_file, read_text
 from vkback.cli.terminal import StatusLine
-from vkback.errors import did_you_mean
+from vkback.errors import VkbackError, did_you_mean
 from vkback.paths import reason, unwritable
 
 if TYPE_CHECKING:
@@ -143,12 +143,17 @@ def _run(
         ran: list[CaseResult] = []
         begun = time.perf_counter()
         status = stack.enter_context(StatusLine(wanted=not sys.stdout.isatty()))  # where lines are seen as they come, these will do
-        for number, result in enumerate(results, start=1):
-            status.say(f"vkback: {number} of {len(cases)} cases, {len(printer.tally.failed)} failed")
-            printer.add(result)
-            ran.append(result)
-            if kept is not None and result.supported:
-                kept.add_op(fields_of(result, printer.about), result.samples_us or ())
+        try:
+            for number, result in enumerate(results, start=1):
+                status.say(f"vkback: {number} of {len(cases)} cases, {len(printer.tally.failed)} failed")
+                printer.add(result)
+                ran.append(result)
+                if kept is not None and result.supported:
+                    kept.add_op(fields_of(result, printer.about), result.samples_us or ())
+        except (KeyboardInterrupt, VkbackError):
+            if output != "console":  # what was printed is whole
+                printer.finish()
+            raise
         if mode in ("test", "grad") or printer.tally.failed or output != "console":
             printer.finish()
         if by_op and mode in ("test", "grad"):
