@@ -143,6 +143,19 @@ def test_a_compiler_that_is_stopped_is_not_started_again(tmp_path: Path) -> None
     assert not compiler._running and (tmp_path / "log").read_text().count("started") <= 2, "for its version, and once"
 
 
+@unix
+def test_a_compiler_that_cannot_be_run_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    glslc = tmp_path / "glslc"
+    monkeypatch.setattr(compiler, "shared_library", lambda: None)
+    monkeypatch.setattr(compiler, "program_path", lambda: str(glslc))
+    monkeypatch.setenv("VKBACK_CACHE", str(tmp_path))
+    for text, why in (("#!/bin/sh\necho no library >&2\nexit 127\n", "exit status 127: no library"), ("junk", "Exec format error")):
+        glslc.write_text(text)
+        glslc.chmod(0o755)
+        assert compiler.find_compiler.__wrapped__() is None
+        assert capsys.readouterr().err == f"vkback: {glslc} is not used, for it cannot be run: {why}\n"
+
+
 def test_the_wait_for_a_compiler_is_counted_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that stood still for an hour, as its user's machine did, gets the rest of its time."""
     waits: list[float] = []

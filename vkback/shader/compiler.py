@@ -175,15 +175,20 @@ def _run(command: Sequence[str], timeout_s: float, given: bytes = b"", folder: P
 
 
 def _version(path: str) -> str:
-    """What a program says of its version: kept with the caches as long as the file is the same, for glslc takes 70 to 90 ms to say it."""
+    """What a program says of its version: kept with the caches as long as the file is the same, for glslc takes 70 to 90 ms to say it.
+
+    Raises OSError or CompileError where it cannot be run.
+    """
     stat = Path(path).resolve().stat()
     stamp = f"{Path(path).resolve()} {stat.st_size} {stat.st_mtime_ns}"
     kept = cache_dir() / "compilers" / f"{hashlib.sha256(stamp.encode()).hexdigest()[:32]}.txt"
     with suppress(OSError, UnicodeDecodeError):
         if said := kept.read_text(encoding="utf-8"):
             return said
-    ran = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    said = " ".join(ran.stdout.split())
+    status, out, fault = _run([path, "--version"], TIMEOUT_S)
+    if status:
+        raise CompileError(f"exit status {status}: {' '.join(fault.decode('utf-8', 'replace').split())}")
+    said = " ".join(out.decode("utf-8", "replace").split())
     write_atomic(kept, said.encode())
     return said
 
@@ -234,12 +239,16 @@ def program_path() -> str | None:
 
 @cache
 def find_compiler() -> Compiler | None:
-    """libshaderc (a compile takes milliseconds), else glslc (a process each), else None."""
+    """libshaderc (a compile takes milliseconds), else glslc (a process each), else None. A glslc that cannot be run is a line on stderr."""
     library = shared_library()
     if library is not None:
         return library
     path = program_path()
-    return GlslcProgram(path) if path else None
+    try:
+        return GlslcProgram(path) if path else None
+    except (OSError, CompileError) as e:
+        print(f"vkback: {path} is not used, for it cannot be run: {e.strerror if isinstance(e, OSError) else e}", file=sys.stderr)
+        return None
 
 
 def identity_key(compiler: Compiler, optimize: bool = True) -> str:
