@@ -22,10 +22,12 @@ from vkback.cli.chat import template_text
 from vkback.cli.sampling import logit_bias
 from vkback.cli.shell import UsageError
 from vkback.device import Capabilities, DeviceError, NoDevice
+from vkback.device.capabilities import PROFILE_DIR
 from vkback.device.instance import select
 from vkback.harness import node_compare
 from vkback.models.adapter import read_adapter
 from vkback.models.gguf_file import GgufError
+from vkback.records import read_objects
 from vkback.report import compare, compare_ops
 from vkback.report.bench_table import ReportError
 from vkback.report.store import Store
@@ -97,6 +99,10 @@ def test_a_profile_that_lacks_a_value(tmp_path: Path) -> None:
     path.write_text('{"schema": 1, "device": {}}')
     with pytest.raises(DeviceError, match=r"p\.json: lacks a value, or has one of another kind: .*; see docs/device_profiles\.md"):
         Capabilities.from_profile(path)
+    whole = json.loads((PROFILE_DIR / "nvidia_h200_linux.json").read_text(encoding="utf-8"))
+    path.write_text(json.dumps(whole | {"name": 3}))
+    with pytest.raises(DeviceError, match=r"p\.json: lacks a value, or has one of another kind: name is 3; see"):
+        Capabilities.from_profile(path)
 
 
 def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
@@ -162,6 +168,35 @@ def test_a_baseline_without_times(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert "b.json: holds no timed case; expected what vkback test-ops perf --json prints\n" in capsys.readouterr().err
     assert call(monkeypatch, main.main, "test-ops", "-o", "RMS_NORM", "--baseline", str(path)) == 2
     assert "--baseline compares times: expected vkback test-ops perf, not test\n" in capsys.readouterr().err
+
+
+def test_records_of_others() -> None:
+    whole = [{"a": 1, "b": [1, "x"], "c": {"d": None}, "samples_us": [1, 2.5], "samples_ns": None}]
+    assert read_objects(json.dumps(whole)) == [whole[0] | {"b": '[1, "x"]', "c": '{"d": null}'}]
+    assert read_objects('{"a": 1}\n\n{"a": 2}\n') == [{"a": 1}, {"a": 2}]
+    for samples in (3, "x", [None], [0], [math.nan], [math.inf], {"a": 1}):
+        with pytest.raises(ValueError, match=r"^result 2: samples_us is .*, expected a list of numbers above 0$"):
+            read_objects(json.dumps([{}, {"samples_us": samples}]))
+    with pytest.raises(ValueError, match=r"^it is nested too deeply$"):
+        read_objects("[" * 100_000)
+
+
+def test_timed_cases_that_lack_something(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    timed = {"op_name": "ABS", "op_params": "", "time_us": 1.5, "spread_us": 0.1}
+    path.write_text(json.dumps([timed, timed | {"time_us": None}]))
+    assert list(compare_ops.load(path)["time_us"]) == [1.5]
+    for change, why in (
+        ({"time_us": 0}, "a time is not above 0"),
+        ({"time_us": "x"}, "could not convert string to float: 'x'"),
+        ({"spread_us": [1]}, r"could not convert string to float: '\[1\]'"),
+    ):
+        path.write_text(json.dumps([timed | change]))
+        with pytest.raises(ReportError, match=rf"r\.json: not a result of vkback test-ops perf \(.*\): {why}$"):
+            compare_ops.load(path)
+    path.write_text('[{"op_name": "ABS"}]')
+    with pytest.raises(ReportError, match=r": it lacks op_params, time_us$"):
+        compare_ops.load(path)
 
 
 def test_results_that_are_folders(tmp_path: Path) -> None:

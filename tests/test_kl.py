@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vkback.models.kl import BaseReader, BaseWriter, Divergences, KlError, describe_text, log_softmax
+from vkback.models.kl import HEAD, MAGIC, VERSION, BaseReader, BaseWriter, Divergences, KlError, describe_text, log_softmax
 
 RNG = np.random.default_rng(3)
 LOGITS = (2 * RNG.standard_normal((40, 300))).astype(np.float32)
@@ -72,6 +72,13 @@ def test_a_base_of_something_else_is_refused(file: Path, tmp_path: Path) -> None
         BaseReader(file)
     with pytest.raises(KlError, match="cannot be read: No such file"):
         BaseReader(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("length", "header"), [(9, b'{"n_voca'), (1, b"3"), (2**64 - 1, b"{}"), (3, b"\xff\xff\xff")])
+def test_a_base_with_a_damaged_head(length: int, header: bytes, tmp_path: Path) -> None:
+    (tmp_path / "base").write_bytes(HEAD.pack(MAGIC, VERSION, length) + header)
+    with pytest.raises(KlError, match=r"base: the file is damaged or cut short: .*; write it anew with --save-kl-base$"):
+        BaseReader(tmp_path / "base")
 
 
 def test_a_base_that_fails_on_the_way_leaves_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, TextIO
 
 Record = Mapping[str, Any]
@@ -93,6 +94,26 @@ class JsonArray(RecordWriter):
 
     def end(self) -> None:
         self.put("\n]\n")
+
+
+def read_objects(text: str) -> list[dict[str, Any]]:
+    """Records of a JSON array, or of lines with an object each, whoever wrote them: `samples_...` are lists of numbers above 0, other
+    values text, numbers, truth or None; other lists and objects become their JSON. Raises ValueError naming what is none of it."""
+    try:
+        found = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
+    except RecursionError as e:
+        raise ValueError("it is nested too deeply") from e
+    if not all(isinstance(o, dict) for o in found):
+        raise ValueError("expected one object a result")
+    return [{name: _value(number, name, value) for name, value in o.items()} for number, o in enumerate(found, start=1)]
+
+
+def _value(number: int, name: str, value: Any) -> Any:
+    if not name.startswith("samples_"):
+        return json.dumps(value) if isinstance(value, (list, dict)) else value
+    if value is None or (isinstance(value, list) and all(isinstance(v, (int, float)) and 0 < v < inf for v in value)):
+        return value
+    raise ValueError(f"result {number}: {name} is {value!r}, expected a list of numbers above 0")
 
 
 def plain(value: Any) -> str:

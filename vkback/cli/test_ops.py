@@ -237,7 +237,7 @@ def _against(baseline: Path | None) -> Callable[[CaseResult], str]:
     text = read_text(baseline, "--baseline")
     try:
         before = samples_by_line(text)
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+    except ValueError as e:
         raise UsageError(f"--baseline {baseline}: not the json of a perf run: {e}") from e
     if not before:
         raise UsageError(f"--baseline {baseline}: holds no timed case; expected what vkback test-ops perf --json prints")

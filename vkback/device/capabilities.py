@@ -214,8 +214,8 @@ class Capabilities:
         if schema != 1:
             raise DeviceError(f"[capabilities] {file}: schema {schema!r}, expected 1")
         try:
-            return _from_profile(profile)
-        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            return _checked(_from_profile(profile))
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as e:
             raise DeviceError(f"[capabilities] {file}: lacks a value, or has one of another kind: {e}; see docs/device_profiles.md") from e
 
 
@@ -288,6 +288,17 @@ def _from_profile(p: Mapping[str, Any]) -> Capabilities:
         shader_cores=p["compute_units"]["count"],
         extensions=tuple(sorted(name for name, there in p["extensions"].items() if there)),
     )
+
+
+def _checked(caps: Capabilities) -> Capabilities:
+    """Raises TypeError for a value of another kind than its field's."""
+    for field in dataclasses.fields(caps):
+        value = getattr(caps, field.name)
+        kind = {"str": str, "int": int, "tuple[str, ...]": str}.get(str(field.type))
+        wrong = [v for v in (value if isinstance(value, tuple) else (value,)) if kind and not isinstance(v, kind)]
+        if wrong:
+            raise TypeError(f"{field.name} is {wrong[0]!r}")
+    return caps
 
 
 def _profile_identity(p: Mapping[str, Any]) -> dict[str, Any]:

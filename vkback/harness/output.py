@@ -6,7 +6,6 @@ the seed has a field of its own.
 
 from __future__ import annotations
 
-import json
 import textwrap
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from vkback.harness.result import SPENT, CaseResult
-from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords
+from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords, read_objects
 
 if TYPE_CHECKING:
     from vkback.ops.mat_mul_job import Way
@@ -300,8 +299,5 @@ class Json(Records):
 
 
 def samples_by_line(text: str) -> dict[str, tuple[float, ...]]:
-    """Microseconds of each repetition by case, from the json of a perf run. Raises ValueError or KeyError for another text."""
-    records = json.loads(text)
-    if not isinstance(records, list) or not all(isinstance(o, dict) for o in records):
-        raise ValueError("expected one object a case")
-    return {o["line"]: tuple(o["samples_us"]) for o in records if o["mode"] == "perf" and o["samples_us"]}
+    """Microseconds of each repetition by case, from the json of a perf run. Raises ValueError for what is no json of results."""
+    return {str(o.get("line")): tuple(o["samples_us"]) for o in read_objects(text) if o.get("mode") == "perf" and o.get("samples_us")}

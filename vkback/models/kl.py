@@ -109,7 +109,11 @@ class BaseReader:
             self._file.close()
             what = f"has version {version}, expected {VERSION}" if magic == MAGIC else "is no base of log probabilities"
             raise KlError(f"[kl] {path}: {what}; write one with --save-kl-base")
-        self.header: dict[str, Any] = json.loads(self._file.read(length))
+        try:
+            self.header: dict[str, Any] = dict(json.loads(self._file.read(length)))
+        except (ValueError, TypeError, OverflowError, MemoryError) as e:
+            self._file.close()
+            raise KlError(f"[kl] {path}: the file is damaged or cut short: {e}; write it anew with --save-kl-base") from e
 
     def check(self, text: Mapping[str, Any]) -> None:
         """Raises KlError naming what differs from this run: the text, its chunks, or the vocabulary."""

@@ -6,7 +6,6 @@ Reads what vkbench and llama-bench write: JSON, JSONL, CSV, SQL statements, or a
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -21,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
+from vkback.records import read_objects
 from vkback.report import tables
 from vkback.report.bench_table import SQL_TABLE, ReportError, deviation, speed_text, test_name
 from vkback.report.markdown import Column, head, line
@@ -103,7 +103,7 @@ def load(path: str | Path) -> pd.DataFrame:
         raise ReportError(f"{path}: {wrong}; expected a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite)")
     try:
         rows = _typed(_parse(path))
-    except (ValueError, RecursionError, sqlite3.Error) as e:
+    except (ValueError, OverflowError, sqlite3.Error) as e:
         raise ReportError(f"{path}: not a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite): {str(e).strip()}") from e
     if rows.empty:
         raise ReportError(f"{path}: holds no result")
@@ -150,10 +150,7 @@ def _parse(path: Path) -> pd.DataFrame:
             return _rows_of(db)
     if not text.startswith(("[", "{")):
         return pd.read_csv(StringIO(text), dtype=object, keep_default_na=False, index_col=False) if text else pd.DataFrame()
-    objects = json.loads(text) if text.startswith("[") else [json.loads(part) for part in text.splitlines() if part.strip()]
-    if not all(isinstance(o, dict) for o in objects):
-        raise ValueError("expected one object a result")
-    return pd.DataFrame(objects, dtype=object)
+    return pd.DataFrame(read_objects(text), dtype=object)
 
 
 def _rows_of(db: sqlite3.Connection) -> pd.DataFrame:
@@ -221,7 +218,7 @@ def compare(
 def _tests(rows: pd.DataFrame, told_apart: Sequence[str]) -> dict[tuple[str, ...], pd.DataFrame]:
     """The rows of each test by model, size, parameters, test and settings, in the order of the file."""
     test = rows[["n_prompt", "n_gen", "n_depth"]].apply(lambda sizes: test_name(*sizes), axis=1)
-    key = [rows["model_type"], rows["model_size"].map(size_text), rows["model_n_params"].map(params_text), test]
+    key = [rows["model_type"].map(str), rows["model_size"].map(size_text), rows["model_n_params"].map(params_text), test]
     key += [_texts(rows, s) for s in told_apart]
     return {cast(tuple[str, ...], k): group for k, group in rows.groupby(key, sort=False)}
 

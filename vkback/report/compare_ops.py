@@ -5,7 +5,6 @@ Reads its json and csv, SQL statements, and SQLite files with a table `test_back
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -18,6 +17,7 @@ from typing import Any
 import pandas as pd
 
 from vkback.harness.output import SQL_TABLE
+from vkback.records import read_objects
 from vkback.report import tables
 from vkback.report.bench_table import ReportError, deviation
 from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, change_text, located, of_commit
@@ -49,10 +49,8 @@ def load(path: str | Path) -> pd.DataFrame:
         wrong = "is a folder" if path.is_dir() else "no such file"
         raise ReportError(f"{path}: {wrong}; expected a result of vkback test-ops perf (json, csv, sql or sqlite)")
     try:
-        rows = _parse(path)
-        rows = rows[rows["time_us"].notna() & (rows["time_us"] != "")]
-        rows = rows.assign(time_us=rows["time_us"].map(float))
-    except (ValueError, KeyError, RecursionError, sqlite3.Error) as e:
+        rows = _typed(_parse(path))
+    except (ValueError, OverflowError, sqlite3.Error) as e:
         raise ReportError(f"{path}: not a result of vkback test-ops perf (json, csv, sql or sqlite): {str(e).strip()}") from e
     if rows.empty:
         raise ReportError(f"{path}: holds no timed case")
@@ -87,8 +85,20 @@ def _parse(path: Path) -> pd.DataFrame:
             db.executescript(text)
             return pd.read_sql_query(f"SELECT * FROM {SQL_TABLE}", db)
     if text.startswith("["):
-        return pd.DataFrame(json.loads(text), dtype=object)
+        return pd.DataFrame(read_objects(text), dtype=object)
     return pd.read_csv(StringIO(text), dtype=object, keep_default_na=False, index_col=False)
+
+
+def _typed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that have a time, with times as numbers. Raises ValueError naming what they lack."""
+    if missing := [name for name in ("op_name", "op_params", "time_us") if name not in rows] if len(rows) else []:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    for name in filter(rows.columns.__contains__, ("time_us", "spread_us")):
+        rows[name] = [float(v) if v not in (None, "") and v == v else None for v in rows[name]]
+    rows = rows[rows["time_us"].notna()] if len(rows) else rows
+    if len(rows) and not (rows["time_us"] > 0).all():
+        raise ValueError("a time is not above 0")
+    return rows
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame) -> list[OpDifference]:
