@@ -211,6 +211,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device")
     args = parser.parse_args()
+    if args.way == "coop_reg" and not args.cut:
+        parser.error("--way coop_reg needs a --cut, such as --shape 28672x8x4096 --cut 16x8x32/16x4")
     library = ShaderLibrary()
     points: list[Point] = []
     with Device.open(args.device) as device:

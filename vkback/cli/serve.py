@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from vkback.cli.chat import template_text
+from vkback.cli.interrupts import own_interrupts
 from vkback.cli.shell import (
     ActOption,
     CacheTypeKOption,
@@ -78,7 +79,8 @@ def serve(
     hosts = ("127.0.0.1", "localhost") if host in ("127.0.0.1", "localhost") else ("*",)
     app = build_app(worker, api_key=api_key, limits=Limits(max_body, max_tokens, max_time), template=chosen, hosts=hosts)
     try:
-        uvicorn.run(app, host=host, port=port, access_log=False, server_header=False, timeout_graceful_shutdown=5)
+        with own_interrupts():  # uvicorn has its own handlers, and gives requests that run some seconds
+            uvicorn.run(app, host=host, port=port, access_log=False, server_header=False, timeout_graceful_shutdown=5)
     finally:
         worker.close()
 
