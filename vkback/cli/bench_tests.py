@@ -10,7 +10,7 @@ from itertools import islice
 from vkback.cli.shell import UsageError
 from vkback.report.bench_table import test_name
 
-MOST_VALUES = 10_000
+MAX_VALUES = 10_000
 """Of an option: more tests than anybody waits for."""
 
 _NAME = re.compile(r"(?:pp(?P<pp>\d+))?(?:\+?tg(?P<tg>\d+))?(?:\s*@\s*d?(?P<depth>\d+))?")
@@ -43,9 +43,9 @@ def parse_values(texts: Sequence[str], option: str) -> list[int]:
     """Numbers from `512`, `128,256`, `1-4` (each), `0-8192+2048` (steps), `1-512*2` (factors), in the order given."""
     values: list[int] = []
     for part in (p.strip() for text in texts for p in text.split(",")):
-        values += islice(_one_range(part, option), MOST_VALUES + 1)
-        if len(values) > MOST_VALUES:
-            raise UsageError(f"{option} {part}: more than {MOST_VALUES} values; give steps, as 1-8192+512 or 1-8192*2")
+        values += islice(_one_range(part, option), MAX_VALUES + 1)
+        if len(values) > MAX_VALUES:
+            raise UsageError(f"{option} {part}: more than {MAX_VALUES} values; give steps, as 1-8192+512 or 1-8192*2")
     return values
 
 
