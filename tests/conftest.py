@@ -70,7 +70,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if left_out := config.stash.get(LEFT_OUT, 0):
+    if "not exhaustive" in config.option.markexpr and (left_out := config.stash.get(LEFT_OUT, 0)):
         terminalreporter.write_line(f"{left_out} that only cross what these run were left out (marked exhaustive): make test-all runs all")
 
 

@@ -8,8 +8,11 @@ import pytest
 
 from vkback.device import Device
 from vkback.harness.runner import run_case
+from vkback.ops import mat_vec_config
 from vkback.ops.case import Case
 from vkback.ops.lowering import Act, LowerContext
+from vkback.ops.mat_vec_cases import mul_mat_case
+from vkback.ops.mat_vec_config import SWAP_BITS
 from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 
@@ -23,4 +26,19 @@ RUNS = [(case, act) for case in CASES for act in ((case.params["act"],) if "act"
 @pytest.mark.parametrize(("case", "act"), RUNS, ids=lambda v: v.line if isinstance(v, Case) else v)
 def test_case(case: Case, act: Act, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     outcome = run_case(device, library, case, dataclasses.replace(ctx, act=act))
+    assert outcome.ok, outcome.text
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("vendor", SWAP_BITS)
+def test_bits_are_swapped_right_in_the_ways_of_other_vendors(
+    vendor: str, device: Device, library: ShaderLibrary, ctx: LowerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """shaders/quant/bit_planes.glsl. CPU drivers take none of these by themselves."""
+    monkeypatch.setattr(mat_vec_config, "SWAP_BITS", {device.caps.vendor: SWAP_BITS[vendor]})
+    ctx = dataclasses.replace(ctx, act="q8_1")
+    case = mul_mat_case("IQ4_NL", 33, 1, 2048)
+    node = case.build().node
+    assert any(("SWAP_BITS", SWAP_BITS[vendor]) in d.kernel.defines for d in OPS["MUL_MAT"].lower(node, ctx))
+    outcome = run_case(device, library, case, ctx)
     assert outcome.ok, outcome.text
