@@ -17,7 +17,6 @@ layout(push_constant) uniform Push {
     uint causal;        // 0: every token sees its whole sequence
     uint window;        // most tokens that a token sees; 0: no limit
     uint parts;         // parts of the result's columns, 32 CHUNKS each
-    uint heads_per_group;  // heads of Q that a workgroup sums over
     float scale;
     float softcap;      // 0: none
 } p;

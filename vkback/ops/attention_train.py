@@ -149,10 +149,9 @@ def _choice(sizes: Sizes, ctx: LowerContext) -> Choice:
 
 
 def _launch(
-    node: Node, ctx: LowerContext, shader: str, args: Sequence[Arg], sizes: Sizes, heads: int, columns: int,
-    flops: int = 0,
+    node: Node, ctx: LowerContext, shader: str, args: Sequence[Arg], sizes: Sizes, columns: int, flops: int = 0
 ) -> Dispatch:  # fmt: skip
-    """A workgroup for 32 tokens of `heads` heads, and for as many of the columns as it may have; or for a token a lane, where the table of
+    """A workgroup for 32 tokens of a head of Q, and for as many of the columns as it may have; or for a token a lane, where the table of
     tuning says so."""
     params = node.params
     chunks = min(MAX_CHUNKS, ceil_div(columns, TILE))
@@ -164,13 +163,12 @@ def _launch(
     if choice["tiles"] == "lanes" and use_shuffles:
         variant = Variant(f"attention/{shader}_lanes.comp", (("HD", sizes.hd), ("LANES", lanes), ("VD", sizes.vd)), required)
         tokens, how, parts = lanes, f"{lanes} threads, a token each", 1
-    groups = (ceil_div(sizes.n, tokens), heads, sizes.sequences * parts)
+    groups = (ceil_div(sizes.n, tokens), sizes.heads, sizes.sequences * parts)
     if max(groups) > MAX_GROUPS_X:
         raise PlanError(f"[{node.op}] {node.name}: {groups} workgroups; at most {MAX_GROUPS_X} along an axis")
-    heads_each = 1  # of Q, added up by a workgroup for K and V
     push = pack_push(
         sizes.n, sizes.heads, sizes.kv_heads, sizes.hd, sizes.vd, int(params.get("causal", True)), int(params.get("window", 0)), parts,
-        heads_each, float(params["scale"]), float(params.get("softcap", 0.0)),
+        float(params["scale"]), float(params.get("softcap", 0.0)),
     )  # fmt: skip
     return Dispatch(
         variant, tuple(args), push, groups, node.op, node.name, f"{how}: {choice.source}", nbytes=sum(nbytes(a.tensor) for a in args),
@@ -347,7 +345,7 @@ class FlashAttnLse(_Training, Op):
             by.launch("forward", (own, own, *walked, Arg(lse, "w"), own, Arg(y, "w")), flops)
             return by.dispatches
         args = (Arg(q), Arg(k), Arg(v), Arg(y, "w"), Arg(lse, "w"))
-        return [_launch(node, ctx, "train_forward", args, sizes, sizes.heads, sizes.vd, flops=flops)]
+        return [_launch(node, ctx, "train_forward", args, sizes, sizes.vd, flops=flops)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         if _matrix_shape(sizes_of(node, *node.inputs), ctx) is not None:
@@ -434,9 +432,9 @@ class FlashAttnBack(_Training, Gradient):
             dispatches += by.dispatches
         else:
             dispatches += [
-                _launch(node, ctx, "train_back_q", (*given, Arg(dq, "w")), sizes, sizes.heads, sizes.hd, flops=flops_q),
+                _launch(node, ctx, "train_back_q", (*given, Arg(dq, "w")), sizes, sizes.hd, flops=flops_q),
                 _launch(
-                    node, ctx, "train_back_kv", (*given, Arg(made_k, "w"), Arg(made_v, "w")), sizes, sizes.heads, max(sizes.hd, sizes.vd),
+                    node, ctx, "train_back_kv", (*given, Arg(made_k, "w"), Arg(made_v, "w")), sizes, max(sizes.hd, sizes.vd),
                     flops=flops_kv,
                 ),
             ]  # fmt: skip
