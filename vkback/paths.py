@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vkback.errors import VkbackError
@@ -147,6 +147,16 @@ def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 _parts: set[Path] = set()
 """Files that are being written."""
+
+
+@contextlib.contextmanager
+def new_file_or(error: Callable[[str], Exception], named: str, path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """`new_file`, but what the disk refuses is raised as `error`: "NAMED cannot be written: the disk is full"."""
+    try:
+        with new_file(path, durable=durable) as part:
+            yield part
+    except OSError as e:
+        raise error(f"{named} cannot be written: {reason(e)}") from e
 
 
 def remove_parts() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vkback.autotune.search import SweepError
 from vkback.device import Capabilities
-from vkback.paths import new_file, reason
+from vkback.paths import new_file_or
 from vkback.plan.tuning import device_table
 
 SHARE_FORMAT = 1
@@ -48,8 +48,5 @@ def without_home(text: str) -> str:
 def share(caps: Capabilities, report: str, folder: Path, file: Path) -> None:
     """Write what `shared` gives. Raises SweepError when there is nothing, or when the file cannot be written."""
     text = json.dumps(shared(caps, report, folder), indent=1) + "\n"
-    try:
-        with new_file(file) as part:
-            part.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise SweepError(f"[tune] --share {file}: cannot be written: {reason(e)}") from e
+    with new_file_or(SweepError, f"[tune] --share {file}:", file) as part:
+        part.write_text(text, encoding="utf-8")

@@ -363,11 +363,8 @@ def picture_file(path: Path, option: str) -> Path:
 
 def write_output(path: Path, option: str, text: str) -> None:
     """Write such a file, whole or not at all. Raises OutputError."""
-    try:
-        with paths.new_file(path) as part:
-            part.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise OutputError(f"{option} {path}: cannot be written: {paths.reason(e)}") from e
+    with paths.new_file_or(OutputError, f"{option} {path}:", path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def load_engine(

@@ -20,7 +20,7 @@ from vkback.harness.node_walk import Item, Made, Swap, Walk, Weights, evaluate, 
 from vkback.harness.token_cases import FLOAT
 from vkback.models.registry import Model
 from vkback.ops.case import Array
-from vkback.paths import new_file, reason
+from vkback.paths import new_file_or
 
 BAND = 4.0
 """NMSE over the expected one that is still within the band, of many values: errors twice as large. Both are sums over the same thousands of
@@ -313,13 +313,10 @@ def save(path: Path, side: Side) -> None:
         for name, i in side.items.items()
     }
     arrays = {f"value {name}": v.astype(np.float32) if v.dtype.kind == "f" else v for name, v in side.values.items()}
-    try:
-        with new_file(path) as part, part.open("wb") as f:
-            np.savez_compressed(
-                f, about=json.dumps(about), items=json.dumps(items), expected=json.dumps(side.expected), **arrays,  # type: ignore[arg-type]
-            )  # fmt: skip
-    except OSError as e:
-        raise CompareError(f"[compare] {path}: cannot be written: {reason(e)}") from e
+    with new_file_or(CompareError, f"[compare] {path}:", path) as part, part.open("wb") as f:
+        np.savez_compressed(
+            f, about=json.dumps(about), items=json.dumps(items), expected=json.dumps(side.expected), **arrays,  # type: ignore[arg-type]
+        )  # fmt: skip
 
 
 def load(path: Path, about: Mapping[str, Any]) -> Side:

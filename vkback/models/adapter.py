@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.models.gguf_file import GgufError, GgufFile, quoted
 from vkback.models.naming import file_type
-from vkback.paths import new_file, reason
+from vkback.paths import new_file_or
 from vkback.plan.lora import A, B, Lora
 
 if TYPE_CHECKING:
@@ -39,21 +39,18 @@ def write_adapter(path: Path, arch: str, name: str, alpha: float, values: Mappin
     """
     from gguf import GGUFWriter  # 29 modules, which a model without adapters does without
 
-    try:
-        with new_file(path) as part:
-            writer = GGUFWriter(part, arch)
-            writer.add_type("adapter")
-            writer.add_name(name)
-            writer.add_string("adapter.type", "lora")
-            writer.add_float32(ALPHA, alpha)
-            for tensor, value in values.items():
-                writer.add_tensor(tensor, np.ascontiguousarray(value, np.float32))
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-    except OSError as e:
-        raise GgufError(f"[lora] {path}: cannot be written: {reason(e)}") from e
+    with new_file_or(GgufError, f"[lora] {path}:", path) as part:
+        writer = GGUFWriter(part, arch)
+        writer.add_type("adapter")
+        writer.add_name(name)
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32(ALPHA, alpha)
+        for tensor, value in values.items():
+            writer.add_tensor(tensor, np.ascontiguousarray(value, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
 
 
 def read_adapter(path: Path, model: GgufFile, strength: float = 1.0) -> tuple[Lora, GgufFile]:
@@ -154,20 +151,17 @@ def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0, type: st
         found.append(Merged(weight, error / float(np.sum(wanted**2)), math.sqrt(error / (float(np.sum(change**2)) or 1.0))))
         return np.ascontiguousarray(raw)
 
-    try:
-        with new_file(out) as part:
-            if type is None:
-                with model.open("rb") as source, part.open("wb") as target:
-                    while block := source.read(1 << 24):
-                        target.write(block)
-                with part.open("r+b") as copy:
-                    for weight in lora.ranks:
-                        copy.seek(base.tensor(weight).offset)
-                        copy.write(summed(weight).data)
-            else:
-                _write_anew(base, part, lora.ranks, type, summed)
-    except OSError as e:
-        raise GgufError(f"[lora] {out}: cannot be written: {reason(e)}") from e
+    with new_file_or(GgufError, f"[lora] {out}:", out) as part:
+        if type is None:
+            with model.open("rb") as source, part.open("wb") as target:
+                while block := source.read(1 << 24):
+                    target.write(block)
+            with part.open("r+b") as copy:
+                for weight in lora.ranks:
+                    copy.seek(base.tensor(weight).offset)
+                    copy.write(summed(weight).data)
+        else:
+            _write_anew(base, part, lora.ranks, type, summed)
     return found
 
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from vkback.errors import VkbackError
 from vkback.models.gguf_file import GgufFile
-from vkback.paths import new_file, reason, unwritable
+from vkback.paths import new_file_or, unwritable
 
 MAGIC = b"VKBSTATE"
 VERSION = 1
@@ -77,11 +77,8 @@ def write_state(path: Path, snapshot: Snapshot, settings: Mapping[str, Any], ext
         digest.update(part)
     if why := unwritable(path):
         raise StateError(f"[state] {path}: {why}")
-    try:
-        with new_file(path, durable=True) as part, part.open("wb") as file:
-            file.writelines([HEAD.pack(MAGIC, VERSION, digest.digest()), *body])
-    except OSError as e:
-        raise StateError(f"[state] {path}: {snapshot.nbytes} bytes cannot be written: {reason(e)}") from e
+    with new_file_or(StateError, f"[state] {path}: {snapshot.nbytes} bytes", path, durable=True) as part, part.open("wb") as file:
+        file.writelines([HEAD.pack(MAGIC, VERSION, digest.digest()), *body])
 
 
 def read_state(path: Path) -> tuple[Snapshot, dict[str, Any], dict[str, Any]]:

@@ -30,7 +30,7 @@ from vkback.models.gguf_file import DEFAULT_ALIGNMENT, tensor_bytes
 from vkback.models.hparams import NO_TEXT_VOCABULARY
 from vkback.models.naming import file_type
 from vkback.models.shape import ModelShape
-from vkback.paths import new_file, reason, unwritable
+from vkback.paths import new_file_or, unwritable
 
 CHUNK_BYTES = 4 << 20
 """Bytes of one job: enough to fill a write, little enough that many workers need little memory."""
@@ -115,15 +115,12 @@ def synthesize(
     free = shutil.disk_usage(out.parent).free
     if free < size + CHUNK_BYTES:
         raise SynthError(f"[synth] {out}: {name} takes {size / 2**30:.2f} GiB, {out.parent} has {free / 2**30:.2f} GiB free")
-    try:
-        with new_file(out, durable=True) as part:
-            start = _write_header(part, name, tensors, layers)
-            with part.open("r+b") as f:
-                f.truncate(start + size)
-                pieces = _Pieces(SHAPES[_split(name)[0]], tensors, [start + o for o in offsets], seed)
-                _write_all(f.fileno(), pieces, on_bytes, threads or os.cpu_count() or 1)
-    except OSError as e:
-        raise SynthError(f"[synth] {out}: cannot be written: {reason(e)}") from e
+    with new_file_or(SynthError, f"[synth] {out}:", out, durable=True) as part:
+        start = _write_header(part, name, tensors, layers)
+        with part.open("r+b") as f:
+            f.truncate(start + size)
+            pieces = _Pieces(SHAPES[_split(name)[0]], tensors, [start + o for o in offsets], seed)
+            _write_all(f.fileno(), pieces, on_bytes, threads or os.cpu_count() or 1)
 
 
 def write_outline(name: str, out: Path, *, layers: int | None = None) -> None:

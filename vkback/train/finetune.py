@@ -22,7 +22,7 @@ from vkback.device import Device
 from vkback.models.adapter import write_adapter
 from vkback.models.registry import Model
 from vkback.models.state import fingerprint
-from vkback.paths import new_file, reason
+from vkback.paths import new_file_or
 from vkback.train.steps import TrainingAct
 from vkback.train.trainer import Settings, StepTrainer, TrainError, lora_of
 
@@ -207,11 +207,8 @@ class FineTune:
     def save(self, path: Path) -> None:
         """Everything that a later run needs to go on, whole or not at all."""
         about = self._about | {"t": self.trainer.t, "losses": self.record.losses, "evaluations": self.record.evaluations}
-        try:
-            with new_file(path, durable=True) as part, part.open("wb") as f:
-                np.savez(f, about=np.array(json.dumps(about)), **self.trainer.state())  # type: ignore[arg-type]
-        except OSError as e:
-            raise TrainError(f"[finetune] {path}: the state cannot be written: {reason(e)}") from e
+        with new_file_or(TrainError, f"[finetune] {path}: the state", path, durable=True) as part, part.open("wb") as f:
+            np.savez(f, about=np.array(json.dumps(about)), **self.trainer.state())  # type: ignore[arg-type]
 
     def resume(self, path: Path) -> None:
         """Go on from a state that `save` wrote. Raises TrainError where it is of another model, text or plan."""
