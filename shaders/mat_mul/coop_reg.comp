@@ -198,7 +198,15 @@ vec4 load_residuals(uint matrix_row, uint column) {
     return v;
 }
 
-vec4 first_residuals;  // of the first four rows that this thread stores. Loaded before the products, which hide the latency
+// Norm weights of four neighbouring rows.
+vec4 load_norm_weights(uint row) {
+    vec4 v;
+    [[unroll]] for (uint e = 0; e < 4; e++) v[e] = next_norm_weight[row + e];
+    return v;
+}
+
+// Of the first four rows that this thread stores. Loaded before the products, which hide the latency.
+vec4 first_residuals, first_norm_weights;
 
 shared float column_factors[TILE_N];
 
@@ -252,15 +260,13 @@ void store_units(uint column, uint row, vec4 v) {
         }
 }
 
-// With NEXT_NORM: stores four neighbouring rows times their norm weight in unit order, and the sum of squares of the tile's part of the
+// With NEXT_NORM: stores four neighbouring rows times their norm weights in unit order, and the sum of squares of the tile's part of the
 // column. Rows are whole tiles; OUT_QUADS neighbouring lanes share a column.
-void store_next_norm(uint column, uint row, uint quad, vec4 v) {
+void store_next_norm(uint column, uint row, uint quad, vec4 v, vec4 weights) {
     float square = dot(v, v);
     [[unroll]] for (uint lanes = 1; lanes < OUT_QUADS; lanes *= 2) square += subgroupShuffleXor(square, lanes);
     if (quad == 0u) y_squares[column * Y_SQUARES + tile_row / TILE_M] = square;
-    vec4 weight;
-    [[unroll]] for (uint e = 0; e < 4; e++) weight[e] = next_norm_weight[row + e];
-    store_units(column, row, v * weight);
+    store_units(column, row, v * weights);
 }
 
 // With KV_ROWS: of the first four rows that this thread stores. Loaded after the products.
@@ -295,18 +301,19 @@ void store_tile() {
     for (uint item = gl_LocalInvocationID.x; item < tile_count * OUT_QUADS; item += WG) {
         const uint c = item / OUT_QUADS, quad = item % OUT_QUADS, row = (tile_row >> OUT_SHIFT) + 4u * quad;
         if (row >= rows) continue;
-        vec4 v = apply_epilogue(quad << (2 + OUT_SHIFT), c, tile_column + c, item < WG);
+        const bool first_item = TILE_N * OUT_QUADS <= WG || item < WG;
+        vec4 v = apply_epilogue(quad << (2 + OUT_SHIFT), c, tile_column + c, first_item);
         if (KV_ROWS != 0) {
             const uint column = tile_column + c, head_row = p.y_offset + row;
-            const bool first = TILE_N * OUT_QUADS <= WG || item < WG;
-            store_heads(column, head_row, v, first ? first_angles : angles_of(head_row, column), first ? first_position : positions[column]);
+            store_heads(column, head_row, v, first_item ? first_angles : angles_of(head_row, column),
+                        first_item ? first_position : positions[column]);
             continue;
         }
         if (Y_UNITS != 0) {
             store_units(tile_column + c, row, v);
             continue;
         }
-        if (NEXT_NORM != 0) store_next_norm(tile_column + c, row, quad, v);
+        if (NEXT_NORM != 0) store_next_norm(tile_column + c, row, quad, v, first_item ? first_norm_weights : load_norm_weights(row));
         if (SYNC != 0) v = mix(v, vec4(-0.0), equal(floatBitsToUint(v), uvec4(SENTINEL)));
         const uint at = (tile_column + c) * p.y_stride + p.y_offset + row;
         if ((at & 3u) == 0u && row + 3u < rows) y4[at >> 2] = v;
@@ -334,8 +341,11 @@ void main() {
     x_zero = wait_for_arrivals();  // meanwhile the first weights are in flight
     [[unroll]] for (uint n = 0; n < NS; n++)
         [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
-    if (HAS_RESIDUAL != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS)
-        first_residuals = load_residuals(tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, tile_column + gl_LocalInvocationID.x / OUT_QUADS);
+    if (gl_LocalInvocationID.x < tile_count * OUT_QUADS) {
+        const uint row = tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u;
+        if (HAS_RESIDUAL != 0) first_residuals = load_residuals(row, tile_column + gl_LocalInvocationID.x / OUT_QUADS);
+        if (NEXT_NORM != 0) first_norm_weights = load_norm_weights(row);
+    }
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
     [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(first_row, step);
     if (KV_ROWS != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS) {
