@@ -28,6 +28,7 @@ from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceError
 from vkback.graph import Tensor
 from vkback.ops import mat_mul, mat_mul_pack, mat_mul_reg, mat_mul_route
+from vkback.ops.codebooks import stored_type
 from vkback.ops.cooperative_matrix import KNOWN_ROW_LANES, matrix_shape
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
@@ -100,7 +101,7 @@ class Product:
         rows = prod(self.w.shape[:-1])
         some = quants.random_blocks(quant, min(rows, 512), k, rng, std=0.5).reshape(min(rows, 512), -1)
         self.raw = np.resize(some, (rows, some.shape[1]))
-        data = quants.to_device(quant, self.raw, k)
+        data = quants.to_device(stored_type(quant, k, device.caps), self.raw, k)
         self.x_values = rng.uniform(-1, 1, (n, k)).astype(np.float32)
         self.copies = 1 if device.caps.software else max(1, -(-COLD_BYTES // data.nbytes))
         slots = n * max(used, 1)

@@ -32,7 +32,8 @@ def test_a_product_is_explained_from_path_to_kernel() -> None:
     assert "  path = int" in lines
     assert "  1. amd.toml [[mat_vec]] row 1 (anything): gives wg, lanes, rows, unroll, prefetch, scales, subgroup" in lines
     behind = "wg 128, lanes 32, rows 2, unroll 2, prefetch weights, scales weights, subgroup default"
-    assert f"  2. default.toml [[mat_vec]] row 1 (anything): gives lane_order, x_in_shared, groups; behind: {behind}" in lines
+    given = "lane_order, x_in_shared, pairs_in_shared, groups"
+    assert f"  2. default.toml [[mat_vec]] row 1 (anything): gives {given}; behind: {behind}" in lines
     assert any(line.startswith("     2026-11-22 ACO, in32 of Q4_K") for line in lines)
     assert "kernel mat_vec 64 threads 64 lanes 2 rows" in lines
     assert "LANES=64" not in text

@@ -11,6 +11,8 @@ from vkback import quants
 from vkback.quants import QUANTS, QuantShapeError, UnknownQuant
 
 WEIGHT_TYPES = [name for name, t in QUANTS.items() if t.planes]
+LAYOUTS = [*((name, name) for name in WEIGHT_TYPES), *quants.PAIRED.items()]
+"""Types, and what repacking calls their layouts on the device."""
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 IQ4_ORDER = (1, 3, 11, 10, 15, 14, 5, 7, 0, 9, 2, 13, 12, 4, 6, 8)
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -82,6 +84,12 @@ def iq4_code(qs: bytes, j: int) -> int:
     return IQ4_ORDER.index(sum(bit(qs[4 * k : 4 * k + 4], j) << k for k in range(4)))
 
 
+def iq4_paired_code(qs: bytes, j: int) -> int:
+    """Byte 4w + 2h + p holds values 16h + 4w + p, low, and that + 2, high."""
+    h, w, high, p = j // 16, j // 4 % 4, j // 2 % 2, j % 2
+    return IQ4_ORDER.index(qs[4 * w + 2 * h + p] >> 4 * high & 15)
+
+
 def bit(qh: bytes, j: int) -> int:
     """Bit 8b + i holds value 4i + b."""
     i, b = divmod(j, 4)
@@ -107,8 +115,9 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
             return one(struct.unpack("<f", b"\0\0" + unit[j // 8][2 * (j % 8) :][:2])[0])
         case "Q4_0":
             return f16(unit[1], 0) * one(flipped(unit[0], j) - 8)
-        case "IQ4_NL":
-            return f16(unit[1], 0) * one(IQ4_LEVELS[iq4_code(unit[0], j)])
+        case "IQ4_NL" | "IQ4_NL_PAIRS":
+            code = iq4_paired_code if name == "IQ4_NL_PAIRS" else iq4_code
+            return f16(unit[1], 0) * one(IQ4_LEVELS[code(unit[0], j)])
         case "Q4_1":
             return f16(unit[1], 0) * one(flipped(unit[0], j)) + f16(unit[1], 2)
         case "Q5_0":
@@ -135,10 +144,11 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
             return f16(block[3], 0) * one(scale) * one(q6_number(unit[0] + unit[1], j) - 32)
         case "MXFP4":
             return one(2.0 ** (unit[1][0] - 128)) * one(e2m1(unit[0], j))
-        case "IQ4_XS":
+        case "IQ4_XS" | "IQ4_XS_PAIRS":
+            code = iq4_paired_code if name == "IQ4_XS_PAIRS" else iq4_code
             high, low = struct.unpack_from("<HI", block[1], 2)
             scale = low >> 4 * u & 15 | (high >> 2 * u & 3) << 4
-            return f16(block[1], 0) * one(scale - 32) * one(IQ4_LEVELS[iq4_code(unit[0], j)])
+            return f16(block[1], 0) * one(scale - 32) * one(IQ4_LEVELS[code(unit[0], j)])
         case "NVFP4":
             return one(ue4m3(unit[1][j // 16]) / 2) * one(e2m1(unit[0], j))
         case "TQ2_0":
@@ -219,7 +229,7 @@ def codebook_weight(name: str, unit: list[bytes], block: list[bytes], u: int, j:
     raise AssertionError(name)
 
 
-def decode_device(name: str, tensor: bytes, rows: int, k: int) -> np.ndarray:
+def decode_device(name: str, layout: str, tensor: bytes, rows: int, k: int) -> np.ndarray:
     """A tensor of the device layout, weight by weight."""
     place = quants.layout(name, rows, k)
     planes = QUANTS[name].planes
@@ -235,7 +245,7 @@ def decode_device(name: str, tensor: bytes, rows: int, k: int) -> np.ndarray:
                     pieces.append(tensor[at : at + nbytes])
                 return pieces
 
-            out[row, col] = weight(name, piece(32), piece(256) if k % 256 == 0 else [], col // 32 % 8, col % 32)
+            out[row, col] = weight(layout, piece(32), piece(256) if k % 256 == 0 else [], col // 32 % 8, col % 32)
     return out
 
 
@@ -248,24 +258,24 @@ def finite_blocks(name: str, rows: int, k: int, seed: int) -> np.ndarray:
     return raw
 
 
-@pytest.mark.parametrize("name", WEIGHT_TYPES)
-def test_device_layout_holds_the_weights_where_the_document_says(name: str) -> None:
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_device_layout_holds_the_weights_where_the_document_says(name: str, layout: str) -> None:
     rows, k = 3, 512
     raw = finite_blocks(name, rows, k, seed=3)
-    got = decode_device(name, quants.to_device(name, raw, k).tobytes(), rows, k)
+    got = decode_device(name, layout, quants.to_device(layout, raw, k).tobytes(), rows, k)
     want = quants.decode(name, raw)
     assert want.any()
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", WEIGHT_TYPES)
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (5, 3), (700, 4)])
-def test_unpack_undoes_repack(name: str, rows: int, blocks: int) -> None:
+def test_unpack_undoes_repack(name: str, layout: str, rows: int, blocks: int) -> None:
     k = blocks * max(QUANTS[name].block_values, 32)
     raw = np.random.default_rng(rows).integers(0, 256, (rows, QUANTS[name].row_bytes(k)), dtype=np.uint8)
-    planes = quants.repack(name, raw, k)
+    planes = quants.repack(layout, raw, k)
     assert [p.shape for p in planes] == [(rows, p.row_bytes) for p in quants.layout(name, rows, k).planes]
-    np.testing.assert_array_equal(quants.unpack(name, planes, k), raw)
+    np.testing.assert_array_equal(quants.unpack(layout, planes, k), raw)
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])

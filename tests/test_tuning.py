@@ -31,6 +31,7 @@ prefetch = "weights"
 lane_order = "strided"
 scales = "weights"
 x_in_shared = false
+pairs_in_shared = false
 groups = "per_tile"
 subgroup = "default"
 """
@@ -62,7 +63,7 @@ def query(**changed: object) -> dict[str, object]:
         (row('quant = "Q4_K"'), ROW + "has no `set = { ... }`"),
         ("[[mat_vec]]\nset = { rows = 2 }", ROW + 'has no evidence; add `measured = "..."` with date, device,'),
         ('[[mat_vec]]\nset = { rows = 2 }\nmeasured = " "', ROW + "has no evidence"),
-        (row("set = { row = 2 }"), ROW + "unknown parameter 'row', expected one of groups, lane_order, lanes, prefetch,"),
+        (row("set = { row = 2 }"), ROW + "unknown parameter 'row', expected one of groups, lane_order, lanes, pairs_in_shared,"),
         (row("set = { rows = 3 }"), ROW + "rows = 3 is not legal, expected one of 1, 2, 4, 8, 16, 32"),
         (row("set = { prefetch = true }"), ROW + "prefetch = true is not legal, expected one of none, weights, weights+x"),
         (row("set = { groups = -1 }"), ROW + "groups = -1, expected an integer from 1, or 'per_tile'"),

@@ -26,6 +26,7 @@ from vkback.models.load_bar import LoadBar
 from vkback.models.sampler import Sampler
 from vkback.models.synth import synthesize
 from vkback.models.weights import RepackWay, WeightLoad, load_weights, repacks
+from vkback.ops import codebooks
 from vkback.ops.storage import shards
 from vkback.paths import builtin_model
 from vkback.quants.registry import codec
@@ -83,10 +84,10 @@ def same(device: Device, library: ShaderLibrary, file: GgufFile, weight: Tensor)
     assert len(got) == len(want) and all(np.array_equal(a, b) for a, b in zip(got, want, strict=True)), weight
 
 
-@pytest.mark.parametrize("type", quants.WEIGHT_TYPES)
-def test_the_table_of_a_type_says_what_repack_does(type: str) -> None:
+@pytest.mark.parametrize("type", [*quants.WEIGHT_TYPES, *quants.PAIRED.values()])
+def test_the_table_of_a_layout_says_what_repack_does(type: str) -> None:
     """The table read as the shader reads it, over random bytes, also with bits that no quantizer sets."""
-    moves, t = word_moves(type), quants.quant(type)
+    moves, t = word_moves(type), codec(type).type
     table = moves.table.tolist()
     k = moves.blocks * max(t.block_values, 32)
     raw = np.random.default_rng(1).integers(0, 256, (3, t.row_bytes(k)), np.uint8)
@@ -122,6 +123,19 @@ def test_limits_are_what_the_decoder_says(type: str) -> None:
 def test_the_device_repacks_as_the_host_does(type: str, device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
     for (how, count), k, rows in product(KINDS, columns(type), (1, 3, 70)):
         same(device, library, *weight_of(how, count, type, rows, k, tmp_path / f"{how}{k}x{rows}"))
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("type", quants.PAIRED)
+def test_a_device_that_takes_pairs_repacks_to_pairs(
+    type: str, device: Device, library: ShaderLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codebooks, "PAIRED_ON", {device.caps.architecture})
+    file, weight = weight_of("plain", 1, type, 70, 256, tmp_path / type)
+    same(device, library, file, weight)
+    want = quants.repack(quants.PAIRED[type], file.tensors["t0"].data.reshape(70, -1), 256)
+    got = planes_on(device, library, file, weight, "host")
+    assert all(np.array_equal(a, b.reshape(-1)) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.vulkan

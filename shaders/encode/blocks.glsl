@@ -124,7 +124,7 @@ void encode(uint block) {
 #elif defined(TYPE_IQ4_XS)
         for (uint k = 0u; k < 4u; k++) {
             uint word = 0u;
-            for (uint j = 0u; j < 32u; j++) word |= FIELD(at + j, k, 1u, 8u * (j & 3u) + (j >> 2));
+            for (uint j = 0u; j < 32u; j++) word |= iq4_bits(q[at + j], j, k);
             put_word(0u, 4u * unit + k, word);
         }
 #elif defined(TYPE_Q2_K)

@@ -23,6 +23,15 @@ uint nearest_number(float steps) {
 }
 float nearest(float steps) { return iq4[nearest_number(steps)]; }
 uint nearest_code(float steps) { return device_code(nearest_number(steps)); }
+
+// What the code of value j adds to word `word` of its unit (shaders/quant/iq4_levels.glsl).
+uint iq4_bits(uint code, uint j, uint word) {
+#ifdef CODE_PAIRS
+    return (j >> 2 & 3u) == word ? code << (16u * (j >> 4) + 8u * (j & 1u) + 4u * (j >> 1 & 1u)) : 0u;
+#else
+    return (code >> word & 1u) << (8u * (j & 3u) + (j >> 2));
+#endif
+}
 #define TARGETS 27
 float target(int i) { return i < 16 ? -140.0 + 3.0 * float(i) : 100.0 + 3.0 * float(i - 16); }
 #elif defined(TYPE_Q3_K)

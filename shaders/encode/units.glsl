@@ -63,7 +63,11 @@ void encode(uint unit) {
     const float d = as_half(fit_scale(0u, 32u));
     const float inverse = reciprocal(d);
     for (uint j = 0u; j < 32u; j++) q[j] = nearest_code(v[j] * inverse);
-    for (uint k = 0u; k < 4u; k++) put_word(0u, 4u * unit + k, bits_of(q, k));
+    for (uint k = 0u; k < 4u; k++) {
+        uint word = 0u;
+        for (uint j = 0u; j < 32u; j++) word |= iq4_bits(q[j], j, k);
+        put_word(0u, 4u * unit + k, word);
+    }
     put(p.plane[0], unit, 16u, half_bits(d));
 #elif defined(TYPE_MXFP4)
     // The exponent of the largest magnitude minus that of 4, the largest power of two among the levels.

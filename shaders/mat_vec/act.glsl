@@ -6,6 +6,7 @@
 //                  post_norm; with BIND_SUM the first workgroup also stores that sum
 //   PROLOGUE_COPY  from shared memory: every workgroup copies its rows of x there, as Q8_1 on the integer path,
 //                  as F32 (whole units) on the other
+// X_WITHOUT_SUMS: the decoder needs no sums of x, which then take no shared memory.
 
 struct ActRaw { uvec4 lo, hi; uvec2 ds; };  // a Q8_1 unit as stored
 #if PATH_INT
@@ -22,7 +23,15 @@ struct Act { vec4 x[8]; };
 #if PROLOGUE != PROLOGUE_NONE && PATH_INT
 shared uvec4 act_lo[WALK_UNITS];
 shared uvec4 act_hi[WALK_UNITS];
+#ifdef X_WITHOUT_SUMS
+shared uint act_ds[WALK_UNITS];
+#define DS_STORED(ds) (ds).x
+#define DS_LOADED(stored) uvec2(stored, 0u)
+#else
 shared uvec2 act_ds[WALK_UNITS];
+#define DS_STORED(ds) ds
+#define DS_LOADED(stored) stored
+#endif
 #endif
 
 #if PROLOGUE != PROLOGUE_NONE && !PATH_INT
@@ -39,7 +48,7 @@ void store_act(uint i, vec4 v) {
     const uint unit = i >> 3;
     if ((i & 4u) == 0u) act_lo[unit][i & 3u] = packed.word;
     else act_hi[unit][i & 3u] = packed.word;
-    if ((i & 7u) == 0u) act_ds[unit] = uvec2(packed.d, packed.halves);
+    if ((i & 7u) == 0u) act_ds[unit] = DS_STORED(uvec2(packed.d, packed.halves));
 }
 #else
 void store_act(uint i, vec4 v) {
@@ -172,7 +181,7 @@ void fetch_x(uint tid, uint first_row) {
               arrived(lo) && arrived(hi) && arrived(ds));
         act_lo[i] = lo;
         act_hi[i] = hi;
-        act_ds[i] = ds;
+        act_ds[i] = DS_STORED(ds);
     }
 }
 #else
@@ -198,7 +207,7 @@ void prologue(uint tid) {
 #if PROLOGUE != PROLOGUE_NONE && PATH_INT
 ActRaw act_fetch(uint row, uint unit, uint unit_offset) {
     const uint at = (PROLOGUE == PROLOGUE_COPY ? row * K_UNITS : 0u) + unit + unit_offset;
-    return ActRaw(act_lo[at], act_hi[at], act_ds[at]);
+    return ActRaw(act_lo[at], act_hi[at], DS_LOADED(act_ds[at]));
 }
 #elif X_TYPE == X_Q8_1
 ActRaw act_fetch(uint row, uint unit, uint unit_offset) {

@@ -8,8 +8,16 @@
 #define UNIT_SIGNED 0
 #endif
 
+#ifdef PAIRS_IN_SHARED
+#include "quant/iq4_pairs.glsl"
+#endif
+
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
+#ifdef PAIRS_IN_SHARED
+    levels_by_pairs(r.qs, q);
+#else
     iq4_levels(r.qs, UNIT_SIGNED == 1 ? 0u : 0x80u, q);
+#endif
     scale = vec2(unit_step(r));
     bias = float(128 * UNIT_BIAS) * scale;
 }

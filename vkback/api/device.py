@@ -27,6 +27,7 @@ from vkback.api.errors import ModelError
 from vkback.device import Arena, BufferRange, Commands, Kernel
 from vkback.device import Device as VulkanDevice
 from vkback.graph import Graph, Tensor
+from vkback.ops.codebooks import stored_type
 from vkback.ops.dispatch import pack_push
 from vkback.ops.f16_range import rescaled
 from vkback.ops.lowering import Act, LowerContext
@@ -90,15 +91,15 @@ class DeviceTensor:
     def numpy(self) -> Array:
         """The values: float32, or int32 of an I32 tensor; of quantized weights what their blocks mean."""
         if self.tensor.kind != "weight" or len(self.shape) == 1:
-            return decoded(self.tensor, self.device.raw.download(self.ranges[0]))
+            return decoded(self.tensor, self.device.raw.download(self.ranges[0]), self.device.raw.caps)
         rows, k = prod(self.shape[:-1]), self.shape[-1]
-        out = np.empty((rows, k), np.float32)
+        out, stored = np.empty((rows, k), np.float32), stored_type(self.type, k, self.device.raw.caps)
         for shard, where in zip(shards(self.tensor, self.device.raw.caps), self.ranges, strict=True):
             planes = [
                 raw.reshape(shard.rows, p.row_bytes)
                 for p, raw in ((p, self.device.raw.download(where.slice(p.offset, shard.rows * p.row_bytes))) for p in shard.layout.planes)
             ]
-            out[shard.row0 : shard.row0 + shard.rows] = quants.decode(self.type, quants.unpack(self.type, planes, k))
+            out[shard.row0 : shard.row0 + shard.rows] = quants.decode(self.type, quants.unpack(stored, planes, k))
         return out.reshape(self.shape)
 
     def __matmul__(self, x: DeviceTensor | Array) -> DeviceTensor:

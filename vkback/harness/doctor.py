@@ -70,6 +70,7 @@ def table_row(params: str) -> str:
 SWITCHES: tuple[Switch, ...] = (
     Switch("prefetch off", held(prefetch="none"), table_row('prefetch = "none"')),
     Switch("x read from memory", held(x_in_shared=False), table_row("x_in_shared = false")),
+    Switch("no table of pairs", held(pairs_in_shared=False), table_row("pairs_in_shared = false")),
     Switch("lanes strided", held(lane_order="strided"), table_row('lane_order = "strided"')),
     Switch("one unit at a time", held(unroll=1), table_row("unroll = 1")),
     Switch("one tile a workgroup", held_in("mat_vec", groups="per_tile"), table_row('groups = "per_tile"')),

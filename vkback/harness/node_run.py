@@ -142,7 +142,7 @@ def run_nodes(
                     device.upload(ranges[name], value)
             device.submit(commands).wait(TIMEOUT_S)
             read: Sequence[Tensor] = list(wanted.values()) if number == len(steps) - 1 else ids
-            earlier.append({t.name: decoded(t, device.download(program.range(t.name))) for t in read})
+            earlier.append({t.name: decoded(t, device.download(program.range(t.name)), device.caps) for t in read})
         if program.overflow is not None:
             words = program.overflowed(device.download(program.overflow, np.uint32))
             if words:

@@ -227,7 +227,7 @@ class Workbench:
         stored = {t: raw[where[t.name].offset :][: where[t.name].nbytes].copy() for t in prepared.outputs}
         for t, words in stored.items():
             check_words(prepared, t, words)
-        return {t.name: decoded(t, words) for t, words in stored.items()}
+        return {t.name: decoded(t, words, self.device.caps) for t, words in stored.items()}
 
     def _run(self, prepared: Prepared) -> Array:
         """The block after one run."""

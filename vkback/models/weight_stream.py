@@ -23,6 +23,7 @@ from vkback.device import Arena, BufferRange, Commands, Device, Recorder
 from vkback.graph import Tensor
 from vkback.models.gguf_file import GgufError, GgufFile, GgufTensor
 from vkback.models.weight_rows import Bytes, gather_rows, sources
+from vkback.ops.codebooks import stored_type
 from vkback.ops.dispatch import ceil_div, pack_push
 from vkback.ops.storage import shards
 from vkback.plan.schedule import aligned
@@ -326,8 +327,8 @@ class _Reader:
 
 
 def _runs(file: GgufFile, weight: Tensor, targets: Sequence[BufferRange], device: Device) -> Iterator[_Run]:
-    moves = word_moves(weight.type)
     k = weight.shape[-1]
+    moves = word_moves(stored_type(weight.type, k, device.caps))
     row_bytes = quants.row_bytes(weight.type, k)
     padded = quants.layout(weight.type, 1, k)
     row_padded = sum(plane.row_bytes for plane in padded.planes)

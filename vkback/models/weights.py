@@ -24,6 +24,7 @@ from vkback.models.gguf_file import GgufFile
 from vkback.models.load_bar import LoadBar
 from vkback.models.weight_rows import decoded, file_bytes, gather_rows, not_numbers, vector_values
 from vkback.models.weight_stream import OnBytes, OnWait, StreamTimes, WeightStream
+from vkback.ops.codebooks import stored_type
 from vkback.ops.storage import shards
 from vkback.plan.schedule import aligned
 from vkback.program import WeightRanges
@@ -103,8 +104,10 @@ class WeightLoad:
             matrices = [w for w in weights.values() if len(w.shape) > 1]
             by_device = (way or repacks(device.caps)) == "device"
             streamed = {
-                w: self.ranges[w.name].shards for w in matrices if by_device and moves_words(w.type) and not decoded(file, w)
-            }  # fmt: skip
+                w: self.ranges[w.name].shards
+                for w in matrices
+                if by_device and moves_words(stored_type(w.type, w.shape[-1], device.caps)) and not decoded(file, w)
+            }
             self._on_host = [w for w in matrices if w not in streamed]
             if streamed:
                 self._stream = WeightStream(file, streamed, device, library or ShaderLibrary())
@@ -170,7 +173,7 @@ class WeightLoad:
 
     def _repack_all(self, on_bytes: OnBytes) -> None:
         jobs = (
-            (self._file, w, block, s.row0, s.layout, a, b)
+            (self._file, w, stored_type(w.type, w.shape[-1], self._device.caps), block, s.row0, s.layout, a, b)
             for w in self._on_host
             for s, block in zip(shards(w, self._device.caps), self.ranges[w.name].shards, strict=True)
             for a, b in _chunks(s.rows, w)
@@ -220,9 +223,9 @@ def _in_order(pool: ThreadPoolExecutor, jobs: Iterable[tuple[Any, ...]]) -> Iter
 
 
 def _repack(
-    file: GgufFile, weight: Tensor, target: BufferRange, shard_row0: int, layout: quants.DeviceLayout, a: int, b: int
+    file: GgufFile, weight: Tensor, stored: str, target: BufferRange, shard_row0: int, layout: quants.DeviceLayout, a: int, b: int
 ) -> _Piece:
-    """Rows a to b-1 of a shard in its layout: in place where the host sees the target, else to be uploaded."""
+    """Rows a to b-1 of a shard in its layout, as `stored` (stored_type): in place where the host sees the target, else to be uploaded."""
     raw = gather_rows(file, weight, shard_row0 + a, shard_row0 + b)
     if quants.unsound_row(weight.type, raw) is not None:
         raise not_numbers(file, weight)
@@ -230,8 +233,8 @@ def _repack(
     if target.host_visible:
         memory = target.map()
         there = [memory[p.offset + a * p.row_bytes : p.offset + b * p.row_bytes].reshape(b - a, p.row_bytes) for p in layout.planes]
-        quants.repack(weight.type, raw, weight.shape[-1], out=there)
+        quants.repack(stored, raw, weight.shape[-1], out=there)
         return _Piece(weight.name, target, [], raw.nbytes, beyond_f16)
-    planes = quants.repack(weight.type, raw, weight.shape[-1])
+    planes = quants.repack(stored, raw, weight.shape[-1])
     placed = [(where.offset + a * where.row_bytes, p.reshape(-1)) for where, p in zip(layout.planes, planes, strict=True)]
     return _Piece(weight.name, target, placed, raw.nbytes, beyond_f16)

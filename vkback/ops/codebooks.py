@@ -17,10 +17,29 @@ BYTE_SHIFTS = (0, 8, 4, 12)
 """Where 16 bits hold what belongs in bytes 0..3 of a word: `(e | e << 12) & mask` puts all four there at once."""
 
 
-def decoder(quant: str, caps: Capabilities) -> dict[str, str | int]:
-    """Defines that choose the decoder of a weight type (shaders/quant) in a kernel."""
+PAIRED_ON = frozenset({"hopper"})
+"""Architectures with so much bandwidth for their arithmetic that types of `quants.PAIRED` lie in pairs, for look-ups in shared memory."""
+
+MAX_PAIRED_K = 14336
+"""Columns of a weight in pairs: 48 KB of shared memory hold the table of pairs (32 KB) and so many of x, at 36 bytes a unit."""
+
+
+def in_pairs(quant: str, k: int, caps: Capabilities) -> bool:
+    """Whether the codes of a weight of k columns lie in pairs on a device."""
+    return quant in quants.PAIRED and k <= MAX_PAIRED_K and caps.architecture in PAIRED_ON
+
+
+def stored_type(quant: str, k: int, caps: Capabilities) -> str:
+    """The name that `quants.repack` and `quants.unpack` have for a type in the layout that a weight of k columns has on a device."""
+    return quants.PAIRED[quant] if in_pairs(quant, k, caps) else quant
+
+
+def decoder(quant: str, k: int, caps: Capabilities) -> dict[str, str | int]:
+    """Defines that choose the decoder of a weight of k columns (shaders/quant) in a kernel."""
     t = quants.quant(quant)
     defines: dict[str, str | int] = {"QUANT_FILE": f'"{t.shader}"'}
+    if in_pairs(quant, k, caps):
+        defines["CODE_PAIRS"] = 1
     if t.codebook:
         defines["CODEBOOK_LITERALS"] = int(caps.software)
     return defines

@@ -142,7 +142,7 @@ class Convert(Op):
         threads = prod(four.shape[:3]) * ceil_div(k, 32)
         choice = ctx.tuning.pick("copy", elements=four.elements)
         wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
-        defines = {"WG_SIZE": wg, "TO_F16": int(y.type == "F16"), "WIDTH": 4 if k % 4 == 0 else 1, **decoder(x.type, ctx.caps)}
+        defines = {"WG_SIZE": wg, "TO_F16": int(y.type == "F16"), "WIDTH": 4 if k % 4 == 0 else 1, **decoder(x.type, columns, ctx.caps)}
         push = (*weight_push(x.type, parts[0].layout, columns), *four.shape[:3], *(s // columns for s in four.strides[:3]))
         return Dispatch(
             Variant("copy/decode.comp", tuple(sorted(defines.items()))),

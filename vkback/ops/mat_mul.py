@@ -141,7 +141,7 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
     push = push_words(making, shape, alone, packed_stride(job.k, shape, caps), y_stride)
     overflow = Arg(overflow_word(target), "rw", part=part) if target.type == "F16" else Arg(job.w, "r", index)
     product = Dispatch(
-        Variant("mat_mul/coop_mat.comp", tuple(sorted(decoder(job.w.type, caps).items())), required_subgroup(caps), spec),
+        Variant("mat_mul/coop_mat.comp", tuple(sorted(decoder(job.w.type, job.w.shape[-1], caps).items())), required_subgroup(caps), spec),
         (*bindings(making, index, target, part), overflow),
         push,
         grid(job, shape, shard),
@@ -247,7 +247,7 @@ def _by_rows(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
     wg = shape.subgroups * lanes
     q8_out = job.y.type == "Q8_1"
     defines: Defines = {
-        **decoder(job.w.type, caps),
+        **decoder(job.w.type, job.w.shape[-1], caps),
         **epilogue_defines(job),
         "WG": wg,
         "ROWS": shape.tile_m // wg,
@@ -282,14 +282,18 @@ def _by_rows(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
 
 
 def prebuilt_variants() -> list[Variant]:
-    """All modules that need a compiler with cooperative matrices, as they come with vkback (shaders/prebuilt): one for each weight type,
-    the rest
-    by specialization."""
+    """All modules that need a compiler with cooperative matrices, as they come with vkback (shaders/prebuilt): one for each layout of a
+    weight type, the rest by specialization."""
     found = [Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", 1),))]
     found += [Variant(source) for source in ("mat_mul/fragment_map.comp", "mat_mul/element_map.comp", "probe/matrix_rate.comp")]
     for name, kind in quants.QUANTS.items():
         if kind.planes and name != "Q8_1":
-            found += [Variant(f"mat_mul/{way}.comp", tuple(sorted(gpu_decoder(name).items()))) for way in ("coop_mat", "coop_reg")]
+            layouts: list[Defines] = [{}, {"CODE_PAIRS": 1}] if name in quants.PAIRED else [{}]
+            found += [
+                Variant(f"mat_mul/{way}.comp", tuple(sorted((gpu_decoder(name) | layout).items())))
+                for layout in layouts
+                for way in ("coop_mat", "coop_reg")
+            ]
     return found
 
 

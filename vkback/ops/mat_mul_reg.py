@@ -171,7 +171,7 @@ def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
     if heads is not None:
         args = _of_heads(args, heads, job.y_row0, job.m, none)
     return Dispatch(
-        Variant("mat_mul/coop_reg.comp", tuple(sorted(decoder(job.w.type, caps).items())), required_subgroup(caps), spec),
+        Variant("mat_mul/coop_reg.comp", tuple(sorted(decoder(job.w.type, job.w.shape[-1], caps).items())), required_subgroup(caps), spec),
         tuple(args),
         push_words(job, shape, shard, units_stride(job.k, shape, caps), units_stride(outputs, shape, caps) if units else job.y.shape[-1]),
         groups,

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Node
-from vkback.ops.codebooks import decoder
+from vkback.ops.codebooks import decoder, in_pairs
 from vkback.ops.codebooks import shared_bytes as codebook_bytes
 from vkback.ops.dispatch import ceil_div
 from vkback.ops.family import Adjustment, Choice, CountOr, declare
@@ -49,6 +49,11 @@ BIT_PLANES = frozenset({"IQ4_NL", "IQ4_XS"})
 
 SWAP_BITS = {"nvidia": 1, "qualcomm": 2}
 """By vendor: how it does that."""
+
+PAIR_BYTES = 1024
+"""Of a copy of the table of pairs of levels; MAX_PAIR_LANES lanes of a subgroup have one each (shaders/quant/iq4_pairs.glsl)."""
+
+MAX_PAIR_LANES = 32
 
 MAX_COLUMNS = 16
 """Tokens of a workgroup at most; more go along the grid."""
@@ -98,6 +103,7 @@ declare(
         "scales": get_args(Scales),
         "lane_order": get_args(LaneOrder),  # blocked where unroll is a power of two and the units of all lanes divide a row
         "x_in_shared": (False, True),  # every workgroup copies a Q8_1 x into shared memory
+        "pairs_in_shared": (False, True),  # integer path, types in pairs: levels by a table of pairs, not by formulas
         "groups": CountOr(PER_TILE),  # workgroups at most, each looping over several tiles
         "subgroup": (DEFAULT_SUBGROUP, 8, 16, 32, 64, 128),  # size to require where the device has it
     },
@@ -120,7 +126,7 @@ class MatVecConfig:
         expert_choice         how it chooses experts, if it does; `last_chooses`: the last workgroup, by y; else every workgroup, by the
                               role "logits". choice_scale is a factor of their weights
     How:
-        wg, lanes, rows, unroll, prefetch, lane_order, scales   as in the tables
+        wg, lanes, rows, unroll, prefetch, lane_order, scales, pairs_in_shared   as in the tables
         prologue              what precedes the walk; "copy" is x_in_shared
         columns               tokens of a workgroup
         groups                workgroups at most, None: one a tile
@@ -162,6 +168,7 @@ class MatVecConfig:
     gelu: bool = False
     stores_sum: bool = False
     scales: Scales = "weights"
+    pairs_in_shared: bool = False
     loop_tiles: bool = False
     m_aligned: bool = False
     adjustments: tuple[Adjustment, ...] = ()
@@ -285,6 +292,7 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext, *, routes: bool =
         expert_choice=expert_choice(node.node, node.extra["logits"], ctx, bias=node.extra.get("selection_bias")) if node.chosen else None,
         choice_scale=float(params["scale"]) if node.chosen else 1.0, gelu=node.gelu, stores_sum=node.summed is not None,
         scales=_scales(choice, node.w.type, path),
+        pairs_in_shared=choice["pairs_in_shared"] and path == "int" and in_pairs(node.w.type, node.k, ctx.caps),
     )  # fmt: skip
     config = _fitted(config, node.node.name, ctx)
     if config.prefetch == "weights+x" and not config.can_prefetch_x:
@@ -302,10 +310,12 @@ def _scales(choice: Choice, quant: str, path: Path) -> Scales:
 
 
 def _fitted(config: MatVecConfig, name: str, ctx: LowerContext) -> MatVecConfig:
-    """With as many tokens a workgroup, and x in shared memory, as the device's shared memory has room for."""
+    """With as many tokens a workgroup, x and a table of pairs in shared memory, as the device's shared memory has room for."""
     room = ctx.caps.max_shared_memory - codebook_bytes(config.quant, ctx.caps)
     while (need := shared_bytes(dataclasses.replace(config, loop_tiles=config.groups is not None))) > room:
-        if config.prologue == "copy":
+        if config.pairs_in_shared:
+            config = dataclasses.replace(config, pairs_in_shared=False)
+        elif config.prologue == "copy":
             config = dataclasses.replace(config, prologue="none")
         elif config.columns > 1:
             config = dataclasses.replace(config, columns=ceil_div(config.columns, 2))
@@ -324,7 +334,8 @@ def shared_bytes(config: MatVecConfig) -> int:
     summed = config.n_used if config.experts == "summed" else 0
     total = 4 * buffers * rows * partials if partials > 1 else 0
     if config.prologue != "none":
-        total += config.walk_units * (40 if config.path == "int" else 128)
+        total += config.walk_units * (128 if config.path == "float" else 36 if config.pairs_in_shared else 40)
+    total += PAIR_BYTES * min(MAX_PAIR_LANES, config.subgroup) * config.pairs_in_shared
     total += 8 * summed
     if config.y == "Q8_1":
         total += 4 * buffers * (rows >> config.glu)
@@ -342,7 +353,7 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
     """The defines of shaders/mat_vec/mat_vec.comp."""
     words = {"PROLOGUE": config.prologue, "EXPERTS": config.experts, "PREFETCH": config.prefetch}
     defines: Defines = {
-        **decoder(config.quant, caps),
+        **decoder(config.quant, config.k, caps),
         **{name: SHADER_WORDS[name].index(word) for name, word in words.items()},
         "PATH_INT": int(config.path == "int"),
         "WG": config.wg,
@@ -364,6 +375,8 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
     }
     if config.quant in BIT_PLANES and caps.vendor in SWAP_BITS:
         defines["SWAP_BITS"] = SWAP_BITS[caps.vendor]
+    if config.pairs_in_shared:
+        defines["PAIRS_IN_SHARED"] = 1
     if config.scales != "weights":
         defines["SCALE_SUMS"] = 1
     if config.scales in LEVEL_TABLES:
@@ -427,6 +440,8 @@ def _other_adjustments(choice: Choice, config: MatVecConfig, node: MatVecNode, c
         else:
             why = f"a lane takes {config.unroll} units at once, no power of two above 1"
         yield Adjustment("lane_order", choice["lane_order"], config.lane_order, why)
+    if choice["pairs_in_shared"] and not config.pairs_in_shared and config.path == "int" and in_pairs(config.quant, config.k, caps):
+        yield Adjustment("pairs_in_shared", True, False, f"{caps.max_shared_memory} bytes of shared memory do not hold the table")
     copies = config.prologue == "copy"
     if choice["x_in_shared"] != copies:
         yield Adjustment("x_in_shared", choice["x_in_shared"], copies, _why_copied(config, node, ctx))

@@ -254,7 +254,7 @@ class GetRows(Op):
         units = ceil_div(k, 32)
         choice = ctx.tuning.pick("rows", k=k, n=n)
         wg = workgroup_size(ctx.caps, choice["wg_size"], units * n)
-        defines: Defines = {"WG_SIZE": wg, **decoder(table.type, ctx.caps), "WIDTH": 4 if k % 4 == 0 else 1}
+        defines: Defines = {"WG_SIZE": wg, **decoder(table.type, k, ctx.caps), "WIDTH": 4 if k % 4 == 0 else 1}
         parts = shards(table, ctx.caps)
         rows = prod(table.shape[:-1])
         return [

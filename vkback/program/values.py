@@ -10,6 +10,7 @@ from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.case import Array
+from vkback.ops.codebooks import stored_type
 from vkback.ops.general import DTYPES, INTEGERS
 from vkback.ops.storage import VALUE_BYTES, in_planes, nbytes, shards
 
@@ -35,8 +36,8 @@ def q8_1_bytes(tensor: Tensor, value: Array) -> Array:
 def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> list[Array]:
     """The bytes of a tensor as the device stores them, one array per shard. Without a value: NaN, or zeros for a counter."""
     if value is not None and in_planes(tensor):
-        raw = value.reshape(prod(tensor.shape[:-1]), -1)
-        return [quants.to_device(tensor.type, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]) for s in shards(tensor, caps)]
+        raw, stored = value.reshape(prod(tensor.shape[:-1]), -1), stored_type(tensor.type, tensor.shape[-1], caps)
+        return [quants.to_device(stored, raw[s.row0 : s.row0 + s.rows], tensor.shape[-1]) for s in shards(tensor, caps)]
     if value is None and tensor.kind == "counter":
         return [np.zeros(nbytes(tensor), np.uint8)]
     if value is None:
@@ -47,12 +48,12 @@ def stored_bytes(tensor: Tensor, value: Array | None, caps: Capabilities) -> lis
     return [np.pad(raw, (0, -raw.nbytes % 4))]
 
 
-def decoded(tensor: Tensor, raw: Array) -> Array:
+def decoded(tensor: Tensor, raw: Array, caps: Capabilities) -> Array:
     """A tensor's bytes as the host reads them, in its shape: float32 for every float type, integers unchanged."""
     if in_planes(tensor):
         n, k = prod(tensor.shape[:-1]), tensor.shape[-1]
         planes = [raw[p.offset :][: n * p.row_bytes].reshape(n, -1) for p in quants.layout(tensor.type, n, k).planes]
-        weights: Array = quants.decode(tensor.type, quants.unpack(tensor.type, planes, k))
+        weights: Array = quants.decode(tensor.type, quants.unpack(stored_type(tensor.type, tensor.shape[-1], caps), planes, k))
         return weights.reshape(tensor.shape)
     if tensor.type == "Q8_1":
         rows = raw[: nbytes(tensor)].reshape(prod(tensor.shape[:-1]), -1)

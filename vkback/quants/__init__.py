@@ -11,6 +11,7 @@ from vkback.quants.device_layout import DeviceLayout, PlaneLayout, layout, repac
 from vkback.quants.q8_1 import q8_1_dequantize, q8_1_quantize, q8_1_stride, q8_1_wrong_sums
 from vkback.quants.quant_type import UNIT, Codebook, Decoder, NoEncoder, Plane, QuantRangeError, QuantShapeError, QuantType, UnknownQuant
 from vkback.quants.registry import (
+    PAIRED,
     QUANTS,
     WEIGHT_TYPES,
     beyond_f16,
@@ -26,6 +27,7 @@ from vkback.quants.registry import (
 
 __all__ = [
     "EVEN_SIGNS",
+    "PAIRED",
     "QUANTS",
     "UNIT",
     "WEIGHT_TYPES",

@@ -201,14 +201,8 @@ def _as_is(src: U8, dst: U8) -> None:
     dst[...] = src
 
 
-def bit_planes(first: Rearrange) -> Rearrange:
-    """After the moves of `first`, 16 bytes of nibbles become four words: bit 8b + i of word k is bit k of value 4i + b. Digits 1 and 0 of a
-    bit's position, its place in the nibble, change places with digits 6 and 5, the number of the word."""
-
-    def exchange(planes: U8) -> None:
-        words = planes.view(np.uint64)
-        swap_words(words[:, 0::2], words[:, 1::2], 1)
-        swap_digits(words, 5, 0)
+def _exchanged(first: Rearrange, exchange: Callable[[U8], None]) -> Rearrange:
+    """`first`, which may rename nibbles, then an exchange of bits in place, which undoes itself."""
 
     def then_exchange(move: Move) -> Move:
         def moved(src: U8, dst: U8) -> None:
@@ -223,6 +217,28 @@ def bit_planes(first: Rearrange) -> Rearrange:
         first.to_file(nibbles, dst)
 
     return Rearrange(then_exchange(first.to_device), to_file, first.renamed, then_exchange(first.bits or first.to_device))
+
+
+def bit_planes(first: Rearrange) -> Rearrange:
+    """After the moves of `first`, 16 bytes of nibbles become four words: bit 8b + i of word k is bit k of value 4i + b. Digits 1 and 0 of a
+    bit's position, its place in the nibble, change places with digits 6 and 5, the number of the word."""
+
+    def exchange(planes: U8) -> None:
+        words = planes.view(np.uint64)
+        swap_words(words[:, 0::2], words[:, 1::2], 1)
+        swap_digits(words, 5, 0)
+
+    return _exchanged(first, exchange)
+
+
+def pairs_two_apart(first: Rearrange) -> Rearrange:
+    """After the moves of `first`, 16 bytes of nibbles, byte j of values j and 16 + j: byte 4w + 2h + p comes to hold values 16h + 4w + p,
+    low, and that + 2, high."""
+
+    def exchange(nibbles: U8) -> None:
+        swap_digits(nibbles.view(np.uint64), 4, 2)
+
+    return _exchanged(first, exchange)
 
 
 def flipped_tops(first: Rearrange | None = None) -> Rearrange:

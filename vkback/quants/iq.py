@@ -3,17 +3,21 @@
     IQ4_NL  d f16 | qs 16 bytes: value j low, j + 16 high                              weight = d level(q)
     IQ4_XS  d f16 | scales_h u16 | scales_l 4 | qs 128: like IQ4_NL for each group     weight = d (s - 32) level(q)   groups of 32
 
+On the device codes lie as bit planes (shaders/quant/iq4_levels.glsl), or in pairs for kernels that look levels up in a table of pairs
+(iq4_pairs.glsl): the same planes of the same sizes, with the bits of `qs` in another order.
+
 IQ4_XS: scale j has its low nibble in nibble j of scales_l and its top two bits in bits 2j of scales_h.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from vkback.quants import search
-from vkback.quants.bits import Rearrange, bit_planes, renamed_nibbles
+from vkback.quants.bits import Rearrange, bit_planes, pairs_two_apart, renamed_nibbles
 from vkback.quants.codec import F32, U8, Codec, Weights, half, packed, put_half, random_half
 from vkback.quants.k_quants import SUPER, value_major
 from vkback.quants.legacy import nibbles, put_nibbles
@@ -93,4 +97,15 @@ class _IQ4XS(Codec):
         random_half(self.fields(blocks)["head"][:, :2], scale / 2048, signed=True)
 
 
+class _IQ4NLPairs(_IQ4NL):
+    type = replace(_IQ4NL.type, name="IQ4_NL_PAIRS")
+    moves: Mapping[str, Rearrange] = {"qs": pairs_two_apart(renamed_nibbles(IQ4_ORDER))}
+
+
+class _IQ4XSPairs(_IQ4XS):
+    type = replace(_IQ4XS.type, name="IQ4_XS_PAIRS")
+    moves: Mapping[str, Rearrange] = {"qs": pairs_two_apart(renamed_nibbles(IQ4_ORDER))}
+
+
 CODECS: tuple[Codec, ...] = (_IQ4NL(), _IQ4XS())
+OTHER_LAYOUTS: Mapping[str, Codec] = {"IQ4_NL": _IQ4NLPairs(), "IQ4_XS": _IQ4XSPairs()}

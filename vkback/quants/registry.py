@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.quants.codec import F32, U8, Codec
+from vkback.quants.iq import OTHER_LAYOUTS
 from vkback.quants.quant_type import QuantRangeError, QuantShapeError, QuantType, UnknownQuant
 
 FAMILIES = (
@@ -32,6 +33,11 @@ _CODECS: dict[str, Codec] = {c.type.name: c for family in FAMILIES for c in impo
 QUANTS: dict[str, QuantType] = {name: c.type for name, c in _CODECS.items()}
 """Every known type by its GGUF name."""
 
+PAIRED: dict[str, str] = {name: c.type.name for name, c in OTHER_LAYOUTS.items()}
+"""Types with a second device layout, in which their codes lie in pairs: the name that repacking has for it."""
+
+_CODECS |= {c.type.name: c for c in OTHER_LAYOUTS.values()}
+
 WEIGHT_TYPES: tuple[str, ...] = tuple(name for name, t in QUANTS.items() if t.planes)
 """Types that weights on the device have: all but that of activations."""
 
@@ -40,15 +46,16 @@ _CHUNK_VALUES = 1 << 15
 
 
 def codec(name: str) -> Codec:
-    found = _CODECS.get(name)
-    if found is None:
-        raise UnknownQuant(f"[quants] unknown type {name!r}; known: {', '.join(_CODECS)}")
-    return found
+    """Of a type, or of a second layout by the name that PAIRED has for it. Raises UnknownQuant."""
+    return _CODECS.get(name) or _CODECS[quant(name).name]
 
 
 def quant(name: str) -> QuantType:
     """The type called `name`. Raises UnknownQuant."""
-    return codec(name).type
+    found = QUANTS.get(name)
+    if found is None:
+        raise UnknownQuant(f"[quants] unknown type {name!r}; known: {', '.join(QUANTS)}")
+    return found
 
 
 def codebook(name: str) -> npt.NDArray[np.int8]:

@@ -240,7 +240,8 @@ class Bench:
         commands = self._record(OPS[node.op].lower(node, ctx), 1, True)
         self.device.submit(commands).wait()
         commands.destroy()
-        return {name: decoded(t, self.device.download(self._ranges[name].slice(0, nbytes(t)))) for name, t in names.items()}
+        stored = {name: self.device.download(self._ranges[name].slice(0, nbytes(t))) for name, t in names.items()}
+        return {name: decoded(t, stored[name], self.device.caps) for name, t in names.items()}
 
     def _record(self, dispatches: Sequence[Dispatch], count: int, chained: bool) -> Commands:
         """Launches that wait for each other, or else stage after stage, each over all launches."""

@@ -129,7 +129,7 @@ class TokenProgram:
 
     def output(self, tensor: Tensor) -> Array:
         """What a tensor with sentinels held at the end of the last run."""
-        return decoded(tensor, self.download(tensor.name, np.uint8))
+        return decoded(tensor, self.download(tensor.name, np.uint8), self._tokens.device.caps)
 
     def download(self, name: str, dtype: type[np.generic]) -> Array:
         """What a tensor of the program holds, as a row of values."""

@@ -214,7 +214,7 @@ class DeviceSteps:
         pieces = np.split(raw, ends[:-1])
         if program.overflow is not None:
             self._check_range(program, program.overflow, pieces.pop().view(np.uint32))
-        return [decoded(t, piece) for t, piece in zip(outputs, pieces, strict=True)]
+        return [decoded(t, piece, self.device.caps) for t, piece in zip(outputs, pieces, strict=True)]
 
     def _check_range(self, program: Program, place: BufferRange, words: npt.NDArray[np.uint32]) -> None:
         """Raises F16RangeError where a kernel has packed what is no number. Rows are packed by powers of two of their own: no number is
@@ -231,8 +231,8 @@ class DeviceSteps:
 
     def _decoded(self, tensor: Tensor, places: Sequence[BufferRange]) -> Array:
         if len(places) == 1:
-            return decoded(tensor, self.device.download(places[0]))
-        rows = [decoded(replace(tensor, shape=(s.rows, tensor.shape[-1])), self.device.download(place))
+            return decoded(tensor, self.device.download(places[0]), self.device.caps)
+        rows = [decoded(replace(tensor, shape=(s.rows, tensor.shape[-1])), self.device.download(place), self.device.caps)
                 for s, place in zip(shards(tensor, self.device.caps), places, strict=True)]
         return np.concatenate(rows).reshape(tensor.shape)
 
