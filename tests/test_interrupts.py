@@ -170,7 +170,7 @@ def test_the_wait_for_a_compiler_is_counted_in_slices(monkeypatch: pytest.Monkey
 
         def __exit__(self, *_: object) -> None: ...
 
-        def communicate(self, given: bytes, timeout: float) -> tuple[bytes, bytes]:
+        def communicate(self, given: bytes | None, timeout: float) -> tuple[bytes, bytes]:
             waits.append(timeout)
             raise subprocess.TimeoutExpired("glslc", 3600)
 
@@ -181,6 +181,12 @@ def test_the_wait_for_a_compiler_is_counted_in_slices(monkeypatch: pytest.Monkey
     with pytest.raises(CompileError, match=r"glslc has not finished after 120 s"):
         compiler._run(["glslc"], 120)
     assert waits == [10.0] * 12 + [0]
+
+
+@unix
+def test_a_compiler_that_takes_several_slices_gets_its_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "SLICE_S", 0.05)
+    assert compiler._run(["sh", "-c", "sleep 0.2; exec cat"], 60, b"source") == (0, b"source", b"")
 
 
 def test_a_fault_leaves_the_batches_behind_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -158,9 +158,10 @@ def _run(command: Sequence[str], timeout_s: float, given: bytes = b"", folder: P
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder) as program:
         _running.add(program)
         try:
-            for _ in range(ceil(timeout_s / SLICE_S)):
+            for slice_number in range(ceil(timeout_s / SLICE_S)):
                 with suppress(subprocess.TimeoutExpired):
-                    out, said = program.communicate(given, SLICE_S)
+                    # After a timeout communicate() goes on with what it was given, and refuses to be given it again.
+                    out, said = program.communicate(given if slice_number == 0 else None, SLICE_S)
                     break
             else:
                 raise CompileError(f"[shader] {command[0]} has not finished after {timeout_s} s; is the machine busy, or out of memory?")
