@@ -235,6 +235,7 @@ def test_shaders_compile_beside_each_other_and_pipelines_beside_shaders(
     monkeypatch.setattr(library_module, "find_compiler", lambda: compiler)
     monkeypatch.setattr(library_module, "BATCH", 1)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(ShaderLibrary, "compilers", 2)
     schedule = plan(model_graph(), ctx)
     keys = kernel_keys(schedule.dispatches())
     library = ShaderLibrary(cache_dir=tmp_path, shipped=False)

@@ -199,7 +199,7 @@ def test_a_fault_leaves_the_batches_behind_it(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(ShaderLibrary, "_compile_batch", fail)
     monkeypatch.setattr("vkback.shader.library.find_compiler", lambda: SimpleNamespace(identity="none"))
-    monkeypatch.setattr("vkback.shader.library.os.cpu_count", lambda: 2)
+    monkeypatch.setattr(ShaderLibrary, "compilers", 2)
     library = ShaderLibrary(cache_dir=tmp_path, quick=False)
     with pytest.raises(CompileError, match="glslc was stopped"):
         list(library._compile([(Variant("none.comp", (("N", i),)), SimpleNamespace(text="")) for i in range(50)], 1))  # type: ignore[misc]

@@ -28,11 +28,15 @@ BATCH = 6
 LARGE_BATCH = 64
 """The same where nobody waits for single shaders."""
 
-SLOW_TO_OPTIMIZE = ("mat_vec/mat_vec.comp", "mat_mul/f32.comp", "mat_mul/int_dot.comp", "attention/prompt.comp")
-"""Sources that a quick library compiles without the SPIR-V optimizer: in 0.01 s each, with it in 0.3, 1.4, 1.4 and 1.3 s. A CPU driver
-takes as long for its own part either way. It takes longer for other shaders (ROPE: 2.5 times), which are quick to optimize. Speed may
-suffer, and the last bits of sums may be others; so such sources pass over the modules that come with vkback, and all variants of one are
-compiled alike."""
+SLOW_TO_OPTIMIZE = (
+    "mat_vec/mat_vec.comp", "mat_mul/f32.comp", "mat_mul/int_dot.comp", "mul_mat/gemm_weight_lanes.comp",
+    "attention/attention.comp", "attention/prompt.comp",
+    "attention/train_forward_lanes.comp", "attention/train_back_q_lanes.comp", "attention/train_back_kv_lanes.comp",
+)  # fmt: skip
+"""Sources that a quick library compiles without the SPIR-V optimizer: in 0.02 s each, with it in 0.15 (attention.comp) to 1.4 s. A CPU
+driver takes as long for its own part either way. It takes longer for other shaders (ROPE: 2.5 times), which are quick to optimize. Speed
+may suffer, and the last bits of sums may be others; so such sources pass over the modules that come with vkback, and all variants of one
+are compiled alike."""
 
 SourceKey = tuple[str, tuple[tuple[str, str | int], ...]]
 """Source file and defines: what SPIR-V depends on of a variant."""
@@ -52,6 +56,9 @@ class ShaderLibrary:
 
     quick = False
     """What `quick` is where nobody says; the tests set it on CPU drivers (tests/conftest.py)."""
+    compilers = os.cpu_count() or 1
+    """Calls of the compiler at once. Each has a share of the shaders, so that more of them take more processor time; tests in several
+    processes set it to one."""
 
     def __init__(
         self, root: Path | None = None, cache_dir: Path | None = None, *, shipped: bool = True, quick: bool | None = None
@@ -137,7 +144,7 @@ class ShaderLibrary:
         return self._as_written[key]
 
     def _compile(self, sources: Sequence[tuple[Variant, Expanded]], size: int) -> Iterator[tuple[Variant, str | None]]:
-        """Compile and keep, in as many threads as there are processors; each variant as it is done, with its fault if it has one."""
+        """Compile and keep, by as many compilers as there are processors; each variant as it is done, with its fault if it has one."""
         if not sources:
             return
         compiler = self.compiler
@@ -147,7 +154,7 @@ class ShaderLibrary:
                 f"[shader] {sources[0][0].name}{others} does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL "
                 f"compiler. {INSTALL_HINT}"
             )
-        threads = min(len(sources), os.cpu_count() or 1)
+        threads = min(len(sources), self.compilers)
         batches: list[Sequence[tuple[Variant, Expanded]]] = []
         for level in (True, False):
             some = [s for s in sources if self._optimizes(s[0]) == level]

@@ -17,6 +17,8 @@ SEED = 0x9E3779B9
 GRIDS = [(t, g) for t in (128, 256, 512) for g in (1056, 2112, 4224)]
 SOFTWARE_GRIDS = [(32, 16), (8, 64)]
 """Threads of a workgroup and number of workgroups that are tried."""
+SOFTWARE_BYTES = 64 << 20
+"""What is read on CPU drivers, beyond the caches of most; a second or two. The tests take less (tests/conftest.py)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None
     """
     software = device.caps.device_type == "cpu"
     limit = min(device.caps.max_storage_buffer_range, device.free_memory() // 4)
-    size = min(nbytes or (64 << 20 if software else 2 << 30), limit) // (1 << 20) * (1 << 20)
+    size = min(nbytes or (SOFTWARE_BYTES if software else 2 << 30), limit) // (1 << 20) * (1 << 20)
     grids = SOFTWARE_GRIDS if software else GRIDS
     best = ReadRate(0.0, size, 0, 0)
     with device.arena("read rate", size + 4096, "device") as arena:
