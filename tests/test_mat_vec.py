@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from kernel_paths import with_params
 
 from vkback.device import Device
 from vkback.harness.runner import run_case
@@ -26,6 +27,18 @@ RUNS = [(case, act) for case in CASES for act in ((case.params["act"],) if "act"
 @pytest.mark.parametrize(("case", "act"), RUNS, ids=lambda v: v.line if isinstance(v, Case) else v)
 def test_case(case: Case, act: Act, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     outcome = run_case(device, library, case, dataclasses.replace(ctx, act=act))
+    assert outcome.ok, outcome.text
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(("act", "quant"), [("f32", "Q5_K"), ("q8_1", "Q4_K")])
+def test_sixteen_tokens(act: Act, quant: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """As on GPUs; tables of CPU drivers give that many to the mat-mat kernels."""
+    fixed = with_params(dataclasses.replace(ctx, act=act), kernel="mat_vec")
+    case = mul_mat_case(quant, 19, 16, 256)
+    dispatches = OPS[case.op].lower(case.build().node, fixed)
+    assert ("COLS", 16) in dispatches[-1].kernel.defines and dispatches[-1].kernel.source == "mat_vec/mat_vec.comp"
+    outcome = run_case(device, library, case, fixed)
     assert outcome.ok, outcome.text
 
 
