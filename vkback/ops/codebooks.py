@@ -24,6 +24,10 @@ MAX_PAIRED_K = 14336
 """Columns of a weight in pairs: 48 KB of shared memory hold the table of pairs (32 KB) and so many of x, at 36 bytes a unit."""
 
 
+IN_PAIRS: dict[str, str | int] = {"CODE_PAIRS": 1}
+"""What kernels are told of a weight in pairs."""
+
+
 def in_pairs(quant: str, k: int, caps: Capabilities) -> bool:
     """Whether the codes of a weight of k columns lie in pairs on a device."""
     return quant in quants.PAIRED and k <= MAX_PAIRED_K and caps.architecture in PAIRED_ON
@@ -34,12 +38,15 @@ def stored_type(quant: str, k: int, caps: Capabilities) -> str:
     return quants.PAIRED[quant] if in_pairs(quant, k, caps) else quant
 
 
+def layout_defines(quant: str, k: int, caps: Capabilities) -> dict[str, str | int]:
+    """Defines that say in which layout a weight of k columns lies on a device."""
+    return IN_PAIRS if in_pairs(quant, k, caps) else {}
+
+
 def decoder(quant: str, k: int, caps: Capabilities) -> dict[str, str | int]:
     """Defines that choose the decoder of a weight of k columns (shaders/quant) in a kernel."""
     t = quants.quant(quant)
-    defines: dict[str, str | int] = {"QUANT_FILE": f'"{t.shader}"'}
-    if in_pairs(quant, k, caps):
-        defines["CODE_PAIRS"] = 1
+    defines = {"QUANT_FILE": f'"{t.shader}"', **layout_defines(quant, k, caps)}
     if t.codebook:
         defines["CODEBOOK_LITERALS"] = int(caps.software)
     return defines

@@ -21,7 +21,7 @@ from math import prod
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.codebooks import CODEBOOK_TYPES, decoder
+from vkback.ops.codebooks import CODEBOOK_TYPES, IN_PAIRS, decoder
 from vkback.ops.cooperative_matrix import fragments_possible
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
@@ -288,7 +288,7 @@ def prebuilt_variants() -> list[Variant]:
     found += [Variant(source) for source in ("mat_mul/fragment_map.comp", "mat_mul/element_map.comp", "probe/matrix_rate.comp")]
     for name, kind in quants.QUANTS.items():
         if kind.planes and name != "Q8_1":
-            layouts: list[Defines] = [{}, {"CODE_PAIRS": 1}] if name in quants.PAIRED else [{}]
+            layouts: list[Defines] = [{}, IN_PAIRS] if name in quants.PAIRED else [{}]
             found += [
                 Variant(f"mat_mul/{way}.comp", tuple(sorted((gpu_decoder(name) | layout).items())))
                 for layout in layouts

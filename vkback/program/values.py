@@ -53,7 +53,7 @@ def decoded(tensor: Tensor, raw: Array, caps: Capabilities) -> Array:
     if in_planes(tensor):
         n, k = prod(tensor.shape[:-1]), tensor.shape[-1]
         planes = [raw[p.offset :][: n * p.row_bytes].reshape(n, -1) for p in quants.layout(tensor.type, n, k).planes]
-        weights: Array = quants.decode(tensor.type, quants.unpack(stored_type(tensor.type, tensor.shape[-1], caps), planes, k))
+        weights: Array = quants.decode(tensor.type, quants.unpack(stored_type(tensor.type, k, caps), planes, k))
         return weights.reshape(tensor.shape)
     if tensor.type == "Q8_1":
         rows = raw[: nbytes(tensor)].reshape(prod(tensor.shape[:-1]), -1)
