@@ -53,9 +53,13 @@ def unit_place(column: int, k: int, stride: int, shape: MatMulShape, lanes: int)
     _, columns, depth = shape.matrix
     t = shape.row_lanes
     groups, each = lanes // t, depth // t
-    block, unit, value = k // (32 * t), k // 32 % t, k % 32
-    matrix, element = divmod(value, each)
+    unit, value = divmod(k, 32)
     own = columns // groups
+    if stride // (4 * own * lanes) % 2 == 0:  # an even number of blocks
+        block, unit = unit // (2 * t) * 2 + unit % 2, unit // 2 % t
+    else:
+        block, unit = divmod(unit, t)
+    matrix, element = divmod(value, each)
     number = (matrix * own + column % columns // groups) * each + element
     lane = column % groups * t + unit
     word = (column // columns) * stride + (block * 4 * own + number // 8) * lanes + lane
@@ -64,19 +68,20 @@ def unit_place(column: int, k: int, stride: int, shape: MatMulShape, lanes: int)
 
 def test_every_value_has_a_place_of_its_own() -> None:
     """All places of a packed tensor are used, each once, for NVIDIA's order of rows and llvmpipe's."""
-    for matrix, t, lanes in (((16, 16, 16), 4, 32), ((16, 8, 16), 4, 32), ((8, 8, 8), 8, 8)):
-        shape = MatMulShape("coop_reg", 16, 16, subgroups=1, warp_m=16, matrix=matrix, row_lanes=t)
-        caps = dataclasses.replace(H200.caps, subgroup_size=lanes)
-        tensor = mat_mul_reg.packed_units("x", 5, 300, shape)
-        stride = mat_mul_reg.units_stride(300, shape, caps)
-        columns, k = tensor.shape
-        places = {unit_place(c, i, stride, shape, lanes) for c in range(columns) for i in range(k)}
-        assert places == set(range(prod(tensor.shape))), matrix
+    for k in (300, 500):  # an odd number of blocks, or an even one
+        for matrix, t, lanes in (((16, 16, 16), 4, 32), ((16, 8, 16), 4, 32), ((8, 8, 8), 8, 8)):
+            shape = MatMulShape("coop_reg", 16, 16, subgroups=1, warp_m=16, matrix=matrix, row_lanes=t)
+            caps = dataclasses.replace(H200.caps, subgroup_size=lanes)
+            tensor = mat_mul_reg.packed_units("x", 5, k, shape)
+            stride = mat_mul_reg.units_stride(k, shape, caps)
+            columns, padded = tensor.shape
+            places = {unit_place(c, i, stride, shape, lanes) for c in range(columns) for i in range(padded)}
+            assert places == set(range(prod(tensor.shape))), (matrix, k)
 
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("k", "factor"), [(256, 1.0), (300, 1.0), (300, 0.25)])
+@pytest.mark.parametrize(("k", "factor"), [(256, 1.0), (300, 1.0), (300, 0.25), (500, 1.0)])
 def test_packing(k: int, factor: float, norm: bool, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
     """Runs everywhere: packing itself needs no matrices. The order is that of matrices of 8x8x8 on a CPU driver, of 16x16x16 elsewhere."""
     caps, n = device.caps, 5

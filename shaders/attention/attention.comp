@@ -26,6 +26,7 @@
 // USE_SHUFFLES 1: HD = VD and LANES = COLS, so the same threads read a row of K and the row of V;
 //             scores and queries stay in registers (attention/walk_lanes.glsl)
 // USE_SHUFFLES 0: scores pass between threads through shared memory (attention/walk_shared.glsl)
+// In barrier-free stages the first chunk is loaded ahead of the wait for this step's rows if it has none of them.
 // K and V of the next chunk are prefetched into registers (software prefetch). Logits are in base 2: scale includes log2 e.
 //
 // Split KV: if there are more than rows_per_split rows, they are cut into up to SPLITS splits of equal size, and one workgroup combines them in
@@ -217,9 +218,6 @@ void main() {
     prefetch_heads(tid, head0, kv);  // issue these loads before those of K and V: if the heads have arrived, they need not queue
 #endif
 
-    // `zero` is 0, but the compiler cannot know it before the wait is over.
-    // Added to the addresses of Q, K and V, it keeps their loads behind the wait.
-    const uint zero = wait_for_arrivals();
     lo = p.n_ctx;
     hi = 0;
     [[unroll]] for (uint t = 0; t < TOKENS; t++) {
@@ -230,6 +228,7 @@ void main() {
         hi = max(hi, row_end[t]);
     }
     if (hi == 0) {
+        wait_for_arrivals();
         for (uint i = tid; i < QUERIES * OUT4; i += WG_SIZE) query4[i] = vec4(0.0);
         barrier();
         if (split == 0) {
@@ -242,16 +241,39 @@ void main() {
     const uint wanted = min(SPLITS, (rows + p.rows_per_split - 1) / p.rows_per_split);
     const uint length = (rows + wanted - 1) / wanted;
     const uint used = (rows + length - 1) / length;
-    if (split >= used) return;
-    lo += split * length + zero;
+    // A workgroup without rows waits, too: while it holds its multiprocessor, the next stage's workgroups cannot crowd on it.
+    if (split >= used) {
+        wait_for_arrivals();
+        return;
+    }
+    lo += split * length;
     hi = min(lo + length, hi);
+#ifdef BIND_EXPECTED
+    // Rows of the cache that earlier steps stored need no wait.
+    uint first_new = p.n_ctx;
+    for (uint t = 0; t < p.n; t++) first_new = min(first_new, uint(pos[t]));  // of padding it is 2^32 - 1
+    const bool loaded = lo + ROWS <= first_new;
+    if (loaded) {
+        load_k(kv, lo, tid);
+        load_v(kv, lo, tid);
+    }
+#endif
+    // `zero` is 0, but the compiler cannot know it before the wait is over.
+    // Added to the addresses of Q, K and V, it keeps their loads behind the wait.
+    const uint zero = wait_for_arrivals();
+    lo += zero;
 #if FUSED
     owns_new = split == used - 1 && uint(pos[0]) < p.n_ctx;
     if (owns_new) hi--;
 #endif
 
-    load_k(kv, lo, tid);
-    load_v(kv, lo, tid);
+#ifdef BIND_EXPECTED
+    if (!loaded)
+#endif
+    {
+        load_k(kv, lo, tid);
+        load_v(kv, lo, tid);
+    }
 #if FUSED
   #if SPINS
     SPIN_ON(read_heads(tid, head0, kv), heads_arrived())

@@ -3,8 +3,8 @@
 //   K_UNITS        units in a row, where a kernel is built for one row length
 //   UNIT_STEP      a power of two that divides the `unit` of every Place
 //   UNITS_ALIGNED  a constant; not 0: a row is a whole number of groups of eight units, `unit` and `unit + unit_offset` of a Place lie in the
-//                  same group, and `unit_offset` is a multiple of 4. The compiler then sees that what eight units share (a block's head) is
-//                  one item, loaded once
+//                  same group, and `unit_offset` is a multiple of 4, or 1 behind an even `unit`. The compiler then sees that what eight
+//                  units share (a block's head) is one item, loaded once
 
 #ifdef K_UNITS
 #define ROW_UNITS uint(K_UNITS)
