@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import pytest
 from kernel_paths import planned_for
 from test_mat_mul import nmse, run_chain
 
+import vkback
 from vkback import quants
 from vkback.device import Device
 from vkback.device.capabilities import MatrixShape
 from vkback.graph import Node, Tensor
 from vkback.harness import runner
 from vkback.ops import mat_mul_reg
+from vkback.ops.codebooks import decoder
 from vkback.ops.cooperative_matrix import matrix_shapes, row_lanes
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_job import MatMul, MatMulShape
@@ -26,6 +29,7 @@ from vkback.ops.mat_vec_cases import mul_mat_case
 from vkback.ops.mat_vec_node import QUANTS, weight
 from vkback.ops.mat_vec_rope import stored_by_products
 from vkback.ops.op import OPS
+from vkback.ops.storage import shards, weight_push
 from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
 
@@ -77,6 +81,66 @@ def test_every_value_has_a_place_of_its_own() -> None:
             columns, padded = tensor.shape
             places = {unit_place(c, i, stride, shape, lanes) for c in range(columns) for i in range(padded)}
             assert places == set(range(prod(tensor.shape))), (matrix, k)
+
+
+def test_a_lane_finds_x_of_the_units_that_it_decodes() -> None:
+    """Of aligned rows in NVIDIA's order: lane t of block 2 s + u of a column decodes unit 8 s + 2 t + u, and the words of that block and
+    lane are that unit's 32 values of x."""
+    k, t, lanes = 1024, 4, 32
+    for columns in (8, 16):
+        shape = MatMulShape("coop_reg", 16, 16, subgroups=1, warp_m=16, matrix=(16, columns, 16), row_lanes=t)
+        stride = mat_mul_reg.units_stride(k, shape, dataclasses.replace(H200.caps, subgroup_size=lanes))
+        own = columns * t // lanes
+        for column in range(columns):
+            for unit in range(k // 32):
+                words = {unit_place(column, 32 * unit + v, stride, shape, lanes) // 8 for v in range(32)}
+                assert {word // lanes // (4 * own) for word in words} == {unit // 8 * 2 + unit % 2}
+                assert {word % lanes for word in words} == {column % (lanes // t) * t + unit // 2 % t}
+
+
+ALIGNED_UNITS = """#version 450
+#extension GL_EXT_control_flow_attributes : require
+layout(local_size_x = 4) in;
+#define PATH_INT 0
+#define UNITS_ALIGNED 1
+#include "quant/weights.glsl"
+layout(push_constant) uniform Push { Weights w; } p;
+#include "quant/place.glsl"
+#include QUANT_FILE
+layout(std430, set = 0, binding = 1) writeonly buffer Y { vec4 y4[]; };
+
+void main() {
+    const uint row = gl_WorkGroupID.x, step = gl_WorkGroupID.y, lane = gl_LocalInvocationID.x;
+#ifdef UNIT_TABLE
+    unit_table(lane, 4);
+    barrier();
+#endif
+    UnitRaw raw[2];
+    [[unroll]] for (uint u = 0; u < 2; u++) raw[u] = unit_load(Place(row, 8u * step + 2u * lane, 0u, u));
+    [[unroll]] for (uint u = 0; u < 2; u++) {
+        vec4 w[8];
+        unit_decode(raw[u], w);
+        [[unroll]] for (uint i = 0; i < 8; i++) y4[(row * p.w.units + 8u * step + 2u * lane + u) * 8u + i] = w[i];
+    }
+}
+"""
+"""What a lane of NVIDIA's order loads in a step of aligned rows, in a kernel that needs no matrices."""
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("quant", [name for name in quants.WEIGHT_TYPES if mat_mul_reg.lane_units(name, 4) == 2])
+def test_two_neighbouring_units_of_a_lane(quant: str, tmp_path: Path) -> None:
+    """Every unit of aligned rows is decoded as its blocks say, the second of a pair from the place of the first."""
+    rows, k = 5, 768
+    (tmp_path / "aligned.comp").write_text(ALIGNED_UNITS)
+    with vkback.Device() as dev:
+        raw = quants.random_blocks(quant, rows, k, np.random.default_rng(8))
+        stored = Tensor("w", quant, (rows, k), "weight")
+        w, y = dev._stored(stored, raw), dev.empty((rows, k))
+        (shard,) = shards(stored, dev.caps)
+        kernel = dev.compile(tmp_path / "aligned.comp", decoder(quant, k, dev.caps))
+        kernel(w, y, push=weight_push(quant, shard.layout, k), groups=(rows, k // 256, 1))
+        np.testing.assert_allclose(y.numpy(), quants.decode(quant, raw), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.vulkan
