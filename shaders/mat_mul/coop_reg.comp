@@ -127,9 +127,7 @@ UnitRaw fetch_unit(uint i, uint u, uint first_row, uint step) {
     const uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * ROW_GROUPS + gl_SubgroupInvocationID / ROW_LANES, p.m - 1u);
     const uint lane = gl_SubgroupInvocationID % ROW_LANES;
     if (K_ALIGNED != 0 && LANE_UNITS == 2) return unit_load(Place(row, min(step, steps - 1u) * 8u + 2u * lane, 0u, u));
-    const uint block = step * LANE_UNITS + u;
-    const uint unit = paired_blocks(blocks) ? block / 2u * (2u * ROW_LANES) + 2u * lane + block % 2u : block * ROW_LANES + lane;
-    return unit_load(place(row, min(unit, end_unit - 1u)));
+    return unit_load(place(row, min(unit_of(step * LANE_UNITS + u, lane, blocks), end_unit - 1u)));
 }
 
 // Word i of a lane's block, in matrix column n. Lanes whose column is past the last one read what the lanes of the first column read, which

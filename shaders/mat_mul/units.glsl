@@ -18,6 +18,11 @@ const uint BLOCK_WORDS = 4 * OWN_COLUMNS;  // words of a lane per block
 
 bool paired_blocks(uint blocks) { return blocks % 2u == 0u; }
 
+// The unit that a row's lane `lane` decodes in a block, the counterpart of unit_place.
+uint unit_of(uint block, uint lane, uint blocks) {
+    return paired_blocks(blocks) ? block / 2u * (2u * ROW_LANES) + 2u * lane + block % 2u : block * ROW_LANES + lane;
+}
+
 // Index of the f16 value at position k (in K order) of a column. stride: 16-byte words of a column of matrices.
 uint unit_place(uint column, uint k, uint stride) {
     const bool paired = paired_blocks(stride / (BLOCK_WORDS * SG));
