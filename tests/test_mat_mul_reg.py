@@ -117,6 +117,10 @@ void main() {
 #endif
     UnitRaw raw[2];
     [[unroll]] for (uint u = 0; u < 2; u++) raw[u] = unit_load(Place(row, 8u * step + 2u * lane, 0u, u));
+#if UNIT_HEADS
+    raw[1].head = raw[0].head;
+    [[unroll]] for (uint u = 0; u < 2; u++) raw[u].sub = 2u * lane + u;
+#endif
     [[unroll]] for (uint u = 0; u < 2; u++) {
         vec4 w[8];
         unit_decode(raw[u], w);
@@ -130,7 +134,7 @@ void main() {
 @pytest.mark.vulkan
 @pytest.mark.parametrize("quant", [name for name in quants.WEIGHT_TYPES if mat_mul_reg.lane_units(name, 4) == 2])
 def test_two_neighbouring_units_of_a_lane(quant: str, tmp_path: Path) -> None:
-    """Every unit of aligned rows is decoded as its blocks say, the second of a pair from the place of the first."""
+    """Every unit of aligned rows is decoded as its blocks say, the second of a pair from the place and the head of the first."""
     rows, k = 5, 768
     (tmp_path / "aligned.comp").write_text(ALIGNED_UNITS)
     with vkback.Device() as dev:
@@ -221,11 +225,11 @@ def test_activations_beyond_f16(
 
 
 def run_product(
-    device: Device, kernels: ShaderLibrary, ctx: LowerContext, quant: str, m: int, n: int, k: int, **more: Any
+    device: Device, kernels: ShaderLibrary, ctx: LowerContext, quant: str, m: int, n: int, k: int, slices: int = 2, **more: Any
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
     """What the kernel makes of a random product and what numpy does. more: glu, bias, residual."""
     rng = np.random.default_rng(m + n)
-    shape = mat_mul_reg.shape_of(16, 8, 8, 2, row_lanes(ctx), device.caps)
+    shape = mat_mul_reg.shape_of(16, 8, 8, slices, row_lanes(ctx), device.caps)
     assert shape is not None
     w, x = weight("w", quant, (m, k)), Tensor("x", "F32", (n, k), "input")
     y = Tensor("y", "F32", (n, m // 2 if more.get("glu") else m))
@@ -262,6 +266,14 @@ def test_product(quant: str, device: Device, kernels: ShaderLibrary, ctx: LowerC
     use = by_registers(ctx, device)
     for m, n, k in ((37, 5, 768), (16, 8, 256)):
         assert nmse(*run_product(device, kernels, use, quant, m, n, k)) <= F16_TOLERANCE.nmse, (m, n, k)
+
+
+@pytest.mark.vulkan
+def test_slices_that_are_no_power_of_two(device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    """Twelve subgroups share rows of few steps, so that most have none, and rows of 24 or more."""
+    use = by_registers(ctx, device)
+    for k in (288, 6144):
+        assert nmse(*run_product(device, kernels, use, "Q8_0", 24, 4, k, slices=12)) <= F16_TOLERANCE.nmse, k
 
 
 @pytest.mark.vulkan

@@ -13,6 +13,8 @@
 #else
 #define LANE_SCORES 16
 #endif
+#define SCORE_GROUPS (SCORES / LANE_SCORES)
+#define GROUP_STEPS (LANE_SCORES / QUERIES)  // whose scores a lane holds one of
 #define SUM_VALUES LANE_SCORES
 #define SUM_LANES COLS
 #include "common/lane_sums.glsl"
@@ -66,28 +68,43 @@ void walk_begin(uint tid) {
 #endif
 }
 
+// Whether the chunk at `base` has rows for the steps of scores n: the last chunk of a split may have few. Where chunks are short, or one
+// token has the device to itself, branches would cost more than they save.
+bool group_used(uint base, uint n) {
+#if !FUSED && ROWS >= 128
+    return n == 0 || base + n * GROUP_STEPS * STREAMS < hi;
+#else
+    return true;
+#endif
+}
+
 void walk(uint kv, uint base, uint tid) {
-    float score[SCORES / LANE_SCORES];
-    float part[SCORES / LANE_SCORES][LANE_SCORES];
-    [[unroll]] for (uint s = 0; s < STEPS; s++) {
-        const vec4 a = decode_low4(k_now[s][0], K_TYPE), b = decode_high4(k_now[s][0], K_TYPE);
-        [[unroll]] for (uint i = 0; i < QUERIES; i++)
-            part[(s * QUERIES + i) / LANE_SCORES][(s * QUERIES + i) % LANE_SCORES] = dot(a, own_query[i][0]) + dot(b, own_query[i][1]);
-    }
+    float score[SCORE_GROUPS];
+    float part[SCORE_GROUPS][LANE_SCORES];
+    [[unroll]] for (uint n = 0; n < SCORE_GROUPS; n++)
+        if (group_used(base, n))
+            [[unroll]] for (uint s = n * GROUP_STEPS; s < (n + 1) * GROUP_STEPS; s++) {
+                const vec4 a = decode_low4(k_now[s][0], K_TYPE), b = decode_high4(k_now[s][0], K_TYPE);
+                [[unroll]] for (uint i = 0; i < QUERIES; i++)
+                    part[n][(s * QUERIES + i) % LANE_SCORES] = dot(a, own_query[i][0]) + dot(b, own_query[i][1]);
+            }
     if (base + ROWS < hi) load_k(kv, base + ROWS, tid);
     float new_max = score_max;
-    [[unroll]] for (uint n = 0; n < SCORES / LANE_SCORES; n++) {
-        const uint step_of = (n * LANE_SCORES + tid % LANE_SCORES) / QUERIES;
-        const uint row = base + step_of * STREAMS + tid / COLS;
-        const float all_lanes = lane_sums(part[n], tid);
-        score[n] = row < own_end && row >= own_first ? all_lanes : MASKED;
-        new_max = max(new_max, score[n]);
+    [[unroll]] for (uint n = 0; n < SCORE_GROUPS; n++) {
+        score[n] = MASKED;
+        if (group_used(base, n)) {
+            const uint step_of = (n * LANE_SCORES + tid % LANE_SCORES) / QUERIES;
+            const uint row = base + step_of * STREAMS + tid / COLS;
+            const float all_lanes = lane_sums(part[n], tid);
+            score[n] = row < own_end && row >= own_first ? all_lanes : MASKED;
+            new_max = max(new_max, score[n]);
+        }
     }
     new_max = reduce_streams_max(reduce_scores_max(new_max));
     const float rescale = exp2(score_max - new_max);
     score_max = new_max;
     weight_sum *= rescale;
-    [[unroll]] for (uint n = 0; n < SCORES / LANE_SCORES; n++) {
+    [[unroll]] for (uint n = 0; n < SCORE_GROUPS; n++) {
         score[n] = score[n] > MASKED ? exp2(score[n] - score_max) : 0.0;
         weight_sum += score[n];
     }
@@ -96,14 +113,16 @@ void walk(uint kv, uint base, uint tid) {
         sum[i][0] *= f;
         sum[i][1] *= f;
     }
-    [[unroll]] for (uint s = 0; s < STEPS; s++) {
-        const vec4 a = decode_low4(v_now[s], V_TYPE), b = decode_high4(v_now[s], V_TYPE);
-        [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-            const float e = read_lane(score[(s * QUERIES + i) / LANE_SCORES], (s * QUERIES + i) % LANE_SCORES);
-            sum[i][0] += e * a;
-            sum[i][1] += e * b;
-        }
-    }
+    [[unroll]] for (uint n = 0; n < SCORE_GROUPS; n++)
+        if (group_used(base, n))
+            [[unroll]] for (uint s = n * GROUP_STEPS; s < (n + 1) * GROUP_STEPS; s++) {
+                const vec4 a = decode_low4(v_now[s], V_TYPE), b = decode_high4(v_now[s], V_TYPE);
+                [[unroll]] for (uint i = 0; i < QUERIES; i++) {
+                    const float e = read_lane(score[n], (s * QUERIES + i) % LANE_SCORES);
+                    sum[i][0] += e * a;
+                    sum[i][1] += e * b;
+                }
+            }
     if (base + ROWS < hi) load_v(kv, base + ROWS, tid);
 }
 

@@ -28,8 +28,9 @@
 // A workgroup makes a tile of ROW_SUBGROUPS * SUBGROUP_M weight rows by TILE_N columns (tokens). Each subgroup takes SUBGROUP_M rows, all
 // columns, and every K_SUBGROUPS-th step along K (sliced-K). A step is LANE_UNITS blocks (mat_mul/units.glsl). A lane loads whole units of 32
 // weights and decodes them to f16; neighbouring lanes load neighbouring units of a row. Thanks to unit order, what a lane decodes are exactly
-// its own elements of matrices A. As soon as registers are free they are loaded for the subgroup's next step. At the end the sums of all
-// slices go to shared memory, and the thread that stores a value adds them in a fixed order.
+// its own elements of matrices A. As soon as registers are free they are loaded for the subgroup's next step; x is loaded where it is used if
+// that lets more workgroups share a multiprocessor (X_AHEAD). At the end the sums of all slices go to shared memory, and the thread that
+// stores a value adds them in a fixed order.
 //
 // Defines: QUANT_FILE. Everything else is a specialization constant.
 #include "mat_mul/matrix.glsl"
@@ -106,6 +107,12 @@ const uint MS = SUBGROUP_M / FM, NS = TILE_N / FN;
 const uint OWN_ROWS = FM / ROW_GROUPS;             // rows of a matrix that a lane holds elements of
 const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes per block
 const uint MATRICES = 32 / LANE_VALUES;            // matrices along K per block
+#if UNIT_HEADS
+const bool X_AHEAD = NS > 1;                       // x is loaded ahead of time
+const bool PAIRED = K_ALIGNED != 0 && LANE_UNITS == 2 && NS == 1;  // a lane's two units have one head between them
+#else
+const bool X_AHEAD = true;
+#endif
 const uint STAGE_PITCH = SUBGROUP_M / 4 + 1;
 const uint STAGE_WORDS = TILE_N * STAGE_PITCH;     // sums of one subgroup
 
@@ -130,6 +137,29 @@ UnitRaw fetch_unit(uint i, uint u, uint first_row, uint step) {
     return unit_load(place(row, min(unit_of(step * LANE_UNITS + u, lane, blocks), end_unit - 1u)));
 }
 
+// Loads unit `u` of a step, from this lane's row number i. With PAIRED the first unit keeps the head for both, and gets the next one once the
+// second is decoded. Which part of it is a unit's does not depend on the step, so the shifts for that are found once.
+void load_unit(uint i, uint u, uint first_row, uint step) {
+    const uint own = i * LANE_UNITS + u;
+    UnitRaw unit = fetch_unit(i, u, first_row, step);
+#if UNIT_HEADS
+    if (PAIRED) {
+        unit.sub = gl_SubgroupInvocationID % ROW_LANES * 2u + u;
+        if (u == 0) unit.head = raw[own].head;
+        else raw[own - 1].head = unit.head;
+    }
+#endif
+    raw[own] = unit;
+}
+
+UnitRaw loaded_unit(uint i, uint u) {
+    UnitRaw unit = raw[i * LANE_UNITS + u];
+#if UNIT_HEADS
+    if (PAIRED) unit.head = raw[i * LANE_UNITS].head;
+#endif
+    return unit;
+}
+
 // Word i of a lane's block, in matrix column n. Lanes whose column is past the last one read what the lanes of the first column read, which
 // saves memory traffic.
 void fetch_x(uint n, uint i, uint block) {
@@ -138,19 +168,20 @@ void fetch_x(uint n, uint i, uint block) {
     x[n * BLOCK_WORDS + i] = x4[(first & MAX_QUAD_INDEX) + i * SG];
 }
 
-// The products of one step. Registers of weights and activations are reloaded for later steps after their last use.
+// The products of one step. Registers of weights, and with X_AHEAD those of x, are reloaded for later steps after their last use.
 void multiply(uint first_row, uint step) {
     [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) {
         const uint next_block = u + 1 < LANE_UNITS ? step * LANE_UNITS + u + 1 : (step + K_SUBGROUPS) * LANE_UNITS;
+        if (!X_AHEAD)
+            [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(0, i, step * LANE_UNITS + u);
         const bool valid = LANE_UNITS == 1 || K_ALIGNED != 0 || step * LANE_UNITS + u < blocks;
         [[unroll]] for (uint i = 0; i < MS; i++) {
             uvec4 w[OWN_ROWS * 4];
             [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {
                 uvec4 words[4];
-                const uint own = (i * OWN_ROWS + r) * LANE_UNITS + u;
-                unit_f16(raw[own], valid, words);  // past the end of a row x is zero
+                unit_f16(loaded_unit(i * OWN_ROWS + r, u), valid, words);  // past the end of a row x is zero
                 [[unroll]] for (uint j = 0; j < 4; j++) w[r * 4 + j] = words[j];
-                raw[own] = fetch_unit(i * OWN_ROWS + r, u, first_row, step + K_SUBGROUPS);
+                load_unit(i * OWN_ROWS + r, u, first_row, step + K_SUBGROUPS);
             }
             [[unroll]] for (uint j = 0; j < MATRICES; j++) {
                 MATRIX_A a;
@@ -165,7 +196,7 @@ void multiply(uint first_row, uint step) {
                     }
                     sums[i * NS + n] = coopMatMulAdd(a, b, sums[i * NS + n]);
                     const uint used = (j + 1) * OWN_COLUMNS * LANE_VALUES;  // values of x
-                    if (i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, next_block);
+                    if (X_AHEAD && i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, next_block);
                 }
             }
         }
@@ -337,10 +368,11 @@ void main() {
     blocks = (end_unit + ROW_LANES - 1u) / ROW_LANES;
     steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
     [[unroll]] for (uint i = 0; i < UNITS; i++)
-        [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) raw[i * LANE_UNITS + u] = fetch_unit(i, u, first_row, slice);
+        [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) load_unit(i, u, first_row, slice);
     x_zero = wait_for_arrivals();  // meanwhile the first weights are in flight
-    [[unroll]] for (uint n = 0; n < NS; n++)
-        [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
+    if (X_AHEAD)
+        [[unroll]] for (uint n = 0; n < NS; n++)
+            [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
     if (gl_LocalInvocationID.x < tile_count * OUT_QUADS) {
         const uint row = tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u;
         if (HAS_RESIDUAL != 0) first_residuals = load_residuals(row, tile_column + gl_LocalInvocationID.x / OUT_QUADS);

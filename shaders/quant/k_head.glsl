@@ -1,5 +1,6 @@
 // Block head of Q4_K and Q5_K, 16 bytes per 256 weights: d, dmin and eight 6-bit scales and mins (bit order in docs/architecture.md).
-// sub: number of the unit in its block, 0..7.
+// sub: number of the unit in its block, 0..7. UNIT_HEADS tells kernels that UnitRaw has `head` and `sub`, so that they may load one head for
+// several units.
 //
 // k_low_bits   bits 0..3: low four bits of the scale; bits 4..7: of the min; the bits above belong to other units
 // k_high_bits  bits 0..1: high two bits of the scale; bits 2..3: of the min; likewise

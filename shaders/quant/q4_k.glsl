@@ -7,6 +7,7 @@
 #include "quant/nibbles.glsl"
 
 struct UnitRaw { uvec4 qs; uvec4 head; uint sub; };
+#define UNIT_HEADS 1
 #include "quant/k_head.glsl"
 
 UnitRaw unit_load(Place at) {

@@ -10,6 +10,7 @@
 #define UNIT_SIGNED 0
 
 struct UnitRaw { uvec4 qs; uint qh; uvec4 head; uint sub; };
+#define UNIT_HEADS 1
 #include "quant/k_head.glsl"
 
 UnitRaw unit_load(Place at) {

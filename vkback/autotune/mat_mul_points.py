@@ -308,7 +308,7 @@ def neighbours(point: MatMulPoint, caps: Capabilities) -> Iterator[MatMulPoint]:
     if point.kernel in ("int_dot", "f32"):
         yield from (point._replace(tile_n=n) for n in COLUMNS)
     if point.kernel == "coop_reg" and not caps.software:
-        for m, warp_m, k in itertools.product((16, 32, 64, 128), (16, 32), (2, 4, 8, 16)):
+        for m, warp_m, k in itertools.product((16, 32, 64, 128), (16, 32), (2, 4, 8, 12, 16)):
             yield point._replace(tile_m=m, warp_m=warp_m, slice_k=k)
     if point.kernel != "coop_mat":
         return

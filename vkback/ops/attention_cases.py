@@ -38,6 +38,10 @@ MANY_SPLITS: tuple[dict[str, Any], ...] = (
 takes 8 lanes and subgroups allow it, the first passes them through shared memory."""
 
 
+LONG_CHUNKS: dict[str, Any] = {"wg_size": 128, "lanes": 8, "steps": 8, "queries": 4, "groups": 16, "rows_per_split": 256}
+"""Chunks of 128 rows, of which the last one of a split may have few: its kernel skips the steps without rows."""
+
+
 class FlashCases(Op):
     """Cases of FLASH_ATTN_EXT."""
 
@@ -65,6 +69,8 @@ class FlashCases(Op):
         yield self.build_case(8, 2, 64, 80, tuple(range(40, 60)), "Q8_1", seed=22, window=16, sinks=True)
         for shape in MANY_SPLITS:
             yield self.build_case(8, 2, 64, 600, (599, 255, 31, -1), "F32", seed=23).where(**shape)
+        yield self.build_case(8, 2, 64, 600, (599, 131, 300, 160, 40, -1), "F32", seed=26).where(**LONG_CHUNKS)
+        yield self.build_case(8, 2, 64, 300, (299, 170), "F32", seed=27, window=150, sinks=True).where(**LONG_CHUNKS)
         yield self.build_case(8, 2, 32, 300, (299, 90), "F32", seed=24, window=200, sinks=True).where(**MANY_SPLITS[0])
         yield self.build_case(4, 2, 80, 300, (299,), "F32", seed=25).where(**MANY_SPLITS[0])
         yield from self.unequal_cases()

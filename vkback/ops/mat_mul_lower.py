@@ -52,7 +52,7 @@ declare(
         "warp_m": "positive",  # the part of the tile that a subgroup makes (coop_mat)
         "warp_n": "positive",
         "split_k": "positive",  # parts of a row, added up at the end (coop_mat, dense)
-        "slice_k": (1, 2, 4, 8, 16),  # subgroups of a workgroup that share a row (coop_reg, dense)
+        "slice_k": (1, 2, 4, 8, 12, 16),  # subgroups of a workgroup that share a row (coop_reg, dense)
         "rows": (2, 4),  # weight rows of a thread (f32)
     },
 )

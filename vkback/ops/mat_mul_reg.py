@@ -35,7 +35,7 @@ def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, ca
     lanes  neighbouring lanes that share a row of a matrix, 0 where that is not known
     """
     matrix = next((s for s in matrix_shapes(caps) if tile_n % s[1] == 0 and warp_m % s[0] == 0), None)
-    if matrix is None or not lanes or tile_m % warp_m or caps.subgroup_size % lanes or matrix[2] % lanes or slice_k & (slice_k - 1):
+    if matrix is None or not lanes or tile_m % warp_m or caps.subgroup_size % lanes or matrix[2] % lanes:
         return None
     subgroups = tile_m // warp_m * slice_k
     shape = MatMulShape("coop_reg", tile_m, tile_n, UNIT, subgroups, 1, warp_m, tile_n, matrix, slice_k=slice_k, row_lanes=lanes)
