@@ -10,7 +10,7 @@ from kernel_paths import planned_for
 
 from vkback.device import Device, KernelSpec
 from vkback.shader import ShaderLibrary, Variant
-from vkback.timing.machine_code import BRANCH, EXIT, NOTHING, MachineCodeError, disassembled, loops, nvidia_code
+from vkback.timing.machine_code import BRANCH_TO_ITSELF, NOTHING, MachineCodeError, disassembled, loops, nvidia_code
 
 LISTING = """\
 /*0000*/ S2R R0, SR_TID.X ;
@@ -28,7 +28,8 @@ def instruction(low: bytes) -> bytes:
     return low.ljust(16, b"\x01")
 
 
-CODE = b"".join(map(instruction, (b"\xaa\xbb", EXIT, b"\xcc\xdd", EXIT, BRANCH, NOTHING)))
+EXIT, RETURN = b"\x4d\x79", b"\x50\x79"
+CODE = b"".join(map(instruction, (b"\xaa\xbb", EXIT, b"\xcc\xdd", RETURN, BRANCH_TO_ITSELF, NOTHING, NOTHING)))
 
 
 def cache(held: bytes) -> bytes:
@@ -36,7 +37,8 @@ def cache(held: bytes) -> bytes:
     return b"header" + bytes.fromhex("28b52ffd") + b"\xff" * 8 + zstandard.ZstdCompressor().compress(held)
 
 
-def test_the_code_ends_with_what_pads_its_last_exit() -> None:
+def test_the_code_ends_with_what_fills_it_up() -> None:
+    """Behind its last exit may be a subroutine."""
     held = b"names and other things" + CODE + b"more"
     assert nvidia_code(cache(held), len(CODE)) == CODE
 

@@ -29,9 +29,8 @@ TIMEOUT_S = 60
 
 ZSTD_FRAME = bytes.fromhex("28b52ffd")
 
-# The low halves of instructions of 16 bytes.
-EXIT = bytes.fromhex("4d79000000000000")
-BRANCH, NOTHING = bytes.fromhex("4779"), bytes.fromhex("1879")
+# Beginnings of instructions of 16 bytes. Code ends with a branch to itself, which may follow a subroutine, and NOPs that fill it up.
+BRANCH_TO_ITSELF, NOTHING = bytes.fromhex("4779fc00fcffffff"), bytes.fromhex("1879")
 INSTRUCTION = 16
 
 INSTRUCTION_LINE = re.compile(r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Z0-9]*)(?P<rest>.*)")
@@ -68,14 +67,12 @@ def nvidia_code(cache: bytes, size: int) -> bytes:
     """
     for at in (m.start() for m in re.finditer(re.escape(ZSTD_FRAME), cache)):
         held = _decompressed(cache[at:])
-        last = held.rfind(EXIT)
-        while last >= 0:
+        for last in (m.start() for m in re.finditer(re.escape(BRANCH_TO_ITSELF), held)):
             end = last + INSTRUCTION
-            while held[end : end + 2] in (BRANCH, NOTHING):
+            while held[end : end + 2] == NOTHING:
                 end += INSTRUCTION
             if end >= size:
                 return held[end - size : end]
-            last = held.rfind(EXIT, 0, last)
     raise MachineCodeError(f"[code] no code of {size} bytes in {len(cache)} bytes of pipeline cache: this driver keeps it in another form")
 
 
