@@ -360,6 +360,18 @@ def test_ctrl_c_leaves_no_part_of_a_synthetic_model(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["vkback", "vkbench"])
+def test_ctrl_c_while_a_command_is_imported(command: str) -> None:
+    interrupt = (
+        "import os, signal, sys\nclass Interrupt:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n            os.kill(os.getpid(), signal.SIGINT)\nsys.meta_path.insert(0, Interrupt())\n"
+    )
+    program = f"{interrupt}from vkback.cli import start\nstart.{command}()\n"
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", program, "--version"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_broken_model_is_refused_before_a_device_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("a device was opened")

@@ -51,8 +51,8 @@ def test_a_wheel_has_both_commands(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as z:
         (name,) = (n for n in z.namelist() if n.endswith("entry_points.txt"))
         text = z.read(name).decode()
-    assert "vkback = vkback.cli.main:main" in text
-    assert "vkbench = vkback.cli.bench:main" in text
+    assert "vkback = vkback.cli.start:vkback" in text
+    assert "vkbench = vkback.cli.start:vkbench" in text
 
 
 def test_an_installed_wheel_finds_its_own_files(wheel: Path, tmp_path: Path) -> None:

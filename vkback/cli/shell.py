@@ -16,6 +16,7 @@ import typer
 
 from vkback import paths
 from vkback.cli.interrupts import interruptible
+from vkback.cli.start import INTERRUPTED
 from vkback.errors import VkbackError, did_you_mean
 
 if TYPE_CHECKING:
@@ -65,10 +66,6 @@ PICTURES = ("png", "svg", "pdf")
 
 WrongCommandLine: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for an unknown option, a missing one, or a value that is none: the UsageError of its click."""
-
-
-INTERRUPTED = 130
-"""What typer returns after a KeyboardInterrupt: the exit code of Ctrl-C."""
 
 
 class UsageError(VkbackError):
