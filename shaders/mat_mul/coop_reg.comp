@@ -107,9 +107,10 @@ const uint MS = SUBGROUP_M / FM, NS = TILE_N / FN;
 const uint OWN_ROWS = FM / ROW_GROUPS;             // rows of a matrix that a lane holds elements of
 const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes per block
 const uint MATRICES = 32 / LANE_VALUES;            // matrices along K per block
+const uint LANE_COLUMNS = NS * OWN_COLUMNS;        // columns that a lane holds elements of
 #if UNIT_HEADS
-const bool X_AHEAD = NS > 1;                       // x is loaded ahead of time
-const bool PAIRED = K_ALIGNED != 0 && LANE_UNITS == 2 && NS == 1;  // a lane's two units have one head between them
+const bool X_AHEAD = LANE_COLUMNS > 1;             // x is loaded ahead of time
+const bool PAIRED = K_ALIGNED != 0 && LANE_UNITS == 2 && LANE_COLUMNS == 1;  // a lane's two units have one head between them
 #else
 const bool X_AHEAD = true;
 #endif
