@@ -14,7 +14,7 @@
 #define LANE_SCORES 16
 #endif
 #define SCORE_GROUPS (SCORES / LANE_SCORES)
-#define GROUP_STEPS (LANE_SCORES / QUERIES)  // whose scores a lane holds one of
+#define GROUP_STEPS (LANE_SCORES / QUERIES)  // steps of a group of LANE_SCORES scores, of which each lane holds one
 #define SUM_VALUES LANE_SCORES
 #define SUM_LANES COLS
 #include "common/lane_sums.glsl"

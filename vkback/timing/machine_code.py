@@ -1,7 +1,8 @@
 """Machine code of compiled kernels, for those who want to see what a driver makes of a shader: NVIDIA alone.
 
 NVIDIA's pipeline caches hold, compressed by zstd, the code of each kernel; nvdisasm, which comes with CUDA, prints it. The format is
-documented nowhere. Seen with driver 580 on Hopper; what does not look like it is refused.
+documented nowhere. Seen with driver 580 on Hopper; how code ends on Turing, Ampere, Ada and Blackwell is taken from what nvcc 13 makes for
+them. What does not look like it is refused.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ TIMEOUT_S = 60
 
 ZSTD_FRAME = bytes.fromhex("28b52ffd")
 
-# Beginnings of instructions of 16 bytes. Code ends with a branch to itself, which may follow a subroutine, and NOPs that fill it up.
-BRANCH_TO_ITSELF, NOTHING = bytes.fromhex("4779fc00fcffffff"), bytes.fromhex("1879")
+# Beginnings of instructions of 16 bytes. Code ends with a branch to itself, which may follow a subroutine, and NOPs that fill it up. The
+# branch of Turing to Ada, and of Hopper and Blackwell.
+BRANCHES_TO_ITSELF = bytes.fromhex("47790000f0ffffff"), bytes.fromhex("4779fc00fcffffff")
+NOTHING = bytes.fromhex("1879")
 INSTRUCTION = 16
+
+CODE_ENDS = re.compile(b"|".join(map(re.escape, BRANCHES_TO_ITSELF)))
 
 INSTRUCTION_LINE = re.compile(r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Z0-9]*)(?P<rest>.*)")
 BRANCH_TARGET = re.compile(r"\b0x([0-9a-f]+)\s*;")
@@ -67,7 +72,7 @@ def nvidia_code(cache: bytes, size: int) -> bytes:
     """
     for at in (m.start() for m in re.finditer(re.escape(ZSTD_FRAME), cache)):
         held = _decompressed(cache[at:])
-        for last in (m.start() for m in re.finditer(re.escape(BRANCH_TO_ITSELF), held)):
+        for last in (m.start() for m in CODE_ENDS.finditer(held)):
             end = last + INSTRUCTION
             while held[end : end + 2] == NOTHING:
                 end += INSTRUCTION
