@@ -107,10 +107,9 @@ const uint MS = SUBGROUP_M / FM, NS = TILE_N / FN;
 const uint OWN_ROWS = FM / ROW_GROUPS;             // rows of a matrix that a lane holds elements of
 const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes per block
 const uint MATRICES = 32 / LANE_VALUES;            // matrices along K per block
-const uint LANE_COLUMNS = NS * OWN_COLUMNS;        // columns that a lane holds elements of
 #if UNIT_HEADS
-const bool X_AHEAD = LANE_COLUMNS > 1;             // x is loaded ahead of time
-const bool PAIRED = K_ALIGNED != 0 && LANE_UNITS == 2 && LANE_COLUMNS == 1;  // a lane's two units have one head between them
+const bool X_AHEAD = TILE_N > 8;                   // x is loaded ahead of time; else NS is 1, no device has narrower matrices
+const bool PAIRED = K_ALIGNED != 0 && LANE_UNITS == 2 && TILE_N <= 8;  // a lane's two units have one head between them
 #else
 const bool X_AHEAD = true;
 #endif
