@@ -6,8 +6,9 @@ A variant is rows of a tuning table that come before all others (as for bench/on
 before the rows, or alone, runs a program without any barrier, whose results are wrong: the time if no stage waited for another.
 
 All programs take turns. A line each, the tables' own first: microseconds a step by the device's clock, how many times that of one token it
-is, stages and how many of them are barrier-free, the NMSE of the logits against the tables', and whether a spin-wait timed out. With
---stages a line for each dispatch of the tables' plan of a middle layer and of what follows the last: microseconds with all barriers.
+is, stages and how many of them are barrier-free, the NMSE of the logits against the tables' (of runs that begin with NaN in memory), and
+whether a spin-wait timed out. With --stages a line for each dispatch of the tables' plan of a middle layer and of what follows the last:
+microseconds with all barriers.
 """
 
 from __future__ import annotations
