@@ -61,11 +61,12 @@ def skip_without(way: Way, caps: Capabilities) -> None:
 
 
 @contextmanager
-def engine_of(path: Path, device: Device, way: Way, *, n_ctx: int, ubatch: int = 512) -> Iterator[Engine]:
-    """An engine all of whose prompts go one way; what takes part in it, its plans show."""
+def engine_of(path: Path, device: Device, way: Way, *, n_ctx: int, ubatch: int = 512, **mat_mul: Any) -> Iterator[Engine]:
+    """An engine all of whose prompts go one way, with more parameters of mat-mats; what takes part in it, its plans show."""
 
     def tables(caps: Capabilities) -> Overrides:
-        return Overrides(Tuning.for_device(caps), way_params(way, caps), "test")
+        params = way_params(way, caps)
+        return Overrides(Tuning.for_device(caps), {**params, "mat_mul": {**params["mat_mul"], **mat_mul}}, "test")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))

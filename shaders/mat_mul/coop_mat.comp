@@ -184,7 +184,7 @@ void multiply(uint buf, uint unit) {
 vec4 apply_epilogue(uint at, uint row, uint column) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
-    const float factor = COLUMN_FACTORS != 0 ? p.y_scale * bias[column] : p.y_scale;
+    const float y_scale = UNIT_F16_SCALE * p.y_scale, factor = COLUMN_FACTORS != 0 ? y_scale * bias[column] : y_scale;
     [[unroll]] for (uint i = 0; i < quads; i++) {
         v[i] = factor * uintBitsToFloat(w_rows[at + i]);
         if (TRANSPOSED != 0) v[i] = v[i].xzyw;
@@ -297,7 +297,7 @@ void main() {
         tile_row + TILE_M <= p.m && tile_count == TILE_N) {
         // A whole tile without epilogue: store straight from the matrices.
         [[unroll]] for (uint i = 0; i < MS * NS; i++)
-            coopMatStore(sums[i] * p.y_scale, y1,
+            coopMatStore(sums[i] * (UNIT_F16_SCALE * p.y_scale), y1,
                          (tile_column + part_n + i % NS * FN) * p.y_stride + p.y_offset + tile_row + part_m + i / NS * FM, p.y_stride,
                          gl_CooperativeMatrixLayoutColumnMajor);
         return;

@@ -28,9 +28,8 @@
 // A workgroup makes a tile of ROW_SUBGROUPS * SUBGROUP_M weight rows by TILE_N columns (tokens). Each subgroup takes SUBGROUP_M rows, all
 // columns, and every K_SUBGROUPS-th step along K (sliced-K). A step is LANE_UNITS blocks (mat_mul/units.glsl). A lane loads whole units of 32
 // weights and decodes them to f16; neighbouring lanes load neighbouring units of a row. Thanks to unit order, what a lane decodes are exactly
-// its own elements of matrices A. As soon as registers are free they are loaded for the subgroup's next step; x is loaded where it is used if
-// that lets more workgroups share a multiprocessor (X_AHEAD). At the end the sums of all slices go to shared memory, and the thread that
-// stores a value adds them in a fixed order.
+// its own elements of matrices A. As soon as registers of weights and of x are free, they are loaded for the subgroup's next step. At the end
+// the sums of all slices go to shared memory, and the thread that stores a value adds them in a fixed order.
 //
 // Defines: QUANT_FILE. Everything else is a specialization constant.
 #include "mat_mul/matrix.glsl"
@@ -108,10 +107,7 @@ const uint OWN_ROWS = FM / ROW_GROUPS;             // rows of a matrix that a la
 const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes per block
 const uint MATRICES = 32 / LANE_VALUES;            // matrices along K per block
 #if UNIT_HEADS
-const bool X_AHEAD = TILE_N > 8;                   // x is loaded ahead of time; else NS is 1, no device has narrower matrices
 const bool PAIRED = K_ALIGNED != 0 && LANE_UNITS == 2 && TILE_N <= 8;  // a lane's two units have one head between them
-#else
-const bool X_AHEAD = true;
 #endif
 const uint STAGE_PITCH = SUBGROUP_M / 4 + 1;
 const uint STAGE_WORDS = TILE_N * STAGE_PITCH;     // sums of one subgroup
@@ -168,12 +164,10 @@ void fetch_x(uint n, uint i, uint block) {
     x[n * BLOCK_WORDS + i] = x4[(first & MAX_QUAD_INDEX) + i * SG];
 }
 
-// The products of one step. Registers of weights, and with X_AHEAD those of x, are reloaded for later steps after their last use.
+// The products of one step. Registers of weights and of x are reloaded for later steps after their last use.
 void multiply(uint first_row, uint step) {
     [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) {
         const uint next_block = u + 1 < LANE_UNITS ? step * LANE_UNITS + u + 1 : (step + K_SUBGROUPS) * LANE_UNITS;
-        if (!X_AHEAD)
-            [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(0, i, step * LANE_UNITS + u);
         const bool valid = LANE_UNITS == 1 || K_ALIGNED != 0 || step * LANE_UNITS + u < blocks;
         [[unroll]] for (uint i = 0; i < MS; i++) {
             uvec4 w[OWN_ROWS * 4];
@@ -196,7 +190,7 @@ void multiply(uint first_row, uint step) {
                     }
                     sums[i * NS + n] = coopMatMulAdd(a, b, sums[i * NS + n]);
                     const uint used = (j + 1) * OWN_COLUMNS * LANE_VALUES;  // values of x
-                    if (X_AHEAD && i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, next_block);
+                    if (i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, next_block);
                 }
             }
         }
@@ -241,7 +235,11 @@ vec4 first_residuals, first_norm_weights;
 
 shared float column_factors[TILE_N];
 
-// Finds 1 / rms of each column of x. The sums of squares are loaded after the products, when registers are free again, and all at once.
+// Where columns are few, their factors are found ahead of the products, while the first x is under way. Otherwise the sums of squares would
+// take too many registers, and are loaded after the products.
+const bool FACTORS_FIRST = TILE_N <= 8;
+
+// Finds 1 / rms of each column of x. The sums of squares are loaded all at once.
 void find_column_factors() {
     const uint subgroups = WG / SG, each = (TILE_N + subgroups - 1u) / subgroups, quads = X_SQUARES / 4u;
     const uint lane_quads = X_SQUARES != 0 ? (quads + SG - 1u) / SG : 1u;  // GLSL has no empty arrays
@@ -266,7 +264,7 @@ vec4 apply_epilogue(uint row, uint c, uint column, bool first) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
     [[unroll]] for (uint i = 0; i < quads; i++) {
-        v[i] = (X_SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * sum_slices(row + 4u * i, c);
+        v[i] = UNIT_F16_SCALE * (X_SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * sum_slices(row + 4u * i, c);
         if (HAS_BIAS != 0)
             [[unroll]] for (uint e = 0; e < 4; e++) v[i][e] += bias[p.w_row0 + min(matrix_row + 4u * i + e, p.m - 1u)];
     }
@@ -370,22 +368,22 @@ void main() {
     [[unroll]] for (uint i = 0; i < UNITS; i++)
         [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) load_unit(i, u, first_row, slice);
     x_zero = wait_for_arrivals();  // meanwhile the first weights are in flight
-    if (X_AHEAD)
-        [[unroll]] for (uint n = 0; n < NS; n++)
-            [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
+    [[unroll]] for (uint n = 0; n < NS; n++)
+        [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
     if (gl_LocalInvocationID.x < tile_count * OUT_QUADS) {
         const uint row = tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u;
         if (HAS_RESIDUAL != 0) first_residuals = load_residuals(row, tile_column + gl_LocalInvocationID.x / OUT_QUADS);
         if (NEXT_NORM != 0) first_norm_weights = load_norm_weights(row);
     }
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
+    if (X_SQUARES != 0 && FACTORS_FIRST) find_column_factors();
     [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(first_row, step);
     if (KV_ROWS != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS) {
         const uint column = tile_column + gl_LocalInvocationID.x / OUT_QUADS;
         first_position = positions[column];
         first_angles = angles_of(p.y_offset + tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, column);
     }
-    if (X_SQUARES != 0) find_column_factors();
+    if (X_SQUARES != 0 && !FACTORS_FIRST) find_column_factors();
     stage_sums(gl_SubgroupID);
     barrier();
     store_tile();

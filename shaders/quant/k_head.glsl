@@ -22,10 +22,20 @@ void k_head(uvec4 head, uint sub, out vec2 scale, out vec2 bias) {
 // Scale and min as f16, converted without a conversion: one_k holds 1024 twice as f16, whose last bit is worth 1. So (n | one_k) is 1024 + n as
 // f16 for n < 1024, and subtracting 1024 leaves n.
 #define UNIT_SCALE_F16
-f16vec2 k_head_f16(uvec4 head, uint sub, uint one_k) {
+uint k_both(uvec4 head, uint sub) {
     const uint lo = k_low_bits(head, sub), hi = k_high_bits(head, sub);
-    const uint both = (lo & 0xfu) | ((lo << 12) & 0xf0000u) | ((hi << 4) & 0x30u) | ((hi << 18) & 0x300000u);
-    return (unpackFloat2x16(both | one_k) - f16vec2(1024.0)) * unpackFloat2x16(head.x);
+    return (lo & 0xfu) | ((lo << 12) & 0xf0000u) | ((hi << 4) & 0x30u) | ((hi << 18) & 0x300000u);
+}
+
+f16vec2 k_head_f16(uvec4 head, uint sub, uint one_k) {
+    return (unpackFloat2x16(k_both(head, sub) | one_k) - f16vec2(1024.0)) * unpackFloat2x16(head.x);
+}
+
+// The scale times 2^18 and the min times -2^-6, as mat_mul/unit_f16.glsl wants them of subnormals: integers times 32 and -2^-19, d and dmin times
+// 2^13. All but the last product is exact.
+f16vec2 k_head_subnormal(uvec4 head, uint sub, uint one_k) {
+    const f16vec2 ints = fma(unpackFloat2x16(k_both(head, sub) | one_k), f16vec2(32.0, -0.0000019073486328125), f16vec2(-32768.0, 0.001953125));
+    return ints * (unpackFloat2x16(head.x) * f16vec2(8192.0));
 }
 #endif
 

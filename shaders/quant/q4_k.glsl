@@ -27,6 +27,7 @@ void unit_scale(UnitRaw r, out vec2 scale, out vec2 bias) {
 
 #ifdef UNIT_SCALE_F16
 f16vec2 unit_scale_f16(UnitRaw r, uint one_k) { return k_head_f16(r.head, r.sub, one_k); }
+f16vec2 unit_scale_subnormal(UnitRaw r, uint one_k) { return k_head_subnormal(r.head, r.sub, one_k); }
 #endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

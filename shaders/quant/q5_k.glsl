@@ -25,6 +25,10 @@ void unit_words(UnitRaw r, out uint q[8]) {
     q[7] = ((word[4] >> 5) & 0x07070707u) | ((word[1] >> 4) & 0x08080808u) | ((word[3] >> 3) & 0x10101010u);
 }
 
+#ifdef UNIT_SCALE_F16
+f16vec2 unit_scale_subnormal(UnitRaw r, uint one_k) { return k_head_subnormal(r.head, r.sub, one_k); }
+#endif
+
 #if PATH_INT
 #define UNIT_DOT 1.0
 #define UNIT_WORDS 8

@@ -138,9 +138,17 @@ def scheduled(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -
     return _barrier_free(schedule, ctx) if ctx.sync == "sentinel" else schedule
 
 
+def coarse_weights(problem: Problem) -> frozenset[str]:
+    """`LowerContext.coarse` of a problem, as an engine finds it when it loads weights."""
+    inputs = {t.name: t for n in problem.parts or (problem.node,) for t in n.inputs if t.name in problem.values}
+    steps = (t for t in inputs.values() if t.type in quants.QUANTS and quants.quant(t.type).step_factor)
+    return frozenset(t.name for t in steps if quants.coarse(t.type, problem.values[t.name]))
+
+
 def prepare(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -> Prepared:
     """Lower a problem's node (or parts), or the chain `nodes` that makes the same outputs, and lay out all it needs. Raises PlanError."""
     node = problem.node
+    ctx = replace(ctx, coarse=coarse_weights(problem))
     schedule = scheduled(problem, ctx, nodes)
     tensors = {**schedule.tensors(), **{t.name: t for t in (*node.inputs, *node.outputs)}}
     pieces: list[Piece] = []

@@ -38,7 +38,7 @@ from vkback.models.sampler import RING, Sampler, loop_kind, loop_state
 from vkback.models.state import Snapshot
 from vkback.models.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.models.tokenizer import Tokenizer
-from vkback.models.weights import RepackWay, WeightLoad
+from vkback.models.weights import LoadedWeights, RepackWay, WeightLoad
 from vkback.ops.cache import QUANTIZED
 from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.mat_mul_job import Way
@@ -98,10 +98,10 @@ class Engine:
             # The cache before the weights: a context that does not fit is to be said before minutes of loading.
             self._allocate_state()
             self._token_programs.allocate()
-            beyond = self._load(weights, meanwhile, progress, repack)
-            if beyond:
+            loaded = self._load(weights, meanwhile, progress, repack)
+            if loaded.beyond_f16 or loaded.coarse:
                 self._prompts.close()
-                self._plans.keep_out_of_f16(beyond)
+                self._plans.keep_out_of_f16(loaded.beyond_f16, loaded.coarse)
         except BaseException:
             self.close()
             raise
@@ -167,8 +167,8 @@ class Engine:
 
     def _load(
         self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, progress: bool, repack: RepackWay | None
-    ) -> frozenset[str]:
-        """Bring weights to the device, and meanwhile do other things; gives the names of those that f16 cannot hold."""
+    ) -> LoadedWeights:
+        """Bring weights to the device, and meanwhile do other things."""
         with WeightLoad(self.model.file, weights, self.device, self.library, way=repack) as load:
             self.weights = load.ranges
             with LoadBar(load.total_bytes, shown=progress) as bar:
@@ -180,7 +180,7 @@ class Engine:
             self.load_times = load.times
             loaded = load.loaded()
         self._arenas.append(loaded.arena)
-        return loaded.beyond_f16
+        return loaded
 
     def __enter__(self) -> Engine:
         return self

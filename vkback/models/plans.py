@@ -69,11 +69,11 @@ class Plans:
         self._prompt_barriers = "barrier-free stages of a prompt failed"
         self._forget_prompts()
 
-    def keep_out_of_f16(self, weights: frozenset[str]) -> None:
-        """Plan prompts anew, with other kernels for weights that f16 cannot hold."""
-        self.ctx = replace(self.ctx, beyond_f16=weights)
+    def keep_out_of_f16(self, weights: frozenset[str], coarse: frozenset[str] = frozenset()) -> None:
+        """Plan prompts anew, with other kernels for weights that f16 cannot hold, or that are too coarse for subnormal f16."""
+        self.ctx = replace(self.ctx, beyond_f16=weights, coarse=coarse)
         self._forget_prompts()
-        if matrix_shape(self.ctx.caps) is not None and self.ctx.act == "auto":
+        if weights and matrix_shape(self.ctx.caps) is not None and self.ctx.act == "auto":
             text = f"weights are beyond the range of f16: prompts take no matrices for them ({_few(sorted(weights))})"
             print(f"vkback: {text}", file=sys.stderr)
 

@@ -28,7 +28,7 @@ from vkback.ops.dispatch import ceil_div, pack_push
 from vkback.ops.storage import shards
 from vkback.plan.schedule import aligned
 from vkback.quants.device_layout import padded_rows
-from vkback.quants.word_moves import LARGE, UNSOUND, WordMoves, word_moves
+from vkback.quants.word_moves import COARSE, LARGE, UNSOUND, WordMoves, word_moves
 from vkback.shader import ShaderLibrary, Variant
 
 CHUNK_BYTES = 32 << 20
@@ -114,7 +114,8 @@ class StreamTimes:
 class WeightStream:
     """Brings matrices to memory that is there already.
 
-    beyond_f16, unsound  after `run`: weights with scales that may be too large for f16, and with weights that are no numbers; by name
+    beyond_f16, coarse, unsound  after `run`: weights with scales that may be too large for f16, or for subnormal f16, and with weights that
+                                 are no numbers; by name
     """
 
     def __init__(self, file: GgufFile, weights: Mapping[Tensor, Sequence[BufferRange]], device: Device, library: ShaderLibrary) -> None:
@@ -191,7 +192,7 @@ class WeightStream:
         self.times.total_s = time.perf_counter() - begun
 
     def raised(self, flag: int) -> list[Tensor]:
-        """Weights with pieces that raised UNSOUND or LARGE, once `run` has ended."""
+        """Weights with pieces that raised one of these flags, once `run` has ended."""
         flags = self._flags_back.map().view(np.uint32)
         return list(dict.fromkeys(piece.run.weight for piece in self._pieces if flags[piece.flag] & flag))
 
@@ -206,6 +207,10 @@ class WeightStream:
                 if quants.beyond_f16(run.weight.type, raw.reshape(1, -1)):
                     found.add(run.weight.name)
         return found
+
+    def coarse(self) -> set[str]:
+        """Names of matrices with too large a quantization step to be decoded by way of subnormal f16."""
+        return {w.name for w in self.raised(COARSE)}
 
     def unsound(self) -> list[Tensor]:
         """Weights of which some are NaN or infinite."""

@@ -57,15 +57,17 @@ class _Piece:
     planes: list[tuple[int, Bytes]]
     file_bytes: int
     beyond_f16: bool
+    coarse: bool
 
 
 class LoadedWeights(NamedTuple):
     """arena holds all of them, and the caller destroys it; ranges has every weight's shards; beyond_f16 names matrices with weights that
-    f16 cannot hold."""
+    f16 cannot hold, coarse those whose quantization step is too large for subnormal f16 (LowerContext)."""
 
     arena: Arena
     ranges: dict[str, WeightRanges]
     beyond_f16: frozenset[str]
+    coarse: frozenset[str]
 
 
 def device_bytes(weight: Tensor, device: Device) -> int:
@@ -94,6 +96,7 @@ class WeightLoad:
         self.ranges: dict[str, WeightRanges] = {}
         self.arena = device.arena("weights", sum(device_bytes(w, device) for w in weights.values()), "device")
         self._beyond_f16: set[str] = set()
+        self._coarse: set[str] = set()
         self._stop = threading.Event()
         self._stream: WeightStream | None = None
         try:
@@ -164,7 +167,7 @@ class WeightLoad:
                 self._stream.run(on_bytes, on_wait, self._stop.is_set)
                 if unsound := self._stream.unsound():
                     raise not_numbers(self._file, unsound[0])
-                self._beyond_f16 = self._stream.beyond_f16()
+                self._beyond_f16, self._coarse = self._stream.beyond_f16(), self._stream.coarse()
             if self._on_host:
                 on_wait("repacking")
                 self._repack_all(on_bytes)
@@ -186,13 +189,15 @@ class WeightLoad:
                     self._uploader.write(piece.target, offset, data)
                 if piece.beyond_f16:
                     self._beyond_f16.add(piece.weight)
+                if piece.coarse:
+                    self._coarse.add(piece.weight)
                 on_bytes(piece.file_bytes)
 
     def loaded(self) -> LoadedWeights:
         """After `run`: the weights. Staging memory goes back."""
         if self._stream is not None:
             self._stream.close()
-        return LoadedWeights(self.arena, self.ranges, frozenset(self._beyond_f16))
+        return LoadedWeights(self.arena, self.ranges, frozenset(self._beyond_f16), frozenset(self._coarse))
 
 
 def load_weights(
@@ -229,12 +234,12 @@ def _repack(
     raw = gather_rows(file, weight, shard_row0 + a, shard_row0 + b)
     if quants.unsound_row(weight.type, raw) is not None:
         raise not_numbers(file, weight)
-    beyond_f16 = quants.beyond_f16(weight.type, raw)
+    large = quants.beyond_f16(weight.type, raw), quants.coarse(weight.type, raw)
     if target.host_visible:
         memory = target.map()
         there = [memory[p.offset + a * p.row_bytes : p.offset + b * p.row_bytes].reshape(b - a, p.row_bytes) for p in layout.planes]
         quants.repack(stored, raw, weight.shape[-1], out=there)
-        return _Piece(weight.name, target, [], raw.nbytes, beyond_f16)
+        return _Piece(weight.name, target, [], raw.nbytes, *large)
     planes = quants.repack(stored, raw, weight.shape[-1])
     placed = [(where.offset + a * where.row_bytes, p.reshape(-1)) for where, p in zip(layout.planes, planes, strict=True)]
-    return _Piece(weight.name, target, placed, raw.nbytes, beyond_f16)
+    return _Piece(weight.name, target, placed, raw.nbytes, *large)

@@ -38,6 +38,7 @@ class LowerContext:
     f16_scales  what activations are multiplied by when they are packed as f16, by name of the F16 tensor; 1 for the others
                (vkback/ops/f16_range.py)
     beyond_f16  names of weights that f16 cannot hold: no kernel that makes f16 of weights takes them
+    coarse      names of weights whose quantization step is too large for kernels that decode by way of subnormal f16
     exact  a token's values have the same bits however many tokens go through at once (vkback/plan/exact.py)
     """
 
@@ -49,6 +50,7 @@ class LowerContext:
     row_lanes: int | None = None
     f16_scales: Mapping[str, float] = field(default_factory=dict)
     beyond_f16: frozenset[str] = frozenset()
+    coarse: frozenset[str] = frozenset()
     exact: bool = False
 
     def f16_scale(self, packed: Tensor) -> float:

@@ -26,7 +26,7 @@ from vkback.ops.cooperative_matrix import fragments_possible
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.lowering import PlanError
-from vkback.ops.mat_mul_job import GLU_KINDS, MatMul, MatMulShape, matrix_spec
+from vkback.ops.mat_mul_job import GLU_KINDS, MatMul, MatMulShape, decoder_spec, matrix_spec
 from vkback.ops.mat_mul_pack import order_word, packed_stride
 from vkback.ops.mat_mul_route import max_tiles
 from vkback.ops.storage import Shard, nbytes, shards, weight_push
@@ -117,7 +117,7 @@ def _coop_spec(job: MatMul, shape: MatMulShape, y_type: int, caps: Capabilities)
             ),
             5,
         )
-    )  # fmt: skip
+    ) + decoder_spec(shape)  # fmt: skip
 
 
 def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> list[Dispatch]:

@@ -35,6 +35,7 @@ class MatMulShape:
     warp_m, warp_n  the part of the tile that one subgroup makes; subgroups = tile_m / warp_m * tile_n / warp_n
     matrix          rows, columns and depth of a matrix
     fragments       x is packed in fragment order and goes straight into matrices; else it is row-major and goes through shared memory
+    subnormals      weights are decoded by way of subnormal f16 (shaders/mat_mul/unit_f16.glsl); of coop_reg, too
 
     Of coop_reg, with warp_m and matrix as above:
     slice_k    subgroups that share the rows of a part and take turns along K; subgroups = tile_m / warp_m * slice_k
@@ -53,6 +54,7 @@ class MatMulShape:
     fragments: bool = False
     slice_k: int = 1
     row_lanes: int = 0
+    subnormals: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,11 @@ def default_shape(way: Way, n: int, caps: Capabilities) -> MatMulShape:
         return MatMulShape(way, 8 * rows, 8 * columns, max(2 * UNIT, depth), 4, 1, 4 * rows, 4 * columns, matrix, fragments)
     subgroups = 1 if caps.software else max(1, 128 // lanes)
     return MatMulShape(way, tile_m=subgroups * lanes * 4, tile_n=16 if n > 8 else 8, subgroups=subgroups)
+
+
+def decoder_spec(shape: MatMulShape) -> tuple[tuple[int, int], ...]:
+    """The specialization constant of shaders/mat_mul/unit_f16.glsl."""
+    return ((60, 1),) if shape.subnormals else ()
 
 
 def matrix_spec(shape: MatMulShape, caps: Capabilities) -> tuple[tuple[int, int], ...]:

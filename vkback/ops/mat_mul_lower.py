@@ -52,7 +52,8 @@ declare(
         "warp_m": "positive",  # the part of the tile that a subgroup makes (coop_mat)
         "warp_n": "positive",
         "split_k": "positive",  # parts of a row, added up at the end (coop_mat, dense)
-        "slice_k": (1, 2, 4, 8, 12, 16),  # subgroups of a workgroup that share a row (coop_reg, dense)
+        "slice_k": (1, 2, 4, 8, 12, 14, 16),  # subgroups of a workgroup that share a row (coop_reg, dense)
+        "subnormals": (False, True),  # weights decoded by way of subnormal f16, where type and values allow it (coop_mat, coop_reg)
         "rows": (2, 4),  # weight rows of a thread (f32)
     },
 )
@@ -103,6 +104,8 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
         fits = matrix is not None and node.experts == "none" and node.y.type != "Q8_1" and node.x.type != "Q8_1"
         lanes = row_lanes(ctx) if fits else 0
         shape = mat_mul_reg.shape_of(choice["tile_m"], choice["tile_n"], choice["warp_m"], choice["slice_k"], lanes, ctx.caps)
+        if shape is not None:
+            shape = dataclasses.replace(shape, subnormals=_by_subnormals(node.w, choice, ctx))
         return MatMulChoice(shape, choice.source)
     if kernel == "coop_mat" and matrix is None:
         kernel = "int_dot" if path == "int" else "f32"
@@ -114,7 +117,7 @@ def choose(node: MatVecNode, ctx: LowerContext) -> MatMulChoice:
     if kernel != "coop_mat":
         return MatMulChoice(_by_rows(kernel, node, choice["tile_n"], choice["rows"], ctx), choice.source)
     assert matrix is not None
-    return MatMulChoice(_by_matrices(choice, matrix, ctx, split=node.experts == "none"), choice.source)
+    return MatMulChoice(_by_matrices(node.w, choice, matrix, ctx, split=node.experts == "none"), choice.source)
 
 
 def choose_transposed(w: Tensor, n: int, ctx: LowerContext) -> MatMulChoice:
@@ -129,7 +132,7 @@ def choose_transposed(w: Tensor, n: int, ctx: LowerContext) -> MatMulChoice:
     )
     if choice["kernel"] != "coop_mat" or choice["tile_m"] % UNIT:
         return MatMulChoice(None, choice.source)
-    return MatMulChoice(_by_matrices(choice, matrix, ctx), choice.source)
+    return MatMulChoice(_by_matrices(w, choice, matrix, ctx), choice.source)
 
 
 def lower_transposed(
@@ -155,13 +158,20 @@ def _matrices_allowed(w: Tensor, ctx: LowerContext) -> bool:
     return fits and (ctx.act == "auto" or (ctx.act == "f16" and w.type != "F32"))
 
 
-def _by_matrices(choice: Choice, matrix: tuple[int, int, int], ctx: LowerContext, *, split: bool = True) -> MatMulShape | None:
+def _by_subnormals(w: Tensor, choice: Choice, ctx: LowerContext) -> bool:
+    """Whether a weight is decoded by way of subnormal f16: where the tables say so, its type has a quantization step, and that is small."""
+    return bool(choice["subnormals"]) and quants.quant(w.type).step_factor > 0 and w.name not in ctx.coarse
+
+
+def _by_matrices(
+    w: Tensor, choice: Choice, matrix: tuple[int, int, int], ctx: LowerContext, *, split: bool = True
+) -> MatMulShape | None:
     """The shape of coop_mat that a row of the tables means."""
     subgroups = choice["tile_m"] // choice["warp_m"] * (choice["tile_n"] // choice["warp_n"])
     parts = choice["split_k"] if split else 1
     cut = (choice["tile_m"], choice["tile_n"], choice["step_k"], subgroups, parts, choice["warp_m"], choice["warp_n"])
-    shape = MatMulShape("coop_mat", *cut, matrix, ctx.fragments and fragments_possible(matrix, ctx.caps))
-    return _fitting(shape, ctx)
+    fragments = ctx.fragments and fragments_possible(matrix, ctx.caps)
+    return _fitting(MatMulShape("coop_mat", *cut, matrix, fragments, subnormals=_by_subnormals(w, choice, ctx)), ctx)
 
 
 def _by_rows(way: Way, node: MatVecNode, tile_n: int, f32_rows: int, ctx: LowerContext) -> MatMulShape:

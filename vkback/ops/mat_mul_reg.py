@@ -18,7 +18,7 @@ from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.lowering import PlanError
 from vkback.ops.mat_mul import bindings, float_bits, grid, push_words, weight_bytes
-from vkback.ops.mat_mul_job import GLU_KINDS, Heads, MatMul, MatMulShape, matrix_spec
+from vkback.ops.mat_mul_job import GLU_KINDS, Heads, MatMul, MatMulShape, decoder_spec, matrix_spec
 from vkback.ops.storage import Shard, nbytes, shards
 from vkback.ops.workgroup import required_subgroup
 from vkback.quants import UNIT
@@ -155,6 +155,7 @@ def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
     if heads is not None:
         q_rows, kv_rows, _ = heads.rows
         spec += tuple(enumerate((kv_rows, q_rows, heads.head_dim, heads.caches[0].shape[1], heads.pairs), 26))
+    spec += decoder_spec(shape)
     groups = grid(job, shape, shard)
     whole = job.y.shape[-1] == outputs and len(shards(job.w, caps)) == 1
     part = "" if whole else f"rows {job.y_row0} {shard.row0}"

@@ -82,6 +82,12 @@ def scaled_sums() -> Iterator[Case]:
     yield mul_mat_case("MXFP4", 33, 1, 512, act="f32").where(scales="levels_bfe", unroll=1)
 
 
+def by_subnormals(quant: str) -> Iterator[Case]:
+    """Weights decoded by way of subnormal f16, in both kernels; odd rows and columns."""
+    yield mul_mat_case(quant, 45, 7, 512).where(subnormals=True, **REGISTERS)
+    yield mul_mat_case(quant, 45, 19, 512).where(subnormals=True, **MATRICES)
+
+
 def prompts_mul_mat() -> Iterator[Case]:
     """Odd rows and columns that fill no tile; a row that ends within a unit; shards; values that f16 does not hold."""
     yield from each_way(partial(mul_mat_case, "Q4_K", 45, 19, 512))
@@ -96,6 +102,8 @@ def prompts_mul_mat() -> Iterator[Case]:
         yield mul_mat_case("Q8_0", 33, 19, 256, amax=amax).where(**MATRICES)
         yield mul_mat_case("Q8_0", 33, 5, 256, amax=amax).where(**REGISTERS)
     yield mul_mat_case("Q8_0", 45, 7, 96).where(**REGISTERS)
+    yield from by_subnormals("Q4_K")
+    yield from by_subnormals("Q6_K")
 
 
 def prompts_mul_mat_id() -> Iterator[Case]:
@@ -160,6 +168,8 @@ def full_mul_mat() -> Iterator[Case]:
             for n in (1, 3):
                 yield mul_mat_case(quant, 33, n, 256, amax=HUGE, **path)
         yield from each_way(partial(mul_mat_case, quant, 45, 19, 512))
+        if quants.quant(quant).step_factor:
+            yield from by_subnormals(quant)
         for n in (1, 8):
             yield mul_mat_case(quant, 1023, n, 4096)
         if quant in INT_QUANTS:

@@ -23,7 +23,9 @@ Weights = npt.NDArray[np.float32] | None
 
 LARGEST_HALF = np.float32(65504)
 EXPONENT_OF_HALF = 0x7C00
-HALF_BITS_OF_2 = 0x4000
+HALF_BITS_OF_2, HALF_BITS_OF_4 = 0x4000, 0x4400
+COARSE_STEP = 15 / 64
+"""The least quantization step that counts as coarse; kernels hold steps of less than 65504 * 2^-18, nearly 1/4."""
 
 
 def packed(*fields: tuple[str, int]) -> np.dtype[np.void]:
@@ -99,6 +101,15 @@ class Codec(ABC):
         halves = (Limit(at, 2, 0x7FFF, HALF_BITS_OF_2) for at in self.halves())
         return (*halves, *(Limit(at, 1, 0xFF, 128) for at in self._exponents()))
 
+    def coarse_limits(self) -> tuple[Limit, ...]:
+        """Which may have a coarse quantization step, or an offset of 4 or more: what kernels that decode by way of subnormal f16 cannot
+        hold (shaders/mat_mul/unit_f16.glsl)."""
+        if not self.type.step_factor:
+            return ()
+        step, *offsets = self.halves()
+        least = int(np.float16(COARSE_STEP / self.type.step_factor).view(np.uint16))
+        return (Limit(step, 2, 0x7FFF, least), *(Limit(at, 2, 0x7FFF, HALF_BITS_OF_4) for at in offsets))
+
     def _exponents(self) -> tuple[int, ...]:
         places: Mapping[str, Any] = self.block.fields or {}
         return (places["e"][1],) if "e" in places else ()
@@ -106,6 +117,10 @@ class Codec(ABC):
     def unsound(self, blocks: U8) -> npt.NDArray[np.bool_]:
         """[n, block_bytes] -> [n]: blocks with weights that are NaN or infinite."""
         return _any_reached(self.unsound_limits(), blocks)
+
+    def coarse(self, blocks: U8) -> bool:
+        """Whether one of [n, block_bytes] reaches a limit of these."""
+        return bool(_any_reached(self.coarse_limits(), blocks).any())
 
     def beyond_f16(self, blocks: U8) -> bool:
         """Whether weights of [n, block_bytes] may overflow where a kernel makes f16 of them (shaders/mat_mul/unit_f16.glsl): whether one is

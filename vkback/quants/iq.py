@@ -36,7 +36,7 @@ _TARGETS = [*np.linspace(-140, -95, 16), *np.linspace(100, 130, 11)]
 
 class _IQ4NL(Codec):
     block = packed(("d", 2), ("qs", 16))
-    type = QuantType("IQ4_NL", 20, 32, block.itemsize, (Plane("qs", 16), Plane("d", 2)), "levels")
+    type = QuantType("IQ4_NL", 20, 32, block.itemsize, (Plane("qs", 16), Plane("d", 2)), "levels", step_factor=1)
     moves: Mapping[str, Rearrange] = {"qs": bit_planes(renamed_nibbles(IQ4_ORDER))}
 
     def decode(self, blocks: U8) -> F32:
@@ -57,7 +57,7 @@ class _IQ4NL(Codec):
 
 class _IQ4XS(Codec):
     block = packed(("head", 8), ("qs", 128))
-    type = QuantType("IQ4_XS", 23, SUPER, block.itemsize, (Plane("qs", 16), Plane("head", 8, SUPER)), "levels")
+    type = QuantType("IQ4_XS", 23, SUPER, block.itemsize, (Plane("qs", 16), Plane("head", 8, SUPER)), "levels", step_factor=32)
     moves: Mapping[str, Rearrange] = {"qs": bit_planes(renamed_nibbles(IQ4_ORDER))}
 
     def halves(self) -> tuple[int, ...]:

@@ -176,7 +176,7 @@ def _every_byte(*fields: tuple[Words, int, int]) -> Words:
 
 class _Q2K(Codec):
     block = packed(("scales", 16), ("qs", 64), ("dm", 4))
-    type = QuantType("Q2_K", 10, SUPER, block.itemsize, (Plane("qs", 8), Plane("scales", 2), Plane("dm", 4, SUPER)))
+    type = QuantType("Q2_K", 10, SUPER, block.itemsize, (Plane("qs", 8), Plane("scales", 2), Plane("dm", 4, SUPER)), step_factor=15)
     moves: Mapping[str, Rearrange] = {"qs": Q2_CRUMBS}
 
     def decode(self, blocks: U8) -> F32:
@@ -231,8 +231,9 @@ def _unweave_q3(planes: Mapping[str, U8]) -> None:
 class _Q3K(Codec):
     block = packed(("qh", 32), ("qs", 64), ("scales", 12), ("d", 2))
     type = QuantType(
-        "Q3_K", 11, SUPER, block.itemsize, (Plane("qs", 8), Plane("qh", 4), Plane("scales", 12, SUPER), Plane("d", 2, SUPER))
-    )
+        "Q3_K", 11, SUPER, block.itemsize, (Plane("qs", 8), Plane("qh", 4), Plane("scales", 12, SUPER), Plane("d", 2, SUPER)),
+        step_factor=32,
+    )  # fmt: skip
     moves: Mapping[str, Rearrange] = {"qs": CRUMBS, "qh": BIT_SQUARE, "scales": _SCALES12}
     weave = Weave(("qs", "qh"), _weave_q3, _unweave_q3)
 
@@ -315,7 +316,7 @@ class _Q45K(Codec):
         high = [("qh", 32)] if bits == 5 else []
         self.block = packed(("head", 16), *high, ("qs", 128))
         planes = [Plane("qs", 16), *(Plane("qh", 4) for _ in high), Plane("head", 16, SUPER)]
-        self.type = QuantType(name, ggml_id, SUPER, self.block.itemsize, tuple(planes))
+        self.type = QuantType(name, ggml_id, SUPER, self.block.itemsize, tuple(planes), step_factor=63)
         self.bits = bits
         self.moves = {"qs": NIBBLE_CHUNKS if bits == 5 else flipped_tops(NIBBLE_CHUNKS), "qh": BIT_SQUARE, "head": _HEAD}
         self.weave = Weave(("qs", "qh"), _weave_q5, _unweave_q5) if bits == 5 else None
@@ -356,7 +357,7 @@ class _Q45K(Codec):
 class _Q6K(Codec):
     block = packed(("qs", 128), ("qh", 64), ("scales", 16), ("d", 2))
     type = QuantType(
-        "Q6_K", 14, SUPER, block.itemsize, (Plane("qs", 16), Plane("qh", 8), Plane("scales", 2), Plane("d", 2, SUPER))
+        "Q6_K", 14, SUPER, block.itemsize, (Plane("qs", 16), Plane("qh", 8), Plane("scales", 2), Plane("d", 2, SUPER)), step_factor=128
     )
     moves: Mapping[str, Rearrange] = {"qs": Q6_NIBBLES, "qh": CRUMBS}
     weave = Weave(("qs", "qh"), _weave_q6, _unweave_q6)

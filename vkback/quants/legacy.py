@@ -50,7 +50,8 @@ class _Nibbles(Codec):
         scales = ("dm", 4) if offset else ("d", 2)
         high = [("qh", 4)] if bits == 5 else []
         self.block = packed(scales, *high, ("qs", 16))
-        self.type = QuantType(name, ggml_id, 32, self.block.itemsize, (Plane("qs", 16), *(Plane(*h) for h in high), Plane(*scales)))
+        planes = (Plane("qs", 16), *(Plane(*h) for h in high), Plane(*scales))
+        self.type = QuantType(name, ggml_id, 32, self.block.itemsize, planes, step_factor=1)
         self.levels = 1 << bits
         self.offset = offset
         self.has_high = bits == 5
@@ -120,7 +121,7 @@ class _Q80(Codec):
     """The error of eight bits is so small that importances do not enter."""
 
     block = packed(("d", 2), ("qs0", 16), ("qs1", 16))
-    type = QuantType("Q8_0", 8, 32, block.itemsize, (Plane("qs0", 16), Plane("qs1", 16), Plane("d", 2)))
+    type = QuantType("Q8_0", 8, 32, block.itemsize, (Plane("qs0", 16), Plane("qs1", 16), Plane("d", 2)), step_factor=1)
 
     def decode(self, blocks: U8) -> F32:
         return half(blocks[:, :2]) * blocks[:, 2:].view(np.int8).astype(np.float32)

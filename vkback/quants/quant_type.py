@@ -80,6 +80,7 @@ class QuantType:
     decoder       how a kernel decodes it; a match key of the tuning tables
     int_dot       whether its shader has an integer-dot path (UNIT_INTS)
     codebook     of decoder "codebook"
+    step_factor  the quantization step of a unit is the block's scale `d` times at most this; 0: kernels know no such step
     rare          seldom met in files: the suite that runs at every build takes few of its cases, each of which is a compilation
     """
 
@@ -92,6 +93,7 @@ class QuantType:
     int_dot: bool = True
     codebook: Codebook | None = None
     rare: bool = False
+    step_factor: int = 0
 
     @property
     def shader(self) -> str:

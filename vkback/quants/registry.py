@@ -106,6 +106,14 @@ def unsound_row(name: str, raw: npt.NDArray[np.uint8]) -> int | None:
     return None
 
 
+def coarse(name: str, raw: npt.NDArray[np.uint8]) -> bool:
+    """Whether rows uint8 [rows, row_bytes] have too large a quantization step to be decoded by way of subnormal f16 (`Codec.coarse`); as
+    cheap as `unsound_row`."""
+    c = codec(name)
+    blocks = raw.reshape(-1, c.type.block_bytes)
+    return any(c.coarse(blocks[part]) for part in _chunks(len(blocks), max(1, 8 * _CHUNK_VALUES // c.type.block_values)))
+
+
 def beyond_f16(name: str, raw: npt.NDArray[np.uint8]) -> bool:
     """Whether kernels that make f16 of rows uint8 [rows, row_bytes] may overflow (`Codec.beyond_f16`); as cheap as `unsound_row`."""
     c = codec(name)

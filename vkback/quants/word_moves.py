@@ -20,8 +20,9 @@ from vkback.quants.registry import codec
 
 U32 = npt.NDArray[np.uint32]
 
-UNSOUND, LARGE = 1, 2
-"""Bits of a flag that the shader raises: weights that are NaN or infinite; scales that may be too large for f16 (`Codec.large_limits`)."""
+UNSOUND, LARGE, COARSE = 1, 2, 4
+"""Bits of a flag that the shader raises: weights that are NaN or infinite; scales that may be too large for f16 (`Codec.large_limits`), or
+for subnormal f16 (`Codec.coarse_limits`)."""
 
 IDENTITY_MAP = tuple(range(16))
 
@@ -110,7 +111,8 @@ def _table(c: Codec, count: int, words: int, planes: Sequence[int], sources: npt
                 terms += [source | left << 16, mask]
             entries += [begin, first_term + len(terms), sum(int(flip) << bit for bit, flip in enumerate(flips[bits]))]
             word += 1
-    limits = [n for bit, found in ((UNSOUND, c.unsound_limits()), (LARGE, c.large_limits())) for n in _limits(c, count, found, bit)]
+    all_limits = ((UNSOUND, c.unsound_limits()), (LARGE, c.large_limits()), (COARSE, c.coarse_limits()))
+    limits = [n for bit, found in all_limits for n in _limits(c, count, found, bit)]
     header = [words, len(planes), first_term + len(terms), len(limits) // 4]
     return np.array([*header, *heads, *entries, *terms, *limits], np.uint32)
 

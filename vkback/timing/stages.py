@@ -145,7 +145,7 @@ def loaded(
     model: Model, tensors: Mapping[str, Tensor], device: Device, stack: ExitStack, *, progress: bool
 ) -> tuple[dict[str, WeightRanges], dict[str, BufferRange]]:
     """What a schedule of a model needs on a device until the stack unwinds: its weights, and its caches and inputs, all zeros."""
-    arena, weights, _ = load_weights(model.file, {n: t for n, t in tensors.items() if t.kind == "weight"}, device, progress=progress)
+    arena, weights, *_ = load_weights(model.file, {n: t for n, t in tensors.items() if t.kind == "weight"}, device, progress=progress)
     stack.callback(arena.destroy)
     return weights, zeroed(device, [t for t in tensors.values() if t.kind in ("state", "input")], stack)
 

@@ -135,8 +135,8 @@ class DeviceSteps:
                 loaded = load_weights(file, stored, device, progress=progress)
                 self._arenas.append(loaded.arena)
                 self._weights |= loaded.ranges
-                if loaded.beyond_f16 and act == "f16":
-                    self.ctx = replace(self.ctx, beyond_f16=loaded.beyond_f16)
+                if (loaded.beyond_f16 or loaded.coarse) and act == "f16":
+                    self.ctx = replace(self.ctx, beyond_f16=loaded.beyond_f16, coarse=loaded.coarse)
                     self.schedules = self._planned()
             block = self._allocate("gradients and states of the optimizer", [nbytes(t) for t in own])
             for t, place in zip(own, block, strict=True):
