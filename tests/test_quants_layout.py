@@ -98,9 +98,9 @@ def bit(qh: bytes, j: int) -> int:
 
 def head_pair(head: bytes, j: int) -> tuple[int, int]:
     """Scale and min j of the 16-byte head of Q4_K and Q5_K."""
-    low = head[4 + j]
-    top = struct.unpack_from("<I", head, 12)[0] >> (4 * j)
-    return low & 15 | (top & 3) << 4, low >> 4 | (top >> 2 & 3) << 4
+    _, *low, top = struct.unpack("<4I", head)
+    scale, least = (low[j // 4] >> (16 * half + 4 * (j % 4)) & 15 | (top >> (16 * half + 2 * j) & 3) << 4 for half in (0, 1))
+    return scale, least
 
 
 def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> np.float32:

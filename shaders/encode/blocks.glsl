@@ -199,8 +199,8 @@ void encode(uint block) {
 #elif defined(TYPE_Q4_K) || defined(TYPE_Q5_K)
     uvec4 head = uvec4(half_bits(d) | half_bits(dmin) << 16, 0u, 0u, 0u);
     for (uint j = 0u; j < 8u; j++) {
-        head[1u + (j >> 2)] |= ((scale[j] & 15u) | (low[j] & 15u) << 4) << (8u * (j & 3u));
-        head.w |= (scale[j] >> 4 | low[j] >> 4 << 2) << (4u * j);
+        head[1u + (j >> 2)] |= ((scale[j] & 15u) | (low[j] & 15u) << 16) << (4u * (j & 3u));
+        head.w |= (scale[j] >> 4 | low[j] >> 4 << 16) << (2u * j);
     }
 #if defined(TYPE_Q4_K)
     for (uint w = 0u; w < 4u; w++) put_word(p.plane[0], 4u * block + w, head[w]);

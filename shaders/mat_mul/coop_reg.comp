@@ -140,7 +140,8 @@ void load_unit(uint i, uint u, uint first_row, uint step) {
     UnitRaw unit = fetch_unit(i, u, first_row, step);
 #if UNIT_HEADS
     if (PAIRED) {
-        unit.sub = gl_SubgroupInvocationID % ROW_LANES * 2u + u;
+        unit.sub = gl_SubgroupInvocationID % ROW_LANES * 2u;
+        unit.odd = u;
         if (u == 0) unit.head = raw[own].head;
         else raw[own - 1].head = unit.head;
     }
@@ -156,18 +157,25 @@ UnitRaw loaded_unit(uint i, uint u) {
     return unit;
 }
 
-// Word i of a lane's block, in matrix column n. Lanes whose column is past the last one read what the lanes of the first column read, which
+// Activations of few tokens have less than a GiB. With this mask the compiler sees that no address wraps at 32 bits, and puts constant offsets
+// into the loads.
+const uint MAX_X_INDEX = 0x03ffffffu;
+
+// Word i of block u of a step, in matrix column n. Lanes whose column is past the last one read what the lanes of the first column read, which
 // saves memory traffic.
-void fetch_x(uint n, uint i, uint block) {
+void fetch_x(uint n, uint i, uint step, uint u) {
+    uint block = step * LANE_UNITS + u;
+    if (K_ALIGNED == 0) block = min(block, blocks - 1u);
     const uint lane = gl_SubgroupInvocationID, used = n * FN + lane / ROW_LANES < tile_count ? lane : lane % ROW_LANES;
-    const uint first = (tile_number * NS + n) * p.x_stride + min(block, blocks - 1u) * (BLOCK_WORDS * SG) + used + x_zero;
-    x[n * BLOCK_WORDS + i] = x4[(first & MAX_QUAD_INDEX) + i * SG];
+    const uint first = (tile_number * NS + n) * p.x_stride + block * (BLOCK_WORDS * SG) + used + x_zero;
+    x[n * BLOCK_WORDS + i] = x4[(first & MAX_X_INDEX) + i * SG];
 }
 
 // The products of one step. Registers of weights and of x are reloaded for later steps after their last use.
 void multiply(uint first_row, uint step) {
     [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) {
-        const uint next_block = u + 1 < LANE_UNITS ? step * LANE_UNITS + u + 1 : (step + K_SUBGROUPS) * LANE_UNITS;
+        const bool last = u + 1 == LANE_UNITS;
+        const uint next_step = last ? min(step + K_SUBGROUPS, steps - 1u) : step, next_unit = last ? 0 : u + 1;
         const bool valid = LANE_UNITS == 1 || K_ALIGNED != 0 || step * LANE_UNITS + u < blocks;
         [[unroll]] for (uint i = 0; i < MS; i++) {
             uvec4 w[OWN_ROWS * 4];
@@ -190,7 +198,7 @@ void multiply(uint first_row, uint step) {
                     }
                     sums[i * NS + n] = coopMatMulAdd(a, b, sums[i * NS + n]);
                     const uint used = (j + 1) * OWN_COLUMNS * LANE_VALUES;  // values of x
-                    if (i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, next_block);
+                    if (i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, next_step, next_unit);
                 }
             }
         }
@@ -230,8 +238,10 @@ vec4 load_norm_weights(uint row) {
     return v;
 }
 
-// Of the first four rows that this thread stores. Loaded before the products, which hide the latency.
-vec4 first_residuals, first_norm_weights;
+// Of the first four rows that each thread stores. They are loaded before the products, which hide the latency, and kept here meanwhile: the
+// products leave no registers for them.
+const uint FIRST_ITEMS = TILE_N * OUT_QUADS < WG ? TILE_N * OUT_QUADS : WG;
+shared vec4 first_residuals[HAS_RESIDUAL != 0 ? FIRST_ITEMS : 1], first_norm_weights[NEXT_NORM != 0 ? FIRST_ITEMS : 1];
 
 shared float column_factors[TILE_N];
 
@@ -269,7 +279,7 @@ vec4 apply_epilogue(uint row, uint c, uint column, bool first) {
             [[unroll]] for (uint e = 0; e < 4; e++) v[i][e] += bias[p.w_row0 + min(matrix_row + 4u * i + e, p.m - 1u)];
     }
     if (GLU != 0) return vec4(glu(v[0].x, v[0].y), glu(v[0].z, v[0].w), glu(v[1].x, v[1].y), glu(v[1].z, v[1].w));
-    if (HAS_RESIDUAL != 0) v[0] += first ? first_residuals : load_residuals(matrix_row, column);
+    if (HAS_RESIDUAL != 0) v[0] += first ? first_residuals[gl_LocalInvocationID.x] : load_residuals(matrix_row, column);
     return v[0];
 }
 
@@ -342,7 +352,7 @@ void store_tile() {
             store_units(tile_column + c, row, v);
             continue;
         }
-        if (NEXT_NORM != 0) store_next_norm(tile_column + c, row, quad, v, first_item ? first_norm_weights : load_norm_weights(row));
+        if (NEXT_NORM != 0) store_next_norm(tile_column + c, row, quad, v, first_item ? first_norm_weights[item] : load_norm_weights(row));
         if (SYNC != 0) v = mix(v, vec4(-0.0), equal(floatBitsToUint(v), uvec4(SENTINEL)));
         const uint at = (tile_column + c) * p.y_stride + p.y_offset + row;
         if ((at & 3u) == 0u && row + 3u < rows) y4[at >> 2] = v;
@@ -367,21 +377,21 @@ void main() {
     steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
     [[unroll]] for (uint i = 0; i < UNITS; i++)
         [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) load_unit(i, u, first_row, slice);
+    const uint first_item = gl_LocalInvocationID.x, first_quad_row = tile_row + first_item % OUT_QUADS * 4u;
+    const bool has_item = first_item < tile_count * OUT_QUADS;
+    if (NEXT_NORM != 0 && has_item) first_norm_weights[first_item] = load_norm_weights(first_quad_row);
     x_zero = wait_for_arrivals();  // meanwhile the first weights are in flight
     [[unroll]] for (uint n = 0; n < NS; n++)
-        [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, slice * LANE_UNITS);
-    if (gl_LocalInvocationID.x < tile_count * OUT_QUADS) {
-        const uint row = tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u;
-        if (HAS_RESIDUAL != 0) first_residuals = load_residuals(row, tile_column + gl_LocalInvocationID.x / OUT_QUADS);
-        if (NEXT_NORM != 0) first_norm_weights = load_norm_weights(row);
-    }
+        [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, min(slice, steps - 1u), 0);
+    if (HAS_RESIDUAL != 0 && has_item)
+        first_residuals[first_item] = load_residuals(first_quad_row, tile_column + first_item / OUT_QUADS);
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
     if (X_SQUARES != 0 && FACTORS_FIRST) find_column_factors();
     [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(first_row, step);
-    if (KV_ROWS != 0 && gl_LocalInvocationID.x < tile_count * OUT_QUADS) {
-        const uint column = tile_column + gl_LocalInvocationID.x / OUT_QUADS;
+    if (KV_ROWS != 0 && has_item) {
+        const uint column = tile_column + first_item / OUT_QUADS;
         first_position = positions[column];
-        first_angles = angles_of(p.y_offset + tile_row + gl_LocalInvocationID.x % OUT_QUADS * 4u, column);
+        first_angles = angles_of(p.y_offset + first_quad_row, column);
     }
     if (X_SQUARES != 0 && !FACTORS_FIRST) find_column_factors();
     stage_sums(gl_SubgroupID);

@@ -20,10 +20,6 @@ const float UNIT_F16_SCALE = SUBNORMALS != 0 ? 64.0 : 1.0;
 const float UNIT_F16_SCALE = 1.0;
 #endif
 
-// A constant that the compiler does not know. (word & MASK) | constant, or ^ constant, is then one instruction on NVIDIA. It has to be a sum:
-// constant ^ unknown_zero() would be taken apart.
-uint hidden(uint constant) { return constant + unknown_zero(); }
-
 // 1024 twice as f16.
 uint two_1024() { return 0x64006400u ^ unknown_zero(); }
 
@@ -40,7 +36,7 @@ f16vec2 high_nibbles(uint word) {  // their top bits were flipped at load; the x
 
 void unit_f16_normal(UnitRaw unit, bool valid, out uvec4 words[4]) {
 #ifdef UNIT_SCALE_F16
-    f16vec2 both = unit_scale_f16(unit, two_1024());
+    f16vec2 both = unit_scale_f16(unit);
     if (!valid) both = f16vec2(0.0);
     const f16vec2 s = both.xx, b = -both.yy;
 #else
@@ -61,7 +57,7 @@ void unit_f16_normal(UnitRaw unit, bool valid, out uvec4 words[4]) {
 // A nibble in bits 4..7 is 16 times as large as one in bits 0..3.
 void unit_f16_subnormal(UnitRaw unit, bool valid, out uvec4 words[4]) {
 #ifdef UNIT_SCALE_F16
-    f16vec2 both = unit_scale_subnormal(unit, two_1024());
+    f16vec2 both = unit_scale_subnormal(unit);
 #else
     vec2 scale, bias;
     unit_scale(unit, scale, bias);
@@ -130,7 +126,7 @@ void unit_f16_subnormal(UnitRaw unit, bool valid, out uvec4 words[4]) {
     uint q[8];
 #ifdef UNIT_SCALE_F16
     unit_words(unit, q);
-    const f16vec2 both = unit_scale_subnormal(unit, two_1024());
+    const f16vec2 both = unit_scale_subnormal(unit);
     f16vec2 scales = both.xx, biases = both.yy;
 #else
     vec2 scale, bias;

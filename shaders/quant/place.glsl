@@ -35,6 +35,9 @@ uint foldable(uint index) { return index & MAX_WORD_INDEX; }
 // instruction if only one of MASK and VALUE is a known constant, but to two if both are. So one of them is combined with this zero.
 uint unknown_zero() { return p.w.units >> 31; }
 
+// A constant that the compiler does not know, for the same reason. It has to be a sum: constant ^ unknown_zero() would be taken apart.
+uint hidden(uint constant) { return constant + unknown_zero(); }
+
 // Index of the item that belongs to a unit, in a plane whose first item has index `first` and where 2^shift units share `width` items.
 // max_index: a mask for the largest index that a buffer can have.
 uint item_at(uint first, Place at, uint shift, uint width, uint max_index) {

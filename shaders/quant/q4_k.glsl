@@ -6,12 +6,12 @@
 #define UNIT_SIGNED 0
 #include "quant/nibbles.glsl"
 
-struct UnitRaw { uvec4 qs; uvec4 head; uint sub; };
+struct UnitRaw { uvec4 qs; uvec4 head; uint sub, odd; };
 #define UNIT_HEADS 1
 #include "quant/k_head.glsl"
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(QUAD(0u, at, 0), QUAD(p.w.plane[0], at, 3), unit_index(at, 8u) & 7u);
+    return UnitRaw(QUAD(0u, at, 0), QUAD(p.w.plane[0], at, 3), unit_index(at, 8u) & 7u, 0u);
 }
 
 #include "quant/nibbles_dot.glsl"
@@ -22,12 +22,12 @@ float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
 #endif
 
 void unit_scale(UnitRaw r, out vec2 scale, out vec2 bias) {
-    k_head(r.head, r.sub, scale, bias);
+    k_head(r.head, r.sub, r.odd, scale, bias);
 }
 
 #ifdef UNIT_SCALE_F16
-f16vec2 unit_scale_f16(UnitRaw r, uint one_k) { return k_head_f16(r.head, r.sub, one_k); }
-f16vec2 unit_scale_subnormal(UnitRaw r, uint one_k) { return k_head_subnormal(r.head, r.sub, one_k); }
+f16vec2 unit_scale_f16(UnitRaw r) { return k_head_f16(r.head, r.sub, r.odd); }
+f16vec2 unit_scale_subnormal(UnitRaw r) { return k_head_subnormal(r.head, r.sub, r.odd); }
 #endif
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {

@@ -9,12 +9,12 @@
 #define UNIT_BIAS 1
 #define UNIT_SIGNED 0
 
-struct UnitRaw { uvec4 qs; uint qh; uvec4 head; uint sub; };
+struct UnitRaw { uvec4 qs; uint qh; uvec4 head; uint sub, odd; };
 #define UNIT_HEADS 1
 #include "quant/k_head.glsl"
 
 UnitRaw unit_load(Place at) {
-    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 0), QUAD(p.w.plane[1], at, 3), unit_index(at, 8u) & 7u);
+    return UnitRaw(QUAD(0u, at, 0), WORD(p.w.plane[0], at, 0), QUAD(p.w.plane[1], at, 3), unit_index(at, 8u) & 7u, 0u);
 }
 
 void unit_words(UnitRaw r, out uint q[8]) {
@@ -26,7 +26,7 @@ void unit_words(UnitRaw r, out uint q[8]) {
 }
 
 #ifdef UNIT_SCALE_F16
-f16vec2 unit_scale_subnormal(UnitRaw r, uint one_k) { return k_head_subnormal(r.head, r.sub, one_k); }
+f16vec2 unit_scale_subnormal(UnitRaw r) { return k_head_subnormal(r.head, r.sub, r.odd); }
 #endif
 
 #if PATH_INT
@@ -40,6 +40,6 @@ float unit_dot(UnitRaw r, uint q[8], uint x[8], ivec2 sum) {
 
 void unit_ints(UnitRaw r, out uint q[8], out vec2 scale, out vec2 bias) {
     unit_words(r, q);
-    k_head(r.head, r.sub, scale, bias);
+    k_head(r.head, r.sub, r.odd, scale, bias);
 }
 #include "quant/decode_ints.glsl"

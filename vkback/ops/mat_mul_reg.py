@@ -40,13 +40,15 @@ def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, ca
     subgroups = tile_m // warp_m * slice_k
     shape = MatMulShape("coop_reg", tile_m, tile_n, UNIT, subgroups, 1, warp_m, tile_n, matrix, slice_k=slice_k, row_lanes=lanes)
     fits = caps.max_storage_bindings >= BINDINGS
-    fits = fits and subgroups * caps.subgroup_size <= caps.max_workgroup_invocations and shared_bytes(shape) <= caps.max_shared_memory
+    fits = fits and subgroups * caps.subgroup_size <= caps.max_workgroup_invocations
+    fits = fits and shared_bytes(shape, caps.subgroup_size) <= caps.max_shared_memory
     return shape if fits else None
 
 
-def shared_bytes(shape: MatMulShape) -> int:
-    """Shared memory of shaders/mat_mul/coop_reg.comp, codebooks left out."""
-    return 16 * shape.subgroups * shape.tile_n * (shape.warp_m // 4 + 1) + 4 * shape.tile_n + 4
+def shared_bytes(shape: MatMulShape, lanes: int) -> int:
+    """Shared memory of shaders/mat_mul/coop_reg.comp with subgroups of so many lanes, codebooks left out."""
+    first_items = min(shape.tile_n * shape.tile_m // 4, shape.subgroups * lanes)
+    return 16 * shape.subgroups * shape.tile_n * (shape.warp_m // 4 + 1) + 32 * first_items + 4 * shape.tile_n + 4
 
 
 def lane_units(quant: str, row_lanes: int) -> int:

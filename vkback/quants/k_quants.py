@@ -104,38 +104,46 @@ def _put_six_bit_scales(field: U8, scales: U8) -> None:
 
 # Device form of the scales.
 
-_NIBBLES = np.uint32(0x0F0F0F0F)
-_PAIR_TOPS = ((4, 2), (3, 2))  # nibble of pair j from byte j & 3, half j >> 2, to nibble j
+_GATHERED = {2: (0x03030303, 0x000F000F, 0xFF), 4: (0x0F0F0F0F, 0x00FF00FF, 0xFFFF)}  # bits of bytes: as they are, in pairs, all together
 _LOW_NIBBLES = ((5, 2), (4, 2), (3, 2))  # nibble of scale s from byte s & 7, half s >> 3, to nibble s
 _TOP_PAIRS = ((4, 2), (3, 1))  # bits of scale 4c + a from byte a, field c, to field 4c + a
 
 
+def _gathered(words: Words, bits: int) -> Words:
+    """The lowest bits, 2 or 4, of the four bytes of each word side by side."""
+    of_bytes, of_pairs, of_all = (np.uint32(n) for n in _GATHERED[bits])
+    pairs = words & of_bytes
+    pairs = (pairs | (pairs >> np.uint32(8 - bits))) & of_pairs
+    return (pairs | (pairs >> np.uint32(16 - 2 * bits))) & of_all
+
+
+def _scattered(words: Words, bits: int) -> Words:
+    """Undoes `_gathered`."""
+    of_bytes, of_pairs, of_all = (np.uint32(n) for n in _GATHERED[bits])
+    pairs = words & of_all
+    pairs = (pairs | (pairs << np.uint32(16 - 2 * bits))) & of_pairs
+    return (pairs | (pairs << np.uint32(8 - bits))) & of_bytes
+
+
 def _head_to_device(src: U8, dst: U8) -> None:
-    w = src.view(np.uint32).T.copy()
+    d, scales, mins, low = src.view(np.uint32).T.copy()
     out = dst.view(np.uint32)
-    scales, mins = w[1], w[2]
-    out[:, 0] = w[0]
-    out[:, 1] = (scales & _NIBBLES) | ((mins & _NIBBLES) << np.uint32(4))
-    out[:, 2] = w[3]
-    tops = (scales >> np.uint32(4)) & np.uint32(0x03030303)
-    tops |= (mins >> np.uint32(2)) & np.uint32(0x0C0C0C0C)
-    tops |= (scales >> np.uint32(2)) & np.uint32(0x30303030)
-    tops |= mins & np.uint32(0xC0C0C0C0)
-    swap_digit_pairs(tops, _PAIR_TOPS)
-    out[:, 3] = tops
+    four, six, eight, half = (np.uint32(n) for n in (4, 6, 8, 16))
+    out[:, 0] = d
+    out[:, 1] = _gathered(scales, 4) | (_gathered(mins, 4) << half)
+    out[:, 2] = _gathered(low, 4) | (_gathered(low >> four, 4) << half)
+    scale_tops, min_tops = (_gathered(w >> four, 2) | (_gathered(w >> six, 2) << eight) for w in (scales, mins))
+    out[:, 3] = scale_tops | (min_tops << half)
 
 
 def _head_to_file(src: U8, dst: U8) -> None:
-    w = src.view(np.uint32).T.copy()
+    d, first, second, tops = src.view(np.uint32).T.copy()
     out = dst.view(np.uint32)
-    tops = w[3].copy()
-    swap_digit_pairs(tops, _PAIR_TOPS[::-1])
-    out[:, 0] = w[0]
-    scale_tops = ((tops & np.uint32(0x03030303)) << np.uint32(4)) | ((tops & np.uint32(0x30303030)) << np.uint32(2))
-    out[:, 1] = (w[1] & _NIBBLES) | scale_tops
-    min_tops = ((tops & np.uint32(0x0C0C0C0C)) << np.uint32(2)) | (tops & np.uint32(0xC0C0C0C0))
-    out[:, 2] = ((w[1] >> np.uint32(4)) & _NIBBLES) | min_tops
-    out[:, 3] = w[2]
+    four, six, eight, half = (np.uint32(n) for n in (4, 6, 8, 16))
+    out[:, 0] = d
+    for word, low, top in ((1, first, tops), (2, first >> half, tops >> half)):
+        out[:, word] = _scattered(low, 4) | (_scattered(top, 2) << four) | (_scattered(top >> eight, 2) << six)
+    out[:, 3] = _scattered(second, 4) | (_scattered(second >> half, 4) << four)
 
 
 _HEAD = Rearrange(_head_to_device, _head_to_file)
