@@ -411,14 +411,15 @@ def test_prompts_of_few_tokens_are_the_same_bits(engines: tuple[Engine, Engine],
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("before", [0, 40])
-def test_products_in_registers_wait_for_arrivals(before: int, device: Device, library: ShaderLibrary) -> None:
-    """Five tokens and padding, all stages barrier-free: the same bits as with barriers, and where RoPE and store are a stage; as close to
-    the twin where no stage packs or norms as where they do. Behind rows of earlier steps attention loads its first chunk ahead of the
-    wait."""
+@pytest.mark.parametrize(("before", "n"), [(0, 5), (40, 5), (0, 19)])
+def test_products_in_registers_wait_for_arrivals(before: int, n: int, device: Device, library: ShaderLibrary) -> None:
+    """Five tokens and padding, or 19 in three tiles of columns, all stages barrier-free: the same bits as with barriers, and where RoPE and
+    store are a stage; as close to the twin where no stage packs or norms as where they do. Behind rows of earlier steps attention loads its
+    first chunk ahead of the wait."""
     if not matrix_shapes(device.caps):
         pytest.skip(f"{device.caps.name} has no cooperative matrices")
-    model, ids, n = Model.open(builtin_model("demo-dense")), np.array([1, 17, 300, 5, 42, 7], np.int32), 5
+    model = Model.open(builtin_model("demo-dense"))
+    ids = (17 * np.arange(1, n + 2) % model.hp.n_vocab).astype(np.int32)
     twin = NumpyTwin(model, n_ctx=N_CTX).logits(ids[:n].tolist())
     cut: dict[str, Any] = {"kernel": "coop_reg", "tile_m": 16, "tile_n": 8, "warp_m": 8, "slice_k": 2}
     found = []
