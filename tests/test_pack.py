@@ -173,14 +173,14 @@ def test_a_layer_of_few_tokens(large: Callable[[str], Model]) -> None:
 
 def test_who_turns_and_stores_few_tokens(large: Callable[[str], Model]) -> None:
     """The products of Q, K and V, each what it makes, by the angles of all layers; a stage where the tables say so, where heads are normed,
-    where pairs are no neighbours, and where more tokens take other kernels."""
+    where pairs are no neighbours, and where many tokens take other kernels."""
     stored = [d for d in scheduled(large(DENSE), n=8).dispatches() if {a.tensor.name for a in d.args} & {"cache_k_l0", "cache_v_l0"}]
     made = [{a.tensor.name for a in d.args if "w" in a.access and a.tensor.kind in ("node", "state")} for d in stored[:2]]
     assert made == [{"Qcur_rope-0", "Qcur_rope-0.arrivals", "cache_k_l0"}, {"Qcur_rope-0.arrivals", "cache_v_l0"}]
     assert [d.args[8].tensor.name for d in stored[:2]] == ["rope_angles.0"] * 2 and stored[2].kernel.source == "attention/attention.comp"
     for name, n, rope, separate in (
-        (DENSE, 2, "product", False), (DENSE, 16, "product", False), (DENSE, 8, "stage", True), (DENSE, 17, "product", True),
-        (EXPERTS, 8, "product", True), (BIASED, 8, "product", True),
+        (DENSE, 2, "product", False), (DENSE, 16, "product", False), (DENSE, 48, "product", False), (DENSE, 8, "stage", True),
+        (DENSE, 65, "product", True), (EXPERTS, 8, "product", True), (BIASED, 8, "product", True),
     ):  # fmt: skip
         ops = {d.op for d in scheduled(large(name), n=n, rope=rope).dispatches()}
         assert ("QKV_ROPE_SET_ROWS" in ops, "ROPE_ANGLES" in ops) == (separate, not separate), (name, n, rope)
