@@ -32,6 +32,12 @@ os.environ.setdefault("GALLIVM_PERF", "nopt")
 """Mesa's llvmpipe then leaves out LLVM's optimizer: 40 % less time for a mat-vec's machine code, 30 % less for attention. Other drivers do
 not read it. Tests run a kernel once or twice, so that this outweighs slower code by far."""
 
+os.environ["TERM"] = "xterm"
+for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
+"""What is written to a terminal depends on the terminal that a test gives, not on the one that started it, or on none."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Thousands of tests are a million objects that live to the end: no garbage collection looks through them again and again."""

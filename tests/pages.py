@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import run_program
+
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(?P<kind>\w+)(?: (?P<path>\S+))?\n(?P<text>.*?)^```$", re.M | re.S)
 PROGRAMS = {"python": (sys.executable,), "vkback": (sys.executable, "-m", "vkback.cli.main")}
@@ -61,8 +63,6 @@ def run(command: list[str], tree: Path) -> str:
     program, *args = command
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment["PYTHONPATH"] = str(tree)
-    done = subprocess.run(
-        [*PROGRAMS[program], *args], cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
-    )
+    done = run_program([*PROGRAMS[program], *args], cwd=tree, env=environment, stderr=subprocess.STDOUT, timeout=600)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}"
     return done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import run_program
 
 import vkback
 from vkback.api import ChatTemplateError, ModelError
@@ -363,7 +363,7 @@ def test_a_closed_model_says_so(device: Device) -> None:
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
     code = "import sys, vkback; print([m for m in ('numpy', 'rich', 'typer', 'pandas', 'jinja2', 'vulkan') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_program([sys.executable, "-c", code], check=True)
     assert done.stdout.strip() == "[]"
     assert "load" in dir(vkback)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from cli_kit import REPOSITORY, FakeEngine, call
+from processes import run_program
 
 from vkback.cli import bench, main, shell
 from vkback.cli import test_ops as ops_command
@@ -205,7 +205,7 @@ def test_ctrl_c_leaves_cleanly() -> None:
         "shell.run(app, 'vkback')\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=False)
+    done = run_program([sys.executable, "-c", code], env=environment)
     assert done.returncode == 128 + signal.SIGINT
     assert "Traceback" not in done.stderr
 
@@ -228,7 +228,7 @@ def test_model_path_knows_files_and_built_in_names(tmp_path: Path) -> None:
 def test_test_ops_stands_alone() -> None:
     """In a process of its own, where nothing else has imported what it needs."""
     command = [sys.executable, "-m", "vkback.cli.main", "test-ops", "-o", "SILU", "-p", "4096"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(command, cwd=REPOSITORY, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("  1/1 tests passed\n")
 
@@ -250,7 +250,7 @@ def test_test_ops_stands_alone() -> None:
 def test_starting_up_imports_no_more_than_is_needed(needs: str, others: str) -> None:
     """Imports are half of a second start on a GPU. What tables, templates, adapters and other commands need is imported there."""
     code = f"import sys\n{needs}\nprint(*sorted({set(others.split())} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60)
+    done = run_program([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
     assert done.stdout == "\n"
 
 
@@ -261,7 +261,7 @@ def test_garbage_is_collected_as_usual_once_a_model_is_loaded() -> None:
         "    print(gc.get_threshold() > usual, shell._loaded(7), gc.get_threshold() == usual, gc.get_freeze_count())"
         "\nshell.run(app, '')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60)
+    done = run_program([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
     assert re.fullmatch("True 7 True [1-9][0-9]+\n", done.stdout)
 
 

@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 from device_kit import KiB, hidden, word
+from processes import run_program
 
 from vkback.device import (
     BufferRange,
@@ -33,7 +34,7 @@ from vkback.device.report import report
 
 def run_python(program: str, **env: str) -> subprocess.CompletedProcess[str]:
     full = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} | env
-    return subprocess.run([sys.executable, "-c", program], env=full, capture_output=True, text=True, timeout=60)
+    return run_program([sys.executable, "-c", program], env=full)
 
 
 OPEN_AND_PRINT_ERROR = """

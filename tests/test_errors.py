@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from make_gguf import llama_metadata, llama_tensors, write_gguf
+from processes import run_program
 
 from vkback.cli import bench, main
 from vkback.device import Device, DeviceLost, Heap, OutOfDeviceMemory
@@ -59,7 +59,7 @@ def in_a_process(*args: str | Path, before: str = "", **env: str) -> str:
     program = f"{before}\nimport sys\nfrom vkback.cli.main import main\nsys.argv = ['vkback', *sys.argv[1:]]\nmain()\n"
     full = {**os.environ, "PYTHONPATH": str(REPOSITORY), **env}
     command = [sys.executable, "-c", program, *map(str, args)]
-    done = subprocess.run(command, env=full, capture_output=True, text=True, timeout=60, check=False)
+    done = run_program(command, env=full)
     assert done.stdout == ""
     return only_error(done.returncode, done.stderr)
 
@@ -355,7 +355,7 @@ def test_ctrl_c_leaves_no_part_of_a_synthetic_model(tmp_path: Path) -> None:
     program = f"{interrupt}import sys\nfrom vkback.cli.main import main\nsys.argv = ['vkback', *sys.argv[1:]]\nmain()\n"
     command = [sys.executable, "-c", program, "synth", "llama-1b-Q4_0", str(tmp_path / "m.gguf"), "--layers", "1"]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = run_program(command, env=env)
     assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -368,7 +368,7 @@ def test_ctrl_c_while_a_command_is_imported(command: str) -> None:
     )
     program = f"{interrupt}from vkback.cli import start\nstart.{command}()\n"
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", program, "--version"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = run_program([sys.executable, "-c", program, "--version"], env=env)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

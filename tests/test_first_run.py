@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from cli_kit import REPOSITORY, FakeEngine, call
+from processes import new_terminal, run_program
 
 from vkback.cli import bench, main
 from vkback.cli.bench_run import measure
@@ -50,7 +51,7 @@ def cold(folder: Path) -> dict[str, str]:
 def first_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A run from an empty cache, and the folder that holds the caches after it."""
     folder = tmp_path_factory.mktemp("cold")
-    ran = subprocess.run(COMMAND, cwd=REPOSITORY, env=cold(folder), capture_output=True, text=True, timeout=600, check=False)
+    ran = run_program(COMMAND, cwd=REPOSITORY, env=cold(folder), timeout=600)
     assert ran.returncode == 0, ran.stderr
     return folder, ran
 
@@ -76,25 +77,21 @@ def test_the_first_run_says_what_it_does_and_keeps_compile_time_out_of_its_speed
 def test_on_a_terminal_there_is_a_bar(first_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     """Also: a second run compiles nothing and says so."""
     folder, ran = first_run
-    pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    try:
-        again = subprocess.run(COMMAND, cwd=REPOSITORY, env=cold(folder), stdout=subprocess.PIPE, stderr=theirs, timeout=600, check=False)
-        os.close(theirs)
+    with new_terminal() as (ours, theirs):
+        again = run_program(COMMAND, cwd=REPOSITORY, env=cold(folder), stderr=theirs, timeout=600)
+        theirs.close()
         shown = b"".join(iter(lambda: _read(ours), b"")).decode()
-    finally:
-        os.close(ours)
     assert again.returncode == 0, shown
-    assert again.stdout.decode() == ran.stdout
+    assert again.stdout == ran.stdout
     kernels, _ = kernels_prepared(ran.stderr.splitlines())
     assert re.search(rf"{kernels}/{kernels}", shown), "kernels ready of all"
     assert "preparing" not in shown
     assert re.search(rf"prepared {kernels} kernels in [\d.]+ s, none compiled from GLSL", shown)
 
 
-def _read(terminal: int) -> bytes:
+def _read(terminal: IO[bytes]) -> bytes:
     try:
-        return os.read(terminal, 1 << 16)
+        return terminal.read(1 << 16)
     except OSError:  # Linux's way to say that the other side is closed
         return b""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from cli_kit import call
+from processes import new_terminal, run_program, signals_as_usual
 
 from vkback.cli import chat, interrupts, main
 from vkback.cli.interrupts import interruptible, own_interrupts
@@ -28,7 +30,15 @@ from vkback.paths import new_file
 from vkback.program.compile import compile_kernels
 from vkback.shader import CompileError, ShaderLibrary, Variant, compiler
 
+pytestmark = pytest.mark.usefixtures("usual_signals")
+
 unix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals that a test could send")
+
+
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    with signals_as_usual():
+        yield
 
 
 def ended(app: Callable[..., Any]) -> int:
@@ -122,6 +132,40 @@ def test_lines_that_come_from_a_program_end_with_ctrl_c(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=interrupted))
     with pytest.raises(KeyboardInterrupt):
         next(chat.messages())
+
+
+# -- the tests' own kit
+
+
+@unix
+def test_tests_know_no_signals_that_their_shell_ignores() -> None:
+    """As under `nohup make test &`."""
+    said = "from signal import *; print(getsignal(SIGINT) is default_int_handler, getsignal(SIGHUP) is SIG_DFL)"
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, before)
+    try:
+        with signals_as_usual():
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert run_program([sys.executable, "-c", said], check=True).stdout.split() == ["True", "True"]
+        killed = run_program([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"])
+        assert killed.returncode == -signal.SIGHUP
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_machine_without_terminals_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> tuple[int, int]:
+        raise OSError(errno.ENOENT, "out of pty devices")
+
+    monkeypatch.setattr("pty.openpty", refuse)
+    with pytest.raises(pytest.skip.Exception, match=r"no pseudo-terminal can be opened here: .*out of pty devices"), new_terminal():
+        pass
+    monkeypatch.setitem(sys.modules, "pty", None)
+    with pytest.raises(pytest.skip.Exception, match="this system has no pseudo-terminals"), new_terminal():
+        pass
 
 
 # -- compilers

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from model_files import BUILT_IN, hollow
+from processes import run_program
 
 FAMILIES = ("polaris10", "vega10", "navi10", "navi21", "gfx1100")
 """Generations gcn4, gcn5, rdna1, rdna2, rdna3."""
@@ -49,7 +50,7 @@ with Device.open(statistics=True, compile_only=True) as device:
 def on_null_device(family: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     null = {"RADV_FORCE_FAMILY": family, "VK_ICD_FILENAMES": str(DRIVER), "VK_DRIVER_FILES": str(DRIVER)}
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} | null
-    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=120)
+    return run_program([sys.executable, *arguments], env=env, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_gate_and_up_of_few_tokens_do_not_spill(family: str, n: int, k: int, out
 def test_a_planted_spill_is_caught(tmp_path: Path) -> None:
     source, spirv = tmp_path / "planted.comp", tmp_path / "planted.spv"
     source.write_text(SPILLING.lstrip())
-    glslc = subprocess.run(["glslc", "--target-env=vulkan1.2", source, "-o", spirv], capture_output=True, text=True, timeout=60)
+    glslc = run_program(["glslc", "--target-env=vulkan1.2", source, "-o", spirv])
     assert glslc.returncode == 0, glslc.stderr
     ran = on_null_device("navi21", "-c", PLANTED, str(spirv))
     assert ran.stdout.split() == ["True"], ran.stderr

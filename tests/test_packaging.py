@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from processes import run_program
 
 import vkback
 from vkback import paths
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(not (REPOSITORY / "pyproject.toml").is_file(), r
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
-    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
+    run_program(build, cwd=REPOSITORY, check=True, timeout=120)
     (path,) = out.glob("*.whl")
     return path
 
@@ -60,7 +61,7 @@ def test_an_installed_wheel_finds_its_own_files(wheel: Path, tmp_path: Path) -> 
         z.extractall(tmp_path)
     code = "from vkback import paths; print(paths.shader_root(), paths.tuning_root(), paths.builtin_model('demo-dense'), sep='\\n')"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = run_program([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
     assert done.stdout.splitlines() == [
         str(tmp_path / "vkback" / "_shaders"),
         str(tmp_path / "vkback" / "_tuning"),
@@ -94,9 +95,7 @@ def test_one_version() -> None:
 
 def setup(goal: str, **environment: str) -> subprocess.CompletedProcess[str]:
     script = str(REPOSITORY / "tools" / "setup.sh")
-    return subprocess.run(
-        ["bash", script, goal], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_program(["bash", script, goal], env={**os.environ, **environment})
 
 
 def test_setup_refuses_an_unknown_goal() -> None:
@@ -115,4 +114,4 @@ def test_setup_says_that_python_is_missing() -> None:
 def test_scripts_are_executable_and_parse(script: str) -> None:
     path = REPOSITORY / script
     assert os.access(path, os.X_OK)
-    assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
+    assert run_program(["bash", "-n", str(path)]).returncode == 0

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from kernel_paths import planned_for
+from processes import run_program
 from typer.testing import CliRunner
 
 from vkback.cli import main as cli
@@ -192,7 +192,7 @@ def test_the_page_in_a_browser(made: Profile, tmp_path: Path) -> None:
         pytest.skip("no Chromium here to draw the page: apt install chromium")
     (tmp_path / "page.html").write_text(page(made), encoding="utf-8")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
-    drawn = subprocess.run([*command, str(tmp_path / "page.html")], capture_output=True, text=True, timeout=60)
+    drawn = run_program([*command, str(tmp_path / "page.html")])
     assert drawn.returncode == 0, drawn.stderr
     checker = Checker()
     checker.feed(drawn.stdout)

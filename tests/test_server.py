@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from processes import run_program
 
 import vkback
 from vkback.api import LoadedModel
@@ -316,7 +316,7 @@ def test_the_examples_of_the_page(served: Served, capsys: pytest.CaptureFixture[
         print("curl is not installed: its two commands are not run")
         commands = []
     for command in commands:
-        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60)
+        done = run_program(shlex.split(command))
         assert done.returncode == 0 and '"choices"' in done.stdout, done.stdout + done.stderr
     pytest.importorskip("openai", reason="the openai package is not installed")
     (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from processes import run_program
 
 from vkback.device.spirv import inspect
 from vkback.shader import CompileError, NoCompiler, ShaderLibrary, Variant, register_include
@@ -339,6 +339,6 @@ def test_no_compiler_anywhere_in_a_real_process(root: Path, tmp_path: Path) -> N
     )
     env = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", program, str(root), str(tmp_path / "empty")]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    ran = run_program(command, env=env)
     said = "[shader] copy does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler. Install glslc"
     assert ran.stdout.startswith(said), ran.stderr

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_program
 
 from tools import prebuilt
 from vkback.errors import VkbackError
@@ -143,7 +143,7 @@ def test_a_first_start_without_a_compiler(command: list[str], tmp_path: Path) ->
     )
     own = {"PATH": str(tmp_path), "VKBACK_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     env = os.environ | own
-    ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
+    ran = run_program([sys.executable, "-c", program], env=env, timeout=300)
     if "no device" in ran.stderr.lower():
         pytest.skip("llvmpipe is not among the devices")
     assert ran.returncode == 0, ran.stderr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import run_program
 
 from vkback.models import GgufFile, state
 from vkback.models.state import Snapshot, StateError, differences, fingerprint, read_state, write_state
@@ -102,7 +102,7 @@ print(cut)
 
 def test_a_killed_save_leaves_a_whole_file(tmp_path: Path) -> None:
     """Twenty processes that save over and over are killed at some moment: the file is that of a save which came to its end."""
-    done = subprocess.run([sys.executable, "-c", SAVES, str(tmp_path / "state")], capture_output=True, text=True, timeout=100)
+    done = run_program([sys.executable, "-c", SAVES, str(tmp_path / "state")], timeout=100)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 4, "kills between saves show nothing"
 
