@@ -167,11 +167,34 @@ def remove_parts() -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> bool:
-    """Write a file of vkback's own, as `new_file` does, its folder with it. False when the disk refuses: a cache may be lost."""
+    """Write a file of vkback's own, as `new_file` does, its folder with it. False when the disk refuses."""
+    return _refusal(path, data) is None
+
+
+def write_cache(path: Path, data: bytes) -> None:
+    """Write a file of a cache, which may be lost: that is told once on stderr, since what it saves is then made anew on every run."""
+    error = _refusal(path, data)
+    if error is None or _told:
+        return
+    _told.append(True)
+    folder = cache_dir()
+    where = folder if path.is_relative_to(folder) else path.parent
+    print(
+        f"vkback: warning: nothing can be kept in the cache {where}: {reason(error)}; kernels are made anew on every run. Give a "
+        "folder that can be written by VKBACK_CACHE",
+        file=sys.stderr,
+    )
+
+
+_told: list[bool] = []
+"""Not empty once stderr has the warning of `write_cache`."""
+
+
+def _refusal(path: Path, data: bytes) -> OSError | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as part:
             part.write_bytes(data)
-    except OSError:
-        return False
-    return True
+    except OSError as e:
+        return e
+    return None

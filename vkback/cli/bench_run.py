@@ -93,7 +93,7 @@ def cpu_name() -> str:
     """The processor as its maker calls it, as far as the system tells."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        for text in info.read_text(errors="replace").splitlines():
+        for text in info.read_text(encoding="utf-8", errors="replace").splitlines():
             if text.startswith("model name"):
                 return text.partition(":")[2].strip()
     return platform.processor() or platform.machine()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +41,7 @@ from vkback.cli.shell import (
     load_model,
     model_path,
     read_text,
+    unicode_text,
 )
 from vkback.errors import VkbackError
 
@@ -126,7 +127,8 @@ def messages() -> Iterator[str]:
     """Lines of stdin until its end; on a terminal with a prompt, and Ctrl-C drops the line."""
     shown = PROMPT if sys.stdin.isatty() else ""
     if shown:
-        import readline  # noqa: F401  lines can be edited, and called back
+        with suppress(ImportError):  # Windows has none, and its console edits lines itself
+            import readline  # noqa: F401  lines can be edited, and called back
     while True:
         try:
             line = input(shown) if shown else sys.stdin.readline()
@@ -162,6 +164,7 @@ class Conversation:
     def take(self, line: str) -> None:
         """A message, or a command. Errors are told, and the conversation goes on as if the line had not come."""
         try:
+            unicode_text(line, "this message")
             if line.startswith("//"):
                 self._reply(line[1:])
             elif line.startswith("/"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import gc
 import os
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from io import TextIOWrapper, UnsupportedOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TextIO, TypeVar, cast
 
@@ -216,11 +218,31 @@ def run(app: Callable[..., Any], prog: str) -> NoReturn:
 
 
 def open_streams() -> None:
-    """Open those of stdin, stdout and stderr that the caller has closed, as if they led nowhere: else files that are opened next would get
-    their numbers, and what anybody prints."""
+    """Make stdin, stdout and stderr streams that any text can go through. Those that the caller has closed are opened as if they led
+    nowhere: else files that are opened next would get their numbers, and what anybody prints.
+
+    A pipe or a file holds UTF-8, whatever the system's encoding is (cp1252 on Windows): that is what vkback's own readers expect. A
+    terminal keeps its encoding. A character that it lacks is written as \\u2500; a byte of stdin that is none becomes a lone surrogate,
+    which `unicode_text` refuses.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115  as long as the process
+        elif isinstance(stream, TextIOWrapper):
+            foreign = not stream.isatty() and codecs.lookup(stream.encoding).name != "utf-8"
+            with suppress(UnsupportedOperation):  # something was read of it already
+                stream.reconfigure(
+                    encoding="utf-8" if foreign else None, errors="surrogateescape" if name == "stdin" else "backslashreplace"
+                )
+
+
+def unicode_text(text: str, named: str) -> str:
+    """`text`, if all of it is characters. Raises UsageError where bytes of a command line or of stdin were none."""
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        shown = text.encode("utf-8", "surrogateescape")
+        raise UsageError(f"{named} {shown[:60]!r}{' ...' * (len(shown) > 60)}: not UTF-8 text; convert it, as with iconv -t UTF-8")
+    return text
 
 
 def flushed(stream: TextIO) -> bool:

@@ -17,7 +17,7 @@ from vkback.device.driver import NULL, PIPELINE_STAGE_REQUIRE_FULL_SUBGROUPS, Dr
 from vkback.device.errors import DeviceError, FeatureMissing
 from vkback.device.spirv import inspect
 from vkback.device.statistics import CAPTURE_STATISTICS, CAPTURE_TEXTS, CompiledText, Statistic, read_statistics, read_texts
-from vkback.paths import cache_dir, write_atomic
+from vkback.paths import cache_dir, write_cache
 
 UNCHECKED = dict.fromkeys(("storageBuffers", "uniformBuffers", "vertexInputs", "images"), 1)
 """VK_PIPELINE_ROBUSTNESS_{BUFFER,IMAGE}_BEHAVIOR_DISABLED_EXT for all a VkPipelineRobustnessCreateInfoEXT asks for."""
@@ -273,7 +273,7 @@ class PipelineCacheFile:
     """A VkPipelineCache kept on disk, one file per device and driver.
 
     The file is a SHA-256 of the driver's data, then the data: drivers have crashed on damaged caches. Losing it costs only compile time, so
-    a file that cannot be read or written is ignored.
+    a file that cannot be read is ignored, and one that cannot be written is told of once.
     """
 
     def __init__(self, driver: Driver, caps: Capabilities) -> None:
@@ -300,5 +300,5 @@ class PipelineCacheFile:
         """Write the cache if the driver has put something into it, and destroy it."""
         if self.changed and _cache_size(self._driver, self.handle) != self._read_bytes:
             blob = _cache_data(self._driver, self.handle)
-            write_atomic(self._path, hashlib.sha256(blob).digest() + blob)
+            write_cache(self._path, hashlib.sha256(blob).digest() + blob)
         self._driver.destroy("PipelineCache", self.handle)

@@ -133,7 +133,7 @@ def write_outline(name: str, out: Path, *, layers: int | None = None) -> None:
 
 @cache
 def _type_mixes() -> dict[str, Any]:
-    mixes: dict[str, Any] = json.loads(Path(__file__).with_name("type_mixes.json").read_text())
+    mixes: dict[str, Any] = json.loads(Path(__file__).with_name("type_mixes.json").read_text(encoding="utf-8"))
     return mixes
 
 

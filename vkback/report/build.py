@@ -23,4 +23,4 @@ def build_info() -> tuple[str, int]:
 
 
 def _git(root: Path, *args: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(["git", "-C", str(root), *args], capture_output=True, encoding="utf-8", check=True).stdout.strip()

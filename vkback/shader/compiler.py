@@ -16,7 +16,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 
-from vkback.paths import cache_dir, write_atomic
+from vkback.paths import cache_dir, write_cache
 from vkback.shader.errors import CompileError
 
 LIBRARIES = ("libshaderc.so.1", "libshaderc_shared.so.1", "libshaderc_shared.so", "libshaderc_shared.dylib", "shaderc_shared.dll")
@@ -190,7 +190,7 @@ def _version(path: str) -> str:
     if status:
         raise CompileError(f"exit status {status}: {' '.join(fault.decode('utf-8', 'replace').split())}")
     said = " ".join(out.decode("utf-8", "replace").split())
-    write_atomic(kept, said.encode())
+    write_cache(kept, said.encode())
     return said
 
 

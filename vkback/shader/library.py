@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 
 from vkback.paths import cache_dir as default_cache_dir
-from vkback.paths import shader_root, write_atomic
+from vkback.paths import shader_root, write_cache
 from vkback.shader.compiler import TARGET, Compiler, GlslError, find_compiler, identity_key
 from vkback.shader.contraction import as_written
 from vkback.shader.errors import CompileError, NoCompiler
@@ -172,7 +172,7 @@ class ShaderLibrary:
                         self._ready[variant.source, variant.defines] = spirv
                         self.compiled.add((variant.source, variant.defines))
                         file = self._folder(source) / f"{identity_key(compiler, self._optimizes(variant))}.spv"
-                        write_atomic(file, hashlib.sha256(spirv).digest() + spirv)
+                        write_cache(file, hashlib.sha256(spirv).digest() + spirv)
                         yield variant, None
             finally:  # nobody waits for the others, where this is left early
                 pool.shutdown(wait=False, cancel_futures=True)
