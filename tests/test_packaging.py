@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -23,10 +25,14 @@ pytestmark = pytest.mark.skipif(not (REPOSITORY / "pyproject.toml").is_file(), r
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
+    return built("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def built(target: str, out: Path) -> Path:
+    """A wheel or an sdist, made in an empty folder."""
+    build = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
     run_program(build, cwd=REPOSITORY, check=True, timeout=120)
-    (path,) = out.glob("*.whl")
+    (path,) = out.iterdir()
     return path
 
 
@@ -45,7 +51,7 @@ def test_a_wheel_has_models_profiles_and_license(wheel: Path) -> None:
     assert {"vkback/models/builtin/demo-dense-Q4_K_M.gguf", "vkback/models/builtin/demo-moe-MXFP4_MOE.gguf"} <= set(names)
     json_files = {str(p.relative_to(REPOSITORY)) for p in (REPOSITORY / "vkback").rglob("*.json")}
     assert json_files <= set(names)
-    assert any(n.endswith("dist-info/licenses/LICENSE") for n in names)
+    assert any(n.endswith("dist-info/licenses/LICENSE") for n in names) and "vkback/py.typed" in names
 
 
 def test_a_wheel_has_both_commands(wheel: Path) -> None:
@@ -67,6 +73,67 @@ def test_an_installed_wheel_finds_its_own_files(wheel: Path, tmp_path: Path) -> 
         str(tmp_path / "vkback" / "_tuning"),
         str(tmp_path / "vkback" / "models" / "builtin" / "demo-dense-Q4_K_M.gguf"),
     ]
+
+
+CLIENT = """
+import numpy as np
+import numpy.typing as npt
+
+import vkback
+from vkback import Device, GenerateOptions, LoadedModel, Message, Result
+
+def talk(model: LoadedModel) -> str:
+    options: GenerateOptions = {"max_tokens": 8, "temperature": 0.0, "stop": ["\\n"]}
+    result: Result = model.generate("It was", **options)
+    messages: list[Message] = [{"role": "user", "content": result.text}]
+    for piece in model.stream_chat(messages, template="plain", seed=1):
+        print(piece.text.upper(), piece.tokens[0] + 1)
+    return model.chat(messages, template="plain").finish_reason
+
+def run(dev: Device) -> npt.NDArray[np.float32]:
+    scale = dev.compile("scale.comp", {"WG_SIZE": 64})
+    scale(dev.empty(64), push=[64, 2.0], groups=1)
+    return dev.run_op("SQR", np.ones((1, 4), np.float32)).numpy()
+
+talk(vkback.load("demo-dense", ctx=256))
+print(vkback.devices()[0].name.upper())
+"""
+
+WRONG = {
+    'model.generate("x", max_new_tokens=8)': 'Unexpected keyword argument "max_new_tokens"',
+    'model.generate("x", max_tokens="8")': 'Argument "max_tokens" to "generate"',
+    'vkback.load(act="f64")': 'Argument "act" to "load"',
+    "vkback.lod()": 'Module has no attribute "lod"',
+    "vkback.Device().tensor([1.0]).nunpy()": '"DeviceTensor" has no attribute "nunpy"',
+}
+"""What a client has wrong, and what mypy says of it."""
+
+
+def test_users_have_types(wheel: Path, tmp_path: Path) -> None:
+    """mypy --strict of a client, in an environment of its own that the wheel was installed into."""
+    pytest.importorskip("mypy", reason="mypy is not installed: pip install 'vkback[dev]'")
+    run_program([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run_program([python, "-c", purelib], check=True).stdout.strip())
+    with zipfile.ZipFile(wheel) as z:
+        z.extractall(site)
+    (site / "needs.pth").write_text(sysconfig.get_path("purelib"))  # numpy, and what else vkback needs
+    good, wrong = tmp_path / "good.py", tmp_path / "wrong.py"
+    good.write_text(CLIENT)
+    wrong.write_text("import vkback\n\ndef wrong(model: vkback.LoadedModel) -> None:\n" + "".join(f"    {line}\n" for line in WRONG))
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "--cache-dir", str(tmp_path / "cache")]
+    done = run_program([*mypy, "good.py", "wrong.py"], cwd=tmp_path, timeout=300)
+    assert not any(line.startswith("good.py") for line in done.stdout.splitlines()), done.stdout
+    told = [line.partition(" error: ")[2] for line in done.stdout.splitlines() if " error: " in line]
+    assert all(any(line.startswith(said) for line in told) for said in WRONG.values()), done.stdout
+    assert len(told) == len(WRONG)
+
+
+def test_an_sdist_has_what_a_wheel_is_made_of(tmp_path: Path) -> None:
+    with tarfile.open(built("sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"vkback/py.typed", "vkback/__init__.py", "shaders/mat_vec/mat_vec.comp", "pyproject.toml"} <= names
 
 
 def test_a_checkout_uses_the_folders_one_edits() -> None:

@@ -17,12 +17,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from vkback.api import (
+        ChatTemplateError,
         Chunk,
         CompiledKernel,
         Device,
         DeviceTensor,
+        FinishReason,
+        GenerateOptions,
         KernelTiming,
         LoadedModel,
+        Message,
         ModelError,
         Result,
         Session,
@@ -30,18 +34,23 @@ if TYPE_CHECKING:
         Timings,
         TokenLogprob,
         Trainer,
+        devices,
         load,
     )
     from vkback.errors import VkbackError
     from vkback.models.perplexity import Perplexity
 
 __all__ = [
+    "ChatTemplateError",
     "Chunk",
     "CompiledKernel",
     "Device",
     "DeviceTensor",
+    "FinishReason",
+    "GenerateOptions",
     "KernelTiming",
     "LoadedModel",
+    "Message",
     "ModelError",
     "Perplexity",
     "Result",
@@ -52,18 +61,21 @@ __all__ = [
     "Trainer",
     "VkbackError",
     "__version__",
+    "devices",
     "load",
 ]
 
 _ELSEWHERE = {"Perplexity": "vkback.models.perplexity", "VkbackError": "vkback.errors"}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'vkback' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # else every name that there is not would have a type
 
-    return getattr(import_module(_ELSEWHERE.get(name, "vkback.api")), name)
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'vkback' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(_ELSEWHERE.get(name, "vkback.api")), name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
 """The Python interface: models, sessions, and a device for authors of kernels. `import vkback` has all of it."""
 
 from vkback.api.chat_template import ChatTemplateError, Message
-from vkback.api.device import CompiledKernel, Device, DeviceTensor, KernelTiming
+from vkback.api.device import CompiledKernel, Device, DeviceTensor, KernelTiming, devices
 from vkback.api.errors import ModelError
 from vkback.api.model import LoadedModel, load
 from vkback.api.options import GenerateOptions
@@ -28,5 +28,6 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "Trainer",
+    "devices",
     "load",
 ]

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import vkback.ops  # registers every op  # noqa: F401
 from vkback import quants
 from vkback.api.errors import ModelError
-from vkback.device import Arena, BufferRange, Commands, Kernel
+from vkback.device import Arena, BufferRange, Capabilities, Commands, Kernel, list_devices
 from vkback.device import Device as VulkanDevice
 from vkback.graph import Graph, Tensor
 from vkback.ops.codebooks import stored_type
@@ -54,6 +54,12 @@ MAX_LAUNCHES = 1000
 def _give_back(arena: Arena) -> None:
     if arena.alive:
         arena.destroy()
+
+
+def devices() -> list[Capabilities]:
+    """What each Vulkan device can do, in the order of their indices: `vkback.Device(0)` opens the first. Raises NoDevice where there is no
+    loader or no driver."""
+    return list_devices()
 
 
 class DeviceTensor:
@@ -201,7 +207,7 @@ class Device:
         return self.raw.caps.name
 
     @property
-    def caps(self) -> Any:
+    def caps(self) -> Capabilities:
         """What the device can do (`vkback.device.Capabilities`)."""
         return self.raw.caps
 
