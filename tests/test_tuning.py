@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -235,10 +236,38 @@ def test_overrides_answer_what_they_are_told_to(tmp_path: Path) -> None:
 
 def test_overrides_everywhere_answer_in_the_families_that_have_a_parameter(tmp_path: Path) -> None:
     (tmp_path / "default.toml").write_text(DEFAULT + row('set = { path = "int" }', family="mat_vec_path"))
-    overrides = Overrides.everywhere(Tuning.for_device(CARD, tmp_path), {"rows": 8, "none_has_this": 1}, "test")
+    overrides = Overrides.everywhere(Tuning.for_device(CARD, tmp_path), {"rows": 8}, "test")
     assert overrides.pick("mat_vec", **query()).params["rows"] == 8
     other = overrides.pick("mat_vec_path")
     assert (dict(other.params), other.source) == ({"path": "int"}, "default.toml [[mat_vec_path]] row 1")
+
+
+@pytest.mark.parametrize(
+    ("params", "match", "says"),
+    [
+        ({"mat_vecs": {"rows": 8}}, {}, r"\[tuning\] sweep: mat_vecs: no such family, expected one of .*mat_vec"),
+        ({"mat_vec": {"row": 8}}, {}, r"\[tuning\] sweep: mat_vec: unknown parameter 'row', expected one of .*rows"),
+        ({"mat_vec": {"rows": 3}}, {}, r"\[tuning\] sweep: mat_vec: rows = 3 is not legal, expected one of 1, 2"),
+        ({"schedule": {"router": "product"}}, {}, r"router = product is not legal, expected one of mat_vec, experts, stage"),
+        ({"mat_vec": {"rows": 8}}, {"cols": 4}, r"\[tuning\] sweep: mat_vec: unknown key 'cols', expected one of .*quant"),
+        ({"mat_vec": {"rows": 8}}, {"quant": "Q9_K"}, r"mat_vec: matches nothing: quant = 'Q9_K', expected one of .*Q8_0"),
+    ],
+)
+def test_overrides_refuse_what_no_table_could_say(params: dict[str, Any], match: dict[str, Any], says: str) -> None:
+    with pytest.raises(TuningError, match=says):
+        Overrides(Tuning.for_device(CARD), params, "sweep", match)
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"none_has_this": 1}, "test: none_has_this=1: no parameter is called none_has_this"),
+        ({"lane_order": "zigzag"}, "test: lane_order=zigzag: zigzag is not legal"),
+    ],
+)
+def test_overrides_everywhere_refuse_what_no_family_takes(params: dict[str, Any], says: str) -> None:
+    with pytest.raises(TuningError, match=says):
+        Overrides.everywhere(Tuning.for_device(CARD), params, "test")
 
 
 def test_slugs() -> None:

@@ -18,7 +18,7 @@ from vkback.ops.family import FAMILIES
 from vkback.ops.lowering import LowerContext, PlanError, Sync
 from vkback.ops.op import OPS
 from vkback.ops.peer import ABSENT
-from vkback.plan.tuning import Overrides
+from vkback.plan.tuning import Overrides, fault_anywhere
 
 
 def quick_cases() -> Iterator[Case]:
@@ -75,9 +75,7 @@ def _tuning(op: str, words: Sequence[object]) -> dict[str, Any]:
     for word in map(str, words):
         name, _, text = word.partition(":")
         value = {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
-        faults = [family.why_illegal(name, value) for family in FAMILIES.values() if name in family.set]
-        if all(faults):
-            fault = faults[0] if faults else f"no parameter is called {name}"
+        if fault := fault_anywhere(name, value, FAMILIES.values()):
             raise CaseLineError(f"{op}: tuning=[{word}]: {fault}; a list of parameters is written [lanes:16,unroll:2]")
         found[name] = value
     return found

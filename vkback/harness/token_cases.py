@@ -19,7 +19,7 @@ from vkback.harness.judge import Verdict, judge
 from vkback.models.registry import Model
 from vkback.models.twin import NumpyTwin
 from vkback.ops.case import Array, Tolerance
-from vkback.ops.lowering import Act, LowerContext, Sync
+from vkback.ops.lowering import Act, LowerContext, PlanError, Sync
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
@@ -42,18 +42,21 @@ class TokenCase:
     """Tokens of a built-in model, n at once.
 
     router, norm  parameters of the [[schedule]] tables that change the plan
+    ops           ops that the plan must have: what the case is there for
     """
 
     model: str
     n: int
     act: Act
     sync: Sync = "barrier"
-    router: str = "product"
+    router: str = "mat_vec"
     norm: str = "prologue"
+    ops: frozenset[str] = frozenset()
 
     @property
     def line(self) -> str:
-        return f"TOKEN({','.join(f'{f.name}={getattr(self, f.name)}' for f in dataclasses.fields(self))})"
+        shown = (f.name for f in dataclasses.fields(self) if f.name != "ops")
+        return f"TOKEN({','.join(f'{name}={getattr(self, name)}' for name in shown)})"
 
     @property
     def tolerance(self) -> Tolerance:
@@ -71,7 +74,8 @@ class TokenCase:
 CASES = (
     TokenCase("demo-dense", 1, "f32"),
     TokenCase("demo-moe", 1, "f32", router="experts"),
-    TokenCase("demo-moe", 1, "auto", sync="sentinel"),
+    TokenCase("demo-moe", 1, "f32", ops=frozenset({"MOE_ROUTER"})),
+    TokenCase("demo-moe", 1, "auto", sync="sentinel", ops=frozenset({"MOE_ROUTER"})),
     TokenCase("demo-dense", 1, "auto", sync="sentinel"),
     TokenCase("demo-dense", 1, "f32", norm="stage"),
     TokenCase("demo-moe", 5, "f32", sync="sentinel"),
@@ -80,8 +84,11 @@ CASES = (
 
 
 def planned(case: TokenCase, model: Model, device: Device) -> Schedule:
-    """The schedule of a case, the dispatches of its stages in reverse where barriers stand between all stages."""
+    """The schedule of a case, the dispatches of its stages in reverse where barriers stand between all stages. Raises PlanError where it
+    lacks one of the case's ops."""
     schedule = plan(model.graph(case.n, N_CTX, head="last" if case.n == 1 else "all"), case.context(device))
+    if missing := case.ops - {d.op for d in schedule.dispatches()}:
+        raise PlanError(f"[token] {case.line}: the plan has no {', '.join(sorted(missing))}, which the case is there for")
     if schedule.barrier_free:
         return schedule
     return dataclasses.replace(schedule, stages=[stage[::-1] for stage in schedule.stages])

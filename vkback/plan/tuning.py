@@ -7,16 +7,16 @@ default.toml.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vkback.device import Capabilities
-from vkback.ops.family import FAMILIES, Choice, Chooser
+from vkback.ops.family import FAMILIES, Choice, Chooser, Family, table_word
 from vkback.paths import tuning_root, user_tuning_root
 from vkback.plan.tuning_row import Row, TuningError
-from vkback.plan.tuning_table import load_table
+from vkback.plan.tuning_table import check_match, check_parameter, load_table
 
 
 class Tuning:
@@ -33,8 +33,7 @@ class Tuning:
         root  folder of the tables, default vkback's own
         user  folder of the user's device tables, default the platform's (`paths.user_tuning_root`) if `root` is not given either
         """
-        import vkback.plan.schedule_choice  # noqa: F401  declares the planner's family; with it come all ops and theirs
-
+        known_families()
         if user is None and root is None:
             user = user_tuning_root()
         root = root or tuning_root()
@@ -86,12 +85,25 @@ class Overrides:
 
     params  by family; the families' other parameters stay as the tables have them
     match   only for queries that hold these values
+    source  who overrides, in the words of a choice's reason
+    Raises TuningError for a family, a key or a value that no table could have: it would change nothing, or act as another value.
     """
 
     tables: Chooser
     params: Mapping[str, Mapping[str, Any]]
     source: str
     match: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        families = known_families()
+        for name, params in self.params.items():
+            where = f"[tuning] {self.source}: {name}"
+            if name not in families:
+                raise TuningError(f"{where}: no such family, expected one of {', '.join(sorted(families))}")
+            for key, value in params.items():
+                check_parameter(where, families[name], key, value)
+            for key, value in self.match.items():
+                check_match(where, families[name], key, value)
 
     def pick(self, family: str, **query: Any) -> Choice:
         choice = self.tables.pick(family, **query)
@@ -102,9 +114,30 @@ class Overrides:
 
     @classmethod
     def everywhere(cls, tables: Chooser, params: Mapping[str, Any], source: str) -> Overrides:
-        """With overrides in every family that has the parameters."""
-        by_family = {name: {k: v for k, v in params.items() if k in family.set} for name, family in FAMILIES.items()}
+        """With overrides in every family that takes the parameters. Raises TuningError for a parameter that none takes."""
+        families = known_families()
+        for key, value in params.items():
+            if fault := fault_anywhere(key, value, families.values()):
+                raise TuningError(f"[tuning] {source}: {key}={table_word(value)}: {fault}")
+        by_family = {
+            name: {k: v for k, v in params.items() if k in family.set and not family.why_illegal(k, v)} for name, family in families.items()
+        }
         return cls(tables, {name: mine for name, mine in by_family.items() if mine}, source)
+
+
+def known_families() -> Mapping[str, Family]:
+    """Every family of tables: those of the ops and the planner's own."""
+    import vkback.plan.schedule_choice  # noqa: F401  declares the planner's family; with it come all ops and theirs
+
+    return FAMILIES
+
+
+def fault_anywhere(key: str, value: Any, families: Iterable[Family]) -> str:
+    """Why no family takes a parameter with this value; "" where one does."""
+    faults = [family.why_illegal(key, value) for family in families if key in family.set]
+    if not faults:
+        return f"no parameter is called {key}"
+    return faults[0] if all(faults) else ""
 
 
 def slug(name: str) -> str:

@@ -124,7 +124,7 @@ def _row(file: str, stem: str, family: str, number: int, label: str, entry: Mapp
             raise TuningError(f"{where}: unknown key {key!r}, expected one of {', '.join([*sorted(known.match), *RESERVED])}")
         region[key] = _values(where, key, known, want)
     for key, value in params.items():
-        _check_parameter(where, known, key, value)
+        check_parameter(where, known, key, value)
     for never in known.never:
         if is_inside(region, {k: frozenset(v) for k, v in never.items()}, known):
             shown = " and ".join(phrase(k, match[k]) for k in never)
@@ -167,11 +167,19 @@ def _legal(kind: MatchKind) -> str:
     return f"one of {', '.join(map(table_word, kind))}" if isinstance(kind, tuple) else "numbers from 0" if kind == "number" else "words"
 
 
-def _check_parameter(where: str, known: Family, key: str, value: Any) -> None:
+def check_parameter(where: str, known: Family, key: str, value: Any) -> None:
+    """Raises TuningError for a parameter that a family does not have, or a value that is not legal."""
     if key not in known.set:
         raise TuningError(f"{where}: unknown parameter {key!r}, expected one of {', '.join(sorted(known.set))}")
     if why := known.why_illegal(key, value):
         raise TuningError(f"{where}: {key} = {why}")
+
+
+def check_match(where: str, known: Family, key: str, value: Any) -> None:
+    """Raises TuningError for a match key that a family does not have, or a value that no query of it holds."""
+    if key not in known.match:
+        raise TuningError(f"{where}: unknown key {key!r}, expected one of {', '.join(sorted(known.match))}")
+    _values(where, key, known, value)
 
 
 def _devices(where: str, vendor: str, key: str, want: Any) -> frozenset[str]:
