@@ -34,7 +34,7 @@ from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.harness.judge import nmse
 from vkback.models import Model
-from vkback.models.adapter import merge
+from vkback.models.adapter import Given, merge
 from vkback.models.engine import Engine
 from vkback.models.synth import synthesize
 from vkback.train.finetune import FineTune, Plan
@@ -130,7 +130,7 @@ def main() -> int:
             model = Model.open(path)
             text = tokens_of(model)
             gain, ids = trained(device, model, text, adapter), text[-TOKENS:]
-            merge(path, adapter, sum_of_both)
+            merge(path, [Given(adapter)], sum_of_both)
             base, tuned = by_llama(program, path, None, ids), by_llama(program, path, adapter, ids)
             without = nmse(by_vkback(device, path, None, ids), base)
             beside = nmse(by_vkback(device, path, adapter, ids), tuned)

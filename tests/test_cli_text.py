@@ -18,6 +18,7 @@ from vkback.cli import chat, generate, main, perplexity
 from vkback.cli.sampling import logit_bias
 from vkback.cli.shell import UsageError
 from vkback.device import Device
+from vkback.models.adapter import Given
 from vkback.models.engine import Engine
 from vkback.paths import builtin_model
 
@@ -126,9 +127,11 @@ def test_perplexity_and_divergence_from_a_base(
     out = capsys.readouterr().out
     want = loaded.perplexity(TEXT.read_text(), chunk=32, n_chunks=2)
     assert f"perplexity {want.value:.4f} +- {want.error:.4f}, 30 tokens scored in 2 chunks of 32" in out
-    assert commands[-1] == {"n_ctx": 32, "act": "f32", "ubatch": None, "cache": ("f16", "f16"), "exact": False, "lora": None}
-    assert call(monkeypatch, main.main, *options, "--kl-base", base, "--lora", "a.gguf", "--lora-scale", "0.5") == 0
-    assert commands[-1]["lora"] == (Path("a.gguf"), 0.5)
+    assert commands[-1] == {"n_ctx": 32, "act": "f32", "ubatch": None, "cache": ("f16", "f16"), "exact": False, "lora": ()}
+    adapter = tmp_path / "a.gguf"
+    adapter.touch()
+    assert call(monkeypatch, main.main, *options, "--kl-base", base, "--lora", str(adapter), "--lora-scale", "0.5") == 0
+    assert commands[-1]["lora"] == (Given(adapter, 0.5),)
     out = capsys.readouterr().out
     assert "KL divergence          0.000000 +- 0.000000 nats" in out and "same likeliest token   100.000 %" in out
     assert call(monkeypatch, main.main, *options[:-4], "--chunks", "1", "--kl-base", base) == 1

@@ -22,6 +22,7 @@ from vkback.api.options import GenerateOptions, Options
 from vkback.api.result import Result
 from vkback.api.session import Session
 from vkback.api.stream import Stream
+from vkback.models.adapter import Given, LoraLike
 from vkback.models.constraint import Constraint, JsonGrammar
 from vkback.models.engine import Engine
 from vkback.models.perplexity import OnScored, Perplexity
@@ -39,8 +40,8 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 
 def load(
     model: str | Path = "demo-dense", device: Device | str | int | None = None, ctx: int | None = None, *, act: Act = "auto",
-    ubatch: int | None = None, cache_type_k: str = "f16", cache_type_v: str = "f16", exact: bool = False, lora: str | Path | None = None,
-    lora_scale: float = 1.0, progress: bool = False,
+    ubatch: int | None = None, cache_type_k: str = "f16", cache_type_v: str = "f16", exact: bool = False,
+    lora: LoraLike | Sequence[Given] | None = None, lora_scale: float | Sequence[float] = 1.0, progress: bool = False,
 ) -> LoadedModel:  # fmt: skip
     """Open a GGUF file, or a built-in model by its name, on a device.
 
@@ -50,7 +51,8 @@ def load(
     ubatch    tokens of a prompt processed at once, at most
     cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
     exact     batch-invariant: the logits of a token have the same bits however many tokens went with it
-    lora      an adapter file (`vkback finetune`), whose adapters are multiplied by lora_scale
+    lora      an adapter file (`vkback finetune`), (file, scale), or a list of these: what several add to a weight is added up
+    lora_scale  a number that multiplies all adapters, or one for each
     progress  bars on a terminal while weights load and kernels compile
     Raises VkbackError for a missing or broken file, no device, or too little memory.
     """
@@ -61,7 +63,7 @@ def load(
     begun = time.perf_counter()
     engine = Engine.load(
         path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
-        exact=exact, lora=lora, lora_strength=lora_scale, meanwhile=_compile_ahead,
+        exact=exact, lora=lora, lora_scale=lora_scale, meanwhile=_compile_ahead,
     )  # fmt: skip
     return LoadedModel(engine, time.perf_counter() - begun)
 
@@ -137,19 +139,23 @@ class LoadedModel:
 
     @cached_property
     def _fingerprint(self) -> str:
-        lora = self.engine.model.lora
-        return fingerprint(self.engine.model.file) + (f" adapters times {lora.strength * lora.alpha:g}" if lora else "")
+        return fingerprint(self.engine.model.file) + (f" with {self._adapters}" if self._adapters else "")
+
+    @cached_property
+    def _adapters(self) -> str:
+        """Which adapter files are beside the weights, and what they are multiplied by."""
+        return ", ".join(adapter.name for adapter in self.engine.model.adapters)
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """All that the bits of a state depend on: model, device, driver, and how the model was loaded."""
-        caps, lora = self.engine.device.caps, self.engine.model.lora
+        caps = self.engine.device.caps
         return {
             "model": self._fingerprint, "name": self.name, "ctx": self.engine.n_ctx, "act": self.engine.ctx.act,
             "cache": f"{self.engine.cache_types.k}, {self.engine.cache_types.v}", "fusion": self.engine.fusion,
             "exact": self.engine.ctx.exact,
             "device": caps.name, "driver": f"{caps.driver_name} {caps.driver_info}",
-            **({"lora": f"{lora.alpha} * {lora.strength}"} if lora else {}),
+            **({"lora": self._adapters} if self._adapters else {}),
         }  # fmt: skip
 
     # -- text

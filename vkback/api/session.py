@@ -126,8 +126,9 @@ class Session:
         wrong = differences(settings, own)
         if settings.get("model") != own["model"]:
             same = settings.get("name") == own["name"]
-            adapters = "; the weights or adapters differ" if same else ""
-            raise StateError(f"[state] {file}: is of another model, {settings.get('name')}; this one is {own['name']}{adapters}")
+            with_adapters = [f"{of.get('name')}" + (f" with {of['lora']}" if of.get("lora") else "") for of in (settings, own)]
+            differ = "; the weights or adapters differ" if same else ""
+            raise StateError(f"[state] {file}: is of another model, {with_adapters[0]}; this one is {with_adapters[1]}{differ}")
         if wrong and exact:
             raise StateError(
                 f"[state] {file}: was made otherwise, so the text after it could be another one: {'; '.join(wrong)}. "

@@ -34,10 +34,12 @@ from vkback.cli.shell import (
     DeviceOption,
     ExactOption,
     LoraOption,
+    LoraScaledOption,
     LoraScaleOption,
     ModelOption,
     UbatchOption,
     UsageError,
+    adapters_of,
     load_model,
     model_path,
     read_text,
@@ -85,7 +87,8 @@ def chat(
     cache_type_v: CacheTypeVOption = "f16",
     exact: ExactOption = False,
     lora: LoraOption = None,
-    lora_scale: LoraScaleOption = 1.0,
+    lora_scaled: LoraScaledOption = None,
+    lora_scale: LoraScaleOption = None,
 ) -> None:
     """Talk to a model: each line of stdin is a message, replies go to stdout as they are generated. Only what is new of a conversation is
     read. /help lists what else may be typed; Ctrl-C ends a reply and not the program."""
@@ -95,9 +98,9 @@ def chat(
         "penalty_last_n": repeat_last_n, "logit_bias": dict(logit_bias(bias)),
     }  # fmt: skip
     chosen = template_text(template)
-    adapter = (lora, lora_scale) if lora is not None else None
+    adapters = adapters_of(lora, lora_scaled, lora_scale)
     with load_model(
-        model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapter
+        model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapters
     ) as loaded:
         conversation = Conversation(loaded, chosen, system, options)
         conversation.check()

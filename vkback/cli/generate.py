@@ -34,10 +34,12 @@ from vkback.cli.shell import (
     ExactOption,
     JsonOption,
     LoraOption,
+    LoraScaledOption,
     LoraScaleOption,
     ModelOption,
     UbatchOption,
     UsageError,
+    adapters_of,
     load_engine,
     make_sampler,
     model_path,
@@ -66,7 +68,8 @@ def generate(
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
     lora: LoraOption = None,
-    lora_scale: LoraScaleOption = 1.0,
+    lora_scaled: LoraScaledOption = None,
+    lora_scale: LoraScaleOption = None,
     exact: ExactOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -81,6 +84,7 @@ def generate(
         frequency_penalty=frequency_penalty, penalty_last_n=repeat_last_n, logit_bias=logit_bias(bias),
     )  # fmt: skip
     stops = StopStrings(stop or ())
+    adapters = adapters_of(lora, lora_scaled, lora_scale)
     ids: list[int] = []
 
     def while_weights_come(engine: EngineLike) -> None:
@@ -91,7 +95,7 @@ def generate(
 
     with load_engine(
         model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact,
-        lora=(lora, lora_scale) if lora is not None else None, meanwhile=while_weights_come,
+        lora=adapters, meanwhile=while_weights_come,
     ) as engine:  # fmt: skip
         engine.prepare(prompt=len(ids) - 1, sampler=sampler)
         ready = engine.compiled

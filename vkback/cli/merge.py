@@ -1,4 +1,4 @@
-"""vkback merge: an adapter file added to the weights of its model."""
+"""vkback merge: adapter files added to the weights of its model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import JsonOption, LoraScaleOption, ModelOption, model_path, one_of, output_file
+from vkback.cli.shell import (
+    JsonOption,
+    LoraOption,
+    LoraScaledOption,
+    LoraScaleOption,
+    ModelOption,
+    UsageError,
+    adapters_of,
+    model_path,
+    one_of,
+    output_file,
+)
 from vkback.cli.terminal import fit
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
@@ -19,24 +30,28 @@ LITTLE = 0.3
 
 
 def merge(
-    lora: Annotated[Path, typer.Option("--lora", help="The adapter file.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The GGUF file to write.")],
     model: ModelOption = None,
     type: Annotated[
         str | None, typer.Option("--type", help=f"Type of the changed weights, one of {', '.join(TYPES)} [default: as they are].")
     ] = None,
-    lora_scale: LoraScaleOption = 1.0,
+    lora: LoraOption = None,
+    lora_scaled: LoraScaledOption = None,
+    lora_scale: LoraScaleOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add an adapter to the weights. Those that keep a quantized type are quantized anew, which rounds away much of a small adapter: the
+    """Add adapters to the weights. Those that keep a quantized type are quantized anew, which rounds away much of a small adapter: the
     last line says how much. A wider --type keeps it; `vkback run --lora` rounds nothing."""
     from vkback.models.adapter import merge as merged
 
     if type is not None:
         one_of(type, TYPES, "--type")
     path = model_path(model)
-    output_file(out, "-o", path, lora)
-    found = merged(path, lora, out, lora_scale, type)
+    adapters = adapters_of(lora, lora_scaled, lora_scale)
+    if not adapters:
+        raise UsageError("Missing option '--lora'; give the adapter file, as --lora adapter.gguf")
+    output_file(out, "-o", path, *(each.path for each in adapters))
+    found = merged(path, adapters, out, type)
     worst = max(found, key=lambda each: each.nmse)
     loss = statistics.median(each.loss for each in found)
     if as_json:

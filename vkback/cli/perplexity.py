@@ -21,9 +21,11 @@ from vkback.cli.shell import (
     ExactOption,
     JsonOption,
     LoraOption,
+    LoraScaledOption,
     LoraScaleOption,
     ModelOption,
     UbatchOption,
+    adapters_of,
     load_model,
     model_path,
     output_file,
@@ -47,7 +49,8 @@ def perplexity(
     cache_type_v: CacheTypeVOption = "f16",
     exact: ExactOption = False,
     lora: LoraOption = None,
-    lora_scale: LoraScaleOption = 1.0,
+    lora_scaled: LoraScaledOption = None,
+    lora_scale: LoraScaleOption = None,
     save_kl_base: Annotated[
         Path | None, typer.Option("--save-kl-base", help="Write the log probabilities, for --kl-base of a later run.")
     ] = None,
@@ -64,22 +67,23 @@ def perplexity(
 
     text = read_text(file, "-f")
     path = model_path(model)
+    adapters = adapters_of(lora, lora_scaled, lora_scale)
     if save_kl_base is not None:
-        output_file(save_kl_base, "--save-kl-base", *(given for given in (file, path, lora, kl_base) if given is not None))
+        inputs = (file, path, kl_base, *(each.path for each in adapters))
+        output_file(save_kl_base, "--save-kl-base", *(given for given in inputs if given is not None))
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ExitStack() as stack:
         reader = stack.enter_context(BaseReader(kl_base)) if kl_base is not None else None
         cache = cache_type_k, cache_type_v
-        adapter = (lora, lora_scale) if lora is not None else None
         loaded = stack.enter_context(
-            load_model(path, device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=adapter)
+            load_model(path, device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=adapters)
         )
         ids = loaded.ids(text, start=True)
         count = count_chunks(ids, chunk, chunks)
         same = describe_text(ids, chunk, count, loaded.n_vocab)
         how = f"{act}, exact" if exact else act
-        name = f"{loaded.name} with {lora.name}" if lora is not None else loaded.name
+        name = f"{loaded.name} with {', '.join(map(str, adapters))}" if adapters else loaded.name
         about = {"model": loaded.description, "file": name, "act": how, "cache": f"{cache_type_k}, {cache_type_v}"}
         if reader is not None:
             reader.check(same)

@@ -19,10 +19,12 @@ from vkback.cli.shell import (
     DeviceOption,
     ExactOption,
     LoraOption,
+    LoraScaledOption,
     LoraScaleOption,
     ModelOption,
     UbatchOption,
     UsageError,
+    adapters_of,
     load_model,
     model_path,
 )
@@ -54,7 +56,8 @@ def serve(
     cache_type_v: CacheTypeVOption = "f16",
     exact: ExactOption = False,
     lora: LoraOption = None,
-    lora_scale: LoraScaleOption = 1.0,
+    lora_scaled: LoraScaledOption = None,
+    lora_scale: LoraScaleOption = None,
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and a chat page at /."""
     require_packages()
@@ -68,9 +71,9 @@ def serve(
     check_address(host, port)
     chosen = template_text(template)
     path = model_path(model)
-    adapter = (lora, lora_scale) if lora is not None else None
+    adapters = adapters_of(lora, lora_scaled, lora_scale)
     worker = Worker(
-        lambda: load_model(path, device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapter),
+        lambda: load_model(path, device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapters),
         max_queue=max_queue, reuse=reuse,
     )  # fmt: skip
     if host not in LOCAL and api_key is None:

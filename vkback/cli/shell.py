@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import errno
 import gc
+import math
 import os
 import sys
 import tempfile
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vkback.api import LoadedModel
+    from vkback.models.adapter import Given
     from vkback.models.registry import Model
     from vkback.ops.lowering import Act, Sync
     from vkback.ops.mat_mul_job import Way
@@ -50,8 +52,16 @@ DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Devi
 
 CacheTypeKOption = Annotated[str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, q8_0 or q4_0.")]
 CacheTypeVOption = Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")]
-LoraOption = Annotated[Path | None, typer.Option("--lora", help="An adapter file (vkback finetune) beside the weights.")]
-LoraScaleOption = Annotated[float, typer.Option("--lora-scale", help="What its adapters are multiplied by.")]
+LoraOption = Annotated[
+    list[str] | None, typer.Option("--lora", metavar="FILE", help="An adapter file (vkback finetune) beside the weights; may be repeated.")
+]
+LoraScaledOption = Annotated[
+    list[str] | None, typer.Option("--lora-scaled", metavar="FILE:SCALE", help="The same, multiplied by a number; may be repeated.")
+]
+LoraScaleOption = Annotated[
+    list[float] | None,
+    typer.Option("--lora-scale", metavar="SCALE", help="What those of --lora are multiplied by; repeat to give each its own [default: 1]."),
+]
 CompileOnlyOption = Annotated[
     bool, typer.Option("--compile-only", help="Run nothing on the device. By default so where the driver has no hardware.")
 ]
@@ -340,6 +350,36 @@ def read_text(path: Path, option: str) -> str:
         raise UsageError(f"{option} {path}: not UTF-8 text: {e.reason} at byte {e.start}") from e
 
 
+def adapters_of(lora: Sequence[str] | None, scaled: Sequence[str] | None, scale: Sequence[float] | None) -> tuple[Given, ...]:
+    """The adapter files of --lora, --lora-scaled and --lora-scale. Raises UsageError for one that is not there."""
+    from vkback.models.adapter import Given
+
+    files = [Path(name) for text in lora or () for name in _listed(text)]
+    scales = list(scale or (1.0,))
+    if scale and len(scales) not in (1, len(files)):
+        raise UsageError(f"--lora-scale is given {len(scales)} times, --lora {len(files)} times; expected it once, or once for each")
+    found = [("--lora", Given(path, times)) for path, times in zip(files, scales * len(files) if len(scales) == 1 else scales, strict=True)]
+    for text in (part for each in scaled or () for part in each.split(",")):
+        name, _, number = text.rpartition(":")
+        try:
+            found.append(("--lora-scaled", Given(Path(name), float(number))))
+        except ValueError:
+            raise UsageError(f"--lora-scaled {text}: expected a file and a number, as adapter.gguf:0.5") from None
+        if not name:
+            raise UsageError(f"--lora-scaled {text}: expected a file and a number, as adapter.gguf:0.5")
+    for option, one in found:
+        if not one.path.is_file():
+            raise UsageError(f"{option} {one.path}: {'is a folder' if one.path.is_dir() else 'no such file'}; expected an adapter file")
+        if not math.isfinite(one.scale):
+            raise UsageError(f"{option} {one.path}: times {one.scale}, expected a number")
+    return tuple(one for _, one in found)
+
+
+def _listed(text: str) -> list[str]:
+    """Files with commas between them, as llama.cpp takes them; a file whose name has a comma is one."""
+    return [text] if Path(text).exists() else text.split(",")
+
+
 def act_of(value: str) -> Act:
     """How activations enter a mat-vec, as the user named it."""
     return cast("Act", one_of(value, ACTS, "--act"))
@@ -388,16 +428,16 @@ def write_output(path: Path, option: str, text: str) -> None:
 
 def load_engine(
     path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: tuple[Path, float] | None = None,
+    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: Sequence[Given] = (),
     meanwhile: Callable[[EngineLike], object] | None = None,
 ) -> AbstractContextManager[EngineLike]:  # fmt: skip
-    """Open a model on a device; see `Engine.load`. cache: types of K's and V's; lora: an adapter file and its strength."""
+    """Open a model on a device; see `Engine.load`. cache: types of K's and V's; lora: adapter files."""
     from vkback.models.engine import Engine
 
     k, v = cache_types_of(cache)
     return _loaded(Engine.load(
         path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact,
-        lora=lora[0] if lora else None, lora_strength=lora[1] if lora else 1.0, meanwhile=meanwhile,
+        lora=lora, meanwhile=meanwhile,
     ))  # fmt: skip
 
 
@@ -426,13 +466,12 @@ def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p
 
 def load_model(
     path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: tuple[Path, float] | None = None,
+    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: Sequence[Given] = (),
 ) -> LoadedModel:  # fmt: skip
-    """Open a model on a device, for text rather than tokens. lora: an adapter file and its strength."""
+    """Open a model on a device, for text rather than tokens. lora: adapter files."""
     from vkback.api import load
 
     k, v = cache_types_of(cache)
     return _loaded(load(
-        path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact, lora=lora[0] if lora else None,
-        lora_scale=lora[1] if lora else 1.0, progress=True,
+        path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact, lora=lora, progress=True,
     ))  # fmt: skip

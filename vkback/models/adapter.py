@@ -1,25 +1,31 @@
 """Adapter files: GGUF with the A and B of low-rank adapters (LoRA), as llama.cpp reads them.
 
-Metadata: general.type "adapter", general.architecture that of the model, adapter.type "lora", adapter.lora.alpha. Tensors: NAME.lora_a
-[rank, k] and NAME.lora_b [m, rank] for a weight NAME [m, k] of the model's file.
+Metadata: general.type "adapter", general.architecture that of the model, adapter.type "lora", adapter.lora.alpha (0 or missing: B A is not
+divided by the rank). Tensors: NAME.lora_a [rank, k] and NAME.lora_b [m, rank] for a weight NAME [m, k] of the model's file. Of
+token_embd.weight llama.cpp's converter writes A as [m, rank] and B as [k, rank]: the change of the table is A B^T.
+
+Where the embedding table is the output weight too, its adapter changes both, beside the weights as in a merged file. llama.cpp merges so;
+beside the weights it can run no such adapter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.models.gguf_file import GgufError, GgufFile, quoted
+from vkback.models.gguf_file import GgufError, GgufFile, GgufTensor, quoted
 from vkback.models.naming import file_type
+from vkback.models.state import fingerprint
 from vkback.paths import new_file_or
-from vkback.plan.lora import A, B, Lora
+from vkback.plan.lora import TRANSPOSED, A, B, Lora
 
 if TYPE_CHECKING:
     from vkback.models.registry import Model
@@ -27,8 +33,63 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 
 ALPHA = "adapter.lora.alpha"
+INVOCATION = "adapter.alora.invocation_tokens"
+TABLE = "token_embd.weight"
 TYPES = ("F32", "F16", "BF16")
-"""Of A and B."""
+"""Of A and B that stay as the file has them; others are decoded to F32."""
+
+
+class AdapterError(GgufError):
+    """A file that is no adapter, or none of the model that it was given for. The text begins with the adapter's name."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Given:
+    """An adapter file that somebody asks for, and what its adapters are multiplied by."""
+
+    path: Path
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.path.name} times {self.scale:g}"
+
+
+LoraLike = str | Path | tuple[str | Path, float] | Sequence[str | Path | tuple[str | Path, float]]
+"""One adapter file or several, each alone or with its scale."""
+
+
+def given(lora: LoraLike | Sequence[Given] | None, scale: float | Sequence[float] = 1.0) -> tuple[Given, ...]:
+    """The adapter files that a caller asks for.
+
+    scale  multiplies those of all, or one number for each
+    Raises AdapterError for what is neither file nor (file, scale), a scale that is no number, or another count of scales than files.
+    """
+    if lora is None:
+        return ()
+    whole: Any = lora
+    files = [whole] if isinstance(whole, (str, Path, Given)) or _is_pair(whole) else list(whole)
+    scales = [scale] * len(files) if isinstance(scale, (int, float)) else list(scale)
+    if len(scales) != len(files):
+        raise AdapterError(f"[lora] {len(scales)} scales for {len(files)} adapters; expected one for all, or one for each")
+    found = []
+    for each, more in zip(files, scales, strict=True):
+        one = each if isinstance(each, Given) else Given(Path(each[0]), each[1]) if _is_pair(each) else None
+        if one is None:
+            if not isinstance(each, (str, Path)):
+                raise AdapterError(f"[lora] {quoted(each)}: expected an adapter file, or (file, scale)")
+            one = Given(Path(each))
+        times = one.scale * more
+        if not math.isfinite(times):
+            raise AdapterError(f"[lora] adapter {one.path}: times {times}, expected a number (--lora-scale)")
+        found.append(Given(one.path, times))
+    return tuple(found)
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether a value is a file and its scale."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], (int, float)) and isinstance(value[0], (str, Path))
 
 
 def write_adapter(path: Path, arch: str, name: str, alpha: float, values: Mapping[str, Floats]) -> None:
@@ -53,68 +114,152 @@ def write_adapter(path: Path, arch: str, name: str, alpha: float, values: Mappin
         writer.close()
 
 
-def read_adapter(path: Path, model: GgufFile, strength: float = 1.0) -> tuple[Lora, GgufFile]:
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter file that fits a model's file.
+
+    pairs  A [rank, k] and B [m, rank] by the name of the weight [m, k]
+    """
+
+    path: Path
+    scale: float
+    alpha: float
+    file: GgufFile
+    pairs: Mapping[str, tuple[GgufTensor, GgufTensor]]
+
+    @property
+    def lora(self) -> Lora:
+        return Lora({weight: a.shape[0] for weight, (a, _) in self.pairs.items()}, self.alpha, self.scale)
+
+    @cached_property
+    def name(self) -> str:
+        """What tells it from others: file name, a hash of what it holds, and its scale."""
+        return f"{self.path.name} {fingerprint(self.file)[:12]} times {self.scale:g}"
+
+    def delta(self, weight: str) -> npt.NDArray[np.float64]:
+        """What it adds to a weight, float64 [m, k]; zeros where it has nothing for it."""
+        a, b = map(_decoded, self.pairs[weight])
+        return np.asarray(self.lora.scale(weight) * (b.astype(np.float64) @ a.astype(np.float64)))
+
+
+def read_adapter(path: Path, model: GgufFile, scale: float = 1.0) -> Adapter:
     """An adapter file for a model's file, checked against it.
 
-    strength  what the adapters are multiplied by
-    Raises GgufError naming what is wrong: a strength that is no number, no adapter, one of another architecture, a tensor without its
+    scale  what the adapters are multiplied by
+    Raises AdapterError naming what is wrong: no adapter, one of another architecture, one that is not always on, a tensor without its
     weight or of another shape or type.
     """
-    if not math.isfinite(strength):
-        raise GgufError(f"[lora] {path}: adapters times {strength}, expected a number (--lora-scale)")
-    f = GgufFile.open(path)
-    if f.get("general.type", str, "model") != "adapter" or f.get("adapter.type", str, "") != "lora":
-        why = "expected an adapter file (general.type adapter, adapter.type lora). A model is for -m"
-        raise GgufError(f"[lora] {path}: {why}")
+
+    def fail(why: str) -> AdapterError:
+        return AdapterError(f"[lora] adapter {path}: {why}")
+
+    try:
+        f = GgufFile.open(path)
+    except GgufError as e:
+        raise fail(str(e).removeprefix(f"[gguf] {path}: ")) from e
+    if f.metadata.get("general.type", "model") != "adapter" or f.metadata.get("adapter.type", "") != "lora":
+        raise fail("expected an adapter file (general.type adapter, adapter.type lora). A model is for -m")
     if f.arch != model.arch:
-        raise GgufError(f"[lora] {path}: an adapter for {quoted(f.arch)}, the model is {quoted(model.arch)}")
-    ranks: dict[str, int] = {}
+        raise fail(f"an adapter for {quoted(f.arch)}, the model is {quoted(model.arch)}")
+    if INVOCATION in f.metadata:
+        raise fail(f"{INVOCATION}: it is on only behind some tokens (aLoRA), which vkback cannot do; use one that is always on")
+    alpha = f.metadata.get(ALPHA, 0.0)
+    if isinstance(alpha, (bool, str)) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise fail(f"{ALPHA} is {quoted(alpha)}, expected a number")
+    pairs: dict[str, tuple[GgufTensor, GgufTensor]] = {}
     for name, t in f.tensors.items():
         weight = name.removesuffix(A).removesuffix(B)
         base = model.tensors.get(weight)
-        if weight == name or base is None or not model.is_whole(weight) or len(base.shape) != 2:
-            raise GgufError(f"[lora] {path}: tensor {name}: the model has no matrix {weight}; is the adapter for another model?")
-        pair = [f.tensors.get(weight + which) for which in (A, B)]
-        if pair[0] is None or pair[1] is None:
-            raise GgufError(f"[lora] {path}: tensor {name} stands alone; expected {weight}{A} and {weight}{B}")
-        (rank, k), (m, rank_b) = pair[0].shape, pair[1].shape
-        if (m, k) != base.shape or rank != rank_b or t.type not in TYPES:
-            raise GgufError(
-                f"[lora] {path}: {weight}{A} {list(pair[0].shape)} and {weight}{B} {list(pair[1].shape)} of {t.type}: expected "
-                f"[rank, {base.shape[1]}] and [{base.shape[0]}, rank] of {', '.join(TYPES)}"
-            )
-        ranks[weight] = rank
-    if not ranks:
-        raise GgufError(f"[lora] {path}: the file has no tensors")
-    return Lora(ranks, f.get(ALPHA, float), strength), f
+        if weight == name:
+            raise fail(f"tensor {quoted(name)}: " + (_NORM if "norm" in name else f"expected the name of a weight with {A} or {B}"))
+        if base is not None and len(base.shape) == 3:
+            raise fail(f"tensor {name}: {weight} holds a matrix for each expert; adapters of experts cannot be applied")
+        if base is None or not model.is_whole(weight) or len(base.shape) != 2:
+            raise fail(f"tensor {name}: the model has no matrix {weight}; is the adapter for another model?")
+        if weight in pairs:
+            continue
+        a, b = (f.tensors.get(weight + which) for which in (A, B))
+        if a is None or b is None:
+            raise fail(f"tensor {name} stands alone; expected {weight}{A} and {weight}{B}")
+        if t.type not in quants.WEIGHT_TYPES:
+            raise fail(f"tensor {name} is of type {t.type}; expected one of {', '.join(quants.WEIGHT_TYPES)}")
+        m, k = base.shape
+        if weight == TABLE and len(a.shape) == len(b.shape) == 2 and (a.shape[0], b.shape[0]) == (m, k) and a.shape[1] == b.shape[1]:
+            a, b = _held(b.name, _decoded(b).T), a
+        elif len(a.shape) != 2 or len(b.shape) != 2 or (a.shape[1], b.shape[0]) != (k, m) or a.shape[0] != b.shape[1]:
+            raise fail(f"{weight}{A} {list(a.shape)} and {weight}{B} {list(b.shape)}: expected [rank, {k}] and [{m}, rank]")
+        pairs[weight] = _plain(a), _plain(b)
+    if not pairs:
+        raise fail("the file has no tensors")
+    return Adapter(path, scale, float(alpha), f, pairs)
 
 
-def _cut(lora: Lora, f: GgufFile, model: GgufFile) -> tuple[Lora, GgufFile]:
-    """Adapters of tensors that hold several weights (Q, K and V of gpt2), by weight: each has the same A, and its rows of B."""
-    parts: dict[str, dict[str, int]] = {}
-    for name, t in sorted(model.tensors.items(), key=lambda item: item[1].row0):
-        parts.setdefault(t.name, {})[name] = t.shape[0]
-    f = f.cut({f"{whole}{B}": {f"{part}{B}": rows for part, rows in parts[whole].items()} for whole in lora.ranks})
-    first = {f"{part}{A}": f.tensor(f"{whole}{A}") for whole in lora.ranks for part in parts[whole]}
-    second = {name: t for name, t in f.tensors.items() if name.endswith(B)}
+_NORM = (
+    "it replaces a norm's weights, which vkback cannot do (llama.cpp passes over it, and computes something else than was trained). Put "
+    "it into the model's file, and leave it out here"
+)
+
+
+def _decoded(t: GgufTensor) -> Floats:
+    """Its values, float32."""
+    return quants.decode(t.type, np.asarray(t.data)).reshape(t.shape).astype(np.float32)
+
+
+def _held(name: str, values: npt.NDArray[Any]) -> GgufTensor:
+    """A tensor in memory."""
+    raw = np.ascontiguousarray(values, np.float32)
+    return GgufTensor(name, "F32", raw.shape, 0, raw.nbytes, raw.reshape(-1).view(np.uint8))
+
+
+def _plain(t: GgufTensor) -> GgufTensor:
+    """A tensor of one of TYPES."""
+    return t if t.type in TYPES else _held(t.name, _decoded(t))
+
+
+def _together(found: Sequence[Adapter]) -> tuple[Lora, dict[str, tuple[GgufTensor, GgufTensor]]]:
+    """Adapters as one: of a weight that several have, A stacked by rows and B, times the scales, by columns. So the sum is one pair of
+    products, as for one adapter. One adapter alone stays as the file has it."""
+    if len(found) == 1:
+        return found[0].lora, dict(found[0].pairs)
+    pairs = {}
+    for weight in dict.fromkeys(name for adapter in found for name in adapter.pairs):
+        those = [adapter for adapter in found if weight in adapter.pairs]
+        a = np.concatenate([_decoded(adapter.pairs[weight][0]) for adapter in those])
+        b = np.concatenate([adapter.lora.scale(weight) * _decoded(adapter.pairs[weight][1]) for adapter in those], axis=1)
+        pairs[weight] = _held(weight + A, a), _held(weight + B, b)
+    return Lora({weight: a.shape[0] for weight, (a, _) in pairs.items()}, alpha=0.0), pairs
+
+
+def _rows(t: GgufTensor, row0: int, rows: int) -> GgufTensor:
+    """Some rows of a tensor."""
+    nbytes = t.nbytes // t.shape[0]
+    return replace(t, shape=(rows, *t.shape[1:]), offset=t.offset + row0 * nbytes, nbytes=rows * nbytes, row0=row0)
+
+
+def with_adapters(model: Model, files: Sequence[Given]) -> Model:
+    """A model with adapter files beside its weights; what several add to a weight is added up. Raises AdapterError."""
+    base = GgufFile.open(model.file.path)
+    found = [read_adapter(each.path, base, each.scale) for each in files]
+    lora, pairs = _together(found)
+    parts: dict[str, list[str]] = {}
+    for name, t in model.file.tensors.items():  # a tensor of several weights (Q, K and V of gpt2): each has the same A, and its rows of B
+        parts.setdefault(t.name, []).append(name)
     ranks = {part: rank for whole, rank in lora.ranks.items() for part in parts[whole]}
-    return replace(lora, ranks=ranks), replace(f, tensors={**first, **second})
-
-
-def with_adapter(model: Model, path: Path, strength: float = 1.0) -> Model:
-    """A model with an adapter file beside its weights. Raises GgufError."""
-    lora, f = _cut(*read_adapter(path, GgufFile.open(model.file.path), strength), model.file)
-    products = {node.inputs[0].name for node in model.graph(1, 1, head="all").nodes if node.op == "MUL_MAT"}
-    if others := sorted(set(lora.ranks) - products):
-        raise GgufError(f"[lora] {path}: {others[0]} does not multiply activations; adapters of embedding tables cannot be run, but merged")
-    return replace(model, file=replace(model.file, tensors={**model.file.tensors, **f.tensors}), lora=lora)
-
-
-def delta(f: GgufFile, weight: str) -> npt.NDArray[np.float64]:
-    """B A of a weight, float64 [m, k], without the scale."""
-    pair = f.tensor(weight + A), f.tensor(weight + B)
-    a, b = (quants.decode(t.type, np.asarray(t.data)).reshape(t.shape).astype(np.float64) for t in pair)
-    return np.asarray(b @ a)
+    lora = replace(lora, ranks=ranks)
+    nodes = model.graph(1, 1, head="all").nodes
+    tables = {node.inputs[0].name for node in nodes if node.op == "GET_ROWS"}
+    used = tables | {node.inputs[0].name for node in nodes if node.op == "MUL_MAT"}
+    tensors: dict[str, GgufTensor] = {}
+    for whole, (a, b) in pairs.items():
+        for part in parts[whole]:
+            if part not in used:
+                path = next(each.path for each in found if whole in each.pairs)
+                raise AdapterError(f"[lora] adapter {path}: {whole} does not multiply activations, so nothing can run beside it; merge it")
+            t = model.file.tensor(part)
+            tensors |= {f"{part}{A}": a, f"{part}{B}": _rows(b, t.row0, t.shape[0])}
+            if part in tables:
+                tensors[f"{part}{TRANSPOSED}"] = _held(f"{part}{TRANSPOSED}", _decoded(a).T)
+    return replace(model, file=replace(model.file, tensors={**model.file.tensors, **tensors}), lora=lora, adapters=tuple(found))
 
 
 @dataclass(frozen=True)
@@ -130,21 +275,22 @@ class Merged:
     loss: float
 
 
-def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0, type: str | None = None) -> list[Merged]:
-    """Write a model's file with an adapter added to its weights.
+def merge(model: Path, files: Sequence[Given], out: Path, type: str | None = None) -> list[Merged]:
+    """Write a model's file with adapters added to its weights.
 
     type  of the changed weights, as F16 or Q8_0; None: those that they have, which lose much of a small adapter where they are quantized
     ->  the changed weights
     Raises GgufError, and QuantRangeError for a sum that the type cannot hold.
     """
     base = GgufFile.open(model)
-    lora, f = read_adapter(adapter, base, strength)
+    adapters = [read_adapter(each.path, base, each.scale) for each in files]
+    names = list(dict.fromkeys(weight for adapter in adapters for weight in adapter.pairs))
     found: list[Merged] = []
 
     def summed(weight: str) -> npt.NDArray[np.uint8]:
         """The bytes of a sum."""
         t = base.tensor(weight)
-        change = lora.scale(weight) * delta(f, weight)
+        change = np.sum([adapter.delta(weight) for adapter in adapters if weight in adapter.pairs], axis=0)
         wanted = quants.decode(t.type, np.asarray(t.data)).reshape(t.shape) + change
         raw = quants.encode_weights(type or t.type, wanted.astype(np.float32), weight)
         error = float(np.sum((quants.decode(type or t.type, raw).reshape(t.shape) - wanted) ** 2))
@@ -157,11 +303,11 @@ def merge(model: Path, adapter: Path, out: Path, strength: float = 1.0, type: st
                 while block := source.read(1 << 24):
                     target.write(block)
             with part.open("r+b") as copy:
-                for weight in lora.ranks:
+                for weight in names:
                     copy.seek(base.tensor(weight).offset)
                     copy.write(summed(weight).data)
         else:
-            _write_anew(base, part, lora.ranks, type, summed)
+            _write_anew(base, part, names, type, summed)
     return found
 
 
@@ -187,4 +333,4 @@ def _write_anew(f: GgufFile, out: Path, names: Collection[str], type: str, chang
     writer.close()
 
 
-__all__ = ["Merged", "merge", "read_adapter", "with_adapter", "write_adapter"]
+__all__ = ["Adapter", "AdapterError", "Given", "LoraLike", "Merged", "given", "merge", "read_adapter", "with_adapters", "write_adapter"]

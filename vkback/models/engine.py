@@ -23,7 +23,7 @@ from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceLost, Ticket
 from vkback.errors import VkbackError
 from vkback.graph import Tensor
-from vkback.models.adapter import with_adapter
+from vkback.models.adapter import Given, LoraLike, given, with_adapters
 from vkback.models.builder import F16_CACHE, CacheTypes
 from vkback.models.checkpoint import Checkpoint
 from vkback.models.constraint import Constraint
@@ -120,8 +120,8 @@ class Engine:
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
         exact: bool = False,
-        lora: str | Path | None = None,
-        lora_strength: float = 1.0,
+        lora: LoraLike | Sequence[Given] | None = None,
+        lora_scale: float | Sequence[float] = 1.0,
         meanwhile: Callable[[Engine], object] | None = None,
         repack: RepackWay | None = None,
     ) -> Engine:
@@ -133,7 +133,7 @@ class Engine:
         ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 64
         cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
         exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
-        lora    an adapter file (vkback/models/adapter.py), whose adapters are multiplied by lora_strength
+        lora    adapter files (vkback/models/adapter.py), each alone or as (file, scale); lora_scale multiplies all, or has one for each
         meanwhile  called with the engine while its weights are on their way; it may `compile` what it is going to use, but run nothing
         repack  who brings weights into the device's layout, "device" or "host"; by default what is faster (vkback/models/weights.py)
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
@@ -142,10 +142,11 @@ class Engine:
             raise EngineError(f"[engine] n_ctx is {n_ctx}, expected at least 1")
         if ubatch is not None and ubatch < 1:
             raise EngineError(f"[engine] ubatch is {ubatch}, expected at least 1 (--ubatch)")
+        files = given(lora, lora_scale)
         with ThreadPoolExecutor(1) as pool:  # a driver takes some tenths of a second to open, as does a large vocabulary
             opening = None if isinstance(device, Device) else pool.submit(Device.open, device)
             try:
-                model = Model.open(path) if lora is None else with_adapter(Model.open(path), Path(lora), lora_strength)
+                model = with_adapters(Model.open(path), files) if files else Model.open(path)
                 cache = cache_types(model, cache_type_k, cache_type_v)
             except BaseException:
                 if opening is not None and not opening.exception():

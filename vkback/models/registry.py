@@ -9,6 +9,7 @@ from pathlib import Path
 import vkback.models.architectures  # registers them  # noqa: F401
 from vkback import quants
 from vkback.graph import Graph
+from vkback.models.adapter import Adapter
 from vkback.models.architecture import ARCHITECTURES, Architecture
 from vkback.models.builder import F16_CACHE, CacheTypes, Head
 from vkback.models.gguf_file import GgufError, GgufFile, quoted
@@ -61,12 +62,14 @@ DEFAULT_N_CTX = 4096
 class Model:
     """A file whose hyperparameters and tensors have been checked against its architecture.
 
-    lora  adapters beside its weights (vkback/models/adapter.py); `file` has their tensors, too
+    lora      adapters beside its weights (vkback/models/adapter.py); `file` has their tensors, too
+    adapters  the files that they are of
     """
 
     file: GgufFile
     architecture: Architecture
     lora: Lora | None = None
+    adapters: tuple[Adapter, ...] = ()
 
     @classmethod
     def open(cls, path: str | Path) -> Model:
