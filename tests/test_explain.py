@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from kernel_paths import planned_for, with_params
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 from vkback.cli import main as cli
 from vkback.cli.explain import node_of
 from vkback.cli.terminal import CONTINUED, WIDTH
+from vkback.device import Capabilities, profile_ids
+from vkback.device.capabilities import PROFILE_DIR
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
 
@@ -54,6 +57,43 @@ def test_a_product_of_a_token_without_barriers_has_rows_and_a_kernel_of_its_own(
     verbose = explain(case, "--profile", "nvidia_h200_linux", "--sync", "sentinel", "--verbose")[1]
     assert "SPINS=1" in verbose and "BIND_SYNC_STATE=4" in verbose
     assert "SPINS" not in explain(case, "--profile", "nvidia_h200_linux", "-v")[1]
+
+
+def refused(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+PRODUCTS = tuple(f"MUL_MAT(type_a=q4_K,m=4096,n={n},k=14336)" for n in (1, 512))
+
+
+@pytest.mark.parametrize("profile", profile_ids())
+def test_every_recorded_device_is_explained_and_planned_as_json(profile: str) -> None:
+    """The limits of 13 of them change a shape, which JSON tells in words."""
+    caps = Capabilities.from_profile(profile)
+    for case in PRODUCTS:
+        ran = CliRunner().invoke(cli.app, ["explain", case, "--profile", profile, "--json"])
+        assert ran.exit_code == 0, ran.exception
+        told = json.loads(ran.output, parse_constant=refused)
+        assert told["device"] == caps.name and told["unknown"] == list(caps.unknown) and told["dispatches"]
+        text = explain(case, "--profile", profile)[1]
+        assert all(f"adjusted: {each}" in text for d in told["dispatches"] for each in d["adjusted"])
+    ran = CliRunner().invoke(cli.app, ["plan", "--shape", "tiny-llama-Q8_0", "--profile", profile, "--json"])
+    assert ran.exit_code == 0, ran.exception
+    assert json.loads(ran.output, parse_constant=refused)["unknown"] == list(caps.unknown)
+
+
+def test_what_is_not_known_of_a_recorded_device_is_named() -> None:
+    """Of a partial profile nearly all; of the others what their reports lack."""
+    for command in (("explain", PRODUCTS[0]), ("plan", "--shape", "tiny-llama-Q8_0")):
+        ran = CliRunner().invoke(cli.app, [*command, "--profile", "nvidia_rtx_3090_partial"])
+        text = ran.output.replace("\n" + CONTINUED, " ")
+        assert "not known of this device: computeFullSubgroups, shaderIntegerDotProduct, " in text
+        assert "maxStorageBufferRange" in text and "shapes of cooperative matrices" in text and "minSubgroupSize" in text
+        assert "A feature counts as absent, a limit as the least that Vulkan allows: the device itself may run other kernels" in text
+        assert "not known" not in CliRunner().invoke(cli.app, [*command, "--profile", "nvidia_h200_linux"]).output
+    partial = {name for name in profile_ids() if len(Capabilities.from_profile(name).unknown) > 15}
+    evidence = {name: json.loads((PROFILE_DIR / f"{name}.json").read_text())["evidence"] for name in profile_ids()}
+    assert partial >= {name for name, given in evidence.items() if given == "partial"}
 
 
 def test_the_reason_for_the_float_path_is_shown() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vkback.cli.shell import ActOption, DeviceOption, JsonOption, UsageError, act_of, sync_of
-from vkback.cli.terminal import defines_text, fit, kernel_text
+from vkback.cli.terminal import defines_text, fit, kernel_text, unknown_lines
 
 if TYPE_CHECKING:
     from vkback.device import Capabilities, Device
@@ -49,10 +49,11 @@ def explain(
         tables = Tuning.for_device(caps)
         ctx = context_for(case, LowerContext(caps, tables, act_of(act), sync_of(sync)))
         if as_json:
-            return json.dumps({"case": case.strip(), "device": caps.name, **as_data(node, ctx, tables, library, here)}, indent=1)
+            about = {"case": case.strip(), "device": caps.name, "unknown": list(caps.unknown)}
+            return json.dumps({**about, **as_data(node, ctx, tables, library, here)}, indent=1)
         made = explanation(node, ctx, tables, library, here, verbose)
         heading = f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})"
-        return "\n".join(part for line in (heading, *made) for part in fit(line))
+        return "\n".join(part for line in (heading, *unknown_lines(caps), *made) for part in fit(line))
 
     if profile is not None:
         print(lines(Capabilities.from_profile(profile), None))
@@ -139,7 +140,7 @@ def as_data(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrar
             {
                 "kernel": d.kernel.source.removesuffix(".comp"), "defines": dict(d.kernel.defines), "subgroup_size": d.kernel.subgroup_size,
                 "groups": list(d.groups), "buffers": len(d.args), "push_bytes": len(d.push), "bytes": d.nbytes, "flops": d.flops,
-                "reason": d.reason, "adjusted": list(d.config.adjustments) if d.config is not None else [],
+                "reason": d.reason, "adjusted": [str(a) for a in d.config.adjustments] if d.config is not None else [],
                 "statistics": [dataclasses.asdict(s) for s in device.kernel_statistics(dispatch_spec(d, library))] if device else [],
             }
             for d in dispatches

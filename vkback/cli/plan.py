@@ -22,7 +22,7 @@ from vkback.cli.shell import (
     described_model,
     one_of,
 )
-from vkback.cli.terminal import WIDTH, brief_kernel_text, defines_text, fit, shortened
+from vkback.cli.terminal import WIDTH, brief_kernel_text, defines_text, fit, shortened, unknown_lines
 
 if TYPE_CHECKING:
     from vkback.plan.forecast import Costs, Wait
@@ -83,10 +83,12 @@ def plan(
         library = ShaderLibrary()
         costs = device_costs(here, library) if here and not here.compile_only else profile_costs(profile, caps)
         times = measure_stages(opened, here, library, schedule, depth=depth, progress=not as_json) if here and measure else None
+    heading = [part for line in unknown_lines(caps) for part in fit(line)]
     if as_json:
-        print(json.dumps({"device": caps.name, "model": name, **as_data(schedule, costs, tokens, depth, times)}, indent=1))
+        about = {"device": caps.name, "unknown": list(caps.unknown), "model": name}
+        print(json.dumps({**about, **as_data(schedule, costs, tokens, depth, times)}, indent=1))
         return
-    print("\n".join([*fit(caps.summary_line()), *listing(schedule, costs, tokens, depth, times, verbose)]))
+    print("\n".join([*fit(caps.summary_line()), *heading, *listing(schedule, costs, tokens, depth, times, verbose)]))
 
 
 def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vkback.device import Capabilities
     from vkback.shader import Variant
 
 WIDTH = 80
@@ -60,6 +61,16 @@ def defines_text(variant: Variant) -> str:
     if variant.subgroup_size is not None:
         parts.append(f"subgroup size {variant.subgroup_size}")
     return "defines: " + (", ".join(parts) or "none")
+
+
+def unknown_lines(caps: Capabilities) -> list[str]:
+    """What a plan for a recorded device had to guess; nothing where all is known."""
+    if not caps.unknown:
+        return []
+    return [
+        f"not known of this device: {', '.join(caps.unknown)}. A feature counts as absent, a limit as the least that Vulkan allows: the "
+        "device itself may run other kernels"
+    ]
 
 
 def fit(line: str) -> Iterator[str]:

@@ -77,6 +77,7 @@ class Capabilities:
     shader_clock  kernels can read the device's clock; from a profile: it lists the extension
     uma           host and device share their memory; `rebar`: all device memory is host-visible
     shader_cores  SMs, compute units, shader cores; None when not reported
+    unknown       what a recorded profile does not say, by Vulkan's names; nothing of a device that is here
     Unknown features count as absent, and an unknown limit as the least that Vulkan allows.
     """
 
@@ -145,6 +146,7 @@ class Capabilities:
     extensions: tuple[str, ...]
     uuid: str
     driver_uuid: str
+    unknown: tuple[str, ...] = ()
 
     @property
     def largest_buffer(self) -> int:
@@ -178,7 +180,7 @@ class Capabilities:
     def from_dict(cls, values: Mapping[str, Any]) -> Capabilities:
         """Inverse of `to_dict`. Raises DeviceError naming fields that are missing or unknown."""
         names = {f.name for f in dataclasses.fields(cls)}
-        missing, extra = sorted(names - set(values)), sorted(set(values) - names)
+        missing, extra = sorted(names - {"unknown"} - set(values)), sorted(set(values) - names)
         if missing or extra:
             raise DeviceError(
                 f"[capabilities] fields missing: {', '.join(missing) or 'none'}; unknown: {', '.join(extra) or 'none'}. "
@@ -287,7 +289,30 @@ def _from_profile(p: Mapping[str, Any]) -> Capabilities:
         timestamp_bits=64 if limits["timestampPeriod"] else 0,
         shader_cores=p["compute_units"]["count"],
         extensions=tuple(sorted(name for name, there in p["extensions"].items() if there)),
+        unknown=_unknown(p),
     )
+
+
+_SUBGROUP = {
+    "size": "subgroupSize", "min": "minSubgroupSize", "max": "maxSubgroupSize", "operations": "subgroup operations",
+    "size_control": "subgroupSizeControl", "required_size_in_compute": "requiredSubgroupSizeStages",
+    "max_workgroup_subgroups": "maxComputeWorkgroupSubgroups",
+}  # fmt: skip
+"""Keys of a profile's subgroup, with Vulkan's name."""
+
+
+def _unknown(p: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a profile does not say of all that kernels are chosen by."""
+    matrix = p["cooperative_matrix"]
+    values = {
+        **{name: p["features"][name] for name in _FEATURES.values()},
+        **{name: p["limits"][name] for name, _ in _LIMITS.values()},
+        **{name: p["subgroup"][key] for key, name in _SUBGROUP.items()},
+        "accelerated integer dot products": p["integer_dot_accelerated"]["packed_4x8_signed"],
+        "cooperative matrices": matrix["supported"],
+        "shapes of cooperative matrices": matrix["shapes"] if matrix["supported"] else (),
+    }
+    return tuple(name for name, value in values.items() if value is None)
 
 
 def _checked(caps: Capabilities) -> Capabilities:
