@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from plain_numpy import plain_numpy
 from processes import run_program
 
 from tools import prebuilt
@@ -128,8 +129,9 @@ def test_unoptimized_kernels_are_cached_apart(root: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize("processor", ["this processor", "any processor"])
 @pytest.mark.parametrize("command", [["run", "-p", "It was", "-n", "2"], ["bench", "tg4", "pp16", "-r", "1"]], ids=lambda c: c[0])
-def test_a_first_start_without_a_compiler(command: list[str], tmp_path: Path) -> None:
+def test_a_first_start_without_a_compiler(command: list[str], processor: str, tmp_path: Path) -> None:
     """In a process that finds neither libshaderc nor glslc and has an empty cache."""
     if stale := prebuilt.stale_ordinary(shader_root()):
         pytest.skip(f"{len(stale)} of {len(shipped_variants(shader_root()))} ordinary modules are stale: make prebuilt-ordinary")
@@ -142,7 +144,7 @@ def test_a_first_start_without_a_compiler(command: list[str], tmp_path: Path) ->
         f"{command[0] if command[0] == 'bench' else 'main'}.main()\n"
     )
     own = {"PATH": str(tmp_path), "VKBACK_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    env = os.environ | own
+    env = os.environ | own | (plain_numpy() if processor == "any processor" else {})
     ran = run_program([sys.executable, "-c", program], env=env, timeout=300)
     if "no device" in ran.stderr.lower():
         pytest.skip("llvmpipe is not among the devices")

@@ -20,7 +20,6 @@ units of 32 values.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from vkback.constants import LOG2_E
 from vkback.graph import Node, Tensor
 from vkback.ops import attention_chain, attention_prompt, rope_angles
 from vkback.ops.attention_cases import DecodeCases, FlashCases
@@ -46,8 +46,6 @@ from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.quants import UNIT
 from vkback.shader import Variant
-
-LOG2_E = math.log2(math.e)
 
 DECODE_TOKENS = 16
 """Up to this many tokens the rows of a long context are split among workgroups, and a workgroup takes as many tokens as the tables say;

@@ -13,10 +13,10 @@ and the last that a tile sees must hold numbers, though no token may see them: p
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from vkback.constants import LOG2_E
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.cache import CACHE_TYPES, cached_bytes
@@ -38,8 +38,6 @@ OUT_TYPES = {"F32": 0, "Q8_1": 1, "F16": 2}
 """OUT_TYPE of shaders/attention/prompt_store.glsl."""
 
 OUT_FRAGMENTS = 3
-
-LOG2_E = math.log2(math.e)
 
 PART_VALUES = 128
 """Columns of its queries' results that a subgroup of prompt_latent.comp makes, at most: 64 registers a lane for a matrix of 16 rows."""

@@ -56,7 +56,8 @@ def rescaled(scales: Mapping[str, float], sizes: Mapping[str, float]) -> dict[st
     found = dict(scales)
     for name, size in numbers.items():
         real = size / scales.get(name, 1.0)
-        found[name] = 2.0 ** -math.ceil(math.log2(HEADROOM * real / F16_MAX))
+        fraction, exponent = math.frexp(HEADROOM * real / F16_MAX)  # fraction from 0.5 to below 1: its power of two is exact
+        found[name] = math.ldexp(1.0, (fraction == 0.5) - exponent)
         if found[name] < MIN_SCALE:
             raise F16RangeError(
                 f"[f16] {name}: activations reach {real:.3g}, and f16 holds up to {F16_MAX / HEADROOM / MIN_SCALE:.2g} of them beside "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -55,7 +56,7 @@ class MulMatHadamard(Op):
             last = first + RADIX_BITS >= bits
             into = y if last else Tensor(f"{node.name}.bits{first}", "F32", x.shape)
             threads = x.elements // radix
-            push = (threads, 1 << first, float(k**-0.5) if last else 1.0)
+            push = (threads, 1 << first, 1.0 / math.sqrt(k) if last else 1.0)
             steps.append(by_threads(node, ctx, "hadamard/hadamard.comp", (Arg(source), Arg(into, "w")), push, threads, {"RADIX": radix}))
             source = into
         return steps

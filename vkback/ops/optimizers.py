@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from vkback.constants import power
 from vkback.graph import Node, Tensor
 from vkback.graph.tensor import Kind
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
@@ -26,7 +27,7 @@ def adamw_params(
 ) -> Array:
     """The params of OPT_STEP_ADAMW at a step, counted from 1: F32 [7]. The corrections are those of the betas as F32 holds them: 1 - beta2
     has lost digits there, which then cancel."""
-    corrections = (1.0 / (1.0 - float(np.float32(beta)) ** step) for beta in (beta1, beta2))
+    corrections = (1.0 / float(1 - power(float(np.float32(beta)), step)) for beta in (beta1, beta2))
     return np.array([lr, beta1, beta2, eps, weight_decay, *corrections], np.float32)
 
 

@@ -9,6 +9,7 @@ in the other two. Sources: RWKV-6 (arXiv 2404.05892), RWKV-7 (2503.14456), GLA (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -180,7 +181,7 @@ class GatedLinearAttn(_Plain):
         self, type: str = "f32", head_count: int = 32, head_size: int = 64, n_seq_tokens: int = 32, n_seqs: int = 32, seed: int = 43
     ) -> Case:
         """scale is 1 / sqrt(head_size)."""
-        scale = float(np.float32(max(head_size, 1) ** -0.5))
+        scale = float(np.float32(1.0 / math.sqrt(max(head_size, 1))))
         return self.plain_case(type, head_count, head_size, n_seq_tokens, n_seqs, seed, {"scale": scale})
 
 
@@ -244,7 +245,7 @@ class GatedDeltaNet(Recurrence):
             raise CaseLineError(f"{self.name}: v_repeat={v_repeat}, K={K}: expected both from 1")
         if n_seq_tokens < K:
             raise PlanError(f"K={K} with n_seq_tokens={n_seq_tokens}: states are kept of tokens that there are")
-        scale = float(np.float32(max(head_size, 1) ** -0.5))
+        scale = float(np.float32(1.0 / math.sqrt(max(head_size, 1))))
         shown = {
             "type": "f32", "head_count": head_count, "head_size": head_size, "n_seq_tokens": n_seq_tokens, "n_seqs": n_seqs,
             "v_repeat": v_repeat, "permuted": int(permuted), "kda": int(kda), "K": K,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vkback import constants
 from vkback.ops.case_line import CaseLineError
 
 MODES = {"normal": 0, "neox": 1}
@@ -23,6 +25,9 @@ DEFAULTS: Mapping[str, Any] = {
 PARAMS = ("n_dims", *DEFAULTS)
 """Params of ROPE, and of every op that rotates heads or makes the angles for it."""
 
+NARROWEST = Decimal("0.001")
+"""Pairs that YaRN goes over within, at least."""
+
 
 def checked_mode(mode: str) -> str:
     """The mode. Raises CaseLineError where it is none."""
@@ -35,37 +40,66 @@ def frequencies(params: Mapping[str, Any]) -> npt.NDArray[np.float64]:
     """Radians a position for every pair, float64 [n_dims / 2], frequency factors not yet applied.
 
     params  n_dims, freq_base, freq_scale, ext_factor, beta_fast, beta_slow, n_ctx_orig
-    YaRN (ext_factor > 0) leaves pairs that turn more than beta_fast times within n_ctx_orig alone, scales those that turn less than
-    beta_slow times by freq_scale, and goes over linearly between.
     """
-    n_dims = int(params["n_dims"])
-    pair = np.arange(n_dims // 2, dtype=np.float64)
-    base = float(params["freq_base"])
-    plain = base ** (-2.0 * pair / n_dims)
-    scale, ext = float(params["freq_scale"]), float(params["ext_factor"])
-    if ext == 0.0:
-        return plain * scale
+    return np.array([float(f) for f in _exact(params, _powers(params))])
 
-    def dim_of(turns: float) -> float:
-        return n_dims * math.log(float(params["n_ctx_orig"]) / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(0.0, math.floor(dim_of(float(params["beta_fast"]))))
-    high = min(n_dims - 1.0, math.ceil(dim_of(float(params["beta_slow"]))))
-    keep = ext * (1.0 - np.clip((pair - low) / max(0.001, high - low), 0.0, 1.0))
-    return plain * (scale * (1.0 - keep) + keep)
+def _powers(params: Mapping[str, Any]) -> range:
+    return range(int(params["n_dims"]) // 2)
+
+
+def _exact(params: Mapping[str, Any], powers: Sequence[int]) -> tuple[Decimal, ...]:
+    """Radians a position for every pair; powers: of freq_base ^ (-2 / n_dims), one a pair."""
+    return _table(tuple(powers), int(params["n_dims"]), int(params["n_ctx_orig"]), *(float(params[name]) for name in _OF_TABLE))
+
+
+_OF_TABLE = ("freq_base", "freq_scale", "ext_factor", "beta_fast", "beta_slow")
+
+
+@lru_cache(256)
+def _table(
+    powers: tuple[int, ...], n_dims: int, n_ctx_orig: int, base: float, freq_scale: float, ext_factor: float, fast: float, slow: float
+) -> tuple[Decimal, ...]:
+    """YaRN (ext_factor > 0) leaves pairs that turn more than beta_fast times within n_ctx_orig alone, scales those that turn less than
+    beta_slow times by freq_scale, and goes over linearly between. Kept, since every layer of a plan asks for the same one."""
+    plain = [constants.power(base, -2 * power, n_dims) for power in powers]
+    with constants.exact():
+        scale = Decimal(freq_scale)
+        if ext_factor == 0.0:
+            return tuple(f * scale for f in plain)
+
+        def dim_of(turns: float) -> Decimal:
+            return n_dims * (n_ctx_orig / (Decimal(turns) * 2 * constants.PI)).ln() / (2 * Decimal(base).ln())
+
+        low, width = Decimal(0), NARROWEST
+        if n_ctx_orig:  # within a context of nothing no pair turns
+            low = max(low, dim_of(fast).to_integral_value(ROUND_FLOOR))
+            high = min(Decimal(n_dims - 1), dim_of(slow).to_integral_value(ROUND_CEILING))
+            width = max(NARROWEST, high - low)
+        keep = [Decimal(ext_factor) * (1 - min(Decimal(1), max(Decimal(0), (pair - low) / width))) for pair in range(len(powers))]
+        return tuple(f * (scale * (1 - k) + k) for f, k in zip(plain, keep, strict=True))
 
 
 def mscale(params: Mapping[str, Any]) -> float:
     """Factor on cosine and sine: attn_factor, times YaRN's 1 + 0.1 ln(1 / freq_scale) where ext_factor > 0."""
-    factor = float(params["attn_factor"])
-    if float(params["ext_factor"]) != 0.0:
-        factor *= 1.0 + 0.1 * math.log(1.0 / float(params["freq_scale"]))
-    return factor
+    with constants.exact():
+        factor = Decimal(float(params["attn_factor"]))
+        if float(params["ext_factor"]) != 0.0:
+            factor *= 1 - constants.log(float(params["freq_scale"])) / 10
+        return float(factor)
 
 
-def fixed_point(params: Mapping[str, Any]) -> list[int]:
-    """Frequencies in turns a position, as 64-bit fractions of a turn."""
-    return [round(float(f) / (2 * math.pi) * 2**64) % 2**64 for f in frequencies(params)]
+def fixed_point(params: Mapping[str, Any], powers: Sequence[int] | None = None) -> list[int]:
+    """Frequencies in turns a position, as 64-bit fractions of a turn. powers: of freq_base ^ (-2 / n_dims), one a pair; without them pair i
+    has power i."""
+    table = _exact(params, _powers(params) if powers is None else powers)
+    with constants.exact():
+        return [int((f / (2 * constants.PI) * 2**64).to_integral_value()) % 2**64 for f in table]
+
+
+def table_define(table: Sequence[int]) -> str:
+    """The define ROPE_FREQUENCIES of such a table."""
+    return ",".join(f"uvec2({t >> 32}u,{t & 0xFFFFFFFF}u)" for t in table)
 
 
 def defines(params: Mapping[str, Any]) -> dict[str, str]:
@@ -73,7 +107,7 @@ def defines(params: Mapping[str, Any]) -> dict[str, str]:
     table = fixed_point(params)
     return {
         "ROPE_PAIRS": str(len(table)),
-        "ROPE_FREQUENCIES": ",".join(f"uvec2({t >> 32}u,{t & 0xFFFFFFFF}u)" for t in table),
+        "ROPE_FREQUENCIES": table_define(table),
         "ROPE_MSCALE": repr(np.float32(mscale(params)).item()),
         "ROPE_NEOX": str(MODES[params["mode"]]),
     }

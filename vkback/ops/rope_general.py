@@ -66,7 +66,7 @@ def sector_of(pair: int, params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def ramp(params: Mapping[str, Any]) -> Array:
-    """YaRN: how much of its own frequency each pair keeps, 0 where ext_factor is 0."""
+    """YaRN: how much of its own frequency each pair keeps, 0 where ext_factor is 0. For the reference alone."""
     pairs, n_dims = pairs_of(params), int(params["n_dims"])
     ends = []
     for turns, whole in ((params["beta_fast"], math.floor), (params["beta_slow"], math.ceil)):
@@ -133,18 +133,14 @@ class RopeExt(Op):
         if factors and factors[0].elements < pairs:
             raise PlanError(f"[{self.name}] {node.name}: frequency factors {factors[0]}: expected {pairs}")
         sectors = [sector_of(pair, params) for pair in range(pairs)]
-        keep = ramp(params)
-        frequencies = []
-        for (_, power), k in zip(sectors, keep, strict=True):
-            frequency = params["freq_base"] ** (-2.0 * power / params["n_dims"]) * (params["freq_scale"] * (1.0 - k) + k)
-            frequencies.append(round(frequency / (2 * math.pi) * 2**64) % 2**64)
+        table = rope_angles.fixed_point(params, [power for _, power in sectors])
         threads = batches * n * heads * (dim - pairs)
         choice = ctx.tuning.pick("elementwise", elements=threads)
         wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
         defines: dict[str, str | int] = {
             "WG_SIZE": wg, "INTERLEAVED": int(params["mode"] == "normal"), "PAIR_POSITION": ",".join(f"{number}u" for number, _ in sectors),
             "FACTORS": len(factors), "ROPE_PAIRS": pairs,
-            "ROPE_FREQUENCIES": ",".join(f"uvec2({t >> 32}u,{t & 0xFFFFFFFF}u)" for t in frequencies),
+            "ROPE_FREQUENCIES": rope_angles.table_define(table),
         }  # fmt: skip
         return [
             Dispatch(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vkback.constants import power
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
@@ -53,7 +54,7 @@ SHAPES: tuple[Shape, ...] = (
 def slopes(heads: int, max_bias: float) -> tuple[int, float, float]:
     """ALiBi by max_bias: head h of the first n (a power of two) weighs its mask by below^(h + 1), later ones by above^(2 (h - n) + 1)."""
     n = 1 << (heads.bit_length() - 1)
-    return n, 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
+    return n, float(power(2.0, -max_bias, n)), float(power(2.0, -max_bias, 2 * n))
 
 
 @register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -107,7 +108,7 @@ class StepTrainer:
         rng = np.random.default_rng(seed)
         found = {}
         for t in self.training.trained if self.lora else ():
-            bound = t.shape[-1] ** -0.5 if t.name.endswith(A) else 0.0
+            bound = 1.0 / math.sqrt(t.shape[-1]) if t.name.endswith(A) else 0.0
             found[t.name] = rng.uniform(-bound, bound, t.shape).astype(np.float32)
         return found
 

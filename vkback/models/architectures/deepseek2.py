@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from vkback import constants
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import attention_norm, experts, feed_forward, feed_forward_norm, rms_norm, shared_expert
@@ -120,9 +121,10 @@ class Deepseek2(Architecture):
             raise GgufError(f"[gguf] {f.path}: metadata keys {m.key('expert_group_count')} and expert_group_used_count: {problem}")
         rope, scale = hp.rope, 1.0 / math.sqrt(self.mla.dim_k)
         if rope.scaling == "yarn" and rope.freq_scale < 1.0:
-            stretched = math.log(1.0 / rope.freq_scale)
+            stretched = -float(constants.log(rope.freq_scale))
             multiplier = m.positive_or("rope.scaling.yarn_log_multiplier", 0.0, most=1e6)
-            scale *= (1.0 + multiplier * stretched) ** 2
+            grown = 1.0 + multiplier * stretched
+            scale *= grown * grown
             if multiplier:
                 rope = replace(rope, attn_factor=rope.attn_factor / (1.0 + 0.1 * stretched))
         norm_w = f.get(m.key("expert_weights_norm"), bool, False)

@@ -117,7 +117,7 @@ class GraniteHybrid(Architecture):
         if "output_norm.weight" in weights:
             recipe = Recipe("plain", ("output_norm.weight",), 1.0 / m.positive("logit_scale", 1.0))
             weights["output_norm.weight"] = replace(weights["output_norm.weight"], recipe=recipe)
-        self.hp = replace(self.hp, rms_eps=self.hp.rms_eps / residual**2, weights=weights)
+        self.hp = replace(self.hp, rms_eps=self.hp.rms_eps / (residual * residual), weights=weights)
 
     def embed(self, b: GraphBuilder) -> Tensor:
         x = b.embed()

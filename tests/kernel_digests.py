@@ -1,0 +1,69 @@
+"""What names and fills kernels, as a digest for each case of the quick suite and each synthetic shape.
+
+python kernel_digests.py LOCALE prints them as JSON. A digest covers every launch in order: shader, defines, specialization constants, push
+constants and the text with its includes. tests/test_constants.py runs this in processes of other environments and compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import locale
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from vkback.device import Capabilities
+from vkback.harness.cases import context_of, quick_cases
+from vkback.models import Model
+from vkback.models.sampler import add_sampler
+from vkback.models.synth import SHAPES, write_outline
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS
+from vkback.paths import shader_root, tuning_root
+from vkback.plan.planner import plan
+from vkback.plan.tuning import Tuning
+from vkback.shader.source import expand
+
+DEVICES = ("nvidia_h200_linux", "llvmpipe_mesa_22_debian12")
+TOKENS = (1, 16)
+
+
+def digest(dispatches: Iterable[Dispatch]) -> str:
+    """The beginning of a SHA-256."""
+    found = hashlib.sha256()
+    for d in dispatches:
+        found.update(f"{d.kernel!r}{d.push.hex()}{d.groups}".encode())
+        found.update(expand(shader_root(), d.kernel).text.encode())
+    return found.hexdigest()[:16]
+
+
+def digests() -> Iterator[tuple[str, str]]:
+    """Pairs of what was planned, as "device: case", and its digest."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = {shape: Path(folder) / f"{shape}.gguf" for shape in SHAPES}
+        for shape, file in models.items():
+            write_outline(f"{shape}-F32", file, layers=None if shape.startswith("tiny-") else 2)
+        for device in DEVICES:
+            caps = Capabilities.from_profile(device)
+            ctx = LowerContext(caps, Tuning.for_device(caps, tuning_root()))
+            for case in quick_cases():
+                with suppress(PlanError):
+                    problem, own = case.build(), context_of(case, ctx)
+                    yield f"{device}: {case.line}", digest(d for n in problem.parts or (problem.node,) for d in OPS[n.op].lower(n, own))
+            for shape, file in models.items():
+                model = Model.open(file)
+                for tokens in TOKENS:
+                    graph = model.graph(tokens, 128, head="last")
+                    if tokens == 1:
+                        add_sampler(graph, greedy=False)
+                    with suppress(PlanError):
+                        yield f"{device}: {shape} of {tokens} tokens", digest(plan(graph, ctx, fusion="all").dispatches())
+
+
+if __name__ == "__main__":
+    locale.setlocale(locale.LC_ALL, sys.argv[1])
+    json.dump(dict(digests()), sys.stdout)
