@@ -26,8 +26,9 @@ from vkback.api import LoadedModel
 from vkback.cli import serve
 from vkback.cli.shell import UsageError
 from vkback.device import Device, DeviceLost
-from vkback.models.engine import Engine
+from vkback.models.engine import Engine, EngineError
 from vkback.paths import builtin_model
+from vkback.shader.errors import NoCompiler
 
 pytest.importorskip("starlette", reason="vkback[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
@@ -37,7 +38,9 @@ from pydantic import BaseModel, ConfigDict, Field  # noqa: E402  these need the 
 
 from tools import stress_server  # noqa: E402
 from vkback.server import app as app_module  # noqa: E402
+from vkback.server import schema  # noqa: E402
 from vkback.server.app import Limits, build_app  # noqa: E402
+from vkback.server.errors import BadRequest  # noqa: E402
 from vkback.server.worker import Job, Worker  # noqa: E402
 
 PROMPT = "It was a dark and stormy night, and"
@@ -179,6 +182,84 @@ def test_the_openai_client(served: Served) -> None:
         client.chat.completions.create(model=MODEL, messages=[], **GREEDY)
 
 
+@pytest.mark.vulkan
+def test_the_openai_client_gets_its_own_replies_back_into_the_conversation(served: Served) -> None:
+    openai = pytest.importorskip("openai", reason="the openai package is not installed")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
+
+    def ask(messages: list[Any], **options: Any) -> Any:
+        return client.chat.completions.create(model=MODEL, messages=messages, **GREEDY, **options).choices[0].message
+
+    first = ask(MESSAGES)
+    again = {"role": "user", "content": "And?"}
+    second = ask([*MESSAGES, first, again])
+    assert second.content == ask([*MESSAGES, {"role": "assistant", "content": first.content}, again]).content
+    assert ask([*MESSAGES, first.model_dump(), again]).content == second.content, "with all the nulls of the client's own class"
+    parsed = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Person, temperature=0).choices[0].message
+    assert ask([*MESSAGES, parsed, again]).content
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, **GREEDY) as stream:
+        list(stream)
+        assert ask([*MESSAGES, stream.current_completion_snapshot.choices[0].message, again]).content == second.content
+
+
+NOTHING = ("refusal", "tool_calls", "function_call", "audio", "annotations", "reasoning_content", "name", "content")
+
+
+@pytest.mark.vulkan
+def test_null_is_not_given(served: Served) -> None:
+    """Of every field that a client may send, those that this server does not know included, and of the fields of a message."""
+    asked = {"messages": MESSAGES, "temperature": 0, "max_tokens": 1}
+    plain = served.post("/v1/chat/completions", **asked).json()["choices"]
+    known = {name for kind in (schema.ChatRequest, schema.CompletionRequest) for name in kind.model_fields}
+    for name in sorted((known | {"audio", "prediction", "modalities", "reasoning_effort"}) - {"messages", *GREEDY}):
+        reply = served.post("/v1/chat/completions", **asked, **{name: None})
+        assert reply.status_code == 200 and reply.json()["choices"] == plain, (name, reply.text)
+    with_nulls = {"response_format": {"type": "json_object", "json_schema": None}, "stream_options": {"include_usage": None}}
+    reply = served.post("/v1/chat/completions", **asked, stream=True, **with_nulls)
+    assert reply.status_code == 200, reply.text
+    values: tuple[Any, ...] = (None, [], "", {})
+    for value in values:
+        for name in NOTHING:
+            if name in ("name", "content", "reasoning_content") and isinstance(value, (list, dict)):
+                continue
+            if name == "name" and value == "":
+                continue
+            said = {"role": "assistant", "content": ""} | {name: value}
+            reply = served.post("/v1/chat/completions", **asked | {"messages": [*MESSAGES, said, *MESSAGES]})
+            assert reply.status_code == 200, (name, value, reply.text)
+    without = served.post("/v1/chat/completions", **asked | {"messages": [*MESSAGES, {"role": "assistant"}, *MESSAGES]})
+    empty = served.post("/v1/chat/completions", **asked | {"messages": [*MESSAGES, {"role": "assistant", "content": None}, *MESSAGES]})
+    assert without.json()["choices"] == empty.json()["choices"] == reply.json()["choices"]
+
+
+@pytest.mark.vulkan
+def test_several_prompts_are_several_choices(served: Served) -> None:
+    texts = [PROMPT, "Another", "Who goes there"]
+    ids = [served.worker.tokenizer.encode(text) for text in texts]
+    alone = [served.text(prompt=text, logprobs=1) for text in texts]
+    assert served.text(prompt=[PROMPT])["choices"][0]["text"] == alone[0]["choices"][0]["text"]
+    for prompts in (texts, ids):
+        body = served.text(prompt=prompts, logprobs=1)
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        for choice, one in zip(body["choices"], alone, strict=True):
+            assert choice["text"] == one["choices"][0]["text"] and choice["finish_reason"] == "length"
+            assert choice["logprobs"]["text_offset"] == one["choices"][0]["logprobs"]["text_offset"]
+        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert body["usage"][count] == sum(one["usage"][count] for one in alone)
+    *events, usage = served.events("/v1/completions", prompt=texts, **GREEDY, stream_options={"include_usage": True})
+    assert usage["usage"]["completion_tokens"] == 18 and len({event["id"] for event in events}) == 1
+    for index, one in enumerate(alone):
+        of_one = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in of_one) == one["choices"][0]["text"]
+        assert [choice["finish_reason"] for choice in of_one if choice["finish_reason"]] == ["length"]
+    assert served.text(prompt=[ids[1]])["choices"][0]["text"] == alone[1]["choices"][0]["text"]
+    long = served.post("/v1/completions", prompt=["x", "word " * 500], **GREEDY)
+    assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+    reply = served.post("/v1/completions", prompt=["x", "word " * 500], stream=True, **GREEDY)
+    *_, last, rest = reply.text.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "context_length_exceeded" and rest == ""
+
+
 class Person(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -254,6 +335,82 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> 
             assert connection.recv(10).startswith(b"HTTP/1.1 2")
     served.wait("idle")
     assert served.worker.counts.cancelled == before + 1
+
+
+@pytest.mark.vulkan
+def test_a_stream_that_waits_gets_its_head_and_comments(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no proxy and no client takes it for dead. What it gets in the end is what it would have got at once."""
+    asked = {"messages": MESSAGES, "stream": True, **GREEDY}
+    *events, _, _ = served.post("/v1/chat/completions", **asked).text.split("\n\n")
+    at_once = [json.loads(event[6:])["choices"][0]["delta"] for event in events]
+    go_on = threading.Event()
+    answer = served.worker._answer
+    monkeypatch.setattr(served.worker, "_answer", lambda job: (go_on.wait(20), answer(job)))
+    monkeypatch.setattr(app_module, "KEEP_ALIVE_S", 0.05)
+    with served.client.stream("POST", "/v1/chat/completions", json=asked) as reply:
+        assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+        lines = reply.iter_lines()
+        head = [next(lines) for _ in range(6)]
+        assert '"role": "assistant"' in head[0] and head[2::2] == [": waiting"] * 2
+        go_on.set()
+        rest = [line for line in lines if line and not line.startswith(":")]
+    assert rest.pop() == "data: [DONE]"
+    assert [json.loads(line[6:])["choices"][0]["delta"] for line in (head[0], *rest)] == at_once
+    go_on.clear()
+    with served.client.stream("POST", "/v1/completions", json={"prompt": "word " * 500, "stream": True}) as reply:
+        lines = reply.iter_lines()
+        assert next(lines) == ": waiting"
+        go_on.set()
+        *_, last = (line for line in lines if line)
+    assert json.loads(last[6:])["error"]["code"] == "context_length_exceeded", "an error after the head is the last event"
+
+
+@pytest.mark.vulkan
+def test_a_server_that_ends_tells_those_who_run_and_wait_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(device, Limits())
+    go_on = threading.Event()
+    answer = served.worker._answer
+    monkeypatch.setattr(served.worker, "_answer", lambda job: (go_on.wait(20), answer(job)))
+    monkeypatch.setattr(app_module, "KEEP_ALIVE_S", 0.05)
+    try:
+        asked = {"prompt": PROMPT, "stream": True}
+        with ThreadPoolExecutor(2) as pool, served.client.stream("POST", "/v1/completions", json=asked) as reply:
+            lines = reply.iter_lines()
+            assert next(lines) == ": waiting"
+            waits = pool.submit(served.post, "/v1/completions", prompt=PROMPT)
+            while not served.worker.queued:
+                time.sleep(0.01)
+            served.worker.end()
+            *_, last = (line for line in lines if line)
+            assert json.loads(last[6:])["error"] == {
+                "message": "[server] the server is ending", "type": "server_error", "param": None, "code": "unavailable"
+            }  # fmt: skip
+            assert waits.result().status_code == 503 and served.post("/v1/completions", prompt="x").status_code == 503
+        assert not go_on.is_set(), "nobody waited for the device"
+    finally:
+        go_on.set()
+        served.close()
+
+
+@pytest.mark.vulkan
+def test_each_request_is_a_line_of_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vkback.server")
+    served.text()
+    served.events("/v1/completions", prompt=[PROMPT, PROMPT], **GREEDY)
+    served.post("/v1/completions", prompt="x", temperature="hot\n")
+    served.client.get("/a%0ab")
+    served.client.get("/health")
+    served.post("/v1/completions", prompt=["x", "word " * 500], stream=True, **GREEDY)
+    until = time.monotonic() + 10
+    while len(caplog.messages) < 5 and time.monotonic() < until:
+        time.sleep(0.01)
+    whole, stream, wrong, nowhere, cut = caplog.messages
+    seconds = r"127\.0\.0\.1 POST /v1/completions %s, \d+\.\d\d s, "
+    assert re.fullmatch(seconds % 200 + r"prompt \d+ tokens, \d+ known; reply 6, length", whole), whole
+    assert re.fullmatch(seconds % 200 + r"prompt \d+ tokens, \d+ known; reply 12, length, length", stream), stream
+    assert re.fullmatch(seconds % 400 + r"invalid_value: \[server\] temperature: expected .*; got \"hot\\n\"", wrong), wrong
+    assert "GET /a%0ab 404" in nowhere
+    assert re.match(seconds % 200 + r"prompt \d+ tokens, .* length, context_length_exceeded: ", cut), cut
 
 
 @pytest.mark.vulkan
@@ -354,15 +511,141 @@ def test_an_answer_to_a_malformed_request_is_looked_at() -> None:
 
 @pytest.mark.vulkan
 def test_errors_name_what_is_wrong(served: Served) -> None:
-    reply = served.post("/v1/completions", prompt="x", max_tokens=500)
-    assert reply.json()["error"]["param"] == "max_tokens" and "at most 120" in reply.text
-    reply = served.post("/v1/completions", prompt="word " * 500)
-    assert reply.status_code == 400 and "the context has 128" in reply.text
+    reply = served.post("/v1/completions", prompt="x", max_tokens=0)
+    assert reply.json()["error"]["param"] == "max_tokens" and "expected a whole number of at least 1; got 0" in reply.text
     assert served.post("/v1/completions", prompt="x", model="gpt").status_code == 404
     assert served.client.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
     assert served.client.post("/v1/completions", content=b" " * 200_000, headers={"Content-Type": "application/json"}).status_code == 413
-    assert served.client.get("/health", headers={"Host": "other.example"}).status_code == 400
     assert served.client.get("/v1/nothing").json()["error"]["code"] and served.client.get("/v1/completions").status_code == 405
+
+
+@pytest.mark.vulkan
+def test_another_host_is_refused_in_the_api_s_form_with_what_cures_it(served: Served) -> None:
+    for host in ("llm.example.com", "llm.example.com:8080"):
+        reply = served.client.get("/health", headers={"Host": host})
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["code"] == "invalid_host" and error["type"] == "invalid_request_error"
+        assert "'llm.example.com'" in error["message"] and "--allowed-hosts llm.example.com" in error["message"]
+        assert "--host 0.0.0.0" in error["message"]
+    assert served.client.get("/health", headers={"Host": "127.0.0.1:1"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "hosts", "ok"),
+    [
+        ("LLM.example.com:80", ["llm.example.com"], True), ("a.example.com", ["*.example.com"], True),
+        ("example.com", ["*.example.com"], False), ("badexample.com", ["*.example.com"], False), ("[::1]:8080", ["[::1]"], True),
+        ("[::1]", ["[::1]"], True), ("::1", ["[::1]"], False), ("anything", ["*"], True), ("", ["localhost"], False),
+        ("localhost.evil.example", ["localhost"], False), ("127.0.0.1:x", ["127.0.0.1"], False),
+    ],
+)  # fmt: skip
+def test_host_headers(header: str, hosts: list[str], ok: bool) -> None:
+    async def nothing(*_: Any) -> None:
+        raise AssertionError("not called")
+
+    assert app_module.HostCheck(nothing, hosts)._knows(app_module.host_of(header)) is ok
+
+
+@pytest.mark.vulkan
+def test_a_text_beyond_the_context_has_the_code_and_the_words_that_clients_look_for(served: Served) -> None:
+    openai = pytest.importorskip("openai", reason="the openai package is not installed")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match=r"This model's maximum context length is 128 tokens\.") as chat:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "word " * 500}])
+    with pytest.raises(openai.BadRequestError, match=r"your prompt resulted in \d{3,} tokens\. Please reduce the length") as text:
+        client.completions.create(model=MODEL, prompt="word " * 500)
+    assert [(e.value.code, e.value.param) for e in (chat, text)] == [("context_length_exceeded", name) for name in ("messages", "prompt")]
+
+
+@pytest.mark.vulkan
+def test_max_tokens_above_what_fits_is_as_many_as_fit(served: Served) -> None:
+    banned = {str(token): -100 for token in served.worker.tokenizer.eos_ids}
+    most = served.text(prompt="x", max_tokens=10**6, logit_bias=banned)
+    assert most["choices"][0]["finish_reason"] == "length" and most["usage"]["completion_tokens"] == 120, "the server's limit"
+    prompt = "word " * 20
+    rest = served.text(prompt=prompt, max_tokens=4096, logit_bias=banned)
+    assert rest["choices"][0]["finish_reason"] == "length" and rest["usage"]["total_tokens"] in (128, 129), "the context's"
+    chat = served.post("/v1/chat/completions", messages=MESSAGES, max_completion_tokens=4096, temperature=0, logit_bias=banned).json()
+    assert chat["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("error", [EngineError("[engine] m.gguf: logits are not numbers at position 7"), NoCompiler("[shader] no glslc")])
+def test_a_fault_of_model_or_device_is_no_bad_request(served: Served, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.worker._model.engine, "prompt", fail)  # type: ignore[union-attr]
+        reply = served.post("/v1/completions", prompt=PROMPT, **GREEDY)
+    told = reply.json()["error"]
+    assert (reply.status_code, told["type"], told["code"]) == (500, "server_error", "internal_error") and told["message"] == str(error)
+    assert served.text()["usage"]["completion_tokens"] == 6
+
+
+WRONG_VALUES: tuple[Any, ...] = (
+    5, -1, 1.5, 10**40, "", "x", True, [], {}, [1, "a"], ["a", ""], [[]], [[-1]], {"a": "b"}, [{"a": 1}], {"type": 5}, [{"type": "text"}],
+    [{"role": "user", "content": [{"type": "text", "text": 4}]}], [{"role": "user", "content": {"a": 1}}], {"type": "json_schema"},
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {"type": "json_object", "json_schema": {"x": 1}},
+    {"type": "json_schema", "json_schema": {"schema": 5, "name": 5, "strict": "x"}}, {"include_usage": "yes"}, {"1": 101}, "x" * 300,
+)  # fmt: skip
+INNER = re.compile(
+    r"pydantic|Input should|Value error|Field required|constrained|literal|union|valid(ator|ation)|function-|(list|dict|tuple|set)\[|"
+    r"\b(str|int|float|bool|dict|NoneType|none_required)\b|items? after|[a-z]_error"
+)
+"""Words of the library that checks, and of Python's types."""
+
+
+def fields_of(kind: type[BaseModel]) -> set[str]:
+    found = set()
+    for name, field in kind.model_fields.items():
+        found.add(field.alias or name)
+        for inner in schema._models(field.annotation):
+            found |= fields_of(inner)
+    return found
+
+
+@pytest.mark.parametrize("kind", [schema.CompletionRequest, schema.ChatRequest])
+def test_no_error_tells_inner_names(kind: type[BaseModel]) -> None:
+    """Every field of a request, of messages, parts and formats, with values of every wrong kind."""
+    good = {"prompt": "x"} if kind is schema.CompletionRequest else {"messages": MESSAGES}
+    bodies = [good | {name: value} for name in [*kind.model_fields, "unknown"] for value in WRONG_VALUES]
+    if kind is schema.ChatRequest:
+        for name in [*schema.ChatMessage.model_fields, "unknown"]:
+            bodies += [{"messages": [*MESSAGES, MESSAGES[0] | {name: value}]} for value in WRONG_VALUES]
+    names, refused = fields_of(kind) | {"unknown", "x", "a"}, Counter[str]()
+    for body in bodies:
+        try:
+            schema.parse(kind, json.dumps(body).encode())
+        except BadRequest as e:
+            said = str(e).removeprefix("[server] ").split("; got ")[0]
+            assert not INNER.search(said), (body, said)
+            assert e.param is None or all(part.isdigit() or part in names for part in e.param.split(".")), (body, e.param)
+            assert "nothing" not in said, f"{body}: its field has no description"
+            refused[(e.param or "").split(".")[0]] += 1
+    assert set(refused) >= {*kind.model_fields, "unknown"}, "each field was refused at least once"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"stop": 5}, "stop: expected a text of 1 to 256 characters, or a list of at most 16 of them; got 5"),
+        ({"temperature": "hot"}, 'temperature: expected a number from 0 to 2; got "hot"'),
+        ({"tempreature": 1}, r"tempreature: is no field of this endpoint. Did you mean temperature\?"),
+        ({"messages": None}, "messages: is missing; expected at least one message"),
+        ({"messages": [{"role": "user"}]}, "messages.0: content is missing; expected a message as"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "images are not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "content.0: audio is not supported"),
+        ({"messages": [{"role": "tool", "content": "5", "tool_call_id": "a"}]}, "tool_call_id: this server has no tools"),
+        ({"tools": [{"type": "function"}]}, "tools: this server has no tools; leave it out"),
+        ({"tool_choice": "required"}, "tool_choice: this server has no tools; leave it out"),
+        ({"functions": [{"name": "f"}]}, "functions: this server has no tools; leave it out"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
+    ],
+)
+def test_errors_of_fields_are_in_plain_words(body: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        schema.parse(schema.ChatRequest, json.dumps({"messages": MESSAGES} | body).encode())
 
 
 # --- beside the endpoints of text

@@ -44,12 +44,12 @@ ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 START_S = 120.0
 
 WRONG: dict[str, tuple[Any, ...]] = {
-    "max_tokens": (0, -1, 1.5, "1", 10**30, [], MAX_TOKENS + 1), "temperature": (-1, 3, "0", True, {}), "top_p": (-0.1, 1.1, "1"),
+    "max_tokens": (0, -1, 1.5, "1", []), "temperature": (-1, 3, "0", True, {}), "top_p": (-0.1, 1.1, "1"),
     "top_k": (-1, 2**40, 0.5), "min_p": (2, "a"), "seed": (-1, 2**31, "1"), "stop": ("", [""], 5, ["a"] * 17, [1]),
     "presence_penalty": (9, "1"), "frequency_penalty": (-9, []), "repeat_penalty": (0, "1"),
     "logit_bias": ({"a": 1}, {"1": 101}, {"-1": 1}, {"99999999": 1}, []), "n": (0, 2, "1"), "logprobs": (-1, 21, "x"),
     "stream": ("yes", 1), "stream_options": (5, {}, {"x": 1}), "model": ("gpt", 5), "unknown": (1,), "tools": ([1],),
-    "prompt": ("", [], [-1], [10**9], ["a", "b"], None, {}), "echo": (True,), "suffix": ("a",), "best_of": (2,),
+    "prompt": ("", [], [-1], [10**9], ["a", ""], [[1], "a"], {}), "echo": (True,), "suffix": ("a",), "best_of": (2,),
     "messages": ([], "x", [{}], [{"role": "user"}], [{"role": 1, "content": ""}], [1]), "top_logprobs": (1, 99),
     "response_format": (
         "json_object", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "json_schema": {}},
@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 
 BROKEN = (
     b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 50_000, b'{"prompt": "x", "temperature": NaN}', b'"' + b"a" * 99, b" " * 100_001,
-    b'{"prompt": "x", "prompt": 5}', b'{"prompt": "\\ud800"', b"\x00" * 64, b'{"prompt": "x"}{}',
+    b'{"prompt": null, "messages": null}', b'{"prompt": "x", "prompt": 5}', b'{"prompt": "\\ud800"', b"\x00" * 64, b'{"prompt": "x"}{}',
 )  # fmt: skip
 
 

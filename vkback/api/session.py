@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from vkback.api.errors import ModelError
+from vkback.api.errors import ContextLengthError
 from vkback.api.options import GenerateOptions, Options
 from vkback.api.result import Result
 from vkback.api.stream import Stream
@@ -155,10 +155,10 @@ class Session:
     def _check_room(self, count: int) -> None:
         n_ctx = self.model.n_ctx
         if count > n_ctx:
-            raise ModelError(
+            raise ContextLengthError(
                 f"[session] the text would have {count} tokens, the context has {n_ctx}. Nothing was read: shorten it, or load with a "
-                "larger ctx"
-            )
+                "larger ctx", count, n_ctx,
+            )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<Session of {self.model.name}, {len(self._tokens)} tokens>"

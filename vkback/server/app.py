@@ -6,29 +6,43 @@ import asyncio
 import hmac
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vkback.api import Chunk, Result
-from vkback.server import replies, schema
-from vkback.server.errors import BadRequest, BodyTimeout, BodyTooLarge, NotJson, ServerError, Unauthorized, Unavailable, UnknownModel
+from vkback.server import replies, request_log, schema
+from vkback.server.errors import (
+    BadRequest,
+    BodyTimeout,
+    BodyTooLarge,
+    NotJson,
+    ServerError,
+    Unauthorized,
+    Unavailable,
+    UnknownModel,
+    WrongHost,
+)
 from vkback.server.metrics import Collector
 from vkback.server.worker import Event, Job, Worker
 
 GRACE_S = 5.0
 """Above the time of a request, until it is answered without the worker: its step is hanging, or reads a long prompt."""
+
+KEEP_ALIVE_S = 5.0
+"""A stream for which nothing has come so long, since it waits for its turn or its prompt is being read, gets its head and then comments."""
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -44,13 +58,22 @@ class Limits:
     body_s: float = 30.0
 
 
+@dataclass
+class Turn:
+    """A job, and the events that come for it."""
+
+    job: Job
+    events: asyncio.Queue[Event]
+
+
 def build_app(
     worker: Worker, *, api_key: str | None = None, limits: Limits | None = None, template: str | None = None, hosts: Sequence[str] = ("*",)
 ) -> Starlette:
     """The application. The worker is closed when it ends.
 
     template  of chats, in the place of the model's own
-    hosts     names that the Host header may have: a page of another site whose name was made to mean this machine has none of them
+    hosts     names that the Host header may have, `*.example.com` for all below one, `*` for any: a page of another site whose name was
+              made to mean this machine has none of them
     """
     server = Server(worker, api_key, limits or Limits(), template)
 
@@ -70,13 +93,41 @@ def build_app(
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
         ],
         exception_handlers={ServerError: on_error, HTTPException: on_http_error, Exception: on_fault},
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
+        middleware=[Middleware(request_log.RequestLog), Middleware(HostCheck, hosts=tuple(hosts))],
         lifespan=lifespan,
     )
 
 
+class HostCheck:
+    """Refuses requests whose Host header is another one, with an error of the API's form."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        self._app, self._hosts = app, [host.lower() for host in hosts]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._knows(given := host_of(Headers(scope=scope).get("host", ""))):
+            error = WrongHost(
+                f"[server] the Host header says {given!r}, this server answers to {', '.join(self._hosts)} alone. Start it with "
+                f"--allowed-hosts {given or 'NAME'}, or with --host 0.0.0.0 if all who reach this machine may use it"
+            )
+            response = await on_error(Request(scope), error)
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _knows(self, given: str) -> bool:
+        return any(host in ("*", given) or (host.startswith("*.") and given.endswith(host[1:])) for host in self._hosts)
+
+
+def host_of(header: str) -> str:
+    """The name in a Host header, without the port. An IPv6 address keeps its brackets."""
+    name, _, port = header.rpartition(":")
+    return (name if name and port.isdigit() and (":" not in name or name.endswith("]")) else header).lower()
+
+
 async def on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServerError)
+    request_log.of(request).error = error
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
@@ -135,12 +186,12 @@ class Server:
     async def completions(self, request: Request) -> Response:
         asked = schema.parse(schema.CompletionRequest, await self._body(request))
         options = asked.options(self.worker.n_vocab, self._token_limit)
-        return await self._answer(request, asked, asked.prompt, options, chat=False)
+        return await self._answer(request, asked, asked.prompts(), options, chat=False)
 
     async def chat(self, request: Request) -> Response:
         asked = schema.parse(schema.ChatRequest, await self._body(request))
         options = asked.options(self.worker.n_vocab, self._token_limit)
-        return await self._answer(request, asked, [m.plain() for m in asked.messages], options, chat=True)
+        return await self._answer(request, asked, [[m.plain() for m in asked.messages]], options, chat=True)
 
     # -- parts
 
@@ -156,7 +207,7 @@ class Server:
         }  # fmt: skip
 
     def _require_model(self, name: str | None) -> None:
-        if name is not None and name != self.worker.model_name:
+        if name is not None and name not in self.worker.model_names:
             raise UnknownModel(f"[server] no model is called {name!r} here; there is {self.worker.model_name!r}", "model")
 
     def _authorize(self, request: Request) -> None:
@@ -186,7 +237,8 @@ class Server:
             raise BadRequest("[server] the client left before its request was there") from e
         return bytes(body)
 
-    async def _answer(self, request: Request, asked: Any, prompt: Any, options: Any, *, chat: bool) -> Response:
+    async def _answer(self, request: Request, asked: Any, prompts: Sequence[Any], options: Any, *, chat: bool) -> Response:
+        """A choice for each prompt. They take their turns one after another."""
         self._require_model(asked.model)
         if asked.stream_options is not None and not asked.stream:
             raise BadRequest("[server] stream_options needs stream: true", "stream_options")
@@ -195,32 +247,54 @@ class Server:
             ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex, self.worker.model_name, chat, lambda token: spell(token, special=True),
             options["logprobs"] is not None,
         )  # fmt: skip
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        job = Job(
-            prompt, chat, options, request.client.host if request.client else "", time.monotonic() + self._limits.request_s,
-            _sender(asyncio.get_running_loop(), events), self._template,
-        )  # fmt: skip
-        self.worker.submit(job)
-        try:
-            first = await self._next(request, job, events)
-            if asked.stream:
-                usage = asked.stream_options is not None and asked.stream_options.include_usage
-                return StreamingResponse(self._stream(job, shape, first, events, usage), media_type="text/event-stream")
-            last = first
-            while not isinstance(last, Result):
-                last = await self._next(request, job, events)
-        except BaseException:
-            self.worker.cancel(job)
-            raise
-        return JSONResponse(shape.whole(last))
+        deadline = time.monotonic() + self._limits.request_s
+        told = request_log.of(request)
+        results: list[Result] = []
 
-    async def _next(self, request: Request, job: Job, events: asyncio.Queue[Event]) -> Chunk | Result:
-        """The next event. Raises the error that it is, BadRequest when the client leaves first, Unavailable when nothing comes in time."""
-        event = asyncio.ensure_future(events.get())
-        left = asyncio.ensure_future(request.receive())
+        def begin(prompt: Any) -> Turn:
+            events: asyncio.Queue[Event] = asyncio.Queue()
+            send = _sender(asyncio.get_running_loop(), events)
+            job = Job(prompt, chat, options, request.client.host if request.client else "", deadline, send, self._template)
+            self.worker.submit(job)
+            return Turn(job, events)
+
+        if asked.stream:
+            turn = begin(prompts[0])
+            with self._cancelled_on_error(turn):
+                first = await self._next(request, turn, KEEP_ALIVE_S)
+            usage = asked.stream_options is not None and asked.stream_options.include_usage
+            events = self._stream(begin, turn, first, prompts[1:], shape, usage, told)
+            return StreamingResponse(events, media_type="text/event-stream")
+        for prompt in prompts:
+            turn = begin(prompt)
+            with self._cancelled_on_error(turn):
+                while not isinstance(last := await self._next(request, turn), Result):
+                    pass
+            results.append(last)
+        told.results += results
+        return JSONResponse(shape.whole(results))
+
+    @contextmanager
+    def _cancelled_on_error(self, turn: Turn) -> Iterator[None]:
         try:
-            done, _ = await asyncio.wait({event, left}, timeout=_time_left(job), return_when=asyncio.FIRST_COMPLETED)
+            yield
+        except BaseException:
+            self.worker.cancel(turn.job)
+            raise
+
+    async def _next(self, request: Request, turn: Turn, seconds: float | None = None) -> Chunk | Result | None:
+        """The next event; None where it does not come within so many seconds. Raises the error that it is, BadRequest when the client
+        leaves first, Unavailable when nothing comes in the time of the request."""
+        event = asyncio.ensure_future(turn.events.get())
+        left = asyncio.ensure_future(request.receive())
+        late = _time_left(turn.job)
+        try:
+            done, _ = await asyncio.wait(
+                {event, left}, timeout=late if seconds is None else min(late, seconds), return_when=asyncio.FIRST_COMPLETED
+            )
             if not done:
+                if seconds is not None and seconds < late:
+                    return None
                 raise _too_late()
             if not event.done():
                 raise BadRequest("[server] the client has left")
@@ -234,32 +308,50 @@ class Server:
         return found
 
     async def _stream(
-        self, job: Job, shape: replies.Shape, first: Chunk | Result, events: asyncio.Queue[Event], usage: bool
-    ) -> AsyncIterator[str]:
-        """Events of a reply, from the first on. An error comes as the last one, since the status is sent."""
+        self, begin: Callable[[Any], Turn], turn: Turn, first: Chunk | Result | None, further: Sequence[Any], shape: replies.Shape,
+        usage: bool, told: request_log.Told,
+    ) -> AsyncIterator[str]:  # fmt: skip
+        """Events of a reply: of the turn that has begun, and of those of further prompts. An error comes as the last one, since the status
+        is sent. While nothing comes, comments do."""
+        results: list[Result] = []
+        found: Event | None = first
         try:
-            if shape.chat:
-                yield replies.event(shape.first())
-            found: Event = first
-            while isinstance(found, Chunk):
-                yield replies.event(shape.piece(found.text, found.logprobs))
-                try:
-                    found = await asyncio.wait_for(events.get(), _time_left(job))
-                except TimeoutError:
-                    found = _too_late()
-            if isinstance(found, ServerError):
-                yield replies.event(replies.error_body(found))
-                return
-            yield replies.event(shape.last(found))
+            for index in range(1 + len(further)):
+                if index:
+                    turn = begin(further[index - 1])
+                    shape = shape.choice(index)
+                    found = await _event_of(turn)
+                if shape.chat:
+                    yield replies.event(shape.first())
+                while not isinstance(found, Result):
+                    if isinstance(found, ServerError):
+                        raise found
+                    yield replies.WAITING if found is None else replies.event(shape.piece(found.text, found.logprobs))
+                    found = await _event_of(turn)
+                yield replies.event(shape.last(found))
+                results.append(found)
             if usage:
-                yield replies.event(shape.usage(found))
+                yield replies.event(shape.usage(results))
             yield replies.DONE
+        except ServerError as e:
+            told.error = e
+            yield replies.event(replies.error_body(e))
         finally:
-            self.worker.cancel(job)
+            told.results += results
+            self.worker.cancel(turn.job)
+
+
+async def _event_of(turn: Turn) -> Event | None:
+    """The next one; None where nothing has come for KEEP_ALIVE_S."""
+    late = _time_left(turn.job)
+    try:
+        return await asyncio.wait_for(turn.events.get(), max(0.0, min(late, KEEP_ALIVE_S)))
+    except TimeoutError:
+        return _too_late() if late < KEEP_ALIVE_S else None
 
 
 def _time_left(job: Job) -> float:
-    return max(0.0, job.deadline - time.monotonic()) + GRACE_S
+    return max(0.0, job.deadline + GRACE_S - time.monotonic())
 
 
 def _too_late() -> Unavailable:

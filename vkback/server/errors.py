@@ -44,6 +44,25 @@ class UnknownModel(BadRequest):
     code = "model_not_found"
 
 
+class ContextTooLong(BadRequest):
+    """More tokens than the context has. The words are OpenAI's, since clients look for them."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, tokens: int, n_ctx: int, chat: bool) -> None:
+        what, field = ("messages", "messages") if chat else ("prompt", "prompt")
+        super().__init__(
+            f"[server] This model's maximum context length is {n_ctx} tokens. However, your {what} resulted in {tokens} tokens. "
+            f"Please reduce the length of the {what}, or start the server with a larger --ctx.", field,
+        )  # fmt: skip
+
+
+class WrongHost(BadRequest):
+    """A Host header that this server does not answer to."""
+
+    code = "invalid_host"
+
+
 class BodyTimeout(BadRequest):
     """The body did not come in time."""
 

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vkback.api import Result, TokenLogprob
@@ -30,25 +30,28 @@ def event(body: dict[str, Any]) -> str:
 
 DONE = "data: [DONE]\n\n"
 
+WAITING = ": waiting\n\n"
+"""A comment, which clients skip: it keeps those between them and the server from ending a connection without traffic."""
+
 
 def finish_reason(result: Result) -> str:
     return "stop" if result.finish_reason in ("eos", "stop") else "length"
 
 
-def usage(result: Result) -> dict[str, Any]:
-    """Tokens of prompt and text; cached: of the prompt, not read again."""
-    timings = result.timings
-    prompt = timings.prompt_tokens + timings.reused_tokens
-    made = len(result.tokens)
+def usage(results: Sequence[Result]) -> dict[str, Any]:
+    """Tokens of prompts and texts; cached: of the prompts, not read again."""
+    reused = sum(result.timings.reused_tokens for result in results)
+    prompt = reused + sum(result.timings.prompt_tokens for result in results)
+    made = sum(len(result.tokens) for result in results)
     return {
         "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": timings.reused_tokens},
+        "prompt_tokens_details": {"cached_tokens": reused},
     }  # fmt: skip
 
 
 @dataclass
 class Shape:
-    """What all bodies of one reply share. offset: characters of the text so far, for `text_offset`."""
+    """What all bodies of one choice share. offset: characters of the text so far, for `text_offset`."""
 
     id: str
     model: str
@@ -56,16 +59,24 @@ class Shape:
     spell: Spell
     logprobs: bool
     created: int = field(default_factory=lambda: int(time.time()))
+    index: int = 0
     offset: int = 0
 
-    def whole(self, result: Result) -> dict[str, Any]:
-        """Of a reply that is not streamed."""
+    def choice(self, index: int) -> Shape:
+        """The same for another choice of the reply."""
+        return replace(self, index=index, offset=0)
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        """Of a reply that is not streamed: a choice for each result."""
+        choices = [self.choice(index)._whole_choice(result) for index, result in enumerate(results)]
+        return self._head("chat.completion") | {"choices": choices, "usage": usage(results)}
+
+    def _whole_choice(self, result: Result) -> dict[str, Any]:
         if self.chat:
             choice: dict[str, Any] = {"message": {"role": "assistant", "content": result.text, "refusal": None}}
         else:
             choice = {"text": result.text}
-        body = self._body("chat.completion", choice, result.logprobs, finish_reason(result))
-        return body | {"usage": usage(result)}
+        return self._choice(choice, result.logprobs, finish_reason(result))
 
     def first(self) -> dict[str, Any]:
         """Of a chat: who speaks."""
@@ -78,18 +89,21 @@ class Shape:
         """Why the text ends."""
         return self._body("chat.completion.chunk", {"delta": {}} if self.chat else {"text": ""}, (), finish_reason(result))
 
-    def usage(self, result: Result) -> dict[str, Any]:
+    def usage(self, results: Sequence[Result]) -> dict[str, Any]:
         """The event that `include_usage` asks for."""
-        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage(result)}
+        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage(results)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind if self.chat else "text_completion", "created": self.created, "model": self.model}
 
     def _body(self, kind: str, choice: dict[str, Any], logprobs: Sequence[TokenLogprob], finish: str | None) -> dict[str, Any]:
+        return self._head(kind) | {"choices": [self._choice(choice, logprobs, finish)]}
+
+    def _choice(self, choice: dict[str, Any], logprobs: Sequence[TokenLogprob], finish: str | None) -> dict[str, Any]:
         told = None
         if self.logprobs and (logprobs or finish is None or "message" in choice):
             told = {"content": [self._chat_token(t) for t in logprobs], "refusal": None} if self.chat else self._text_tokens(logprobs)
-        return self._head(kind) | {"choices": [{"index": 0, **choice, "logprobs": told, "finish_reason": finish}]}
+        return {"index": self.index, **choice, "logprobs": told, "finish_reason": finish}
 
     def _chat_token(self, t: TokenLogprob) -> dict[str, Any]:
         return self._chat_entry(t.token, t.text, t.logprob) | {"top_logprobs": [self._chat_entry(*entry) for entry in t.top]}

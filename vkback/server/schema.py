@@ -1,50 +1,80 @@
-"""What clients may ask for, and how that becomes options of a generation. A field that is not here is refused by its name."""
+"""What clients may ask for, and how that becomes options of a generation. A field that is not here is refused by its name, unless
+it is null.
+
+A field's description says what it takes: it is what an error tells.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
 
 from vkback.api import GenerateOptions
+from vkback.errors import did_you_mean
 from vkback.server.errors import BadRequest
 
 SEED_BITS = 31
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's for /v1/completions."""
 
+SHOWN_CHARS = 60
+"""Of a wrong value, in an error."""
+
+NO_TOOLS = "this server has no tools; leave it out"
+
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+PromptText = Annotated[str, Field(min_length=1)]
+
+
+def nothing_but(*allowed: Any, why: str) -> BeforeValidator:
+    """A field that clients send with a value that means nothing: null, empty, or one of `allowed`. Any other is refused, saying why."""
+
+    def check(value: Any) -> None:
+        if value not in (None, "", [], {}, *allowed):
+            raise ValueError(why)
+
+    return BeforeValidator(check)
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        """Null is "not given", also of fields that this server does not know."""
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
 
 class StreamOptions(_Strict):
     """include_usage: a last event with the number of tokens."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool = Field(default=False, description="true or false")
+    include_obfuscation: bool = Field(default=False, description="true or false")
 
 
 class JsonSchema(_Strict):
     """schema: what the reply is held to; without it any object. name, description and strict change nothing: a reply never differs from
     its schema."""
 
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema", description="a JSON schema, as an object, true or false")
+    name: str | None = Field(default=None, description="a text")
+    description: str | None = Field(default=None, description="a text")
+    strict: bool | None = Field(default=None, description="true or false")
 
 
 class ResponseFormat(_Strict):
     """text; json_object, any JSON object; json_schema, JSON of the schema in the field of that name."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field(description='"text", "json_object" or "json_schema"')
+    json_schema: JsonSchema | None = Field(default=None, description='{"schema": ...}')
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
@@ -61,35 +91,40 @@ class ResponseFormat(_Strict):
 
 
 class _Sampling(_Strict):
-    """What both endpoints take. top_k, min_p and repeat_penalty are not OpenAI's. user, metadata, store and service_tier change nothing."""
+    """What both endpoints take. top_k, min_p and repeat_penalty are not OpenAI's. user, safety_identifier, prompt_cache_key, metadata,
+    store and service_tier change nothing."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**SEED_BITS)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
-    response_format: ResponseFormat | None = None
-    n: Literal[1] | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
+    model: str | None = Field(default=None, description="the name of the model, a text")
+    stream: bool | None = Field(default=None, description="true or false")
+    stream_options: StreamOptions | None = Field(default=None, description='{"include_usage": true or false}')
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(default=None, description="a whole number of at least 1")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(default=None, description="a number from 0 to 2")
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="a number from 0 to 1")
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(default=None, description="a whole number from 0 to 2147483647")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="a number from 0 to 1")
+    seed: Annotated[int, Field(ge=0, lt=2**SEED_BITS)] | None = Field(default=None, description="a whole number from 0 to 2147483647")
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
+        default=None, description="a text of 1 to 256 characters, or a list of at most 16 of them"
+    )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(default=None, description="a number from -2 to 2")
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(default=None, description="a number from -2 to 2")
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(default=None, description="a number from 0.01 to 100")
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = Field(
+        default=None, description='at most 1024 token ids, each with a number from -100 to 100, as {"50": -100}'
+    )
+    response_format: ResponseFormat | None = Field(default=None, description='{"type": "text"}, "json_object" or "json_schema"')
+    n: Literal[1] | None = Field(default=None, description="1: a request gets one reply for each prompt")
+    user: str | None = Field(default=None, description="a text")
+    safety_identifier: str | None = Field(default=None, description="a text")
+    prompt_cache_key: str | None = Field(default=None, description="a text")
+    metadata: dict[str, Any] | None = Field(default=None, description="an object")
+    store: bool | None = Field(default=None, description="true or false")
+    service_tier: str | None = Field(default=None, description="a text")
 
     def generate_options(self, n_vocab: int, limit: int, default: int, wanted: int | None) -> GenerateOptions:
-        """limit: tokens that may be asked for; default: without a number. Raises BadRequest."""
-        if wanted is not None and wanted > limit:
-            raise BadRequest(f"[server] max_tokens is {wanted}, this server makes at most {limit}", "max_tokens")
+        """limit: tokens that a reply has at most, whatever is wanted; default: without a number. Raises BadRequest."""
         options: GenerateOptions = {
-            "max_tokens": min(default, limit) if wanted is None else wanted,
+            "max_tokens": min(default if wanted is None else wanted, limit),
             "seed": secrets.randbits(SEED_BITS) if self.seed is None else self.seed,
             "logit_bias": _bias(self.logit_bias or {}, n_vocab),
         }
@@ -115,13 +150,22 @@ class _Sampling(_Strict):
 
 
 class CompletionRequest(_Sampling):
-    """POST /v1/completions. logprobs: how many of the likeliest tokens to tell at each step."""
+    """POST /v1/completions. prompt: one, or several, each of which gets a choice. logprobs: how many of the likeliest tokens to tell at
+    each step."""
 
-    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    prompt: (
+        PromptText | TokenIds | Annotated[list[PromptText], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    ) = Field(description="a text or a list of token ids, neither of them empty, or a list of such")
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="a whole number from 0 to 20")
+    echo: Literal[False] | None = Field(default=None, description="false: the prompt is not repeated")
+    best_of: Literal[1] | None = Field(default=None, description="1")
+    suffix: Annotated[None, nothing_but(why="no text can be put behind the reply; leave it out")] = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One for each choice."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
     def options(self, n_vocab: int, limit: int) -> GenerateOptions:
         options = self.generate_options(n_vocab, limit, DEFAULT_COMPLETION_TOKENS, self.max_tokens)
@@ -129,34 +173,75 @@ class CompletionRequest(_Sampling):
         return options
 
 
+PARTS_OF_OTHERS = {
+    "image_url": "images are", "input_image": "images are", "image": "images are", "input_audio": "audio is", "audio": "audio is",
+    "video_url": "video is", "file": "files are", "input_file": "files are",
+}  # fmt: skip
+
+
 class TextPart(_Strict):
     """A piece of a message's content."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text"] = Field(description='"text"')
+    text: str = Field(description="a text")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind in PARTS_OF_OTHERS:
+            raise ValueError(f"{PARTS_OF_OTHERS[kind]} not supported, messages are of text alone")
+        return data
 
 
 class ChatMessage(_Strict):
-    """role: a template says which it knows."""
+    """role: a template says which it knows. What replies have, also those of others, may come back; tools and audio may not.
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart]
-    name: str | None = None
+    reasoning_content  given to the template
+    parsed             what OpenAI's Python client has made of the content, and sends back with it; changes nothing
+    """
+
+    role: Annotated[str, Field(min_length=1, max_length=64)] = Field(description='a text of 1 to 64 characters, as "user"')
+    content: str | list[TextPart] = Field(default="", description='a text, or a list of parts, as {"type": "text", "text": "Hello"}')
+    name: str | None = Field(default=None, description="a text")
+    reasoning_content: str | None = Field(default=None, description="a text")
+    parsed: Any = None
+    tool_calls: Annotated[None, nothing_but(why=NO_TOOLS)] = None
+    tool_call_id: Annotated[None, nothing_but(why=NO_TOOLS)] = None
+    function_call: Annotated[None, nothing_but(why=NO_TOOLS)] = None
+    refusal: Annotated[None, nothing_but(why="a refusal is no part of a conversation here; leave it out, or send it as content")] = None
+    audio: Annotated[None, nothing_but(why="audio is not supported, messages are of text alone")] = None
+    annotations: Annotated[None, nothing_but(why="annotations are not supported; leave them out")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _need_content(cls, data: Any) -> Any:
+        """Before nulls are dropped: a content of null is an empty one. An assistant's message may do without."""
+        if isinstance(data, dict) and "content" not in data and data.get("role") != "assistant":
+            raise ValueError('content is missing; expected a message as {"role": "user", "content": "Hello"}')
+        return data
 
     def plain(self) -> dict[str, str]:
         """As templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
+        further = {"name": self.name, "reasoning_content": self.reasoning_content or None}
+        return {"role": self.role, "content": content} | {key: value for key, value in further.items() if value is not None}
 
 
 class ChatRequest(_Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] = Field(
+        description='at least one message, as {"role": "user", "content": "Hello"}'
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(default=None, description="a whole number of at least 1")
+    logprobs: bool | None = Field(default=None, description="true or false")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="a whole number from 0 to 20")
+    tools: Annotated[None, nothing_but(why=NO_TOOLS)] = None
+    tool_choice: Annotated[None, nothing_but("none", "auto", why=NO_TOOLS)] = None
+    parallel_tool_calls: Annotated[None, nothing_but(True, False, why=NO_TOOLS)] = None
+    functions: Annotated[None, nothing_but(why=NO_TOOLS)] = None
+    function_call: Annotated[None, nothing_but("none", "auto", why=NO_TOOLS)] = None
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -175,14 +260,61 @@ Asked = TypeVar("Asked", bound=BaseModel)
 
 
 def parse(kind: type[Asked], body: bytes) -> Asked:
-    """Raises BadRequest naming the first field that is wrong, what was expected, and what came."""
+    """Raises BadRequest naming a field that is wrong, what was expected, and what came."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:
-        first = e.errors(include_url=False, include_context=False)[0]
-        param = ".".join(str(part) for part in first["loc"]) or None
-        text = "is no field of this endpoint" if first["type"] == "extra_forbidden" else first["msg"]
-        raise BadRequest(f"[server] {param or 'the body'}: {text}", param) from e
+        errors = e.errors(include_url=False)
+        if errors[0]["type"] == "json_invalid":
+            raise BadRequest(f"[server] the body is no JSON: {errors[0]['msg'].removeprefix('Invalid JSON: ')}") from e
+        first = errors[0]["loc"][:1]
+        path, expected, error = max((_place(kind, error) for error in errors if error["loc"][:1] == first), key=lambda found: len(found[0]))
+        where = ".".join(map(str, path))
+        raise BadRequest(f"[server] {where or 'the body'}: {_said(kind, expected, error, from_json(body), path)}", where or None) from e
+
+
+Place = tuple[list[str | int], str, ErrorDetails]
+
+
+def _place(kind: type[BaseModel], error: ErrorDetails) -> Place:
+    """The path of what is wrong and what is expected there. Names that pydantic gives to members of a union are no part of it."""
+    path: list[str | int] = []
+    model: type[BaseModel] | None = kind
+    expected = "an object"
+    for part in error["loc"]:
+        if model is None:
+            break  # within a value that is told whole
+        field = next((f for name, f in model.model_fields.items() if part == (f.alias or name)), None)
+        if field is not None:
+            path.append(part)
+            expected = field.description or "nothing"
+            model = next(_models(field.annotation), None)
+        elif isinstance(part, int) or (error["type"] == "extra_forbidden" and part == error["loc"][-1]):
+            path.append(part)
+    return path, expected, error
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Those that a field's type is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+def _said(kind: type[BaseModel], expected: str, error: ErrorDetails, body: Any, path: Sequence[str | int]) -> str:
+    if error["type"] == "extra_forbidden":
+        near = did_you_mean(str(path[-1]), kind.model_fields) if len(path) == 1 else ""
+        return f"is no field of this endpoint{near and '.' + near}"
+    if error["type"] == "missing":
+        return f"is missing; expected {expected}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    value = body
+    for part in path:
+        value = value[part]
+    shown = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
+    return f"expected {expected}; got {shown if len(shown) <= SHOWN_CHARS else shown[:SHOWN_CHARS] + ' ...'}"
 
 
 def _bias(given: dict[str, float], n_vocab: int) -> dict[int, float]:

@@ -15,16 +15,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vkback.api import Chunk, GenerateOptions, LoadedModel, Result, Session
+from vkback.api import ChatTemplateError, Chunk, GenerateOptions, LoadedModel, ModelError, Result, Session
+from vkback.api.errors import ContextLengthError
 from vkback.device import DeviceError, DeviceLost
 from vkback.device import Timeout as DeviceTimeout
 from vkback.errors import VkbackError
-from vkback.server.errors import BadRequest, LostDevice, QueueFull, ServerError, Unavailable
+from vkback.models.constraint import ConstraintError
+from vkback.server.errors import BadRequest, ContextTooLong, LostDevice, QueueFull, ServerError, Unavailable
 
 log = logging.getLogger("vkback.server")
 
 JOIN_S = 15.0
 """How long the end of the server waits for the device."""
+
+REFUSALS = (ModelError, ChatTemplateError, ConstraintError)
+"""What is wrong with a request. All other errors are of the model, the device or the server, and no request cures them."""
 
 Event = Chunk | Result | ServerError
 """Pieces of text, then the whole; or an error, after which nothing comes."""
@@ -71,11 +76,14 @@ class Counts:
 class Worker:
     """Runs jobs on a model, which it closes at its end."""
 
-    def __init__(self, load: Callable[[], LoadedModel], *, max_queue: int = 32, reuse: bool = True) -> None:
-        """load: opens the model, now and after the device was lost. reuse: keep what a prompt shares with the one before."""
+    def __init__(self, load: Callable[[], LoadedModel], *, max_queue: int = 32, reuse: bool = True, alias: str | None = None) -> None:
+        """load: opens the model, now and after the device was lost. reuse: keep what a prompt shares with the one before. alias: what
+        clients may call the model beside its file's name, and are told."""
         self._load, self._max_queue, self._reuse = load, max_queue, reuse
         self._model: LoadedModel | None = load()
-        self.model_name = self._model.name.removesuffix(".gguf")
+        file_name = self._model.name.removesuffix(".gguf")
+        self.model_name = alias or file_name
+        self.model_names = {self.model_name, file_name}
         self.description = self._model.description
         self.n_ctx, self.n_vocab = self._model.n_ctx, self._model.n_vocab
         self.tokenizer = self._model.tokenizer
@@ -106,7 +114,7 @@ class Worker:
         """Put a job at the end of its client's queue. Raises QueueFull and Unavailable."""
         with self._changed:
             if self._stopping:
-                raise Unavailable("[server] the server is ending")
+                raise _ending()
             if self._length() >= self._max_queue:
                 self.counts.refused += 1
                 ended = self.counts.finished + self.counts.cancelled + self.counts.failed
@@ -129,17 +137,22 @@ class Worker:
                 if not queue:
                     del self._waiting[job.client]
 
-    def close(self) -> None:
-        """End the thread: the running job ends at its next piece, those that wait get an error."""
+    def end(self) -> None:
+        """Take no more jobs. Those that run and wait get an error at once; the one that runs leaves the device at its next piece."""
         with self._changed:
             self._stopping = True
             left = [job for queue in self._waiting.values() for job in queue]
             self._waiting.clear()
-            if self._running:
+            if self._running and not self._running.cancelled.is_set():
                 self._running.cancelled.set()
+                left.append(self._running)
             self._changed.notify()
         for job in left:
-            job.put(Unavailable("[server] the server is ending"))
+            job.put(_ending())
+
+    def close(self) -> None:
+        """End the thread, and close the model."""
+        self.end()
         self._thread.join(JOIN_S)
         if self._thread.is_alive():
             log.error("the device has not ended its work within %g s; it is left as it is", JOIN_S)
@@ -182,8 +195,13 @@ class Worker:
                 job.put(e)
             except DeviceError as e:
                 self._failed(job, Unavailable(str(e)))
-            except VkbackError as e:
+            except ContextLengthError as e:
+                self._failed(job, ContextTooLong(e.tokens, e.n_ctx, job.chat))
+            except REFUSALS as e:
                 self._failed(job, BadRequest(str(e)))
+            except VkbackError as e:
+                log.error("%s", e)
+                self._failed(job, ServerError(str(e)))
             except Exception as e:
                 log.exception("a request failed")
                 self._failed(job, ServerError(f"[server] the request failed inside the server: {type(e).__name__}; its log says more"))
@@ -251,3 +269,7 @@ class Worker:
             log.error("the device could not be opened again: %s", e, exc_info=not isinstance(e, VkbackError))
             return
         self.state = "idle"
+
+
+def _ending() -> Unavailable:
+    return Unavailable("[server] the server is ending")
