@@ -14,6 +14,7 @@ from kernel_paths import planned_for
 from model_files import hollow
 
 from vkback.device import Device
+from vkback.graph import Tensor
 from vkback.harness import token_cases
 from vkback.harness.judge import judge
 from vkback.harness.token_cases import TokenCase
@@ -27,7 +28,7 @@ from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Overrides
-from vkback.shader import ShaderLibrary
+from vkback.shader import ShaderLibrary, interface
 
 H200 = "nvidia_h200_linux"
 N = 512
@@ -67,20 +68,18 @@ def layer(schedule: Schedule, first: str, after: str) -> list[list[Dispatch]]:
     return schedule.stages[numbers[first] : numbers[after]]
 
 
-def specialized(dispatch: Dispatch, constant: int) -> int:
+def specialized(dispatch: Dispatch, constant: str) -> int | float:
     return dict(dispatch.kernel.spec)[constant]
+
+
+def bound(dispatch: Dispatch, buffer: str) -> Tensor:
+    """The tensor bound as a buffer that the shader declares."""
+    return dispatch.args[interface(dispatch.kernel.source).binding(buffer)].tensor
 
 
 def of(schedule: Schedule, label: str, kernel: str) -> Dispatch:
     (found,) = [d for d in schedule.dispatches() if d.label == label and Path(d.kernel.source).stem == kernel]
     return found
-
-
-NEXT_NORM, Y_SQUARES, X_SQUARES = 21, 23, 24
-"""The same of coop_reg.comp."""
-
-Y_TYPE, FRAGMENTS, PACK_NORM, PACK_FACTORS, ATTENTION_OUT = 15, 2, 5, 8, 8
-"""Specialization constants of coop_mat.comp, pack_f16.comp and prompt_matrix.comp; y as fragments."""
 
 
 def test_a_dense_layer_of_a_prompt(large: Callable[[str], Model]) -> None:
@@ -102,8 +101,8 @@ def test_a_layer_of_experts_of_a_prompt(large: Callable[[str], Model]) -> None:
             ["pack_f16"], ["coop_mat"], ["split_sum"], ["router"], ["route"], ["pack_f16"], ["coop_mat"], ["coop_mat"], ["moe_reduce"],
         ]  # fmt: skip
         once, again = of(schedule, f"{rms}-0.f16", "pack_f16"), of(schedule, f"{rms}-0.f16.ffn_moe_topk-0.route64", "pack_f16")
-        assert (specialized(once, PACK_FACTORS), specialized(again, PACK_FACTORS)) == (1, 2)
-        assert once.args[4].tensor == again.args[4].tensor and again.args[3].tensor.name == "ffn_moe_topk-0.route64"
+        assert (specialized(once, "FACTORS"), specialized(again, "FACTORS")) == (1, 2)
+        assert bound(once, "Factors") == bound(again, "Factors") and bound(again, "Route").name == "ffn_moe_topk-0.route64"
 
 
 def test_who_packs_is_up_to_the_tables(large: Callable[[str], Model]) -> None:
@@ -139,7 +138,7 @@ def test_packed_values_agree_with_their_readers(large: Callable[[str], Model]) -
                 nodes = {a.tensor for d in (producer, reader) for a in d.args if a.tensor.kind == "node" and a.tensor.type == "I32"}
                 routes = {t.name for t in nodes if ".route" in t.name}
                 assert len(routes) <= 1
-                tile_n = specialized(reader, 6)
+                tile_n = int(specialized(reader, "TILE_N"))
                 assert tensor.shape[0] % tile_n == 0 and tensor.shape[0] >= n
 
 
@@ -161,14 +160,14 @@ def test_a_layer_of_few_tokens(large: Callable[[str], Model]) -> None:
     for n in range(2, 17):
         schedule = scheduled(large(DENSE), n=n)
         assert [sorted(set(kernels(stage))) for stage in schedule.stages[2:8]] == [
-            ["coop_reg"], ["attention"], ["coop_reg"], ["coop_reg"], ["coop_reg"], ["coop_reg"],
+            ["coop_reg_heads"], ["attention"], ["coop_reg"], ["coop_reg"], ["coop_reg"], ["coop_reg"],
         ]  # fmt: skip
         rows = 4096 // 16
         out, gate = of(schedule, "ffn_inp-0", "coop_reg"), of(schedule, "ffn_swiglu-0.f16", "coop_reg")
         names = {a.tensor.name: a.tensor.shape for a in out.args if "w" in a.access and a.tensor.kind == "node"}
         assert names["ffn_inp-0"] == (n, 4096) and names["ffn_norm-0.squares"] == (n, rows) and "ffn_norm-0.units" in names
-        assert (specialized(out, NEXT_NORM), specialized(out, Y_SQUARES), specialized(gate, X_SQUARES)) == (1, rows, rows)
-        assert out.args[8].tensor.name == "blk.0.ffn_norm.weight" and gate.args[1].tensor.name == "ffn_norm-0.units"
+        assert (specialized(out, "NEXT_NORM"), specialized(out, "Y_SQUARES"), specialized(gate, "X_SQUARES")) == (1, rows, rows)
+        assert bound(out, "NextNormWeight").name == "blk.0.ffn_norm.weight" and bound(gate, "X").name == "ffn_norm-0.units"
 
 
 def test_who_turns_and_stores_few_tokens(large: Callable[[str], Model]) -> None:
@@ -177,7 +176,7 @@ def test_who_turns_and_stores_few_tokens(large: Callable[[str], Model]) -> None:
     stored = [d for d in scheduled(large(DENSE), n=8).dispatches() if {a.tensor.name for a in d.args} & {"cache_k_l0", "cache_v_l0"}]
     made = [{a.tensor.name for a in d.args if "w" in a.access and a.tensor.kind in ("node", "state")} for d in stored[:2]]
     assert made == [{"Qcur_rope-0", "Qcur_rope-0.arrivals", "cache_k_l0"}, {"Qcur_rope-0.arrivals", "cache_v_l0"}]
-    assert [d.args[8].tensor.name for d in stored[:2]] == ["rope_angles.0"] * 2 and stored[2].kernel.source == "attention/attention.comp"
+    assert [bound(d, "Angles").name for d in stored[:2]] == ["rope_angles.0"] * 2 and stored[2].kernel.source == "attention/attention.comp"
     for name, n, rope, separate in (
         (DENSE, 2, "product", False), (DENSE, 16, "product", False), (DENSE, 48, "product", False), (DENSE, 8, "stage", True),
         (DENSE, 65, "product", True), (EXPERTS, 8, "product", True), (BIASED, 8, "product", True),

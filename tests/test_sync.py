@@ -113,7 +113,7 @@ def check_arrivals(s: Schedule) -> None:
     for number in s.barrier_free:
         for d in s.stages[number]:
             assert d.waits is not None
-            expected = dict(d.kernel.spec).get(20) or dict(d.kernel.defines).get("EXPECTED")
+            expected = dict(d.kernel.spec).get("EXPECTED") or dict(d.kernel.defines).get("EXPECTED")
             made = {id(writers[name]): writers[name].waits for name in d.waits.counted}
             assert expected == sum(w.arrives for w in made.values() if w) if made else d.waits.shares
 

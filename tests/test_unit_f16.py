@@ -75,7 +75,7 @@ def test_units_become_f16(quant: str, subnormals: bool, std: float, tmp_path: Pa
         stored = Tensor("w", quant, (rows, k), "weight")
         w, y = dev._stored(stored, raw), dev.empty((rows, k // 2))
         (shard,) = shards(stored, dev.caps)
-        kernel = dev.compile(tmp_path / "to_f16.comp", decoder(quant, k, dev.caps), spec={60: int(subnormals)})
+        kernel = dev.compile(tmp_path / "to_f16.comp", decoder(quant, k, dev.caps), spec={"SUBNORMALS": int(subnormals)})
         kernel(w, y, push=weight_push(quant, shard.layout, k), groups=(rows, -(-k // 256), 1))
         halves = y.numpy().view(np.float16).reshape(rows, k // 4, 4)[:, :, [0, 2, 1, 3]].reshape(rows, k)  # K order
     got = halves.astype(np.float64) * (64.0 if subnormals else 1.0)
@@ -135,6 +135,6 @@ def test_a_model_with_coarse_weights(way: Way, tmp_path: Path, device: Device) -
     with engine_of(path, device, way, n_ctx=96, ubatch=16, subnormals=True) as engine:
         assert engine.ctx.coarse == {"blk.0.ffn_gate.weight+blk.0.ffn_up.weight"} and not engine.ctx.beyond_f16
         products = [d for d in engine._plans.prompt(16, "none").dispatches() if d.kernel.source == f"mat_mul/{way}.comp"]
-        by_subnormals = {d.label: dict(d.kernel.spec).get(60, 0) for d in products}
+        by_subnormals = {d.label: dict(d.kernel.spec).get("SUBNORMALS", 0) for d in products}
         assert sorted(set(by_subnormals.values())) == [0, 1], by_subnormals
         assert nmse(engine.prompt_logits(ids), NumpyTwin(path).logits(ids)) <= WAY_NMSE[way]

@@ -66,6 +66,7 @@ layout(std430, set = 0, binding = 2) buffer Y { float y1[]; };
 layout(std430, set = 0, binding = 2) buffer YPairs { uvec2 y2[]; };
 layout(std430, set = 0, binding = 2) buffer YQuads { uvec4 y4[]; };
 layout(std430, set = 0, binding = 3) readonly buffer Bias { float bias[]; };
+layout(std430, set = 0, binding = 3) readonly buffer ColumnFactors { float column_factor[]; };
 layout(std430, set = 0, binding = 4) readonly buffer Residual { float residual[]; };
 
 const uint SUBGROUPS_N = TILE_N / SUBGROUP_N;  // subgroups side by side along the columns
@@ -184,7 +185,7 @@ void multiply(uint buf, uint unit) {
 vec4 apply_epilogue(uint at, uint row, uint column) {
     vec4 v[2];
     const uint quads = GLU != 0 ? 2 : 1, matrix_row = tile_row + row;
-    const float y_scale = UNIT_F16_SCALE * p.y_scale, factor = COLUMN_FACTORS != 0 ? y_scale * bias[column] : y_scale;
+    const float y_scale = UNIT_F16_SCALE * p.y_scale, factor = COLUMN_FACTORS != 0 ? y_scale * column_factor[column] : y_scale;
     [[unroll]] for (uint i = 0; i < quads; i++) {
         v[i] = factor * uintBitsToFloat(w_rows[at + i]);
         if (TRANSPOSED != 0) v[i] = v[i].xzyw;

@@ -160,6 +160,7 @@ class CompiledKernel:
     def __init__(self, device: Device, library: ShaderLibrary, variant: Variant) -> None:
         self.device, self.variant = device, variant
         self._spirv = library.spirv(variant)
+        self._spec = dict(library.specialization(variant))
 
     @property
     def name(self) -> str:
@@ -178,7 +179,7 @@ class CompiledKernel:
                 raise ModelError(f"[device] {self.name}: binding {i} is {type(t).__name__}, expected a tensor of the device (dev.tensor)")
         push_bytes = pack_push(*push)
         kernel: Kernel = self.device.raw.kernel(
-            self._spirv, name=self.name, bindings=len(tensors), push_bytes=len(push_bytes), spec=dict(self.variant.spec),
+            self._spirv, name=self.name, bindings=len(tensors), push_bytes=len(push_bytes), spec=self._spec,
             subgroup_size=self.variant.subgroup_size,
         )  # fmt: skip
         x, y, z = (*((groups,) if isinstance(groups, int) else groups), 1, 1)[:3]
@@ -337,12 +338,12 @@ class Device:
     # -- kernels
 
     def compile(
-        self, path: str | Path, defines: Mapping[str, str | int] | None = None, *, spec: Mapping[int, int] | None = None,
+        self, path: str | Path, defines: Mapping[str, str | int] | None = None, *, spec: Mapping[str, int | float] | None = None,
         subgroup_size: int | None = None,
     ) -> CompiledKernel:
         """Compile a GLSL compute shader. Includes are looked for beside it, then among vkback's own (`#include "common/reduce.glsl"`).
 
-        spec  specialization constant id -> 32-bit value
+        spec  specialization constants by name, as the shader declares them
         Raises CompileError with the compiler's words at the lines of the file, NoCompiler where there is no compiler.
         """
         file = Path(path).resolve()

@@ -21,14 +21,14 @@ from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.cache import CACHE_TYPES, cached_bytes
 from vkback.ops.case import Tolerance
-from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, row_lanes
+from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, matrix_spec, row_lanes
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.family import Choice
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_job import MatMulShape
 from vkback.ops.storage import nbytes
-from vkback.ops.workgroup import Defines, power_of_two, reduction, workgroup_size
+from vkback.ops.workgroup import Defines, power_of_two, reduction, required_subgroup, workgroup_size
 from vkback.quants import UNIT
 from vkback.shader import Variant
 
@@ -340,23 +340,23 @@ def plain_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Vari
 def matrix_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:
     """shaders/attention/prompt_matrix.comp."""
     matrix_rows = shape.tile_q // shape.warps // shape.matrix[0]
-    sg = caps.subgroup_size
-    constants = (
-        shape.warps * sg, sg, *shape.matrix, job.hd, shape.tile_kv, matrix_rows, OUT_FRAGMENTS if job.fragments else OUT_TYPES[job.y.type],
-        int(job.sinks is not None), shape.row_lanes, CACHE_TYPES[job.cache_k.type], CACHE_TYPES[job.cache_v.type],
-    )  # fmt: skip
-    return Variant("attention/prompt_matrix.comp", (), sg if caps.subgroup_required_size else None, tuple(enumerate(constants)))
+    spec = matrix_spec(shape.warps, shape.matrix, caps) | {
+        "HD": job.hd, "ROWS": shape.tile_kv, "MQ": matrix_rows, "OUT_TYPE": OUT_FRAGMENTS if job.fragments else OUT_TYPES[job.y.type],
+        "HAS_SINKS": int(job.sinks is not None), "ROW_LANES": shape.row_lanes, "K_TYPE": CACHE_TYPES[job.cache_k.type],
+        "V_TYPE": CACHE_TYPES[job.cache_v.type],
+    }  # fmt: skip
+    return Variant.of("attention/prompt_matrix.comp", spec=spec, subgroup_size=required_subgroup(caps))
 
 
 def latent_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:
     """shaders/attention/prompt_latent.comp."""
-    sg = caps.subgroup_size
     rot = job.q_pe.shape[-1] if job.q_pe else 0
-    constants = (
-        shape.warps * sg, sg, *shape.matrix, job.hd, job.vd, shape.tile_kv, shape.parts, int(job.sinks is not None), shape.row_lanes,
-        int(job.q_pe is not None), job.hd - rot, job.q.shape[-1], CACHE_TYPES[job.cache_k.type],
-    )  # fmt: skip
-    return Variant("attention/prompt_latent.comp", (), sg if caps.subgroup_required_size else None, tuple(enumerate(constants)))
+    spec = matrix_spec(shape.warps, shape.matrix, caps) | {
+        "HD": job.hd, "VD": job.vd, "ROWS": shape.tile_kv, "PARTS": shape.parts, "HAS_SINKS": int(job.sinks is not None),
+        "ROW_LANES": shape.row_lanes, "SPLIT_Q": int(job.q_pe is not None), "NOPE": job.hd - rot, "Q_PITCH": job.q.shape[-1],
+        "K_TYPE": CACHE_TYPES[job.cache_k.type],
+    }  # fmt: skip
+    return Variant.of("attention/prompt_latent.comp", spec=spec, subgroup_size=required_subgroup(caps))
 
 
 def prebuilt_variants() -> list[Variant]:

@@ -24,7 +24,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.column_sums import column_sums
-from vkback.ops.cooperative_matrix import matrix_shapes
+from vkback.ops.cooperative_matrix import matrix_shapes, matrix_spec
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
@@ -252,11 +252,12 @@ class _Matrices:
             sizes.n, self.rows, sizes.heads, sizes.kv_heads, sizes.sequences, int(params.get("causal", True)), int(params.get("window", 0)),
             float(params["scale"]), float(params.get("softcap", 0.0)),
         )  # fmt: skip
-        spec = (self.warps * caps.subgroup_size, caps.subgroup_size, *self.matrix, sizes.hd, sizes.vd, self.walked, KINDS.index(kind))
+        constants = {"HD": sizes.hd, "VD": sizes.vd, "ROWS": self.walked, "KIND": KINDS.index(kind)}
+        spec = matrix_spec(self.warps, self.matrix, caps) | constants
         groups = (ceil_div(sizes.n, self.matrix[0] * self.warps), sizes.heads, sizes.sequences)
         self.dispatches.append(
             Dispatch(
-                Variant("attention/train_matrix.comp", (), required_subgroup(caps), tuple(enumerate(spec))), tuple(args), push,
+                Variant.of("attention/train_matrix.comp", spec=spec, subgroup_size=required_subgroup(caps)), tuple(args), push,
                 groups, self.node.op, self.node.name,
                 f"{kind}, matrices {'x'.join(map(str, self.matrix))}, {self.warps} subgroups, {self.walked} rows at a time: {self.source}",
                 nbytes=sum(nbytes(a.tensor) for a in args), flops=flops,

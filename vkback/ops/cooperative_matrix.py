@@ -5,6 +5,7 @@ from __future__ import annotations
 from vkback.device import Capabilities
 from vkback.ops.lowering import LowerContext
 from vkback.quants import UNIT
+from vkback.shader import Spec
 
 
 def matrix_shapes(caps: Capabilities) -> list[tuple[int, int, int]]:
@@ -34,3 +35,10 @@ KNOWN_ROW_LANES = {"nvidia": 4, "software": 8}
 def row_lanes(ctx: LowerContext) -> int:
     """Neighbouring lanes that share a row of a matrix (shaders/mat_mul/matrix.glsl), 0 where that is not known."""
     return KNOWN_ROW_LANES.get(ctx.caps.vendor, 0) if ctx.row_lanes is None else ctx.row_lanes
+
+
+def matrix_spec(subgroups: int, matrix: tuple[int, int, int], caps: Capabilities) -> Spec:
+    """Specialization constants of shaders/mat_mul/matrix.glsl: of a workgroup of so many subgroups, and matrices of so many rows, columns
+    and depth."""
+    rows, columns, depth = matrix
+    return {"WG": subgroups * caps.subgroup_size, "SG": caps.subgroup_size, "FM": rows, "FN": columns, "FK": depth}

@@ -47,8 +47,8 @@ class SpinWaits:
     counted   every workgroup waits until all workgroups of the dispatches that make these have arrived, where they were made since the
               last barrier
     arrives   of its workgroups so many can count their arrivals, all that store something; 0: it cannot
-    constants  of a kernel without defines: the first of the specialization constants that stand for SYNC_SENTINEL, SPINS, ARRIVES and
-              EXPECTED. Its last three args stand for the buffers of arrivals, of those expected, and of the state of spin-waits
+    specialized  the kernel is told by specialization constants, not by defines (vkback/plan/sync.py, CONSTANTS), and its shader declares
+              the buffers of arrivals, of those expected, and of the state of spin-waits
     """
 
     whole: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class SpinWaits:
     shares: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
     arrives: int = 0
-    constants: int | None = None
+    specialized: bool = False
 
     @property
     def words(self) -> tuple[str, ...]:

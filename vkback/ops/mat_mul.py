@@ -22,17 +22,17 @@ from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.codebooks import CODEBOOK_TYPES, IN_PAIRS, decoder
-from vkback.ops.cooperative_matrix import fragments_possible
+from vkback.ops.cooperative_matrix import fragments_possible, matrix_spec
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.lowering import PlanError
-from vkback.ops.mat_mul_job import GLU_KINDS, MatMul, MatMulShape, decoder_spec, matrix_spec
+from vkback.ops.mat_mul_job import GLU_KINDS, MatMul, MatMulShape, decoder_spec
 from vkback.ops.mat_mul_pack import order_word, packed_stride
 from vkback.ops.mat_mul_route import max_tiles
 from vkback.ops.storage import Shard, nbytes, shards, weight_push
 from vkback.ops.workgroup import Defines, lanes_for, reduction, required_subgroup
 from vkback.quants import UNIT
-from vkback.shader import Variant
+from vkback.shader import Spec, Variant, interface
 
 
 def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]:
@@ -106,18 +106,15 @@ def _can_transpose(job: MatMul, shape: MatMulShape, caps: Capabilities) -> bool:
     return plain and shape.tile_m % UNIT == 0 and len(shards(job.w, caps)) == 1
 
 
-def _coop_spec(job: MatMul, shape: MatMulShape, y_type: int, caps: Capabilities) -> tuple[tuple[int, int], ...]:
+def _coop_spec(job: MatMul, shape: MatMulShape, y_type: int, caps: Capabilities) -> Spec:
     """Specialization constants of shaders/mat_mul/coop_mat.comp."""
-    return matrix_spec(shape, caps) + tuple(
-        enumerate(
-            (
-                shape.tile_m, shape.tile_n, shape.warp_m, shape.warp_n, shape.step_k, int(shape.fragments), int(job.route is not None),
-                int(job.bias is not None), int(job.residual is not None), GLU_KINDS[job.glu], y_type,
-                float_bits(job.alpha), float_bits(job.limit), int(job.transposed), int(job.x_factors is not None),
-            ),
-            5,
-        )
-    ) + decoder_spec(shape)  # fmt: skip
+    return matrix_spec(shape.subgroups, shape.matrix, caps) | decoder_spec(shape) | {
+        "TILE_M": shape.tile_m, "TILE_N": shape.tile_n, "SUBGROUP_M": shape.warp_m, "SUBGROUP_N": shape.warp_n, "STEP_K": shape.step_k,
+        "FRAGMENTS": int(shape.fragments), "GROUPED": int(job.route is not None), "HAS_BIAS": int(job.bias is not None),
+        "HAS_RESIDUAL": int(job.residual is not None), "GLU": GLU_KINDS[job.glu], "GLU_ALPHA": float(job.alpha),
+        "GLU_LIMIT": float(job.limit), "Y_TYPE": y_type, "TRANSPOSED": int(job.transposed),
+        "COLUMN_FACTORS": int(job.x_factors is not None),
+    }  # fmt: skip
 
 
 def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> list[Dispatch]:
@@ -139,10 +136,17 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
     part = "" if whole or split > 1 else f"rows {row0} {shard.row0}"
     alone = dataclasses.replace(shard, row0=0) if split > 1 else shard  # parts have this shard's rows alone
     push = push_words(making, shape, alone, packed_stride(job.k, shape, caps), y_stride)
-    overflow = Arg(overflow_word(target), "rw", part=part) if target.type == "F16" else Arg(job.w, "r", index)
+    weight = Arg(job.w, "r", index)
+    optional = {"Bias": making.bias, "ColumnFactors": making.x_factors, "Residual": making.residual, "Route": making.route}
+    buffers = {
+        "WeightWords": weight, "X": Arg(making.x), "Y": Arg(target, "w", part=part),
+        **{name: Arg(t) for name, t in optional.items() if t is not None},
+        "Overflow": Arg(overflow_word(target), "rw", part=part) if target.type == "F16" else None,
+    }  # fmt: skip
+    shader = "mat_mul/coop_mat.comp"
     product = Dispatch(
-        Variant("mat_mul/coop_mat.comp", tuple(sorted(decoder(job.w.type, job.w.shape[-1], caps).items())), required_subgroup(caps), spec),
-        (*bindings(making, index, target, part), overflow),
+        Variant.of(shader, decoder(job.w.type, job.w.shape[-1], caps), spec=spec, subgroup_size=required_subgroup(caps)),
+        interface(shader).bound(buffers, weight),
         push,
         grid(job, shape, shard),
         "MUL_MAT" if job.route is None else "MUL_MAT_ID",
@@ -177,10 +181,6 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
             flops=split * rows * job.n,
         ),
     ]  # fmt: skip
-
-
-def float_bits(value: float) -> int:
-    return int.from_bytes(pack_push(float(value)), "little")
 
 
 def epilogue_defines(job: MatMul) -> Defines:
@@ -292,7 +292,7 @@ def prebuilt_variants() -> list[Variant]:
             found += [
                 Variant(f"mat_mul/{way}.comp", tuple(sorted((gpu_decoder(name) | layout).items())))
                 for layout in layouts
-                for way in ("coop_mat", "coop_reg")
+                for way in ("coop_mat", "coop_reg", "coop_reg_heads")
             ]
     return found
 

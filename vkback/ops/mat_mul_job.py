@@ -13,6 +13,7 @@ from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape
 from vkback.ops.lowering import PlanError
 from vkback.ops.workgroup import lanes_for
 from vkback.quants import UNIT
+from vkback.shader import Spec
 
 Way = Literal["coop_mat", "coop_reg", "int_dot", "f32"]
 
@@ -176,11 +177,6 @@ def default_shape(way: Way, n: int, caps: Capabilities) -> MatMulShape:
     return MatMulShape(way, tile_m=subgroups * lanes * 4, tile_n=16 if n > 8 else 8, subgroups=subgroups)
 
 
-def decoder_spec(shape: MatMulShape) -> tuple[tuple[int, int], ...]:
-    """The specialization constant of shaders/mat_mul/unit_f16.glsl."""
-    return ((60, 1),) if shape.subnormals else ()
-
-
-def matrix_spec(shape: MatMulShape, caps: Capabilities) -> tuple[tuple[int, int], ...]:
-    """Specialization constants 0 to 4 of shaders/mat_mul/matrix.glsl."""
-    return tuple(enumerate((shape.subgroups * caps.subgroup_size, caps.subgroup_size, *shape.matrix)))
+def decoder_spec(shape: MatMulShape) -> Spec:
+    """Specialization constants of shaders/mat_mul/unit_f16.glsl."""
+    return {"SUBNORMALS": 1} if shape.subnormals else {}

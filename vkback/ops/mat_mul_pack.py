@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from vkback.device import Capabilities
 from vkback.graph import Tensor
+from vkback.ops.cooperative_matrix import matrix_spec
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
-from vkback.ops.mat_mul_job import MatMulShape, matrix_spec
+from vkback.ops.mat_mul_job import MatMulShape
 from vkback.ops.mat_mul_route import max_tiles
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import required_subgroup
 from vkback.quants import UNIT
-from vkback.shader import Variant
+from vkback.shader import Variant, interface
 
 
 def packs_glu(shape: MatMulShape, glu: bool, k: int) -> bool:
@@ -61,12 +60,13 @@ def pack_f16(
     k = x.shape[-1]
     sums = by_rows or (eps is not None and (factors is None or stores_factors))  # adds up squares, or looks for the largest value
     subgroups = pack_subgroups(shape, caps, sums)
-    threads = dataclasses.replace(shape, subgroups=subgroups)
     norms = 3 if by_rows else 0 if eps is None else 1 if norm is None else 2
-    spec = (
-        *matrix_spec(threads, caps)[: 5 if shape.fragments else 2], (5, norms), (6, int(routes is not None)),
-        (7, shape.tile_n if routes is not None else 1), (8, 0 if factors is None or by_rows else 1 if stores_factors else 2),
-    )  # fmt: skip
+    spec = matrix_spec(subgroups, shape.matrix, caps) | {
+        "NORM": norms, "GROUPED": int(routes is not None), "TILE_N": shape.tile_n if routes is not None else 1,
+        "FACTORS": 0 if factors is None or by_rows else 1 if stores_factors else 2,
+    }  # fmt: skip
+    if not shape.fragments:
+        del spec["FM"], spec["FN"], spec["FK"]  # matrices of rows in order
     columns = shape.matrix[1] if shape.fragments else subgroups
     rooms = y.shape[0]
     groups = ceil_div(rooms if routes is not None else n, columns)
@@ -74,12 +74,14 @@ def pack_f16(
     groups_k = ceil_div(y.shape[1], 64 * subgroups) if shape.fragments else 1
     if sums:  # each workgroup of a group adds up its squares anew
         groups_k = min(groups_k, max(1, NORM_GROUPS // groups))
+    shader = "mat_mul/pack_f16.comp"
+    buffers = {
+        "X": Arg(x), "Y": Arg(y, "w"), "NormWeight": Arg(norm) if norm else None, "Route": Arg(routes) if routes else None,
+        "Factors": Arg(factors, "w" if stores_factors or by_rows else "r") if factors else None, "Overflow": Arg(overflow_word(y), "rw"),
+    }  # fmt: skip
     return Dispatch(
-        Variant("mat_mul/pack_f16.comp", (("FRAGMENTS", int(shape.fragments)),), required_subgroup(caps), spec),
-        (
-            Arg(x), Arg(y, "w"), Arg(norm or x), Arg(routes or x),
-            Arg(factors or x, "w" if factors and (stores_factors or by_rows) else "r"), Arg(overflow_word(y), "rw"),
-        ),
+        Variant.of(shader, {"FRAGMENTS": int(shape.fragments)}, spec=spec, subgroup_size=required_subgroup(caps)),
+        interface(shader).bound(buffers, Arg(x)),
         pack_push(n, k, packed_stride(k, shape, caps), rooms // shape.tile_n, x_shared, float(scale), float(eps or 0.0)),
         (ceil_div(groups, grid_y), grid_y, groups_k),
         "PACK_F16",

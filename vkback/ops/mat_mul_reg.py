@@ -1,4 +1,4 @@
-"""Products of a stored weight and few tokens by cooperative matrices, weights decoded in registers: shaders/mat_mul/coop_reg.comp as pure
+"""Products of a stored weight and few tokens by cooperative matrices, weights decoded in registers: shaders/mat_mul/coop_reg*.comp as pure
 lowering helpers, beside those of vkback/ops/mat_mul.py.
 
 For 2 to 16 tokens a product waits for weights from memory, as a mat-vec does. The kernel reads them as mat-vecs do, each lane whole units,
@@ -13,19 +13,20 @@ from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.codebooks import decoder
-from vkback.ops.cooperative_matrix import matrix_shapes
-from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.cooperative_matrix import matrix_shapes, matrix_spec
+from vkback.ops.dispatch import Access, Arg, Dispatch, SpinWaits, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.lowering import PlanError
-from vkback.ops.mat_mul import bindings, float_bits, grid, push_words, weight_bytes
-from vkback.ops.mat_mul_job import GLU_KINDS, Heads, MatMul, MatMulShape, decoder_spec, matrix_spec
+from vkback.ops.mat_mul import grid, push_words, weight_bytes
+from vkback.ops.mat_mul_job import GLU_KINDS, Heads, MatMul, MatMulShape, decoder_spec
 from vkback.ops.storage import Shard, nbytes, shards
 from vkback.ops.workgroup import required_subgroup
 from vkback.quants import UNIT
-from vkback.shader import Variant
+from vkback.shader import Spec, Variant, interface
 
-BINDINGS = 14
-"""Storage buffers of shaders/mat_mul/coop_reg.comp."""
+SHADER = "mat_mul/coop_reg.comp"
+HEADS_SHADER = "mat_mul/coop_reg_heads.comp"
+"""Of products whose rows are heads of Q, K and V."""
 
 
 def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, caps: Capabilities) -> MatMulShape | None:
@@ -39,7 +40,7 @@ def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, ca
         return None
     subgroups = tile_m // warp_m * slice_k
     shape = MatMulShape("coop_reg", tile_m, tile_n, UNIT, subgroups, 1, warp_m, tile_n, matrix, slice_k=slice_k, row_lanes=lanes)
-    fits = caps.max_storage_bindings >= BINDINGS
+    fits = caps.max_storage_bindings >= interface(SHADER).buffers
     fits = fits and subgroups * caps.subgroup_size <= caps.max_workgroup_invocations
     fits = fits and shared_bytes(shape, caps.subgroup_size) <= caps.max_shared_memory
     return shape if fits else None
@@ -89,11 +90,13 @@ def pack_units(
     most = min(512 if eps is not None else 128, caps.max_workgroup_invocations)
     threads = max(caps.subgroup_size, min(most, quads) // caps.subgroup_size * caps.subgroup_size)
     norms = 0 if eps is None else 1 if norm is None else 2
-    spec = tuple(enumerate((threads, caps.subgroup_size, *shape.matrix, shape.row_lanes, norms)))
+    spec = matrix_spec(threads // caps.subgroup_size, shape.matrix, caps) | {"ROW_LANES": shape.row_lanes, "NORM": norms}
     parts = 1 if eps is not None else ceil_div(quads, 2 * threads)
+    shader = "mat_mul/pack_units.comp"
+    buffers = {"X": Arg(x), "Y": Arg(y, "w"), "NormWeight": Arg(norm) if norm else None, "Overflow": Arg(overflow_word(y), "rw")}
     return Dispatch(
-        Variant("mat_mul/pack_units.comp", (), required_subgroup(caps), spec),
-        (Arg(x), Arg(y, "w"), Arg(norm or x), Arg(overflow_word(y), "rw"), *3 * [Arg(norm or x)]),
+        Variant.of(shader, spec=spec, subgroup_size=required_subgroup(caps)),
+        interface(shader).bound(buffers, Arg(norm or x)),
         pack_push(k, units_stride(k, shape, caps), blocks, float(eps or 0.0), float(scale)),
         (n, parts, 1),
         "PACK_F16",
@@ -101,7 +104,7 @@ def pack_units(
         "units",
         nbytes=nbytes(x) + nbytes(y),
         flops=4 * x.elements,
-        waits=SpinWaits(shares=(x.name,), arrives=n * parts, constants=7) if k % 4 == 0 else None,
+        waits=SpinWaits(shares=(x.name,), arrives=n * parts, specialized=True) if k % 4 == 0 else None,
     )
 
 
@@ -137,64 +140,80 @@ def lower(job: MatMul, shape: MatMulShape, caps: Capabilities) -> list[Dispatch]
 
 
 def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
-    units, outputs = job.y.type == "F16", job.m >> (job.glu != "")
     step_units = lane_units(job.w.type, shape.row_lanes)
-    spec = matrix_spec(shape, caps) + tuple(
-        enumerate(
-            (
-                shape.warp_m, shape.tile_n, shape.tile_m // shape.warp_m, shape.row_lanes, int(job.bias is not None),
-                int(job.residual is not None), GLU_KINDS[job.glu], float_bits(job.alpha), float_bits(job.limit), int(units),
-                step_units, int(step_units * shape.row_lanes == 8 and job.k % (8 * UNIT) == 0),
-            ),
-            5,
-        )
-    )  # fmt: skip
-    if job.units is not None:
-        spec += (21, 1), (22, units_stride(outputs, shape, caps)), (23, ceil_div(outputs, shape.tile_m))
+    spec = matrix_spec(shape.subgroups, shape.matrix, caps) | decoder_spec(shape) | {
+        "SUBGROUP_M": shape.warp_m, "TILE_N": shape.tile_n, "ROW_SUBGROUPS": shape.tile_m // shape.warp_m, "ROW_LANES": shape.row_lanes,
+        "HAS_BIAS": int(job.bias is not None), "LANE_UNITS": step_units,
+        "K_ALIGNED": int(step_units * shape.row_lanes == 8 and job.k % (8 * UNIT) == 0),
+    }  # fmt: skip
     if job.squares is not None:
-        spec += (24, job.squares.shape[-1]), (25, float_bits(job.eps))
-    heads = job.heads
-    if heads is not None:
-        q_rows, kv_rows, _ = heads.rows
-        spec += tuple(enumerate((kv_rows, q_rows, heads.head_dim, heads.caches[0].shape[1], heads.pairs), 26))
-    spec += decoder_spec(shape)
+        spec |= {"X_SQUARES": job.squares.shape[-1], "EPS": float(job.eps)}
+    weight = Arg(job.w, "r", index)
+    buffers = {"WeightWords": weight, "X": Arg(job.x), "Bias": _arg(job.bias), "XSquares": _arg(job.squares)}
+    if job.heads is not None:
+        shader, stored, y_stride = HEADS_SHADER, "rotated and stored", job.y.shape[-1]
+        spec |= _heads_spec(job.heads)
+        buffers |= _heads_buffers(job.heads, job.y_row0, job.m)
+    else:
+        shader, stored = SHADER, "stored as f16 units" if job.y.type == "F16" else ""
+        y_stride = units_stride(job.m >> (job.glu != ""), shape, caps) if job.y.type == "F16" else job.y.shape[-1]
+        spec |= _epilogue_spec(job, shape, caps)
+        buffers |= _epilogue_buffers(job, shard, caps)
     groups = grid(job, shape, shard)
-    whole = job.y.shape[-1] == outputs and len(shards(job.w, caps)) == 1
-    part = "" if whole else f"rows {job.y_row0} {shard.row0}"
-    none = Arg(job.w, "r", index)
-    stored = job.y if units else job.units
-    norms = (
-        Arg(overflow_word(stored), "rw") if stored is not None else none,
-        Arg(job.units, "w") if job.units is not None else none,
-        Arg(job.units_norm) if job.units_norm is not None else none,
-        Arg(job.y_squares, "w") if job.y_squares is not None else none,
-        Arg(job.squares) if job.squares is not None else none,
-    )
-    args = [*bindings(job, index, job.y, part), *norms, *3 * [none]]
-    if heads is not None:
-        args = _of_heads(args, heads, job.y_row0, job.m, none)
     return Dispatch(
-        Variant("mat_mul/coop_reg.comp", tuple(sorted(decoder(job.w.type, job.w.shape[-1], caps).items())), required_subgroup(caps), spec),
-        tuple(args),
-        push_words(job, shape, shard, units_stride(job.k, shape, caps), units_stride(outputs, shape, caps) if units else job.y.shape[-1]),
+        Variant.of(shader, decoder(job.w.type, job.w.shape[-1], caps), spec=spec, subgroup_size=required_subgroup(caps)),
+        interface(shader).bound(buffers, weight),
+        push_words(job, shape, shard, units_stride(job.k, shape, caps), y_stride),
         groups,
         "MUL_MAT",
         job.name,
         f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.subgroups} subgroups share a row"
-        + (", stored as f16 units" if units else ", rotated and stored" if heads is not None else ""),
+        + (f", {stored}" if stored else ""),
         nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
         weight_bytes=weight_bytes(job, shard),
         flops=2 * shard.rows * job.k * job.n,
-        waits=SpinWaits(counted=tuple(t.name for t in (job.x, job.squares) if t), arrives=prod(groups), constants=17),
+        waits=SpinWaits(counted=tuple(t.name for t in (job.x, job.squares) if t), arrives=prod(groups), specialized=True),
     )
 
 
-def _of_heads(args: list[Arg], heads: Heads, row0: int, m: int, none: Arg) -> list[Arg]:
-    """The buffers of a product of heads: of Q and the caches those of which it makes rows, `none` for the others."""
-    stored: list[Arg] = []
+def _arg(tensor: Tensor | None, access: Access = "r") -> Arg | None:
+    return Arg(tensor, access) if tensor is not None else None
+
+
+def _epilogue_spec(job: MatMul, shape: MatMulShape, caps: Capabilities) -> Spec:
+    """Constants of shaders/mat_mul/coop_reg.comp alone."""
+    outputs = job.m >> (job.glu != "")
+    spec: Spec = {"HAS_RESIDUAL": int(job.residual is not None), "GLU": GLU_KINDS[job.glu], "Y_UNITS": int(job.y.type == "F16")}
+    if job.glu:
+        spec |= {"GLU_ALPHA": float(job.alpha), "GLU_LIMIT": float(job.limit)}
+    if job.units is not None:
+        spec |= {"NEXT_NORM": 1, "UNITS_STRIDE": units_stride(outputs, shape, caps), "Y_SQUARES": ceil_div(outputs, shape.tile_m)}
+    return spec
+
+
+def _epilogue_buffers(job: MatMul, shard: Shard, caps: Capabilities) -> dict[str, Arg | None]:
+    """Buffers of shaders/mat_mul/coop_reg.comp alone."""
+    whole = job.y.shape[-1] == job.m >> (job.glu != "") and len(shards(job.w, caps)) == 1
+    packed = job.y if job.y.type == "F16" else job.units
+    return {
+        "Y": Arg(job.y, "w", part="" if whole else f"rows {job.y_row0} {shard.row0}"),
+        "Residual": _arg(job.residual), "Overflow": Arg(overflow_word(packed), "rw") if packed is not None else None,
+        "Units": _arg(job.units, "w"), "NextNormWeight": _arg(job.units_norm), "YSquares": _arg(job.y_squares, "w"),
+    }  # fmt: skip
+
+
+def _heads_spec(heads: Heads) -> Spec:
+    """Constants of shaders/mat_mul/coop_reg_heads.comp alone."""
+    q_rows, kv_rows, _ = heads.rows
+    cache_rows = heads.caches[0].shape[1]
+    return {"Q_ROWS": q_rows, "KV_ROWS": kv_rows, "HEAD_DIM": heads.head_dim, "CACHE_ROWS": cache_rows, "ROPE_PAIRS": heads.pairs}
+
+
+def _heads_buffers(heads: Heads, row0: int, m: int) -> dict[str, Arg | None]:
+    """Buffers of shaders/mat_mul/coop_reg_heads.comp alone. Of Q and the caches those of which the product makes rows: m, from row0 on."""
+    stored: dict[str, Arg | None] = {"Positions": Arg(heads.pos), "Angles": _arg(heads.angles)}
     first = 0
-    for tensor, rows in zip((heads.q, *heads.caches), heads.rows, strict=True):
-        stored.append(Arg(tensor, "w") if first < row0 + m and row0 < first + rows else none)
+    for name, tensor, rows in zip(("Q", "CacheK", "CacheV"), (heads.q, *heads.caches), heads.rows, strict=True):
+        stored[name] = Arg(tensor, "w") if first < row0 + m and row0 < first + rows else None
         first += rows
-    own = {2: stored[0], 4: Arg(heads.pos), 7: stored[1], 8: Arg(heads.angles) if heads.angles is not None else none, 9: stored[2]}
-    return [own.get(binding, arg) for binding, arg in enumerate(args)]
+    return stored

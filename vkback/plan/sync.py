@@ -34,6 +34,7 @@ from collections.abc import Collection, Mapping, Sequence
 from vkback.graph import Tensor
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.plan.schedule import Schedule
+from vkback.shader import interface
 
 STATE = Tensor("spin_timeout", "I32", (1,), "counter")
 """Not zero once a spin-wait has timed out."""
@@ -192,7 +193,7 @@ def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> tu
 
 def _bindings(d: Dispatch, free: bool) -> int:
     """Most buffers that a kernel binds, in a barrier-free stage or before one."""
-    if d.waits is None or d.waits.constants is not None:
+    if d.waits is None or d.waits.specialized:
         return len(d.args)
     return len(d.args) + bool(d.waits.arrives) + (1 + bool(d.waits.counted) if free else 0)
 
@@ -229,12 +230,19 @@ def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Expected] | Non
     spins = free and bool(d.waits.words)
     state = Arg(STATE, "rw") if spins or expected else None
     kernel, args = d.kernel, d.args
-    if d.waits.constants is not None:
-        values = enumerate((1, int(spins), int(arrivals is not None), expected.arrivals if expected else 0), d.waits.constants)
-        kernel = dataclasses.replace(kernel, spec=tuple(sorted((dict(kernel.spec) | dict(values)).items())))
-        mine = (Arg(arrivals, "rw") if arrivals else None, Arg(expected.counter) if expected else None, state)
-        args = (*args[:-3], *(own or kept for own, kept in zip(mine, args[-3:], strict=True)))
-        return dataclasses.replace(d, kernel=kernel, args=args)
+    if d.waits.specialized:
+        found = interface(kernel.source)
+        values = {"SPINS_ON_X": int(spins), "ARRIVES": int(arrivals is not None), "EXPECTED": expected.arrivals if expected else 0}
+        spec = dict(kernel.spec) | {name: value for name, value in values.items() if value}
+        if "SYNC" in found.constants:  # F16 outputs are waited for by counted arrivals alone, so that SENTINEL may be one of them
+            spec["SYNC"] = 1
+        kernel = dataclasses.replace(kernel, spec=tuple(sorted(spec.items())))
+        buffers = {"Arrivals": Arg(arrivals, "rw") if arrivals else None, "SeenArrivals": Arg(expected.counter) if expected else None}
+        bound = list(args)
+        for name, arg in (buffers | {"SyncState": state}).items():
+            if arg is not None:
+                bound[found.binding(name)] = arg
+        return dataclasses.replace(d, kernel=kernel, args=tuple(bound))
     defines: dict[str, str | int] = {**dict(kernel.defines), "SYNC_SENTINEL": 1, "SPINS": int(spins)}
     if spins and d.waits.also:
         defines["SPINS_ON_ALL"] = 1

@@ -43,14 +43,14 @@ def kernel_keys(dispatches: Iterable[Dispatch]) -> list[KernelKey]:
     return list(dict.fromkeys((d.kernel, len(d.args), len(d.push)) for d in dispatches))
 
 
-def kernel_spec(spirv: bytes, variant: Variant, bindings: int, push_bytes: int) -> KernelSpec:
+def kernel_spec(library: ShaderLibrary, spirv: bytes, variant: Variant, bindings: int, push_bytes: int) -> KernelSpec:
     """What to ask the device layer for: a variant's SPIR-V with the number of buffers and push-constant bytes of its dispatches."""
-    return KernelSpec(spirv, variant.name, bindings, push_bytes, tuple(sorted(variant.spec)), variant.subgroup_size)
+    return KernelSpec(spirv, variant.name, bindings, push_bytes, library.specialization(variant), variant.subgroup_size)
 
 
 def dispatch_spec(d: Dispatch, library: ShaderLibrary) -> KernelSpec:
     """What to ask the device layer for, for one dispatch."""
-    return kernel_spec(library.spirv(d.kernel), d.kernel, len(d.args), len(d.push))
+    return kernel_spec(library, library.spirv(d.kernel), d.kernel, len(d.args), len(d.push))
 
 
 def compile_kernels(
@@ -69,7 +69,7 @@ def compile_kernels(
         try:
             for variant, spirv in library.compile_each(users):
                 for key in users[variant]:
-                    under_way[key] = pool.submit(device.kernels, [kernel_spec(spirv, *key)])
+                    under_way[key] = pool.submit(device.kernels, [kernel_spec(library, spirv, *key)])
                     if on_kernel is not None:
                         under_way[key].add_done_callback(lambda _: on_kernel())
             return {key: under_way[key].result()[0] for key in wanted}

@@ -6,9 +6,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from vkback.device import Device
-from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, matrix_shapes
-from vkback.shader import ShaderLibrary, Variant
+from vkback.device import Device, Kernel
+from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, matrix_shapes, matrix_spec
+from vkback.ops.workgroup import required_subgroup
+from vkback.program.compile import kernel_spec
+from vkback.shader import ShaderLibrary, Spec, Variant
 
 Shape = tuple[int, int, int]
 
@@ -31,11 +33,7 @@ def fragments_alike(device: Device, library: ShaderLibrary, matrix: Shape) -> bo
         device.upload(source, elements)
         rec = device.recorder("fragment map")
         for back in (0, 1):
-            kernel = device.kernel(
-                library.spirv(Variant("mat_mul/fragment_map.comp")), name="mat_mul/fragment_map", bindings=3, push_bytes=0,
-                spec={0: lanes, 1: lanes, 2: rows, 3: columns, 4: depth, 5: back},
-                subgroup_size=lanes if device.caps.subgroup_required_size else None,
-            )  # fmt: skip
+            kernel = _kernel(device, library, "mat_mul/fragment_map.comp", matrix_spec(1, matrix, device.caps) | {"BACK": back})
             rec.dispatch(kernel, [source, fragment, result], b"", (1, 1, 1), "fragment map")
             rec.barrier()
         device.run(rec)
@@ -43,6 +41,11 @@ def fragments_alike(device: Device, library: ShaderLibrary, matrix: Shape) -> bo
         found = device.download(result, np.float32).reshape(columns, rows).T
     depth_seen = min(rows, depth)
     return bool(held[-1] == 8 and np.array_equal(found[:depth_seen], elements.reshape(depth, columns)[:depth_seen]))
+
+
+def _kernel(device: Device, library: ShaderLibrary, source: str, spec: Spec) -> Kernel:
+    variant = Variant.of(source, spec=spec, subgroup_size=required_subgroup(device.caps))
+    return device.kernels([kernel_spec(library, library.spirv(variant), variant, 3, 0)])[0]
 
 
 def row_lanes_found(device: Device, library: ShaderLibrary) -> int:
@@ -63,10 +66,7 @@ def _row_lanes(device: Device, library: ShaderLibrary, matrix: Shape) -> int:
         out = arena.alloc(3 * 16 * 4 * lanes, "elements")
         device.upload(f16, numbers.astype(np.float16))  # whole numbers up to 2048 are exact
         device.upload(f32, numbers.astype(np.float32))
-        kernel = device.kernel(
-            library.spirv(Variant("mat_mul/element_map.comp")), name="mat_mul/element_map", bindings=3, push_bytes=0,
-            spec=dict(enumerate((lanes, lanes, *matrix))), subgroup_size=lanes if device.caps.subgroup_required_size else None,
-        )  # fmt: skip
+        kernel = _kernel(device, library, "mat_mul/element_map.comp", matrix_spec(1, matrix, device.caps))
         rec = device.recorder("element map")
         rec.dispatch(kernel, [f16, f32, out], b"", (1, 1, 1), "element map")
         rec.barrier()

@@ -2,7 +2,10 @@
 
 from vkback.shader.compiler import Compiler, find_compiler
 from vkback.shader.errors import CompileError, NoCompiler
+from vkback.shader.interface import interface
 from vkback.shader.library import ShaderLibrary
-from vkback.shader.source import Variant, register_include
+from vkback.shader.source import Spec, Variant, register_include
 
-__all__ = ["CompileError", "Compiler", "NoCompiler", "ShaderLibrary", "Variant", "find_compiler", "register_include"]
+__all__ = [
+    "CompileError", "Compiler", "NoCompiler", "ShaderLibrary", "Spec", "Variant", "find_compiler", "interface", "register_include",
+]  # fmt: skip

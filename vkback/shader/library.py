@@ -15,6 +15,7 @@ from vkback.paths import shader_root, write_cache
 from vkback.shader.compiler import TARGET, Compiler, GlslError, find_compiler, identity_key
 from vkback.shader.contraction import as_written
 from vkback.shader.errors import CompileError, NoCompiler
+from vkback.shader.interface import interface
 from vkback.shader.prebuilt import Prebuilt
 from vkback.shader.shipped import Shipped
 from vkback.shader.source import Expanded, Variant, expand
@@ -85,6 +86,13 @@ class ShaderLibrary:
     def expanded(self, variant: Variant) -> str:
         """The GLSL that the compiler gets."""
         return expand(self.root, variant).text
+
+    def specialization(self, variant: Variant) -> tuple[tuple[int, int], ...]:
+        """Specialization constants of a variant as (number, 32-bit value).
+
+        Raises CompileError for one that the shader does not declare.
+        """
+        return interface(variant.source, self.root).words(variant.spec) if variant.spec else ()
 
     def spirv(self, variant: Variant) -> bytes:
         """SPIR-V for Vulkan 1.2 of a variant; its specialization and subgroup size do not enter.

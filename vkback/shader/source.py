@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -15,6 +15,9 @@ from vkback.shader.errors import CompileError
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|(\w+))\s*$')
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 VERSION = re.compile(r"^\s*#\s*version\b")
+Spec = dict[str, int | float]
+"""Values of specialization constants by name."""
+
 Origin = tuple[str, int]
 """File and number of a line."""
 
@@ -45,19 +48,28 @@ class Variant:
     source         file relative to the shaders folder, "norm/rms_norm.comp"
     defines        preprocessor names and values, in order
     subgroup_size  demanded of the device; None leaves it to the driver
-    spec           specialization constants (id, 32-bit value); applied when the pipeline is made, so they do not enter the SPIR-V
+    spec           specialization constants (name, value); applied when the pipeline is made, so they do not enter the SPIR-V
+                   (vkback/shader/interface.py finds their numbers)
     as_written     the driver may neither fuse nor reorder float arithmetic (vkback/shader/contraction.py)
     """
 
     source: str
     defines: tuple[tuple[str, str | int], ...] = ()
     subgroup_size: int | None = None
-    spec: tuple[tuple[int, int], ...] = ()
+    spec: tuple[tuple[str, int | float], ...] = ()
     as_written: bool = False
+
+    @classmethod
+    def of(
+        cls, source: str, defines: Mapping[str, str | int] | None = None, *, spec: Mapping[str, int | float] | None = None,
+        subgroup_size: int | None = None,
+    ) -> Variant:  # fmt: skip
+        """Defines and constants in alphabetical order, so that equal settings are one variant."""
+        return cls(source, tuple(sorted((defines or {}).items())), subgroup_size, tuple(sorted((spec or {}).items())))
 
     @property
     def name(self) -> str:
-        """Readable and unique: "norm/rms_norm[QUANT=2, 0:64, sg32]"."""
+        """Readable and unique: "norm/rms_norm[QUANT=2, TILE_N:64, sg32]"."""
         parts = [f"{k}={v}" for k, v in self.defines]
         parts += [f"{k}:{v}" for k, v in self.spec]
         if self.subgroup_size is not None:

@@ -14,10 +14,12 @@ from math import prod
 import numpy as np
 
 from vkback.device import BufferRange, Device, Kernel
-from vkback.ops.cooperative_matrix import matrix_shape
+from vkback.ops.cooperative_matrix import matrix_shape, matrix_spec
 from vkback.ops.dispatch import pack_push
 from vkback.ops.lowering import PlanError
 from vkback.ops.mat_mul_job import Way
+from vkback.ops.workgroup import required_subgroup
+from vkback.program.compile import kernel_spec
 from vkback.shader import ShaderLibrary, Variant
 from vkback.timing.launches import span_us, warm_up
 
@@ -91,11 +93,9 @@ def _matrix_rate(device: Device, library: ShaderLibrary) -> MathRate:
         for subgroups, a, b in MATRIX_CUTS:
             if subgroups * lanes > caps.max_workgroup_invocations:
                 continue
-            kernel = device.kernel(
-                library.spirv(Variant("probe/matrix_rate.comp")), name="probe/matrix_rate", bindings=2, push_bytes=4,
-                spec=dict(enumerate((subgroups * lanes, lanes, *matrix, a, b))),
-                subgroup_size=lanes if caps.subgroup_required_size else None,
-            )  # fmt: skip
+            spec = matrix_spec(subgroups, matrix, caps) | {"ROWS": a, "COLUMNS": b}
+            variant = Variant.of("probe/matrix_rate.comp", spec=spec, subgroup_size=required_subgroup(caps))
+            kernel = device.kernels([kernel_spec(library, library.spirv(variant), variant, 2, 4)])[0]
             us = _shortest_us(device, kernel, [source, sink], pack_push(rounds), groups)
             rate = 2e6 * prod(matrix) * a * b * subgroups * groups * rounds / us
             if rate > best.flops_per_second:
