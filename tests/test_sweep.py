@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +23,7 @@ from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.journal import JOURNAL_FORMAT
 from vkback.autotune.mat_vec_rows import edges, mat_vec_rows
 from vkback.autotune.mat_vecs import MatVecs
-from vkback.autotune.own_table import OwnTable, table_text
+from vkback.autotune.own_table import OwnTable, table_lock, table_text
 from vkback.autotune.points import Job, Point, actual, axes, jobs_for, lowered, neighbours, refusal
 from vkback.autotune.problem import MatVecProblem
 from vkback.autotune.search import beats
@@ -384,6 +387,27 @@ def test_the_command_refuses_what_it_cannot_do(arguments: Sequence[str], said: s
     code, text = tune(*arguments)
     assert code == 1
     assert said in text
+
+
+@pytest.mark.vulkan
+def test_a_run_waits_for_another_of_the_same_device(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
+    """It says so in one line, and begins with what the other has found: nothing of that is lost."""
+    command = [sys.executable, "-m", "vkback.cli.main", "tune", "--quant", "Q8_0", "--shape", "64x256", "--budget", "2"]
+    settings = {**os.environ, "VKBACK_TUNING": str(tmp_path)}
+    with table_lock(device.caps, tmp_path, pytest.fail):
+        asked = [*command, "--device", device.caps.name]
+        run = subprocess.Popen(asked, env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            assert run.stderr is not None
+            own = OwnTable(device, library, tmp_path)
+            line = next(iter(run.stderr))
+            assert line == f"vkback: another run tunes {device.caps.name} and has {own.path}; waiting for its end\n"
+            own.journal.finish("of the first", "its job", {"latency": 1.0})
+        except BaseException:
+            run.kill()
+            raise
+    assert run.wait(120) == 0, run.stderr.read()
+    assert "its job" in OwnTable(device, library, tmp_path).journal.results("of the first")
 
 
 def test_axes_follow_the_device() -> None:

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from vkback.autotune.journal import Journal, kernel_identity
 from vkback.autotune.search import SweepError
 from vkback.autotune.tunable import S, Tunable, TuneResult
-from vkback.device import Device
-from vkback.paths import tuning_root, write_atomic
+from vkback.device import Capabilities, Device
+from vkback.paths import reason, tuning_root, write_atomic
 from vkback.plan.tuning import Tuning, device_table
 from vkback.plan.tuning_table import load_table, parse_table, row_lines
 from vkback.shader import ShaderLibrary
 
 
+@contextmanager
+def table_lock(caps: Capabilities, folder: Path, waits: Callable[[str], object]) -> Iterator[None]:
+    """Keep other runs from a device's own table and journal: each works on what it read of them at its start, and two at once would
+    disturb each other's times. The lock goes with the process, however that ends.
+
+    folder  where they are, the user's own
+    waits   told once what is waited for, where another run has the lock
+    Raises SweepError where the lock's file cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    path = folder / device_table(caps)
+    lock = FileLock(path.with_suffix(".lock"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            waits(f"another run tunes {caps.name} and has {path}; waiting for its end")
+            lock.acquire()
+    except (OSError, NotImplementedError) as e:
+        why = reason(e) if isinstance(e, OSError) else str(e)
+        raise SweepError(f"[tune] {path} cannot be written: {why}; choose another folder with VKBACK_TUNING") from e
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class OwnTable:
-    """The device's own table and journal.
+    """The device's own table and journal. Runs that may meet others hold `table_lock`.
 
     folder  where both are, the user's own
     driver  as rows name it, by default the device's

@@ -133,19 +133,20 @@ def _tune(ops: Sequence[str], asked: Asked, run: _Run, picture: Path | None, tol
     """Tune families one after the other, each with the part of the budget that it has of the jobs. Whether any kernel was wrong. told: gets
     what came of it as plain values."""
     from vkback.autotune.driver import Sweep
-    from vkback.autotune.own_table import OwnTable
+    from vkback.autotune.own_table import OwnTable, table_lock
     from vkback.device import Device
     from vkback.paths import user_tuning_root
     from vkback.shader import ShaderLibrary
 
     start = time.monotonic()
-    with Device.open(run.device) as opened:
+    with Device.open(run.device) as opened, contextlib.ExitStack() as stack:
         print(opened.caps.summary_line())
         ctx = _context(opened)
         parts = [part for op in ops for part in PARTS[op](opened, asked, ctx) if part.jobs]
         total = sum(len(part.jobs) for part in parts)
         if not total:
             raise UsageError(f"nothing to tune on {opened.caps.name}: --path {asked.paths} leaves no kernel, or all was passed over")
+        stack.enter_context(table_lock(opened.caps, user_tuning_root(), _waits))
         own, rate = OwnTable(opened, ShaderLibrary(), user_tuning_root()), measured_read_rate(opened)
         counts = "; ".join(f"{len(part.jobs)} {part.noun}{part.about}" for part in parts)
         print(f"read rate {rate:.1f} GB/s; {counts}, {run.budget_s:.0f} s", flush=True)
@@ -183,6 +184,10 @@ def _tune(ops: Sequence[str], asked: Asked, run: _Run, picture: Path | None, tol
             ]
             told["left"] = {part.noun: sum(not own.journal.finished(job.key) for job in part.jobs) for part in parts}
     return bool(faults) or any(r.wrong for found in results for r in found)
+
+
+def _waits(what: str) -> None:
+    print(f"vkback: {what}", file=sys.stderr, flush=True)
 
 
 def _context(device: Device) -> LowerContext:
