@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import typer
 from cli_kit import REPOSITORY, FakeEngine, call
 from processes import run_program
 
@@ -21,6 +22,7 @@ from vkback.cli import test_ops as ops_command
 from vkback.cli.shell import UsageError
 from vkback.errors import VkbackError
 from vkback.harness.runner import Prepared, Workbench
+from vkback.report.build import build_info
 
 # --- vkback
 
@@ -295,3 +297,41 @@ def test_a_status_line_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys:
     assert call(monkeypatch, bench.main, "tg8", "-r", "2", "-m", "demo-dense") == 0
     err = capsys.readouterr().err
     assert re.search("\r\x1b\\[2Kvkbench: demo-dense.*tg8: run 2/2\r\x1b\\[2K$", err)
+
+
+def test_an_option_that_is_given_twice_is_added_up_or_refused() -> None:
+    """Every option of every command, by each of its names: of two values none is dropped."""
+    found = {"vkbench": typer.main.get_command(bench.app), **cast(Any, typer.main.get_command(main.app_of())).commands}
+    refused = 0
+    for name, command in found.items():
+        for param in command.params:
+            if param.param_type_name != "option" or param.is_eager:
+                continue
+            flag = getattr(param, "is_flag", False)
+            for spelled in (*param.opts, *param.secondary_opts):
+                given = [spelled] if flag else [spelled, "1"]
+                context = command.context_class(command, info_name=name)
+                if getattr(param, "multiple", False):
+                    _, _, order = command.make_parser(context).parse_args(args=given * 2)
+                    assert sum(other is param for other in order) == 2, f"{name} {spelled}"
+                    continue
+                with pytest.raises(UsageError, match=f"{re.escape('/'.join(param.opts))} is given 2 times, expected once; {name} --help"):
+                    command.parse_args(context, given * 2)
+                refused += 1
+    assert refused > 300
+
+
+@pytest.mark.vulkan
+def test_every_op_of_a_repeated_option_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "test-ops", "support", "-o", "ARGMAX", "-o", "SUM,MEAN") == 0
+    out = capsys.readouterr().out
+    assert all(any(line.startswith(f"{op} ") for line in out.splitlines()) for op in ("ARGMAX", "SUM", "MEAN"))
+
+
+@pytest.mark.vulkan
+def test_the_report_for_bugs_is_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "devices", "--json", "--report") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["build"] == build_info()[0] and told["packages"]["numpy"] and told["devices"][0]["name"] and told["cache"]
+    assert call(monkeypatch, main.main, "devices", "--report") == 0
+    assert f"build: {told['build']} ({told['build_number']})" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from vkback.cli.shell import (
     ACTS,
     CacheTypeKOption,
     CacheTypeVOption,
+    Command,
     DeviceOption,
     EngineLike,
     ExactOption,
@@ -93,7 +94,7 @@ class Kept:
         write_output(self.path, "--save", text.getvalue())
 
 
-@app.command()
+@app.command(cls=Command)
 def bench(
     names: Annotated[list[str] | None, typer.Argument(metavar="TEST", help="pp512, tg128, pp512+tg128, tg128@d4096")] = None,
     models: Annotated[list[str] | None, typer.Option("-m", "--model", help="GGUF file or built-in model; repeat for several.")] = None,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 
 def devices(
-    report: Annotated[bool, typer.Option("--report", help="All that a bug report needs.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="All that a bug report needs; with --json as JSON.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Every capability of every device.")] = False,
 ) -> None:
     """List the Vulkan devices with the index that --device takes."""
     if report:
-        print(bug_report(), end="")
+        print(json.dumps(report_data(), indent=1) if as_json else bug_report(), end="\n" if as_json else "")
         return
     from vkback.device import list_devices
 
@@ -23,6 +23,17 @@ def devices(
         return
     for index, caps in enumerate(list_devices()):
         print(caps.summary_line(index))
+
+
+def report_data() -> dict[str, Any]:
+    """What `bug_report` says, as plain values."""
+    from vkback.device.report import data
+    from vkback.report.build import build_info
+    from vkback.shader import find_compiler
+
+    commit, number = build_info()
+    compiler = find_compiler()
+    return {"build": commit, "build_number": number, **data(compiler.identity if compiler else "none found")}
 
 
 def bug_report() -> str:

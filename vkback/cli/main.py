@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from vkback.cli.shell import VersionOption, new_app, run
+from vkback.cli.shell import Command, VersionOption, new_app, run
 
 COMMANDS = {
     "devices": ("devices:devices", "List the Vulkan devices; --report for a bug report."),
@@ -47,7 +47,7 @@ def app_of(asked: str | None = None) -> typer.Typer:
     for name, (place, summary) in COMMANDS.items():
         file, _, function = place.partition(":")
         wanted = asked in (None, name)
-        app.command(name, short_help=summary)(getattr(import_module(f"vkback.cli.{file}"), function) if wanted else _listed)
+        app.command(name, cls=Command, short_help=summary)(getattr(import_module(f"vkback.cli.{file}"), function) if wanted else _listed)
     return app
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TextIO, TypeVar, cast
 
 import typer
+from typer.core import TyperCommand
 
 from vkback import paths
 from vkback.cli.interrupts import interruptible
@@ -269,6 +270,19 @@ def wrong_command_line(error: Any) -> str:
     """What typer says of a command line, and which --help tells more."""
     said = " ".join(error.format_message().split()).rstrip(".")
     return f"{said}{'' if said.endswith('?') else ';'} {error.ctx.command_path} --help tells more" if error.ctx else said
+
+
+class Command(TyperCommand):
+    """A command whose options that take one value, or none, are refused where they are given twice: of two values one would be dropped."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for param in order:
+            times = sum(other is param for other in order)
+            if times > 1 and not getattr(param, "multiple", False) and not param.is_eager:
+                name = "/".join(param.opts)
+                raise UsageError(f"{name} is given {times} times, expected once; {ctx.command_path} --help tells more")
+        return super().parse_args(ctx, args)
 
 
 def new_app(summary: str) -> typer.Typer:

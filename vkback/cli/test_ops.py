@@ -38,7 +38,7 @@ def test_ops(
         list[str] | None,
         typer.Argument(metavar="[test|grad|perf|support] [CASE]...", help="Mode, default test; whole cases, as a run prints them."),
     ] = None,
-    ops: Annotated[str | None, typer.Option("-o", help="Op names or whole cases, with commas.")] = None,
+    ops: Annotated[list[str] | None, typer.Option("-o", help="Op names or whole cases, with commas; may be repeated.")] = None,
     params: Annotated[str | None, typer.Option("-p", help="Only cases whose parameters match this regular expression.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Run the cases in this text: what test-backend-ops printed, its csv or sql, or any other.")
@@ -81,9 +81,9 @@ def test_ops(
     if list_ops:
         print_counts(output == "json")
         return
-    names += _split(ops)
+    names += [name for text in ops or () for name in _split(text)]
     if ops is not None and not names:
-        raise UsageError(f"-o {ops!r} names no op; give some, as -o MUL_MAT,ROPE, or leave it out for all")
+        raise UsageError(f"-o {','.join(ops)!r} names no op; give some, as -o MUL_MAT,ROPE, or leave it out for all")
     listed = lines_of(source) if source else perf_cases() if mode == "perf" else full_cases() if full else quick_cases()
     if mode == "grad":
         from vkback.harness.grad import is_gradient

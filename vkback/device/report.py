@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from typing import Any
 
 import vkback
 from vkback.device.capabilities import Capabilities
@@ -39,6 +40,19 @@ def report(compiler: str = "not asked") -> str:
     for index, caps in enumerate(found):
         lines += ["", caps.summary_line(index), *describe(caps)]
     return "\n".join([*lines, ""])
+
+
+def data(compiler: str = "not asked") -> dict[str, Any]:
+    """The report as plain values; the error in place of the devices where there is no usable Vulkan."""
+    about = {
+        "version": vkback.__version__, "python": platform.python_version(), "platform": platform.platform(),
+        "machine": platform.machine(), "executable": sys.executable, "packages": {name: _version(name) for name in PACKAGES},
+        "shader_compiler": compiler, "cache": str(cache_dir()),
+    }  # fmt: skip
+    try:
+        return {**about, "devices": [{"index": index, **caps.to_dict()} for index, caps in enumerate(list_devices())]}
+    except DeviceError as error:
+        return {**about, "devices": [], "error": str(error)}
 
 
 def describe(caps: Capabilities) -> list[str]:
