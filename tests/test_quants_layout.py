@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -163,6 +164,11 @@ def weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> 
             return codebook_weight(name, unit, block, u, j)
 
 
+def test_a_type_without_a_case_is_named() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"add a case for Q9_9 to weight\(\) in test_quants_layout\.py"):
+        weight("Q9_9", [], [], 0, 0)
+
+
 def ue4m3(code: int) -> float:
     if code in (0, 0x7F):
         return 0.0
@@ -194,7 +200,10 @@ def even_sign(code: int, i: int) -> int:
 def codebook_weight(name: str, unit: list[bytes], block: list[bytes], u: int, j: int) -> np.float32:
     one = np.float32
     eight, i = divmod(j, 8)
-    grid = quants.codebook(name)
+    try:
+        grid = quants.codebook(name)
+    except quants.UnknownQuant:
+        pytest.fail(f"add a case for {name} to weight() in {Path(__file__).name}: how a value lies in the units of its planes")
     match name:
         case "IQ2_XXS":
             word = struct.unpack_from("<I", unit[0], 4)[0]

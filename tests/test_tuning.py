@@ -65,6 +65,10 @@ def query(**changed: object) -> dict[str, object]:
         ("[[mat_vec]]\nset = { rows = 2 }", ROW + 'has no evidence; add `measured = "..."` with date, device,'),
         ('[[mat_vec]]\nset = { rows = 2 }\nmeasured = " "', ROW + "has no evidence"),
         (row("set = { row = 2 }"), ROW + "unknown parameter 'row', expected one of groups, lane_order, lanes, pairs_in_shared,"),
+        (row("set = { rows = \"2\" }"), ROW + 'rows = "2" in quotes is a text and is not legal, expected one of 1, 2, 4, 8, 16, 32'),
+        (row("set = { groups = \"8\" }"), ROW + """groups = "8" in quotes is a text, expected an integer from 1, or 'per_tile'"""),
+        (row("set = { rows = 2 }", 'when = { quant = "Q4_K" }'),
+         ROW + "unknown key 'when' (keys stand in the row itself, as quant = \"Q4_K\"), expected one of"),
         (row("set = { rows = 3 }"), ROW + "rows = 3 is not legal, expected one of 1, 2, 4, 8, 16, 32"),
         (row("set = { prefetch = true }"), ROW + "prefetch = true is not legal, expected one of none, weights, weights+x"),
         (row("set = { groups = -1 }"), ROW + "groups = -1, expected an integer from 1, or 'per_tile'"),
@@ -375,3 +379,15 @@ def test_overrides_from_a_command_line_take_words_booleans_and_numbers() -> None
     assert rows[1].set == {"sync": "barrier"}
     with pytest.raises(TuningError, match=r"x_in_shared = 1 is not legal, expected one of false, true"):
         override_rows("mat_vec : x_in_shared=1")
+
+
+def test_a_table_that_is_never_read_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
+    for name in ("mycard.toml", "device_another_card.toml", "notes.txt"):
+        (tmp_path / name).write_text("")
+    for _ in range(2):
+        Tuning.for_device(CARD)
+    said = f"vkback: warning: {tmp_path / 'mycard.toml'} is never read: the table of this device is called {device_table(CARD)}\n"
+    assert capsys.readouterr().err == said

@@ -42,11 +42,16 @@ class Family:
         """What a value of a parameter should have been; "" when it is legal."""
         kind = self.set[parameter]
         if isinstance(kind, tuple):
-            return "" if is_one_of(value, kind) else f"{table_word(value)} is not legal, expected one of {', '.join(map(table_word, kind))}"
+            if is_one_of(value, kind):
+                return ""
+            is_text = isinstance(value, str) and not any(isinstance(each, str) for each in kind)
+            shown = f'"{value}" in quotes is a text and' if is_text else table_word(value)
+            return f"{shown} is not legal, expected one of {', '.join(map(table_word, kind))}"
         count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        shown = f'"{value}" in quotes is a text' if isinstance(value, str) else table_word(value)
         if isinstance(kind, CountOr):
-            return "" if count or value == kind.word else f"{table_word(value)}, expected an integer from 1, or {kind.word!r}"
-        return "" if count else f"{table_word(value)}, expected an integer from 1"
+            return "" if count or value == kind.word else f"{shown}, expected an integer from 1, or {kind.word!r}"
+        return "" if count else f"{shown}, expected an integer from 1"
 
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -7,6 +7,7 @@ default.toml.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ class Tuning:
             user = user_tuning_root()
         root = root or tuning_root()
         device = device_table(caps)
+        if user:
+            _tell_unread(user, device)
         vendor = load_table(root / f"{caps.vendor}.toml")
         tables = [
             load_table(user / device, shown=str(user / device)) if user else (),
@@ -138,6 +141,17 @@ def fault_anywhere(key: str, value: Any, families: Iterable[Family]) -> str:
     if not faults:
         return f"no parameter is called {key}"
     return faults[0] if all(faults) else ""
+
+
+_told: set[Path] = set()
+
+
+def _tell_unread(folder: Path, own: str) -> None:
+    """A line on stderr, once a process, for each table in a user's folder that no device reads."""
+    for path in sorted(folder.glob("*.toml")) if folder.is_dir() else ():
+        if path not in _told and not path.name.startswith("device_"):
+            _told.add(path)
+            print(f"vkback: warning: {path} is never read: the table of this device is called {own}", file=sys.stderr)
 
 
 def slug(name: str) -> str:

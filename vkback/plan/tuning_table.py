@@ -121,7 +121,9 @@ def _row(file: str, stem: str, family: str, number: int, label: str, entry: Mapp
     region: dict[str, Values] = {}
     for key, want in match.items():
         if key not in known.match:
-            raise TuningError(f"{where}: unknown key {key!r}, expected one of {', '.join([*sorted(known.match), *RESERVED])}")
+            inner = next((k for k in want if k in known.match), "") if isinstance(want, Mapping) else ""
+            hint = f" (keys stand in the row itself, as {inner} = {json.dumps(want[inner])})" if inner else ""
+            raise TuningError(f"{where}: unknown key {key!r}{hint}, expected one of {', '.join([*sorted(known.match), *RESERVED])}")
         region[key] = _values(where, key, known, want)
     for key, value in params.items():
         check_parameter(where, known, key, value)
