@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_mat_vec
-import test_ops
 from each_choice import class_of, cover, parts, values_of, ways_in
+from suite_cases import CASES, RUNS
 
 from vkback.harness.cases import find_case
 
@@ -41,9 +40,9 @@ def test_a_case_has_the_values_of_its_line() -> None:
 
 
 def test_every_op_stays_and_every_type_on_each_path() -> None:
-    chosen = [test_ops.CASES[i] for i in cover([frozenset(parts(case)) for case in test_ops.CASES])]
-    assert {case.op for case in chosen} == {case.op for case in test_ops.CASES} and len(chosen) < len(test_ops.CASES)
-    runs = test_mat_vec.RUNS
+    chosen = [CASES[i] for i in cover([frozenset(parts(case)) for case in CASES])]
+    assert {case.op for case in chosen} == {case.op for case in CASES} and len(chosen) < len(CASES)
+    runs = RUNS
     rows = [frozenset(values_of(item("case, act", case=case, act=act))) for case, act in runs]
 
     def paths(some: Iterable[int]) -> set[tuple[object, ...]]:

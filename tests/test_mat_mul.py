@@ -6,7 +6,6 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,29 +14,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from chain_kit import Array, nmse, run_chain
 
 from vkback import quants
 from vkback.device import Device
-from vkback.graph import Node, Tensor
-from vkback.harness.runner import Workbench, prepare
+from vkback.graph import Tensor
 from vkback.ops import attention_prompt, mat_mul, mat_mul_pack, mat_mul_route
 from vkback.ops.attention import FlashAttnExt, prompt_job
-from vkback.ops.case import Problem
 from vkback.ops.cooperative_matrix import KNOWN_ROW_LANES, matrix_shape
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_job import MatMul, MatMulShape, Way, default_shape
-from vkback.ops.mat_vec import MatVec
 from vkback.ops.mat_vec_node import QUANTS, weight
-from vkback.ops.op import OPS, Op
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.workgroup import lanes_for
 from vkback.paths import shader_root
 from vkback.program.fragments import fragments_alike, lanes_of_row, row_lanes_found
 from vkback.shader import ShaderLibrary
 from vkback.shader.prebuilt import stale
-
-Array = npt.NDArray[np.float64]
 
 BOUNDS = {"f32": 1e-10, "int_dot": 2e-4, "coop_mat": 2e-6}
 """NMSE. f32: sums of a few hundred products, each rounded to 2^-24: about k * 2^-50. int_dot: x in steps of amax/127 a unit, 1.5e-5 on
@@ -82,41 +76,6 @@ class Spec:
         return "-".join(p for p in (*parts, "bias" * self.bias, "residual" * self.residual, self.glu, self.out * (self.out != "F32")) if p)
 
 
-class _Chain(Op):
-    """Runs the dispatches of a node's params, so that the harness's checks of memory hold for them."""
-
-    name = "CHAIN"
-
-    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        return list(node.params["chain"])
-
-    reference = MatVec.reference
-    cases = MatVec.cases
-    build_case = MatVec.build_case
-    tolerance = MatVec.tolerance
-
-
-@contextmanager
-def chain_op() -> Iterator[None]:
-    OPS["CHAIN"] = _Chain()
-    try:
-        yield
-    finally:
-        del OPS["CHAIN"]
-
-
-def run_chain(
-    device: Device, library: ShaderLibrary, ctx: LowerContext, chain: list[Dispatch], values: dict[str, npt.NDArray[Any]],
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...],
-) -> dict[str, npt.NDArray[Any]]:  # fmt: skip
-    """Outputs of dispatches by name. Scratch and outputs hold NaN before, and nothing else may change."""
-    problem = Problem(Node("CHAIN", inputs, outputs, {"chain": chain}), values)
-    with chain_op():
-        ready = prepare(problem, ctx)
-    with Workbench(device, library) as bench:
-        return bench.run(ready)
-
-
 def chosen_ids(spec: Spec, rng: np.random.Generator) -> npt.NDArray[np.int32]:
     """Experts of each token; expert 0 is never taken."""
     others = np.arange(1, spec.experts)
@@ -137,11 +96,6 @@ def glu(spec: Spec, y: Array) -> Array:
     if spec.glu == "gelu":
         return np.asarray(0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up)
     return np.asarray(gate / (1 + np.exp(-gate)) * up)
-
-
-def nmse(got: npt.NDArray[Any], want: Array) -> float:
-    assert np.isfinite(got).all()
-    return float(np.square(got.astype(np.float64) - want).sum() / np.square(want).sum())
 
 
 def run_spec(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerContext, shape: MatMulShape | None = None) -> float:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from chain_kit import nmse, run_chain
 from kernel_paths import planned_for
-from test_mat_mul import nmse, run_chain
 
 import vkback
 from vkback import quants

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from kernel_paths import with_params
+from suite_cases import RUNS
 
 from vkback.device import Device
 from vkback.harness.runner import run_case
@@ -16,11 +17,6 @@ from vkback.ops.mat_vec_cases import mul_mat_case
 from vkback.ops.mat_vec_config import SWAP_BITS
 from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
-
-CASES = [c for name in ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC") for c in OPS[name].cases()]
-PATHS: tuple[Act, ...] = ("f32", "q8_1")
-RUNS = [(case, act) for case in CASES for act in ((case.params["act"],) if "act" in case.params else PATHS)]
-"""A case that says its path is run on that one alone."""
 
 
 @pytest.mark.vulkan

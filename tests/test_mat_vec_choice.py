@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_paths import planned_for, with_params, without_subgroups
-from test_validation import use, validated
+from validation_kit import use, validated
 
 from vkback.autotune.problem import MatVecProblem
 from vkback.cli.tune_parts import of_model

@@ -7,41 +7,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 from kernel_paths import planned_for, with_params
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 from model_files import BUILT_IN
+from plan_kit import LARGE, Kind, check_device_limits, schedule
 
 from vkback.device import Capabilities, profile_ids
 from vkback.device.spirv import inspect
 from vkback.graph import Graph, Node, Tensor, live
 from vkback.models import Model
-from vkback.models.sampler import add_sampler
 from vkback.ops.dispatch import Arg, Dispatch
-from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.lowering import PlanError
 from vkback.ops.storage import nbytes
-from vkback.plan.planner import bound_bytes, plan
+from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, into_stages, place
 from vkback.plan.sync import ARRIVALS, STATE
 from vkback.shader import ShaderLibrary, Variant
-
-LARGE = ("llama-8b-Q4_K_S", "qwen3moe-30b-a3b-Q4_K_S")
-Kind = Literal["greedy", "sample", "prompt"]
-
-N_CTX = 4096
-
-
-def schedule(model: Model, ctx: LowerContext, kind: Kind, *, n_ctx: int = N_CTX, fusion: str = "all") -> Schedule:
-    """What the engine plans for one generated token, or for a piece of a prompt."""
-    if kind == "prompt":
-        return plan(model.graph(16, n_ctx, head="none"), ctx, fusion=fusion)
-    graph = model.graph(1, n_ctx, head="last")
-    add_sampler(graph, greedy=kind == "greedy")
-    return plan(graph, ctx, fusion=fusion)
-
 
 # --- invariants of any schedule -----------------------------------------------------------------------------------------------------
 
@@ -84,18 +69,6 @@ def check_memory(s: Schedule) -> None:
         if min(stages[a]) <= max(stages[b]) and min(stages[b]) <= max(stages[a]):
             x, y = s.slots[a], s.slots[b]
             assert x.offset + x.size <= y.offset or y.offset + y.size <= x.offset, f"{a} and {b} are alive together and overlap"
-
-
-def check_device_limits(s: Schedule, caps: Capabilities) -> None:
-    for d in s.dispatches():
-        assert len(d.push) <= min(128, caps.max_push_constants), d.label
-        assert len(d.args) <= caps.max_storage_bindings, d.label
-        assert all(0 < g <= most for g, most in zip(d.groups, caps.max_workgroup_count, strict=True)), d.label
-        for arg in d.args:
-            assert bound_bytes(arg, caps) <= min(caps.max_storage_buffer_range, caps.max_buffer_size, caps.max_allocation_size), d.label
-        size = d.kernel.subgroup_size
-        if size is not None:
-            assert caps.subgroup_required_size and caps.subgroup_min <= size <= caps.subgroup_max, d.label
 
 
 # --- fusion -------------------------------------------------------------------------------------------------------------------------

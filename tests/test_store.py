@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from bench_samples import LLAMA_8B
 from cli_kit import FakeEngine, call, engine  # noqa: F401
-from test_report import LLAMA_8B
 
 from vkback.cli import bench, main
 from vkback.harness.output import About, fields_of

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from kernel_paths import planned_for, with_params
 from model_files import BUILT_IN
-from test_forecast import A, B, C
-from test_plan import LARGE, check_device_limits, schedule
+from plan_kit import LARGE, check_device_limits, schedule
 
 from vkback.device import Capabilities, Device, profile_ids
 from vkback.device.spirv import inspect
@@ -40,6 +39,8 @@ from vkback.timing.stages import loaded
 
 GRAPHS = (*BUILT_IN, *(f"{large}:4" for large in (*LARGE, "gpt-oss-20b-MXFP4")))
 N_CTX = 64
+
+A, B, C = (Tensor(name, "F32", (8,)) for name in "abc")
 
 
 def sentinel(profile: str, router: str = "mat_vec") -> LowerContext:
