@@ -55,6 +55,7 @@ class FakeEngine:
     n_params = 2_000_000
     bytes_per_token = 1_000_000
     ubatch = 512
+    tuning = "0123456789ab"
     model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256))
     device = SimpleNamespace(
         caps=SimpleNamespace(

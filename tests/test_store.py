@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sqlite3
@@ -18,7 +19,7 @@ from vkback.cli import bench, main
 from vkback.harness.output import About, fields_of
 from vkback.harness.result import CaseResult
 from vkback.report import tables
-from vkback.report.bench_table import BenchResult, ReportError, field_types
+from vkback.report.bench_table import BenchResult, ReportError, field_types, open_writer
 from vkback.report.store import VERSION, Store, is_store
 
 DATA = Path(__file__).parent / "data"
@@ -131,6 +132,100 @@ def test_builds_of_a_store_can_be_compared(store: Path, monkeypatch: pytest.Monk
     assert "no build is called dddd; there are aaaa11112, bbbb22223" in compared("@aaaa", "@dddd", code=1)
 
 
+def test_tuning_tables_of_one_build_are_points_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.sqlite"
+    with Store(path) as opened:
+        opened.add_bench(run("aaaa11112", 20, SLOW, tuning="111111111111"))
+        opened.add_bench(run("aaaa11112", 21, FAST, tuning="222222222222"))
+        opened.add_bench(run("aaaa11112", 21, FAST, tuning="222222222222"))
+    lines = [" ".join(line.split()) for line in printed(monkeypatch, capsys, "history", str(path)).splitlines()]
+    assert lines[3:5] == ["2026-11-20 aaaa11112 111111 tg128 256.07 ± 5.12", "2026-11-21 aaaa11112 222222 tg128 320.13 ± 7.16 +25.0% *"]
+    records = json.loads(printed(monkeypatch, capsys, "history", str(path), "--json"))
+    assert [(r["tuning"], r["n"]) for r in records] == [("111111111111", 3), ("222222222222", 6)]
+    names = [f"{path}@aaaa@{tuning}" for tuning in ("1", "2222")]
+    (record,) = json.loads(printed(monkeypatch, capsys, "compare-bench", *names, "--json"))
+    assert record["diff_percent"] == pytest.approx(25.02, abs=0.01)
+    error = printed(monkeypatch, capsys, "compare-bench", f"{path}@aaaa", names[1], code=1)
+    assert "holds results of 2 sets of tuning tables; say which, as results.sqlite@aaaa11112@222222222222 (there are" in error
+    assert "no set of tuning tables is called 3" in printed(monkeypatch, capsys, "compare-bench", f"{path}@aaaa@3", names[1], code=1)
+
+
+def test_a_setting_of_one_build_is_shown_in_its_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever it is called: n_threads is none of those that vkback has."""
+    path = tmp_path / "results.sqlite"
+    with Store(path) as opened:
+        for seconds, threads in ((SLOW, 1), (FAST, 8), (FAST, 8)):
+            opened.add_bench(run("aaaa11112", 20, seconds, n_threads=threads))
+    shown = printed(monkeypatch, capsys, "history", str(path))
+    assert "tg128 n_threads 1 " in shown and re.search(r"tg128 +320\.13", shown)
+
+
+def json_of(path: Path, *rows: dict[str, object]) -> str:
+    path.write_text(json.dumps([{**LLAMA_8B.row(), "samples_ts": [], **row} for row in rows]))
+    return str(path)
+
+
+def test_rows_that_differ_in_any_setting_are_not_pooled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """228.5 and 165.0 of one test, which differ in a column of a later llama-bench, became 196.75."""
+    two: list[dict[str, object]] = [{"avg_ts": 228.5, "stddev_ts": 1.0, "later": "on"}, {"avg_ts": 165.0, "stddev_ts": 1.0, "later": "off"}]
+    one = json_of(tmp_path / "one.json", {"avg_ts": 200.0, "stddev_ts": 1.0})
+    on = json_of(tmp_path / "on.json", {"avg_ts": 200.0, "stddev_ts": 1.0, "later": "on"})
+    both = json_of(tmp_path / "both.json", *two)
+
+    def compared(*args: str, code: int = 0) -> str:
+        return printed(monkeypatch, capsys, "compare-bench", *args, *(() if code else ("--json",)), code=code)
+
+    error = compared(one, one, "--beside", f"CUDA={both}", code=1)
+    assert "--beside CUDA: results of one test differ in later (on, off), which the others do not tell apart; keep those of one" in error
+    (record,) = json.loads(compared(on, on, "--beside", f"CUDA={both}"))
+    assert record["CUDA_ts"] == 228.5
+    records = json.loads(compared(both, both, "--beside", f"CUDA={both}"))
+    assert [(r["later"], r["before_ts"], r["CUDA_ts"]) for r in records] == [("on", 228.5, 228.5), ("off", 165.0, 165.0)]
+    builds = json_of(tmp_path / "builds.json", {"build_commit": "aaaa"}, {"build_commit": "bbbb"})
+    assert "holds results of 2 builds; say which, as builds.json@bbbb" in compared(builds, one, code=1)
+
+
+LLAMA_BENCH_MD = """\
+ggml_vulkan: 0 = NVIDIA GeForce RTX 5090 (NVIDIA) | uma: 0 | fp16: 1 | warp size: 32
+| model                          |       size |     params | backend    | ngl | fa |            test |                  t/s |
+| ------------------------------ | ---------: | ---------: | ---------- | --: | -: | --------------: | -------------------: |
+| llama 8B Q4_K - Medium         |   4.58 GiB |     8.03 B | Vulkan     |  99 |  0 |           tg128 |        200.00 ± 1.00 |
+| llama 8B Q4_K - Medium         |   4.58 GiB |     8.03 B | Vulkan     |  99 |  1 |           tg128 |        250.00 ± 1.50 |
+| llama 8B Q4_K - Medium         |   4.58 GiB |     8.03 B | Vulkan     |  99 |  1 |   pp512 @ d4096 |      11000.00 ± 9.00 |
+
+build: 0c1e570 (6910)
+"""
+
+
+def test_markdown_tables_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of llama-bench, with rows that differ in a setting, and of vkbench, in any document; other tables are refused."""
+    theirs, ours, other = (tmp_path / name for name in ("before.md", "after.md", "other.md"))
+    theirs.write_text(LLAMA_BENCH_MD)
+    ours.write_text(f"# Results\n\nThree runs:\n\n```\n{LLAMA_BENCH_MD.replace('250.00 ± 1.50', '300.00 ± 2.00')}```\n")
+    records = json.loads(printed(monkeypatch, capsys, "compare-bench", str(theirs), str(ours), "--json"))
+    assert [(r["flash_attn"], r["test"], r["before_ts"], r["after_ts"]) for r in records] == [
+        ("0", "tg128", 200.0, 200.0), ("1", "tg128", 250.0, 300.0), ("1", "pp512 @ d4096", 11000.0, 11000.0)
+    ]  # fmt: skip
+    assert [r["beats_noise"] for r in records] == [False, True, False]
+    table = io.StringIO()
+    writer = open_writer("md", table, ("% read",))
+    writer.header("vkback: 0 = a device")
+    writer.row(replace(LLAMA_8B, read_rate_gb_s=1600.0))
+    writer.footer(("5d8bb900b", 6910))
+    ours.write_text(table.getvalue())
+    (record,) = json.loads(printed(monkeypatch, capsys, "compare-bench", str(ours), json_of(tmp_path / "same.json", {}), "--json"))
+    assert (record["size"], record["params"], record["before_ts"], record["diff_percent"]) == ("4.58 GiB", "8.03 B", 288.0, 0.0)
+    other.write_text("| op | us |\n|---|---|\n| ADD | 5 |\n")
+    error = printed(monkeypatch, capsys, "compare-bench", str(other), str(ours), code=1)
+    assert "a markdown table without the columns model, size, params, test, t/s of vkbench and llama-bench" in error
+
+
 def test_vkbench_appends_to_a_store(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: FakeEngine,  # noqa: F811
     tmp_path: Path,
@@ -141,6 +236,7 @@ def test_vkbench_appends_to_a_store(
     with Store(path) as opened:
         rows = opened.bench()
     assert list(rows["n_gen"]) == [8, 8] and all(len(s) == 3 for s in rows["samples_ts"])
+    assert set(rows["tuning"]) == {FakeEngine.tuning}, "a result tells its tables"
 
 
 ABOUT = About("Vulkan0", "Radeon", "RADV 26", "aaaa11112", "2026-11-20T12:00:00Z")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 import vkback.plan.schedule_choice  # noqa: F401  declares every family
-from vkback.autotune.overrides import override_rows
+from vkback.autotune.overrides import override_rows, with_overrides
 from vkback.device import Capabilities, profile_ids
 from vkback.device.architecture import BY_ID, BY_NAME, DRIVERS, driver_class, known_class
-from vkback.ops.family import FAMILIES
+from vkback.ops.family import FAMILIES, Chooser
 from vkback.paths import tuning_root, user_tuning_root
-from vkback.plan.tuning import Overrides, Tuning, device_table, slug
+from vkback.plan.tuning import Overrides, Tuning, device_table, identity, slug
 from vkback.plan.tuning_row import TuningError
 from vkback.plan.tuning_table import load_table, parse_table
 
@@ -379,6 +379,16 @@ def test_overrides_from_a_command_line_take_words_booleans_and_numbers() -> None
     assert rows[1].set == {"sync": "barrier"}
     with pytest.raises(TuningError, match=r"x_in_shared = 1 is not legal, expected one of false, true"):
         override_rows("mat_vec : x_in_shared=1")
+
+
+def test_tables_that_may_choose_otherwise_are_told_apart() -> None:
+    whole = Tuning.for_device(CARD)
+    assert identity(whole) == identity(Tuning.for_device(CARD)) and len(identity(whole)) == 12
+    overridden = with_overrides(whole, "mat_vec : rows=4")
+    others: list[Chooser] = [overridden, Overrides(whole, {"mat_vec": {"rows": 4}}, "test"), Tuning(whole.tables[1:])]
+    assert len({identity(whole), *map(identity, others)}) == 4
+    evidence = with_overrides(whole, "mat_vec : rows=4")
+    assert identity(evidence) == identity(overridden)
 
 
 def test_a_table_that_is_never_read_is_told_once(

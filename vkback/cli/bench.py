@@ -285,6 +285,7 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
         act=act,
         exact=settings.exact,
         feed=settings.feed,
+        tuning=engine.tuning,
         bytes_per_token=engine.bytes_per_token,
     )
 

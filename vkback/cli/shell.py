@@ -140,6 +140,9 @@ class EngineLike(Protocol):
     def description(self) -> str: ...
 
     @property
+    def tuning(self) -> str: ...
+
+    @property
     def size_bytes(self) -> int: ...
 
     @property

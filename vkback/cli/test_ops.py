@@ -116,7 +116,7 @@ def _run(
         opened = stack.enter_context(Device.open(device))
         ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act_of(act))
         library = ShaderLibrary(quick=opened.caps.software and mode != "perf")
-        printer = _printer(output, opened, verbose, notes)
+        printer = _printer(output, opened, ctx, verbose, notes)
         if output == "console":
             print(opened.caps.summary_line(opened.index), flush=True)
         if mode == "support":
@@ -204,14 +204,15 @@ def _shrink(suite: Any, failed: Sequence[str], save_in: Path) -> None:
         print(f"  values in {path}; rerun: vkback test-ops '{least.line}'", file=sys.stderr)
 
 
-def _printer(output: str, device: Any, verbose: bool, notes: Callable[[CaseResult], str]) -> Printer:
+def _printer(output: str, device: Any, ctx: LowerContext, verbose: bool, notes: Callable[[CaseResult], str]) -> Printer:
     from vkback.harness.output import About, Console, Csv, Json, Sql
+    from vkback.plan.tuning import identity
     from vkback.report.build import build_info
 
     caps = device.caps
     about = About(
         f"Vulkan{device.index}", caps.name, f"{caps.driver_name} {caps.driver_info}", build_info()[0],
-        datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), ctx.act, identity(ctx.tuning),
     )  # fmt: skip
     if output == "console":
         style = _coloured if sys.stdout.isatty() else _plain

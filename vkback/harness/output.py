@@ -23,7 +23,8 @@ SQL_TABLE = "test_backend_ops"
 
 OURS = (
     "nmse", "worst", "tolerance_nmse", "tolerance_worst", "spread_us", "latency_us", "latency_spread_us", "barrier_free_us",
-    "read_rate_gb_s", "read_rate_percent", "math_way", "math_rate_tflops", "math_rate_percent", "driver_info", "seed", "reason",
+    "read_rate_gb_s", "read_rate_percent", "math_way", "math_rate_tflops", "math_rate_percent", "driver_info", "act", "tuning", "seed",
+    "reason",
 )  # fmt: skip
 """Fields that test-backend-ops does not have. reason: why a case is not supported."""
 
@@ -36,7 +37,7 @@ SQL_FIELDS: Mapping[str, str] = {
     "test_time": "TEXT", "build_commit": "TEXT", "backend_name": "TEXT", "op_name": "TEXT", "op_params": "TEXT", "test_mode": "TEXT",
     "supported": "INTEGER", "passed": "INTEGER", "error_message": "TEXT", "time_us": "REAL", "flops": "REAL", "bandwidth_gb_s": "REAL",
     "memory_kb": "INTEGER", "n_runs": "INTEGER", "device_description": "TEXT", "backend_reg_name": "TEXT",
-    **{name: "TEXT" if name in ("driver_info", "math_way", "reason") else "REAL" for name in OURS},
+    **{name: "TEXT" if name in ("driver_info", "act", "tuning", "math_way", "reason") else "REAL" for name in OURS},
 }  # fmt: skip
 
 Style = Callable[[str, str], str]
@@ -44,13 +45,15 @@ Style = Callable[[str, str], str]
 
 @dataclass(frozen=True)
 class About:
-    """What a run's results have in common."""
+    """What a run's results have in common. tuning: what tells the tuning tables from others (vkback/plan/tuning.py)."""
 
     backend_name: str
     device: str
     driver: str
     commit: str
     time: str
+    act: str = "auto"
+    tuning: str = ""
 
 
 WIDTH = 80
@@ -181,6 +184,8 @@ def fields_of(result: CaseResult, about: About) -> dict[str, Any]:
         "math_rate_tflops": result.math_rate_tflops,
         "math_rate_percent": result.math_rate_percent,
         "driver_info": about.driver,
+        "act": about.act,
+        "tuning": about.tuning,
         "seed": int(seed) if seed.isdigit() else None,
         "reason": "" if result.supported else result.message,
     }

@@ -46,7 +46,7 @@ from vkback.ops.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.exact import exact_context
 from vkback.plan.flops import main_way, prompt_flops
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Tuning
+from vkback.plan.tuning import Tuning, identity
 from vkback.program import CompileTotals, Program
 from vkback.program.fragments import fragments_hold, row_lanes_found
 from vkback.shader import ShaderLibrary
@@ -215,6 +215,11 @@ class Engine:
     @property
     def description(self) -> str:
         return self.model.description
+
+    @property
+    def tuning(self) -> str:
+        """What tells the tuning tables of this engine, and what overrides them, from others."""
+        return identity(self.ctx.tuning)
 
     @property
     def size_bytes(self) -> int:

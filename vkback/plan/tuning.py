@@ -7,6 +7,7 @@ default.toml.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,6 +127,21 @@ class Overrides:
             name: {k: v for k, v in params.items() if k in family.set and not family.why_illegal(k, v)} for name, family in families.items()
         }
         return cls(tables, {name: mine for name, mine in by_family.items() if mine}, source)
+
+
+def identity(tables: Chooser) -> str:
+    """What tells tables apart that may choose otherwise: a hash of their rows without the evidence, and of overrides; 12 digits."""
+    digest = hashlib.sha256()
+    if isinstance(tables, Overrides):
+        digest.update(f"{identity(tables.tables)} {dict(tables.params)} {dict(tables.match)}".encode())
+    elif isinstance(tables, Tuning):
+        for table in tables.tables:
+            for row in table:
+                digest.update(f"{row.family} {row.match} {row.set}\n".encode())
+            digest.update(b"\0")
+    else:
+        return ""
+    return digest.hexdigest()[:12]
 
 
 def known_families() -> Mapping[str, Family]:

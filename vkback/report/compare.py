@@ -1,11 +1,12 @@
 """Before and after: two results joined test by test, with the change of each and whether it beats the noise.
 
-Reads what vkbench and llama-bench write: JSON, JSONL, CSV, SQL statements, or an SQLite file with a table `llama_bench`, a store of vkbench
-(vkback/report/store.py) among them. `FILE@COMMIT` stands for the results of one build.
+Reads what vkbench and llama-bench write: markdown tables, JSON, JSONL, CSV, SQL statements, or an SQLite file with a table `llama_bench`, a
+store of vkbench (vkback/report/store.py) among them. `FILE@COMMIT` stands for the results of one build.
 """
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -23,7 +24,8 @@ import pandas as pd
 from vkback.records import read_objects
 from vkback.report import tables
 from vkback.report.bench_table import SQL_TABLE, ReportError, deviation, speed_text, test_name
-from vkback.report.markdown import Column, head, line
+from vkback.report.markdown import Column, head, line, tables_of
+from vkback.report.settings import texts, unlike
 from vkback.report.store import Store, is_store
 from vkback.units import params_text, size_text
 
@@ -100,38 +102,49 @@ def load(path: str | Path) -> pd.DataFrame:
     path, commit = located(path)
     if not path.is_file():
         wrong = "is a folder" if path.is_dir() else "no such file"
-        raise ReportError(f"{path}: {wrong}; expected a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite)")
+        raise ReportError(f"{path}: {wrong}; expected a result of vkbench or llama-bench (md, json, jsonl, csv, sql or sqlite)")
     try:
         rows = _typed(_parse(path))
     except (ValueError, OverflowError, sqlite3.Error) as e:
-        raise ReportError(f"{path}: not a result of vkbench or llama-bench (json, jsonl, csv, sql or sqlite): {str(e).strip()}") from e
+        raise ReportError(f"{path}: not a result of vkbench or llama-bench (md, json, jsonl, csv, sql or sqlite): {str(e).strip()}") from e
     if rows.empty:
         raise ReportError(f"{path}: holds no result")
     return of_commit(rows, path, commit)
 
 
 def located(path: str | Path) -> tuple[Path, str]:
-    """The file and the commit of `FILE@COMMIT`, or of a plain name."""
+    """The file and the commit of `FILE@COMMIT`, of `FILE@COMMIT@TUNING` both behind it, or of a plain name nothing."""
     if Path(path).is_file() or "@" not in str(path):
         return Path(path), ""
-    name, _, commit = str(path).rpartition("@")
-    return Path(name), commit
+    name, _, build = str(path).rpartition("@")
+    whole, at, commit = name.rpartition("@")
+    return (Path(whole), f"{commit}@{build}") if at and not Path(name).is_file() and Path(whole).is_file() else (Path(name), build)
 
 
-def of_commit(rows: pd.DataFrame, path: Path, commit: str) -> pd.DataFrame:
-    """The rows of one build. Raises ReportError where it is in doubt which: for a commit that is not there, and for a store of several
-    when none is named."""
-    known = list(dict.fromkeys(map(str, rows.get("build_commit", ()))))
-    if not commit:
-        if len(known) > 1 and is_store(path):
-            which = f"{path.name}@{known[-1]} (there are {', '.join(known)})"
-            raise ReportError(f"{path}: holds results of {len(known)} builds; say which, as {which}")
+def of_commit(rows: pd.DataFrame, path: Path, build: str) -> pd.DataFrame:
+    """The rows of one build and of one set of tuning tables. Raises ReportError where it is in doubt which: for one that is not there, and
+    where there are several and none is named."""
+    commit, _, tuning = build.partition("@")
+    rows = _one(rows, path, "build_commit", ("build", "builds"), commit, "")
+    of_build = str(rows["build_commit"].iloc[0]) if "build_commit" in rows and len(rows) else ""
+    return _one(rows, path, "tuning", ("set of tuning tables", "sets of tuning tables"), tuning, of_build)
+
+
+def _one(rows: pd.DataFrame, path: Path, column: str, what: tuple[str, str], named: str, before: str) -> pd.DataFrame:
+    """The rows with a value of a column; before: what stands between the file and it in a name."""
+    values = texts(rows, column, "")
+    known = [value for value in values.unique() if value]
+    if not named:
+        if len(known) > 1:
+            which = f"{'@'.join(filter(None, (path.name, before)))}@{known[-1]} (there are {', '.join(known)})"
+            raise ReportError(f"{path}: holds results of {len(known)} {what[1]}; say which, as {which}")
         return rows
-    found = [c for c in known if c.startswith(commit)]
+    found = [c for c in known if c.startswith(named)]
     if len(found) != 1:
         count = "more than one" if found else "no"
-        raise ReportError(f"{path}: {count} build is called {commit}; there are {', '.join(known) or 'none'}")
-    return rows[rows["build_commit"].map(str) == found[0]]
+        raise ReportError(f"{path}: {count} {what[0]} is called {named}; there are {', '.join(known) or 'none'}")
+    chosen: pd.DataFrame = rows[values == found[0]]
+    return chosen
 
 
 def _parse(path: Path) -> pd.DataFrame:
@@ -148,9 +161,54 @@ def _parse(path: Path) -> pd.DataFrame:
             db.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # a result file has no business with other files
             db.executescript(text)
             return _rows_of(db)
+    if tables_of(text):
+        return _of_markdown(text)
     if not text.startswith(("[", "{")):
         return pd.read_csv(StringIO(text), dtype=object, keep_default_na=False, index_col=False) if text else pd.DataFrame()
     return pd.DataFrame(read_objects(text), dtype=object)
+
+
+def _of_markdown(text: str) -> pd.DataFrame:
+    """The rows of tables as vkbench and llama-bench print them, and the build that they name. Raises ValueError for other tables."""
+    found: list[dict[str, Any]] = []
+    for table in tables_of(text):
+        for row in table:
+            if lacks := [name for name in ("model", "size", "params", "test", "t/s") if name not in row]:
+                raise ValueError(f"a markdown table without the columns {', '.join(lacks)} of vkbench and llama-bench")
+            speed, sizes = SPEED.fullmatch(row["t/s"]), TEST.fullmatch(row["test"])
+            if speed is None or sizes is None:
+                raise ValueError(f"{row['test']}: {row['t/s']}: expected a test as pp512 or tg128, and its speed as 288.00 ± 45.25")
+            settings = {FROM_HEADERS.get(name, name): value for name, value in row.items() if name not in NO_SETTINGS}
+            found.append({
+                **settings, "model_type": row["model"], "model_size": _bytes(row["size"]), "model_n_params": _count(row["params"]),
+                "n_prompt": sizes["pp"] or 0, "n_gen": sizes["tg"] or 0, "n_depth": sizes["d"] or 0,
+                "avg_ts": speed[1], "stddev_ts": speed[2],
+            })  # fmt: skip
+    if build := BUILD.search(text):
+        found = [{**row, "build_commit": build[1], "build_number": build[2]} for row in found]
+    return pd.DataFrame(found, dtype=object)
+
+
+SPEED = re.compile(r"([\d.]+)\s*(?:±|\+-|\+/-)\s*([\d.]+)")
+TEST = re.compile(r"(?:pp(?P<pp>\d+))?\+?(?:tg(?P<tg>\d+))?(?:\s*@\s*d(?P<d>\d+))?")
+BUILD = re.compile(r"^build: (\S+) \((\d+)\)", re.MULTILINE)
+FROM_HEADERS = {
+    "backend": "backends", "ngl": "n_gpu_layers", "fa": "flash_attn", "dev": "devices", "threads": "n_threads", "sm": "split_mode",
+}  # fmt: skip
+"""What columns of these tables are called in other formats."""
+NO_SETTINGS = ("model", "size", "params", "test", "t/s", "GB/s", "% read", "TFLOPS", "% math")
+
+
+def _bytes(text: str) -> int:
+    """Of "4.58 GiB"."""
+    number, unit = text.split()
+    return round(float(number) * 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit))
+
+
+def _count(text: str) -> int:
+    """Of "8.03 B", in thousands, millions, billions or trillions."""
+    number, _, unit = text.partition(" ")
+    return round(float(number) * 1000.0 ** ("", "K", "M", "B", "T").index(unit))
 
 
 def _rows_of(db: sqlite3.Connection) -> pd.DataFrame:
@@ -184,10 +242,11 @@ def compare(
     beside      further results of the same tests, by what they are called; devices and backends may be others
     Raises ReportError when they share no test.
     """
-    told_apart = [s for s in SETTINGS if any(_texts(rows, s).nunique() > 1 for rows in (before, after))]
+    told_apart = [s for s in SETTINGS if any(texts(rows, s).nunique() > 1 for rows in (before, after))]
+    told_apart += unlike([group for rows in (before, after) for group in _tests(rows, told_apart).values()], told_apart)
     old, new = (_tests(rows, told_apart) for rows in (before, after))
     alike = [s for s in told_apart if s not in PLACES]
-    others = {name: _tests(rows, alike) for name, rows in (beside or {}).items()}
+    others = {name: _tests(_like(rows, name, (before, after), alike), alike) for name, rows in (beside or {}).items()}
     differences = []
     for k in (k for k in old if k in new):
         b, a = pooled(old[k], skip_first), pooled(new[k], skip_first)
@@ -215,23 +274,31 @@ def compare(
     return Comparison(differences, [_words(k) for k in old if k not in new], [_words(k) for k in new if k not in old])
 
 
+def _like(rows: pd.DataFrame, name: str, compared: Sequence[pd.DataFrame], told_apart: Sequence[str]) -> pd.DataFrame:
+    """Of a result beside, the rows with the settings of those that are compared. Raises ReportError naming a setting in which several are
+    left of one test."""
+    for setting in unlike(_tests(rows, told_apart).values(), told_apart):
+        found = texts(rows, setting)
+        wanted = {value for other in compared for value in texts(other, setting)}
+        if setting in PLACES or len(wanted) != 1 or not wanted <= set(found):
+            raise ReportError(
+                f"--beside {name}: results of one test differ in {setting} ({', '.join(found.unique())}), which the others do not tell "
+                "apart; keep those of one"
+            )
+        rows = rows[found == wanted.pop()]
+    return rows
+
+
 def _tests(rows: pd.DataFrame, told_apart: Sequence[str]) -> dict[tuple[str, ...], pd.DataFrame]:
     """The rows of each test by model, size, parameters, test and settings, in the order of the file."""
     test = rows[["n_prompt", "n_gen", "n_depth"]].apply(lambda sizes: test_name(*sizes), axis=1)
     key = [rows["model_type"].map(str), rows["model_size"].map(size_text), rows["model_n_params"].map(params_text), test]
-    key += [_texts(rows, s) for s in told_apart]
+    key += [texts(rows, s) for s in told_apart]
     return {cast(tuple[str, ...], k): group for k, group in rows.groupby(key, sort=False)}
 
 
-def _texts(rows: pd.DataFrame, name: str, unknown: str = "None") -> pd.Series[str]:
-    """A column as text; `unknown` where the file does not say."""
-    if name not in rows:
-        return pd.Series(unknown, rows.index)
-    return rows[name].map(str).where(rows[name].notna(), unknown)
-
-
 def _both(before: pd.DataFrame, after: pd.DataFrame, name: str) -> str:
-    b, a = (_texts(rows, name, "").iloc[0] for rows in (before, after))
+    b, a = (texts(rows, name, "").iloc[0] for rows in (before, after))
     return b if a == b else f"{b} -> {a}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import pandas as pd
 from vkback.report import compare_ops, tables
 from vkback.report.bench_table import ReportError, speed_text, test_name
 from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, pooled
+from vkback.report.settings import texts, unlike
 
 VARYING = ("act", "exact", "feed", "n_ubatch", "type_k", "type_v")
 """Settings that tell series apart, shown with the test where they are not what most results have."""
@@ -20,7 +22,8 @@ class Point:
     """One build in a series.
 
     when    day of its first result
-    change  against the build before of the same series; None at the first
+    tuning  of its tuning tables (`BenchResult.tuning`): other tables of the same build are another point
+    change  against the point before of the same series; None at the first
     percent how much faster it is than that one
     """
 
@@ -32,6 +35,7 @@ class Point:
     commit: str
     speed: Speed
     unit: str
+    tuning: str = ""
     percent: float | None = None
     change: Change | None = None
 
@@ -40,11 +44,15 @@ def of_bench(rows: pd.DataFrame) -> list[Point]:
     """Points of benchmark results, series by series in the order of their first results, builds in the order of theirs."""
     if rows.empty:
         return []
-    usual = {name: rows[name].mode().iloc[0] for name in VARYING if name in rows and rows[name].notna().any()}
+    test = ["gpu_info", "driver_info", "model_type", "n_prompt", "n_gen", "n_depth", "build_commit", "tuning", *VARYING]
+    by = [texts(rows, name) for name in test]
+    varying = [*VARYING, *unlike([group for _, group in rows.groupby(by, sort=False)], (*VARYING, "devices"))]
+    shown = rows.assign(model_filename=texts(rows, "model_filename"))
+    usual = {name: shown[name].mode().iloc[0] for name in varying if name in shown and shown[name].notna().any()}
     tests = [test_name(*sizes) for sizes in rows[["n_prompt", "n_gen", "n_depth"]].itertuples(index=False)]
     extra = [
         "".join(f" {name} {value}" for name, value in zip(usual, values, strict=True) if value is not None and value != usual[name])
-        for values in rows[list(usual)].itertuples(index=False)
+        for values in shown[list(usual)].itertuples(index=False)
     ]
     named = [t + e for t, e in zip(tests, extra, strict=True)]
     keyed = rows.assign(device=rows["gpu_info"], what=rows["model_type"], test=named, unit="t/s")
@@ -56,6 +64,8 @@ def of_ops(rows: pd.DataFrame) -> list[Point]:
     if rows.empty:
         return []
     params = rows["op_params"].map(str).str.replace(compare_ops.SEED, "", regex=True)
+    acts = texts(rows, "act", "auto")
+    params += acts.where(acts != "auto", "").map(lambda act: act and f",act={act}")
     keyed = rows.assign(device=rows["device_description"], what=rows["op_name"], test=params, unit="us")
     return list(_points(keyed, compare_ops.pooled))
 
@@ -66,7 +76,8 @@ def _points(rows: pd.DataFrame, speed_of: Callable[[pd.DataFrame], Speed]) -> It
     for key, tests in filled.groupby(series, sort=False):
         device, driver, what, test = map(str, key)
         before: Speed | None = None
-        for commit, group in sorted(tests.groupby("build_commit", sort=False), key=lambda item: str(item[1]["test_time"].min())):
+        builds = tests.groupby([tests["build_commit"], texts(tests, "tuning", "")], sort=False)
+        for (commit, tuning), group in sorted(builds, key=lambda item: str(item[1]["test_time"].min())):
             speed, unit = speed_of(group), str(group["unit"].iloc[0])
             if before is None:
                 percent = change = None
@@ -74,7 +85,7 @@ def _points(rows: pd.DataFrame, speed_of: Callable[[pd.DataFrame], Speed]) -> It
                 ratio = speed.mean / before.mean if unit == "t/s" else before.mean / speed.mean
                 percent, change = 100 * (ratio - 1), change_between(before, speed)
             when = str(group["test_time"].min())[:10]
-            yield Point(device, driver, what, test, when, str(commit), speed, unit, percent, change)
+            yield Point(device, driver, what, test, when, str(commit), speed, unit, str(tuning), percent, change)
             before = speed
 
 
@@ -114,10 +125,15 @@ LEFT = ("date", "build", "model", "test", "device", "driver")
 def cells(points: Sequence[Point]) -> pd.DataFrame:
     """The table's texts. `where` is device and driver."""
     marks = {True: " *", False: "  ", None: " ?"}
+    builds = Counter((p.device, p.driver, p.what, p.test, p.commit) for p in points)
+
+    def build(p: Point) -> str:
+        return f"{p.commit} {p.tuning[:6]}".rstrip() if builds[p.device, p.driver, p.what, p.test, p.commit] > 1 else p.commit
+
     return pd.DataFrame([
         {
             "where": ", ".join(filter(None, (p.device, p.driver))),
-            "date": p.when, "build": p.commit, "model": p.what, "test": p.test, p.unit: speed_text(p.speed.mean, p.speed.deviation),
+            "date": p.when, "build": build(p), "model": p.what, "test": p.test, p.unit: speed_text(p.speed.mean, p.speed.deviation),
             "change": "" if p.percent is None or p.change is None else f"{p.percent:+.1f}%{marks[p.change.beats_noise]}",
         }
         for p in points
@@ -132,16 +148,16 @@ def terminal(points: Sequence[Point]) -> list[str]:
         if "us" in shown:
             shown = shown.assign(model=shown["model"] + "(" + shown["test"] + ")").drop(columns="test")
         lines += [str(where), *tables.terminal(shown, LEFT, group="model"), ""]
-    return [*lines, f"Change against the build before. {NOISE_LEGEND}"]
+    return [*lines, f"Change against the line before. {NOISE_LEGEND}"]
 
 
 def records(points: Sequence[Point]) -> pd.DataFrame:
     """Flat records, for machines."""
     return pd.DataFrame([
         {
-            "date": p.when, "commit": p.commit, "device": p.device, "driver": p.driver, "what": p.what, "test": p.test, "unit": p.unit,
-            "mean": p.speed.mean, "stddev": p.speed.deviation, "n": p.speed.n, "change_percent": p.percent,
-            "beats_noise": p.change.beats_noise if p.change else None, "reason": p.change.reason if p.change else None,
+            "date": p.when, "commit": p.commit, "device": p.device, "driver": p.driver, "what": p.what, "test": p.test,
+            "unit": p.unit, "mean": p.speed.mean, "stddev": p.speed.deviation, "n": p.speed.n, "change_percent": p.percent,
+            "beats_noise": p.change.beats_noise if p.change else None, "reason": p.change.reason if p.change else None, "tuning": p.tuning,
         }
         for p in points
     ])  # fmt: skip

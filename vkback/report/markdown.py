@@ -21,6 +21,26 @@ def line(columns: Sequence[Column], cells: Sequence[str]) -> str:
     return "| " + " | ".join(padded) + " |"
 
 
+def tables_of(text: str) -> list[list[dict[str, str]]]:
+    """The tables of a text: their rows, cells by the column's name. A table begins with its names above a row of dashes."""
+    found: list[list[dict[str, str]]] = []
+    lines = [each.strip() for each in text.splitlines()]
+    names: list[str] = []
+    for before, each in zip(["", *lines], lines, strict=False):
+        if not (each.startswith("|") and each.endswith("|")):
+            names = []
+        elif set(each) <= set("|-: ") and "-" in each:
+            names = _cells(before)
+            found.append([])
+        elif names:
+            found[-1].append(dict(zip(names, _cells(each), strict=False)))
+    return [table for table in found if table]
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+
+
 def head(columns: Sequence[Column]) -> list[str]:
     """The header row and the row of dashes below it, which ends in a colon over columns aligned right."""
     names = line(columns, [c.header for c in columns])
