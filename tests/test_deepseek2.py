@@ -76,9 +76,9 @@ def test_yarn_goes_into_the_attention_scale(path: Callable[[str], Path]) -> None
 def test_older_files_lack_keys_of_the_router(path: Callable[[str], Path]) -> None:
     keys = ("expert_gating_func", "expert_weights_scale", "expert_weights_norm")
     found = opened(path("tiny-deepseek2"), **dict.fromkeys(keys))
-    assert (found.gating, found.expert_scale, found.hp.norm_w, found.groups) == ("softmax", 1.0, False, (1, 1))
+    assert (found.gating, found.hp.expert_scale, found.hp.norm_w, found.groups) == ("softmax", 1.0, False, (1, 1))
     sigmoid = opened(path("tiny-deepseek2-sigmoid"))
-    assert (sigmoid.gating, sigmoid.expert_scale, sigmoid.hp.norm_w, sigmoid.groups) == ("sigmoid", 1.25, True, (4, 2))
+    assert (sigmoid.gating, sigmoid.hp.expert_scale, sigmoid.hp.norm_w, sigmoid.groups) == ("sigmoid", 1.25, True, (4, 2))
 
 
 @pytest.mark.parametrize(

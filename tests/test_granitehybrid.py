@@ -112,7 +112,7 @@ def test_the_tiny_models_plan_for_any_device(profile: str, name: str, paths: dic
         ("ssm.state_size", 18, r"ssm\.state_size is 18, expected a multiple of 4"),
         ("ssm.state_size", None, r"ssm\.state_size is missing"),
         ("ssm.conv_kernel", 1, r"ssm\.conv_kernel is 1, expected at least 2"),
-        ("residual_scale", 0.0, r"residual_scale is 0\.0, expected a positive number"),
+        ("residual_scale", -1.0, r"residual_scale is -1\.0, expected a positive number"),
         ("attention.head_count_kv", np.array([0, 0, 1]), r"head_count_kv is 3 values of int64 from 0, expected 4 integers, at least 0"),
         ("attention.head_count_kv", np.array([0, 0, 1, 1]), r"tensor blk\.3\.attn_q\.weight is missing"),
         ("ssm.state_size", 24, r"tensor blk\.0\.ssm_in\.weight has shape \[476, 96\], the hyperparameters say \[492, 96\]"),

@@ -41,5 +41,5 @@ def changed(path: Path, *, without: Collection[str] = (), metadata: Mapping[str,
         rows = np.ascontiguousarray(t.data).reshape(t.shape[0], -1)[: t.shape[0] - (name == cut)]
         array = rows.view(np.float32) if t.type == "F32" else rows
         if name not in without:
-            tensors[name] = (t.type, array.reshape(-1) if len(t.shape) == 1 else array)
+            tensors[name] = (t.type, array.reshape(-1) if len(t.shape) == 1 else array.reshape(len(array), *t.shape[1:-1], -1))
     return write_gguf(path.with_name(f"{len(list(path.parent.iterdir()))}.gguf"), f.arch, keys, tensors)

@@ -11,6 +11,7 @@ from vkback.models.blocks import rms_norm
 from vkback.models.builder import F16_CACHE, CacheTypes, GraphBuilder, Head
 from vkback.models.gguf_file import GgufError, GgufFile
 from vkback.models.hparams import RMS_EPS, Metadata, RopeMode
+from vkback.models.keys import COMMON, unread_keys
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
 
 UNKNOWN_SIZE = "?B"
@@ -22,6 +23,8 @@ class Architecture(ABC):
     name       its `general.architecture`
     rope_mode  how RoPE pairs values
     norm_eps   the key of the norms' epsilon
+    keys       metadata keys under its prefix that it reads, beside those that every architecture reads and the epsilon of its norms
+    settled    keys that it does not read, with the only value it has for them
     required   keys under its prefix, integers, that must be there and be at least 1
     sizes      size class by number of layers, as llama-bench names it
     shapes     shapes that `vkback synth` can write, by name: published ones, and tiny ones, which tests compare with references
@@ -30,12 +33,16 @@ class Architecture(ABC):
     recurrent  it has states that hold all tokens so far and cannot be rewound, beside or instead of a KV cache
     varying    of the keys of `hp`, those that may differ from layer to layer: `hp` has the largest, `Metadata.of_layers` all
 
+    unused_keys  of a file: those that have a value, but no part in the logits
+
     Hyperparameters beyond those of `hp` are attributes that __init__ reads from `self.metadata`.
     """
 
     name: ClassVar[str]
     rope_mode: ClassVar[RopeMode] = "normal"
     norm_eps: ClassVar[str] = RMS_EPS
+    keys: ClassVar[frozenset[str]] = frozenset()
+    settled: ClassVar[Mapping[str, int]] = {}
     required: ClassVar[tuple[str, ...]] = ()
     sizes: ClassVar[Mapping[int, str]] = {}
     shapes: ClassVar[Mapping[str, ModelShape]] = {}
@@ -45,13 +52,14 @@ class Architecture(ABC):
     varying: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, f: GgufFile) -> None:
-        """Raises GgufError naming the key that is missing, of another type or out of range."""
+        """Raises GgufError naming the key that is missing, of another type, out of range or not known."""
         self.file = f
-        self.metadata = Metadata(f, self.varying)
+        self.metadata = Metadata(f, self.varying, self.keys)
         self.hp = self.metadata.hparams(self.rope_mode, self.norm_eps)
         for name in self.required:
             if self.metadata.count(name, 0, least=0) == 0:
                 raise GgufError(f"[gguf] {f.path}: metadata key {self.metadata.key(name)} is 0 or missing, expected at least 1")
+        self.unused_keys = unread_keys(f, COMMON | self.keys | {self.norm_eps}, self.settled)
 
     @classmethod
     def opened(cls, f: GgufFile) -> GgufFile:

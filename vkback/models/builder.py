@@ -87,9 +87,14 @@ class GraphBuilder:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """The output layer, whose weight is the embedding table where the file has no other."""
-        stem = "output" if self.hp.has_weight("output.weight") else "token_embd"
-        return self.linear(x, stem, self.hp.n_vocab, "result_output")
+        """The output layer, whose weight is the embedding table where the file has no other; softcapped where the file says so."""
+        stem, cap = "output" if self.hp.has_weight("output.weight") else "token_embd", self.hp.softcap
+        if not cap:
+            return self.linear(x, stem, self.hp.n_vocab, "result_output")
+        y = self.linear(x, stem, self.hp.n_vocab, "result_linear")
+        y = self.graph.emit("SCALE", "result_scaled", "F32", y.shape, (y,), scale=1.0 / cap, bias=0.0)
+        y = self.graph.emit("TANH", "result_tanh", "F32", y.shape, (y,))
+        return self.graph.emit("SCALE", "result_output", "F32", y.shape, (y,), scale=cap, bias=0.0)
 
     def finish(self, logits: Tensor) -> Graph:
         """The graph, with the output that is wanted."""

@@ -9,6 +9,7 @@ submits finish.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +154,8 @@ class Engine:
                     opening.result().close()
                 raise
             opened = opening.result() if opening is not None else cast(Device, device)
+        if unused := model.architecture.unused_keys:
+            print(f"vkback: {model.file.path}: metadata without a part in the text is not used: {', '.join(unused)}", file=sys.stderr)
         rows = n_ctx or model.default_n_ctx
         try:
             engine = cls(

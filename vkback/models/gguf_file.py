@@ -93,6 +93,7 @@ class GgufTensor:
     shape   numpy order: [rows, cols], [n_expert, rows, cols] or [n]
     offset  of its first byte, from the start of the file
     row0    first row of a part
+    made    it is no tensor of the file: `GgufFile.with_made` added it
     """
 
     name: str
@@ -102,6 +103,7 @@ class GgufTensor:
     nbytes: int
     file: npt.NDArray[np.uint8]
     row0: int = 0
+    made: bool = False
 
     @property
     def elements(self) -> int:
@@ -163,12 +165,12 @@ class GgufFile:
     @cached_property
     def size_bytes(self) -> int:
         """Bytes of all tensors, without padding: the model size that llama-bench prints."""
-        return sum(t.nbytes for t in self.tensors.values())
+        return sum(t.nbytes for t in self.tensors.values() if not t.made)
 
     @cached_property
     def n_params(self) -> int:
         """Values of all tensors."""
-        return sum(t.elements for t in self.tensors.values())
+        return sum(t.elements for t in self.tensors.values() if not t.made)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of a metadata key, of type `kind` (an int serves as float).
@@ -204,6 +206,11 @@ class GgufFile:
         for name in cuts:
             self.tensor(name)
         return replace(self, tensors=tensors)
+
+    def with_made(self, name: str, values: npt.NDArray[np.float32]) -> GgufFile:
+        """The same file with an F32 tensor beside its own, which hyperparameters define."""
+        tensor = GgufTensor(name, "F32", values.shape, 0, values.nbytes, np.ascontiguousarray(values).view(np.uint8).reshape(-1), made=True)
+        return replace(self, tensors={**self.tensors, name: tensor})
 
     def is_whole(self, name: str) -> bool:
         """Whether a tensor of this name is as the file has it, and no part that `cut` made, which may have the name of the whole."""

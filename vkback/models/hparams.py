@@ -73,7 +73,9 @@ class HParams:
     head_dim_k/v  width of a head of K (and Q) and of V
     n_expert      0 for a dense model; n_expert_used of them work on a token, each n_ff_expert wide
     norm_w        weights of the chosen experts are divided by their sum
+    expert_scale  by which they are multiplied then
     attn_scale    of the dot products of Q and K
+    softcap       c of the logits c tanh(x / c); 0: they are x
     window        rows that a token sees in the layers which have a sliding window, 0 without
     weights       every tensor of the file by name
     """
@@ -97,6 +99,8 @@ class HParams:
     n_expert_used: int
     n_ff_expert: int
     norm_w: bool
+    expert_scale: float
+    softcap: float
     weights: Mapping[str, Tensor] = field(compare=False, hash=False, repr=False)
 
     @property
@@ -128,11 +132,13 @@ class Metadata:
     Readers raise GgufError naming the key that is missing, of another type or out of range.
     """
 
-    def __init__(self, f: GgufFile, varying: Collection[str] = ()) -> None:
-        """varying: integers that may differ from layer to layer; `count` gives the largest."""
+    def __init__(self, f: GgufFile, varying: Collection[str] = (), keys: Collection[str] = ()) -> None:
+        """varying: integers that may differ from layer to layer; `count` gives the largest. keys: `Architecture.keys`; without those of
+        experts and of windows, `hparams` has none."""
         self._f = f
         self._arch = f.arch
         self._varying = varying
+        self._keys = keys
 
     def hparams(self, rope_mode: RopeMode, norm_eps: str = RMS_EPS) -> HParams:
         """What nearly all architectures have."""
@@ -143,8 +149,11 @@ class Metadata:
             raise self.fail("attention.head_count_kv", n_head_kv, f"a divisor of the {n_head} heads")
         head_dim_k = self.count("attention.key_length", n_embd // n_head)
         n_ff = self.count("feed_forward_length")
-        n_expert = self.count("expert_count", 0, least=0)
-        n_expert_used = self.count("expert_used_count", 0 if n_expert == 0 else None, least=min(n_expert, 1))
+        if not self._f.get(self.key("attention.causal"), bool, True):
+            raise self.fail("attention.causal", False, "true: models that make text, where a token sees those before it alone")
+        moe = "expert_count" in self._keys
+        n_expert = self.count("expert_count", 0, least=0) if moe else 0
+        n_expert_used = self.count("expert_used_count", 0 if n_expert == 0 else None, least=min(n_expert, 1)) if moe else 0
         if n_expert_used > n_expert:
             raise self.fail("expert_used_count", n_expert_used, f"at most expert_count, {n_expert}")
         return HParams(
@@ -160,13 +169,15 @@ class Metadata:
             n_vocab=self.vocabulary(),
             n_ctx_train=self.count("context_length"),
             rms_eps=self.positive(norm_eps),
-            attn_scale=self.positive("attention.scale", 1.0 / math.sqrt(max(head_dim_k, 1))),
-            window=self.count("attention.sliding_window", 0, least=0),
+            attn_scale=self.positive_or("attention.scale", 1.0 / math.sqrt(max(head_dim_k, 1))),
+            window=self.count("attention.sliding_window", 0, least=0) if "attention.sliding_window" in self._keys else 0,
             rope=self.rope(rope_mode, head_dim_k),
             n_expert=n_expert,
             n_expert_used=n_expert_used,
-            n_ff_expert=self.count("expert_feed_forward_length", n_ff) if n_expert else 0,
-            norm_w=self._f.get(self.key("expert_weights_norm"), bool, True),
+            n_ff_expert=self.count("expert_feed_forward_length", n_ff, least=0) or n_ff if n_expert else 0,
+            norm_w=self._f.get(self.key("expert_weights_norm"), bool, True) if moe else True,
+            expert_scale=self.positive_or("expert_weights_scale", 1.0) if moe else 1.0,
+            softcap=self.positive_or("final_logit_softcapping", 0.0),
             weights={name: Tensor(name, t.type, t.shape, "weight", Recipe("plain", (name,))) for name, t in self._f.tensors.items()},
         )
 
@@ -220,6 +231,13 @@ class Metadata:
         """The same where 0 in a file stands for the default, as no key does."""
         return self.positive(name, most=most) if self._f.get(self.key(name), float, 0.0) != 0.0 else default
 
+    def share(self, name: str, default: float) -> float:
+        """A number from 0 to 1; below 0 it stands for the default."""
+        value = self._f.get(self.key(name), float, default)
+        if not value <= 1.0:
+            raise self.fail(name, value, "a number from 0 to 1, or below 0 for the default")
+        return value if value >= 0.0 else default
+
     def pattern(self, name: str, n_layer: int, period: int) -> tuple[bool, ...]:
         """Which layers see all tokens: the last of every `period`, or of as many as the key says; or as its array of booleans says, one a
         layer, true for a sliding window."""
@@ -252,10 +270,8 @@ class Metadata:
         n_dims = self.count("rope.dimension_count", head_dim)
         if n_dims % 2 or n_dims > head_dim:
             raise self.fail("rope.dimension_count", n_dims, f"an even number, at most the head size {head_dim}")
-        scaling = self._f.get(self.key("rope.scaling.type"), str, "linear")
-        base = self.positive("rope.freq_base", 10000.0)
-        if base <= 1.0:
-            raise self.fail("rope.freq_base", base, "a number above 1")
+        scaling = self._f.get(self.key("rope.scaling.type"), str, "linear") or "none"
+        base = self.freq_base("rope.freq_base", 10000.0)
         long_rope = scaling == "longrope" and "rope_factors_long.weight" in self._f.tensors
         if scaling not in ("none", "linear", "yarn") and not long_rope:
             raise self.fail("rope.scaling.type", quoted(scaling), "none, linear or yarn")
@@ -265,12 +281,19 @@ class Metadata:
             freq_base=base,
             scaling=cast(RopeScaling, scaling),
             freq_scale=1.0 if scaling in ("none", "longrope") else 1.0 / self.scaling_factor(),
-            ext_factor=1.0 if scaling == "yarn" else 0.0,
-            attn_factor=self.positive("rope.scaling.attn_factor", 1.0),
+            ext_factor=self.share("rope.scaling.yarn_ext_factor", 1.0 if scaling == "yarn" else 0.0),
+            attn_factor=self.positive_or("rope.scaling.attn_factor", 1.0) * self.positive_or("rope.scaling.yarn_attn_factor", 1.0),
             beta_fast=self.positive("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=self.positive("rope.scaling.yarn_beta_slow", 1.0),
-            n_ctx_orig=self.count("rope.scaling.original_context_length", self.count("context_length")),
+            n_ctx_orig=self.count("rope.scaling.original_context_length", 0, least=0) or self.count("context_length"),
         )
+
+    def freq_base(self, name: str, default: float) -> float:
+        """A base of RoPE; 0 stands for the default."""
+        base = self.positive_or(name, default)
+        if base <= 1.0:
+            raise self.fail(name, base, "a number above 1")
+        return base
 
     def scaling_factor(self) -> float:
         """`rope.scaling.factor`, or `rope.scale_linear` of older files; 0 stands for none."""

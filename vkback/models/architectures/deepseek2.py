@@ -10,6 +10,8 @@ that alone is rotated. A head of Q has as many rotated values behind those that 
 Q may have a low rank, too (attn_q_a, attn_q_b). The first leading_dense_block_count layers have a dense feed-forward, the others experts
 beside shared ones, which work on every token. The router is a softmax over all experts, or sigmoids with a bias that takes part in the
 choice alone; experts may come in groups. With YaRN the attention scale has mscale squared, from which RoPE's own magnitude is taken away.
+With `attention.temperature_scale` s and `attention.temperature_length` l, Q of the token at position p is multiplied by
+1 + s ln(1 + floor(p / l)), from a table that is made when the file is opened.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from vkback import constants
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
@@ -25,9 +29,19 @@ from vkback.models.blocks import attention_norm, experts, feed_forward, feed_for
 from vkback.models.builder import GraphBuilder
 from vkback.models.gguf_file import GgufError, GgufFile
 from vkback.models.hparams import HParams, Metadata
+from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape, Tensors, expert_tensors, feed_forward_tensors, shared_expert_tensors
 from vkback.ops.topk import groups_problem
 from vkback.ops.view import View
+
+TEMPERATURES = "attn_temperatures"
+"""The table's name: F32 [context_length, 1]."""
+
+TEMPERATURE = "attn_temperature"
+"""What is read from it for the tokens of a graph."""
+
+MAX_TEMPERATURES = 1 << 24
+"""Rows of the table: 64 MiB."""
 
 GATINGS = {0: "softmax", 1: "softmax", 2: "sigmoid"}
 """By `expert_gating_func`; files made before the key have none."""
@@ -83,6 +97,11 @@ class Latent:
 @register
 class Deepseek2(Architecture):
     name = "deepseek2"
+    keys = EXPERTS | {
+        "attention.key_length_mla", "attention.kv_lora_rank", "attention.q_lora_rank", "attention.temperature_length",
+        "attention.temperature_scale", "attention.value_length_mla", "expert_gating_func", "expert_group_count", "expert_group_used_count",
+        "expert_shared_count", "leading_dense_block_count", "rope.scaling.yarn_log_multiplier",
+    }  # fmt: skip
     required = ("attention.kv_lora_rank",)
     sizes: ClassVar = {27: "16B", 47: "30B.A3B", 60: "236B", 61: "671B"}
     shapes: ClassVar = {
@@ -104,6 +123,20 @@ class Deepseek2(Architecture):
         ),
     }
 
+    @classmethod
+    def opened(cls, f: GgufFile) -> GgufFile:
+        m = Metadata(f)
+        scale, length = m.positive_or("attention.temperature_scale", 0.0), m.count("attention.temperature_length", 0, least=0)
+        if scale and not length:
+            raise m.fail("attention.temperature_length", length, f"at least 1, since attention.temperature_scale is {scale:g}")
+        rows = m.count("context_length")
+        if not scale or length >= rows:
+            return f
+        if rows > MAX_TEMPERATURES:
+            raise m.fail("context_length", rows, f"at most {MAX_TEMPERATURES} with attention.temperature_scale")
+        steps = np.arange(rows, dtype=np.float64)[:, None] // length
+        return f.with_made(TEMPERATURES, (1.0 + scale * np.log1p(steps)).astype(np.float32))
+
     def __init__(self, f: GgufFile) -> None:
         super().__init__(f)
         m, hp = self.metadata, self.hp
@@ -115,7 +148,6 @@ class Deepseek2(Architecture):
         if gating not in GATINGS:
             raise m.fail("expert_gating_func", gating, "1 (softmax) or 2 (sigmoid)")
         self.gating = GATINGS[gating]
-        self.expert_scale = m.positive_or("expert_weights_scale", 1.0)
         self.groups = m.count("expert_group_count", 1, least=0) or 1, m.count("expert_group_used_count", 1, least=0) or 1
         if hp.n_expert and (problem := groups_problem(hp.n_expert, hp.n_expert_used, *self.groups)):
             raise GgufError(f"[gguf] {f.path}: metadata keys {m.key('expert_group_count')} and expert_group_used_count: {problem}")
@@ -128,7 +160,7 @@ class Deepseek2(Architecture):
             if multiplier:
                 rope = replace(rope, attn_factor=rope.attn_factor / (1.0 + 0.1 * stretched))
         norm_w = f.get(m.key("expert_weights_norm"), bool, False)
-        self.hp = replace(hp, rope=rope, attn_scale=m.positive("attention.scale", scale), norm_w=norm_w)
+        self.hp = replace(hp, rope=rope, attn_scale=m.positive_or("attention.scale", scale), norm_w=norm_w)
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
         normed = attention_norm(b, x, il)
@@ -140,17 +172,31 @@ class Deepseek2(Architecture):
             return b.add(feed_forward(b, normed, il), x, f"l_out-{il}")
         if self.n_ff_shared:
             x = b.add(shared_expert(b, normed, il, self.n_ff_shared), x, f"ffn_shexp_out-{il}")
-        routed = experts(b, normed, il, gating=self.gating, scale=self.expert_scale, groups=self.groups)
+        routed = experts(b, normed, il, gating=self.gating, groups=self.groups)
         return b.add(routed, x, f"l_out-{il}")
 
     def queries(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
         """Q of all heads, not yet rotated: [n, n_head * dim_k]."""
         rows = b.hp.n_head * self.mla.dim_k
         if not self.mla.q_rank:
-            return b.linear(x, f"blk.{il}.attn_q", rows, f"q-{il}")
+            return self.tempered(b, b.linear(x, f"blk.{il}.attn_q", rows, f"q-{il}"), il)
         q = b.linear(x, f"blk.{il}.attn_q_a", self.mla.q_rank, f"q_a-{il}")
         q = rms_norm(b, q, f"blk.{il}.attn_q_a_norm", f"q_a_norm-{il}", plain=f"q_a_rms-{il}")
-        return b.linear(q, f"blk.{il}.attn_q_b", rows, f"q-{il}")
+        return self.tempered(b, b.linear(q, f"blk.{il}.attn_q_b", rows, f"q-{il}"), il)
+
+    def tempered(self, b: GraphBuilder, q: Tensor, il: int) -> Tensor:
+        """Q [n, n_head * dim_k] times the temperatures of the tokens' positions, where the file has temperatures."""
+        if not b.hp.has_weight(TEMPERATURES):
+            return q
+        if b.n_ctx > b.hp.n_ctx_train:
+            raise GgufError(
+                f"[gguf] {b.hp.path}: a context of {b.n_ctx} tokens, but attention.temperature_scale is defined up to the trained "
+                f"context of {b.hp.n_ctx_train}; ask for at most that many (--ctx {b.hp.n_ctx_train})"
+            )
+        table = b.hp.weight(TEMPERATURES, (b.hp.n_ctx_train, 1))
+        found = next((node.outputs[0] for node in b.graph.nodes if node.name == TEMPERATURE), None)
+        temperature = found or b.graph.emit("GET_ROWS", TEMPERATURE, "F32", (b.n, 1), (table, b.pos))
+        return b.graph.emit("MUL", f"q_tempered-{il}", "F32", q.shape, (q, temperature))
 
     def attention(self, b: GraphBuilder, q: Tensor, kv: Tensor, il: int) -> Tensor:
         """Attention of layer `il` from Q [n, n_head * dim_k] and the tokens' rows [n, rank + rot] -> [n, n_embd]."""

@@ -31,6 +31,7 @@ WIDE_HEADS = 62
 class Gemma3(Architecture):
     name = "gemma3"
     rope_mode = "neox"
+    keys = frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"})
     required = ("attention.sliding_window",)
     sizes: ClassVar = {18: "270M", 26: "1B", 32: "8B", 34: "4B", 48: "12B", 62: "27B"}
     shapes: ClassVar = {
@@ -48,9 +49,9 @@ class Gemma3(Architecture):
     def __init__(self, f: GgufFile) -> None:
         super().__init__(f)
         hp = self.hp
-        if hp.n_layer == WIDE_HEADS and self.metadata.key("attention.scale") not in f.metadata:
-            self.hp = hp = replace(hp, attn_scale=math.sqrt(hp.n_head / hp.n_embd))
-        base = self.metadata.positive("rope.freq_base_swa", LOCAL_BASE)
+        if hp.n_layer == WIDE_HEADS:
+            self.hp = hp = replace(hp, attn_scale=self.metadata.positive_or("attention.scale", math.sqrt(hp.n_head / hp.n_embd)))
+        base = self.metadata.freq_base("rope.freq_base_swa", LOCAL_BASE)
         self.local_rope = replace(hp.rope, freq_base=base, scaling="none", freq_scale=1.0, ext_factor=0.0)
         self.sees_all = self.metadata.pattern("attention.sliding_window_pattern", hp.n_layer, PERIOD)
 

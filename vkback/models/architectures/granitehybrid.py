@@ -21,6 +21,7 @@ from vkback.models.blocks import attention, attention_norm, experts, feed_forwar
 from vkback.models.builder import GraphBuilder
 from vkback.models.gguf_file import GgufFile
 from vkback.models.hparams import Metadata
+from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors, shared_expert_tensors
 
 SIZES = {768: "350M", 2048: "3B", 2560: "3B", 4096: "32B.A9B"}
@@ -76,6 +77,11 @@ def mamba2(m: Metadata) -> Mamba2:
 class GraniteHybrid(Architecture):
     name = "granitehybrid"
     recurrent = True
+    keys = EXPERTS | {
+        "embedding_scale", "expert_shared_feed_forward_length", "logit_scale", "residual_scale", "rope.scaling.finetuned",
+        "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank",
+    }  # fmt: skip
+    settled: ClassVar = {"expert_gating_func": 1}
     varying = frozenset({"attention.head_count_kv"})
     shapes: ClassVar = {
         "granite-4-h-1b": ModelShape(
@@ -111,11 +117,11 @@ class GraniteHybrid(Architecture):
         self.n_head_kv = m.of_layers("attention.head_count_kv", self.hp.n_layer)
         self.rope = self.hp.rope if f.get(m.key("rope.scaling.finetuned"), bool, True) else None
         self.n_ff_shared = m.count("expert_shared_feed_forward_length", 0, least=0) if self.hp.n_expert else 0
-        residual = m.positive("residual_scale", 1.0, most=1e3)
-        self.embedding_scale = m.positive("embedding_scale", 1.0) / residual
+        residual = m.positive_or("residual_scale", 1.0, most=1e3)
+        self.embedding_scale = m.positive_or("embedding_scale", 1.0) / residual
         weights = dict(self.hp.weights)
         if "output_norm.weight" in weights:
-            recipe = Recipe("plain", ("output_norm.weight",), 1.0 / m.positive("logit_scale", 1.0))
+            recipe = Recipe("plain", ("output_norm.weight",), 1.0 / m.positive_or("logit_scale", 1.0))
             weights["output_norm.weight"] = replace(weights["output_norm.weight"], recipe=recipe)
         self.hp = replace(self.hp, rms_eps=self.hp.rms_eps / (residual * residual), weights=weights)
 

@@ -13,6 +13,7 @@ from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
 from vkback.models.blocks import experts, feed_forward, pre_norm_layer
 from vkback.models.builder import GraphBuilder
 from vkback.models.hparams import Metadata
+from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape
 
 MIXTRAL_SIZES = {32: "8x7B", 56: "8x22B"}
@@ -21,6 +22,8 @@ MIXTRAL_SIZES = {32: "8x7B", 56: "8x22B"}
 @register
 class Llama(Architecture):
     name = "llama"
+    keys = EXPERTS
+    settled: ClassVar = {"expert_gating_func": 1}
     sizes: ClassVar = {16: "1B", 22: "1B", 26: "3B", 28: "3B", 30: "256M", 36: "8B", 40: "13B", 48: "34B", 60: "30B"}
     shapes: ClassVar = {
         "llama-1b": ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, tied=True, rope_stretch=32.0),

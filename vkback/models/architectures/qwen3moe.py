@@ -12,6 +12,7 @@ from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import experts, pre_norm_layer, rms_norm
 from vkback.models.builder import GraphBuilder
+from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, qk_norm_tensors
 
 
@@ -19,6 +20,8 @@ from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_t
 class Qwen3Moe(Architecture):
     name = "qwen3moe"
     rope_mode = "neox"
+    keys = EXPERTS
+    settled: ClassVar = {"expert_gating_func": 1}
     required = ("expert_count",)
     sizes: ClassVar = {48: "30B.A3B", 94: "235B.A22B"}
     shapes: ClassVar = {
