@@ -22,6 +22,7 @@ from vkback.graph import Recipe, Tensor
 from vkback.models import GgufError, GgufFile, GgufTensor, Model, weight_stream
 from vkback.models import weights as weights_module
 from vkback.models.engine import Engine
+from vkback.models.gguf_file import SplitFile
 from vkback.models.load_bar import LoadBar
 from vkback.models.sampler import Sampler
 from vkback.models.synth import synthesize
@@ -57,7 +58,7 @@ def file_of(tensors: dict[str, tuple[str, tuple[int, ...], Bytes]], path: Path) 
         found[name] = GgufTensor(name, type, shape, at, raw.nbytes, mapped)
         at += raw.nbytes
     stat = path.stat()
-    return GgufFile(path, 3, 1, {}, found, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns), mapped)
+    return GgufFile(path, 3, 1, {}, found, (SplitFile(path, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns), mapped),))
 
 
 def weight_of(how: Any, count: int, type: str, rows: int, k: int, path: Path) -> tuple[GgufFile, Tensor]:
@@ -261,7 +262,7 @@ def test_a_file_that_changes_or_ends_is_refused_and_leaves_nothing(
 
     model = Model.open(path)
     os.truncate(path, path.stat().st_size - 100)
-    monkeypatch.setattr(GgufFile, "reopened", lambda self: os.open(self.path, os.O_RDONLY))  # as if it had become shorter only now
+    monkeypatch.setattr(SplitFile, "reopened", lambda self: os.open(self.path, os.O_RDONLY))  # as if it had become shorter only now
     with pytest.raises(GgufError, match=r"m\.gguf: tensor .*: the file ends at byte \d+ now, it was longer"):
         load_weights(model.file, weights, device, library, progress=False, way="device")
     assert alive() == before

@@ -418,10 +418,12 @@ def sync_of(value: str) -> Sync:
 
 def output_file(path: Path, option: str, *inputs: Path) -> Path:
     """A file the user named to be written. Raises UsageError, before any work is done for it, saying why it cannot be written; an input
-    is not overwritten."""
+    is not overwritten, nor another file of a split model."""
+    from vkback.models.gguf_file import files_beside
+
     if why := paths.unwritable(path):
         raise UsageError(f"{option} {path}: {why}")
-    for given in inputs:
+    for given in (file for named in inputs for file in files_beside(named)):
         if path.exists() and given.exists() and path.samefile(given):
             raise UsageError(f"{option} {path}: is an input, which is not overwritten; give another name")
     return path

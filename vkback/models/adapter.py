@@ -11,7 +11,7 @@ beside the weights it can run no such adapter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -298,7 +298,7 @@ def merge(model: Path, files: Sequence[Given], out: Path, type: str | None = Non
         return np.ascontiguousarray(raw)
 
     with new_file_or(GgufError, f"[lora] {out}:", out) as part:
-        if type is None:
+        if type is None and len(base.files) == 1:
             with model.open("rb") as source, part.open("wb") as target:
                 while block := source.read(1 << 24):
                     target.write(block)
@@ -307,21 +307,23 @@ def merge(model: Path, files: Sequence[Given], out: Path, type: str | None = Non
                     copy.seek(base.tensor(weight).offset)
                     copy.write(summed(weight).data)
         else:
-            _write_anew(base, part, names, type, summed)
+            _write_anew(base, part, {weight: type or base.tensor(weight).type for weight in names}, type, summed)
     return found
 
 
-def _write_anew(f: GgufFile, out: Path, names: Collection[str], type: str, changed: Callable[[str], npt.NDArray[np.uint8]]) -> None:
-    """Write a file with some of its tensors in another type, whose bytes `changed` gives, one at a time."""
+def _write_anew(
+    f: GgufFile, out: Path, types: Mapping[str, str], type: str | None, changed: Callable[[str], npt.NDArray[np.uint8]]
+) -> None:
+    """Write a model as one file, the tensors of `types` in those types with the bytes that `changed` gives; type: that of the file."""
     from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
     writer = GGUFWriter(out, f.arch)
     for key, field in GGUFReader(f.path).fields.items():
-        value = file_type(type) if key == "general.file_type" else None
-        if not key.startswith("GGUF.") and key != "general.architecture":
+        value = file_type(type) if key == "general.file_type" and type else None
+        if not key.startswith(("GGUF.", "split.")) and key != "general.architecture":
             writer.add_key_value(key, field.contents() if value is None else value, field.types[0], (*field.types, None)[1])
     for name, t in f.tensors.items():
-        kind = type if name in names else t.type
+        kind = types.get(name, t.type)
         width = quants.row_bytes(kind, t.shape[-1])
         rows = t.elements // t.shape[-1]
         writer.add_tensor_info(name, (*t.shape[:-1], width), np.dtype(np.uint8), rows * width, GGMLQuantizationType[kind])
@@ -329,7 +331,7 @@ def _write_anew(f: GgufFile, out: Path, names: Collection[str], type: str, chang
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, t in f.tensors.items():
-        writer.write_tensor_data(changed(name) if name in names else np.asarray(t.data))
+        writer.write_tensor_data(changed(name) if name in types else np.asarray(t.data))
     writer.close()
 
 

@@ -1,5 +1,8 @@
 """GGUF files: header, metadata and tensor table, every length checked before it is trusted; tensor data stays mapped.
 
+A model may be split into several files, NAME-00001-of-00003.gguf and so on. The first has the metadata, each some of the tensors; all have
+`split.no` (from 0), `split.count` and `split.tensors.count`, the number of tensors of all.
+
 Written by hand because the `gguf` package's reader takes seconds on vocabularies of 128k tokens and answers a broken file with a numpy
 error. Layout: magic, version u32, tensor count u64, key count u64, keys, tensor infos, padding, data; all little endian.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,6 +36,9 @@ MAX_ARRAY_DEPTH = 4
 MAX_NAME_BYTES = 63
 """Of a tensor: what ggml has room for."""
 MAX_QUOTED = 80
+MAX_SPLIT_TENSORS = (1 << 31) - 1
+SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
+"""The name of a file of a split model."""
 
 T = TypeVar("T")
 
@@ -46,6 +53,19 @@ _MIN_VALUE_BYTES = {**{code: s.size for code, s in _STRUCTS.items()}, _STRING: 8
 
 class GgufError(VkbackError):
     """A file that is no sound GGUF, or that lacks what its architecture needs. The text begins with the file's name."""
+
+
+def split_name(stem: str, number: int, count: int) -> str:
+    """The name of file `number`, from 1, of a model split into `count`."""
+    return f"{stem}-{number:05}-of-{count:05}.gguf"
+
+
+def files_beside(path: Path) -> list[Path]:
+    """The files of a split model by the name of one of them; of another file it alone."""
+    name = SPLIT_NAME.fullmatch(path.name)
+    if name is None:
+        return [path]
+    return [path.with_name(split_name(name["stem"], number, int(name["count"]))) for number in range(1, int(name["count"]) + 1)]
 
 
 def quoted(value: object) -> str:
@@ -117,34 +137,12 @@ class GgufTensor:
 
 
 @dataclass(frozen=True)
-class GgufFile:
-    """An open file. `metadata` holds str, int, float, bool, list[str] and numpy arrays by key; `tensors` are in the file's order."""
+class SplitFile:
+    """One file of a model: where it is, what tells it from another of its name (device, number, size, time of change), and its bytes."""
 
     path: Path
-    version: int
-    alignment: int
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
-    stamp: tuple[int, ...] = ()
-    """What tells the file that was opened from another of its name: device, number, size, time of change."""
-    mapped: npt.NDArray[np.uint8] | None = field(default=None, repr=False, compare=False)
-    """The file's bytes; tensors of another file, as an adapter's, have other ones."""
-
-    @classmethod
-    def open(cls, path: str | Path) -> GgufFile:
-        """Map a file and read its tables. Raises GgufError, naming the file and the place, on anything unsound."""
-        path = Path(path)
-        try:
-            with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as head:
-                parsed = _Parser(path, head).parse()
-                mapped = np.memmap(f, dtype=np.uint8, mode="r")
-                stamp = _stamp(f.fileno())
-        except (OSError, ValueError) as e:
-            # mmap refuses an empty file with ValueError.
-            reason = "the file is empty" if isinstance(e, ValueError) else str(e.strerror or e)
-            raise GgufError(f"[gguf] {path}: cannot be read: {reason}") from e
-        tensors = {t.name: GgufTensor(t.name, t.type, t.shape, t.offset, t.nbytes, mapped) for t in parsed.tensors}
-        return cls(path, parsed.version, parsed.alignment, parsed.metadata, tensors, stamp, mapped)
+    stamp: tuple[int, ...]
+    mapped: npt.NDArray[np.uint8] = field(repr=False, compare=False)
 
     def reopened(self) -> int:
         """A descriptor of the file, which the caller closes. Raises GgufError where another file or another content has its name now."""
@@ -156,6 +154,91 @@ class GgufFile:
             os.close(fd)
             raise GgufError(f"[gguf] {self.path}: the file has changed since it was opened. Load it again")
         return fd
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """An open model, of one file or of several; `path` is the first.
+
+    metadata  str, int, float, bool, list[str] and numpy arrays by key
+    tensors   in the order of the files
+    """
+
+    path: Path
+    version: int
+    alignment: int
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+    files: tuple[SplitFile, ...] = ()
+    """Those that it consists of; tensors of another one, as an adapter's, have other bytes."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> GgufFile:
+        """Map a file, with those that follow it where a model is split, and read its tables. Raises GgufError, naming the file and the
+        place, on anything unsound, and naming a file of a split model that is missing or of another one."""
+        first = cls._open(Path(path))
+        count = first.split("count")
+        return first if count < 2 else first._joined(count)
+
+    @classmethod
+    def _open(cls, path: Path) -> GgufFile:
+        try:
+            with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as head:
+                parsed = _Parser(path, head).parse()
+                mapped = np.memmap(f, dtype=np.uint8, mode="r")
+                stamp = _stamp(f.fileno())
+        except (OSError, ValueError) as e:
+            # mmap refuses an empty file with ValueError.
+            reason = "the file is empty" if isinstance(e, ValueError) else str(e.strerror or e)
+            raise GgufError(f"[gguf] {path}: cannot be read: {reason}") from e
+        tensors = {t.name: GgufTensor(t.name, t.type, t.shape, t.offset, t.nbytes, mapped) for t in parsed.tensors}
+        return cls(path, parsed.version, parsed.alignment, parsed.metadata, tensors, (SplitFile(path, stamp, mapped),))
+
+    def split(self, name: str) -> int:
+        """`split.no`, `split.count` or `split.tensors.count`, 0 where the file has none. Raises GgufError."""
+        value = self.get(f"split.{name}", int, 0)
+        if not 0 <= value <= MAX_SPLIT_TENSORS:
+            raise GgufError(f"[gguf] {self.path}: metadata key split.{name} is {value}, expected 0 to {MAX_SPLIT_TENSORS}")
+        return value
+
+    def _joined(self, count: int) -> GgufFile:
+        """The model whose first file this is, of `count` files."""
+        name, no = SPLIT_NAME.fullmatch(self.path.name), self.split("no")
+        if no or name is None or (int(name["no"]), int(name["count"])) != (1, count):
+            stem = name["stem"] if name else self.path.stem
+            expected = "the first" if no == 0 else f"file {no + 1}"
+            told = f"[gguf] {self.path}: is {expected} of {count} files of a split model"
+            if no:
+                raise GgufError(f"{told}; give the first, {split_name(stem, 1, count)}, and the others are found beside it")
+            raise GgufError(f"{told}, which are found by their names: call it {split_name(stem, 1, count)}, the others likewise")
+        whole, tensors, files = self.split("tensors.count"), dict(self.tensors), list(self.files)
+        for number in range(2, count + 1):
+            path = self.path.with_name(split_name(name["stem"], number, count))
+            told = f"[gguf] {path}: file {number} of {count} of the split model {self.path.name}"
+            if not path.is_file():
+                raise GgufError(f"{told} is missing. Put all {count} files into one folder")
+            part = GgufFile._open(path)
+            found = part.split("no") + 1, part.split("count"), part.split("tensors.count")
+            if found != (number, count, whole):
+                is_, expected = (f"number {n} of {c} with {t} tensors in all" for n, c, t in (found, (number, count, whole)))
+                raise GgufError(f"{told} says that it is {is_}, expected {expected}. Is it of another model, or renamed? Fetch it again")
+            if part.metadata.get("general.architecture", self.arch) != self.arch or not part.tensors.keys().isdisjoint(tensors):
+                twice = next((t for t in part.tensors if t in tensors), "")
+                why = f"tensor {twice} is in an earlier one, too" if twice else f"its architecture is {quoted(part.arch)}, not {self.arch}"
+                raise GgufError(f"{told} is of another model: {why}. Fetch it again")
+            tensors |= part.tensors
+            files += part.files
+        if len(tensors) != whole:
+            raise GgufError(
+                f"[gguf] {self.path}: its {count} files have {len(tensors)} tensors, expected {whole} (split.tensors.count). A file is of "
+                "another model: fetch them again"
+            )
+        return replace(self, tensors=tensors, files=tuple(files))
+
+    def where(self, tensor: str) -> Path:
+        """The file that has a tensor; the first where none has it."""
+        found = self.tensors.get(tensor)
+        return next((f.path for f in self.files if found is not None and found.file is f.mapped), self.path)
 
     @property
     def arch(self) -> str:

@@ -81,10 +81,12 @@ class Model:
         used = model.graph(1, 1, head="all").tensors()
         for name, tensor in f.tensors.items():
             if name not in used and name not in known.by_context:
-                raise GgufError(f"[gguf] {f.path}: tensor {name} has no place in the {f.arch} architecture; the result would be wrong")
+                raise GgufError(
+                    f"[gguf] {f.where(name)}: tensor {name} has no place in the {f.arch} architecture; the result would be wrong"
+                )
             if tensor.type not in quants.WEIGHT_TYPES:
                 raise GgufError(
-                    f"[gguf] {f.path}: tensor {name} has type {tensor.type}, which has no kernel; "
+                    f"[gguf] {f.where(name)}: tensor {name} has type {tensor.type}, which has no kernel; "
                     f"types with one are {', '.join(quants.WEIGHT_TYPES)}"
                 )
         _check_biases(known)

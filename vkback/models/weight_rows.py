@@ -43,7 +43,7 @@ def not_numbers(file: GgufFile, weight: Tensor) -> GgufError:
         if row is not None:
             where = f"row {t.row0 + row}" if len(t.shape) > 1 else "it"
             return GgufError(
-                f"[gguf] {file.path}: tensor {t.name} ({t.type} {list(t.shape)}): {where} holds weights that are NaN or infinite. "
+                f"[gguf] {file.where(source)}: tensor {t.name} ({t.type} {list(t.shape)}): {where} holds weights that are NaN or infinite. "
                 "The file is damaged, or was made from a damaged model: fetch it again, or convert the model anew"
             )
     return GgufError(

@@ -293,40 +293,45 @@ class _Reader:
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
-        self._fd = -1
+        self._descriptors: dict[int, int] = {}
+        """Of each file, by the identity of its mapped bytes."""
         self._by_calls = hasattr(os, "preadv")
 
     def __enter__(self) -> _Reader:
         if self._by_calls:
-            self._fd = self._file.reopened()
+            try:
+                for one in self._file.files:
+                    self._descriptors[id(one.mapped)] = one.reopened()
+            except BaseException:
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
     def read(self, tensor: GgufTensor, begin: int, target: npt.NDArray[np.uint8]) -> None:
         """Bytes of a tensor from `begin` on."""
         at = tensor.offset + begin
-        if self._by_calls and tensor.file is self._file.mapped:
+        if self._by_calls and (fd := self._descriptors.get(id(tensor.file))) is not None:
             try:
-                self._call(tensor, at, target)
+                self._call(fd, tensor, at, target)
                 return
             except OSError as e:
                 if e.errno != errno.EFAULT:
-                    raise GgufError(f"[gguf] {self._file.path}: tensor {tensor.name}: cannot be read: {e.strerror}") from e
+                    raise GgufError(f"[gguf] {self._file.where(tensor.name)}: tensor {tensor.name}: cannot be read: {e.strerror}") from e
                 self._by_calls = False  # a system that does not write into memory of a driver
         target[:] = tensor.file[at : at + target.size]
 
-    def _call(self, tensor: GgufTensor, at: int, target: npt.NDArray[np.uint8]) -> None:
+    def _call(self, fd: int, tensor: GgufTensor, at: int, target: npt.NDArray[np.uint8]) -> None:
         done = 0
         while done < target.size:
-            got = os.preadv(self._fd, [target[done:].data], at + done)
+            got = os.preadv(fd, [target[done:].data], at + done)
             if not got:
                 raise GgufError(
-                    f"[gguf] {self._file.path}: tensor {tensor.name}: the file ends at byte {at + done} now, it was longer when it was "
-                    "opened. Fetch it again"
+                    f"[gguf] {self._file.where(tensor.name)}: tensor {tensor.name}: the file ends at byte {at + done} now, it was longer "
+                    "when it was opened. Fetch it again"
                 )
             done += got
 
