@@ -245,8 +245,8 @@ def test_a_file_without_text_vocabulary_says_so_when_text_is_wanted(tmp_path: Pa
     path = write_gguf(tmp_path / "m.gguf", "llama", llama_metadata() | {"tokenizer.ggml.model": "no_vocab"}, llama_tensors())
     model = Model.open(path)
     assert model.hp.n_vocab == 32
-    with pytest.raises(TokenizerError, match="no text vocabulary; give token ids instead of text"):
-        _ = model.tokenizer
+    with pytest.raises(TokenizerError, match="the file has no vocabulary, so a text cannot be read; give token ids"):
+        model.tokenizer.encode("Hello")
 
 
 def test_tensor_lookup_names_what_is_missing() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from make_gguf import llama_metadata, llama_tensors, write_gguf
 from processes import run_program
 
 import vkback
@@ -52,12 +53,15 @@ GREEDY = {"temperature": 0, "max_tokens": 6}
 class Served:
     """A server in a thread, the worker behind it, and a client."""
 
-    def __init__(self, device: Device, limits: Limits, api_key: str | None = None, max_queue: int = 8) -> None:
+    def __init__(
+        self, device: Device, limits: Limits, api_key: str | None = None, max_queue: int = 8, path: Path | None = None
+    ) -> None:
         self.loads = 0
+        path = path or builtin_model("demo-dense")
 
         def load() -> LoadedModel:
             self.loads += 1
-            return LoadedModel(Engine.load(builtin_model("demo-dense"), device, n_ctx=128, act="f32", progress=False))
+            return LoadedModel(Engine.load(path, device, n_ctx=128, act="f32", progress=False))
 
         self.worker = Worker(load, max_queue=max_queue)
         app = build_app(self.worker, api_key=api_key, limits=limits, template="plain", hosts=["127.0.0.1"])
@@ -106,6 +110,23 @@ def served(device: Device) -> Iterator[Served]:
 
 
 # --- replies
+
+
+@pytest.mark.vulkan
+def test_ids_of_a_model_without_vocabulary(device: Device, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "ids.gguf", "llama", llama_metadata() | {"tokenizer.ggml.model": "no_vocab"}, llama_tensors())
+    served = Served(device, Limits(), path=path)
+    try:
+        body = served.text(prompt=[1, 2, 3], max_tokens=5, logprobs=1)
+        (choice,) = body["choices"]
+        assert choice["text"] == "" and len(choice["token_ids"]) == 5 and body["usage"]["completion_tokens"] == 5
+        events = served.events("/v1/completions", prompt=[1, 2, 3], temperature=0, max_tokens=5)
+        assert [id for event in events for id in event["choices"][0].get("token_ids", [])] == choice["token_ids"]
+        for endpoint, asked in (("completions", {"prompt": "Hello"}), ("chat/completions", {"messages": MESSAGES})):
+            reply = served.post(f"/v1/{endpoint}", **asked)
+            assert reply.status_code == 400 and "has no vocabulary" in reply.json()["error"]["message"]
+    finally:
+        served.close()
 
 
 @pytest.mark.vulkan

@@ -128,7 +128,7 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises TokenizerError for a file without a text vocabulary."""
+        """Of a file without vocabulary one that refuses text, and for which every id is an empty text."""
         return self.engine.tokenizer
 
     @property

@@ -59,7 +59,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Result:
-    """A whole generation. tokens: all that were made, an end-of-text token included, of which `text` has nothing."""
+    """A whole generation.
+
+    text    of the tokens; empty where the model's file has no vocabulary
+    tokens  all that were made, an end-of-text token included, of which `text` has nothing
+    """
 
     text: str
     tokens: tuple[int, ...]

@@ -147,7 +147,7 @@ class Stream(Iterator[Chunk]):
                 tokens.close()
                 yield self._chunk(text)
                 return
-            if text:
+            if text or not engine.model.has_text:
                 yield self._chunk(text)
         tokens.close()
         rest = self._stops.feed(self._decoder.flush())

@@ -25,6 +25,7 @@ from vkback.cli.shell import (
     LoraScaleOption,
     ModelOption,
     UbatchOption,
+    UsageError,
     adapters_of,
     load_model,
     model_path,
@@ -32,13 +33,15 @@ from vkback.cli.shell import (
     read_text,
 )
 from vkback.cli.terminal import fit
+from vkback.cli.token_ids import TokensOption, check_ids, token_ids
 
 if TYPE_CHECKING:
     from vkback.models.kl import Divergence
 
 
 def perplexity(
-    file: Annotated[Path, typer.Option("-f", "--file", help="The text, UTF-8.")],
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="The text, UTF-8.")] = None,
+    tokens: TokensOption = None,
     model: ModelOption = None,
     chunk: Annotated[int, typer.Option("-c", "--ctx", min=4, help="Tokens of a chunk; its second half is scored.")] = 512,
     chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Chunks at most [default: all of the text].")] = None,
@@ -65,7 +68,9 @@ def perplexity(
     from vkback.models.kl import BaseReader, BaseWriter, Divergences, describe_text
     from vkback.models.perplexity import count_chunks
 
-    text = read_text(file, "-f")
+    if (file is None) == (tokens is None):
+        raise UsageError("perplexity needs a text, as -f FILE, or token ids, as --tokens FILE, and not both")
+    text = read_text(file, "-f") if file is not None else token_ids(tokens or "")
     path = model_path(model)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     if save_kl_base is not None:
@@ -79,6 +84,8 @@ def perplexity(
         loaded = stack.enter_context(
             load_model(path, device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=adapters)
         )
+        if not isinstance(text, str):
+            check_ids(text, loaded.n_vocab)
         ids = loaded.ids(text, start=True)
         count = count_chunks(ids, chunk, chunks)
         same = describe_text(ids, chunk, count, loaded.n_vocab)

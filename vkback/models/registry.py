@@ -108,12 +108,12 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Raises TokenizerError when the file has no text vocabulary."""
-        return Tokenizer.from_gguf(self.file)
+        """Of a file without vocabulary one that knows ids alone. Raises TokenizerError for a broken vocabulary, or one of another kind."""
+        return Tokenizer.from_gguf(self.file) if self.has_text else Tokenizer.of_ids(self.file.path, self.hp.n_vocab)
 
     @property
     def has_text(self) -> bool:
-        """Whether the file has a text vocabulary; synthetic models know token ids only."""
+        """Whether the file has a vocabulary; others know token ids only."""
         return self.file.get("tokenizer.ggml.model", str, NO_TEXT_VOCABULARY) != NO_TEXT_VOCABULARY
 
     @property

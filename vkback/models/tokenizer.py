@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,12 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 """Ways to cut text by `tokenizer.ggml.pre`. The patterns are those of the models' own published tokenizers."""
 
+NO_TEXT = (
+    "the file has no vocabulary, so a text cannot be read; give token ids: --tokens 1,2,3 (vkback run, perplexity), a list of ids in "
+    "Python and in /v1/completions"
+)
+"""What a file without vocabulary says to a text."""
+
 _END_NAMES = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "</s>", "<|return|>", "<|call|>",
 )  # fmt: skip
@@ -105,7 +112,7 @@ _END_NAMES = (
 
 
 @cache
-def _byte_letters() -> tuple[str, ...]:
+def byte_letters() -> tuple[str, ...]:
     """The letter that stands for each byte in a byte-level vocabulary: printable Latin-1 for itself, the rest from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     letters, extra = [], 0x100
@@ -117,7 +124,7 @@ def _byte_letters() -> tuple[str, ...]:
 
 @cache
 def _letter_bytes() -> dict[str, int]:
-    return {letter: b for b, letter in enumerate(_byte_letters())}
+    return {letter: b for b, letter in enumerate(byte_letters())}
 
 
 class Vocabulary(ABC):
@@ -175,6 +182,19 @@ class SpmVocabulary(Vocabulary):
         return token.replace(SPACE, " ").encode("utf-8")
 
 
+class NoVocabulary(Vocabulary):
+    """Ids without text."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def encode(self, text: str, *, start: bool) -> list[int]:
+        raise TokenizerError(f"[tokenizer] {self._path}: {NO_TEXT}")
+
+    def spell(self, token: str) -> bytes:
+        return b""
+
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -214,6 +234,12 @@ class Tokenizer:
     def from_gguf(cls, f: GgufFile) -> Tokenizer:
         """Raises TokenizerError when the file has no text vocabulary, one of another kind, or a broken one."""
         return _Reader(f).read()
+
+    @classmethod
+    def of_ids(cls, path: Path, n_vocab: int) -> Tokenizer:
+        """That of a file without vocabulary: every id is a token without text, and a text that is not empty is refused by `encode`."""
+        types = [TokenType.NORMAL] * n_vocab
+        return cls(NoVocabulary(path), [""] * n_vocab, types, bos=None, eos_ids=(), add_bos=False, strip_space=False)
 
     @property
     def n_vocab(self) -> int:
@@ -302,7 +328,7 @@ class _Reader:
     def read(self) -> Tokenizer:
         model = self._file.get("tokenizer.ggml.model", str, NO_TEXT_VOCABULARY)
         if model == NO_TEXT_VOCABULARY:
-            raise self.fail("the file has no text vocabulary; give token ids instead of text")
+            raise self.fail(NO_TEXT)
         if model not in ("gpt2", "llama"):
             known = "gpt2 (byte-level BPE) and llama (SentencePiece)"
             raise self.fail(f"vocabulary model {quoted(model)} is not supported; supported are {known}")

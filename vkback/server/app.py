@@ -245,7 +245,7 @@ class Server:
         spell = self.worker.tokenizer.token_bytes
         shape = replies.Shape(
             ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex, self.worker.model_name, chat, lambda token: spell(token, special=True),
-            options["logprobs"] is not None,
+            options["logprobs"] is not None, ids=not self.worker.has_text,
         )  # fmt: skip
         deadline = time.monotonic() + self._limits.request_s
         told = request_log.of(request)
@@ -326,7 +326,7 @@ class Server:
                 while not isinstance(found, Result):
                     if isinstance(found, ServerError):
                         raise found
-                    yield replies.WAITING if found is None else replies.event(shape.piece(found.text, found.logprobs))
+                    yield replies.WAITING if found is None else replies.event(shape.piece(found))
                     found = await _event_of(turn)
                 yield replies.event(shape.last(found))
                 results.append(found)

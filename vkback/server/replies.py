@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vkback.api import Result, TokenLogprob
+from vkback.api import Chunk, Result, TokenLogprob
 from vkback.server.errors import ServerError
 
 Spell = Callable[[int], bytes]
@@ -51,7 +51,11 @@ def usage(results: Sequence[Result]) -> dict[str, Any]:
 
 @dataclass
 class Shape:
-    """What all bodies of one choice share. offset: characters of the text so far, for `text_offset`."""
+    """What all bodies of one choice share.
+
+    offset  characters of the text so far, for `text_offset`
+    ids     choices have `token_ids`, for the model has no vocabulary and the text is empty
+    """
 
     id: str
     model: str
@@ -61,6 +65,7 @@ class Shape:
     created: int = field(default_factory=lambda: int(time.time()))
     index: int = 0
     offset: int = 0
+    ids: bool = False
 
     def choice(self, index: int) -> Shape:
         """The same for another choice of the reply."""
@@ -75,15 +80,19 @@ class Shape:
         if self.chat:
             choice: dict[str, Any] = {"message": {"role": "assistant", "content": result.text, "refusal": None}}
         else:
-            choice = {"text": result.text}
+            choice = {"text": result.text} | self._ids(result.tokens)
         return self._choice(choice, result.logprobs, finish_reason(result))
+
+    def _ids(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(tokens)} if self.ids else {}
 
     def first(self) -> dict[str, Any]:
         """Of a chat: who speaks."""
         return self._body("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, (), None)
 
-    def piece(self, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return self._body("chat.completion.chunk", {"delta": {"content": text}} if self.chat else {"text": text}, logprobs, None)
+    def piece(self, chunk: Chunk) -> dict[str, Any]:
+        choice = {"delta": {"content": chunk.text}} if self.chat else {"text": chunk.text} | self._ids(chunk.tokens)
+        return self._body("chat.completion.chunk", choice, chunk.logprobs, None)
 
     def last(self, result: Result) -> dict[str, Any]:
         """Why the text ends."""

@@ -21,6 +21,7 @@ from vkback.device import DeviceError, DeviceLost
 from vkback.device import Timeout as DeviceTimeout
 from vkback.errors import VkbackError
 from vkback.models.constraint import ConstraintError
+from vkback.models.tokenizer import TokenizerError
 from vkback.server.errors import BadRequest, ContextTooLong, LostDevice, QueueFull, ServerError, Unavailable
 
 log = logging.getLogger("vkback.server")
@@ -28,7 +29,7 @@ log = logging.getLogger("vkback.server")
 JOIN_S = 15.0
 """How long the end of the server waits for the device."""
 
-REFUSALS = (ModelError, ChatTemplateError, ConstraintError)
+REFUSALS = (ModelError, ChatTemplateError, ConstraintError, TokenizerError)
 """What is wrong with a request. All other errors are of the model, the device or the server, and no request cures them."""
 
 Event = Chunk | Result | ServerError
@@ -87,6 +88,7 @@ class Worker:
         self.description = self._model.description
         self.n_ctx, self.n_vocab = self._model.n_ctx, self._model.n_vocab
         self.tokenizer = self._model.tokenizer
+        self.has_text = self._model.engine.model.has_text
         self.device_name = self._model.engine.device.caps.name
         self._session = self._model.session()
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
