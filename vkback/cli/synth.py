@@ -20,7 +20,7 @@ def synth(
     list_names: Annotated[bool, typer.Option("--list", help="List the names with size and parameters.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The list as JSON.")] = False,
 ) -> None:
-    """Write a model that times like a real one: its shape, the type of every tensor, random weights, no text vocabulary."""
+    """Write a model that times like a real one: its shape, the type of every tensor, random weights, a made-up vocabulary."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

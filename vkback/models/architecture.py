@@ -28,6 +28,7 @@ class Architecture(ABC):
     required   keys under its prefix, integers, that must be there and be at least 1
     sizes      size class by number of layers, as llama-bench names it
     shapes     shapes that `vkback synth` can write, by name: published ones, and tiny ones, which tests compare with references
+    vocabulary kind of the one that a synthetic model gets: "spm", or the pre-tokenizer of a byte-level BPE
     biases     linear layers of a block ("attn_q") that have a bias in every file
     by_context weights that a graph reads or not, depending on its n_ctx
     recurrent  it has states that hold all tokens so far and cannot be rewound, beside or instead of a KV cache
@@ -46,6 +47,7 @@ class Architecture(ABC):
     required: ClassVar[tuple[str, ...]] = ()
     sizes: ClassVar[Mapping[int, str]] = {}
     shapes: ClassVar[Mapping[str, ModelShape]] = {}
+    vocabulary: ClassVar[str] = "llama-bpe"
     biases: ClassVar[tuple[str, ...]] = ()
     by_context: ClassVar[tuple[str, ...]] = ()
     recurrent: ClassVar[bool] = False

@@ -30,6 +30,7 @@ class ModelShape:
     rope_dims     values of a head that RoPE turns; 0: all
     layers        what every layer has, where they differ; n_head, n_head_kv and n_ff are then the largest
     attention     numbers of the layers with attention, where the others have none; None: all
+    vocabulary    kind of it, where it is not the architecture's (`Architecture.vocabulary`)
     metadata      further keys of the architecture and their values: integers, floats, strings, booleans; they hold where a field says
                   otherwise
     """
@@ -55,6 +56,7 @@ class ModelShape:
     rope_dims: int = 0
     layers: tuple[LayerShape, ...] = ()
     attention: frozenset[int] | None = None
+    vocabulary: str = ""
     metadata: Mapping[str, int | float | str] = field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""Synthetic models: real shapes, real type of every tensor, random weights, no text vocabulary.
+"""Synthetic models: real shapes, real type of every tensor, random weights, a made-up vocabulary.
 
 Speed does not depend on what the weights say, so a file made here in seconds times like the real one, and llama-bench prints the same name,
 size and parameter count for it. Which tensor of which layer has which type is in type_mixes.json, as llama-quantize chooses; shapes are
@@ -30,6 +30,7 @@ from vkback.models.gguf_file import DEFAULT_ALIGNMENT, tensor_bytes
 from vkback.models.hparams import NO_TEXT_VOCABULARY
 from vkback.models.naming import file_type
 from vkback.models.shape import ModelShape
+from vkback.models.synth_vocabulary import add_vocabulary
 from vkback.paths import new_file_or, unwritable
 
 CHUNK_BYTES = 4 << 20
@@ -116,7 +117,7 @@ def synthesize(
     if free < size + CHUNK_BYTES:
         raise SynthError(f"[synth] {out}: {name} takes {size / 2**30:.2f} GiB, {out.parent} has {free / 2**30:.2f} GiB free")
     with new_file_or(SynthError, f"[synth] {out}:", out, durable=True) as part:
-        start = _write_header(part, name, tensors, layers)
+        start = _write_header(part, name, tensors, layers, text=True)
         with part.open("r+b") as f:
             f.truncate(start + size)
             pieces = _Pieces(SHAPES[_split(name)[0]], tensors, [start + o for o in offsets], seed)
@@ -124,7 +125,8 @@ def synthesize(
 
 
 def write_outline(name: str, out: Path, *, layers: int | None = None) -> None:
-    """The file of `synthesize` with a hole where the weights would be: enough to plan the model. Raises SynthError for an unknown name."""
+    """The file of `synthesize` with a hole where the weights would be, and without vocabulary: enough to plan the model. Raises SynthError
+    for an unknown name."""
     tensors = planned_tensors(name, layers=layers)
     start = _write_header(out, name, tensors, layers)
     with out.open("r+b") as f:
@@ -208,8 +210,8 @@ def _lay_out(tensors: list[PlannedTensor]) -> tuple[list[int], int]:
     return offsets, at
 
 
-def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: int | None) -> int:
-    """Metadata and tensor table; returns where the data begins."""
+def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: int | None, *, text: bool = False) -> int:
+    """Metadata, with a vocabulary where `text`, and tensor table; returns where the data begins."""
     shape_name, type = _split(name)
     s = SHAPES[shape_name]
     writer = GGUFWriter(path, s.arch)
@@ -246,7 +248,10 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     for key, value in s.metadata.items():
         writer.kv_data[0].pop(f"{s.arch}.{key}", None)
         _add_value(writer, f"{s.arch}.{key}", value)
-    writer.add_tokenizer_model(NO_TEXT_VOCABULARY)
+    if text:
+        add_vocabulary(writer, s.vocabulary or ARCHITECTURES[s.arch].vocabulary, s.n_vocab)
+    else:
+        writer.add_tokenizer_model(NO_TEXT_VOCABULARY)
     for t in tensors:
         writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.nbytes, GGMLQuantizationType[t.type])
     writer.write_header_to_file()

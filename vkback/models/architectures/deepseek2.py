@@ -97,6 +97,7 @@ class Latent:
 @register
 class Deepseek2(Architecture):
     name = "deepseek2"
+    vocabulary = "deepseek-llm"
     keys = EXPERTS | {
         "attention.key_length_mla", "attention.kv_lora_rank", "attention.q_lora_rank", "attention.temperature_length",
         "attention.temperature_scale", "attention.value_length_mla", "expert_gating_func", "expert_group_count", "expert_group_used_count",

@@ -31,6 +31,7 @@ WIDE_HEADS = 62
 class Gemma3(Architecture):
     name = "gemma3"
     rope_mode = "neox"
+    vocabulary = "spm"
     keys = frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"})
     required = ("attention.sliding_window",)
     sizes: ClassVar = {18: "270M", 26: "1B", 32: "8B", 34: "4B", 48: "12B", 62: "27B"}

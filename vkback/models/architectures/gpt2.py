@@ -21,6 +21,7 @@ from vkback.models.shape import ModelShape, Tensors, with_biases
 @register
 class Gpt2(Architecture):
     name = "gpt2"
+    vocabulary = "gpt-2"
     norm_eps = "attention.layer_norm_epsilon"
     biases = ("attn_output", "ffn_up", "ffn_down")
     sizes: ClassVar = {12: "0.1B", 24: "0.4B", 36: "0.8B", 48: "1.5B"}

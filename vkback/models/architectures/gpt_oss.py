@@ -29,6 +29,7 @@ PERIOD = 2
 class GptOss(Architecture):
     name = "gpt-oss"
     rope_mode = "neox"
+    vocabulary = "gpt-4o"
     keys = EXPERTS | {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
     settled: ClassVar = {"expert_gating_func": 3}
     biases = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")

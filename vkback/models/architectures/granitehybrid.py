@@ -77,6 +77,7 @@ def mamba2(m: Metadata) -> Mamba2:
 class GraniteHybrid(Architecture):
     name = "granitehybrid"
     recurrent = True
+    vocabulary = "dbrx"
     keys = EXPERTS | {
         "embedding_scale", "expert_shared_feed_forward_length", "logit_scale", "residual_scale", "rope.scaling.finetuned",
         "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank",

@@ -29,13 +29,13 @@ class Llama(Architecture):
         "llama-1b": ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, tied=True, rope_stretch=32.0),
         "llama-3b": ModelShape("llama", 28, 3072, 8192, 24, 8, 128, 128256, 131072, 500000.0, tied=True, rope_stretch=32.0),
         "llama-8b": ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, rope_stretch=8.0),
-        "llama2-7b": ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, 4096, 10000.0),
-        "smollm-135m": ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, 2048, 10000.0, tied=True),
-        "mistral-small-24b": ModelShape("llama", 40, 5120, 32768, 32, 8, 128, 131072, 32768, 100000000.0),
-        "mistral-22b": ModelShape("llama", 56, 6144, 16384, 48, 8, 128, 32000, 65536, 1000000.0),
-        "mistral-large-123b": ModelShape("llama", 88, 12288, 28672, 96, 8, 128, 32768, 131072, 1000000.0),
+        "llama2-7b": ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, 4096, 10000.0, vocabulary="spm"),
+        "smollm-135m": ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, 2048, 10000.0, tied=True, vocabulary="smollm"),
+        "mistral-small-24b": ModelShape("llama", 40, 5120, 32768, 32, 8, 128, 131072, 32768, 100000000.0, vocabulary="tekken"),
+        "mistral-22b": ModelShape("llama", 56, 6144, 16384, 48, 8, 128, 32000, 65536, 1000000.0, vocabulary="spm"),
+        "mistral-large-123b": ModelShape("llama", 88, 12288, 28672, 96, 8, 128, 32768, 131072, 1000000.0, vocabulary="spm"),
         "mixtral-8x7b": ModelShape(
-            "llama", 32, 4096, 14336, 32, 8, 128, 32000, 32768, 1000000.0, n_expert=8, n_expert_used=2, n_ff_expert=14336
+            "llama", 32, 4096, 14336, 32, 8, 128, 32000, 32768, 1000000.0, n_expert=8, n_expert_used=2, n_ff_expert=14336, vocabulary="spm"
         ),
         "tiny-llama": ModelShape("llama", 3, 96, 160, 3, 1, 32, 331, 128, 500000.0, rope_stretch=8.0),
         "tiny-mixtral": ModelShape(

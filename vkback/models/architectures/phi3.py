@@ -27,6 +27,7 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 class Phi3(Architecture):
     name = "phi3"
     rope_mode = "neox"
+    vocabulary = "spm"
     keys = frozenset({"attention.sliding_window"})
     by_context = (LONG, SHORT)
     sizes: ClassVar = {24: "1B", 32: "3B", 40: "14B"}

@@ -19,6 +19,7 @@ from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_for
 class Qwen2(Architecture):
     name = "qwen2"
     rope_mode = "neox"
+    vocabulary = "qwen2"
     biases = ("attn_q", "attn_k", "attn_v")
     sizes: ClassVar = {32: "7B", 36: "3B", 48: "14B", 64: "32B", 80: "70B"}
     shapes: ClassVar = {

@@ -20,6 +20,7 @@ from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_for
 class Qwen3(Architecture):
     name = "qwen3"
     rope_mode = "neox"
+    vocabulary = "qwen2"
     sizes: ClassVar = {40: "14B", 64: "32B"}
     shapes: ClassVar = {
         "qwen3-0.6b": ModelShape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1000000.0, 1e-6, tied=True),

@@ -20,6 +20,7 @@ from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_t
 class Qwen3Moe(Architecture):
     name = "qwen3moe"
     rope_mode = "neox"
+    vocabulary = "qwen2"
     keys = EXPERTS
     settled: ClassVar = {"expert_gating_func": 1}
     required = ("expert_count",)
