@@ -191,8 +191,8 @@ def scalar(rng: Rng, type: int, near: int = 1) -> bytes:
     if form in "fd":
         value = pick(rng, FLOATS)
         return struct.pack("<" + form, value if form == "d" or not abs(value) > 3.4e38 else math.copysign(math.inf, value))
-    value = int(pick(rng, (*INTEGERS, near + 1, near - 1, 2 * near, near // 2, -near)))
-    return (value % 2 ** (8 * struct.calcsize("<" + form))).to_bytes(struct.calcsize("<" + form), "little")
+    value, size = int(pick(rng, (*INTEGERS, near + 1, near - 1, 2 * near, near // 2, -near))), struct.calcsize("<" + form)
+    return (value % (1 << 8 * size)).to_bytes(size, "little")
 
 
 def value(rng: Rng, type: int, near: int = 1, depth: int = 0) -> bytes:
