@@ -60,16 +60,24 @@ def builtin_models() -> list[Path]:
 
 
 def builtin_model(name: str) -> Path:
-    """A built-in model by its file name or the start of it: `builtin_model("demo-dense")`.
+    """A built-in model by its whole name, with or without the type: "demo-dense", "demo-dense-Q4_K_M". What one such name alone begins with
+    does, too; then a line on stderr says which it is.
 
-    Raises MissingFileError naming the models there are.
+    Raises MissingFileError naming the models there are, or those that the name may mean.
     """
-    models = builtin_models()
-    for path in models:
-        if path.name.startswith(name):
-            return path
-    known = ", ".join(p.stem for p in models) or "none"
-    raise MissingFileError(f"no built-in model is called {name!r}; there are: {known}")
+    stems = {p.stem: p for p in builtin_models()}
+    names = {stem.rpartition("-")[0]: p for stem, p in reversed(stems.items())} | stems
+    asked = name.removesuffix(".gguf")
+    if asked in names:
+        return names[asked]
+    meant = [known for known in names if asked and known.startswith(asked)]
+    short = [known for known in meant if known not in stems] or meant
+    if len(short) == 1:
+        print(f"vkback: {name} is the built-in model {names[short[0]].stem}", file=sys.stderr)
+        return names[short[0]]
+    if meant:
+        raise MissingFileError(f"{name!r} may be any of the built-in models {', '.join(p for p in meant if p in stems)}; give a whole name")
+    raise MissingFileError(f"no built-in model is called {name!r}; there are: {', '.join(stems) or 'none'}")
 
 
 def cache_dir() -> Path:

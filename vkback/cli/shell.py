@@ -317,7 +317,10 @@ def model_path(model: str | None) -> Path:
     if path.is_file():
         return path
     if model and path.parent == Path() and any(p.name.startswith(model) for p in paths.builtin_models()):
-        return paths.builtin_model(model)
+        try:
+            return paths.builtin_model(model)
+        except paths.MissingFileError as e:
+            raise UsageError(f"model {model}: {e}") from e
     known = [p.stem for p in paths.builtin_models()]
     wrong = "the name is empty" if not model else "a folder" if path.is_dir() else "no such file"
     near = did_you_mean(model, [*known, *(stem.rpartition("-")[0] for stem in known)])
