@@ -157,6 +157,11 @@ class Engine:
         if unused := model.architecture.unused_keys:
             print(f"vkback: {model.file.path}: metadata without a part in the text is not used: {', '.join(unused)}", file=sys.stderr)
         rows = n_ctx or model.default_n_ctx
+        if rows > model.hp.n_ctx_train:
+            print(
+                f"vkback: a context of {rows} tokens, but the model was trained on {model.hp.n_ctx_train}: expect nothing of text beyond",
+                file=sys.stderr,
+            )
         try:
             engine = cls(
                 model, opened, n_ctx=rows, act=act, fusion=fusion, progress=progress, ubatch=ubatch, cache=cache, exact=exact,
