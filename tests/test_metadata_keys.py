@@ -284,6 +284,20 @@ def test_yarn_s_factors(outlines: Callable[[str], list[GgufFile]]) -> None:
         architecture(with_keys(f, rope__scaling__yarn_ext_factor=3.0))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("attention__scale", 1e20, "from 1e-06 to 1e"), ("attention__layer_norm_rms_epsilon", 3.0, "up to 1"),
+        ("expert_weights_scale", 1e25, "from 1e-06 to 1e"), ("final_logit_softcapping", 1e-20, "from 1e-06 to 1e"),
+        ("final_logit_softcapping", -30.0, "a positive number"), ("rope__scaling__factor", 1e29, "from 1e-06 to 1e"),
+        ("rope__scaling__attn_factor", float("nan"), "a positive number"), ("rope__freq_base", 0.5, "above 1"),
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused(key: str, value: float, expected: str, outlines: Callable[[str], list[GgufFile]]) -> None:
+    with pytest.raises(GgufError, match=rf"llama\.{key.replace('__', '.')} is \S+, expected .*{expected}"):
+        architecture(with_keys(outlines("llama")[0], **{key: value}))
+
+
 def test_weights_of_experts_are_scaled_where_a_file_says_so(folder: Path) -> None:
     path = changed(tiny("qwen3moe", folder), metadata={"expert_weights_scale": 2.5})
     scales = [n.params["scale"] for n in Model.open(path).graph(1, 32, head="all").nodes if n.op == "TOPK_MOE"]

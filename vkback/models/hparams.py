@@ -20,6 +20,9 @@ RopeParams = dict[str, Any]
 RMS_EPS = "attention.layer_norm_rms_epsilon"
 """The key of the epsilon of RMS norms."""
 
+LARGE = 1e6
+"""Beyond it, and below its inverse, no model has a scale: such a number is damaged."""
+
 NO_TEXT_VOCABULARY = "no_vocab"
 """`tokenizer.ggml.model` of a file that knows token ids only."""
 
@@ -171,16 +174,16 @@ class Metadata:
             head_dim_v=self.count("attention.value_length", n_embd // n_head),
             n_vocab=self.vocabulary(),
             n_ctx_train=self.count("context_length"),
-            rms_eps=self.positive(norm_eps),
-            attn_scale=self.positive_or("attention.scale", 1.0 / math.sqrt(max(head_dim_k, 1))),
+            rms_eps=self.epsilon(norm_eps),
+            attn_scale=self.positive_or("attention.scale", 1.0 / math.sqrt(max(head_dim_k, 1)), most=LARGE),
             window=self.count("attention.sliding_window", 0, least=0) if "attention.sliding_window" in self._keys else 0,
             rope=self.rope(rope_mode, head_dim_k),
             n_expert=n_expert,
             n_expert_used=n_expert_used,
             n_ff_expert=self.count("expert_feed_forward_length", n_ff, least=0) or n_ff if n_expert else 0,
             norm_w=self._f.get(self.key("expert_weights_norm"), bool, True) if moe else True,
-            expert_scale=self.positive_or("expert_weights_scale", 1.0) if moe else 1.0,
-            softcap=self.positive_or("final_logit_softcapping", 0.0),
+            expert_scale=self.positive_or("expert_weights_scale", 1.0, most=LARGE) if moe else 1.0,
+            softcap=self.positive_or("final_logit_softcapping", 0.0, most=LARGE),
             weights={name: Tensor(name, t.type, t.shape, "weight", Recipe("plain", (name,))) for name, t in self._f.tensors.items()},
             places={name: self._f.where(name) for name in self._f.tensors} if len(self._f.files) > 1 else {},
         )
@@ -235,6 +238,13 @@ class Metadata:
         """The same where 0 in a file stands for the default, as no key does."""
         return self.positive(name, most=most) if self._f.get(self.key(name), float, 0.0) != 0.0 else default
 
+    def epsilon(self, name: str) -> float:
+        """What a norm adds to a mean of squares: above 0, at most 1."""
+        value = self.positive(name)
+        if value > 1.0:
+            raise self.fail(name, value, "a number up to 1")
+        return value
+
     def share(self, name: str, default: float) -> float:
         """A number from 0 to 1; below 0 it stands for the default."""
         value = self._f.get(self.key(name), float, default)
@@ -243,15 +253,15 @@ class Metadata:
         return value if value >= 0.0 else default
 
     def pattern(self, name: str, n_layer: int, period: int) -> tuple[bool, ...]:
-        """Which layers see all tokens: the last of every `period`, or of as many as the key says; or as its array of booleans says, one a
-        layer, true for a sliding window."""
+        """Which layers see all tokens: the last of every `period`, or of as many as the key says (0: none); or as its array of booleans
+        says, one a layer, true for a sliding window."""
         value = self._f.metadata.get(self.key(name))
         if isinstance(value, np.ndarray):
             if value.shape != (n_layer,):
                 raise self.fail(name, f"{value.size} values", f"one for each of {n_layer} layers")
             return tuple(not bool(v) for v in value)
-        period = self.count(name, period)
-        return tuple(il % period == period - 1 for il in range(n_layer))
+        period = self.count(name, period, least=0)
+        return tuple(period > 0 and il % period == period - 1 for il in range(n_layer))
 
     def stated(self, name: str, default: int = 0) -> int:
         """An integer of a file that need not be sound; the default where it has none."""
@@ -286,7 +296,8 @@ class Metadata:
             scaling=cast(RopeScaling, scaling),
             freq_scale=1.0 if scaling in ("none", "longrope") else 1.0 / self.scaling_factor(),
             ext_factor=self.share("rope.scaling.yarn_ext_factor", 1.0 if scaling == "yarn" else 0.0),
-            attn_factor=self.positive_or("rope.scaling.attn_factor", 1.0) * self.positive_or("rope.scaling.yarn_attn_factor", 1.0),
+            attn_factor=self.positive_or("rope.scaling.attn_factor", 1.0, most=LARGE)
+            * self.positive_or("rope.scaling.yarn_attn_factor", 1.0, most=LARGE),
             beta_fast=self.positive("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=self.positive("rope.scaling.yarn_beta_slow", 1.0),
             n_ctx_orig=self.count("rope.scaling.original_context_length", 0, least=0) or self.count("context_length"),
@@ -301,4 +312,4 @@ class Metadata:
 
     def scaling_factor(self) -> float:
         """`rope.scaling.factor`, or `rope.scale_linear` of older files; 0 stands for none."""
-        return self.positive_or("rope.scaling.factor", self.positive_or("rope.scale_linear", 1.0))
+        return self.positive_or("rope.scaling.factor", self.positive_or("rope.scale_linear", 1.0, most=LARGE), most=LARGE)
