@@ -21,6 +21,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 class FakeTokenizer:
     """One token a byte of UTF-8."""
 
+    eos_ids: frozenset[int] = frozenset()
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -56,7 +58,8 @@ class FakeEngine:
     bytes_per_token = 1_000_000
     ubatch = 512
     tuning = "0123456789ab"
-    model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256))
+    n_ctx = 512
+    model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256), file=SimpleNamespace(metadata={}))
     device = SimpleNamespace(
         caps=SimpleNamespace(
             name="Test GPU", device_type="cpu", driver_name="testdrv", driver_info="1.2", summary_line=lambda: "vkback: 0 = Test GPU"
@@ -118,6 +121,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: tuple[Path, float] | None = None,
         meanwhile: Callable[[Any], object] | None = None,
     ) -> FakeEngine:  # fmt: skip
+        fake.n_ctx = n_ctx or FakeEngine.n_ctx
         if meanwhile is not None:
             meanwhile(fake)
         fake.loaded.append((path.name, device, n_ctx, act, *([] if ubatch is None else [ubatch]), *(["exact"] if exact else [])))

@@ -72,9 +72,9 @@ def run(model: str | Path, *more: str | Path) -> tuple[str | Path, ...]:
     ("line", "said"),
     [
         ("runn", "No such command 'runn'. Did you mean 'run'? vkback --help tells more"),
-        ("run", "Missing option '-p' / '--prompt'; vkback run --help tells more"),
+        ("run", "no text to continue; give one, as vkback run 'Once upon a time', -p TEXT, -f FILE, or -p - for stdin"),
         ("run -p x -n 0", "vkback run --help tells more"),
-        ("plan --tokns 3", "No such option: --tokns"),
+        ("plan --tokns 3", "No such option: --tokns. Did you mean --tokens? vkback plan --help tells more"),
         ("synth", "synth needs a name and a file"),
     ],
 )

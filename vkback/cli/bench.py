@@ -28,6 +28,7 @@ from vkback.cli.shell import (
     ExactOption,
     VersionOption,
     act_of,
+    add_command,
     load_engine,
     measured_math_rate,
     measured_read_rate,
@@ -94,7 +95,6 @@ class Kept:
         write_output(self.path, "--save", text.getvalue())
 
 
-@app.command(cls=Command)
 def bench(
     names: Annotated[list[str] | None, typer.Argument(metavar="TEST", help="pp512, tg128, pp512+tg128, tg128@d4096")] = None,
     models: Annotated[list[str] | None, typer.Option("-m", "--model", help="GGUF file or built-in model; repeat for several.")] = None,
@@ -290,7 +290,12 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
     )
 
 
+add_command(app, bench)
+
+
 def main() -> NoReturn:
+    if sys.argv[1:] == ["help"]:
+        sys.argv[1] = "--help"
     run(app, "vkbench")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import Any, NoReturn
 
 import typer
 
-from vkback.cli.shell import Command, VersionOption, new_app, run
+from vkback.cli.shell import VersionOption, add_command, new_app, run
 
 COMMANDS = {
     "devices": ("devices:devices", "List the Vulkan devices; --report for a bug report."),
@@ -47,7 +48,7 @@ def app_of(asked: str | None = None) -> typer.Typer:
     for name, (place, summary) in COMMANDS.items():
         file, _, function = place.partition(":")
         wanted = asked in (None, name)
-        app.command(name, cls=Command, short_help=summary)(getattr(import_module(f"vkback.cli.{file}"), function) if wanted else _listed)
+        add_command(app, getattr(import_module(f"vkback.cli.{file}"), function) if wanted else _listed, name, summary)
     return app
 
 
@@ -63,11 +64,25 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> NoReturn:
+    if sys.argv[1:2] == ["help"]:
+        sys.argv[1:] = [*sys.argv[2:3], "--help"]
+    if sys.argv[1:2] == ["bench"]:
+        from vkback.cli import bench
+
+        del sys.argv[1]
+        bench.main()
+
     def app(**how: Any) -> Any:
-        # The options that may stand before a command end there.
-        return app_of(next((word for word in sys.argv[1:] if word != "--"), ""))(**how)
+        return app_of(asked_for(sys.argv))(**how)
 
     run(app, "vkback")
+
+
+def asked_for(line: list[str]) -> str:
+    """The command that a line asks for, also one that a shell wants to complete; "" where it names none."""
+    typed = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS")
+    words = line if "_VKBACK_COMPLETE" not in os.environ or typed is None else typed.split()
+    return next((word for word in words[1:] if word != "--"), "")  # the options that may stand before a command end there
 
 
 if __name__ == "__main__":

@@ -39,3 +39,10 @@ def logit_bias(given: Sequence[str] | None) -> tuple[tuple[int, float], ...]:
         except ValueError as e:
             raise UsageError(f"--logit-bias {text}: expected ID=VALUE, as 42=-1.5 or 42=-inf") from e
     return tuple(sorted(found))
+
+
+def check_bias(bias: Sequence[tuple[int, float]], n_vocab: int) -> None:
+    """Raises UsageError where --logit-bias names a token that the model has not."""
+    for token, _ in bias:
+        if not 0 <= token < n_vocab:
+            raise UsageError(f"--logit-bias {token}: no token of this model, expected an id in 0..{n_vocab - 1}")

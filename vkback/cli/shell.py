@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import TextIOWrapper, UnsupportedOperation
 from pathlib import Path
@@ -102,6 +102,9 @@ class StreamDecoderLike(Protocol):
 class TokenizerLike(Protocol):
     """What commands need of a tokenizer. `encode` puts the beginning-of-text token first where the model wants it."""
 
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def stream(self) -> StreamDecoderLike: ...
@@ -157,6 +160,9 @@ class EngineLike(Protocol):
 
     @property
     def ubatch(self) -> int: ...
+
+    @property
+    def n_ctx(self) -> int: ...
 
     @property
     def compiled(self) -> CompileTotals: ...
@@ -275,21 +281,67 @@ def wrong_command_line(error: Any) -> str:
     return f"{said}{'' if said.endswith('?') else ';'} {error.ctx.command_path} --help tells more" if error.ctx else said
 
 
+CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
 class Command(TyperCommand):
-    """A command whose options that take one value, or none, are refused where they are given twice: of two values one would be dropped."""
+    """A command that understands options as they were meant, or refuses them: -ngl is not -n with the value gl, an option that holds one
+    value, or none, is not given twice (of two values one would be dropped), and what is spelled almost right is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        for param in order:
-            times = sum(other is param for other in order)
-            if times > 1 and not getattr(param, "multiple", False) and not param.is_eager:
-                name = "/".join(param.opts)
-                raise UsageError(f"{name} is given {times} times, expected once; {ctx.command_path} --help tells more")
+        if not ctx.resilient_parsing:
+            self._check(ctx, args)
+            _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+            for param in order:
+                times = sum(other is param for other in order)
+                if times > 1 and not getattr(param, "multiple", False) and not param.is_eager:
+                    name = "/".join(param.opts)
+                    raise UsageError(f"{name} is given {times} times, expected once; {ctx.command_path} --help tells more")
         return super().parse_args(ctx, args)
+
+    def _check(self, ctx: Any, args: Sequence[str]) -> None:
+        """Raises what typer raises of an option that there is not."""
+        params = {name: param for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts) if name.startswith("-")}
+        words = iter(args)
+        for word in words:
+            if word == "--":
+                return
+            if not word.startswith("-") or not word.lstrip("-")[:1].isalpha():
+                continue
+            name, attached, _ = word.partition("=")
+            if name not in params and word[1] != "-":
+                name, attached = word[:2], word[2:]  # of one letter, with its value behind it
+                if attached[:1].isalpha() and not takes_nothing(params, word):
+                    refuse_option(ctx, word.partition("=")[0], params)
+            if name not in params:
+                refuse_option(ctx, name, params)
+            if takes_value(params[name]) and not attached:
+                next(words, None)
+
+
+def takes_value(param: Any) -> bool:
+    return not (param.is_flag or param.count)
+
+
+def takes_nothing(params: Mapping[str, Any], word: str) -> bool:
+    """Whether a word is several options of one letter that take no value, as -vj."""
+    return all(f"-{letter}" in params and not takes_value(params[f"-{letter}"]) for letter in word[1:])
+
+
+def refuse_option(ctx: Any, name: str, known: Iterable[str]) -> None:
+    """Raises what typer raises of an option that there is not, with the one that was meant."""
+    short = f"; a value stands apart from it: {name[:2]} {name[2:]}" if name[:2] in known and not name[2:].isalpha() else ""
+    near = "" if short else did_you_mean(name, known)
+    ctx.fail(f"No such option: {name}{near and '.'}{near}{short}")
 
 
 def new_app(summary: str) -> typer.Typer:
-    return typer.Typer(help=summary, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    """A command line without commands yet: see `add_command`."""
+    return typer.Typer(help=summary, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=CONTEXT)
+
+
+def add_command(app: typer.Typer, function: Callable[..., object], name: str | None = None, summary: str | None = None) -> None:
+    app.command(name, cls=Command, short_help=summary, context_settings=CONTEXT)(function)
 
 
 def print_version(wanted: bool) -> None:
