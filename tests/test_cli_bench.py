@@ -137,6 +137,62 @@ def test_vkbench_takes_llama_bench_s_flags(
     assert first["command"].startswith("vkbench -m demo-moe")
 
 
+WITHOUT_MEANING = (
+    "-b 2048 -t 8 -C 0x0 --cpu-strict 0 --poll 50 --numa distribute --prio 2 -ngl 99 -ncmoe 0 -sm none -mg 0 -ts 1 -nkvo 0 -fa 1 -mmp 0 "
+    "-dio 0 -lm auto -lzm auto -embd 0 -ot x=CPU -nopo 0 --no-host 0 --repack 1 -fitt off -fitc 4096 -v --offline "
+    "--batch-size 1 --threads 1 --n-gpu-layers 1 --split-mode layer --main-gpu 0 --tensor-split 0 --no-kv-offload 1 --flash-attn on "
+    "--mmap 1 --embeddings 1 --verbose"
+)
+"""All options of llama-bench but those that vkbench obeys."""
+
+
+def test_a_command_line_of_llama_bench_runs_as_it_is(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = shlex.split(f"-m demo-dense -p 8 {WITHOUT_MEANING} -fa 0 -n 4 -r 1 --delay 0 -o json")
+    assert call(monkeypatch, bench.main, *line) == 0
+    out, err = capsys.readouterr()
+    assert [(r["n_prompt"], r["n_gen"]) for r in json.loads(out)] == [(8, 0), (0, 4)]
+    named = [word for word in WITHOUT_MEANING.split() if word.startswith("-")]
+    assert err == f"vkbench: {', '.join(named)} mean nothing here\n", "each once, though -fa came twice"
+    assert call(monkeypatch, bench.main, "tg4", "-m", "demo-dense", "-r", "1", "-ngl=0") == 0
+    assert capsys.readouterr().err == "vkbench: -ngl means nothing here\n"
+
+
+def test_options_of_llama_bench_that_cannot_be_obeyed(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line, said in (
+        ("-hf ggml-org/x", "-hf: vkbench runs local files on a device of this machine; fetch the model, and give its file as -m FILE"),
+        ("-p 8 -ngl", "-ngl: expected a value, as in llama-bench"),
+        ("-ngx 5", "No such option: -ngx; vkbench --help tells more"),
+        ("-ctk f16,q5_0", "--cache-type-k q5_0: expected one of f16, q8_0, q4_0"),
+    ):
+        assert call(monkeypatch, bench.main, *line.split()) == 2
+        assert capsys.readouterr().err == f"vkbench: error: {said}\n"
+    assert engine.loaded == []
+
+
+def test_vkbench_runs_each_cache_type(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, bench.main, "tg4", "-m", "demo-dense", "-r", "1", "-ctk", "f16,q8_0", "-ctv", "q4_0", "-o", "json") == 0
+    assert [(r["type_k"], r["type_v"]) for r in json.loads(capsys.readouterr().out)] == [("f16", "q4_0"), ("q8_0", "q4_0")]
+
+
+def test_vkbench_rests_before_tests(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr("time.sleep", rests.append)
+    assert call(monkeypatch, bench.main, "tg4", "pp4", "-m", "demo-dense", "-r", "1", "--delay", "2") == 0
+    assert rests == [2.0, 2.0]
+
+
+@pytest.mark.vulkan
+def test_vkbench_lists_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, bench.main, "--list-devices") == 0
+    assert capsys.readouterr().out.startswith("vkback: 0 = ")
+
+
 def test_vkbench_runs_each_ubatch(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, bench.main, "pp8", "-r", "1", "-m", "demo-dense", "-ub", "64,128", "-oe", "jsonl", "--read-rate", "0") == 0
     out, err = capsys.readouterr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,19 +17,18 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast, get_args
 import typer
 
 from vkback import paths
+from vkback.cli.bench_peer import BenchCommand
 from vkback.cli.bench_run import Feed, cpu_name, measure
 from vkback.cli.bench_tests import BenchTest, parse_values, plan_tests
 from vkback.cli.shell import (
     ACTS,
-    CacheTypeKOption,
-    CacheTypeVOption,
-    Command,
     DeviceOption,
     EngineLike,
     ExactOption,
     VersionOption,
     act_of,
     add_command,
+    cache_types_of,
     load_engine,
     measured_math_rate,
     measured_read_rate,
@@ -48,6 +48,16 @@ if TYPE_CHECKING:
 
 FEEDS = get_args(Feed)
 
+
+def print_devices(wanted: bool) -> None:
+    """As vkback devices does, and nothing else, where the option was given."""
+    if wanted:
+        from vkback.cli.devices import devices
+
+        devices()
+        raise typer.Exit
+
+
 app = new_app("How fast a model runs, in the tables of llama-bench.")
 
 
@@ -55,7 +65,6 @@ app = new_app("How fast a model runs, in the tables of llama-bench.")
 class Settings:
     """All that applies to every test of a run.
 
-    cache      types of K's and V's
     exact      batch-invariant
     read_rate  GB/s, None to measure it, 0 to do without
     math_rate  TFLOPS, likewise
@@ -64,12 +73,12 @@ class Settings:
 
     repetitions: int
     device: str | None
-    cache: tuple[str, str]
     exact: bool
     feed: Feed
     read_rate: float | None
     math_rate: float | None
     warmup: bool
+    delay_s: float
     progress: bool
     compile_line: bool
     command: str
@@ -115,8 +124,10 @@ def bench(
     ] = None,
     device: DeviceOption = None,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
-    cache_type_k: CacheTypeKOption = "f16",
-    cache_type_v: CacheTypeVOption = "f16",
+    cache_type_k: Annotated[
+        str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, q8_0 or q4_0; several with commas.")
+    ] = "f16",
+    cache_type_v: Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")] = "f16",
     exact: ExactOption = False,
     feed: Annotated[str, typer.Option(help="self: generate as in use; random: random tokens one by one, as llama-bench does.")] = "self",
     to_host: Annotated[
@@ -130,7 +141,11 @@ def bench(
         typer.Option(min=0.0, help="TFLOPS that 100 % math stands for; without it measured, with 0 the column is left out."),
     ] = None,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before it is measured.")] = True,
+    delay: Annotated[float, typer.Option("--delay", min=0.0, help="Seconds to rest before each test.")] = 0.0,
     progress: Annotated[bool, typer.Option("--progress", help="Say on stderr what is being run.")] = False,
+    list_devices: Annotated[
+        bool, typer.Option("--list-devices", callback=print_devices, is_eager=True, help="List the Vulkan devices, and end.")
+    ] = False,
     version: VersionOption = False,
 ) -> None:
     """Measure tokens per second: mean and deviation over repetitions. Without -m, both built-in models; without a test, pp512 and tg128."""
@@ -138,23 +153,24 @@ def bench(
     files = [model_path(m) for m in models] if models else paths.builtin_models()
     acts = [act_of(a) for a in act.split(",")]
     ubatches: list[int] | list[None] = parse_values(ubatch, "-ub") if ubatch else [None]
+    caches = [cache_types_of((k.strip(), v.strip())) for k in cache_type_k.split(",") for v in cache_type_v.split(",")]
     feed = "random" if to_host else feed
     settings = Settings(
         repetitions=repetitions,
         device=device,
-        cache=(cache_type_k.lower(), cache_type_v.lower()),
         exact=exact,
         feed=cast(Feed, one_of(feed, FEEDS, "--feed")),
         read_rate=read_rate,
         math_rate=math_rate,
         warmup=warmup,
+        delay_s=delay,
         progress=progress,
         compile_line=output_err == "none",
         command=shlex.join(["vkbench", *sys.argv[1:]]),
         build=build_info(),
     )
     columns = ["n_ubatch"] * (ubatches not in ([None], [BenchResult.n_ubatch]))
-    columns += ["type_k"] * (settings.cache[0] != "f16") + ["type_v"] * (settings.cache[1] != "f16")
+    columns += [f"type_{one}" for one, types in zip("kv", zip(*caches, strict=True), strict=True) if {*types} != {"f16"}]
     columns += ["exact"] * exact + ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
     if any(test.is_prompt for test in tests):
         columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
@@ -171,29 +187,29 @@ def bench(
 
             output_file(store, "--store", *files)
             shown.append(StoreWriter(open_files.enter_context(Store(store))))
-        _measure_all(files, [(a, u) for a in acts for u in ubatches], tests, settings, shown, kept)
+        _measure_all(files, [(a, u, c) for a in acts for u in ubatches for c in caches], tests, settings, shown, kept)
 
 
 def _measure_all(
     files: Sequence[Path],
-    variants: Sequence[tuple[str, int | None]],
+    variants: Sequence[tuple[str, int | None, tuple[str, str]]],
     tests: Sequence[BenchTest],
     settings: Settings,
     shown: Sequence[Writer],
     kept: Sequence[Kept],
 ) -> None:
-    """variants: activations and tokens of a prompt processed at once (None: the engine's default), each with a model loaded anew. A run
-    that ends early keeps what it has measured."""
+    """variants: activations, tokens of a prompt processed at once (None: the engine's default), and types of K's and V's, each with a model
+    loaded anew. A run that ends early keeps what it has measured."""
     results: list[BenchResult] = []
     head = ""
     n_ctx = max(t.n_ctx for t in tests)
     rate = settings.read_rate
     math_rates: dict[Way, float] = {}
     try:
-        for path, (act, ubatch) in product(files, variants):
+        for path, (act, ubatch, cache) in product(files, variants):
             progress = settings.progress or sys.stderr.isatty()
             with load_engine(
-                path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch, cache=settings.cache,
+                path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch, cache=cache,
                 exact=settings.exact,
             ) as engine:
                 if not head:
@@ -204,8 +220,9 @@ def _measure_all(
                 if rate is None:
                     rate = measured_read_rate(engine.device)
                 for test in tests:
+                    time.sleep(settings.delay_s)
                     engine.resize(test.n_ctx)  # kernels depend on the size of the cache, and a result must not on other tests
-                    result = replace(_measure_one(engine, test, path, act, settings), read_rate_gb_s=rate or None)
+                    result = replace(_measure_one(engine, test, path, act, cache, settings), read_rate_gb_s=rate or None)
                     if test.is_prompt:
                         result = _with_flops(result, engine, test, settings.math_rate, math_rates)
                     results.append(result)
@@ -246,7 +263,7 @@ def _driver(engine: EngineLike) -> str:
     return f"{caps.driver_name} {caps.driver_info}".strip()
 
 
-def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, settings: Settings) -> BenchResult:
+def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, cache: tuple[str, str], settings: Settings) -> BenchResult:
     begun, before = datetime.now(UTC), engine.compiled
     with StatusLine(wanted=not settings.progress and settings.compile_line) as status:
 
@@ -272,8 +289,8 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
         model_n_params=engine.n_params,
         n_batch=max(BenchResult.n_batch, engine.ubatch),
         n_ubatch=engine.ubatch,
-        type_k=settings.cache[0],
-        type_v=settings.cache[1],
+        type_k=cache[0],
+        type_v=cache[1],
         devices=settings.device or "auto",
         n_prompt=test.n_prompt,
         n_gen=test.n_gen,
@@ -290,7 +307,7 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, sett
     )
 
 
-add_command(app, bench)
+add_command(app, bench, cls=BenchCommand)
 
 
 def main() -> NoReturn:

@@ -320,7 +320,7 @@ class Command(TyperCommand):
 
 
 def takes_value(param: Any) -> bool:
-    return not (param.is_flag or param.count)
+    return not (getattr(param, "is_flag", False) or getattr(param, "count", False))
 
 
 def takes_nothing(params: Mapping[str, Any], word: str) -> bool:
@@ -340,8 +340,10 @@ def new_app(summary: str) -> typer.Typer:
     return typer.Typer(help=summary, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=CONTEXT)
 
 
-def add_command(app: typer.Typer, function: Callable[..., object], name: str | None = None, summary: str | None = None) -> None:
-    app.command(name, cls=Command, short_help=summary, context_settings=CONTEXT)(function)
+def add_command(
+    app: typer.Typer, function: Callable[..., object], name: str | None = None, summary: str | None = None, cls: type[Command] = Command
+) -> None:
+    app.command(name, cls=cls, short_help=summary, context_settings=CONTEXT)(function)
 
 
 def print_version(wanted: bool) -> None:
