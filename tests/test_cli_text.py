@@ -15,6 +15,7 @@ from cli_kit import REPOSITORY, FakeEngine, call
 
 from vkback.api import LoadedModel
 from vkback.cli import chat, generate, main, perplexity
+from vkback.cli.interrupts import NotedInterrupts
 from vkback.cli.sampling import logit_bias
 from vkback.cli.shell import UsageError
 from vkback.device import Device
@@ -90,7 +91,7 @@ def test_a_model_without_a_template_is_told_before_the_first_line(
     assert "/save FILE   write it to a file" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_a_reply_and_not_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_a_reply_and_not_the_program(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
 
     class Stream:
@@ -103,18 +104,18 @@ def test_ctrl_c_ends_a_reply_and_not_the_program(capsys: pytest.CaptureFixture[s
             for text in ("a", " b", " c"):
                 if text == " b":
                     signal.raise_signal(signal.SIGINT)
+                    signal.raise_signal(signal.SIGINT)
                 yield SimpleNamespace(text=text)
 
         def close(self) -> None:
+            signal.raise_signal(signal.SIGINT)  # while the device ends what it does
             self.closed = True
 
     stream = Stream()
-    assert chat.show(stream) is True  # type: ignore[arg-type]
-    assert capsys.readouterr().out == "a b\n" and stream.closed
+    with NotedInterrupts() as interrupts:
+        assert chat.show(stream, interrupts) is True  # type: ignore[arg-type]
+    assert capfd.readouterr() == ("a b\n", "\nvkback: ending the reply\n") and stream.closed
     assert signal.getsignal(signal.SIGINT) is before
-    with pytest.raises(KeyboardInterrupt), chat.noted_interrupt():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.vulkan

@@ -17,16 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_kit import call
+from cli_kit import REPOSITORY, call
 from processes import new_terminal, run_program, signals_as_usual
 
+from vkback.api import LoadedModel
 from vkback.cli import chat, interrupts, main
 from vkback.cli.interrupts import interruptible, own_interrupts
 from vkback.cli.shell import run
 from vkback.device import Device
+from vkback.device.queue import Ticket
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import Kernels, run_in_processes
-from vkback.paths import new_file
+from vkback.models.engine import Engine
+from vkback.paths import builtin_model, new_file
 from vkback.program.compile import compile_kernels
 from vkback.shader import CompileError, ShaderLibrary, Variant, compiler
 
@@ -125,13 +128,73 @@ def test_a_conversation_outlives_ctrl_c_at_its_prompt(monkeypatch: pytest.Monkey
     assert ended_with == []
 
 
+@unix
+def test_the_exit_code_stands_where_more_signals_come() -> None:
+    """As users press Ctrl-C again: the interpreter takes the handlers away at its end, and was ended by the signal itself."""
+    code = (
+        "import atexit, os, signal, sys\n"
+        "from vkback.cli import main, start\n"
+        "def app(**_): signal.raise_signal(signal.SIGINT)\n"
+        "main.app_of = lambda asked: app\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT): kill(pid, number)\n"
+        "sys.modules['last'] = Last()\n"
+        "atexit.register(signal.raise_signal, signal.SIGINT)\n"
+        "start.vkback()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@unix
+def test_ctrl_c_is_noted_but_where_the_user_has_the_word(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    ended_with: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended_with.append)
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts.NotedInterrupts() as noted:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert noted.came and capfd.readouterr().err == "\nvkback: ending the reply\n"
+        with pytest.raises(KeyboardInterrupt), noted.waiting():
+            assert not noted.came
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert not ended_with
+        monkeypatch.setattr(interrupts, "PATIENCE_S", -1.0)
+        signal.raise_signal(signal.SIGINT)
+        assert ended_with == [130], "a device that does not come to its end"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@unix
+@pytest.mark.vulkan
+def test_an_interrupt_while_a_stream_ends_is_an_exception(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not printed as one that was ignored, which the finalizer of a generator makes of it."""
+    lost: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    with LoadedModel(Engine.load(builtin_model("demo-dense"), device, n_ctx=256, progress=False)) as model:
+        stream = model.stream("Hello", temperature=0)
+        next(stream)
+        wait = Ticket.wait
+
+        def interrupted(self: Ticket, *more: float) -> None:
+            monkeypatch.setattr(Ticket, "wait", wait)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Ticket, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+        assert not lost
+        assert len(model.generate("Hello", max_tokens=4, temperature=0).tokens) == 4
+
+
 def test_lines_that_come_from_a_program_end_with_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=interrupted))
     with pytest.raises(KeyboardInterrupt):
-        next(chat.messages())
+        next(chat.messages(interrupts.NotedInterrupts()))
 
 
 # -- the tests' own kit

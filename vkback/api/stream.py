@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -121,35 +122,35 @@ class Stream(Iterator[Chunk]):
         )
         ends = frozenset() if options.ignore_eos or not engine.model.has_text else engine.tokenizer.eos_ids
         decode_s = 0.0
-        while True:
-            begun = time.perf_counter()
-            token = next(tokens, None)
-            decode_s += time.perf_counter() - begun
-            again = engine.compiled - prepared  # barrier-free stages that fail are planned and compiled anew
-            self._timings = Timings(
-                (prepared - before).seconds + again.seconds, self._reused, len(fed), prompted - start,
-                len(self._made) + (token is not None), decode_s - again.seconds,
-            )  # fmt: skip
-            if token is None:
-                whole = constraint is not None and constraint.ended
-                self._finish = "stop" if whole else "context" if n == room and n != options.max_tokens else "length"
-                break
-            self._text.append(token)
-            self._made.append(token)
-            if options.logprobs is not None:
-                self._logprobs.append(self._logprob(token, logits.pop(), options.logprobs))
-            if token in ends:
-                self._finish = "eos"
-                break
-            text = self._stops.feed(self._decoder.feed(token))
-            if self._stops.found:
-                self._finish = "stop"
-                tokens.close()
-                yield self._chunk(text)
-                return
-            if text or not engine.model.has_text:
-                yield self._chunk(text)
-        tokens.close()
+        with contextlib.closing(tokens):  # here: what an iterator raises where it is thrown away, Ctrl-C for one, is printed as ignored
+            while True:
+                begun = time.perf_counter()
+                token = next(tokens, None)
+                decode_s += time.perf_counter() - begun
+                again = engine.compiled - prepared  # barrier-free stages that fail are planned and compiled anew
+                self._timings = Timings(
+                    (prepared - before).seconds + again.seconds, self._reused, len(fed), prompted - start,
+                    len(self._made) + (token is not None), decode_s - again.seconds,
+                )  # fmt: skip
+                if token is None:
+                    whole = constraint is not None and constraint.ended
+                    self._finish = "stop" if whole else "context" if n == room and n != options.max_tokens else "length"
+                    break
+                self._text.append(token)
+                self._made.append(token)
+                if options.logprobs is not None:
+                    self._logprobs.append(self._logprob(token, logits.pop(), options.logprobs))
+                if token in ends:
+                    self._finish = "eos"
+                    break
+                text = self._stops.feed(self._decoder.feed(token))
+                if self._stops.found:
+                    self._finish = "stop"
+                    tokens.close()
+                    yield self._chunk(text)
+                    return
+                if text or not engine.model.has_text:
+                    yield self._chunk(text)
         rest = self._stops.feed(self._decoder.flush())
         if not self._stops.found:
             rest += self._stops.flush()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.interrupts import own_interrupts
+from vkback.cli.interrupts import NotedInterrupts
 from vkback.cli.sampling import (
     BiasOption,
     FrequencyOption,
@@ -102,12 +101,13 @@ def chat(
     with load_model(
         model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapters
     ) as loaded:
-        conversation = Conversation(loaded, chosen, system, options)
+        interrupts = NotedInterrupts()
+        conversation = Conversation(loaded, chosen, system, options, interrupts)
         conversation.check()
         if sys.stdin.isatty():
             print(f"{loaded.description}, {loaded.n_ctx} tokens of context; /help lists commands", file=sys.stderr)
-        with own_interrupts():
-            for line in messages():
+        with interrupts:
+            for line in messages(interrupts):
                 conversation.take(line)
                 if conversation.ended:
                     break
@@ -126,7 +126,7 @@ def template_text(given: str | None) -> str | None:
     return read_text(Path(given), "--chat-template")
 
 
-def messages() -> Iterator[str]:
+def messages(interrupts: NotedInterrupts) -> Iterator[str]:
     """Lines of stdin until its end; on a terminal with a prompt, and Ctrl-C drops the line."""
     shown = PROMPT if sys.stdin.isatty() else ""
     if shown:
@@ -134,7 +134,8 @@ def messages() -> Iterator[str]:
             import readline  # noqa: F401  lines can be edited, and called back
     while True:
         try:
-            line = input(shown) if shown else sys.stdin.readline()
+            with interrupts.waiting():
+                line = input(shown) if shown else sys.stdin.readline()
         except EOFError:
             print()
             return
@@ -152,7 +153,10 @@ def messages() -> Iterator[str]:
 class Conversation:
     """Messages so far, and what one line more does. ended: it was the last one."""
 
-    def __init__(self, model: LoadedModel, template: str | None, system: str | None, options: GenerateOptions) -> None:
+    def __init__(
+        self, model: LoadedModel, template: str | None, system: str | None, options: GenerateOptions, interrupts: NotedInterrupts
+    ) -> None:
+        self.interrupts = interrupts
         self.model, self.template, self.options = model, template, options
         self.session = model.session()
         self.ended = False
@@ -180,7 +184,7 @@ class Conversation:
     def _reply(self, text: str) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
         stream = self.session.stream_chat(asked, template=self.template, **self.options)
-        interrupted = show(stream)
+        interrupted = show(stream, self.interrupts)
         result = stream.result
         self._last = result.timings
         self.messages = [*asked, {"role": "assistant", "content": result.text}]
@@ -222,30 +226,12 @@ class Conversation:
         )
 
 
-def show(stream: Stream) -> bool:
-    """Print a reply as it comes; whether Ctrl-C ended it. The signal is noted, and the device left to end what it does."""
-    with noted_interrupt() as interrupted:
-        for piece in stream:
-            print(piece.text, end="", flush=True)
-            if interrupted:
-                break
+def show(stream: Stream, interrupts: NotedInterrupts) -> bool:
+    """Print a reply as it comes; whether Ctrl-C ended it. The device is left to end what it does."""
+    for piece in stream:
+        print(piece.text, end="", flush=True)
+        if interrupts.came:
+            break
     print()
     stream.close()
-    return bool(interrupted)
-
-
-@contextmanager
-def noted_interrupt() -> Iterator[list[int]]:
-    """A list that gets an entry at Ctrl-C. A second Ctrl-C raises KeyboardInterrupt as ever."""
-    noted: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if noted:
-            raise KeyboardInterrupt
-        noted.append(number)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return interrupts.came

@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Self
 
 from vkback.paths import remove_parts
 
@@ -67,6 +69,48 @@ def own_interrupts() -> Iterator[None]:
         signal.set_wakeup_fd(woken)
 
 
+class NotedInterrupts:
+    """Ctrl-C in a conversation, as a context manager: KeyboardInterrupt while `waiting` for the user, else noted, since what runs on the
+    device has to come to its end. The first one is answered on stderr; one that comes PATIENCE_S after it ends the process."""
+
+    def __init__(self) -> None:
+        self._waits = False
+        self._first: float | None = None
+
+    def __enter__(self) -> Self:
+        self._before, self._woken = signal.signal(signal.SIGINT, self._note), signal.set_wakeup_fd(-1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+        signal.set_wakeup_fd(self._woken)
+
+    @property
+    def came(self) -> bool:
+        """Whether there was one since the user was last waited for."""
+        return self._first is not None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The user has the word."""
+        self._first = None
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._waits:
+            raise KeyboardInterrupt
+        if self._first is None:
+            self._first = time.monotonic()
+            with suppress(OSError, ValueError):  # by the system: what is printed may have been interrupted by this
+                os.write(sys.stderr.fileno(), b"\nvkback: ending the reply\n")
+        elif time.monotonic() - self._first > PATIENCE_S:
+            _end(number)
+
+
 def stop_compilers() -> None:
     """End compilers that run, if any was started: their shaders are not wanted any more."""
     compiler = sys.modules.get("vkback.shader.compiler")
@@ -78,12 +122,17 @@ def _end_at_last(reader: int, left: threading.Event) -> None:
     while number := os.read(reader, 1):
         if number[0] not in SIGNALS or left.wait(PATIENCE_S):
             continue
-        stop_compilers()
-        remove_parts()
-        flushing = threading.Thread(target=_flush, daemon=True)  # its lock may be held
-        flushing.start()
-        flushing.join(FLUSH_S)
-        os._exit(128 + number[0])
+        _end(number[0])
+
+
+def _end(number: int) -> None:
+    """End the process wherever it is, as by a signal."""
+    stop_compilers()
+    remove_parts()
+    flushing = threading.Thread(target=_flush, daemon=True)  # its lock may be held
+    flushing.start()
+    flushing.join(FLUSH_S)
+    os._exit(128 + number)
 
 
 def _flush() -> None:

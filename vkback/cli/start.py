@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -22,6 +23,11 @@ def vkbench() -> None:
 def _start(module: str) -> None:
     try:
         import_module(module).main()
+    except SystemExit:
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the exit code stands, and the interpreter is not ended within its own end
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        raise
     except KeyboardInterrupt:
         with suppress(OSError):
             sys.stdout.flush()
