@@ -85,7 +85,7 @@ def test_on_a_terminal_there_is_a_bar(first_run: tuple[Path, subprocess.Complete
     assert again.stdout == ran.stdout
     kernels, _ = kernels_prepared(ran.stderr.splitlines())
     assert re.search(rf"{kernels}/{kernels}", shown), "kernels ready of all"
-    assert "preparing" not in shown
+    assert "vkback: preparing" not in shown
     assert re.search(rf"prepared {kernels} kernels in [\d.]+ s, none compiled from GLSL", shown)
 
 

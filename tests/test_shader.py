@@ -168,6 +168,20 @@ def test_fault_in_an_include_is_shown_in_its_own_file_and_lines(library: ShaderL
     assert "       6 | uint scaled(uint v) {" in said
 
 
+def test_a_table_among_the_defines_is_shown_by_its_beginning(library: ShaderLibrary, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frequencies of RoPE take 1300 characters, and what to do stood behind them."""
+    variant = Variant("copy.comp", (("SCALE", ", ".join(["uvec2(683565275u,2475755008u)"] * 32)),))
+    (root / "copy.comp").write_text(COPY.replace("b[i] =", "c[i] ="))
+    with pytest.raises(CompileError) as caught:
+        library.spirv(variant)
+    first = str(caught.value).splitlines()[0]
+    assert first.startswith("[shader] copy[SCALE=uvec2(683565275u") and len(first) < 250
+    monkeypatch.setattr(library_module, "find_compiler", lambda: None)
+    with pytest.raises(NoCompiler) as missing:
+        library.compile_many([variant, Variant("copy.comp", (("SCALE", 3),))])
+    assert str(missing.value).startswith("[shader] copy (2 kernels) does not come with vkback as SPIR-V, is not in the cache")
+
+
 def test_fault_after_an_include_keeps_the_line_number_of_the_file(library: ShaderLibrary, root: Path) -> None:
     (root / "copy.comp").write_text(COPY.replace("b[i] =", "c[i] ="))
     with pytest.raises(CompileError, match=r"copy\.comp:9: error: 'c' : undeclared identifier"):
@@ -291,7 +305,7 @@ def test_without_a_compiler_the_cache_serves_and_the_rest_says_what_to_install(
     monkeypatch.setattr(library_module, "find_compiler", lambda: None)
     bare = ShaderLibrary(root, tmp_path / "cache")
     assert bare.spirv(Variant("copy.comp")) == spirv
-    said = r"copy\[SCALE=9\] does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler\. Install glslc"
+    said = r"^\[shader\] copy does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler\. Install glslc"
     with pytest.raises(NoCompiler, match=said):
         bare.spirv(Variant("copy.comp", (("SCALE", 9),)))
 

@@ -341,6 +341,9 @@ def test_the_bar_names_what_is_waited_for() -> None:
         assert bar.texts == ["uploading weights", "planning"]
         bar.advance(10**9)
         with bar.compiles(2) as on_kernel:
-            assert bar.texts == ["uploading weights 1.0/3.0 GB", "compiling kernels 0/2"]
+            assert bar.texts == ["uploading weights 1.0/3.0 GB", "preparing kernels 0/2"]
             on_kernel()
-            assert bar.texts[1] == "compiling kernels 1/2"
+            assert bar.texts[1] == "preparing kernels 1/2"
+    with LoadBar(5_700_000, shown=True) as bar:
+        bar.advance(2_800_000)
+        assert bar.texts == ["reading weights 3/6 MB"], "a small model"

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def counted(n: int, one: str, many: str = "") -> str:
+    """`1 kernel`, `2 kernels`. many: the plural, where it is not made by an s."""
+    return f"{n} {one if n == 1 else many or f'{one}s'}"
+
+
 def size_text(nbytes: int) -> str:
     """`546.50 MiB`, `4.58 GiB`."""
     return f"{nbytes / 2**20:.2f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:.2f} GiB"

@@ -189,4 +189,5 @@ def prompt_text(words: Sequence[str], given: str | None, file: Path | None) -> s
 
 def speed(tokens: int, seconds: float, timed: int | None = None) -> str:
     """Tokens and their rate. timed: how many went through the model in this time; the last of a prompt goes with the first one made."""
-    return f"{tokens:5} tokens in {seconds:7.2f} s, {(tokens if timed is None else timed) / seconds if seconds else 0.0:8.2f} t/s"
+    rate = (tokens if timed is None else timed) / seconds if seconds else 0.0
+    return f"{tokens:5} {'token ' if tokens == 1 else 'tokens'} in {seconds:7.2f} s, {rate:8.2f} t/s"

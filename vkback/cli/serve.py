@@ -28,6 +28,7 @@ from vkback.cli.shell import (
     load_model,
     model_path,
 )
+from vkback.terminal import colours_wanted
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -83,7 +84,10 @@ def serve(
     app = build_app(worker, api_key=api_key, limits=Limits(max_body, max_tokens, max_time), template=chosen, hosts=hosts)
     try:
         with own_interrupts():  # uvicorn has its own handlers, and gives requests that run some seconds
-            uvicorn.run(app, host=host, port=port, access_log=False, server_header=False, timeout_graceful_shutdown=5)
+            uvicorn.run(
+                app, host=host, port=port, access_log=False, server_header=False, timeout_graceful_shutdown=5,
+                use_colors=colours_wanted(sys.stderr),
+            )  # fmt: skip
     finally:
         worker.close()
 

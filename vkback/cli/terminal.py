@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from vkback.terminal import redraws
+
 if TYPE_CHECKING:
     from vkback.device import Capabilities
     from vkback.shader import Variant
@@ -88,7 +90,7 @@ class StatusLine:
     Whoever prints below it clears it first."""
 
     def __init__(self, *, wanted: bool = True) -> None:
-        self._on = wanted and sys.stderr.isatty()
+        self._on = wanted and redraws(sys.stderr)
 
     def __enter__(self) -> StatusLine:
         return self

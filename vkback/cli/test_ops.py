@@ -17,6 +17,7 @@ from vkback.cli.shell import ActOption, DeviceOption, OutputError, UsageError, a
 from vkback.cli.terminal import StatusLine
 from vkback.errors import VkbackError, did_you_mean
 from vkback.paths import reason, unwritable
+from vkback.terminal import colours_wanted
 
 if TYPE_CHECKING:
     from vkback.device import Device
@@ -215,7 +216,7 @@ def _printer(output: str, device: Any, ctx: LowerContext, verbose: bool, notes: 
         datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), ctx.act, identity(ctx.tuning),
     )  # fmt: skip
     if output == "console":
-        style = _coloured if sys.stdout.isatty() else _plain
+        style = _coloured if colours_wanted(sys.stdout) else _plain
         return Console(sys.stdout, about, verbose=verbose, style=style, notes=notes)
     forms: dict[str, Callable[[TextIO, About], Printer]] = {"csv": Csv, "sql": Sql, "json": Json}
     return forms[output](sys.stdout, about)

@@ -13,6 +13,8 @@ from vkback.models.load_bar import LoadBar
 from vkback.ops.dispatch import Dispatch
 from vkback.program import CompileTotals, KernelKey, OnKernel, compile_kernels, kernel_keys
 from vkback.shader import ShaderLibrary
+from vkback.terminal import redraws
+from vkback.units import counted
 
 
 class KernelCompiler:
@@ -78,12 +80,12 @@ def kernel_progress(total: int, shown: bool, load_bar: LoadBar | None = None) ->
     if not (shown and total):
         yield lambda: None
         return
-    if not sys.stderr.isatty():
+    if not redraws(sys.stderr):
         first = Lock()
 
         def say_once() -> None:
             if first.acquire(blocking=False):
-                print(f"vkback: preparing {total} kernels", file=sys.stderr, flush=True)
+                print(f"vkback: preparing {counted(total, 'kernel')}", file=sys.stderr, flush=True)
 
         yield say_once
         return

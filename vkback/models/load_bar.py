@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from vkback.terminal import redraws
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -30,7 +32,7 @@ class LoadBar:
     """Use as a context manager; it goes away at the end. All methods may be called from any thread."""
 
     def __init__(self, total_bytes: int, *, shown: bool) -> None:
-        self._shown = shown and sys.stderr.isatty()
+        self._shown = shown and redraws(sys.stderr)
         self._stack = ExitStack()
         self._lock = threading.Lock()
         self._bar: Progress | None = None
@@ -59,7 +61,8 @@ class LoadBar:
         with self._lock:
             line = self._lines["weights"]
             line.done += nbytes
-            line.count = f"{line.done / 1e9:.1f}/{(line.total or 0) / 1e9:.1f} GB"
+            unit, size, digits = ("GB", 1e9, 1) if (line.total or 0) >= 1e9 else ("MB", 1e6, 0)
+            line.count = f"{line.done / size:.{digits}f}/{(line.total or 0) / size:.{digits}f} {unit}"
             self._show("weights")
 
     def waits_for(self, what: str) -> None:
@@ -75,17 +78,17 @@ class LoadBar:
 
     @contextmanager
     def compiles(self, total: int) -> Iterator[Callable[[], None]]:
-        """Kernels are compiled meanwhile: a function to call, from any thread, for each of `total` that is ready."""
+        """Kernels are made ready meanwhile: a function to call, from any thread, for each of `total` that is ready."""
         ready = 0
 
         def on_kernel() -> None:
             nonlocal ready
             with self._lock:
                 ready += 1
-                self._meanwhile("compiling kernels", f"{ready}/{total}", ready, total)
+                self._meanwhile("preparing kernels", f"{ready}/{total}", ready, total)
 
         with self._lock:
-            self._meanwhile("compiling kernels", f"0/{total}", 0, total)
+            self._meanwhile("preparing kernels", f"0/{total}", 0, total)
         yield on_kernel
 
     def _meanwhile(self, text: str, count: str, done: int, total: int | None) -> None:

@@ -26,6 +26,7 @@ from vkback.plan.schedule import Schedule, aligned
 from vkback.plan.tuning import Overrides
 from vkback.program import Program
 from vkback.program.program import overflow_bytes
+from vkback.terminal import redraws
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -437,7 +438,7 @@ class PromptBar:
     def __init__(self, tokens: int, *, shown: bool, console: Console | None = None) -> None:
         self._total, self._done = tokens, 0.0
         self._console = console
-        self._shown = shown and (console.is_terminal if console else sys.stderr.isatty())
+        self._shown = shown and (console.is_terminal if console else redraws(sys.stderr))
         self._stack = ExitStack()
         self._bar: Progress | None = None
 

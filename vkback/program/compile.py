@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from vkback.device import Device, Kernel, KernelSpec
 from vkback.ops.dispatch import Dispatch
 from vkback.shader import ShaderLibrary, Variant
+from vkback.units import counted
 
 KernelKey = tuple[Variant, int, int]
 """A variant, its number of bindings and its bytes of push constants."""
@@ -35,7 +36,7 @@ class CompileTotals:
     def __str__(self) -> str:
         """Like "prepared 41 kernels in 9.8 s, 12 compiled from GLSL"; the others came as SPIR-V, and only the driver compiled them."""
         compiled = {0: "none", self.kernels: "all"}.get(self.compiled, str(self.compiled))
-        return f"prepared {self.kernels} kernels in {self.seconds:.1f} s, {compiled} compiled from GLSL"
+        return f"prepared {counted(self.kernels, 'kernel')} in {self.seconds:.1f} s, {compiled} compiled from GLSL"
 
 
 def kernel_keys(dispatches: Iterable[Dispatch]) -> list[KernelKey]:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from vkback.shader.interface import interface
 from vkback.shader.prebuilt import Prebuilt
 from vkback.shader.shipped import Shipped
 from vkback.shader.source import Expanded, Variant, expand
+from vkback.units import counted
 
 CACHE_FORMAT = "1"
 """Raise when this module changes what it gives the compiler or writes to the cache."""
@@ -44,6 +46,7 @@ SourceKey = tuple[str, tuple[tuple[str, str | int], ...]]
 
 FAULT = re.compile(r"^shader:(\d+): (.*)$")
 CONTEXT_LINES = 3
+MAX_SHOWN = 60
 INSTALL_HINT = "Install glslc or libshaderc (Debian and Ubuntu: apt install glslc; elsewhere shaderc or the Vulkan SDK)"
 
 
@@ -157,9 +160,11 @@ class ShaderLibrary:
             return
         compiler = self.compiler
         if compiler is None:
-            others = f" (and {len(sources) - 1} more kernels)" if len(sources) > 1 else ""
+            families = list(dict.fromkeys(variant.source.removesuffix(".comp") for variant, _ in sources))
+            of = f" and {counted(len(families) - 1, 'other family', 'other families')}" if len(families) > 1 else ""
+            how_many = f" ({len(sources)} kernels)" if len(sources) > 1 else ""
             raise NoCompiler(
-                f"[shader] {sources[0][0].name}{others} does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL "
+                f"[shader] {families[0]}{of}{how_many} does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL "
                 f"compiler. {INSTALL_HINT}"
             )
         threads = min(len(sources), self.compilers)
@@ -221,10 +226,16 @@ def read_cached(file: Path) -> bytes | None:
     return spirv if spirv and hashlib.sha256(spirv).digest() == raw[:32] else None
 
 
+def shortened(value: str) -> str:
+    """The value of a define for an error: of a table no more than its beginning."""
+    return value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}..."
+
+
 def explain(variant: Variant, source: Expanded, said: str) -> str:
     """The compiler's words with each fault put back into its file and shown among its lines."""
-    defines = ", ".join(f"{k}={v}" for k, v in variant.defines) or "none"
-    parts = [f"[shader] {variant.name} does not compile. Defines: {defines}"]
+    brief = replace(variant, defines=tuple((k, shortened(str(v))) for k, v in variant.defines))
+    defines = ", ".join(f"{k}={v}" for k, v in brief.defines) or "none"
+    parts = [f"[shader] {brief.name} does not compile. Defines: {defines}"]
     lines = source.text.splitlines()
     shown: set[int] = set()
     for line in said.splitlines():
