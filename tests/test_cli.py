@@ -70,7 +70,7 @@ def test_synth_lists_names_and_writes_a_model(monkeypatch: pytest.MonkeyPatch, c
     assert sizes["mistral-large-123b-Q4_K"] == 122_610_069_504
     assert call(monkeypatch, main.main, "synth", "llama-1b-Q4_K_M") == 2
     assert capsys.readouterr().err.startswith("vkback: error: synth needs a name and a file")
-    assert call(monkeypatch, main.main, "synth", "nothing-Q4_0", str(tmp_path / "x.gguf")) == 1
+    assert call(monkeypatch, main.main, "synth", "nothing-Q4_0", str(tmp_path / "x.gguf")) == 2
     assert capsys.readouterr().err.startswith("vkback: error: [synth] no model is called 'nothing-Q4_0'")
 
 

@@ -91,6 +91,31 @@ def test_a_model_without_a_template_is_told_before_the_first_line(
     assert "/save FILE   write it to a file" in capsys.readouterr().err
 
 
+@pytest.mark.vulkan
+def test_a_conversation_has_a_seed_of_its_own(
+    commands: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the same question gets the same reply each time; the seed that is printed gives the conversation again."""
+    drawn = iter((7, 8))
+    monkeypatch.setattr("secrets.randbits", lambda bits: next(drawn))
+
+    def talk(*more: str) -> tuple[str, list[str]]:
+        type_in(monkeypatch, "Hello", "/reset", "Hello", "/exit")
+        assert call(monkeypatch, main.main, "chat", "--chat-template", "plain", "-n", "12", "--temp", "2", *more) == 0
+        out, err = capsys.readouterr()
+        return out, [line for line in err.splitlines() if "seed" in line]
+
+    replies, seeds = talk()
+    assert seeds == ["vkback: seed 7", "vkback: seed 8"]
+    same, seeds = talk("--seed", "7")
+    first = same[: len(same) // 2]
+    assert same == first * 2 and not seeds
+    assert replies.startswith(first) and replies != same
+    type_in(monkeypatch, "Hello")
+    assert call(monkeypatch, main.main, "chat", "--chat-template", "plain", "-l", "9999999=1") == 2
+    assert "--logit-bias 9999999: no token of this model, expected an id in 0..4095" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_a_reply_and_not_the_program(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
 

@@ -112,6 +112,48 @@ def test_values_that_look_like_options_are_values(
     assert capsys.readouterr().out.startswith("-ngl")
 
 
+WRONG = [
+    ("run x --device 5", "[device] no device has index 5"),
+    ("vkbench tg4 --device nonsense", "[device] no device fits 'nonsense'"),
+    ("run x --lora FILE", "[lora] adapter FILE: not a GGUF file"),
+    ("run x -m FILE", "[gguf] FILE: not a GGUF file"),
+    ("merge --lora FILE -o OUT", "[lora] adapter FILE: not a GGUF file"),
+    ("synth llama-8b-Q4_K_X OUT", "[synth] no model is called 'llama-8b-Q4_K_X'. Did you mean"),
+    ("synth tiny-qwen2-F32 OUT --layers 99", "[synth] tiny-qwen2-F32 has 3 layers, 99 were asked for"),
+    ("graph --shape nothing", "[synth] no model is called 'nothing'"),
+    ("plan --profile nonsense", "[capabilities] no profile 'nonsense'"),
+    ("compare --against FILE", "[compare] FILE: no saved run of vkback compare"),
+    ("compare-bench FILE FILE", "FILE: not a result of vkbench or llama-bench"),
+    ("compare-bench NONE NONE", "NONE: no such file; expected a result"),
+    ("perplexity -f FILE -c 4 --kl-base FILE", "[kl] FILE: is no base of log probabilities"),
+    ("profile -c 64 -n 100", "--ctx 64: 2 tokens of a prompt and 100 behind it need 119 rows; raise --ctx"),
+    ("run x -c 64 -n 65", "-n 65: a prompt of 2 tokens leaves room for 63"),
+]
+"""Command lines that name what is not there, or is something else."""
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(("line", "said"), WRONG, ids=[line for line, _ in WRONG])
+def test_a_wrong_command_line_ends_with_2(
+    line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "FILE"
+    file.write_text("root:x:0:0 and other words, of which none is a result, a model or a run\n" * 4, encoding="utf-8")
+    where = {name: str(tmp_path / name) for name in ("FILE", "OUT", "NONE")}
+    words = [where.get(word, word) for word in line.split()]
+    entry = bench.main if words[0] == "vkbench" else main.main
+    assert call(monkeypatch, entry, *words[words[0] == "vkbench" :]) == 2
+    errors = [text for text in capsys.readouterr().err.splitlines() if ": error: " in text]
+    assert len(errors) == 1 and said.replace("FILE", where["FILE"]).replace("NONE", where["NONE"]) in errors[0]
+    assert not Path(where["OUT"]).exists()
+
+
+@pytest.mark.vulkan
+def test_a_profile_s_prompt_fits_the_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "profile", "-c", "40", "-n", "2", "-b", "0", "--json") == 0
+    assert json.loads(capsys.readouterr().out)
+
+
 # --- prompts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,11 +19,11 @@ from vkback.cli.sampling import (
     MinPOption,
     PresenceOption,
     RepeatOption,
-    SeedOption,
     StopOption,
     TempOption,
     TopKOption,
     TopPOption,
+    check_bias,
     logit_bias,
 )
 from vkback.cli.shell import (
@@ -59,6 +60,8 @@ HELP = """\
 
 PROMPT = "> "
 
+SEED_BITS = 31
+
 
 def chat(
     model: ModelOption = None,
@@ -71,7 +74,9 @@ def chat(
     top_k: TopKOption = 40,
     top_p: TopPOption = 0.95,
     min_p: MinPOption = 0.05,
-    seed: SeedOption = 0,
+    seed: Annotated[
+        int | None, typer.Option("-s", "--seed", min=0, help="The same seed gives the same replies [default: another each time, printed].")
+    ] = None,
     repeat_penalty: RepeatOption = 1.0,
     presence_penalty: PresenceOption = 0.0,
     frequency_penalty: FrequencyOption = 0.0,
@@ -91,10 +96,11 @@ def chat(
 ) -> None:
     """Talk to a model: each line of stdin is a message, replies go to stdout as they are generated. Only what is new of a conversation is
     read. /help lists what else may be typed; Ctrl-C ends a reply and not the program."""
+    added = logit_bias(bias)
     options: GenerateOptions = {
-        "max_tokens": n, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "stop": stop or [],
+        "max_tokens": n, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or [],
         "repeat_penalty": repeat_penalty, "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
-        "penalty_last_n": repeat_last_n, "logit_bias": dict(logit_bias(bias)),
+        "penalty_last_n": repeat_last_n, "logit_bias": dict(added),
     }  # fmt: skip
     chosen = template_text(template)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
@@ -102,10 +108,12 @@ def chat(
         model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapters
     ) as loaded:
         interrupts = NotedInterrupts()
-        conversation = Conversation(loaded, chosen, system, options, interrupts)
+        conversation = Conversation(loaded, chosen, system, options, interrupts, seed)
+        check_bias(added, loaded.n_vocab)
         conversation.check()
         if sys.stdin.isatty():
             print(f"{loaded.description}, {loaded.n_ctx} tokens of context; /help lists commands", file=sys.stderr)
+        conversation.begin()
         with interrupts:
             for line in messages(interrupts):
                 conversation.take(line)
@@ -154,8 +162,11 @@ class Conversation:
     """Messages so far, and what one line more does. ended: it was the last one."""
 
     def __init__(
-        self, model: LoadedModel, template: str | None, system: str | None, options: GenerateOptions, interrupts: NotedInterrupts
-    ) -> None:
+        self, model: LoadedModel, template: str | None, system: str | None, options: GenerateOptions, interrupts: NotedInterrupts,
+        seed: int | None = None,
+    ) -> None:  # fmt: skip
+        """seed: None for another one in each conversation."""
+        self._seed = seed
         self.interrupts = interrupts
         self.model, self.template, self.options = model, template, options
         self.session = model.session()
@@ -163,6 +174,12 @@ class Conversation:
         self._system = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, Any]] = [*self._system]
         self._last: Timings | None = None
+
+    def begin(self) -> None:
+        """Draw a seed where none was given, and print it: with it the conversation can be had again."""
+        self.options["seed"] = secrets.randbits(SEED_BITS) if self._seed is None else self._seed
+        if self._seed is None and self.options.get("temperature"):
+            print(f"vkback: seed {self.options['seed']}", file=sys.stderr)
 
     def check(self) -> None:
         """Raises ChatTemplateError before anybody has typed anything."""
@@ -205,6 +222,7 @@ class Conversation:
         elif name == "/reset":
             self.session.reset()
             self.messages = [*self._system]
+            self.begin()
         elif name == "/stats":
             print(self.stats(), file=sys.stderr)
         elif name == "/help":

@@ -9,18 +9,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, ModelOption, RowsOption, act_of, model_path, one_of, output_file, write_output
+from vkback.cli.shell import (
+    ActOption,
+    DeviceOption,
+    ModelOption,
+    RowsOption,
+    UsageError,
+    act_of,
+    model_path,
+    one_of,
+    output_file,
+    write_output,
+)
 from vkback.cli.terminal import StatusLine
 
 if TYPE_CHECKING:
     from vkback.timing.profile_model import Profile
+
+DEFAULT_PROMPT = 64
 
 
 def profile(
     model: ModelOption = None,
     device: DeviceOption = None,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Text of the prompt [default: random tokens].")] = None,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=2, help="How many random tokens, without -p.")] = 64,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", min=2, help="How many random tokens, without -p [default: 64, or as fit the context].")
+    ] = None,
     tokens: Annotated[int, typer.Option("-n", "--tokens", min=1, help="Tokens behind the prompt, each profiled.")] = 16,
     batch: Annotated[int, typer.Option("-b", "--batch", min=0, help="Tokens of a batch to profile, too; 0: none.")] = 4,
     ctx: RowsOption = None,
@@ -39,6 +54,7 @@ def profile(
 
     from vkback.models.engine import Engine
     from vkback.report import profile_text as text
+    from vkback.timing.profile_model import ROOM
     from vkback.timing.profile_model import profile as measure
 
     endings = [one_of(path.suffix.lstrip("."), ("html", "json", "txt"), f"--save {path}, ending") for path in save or []]
@@ -50,7 +66,15 @@ def profile(
         load_s = time.perf_counter() - begun
         ids = engine.tokenizer.encode(prompt) if prompt else []
         if len(ids) < 2:
+            room = engine.n_ctx - max(tokens + 1, batch) - ROOM
+            prompt_tokens = max(min(DEFAULT_PROMPT, room), 2) if prompt_tokens is None else prompt_tokens
             ids += np.random.default_rng(1).integers(0, engine.model.hp.n_vocab, prompt_tokens - len(ids)).tolist()
+        needed = len(ids) + max(tokens + 1, batch) + ROOM
+        if needed > engine.n_ctx:
+            raise UsageError(
+                f"--ctx {engine.n_ctx}: {len(ids)} tokens of a prompt and {max(tokens, batch)} behind it need {needed} rows; raise "
+                "--ctx, or give fewer tokens"
+            )
         with StatusLine(wanted=not as_json) as status:
             found = measure(engine, load_s, ids, tokens, batch, lambda part: status.say(f"vkback: measuring {part}"))
     for file, option, form in kept:

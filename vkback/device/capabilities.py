@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vkback.device.errors import DeviceError
+from vkback.device.errors import DeviceError, UnknownDevice
 from vkback.errors import did_you_mean
 
 PROFILE_DIR = Path(__file__).resolve().parent / "profiles"
@@ -205,7 +205,7 @@ class Capabilities:
         if not file.exists():
             known = profile_ids()
             near = did_you_mean(str(path), known)
-            raise DeviceError(f"[capabilities] no profile {str(path)!r}.{near} There are: {', '.join(known)}")
+            raise UnknownDevice(f"[capabilities] no profile {str(path)!r}.{near} There are: {', '.join(known)}")
         try:
             profile = json.loads(file.read_text(encoding="utf-8"))
         except OSError as e:

@@ -42,6 +42,12 @@ class NoDevice(DeviceError):  # noqa: N818
     """No Vulkan loader, no driver, or no device that the selector fits."""
 
 
+class UnknownDevice(NoDevice):
+    """A selector, or the name of a recorded profile, that fits nothing."""
+
+    exit_code = 2
+
+
 def human_bytes(nbytes: int) -> str:
     """1536 -> "1.5 KiB"; exact below 1 KiB."""
     value = float(nbytes)

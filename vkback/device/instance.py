@@ -27,7 +27,7 @@ from vkback.device.driver import (
     text,
     vk,
 )
-from vkback.device.errors import FeatureMissing, NoDevice
+from vkback.device.errors import FeatureMissing, NoDevice, UnknownDevice
 from vkback.device.query import API_1_2, API_1_3, PhysicalDevice, read_physical_device
 
 Validation = bool | Literal["sync"]
@@ -192,7 +192,7 @@ def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> Phy
     """The device that a selector means: index, part of a name, or UUID. For None, VKBACK_DEVICE is used.
 
     Without a selector: the first discrete GPU, else integrated, else virtual, else software, with one line on stderr per process.
-    Raises NoDevice that lists the devices there are.
+    Raises UnknownDevice that lists the devices there are, NoDevice where there is none.
     """
     if not devices:
         raise NoDevice(f"[device] the Vulkan loader lists no device. {INSTALL_HINT}")
@@ -208,13 +208,13 @@ def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> Phy
         index = int(asked)
         if 0 <= index < len(devices):
             return devices[index]
-        raise NoDevice(f"[device] no device has index {index}. There are: {listing}")
+        raise UnknownDevice(f"[device] no device has index {index}. There are: {listing}")
     wanted = asked.lower()
     fits = [d for d in devices if (wanted and wanted in d.caps.name.lower()) or wanted.replace("-", "") == d.caps.uuid.replace("-", "")]
     if not fits:
-        raise NoDevice(f"[device] no device fits {asked!r} (index, part of a name, or UUID). There are: {listing}")
+        raise UnknownDevice(f"[device] no device fits {asked!r} (index, part of a name, or UUID). There are: {listing}")
     if len({d.caps.name for d in fits}) > 1:
-        raise NoDevice(
+        raise UnknownDevice(
             f"[device] {asked!r} fits {len(fits)} devices: {', '.join(d.caps.name for d in fits)}. Give more of the name, or an index"
         )
     return fits[0]

@@ -45,6 +45,12 @@ class CompareError(VkbackError):
     """Runs that cannot be compared."""
 
 
+class NotARun(CompareError):  # noqa: N818  what it says is enough
+    """A file that was named as a saved run and is none."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True)
 class Side:
     """One of the two runs.
@@ -329,7 +335,7 @@ def load(path: Path, about: Mapping[str, Any]) -> Side:
         raw, expected = json.loads(str(arrays["items"])), json.loads(str(arrays["expected"]))
         values = {name: arrays[f"value {name}"] for name in raw}
     except (KeyError, TypeError, ValueError) as e:
-        raise CompareError(f"[compare] {path}: no saved run of vkback compare ({e}); write one with --save") from e
+        raise NotARun(f"[compare] {path}: no saved run of vkback compare ({e}); write one with --save") from e
     if saved.get("format") != SAVED_FORMAT:
         raise CompareError(f"[compare] {path}: saved in format {saved.get('format')}, expected {SAVED_FORMAT}; save it anew")
     for key, value in about.items():

@@ -55,6 +55,12 @@ class GgufError(VkbackError):
     """A file that is no sound GGUF, or that lacks what its architecture needs. The text begins with the file's name."""
 
 
+class NotGguf(GgufError):  # noqa: N818  what it says is enough
+    """A file of another format: it was named by mistake."""
+
+    exit_code = 2
+
+
 def split_name(stem: str, number: int, count: int) -> str:
     """The name of file `number`, from 1, of a model split into `count`."""
     return f"{stem}-{number:05}-of-{count:05}.gguf"
@@ -384,7 +390,7 @@ class _Parser:
     def _header(self) -> tuple[int, int, int]:
         magic = self._data[:4]
         if magic != MAGIC:
-            raise self._fail(f"not a GGUF file: it begins with {magic!r}, expected {MAGIC!r}")
+            raise NotGguf(f"[gguf] {self._path}: not a GGUF file: it begins with {magic!r}, expected {MAGIC!r}")
         self._at = 4
         version = self._unpack(_U32)
         if version & 0xFFFF == 0 and version:

@@ -39,6 +39,12 @@ class KlError(VkbackError):
     """A base file that is damaged, or of another text or vocabulary."""
 
 
+class NotABase(KlError):  # noqa: N818  what it says is enough
+    """A file that was named as a base and is none."""
+
+    exit_code = 2
+
+
 def log_softmax(logits: Rows) -> npt.NDArray[np.float64]:
     """Log probabilities along the last axis."""
     x = np.asarray(logits, np.float64)
@@ -102,13 +108,13 @@ class BaseReader:
         try:
             self._file: BinaryIO = path.open("rb")
         except OSError as e:
-            raise KlError(f"[kl] {path}: cannot be read: {e.strerror}") from e
+            raise NotABase(f"[kl] {path}: cannot be read: {e.strerror}") from e
         head = self._file.read(HEAD.size)
         magic, version, length = HEAD.unpack(head) if len(head) == HEAD.size else (b"", 0, 0)
         if magic != MAGIC or version != VERSION:
             self._file.close()
             what = f"has version {version}, expected {VERSION}" if magic == MAGIC else "is no base of log probabilities"
-            raise KlError(f"[kl] {path}: {what}; write one with --save-kl-base")
+            raise NotABase(f"[kl] {path}: {what}; write one with --save-kl-base")
         try:
             self.header: dict[str, Any] = dict(json.loads(self._file.read(length)))
         except (ValueError, TypeError, OverflowError, MemoryError) as e:

@@ -48,6 +48,12 @@ class SynthError(VkbackError):
     """An unknown model or type, or a file that cannot be written."""
 
 
+class UnknownShape(SynthError):  # noqa: N818  what it says is enough
+    """A name that is none of `synthetic_names`, or layers that its shape has not."""
+
+    exit_code = 2
+
+
 RECURRENT = ("ssm_a", "ssm_d", "ssm_conv1d")
 """Small tensors of a Mamba-2 block. A decays states within a token to some hundreds, by dt and its bias, as trained models have them."""
 
@@ -149,7 +155,7 @@ def _split(name: str) -> tuple[str, str]:
     if shape not in SHAPES or type not in _types(shape):
         types = dict.fromkeys(type for shape in SHAPES for type in _types(shape))
         near = "" if name in SHAPES else did_you_mean(name, synthetic_names())
-        raise SynthError(
+        raise UnknownShape(
             f"[synth] no model is called {name!r}.{near} Names are a shape ({', '.join(SHAPES)}), a dash and a type ({', '.join(types)})"
         )
     return shape, type
@@ -159,7 +165,7 @@ def _layers(name: str, shape: ModelShape, layers: int | None) -> int:
     if layers is None:
         return shape.n_layer
     if not 1 <= layers <= shape.n_layer:
-        raise SynthError(f"[synth] {name} has {shape.n_layer} layers, {layers} were asked for")
+        raise UnknownShape(f"[synth] {name} has {shape.n_layer} layers, {layers} were asked for")
     return layers
 
 

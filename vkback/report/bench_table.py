@@ -26,6 +26,12 @@ class ReportError(VkbackError):
     """A result that cannot be written or read, with the file and what is wrong in it."""
 
 
+class NotAResult(ReportError):  # noqa: N818  what it says is enough
+    """A file that was named as a result and is none."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
     """One test of one model on one device.

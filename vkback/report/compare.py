@@ -23,7 +23,7 @@ import pandas as pd
 
 from vkback.records import read_objects
 from vkback.report import tables
-from vkback.report.bench_table import SQL_TABLE, ReportError, deviation, speed_text, test_name
+from vkback.report.bench_table import SQL_TABLE, NotAResult, ReportError, deviation, speed_text, test_name
 from vkback.report.markdown import Column, head, line, tables_of
 from vkback.report.settings import texts, unlike
 from vkback.report.store import Store, is_store
@@ -102,13 +102,13 @@ def load(path: str | Path) -> pd.DataFrame:
     path, commit = located(path)
     if not path.is_file():
         wrong = "is a folder" if path.is_dir() else "no such file"
-        raise ReportError(f"{path}: {wrong}; expected a result of vkbench or llama-bench (md, json, jsonl, csv, sql or sqlite)")
+        raise NotAResult(f"{path}: {wrong}; expected a result of vkbench or llama-bench (md, json, jsonl, csv, sql or sqlite)")
     try:
         rows = _typed(_parse(path))
     except (ValueError, OverflowError, sqlite3.Error) as e:
-        raise ReportError(f"{path}: not a result of vkbench or llama-bench (md, json, jsonl, csv, sql or sqlite): {str(e).strip()}") from e
+        raise NotAResult(f"{path}: not a result of vkbench or llama-bench (md, json, jsonl, csv, sql or sqlite): {str(e).strip()}") from e
     if rows.empty:
-        raise ReportError(f"{path}: holds no result")
+        raise NotAResult(f"{path}: holds no result")
     return of_commit(rows, path, commit)
 
 

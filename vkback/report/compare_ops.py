@@ -19,7 +19,7 @@ import pandas as pd
 from vkback.harness.output import SQL_TABLE
 from vkback.records import read_objects
 from vkback.report import tables
-from vkback.report.bench_table import ReportError, deviation
+from vkback.report.bench_table import NotAResult, ReportError, deviation
 from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, change_text, located, of_commit
 from vkback.report.store import Store, is_store
 
@@ -47,13 +47,13 @@ def load(path: str | Path) -> pd.DataFrame:
     path, commit = located(path)
     if not path.is_file():
         wrong = "is a folder" if path.is_dir() else "no such file"
-        raise ReportError(f"{path}: {wrong}; expected a result of vkback test-ops perf (json, csv, sql or sqlite)")
+        raise NotAResult(f"{path}: {wrong}; expected a result of vkback test-ops perf (json, csv, sql or sqlite)")
     try:
         rows = _typed(_parse(path))
     except (ValueError, OverflowError, sqlite3.Error) as e:
-        raise ReportError(f"{path}: not a result of vkback test-ops perf (json, csv, sql or sqlite): {str(e).strip()}") from e
+        raise NotAResult(f"{path}: not a result of vkback test-ops perf (json, csv, sql or sqlite): {str(e).strip()}") from e
     if rows.empty:
-        raise ReportError(f"{path}: holds no timed case")
+        raise NotAResult(f"{path}: holds no timed case")
     return of_commit(rows, path, commit)
 
 
