@@ -136,6 +136,28 @@ def test_an_sdist_has_what_a_wheel_is_made_of(tmp_path: Path) -> None:
     assert {"vkback/py.typed", "vkback/__init__.py", "shaders/mat_vec/mat_vec.comp", "pyproject.toml"} <= names
 
 
+def test_an_installed_package_knows_its_commit(tmp_path: Path) -> None:
+    """A wheel that is made of a checkout, and one of an sdist, which has no commits of its own; README asks for it in bug reports."""
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("needs a checkout with its commits")
+    described = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
+    wanted = run_program(described, check=True).stdout.strip()
+    count = run_program(["git", "-C", str(REPOSITORY), "rev-list", "--count", "HEAD"], check=True).stdout.strip()
+    with tarfile.open(built("sdist", tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    of_sdist = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path / "second")]
+    run_program(of_sdist, cwd=source, check=True, timeout=120)
+    wheels = [built("wheel", tmp_path / "first"), *(tmp_path / "second").iterdir()]
+    for number, wheel in enumerate(wheels):
+        site = tmp_path / f"site{number}"
+        with zipfile.ZipFile(wheel) as z:
+            z.extractall(site)
+        code = "from vkback.report.build import build_info; print(*build_info())"
+        done = run_program([sys.executable, "-c", code], cwd=site, env={**os.environ, "PYTHONPATH": str(site)}, check=True)
+        assert done.stdout.split() == [wanted, count]
+
+
 def test_a_checkout_uses_the_folders_one_edits() -> None:
     assert paths.shader_root() == REPOSITORY / "shaders"
     assert paths.tuning_root() == REPOSITORY / "tuning"
