@@ -26,6 +26,7 @@ from vkback.models.adapter import AdapterError, Given, given, merge, read_adapte
 from vkback.models.engine import Engine
 from vkback.models.state import StateError
 from vkback.models.twin import NumpyTwin
+from vkback.paths import only_writer
 from vkback.plan.lora import adapters
 from vkback.report.loss_plot import plot
 from vkback.train.finetune import FineTune, Plan
@@ -483,6 +484,18 @@ def test_what_cannot_be_trained_is_said_at_once(
     code, error = trains(tmp_path / out, *options), capsys.readouterr().err
     assert text in error and error.count("\n") == 1
     assert code == (1 if "error: [" in error else 2)  # what the command itself refuses: 2
+
+
+def test_a_second_run_with_the_same_output_is_refused(
+    trains: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would write over the other's state."""
+    monkeypatch.setenv("VKBACK_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "a.gguf"
+    with only_writer(out, pytest.fail):
+        assert trains(out, losses=[5, 4, 3, 2, 1]) == 2
+    assert f"-o {out}: another finetune run is writing it; wait for its end, or give another name" in capsys.readouterr().err
+    assert trains(out, losses=[5, 4, 3, 2, 1]) == 0
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import sys
 import threading
@@ -172,6 +173,41 @@ def remove_parts() -> None:
     for part in tuple(_parts):
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone(lock: Path, busy: Callable[[], object]) -> Iterator[None]:
+    """Hold a lock that one process has at a time, and that goes with it, however it ends.
+
+    lock  its file, which is made with its folder
+    busy  called where another process has the lock: it may raise an error; else the lock is waited for
+    Raises OSError where there can be no such file.
+    """
+    from filelock import FileLock, Timeout
+
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(lock)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        busy()
+        held.acquire()
+    except NotImplementedError as e:  # a file system without locks
+        raise OSError(errno.ENOTSUP, str(e)) from e
+    try:
+        yield
+    finally:
+        held.release()
+
+
+@contextlib.contextmanager
+def only_writer(path: Path, busy: Callable[[], object]) -> Iterator[None]:
+    """`alone` with a file that is written again and again. The lock is in the cache folder; where that cannot be written there is none."""
+    name = hashlib.sha256(os.path.realpath(path).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(alone(cache_dir() / "locks" / f"{name}.lock", busy))
+        yield
 
 
 def write_atomic(path: Path, data: bytes) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from vkback.autotune.journal import Journal, kernel_identity
 from vkback.autotune.search import SweepError
 from vkback.autotune.tunable import S, Tunable, TuneResult
 from vkback.device import Capabilities, Device
-from vkback.paths import reason, tuning_root, write_atomic
+from vkback.paths import alone, reason, tuning_root, write_atomic
 from vkback.plan.tuning import Tuning, device_table
 from vkback.plan.tuning_table import load_table, parse_table, row_lines
 from vkback.shader import ShaderLibrary
@@ -26,24 +27,14 @@ def table_lock(caps: Capabilities, folder: Path, waits: Callable[[str], object])
     waits   told once what is waited for, where another run has the lock
     Raises SweepError where the lock's file cannot be written.
     """
-    from filelock import FileLock, Timeout
-
     path = folder / device_table(caps)
-    lock = FileLock(path.with_suffix(".lock"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            waits(f"another run tunes {caps.name} and has {path}; waiting for its end")
-            lock.acquire()
-    except (OSError, NotImplementedError) as e:
-        why = reason(e) if isinstance(e, OSError) else str(e)
-        raise SweepError(f"[tune] {path} cannot be written: {why}; choose another folder with VKBACK_TUNING") from e
-    try:
+            busy = partial(waits, f"another run tunes {caps.name} and has {path}; waiting for its end")
+            stack.enter_context(alone(path.with_suffix(".lock"), busy))
+        except OSError as e:
+            raise SweepError(f"[tune] {path} cannot be written: {reason(e)}; choose another folder with VKBACK_TUNING") from e
         yield
-    finally:
-        lock.release()
 
 
 class OwnTable:

@@ -14,6 +14,7 @@ import typer
 
 from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, model_path, one_of, output_file, read_text
 from vkback.cli.terminal import fit
+from vkback.paths import only_writer
 
 if TYPE_CHECKING:
     from vkback.train.finetune import Record
@@ -80,7 +81,11 @@ def finetune(
         print("\n".join(fit(line)), file=sys.stderr if as_json else sys.stdout)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    def busy() -> None:
+        raise UsageError(f"-o {out}: another finetune run is writing it; wait for its end, or give another name")
+
     with ExitStack() as stack:
+        stack.enter_context(only_writer(out, busy))
         where = stack.enter_context(Device.open(device))
         run = FineTune(opened, where, opened.tokenizer.encode(text), plan, progress=True)
         stack.callback(run.close)
