@@ -36,7 +36,7 @@ def explain(
     the device's limits made of it, and the kernel. Nothing is run; with --statistics it is compiled."""
     from vkback.device import Capabilities, Device
     from vkback.ops.lowering import LowerContext
-    from vkback.plan.tuning import Tuning
+    from vkback.plan.tuning import Tuning, identity
     from vkback.shader import ShaderLibrary
 
     if device is not None and profile is not None:
@@ -49,7 +49,7 @@ def explain(
         tables = Tuning.for_device(caps)
         ctx = context_for(case, LowerContext(caps, tables, act_of(act), sync_of(sync)))
         if as_json:
-            about = {"case": case.strip(), "device": caps.name, "unknown": list(caps.unknown)}
+            about = {"case": case.strip(), "device": caps.name, "unknown": list(caps.unknown), "tuning": identity(tables)}
             return json.dumps({**about, **as_data(node, ctx, tables, library, here)}, indent=1)
         made = explanation(node, ctx, tables, library, here, verbose)
         heading = f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})"

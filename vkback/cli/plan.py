@@ -60,7 +60,7 @@ def plan(
     from vkback.device import Capabilities, Device
     from vkback.ops.lowering import LowerContext
     from vkback.plan import planner
-    from vkback.plan.tuning import Tuning
+    from vkback.plan.tuning import Tuning, identity
     from vkback.shader import ShaderLibrary
     from vkback.timing.stages import device_costs, measure_stages, profile_costs
 
@@ -79,13 +79,14 @@ def plan(
         here = stack.enter_context(Device.open(device, compile_only=not measure and (compile_only or "auto"))) if profile is None else None
         caps = here.caps if here else Capabilities.from_profile(profile or "")
         nodes = opened.graph(tokens, cache_rows(opened, ctx, tokens, depth), head=wanted)
-        schedule = planner.plan(nodes, LowerContext(caps, Tuning.for_device(caps), act_of(act)), fusion=fusion)
+        tables = Tuning.for_device(caps)
+        schedule = planner.plan(nodes, LowerContext(caps, tables, act_of(act)), fusion=fusion)
         library = ShaderLibrary()
         costs = device_costs(here, library) if here and not here.compile_only else profile_costs(profile, caps)
         times = measure_stages(opened, here, library, schedule, depth=depth, progress=not as_json) if here and measure else None
     heading = [part for line in unknown_lines(caps) for part in fit(line)]
     if as_json:
-        about = {"device": caps.name, "unknown": list(caps.unknown), "model": name}
+        about = {"device": caps.name, "unknown": list(caps.unknown), "model": name, "tuning": identity(tables)}
         print(json.dumps({**about, **as_data(schedule, costs, tokens, depth, times)}, indent=1))
         return
     print("\n".join([*fit(caps.summary_line()), *heading, *listing(schedule, costs, tokens, depth, times, verbose)]))

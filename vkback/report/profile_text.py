@@ -232,7 +232,7 @@ def as_data(profile: Profile) -> dict[str, Any]:
 
     return {
         "model": profile.model, "device": profile.device, "driver": profile.driver, "n_ctx": profile.n_ctx, "act": profile.act,
-        "read_gb_s": profile.costs.read_gb_s, "stage_us": profile.costs.stage_us,
+        "tuning": profile.tuning, "read_gb_s": profile.costs.read_gb_s, "stage_us": profile.costs.stage_us,
         "math": {"way": profile.math.way, "tflops": profile.math.tflops} if profile.math else None,
         "speeds": vars(profile.speeds),
         "phases": [

@@ -66,7 +66,12 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Profile:
-    """All of it. memory_bytes: weights, caches and what else the model has on the device; math: the rate of the prompt's main way."""
+    """All of it.
+
+    model_bytes   of all tensors
+    math          the rate of the prompt's main way
+    tuning        what tells the tuning tables from others
+    """
 
     model: str
     device: str
@@ -80,6 +85,7 @@ class Profile:
     phases: tuple[Phase, ...]
     costs: Costs
     math: MathRate | None
+    tuning: str = ""
 
 
 def profile(
@@ -144,7 +150,7 @@ def profile(
     hp = engine.model.hp
     return Profile(
         engine.description, caps.name, f"{caps.driver_name} {caps.driver_info}", hp.n_layer, hp.n_embd, engine.n_ctx, engine.ctx.act,
-        engine.size_bytes, speeds, tuple(phases), costs, math,
+        engine.size_bytes, speeds, tuple(phases), costs, math, engine.tuning,
     )  # fmt: skip
 
 
