@@ -74,6 +74,7 @@ class FakeEngine:
         self.prepared: list[tuple[bool, bool, bool]] = []
         self.compiled = CompileTotals()
         self.n_past = 0
+        self.lora: tuple[Any, ...] = ()
         self.closed = False
 
     def __enter__(self) -> FakeEngine:
@@ -118,7 +119,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
     def load(
         path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
-        cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: tuple[Path, float] | None = None,
+        cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: Sequence[Any] = (),
         meanwhile: Callable[[Any], object] | None = None,
     ) -> FakeEngine:  # fmt: skip
         fake.n_ctx = n_ctx or FakeEngine.n_ctx
@@ -126,6 +127,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
             meanwhile(fake)
         fake.loaded.append((path.name, device, n_ctx, act, *([] if ubatch is None else [ubatch]), *(["exact"] if exact else [])))
         fake.ubatch = ubatch or FakeEngine.ubatch
+        fake.lora = tuple(lora)
         return fake
 
     for module in (bench, generate):

@@ -22,6 +22,7 @@ from vkback.cli import test_ops as ops_command
 from vkback.cli.shell import UsageError
 from vkback.errors import VkbackError
 from vkback.harness.runner import Prepared, Workbench
+from vkback.models.adapter import Given
 from vkback.report.build import build_info
 
 # --- vkback
@@ -36,6 +37,19 @@ def test_run_streams_text_and_tells_speed(engine: FakeEngine, monkeypatch: pytes
     assert engine.loaded == [("demo-dense-Q4_K_M.gguf", "0", 64, "auto")]
     assert call(monkeypatch, main.main, "run", "-p", "Once", "-n", "1", "-ub", "256") == 0
     assert engine.loaded[-1] == ("demo-dense-Q4_K_M.gguf", None, None, "auto", 256)
+
+
+def test_run_takes_every_adapter_with_its_scale(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    a, b, c = (tmp_path / f"{name}.gguf" for name in "abc")
+    for path in (a, b, c):
+        path.touch()
+    for options, wanted in (
+        (("--lora", str(a), "--lora", str(b)), (Given(a), Given(b))),
+        (("--lora", f"{a},{b}", "--lora-scale", "0.5"), (Given(a, 0.5), Given(b, 0.5))),
+        (("--lora", str(a), "--lora-scaled", f"{b}:-2", "--lora-scaled", f"{c}:0.25"), (Given(a), Given(b, -2.0), Given(c, 0.25))),
+    ):
+        assert call(monkeypatch, main.main, "run", "-p", "x", "-n", "1", *options) == 0
+        assert engine.lora == wanted
 
 
 def test_run_refuses_an_empty_prompt(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
