@@ -1,4 +1,4 @@
-"""The device layout, against the words of docs/architecture.md read one weight at a time, and the registry."""
+"""The device layout, against the words of docs/weight_layout.md read one weight at a time, and the registry."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from vkback.quants import QuantShapeError
 
 
 def unit_of(row: bytes, k: int, u: int) -> tuple[float, list[int], list[int]]:
-    """d, the 32 integers and the two sums of unit u, read as docs/architecture.md tells it."""
+    """d, the 32 integers and the two sums of unit u, read as docs/weight_layout.md tells it."""
     units = -(-k // 32)
     first = struct.unpack_from("16b", row, 16 * u)
     second = struct.unpack_from("16b", row, 16 * (units + u))

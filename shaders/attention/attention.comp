@@ -11,7 +11,7 @@
 //   2  cache_v  the same (V_TYPE), VD values to a row. Rows are 8 V_PITCH values apart: more than VD where V is the first part of K's rows
 //               (MLA)
 //   3  pos      I32 [n]; -1: padding, whose output is zero and which stores nothing
-//   4  y        F32 [n, n_head * VD], Q8_1 rows (OUT_Q8_1) as in docs/architecture.md, or F16 in unit order (OUT_UNITS; mat_mul/units.glsl)
+//   4  y        F32 [n, n_head * VD], Q8_1 rows (OUT_Q8_1) as in docs/weight_layout.md, or F16 in unit order (OUT_UNITS; mat_mul/units.glsl)
 //   5  partial  scratch of the splits: for each (token tile, head group, split) QUERIES * VD / 4 vec4 of sums,
 //               then QUERIES vec2 (max, sum of weights)
 //   6  tickets  one counter for each (token tile, head group)

@@ -5,7 +5,7 @@
 //   vec4 decode_low4(uvec4 raw, uint type)   the first four values
 //   vec4 decode_high4(uvec4 raw, uint type)  the other four
 //
-// F16: 16 bytes. Q8_0 and Q4_0 lie in the planes of docs/architecture.md: 8 bytes of quants, of which Q4_0 uses either the low or the high
+// F16: 16 bytes. Q8_0 and Q4_0 lie in the planes of docs/weight_layout.md: 8 bytes of quants, of which Q4_0 uses either the low or the high
 // nibbles, and the word that holds the scale. They need rows of whole units (32 values).
 //
 // The including shader has K_TYPE and V_TYPE (CACHE_*), K_PITCH and V_PITCH (groups of eight values from row to row), push constants `p` with

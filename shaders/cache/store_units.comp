@@ -1,5 +1,5 @@
 #version 450
-// SET_ROWS into a quantized KV cache: quantizes rows of heads to Q8_0 or Q4_0, in the device layout of docs/architecture.md.
+// SET_ROWS into a quantized KV cache: quantizes rows of heads to Q8_0 or Q4_0, in the device layout of docs/weight_layout.md.
 //
 //   binding 0  cache [heads, n_ctx, head_dim], TYPE_Q8_0 or TYPE_Q4_0
 //   binding 1  x F32 [tokens, heads, head_dim], read as vec4

@@ -1,4 +1,4 @@
-// Quantizes rows of F32 to Q8_1 and stores them (layout in docs/architecture.md). For each unit of 32 values: d = max |x| / 127, q =
+// Quantizes rows of F32 to Q8_1 and stores them (layout in docs/weight_layout.md). For each unit of 32 values: d = max |x| / 127, q =
 // roundEven(x / d). A row is: `units` x 16 bytes of int8 (values 0..15 of each unit), `units` x 16 bytes (values 16..31), then 8 bytes a unit:
 // f32 d and two int16, the sums of the int8 of each half.
 //

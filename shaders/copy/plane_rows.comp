@@ -1,7 +1,7 @@
 #version 450
 // Copies the rows of one plane of a quantized tensor in another order, byte by byte.
 //
-//   binding 0  x, planes of a tensor (docs/architecture.md)
+//   binding 0  x, planes of a tensor (docs/weight_layout.md)
 //   binding 1  y, likewise; all rows of the plane are written
 //
 // Row i of y, as it is stored ([y_size]), has number sum of i[a] * y_count[a] in the view through which y is filled. That number, split along

@@ -1,6 +1,6 @@
 // Encoders of the types with blocks of 256 values: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, TQ1_0, TQ2_0; and of Q1_0 (blocks of 128) and Q2_0
 // (64). Each group's step (and offset) is fitted by least squares, then rounded to a multiple of the block's own scale. Thread g fits group g;
-// for packing, thread u takes unit u, or thread w word w. Bit orders are those of docs/architecture.md.
+// for packing, thread u takes unit u, or thread w word w. Bit orders are those of docs/weight_layout.md.
 #include "encode/levels.glsl"
 
 #if defined(TYPE_Q2_K) || defined(TYPE_Q4_K) || defined(TYPE_Q5_K)

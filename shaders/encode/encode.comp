@@ -1,5 +1,5 @@
 #version 450
-// Encodes rows of floats as rows of a quantized tensor in the device layout (docs/architecture.md).
+// Encodes rows of floats as rows of a quantized tensor in the device layout (docs/weight_layout.md).
 //
 //   binding 0  x F32 [n3, n2, n1, k]
 //   binding 1  y: row (i3, i2, i1) of x becomes row i1 * step[0] + i2 * step[1] + i3 * step[2] of the tensor

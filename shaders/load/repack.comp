@@ -1,5 +1,5 @@
 #version 450
-// Repacks weights from the layout of a GGUF file to the planes of the device layout (docs/architecture.md). Bits are moved, some are flipped,
+// Repacks weights from the layout of a GGUF file to the planes of the device layout (docs/weight_layout.md). Bits are moved, some are flipped,
 // and nibbles of some types are renamed; nothing is computed. One kernel serves all types: a table says where the bits of a type go
 // (vkback/quants/word_moves.py derives it from the type's codec).
 //

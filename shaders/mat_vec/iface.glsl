@@ -1,6 +1,6 @@
 // Bindings and push constants of the mat-vec kernels.
 //
-//   0  weights, planes (quant/weights.glsl, docs/architecture.md)
+//   0  weights, planes (quant/weights.glsl, docs/weight_layout.md)
 //   1  x: F32, x_stride floats per row; or Q8_1, x_stride 16-byte words per row
 //   2  y: F32, y_stride floats per row; or Q8_1, y_units units per row
 //

@@ -1,6 +1,6 @@
 // Low-rank factors, such as LoRA's A [rank, width] and B [width, rank]: what the kernels of their products share.
 //
-//   binding 0  the factor, F32 in the planes of docs/architecture.md
+//   binding 0  the factor, F32 in the planes of docs/weight_layout.md
 //
 // Kernels take eight values along the rank at a time (a chunk), and four neighbours along the width (a quad), so `width` is a multiple of 4.
 //

@@ -1,4 +1,4 @@
-// Block head of Q4_K and Q5_K, 16 bytes per 256 weights: d, dmin and eight 6-bit scales and mins (bit order in docs/architecture.md).
+// Block head of Q4_K and Q5_K, 16 bytes per 256 weights: d, dmin and eight 6-bit scales and mins (bit order in docs/weight_layout.md).
 // sub: number of the unit in its block, 0..7. UNIT_HEADS tells kernels that UnitRaw has `head`, `sub` and `odd`, so that they may load one head
 // for two units: the number of the second is sub + odd, where odd is the constant 1 and sub is even. Everywhere else odd is 0.
 //

@@ -1,4 +1,4 @@
-// Weights in the device layout of docs/architecture.md: the planes of one tensor (or shard), bound at binding 0.
+// Weights in the device layout of docs/weight_layout.md: the planes of one tensor (or shard), bound at binding 0.
 //
 // A unit is 32 consecutive weights of a row; a row has `units` of them. Blocks of the GGUF file are taken apart at load: each field of a block
 // (quants, high bits, scales) gets a plane of its own, so that neighbouring lanes read neighbouring memory. The quants begin at byte 0; where a

@@ -4,7 +4,7 @@
 //   AdamW  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w = w (1 - lr decay) - lr (m c1) / (sqrt(v c2) + eps)
 // with g = scale dw, c1 = 1 / (1 - beta1^t) and c2 = 1 / (1 - beta2^t).
 //
-//   binding 0  w F32 [elements]; with IN_PLANES an F32 weight (or a shard of one) in the planes of docs/architecture.md
+//   binding 0  w F32 [elements]; with IN_PLANES an F32 weight (or a shard of one) in the planes of docs/weight_layout.md
 //   binding 1  dw F32 [elements]; with IN_PLANES the shard's values begin at `first`, as those of m and v do
 //   binding 2  params F32: lr, decay;  ADAMW: lr, beta1, beta2, eps, decay, c1, c2
 //   binding 3, 4  m, v F32 [elements] (ADAMW)

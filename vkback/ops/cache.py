@@ -1,5 +1,5 @@
 """Quantized KV caches: types, and rows stored by SET_ROWS (shaders/cache). Attention reads them as they are
-(shaders/attention/cache_load.glsl). A cache lies as weights do (docs/architecture.md), its rows being those of all heads.
+(shaders/attention/cache_load.glsl). A cache lies as weights do (docs/weight_layout.md), its rows being those of all heads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How tensors lie in the device's memory (docs/architecture.md): their bytes, and weights cut into shards."""
+"""How tensors lie in the device's memory (docs/weight_layout.md): their bytes, and weights cut into shards."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ VALUE_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I64"
 
 
 def in_planes(tensor: Tensor) -> bool:
-    """Whether it lies in the planes of docs/architecture.md: quantized, or a stored weight of several axes."""
+    """Whether it lies in the planes of docs/weight_layout.md: quantized, or a stored weight of several axes."""
     return (tensor.kind == "weight" and len(tensor.shape) > 1) or (tensor.type in quants.WEIGHT_TYPES and tensor.type not in VALUE_BYTES)
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor in device memory, in the layouts of docs/architecture.md (weights as one shard)."""
+    """Bytes of a tensor in device memory, in the layouts of docs/weight_layout.md (weights as one shard)."""
     if tensor.type in VALUE_BYTES and tensor.kind != "weight":
         return 4 * ceil_div(VALUE_BYTES[tensor.type] * tensor.elements, 4)
     k = tensor.shape[-1]

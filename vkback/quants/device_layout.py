@@ -1,4 +1,4 @@
-"""The device layout of weights: planes of a tensor, one after another, each holding all rows; docs/architecture.md has the table.
+"""The device layout of weights: planes of a tensor, one after another, each holding all rows; docs/weight_layout.md has the table.
 
 A row's planes follow from its blocks alone, so rows can be repacked in any cut and order, by any number of threads.
 """

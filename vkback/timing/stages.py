@@ -34,7 +34,7 @@ PEAK_SHARE = 0.95
 PROFILE_STAGE_US = 3.0
 """Of a stage of a device that is not here: launch, barrier and memory's way to full speed, 2.7 to 3.1 us on an H200."""
 BARRIER_FREE_SHARE = 1 / 3
-"""Of a stage's cost, what a barrier-free one takes (docs/architecture.md). On an H200 a token of llama 1B Q4_K_S with 80 barrier-free
+"""Of a stage's cost, what a barrier-free one takes (docs/barrier_free.md). On an H200 a token of llama 1B Q4_K_S with 80 barrier-free
 stages took 150 us less (1830 -> 2520 t/s), one of 8B with 160 took 337 us less (556 -> 684): 1.9 and 2.1 of a stage's 3.0 us. No
 other device was measured."""
 UNKNOWN_GB_S = {"discrete": 400.0, "integrated": 60.0, "cpu": 20.0}
