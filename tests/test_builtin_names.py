@@ -12,6 +12,8 @@ import vkback
 from vkback import paths
 from vkback.cli.main import main
 from vkback.device import Device
+from vkback.models import GgufFile
+from vkback.models.naming import model_title
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,10 @@ def test_a_context_beyond_the_trained_one_is_told_in_a_line(tmp_path: Path, devi
     for ctx, said in ((32, ""), (33, "vkback: a context of 33 tokens, but the model was trained on 32: expect nothing of text beyond\n")):
         vkback.load(path, ctx=ctx).close()
         assert capsys.readouterr().err == said
+
+
+def test_a_title_has_the_file_s_name_and_its_true_parameters(tmp_path: Path) -> None:
+    assert model_title(GgufFile.open(paths.builtin_model("demo-dense"))) == "demo storyteller 7M, 6.95 M parameters, llama ?B Q4_K - Medium"
+    for name, shown in (("a\nb", ""), ("x" * 200, "x" * 80 + ", "), ("  ", "")):
+        path = write_gguf(tmp_path / "m.gguf", "llama", llama_metadata() | {"general.name": name}, llama_tensors())
+        assert model_title(GgufFile.open(path)).startswith(f"{shown}0.06 M parameters, llama ?B")

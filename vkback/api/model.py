@@ -25,6 +25,7 @@ from vkback.api.stream import Stream
 from vkback.models.adapter import Given, LoraLike
 from vkback.models.constraint import Constraint, JsonGrammar
 from vkback.models.engine import Engine
+from vkback.models.naming import model_title
 from vkback.models.perplexity import OnScored, Perplexity
 from vkback.models.perplexity import perplexity as perplexity_of
 from vkback.models.state import fingerprint
@@ -117,6 +118,11 @@ class LoadedModel:
     def description(self) -> str:
         """As llama-bench prints it: `llama 8B Q4_K - Medium`."""
         return self.engine.description
+
+    @property
+    def title(self) -> str:
+        """The name in the file, the number of parameters, and the description."""
+        return model_title(self.engine.model.file)
 
     @property
     def n_ctx(self) -> int:

@@ -112,7 +112,7 @@ def chat(
         check_bias(added, loaded.n_vocab)
         conversation.check()
         if sys.stdin.isatty():
-            print(f"{loaded.description}, {loaded.n_ctx} tokens of context; /help lists commands", file=sys.stderr)
+            print(f"{loaded.title}, {loaded.n_ctx} tokens of context; /help lists commands", file=sys.stderr)
         conversation.begin()
         with interrupts:
             for line in messages(interrupts):

@@ -79,7 +79,7 @@ def serve(
     )  # fmt: skip
     if host not in LOCAL and api_key is None:
         print(f"vkback: warning: anybody who reaches {host} may use the model; --api-key asks for a key", file=sys.stderr)
-    print(f"{worker.description} on {worker.device_name}, {worker.n_ctx} tokens of context", file=sys.stderr)
+    print(f"{worker.title} on {worker.device_name}, {worker.n_ctx} tokens of context", file=sys.stderr)
     hosts = ("127.0.0.1", "localhost") if host in ("127.0.0.1", "localhost") else ("*",)
     app = build_app(worker, api_key=api_key, limits=Limits(max_body, max_tokens, max_time), template=chosen, hosts=hosts)
     try:

@@ -6,8 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from vkback.models.architecture import ARCHITECTURES, UNKNOWN_SIZE
-from vkback.models.gguf_file import GgufFile
+from vkback.models.gguf_file import MAX_QUOTED, GgufFile
 from vkback.models.hparams import Metadata
+from vkback.units import params_text
 
 if TYPE_CHECKING:
     from gguf import LlamaFileType
@@ -39,6 +40,13 @@ def model_description(f: GgufFile) -> str:
     known = ARCHITECTURES.get(f.arch)
     size = known.size_class(Metadata(f)) if known else UNKNOWN_SIZE
     return f"{f.arch} {size} {file_type_name(f)}"
+
+
+def model_title(f: GgufFile) -> str:
+    """What the file calls itself, its true number of parameters, and llama-bench's label, which may say little of either."""
+    name = f.metadata.get("general.name")
+    named = [" ".join(name.split())[:MAX_QUOTED]] if isinstance(name, str) and name.strip() and name.isprintable() else []
+    return ", ".join([*named, f"{params_text(f.n_params)} parameters", model_description(f)])
 
 
 def file_type_name(f: GgufFile) -> str:

@@ -85,7 +85,7 @@ class Worker:
         file_name = self._model.name.removesuffix(".gguf")
         self.model_name = alias or file_name
         self.model_names = {self.model_name, file_name}
-        self.description = self._model.description
+        self.description, self.title = self._model.description, self._model.title
         self.n_ctx, self.n_vocab = self._model.n_ctx, self._model.n_vocab
         self.tokenizer = self._model.tokenizer
         self.has_text = self._model.engine.model.has_text
