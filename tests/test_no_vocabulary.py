@@ -93,6 +93,21 @@ def test_text_is_refused_by_what_works(model: LoadedModel, what: str) -> None:
 def test_the_command_line_takes_ids(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], device: Device
 ) -> None:
+    run = ["run", "-m", str(path), "-n", "4", "--temp", "0"]
+    assert call(monkeypatch, main, *run, "--tokens", "1,2,3") == 0
+    *prompt, a, b, c, d = capsys.readouterr().out.rstrip("\n").split(",")
+    assert prompt == ["1", "2", "3"]
+    assert call(monkeypatch, main, *run, "--tokens", "1 2 3", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["prompt"], said["prompt_tokens"], said["text"]) == (None, [1, 2, 3], "")
+    assert said["tokens"] == [int(t) for t in (a, b, c, d)]
+    for more, code, told in (
+        (["-p", "Hello"], 1, "the file has no vocabulary, so a text cannot be read; give token ids: --tokens 1,2,3"),
+        (["-p", "Hello", "--tokens", "1"], 2, "--tokens and a text exclude each other"),
+        (["--tokens", "1,32"], 2, "--tokens: token 1 is 32, expected an id in 0..31"),
+    ):
+        assert call(monkeypatch, main, *run, *more) == code
+        assert told in capsys.readouterr().err
     ids = tmp_path / "ids.txt"
     ids.write_text(" ".join(str(i % 32) for i in range(64)) + "\n")
     assert call(monkeypatch, main, "perplexity", "-m", str(path), "--tokens", str(ids), "-c", "32", "--json") == 0
@@ -104,5 +119,7 @@ def test_the_command_line_takes_ids(
     ):
         assert call(monkeypatch, main, "perplexity", "-m", str(path), "-c", "32", *args) == 2
         assert said in capsys.readouterr().err
+    assert call(monkeypatch, main, "run", "--tokens", "40,41", "-n", "2") == 0  # a model with a vocabulary
+    assert capsys.readouterr().out.strip()
     assert call(monkeypatch, main, "perplexity", "-m", str(path), "-f", str(ids)) == 1
     assert "the file has no vocabulary" in capsys.readouterr().err

@@ -50,6 +50,7 @@ from vkback.cli.shell import (
     read_text,
     unicode_text,
 )
+from vkback.cli.token_ids import TokensOption, check_ids, token_ids
 
 DEFAULT_TOKENS = 128
 
@@ -58,6 +59,7 @@ def generate(
     words: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="The text to continue.", show_default=False)] = None,
     given: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The same as an option; - reads stdin.")] = None,
     file: Annotated[Path | None, typer.Option("-f", "--file", metavar="FILE", help="A file with it, in UTF-8; - reads stdin.")] = None,
+    given_ids: TokensOption = None,
     model: ModelOption = None,
     n: Annotated[
         int | None, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate at most [default: 128, or as fit the context].")
@@ -85,11 +87,17 @@ def generate(
     exact: ExactOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a text. The text goes to stdout as it is generated; to stderr go the compile time, and speeds without it. With --json
-    one object with text, tokens and times is all there is."""
+    """Continue a text. The text, or its token ids where the model has no vocabulary, goes to stdout as it is generated; to stderr go the
+    compile time, and speeds without it. With --json one object with text, tokens and times is all there is."""
     from vkback.models.stop_strings import StopStrings
 
-    prompt = prompt_text(words or (), given, file)
+    ids: list[int] = []
+    if given_ids is None:
+        prompt = prompt_text(words or (), given, file)
+    elif words or given is not None or file is not None:
+        raise UsageError("--tokens and a text exclude each other: each is what to continue")
+    else:
+        prompt, ids = "", token_ids(given_ids)
     added = logit_bias(bias)
     sampler = make_sampler(
         temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, repeat_penalty=repeat_penalty, presence_penalty=presence_penalty,
@@ -97,10 +105,11 @@ def generate(
     )  # fmt: skip
     stops = StopStrings(stop or ())
     adapters = adapters_of(lora, lora_scaled, lora_scale)
-    ids: list[int] = []
 
     def while_weights_come(engine: EngineLike) -> None:
-        ids.extend(engine.tokenizer.encode(prompt))
+        check_ids(ids, engine.model.hp.n_vocab)
+        if given_ids is None:
+            ids.extend(engine.tokenizer.encode(prompt))
         if not ids:
             raise UsageError(f"-p {prompt!r} has no token in the vocabulary of {engine.description}; give another text")
         check_bias(added, engine.model.hp.n_vocab)
@@ -128,15 +137,18 @@ def generate(
             if not as_json:
                 print(text, end="", flush=True)
 
+        decoder, only_ids = engine.tokenizer.stream(), not engine.model.has_text
+        shown = ",".join(map(str, ids)) if only_ids else prompt or "".join(map(decoder.feed, ids))
         if not as_json:
-            print(prompt, end="", flush=True)
-        decoder = engine.tokenizer.stream()
+            print(shown, end="", flush=True)
         ids_made: list[int] = []
         room = engine.n_ctx - len(ids) + 1
         limit = min(DEFAULT_TOKENS, room) if n is None else n
         with contextlib.closing(engine.generate(ids[-1], limit, sampler=sampler, stop_at_eos=True)) as tokens:
             for token in tokens:
                 ids_made.append(token)
+                if only_ids and not as_json:
+                    print(f",{token}", end="", flush=True)
                 say(stops.feed(decoder.feed(token)))
                 if stops.found:
                     break
@@ -154,7 +166,8 @@ def generate(
         commit, number = build_info()
         print(json.dumps({
             "model": engine.description, "device": engine.device.caps.name, "build_commit": commit, "build_number": number, "seed": seed,
-            "prompt": prompt, "prompt_tokens": ids, "text": "".join(pieces), "tokens": ids_made, "finish_reason": reason,
+            "prompt": prompt if given_ids is None else None, "prompt_tokens": ids, "text": "".join(pieces), "tokens": ids_made,
+            "finish_reason": reason,
             "stopped": stops.found, "compile_s": ready.seconds, "prompt_s": prompted - start, "generation_s": end - prompted,
             "timings": {**asdict(timings), **rates},
         }, indent=1))  # fmt: skip
