@@ -334,6 +334,10 @@ class Unary(Op):
         x = node.inputs[0]
         if self.name == "SCALE":
             return [tape.emit("SCALE", x, (dy,), scale=node.params["scale"], bias=0.0)]
+        if self.name == "TANH":  # dy (1 - y^2)
+            y = node.outputs[0]
+            part = tape.emit("MUL", x, (tape.emit("MUL", x, (dy, y)), y))
+            return [tape.emit("SUB", x, (dy, part))]
         if self.name not in BACK:
             return super().backward(node, dy, tape)
         op, params = BACK[self.name]
