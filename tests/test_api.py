@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +17,19 @@ from processes import run_program
 
 import vkback
 from vkback.api import ChatTemplateError, ModelError
-from vkback.api.chat_template import CHATML, PLAIN, render
-from vkback.api.options import Options
+from vkback.api.chat_template import CHATML, PLAIN, named, render
+from vkback.api.options import CHECKS, GenerateOptions, Options
+from vkback.cli import compare_model, shell
+from vkback.cli import plan as plan_command
 from vkback.device import Device
-from vkback.models.engine import Engine
+from vkback.models.engine import Engine, EngineError
 from vkback.models.state import StateError
 from vkback.models.stop_strings import StopStrings
+from vkback.ops.lowering import ACTS
 from vkback.ops.penalties import Penalties, PenaltiesOp
 from vkback.paths import builtin_model
 from vkback.plan.forecast import Costs
+from vkback.plan.fuse import FUSIONS
 from vkback.timing import profile_model
 from vkback.timing.math_rate import MathRate
 
@@ -141,6 +149,53 @@ def test_what_ends_a_text(model: vkback.LoadedModel, monkeypatch: pytest.MonkeyP
     assert full.finish_reason == "context" and len(full.tokens) == 5
     with pytest.raises(ModelError, match=r"would have 129 tokens, the context has 128"):
         model.generate((long * 2)[:129])
+
+
+@pytest.mark.vulkan
+def test_a_token_may_end_a_text(model: vkback.LoadedModel) -> None:
+    plain = model.generate(PROMPT, max_tokens=6, temperature=0)
+    at = next(i for i, t in enumerate(plain.tokens) if i and t not in plain.tokens[:i])
+    stops: tuple[int | list[str | int], ...] = plain.tokens[at], [plain.tokens[at], "never in there"]
+    for stop in stops:
+        ended = model.generate(PROMPT, max_tokens=6, temperature=0, stop=stop)
+        assert ended.finish_reason == "stop" and ended.tokens == plain.tokens[: at + 1]
+        assert ended.text == model.tokenizer.decode(plain.tokens[:at]), "as at an end-of-text token"
+
+
+@pytest.mark.vulkan
+def test_no_token_reads_the_prompt(model: vkback.LoadedModel) -> None:
+    session = model.session()
+    read = session.generate(PROMPT, max_tokens=0)
+    count = len(model.tokenizer.encode(PROMPT))
+    assert (read.text, read.tokens, read.finish_reason) == ("", (), "length")
+    assert (read.timings.prompt_tokens, read.timings.decode_tokens, len(session)) == (count, 0, count) and read.timings.prompt_s > 0
+    after = session.generate(max_tokens=3, seed=2)
+    assert after.timings.reused_tokens == count - 1
+    assert after.tokens == model.generate(PROMPT, max_tokens=3, seed=2).tokens
+
+
+@pytest.mark.vulkan
+def test_any_seed_is_told_and_gives_its_text_again(model: vkback.LoadedModel) -> None:
+    results = [model.generate(PROMPT, max_tokens=6, temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, seed=None) for _ in range(4)]
+    assert len({r.seed for r in results}) == len({r.tokens for r in results}) == 4
+    again = model.generate(PROMPT, max_tokens=6, temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, seed=results[1].seed)
+    assert again == dataclasses.replace(results[1], timings=again.timings)
+
+
+@pytest.mark.vulkan
+def test_a_stream_that_is_left_says_so(model: vkback.LoadedModel) -> None:
+    stream = model.stream(PROMPT, max_tokens=8, temperature=0)
+    assert stream.result.finish_reason == "closed"
+    next(stream)
+    stream.close()
+    assert stream.result.finish_reason == "closed" and stream.result.tokens and list(stream) == []
+    cut = model.stream(PROMPT, max_tokens=8)
+    next(cut)
+    model.logits([1])
+    assert cut.result.finish_reason == "closed"
+    with model.stream(PROMPT, max_tokens=2) as whole:
+        list(whole)
+    assert whole.result.finish_reason == "length", "closed after its end"
 
 
 def test_stop_strings_hold_back_no_more_than_they_must() -> None:
@@ -272,7 +327,35 @@ def test_templates_that_fail_or_reach_out_are_one_error(template: str, text: str
         render(template, [{"role": "user", "content": "x"}], model="m")
 
 
+@pytest.mark.parametrize("name", ["llama3", "", "chat-ml", 5])
+def test_a_word_is_no_template(name: Any) -> None:
+    with pytest.raises(ChatTemplateError, match=r"plain, chatml"):
+        named(name)
+    assert named("plain") == PLAIN and named("{{ messages }}") == "{{ messages }}"
+
+
+def test_content_may_come_in_parts() -> None:
+    parts: list[Any] = [{"type": "text", "text": "H"}, {"text": "i"}, "!"]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
+    assert render(PLAIN, messages, model="m") == "User: Hi!\nAssistant: \nAssistant:"
+    assert messages[0]["content"] is parts
+    assert render(PLAIN, [{"role": "assistant"}], model="m", add_generation_prompt=False) == "Assistant: \n"
+    with pytest.raises(ChatTemplateError, match=r"message 0 is .*expected a dict with role and content"):
+        render(PLAIN, [{"role": "user"}], model="m")
+    for content, text in (
+        ([{"type": "image_url", "image_url": {}}], "message 0 has a part 'image_url', expected .*models here read text"),
+        ([5], "message 0 has a part 5"),
+        (5, "the content of message 0 is 5, expected a text, or a list of its parts"),
+        ({"type": "text"}, "the content of message 0 is {'type': 'text'}"),
+    ):
+        with pytest.raises(ChatTemplateError, match=text):
+            render(PLAIN, [{"role": "user", "content": content}], model="m")
+
+
 def test_messages_that_are_none_are_named() -> None:
+    for messages in ({"role": "user", "content": "x"}, 5, None):
+        with pytest.raises(ChatTemplateError, match=r"the messages are .*, expected a list, as \[\{'role'"):
+            render(PLAIN, messages, model="m")  # type: ignore[arg-type]
     with pytest.raises(ChatTemplateError, match="message 1 is 'hello', expected a dict with role and content"):
         render(PLAIN, [{"role": "user", "content": "x"}, "hello"], model="m")  # type: ignore[list-item]
     with pytest.raises(ChatTemplateError, match="there are no messages"):
@@ -282,20 +365,145 @@ def test_messages_that_are_none_are_named() -> None:
 # --- errors
 
 
+class Person:
+    """As a class of pydantic."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        return {"type": "object"}
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"temp": 1.0}, "no option is called 'temp'; there are max_tokens, temperature, top_k"),
-        ({"temperature": -1.0}, r"temperature is -1\.0, expected 0 or more"),
-        ({"top_p": 1.5}, r"top_p is 1\.5, expected 0 to 1"),
-        ({"max_tokens": 0}, "max_tokens is 0, expected at least 1, or None"),
-        ({"repeat_penalty": 0.0}, r"repeat_penalty is 0\.0, expected above 0"),
-        ({"penalty_last_n": -2}, "penalty_last_n is -2, expected 0 or more, or -1"),
+        ({"temp": 1.0}, r"no option is called 'temp'\. Did you mean temperature\? There are max_tokens, temperature, top_k"),
+        ({"max_new_tokens": 1}, r"Did you mean max_tokens\?"),
+        ({"temprature": 1}, r"Did you mean temperature\?"),
+        ({"temperature": -1.0}, r"temperature is -1\.0 \(float\), expected a number, 0 or more"),
+        ({"temperature": "1"}, r"temperature is '1' \(str\), expected a number, 0 or more"),
+        ({"temperature": math.inf}, r"temperature is inf \(float\), expected a number, 0 or more"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": True}, "temperature is True"),
+        ({"top_p": 1.5}, r"top_p is 1\.5 \(float\), expected a number from 0 to 1"),
+        ({"min_p": None}, r"min_p is None \(NoneType\), expected a number from 0 to 1"),
+        ({"top_k": 2.5}, r"top_k is 2\.5 \(float\), expected a whole number, 0 or more"),
+        ({"max_tokens": -1}, r"max_tokens is -1 \(int\), expected a whole number, 0 or more, or None"),
+        ({"max_tokens": "8"}, r"max_tokens is '8' \(str\), expected a whole number"),
+        ({"max_tokens": True}, r"max_tokens is True \(bool\)"),
+        ({"seed": "x"}, r"seed is 'x' \(str\), expected a whole number, 0 or more, or None for any"),
+        ({"repeat_penalty": 0.0}, r"repeat_penalty is 0\.0 \(float\), expected a number above 0"),
+        ({"presence_penalty": math.nan}, r"presence_penalty is nan \(float\), expected a number"),
+        ({"frequency_penalty": "1"}, "frequency_penalty is '1'"),
+        ({"penalty_last_n": -2}, r"penalty_last_n is -2 \(int\), expected a whole number, 0 or more, or -1"),
+        ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\] is nan \(float\), expected a number, or -inf to ban the token"),
+        ({"logit_bias": {5: math.inf}}, r"logit_bias\[5\] is inf"),
+        ({"logit_bias": {"a": 1}}, r"logit_bias: a key is 'a' \(str\), expected a token id"),
+        ({"logit_bias": [5]}, r"logit_bias is \[5\] \(list\), expected a dict"),
+        ({"logit_bias": {9: 1.0}}, r"logit_bias: token 9, expected an id in 0\.\.8"),
+        ({"logit_bias": {-1: 1.0}}, r"logit_bias: token -1, expected an id in 0\.\.8"),
+        ({"stop": 9}, r"stop: token 9, expected an id in 0\.\.8"),
+        ({"stop": ["a", 2.5]}, r"stop is 2\.5 \(float\), expected a string, a token id, or several of them"),
+        ({"stop": [""]}, r"stop is \[''\] \(list\), expected strings that are not empty"),
+        ({"stop": b"x"}, r"stop is b'x' \(bytes\), expected a string"),
+        ({"logprobs": True}, r"logprobs is True \(bool\)"),
+        ({"ignore_eos": "no"}, r"ignore_eos is 'no' \(str\), expected True or False"),
+        ({"ignore_eos": True, "json_schema": "{}"}, "ignore_eos is True .*expected False with json_schema"),
+        ({"json_schema": 5}, r"json_schema is 5 \(int\), expected a JSON schema: a dict, its text, or a class of pydantic"),
+        ({"json_schema": {"enum": {1}}}, "of this one JSON cannot be made: Object of type set"),
+        ({"json_schema": int}, "json_schema is <class 'int'>"),
     ],
 )
-def test_options_that_cannot_be_are_named(options: dict[str, float], text: str) -> None:
+def test_options_that_cannot_be_are_named(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ModelError, match=text):
-        Options.of(options)
+        Options.of(options, 9)
+
+
+def test_options_that_can_be_are_taken() -> None:
+    given = {
+        "max_tokens": np.int64(8), "temperature": np.float32(0.5), "top_p": 1, "seed": np.uint8(3), "stop": ("a", np.int32(5)),
+        "logit_bias": {np.int64(2): np.float32(1), 3: -math.inf}, "ignore_eos": np.True_, "logprobs": None,
+    }  # fmt: skip
+    found = Options.of(given, 9)
+    assert (found.max_tokens, found.temperature, found.top_p, found.seed) == (8, 0.5, 1.0, 3)
+    assert (found.stops, found.stop_ids, found.ignore_eos) == (("a",), frozenset({5}), True)
+    assert found.sampler.logit_bias == ((2, 1.0), (3, -math.inf))
+    assert Options.of({"json_schema": Person}).json_schema == '{"type": "object"}'
+    assert (Options.of({"stop": "ab"}).stops, Options.of({"stop": None}).stop, Options.of({"stop": 7}).stop) == (("ab",), (), (7,))
+    assert len({Options.of({"seed": None}).seed for _ in range(4)}) > 1 and Options.of({}).seed == 0
+
+
+def test_every_option_is_checked_and_shown_by_help() -> None:
+    assert list(CHECKS) == [f.name for f in dataclasses.fields(Options)] == list(GenerateOptions.__annotations__)
+    for method in (vkback.LoadedModel.generate, vkback.LoadedModel.stream_chat, vkback.Session.stream, vkback.Session.chat):
+        assert all(re.search(rf"^ +.*\b{name}\b", method.__doc__ or "", re.M) for name in CHECKS)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        (None, r"the prompt is None \(NoneType\), expected a text, or token ids"),
+        (5, "the prompt is 5"),
+        (b"It was", r"the prompt is b'It was' \(bytes\)"),
+        (["It was", "The"], "this is a list of texts, and one call goes on from one: call it for each"),
+        ([1.5], r"the prompt\[0\] is 1\.5 \(float\), expected a token id in 0\.\.4095"),
+        (np.array([1.0]), r"the prompt\[0\] is np\.float64\(1\.0\)"),
+        ([[1, 2]], r"the prompt\[0\] is \[1, 2\] \(list\)"),
+        ({"role": "user"}, r"the prompt is .*\(dict\)"),
+    ],
+)
+def test_prompts_that_are_none_are_named(prompt: Any, text: str, model: vkback.LoadedModel) -> None:
+    session = model.session()
+    for call in (model.generate, model.stream, model.logits, model.perplexity, session.generate, session.stream_from, model.profile):
+        with pytest.raises(ModelError, match=text):
+            call(prompt)
+    assert len(model.generate(np.array([5, 6]), max_tokens=1).tokens) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"act": "f16"}, r"act is 'f16' \(str\), expected one of auto, f32, q8_1$"),
+        ({"act": "int8"}, "act is 'int8'"),
+        ({"act": None}, "act is None"),
+        ({"cache_type_k": "q5_0"}, r"cache_type_k is 'q5_0' \(str\), expected one of f16, q8_0, q4_0\. Did you mean q8_0\?"),
+        ({"cache_type_v": None}, "cache_type_v is None"),
+        ({"ctx": "256"}, r"ctx is '256' \(str\), expected a whole number, 1 or more, or None"),
+        ({"ctx": 0}, "ctx is 0"),
+        ({"ubatch": 1.5}, r"ubatch is 1\.5"),
+        ({"exact": 1}, r"exact is 1 \(int\), expected True or False"),
+        ({"progress": "no"}, "progress is 'no'"),
+        ({"lora": "a", "lora_scale": math.nan}, "adapter a: times nan, expected a number"),
+        ({"lora": "a", "lora_scale": "2"}, r"the scale is '2', expected a number, or one for each adapter"),
+        ({"lora": 5}, r"5: expected an adapter file, \(file, scale\), or a list of these"),
+        ({"model": None}, "model is None"),
+        ({"device": 1.5}, r"device is 1\.5 \(float\), expected an index, part of a name, a UUID, a vkback\.Device, or None"),
+    ],
+)
+def test_what_load_refuses(options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was opened"))
+    with pytest.raises(vkback.VkbackError, match=text):
+        vkback.load(**options)
+
+
+def test_choices_are_those_of_the_command_line() -> None:
+    assert shell.ACTS == ACTS and plan_command.FUSIONS == compare_model.FUSIONS == FUSIONS
+    for act in ACTS:
+        assert shell.act_of(act) == act
+    for other in ("f16", "int8", ""):
+        with pytest.raises(shell.UsageError, match="expected one of auto, f32, q8_1"):
+            shell.act_of(other)
+
+
+@pytest.mark.vulkan
+def test_an_engine_takes_no_choice_that_there_is_not(device: Device) -> None:
+    for options, text in (
+        ({"act": "f16"}, "act is f16, expected one of auto, f32, q8_1"),
+        ({"fusion": "some"}, "fusion is some, expected one of all, none"),
+        ({"repack": "gpu"}, "repack is gpu, expected one of device, host"),
+    ):
+        with pytest.raises(EngineError, match=text):
+            Engine.load(builtin_model("demo-dense"), device, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.vulkan

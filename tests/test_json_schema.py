@@ -164,7 +164,7 @@ def test_what_is_refused_leaves_the_session_as_it_was(model: vkback.LoadedModel,
     before = session.tokens
     with pytest.raises(ConstraintError, match="Invalid type"):
         session.generate("x", json_schema={"type": "nonsense"})
-    with pytest.raises(ModelError, match="ignore_eos is True, expected False with json_schema"):
+    with pytest.raises(ModelError, match=r"ignore_eos is True \(bool\), expected False with json_schema"):
         session.generate("x", json_schema={}, ignore_eos=True)
     assert session.tokens == before
     monkeypatch.setitem(sys.modules, "llguidance", None)

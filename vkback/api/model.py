@@ -15,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import paths
-from vkback.api import chat_template
+from vkback.api import chat_template, given
 from vkback.api.chat_template import ChatTemplateError
 from vkback.api.errors import ModelError
-from vkback.api.options import GenerateOptions, Options
+from vkback.api.given import Prompt
+from vkback.api.options import GenerateOptions, Options, with_keywords
 from vkback.api.result import Result
 from vkback.api.session import Session
 from vkback.api.stream import Stream
 from vkback.models.adapter import Given, LoraLike
+from vkback.models.adapter import given as adapters_given
 from vkback.models.constraint import Constraint, JsonGrammar
 from vkback.models.engine import Engine
 from vkback.models.naming import model_title
@@ -30,7 +32,8 @@ from vkback.models.perplexity import OnScored, Perplexity
 from vkback.models.perplexity import perplexity as perplexity_of
 from vkback.models.state import fingerprint
 from vkback.models.tokenizer import Tokenizer
-from vkback.ops.lowering import Act
+from vkback.ops.cache import CACHE_WORDS
+from vkback.ops.lowering import ACTS, Act
 
 if TYPE_CHECKING:
     from vkback.api.device import Device
@@ -60,11 +63,20 @@ def load(
     from vkback.api.device import Device as ApiDevice
 
     path = path_of(model)
-    where = device.raw if isinstance(device, ApiDevice) else device
+    where = device.raw if isinstance(device, ApiDevice) else given.device("device", device)
+    ctx = None if ctx is None else given.whole("ctx", ctx, "a whole number, 1 or more, or None", 1)
+    ubatch = None if ubatch is None else given.whole("ubatch", ubatch, "a whole number, 1 or more, or None", 1)
+    act = given.choice("act", act, ACTS)
+    cache_type_k, cache_type_v = (
+        given.choice(name, type.lower() if isinstance(type, str) else type, CACHE_WORDS)
+        for name, type in (("cache_type_k", cache_type_k), ("cache_type_v", cache_type_v))
+    )
+    exact, progress = given.flag("exact", exact), given.flag("progress", progress)
+    adapters = adapters_given(lora, lora_scale)
     begun = time.perf_counter()
     engine = Engine.load(
         path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
-        exact=exact, lora=lora, lora_scale=lora_scale, meanwhile=_compile_ahead,
+        exact=exact, lora=adapters, meanwhile=_compile_ahead,
     )  # fmt: skip
     return LoadedModel(engine, time.perf_counter() - begun)
 
@@ -77,7 +89,7 @@ def _compile_ahead(engine: Engine) -> None:
 
 def path_of(model: str | Path) -> Path:
     """A GGUF file, or that of a built-in model by its name. Raises ModelError."""
-    path = Path(model)
+    path = given.path("model", model)
     if path.is_file():
         return path
     if path.parent != Path() or path.suffix:
@@ -166,20 +178,24 @@ class LoadedModel:
 
     # -- text
 
-    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Result:
-        """Continue a text, given as text or token ids. GenerateOptions has the keywords."""
+    @with_keywords
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
+        """Continue a text, given as text or token ids."""
         return Session(self, lasting=False).generate(prompt, **options)
 
-    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
+    @with_keywords
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """As `generate`, piece by piece: `for piece in model.stream(...): print(piece.text, end="", flush=True)`."""
         return Session(self, lasting=False).stream(prompt, **options)
 
+    @with_keywords
     def chat(
         self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Result:
         """Answer a conversation, [{"role": "user", "content": ...}, ...], by the file's template. `Session.stream_chat` has the rest."""
         return Session(self, lasting=False).chat(messages, template=template, **options)
 
+    @with_keywords
     def stream_chat(
         self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Stream:
@@ -193,21 +209,23 @@ class LoadedModel:
 
     # -- numbers
 
-    def logits(self, tokens: str | Sequence[int]) -> npt.NDArray[np.float32]:
+    def logits(self, tokens: Prompt) -> npt.NDArray[np.float32]:
         """Logits after each token, from an empty context: float32 [n, n_vocab]."""
         with self.using("logits") as engine:
             ids = self.ids(tokens, start=True)
             return engine.prompt_logits(ids)
 
     def perplexity(
-        self, text: str | Sequence[int], *, chunk: int = 512, n_chunks: int | None = None,
+        self, text: Prompt, *, chunk: int = 512, n_chunks: int | None = None,
         on_chunk: Callable[[float], None] | None = None, on_scored: OnScored | None = None,
     ) -> Perplexity:  # fmt: skip
         """Perplexity of a text by llama-perplexity's rule: of chunks of `chunk` tokens (at most the context) the second half is scored.
 
         on_chunk, on_scored  as in vkback/models/perplexity.py
         """
-        size = min(chunk, self.n_ctx)
+        size = min(given.whole("chunk", chunk, "a whole number, 1 or more", 1), self.n_ctx)
+        if n_chunks is not None:
+            n_chunks = given.whole("n_chunks", n_chunks, "a whole number, 1 or more, or None", 1)
         with self.using("perplexity") as engine:
 
             def logits(ids: Sequence[int], first: int) -> npt.NDArray[np.float32]:
@@ -228,11 +246,13 @@ class LoadedModel:
             lines += [f"{number:4} {d.op:16} {d.label:24} {d.kernel.name}" + (f"  ({d.reason})" if d.reason else "") for d in stage]
         return "\n".join(lines)
 
-    def profile(self, prompt: str | Sequence[int], tokens: int = 16, batch: int = 0) -> Profile:
+    def profile(self, prompt: Prompt, tokens: int = 16, batch: int = 0) -> Profile:
         """Where the time of a prompt goes, of `tokens` tokens behind it, and of a batch of tokens at once (0: none), kernel by kernel, as
         `vkback profile` shows it. Raises ProfileError where they do not fit the context."""
         from vkback.timing.profile_model import profile
 
+        tokens = given.whole("tokens", tokens, "a whole number, 1 or more", 1)
+        batch = given.whole("batch", batch, "a whole number, 0 or more", 0)
         with self.using("profile") as engine:
             return profile(engine, self.load_s, self.ids(prompt, start=True), tokens, batch, lambda _: None)
 
@@ -257,19 +277,21 @@ class LoadedModel:
 
     # -- for sessions and streams
 
-    def ids(self, text: str | Sequence[int], *, start: bool) -> list[int]:
+    def ids(self, text: Prompt, *, start: bool) -> list[int]:
         """Token ids of a text, with the beginning-of-text token where the model wants it at the start; ids as they are."""
-        ids = self.tokenizer.encode(text, add_bos=None if start else False) if isinstance(text, str) else [int(i) for i in text]
+        if isinstance(text, str):
+            ids = self.tokenizer.encode(text, add_bos=None if start else False)
+        else:
+            ids = given.token_ids("the prompt", text, self.n_vocab)
         if not ids:
             raise ModelError(f"[model] {self.name}: {text!r} has no token; give another text")
-        for i, token in enumerate(ids):
-            if not 0 <= token < self.n_vocab:
-                raise ModelError(f"[model] {self.name}: token {i} is {token}, expected an id in 0..{self.n_vocab - 1}")
         return ids
 
-    def chat_ids(self, messages: Sequence[Mapping[str, Any]], template: str | None) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's next message begins."""
-        chosen = chat_template.NAMED.get(template, template) if template is not None else self.template
+    def chat_ids(self, messages: str | Sequence[Mapping[str, Any]], template: str | None) -> list[int]:
+        """Token ids of a conversation, or of one message of the user, up to where the assistant's next message begins."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        chosen = chat_template.named(template) if template is not None else self.template
         if chosen is None:
             raise ChatTemplateError(
                 f"[chat] {self.name} has no chat template; give one: --chat-template plain, chatml or FILE; from Python template="

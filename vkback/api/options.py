@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from functools import partial
+from numbers import Real
+from typing import Any, TypedDict, TypeVar
 
+from vkback.api import given
 from vkback.api.errors import ModelError
+from vkback.errors import did_you_mean
 from vkback.models.sampler import Sampler
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+SEED_BITS = 32
 
 
 class GenerateOptions(TypedDict, total=False):
     """Keywords of `generate`, `stream` and `chat`.
 
-    max_tokens   tokens at most; None: until an end-of-text token or the end of the context
+    max_tokens   tokens at most; None: until an end-of-text token or the end of the context; 0: read the prompt and make none
     temperature  0 takes the most likely token
     top_k        choose among this many; 0 for all
     top_p        choose among the likeliest that make up this share; 1 for all
     min_p        drop tokens less likely than this share of the likeliest; 0 for none
-    seed         the same seed gives the same text
-    stop         strings that end the text, which does not contain them
+    seed         the same seed gives the same text; None: another one each time, which the result tells
+    stop         a string or several that end the text, which does not contain them, and token ids, which end it after them
     repeat_penalty, presence_penalty, frequency_penalty
                  of tokens that the last `penalty_last_n` tokens of the text have (-1: all of it); 1, 0 and 0 for none
     logit_bias   token -> what is added to its logit; -inf bans it
     logprobs     None, or how many of the likeliest tokens to tell at each step beside the one chosen; costs speed, changes no token
     ignore_eos   go on after an end-of-text token
-    json_schema  the text is JSON of this schema, {"type": "object"} for any object, and ends when it is whole; needs `vkback[json]`
+    json_schema  the text is JSON of this schema, {"type": "object"} for any object, and ends when it is whole: a dict, JSON, or a class of
+                 pydantic; needs `vkback[json]`
     """
 
     max_tokens: int | None
@@ -33,8 +45,8 @@ class GenerateOptions(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
-    seed: int
-    stop: str | Sequence[str]
+    seed: int | None
+    stop: str | int | Sequence[str | int] | None
     repeat_penalty: float
     presence_penalty: float
     frequency_penalty: float
@@ -42,7 +54,13 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     ignore_eos: bool
-    json_schema: Mapping[str, Any] | str | None
+    json_schema: Mapping[str, Any] | str | type | None
+
+
+def with_keywords(method: Method) -> Method:
+    """Decorator: `help` shows the keywords of GenerateOptions with the method."""
+    method.__doc__ = f"{method.__doc__}\n\n        Keywords, all optional:\n{str(GenerateOptions.__doc__).partition(chr(10))[2]}"
+    return method
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,7 @@ class Options:
     top_p: float = 0.95
     min_p: float = 0.05
     seed: int = 0
-    stop: str | Sequence[str] = ()
+    stop: tuple[str | int, ...] = ()
     repeat_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -63,31 +81,24 @@ class Options:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
-    json_schema: Mapping[str, Any] | str | None = None
+    json_schema: str | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
-        """Raises ModelError naming an option that there is not, or a value that cannot be."""
+    def of(cls, options: Mapping[str, Any], n_vocab: int | None = None) -> Options:
+        """n_vocab: ids are below it. Raises ModelError naming an option that there is not, or a value that cannot be."""
         known = [f.name for f in fields(cls)]
-        for name in given:
+        for name in options:
             if name not in known:
-                raise ModelError(f"[model] no option is called {name!r}; there are {', '.join(known)}")
-        options = cls(**given)
-        for name, ok, expected in (
-            ("max_tokens", options.max_tokens is None or options.max_tokens >= 1, "at least 1, or None"),
-            ("temperature", options.temperature >= 0.0, "0 or more"),
-            ("top_k", options.top_k >= 0, "0 or more"),
-            ("top_p", 0.0 <= options.top_p <= 1.0, "0 to 1"),
-            ("min_p", 0.0 <= options.min_p <= 1.0, "0 to 1"),
-            ("seed", options.seed >= 0, "0 or more"),
-            ("repeat_penalty", options.repeat_penalty > 0.0, "above 0 (1 for none)"),
-            ("penalty_last_n", options.penalty_last_n >= -1, "0 or more, or -1 for the whole text"),
-            ("logprobs", options.logprobs is None or options.logprobs >= 0, "0 or more, or None"),
-            ("ignore_eos", not options.ignore_eos or options.json_schema is None, "False with json_schema, which says where the text ends"),
-        ):
-            if not ok:
-                raise ModelError(f"[model] {name} is {getattr(options, name)!r}, expected {expected}")
-        return options
+                near = f" Did you mean {ELSEWHERE[name]}?" if name in ELSEWHERE else did_you_mean(name, known)
+                raise ModelError(f"[model] no option is called {name!r}.{near} There are {', '.join(known)}")
+        checked = cls(**{name: CHECKS[name](name, value) for name, value in options.items()})
+        if checked.ignore_eos and checked.json_schema is not None:
+            raise given.wrong("ignore_eos", True, "False with json_schema, which says where the text ends")
+        for name, ids in (("logit_bias", checked.logit_bias or ()), ("stop", checked.stop_ids)):
+            for token in ids:
+                if n_vocab is not None and not 0 <= token < n_vocab:
+                    raise ModelError(f"[model] {name}: token {token}, expected an id in 0..{n_vocab - 1}")
+        return checked
 
     @property
     def sampler(self) -> Sampler:
@@ -98,4 +109,93 @@ class Options:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return tuple(s for s in self.stop if isinstance(s, str))
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset(s for s in self.stop if isinstance(s, int))
+
+
+def _count(name: str, value: Any) -> int | None:
+    return None if value is None else given.whole(name, value, "a whole number, 0 or more, or None", 0)
+
+
+def _seed(name: str, value: Any) -> int:
+    return secrets.randbits(SEED_BITS) if value is None else given.whole(name, value, "a whole number, 0 or more, or None for any", 0)
+
+
+def _penalty(name: str, value: Any) -> float:
+    found = given.number(name, value, expected := "a number above 0 (1 for none)")
+    if found <= 0.0:
+        raise given.wrong(name, value, expected)
+    return found
+
+
+def _stop(name: str, value: Any) -> tuple[str | int, ...]:
+    expected = "a string, a token id, or several of them"
+    if value is None:
+        return ()
+    if isinstance(value, bytes | Mapping):
+        raise given.wrong(name, value, expected)
+    found: list[str | int] = []
+    for each in value if isinstance(value, Iterable) and not isinstance(value, str) else (value,):
+        if each == "":
+            raise given.wrong(name, value, "strings that are not empty")
+        found.append(each if isinstance(each, str) else given.whole(name, each, expected))
+    return tuple(found)
+
+
+def _bias(name: str, value: Any) -> Mapping[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise given.wrong(name, value, "a dict, token id -> number, as {42: -1.5}")
+    found = {}
+    for token, added in value.items():
+        id = given.whole(f"{name}: a key", token, "a token id, as in {42: -1.5}")
+        if not isinstance(added, Real) or isinstance(added, bool) or math.isnan(added) or added == math.inf:
+            raise given.wrong(f"{name}[{id}]", added, "a number, or -inf to ban the token")
+        found[id] = float(added)
+    return found
+
+
+def _schema(name: str, value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    expected = "a JSON schema: a dict, its text, or a class of pydantic"
+    schema = value.model_json_schema() if isinstance(value, type) and hasattr(value, "model_json_schema") else value
+    if not isinstance(schema, Mapping):
+        raise given.wrong(name, value, expected)
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as e:
+        raise given.wrong(name, value, f"{expected}; of this one JSON cannot be made: {e}") from e
+
+
+_share = partial(given.number, expected="a number from 0 to 1", least=0.0, most=1.0)
+_any = partial(given.number, expected="a number")
+
+CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "max_tokens": _count,
+    "temperature": partial(given.number, expected="a number, 0 or more", least=0.0),
+    "top_k": partial(given.whole, expected="a whole number, 0 or more", least=0),
+    "top_p": _share,
+    "min_p": _share,
+    "seed": _seed,
+    "stop": _stop,
+    "repeat_penalty": _penalty,
+    "presence_penalty": _any,
+    "frequency_penalty": _any,
+    "penalty_last_n": partial(given.whole, expected="a whole number, 0 or more, or -1 for the whole text", least=-1),
+    "logit_bias": _bias,
+    "logprobs": _count,
+    "ignore_eos": given.flag,
+    "json_schema": _schema,
+}
+"""Each option's check: takes its name and what was given, returns what it stands for."""
+
+ELSEWHERE = {
+    "temp": "temperature", "max_new_tokens": "max_tokens", "n_predict": "max_tokens", "num_predict": "max_tokens", "n_probs": "logprobs",
+    "repeat_last_n": "penalty_last_n", "stop_token_ids": "stop", "response_format": "json_schema", "top_logprobs": "logprobs",
+}  # fmt: skip
+"""What other programs call them."""

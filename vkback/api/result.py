@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["eos", "stop", "length", "context"]
-"""An end-of-text token; a stop string, or JSON that is whole; max_tokens; the context is full."""
+FinishReason = Literal["eos", "stop", "length", "context", "closed"]
+"""An end-of-text token; a stop string or token, or JSON that is whole; max_tokens; the context is full; the stream was left before any of
+these."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Result:
 
     text    of the tokens; empty where the model's file has no vocabulary
     tokens  all that were made, an end-of-text token included, of which `text` has nothing
+    seed    gives it again
     """
 
     text: str
@@ -70,6 +72,7 @@ class Result:
     finish_reason: FinishReason
     timings: Timings
     logprobs: tuple[TokenLogprob, ...] = ()
+    seed: int = 0
 
     def __str__(self) -> str:
         return self.text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from vkback.api import given
 from vkback.api.errors import ContextLengthError
-from vkback.api.options import GenerateOptions, Options
+from vkback.api.given import Prompt
+from vkback.api.options import GenerateOptions, Options, with_keywords
 from vkback.api.result import Result
 from vkback.api.stream import Stream
 from vkback.models.state import Snapshot, StateError, differences, read_state, write_state
@@ -42,28 +44,33 @@ class Session:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def generate(self, prompt: str | Sequence[int] = "", **options: Unpack[GenerateOptions]) -> Result:
+    @with_keywords
+    def generate(self, prompt: Prompt = "", **options: Unpack[GenerateOptions]) -> Result:
         """Append a prompt to the text and go on from there. Without one, go on where the text stands: an empty one begins with the
-        beginning-of-text token. GenerateOptions has the keywords."""
+        beginning-of-text token."""
         return self.stream(prompt, **options).finished()
 
-    def stream(self, prompt: str | Sequence[int] = "", **options: Unpack[GenerateOptions]) -> Stream:
+    @with_keywords
+    def stream(self, prompt: Prompt = "", **options: Unpack[GenerateOptions]) -> Stream:
         """As `generate`, piece by piece."""
-        checked = Options.of(options)
+        checked = Options.of(options, self.model.n_vocab)
         constraint = self.model.constraint(checked.json_schema)
         with self.model.using("session.stream", self) as engine:
-            new = self.model.ids(prompt, start=not self._tokens) if len(prompt) or not self._tokens else []
+            nothing = isinstance(prompt, Sized) and not len(prompt)
+            new = [] if nothing and self._tokens else self.model.ids(prompt, start=not self._tokens)
             self._check_room(len(self._tokens) + len(new))
             reused = engine.n_past
             self._tokens += new
             return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint))
 
+    @with_keywords
     def chat(
         self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Result:
         """The next message of the assistant; `stream_chat` has the parameters."""
         return self.stream_chat(messages, template=template, **options).finished()
 
+    @with_keywords
     def stream_chat(
         self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Stream:
@@ -73,13 +80,13 @@ class Session:
         template  a jinja2 template, or "plain" or "chatml", in the place of the file's own
         Raises ChatTemplateError for a model without a template, and for what the template refuses.
         """
-        checked = Options.of(options)
-        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self._stream_from("session.chat", self.model.chat_ids(conversation, template), checked)
+        checked = Options.of(options, self.model.n_vocab)
+        return self._stream_from("session.chat", self.model.chat_ids(messages, template), checked)
 
-    def stream_from(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
+    @with_keywords
+    def stream_from(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Go on from a prompt in the place of the session's text; what both begin with is kept and not read again."""
-        checked = Options.of(options)
+        checked = Options.of(options, self.model.n_vocab)
         return self._stream_from("session.stream_from", self.model.ids(prompt, start=True), checked)
 
     def _stream_from(self, what: str, ids: list[int], checked: Options) -> Stream:
@@ -108,10 +115,11 @@ class Session:
     def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
         """Write text and state to a file, in the place of an older one only once all is written (vkback/models/state.py has the form).
         notes: what JSON can hold, which `load` gives back."""
+        file = given.path("path", path, "session")
         with self.model.using("session.save", self) as engine:
             snapshot = engine.snapshot()
             waiting = self._tokens[len(snapshot.tokens) :]
-            write_state(Path(path), snapshot, self.model.settings, {"waiting": waiting, "notes": dict(notes or {})})
+            write_state(file, snapshot, self.model.settings, {"waiting": waiting, "notes": dict(notes or {})})
 
     def load(self, path: str | Path, *, exact: bool = True) -> dict[str, Any]:
         """Take text and state from a file, in the place of this session's; gives the notes that were saved with it.
@@ -120,7 +128,7 @@ class Session:
                have had there. False: the model alone must be the same
         Raises StateError saying what is wrong or differs; the session is then as it was.
         """
-        file = Path(path)
+        file = given.path("path", path, "session")
         snapshot, settings, extra = read_state(file)
         own = self.model.settings
         wrong = differences(settings, own)

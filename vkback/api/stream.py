@@ -68,9 +68,9 @@ class Stream(Iterator[Chunk]):
         self.close()
 
     def close(self) -> None:
-        """End it here; what was made stays in the session."""
+        """End it here, with the finish_reason "closed"; what was made stays in the session."""
         if self._finish is None:
-            self._finish = "stop"
+            self._finish = "closed"
         self._pieces.close()
 
     def cut_off(self, by: str) -> None:
@@ -91,8 +91,9 @@ class Stream(Iterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        """All so far; finish_reason of a stream that has not come to its end is "stop"."""
-        return Result("".join(self._shown), tuple(self._made), self._finish or "stop", self._timings, tuple(self._logprobs))
+        """All so far; finish_reason of a stream that has not come to its end is "closed"."""
+        seed = self._options.seed
+        return Result("".join(self._shown), tuple(self._made), self._finish or "closed", self._timings, tuple(self._logprobs), seed)
 
     def finished(self) -> Result:
         """Run to the end."""
@@ -109,12 +110,17 @@ class Stream(Iterator[Chunk]):
         before = engine.compiled
         constraint = self._constraint
         kind = (sampler.greedy, sampler.penalizes, constraint is not None)
-        engine.prepare(prompt=len(fed) - 1, sampler=None if kind in self._warm else sampler, constrained=constraint is not None)
-        self._warm.add(kind)
+        engine.prepare(prompt=len(fed) - 1, sampler=None if kind in self._warm or not n else sampler, constrained=constraint is not None)
+        if n:
+            self._warm.add(kind)
         prepared = engine.compiled
         start = time.perf_counter()
         engine.prompt(fed[:-1])
         prompted = time.perf_counter()
+        if not n:
+            self._timings = Timings((prepared - before).seconds, self._reused, len(fed), prompted - start)
+            self._finish = "length"
+            return
         logits: list[npt.NDArray[np.float32]] = []
         on_logits = logits.append if options.logprobs is not None else None
         tokens = engine.generate(
@@ -140,8 +146,8 @@ class Stream(Iterator[Chunk]):
                 self._made.append(token)
                 if options.logprobs is not None:
                     self._logprobs.append(self._logprob(token, logits.pop(), options.logprobs))
-                if token in ends:
-                    self._finish = "eos"
+                if token in ends or token in options.stop_ids:
+                    self._finish = "eos" if token in ends else "stop"
                     break
                 text = self._stops.feed(self._decoder.feed(token))
                 if self._stops.found:

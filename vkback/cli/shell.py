@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Loaded = TypeVar("Loaded")
 
 ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
+"""Those of vkback/ops/lowering.py, which a command does not import before it needs it."""
 
 ModelOption = Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")]
 ShapeOption = Annotated[
@@ -461,11 +462,10 @@ def act_of(value: str) -> Act:
 
 def cache_types_of(given: tuple[str, str]) -> tuple[str, str]:
     """What keys and values are kept as, as the user named it."""
-    from vkback.ops.cache import CACHE_TYPES
+    from vkback.ops.cache import CACHE_WORDS
 
-    known = [type.lower() for type in CACHE_TYPES]
     k, v = given
-    return one_of(k.lower(), known, "--cache-type-k"), one_of(v.lower(), known, "--cache-type-v")
+    return one_of(k.lower(), CACHE_WORDS, "--cache-type-k"), one_of(v.lower(), CACHE_WORDS, "--cache-type-v")
 
 
 def sync_of(value: str) -> Sync:

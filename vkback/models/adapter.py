@@ -11,9 +11,10 @@ beside the weights it can run no such adapter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,18 +70,23 @@ def given(lora: LoraLike | Sequence[Given] | None, scale: float | Sequence[float
     if lora is None:
         return ()
     whole: Any = lora
-    files = [whole] if isinstance(whole, (str, Path, Given)) or _is_pair(whole) else list(whole)
-    scales = [scale] * len(files) if isinstance(scale, (int, float)) else list(scale)
+    if not isinstance(whole, (Given, Path, Iterable)) or isinstance(whole, (bytes, Mapping)):
+        raise AdapterError(f"[lora] {quoted(lora)}: expected an adapter file, (file, scale), or a list of these")
+    each_scale: Any = [scale] if isinstance(scale, Real) else scale
+    if not isinstance(each_scale, Iterable) or any(isinstance(s, bool) or not isinstance(s, Real) for s in each_scale):
+        raise AdapterError(f"[lora] the scale is {scale!r}, expected a number, or one for each adapter (--lora-scale)")
+    files: list[Any] = [whole] if isinstance(whole, (str, Path, Given)) or _is_pair(whole) else list(whole)
+    scales = [scale] * len(files) if isinstance(scale, Real) else list(each_scale)
     if len(scales) != len(files):
         raise AdapterError(f"[lora] {len(scales)} scales for {len(files)} adapters; expected one for all, or one for each")
     found = []
     for each, more in zip(files, scales, strict=True):
-        one = each if isinstance(each, Given) else Given(Path(each[0]), each[1]) if _is_pair(each) else None
+        one = each if isinstance(each, Given) else Given(Path(each[0]), float(each[1])) if _is_pair(each) else None
         if one is None:
             if not isinstance(each, (str, Path)):
                 raise AdapterError(f"[lora] {quoted(each)}: expected an adapter file, or (file, scale)")
             one = Given(Path(each))
-        times = one.scale * more
+        times = one.scale * float(more)
         if not math.isfinite(times):
             raise AdapterError(f"[lora] adapter {one.path}: times {times}, expected a number (--lora-scale)")
         found.append(Given(one.path, times))
@@ -89,7 +95,7 @@ def given(lora: LoraLike | Sequence[Given] | None, scale: float | Sequence[float
 
 def _is_pair(value: Any) -> bool:
     """Whether a value is a file and its scale."""
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], (int, float)) and isinstance(value[0], (str, Path))
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real) and isinstance(value[0], (str, Path))
 
 
 def write_adapter(path: Path, arch: str, name: str, alpha: float, values: Mapping[str, Floats]) -> None:

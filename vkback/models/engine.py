@@ -39,13 +39,14 @@ from vkback.models.sampler import RING, Sampler, loop_kind, loop_state
 from vkback.models.state import Snapshot
 from vkback.models.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.models.tokenizer import Tokenizer
-from vkback.models.weights import LoadedWeights, RepackWay, WeightLoad
+from vkback.models.weights import REPACK_WAYS, LoadedWeights, RepackWay, WeightLoad
 from vkback.ops.cache import QUANTIZED
-from vkback.ops.lowering import Act, LowerContext
+from vkback.ops.lowering import ACTS, Act, LowerContext
 from vkback.ops.mat_mul_job import Way
 from vkback.ops.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.exact import exact_context
 from vkback.plan.flops import main_way, prompt_flops
+from vkback.plan.fuse import FUSIONS
 from vkback.plan.schedule import Schedule
 from vkback.plan.tuning import Tuning, identity
 from vkback.program import CompileTotals, Program
@@ -139,6 +140,9 @@ class Engine:
         repack  who brings weights into the device's layout, "device" or "host"; by default what is faster (vkback/models/weights.py)
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
         """
+        for name, value, known in (("act", act, ACTS), ("fusion", fusion, FUSIONS), ("repack", repack, (None, *REPACK_WAYS))):
+            if value not in known:
+                raise EngineError(f"[engine] {name} is {value}, expected one of {', '.join(k for k in known if k)}")
         if n_ctx is not None and n_ctx < 1:
             raise EngineError(f"[engine] n_ctx is {n_ctx}, expected at least 1")
         if ubatch is not None and ubatch < 1:

@@ -36,6 +36,8 @@ Bytes = npt.NDArray[np.uint8]
 RepackWay = Literal["device", "host"]
 """Who repacks."""
 
+REPACK_WAYS: tuple[RepackWay, ...] = ("device", "host")
+
 CHUNK_BYTES = 1 << 20
 """File bytes that a core of the host repacks at a time: they fit its cache."""
 

@@ -25,6 +25,10 @@ CACHE_TYPES = {"F16": 0, "Q8_0": 1, "Q4_0": 2}
 """Types that attention reads, with their numbers in shaders/attention/cache_load.glsl."""
 
 
+CACHE_WORDS = tuple(kind.lower() for kind in CACHE_TYPES)
+"""What users call them."""
+
+
 def cached_bytes(kind: str, values: int) -> int:
     """Of so many values of a row."""
     return 2 * values if kind == "F16" else quants.row_bytes(kind, values)

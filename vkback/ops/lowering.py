@@ -16,6 +16,8 @@ from vkback.ops.family import Chooser
 
 Act = Literal["auto", "f32", "f16", "q8_1"]
 """How activations enter mat-vecs: as the tables say, as floats, or rounded to Q8_1."""
+ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
+"""Those that a model may be loaded with, and an op run; f16 is for training alone."""
 Sync = Literal["barrier", "sentinel"]
 """What orders the stages of a token: pipeline barriers, or spin-waits on a sentinel value (vkback/plan/sync.py)."""
 

@@ -23,6 +23,9 @@ from vkback.plan.fuse_router import fuse_choice, fuse_router
 from vkback.plan.nodes import Index, Nodes, rewrite, tokens_of
 from vkback.plan.schedule_choice import schedule_choice
 
+FUSIONS = ("all", "none")
+"""Levels that a model may be loaded with."""
+
 
 def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     """Fused nodes of a graph for one device.
