@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import numpy as np
@@ -23,15 +24,16 @@ import numpy.typing as npt
 
 import vkback.ops  # registers every op  # noqa: F401
 from vkback import quants
+from vkback.api import given
 from vkback.api.errors import ModelError
-from vkback.device import Arena, BufferRange, Capabilities, Commands, Kernel, list_devices
+from vkback.api.ops import WRONG, Params, misuse, op_called, signature
+from vkback.api.push import Push, packed
+from vkback.device import Arena, BufferRange, Capabilities, Commands, Kernel, inspect, list_devices
 from vkback.device import Device as VulkanDevice
-from vkback.graph import Graph, Tensor
+from vkback.graph import Graph, Node, Tensor
 from vkback.ops.codebooks import stored_type
-from vkback.ops.dispatch import pack_push
 from vkback.ops.f16_range import rescaled
-from vkback.ops.lowering import Act, LowerContext
-from vkback.ops.op import OPS
+from vkback.ops.lowering import ACTS, Act, LowerContext
 from vkback.ops.storage import shards
 from vkback.plan.planner import plan
 from vkback.plan.schedule import aligned
@@ -43,12 +45,48 @@ from vkback.timing.launches import span_us, stamp, summarize, warm_up
 from vkback.timing.read_rate import measure_read_rate
 
 Array = npt.NDArray[Any]
-Groups = int | tuple[int, ...]
+Groups = int | np.integer[Any] | Sequence[int]
 
 STEADY_US = 2000.0
 """Launches of one measurement take about so long together, so that clocks and timestamps are steady."""
 
 MAX_LAUNCHES = 1000
+
+
+def real(array: npt.ArrayLike) -> Array:
+    """An array of numbers. Raises ModelError for one of something else, complex numbers among it."""
+    if isinstance(array, DeviceTensor):
+        return array.numpy()
+    try:
+        values = np.asarray(array)
+    except (ValueError, TypeError) as e:
+        raise ModelError(f"[device] {str(array)[:40]} is no array: {e}") from e
+    if values.dtype.kind not in "fiub":
+        raise ModelError(f"[device] an array of {values.dtype}; expected one of real numbers, as float32 or int32")
+    return values
+
+
+def require_held(values: Array, kind: str) -> None:
+    """Raises ModelError for values that I32 does not hold, and finite ones that F32 does not."""
+    if kind == "I32" and values.dtype.itemsize >= 4 and values.dtype != np.int32 and values.size:
+        low, high = int(values.min()), int(values.max())
+        if low < -(2**31) or high >= 2**31:
+            raise ModelError(
+                f"[device] an array of {values.dtype} from {low} to {high}; the device keeps whole numbers as I32, -2**31 to 2**31 - 1. "
+                "Give floats, or bits as they are: array.view(np.int32)"
+            )
+    if kind == "F32" and values.dtype.itemsize > 4:
+        with np.errstate(over="ignore"):
+            lost = np.isinf(values.astype(np.float32)) & np.isfinite(values)
+        if lost.any():
+            raise ModelError(f"[device] an array of {values.dtype} with {values[lost].flat[0]:g}, which F32 does not hold: scale it")
+
+
+def shape_of(name: str, shape: Any) -> tuple[int, ...]:
+    """A shape in numpy order, given as its axes or one number. Raises ModelError."""
+    expected = "a whole number, 1 or more, or several for several axes"
+    axes = shape if isinstance(shape, list | tuple) else (shape,)
+    return tuple(given.whole(name, axis, expected, 1, "device") for axis in axes)
 
 
 def _give_back(arena: Arena) -> None:
@@ -86,6 +124,11 @@ class DeviceTensor:
         return self.tensor.shape
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of what `numpy()` gives."""
+        return np.dtype(np.int32 if self.type == "I32" else np.float32)
+
+    @property
     def elements(self) -> int:
         return self.tensor.elements
 
@@ -107,6 +150,21 @@ class DeviceTensor:
             ]
             out[shard.row0 : shard.row0 + shard.rows] = quants.decode(self.type, quants.unpack(stored, planes, k))
         return out.reshape(self.shape)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A part of the values, on the host."""
+        return self.numpy()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The values on the host, for `torch.from_dlpack` and the like."""
+        return self.numpy().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, number = np.empty(0).__dlpack_device__()
+        return int(kind), int(number)
 
     def __matmul__(self, x: DeviceTensor | Array) -> DeviceTensor:
         """w @ x of weights [m, k] and activations [k] or [n, k] (each row a token): [m] or [n, m]."""
@@ -153,40 +211,57 @@ class KernelTiming:
 class CompiledKernel:
     """A GLSL compute shader as built; call it to run it once. Made by `Device.compile`.
 
-    Tensors are bound to set 0, bindings 0.. in order. push: the push constants, ints as 32-bit integers, floats as F32. groups: workgroups
-    along x, or along x, y, z.
+    Tensors are bound to set 0, bindings 0.. in order. push: the push constants, a number for each that the shader declares, whole where it
+    has an int or uint, with a point where it has a float; or their bytes. groups: workgroups along x, or along x, y, z.
     """
 
     def __init__(self, device: Device, library: ShaderLibrary, variant: Variant) -> None:
         self.device, self.variant = device, variant
         self._spirv = library.spirv(variant)
+        self._push = inspect(self._spirv).push
+        self._takes_push = bool(self._push) or "push_constant" not in library.expanded(variant)
         self._spec = dict(library.specialization(variant))
 
     @property
     def name(self) -> str:
         return self.variant.name
 
-    def __call__(self, *tensors: DeviceTensor, push: Sequence[int | float] = (), groups: Groups = 1) -> None:
+    def __call__(self, *tensors: DeviceTensor, push: Push = (), groups: Groups = 1) -> None:
         rec = self.device.raw.recorder(self.name)
         self.dispatch(rec, tensors, push, groups)
         rec.host_barrier()
         self.device.raw.run(rec)
 
-    def dispatch(self, rec: Any, tensors: Sequence[DeviceTensor], push: Sequence[int | float], groups: Groups) -> None:
+    def dispatch(self, rec: Any, tensors: Sequence[DeviceTensor], push: Push, groups: Groups) -> None:
         """Add a launch to a recording."""
         for i, t in enumerate(tensors):
             if not isinstance(t, DeviceTensor):
                 raise ModelError(f"[device] {self.name}: binding {i} is {type(t).__name__}, expected a tensor of the device (dev.tensor)")
-        push_bytes = pack_push(*push)
+            if t.device is not self.device:
+                raise ModelError(
+                    f"[device] {self.name}: binding {i} is on another device, {t.device.name}; expected one of {self.device.name}, which "
+                    "the kernel was compiled for"
+                )
+        # The compiler drops push constants that are declared and not used: whatever is given for them changes nothing.
+        push_bytes = packed(self.name, self._push, push) if self._takes_push else b""
         kernel: Kernel = self.device.raw.kernel(
             self._spirv, name=self.name, bindings=len(tensors), push_bytes=len(push_bytes), spec=self._spec,
             subgroup_size=self.variant.subgroup_size,
         )  # fmt: skip
-        x, y, z = (*((groups,) if isinstance(groups, int) else groups), 1, 1)[:3]
-        rec.dispatch(kernel, [t.ranges[0] for t in tensors], push_bytes, (x, y, z), self.name)
+        rec.dispatch(kernel, [t.ranges[0] for t in tensors], push_bytes, grid(self.name, groups), self.name)
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}>"
+
+
+def grid(name: str, groups: Groups) -> tuple[int, int, int]:
+    """Workgroups along x, y, z. Raises ModelError."""
+    expected = "a whole number of workgroups, 1 or more, or up to three along x, y, z"
+    along = list(groups) if isinstance(groups, Sequence | np.ndarray) and not isinstance(groups, str | bytes) else [groups]
+    if not 1 <= len(along) <= 3:
+        raise given.wrong(f"{name}: groups", groups, expected, "device")
+    x, y, z = (*(given.whole(f"{name}: groups", g, expected, 1, "device") for g in along), 1, 1)[:3]
+    return x, y, z
 
 
 class Device:
@@ -198,7 +273,12 @@ class Device:
     def __init__(self, selector: str | int | None = None, *, act: Act = "auto", validation: bool = False) -> None:
         """selector: index, part of the name, or UUID; None: VKBACK_DEVICE, else the best GPU. act: how activations enter products.
         validation: under the Khronos validation layer. Raises NoDevice, or FeatureMissing."""
-        self.raw = VulkanDevice.open(selector, validation=validation)
+        act = given.choice("act", act, ACTS, "device")
+        if not isinstance(validation, bool) and validation != "sync":
+            raise given.wrong("validation", validation, "True, False, or \"sync\"", "device")
+        if isinstance(found := given.device("selector", selector, "device"), VulkanDevice):
+            raise given.wrong("selector", selector, "an index, part of a name, a UUID, or None", "device")
+        self.raw = VulkanDevice.open(found, validation=validation)
         self._library = ShaderLibrary()
         self._ctx = LowerContext(self.raw.caps, Tuning.for_device(self.raw.caps), act)
         self._number = count()
@@ -227,9 +307,10 @@ class Device:
         Raises UnknownQuant, QuantShapeError where k does not fit the type's blocks, NoEncoder for a type that cannot be made from floats,
         QuantRangeError for a value that it cannot hold.
         """
-        values = np.asarray(array)
+        values = real(array)
         if type is None:
-            kind = "I32" if np.issubdtype(values.dtype, np.integer) or values.dtype == np.bool_ else "F32"
+            kind = "I32" if values.dtype.kind in "iub" else "F32"
+            require_held(values, kind)
             return self._stored(Tensor(self._name(), kind, values.shape, "input"), values)
         if values.ndim < 2:
             raise ModelError(f"[device] weights have at least two axes, [m, k], got {list(values.shape)}; leave type out for a plain array")
@@ -241,8 +322,7 @@ class Device:
         """Memory for a kernel to write to, NaN as floats until it does."""
         if type not in ("F32", "F16", "I32"):
             raise ModelError(f"[device] type {type!r}: kernels write F32, F16 or I32")
-        tensor = Tensor(self._name(), type, (shape,) if isinstance(shape, int) else tuple(shape), "input")
-        return self._stored(tensor, None)
+        return self._stored(Tensor(self._name(), type, shape_of("shape", shape), "input"), None)
 
     def _stored(self, tensor: Tensor, value: Array | None) -> DeviceTensor:
         if not tensor.elements:
@@ -261,7 +341,9 @@ class Device:
 
     def matmul(self, w: DeviceTensor, x: DeviceTensor | Array) -> DeviceTensor:
         """See `DeviceTensor.__matmul__`."""
-        right = x if isinstance(x, DeviceTensor) else self.tensor(np.asarray(x, np.float32))
+        if not isinstance(w, DeviceTensor):
+            raise ModelError(f"[device] the left side of @ is {type(w).__name__}, expected weights of the device: dev.tensor(array, 'F32')")
+        right = x if isinstance(x, DeviceTensor) else self.tensor(real(x).astype(np.float32))
         if w.tensor.kind != "weight":
             raise ModelError(f"[device] {w!r} @ x: the left side must be weights, made with a type: dev.tensor(array, 'F32')")
         if len(right.shape) not in (1, 2) or right.shape[-1] != w.shape[-1]:
@@ -283,10 +365,10 @@ class Device:
         inputs  tensors, or arrays, in the op's order; vkback/ops has what each op takes and which parameters (`eps=1e-5`)
         out     shape of the output, or the tensor to write; None: of a product [n, m], of one by experts [n, n_used, m], of GET_ROWS
                 [n, k], else that of the first input
-        Raises PlanError for what the op cannot take.
+        Raises PlanError for what the op cannot take, ModelError with its signature for operands that it has not.
         """
         tensors = self._operands(op, inputs)
-        output = out if isinstance(out, DeviceTensor) else self.empty(out or self._shape(op, tensors), out_type)
+        output = self._output(op, tensors, out, out_type)
         ctx = self._ctx
         while True:
             program = self._program(op, tensors, output, params, ctx)
@@ -302,18 +384,26 @@ class Device:
                 program.close()
 
     def _operands(self, op: str, inputs: Sequence[DeviceTensor | npt.ArrayLike]) -> list[DeviceTensor]:
-        if op not in OPS:
-            raise ModelError(f"[device] no op is called {op}; there are {', '.join(sorted(OPS))}")
+        op_called(op)
         if not inputs:
-            raise ModelError(f"[device] {op}: give its inputs, tensors of the device or arrays")
-        tensors = [i if isinstance(i, DeviceTensor) else self.tensor(np.asarray(i)) for i in inputs]
+            raise ModelError(f"[device] {op}: give its inputs, tensors of the device or arrays. An example: {signature(op)}")
+        tensors = [i if isinstance(i, DeviceTensor) else self.tensor(i) for i in inputs]
         for i, t in enumerate(tensors):
             if t.device is not self:
                 raise ModelError(f"[device] {op}: input {i} is on another device, {t.device.name}; make it with this one's tensor()")
         return tensors
 
+    def _output(
+        self, op: str, tensors: Sequence[DeviceTensor], out: tuple[int, ...] | DeviceTensor | None, type: str = "F32"
+    ) -> DeviceTensor:
+        if isinstance(out, DeviceTensor):
+            if out.device is not self:
+                raise ModelError(f"[device] {op}: out is on another device, {out.device.name}; make it with this one's empty()")
+            return out
+        return self.empty(self._shape(op, tensors) if out is None else shape_of("out", out), type)
+
     @staticmethod
-    def _shape(op: str, tensors: Sequence[DeviceTensor]) -> tuple[int, ...]:
+    def _shape(op: str, tensors: Sequence[DeviceTensor] | Sequence[Array]) -> tuple[int, ...]:
         first = tensors[0].shape
         if op == "MUL_MAT" and len(tensors) > 1 and len(first) == 2:
             return (*tensors[1].shape[:-1], first[0])
@@ -327,33 +417,78 @@ class Device:
         self, op: str, tensors: Sequence[DeviceTensor], output: DeviceTensor, params: Mapping[str, Any], ctx: LowerContext
     ) -> Program:
         graph = Graph()
-        graph.add(op, tuple(t.tensor for t in tensors), (output.tensor,), **params)
+        asked = Params(params)
+        graph.nodes.append(Node(op, tuple(t.tensor for t in tensors), (output.tensor,), asked))
         graph.outputs = (output.tensor,)
-        schedule = plan(graph, ctx)
+        try:
+            schedule = plan(graph, ctx)
+        except WRONG as e:
+            raise misuse(op, e) from e
+        if asked.unread:
+            raise misuse(op, ValueError(f"nothing asks for the parameter {', '.join(sorted(asked.unread))}"))
+        taken = schedule.tensors()
+        for i, t in enumerate(tensors):
+            if t.tensor.name not in taken:
+                raise misuse(op, ValueError(f"nothing reads the input {i}, {t!r}"))
         every = {t.tensor.name: t for t in (*tensors, output)}
         ranges = {name: t.ranges[0] for name, t in every.items() if t.tensor.kind != "weight"}
         weights = {name: WeightRanges(t.ranges) for name, t in every.items() if t.tensor.kind == "weight"}
         return Program(self.raw, self._library, schedule, ranges, weights)
 
+    def signature(self, op: str) -> str:
+        """How an op is run, by an example of the suite: `dev.run_op('SQR', F32 [3, 4, 5, 10]) -> F32 [3, 4, 5, 10]`."""
+        return signature(op)
+
+    def reference(self, op: str) -> Callable[..., Array]:
+        """An op in plain float64 numpy, which the device is judged by: takes arrays, or tensors, and parameters as `run_op`, and gives an
+        array. `out` is the shape, where `run_op` needs it."""
+        rules = op_called(op)
+
+        def reference(*inputs: DeviceTensor | npt.ArrayLike, out: tuple[int, ...] | None = None, **params: Any) -> Array:
+            if not inputs:
+                raise ModelError(f"[device] {op}: give its inputs, tensors of the device or arrays. An example: {signature(op)}")
+            arrays = [real(x) for x in inputs]
+            asked = Params(params)
+            try:
+                found = rules.reference([a.astype(np.float64) if a.dtype.kind == "f" else a for a in arrays], asked)[0]
+            except WRONG as e:
+                raise misuse(op, e) from e
+            if asked.unread:
+                raise misuse(op, ValueError(f"nothing asks for the parameter {', '.join(sorted(asked.unread))}"))
+            shape = self._shape(op, arrays) if out is None else shape_of("out", out)
+            return found.reshape(shape) if found.size == prod(shape) else found
+
+        return reference
+
     # -- kernels
 
     def compile(
-        self, path: str | Path, defines: Mapping[str, str | int] | None = None, *, spec: Mapping[str, int | float] | None = None,
-        subgroup_size: int | None = None,
-    ) -> CompiledKernel:
+        self, path: str | Path | None = None, defines: Mapping[str, str | int] | None = None, *, source: str | None = None,
+        spec: Mapping[str, int | float] | None = None, subgroup_size: int | None = None,
+    ) -> CompiledKernel:  # fmt: skip
         """Compile a GLSL compute shader. Includes are looked for beside it, then among vkback's own (`#include "common/reduce.glsl"`).
 
+        path, source  a file, or the text of one
         spec  specialization constants by name, as the shader declares them
         Raises CompileError with the compiler's words at the lines of the file, NoCompiler where there is no compiler.
         """
-        file = Path(path).resolve()
+        if (path is None) == (source is None):
+            raise ModelError("[device] compile takes the path of a GLSL compute shader, or source=, its text: one of them")
+        if source is not None:
+            if not isinstance(source, str):
+                raise given.wrong("source", source, "the text of a GLSL compute shader", "device")
+            with TemporaryDirectory() as folder:
+                file = Path(folder) / "source.comp"
+                file.write_text(source, encoding="utf-8")
+                return self.compile(file, defines, spec=spec, subgroup_size=subgroup_size)
+        file = given.path("path", path, "device").resolve()
         if not file.is_file():
             raise ModelError(f"[device] {path}: no such file; give the path of a GLSL compute shader")
         variant = Variant(file.name, tuple((defines or {}).items()), subgroup_size, tuple(sorted((spec or {}).items())))
         return CompiledKernel(self, ShaderLibrary(file.parent, shipped=False), variant)
 
     def time(
-        self, what: CompiledKernel | str, *tensors: DeviceTensor | npt.ArrayLike, push: Sequence[int | float] = (), groups: Groups = 1,
+        self, what: CompiledKernel | str, *tensors: DeviceTensor | npt.ArrayLike, push: Push = (), groups: Groups = 1,
         nbytes: int | None = None, repetitions: int = 7, out: tuple[int, ...] | DeviceTensor | None = None, **params: Any,
     ) -> KernelTiming:  # fmt: skip
         """Time a kernel, or an op by its name with what `run_op` takes, by timestamps of the device.
@@ -362,10 +497,15 @@ class Device:
         """
         program: Program | None = None
         flops = 0
+        given.whole("repetitions", repetitions, "a whole number, 1 or more", 1, "device")
         if isinstance(what, CompiledKernel):
             mine = [t for t in tensors if isinstance(t, DeviceTensor)]
             if len(mine) < len(tensors):
                 raise ModelError(f"[device] time {what.name}: give tensors of the device (dev.tensor), not arrays")
+            if what.device is not self:
+                raise ModelError(f"[device] time {what.name}: it was compiled for another device, {what.device.name}")
+            if params or out is not None:
+                raise ModelError(f"[device] time {what.name}: a kernel takes push and groups, no {', '.join(params) or 'out'}")
             moved = sum(t.nbytes for t in mine)
 
             def record(launches: int) -> Commands:
@@ -377,7 +517,9 @@ class Device:
                 return rec.finish()
         else:
             operands = self._operands(what, tensors)
-            output = out if isinstance(out, DeviceTensor) else self.empty(out or self._shape(what, operands))
+            if len(push) or groups != 1:
+                raise ModelError(f"[device] time {what}: an op takes neither push nor groups; those are of kernels")
+            output = self._output(what, operands, out)
             program = self._program(what, operands, output, params, self._ctx)
             moved = sum(d.nbytes for d in program.schedule.dispatches())
             flops = sum(d.flops for d in program.schedule.dispatches())

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vkback.device.memory import Arena, BufferRange
     from vkback.device.queue import Ticket
     from vkback.device.recorder import Commands, Recorder
+    from vkback.device.spirv import PushConstant, inspect
     from vkback.device.statistics import CompiledText, Statistic
     from vkback.device.transfer import Uploader
 
@@ -38,6 +39,7 @@ __all__ = [
     "MemoryType",
     "NoDevice",
     "OutOfDeviceMemory",
+    "PushConstant",
     "Recorder",
     "Statistic",
     "Ticket",
@@ -45,6 +47,7 @@ __all__ = [
     "Uploader",
     "ValidationMessage",
     "alive_objects",
+    "inspect",
     "list_devices",
     "profile_ids",
 ]
@@ -61,6 +64,7 @@ _PLACES = {
         "memory": "Arena BufferRange",
         "queue": "Ticket",
         "recorder": "Commands Recorder",
+        "spirv": "PushConstant inspect",
         "statistics": "CompiledText Statistic",
         "transfer": "Uploader",
     }.items()

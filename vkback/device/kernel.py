@@ -138,6 +138,10 @@ class KernelCache:
             raise DeviceError(
                 f"[kernel] {spec.name}: declared with {spec.bindings} bindings, but the shader uses binding {max(module.bindings)}"
             )
+        if module.push_bytes > spec.push_bytes:
+            raise DeviceError(
+                f"[kernel] {spec.name}: declared with {spec.push_bytes} bytes of push constants, but the shader reads {module.push_bytes}"
+            )
         threads = module.workgroup_size(dict(spec.spec))
         if prod(threads) > caps.max_workgroup_invocations or any(t > m for t, m in zip(threads, caps.max_workgroup_size, strict=True)):
             raise DeviceError(

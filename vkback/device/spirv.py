@@ -7,7 +7,7 @@ are from the SPIR-V specification.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,13 +34,19 @@ OP_SPEC_CONSTANT_COMPOSITE = 51
 OP_FUNCTION = 54
 OP_VARIABLE = 59
 OP_DECORATE = 71
+OP_MEMBER_DECORATE = 72
 
 EXECUTION_MODE_LOCAL_SIZE = 17
 DECORATION_SPEC_ID = 1
+DECORATION_ROW_MAJOR = 4
+DECORATION_ARRAY_STRIDE = 6
+DECORATION_MATRIX_STRIDE = 7
 DECORATION_BUILT_IN = 11
 DECORATION_BINDING = 33
+DECORATION_OFFSET = 35
 BUILT_IN_WORKGROUP_SIZE = 25
 STORAGE_CLASS_WORKGROUP = 4
+STORAGE_CLASS_PUSH_CONSTANT = 9
 
 CAPABILITY_NEEDS: Mapping[int, tuple[str, str]] = {
     9: ("Float16", "fp16"),
@@ -75,17 +81,36 @@ SUBGROUP_NEEDS: Mapping[int, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
+class PushConstant:
+    """One number of the push constants. kind: "int", "uint" or "float"; width: its bits."""
+
+    offset: int
+    kind: str
+    width: int
+
+    def __str__(self) -> str:
+        return self.kind if self.width == 32 else f"{self.kind}{self.width}_t"
+
+
+@dataclass(frozen=True)
 class Module:
     """What a module declares.
 
     local_size    (specialization constant id or None, value or default) along x, y, z
     shared_bytes  of its workgroup variables, arrays at their default sizes; a driver may round up
+    push          numbers of its push constants, in the order of their declaration; none, too, where the compiler has found none in use
     """
 
     capabilities: frozenset[int]
     bindings: frozenset[int]
     local_size: tuple[tuple[int | None, int], ...]
     shared_bytes: int
+    push: tuple[PushConstant, ...] = ()
+
+    @property
+    def push_bytes(self) -> int:
+        """Up to the end of the last push constant."""
+        return max((c.offset + c.width // 8 for c in self.push), default=0)
 
     def workgroup_size(self, spec: Mapping[int, int]) -> tuple[int, int, int]:
         """Threads of a workgroup along x, y, z under a specialization."""
@@ -113,6 +138,9 @@ def inspect(spirv: bytes) -> Module:
     spec_ids: dict[int, int] = {}
     sizes: dict[int, int] = {}
     shared = 0
+    types: dict[int, tuple[int, tuple[int, ...]]] = {}
+    decorations: dict[tuple[int, int | None, int], int] = {}
+    push_block = 0
     size_composite = 0
     local_size: tuple[tuple[int | None, int], ...] = ((None, 1), (None, 1), (None, 1))
     at = HEADER_WORDS
@@ -121,6 +149,14 @@ def inspect(spirv: bytes) -> Module:
         if not length or op == OP_FUNCTION:  # declarations end where the first function begins
             break
         args = words[at + 1 : at + length]
+        if OP_TYPE_INT <= op <= OP_TYPE_POINTER:
+            types[args[0]] = op, args[1:]
+        elif op == OP_DECORATE:
+            decorations[args[0], None, args[1]] = args[2] if len(args) > 2 else 1
+        elif op == OP_MEMBER_DECORATE:
+            decorations[args[0], args[1], args[2]] = args[3] if len(args) > 3 else 1
+        elif op == OP_VARIABLE and args[2] == STORAGE_CLASS_PUSH_CONSTANT:
+            push_block = types[args[0]][1][1]
         if op == OP_CAPABILITY:
             capabilities.add(args[0])
         elif op == OP_EXECUTION_MODE and args[1] == EXECUTION_MODE_LOCAL_SIZE:
@@ -152,4 +188,38 @@ def inspect(spirv: bytes) -> Module:
         at += length
     if size_composite in composites:  # overrides the execution mode
         local_size = tuple((spec_ids.get(c), constants[c]) for c in composites[size_composite])
-    return Module(frozenset(capabilities), frozenset(bindings), local_size, shared)
+    push = _numbers(push_block, 0, types, decorations, constants) if push_block else ()
+    return Module(frozenset(capabilities), frozenset(bindings), local_size, shared, tuple(push))
+
+
+def _numbers(
+    type: int, offset: int, types: Mapping[int, tuple[int, tuple[int, ...]]], decorations: Mapping[tuple[int, int | None, int], int],
+    constants: Mapping[int, int], member: tuple[int, int] | None = None,
+) -> Iterator[PushConstant]:  # fmt: skip
+    """The numbers that a type consists of, from an offset on. member: struct and number of the member that has this type."""
+    op, args = types[type]
+
+    def inside(type: int, offset: int) -> Iterator[PushConstant]:
+        return _numbers(type, offset, types, decorations, constants, member)
+
+    if op in (OP_TYPE_INT, OP_TYPE_FLOAT):
+        yield PushConstant(offset, "float" if op == OP_TYPE_FLOAT else "int" if args[1] else "uint", args[0])
+    elif op == OP_TYPE_VECTOR:
+        for i in range(args[1]):
+            yield from inside(args[0], offset + i * types[args[0]][1][0] // 8)
+    elif op == OP_TYPE_MATRIX and member is not None:
+        stride = decorations[(*member, DECORATION_MATRIX_STRIDE)]
+        number, rows = types[args[0]][1]
+        down, right = (stride, types[number][1][0] // 8) if (*member, DECORATION_ROW_MAJOR) in decorations else (0, stride)
+        for column in range(args[1]):
+            for row in range(rows):
+                yield from inside(number, offset + column * right + row * (down or types[number][1][0] // 8))
+    elif op == OP_TYPE_ARRAY:
+        for i in range(constants[args[1]]):
+            yield from inside(args[0], offset + i * decorations[type, None, DECORATION_ARRAY_STRIDE])
+    elif op == OP_TYPE_STRUCT:
+        for i, part in enumerate(args):
+            at = offset + decorations[type, i, DECORATION_OFFSET]
+            yield from _numbers(part, at, types, decorations, constants, (type, i))
+    else:
+        raise DeviceError(f"[kernel] push constants of SPIR-V type {op}; expected numbers, vectors, matrices, arrays and structs of these")
