@@ -222,7 +222,7 @@ def test_markdown_tables_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (record,) = json.loads(printed(monkeypatch, capsys, "compare-bench", str(ours), json_of(tmp_path / "same.json", {}), "--json"))
     assert (record["size"], record["params"], record["before_ts"], record["diff_percent"]) == ("4.58 GiB", "8.03 B", 288.0, 0.0)
     other.write_text("| op | us |\n|---|---|\n| ADD | 5 |\n")
-    error = printed(monkeypatch, capsys, "compare-bench", str(other), str(ours), code=1)
+    error = printed(monkeypatch, capsys, "compare-bench", str(other), str(ours), code=2)
     assert "a markdown table without the columns model, size, params, test, t/s of vkbench and llama-bench" in error
 
 

@@ -444,7 +444,8 @@ def adapters_of(lora: Sequence[str] | None, scaled: Sequence[str] | None, scale:
             raise UsageError(f"--lora-scaled {text}: expected a file and a number, as adapter.gguf:0.5")
     for option, one in found:
         if not one.path.is_file():
-            raise UsageError(f"{option} {one.path}: {'is a folder' if one.path.is_dir() else 'no such file'}; expected an adapter file")
+            wrong = "is a folder" if one.path.is_dir() else "no regular file" if one.path.exists() else "no such file"
+            raise UsageError(f"{option} {one.path}: {wrong}; expected an adapter file")
         if not math.isfinite(one.scale):
             raise UsageError(f"{option} {one.path}: times {one.scale}, expected a number")
     return tuple(one for _, one in found)
