@@ -269,6 +269,17 @@ def test_timed_ops_have_a_history_and_can_be_compared(
     assert "| MUL_MAT(type_a=Q4_K,m=4096,n=1,k=4096) | 10.00 ± 0.10 | 8.00 ± 0.10 | +25.0% | yes (p = " in md
 
 
+def test_acts_of_one_case_are_not_pooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ops.sqlite"
+    with Store(path) as opened:
+        for act, us in (("f32", 10.0), ("q8_1", 4.0)):
+            opened.add_op(fields_of(replace(CASE, time_us=us), replace(ABOUT, act=act, tuning="1" * 12)), (us, us + 0.1, us - 0.1))
+    records = json.loads(printed(monkeypatch, capsys, "compare-bench", str(path), str(path), "--json"))
+    assert [r["before_us"] for r in records] == [10.0, 4.0]
+    out = printed(monkeypatch, capsys, "history", str(path), "--ops")
+    assert "k=4096,act=f32)" in out and "k=4096,act=q8_1)" in out
+
+
 def published() -> list[tuple[str, list[list[str]]]]:
     """The published tables: device, and rows of model, size, params, fa, speeds in their order, and diff."""
     tables: list[tuple[str, list[list[str]]]] = []

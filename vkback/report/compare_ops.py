@@ -21,6 +21,7 @@ from vkback.records import read_objects
 from vkback.report import tables
 from vkback.report.bench_table import NotAResult, ReportError, deviation
 from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, change_text, located, of_commit
+from vkback.report.settings import texts
 from vkback.report.store import Store, is_store
 
 SEED = r",?seed=[^,)]*"
@@ -103,7 +104,8 @@ def _typed(rows: pd.DataFrame) -> pd.DataFrame:
 
 def compare(before: pd.DataFrame, after: pd.DataFrame) -> list[OpDifference]:
     """Cases of both in the order of the first; their seeds may differ. Raises ReportError when they share none."""
-    old, new = _cases(before), _cases(after)
+    acts = any(texts(rows, "act", "auto").nunique() > 1 for rows in (before, after))
+    old, new = _cases(before, acts), _cases(after, acts)
     found = []
     for key in (k for k in old if k in new):
         b, a = pooled(old[key]), pooled(new[key])
@@ -115,9 +117,17 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> list[OpDifference]:
     return found
 
 
-def _cases(rows: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
-    params = rows["op_params"].map(str).str.replace(SEED, "", regex=True)
+def _cases(rows: pd.DataFrame, acts: bool) -> dict[tuple[str, str], pd.DataFrame]:
+    """Rows by op and parameters; acts: and by how activations entered, where a file has several."""
+    params = parameters(rows, acts)
     return {(str(op), str(p)): group for (op, p), group in rows.groupby([rows["op_name"], params], sort=False)}
+
+
+def parameters(rows: pd.DataFrame, acts: bool = True) -> pd.Series[str]:
+    """Those of each row without its seed; acts: with how activations entered, where that was chosen."""
+    params = rows["op_params"].map(str).str.replace(SEED, "", regex=True)
+    given = texts(rows, "act", "auto")
+    return params + given.where(given != "auto", "").map(lambda act: act and f",act={act}") if acts else params
 
 
 def pooled(rows: pd.DataFrame) -> Speed:

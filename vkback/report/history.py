@@ -63,10 +63,7 @@ def of_ops(rows: pd.DataFrame) -> list[Point]:
     """Points of timed ops, likewise; microseconds a launch."""
     if rows.empty:
         return []
-    params = rows["op_params"].map(str).str.replace(compare_ops.SEED, "", regex=True)
-    acts = texts(rows, "act", "auto")
-    params += acts.where(acts != "auto", "").map(lambda act: act and f",act={act}")
-    keyed = rows.assign(device=rows["device_description"], what=rows["op_name"], test=params, unit="us")
+    keyed = rows.assign(device=rows["device_description"], what=rows["op_name"], test=compare_ops.parameters(rows), unit="us")
     return list(_points(keyed, compare_ops.pooled))
 
 
