@@ -204,3 +204,13 @@ def test_scripts_are_executable_and_parse(script: str) -> None:
     path = REPOSITORY / script
     assert os.access(path, os.X_OK)
     assert run_program(["bash", "-n", str(path)]).returncode == 0
+
+
+def test_line_ends_of_a_checkout_are_those_of_unix() -> None:
+    """With git's autocrlf, too: a shell script with others does not run."""
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("no git checkout")
+    asked = ["tools/setup.sh", ".ci/run", "shaders/norm/norm.comp", "vkback/paths.py"]
+    said = run_program(["git", "-C", REPOSITORY, "check-attr", "eol", "text", "--", *asked, "model.gguf"], check=True).stdout
+    assert all(f"{file}: eol: lf" in said for file in asked)
+    assert "model.gguf: text: unset" in said
