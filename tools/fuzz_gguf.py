@@ -18,7 +18,6 @@ import math
 import multiprocessing
 import os
 import re
-import resource
 import struct
 import sys
 import tempfile
@@ -34,6 +33,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+
+if sys.platform != "win32":
+    import resource
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -507,28 +509,34 @@ class Limits:
 Judge = Callable[[Path, int], str]
 
 
+def limit_memory(more: int | None) -> None:
+    """Let this process take so many bytes beside what it has, or as many as it likes. Only Linux counts them."""
+    if sys.platform == "linux":
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (hard if more is None else has + more, hard))
+
+
 def work(files: Sequence[Tables], seed: int, numbers: Sequence[int], judge: Judge, limits: Limits, folder: Path, out: Connection) -> None:
     """In a worker process: a Result for each number, and the number before it begins, so that a crash has one."""
     crash = (folder / f"crash-{os.getpid()}.txt").open("w")
     faulthandler.enable(crash)
     path = folder / f"damaged-{os.getpid()}.gguf"
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     for number in numbers:
         out.send(number)
         made = damaged(files, seed, number)
         made.encoded.write(path)
-        has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (has + limits.nbytes + path.stat().st_size, hard))
+        limit_memory(limits.nbytes + path.stat().st_size)
         faulthandler.dump_traceback_later(limits.seconds, exit=True, file=crash)
         refusal = defect = ""
         try:
             refusal = judge(path, number)
         except BaseException as e:
-            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+            limit_memory(None)
             where = "".join(traceback.format_exception(e)[-3:])
             defect = f"more than {limits.nbytes >> 20} MiB of memory: {where}" if isinstance(e, MemoryError) else where
         faulthandler.cancel_dump_traceback_later()
-        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        limit_memory(None)
         out.send(Result(number, made.mutations, refusal, defect))
     out.send(None)
 

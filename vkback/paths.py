@@ -240,5 +240,12 @@ def _refusal(path: Path, data: bytes) -> OSError | None:
         with new_file(path) as part:
             part.write_bytes(data)
     except OSError as e:
-        return e
+        return None if isinstance(e, PermissionError) and _holds(path, data) else e
     return None
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a file has this content already. Windows replaces no file that another process reads, as it does one of the cache."""
+    with contextlib.suppress(OSError):
+        return path.read_bytes() == data
+    return False

@@ -37,7 +37,7 @@ def interruptible() -> Iterator[list[int]]:
     usual = (signal.SIG_DFL, signal.default_int_handler)
     before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) in usual}
     reader, writer = os.pipe()
-    if sys.platform != "win32":
+    if hasattr(os, "set_blocking"):
         os.set_blocking(writer, False)
     left = threading.Event()
     # The thread learns of a signal while the main thread is in a call of the driver and handles none.

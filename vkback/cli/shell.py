@@ -8,7 +8,6 @@ import gc
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import TextIOWrapper, UnsupportedOperation
@@ -189,6 +188,9 @@ class EngineLike(Protocol):
     def decode_logits(self, token: int) -> npt.NDArray[np.float32]: ...
 
 
+READER_GONE = {errno.EPIPE, errno.EINVAL} if sys.platform == "win32" else {errno.EPIPE}
+"""What a system says to who writes into a pipe that nobody reads any more."""
+
 SELDOM, OFTEN = (200_000, 10, 10), gc.get_threshold()
 """When garbage is collected until a model is loaded, and then. Modules, tables and plans are made to stay; at Python's own thresholds they
 are looked through 240 times before the first token, a sixth of the main thread's time."""
@@ -221,7 +223,8 @@ def run(app: Callable[..., Any], prog: str) -> NoReturn:
             held = not flushed(sys.stdout) or e.errno == errno.ENOSPC  # what a full disk has refused may be dropped already
             where = e.filename or ("stdout" if held else "")
             code = VkbackError.exit_code
-            said = "" if isinstance(e, BrokenPipeError) else f"{where}: {paths.reason(e)}".removeprefix(": ")
+            gone = e.errno in READER_GONE and not e.filename
+            said = "" if gone else f"{where}: {paths.reason(e)}".removeprefix(": ")
         except MemoryError as e:
             code, said = VkbackError.exit_code, f"the memory of this machine does not suffice: {e}".removesuffix(": ")
         except typer.Abort:  # what typer makes of an EOFError
@@ -386,7 +389,7 @@ def model_path(model: str | None) -> Path:
 def described_model(model: str | None, shape: str | None) -> Iterator[tuple[Model, str]]:
     """A model to plan, and what to call it: that of a file or, of a name of vkback synth --list, one whose file has no weights."""
     from vkback.models.registry import Model
-    from vkback.models.synth import write_outline
+    from vkback.models.synth import outline
 
     if shape is None:
         path = model_path(model)
@@ -394,10 +397,7 @@ def described_model(model: str | None, shape: str | None) -> Iterator[tuple[Mode
         return
     if model is not None:
         raise UsageError("--shape and --model exclude each other: one is the shape of a model, the other a file")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "outline.gguf"
-        write_outline(shape, path)
-        yield Model.open(path), shape
+    yield Model.of(outline(shape)), shape
 
 
 def cache_rows(model: Model, ctx: int | None, tokens: int, depth: int) -> int:

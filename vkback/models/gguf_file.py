@@ -197,6 +197,16 @@ class GgufFile:
             # mmap refuses an empty file with ValueError.
             reason = "the file is empty" if isinstance(e, ValueError) else str(e.strerror or e)
             raise GgufError(f"[gguf] {path}: cannot be read: {reason}") from e
+        return cls._of(path, parsed, mapped, stamp)
+
+    @classmethod
+    def outline(cls, path: Path, head: bytes, size: int) -> GgufFile:
+        """A file that is nowhere: `head` is its metadata and tables, and zeros make it `size` bytes long. path: what errors call it.
+        Raises GgufError as `open` does."""
+        return cls._of(path, _Parser(path, head, size).parse(), np.broadcast_to(np.uint8(0), size), ())
+
+    @classmethod
+    def _of(cls, path: Path, parsed: _Parsed, mapped: npt.NDArray[np.uint8], stamp: tuple[int, ...]) -> GgufFile:
         tensors = {t.name: GgufTensor(t.name, t.type, t.shape, t.offset, t.nbytes, mapped) for t in parsed.tensors}
         return cls(path, parsed.version, parsed.alignment, parsed.metadata, tensors, (SplitFile(path, stamp, mapped),))
 
@@ -341,12 +351,13 @@ class _Parsed:
 
 
 class _Parser:
-    """A cursor over the mapped file. `part` says what is being read, for the error text."""
+    """A cursor over the mapped file, or the beginning of one. `part` says what is being read, for the error text."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes, size: int | None = None) -> None:
+        """size: of the file, where `data` is only its beginning."""
         self._path = path
         self._data = data
-        self._size = len(data)
+        self._size = len(data) if size is None else size
         self._at = 0
         self._part = "header"
 

@@ -75,7 +75,12 @@ class Model:
     def open(cls, path: str | Path) -> Model:
         """Raises GgufError when the file is broken, of an unknown architecture, lacks a tensor, or has one that would go unused or is of a
         type without codec and kernel."""
-        known = architecture(GgufFile.open(path))
+        return cls.of(GgufFile.open(path))
+
+    @classmethod
+    def of(cls, file: GgufFile) -> Model:
+        """The model of an open file. Raises GgufError as `open` does."""
+        known = architecture(file)
         f = known.file
         model = cls(f, known)
         used = model.graph(1, 1, head="all").tensors()

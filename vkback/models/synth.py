@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from vkback import quants
 from vkback.errors import VkbackError, did_you_mean
 from vkback.models.architecture import ARCHITECTURES
-from vkback.models.gguf_file import DEFAULT_ALIGNMENT, tensor_bytes
+from vkback.models.gguf_file import DEFAULT_ALIGNMENT, GgufFile, tensor_bytes
 from vkback.models.hparams import NO_TEXT_VOCABULARY
 from vkback.models.naming import file_type
 from vkback.models.shape import ModelShape
@@ -128,6 +129,17 @@ def synthesize(
             f.truncate(start + size)
             pieces = _Pieces(SHAPES[_split(name)[0]], tensors, [start + o for o in offsets], seed)
             _write_all(f.fileno(), pieces, on_bytes, threads or os.cpu_count() or 1)
+
+
+def outline(name: str, *, layers: int | None = None) -> GgufFile:
+    """The file of `synthesize` in memory, with zeros for weights, which take none: enough to plan the model. Raises SynthError for unknown
+    names."""
+    tensors = planned_tensors(name, layers=layers)
+    with tempfile.TemporaryDirectory() as folder:  # GGUFWriter writes files only
+        file = Path(folder) / f"{name}.gguf"
+        start = _write_header(file, name, tensors, layers)
+        head = file.read_bytes()
+    return GgufFile.outline(Path(file.name), head, start + _lay_out(tensors)[1])
 
 
 def write_outline(name: str, out: Path, *, layers: int | None = None) -> None:
@@ -324,9 +336,23 @@ def _rope_divisors(s: ModelShape) -> npt.NDArray[np.float32]:
     return (1.0 / (keep + (1.0 - keep) / s.rope_stretch)).astype(np.float32)
 
 
+def _placed_writes(fd: int) -> Callable[[memoryview, int], int]:
+    """Writes bytes at a place of a file, from any thread, and returns how many. Windows has no call that does both at once."""
+    if hasattr(os, "pwrite"):
+        return lambda data, at: os.pwrite(fd, data, at)
+    lock = threading.Lock()
+
+    def write(data: memoryview, at: int) -> int:
+        with lock:
+            os.lseek(fd, at, os.SEEK_SET)
+            return os.write(fd, data)
+
+    return write
+
+
 def _write_all(fd: int, pieces: _Pieces, on_bytes: Callable[[int], None] | None, threads: int) -> None:
     """Make and write all pieces. The first failure stops the rest and is raised."""
-    failed = threading.Event()
+    failed, write = threading.Event(), _placed_writes(fd)
 
     def job(piece: tuple[int, int, int]) -> None:
         if failed.is_set():
@@ -335,7 +361,7 @@ def _write_all(fd: int, pieces: _Pieces, on_bytes: Callable[[int], None] | None,
             at, data = pieces.make(*piece)
             done = 0
             while done < data.size:
-                done += os.pwrite(fd, data[done:].data, at + done)
+                done += write(data[done:].data, at + done)
         except BaseException:
             failed.set()
             raise

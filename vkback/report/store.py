@@ -74,14 +74,17 @@ class Store:
             raise ReportError(f"{path}: {why}")
         self._copy = existing and not os.access(path, os.W_OK)
         """Of a store that may only be read: it is brought up to date in memory."""
+        db: sqlite3.Connection | None = None
         try:
-            self._db = sqlite3.connect(":memory:" if self._copy else path, timeout=WAIT_S, isolation_level=None)
+            db = self._db = sqlite3.connect(":memory:" if self._copy else path, timeout=WAIT_S, isolation_level=None)
             if self._copy:
-                with closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=WAIT_S)) as db:
-                    db.backup(self._db)
+                with closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=WAIT_S)) as stored:
+                    stored.backup(self._db)
             self._db.row_factory = sqlite3.Row
             self._upgrade()
         except sqlite3.Error as e:
+            if db is not None:
+                db.close()  # Windows removes no file that is open
             if not existing and path.is_file() and not path.stat().st_size:
                 path.unlink()  # sqlite makes a file before it knows that there is no room in it
             raise ReportError(f"{path}: cannot be used as a store of results: {e}") from e
