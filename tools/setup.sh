@@ -25,10 +25,25 @@ esac
 
 have_library() { "$python" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$1" 2>/dev/null; }
 
+# Homebrew's folder depends on the processor, and macOS looks for no library in that of Apple's.
+homes=$(printf '%s\n' "${HOMEBREW_PREFIX:-}" /opt/homebrew /usr/local | grep . | uniq)
+
+# A library of a Mac by name, also where the system does not look: in the SDK, in Homebrew's folders.
+have_dylib() {
+    local dir
+    have_library "$1" && return 0
+    for dir in ${VULKAN_SDK:+"$VULKAN_SDK"} $homes; do
+        [ -e "$dir/lib/$1" ] && return 0
+    done
+    return 1
+}
+
 # Where the loader looks for files of the given kind (icd.d, explicit_layer.d), first the variables that override it.
 have_vulkan_file() {
-    local kind=$1 pattern=$2 dir data=${XDG_DATA_DIRS:-/usr/local/share:/usr/share} IFS=:
-    for dir in $data /etc "${XDG_DATA_HOME:-$HOME/.local/share}" /opt/homebrew/share; do
+    local kind=$1 pattern=$2 dir prefix brewed= data=${XDG_DATA_DIRS:-/usr/local/share:/usr/share}
+    for prefix in ${VULKAN_SDK:+"$VULKAN_SDK"} $homes; do brewed+=:$prefix/share:$prefix/etc; done
+    local IFS=:
+    for dir in $data /etc "${XDG_DATA_HOME:-$HOME/.local/share}" ${brewed#:}; do
         compgen -G "$dir/vulkan/$kind/$pattern" >/dev/null && return 0
     done
     return 1
@@ -37,7 +52,7 @@ have_vulkan_file() {
 have_driver() { [ -n "${VK_DRIVER_FILES:-}${VK_ICD_FILENAMES:-}" ] || have_vulkan_file icd.d '*.json'; }
 
 have_compiler() {
-    command -v glslc >/dev/null || have_library libshaderc_shared.so.1 || have_library libshaderc.so.1 || have_library libshaderc_shared.dylib
+    command -v glslc >/dev/null || have_library libshaderc_shared.so.1 || have_library libshaderc.so.1 || have_dylib libshaderc_shared.dylib
 }
 
 command -v "$python" >/dev/null || die "$python not found: vkback needs Python 3.11 or newer"
@@ -45,7 +60,7 @@ command -v "$python" >/dev/null || die "$python not found: vkback needs Python 3
     die "$("$python" --version) is too old: vkback needs Python 3.11 or newer. Set PYTHON to one, as in: make bench PYTHON=python3.11"
 
 missing=()
-have_library libvulkan.so.1 || have_library libvulkan.1.dylib || missing+=(loader)
+have_library libvulkan.so.1 || have_dylib libvulkan.1.dylib || missing+=(loader)
 have_driver || missing+=(driver)
 have_compiler || missing+=(compiler)
 "$python" -c 'import ensurepip, venv' 2>/dev/null || [ -x "$venv/bin/pip" ] || missing+=(venv)
@@ -68,6 +83,16 @@ package_for() {  # manager, what is missing
         pacman:compiler) echo shaderc ;;
         pacman:venv) echo python ;;
         pacman:validation) echo vulkan-validation-layers ;;
+        zypper:loader) echo libvulkan1 ;;
+        zypper:driver) echo libvulkan_lvp ;;
+        zypper:compiler) echo shaderc ;;
+        zypper:venv) echo python3 ;;
+        zypper:validation) echo vulkan-validationlayers ;;
+        apk:loader) echo vulkan-loader ;;
+        apk:driver) echo mesa-vulkan-swrast ;;
+        apk:compiler) echo shaderc ;;
+        apk:venv) echo python3 ;;
+        apk:validation) echo vulkan-validation-layers ;;
         brew:loader) echo vulkan-loader ;;
         brew:driver) echo molten-vk ;;
         brew:compiler) echo shaderc ;;
@@ -86,7 +111,10 @@ install_missing() {
     log=$(mktemp)
     # shellcheck disable=SC2064  # the name as it is now
     trap "rm -f '$log'" EXIT
-    if command -v apt-get >/dev/null; then
+    if [ -n "${TERMUX_VERSION:-}" ]; then
+        die "missing: ${missing[*]}. In Termux, pip has no numpy, pandas, cffi and tokenizers: set vkback up in a Debian of its own, with:" \
+            "pkg install proot-distro && proot-distro install debian && proot-distro login debian"
+    elif command -v apt-get >/dev/null; then
         local packages
         packages=$(packages_for apt)
         if [ "$(id -u)" -ne 0 ]; then
@@ -97,14 +125,20 @@ install_missing() {
             fi
         fi
         say "installing $packages"
+        # Lists that cannot be renewed, as those of another source that has expired, may still have the packages.
+        "${root[@]}" apt-get update -qq >"$log" 2>&1 || say "apt-get update failed; trying with the lists that are there"
         # shellcheck disable=SC2086  # one word a package
-        { "${root[@]}" apt-get update -qq &&
-            "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $packages; } >"$log" 2>&1 ||
+        "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $packages >>"$log" 2>&1 ||
             { tail -n 20 "$log" >&2; die "apt-get (its last lines are above) could not install: $packages"; }
     elif command -v dnf >/dev/null; then
         die "missing: ${missing[*]}. Install them with: sudo dnf install $(packages_for dnf)"
     elif command -v pacman >/dev/null; then
         die "missing: ${missing[*]}. Install them with: sudo pacman -S $(packages_for pacman)"
+    elif command -v zypper >/dev/null; then
+        die "missing: ${missing[*]}. Install them with: sudo zypper install $(packages_for zypper)"
+    elif command -v apk >/dev/null; then
+        [ "$goal" = bench ] || say "Alpine: llguidance has no wheel for musl, pip compiles it: the tests need cargo and rust, too"
+        die "missing: ${missing[*]}. Install them as root with: apk add $(packages_for apk)"
     elif command -v brew >/dev/null; then
         die "missing: ${missing[*]}. Install them with: brew install $(packages_for brew)"
     else

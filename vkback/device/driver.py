@@ -6,31 +6,84 @@ are called on `Driver.fn`.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from vkback.device.errors import DeviceError, DeviceLost, NoDevice, OutOfDeviceMemory, Timeout
+from vkback.systems import how_to_get, mac_loaders
 
-INSTALL_HINT = (
-    "Install a Vulkan loader and a driver (Debian and Ubuntu: apt install libvulkan1 mesa-vulkan-drivers; NVIDIA: its driver package), "
-    "then check with vulkaninfo"
-)
+
+def install_hint() -> str:
+    """What to do where there is no Vulkan."""
+    return f"{how_to_get('driver')}, then check with vulkaninfo"
+
+
+class _ByPath:
+    """The binding's cffi object while it is imported: a loader that is not found by its name is opened by its path."""
+
+    def __init__(self, ffi: Any, paths: Sequence[Path]) -> None:
+        self._ffi, self._paths = ffi, paths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ffi, name)
+
+    def dlopen(self, name: str, *flags: int) -> Any:
+        for place in (name, *map(str, self._paths)):
+            with suppress(OSError):
+                return self._ffi.dlopen(place, *flags)
+        raise OSError(f"cannot load library {name}")
+
+
+def binding(paths: Sequence[Path]) -> Any:
+    """The module that calls Vulkan. It opens the loader when it is imported, and by name alone. paths: loaders to try after that; without
+    any this is a plain import.
+
+    Raises OSError where no loader can be opened, ImportError without the binding.
+    """
+    found = importlib.util.find_spec("vulkan") if paths else None
+    folder = Path(found.origin).parent if found and found.origin else None
+    name = "vulkan._vulkancache"
+    types = importlib.util.spec_from_file_location(name, folder / "_vulkancache.py") if folder else None
+    if types and types.loader:
+        sys.modules[name] = importlib.util.module_from_spec(types)
+        types.loader.exec_module(sys.modules[name])
+        with _opening_by_path(sys.modules[name], paths) as usual:
+            from vulkan import _vulkan
+        _vulkan.ffi = usual
+    else:
+        from vulkan import _vulkan
+    return _vulkan
+
+
+@contextmanager
+def _opening_by_path(declared: Any, paths: Sequence[Path]) -> Iterator[Any]:
+    """The module of the binding's declarations has a `_ByPath`; gives its own object, which it gets back."""
+    usual = declared.ffi
+    declared.ffi = _ByPath(usual, paths)
+    try:
+        yield usual
+    finally:
+        declared.ffi = usual
+
 
 try:
-    from vulkan import _vulkan
-
-    vk: Any = _vulkan
+    vk: Any = binding(mac_loaders(os.environ, Path.home()) if sys.platform == "darwin" else ())
     ffi: Any = vk.ffi
     lib: Any = vk.lib
     NULL: Any = vk.ffi.NULL
     LOAD_ERROR = ""
 except OSError as error:  # libvulkan cannot be opened
     vk = ffi = lib = NULL = None
-    LOAD_ERROR = f"no Vulkan loader: {error}. {INSTALL_HINT}"
+    LOAD_ERROR = f"no Vulkan loader: {error}. {install_hint()}"
 except ImportError as error:
     vk = ffi = lib = NULL = None
     LOAD_ERROR = f"the Vulkan binding cannot be imported: {error}. Install it with pip install vulkan"

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from vkback.device.capabilities import Capabilities
 from vkback.device.driver import (
-    INSTALL_HINT,
     NULL,
     array,
     check,
     count_alive,
     ffi,
+    install_hint,
     instance_functions,
     lib,
     listed,
@@ -29,6 +29,7 @@ from vkback.device.driver import (
 )
 from vkback.device.errors import FeatureMissing, NoDevice, UnknownDevice
 from vkback.device.query import API_1_2, API_1_3, PhysicalDevice, read_physical_device
+from vkback.systems import how_to_get
 
 Validation = bool | Literal["sync"]
 
@@ -109,7 +110,7 @@ class Instance:
         out = ffi.new("VkInstance *")
         code = lib.vkCreateInstance(info, NULL, out)
         if code == vk.VK_ERROR_INCOMPATIBLE_DRIVER:
-            raise NoDevice(f"[device] the Vulkan loader found no driver (VK_ERROR_INCOMPATIBLE_DRIVER). {INSTALL_HINT}")
+            raise NoDevice(f"[device] the Vulkan loader found no driver (VK_ERROR_INCOMPATIBLE_DRIVER). {install_hint()}")
         check(code, "vkCreateInstance", f"layers {layers}, extensions {extensions}")
         self.handle = out[0]
         count_alive("Instance", 1)
@@ -167,8 +168,7 @@ def _require_validation_layer() -> None:
     layers = listed(lib.vkEnumerateInstanceLayerProperties, "vkEnumerateInstanceLayerProperties", "VkLayerProperties")
     if VALIDATION_LAYER not in {text(layer.layerName) for layer in layers}:
         raise FeatureMissing(
-            f"[device] validation was asked for, but {VALIDATION_LAYER} is not installed. "
-            "Debian and Ubuntu: apt install vulkan-validationlayers"
+            f"[device] validation was asked for, but {VALIDATION_LAYER} is not installed. {how_to_get('validation')}"
         )
 
 
@@ -195,7 +195,7 @@ def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> Phy
     Raises UnknownDevice that lists the devices there are, NoDevice where there is none.
     """
     if not devices:
-        raise NoDevice(f"[device] the Vulkan loader lists no device. {INSTALL_HINT}")
+        raise NoDevice(f"[device] the Vulkan loader lists no device. {install_hint()}")
     asked = selector if selector is not None else os.environ.get("VKBACK_DEVICE") or None
     if asked is None:
         order = ("discrete", "integrated", "virtual", "other", "cpu")

@@ -20,6 +20,7 @@ from vkback.shader.interface import interface
 from vkback.shader.prebuilt import Prebuilt
 from vkback.shader.shipped import Shipped
 from vkback.shader.source import Expanded, Variant, expand
+from vkback.systems import how_to_get
 from vkback.units import counted
 
 CACHE_FORMAT = "1"
@@ -47,7 +48,6 @@ SourceKey = tuple[str, tuple[tuple[str, str | int], ...]]
 FAULT = re.compile(r"^shader:(\d+): (.*)$")
 CONTEXT_LINES = 3
 MAX_SHOWN = 60
-INSTALL_HINT = "Install glslc or libshaderc (Debian and Ubuntu: apt install glslc; elsewhere shaderc or the Vulkan SDK)"
 
 
 class ShaderLibrary:
@@ -165,7 +165,7 @@ class ShaderLibrary:
             how_many = f" ({len(sources)} kernels)" if len(sources) > 1 else ""
             raise NoCompiler(
                 f"[shader] {families[0]}{of}{how_many} does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL "
-                f"compiler. {INSTALL_HINT}"
+                f"compiler. {how_to_get('compiler')}"
             )
         threads = min(len(sources), self.compilers)
         batches: list[Sequence[tuple[Variant, Expanded]]] = []
