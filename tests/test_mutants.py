@@ -25,7 +25,8 @@ def test_there_are_faults_of_every_part() -> None:
 
 
 ELSEWHERE = {
-    "mat_mul/coop_mat", "mat_mul/coop_reg", "mat_mul/pack_f16", "mat_mul/pack_units", "mat_mul/route_heads", "mat_mul/split_sum",
+    "mat_mul/coop_mat", "mat_mul/coop_reg", "mat_mul/coop_reg_heads", "mat_mul/pack_f16", "mat_mul/pack_units", "mat_mul/route_heads",
+    "mat_mul/split_sum",
     "attention/prompt_matrix", "attention/prompt_latent", "attention/train_matrix", "attention/train_pack",
     "mat_mul/element_map", "mat_mul/fragment_map",
     "probe/dot_rate", "probe/matrix_rate", "probe/read",
