@@ -24,13 +24,13 @@ from vkback.api import LoadedModel
 from vkback.cli import chat, interrupts, main
 from vkback.cli.interrupts import interruptible, own_interrupts
 from vkback.cli.shell import run
-from vkback.device import Device
+from vkback.device import Device, KernelSpec
 from vkback.device.queue import Ticket
 from vkback.harness.result import CaseResult
-from vkback.harness.suite import Kernels, run_in_processes
+from vkback.harness.suite import run_in_processes
 from vkback.models.engine import Engine
 from vkback.paths import builtin_model, new_file
-from vkback.program.compile import compile_kernels
+from vkback.program.compile import Kernels, compile_kernels
 from vkback.shader import CompileError, ShaderLibrary, Variant, compiler
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
@@ -322,7 +322,7 @@ def test_kernels_behind_one_that_fails_are_left(monkeypatch: pytest.MonkeyPatch)
         raise CompileError("refused")
 
     variants = [Variant("none.comp", (("N", i),)) for i in range(100)]
-    library = SimpleNamespace(compile_each=lambda users: ((variant, b"") for variant in users), specialization=lambda variant: ())
+    library = SimpleNamespace(compile_each=lambda users, batch: ((variant, b"") for variant in users), specialization=lambda variant: ())
     dispatches = [SimpleNamespace(kernel=variant, args=(), push=b"") for variant in variants]
     with pytest.raises(CompileError, match="refused"):
         compile_kernels(SimpleNamespace(kernels=fail), library, dispatches)  # type: ignore[arg-type]
@@ -335,12 +335,13 @@ def test_kernels_behind_one_that_fails_are_left(monkeypatch: pytest.MonkeyPatch)
 def test_kernels_that_have_not_begun_are_left() -> None:
     made: list[str] = []
 
-    def kernel(spirv: bytes, *, name: str, **_: object) -> None:
-        made.append(name)
+    def make(specs: Sequence[KernelSpec]) -> list[None]:
+        made.extend(spec.name for spec in specs)
         time.sleep(0.02)
+        return [None]
 
-    library = SimpleNamespace(compile_many=lambda variants: None, spirv=lambda variant: b"")
-    kernels = Kernels(SimpleNamespace(kernel=kernel), library, 1)  # type: ignore[arg-type]
+    library = SimpleNamespace(compile_each=lambda users, batch: ((variant, b"") for variant in users), specialization=lambda _: ())
+    kernels = Kernels(SimpleNamespace(kernels=make), library, 1)  # type: ignore[arg-type]
     wanted = [SimpleNamespace(kernel=Variant("none.comp", (("N", i),)), args=(), push=b"") for i in range(100)]
     kernels.start(wanted)  # type: ignore[arg-type]
     while not made:

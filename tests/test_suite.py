@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from vkback.device import Device
+from vkback.device import Device, KernelSpec
 from vkback.harness import suite
 from vkback.harness.cases import make_case
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import Suite, run_in_processes
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
-from vkback.shader import ShaderLibrary
+from vkback.program.compile import Kernels, compile_kernels
+from vkback.shader import CompileError, ShaderLibrary, Variant
 
 
 def test_chunks_shrink_and_cover_all() -> None:
@@ -38,6 +41,38 @@ def test_results_come_in_order_and_say_what_is_not_supported(device: Device, lib
     assert [(r.supported, r.passed) for r in results] == [(True, True), (False, None), (True, True)]
     assert "multiple of 8" in results[1].message
     assert results[0].tolerance_nmse and results[0].nmse is not None and results[0].nmse <= results[0].tolerance_nmse
+
+
+def test_kernels_are_compiled_as_a_program_compiles_them() -> None:
+    """With their specialization and subgroup size; the fault of one shader is that of its kernel alone."""
+    specs: list[KernelSpec] = []
+
+    def each(users: Iterable[Variant], batch: int) -> Iterator[tuple[Variant, bytes]]:
+        for variant in users:
+            if variant.source == "bad.comp":
+                raise CompileError(f"{variant.name} does not compile")
+            yield variant, b"spirv"
+
+    def make(wanted: Sequence[KernelSpec]) -> list[str]:
+        specs.extend(wanted)
+        return [spec.name for spec in wanted]
+
+    variants = [Variant("a.comp", (("N", 1),), 32, ((0, 7), (60, 1))), Variant("bad.comp"), Variant("b.comp")]
+    wanted: Any = [SimpleNamespace(kernel=v, args=(None, None), push=b"1234") for v in variants]
+    device: Any = SimpleNamespace(kernels=make)
+    kernels = Kernels(device, cast(ShaderLibrary, SimpleNamespace(compile_each=each)), 1)
+    a, bad, b = kernels.start(wanted)
+    try:
+        assert [a.result(10), b.result(10)] == [variants[0].name, variants[2].name]
+        with pytest.raises(CompileError, match="bad does not compile"):
+            bad.result(10)
+    finally:
+        kernels.close()
+    library = cast(ShaderLibrary, SimpleNamespace(compile_each=each))
+    ahead, specs[:] = set(specs), []
+    compile_kernels(device, library, [wanted[0], wanted[2]])
+    assert ahead == set(specs)
+    assert KernelSpec(b"spirv", variants[0].name, 2, 4, ((0, 7), (60, 1)), 32) in ahead
 
 
 @pytest.mark.vulkan

@@ -14,7 +14,6 @@ from vkback.errors import VkbackError
 from vkback.graph import Node
 from vkback.harness.cases import context_of
 from vkback.harness.result import CaseResult
-from vkback.harness.suite import Kernels
 from vkback.ops.case import Case, Problem
 from vkback.ops.case_line import unseeded
 from vkback.ops.lowering import LowerContext, PlanError
@@ -23,6 +22,7 @@ from vkback.ops.mat_vec_node import INT_QUANTS
 from vkback.ops.op import OPS
 from vkback.ops.peer import tensor_type
 from vkback.plan.flops import main_way
+from vkback.program.compile import Kernels
 from vkback.quants import QUANTS
 from vkback.shader import ShaderLibrary
 from vkback.timing.dependent import DependentChain, DependentTiming

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
-from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 
 from vkback.device import Device, Kernel
 from vkback.device.errors import DeviceLost, OutOfDeviceMemory
@@ -29,98 +28,21 @@ from vkback.harness.runner import Array, Expected, Prepared, Workbench, expected
 from vkback.harness.unfused import unfused_tolerance
 from vkback.ops.case import Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.plan.tuning import Tuning
-from vkback.shader import ShaderLibrary, Variant
+from vkback.program.compile import Kernels
+from vkback.shader import ShaderLibrary
 from vkback.shader.compiler import stop_programs
 
 AHEAD = 96
 """Cases prepared ahead of the one that runs: enough that the kernels of many compile at once."""
-
-BATCH = 64
-"""Most shaders compiled in one go: a compiler's start costs as much as several shaders."""
 
 KEPT = 1000
 """Kernels that a long run keeps on its device: more than the cases prepared ahead have, and of a CPU driver's some 2 GB."""
 
 CHUNK = 100
 """Most cases a process is given at once; near the end fewer, so that all finish together."""
-
-
-Key = tuple[Variant, int, int]
-
-
-class Kernels:
-    """Compiles the kernels of dispatches in the background, each once: shaders by the batch, then a pipeline a thread."""
-
-    def __init__(self, device: Device, library: ShaderLibrary, threads: int) -> None:
-        self._device, self._library = device, library
-        self._lock = Lock()
-        self._found: dict[Key, Future[Kernel]] = {}
-        self._wanted: SimpleQueue[Key | None] = SimpleQueue()
-        self._closed = False
-        self._pipelines = ThreadPoolExecutor(threads)
-        self._shaders = Thread(target=self._compile, daemon=True)
-        self._shaders.start()
-
-    def start(self, dispatches: Iterable[Dispatch]) -> list[Future[Kernel]]:
-        """Begin compiling what these dispatches need; a future for each."""
-        started = []
-        for d in dispatches:
-            key = (d.kernel, len(d.args), len(d.push))
-            with self._lock:
-                if key not in self._found:
-                    self._found[key] = Future()
-                    self._wanted.put(key)
-                started.append(self._found[key])
-        return started
-
-    def _compile(self) -> None:
-        while (key := self._wanted.get()) is not None and not self._closed:
-            batch = [key]
-            while len(batch) < BATCH:
-                try:
-                    after = self._wanted.get_nowait()
-                except Empty:
-                    break
-                if after is None:
-                    return
-                batch.append(after)
-            with suppress(Exception):  # raised again below, for the kernel it is about
-                self._library.compile_many([variant for variant, _, _ in batch])
-            for key in batch:
-                if self._closed:
-                    return
-                self._pipelines.submit(self._finish, key)
-
-    def _finish(self, key: Key) -> None:
-        variant, bindings, push_bytes = key
-        try:
-            kernel = self._device.kernel(
-                self._library.spirv(variant), name=variant.name, bindings=bindings, push_bytes=push_bytes,
-                subgroup_size=variant.subgroup_size,
-            )  # fmt: skip
-        except Exception as e:  # whoever waits for the kernel gets it
-            self._found[key].set_exception(e)
-        else:
-            self._found[key].set_result(kernel)
-
-    def trim(self, most: int) -> None:
-        """Where more than `most` kernels are on the device, leave the half of it that was used last. Nothing may be running."""
-        if len(self._found) <= most:
-            return
-        with self._lock:
-            self._found = {key: kernel for key, kernel in self._found.items() if not kernel.done()}
-        self._device.trim_kernels(most // 2)
-
-    def close(self) -> None:
-        """What has not begun is left."""
-        self._closed = True
-        self._wanted.put(None)
-        self._shaders.join()
-        self._pipelines.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
