@@ -28,8 +28,8 @@ from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceError
 from vkback.graph import Tensor
 from vkback.ops import mat_mul, mat_mul_pack, mat_mul_reg, mat_mul_route
-from vkback.ops.codebooks import stored_type
-from vkback.ops.cooperative_matrix import KNOWN_ROW_LANES, matrix_shape
+from vkback.ops.codebooks import in_pairs
+from vkback.ops.cooperative_matrix import matrix_shape, row_lanes
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_job import MatMul, MatMulShape, Way, default_shape
@@ -37,6 +37,7 @@ from vkback.ops.mat_vec_node import weight
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.storage import nbytes
 from vkback.plan.tuning import Tuning
+from vkback.plan.weight_layout import stored_type
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import span_us, warm_up
@@ -56,7 +57,8 @@ def cut_of(text: str, way: Way, device: Device) -> MatMulShape:
         raise PlanError(f"[bench] cut {text!r}: expected TILE_MxTILE_NxSTEP_K[/WARP_MxWARP_N][+f][/SPLIT_K]")
     m, n, k, warp_m, warp_n = (int(g or 0) for g in match.groups()[:5])
     if way == "coop_reg":
-        shape = mat_mul_reg.shape_of(m, n, warp_m, warp_n, KNOWN_ROW_LANES.get(device.caps.vendor, 0), device.caps)
+        lanes = row_lanes(LowerContext(device.caps, Tuning.for_device(device.caps)))
+        shape = mat_mul_reg.shape_of(m, n, warp_m, warp_n, lanes, device.caps)
         if shape is None:
             raise PlanError(f"[bench] cut {text}: {device.caps.name} cannot run it")
         return shape
@@ -125,7 +127,7 @@ class Product:
     def dispatches(self, shape: MatMulShape, ctx: LowerContext) -> tuple[list[Dispatch], list[Dispatch]]:
         """What prepares the operands, and the product."""
         caps, slots = self.device.caps, self.y.shape[0]
-        job = MatMul(self.w, self.x, self.y, slots)
+        job = MatMul(self.w, self.x, self.y, slots, pairs=in_pairs(self.w.type, self.k, ctx.tuning))
         before: list[Dispatch] = []
         if self.experts:
             routes = mat_mul_route.route_tensor(f"route{shape.tile_n}", slots, self.experts, shape.tile_n)

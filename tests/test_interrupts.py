@@ -322,7 +322,7 @@ def test_kernels_behind_one_that_fails_are_left(monkeypatch: pytest.MonkeyPatch)
         raise CompileError("refused")
 
     variants = [Variant("none.comp", (("N", i),)) for i in range(100)]
-    library = SimpleNamespace(compile_each=lambda users, batch: ((variant, b"") for variant in users), specialization=lambda variant: ())
+    library = SimpleNamespace(compile_each=lambda users, batch: ((variant, b"") for variant in users), specialization=lambda _: ())
     dispatches = [SimpleNamespace(kernel=variant, args=(), push=b"") for variant in variants]
     with pytest.raises(CompileError, match="refused"):
         compile_kernels(SimpleNamespace(kernels=fail), library, dispatches)  # type: ignore[arg-type]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from kernel_paths import planned_for, with_params
+from kernel_paths import planned_for, with_pairs, with_params
 
 from vkback import quants
 from vkback.device import Device
 from vkback.harness.cases import context_of, find_case
 from vkback.harness.runner import Workbench, prepare, run_case
-from vkback.ops import codebooks, mat_mul
+from vkback.ops import mat_mul
 from vkback.ops.case import Array, Case
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch
@@ -25,10 +26,9 @@ from vkback.shader import ShaderLibrary
 
 
 @pytest.fixture
-def paired(monkeypatch: pytest.MonkeyPatch, ctx: LowerContext) -> pytest.MonkeyPatch:
-    """What makes this device one whose IQ4 weights lie in pairs, until it is undone."""
-    monkeypatch.setattr(codebooks, "PAIRED_ON", {ctx.caps.architecture})
-    return monkeypatch
+def paired(ctx: LowerContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LowerContext:
+    """The context of this device as one whose IQ4 weights lie in pairs."""
+    return with_pairs(ctx, tmp_path, monkeypatch)
 
 
 def outputs(case: Case, device: Device, library: ShaderLibrary, ctx: LowerContext, **defines: int) -> list[Array]:
@@ -56,13 +56,17 @@ def same(a: list[Array], b: list[Array]) -> bool:
     ids=lambda p: p.line if isinstance(p, Case) else "",
 )
 def test_levels_from_the_table_are_those_of_the_formulas(
-    case: Case, shape: dict[str, Any], device: Device, library: ShaderLibrary, ctx: LowerContext, paired: pytest.MonkeyPatch
-) -> None:
+    case: Case, shape: dict[str, Any], device: Device, library: ShaderLibrary, ctx: LowerContext, paired: LowerContext,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Whichever threads fill the table, with all that lies in shared memory beside it."""
-    fixed = with_params(dataclasses.replace(ctx, act="q8_1"), **shape, lanes=8, rows=1, unroll=1, prefetch="none")
-    table = outputs(case, device, library, with_params(fixed, pairs_in_shared=True), PATH_INT=1, PAIRS_IN_SHARED=1)
-    paired.undo()
-    formulas = outputs(case, device, library, fixed, PATH_INT=1)
+
+    def fixed(ctx: LowerContext, **more: bool) -> LowerContext:
+        return with_params(dataclasses.replace(ctx, act="q8_1"), **shape, lanes=8, rows=1, unroll=1, prefetch="none", **more)
+
+    table = outputs(case, device, library, fixed(paired, pairs_in_shared=True), PATH_INT=1, PAIRS_IN_SHARED=1)
+    monkeypatch.undo()
+    formulas = outputs(case, device, library, fixed(ctx), PATH_INT=1)
     assert same(table, formulas)
 
 
@@ -85,8 +89,9 @@ def test_levels_from_the_table_are_those_of_the_formulas(
     ids=lambda p: p.line if isinstance(p, Case) else "",
 )
 def test_every_kernel_takes_pairs(
-    case: Case, params: dict[str, Any], source: str, device: Device, library: ShaderLibrary, ctx: LowerContext, paired: pytest.MonkeyPatch
+    case: Case, params: dict[str, Any], source: str, device: Device, library: ShaderLibrary, paired: LowerContext
 ) -> None:
+    ctx = paired
     if "coop" in source and matrix_shape(ctx.caps) is None:
         pytest.skip(f"{ctx.caps.name} has no cooperative matrices")
     fixed = context_of(case, with_params(ctx, **params))

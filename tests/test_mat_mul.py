@@ -21,7 +21,7 @@ from vkback.device import Device
 from vkback.graph import Tensor
 from vkback.ops import attention_prompt, mat_mul, mat_mul_pack, mat_mul_route
 from vkback.ops.attention import FlashAttnExt, prompt_job
-from vkback.ops.cooperative_matrix import KNOWN_ROW_LANES, matrix_shape
+from vkback.ops.cooperative_matrix import matrix_shape, row_lanes
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_mul_job import MatMul, MatMulShape, Way, default_shape
@@ -329,9 +329,9 @@ def test_fragments_are_alike(device: Device, library: ShaderLibrary) -> None:
 
 
 @pytest.mark.vulkan
-def test_rows_are_held_as_known(device: Device, library: ShaderLibrary) -> None:
+def test_rows_are_held_as_known(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     matrices(device)
-    assert row_lanes_found(device, library) == KNOWN_ROW_LANES[device.caps.vendor]
+    assert row_lanes_found(device, library) == row_lanes(ctx)
 
 
 def held(lanes: int, t: int, matrix: tuple[int, int, int], along: Callable[[int, int], int]) -> npt.NDArray[np.int64]:

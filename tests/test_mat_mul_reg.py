@@ -31,6 +31,7 @@ from vkback.ops.mat_vec_rope import stored_by_products
 from vkback.ops.op import OPS
 from vkback.ops.storage import shards, weight_push
 from vkback.plan.tuning import Overrides
+from vkback.plan.weight_layout import stored_type
 from vkback.shader import ShaderLibrary
 
 INF, NAN = float("inf"), float("nan")
@@ -142,7 +143,7 @@ def test_two_neighbouring_units_of_a_lane(quant: str, tmp_path: Path) -> None:
         stored = Tensor("w", quant, (rows, k), "weight")
         w, y = dev._stored(stored, raw), dev.empty((rows, k))
         (shard,) = shards(stored, dev.caps)
-        kernel = dev.compile(tmp_path / "aligned.comp", decoder(quant, k, dev.caps))
+        kernel = dev.compile(tmp_path / "aligned.comp", decoder(quant, dev.caps, stored_type(quant, k, dev.caps) != quant))
         kernel(w, y, push=weight_push(quant, shard.layout, k), groups=(rows, k // 256, 1))
         np.testing.assert_allclose(y.numpy(), quants.decode(quant, raw), rtol=1e-6, atol=1e-7)
 

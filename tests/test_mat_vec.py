@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 from kernel_paths import with_params
@@ -10,11 +11,10 @@ from suite_cases import RUNS
 
 from vkback.device import Device
 from vkback.harness.runner import run_case
-from vkback.ops import mat_vec_config
 from vkback.ops.case import Case
 from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.mat_vec_cases import mul_mat_case
-from vkback.ops.mat_vec_config import SWAP_BITS
+from vkback.ops.mat_vec_config import BitSwap
 from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 
@@ -39,15 +39,12 @@ def test_sixteen_tokens(act: Act, quant: str, device: Device, library: ShaderLib
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("vendor", SWAP_BITS)
-def test_bits_are_swapped_right_in_the_ways_of_other_vendors(
-    vendor: str, device: Device, library: ShaderLibrary, ctx: LowerContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("swap", get_args(BitSwap)[1:])
+def test_bits_are_swapped_right(swap: BitSwap, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     """shaders/quant/bit_planes.glsl. CPU drivers take none of these by themselves."""
-    monkeypatch.setattr(mat_vec_config, "SWAP_BITS", {device.caps.vendor: SWAP_BITS[vendor]})
-    ctx = dataclasses.replace(ctx, act="q8_1")
+    ctx = with_params(dataclasses.replace(ctx, act="q8_1"), swap=swap)
     case = mul_mat_case("IQ4_NL", 33, 1, 2048)
     node = case.build().node
-    assert any(("SWAP_BITS", SWAP_BITS[vendor]) in d.kernel.defines for d in OPS["MUL_MAT"].lower(node, ctx))
+    assert any(("SWAP_BITS", get_args(BitSwap).index(swap)) in d.kernel.defines for d in OPS["MUL_MAT"].lower(node, ctx))
     outcome = run_case(device, library, case, ctx)
     assert outcome.ok, outcome.text

@@ -253,6 +253,7 @@ def test_overrides_everywhere_answer_in_the_families_that_have_a_parameter(tmp_p
         ({"mat_vec": {"row": 8}}, {}, r"\[tuning\] sweep: mat_vec: unknown parameter 'row', expected one of .*rows"),
         ({"mat_vec": {"rows": 3}}, {}, r"\[tuning\] sweep: mat_vec: rows = 3 is not legal, expected one of 1, 2"),
         ({"schedule": {"router": "product"}}, {}, r"router = product is not legal, expected one of mat_vec, experts, stage"),
+        ({"weight_layout": {"codes": "pairs"}}, {}, r"weight_layout: only tables set it: weights lie on the device as they were loaded"),
         ({"mat_vec": {"rows": 8}}, {"cols": 4}, r"\[tuning\] sweep: mat_vec: unknown key 'cols', expected one of .*quant"),
         ({"mat_vec": {"rows": 8}}, {"quant": "Q9_K"}, r"mat_vec: matches nothing: quant = 'Q9_K', expected one of .*Q8_0"),
     ],
@@ -265,6 +266,7 @@ def test_overrides_refuse_what_no_table_could_say(params: dict[str, Any], match:
 @pytest.mark.parametrize(
     ("params", "says"),
     [
+        ({"codes": "pairs"}, "test: codes=pairs: no parameter is called codes"),
         ({"none_has_this": 1}, "test: none_has_this=1: no parameter is called none_has_this"),
         ({"lane_order": "zigzag"}, "test: lane_order=zigzag: zigzag is not legal"),
     ],

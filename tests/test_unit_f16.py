@@ -25,6 +25,7 @@ from vkback.ops.mat_vec_cases import mul_mat_case
 from vkback.ops.mat_vec_node import MatVecNode
 from vkback.ops.storage import shards, weight_push
 from vkback.plan.fuse_mat_vec import as_mat_vec
+from vkback.plan.weight_layout import stored_type
 
 WITH_STEPS = [name for name in quants.WEIGHT_TYPES if quants.quant(name).step_factor]
 WAYS = [(name, False) for name in quants.WEIGHT_TYPES] + [(name, True) for name in WITH_STEPS]
@@ -75,7 +76,8 @@ def test_units_become_f16(quant: str, subnormals: bool, std: float, tmp_path: Pa
         stored = Tensor("w", quant, (rows, k), "weight")
         w, y = dev._stored(stored, raw), dev.empty((rows, k // 2))
         (shard,) = shards(stored, dev.caps)
-        kernel = dev.compile(tmp_path / "to_f16.comp", decoder(quant, k, dev.caps), spec={"SUBNORMALS": int(subnormals)})
+        defines = decoder(quant, dev.caps, stored_type(quant, k, dev.caps) != quant)
+        kernel = dev.compile(tmp_path / "to_f16.comp", defines, spec={"SUBNORMALS": int(subnormals)})
         kernel(w, y, push=weight_push(quant, shard.layout, k), groups=(rows, -(-k // 256), 1))
         halves = y.numpy().view(np.float16).reshape(rows, k // 4, 4)[:, :, [0, 2, 1, 3]].reshape(rows, k)  # K order
     got = halves.astype(np.float64) * (64.0 if subnormals else 1.0)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import pytest
+from kernel_paths import with_pairs
 
 from vkback import quants
 from vkback.api.model import _compile_ahead
@@ -27,7 +28,7 @@ from vkback.models.load_bar import LoadBar
 from vkback.models.sampler import Sampler
 from vkback.models.synth import synthesize
 from vkback.models.weights import RepackWay, WeightLoad, load_weights, repacks
-from vkback.ops import codebooks
+from vkback.ops.lowering import LowerContext
 from vkback.ops.storage import shards
 from vkback.paths import builtin_model
 from vkback.quants.registry import codec
@@ -129,9 +130,9 @@ def test_the_device_repacks_as_the_host_does(type: str, device: Device, library:
 @pytest.mark.vulkan
 @pytest.mark.parametrize("type", quants.PAIRED)
 def test_a_device_that_takes_pairs_repacks_to_pairs(
-    type: str, device: Device, library: ShaderLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    type: str, device: Device, library: ShaderLibrary, ctx: LowerContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codebooks, "PAIRED_ON", {device.caps.architecture})
+    with_pairs(ctx, tmp_path, monkeypatch)
     file, weight = weight_of("plain", 1, type, 70, 256, tmp_path / type)
     same(device, library, file, weight)
     want = quants.repack(quants.PAIRED[type], file.tensors["t0"].data.reshape(70, -1), 256)

@@ -42,12 +42,12 @@ from vkback.plan.training import training_graph
 from vkback.plan.tuning import Tuning
 
 LAYERS = 4
-"""Of a model at most: enough for both kinds of layers that mixed models have."""
+"""Of a model at most: with fewer, models of several kinds of layers have only one."""
 
 ONE_TYPE = ("Q4_K_M", "MXFP4", "F16", "Q8_0")
-"""Of a large shape the first of these that it has; of the shape below all."""
+"""Of a shape the first of these that it has; of those below more."""
 
-ALL_TYPES = "llama-8b"
+MORE_TYPES = {"llama-8b": ("Q2_K", "Q4_K_M", "Q8_0", "IQ4_XS", "F32"), "tiny-llama": ("Q8_0", "F32")}
 
 TOKENS = (2, 4, 8, 16, 17, 33, 64, 512)
 
@@ -141,11 +141,10 @@ def _chosen_models(quick: bool) -> Iterator[str]:
     known = synthetic_names()
     for shape in SHAPES:
         types = [name.removeprefix(f"{shape}-") for name in known if name.startswith(f"{shape}-")]
-        types = [t for t in types if f"{shape}-{t}" in known and "-" not in t]
-        if shape != ALL_TYPES and not shape.startswith("tiny-"):
-            types = [next((t for t in ONE_TYPE if t in types), types[0])]
+        types = [t for t in types if "-" not in t]  # of a shape whose name goes on
+        types = list(MORE_TYPES.get(shape, (next((t for t in ONE_TYPE if t in types), types[0]),)))
         if quick:
-            types = [t for t in types if shape.startswith("tiny-") or (shape == ALL_TYPES and t in ("Q4_K_M", "IQ4_XS"))]
+            types = [types[1], types[3]] if shape == "llama-8b" else types if shape.startswith("tiny-") else []
         yield from (f"{shape}-{t}" for t in types)
 
 

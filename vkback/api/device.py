@@ -31,13 +31,13 @@ from vkback.api.push import Push, packed
 from vkback.device import Arena, BufferRange, Capabilities, Commands, Kernel, inspect, list_devices
 from vkback.device import Device as VulkanDevice
 from vkback.graph import Graph, Node, Tensor
-from vkback.ops.codebooks import stored_type
 from vkback.ops.f16_range import rescaled
 from vkback.ops.lowering import ACTS, Act, LowerContext
 from vkback.ops.storage import shards
 from vkback.plan.planner import plan
 from vkback.plan.schedule import aligned
 from vkback.plan.tuning import Tuning
+from vkback.plan.weight_layout import stored_type
 from vkback.program import Program, WeightRanges
 from vkback.program.values import decoded, stored_bytes
 from vkback.shader import ShaderLibrary, Variant

@@ -23,10 +23,10 @@ from vkback.device import Arena, BufferRange, Commands, Device, Recorder
 from vkback.graph import Tensor
 from vkback.models.gguf_file import GgufError, GgufFile, GgufTensor
 from vkback.models.weight_rows import Bytes, gather_rows, sources
-from vkback.ops.codebooks import stored_type
 from vkback.ops.dispatch import ceil_div, pack_push
 from vkback.ops.storage import shards
 from vkback.plan.schedule import aligned
+from vkback.plan.weight_layout import stored_type
 from vkback.quants.device_layout import padded_rows
 from vkback.quants.word_moves import COARSE, LARGE, UNSOUND, WordMoves, word_moves
 from vkback.shader import ShaderLibrary, Variant

@@ -24,9 +24,9 @@ from vkback.models.gguf_file import GgufFile
 from vkback.models.load_bar import LoadBar
 from vkback.models.weight_rows import decoded, file_bytes, gather_rows, not_numbers, vector_values
 from vkback.models.weight_stream import OnBytes, OnWait, StreamTimes, WeightStream
-from vkback.ops.codebooks import stored_type
 from vkback.ops.storage import shards
 from vkback.plan.schedule import aligned
+from vkback.plan.weight_layout import stored_type
 from vkback.program import WeightRanges
 from vkback.quants.word_moves import moves_words
 from vkback.shader import ShaderLibrary

@@ -8,6 +8,8 @@ import numpy as np
 
 from vkback import quants
 from vkback.device import Capabilities
+from vkback.ops.family import Chooser, declare
+from vkback.ops.lowering import LowerContext
 from vkback.shader import register_include
 
 CODEBOOK_TYPES = tuple(dict.fromkeys(t.codebook.name for t in quants.QUANTS.values() if t.codebook))
@@ -17,39 +19,39 @@ BYTE_SHIFTS = (0, 8, 4, 12)
 """Where 16 bits hold what belongs in bytes 0..3 of a word: `(e | e << 12) & mask` puts all four there at once."""
 
 
-PAIRED_ON = frozenset({"hopper"})
-"""Architectures with so much bandwidth for their arithmetic that types of `quants.PAIRED` lie in pairs, for look-ups in shared memory."""
-
-MAX_PAIRED_K = 14336
-"""Columns of a weight in pairs: 48 KB of shared memory hold the table of pairs (32 KB) and so many of x, at 36 bytes a unit."""
-
+declare(
+    "weight_layout",
+    match={"quant": tuple(quants.PAIRED), "k": "number"},
+    params={"codes": ("planes", "pairs")},  # of 4-bit codes: bit by bit, or two to a byte for look-ups in shared memory
+    fixed="weights lie on the device as they were loaded",
+)
 
 IN_PAIRS: dict[str, str | int] = {"CODE_PAIRS": 1}
 """What kernels are told of a weight in pairs."""
 
 
-def in_pairs(quant: str, k: int, caps: Capabilities) -> bool:
-    """Whether the codes of a weight of k columns lie in pairs on a device."""
-    return quant in quants.PAIRED and k <= MAX_PAIRED_K and caps.architecture in PAIRED_ON
+def in_pairs(quant: str, k: int, tables: Chooser) -> bool:
+    """Whether the codes of a weight of k columns lie in pairs on the device of these tables."""
+    return quant in quants.PAIRED and tables.pick("weight_layout", quant=quant, k=k)["codes"] == "pairs"
 
 
-def stored_type(quant: str, k: int, caps: Capabilities) -> str:
-    """The name that `quants.repack` and `quants.unpack` have for a type in the layout that a weight of k columns has on a device."""
-    return quants.PAIRED[quant] if in_pairs(quant, k, caps) else quant
+def layout_defines(pairs: bool) -> dict[str, str | int]:
+    """Defines that say in which layout a weight lies on a device."""
+    return IN_PAIRS if pairs else {}
 
 
-def layout_defines(quant: str, k: int, caps: Capabilities) -> dict[str, str | int]:
-    """Defines that say in which layout a weight of k columns lies on a device."""
-    return IN_PAIRS if in_pairs(quant, k, caps) else {}
-
-
-def decoder(quant: str, k: int, caps: Capabilities) -> dict[str, str | int]:
-    """Defines that choose the decoder of a weight of k columns (shaders/quant) in a kernel."""
+def decoder(quant: str, caps: Capabilities, pairs: bool = False) -> dict[str, str | int]:
+    """Defines that choose the decoder of a weight (shaders/quant) in a kernel. pairs: as `in_pairs` says of it."""
     t = quants.quant(quant)
-    defines = {"QUANT_FILE": f'"{t.shader}"', **layout_defines(quant, k, caps)}
+    defines = {"QUANT_FILE": f'"{t.shader}"', **layout_defines(pairs)}
     if t.codebook:
         defines["CODEBOOK_LITERALS"] = int(caps.software)
     return defines
+
+
+def decoder_of(quant: str, k: int, ctx: LowerContext) -> dict[str, str | int]:
+    """`decoder` of a weight of k columns."""
+    return decoder(quant, ctx.caps, in_pairs(quant, k, ctx.tuning))
 
 
 def shared_bytes(quant: str, caps: Capabilities) -> int:

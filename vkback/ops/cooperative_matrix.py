@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vkback.device import Capabilities
+from vkback.ops.family import CountOr, declare
 from vkback.ops.lowering import LowerContext
 from vkback.quants import UNIT
 from vkback.shader import Spec
@@ -28,13 +29,20 @@ def fragments_possible(matrix: tuple[int, int, int], caps: Capabilities) -> bool
     return matrix[1] * matrix[2] == 8 * caps.subgroup_size
 
 
-KNOWN_ROW_LANES = {"nvidia": 4, "software": 8}
-"""Lanes that share a row of a matrix, by vendor: NVIDIA's driver 580 and Mesa 26's llvmpipe, as vkback/program/fragments.py found them."""
+declare(
+    "cooperative_matrix",
+    match={},
+    params={"row_lanes": CountOr("unknown")},  # neighbouring lanes that share a row of a matrix (shaders/mat_mul/matrix.glsl)
+)
 
 
 def row_lanes(ctx: LowerContext) -> int:
-    """Neighbouring lanes that share a row of a matrix (shaders/mat_mul/matrix.glsl), 0 where that is not known."""
-    return KNOWN_ROW_LANES.get(ctx.caps.vendor, 0) if ctx.row_lanes is None else ctx.row_lanes
+    """Neighbouring lanes that share a row of a matrix (shaders/mat_mul/matrix.glsl), 0 where that is not known: as the check at start-up
+    found them (vkback/program/fragments.py), without it, as for a recorded device, as the tables say."""
+    if ctx.row_lanes is not None:
+        return ctx.row_lanes
+    known = ctx.tuning.pick("cooperative_matrix")["row_lanes"]
+    return 0 if known == "unknown" else int(known)
 
 
 def matrix_spec(subgroups: int, matrix: tuple[int, int, int], caps: Capabilities) -> Spec:

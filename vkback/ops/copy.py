@@ -16,7 +16,7 @@ from vkback.ops.as_floats import as_floats
 from vkback.ops.boxes import EXACT, box_copy
 from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
-from vkback.ops.codebooks import decoder
+from vkback.ops.codebooks import decoder_of
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import copy_dispatch, permuted, random_values, stored_tolerance
 from vkback.ops.lowering import LowerContext, PlanError
@@ -142,7 +142,7 @@ class Convert(Op):
         threads = prod(four.shape[:3]) * ceil_div(k, 32)
         choice = ctx.tuning.pick("copy", elements=four.elements)
         wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
-        defines = {"WG_SIZE": wg, "TO_F16": int(y.type == "F16"), "WIDTH": 4 if k % 4 == 0 else 1, **decoder(x.type, columns, ctx.caps)}
+        defines = {"WG_SIZE": wg, "TO_F16": int(y.type == "F16"), "WIDTH": 4 if k % 4 == 0 else 1, **decoder_of(x.type, columns, ctx)}
         push = (*weight_push(x.type, parts[0].layout, columns), *four.shape[:3], *(s // columns for s in four.strides[:3]))
         return Dispatch(
             Variant("copy/decode.comp", tuple(sorted(defines.items()))),

@@ -11,7 +11,7 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Tolerance
-from vkback.ops.codebooks import layout_defines
+from vkback.ops.codebooks import in_pairs, layout_defines
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.storage import nbytes, weight_push
@@ -134,7 +134,7 @@ def encoded(
     defines = {
         "BLOCK": f"{block}u", "WHOLE_GROUP": int(whole_group), f"TYPE_{y.type}": 1, "WG_SIZE": wg,
         "ENCODE_FILE": f'"encode/{"codebooks" if y.type in _CODEBOOKS else "blocks" if whole_group else "units"}.glsl"',
-        **layout_defines(y.type, y.shape[-1], ctx.caps),
+        **layout_defines(in_pairs(y.type, y.shape[-1], ctx.tuning)),
         **(_of_codebook(y.type, ctx) if y.type in _CODEBOOKS else _DEFINES[y.type]),
     }  # fmt: skip
     words = 0 if ids is None else 2 if ids.tensor.type == "I64" else 1

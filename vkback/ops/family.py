@@ -32,11 +32,13 @@ def table_word(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's rows may contain: `match` keys with their kind, `set` keys with their kind, `never` what nobody asks for."""
+    """What a family's rows may contain: `match` keys with their kind, `set` keys with their kind, `never` what nobody asks for. fixed: why
+    nothing but tables may set its parameters; "" where cases, sweeps and scripts may."""
 
     match: Mapping[str, MatchKind]
     set: Mapping[str, ParameterKind]
     never: tuple[Mapping[str, Collection[Any]], ...] = ()
+    fixed: str = ""
 
     def why_illegal(self, parameter: str, value: Any) -> str:
         """What a value of a parameter should have been; "" when it is legal."""
@@ -66,13 +68,14 @@ def declare(
     match: Mapping[str, MatchKind],
     params: Mapping[str, ParameterKind],
     never: Sequence[Mapping[str, Collection[Any]]] = (),
+    fixed: str = "",
 ) -> None:
     """Make a family known. match: keys with their kind, the key that tells most first; params: parameters with their kind; never:
-    combinations of match values that do not occur.
+    combinations of match values that do not occur; fixed: why nothing but tables may set the parameters.
 
     What is not a quantity is a word or a boolean, never a number that stands for one.
     """
-    FAMILIES[name] = Family(dict(match), dict(params), tuple(never))
+    FAMILIES[name] = Family(dict(match), dict(params), tuple(never), fixed)
 
 
 @dataclass(frozen=True)

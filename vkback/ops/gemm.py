@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vkback.graph import Node, Tensor
-from vkback.ops.codebooks import decoder
+from vkback.ops.codebooks import decoder_of
 from vkback.ops.column_sums import column_sums
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.family import declare
@@ -116,11 +116,11 @@ def lower_product_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor,
     k, n = w.shape
     tile, depth = tile_of(m, n), 32
     check_grid(node, Product(m, n, k), tile)
-    defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TRANSPOSED": 0, **decoder(w.type, n, ctx.caps)}
+    defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TRANSPOSED": 0, **decoder_of(w.type, n, ctx)}
     parts = shards(w, ctx.caps)
     lanes, required, source = shuffle_lanes(ctx, Product(m, n, k))
     if lanes:
-        own = {"LANES": lanes, "VECTORS": vectors_of(m, lanes), "A_TRANSPOSED": 0, **decoder(w.type, n, ctx.caps)}
+        own = {"LANES": lanes, "VECTORS": vectors_of(m, lanes), "A_TRANSPOSED": 0, **decoder_of(w.type, n, ctx)}
         kernel = Variant("mul_mat/gemm_weight_lanes.comp", _sorted(own), required)
         dispatches = []
         for i, part in enumerate(parts):

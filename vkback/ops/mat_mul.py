@@ -145,7 +145,7 @@ def _by_matrices(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int
     }  # fmt: skip
     shader = "mat_mul/coop_mat.comp"
     product = Dispatch(
-        Variant.of(shader, decoder(job.w.type, job.w.shape[-1], caps), spec=spec, subgroup_size=required_subgroup(caps)),
+        Variant.of(shader, decoder(job.w.type, caps, job.pairs), spec=spec, subgroup_size=required_subgroup(caps)),
         interface(shader).bound(buffers, weight),
         push,
         grid(job, shape, shard),
@@ -247,7 +247,7 @@ def _by_rows(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
     wg = shape.subgroups * lanes
     q8_out = job.y.type == "Q8_1"
     defines: Defines = {
-        **decoder(job.w.type, job.w.shape[-1], caps),
+        **decoder(job.w.type, caps, job.pairs),
         **epilogue_defines(job),
         "WG": wg,
         "ROWS": shape.tile_m // wg,

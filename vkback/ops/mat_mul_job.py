@@ -103,6 +103,7 @@ class MatMul:
     route     what `route` makes of the ids of the slots
     x_scale   what an F16 x was multiplied by, and out_scale what an F16 y will be, so that all values stay within 65504
     x_factors  F32 [n], coop_mat alone: what each column of y is multiplied by, as `pack_f16` stored it; then there is no bias
+    pairs     the weight's codes lie in pairs on the device (vkback/ops/codebooks.py)
     glu       "": none. Rows of w alternate gate and up: "silu": silu(gate) * up; "gelu": gelu(gate) * up; "oai": the clamped form
               of the first with alpha and limit
 
@@ -136,6 +137,7 @@ class MatMul:
     squares: Tensor | None = None
     eps: float = 0.0
     heads: Heads | None = None
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         """Raises PlanError where a GLU has a gate too many."""

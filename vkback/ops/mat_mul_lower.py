@@ -13,6 +13,7 @@ from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops import mat_mul_reg
 from vkback.ops.case import Tolerance
+from vkback.ops.codebooks import in_pairs
 from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, row_lanes
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.family import Choice, declare
@@ -141,7 +142,7 @@ def lower_transposed(
     """The dispatches of dx [n, k] = dy [n, m] w [m, k] [+ before] by matrices."""
     assert choice.shape is not None
     packing, x, factors = _packed_by_rows(dy, dy.shape[0], choice.shape, ctx)
-    job = MatMul(w, x, dx, dy.shape[0], residual=before, x_factors=factors, transposed=True, label=name)
+    job = MatMul(w, x, dx, dy.shape[0], residual=before, x_factors=factors, transposed=True, label=name, pairs=_in_pairs(w, ctx))
     return [packing, *(dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in lower(job, choice.shape, ctx.caps))]
 
 
@@ -271,6 +272,7 @@ def lower_node(node: MatVecNode, choice: MatMulChoice, ctx: LowerContext, heads:
         squares=node.squares,
         eps=float(params["squares_eps"]) if node.squares is not None else 0.0,
         heads=heads,
+        pairs=_in_pairs(node.w, ctx),
     )  # fmt: skip
     kernels = mat_mul_reg.lower(job, shape, caps) if shape.way == "coop_reg" else lower(job, shape, caps)
     dispatches = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]
@@ -301,7 +303,7 @@ def _lower_heads(node: MatVecNode, shape: MatMulShape, source: str, ctx: LowerCo
         x = taken
     plain = node.y if node.y.type == "F32" else Tensor(f"{name}.f32", "F32", node.y.shape)
     target = dataclasses.replace(plain, shape=(slots, node.m))
-    job = MatMul(node.w, x, target, slots, route=routes, x_scale=ctx.f16_scale(x), label=name)
+    job = MatMul(node.w, x, target, slots, route=routes, x_scale=ctx.f16_scale(x), label=name, pairs=_in_pairs(node.w, ctx))
     dispatches = [dataclasses.replace(d, reason=f"{d.reason}: {source}") for d in lower(job, shape, caps)]
     behind = quantize_dispatch(plain, node.y, ctx) if plain is not node.y else []
     own = {t.name: t for t in (node.x, plain)}
@@ -309,6 +311,10 @@ def _lower_heads(node: MatVecNode, shape: MatMulShape, source: str, ctx: LowerCo
         dataclasses.replace(d, args=tuple(dataclasses.replace(a, tensor=own.get(a.tensor.name, a.tensor)) for a in d.args))
         for d in [*before, *dispatches, *behind]
     ]
+
+
+def _in_pairs(w: Tensor, ctx: LowerContext) -> bool:
+    return in_pairs(w.type, w.shape[-1], ctx.tuning)
 
 
 def _behind(node: MatVecNode, shape: MatMulShape, ctx: LowerContext) -> tuple[Tensor, list[Dispatch]]:

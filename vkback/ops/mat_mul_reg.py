@@ -161,7 +161,7 @@ def _product(job: MatMul, shape: MatMulShape, caps: Capabilities, index: int, sh
         buffers |= _epilogue_buffers(job, shard, caps)
     groups = grid(job, shape, shard)
     return Dispatch(
-        Variant.of(shader, decoder(job.w.type, job.w.shape[-1], caps), spec=spec, subgroup_size=required_subgroup(caps)),
+        Variant.of(shader, decoder(job.w.type, caps, job.pairs), spec=spec, subgroup_size=required_subgroup(caps)),
         interface(shader).bound(buffers, weight),
         push_words(job, shape, shard, units_stride(job.k, shape, caps), y_stride),
         groups,

@@ -30,6 +30,8 @@ Prefetch = Literal["none", "weights", "weights+x"]
 Scales = Literal["weights", "sums", "levels", "levels_bfe"]
 """Float path: scales multiply every weight, or the sums of a unit's products with whole numbers; "levels": the latter, of numbers looked up
 in shared memory; "levels_bfe": by codes that are bit fields, not bytes."""
+BitSwap = Literal["xor", "differences", "masks"]
+"""How a step of turning planes of bits into bytes selects bits; number i is word i of SWAP_BITS in shaders/quant/bit_planes.glsl."""
 LaneOrder = Literal["strided", "blocked"]
 """The units that a lane takes at once are LANES apart, or neighbours."""
 
@@ -46,9 +48,6 @@ LEVEL_TABLES: Mapping[str, int] = {"levels": 1, "levels_bfe": 2}
 
 BIT_PLANES = frozenset({"IQ4_NL", "IQ4_XS"})
 """Types that shaders/quant/bit_planes.glsl turns into bytes."""
-
-SWAP_BITS = {"nvidia": 1, "qualcomm": 2}
-"""By vendor: how it does that."""
 
 PAIR_BYTES = 1024
 """Of a copy of the table of pairs of levels; MAX_PAIR_LANES lanes of a subgroup have one each (shaders/quant/iq4_pairs.glsl)."""
@@ -110,6 +109,8 @@ declare(
     never=_never(),
 )
 
+declare("bit_planes", match={"quant": tuple(sorted(BIT_PLANES))}, params={"swap": get_args(BitSwap)})
+
 
 @dataclass(frozen=True)
 class MatVecConfig:
@@ -131,6 +132,8 @@ class MatVecConfig:
         columns               tokens of a workgroup
         groups                workgroups at most, None: one a tile
         subgroup, required    subgroup size that the kernel relies on, 1: none is known; the size to require of the pipeline
+        pairs                 the weight's codes lie in pairs
+        bit_swap              how planes of bits become bytes, in types that have such
         reduce_subgroup       reductions over the workgroup use subgroup arithmetic
         loop_tiles, m_aligned  of a launch: a workgroup takes several tiles; the rows are a whole number of tiles
 
@@ -169,6 +172,8 @@ class MatVecConfig:
     stores_sum: bool = False
     scales: Scales = "weights"
     pairs_in_shared: bool = False
+    pairs: bool = False
+    bit_swap: BitSwap = "xor"
     loop_tiles: bool = False
     m_aligned: bool = False
     adjustments: tuple[Adjustment, ...] = ()
@@ -280,6 +285,7 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext, *, routes: bool =
     columns = min(node.n, max(1, EXACT_SUMS // rows) if ctx.exact else MAX_COLUMNS, MAX_COLUMNS) if node.experts == "none" else 1
     copies = (choice["x_in_shared"] or sync == "sentinel") and node.x.type == "Q8_1" and path == "int" and columns == 1
     copies |= sync == "sentinel" and node.x.type == "F32" and path == "float" and columns == 1 and not norm and node.k % 32 == 0
+    pairs = in_pairs(node.w.type, node.k, ctx.tuning)
     params = node.node.params
     config = MatVecConfig(
         quant=node.w.type, path=path, k=node.k, x_width=node.x.shape[-1], x=node.x.type, y=node.y.type,
@@ -292,7 +298,8 @@ def configure(node: MatVecNode, path: Path, ctx: LowerContext, *, routes: bool =
         expert_choice=expert_choice(node.node, node.extra["logits"], ctx, bias=node.extra.get("selection_bias")) if node.chosen else None,
         choice_scale=float(params["scale"]) if node.chosen else 1.0, gelu=node.gelu, stores_sum=node.summed is not None,
         scales=_scales(choice, node.w.type, path),
-        pairs_in_shared=choice["pairs_in_shared"] and path == "int" and in_pairs(node.w.type, node.k, ctx.caps),
+        pairs_in_shared=choice["pairs_in_shared"] and path == "int" and pairs, pairs=pairs,
+        bit_swap=ctx.tuning.pick("bit_planes", quant=node.w.type)["swap"] if node.w.type in BIT_PLANES else "xor",
     )  # fmt: skip
     config = _fitted(config, node.node.name, ctx)
     if config.prefetch == "weights+x" and not config.can_prefetch_x:
@@ -353,7 +360,7 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
     """The defines of shaders/mat_vec/mat_vec.comp."""
     words = {"PROLOGUE": config.prologue, "EXPERTS": config.experts, "PREFETCH": config.prefetch}
     defines: Defines = {
-        **decoder(config.quant, config.k, caps),
+        **decoder(config.quant, caps, config.pairs),
         **{name: SHADER_WORDS[name].index(word) for name, word in words.items()},
         "PATH_INT": int(config.path == "int"),
         "WG": config.wg,
@@ -373,8 +380,8 @@ def shader_defines(config: MatVecConfig, caps: Capabilities) -> Defines:
         "M_ALIGNED": int(config.m_aligned),
         **{f"BIND_{role.upper()}": binding for binding, role in enumerate(config.roles, 3)},
     }
-    if config.quant in BIT_PLANES and caps.vendor in SWAP_BITS:
-        defines["SWAP_BITS"] = SWAP_BITS[caps.vendor]
+    if config.bit_swap != "xor":
+        defines["SWAP_BITS"] = get_args(BitSwap).index(config.bit_swap)
     if config.pairs_in_shared:
         defines["PAIRS_IN_SHARED"] = 1
     if config.scales != "weights":
@@ -440,7 +447,7 @@ def _other_adjustments(choice: Choice, config: MatVecConfig, node: MatVecNode, c
         else:
             why = f"a lane takes {config.unroll} units at once, no power of two above 1"
         yield Adjustment("lane_order", choice["lane_order"], config.lane_order, why)
-    if choice["pairs_in_shared"] and not config.pairs_in_shared and config.path == "int" and in_pairs(config.quant, config.k, caps):
+    if choice["pairs_in_shared"] and not config.pairs_in_shared and config.path == "int" and config.pairs:
         yield Adjustment("pairs_in_shared", True, False, f"{caps.max_shared_memory} bytes of shared memory do not hold the table")
     copies = config.prologue == "copy"
     if choice["x_in_shared"] != copies:

@@ -16,7 +16,7 @@ from vkback.ops import set_rows as rows_anyhow
 from vkback.ops.cache import QUANTIZED, as_stored, store_units, stored_tolerance
 from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
-from vkback.ops.codebooks import decoder
+from vkback.ops.codebooks import decoder_of
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import declare
@@ -254,7 +254,7 @@ class GetRows(Op):
         units = ceil_div(k, 32)
         choice = ctx.tuning.pick("rows", k=k, n=n)
         wg = workgroup_size(ctx.caps, choice["wg_size"], units * n)
-        defines: Defines = {"WG_SIZE": wg, **decoder(table.type, k, ctx.caps), "WIDTH": 4 if k % 4 == 0 else 1}
+        defines: Defines = {"WG_SIZE": wg, **decoder_of(table.type, k, ctx), "WIDTH": 4 if k % 4 == 0 else 1}
         parts = shards(table, ctx.caps)
         rows = prod(table.shape[:-1])
         return [

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from vkback.device import Capabilities
 from vkback.ops.dispatch import Dispatch
+from vkback.ops.family import CountOr, declare
 from vkback.ops.storage import nbytes
 from vkback.plan.schedule import Schedule, overlap
 from vkback.plan.sync import ARRIVALS, STATE
+from vkback.plan.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -58,27 +60,27 @@ def predicted_us(stage: Sequence[Dispatch], costs: Costs, rows: int, barrier_fre
     return (costs.barrier_free_us if barrier_free else costs.stage_us) + sum(moved_bytes(d, rows) for d in stage) / costs.read_gb_s / 1e3
 
 
-GPU_GB_S, GPU_GFLOPS = 20.0, 100.0
-"""Low rates for a GPU that shares the host's memory: the slowest ones sold in PCs reach some 30 GB/s and 400 GFLOPS at best."""
-
-SLOW_GB_S, SLOW_GFLOPS = 3.0, 3.0
-"""Rates of CPU drivers and Raspberry Pis; llvmpipe on two busy cores makes 3.3 to 6.4 GFLOPS in prompts."""
-
-GIB_GB_S, GIB_GFLOPS = 10.0, 100.0
-"""Rates of a GPU with memory of its own, per GiB of it: peaks are 14 to 70 GB/s and 300 GFLOPS to 2 TFLOPS per GiB."""
+declare(
+    "low_rates",
+    match={"device_type": "word"},
+    params={  # what a device surely reaches, to bound the length of a submit before anything is measured
+        "gb_s": "positive",
+        "gflops": "positive",
+        "gb_s_per_gib": CountOr("none"),  # of a device's own memory; the larger of both counts
+        "gflops_per_gib": CountOr("none"),
+    },
+)
 
 LOW_STAGE_US = 10.0
 
 
 def low_costs(caps: Capabilities) -> Costs:
     """Costs for a device that was not measured, on the high side: for limits on the length of a submit."""
-    if caps.device_type == "cpu" or caps.vendor == "broadcom":
-        rate, gflops = SLOW_GB_S, SLOW_GFLOPS
-    elif caps.device_type == "discrete":
-        gib = max((heap.size for heap in caps.heaps if heap.device_local), default=0) / 2**30
-        rate, gflops = max(GPU_GB_S, GIB_GB_S * gib), max(GPU_GFLOPS, GIB_GFLOPS * gib)
-    else:
-        rate, gflops = GPU_GB_S, GPU_GFLOPS
+    low = Tuning.for_device(caps).pick("low_rates", device_type=caps.device_type)
+    gib = max((heap.size for heap in caps.heaps if heap.device_local), default=0) / 2**30
+    rate, gflops = (
+        max(float(low[key]), 0.0 if low[f"{key}_per_gib"] == "none" else low[f"{key}_per_gib"] * gib) for key in ("gb_s", "gflops")
+    )
     return Costs(rate, LOW_STAGE_US, LOW_STAGE_US, f"a low guess for a device of type {caps.device_type}", gflops)
 
 

@@ -104,6 +104,8 @@ class Overrides:
             where = f"[tuning] {self.source}: {name}"
             if name not in families:
                 raise TuningError(f"{where}: no such family, expected one of {', '.join(sorted(families))}")
+            if families[name].fixed:
+                raise TuningError(f"{where}: only tables set it: {families[name].fixed}")
             for key, value in params.items():
                 check_parameter(where, families[name], key, value)
             for key, value in self.match.items():
@@ -119,7 +121,7 @@ class Overrides:
     @classmethod
     def everywhere(cls, tables: Chooser, params: Mapping[str, Any], source: str) -> Overrides:
         """With overrides in every family that takes the parameters. Raises TuningError for a parameter that none takes."""
-        families = known_families()
+        families = {name: family for name, family in known_families().items() if not family.fixed}
         for key, value in params.items():
             if fault := fault_anywhere(key, value, families.values()):
                 raise TuningError(f"[tuning] {source}: {key}={table_word(value)}: {fault}")
@@ -146,7 +148,8 @@ def identity(tables: Chooser) -> str:
 
 def known_families() -> Mapping[str, Family]:
     """Every family of tables: those of the ops and the planner's own."""
-    import vkback.plan.schedule_choice  # noqa: F401  declares the planner's family; with it come all ops and theirs
+    import vkback.plan.forecast
+    import vkback.plan.schedule_choice  # noqa: F401  these declare the planner's families; with them come all ops and theirs
 
     return FAMILIES
 

@@ -155,7 +155,7 @@ class Kernels:
         for key, kernel in start_kernels(self._device, self._library, keys, self._pipelines, batch=AHEAD_BATCH):
             if self._closed:
                 return
-            kernel.add_done_callback(partial(_hand_over, self._found[key]))
+            kernel.add_done_callback(partial(_deliver, self._found[key]))
             yield key
 
     def trim(self, most: int) -> None:
@@ -174,7 +174,7 @@ class Kernels:
         self._pipelines.shutdown(cancel_futures=True)
 
 
-def _hand_over(target: Future[Kernel], made: Future[Kernel]) -> None:
+def _deliver(target: Future[Kernel], made: Future[Kernel]) -> None:
     """What became of a pipeline, to whoever waits for it; one that was never begun is left."""
     if made.cancelled():
         return

@@ -10,9 +10,9 @@ from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.case import Array
-from vkback.ops.codebooks import stored_type
 from vkback.ops.general import DTYPES, INTEGERS
 from vkback.ops.storage import VALUE_BYTES, in_planes, nbytes, shards
+from vkback.plan.weight_layout import stored_type
 
 NAN_WORD = 0x7FC0DEAD
 """Fills memory that has no value yet: NaN as F32, F16 and BF16."""
