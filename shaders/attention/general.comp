@@ -112,7 +112,9 @@ void main() {
             s = inside ? s : LOWEST;
             const float old_max = score_max[j];
             score_max[j] = max(old_max, wg_max(s));
-            const float weight = s == LOWEST ? 0.0 : exp_bounded(s - score_max[j]);
+            // exp_bounded() would make a number of a NaN.
+            const bool is_nan = (floatBitsToUint(score[j]) & 0x7fffffffu) > 0x7f800000u;
+            const float weight = inside && is_nan ? score[j] : s == LOWEST ? 0.0 : exp_bounded(s - score_max[j]);
             rescale[j] = old_max == LOWEST ? 0.0 : exp_bounded(old_max - score_max[j]);
             weight_sum[j] = weight_sum[j] * rescale[j] + wg_sum(weight);
             weights[j][thread] = weight;
@@ -145,7 +147,7 @@ void main() {
             factor = score_max[j] == LOWEST ? 0.0 : exp_bounded(score_max[j] - max_with_sink);
             weight_sum[j] = weight_sum[j] * factor + exp_bounded(sink - max_with_sink);
         }
-        const float part = weight_sum[j] > 0.0 ? factor / weight_sum[j] : 0.0;
+        const float part = weight_sum[j] == 0.0 ? 0.0 : factor / weight_sum[j];
         const uint to = ((sequence * p.tokens + token[j]) * p.heads + head[j]) * p.v_dim;
         for (uint d = thread; d < p.v_dim; d += WG_SIZE) y[to + d] = sums[j][d] * part;
     }

@@ -50,14 +50,17 @@ float xielu(float v) {
     return (expm1_exact(min(v, 1e-7)) - v) * (0.5 + softplus(p.a)) + 0.5 * v;
 }
 
+// A NaN stays one: bounds and comparisons within the functions would make a number of it, and nobody would learn that an earlier value was none.
+float apply(float v) { return (floatBitsToUint(v) & 0x7fffffffu) > 0x7f800000u ? v : FUNCTION(v); }
+
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     if (i >= p.elements) return;
 #if WIDTH == 4
     vec4 v = x[i];
-    for (int c = 0; c < 4; c++) v[c] = FUNCTION(v[c]);
+    for (int c = 0; c < 4; c++) v[c] = apply(v[c]);
     y[i] = v;
 #else
-    y[i] = FUNCTION(x[i]);
+    y[i] = apply(x[i]);
 #endif
 }

@@ -13,13 +13,16 @@
 #define CACHE_Q4_0 2
 #endif
 
+uint magnitude_bits(float v) { return floatBitsToUint(v) & 0x7fffffffu; }
+
 float reciprocal(float v) { return abs(v) < 1e-38 ? 0.0 : 1.0 / v; }
 
-// Scales by the value farthest from zero, the first one of equals: it becomes 127 steps (Q8_0), or -8 (Q4_0).
+// Scales by the value farthest from zero, the first one of equals: it becomes 127 steps (Q8_0), or -8 (Q4_0). Magnitudes are compared as bits,
+// where NaN is above all numbers: its unit gets a scale of NaN.
 float unit_scale(vec4 v[8], uint type) {
     float extreme = 0.0;
     [[unroll]] for (uint j = 0; j < 8; j++)
-        [[unroll]] for (uint c = 0; c < 4; c++) extreme = abs(v[j][c]) > abs(extreme) ? v[j][c] : extreme;
+        [[unroll]] for (uint c = 0; c < 4; c++) extreme = magnitude_bits(v[j][c]) > magnitude_bits(extreme) ? v[j][c] : extreme;
     return type == CACHE_Q8_0 ? abs(extreme) / 127.0 : extreme / -8.0;
 }
 

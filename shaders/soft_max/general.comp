@@ -51,7 +51,7 @@ void main() {
 #if MASK
         z += slope * mask[mask_row * p.dim + i];
 #endif
-        z = max(z, MASKED);
+        z = z < MASKED ? MASKED : z;  // max() may drop a NaN
         y[row * p.dim + i] = z;
         largest = max(largest, z);
     }
@@ -62,7 +62,7 @@ void main() {
     float part = 0.0;
     for (uint i = t; i < p.dim; i += WG_SIZE) {
         const float z = y[row * p.dim + i];
-        const float e = z > MASKED ? exp(z - largest) : 0.0;
+        const float e = z == MASKED ? 0.0 : exp(z - largest);
         y[row * p.dim + i] = e;
         part += e;
     }
@@ -70,6 +70,6 @@ void main() {
 #if SINKS
     total += exp(sinks[head] - largest);
 #endif
-    const float scale = total > 0.0 ? 1.0 / total : 0.0;
+    const float scale = total == 0.0 ? 0.0 : 1.0 / total;
     for (uint i = t; i < p.dim; i += WG_SIZE) y[row * p.dim + i] *= scale;
 }

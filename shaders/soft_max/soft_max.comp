@@ -33,7 +33,7 @@ float masked(uint row, uint i) {
 #if MASK
     z += mask[(row % p.mask_rows) * p.dim + i];
 #endif
-    return max(z, MASKED);
+    return z < MASKED ? MASKED : z;  // max() may drop a NaN
 }
 
 void main() {
@@ -52,12 +52,12 @@ void main() {
     float part = 0.0;
     for (uint i = t; i < p.dim; i += WG_SIZE) {
         const float z = masked(row, i);
-        const float e = z > MASKED ? exp(z - largest) : 0.0;
+        const float e = z == MASKED ? 0.0 : exp(z - largest);
         y[row * p.dim + i] = e;
         part += e;
     }
     const float total = wg_sum(part);
-    const float scale = total > 0.0 ? 1.0 / total : 0.0;
+    const float scale = total == 0.0 ? 0.0 : 1.0 / total;
     for (uint i = t; i < p.dim; i += WG_SIZE) y[row * p.dim + i] *= scale;
 #endif
 }

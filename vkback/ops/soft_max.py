@@ -88,7 +88,7 @@ class SoftMax(Op):
         top = np.where(np.isfinite(top), top, 0.0)
         e = np.exp(z - top)
         total = e.sum(axis=-1, keepdims=True) + np.exp(sink - top)
-        return [np.divide(e, total, out=np.zeros_like(e), where=total > 0)]
+        return [np.divide(e, total, out=np.zeros_like(e), where=total != 0)]
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """Of a value: its scale and the sum's inverse, subtraction of the maximum and the sum, an exponential. A mask adds its slope and a
