@@ -92,6 +92,9 @@ class FakeEngine:
     def reset(self) -> None:
         self.calls.append(("reset",))
 
+    def check_caches(self) -> None:
+        pass
+
     def prompt_flops(self, tokens: int, n_past: int = 0) -> int:
         return 2_000_000 * tokens + 1000 * n_past
 

@@ -466,7 +466,7 @@ def test_prompts_that_are_none_are_named(prompt: Any, text: str, model: vkback.L
         ({"act": "f16"}, r"act is 'f16' \(str\), expected one of auto, f32, q8_1$"),
         ({"act": "int8"}, "act is 'int8'"),
         ({"act": None}, "act is None"),
-        ({"cache_type_k": "q5_0"}, r"cache_type_k is 'q5_0' \(str\), expected one of f16, q8_0, q4_0\. Did you mean q8_0\?"),
+        ({"cache_type_k": "q5_0"}, r"cache_type_k is 'q5_0' \(str\), expected one of f16, q8_0, q4_0, f32\. Did you mean q8_0\?"),
         ({"cache_type_v": None}, "cache_type_v is None"),
         ({"ctx": "256"}, r"ctx is '256' \(str\), expected a whole number, 1 or more, or None"),
         ({"ctx": 0}, "ctx is 0"),

@@ -1,4 +1,4 @@
-"""Quantized KV caches: models with them against the twin with the same rounding, their states, and what is refused."""
+"""KV caches of other types than F16: models with them against the twin with the same rounding, their states, and what is refused."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ N_CTX = 96
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize(("shape", "k", "v"), [("tiny-llama", "q8_0", "q4_0"), ("tiny-deepseek2", "q4_0", "q4_0")])
-def test_logits_and_states_of_quantized_caches(shape: str, k: str, v: str, tmp_path: Path, device: Device) -> None:
+@pytest.mark.parametrize(
+    ("shape", "k", "v"),
+    [("tiny-llama", "q8_0", "q4_0"), ("tiny-deepseek2", "q4_0", "q4_0"), ("tiny-llama", "f32", "f16"), ("tiny-deepseek2", "f32", "f32")],
+)
+def test_logits_and_states(shape: str, k: str, v: str, tmp_path: Path, device: Device) -> None:
     path = tmp_path / "model.gguf"
     synthesize(f"{shape}-Q8_0", path)
     types = CacheTypes(k.upper(), v.upper()), CacheTypes()
@@ -58,7 +61,7 @@ def test_logits_and_states_of_quantized_caches(shape: str, k: str, v: str, tmp_p
 
 @pytest.mark.vulkan
 def test_what_is_refused(tmp_path: Path, device: Device) -> None:
-    with pytest.raises(EngineError, match=r"cache_type_v is q5_1, expected f16, q8_0, q4_0"):
+    with pytest.raises(EngineError, match=r"cache_type_v is q5_1, expected f16, q8_0, q4_0, f32"):
         Engine.load(builtin_model("demo-dense"), device, cache_type_v="q5_1")
     synthesize("tiny-qwen3-Q8_0", tmp_path / "odd.gguf")
     with pytest.raises(EngineError, match=r"odd\.gguf: heads of 40 values are no multiple of 32, which a q8_0 cache needs; use f16"):

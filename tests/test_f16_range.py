@@ -242,9 +242,9 @@ def replans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     seen: list[dict[str, float]] = []
     own = Engine._rescale
 
-    def noted(self: Engine, overflowed: dict[str, float]) -> Sequence[int]:
+    def noted(self: Engine, overflowed: dict[str, float], rows: int) -> Sequence[int]:
         seen.append(overflowed)
-        return own(self, overflowed)
+        return own(self, overflowed, rows)
 
     monkeypatch.setattr(Engine, "_rescale", noted)
     return seen

@@ -6,7 +6,7 @@
 //
 // Bindings:
 //   0  q        F32 [n, n_head, HD], read as vec4; with FUSED the packed q, k and v heads of one token, F32 [n_head + 2 n_head_kv, HD]
-//   1  cache_k  F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_load.glsl).
+//   1  cache_k  F16, F32, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_rows.glsl).
 //               With FUSED, row pos is written first
 //   2  cache_v  the same (V_TYPE), VD values to a row. Rows are 8 V_PITCH values apart: more than VD where V is the first part of K's rows
 //               (MLA)
@@ -148,7 +148,7 @@ vec4 merge_partials(uint parts, uint stride, uint i, uint o, out vec2 max_sum) {
 }
 
 #define K_PITCH K_COLS
-#include "attention/cache_load.glsl"
+#include "attention/cache_rows.glsl"
 #include "attention/store.glsl"
 #if SPLITS > 1
 #include "attention/splits.glsl"
@@ -161,8 +161,8 @@ vec4 merge_partials(uint parts, uint stride, uint i, uint o, out vec2 max_sum) {
 uint lo, hi;
 uint row_first[TOKENS], row_end[TOKENS];
 
-uvec4 k_now[STEPS][K_PARTS];
-uvec4 v_now[V_STEPS];
+RAW8 k_now[STEPS][K_PARTS];
+RAW8 v_now[V_STEPS];
 
 // Past the end the last row is read again; its scores are masked.
 uint last_row() { return max(hi, 1u) - 1u; }
@@ -178,17 +178,17 @@ uint row_at(uint kv, uint base, uint s, uint tid) {
 
 void load_k(uint kv, uint base, uint tid) {
 #if USE_SHUFFLES
-    [[unroll]] for (uint s = 0; s < STEPS; s++) k_now[s][0] = load_k8(row_at(kv, base, s, tid));
+    [[unroll]] for (uint s = 0; s < STEPS; s++) k_now[s][0] = fetch_k8(row_at(kv, base, s, tid));
 #else
     [[unroll]] for (uint s = 0; s < STEPS; s++) {
         const uint row = min(base + s * (WG_SIZE / LANES) + tid / LANES, last_row());
-        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = load_k8((kv * p.n_ctx + row) * K_COLS + j * LANES + tid % LANES);
+        [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = fetch_k8((kv * p.n_ctx + row) * K_COLS + j * LANES + tid % LANES);
     }
 #endif
 }
 
 void load_v(uint kv, uint base, uint tid) {
-    [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = load_v8(row_at(kv, base, s, tid));
+    [[unroll]] for (uint s = 0; s < V_STEPS; s++) v_now[s] = fetch_v8(row_at(kv, base, s, tid));
 }
 
 // Reductions over the row streams of a subgroup.
@@ -201,6 +201,7 @@ float reduce_streams_max(float v) { REDUCE_STREAMS(max) return v; }
 float reduce_streams_sum(float v) { REDUCE_STREAMS(BUTTERFLY_ADD) return v; }
 vec4 reduce_streams_sum(vec4 v) { REDUCE_STREAMS(BUTTERFLY_ADD) return v; }
 
+#include "attention/weight.glsl"
 #if USE_SHUFFLES
 #include "attention/walk_lanes.glsl"
 #else

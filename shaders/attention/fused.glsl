@@ -9,6 +9,7 @@
 //   BIND_Q_NORM, BIND_K_NORM  F32 [HD] (HAS_NORM): weights of the norms
 
 #include "rope/slots.glsl"
+#include "cache/f16_bits.glsl"
 
 layout(binding = 1) writeonly buffer CacheK1 { uint cache_k1[]; };
 layout(binding = 2) writeonly buffer CacheV1 { uint cache_v1[]; };
@@ -28,10 +29,25 @@ layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
 #define VALUE_ROUNDS ((WORDS + WG_SIZE - 1) / WG_SIZE)
 
 // Row pos, which the cache does not hold yet. The workgroup with the last split owns it and processes it before the rows of its split.
-shared uvec4 new_k[COLS], new_v[COLS];
+shared RAW8 new_k[COLS], new_v[COLS];
 bool owns_new;
 
-#if K_TYPE != CACHE_F16 || V_TYPE != CACHE_F16
+#define QUANTIZED(TYPE) (TYPE == CACHE_Q8_0 || TYPE == CACHE_Q4_0)
+
+// Stores two values of the new key or value as F16 or F32, in NEW_ROW and in the cache. place: of the pair in its row.
+#define PUT_F16(NEW_ROW, WORDS_OF)                                                                                           \
+    const uint word = f16_bits_of(v);                                                                                        \
+    RAW8_WORDS(NEW_ROW[place >> 2])[place & 3u] = word;                                                                      \
+    if (stores) WORDS_OF[(kv * p.n_ctx + row) * WORDS + place] = word;
+#define PUT_F32(NEW_ROW, WORDS_OF)                                                                                           \
+    const uvec2 words = floatBitsToUint(v);                                                                                  \
+    [[unroll]] for (uint i = 0; i < 2; i++) {                                                                                \
+        if ((place & 2u) == 0u) NEW_ROW[place >> 2].low[2u * (place & 1u) + i] = words[i];                                   \
+        else NEW_ROW[place >> 2].high[2u * (place & 1u) + i] = words[i];                                                     \
+        if (stores) WORDS_OF[2u * ((kv * p.n_ctx + row) * WORDS + place) + i] = words[i];                                    \
+    }
+
+#if QUANTIZED(K_TYPE) || QUANTIZED(V_TYPE)
 #include "encode/unit_bytes.glsl"
 #if SCALE_WORDS
 // Two units have their scales in one word. Where the device cannot store 16 bits, a thread clears and sets its half of the word by atomics.
@@ -53,12 +69,12 @@ shared vec4 new_kv[2][OUT4];  // the new key and value as floats
         vec4 v[8];                                                                                                           \
         [[unroll]] for (uint j = 0; j < 8; j++) v[j] = new_kv[WHICH][i / 4u * 8u + j];                                       \
         const float d = unit_scale(v, TYPE), inverse = reciprocal(d);                                                        \
-        const uint scale = packHalf2x16(vec2(d, 0.0)) & 0xffffu, second = (i >> 1) & 1u, from = i / 4u * 8u + 2u * (i & 1u); \
+        const uint scale = f16_bits(d), second = (i >> 1) & 1u, from = i / 4u * 8u + 2u * (i & 1u); \
         uvec2 words;                                                                                                         \
         [[unroll]] for (uint j = 0; j < 2; j++)                                                                              \
             words[j] = TYPE == CACHE_Q8_0 ? q8_0_word(new_kv[WHICH][2u * i + j], inverse)                                    \
                                           : q4_0_word(new_kv[WHICH][from + j], new_kv[WHICH][from + 4u + j], inverse);       \
-        NEW_ROW[i] = uvec4(words, scale, 32u * second);                                                                      \
+        NEW_ROW[i] = RAW8_OF(uvec4(words, scale, 32u * second));                                                                      \
         if (stores) {                                                                                                        \
             const uint units = p.n_head_kv * p.n_ctx * (COLS / 4u), unit = (kv * p.n_ctx + row) * (COLS / 4u) + i / 4u;      \
             if (TYPE == CACHE_Q8_0) PAIRS[2u * (unit + second * units) + (i & 1u)] = words;                                  \
@@ -128,12 +144,23 @@ void put_query(uint head, uint place, vec2 v) {
 
 void put_key(uint kv, uint row, bool stores, uint place, vec2 v) {
 #if K_TYPE == CACHE_F16
-    const uint word = packHalf2x16(v);
-    new_k[place >> 2][place & 3u] = word;
-    if (stores) cache_k1[(kv * p.n_ctx + row) * WORDS + place] = word;
+    PUT_F16(new_k, cache_k1)
+#elif K_TYPE == CACHE_F32
+    PUT_F32(new_k, cache_k1)
 #else
     new_kv[0][place >> 1][2u * (place & 1u)] = v.x;
     new_kv[0][place >> 1][2u * (place & 1u) + 1u] = v.y;
+#endif
+}
+
+void put_value(uint kv, uint row, bool stores, uint place, vec2 v) {
+#if V_TYPE == CACHE_F16
+    PUT_F16(new_v, cache_v1)
+#elif V_TYPE == CACHE_F32
+    PUT_F32(new_v, cache_v1)
+#else
+    new_kv[1][place >> 1][2u * (place & 1u)] = v.x;
+    new_kv[1][place >> 1][2u * (place & 1u) + 1u] = v.y;
 #endif
 }
 
@@ -169,24 +196,15 @@ void prepare(uint tid, uint head0, uint kv) {
     }
     [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) {
         const uint place = i * WG_SIZE + tid;
-        if (place < WORDS) {
-#if V_TYPE == CACHE_F16
-            const uint word = packHalf2x16(value_words[i]);
-            new_v[place >> 2][place & 3u] = word;
-            if (stores) cache_v1[(kv * p.n_ctx + row) * WORDS + place] = word;
-#else
-            new_kv[1][place >> 1][2u * (place & 1u)] = value_words[i].x;
-            new_kv[1][place >> 1][2u * (place & 1u) + 1u] = value_words[i].y;
-#endif
-        }
+        if (place < WORDS) put_value(kv, row, stores, place, value_words[i]);
     }
-#if K_TYPE != CACHE_F16 || V_TYPE != CACHE_F16
+#if QUANTIZED(K_TYPE) || QUANTIZED(V_TYPE)
     barrier();
     if (!owns_new) return;
-  #if K_TYPE != CACHE_F16
+  #if QUANTIZED(K_TYPE)
     QUANTIZE(0, K_TYPE, new_k, k2, k_halves, k1, tid)
   #endif
-  #if V_TYPE != CACHE_F16
+  #if QUANTIZED(V_TYPE)
     QUANTIZE(1, V_TYPE, new_v, v2, v_halves, v1, (WG_SIZE - 1u - tid))
   #endif
 #endif

@@ -36,7 +36,7 @@ layout(local_size_x = WG_SIZE) in;
 
 #include "attention/prompt_iface.glsl"
 #define K_PITCH K_WORDS
-#include "attention/cache_load.glsl"
+#include "attention/cache_rows.glsl"
 
 #if SPLIT_Q
 layout(std430, set = 0, binding = 6) readonly buffer QPe { vec4 q_pe4[]; };
@@ -47,6 +47,8 @@ vec4 query_quad(uint row, uint i) {
 #else
 vec4 query_quad(uint row, uint i) { return q4[row * K_ROW_QUADS + i]; }
 #endif
+
+#include "attention/weight.glsl"
 
 vec4 query[QUERIES][QUADS];
 vec4 sum[QUERIES][V_QUADS];
@@ -68,14 +70,14 @@ vec4 k_row[ROWS][CHUNKS(K_WORDS)][2], v_row[ROWS][CHUNKS(V_WORDS)][2];
         [[unroll]] for (uint c = 0; c < CHUNKS(WORDS); c++) {                                                           \
             const uint row = base + r;                                                                                  \
             const uint word = min(c * WG_SIZE + tid, uint(WORDS - 1));                                                  \
-            const uvec4 words = LOADER((kv * p.n_ctx + min(row, hi - 1u)) * PITCH + word);                              \
-            const uvec4 those = row >= lo && row < hi ? words : uvec4(0u);                                              \
-            INTO[r][c][0] = decode_low4(those, TYPE);                                                                   \
-            INTO[r][c][1] = decode_high4(those, TYPE);                                                                  \
+            const RAW8 words = LOADER((kv * p.n_ctx + min(row, hi - 1u)) * PITCH + word);                               \
+            const RAW8 those = RAW8_IF(row >= lo && row < hi, words);                                                   \
+            INTO[r][c][0] = decode_low(those, TYPE);                                                                    \
+            INTO[r][c][1] = decode_high(those, TYPE);                                                                   \
         }
 void load_block(uint kv, uint base, uint tid) {
-    LOAD(load_k8, k_row, K_WORDS, K_WORDS, K_TYPE)
-    LOAD(load_v8, v_row, V_WORDS, V_PITCH, V_TYPE)
+    LOAD(fetch_k8, k_row, K_WORDS, K_WORDS, K_TYPE)
+    LOAD(fetch_v8, v_row, V_WORDS, V_PITCH, V_TYPE)
 }
 #define K_QUAD(r, j) subgroupShuffle(k_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
 #define V_QUAD(r, j) subgroupShuffle(v_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
@@ -90,15 +92,17 @@ void load_block(uint kv, uint base, uint tid) {
     for (uint w = tid; w < ROWS * max(K_WORDS, V_WORDS); w += WG_SIZE) {
         if (w < ROWS * K_WORDS) {
             const uint row = base + w / K_WORDS;
-            const uvec4 k = row >= lo && row < hi ? load_k8((kv * p.n_ctx + row) * K_WORDS + w % K_WORDS) : uvec4(0u);
-            stage[2u * w] = decode_low4(k, K_TYPE);
-            stage[2u * w + 1u] = decode_high4(k, K_TYPE);
+            RAW8 k = RAW8_OF(uvec4(0u));
+            if (row >= lo && row < hi) k = fetch_k8((kv * p.n_ctx + row) * K_WORDS + w % K_WORDS);
+            stage[2u * w] = decode_low(k, K_TYPE);
+            stage[2u * w + 1u] = decode_high(k, K_TYPE);
         }
         if (w < ROWS * V_WORDS) {
             const uint row = base + w / V_WORDS;
-            const uvec4 v = row >= lo && row < hi ? load_v8((kv * p.n_ctx + row) * V_PITCH + w % V_WORDS) : uvec4(0u);
-            stage[K_BLOCK_QUADS + 2u * w] = decode_low4(v, V_TYPE);
-            stage[K_BLOCK_QUADS + 2u * w + 1u] = decode_high4(v, V_TYPE);
+            RAW8 v = RAW8_OF(uvec4(0u));
+            if (row >= lo && row < hi) v = fetch_v8((kv * p.n_ctx + row) * V_PITCH + w % V_WORDS);
+            stage[K_BLOCK_QUADS + 2u * w] = decode_low(v, V_TYPE);
+            stage[K_BLOCK_QUADS + 2u * w + 1u] = decode_high(v, V_TYPE);
         }
     }
     barrier();
@@ -144,7 +148,7 @@ void make_weights() {
         score_max[t] = new_max;
         weight_sum[t] *= rescale;
         [[unroll]] for (uint r = 0; r < ROWS; r++) {
-            score[t][r] = score[t][r] > MASKED ? exp2(score[t][r] - new_max) : 0.0;
+            score[t][r] = weight_of(score[t][r], new_max);
             weight_sum[t] += score[t][r];
         }
         [[unroll]] for (uint j = 0; j < V_QUADS; j++) sum[t][j] *= rescale;

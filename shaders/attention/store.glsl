@@ -8,7 +8,7 @@ vec4 normalize_sum(vec4 total, vec2 max_sum, uint head) {
     const float rescale = exp2(max_sum.x - new_max);
     return total * rescale / (max_sum.y * rescale + exp2(sink - new_max));
 #else
-    return max_sum.y > 0.0 ? total / max_sum.y : vec4(0.0);  // padding sees no row
+    return max_sum.y == 0.0 ? vec4(0.0) : total / max_sum.y;  // padding sees no row; a sum that is no number stays so
 #endif
 }
 

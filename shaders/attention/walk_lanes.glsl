@@ -52,7 +52,7 @@ void walk_begin(uint tid) {
     weight_sum = 0.0;
 #if FUSED
     if (owns_new) {
-        const vec4 a = decode_low4(new_k[tid % COLS], K_TYPE), b = decode_high4(new_k[tid % COLS], K_TYPE);
+        const vec4 a = decode_low(new_k[tid % COLS], K_TYPE), b = decode_high(new_k[tid % COLS], K_TYPE);
         float part[LANE_SCORES];
         [[unroll]] for (uint v = 0; v < LANE_SCORES; v++) part[v] = dot(a, own_query[v % QUERIES][0]) + dot(b, own_query[v % QUERIES][1]);
         const float score = lane_sums(part, tid);
@@ -60,8 +60,8 @@ void walk_begin(uint tid) {
         if (tid < COLS) {
             weight_sum = tid % LANE_SCORES < QUERIES ? 1.0 : 0.0;
             [[unroll]] for (uint i = 0; i < QUERIES; i++) {
-                sum[i][0] = decode_low4(new_v[tid], V_TYPE);
-                sum[i][1] = decode_high4(new_v[tid], V_TYPE);
+                sum[i][0] = decode_low(new_v[tid], V_TYPE);
+                sum[i][1] = decode_high(new_v[tid], V_TYPE);
             }
         }
     }
@@ -84,7 +84,7 @@ void walk(uint kv, uint base, uint tid) {
     [[unroll]] for (uint n = 0; n < SCORE_GROUPS; n++)
         if (group_used(base, n))
             [[unroll]] for (uint s = n * GROUP_STEPS; s < (n + 1) * GROUP_STEPS; s++) {
-                const vec4 a = decode_low4(k_now[s][0], K_TYPE), b = decode_high4(k_now[s][0], K_TYPE);
+                const vec4 a = decode_low(k_now[s][0], K_TYPE), b = decode_high(k_now[s][0], K_TYPE);
                 [[unroll]] for (uint i = 0; i < QUERIES; i++)
                     part[n][(s * QUERIES + i) % LANE_SCORES] = dot(a, own_query[i][0]) + dot(b, own_query[i][1]);
             }
@@ -105,7 +105,7 @@ void walk(uint kv, uint base, uint tid) {
     score_max = new_max;
     weight_sum *= rescale;
     [[unroll]] for (uint n = 0; n < SCORE_GROUPS; n++) {
-        score[n] = score[n] > MASKED ? exp2(score[n] - score_max) : 0.0;
+        score[n] = weight_of(score[n], score_max);
         weight_sum += score[n];
     }
     [[unroll]] for (uint i = 0; i < QUERIES; i++) {
@@ -116,7 +116,7 @@ void walk(uint kv, uint base, uint tid) {
     [[unroll]] for (uint n = 0; n < SCORE_GROUPS; n++)
         if (group_used(base, n))
             [[unroll]] for (uint s = n * GROUP_STEPS; s < (n + 1) * GROUP_STEPS; s++) {
-                const vec4 a = decode_low4(v_now[s], V_TYPE), b = decode_high4(v_now[s], V_TYPE);
+                const vec4 a = decode_low(v_now[s], V_TYPE), b = decode_high(v_now[s], V_TYPE);
                 [[unroll]] for (uint i = 0; i < QUERIES; i++) {
                     const float e = read_lane(score[n], (s * QUERIES + i) % LANE_SCORES);
                     sum[i][0] += e * a;

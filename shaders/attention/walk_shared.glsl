@@ -11,11 +11,11 @@ float score_max[QUERIES], weight_sum[QUERIES];
 vec4 sum[QUERIES][2];
 
 // This lane's part of the scores of one row of K.
-void score_parts(uvec4 row[K_PARTS], uint tid, out float score[QUERIES]) {
+void score_parts(RAW8 row[K_PARTS], uint tid, out float score[QUERIES]) {
     [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] = 0.0;
     [[unroll]] for (uint j = 0; j < K_PARTS; j++) {
         const uint part = j * LANES + tid % LANES;
-        const vec4 a = decode_low4(row[j], K_TYPE), b = decode_high4(row[j], K_TYPE);
+        const vec4 a = decode_low(row[j], K_TYPE), b = decode_high(row[j], K_TYPE);
         [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] += dot(a, query4[i * HEAD4 + 2 * part]) + dot(b, query4[i * HEAD4 + 2 * part + 1]);
     }
 }
@@ -28,7 +28,7 @@ void walk_begin(uint tid) {
     }
 #if FUSED
     if (owns_new) {
-        uvec4 row[K_PARTS];
+        RAW8 row[K_PARTS];
         float score[QUERIES];
         [[unroll]] for (uint j = 0; j < K_PARTS; j++) row[j] = new_k[j * LANES + tid % LANES];
         score_parts(row, tid, score);
@@ -37,8 +37,8 @@ void walk_begin(uint tid) {
             if (tid < COLS) {
                 score_max[i] = all_lanes;
                 weight_sum[i] = 1.0;
-                sum[i][0] = decode_low4(new_v[tid], V_TYPE);
-                sum[i][1] = decode_high4(new_v[tid], V_TYPE);
+                sum[i][0] = decode_low(new_v[tid], V_TYPE);
+                sum[i][1] = decode_high(new_v[tid], V_TYPE);
             }
         }
     }
@@ -78,10 +78,10 @@ void walk(uint kv, uint base, uint tid) {
     [[unroll]] for (uint s = 0; s < V_STEPS; s++) {
         const uint r = s * STREAMS + tid / COLS;
         if (r < ROWS) {
-            const vec4 a = decode_low4(v_now[s], V_TYPE), b = decode_high4(v_now[s], V_TYPE);
+            const vec4 a = decode_low(v_now[s], V_TYPE), b = decode_high(v_now[s], V_TYPE);
             [[unroll]] for (uint i = 0; i < QUERIES; i++) {
                 const float score = scores[half_now][r * QUERIES + i];
-                const float e = score > MASKED ? exp2(score - score_max[i]) : 0.0;
+                const float e = weight_of(score, score_max[i]);
                 weight_sum[i] += e;
                 sum[i][0] += e * a;
                 sum[i][1] += e * b;

@@ -33,10 +33,11 @@ layout(std430, set = 0, binding = 0) writeonly buffer CacheHalves { uint16_t hal
 layout(std430, set = 0, binding = 1) readonly buffer InX { vec4 x[]; };
 layout(std430, set = 0, binding = 2) readonly buffer InPos { int pos[]; };
 
+#include "cache/f16_bits.glsl"
 #include "encode/unit_bytes.glsl"
 
 void store_scale(uint unit, float d) {
-    const uint bits = packHalf2x16(vec2(d, 0.0)) & 0xffffu;
+    const uint bits = f16_bits(d);
 #if SCALE_WORDS
     const uint word = 4u * p.scales + (unit >> 1), shift = 16u * (unit & 1u);
     atomicAnd(words[word], ~(0xffffu << shift));

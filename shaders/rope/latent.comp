@@ -20,6 +20,7 @@
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
 #include "rope/rope.glsl"
+#include "cache/f16_bits.glsl"
 
 layout(local_size_x = WG_SIZE) in;
 
@@ -61,7 +62,7 @@ layout(std430, set = 0, binding = BIND_OUT + 2) writeonly buffer CacheV { uint v
 #define PACK(pair) (pair)
 #else
 #define ROW_OF(token, position, head, heads) ((head) * p.n_ctx + uint(position))
-#define PACK(pair) packHalf2x16(pair)
+#define PACK(pair) f16_bits_of(pair)
 #endif
 
 // Pairs per row.

@@ -21,6 +21,9 @@
 #include "rope/rope.glsl"
 #endif
 #include "rope/slots.glsl"
+#if STORE && !STORE_F32
+#include "cache/f16_bits.glsl"
+#endif
 
 layout(local_size_x = WG_SIZE) in;
 
@@ -92,7 +95,7 @@ void store(uint token, uint head, uint place, int position, vec2 x) {
     else v_out[(token * KV_HEADS + head - Q_HEADS - KV_HEADS) * (HEAD_DIM / 2) + place] = x;
 #elif STORE
     if (position < 0 || uint(position) >= p.n_ctx) return;
-    const uint word = packHalf2x16(x);
+    const uint word = f16_bits_of(x);
     if (head < Q_HEADS + KV_HEADS) cache_k[((head - Q_HEADS) * p.n_ctx + uint(position)) * (HEAD_DIM / 2) + place] = word;
     else cache_v[((head - Q_HEADS - KV_HEADS) * p.n_ctx + uint(position)) * (HEAD_DIM / 2) + place] = word;
 #endif

@@ -25,7 +25,12 @@ layout(std430, set = 0, binding = 0) readonly buffer InX { vec2 x[]; };
 layout(std430, set = 0, binding = 1) readonly buffer InPos { int pos[]; };
 #if TO_F16
 layout(std430, set = 0, binding = 2) writeonly buffer Cache { uint cache[]; };
+#if FROM_F16
 #define STORED(v) packHalf2x16(v)
+#else
+#include "cache/f16_bits.glsl"
+#define STORED(v) f16_bits_of(v)
+#endif
 #else
 layout(std430, set = 0, binding = 2) writeonly buffer Cache { vec2 cache[]; };
 #define STORED(v) v

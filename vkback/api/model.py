@@ -53,7 +53,7 @@ def load(
     ctx       tokens of the context; default: as trained, at most 4096
     act       "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
     ubatch    tokens of a prompt processed at once, at most
-    cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
+    cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0": what keys and values are kept as
     exact     batch-invariant: the logits of a token have the same bits however many tokens went with it
     lora      an adapter file (`vkback finetune`), (file, scale), or a list of these: what several add to a weight is added up
     lora_scale  a number that multiplies all adapters, or one for each

@@ -125,7 +125,7 @@ def bench(
     device: DeviceOption = None,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
     cache_type_k: Annotated[
-        str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, q8_0 or q4_0; several with commas.")
+        str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, f32, q8_0 or q4_0; several with commas.")
     ] = "f16",
     cache_type_v: Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")] = "f16",
     exact: ExactOption = False,

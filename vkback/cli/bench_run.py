@@ -40,7 +40,8 @@ def measure(
     """Nanoseconds of each repetition. Compiling, and filling the cache to the test's depth, are not in the time.
 
     note  told what is being done, for a progress display
-    Random tokens come from `seed`, so every repetition and every run processes the same ones.
+    Random tokens come from `seed`, so every repetition and every run processes the same ones. Raises EngineError where the logits, or what
+    the caches hold, are no numbers.
     """
     vocabulary = engine.model.hp.n_vocab  # synthetic models have no tokenizer to ask
     rng = np.random.default_rng(seed)
@@ -81,6 +82,7 @@ def measure(
         start = clock()
         go(test.n_gen)
         samples.append(clock() - start)
+    engine.check_caches()  # prompts make no logits, which would tell
     return tuple(samples)
 
 

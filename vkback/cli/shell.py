@@ -51,7 +51,7 @@ UbatchOption = Annotated[
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
 
-CacheTypeKOption = Annotated[str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, q8_0 or q4_0.")]
+CacheTypeKOption = Annotated[str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, f32, q8_0 or q4_0.")]
 CacheTypeVOption = Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")]
 LoraOption = Annotated[
     list[str] | None, typer.Option("--lora", metavar="FILE", help="An adapter file (vkback finetune) beside the weights; may be repeated.")
@@ -174,6 +174,8 @@ class EngineLike(Protocol):
     def tokenizer(self) -> TokenizerLike: ...
 
     def reset(self) -> None: ...
+
+    def check_caches(self) -> None: ...
 
     def resize(self, n_ctx: int) -> None: ...
 

@@ -15,7 +15,7 @@ Head = Literal["none", "last", "all"]
 
 @dataclass(frozen=True)
 class CacheTypes:
-    """Types of K's and V's cache: F16, or one of vkback/ops/cache.py."""
+    """Types of K's and V's cache: F16, or another of CACHE_TYPES (vkback/ops/cache.py)."""
 
     k: str = "F16"
     v: str = "F16"

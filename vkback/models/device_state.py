@@ -11,10 +11,14 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.device import BufferRange, Device
 from vkback.graph import Tensor
-from vkback.ops.storage import nbytes
+from vkback.models.cache_range import Found, beyond_range, judge
+from vkback.ops.storage import VALUE_BYTES, nbytes
 from vkback.plan.schedule import aligned
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+DTYPES = {"F16": "<f2", "F32": "<f4"}
+"""Of caches that hold plain values."""
 
 
 class DeviceState:
@@ -66,24 +70,37 @@ class DeviceState:
         finally:
             uploader.finish()
 
+    def beyond_range(self, rows: int) -> list[tuple[str, str]]:
+        """Name and type of each cache whose first rows hold what is beyond the range of its type (vkback/models/cache_range.py)."""
+        names = beyond_range(list(self._caches), lambda name: self._judge(name, rows))
+        return [(name, self._caches[name].type) for name in names]
+
+    def _judge(self, name: str, rows: int) -> Found:
+        cache = self._caches[name]
+        if cache.type == "F32":
+            parts = self._parts(name, rows)
+            return "numbers" if not parts or np.isfinite(self._device.download_many(parts).view(np.float32)).all() else "nan"
+        parts = self._parts(name, rows, scales=True)
+        return judge(self._device.download_many(parts).view(np.uint16)) if parts else "numbers"
+
     def _stored(self, name: str, rows: int) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of a state as an array: a quantized cache is bytes, its planes one after the other."""
         cache = self._caches.get(name)
         if cache is None:
             return (self.ranges[name].size // 4,), "<f4"
         heads, _, dim = cache.shape
-        if cache.type == "F16":
-            return (heads, rows, dim), "<f2"
+        if cache.type in DTYPES:
+            return (heads, rows, dim), DTYPES[cache.type]
         return (sum(part.size for part in self._parts(name, rows)),), "|u1"
 
-    def _parts(self, name: str, rows: int) -> list[BufferRange]:
-        """All of a recurrent state, or the first rows of each head of a cache, plane by plane."""
+    def _parts(self, name: str, rows: int, *, scales: bool = False) -> list[BufferRange]:
+        """All of a recurrent state, or the first rows of each head of a cache, plane by plane. scales: of a quantized cache those alone."""
         cache = self._caches.get(name)
         if cache is None:
             return [self.ranges[name]]
         heads, n_ctx, dim = cache.shape
-        planes = [(0, 2 * dim)] if cache.type == "F16" else [
-            (p.offset, p.row_bytes) for p in quants.layout(cache.type, heads * n_ctx, dim).planes
+        planes = [(0, VALUE_BYTES[cache.type] * dim)] if cache.type in DTYPES else [
+            (p.offset, p.row_bytes) for p in quants.layout(cache.type, heads * n_ctx, dim).planes if p.name == "d" or not scales
         ]  # fmt: skip
         return [
             self.ranges[name].slice(offset + head * n_ctx * row_bytes, rows * row_bytes)

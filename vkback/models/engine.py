@@ -26,6 +26,7 @@ from vkback.errors import VkbackError
 from vkback.graph import Tensor
 from vkback.models.adapter import Given, LoraLike, given, with_adapters
 from vkback.models.builder import F16_CACHE, CacheTypes
+from vkback.models.cache_range import told
 from vkback.models.checkpoint import Checkpoint
 from vkback.models.constraint import Constraint
 from vkback.models.device_state import DeviceState
@@ -40,7 +41,8 @@ from vkback.models.state import Snapshot
 from vkback.models.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.models.tokenizer import Tokenizer
 from vkback.models.weights import REPACK_WAYS, LoadedWeights, RepackWay, WeightLoad
-from vkback.ops.cache import QUANTIZED
+from vkback.ops.cache import CACHE_TYPES, QUANTIZED
+from vkback.ops.f16_range import F16RangeError
 from vkback.ops.lowering import ACTS, Act, LowerContext
 from vkback.ops.mat_mul_job import Way
 from vkback.ops.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
@@ -133,7 +135,7 @@ class Engine:
         n_ctx   rows of the KV cache; default: the trained context, at most 4096
         act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
         ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 64
-        cache_type_k, cache_type_v  "f16", "q8_0" or "q4_0": what keys and values are kept as
+        cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0": what keys and values are kept as
         exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
         lora    adapter files (vkback/models/adapter.py), each alone or as (file, scale); lora_scale multiplies all, or has one for each
         meanwhile  called with the engine while its weights are on their way; it may `compile` what it is going to use, but run nothing
@@ -348,10 +350,13 @@ class Engine:
         self._kernels.compile(schedule.dispatches())
         return Program(self.device, self.library, schedule, self._state.ranges | inputs, self.weights, activations)
 
-    def _rescale(self, overflowed: dict[str, float]) -> Sequence[int]:
+    def _rescale(self, overflowed: dict[str, float], rows: int) -> Sequence[int]:
         """Bring activations back into the range of f16. Gives the tokens so far if recurrent states, which the bad run has changed, have to
-        be made anew from them."""
-        self._plans.rescale(overflowed)
+        be made anew from them. rows: of the caches that the run has filled."""
+        try:
+            self._plans.rescale(overflowed)
+        except F16RangeError as error:
+            raise self._beyond_range(rows) or error from None
         return tuple(self._fed) if self.model.architecture.recurrent else ()
 
     def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
@@ -556,7 +561,7 @@ class Engine:
                         constraint.take(token)
                     yield token
                 if status == STATUS_NAN:
-                    raise self._not_numbers("at")
+                    raise self._not_numbers("at", self.n_past + 1)
                 if status == STATUS_EOS or (constraint is not None and constraint.ended):
                     return
         finally:
@@ -594,11 +599,23 @@ class Engine:
         # One pass without an array of truths: the sum of squares of numbers below 10^16 is a number.
         flat = logits.reshape(-1)
         if not np.isfinite(np.dot(flat, flat)) and not np.isfinite(flat).all():
-            raise self._not_numbers("before")
+            raise self._not_numbers("before", self.n_past)
         return logits
 
-    def _not_numbers(self, where: str) -> EngineError:
-        return EngineError(
+    def check_caches(self) -> None:
+        """Raises EngineError where keys or values of the tokens so far are beyond the range of their cache's type. Reads the caches: logits
+        tell as well, at no cost."""
+        if (error := self._beyond_range(self.n_past)) is not None:
+            raise error
+
+    def _beyond_range(self, rows: int) -> EngineError | None:
+        """Why what was made of the first rows of the caches is worth nothing, if that is the range of their types."""
+        found = self._state.beyond_range(min(rows, self.n_ctx))
+        return EngineError(f"[engine] {self.model.file.path}: {told(found)}") if found else None
+
+    def _not_numbers(self, where: str, rows: int) -> EngineError:
+        """rows: of the caches that are in use."""
+        return self._beyond_range(rows) or EngineError(
             f"[engine] {self.model.file.path}: logits are not numbers {where} position {self.n_past}; "
             "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
         )
@@ -608,14 +625,14 @@ def cache_types(model: Model, k: str, v: str) -> CacheTypes:
     """What --cache-type-k and --cache-type-v say. Raises EngineError for a type that there is not, or that the model cannot have."""
     types = CacheTypes(k.upper(), v.upper())
     for option, type in (("k", types.k), ("v", types.v)):
-        if type not in ("F16", *QUANTIZED):
-            raise EngineError(f"[engine] cache_type_{option} is {type.lower()}, expected f16, {', '.join(q.lower() for q in QUANTIZED)}")
+        if type not in CACHE_TYPES:
+            raise EngineError(f"[engine] cache_type_{option} is {type.lower()}, expected {', '.join(t.lower() for t in CACHE_TYPES)}")
     if types == F16_CACHE:
         return types
     for node in model.graph(1, 1, head="none").nodes:
         cache = node.outputs[0]
         type = types.v if cache.name.startswith("cache_v") else types.k
-        if node.op == "SET_ROWS" and type != "F16" and cache.shape[2] % quants.UNIT:
+        if node.op == "SET_ROWS" and type in QUANTIZED and cache.shape[2] % quants.UNIT:
             raise EngineError(
                 f"[engine] {model.file.path}: heads of {cache.shape[2]} values are no multiple of {quants.UNIT}, which a {type.lower()} "
                 "cache needs; use f16"

@@ -124,8 +124,8 @@ class Prompts:
 
     plan  (tokens, head) -> schedule of a program
     bind  (schedule, inputs by name, memory for activations) -> program; may raise OutOfDeviceMemory
-    rescale  (overflow words with what they hold) -> earlier tokens, from row 0 on, that must run once more. From then on `plan` scales
-             those activations so that f16 holds them
+    rescale  (overflow words with what they hold, rows of the caches that are filled) -> earlier tokens, from row 0 on, that must run once
+             more. From then on `plan` scales those activations so that f16 holds them
     use_barriers  (why) -> from then on `plan` gives barriers between all stages
     All programs share one block of memory for activations, as large as the largest used so far needs.
 
@@ -139,7 +139,7 @@ class Prompts:
         ubatch: int | None,
         plan: Callable[[int, PromptHead], Schedule],
         bind: Callable[[Schedule, dict[str, BufferRange], BufferRange | None], Program],
-        rescale: Callable[[dict[str, float]], Sequence[int]],
+        rescale: Callable[[dict[str, float], int], Sequence[int]],
         use_barriers: Callable[[str], None],
     ) -> None:
         """ubatch: tokens of the largest program, None for the device's default."""
@@ -261,7 +261,7 @@ class Prompts:
                 elif overflowed := self._overflowed(recording):
                     bar.advance(-shown)
                     self._forget_programs()
-                    again, again_at = self._rescale(overflowed), 0
+                    again, again_at = self._rescale(overflowed, row + len(piece)), 0
                 elif repeats:
                     again_at += len(piece)
                 else:

@@ -13,14 +13,14 @@
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
 A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. hd and
-vd are multiples of 8, vd of 32 where the output is Q8_1. Either cache may be Q8_0 or Q4_0, laid out as weights are; its rows are then whole
-units of 32 values.
+vd are multiples of 8, vd of 32 where the output is Q8_1. Either cache may be F32, or Q8_0 or Q4_0, laid out as weights are; its rows are
+then whole units of 32 values.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -54,7 +54,8 @@ beyond, as many as it can, and nothing is split."""
 HEAD_SIZE_MULTIPLE = 8
 
 MAX_LOADS = 8
-"""16-byte loads of K, and as many of V, that a thread holds: 64 registers. More spill, and take a CPU driver a minute to compile."""
+"""16-byte loads of K, and as many of V, that a thread holds: 64 registers; eight values of F32 take two. More spill, and take a CPU driver
+a minute to compile."""
 
 declare(
     "attention",
@@ -100,11 +101,12 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 def shape_for(
     choice: Choice, n: int, n_head: int, n_head_kv: int, hd: int, n_ctx: int, window: int, fused: bool, quantizes: bool, ctx: LowerContext,
-    vd: int = 0, quantized: bool = False,
+    vd: int = 0, types: Collection[str] = ("F16",),
 ) -> Shape:
     """The tables' choice adjusted to what head size, heads and device allow: where shared memory is short, the streams meet in more
-    rounds, then there are fewer threads. vd: width of V, 0: as K."""
+    rounds, then there are fewer threads. vd: width of V, 0: as K; types: of the caches."""
     vd = vd or hd
+    loads = MAX_LOADS // 2 if "F32" in types else MAX_LOADS
     cols, k_cols = vd // 8, hd // 8
     heads = _largest_divisor(n_head // n_head_kv, choice["queries"])
     most = min(n, choice.params.get("tokens", 1)) if n <= DECODE_TOKENS else n
@@ -119,15 +121,16 @@ def shape_for(
     while True:
         fits = [i for i in (1, 2, 4, 8, 16, 32) if i <= wg and k_cols % i == 0]
         lanes = max((i for i in fits if i <= choice["lanes"]), default=1)
-        lanes = next((i for i in fits if i >= lanes and k_cols // i <= MAX_LOADS), fits[-1])
-        steps = min(choice["steps"], max(1, MAX_LOADS * lanes // k_cols))
+        lanes = next((i for i in fits if i >= lanes and k_cols // i <= loads), fits[-1])
+        steps = min(choice["steps"], max(1, loads * lanes // k_cols))
         reduce, subgroup = reduction(ctx.caps, wg, lanes=max(lanes, 8 if quantizes else 1))
         use_shuffles = bool(reduce["REDUCE_SUBGROUP"]) and lanes == cols == k_cols and queries in (1, 2, 4, 8, 16) and queries <= cols
         known = int(reduce["SUBGROUP_SIZE"])
         bundles = wg // cols // (known // cols if known > cols and cols & (cols - 1) == 0 else 1)
         scores = 0 if use_shuffles else 2 * steps * (wg // lanes)
         shared = 4 * queries * (max(hd, vd) + scores + 2 * bundles) + 8 * wg + 256
-        shared += (12 if quantized else 4) * hd if fused else 0
+        if fused:  # the new key and value as they are stored, and as floats
+            shared += (8 if "F32" in types else 4) * hd + (8 * hd if set(QUANTIZED) & set(types) else 0)
         for parts in (i for i in range(1, queries + 1) if queries % i == 0):
             if shared + 4 * bundles * (queries // parts) * vd <= ctx.caps.max_shared_memory:
                 rounds = queries // parts
@@ -171,9 +174,9 @@ def _check(node: Node, ctx: LowerContext, cache_k: Tensor, cache_v: Tensor, n_he
             f"multiple of {HEAD_SIZE_MULTIPLE}"
         )
     for cache in (cache_k, cache_v):
-        if cache.type not in CACHE_TYPES or (cache.type != "F16" and (cache.shape[2] % UNIT or hd % UNIT or vd % UNIT)):
+        if cache.type not in CACHE_TYPES or (cache.type in QUANTIZED and (cache.shape[2] % UNIT or hd % UNIT or vd % UNIT)):
             kinds = " or ".join(QUANTIZED)
-            raise PlanError(f"[attention] {node.name}: {cache}; expected F16, or {kinds} and heads of whole units of {UNIT}")
+            raise PlanError(f"[attention] {node.name}: {cache}; expected F16, F32, or {kinds} and heads of whole units of {UNIT}")
     if cache_v.shape[:2] != cache_k.shape[:2] or n_head % n_head_kv:
         raise PlanError(
             f"[attention] {node.name}: {n_head} heads over {cache_k} and {cache_v}; expected as many rows and kv heads in either, and "
@@ -199,8 +202,8 @@ def _lower(
     window = int(node.params.get("window", 0))
     _check(node, ctx, cache_k, cache_v, n_head)
     choice = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
-    quantized = {cache_k.type, cache_v.type} != {"F16"}
-    s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx, vd, quantized)
+    types = {cache_k.type, cache_v.type}
+    s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx, vd, types)
     if s.splits > 1 and 7 + len(extra) > ctx.caps.max_storage_bindings:
         s = replace(s, splits=1)  # a Raspberry Pi binds 8 buffers; scratch and counters would be two too many
     # A head's slots of four values (shaders/attention/fused.glsl) go to as many threads, as far as they can add up by shuffles.
@@ -224,7 +227,7 @@ def _lower(
     }  # fmt: skip
     if fused:
         defines["HEAD_LANES"] = head_lanes
-        if quantized:
+        if types & set(QUANTIZED):
             defines["SCALE_WORDS"] = int(not ctx.caps.storage_16bit)
     for binding, (role, _) in enumerate(extra, len(args)):
         defines[f"BIND_{role.upper()}"] = binding
@@ -280,8 +283,9 @@ def _choice(node: Node, ctx: LowerContext) -> Choice:
 def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape | None:
     """The shape of the kernel for prompts, where the tables choose it for a FLASH_ATTN_EXT and the device can run it."""
     _check(node, ctx, node.inputs[1], node.inputs[2], node.inputs[0].shape[1])
-    # --act f32 keeps floats whole: no f16 in matrices. Nor for queries that f16 cannot hold.
-    beyond = attention_prompt.queries_f16(node.inputs[0]).name in ctx.f16_scales
+    # --act f32 keeps floats whole: no f16 in matrices. Nor for queries or F32 caches, which f16 may not hold.
+    f32_cache = "F32" in {t.type for t in node.inputs[1:3]}
+    beyond = f32_cache or attention_prompt.queries_f16(node.inputs[0]).name in ctx.f16_scales
     caps = ctx.caps if ctx.act not in ("f32", "f16") and not beyond else dataclasses.replace(ctx.caps, cooperative_matrix=False)
     cache_k, cache_v = node.inputs[1:3]
     latent = cache_k.name == cache_v.name and node.outputs[0].type == "F32"
@@ -356,9 +360,10 @@ class FlashAttnExt(FlashCases):
         """A line of test-backend-ops, which has head sizes `hsk` and `hsv`, is one of ATTENTION."""
         return OPS["ATTENTION"].case(params) if "hsk" in params else super().case(params)
 
+    @np.errstate(invalid="ignore")
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        """Padding (pos -1) sees nothing and gives zeros. A sink is a logit without a value: it takes its part of a head's softmax away from
-        the rows."""
+        """Padding (pos -1) sees nothing and gives zeros. An infinite score is no number, so that keys beyond a cache's range show. A sink
+        is a logit without a value: it takes its part of a head's softmax away from the rows."""
         if params.get("window") and not params.get("split_q"):
             return [np.concatenate([_attention_in_window(inputs, t, params) for t in range(len(inputs[0]))])]
         if params.get("split_q"):
@@ -379,6 +384,7 @@ class FlashAttnExt(FlashCases):
         for head in range(n_head):
             kv = head * n_head_kv // n_head
             scores = q[real, head] @ np.asarray(cache_k[kv, :rows], np.float64).T * params["scale"]
+            scores[np.isinf(scores)] = np.nan
             scores[hidden] = -np.inf
             top = scores.max(axis=-1, keepdims=True) if sinks is None else np.maximum(scores.max(axis=-1, keepdims=True), sinks[head])
             p = np.exp(scores - top)
@@ -439,7 +445,7 @@ class AttnDecode(DecodeCases):
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         plain = _tolerance(node)
-        kinds = [t.type for t in node.outputs[1:] if t.type != "F16"]
+        kinds = [t.type for t in node.outputs[1:] if t.type in QUANTIZED]
         if kinds:
             return max((plain, *map(stored_tolerance, kinds)), key=lambda t: t.nmse)
         if plain.nmse >= 1e-6:

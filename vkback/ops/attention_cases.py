@@ -74,6 +74,7 @@ class FlashCases(Op):
         yield self.build_case(8, 2, 32, 300, (299, 90), "F32", seed=24, window=200, sinks=True).where(**MANY_SPLITS[0])
         yield self.build_case(4, 2, 80, 300, (299,), "F32", seed=25).where(**MANY_SPLITS[0])
         yield from self.unequal_cases()
+        yield from self.beyond_cases()
         yield from self.prompt_cases()
         yield from self.quantized_cases()
 
@@ -107,6 +108,18 @@ class FlashCases(Op):
         split = self.build_case(8, 1, 72, 600, (599, 255, 31, -1), seed=70, vd=64, v_view=True, sinks=True, window=300)
         yield split.where(**MANY_SPLITS[0])
 
+    def beyond_cases(self) -> Iterator[Case]:
+        """Keys that are no numbers, in some or all rows that a token sees, or so large that their scores are infinite: no output may be a
+        number. Scores in registers and through shared memory, splits, prompts, types."""
+        for seed, shape in enumerate(MANY_SPLITS, 130):
+            yield self.build_case(8, 2, 64, 600, (599, 255, 31), seed=seed, nan_rows=1).where(**shape)
+            yield self.build_case(8, 2, 64, 100, (99, 65), seed=seed + 2, inf_rows=1).where(**shape)
+        yield self.build_case(8, 2, 64, 80, (0, 1), seed=134, nan_rows=2)
+        yield self.build_case(6, 2, 32, 80, (0, 1), seed=135, nan_rows=2, type_k="q8_0", type_v="q8_0")
+        yield self.build_case(4, 2, 64, kv=67, nb=37, seed=136, nan_rows=1)
+        yield self.build_case(4, 1, 32, kv=64, nb=37, seed=137, nan_rows=64, type_k="q4_0", type_v="f16")
+        yield self.build_case(4, 2, 64, kv=67, nb=37, seed=138, nan_rows=1, type_k="f32", type_v="f32")
+
     def prompt_cases(self) -> Iterator[Case]:
         """Prompts: one, four and eight heads of a kv head, at several depths, blocks and tiles that are not full."""
         shapes: tuple[tuple[int, int, int, int, int, str], ...] = (
@@ -137,11 +150,17 @@ class FlashCases(Op):
             yield self.build_case(2, 1, 32, kv=70, nb=37, seed=112 + seed, type_k=type_k, type_v=type_v, window=20, sinks=True)
         yield self.build_case(4, 1, 96, 300, tuple(range(100, 140)), seed=120, type_k="q4_0", type_v="q4_0", vd=64, v_view=True)
         yield self.build_case(4, 1, 128, y="Q8_1", kv=70, nb=37, seed=121, type_k="q8_0", type_v="q8_0")
+        yield self.build_case(8, 2, 32, 100, (99, 65), seed=122, type_k="f32", type_v="f16")
+        yield self.build_case(6, 2, 96, 70, (31, 69), "Q8_1", seed=123, type_k="q4_0", type_v="f32", window=40, sinks=True)
+        yield self.build_case(4, 2, 40, kv=70, nb=37, seed=124, type_k="f32", type_v="f32")
+        yield self.build_case(16, 1, 576, 300, (299, 40), seed=125, type_k="f32", type_v="f32", vd=512, v_view=True)
+        for seed, shape in enumerate(MANY_SPLITS, 126):
+            yield self.build_case(8, 2, 64, 600, (599, 255, 31, -1), seed=seed, type_k="f32", type_v="f32").where(**shape)
 
     def full_cases(self) -> Iterator[Case]:
         for hd, ratio, kv, nb in product((64, 128), (1, 4, 8, 12, 16, 20, 32), (113, 512, 1024), (1, 3, 32, 75)):
             yield self.full_cache(ratio, 1, hd, kv, nb)
-        kinds = (("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"))
+        kinds = (("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"), ("f32", "f32"))
         for (type_k, type_v), hd, ratio, nb in product(kinds, (32, 64, 96, 128, 256), (1, 4, 7), (1, 3, 35)):
             for window, sinks in ((0, False), (50, True)):
                 yield self.build_case(2 * ratio, 2, hd, kv=300, nb=nb, type_k=type_k, type_v=type_v, window=window, sinks=sinks)
@@ -183,13 +202,14 @@ class FlashCases(Op):
     def build_case(
         self, n_head: int, n_head_kv: int, hd: int, n_ctx: int = 0, pos: Shape = (), y: str = "F32", window: int = 0, sinks: bool = False,
         kv: int = 0, nb: int = 0, garbage: bool = True, seed: int = 1, vd: int = 0, v_view: bool = False,
-        rot: int = 0, q_width: int = 0, type_k: str = "f16", type_v: str = "f16",
+        rot: int = 0, q_width: int = 0, type_k: str = "f16", type_v: str = "f16", nan_rows: int = 0, inf_rows: int = 0,
     ) -> Case:
         """Tokens at positions pos over a cache of n_ctx rows, or the last nb tokens of a full cache of kv rows.
 
         The cache holds NaN in every row that no token sees (garbage False: zeros everywhere, made quickly). vd: width of a row of V, 0: as
         K; v_view: V is the first part of K's rows. rot: that many last values of a head of Q are a tensor of their own; the others are in
-        rows of q_width values. type_k, type_v: of the caches.
+        rows of q_width values. type_k, type_v: of the caches. nan_rows: that many first rows of K hold NaN in the first kv head; inf_rows:
+        of F16, they hold one infinity.
         """
         vd = vd or hd
         kinds = cache_kinds(type_k, type_v, hd, vd)
@@ -210,11 +230,13 @@ class FlashCases(Op):
             cache_k = Tensor("cache_k", kinds[0], (n_head_kv, n_ctx, hd), "state")
             cache_v = cache_k if v_view else Tensor("cache_v", kinds[1], (n_head_kv, n_ctx, vd), "state")
             inputs = [q, cache_k, cache_v, Tensor("pos", "I32", (n,), "input")]
-            values: dict[str, Array] = {
-                "q": rng.standard_normal(q.shape, np.float32),
-                "pos": np.array(pos, np.int32),
-                **{c.name: stored_cache(c.type, random_cache(rng, c.shape, pos if garbage else None, window)) for c in (cache_k, cache_v)},
-            }
+            values: dict[str, Array] = {"q": rng.standard_normal(q.shape, np.float32), "pos": np.array(pos, np.int32)}
+            for c in (cache_k, cache_v):
+                rows = random_cache(rng, c.shape, pos if garbage else None, window)
+                if c is cache_k:
+                    rows[0, :nan_rows] = np.nan
+                    rows[0, :inf_rows, 0] = np.inf
+                values[c.name] = stored_cache(c.type, rows)
             if sinks:
                 inputs.append(Tensor("sinks", "F32", (n_head,), "weight"))
                 values["sinks"] = rng.uniform(-3, 6, n_head).astype(np.float32)
@@ -232,6 +254,8 @@ class FlashCases(Op):
         shown |= {"vd": vd} if vd != hd else {}
         shown |= {"v_view": True} if v_view else {}
         shown |= {"rot": rot, "q_width": q_width} if rot else {}
+        shown |= {"nan_rows": nan_rows} if nan_rows else {}
+        shown |= {"inf_rows": inf_rows} if inf_rows else {}
         shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
@@ -272,6 +296,12 @@ class DecodeCases(Op):
         yield self.build_case(4, 2, 64, 600, 500, "neox", False, False, "F32", seed=45, type_k="q4_0", type_v="q4_0").where(
             sync="sentinel", **MANY_SPLITS[1]
         )
+        wide = (("f32", "f32", ""), ("f16", "f32", "k"), ("q8_0", "f16", "v"), ("q4_0", "q4_0", "k"))
+        for seed, (type_k, type_v, beyond) in enumerate(wide, 50):
+            yield self.build_case(4, 2, 64, 300, 200, "neox", False, False, "F32", seed=seed, type_k=type_k, type_v=type_v, beyond=beyond)
+        yield self.build_case(4, 1, 64, 40, 0, "neox", False, False, "F32", seed=54, beyond="k")
+        few = self.build_case(4, 2, 64, 600, 500, "normal", False, False, "F32", seed=55, beyond="k")
+        yield few.where(sync="sentinel", **MANY_SPLITS[0])
         split = self.build_case(8, 2, 64, 600, 500, "neox", True, False, "F32", seed=25)
         yield split.where(**MANY_SPLITS[0])
         yield split.where(sync="sentinel", **MANY_SPLITS[0])
@@ -284,7 +314,7 @@ class DecodeCases(Op):
         both = (False, True)
         for mode, norm, ff, y, sinks, window in product(("normal", "neox"), both, both, ("F32", "Q8_1"), both, (0, 128)):
             yield self.build_case(8, 2, 64, 600, 300, mode, norm, ff, y, seed=2, sinks=sinks, window=window)
-        kinds = (("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"), ("f16", "q4_0"))
+        kinds = (("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"), ("f16", "q4_0"), ("f32", "f32"))
         for (type_k, type_v), mode, hd, ratio, pos in product(kinds, ("normal", "neox"), (32, 64, 128, 256), (1, 7), (0, 511)):
             yield self.build_case(2 * ratio, 2, hd, 600, pos, mode, False, False, "F32", type_k=type_k, type_v=type_v)
 
@@ -298,11 +328,13 @@ class DecodeCases(Op):
 
     def build_case(
         self, n_head: int, n_head_kv: int, hd: int, n_ctx: int, pos: int, mode: str, norm: bool, ff: bool, y: str, n_dims: int = 0,
-        window: int = 0, sinks: bool = False, garbage: bool = True, seed: int = 1, type_k: str = "f16", type_v: str = "f16", **rope: Any,
+        window: int = 0, sinks: bool = False, garbage: bool = True, seed: int = 1, type_k: str = "f16", type_v: str = "f16",
+        beyond: str = "", **rope: Any,
     ) -> Case:
         """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
 
         n_dims  0: the head size; -1: nothing is rotated
+        beyond  "k", "v": the new row of the first kv head is beyond the range of its cache's type
         """
         rope_angles.checked_mode(mode)
         kinds = cache_kinds(type_k, type_v, hd)
@@ -323,6 +355,9 @@ class DecodeCases(Op):
                 **{c.name: stored_cache(c.type, random_cache(rng, c.shape, *seen)) for c in caches},
                 **{name: rng.uniform(0.5, 1.5, size).astype(np.float32) for name, size in weights},
             }
+            if beyond:
+                first = (n_head + n_head_kv * "kv".index(beyond)) * hd
+                values["qkv"][:, first : first + hd] *= 1e9
             factors = (rng.uniform(0.5, 1.5, rotated // 2).astype(np.float32),) if ff else ()
             params = {
                 **rope_angles.DEFAULTS, **rope, "mode": mode, "n_dims": rotated, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim": hd,
@@ -342,5 +377,6 @@ class DecodeCases(Op):
             "y": y, "n_dims": n_dims or hd, "window": window, "sinks": sinks, **rope,
         }  # fmt: skip
         shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
+        shown |= {"beyond": beyond} if beyond else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)

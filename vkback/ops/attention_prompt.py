@@ -59,7 +59,7 @@ class PromptJob:
     """Attention of n tokens.
 
     q      F32 [n, n_head, hd]
-    cache  K F16, Q8_0 or Q4_0 [n_head_kv, n_ctx, hd]; V the same with v_dim values a row, or with more, of which the first v_dim count
+    cache  K F16, F32, Q8_0 or Q4_0 [n_head_kv, n_ctx, hd]; V the same with v_dim values a row, or with more, of which the first v_dim count
     pos    I32 [n], -1: padding
     y      F32 or Q8_1 [n, n_head * v_dim], or F16 as `mat_mul_pack.packed` has it
     sinks  F32 [n_head]

@@ -1,5 +1,5 @@
-"""Quantized KV caches: types, and rows stored by SET_ROWS (shaders/cache). Attention reads them as they are
-(shaders/attention/cache_load.glsl). A cache lies as weights do (docs/weight_layout.md), its rows being those of all heads.
+"""KV caches: their types, and rows stored by SET_ROWS (shaders/cache). Attention reads them as they are
+(shaders/attention/cache_load.glsl). A quantized cache lies as weights do (docs/weight_layout.md), its rows being those of all heads.
 """
 
 from __future__ import annotations
@@ -12,16 +12,22 @@ from vkback.ops.case import Array, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.storage import nbytes, weight_push
+from vkback.ops.storage import VALUE_BYTES, nbytes, weight_push
 from vkback.ops.workgroup import workgroup_size
 from vkback.quants import UNIT
 from vkback.shader import Variant
 
 QUANTIZED = ("Q8_0", "Q4_0")
-"""Types that rows are stored in on the device, beside F16."""
+"""Types of blocks that rows are stored in on the device."""
 
 
-CACHE_TYPES = {"F16": 0, "Q8_0": 1, "Q4_0": 2}
+SCALED_BY = {"Q8_0": 127, "Q4_0": 8}
+"""Of a unit, its largest size over its scale."""
+
+F16_ROUNDS_TO_INFINITY = 65520.0
+"""The least number that does."""
+
+CACHE_TYPES = {"F16": 0, "Q8_0": 1, "Q4_0": 2, "F32": 3}
 """Types that attention reads, with their numbers in shaders/attention/cache_load.glsl."""
 
 
@@ -31,22 +37,26 @@ CACHE_WORDS = tuple(kind.lower() for kind in CACHE_TYPES)
 
 def cached_bytes(kind: str, values: int) -> int:
     """Of so many values of a row."""
-    return 2 * values if kind == "F16" else quants.row_bytes(kind, values)
+    return VALUE_BYTES[kind] * values if kind in VALUE_BYTES else quants.row_bytes(kind, values)
 
 
 def as_stored(kind: str, values: Array) -> Array:
-    """Values as a cache of a type holds them, float32."""
+    """Values as a cache of a type holds them, float32. A unit beyond the range of a quantized type is NaN."""
     rows = np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])
-    return quants.decode(kind, quants.encode(kind, rows)).reshape(values.shape)
+    if kind == "F32":
+        return rows.reshape(values.shape)
+    held = quants.decode(kind, quants.encode(kind, np.nan_to_num(rows))).reshape(-1, UNIT)
+    held[~(np.abs(rows.reshape(-1, UNIT)).max(axis=-1) / SCALED_BY[kind] < F16_ROUNDS_TO_INFINITY)] = np.nan
+    return held.reshape(values.shape)
 
 
 def cache_kinds(type_k: str, type_v: str, *widths: int) -> tuple[str, str]:
     """The types of caches by a case's words. Raises CaseLineError for a type that caches do not have, or rows of no whole units."""
     kinds = type_k.upper(), type_v.upper()
     for word, kind in zip((type_k, type_v), kinds, strict=True):
-        if kind not in CACHE_TYPES or (kind != "F16" and any(width % UNIT for width in widths)):
+        if kind not in CACHE_TYPES or (kind in QUANTIZED and any(width % UNIT for width in widths)):
             known = " or ".join(name.lower() for name in QUANTIZED)
-            raise CaseLineError(f"a cache of {word} for heads of {widths}: expected f16, or {known} and whole units of {UNIT}")
+            raise CaseLineError(f"a cache of {word} for heads of {widths}: expected f16, f32, or {known} and whole units of {UNIT}")
     return kinds[0], kinds[1]
 
 
@@ -56,9 +66,9 @@ def cache_params(kinds: tuple[str, str]) -> dict[str, str]:
 
 
 def stored_cache(kind: str, values: Array) -> Array:
-    """F16 values, some of them NaN, as a cache of a type has them: F16, or rows of blocks whose scale is NaN where a value is."""
-    if kind == "F16":
-        return values
+    """F16 values, some of them NaN, as a cache of a type has them: floats, or rows of blocks whose scale is NaN where a value is."""
+    if kind in VALUE_BYTES:
+        return values.astype(np.float32) if kind == "F32" else values
     rows = values.reshape(-1, values.shape[-1]).astype(np.float32)
     raw = quants.encode(kind, np.nan_to_num(rows))
     blocks = raw.reshape(len(rows), values.shape[-1] // UNIT, -1)
@@ -91,7 +101,9 @@ def store_units(node: Node, ctx: LowerContext) -> Dispatch:
 
 
 def stored_tolerance(kind: str) -> Tolerance:
-    """Of values stored as a type against those that `as_stored` gives."""
+    """Of values stored as a type other than F16 against those that `as_stored` gives."""
+    if kind == "F32":
+        return Tolerance(1e-10, 1e-4, "stored as they are; norm and RoPE before, in f32, are off by 1e-6 of a value")
     step = {"Q8_0": 1 / 127, "Q4_0": 1 / 8}[kind]
     return Tolerance(
         1e-6 + 2e-2 * step * step, 2.2 * step,

@@ -105,6 +105,7 @@ class MlaRopeSetRows(Op):
             yield self.build_case(3, 3, 32, 16, 64, 32, legacy, freq_scale=1 / 40, ext_factor=1.0)
             yield self.build_case(2, 5, 6, 12, 14, 2, legacy, ff=True)
             yield self.build_case(3, 3, 32, 32, 64, 64, legacy, type_k="q4_0", type_v="q8_0")
+            yield self.build_case(3, 3, 32, 32, 64, 64, legacy, type_k="f32", type_v="f32")
 
     def full_cases(self) -> Iterator[Case]:
         for legacy, n, heads, (nope, rot, rank, dim_v), ff in product(

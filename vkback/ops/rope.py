@@ -366,6 +366,7 @@ class QkvRopeSetRows(Op):
             yield self.build_case(mode, 5, 2, 2, 256, True, norm=True, ff=True)
         yield self.build_case("neox", 3, 4, 2, 64, True, type_k="q8_0", type_v="q4_0")
         yield self.build_case("normal", 2, 3, 1, 96, False, norm=True, type_k="q4_0", type_v="f16")
+        yield self.build_case("normal", 2, 3, 1, 80, False, norm=True, type_k="f32", type_v="f16")
 
     def full_cases(self) -> Iterator[Case]:
         sizes = ((4, 2, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (4, 1, 256))
