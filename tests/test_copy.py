@@ -6,6 +6,8 @@ import pytest
 from kernel_paths import planned_for
 
 from vkback.graph import Node, Tensor
+from vkback.harness.cases import find_case
+from vkback.ops.case_line import CaseLineError
 from vkback.ops.lowering import PlanError
 from vkback.ops.op import OPS
 from vkback.ops.view import View
@@ -70,3 +72,34 @@ def test_what_the_kernels_of_models_cannot_write_goes_by_the_general_one() -> No
     assert kernels(WEIGHT, Tensor("y", "BF16", (6, 64))) == ["copy/decode.comp", "copy/general.comp"]
     assert kernels(Tensor("x", "F16", (6, 64)), Tensor("y", "Q4_0", (6, 64))) == ["copy/general.comp", "encode/encode.comp"]
     assert kernels(WEIGHT, Tensor("y", "Q4_0", (6, 64))) == ["copy/plane_rows.comp"] * 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "DUP(type=q4_0,ne=[31,1,1,1])", "DUP(type=q4_0,ne=[32,33,1,1],permute=[1,0,2,3])",
+        "CPY(type_src=q4_0,type_dst=f32,ne_src=[31,1,1,1])",
+        "CPY(type_src=f32,type_dst=q4_0,ne_src=[31,1,1,1])", "SET_ROWS(type_src=f32,type_dst=q4_0,type_idx=i64,ne=[31,5,1,3])",
+        "GET_ROWS(type=q4_0,n=31,m=5,r=4)", "CONCAT(type=q4_0,ne_a=[31,3,2,2],ne_b_d=7,dim=1,v=3)",
+        "MUL_MAT(type_a=q4_0,type_b=f32,m=16,n=1,k=31)",
+        "MUL_MAT_ID(type_a=q4_0,type_b=f32,n_mats=4,n_used=2,b=0,m=16,n=1,k=31)", "OUT_PROD(type_a=q4_0,type_b=f32,m=31,n=3,k=5)",
+    ],
+)  # fmt: skip
+def test_rows_of_no_whole_blocks_make_no_case(line: str) -> None:
+    with pytest.raises(CaseLineError, match="block"):
+        find_case(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "MAT_VEC(type_a=Q4_0,m=96,n=1,k=31)", "MAT_VEC_HEADS(type_a=Q4_0,n_head=5,m=96,k=31,n=1)",
+        "CPY(type_src=q4_0,type_dst=F32,ne=[5,31],weight=1)", "REPEAT(type=q4_0,ne=[31,3,2,1],nr=[1,2,1,2])",
+        "CONT(type=q4_0,ne=[31,1,1,1])",
+        "PAD(type=q4_0,ne_a=[31,5,3,2])",
+    ],
+)  # fmt: skip
+def test_nor_are_they_a_failed_case(line: str) -> None:
+    """Ops whose lines are the project's own, or which take no quantized types: not supported, with the reason."""
+    with pytest.raises(PlanError, match=r"block|not supported"):
+        find_case(line).build()

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from vkback.graph import Node
 from vkback.ops.case_line import line_of
 from vkback.ops.family import table_word
-from vkback.ops.lowering import Sync
+from vkback.ops.lowering import PlanError, Sync
+from vkback.quants import QuantShapeError
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -62,7 +63,11 @@ class Case:
         return line_of(self.op, self.params)
 
     def build(self) -> Problem:
-        return self.make(np.random.default_rng(self.seed))
+        """Its node and values. Raises PlanError where there are none: rows of a quantized type that are no whole blocks."""
+        try:
+            return self.make(np.random.default_rng(self.seed))
+        except QuantShapeError as error:
+            raise PlanError(f"{self.op}: {error}; give rows of whole blocks") from error
 
     def where(self, *, sync: Sync | None = None, range: int | None = None, **tuning: int | str) -> Case:
         """The same case under other conditions, which stand in its line and hold on every device.

@@ -22,7 +22,7 @@ from vkback.ops.general import copy_dispatch, permuted, random_values, stored_to
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.mat_vec_node import QUANTS
 from vkback.ops.op import Op, moves_values, register
-from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, type_word
+from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, tensor_type, type_word
 from vkback.ops.storage import VALUE_BYTES, in_planes, nbytes, shards, weight_push
 from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
 from vkback.ops.workgroup import workgroup_size
@@ -180,6 +180,7 @@ class Convert(Op):
         seed: int = 29,
     ) -> Case:
         """order, gap: how the values lie in x (see `laid_out`); to: in y likewise, a tensor that holds values already."""
+        type_src, type_dst = tensor_type(type_src, "type_src"), tensor_type(type_dst, "type_dst")
         x_shape, view = laid_out(ne, order, gap=gap if order else 0)
         y_shape, into = laid_out(ne, to, gap=gap if to else 0)
         params = {"view": view} if order else {}

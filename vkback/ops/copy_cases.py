@@ -82,6 +82,8 @@ def dup_case(type: str = "f32", ne: Shape = (10, 10, 20, 1), permute: Four = NON
     """Of a tensor, or of one with its axes permuted."""
     kind, shape = tensor_type(type), shape_of(ne)
     source = view_of(shape, permute, "permute")
+    _whole_blocks(kind, shape, "ne")
+    _whole_blocks(kind, source.shape, "permute")
 
     def make(rng: np.random.Generator) -> Problem:
         x = operand("x", kind, shape)
