@@ -371,7 +371,7 @@ def expected(problem: Problem, ctx: LowerContext) -> list[Expected]:
     node, op = problem.node, OPS[problem.node.op]
     inputs = reference_inputs(problem)
     want = _by_name(node, op.reference(inputs, node.params))
-    loose = op.tolerance(node, ctx)
+    loose = op.tolerance_at(inputs, node, ctx)
     found = [Expected(name, values, loose) for name, values in want.items()]
     rounded = op.rounded(inputs, node, ctx)
     unrounded = Node(node.op, node.inputs, tuple(replace(t, type="F32") if t.type == "Q8_1" else t for t in node.outputs), node.params)

@@ -17,6 +17,7 @@ from vkback.ops.gradients import Gradient, Scalar
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, Tape, register
 from vkback.ops.peer import ne_of, one_of_types, shape_of
+from vkback.ops.soft_max import softmax_tolerance, threads_of_a_row
 from vkback.ops.soft_max_back import soft_max
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
@@ -205,6 +206,18 @@ class CrossEntropyLossBack(Gradient):
         return Tolerance(
             1e-10, 1e-4, "f32; exp(logit - lse) has 3 + 2 |logit - lse| ulp by Vulkan's rules, 2e-6 at 16; lse is off by 2^-22"
         )
+
+    def tolerance_at(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Tolerance:
+        """That of the softmax, over what is left of it without the labels."""
+        plain = self.tolerance(node, ctx)
+        logits = np.asarray(inputs[1], np.float64)
+        p = soft_max(logits)
+        wg, _ = threads_of_a_row(node.inputs[1], ctx)
+        of_p = softmax_tolerance(logits, np.abs(logits), p, wg)
+        labels, _ = labels_of(logits, inputs[2])
+        left = np.where(labels.sum(axis=-1, keepdims=True) > 0, p - labels, 0.0)
+        share = float(np.square(p).sum()) / max(float(np.square(left).sum()), 1e-30)
+        return Tolerance(max(plain.nmse, of_p.nmse * share), max(plain.worst, of_p.worst * share**0.5), of_p.reason)
 
     def build_case(
         self, type: str = "f32", ne: Shape = (10, 5, 4, 3), ids: bool = False, inplace: bool = False, lse: bool = False, seed: int = 61

@@ -70,6 +70,10 @@ class Op(ABC):
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         """How far the device may be from the reference on the path `ctx` leads to."""
 
+    def tolerance_at(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Tolerance:
+        """`tolerance` of these inputs, where the error depends on how they spread. Inputs as `reference` takes them."""
+        return self.tolerance(node, ctx)
+
     def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
         """The reference of activations that the path `ctx` leads to rounds, rounded on the host as the device does it; None where it
         rounds none. Inputs as `reference` takes them."""

@@ -15,6 +15,7 @@ from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.family import Choice
 from vkback.ops.general import is_general, lower_general, rounded_to
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
@@ -25,11 +26,39 @@ from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
 
+def threads_of_a_row(x: Tensor, ctx: LowerContext) -> tuple[int, Choice]:
+    """Threads that share a row of x, and what the tables say."""
+    choice = ctx.tuning.pick("norm", dim=x.shape[-1], rows=prod(x.shape[:-1]))
+    return workgroup_size(ctx.caps, choice["wg_size"], ceil_div(x.shape[-1], 4)), choice
+
+
+def softmax_tolerance(z: Array, sizes: Array, p: Array, threads: int) -> Tolerance:
+    """How far f32 may be from softmax p of logits z, rows along the last axis.
+
+    sizes    of what z was rounded from: one more 2^-24 of them is the error of a logit
+    threads  of a row, each of which adds up its part of the exponentials
+    The error of exp(z - max), relative: 3 + 2 (max - z) ulp by Vulkan's rules, and that of its argument, 2^-24 of z, of max - z, and of
+    sizes. So what is far below the maximum is off by more, but counts for less. The sum takes on the errors of its terms, by their share.
+    It has one rounding for each addition, which may all fall on one side where one term is far above the others.
+    """
+    seen = np.isfinite(z) & (p > 0)
+    z, sizes = np.where(seen, z, 0.0), np.where(seen, sizes, 0.0)
+    below = np.where(seen, np.where(seen, z, -np.inf).max(axis=-1, keepdims=True) - z, 0.0)
+    of_term = 2.0**-24 * (sizes + np.abs(z) + below) + 2.0**-23 * (3 + 2 * below)
+    additions = ceil_div(z.shape[-1], threads) + threads.bit_length()
+    of_sum = (np.where(seen, p, 0.0) * of_term).sum(axis=-1, keepdims=True) + 2.0**-24 * additions
+    error = np.where(seen, p, 0.0) * (of_term + of_sum + 3 * 2.0**-23)
+    energy = float(np.square(np.where(seen, p, 0.0)).sum())
+    nmse = float(np.square(error).sum()) / energy if energy else 0.0
+    worst = float(error.max()) / float(np.sqrt(energy / p.size)) if energy else 0.0
+    reason = f"f32; exponentials and a sum of {additions} additions in turn, of logits up to {below.max():.3g} below the largest"
+    return Tolerance(nmse, worst, reason)
+
+
 def _dispatch(node: Node, ctx: LowerContext, *, sum_rows: bool) -> Dispatch:
     x, *mask = node.inputs
     dim, rows = x.shape[-1], prod(x.shape[:-1])
-    choice = ctx.tuning.pick("norm", dim=dim, rows=rows)
-    wg = workgroup_size(ctx.caps, choice["wg_size"], ceil_div(dim, 4))
+    wg, choice = threads_of_a_row(x, ctx)
     defines, subgroup = reduction(ctx.caps, wg)
     defines |= {"MASK": len(mask), "SUM": int(sum_rows)}
     return Dispatch(
@@ -71,7 +100,12 @@ class SoftMax(Op):
     peer_nmse = 1e-6
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        return [self._logits_and_softmax(inputs, params)[-1]]
+
+    def _logits_and_softmax(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> tuple[Array, Array, Array]:
+        """Logits, the sizes of what they are rounded from, and their softmax."""
         z = np.asarray(inputs[0], np.float64) * params.get("scale", 1.0)
+        sizes = np.abs(z)
         masks = inputs[1 : len(inputs) - bool(params.get("sinks"))]
         if masks:
             mask = np.asarray(masks[0], np.float64)
@@ -81,6 +115,8 @@ class SoftMax(Op):
                 n, below, above = slopes(z.shape[-3], params["max_bias"])
                 slope = [below ** (h + 1) if h < n else above ** (2 * (h - n) + 1) for h in range(z.shape[-3])]
                 mask = mask * np.array(slope)[:, None, None]
+            # A slope is a power, off by some 20 ulp.
+            sizes = sizes + np.abs(np.where(np.isfinite(mask), mask, 0.0)) * (40 if params.get("max_bias") else 1)
             z = z + mask
         top = z.max(axis=-1, keepdims=True)
         sink = np.asarray(inputs[-1], np.float64).reshape(-1, 1, 1) if params.get("sinks") else np.full((1,) * z.ndim, -np.inf)
@@ -88,7 +124,7 @@ class SoftMax(Op):
         top = np.where(np.isfinite(top), top, 0.0)
         e = np.exp(z - top)
         total = e.sum(axis=-1, keepdims=True) + np.exp(sink - top)
-        return [np.divide(e, total, out=np.zeros_like(e), where=total != 0)]
+        return z, sizes, np.divide(e, total, out=np.zeros_like(e), where=total != 0)
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """Of a value: its scale and the sum's inverse, subtraction of the maximum and the sum, an exponential. A mask adds its slope and a
@@ -115,8 +151,7 @@ class SoftMax(Op):
         fits = not mask or (mask[0].shape[2:] == (rows, dim) and outer % mask[0].shape[0] == 0 and heads % mask[0].shape[1] == 0)
         if not fits or (sinks and rest[-1].elements != heads):
             raise PlanError(f"[SOFT_MAX] {node.name}: {', '.join(map(str, rest))} do not fit {x}")
-        choice = ctx.tuning.pick("norm", dim=dim, rows=outer * heads * rows)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], ceil_div(dim, 4))
+        wg, choice = threads_of_a_row(x, ctx)
         defines, subgroup = reduction(ctx.caps, wg)
         defines |= {"MASK": len(mask), "SINKS": int(sinks)}
         mask_outer, mask_heads = mask[0].shape[:2] if mask else (1, 1)
@@ -195,7 +230,19 @@ class SoftMax(Op):
         return Case("SOFT_MAX", shown, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Tolerance(1e-10, 1e-3, "f32; exp(z - max) with |z| up to 20 has 3 + 2|z| ulp by Vulkan's rules: 3e-6 relative; small rms")
+        """Of logits up to 20; one row may hold all of the energy, so that the rms is 1 / sqrt(values) of the largest."""
+        wg, _ = threads_of_a_row(node.inputs[0], ctx)
+        additions = ceil_div(node.inputs[0].shape[-1], wg) + wg.bit_length()
+        relative = 2.0**-24 * additions + 3e-6
+        return Tolerance(
+            max(1e-10, relative**2), max(1e-3, relative * node.inputs[0].elements ** 0.5),
+            f"f32; exp(z - max) with |z| up to 20 has 3 + 2|z| ulp by Vulkan's rules: 3e-6 relative; {additions} additions in turn",
+        )  # fmt: skip
+
+    def tolerance_at(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Tolerance:
+        wg, _ = threads_of_a_row(node.inputs[0], ctx)
+        with np.errstate(invalid="ignore"):
+            return softmax_tolerance(*self._logits_and_softmax(inputs, node.params), wg)
 
 
 @register
