@@ -15,6 +15,7 @@ from vkback.errors import VkbackError
 from vkback.paths import builtin_model, shader_root
 from vkback.shader import NoCompiler, ShaderLibrary, Variant
 from vkback.shader import library as library_module
+from vkback.shader.prebuilt import module_name, stale, write
 from vkback.shader.shipped import groups, pack, read_archive, shipped_variants
 
 FILL = """#version 450
@@ -84,6 +85,14 @@ def test_a_stale_or_damaged_module_is_compiled(root: Path, tmp_path: Path) -> No
     for variant in (ONE, OTHER):
         assert library.spirv(variant) == plain.spirv(variant)
     assert len(library.compiled) == 2
+
+
+def test_a_module_of_the_manifest_whose_file_is_missing_is_stale(root: Path) -> None:
+    write(root, [ONE, TWO], ShaderLibrary(root, root / "cache", shipped=False))
+    assert stale(root, [ONE, TWO]) == []
+    (root / "prebuilt" / module_name(TWO)).unlink()
+    assert stale(root, [ONE, TWO]) == [TWO.name]
+    assert ShaderLibrary(root, root / "cache", shipped=False).spirv(TWO)
 
 
 def test_the_check_names_what_is_stale_and_one_command_rebuilds_that_alone(

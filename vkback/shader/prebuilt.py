@@ -47,9 +47,12 @@ class Prebuilt:
         return cls(root, manifest["compiler"], {m["hash"]: m["file"] for m in manifest["modules"]})
 
     def module(self, text: str) -> bytes | None:
-        """SPIR-V of an expanded source, or None where there is none of exactly this source."""
+        """SPIR-V of an expanded source, or None where there is none of exactly this source, or its file is missing."""
         name = self.files.get(source_hash(text))
-        return (self.root / name).read_bytes() if name else None
+        try:
+            return (self.root / name).read_bytes() if name else None
+        except FileNotFoundError:
+            return None
 
 
 def module_name(variant: Variant) -> str:
