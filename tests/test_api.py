@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from vkback.ops.penalties import Penalties, PenaltiesOp
 from vkback.paths import builtin_model
 from vkback.plan.forecast import Costs
 from vkback.plan.fuse import FUSIONS
+from vkback.report.profile_page import page
+from vkback.report.profile_text import report
 from vkback.timing import profile_model
 from vkback.timing.math_rate import MathRate
 
@@ -552,6 +555,11 @@ def test_a_profile_has_a_phase_for_the_prompt_and_one_for_the_tokens(model: vkba
     found = model.profile(PROMPT, tokens=2)
     assert [phase.name.split()[0] for phase in found.phases] == ["prefill", "decode"]
     assert found.speeds.tokens == 2 and found.model == model.description
+    shown = str(found)
+    assert shown == "\n".join(report(found)) and "Kernels chosen" in shown and max(map(len, shown.splitlines())) <= 80
+    assert repr(found) == f"<profile of {model.description} on {found.device}: {', '.join(p.name for p in found.phases)}; print() shows it>"
+    html = found._repr_html_()
+    assert html.startswith('<iframe srcdoc="') and unescape(html.split('"')[1]) == page(found)
     assert session.generate(max_tokens=1).tokens == want
 
 

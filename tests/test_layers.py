@@ -15,7 +15,7 @@ ROOT = Path(vkback.__file__).parent
 LAYERS = {
     "errors": 0, "units": 0, "records": 0, "arrays": 0, "constants": 0, "systems": 0, "paths": 1, "terminal": 1,
     "device": 2, "graph": 3, "shader": 3, "quants": 3, "ops": 4, "plan": 5, "program": 6, "models": 7, "timing": 8, "train": 8,
-    "harness": 9, "api": 9, "autotune": 10, "server": 10, "report": 10, "cli": 11, "__main__": 12,
+    "harness": 9, "autotune": 10, "report": 10, "api": 11, "server": 12, "cli": 13, "__main__": 14,
 }  # fmt: skip
 """A module imports from lower layers, and from its own package."""
 

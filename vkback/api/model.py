@@ -37,7 +37,7 @@ from vkback.ops.lowering import ACTS, Act
 
 if TYPE_CHECKING:
     from vkback.api.device import Device
-    from vkback.timing.profile_model import Profile
+    from vkback.api.profile import Profile
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 
@@ -248,13 +248,14 @@ class LoadedModel:
 
     def profile(self, prompt: Prompt, tokens: int = 16, batch: int = 0) -> Profile:
         """Where the time of a prompt goes, of `tokens` tokens behind it, and of a batch of tokens at once (0: none), kernel by kernel, as
-        `vkback profile` shows it. Raises ProfileError where they do not fit the context."""
+        `vkback profile` shows it: print it. Raises ProfileError where they do not fit the context."""
+        from vkback.api.profile import Profile
         from vkback.timing.profile_model import profile
 
         tokens = given.whole("tokens", tokens, "a whole number, 1 or more", 1)
         batch = given.whole("batch", batch, "a whole number, 0 or more", 0)
         with self.using("profile") as engine:
-            return profile(engine, self.load_s, self.ids(prompt, start=True), tokens, batch, lambda _: None)
+            return Profile.of(profile(engine, self.load_s, self.ids(prompt, start=True), tokens, batch, lambda _: None))
 
     # -- end
 

@@ -59,7 +59,8 @@ def report(profile: Profile, everything: bool = False) -> Iterator[str]:
     s = profile.speeds
     yield from _cut(f"{profile.model} on {profile.device}")
     yield f"{profile.n_layer}L/{profile.n_embd}H, {profile.n_ctx} rows of cache, act {profile.act}"
-    yield f"load {1e3 * s.load_s:.0f} ms: {profile.model_bytes / 2**20:.1f} MiB at {profile.model_bytes / s.load_s / 1e9:.2f} GB/s"
+    if s.load_s > 0:
+        yield f"load {1e3 * s.load_s:.0f} ms: {profile.model_bytes / 2**20:.1f} MiB at {profile.model_bytes / s.load_s / 1e9:.2f} GB/s"
     yield f"{s.kernels} kernels ready in {s.compile_s:.1f} s, {s.compiled} of them compiled from GLSL"
     yield ""
     yield "Kernels chosen"
