@@ -261,6 +261,8 @@ class LoadedModel:
 
     def close(self) -> None:
         """Give everything back to the device. A second call does nothing."""
+        if self.engine.device.forked:  # the objects are the other process's
+            self._closed = True
         if not self._closed:
             with self.using("close", keep=True):
                 self._closed = True
@@ -364,5 +366,6 @@ class LoadedModel:
             self.engine.restore(kept)
 
     def _require_open(self, what: str) -> None:
+        self.engine.device.require_own_process()
         if self._closed:
             raise ModelError(f"[model] {self.name} is closed: {what} needs an open one; load it again")

@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from vkback.device.capabilities import Capabilities, Heap, MatrixShape, MemoryType, profile_ids
     from vkback.device.device import Device
     from vkback.device.driver import alive_objects
-    from vkback.device.errors import CompileOnly, DeviceError, DeviceLost, FeatureMissing, NoDevice, OutOfDeviceMemory, Timeout
+    from vkback.device.errors import (
+        CompileOnly,
+        DeviceError,
+        DeviceLost,
+        FeatureMissing,
+        NoDevice,
+        OtherProcess,
+        OutOfDeviceMemory,
+        Timeout,
+    )
     from vkback.device.instance import ValidationMessage, list_devices
     from vkback.device.kernel import Kernel, KernelSpec
     from vkback.device.memory import Arena, BufferRange
@@ -38,6 +47,7 @@ __all__ = [
     "MatrixShape",
     "MemoryType",
     "NoDevice",
+    "OtherProcess",
     "OutOfDeviceMemory",
     "PushConstant",
     "Recorder",
@@ -58,7 +68,7 @@ _PLACES = {
         "capabilities": "Capabilities Heap MatrixShape MemoryType profile_ids",
         "device": "Device",
         "driver": "alive_objects",
-        "errors": "CompileOnly DeviceError DeviceLost FeatureMissing NoDevice OutOfDeviceMemory Timeout",
+        "errors": "CompileOnly DeviceError DeviceLost FeatureMissing NoDevice OtherProcess OutOfDeviceMemory Timeout",
         "instance": "ValidationMessage list_devices",
         "kernel": "Kernel KernelSpec",
         "memory": "Arena BufferRange",

@@ -128,6 +128,7 @@ class Device:
     def free_memory(self) -> int:
         """Bytes left in the largest device-local heap: the driver's budget if it reports one,
         else the heap's size minus what this Device has taken."""
+        self._driver.require_own_process()
         return self._memory.free()
 
     def arena(self, purpose: str, nbytes: int, kind: Kind = "device") -> Arena:
@@ -314,6 +315,8 @@ class Device:
         if not self._open:
             return
         self._open = False
+        if self._driver.forked:
+            return
         # The objects of a lost device must be destroyed like any others; those of a hung one may as well.
         with contextlib.suppress(DeviceLost, Timeout):
             if self._running is not None:
@@ -348,7 +351,17 @@ class Device:
         if self.compile_only:
             raise compiles_only(self.caps, self.compile_only, what)
 
+    def require_own_process(self) -> None:
+        """Raises OtherProcess in a process that was forked after this Device was opened."""
+        self._driver.require_own_process()
+
+    @property
+    def forked(self) -> bool:
+        """This process was forked after this Device was opened, and can do nothing with it."""
+        return self._driver.forked
+
     def _require_open(self) -> None:
+        self._driver.require_own_process()
         if not self._open:
             raise DeviceError("[device] this Device is closed")
 

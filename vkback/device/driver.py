@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vkback.device.errors import DeviceError, DeviceLost, NoDevice, OutOfDeviceMemory, Timeout
+from vkback.device.errors import DeviceError, DeviceLost, NoDevice, OtherProcess, OutOfDeviceMemory, Timeout
 from vkback.systems import how_to_get, mac_loaders
 
 
@@ -229,18 +229,50 @@ def alive_objects() -> dict[str, int]:
     return {kind: n for kind, n in sorted(_alive.items()) if n}
 
 
+class _NoFunctions:
+    """Entry points in a process that was forked from the one that opened the device: a driver's threads are not there, and calls would wait
+    for them for ever."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def __getattr__(self, name: str) -> Any:
+        self._driver.require_own_process()
+        raise AssertionError(name)
+
+
 class Driver:
     """A logical device and all that exists on it.
 
     fn        entry points of the device (bypassing the loader's dispatch)
     live      how many objects of each kind are alive
+    forked    this process was forked from the one that opened the device: nothing can be called, and nothing is destroyed
     """
 
     def __init__(self, device: Handle) -> None:
         self.device = device
         self.fn: Any = _Functions(lambda name: lib.vkGetDeviceProcAddr(device, name))
         self.live: Counter[str] = Counter()
+        self.forked = False
+        self._pid = os.getpid()
         self._lock = threading.Lock()
+        _drivers.add(self)
+        _leave_at_exit()  # found before a process is forked
+
+    def require_own_process(self) -> None:
+        """Raises OtherProcess in a process that was forked after the device was opened."""
+        if self.forked:
+            raise OtherProcess(
+                f"[device] opened in process {self._pid}, from which this one, {os.getpid()}, was forked: a device, its models and its "
+                "tensors are of use there alone. Open the device and load the model in this process (multiprocessing: in each worker, best "
+                'with the start method "spawn")'
+            )
+
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked."""
+        self.forked = True
+        self.fn = _NoFunctions(self)
+        self._lock = threading.Lock()  # a thread that is not here may have held it
 
     def call(self, name: str, *args: Any, about: str = "") -> int:
         """Call a device-level function that returns a VkResult, through the gate."""
@@ -255,6 +287,8 @@ class Driver:
 
     def destroy(self, kind: str, handle: Handle, *, verb: str = "Destroy") -> None:
         """vk<verb><kind>(device, handle, NULL), counted."""
+        if self.forked:
+            return
         getattr(self.fn, f"vk{verb}{kind}")(self.device, handle, NULL)
         self.count(kind, -1)
 
@@ -263,6 +297,38 @@ class Driver:
         with self._lock:
             self.live[kind] += change
         count_alive(kind, change)
+
+
+_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+
+
+@cache
+def _leave_at_exit() -> Callable[[], object]:
+    """What makes a process end without the exit handlers of C libraries, with the status that it has then. Mesa's wait for threads that a
+    forked process has not, or crash. glibc has this; elsewhere nothing is done."""
+    import ctypes
+
+    try:
+        libc = ctypes.CDLL(None)
+        leave = ctypes.cast(libc._exit, ctypes.c_void_p)
+        on_exit = libc.on_exit  # calls leave(status, NULL) after Python has ended, before the handlers registered earlier
+    except (OSError, AttributeError, TypeError):
+        return lambda: None
+    return lambda: on_exit(leave, None)
+
+
+def _after_fork() -> None:
+    global _alive_lock
+    _alive_lock = threading.Lock()
+    _alive.clear()
+    for driver in _drivers:
+        driver.leave_to_parent()
+    if _leave_at_exit.cache_info().currsize:  # a driver was loaded
+        _leave_at_exit()()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def handle_value(handle: Handle) -> int:

@@ -26,6 +26,10 @@ class DeviceLost(DeviceError):  # noqa: N818
     """The device stopped: a hang, a reset or a driver fault. The Device can only be closed."""
 
 
+class OtherProcess(DeviceLost):
+    """The device was opened before this process was forked, and is of use in the one that opened it alone. Closing it here does nothing."""
+
+
 class Timeout(DeviceError):  # noqa: N818
     """A bounded wait ended before the device had finished."""
 
