@@ -489,6 +489,28 @@ def test_what_load_refuses(options: dict[str, Any], text: str, monkeypatch: pyte
         vkback.load(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"act": "q8_1"}, r"\[train\] act is 'q8_1' \(str\), expected one of f16, f32"),
+        ({"ctx": "128"}, r"\[train\] ctx is '128' \(str\), expected a whole number, 1 or more"),
+        ({"batch": 0}, "batch is 0"),
+        ({"rank": 1.5}, r"rank is 1\.5"),
+        ({"lr": "1e-3"}, r"lr is '1e-3' \(str\), expected a number"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"betas": 0.9}, r"betas is 0\.9 \(float\), expected two numbers"),
+        ({"seed": None}, "seed is None"),
+        ({"checkpoint": "no"}, "checkpoint is 'no'"),
+        ({"targets": "attn_q"}, r"targets is 'attn_q' \(str\), expected a list of names"),
+        ({"device": 1.5}, r"device is 1\.5"),
+        ({"model": 5}, "model is 5"),
+    ],
+)
+def test_what_a_trainer_refuses(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ModelError, match=text):
+        vkback.Trainer(**options)
+
+
 def test_choices_are_those_of_the_command_line() -> None:
     assert shell.ACTS == ACTS and plan_command.FUSIONS == compare_model.FUSIONS == FUSIONS
     for act in ACTS:

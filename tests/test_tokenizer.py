@@ -246,3 +246,25 @@ def test_the_text_of_the_perplexity_data_is_cut_as_expected() -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert len(ids) > 4096 and np.min(ids) >= 0
+
+
+def test_a_tokenizer_has_what_others_call_its_parts() -> None:
+    tokenizer = Tokenizer.from_gguf(GgufFile.open(builtin_model("demo-dense")))
+    assert tokenizer.vocab_size == tokenizer.n_vocab == len(tokenizer) == 4096
+    assert tokenizer.bos_id == tokenizer.bos and tokenizer.eos_id in tokenizer.eos_ids
+    ids = tokenizer.encode("It was", add_bos=False)
+    assert "".join(tokenizer.pieces(ids)) == tokenizer.decode(ids) == "It was"
+    assert tokenizer.decode(ids[0]) == tokenizer.pieces(ids)[0] == tokenizer.decode(np.array(ids)[:1])
+    assert tokenizer.decode(np.array(ids)) == "It was"
+    assert tokenizer.pieces([tokenizer.eos_id or 0]) == [tokenizer.token_bytes(tokenizer.eos_id or 0, special=True).decode()] != [""]
+
+
+@pytest.mark.parametrize("id", ["5", 1.5, None, [1]])
+def test_what_is_no_token_id_is_named(id: Any) -> None:
+    tokenizer = Tokenizer.from_gguf(GgufFile.open(builtin_model("demo-dense")))
+    for call in (tokenizer.token_bytes, tokenizer.stream().feed, lambda wrong: tokenizer.decode([wrong])):
+        with pytest.raises(TokenizerError, match=r"is no token id; expected a whole number"):
+            call(id)
+    for text in (None, 5, b"It"):
+        with pytest.raises(TokenizerError, match=r"is no text; expected a str"):
+            tokenizer.encode(text)  # type: ignore[arg-type]

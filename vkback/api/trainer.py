@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from vkback.api import given
 from vkback.api.device import Device as ApiDevice
 from vkback.api.model import LoadedModel, path_of
 from vkback.device import Device
@@ -13,6 +14,8 @@ from vkback.models.registry import Model
 from vkback.plan.training import Optimizer
 from vkback.train.steps import TrainingAct
 from vkback.train.trainer import Settings, StepTrainer, TrainError, lora_of
+
+TRAINING_ACTS: tuple[TrainingAct, ...] = ("f16", "f32")
 
 
 class Trainer(StepTrainer):
@@ -41,13 +44,30 @@ class Trainer(StepTrainer):
         seed        of the adapters' first values
         Raises VkbackError for a broken file, an op without a backward rule, no device, or too little memory.
         """
+        for name, value in (("ctx", ctx), ("batch", batch)):
+            given.whole(name, value, "a whole number, 1 or more", 1, "train")
+        for name, value in (("rank", rank), ("seed", seed)):
+            given.whole(name, value, "a whole number, 0 or more", 0, "train")
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "max_norm": max_norm, **({} if alpha is None else {"alpha": alpha})}
+        for name, number in numbers.items():
+            given.number(name, number, "a number", who="train")
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise given.wrong("betas", betas, "two numbers from 0 to below 1", "train")
+        for number in betas:
+            given.number("betas", number, "two numbers from 0 to below 1", who="train")
+        act = None if act is None else given.choice("act", act, TRAINING_ACTS, "train")
+        given.flag("checkpoint", checkpoint, "train")
+        given.flag("progress", progress, "train")
+        if isinstance(targets, str):
+            raise given.wrong("targets", targets, "a list of names", "train")
         if isinstance(model, LoadedModel):
             opened: Model = Model.open(model.engine.model.file.path)
             where = model.engine.device if device is None else device
         else:
             opened, where = Model.open(path_of(model)), device  # type: ignore[assignment]
-        found = where.raw if isinstance(where, ApiDevice) else where if isinstance(where, Device) else Device.open(where)
-        self._own = found if found is not (where.raw if isinstance(where, ApiDevice) else where) else None
+        theirs = where.raw if isinstance(where, ApiDevice) else given.device("device", where, "train")
+        found = theirs if isinstance(theirs, Device) else Device.open(theirs)
+        self._own = found if found is not theirs else None
         settings = Settings(optimizer, lr, betas, eps, weight_decay, max_norm)
         try:
             lora = lora_of(opened, rank, alpha, targets) if rank else None

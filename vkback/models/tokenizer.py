@@ -202,7 +202,7 @@ class Tokenizer:
     """Text to ids and back.
 
     bos        id put before a text, None when the vocabulary has none
-    eos_ids    ids that end a text or a turn
+    eos_ids    ids that end a text or a turn; eos_id is the one that the file names first
     add_bos    whether `encode` puts it there by default
     special    text -> id of control and user-defined tokens
     """
@@ -226,9 +226,11 @@ class Tokenizer:
         self.add_bos = add_bos and bos is not None
         by_text = {t: i for i, t in enumerate(tokens) if types[i] in (TokenType.CONTROL, TokenType.USER_DEFINED)}
         self.special = by_text
+        ends = tuple(eos_ids)
+        self.eos_id = ends[0] if ends else None
         # Where a turn ends with <|return|>, <|end|> ends one of its several messages.
         named = (by_text[t] for t in _END_NAMES if t in by_text and not (t == "<|end|>" and "<|return|>" in by_text))
-        self.eos_ids = frozenset((*eos_ids, *named))
+        self.eos_ids = frozenset((*ends, *named))
 
     @classmethod
     def from_gguf(cls, f: GgufFile) -> Tokenizer:
@@ -245,8 +247,23 @@ class Tokenizer:
     def n_vocab(self) -> int:
         return len(self._tokens)
 
+    @property
+    def vocab_size(self) -> int:
+        """n_vocab, as others call it."""
+        return len(self._tokens)
+
+    @property
+    def bos_id(self) -> int | None:
+        """bos, as others call it."""
+        return self.bos
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
         """Ids of `text`. User-defined tokens in it are always taken as such, control tokens (`<|eot_id|>`) only with parse_special."""
+        if not isinstance(text, str):
+            raise TokenizerError(f"[tokenizer] {quoted(text)} ({type(text).__name__}) is no text; expected a str")
         add = self.add_bos if add_bos is None else add_bos
         ids = [self.bos] if add and self.bos is not None else []
         # A lone surrogate, from an argument that is no UTF-8, has no encoding.
@@ -262,21 +279,28 @@ class Tokenizer:
                 start = False
         return ids
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of ids. Control tokens are left out unless `special`; bytes that are no UTF-8 become U+FFFD."""
-        data = b"".join(self.token_bytes(i, special=special) for i in ids)
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The text of each id by itself, special ones by their names; bytes that are no UTF-8 become U+FFFD."""
+        return [self.token_bytes(i, special=True).decode("utf-8", "replace") for i in ids]
+
+    def decode(self, ids: int | Iterable[int], *, special: bool = False) -> str:
+        """Text of ids, or of one. Control tokens are left out unless `special`; bytes that are no UTF-8 become U+FFFD."""
+        several = ids if isinstance(ids, Iterable) else (ids,)
+        data = b"".join(self.token_bytes(i, special=special) for i in several)
         if self._strip_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int, *, special: bool = False) -> bytes:
         """The bytes one id stands for. Raises TokenizerError for an id outside the vocabulary."""
+        if not hasattr(id, "__index__"):
+            raise TokenizerError(f"[tokenizer] {quoted(id)} ({type(id).__name__}) is no token id; expected a whole number")
         if not 0 <= id < len(self._tokens):
             raise TokenizerError(f"[tokenizer] token id {id} is outside the vocabulary of {len(self._tokens)}")
-        token, type = self._tokens[id], self._types[id]
-        if type in (TokenType.CONTROL, TokenType.UNKNOWN):
+        token, kind = self._tokens[id], self._types[id]
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
             return token.encode("utf-8") if special else b""
-        if type == TokenType.USER_DEFINED:
+        if kind == TokenType.USER_DEFINED:
             return token.encode("utf-8")
         return self._vocabulary.spell(token)
 
