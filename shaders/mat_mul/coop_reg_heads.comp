@@ -20,6 +20,7 @@ layout(constant_id = 24) const uint ROPE_PAIRS = 0;  // pairs of a head of Q or 
 const uint OUT_SHIFT = 0;
 #include "mat_mul/coop_reg.glsl"
 #include "rope/rotate.glsl"
+#include "cache/f16_bits.glsl"
 
 layout(std430, set = 0, binding = 2) writeonly buffer Q { vec4 q4[]; };
 layout(std430, set = 0, binding = 4) readonly buffer Positions { int positions[]; };
@@ -49,7 +50,7 @@ void store_heads(uint column, uint row, vec4 v, vec4 angle, int position) {
     const bool key = row < Q_ROWS + KV_ROWS;
     const uint cached = row - Q_ROWS - (key ? 0u : KV_ROWS);
     const uint at = ((cached / HEAD_DIM * CACHE_ROWS + uint(position)) * HEAD_DIM + place) / 4u;
-    const uvec2 halves = uvec2(packHalf2x16(v.xy), packHalf2x16(v.zw));
+    const uvec2 halves = uvec2(f16_bits_of(v.xy), f16_bits_of(v.zw));
     if (key) cache_k[at] = halves;
     else cache_v[at] = halves;
 }
