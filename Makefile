@@ -11,10 +11,10 @@ TEST_PROCESSES ?= 2
 
 help:
 	@echo "make bench   set up what is missing, then benchmark the built-in models (BENCH_ARGS='tg128 -r 3')"
-	@echo "make test    set up what is missing, then run the tests (TEST_ARGS='tests/test_cli.py')"
+	@echo "make test    set up what is missing, then run the tests (TEST_ARGS='tests/cli/test_cli.py')"
 	@echo "make test-all  the same with the tests that only cross what others run (docs/judging.md)"
 	@echo "make mutants plant faults in a copy of the sources, each must fail a case of the quick suite (MUTANTS='norm-eps -j 1')"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff (checks and format) and mypy"
 	@echo "make lab     as root: the compilers of AMD, Qualcomm, Apple and NVK on our kernels, and two more CPU drivers (LAB='--only table --chips amd:navi31')"
 	@echo "make prebuilt  shaders/prebuilt: the SPIR-V that needs a glslc with cooperative matrices (shaderc 2024 or newer)"
 	@echo "make prebuilt-ordinary  shaders/prebuilt/ordinary: the SPIR-V of ordinary kernels, before a release"
@@ -38,6 +38,7 @@ mutants:
 lint:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 lab:

@@ -31,11 +31,11 @@ from gguf import GGUFReader
 
 from vkback.cli.shell import model_path
 from vkback.device import Device
+from vkback.engine.engine import Engine
 from vkback.errors import VkbackError
-from vkback.harness.judge import nmse
+from vkback.evaluate.judge import nmse
 from vkback.models import Model
 from vkback.models.adapter import Given, merge
-from vkback.models.engine import Engine
 from vkback.models.synth import synthesize
 from vkback.train.finetune import FineTune, Plan
 

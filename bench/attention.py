@@ -25,15 +25,15 @@ import numpy as np
 
 from vkback.device import BufferRange, Commands, Device, DeviceError
 from vkback.graph import Node, Tensor
-from vkback.ops.attention import FlashAttnExt
+from vkback.ops.attention.flash import FlashAttnExt
 from vkback.ops.case import Array
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.storage import nbytes
-from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import span_us, warm_up
+from vkback.tuning.lookup import Overrides, Tuning
 
 CUT = re.compile(r"(\d+)x(\d+)/(\d+)$")
 CHECKED = 48
@@ -110,8 +110,10 @@ class Operands:
         for t in inputs:
             self.ranges[t.name] = self.arena.alloc(nbytes(t), t.name)
             device.upload(self.ranges[t.name], np.ascontiguousarray(self.values[t.name]).reshape(-1).view(np.uint8))
-        self.picks = [(int(t), int(h)) for t, h in zip(
-            np.linspace(0, shape.n - 1, CHECKED).astype(int), rng.integers(0, shape.n_head, CHECKED), strict=True)]  # fmt: skip
+        self.picks = [
+            (int(t), int(h))
+            for t, h in zip(np.linspace(0, shape.n - 1, CHECKED).astype(int), rng.integers(0, shape.n_head, CHECKED), strict=True)
+        ]
         self.want = np.stack([self._expected(t, h) for t, h in self.picks])
 
     def close(self) -> None:

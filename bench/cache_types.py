@@ -22,8 +22,8 @@ from typing import Any, cast
 
 import vkback
 from vkback import quants
-from vkback.models.kl import BaseReader, BaseWriter, Divergence, Divergences, describe_text
-from vkback.models.perplexity import Perplexity, count_chunks
+from vkback.evaluate.kl import BaseReader, BaseWriter, Divergence, Divergences, describe_text
+from vkback.evaluate.perplexity import Perplexity, count_chunks
 from vkback.ops.lowering import Act
 
 TEXT = Path(__file__).resolve().parents[1] / "tests/data/war_of_the_worlds.txt"
@@ -86,17 +86,13 @@ def _score(
     with BaseReader(base) as reader:
         reader.check(same)
         value = loaded.perplexity(
-            ids, chunk=chunk, n_chunks=chunks,
-            on_scored=lambda logits, targets: gathered.add(reader.rows(len(targets)), logits, targets),
-        )  # fmt: skip
+            ids, chunk=chunk, n_chunks=chunks, on_scored=lambda logits, targets: gathered.add(reader.rows(len(targets)), logits, targets)
+        )
     return value, gathered.result()
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [
-        "| K | V | bytes | perplexity | change | KL divergence, nats | same likeliest token |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    lines = ["| K | V | bytes | perplexity | change | KL divergence, nats | same likeliest token |", "|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
         told = f"| {row.k} | {row.v} | {100 * row.bytes:.0f} % | {row.perplexity.value:.4f} |"
         if row.base is not None:

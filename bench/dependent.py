@@ -1,9 +1,9 @@
-"""Times dependent mat-vec chains, barrier-free where the tables say so, and with barriers.
+"""Times dependent GEMV chains, barrier-free where the tables say so, and with barriers.
 
     python bench/dependent.py [--quant Q4_K,Q6_K] [--shape 14336x4096] [--ids 128x8] [VARIANT...]
 
-A round is norm and mat-vec [m, k], then mat-vec [k, m]; with --ids EXPERTSxUSED a router before them (vkback/timing/dependent.py). A line
-each for the tables and every variant of them (rows as in bench/one_token.py): microseconds a round, and in brackets, for each mat-vec, how
+A round is norm and GEMV [m, k], then GEMV [k, m]; with --ids EXPERTSxUSED a router before them (vkback/timing/dependent.py). A line
+each for the tables and every variant of them (rows as in bench/one_token.py): microseconds a round, and in brackets, for each GEMV, how
 far above plain reads of the same bytes, launch after launch with barriers. `schedule : sync=sentinel` tries barrier-free stages where the
 tables have none.
 """
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from vkback.autotune.overrides import with_overrides
 from vkback.device import Device
 from vkback.ops.lowering import LowerContext
-from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
 from vkback.timing.dependent import DependentChain
 from vkback.timing.launches import Measurement
 from vkback.timing.read_rate import MIN_READ, measure_read_rate, plain_read_us
+from vkback.tuning.lookup import Tuning
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def against(floors: Sequence[float], found: Measurement) -> str:
-    """A round's time, and what one mat-vec takes longer than its plain read."""
+    """A round's time, and what one GEMV takes longer than its plain read."""
     return f"{found.us:.2f} ± {found.spread_us:.2f} us ({(found.us - sum(floors)) / len(floors):+.2f})"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from vkback.cli.shell import model_path
-from vkback.models.engine import Engine
+from vkback.engine.engine import Engine
 
 SHORT = 48
 """A multiple of 16 and of most numbers below; with the others the last program holds padding."""
@@ -64,9 +64,15 @@ def main() -> int:
     good = True
     for model in args.models:
         with Engine.load(
-            model_path(model), args.device, n_ctx=args.tokens + 8, act=args.act, progress=False, cache_type_k=args.cache_type_k,
-            cache_type_v=args.cache_type_v, exact=not args.plain,
-        ) as engine:  # fmt: skip
+            model_path(model),
+            args.device,
+            n_ctx=args.tokens + 8,
+            act=args.act,
+            progress=False,
+            cache_type_k=args.cache_type_k,
+            cache_type_v=args.cache_type_v,
+            exact=not args.plain,
+        ) as engine:
             print(f"{engine.description}, {model}, on {engine.device.caps.name}")
             good &= holds(engine, args.tokens)
     return int(not good)

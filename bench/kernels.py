@@ -12,16 +12,16 @@ import re
 from pathlib import Path
 
 from vkback.autotune.overrides import with_overrides
+from vkback.compilers.machine_code import MachineCodeError, disassembled, loops, nvidia_code
 from vkback.device import Device
 from vkback.models.registry import Model
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Tuning
 from vkback.program import dispatch_spec
 from vkback.shader import ShaderLibrary
-from vkback.timing.machine_code import MachineCodeError, disassembled, loops, nvidia_code
 from vkback.timing.token_program import token_graph
+from vkback.tuning.lookup import Tuning
 
 
 def show(device: Device, library: ShaderLibrary, d: Dispatch, number: int, folder: Path | None) -> None:

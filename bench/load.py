@@ -30,8 +30,8 @@ from typing import Any
 
 def one_start(args: argparse.Namespace) -> None:
     """In the child: load, make a token, print a line of JSON."""
-    from vkback.models.engine import Engine
-    from vkback.models.sampler import Sampler
+    from vkback.engine.engine import Engine
+    from vkback.engine.sampler import Sampler
 
     marks = {"start": args.begun, "import": time.time()}
     sampler = Sampler(temp=0.8)
@@ -53,15 +53,26 @@ def one_start(args: argparse.Namespace) -> None:
         times = engine.load_times
         status = Path("/proc/self/status").read_text().splitlines()
         memory = dict(line.split(":") for line in status if line.startswith(("VmHWM", "RssAnon")))
-        print(json.dumps({
-            "import": marks["import"] - marks["start"], "plan": marks["plan"] - marks["import"],
-            "weights": marks["loaded"] - marks["plan"],
-            "read": times.read_s, "upload": times.upload_s,
-            "beside": marks["beside"] - marks["plan"], "prepare": marks["prepared"] - marks["loaded"],
-            "first": marks["first"] - marks["prepared"], "total": marks["first"] - marks["start"],
-            "peak": int(memory["VmHWM"].split()[0]) / 1024, "above": int(memory["RssAnon"].split()[0]) / 1024,
-            "kernels": str(engine.compiled), "gb": engine.size_bytes / 1e9, "device_name": engine.device.caps.name,
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "import": marks["import"] - marks["start"],
+                    "plan": marks["plan"] - marks["import"],
+                    "weights": marks["loaded"] - marks["plan"],
+                    "read": times.read_s,
+                    "upload": times.upload_s,
+                    "beside": marks["beside"] - marks["plan"],
+                    "prepare": marks["prepared"] - marks["loaded"],
+                    "first": marks["first"] - marks["prepared"],
+                    "total": marks["first"] - marks["start"],
+                    "peak": int(memory["VmHWM"].split()[0]) / 1024,
+                    "above": int(memory["RssAnon"].split()[0]) / 1024,
+                    "kernels": str(engine.compiled),
+                    "gb": engine.size_bytes / 1e9,
+                    "device_name": engine.device.caps.name,
+                }
+            )
+        )
 
 
 COLUMNS = ("import", "plan", "weights", "read", "upload", "beside", "prepare", "first", "total")
@@ -96,8 +107,11 @@ def main() -> None:
                 print("start " + "".join(f"{c:>9}" for c in COLUMNS) + f"{'exit':>9}{'GB/s':>7}{'peak':>7}{'above':>7}")
             s = found[-1]
             rate = s["gb"] / s["weights"]
-            print(f"{i + 1:5} " + "".join(f"{s[c]:9.3f}" for c in COLUMNS) + f"{s['exit']:9.3f}{rate:7.1f}{s['peak']:7.0f}{s['above']:7.0f}"
-                  f"  {s['kernels']}", flush=True)
+            print(
+                f"{i + 1:5} " + "".join(f"{s[c]:9.3f}" for c in COLUMNS) + f"{s['exit']:9.3f}{rate:7.1f}{s['peak']:7.0f}{s['above']:7.0f}"
+                f"  {s['kernels']}",
+                flush=True,
+            )
     if args.save:
         args.save.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -17,9 +17,9 @@ import time
 import numpy as np
 
 from vkback.cli.shell import model_path
-from vkback.harness.prompt_text import check_text
-from vkback.models.engine import Engine
-from vkback.models.prompt import LONGEST_SUBMIT_US
+from vkback.engine.engine import Engine
+from vkback.engine.prompts import LONGEST_SUBMIT_US
+from vkback.evaluate.prompt_text import check_text
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
-"""Times the mat-mul kernels with weights that rotate through more than the last cache, beside the device's math rate.
+"""Times the GEMM kernels with weights that rotate through more than the last cache, beside the device's math rate.
 
-    python bench/mat_mul.py [--quant Q4_K,Q8_0] [--shape 28672x512x4096] [--way coop_mat] [--cut 128x128x32/64x64x4+f/2,...] [--ids 128x8]
+    python bench/gemm.py [--quant Q4_K,Q8_0] [--shape 28672x512x4096] [--way coop_mat] [--cut 128x128x32/64x64x4+f/2,...] [--ids 128x8]
 
 A --cut is TILE_M x TILE_N x STEP_K, the part of a subgroup, with +f activations as fragments, and the parts of a split-K product; of
 coop_reg TILE_M x TILE_N x 32 / WARP_M x SLICE_K. One line a point: microseconds with a barrier after each launch (the best and the
@@ -27,21 +27,24 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceError
 from vkback.graph import Tensor
-from vkback.ops import mat_mul, mat_mul_pack, mat_mul_reg, mat_mul_route
 from vkback.ops.codebooks import in_pairs
 from vkback.ops.cooperative_matrix import matrix_shape, row_lanes
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_mul_job import MatMul, MatMulShape, Way, default_shape
-from vkback.ops.mat_vec_node import weight
+from vkback.ops.matmul import gemm as gemm
+from vkback.ops.matmul import gemm_reg
+from vkback.ops.matmul import pack as gemm_pack
+from vkback.ops.matmul import route as gemm_route
+from vkback.ops.matmul.gemm_problem import Gemm, GemmShape, Way, default_shape
+from vkback.ops.matmul.linear_node import weight
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.storage import nbytes
-from vkback.plan.tuning import Tuning
 from vkback.plan.weight_layout import stored_type
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import span_us, warm_up
 from vkback.timing.math_rate import MathRate, measure_math_rate
+from vkback.tuning.lookup import Tuning
 
 COLD_BYTES = 256 << 20
 CHECKED_ROWS = 96
@@ -50,7 +53,7 @@ CHECKED_ROWS = 96
 CUT = re.compile(r"(\d+)x(\d+)x(\d+)(?:/(\d+)x(\d+))?(\+f)?(?:/(\d+))?$")
 
 
-def cut_of(text: str, way: Way, device: Device) -> MatMulShape:
+def cut_of(text: str, way: Way, device: Device) -> GemmShape:
     """A shape from its short form."""
     match = CUT.match(text)
     if not match:
@@ -58,18 +61,18 @@ def cut_of(text: str, way: Way, device: Device) -> MatMulShape:
     m, n, k, warp_m, warp_n = (int(g or 0) for g in match.groups()[:5])
     if way == "coop_reg":
         lanes = row_lanes(LowerContext(device.caps, Tuning.for_device(device.caps)))
-        shape = mat_mul_reg.shape_of(m, n, warp_m, warp_n, lanes, device.caps)
+        shape = gemm_reg.shape_of(m, n, warp_m, warp_n, lanes, device.caps)
         if shape is None:
             raise PlanError(f"[bench] cut {text}: {device.caps.name} cannot run it")
         return shape
     split = int(match[7] or 1)
     if way != "coop_mat":
-        return MatMulShape(way, m, n, k, 1 if device.caps.software else max(1, 128 // device.caps.subgroup_size))
+        return GemmShape(way, m, n, k, 1 if device.caps.software else max(1, 128 // device.caps.subgroup_size))
     matrix = matrix_shape(device.caps)
     if matrix is None:
         raise PlanError(f"[bench] {device.caps.name} has no cooperative matrices")
     subgroups = m // max(warp_m, 1) * (n // max(warp_n, 1))
-    return MatMulShape(way, m, n, k, subgroups, split, warp_m, warp_n, matrix, bool(match[6]))
+    return GemmShape(way, m, n, k, subgroups, split, warp_m, warp_n, matrix, bool(match[6]))
 
 
 @dataclasses.dataclass
@@ -108,7 +111,7 @@ class Product:
         self.copies = 1 if device.caps.software else max(1, -(-COLD_BYTES // data.nbytes))
         slots = n * max(used, 1)
         room = self.copies * (data.nbytes + 512) + 64 * slots * (m + k) + (1 << 24)
-        self.arena: Arena = device.arena("mat-mul", room, "device")
+        self.arena: Arena = device.arena("GEMM", room, "device")
         self.weights = [self.arena.alloc(data.nbytes, f"w{i}") for i in range(self.copies)]
         for w in self.weights:
             device.upload(w, data)
@@ -124,29 +127,29 @@ class Product:
     def close(self) -> None:
         self.arena.destroy()
 
-    def dispatches(self, shape: MatMulShape, ctx: LowerContext) -> tuple[list[Dispatch], list[Dispatch]]:
+    def dispatches(self, shape: GemmShape, ctx: LowerContext) -> tuple[list[Dispatch], list[Dispatch]]:
         """What prepares the operands, and the product."""
         caps, slots = self.device.caps, self.y.shape[0]
-        job = MatMul(self.w, self.x, self.y, slots, pairs=in_pairs(self.w.type, self.k, ctx.tuning))
+        job = Gemm(self.w, self.x, self.y, slots, pairs=in_pairs(self.w.type, self.k, ctx.tuning))
         before: list[Dispatch] = []
         if self.experts:
-            routes = mat_mul_route.route_tensor(f"route{shape.tile_n}", slots, self.experts, shape.tile_n)
+            routes = gemm_route.route_tensor(f"route{shape.tile_n}", slots, self.experts, shape.tile_n)
             ids = Tensor("ids", "I32", (self.n, self.used), "input")
-            before.append(mat_mul_route.route(ids, routes, self.experts, shape.tile_n, caps))
+            before.append(gemm_route.route(ids, routes, self.experts, shape.tile_n, caps))
             job = dataclasses.replace(job, route=routes, x_shared=self.used)
         if shape.way == "coop_mat":
-            x = mat_mul_pack.packed(f"x16 {shape.tile_n} {shape.fragments}", slots, self.k, shape, self.experts)
-            before.append(mat_mul_pack.pack_f16(self.x, x, slots, shape, caps, routes=job.route, x_shared=job.x_shared))
+            x = gemm_pack.packed(f"x16 {shape.tile_n} {shape.fragments}", slots, self.k, shape, self.experts)
+            before.append(gemm_pack.pack_f16(self.x, x, slots, shape, caps, routes=job.route, x_shared=job.x_shared))
             job = dataclasses.replace(job, x=x)
         elif shape.way == "coop_reg":
-            x = mat_mul_reg.packed_units(f"xu {shape.tile_n}", slots, self.k, shape)
-            before.append(mat_mul_reg.pack_units(self.x, x, slots, shape, caps))
-            return before, mat_mul_reg.lower(dataclasses.replace(job, x=x), shape, caps)
+            x = gemm_reg.packed_units(f"xu {shape.tile_n}", slots, self.k, shape)
+            before.append(gemm_reg.pack_units(self.x, x, slots, shape, caps))
+            return before, gemm_reg.lower(dataclasses.replace(job, x=x), shape, caps)
         elif shape.way == "int_dot":
             x = Tensor("x8", "Q8_1", self.x.shape)
             before += quantize_dispatch(self.x, x, ctx)
             job = dataclasses.replace(job, x=x)
-        return before, mat_mul.lower(job, shape, caps)
+        return before, gemm.lower(job, shape, caps)
 
     def bind(self, arg: Arg, launch: int) -> BufferRange:
         if arg.tensor.kind == "weight":
@@ -158,7 +161,7 @@ class Product:
             self.ranges[key] = self.arena.alloc(nbytes(arg.tensor), key)
         return self.ranges[key]
 
-    def time(self, shape: MatMulShape, ctx: LowerContext, repetitions: int, overlap: bool = False) -> tuple[float, float, float]:
+    def time(self, shape: GemmShape, ctx: LowerContext, repetitions: int, overlap: bool = False) -> tuple[float, float, float]:
         """Best and median microseconds of a launch, and the NMSE."""
         before, product = self.dispatches(shape, ctx)
         kernels = compile_kernels(self.device, self.library, [*before, *product])

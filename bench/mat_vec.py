@@ -1,6 +1,6 @@
-"""Times the mat-vec kernels with cold weights, as the tables choose them or over a grid of workgroup shapes.
+"""Times the GEMV kernels with cold weights, as the tables choose them or over a grid of workgroup shapes.
 
-    python bench/mat_vec.py [--quant Q4_K,Q6_K] [--shape 4096x14336] [--ids 128x8] [--sweep] [--act q8_1]
+    python bench/gemv.py [--quant Q4_K,Q6_K] [--shape 4096x14336] [--ids 128x8] [--sweep] [--act q8_1]
 
 One line a point: kernel shape, microseconds a launch back to back (throughput) and one after the other (latency), GB/s, share of the read
 rate. Before them what a launch takes that only reads as many bytes. With --sweep only points that no other beats in both figures.
@@ -18,24 +18,37 @@ from typing import Any
 from vkback.device import Device
 from vkback.ops.case import Case
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_vec_cases import fused_case, mul_mat_case, mul_mat_id_case
+from vkback.ops.matmul.linear_cases import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.ops.op import OPS
-from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Bench
 from vkback.timing.read_rate import MIN_READ, measure_read_rate, plain_read_us
+from vkback.tuning.lookup import Overrides, Tuning
 
 
 def grid(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Points of a sweep. A prologue wants many threads a workgroup and several tiles each; without one, small workgroups start quicker."""
     axes: dict[str, tuple[Any, ...]]
     if args.norm or args.glu:
-        axes = {"wg": (128, 256, 512, 1024), "lanes": (16, 32, 64), "rows": (1, 2, 4), "unroll": (1, 2, 4), "prefetch": ("none",),
-                "groups": ("per_tile", 132, 264, 528)}
+        axes = {
+            "wg": (128, 256, 512, 1024),
+            "lanes": (16, 32, 64),
+            "rows": (1, 2, 4),
+            "unroll": (1, 2, 4),
+            "prefetch": ("none",),
+            "groups": ("per_tile", 132, 264, 528),
+        }
     else:
-        axes = {"wg": (64, 128, 256, 512), "lanes": (16, 32, 64, 128), "rows": (1, 2, 4, 8), "unroll": (1, 2, 4),
-                "prefetch": ("none", "weights", "weights+x"), "lane_order": ("strided", "blocked"), "groups": ("per_tile",)}
+        axes = {
+            "wg": (64, 128, 256, 512),
+            "lanes": (16, 32, 64, 128),
+            "rows": (1, 2, 4, 8),
+            "unroll": (1, 2, 4),
+            "prefetch": ("none", "weights", "weights+x"),
+            "lane_order": ("strided", "blocked"),
+            "groups": ("per_tile",),
+        }
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
         without_effect = point["unroll"] == 1 and point.get("lane_order") == "blocked"
@@ -61,7 +74,7 @@ def compile_all(bench: Bench, ctx: LowerContext, tables: Tuning, args: argparse.
     dispatches = []
     for params in grid(args) if args.sweep else []:
         with contextlib.suppress(PlanError):
-            use = dataclasses.replace(ctx, tuning=Overrides(tables, {"mat_vec": params}, "sweep"))
+            use = dataclasses.replace(ctx, tuning=Overrides(tables, {"gemv": params}, "sweep"))
             dispatches += OPS[bench.problem.node.op].lower(bench.problem.node, use)
     compile_kernels(bench.device, bench.library, dispatches)
 
@@ -94,7 +107,7 @@ def main() -> None:
                 compile_all(bench, ctx, tables, args)
                 points = []
                 for params in grid(args) if args.sweep else [None]:
-                    use = ctx if params is None else dataclasses.replace(ctx, tuning=Overrides(tables, {"mat_vec": params}, "sweep"))
+                    use = ctx if params is None else dataclasses.replace(ctx, tuning=Overrides(tables, {"gemv": params}, "sweep"))
                     try:
                         t = bench.time(use, repetitions=3)
                     except PlanError:

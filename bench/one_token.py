@@ -4,7 +4,7 @@
 
 A variant is rows of a tuning table that come before all others (vkback/autotune/overrides.py):
 
-    "attention : wg_size=512 steps=2"      "mat_vec experts=each : wg=512 x_in_shared=true; schedule : sync=barrier"
+    "attention : wg_size=512 steps=2"      "gemv experts=each : wg=512 x_in_shared=true; schedule : sync=barrier"
 
 The variants take turns. A line each, the tables' own first: microseconds a token by the device's clock, what that makes of a second, the
 NMSE of the logits against the tables' (median of three tokens), and whether a spin-wait timed out.
@@ -23,16 +23,16 @@ from vkback.autotune.overrides import with_overrides
 from vkback.autotune.program_sweep import CHECKED_TOKENS
 from vkback.device import Device
 from vkback.errors import VkbackError
-from vkback.harness.judge import nmse
+from vkback.evaluate.judge import nmse
 from vkback.models.registry import Model
 from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import warm_up
 from vkback.timing.token_program import TokenProgram, Tokens
+from vkback.tuning.lookup import Tuning
 
 WARM_S = 0.02
 

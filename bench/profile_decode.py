@@ -14,8 +14,8 @@ import time
 import numpy as np
 import pandas as pd
 
-from vkback.models.engine import Engine
-from vkback.models.sampler import Sampler, loop_state
+from vkback.engine.engine import Engine
+from vkback.engine.sampler import Sampler, loop_state
 from vkback.timing.launches import warm_up
 from vkback.timing.read_rate import measure_read_rate
 
@@ -63,8 +63,10 @@ def main() -> None:
         kinds["us"] = us_by_run.median(axis=1)
         total = kinds["us"].sum()
         share = engine.bytes_per_token / per_token / 1e9 / roof * 100
-        print(f"{engine.description}: {1 / per_token:.1f} t/s ({per_token * 1e6:.0f} us a token), {total:.0f} us with timestamps, "
-              f"read rate {roof:.0f} GB/s, {share:.0f} % of it")
+        print(
+            f"{engine.description}: {1 / per_token:.1f} t/s ({per_token * 1e6:.0f} us a token), {total:.0f} us with timestamps, "
+            f"read rate {roof:.0f} GB/s, {share:.0f} % of it"
+        )
         for kind, k in kinds.sort_values("us", ascending=False).iterrows():
             least = k["nbytes"] / k["count"] / roof / 1e3
             times = f"{k['us']:8.1f} us {100 * k['us'] / total:5.1f} %  {k['count']:3} x {k['us'] / k['count']:6.2f} us"

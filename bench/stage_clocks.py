@@ -21,10 +21,10 @@ from vkback.device import Device
 from vkback.models.registry import Model
 from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
 from vkback.timing.stage_clocks import POINTS, StageClock, measure_clocks
 from vkback.timing.token_program import Tokens
+from vkback.tuning.lookup import Tuning
 
 
 def kind(clock: StageClock) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Times the stages between the mat-vecs as a token pays for them: one launch after the other, each with its own layer's KV cache.
+"""Times the stages between the GEMVs as a token pays for them: one launch after the other, each with its own layer's KV cache.
 
     python bench/stages.py [--op ATTN_DECODE] [--model 8b,qwen3moe,gpt-oss] [--context 1,128,512] [--n-ctx 32768] [--layers 32] [--sweep]
 
@@ -14,19 +14,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from vkback.device import BufferRange, Device
-from vkback.ops.attention import AttnDecode, FlashAttnExt
+from vkback.ops.attention.flash import AttnDecode, FlashAttnExt
 from vkback.ops.case import Case, Problem
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.moe_reduce import MoeReduce
+from vkback.ops.moe.reduce import MoeReduce
+from vkback.ops.moe.topk import Argmax, TopkMoe
 from vkback.ops.op import OPS
-from vkback.ops.sample import Sample
+from vkback.ops.sampling.sample import Sample
 from vkback.ops.storage import nbytes
-from vkback.ops.topk import Argmax, TopkMoe
 from vkback.plan.schedule import into_stages
-from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import span_us, warm_up
+from vkback.tuning.lookup import Overrides, Tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,9 +138,13 @@ class Stand:
 def grid(op: str) -> tuple[str, Iterator[dict[str, int]]]:
     """The family of an op and the points of its sweep."""
     family = {
-        "ATTN_DECODE": "attention", "FLASH_ATTN_EXT": "attention", "ARGMAX": "argmax", "TOPK_MOE": "topk_moe", "MOE_REDUCE": "moe_reduce",
+        "ATTN_DECODE": "attention",
+        "FLASH_ATTN_EXT": "attention",
+        "ARGMAX": "argmax",
+        "TOPK_MOE": "topk_moe",
+        "MOE_REDUCE": "moe_reduce",
         "SAMPLE": "sample",
-    }  # fmt: skip
+    }
 
     def points() -> Iterator[dict[str, int]]:
         if family[op] == "attention":

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vkback.models.engine import Engine
-from vkback.models.sampler import Sampler
-from vkback.models.state import Snapshot, read_state, write_state
+from vkback.engine.engine import Engine
+from vkback.engine.sampler import Sampler
+from vkback.engine.snapshot import Snapshot, read_state, write_state
 
 
 def main() -> None:
@@ -33,10 +33,17 @@ def main() -> None:
     parser.add_argument("--cache-type-v", default="f16")
     args = parser.parse_args()
     sampler = Sampler(temp=0.8, seed=1, repeat_penalty=1.1)
-    with Engine.load(
-        args.model, args.device, n_ctx=args.depth + args.tokens + 8, progress=False, cache_type_k=args.cache_type_k,
-        cache_type_v=args.cache_type_v,
-    ) as engine, tempfile.TemporaryDirectory() as folder:  # fmt: skip
+    with (
+        Engine.load(
+            args.model,
+            args.device,
+            n_ctx=args.depth + args.tokens + 8,
+            progress=False,
+            cache_type_k=args.cache_type_k,
+            cache_type_v=args.cache_type_v,
+        ) as engine,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         ids = np.random.default_rng(1).integers(engine.model.hp.n_vocab, size=args.depth).tolist()
         file = Path(folder) / "state"
         engine.prompt(ids[:-1])
@@ -64,8 +71,10 @@ def main() -> None:
                 sys.exit(1)
             if name == "restored":
                 print(f"state of {len(snapshot.tokens)} tokens: {snapshot.nbytes / 2**20:.1f} MiB")
-                print(f"to the host {taken - begun:.3f} s, to the file {written - taken:.3f} s, from the file {checked - written:.3f} s, "
-                      f"to the device {restored - checked:.3f} s")
+                print(
+                    f"to the host {taken - begun:.3f} s, to the file {written - taken:.3f} s, from the file {checked - written:.3f} s, "
+                    f"to the device {restored - checked:.3f} s"
+                )
             engine.reset()
             engine.prompt(ids[::-1][:64])
         if not forks_are_apart(engine, read, made[-1], sampler):

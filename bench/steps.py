@@ -23,18 +23,18 @@ import numpy as np
 from vkback.autotune.overrides import with_overrides
 from vkback.device import BufferRange, Device
 from vkback.errors import VkbackError
+from vkback.evaluate.judge import nmse
 from vkback.graph import Tensor
-from vkback.harness.judge import nmse
 from vkback.models.registry import Model
 from vkback.ops.case import Array
 from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Tuning
 from vkback.program import Program, WeightRanges, compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import span_us, stamp, warm_up
 from vkback.timing.stages import loaded, zeroed
+from vkback.tuning.lookup import Tuning
 
 WARM_S = 0.02
 REPEAT = 8
@@ -60,9 +60,16 @@ class Step:
     """A program of some tokens behind `depth` rows of zeros."""
 
     def __init__(
-        self, device: Device, library: ShaderLibrary, schedule: Schedule, n: int, depth: int,
-        ranges: dict[str, BufferRange], weights: dict[str, WeightRanges], stack: ExitStack,
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        library: ShaderLibrary,
+        schedule: Schedule,
+        n: int,
+        depth: int,
+        ranges: dict[str, BufferRange],
+        weights: dict[str, WeightRanges],
+        stack: ExitStack,
+    ) -> None:
         self.device, self.schedule, self.times = device, schedule, list[float]()
         inputs = zeroed(device, [t for t in schedule.tensors().values() if t.kind == "input"], stack)
         device.upload(inputs["pos"], np.arange(depth, depth + n, dtype=np.int32))

@@ -3,7 +3,7 @@
     python bench/text_against_twin.py [MODEL...] [--tokens 16] [--prompt TEXT]
 
 MODEL is a file or the name of a built-in model, by default both of these. Steps whose best logits are too close to tell do not count
-(vkback/harness/prompt_text.py). Status 1 when a counted token differs.
+(vkback/evaluate/prompt_text.py). Status 1 when a counted token differs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sys
 import numpy as np
 
 from vkback.cli.shell import model_path
-from vkback.harness.prompt_text import TextCheck, compared
-from vkback.models.engine import Engine
-from vkback.models.twin import NumpyTwin
+from vkback.engine.engine import Engine
+from vkback.evaluate.prompt_text import TextCheck, compared
+from vkback.evaluate.twin import NumpyTwin
 
 BUILT_IN = ("demo-dense", "demo-moe")
 

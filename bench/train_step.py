@@ -21,8 +21,8 @@ import numpy as np
 from vkback.device import Device
 from vkback.models import Model
 from vkback.ops.dispatch import Dispatch
-from vkback.plan.flops import prompt_flops
-from vkback.plan.forecast import Costs, dispatch_us
+from vkback.plan.cost.flops import prompt_flops
+from vkback.plan.cost.forecast import Costs, dispatch_us
 from vkback.train.steps import DeviceSteps
 from vkback.train.trainer import Settings, StepTrainer, lora_of
 
@@ -115,10 +115,17 @@ def main() -> None:
     with (
         Device.open() as device,
         StepTrainer(
-            model, device, ctx=args.ctx, batch=args.batch, settings=Settings(args.optimizer), lora=lora, checkpoint=args.checkpoint,
-            act=args.act, progress=True,
+            model,
+            device,
+            ctx=args.ctx,
+            batch=args.batch,
+            settings=Settings(args.optimizer),
+            lora=lora,
+            checkpoint=args.checkpoint,
+            act=args.act,
+            progress=True,
         ) as trainer,
-    ):  # fmt: skip
+    ):
         assert isinstance(trainer.steps, DeviceSteps)
         where = f"{device.caps.name}, driver {device.caps.driver_info}"
         print(f"{model.description}, {args.ctx} tokens x {args.batch}, {args.optimizer}, {where}")
@@ -126,9 +133,7 @@ def main() -> None:
         forward = prompt_flops(model.graph(1, args.ctx, head="none"), count, 0)
         print(f"{'':24} {trainer.steps.nbytes / 2**30:10.2f} GiB; the forward pass alone is {1e-12 * forward:.3f} TFLOP")
         if args.stages:
-            stages(
-                trainer, trainer.steps, lambda: trainer.step(tokens, targets), lambda: trainer.gradients(tokens, targets)
-            )  # fmt: skip
+            stages(trainer, trainer.steps, lambda: trainer.step(tokens, targets), lambda: trainer.gradients(tokens, targets))
     if args.torch:
         import torch
 

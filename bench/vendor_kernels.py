@@ -1,4 +1,4 @@
-"""Our mat-vec kernels beside llama.cpp's, as the compiler at hand makes them; nothing runs. `make lab` calls it for every chip.
+"""Our GEMV kernels beside llama.cpp's, as the compiler at hand makes them; nothing runs. `make lab` calls it for every chip.
 
     python bench/vendor_kernels.py [--peer FOLDER] [--only Q4_K,Q6_K] > chip.json
 
@@ -17,14 +17,14 @@ from typing import Any
 
 from vkback.cli.explain import node_of
 from vkback.cli.kernels import compiled
+from vkback.compilers import kernel_figures
+from vkback.compilers.listings import total
 from vkback.device import Capabilities, Device, DeviceError, KernelSpec
 from vkback.device.spirv import inspect
 from vkback.ops.lowering import Act, LowerContext, PlanError
-from vkback.ops.mat_vec_node import INT_QUANTS
+from vkback.ops.matmul.linear_node import INT_QUANTS
 from vkback.ops.op import OPS
-from vkback.plan.tuning import Tuning
-from vkback.timing import kernel_figures
-from vkback.timing.listings import total
+from vkback.tuning.lookup import Tuning
 
 QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "Q4_0", "IQ4_XS")
 DENSE = "MUL_MAT(type_a={},m=4096,n=1,k=14336)"
@@ -36,7 +36,7 @@ OTHERS = {
     "norm": "RMS_NORM(ne=[1,4096])",
     **{f"{quant} {n} tokens": f"MUL_MAT(type_a={quant},m=4096,n={n},k=4096)" for n in (2, 4, 8, 16, 24, 512) for quant in ("Q4_K", "Q6_K")},
     **{f"{quant} {n} tokens": f"MUL_MAT(type_a={quant},m=4096,n={n},k=4096)" for n in (8, 16) for quant in ("Q8_0", "F16")},
-    **{f"gate and up of {n} tokens": f"MAT_VEC(type_a=Q4_K,m=28672,n={n},k=4096,glu=1,out={{glu_out}})" for n in (2, 4, 8, 16)},
+    **{f"gate and up of {n} tokens": f"LINEAR(type_a=Q4_K,m=28672,n={n},k=4096,glu=1,out={{glu_out}})" for n in (2, 4, 8, 16)},
     "Q4_K 24 tokens MUL_MAT_ID": "MUL_MAT_ID(type_a=Q4_K,m=768,n=24,k=2048,n_mats=128,n_used=8)",
 }
 """Of these, every kernel. glu_out: type of what the GLU makes, as the next product's way wants it."""

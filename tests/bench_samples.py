@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from vkback.report.bench_table import (
-    BenchResult,
-)
+from vkback.report.bench_table import BenchResult
 
 LLAMA_8B = BenchResult(
     build_commit="5d8bb900b",

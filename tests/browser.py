@@ -32,9 +32,16 @@ class Browser:
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
         command = [
-            program, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe", "--no-first-run",
-            f"--user-data-dir={profile}", "about:blank",
-        ]  # fmt: skip
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--remote-debugging-pipe",
+            "--no-first-run",
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
 
         def as_3_and_4() -> None:
             os.dup2(to_read, 30)

@@ -15,7 +15,7 @@ from vkback.harness.runner import Workbench, prepare
 from vkback.ops.case import Problem
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
-from vkback.ops.mat_vec import MatVec
+from vkback.ops.matmul.linear import Linear
 from vkback.ops.op import OPS, Op
 from vkback.shader import ShaderLibrary
 
@@ -30,10 +30,10 @@ class _Chain(Op):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         return list(node.params["chain"])
 
-    reference = MatVec.reference
-    cases = MatVec.cases
-    build_case = MatVec.build_case
-    tolerance = MatVec.tolerance
+    reference = Linear.reference
+    cases = Linear.cases
+    build_case = Linear.build_case
+    tolerance = Linear.tolerance
 
 
 @contextmanager
@@ -46,9 +46,14 @@ def chain_op() -> Iterator[None]:
 
 
 def run_chain(
-    device: Device, library: ShaderLibrary, ctx: LowerContext, chain: list[Dispatch], values: dict[str, npt.NDArray[Any]],
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...],
-) -> dict[str, npt.NDArray[Any]]:  # fmt: skip
+    device: Device,
+    library: ShaderLibrary,
+    ctx: LowerContext,
+    chain: list[Dispatch],
+    values: dict[str, npt.NDArray[Any]],
+    inputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+) -> dict[str, npt.NDArray[Any]]:
     """Outputs of dispatches by name. Scratch and outputs hold NaN before, and nothing else may change."""
     problem = Problem(Node("CHAIN", inputs, outputs, {"chain": chain}), values)
     with chain_op():

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vkback.cli import bench, generate
-from vkback.ops.mat_mul_job import Way
+from vkback.cli import run as generate
+from vkback.cli import vkbench
+from vkback.ops.matmul.gemm_problem import Way
 from vkback.program import CompileTotals
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -121,10 +122,18 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
 
     def load(
-        path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
-        cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: Sequence[Any] = (),
+        path: Path,
+        device: str | None,
+        *,
+        n_ctx: int | None,
+        act: str = "auto",
+        progress: bool = True,
+        ubatch: int | None = None,
+        cache: tuple[str, str] = ("f16", "f16"),
+        exact: bool = False,
+        lora: Sequence[Any] = (),
         meanwhile: Callable[[Any], object] | None = None,
-    ) -> FakeEngine:  # fmt: skip
+    ) -> FakeEngine:
         fake.n_ctx = n_ctx or FakeEngine.n_ctx
         if meanwhile is not None:
             meanwhile(fake)
@@ -133,11 +142,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         fake.lora = tuple(lora)
         return fake
 
-    for module in (bench, generate):
+    for module in (vkbench, generate):
         monkeypatch.setattr(module, "load_engine", load)
-    monkeypatch.setattr(bench, "measured_read_rate", lambda device: 200.0)
-    monkeypatch.setattr(bench, "measured_math_rate", lambda device, way: {"coop_mat": 0.5, "int_dot": 0.25}[way])
-    for target in ("vkback.cli.bench_run.make_sampler", "vkback.cli.generate.make_sampler"):
+    monkeypatch.setattr(vkbench, "measured_read_rate", lambda device: 200.0)
+    monkeypatch.setattr(vkbench, "measured_math_rate", lambda device, way: {"coop_mat": 0.5, "int_dot": 0.25}[way])
+    for target in ("vkback.cli.vkbench_run.make_sampler", "vkback.cli.run.make_sampler"):
         monkeypatch.setattr(target, lambda **kwargs: kwargs)
     return fake
 

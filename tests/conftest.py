@@ -18,18 +18,18 @@ from each_choice import mark_exhaustive
 from model_files import BUILT_IN, hollow
 
 from vkback.device import Capabilities, Device
+from vkback.engine import engine as engine_module
 from vkback.errors import VkbackError
 from vkback.models import Model
-from vkback.models import engine as engine_module
 from vkback.ops.lowering import LowerContext
 from vkback.paths import builtin_model
-from vkback.plan.tuning import Overrides, Tuning
 from vkback.shader import ShaderLibrary
 from vkback.timing import read_rate
+from vkback.tuning.lookup import Overrides, Tuning
 
 os.environ["VKBACK_TUNING"] = os.devnull  # tables this machine's user made by tuning change which kernels are chosen
 os.environ.setdefault("GALLIVM_PERF", "nopt")
-"""Mesa's llvmpipe then leaves out LLVM's optimizer: 40 % less time for a mat-vec's machine code, 30 % less for attention. Other drivers do
+"""Mesa's llvmpipe then leaves out LLVM's optimizer: 40 % less time for a GEMV's machine code, 30 % less for attention. Other drivers do
 not read it. Tests run a kernel once or twice, so that this outweighs slower code by far."""
 
 os.environ["TERM"] = "xterm"

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from vkback.device import (
-    Arena,
-    BufferRange,
-    Capabilities,
-    Device,
-)
+from vkback.device import Arena, BufferRange, Capabilities, Device
 from vkback.shader import ShaderLibrary, Variant
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30

@@ -16,11 +16,12 @@ from typing import Any, get_args
 
 import pytest
 
-from vkback.ops import attention_prompt, mat_mul_job
+from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.case import Case
 from vkback.ops.lowering import Act
+from vkback.ops.matmul import gemm_problem
 
-WAYS = frozenset[str]({*get_args(Act), *get_args(mat_mul_job.Way), *get_args(attention_prompt.Way)})
+WAYS = frozenset[str]({*get_args(Act), *get_args(gemm_problem.Way), *get_args(attention_prompt.Way)})
 """Words by which a parameter chooses how to compute."""
 MATRICES = WAYS & {"coop_mat", "coop_reg", "matrix"}
 """Those that need cooperative matrices. Whether a device has them is known when the test runs, not before."""

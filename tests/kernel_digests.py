@@ -1,7 +1,7 @@
 """What names and fills kernels, as a digest for each case of the quick suite and each synthetic shape.
 
 python kernel_digests.py LOCALE prints them as JSON. A digest covers every launch in order: shader, defines, specialization constants, push
-constants and the text with its includes. tests/test_constants.py runs this in processes of other environments and compares.
+constants and the text with its includes. tests/unit/test_constants.py runs this in processes of other environments and compares.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from vkback.device import Capabilities
+from vkback.engine.sampler import add_sampler
 from vkback.harness.cases import context_of, quick_cases
 from vkback.models import Model
-from vkback.models.sampler import add_sampler
 from vkback.models.synth import SHAPES, write_outline
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.paths import shader_root, tuning_root
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Tuning
 from vkback.shader.source import expand
+from vkback.tuning.lookup import Tuning
 
 DEVICES = ("nvidia_h200_linux", "llvmpipe_mesa_22_debian12")
 TOKENS = (1, 16)

@@ -10,7 +10,7 @@ import pytest
 
 from vkback.device import Capabilities
 from vkback.ops.lowering import LowerContext
-from vkback.plan.tuning import Overrides, Tuning, device_table
+from vkback.tuning.lookup import Overrides, Tuning, device_table
 
 
 def with_params(ctx: LowerContext, **params: Any) -> LowerContext:

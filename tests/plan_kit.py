@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from vkback.device import Capabilities
+from vkback.engine.sampler import add_sampler
 from vkback.models import Model
-from vkback.models.sampler import add_sampler
 from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import bound_bytes, plan
 from vkback.plan.schedule import Schedule

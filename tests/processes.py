@@ -21,14 +21,28 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 def run_program(
-    command: Sequence[str | Path], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 60,
-    stdout: int | IO[Any] = subprocess.PIPE, stderr: int | IO[Any] = subprocess.PIPE, check: bool = False,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60,
+    stdout: int | IO[Any] = subprocess.PIPE,
+    stderr: int | IO[Any] = subprocess.PIPE,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, with no input; what it prints as text. The signals of ENDING end it."""
     return subprocess.run(
-        command, cwd=cwd, env=env, timeout=timeout, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, check=check,
+        command,
+        cwd=cwd,
+        env=env,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        check=check,
         preexec_fn=None if sys.platform == "win32" else let_signals_end,
-    )  # fmt: skip
+    )
 
 
 def let_signals_end() -> None:

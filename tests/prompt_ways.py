@@ -1,4 +1,4 @@
-"""Engines whose prompts go through one kind of mat-mat, whatever the tables say."""
+"""Engines whose prompts go through one kind of GEMM, whatever the tables say."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from vkback.device import Capabilities, Device
-from vkback.models import engine as engine_module
-from vkback.models.engine import Engine
+from vkback.engine import engine as engine_module
+from vkback.engine.engine import Engine
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.lowering import Act
-from vkback.ops.mat_mul_job import Way, default_shape
-from vkback.plan.tuning import Overrides, Tuning
+from vkback.ops.matmul.gemm_problem import Way, default_shape
+from vkback.tuning.lookup import Overrides, Tuning
 
 ACTS: dict[Way, Act] = {"f32": "f32", "coop_mat": "auto", "coop_reg": "auto", "int_dot": "q8_1"}
 
@@ -28,14 +28,14 @@ f32: sums leave 1e-14 to 1e-11; a key or value on the edge between two F16 falls
 coop_mat: weights and activations are rounded to f16, each by 2^-24 / 3 of its energy at most (half a step is 2^-11 of the value where
 values are small in their binade, less elsewhere), 4e-8 a product. What a block adds to the residual stream has gone through three products
 in a row (norm to q and k to attention, or gate and up to GLU to down). Softmax passes the error of a logit on times the logit's size: at
-logits of 10 rms, its square is 100 times as large. silu(gate) * up: six times (tests/test_mat_mul.py). So a block is off by
+logits of 10 rms, its square is 100 times as large. silu(gate) * up: six times (tests/device/test_gemm.py). So a block is off by
 (100 + 6) * 4e-8 = 4e-6, and of the residual stream, to which all blocks add, the errors are in the same proportion as long as blocks are
 independent. The last norm and head add 4e-8. What is left to 1e-4 is for depth, where errors pass through later blocks: 24 times. Measured
 here 6e-8 to 6e-7.
 
-coop_reg: dense products as coop_mat; experts go through the mat-vec kernels, which round activations to 8 bits where they can.
+coop_reg: dense products as coop_mat; experts go through the GEMV kernels, which round activations to 8 bits where they can.
 
-int_dot: activations in 8 bits, an NMSE of 1.5e-5 to 4e-5 of each product (vkback/ops/mat_vec.py), some thirty in a row, each diluted in the
+int_dot: activations in 8 bits, an NMSE of 1.5e-5 to 4e-5 of each product (vkback/ops/matmul/linear.py), some thirty in a row, each diluted in the
 residual stream."""
 
 
@@ -44,12 +44,12 @@ def way_params(way: Way, caps: Capabilities) -> dict[str, dict[str, Any]]:
     if way == "coop_mat":
         s = default_shape(way, 64, caps)
         cut = {"tile_m": s.tile_m, "tile_n": s.tile_n, "step_k": s.step_k, "warp_m": s.warp_m, "warp_n": s.warp_n, "split_k": 1}
-        return {"mat_mul": {"kernel": way, **cut}, "attention": {"way": "matrix", "tile_q": 16, "tile_kv": 16, "warps": 2}}
+        return {"gemm": {"kernel": way, **cut}, "attention": {"way": "matrix", "tile_q": 16, "tile_kv": 16, "warps": 2}}
     if way == "coop_reg":
         rows, columns, _ = default_shape("coop_mat", 64, caps).matrix
         cut = {"tile_m": 2 * rows, "tile_n": columns, "warp_m": rows, "slice_k": 2}
-        return {"mat_mul": {"kernel": way, **cut}, "attention": {"way": "plain"}}
-    return {"mat_mul": {"kernel": way}}
+        return {"gemm": {"kernel": way, **cut}, "attention": {"way": "plain"}}
+    return {"gemm": {"kernel": way}}
 
 
 def skip_without(way: Way, caps: Capabilities) -> None:
@@ -61,12 +61,12 @@ def skip_without(way: Way, caps: Capabilities) -> None:
 
 
 @contextmanager
-def engine_of(path: Path, device: Device, way: Way, *, n_ctx: int, ubatch: int = 512, **mat_mul: Any) -> Iterator[Engine]:
-    """An engine all of whose prompts go one way, with more parameters of mat-mats; what takes part in it, its plans show."""
+def engine_of(path: Path, device: Device, way: Way, *, n_ctx: int, ubatch: int = 512, **gemm: Any) -> Iterator[Engine]:
+    """An engine all of whose prompts go one way, with more parameters of GEMMs; what takes part in it, its plans show."""
 
     def tables(caps: Capabilities) -> Overrides:
         params = way_params(way, caps)
-        return Overrides(Tuning.for_device(caps), {**params, "mat_mul": {**params["mat_mul"], **mat_mul}}, "test")
+        return Overrides(Tuning.for_device(caps), {**params, "gemm": {**params["gemm"], **gemm}}, "test")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))

@@ -8,9 +8,9 @@ import pytest
 
 from vkback.device import Device, FeatureMissing
 from vkback.device.instance import VALIDATION_LAYER
-from vkback.models.engine import Engine
-from vkback.models.prompt import SMALLEST
-from vkback.models.sampler import Sampler
+from vkback.engine.engine import Engine
+from vkback.engine.prompts import SMALLEST
+from vkback.engine.sampler import Sampler
 
 
 def validated(mode: Any) -> Device:

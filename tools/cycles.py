@@ -69,9 +69,14 @@ def look(cycles: int) -> Look:
     heap = libc.mallinfo2()
     anonymous = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return Look(
-        cycles, (heap.uordblks + heap.hblkhd) / 1024, int(anonymous.split()[1]), _entries("/proc/self/fd"), _entries("/proc/self/task"),
-        sum(alive_objects().values()), len(gc.get_objects()),
-    )  # fmt: skip
+        cycles,
+        (heap.uordblks + heap.hblkhd) / 1024,
+        int(anonymous.split()[1]),
+        _entries("/proc/self/fd"),
+        _entries("/proc/self/task"),
+        sum(alive_objects().values()),
+        len(gc.get_objects()),
+    )
 
 
 class _MallInfo(ctypes.Structure):
@@ -80,7 +85,7 @@ class _MallInfo(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)
         for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    ]  # fmt: skip
+    ]
 
 
 def _entries(folder: str) -> int:
@@ -123,9 +128,7 @@ def left_over(looks: Sequence[Look]) -> list[str]:
     return wrong
 
 
-def run(
-    cycles: int, model: Path | str, ctx: int, every: int, *, prompt: bool = True, show: Callable[[str], object] = print
-) -> list[Look]:
+def run(cycles: int, model: Path | str, ctx: int, every: int, *, prompt: bool = True, show: Callable[[str], object] = print) -> list[Look]:
     """The looks, the first of them after `every` cycles: by then caches are what they stay."""
     looks: list[Look] = []
     begun = time.perf_counter()

@@ -41,14 +41,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from vkback.device import Capabilities  # noqa: E402
+from vkback.engine.sampler import add_sampler  # noqa: E402
 from vkback.errors import VkbackError  # noqa: E402
 from vkback.models import ARCHITECTURES, Model  # noqa: E402
-from vkback.models.sampler import add_sampler  # noqa: E402
 from vkback.models.synth import SHAPES, write_outline  # noqa: E402
 from vkback.ops.lowering import LowerContext, PlanError  # noqa: E402
 from vkback.paths import builtin_models  # noqa: E402
 from vkback.plan.planner import plan  # noqa: E402
-from vkback.plan.tuning import Tuning  # noqa: E402
+from vkback.tuning.lookup import Tuning  # noqa: E402
 
 LIMIT_S = 10.0
 """Of one file: a hundred times what a sound one takes."""
@@ -269,12 +269,32 @@ def name_of_a_key(rng: Rng, t: Tables) -> Tables:
 
 
 KEYS = (
-    "attention.layer_indices", "attention.scale", "attention.sliding_window", "attention.sliding_window_pattern", "embedding_scale",
-    "expert_count", "expert_gating_func", "expert_group_count", "expert_group_used_count", "expert_shared_count", "expert_used_count",
-    "expert_weights_norm", "expert_weights_scale", "logit_scale", "residual_scale", "rope.dimension_count", "rope.freq_base_swa",
-    "rope.scaling.attn_factor", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.type",
-    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_log_multiplier", "ssm.group_count", "vocab_size",
-)  # fmt: skip
+    "attention.layer_indices",
+    "attention.scale",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "embedding_scale",
+    "expert_count",
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_shared_count",
+    "expert_used_count",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "logit_scale",
+    "residual_scale",
+    "rope.dimension_count",
+    "rope.freq_base_swa",
+    "rope.scaling.attn_factor",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_log_multiplier",
+    "ssm.group_count",
+    "vocab_size",
+)
 """Keys that few files have."""
 
 
@@ -354,10 +374,31 @@ def tensors_in_another_order(rng: Rng, t: Tables) -> Tables:
 
 
 TABLE_MUTATIONS: tuple[Callable[[Rng, Tables], Tables], ...] = (
-    value_of_a_key, value_of_a_key, value_of_a_key, type_of_a_key, array_for_a_key, key_left_out, key_twice, name_of_a_key, key_put_in,
-    key_put_in, tensor_left_out, tensor_twice, tensor_put_in, name_of_a_tensor, dimension, dimension, shape, type_of_a_tensor,
-    type_of_all_tensors, size_everywhere, size_everywhere, size_everywhere, offset, tensors_in_another_order,
-)  # fmt: skip
+    value_of_a_key,
+    value_of_a_key,
+    value_of_a_key,
+    type_of_a_key,
+    array_for_a_key,
+    key_left_out,
+    key_twice,
+    name_of_a_key,
+    key_put_in,
+    key_put_in,
+    tensor_left_out,
+    tensor_twice,
+    tensor_put_in,
+    name_of_a_tensor,
+    dimension,
+    dimension,
+    shape,
+    type_of_a_tensor,
+    type_of_all_tensors,
+    size_everywhere,
+    size_everywhere,
+    size_everywhere,
+    offset,
+    tensors_in_another_order,
+)
 
 # -- mutations of bytes
 
@@ -404,8 +445,16 @@ def truncation(rng: Rng, e: Encoded) -> None:
 
 
 BYTE_MUTATIONS: tuple[Callable[[Rng, Encoded], None], ...] = (
-    bits, bits, some_bytes, bytes_left_out, bytes_put_in, one_field, one_field, one_field, truncation,
-)  # fmt: skip
+    bits,
+    bits,
+    some_bytes,
+    bytes_left_out,
+    bytes_put_in,
+    one_field,
+    one_field,
+    one_field,
+    truncation,
+)
 
 
 @dataclass(frozen=True)
@@ -474,7 +523,7 @@ def load(path: Path, profile: str) -> None:
 
 
 def judge(path: Path, number: int) -> str:
-    """"" where the file loads, else why it is refused, without the file's name. Raises Defect where that says too little."""
+    """ "" where the file loads, else why it is refused, without the file's name. Raises Defect where that says too little."""
     try:
         load(path, PROFILES[number % len(PROFILES)])
     except VkbackError as e:

@@ -28,7 +28,7 @@ from vkback.harness.lines import case_lines
 from vkback.harness.support import support_of
 from vkback.ops.case import Case
 from vkback.ops.lowering import LowerContext
-from vkback.plan.tuning import Tuning
+from vkback.tuning.lookup import Tuning
 
 PROFILE = "nvidia_h200_linux"
 MAX_VALUES = 1 << 20

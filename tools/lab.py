@@ -5,7 +5,7 @@
     python tools/lab.py --render FOLDER                                    the table of JSON files that an earlier run left
 
 Builds a Debian sid root with the newest Mesa, its no-op kernel shims, glslc and SwiftShader (as root, Debian or Ubuntu; a few minutes the
-first time), prints what the compilers make of our mat-vec kernels for every chip (bench/vendor_kernels.py), llama.cpp's beside them with
+first time), prints what the compilers make of our GEMV kernels for every chip (bench/vendor_kernels.py), llama.cpp's beside them with
 --peer, and runs the quick suite and the built-in models on lavapipe and SwiftShader, which execute, with a summary at the end. What was
 done is kept in the root: called again, it goes on where it was stopped, and repeats nothing as long as code, shaders and tables are the
 same. Exit code 1 where a case fails, a kernel of ours spills, or something is left to do.
@@ -47,14 +47,31 @@ SHIMS = {
 """By family the shim, the driver, and the variable that names the chip."""
 
 CHIPS = (
-    *(f"amd:{chip}" for chip in (
-        "polaris10", "polaris12", "vega10", "vega20", "raven", "raven2", "renoir", "navi10", "navi21", "vangogh", "rembrandt", "navi31",
-        "navi33", "phoenix", "strix1", "gfx1201",
-    )),
+    *(
+        f"amd:{chip}"
+        for chip in (
+            "polaris10",
+            "polaris12",
+            "vega10",
+            "vega20",
+            "raven",
+            "raven2",
+            "renoir",
+            "navi10",
+            "navi21",
+            "vangogh",
+            "rembrandt",
+            "navi31",
+            "navi33",
+            "phoenix",
+            "strix1",
+            "gfx1201",
+        )
+    ),
     *(f"adreno:{chip}" for chip in (730, 740, 750, 830)),
     *(f"nvk:{chip}" for chip in (120, 140, 160, 170, 190)),
     "apple",
-)  # fmt: skip
+)
 EXECUTORS = ("lavapipe", "swiftshader")
 
 CHIP_SECONDS = 20.0
@@ -206,10 +223,18 @@ def rendered(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:
             in32, theirs = ours["per_32"], peer.get("per_32")
             waves = "" if ours["waves"] is None else f"{ours['waves']}" + (f"/{ours['most_waves']}" if ours["most_waves"] else "")
             cells = (
-                chip, what, row["path"], ours["registers"], waves, _figure(in32), _figure(theirs),
-                f"{in32 / theirs:.2f}" if in32 and theirs else "", f"{ours['arithmetic']:.0%}" if ours["arithmetic"] is not None else "",
-                ours["bound"], f"{(ours['spills'] or 0) + (ours['scratch'] or 0)} ({peer.get('spills', '')})",
-            )  # fmt: skip
+                chip,
+                what,
+                row["path"],
+                ours["registers"],
+                waves,
+                _figure(in32),
+                _figure(theirs),
+                f"{in32 / theirs:.2f}" if in32 and theirs else "",
+                f"{ours['arithmetic']:.0%}" if ours["arithmetic"] is not None else "",
+                ours["bound"],
+                f"{(ours['spills'] or 0) + (ours['scratch'] or 0)} ({peer.get('spills', '')})",
+            )
             yield "| " + " | ".join("" if c is None else str(c) for c in cells) + " |"
 
 
@@ -243,9 +268,13 @@ def suite(
 ) -> tuple[list[Result | None], bool | None]:
     """The quick suite and, when all of it has run, the built-in models on a driver that executes."""
     results = run_suite(
-        target, lambda argv: limited(root.command(target, argv)), folder / f"suite-{target}.jsonl", sources,
-        stop_after=stop_after, other_sources=other,
-    )  # fmt: skip
+        target,
+        lambda argv: limited(root.command(target, argv)),
+        folder / f"suite-{target}.jsonl",
+        sources,
+        stop_after=stop_after,
+        other_sources=other,
+    )
     if None in results:
         return results, None
     return results, subprocess.run(limited(root.command(target, ["python", "bench/text_against_twin.py"]))).returncode == 0

@@ -117,8 +117,15 @@ def listed_cases(command: Command) -> list[str]:
 
 
 def run_suite(
-    target: str, command: Command, journal: Path, sources: str, *, limit: float = CASE_LIMIT, stop_after: float | None = None,
-    other_sources: bool = False, cases: Sequence[str] | None = None,
+    target: str,
+    command: Command,
+    journal: Path,
+    sources: str,
+    *,
+    limit: float = CASE_LIMIT,
+    stop_after: float | None = None,
+    other_sources: bool = False,
+    cases: Sequence[str] | None = None,
 ) -> list[Result | None]:
     """Results of all cases in their order, None for those that `stop_after` seconds did not reach.
 

@@ -222,7 +222,7 @@ def write_plans(path: Path, part: int, parts: int) -> None:
     from vkback.models.registry import Model
     from vkback.ops.lowering import LowerContext
     from vkback.paths import builtin_model
-    from vkback.plan.tuning import Tuning
+    from vkback.tuning.lookup import Tuning
 
     records: list[Record] = []
     with Device.open() as device:
@@ -308,8 +308,8 @@ def run_one(file: str, plans: Path, shaders: Path, cache: Path) -> Fate:
     from vkback.device import Device
     from vkback.harness.cases import quick_cases
     from vkback.ops.lowering import LowerContext
-    from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
+    from vkback.tuning.lookup import Tuning
 
     records: list[Record] = pickle.loads(plans.read_bytes())
     cases = list(quick_cases())

@@ -24,22 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from vkback.device import Capabilities, profile_ids
+from vkback.engine.plans import Plans
 from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.harness.cases import context_of, quick_cases
 from vkback.models import Model
 from vkback.models.builder import F16_CACHE, CacheTypes
-from vkback.models.plans import Plans
 from vkback.models.synth import SHAPES, synthetic_names, write_outline
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
 from vkback.paths import builtin_models
 from vkback.plan.exact import exact_context
-from vkback.plan.lora import Lora
+from vkback.plan.passes.lora import Lora
 from vkback.plan.planner import fused_nodes, plan
 from vkback.plan.training import training_graph
-from vkback.plan.tuning import Tuning
+from vkback.tuning.lookup import Tuning
 
 LAYERS = 4
 """Of a model at most: with fewer, models of several kinds of layers have only one."""
@@ -53,7 +53,7 @@ TOKENS = (2, 4, 8, 16, 17, 33, 64, 512)
 
 QUICK = ("nvidia_h200_linux", "llvmpipe_mesa_22_debian12", "amd_rx_7900_xtx_radv", "apple_m1_honeykrisp", "broadcom_v3d_7_1_pi5")
 
-OPS_HASHED = ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC", "MAT_VEC_HEADS", "MAT_VEC_ROPE_SET_ROWS", "MOE_ROUTER", "FLASH_ATTN_EXT", "ATTN_DECODE")
+OPS_HASHED = ("MUL_MAT", "MUL_MAT_ID", "LINEAR", "LINEAR_HEADS", "LINEAR_ROPE_SET_ROWS", "MOE_ROUTER", "FLASH_ATTN_EXT", "ATTN_DECODE")
 
 
 def fields_of(d: Dispatch) -> tuple[Any, ...]:

@@ -22,29 +22,37 @@ from pathlib import Path
 
 from vkback.device import Capabilities
 from vkback.device.capabilities import profile_ids
+from vkback.engine.prompts import default_ubatch, program_sizes, with_barriers
+from vkback.engine.sampler import add_sampler
+from vkback.engine.weight_stream import REPACK
 from vkback.errors import VkbackError
 from vkback.models import Model
-from vkback.models.prompt import default_ubatch, program_sizes, with_barriers
-from vkback.models.sampler import add_sampler
 from vkback.models.synth import write_outline
-from vkback.models.weight_stream import REPACK
-from vkback.ops import attention_prompt, attention_train, mat_mul
+from vkback.ops.attention import prompt as attention_prompt
+from vkback.ops.attention import train as attention_train
 from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.matmul import gemm as gemm
 from vkback.paths import builtin_models, shader_root, tuning_root
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Tuning
 from vkback.shader import NoCompiler, ShaderLibrary, Variant
 from vkback.shader.prebuilt import FOLDER, source_hash, stale, write
 from vkback.shader.shipped import ORDINARY, SUFFIX, groups, pack, read_archive, shipped_variants
 from vkback.shader.source import expand
 from vkback.timing.math_rate import dot_variants
 from vkback.timing.read_rate import read_variants
+from vkback.tuning.lookup import Tuning
 
 DEVICES = (
-    "llvmpipe_mesa_22_debian12", "nvidia_h200_linux", "nvidia_rtx_2070_linux", "nvidia_rtx_4090_windows", "amd_rx_7900_xtx_radv",
-    "amd_rx_6800_xt_windows", "intel_arc_a770_anv", "apple_m1_moltenvk",
-)  # fmt: skip
+    "llvmpipe_mesa_22_debian12",
+    "nvidia_h200_linux",
+    "nvidia_rtx_2070_linux",
+    "nvidia_rtx_4090_windows",
+    "amd_rx_7900_xtx_radv",
+    "amd_rx_6800_xt_windows",
+    "intel_arc_a770_anv",
+    "apple_m1_moltenvk",
+)
 """Recorded devices, of each vendor those whose plans differ: RTX 20 to 50, RDNA 2 and 3, Arc and Iris Xe share most kernels."""
 
 MODELS = ("llama-1b-Q4_K_M", "llama-8b-Q4_K_M", "llama-8b-Q8_0", "qwen3moe-30b-a3b-Q4_K_M", "gpt-oss-20b-MXFP4")
@@ -62,7 +70,7 @@ CONTEXTS = (128, 512)
 
 
 def matrix_variants() -> list[Variant]:
-    return [*mat_mul.prebuilt_variants(), *attention_prompt.prebuilt_variants(), *attention_train.prebuilt_variants()]
+    return [*gemm.prebuilt_variants(), *attention_prompt.prebuilt_variants(), *attention_train.prebuilt_variants()]
 
 
 def planned_variants(devices: Sequence[str] = DEVICES) -> list[Variant]:

@@ -44,24 +44,57 @@ ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 START_S = 120.0
 
 WRONG: dict[str, tuple[Any, ...]] = {
-    "max_tokens": (0, -1, 1.5, "1", []), "temperature": (-1, 3, "0", True, {}), "top_p": (-0.1, 1.1, "1"),
-    "top_k": (-1, 2**40, 0.5), "min_p": (2, "a"), "seed": (-1, 2**31, "1"), "stop": ("", [""], 5, ["a"] * 17, [1]),
-    "presence_penalty": (9, "1"), "frequency_penalty": (-9, []), "repeat_penalty": (0, "1"),
-    "logit_bias": ({"a": 1}, {"1": 101}, {"-1": 1}, {"99999999": 1}, []), "n": (0, 2, "1"), "logprobs": (-1, 21, "x"),
-    "stream": ("yes", 1), "stream_options": (5, {}, {"x": 1}), "model": ("gpt", 5), "unknown": (1,), "tools": ([1],),
-    "prompt": ("", [], [-1], [10**9], ["a", ""], [[1], "a"], {}), "echo": (True,), "suffix": ("a",), "best_of": (2,),
-    "messages": ([], "x", [{}], [{"role": "user"}], [{"role": 1, "content": ""}], [1]), "top_logprobs": (1, 99),
+    "max_tokens": (0, -1, 1.5, "1", []),
+    "temperature": (-1, 3, "0", True, {}),
+    "top_p": (-0.1, 1.1, "1"),
+    "top_k": (-1, 2**40, 0.5),
+    "min_p": (2, "a"),
+    "seed": (-1, 2**31, "1"),
+    "stop": ("", [""], 5, ["a"] * 17, [1]),
+    "presence_penalty": (9, "1"),
+    "frequency_penalty": (-9, []),
+    "repeat_penalty": (0, "1"),
+    "logit_bias": ({"a": 1}, {"1": 101}, {"-1": 1}, {"99999999": 1}, []),
+    "n": (0, 2, "1"),
+    "logprobs": (-1, 21, "x"),
+    "stream": ("yes", 1),
+    "stream_options": (5, {}, {"x": 1}),
+    "model": ("gpt", 5),
+    "unknown": (1,),
+    "tools": ([1],),
+    "prompt": ("", [], [-1], [10**9], ["a", ""], [[1], "a"], {}),
+    "echo": (True,),
+    "suffix": ("a",),
+    "best_of": (2,),
+    "messages": ([], "x", [{}], [{"role": "user"}], [{"role": 1, "content": ""}], [1]),
+    "top_logprobs": (1, 99),
     "response_format": (
-        "json_object", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "json_schema": {}},
-        {"type": "json_schema", "json_schema": {"schema": [1]}}, {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+        "json_object",
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_object", "json_schema": {}},
+        {"type": "json_schema", "json_schema": {"schema": [1]}},
+        {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
     ),
-}  # fmt: skip
+}
 """Field -> values that no endpoint takes (some fields are of one endpoint only)."""
 
 BROKEN = (
-    b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 50_000, b'{"prompt": "x", "temperature": NaN}', b'"' + b"a" * 99, b" " * 100_001,
-    b'{"prompt": null, "messages": null}', b'{"prompt": "x", "prompt": 5}', b'{"prompt": "\\ud800"', b"\x00" * 64, b'{"prompt": "x"}{}',
-)  # fmt: skip
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b"[" * 50_000,
+    b'{"prompt": "x", "temperature": NaN}',
+    b'"' + b"a" * 99,
+    b" " * 100_001,
+    b'{"prompt": null, "messages": null}',
+    b'{"prompt": "x", "prompt": 5}',
+    b'{"prompt": "\\ud800"',
+    b"\x00" * 64,
+    b'{"prompt": "x"}{}',
+)
 
 
 @dataclass(frozen=True)
@@ -181,9 +214,25 @@ def garbage(port: int, seed: int) -> str:
 def server(model: str, log: Path, max_queue: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A server of its own and its port; ended by SIGTERM."""
     command = [
-        sys.executable, "-m", "vkback.cli.main", "serve", "-m", model, "--port", "0", "--chat-template", "plain", "--ctx", "128",
-        "--max-tokens", str(MAX_TOKENS), "--max-queue", str(max_queue), "--max-body", "100000",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vkback.cli.main",
+        "serve",
+        "-m",
+        model,
+        "--port",
+        "0",
+        "--chat-template",
+        "plain",
+        "--ctx",
+        "128",
+        "--max-tokens",
+        str(MAX_TOKENS),
+        "--max-queue",
+        str(max_queue),
+        "--max-body",
+        "100000",
+    ]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | ONE_HEAP)
     try:

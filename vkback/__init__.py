@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         load,
     )
     from vkback.errors import VkbackError
-    from vkback.models.perplexity import Perplexity
+    from vkback.evaluate.perplexity import Perplexity
 
 __all__ = [
     "ChatTemplateError",
@@ -65,7 +65,7 @@ __all__ = [
     "load",
 ]
 
-_ELSEWHERE = {"Perplexity": "vkback.models.perplexity", "VkbackError": "vkback.errors"}
+_ELSEWHERE = {"Perplexity": "vkback.evaluate.perplexity", "VkbackError": "vkback.errors"}
 
 
 if not TYPE_CHECKING:  # else every name that there is not would have a type

@@ -14,7 +14,7 @@ class VkbackError(Exception):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """" Did you mean X?" for a name that is spelled almost as one of those known, whatever the case of letters; else nothing."""
+    """ " Did you mean X?" for a name that is spelled almost as one of those known, whatever the case of letters; else nothing."""
     by_lower = {other.lower(): other for other in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)
     return f" Did you mean {by_lower[near[0]]}?" if near else ""

@@ -33,7 +33,7 @@ def _data_root(name: str) -> Path:
 
 
 def shader_root() -> Path:
-    """The folder of the shader families: `shader_root() / "mat_vec"`."""
+    """The folder of the shader families: `shader_root() / "gemv"`."""
     return _data_root("shaders")
 
 

@@ -12,50 +12,43 @@ from typing import Literal
 Part = Literal["driver", "compiler", "validation"]
 
 WANTED: Mapping[Part, str] = {
-    "driver": "Install a Vulkan loader and a driver", "compiler": "Install glslc or libshaderc",
+    "driver": "Install a Vulkan loader and a driver",
+    "compiler": "Install glslc or libshaderc",
     "validation": "Install the validation layers",
-}  # fmt: skip
+}
 
 PACKAGES: Mapping[str, tuple[str, Mapping[Part, str]]] = {
-    "apt-get": ("apt install", {
-        "driver": "libvulkan1 mesa-vulkan-drivers", "compiler": "glslc", "validation": "vulkan-validationlayers",
-    }),
-    "dnf": ("dnf install", {
-        "driver": "vulkan-loader mesa-vulkan-drivers", "compiler": "glslc", "validation": "vulkan-validation-layers",
-    }),
-    "zypper": ("zypper install", {
-        "driver": "libvulkan1 libvulkan_lvp", "compiler": "shaderc", "validation": "vulkan-validationlayers",
-    }),
-    "pacman": ("pacman -S", {
-        "driver": "vulkan-icd-loader vulkan-swrast", "compiler": "shaderc", "validation": "vulkan-validation-layers",
-    }),
-    "apk": ("apk add", {
-        "driver": "vulkan-loader mesa-vulkan-swrast", "compiler": "shaderc", "validation": "vulkan-validation-layers",
-    }),
-    "brew": ("brew install", {
-        "driver": "vulkan-loader molten-vk", "compiler": "shaderc", "validation": "vulkan-validationlayers",
-    }),
-}  # fmt: skip
+    "apt-get": ("apt install", {"driver": "libvulkan1 mesa-vulkan-drivers", "compiler": "glslc", "validation": "vulkan-validationlayers"}),
+    "dnf": ("dnf install", {"driver": "vulkan-loader mesa-vulkan-drivers", "compiler": "glslc", "validation": "vulkan-validation-layers"}),
+    "zypper": ("zypper install", {"driver": "libvulkan1 libvulkan_lvp", "compiler": "shaderc", "validation": "vulkan-validationlayers"}),
+    "pacman": ("pacman -S", {"driver": "vulkan-icd-loader vulkan-swrast", "compiler": "shaderc", "validation": "vulkan-validation-layers"}),
+    "apk": ("apk add", {"driver": "vulkan-loader mesa-vulkan-swrast", "compiler": "shaderc", "validation": "vulkan-validation-layers"}),
+    "brew": ("brew install", {"driver": "vulkan-loader molten-vk", "compiler": "shaderc", "validation": "vulkan-validationlayers"}),
+}
 """By the program that installs: how it is called, and packages. tools/setup.sh has the same."""
 
 ELSEWHERE: Mapping[str, Mapping[Part, str]] = {
     "windows": {
-        "driver": "the graphics driver of the card's maker brings both", "compiler": "the Vulkan SDK has both, and puts them in PATH",
+        "driver": "the graphics driver of the card's maker brings both",
+        "compiler": "the Vulkan SDK has both, and puts them in PATH",
         "validation": "the Vulkan SDK has them",
     },
     "macos": {
         "driver": "the Vulkan SDK has both; with Homebrew: brew install vulkan-loader molten-vk",
-        "compiler": "the Vulkan SDK has both; with Homebrew: brew install shaderc", "validation": "the Vulkan SDK has them",
+        "compiler": "the Vulkan SDK has both; with Homebrew: brew install shaderc",
+        "validation": "the Vulkan SDK has them",
     },
     "termux": {
-        "driver": "in Termux: pkg install vulkan-loader-android", "compiler": "in Termux: pkg install shaderc",
+        "driver": "in Termux: pkg install vulkan-loader-android",
+        "compiler": "in Termux: pkg install shaderc",
         "validation": "in Termux: pkg install vulkan-validation-layers",
     },
     "": {
         "driver": "the system's packages of the Vulkan loader and of Mesa, or the driver of the card's maker",
-        "compiler": "the system's package of shaderc, or the Vulkan SDK", "validation": "the system's package of them, or the Vulkan SDK",
+        "compiler": "the system's package of shaderc, or the Vulkan SDK",
+        "validation": "the system's package of them, or the Vulkan SDK",
     },
-}  # fmt: skip
+}
 
 
 def this_system() -> str:

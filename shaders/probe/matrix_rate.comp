@@ -5,7 +5,7 @@
 //   binding 1  result F32 [FM][FN] for each subgroup and sum, so that the compiler keeps the work
 //
 // Each subgroup has ROWS matrices A and COLUMNS matrices B, and adds their products to ROWS * COLUMNS sums, p.rounds times.
-#include "mat_mul/matrix.glsl"
+#include "gemm/matrix.glsl"
 
 layout(constant_id = 5) const uint ROWS = 4;
 layout(constant_id = 6) const uint COLUMNS = 4;

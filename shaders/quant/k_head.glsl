@@ -38,7 +38,7 @@ f16vec2 k_head_f16(uvec4 head, uint sub, uint odd) {
     return k_multiples(head, sub, odd, hidden(0x64006400u)) * unpackFloat2x16(head.x);
 }
 
-// The scale times 2^18 and the min times -2^-6, as mat_mul/unit_f16.glsl wants them of subnormals. The last bit of 32768 is worth 32, that of
+// The scale times 2^18 and the min times -2^-6, as gemm/unit_f16.glsl wants them of subnormals. The last bit of 32768 is worth 32, that of
 // -2^-9 is worth -2^-19; the rest is done to d and dmin. All but the last product is exact.
 f16vec2 k_head_subnormal(uvec4 head, uint sub, uint odd) {
     return k_multiples(head, sub, odd, hidden(0x98007800u)) * (unpackFloat2x16(head.x) * f16vec2(8192.0));

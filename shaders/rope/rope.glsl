@@ -10,7 +10,7 @@
 // Defines:
 //   ROPE_PAIRS        pairs that are rotated, n_dims / 2
 //   ROPE_FREQUENCIES  their frequencies in turns per position, as 64-bit fractions uvec2(upper, lower), comma-separated:
-//                     vkback.ops.rope_angles.fixed_point
+//                     vkback.ops.rope.angles.fixed_point
 //   ROPE_MSCALE       factor of both components (attention factor and YaRN's correction)
 
 const uvec2 rope_frequencies[ROPE_PAIRS] = uvec2[](ROPE_FREQUENCIES);

@@ -1,7 +1,7 @@
 // Gumbel noise as a function of seed, position and token alone.
 //
 //   float noise(uint seed, uint pos, uint id)
-// The same in numpy: noise in vkback/ops/sample.py.
+// The same in numpy: noise in vkback/ops/sampling/sample.py.
 
 // The hash PCG3D of Jarzynski and Olano, "Hash Functions for GPU Rendering" (2020).
 uint pcg3d(uvec3 v) {

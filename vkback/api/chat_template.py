@@ -78,9 +78,15 @@ def joined(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 
 
 def render(
-    template: str, messages: Sequence[Mapping[str, Any]], *, model: str, bos: str = "", eos: str = "", add_generation_prompt: bool = True,
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    model: str,
+    bos: str = "",
+    eos: str = "",
+    add_generation_prompt: bool = True,
     **further: Any,
-) -> str:  # fmt: skip
+) -> str:
     """The text of messages. model: who the errors are about; further: variables that some templates know (`enable_thinking=False`).
 
     Raises ChatTemplateError naming a message that is none, or what the template said.
@@ -91,8 +97,10 @@ def render(
         raise ChatTemplateError(f"[chat] the messages are {messages!r}, expected a list, as [{{'role': 'user', 'content': 'Hello'}}]")
     conversation = []
     for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str) or (
-            "content" not in message and role != "assistant"
+        if (
+            not isinstance(message, Mapping)
+            or not isinstance(role := message.get("role"), str)
+            or ("content" not in message and role != "assistant")
         ):
             raise ChatTemplateError(f"[chat] message {i} is {message!r}, expected a dict with role and content")
         conversation.append(joined(message, f"message {i}"))

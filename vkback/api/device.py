@@ -1,10 +1,10 @@
 """A device for authors of kernels: tensors, ops, GLSL files, and times.
 
-    dev = vkback.Device()
-    x, y = dev.tensor(np.ones(1 << 20, np.float32)), dev.empty((1 << 20,))
-    scale = dev.compile("scale.comp", {"WG_SIZE": 256})
-    scale(x, y, push=[x.elements, 2.0], groups=x.elements // 256)
-    print(dev.time(scale, x, y, push=[x.elements, 2.0], groups=x.elements // 256))
+dev = vkback.Device()
+x, y = dev.tensor(np.ones(1 << 20, np.float32)), dev.empty((1 << 20,))
+scale = dev.compile("scale.comp", {"WG_SIZE": 256})
+scale(x, y, push=[x.elements, 2.0], groups=x.elements // 256)
+print(dev.time(scale, x, y, push=[x.elements, 2.0], groups=x.elements // 256))
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from vkback.ops.lowering import ACTS, Act, LowerContext
 from vkback.ops.storage import shards
 from vkback.plan.planner import plan
 from vkback.plan.schedule import aligned
-from vkback.plan.tuning import Tuning
 from vkback.plan.weight_layout import stored_type
 from vkback.program import Program, WeightRanges
 from vkback.program.values import decoded, stored_bytes
 from vkback.shader import ShaderLibrary, Variant
 from vkback.timing.launches import span_us, stamp, summarize, warm_up
 from vkback.timing.read_rate import measure_read_rate
+from vkback.tuning.lookup import Tuning
 
 Array = npt.NDArray[Any]
 Groups = int | np.integer[Any] | Sequence[int]
@@ -245,9 +245,13 @@ class CompiledKernel:
         # The compiler drops push constants that are declared and not used: whatever is given for them changes nothing.
         push_bytes = packed(self.name, self._push, push) if self._takes_push else b""
         kernel: Kernel = self.device.raw.kernel(
-            self._spirv, name=self.name, bindings=len(tensors), push_bytes=len(push_bytes), spec=self._spec,
+            self._spirv,
+            name=self.name,
+            bindings=len(tensors),
+            push_bytes=len(push_bytes),
+            spec=self._spec,
             subgroup_size=self.variant.subgroup_size,
-        )  # fmt: skip
+        )
         rec.dispatch(kernel, [t.ranges[0] for t in tensors], push_bytes, grid(self.name, groups), self.name)
 
     def __repr__(self) -> str:
@@ -275,7 +279,7 @@ class Device:
         validation: under the Khronos validation layer. Raises NoDevice, or FeatureMissing."""
         act = given.choice("act", act, ACTS, "device")
         if not isinstance(validation, bool) and validation != "sync":
-            raise given.wrong("validation", validation, "True, False, or \"sync\"", "device")
+            raise given.wrong("validation", validation, 'True, False, or "sync"', "device")
         if isinstance(found := given.device("selector", selector, "device"), VulkanDevice):
             raise given.wrong("selector", selector, "an index, part of a name, a UUID, or None", "device")
         self.raw = VulkanDevice.open(found, validation=validation)
@@ -357,7 +361,11 @@ class Device:
         return DeviceTensor(self, replace(t.tensor, shape=shape), t.ranges, t)
 
     def run_op(
-        self, op: str, *inputs: DeviceTensor | npt.ArrayLike, out: tuple[int, ...] | DeviceTensor | None = None, out_type: str = "F32",
+        self,
+        op: str,
+        *inputs: DeviceTensor | npt.ArrayLike,
+        out: tuple[int, ...] | DeviceTensor | None = None,
+        out_type: str = "F32",
         **params: Any,
     ) -> DeviceTensor:
         """Run one op of the graph (`vkback test-ops support` lists them), planned as in a model, and give its output.
@@ -463,9 +471,14 @@ class Device:
     # -- kernels
 
     def compile(
-        self, path: str | Path | None = None, defines: Mapping[str, str | int] | None = None, *, source: str | None = None,
-        spec: Mapping[str, int | float] | None = None, subgroup_size: int | None = None,
-    ) -> CompiledKernel:  # fmt: skip
+        self,
+        path: str | Path | None = None,
+        defines: Mapping[str, str | int] | None = None,
+        *,
+        source: str | None = None,
+        spec: Mapping[str, int | float] | None = None,
+        subgroup_size: int | None = None,
+    ) -> CompiledKernel:
         """Compile a GLSL compute shader. Includes are looked for beside it, then among vkback's own (`#include "common/reduce.glsl"`).
 
         path, source  a file, or the text of one
@@ -488,9 +501,16 @@ class Device:
         return CompiledKernel(self, ShaderLibrary(file.parent, shipped=False), variant)
 
     def time(
-        self, what: CompiledKernel | str, *tensors: DeviceTensor | npt.ArrayLike, push: Push = (), groups: Groups = 1,
-        nbytes: int | None = None, repetitions: int = 7, out: tuple[int, ...] | DeviceTensor | None = None, **params: Any,
-    ) -> KernelTiming:  # fmt: skip
+        self,
+        what: CompiledKernel | str,
+        *tensors: DeviceTensor | npt.ArrayLike,
+        push: Push = (),
+        groups: Groups = 1,
+        nbytes: int | None = None,
+        repetitions: int = 7,
+        out: tuple[int, ...] | DeviceTensor | None = None,
+        **params: Any,
+    ) -> KernelTiming:
         """Time a kernel, or an op by its name with what `run_op` takes, by timestamps of the device.
 
         nbytes  bytes that a launch must move; default: of a kernel all of its tensors once, of an op what its plan says

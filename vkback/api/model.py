@@ -23,15 +23,15 @@ from vkback.api.options import GenerateOptions, Options, with_keywords
 from vkback.api.result import Result
 from vkback.api.session import Session
 from vkback.api.stream import Stream
+from vkback.engine.constraint import Constraint, JsonGrammar
+from vkback.engine.engine import Engine
+from vkback.evaluate.perplexity import OnScored, Perplexity
+from vkback.evaluate.perplexity import perplexity as perplexity_of
+from vkback.gguf.fingerprint import fingerprint
+from vkback.gguf.tokenizer import Tokenizer
 from vkback.models.adapter import Given, LoraLike
 from vkback.models.adapter import given as adapters_given
-from vkback.models.constraint import Constraint, JsonGrammar
-from vkback.models.engine import Engine
 from vkback.models.naming import model_title
-from vkback.models.perplexity import OnScored, Perplexity
-from vkback.models.perplexity import perplexity as perplexity_of
-from vkback.models.state import fingerprint
-from vkback.models.tokenizer import Tokenizer
 from vkback.ops.cache import CACHE_WORDS
 from vkback.ops.lowering import ACTS, Act
 
@@ -43,10 +43,19 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 
 
 def load(
-    model: str | Path = "demo-dense", device: Device | str | int | None = None, ctx: int | None = None, *, act: Act = "auto",
-    ubatch: int | None = None, cache_type_k: str = "f16", cache_type_v: str = "f16", exact: bool = False,
-    lora: LoraLike | Sequence[Given] | None = None, lora_scale: float | Sequence[float] = 1.0, progress: bool = False,
-) -> LoadedModel:  # fmt: skip
+    model: str | Path = "demo-dense",
+    device: Device | str | int | None = None,
+    ctx: int | None = None,
+    *,
+    act: Act = "auto",
+    ubatch: int | None = None,
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
+    exact: bool = False,
+    lora: LoraLike | Sequence[Given] | None = None,
+    lora_scale: float | Sequence[float] = 1.0,
+    progress: bool = False,
+) -> LoadedModel:
     """Open a GGUF file, or a built-in model by its name, on a device.
 
     device    a `vkback.Device`; index, part of the name, or UUID; None: VKBACK_DEVICE, else the best GPU
@@ -75,9 +84,18 @@ def load(
     adapters = adapters_given(lora, lora_scale)
     begun = time.perf_counter()
     engine = Engine.load(
-        path, where, n_ctx=ctx, act=act, progress=progress, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
-        exact=exact, lora=adapters, meanwhile=_compile_ahead,
-    )  # fmt: skip
+        path,
+        where,
+        n_ctx=ctx,
+        act=act,
+        progress=progress,
+        ubatch=ubatch,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        exact=exact,
+        lora=adapters,
+        meanwhile=_compile_ahead,
+    )
     return LoadedModel(engine, time.perf_counter() - begun)
 
 
@@ -169,12 +187,17 @@ class LoadedModel:
         """All that the bits of a state depend on: model, device, driver, and how the model was loaded."""
         caps = self.engine.device.caps
         return {
-            "model": self._fingerprint, "name": self.name, "ctx": self.engine.n_ctx, "act": self.engine.ctx.act,
-            "cache": f"{self.engine.cache_types.k}, {self.engine.cache_types.v}", "fusion": self.engine.fusion,
+            "model": self._fingerprint,
+            "name": self.name,
+            "ctx": self.engine.n_ctx,
+            "act": self.engine.ctx.act,
+            "cache": f"{self.engine.cache_types.k}, {self.engine.cache_types.v}",
+            "fusion": self.engine.fusion,
             "exact": self.engine.ctx.exact,
-            "device": caps.name, "driver": f"{caps.driver_name} {caps.driver_info}",
+            "device": caps.name,
+            "driver": f"{caps.driver_name} {caps.driver_info}",
             **({"lora": self._adapters} if self._adapters else {}),
-        }  # fmt: skip
+        }
 
     # -- text
 
@@ -216,12 +239,17 @@ class LoadedModel:
             return engine.prompt_logits(ids)
 
     def perplexity(
-        self, text: Prompt, *, chunk: int = 512, n_chunks: int | None = None,
-        on_chunk: Callable[[float], None] | None = None, on_scored: OnScored | None = None,
-    ) -> Perplexity:  # fmt: skip
+        self,
+        text: Prompt,
+        *,
+        chunk: int = 512,
+        n_chunks: int | None = None,
+        on_chunk: Callable[[float], None] | None = None,
+        on_scored: OnScored | None = None,
+    ) -> Perplexity:
         """Perplexity of a text by llama-perplexity's rule: of chunks of `chunk` tokens (at most the context) the second half is scored.
 
-        on_chunk, on_scored  as in vkback/models/perplexity.py
+        on_chunk, on_scored  as in vkback/evaluate/perplexity.py
         """
         size = min(given.whole("chunk", chunk, "a whole number, 1 or more", 1), self.n_ctx)
         if n_chunks is not None:

@@ -77,4 +77,3 @@ def misuse(name: str, error: Exception) -> ModelError:
     """The error to raise in the place of one of WRONG."""
     why = f"the parameter {error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
     return ModelError(f"[device] {name}: {why}. An example: {signature(name)}")
-

@@ -13,8 +13,8 @@ from typing import Any, TypedDict, TypeVar
 
 from vkback.api import given
 from vkback.api.errors import ModelError
+from vkback.engine.sampler import Sampler
 from vkback.errors import did_you_mean
-from vkback.models.sampler import Sampler
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -103,9 +103,17 @@ class Options:
     @property
     def sampler(self) -> Sampler:
         return Sampler(
-            self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.repeat_penalty, self.presence_penalty,
-            self.frequency_penalty, self.penalty_last_n, tuple(sorted((self.logit_bias or {}).items())),
-        )  # fmt: skip
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.seed,
+            self.repeat_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.penalty_last_n,
+            tuple(sorted((self.logit_bias or {}).items())),
+        )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -195,7 +203,14 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
 """Each option's check: takes its name and what was given, returns what it stands for."""
 
 ELSEWHERE = {
-    "temp": "temperature", "max_new_tokens": "max_tokens", "n_predict": "max_tokens", "num_predict": "max_tokens", "n_probs": "logprobs",
-    "repeat_last_n": "penalty_last_n", "stop_token_ids": "stop", "response_format": "json_schema", "top_logprobs": "logprobs",
-}  # fmt: skip
+    "temp": "temperature",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "repeat_last_n": "penalty_last_n",
+    "stop_token_ids": "stop",
+    "response_format": "json_schema",
+    "top_logprobs": "logprobs",
+}
 """What other programs call them."""

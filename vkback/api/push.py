@@ -15,9 +15,7 @@ from vkback.device import PushConstant
 Push = Sequence[int | float | np.number[Any]] | bytes
 """Numbers in the order of their declaration, or all bytes as they are."""
 
-FORMATS = {
-    "int": {8: "b", 16: "h", 32: "i", 64: "q"}, "uint": {8: "B", 16: "H", 32: "I", 64: "Q"}, "float": {16: "e", 32: "f", 64: "d"},
-}  # fmt: skip
+FORMATS = {"int": {8: "b", 16: "h", 32: "i", 64: "q"}, "uint": {8: "B", 16: "H", 32: "I", 64: "Q"}, "float": {16: "e", 32: "f", 64: "d"}}
 
 
 def packed(kernel: str, declared: Sequence[PushConstant], push: Push) -> bytes:

@@ -12,7 +12,7 @@ from vkback.api.given import Prompt
 from vkback.api.options import GenerateOptions, Options, with_keywords
 from vkback.api.result import Result
 from vkback.api.stream import Stream
-from vkback.models.state import Snapshot, StateError, differences, read_state, write_state
+from vkback.engine.snapshot import Snapshot, StateError, differences, read_state, write_state
 
 if TYPE_CHECKING:
     from vkback.api.model import LoadedModel
@@ -24,9 +24,7 @@ class Session:
     Made by `LoadedModel.session`. `tokens` is all of the text. The last token may not have gone through the model yet.
     """
 
-    def __init__(
-        self, model: LoadedModel, tokens: Sequence[int] = (), snapshot: Snapshot | None = None, *, lasting: bool = True
-    ) -> None:
+    def __init__(self, model: LoadedModel, tokens: Sequence[int] = (), snapshot: Snapshot | None = None, *, lasting: bool = True) -> None:
         """Use `LoadedModel.session`. lasting: its state is worth keeping while others have the device."""
         self.model = model
         self.lasting = lasting
@@ -113,7 +111,7 @@ class Session:
             return Session(self.model, self._tokens, engine.snapshot())
 
     def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
-        """Write text and state to a file, in the place of an older one only once all is written (vkback/models/state.py has the form).
+        """Write text and state to a file, in the place of an older one only once all is written (vkback/engine/snapshot.py has the form).
         notes: what JSON can hold, which `load` gives back."""
         file = given.path("path", path, "session")
         with self.model.using("session.save", self) as engine:
@@ -165,8 +163,10 @@ class Session:
         if count > n_ctx:
             raise ContextLengthError(
                 f"[session] the text would have {count} tokens, the context has {n_ctx}. Nothing was read: shorten it, or load with a "
-                "larger ctx", count, n_ctx,
-            )  # fmt: skip
+                "larger ctx",
+                count,
+                n_ctx,
+            )
 
     def __repr__(self) -> str:
         return f"<Session of {self.model.name}, {len(self._tokens)} tokens>"

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from vkback.api.errors import ModelError
 from vkback.api.options import Options
 from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
-from vkback.models.constraint import Constraint
-from vkback.models.engine import Engine
-from vkback.models.stop_strings import StopStrings
+from vkback.engine.constraint import Constraint
+from vkback.engine.engine import Engine
+from vkback.engine.stop_strings import StopStrings
 
 Using = Callable[[str], AbstractContextManager[Any]]
 """Takes the engine for one step of a call of this name."""
@@ -30,9 +30,15 @@ class Stream(Iterator[Chunk]):
     """
 
     def __init__(
-        self, engine: Engine, text: list[int], reused: int, options: Options, using: Using, warm: set[tuple[bool, ...]],
+        self,
+        engine: Engine,
+        text: list[int],
+        reused: int,
+        options: Options,
+        using: Using,
+        warm: set[tuple[bool, ...]],
         constraint: Constraint | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """text: all tokens so far, of which the engine has taken n_past; tokens that are made are added to it. warm: kinds of sampler whose
         kernels have run. constraint: what the text must be."""
         self._warm = warm
@@ -135,9 +141,13 @@ class Stream(Iterator[Chunk]):
                 decode_s += time.perf_counter() - begun
                 again = engine.compiled - prepared  # barrier-free stages that fail are planned and compiled anew
                 self._timings = Timings(
-                    (prepared - before).seconds + again.seconds, self._reused, len(fed), prompted - start,
-                    len(self._made) + (token is not None), decode_s - again.seconds,
-                )  # fmt: skip
+                    (prepared - before).seconds + again.seconds,
+                    self._reused,
+                    len(fed),
+                    prompted - start,
+                    len(self._made) + (token is not None),
+                    decode_s - again.seconds,
+                )
                 if token is None:
                     whole = constraint is not None and constraint.ended
                     self._finish = "stop" if whole else "context" if n == room and n != options.max_tokens else "length"

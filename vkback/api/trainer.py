@@ -29,11 +29,26 @@ class Trainer(StepTrainer):
     """
 
     def __init__(
-        self, model: str | Path | LoadedModel = "demo-dense", *, ctx: int = 128, batch: int = 1, optimizer: Optimizer = "adamw",
-        lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, max_norm: float = 0.0,
-        rank: int = 0, alpha: float | None = None, targets: Sequence[str] = (), checkpoint: bool = False,
-        act: TrainingAct | None = None, seed: int = 0, device: ApiDevice | str | int | None = None, progress: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: str | Path | LoadedModel = "demo-dense",
+        *,
+        ctx: int = 128,
+        batch: int = 1,
+        optimizer: Optimizer = "adamw",
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_norm: float = 0.0,
+        rank: int = 0,
+        alpha: float | None = None,
+        targets: Sequence[str] = (),
+        checkpoint: bool = False,
+        act: TrainingAct | None = None,
+        seed: int = 0,
+        device: ApiDevice | str | int | None = None,
+        progress: bool = False,
+    ) -> None:
         """model: a GGUF file, a built-in model's name, or a loaded model, whose file and device are taken and whose memory is its own.
 
         ctx, batch  tokens of a text, and texts that go through the model at once
@@ -72,9 +87,17 @@ class Trainer(StepTrainer):
         try:
             lora = lora_of(opened, rank, alpha, targets) if rank else None
             super().__init__(
-                opened, found, ctx=ctx, batch=batch, settings=settings, lora=lora, checkpoint=checkpoint, act=act, seed=seed,
+                opened,
+                found,
+                ctx=ctx,
+                batch=batch,
+                settings=settings,
+                lora=lora,
+                checkpoint=checkpoint,
+                act=act,
+                seed=seed,
                 progress=progress,
-            )  # fmt: skip
+            )
         except BaseException:
             if self._own is not None:
                 self._own.close()

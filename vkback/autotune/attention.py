@@ -1,8 +1,8 @@
 """Attention tuned in the program of a model's token, at a size of the KV cache and a depth.
 
-Attention runs between two mat-vecs, and beside the workgroups of both where stages are barrier-free: a chain of its own launches says
+Attention runs between two GEMVs, and beside the workgroups of both where stages are barrier-free: a chain of its own launches says
 little. Each point takes the place of the tables' choice in all layers of one shape (heads, head size, rows of the cache). The measure is
-the time of a token, and points are judged as those of mat-vecs in a program are (vkback/autotune/program_sweep.py).
+the time of a token, and points are judged as those of GEMVs in a program are (vkback/autotune/program_sweep.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vkback.autotune.program_sweep import InProgram, ProgramTrial
 from vkback.autotune.tunable import Chosen, Trial, TuneResult
 from vkback.device import Capabilities
 from vkback.graph import Graph
-from vkback.ops.attention import DECODE_TOKENS, shape_for
+from vkback.ops.attention.flash import DECODE_TOKENS, shape_for
 from vkback.ops.family import Choice, Chooser
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.plan.planner import plan
-from vkback.plan.tuning import Overrides
-from vkback.plan.tuning_row import Row
-from vkback.plan.tuning_table import row_lines
 from vkback.timing.token_program import Tokens
+from vkback.tuning.lookup import Overrides
+from vkback.tuning.row import Row
+from vkback.tuning.table import row_lines
 
 SPREAD = math.sqrt(2)
 """A row speaks for caches up to this factor larger or smaller."""

@@ -19,14 +19,14 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from vkback.autotune.mat_vec_rows import edges
+from vkback.autotune.gemv_rows import edges
 from vkback.autotune.search import RELATIVE_NOISE
 from vkback.autotune.tunable import Chosen, Trial, TuneResult
 from vkback.device import Capabilities, Device
 from vkback.errors import VkbackError
+from vkback.evaluate.judge import judge
 from vkback.graph import Node
-from vkback.harness.judge import judge
-from vkback.ops.attention import DECODE_TOKENS, prompt_shape
+from vkback.ops.attention.flash import DECODE_TOKENS, prompt_shape
 from vkback.ops.case import Array, Problem
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch
@@ -35,12 +35,12 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.paths import tuning_root
 from vkback.plan.planner import check_limits
-from vkback.plan.tuning import Overrides, Tuning
-from vkback.plan.tuning_row import Row
-from vkback.plan.tuning_table import row_lines
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import WARM_S, Bench, Measurement, too_long
+from vkback.tuning.lookup import Overrides, Tuning
+from vkback.tuning.row import Row
+from vkback.tuning.table import row_lines
 
 CHECKED_TOKENS = 48
 """Tokens whose results are compared: the first, the last, and others drawn at random, all heads of each."""

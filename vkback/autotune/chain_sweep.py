@@ -1,4 +1,4 @@
-"""Mat-vecs tuned in chains of their own launches.
+"""GEMVs tuned in chains of their own launches.
 
 Each launch waits for the one before, which is what a token pays. The result of every point is checked against the reference before it is
 timed. Weights are cold: copies of them larger than any cache are read in turn.
@@ -15,19 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.autotune.mat_vecs import MatVecs
+from vkback.autotune.gemvs import Gemvs
 from vkback.autotune.points import Job, Point, compile_points, lowered
-from vkback.autotune.problem import MatVecProblem
+from vkback.autotune.problem import LinearProblem
 from vkback.autotune.tunable import Trial
 from vkback.device import Capabilities, Device
 from vkback.errors import VkbackError
-from vkback.harness.judge import judge
+from vkback.evaluate.judge import judge
 from vkback.ops.case import Array, Problem
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
-from vkback.plan.tuning import Tuning
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import COLD_BYTES, WARM_S, Bench, Measurement
+from vkback.tuning.lookup import Tuning
 
 CHECKED_WEIGHTS = 64 << 20
 """Weights beyond which the reference is computed for a part of the rows only; decoding takes about a second for 30 million."""
@@ -56,32 +56,32 @@ class Expected:
     values: Array
 
 
-def expected(problem: Problem, mat_vec: MatVecProblem) -> Expected:
-    """The reference, block of rows by block; of a mat-vec with more than CHECKED_WEIGHTS weights the first, the last and two others."""
+def expected(problem: Problem, gemv: LinearProblem) -> Expected:
+    """The reference, block of rows by block; of a GEMV with more than CHECKED_WEIGHTS weights the first, the last and two others."""
     node = problem.node
     by = dict(zip(node.params["roles"], node.inputs, strict=True))
     values = {role: problem.values[t.name] for role, t in by.items()}
     if by["x"].type == "Q8_1":
-        values["x"] = quants.q8_1_dequantize(values["x"].reshape(-1, quants.q8_1_stride(mat_vec.k)), mat_vec.k).reshape(by["x"].shape)
-    raw = values["w"].reshape(-1, mat_vec.m, values["w"].shape[-1])
-    if mat_vec.experts != "none":
+        values["x"] = quants.q8_1_dequantize(values["x"].reshape(-1, quants.q8_1_stride(gemv.k)), gemv.k).reshape(by["x"].shape)
+    raw = values["w"].reshape(-1, gemv.m, values["w"].shape[-1])
+    if gemv.experts != "none":
         chosen, ids = np.unique(values["ids"], return_inverse=True)
         raw, values["ids"] = raw[chosen], ids.reshape(values["ids"].shape)
-    starts = list(range(0, mat_vec.m, REFERENCE_ROWS))
-    if raw.shape[0] * mat_vec.m * mat_vec.k > CHECKED_WEIGHTS:
+    starts = list(range(0, gemv.m, REFERENCE_ROWS))
+    if raw.shape[0] * gemv.m * gemv.k > CHECKED_WEIGHTS:
         starts = sorted({0, starts[len(starts) // 3], starts[2 * len(starts) // 3], starts[-1]})
     columns, parts = [], []
     for first in starts:
-        last = min(first + REFERENCE_ROWS, mat_vec.m)
-        rows, outs = slice(first, last), slice(first >> mat_vec.glu, last >> mat_vec.glu)
-        w = quants.decode(mat_vec.quant, raw[:, rows].reshape(-1, raw.shape[-1])).reshape(raw.shape[0], last - first, mat_vec.k)
-        cut = {**values, "w": w if mat_vec.experts != "none" else w[0]}
+        last = min(first + REFERENCE_ROWS, gemv.m)
+        rows, outs = slice(first, last), slice(first >> gemv.glu, last >> gemv.glu)
+        w = quants.decode(gemv.quant, raw[:, rows].reshape(-1, raw.shape[-1])).reshape(raw.shape[0], last - first, gemv.k)
+        cut = {**values, "w": w if gemv.experts != "none" else w[0]}
         if "bias" in cut:
-            experts = chosen if mat_vec.experts != "none" else np.zeros(1, np.intp)
-            cut["bias"] = cut["bias"].reshape(-1, mat_vec.m)[experts, rows].ravel()
+            experts = chosen if gemv.experts != "none" else np.zeros(1, np.intp)
+            cut["bias"] = cut["bias"].reshape(-1, gemv.m)[experts, rows].ravel()
         if "residual" in cut:
             cut["residual"] = cut["residual"][..., outs]
-        (out,) = OPS["MAT_VEC"].reference([cut[role] for role in node.params["roles"]], node.params)
+        (out,) = OPS["LINEAR"].reference([cut[role] for role in node.params["roles"]], node.params)
         columns.append(np.arange(outs.start, outs.stop))
         parts.append(out)
     return Expected(np.concatenate(columns), np.concatenate(parts, axis=-1))
@@ -93,7 +93,7 @@ def wrong(bench: Bench, job: Job, ctx: LowerContext, want: Expected) -> str:
     got = bench.outputs(ctx)[node.outputs[0].name]
     if not np.isfinite(got).all():
         return f"{int((~np.isfinite(got)).sum())} of {got.size} values are not finite"
-    verdict = judge(got[..., want.columns], want.values, OPS["MAT_VEC"].tolerance(node, ctx))
+    verdict = judge(got[..., want.columns], want.values, OPS["LINEAR"].tolerance(node, ctx))
     return "" if verdict.ok else verdict.text
 
 
@@ -131,8 +131,8 @@ def guesses(caps: Capabilities, shipped: Point) -> list[Point]:
     return [start for start in STARTS if caps.software == (start.wg < 64)] + many
 
 
-class ChainMatVecs(MatVecs):
-    """Mat-vecs, each timed in a chain of launches of its own.
+class ChainGemvs(Gemvs):
+    """GEMVs, each timed in a chain of launches of its own.
 
     cold_bytes  weights in rotation, more than any cache holds
     """
@@ -161,4 +161,4 @@ class ChainMatVecs(MatVecs):
         return guesses(self.ctx.caps, shipped)
 
     def learn(self, tables: Tuning) -> None:
-        """Nothing: a chain of launches holds one mat-vec, which rows about others do not change."""
+        """Nothing: a chain of launches holds one GEMV, which rows about others do not change."""

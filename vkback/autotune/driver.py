@@ -45,9 +45,7 @@ class Sweep(Generic[J, S]):
     budget_s   seconds for all jobs; each gets an equal part of what is left
     """
 
-    def __init__(
-        self, tunable: Tunable[J, S], own: OwnTable, read_rate: float, *, budget_s: float, watcher: Watcher | None = None
-    ) -> None:
+    def __init__(self, tunable: Tunable[J, S], own: OwnTable, read_rate: float, *, budget_s: float, watcher: Watcher | None = None) -> None:
         self.tunable, self.own, self.read_rate, self.budget_s = tunable, own, read_rate, budget_s
         self.watcher = watcher or Watcher()
         self.faults: list[str] = []
@@ -114,12 +112,14 @@ class Sweep(Generic[J, S]):
 
         with open_trial() as trial:
             search = Search(
-                trial, refusal, partial(self.watcher.point, job), deadline, tunable.ctx.caps.software,
+                trial,
+                refusal,
+                partial(self.watcher.point, job),
+                deadline,
+                tunable.ctx.caps.software,
                 partial(self.own.journal.trying, job.key),
-            )  # fmt: skip
-            search.begin(
-                tunable.starts(job), before, f"{job.line}: the kernel that the tables choose ({chosen.source}: {before.text})"
             )
+            search.begin(tunable.starts(job), before, f"{job.line}: the kernel that the tables choose ({chosen.source}: {before.text})")
             search.hill_climb(tunable.neighbours)
             challengers = [p for p in (present, *search.best(2)) if p in search.measured]
             after, measured = duel(trial, before, challengers, share)
@@ -127,10 +127,23 @@ class Sweep(Generic[J, S]):
             nbytes = trial.nbytes(after)
             timed = {**search.measured, **measured}  # the duel's figures are of more repetitions
         return TuneResult(
-            key=job.key, line=job.line, match=job.match, sizes=job.sizes, before=before, source=chosen.source,
-            latency_before=measured[before].us, throughput_before=throughput[before], after=after, latency=measured[after].us,
-            throughput=throughput[after], noise=noise(measured[after], measured[before], share), nbytes=nbytes,
-            read_rate=self.read_rate, tried=len(search.measured), refused=len(search.refused), date=date.today().isoformat(),
+            key=job.key,
+            line=job.line,
+            match=job.match,
+            sizes=job.sizes,
+            before=before,
+            source=chosen.source,
+            latency_before=measured[before].us,
+            throughput_before=throughput[before],
+            after=after,
+            latency=measured[after].us,
+            throughput=throughput[after],
+            noise=noise(measured[after], measured[before], share),
+            nbytes=nbytes,
+            read_rate=self.read_rate,
+            tried=len(search.measured),
+            refused=len(search.refused),
+            date=date.today().isoformat(),
             wrong=tuple(f"{p.text}: {why}" for p, why in search.wrong.items()),
             timed=tuple((tuple(p), m.us, m.spread_us) for p, m in timed.items()),
-        )  # fmt: skip
+        )

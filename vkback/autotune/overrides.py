@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from vkback.plan.tuning import Tuning
-from vkback.plan.tuning_row import Row
-from vkback.plan.tuning_table import parse_table, row_lines
+from vkback.tuning.lookup import Tuning
+from vkback.tuning.row import Row
+from vkback.tuning.table import parse_table, row_lines
 
 
 def override_rows(text: str) -> list[Row]:
     """The rows of `FAMILY key=value ... : parameter=value ...`, several joined by `;`, checked as those of any table.
 
-    "attention : wg_size=512 steps=2"      "mat_vec experts=each : wg=512 x_in_shared=true; schedule : sync=barrier"
+    "attention : wg_size=512 steps=2"      "gemv experts=each : wg=512 x_in_shared=true; schedule : sync=barrier"
 
     Raises TuningError.
     """

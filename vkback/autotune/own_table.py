@@ -13,9 +13,9 @@ from vkback.autotune.search import SweepError
 from vkback.autotune.tunable import S, Tunable, TuneResult
 from vkback.device import Capabilities, Device
 from vkback.paths import alone, reason, tuning_root, write_atomic
-from vkback.plan.tuning import Tuning, device_table
-from vkback.plan.tuning_table import load_table, parse_table, row_lines
 from vkback.shader import ShaderLibrary
+from vkback.tuning.lookup import Tuning, device_table
+from vkback.tuning.table import load_table, parse_table, row_lines
 
 
 @contextmanager

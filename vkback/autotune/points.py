@@ -1,6 +1,6 @@
-"""Points of the mat-vec family: which of them a sweep may try, and the neighbours of each.
+"""Points of the GEMV family: which of them a sweep may try, and the neighbours of each.
 
-A *job* is one mat-vec on one path: in a chain of its own launches with barriers between, or in the program of a model's token with
+A *job* is one GEMV on one path: in a chain of its own launches with barriers between, or in the program of a model's token with
 barrier-free stages. A point that the planner would adjust, or that the device cannot run, is refused before anything is compiled.
 """
 
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from vkback import quants
-from vkback.autotune.problem import MatVecProblem
+from vkback.autotune.problem import LinearProblem
 from vkback.device import Capabilities, Device
 from vkback.ops.dispatch import Dispatch, ceil_div
 from vkback.ops.family import FAMILIES, table_word
 from vkback.ops.lowering import Act, LowerContext, PlanError
-from vkback.ops.mat_vec_config import DEFAULT_SUBGROUP, PER_TILE, LaneOrder, MatVecConfig, Prefetch, subgroup_for
-from vkback.ops.mat_vec_node import INT_QUANTS, Path, path_for
+from vkback.ops.matmul.gemv import DEFAULT_SUBGROUP, PER_TILE, GemvConfig, LaneOrder, Prefetch, subgroup_for
+from vkback.ops.matmul.linear_node import INT_QUANTS, Path, path_for
 from vkback.ops.op import OPS
 from vkback.plan.planner import check_limits
-from vkback.plan.tuning import Overrides
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
+from vkback.tuning.lookup import Overrides
 
 REGISTER_WORDS = 96
 """Weights in flight a thread, 32-bit words: with sums, activations and addresses about what 255 registers hold; more spills."""
@@ -61,13 +61,13 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A mat-vec on one path.
+    """A GEMV on one path.
 
     count    launches of it in a token, for the order of work
     program  the model in whose token's program it is timed; "" in a chain of its own launches, with barriers between
     """
 
-    problem: MatVecProblem
+    problem: LinearProblem
     path: Path
     count: int = 1
     program: str = ""
@@ -77,9 +77,15 @@ class Job:
         """What a row about it matches beside its sizes."""
         p = self.problem
         return {
-            "y": p.out, "prologue": "norm" if "norm" in p.roles else "none", "experts": p.experts, "glu": p.glu, "n": p.n,
-            "quant": p.quant, "path": self.path, "sync": "sentinel" if self.program else "barrier",
-        }  # fmt: skip
+            "y": p.out,
+            "prologue": "norm" if "norm" in p.roles else "none",
+            "experts": p.experts,
+            "glu": p.glu,
+            "n": p.n,
+            "quant": p.quant,
+            "path": self.path,
+            "sync": "sentinel" if self.program else "barrier",
+        }
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -96,18 +102,18 @@ class Job:
 
     def context(self, ctx: LowerContext, point: Point | None = None) -> LowerContext:
         """The context that leads to this path, and to a point."""
-        tuning = ctx.tuning if point is None else Overrides(ctx.tuning, {"mat_vec": point._asdict()}, "sweep")
+        tuning = ctx.tuning if point is None else Overrides(ctx.tuning, {"gemv": point._asdict()}, "sweep")
         act: Act = "q8_1" if self.path == "int" else "f32"
         return dataclasses.replace(ctx, tuning=tuning, act=act, sync="sentinel" if self.program else "barrier")
 
 
 def jobs_for(
-    problems: Iterable[tuple[MatVecProblem, int]],
+    problems: Iterable[tuple[LinearProblem, int]],
     ctx: LowerContext,
     paths: Literal["auto", "int", "float", "both"] = "auto",
     program: str = "",
 ) -> list[Job]:
-    """A job for each mat-vec and path, the most bytes a token first. Of mat-vecs that tables cannot tell apart the one with most inputs."""
+    """A job for each GEMV and path, the most bytes a token first. Of GEMVs that tables cannot tell apart the one with most inputs."""
     jobs: dict[str, Job] = {}
     for problem, count in problems:
         chosen, _ = path_for(problem.quant, problem.m, problem.k, problem.n, problem.experts, ctx)
@@ -116,7 +122,7 @@ def jobs_for(
         for path in wanted:
             if path == "int" and not possible:
                 continue
-            # In a schedule the producer leaves x as the mat-vec wants it; a norm in the prologue takes it as F32.
+            # In a schedule the producer leaves x as the GEMV wants it; a norm in the prologue takes it as F32.
             x = "Q8_1" if path == "int" and "norm" not in problem.roles else "F32"
             job = Job(problem.with_x(x), path, count, program)
             known = jobs.get(job.key)
@@ -138,19 +144,22 @@ def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
 
 def _built(point: Point, dispatches: Sequence[Dispatch], job: Job, ctx: LowerContext) -> Point:
     """What `actual` says of the dispatches that a point leads to."""
-    configs = [d.config for d in dispatches if isinstance(d.config, MatVecConfig)]
+    configs = [d.config for d in dispatches if isinstance(d.config, GemvConfig)]
     got, loop_tiles = configs[-1], any(config.loop_tiles for config in configs)
     size, required = subgroup_for(ctx, point.subgroup)
     several = ctx.caps.subgroup_min != ctx.caps.subgroup_max
     held = several and required == point.subgroup == size != ctx.caps.subgroup_size
     return Point(
-        got.wg, got.lanes, got.rows, got.unroll,
+        got.wg,
+        got.lanes,
+        got.rows,
+        got.unroll,
         prefetch=got.prefetch if loop_tiles or got.several_chunks else "none",
         x_in_shared=point.x_in_shared and got.prologue == "copy" and not job.program,  # in a barrier-free program x always is
         groups=point.groups if loop_tiles else PER_TILE,
         subgroup=point.subgroup if held else DEFAULT_SUBGROUP,
         lane_order=got.lane_order,
-    )  # fmt: skip
+    )
 
 
 def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) -> str:
@@ -159,7 +168,7 @@ def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) 
     chosen  the tables choose it, so that it is tried however much it takes
     """
     for name, value in point._asdict().items():
-        if FAMILIES["mat_vec"].why_illegal(name, value):
+        if FAMILIES["gemv"].why_illegal(name, value):
             return f"{name} = {table_word(value)} is not legal"
     try:
         dispatches = lowered(point, job, ctx)
@@ -183,7 +192,7 @@ def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) 
 
 
 def lowered(point: Point, job: Job, ctx: LowerContext) -> list[Dispatch]:
-    return OPS["MAT_VEC"].lower(job.problem.node(), job.context(ctx, point))
+    return OPS["LINEAR"].lower(job.problem.node(), job.context(ctx, point))
 
 
 def axes(caps: Capabilities) -> dict[str, tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Mat-vecs by what tuning tells apart: read from the text of a case or from a node, and built with made-up values."""
+"""GEMVs by what tuning tells apart: read from the text of a case or from a node, and built with made-up values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Problem
 from vkback.ops.case_line import CaseLineError, parse_line
-from vkback.ops.mat_vec_cases import LIES, lie_elsewhere
-from vkback.ops.mat_vec_node import FUSED_ROLES, Experts, weight
+from vkback.ops.matmul.linear_cases import LIES, lie_elsewhere
+from vkback.ops.matmul.linear_node import FUSED_ROLES, Experts, weight
 
 Array = npt.NDArray[Any]
 
-MAT_VEC_ROLES = tuple(r for r in FUSED_ROLES if r != "logits")
-"""Roles that tuning tells apart: a mat-vec that chooses its experts counts as one that is given their ids."""
+LINEAR_ROLES = tuple(r for r in FUSED_ROLES if r != "logits")
+"""Roles that tuning tells apart: a GEMV that chooses its experts counts as one that is given their ids."""
 
-OPS_WITH_SHAPE = ("MUL_MAT", "MUL_MAT_ID", "MAT_VEC")
+OPS_WITH_SHAPE = ("MUL_MAT", "MUL_MAT_ID", "LINEAR")
 
 TYPES_OF_X = ("f32", "f16", "q8_1")
-"""What type_b may be. A mat-vec gets activations of F16 as F32."""
+"""What type_b may be. A GEMV gets activations of F16 as F32."""
 
 MADE_UP = ("amax", "gating", "norm_w", "ties", "seed")
 """Keys of a case that only say how its values are made."""
@@ -33,11 +33,11 @@ KEYS = ("type_a", "type_b", "m", "n", "k", "n_mats", "n_used", "b", "fused", "gl
 
 
 @dataclass(frozen=True)
-class MatVecProblem:
-    """A mat-vec by what tuning tells apart.
+class LinearProblem:
+    """A GEMV by what tuning tells apart.
 
     m        weight rows (of one expert); with `glu` twice the output rows
-    roles    further inputs, in the order of MAT_VEC_ROLES
+    roles    further inputs, in the order of LINEAR_ROLES
     x        type of the activations: F32, or Q8_1 where their producer stores them so
     n_expert, n_used  how many experts there are and how many a token uses, with the role "ids"
     """
@@ -58,23 +58,30 @@ class MatVecProblem:
             raise CaseLineError(f"[case] {self.line}: a token uses {self.n_used} of {self.n_expert} experts; expected 1 to {self.n_expert}")
 
     @classmethod
-    def of(cls, node: Node) -> MatVecProblem:
-        """The mat-vec that a MAT_VEC node carries out."""
+    def of(cls, node: Node) -> LinearProblem:
+        """The GEMV that a LINEAR node carries out."""
         by = dict(zip(node.params["roles"], node.inputs, strict=True))
         w, x = by["w"], by["x"]
         if "logits" in by:
             by["ids"] = node.outputs[2]
         return cls(
-            quant=w.type, m=w.shape[-2], k=w.shape[-1], n=x.shape[0], roles=tuple(r for r in MAT_VEC_ROLES if r in by),
-            glu=bool(node.params.get("glu")), out=node.outputs[0].type, x=x.type,
-            n_expert=w.shape[0] if "ids" in by else 0, n_used=by["ids"].shape[-1] if "ids" in by else 0,
-        )  # fmt: skip
+            quant=w.type,
+            m=w.shape[-2],
+            k=w.shape[-1],
+            n=x.shape[0],
+            roles=tuple(r for r in LINEAR_ROLES if r in by),
+            glu=bool(node.params.get("glu")),
+            out=node.outputs[0].type,
+            x=x.type,
+            n_expert=w.shape[0] if "ids" in by else 0,
+            n_used=by["ids"].shape[-1] if "ids" in by else 0,
+        )
 
     @classmethod
-    def parse(cls, text: str) -> MatVecProblem:
-        """From MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336), MUL_MAT_ID(... n_mats=128,n_used=8) or MAT_VEC(... fused=norm+bias,glu=1,out=Q8_1).
+    def parse(cls, text: str) -> LinearProblem:
+        """From MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336), MUL_MAT_ID(... n_mats=128,n_used=8) or LINEAR(... fused=norm+bias,glu=1,out=Q8_1).
 
-        Keys that do not tell mat-vecs apart (b, oai, gelu, and those of MADE_UP) are passed over. Raises CaseLineError, also for operands
+        Keys that do not tell GEMVs apart (b, oai, gelu, and those of MADE_UP) are passed over. Raises CaseLineError, also for operands
         that do not lie as a weight and its tokens do.
         """
         op, params = parse_line(text)
@@ -96,7 +103,7 @@ class MatVecProblem:
         fused = tuple("ids" if r == "logits" else r for r in given.get("fused", "none").split("+") if r != "none")
         if op == "MUL_MAT_ID":
             fused = ("ids", *fused)
-        unknown = [r for r in fused if r not in MAT_VEC_ROLES]
+        unknown = [r for r in fused if r not in LINEAR_ROLES]
         if unknown:
             raise CaseLineError(f"[case] {text}: unknown fused input {unknown[0]!r}, expected some of {'+'.join(FUSED_ROLES)}")
         type_b = given.get("type_b", "f32").lower()
@@ -111,10 +118,17 @@ class MatVecProblem:
 
         ids = "ids" in fused
         return cls(
-            quant=quant, m=whole("m", 1), k=whole("k", 1), n=whole("n", 1), roles=tuple(r for r in MAT_VEC_ROLES if r in fused),
-            glu=bool(whole("glu", 0)), out=given.get("out", "F32").upper(), x="Q8_1" if type_b == "q8_1" else "F32",
-            n_expert=whole("n_mats", 6) if ids else 0, n_used=whole("n_used", 3) if ids else 0,
-        )  # fmt: skip
+            quant=quant,
+            m=whole("m", 1),
+            k=whole("k", 1),
+            n=whole("n", 1),
+            roles=tuple(r for r in LINEAR_ROLES if r in fused),
+            glu=bool(whole("glu", 0)),
+            out=given.get("out", "F32").upper(),
+            x="Q8_1" if type_b == "q8_1" else "F32",
+            n_expert=whole("n_mats", 6) if ids else 0,
+            n_used=whole("n_used", 3) if ids else 0,
+        )
 
     @property
     def experts(self) -> Experts:
@@ -132,13 +146,13 @@ class MatVecProblem:
         parts |= {"glu": 1} if self.glu else {}
         parts |= {"out": self.out} if self.out != "F32" else {}
         parts |= {"type_b": self.x.lower()} if self.x != "F32" else {}
-        return f"MAT_VEC({','.join(f'{k}={v}' for k, v in parts.items())})"
+        return f"LINEAR({','.join(f'{k}={v}' for k, v in parts.items())})"
 
-    def with_x(self, type: str) -> MatVecProblem:
+    def with_x(self, type: str) -> LinearProblem:
         return replace(self, x=type)
 
     def node(self) -> Node:
-        """A MAT_VEC node of it, its tensors named after their roles."""
+        """A LINEAR node of it, its tensors named after their roles."""
         n, rows = self.n, self.m >> self.glu
         ids, summed = "ids" in self.roles, "expert_weights" in self.roles
         w = weight("w", self.quant, (self.n_expert, self.m, self.k) if ids else (self.m, self.k))
@@ -153,7 +167,7 @@ class MatVecProblem:
             "expert_weights": Tensor("expert_weights", "F32", (n, self.n_used), "input"),
         }
         params = {"roles": ("w", "x", *self.roles), "glu": self.glu, "eps": 1e-5}
-        return Node("MAT_VEC", (w, x, *(extra[r] for r in self.roles)), (y,), params)
+        return Node("LINEAR", (w, x, *(extra[r] for r in self.roles)), (y,), params)
 
     def build(self, seed: int = 7) -> Problem:
         """The node with made-up values: weights of random blocks, activations uniform in -1..1, experts drawn without repeats."""

@@ -1,4 +1,4 @@
-"""Trials in the program of a model's token, and mat-vecs tuned so (vkback/plan/sync.py has the barrier-free stages).
+"""Trials in the program of a model's token, and GEMVs tuned so (vkback/plan/sync.py has the barrier-free stages).
 
 A barrier-free stage starts while the one before it still runs. Its best shape differs from that of a chain of launches with barriers:
 larger workgroups, with all their weights in flight while they spin. So the point under trial is planned into the token's schedule, and the
@@ -19,40 +19,42 @@ from typing import Generic, Self
 import numpy as np
 
 from vkback.autotune.chain_sweep import guesses
-from vkback.autotune.mat_vecs import MatVecs
+from vkback.autotune.gemvs import Gemvs
 from vkback.autotune.points import Job, Point
 from vkback.autotune.search import P, SweepError
 from vkback.autotune.tunable import Trial
+from vkback.evaluate.judge import Verdict, judge
 from vkback.graph import Tensor
-from vkback.harness.judge import Verdict, judge
 from vkback.ops.case import Tolerance
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.family import Chooser
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_vec import mat_vec_tolerance
+from vkback.ops.matmul.linear import linear_tolerance
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.plan.tuning import Overrides, Tuning
 from vkback.program import compile_kernels
 from vkback.timing.launches import WARM_S, Measurement, summarize, warm_up
 from vkback.timing.token_program import TokenProgram, Tokens
+from vkback.tuning.lookup import Overrides, Tuning
 
 TOKEN_NOISE = 0.001
-"""Relative differences of a token's time below this are noise. One kernel is a small part of a token: the best shape of a mat-vec that
+"""Relative differences of a token's time below this are noise. One kernel is a small part of a token: the best shape of a GEMV that
 takes a tenth of it seldom saves more than a hundredth, which a chain's sweep would call noise."""
 
 LOGITS_TOLERANCE = Tolerance(
-    5e-3, 1.0, "sums in another order round otherwise to Q8_1 now and then, and layers pass that on: NMSE 2.5e-4 seen after 24 layers. One "
-    "wrong row of 2048 in each of 24 layers is an NMSE of 1e-2"
-)  # fmt: skip
+    5e-3,
+    1.0,
+    "sums in another order round otherwise to Q8_1 now and then, and layers pass that on: NMSE 2.5e-4 seen after 24 layers. One "
+    "wrong row of 2048 in each of 24 layers is an NMSE of 1e-2",
+)
 
 CHECKED_TOKENS = (0, 37, 101)
 """Tokens whose logits are compared, of which most must agree: a wrong kernel is wrong for every token. Where two experts are all but
 equally likely, another order of additions chooses the other, and logits are others (NMSE up to 3.1e-2 seen in gpt-oss). Such a token counts
 as one that agrees; there the first result of the changed kernel speaks."""
 
-FIRST_TOLERANCE = mat_vec_tolerance(q8_in=True, q8_out=True, glu=True)
-"""Of the first tensor that a changed kernel makes, from inputs of the same bits: the widest bound of any mat-vec."""
+FIRST_TOLERANCE = linear_tolerance(q8_in=True, q8_out=True, glu=True)
+"""Of the first tensor that a changed kernel makes, from inputs of the same bits: the widest bound of any GEMV."""
 
 RUNS = 3
 """Runs of a recording in one measurement, for each repetition asked for."""
@@ -60,8 +62,16 @@ RUNS = 3
 KEPT_PROGRAMS = 8
 """As many as a duel, or a second measurement of the best points, takes turns with."""
 
-WAITING_STARTS = ((1024, 64, 2, 1), (1024, 64, 2, 2), (1024, 32, 1, 4), (1024, 32, 2, 2), (1024, 128, 4, 1), (1024, 128, 4, 2),
-                  (512, 64, 4, 2), (512, 32, 2, 4))  # fmt: skip
+WAITING_STARTS = (
+    (1024, 64, 2, 1),
+    (1024, 64, 2, 2),
+    (1024, 32, 1, 4),
+    (1024, 32, 2, 2),
+    (1024, 128, 4, 1),
+    (1024, 128, 4, 2),
+    (512, 64, 4, 2),
+    (512, 32, 2, 4),
+)
 """Threads, lanes, rows and unroll that have won where x is copied as it is: a whole tile's weights are in flight before x is there."""
 
 PROLOGUE_STARTS = tuple((wg, lanes, rows, 1) for wg, lanes, rows in itertools.product((1024, 512), (16, 32, 64, 8), (2, 4, 1)))
@@ -70,7 +80,7 @@ PROLOGUE_STARTS = tuple((wg, lanes, rows, 1) for wg, lanes, rows in itertools.pr
 
 def replaced(tables: Chooser, job: Job, point: Point) -> Overrides:
     """Tables that choose a point for one job, and for all others what they say."""
-    return Overrides(tables, {"mat_vec": point._asdict()}, "sweep", {**job.match, **job.sizes})
+    return Overrides(tables, {"gemv": point._asdict()}, "sweep", {**job.match, **job.sizes})
 
 
 def first_changed(present: Schedule, other: Schedule) -> Tensor | None:
@@ -185,12 +195,12 @@ class InProgram(ABC):
         self.ctx = dataclasses.replace(self.ctx, tuning=tables)
 
 
-class ProgramMatVecs(InProgram, MatVecs):
-    """Mat-vecs in the program of a model's token."""
+class ProgramGemvs(InProgram, Gemvs):
+    """GEMVs in the program of a model's token."""
 
     def __init__(self, tokens: Callable[[], AbstractContextManager[Tokens]], ctx: LowerContext) -> None:
         InProgram.__init__(self, tokens)
-        MatVecs.__init__(self, ctx)
+        Gemvs.__init__(self, ctx)
 
     def prepare(self, job: Job) -> Callable[[], Trial[Point]]:
         return lambda: ProgramTrial(self._tokens, self.ctx, job.program, partial(replaced, self.ctx.tuning, job))

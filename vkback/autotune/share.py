@@ -10,7 +10,7 @@ from typing import Any
 from vkback.autotune.search import SweepError
 from vkback.device import Capabilities
 from vkback.paths import new_file_or
-from vkback.plan.tuning import device_table
+from vkback.tuning.lookup import device_table
 
 SHARE_FORMAT = 1
 

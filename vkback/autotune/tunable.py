@@ -1,4 +1,4 @@
-"""What a sweep needs of a family of kernels. Mat-vecs in chains of launches, mat-vecs in a token's program and attention implement it."""
+"""What a sweep needs of a family of kernels. GEMVs in chains of launches, GEMVs in a token's program and attention implement it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from vkback.autotune.search import Tried
 from vkback.ops.lowering import LowerContext
-from vkback.plan.tuning import Tuning
-from vkback.plan.tuning_row import Row
+from vkback.tuning.lookup import Tuning
+from vkback.tuning.row import Row
 
 if TYPE_CHECKING:
     import pandas as pd

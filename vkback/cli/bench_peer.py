@@ -9,12 +9,32 @@ from typing import Any
 from vkback.cli.shell import Command, UsageError, takes_value
 
 VALUED = (
-    ("-b", "--batch-size"), ("-t", "--threads"), ("-C", "--cpu-mask"), ("--cpu-strict",), ("--poll",), ("--numa",), ("--prio",),
-    ("-ngl", "--n-gpu-layers"), ("-ncmoe", "--n-cpu-moe"), ("-sm", "--split-mode"), ("-mg", "--main-gpu"), ("-ts", "--tensor-split"),
-    ("-nkvo", "--no-kv-offload"), ("-fa", "--flash-attn"), ("-mmp", "--mmap"), ("-dio", "--direct-io"), ("-lm", "--load-mode"),
-    ("-lzm", "--lazy-mode"), ("-embd", "--embeddings"), ("-ot", "--override-tensor"), ("-nopo", "--no-op-offload"), ("--no-host",),
-    ("--repack",), ("-fitt", "--fit-target"), ("-fitc", "--fit-ctx"),
-)  # fmt: skip
+    ("-b", "--batch-size"),
+    ("-t", "--threads"),
+    ("-C", "--cpu-mask"),
+    ("--cpu-strict",),
+    ("--poll",),
+    ("--numa",),
+    ("--prio",),
+    ("-ngl", "--n-gpu-layers"),
+    ("-ncmoe", "--n-cpu-moe"),
+    ("-sm", "--split-mode"),
+    ("-mg", "--main-gpu"),
+    ("-ts", "--tensor-split"),
+    ("-nkvo", "--no-kv-offload"),
+    ("-fa", "--flash-attn"),
+    ("-mmp", "--mmap"),
+    ("-dio", "--direct-io"),
+    ("-lm", "--load-mode"),
+    ("-lzm", "--lazy-mode"),
+    ("-embd", "--embeddings"),
+    ("-ot", "--override-tensor"),
+    ("-nopo", "--no-op-offload"),
+    ("--no-host",),
+    ("--repack",),
+    ("-fitt", "--fit-target"),
+    ("-fitc", "--fit-ctx"),
+)
 """Options of llama-bench that hold a value which means nothing to vkbench: its models lie on one device as a whole, the host computes
 nothing, and attention is always fused."""
 

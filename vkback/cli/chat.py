@@ -98,10 +98,18 @@ def chat(
     read. /help lists what else may be typed; Ctrl-C ends a reply and not the program."""
     added = logit_bias(bias)
     options: GenerateOptions = {
-        "max_tokens": n, "temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or [],
-        "repeat_penalty": repeat_penalty, "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
-        "penalty_last_n": repeat_last_n, "logit_bias": dict(added),
-    }  # fmt: skip
+        "max_tokens": n,
+        "temperature": temp,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "stop": stop or [],
+        "repeat_penalty": repeat_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "penalty_last_n": repeat_last_n,
+        "logit_bias": dict(added),
+    }
     chosen = template_text(template)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     with load_model(
@@ -162,9 +170,14 @@ class Conversation:
     """Messages so far, and what one line more does. ended: it was the last one."""
 
     def __init__(
-        self, model: LoadedModel, template: str | None, system: str | None, options: GenerateOptions, interrupts: NotedInterrupts,
+        self,
+        model: LoadedModel,
+        template: str | None,
+        system: str | None,
+        options: GenerateOptions,
+        interrupts: NotedInterrupts,
         seed: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """seed: None for another one in each conversation."""
         self._seed = seed
         self.interrupts = interrupts

@@ -1,94 +1,169 @@
-"""vkback compare-bench: two benchmark results side by side."""
+"""vkback compare: a model's nodes on a device beside those of numpy, of another device, of another setting, or of a saved run."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import UsageError, one_of, picture_file
+from vkback.cli.shell import ActOption, DeviceOption, ModelOption, UsageError, act_of, model_path, one_of, output_file, picture_file
+from vkback.cli.terminal import fit
 
 if TYPE_CHECKING:
-    from vkback.report.bench_plot import Bar
+    from vkback.evaluate.node_compare import Comparison
+    from vkback.evaluate.node_run import Batch
+    from vkback.models.registry import Model
+    from vkback.ops.lowering import LowerContext
 
-FORMATS = ("table", "md", "csv", "html", "json")
+FUSIONS = ("all", "none")
+
+TOKENS = 4
+"""Tokens without a prompt: enough that attention has rows to weigh."""
 
 
 def compare(
-    old: Annotated[str, typer.Argument(help="Before: a result of vkbench, llama-bench or test-ops perf, or a store; FILE@COMMIT.")],
-    new: Annotated[str, typer.Argument(help="After, likewise.")],
-    output: Annotated[str, typer.Option("-o", "--output", help=", ".join(FORMATS))] = "table",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
-    beside: Annotated[
-        list[str] | None, typer.Option("--beside", metavar="NAME=FILE", help="Another result in a column of its own. Repeat for several.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw bars with their deviations, too.")] = None,
-    ops: Annotated[bool, typer.Option("--ops", help="Of stores: the timed ops, not the models.")] = False,
-    skip_first: Annotated[bool, typer.Option("--skip-first", help="Leave out the first repetition of each test.")] = False,
+    model: ModelOption = None,
+    against: Annotated[
+        str, typer.Option(help='numpy; a file of --save; a device; act=f32; fusion=none; or "FAMILY KEY=VALUE : PARAMETER=VALUE".')
+    ] = "numpy",
+    device: DeviceOption = None,
+    fused: Annotated[bool, typer.Option("--fused/--unfused", help="Compare at the outputs of fusions, or op by op.")] = True,
+    step: Annotated[bool, typer.Option("--step", help="Give each node's reference the device's own inputs: its own error shows.")] = False,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Text whose tokens are run [default: a few random ones].")] = None,
+    tokens: Annotated[int, typer.Option("-n", "--tokens", min=1, help="How many random tokens.")] = TOKENS,
+    at_once: Annotated[bool, typer.Option("--at-once", help="All tokens at once, as a prompt, instead of one by one.")] = False,
+    ctx: Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as the tokens need].")] = None,
+    act: ActOption = "auto",
+    save: Annotated[Path | None, typer.Option(help="Keep this run in a file, for --against.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the errors as a picture: svg, png or pdf.")] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="Only nodes outside the band.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of lines.")] = False,
 ) -> None:
-    """Compare two benchmark results test by test, and say which differences beat the noise.
+    """Run tokens on a device, the last of them node by node beside a reference, and name the first node whose error is more than the
+    rounding of activations explains. Exit code 1 when there is one."""
+    from vkback.device import Device
+    from vkback.evaluate import node_compare as nodes
+    from vkback.evaluate.node_run import context_on, run_nodes
+    from vkback.models.registry import Model
+    from vkback.shader import ShaderLibrary
 
-    With samples (json, jsonl, stores) this is Welch's t-test at 1 %, else three deviations.
-    """
-    one_of(output, FORMATS, "-o")
-    form = "json" if as_json else output
+    if step and against != "numpy":
+        raise UsageError("--step compares each node with its own reference; leave out --against")
+    if step and save:
+        raise UsageError("--step has no run to --save: leave one of them out")
+    if against.endswith(".npz") and not Path(against).is_file():
+        raise UsageError(f"--against {against}: no such file. Write one with --save")
+    if save is not None:
+        output_file(save, "--save")
     if plot is not None:
         picture_file(plot, "--plot")
-    from vkback.report.compare_ops import has_ops
+    opened = Model.open(model_path(model))
+    batch = batch_of(opened, prompt, tokens, at_once, ctx)
+    fusion = "all" if fused else "none"
+    about = {"model": opened.description, "tokens": list(batch.tokens), "at once": batch.n}
+    library = ShaderLibrary()
 
-    if ops or (has_ops(old) and has_ops(new)):
-        if beside or skip_first:
-            raise UsageError("--beside and --skip-first are for benchmarks of models, not of ops")
-        bars = _ops(old, new, form)
+    def one(chosen: str | None, change: Callable[[LowerContext], LowerContext], label: str, fusion: str) -> Any:
+        with Device.open(chosen) as here:
+            context = change(context_on(here, library, act_of(act)))
+            alone = None
+            run = run_nodes(opened, here, library, context, batch, fusion=fusion, progress=not as_json)
+            label = f"{here.caps.name}{label}"
+        if step or against == "numpy":
+            with bar(len(run.nodes), "references", not as_json) as tick:
+                alone = nodes.compare_steps(opened, run, batch, label, tick)
+        if step:
+            return alone, None, None
+        with bar(len(run.nodes) * len(batch.steps), "numpy", not as_json) as tick:
+            return alone, *nodes.sides(run, nodes.walked(opened, run, batch, tick), batch, label, about)
+
+    shown = f"{'' if act == 'auto' else f', act={act}'}{'' if fused else ', unfused'}"
+    alone, mine, exact = one(device, lambda c: c, shown, fusion)
+    if save:
+        nodes.save(save, mine)
+    if step:
+        comparison = alone
+    elif against == "numpy":
+        comparison = nodes.with_own(nodes.compare(mine, exact), alone)
     else:
-        bars = _models(old, new, form, beside or [], skip_first)
+        comparison = nodes.compare(mine, _other(against, device, fusion, one, about))
     if plot is not None:
-        from vkback.report.bench_plot import draw
+        from vkback.report.node_plot import draw
 
-        draw(bars, plot, f"{_label(old)} and {_label(new)}")
-
-
-def _models(old: str, new: str, form: str, beside: list[str], skip_first: bool) -> list[Bar]:
-    from vkback.report import compare as report
-    from vkback.report import tables
-    from vkback.report.bench_plot import of_models
-
-    others = {}
-    for text in beside:
-        name, equals, file = text.partition("=")
-        if not equals or not name or not file:
-            raise UsageError(f"--beside {text}: expected a name and a file, as CUDA=cuda.json")
-        others[name] = report.load(file)
-    comparison = report.compare(report.load(old), report.load(new), skip_first=skip_first, beside=others)
-    if form == "table":
-        print("\n".join(report.terminal(comparison)))
-    elif form == "md":
-        print(report.markdown(comparison))
-    elif form == "html":
-        print(report.html(comparison, f"{_label(old)} and {_label(new)}"))
+        draw(comparison, plot, f"{opened.description}: {comparison.device} against {comparison.against}")
+    if as_json:
+        print(json.dumps({**about, **comparison.as_data()}, indent=1))
     else:
-        print(tables.machine(report.records(comparison), form))
-    return of_models(comparison)
+        print("\n".join(listing(comparison, opened, batch, brief)))
+    if comparison.first:
+        raise typer.Exit(1)
 
 
-def _ops(old: str, new: str, form: str) -> list[Bar]:
-    from vkback.report import compare_ops as report
-    from vkback.report import tables
-    from vkback.report.bench_plot import of_ops
+def _other(against: str, device: str | None, fusion: str, one: Callable[..., Any], about: dict[str, Any]) -> Any:
+    """The side that --against names."""
+    from vkback.autotune.overrides import with_overrides
+    from vkback.device import NoDevice
+    from vkback.evaluate import node_compare as nodes
 
-    found = report.compare(report.load(old), report.load(new))
-    if form == "table":
-        print("\n".join(report.terminal(found)))
-    elif form == "md":
-        print("\n".join(report.markdown(found)))
-    elif form == "html":
-        print(report.html(found, f"{_label(old)} and {_label(new)}"))
-    else:
-        print(tables.machine(report.records(found), form))
-    return of_ops(found)
+    if Path(against).is_file():
+        return nodes.load(Path(against), about)
+    key, equals, value = against.partition("=")
+    if equals and key == "act":
+        act = act_of(value)
+        return one(device, lambda c: replace(c, act=act), f", {against}", fusion)[1]
+    if equals and key == "fusion":
+        return one(device, lambda c: c, f", {against}", one_of(value, FUSIONS, "--against fusion="))[1]
+    if ":" in against:
+        return one(device, lambda c: replace(c, tuning=with_overrides(c.tuning, against)), f", {against}", fusion)[1]
+    try:
+        return one(against, lambda c: c, "", fusion)[1]
+    except NoDevice as e:
+        known = "numpy, a file of --save, act=f32, fusion=none, FAMILY : PARAMETER=VALUE, or a device"
+        raise UsageError(f"--against {against}: expected {known}: {e}") from e
 
 
-def _label(file: str) -> str:
-    """A result as titles call it: without its folders."""
-    return Path(file).name
+def batch_of(model: Model, prompt: str | None, count: int, at_once: bool, ctx: int | None) -> Batch:
+    """The tokens to run: those of a text, or random ones, always the same. Raises UsageError for more of these than the context has."""
+    import numpy as np
+
+    from vkback.evaluate.node_run import Batch
+
+    most = ctx or model.hp.n_ctx_train
+    if not prompt and count > most:
+        raise UsageError(f"-n {count}: the context has {most} tokens; give fewer, or a larger --ctx")
+    ids = model.tokenizer.encode(prompt) if prompt else np.random.default_rng(1).integers(0, model.hp.n_vocab, count).tolist()
+    return Batch(tuple(map(int, ids)), len(ids) if at_once else 1, ctx or -(-len(ids) // 64) * 64)
+
+
+@contextmanager
+def bar(total: int, what: str, shown: bool) -> Iterator[Callable[[], object]]:
+    """A progress bar on a terminal; gives what moves it on by one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
+
+
+def listing(c: Comparison, model: Model, batch: Batch, brief: bool) -> list[str]:
+    """A line a node, below it what is wrong with it; the growth by layer; the verdict."""
+    from vkback.evaluate.node_compare import growth_lines
+
+    how = f"{batch.n} tokens at once" if batch.n > 1 else f"token {len(batch.tokens)} of {len(batch.tokens)}"
+    lines = list(fit(f"{model.description}, {how}: {c.device} against {c.against}"))
+    for row in c.rows:
+        if row.outside or not brief:
+            lines.append(row.line)
+        if row.outside:
+            lines += fit(f"  outside: {row.outside}")
+    if not c.step:
+        lines += ["", *growth_lines(c.rows)]
+    return [*lines, "", *(part for note in c.notes for part in fit(f"note: {note}")), *fit(c.verdict)]

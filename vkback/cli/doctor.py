@@ -33,9 +33,9 @@ def doctor(
     from vkback.harness.cases import full_cases, quick_cases
     from vkback.harness.doctor import examine, report, spread
     from vkback.ops.lowering import LowerContext
-    from vkback.plan.tuning import Tuning
     from vkback.report.build import build_info
     from vkback.shader import ShaderLibrary, find_compiler
+    from vkback.tuning.lookup import Tuning
 
     if model is not None:
         _examine_model(model, prompt, device, act, as_json)
@@ -66,10 +66,10 @@ def doctor(
 
 def _examine_model(name: str, prompt: str | None, device: str | None, act: str, as_json: bool) -> None:
     """Which node of a model is wrong first, and what cures it."""
-    from vkback.cli.compare_model import TOKENS, batch_of
+    from vkback.cli.compare import TOKENS, batch_of
     from vkback.device import Device
+    from vkback.evaluate.node_run import context_on
     from vkback.harness.doctor_model import examine_model
-    from vkback.harness.node_run import context_on
     from vkback.models.registry import Model
     from vkback.shader import ShaderLibrary
 

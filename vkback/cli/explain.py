@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from vkback.ops.dispatch import Dispatch
     from vkback.ops.family import Choice, Chooser
     from vkback.ops.lowering import LowerContext
-    from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
+    from vkback.tuning.lookup import Tuning
 
 
 def explain(
@@ -36,8 +36,8 @@ def explain(
     the device's limits made of it, and the kernel. Nothing is run; with --statistics it is compiled."""
     from vkback.device import Capabilities, Device
     from vkback.ops.lowering import LowerContext
-    from vkback.plan.tuning import Tuning, identity
     from vkback.shader import ShaderLibrary
+    from vkback.tuning.lookup import Tuning, identity
 
     if device is not None and profile is not None:
         raise UsageError("--device and --profile exclude each other: one is a device that is here, the other one that was recorded")
@@ -66,15 +66,15 @@ def node_of(case: str) -> Node:
     """The node of a case. Raises CaseLineError for an unknown op and for parameters that make no case, PlanError for one that this project
     cannot run."""
     import vkback.ops  # noqa: F401  registers every op
-    from vkback.autotune.problem import KEYS, OPS_WITH_SHAPE, MatVecProblem
+    from vkback.autotune.problem import KEYS, OPS_WITH_SHAPE, LinearProblem
     from vkback.harness.cases import make_case
     from vkback.ops.case_line import parse_line
-    from vkback.ops.mat_vec_cases import LIES, lie_elsewhere
+    from vkback.ops.matmul.linear_cases import LIES, lie_elsewhere
 
     name, params = parse_line(case)
     plain = params.keys() <= {*KEYS, *LIES} and not lie_elsewhere(params) and params.get("type_b") not in ("f16", "bf16")
     if name in OPS_WITH_SHAPE and plain:  # without values, of which a weight has many
-        return MatVecProblem.parse(case).node()
+        return LinearProblem.parse(case).node()
     return make_case(name, params).build().node
 
 
@@ -138,14 +138,21 @@ def as_data(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrar
         ],
         "dispatches": [
             {
-                "kernel": d.kernel.source.removesuffix(".comp"), "defines": dict(d.kernel.defines), "subgroup_size": d.kernel.subgroup_size,
-                "groups": list(d.groups), "buffers": len(d.args), "push_bytes": len(d.push), "bytes": d.nbytes, "flops": d.flops,
-                "reason": d.reason, "adjusted": [str(a) for a in d.config.adjustments] if d.config is not None else [],
+                "kernel": d.kernel.source.removesuffix(".comp"),
+                "defines": dict(d.kernel.defines),
+                "subgroup_size": d.kernel.subgroup_size,
+                "groups": list(d.groups),
+                "buffers": len(d.args),
+                "push_bytes": len(d.push),
+                "bytes": d.nbytes,
+                "flops": d.flops,
+                "reason": d.reason,
+                "adjusted": [str(a) for a in d.config.adjustments] if d.config is not None else [],
                 "statistics": [dataclasses.asdict(s) for s in device.kernel_statistics(dispatch_spec(d, library))] if device else [],
             }
             for d in dispatches
         ],
-    }  # fmt: skip
+    }
 
 
 def explanation(
@@ -214,4 +221,3 @@ def _kernel(dispatch: Dispatch, caps: Capabilities, library: ShaderLibrary, verb
         f"  {len(dispatch.args)} buffers, {len(dispatch.push)} of {caps.max_push_constants} bytes of push constants, "
         f"{dispatch.nbytes / 1e6:.3f} MB to move"
     )
-

@@ -69,10 +69,23 @@ def finetune(
     opened = Model.open(path)
     named = tuple(name.strip() for name in (targets or "").split(",") if name.strip())
     plan = Plan(
-        rank, 2.0 * rank if alpha is None else alpha, named, ctx, batch, accumulate, steps, lr,
-        warmup, weight_decay=weight_decay, max_norm=max_norm, held_back=held_back, eval_every=eval_every, checkpoint=checkpoint,
-        act=cast("TrainingAct", one_of(act, ("f16", "f32"), "--act")), seed=seed,
-    )  # fmt: skip
+        rank,
+        2.0 * rank if alpha is None else alpha,
+        named,
+        ctx,
+        batch,
+        accumulate,
+        steps,
+        lr,
+        warmup,
+        weight_decay=weight_decay,
+        max_norm=max_norm,
+        held_back=held_back,
+        eval_every=eval_every,
+        checkpoint=checkpoint,
+        act=cast("TrainingAct", one_of(act, ("f16", "f32"), "--act")),
+        seed=seed,
+    )
     if resume and not state.is_file():
         raise UsageError(f"--resume: there is no {state}; begin without it")
     console = Console(stderr=True)
@@ -81,6 +94,7 @@ def finetune(
         print("\n".join(fit(line)), file=sys.stderr if as_json else sys.stdout)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
     def busy() -> None:
         raise UsageError(f"-o {out}: another finetune run is writing it; wait for its end, or give another name")
 

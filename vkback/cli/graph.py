@@ -37,9 +37,9 @@ def graph(
 
 
 def _print(model: Any, name: str, tokens: int, ctx: int | None, depth: int, layers: str | None, granularity: str, format: str) -> None:
-    from vkback.ops.attention_chain import padded
-    from vkback.plan.elementary import elementary
-    from vkback.plan.liveness import listing
+    from vkback.ops.attention.chain import padded
+    from vkback.plan.cost.elementary import elementary
+    from vkback.plan.cost.liveness import listing
     from vkback.report import graph_formats, graph_ir, graph_text
 
     n_ctx = cache_rows(model, ctx, tokens, depth)
@@ -51,9 +51,7 @@ def _print(model: Any, name: str, tokens: int, ctx: int | None, depth: int, laye
     else:
         whole = listing(elementary(built, n_kv) if granularity == "elementary" and format != "list" else built, n_kv)
         shown = whole if layers is None else whole.of_layers(first, last)
-        facts = {
-            "model": name, "description": model.description, "n_tokens": tokens, "n_ctx": n_ctx, "n_kv": n_kv, "nodes_as": granularity,
-        }  # fmt: skip
+        facts = {"model": name, "description": model.description, "n_tokens": tokens, "n_ctx": n_ctx, "n_kv": n_kv, "nodes_as": granularity}
         if format == "json":
             lines = iter([json.dumps(graph_formats.as_data(facts, whole, shown), indent=1)])
         elif format == "html":

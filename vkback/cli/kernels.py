@@ -16,10 +16,10 @@ from vkback.cli.shell import ActOption, DeviceOption, ShapeOption, UsageError, a
 from vkback.cli.terminal import fit, shortened
 
 if TYPE_CHECKING:
+    from vkback.compilers.kernel_figures import Figures
     from vkback.device import Device
     from vkback.ops.dispatch import Dispatch
     from vkback.ops.lowering import LowerContext
-    from vkback.timing.kernel_figures import Figures
 
 NODE, KERNEL = 16, 18
 """Columns for a node and for a kernel."""
@@ -44,12 +44,12 @@ def kernels(
     against: Annotated[Path | None, typer.Option("--against", help="An earlier --json: show what changed.")] = None,
 ) -> None:
     """Compile the kernels of a model's token and show what became of them: registers, spills, scratch memory, subgroups in flight and the
-    most possible, size of the code; of mat-vecs the instructions for 32 weights and what should bound their speed. Nothing is run, so any
+    most possible, size of the code; of GEMVs the instructions for 32 weights and what should bound their speed. Nothing is run, so any
     driver will do, also one without hardware. Exit code 1 when a kernel spills or uses scratch memory."""
+    from vkback.compilers.kernel_figures import print_machine_code
     from vkback.device import Device
     from vkback.ops.lowering import LowerContext
-    from vkback.plan.tuning import Tuning
-    from vkback.timing.kernel_figures import print_machine_code
+    from vkback.tuning.lookup import Tuning
 
     if every and (case or model or shape):
         raise UsageError("--all excludes --case, --model and --shape: it stands for the suite's cases")
@@ -108,11 +108,11 @@ def _of_suite(ctx: LowerContext) -> list[Dispatch]:
 
 def compiled(device: Device, dispatches: Iterable[Dispatch], *, code: bool = True, progress: bool = False) -> list[Figures]:
     """Figures of the different kernels of dispatches, in their order; compiled in parallel where the driver's code is not on stderr."""
-    from vkback.models.kernels import kernel_progress
+    from vkback.compilers.chips import chip_of
+    from vkback.compilers.kernel_figures import figures, prints_to_stderr
+    from vkback.engine.kernels import kernel_progress
     from vkback.program import dispatch_spec
     from vkback.shader import ShaderLibrary
-    from vkback.timing.chips import chip_of
-    from vkback.timing.kernel_figures import figures, prints_to_stderr
 
     library = ShaderLibrary()
     different = list({(d.kernel, len(d.args), len(d.push)): d for d in dispatches}.values())
@@ -149,7 +149,7 @@ def table(found: Sequence[Figures]) -> Iterator[str]:
 
 
 def _kernel(f: Figures) -> str:
-    """As "mat_vec Q4_K int"."""
+    """As "gemv Q4_K int"."""
     return " ".join(part for part in (f.source.removesuffix(".comp").rpartition("/")[2], f.quant, f.path) if part)
 
 

@@ -67,10 +67,10 @@ def main() -> NoReturn:
     if sys.argv[1:2] == ["help"]:
         sys.argv[1:] = [*sys.argv[2:3], "--help"]
     if sys.argv[1:2] == ["bench"]:
-        from vkback.cli import bench
+        from vkback.cli import vkbench
 
         del sys.argv[1]
-        bench.main()
+        vkbench.main()
 
     def app(**how: Any) -> Any:
         return app_of(asked_for(sys.argv))(**how)

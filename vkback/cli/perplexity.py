@@ -36,7 +36,7 @@ from vkback.cli.terminal import fit
 from vkback.cli.token_ids import TokensOption, check_ids, token_ids
 
 if TYPE_CHECKING:
-    from vkback.models.kl import Divergence
+    from vkback.evaluate.kl import Divergence
 
 
 def perplexity(
@@ -65,8 +65,8 @@ def perplexity(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from vkback.models.kl import BaseReader, BaseWriter, Divergences, describe_text
-    from vkback.models.perplexity import count_chunks
+    from vkback.evaluate.kl import BaseReader, BaseWriter, Divergences, describe_text
+    from vkback.evaluate.perplexity import count_chunks
 
     if (file is None) == (tokens is None):
         raise UsageError("perplexity needs a text, as -f FILE, or token ids, as --tokens FILE, and not both")
@@ -81,9 +81,7 @@ def perplexity(
     with ExitStack() as stack:
         reader = stack.enter_context(BaseReader(kl_base)) if kl_base is not None else None
         cache = cache_type_k, cache_type_v
-        loaded = stack.enter_context(
-            load_model(path, device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=adapters)
-        )
+        loaded = stack.enter_context(load_model(path, device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=adapters))
         if not isinstance(text, str):
             check_ids(text, loaded.n_vocab)
         ids = loaded.ids(text, start=True)

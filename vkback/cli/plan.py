@@ -25,7 +25,7 @@ from vkback.cli.shell import (
 from vkback.cli.terminal import WIDTH, brief_kernel_text, defines_text, fit, shortened, unknown_lines
 
 if TYPE_CHECKING:
-    from vkback.plan.forecast import Costs, Wait
+    from vkback.plan.cost.forecast import Costs, Wait
     from vkback.plan.schedule import Schedule
     from vkback.timing.stages import StageTimes
 
@@ -60,9 +60,9 @@ def plan(
     from vkback.device import Capabilities, Device
     from vkback.ops.lowering import LowerContext
     from vkback.plan import planner
-    from vkback.plan.tuning import Tuning, identity
     from vkback.shader import ShaderLibrary
     from vkback.timing.stages import device_costs, measure_stages, profile_costs
+    from vkback.tuning.lookup import Tuning, identity
 
     if device is not None and profile is not None:
         raise UsageError("--device and --profile exclude each other: one is a device that is here, the other one that was recorded")
@@ -94,7 +94,7 @@ def plan(
 
 def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None) -> dict[str, Any]:
     """The plan as plain values; times in microseconds, null where nothing was measured."""
-    from vkback.plan.forecast import moved_bytes, predicted_us, waits
+    from vkback.plan.cost.forecast import moved_bytes, predicted_us, waits
 
     stages: list[dict[str, Any]] = [
         {
@@ -105,14 +105,19 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
             "waits_for": [{"stage": w.stage, "tensor": w.tensor, "after": w.after, "spins": w.spins} for w in waited],
             "dispatches": [
                 {
-                    "op": d.op, "node": d.label, "kernel": d.kernel.name, "groups": list(d.groups), "bytes": moved_bytes(d, depth + tokens),
-                    "flops": d.flops, "reason": d.reason,
+                    "op": d.op,
+                    "node": d.label,
+                    "kernel": d.kernel.name,
+                    "groups": list(d.groups),
+                    "bytes": moved_bytes(d, depth + tokens),
+                    "flops": d.flops,
+                    "reason": d.reason,
                 }
                 for d in stage
             ],
         }
         for number, (stage, waited) in enumerate(zip(schedule.stages, waits(schedule), strict=True))
-    ]  # fmt: skip
+    ]
     dispatches = list(schedule.dispatches())
     predicted = sum(s["predicted_us"] for s in stages)
     summary: dict[str, Any] = {
@@ -138,7 +143,7 @@ def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
     Times stand beside the first dispatch of a stage; dispatches with the same stage number do not depend on each other.
     verbose  below each dispatch its op, the reason for its kernel, and all defines
     """
-    from vkback.plan.forecast import waits
+    from vkback.plan.cost.forecast import waits
 
     data = as_data(schedule, costs, tokens, depth, times)
     heads = f"{'us':>7} {'measured':>8}" if times else f"{'us':>7}"

@@ -52,7 +52,7 @@ def profile(
     rate, forecast and measured, by module of the model. Barrier-free stages are timed by clocks that the kernels read."""
     import numpy as np
 
-    from vkback.models.engine import Engine
+    from vkback.engine.engine import Engine
     from vkback.report import profile_text as text
     from vkback.timing.profile_model import ROOM
     from vkback.timing.profile_model import profile as measure

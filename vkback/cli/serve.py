@@ -75,8 +75,9 @@ def serve(
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     worker = Worker(
         lambda: load_model(path, device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapters),
-        max_queue=max_queue, reuse=reuse,
-    )  # fmt: skip
+        max_queue=max_queue,
+        reuse=reuse,
+    )
     if host not in LOCAL and api_key is None:
         print(f"vkback: warning: anybody who reaches {host} may use the model; --api-key asks for a key", file=sys.stderr)
     print(f"{worker.title} on {worker.device_name}, {worker.n_ctx} tokens of context", file=sys.stderr)
@@ -85,9 +86,14 @@ def serve(
     try:
         with own_interrupts():  # uvicorn has its own handlers, and gives requests that run some seconds
             uvicorn.run(
-                app, host=host, port=port, access_log=False, server_header=False, timeout_graceful_shutdown=5,
+                app,
+                host=host,
+                port=port,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=5,
                 use_colors=colours_wanted(sys.stderr),
-            )  # fmt: skip
+            )
     finally:
         worker.close()
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vkback.models.adapter import Given
     from vkback.models.registry import Model
     from vkback.ops.lowering import Act, Sync
-    from vkback.ops.mat_mul_job import Way
+    from vkback.ops.matmul.gemm_problem import Way
     from vkback.program import CompileTotals
 
 Loaded = TypeVar("Loaded")
@@ -43,9 +43,7 @@ ShapeOption = Annotated[
     str | None, typer.Option("--shape", metavar="NAME", help="A name of vkback synth --list in place of a model: no file is needed.")
 ]
 ContextOption = Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")]
-RowsOption = Annotated[
-    int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as trained, at most 4096].")
-]
+RowsOption = Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as trained, at most 4096].")]
 UbatchOption = Annotated[
     int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 64].")
 ]
@@ -134,7 +132,7 @@ class DeviceLike(Protocol):
 
 
 class EngineLike(Protocol):
-    """What commands need of `vkback.models.engine.Engine`; `prompt` returns once the device has done the work."""
+    """What commands need of `vkback.engine.engine.Engine`; `prompt` returns once the device has done the work."""
 
     @property
     def model(self) -> Any: ...
@@ -364,9 +362,7 @@ def print_version(wanted: bool) -> None:
     raise typer.Exit
 
 
-VersionOption = Annotated[
-    bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print version and build, and end.")
-]
+VersionOption = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print version and build, and end.")]
 
 
 def model_path(model: str | None) -> Path:
@@ -459,7 +455,7 @@ def _listed(text: str) -> list[str]:
 
 
 def act_of(value: str) -> Act:
-    """How activations enter a mat-vec, as the user named it."""
+    """How activations enter a GEMV, as the user named it."""
     return cast("Act", one_of(value, ACTS, "--act"))
 
 
@@ -479,7 +475,7 @@ def sync_of(value: str) -> Sync:
 def output_file(path: Path, option: str, *inputs: Path) -> Path:
     """A file the user named to be written. Raises UsageError, before any work is done for it, saying why it cannot be written; an input
     is not overwritten, nor another file of a split model."""
-    from vkback.models.gguf_file import files_beside
+    from vkback.gguf.file import files_beside
 
     if why := paths.unwritable(path):
         raise UsageError(f"{option} {path}: {why}")
@@ -506,18 +502,37 @@ def write_output(path: Path, option: str, text: str) -> None:
 
 
 def load_engine(
-    path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", progress: bool = True, ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: Sequence[Given] = (),
+    path: Path,
+    device: str | None,
+    *,
+    n_ctx: int | None,
+    act: str = "auto",
+    progress: bool = True,
+    ubatch: int | None = None,
+    cache: tuple[str, str] = ("f16", "f16"),
+    exact: bool = False,
+    lora: Sequence[Given] = (),
     meanwhile: Callable[[EngineLike], object] | None = None,
-) -> AbstractContextManager[EngineLike]:  # fmt: skip
+) -> AbstractContextManager[EngineLike]:
     """Open a model on a device; see `Engine.load`. cache: types of K's and V's; lora: adapter files."""
-    from vkback.models.engine import Engine
+    from vkback.engine.engine import Engine
 
     k, v = cache_types_of(cache)
-    return _loaded(Engine.load(
-        path, device, n_ctx=n_ctx, act=act_of(act), progress=progress, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact,
-        lora=lora, meanwhile=meanwhile,
-    ))  # fmt: skip
+    return _loaded(
+        Engine.load(
+            path,
+            device,
+            n_ctx=n_ctx,
+            act=act_of(act),
+            progress=progress,
+            ubatch=ubatch,
+            cache_type_k=k,
+            cache_type_v=v,
+            exact=exact,
+            lora=lora,
+            meanwhile=meanwhile,
+        )
+    )
 
 
 def measured_read_rate(device: Any) -> float:
@@ -538,19 +553,26 @@ def measured_math_rate(device: Any, way: Way) -> float:
 
 def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, **further: Any) -> Any:
     """How the next token is chosen; without arguments, the most likely one. further: the other parameters of `Sampler`."""
-    from vkback.models.sampler import Sampler
+    from vkback.engine.sampler import Sampler
 
     return Sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, **further)
 
 
 def load_model(
-    path: Path, device: str | None, *, n_ctx: int | None, act: str = "auto", ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"), exact: bool = False, lora: Sequence[Given] = (),
-) -> LoadedModel:  # fmt: skip
+    path: Path,
+    device: str | None,
+    *,
+    n_ctx: int | None,
+    act: str = "auto",
+    ubatch: int | None = None,
+    cache: tuple[str, str] = ("f16", "f16"),
+    exact: bool = False,
+    lora: Sequence[Given] = (),
+) -> LoadedModel:
     """Open a model on a device, for text rather than tokens. lora: adapter files."""
     from vkback.api import load
 
     k, v = cache_types_of(cache)
-    return _loaded(load(
-        path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact, lora=lora, progress=True,
-    ))  # fmt: skip
+    return _loaded(
+        load(path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact, lora=lora, progress=True)
+    )

@@ -17,7 +17,7 @@ def vkback() -> None:
 
 
 def vkbench() -> None:
-    _start("vkback.cli.bench")
+    _start("vkback.cli.vkbench")
 
 
 def _start(module: str) -> None:

@@ -23,8 +23,8 @@ CONTINUED = " " * 12
 Parameters = tuple[tuple[str, str], ...]
 
 PARAMETERS: dict[str, Parameters] = {
-    "mat_vec/mat_vec": (("WG", "threads"), ("LANES", "lanes"), ("ROWS", "rows")),
-    "attention/attention": (("WG_SIZE", "threads"), ("HEADS", "heads"), ("SPLITS", "splits")),
+    "gemv/gemv": (("WG", "threads"), ("LANES", "lanes"), ("ROWS", "rows")),
+    "attention/decode/attention": (("WG_SIZE", "threads"), ("HEADS", "heads"), ("SPLITS", "splits")),
     "norm/norm": (("WG_SIZE", "threads"), ("WIDTH", "wide"), ("ROUNDS", "rounds")),
     "rope/rope": (("WG_SIZE", "threads"), ("HEADS", "heads")),
     "topk/router": (("WG_SIZE", "threads"), ("EXPERTS", "experts"), ("USED", "used")),
@@ -38,13 +38,13 @@ OTHERS: Parameters = (("WG_SIZE", "threads"), ("WIDTH", "wide"), ("PER_THREAD", 
 
 
 def kernel_text(variant: Variant) -> str:
-    """A kernel's name and up to three parameters: "mat_vec 1024 threads 16 lanes 4 rows"."""
+    """A kernel's name and up to three parameters: "gemv 1024 threads 16 lanes 4 rows"."""
     name, known = _parameters(variant)
     return " ".join([name, *(f"{value} {word}" for word, value in known)])
 
 
 def brief_kernel_text(variant: Variant) -> str:
-    """The same for a column of a table: "mat_vec 1024 lanes=16 rows=4", the threads of a workgroup first."""
+    """The same for a column of a table: "gemv 1024 lanes=16 rows=4", the threads of a workgroup first."""
     name, known = _parameters(variant)
     return " ".join([name, *(str(value) if word == "threads" else f"{word}={value}" for word, value in known)])
 

@@ -102,16 +102,25 @@ def test_ops(
 
 
 def _run(
-    mode: str, cases: Sequence[Case], device: str | None, act: str, processes: int, output: str, notes: Callable[[CaseResult], str],
-    store: Path | None, save_in: Path | None, verbose: bool, by_op: bool,
+    mode: str,
+    cases: Sequence[Case],
+    device: str | None,
+    act: str,
+    processes: int,
+    output: str,
+    notes: Callable[[CaseResult], str],
+    store: Path | None,
+    save_in: Path | None,
+    verbose: bool,
+    by_op: bool,
 ) -> bool:
     """Run, print, and say whether a case failed. by_op: a table of the ops in the end, on stderr where the output is for machines."""
     from vkback.device import Device
     from vkback.harness.output import fields_of, op_table, spent_lines
     from vkback.harness.suite import KEPT, Suite
     from vkback.ops.lowering import LowerContext
-    from vkback.plan.tuning import Tuning
     from vkback.shader import ShaderLibrary
+    from vkback.tuning.lookup import Tuning
 
     with ExitStack() as stack:
         opened = stack.enter_context(Device.open(device))
@@ -207,14 +216,19 @@ def _shrink(suite: Any, failed: Sequence[str], save_in: Path) -> None:
 
 def _printer(output: str, device: Any, ctx: LowerContext, verbose: bool, notes: Callable[[CaseResult], str]) -> Printer:
     from vkback.harness.output import About, Console, Csv, Json, Sql
-    from vkback.plan.tuning import identity
     from vkback.report.build import build_info
+    from vkback.tuning.lookup import identity
 
     caps = device.caps
     about = About(
-        f"Vulkan{device.index}", caps.name, f"{caps.driver_name} {caps.driver_info}", build_info()[0],
-        datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), ctx.act, identity(ctx.tuning),
-    )  # fmt: skip
+        f"Vulkan{device.index}",
+        caps.name,
+        f"{caps.driver_name} {caps.driver_info}",
+        build_info()[0],
+        datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        ctx.act,
+        identity(ctx.tuning),
+    )
     if output == "console":
         style = _coloured if colours_wanted(sys.stdout) else _plain
         return Console(sys.stdout, about, verbose=verbose, style=style, notes=notes)

@@ -69,9 +69,11 @@ def train_parity(
                 forward = graph_ir.forward(opened.hp, ours.training.forward, ctx)
                 say("\n".join([*forward, "", *graph_ir.backward(opened.hp, ours.training, ctx), ""]))
             theirs = TorchTrainer(
-                TorchModel(path, ours.weights() if lora else None, lora.alpha / rank if lora else 1.0), optimizer, lr,
+                TorchModel(path, ours.weights() if lora else None, lora.alpha / rank if lora else 1.0),
+                optimizer,
+                lr,
                 weight_decay=weight_decay,
-            )  # fmt: skip
+            )
             begun = time.perf_counter()
             for found in parity.run(ours, theirs, data):
                 if isinstance(found, parity.Step):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from vkback.cli.shell import DeviceOption, JsonOption, UsageError, measured_read_rate, one_of, output_file, picture_file
-from vkback.cli.tune_parts import DEFAULT_QUANTS, MAT_MUL_QUANTS, MAT_MUL_TOKENS, PARTS, Asked, Paths
+from vkback.cli.tune_parts import DEFAULT_QUANTS, GEMM_QUANTS, GEMM_TOKENS, PARTS, Asked, Paths
 from vkback.cli.tune_show import pictures, watched
 
 if TYPE_CHECKING:
@@ -22,29 +22,24 @@ if TYPE_CHECKING:
     from vkback.device import Device
     from vkback.ops.lowering import LowerContext
 
-OPS = ("mat_vec", "mat_mul", "attention")
+OPS = ("gemv", "gemm", "attention")
 PATHS = ("auto", "int", "float", "both")
 DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
 
 
 def tune(
     device: DeviceOption = None,
-    op: Annotated[
-        str | None, typer.Option(help=f"Family of kernels: {', '.join(OPS)} [default: mat_vec; with a model all].")
-    ] = None,
-    quant: Annotated[
-        str | None, typer.Option(help=f"Weight types, with commas [default: {DEFAULT_QUANTS}; mat_mul: {MAT_MUL_QUANTS}].")
-    ] = None,
+    op: Annotated[str | None, typer.Option(help=f"Family of kernels: {', '.join(OPS)} [default: gemv; with a model all].")] = None,
+    quant: Annotated[str | None, typer.Option(help=f"Weight types, with commas [default: {DEFAULT_QUANTS}; gemm: {GEMM_QUANTS}].")] = None,
     shape: Annotated[str, typer.Option(help="Weights as rows x columns, with commas.")] = DEFAULT_SHAPES,
     case: Annotated[list[str] | None, typer.Option(metavar="CASE", help="Fused products instead, as the suite prints them.")] = None,
-    model: Annotated[
-        str | None, typer.Option("-m", "--model", help="The kernels of this model instead: a token's and a prompt's.")
-    ] = None,
+    model: Annotated[str | None, typer.Option("-m", "--model", help="The kernels of this model instead: a token's and a prompt's.")] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
-            "-t", "--tokens",
-            help=f"Tokens at once, with commas [default: mat_vec 1; mat_mul {','.join(map(str, MAT_MUL_TOKENS))}, of a model a prompt's "
+            "-t",
+            "--tokens",
+            help=f"Tokens at once, with commas [default: gemv 1; gemm {','.join(map(str, GEMM_TOKENS))}, of a model a prompt's "
             "512 (64 on CPU drivers); attention 1 and a prompt's].",
         ),
     ] = None,
@@ -54,7 +49,7 @@ def tune(
     depth: Annotated[
         int | None, typer.Option("-d", "--depth", min=0, help="Attention: rows of the cache in use [default: 128; before a prompt 0].")
     ] = None,
-    path: Annotated[str, typer.Option(help=f"mat_vec: float or integer dot: {', '.join(PATHS)}; both keeps the quicker.")] = "auto",
+    path: Annotated[str, typer.Option(help=f"gemv: float or integer dot: {', '.join(PATHS)}; both keeps the quicker.")] = "auto",
     budget: Annotated[float, typer.Option(min=1, help="Seconds for all.")] = 480.0,
     resume: Annotated[bool, typer.Option("--resume", help="Pass over what an earlier run has finished.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Heatmap file [default: beside the table, if matplotlib is there].")] = None,
@@ -68,7 +63,7 @@ def tune(
 
     Every candidate's result is checked before it is timed. The measure is the latency of one launch that waits for the one before. Where
     stages of a model's decode schedule are barrier-free, it is the time of a token with the candidate in it; so it is for attention of one
-    token. mat_mul is about products of several tokens: which kernel, the mat-vec kernels among them, and which tiles. Exit code 1 when a
+    token. gemm is about products of several tokens: which kernel, the GEMV kernels among them, and which tiles. Exit code 1 when a
     kernel computed something wrong.
     """
     if share is not None:
@@ -79,13 +74,13 @@ def tune(
     if picture is not None:
         picture_file(picture, "--picture")
     paths = cast(Paths, one_of(path, PATHS, "--path"))
-    ops = [one_of(op, OPS, "--op")] if op is not None else list(OPS) if model is not None else ["mat_vec"]
+    ops = [one_of(op, OPS, "--op")] if op is not None else list(OPS) if model is not None else ["gemv"]
     if op == "attention" and case is not None:
         raise UsageError("--op attention takes a model, no --case")
     if op == "attention" and model is None:
         raise UsageError("--op attention is tuned with the shapes of a model; name one with --model")
-    if op == "mat_mul" and path != "auto":
-        raise UsageError(f"--path {path}: mat_mul takes the kernels of every path as candidates; leave it out")
+    if op == "gemm" and path != "auto":
+        raise UsageError(f"--path {path}: gemm takes the kernels of every path as candidates; leave it out")
     asked = Asked(case, model, quant, shape, _counts(tokens), paths, ctx, depth)
     run = _Run(device, budget, resume, verbose)
     if as_json:
@@ -193,8 +188,8 @@ def _waits(what: str) -> None:
 def _context(device: Device) -> LowerContext:
     """A context with the tables of the device, its own before all others."""
     from vkback.ops.lowering import LowerContext
-    from vkback.plan.tuning import Tuning
     from vkback.program.fragments import fragments_hold
     from vkback.shader import ShaderLibrary
+    from vkback.tuning.lookup import Tuning
 
     return LowerContext(device.caps, Tuning.for_device(device.caps), fragments=fragments_hold(device, ShaderLibrary()))

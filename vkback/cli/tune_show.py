@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from vkback.autotune.driver import Watcher
-    from vkback.autotune.mat_mul_points import MatMulJob, MatMulPoint
+    from vkback.autotune.gemm_points import GemmJob, GemmPoint
     from vkback.autotune.own_table import OwnTable
     from vkback.autotune.points import Point
     from vkback.autotune.tunable import Setting, Tuned, TuneResult
@@ -57,8 +57,8 @@ class watched:  # noqa: N801  used as a function
             print(f"  {result.line}: {result.tried} points, {result.latency_before:.2f} -> {result.latency:.2f} us", flush=True)
 
 
-def show_mat_vecs(results: Sequence[TuneResult[Point]], own: OwnTable) -> None:
-    """Before and after, a line a mat-vec, all in a token's program or none; nothing where there is no mat-vec."""
+def show_gemvs(results: Sequence[TuneResult[Point]], own: OwnTable) -> None:
+    """Before and after, a line a GEMV, all in a token's program or none; nothing where there is no GEMV."""
     import pandas as pd
 
     if not results:
@@ -68,13 +68,17 @@ def show_mat_vecs(results: Sequence[TuneResult[Point]], own: OwnTable) -> None:
         [
             {
                 "product": _heading(r, _difference(r.before, r.after)),
-                "latency us" if alone else "us a token": f"{r.latency:.2f}", "was": f"{r.latency_before:.2f}",
-                "change": f"{r.percent:+.1f} %" if r.kept else "", "noise": f"{r.noise:.2f}", "back to back": f"{r.throughput:.2f}",
-                "before": f"{r.throughput_before:.2f}", "% of read rate": f"{100 * r.read_share:.0f}",
+                "latency us" if alone else "us a token": f"{r.latency:.2f}",
+                "was": f"{r.latency_before:.2f}",
+                "change": f"{r.percent:+.1f} %" if r.kept else "",
+                "noise": f"{r.noise:.2f}",
+                "back to back": f"{r.throughput:.2f}",
+                "before": f"{r.throughput_before:.2f}",
+                "% of read rate": f"{100 * r.read_share:.0f}",
             }
             for r in results
         ]
-    )  # fmt: skip
+    )
     _print_table(shown if alone else shown.drop(columns=["back to back", "before"]))
 
 
@@ -96,11 +100,11 @@ def _difference(before: Point, after: Point) -> str:
     return ", ".join(f"{name} {table_word(a)}->{table_word(b)}" for name, a, b in zip(before._fields, before, after, strict=True) if a != b)
 
 
-def show_mat_muls(results: Sequence[TuneResult[MatMulPoint]], quickest: Mapping[str, Mapping[Any, float]], device: Device) -> None:
+def show_gemms(results: Sequence[TuneResult[GemmPoint]], quickest: Mapping[str, Mapping[Any, float]], device: Device) -> None:
     """Before and after, a line a product, with the share of the math rate and the shortest time of every kernel tried."""
     import pandas as pd
 
-    from vkback.autotune.mat_mul_rows import math_share, tflops
+    from vkback.autotune.gemm_rows import math_share, tflops
     from vkback.shader import ShaderLibrary
     from vkback.timing.math_rate import MathRates
 
@@ -111,12 +115,16 @@ def show_mat_muls(results: Sequence[TuneResult[MatMulPoint]], quickest: Mapping[
         [
             {
                 "product": f"{_heading(r, r.after.text)}; kernels' best us: {_each_kernel(quickest.get(r.key, {})) or 'none'}",
-                "latency us": f"{r.latency:.2f}", "was": f"{r.latency_before:.2f}", "change": f"{r.percent:+.1f} %" if r.kept else "",
-                "noise": f"{r.noise:.2f}", "TFLOPS": f"{tflops(r, r.latency):.4g}", "% of math rate": f"{100 * math_share(r, rates):.0f}",
+                "latency us": f"{r.latency:.2f}",
+                "was": f"{r.latency_before:.2f}",
+                "change": f"{r.percent:+.1f} %" if r.kept else "",
+                "noise": f"{r.noise:.2f}",
+                "TFLOPS": f"{tflops(r, r.latency):.4g}",
+                "% of math rate": f"{100 * math_share(r, rates):.0f}",
             }
             for r in results
         ]
-    )  # fmt: skip
+    )
     _print_table(shown)
 
 
@@ -125,13 +133,13 @@ def _each_kernel(quickest: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {us:.2f}" for name, us in sorted(quickest.items(), key=lambda item: item[1]))
 
 
-def show_crossings(own: OwnTable, jobs: Sequence[MatMulJob]) -> None:
+def show_crossings(own: OwnTable, jobs: Sequence[GemmJob]) -> None:
     """For each weight that was timed with several numbers of tokens, which kernel was best at which."""
-    from vkback.autotune.mat_mul_points import MatMulPoint
+    from vkback.autotune.gemm_points import GemmPoint
 
     asked = {job.key for job in jobs}
     by_weight: dict[str, list[tuple[int, str]]] = {}
-    for r in own.results("mat_mul", lambda values: MatMulPoint(*values)):
+    for r in own.results("gemm", lambda values: GemmPoint(*values)):
         if r.key in asked:
             of = "" if r.match["experts"] == "none" else f", experts {r.match['experts']}"
             name = f"{r.match['quant']} {r.sizes['m']}x{r.sizes['k']}{of}"
@@ -169,36 +177,36 @@ def pictures(own: OwnTable, device: Device, ops: Sequence[str], file: Path | Non
     except ImportError:
         yield "no picture: matplotlib is missing, pip install vkback[pictures]"
         return
-    if "mat_vec" in ops:
-        yield from _draw_mat_vecs(own, device, file or own.path.with_suffix(".png"))
-    if "mat_mul" in ops:
-        own_file = own.path.with_name(f"{own.path.stem}_mat_mul.png")
-        yield from _draw_mat_muls(own, device, own_file if file is None or "mat_vec" in ops else file)
+    if "gemv" in ops:
+        yield from _draw_gemvs(own, device, file or own.path.with_suffix(".png"))
+    if "gemm" in ops:
+        own_file = own.path.with_name(f"{own.path.stem}_gemm.png")
+        yield from _draw_gemms(own, device, own_file if file is None or "gemv" in ops else file)
 
 
-def _draw_mat_vecs(own: OwnTable, device: Device, file: Path) -> Iterator[str]:
+def _draw_gemvs(own: OwnTable, device: Device, file: Path) -> Iterator[str]:
     from vkback.autotune.points import Point
     from vkback.autotune.tunable import results_table
     from vkback.report.heatmap import draw
 
-    chains = [r for r in own.results("mat_vec", lambda values: Point(*values)) if r.match["sync"] == "barrier"]
+    chains = [r for r in own.results("gemv", lambda values: Point(*values)) if r.match["sync"] == "barrier"]
     if not chains:
-        yield "no picture: no mat-vec was timed by itself"
+        yield "no picture: no GEMV was timed by itself"
         return
     draw(results_table(chains), file, f"{device.caps.name}: share of the read rate, launches back to back")
     yield f"picture {file}"
     yield from _draw_search(device, file, [(r, r.nbytes / 1e3 / r.read_rate, "read rate") for r in chains])
 
 
-def _draw_mat_muls(own: OwnTable, device: Device, file: Path) -> Iterator[str]:
-    from vkback.autotune.mat_mul_points import MatMulPoint
-    from vkback.autotune.mat_mul_rows import math_share
+def _draw_gemms(own: OwnTable, device: Device, file: Path) -> Iterator[str]:
+    from vkback.autotune.gemm_points import GemmPoint
+    from vkback.autotune.gemm_rows import math_share
     from vkback.autotune.tunable import results_table
     from vkback.report.heatmap import Axes, draw
     from vkback.shader import ShaderLibrary
     from vkback.timing.math_rate import MathRates
 
-    results = own.results("mat_mul", lambda values: MatMulPoint(*values))
+    results = own.results("gemm", lambda values: GemmPoint(*values))
     if not results:
         yield "no picture: no product of several tokens was timed"
         return

@@ -89,11 +89,7 @@ BY_NAME: Mapping[str, Sequence[tuple[str, str]]] = {
         (r"\bHD Graphics (5|6)\d\d\b|\bUHD Graphics 6\d\d\b|\bKBL\b|\bSKL\b|\bCFL\b", "gen9"),
     ),
     "apple": ((r"\bM1\b", "apple_g13"), (r"\bM5\b", "apple_m5"), (r"\bM(\d+)\b", r"apple_m\1")),
-    "qualcomm": (
-        (r"\b8\d\d\b", "adreno_a8xx"),
-        (r"\b750\b", "adreno_a7xx_gen3"),
-        (r"\b7[34]\d\b", "adreno_a7xx_gen2"),
-    ),
+    "qualcomm": ((r"\b8\d\d\b", "adreno_a8xx"), (r"\b750\b", "adreno_a7xx_gen3"), (r"\b7[34]\d\b", "adreno_a7xx_gen2")),
     "arm": ((r"-G(57|68|77|78|310|510|610|615|710|715)\b", "mali_valhall"), (r"-G(620|625|720|725|925)\b", "mali_5thgen")),
     "broadcom": ((r"V3D 4\.", "videocore6"), (r"V3D 7\.", "videocore7")),
     "software": ((r"llvmpipe", "cpu_llvmpipe"),),
@@ -116,11 +112,30 @@ CLASSES: Mapping[str, Sequence[str]] = {
 
 
 DRIVERS = (
-    "amd_proprietary", "amd_open_source", "mesa_radv", "nvidia_proprietary", "mesa_nvk", "intel_proprietary_windows",
-    "intel_open_source_mesa", "moltenvk", "mesa_honeykrisp", "mesa_kosmickrisp", "qualcomm_proprietary", "mesa_turnip", "arm_proprietary",
-    "mesa_panvk", "broadcom_proprietary", "mesa_v3dv", "imagination_proprietary", "imagination_open_source_mesa", "samsung_proprietary",
-    "mesa_llvmpipe", "google_swiftshader", "mesa_venus", "mesa_dozen",
-)  # fmt: skip
+    "amd_proprietary",
+    "amd_open_source",
+    "mesa_radv",
+    "nvidia_proprietary",
+    "mesa_nvk",
+    "intel_proprietary_windows",
+    "intel_open_source_mesa",
+    "moltenvk",
+    "mesa_honeykrisp",
+    "mesa_kosmickrisp",
+    "qualcomm_proprietary",
+    "mesa_turnip",
+    "arm_proprietary",
+    "mesa_panvk",
+    "broadcom_proprietary",
+    "mesa_v3dv",
+    "imagination_proprietary",
+    "imagination_open_source_mesa",
+    "samsung_proprietary",
+    "mesa_llvmpipe",
+    "google_swiftshader",
+    "mesa_venus",
+    "mesa_dozen",
+)
 """VkDriverId names as tuning tables use them."""
 
 

@@ -253,11 +253,7 @@ _FEATURES = {
 }
 """Fields that are feature bits, with Vulkan's name."""
 
-_EXTENSIONS = {
-    "bf16": "VK_KHR_shader_bfloat16",
-    "pipeline_robustness": "VK_EXT_pipeline_robustness",
-    "shader_clock": "VK_KHR_shader_clock",
-}
+_EXTENSIONS = {"bf16": "VK_KHR_shader_bfloat16", "pipeline_robustness": "VK_EXT_pipeline_robustness", "shader_clock": "VK_KHR_shader_clock"}
 """Fields that a profile tells by an extension's presence."""
 
 _LIMITS: Mapping[str, tuple[str, int | tuple[int, int, int]]] = {
@@ -294,10 +290,14 @@ def _from_profile(p: Mapping[str, Any]) -> Capabilities:
 
 
 _SUBGROUP = {
-    "size": "subgroupSize", "min": "minSubgroupSize", "max": "maxSubgroupSize", "operations": "subgroup operations",
-    "size_control": "subgroupSizeControl", "required_size_in_compute": "requiredSubgroupSizeStages",
+    "size": "subgroupSize",
+    "min": "minSubgroupSize",
+    "max": "maxSubgroupSize",
+    "operations": "subgroup operations",
+    "size_control": "subgroupSizeControl",
+    "required_size_in_compute": "requiredSubgroupSizeStages",
     "max_workgroup_subgroups": "maxComputeWorkgroupSubgroups",
-}  # fmt: skip
+}
 """Keys of a profile's subgroup, with Vulkan's name."""
 
 

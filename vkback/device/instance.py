@@ -167,9 +167,7 @@ def version_text(packed: int) -> str:
 def _require_validation_layer() -> None:
     layers = listed(lib.vkEnumerateInstanceLayerProperties, "vkEnumerateInstanceLayerProperties", "VkLayerProperties")
     if VALIDATION_LAYER not in {text(layer.layerName) for layer in layers}:
-        raise FeatureMissing(
-            f"[device] validation was asked for, but {VALIDATION_LAYER} is not installed. {how_to_get('validation')}"
-        )
+        raise FeatureMissing(f"[device] validation was asked for, but {VALIDATION_LAYER} is not installed. {how_to_get('validation')}")
 
 
 def without_duplicates(found: Sequence[PhysicalDevice]) -> list[PhysicalDevice]:

@@ -45,10 +45,15 @@ def report(compiler: str = "not asked") -> str:
 def data(compiler: str = "not asked") -> dict[str, Any]:
     """The report as plain values; the error in place of the devices where there is no usable Vulkan."""
     about = {
-        "version": vkback.__version__, "python": platform.python_version(), "platform": platform.platform(),
-        "machine": platform.machine(), "executable": sys.executable, "packages": {name: _version(name) for name in PACKAGES},
-        "shader_compiler": compiler, "cache": str(cache_dir()),
-    }  # fmt: skip
+        "version": vkback.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "executable": sys.executable,
+        "packages": {name: _version(name) for name in PACKAGES},
+        "shader_compiler": compiler,
+        "cache": str(cache_dir()),
+    }
     try:
         return {**about, "devices": [{"index": index, **caps.to_dict()} for index, caps in enumerate(list_devices())]}
     except DeviceError as error:

@@ -193,9 +193,13 @@ def inspect(spirv: bytes) -> Module:
 
 
 def _numbers(
-    type: int, offset: int, types: Mapping[int, tuple[int, tuple[int, ...]]], decorations: Mapping[tuple[int, int | None, int], int],
-    constants: Mapping[int, int], member: tuple[int, int] | None = None,
-) -> Iterator[PushConstant]:  # fmt: skip
+    type: int,
+    offset: int,
+    types: Mapping[int, tuple[int, tuple[int, ...]]],
+    decorations: Mapping[tuple[int, int | None, int], int],
+    constants: Mapping[int, int],
+    member: tuple[int, int] | None = None,
+) -> Iterator[PushConstant]:
     """The numbers that a type consists of, from an offset on. member: struct and number of the member that has this type."""
     op, args = types[type]
 

@@ -15,10 +15,10 @@ from vkback.errors import did_you_mean
 from vkback.ops.case import Case, Problem
 from vkback.ops.case_line import NO_CASE, CaseLineError, parse_line
 from vkback.ops.family import FAMILIES
+from vkback.ops.ggml_words import ABSENT
 from vkback.ops.lowering import LowerContext, PlanError, Sync
 from vkback.ops.op import OPS
-from vkback.ops.peer import ABSENT
-from vkback.plan.tuning import Overrides, fault_anywhere
+from vkback.tuning.lookup import Overrides, fault_anywhere
 
 
 def quick_cases() -> Iterator[Case]:

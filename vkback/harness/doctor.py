@@ -14,16 +14,16 @@ from typing import Any
 from vkback.device import Capabilities, Device
 from vkback.device.errors import DeviceLost
 from vkback.errors import VkbackError
+from vkback.evaluate.judge import judge
 from vkback.harness.cases import context_of
-from vkback.harness.judge import judge
 from vkback.harness.runner import Workbench, prepare, reference
 from vkback.harness.suite import Suite
 from vkback.harness.unfused import unfused_tolerance
 from vkback.ops.case import Case
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
-from vkback.plan.tuning import Overrides
 from vkback.shader import ShaderLibrary
+from vkback.tuning.lookup import Overrides
 
 EXAMINED = 40
 """Most failing cases that are run again under each switch, spread over the ops."""
@@ -64,7 +64,7 @@ def single_subgroups(ctx: LowerContext) -> LowerContext:
 
 
 def table_row(params: str) -> str:
-    return f"a row [[mat_vec]] with set = {{ {params} }} in the device's own tuning table"
+    return f"a row [[gemv]] with set = {{ {params} }} in the device's own tuning table"
 
 
 SWITCHES: tuple[Switch, ...] = (
@@ -73,7 +73,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("no table of pairs", held(pairs_in_shared=False), table_row("pairs_in_shared = false")),
     Switch("lanes strided", held(lane_order="strided"), table_row('lane_order = "strided"')),
     Switch("one unit at a time", held(unroll=1), table_row("unroll = 1")),
-    Switch("one tile a workgroup", held_in("mat_vec", groups="per_tile"), table_row('groups = "per_tile"')),
+    Switch("one tile a workgroup", held_in("gemv", groups="per_tile"), table_row('groups = "per_tile"')),
     Switch("one row a slot", held(rows=1), table_row("rows = 1")),
     Switch("fusion off", None, "Engine.load(..., fusion='none')"),
     Switch("integer dot off", without(int_dot=False, int_dot_accelerated=False), "--act f32"),
@@ -135,9 +135,15 @@ class Diagnosis:
         failures = [{"case": line, "message": message} for line, message in self.failures]
         switches = {name: dataclasses.asdict(tally) for name, tally in self.tallies.items()}
         return {
-            "ran": self.ran, "unsupported": self.unsupported, "failures": failures, "examined": self.examined, "switches": switches,
-            "cures": cures, "device_lost": self.lost, "verdict": self.verdict,
-        }  # fmt: skip
+            "ran": self.ran,
+            "unsupported": self.unsupported,
+            "failures": failures,
+            "examined": self.examined,
+            "switches": switches,
+            "cures": cures,
+            "device_lost": self.lost,
+            "verdict": self.verdict,
+        }
 
 
 def spread(cases: Iterable[Case], per_op: int) -> list[Case]:
@@ -149,9 +155,13 @@ def spread(cases: Iterable[Case], per_op: int) -> list[Case]:
 
 
 def examine(
-    device: Device, library: ShaderLibrary, ctx: LowerContext, cases: Sequence[Case], tell: Callable[[str], None],
+    device: Device,
+    library: ShaderLibrary,
+    ctx: LowerContext,
+    cases: Sequence[Case],
+    tell: Callable[[str], None],
     progress: Callable[[str], object] = lambda _: None,
-) -> Diagnosis:  # fmt: skip
+) -> Diagnosis:
     """Run the cases; when some fail, run those again under each switch. `tell` gets a line an event, `progress` a line a case."""
     failures: list[tuple[str, str]] = []
     failing: list[Case] = []

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from vkback.device import Device
 from vkback.errors import VkbackError
+from vkback.evaluate.node_compare import Comparison, Row, compare, compare_steps, sides, walked, with_own
+from vkback.evaluate.node_run import Batch, NodeRun, graph_of, run_nodes
 from vkback.harness.doctor import SWITCHES, Switch
-from vkback.harness.node_compare import Comparison, Row, compare, compare_steps, sides, walked, with_own
-from vkback.harness.node_run import Batch, NodeRun, graph_of, run_nodes
 from vkback.models.registry import Model
 from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan

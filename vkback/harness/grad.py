@@ -12,8 +12,8 @@ from vkback.errors import VkbackError
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import Array, reference, reference_inputs
 from vkback.ops.case import Case
-from vkback.ops.gradients import Gradient, Scalar
 from vkback.ops.op import OPS
+from vkback.ops.training.gradients import Gradient, Scalar
 
 STEP = 1e-3
 """Of a variable, in units of its rms (of 1 where that is 0): the five-point rule is then off by about STEP^4, and by 1e-13 of the scalar's

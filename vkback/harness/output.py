@@ -17,35 +17,75 @@ from vkback.harness.result import SPENT, CaseResult
 from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords, read_objects
 
 if TYPE_CHECKING:
-    from vkback.ops.mat_mul_job import Way
+    from vkback.ops.matmul.gemm_problem import Way
 
 SQL_TABLE = "test_backend_ops"
 
 OURS = (
-    "nmse", "worst", "tolerance_nmse", "tolerance_worst", "spread_us", "latency_us", "latency_spread_us", "barrier_free_us",
-    "read_rate_gb_s", "read_rate_percent", "math_way", "math_rate_tflops", "math_rate_percent", "driver_info", "act", "tuning", "seed",
+    "nmse",
+    "worst",
+    "tolerance_nmse",
+    "tolerance_worst",
+    "spread_us",
+    "latency_us",
+    "latency_spread_us",
+    "barrier_free_us",
+    "read_rate_gb_s",
+    "read_rate_percent",
+    "math_way",
+    "math_rate_tflops",
+    "math_rate_percent",
+    "driver_info",
+    "act",
+    "tuning",
+    "seed",
     "reason",
-)  # fmt: skip
+)
 """Fields that test-backend-ops does not have. reason: why a case is not supported."""
 
 CSV_FIELDS = (
-    "backend_name", "op_name", "op_params", "test_mode", "supported", "error_message", "backend_reg_name", "passed", "time_us", "flops",
-    "bandwidth_gb_s", "memory_kb", "n_runs", *OURS,
-)  # fmt: skip
+    "backend_name",
+    "op_name",
+    "op_params",
+    "test_mode",
+    "supported",
+    "error_message",
+    "backend_reg_name",
+    "passed",
+    "time_us",
+    "flops",
+    "bandwidth_gb_s",
+    "memory_kb",
+    "n_runs",
+    *OURS,
+)
 
 SQL_FIELDS: Mapping[str, str] = {
-    "test_time": "TEXT", "build_commit": "TEXT", "backend_name": "TEXT", "op_name": "TEXT", "op_params": "TEXT", "test_mode": "TEXT",
-    "supported": "INTEGER", "passed": "INTEGER", "error_message": "TEXT", "time_us": "REAL", "flops": "REAL", "bandwidth_gb_s": "REAL",
-    "memory_kb": "INTEGER", "n_runs": "INTEGER", "device_description": "TEXT", "backend_reg_name": "TEXT",
+    "test_time": "TEXT",
+    "build_commit": "TEXT",
+    "backend_name": "TEXT",
+    "op_name": "TEXT",
+    "op_params": "TEXT",
+    "test_mode": "TEXT",
+    "supported": "INTEGER",
+    "passed": "INTEGER",
+    "error_message": "TEXT",
+    "time_us": "REAL",
+    "flops": "REAL",
+    "bandwidth_gb_s": "REAL",
+    "memory_kb": "INTEGER",
+    "n_runs": "INTEGER",
+    "device_description": "TEXT",
+    "backend_reg_name": "TEXT",
     **{name: "TEXT" if name in ("driver_info", "act", "tuning", "math_way", "reason") else "REAL" for name in OURS},
-}  # fmt: skip
+}
 
 Style = Callable[[str, str], str]
 
 
 @dataclass(frozen=True)
 class About:
-    """What a run's results have in common. tuning: what tells the tuning tables from others (vkback/plan/tuning.py)."""
+    """What a run's results have in common. tuning: what tells the tuning tables from others (vkback/tuning/lookup.py)."""
 
     backend_name: str
     device: str
@@ -236,7 +276,7 @@ class Console(Printer):
 
 
 def perf_line(result: CaseResult) -> str:
-    """One timed case: throughput, what it comes to, share of the math rate of a mat-mat and of the read rate, deviation, latency with a
+    """One timed case: throughput, what it comes to, share of the math rate of a GEMM and of the read rate, deviation, latency with a
     barrier and, if known, without."""
     time, spread, latency = result.time_us or 0.0, result.spread_us or 0.0, result.latency_us or 0.0
     head = f"  {result.line}: "

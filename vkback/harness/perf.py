@@ -16,12 +16,12 @@ from vkback.harness.cases import context_of
 from vkback.harness.result import CaseResult
 from vkback.ops.case import Case, Problem
 from vkback.ops.case_line import unseeded
+from vkback.ops.ggml_words import tensor_type
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_vec_cases import LIES, lie_elsewhere
-from vkback.ops.mat_vec_node import INT_QUANTS
+from vkback.ops.matmul.linear_cases import LIES, lie_elsewhere
+from vkback.ops.matmul.linear_node import INT_QUANTS
 from vkback.ops.op import OPS
-from vkback.ops.peer import tensor_type
-from vkback.plan.flops import main_way
+from vkback.plan.cost.flops import main_way
 from vkback.program.compile import Kernels
 from vkback.quants import QUANTS
 from vkback.shader import ShaderLibrary
@@ -80,7 +80,7 @@ def _make_ready(group: list[Case], ctx: LowerContext, kernels: Kernels) -> _Read
 def time_cases(
     device: Device, library: ShaderLibrary, cases: Iterable[Case], ctx: LowerContext, read_rate_gb_s: float, *, repetitions: int = 9
 ) -> Iterator[CaseResult]:
-    """Results in the order of the cases. Of those that are mat-mats the math rate is measured once a way, before the first of them."""
+    """Results in the order of the cases. Of those that are GEMMs the math rate is measured once a way, before the first of them."""
     kernels = Kernels(device, library, os.cpu_count() or 1)
     rounds, math_rates = RoundTimes(device, library), MathRates(device, library)
     with ThreadPoolExecutor(1) as maker:
@@ -99,32 +99,32 @@ def time_cases(
 
 
 ROUND_PARAMS = frozenset({"type_a", "type_b", "n_mats", "n_used", "b", "m", "n", "k", "amax", "seed", *LIES})
-"""A mat-vec with others has a batch, a view, a route or a path of its own, which rounds do not have."""
+"""A GEMV with others has a batch, a view, a route or a path of its own, which rounds do not have."""
 
 
 def has_rounds(case: Case, ctx: LowerContext) -> bool:
-    """Whether the mat-vec of a case can be one of a dependent chain, and the tables make its stages barrier-free."""
+    """Whether the GEMV of a case can be one of a dependent chain, and the tables make its stages barrier-free."""
     p = case.params
     usual = set(p) <= ROUND_PARAMS and not lie_elsewhere(p) and p.get("amax", 1.0) == 1.0 and not p.get("m_v")
     if not OPS[case.op].shares_weights or not usual or p.get("n") != 1 or tensor_type(p["type_a"]) not in INT_QUANTS:
         return False
-    fits = p["m"] % max(32, QUANTS[tensor_type(p["type_a"])].block_values) == 0  # rounded to Q8_1, columns of the next mat-vec
+    fits = p["m"] % max(32, QUANTS[tensor_type(p["type_a"])].block_values) == 0  # rounded to Q8_1, columns of the next GEMV
     return bool(fits and ctx.tuning.pick("schedule", n=1, n_expert=p.get("n_mats", 0))["sync"] == "sentinel")
 
 
 class RoundTimes:
-    """Times of rounds of dependent mat-vecs. One round serves both of its mat-vecs, so that each round is timed once."""
+    """Times of rounds of dependent GEMVs. One round serves both of its GEMVs, so that each round is timed once."""
 
     def __init__(self, device: Device, library: ShaderLibrary) -> None:
         self._device, self._library = device, library
         self._known: dict[tuple[object, ...], tuple[DependentTiming, int]] = {}
 
     def of(self, case: Case, ctx: LowerContext) -> tuple[DependentTiming, int]:
-        """The round that a case's mat-vec is one of, and how many there are in it. Raises PlanError where the others cannot run here."""
+        """The round that a case's GEMV is one of, and how many there are in it. Raises PlanError where the others cannot run here."""
         p = case.params
         m, k, experts, used = p["m"], p["k"], p.get("n_mats", 0), p.get("n_used", 0)
         if not experts:
-            m, k = max(m, k), min(m, k)  # the same two mat-vecs; the norm is where x is short, as in a feed-forward block
+            m, k = max(m, k), min(m, k)  # the same two GEMVs; the norm is where x is short, as in a feed-forward block
         quant = tensor_type(p["type_a"])
         key = (quant, m, k, experts, used, ctx.act)
         if key not in self._known:
@@ -134,26 +134,33 @@ class RoundTimes:
 
 
 def with_barrier_free(rounds: RoundTimes, case: Case, ctx: LowerContext, result: CaseResult) -> CaseResult:
-    """A timed case with the time of its mat-vec in barrier-free rounds, if there are such; failed where these compute something else than
+    """A timed case with the time of its GEMV in barrier-free rounds, if there are such; failed where these compute something else than
     with barriers."""
     if not has_rounds(case, ctx):
         return result
     try:
-        found, mat_vecs = rounds.of(case, ctx)
-    except PlanError:  # the mat-vecs around it cannot run here
+        found, gemvs = rounds.of(case, ctx)
+    except PlanError:  # the GEMVs around it cannot run here
         return result
     except VkbackError as e:
         return replace(result, passed=False, message=str(e))
     if found.wrong:
         cure = "vkback doctor looks for the setting that cures it"
         return replace(result, passed=False, message=f"[perf] {case.line}: barrier-free among its neighbours: {found.wrong}; {cure}")
-    return replace(result, barrier_free_us=found.barrier_free.us / mat_vecs) if found.barrier_free else result
+    return replace(result, barrier_free_us=found.barrier_free.us / gemvs) if found.barrier_free else result
 
 
 def _time_group(
-    device: Device, library: ShaderLibrary, rounds: RoundTimes, math_rates: MathRates, group: list[Case], future: Future[_Ready],
-    ctx: LowerContext, rate: float, repetitions: int,
-) -> Iterator[CaseResult]:  # fmt: skip
+    device: Device,
+    library: ShaderLibrary,
+    rounds: RoundTimes,
+    math_rates: MathRates,
+    group: list[Case],
+    future: Future[_Ready],
+    ctx: LowerContext,
+    rate: float,
+    repetitions: int,
+) -> Iterator[CaseResult]:
     try:
         ready = future.result()
         cold = CPU_COLD_BYTES if device.caps.device_type == "cpu" else COLD_BYTES
@@ -179,16 +186,26 @@ def _time_group(
             yield CaseResult(op=case.op, line=case.line, mode="perf", passed=False, message=str(e))
 
 
-def _timed(
-    bench: Bench, case: Case, node: Node, ctx: LowerContext, rate: float, math_rates: MathRates, repetitions: int
-) -> CaseResult:
+def _timed(bench: Bench, case: Case, node: Node, ctx: LowerContext, rate: float, math_rates: MathRates, repetitions: int) -> CaseResult:
     dispatches = OPS[node.op].lower(node, ctx)
     kernel = "; ".join(d.reason for d in dispatches)
-    way = main_way(dispatches) if any(d.kernel.source.startswith("mat_mul/") for d in dispatches) else None
+    way = main_way(dispatches) if any(d.kernel.source.startswith("gemm/") for d in dispatches) else None
     math = math_rates.of(way) if way is not None else None
     t = bench.time(ctx, repetitions=repetitions, node=node)
     return CaseResult(
-        op=case.op, line=case.line, mode="perf", time_us=t.throughput_us, spread_us=t.throughput_spread_us, latency_us=t.latency_us,
-        latency_spread_us=t.latency_spread_us, samples_us=t.samples_us, nbytes=t.nbytes, flops=t.flops, n_runs=t.launches * repetitions,
-        read_rate_gb_s=rate, math_way=way or "", math_rate_tflops=math.tflops if math else None, kernel=kernel,
-    )  # fmt: skip
+        op=case.op,
+        line=case.line,
+        mode="perf",
+        time_us=t.throughput_us,
+        spread_us=t.throughput_spread_us,
+        latency_us=t.latency_us,
+        latency_spread_us=t.latency_spread_us,
+        samples_us=t.samples_us,
+        nbytes=t.nbytes,
+        flops=t.flops,
+        n_runs=t.launches * repetitions,
+        read_rate_gb_s=rate,
+        math_way=way or "",
+        math_rate_tflops=math.tflops if math else None,
+        kernel=kernel,
+    )

@@ -22,9 +22,9 @@ class CaseResult:
     nmse, worst, tolerance_nmse, tolerance_worst   of the output that came nearest its bound; peer_limit: NMSE that llama.cpp allows the op
     time_us    throughput: independent launches back to back; latency_us: each launch waits for the one before; spreads: half the range
                between first and third quartile; samples_us: throughput of each repetition
-    barrier_free_us  a mat-vec of a chain in which each reads what the one before made, where the tables run such stages barrier-free
+    barrier_free_us  a GEMV of a chain in which each reads what the one before made, where the tables run such stages barrier-free
                (vkback/timing/dependent.py); None for everything else
-    math_way   of a mat-mat, by what it multiplies ("coop_mat", "int_dot", "f32"; "" for everything else), and math_rate_tflops: what the
+    math_way   of a GEMM, by what it multiplies ("coop_mat", "int_dot", "f32"; "" for everything else), and math_rate_tflops: what the
                device was measured to reach by it in registers
     seconds    what the case took of one process, by SPENT; kernels that an earlier case had waited for take none
     n_runs     launches timed in all; nbytes and flops of one launch; read_rate_gb_s: what the device was measured to read

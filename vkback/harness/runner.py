@@ -18,9 +18,9 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.device import Arena, BufferRange, Device
 from vkback.errors import VkbackError
+from vkback.evaluate.judge import Verdict, judge, steps_of
 from vkback.graph import Node, Tensor
 from vkback.harness.cases import context_of
-from vkback.harness.judge import Verdict, judge, steps_of
 from vkback.ops.case import Case, Problem, Tolerance
 from vkback.ops.dispatch import Dispatch, ceil_div
 from vkback.ops.f16_range import F16RangeError, is_overflow_word, rescaled
@@ -386,13 +386,13 @@ def expected(problem: Problem, ctx: LowerContext) -> list[Expected]:
 
 
 def rows_of(part: Node) -> tuple[int, int]:
-    """(first, end) of the output rows that a MAT_VEC node fills."""
+    """(first, end) of the output rows that a LINEAR node fills."""
     first = int(part.params["row0"])
     return first, first + (part.inputs[0].shape[-2] >> bool(part.params.get("glu")))
 
 
 def alone(part: Node, values: Mapping[str, Array], rows: slice) -> Problem:
-    """A MAT_VEC node that fills some rows of an output, with those rows for its output and its residual."""
+    """A LINEAR node that fills some rows of an output, with those rows for its output and its residual."""
 
     def cut(t: Tensor) -> Tensor:
         return replace(t, shape=(*t.shape[:-1], rows.stop - rows.start))

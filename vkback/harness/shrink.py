@@ -14,13 +14,37 @@ from vkback.errors import VkbackError
 from vkback.harness.cases import make_case
 from vkback.harness.suite import Run
 from vkback.ops.case import Case
-from vkback.ops.peer import tensor_type
+from vkback.ops.ggml_words import tensor_type
 from vkback.paths import new_file
 
-FIXED = frozenset({
-    "seed", "act", "axis", "axes", "pos", "glu", "b", "packed", "norm", "ff", "sinks", "residual", "ties", "order", "to", "split", "per",
-    "permute", "dim", "v", "tfrm", "perm1", "src_overlap", "o",
-})  # fmt: skip
+FIXED = frozenset(
+    {
+        "seed",
+        "act",
+        "axis",
+        "axes",
+        "pos",
+        "glu",
+        "b",
+        "packed",
+        "norm",
+        "ff",
+        "sinks",
+        "residual",
+        "ties",
+        "order",
+        "to",
+        "split",
+        "per",
+        "permute",
+        "dim",
+        "v",
+        "tfrm",
+        "perm1",
+        "src_overlap",
+        "o",
+    }
+)
 """Parameters that say what a case is, not how large."""
 
 TYPE_AND_COLUMNS = (("type_a", "k"), ("type", "n"))

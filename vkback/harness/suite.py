@@ -21,8 +21,8 @@ from threading import Thread
 from vkback.device import Device, Kernel
 from vkback.device.errors import DeviceLost, OutOfDeviceMemory
 from vkback.errors import VkbackError
+from vkback.evaluate.judge import Verdict, judge, peer_limit
 from vkback.harness.cases import context_of, find_case
-from vkback.harness.judge import Verdict, judge, peer_limit
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import Array, Expected, Prepared, Workbench, expected, prepare, reference
 from vkback.harness.unfused import unfused_tolerance
@@ -30,10 +30,10 @@ from vkback.ops.case import Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
-from vkback.plan.tuning import Tuning
 from vkback.program.compile import Kernels
 from vkback.shader import ShaderLibrary
 from vkback.shader.compiler import stop_programs
+from vkback.tuning.lookup import Tuning
 
 AHEAD = 96
 """Cases prepared ahead of the one that runs: enough that the kernels of many compile at once."""

@@ -11,7 +11,7 @@ from vkback.harness.result import CaseResult
 from vkback.harness.runner import check_bound
 from vkback.ops.case import Case
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.mat_vec_node import QUANTS
+from vkback.ops.matmul.linear_node import QUANTS
 from vkback.ops.op import OPS
 from vkback.paths import shader_root
 

@@ -1,11 +1,11 @@
 """Models: GGUF files, tokenizer, architectures and their graphs, the numpy twin, perplexity, synthetic files."""
 
+from vkback.gguf.file import GgufError, GgufFile, GgufTensor
+from vkback.gguf.hparams import HParams
+from vkback.gguf.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 from vkback.models.architecture import ARCHITECTURES
-from vkback.models.gguf_file import GgufError, GgufFile, GgufTensor
-from vkback.models.hparams import HParams
 from vkback.models.naming import model_description
 from vkback.models.registry import Model, read_hparams
-from vkback.models.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 
 __all__ = [
     "ARCHITECTURES",

@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.models.gguf_file import GgufError, GgufFile, GgufTensor, quoted
+from vkback.gguf.file import GgufError, GgufFile, GgufTensor, quoted
+from vkback.gguf.fingerprint import fingerprint
 from vkback.models.naming import file_type
-from vkback.models.state import fingerprint
 from vkback.paths import new_file_or
-from vkback.plan.lora import TRANSPOSED, A, B, Lora
+from vkback.plan.passes.lora import TRANSPOSED, A, B, Lora
 
 if TYPE_CHECKING:
     from vkback.models.registry import Model

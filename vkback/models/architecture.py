@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, TypeVar
 
+from vkback.gguf.file import GgufError, GgufFile
+from vkback.gguf.hparams import RMS_EPS, Metadata, RopeMode
 from vkback.graph import Graph, Tensor
 from vkback.models.blocks import rms_norm
 from vkback.models.builder import F16_CACHE, CacheTypes, GraphBuilder, Head
-from vkback.models.gguf_file import GgufError, GgufFile
-from vkback.models.hparams import RMS_EPS, Metadata, RopeMode
 from vkback.models.keys import COMMON, unread_keys
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from vkback.gguf.hparams import Heads, Rope
 from vkback.graph import Tensor
 from vkback.models.builder import GraphBuilder
-from vkback.models.hparams import Heads, Rope
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,16 @@ def separate_qkv(b: GraphBuilder, x: Tensor, il: int, heads: Heads) -> tuple[Ten
 
 
 def attention(
-    b: GraphBuilder, x: Tensor, il: int, *, rope: Rope | None, heads: Heads | None = None, qkv: Projection = separate_qkv,
-    qk_norm: Norm | None = None, sinks: bool = False, window: int = 0,
+    b: GraphBuilder,
+    x: Tensor,
+    il: int,
+    *,
+    rope: Rope | None,
+    heads: Heads | None = None,
+    qkv: Projection = separate_qkv,
+    qk_norm: Norm | None = None,
+    sinks: bool = False,
+    window: int = 0,
 ) -> Tensor:
     """Causal attention of layer `il` over the normed input x [n, n_embd] -> [n, n_embd].
 
@@ -116,7 +124,13 @@ def feed_forward(b: GraphBuilder, x: Tensor, il: int, *, width: int = 0, glu: Gl
 
 
 def pre_norm_layer(
-    b: GraphBuilder, x: Tensor, il: int, *, rope: Rope | None, qk_norm: Norm | None = None, window: int = 0,
+    b: GraphBuilder,
+    x: Tensor,
+    il: int,
+    *,
+    rope: Rope | None,
+    qk_norm: Norm | None = None,
+    window: int = 0,
     feed: FeedForward = feed_forward,
 ) -> Tensor:
     """Layer `il` as most architectures have it: RMS norm, attention, residual, RMS norm, feed-forward, residual. feed: `feed_forward` or
@@ -141,9 +155,7 @@ def shared_expert(b: GraphBuilder, x: Tensor, il: int, width: int) -> Tensor:
     return b.linear(act, f"blk.{il}.ffn_down_shexp", b.hp.n_embd, f"ffn_shexp-{il}")
 
 
-def experts(
-    b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: str = "softmax", groups: tuple[int, int] = (1, 1)
-) -> Tensor:
+def experts(b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: str = "softmax", groups: tuple[int, int] = (1, 1)) -> Tensor:
     """Mixture of experts: the router picks n_expert_used of n_expert gated layers for every token; their weighted sum.
 
     gating  how the router weighs the experts it chose (TOPK_MOE); with "sigmoid" the file may have a bias for the choice, exp_probs_b

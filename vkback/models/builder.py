@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from vkback.gguf.hparams import HParams, Rope
 from vkback.graph import Graph, Tensor, live
-from vkback.models.hparams import HParams, Rope
 
 Head = Literal["none", "last", "all"]
 """What of the output is wanted: nothing (only the KV cache is filled), the logits of one token, or of every token."""

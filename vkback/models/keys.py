@@ -11,35 +11,71 @@ from typing import Any
 
 import numpy as np
 
-from vkback.models.gguf_file import MAX_QUOTED, GgufError, GgufFile, quoted
+from vkback.gguf.file import MAX_QUOTED, GgufError, GgufFile, quoted
 
-COMMON: frozenset[str] = frozenset({
-    "attention.causal", "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.scale",
-    "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length", "final_logit_softcapping",
-    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor", "vocab_size",
-})  # fmt: skip
+COMMON: frozenset[str] = frozenset(
+    {
+        "attention.causal",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.scale",
+        "attention.value_length",
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "final_logit_softcapping",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+        "rope.scaling.attn_factor",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.type",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "rope.scaling.yarn_ext_factor",
+        "vocab_size",
+    }
+)
 """Keys that every architecture reads (`Metadata.hparams`), beside the epsilon of its norms."""
 
-EXPERTS: frozenset[str] = frozenset({
-    "expert_count", "expert_feed_forward_length", "expert_used_count", "expert_weights_norm", "expert_weights_scale",
-})  # fmt: skip
+EXPERTS: frozenset[str] = frozenset(
+    {"expert_count", "expert_feed_forward_length", "expert_used_count", "expert_weights_norm", "expert_weights_scale"}
+)
 """Keys that architectures with experts read as well."""
 
 ABOUT_FILES: frozenset[str] = frozenset({"rope.scaling.finetuned", "tensor_data_layout"})
 """Keys that say how a file came about. Many files have them, and nobody needs to hear of it."""
 
-NO_PART: frozenset[str] = frozenset({
-    "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "classifier.output_labels", "decoder_start_token_id",
-    "pooling_type",
-})  # fmt: skip
+NO_PART: frozenset[str] = frozenset(
+    {
+        "attention.layer_norm_epsilon",
+        "attention.layer_norm_rms_epsilon",
+        "classifier.output_labels",
+        "decoder_start_token_id",
+        "pooling_type",
+    }
+)
 """Keys without a part in the logits of a text model, such as the epsilon of a kind of norm that it does not have. They are named."""
 
-ONE_IS_NOTHING: frozenset[str] = frozenset({
-    "attention.output_scale", "embedding_scale", "expert_group_count", "expert_group_scale", "expert_group_used_count",
-    "full_attention_interval", "interleave_moe_layer_step", "logit_scale", "moe_every_n_layers", "residual_scale", "rope.scaling.alpha",
-})  # fmt: skip
+ONE_IS_NOTHING: frozenset[str] = frozenset(
+    {
+        "attention.output_scale",
+        "embedding_scale",
+        "expert_group_count",
+        "expert_group_scale",
+        "expert_group_used_count",
+        "full_attention_interval",
+        "interleave_moe_layer_step",
+        "logit_scale",
+        "moe_every_n_layers",
+        "residual_scale",
+        "rope.scaling.alpha",
+    }
+)
 """Keys whose value 1 changes nothing, as 0 does with every key."""
 
 FEW = 4

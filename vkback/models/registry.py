@@ -8,15 +8,15 @@ from pathlib import Path
 
 import vkback.models.architectures  # registers them  # noqa: F401
 from vkback import quants
+from vkback.gguf.file import GgufError, GgufFile, quoted
+from vkback.gguf.hparams import NO_TEXT_VOCABULARY, HParams
+from vkback.gguf.tokenizer import Tokenizer
 from vkback.graph import Graph
 from vkback.models.adapter import Adapter
 from vkback.models.architecture import ARCHITECTURES, Architecture
 from vkback.models.builder import F16_CACHE, CacheTypes, Head
-from vkback.models.gguf_file import GgufError, GgufFile, quoted
-from vkback.models.hparams import NO_TEXT_VOCABULARY, HParams
 from vkback.models.naming import model_description
-from vkback.models.tokenizer import Tokenizer
-from vkback.plan.lora import Lora, adapted
+from vkback.plan.passes.lora import Lora, adapted
 
 
 def architecture(f: GgufFile) -> Architecture:

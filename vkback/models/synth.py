@@ -26,9 +26,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 
 from vkback import quants
 from vkback.errors import VkbackError, did_you_mean
+from vkback.gguf.file import DEFAULT_ALIGNMENT, GgufFile, tensor_bytes
+from vkback.gguf.hparams import NO_TEXT_VOCABULARY
 from vkback.models.architecture import ARCHITECTURES
-from vkback.models.gguf_file import DEFAULT_ALIGNMENT, GgufFile, tensor_bytes
-from vkback.models.hparams import NO_TEXT_VOCABULARY
 from vkback.models.naming import file_type
 from vkback.models.shape import ModelShape
 from vkback.models.synth_vocabulary import add_vocabulary
@@ -211,7 +211,7 @@ def _type_of(mix: dict[str, dict[str, str]] | None, name: str) -> str:
 
 @cache
 def _ranges(text: str) -> frozenset[int]:
-    """"0-3,6" -> {0, 1, 2, 3, 6}."""
+    """ "0-3,6" -> {0, 1, 2, 3, 6}."""
     out: set[int] = set()
     for piece in text.split(","):
         first, _, last = piece.partition("-")

@@ -13,8 +13,8 @@ from string import ascii_lowercase
 
 from gguf import GGUFWriter
 
-from vkback.models.spm import SPACE
-from vkback.models.tokenizer import TokenType, byte_letters
+from vkback.gguf.spm import SPACE
+from vkback.gguf.tokenizer import TokenType, byte_letters
 
 SPM = "spm"
 """The kind that is SentencePiece; all others are byte-level BPE with a pre-tokenizer of that name."""

@@ -1,7 +1,7 @@
-"""Op families. Importing the package registers every op of every file in it (vkback.ops.op.OPS)."""
+"""Op families. Importing the package registers every op of every file in it and in its rooms (vkback.ops.op.OPS)."""
 
 import importlib
 import pkgutil
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+for _module in pkgutil.walk_packages(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)

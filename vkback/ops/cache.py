@@ -81,9 +81,7 @@ def store_units(node: Node, ctx: LowerContext) -> Dispatch:
     x, pos, cache = node.inputs
     heads, n_ctx, dim = cache.shape
     if dim % UNIT or x.type != "F32":
-        raise PlanError(
-            f"[SET_ROWS] {node.name}: {x} into {cache}: a {cache.type} cache takes F32 heads of a multiple of {UNIT} values"
-        )
+        raise PlanError(f"[SET_ROWS] {node.name}: {x} into {cache}: a {cache.type} cache takes F32 heads of a multiple of {UNIT} values")
     units = x.elements // UNIT
     push = weight_push(cache.type, quants.layout(cache.type, heads * n_ctx, dim), dim)
     choice = ctx.tuning.pick("rows", k=dim, n=pos.elements * heads)
@@ -106,6 +104,7 @@ def stored_tolerance(kind: str) -> Tolerance:
         return Tolerance(1e-10, 1e-4, "stored as they are; norm and RoPE before, in f32, are off by 1e-6 of a value")
     step = {"Q8_0": 1 / 127, "Q4_0": 1 / 8}[kind]
     return Tolerance(
-        1e-6 + 2e-2 * step * step, 2.2 * step,
+        1e-6 + 2e-2 * step * step,
+        2.2 * step,
         "scales are rounded to F16 either way (2^-11), and a value on the edge between two levels may go to the other, one in a hundred",
-    )  # fmt: skip
+    )

@@ -41,6 +41,10 @@ class CaseLineError(VkbackError):
     exit_code = 2
 
 
+FORMER_NAMES = {"MAT_VEC": "LINEAR", "MAT_VEC_HEADS": "LINEAR_HEADS", "MAT_VEC_ROPE_SET_ROWS": "LINEAR_ROPE_SET_ROWS"}
+"""Names of ops in lines that older builds printed."""
+
+
 def split_lines(text: str) -> list[str]:
     """Names of ops and whole cases, separated by commas outside of parentheses."""
     return [part.strip() for part in _BETWEEN_CASES.split(text) if part.strip()]
@@ -63,7 +67,8 @@ def parse_line(line: str) -> tuple[str, dict[str, Any]]:
             params[key] = _value(value) if equals else BARE
         except ValueError as e:
             raise CaseLineError(f"{line}: {key}={value}: {e}") from e
-    return match[1].upper(), params
+    op = match[1].upper()
+    return FORMER_NAMES.get(op, op), params
 
 
 def _value(text: str) -> Any:
@@ -108,7 +113,12 @@ def _hints(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def call_with(
-    build: Callable[..., Made], params: Mapping[str, Any], *, op: str, further: Collection[str], only: Collection[str] = (),
+    build: Callable[..., Made],
+    params: Mapping[str, Any],
+    *,
+    op: str,
+    further: Collection[str],
+    only: Collection[str] = (),
     example: Callable[[], str],
 ) -> Made:
     """build(**params), each parameter checked against its annotation: int, float, bool, str, a Literal or a tuple.

@@ -32,12 +32,12 @@ def fragments_possible(matrix: tuple[int, int, int], caps: Capabilities) -> bool
 declare(
     "cooperative_matrix",
     match={},
-    params={"row_lanes": CountOr("unknown")},  # neighbouring lanes that share a row of a matrix (shaders/mat_mul/matrix.glsl)
+    params={"row_lanes": CountOr("unknown")},  # neighbouring lanes that share a row of a matrix (shaders/gemm/matrix.glsl)
 )
 
 
 def row_lanes(ctx: LowerContext) -> int:
-    """Neighbouring lanes that share a row of a matrix (shaders/mat_mul/matrix.glsl), 0 where that is not known: as the check at start-up
+    """Neighbouring lanes that share a row of a matrix (shaders/gemm/matrix.glsl), 0 where that is not known: as the check at start-up
     found them (vkback/program/fragments.py), without it, as for a recorded device, as the tables say."""
     if ctx.row_lanes is not None:
         return ctx.row_lanes
@@ -46,7 +46,7 @@ def row_lanes(ctx: LowerContext) -> int:
 
 
 def matrix_spec(subgroups: int, matrix: tuple[int, int, int], caps: Capabilities) -> Spec:
-    """Specialization constants of shaders/mat_mul/matrix.glsl: of a workgroup of so many subgroups, and matrices of so many rows, columns
+    """Specialization constants of shaders/gemm/matrix.glsl: of a workgroup of so many subgroups, and matrices of so many rows, columns
     and depth."""
     rows, columns, depth = matrix
     return {"WG": subgroups * caps.subgroup_size, "SG": caps.subgroup_size, "FM": rows, "FN": columns, "FK": depth}

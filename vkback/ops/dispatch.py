@@ -67,7 +67,7 @@ class SpinWaits:
 
 
 class KernelConfig(Protocol):
-    """What a kernel is built for, as a typed value of its family (`MatVecConfig`)."""
+    """What a kernel is built for, as a typed value of its family (`GemvConfig`)."""
 
     @property
     def adjustments(self) -> tuple[Adjustment, ...]:

@@ -18,20 +18,10 @@ from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import declare
 from vkback.ops.general import is_general, lower_general, permuted, rounded_to, stored_tolerance, view_in
-from vkback.ops.glu import (
-    GELU_COST,
-    GELU_ERF_COST,
-    GELU_QUICK_COST,
-    SIGMOID_COST,
-    TANH_COST,
-    gelu,
-    gelu_erf,
-    gelu_quick,
-    sigmoid,
-)
+from vkback.ops.ggml_words import FLOATS, Four, ne_of, one_of_types, shape_of, sized, type_word
+from vkback.ops.glu import GELU_COST, GELU_ERF_COST, GELU_QUICK_COST, SIGMOID_COST, TANH_COST, gelu, gelu_erf, gelu_quick, sigmoid
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, Tape, register
-from vkback.ops.peer import FLOATS, Four, ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.storage import nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import workgroup_size
@@ -76,16 +66,39 @@ def tiles(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 
 TIMES: tuple[Shape, ...] = (
-    (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 2, 2), (2, 1, 1, 2), (2, 2, 2, 2),
-)  # fmt: skip
+    (2, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 1, 2, 1),
+    (1, 1, 1, 2),
+    (2, 2, 1, 1),
+    (1, 2, 2, 1),
+    (1, 1, 2, 2),
+    (2, 1, 1, 2),
+    (2, 2, 2, 2),
+)
 """How often b is repeated along each axis, in the full set."""
 
 PAIRS: tuple[tuple[Shape, Shape], ...] = (
-    ((1, 1, 8, 1), (1, 1, 8, 1)), ((16, 10, 9), (16, 10, 9)), ((16, 10, 9), (10, 9)), ((16, 10, 9), (9,)), ((16, 10, 9), (1,)),
-    ((16, 10, 8), (16, 10, 1)), ((16, 10, 9), (16, 1, 1)), ((4, 16, 10, 32), (16, 1, 1)), ((5, 7, 11, 13), (7, 11, 13)),
-    ((5, 7, 11, 13), (1, 1, 1, 13)), ((5, 7, 11, 13), (1, 7, 1, 1)), ((1, 1), (1, 1)), ((1, 2880), (2880,)), ((33, 4096), (4096,)),
-    ((1000, 13), (13,)), ((4100, 13), (4100, 13)), ((2, 3, 70001), (1,)), ((8_400_000,), (1,)), ((8_400_001,), (1,)),
-)  # fmt: skip
+    ((1, 1, 8, 1), (1, 1, 8, 1)),
+    ((16, 10, 9), (16, 10, 9)),
+    ((16, 10, 9), (10, 9)),
+    ((16, 10, 9), (9,)),
+    ((16, 10, 9), (1,)),
+    ((16, 10, 8), (16, 10, 1)),
+    ((16, 10, 9), (16, 1, 1)),
+    ((4, 16, 10, 32), (16, 1, 1)),
+    ((5, 7, 11, 13), (7, 11, 13)),
+    ((5, 7, 11, 13), (1, 1, 1, 13)),
+    ((5, 7, 11, 13), (1, 7, 1, 1)),
+    ((1, 1), (1, 1)),
+    ((1, 2880), (2880,)),
+    ((33, 4096), (4096,)),
+    ((1000, 13), (13,)),
+    ((4100, 13), (4100, 13)),
+    ((2, 3, 70001), (1,)),
+    ((8_400_000,), (1,)),
+    ((8_400_001,), (1,)),
+)
 """Shapes of a and b in the full set."""
 
 
@@ -160,8 +173,16 @@ class Binary(Op):
 
     def cases(self) -> Iterator[Case]:
         for a, b in (
-            ((1, 4096), (1, 4096)), ((3, 4096), (4096,)), ((5, 37), (37,)), ((7, 5), (7, 5)), ((2, 4, 64), (4, 64)),
-            ((2, 4, 64), (2, 4, 1)), ((3, 4, 10), (3, 4, 1)), ((3, 4, 10), (4, 1)), ((1, 1), (1,)), ((9, 16), (1, 1)),
+            ((1, 4096), (1, 4096)),
+            ((3, 4096), (4096,)),
+            ((5, 37), (37,)),
+            ((7, 5), (7, 5)),
+            ((2, 4, 64), (4, 64)),
+            ((2, 4, 64), (2, 4, 1)),
+            ((3, 4, 10), (3, 4, 1)),
+            ((3, 4, 10), (4, 1)),
+            ((1, 1), (1,)),
+            ((9, 16), (1, 1)),
             ((4, 6, 10), (2, 3, 10)),
         ):
             yield self._of_shapes(a, b)
@@ -176,9 +197,10 @@ class Binary(Op):
         for a, b in PAIRS:
             yield self._of_shapes(a, b)
         for type, (ne, nr), (perm1, overlap) in product(
-            ("f16", "bf16"), (((10, 5, 4, 3), (2, 2, 1, 1)), ((1, 1, 640, 1), (32, 32, 1, 1)), ((33, 5, 1, 1), (1, 1, 1, 1))),
+            ("f16", "bf16"),
+            (((10, 5, 4, 3), (2, 2, 1, 1)), ((1, 1, 640, 1), (32, 32, 1, 1)), ((33, 5, 1, 1), (1, 1, 1, 1))),
             ((0, 0), (1, 0), (0, 1)),
-        ):  # fmt: skip
+        ):
             yield self.build_case(type, ne, nr, perm1=perm1, src_overlap=overlap)
 
     def perf_cases(self) -> Iterator[Case]:
@@ -191,8 +213,15 @@ class Binary(Op):
         return self.build_case(ne=small, nr=cast(Four, tuple(x // y for x, y in zip(big, small, strict=True))))
 
     def build_case(
-        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), nr: Four = (1, 1, 1, 1), nf: int = 1, perm1: int = 0, src_overlap: int = 0,
-        type_b: str = "", seed: int = 2,
+        self,
+        type: str = "f32",
+        ne: Shape = (10, 5, 4, 3),
+        nr: Four = (1, 1, 1, 1),
+        nf: int = 1,
+        perm1: int = 0,
+        src_overlap: int = 0,
+        type_b: str = "",
+        seed: int = 2,
     ) -> Case:
         """a of sizes ne * nr, uniform in +-1, and nf times b of sizes ne in 0.5..1.5, away from zero for DIV.
 
@@ -263,13 +292,19 @@ def xielu(x: Array, alpha_n: float, alpha_p: float) -> Array:
 
 UNARY: Mapping[str, Function] = {
     "SCALE": Function(
-        "scale", lambda x, scale, bias: x * scale + bias, params=(("scale", 0.625), ("bias", -1.5)),
-        others=((2.0, 0.0), (2.0, 1.0), (0.0, -1.0), (-1e-3, 0.0)), cost={"fmul": 1, "fadd": 1},
+        "scale",
+        lambda x, scale, bias: x * scale + bias,
+        params=(("scale", 0.625), ("bias", -1.5)),
+        others=((2.0, 0.0), (2.0, 1.0), (0.0, -1.0), (-1e-3, 0.0)),
+        cost={"fmul": 1, "fadd": 1},
     ),
     "CLAMP": Function("clamp_to", np.clip, params=(("min", -0.5), ("max", 1.25)), others=((-0.25, 0.25), (0.0, 4.0), (1.0, 1.0))),
     "LEAKY_RELU": Function(
-        "leaky_relu", lambda x, slope: np.maximum(x, 0.0) + slope * np.minimum(x, 0.0), params=(("negative_slope", 0.125),),
-        others=((0.0,), (1.0,), (-0.5,)), cost={"fmul": 1},
+        "leaky_relu",
+        lambda x, slope: np.maximum(x, 0.0) + slope * np.minimum(x, 0.0),
+        params=(("negative_slope", 0.125),),
+        others=((0.0,), (1.0,), (-0.5,)),
+        cost={"fmul": 1},
     ),
     "SILU": Function("silu", lambda x: x * sigmoid(x), (-100.0, 100.0), cost=SIGMOID_COST),
     "SIGMOID": Function("sigmoid", sigmoid, (-20.0, 20.0), cost=SIGMOID_COST),
@@ -418,7 +453,14 @@ class Unary(Op):
         return call_with(build, params, op=self.name, further=self.further, only=keys, example=example)
 
     def build_case(
-        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), *, v: bool = False, inplace: bool = False, seed: int = 4, sizes: str = "",
+        self,
+        type: str = "f32",
+        ne: Shape = (10, 5, 4, 3),
+        *,
+        v: bool = False,
+        inplace: bool = False,
+        seed: int = 4,
+        sizes: str = "",
         **given: float,
     ) -> Case:
         """Values uniform over the function's domain; v: x is a view of a tensor three times as large along its first two axes and

@@ -1,6 +1,6 @@
 """Activations beyond the range of f16: how kernels tell, and the power of two by which they are packed instead.
 
-A kernel that packs activations as f16 has an overflow word (shaders/mat_mul/overflow.glsl), of kind "counter", which stays zero while all
+A kernel that packs activations as f16 has an overflow word (shaders/gemm/overflow.glsl), of kind "counter", which stays zero while all
 values are within 65504. Where it is not zero after a run, what the run made is worth nothing: the host plans anew, with a scale for the
 tensor in question (`LowerContext.f16_scales`), and runs again. Sums are multiplied by the inverse. Powers of two round nothing, so a scale
 costs at the lower end alone: steps of 2^-24 become steps of 2^-24 / scale. With the least scale, 2^-13, that is 2^-11, and a token whose

@@ -17,9 +17,9 @@ from vkback.ops.cost import Cost, times, total
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import declare
 from vkback.ops.general import is_general, lower_general, rounded_to, stored_tolerance, view_in
+from vkback.ops.ggml_words import FLOATS, ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, Tape, register
-from vkback.ops.peer import FLOATS, ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.quantize import Q8_1_TOLERANCE
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import reduction, workgroup_size
@@ -244,8 +244,16 @@ class Glu(Op):
         return self.build_case(ne_a=ne_of(wide), split=separate and self.name not in PARAMS, **given)
 
     def build_case(
-        self, type: str = "f32", ne_a: Shape = (128, 2, 2, 2), v: bool = False, swapped: bool = False, split: bool = False,
-        size: float = 3.0, out: str = "", seed: int = 5, **given: float,
+        self,
+        type: str = "f32",
+        ne_a: Shape = (128, 2, 2, 2),
+        v: bool = False,
+        swapped: bool = False,
+        split: bool = False,
+        size: float = 3.0,
+        out: str = "",
+        seed: int = 5,
+        **given: float,
     ) -> Case:
         """Values uniform in +-size: about where the activation is curved, or far beyond.
 

@@ -13,8 +13,15 @@ from vkback.shader import Variant
 
 
 def by_threads(
-    node: Node, ctx: LowerContext, shader: str, args: Sequence[Arg], push: Sequence[int | float], threads: int,
-    defines: Mapping[str, str | int] | None = None, *, flops: int = 0,
+    node: Node,
+    ctx: LowerContext,
+    shader: str,
+    args: Sequence[Arg],
+    push: Sequence[int | float],
+    threads: int,
+    defines: Mapping[str, str | int] | None = None,
+    *,
+    flops: int = 0,
 ) -> Dispatch:
     """A launch of `threads` threads in workgroups of the size that tables give for as many values (define WG_SIZE)."""
     choice = ctx.tuning.pick("elementwise", elements=threads)

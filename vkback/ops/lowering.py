@@ -15,7 +15,7 @@ from vkback.graph import Tensor
 from vkback.ops.family import Chooser
 
 Act = Literal["auto", "f32", "f16", "q8_1"]
-"""How activations enter mat-vecs: as the tables say, as floats, or rounded to Q8_1."""
+"""How activations enter GEMVs: as the tables say, as floats, or rounded to Q8_1."""
 ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
 """Those that a model may be loaded with, and an op run; f16 is for training alone."""
 Sync = Literal["barrier", "sentinel"]
@@ -35,7 +35,7 @@ class LowerContext:
          forward and backward, and every row of activations or gradients is packed times a power of two of its own
     sync "sentinel": stages run barrier-free where they can
     fragments  the driver lays a cooperative matrix out over lanes in one way in all kernels (vkback/program/fragments.py checks it)
-    row_lanes  neighbouring lanes that share a row of a cooperative matrix, in the order of shaders/mat_mul/matrix.glsl (checked too);
+    row_lanes  neighbouring lanes that share a row of a cooperative matrix, in the order of shaders/gemm/matrix.glsl (checked too);
                0: in no such order; None: not checked, what is known of the driver counts
     f16_scales  what activations are multiplied by when they are packed as f16, by name of the F16 tensor; 1 for the others
                (vkback/ops/f16_range.py)

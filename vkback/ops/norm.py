@@ -15,19 +15,15 @@ from vkback.ops.cost import Cost, times, total
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import declare
 from vkback.ops.general import is_general, lower_general, permuted, view_in
+from vkback.ops.ggml_words import ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, Tape, register
-from vkback.ops.peer import ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.quantize import Q8_1_TOLERANCE
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
-declare(
-    "norm",
-    match={"dim": "number", "rows": "number"},
-    params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)},
-)
+declare("norm", match={"dim": "number", "rows": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
 
 TAKES = ("F32", "Q8_1")
 """Types of the kernels."""
@@ -168,8 +164,16 @@ class Norm(Op):
         return self.build_case(ne=ne_of(shape), **given)
 
     def build_case(
-        self, type: str = "f32", ne: Shape = (64, 5, 4, 3), v: bool = False, eps: float = 1e-6, noncontig_rows: bool = False,
-        inplace: bool = False, scale: float = 1.0, out: str = "f32", seed: int = 11,
+        self,
+        type: str = "f32",
+        ne: Shape = (64, 5, 4, 3),
+        v: bool = False,
+        eps: float = 1e-6,
+        noncontig_rows: bool = False,
+        inplace: bool = False,
+        scale: float = 1.0,
+        out: str = "f32",
+        seed: int = 11,
     ) -> Case:
         """Values uniform in +-scale about 0.3 * scale, weights in 0.5..1.5.
 
@@ -207,9 +211,13 @@ class Norm(Op):
             return Problem(Node(self.name, tuple(inputs), outputs, {"eps": eps} | ({"views": {0: view}} if view else {})), values)
 
         given: dict[str, Any] = {
-            "type": type.lower(), "ne": ne_of(shape), "v": int(v), "eps": eps, "noncontig_rows": int(noncontig_rows),
+            "type": type.lower(),
+            "ne": ne_of(shape),
+            "v": int(v),
+            "eps": eps,
+            "noncontig_rows": int(noncontig_rows),
             "inplace": int(inplace),
-        }  # fmt: skip
+        }
         shown = {key: given[key] for key in self.keys if key in given}
         shown |= {"scale": scale} if scale != 1.0 else {}
         shown |= {"out": type_word(y_type)} if y_type != "F32" else {}

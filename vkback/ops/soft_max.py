@@ -17,9 +17,9 @@ from vkback.ops.cost import Cost, times
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.family import Choice
 from vkback.ops.general import is_general, lower_general, rounded_to
+from vkback.ops.ggml_words import ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
-from vkback.ops.peer import ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.storage import nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
@@ -75,8 +75,17 @@ def _dispatch(node: Node, ctx: LowerContext, *, sum_rows: bool) -> Dispatch:
 
 
 SHAPES: tuple[Shape, ...] = (
-    (1, 1), (1, 32), (2, 33), (4, 1, 128), (7, 1024), (3, 4096), (2, 16, 1000), (1, 151936), (1, 643251), (5, 4, 3, 70),
-)  # fmt: skip
+    (1, 1),
+    (1, 32),
+    (2, 33),
+    (4, 1, 128),
+    (7, 1024),
+    (3, 4096),
+    (2, 16, 1000),
+    (1, 151936),
+    (1, 643251),
+    (5, 4, 3, 70),
+)
 """Of the full set."""
 
 
@@ -190,8 +199,17 @@ class SoftMax(Op):
         yield self.build_case(ne=(4096, 32))
 
     def build_case(
-        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), mask: bool = False, sinks: bool = False, m_prec: str = "f32",
-        nr23: tuple[int, int] = (1, 1), scale: float = 0.5, max_bias: float = 0.0, inplace: bool = False, seed: int = 37,
+        self,
+        type: str = "f32",
+        ne: Shape = (10, 5, 4, 3),
+        mask: bool = False,
+        sinks: bool = False,
+        m_prec: str = "f32",
+        nr23: tuple[int, int] = (1, 1),
+        scale: float = 0.5,
+        max_bias: float = 0.0,
+        inplace: bool = False,
+        seed: int = 37,
     ) -> Case:
         """Values uniform in +-20; the mask hides a third of them and the first row altogether where there are several. nr23: how often the
         mask is repeated along the axes of heads and outside, which x has so many times longer than ne; inplace: the output is x itself."""
@@ -224,9 +242,17 @@ class SoftMax(Op):
             return Problem(Node("SOFT_MAX", tuple(inputs), (y,), params), values)
 
         shown = {
-            "type": type.lower(), "ne": ne_of(small), "mask": int(mask), "sinks": int(sinks), "m_prec": type_word(kind), "nr23": nr23,
-            "scale": scale, "max_bias": max_bias, "inplace": int(inplace), "seed": seed,
-        }  # fmt: skip
+            "type": type.lower(),
+            "ne": ne_of(small),
+            "mask": int(mask),
+            "sinks": int(sinks),
+            "m_prec": type_word(kind),
+            "nr23": nr23,
+            "scale": scale,
+            "max_bias": max_bias,
+            "inplace": int(inplace),
+            "seed": seed,
+        }
         return Case("SOFT_MAX", shown, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -235,9 +261,10 @@ class SoftMax(Op):
         additions = ceil_div(node.inputs[0].shape[-1], wg) + wg.bit_length()
         relative = 2.0**-24 * additions + 3e-6
         return Tolerance(
-            max(1e-10, relative**2), max(1e-3, relative * node.inputs[0].elements ** 0.5),
+            max(1e-10, relative**2),
+            max(1e-3, relative * node.inputs[0].elements ** 0.5),
             f"f32; exp(z - max) with |z| up to 20 has 3 + 2|z| ulp by Vulkan's rules: 3e-6 relative; {additions} additions in turn",
-        )  # fmt: skip
+        )
 
     def tolerance_at(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Tolerance:
         wg, _ = threads_of_a_row(node.inputs[0], ctx)
@@ -271,9 +298,7 @@ class SumRows(Op):
         for permute, slice in product((False, True), repeat=2):
             yield self.build_case(ne=(33, 5, 6, 3), permute=permute, slice=slice)
 
-    def build_case(
-        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), permute: bool = False, slice: bool = False, seed: int = 41
-    ) -> Case:
+    def build_case(self, type: str = "f32", ne: Shape = (10, 5, 4, 3), permute: bool = False, slice: bool = False, seed: int = 41) -> Case:
         """slice: of the third axis every second, of the fourth all but the first; permute: the axes behind the first turn by one."""
         one_of_types(type, ("F32",))
         inner = shape_of(ne)

@@ -10,12 +10,12 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
-from vkback.ops.copy_cases import NONE, view_of
+from vkback.ops.copies.copy_cases import NONE, view_of
 from vkback.ops.dispatch import Arg, Dispatch, pack_push, spread
 from vkback.ops.general import is_general, lower_general, view_in
+from vkback.ops.ggml_words import Four, ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
-from vkback.ops.peer import Four, ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.storage import nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
@@ -83,9 +83,7 @@ class Mean(Sums):
         k = x.shape[-1]
         return [rows_launch(node, ctx, 0, x, y, (x.elements // k, k), 1 / k)]
 
-    def build_case(
-        self, type: str = "f32", ne: Shape = (10, 5, 4, 3), permute: bool = False, slice: bool = False, seed: int = 3
-    ) -> Case:
+    def build_case(self, type: str = "f32", ne: Shape = (10, 5, 4, 3), permute: bool = False, slice: bool = False, seed: int = 3) -> Case:
         """permute: of a tensor whose axes 1 to 3 are exchanged; slice: of every second value along them."""
         one_of_types(type, ("F32",))
         shape = shape_of(ne)
@@ -200,5 +198,3 @@ class CountEqual(Op):
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case()
-
-

@@ -45,7 +45,7 @@ def required_subgroup(caps: Capabilities) -> int | None:
 
 
 def lanes_for(caps: Capabilities) -> tuple[int, int | None, int]:
-    """(subgroup size to count on, size to require, USE_SHUFFLES) of the kernels without shared memory (shaders/mat_mul/rows.glsl).
+    """(subgroup size to count on, size to require, USE_SHUFFLES) of the kernels without shared memory (shaders/gemm/rows.glsl).
 
     Activations go from lane to lane where the device is a CPU: its loads take an instruction for every lane, its shuffles one for all.
     Narrower subgroups than eight count as eight: so many threads make a unit of Q8_1, which must lie within a workgroup.

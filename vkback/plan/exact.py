@@ -3,10 +3,10 @@
 A value keeps its bits if the same operations make it in the same order. So nodes of several tokens run in the kernels of one token: tuning
 tables are queried as for one token, and choices that exist only for one token, or only for many, are avoided.
 
-- Products use the mat-vec kernels, up to 16 tokens per read of the weights. Lanes, units per lane and the order in which their sums are
+- Products use the GEMV kernels, up to 16 tokens per read of the weights. Lanes, units per lane and the order in which their sums are
   added do not depend on the number of columns; experts are summed in the order of their choice.
 - Attention has separate workgroups for each token. Where the rows of the cache are split depends on the token's position only.
-- Norm, RoPE and store are separate stages for one token, too: in a mat-vec's prologue a norm rounds differently, and attention that stores
+- Norm, RoPE and store are separate stages for one token, too: in a GEMV's prologue a norm rounds differently, and attention that stores
   its own row adds it in another order.
 - A program that makes no logits is fused as if it made them: `without_logits`.
 - All stages have barriers: a spin-wait takes one float from the values that may be stored (shaders/common/sentinel.glsl).
@@ -30,7 +30,7 @@ TOKEN_KEYS = ("n", "rows")
 
 STAGES: Mapping[str, Mapping[str, Any]] = {
     "schedule": {"norm": "stage", "rope": "stage", "router": "stage", "sync": "barrier"},
-    "mat_mul": {"kernel": "mat_vec"},
+    "gemm": {"kernel": "gemv"},
     "attention": {"way": "decode"},
 }
 """Parameters that stay the same for any number of tokens, whatever the tables say."""

@@ -8,14 +8,14 @@ from vkback.device import Capabilities
 from vkback.graph import Graph, Node, live
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError, Sync
-from vkback.ops.mat_mul_nodes import LOWER
+from vkback.ops.matmul.pack_nodes import LOWER
 from vkback.ops.op import OPS
 from vkback.ops.storage import nbytes, shards
 from vkback.plan.exact import arithmetic_as_written
-from vkback.plan.fuse import fuse
-from vkback.plan.fuse_training import fuse_training, without_repeats
-from vkback.plan.heads import store_by_products
-from vkback.plan.pack import pack_activations
+from vkback.plan.passes.fuse import fuse
+from vkback.plan.passes.heads import store_by_products
+from vkback.plan.passes.pack import pack_activations
+from vkback.plan.passes.training import fuse_training, without_repeats
 from vkback.plan.schedule import Schedule, Slot, in_one_block, into_stages, place, place_unaliased
 from vkback.plan.schedule_choice import schedule_choice
 from vkback.plan.sync import without_barriers
@@ -24,7 +24,7 @@ from vkback.plan.sync import without_barriers
 def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | None = None) -> Schedule:
     """The schedule of a graph on one device: a pure function of its arguments.
 
-    fusion    "all", "none" (each op by itself) or "training" (vkback/plan/fuse_training.py)
+    fusion    "all", "none" (each op by itself) or "training" (vkback/plan/passes/training.py)
     ahead     a node runs at most so many stages before the nodes that precede it in the graph, even if it could run earlier: a training
               step needs the least memory with 0
     Raises PlanError naming the node when an op is unknown or cannot run on the device.

@@ -94,9 +94,7 @@ def into_stages(dispatches: Sequence[Dispatch], *, ahead: int | None = None) -> 
     stages: list[list[Dispatch]] = []
     for d in dispatches:
         least = 0 if ahead is None else max(len(stages) - 1 - ahead, 0)
-        level = max(
-            [least, *(written.last(*r) + 1 for r in d.reads), *(max(written.last(*w), read.last(*w)) + 1 for w in d.writes)],
-        )
+        level = max([least, *(written.last(*r) + 1 for r in d.reads), *(max(written.last(*w), read.last(*w)) + 1 for w in d.writes)])
         for r in d.reads:
             read.touch(*r, level)
         for w in d.writes:

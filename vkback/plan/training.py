@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from vkback.graph import Graph, Node, Tensor, live
 from vkback.ops.lowering import PlanError
-from vkback.ops.optimizers import adamw_params
+from vkback.ops.training.optimizers import adamw_params
 from vkback.plan.autodiff import Backward, differentiate, gradient
-from vkback.plan.liveness import layer_of
-from vkback.plan.lora import Lora, adapted, is_adapter
+from vkback.plan.cost.liveness import layer_of
+from vkback.plan.passes.lora import Lora, adapted, is_adapter
 
 Optimizer = Literal["sgd", "adamw"]
 OPTIMIZERS: tuple[Optimizer, ...] = ("sgd", "adamw")
@@ -58,8 +58,8 @@ class TrainingGraph:
 
 
 def training_graph(
-    model: Graph, *, sequences: int = 1, f32: bool = True, lora: Lora | None = None, accumulate: bool = False, checkpoint: bool = False,
-) -> TrainingGraph:  # fmt: skip
+    model: Graph, *, sequences: int = 1, f32: bool = True, lora: Lora | None = None, accumulate: bool = False, checkpoint: bool = False
+) -> TrainingGraph:
     """The training step of a model's graph with head "all", whose n tokens are `sequences` texts of equal length.
 
     f32      weights are F32, whatever the file has
@@ -137,9 +137,10 @@ def _made_again(nodes: Sequence[Node], backward: Backward) -> Backward:
     crossing = {t.name for node in nodes for t in node.inputs if layers.get(t.name) != layer_of(node)}
     again = {
         t.name: replace(t, name=f"{t.name} (again)")
-        for node in nodes for t in node.outputs
+        for node in nodes
+        for t in node.outputs
         if layer_of(node) not in (None, last) and t.name not in crossing
-    }  # fmt: skip
+    }
 
     def renamed(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         return tuple(again.get(t.name, t) for t in tensors)

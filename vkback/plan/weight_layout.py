@@ -5,7 +5,7 @@ from __future__ import annotations
 from vkback import quants
 from vkback.device import Capabilities
 from vkback.ops.codebooks import in_pairs
-from vkback.plan.tuning import Tuning
+from vkback.tuning.lookup import Tuning
 
 
 def stored_type(quant: str, k: int, caps: Capabilities) -> str:

@@ -16,7 +16,7 @@ Shape = tuple[int, int, int]
 
 
 def fragments_alike(device: Device, library: ShaderLibrary, matrix: Shape) -> bool:
-    """Run shaders/mat_mul/fragment_map.comp: a matrix B written lane by lane by one kernel and read back by another must be the same
+    """Run shaders/gemm/fragment_map.comp: a matrix B written lane by lane by one kernel and read back by another must be the same
     matrix.
 
     matrix  rows, columns and depth; the shape must be one of the device's
@@ -33,7 +33,7 @@ def fragments_alike(device: Device, library: ShaderLibrary, matrix: Shape) -> bo
         device.upload(source, elements)
         rec = device.recorder("fragment map")
         for back in (0, 1):
-            kernel = _kernel(device, library, "mat_mul/fragment_map.comp", matrix_spec(1, matrix, device.caps) | {"BACK": back})
+            kernel = _kernel(device, library, "gemm/fragment_map.comp", matrix_spec(1, matrix, device.caps) | {"BACK": back})
             rec.dispatch(kernel, [source, fragment, result], b"", (1, 1, 1), "fragment map")
             rec.barrier()
         device.run(rec)
@@ -49,7 +49,7 @@ def _kernel(device: Device, library: ShaderLibrary, source: str, spec: Spec) -> 
 
 
 def row_lanes_found(device: Device, library: ShaderLibrary) -> int:
-    """Number of neighbouring lanes that share a row of a matrix, in the layout that shaders/mat_mul/matrix.glsl describes, for all matrix
+    """Number of neighbouring lanes that share a row of a matrix, in the layout that shaders/gemm/matrix.glsl describes, for all matrix
     shapes that kernels use on this device; 0 if the layout differs or there are no matrices."""
     found = {_row_lanes(device, library, shape) for shape in matrix_shapes(device.caps)}
     return found.pop() if len(found) == 1 else 0
@@ -66,7 +66,7 @@ def _row_lanes(device: Device, library: ShaderLibrary, matrix: Shape) -> int:
         out = arena.alloc(3 * 16 * 4 * lanes, "elements")
         device.upload(f16, numbers.astype(np.float16))  # whole numbers up to 2048 are exact
         device.upload(f32, numbers.astype(np.float32))
-        kernel = _kernel(device, library, "mat_mul/element_map.comp", matrix_spec(1, matrix, device.caps))
+        kernel = _kernel(device, library, "gemm/element_map.comp", matrix_spec(1, matrix, device.caps))
         rec = device.recorder("element map")
         rec.dispatch(kernel, [f16, f32, out], b"", (1, 1, 1), "element map")
         rec.barrier()
@@ -76,7 +76,7 @@ def _row_lanes(device: Device, library: ShaderLibrary, matrix: Shape) -> int:
 
 
 def lanes_of_row(held: npt.NDArray[np.int64], matrix: Shape) -> int:
-    """The T of shaders/mat_mul/matrix.glsl; 0 if the layout differs.
+    """The T of shaders/gemm/matrix.glsl; 0 if the layout differs.
 
     held  [3, lanes, 16]: numbers (row-major) of the elements of A, B and sums that each lane holds; -1 after the last
     """
@@ -112,6 +112,6 @@ def lanes_of_row(held: npt.NDArray[np.int64], matrix: Shape) -> int:
 
 
 def fragments_hold(device: Device, library: ShaderLibrary) -> bool:
-    """`fragments_alike` for the matrices that mat-mats use on this device; False if there are none."""
+    """`fragments_alike` for the matrices that GEMMs use on this device; False if there are none."""
     matrix = matrix_shape(device.caps)
     return matrix is not None and fragments_alike(device, library, matrix)

@@ -123,8 +123,7 @@ class Program:
         return self.state is not None and bool(self.device.download(self.state, np.uint32)[0])
 
     def overflowed(self, words: npt.NDArray[np.uint32]) -> dict[str, float]:
-        """Names of the overflow words that are not zero, with the magnitude that they hold. words: a copy of `overflow`, as 32-bit words.
-        """
+        """Names of the overflow words that are not zero, with the magnitude that they hold. words: a copy of `overflow`, as 32-bit words."""
         names = [t.name for t in self.schedule.tensors().values() if is_overflow_word(t)]
         sizes = words.reshape(len(names), -1)[:, 0].view(np.float32)
         return {name: float(size) for name, size in zip(names, sizes, strict=True) if size != 0.0}
@@ -138,10 +137,16 @@ class Program:
         return found
 
     def record(
-        self, name: str, *, repeat: int = 1, timestamps: bool = False, barriers: bool = False,
-        copies: Sequence[tuple[BufferRange, BufferRange]] = (), part: Sequence[int] | None = None,
+        self,
+        name: str,
+        *,
+        repeat: int = 1,
+        timestamps: bool = False,
+        barriers: bool = False,
+        copies: Sequence[tuple[BufferRange, BufferRange]] = (),
+        part: Sequence[int] | None = None,
         on_dispatch: Callable[[Dispatch], object] | None = None,
-    ) -> Commands:  # fmt: skip
+    ) -> Commands:
         """Record the schedule `repeat` times into one command buffer.
 
         copies      (source, target) copied at the end, for the host to read

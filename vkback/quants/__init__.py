@@ -1,9 +1,9 @@
 """Quantized types: registry, decode, encode, random blocks, and the layout weights and activations have on the device. No GPU needed.
 
-    decode("Q4_K", raw)         blocks of a GGUF file, uint8 [..., row_bytes], to float32
-    encode("Q4_K", x)           float32 [rows, k] to blocks
-    to_device("Q4_K", raw, k)   blocks to the bytes the shaders read; layout() says where each plane lies
-    q8_1_quantize(x)            activations to the bytes the integer-dot shaders read
+decode("Q4_K", raw)         blocks of a GGUF file, uint8 [..., row_bytes], to float32
+encode("Q4_K", x)           float32 [rows, k] to blocks
+to_device("Q4_K", raw, k)   blocks to the bytes the shaders read; layout() says where each plane lies
+q8_1_quantize(x)            activations to the bytes the integer-dot shaders read
 """
 
 from vkback.quants.codebooks import EVEN_SIGNS

@@ -231,9 +231,12 @@ class _IQ3XXS(_Signed):
 class _IQ3S(_Signed):
     block = packed(("d", 2), ("qs", 64), ("qh", 8), ("signs", 32), ("scales", 4))
     type = _coded(
-        "IQ3_S", 21, block, (Plane("qs", 8), Plane("signs", 4), Plane("qh", 1), Plane("scales", 4, SUPER), Plane("d", 2, SUPER)),
+        "IQ3_S",
+        21,
+        block,
+        (Plane("qs", 8), Plane("signs", 4), Plane("qh", 1), Plane("scales", 4, SUPER), Plane("d", 2, SUPER)),
         _codebook("IQ3_S", 9, 4),
-    )  # fmt: skip
+    )
 
     steps, targets = (1.0, 2.0, 15), tuple(np.geomspace(0.9, 20.0, 18))
 

@@ -103,7 +103,7 @@ class Codec(ABC):
 
     def coarse_limits(self) -> tuple[Limit, ...]:
         """Which may have a coarse quantization step, or an offset of 4 or more: what kernels that decode by way of subnormal f16 cannot
-        hold (shaders/mat_mul/unit_f16.glsl)."""
+        hold (shaders/gemm/unit_f16.glsl)."""
         if not self.type.step_factor:
             return ()
         step, *offsets = self.halves()
@@ -123,7 +123,7 @@ class Codec(ABC):
         return bool(_any_reached(self.coarse_limits(), blocks).any())
 
     def beyond_f16(self, blocks: U8) -> bool:
-        """Whether weights of [n, block_bytes] may overflow where a kernel makes f16 of them (shaders/mat_mul/unit_f16.glsl): whether one is
+        """Whether weights of [n, block_bytes] may overflow where a kernel makes f16 of them (shaders/gemm/unit_f16.glsl): whether one is
         beyond a quarter of the largest f16, which leaves room for what is subtracted last."""
         large = _any_reached(self.large_limits(), blocks)
         return bool(large.any()) and bool(np.abs(self.decode(np.ascontiguousarray(blocks[large]))).max() > LARGEST_HALF / 4)

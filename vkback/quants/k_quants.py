@@ -19,17 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.quants import search
-from vkback.quants.bits import (
-    BIT_SQUARE,
-    CRUMBS,
-    NIBBLE_CHUNKS,
-    Q2_CRUMBS,
-    Q6_NIBBLES,
-    Rearrange,
-    Words,
-    flipped_tops,
-    swap_digit_pairs,
-)
+from vkback.quants.bits import BIT_SQUARE, CRUMBS, NIBBLE_CHUNKS, Q2_CRUMBS, Q6_NIBBLES, Rearrange, Words, flipped_tops, swap_digit_pairs
 from vkback.quants.codec import F32, U8, Codec, Weave, Weights, half, packed, put_half, random_half
 from vkback.quants.quant_type import Plane, QuantType
 
@@ -239,9 +229,13 @@ def _unweave_q3(planes: Mapping[str, U8]) -> None:
 class _Q3K(Codec):
     block = packed(("qh", 32), ("qs", 64), ("scales", 12), ("d", 2))
     type = QuantType(
-        "Q3_K", 11, SUPER, block.itemsize, (Plane("qs", 8), Plane("qh", 4), Plane("scales", 12, SUPER), Plane("d", 2, SUPER)),
+        "Q3_K",
+        11,
+        SUPER,
+        block.itemsize,
+        (Plane("qs", 8), Plane("qh", 4), Plane("scales", 12, SUPER), Plane("d", 2, SUPER)),
         step_factor=32,
-    )  # fmt: skip
+    )
     moves: Mapping[str, Rearrange] = {"qs": CRUMBS, "qh": BIT_SQUARE, "scales": _SCALES12}
     weave = Weave(("qs", "qh"), _weave_q3, _unweave_q3)
 

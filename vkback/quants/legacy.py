@@ -1,11 +1,11 @@
 """The first block formats: 32 weights, one step d, and for the _1 types an offset m. Little endian, fields in this order:
 
-    Q4_0  d f16 | qs 16 bytes: value j low, j + 16 high      weight = d (q - 8)
-    Q4_1  d, m f16 | qs 16                                   weight = d q + m
-    Q5_0  d f16 | qh: fifth bit of value j is bit j | qs 16  weight = d (q - 16)
-    Q5_1  d, m f16 | qh 4 | qs 16                            weight = d q + m
-    Q8_0  d f16 | qs 32 int8                                 weight = d q
-    Q8_1  d, s f16 | qs 32 int8                              weight = d q;  s = d sum(q)
+Q4_0  d f16 | qs 16 bytes: value j low, j + 16 high      weight = d (q - 8)
+Q4_1  d, m f16 | qs 16                                   weight = d q + m
+Q5_0  d f16 | qh: fifth bit of value j is bit j | qs 16  weight = d (q - 16)
+Q5_1  d, m f16 | qh 4 | qs 16                            weight = d q + m
+Q8_0  d f16 | qs 32 int8                                 weight = d q
+Q8_1  d, s f16 | qs 32 int8                              weight = d q;  s = d sum(q)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One and two bits a weight under one scale.
 
-    Q1_0  d f16 | bits 16: bit j of the 128                    weight = d or -d                blocks of 128
-    Q2_0  d f16 | qs 16, 2 bits, value j at bits 2j            weight = d (q - 1)              blocks of 64
+Q1_0  d f16 | bits 16: bit j of the 128                    weight = d or -d                blocks of 128
+Q2_0  d f16 | qs 16, 2 bits, value j at bits 2j            weight = d (q - 1)              blocks of 64
 """
 
 from __future__ import annotations

@@ -16,16 +16,7 @@ from vkback.quants.codec import F32, U8, Codec
 from vkback.quants.iq import OTHER_LAYOUTS
 from vkback.quants.quant_type import QuantRangeError, QuantShapeError, QuantType, UnknownQuant
 
-FAMILIES = (
-    "floats",
-    "legacy",
-    "k_quants",
-    "iq",
-    "mx",
-    "codebooks",
-    "ternary",
-    "low_bit",
-)
+FAMILIES = ("floats", "legacy", "k_quants", "iq", "mx", "codebooks", "ternary", "low_bit")
 """Modules of this package with codecs (`CODECS`), in the order in which types are listed."""
 
 _CODECS: dict[str, Codec] = {c.type.name: c for family in FAMILIES for c in import_module(f"vkback.quants.{family}").CODECS}
@@ -174,6 +165,7 @@ def encode_weights(name: str, x: npt.NDArray[np.float32], tensor: str) -> U8:
 
 MIN_LIMIT = 2688
 """Up to this every type holds weights: the largest of NVFP4, 448 * 6. Scales in f16 go to 65504 and further."""
+
 
 def _random_chunk(c: Codec, rng: np.random.Generator, blocks: U8, scale: float) -> None:
     nbytes = blocks.size

@@ -161,9 +161,7 @@ def affine(x: F32, weights: Weights, top: int, spread: Sequence[float], free_off
     return best_step, best_offset
 
 
-def two_level_scale(
-    x: F32, weights: Weights, nearest: Rounding, targets: Sequence[float], scale_range: tuple[int, int]
-) -> tuple[F32, F32]:
+def two_level_scale(x: F32, weights: Weights, nearest: Rounding, targets: Sequence[float], scale_range: tuple[int, int]) -> tuple[F32, F32]:
     """Super-blocks x = d * s * level: d an f16 per super-block, s an integer in `scale_range` per group.
 
     x and weights are [values, groups, n]; returns d [n] and s [groups, n].
@@ -199,9 +197,7 @@ def two_level_scale(
     return best_d, best_s
 
 
-def two_level_affine(
-    x: F32, weights: Weights, top: int, spread: Sequence[float], scale_top: int
-) -> tuple[F32, F32, F32, F32]:
+def two_level_affine(x: F32, weights: Weights, top: int, spread: Sequence[float], scale_top: int) -> tuple[F32, F32, F32, F32]:
     """Super-blocks x = d * s * q - dmin * m: d and dmin f16 per super-block, s and m integers in 0..scale_top per group, q in 0..top.
 
     x and weights are [values, groups, n]; returns d [n], dmin [n], s [groups, n], m [groups, n].

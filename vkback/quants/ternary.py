@@ -1,9 +1,9 @@
 """Ternary formats: weights d * (-1, 0 or 1) in super-blocks of 256.
 
-    TQ2_0  qs 64: byte 32h + l, bits 2s hold value 128h + 32s + l | d f16
-    TQ1_0  five weights a byte, in base 3 | d f16. A byte is the fraction of its five digits, first digit first, in 256ths, rounded up.
-           Bytes 0..31: digit m of byte l is value 32m + l.   Bytes 32..47: digit m of byte 32 + l is value 160 + 16m + l.
-           Bytes 48..51: digit m (of four) of byte 48 + l is value 240 + 4m + l.
+TQ2_0  qs 64: byte 32h + l, bits 2s hold value 128h + 32s + l | d f16
+TQ1_0  five weights a byte, in base 3 | d f16. A byte is the fraction of its five digits, first digit first, in 256ths, rounded up.
+       Bytes 0..31: digit m of byte l is value 32m + l.   Bytes 32..47: digit m of byte 32 + l is value 160 + 16m + l.
+       Bytes 48..51: digit m (of four) of byte 48 + l is value 240 + 4m + l.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class BenchResult:
     test_time      RFC 3339, UTC, when the test began
     samples_ns     time of each repetition
     bytes_per_token, read_rate_gb_s   None where not known; GB = 1e9 bytes
-    tuning          what tells the tuning tables and overrides that it was made with from others (vkback/plan/tuning.py); "" where not known
-    prompt_flops    operations of the test's prompt (vkback/plan/flops.py); None where not known
+    tuning          what tells the tuning tables and overrides that it was made with from others (vkback/tuning/lookup.py); "" where not known
+    prompt_flops    operations of the test's prompt (vkback/plan/cost/flops.py); None where not known
     math_way        by what most of them are made, "coop_mat", "int_dot" or "f32", and math_rate_tflops: what the device was measured to
                     reach by it in registers (vkback/timing/math_rate.py); "" and None where not known
     """
@@ -329,10 +329,24 @@ def field_types() -> dict[str, str]:
     import pandas as pd
 
     probe = BenchResult(
-        build_commit="", build_number=0, cpu_info="", gpu_info="", model_filename="", model_type="", model_size=0, model_n_params=0,
-        n_prompt=0, n_gen=1, n_depth=0, test_time="", samples_ns=(1,), bytes_per_token=1, read_rate_gb_s=1.0, prompt_flops=1,
+        build_commit="",
+        build_number=0,
+        cpu_info="",
+        gpu_info="",
+        model_filename="",
+        model_type="",
+        model_size=0,
+        model_n_params=0,
+        n_prompt=0,
+        n_gen=1,
+        n_depth=0,
+        test_time="",
+        samples_ns=(1,),
+        bytes_per_token=1,
+        read_rate_gb_s=1.0,
+        prompt_flops=1,
         math_rate_tflops=1.0,
-    )  # fmt: skip
+    )
     prompt = replace(probe, n_prompt=1, n_gen=0)  # generation and prompts have figures of their own
     kinds = pd.DataFrame([probe.row(), prompt.row()]).dtypes
     return {str(name): SQL_TYPES.get(kind.kind, "TEXT") for name, kind in kinds.items()}

@@ -39,8 +39,19 @@ SPREAD = 3.0
 REQUIRED = ("model_type", "model_size", "model_n_params", "n_prompt", "n_gen", "avg_ts", "stddev_ts")
 
 SETTINGS = (
-    "backends", "n_gpu_layers", "flash_attn", "type_k", "type_v", "n_batch", "n_ubatch", "devices", "gpu_info", "act", "exact", "feed"
-)  # fmt: skip
+    "backends",
+    "n_gpu_layers",
+    "flash_attn",
+    "type_k",
+    "type_v",
+    "n_batch",
+    "n_ubatch",
+    "devices",
+    "gpu_info",
+    "act",
+    "exact",
+    "feed",
+)
 """Parameters that tell two rows of one file apart; those that never vary inside a file are not compared across files."""
 
 PLACES = ("backends", "devices", "gpu_info")
@@ -179,11 +190,19 @@ def _of_markdown(text: str) -> pd.DataFrame:
             if speed is None or sizes is None:
                 raise ValueError(f"{row['test']}: {row['t/s']}: expected a test as pp512 or tg128, and its speed as 288.00 ± 45.25")
             settings = {FROM_HEADERS.get(name, name): value for name, value in row.items() if name not in NO_SETTINGS}
-            found.append({
-                **settings, "model_type": row["model"], "model_size": _bytes(row["size"]), "model_n_params": _count(row["params"]),
-                "n_prompt": sizes["pp"] or 0, "n_gen": sizes["tg"] or 0, "n_depth": sizes["d"] or 0,
-                "avg_ts": speed[1], "stddev_ts": speed[2],
-            })  # fmt: skip
+            found.append(
+                {
+                    **settings,
+                    "model_type": row["model"],
+                    "model_size": _bytes(row["size"]),
+                    "model_n_params": _count(row["params"]),
+                    "n_prompt": sizes["pp"] or 0,
+                    "n_gen": sizes["tg"] or 0,
+                    "n_depth": sizes["d"] or 0,
+                    "avg_ts": speed[1],
+                    "stddev_ts": speed[2],
+                }
+            )
     if build := BUILD.search(text):
         found = [{**row, "build_commit": build[1], "build_number": build[2]} for row in found]
     return pd.DataFrame(found, dtype=object)
@@ -193,8 +212,13 @@ SPEED = re.compile(r"([\d.]+)\s*(?:±|\+-|\+/-)\s*([\d.]+)")
 TEST = re.compile(r"(?:pp(?P<pp>\d+))?\+?(?:tg(?P<tg>\d+))?(?:\s*@\s*d(?P<d>\d+))?")
 BUILD = re.compile(r"^build: (\S+) \((\d+)\)", re.MULTILINE)
 FROM_HEADERS = {
-    "backend": "backends", "ngl": "n_gpu_layers", "fa": "flash_attn", "dev": "devices", "threads": "n_threads", "sm": "split_mode",
-}  # fmt: skip
+    "backend": "backends",
+    "ngl": "n_gpu_layers",
+    "fa": "flash_attn",
+    "dev": "devices",
+    "threads": "n_threads",
+    "sm": "split_mode",
+}
 """What columns of these tables are called in other formats."""
 NO_SETTINGS = ("model", "size", "params", "test", "t/s", "GB/s", "% read", "TFLOPS", "% math")
 
@@ -364,8 +388,18 @@ def two_sided_p(t: float, freedom: float) -> float:
 HEADERS = {"flash_attn": "fa", "devices": "dev", "gpu_info": "device"}
 """What settings are called in tables, where that is not their name."""
 
-_WIDTHS = {"model": 30, "size": 10, "params": 10, "backend": 10, "ngl": 3, "test": 15, "t/s (before)": 20, "t/s (after)": 20, "diff": 8,
-           "beats the noise": 24}  # fmt: skip
+_WIDTHS = {
+    "model": 30,
+    "size": 10,
+    "params": 10,
+    "backend": 10,
+    "ngl": 3,
+    "test": 15,
+    "t/s (before)": 20,
+    "t/s (after)": 20,
+    "diff": 8,
+    "beats the noise": 24,
+}
 """Columns of the markdown table with their least widths; settings stand before the test. Others are aligned left."""
 
 _RIGHT = ("size", "params", "ngl", "test", "t/s (before)", "t/s (after)", "diff")
@@ -377,15 +411,22 @@ def _cells(comparison: Comparison) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "model": d.model, "size": d.size, "params": d.params, "backend": d.backend, "ngl": d.ngl,
+                "model": d.model,
+                "size": d.size,
+                "params": d.params,
+                "backend": d.backend,
+                "ngl": d.ngl,
                 **{HEADERS.get(s, s): value for s, value in d.settings.items()},
-                "test": d.test, **{f"t/s ({name})": _text(s) for name, s in d.beside.items()},
-                "t/s (before)": _text(d.before), "t/s (after)": _text(d.after), "diff": f"{d.percent:+.1f}%",
+                "test": d.test,
+                **{f"t/s ({name})": _text(s) for name, s in d.beside.items()},
+                "t/s (before)": _text(d.before),
+                "t/s (after)": _text(d.after),
+                "diff": f"{d.percent:+.1f}%",
                 "beats the noise": change_text(d.change),
             }
             for d in comparison.differences
         ]
-    )  # fmt: skip
+    )
 
 
 def _text(speed: Speed | None) -> str:
@@ -401,12 +442,15 @@ def terminal(comparison: Comparison) -> list[str]:
             {
                 "model": f"{d.model}, {d.size}, {d.params}",
                 **{HEADERS.get(s, s): value for s, value in d.settings.items()},
-                "test": d.test, **{name: _text(s) for name, s in d.beside.items()}, "before": _text(d.before),
-                "after": _text(d.after), "diff": f"{d.percent:+.1f}%{marks[d.change.beats_noise]}",
+                "test": d.test,
+                **{name: _text(s) for name, s in d.beside.items()},
+                "before": _text(d.before),
+                "after": _text(d.after),
+                "diff": f"{d.percent:+.1f}%{marks[d.change.beats_noise]}",
             }
             for d in comparison.differences
         ]
-    )  # fmt: skip
+    )
     numbers = ("test", "before", "after", "diff", *comparison.differences[0].beside)
     found = tables.terminal(cells, [str(c) for c in cells if c not in numbers], group="model")
     found += ["", f"Tokens per second. {NOISE_LEGEND}"]

@@ -141,13 +141,18 @@ def pooled(rows: pd.DataFrame) -> Speed:
 
 
 def _cells(found: Sequence[OpDifference]) -> pd.DataFrame:
-    return pd.DataFrame([
-        {
-            "case": f"{d.op}({d.params})", "us (before)": _text(d.before), "us (after)": _text(d.after), "speed": f"{d.percent:+.1f}%",
-            "beats the noise": change_text(d.change),
-        }
-        for d in found
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            {
+                "case": f"{d.op}({d.params})",
+                "us (before)": _text(d.before),
+                "us (after)": _text(d.after),
+                "speed": f"{d.percent:+.1f}%",
+                "beats the noise": change_text(d.change),
+            }
+            for d in found
+        ]
+    )
 
 
 def _text(speed: Speed) -> str:
@@ -157,13 +162,17 @@ def _text(speed: Speed) -> str:
 def terminal(found: Sequence[OpDifference]) -> list[str]:
     """The table for a terminal, each case a heading; a mark at what beats the noise."""
     marks = {True: " *", False: "  ", None: " ?"}
-    cells = pd.DataFrame([
-        {
-            "case": f"{d.op}({d.params})", "us before": _text(d.before), "us after": _text(d.after),
-            "speed": f"{d.percent:+.1f}%{marks[d.change.beats_noise]}",
-        }
-        for d in found
-    ])  # fmt: skip
+    cells = pd.DataFrame(
+        [
+            {
+                "case": f"{d.op}({d.params})",
+                "us before": _text(d.before),
+                "us after": _text(d.after),
+                "speed": f"{d.percent:+.1f}%{marks[d.change.beats_noise]}",
+            }
+            for d in found
+        ]
+    )
     return [*tables.terminal(cells, ["case"]), "", f"Microseconds a launch. {NOISE_LEGEND}"]
 
 
@@ -177,11 +186,19 @@ def html(found: Sequence[OpDifference], title: str) -> str:
 
 def records(found: Sequence[OpDifference]) -> pd.DataFrame:
     """Flat records, for machines."""
-    return pd.DataFrame([
-        {
-            "op": d.op, "params": d.params, "before_us": d.before.mean, "before_stddev_us": d.before.deviation, "after_us": d.after.mean,
-            "after_stddev_us": d.after.deviation, "speed_percent": d.percent, "beats_noise": d.change.beats_noise,
-            "reason": d.change.reason,
-        }
-        for d in found
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            {
+                "op": d.op,
+                "params": d.params,
+                "before_us": d.before.mean,
+                "before_stddev_us": d.before.deviation,
+                "after_us": d.after.mean,
+                "after_stddev_us": d.after.deviation,
+                "speed_percent": d.percent,
+                "beats_noise": d.change.beats_noise,
+                "reason": d.change.reason,
+            }
+            for d in found
+        ]
+    )

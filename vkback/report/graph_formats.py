@@ -1,4 +1,4 @@
-"""A listing (vkback/plan/liveness.py) as lines, JSON, Graphviz and HTML."""
+"""A listing (vkback/plan/cost/liveness.py) as lines, JSON, Graphviz and HTML."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from vkback.graph import Tensor
 from vkback.ops.cost import KINDS, total
 from vkback.ops.storage import nbytes
-from vkback.plan.liveness import Line, Listing
+from vkback.plan.cost.liveness import Line, Listing
 from vkback.report.graph_text import formula, ne, nodes
 from vkback.units import size_text
 
@@ -33,15 +33,18 @@ def as_data(facts: Facts, whole: Listing, shown: Listing) -> dict[str, Any]:
         "total": whole.cost,
         "nodes": [
             {
-                "name": line.node.name, "op": line.node.op, "formula": formula(line.node), "layer": line.layer, "cost": dict(line.cost),
-                "temporary_bytes": line.alive, "outputs": [_tensor(t) for t in line.node.outputs],
-                "operands": [
-                    {**_tensor(t), "last_use": last} for t, (_, last) in zip(line.node.inputs, line.sources, strict=True)
-                ],
+                "name": line.node.name,
+                "op": line.node.op,
+                "formula": formula(line.node),
+                "layer": line.layer,
+                "cost": dict(line.cost),
+                "temporary_bytes": line.alive,
+                "outputs": [_tensor(t) for t in line.node.outputs],
+                "operands": [{**_tensor(t), "last_use": last} for t, (_, last) in zip(line.node.inputs, line.sources, strict=True)],
             }
             for line in shown.lines
         ],
-    }  # fmt: skip
+    }
 
 
 def _tensor(t: Tensor) -> dict[str, Any]:

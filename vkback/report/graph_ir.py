@@ -24,10 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from vkback.gguf.hparams import HParams
 from vkback.graph import Graph, Node, Tensor
-from vkback.models.hparams import HParams
 from vkback.ops.glu import GLU
-from vkback.plan.liveness import layer_of
+from vkback.plan.cost.liveness import layer_of
 from vkback.plan.training import TrainingGraph
 
 NORMS = {"RMS_NORM": "RMSNORM", "NORM": "LAYERNORM", "RMS_NORM_MUL": "RMSNORM", "NORM_MUL_ADD": "LAYERNORM"}
@@ -149,12 +149,15 @@ class _Layer:
         self._taken |= {id(node) for node in nodes}
         inside = {t.name for node in nodes for t in node.outputs}
         read = (self._shown(t) for node in nodes for t in node.inputs if t.kind == "node")
-        self._add(max(self._at[id(node)] for node in nodes), Step(
-            name,
-            outputs or tuple(t.name for t in nodes[-1].outputs if t.kind == "node") or (nodes[-1].name,),
-            tuple(name for name in dict.fromkeys(read) if name not in inside),
-            tuple(nodes),
-        ))
+        self._add(
+            max(self._at[id(node)] for node in nodes),
+            Step(
+                name,
+                outputs or tuple(t.name for t in nodes[-1].outputs if t.kind == "node") or (nodes[-1].name,),
+                tuple(name for name in dict.fromkeys(read) if name not in inside),
+                tuple(nodes),
+            ),
+        )
 
     def _add(self, at: int, step: Step) -> None:
         self._found.append((at, len(self._found), step))

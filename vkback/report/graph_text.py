@@ -1,9 +1,9 @@
 """The listing of a graph as text: every node with operands, costs and the temporary storage alive, lifelines of values in the margin.
 
-    | <-------norm-0: rms_norm(x)              a value begins; its line goes down to its last use
-    | |         49152, [12288, 1]              bytes and shape, contiguous axis first (ggml's ne)
-    | |         costs: {'fmul': 24576, ...}    by kind (vkback/ops/cost.py); tempsize: bytes of temporary storage alive
-    >---------  x: inp_embd, 49152, [12288, 1] an operand, with the lifeline it comes from
+| <-------norm-0: rms_norm(x)              a value begins; its line goes down to its last use
+| |         49152, [12288, 1]              bytes and shape, contiguous axis first (ggml's ne)
+| |         costs: {'fmul': 24576, ...}    by kind (vkback/ops/cost.py); tempsize: bytes of temporary storage alive
+>---------  x: inp_embd, 49152, [12288, 1] an operand, with the lifeline it comes from
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.cost import KINDS, Cost
 from vkback.ops.op import Reshape, cost_rule
 from vkback.ops.storage import nbytes
-from vkback.plan.liveness import Line, Listing
+from vkback.plan.cost.liveness import Line, Listing
 
 OPERANDS = "xyzuvwabcdefgh"
 

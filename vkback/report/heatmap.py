@@ -1,4 +1,4 @@
-"""Heatmaps of the part of a device's read rate that its mat-vec kernels reach, rows x columns of each weight type, and of the part of its
+"""Heatmaps of the part of a device's read rate that its GEMV kernels reach, rows x columns of each weight type, and of the part of its
 math rate that products of several tokens reach, weight x tokens. Needs matplotlib."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Axes:
     value_label: str = "share of read rate"
 
 
-MAT_VEC_AXES = Axes()
+GEMV_AXES = Axes()
 
 CELL = 0.55
 """Inches that a cell needs for its text."""
@@ -36,7 +36,7 @@ WIDEST = 15.0
 """Inches of the widest picture, colour bar left out."""
 
 
-def draw(results: pd.DataFrame, file: Path, title: str, named: Axes = MAT_VEC_AXES) -> None:
+def draw(results: pd.DataFrame, file: Path, title: str, named: Axes = GEMV_AXES) -> None:
     """Write the PNG. One panel a weight type and path, of each size the best; colour: a share, 0 to 1.
 
     results  a row a result, with columns quant, path and those that `named` names

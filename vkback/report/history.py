@@ -86,9 +86,7 @@ def _points(rows: pd.DataFrame, speed_of: Callable[[pd.DataFrame], Speed]) -> It
             before = speed
 
 
-def select(
-    points: Sequence[Point], wanted: Mapping[str, str | None], *, since: str | None = None, last: int | None = None
-) -> list[Point]:
+def select(points: Sequence[Point], wanted: Mapping[str, str | None], *, since: str | None = None, last: int | None = None) -> list[Point]:
     """Points whose fields contain what is wanted of them, by the field's name, whatever the case; a commit by its beginning.
 
     since  day, 2026-11-22, before which nothing is shown
@@ -111,8 +109,10 @@ def select(
         found = kept[::-1]
     if not found:
         asked = ", ".join(f"{name} {part}" for name, part in wanted.items() if part) + (f", since {since}" if since else "")
-        raise ReportError(f"no result matches {asked or 'this'}; the store has {len(points)} points of "
-                          f"{', '.join(dict.fromkeys(p.device for p in points)) or 'no device'}")
+        raise ReportError(
+            f"no result matches {asked or 'this'}; the store has {len(points)} points of "
+            f"{', '.join(dict.fromkeys(p.device for p in points)) or 'no device'}"
+        )
     return found
 
 
@@ -127,14 +127,20 @@ def cells(points: Sequence[Point]) -> pd.DataFrame:
     def build(p: Point) -> str:
         return f"{p.commit} {p.tuning[:6]}".rstrip() if builds[p.device, p.driver, p.what, p.test, p.commit] > 1 else p.commit
 
-    return pd.DataFrame([
-        {
-            "where": ", ".join(filter(None, (p.device, p.driver))),
-            "date": p.when, "build": build(p), "model": p.what, "test": p.test, p.unit: speed_text(p.speed.mean, p.speed.deviation),
-            "change": "" if p.percent is None or p.change is None else f"{p.percent:+.1f}%{marks[p.change.beats_noise]}",
-        }
-        for p in points
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            {
+                "where": ", ".join(filter(None, (p.device, p.driver))),
+                "date": p.when,
+                "build": build(p),
+                "model": p.what,
+                "test": p.test,
+                p.unit: speed_text(p.speed.mean, p.speed.deviation),
+                "change": "" if p.percent is None or p.change is None else f"{p.percent:+.1f}%{marks[p.change.beats_noise]}",
+            }
+            for p in points
+        ]
+    )
 
 
 def terminal(points: Sequence[Point]) -> list[str]:
@@ -150,11 +156,24 @@ def terminal(points: Sequence[Point]) -> list[str]:
 
 def records(points: Sequence[Point]) -> pd.DataFrame:
     """Flat records, for machines."""
-    return pd.DataFrame([
-        {
-            "date": p.when, "commit": p.commit, "device": p.device, "driver": p.driver, "what": p.what, "test": p.test,
-            "unit": p.unit, "mean": p.speed.mean, "stddev": p.speed.deviation, "n": p.speed.n, "change_percent": p.percent,
-            "beats_noise": p.change.beats_noise if p.change else None, "reason": p.change.reason if p.change else None, "tuning": p.tuning,
-        }
-        for p in points
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            {
+                "date": p.when,
+                "commit": p.commit,
+                "device": p.device,
+                "driver": p.driver,
+                "what": p.what,
+                "test": p.test,
+                "unit": p.unit,
+                "mean": p.speed.mean,
+                "stddev": p.speed.deviation,
+                "n": p.speed.n,
+                "change_percent": p.percent,
+                "beats_noise": p.change.beats_noise if p.change else None,
+                "reason": p.change.reason if p.change else None,
+                "tuning": p.tuning,
+            }
+            for p in points
+        ]
+    )

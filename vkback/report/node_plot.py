@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from vkback.harness.node_compare import Comparison, growth
+from vkback.evaluate.node_compare import Comparison, growth
 from vkback.report.pictures import save
 
 MIN_SHOWN = 1e-16

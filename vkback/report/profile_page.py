@@ -18,9 +18,15 @@ from vkback.timing.profile import Phase
 from vkback.timing.profile_model import Profile
 
 COLORS = {
-    "attn": "#3b6fb6", "ffn": "#d9822b", "ssm": "#7a52a3", "norm": "#8a8a8a", "output": "#2f8f5b", "token_embd": "#5aa9a2",
-    "sample": "#b04a6a", "other": "#6b7280",
-}  # fmt: skip
+    "attn": "#3b6fb6",
+    "ffn": "#d9822b",
+    "ssm": "#7a52a3",
+    "norm": "#8a8a8a",
+    "output": "#2f8f5b",
+    "token_embd": "#5aa9a2",
+    "sample": "#b04a6a",
+    "other": "#6b7280",
+}
 """By group of modules."""
 
 STYLE = """
@@ -172,8 +178,16 @@ def data(profile: Profile) -> dict[str, Any]:
         {
             "kernels": [
                 [
-                    k.stage, place(k.label), place(k.name), place(k.dispatch.reason), group_of(k.modules[0].path),
-                    *map(_short, (k.gpu_us / k.runs, k.predicted_us / k.runs)), k.nbytes, k.flops, _short(k.start_us), _short(k.took_us),
+                    k.stage,
+                    place(k.label),
+                    place(k.name),
+                    place(k.dispatch.reason),
+                    group_of(k.modules[0].path),
+                    *map(_short, (k.gpu_us / k.runs, k.predicted_us / k.runs)),
+                    k.nbytes,
+                    k.flops,
+                    _short(k.start_us),
+                    _short(k.took_us),
                 ]
                 for k in phase.kernels
             ],
@@ -181,11 +195,9 @@ def data(profile: Profile) -> dict[str, Any]:
             "tree": _module(phase.tree(profile.model.split()[0]), place),
         }
         for phase in profile.phases
-    ]  # fmt: skip
+    ]
     first = next((i for i, p in enumerate(profile.phases) if p.name.startswith("decode")), 0)
-    return {
-        "first": first, "rate": profile.costs.read_gb_s, "colors": COLORS, "heat": HEAT, "strings": list(strings), "phases": phases
-    }  # fmt: skip
+    return {"first": first, "rate": profile.costs.read_gb_s, "colors": COLORS, "heat": HEAT, "strings": list(strings), "phases": phases}
 
 
 def _json(values: dict[str, Any]) -> str:
@@ -203,18 +215,27 @@ def _module(m: Module, place: Callable[[str], int]) -> list[Any]:
     fused into (a place, -1: nothing), parts."""
     own = m.own_calls > 0
     return [
-        m.name, _short(m.gpu_us) if own else None, _short(m.total_gpu_us), _short(m.cpu_us) if own else None, _short(m.total_cpu_us),
-        m.calls, place(m.fused_into) if m.fused_into else -1, [_module(part, place) for part in m.parts.values()],
-    ]  # fmt: skip
+        m.name,
+        _short(m.gpu_us) if own else None,
+        _short(m.total_gpu_us),
+        _short(m.cpu_us) if own else None,
+        _short(m.total_cpu_us),
+        m.calls,
+        place(m.fused_into) if m.fused_into else -1,
+        [_module(part, place) for part in m.parts.values()],
+    ]
 
 
 def _head(profile: Profile) -> str:
     s = profile.speeds
     cards = [
-        (f"{s.decode_rate:.1f} t/s", "decode"), (f"{s.prefill_rate:.0f} t/s", f"prefill of {s.prompt_tokens}"),
-        (f"{1e3 * s.ttft_s:.1f} ms", "to the first token"), (f"{s.load_s:.2f} s", f"load, {profile.model_bytes / 2**30:.2f} GiB"),
-        (f"{s.compile_s:.1f} s", f"{s.kernels} kernels, {s.compiled} compiled"), (f"{profile.costs.read_gb_s:.1f} GB/s", "read rate"),
-    ]  # fmt: skip
+        (f"{s.decode_rate:.1f} t/s", "decode"),
+        (f"{s.prefill_rate:.0f} t/s", f"prefill of {s.prompt_tokens}"),
+        (f"{1e3 * s.ttft_s:.1f} ms", "to the first token"),
+        (f"{s.load_s:.2f} s", f"load, {profile.model_bytes / 2**30:.2f} GiB"),
+        (f"{s.compile_s:.1f} s", f"{s.kernels} kernels, {s.compiled} compiled"),
+        (f"{profile.costs.read_gb_s:.1f} GB/s", "read rate"),
+    ]
     if profile.math:
         cards.append((f"{profile.math.tflops:.2f} TFLOPS", f"math rate, {profile.math.way}"))
     shown = "".join(f'<div class="card"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in cards)
@@ -312,7 +333,7 @@ def roofline(phase: Phase, profile: Profile) -> str:
     return (
         f'<svg viewBox="0 0 1120 392" width="100%" role="img" aria-label="roofline">{"".join(parts)}</svg>'
         f'<div class="scroll legends"><table><thead><tr>{head}</tr></thead>'
-        f'<tbody>{"".join(f"{row}</tr>" for row in rows)}</tbody></table></div>'
+        f"<tbody>{''.join(f'{row}</tr>' for row in rows)}</tbody></table></div>"
     )
 
 

@@ -46,11 +46,15 @@ def totals(kernels: Sequence[KernelCost], *, layers: bool = True) -> list[Total]
         groups.setdefault(k.name if layers else k.kind, []).append(k)
     found = [
         Total(
-            name, sum(k.gpu_us for k in ks), sum(k.predicted_us for k in ks), sum(k.nbytes * k.runs for k in ks),
-            sum(k.flops * k.runs for k in ks), sum(k.runs for k in ks),
+            name,
+            sum(k.gpu_us for k in ks),
+            sum(k.predicted_us for k in ks),
+            sum(k.nbytes * k.runs for k in ks),
+            sum(k.flops * k.runs for k in ks),
+            sum(k.runs for k in ks),
         )
         for name, ks in groups.items()
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda t: -t.gpu_us)
 
 
@@ -77,7 +81,7 @@ def report(profile: Profile, everything: bool = False) -> Iterator[str]:
 
 
 def variant_text(d: Dispatch) -> str:
-    """A kernel's name with the size of its workgroup and of what it takes at once: "mat_vec WG=64 LANES=8 ROWS=4"."""
+    """A kernel's name with the size of its workgroup and of what it takes at once: "gemv WG=64 LANES=8 ROWS=4"."""
     defines = dict(d.kernel.defines)
     sizes = [f"{key}={defines[key]}" for key in SIZES if key in defines]
     return " ".join([d.kernel.source.removesuffix(".comp").rpartition("/")[2], *sizes])
@@ -225,26 +229,54 @@ def as_data(profile: Profile) -> dict[str, Any]:
 
     def kernel(k: KernelCost) -> dict[str, Any]:
         return {
-            "stage": k.stage, "name": k.name, "node": k.label, "op": k.op, "kernel": variant_text(k.dispatch),
-            "reason": k.dispatch.reason, "modules": [{"path": list(s.path), "part": s.part} for s in k.modules], "fused": list(k.fused),
-            "runs": k.runs, "gpu_us": k.gpu_us, "record_us": k.cpu_us, "bytes": k.nbytes, "flops": k.flops, "gb_s": k.gb_s,
-            "predicted_us": k.predicted_us, "start_us": k.start_us, "took_us": k.took_us,
-        }  # fmt: skip
+            "stage": k.stage,
+            "name": k.name,
+            "node": k.label,
+            "op": k.op,
+            "kernel": variant_text(k.dispatch),
+            "reason": k.dispatch.reason,
+            "modules": [{"path": list(s.path), "part": s.part} for s in k.modules],
+            "fused": list(k.fused),
+            "runs": k.runs,
+            "gpu_us": k.gpu_us,
+            "record_us": k.cpu_us,
+            "bytes": k.nbytes,
+            "flops": k.flops,
+            "gb_s": k.gb_s,
+            "predicted_us": k.predicted_us,
+            "start_us": k.start_us,
+            "took_us": k.took_us,
+        }
 
     return {
-        "model": profile.model, "device": profile.device, "driver": profile.driver, "n_ctx": profile.n_ctx, "act": profile.act,
-        "tuning": profile.tuning, "read_gb_s": profile.costs.read_gb_s, "stage_us": profile.costs.stage_us,
+        "model": profile.model,
+        "device": profile.device,
+        "driver": profile.driver,
+        "n_ctx": profile.n_ctx,
+        "act": profile.act,
+        "tuning": profile.tuning,
+        "read_gb_s": profile.costs.read_gb_s,
+        "stage_us": profile.costs.stage_us,
         "math": {"way": profile.math.way, "tflops": profile.math.tflops} if profile.math else None,
         "speeds": vars(profile.speeds),
         "phases": [
             {
-                "name": p.name, "tokens": p.tokens, "runs": p.runs, "method": p.method, "gpu_us": p.gpu_us, "wall_us": p.wall_us,
-                "plain_us": p.plain_us, "overhead": p.overhead, "predicted_us": p.predicted_us, "gap": gap_text(p),
-                "notes": list(p.notes), "kernels": [kernel(k) for k in p.kernels],
+                "name": p.name,
+                "tokens": p.tokens,
+                "runs": p.runs,
+                "method": p.method,
+                "gpu_us": p.gpu_us,
+                "wall_us": p.wall_us,
+                "plain_us": p.plain_us,
+                "overhead": p.overhead,
+                "predicted_us": p.predicted_us,
+                "gap": gap_text(p),
+                "notes": list(p.notes),
+                "kernels": [kernel(k) for k in p.kernels],
             }
             for p in profile.phases
         ],
-    }  # fmt: skip
+    }
 
 
 def trace(profile: Profile) -> dict[str, Any]:
@@ -263,13 +295,24 @@ def trace(profile: Profile) -> dict[str, Any]:
             lane[k.stage] = lane.get(k.stage, 0) + 1
             events.append(
                 {
-                    "name": k.name, "cat": k.kernel, "ph": "X", "pid": 1, "tid": 1 + lane[k.stage], "ts": at + k.start_us, "dur": k.took_us,
+                    "name": k.name,
+                    "cat": k.kernel,
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": 1 + lane[k.stage],
+                    "ts": at + k.start_us,
+                    "dur": k.took_us,
                     "args": {
-                        "node": k.label, "op": k.op, "stage": k.stage, "bytes": k.nbytes, "flops": k.flops,
-                        "GB/s": round(k.nbytes / k.took_us / 1e3, 3) if k.took_us else 0.0, "reason": k.dispatch.reason,
+                        "node": k.label,
+                        "op": k.op,
+                        "stage": k.stage,
+                        "bytes": k.nbytes,
+                        "flops": k.flops,
+                        "GB/s": round(k.nbytes / k.took_us / 1e3, 3) if k.took_us else 0.0,
+                        "reason": k.dispatch.reason,
                     },
                 }
-            )  # fmt: skip
+            )
         at += width
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"device": profile.device, "model": profile.model}}
 

@@ -112,14 +112,35 @@ def _ranking(axis: Axes, job: Searched) -> None:
     chosen, incumbent = (next(p for p in ranked if p[0] == values) for values in (job.chosen, job.incumbent))
     axis.axhspan(chosen[1] - job.noise, chosen[1] + job.noise, color=CHOSEN, alpha=0.13, linewidth=0, label=f"noise: ± {_us(job.noise)} µs")
     axis.errorbar(
-        range(1, len(ranked) + 1), [p[1] for p in ranked], [p[2] for p in ranked], fmt="o", markersize=3, color="#4c78a8",
-        elinewidth=0.8, capsize=1.5, label=f"{len(ranked)} points, spread of repetitions", zorder=2,
-    )  # fmt: skip
-    axis.plot(ranked.index(incumbent) + 1, incumbent[1], "s", color=INCUMBENT, markersize=7, fillstyle="none", zorder=3,
-              label=f"tables: {_us(incumbent[1])} µs")  # fmt: skip
+        range(1, len(ranked) + 1),
+        [p[1] for p in ranked],
+        [p[2] for p in ranked],
+        fmt="o",
+        markersize=3,
+        color="#4c78a8",
+        elinewidth=0.8,
+        capsize=1.5,
+        label=f"{len(ranked)} points, spread of repetitions",
+        zorder=2,
+    )
+    axis.plot(
+        ranked.index(incumbent) + 1,
+        incumbent[1],
+        "s",
+        color=INCUMBENT,
+        markersize=7,
+        fillstyle="none",
+        zorder=3,
+        label=f"tables: {_us(incumbent[1])} µs",
+    )
     axis.plot(ranked.index(chosen) + 1, chosen[1], "D", color=CHOSEN, markersize=6, zorder=4, label=f"chosen: {_us(chosen[1])} µs")
-    axis.axhline(job.roof, color="#2ca02c", linestyle=":", linewidth=1.6,
-                 label=f"roof, {job.roof_name}: {_us(job.roof)} µs ({100 * job.roof / chosen[1]:.0f} % reached)")  # fmt: skip
+    axis.axhline(
+        job.roof,
+        color="#2ca02c",
+        linestyle=":",
+        linewidth=1.6,
+        label=f"roof, {job.roof_name}: {_us(job.roof)} µs ({100 * job.roof / chosen[1]:.0f} % reached)",
+    )
     top = max(min(ranked[-1][1], SLOWEST * ranked[0][1]), chosen[1], incumbent[1])
     axis.set(xlabel="points by latency", ylabel="latency, µs", ylim=(0, 1.08 * top))
     axis.set_xlim(0, len(ranked) + 1)

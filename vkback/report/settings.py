@@ -6,11 +6,32 @@ from collections.abc import Collection, Iterable
 
 import pandas as pd
 
-MEASURED = frozenset((
-    "id", "test_time", "samples_ns", "samples_ts", "samples_us", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "gb_s", "percent_of_read",
-    "tflops", "percent_of_math", "read_rate_gb_s", "math_rate_tflops", "math_way", "bytes_per_token", "prompt_flops", "command",
-    "build_commit", "build_number", "tuning",
-))  # fmt: skip
+MEASURED = frozenset(
+    (
+        "id",
+        "test_time",
+        "samples_ns",
+        "samples_ts",
+        "samples_us",
+        "avg_ns",
+        "stddev_ns",
+        "avg_ts",
+        "stddev_ts",
+        "gb_s",
+        "percent_of_read",
+        "tflops",
+        "percent_of_math",
+        "read_rate_gb_s",
+        "math_rate_tflops",
+        "math_way",
+        "bytes_per_token",
+        "prompt_flops",
+        "command",
+        "build_commit",
+        "build_number",
+        "tuning",
+    )
+)
 """What was measured, when, and by which build and tables: rows may differ in it and be of one test. Results of two builds or tables
 are taken apart by `of_commit` (vkback/report/compare.py)."""
 

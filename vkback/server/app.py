@@ -165,9 +165,13 @@ class Server:
         """200 while the device answers, idle or busy; 503 while it is lost or the server ends."""
         worker = self.worker
         body = {
-            "status": worker.state, "model": worker.model_name, "device": worker.device_name, "queued": worker.queued,
-            "step_s": round(worker.step_s, 3), "lost": worker.counts.lost,
-        }  # fmt: skip
+            "status": worker.state,
+            "model": worker.model_name,
+            "device": worker.device_name,
+            "queued": worker.queued,
+            "step_s": round(worker.step_s, 3),
+            "lost": worker.counts.lost,
+        }
         return JSONResponse(body, 200 if worker.state in ("idle", "busy") else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -202,9 +206,12 @@ class Server:
     def _model(self) -> dict[str, Any]:
         worker = self.worker
         return {
-            "id": worker.model_name, "object": "model", "created": self._created, "owned_by": "vkback",
+            "id": worker.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "vkback",
             "meta": {"description": worker.description, "n_ctx": worker.n_ctx, "n_vocab": worker.n_vocab},
-        }  # fmt: skip
+        }
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name not in self.worker.model_names:
@@ -244,9 +251,13 @@ class Server:
             raise BadRequest("[server] stream_options needs stream: true", "stream_options")
         spell = self.worker.tokenizer.token_bytes
         shape = replies.Shape(
-            ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex, self.worker.model_name, chat, lambda token: spell(token, special=True),
-            options["logprobs"] is not None, ids=not self.worker.has_text,
-        )  # fmt: skip
+            ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
+            self.worker.model_name,
+            chat,
+            lambda token: spell(token, special=True),
+            options["logprobs"] is not None,
+            ids=not self.worker.has_text,
+        )
         deadline = time.monotonic() + self._limits.request_s
         told = request_log.of(request)
         results: list[Result] = []
@@ -308,9 +319,15 @@ class Server:
         return found
 
     async def _stream(
-        self, begin: Callable[[Any], Turn], turn: Turn, first: Chunk | Result | None, further: Sequence[Any], shape: replies.Shape,
-        usage: bool, told: request_log.Told,
-    ) -> AsyncIterator[str]:  # fmt: skip
+        self,
+        begin: Callable[[Any], Turn],
+        turn: Turn,
+        first: Chunk | Result | None,
+        further: Sequence[Any],
+        shape: replies.Shape,
+        usage: bool,
+        told: request_log.Told,
+    ) -> AsyncIterator[str]:
         """Events of a reply: of the turn that has begun, and of those of further prompts. An error comes as the last one, since the status
         is sent. While nothing comes, comments do."""
         results: list[Result] = []

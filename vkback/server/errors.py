@@ -53,8 +53,9 @@ class ContextTooLong(BadRequest):
         what, field = ("messages", "messages") if chat else ("prompt", "prompt")
         super().__init__(
             f"[server] This model's maximum context length is {n_ctx} tokens. However, your {what} resulted in {tokens} tokens. "
-            f"Please reduce the length of the {what}, or start the server with a larger --ctx.", field,
-        )  # fmt: skip
+            f"Please reduce the length of the {what}, or start the server with a larger --ctx.",
+            field,
+        )
 
 
 class WrongHost(BadRequest):

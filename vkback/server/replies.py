@@ -44,9 +44,11 @@ def usage(results: Sequence[Result]) -> dict[str, Any]:
     prompt = reused + sum(result.timings.prompt_tokens for result in results)
     made = sum(len(result.tokens) for result in results)
     return {
-        "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
         "prompt_tokens_details": {"cached_tokens": reused},
-    }  # fmt: skip
+    }
 
 
 @dataclass
@@ -126,9 +128,11 @@ class Shape:
             offsets.append(self.offset)
             self.offset += len(t.text)
         return {
-            "tokens": [t.text for t in tokens], "token_logprobs": [_number(t.logprob) for t in tokens],
-            "top_logprobs": [{text: _number(logprob) for _, text, logprob in t.top} for t in tokens], "text_offset": offsets,
-        }  # fmt: skip
+            "tokens": [t.text for t in tokens],
+            "token_logprobs": [_number(t.logprob) for t in tokens],
+            "top_logprobs": [{text: _number(logprob) for _, text, logprob in t.top} for t in tokens],
+            "text_offset": offsets,
+        }
 
 
 def _number(logprob: float) -> float:

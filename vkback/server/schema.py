@@ -153,9 +153,9 @@ class CompletionRequest(_Sampling):
     """POST /v1/completions. prompt: one, or several, each of which gets a choice. logprobs: how many of the likeliest tokens to tell at
     each step."""
 
-    prompt: (
-        PromptText | TokenIds | Annotated[list[PromptText], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
-    ) = Field(description="a text or a list of token ids, neither of them empty, or a list of such")
+    prompt: PromptText | TokenIds | Annotated[list[PromptText], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)] = (
+        Field(description="a text or a list of token ids, neither of them empty, or a list of such")
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="a whole number from 0 to 20")
     echo: Literal[False] | None = Field(default=None, description="false: the prompt is not repeated")
     best_of: Literal[1] | None = Field(default=None, description="1")
@@ -174,9 +174,15 @@ class CompletionRequest(_Sampling):
 
 
 PARTS_OF_OTHERS = {
-    "image_url": "images are", "input_image": "images are", "image": "images are", "input_audio": "audio is", "audio": "audio is",
-    "video_url": "video is", "file": "files are", "input_file": "files are",
-}  # fmt: skip
+    "image_url": "images are",
+    "input_image": "images are",
+    "image": "images are",
+    "input_audio": "audio is",
+    "audio": "audio is",
+    "video_url": "video is",
+    "file": "files are",
+    "input_file": "files are",
+}
 
 
 class TextPart(_Strict):

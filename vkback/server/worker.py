@@ -19,9 +19,9 @@ from vkback.api import ChatTemplateError, Chunk, GenerateOptions, LoadedModel, M
 from vkback.api.errors import ContextLengthError
 from vkback.device import DeviceError, DeviceLost
 from vkback.device import Timeout as DeviceTimeout
+from vkback.engine.constraint import ConstraintError
 from vkback.errors import VkbackError
-from vkback.models.constraint import ConstraintError
-from vkback.models.tokenizer import TokenizerError
+from vkback.gguf.tokenizer import TokenizerError
 from vkback.server.errors import BadRequest, ContextTooLong, LostDevice, QueueFull, ServerError, Unavailable
 
 log = logging.getLogger("vkback.server")

@@ -6,6 +6,4 @@ from vkback.shader.interface import interface
 from vkback.shader.library import ShaderLibrary
 from vkback.shader.source import Spec, Variant, register_include
 
-__all__ = [
-    "CompileError", "Compiler", "NoCompiler", "ShaderLibrary", "Spec", "Variant", "find_compiler", "interface", "register_include",
-]  # fmt: skip
+__all__ = ["CompileError", "Compiler", "NoCompiler", "ShaderLibrary", "Spec", "Variant", "find_compiler", "interface", "register_include"]

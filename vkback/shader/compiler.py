@@ -128,7 +128,7 @@ class GlslcProgram:
 
     def compile_batch(self, sources: Sequence[str], *, optimize: bool = True) -> list[bytes | GlslError]:
         """In one process: glslc needs 70 to 90 ms to start. Parsing takes 10 ms a shader; the optimizer 10 to 30 ms for most, 300 for a
-        mat-vec and over a second for a mat-mat."""
+        GEMV and over a second for a GEMM."""
         if len(sources) < 2:
             return [_attempt(self, source, optimize) for source in sources]
         with tempfile.TemporaryDirectory(prefix="vkback-") as name:

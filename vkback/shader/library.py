@@ -33,10 +33,16 @@ LARGE_BATCH = 64
 """The same where nobody waits for single shaders."""
 
 SLOW_TO_OPTIMIZE = (
-    "mat_vec/mat_vec.comp", "mat_mul/f32.comp", "mat_mul/int_dot.comp", "mul_mat/gemm_weight_lanes.comp",
-    "attention/attention.comp", "attention/prompt.comp",
-    "attention/train_forward_lanes.comp", "attention/train_back_q_lanes.comp", "attention/train_back_kv_lanes.comp",
-)  # fmt: skip
+    "gemv/gemv.comp",
+    "gemm/f32.comp",
+    "gemm/int_dot.comp",
+    "gemm_f32/gemm_weight_lanes.comp",
+    "attention/decode/attention.comp",
+    "attention/prompt/prompt.comp",
+    "attention/train/train_forward_lanes.comp",
+    "attention/train/train_back_q_lanes.comp",
+    "attention/train/train_back_kv_lanes.comp",
+)
 """Sources that a quick library compiles without the SPIR-V optimizer: in 0.02 s each, with it in 0.15 (attention.comp) to 1.4 s. A CPU
 driver takes as long for its own part either way. It takes longer for other shaders (ROPE: 2.5 times), which are quick to optimize. Speed
 may suffer, and the last bits of sums may be others; so such sources pass over the modules that come with vkback, and all variants of one
@@ -64,9 +70,7 @@ class ShaderLibrary:
     """Calls of the compiler at once. Each has a share of the shaders, so that more of them take more processor time; tests in several
     processes set it to one."""
 
-    def __init__(
-        self, root: Path | None = None, cache_dir: Path | None = None, *, shipped: bool = True, quick: bool | None = None
-    ) -> None:
+    def __init__(self, root: Path | None = None, cache_dir: Path | None = None, *, shipped: bool = True, quick: bool | None = None) -> None:
         """root: folder of the shaders, default vkback's own; cache_dir: default `shaders` in vkback's cache folder; shipped: use modules
         of ordinary kernels that come with vkback; quick: where there is a compiler, leave the SPIR-V optimizer out for SLOW_TO_OPTIMIZE, as
         the suite does on CPU drivers."""

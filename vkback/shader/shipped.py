@@ -46,7 +46,6 @@ class Shipped:
         archive = read_archive(self._folder / group_file(variant))
         return archive.spirv.get(source_hash(text)) if archive else None
 
-
     def read_ahead(self, variants: Iterable[Variant]) -> None:
         """Unpack the archives of variants at once, each in a thread."""
         files = list(dict.fromkeys(self._folder / group_file(v) for v in variants))

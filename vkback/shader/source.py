@@ -61,9 +61,13 @@ class Variant:
 
     @classmethod
     def of(
-        cls, source: str, defines: Mapping[str, str | int] | None = None, *, spec: Mapping[str, int | float] | None = None,
+        cls,
+        source: str,
+        defines: Mapping[str, str | int] | None = None,
+        *,
+        spec: Mapping[str, int | float] | None = None,
         subgroup_size: int | None = None,
-    ) -> Variant:  # fmt: skip
+    ) -> Variant:
         """Defines and constants in alphabetical order, so that equal settings are one variant."""
         return cls(source, tuple(sorted((defines or {}).items())), subgroup_size, tuple(sorted((spec or {}).items())))
 

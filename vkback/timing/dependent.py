@@ -1,8 +1,8 @@
-"""Dependent mat-vec chains: each mat-vec reads what the one before made, as in a token. Timed with barriers and, where the tables say so,
+"""Dependent GEMV chains: each GEMV reads what the one before made, as in a token. Timed with barriers and, where the tables say so,
 barrier-free.
 
-A round is what a feed-forward block reads: a mat-vec of k columns after an RMS norm, whose m results it rounds to Q8_1, and a mat-vec of m
-columns that leads back to k. With experts a router's mat-vec stands before the two; the first chooses experts by its logits, and the second
+A round is what a feed-forward block reads: a GEMV of k columns after an RMS norm, whose m results it rounds to Q8_1, and a GEMV of m
+columns that leads back to k. With experts a router's GEMV stands before the two; the first chooses experts by its logits, and the second
 sums their results. Rounds follow each other with copies of the weights, so that no cache holds what a round reads.
 """
 
@@ -21,7 +21,7 @@ from vkback.graph import Graph, Tensor
 from vkback.ops.case import Array, Problem
 from vkback.ops.dispatch import ceil_div
 from vkback.ops.lowering import LowerContext
-from vkback.ops.mat_vec_cases import fused_case
+from vkback.ops.matmul.linear_cases import fused_case
 from vkback.ops.storage import nbytes
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
@@ -40,7 +40,7 @@ class DependentTiming:
 
     barrier_free  as planned; None where the plan has no barrier-free stage
     barriers      with a barrier before every stage
-    y             what the last mat-vec made, F32 [k]
+    y             what the last GEMV made, F32 [k]
     wrong         why the barrier-free time counts for nothing; "" when it counts
     """
 
@@ -51,7 +51,7 @@ class DependentTiming:
 
 
 def round_problems(quant: str, m: int, k: int, experts: int = 0, used: int = 0) -> list[Problem]:
-    """The mat-vecs of a round, each by itself with made-up values; y of the last has as many elements as x of the first."""
+    """The GEMVs of a round, each by itself with made-up values; y of the last has as many elements as x of the first."""
     if not experts:
         return [fused_case(quant, m, k, 1, ("norm",), out="Q8_1").build(), fused_case(quant, k, m, 1, ()).build()]
     return [
@@ -62,10 +62,10 @@ def round_problems(quant: str, m: int, k: int, experts: int = 0, used: int = 0) 
 
 
 class DependentChain:
-    """Rounds of dependent mat-vecs on a device. Use as a context manager.
+    """Rounds of dependent GEMVs on a device. Use as a context manager.
 
     rounds  in one run
-    nbytes  of the weights that each mat-vec of a round reads
+    nbytes  of the weights that each GEMV of a round reads
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DependentChain:
         values = {f"{s}.{name}": v for s, p in enumerate(problems) for name, v in p.values.items()}
         tensors = [t for t in self.graph.tensors().values() if t.kind in ("weight", "input")]
         device, caps = self.device, self.device.caps
-        arena = self._stack.enter_context(device.arena("dependent mat-vecs", copied_bytes(tensors, caps), "device"))
+        arena = self._stack.enter_context(device.arena("dependent GEMVs", copied_bytes(tensors, caps), "device"))
         self.ranges: dict[str, BufferRange] = {}
         self.weights: dict[str, WeightRanges] = {}
         same: dict[str, list[Tensor]] = {}
@@ -144,16 +144,16 @@ class DependentChain:
 
 
 def _linked(problems: Sequence[Problem], rounds: int, copies: int) -> Graph:
-    """Rounds of mat-vecs, x of each round the y of the one before. Weights are named STAGE.NAME@COPY, the first x STAGE.NAME."""
+    """Rounds of GEMVs, x of each round the y of the one before. Weights are named STAGE.NAME@COPY, the first x STAGE.NAME."""
     graph = Graph()
     x: Tensor | None = None
     for r in range(rounds):
-        made: dict[str, Tensor] = {} if x is None else {"x": x}  # by its role for the mat-vecs behind
+        made: dict[str, Tensor] = {} if x is None else {"x": x}  # by its role for the GEMVs behind
         for s, problem in enumerate(problems):
             node = problem.node
             inputs = [_input(t, s, r % copies, made.get(role)) for role, t in zip(node.params["roles"], node.inputs, strict=True)]
             outputs = tuple(dataclasses.replace(t, name=f"{s}.{t.name} of {r}") for t in node.outputs)
-            graph.add("MAT_VEC", tuple(inputs), outputs, **node.params)
+            graph.add("LINEAR", tuple(inputs), outputs, **node.params)
             made = {"x": inputs[1]} | made | _roles(problems, s, outputs)
         x = outputs[0]
     graph.outputs = (outputs[0],)
@@ -161,14 +161,14 @@ def _linked(problems: Sequence[Problem], rounds: int, copies: int) -> Graph:
 
 
 def _input(t: Tensor, stage: int, copy: int, made: Tensor | None) -> Tensor:
-    """What a mat-vec reads in the place of a tensor of its own: a copy of the weight, what an earlier one made, or the run's input."""
+    """What a GEMV reads in the place of a tensor of its own: a copy of the weight, what an earlier one made, or the run's input."""
     if t.kind == "weight":
         return dataclasses.replace(t, name=f"{stage}.{t.name}@{copy}", recipe=None)
     return dataclasses.replace(made, shape=t.shape) if made else dataclasses.replace(t, name=f"{stage}.{t.name}")
 
 
 def _roles(problems: Sequence[Problem], stage: int, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The outputs of a mat-vec by their role for those behind it in its round."""
+    """The outputs of a GEMV by their role for those behind it in its round."""
     if len(outputs) == 3:
         return dict(zip(("x", "expert_weights", "ids"), outputs, strict=True))
     router = stage + 1 < len(problems) and "logits" in problems[stage + 1].node.params["roles"]

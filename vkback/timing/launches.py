@@ -15,14 +15,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from vkback.device import BufferRange, Capabilities, Commands, Device
+from vkback.engine.prompts import LONGEST_SUBMIT_US
 from vkback.graph import Node
-from vkback.models.prompt import LONGEST_SUBMIT_US
 from vkback.ops.case import Array, Problem
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
 from vkback.ops.storage import nbytes
-from vkback.plan.forecast import dispatch_us, low_costs
+from vkback.plan.cost.forecast import dispatch_us, low_costs
 from vkback.plan.schedule import into_stages
 from vkback.program import compile_kernels
 from vkback.program.values import NAN_WORD, decoded, stored_bytes
@@ -200,9 +200,15 @@ class Bench:
             commands.destroy()
         through, latency = map(summarize, times)
         return Timing(
-            through.us, through.spread_us, latency.us, latency.spread_us, sum(d.nbytes for d in dispatches),
-            sum(d.flops for d in dispatches), count, through.samples,
-        )  # fmt: skip
+            through.us,
+            through.spread_us,
+            latency.us,
+            latency.spread_us,
+            sum(d.nbytes for d in dispatches),
+            sum(d.flops for d in dispatches),
+            count,
+            through.samples,
+        )
 
     def launches(self, dispatches: Sequence[Dispatch]) -> int:
         """How many launches make one recording: whole rounds through the copies, on a GPU enough of them for about a millisecond, so that
@@ -214,7 +220,13 @@ class Bench:
         return count if count <= most else most // self.copies * self.copies or most
 
     def measure(
-        self, ctx: LowerContext, *, chained: bool, launches: int | None = None, repetitions: int = 5, warm_s: float = 0.05,
+        self,
+        ctx: LowerContext,
+        *,
+        chained: bool,
+        launches: int | None = None,
+        repetitions: int = 5,
+        warm_s: float = 0.05,
         node: Node | None = None,
     ) -> Measurement:
         """Time launches of the node as `ctx` lowers it. chained: each waits for the one before."""

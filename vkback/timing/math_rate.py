@@ -1,6 +1,6 @@
 """The device's own math rate: how fast it multiplies and adds in registers, the roof of products of many tokens.
 
-There is a rate for each way of shaders/mat_mul: cooperative matrices (f16 with f32 sums: the matrix rate), packed integer dot products,
+There is a rate for each way of shaders/gemm: cooperative matrices (f16 with f32 sums: the matrix rate), packed integer dot products,
 f32. A kernel is measured against the rate of its own way, since that says how much of the time goes into anything else than multiplying.
 """
 
@@ -17,7 +17,7 @@ from vkback.device import BufferRange, Device, Kernel
 from vkback.ops.cooperative_matrix import matrix_shape, matrix_spec
 from vkback.ops.dispatch import pack_push
 from vkback.ops.lowering import PlanError
-from vkback.ops.mat_mul_job import Way
+from vkback.ops.matmul.gemm_problem import Way
 from vkback.ops.workgroup import required_subgroup
 from vkback.program.compile import kernel_spec
 from vkback.shader import ShaderLibrary, Variant

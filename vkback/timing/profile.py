@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vkback.device import Commands, Device
-from vkback.models.prompt import LONGEST_SUBMIT_US
-from vkback.models.token_programs import SPIN_S
+from vkback.engine.prompts import LONGEST_SUBMIT_US
+from vkback.engine.token_programs import SPIN_S
 from vkback.ops.case import Array
 from vkback.ops.dispatch import Dispatch
-from vkback.plan.forecast import Costs, dispatch_us, low_costs, moved_bytes, predicted_us
+from vkback.plan.cost.forecast import Costs, dispatch_us, low_costs, moved_bytes, predicted_us
 from vkback.plan.schedule import Schedule
 from vkback.program import Program
 from vkback.timing.launches import stamp
@@ -40,7 +40,7 @@ from vkback.timing.stage_clocks import (
     stages_of,
     ticks_between,
     with_clocks,
-)  # fmt: skip
+)
 
 STAMPS, CLOCKS, BARRIERS = "timestamps", "kernel clocks", "timestamps with barriers"
 
@@ -89,7 +89,7 @@ class KernelCost:
 
     @property
     def kind(self) -> str:
-        """What kernels of different layers have in common: "mat_vec:attn.q+k+v"; without matrices the kernel's name."""
+        """What kernels of different layers have in common: "gemv:attn.q+k+v"; without matrices the kernel's name."""
         matrices = [s for s in self.modules if s.matrix]
         if not matrices:
             return self.kernel
@@ -98,7 +98,7 @@ class KernelCost:
 
     @property
     def name(self) -> str:
-        """ "mat_vec:attn.q+k+v:L0", with the layer where it holds matrices; others of one kind share a name."""
+        """ "gemv:attn.q+k+v:L0", with the layer where it holds matrices; others of one kind share a name."""
         layer = label_parts(self.label)[1]
         return self.kind + (f":L{layer}" if layer is not None and any(s.matrix for s in self.modules) else "")
 
@@ -167,9 +167,16 @@ class Phase:
 
 
 def measure_phase(
-    name: str, tokens: int, device: Device, schedule: Schedule, bind: Bind, begin: Callable[[int], int], sizes: Mapping[str, int],
-    costs: Costs, runs: int,
-) -> Phase:  # fmt: skip
+    name: str,
+    tokens: int,
+    device: Device,
+    schedule: Schedule,
+    bind: Bind,
+    begin: Callable[[int], int],
+    sizes: Mapping[str, int],
+    costs: Costs,
+    runs: int,
+) -> Phase:
     """Time a schedule.
 
     begin  write the inputs of a run of this number; gives the rows of the cache in use once it has run
@@ -197,10 +204,22 @@ def measure_phase(
             found, fused = shares(d, sizes)
             kernels.append(
                 KernelCost(
-                    i, d.label, d.op, d, tuple(found), tuple(fused), runs, float(part * total[i]), record_us[number], moved_bytes(d, rows),
-                    d.flops, float(runs * share * expected), float(starts[i]), float(part * last[i]),
+                    i,
+                    d.label,
+                    d.op,
+                    d,
+                    tuple(found),
+                    tuple(fused),
+                    runs,
+                    float(part * total[i]),
+                    record_us[number],
+                    moved_bytes(d, rows),
+                    d.flops,
+                    float(runs * share * expected),
+                    float(starts[i]),
+                    float(part * last[i]),
                 )
-            )  # fmt: skip
+            )
             number += 1
     return Phase(name, tokens, runs, tuple(kernels), wall, plain, method, tuple(meter.notes), meter.submit_us, empty_us)
 

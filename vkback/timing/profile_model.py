@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from vkback.device import BufferRange
+from vkback.engine.engine import Engine
+from vkback.engine.prompts import with_barriers
+from vkback.engine.sampler import Sampler, loop_state
 from vkback.errors import VkbackError
-from vkback.models.engine import Engine
-from vkback.models.prompt import with_barriers
-from vkback.models.sampler import Sampler, loop_state
 from vkback.ops.case import Array
-from vkback.ops.mat_mul_job import Way
-from vkback.plan.forecast import Costs
+from vkback.ops.matmul.gemm_problem import Way
+from vkback.plan.cost.forecast import Costs
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.timing.math_rate import MathRate, measure_math_rate
@@ -137,9 +137,12 @@ def profile(
     loop = loop_state(Sampler(), [])
     last = np.array(prompt[-1:] or [0], np.int32)
     phase(
-        f"decode ({n} tokens)", engine.schedule("greedy"), 1, n,
+        f"decode ({n} tokens)",
+        engine.schedule("greedy"),
+        1,
+        n,
         lambda run: {"tokens": last, "pos": np.array([len(prompt) + run], np.int32), "loop": loop},
-    )  # fmt: skip
+    )
     if batch:
         graph = engine.model.graph(batch, engine.n_ctx, head="all", cache=engine.cache_types)
         schedule = plan(graph, with_barriers(engine.ctx, "a batch"), fusion=engine.fusion)
@@ -149,9 +152,20 @@ def profile(
         phase(f"batch of {batch} tokens", schedule, batch, runs, lambda _: {"tokens": ids, "pos": pos})
     hp = engine.model.hp
     return Profile(
-        engine.description, caps.name, f"{caps.driver_name} {caps.driver_info}", hp.n_layer, hp.n_embd, engine.n_ctx, engine.ctx.act,
-        engine.size_bytes, speeds, tuple(phases), costs, math, engine.tuning,
-    )  # fmt: skip
+        engine.description,
+        caps.name,
+        f"{caps.driver_name} {caps.driver_info}",
+        hp.n_layer,
+        hp.n_embd,
+        engine.n_ctx,
+        engine.ctx.act,
+        engine.size_bytes,
+        speeds,
+        tuple(phases),
+        costs,
+        math,
+        engine.tuning,
+    )
 
 
 def _upload(engine: Engine, ranges: dict[str, BufferRange], values: dict[str, Array]) -> None:

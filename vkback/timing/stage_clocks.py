@@ -28,7 +28,7 @@ POINTS = ("begin", "there", "done", "end")
 
 WORKGROUPS = ("first", "median", "last")
 
-CLOCKED = frozenset({"attention/attention.comp", "mat_vec/mat_vec.comp", "quantize/quantize.comp"})
+CLOCKED = frozenset({"attention/decode/attention.comp", "gemv/gemv.comp", "quantize/quantize.comp"})
 """Kernels that have marks. Those of several tokens have none: their modules would need the clock's extension to be loaded at all."""
 
 COVERED = 0.9

@@ -13,13 +13,13 @@ import numpy as np
 
 from vkback.device import BufferRange, Capabilities, Device
 from vkback.device.capabilities import PROFILE_DIR
+from vkback.engine.weights import load_weights
 from vkback.errors import VkbackError
 from vkback.graph import Tensor
 from vkback.models.registry import Model
-from vkback.models.weights import load_weights
 from vkback.ops.dispatch import pack_push
 from vkback.ops.storage import nbytes
-from vkback.plan.forecast import Costs
+from vkback.plan.cost.forecast import Costs
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program, WeightRanges
 from vkback.shader import ShaderLibrary, Variant

@@ -9,10 +9,10 @@ from typing import Self
 import numpy as np
 
 from vkback.device import Device
+from vkback.engine.engine import TOKENS_PER_SUBMIT
+from vkback.engine.sampler import add_sampler
 from vkback.graph import Graph, Tensor
-from vkback.models.engine import TOKENS_PER_SUBMIT
 from vkback.models.registry import Model
-from vkback.models.sampler import add_sampler
 from vkback.ops.case import Array
 from vkback.ops.lowering import LowerContext
 from vkback.plan.planner import plan
@@ -148,5 +148,3 @@ class TokenProgram:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-

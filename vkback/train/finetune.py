@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from vkback.arrays import read_arrays
 from vkback.device import Device
+from vkback.gguf.fingerprint import fingerprint
 from vkback.models.adapter import write_adapter
 from vkback.models.registry import Model
-from vkback.models.state import fingerprint
 from vkback.paths import new_file_or
 from vkback.train.steps import TrainingAct
 from vkback.train.trainer import Settings, StepTrainer, TrainError, lora_of
@@ -131,12 +131,23 @@ class FineTune:
         self.lora = lora_of(model, plan.rank, plan.alpha, plan.targets)
         settings = Settings("adamw", plan.lr, weight_decay=plan.weight_decay, max_norm=plan.max_norm)
         self.trainer = StepTrainer(
-            model, device, ctx=plan.ctx, batch=plan.batch, settings=settings, lora=self.lora, checkpoint=plan.checkpoint, act=plan.act,
-            seed=plan.seed, progress=progress,
-        )  # fmt: skip
+            model,
+            device,
+            ctx=plan.ctx,
+            batch=plan.batch,
+            settings=settings,
+            lora=self.lora,
+            checkpoint=plan.checkpoint,
+            act=plan.act,
+            seed=plan.seed,
+            progress=progress,
+        )
         self._about = {
-            "version": VERSION, "model": fingerprint(model.file), "text": hash_of(ids), "plan": json.loads(json.dumps(asdict(plan)))
-        }  # fmt: skip
+            "version": VERSION,
+            "model": fingerprint(model.file),
+            "text": hash_of(ids),
+            "plan": json.loads(json.dumps(asdict(plan))),
+        }
 
     @property
     def parameters(self) -> int:
@@ -165,9 +176,13 @@ class FineTune:
         return self.trainer.loss(tokens, targets)
 
     def run(
-        self, *, on_step: Callable[[int, float], None] | None = None, on_evaluation: Callable[[int, float], None] | None = None,
-        save_every: int = 0, save: Callable[[], None] | None = None,
-    ) -> Record:  # fmt: skip
+        self,
+        *,
+        on_step: Callable[[int, float], None] | None = None,
+        on_evaluation: Callable[[int, float], None] | None = None,
+        save_every: int = 0,
+        save: Callable[[], None] | None = None,
+    ) -> Record:
         """The steps that are left. save: called after every `save_every` steps, and at the end."""
         plan, record = self.plan, self.record
 

@@ -14,23 +14,23 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.device import Arena, BufferRange, Commands, Device, Ticket
+from vkback.engine.kernels import KernelCompiler
+from vkback.engine.weights import load_weights
+from vkback.gguf.file import GgufFile
 from vkback.graph import Graph, Tensor
-from vkback.models.gguf_file import GgufFile
-from vkback.models.kernels import KernelCompiler
-from vkback.models.weights import load_weights
 from vkback.ops.case import Array
 from vkback.ops.f16_range import SUFFIX, F16RangeError
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
 from vkback.ops.storage import in_planes, nbytes, shards
-from vkback.plan.forecast import cuts, low_costs
+from vkback.plan.cost.forecast import cuts, low_costs
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
-from vkback.plan.tuning import Tuning
 from vkback.program import Program, WeightRanges
 from vkback.program.fragments import fragments_hold, row_lanes_found
 from vkback.program.values import decoded, stored_bytes
 from vkback.shader import ShaderLibrary
+from vkback.tuning.lookup import Tuning
 
 TrainingAct = Literal["f32", "f16"]
 """How products with stored weights are made: in f32, or by cooperative matrices of f16 with sums in f32, where the device has them and the
@@ -115,9 +115,12 @@ class DeviceSteps:
         self.device = device
         self._library = ShaderLibrary()
         self.ctx = LowerContext(
-            device.caps, Tuning.for_device(device.caps), act, fragments=fragments_hold(device, self._library),
+            device.caps,
+            Tuning.for_device(device.caps),
+            act,
+            fragments=fragments_hold(device, self._library),
             row_lanes=row_lanes_found(device, self._library),
-        )  # fmt: skip
+        )
         self._kernels = KernelCompiler(device, self._library, progress=progress)
         self._graphs = graphs
         self._arenas: list[Arena] = []
@@ -194,8 +197,9 @@ class DeviceSteps:
         self.prepare(graph)
         given = [
             (self._ranges[name], stored_bytes(self._inputs[name], value, self.device.caps)[0])
-            for name, value in inputs.items() if name in self._inputs
-        ]  # fmt: skip
+            for name, value in inputs.items()
+            if name in self._inputs
+        ]
         self.device.upload_many(given)
         under_way: list[Ticket] = []
         for part in self._commands[graph]:
@@ -232,8 +236,10 @@ class DeviceSteps:
     def _decoded(self, tensor: Tensor, places: Sequence[BufferRange]) -> Array:
         if len(places) == 1:
             return decoded(tensor, self.device.download(places[0]), self.device.caps)
-        rows = [decoded(replace(tensor, shape=(s.rows, tensor.shape[-1])), self.device.download(place), self.device.caps)
-                for s, place in zip(shards(tensor, self.device.caps), places, strict=True)]
+        rows = [
+            decoded(replace(tensor, shape=(s.rows, tensor.shape[-1])), self.device.download(place), self.device.caps)
+            for s, place in zip(shards(tensor, self.device.caps), places, strict=True)
+        ]
         return np.concatenate(rows).reshape(tensor.shape)
 
     def read(self, tensor: Tensor) -> Array:

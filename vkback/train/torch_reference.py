@@ -17,7 +17,7 @@ from torch import Tensor as TorchTensor
 
 from vkback import quants
 from vkback.errors import VkbackError
-from vkback.models.gguf_file import GgufFile
+from vkback.gguf.file import GgufFile
 from vkback.models.registry import architecture
 
 KNOWN = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
@@ -146,9 +146,15 @@ class TorchTrainer:
     """Steps of a TorchModel, float32 on the CPU: the same calls as of vkback's Trainer."""
 
     def __init__(
-        self, model: TorchModel, optimizer: str, lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        self,
+        model: TorchModel,
+        optimizer: str,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model = model
         given = list(model.trained.values())
         self._optimizer: torch.optim.Optimizer = (

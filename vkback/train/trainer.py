@@ -15,7 +15,7 @@ from vkback.errors import VkbackError
 from vkback.graph import Graph, Tensor
 from vkback.models.registry import Model
 from vkback.plan.autodiff import gradient
-from vkback.plan.lora import A, Lora
+from vkback.plan.passes.lora import A, Lora
 from vkback.plan.training import (
     D_LOSS,
     OPTIMIZERS,
@@ -77,9 +77,19 @@ class StepTrainer:
     """
 
     def __init__(
-        self, model: Model, device: Device | None, *, ctx: int, batch: int = 1, settings: Settings | None = None, lora: Lora | None = None,
-        checkpoint: bool = False, act: TrainingAct | None = None, seed: int = 0, progress: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        device: Device | None,
+        *,
+        ctx: int,
+        batch: int = 1,
+        settings: Settings | None = None,
+        lora: Lora | None = None,
+        checkpoint: bool = False,
+        act: TrainingAct | None = None,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> None:
         if ctx < 1 or batch < 1:
             raise TrainError(f"[train] ctx {ctx}, batch {batch}: expected at least 1 of each")
         self.model, self.ctx, self.batch = model, ctx, batch

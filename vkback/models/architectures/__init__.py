@@ -2,20 +2,7 @@
 
 from importlib import import_module
 
-NAMES = (
-    "llama",
-    "deci",
-    "deepseek2",
-    "gemma3",
-    "gpt2",
-    "gpt_oss",
-    "granitehybrid",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3moe",
-    "smollm3",
-)
+NAMES = ("llama", "deci", "deepseek2", "gemma3", "gpt2", "gpt_oss", "granitehybrid", "phi3", "qwen2", "qwen3", "qwen3moe", "smollm3")
 """Modules of this package, in the order in which architectures are listed: the one that most models have comes first."""
 
 for _name in NAMES:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from vkback.gguf.file import GgufFile
+from vkback.gguf.hparams import Heads
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import attention, attention_norm, feed_forward, feed_forward_norm
 from vkback.models.builder import GraphBuilder
-from vkback.models.gguf_file import GgufFile
-from vkback.models.hparams import Heads
 from vkback.models.shape import LayerShape, ModelShape, Tensors
 
 
@@ -27,17 +27,37 @@ def _layers(n_head: int, runs: tuple[tuple[int, int, int], ...]) -> tuple[LayerS
 NEMOTRON_SUPER = _layers(
     64,
     (
-        (1, 8, 14336), (5, 8, 28672), (2, 0, 14336), (3, 8, 28672), (1, 0, 17920), (30, 8, 28672), (1, 0, 7168), (2, 0, 14336),
-        (1, 0, 7168), (1, 0, 28672), (1, 0, 7168), (1, 0, 14336), (3, 0, 7168), (1, 8, 28672), (1, 0, 7168), (2, 0, 5632), (1, 0, 7168),
-        (3, 0, 5632), (2, 0, 7168), (2, 0, 2816), (2, 0, 5632), (2, 0, 2816), (1, 0, 5632), (2, 0, 2816), (9, 8, 28672),
+        (1, 8, 14336),
+        (5, 8, 28672),
+        (2, 0, 14336),
+        (3, 8, 28672),
+        (1, 0, 17920),
+        (30, 8, 28672),
+        (1, 0, 7168),
+        (2, 0, 14336),
+        (1, 0, 7168),
+        (1, 0, 28672),
+        (1, 0, 7168),
+        (1, 0, 14336),
+        (3, 0, 7168),
+        (1, 8, 28672),
+        (1, 0, 7168),
+        (2, 0, 5632),
+        (1, 0, 7168),
+        (3, 0, 5632),
+        (2, 0, 7168),
+        (2, 0, 2816),
+        (2, 0, 5632),
+        (2, 0, 2816),
+        (1, 0, 5632),
+        (2, 0, 2816),
+        (9, 8, 28672),
     ),
-)  # fmt: skip
+)
 """Of Llama-3.3-Nemotron-Super-49B-v1, by `block_configs` of its published config.json: 64 / n_heads_in_group K and V heads, and a width of
 2/3 * 8192 * ffn_mult, rounded up to a multiple of 256."""
 
-ODD = tuple(
-    LayerShape(*given) for given in ((4, 2, 160), (0, 0, 96), (4, 0, 224), (4, 4, 0), (0, 0, 0), (4, 1, 64), (4, 0, 0), (0, 0, 32))
-)  # fmt: skip
+ODD = tuple(LayerShape(*given) for given in ((4, 2, 160), (0, 0, 96), (4, 0, 224), (4, 4, 0), (0, 0, 0), (4, 1, 64), (4, 0, 0), (0, 0, 32)))
 
 
 @register

@@ -23,15 +23,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vkback import constants
+from vkback.gguf.file import GgufError, GgufFile
+from vkback.gguf.hparams import HParams, Metadata
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import attention_norm, experts, feed_forward, feed_forward_norm, rms_norm, shared_expert
 from vkback.models.builder import GraphBuilder
-from vkback.models.gguf_file import GgufError, GgufFile
-from vkback.models.hparams import HParams, Metadata
 from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape, Tensors, expert_tensors, feed_forward_tensors, shared_expert_tensors
-from vkback.ops.topk import groups_problem
+from vkback.ops.moe.topk import groups_problem
 from vkback.ops.view import View
 
 TEMPERATURES = "attn_temperatures"
@@ -47,25 +47,50 @@ GATINGS = {0: "softmax", 1: "softmax", 2: "sigmoid"}
 """By `expert_gating_func`; files made before the key have none."""
 
 V2_LITE: dict[str, Any] = {
-    "attention.kv_lora_rank": 512, "attention.key_length": 576, "attention.value_length": 512, "attention.key_length_mla": 192,
-    "attention.value_length_mla": 128, "rope.dimension_count": 64, "rope.scaling.yarn_log_multiplier": 0.0707,
-    "leading_dense_block_count": 1, "expert_shared_count": 2, "expert_weights_scale": 1.0, "expert_weights_norm": False,
+    "attention.kv_lora_rank": 512,
+    "attention.key_length": 576,
+    "attention.value_length": 512,
+    "attention.key_length_mla": 192,
+    "attention.value_length_mla": 128,
+    "rope.dimension_count": 64,
+    "rope.scaling.yarn_log_multiplier": 0.0707,
+    "leading_dense_block_count": 1,
+    "expert_shared_count": 2,
+    "expert_weights_scale": 1.0,
+    "expert_weights_norm": False,
     "expert_gating_func": 1,
-}  # fmt: skip
+}
 
 TINY: dict[str, Any] = {
-    **V2_LITE, "attention.kv_lora_rank": 64, "attention.key_length": 96, "attention.value_length": 64, "attention.key_length_mla": 64,
-    "attention.value_length_mla": 32, "rope.dimension_count": 32, "expert_weights_scale": 0.5,
-}  # fmt: skip
+    **V2_LITE,
+    "attention.kv_lora_rank": 64,
+    "attention.key_length": 96,
+    "attention.value_length": 64,
+    "attention.key_length_mla": 64,
+    "attention.value_length_mla": 32,
+    "rope.dimension_count": 32,
+    "expert_weights_scale": 0.5,
+}
 LEGACY: dict[str, Any] = {
-    **{key: value for key, value in TINY.items() if not key.endswith("_mla")}, "attention.key_length": 48, "attention.value_length": 32,
+    **{key: value for key, value in TINY.items() if not key.endswith("_mla")},
+    "attention.key_length": 48,
+    "attention.value_length": 32,
     "rope.dimension_count": 16,
-}  # fmt: skip
+}
 SIGMOID: dict[str, Any] = {
-    **TINY, "attention.key_length": 80, "attention.key_length_mla": 48, "rope.dimension_count": 16, "attention.q_lora_rank": 64,
-    "expert_gating_func": 2, "expert_weights_scale": 1.25, "expert_weights_norm": True,
-    "expert_shared_count": 1, "expert_group_count": 4, "expert_group_used_count": 2, "rope.scaling.yarn_log_multiplier": 0.03,
-}  # fmt: skip
+    **TINY,
+    "attention.key_length": 80,
+    "attention.key_length_mla": 48,
+    "rope.dimension_count": 16,
+    "attention.q_lora_rank": 64,
+    "expert_gating_func": 2,
+    "expert_weights_scale": 1.25,
+    "expert_weights_norm": True,
+    "expert_shared_count": 1,
+    "expert_group_count": 4,
+    "expert_group_used_count": 2,
+    "rope.scaling.yarn_log_multiplier": 0.03,
+}
 
 
 @dataclass(frozen=True)
@@ -99,27 +124,92 @@ class Deepseek2(Architecture):
     name = "deepseek2"
     vocabulary = "deepseek-llm"
     keys = EXPERTS | {
-        "attention.key_length_mla", "attention.kv_lora_rank", "attention.q_lora_rank", "attention.temperature_length",
-        "attention.temperature_scale", "attention.value_length_mla", "expert_gating_func", "expert_group_count", "expert_group_used_count",
-        "expert_shared_count", "leading_dense_block_count", "rope.scaling.yarn_log_multiplier",
-    }  # fmt: skip
+        "attention.key_length_mla",
+        "attention.kv_lora_rank",
+        "attention.q_lora_rank",
+        "attention.temperature_length",
+        "attention.temperature_scale",
+        "attention.value_length_mla",
+        "expert_gating_func",
+        "expert_group_count",
+        "expert_group_used_count",
+        "expert_shared_count",
+        "leading_dense_block_count",
+        "rope.scaling.yarn_log_multiplier",
+    }
     required = ("attention.kv_lora_rank",)
     sizes: ClassVar = {27: "16B", 47: "30B.A3B", 60: "236B", 61: "671B"}
     shapes: ClassVar = {
         "deepseek2-16b": ModelShape(
-            "deepseek2", 27, 2048, 10944, 16, 1, 192, 102400, 163840, 10000.0, 1e-6, n_expert=64, n_expert_used=6, n_ff_expert=1408,
-            yarn=40.0, metadata=V2_LITE,
+            "deepseek2",
+            27,
+            2048,
+            10944,
+            16,
+            1,
+            192,
+            102400,
+            163840,
+            10000.0,
+            1e-6,
+            n_expert=64,
+            n_expert_used=6,
+            n_ff_expert=1408,
+            yarn=40.0,
+            metadata=V2_LITE,
         ),
         "tiny-deepseek2": ModelShape(
-            "deepseek2", 3, 96, 160, 3, 1, 64, 331, 128, 10000.0, 1e-6, n_expert=7, n_expert_used=3, n_ff_expert=64, yarn=40.0,
+            "deepseek2",
+            3,
+            96,
+            160,
+            3,
+            1,
+            64,
+            331,
+            128,
+            10000.0,
+            1e-6,
+            n_expert=7,
+            n_expert_used=3,
+            n_ff_expert=64,
+            yarn=40.0,
             metadata=TINY,
         ),
         "tiny-deepseek2-legacy": ModelShape(
-            "deepseek2", 3, 96, 160, 3, 3, 48, 331, 128, 10000.0, 1e-6, n_expert=7, n_expert_used=3, n_ff_expert=64, yarn=40.0,
+            "deepseek2",
+            3,
+            96,
+            160,
+            3,
+            3,
+            48,
+            331,
+            128,
+            10000.0,
+            1e-6,
+            n_expert=7,
+            n_expert_used=3,
+            n_ff_expert=64,
+            yarn=40.0,
             metadata=LEGACY,
         ),
         "tiny-deepseek2-sigmoid": ModelShape(
-            "deepseek2", 3, 96, 160, 4, 1, 48, 331, 128, 10000.0, 1e-6, n_expert=12, n_expert_used=3, n_ff_expert=64, yarn=40.0,
+            "deepseek2",
+            3,
+            96,
+            160,
+            4,
+            1,
+            48,
+            331,
+            128,
+            10000.0,
+            1e-6,
+            n_expert=12,
+            n_expert_used=3,
+            n_ff_expert=64,
+            yarn=40.0,
             metadata=SIGMOID,
         ),
     }
@@ -218,9 +308,14 @@ class Deepseek2(Architecture):
             key = g.emit("CONCAT", f"Kcur-{il}", "F32", (n, 1, s.row), (b.view(latents, (n, 1, s.rank)), k_pe), axis=-1)
             cache = b.store(key, f"cache_k_l{il}")
             out = g.emit(
-                "FLASH_ATTN_EXT", f"kqv_out-{il}", "F32", (n, heads * s.rank), (query, cache, cache, b.pos), scale=b.hp.attn_scale,
+                "FLASH_ATTN_EXT",
+                f"kqv_out-{il}",
+                "F32",
+                (n, heads * s.rank),
+                (query, cache, cache, b.pos),
+                scale=b.hp.attn_scale,
                 v_dim=s.rank,
-            )  # fmt: skip
+            )
             v_b = b.hp.weight(f"blk.{il}.attn_v_b.weight", (heads, s.dim_v, s.rank))
             out = b.view(each_head(b, v_b, out, s.rank, f"kqv_decompressed-{il}"), (n, heads * s.dim_v))
         else:

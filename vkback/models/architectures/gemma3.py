@@ -12,11 +12,11 @@ import math
 from dataclasses import replace
 from typing import ClassVar
 
+from vkback.gguf.file import GgufFile
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import Glu, attention, attention_norm, feed_forward, feed_forward_norm, rms_norm
 from vkback.models.builder import GraphBuilder
-from vkback.models.gguf_file import GgufFile
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_forward_tensors, qk_norm_tensors
 
 PERIOD = 6
@@ -37,15 +37,39 @@ class Gemma3(Architecture):
     sizes: ClassVar = {18: "270M", 26: "1B", 32: "8B", 34: "4B", 48: "12B", 62: "27B"}
     shapes: ClassVar = {
         "tiny-gemma3": ModelShape(
-            "gemma3", 7, 96, 160, 4, 2, 40, 331, 128, 1000000.0, 1e-6, tied=True, window=9,
+            "gemma3",
+            7,
+            96,
+            160,
+            4,
+            2,
+            40,
+            331,
+            128,
+            1000000.0,
+            1e-6,
+            tied=True,
+            window=9,
             metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.scale": 0.25},
         ),
         "gemma3-1b": ModelShape("gemma3", 26, 1152, 6912, 4, 1, 256, 262144, 32768, 1000000.0, 1e-6, tied=True, window=512),
         "gemma3-4b": ModelShape(
-            "gemma3", 34, 2560, 10240, 8, 4, 256, 262208, 131072, 1000000.0, 1e-6, tied=True, window=1024,
+            "gemma3",
+            34,
+            2560,
+            10240,
+            8,
+            4,
+            256,
+            262208,
+            131072,
+            1000000.0,
+            1e-6,
+            tied=True,
+            window=1024,
             metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         ),
-    }  # fmt: skip
+    }
 
     def __init__(self, f: GgufFile) -> None:
         super().__init__(f)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from vkback.gguf.file import GgufError, GgufFile
+from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import attention, feed_forward_plain, layer_norm
 from vkback.models.builder import GraphBuilder
-from vkback.models.gguf_file import GgufError, GgufFile
-from vkback.models.hparams import Metadata
 from vkback.models.shape import ModelShape, Tensors, with_biases
 
 

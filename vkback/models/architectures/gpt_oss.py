@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from vkback.gguf.file import GgufFile
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import Glu, attention, attention_norm, experts, rms_norm
 from vkback.models.builder import GraphBuilder
-from vkback.models.gguf_file import GgufFile
 from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, with_biases
 from vkback.ops.glu import SWIGLU_OAI
@@ -37,13 +37,26 @@ class GptOss(Architecture):
     sizes: ClassVar = {24: "20B", 36: "120B"}
     shapes: ClassVar = {
         "gpt-oss-20b": ModelShape(
-            "gpt-oss", 24, 2880, 2880, 64, 8, 64, 201088, 131072, 150000.0,
-            n_expert=32, n_expert_used=4, n_ff_expert=2880, window=128, yarn=32.0,
+            "gpt-oss",
+            24,
+            2880,
+            2880,
+            64,
+            8,
+            64,
+            201088,
+            131072,
+            150000.0,
+            n_expert=32,
+            n_expert_used=4,
+            n_ff_expert=2880,
+            window=128,
+            yarn=32.0,
         ),
         "tiny-gpt-oss": ModelShape(
             "gpt-oss", 3, 96, 96, 4, 2, 40, 331, 128, 150000.0, n_expert=5, n_expert_used=2, n_ff_expert=96, window=8, yarn=32.0
         ),
-    }  # fmt: skip
+    }
 
     def __init__(self, f: GgufFile) -> None:
         super().__init__(f)

@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from vkback.gguf.file import GgufFile
+from vkback.gguf.hparams import Metadata
 from vkback.graph import Recipe, Tensor
 from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
 from vkback.models.blocks import attention, attention_norm, experts, feed_forward, feed_forward_norm, shared_expert
 from vkback.models.builder import GraphBuilder
-from vkback.models.gguf_file import GgufFile
-from vkback.models.hparams import Metadata
 from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors, shared_expert_tensors
 
@@ -29,9 +29,15 @@ SIZES = {768: "350M", 2048: "3B", 2560: "3B", 4096: "32B.A9B"}
 
 
 PUBLISHED = {
-    "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 1, "embedding_scale": 12.0, "residual_scale": 0.22,
-    "attention.scale": 0.0078125, "logit_scale": 6.0, "rope.scaling.finetuned": False,
-}  # fmt: skip
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 128,
+    "ssm.group_count": 1,
+    "embedding_scale": 12.0,
+    "residual_scale": 0.22,
+    "attention.scale": 0.0078125,
+    "logit_scale": 6.0,
+    "rope.scaling.finetuned": False,
+}
 """Of the models of 1B and 7B, beside sizes."""
 
 
@@ -79,33 +85,98 @@ class GraniteHybrid(Architecture):
     recurrent = True
     vocabulary = "dbrx"
     keys = EXPERTS | {
-        "embedding_scale", "expert_shared_feed_forward_length", "logit_scale", "residual_scale", "rope.scaling.finetuned",
-        "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank",
-    }  # fmt: skip
+        "embedding_scale",
+        "expert_shared_feed_forward_length",
+        "logit_scale",
+        "residual_scale",
+        "rope.scaling.finetuned",
+        "ssm.conv_kernel",
+        "ssm.group_count",
+        "ssm.inner_size",
+        "ssm.state_size",
+        "ssm.time_step_rank",
+    }
     settled: ClassVar = {"expert_gating_func": 1}
     varying = frozenset({"attention.head_count_kv"})
     shapes: ClassVar = {
         "granite-4-h-1b": ModelShape(
-            "granitehybrid", 40, 1536, 4096, 12, 4, 128, 100352, 1048576, 10000.0, tied=True, attention=frozenset({5, 15, 25, 35}),
+            "granitehybrid",
+            40,
+            1536,
+            4096,
+            12,
+            4,
+            128,
+            100352,
+            1048576,
+            10000.0,
+            tied=True,
+            attention=frozenset({5, 15, 25, 35}),
             metadata={**PUBLISHED, "ssm.inner_size": 3072, "ssm.time_step_rank": 48},
         ),
         "granite-4-h-tiny": ModelShape(
-            "granitehybrid", 40, 1536, 512, 12, 4, 128, 100352, 1048576, 10000.0, tied=True, attention=frozenset({5, 15, 25, 35}),
-            n_expert=64, n_expert_used=6, n_ff_expert=512,
+            "granitehybrid",
+            40,
+            1536,
+            512,
+            12,
+            4,
+            128,
+            100352,
+            1048576,
+            10000.0,
+            tied=True,
+            attention=frozenset({5, 15, 25, 35}),
+            n_expert=64,
+            n_expert_used=6,
+            n_ff_expert=512,
             metadata={**PUBLISHED, "ssm.inner_size": 3072, "ssm.time_step_rank": 48, "expert_shared_feed_forward_length": 1024},
         ),
         "tiny-granitehybrid": ModelShape(
-            "granitehybrid", 4, 96, 160, 3, 1, 32, 333, 256, 10000.0, tied=True, attention=frozenset({2}),
+            "granitehybrid",
+            4,
+            96,
+            160,
+            3,
+            1,
+            32,
+            333,
+            256,
+            10000.0,
+            tied=True,
+            attention=frozenset({2}),
             metadata={
-                **PUBLISHED, "ssm.inner_size": 192, "ssm.time_step_rank": 12, "ssm.state_size": 20, "ssm.group_count": 2,
+                **PUBLISHED,
+                "ssm.inner_size": 192,
+                "ssm.time_step_rank": 12,
+                "ssm.state_size": 20,
+                "ssm.group_count": 2,
                 "attention.scale": 0.15,
             },
         ),
         "tiny-granitehybrid-moe": ModelShape(
-            "granitehybrid", 3, 64, 96, 2, 1, 32, 300, 256, 10000.0, attention=frozenset({1}), n_expert=6, n_expert_used=2, n_ff_expert=96,
+            "granitehybrid",
+            3,
+            64,
+            96,
+            2,
+            1,
+            32,
+            300,
+            256,
+            10000.0,
+            attention=frozenset({1}),
+            n_expert=6,
+            n_expert_used=2,
+            n_ff_expert=96,
             metadata={
-                **PUBLISHED, "ssm.inner_size": 128, "ssm.time_step_rank": 4, "ssm.state_size": 16, "attention.scale": 0.2,
-                "rope.scaling.finetuned": True, "expert_shared_feed_forward_length": 64,
+                **PUBLISHED,
+                "ssm.inner_size": 128,
+                "ssm.time_step_rank": 4,
+                "ssm.state_size": 16,
+                "attention.scale": 0.2,
+                "rope.scaling.finetuned": True,
+                "expert_shared_feed_forward_length": 64,
             },
         ),
     }

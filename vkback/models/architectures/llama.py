@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
 from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
 from vkback.models.blocks import experts, feed_forward, pre_norm_layer
 from vkback.models.builder import GraphBuilder
-from vkback.models.hparams import Metadata
 from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape
 

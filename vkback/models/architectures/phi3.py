@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from vkback.gguf.file import GgufFile
+from vkback.gguf.hparams import Metadata, Rope
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import pre_norm_layer
 from vkback.models.builder import GraphBuilder
-from vkback.models.gguf_file import GgufFile
-from vkback.models.hparams import Metadata, Rope
 from vkback.models.shape import ModelShape, Tensors
 
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -33,18 +33,48 @@ class Phi3(Architecture):
     sizes: ClassVar = {24: "1B", 32: "3B", 40: "14B"}
     shapes: ClassVar = {
         "phi3-3b": ModelShape(
-            "phi3", 32, 3072, 8192, 32, 32, 96, 32064, 131072, 10000.0, window=262144,
+            "phi3",
+            32,
+            3072,
+            8192,
+            32,
+            32,
+            96,
+            32064,
+            131072,
+            10000.0,
+            window=262144,
             metadata={"rope.scaling.original_context_length": 4096, "rope.scaling.attn_factor": 1.1902381},
         ),
         "tiny-phi3": ModelShape(
-            "phi3", 3, 96, 160, 3, 1, 32, 331, 512, 10000.0, window=9, rope_dims=24,
+            "phi3",
+            3,
+            96,
+            160,
+            3,
+            1,
+            32,
+            331,
+            512,
+            10000.0,
+            window=9,
+            rope_dims=24,
             metadata={"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": 1.0606602},
         ),
         "tiny-phi3-long": ModelShape(
-            "phi3", 3, 96, 160, 4, 4, 24, 331, 128, 10000.0,
+            "phi3",
+            3,
+            96,
+            160,
+            4,
+            4,
+            24,
+            331,
+            128,
+            10000.0,
             metadata={"rope.scaling.original_context_length": 16, "rope.scaling.attn_factor": 1.3228757},
         ),
-    }  # fmt: skip
+    }
 
     @classmethod
     def opened(cls, f: GgufFile) -> GgufFile:

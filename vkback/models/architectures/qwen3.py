@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import pre_norm_layer, rms_norm
 from vkback.models.builder import GraphBuilder
-from vkback.models.hparams import Metadata
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_forward_tensors, qk_norm_tensors
 
 

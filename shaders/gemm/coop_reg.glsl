@@ -1,0 +1,263 @@
+// The product of gemm/coop_reg.comp and gemm/coop_reg_heads.comp: Y = X W^T for few tokens, by cooperative matrices, with the weights
+// decoded in registers. Like a GEMV, it is bound by memory bandwidth. So it keeps many loads of weights in flight, and uses neither shared
+// memory nor barriers until its sums are complete.
+//
+//   binding 0  weights, planes (quant/weights.glsl)
+//   binding 1  x F16 in unit order (gemm/units.glsl), x_stride 16-byte words per FN columns
+//   binding 3  bias F32, binding 5 unused: as in gemm/iface.glsl
+//   binding 6  F32 [n][X_SQUARES], with X_SQUARES: x is y of a product with NEXT_NORM, and each of its columns is divided by its rms
+//   bindings 7 to 9  arrivals (ARRIVES), arrivals of x (EXPECTED), state of spin-waits (common/arrivals.glsl)
+//
+// A binding that a kernel does not need may be any buffer.
+//
+// A workgroup makes a tile of ROW_SUBGROUPS * SUBGROUP_M weight rows by TILE_N columns (tokens). Each subgroup takes SUBGROUP_M rows, all
+// columns, and every K_SUBGROUPS-th step along K (sliced-K). A step is LANE_UNITS blocks (gemm/units.glsl). A lane loads whole units of 32
+// weights and decodes them to f16; neighbouring lanes load neighbouring units of a row. Thanks to unit order, what a lane decodes are exactly
+// its own elements of matrices A. As soon as registers of weights and of x are free, they are loaded for the subgroup's next step. At the end
+// the sums of all slices go to shared memory, and the thread that stores a value adds them in a fixed order.
+//
+// The shader that includes this says what becomes of the sums, by four functions that every thread calls:
+//   load_first()         before the wait for x
+//   load_with_x()        after it, before the products
+//   load_after()         after the products, which leave no registers for what is loaded earlier
+//   store_tile()         once `stages` holds the sums of all subgroups
+//
+// Defines: QUANT_FILE. Before it: gemm/matrix.glsl, and OUT_SHIFT: 1 if two rows of weights make one of the output, else 0. Everything else
+// is a specialization constant.
+#extension GL_EXT_shader_16bit_storage : require
+#extension GL_KHR_shader_subgroup_arithmetic : require
+#extension GL_KHR_shader_subgroup_shuffle : require
+
+layout(constant_id = 5) const uint SUBGROUP_M = 32;  // weight rows of a subgroup
+layout(constant_id = 6) const uint TILE_N = 16;  // columns of a tile, a multiple of FN
+layout(constant_id = 7) const uint ROW_SUBGROUPS = 1;  // subgroups side by side along the rows; the others share out K
+layout(constant_id = 8) const uint ROW_LANES = 4;  // as in gemm/matrix.glsl
+layout(constant_id = 9) const uint HAS_BIAS = 0;
+layout(constant_id = 10) const uint LANE_UNITS = 1;  // units of a row that a lane decodes per step
+layout(constant_id = 11) const uint K_ALIGNED = 0;  // 1: a step is 8 units, and rows are whole steps
+layout(constant_id = 12) const uint ARRIVES = 0;  // common/arrivals.glsl
+layout(constant_id = 13) const uint EXPECTED = 0;  // likewise
+layout(constant_id = 14) const uint X_SQUARES = 0;  // sums of squares per column of x, a multiple of 4; 0: x is not normed here
+layout(constant_id = 15) const float EPS = 0.0;  // of the norm of x
+const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = 0;
+
+#define PATH_INT 0
+#define DECODES_F16
+#include "quant/weights.glsl"
+#include "gemm/iface.glsl"
+#define UNITS_ALIGNED K_ALIGNED
+#include "quant/place.glsl"
+#include QUANT_FILE
+#include "gemm/tile.glsl"
+#include "gemm/pack.glsl"
+#include "gemm/unit_f16.glsl"
+#include "gemm/units.glsl"
+#define BIND_ARRIVALS 7
+#define BIND_EXPECTED 8
+#define BIND_SYNC_STATE 9
+#include "common/arrivals.glsl"
+
+layout(std430, set = 0, binding = 1) readonly buffer X { uvec4 x4[]; };
+layout(std430, set = 0, binding = 3) readonly buffer Bias { float bias[]; };
+layout(std430, set = 0, binding = 6) readonly buffer XSquares { vec4 x_squares[]; };
+
+const uint K_SUBGROUPS = WG / SG / ROW_SUBGROUPS;
+const uint MS = SUBGROUP_M / FM, NS = TILE_N / FN;
+const uint OWN_ROWS = FM / ROW_GROUPS;             // rows of a matrix that a lane holds elements of
+const uint UNITS = MS * OWN_ROWS;                  // units that a lane decodes per block
+const uint MATRICES = 32 / LANE_VALUES;            // matrices along K per block
+#if UNIT_HEADS
+const bool PAIRED = K_ALIGNED != 0 && LANE_UNITS == 2 && TILE_N <= 8;  // a lane's two units have one head between them
+#endif
+const uint STAGE_PITCH = SUBGROUP_M / 4 + 1;
+const uint STAGE_WORDS = TILE_N * STAGE_PITCH;     // sums of one subgroup
+
+shared vec4 stages[ROW_SUBGROUPS * K_SUBGROUPS * STAGE_WORDS];  // slices of the same rows lie side by side
+
+MATRIX_SUM sums[MS * NS];
+UnitRaw raw[LANE_UNITS * UNITS];
+uvec4 x[NS * BLOCK_WORDS];
+uint steps, blocks;
+uint x_zero = 0;  // a 0 that the compiler cannot know before x has arrived (common/arrivals.glsl)
+
+float16_t half_at(uvec4 word, uint i) {
+    const f16vec2 pair = unpackFloat2x16(word[i / 2]);
+    return i % 2 == 0 ? pair.x : pair.y;
+}
+
+// Unit `u` of a step, from this lane's row number i.
+UnitRaw fetch_unit(uint i, uint u, uint first_row, uint step) {
+    const uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * ROW_GROUPS + gl_SubgroupInvocationID / ROW_LANES, p.m - 1u);
+    const uint lane = gl_SubgroupInvocationID % ROW_LANES;
+    if (K_ALIGNED != 0 && LANE_UNITS == 2) return unit_load(Place(row, min(step, steps - 1u) * 8u + 2u * lane, 0u, u));
+    return unit_load(place(row, min(unit_of(step * LANE_UNITS + u, lane, blocks), end_unit - 1u)));
+}
+
+// Loads unit `u` of a step, from this lane's row number i. With PAIRED the first unit keeps the head for both, and gets the next one once the
+// second is decoded. Which part of it is a unit's does not depend on the step, so the shifts for that are found once.
+void load_unit(uint i, uint u, uint first_row, uint step) {
+    const uint own = i * LANE_UNITS + u;
+    UnitRaw unit = fetch_unit(i, u, first_row, step);
+#if UNIT_HEADS
+    if (PAIRED) {
+        unit.sub = gl_SubgroupInvocationID % ROW_LANES * 2u;
+        unit.odd = u;
+        if (u == 0) unit.head = raw[own].head;
+        else raw[own - 1].head = unit.head;
+    }
+#endif
+    raw[own] = unit;
+}
+
+UnitRaw loaded_unit(uint i, uint u) {
+    UnitRaw unit = raw[i * LANE_UNITS + u];
+#if UNIT_HEADS
+    if (PAIRED) unit.head = raw[i * LANE_UNITS].head;
+#endif
+    return unit;
+}
+
+// Activations of few tokens have less than a GiB. With this mask the compiler sees that no address wraps at 32 bits, and puts constant offsets
+// into the loads.
+const uint MAX_X_INDEX = 0x03ffffffu;
+
+// Word i of block u of a step, in matrix column n. Lanes whose column is past the last one read what the lanes of the first column read, which
+// saves memory traffic.
+void fetch_x(uint n, uint i, uint step, uint u) {
+    uint block = step * LANE_UNITS + u;
+    if (K_ALIGNED == 0) block = min(block, blocks - 1u);
+    const uint lane = gl_SubgroupInvocationID, used = n * FN + lane / ROW_LANES < tile_count ? lane : lane % ROW_LANES;
+    const uint first = (tile_number * NS + n) * p.x_stride + block * (BLOCK_WORDS * SG) + used + x_zero;
+    x[n * BLOCK_WORDS + i] = x4[(first & MAX_X_INDEX) + i * SG];
+}
+
+// The products of one step. Registers of weights and of x are reloaded for later steps after their last use.
+void multiply(uint first_row, uint step) {
+    [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) {
+        const bool last = u + 1 == LANE_UNITS;
+        const uint next_step = last ? min(step + K_SUBGROUPS, steps - 1u) : step, next_unit = last ? 0 : u + 1;
+        const bool valid = LANE_UNITS == 1 || K_ALIGNED != 0 || step * LANE_UNITS + u < blocks;
+        [[unroll]] for (uint i = 0; i < MS; i++) {
+            uvec4 w[OWN_ROWS * 4];
+            [[unroll]] for (uint r = 0; r < OWN_ROWS; r++) {
+                uvec4 words[4];
+                unit_f16(loaded_unit(i * OWN_ROWS + r, u), valid, words);  // past the end of a row x is zero
+                [[unroll]] for (uint j = 0; j < 4; j++) w[r * 4 + j] = words[j];
+                load_unit(i * OWN_ROWS + r, u, first_row, step + K_SUBGROUPS);
+            }
+            [[unroll]] for (uint j = 0; j < MATRICES; j++) {
+                MATRIX_A a;
+                [[unroll]] for (uint r = 0; r < OWN_ROWS; r++)
+                    [[unroll]] for (uint e = 0; e < LANE_VALUES; e++)
+                        a[r * LANE_VALUES + e] = half_at(w[r * 4 + (j * LANE_VALUES + e) / 8], (j * LANE_VALUES + e) % 8);
+                [[unroll]] for (uint n = 0; n < NS; n++) {
+                    MATRIX_B b;
+                    [[unroll]] for (uint e = 0; e < OWN_COLUMNS * LANE_VALUES; e++) {
+                        const uint number = j * OWN_COLUMNS * LANE_VALUES + e;
+                        b[e] = half_at(x[n * BLOCK_WORDS + number / 8], number % 8);
+                    }
+                    sums[i * NS + n] = coopMatMulAdd(a, b, sums[i * NS + n]);
+                    const uint used = (j + 1) * OWN_COLUMNS * LANE_VALUES;  // values of x
+                    if (i + 1 == MS && used % 8 == 0) fetch_x(n, used / 8 - 1, next_step, next_unit);
+                }
+            }
+        }
+    }
+}
+
+void stage_sums(uint stage) {
+    [[unroll]] for (uint i = 0; i < MS; i++)
+        [[unroll]] for (uint n = 0; n < NS; n++)
+            coopMatStore(sums[i * NS + n], stages, stage * STAGE_WORDS + n * FN * STAGE_PITCH + i * FM / 4, STAGE_PITCH,
+                         gl_CooperativeMatrixLayoutColumnMajor);
+}
+
+// Sums of four neighbouring rows of column c, over all slices in order. row: the first one, within the tile.
+vec4 sum_slices(uint row, uint c) {
+    vec4 v = vec4(0.0);
+    [[unroll]] for (uint slice = 0; slice < K_SUBGROUPS; slice++)
+        v += stages[(row / SUBGROUP_M * K_SUBGROUPS + slice) * STAGE_WORDS + c * STAGE_PITCH + row % SUBGROUP_M / 4u];
+    return v;
+}
+
+const uint OUT_QUADS = TILE_M >> (2 + OUT_SHIFT);
+
+shared float column_factors[TILE_N];
+
+// Where columns are few, their factors are found ahead of the products, while the first x is under way. Otherwise the sums of squares would
+// take too many registers, and are loaded after the products.
+const bool FACTORS_FIRST = TILE_N <= 8;
+
+// Finds 1 / rms of each column of x. The sums of squares are loaded all at once.
+void find_column_factors() {
+    const uint subgroups = WG / SG, each = (TILE_N + subgroups - 1u) / subgroups, quads = X_SQUARES / 4u;
+    const uint lane_quads = X_SQUARES != 0 ? (quads + SG - 1u) / SG : 1u;  // GLSL has no empty arrays
+    vec4 parts[each * lane_quads];
+    [[unroll]] for (uint i = 0; i < each * lane_quads; i++) {
+        const uint c = gl_SubgroupID + i / lane_quads * subgroups, quad = i % lane_quads * SG + gl_SubgroupInvocationID;
+        const bool valid = c < tile_count && quad < quads;
+        parts[i] = valid ? x_squares[(tile_column + c) * quads + quad + x_zero] : vec4(0.0);
+    }
+    [[unroll]] for (uint j = 0; j < each; j++) {
+        vec4 sum = vec4(0.0);
+        [[unroll]] for (uint i = 0; i < lane_quads; i++) sum += parts[j * lane_quads + i];
+        const float square = subgroupAdd((sum.x + sum.y) + (sum.z + sum.w));
+        const uint c = gl_SubgroupID + j * subgroups;
+        if (gl_SubgroupInvocationID == 0u && c < tile_count) column_factors[c] = inversesqrt(square / float(p.k) + EPS);
+    }
+}
+
+// Sums of four neighbouring weight rows, complete but for a residual. row: the first one, within the tile; c: the column, within the tile.
+vec4 finished_sums(uint row, uint c) {
+    vec4 v = UNIT_F16_SCALE * (X_SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * sum_slices(row, c);
+    if (HAS_BIAS != 0)
+        [[unroll]] for (uint e = 0; e < 4; e++) v[e] += bias[p.w_row0 + min(tile_row + row + e, p.m - 1u)];
+    return v;
+}
+
+// The first four rows that this thread stores are those of item gl_LocalInvocationID.x: `row` within the whole product, of column `column`.
+struct FirstItem {
+    bool exists;
+    uint row, column;
+};
+
+FirstItem first_item() {
+    const uint item = gl_LocalInvocationID.x;
+    return FirstItem(item < tile_count * OUT_QUADS, tile_row + item % OUT_QUADS * 4u, tile_column + item / OUT_QUADS);
+}
+
+void load_first();
+void load_with_x();
+void load_after();
+void store_tile();
+
+void main() {
+#ifdef UNIT_TABLE
+    unit_table(gl_LocalInvocationID.x, WG);
+    barrier();
+#endif
+    if (!find_tile()) {
+        arrive();
+        return;
+    }
+    const uint row_subgroup = gl_SubgroupID / K_SUBGROUPS, slice = gl_SubgroupID % K_SUBGROUPS;
+    const uint first_row = tile_row + row_subgroup * SUBGROUP_M;
+    blocks = (end_unit + ROW_LANES - 1u) / ROW_LANES;
+    steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
+    [[unroll]] for (uint i = 0; i < UNITS; i++)
+        [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) load_unit(i, u, first_row, slice);
+    load_first();
+    x_zero = wait_for_arrivals();  // meanwhile the first weights are in flight
+    [[unroll]] for (uint n = 0; n < NS; n++)
+        [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, min(slice, steps - 1u), 0);
+    load_with_x();
+    [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
+    if (X_SQUARES != 0 && FACTORS_FIRST) find_column_factors();
+    [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(first_row, step);
+    load_after();
+    if (X_SQUARES != 0 && !FACTORS_FIRST) find_column_factors();
+    stage_sums(gl_SubgroupID);
+    barrier();
+    store_tile();
+    arrive();
+}

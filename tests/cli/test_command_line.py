@@ -1,0 +1,245 @@
+"""The command line as people type it: help wherever it is asked for, prompts by any way, options that are none."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_kit import REPOSITORY, FakeEngine, call
+
+from vkback.api import Timings
+from vkback.cli import main, vkbench
+from vkback.device import Device
+from vkback.engine.engine import Engine
+from vkback.paths import builtin_model
+
+# --- help, and where the command is called from
+
+
+@pytest.mark.parametrize(
+    ("line", "usage"),
+    [
+        ("-h", "Usage: vkback [OPTIONS] COMMAND"),
+        ("help", "Usage: vkback [OPTIONS] COMMAND"),
+        ("run -h", "Usage: vkback run [OPTIONS]"),
+        ("help run", "Usage: vkback run [OPTIONS]"),
+        ("bench -h", "Usage: vkbench [OPTIONS]"),
+        ("help bench", "Usage: vkbench [OPTIONS]"),
+    ],
+)
+def test_help_is_shown_wherever_it_is_asked_for(
+    line: str, usage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, main.main, *line.split()) == 0
+    assert capsys.readouterr().out.startswith(usage)
+
+
+def test_vkbench_s_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("-h", "help", "--help"):
+        assert call(monkeypatch, vkbench.main, word) == 0
+        assert capsys.readouterr().out.startswith("Usage: vkbench [OPTIONS] [TEST]...")
+
+
+def test_help_of_a_command_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "help", "runn") == 2
+    assert capsys.readouterr().err == "vkback: error: No such command 'runn'. Did you mean 'run'? vkback --help tells more\n"
+
+
+def test_bench_is_vkbench(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "bench", "tg4", "-m", "demo-dense", "-r", "1", "-o", "json") == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["n_gen"] == 4 and result["command"] == "vkbench tg4 -m demo-dense -r 1 -o json"
+
+
+def test_the_package_can_be_executed() -> None:
+    for words, usage in ((["run", "-h"], "Usage: vkback run "), (["bench", "-h"], "Usage: vkbench ")):
+        line = [sys.executable, "-m", "vkback", *words]
+        done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=60, check=True)
+        assert done.stdout.startswith(usage)
+
+
+@pytest.mark.parametrize(
+    ("program", "typed", "offered"),
+    [("vkback", "vkback perp", ["perplexity"]), ("vkback", "vkback run --te", ["--temp"]), ("vkbench", "vkbench --warm", ["--warmup"])],
+)
+def test_shells_complete_commands_and_options(program: str, typed: str, offered: list[str]) -> None:
+    asked = {f"_{program.upper()}_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    line = [sys.executable, "-c", f"import vkback.cli.start as s; s.{program}()"]
+    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, encoding="utf-8", env={**os.environ, **asked}, timeout=60, check=False)
+    assert done.stdout.split() == offered, done.stderr
+
+
+def test_completion_is_offered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for entry in (main.main, vkbench.main):
+        assert call(monkeypatch, entry, "--help") == 0
+        assert "--install-completion" in capsys.readouterr().out
+
+
+# --- options that are none
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("run x -ngl 99", "No such option: -ngl; vkback run --help tells more"),
+        ("run x -ngl=99", "No such option: -ngl; vkback run --help tells more"),
+        ("run x -ctx 64", "No such option: -ctx. Did you mean --ctx? vkback run --help tells more"),
+        ("run x -temp 0", "No such option: -temp. Did you mean --temp? vkback run --help tells more"),
+        ("run x -mfoo.gguf", "No such option: -mfoo.gguf; a value stands apart from it: -m foo.gguf; vkback run --help tells more"),
+        ("chat -nkvo 1", "No such option: -nkvo; vkback chat --help tells more"),
+        ("run -p a -p b", "-p/--prompt is given 2 times, expected once; vkback run --help tells more"),
+        ("run x -n4 --n-predict 5", "-n/--n-predict is given 2 times, expected once; vkback run --help tells more"),
+        ("run x -p y", "TEXT and -p exclude each other: each gives the text to continue"),
+        ("run -p y -f z", "-p and -f exclude each other: each gives the text to continue"),
+        ("run -f /nope", "-f /nope: cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_no_option_is_named(line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, *line.split()) == 2
+    assert capsys.readouterr().err == f"vkback: error: {said}\n"
+
+
+def test_values_that_look_like_options_are_values(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, main.main, "run", "-p", "-ngl", "-n1", "-c64", "-r", "-mmp") == 0
+    assert capsys.readouterr().out == "-ngl" + "n" + "\n"
+    assert engine.loaded[-1] == ("demo-dense-Q4_K_M.gguf", None, 64, "auto")
+    assert call(monkeypatch, main.main, "run", "--", "-ngl") == 0
+    assert capsys.readouterr().out.startswith("-ngl")
+
+
+WRONG = [
+    ("run x --device 5", "[device] no device has index 5"),
+    ("vkbench tg4 --device nonsense", "[device] no device fits 'nonsense'"),
+    ("run x --lora FILE", "[lora] adapter FILE: not a GGUF file"),
+    ("run x -m FILE", "[gguf] FILE: not a GGUF file"),
+    ("merge --lora FILE -o OUT", "[lora] adapter FILE: not a GGUF file"),
+    ("synth llama-8b-Q4_K_X OUT", "[synth] no model is called 'llama-8b-Q4_K_X'. Did you mean"),
+    ("synth tiny-qwen2-F32 OUT --layers 99", "[synth] tiny-qwen2-F32 has 3 layers, 99 were asked for"),
+    ("graph --shape nothing", "[synth] no model is called 'nothing'"),
+    ("plan --profile nonsense", "[capabilities] no profile 'nonsense'"),
+    ("compare --against FILE", "[compare] FILE: no saved run of vkback compare"),
+    ("compare-bench FILE FILE", "FILE: not a result of vkbench or llama-bench"),
+    ("compare-bench NONE NONE", "NONE: no such file; expected a result"),
+    ("perplexity -f FILE -c 4 --kl-base FILE", "[kl] FILE: is no base of log probabilities"),
+    ("profile -c 64 -n 100", "--ctx 64: 2 tokens of a prompt and 100 behind it need 119 rows; raise --ctx"),
+    ("run x -c 64 -n 65", "-n 65: a prompt of 2 tokens leaves room for 63"),
+]
+"""Command lines that name what is not there, or is something else."""
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(("line", "said"), WRONG, ids=[line for line, _ in WRONG])
+def test_a_wrong_command_line_ends_with_2(
+    line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "FILE"
+    file.write_text("root:x:0:0 and other words, of which none is a result, a model or a run\n" * 4, encoding="utf-8")
+    where = {name: str(tmp_path / name) for name in ("FILE", "OUT", "NONE")}
+    words = [where.get(word, word) for word in line.split()]
+    entry = vkbench.main if words[0] == "vkbench" else main.main
+    assert call(monkeypatch, entry, *words[words[0] == "vkbench" :]) == 2
+    errors = [text for text in capsys.readouterr().err.splitlines() if ": error: " in text]
+    assert len(errors) == 1 and said.replace("FILE", where["FILE"]).replace("NONE", where["NONE"]) in errors[0]
+    assert not Path(where["OUT"]).exists()
+
+
+@pytest.mark.vulkan
+def test_a_profile_s_prompt_fits_the_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "profile", "-c", "40", "-n", "2", "-b", "0", "--json") == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+# --- prompts
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (["Hello"], "Hello"),
+        (["hello", "world"], "hello world"),
+        (["-p", "-"], "Gr\u00fc\u00dfe\n"),
+        (["-f", "-"], "Gr\u00fc\u00dfe\n"),
+        (["-f", "FILE"], "a\nb"),
+    ],
+)
+def test_a_prompt_by_any_way(
+    line: list[str], text: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("a\nb\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Gr\u00fc\u00dfe\n\n".encode()), encoding="utf-8"))
+    line = [str(tmp_path / "prompt.txt") if word == "FILE" else word for word in line]
+    assert call(monkeypatch, main.main, "run", *line, "-n", "1") == 0
+    out, err = capsys.readouterr()
+    assert out == f"{text}n\n"
+    assert err.split()[:3] == ["prompt", str(len(text.encode())), "tokens"], "all of its tokens, as in Python and the server"
+
+
+def test_a_prompt_that_is_none(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    (tmp_path / "empty").touch()
+    for line, named in ((["-p", "-"], "stdin"), (["-f", str(tmp_path / "empty")], f"-f {tmp_path / 'empty'}"), ([""], "TEXT")):
+        assert call(monkeypatch, main.main, "run", *line) == 2
+        assert capsys.readouterr().err.startswith(f"vkback: error: {named} is empty; give a text to continue")
+    assert call(monkeypatch, main.main, "run", "a\udcff") == 2
+    assert "not UTF-8 text" in capsys.readouterr().err
+
+
+# --- tokens to make
+
+
+def test_the_default_count_of_tokens_fits_the_context(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ctx, count in ((64, 60), (5, 1), (1000, 128)):
+        assert call(monkeypatch, main.main, "run", "-p", "hello", "-c", str(ctx)) == 0
+        assert engine.calls[-1] == ("generate", count, True)
+    capsys.readouterr()
+    assert call(monkeypatch, main.main, "run", "-p", "hello", "-c", "64", "-n", "61") == 2
+    assert "-n 61: a prompt of 5 tokens leaves room for 60 in the context of 64; give a smaller -n" in capsys.readouterr().err
+
+
+def test_json_has_the_fields_of_a_result(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def ran(*more: str) -> dict[str, object]:
+        assert call(monkeypatch, main.main, "run", "hello", "--json", *more) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    result = ran("-n", "6", "-s", "7")
+    assert (result["finish_reason"], result["seed"], result["text"]) == ("length", 7, "n\u00e9, n")
+    timings = result["timings"]
+    assert isinstance(timings, dict)
+    rates = {"prompt_tokens_per_s", "decode_tokens_per_s"}
+    assert {*timings} == {*vars(Timings())} | rates
+    assert (timings["prompt_tokens"], timings["decode_tokens"]) == (5, 6) and len(list(result["prompt_tokens"])) == 5  # type: ignore[call-overload]
+    assert result["build_commit"]
+    assert ran("-c", "8")["finish_reason"] == "context"
+    assert ran("-r", "n")["finish_reason"] == "stop"
+    monkeypatch.setattr(type(engine.tokenizer), "eos_ids", frozenset(b","))
+    assert ran("-n", "4")["finish_reason"] == "eos"
+
+
+def test_a_bias_of_a_token_that_there_is_not(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for token in (256, 9999999, -1):
+        assert call(monkeypatch, main.main, "run", "-p", "x", "-l", f"{token}=1") == 2
+        said = capsys.readouterr().err
+        assert said == f"vkback: error: --logit-bias {token}: no token of this model, expected an id in 0..255\n"
+
+
+@pytest.mark.vulkan
+def test_prompt_tokens_are_counted_alike(device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from vkback.api import LoadedModel
+
+    with LoadedModel(Engine.load(builtin_model("demo-dense"), device, n_ctx=64, progress=False)) as model:
+        count = model.generate("Hello there", max_tokens=1).timings.prompt_tokens
+    assert call(monkeypatch, main.main, "run", "Hello there", "-c", "64", "-n", "1") == 0
+    assert f"prompt     {count:5} tokens in" in capsys.readouterr().err

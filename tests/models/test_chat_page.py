@@ -1,0 +1,110 @@
+"""The chat page of `vkback serve`, used in a headless browser. VKBACK_PICTURES=FOLDER keeps pictures of it, to be looked at."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, find_browser
+
+from vkback.api import LoadedModel
+from vkback.device import Device
+from vkback.engine.engine import Engine
+from vkback.paths import builtin_model
+
+pytest.importorskip("starlette", reason="vkback[serve] is not installed")
+uvicorn = pytest.importorskip("uvicorn", reason="vkback[serve] is not installed")
+
+from vkback.server.app import Limits, build_app  # noqa: E402  these need the packages above
+from vkback.server.worker import Worker  # noqa: E402
+
+pytestmark = pytest.mark.vulkan
+
+QUESTION = "Who goes there, in this <b>dark</b> and stormy night?"
+
+
+@pytest.fixture(scope="module")
+def port(device: Device) -> Iterator[int]:
+    worker = Worker(lambda: LoadedModel(Engine.load(builtin_model("demo-dense"), device, n_ctx=128, act="f32", progress=False)))
+    app = build_app(worker, limits=Limits(tokens=120), template="plain", hosts=["127.0.0.1"])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def page(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium here to use the page: apt install chromium")
+    with Browser(program, tmp_path_factory.mktemp("profile")) as browser:
+        browser.size(900, 700)
+        browser.open(f"http://127.0.0.1:{port}/")
+        yield browser
+        refused = "Failed to load resource: the server responded with a status of 400 (Bad Request)"
+        assert browser.problems == [refused], "the console has nothing but the request that was too long"
+
+
+def picture(page: Browser, name: str) -> None:
+    if folder := os.environ.get("VKBACK_PICTURES"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        page.picture(Path(folder) / f"{name}.png")
+
+
+def texts(page: Browser, kind: str) -> list[str]:
+    found: list[str] = page.run(f"[...document.querySelectorAll('.{kind}')].map(e => e.textContent)")
+    return found
+
+
+def state(page: Browser) -> Any:
+    return page.run("document.querySelector('#state').textContent")
+
+
+def test_the_chat_page_in_a_browser(page: Browser) -> None:
+    page.wait_for("document.querySelector('#about').textContent.includes('demo-dense-Q4_K_M on ')")
+    picture(page, "empty")
+    assert page.run("document.activeElement.id") == "text"
+    page.run("document.querySelector('#tokens').value = 8")
+    page.write(QUESTION)
+    page.press_enter(shift=True)
+    page.press_enter()
+    page.wait_for("document.querySelector('#state').textContent.startsWith('8 tokens in ')")
+    assert texts(page, "user") == [QUESTION], "sent by Enter, shown as it was typed, not as HTML"
+    assert len(texts(page, "assistant")) == 1 and texts(page, "assistant")[0]
+
+    page.run("document.querySelector('#tokens').value = 60")
+    page.write("And who else?")
+    page.click("#send")
+    page.wait_for("(document.querySelectorAll('.assistant')[1]?.textContent ?? '').length > 3")
+    picture(page, "running")
+    page.click("#stop")
+    page.wait_for("document.querySelector('#state').textContent === 'stopped'")
+    assert len(texts(page, "assistant")) == 2 and page.run("messages.length") == 4 and page.run("document.querySelector('#stop').disabled")
+    picture(page, "stopped")
+
+    page.run("document.querySelector('#tokens').value = 500")
+    page.write("Too long" * 300)
+    page.press_enter()
+    page.wait_for("document.querySelector('.error')")
+    assert "This model's maximum context length is 128 tokens" in texts(page, "error")[0]
+    assert page.run("document.querySelector('#text').value") == "Too long" * 300, "it may be sent again"
+    assert page.run("messages.length") == 4
+    for name, width, dark in (("error", 900, False), ("dark", 900, True), ("narrow", 380, False)):
+        page.size(width, 700, dark=dark)
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off at the side"
+        picture(page, name)
+    page.size(900, 700)
+
+    page.click("#reset")
+    page.wait_for("!document.querySelector('.message')")
+    assert page.run("messages.length") == 0 and state(page) == ""

@@ -1,0 +1,95 @@
+"""The mutation test: its faults can be planted in the present sources, two of them are caught, and nothing in the working tree changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tools import mutants
+
+FAULTS = mutants.load()
+
+
+@pytest.mark.parametrize("mutant", FAULTS, ids=lambda m: m.name)
+def test_it_can_be_planted(mutant: mutants.Mutant) -> None:
+    assert mutant.planted() != (mutants.ROOT / mutant.file).read_text(encoding="utf-8")
+
+
+def test_there_are_faults_of_every_part() -> None:
+    folders = {m.file.rpartition("/")[0] for m in FAULTS}
+    assert len(FAULTS) >= 24
+    shaders = {f"shaders/{name}" for name in ("quant", "common", "gemv", "gemm", "attention")}
+    assert folders >= {*shaders, "vkback/plan", "vkback/ops"}
+
+
+ELSEWHERE = {
+    "gemm/coop_mat",
+    "gemm/coop_reg",
+    "gemm/coop_reg_heads",
+    "gemm/pack_f16",
+    "gemm/pack_units",
+    "gemm/route_heads",
+    "gemm/split_sum",
+    "attention/prompt/prompt_matrix",
+    "attention/prompt/prompt_latent",
+    "attention/train/train_matrix",
+    "attention/train/train_pack",
+    "gemm/element_map",
+    "gemm/fragment_map",
+    "probe/dot_rate",
+    "probe/matrix_rate",
+    "probe/read",
+    "load/repack",
+}
+"""Kernels that no case of the suite on a CPU driver of today runs: those of cooperative matrices, which it does not have, probes, which
+measure and compute nothing that is judged, and the load's, whose bytes tests compare with the host's."""
+
+
+def test_there_is_a_fault_of_every_kernel() -> None:
+    shaders = mutants.ROOT / "shaders"
+    kernels = {path.relative_to(shaders).with_suffix("").as_posix() for path in shaders.rglob("*.comp")}
+    faulty = {m.file.removeprefix("shaders/").removesuffix(".comp") for m in FAULTS if m.file.endswith(".comp")}
+    assert kernels - faulty == ELSEWHERE, "a new kernel needs a fault in tests/mutants.toml that a case catches"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"old": "no such text"}, "holds 'no such text' 0 times, expected once"),
+        ({"old": ";", "new": ""}, r"holds ';' \d+ times, expected once"),
+        ({"new": FAULTS[0].old}, "`old` with one line changed"),
+        ({"new": "two\nlines"}, "`old` with one line changed"),
+        ({"file": "shaders/none.comp"}, "cannot read shaders/none.comp"),
+    ],
+)
+def test_what_cannot_be_planted_says_why(change: dict[str, str], says: str) -> None:
+    with pytest.raises(mutants.MutantError, match=says):
+        dataclasses.replace(FAULTS[0], **change).planted()
+
+
+def test_a_table_must_be_complete(tmp_path: Path) -> None:
+    table = tmp_path / "mutants.toml"
+    entry = "[[mutant]]\nname = 'a'\nfile = 'b'\nold = 'c'\nnew = 'd'\n"
+    table.write_text(entry)
+    with pytest.raises(mutants.MutantError, match="a mutant has name, file, old, new and models"):
+        mutants.load(table)
+    table.write_text(2 * (entry + "models = 'e'\n"))
+    with pytest.raises(mutants.MutantError, match="two mutants are called a"):
+        mutants.load(table)
+
+
+@pytest.mark.vulkan
+def test_two_are_caught_and_what_is_no_fault_survives(tmp_path: Path) -> None:
+    by_name = {m.name: m for m in FAULTS}
+    farm = mutants.Farm(tmp_path, 1)
+    shader, planner = by_name["set_rows-head"], by_name["view-offset"]
+    before = {m.file: (mutants.ROOT / m.file).read_bytes() for m in (shader, planner)}
+    assert farm.fate(shader).by.startswith(("SET_ROWS(", "QKV_ROPE_SET_ROWS("))
+    assert farm.fate(planner).by.startswith(("CPY(", "CONT("))
+    harmless = mutants.Mutant("harmless", "shaders/soft_max/soft_max.comp", "MASKED = -1e30;", "MASKED = -1.0e30;", "")
+    fate = farm.fate(harmless)
+    assert not fate.by and fate.error == "none of 0 cases failed"
+    assert {name: (mutants.ROOT / name).read_bytes() for name in before} == before
+    assert all((farm.copies[0] / name).read_bytes() == text for name, text in before.items())

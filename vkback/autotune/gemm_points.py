@@ -1,0 +1,344 @@
+"""Points of the GEMM family: which kernel a product of several tokens takes, and in which tiles; and which of them a sweep may try.
+
+A *job* is one weight shape times n tokens, with what is fused around it. The kernel is one of the axes: "gemv", where the GEMV
+kernels, 16 tokens at a time, are as quick as any, or one of the GEMMs. So jobs of one weight and several n show where they cross.
+A point that the planner would adjust, or that the device cannot run, is refused before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vkback.autotune.points import CORE_REGISTERS
+from vkback.autotune.problem import LinearProblem
+from vkback.device import Capabilities, Device
+from vkback.graph import Node
+from vkback.ops.cooperative_matrix import matrix_shape
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.matmul.gemm_lower import GemmChoice, Kernel, choose
+from vkback.ops.matmul.linear_node import LinearNode, Path, path_for
+from vkback.ops.op import OPS
+from vkback.plan.planner import check_limits
+from vkback.program import compile_kernels
+from vkback.shader import ShaderLibrary
+from vkback.timing.launches import too_long
+from vkback.tuning.lookup import Overrides
+
+SUM_REGISTERS = 128
+"""Sums of a thread at most: with fragments, weights in flight and addresses about what 255 registers hold (64 x 64 by 32 lanes)."""
+
+OTHER_REGISTERS = 40
+"""What a thread needs beside its sums, at least: workgroups whose threads would need more than a core has do not start."""
+
+MISFIT = "tiles, parts and matrices do not divide each other, or the device has too few threads or too little shared memory"
+
+NO_EFFECT = 1
+"""The value of a parameter that the kernel of a point does not have."""
+
+
+EFFECTIVE: dict[Kernel, tuple[str, ...]] = {
+    "gemv": ("kernel",),
+    "coop_mat": ("kernel", "tile_m", "tile_n", "step_k", "warp_m", "warp_n", "split_k"),
+    "coop_reg": ("kernel", "tile_m", "tile_n", "warp_m", "slice_k"),
+}
+"""Parameters that have an effect, where these are not kernel and tile_n alone."""
+
+
+class GemmPoint(NamedTuple):
+    """A setting of every parameter of [[gemm]]; of parameters that `kernel` does not have NO_EFFECT."""
+
+    kernel: Kernel
+    tile_m: int = NO_EFFECT
+    tile_n: int = NO_EFFECT
+    step_k: int = NO_EFFECT
+    warp_m: int = NO_EFFECT
+    warp_n: int = NO_EFFECT
+    split_k: int = NO_EFFECT
+    slice_k: int = NO_EFFECT
+
+    @property
+    def text(self) -> str:
+        if self.kernel == "gemv":
+            return "gemv"
+        if self.kernel == "coop_reg":
+            return f"coop_reg {self.tile_m}x{self.tile_n}, warp {self.warp_m}, {self.slice_k} subgroups a row"
+        if self.kernel != "coop_mat":
+            return f"{self.kernel} {self.tile_n} columns"
+        parts = f", {self.split_k} parts" if self.split_k > 1 else ""
+        return f"coop_mat {self.tile_m}x{self.tile_n}x{self.step_k}, warp {self.warp_m}x{self.warp_n}{parts}"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What a row says: the parameters that have an effect."""
+        return {name: getattr(self, name) for name in EFFECTIVE.get(self.kernel, ("kernel", "tile_n"))}
+
+
+@dataclass(frozen=True)
+class GemmJob:
+    """A product of several tokens. problem: x and output are F32, and there is no norm before it, as a prompt has it.
+
+    count  products of it in a prompt, for the order of work
+    """
+
+    problem: LinearProblem
+    matrices: bool
+    path: Path
+    count: int = 1
+
+    @property
+    def match(self) -> dict[str, Any]:
+        """What a row about it matches beside its sizes."""
+        return {"matrices": self.matrices, "path": self.path, "experts": self.problem.experts, "quant": self.problem.quant}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"n": self.problem.n, "m": self.problem.m, "k": self.problem.k}
+
+    @property
+    def key(self) -> str:
+        return json.dumps(["gemm", self.match, self.sizes], sort_keys=True)
+
+    @property
+    def line(self) -> str:
+        return self.problem.line
+
+    @property
+    def weight(self) -> tuple[Any, ...]:
+        """Jobs with the same one use the same weights."""
+        return dataclasses.astuple(dataclasses.replace(self.problem, n=1))
+
+    @property
+    def flops(self) -> int:
+        p = self.problem
+        return 2 * p.m * p.k * p.n * max(1, p.n_used)
+
+    def node(self) -> Node:
+        return self.problem.node()
+
+
+def as_prompt(problem: LinearProblem) -> LinearProblem:
+    """The product as prompts have it: F32 in and out, the norm in a stage of its own."""
+    return dataclasses.replace(problem, roles=tuple(r for r in problem.roles if r != "norm"), x="F32", out="F32")
+
+
+def jobs_for(problems: Iterable[tuple[LinearProblem, int]], ctx: LowerContext) -> tuple[list[GemmJob], list[str]]:
+    """A job for each product, those of a weight together, the most operations first; and texts about those that are passed over. Of
+    products that tables cannot tell apart the one with most inputs."""
+    matrices = matrix_shape(ctx.caps) is not None and ctx.act == "auto"
+    jobs: dict[str, GemmJob] = {}
+    said: list[str] = []
+    for problem, count in problems:
+        plain = as_prompt(problem)
+        path, _ = path_for(plain.quant, plain.m, plain.k, plain.n, plain.experts, ctx)
+        job = GemmJob(plain, matrices, path, count)
+        known = jobs.get(job.key)
+        if known is not None:
+            job = dataclasses.replace(max(job, known, key=lambda j: len(j.problem.roles)), count=known.count + count)
+        jobs[job.key] = job
+    for key, job in list(jobs.items()):
+        if why := _passed_over(job, ctx):
+            said.append(f"{job.line} passed over: {why}")
+            del jobs[key]
+    weights: dict[tuple[Any, ...], int] = {}
+    for job in jobs.values():
+        weights[job.weight] = weights.get(job.weight, 0) + job.count * job.flops
+    return sorted(jobs.values(), key=lambda j: (-weights[j.weight], j.weight, -j.problem.n)), said
+
+
+def _passed_over(job: GemmJob, ctx: LowerContext) -> str:
+    """Why a job is not tuned; "" when it is."""
+    if job.problem.n < 2:
+        return "one token is for GEMVs (--op gemv)"
+    try:
+        return too_long(OPS["LINEAR"].lower(job.node(), ctx), ctx.caps)
+    except PlanError as e:
+        return str(e)
+
+
+def with_point(ctx: LowerContext, point: GemmPoint) -> LowerContext:
+    """The context that leads to a point."""
+    return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {"gemm": point.params}, "sweep"))
+
+
+def point_of(choice: GemmChoice) -> GemmPoint:
+    """What the planner made of the tables' choice."""
+    s = choice.shape
+    if s is None:
+        return GemmPoint("gemv")
+    if s.way == "coop_reg":
+        return GemmPoint("coop_reg", s.tile_m, s.tile_n, warp_m=s.warp_m, slice_k=s.slice_k)
+    if s.way != "coop_mat":
+        return GemmPoint(s.way, tile_n=s.tile_n)
+    return GemmPoint("coop_mat", s.tile_m, s.tile_n, s.step_k, s.warp_m, s.warp_n, s.split_k)
+
+
+def actual(job: GemmJob, ctx: LowerContext) -> tuple[GemmPoint, str]:
+    """The point that the tables of a context lead to, and the row it comes from."""
+    choice = choose(LinearNode.of(job.node()), ctx)
+    return point_of(choice), choice.source
+
+
+def lowered(job: GemmJob, point: GemmPoint, ctx: LowerContext) -> list[Dispatch]:
+    return OPS["LINEAR"].lower(job.node(), with_point(ctx, point))
+
+
+def refusal(job: GemmJob, point: GemmPoint, ctx: LowerContext, *, chosen: bool = False) -> str:
+    """Why a point is not worth compiling: the planner would make another of it, the device cannot run it, or it holds too much in
+    registers; "" when it is. chosen: the tables lead to it, so that it is tried however much it takes."""
+    caps = ctx.caps
+    try:
+        got, _ = actual(job, with_point(ctx, point))
+        if point.kernel in ("coop_mat", "coop_reg") and got.kernel == "gemv":
+            return MISFIT
+        for name, a, b in zip(GemmPoint._fields, point, got, strict=True):
+            if a != b:
+                return f"{name} = {a} would become {b}"
+        if point.kernel in ("coop_mat", "coop_reg") and not chosen and (why := _too_large(point, job, caps)):
+            return why
+        dispatches = lowered(job, point, ctx)
+        for dispatch in dispatches:
+            check_limits(dispatch, caps)
+    except PlanError as e:
+        return str(e)
+    return too_long(dispatches, caps)
+
+
+def _too_large(point: GemmPoint, job: GemmJob, caps: Capabilities) -> str:
+    if point.kernel == "coop_reg":
+        if point.tile_n >= 2 * max(job.problem.n, 8):
+            return f"half of {point.tile_n} columns and more would be empty"
+        return f"{point.slice_k} subgroups for a row of {job.problem.k} weights" if 128 * point.slice_k > job.problem.k else ""
+    sums = point.warp_m * point.warp_n // caps.subgroup_size
+    threads = point.tile_m // point.warp_m * (point.tile_n // point.warp_n) * caps.subgroup_size
+    if sums > SUM_REGISTERS and not caps.software:
+        return f"{sums} sums a thread, at most {SUM_REGISTERS} are worth trying"
+    if (sums + OTHER_REGISTERS) * threads > CORE_REGISTERS and not caps.software:
+        return f"{sums} sums and {OTHER_REGISTERS} other registers in each of {threads} threads: a core has {CORE_REGISTERS}"
+    if point.tile_n >= 2 * max(job.problem.n * max(1, job.problem.n_used), matrix_columns(caps)):
+        return f"half of {point.tile_n} columns and more would be empty"
+    if point.split_k > max(1, job.problem.k // point.step_k):
+        return f"{point.split_k} parts of a row of {job.problem.k} weights in steps of {point.step_k}"
+    return ""
+
+
+def matrix_columns(caps: Capabilities) -> int:
+    """Columns of a matrix, 1 where there are none."""
+    matrix = matrix_shape(caps)
+    return matrix[1] if matrix else 1
+
+
+def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
+    """Values to try of each parameter of coop_mat. CPU drivers take long to compile large parts."""
+    rows, columns, _ = matrix_shape(caps) or (16, 16, 16)
+    if caps.software:
+        return {
+            "tile_m": (2 * rows, 4 * rows, 8 * rows),
+            "tile_n": (columns, 2 * columns, 4 * columns),
+            "step_k": (32, 64),
+            "warp_m": (rows, 2 * rows),
+            "warp_n": (columns, 2 * columns),
+            "split_k": (1, 2),
+        }
+    return {
+        "tile_m": (32, 64, 128, 256),
+        "tile_n": tuple(sorted({columns, 16, 32, 64, 128, 256})),
+        "step_k": (32, 64, 128),
+        "warp_m": (16, 32, 64, 128),
+        "warp_n": tuple(sorted({columns, 16, 32, 64, 128})),
+        "split_k": (1, 2, 3, 4, 6, 8, 12, 16),
+    }
+
+
+COLUMNS = (4, 8, 16, 32)
+"""tile_n to try of the kernels without matrices: columns whose sums a thread keeps beside those of four rows."""
+
+SMALL = (
+    (128, 16, 64, 32, 16),
+    (128, 16, 128, 16, 16),
+    (64, 16, 128, 16, 16),
+    (256, 16, 64, 32, 16),
+    (128, 32, 64, 32, 32),
+    (64, 32, 64, 16, 32),
+)
+"""tile_m, tile_n, step_k, warp_m, warp_n for up to 32 tokens: few columns, many rows, all of a workgroup's subgroups along m."""
+
+NARROW = {"tile_m": (64, 128, 256), "step_k": (64, 128), "warp_m": (16, 32), "split_k": (1, 2, 4, 8)}
+"""Of tiles with as many columns as a matrix, or twice as many."""
+
+MIDDLE = ((128, 64, 64, 32, 32), (128, 64, 64, 64, 32), (64, 64, 64, 32, 32), (128, 32, 64, 32, 32))
+LARGE = ((128, 128, 64, 64, 64), (128, 128, 32, 64, 64), (128, 64, 64, 64, 32), (256, 128, 32, 64, 64), (128, 256, 32, 64, 64))
+"""The same for up to 128 tokens, and for more."""
+
+
+REGISTERS = {False: ((16, 16, 8), (16, 16, 4), (16, 16, 16), (64, 16, 2), (32, 32, 8)), True: ((16, 8, 2),)}
+"""tile_m, warp_m and slice_k of coop_reg; on CPU drivers, which compile it for long, the least."""
+
+
+def guesses(job: GemmJob, caps: Capabilities) -> Iterator[GemmPoint]:
+    """Points of each kernel that have won somewhere, the plainest first."""
+    yield GemmPoint("gemv")
+    if job.matrices and job.problem.n <= 32 and job.problem.experts == "none":
+        columns = 8 if job.problem.n <= 8 else 16 if job.problem.n <= 16 else 32
+        yield from (GemmPoint("coop_reg", m, columns, warp_m=warp_m, slice_k=k) for m, warp_m, k in REGISTERS[caps.software])
+    if job.matrices:
+        yield from _matrix_guesses(job, caps)
+    if job.path == "int":
+        yield from (GemmPoint("int_dot", tile_n=n) for n in COLUMNS)
+    if caps.software or job.path == "float":
+        yield from (GemmPoint("f32", tile_n=n) for n in COLUMNS)
+
+
+def _matrix_guesses(job: GemmJob, caps: Capabilities) -> Iterator[GemmPoint]:
+    if caps.software:
+        a = axes(caps)
+        yield from (GemmPoint("coop_mat", a["tile_m"][-1], n, 32, a["warp_m"][-1], min(n, a["warp_n"][-1])) for n in a["tile_n"])
+        return
+    slots = job.problem.n * max(1, job.problem.n_used)
+    if job.problem.experts != "none":  # slots of one expert fill a tile
+        slots = min(slots, 2 * slots // max(1, job.problem.n_expert))
+    cores = caps.shader_cores or 64
+    for tile_m, tile_n, step_k, warp_m, warp_n in SMALL if slots <= 32 else MIDDLE if slots <= 128 else LARGE:
+        yield GemmPoint("coop_mat", tile_m, tile_n, step_k, warp_m, warp_n)
+        tiles = -(-job.problem.m // tile_m) * -(-slots // tile_n)
+        # A full last wave of workgroups: as many parts as fill the cores once or twice.
+        for parts in sorted({round(cores * waves / tiles) for waves in (1, 2)} - {0, 1}) if job.problem.experts == "none" else ():
+            yield GemmPoint("coop_mat", tile_m, tile_n, step_k, warp_m, warp_n, min(16, parts))
+
+
+def neighbours(point: GemmPoint, caps: Capabilities) -> Iterator[GemmPoint]:
+    """Of a point of matrices those that differ in one parameter, and those where tile and part, or two sides, change together. Of
+    "int_dot" and "f32" those with more or fewer columns. Of "gemv", which has nothing to change, narrow tiles of matrices, lest it win
+    against few of them."""
+    if point.kernel == "gemv" and not caps.software and matrix_shape(caps) is not None:
+        sides = itertools.product((1, 2), NARROW["tile_m"], NARROW["step_k"], NARROW["warp_m"], NARROW["split_k"])
+        columns = matrix_columns(caps)
+        yield from (GemmPoint("coop_mat", m, i * columns, k, warp_m, i * columns, parts) for i, m, k, warp_m, parts in sides)
+    if point.kernel in ("int_dot", "f32"):
+        yield from (point._replace(tile_n=n) for n in COLUMNS)
+    if point.kernel == "coop_reg" and not caps.software:
+        for m, warp_m, k in itertools.product((16, 32, 64, 128), (16, 32), (2, 4, 8, 12, 16)):
+            yield point._replace(tile_m=m, warp_m=warp_m, slice_k=k)
+    if point.kernel != "coop_mat":
+        return
+    for name, values in axes(caps).items():
+        for value in values:
+            changed: dict[str, Any] = {name: value}
+            yield point._replace(**changed)
+    for tile, part in (("tile_m", "warp_m"), ("tile_n", "warp_n"), ("warp_m", "warp_n"), ("tile_m", "tile_n")):
+        a, b = getattr(point, tile), getattr(point, part)
+        yield point._replace(**{tile: 2 * a, part: 2 * b})
+        yield point._replace(**{tile: a // 2, part: b // 2})
+    for up, down in itertools.permutations(("tile_m", "tile_n", "step_k", "warp_m", "warp_n", "split_k"), 2):
+        yield point._replace(**{up: 2 * getattr(point, up), down: max(1, getattr(point, down) // 2)})
+
+
+def compile_points(device: Device, library: ShaderLibrary, job: GemmJob, points: Iterable[GemmPoint], ctx: LowerContext) -> None:
+    """Kernels of points that are not refused."""
+    good = [p for p in points if not refusal(job, p, ctx)]
+    compile_kernels(device, library, [d for p in good for d in lowered(job, p, ctx)])

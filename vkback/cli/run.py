@@ -1,0 +1,236 @@
+"""vkback run: continue a text with a model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vkback.cli.sampling import (
+    BiasOption,
+    FrequencyOption,
+    LastNOption,
+    MinPOption,
+    PresenceOption,
+    RepeatOption,
+    SeedOption,
+    StopOption,
+    TempOption,
+    TopKOption,
+    TopPOption,
+    check_bias,
+    logit_bias,
+)
+from vkback.cli.shell import (
+    ActOption,
+    CacheTypeKOption,
+    CacheTypeVOption,
+    ContextOption,
+    DeviceOption,
+    EngineLike,
+    ExactOption,
+    JsonOption,
+    LoraOption,
+    LoraScaledOption,
+    LoraScaleOption,
+    ModelOption,
+    UbatchOption,
+    UsageError,
+    adapters_of,
+    load_engine,
+    make_sampler,
+    model_path,
+    read_text,
+    unicode_text,
+)
+from vkback.cli.token_ids import TokensOption, check_ids, token_ids
+
+DEFAULT_TOKENS = 128
+
+
+def generate(
+    words: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="The text to continue.", show_default=False)] = None,
+    given: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The same as an option; - reads stdin.")] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", metavar="FILE", help="A file with it, in UTF-8; - reads stdin.")] = None,
+    given_ids: TokensOption = None,
+    model: ModelOption = None,
+    n: Annotated[
+        int | None, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate at most [default: 128, or as fit the context].")
+    ] = None,
+    temp: TempOption = 0.8,
+    top_k: TopKOption = 40,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.05,
+    seed: SeedOption = 0,
+    repeat_penalty: RepeatOption = 1.0,
+    presence_penalty: PresenceOption = 0.0,
+    frequency_penalty: FrequencyOption = 0.0,
+    repeat_last_n: LastNOption = 64,
+    bias: BiasOption = None,
+    stop: StopOption = None,
+    device: DeviceOption = None,
+    ctx: ContextOption = None,
+    ubatch: UbatchOption = None,
+    act: ActOption = "auto",
+    cache_type_k: CacheTypeKOption = "f16",
+    cache_type_v: CacheTypeVOption = "f16",
+    lora: LoraOption = None,
+    lora_scaled: LoraScaledOption = None,
+    lora_scale: LoraScaleOption = None,
+    exact: ExactOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a text. The text, or its token ids where the model has no vocabulary, goes to stdout as it is generated; to stderr go the
+    compile time, and speeds without it. With --json one object with text, tokens and times is all there is."""
+    from vkback.engine.stop_strings import StopStrings
+
+    ids: list[int] = []
+    if given_ids is None:
+        prompt = prompt_text(words or (), given, file)
+    elif words or given is not None or file is not None:
+        raise UsageError("--tokens and a text exclude each other: each is what to continue")
+    else:
+        prompt, ids = "", token_ids(given_ids)
+    added = logit_bias(bias)
+    sampler = make_sampler(
+        temp=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repeat_penalty=repeat_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        penalty_last_n=repeat_last_n,
+        logit_bias=added,
+    )
+    stops = StopStrings(stop or ())
+    adapters = adapters_of(lora, lora_scaled, lora_scale)
+
+    def while_weights_come(engine: EngineLike) -> None:
+        check_ids(ids, engine.model.hp.n_vocab)
+        if given_ids is None:
+            ids.extend(engine.tokenizer.encode(prompt))
+        if not ids:
+            raise UsageError(f"-p {prompt!r} has no token in the vocabulary of {engine.description}; give another text")
+        check_bias(added, engine.model.hp.n_vocab)
+        room = engine.n_ctx - len(ids) + 1
+        if n is not None and n > room >= 1:
+            raise UsageError(
+                f"-n {n}: a prompt of {len(ids)} tokens leaves room for {room} in the context of {engine.n_ctx}; give a smaller -n, or a "
+                "larger --ctx"
+            )
+        engine.compile(prompt=len(ids) - 1, sampler=sampler)
+
+    with load_engine(
+        model_path(model),
+        device,
+        n_ctx=ctx,
+        act=act,
+        ubatch=ubatch,
+        cache=(cache_type_k, cache_type_v),
+        exact=exact,
+        lora=adapters,
+        meanwhile=while_weights_come,
+    ) as engine:
+        engine.prepare(prompt=len(ids) - 1, sampler=sampler)
+        ready = engine.compiled
+        start = time.perf_counter()
+        engine.prompt(ids[:-1], progress=True)
+        prompted = time.perf_counter()
+        pieces: list[str] = []
+
+        def say(text: str) -> None:
+            pieces.append(text)
+            if not as_json:
+                print(text, end="", flush=True)
+
+        decoder, only_ids = engine.tokenizer.stream(), not engine.model.has_text
+        shown = ",".join(map(str, ids)) if only_ids else prompt or "".join(map(decoder.feed, ids))
+        if not as_json:
+            print(shown, end="", flush=True)
+        ids_made: list[int] = []
+        room = engine.n_ctx - len(ids) + 1
+        limit = min(DEFAULT_TOKENS, room) if n is None else n
+        with contextlib.closing(engine.generate(ids[-1], limit, sampler=sampler, stop_at_eos=True)) as tokens:
+            for token in tokens:
+                ids_made.append(token)
+                if only_ids and not as_json:
+                    print(f",{token}", end="", flush=True)
+                say(stops.feed(decoder.feed(token)))
+                if stops.found:
+                    break
+        say(stops.feed(decoder.flush()) + stops.flush())
+        end = time.perf_counter() - (engine.compiled - ready).seconds  # barrier-free stages that fail are planned and compiled anew
+    if as_json:
+        from vkback.api.result import Timings
+        from vkback.report.build import build_info
+
+        ends = engine.tokenizer.eos_ids
+        full = limit == room and n is None and limit < DEFAULT_TOKENS
+        reason = "stop" if stops.found else "eos" if ids_made and ids_made[-1] in ends else "context" if full else "length"
+        timings = Timings(ready.seconds, 0, len(ids), prompted - start, len(ids_made), end - prompted)
+        rates = {"prompt_tokens_per_s": timings.prompt_tokens_per_s, "decode_tokens_per_s": timings.decode_tokens_per_s}
+        commit, number = build_info()
+        print(
+            json.dumps(
+                {
+                    "model": engine.description,
+                    "device": engine.device.caps.name,
+                    "build_commit": commit,
+                    "build_number": number,
+                    "seed": seed,
+                    "prompt": prompt if given_ids is None else None,
+                    "prompt_tokens": ids,
+                    "text": "".join(pieces),
+                    "tokens": ids_made,
+                    "finish_reason": reason,
+                    "stopped": stops.found,
+                    "compile_s": ready.seconds,
+                    "prompt_s": prompted - start,
+                    "generation_s": end - prompted,
+                    "timings": {**asdict(timings), **rates},
+                },
+                indent=1,
+            )
+        )
+        return
+    print()
+    if ready.kernels:
+        print(ready, file=sys.stderr)
+    print(f"prompt     {speed(len(ids), prompted - start, len(ids) - 1)}", file=sys.stderr)
+    print(f"generation {speed(len(ids_made), end - prompted)}", file=sys.stderr)
+    if "tokenizer.chat_template" in engine.model.file.metadata and sys.stderr.isatty():
+        print("vkback: this model was trained on conversations; vkback chat talks to it by its template", file=sys.stderr)
+
+
+def prompt_text(words: Sequence[str], given: str | None, file: Path | None) -> str:
+    """The text to continue, by whichever way it came. One line end at its end is dropped of a file's and of stdin's: editors put it there.
+    Raises UsageError where there is none, or more than one."""
+    ways = [*(["TEXT"] if words else []), *([] if given is None else ["-p"]), *([] if file is None else ["-f"])]
+    if len(ways) > 1:
+        raise UsageError(f"{' and '.join(ways)} exclude each other: each gives the text to continue")
+    if not ways:
+        raise UsageError("no text to continue; give one, as vkback run 'Once upon a time', -p TEXT, -f FILE, or -p - for stdin")
+    if given == "-" or file == Path("-"):
+        text, named = unicode_text(sys.stdin.read(), "stdin").removesuffix("\n"), "stdin"
+    elif file is not None:
+        text, named = read_text(file, "-f").removesuffix("\n"), f"-f {file}"
+    else:
+        text, named = unicode_text(" ".join(words) if given is None else given, "-p"), "TEXT" if given is None else "-p"
+    if not text:
+        raise UsageError(f"{named} is empty; give a text to continue, as -p 'Once upon a time'")
+    return text
+
+
+def speed(tokens: int, seconds: float, timed: int | None = None) -> str:
+    """Tokens and their rate. timed: how many went through the model in this time; the last of a prompt goes with the first one made."""
+    rate = (tokens if timed is None else timed) / seconds if seconds else 0.0
+    return f"{tokens:5} {'token ' if tokens == 1 else 'tokens'} in {seconds:7.2f} s, {rate:8.2f} t/s"

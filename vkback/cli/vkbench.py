@@ -1,0 +1,316 @@
+"""vkbench: how fast a model runs, in the tables of llama-bench."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast, get_args
+
+import typer
+
+from vkback import paths
+from vkback.cli.bench_peer import BenchCommand
+from vkback.cli.shell import (
+    ACTS,
+    DeviceOption,
+    EngineLike,
+    ExactOption,
+    VersionOption,
+    act_of,
+    add_command,
+    cache_types_of,
+    load_engine,
+    measured_math_rate,
+    measured_read_rate,
+    model_path,
+    new_app,
+    one_of,
+    output_file,
+    run,
+    write_output,
+)
+from vkback.cli.terminal import StatusLine
+from vkback.cli.vkbench_run import Feed, cpu_name, measure
+from vkback.cli.vkbench_tests import BenchTest, parse_values, plan_tests
+from vkback.report.bench_table import WRITERS, BenchResult, Writer, open_writer
+from vkback.report.build import build_info
+
+if TYPE_CHECKING:
+    from vkback.ops.matmul.gemm_problem import Way
+
+FEEDS = get_args(Feed)
+
+
+def print_devices(wanted: bool) -> None:
+    """As vkback devices does, and nothing else, where the option was given."""
+    if wanted:
+        from vkback.cli.devices import devices
+
+        devices()
+        raise typer.Exit
+
+
+app = new_app("How fast a model runs, in the tables of llama-bench.")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that applies to every test of a run.
+
+    exact      batch-invariant
+    read_rate  GB/s, None to measure it, 0 to do without
+    math_rate  TFLOPS, likewise
+    compile_line  whether stderr is free for a line about compile time
+    """
+
+    repetitions: int
+    device: str | None
+    exact: bool
+    feed: Feed
+    read_rate: float | None
+    math_rate: float | None
+    warmup: bool
+    delay_s: float
+    progress: bool
+    compile_line: bool
+    command: str
+    build: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file of --save. form: of WRITERS."""
+
+    path: Path
+    form: str
+    columns: Sequence[str]
+
+    def write(self, head: str, results: Sequence[BenchResult], build: tuple[str, int]) -> None:
+        """Write what a run has measured."""
+        text = StringIO()
+        writer = open_writer(self.form, text, self.columns)
+        writer.header(head)
+        for result in results:
+            writer.row(result)
+        writer.footer(build)
+        write_output(self.path, "--save", text.getvalue())
+
+
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(metavar="TEST", help="pp512, tg128, pp512+tg128, tg128@d4096")] = None,
+    models: Annotated[list[str] | None, typer.Option("-m", "--model", help="GGUF file or built-in model; repeat for several.")] = None,
+    prompts: Annotated[list[str] | None, typer.Option("-p", "--n-prompt", help="Prompt tokens: 512, 128,256 or 64-512*2.")] = None,
+    gens: Annotated[list[str] | None, typer.Option("-n", "--n-gen", help="Generated tokens, same notation.")] = None,
+    pairs: Annotated[list[str] | None, typer.Option("-pg", help="Prompt and generation in one time: 512,128.")] = None,
+    depths: Annotated[list[str] | None, typer.Option("-d", "--n-depth", help="Tokens already in the cache, same notation.")] = None,
+    ubatch: Annotated[
+        list[str] | None, typer.Option("-ub", "--ubatch-size", "--ubatch", help="Prompt tokens processed at once, same notation.")
+    ] = None,
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Times that each test is measured.")] = 5,
+    output: Annotated[str, typer.Option("-o", "--output", help=f"On stdout: {', '.join(WRITERS)}.")] = "md",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+    output_err: Annotated[str, typer.Option("-oe", "--output-err", help="On stderr: none or a format.")] = "none",
+    save: Annotated[list[Path] | None, typer.Option(help="Into a file too; its ending names the format. Repeat for several.")] = None,
+    store: Annotated[
+        Path | None, typer.Option("--store", metavar="FILE.sqlite", help="Append to a store, for vkback history and compare-bench.")
+    ] = None,
+    device: DeviceOption = None,
+    act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
+    cache_type_k: Annotated[
+        str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, f32, q8_0 or q4_0; several with commas.")
+    ] = "f16",
+    cache_type_v: Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")] = "f16",
+    exact: ExactOption = False,
+    feed: Annotated[str, typer.Option(help="self: generate as in use; random: random tokens one by one, as llama-bench does.")] = "self",
+    to_host: Annotated[
+        bool, typer.Option("--logits-to-host", help="One submit a token and all its logits read back: the same as --feed random.")
+    ] = False,
+    read_rate: Annotated[
+        float | None, typer.Option(min=0.0, help="GB/s that 100 % read stands for; without it measured, with 0 the column is left out.")
+    ] = None,
+    math_rate: Annotated[
+        float | None, typer.Option(min=0.0, help="TFLOPS that 100 % math stands for; without it measured, with 0 the column is left out.")
+    ] = None,
+    warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before it is measured.")] = True,
+    delay: Annotated[float, typer.Option("--delay", min=0.0, help="Seconds to rest before each test.")] = 0.0,
+    progress: Annotated[bool, typer.Option("--progress", help="Say on stderr what is being run.")] = False,
+    list_devices: Annotated[
+        bool, typer.Option("--list-devices", callback=print_devices, is_eager=True, help="List the Vulkan devices, and end.")
+    ] = False,
+    version: VersionOption = False,
+) -> None:
+    """Measure tokens per second: mean and deviation over repetitions. Without -m, both built-in models; without a test, pp512 and tg128."""
+    tests = plan_tests(names or [], prompts or [], gens or [], pairs or [], depths or [])
+    files = [model_path(m) for m in models] if models else paths.builtin_models()
+    acts = [act_of(a) for a in act.split(",")]
+    ubatches: list[int] | list[None] = parse_values(ubatch, "-ub") if ubatch else [None]
+    caches = [cache_types_of((k.strip(), v.strip())) for k in cache_type_k.split(",") for v in cache_type_v.split(",")]
+    feed = "random" if to_host else feed
+    settings = Settings(
+        repetitions=repetitions,
+        device=device,
+        exact=exact,
+        feed=cast(Feed, one_of(feed, FEEDS, "--feed")),
+        read_rate=read_rate,
+        math_rate=math_rate,
+        warmup=warmup,
+        delay_s=delay,
+        progress=progress,
+        compile_line=output_err == "none",
+        command=shlex.join(["vkbench", *sys.argv[1:]]),
+        build=build_info(),
+    )
+    columns = ["n_ubatch"] * (ubatches not in ([None], [BenchResult.n_ubatch]))
+    columns += [f"type_{one}" for one, types in zip("kv", zip(*caches, strict=True), strict=True) if {*types} != {"f16"}]
+    columns += ["exact"] * exact + ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
+    if any(test.is_prompt for test in tests):
+        columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
+    with ExitStack() as open_files:
+        shown = [open_writer("json" if as_json else one_of(output, tuple(WRITERS), "-o"), sys.stdout, columns)]
+        if output_err != "none":
+            shown.append(open_writer(one_of(output_err, ("none", *WRITERS), "-oe"), sys.stderr, columns))
+        kept = [
+            Kept(output_file(path, "--save", *files), one_of(path.suffix.lstrip("."), tuple(WRITERS), f"--save {path}, ending"), columns)
+            for path in save or []
+        ]
+        if store is not None:
+            from vkback.report.store import Store, StoreWriter
+
+            output_file(store, "--store", *files)
+            shown.append(StoreWriter(open_files.enter_context(Store(store))))
+        _measure_all(files, [(a, u, c) for a in acts for u in ubatches for c in caches], tests, settings, shown, kept)
+
+
+def _measure_all(
+    files: Sequence[Path],
+    variants: Sequence[tuple[str, int | None, tuple[str, str]]],
+    tests: Sequence[BenchTest],
+    settings: Settings,
+    shown: Sequence[Writer],
+    kept: Sequence[Kept],
+) -> None:
+    """variants: activations, tokens of a prompt processed at once (None: the engine's default), and types of K's and V's, each with a model
+    loaded anew. A run that ends early keeps what it has measured."""
+    results: list[BenchResult] = []
+    head = ""
+    n_ctx = max(t.n_ctx for t in tests)
+    rate = settings.read_rate
+    math_rates: dict[Way, float] = {}
+    try:
+        for path, (act, ubatch, cache) in product(files, variants):
+            progress = settings.progress or sys.stderr.isatty()
+            with load_engine(
+                path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch, cache=cache, exact=settings.exact
+            ) as engine:
+                if not head:
+                    line = engine.device.caps.summary_line()
+                    for writer in shown:
+                        writer.header(line)
+                    head = f"{_circumstances(settings, engine)}\n{line}"
+                if rate is None:
+                    rate = measured_read_rate(engine.device)
+                for test in tests:
+                    time.sleep(settings.delay_s)
+                    engine.resize(test.n_ctx)  # kernels depend on the size of the cache, and a result must not on other tests
+                    result = replace(_measure_one(engine, test, path, act, cache, settings), read_rate_gb_s=rate or None)
+                    if test.is_prompt:
+                        result = _with_flops(result, engine, test, settings.math_rate, math_rates)
+                    results.append(result)
+                    for writer in shown:
+                        writer.row(result)
+    finally:
+        for file in kept if results else ():
+            file.write(head, results, settings.build)
+        if head:  # what was printed is whole, too
+            for writer in shown:
+                writer.footer(settings.build)
+
+
+def _with_flops(result: BenchResult, engine: EngineLike, test: BenchTest, rate: float | None, known: dict[Way, float]) -> BenchResult:
+    """A prompt's result with its operations and the math rate of the way that makes most of them.
+
+    rate   TFLOPS that the user gave, None to measure it, 0 to do without
+    known  rates measured so far, by way
+    """
+    way = engine.prompt_way(test.n_prompt)
+    if rate is None and way is not None and way not in known:
+        known[way] = measured_math_rate(engine.device, way)
+    found = rate if rate is not None else known.get(way) if way is not None else None
+    flops = engine.prompt_flops(test.n_prompt, test.n_depth)
+    return replace(result, prompt_flops=flops, math_way=way or "", math_rate_tflops=found or None)
+
+
+def _circumstances(settings: Settings, engine: EngineLike) -> str:
+    """What a table that is kept has to say above itself, as markdown."""
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    return f"    {settings.command}\n\n{today}, {engine.device.caps.name}, driver {_driver(engine)}\n"
+
+
+def _driver(engine: EngineLike) -> str:
+    caps = engine.device.caps
+    return f"{caps.driver_name} {caps.driver_info}".strip()
+
+
+def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, cache: tuple[str, str], settings: Settings) -> BenchResult:
+    begun, before = datetime.now(UTC), engine.compiled
+    with StatusLine(wanted=not settings.progress and settings.compile_line) as status:
+
+        def note(text: str) -> None:
+            line = f"vkbench: {path.name} {test.name}: {text}"
+            if settings.progress:
+                print(line, file=sys.stderr, flush=True)
+            else:
+                status.say(line)
+
+        samples = measure(engine, test, settings.repetitions, warmup=settings.warmup, feed=settings.feed, note=note)
+    made = engine.compiled - before
+    if made.compiled and settings.compile_line:
+        print(f"vkbench: {path.name} {test.name}: {made}, not part of the speed", file=sys.stderr, flush=True)
+    return BenchResult(
+        build_commit=settings.build[0],
+        build_number=settings.build[1],
+        cpu_info=cpu_name(),
+        gpu_info=engine.device.caps.name,
+        model_filename=str(path),
+        model_type=engine.description,
+        model_size=engine.size_bytes,
+        model_n_params=engine.n_params,
+        n_batch=max(BenchResult.n_batch, engine.ubatch),
+        n_ubatch=engine.ubatch,
+        type_k=cache[0],
+        type_v=cache[1],
+        devices=settings.device or "auto",
+        n_prompt=test.n_prompt,
+        n_gen=test.n_gen,
+        n_depth=test.n_depth,
+        test_time=begun.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        samples_ns=samples,
+        driver_info=_driver(engine),
+        command=settings.command,
+        act=act,
+        exact=settings.exact,
+        feed=settings.feed,
+        tuning=engine.tuning,
+        bytes_per_token=engine.bytes_per_token,
+    )
+
+
+add_command(app, bench, cls=BenchCommand)
+
+
+def main() -> NoReturn:
+    if sys.argv[1:] == ["help"]:
+        sys.argv[1] = "--help"
+    run(app, "vkbench")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""How a benchmark test runs: warm-up, then repetitions that each begin with an empty cache, timed on the wall clock."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from vkback.cli.shell import EngineLike, make_sampler
+from vkback.cli.vkbench_tests import BenchTest
+
+Feed = Literal["self", "random"]
+"""What generation is fed with. "self": each token is chosen from the one before, without leaving the device, as in use; "random": random
+tokens one at a time, the host waiting for the logits of each, which is how llama-bench measures."""
+
+
+WARMUP_TOKENS = 17
+"""Generated tokens of a warm-up. llama-bench generates one; the engine groups tokens into submits and prepares each grouping on first use,
+so the warm-up has to reach full groups and a remainder."""
+
+WARMUP_NS = 1_000_000_000
+"""A GPU is warmed up for this long: one that was idle runs at a fraction of its clock for the first 0.3 s (an H200 at 345 of 1980 MHz)."""
+
+
+def measure(
+    engine: EngineLike,
+    test: BenchTest,
+    repetitions: int,
+    *,
+    warmup: bool = True,
+    feed: Feed = "self",
+    seed: int = 0,
+    note: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> tuple[int, ...]:
+    """Nanoseconds of each repetition. Compiling, and filling the cache to the test's depth, are not in the time.
+
+    note  told what is being done, for a progress display
+    Random tokens come from `seed`, so every repetition and every run processes the same ones. Raises EngineError where the logits, or what
+    the caches hold, are no numbers.
+    """
+    vocabulary = engine.model.hp.n_vocab  # synthetic models have no tokenizer to ask
+    rng = np.random.default_rng(seed)
+    depth = rng.integers(vocabulary, size=test.n_depth).tolist()
+    prompt = rng.integers(vocabulary, size=test.n_prompt).tolist()
+    fed = rng.integers(vocabulary, size=max(test.n_gen, 1)).tolist()
+
+    random = feed == "random"
+
+    def go(n_gen: int) -> None:
+        if prompt:
+            engine.prompt(prompt)
+        if not n_gen:
+            return
+        if random:
+            for token in fed[:n_gen]:
+                engine.decode_logits(token)
+        else:
+            exhaust(engine.generate(fed[0], n_gen, sampler=make_sampler(), stop_at_eos=False))
+
+    sampler = make_sampler() if test.n_gen and not random else None
+    engine.prepare(prompt=[len(t) for t in (prompt, depth) if t], logits=bool(test.n_gen) and random, sampler=sampler)
+    if warmup:
+        note("warm-up")
+        begun = None  # the first turn may still record something, while the GPU idles: it does not count
+        while begun is None or clock() - begun < WARMUP_NS:
+            engine.reset()
+            go(min(test.n_gen, WARMUP_TOKENS))
+            if engine.device.caps.device_type == "cpu":
+                break
+            begun = begun or clock()
+    samples = []
+    for i in range(repetitions):
+        note(f"run {i + 1}/{repetitions}")
+        engine.reset()
+        if depth:
+            engine.prompt(depth)
+        start = clock()
+        go(test.n_gen)
+        samples.append(clock() - start)
+    engine.check_caches()  # prompts make no logits, which would tell
+    return tuple(samples)
+
+
+def exhaust(tokens: Iterable[int]) -> None:
+    for _ in tokens:
+        pass
+
+
+def cpu_name() -> str:
+    """The processor as its maker calls it, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for text in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if text.startswith("model name"):
+                return text.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""What drivers' compilers make of kernels: statistics and machine code, read."""

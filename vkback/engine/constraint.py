@@ -1,0 +1,121 @@
+"""Texts that must be JSON of a schema: before each token a mask of those that may come.
+
+The grammar is that of the `llguidance` package (the extra `vkback[json]`); the mask goes to the device, where PENALTIES takes the other
+tokens out (vkback/ops/sampling/penalties.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.errors import VkbackError
+from vkback.gguf.tokenizer import Tokenizer, TokenType
+from vkback.ops.sampling.penalties import mask_words
+
+SPACE = r" |\n {0,24}|\n\t{0,8}"
+"""White space between two tokens of JSON: enough for indentation. Models that may write any number of line ends never stop."""
+
+NOT_TEXT = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.UNUSED)
+
+
+class ConstraintError(VkbackError):
+    """A schema that cannot be compiled, or a text that cannot go on within it."""
+
+
+class Constraint(Protocol):
+    """What a generation asks before each token, and tells afterwards."""
+
+    @property
+    def ended(self) -> bool:
+        """Nothing may come after what has come."""
+
+    def mask(self) -> npt.NDArray[np.int32]:
+        """Which tokens may come next: bit id % 32 of word id / 32."""
+
+    def take(self, token: int) -> None:
+        """This one came."""
+
+
+class JsonGrammar:
+    """A vocabulary, ready for schemas. Making one takes 3 us a token of the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        """n_vocab: rows of the model's logits. Raises ConstraintError where llguidance is not installed."""
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as e:
+            raise ConstraintError("[json] JSON by schema needs llguidance, which is not installed: pip install 'vkback[json]'") from e
+        self._words = mask_words(n_vocab)
+        vocabulary: Any = _Vocabulary(tokenizer, n_vocab)
+        self._tokenizer = LLTokenizer(vocabulary, eos_token=sorted(tokenizer.eos_ids) or n_vocab)
+
+    def constraint(self, schema: str | Mapping[str, Any]) -> SchemaConstraint:
+        """A text of this schema, from its first token on. Raises ConstraintError saying what in the schema cannot be had."""
+        from llguidance import LLMatcher
+
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
+        except ValueError as e:
+            raise ConstraintError(f"[json] the schema cannot be read: {e}") from e
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a schema that nothing fits is found here
+        if matcher.is_error():
+            raise ConstraintError(f"[json] the schema cannot be compiled: {_reason(matcher)}")
+        return SchemaConstraint(matcher, self._words)
+
+
+class SchemaConstraint:
+    """One text; see Constraint."""
+
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher, self._words = matcher, words
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def mask(self) -> npt.NDArray[np.int32]:
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
+        self._require_sound()
+        return mask
+
+    def take(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._require_sound()
+
+    def _require_sound(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintError(f"[json] the text cannot go on within its schema: {_reason(self._matcher)}")
+
+
+def _reason(matcher: Any) -> str:
+    """In one line, without the parser's state."""
+    return " ".join(matcher.get_error().partition("<state>")[0].split())
+
+
+class _Vocabulary:
+    """A tokenizer as LLTokenizer reads it. Rows of logits beyond the vocabulary are tokens that never come; so is, behind all, the end of
+    a text where the vocabulary has none."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        known = min(n_vocab, tokenizer.n_vocab)
+        self._encode = tokenizer.encode
+        self.tokens = [tokenizer.token_bytes(i, special=True) for i in range(known)] + [b""] * (n_vocab - known)
+        self.special_token_ids: Sequence[int] = [i for i in range(known) if tokenizer.type_of(i) in NOT_TEXT]
+        if not tokenizer.eos_ids:
+            self.tokens.append(b"<end>")
+            self.special_token_ids = [*self.special_token_ids, n_vocab]
+        self.eos_token_id = min(tokenizer.eos_ids, default=n_vocab)
+        self.bos_token_id = tokenizer.bos
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"), add_bos=False)

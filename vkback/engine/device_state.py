@@ -1,0 +1,112 @@
+"""What the device keeps of a text: the rows of the KV cache and recurrent states, in one piece of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback import quants
+from vkback.device import BufferRange, Device
+from vkback.graph import Tensor
+from vkback.models.cache_range import Found, beyond_range, judge
+from vkback.ops.storage import VALUE_BYTES, nbytes
+from vkback.plan.schedule import aligned
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+DTYPES = {"F16": "<f2", "F32": "<f4"}
+"""Of caches that hold plain values."""
+
+
+class DeviceState:
+    """Memory for state tensors. Those named by `caches` are [n_head_kv, n_ctx, head_dim] and hold a row for each token, the others
+    (recurrent states) hold all tokens so far. As arrays they are what a Snapshot has. Whoever makes one destroys its `arena`."""
+
+    def __init__(self, device: Device, tensors: Iterable[Tensor], caches: Collection[str]) -> None:
+        found = list(tensors)
+        self._device = device
+        self.arena = device.arena("KV cache", sum(aligned(nbytes(t)) for t in found), "device")
+        self.ranges: dict[str, BufferRange] = {t.name: self.arena.alloc(nbytes(t), t.name) for t in found}
+        self._caches = {t.name: t for t in found if t.name in caches}
+
+    @property
+    def recurrent(self) -> list[BufferRange]:
+        return [memory for name, memory in self.ranges.items() if name not in self._caches]
+
+    def download(self, rows: int) -> dict[str, npt.NDArray[Any]]:
+        """All that is kept of so many tokens."""
+        parts = {name: self._parts(name, rows) for name in self.ranges}
+        raw = self._device.download_many([part for of_one in parts.values() for part in of_one])
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        at = 0
+        for name, of_one in parts.items():
+            size = sum(part.size for part in of_one)
+            shape, dtype = self._stored(name, rows)
+            arrays[name] = raw[at : at + size].view(dtype).reshape(shape)
+            at += size
+        return arrays
+
+    def misfit(self, arrays: Arrays, rows: int) -> str:
+        """What keeps arrays from being those of so many tokens here: "cache_k_l0 is ..., expected ..."; "" where nothing does."""
+        wanted = {name: self._stored(name, rows) for name in self.ranges}
+        found = {name: (a.shape, a.dtype.str) for name, a in arrays.items()}
+        if found == wanted:
+            return ""
+        name = next(n for n in (*wanted, *found) if found.get(n) != wanted.get(n))
+        return f"{name} is {found.get(name)}, expected {wanted.get(name)}"
+
+    def upload(self, arrays: Arrays, rows: int) -> None:
+        """The opposite of `download`, of arrays that fit."""
+        uploader = self._device.uploader()
+        try:
+            for name, array in arrays.items():
+                raw, at = np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
+                for part in self._parts(name, rows):
+                    uploader.write(part, 0, raw[at : at + part.size])
+                    at += part.size
+        finally:
+            uploader.finish()
+
+    def beyond_range(self, rows: int) -> list[tuple[str, str]]:
+        """Name and type of each cache whose first rows hold what is beyond the range of its type (vkback/models/cache_range.py)."""
+        names = beyond_range(list(self._caches), lambda name: self._judge(name, rows))
+        return [(name, self._caches[name].type) for name in names]
+
+    def _judge(self, name: str, rows: int) -> Found:
+        cache = self._caches[name]
+        if cache.type == "F32":
+            parts = self._parts(name, rows)
+            return "numbers" if not parts or np.isfinite(self._device.download_many(parts).view(np.float32)).all() else "nan"
+        parts = self._parts(name, rows, scales=True)
+        return judge(self._device.download_many(parts).view(np.uint16)) if parts else "numbers"
+
+    def _stored(self, name: str, rows: int) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a state as an array: a quantized cache is bytes, its planes one after the other."""
+        cache = self._caches.get(name)
+        if cache is None:
+            return (self.ranges[name].size // 4,), "<f4"
+        heads, _, dim = cache.shape
+        if cache.type in DTYPES:
+            return (heads, rows, dim), DTYPES[cache.type]
+        return (sum(part.size for part in self._parts(name, rows)),), "|u1"
+
+    def _parts(self, name: str, rows: int, *, scales: bool = False) -> list[BufferRange]:
+        """All of a recurrent state, or the first rows of each head of a cache, plane by plane. scales: of a quantized cache those alone."""
+        cache = self._caches.get(name)
+        if cache is None:
+            return [self.ranges[name]]
+        heads, n_ctx, dim = cache.shape
+        planes = (
+            [(0, VALUE_BYTES[cache.type] * dim)]
+            if cache.type in DTYPES
+            else [(p.offset, p.row_bytes) for p in quants.layout(cache.type, heads * n_ctx, dim).planes if p.name == "d" or not scales]
+        )
+        return [
+            self.ranges[name].slice(offset + head * n_ctx * row_bytes, rows * row_bytes)
+            for offset, row_bytes in planes
+            for head in range(heads)
+            if rows
+        ]

@@ -1,0 +1,668 @@
+"""A model on a device: prompt reading, generation with the token loop on the device, logits to the host.
+
+The graph of one token is planned and recorded once (vkback/engine/token_programs.py); vkback/engine/prompts.py has the programs of prompts,
+vkback/engine/plans.py the schedules of both. Token, position and the loop's state live in device memory; a generated token goes from the
+sampler to the next embedding without the host. Several tokens go per submit, two submits are in flight, and the host reads the ids as
+submits finish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback import quants
+from vkback.device import Arena, BufferRange, Device, DeviceLost, Ticket
+from vkback.engine.checkpoint import Checkpoint
+from vkback.engine.constraint import Constraint
+from vkback.engine.device_state import DeviceState
+from vkback.engine.kernels import KernelCompiler
+from vkback.engine.load_bar import LoadBar
+from vkback.engine.plans import Plans
+from vkback.engine.prompts import TIMED_OUT, Prompts
+from vkback.engine.readback import Readback
+from vkback.engine.sampler import RING, Sampler, loop_kind, loop_state
+from vkback.engine.snapshot import Snapshot
+from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
+from vkback.engine.weights import REPACK_WAYS, LoadedWeights, RepackWay, WeightLoad
+from vkback.errors import VkbackError
+from vkback.gguf.tokenizer import Tokenizer
+from vkback.graph import Tensor
+from vkback.models.adapter import Given, LoraLike, given, with_adapters
+from vkback.models.builder import F16_CACHE, CacheTypes
+from vkback.models.cache_range import told
+from vkback.models.registry import Model
+from vkback.ops.cache import CACHE_TYPES, QUANTIZED
+from vkback.ops.f16_range import F16RangeError
+from vkback.ops.lowering import ACTS, Act, LowerContext
+from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
+from vkback.plan.cost.flops import main_way, prompt_flops
+from vkback.plan.exact import exact_context
+from vkback.plan.passes.fuse import FUSIONS
+from vkback.plan.schedule import Schedule
+from vkback.program import CompileTotals, Program
+from vkback.program.fragments import fragments_hold, row_lanes_found
+from vkback.shader import ShaderLibrary
+from vkback.tuning.lookup import Tuning, identity
+
+Floats = npt.NDArray[np.float32]
+
+TOKENS_PER_SUBMIT = 8
+"""A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
+
+
+class EngineError(VkbackError):
+    """A request the engine cannot carry out, or a model whose numbers went bad."""
+
+
+class Engine:
+    """A loaded model. Use as a context manager; `load` opens everything."""
+
+    def __init__(
+        self,
+        model: Model,
+        device: Device,
+        *,
+        n_ctx: int,
+        act: Act,
+        fusion: str,
+        progress: bool,
+        ubatch: int | None = None,
+        cache: CacheTypes = F16_CACHE,
+        exact: bool = False,
+        meanwhile: Callable[[Engine], object] | None = None,
+        repack: RepackWay | None = None,
+    ) -> None:
+        self.model = model
+        self.cache_types = cache
+        self.device = device
+        self.n_past = 0
+        self._fed: list[int] = []  # tokens so far
+        self._states_ahead = False
+        self.library = ShaderLibrary()
+        ctx = LowerContext(
+            device.caps,
+            Tuning.for_device(device.caps),
+            act,
+            fragments=fragments_hold(device, self.library),
+            row_lanes=row_lanes_found(device, self.library),
+        )
+        self.fusion = fusion
+        self._plans = Plans(model, exact_context(ctx) if exact else ctx, n_ctx, fusion=fusion, cache=cache)
+        self._owns_device = False
+        self._arenas: list[Arena] = []
+        self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind)
+        self._prompts = Prompts(
+            device, model.hp.n_vocab, ubatch, self._plans.prompt, self._bind, self._rescale, self._plans.use_prompt_barriers
+        )
+        self._sync_tried = False
+        self._checkpoint: Checkpoint | None = None
+        self._kernels = KernelCompiler(device, self.library, progress=progress)
+        self._prompts.attach(n_ctx)
+        others = {name: model.hp.weights[name] for name in model.architecture.by_context if model.hp.has_weight(name)}
+        weights = others | self._tensors("weight")
+        try:
+            # The cache before the weights: a context that does not fit is to be said before minutes of loading.
+            self._allocate_state()
+            self._token_programs.allocate()
+            loaded = self._load(weights, meanwhile, progress, repack)
+            if loaded.beyond_f16 or loaded.coarse:
+                self._prompts.close()
+                self._plans.keep_out_of_f16(loaded.beyond_f16, loaded.coarse)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: Device | str | int | None = None,
+        *,
+        n_ctx: int | None = None,
+        act: Act = "auto",
+        fusion: str = "all",
+        progress: bool = True,
+        ubatch: int | None = None,
+        cache_type_k: str = "f16",
+        cache_type_v: str = "f16",
+        exact: bool = False,
+        lora: LoraLike | Sequence[Given] | None = None,
+        lora_scale: float | Sequence[float] = 1.0,
+        meanwhile: Callable[[Engine], object] | None = None,
+        repack: RepackWay | None = None,
+    ) -> Engine:
+        """Open a GGUF file and bring it to a device.
+
+        device  an open device, or what `Device.open` takes
+        n_ctx   rows of the KV cache; default: the trained context, at most 4096
+        act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
+        ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 64
+        cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0": what keys and values are kept as
+        exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
+        lora    adapter files (vkback/models/adapter.py), each alone or as (file, scale); lora_scale multiplies all, or has one for each
+        meanwhile  called with the engine while its weights are on their way; it may `compile` what it is going to use, but run nothing
+        repack  who brings weights into the device's layout, "device" or "host"; by default what is faster (vkback/engine/weights.py)
+        Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
+        """
+        for name, value, known in (("act", act, ACTS), ("fusion", fusion, FUSIONS), ("repack", repack, (None, *REPACK_WAYS))):
+            if value not in known:
+                raise EngineError(f"[engine] {name} is {value}, expected one of {', '.join(k for k in known if k)}")
+        if n_ctx is not None and n_ctx < 1:
+            raise EngineError(f"[engine] n_ctx is {n_ctx}, expected at least 1")
+        if ubatch is not None and ubatch < 1:
+            raise EngineError(f"[engine] ubatch is {ubatch}, expected at least 1 (--ubatch)")
+        files = given(lora, lora_scale)
+        with ThreadPoolExecutor(1) as pool:  # a driver takes some tenths of a second to open, as does a large vocabulary
+            opening = None if isinstance(device, Device) else pool.submit(Device.open, device)
+            try:
+                model = with_adapters(Model.open(path), files) if files else Model.open(path)
+                cache = cache_types(model, cache_type_k, cache_type_v)
+            except BaseException:
+                if opening is not None and not opening.exception():
+                    opening.result().close()
+                raise
+            opened = opening.result() if opening is not None else cast(Device, device)
+        if unused := model.architecture.unused_keys:
+            print(f"vkback: {model.file.path}: metadata without a part in the text is not used: {', '.join(unused)}", file=sys.stderr)
+        rows = n_ctx or model.default_n_ctx
+        if rows > model.hp.n_ctx_train:
+            print(
+                f"vkback: a context of {rows} tokens, but the model was trained on {model.hp.n_ctx_train}: expect nothing of text beyond",
+                file=sys.stderr,
+            )
+        try:
+            engine = cls(
+                model,
+                opened,
+                n_ctx=rows,
+                act=act,
+                fusion=fusion,
+                progress=progress,
+                ubatch=ubatch,
+                cache=cache,
+                exact=exact,
+                meanwhile=meanwhile,
+                repack=repack,
+            )
+        except BaseException:
+            if opened is not device:
+                opened.close()
+            raise
+        engine._owns_device = opened is not device
+        return engine
+
+    def _load(
+        self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, progress: bool, repack: RepackWay | None
+    ) -> LoadedWeights:
+        """Bring weights to the device, and meanwhile do other things."""
+        with WeightLoad(self.model.file, weights, self.device, self.library, way=repack) as load:
+            self.weights = load.ranges
+            with LoadBar(load.total_bytes, shown=progress) as bar:
+                if meanwhile is None:
+                    load.run(bar.advance, bar.waits_for)
+                else:
+                    with load.running(bar), self._kernels.shown_by(bar):
+                        meanwhile(self)
+            self.load_times = load.times
+            loaded = load.loaded()
+        self._arenas.append(loaded.arena)
+        return loaded
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Destroy everything the engine made, and the device if the engine opened it."""
+        self._prompts.close()
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+            self._checkpoint = None
+        self._token_programs.close()
+        for arena in reversed(self._arenas):
+            arena.destroy()
+        self._arenas.clear()
+        if self._owns_device:
+            self.device.close()
+
+    @property
+    def n_ctx(self) -> int:
+        """Rows of the KV cache."""
+        return self._plans.n_ctx
+
+    @property
+    def ctx(self) -> LowerContext:
+        """What the kernels that run depend on."""
+        return self._plans.ctx
+
+    @property
+    def description(self) -> str:
+        return self.model.description
+
+    @property
+    def tuning(self) -> str:
+        """What tells the tuning tables of this engine, and what overrides them, from others."""
+        return identity(self.ctx.tuning)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.model.file.size_bytes
+
+    @property
+    def n_params(self) -> int:
+        return self.model.file.n_params
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer
+
+    @property
+    def ubatch(self) -> int:
+        """Tokens of a prompt that go through the weights at once, at most, were the context as large."""
+        return self._prompts.ubatch
+
+    @property
+    def longest_submit_s(self) -> float:
+        """Seconds of the longest submit of a prompt so far, by the host's clock."""
+        return self._prompts.longest_submit_s
+
+    @property
+    def compiled(self) -> CompileTotals:
+        """Kernels made ready so far, and the time that took: to be left out of every speed."""
+        return self._kernels.totals
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weight matrices that a generated token must read: each matrix once, of the embedding one row, of experts those used."""
+        return self._plans.token("logits").weight_bytes
+
+    def prompt_flops(self, tokens: int, n_past: int = 0) -> int:
+        """Operations of a prompt of `tokens` tokens after `n_past` others: products with weights and attention (vkback/plan/cost/flops.py)."""
+        return prompt_flops(self._plans.graph(1, "none"), tokens, n_past)
+
+    def prompt_way(self, tokens: int) -> Way | None:
+        """How the kernels of a prompt multiply that make most of its operations."""
+        return main_way(self._prompts.dispatches([tokens]))
+
+    def _tensors(self, kind: str) -> dict[str, Tensor]:
+        """Tensors of a kind that programs of one and of several tokens use."""
+        schedules = (self._plans.token("logits"), self._plans.prompt(self._prompts.sizes()[-1], "none"))
+        return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind}
+
+    def _allocate_state(self) -> None:
+        """Memory for the caches and recurrent states of a context."""
+        caches = {node.outputs[0].name for node in self._plans.graph(1, "none").nodes if node.op == "SET_ROWS"}
+        self._state = DeviceState(self.device, self._tensors("state").values(), caches)
+        self._arenas.append(self._state.arena)
+        if recurrent := self._state.recurrent:
+            self._checkpoint = Checkpoint(self.device, recurrent)
+
+    def prepare(
+        self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None, constrained: bool = False
+    ) -> None:
+        """Compile and record what later calls need, and run each recording once, so that their time holds no compile time.
+
+        prompt   tokens of the prompt, 0 for none; or of each of several
+        logits   for `decode_logits`
+        sampler  for `generate` with it
+        constrained  and with a constraint
+        The runs, which some drivers need to compile a kernel, store into the first free row of the KV cache at most. Raises EngineError
+        when the prompt does not fit the context.
+        """
+        prompts, decode = self._asked(prompt, logits, sampler, constrained)
+        loop = loop_kind(sampler, constrained) if sampler else ""
+        self._check_ids([id for id, _ in sampler.logit_bias] if sampler else [])
+        room = self.n_past < self.n_ctx
+        try_sync = bool(decode) and room and not self._sync_tried and bool(self._plans.token("logits").barrier_free)
+        kinds = [*(["logits"] if try_sync and not logits else []), *decode]
+        dispatches = (d for kind in kinds for d in self._plans.token(kind).dispatches())
+        with self._kernels.preparing(chain(self._prompts.dispatches(prompts), dispatches)):
+            if try_sync:
+                self._try_sync()
+            tickets = self._prompts.prepare(prompts)
+            for kind in decode:
+                self._token_programs.program(kind)  # while the driver may be compiling the prompt's kernels
+            if logits and room:
+                self._decode(0)
+            if sampler:
+                self._token_programs.loop(loop, 1 if constrained else TOKENS_PER_SUBMIT)
+                if room:
+                    self._begin_loop(0, sampler, [], constrained=constrained)
+                    tickets.append(self._token_programs.loop(loop, 1).submit(self.device)[0])
+            for ticket in tickets:
+                ticket.wait()
+
+    def compile(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None) -> None:
+        """Plan, compile and record what `prepare` runs with the same arguments, and run nothing: weights may still be on their way."""
+        prompts, decode = self._asked(prompt, logits, sampler)
+        kinds = list(dict.fromkeys([*(["logits"] if decode and self._plans.token("logits").barrier_free else []), *decode]))
+        dispatches = (d for kind in kinds for d in self._plans.token(kind).dispatches())
+        with self._kernels.preparing(chain(self._prompts.dispatches(prompts), dispatches)):
+            self._prompts.record(prompts)
+            for kind in kinds:
+                self._token_programs.program(kind)
+            if "logits" in kinds:
+                self._token_programs.recording("logits")
+            if sampler:
+                for size in (TOKENS_PER_SUBMIT, 1):
+                    self._token_programs.loop(loop_kind(sampler), size)
+
+    def _asked(
+        self, prompt: int | Sequence[int], logits: bool, sampler: Sampler | None, constrained: bool = False
+    ) -> tuple[Sequence[int], list[str]]:
+        """Tokens of each prompt, and kinds of programs of one token."""
+        prompts = [prompt] if isinstance(prompt, int) else prompt
+        self._check_room(max(prompts, default=0), "prompt")
+        return prompts, (["logits"] if logits else []) + ([loop_kind(sampler, constrained)] if sampler else [])
+
+    def _bind(self, schedule: Schedule, inputs: dict[str, BufferRange], activations: BufferRange | None = None) -> Program:
+        self._kernels.compile(schedule.dispatches())
+        return Program(self.device, self.library, schedule, self._state.ranges | inputs, self.weights, activations)
+
+    def _rescale(self, overflowed: dict[str, float], rows: int) -> Sequence[int]:
+        """Bring activations back into the range of f16. Gives the tokens so far if recurrent states, which the bad run has changed, have to
+        be made anew from them. rows: of the caches that the run has filled."""
+        try:
+            self._plans.rescale(overflowed)
+        except F16RangeError as error:
+            raise self._beyond_range(rows) or error from None
+        return tuple(self._fed) if self.model.architecture.recurrent else ()
+
+    def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
+        """The schedule of one generated token, of a bare token with its logits, or of the largest piece of a prompt."""
+        return self._prompts.schedule() if kind == "prompt" else self._plans.token("logits" if kind == "decode" else kind)
+
+    def prompt_schedules(self, tokens: int) -> list[tuple[int, Schedule]]:
+        """Tokens and schedule of each program that a prompt of so many tokens runs, in order."""
+        return [(size, self._plans.prompt(size, "none")) for size in self._prompts.pieces(tokens)]
+
+    def bind(self, schedule: Schedule, inputs: dict[str, BufferRange], activations: BufferRange | None = None) -> Program:
+        """Another program over this engine's weights and caches, which the caller closes. inputs: memory by name."""
+        return self._bind(schedule, inputs, activations)
+
+    def resize(self, n_ctx: int, *, ubatch: int | None = None) -> None:
+        """A KV cache of so many rows, empty, and programs for it; weights stay where they are. ubatch: tokens of a prompt at once from here
+        on, None: as before. Raises VkbackError where it does not fit; the engine is then of no more use."""
+        self.reset()
+        if ubatch is not None:
+            self._prompts.limit(ubatch)
+        if n_ctx == self.n_ctx:
+            return
+        self._token_programs.forget_programs()
+        self._arenas.remove(self._state.arena)
+        self._state.arena.destroy()
+        self._token_programs.forget_penalties()
+        if self._checkpoint:
+            self._checkpoint.close()
+        self._plans.n_ctx = n_ctx
+        self._sync_tried = False
+        self._prompts.attach(n_ctx)
+        self._allocate_state()
+
+    def reset(self) -> None:
+        """Forget all tokens. Rows of the KV cache beyond n_past are never read, and recurrent states begin anew at position 0, so nothing
+        needs clearing."""
+        self.n_past = 0
+        self._fed.clear()
+        self._states_ahead = False
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those that have gone through the model since `reset`, n_past of them."""
+        return tuple(self._fed)
+
+    def rewind(self, n: int) -> bool:
+        """Keep the first n tokens. False, and nothing is changed, where that cannot be: recurrent states hold all tokens so far."""
+        if n == self.n_past:
+            return True
+        if n > self.n_past or (self.model.architecture.recurrent and n):
+            return False
+        self.n_past = n
+        del self._fed[n:]
+        if not n:
+            self._states_ahead = False
+        return True
+
+    def snapshot(self) -> Snapshot:
+        """The text so far and all that the device keeps of it. Tokens after `restore` have the bits that they would have had without."""
+        self._catch_up()
+        return Snapshot(self.tokens, self._state.download(self.n_past))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Make a text's state that of the device. Raises EngineError where it does not fit the context or is not of this model."""
+        rows = len(snapshot.tokens)
+        if rows > self.n_ctx:
+            raise EngineError(f"[engine] the state holds {rows} tokens, the context has {self.n_ctx}; load with a larger n_ctx (--ctx)")
+        self._check_ids(snapshot.tokens)
+        if wrong := self._state.misfit(snapshot.arrays, rows):
+            raise EngineError(f"[engine] the state is of another model or type of cache: {wrong}")
+        self.reset()
+        self._state.upload(snapshot.arrays, rows)
+        self._advance(snapshot.tokens)
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """These tokens have gone through the model."""
+        self.n_past += len(tokens)
+        self._fed += tokens
+
+    def _catch_up(self) -> None:
+        """Recurrent states hold all tokens that the device has seen, and no fewer: where those are more than n_past (a generation that was
+        left before its end), go back to those before that generation and make its tokens once more, one by one, which gives their bits."""
+        if not self._states_ahead or self._checkpoint is None:
+            return
+        self._states_ahead = False
+        made = self._fed[self._checkpoint.at :]
+        self._checkpoint.restore()
+        self.n_past = self._checkpoint.at
+        del self._fed[self.n_past :]
+        for token in made:
+            self.decode_logits(token)
+
+    def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None:
+        """Run tokens through the model, appending to the KV cache. Raises EngineError when they do not fit the context.
+
+        progress  show a bar on a terminal when it takes over a second
+        """
+        self._check_room(len(tokens), "prompt")
+        self._check_ids(tokens)
+        self._catch_up()
+        at = 0
+        for done in self._prompts.run(tokens, self.n_past, progress=progress):
+            self._advance(tokens[at : at + done])
+            at += done
+
+    def prompt_logits(self, tokens: Sequence[int]) -> Floats:
+        """As `prompt`, and the logits after every token: float32 [len(tokens), n_vocab]."""
+        self._check_room(len(tokens), "prompt")
+        self._check_ids(tokens)
+        self._catch_up()
+        out, first = np.empty((len(tokens), self.model.hp.n_vocab), np.float32), self.n_past
+        for rows in self._prompts.logits(tokens, first):
+            at = self.n_past - first
+            out[at:][: len(rows)] = rows
+            self._advance(tokens[at : at + len(rows)])
+        return self._finite(out)
+
+    def decode_logits(self, token: int) -> Floats:
+        """One token through the model in one submit; its logits, float32 [n_vocab]."""
+        self._check_room(1, "token")
+        self._check_ids([token])
+        self._catch_up()
+        self._try_sync()
+        logits, timed_out = self._decode(token)
+        if timed_out:
+            self._use_barriers(TIMED_OUT)
+            logits, _ = self._decode(token)
+        self._advance([token])
+        return self._finite(logits)
+
+    def _decode(self, token: int) -> tuple[Floats, bool]:
+        """Logits of a token at n_past, and whether they are worth nothing because a spin-wait timed out."""
+        return self._token_programs.decode(token, self.n_past, self._token_programs.recording("logits"))
+
+    def _try_sync(self) -> None:
+        """Before the first token goes through a schedule with barrier-free stages: see that it gives the same bits as with all barriers."""
+        if self._sync_tried or not self._plans.token("logits").barrier_free:
+            return
+        self._sync_tried = True
+        found, timed_out = self._decode(0)
+        if not timed_out:
+            want, _ = self._token_programs.decode(0, self.n_past, self._token_programs.with_barriers())
+        if timed_out or not np.array_equal(found.view(np.uint32), want.view(np.uint32)):
+            self._use_barriers(TIMED_OUT if timed_out else "logits differ from those with barriers")
+
+    def _use_barriers(self, why: str) -> None:
+        """Plan everything anew with a barrier between all stages."""
+        self._token_programs.forget_programs()
+        self._plans.use_barriers(why)
+        self._token_programs.forget_timeouts()
+
+    def generate(
+        self,
+        first: int,
+        n: int,
+        *,
+        sampler: Sampler | None = None,
+        stop_at_eos: bool = True,
+        on_logits: Callable[[Floats], object] | None = None,
+        constraint: Constraint | None = None,
+    ) -> Generator[int, None, None]:
+        """Generate n tokens after token `first` (which goes through the model first), as they come from the device.
+
+        Ends early at an end-of-text token, which is yielded, if stop_at_eos.
+        on_logits  called before each token with the logits of the model that it was picked from, float32 [n_vocab]; then a submit makes one
+                   token, which changes no token and costs speed
+        constraint  asked before each token which may come, and told which came; ends the text when it has ended. A submit makes one token
+        Raises EngineError when the context is full or the logits are not numbers.
+        """
+        sampler = sampler or Sampler()
+        kind = loop_kind(sampler, constraint is not None)
+        self._check_room(n, "generation")
+        self._check_ids([first])
+        self._check_ids([id for id, _ in sampler.logit_bias])
+        self._catch_up()
+        self._try_sync()
+        if self._checkpoint is not None:
+            self._checkpoint.save(self.n_past)
+        eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
+        self._begin_loop(first, sampler, eos, constrained=constraint is not None)
+        made = submitted = step = status = 0
+        timed_out = False
+        flying: deque[tuple[Ticket, Readback, int]] = deque()
+        in_flight, at_once = (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT) if on_logits is None and constraint is None else (1, 1)
+        try:
+            while made < n:
+                while submitted < n and len(flying) < in_flight:
+                    size = at_once if n - submitted >= at_once else 1
+                    if constraint is not None:
+                        self.device.upload(self._token_programs.inputs["mask"], constraint.mask())
+                    ticket, back = self._token_programs.loop(kind, size, logits=on_logits is not None).submit(self.device)
+                    submitted += size
+                    flying.append((ticket, back, submitted))
+                ticket, back, upto = flying.popleft()
+                ticket.wait()
+                if timed_out := back.timed_out:
+                    break
+                words = back.result.map().view(np.int32)
+                step, status = int(words[0]), int(words[1])
+                ids = [int(words[LOOP_RING + i % RING]) for i in range(made, min(step, upto))]
+                for token in ids:
+                    if on_logits is not None:
+                        on_logits(self._token_programs.logits())
+                    made += 1
+                    self._advance([first])
+                    first = token
+                    if constraint is not None:
+                        constraint.take(token)
+                    yield token
+                if status == STATUS_NAN:
+                    raise self._not_numbers("at", self.n_past + 1)
+                if status == STATUS_EOS or (constraint is not None and constraint.ended):
+                    return
+        finally:
+            with contextlib.suppress(DeviceLost):  # of which the wait above has told
+                for ticket, _, _ in flying:
+                    ticket.wait()
+            if self.model.architecture.recurrent and (made < step or (status == STATUS_RUNNING and made < submitted)):
+                self._states_ahead = True
+        if timed_out:
+            self._use_barriers(TIMED_OUT)
+            yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint)
+
+    def _begin_loop(self, first: int, sampler: Sampler, eos: Sequence[int], *, constrained: bool) -> None:
+        self._token_programs.set_input(first, self.n_past)
+        self.device.upload(self._token_programs.inputs["loop"], loop_state(sampler, eos))
+        if sampler.penalizes or constrained:
+            vocab, inputs = self.model.hp.n_vocab, self._token_programs.penalty_inputs()
+            self.device.upload(inputs["bias"], sampler.bias(vocab))
+            self.device.upload(inputs["seen"], sampler.penalties(self.n_ctx).words(self._fed, vocab, self.n_ctx))
+
+    def _check_room(self, count: int, what: str) -> None:
+        if self.n_past + count > self.n_ctx:
+            raise EngineError(
+                f"[engine] {what} of {count} tokens after {self.n_past} does not fit the context of {self.n_ctx}; "
+                "load with a larger n_ctx (--ctx) or shorten it"
+            )
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        vocab = self.model.hp.n_vocab
+        for i, token in enumerate(tokens):
+            if not 0 <= token < vocab:
+                raise EngineError(f"[engine] token {i} is {token}, expected an id in 0..{vocab - 1}")
+
+    def _finite(self, logits: Floats) -> Floats:
+        # One pass without an array of truths: the sum of squares of numbers below 10^16 is a number.
+        flat = logits.reshape(-1)
+        if not np.isfinite(np.dot(flat, flat)) and not np.isfinite(flat).all():
+            raise self._not_numbers("before", self.n_past)
+        return logits
+
+    def check_caches(self) -> None:
+        """Raises EngineError where keys or values of the tokens so far are beyond the range of their cache's type. Reads the caches: logits
+        tell as well, at no cost."""
+        if (error := self._beyond_range(self.n_past)) is not None:
+            raise error
+
+    def _beyond_range(self, rows: int) -> EngineError | None:
+        """Why what was made of the first rows of the caches is worth nothing, if that is the range of their types."""
+        found = self._state.beyond_range(min(rows, self.n_ctx))
+        return EngineError(f"[engine] {self.model.file.path}: {told(found)}") if found else None
+
+    def _not_numbers(self, where: str, rows: int) -> EngineError:
+        """rows: of the caches that are in use."""
+        return self._beyond_range(rows) or EngineError(
+            f"[engine] {self.model.file.path}: logits are not numbers {where} position {self.n_past}; "
+            "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
+        )
+
+
+def cache_types(model: Model, k: str, v: str) -> CacheTypes:
+    """What --cache-type-k and --cache-type-v say. Raises EngineError for a type that there is not, or that the model cannot have."""
+    types = CacheTypes(k.upper(), v.upper())
+    for option, type in (("k", types.k), ("v", types.v)):
+        if type not in CACHE_TYPES:
+            raise EngineError(f"[engine] cache_type_{option} is {type.lower()}, expected {', '.join(t.lower() for t in CACHE_TYPES)}")
+    if types == F16_CACHE:
+        return types
+    for node in model.graph(1, 1, head="none").nodes:
+        cache = node.outputs[0]
+        type = types.v if cache.name.startswith("cache_v") else types.k
+        if node.op == "SET_ROWS" and type in QUANTIZED and cache.shape[2] % quants.UNIT:
+            raise EngineError(
+                f"[engine] {model.file.path}: heads of {cache.shape[2]} values are no multiple of {quants.UNIT}, which a {type.lower()} "
+                "cache needs; use f16"
+            )
+    return types

@@ -1,0 +1,101 @@
+"""Schedules of a model on a device: planned when they are first asked for, and anew where the device or a text turns out to need others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vkback.engine.prompts import PromptHead, with_barriers
+from vkback.engine.sampler import CONSTRAINED, PENALIZED, add_sampler
+from vkback.graph import Graph
+from vkback.models.builder import CacheTypes, Head
+from vkback.models.registry import Model
+from vkback.ops.cooperative_matrix import matrix_shape
+from vkback.ops.f16_range import rescaled
+from vkback.ops.lowering import LowerContext
+from vkback.plan.exact import without_logits
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule
+
+
+class Plans:
+    """Schedules of a model's programs.
+
+    ctx    what lowering depends on; what is found out on the way changes it
+    n_ctx  rows of the cache that schedules are for
+    """
+
+    def __init__(self, model: Model, ctx: LowerContext, n_ctx: int, *, fusion: str, cache: CacheTypes) -> None:
+        self.ctx, self.n_ctx = ctx, n_ctx
+        self._model, self._fusion, self._cache = model, fusion, cache
+        self._schedules: dict[tuple[int, str, int], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
+        # Why prompts have them between all stages: to compare both ways a prompt runs twice, which recurrent states do not survive.
+        self._prompt_barriers = "recurrent states" if model.architecture.recurrent else ""
+
+    def graph(self, n_tokens: int, head: Head) -> Graph:
+        """The graph of so many tokens."""
+        return self._model.graph(n_tokens, self.n_ctx, head=head, cache=self._cache)
+
+    def token(self, kind: str) -> Schedule:
+        """The schedule of one token: "logits", or one of `loop_kind` (vkback/engine/sampler.py)."""
+        key = self.n_ctx, kind, 1
+        if key not in self._schedules:
+            graph = self.graph(1, "last")
+            if kind != "logits":
+                penalties_ctx = self.n_ctx if PENALIZED in kind else None
+                add_sampler(graph, greedy=kind.startswith("greedy"), penalties_ctx=penalties_ctx, masked=kind.endswith(CONSTRAINED))
+            self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
+        return self._schedules[key]
+
+    def prompt(self, tokens: int, head: PromptHead) -> Schedule:
+        """The schedule of a prompt's program of so many tokens."""
+        key = self.n_ctx, f"prompt, head {head}", tokens
+        if key not in self._schedules:
+            graph = without_logits(self.graph(tokens, "all")) if self.ctx.exact and head == "none" else self.graph(tokens, head)
+            ctx = with_barriers(self.ctx, self._prompt_barriers) if self._prompt_barriers else self.ctx
+            self._schedules[key] = plan(graph, ctx, fusion=self._fusion)
+        return self._schedules[key]
+
+    def use_barriers(self, why: str) -> None:
+        """Plan everything anew with a barrier between all stages."""
+        self._say_barriers("stages", why)
+        self._schedules.clear()
+        self.ctx = with_barriers(self.ctx, "barrier-free stages failed")
+
+    def use_prompt_barriers(self, why: str) -> None:
+        """Plan prompts anew with a barrier between all stages."""
+        self._say_barriers("a prompt's stages", why)
+        self._prompt_barriers = "barrier-free stages of a prompt failed"
+        self._forget_prompts()
+
+    def keep_out_of_f16(self, weights: frozenset[str], coarse: frozenset[str] = frozenset()) -> None:
+        """Plan prompts anew, with other kernels for weights that f16 cannot hold, or that are too coarse for subnormal f16."""
+        self.ctx = replace(self.ctx, beyond_f16=weights, coarse=coarse)
+        self._forget_prompts()
+        if weights and matrix_shape(self.ctx.caps) is not None and self.ctx.act == "auto":
+            text = f"weights are beyond the range of f16: prompts take no matrices for them ({_few(sorted(weights))})"
+            print(f"vkback: {text}", file=sys.stderr)
+
+    def rescale(self, overflowed: dict[str, float]) -> None:
+        """Plan prompts anew, with scales that bring activations back into the range of f16. Raises F16RangeError where there are none."""
+        before = self.ctx.f16_scales
+        self.ctx = replace(self.ctx, f16_scales=rescaled(before, overflowed))
+        changed = [f"{name}: {scale:g}" for name, scale in self.ctx.f16_scales.items() if before.get(name) != scale]
+        print(f"vkback: activations are beyond the range of f16: from now on they are scaled ({_few(changed)})", file=sys.stderr)
+        self._forget_prompts()
+
+    def _forget_prompts(self) -> None:
+        self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
+
+    def _say_barriers(self, what: str, why: str) -> None:
+        print(
+            f"vkback: {self.ctx.caps.name}: {what} cannot run barrier-free ({why}), going on with barriers. "
+            'To have them from the start: [[schedule]] with sync = "barrier" in a tuning table',
+            file=sys.stderr,
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first four, and how many more."""
+    return ", ".join(names[:4]) + (f", {len(names) - 4} more" if len(names) > 4 else "")

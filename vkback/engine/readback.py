@@ -1,0 +1,58 @@
+"""Host memory that submits copy their results to, and recordings of several generated tokens that do so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vkback.device import BufferRange, Device, Ticket
+from vkback.program import Program
+
+
+@dataclass(frozen=True)
+class Readback:
+    """Host memory for a submit's result, and for the state word (Program.state) of the spin-waits that led to it."""
+
+    result: BufferRange
+    state: BufferRange
+
+    def copies(self, program: Program, result: BufferRange) -> list[tuple[BufferRange, BufferRange]]:
+        """What a recording of a program must copy at its end."""
+        copies = [(result, self.result.slice(0, result.size))]
+        return copies if program.state is None else [*copies, (program.state, self.state)]
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether a spin-wait timed out, so that the result is worth nothing."""
+        return bool(self.state.map().view(np.int32)[0])
+
+    def forget(self) -> None:
+        """As if none had."""
+        self.state.map()[:] = 0
+
+
+class TokenLoop:
+    """A recording of `tokens` generated tokens, as many copies as may be in flight, each with its own read-back of the loop state."""
+
+    def __init__(
+        self,
+        program: Program,
+        name: str,
+        tokens: int,
+        loop: BufferRange,
+        readback: Sequence[Readback],
+        copies: Sequence[tuple[BufferRange, BufferRange]] = (),
+    ) -> None:
+        """copies: (source, target) copied at the end, beside the read-back."""
+        self.tokens = tokens
+        self.copies = [
+            (program.record(f"{name} x{tokens}", repeat=tokens, copies=[*back.copies(program, loop), *copies]), back) for back in readback
+        ]
+        self._next = 0
+
+    def submit(self, device: Device) -> tuple[Ticket, Readback]:
+        commands, back = self.copies[self._next]
+        self._next = (self._next + 1) % len(self.copies)
+        return device.submit(commands), back

@@ -1,0 +1,155 @@
+"""Programs of one token: bound and recorded when they are first used, with what the host writes for them and reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.device import Arena, BufferRange, Commands, Device
+from vkback.engine.plans import Plans
+from vkback.engine.readback import Readback, TokenLoop
+from vkback.engine.sampler import PENALIZED, RING
+from vkback.ops.sampling.penalties import SEEN_COUNTS, mask_words
+from vkback.ops.sampling.sample import LOOP_RING
+from vkback.plan.schedule import Schedule, aligned
+from vkback.program import Program
+
+Floats = npt.NDArray[np.float32]
+
+INPUT_BYTES = aligned(4)  # from a token to its position in memory
+
+SUBMITS_IN_FLIGHT = 2
+
+SPIN_S = 0.005
+"""How long the host stays awake for the logits of one token: longer than a fast GPU takes for them."""
+
+
+class TokenPrograms:
+    """Programs of one token over one KV cache at a time. Kinds are "logits" and those of `loop_kind` (vkback/engine/sampler.py).
+
+    bind  (schedule, inputs by name) -> program
+
+    inputs  by name, what the host writes: "one" (a token and its position), "loop" (the token loop's state), "mask" (of a constraint)
+    """
+
+    def __init__(self, device: Device, n_vocab: int, plans: Plans, bind: Callable[[Schedule, dict[str, BufferRange]], Program]) -> None:
+        """Takes no memory yet: see `allocate`."""
+        self._device, self._n_vocab, self._plans, self._bind = device, n_vocab, plans, bind
+        self._programs: dict[str, Program] = {}
+        self._loops: dict[tuple[str, int], TokenLoop] = {}
+        self._recordings: dict[str, Commands] = {}
+        self._arenas: list[Arena] = []
+        self._penalties: dict[str, BufferRange] = {}
+
+    def allocate(self) -> None:
+        """Take memory for inputs and what is read back."""
+        self.inputs = self._allocate_inputs()
+        self._logits_back, self._loop_backs = self._allocate_readbacks()
+
+    def _allocate_inputs(self) -> dict[str, BufferRange]:
+        """Inputs of the programs, in memory of the device."""
+        sizes = {"one": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING), "mask": 4 * mask_words(self._n_vocab)}
+        caps = self._device.caps
+        device = self._device.arena(
+            "inputs", sum(map(aligned, sizes.values())), "host_visible_device" if caps.rebar or caps.uma else "device"
+        )
+        self._arenas.append(device)
+        return {n: device.alloc(s, n) for n, s in sizes.items()}
+
+    def _allocate_readbacks(self) -> tuple[Readback, list[Readback]]:
+        """Memory of the host for the logits of one token, and for the loop's state after each submit in flight."""
+        loops = [self.inputs["loop"].size] * (SUBMITS_IN_FLIGHT + 1)
+        sizes = [aligned(4 * self._n_vocab), *loops]
+        arena = self._device.arena("readback", sum(aligned(size) + aligned(4) for size in sizes), "readback")
+        self._arenas.append(arena)
+        logits, *rest = (Readback(arena.alloc(size, "readback"), arena.alloc(4, "state of spin-waits")) for size in sizes)
+        for back in (logits, *rest):
+            back.forget()
+        return logits, rest
+
+    def penalty_inputs(self) -> dict[str, BufferRange]:
+        """Inputs of PENALTIES, in memory that is taken when they are first used."""
+        if not self._penalties:
+            sizes = {"bias": 4 * self._n_vocab, "seen": 4 * (SEEN_COUNTS + self._n_vocab + self._plans.n_ctx)}
+            arena = self._device.arena("penalties", sum(map(aligned, sizes.values())), "device")
+            self._arenas.append(arena)
+            self._penalties = {n: arena.alloc(size, n) for n, size in sizes.items()}
+        return self._penalties
+
+    def program(self, kind: str) -> Program:
+        """The program of a kind."""
+        if kind not in self._programs:
+            one = self.inputs["one"]
+            inputs = {"tokens": one.slice(0, 4), "pos": one.slice(INPUT_BYTES, 4)} | {n: self.inputs[n] for n in ("loop", "mask")}
+            if PENALIZED in kind:
+                inputs |= self.penalty_inputs()
+            self._programs[kind] = self._bind(self._plans.token(kind), inputs)
+        return self._programs[kind]
+
+    def recording(self, kind: str) -> Commands:
+        """One token of a kind, and its logits to the host."""
+        if kind not in self._recordings:
+            program = self.program(kind)
+            self._recordings[kind] = program.record(kind, copies=self._logits_back.copies(program, program.range("result_output")))
+        return self._recordings[kind]
+
+    def with_barriers(self) -> Commands:
+        """The recording of "logits" with all barriers, for once."""
+        program = self.program("logits")
+        copies = self._logits_back.copies(program, program.range("result_output"))
+        return program.record("logits, all barriers", barriers=True, copies=copies)
+
+    def loop(self, kind: str, size: int, *, logits: bool = False) -> TokenLoop:
+        """The recording of `size` tokens of a kind; logits: it copies those of the last one."""
+        key = (f"{kind}, logits" if logits else kind, size)
+        if key not in self._loops:
+            program = self.program(kind)
+            copies = [(found := program.range("result_output"), self._logits_back.result.slice(0, found.size))] if logits else []
+            self._loops[key] = TokenLoop(program, kind, size, self.inputs["loop"], self._loop_backs, copies)
+        return self._loops[key]
+
+    def set_input(self, token: int, position: int) -> None:
+        """The token of the next submit."""
+        words = np.zeros((2, INPUT_BYTES // 4), np.int32)
+        words[:, 0] = token, position
+        self._device.upload(self.inputs["one"], words)
+
+    def decode(self, token: int, position: int, commands: Commands) -> tuple[Floats, bool]:
+        """Logits of a token, and whether they are worth nothing because a spin-wait timed out."""
+        self.set_input(token, position)
+        # A driver on the CPU needs the cores itself.
+        self._device.submit(commands).wait(spin_s=0.0 if self._device.caps.software else SPIN_S)
+        return self.logits(), self._logits_back.timed_out
+
+    def logits(self) -> Floats:
+        """Those that the last submit copied."""
+        return np.array(self._logits_back.result.map().view(np.float32)[: self._n_vocab])
+
+    def forget_timeouts(self) -> None:
+        """As if no spin-wait had timed out."""
+        for back in (self._logits_back, *self._loop_backs):
+            back.forget()
+
+    def forget_programs(self) -> None:
+        """Make them anew when they are next used."""
+        for program in self._programs.values():
+            program.close()
+        for cache in (self._programs, self._loops, self._recordings):
+            cache.clear()
+
+    def forget_penalties(self) -> None:
+        """Give back the memory of `penalty_inputs`, whose size depends on the cache; no program may use it any more."""
+        if self._penalties:
+            arena = self._penalties.pop("seen").arena
+            self._penalties.clear()
+            self._arenas.remove(arena)
+            arena.destroy()
+
+    def close(self) -> None:
+        """Destroy everything; twice is once."""
+        self.forget_programs()
+        for arena in reversed(self._arenas):
+            arena.destroy()
+        self._arenas.clear()

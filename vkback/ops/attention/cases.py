@@ -1,0 +1,436 @@
+"""Cases of FLASH_ATTN_EXT and ATTN_DECODE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.cache import cache_kinds, cache_params, stored_cache
+from vkback.ops.case import Array, Case, Problem, Shape
+from vkback.ops.case_line import CaseLineError
+from vkback.ops.op import OPS, Op
+from vkback.ops.rope import angles as rope_angles
+
+
+def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence[int] | None, window: int = 0) -> Array:
+    """F16 cache with normal values in the rows that tokens at these positions see and NaN in all others; None: zeros everywhere."""
+    if pos is None:
+        return np.zeros(shape, np.float16)
+    cache = np.full(shape, np.nan, np.float16)
+    for p in pos:
+        first = max(0, p + 1 - window) if window else 0
+        cache[:, first : p + 1] = 0.0
+    seen = np.isfinite(cache)
+    cache[seen] = rng.standard_normal(int(seen.sum())).astype(np.float16)
+    return cache
+
+
+MANY_SPLITS: tuple[dict[str, Any], ...] = (
+    {"wg_size": 32, "lanes": 4, "steps": 1, "queries": 2, "groups": 64, "rows_per_split": 32},
+    {"wg_size": 32, "lanes": 8, "steps": 2, "queries": 4, "groups": 64, "rows_per_split": 32},
+)
+"""Tuning of cases with more than two splits and workgroups of several subgroups. The second keeps its scores in registers where a row of V
+takes 8 lanes and subgroups allow it, the first passes them through shared memory."""
+
+
+LONG_CHUNKS: dict[str, Any] = {"wg_size": 128, "lanes": 8, "steps": 8, "queries": 4, "groups": 16, "rows_per_split": 256}
+"""Chunks of 128 rows, of which the last one of a split may have few: its kernel skips the steps without rows."""
+
+
+class FlashCases(Op):
+    """Cases of FLASH_ATTN_EXT."""
+
+    def cases(self) -> Iterator[Case]:
+        # (n_head, n_head_kv, hd, n_ctx, positions): one row, one short of and one past a chunk, several splits, padding, many tokens
+        shapes: tuple[tuple[int, int, int, int, tuple[int, ...]], ...] = (
+            (4, 1, 128, 64, (0,)),
+            (8, 2, 128, 300, (299,)),
+            (8, 2, 64, 300, (65,)),
+            (7, 1, 64, 130, (128, 3)),
+            (4, 4, 80, 70, (33, -1, 0)),
+            (6, 2, 96, 70, (31, 69)),
+            (2, 1, 256, 40, (36,)),
+            (3, 1, 40, 50, (49, 17)),
+            (8, 1, 32, 600, (599, 64, 63, -1)),
+            (4, 2, 64, 96, (*range(20, 41), -1, -1)),
+            (8, 1, 128, 48, tuple(range(17))),
+        )
+        for seed, (n_head, n_head_kv, hd, n_ctx, pos) in enumerate(shapes, 1):
+            for y in ("F32", "Q8_1"):
+                if y == "F32" or hd % 32 == 0:
+                    yield self.build_case(n_head, n_head_kv, hd, n_ctx, pos, y, seed=seed)
+        yield self.build_case(8, 2, 64, 300, (299, 40), "F32", seed=20, sinks=True)
+        yield self.build_case(8, 2, 64, 300, (299, 40, 127, 128), "F32", seed=21, window=128)
+        yield self.build_case(8, 2, 64, 80, tuple(range(40, 60)), "Q8_1", seed=22, window=16, sinks=True)
+        for shape in MANY_SPLITS:
+            yield self.build_case(8, 2, 64, 600, (599, 255, 31, -1), "F32", seed=23).where(**shape)
+        yield self.build_case(8, 2, 64, 600, (599, 131, 300, 160, 40, -1), "F32", seed=26).where(**LONG_CHUNKS)
+        yield self.build_case(8, 2, 64, 300, (299, 170), "F32", seed=27, window=150, sinks=True).where(**LONG_CHUNKS)
+        yield self.build_case(8, 2, 32, 300, (299, 90), "F32", seed=24, window=200, sinks=True).where(**MANY_SPLITS[0])
+        yield self.build_case(4, 2, 80, 300, (299,), "F32", seed=25).where(**MANY_SPLITS[0])
+        yield from self.unequal_cases()
+        yield from self.beyond_cases()
+        yield from self.prompt_cases()
+        yield from self.quantized_cases()
+
+    def unequal_cases(self) -> Iterator[Case]:
+        """V narrower than K, in a cache of its own or as the first part of K's rows (MLA): decode, few tokens, splits, prompts."""
+        for seed, (n_head, n_head_kv, hd, vd, pos, y, v_view) in enumerate(
+            (
+                (16, 1, 576, 512, (299,), "F32", True),
+                (16, 1, 576, 512, (299, 40), "Q8_1", True),
+                (6, 1, 72, 64, (130, -1, 3), "F32", True),
+                (3, 3, 192, 128, (299,), "Q8_1", False),
+                (4, 2, 40, 24, (33, -1, 0), "F32", False),
+                (4, 1, 96, 64, tuple(range(100, 140)), "F32", True),
+                (2, 2, 192, 128, tuple(range(35)), "F32", False),
+                (16, 1, 576, 512, tuple(range(250, 283)), "F32", True),
+            ),
+            60,
+        ):
+            yield self.build_case(n_head, n_head_kv, hd, 300, pos, y, seed=seed, vd=vd, v_view=v_view)
+        for seed, (n_head, n_head_kv, hd, vd, rot, q_width, pos) in enumerate(
+            (
+                (16, 1, 576, 512, 64, 512, (299,)),
+                (4, 1, 72, 64, 8, 64, tuple(range(40, 60))),
+                (3, 3, 192, 128, 64, 192, (299, 3)),
+                (4, 1, 96, 64, 32, 64, tuple(range(100, 140))),
+                (2, 2, 48, 32, 16, 48, tuple(range(35))),
+            ),
+            80,
+        ):
+            yield self.build_case(n_head, n_head_kv, hd, 300, pos, seed=seed, vd=vd, v_view=n_head_kv == 1, rot=rot, q_width=q_width)
+        split = self.build_case(8, 1, 72, 600, (599, 255, 31, -1), seed=70, vd=64, v_view=True, sinks=True, window=300)
+        yield split.where(**MANY_SPLITS[0])
+
+    def beyond_cases(self) -> Iterator[Case]:
+        """Keys that are no numbers, in some or all rows that a token sees, or so large that their scores are infinite: no output may be a
+        number. Scores in registers and through shared memory, splits, prompts, types."""
+        for seed, shape in enumerate(MANY_SPLITS, 130):
+            yield self.build_case(8, 2, 64, 600, (599, 255, 31), seed=seed, nan_rows=1).where(**shape)
+            yield self.build_case(8, 2, 64, 100, (99, 65), seed=seed + 2, inf_rows=1).where(**shape)
+        yield self.build_case(8, 2, 64, 80, (0, 1), seed=134, nan_rows=2)
+        yield self.build_case(6, 2, 32, 80, (0, 1), seed=135, nan_rows=2, type_k="q8_0", type_v="q8_0")
+        yield self.build_case(4, 2, 64, kv=67, nb=37, seed=136, nan_rows=1)
+        yield self.build_case(4, 1, 32, kv=64, nb=37, seed=137, nan_rows=64, type_k="q4_0", type_v="f16")
+        yield self.build_case(4, 2, 64, kv=67, nb=37, seed=138, nan_rows=1, type_k="f32", type_v="f32")
+
+    def prompt_cases(self) -> Iterator[Case]:
+        """Prompts: one, four and eight heads of a kv head, at several depths, blocks and tiles that are not full."""
+        shapes: tuple[tuple[int, int, int, int, int, str], ...] = (
+            (4, 1, 64, 0, 17, "F32"),
+            (4, 1, 64, 3, 64, "F32"),
+            (8, 1, 64, 1000, 100, "Q8_1"),
+            (2, 2, 32, 0, 512, "F32"),
+            (4, 2, 80, 3, 35, "F32"),
+            (4, 2, 128, 1000, 33, "F32"),
+            (2, 1, 256, 5, 34, "F32"),
+        )
+        for seed, (n_head, n_head_kv, hd, depth, n, y) in enumerate(shapes, 30):
+            yield self.build_case(n_head, n_head_kv, hd, y=y, kv=depth + n, nb=n, seed=seed)
+        yield self.build_case(8, 1, 64, kv=1100, nb=100, seed=40, sinks=True)
+        yield self.build_case(4, 1, 64, kv=250, nb=100, seed=41, window=50)
+        yield self.build_case(6, 2, 64, y="Q8_1", kv=67, nb=67, seed=42, window=16, sinks=True)
+        padded = (*range(3, 22), -1, -1, -1, *range(22, 50), -1)
+        yield self.build_case(4, 2, 64, 64, padded, seed=43)
+        yield self.build_case(2, 2, 64, 64, padded, seed=44, window=9, sinks=True)
+
+    def quantized_cases(self) -> Iterator[Case]:
+        """K and V of either type or of two: decode, splits, scores in registers and through shared memory, windows, sinks, MLA, prompts."""
+        yield self.build_case(8, 2, 32, 100, (99, 65), seed=100, type_k="f16", type_v="q4_0")
+        yield self.build_case(6, 2, 96, 70, (31, 69), "Q8_1", seed=101, type_k="q4_0", type_v="q8_0", window=40, sinks=True)
+        for seed, (type_k, type_v) in enumerate((("q8_0", "q4_0"), ("q4_0", "q8_0"))):
+            few = self.build_case(8, 2, 64, 600, (599, 255, 31, -1), seed=110 + seed, type_k=type_k, type_v=type_v)
+            yield few.where(**MANY_SPLITS[seed])
+            yield self.build_case(2, 1, 32, kv=70, nb=37, seed=112 + seed, type_k=type_k, type_v=type_v, window=20, sinks=True)
+        yield self.build_case(4, 1, 96, 300, tuple(range(100, 140)), seed=120, type_k="q4_0", type_v="q4_0", vd=64, v_view=True)
+        yield self.build_case(4, 1, 128, y="Q8_1", kv=70, nb=37, seed=121, type_k="q8_0", type_v="q8_0")
+        yield self.build_case(8, 2, 32, 100, (99, 65), seed=122, type_k="f32", type_v="f16")
+        yield self.build_case(6, 2, 96, 70, (31, 69), "Q8_1", seed=123, type_k="q4_0", type_v="f32", window=40, sinks=True)
+        yield self.build_case(4, 2, 40, kv=70, nb=37, seed=124, type_k="f32", type_v="f32")
+        yield self.build_case(16, 1, 576, 300, (299, 40), seed=125, type_k="f32", type_v="f32", vd=512, v_view=True)
+        for seed, shape in enumerate(MANY_SPLITS, 126):
+            yield self.build_case(8, 2, 64, 600, (599, 255, 31, -1), seed=seed, type_k="f32", type_v="f32").where(**shape)
+
+    def full_cases(self) -> Iterator[Case]:
+        for hd, ratio, kv, nb in product((64, 128), (1, 4, 8, 12, 16, 20, 32), (113, 512, 1024), (1, 3, 32, 75)):
+            yield self.full_cache(ratio, 1, hd, kv, nb)
+        kinds = (("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"), ("f32", "f32"))
+        for (type_k, type_v), hd, ratio, nb in product(kinds, (32, 64, 96, 128, 256), (1, 4, 7), (1, 3, 35)):
+            for window, sinks in ((0, False), (50, True)):
+                yield self.build_case(2 * ratio, 2, hd, kv=300, nb=nb, type_k=type_k, type_v=type_v, window=window, sinks=sinks)
+        for hd, ratio, kv, nb in product((40, 72, 80, 96, 192, 256), (1, 4, 8, 16), (113, 1024), (1, 32)):
+            yield self.full_cache(ratio, 1, hd, kv, nb)
+        for hd in (320, 512, 576):
+            for ratio, kv, nb in ((1, 113, 1), (4, 113, 1), (16, 1024, 1), (4, 113, 3)):
+                yield self.full_cache(ratio, 1, hd, kv, nb)
+        unequal = ((576, 512, True), (192, 128, False), (80, 64, True))
+        for (hd, vd, view), ratio, kv, nb in product(unequal, (4, 16), (113, 1024), (1, 3, 32)):
+            kv_heads = 1 if view else ratio
+            yield self.build_case(ratio, kv_heads, hd, kv=kv, nb=nb, vd=vd, v_view=view)
+        yield self.build_case(128, 1, 576, kv=512, nb=1, vd=512, v_view=True)
+        for hd, ratio, nb in product((64, 128, 256), (1, 4, 7), (1, 3, 32)):
+            yield self.full_cache(4 * ratio, 4, hd, 513, nb)
+        for hd, ratio, kv, nb in product((32, 64, 96, 128, 192, 256), (1, 8), (113, 1024), (1, 3, 32)):
+            yield self.full_cache(2 * ratio, 2, hd, kv, nb, "Q8_1")
+        views = ((0, True), (128, False), (128, True), (16, True))
+        for hd, (window, sinks), kv, nb, y in product((64, 128), views, (113, 512), (1, 3, 32), ("F32", "Q8_1")):
+            yield self.full_cache(8, 2, hd, kv, nb, y, window, sinks)
+        for hd, kv, nb in ((128, 8192, 1), (64, 8192, 2), (128, 32768, 1), (128, 16, 16), (64, 1, 1), (65 * 8, 64, 1)):
+            yield self.full_cache(8, 2, hd, kv, nb)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for hd, ratio, kv, nb in product((64, 128, 256), (1, 4, 8), (512, 4096, 16384), (1, 4)):
+            yield self.full_cache(8 * ratio, 8, hd, kv, nb)
+        for kv in (512, 4096, 16384):
+            yield self.build_case(16, 1, 576, kv=kv, nb=1, vd=512, v_view=True)
+            yield self.build_case(128, 1, 576, kv=kv, nb=1, vd=512, v_view=True)
+            yield self.build_case(16, 16, 192, kv=kv, nb=1, vd=128)
+        for kind, kv, nb in product(("q8_0", "q4_0"), (4096, 16384), (1, 512)):
+            yield self.build_case(32, 8, 128, kv=kv, nb=nb, type_k=kind, type_v=kind)
+
+    def full_cache(
+        self, n_head: int, n_head_kv: int, hd: int, kv: int, nb: int, y: str = "F32", window: int = 0, sinks: bool = False
+    ) -> Case:
+        return self.build_case(n_head, n_head_kv, hd, y=y, window=window, sinks=sinks, kv=kv, nb=nb)
+
+    def build_case(
+        self,
+        n_head: int,
+        n_head_kv: int,
+        hd: int,
+        n_ctx: int = 0,
+        pos: Shape = (),
+        y: str = "F32",
+        window: int = 0,
+        sinks: bool = False,
+        kv: int = 0,
+        nb: int = 0,
+        garbage: bool = True,
+        seed: int = 1,
+        vd: int = 0,
+        v_view: bool = False,
+        rot: int = 0,
+        q_width: int = 0,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        nan_rows: int = 0,
+        inf_rows: int = 0,
+    ) -> Case:
+        """Tokens at positions pos over a cache of n_ctx rows, or the last nb tokens of a full cache of kv rows.
+
+        The cache holds NaN in every row that no token sees (garbage False: zeros everywhere, made quickly). vd: width of a row of V, 0: as
+        K; v_view: V is the first part of K's rows. rot: that many last values of a head of Q are a tensor of their own; the others are in
+        rows of q_width values. type_k, type_v: of the caches. nan_rows: that many first rows of K hold NaN in the first kv head; inf_rows:
+        of F16, they hold one infinity.
+        """
+        vd = vd or hd
+        kinds = cache_kinds(type_k, type_v, hd, vd)
+        if v_view and kinds[0] != kinds[1]:
+            raise CaseLineError(f"type_v={type_v}: a view of K's rows has their type, {type_k}")
+        if vd > hd and v_view:
+            raise CaseLineError(f"vd={vd}: a view of K's rows has at most their {hd} values")
+        if kv:
+            if nb > kv:
+                raise CaseLineError(f"nb={nb}: more tokens than the {kv} rows of the cache")
+            n_ctx, pos = kv, tuple(range(kv - nb, kv))
+        if not n_ctx or not pos:
+            raise CaseLineError(f"{self.name}: which tokens? expected n_ctx and pos as n_ctx=300,pos=[299,40], or kv and nb as kv=512,nb=1")
+
+        def make(rng: np.random.Generator) -> Problem:
+            n = len(pos)
+            q = Tensor("q", "F32", (n, n_head, q_width or hd), "input")
+            cache_k = Tensor("cache_k", kinds[0], (n_head_kv, n_ctx, hd), "state")
+            cache_v = cache_k if v_view else Tensor("cache_v", kinds[1], (n_head_kv, n_ctx, vd), "state")
+            inputs = [q, cache_k, cache_v, Tensor("pos", "I32", (n,), "input")]
+            values: dict[str, Array] = {"q": rng.standard_normal(q.shape, np.float32), "pos": np.array(pos, np.int32)}
+            for c in (cache_k, cache_v):
+                rows = random_cache(rng, c.shape, pos if garbage else None, window)
+                if c is cache_k:
+                    rows[0, :nan_rows] = np.nan
+                    rows[0, :inf_rows, 0] = np.inf
+                values[c.name] = stored_cache(c.type, rows)
+            if sinks:
+                inputs.append(Tensor("sinks", "F32", (n_head,), "weight"))
+                values["sinks"] = rng.uniform(-3, 6, n_head).astype(np.float32)
+            params = {"scale": 1 / math.sqrt(hd)} | ({"window": window} if window else {}) | ({"v_dim": vd} if v_view else {})
+            if rot:
+                inputs.append(Tensor("q_pe", "F32", (n, n_head, rot), "input"))
+                values["q_pe"] = rng.standard_normal((n, n_head, rot), np.float32)
+                params |= {"split_q": True}
+            return Problem(Node("FLASH_ATTN_EXT", tuple(inputs), (Tensor("kqv_out", y, (n, n_head * vd)),), params), values)
+
+        shown: dict[str, Any] = {"n_head": n_head, "n_head_kv": n_head_kv, "hd": hd}
+        shown |= {} if kv else {"n_ctx": n_ctx, "pos": pos}
+        shown |= {"y": y, "window": window, "sinks": sinks}
+        shown |= {"kv": kv, "nb": nb} if kv else {}
+        shown |= {"vd": vd} if vd != hd else {}
+        shown |= {"v_view": True} if v_view else {}
+        shown |= {"rot": rot, "q_width": q_width} if rot else {}
+        shown |= {"nan_rows": nan_rows} if nan_rows else {}
+        shown |= {"inf_rows": inf_rows} if inf_rows else {}
+        shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
+        shown |= {} if garbage else {"garbage": False}
+        return Case(self.name, {**shown, "seed": seed}, make, seed)
+
+
+class DecodeCases(Op):
+    """Cases of ATTN_DECODE."""
+
+    def cases(self) -> Iterator[Case]:
+        for seed, (heads, kv, hd, n_ctx, pos, mode, norm, ff, y) in enumerate(
+            (
+                (4, 1, 128, 64, 0, "normal", False, False, "F32"),
+                (8, 2, 128, 300, 299, "normal", False, True, "Q8_1"),
+                (8, 2, 64, 300, 130, "neox", True, False, "Q8_1"),
+                (7, 1, 64, 200, 64, "neox", False, False, "F32"),
+                (4, 4, 80, 70, 33, "neox", True, False, "F32"),
+                (4, 2, 96, 5000, 4095, "normal", False, False, "Q8_1"),
+                (2, 1, 256, 40, 36, "normal", True, True, "F32"),
+                (4, 2, 64, 40, -1, "normal", False, False, "Q8_1"),
+            ),
+            1,
+        ):
+            yield self.build_case(heads, kv, hd, n_ctx, pos, mode, norm, ff, y, seed=seed)
+        short: dict[str, Any] = {"freq_scale": 0.25, "ext_factor": 1.0, "n_ctx_orig": 64}
+        yield self.build_case(4, 2, 64, 300, 200, "neox", False, False, "F32", seed=20, n_dims=32, **short)
+        yield self.build_case(8, 1, 64, 300, 200, "neox", False, False, "Q8_1", seed=21, sinks=True, window=128)
+        # gpt-oss: sinks and YaRN, every other layer with a window; one that is not yet full, one that is, and rows that take several splits
+        yarn: dict[str, Any] = {"freq_base": 150000.0, "freq_scale": 1 / 32, "ext_factor": 1.0, "n_ctx_orig": 4096}
+        yield self.build_case(16, 2, 64, 600, 50, "neox", False, False, "Q8_1", seed=22, sinks=True, window=128, **yarn)
+        yield self.build_case(16, 2, 64, 600, 599, "neox", False, False, "Q8_1", seed=23, sinks=True, window=128, **yarn)
+        yield self.build_case(16, 2, 64, 2000, 1500, "neox", False, False, "F32", seed=24, sinks=True, **yarn)
+        yield self.build_case(4, 2, 64, 300, 200, "normal", False, False, "Q8_1", seed=26, n_dims=-1)
+        yield self.build_case(4, 2, 80, 70, 33, "neox", True, False, "F32", seed=27, n_dims=-1, sinks=True)
+        yield self.build_case(4, 2, 64, 40, 33, "neox", True, False, "F32", seed=30, type_k="q4_0", type_v="q8_0")
+        for seed, (type_k, type_v) in enumerate((("q8_0", "q4_0"), ("f16", "q8_0")), 40):
+            few = self.build_case(6, 2, 96, 300, 200, "normal", False, False, "Q8_1", 0, 128, True, seed=seed, type_k=type_k, type_v=type_v)
+            yield few.where(**MANY_SPLITS[0])
+        yield self.build_case(4, 2, 64, 600, 500, "neox", False, False, "F32", seed=45, type_k="q4_0", type_v="q4_0").where(
+            sync="sentinel", **MANY_SPLITS[1]
+        )
+        wide = (("f32", "f32", ""), ("f16", "f32", "k"), ("q8_0", "f16", "v"), ("q4_0", "q4_0", "k"))
+        for seed, (type_k, type_v, beyond) in enumerate(wide, 50):
+            yield self.build_case(4, 2, 64, 300, 200, "neox", False, False, "F32", seed=seed, type_k=type_k, type_v=type_v, beyond=beyond)
+        yield self.build_case(4, 1, 64, 40, 0, "neox", False, False, "F32", seed=54, beyond="k")
+        few = self.build_case(4, 2, 64, 600, 500, "normal", False, False, "F32", seed=55, beyond="k")
+        yield few.where(sync="sentinel", **MANY_SPLITS[0])
+        split = self.build_case(8, 2, 64, 600, 500, "neox", True, False, "F32", seed=25)
+        yield split.where(**MANY_SPLITS[0])
+        yield split.where(sync="sentinel", **MANY_SPLITS[0])
+        yield split.where(sync="sentinel", **MANY_SPLITS[1])
+
+    def full_cases(self) -> Iterator[Case]:
+        heads = ((4, 1, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (16, 1, 128), (4, 1, 256))
+        for mode, (n_head, kv, hd), (n_ctx, pos) in product(("normal", "neox"), heads, ((64, 0), (113, 112), (1024, 511), (4096, 4095))):
+            yield self.build_case(n_head, kv, hd, n_ctx, pos, mode, False, False, "F32", seed=1)
+        both = (False, True)
+        for mode, norm, ff, y, sinks, window in product(("normal", "neox"), both, both, ("F32", "Q8_1"), both, (0, 128)):
+            yield self.build_case(8, 2, 64, 600, 300, mode, norm, ff, y, seed=2, sinks=sinks, window=window)
+        kinds = (("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"), ("f16", "q4_0"), ("f32", "f32"))
+        for (type_k, type_v), mode, hd, ratio, pos in product(kinds, ("normal", "neox"), (32, 64, 128, 256), (1, 7), (0, 511)):
+            yield self.build_case(2 * ratio, 2, hd, 600, pos, mode, False, False, "F32", type_k=type_k, type_v=type_v)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for kv in (512, 4096, 16384):
+            yield self.build_case(32, 8, 128, kv, kv - 1, "normal", False, False, "Q8_1", seed=1)
+            for window in (0, 128):
+                yield self.build_case(64, 8, 64, kv, kv - 1, "neox", False, False, "Q8_1", seed=1, sinks=True, window=window)
+            for kind in ("q8_0", "q4_0"):
+                yield self.build_case(32, 8, 128, kv, kv - 1, "normal", False, False, "Q8_1", seed=1, type_k=kind, type_v=kind)
+
+    def build_case(
+        self,
+        n_head: int,
+        n_head_kv: int,
+        hd: int,
+        n_ctx: int,
+        pos: int,
+        mode: str,
+        norm: bool,
+        ff: bool,
+        y: str,
+        n_dims: int = 0,
+        window: int = 0,
+        sinks: bool = False,
+        garbage: bool = True,
+        seed: int = 1,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        beyond: str = "",
+        **rope: Any,
+    ) -> Case:
+        """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
+
+        n_dims  0: the head size; -1: nothing is rotated
+        beyond  "k", "v": the new row of the first kv head is beyond the range of its cache's type
+        """
+        rope_angles.checked_mode(mode)
+        kinds = cache_kinds(type_k, type_v, hd)
+
+        def make(rng: np.random.Generator) -> Problem:
+            qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))
+            names = ("cache_k", "cache_v")
+            caches = tuple(Tensor(name, kind, (n_head_kv, n_ctx, hd), "state") for name, kind in zip(names, kinds, strict=True))
+            seen = ((pos - 1,) if garbage else None, max(window - 1, 0))
+            rotated = max(n_dims, 0) if n_dims else hd
+            weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("sinks", n_head)] if sinks else [])]
+            position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, rotated // 2, 2), "input")
+            inputs = (qkv, position, *caches, *([angles] if rotated else []))
+            inputs += tuple(Tensor(name, "F32", (size,), "weight") for name, size in weights)
+            values: dict[str, Array] = {
+                "qkv": rng.standard_normal(qkv.shape, np.float32),
+                "pos": np.array([pos], np.int32),
+                **{c.name: stored_cache(c.type, random_cache(rng, c.shape, *seen)) for c in caches},
+                **{name: rng.uniform(0.5, 1.5, size).astype(np.float32) for name, size in weights},
+            }
+            if beyond:
+                first = (n_head + n_head_kv * "kv".index(beyond)) * hd
+                values["qkv"][:, first : first + hd] *= 1e9
+            factors = (rng.uniform(0.5, 1.5, rotated // 2).astype(np.float32),) if ff else ()
+            params = {
+                **rope_angles.DEFAULTS,
+                **rope,
+                "mode": mode,
+                "n_dims": rotated,
+                "n_head": n_head,
+                "n_head_kv": n_head_kv,
+                "head_dim": hd,
+                "scale": 1 / math.sqrt(hd),
+                "has_norm": norm,
+                "has_ff": ff,
+                "window": window,
+            }
+            params |= cache_params(kinds)
+            if norm:
+                params["eps"] = 1e-6
+            if rotated:
+                reference = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
+                values["angles"] = reference[0].astype(np.float32)
+            out = Tensor("kqv_out", y, (1, n_head * hd))
+            return Problem(Node("ATTN_DECODE", inputs, (out, *caches), params), values)
+
+        shown: dict[str, Any] = {
+            "n_head": n_head,
+            "n_head_kv": n_head_kv,
+            "hd": hd,
+            "n_ctx": n_ctx,
+            "pos": pos,
+            "mode": mode,
+            "norm": norm,
+            "ff": ff,
+            "y": y,
+            "n_dims": n_dims or hd,
+            "window": window,
+            "sinks": sinks,
+            **rope,
+        }
+        shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
+        shown |= {"beyond": beyond} if beyond else {}
+        shown |= {} if garbage else {"garbage": False}
+        return Case(self.name, {**shown, "seed": seed}, make, seed)

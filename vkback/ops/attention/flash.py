@@ -1,0 +1,516 @@
+"""FLASH_ATTN_EXT and ATTN_DECODE: attention over a KV cache (shaders/attention).
+
+    FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n]
+                    [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as gemm_pack.packed has it
+                    params: scale [, window, v_dim, split_q] [, fragments: the order of an F16 output; units: GemmShape of who reads it
+                    in unit order, gemm_reg.packed_units]; with v_dim V is the first v_dim
+                    values of each row of cache_v, which may be K's (MLA); with split_q the last input is q_pe F32 [n, n_head, rot], the
+                    last rot values of each head of Q: of q count the first hd - rot values of a row
+    ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]
+                    [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] -> the same, cache_k, cache_v
+                    params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, eps], has_norm,
+                    has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16]
+                    Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
+
+A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. hd and
+vd are multiples of 8, vd of 32 where the output is Q8_1. Either cache may be F32, or Q8_0 or Q4_0, laid out as weights are; its rows are
+then whole units of 32 values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from vkback.constants import LOG2_E
+from vkback.graph import Node, Tensor
+from vkback.ops.attention import chain as attention_chain
+from vkback.ops.attention import prompt as attention_prompt
+from vkback.ops.attention.cases import DecodeCases, FlashCases
+from vkback.ops.cache import CACHE_TYPES, QUANTIZED, cached_bytes, stored_tolerance
+from vkback.ops.case import Array, Case, Tolerance
+from vkback.ops.copies.rows import stored_rows
+from vkback.ops.cost import Cost, total
+from vkback.ops.dispatch import Access, Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.family import POWERS, Choice, declare
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.matmul.gemm_problem import GemmShape
+from vkback.ops.matmul.gemm_reg import units_stride
+from vkback.ops.op import OPS, cost_rule, register
+from vkback.ops.rope import angles as rope_angles
+from vkback.ops.rope.rope import FREQUENCY, rotate_pairs
+from vkback.ops.storage import nbytes
+from vkback.ops.workgroup import Defines, reduction, workgroup_size
+from vkback.quants import UNIT
+from vkback.shader import Variant
+
+DECODE_TOKENS = 16
+"""Up to this many tokens the rows of a long context are split among workgroups, and a workgroup takes as many tokens as the tables say;
+beyond, as many as it can, and nothing is split."""
+
+HEAD_SIZE_MULTIPLE = 8
+
+MAX_LOADS = 8
+"""16-byte loads of K, and as many of V, that a thread holds: 64 registers; eight values of F32 take two. More spill, and take a CPU driver
+a minute to compile."""
+
+declare(
+    "attention",
+    match={"n": "number", "n_head": "number", "n_head_kv": "number", "head_dim": "number", "n_ctx": "number"},
+    params={
+        "wg_size": POWERS,  # threads of a workgroup
+        "lanes": (1, 2, 4, 8, 16, 32),  # threads that share a row of K
+        "steps": (1, 2, 4, 8),  # rows of K a thread holds at once
+        "queries": (1, 2, 4, 8, 16),  # (head, token) pairs that share the reads of a workgroup, at most
+        "tokens": (1, 2, 4, 8, 16),  # tokens of a workgroup at most, where there are few
+        "groups": "positive",  # workgroups wanted for one token when the context is full
+        "rows_per_split": "positive",  # rows below which a split is not worth its own workgroup
+        **attention_prompt.PARAMS,
+    },
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is built for; see shaders/attention/decode/attention.comp."""
+
+    wg: int
+    lanes: int
+    use_shuffles: bool
+    steps: int
+    heads: int
+    tokens: int
+    splits: int
+    readers: int
+    round: int
+    rows_per_split: int
+    reduce: Defines
+    subgroup: int | None
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.tokens
+
+
+def _largest_divisor(n: int, limit: int) -> int:
+    return max(d for d in range(1, max(min(n, limit), 1) + 1) if n % d == 0)
+
+
+def shape_for(
+    choice: Choice,
+    n: int,
+    n_head: int,
+    n_head_kv: int,
+    hd: int,
+    n_ctx: int,
+    window: int,
+    fused: bool,
+    quantizes: bool,
+    ctx: LowerContext,
+    vd: int = 0,
+    types: Collection[str] = ("F16",),
+) -> Shape:
+    """The tables' choice adjusted to what head size, heads and device allow: where shared memory is short, the streams meet in more
+    rounds, then there are fewer threads. vd: width of V, 0: as K; types: of the caches."""
+    vd = vd or hd
+    loads = MAX_LOADS // 2 if "F32" in types else MAX_LOADS
+    cols, k_cols = vd // 8, hd // 8
+    heads = _largest_divisor(n_head // n_head_kv, choice["queries"])
+    most = min(n, choice.params.get("tokens", 1)) if n <= DECODE_TOKENS else n
+    tokens = 1 if ctx.exact else max(1, min(most, choice["queries"] // heads))
+    rows = min(n_ctx, window) if window else n_ctx
+    splits = min(ceil_div(choice["groups"], n_head // heads), ceil_div(rows, choice["rows_per_split"]))
+    if tokens > 1 and n > DECODE_TOKENS:
+        splits = 1
+    queries = heads * tokens
+    least = 1 << (cols - 1).bit_length()
+    wg = max(workgroup_size(ctx.caps, choice["wg_size"]), least)
+    while True:
+        fits = [i for i in (1, 2, 4, 8, 16, 32) if i <= wg and k_cols % i == 0]
+        lanes = max((i for i in fits if i <= choice["lanes"]), default=1)
+        lanes = next((i for i in fits if i >= lanes and k_cols // i <= loads), fits[-1])
+        steps = min(choice["steps"], max(1, loads * lanes // k_cols))
+        reduce, subgroup = reduction(ctx.caps, wg, lanes=max(lanes, 8 if quantizes else 1))
+        use_shuffles = bool(reduce["REDUCE_SUBGROUP"]) and lanes == cols == k_cols and queries in (1, 2, 4, 8, 16) and queries <= cols
+        known = int(reduce["SUBGROUP_SIZE"])
+        bundles = wg // cols // (known // cols if known > cols and cols & (cols - 1) == 0 else 1)
+        scores = 0 if use_shuffles else 2 * steps * (wg // lanes)
+        shared = 4 * queries * (max(hd, vd) + scores + 2 * bundles) + 8 * wg + 256
+        if fused:  # the new key and value as they are stored, and as floats
+            shared += (8 if "F32" in types else 4) * hd + (8 * hd if set(QUANTIZED) & set(types) else 0)
+        for parts in (i for i in range(1, queries + 1) if queries % i == 0):
+            if shared + 4 * bundles * (queries // parts) * vd <= ctx.caps.max_shared_memory:
+                rounds = queries // parts
+                readers = max(1, min(splits, wg * 4 // (queries * vd), bundles * rounds // queries))
+                return Shape(
+                    wg, lanes, use_shuffles, steps, heads, tokens, splits, readers, rounds, choice["rows_per_split"], reduce, subgroup
+                )
+        if wg == least:
+            raise PlanError(
+                f"[attention] {choice.source}: {queries} queries of head size {hd} need {shared + 4 * bundles * vd} bytes of shared "
+                f"memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}; lower queries"
+            )
+        wg //= 2
+
+
+def v_dim(node: Node, cache_v: Tensor) -> int:
+    """Values of a row of V."""
+    return int(node.params.get("v_dim", cache_v.shape[2]))
+
+
+def further(node: Node) -> list[tuple[str, Tensor]]:
+    """Optional inputs of a FLASH_ATTN_EXT by role: sinks, q_pe. Raises PlanError where a Q in two parts is no head of K."""
+    rest = list(node.inputs[4:])
+    q_pe = rest.pop() if node.params.get("split_q") else None
+    extra = [("sinks", t) for t in rest]
+    if q_pe is None:
+        return extra
+    q, hd, rot = node.inputs[0], node.inputs[1].shape[2], q_pe.shape[-1]
+    if q_pe.shape[:2] != q.shape[:2] or rot % 4 or not 0 < hd - rot <= q.shape[2] or q.shape[2] % 4:
+        raise PlanError(f"[attention] {node.name}: {q} and {q_pe} are no heads of {hd}; expected parts of whole fours, {hd} together")
+    return [*extra, ("q_pe", q_pe)]
+
+
+def _check(node: Node, ctx: LowerContext, cache_k: Tensor, cache_v: Tensor, n_head: int) -> None:
+    """Raises PlanError where no kernel fits the heads, or the device cannot bind a cache."""
+    n_head_kv, _, hd = cache_k.shape
+    vd, pitch = v_dim(node, cache_v), cache_v.shape[2]
+    if hd % HEAD_SIZE_MULTIPLE or vd % HEAD_SIZE_MULTIPLE or pitch % HEAD_SIZE_MULTIPLE or not 0 < vd <= pitch:
+        raise PlanError(
+            f"[attention] {node.name}: {cache_k} and {vd} values a row of {cache_v}; expected head sizes, each a "
+            f"multiple of {HEAD_SIZE_MULTIPLE}"
+        )
+    for cache in (cache_k, cache_v):
+        if cache.type not in CACHE_TYPES or (cache.type in QUANTIZED and (cache.shape[2] % UNIT or hd % UNIT or vd % UNIT)):
+            kinds = " or ".join(QUANTIZED)
+            raise PlanError(f"[attention] {node.name}: {cache}; expected F16, F32, or {kinds} and heads of whole units of {UNIT}")
+    if cache_v.shape[:2] != cache_k.shape[:2] or n_head % n_head_kv:
+        raise PlanError(
+            f"[attention] {node.name}: {n_head} heads over {cache_k} and {cache_v}; expected as many rows and kv heads in either, and "
+            "heads a multiple of kv heads"
+        )
+    if node.outputs[0].type == "Q8_1" and vd % 32:
+        raise PlanError(f"[attention] {node.name}: Q8_1 output needs a head size that is a multiple of 32, got {vd}; make the output F32")
+    for cache in (cache_k, cache_v):
+        if nbytes(cache) > ctx.caps.max_storage_buffer_range:
+            raise PlanError(
+                f"[attention] {cache}: {nbytes(cache)} bytes, {ctx.caps.name} binds at most {ctx.caps.max_storage_buffer_range} "
+                "at once. Use a smaller context"
+            )
+
+
+def _lower(
+    node: Node,
+    ctx: LowerContext,
+    q: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    pos: Tensor,
+    n: int,
+    n_head: int,
+    extra: Sequence[tuple[str, Tensor]],
+    fused: Defines,
+) -> Dispatch:
+    """The one dispatch of either op. extra: (role, tensor) bound after the rest as BIND_<ROLE>; fused: defines of ATTN_DECODE."""
+    (n_head_kv, n_ctx, hd), vd = cache_k.shape, v_dim(node, cache_v)
+    out = node.outputs[0]
+    window = int(node.params.get("window", 0))
+    _check(node, ctx, cache_k, cache_v, n_head)
+    choice = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
+    types = {cache_k.type, cache_v.type}
+    s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx, vd, types)
+    if s.splits > 1 and 7 + len(extra) > ctx.caps.max_storage_bindings:
+        s = replace(s, splits=1)  # a Raspberry Pi binds 8 buffers; scratch and counters would be two too many
+    # A head's slots of four values (shaders/attention/decode/fused.glsl) go to as many threads, as far as they can add up by shuffles.
+    head_lanes = min(32, s.wg, ctx.caps.subgroup_min, 1 << ((hd // 4).bit_length() - 1)) if fused else 1
+    groups = (n_head // s.heads, s.splits, ceil_div(n, s.tokens))
+    cached: Access = "rw" if fused else "r"
+    args = [Arg(q), Arg(cache_k, cached), Arg(cache_v, cached), Arg(pos), Arg(out, "w")]
+    splits = [f"{out.name}.splits"] if s.splits > 1 else []
+    if splits:
+        tiles = groups[0] * groups[2]
+        part = s.queries * vd + 4 * ceil_div(s.queries, 2)
+        args.append(Arg(Tensor(splits[0], "F32", (tiles, s.splits, part)), "rw"))
+        args.append(Arg(Tensor(f"{out.name}.tickets", "I32", (tiles,), "counter"), "rw"))
+    defines: Defines = {
+        **s.reduce,
+        **fused,
+        "HD": hd,
+        "VD": vd,
+        "V_PITCH": cache_v.shape[2] // 8,
+        "K_TYPE": CACHE_TYPES[cache_k.type],
+        "V_TYPE": CACHE_TYPES[cache_v.type],
+        **attention_prompt.split_q(q, dict(extra).get("q_pe"), hd),
+        "HEADS": s.heads,
+        "TOKENS": s.tokens,
+        "STEPS": s.steps,
+        "LANES": s.lanes,
+        "USE_SHUFFLES": int(s.use_shuffles),
+        "SPLITS": s.splits,
+        "READERS": s.readers,
+        "MERGE_QUERIES": s.round,
+        "OUT_Q8_1": int(out.type == "Q8_1"),
+        **_unit_order(node, out, ctx),
+        "FUSED": int(bool(fused)),
+        "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
+    }
+    if fused:
+        defines["HEAD_LANES"] = head_lanes
+        if types & set(QUANTIZED):
+            defines["SCALE_WORDS"] = int(not ctx.caps.storage_16bit)
+    for binding, (role, _) in enumerate(extra, len(args)):
+        defines[f"BIND_{role.upper()}"] = binding
+    args += [Arg(t) for _, t in extra]
+    rows = min(n_ctx, window) if window else n_ctx
+    return Dispatch(
+        kernel=Variant("attention/decode/attention.comp", tuple(sorted((k, v) for k, v in defines.items())), s.subgroup),
+        args=tuple(args),
+        push=pack_push(
+            n, n_head, n_head_kv, n_ctx, window, s.rows_per_split, float(node.params["scale"]) * LOG2_E, float(node.params.get("eps", 0.0))
+        ),
+        groups=groups,
+        op=node.op,
+        label=node.name,
+        reason=choice.source,
+        nbytes=nbytes(q) + nbytes(out) + attention_prompt.read_bytes(cache_k, cache_v, rows, vd),
+        flops=2 * n * n_head * rows * (hd + vd),
+        waits=_waits(q, cache_k, cache_v, splits, groups[0] * groups[2], bool(fused)),
+    )
+
+
+def _unit_order(node: Node, out: Tensor, ctx: LowerContext) -> Defines:
+    """Defines of an output in unit order, none of others."""
+    if out.type != "F16":
+        return {"OUT_UNITS": 0}
+    shape: GemmShape = node.params["units"]
+    _, columns, depth = shape.matrix
+    stride = units_stride(out.shape[-1], shape, ctx.caps)
+    order: Defines = {"SG": ctx.caps.subgroup_size, "FN": columns, "FK": depth, "ROW_LANES": shape.row_lanes}
+    return {"OUT_UNITS": 1, "Y_STRIDE": stride, **order}
+
+
+def stores_units(node: Node, reader: GemmShape, ctx: LowerContext) -> bool:
+    """Whether a FLASH_ATTN_EXT can leave its output in unit order for a product of shape `reader` (param `units`): a token's values are
+    whole blocks."""
+    return prompt_shape(node, ctx) is None and node.outputs[0].shape[-1] % (UNIT * reader.row_lanes) == 0
+
+
+def _waits(q: Tensor, cache_k: Tensor, cache_v: Tensor, splits: Sequence[str], tiles: int, fused: bool) -> SpinWaits:
+    """What the kernel of `_lower` waits for. Fused, for the heads of one token, which is never padding; else until what makes q has
+    arrived, which stores the rows of the caches, too."""
+    if fused:
+        return SpinWaits(part=(q.name,), own=tuple(splits))
+    return SpinWaits(counted=(q.name, cache_k.name, cache_v.name), arrives=tiles)
+
+
+def _choice(node: Node, ctx: LowerContext) -> Choice:
+    """What the tables say of a FLASH_ATTN_EXT."""
+    (n, n_head, _), (n_head_kv, n_ctx, hd) = node.inputs[0].shape, node.inputs[1].shape
+    return ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
+
+
+def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape | None:
+    """The shape of the kernel for prompts, where the tables choose it for a FLASH_ATTN_EXT and the device can run it."""
+    _check(node, ctx, node.inputs[1], node.inputs[2], node.inputs[0].shape[1])
+    # --act f32 keeps floats whole: no f16 in matrices. Nor for queries or F32 caches, which f16 may not hold.
+    f32_cache = "F32" in {t.type for t in node.inputs[1:3]}
+    beyond = f32_cache or attention_prompt.queries_f16(node.inputs[0]).name in ctx.f16_scales
+    caps = ctx.caps if ctx.act not in ("f32", "f16") and not beyond else dataclasses.replace(ctx.caps, cooperative_matrix=False)
+    cache_k, cache_v = node.inputs[1:3]
+    latent = cache_k.name == cache_v.name and node.outputs[0].type == "F32"
+    ctx = dataclasses.replace(ctx, caps=caps)
+    return attention_prompt.shape_for(_choice(node, ctx), cache_k.shape[2], ctx, v_dim(node, cache_v), latent)
+
+
+def prompt_job(node: Node) -> attention_prompt.PromptJob:
+    q, cache_k, cache_v, pos, *_ = node.inputs
+    extra = dict(further(node))
+    window = int(node.params.get("window", 0))
+    return attention_prompt.PromptJob(
+        q,
+        cache_k,
+        cache_v,
+        pos,
+        node.outputs[0],
+        float(node.params["scale"]),
+        window,
+        extra.get("sinks"),
+        node.name,
+        fragments=bool(node.params.get("fragments")),
+        v_dim=v_dim(node, cache_v),
+        q_pe=extra.get("q_pe"),
+    )
+
+
+def packs_output(node: Node, reader: GemmShape, ctx: LowerContext) -> bool:
+    """Whether a FLASH_ATTN_EXT can leave its output packed for a GEMM of shape `reader` (param `fragments` says in which order)."""
+    shape = prompt_shape(node, ctx)
+    n_head, (n_head_kv, _, hd) = node.inputs[0].shape[1], node.inputs[1].shape
+    equal = v_dim(node, node.inputs[2]) == hd
+    return shape is not None and equal and attention_prompt.packs(shape, n_head // n_head_kv, hd, n_head, reader, ctx.caps)
+
+
+def _tolerance(node: Node) -> Tolerance:
+    if node.outputs[0].type == "Q8_1":
+        return Tolerance(1e-4, 0.1, "outputs are rounded to 8 bits: 1/254 of the largest of 32, which is up to ten times their rms")
+    return Tolerance(1e-10, 1e-4, "f32 sums of exact F16 products; exp2 of logits up to 20 is off by 5e-6, the worst by a few times that")
+
+
+def _attention_in_window(inputs: Sequence[Array], token: int, params: Mapping[str, Any]) -> Array:
+    """The reference's output for one token [1, n_head * hd], from the rows in its window alone."""
+    q, cache_k, cache_v, pos = inputs[:4]
+    seen = slice(max(0, int(pos[token]) + 1 - params["window"]), int(pos[token]) + 1)
+    last = np.array([seen.stop - seen.start - 1])
+    k, v = cache_k[:, seen], cache_v[:, seen]
+    rest = {key: value for key, value in params.items() if key != "window"}
+    return OPS["FLASH_ATTN_EXT"].reference([q[token : token + 1], k, v, last, *inputs[4:]], rest)[0]
+
+
+@register
+class FlashAttnExt(FlashCases):
+    """Attention of n tokens over the cache; see the module's text."""
+
+    name = "FLASH_ATTN_EXT"
+    peer_nmse = 5e-4
+
+    def elementary(self, node: Node, n_kv: int) -> list[Node]:
+        """Products with views of the cached rows, and a softmax under a mask between them (attention_chain.py); none with sinks, or where
+        the queries come in two parts."""
+        return attention_chain.without_flash(node, n_kv) if len(node.inputs) == 4 else []
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """That of the chain; a sink adds an exponential and a sum for each row of the softmax."""
+        whole = dataclasses.replace(node, inputs=(attention_chain.whole_query(node), *node.inputs[1:4]))
+        rows = prod(whole.inputs[0].shape[:-1])
+        sinks = {"fadd": rows, "fexp": rows} if len(node.inputs) - bool(node.params.get("split_q")) > 4 else {}
+        return total((sinks, *(cost_rule(n).arithmetic(n, n_kv) for n in attention_chain.without_flash(whole, n_kv))))
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the caches the rows in use; keys that are values as well (MLA) twice, as two products read them."""
+        cache_k, cache_v = node.inputs[1:3]
+        if tensor.kind != "state":
+            return nbytes(tensor)
+        rows = attention_chain.seen(node, n_kv)
+        v_dim = int(node.params.get("v_dim", cache_v.shape[-1]))
+        widths = (cache_k.shape[-1] * (tensor.name == cache_k.name), v_dim * (tensor.name == cache_v.name))
+        return tensor.shape[0] * rows * cached_bytes(tensor.type, sum(widths))
+
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """A line of test-backend-ops, which has head sizes `hsk` and `hsv`, is one of ATTENTION."""
+        return OPS["ATTENTION"].case(params) if "hsk" in params else super().case(params)
+
+    @np.errstate(invalid="ignore")
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        """Padding (pos -1) sees nothing and gives zeros. An infinite score is no number, so that keys beyond a cache's range show. A sink
+        is a logit without a value: it takes its part of a head's softmax away from the rows."""
+        if params.get("window") and not params.get("split_q"):
+            return [np.concatenate([_attention_in_window(inputs, t, params) for t in range(len(inputs[0]))])]
+        if params.get("split_q"):
+            nope = inputs[1].shape[-1] - inputs[-1].shape[-1]
+            whole = np.concatenate([inputs[0][:, :, :nope], inputs[-1]], axis=-1)
+            return self.reference([whole, *inputs[1:-1]], {**params, "split_q": False})
+        q, (cache_k, cache_v, pos) = np.asarray(inputs[0], np.float64), inputs[1:4]
+        cache_v = cache_v[..., : params.get("v_dim", cache_v.shape[-1])]
+        sinks = np.asarray(inputs[4], np.float64) if len(inputs) > 4 else None
+        n, n_head, _ = q.shape
+        n_head_kv = cache_k.shape[0]
+        out = np.zeros((n, n_head, cache_v.shape[-1]))
+        rows = max(0, int(pos.max()) + 1)
+        real = np.flatnonzero(pos >= 0)
+        if not real.size:
+            return [out.reshape(n, -1)]
+        hidden = np.arange(rows)[None, :] > pos[real][:, None]
+        for head in range(n_head):
+            kv = head * n_head_kv // n_head
+            scores = q[real, head] @ np.asarray(cache_k[kv, :rows], np.float64).T * params["scale"]
+            scores[np.isinf(scores)] = np.nan
+            scores[hidden] = -np.inf
+            top = scores.max(axis=-1, keepdims=True) if sinks is None else np.maximum(scores.max(axis=-1, keepdims=True), sinks[head])
+            p = np.exp(scores - top)
+            total = p.sum(axis=-1, keepdims=True) + (0.0 if sinks is None else np.exp(sinks[head] - top))
+            out[real, head] = p / total @ np.asarray(cache_v[kv, :rows], np.float64)
+        return [out.reshape(n, -1)]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        q, cache_k, cache_v, pos = node.inputs[:4]
+        n, n_head = q.shape[:2]
+        extra = further(node)
+        prompt = prompt_shape(node, ctx)
+        if prompt is not None:
+            job = prompt_job(node)
+            return [attention_prompt.lower(job, prompt, ctx.caps, _choice(node, ctx).source)]
+        return [_lower(node, ctx, q, cache_k, cache_v, pos, n, n_head, extra, {})]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        prompt = prompt_shape(node, ctx)
+        return _tolerance(node) if prompt is None else attention_prompt.tolerance(prompt, node.outputs[0])
+
+
+@register
+class AttnDecode(DecodeCases):
+    """Norm, RoPE, cache store and attention of one token; see the module's text."""
+
+    name = "ATTN_DECODE"
+    peer_nmse = 5e-4
+    further = FREQUENCY
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        qkv, pos, cache_k, cache_v, *rest = inputs
+        angles = rest.pop(0) if params["n_dims"] else np.zeros((1, 0, 2))
+        hd, heads, kv = params["head_dim"], params["n_head"], params["n_head_kv"]
+        q, k, v = np.split(np.asarray(qkv, np.float64).reshape(1, heads + 2 * kv, hd), (heads, heads + kv), axis=1)
+        if params.get("has_norm"):
+            (q,), (k,) = (OPS["RMS_NORM"].reference([x], params) for x in (q, k))
+            q, k = q * np.asarray(rest.pop(0), np.float64), k * np.asarray(rest.pop(0), np.float64)
+        cos, sin = np.moveaxis(np.asarray(angles, np.float64), -1, 0)
+        q, k = (rotate_pairs(x, cos, sin, params["mode"]) for x in (q, k))
+        cache_k, cache_v = stored_rows(params, pos, (k, v), (cache_k, cache_v))
+        out = OPS["FLASH_ATTN_EXT"].reference([q, cache_k, cache_v, pos, *rest], params)
+        return [*out, cache_k, cache_v]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        qkv, pos, cache_k, cache_v, *rest = node.inputs
+        params = node.params
+        n_dims, has_norm = int(params["n_dims"]), bool(params.get("has_norm"))
+        if pos.shape != (1,):
+            raise PlanError(f"[attention] {node.name}: ATTN_DECODE takes one token, got {pos}")
+        if n_dims % 4:
+            raise PlanError(f"[attention] {node.name}: ATTN_DECODE rotates pairs two by two, n_dims = {n_dims} is no multiple of 4")
+        roles = [*(["angles"] if n_dims else []), *(["q_norm", "k_norm"] if has_norm else [])]
+        roles += ["sinks"] * (len(rest) - len(roles))
+        fused: Defines = {"HAS_NORM": int(has_norm), "ROPE_PAIRS": n_dims // 2, "ROPE_NEOX": rope_angles.MODES[params["mode"]]}
+        extra = list(zip(roles, rest, strict=True))
+        return [_lower(node, ctx, qkv, cache_k, cache_v, pos, 1, params["n_head"], extra, fused)]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        plain = _tolerance(node)
+        kinds = [t.type for t in node.outputs[1:] if t.type in QUANTIZED]
+        if kinds:
+            return max((plain, *map(stored_tolerance, kinds)), key=lambda t: t.nmse)
+        if plain.nmse >= 1e-6:
+            return plain
+        return Tolerance(1e-6, 5e-3, "the key is rounded to F16 after norm and RoPE in f32: one on the edge may go the other way (2^-11)")
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """As of the plain chain, which makes its own angles."""
+        inputs = tuple(dataclasses.replace(t, type="F16") if t.kind == "state" else t for t in node.inputs)
+        plain = dataclasses.replace(node, inputs=inputs, params={**node.params, "has_ff": False})
+        return total(cost_rule(n).arithmetic(n, n_kv) for n in self.unfused(plain))
+
+    def unfused(self, node: Node) -> list[Node]:
+        """None with frequency factors: they are in the angles already, and the plain op has no such input. Nor with quantized caches, into
+        which no plain op stores a part of a tensor."""
+        params = node.params
+        qkv, pos, cache_k, cache_v, *extra = node.inputs
+        extra = extra[1:] if params["n_dims"] else extra
+        if params.get("has_ff") or {cache_k.type, cache_v.type} != {"F16"}:
+            return []
+        norms = 2 * bool(params.get("has_norm"))
+        q = Tensor(f"{node.name}.q", "F32", (1, params["n_head"], params["head_dim"]))
+        stored = Node("QKV_ROPE_SET_ROWS", (qkv, pos, cache_k, cache_v, *extra[:norms]), (q, cache_k, cache_v), {**params, "packed": True})
+        return [stored, Node("FLASH_ATTN_EXT", (q, cache_k, cache_v, pos, *extra[norms:]), node.outputs[:1], params)]

@@ -1,0 +1,1 @@
+"""Ops that move values: copies, rows, strided boxes, encoding into quantized rows."""

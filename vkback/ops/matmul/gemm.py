@@ -1,0 +1,321 @@
+"""Products of a stored weight and many tokens: the kernels of shaders/gemm as pure lowering helpers.
+
+`lower` makes the dispatches of a `Gemm`, cut as a `GemmShape` says (vkback/ops/matmul/gemm_problem.py). Nothing here chooses a shape from
+tables or takes part in fusion.
+
+Four ways:
+
+    coop_mat  cooperative matrices of f16 with f32 sums; x comes packed (vkback/ops/matmul/pack.py)
+    coop_reg  the same for few tokens (vkback/ops/matmul/gemm_reg.py)
+    int_dot   packed integer dot products; x is Q8_1
+    f32       plain f32; x is F32
+
+A product of experts (MUL_MAT_ID) is a grouped one, with a route (vkback/ops/matmul/route.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+
+from vkback import quants
+from vkback.device import Capabilities
+from vkback.graph import Tensor
+from vkback.ops.codebooks import CODEBOOK_TYPES, IN_PAIRS, decoder
+from vkback.ops.cooperative_matrix import fragments_possible, matrix_spec
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.f16_range import overflow_word
+from vkback.ops.lowering import PlanError
+from vkback.ops.matmul.gemm_problem import GLU_KINDS, Gemm, GemmShape, decoder_spec
+from vkback.ops.matmul.pack import order_word, packed_stride
+from vkback.ops.matmul.route import max_tiles
+from vkback.ops.storage import Shard, nbytes, shards, weight_push
+from vkback.ops.workgroup import Defines, lanes_for, reduction, required_subgroup
+from vkback.quants import UNIT
+from vkback.shader import Spec, Variant, interface
+
+
+def lower(job: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
+    """The dispatches of a product, one a shard of its weight, with split-K two. Raises PlanError for what the kernel cannot do."""
+    check(job, shape, caps)
+    if shape.way != "coop_mat":
+        return [_by_rows(job, shape, caps, i, shard) for i, shard in enumerate(shards(job.w, caps))]
+    found: list[Dispatch] = []
+    for i, shard in enumerate(shards(job.w, caps)):
+        found += _by_matrices(job, shape, caps, i, shard)
+    return found
+
+
+def check(job: Gemm, shape: GemmShape, caps: Capabilities) -> None:
+    """Raises PlanError, with what to do instead, where kernel, product and device do not fit together."""
+    if shape.way != "coop_mat" and (job.transposed or job.x_factors is not None):
+        raise PlanError(f"[gemm] {job.name}: only coop_mat reads weights the other way round, or has factors of columns")
+    wanted = {"int_dot": "Q8_1", "f32": "F32", "coop_mat": "F16", "coop_reg": "F16"}[shape.way]
+    if job.x.type != wanted:
+        raise PlanError(f"[gemm] {job.name}: {shape.way} takes x as {wanted}, got {job.x}; convert it first")
+    if shape.way == "coop_mat":
+        return _check_matrices(job, shape, caps)
+    if job.x.shape[-1] != job.k:
+        raise PlanError(f"[gemm] {job.name}: {job.w} takes rows of {job.k} values, got {job.x}")
+    if shape.way == "int_dot" and (job.w.type in ("F32", "F16", "BF16") or not caps.int_dot):
+        raise PlanError(f"[gemm] {job.name}: no integer dot products of {job.w.type} on {caps.name}; take f32")
+    threads = shape.subgroups * lanes_for(caps)[0]
+    if shape.tile_m % threads:
+        raise PlanError(f"[gemm] {job.name}: {shape.tile_m} rows of a tile are no multiple of its {threads} threads")
+    if job.y.type == "Q8_1" and shape.tile_m // threads != (8 if job.glu else 4):
+        raise PlanError(f"[gemm] {job.name}: a Q8_1 output takes 4 rows a thread, 8 with GLU, got {shape.tile_m // threads}")
+    if job.y.type == "F16" or shape.split_k > 1:
+        raise PlanError(f"[gemm] {job.name}: F16 outputs and split-K are for coop_mat, not {shape.way}")
+
+
+def _check_matrices(job: Gemm, shape: GemmShape, caps: Capabilities) -> None:
+    rows, columns, depth = shape.matrix
+    cut = f"tiles of {shape.tile_m} x {shape.tile_n}, parts of {shape.warp_m} x {shape.warp_n}, matrices {rows}x{columns}x{depth}"
+    glu = int(job.glu != "")
+    wrong = [
+        text
+        for text, there in (
+            (f"x {job.x} does not hold rows of {job.k} values", job.x.shape[-1] != ceil_div(job.k, UNIT) * UNIT),
+            ("parts are no multiples of matrices", shape.warp_m % rows or shape.warp_n % columns),
+            ("tiles are no multiples of parts", shape.tile_m % shape.warp_m or shape.tile_n % shape.warp_n),
+            (
+                f"{shape.subgroups} subgroups do not make a tile",
+                shape.subgroups * shape.warp_m * shape.warp_n != shape.tile_m * shape.tile_n,
+            ),
+            (f"steps of {shape.step_k} along K", shape.step_k % UNIT or shape.step_k % depth),
+            ("no fragments with such matrices", shape.fragments and not fragments_possible(shape.matrix, caps)),
+            ("split-K makes F32 of a dense product", shape.split_k > 1 and (job.y.type != "F32" or job.route is not None)),
+            ("a tile of an F16 output has whole units", job.y.type == "F16" and (shape.tile_m >> glu) % UNIT),
+            ("a part of an F16 output has whole matrices", job.y.type == "F16" and (shape.warp_m >> glu) % depth),
+            ("Q8_1 outputs are for int_dot", job.y.type == "Q8_1"),
+            ("factors of columns stand where a bias would", job.x_factors is not None and (job.bias is not None or job.route is not None)),
+            (
+                "transposed, a tile has whole units of a dense weight in one shard, and makes F32",
+                job.transposed and not _can_transpose(job, shape, caps),
+            ),
+        )
+        if there
+    ]
+    if wrong:
+        raise PlanError(f"[gemm] {job.name}: coop_mat with {cut}: {'; '.join(wrong)}")
+
+
+def _can_transpose(job: Gemm, shape: GemmShape, caps: Capabilities) -> bool:
+    """Whether coop_mat can multiply by a weight the other way round."""
+    plain = job.y.type == "F32" and job.route is None and not job.glu and job.y_row0 == 0 and len(job.w.shape) == 2
+    return plain and shape.tile_m % UNIT == 0 and len(shards(job.w, caps)) == 1
+
+
+def _coop_spec(job: Gemm, shape: GemmShape, y_type: int, caps: Capabilities) -> Spec:
+    """Specialization constants of shaders/gemm/coop_mat.comp."""
+    return (
+        matrix_spec(shape.subgroups, shape.matrix, caps)
+        | decoder_spec(shape)
+        | {
+            "TILE_M": shape.tile_m,
+            "TILE_N": shape.tile_n,
+            "SUBGROUP_M": shape.warp_m,
+            "SUBGROUP_N": shape.warp_n,
+            "STEP_K": shape.step_k,
+            "FRAGMENTS": int(shape.fragments),
+            "GROUPED": int(job.route is not None),
+            "HAS_BIAS": int(job.bias is not None),
+            "HAS_RESIDUAL": int(job.residual is not None),
+            "GLU": GLU_KINDS[job.glu],
+            "GLU_ALPHA": float(job.alpha),
+            "GLU_LIMIT": float(job.limit),
+            "Y_TYPE": y_type,
+            "TRANSPOSED": int(job.transposed),
+            "COLUMN_FACTORS": int(job.x_factors is not None),
+        }
+    )
+
+
+def _by_matrices(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> list[Dispatch]:
+    """A dispatch of shaders/gemm/coop_mat.comp, and with split-K one that adds up the parts."""
+    rows = job.m if job.route is not None or job.transposed else shard.rows
+    split = min(shape.split_k, ceil_div(job.k, UNIT))
+    shape = dataclasses.replace(shape, split_k=split)
+    glu = job.glu != ""
+    target, y_stride, y_type = job.y, job.y.shape[-1], 0
+    if job.y.type == "F16":
+        y_stride, y_type = packed_stride(job.y.shape[-1], shape, caps), 2 if shape.fragments else 1
+    making, row0 = job, job.y_row0
+    if split > 1:
+        target, y_stride, y_type = Tensor(f"{job.name}.parts{job.y_row0 + shard.row0}", "F32", (split, job.n, rows)), rows, 3
+        making, row0 = dataclasses.replace(job, bias=None, residual=None, glu="", y_row0=0), 0
+    spec = _coop_spec(making, shape, y_type, caps)
+    pieces = shards(job.w, caps)
+    whole = len(pieces) == 1 and (job.y.type == "F16" or job.y.shape[-1] == job.m >> glu)
+    part = "" if whole or split > 1 else f"rows {row0} {shard.row0}"
+    alone = dataclasses.replace(shard, row0=0) if split > 1 else shard  # parts have this shard's rows alone
+    push = push_words(making, shape, alone, packed_stride(job.k, shape, caps), y_stride)
+    weight = Arg(job.w, "r", index)
+    optional = {"Bias": making.bias, "ColumnFactors": making.x_factors, "Residual": making.residual, "Route": making.route}
+    buffers = {
+        "WeightWords": weight,
+        "X": Arg(making.x),
+        "Y": Arg(target, "w", part=part),
+        **{name: Arg(t) for name, t in optional.items() if t is not None},
+        "Overflow": Arg(overflow_word(target), "rw", part=part) if target.type == "F16" else None,
+    }
+    shader = "gemm/coop_mat.comp"
+    product = Dispatch(
+        Variant.of(shader, decoder(job.w.type, caps, job.pairs), spec=spec, subgroup_size=required_subgroup(caps)),
+        interface(shader).bound(buffers, weight),
+        push,
+        grid(job, shape, shard),
+        "MUL_MAT" if job.route is None else "MUL_MAT_ID",
+        job.name,
+        f"coop_mat{', transposed weights' if job.transposed else ''}: tiles of {shape.tile_m} x {shape.tile_n} x {shape.step_k}, "
+        f"{shape.subgroups} subgroups, {split} parts" + (f", stored as f16 {order_word(shape)}" if job.y.type == "F16" else ""),
+        nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
+        weight_bytes=weight_bytes(job, shard),
+        flops=job.flops * shard.rows // prod(job.w.shape[:-1]),
+    )
+    if split == 1:
+        return [product]
+    wg = min(256, caps.max_workgroup_invocations)
+    aligned = not any(size % 4 for size in (rows, job.y.shape[-1], job.y_row0 + (shard.row0 >> glu)))
+    quads = aligned and job.bias is None and not glu
+    threads = rows // 4 if quads else rows >> glu
+    defines: Defines = {**epilogue_defines(job), "WG": wg, "PARTS": split, "QUADS": int(quads)}
+    unused = Arg(target)
+    return [
+        product,
+        Dispatch(
+            Variant("gemm/split_sum.comp", tuple(sorted(defines.items()))),
+            (
+                unused,
+                Arg(job.y, "w", part="" if whole else f"rows {job.y_row0} {shard.row0}"),
+                *(Arg(t) if t is not None else unused for t in (job.bias, job.residual)),
+            ),
+            pack_push(rows, job.n, job.y.shape[-1], job.y_row0 + (shard.row0 >> glu), shard.row0),
+            (ceil_div(threads, wg), job.n, 1),
+            "MUL_MAT",
+            f"{job.name} parts",
+            f"{split} parts",
+            nbytes=nbytes(target) + nbytes(job.y),
+            flops=split * rows * job.n,
+        ),
+    ]
+
+
+def epilogue_defines(job: Gemm) -> Defines:
+    """What becomes of the sums."""
+    return {
+        "HAS_BIAS": int(job.bias is not None),
+        "HAS_RESIDUAL": int(job.residual is not None),
+        "GLU": GLU_KINDS[job.glu],
+        "GLU_ALPHA": repr(float(job.alpha)),
+        "GLU_LIMIT": repr(float(job.limit)),
+    }
+
+
+def column_tiles(job: Gemm, tile_n: int) -> int:
+    """Column tiles of the grid."""
+    return ceil_div(job.n, tile_n) if job.route is None else max_tiles(job.n, job.w.shape[0], tile_n)
+
+
+def push_words(job: Gemm, shape: GemmShape, shard: Shard, x_stride: int, y_stride: int) -> bytes:
+    """The push constants of shaders/gemm/iface.glsl."""
+    units = ceil_div(job.k, UNIT)
+    grouped = job.route is not None
+    return pack_push(
+        *weight_push(job.w.type, shard.layout, job.w.shape[-1]),
+        job.m if grouped or job.transposed else shard.rows,
+        job.k,
+        job.n,
+        column_tiles(job, shape.tile_n),
+        ceil_div(units, shape.split_k),
+        x_stride,
+        y_stride,
+        job.y_row0 + (0 if grouped else shard.row0 >> (job.glu != "")),
+        0 if grouped else shard.row0,
+        job.x_shared,
+        1.0 / job.x_scale,
+        float(job.out_scale),
+    )
+
+
+def grid(job: Gemm, shape: GemmShape, shard: Shard) -> tuple[int, int, int]:
+    """Workgroups: row tiles times column tiles, spread over x and y, and the parts of a split-K product along z."""
+    rows = job.m if job.route is not None or job.transposed else shard.rows
+    tiles = ceil_div(rows, shape.tile_m) * column_tiles(job, shape.tile_n)
+    y = ceil_div(tiles, MAX_GROUPS_X)
+    return ceil_div(tiles, y), y, shape.split_k
+
+
+def bindings(job: Gemm, index: int, y: Tensor, part: str) -> tuple[Arg, ...]:
+    """Buffers in the order of shaders/gemm/iface.glsl; the weight stands in for those that are not needed."""
+    none = Arg(job.w, "r", index)
+    others = (Arg(t) if t is not None else none for t in (job.bias or job.x_factors, job.residual, job.route))
+    return (none, Arg(job.x), Arg(y, "w", part=part), *others)
+
+
+def weight_bytes(job: Gemm, shard: Shard) -> int:
+    """Bytes of weights that a product must read, each once; of a stack of experts those that can be chosen."""
+    whole = shard.layout.nbytes
+    return whole if job.route is None else whole * min(job.n, job.w.shape[0]) // job.w.shape[0]
+
+
+def _by_rows(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
+    """A dispatch of shaders/gemm/f32.comp or int_dot.comp."""
+    lanes, required, use_shuffles = lanes_for(caps)
+    wg = shape.subgroups * lanes
+    q8_out = job.y.type == "Q8_1"
+    defines: Defines = {
+        **decoder(job.w.type, caps, job.pairs),
+        **epilogue_defines(job),
+        "WG": wg,
+        "ROWS": shape.tile_m // wg,
+        "COLS": shape.tile_n,
+        "USE_SHUFFLES": use_shuffles,
+        "GROUPED": int(job.route is not None),
+    }
+    if shape.way == "f32":
+        defines["K_TAIL"] = int(job.k % UNIT != 0)
+        x_stride = job.k
+    else:
+        defines["Y_TYPE"] = int(q8_out)
+        x_stride = quants.q8_1_stride(job.k) // 16
+    if q8_out:
+        sums, pinned = reduction(caps, wg, lanes=8)
+        required = required or pinned
+        defines |= {name: sums[name] for name in ("REDUCE_SUBGROUP", "SUBGROUP_SIZE")}
+    y_stride = ceil_div(job.y.shape[-1], UNIT) if q8_out else job.y.shape[-1]
+    whole = job.y.shape[-1] == job.m >> (job.glu != "") and len(shards(job.w, caps)) == 1
+    return Dispatch(
+        Variant(f"gemm/{shape.way}.comp", tuple(sorted(defines.items())), required),
+        bindings(job, index, job.y, "" if whole else f"rows {job.y_row0} {shard.row0}"),
+        push_words(job, shape, shard, x_stride, y_stride),
+        grid(job, dataclasses.replace(shape, split_k=1), shard),
+        "MUL_MAT" if job.route is None else "MUL_MAT_ID",
+        job.name,
+        f"{shape.way}: tiles of {shape.tile_m} x {shape.tile_n}, {wg} threads",
+        nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
+        weight_bytes=weight_bytes(job, shard),
+        flops=job.flops * shard.rows // prod(job.w.shape[:-1]),
+    )
+
+
+def prebuilt_variants() -> list[Variant]:
+    """All modules that need a compiler with cooperative matrices, as they come with vkback (shaders/prebuilt): one for each layout of a
+    weight type, the rest by specialization."""
+    found = [Variant("gemm/pack_f16.comp", (("FRAGMENTS", 1),))]
+    found += [Variant(source) for source in ("gemm/fragment_map.comp", "gemm/element_map.comp", "probe/matrix_rate.comp")]
+    for name, kind in quants.QUANTS.items():
+        if kind.planes and name != "Q8_1":
+            layouts: list[Defines] = [{}, IN_PAIRS] if name in quants.PAIRED else [{}]
+            found += [
+                Variant(f"gemm/{way}.comp", tuple(sorted((gpu_decoder(name) | layout).items())))
+                for layout in layouts
+                for way in ("coop_mat", "coop_reg", "coop_reg_heads")
+            ]
+    return found
+
+
+def gpu_decoder(quant: str) -> Defines:
+    """The defines of a decoder for devices other than CPUs."""
+    defines: Defines = {"QUANT_FILE": f'"quant/{quant.lower()}.glsl"'}
+    return defines | ({"CODEBOOK_LITERALS": 0} if quant in CODEBOOK_TYPES or quant == "IQ1_M" else {})

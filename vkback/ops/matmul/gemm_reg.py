@@ -1,0 +1,237 @@
+"""Products of a stored weight and few tokens by cooperative matrices, weights decoded in registers: shaders/gemm/coop_reg*.comp as pure
+lowering helpers, beside those of vkback/ops/matmul/gemm.py.
+
+For 2 to 16 tokens a product waits for weights from memory, as a GEMV does. The kernel reads them as GEMVs do, each lane whole units,
+and its time hardly depends on the number of tokens. It counts on which lanes share a row of a matrix (`cooperative_matrix.row_lanes`).
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from vkback import quants
+from vkback.device import Capabilities
+from vkback.graph import Tensor
+from vkback.ops.codebooks import decoder
+from vkback.ops.cooperative_matrix import matrix_shapes, matrix_spec
+from vkback.ops.dispatch import Access, Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.f16_range import overflow_word
+from vkback.ops.lowering import PlanError
+from vkback.ops.matmul.gemm import grid, push_words, weight_bytes
+from vkback.ops.matmul.gemm_problem import GLU_KINDS, Gemm, GemmShape, Heads, decoder_spec
+from vkback.ops.storage import Shard, nbytes, shards
+from vkback.ops.workgroup import required_subgroup
+from vkback.quants import UNIT
+from vkback.shader import Spec, Variant, interface
+
+SHADER = "gemm/coop_reg.comp"
+HEADS_SHADER = "gemm/coop_reg_heads.comp"
+"""Of products whose rows are heads of Q, K and V."""
+
+
+def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, caps: Capabilities) -> GemmShape | None:
+    """A shape with the largest matrices that tile_n columns are whole ones of; None where the device has none, or not so many threads or so
+    much shared memory.
+
+    lanes  neighbouring lanes that share a row of a matrix, 0 where that is not known
+    """
+    matrix = next((s for s in matrix_shapes(caps) if tile_n % s[1] == 0 and warp_m % s[0] == 0), None)
+    if matrix is None or not lanes or tile_m % warp_m or caps.subgroup_size % lanes or matrix[2] % lanes:
+        return None
+    subgroups = tile_m // warp_m * slice_k
+    shape = GemmShape("coop_reg", tile_m, tile_n, UNIT, subgroups, 1, warp_m, tile_n, matrix, slice_k=slice_k, row_lanes=lanes)
+    fits = caps.max_storage_bindings >= interface(SHADER).buffers
+    fits = fits and subgroups * caps.subgroup_size <= caps.max_workgroup_invocations
+    fits = fits and shared_bytes(shape, caps.subgroup_size) <= caps.max_shared_memory
+    return shape if fits else None
+
+
+def shared_bytes(shape: GemmShape, lanes: int) -> int:
+    """Shared memory of shaders/gemm/coop_reg.comp with subgroups of so many lanes, codebooks left out."""
+    first_items = min(shape.tile_n * shape.tile_m // 4, shape.subgroups * lanes)
+    return 16 * shape.subgroups * shape.tile_n * (shape.warp_m // 4 + 1) + 32 * first_items + 4 * shape.tile_n + 4
+
+
+def lane_units(quant: str, row_lanes: int) -> int:
+    """Units of a row that a lane takes a step: so many that the lanes of a row have eight, which share their scales, but of types of more
+    than 40 bytes a unit one, for those take more registers than a lane can spare."""
+    bytes_of_unit = quants.quant(quant).row_bytes(256) / 8
+    return max(1, min(2, 8 // row_lanes)) if bytes_of_unit <= 40 else 1
+
+
+def blocks_of(k: int, shape: GemmShape) -> int:
+    """Blocks along K, of a unit for each lane of a row."""
+    return ceil_div(ceil_div(k, UNIT), shape.row_lanes)
+
+
+def packed_units(name: str, n: int, k: int, shape: GemmShape) -> Tensor:
+    """Activations as the kernel takes them (shaders/gemm/units.glsl): F16, columns to whole tiles, K to whole blocks."""
+    return Tensor(name, "F16", (ceil_div(n, shape.tile_n) * shape.tile_n, blocks_of(k, shape) * shape.row_lanes * UNIT))
+
+
+def units_stride(k: int, shape: GemmShape, caps: Capabilities) -> int:
+    """16-byte words of a column of matrices of such a tensor."""
+    own_columns = shape.matrix[1] * shape.row_lanes // caps.subgroup_size
+    return blocks_of(k, shape) * 4 * own_columns * caps.subgroup_size
+
+
+def pack_units(
+    x: Tensor,
+    y: Tensor,
+    n: int,
+    shape: GemmShape,
+    caps: Capabilities,
+    *,
+    norm: Tensor | None = None,
+    eps: float | None = None,
+    scale: float = 1.0,
+) -> Dispatch:
+    """The dispatch that makes `y` (see `packed_units`) of x F32 [n, k].
+
+    eps  given: every row is RMS-normed first, and multiplied by `norm` F32 [k] if there is one
+    scale  of all values, so that f16 holds them (vkback/ops/f16_range.py)
+    """
+    k = x.shape[-1]
+    blocks = blocks_of(k, shape)
+    quads = blocks * shape.row_lanes * UNIT // 4
+    most = min(512 if eps is not None else 128, caps.max_workgroup_invocations)
+    threads = max(caps.subgroup_size, min(most, quads) // caps.subgroup_size * caps.subgroup_size)
+    norms = 0 if eps is None else 1 if norm is None else 2
+    spec = matrix_spec(threads // caps.subgroup_size, shape.matrix, caps) | {"ROW_LANES": shape.row_lanes, "NORM": norms}
+    parts = 1 if eps is not None else ceil_div(quads, 2 * threads)
+    shader = "gemm/pack_units.comp"
+    buffers = {"X": Arg(x), "Y": Arg(y, "w"), "NormWeight": Arg(norm) if norm else None, "Overflow": Arg(overflow_word(y), "rw")}
+    return Dispatch(
+        Variant.of(shader, spec=spec, subgroup_size=required_subgroup(caps)),
+        interface(shader).bound(buffers, Arg(norm or x)),
+        pack_push(k, units_stride(k, shape, caps), blocks, float(eps or 0.0), float(scale)),
+        (n, parts, 1),
+        "PACK_F16",
+        y.name,
+        "units",
+        nbytes=nbytes(x) + nbytes(y),
+        flops=4 * x.elements,
+        waits=SpinWaits(shares=(x.name,), arrives=n * parts, specialized=True) if k % 4 == 0 else None,
+    )
+
+
+def stores_units(w: Tensor, glu: bool, shape: GemmShape, caps: Capabilities) -> bool:
+    """Whether the product with a weight can leave its output in unit order: whole blocks, made of one shard."""
+    return shape.way == "coop_reg" and (w.shape[0] >> glu) % (UNIT * shape.row_lanes) == 0 and len(shards(w, caps)) == 1
+
+
+def stores_next_norm(w: Tensor, shape: GemmShape, caps: Capabilities) -> bool:
+    """Whether the product with a weight can leave its F32 output in unit order, too: as `stores_units`, and its rows are whole tiles, four
+    and four, of a power of two of rows, which lanes of one subgroup store."""
+    quads = shape.tile_m // 4
+    of_subgroups = quads & (quads - 1) == 0 and quads <= caps.subgroup_size
+    return stores_units(w, False, shape, caps) and w.shape[0] % (4 * shape.tile_m) == 0 and of_subgroups
+
+
+def stores_heads(w: Tensor, row0: int, head_dim: int, pairs: int, shape: GemmShape, caps: Capabilities) -> bool:
+    """Whether the product with a weight, which makes heads from row `row0` of all of them on, can turn `pairs` pairs of them and store them
+    itself: four rows of a thread lie in one head, and all or none of their pairs are rotated."""
+    fours = not (w.shape[0] | row0 | head_dim) % 4 and not pairs % 2
+    return shape.way == "coop_reg" and fours and len(shards(w, caps)) == 1
+
+
+def lower(job: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
+    """The dispatches of a product, one a shard of its weight. Raises PlanError for what the kernel cannot do."""
+    stored = job.y.type == "F32" or (job.y.type == "F16" and stores_units(job.w, job.glu != "", shape, caps))
+    if job.route is not None or not stored or job.x.type != "F16" or shape.way != "coop_reg":
+        said = "coop_reg makes F32 of a dense product and packed F16, or F16 of whole blocks"
+        raise PlanError(f"[gemm] {job.name}: {said}; got {job.x} and {job.y}")
+    if job.x.shape[-1] != blocks_of(job.k, shape) * shape.row_lanes * UNIT:
+        raise PlanError(f"[gemm] {job.name}: {job.x} does not hold rows of {job.k} values in whole blocks")
+    return [_product(job, shape, caps, i, shard) for i, shard in enumerate(shards(job.w, caps))]
+
+
+def _product(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
+    step_units = lane_units(job.w.type, shape.row_lanes)
+    spec = (
+        matrix_spec(shape.subgroups, shape.matrix, caps)
+        | decoder_spec(shape)
+        | {
+            "SUBGROUP_M": shape.warp_m,
+            "TILE_N": shape.tile_n,
+            "ROW_SUBGROUPS": shape.tile_m // shape.warp_m,
+            "ROW_LANES": shape.row_lanes,
+            "HAS_BIAS": int(job.bias is not None),
+            "LANE_UNITS": step_units,
+            "K_ALIGNED": int(step_units * shape.row_lanes == 8 and job.k % (8 * UNIT) == 0),
+        }
+    )
+    if job.squares is not None:
+        spec |= {"X_SQUARES": job.squares.shape[-1], "EPS": float(job.eps)}
+    weight = Arg(job.w, "r", index)
+    buffers = {"WeightWords": weight, "X": Arg(job.x), "Bias": _arg(job.bias), "XSquares": _arg(job.squares)}
+    if job.heads is not None:
+        shader, stored, y_stride = HEADS_SHADER, "rotated and stored", job.y.shape[-1]
+        spec |= _heads_spec(job.heads)
+        buffers |= _heads_buffers(job.heads, job.y_row0, job.m)
+    else:
+        shader, stored = SHADER, "stored as f16 units" if job.y.type == "F16" else ""
+        y_stride = units_stride(job.m >> (job.glu != ""), shape, caps) if job.y.type == "F16" else job.y.shape[-1]
+        spec |= _epilogue_spec(job, shape, caps)
+        buffers |= _epilogue_buffers(job, shard, caps)
+    groups = grid(job, shape, shard)
+    return Dispatch(
+        Variant.of(shader, decoder(job.w.type, caps, job.pairs), spec=spec, subgroup_size=required_subgroup(caps)),
+        interface(shader).bound(buffers, weight),
+        push_words(job, shape, shard, units_stride(job.k, shape, caps), y_stride),
+        groups,
+        "MUL_MAT",
+        job.name,
+        f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.subgroups} subgroups share a row"
+        + (f", {stored}" if stored else ""),
+        nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
+        weight_bytes=weight_bytes(job, shard),
+        flops=2 * shard.rows * job.k * job.n,
+        waits=SpinWaits(counted=tuple(t.name for t in (job.x, job.squares) if t), arrives=prod(groups), specialized=True),
+    )
+
+
+def _arg(tensor: Tensor | None, access: Access = "r") -> Arg | None:
+    return Arg(tensor, access) if tensor is not None else None
+
+
+def _epilogue_spec(job: Gemm, shape: GemmShape, caps: Capabilities) -> Spec:
+    """Constants of shaders/gemm/coop_reg.comp alone."""
+    outputs = job.m >> (job.glu != "")
+    spec: Spec = {"HAS_RESIDUAL": int(job.residual is not None), "GLU": GLU_KINDS[job.glu], "Y_UNITS": int(job.y.type == "F16")}
+    if job.glu:
+        spec |= {"GLU_ALPHA": float(job.alpha), "GLU_LIMIT": float(job.limit)}
+    if job.units is not None:
+        spec |= {"NEXT_NORM": 1, "UNITS_STRIDE": units_stride(outputs, shape, caps), "Y_SQUARES": ceil_div(outputs, shape.tile_m)}
+    return spec
+
+
+def _epilogue_buffers(job: Gemm, shard: Shard, caps: Capabilities) -> dict[str, Arg | None]:
+    """Buffers of shaders/gemm/coop_reg.comp alone."""
+    whole = job.y.shape[-1] == job.m >> (job.glu != "") and len(shards(job.w, caps)) == 1
+    packed = job.y if job.y.type == "F16" else job.units
+    return {
+        "Y": Arg(job.y, "w", part="" if whole else f"rows {job.y_row0} {shard.row0}"),
+        "Residual": _arg(job.residual),
+        "Overflow": Arg(overflow_word(packed), "rw") if packed is not None else None,
+        "Units": _arg(job.units, "w"),
+        "NextNormWeight": _arg(job.units_norm),
+        "YSquares": _arg(job.y_squares, "w"),
+    }
+
+
+def _heads_spec(heads: Heads) -> Spec:
+    """Constants of shaders/gemm/coop_reg_heads.comp alone."""
+    q_rows, kv_rows, _ = heads.rows
+    cache_rows = heads.caches[0].shape[1]
+    return {"Q_ROWS": q_rows, "KV_ROWS": kv_rows, "HEAD_DIM": heads.head_dim, "CACHE_ROWS": cache_rows, "ROPE_PAIRS": heads.pairs}
+
+
+def _heads_buffers(heads: Heads, row0: int, m: int) -> dict[str, Arg | None]:
+    """Buffers of shaders/gemm/coop_reg_heads.comp alone. Of Q and the caches those of which the product makes rows: m, from row0 on."""
+    stored: dict[str, Arg | None] = {"Positions": Arg(heads.pos), "Angles": _arg(heads.angles)}
+    first = 0
+    for name, tensor, rows in zip(("Q", "CacheK", "CacheV"), (heads.q, *heads.caches), heads.rows, strict=True):
+        stored[name] = Arg(tensor, "w") if first < row0 + m and row0 < first + rows else None
+        first += rows
+    return stored

@@ -1,0 +1,341 @@
+"""One case of MUL_MAT, MUL_MAT_ID or LINEAR from its parameters; vkback/ops/matmul/case_sets.py has the sets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from vkback import quants
+from vkback.graph import Node, Tensor
+from vkback.ops.case import Array, Case, Problem, Shape
+from vkback.ops.case_line import CaseLineError, call_with
+from vkback.ops.ggml_words import one_of_types, type_word
+from vkback.ops.glu import SWIGLU_OAI
+from vkback.ops.matmul.linear_node import FUSED_ROLES, QUANTS, weight
+
+Change = Callable[[Problem], Problem]
+
+DEFAULT_EXPERTS = (6, 3)
+"""Experts, and how many a token uses, where the line of a LINEAR does not say."""
+
+ROUTES = ("shuffled", "one", "last", "repeat")
+"""Which experts the tokens of a case choose: any; all tokens the same; only the last ones, so that others are never chosen; one expert in
+every slot of a token."""
+
+MATRICES: dict[str, Any] = {"kernel": "coop_mat", "tile_m": 64, "tile_n": 16, "step_k": 32, "warp_m": 16, "warp_n": 16, "split_k": 1}
+"""Tuning parameters that choose cooperative matrices, of any shape, where the device has them; else integer dot products or floats."""
+
+REGISTERS: dict[str, Any] = {"kernel": "coop_reg", "tile_m": 16, "tile_n": 8, "warp_m": 8, "slice_k": 2}
+"""The same with weights decoded in registers, where the order of rows is known."""
+
+LIES = {"bs": (1, 1), "nr": (1, 1), "per": (0, 1, 2, 3), "k_v": 0, "o": 1, "src_overlap": 0, "m_v": 0, "pad": 0}
+"""Parameters of MUL_MAT and MUL_MAT_ID that say how operands lie in memory, with the values that GEMVs of models have."""
+
+
+def lie_elsewhere(params: Mapping[str, Any]) -> list[str]:
+    """Which parameters make operands lie otherwise than a weight and its tokens do."""
+    return [key for key, value in params.items() if value != {**LIES, "plain": 0}.get(key, value)]
+
+
+# -- parameters that all of them have
+
+
+def _amended(case: Case, changes: list[Change], **shown: Any) -> Case:
+    """A case whose problem goes through `changes`; `shown` joins its parameters."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        problem = case.make(rng)
+        for change in changes:
+            problem = change(problem)
+        return problem
+
+    params = {k: v for k, v in {**case.params, **shown}.items() if k != "seed"} | {"seed": case.seed}
+    return dataclasses.replace(case, params=params, make=make)
+
+
+def _quantized_x(problem: Problem) -> Problem:
+    """x as Q8_1 bytes: the reference then sees what the kernel sees."""
+    node = problem.node
+    w, x, *rest = node.inputs
+    data = quants.q8_1_quantize(problem.values[x.name].reshape(-1, x.shape[-1]))
+    x8 = dataclasses.replace(x, type="Q8_1")
+    return Problem(Node(node.op, (w, x8, *rest), node.outputs, node.params), {**problem.values, x.name: data})
+
+
+def with_x(case: Case, type_b: str, act: str, changes: list[Change], **shown: Any) -> Case:
+    """The case with x of a type and on a path, where they are not the usual ones; `changes` and `shown` as in `_amended`."""
+    for name, value, known in (("type_b", type_b, ("f32", "f16", "q8_1")), ("act", act, ("auto", "f32", "f16", "q8_1"))):
+        if value not in known:
+            raise CaseLineError(f"{name}={value}: expected one of {', '.join(known)}")
+    if type_b == "q8_1":
+        changes = [_quantized_x, *changes]
+        shown["type_b"] = type_b
+    if act != "auto":
+        shown["act"] = act
+    return _amended(case, changes, **shown) if shown else case
+
+
+def _scaled(case: Case, amax: float) -> Case:
+    """x from -amax to amax instead of -1 to 1."""
+
+    def change(problem: Problem) -> Problem:
+        x = problem.node.inputs[1].name
+        return dataclasses.replace(problem, values={**problem.values, x: np.float32(amax) * problem.values[x]})
+
+    return case if amax == 1.0 else _amended(case, [change], amax=amax)
+
+
+def known_type(name: str) -> str:
+    """The name of a weight type, given in any case. Raises CaseLineError, PlanError for a type that weights do not have here."""
+    return one_of_types(name, QUANTS, "type_a")
+
+
+# -- one case
+
+
+def mul_mat_case(quant: str, m: int, n: int, k: int, *, type_b: str = "f32", act: str = "auto", amax: float = 1.0, seed: int = 7) -> Case:
+    """MUL_MAT. type_b: "f32", or "q8_1" for activations that come quantized; amax: the largest of them."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        w, x = weight("w", quant, (m, k)), Tensor("x", "F32", (n, k), "input")
+        node = Node("MUL_MAT", (w, x), (Tensor("y", "F32", (n, m)),))
+        return Problem(node, {"w": quants.random_blocks(quant, m, k, rng, std=0.5), "x": rng.uniform(-1, 1, (n, k)).astype(np.float32)})
+
+    params = {"type_a": type_word(quant), "type_b": "f32", "m": m, "n": n, "k": k, **LIES, "seed": seed}
+    return with_x(_scaled(Case("MUL_MAT", params, make, seed), amax), type_b, act, [])
+
+
+def mul_mat_id_case(
+    quant: str,
+    experts: int,
+    used: int,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    shared: bool,
+    type_b: str = "f32",
+    ids: str = "shuffled",
+    act: str = "auto",
+    amax: float = 1.0,
+    seed: int = 7,
+) -> Case:
+    """MUL_MAT_ID. shared: one x for all experts of a token; ids: one of ROUTES; type_b, amax as for MUL_MAT."""
+    if ids not in ROUTES:
+        raise CaseLineError(f"ids={ids}: expected one of {', '.join(ROUTES)}")
+
+    def make(rng: np.random.Generator) -> Problem:
+        w = weight("w", quant, (experts, m, k))
+        x = Tensor("x", "F32", (n, 1 if shared else used, k), "input")
+        chosen = Tensor("ids", "I32", (n, used), "input")
+        node = Node("MUL_MAT_ID", (w, x, chosen), (Tensor("y", "F32", (n, used, m)),))
+        return Problem(
+            node,
+            {
+                "w": quants.random_blocks(quant, experts * m, k, rng, std=0.5),
+                "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
+                "ids": np.stack([rng.permutation(experts)[:used] for _ in range(n)]).astype(np.int32),
+            },
+        )
+
+    def route(problem: Problem) -> Problem:
+        chosen = problem.values["ids"].copy()
+        if ids == "one":
+            chosen[:] = chosen[0]
+        elif ids == "last":
+            chosen[:] = np.arange(experts - used, experts)
+        elif ids == "repeat":
+            chosen[:] = chosen[:, :1]
+        return Problem(problem.node, {**problem.values, "ids": chosen})
+
+    params = {"type_a": type_word(quant), "type_b": "f32", "n_mats": experts, "n_used": used, "b": shared, "m": m, "n": n, "k": k}
+    params |= {"amax": 1.0, "m_v": 0, "seed": seed}
+    case = _scaled(Case("MUL_MAT_ID", params, make, seed), amax)
+    return with_x(case, type_b, act, [route], **({} if ids == "shuffled" else {"ids": ids}))
+
+
+def fused_case(
+    quant: str,
+    m: int,
+    k: int,
+    n: int,
+    roles: tuple[str, ...],
+    *,
+    glu: bool = False,
+    oai: bool = False,
+    gelu: bool = False,
+    out: str = "F32",
+    experts: int = 6,
+    used: int = 3,
+    gating: str = "softmax",
+    norm_w: bool = True,
+    ties: bool = False,
+    split: Shape = (),
+    type_b: str = "f32",
+    act: str = "auto",
+    seed: int = 7,
+) -> Case:
+    """LINEAR. type_b as of MUL_MAT. With ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU
+    is SWIGLU_OAI, gelu: GEGLU, without GLU gelu is applied; with post_norm the sum behind it is a further output; with logits: gating and
+    norm_w as TOPK_MOE's gating and norm, ties: the logits are whole numbers; split: rows of the nodes that share the output."""
+    if type_b == "q8_1" and "norm" in roles:
+        raise CaseLineError(f"type_b=q8_1 with fused={'+'.join(roles)}: a norm takes activations as they are; expected type_b=f32")
+    choosing = "logits" in roles
+    choice = {"gating": gating, "norm_w": norm_w, "ties": ties} if choosing else {}
+
+    def make(rng: np.random.Generator) -> Problem:
+        routed = choosing or "ids" in roles
+        shape = (experts, m, k) if routed else (m, k)
+        w = weight("w", quant, shape)
+        x = Tensor("x", "F32", (n, used if "expert_weights" in roles else 1, k) if routed else (n, k), "input")
+        rows = m >> glu
+        y_shape = (n, used, rows) if routed and "expert_weights" not in roles else (n, rows)
+        outs = [Tensor("y", out, y_shape)]
+        if choosing:
+            outs += [Tensor("weights", "F32", (n, used)), Tensor("ids", "I32", (n, used))]
+        if "post_norm" in roles:
+            outs.append(Tensor("sum", "F32", x.shape))
+        extra = {
+            "norm": Tensor("norm", "F32", (k,), "weight"),
+            "norm_bias": Tensor("norm_bias", "F32", (k,), "weight"),
+            "post_norm": Tensor("post_norm", "F32", (k,), "weight"),
+            "post_residual": Tensor("post_residual", "F32", x.shape, "input"),
+            "bias": Tensor("bias", "F32", (experts * m if routed else m,), "weight"),
+            "residual": Tensor("residual", "F32", y_shape, "input"),
+            "ids": Tensor("ids", "I32", (n, used), "input"),
+            "logits": Tensor("logits", "F32", (n, experts), "input"),
+            "expert_weights": Tensor("expert_weights", "F32", (n, used), "input"),
+        }
+        inputs = [extra[r] for r in FUSED_ROLES if r in roles]
+        params = {"roles": ("w", "x", *(r for r in FUSED_ROLES if r in roles)), "glu": glu, "eps": 1e-5, **(SWIGLU_OAI if oai else {})}
+        params |= {name: True for name, there in (("gelu", gelu), ("sum", "post_norm" in roles)) if there}
+        if choosing:
+            params |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
+        node = Node("LINEAR", (w, x, *inputs), tuple(outs), params)
+        values: dict[str, Array] = {
+            "w": quants.random_blocks(quant, prod(shape[:-1]), k, rng, std=0.5),
+            "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
+        }
+        for t in inputs:
+            values[t.name] = rng.uniform(-1, 1, t.shape).astype(np.float32)
+        if "ids" in roles:
+            values["ids"] = np.stack([rng.permutation(np.arange(1, experts))[:used] for _ in range(n)]).astype(np.int32)
+        if choosing:
+            logits = 3 * rng.standard_normal((n, experts), np.float32)
+            values["logits"] = np.round(logits) if ties else logits
+        return Problem(node, values)
+
+    params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
+    activation = ({"oai": True} if oai else {}) | ({"gelu": True} if gelu else {})
+    case = Case("LINEAR", params | activation | choice | {"seed": seed}, make, seed)
+    case = with_x(case, type_b, act, [], **({} if (experts, used) == DEFAULT_EXPERTS else {"n_mats": experts, "n_used": used}))
+    return split_case(case, split) if split else case
+
+
+def _rows_of(node: Node, row0: int, rows: int) -> Node:
+    """The part of a LINEAR node that makes some rows of its output."""
+    glu, total = int(bool(node.params.get("glu"))), node.outputs[0].shape[-1]
+
+    def cut(role: str, t: Tensor) -> Tensor:
+        return dataclasses.replace(t, name=f"{t.name}.{row0}", shape=(rows << glu, *t.shape[1:])) if role in ("w", "bias") else t
+
+    inputs = tuple(cut(role, t) for role, t in zip(node.params["roles"], node.inputs, strict=True))
+    return Node("LINEAR", inputs, node.outputs, {**node.params, "row0": row0, "rows_total": total})
+
+
+def split_case(case: Case, split: tuple[int, ...]) -> Case:
+    """A LINEAR case without ids of which nodes make so many output rows each, all into one tensor."""
+
+    def make(rng: np.random.Generator) -> Problem:
+        whole = case.make(rng)
+        node, glu = whole.node, int(bool(whole.node.params.get("glu")))
+        parts, values, row0 = [], dict(whole.values), 0
+        for rows in split:
+            part = _rows_of(node, row0, rows)
+            parts.append(part)
+            for t, old in zip(part.inputs, node.inputs, strict=True):
+                if t.name != old.name:
+                    values[t.name] = whole.values[old.name][row0 << glu : (row0 + rows) << glu]
+            row0 += rows
+        if row0 != node.outputs[0].shape[-1]:
+            raise CaseLineError(f"split={split}: expected parts of {node.outputs[0].shape[-1]} rows in all")
+        return Problem(node, values, tuple(parts))
+
+    params = {k: v for k, v in case.params.items() if k != "seed"} | {"split": split, "seed": case.seed}
+    return dataclasses.replace(case, params=params, make=make)
+
+
+SENTINEL_VALUE = np.array([0x80808080], np.uint32).view(np.float32)[0]
+"""-1.18e-38, which no kernel of a barrier-free stage may store (shaders/common/sentinel.glsl)."""
+
+
+def with_sentinels(case: Case) -> Case:
+    """A case with a residual, whose outputs would be SENTINEL: x is zero, every third residual that number."""
+
+    def change(problem: Problem) -> Problem:
+        by = dict(zip(problem.node.params["roles"], problem.node.inputs, strict=True))
+        residual = problem.values[by["residual"].name].copy()
+        residual[..., ::3] = SENTINEL_VALUE
+        values = {**problem.values, by["x"].name: np.zeros_like(problem.values[by["x"].name]), by["residual"].name: residual}
+        return dataclasses.replace(problem, values=values)
+
+    return _amended(case, [change], sentinels=True)
+
+
+def fused_from(params: Mapping[str, Any]) -> Case:
+    """The LINEAR of printed parameters; see `Op.case`."""
+
+    def build(
+        type_a: str,
+        m: int,
+        n: int,
+        k: int,
+        fused: str = "none",
+        glu: bool = False,
+        out: Literal["F32", "Q8_1"] = "F32",
+        oai: bool = False,
+        gelu: bool = False,
+        gating: str = "softmax",
+        norm_w: bool = True,
+        ties: bool = False,
+        split: Shape = (),
+        n_mats: int = DEFAULT_EXPERTS[0],
+        n_used: int = DEFAULT_EXPERTS[1],
+        type_b: Literal["f32", "q8_1"] = "f32",
+        act: str = "auto",
+        sentinels: bool = False,
+        seed: int = 7,
+    ) -> Case:
+        roles = () if fused == "none" else tuple(fused.split("+"))
+        unknown = [r for r in roles if r not in FUSED_ROLES]
+        if unknown:
+            raise CaseLineError(f"fused={fused}: no input is called {unknown[0]}; expected some of {'+'.join(FUSED_ROLES)}, or none")
+        if sentinels and "residual" not in roles:
+            raise CaseLineError(f"sentinels=1 with fused={fused}: expected a residual among the inputs, which holds them")
+        case = fused_case(
+            known_type(type_a),
+            m,
+            k,
+            n,
+            roles,
+            glu=glu,
+            oai=oai,
+            gelu=gelu,
+            out=out,
+            experts=n_mats,
+            used=n_used,
+            gating=gating,
+            norm_w=norm_w,
+            ties=ties,
+            split=split,
+            type_b=type_b,
+            act=act,
+            seed=seed,
+        )
+        return with_sentinels(case) if sentinels else case
+
+    return call_with(build, params, op="LINEAR", further=(), example=lambda: fused_case("Q4_K", 96, 512, 1, ("residual",)).line)

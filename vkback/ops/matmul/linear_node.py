@@ -1,0 +1,192 @@
+"""A LINEAR node taken apart, and whether it runs in integers or floats.
+
+`LINEAR` is a GEMV with what is fused around it. Its inputs carry roles:
+
+    w               weight [m, k], or [n_expert, m, k] with ids
+    x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]; or F16 as gemm_pack.packed has it, which only GEMMs take
+    norm            F32 [k]: x is RMS-normed and multiplied by it first (params: eps)
+    norm_bias       F32 [k], with norm: the norm is a layer norm, and this is added behind it
+    post_norm       F32 [k], with norm: before that, x is RMS-normed, multiplied by this, and post_residual is added
+    post_residual   F32, shape of x, with post_norm. With the param `sum` that sum, F32 of its shape, is a further output
+    bias            F32 [m]; with ids [n_expert * m], the experts' rows end to end
+    residual        F32, shape of the output: added to it
+    ids             I32 [n, n_used]: the experts of each token
+    logits          F32 [1, n_expert], in the place of ids: the experts are chosen by them as TOPK_MOE does (its params, too); weights
+                    F32 [1, n_used] and ids I32 [1, n_used] are further outputs
+    expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
+    selection_bias  F32 [n_expert]: where it chooses experts, TOPK_MOE's bias
+    units_norm      of a product of few tokens by matrices F32 [m]: its output in unit order, times this, and its sums of squares are
+                    further outputs (gemm_job.Gemm.units)
+    squares         of such a product: what another left of x (with the param squares_eps)
+    route           of a GEMM by experts: what a ROUTE node made of its ids (vkback/ops/matmul/pack_nodes.py); an F16 x and an F16 output
+                    have their columns in its order
+    params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up, or with alpha and limit what
+    SWIGLU_OAI makes of them), gelu (with glu: gelu, its tanh form, in the place of silu; without: y = gelu of the sum with its bias),
+    row0 and rows_total (the output is rows row0.. of a wider tensor, filled by several nodes), n (tokens, where x is F16)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from vkback import quants
+from vkback.graph import Node, Recipe, Tensor
+from vkback.ops.dispatch import ceil_div
+from vkback.ops.family import declare
+from vkback.ops.lowering import LowerContext
+
+Path = Literal["int", "float"]
+"""Integer dot products of 8-bit activations (MMVQ), or floats."""
+Experts = Literal["none", "each", "summed", "heads"]
+"""A dense GEMV; one output for each chosen expert; the weighted sum of the chosen experts' outputs; a matrix for each head times its
+part of x (LINEAR_HEADS)."""
+
+QUANTS = quants.WEIGHT_TYPES
+
+INT_QUANTS = frozenset(name for name in QUANTS if quants.quant(name).int_dot)
+"""Types with an integer-dot path (UNIT_INTS in shaders/quant)."""
+
+FUSED_ROLES = ("norm", "norm_bias", "post_norm", "post_residual", "bias", "residual", "ids", "logits", "expert_weights", "selection_bias")
+"""Optional inputs, in the order of their bindings. A route comes after them."""
+
+declare(
+    "gemv_path",
+    match={
+        "accelerated": (False, True),  # the driver says that the device has integer dot as an instruction
+        "experts": get_args(Experts),
+        "n": "number",
+        "quant": tuple(sorted(INT_QUANTS)),
+        "m": "number",
+        "k": "number",
+    },
+    params={"path": get_args(Path)},
+)
+
+
+@dataclass(frozen=True)
+class LinearNode:
+    """A LINEAR node by what its inputs are for.
+
+    extra   the optional inputs by role, in binding order
+    summed  what it writes of x, normed, and post_residual
+    chosen  weights and ids that it writes where it chooses its experts
+    route   as a node of its own made it
+    units   what it leaves for products of its output normed with units_norm; squares: what another left for it
+    """
+
+    node: Node
+    w: Tensor
+    x: Tensor
+    y: Tensor
+    extra: Mapping[str, Tensor]
+    glu: bool
+    experts: Experts
+    gelu: bool = False
+    summed: Tensor | None = None
+    chosen: tuple[Tensor, ...] = ()
+    route: Tensor | None = None
+    units: tuple[Tensor, ...] = ()
+    units_norm: Tensor | None = None
+    squares: Tensor | None = None
+
+    @classmethod
+    def of(cls, node: Node) -> LinearNode:
+        if node.op == "LINEAR_HEADS":
+            w, x, *route = node.inputs
+            return cls(node, w, x, node.outputs[0], {}, False, "heads", route=route[0] if route else None)
+        by = dict(zip(node.params["roles"], node.inputs, strict=True))
+        experts: Experts = "summed" if "expert_weights" in by else "each" if "ids" in by or "logits" in by else "none"
+        extra = {role: by[role] for role in FUSED_ROLES if role in by}
+        glu, gelu = bool(node.params.get("glu")), bool(node.params.get("gelu"))
+        summed = node.outputs[1] if node.params.get("sum") else None
+        chosen = node.outputs[1:] if "logits" in by else ()
+        w, x = by["w"], by["x"]
+        if experts == "none" and len(x.shape) > 2:  # heads side by side
+            x = replace(x, shape=(x.shape[0], w.shape[-1]))
+        units = node.outputs[1:] if "units_norm" in by else ()
+        return cls(
+            node,
+            w,
+            x,
+            node.outputs[0],
+            extra,
+            glu,
+            experts,
+            gelu,
+            summed,
+            chosen,
+            by.get("route"),
+            units,
+            by.get("units_norm"),
+            by.get("squares"),
+        )
+
+    def with_x(self, x: Tensor) -> LinearNode:
+        """The same with another x."""
+        return replace(self, x=x)
+
+    @property
+    def m(self) -> int:
+        """Weight rows of the matrix, or of one expert."""
+        return self.w.shape[-2]
+
+    @property
+    def k(self) -> int:
+        return self.w.shape[-1]
+
+    @property
+    def n(self) -> int:
+        """Tokens."""
+        return int(self.node.params.get("n", self.x.shape[0]))
+
+    @property
+    def n_used(self) -> int:
+        """Experts of a token, or heads; 1 for a dense GEMV."""
+        if self.experts == "heads":
+            return self.w.shape[0]
+        return (self.chosen[1] if self.chosen else self.extra["ids"]).shape[-1] if self.experts != "none" else 1
+
+    @property
+    def walk_units(self) -> int:
+        """Units of 32 weights that a slot walks for one output row."""
+        return ceil_div(self.k, 32) * (self.n_used if self.experts == "summed" else 1)
+
+    @property
+    def rows_total(self) -> int:
+        """Rows of the output tensor, which several nodes may fill."""
+        return int(self.node.params.get("rows_total", (self.m >> self.glu) * (self.n_used if self.experts == "heads" else 1)))
+
+    def path(self, ctx: LowerContext) -> tuple[Path, str]:
+        """("int" or "float", why), as `path_for` has it."""
+        return path_for(self.w.type, self.m, self.k, self.n, self.experts, ctx)
+
+
+def glu_op(params: Mapping[str, Any]) -> str:
+    """The op that a LINEAR with the param glu makes of gate and up."""
+    return "SWIGLU_OAI" if "limit" in params else "GEGLU" if params.get("gelu") else "SWIGLU"
+
+
+def bindings(node: LinearNode) -> int:
+    """Storage buffers that a launch binds; a stage that spins binds one more."""
+    return 3 + len(node.extra) + len(node.chosen) + (node.summed is not None)
+
+
+def path_for(quant: str, m: int, k: int, n: int, experts: Experts, ctx: LowerContext) -> tuple[Path, str]:
+    """("int" or "float", why) for the GEMV of a [m, k] weight and n tokens."""
+    if quant not in INT_QUANTS:
+        return "float", f"{quant} has no integer-dot path"
+    if not ctx.caps.int_dot:
+        return "float", "device has no integer dot product"
+    if k % 32:
+        return "float", f"k = {k} is not a multiple of 32"
+    if ctx.act != "auto":
+        return ("int" if ctx.act == "q8_1" else "float"), f"--act {ctx.act}"
+    choice = ctx.tuning.pick("gemv_path", accelerated=ctx.caps.int_dot_accelerated, experts=experts, n=n, quant=quant, m=m, k=k)
+    return choice["path"], choice.source
+
+
+def weight(name: str, quant: str, shape: tuple[int, ...]) -> Tensor:
+    """A stored weight as a tensor."""
+    return Tensor(name, quant, shape, "weight", Recipe("plain", (name,)))

@@ -1,0 +1,123 @@
+"""PACK_F16 and ROUTE: what the planner puts between the ops of a prompt, so that GEMMs share what they read.
+
+    PACK_F16  x F32 [n, k] or [n, 1 or n_used, k] [, norm F32 [k]] [, factors F32 [n]] [, route]
+              -> F16, columns for coop_mat (gemm_pack.packed) or coop_reg (gemm_reg.packed_units) [, factors F32 [n]]
+              params: roles (names in input order), shape (GemmShape of a GEMM that reads it), n (columns), x_shared (slots that share
+              a row of x), eps (with norm). With `norm` it is RMS_NORM_MUL, too. Then `factors` are 1 / rms of each row: as an output
+              for other nodes, as an input so that squares need not be added up again.
+    ROUTE     ids I32 [n, n_used] -> I32 (gemm_route.route_tensor)
+              params: experts, tile_n; without ids also tokens: the route of a product by heads, which are the experts
+
+They are no ops of a graph. A packed tensor is no value that a host could judge (its order is the driver's affair), and of a route many
+orders are right: both are judged by the products that read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from vkback.graph import Node, Tensor
+from vkback.ops.dispatch import Dispatch
+from vkback.ops.lowering import LowerContext
+from vkback.ops.matmul.gemm_problem import GemmShape
+from vkback.ops.matmul.gemm_reg import pack_units, packed_units
+from vkback.ops.matmul.pack import pack_f16, packed, packed_columns
+from vkback.ops.matmul.route import route, route_heads, route_tensor
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS_NORM_MUL of the rows of x on the way: weight F32 [k] and eps."""
+
+    weight: Tensor
+    eps: float
+
+
+def pack_node(
+    name: str,
+    x: Tensor,
+    n: int,
+    shape: GemmShape,
+    *,
+    columns: int = 0,
+    norm: Norm | None = None,
+    route: Tensor | None = None,
+    experts: int = 0,
+    x_shared: int = 1,
+    factors: Tensor | None = None,
+    stores_factors: bool = False,
+) -> Node:
+    """A PACK_F16 of n columns for GEMMs of this shape.
+
+    columns  to leave room for, where another reader's tiles are larger; with a route there is room for all of its tiles
+    """
+    by = {"x": x, "norm": norm.weight if norm else None, "factors": None if stores_factors else factors, "route": route}
+    inputs = {role: tensor for role, tensor in by.items() if tensor is not None}
+    out = packed_units(name, n, x.shape[-1], shape) if shape.way == "coop_reg" else packed(name, n, x.shape[-1], shape, experts)
+    out = Tensor(name, out.type, (max(columns, out.shape[0]), out.shape[1]))
+    params = {"roles": tuple(inputs), "shape": shape, "n": n, "x_shared": x_shared, **({"eps": norm.eps} if norm else {})}
+    outputs = (out, factors) if stores_factors and factors else (out,)
+    return Node("PACK_F16", tuple(inputs.values()), outputs, params)
+
+
+def lower_pack(node: Node, ctx: LowerContext) -> list[Dispatch]:
+    by = dict(zip(node.params["roles"], node.inputs, strict=True))
+    stored = node.outputs[1] if len(node.outputs) > 1 else None
+    shape: GemmShape = node.params["shape"]
+    if shape.way == "coop_reg":
+        return [
+            pack_units(
+                by["x"],
+                node.outputs[0],
+                node.params["n"],
+                shape,
+                ctx.caps,
+                norm=by.get("norm"),
+                eps=node.params.get("eps"),
+                scale=ctx.f16_scale(node.outputs[0]),
+            )
+        ]
+    return [
+        pack_f16(
+            by["x"],
+            node.outputs[0],
+            node.params["n"],
+            shape,
+            ctx.caps,
+            norm=by.get("norm"),
+            eps=node.params.get("eps"),
+            routes=by.get("route"),
+            x_shared=node.params["x_shared"],
+            factors=stored or by.get("factors"),
+            stores_factors=stored is not None,
+            scale=ctx.f16_scale(node.outputs[0]),
+        )
+    ]
+
+
+def route_node(ids: Tensor, experts: int, tile_n: int) -> Node:
+    """A ROUTE for GEMMs by these experts whose tiles have tile_n columns."""
+    out = route_tensor(f"{ids.name}.route{tile_n}", ids.elements, experts, tile_n)
+    return Node("ROUTE", (ids,), (out,), {"experts": experts, "tile_n": tile_n})
+
+
+def route_heads_node(tokens: int, heads: int, tile_n: int) -> Node:
+    """A ROUTE for all GEMMs by so many heads whose tiles have tile_n columns."""
+    out = route_tensor(f"heads{heads}.route{tile_n}", tokens * heads, heads, tile_n)
+    return Node("ROUTE", (), (out,), {"experts": heads, "tile_n": tile_n, "tokens": tokens})
+
+
+def lower_route(node: Node, ctx: LowerContext) -> list[Dispatch]:
+    if not node.inputs:
+        return [route_heads(node.params["tokens"], node.params["experts"], node.outputs[0], node.params["tile_n"], ctx.caps)]
+    return [route(node.inputs[0], node.outputs[0], node.params["experts"], node.params["tile_n"], ctx.caps)]
+
+
+def room(n: int, *shapes: GemmShape) -> int:
+    """Columns that a dense packed tensor needs for whole tiles of each of these."""
+    return max(packed_columns(n, shape) for shape in shapes)
+
+
+LOWER: Mapping[str, Callable[[Node, LowerContext], list[Dispatch]]] = {"PACK_F16": lower_pack, "ROUTE": lower_route}
+"""How each of them is lowered."""

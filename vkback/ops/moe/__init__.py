@@ -1,0 +1,1 @@
+"""Mixture of experts: the choice of experts, their biases, their weighted sum."""

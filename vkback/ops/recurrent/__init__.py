@@ -1,0 +1,1 @@
+"""Recurrent layers: Mamba-2's convolution and scan."""

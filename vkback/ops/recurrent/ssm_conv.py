@@ -1,0 +1,160 @@
+"""SSM_CONV (shaders/ssm/conv.comp): the causal convolution in front of a Mamba-2 recurrence, channel by channel, with bias and SiLU.
+
+    SSM_CONV  x F32 [n, width], w F32 [channels * taps] [, bias F32 [channels]], pos I32 [n], state F32 [taps, channels]
+              -> y F32 [n, channels], state
+              params: offset (first of the channels in a row of x)
+
+Row p % taps of the state is the input of the token at position p. A token needs the inputs of taps - 1 tokens before it; those at positions
+below 0 are zeros, whatever the state holds. Padding (pos -1) stands at the end of a batch, gives zeros and is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.case_line import call_with
+from vkback.ops.cost import Cost, times, total
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.ggml_only import ssm as ssm_sequences
+from vkback.ops.glu import SIGMOID_COST, sigmoid
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
+from vkback.ops.storage import nbytes
+from vkback.ops.workgroup import workgroup_size
+from vkback.shader import Variant
+
+
+def convolved(x: Array, w: Array, bias: Array | None, pos: Array, state: Array) -> tuple[Array, Array]:
+    """silu(convolution) [n, channels] of x [n, channels], and the state after it; float64."""
+    taps, channels = state.shape
+    w = np.asarray(w, np.float64).reshape(channels, taps)
+    x, state = np.asarray(x, np.float64), np.array(state, np.float64)
+    before = np.zeros((taps - 1, channels))
+    for back in range(1, taps):
+        if pos[0] >= back:
+            before[taps - 1 - back] = state[(pos[0] - back) % taps]
+    seen = np.concatenate([before, x])
+    y = np.zeros(x.shape) if bias is None else np.broadcast_to(np.asarray(bias, np.float64), x.shape)
+    for j in range(taps):
+        y = y + seen[j : j + len(x)] * w[:, j]
+    for t in np.flatnonzero(pos >= 0):
+        state[pos[t] % taps] = x[t]
+    return np.where(pos[:, None] >= 0, y * sigmoid(y), 0.0), state
+
+
+def positions(n: int, pos0: int, padding: int) -> Array:
+    """n positions from pos0 on, the last `padding` of them -1."""
+    pos = np.arange(pos0, pos0 + n, dtype=np.int32)
+    pos[n - padding :] = -1
+    return pos
+
+
+@register
+class SsmConv(Op):
+    """See the module's text."""
+
+    name = "SSM_CONV"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Of a value a product for each tap, the bias and silu."""
+        _, _, *bias, _, state = node.inputs
+        per_value = [{"fmul": state.shape[0]}, SIGMOID_COST, {"fadd": len(bias)}]
+        return times(total(per_value), node.outputs[0].elements)
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the state the inputs before the first token's."""
+        return nbytes(tensor) // tensor.shape[0] * (tensor.shape[0] - 1) if tensor.kind == "state" else nbytes(tensor)
+
+    def stored_bytes(self, node: Node, n_kv: int) -> int:
+        """The last tokens' inputs, as many as the state has rows."""
+        state = node.inputs[-1]
+        return nbytes(state) // state.shape[0] * min(state.shape[0], node.outputs[0].shape[0])
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        if "sequences" in params:
+            return [ssm_sequences.convolved(*inputs)]
+        x, w, *bias, pos, state = inputs
+        channels = state.shape[1]
+        y, state = convolved(x[:, params["offset"] :][:, :channels], w, bias[0] if bias else None, pos, state)
+        return [y, state]
+
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """A line of test-backend-ops, which has sizes `ne_a`, is one of several sequences."""
+        if "ne_a" not in params:
+            return super().case(params)
+        return call_with(ssm_sequences.conv_case, params, op=self.name, further=(), example=lambda: ssm_sequences.conv_case().line)
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        if "sequences" in node.params:
+            return ssm_sequences.lower(node, ctx)
+        x, w, *bias, pos, state = node.inputs
+        y = node.outputs[0]
+        (n, width), (taps, channels), offset = x.shape, state.shape, int(node.params["offset"])
+        if w.shape != (channels * taps,) or y.shape != (n, channels) or offset + channels > width:
+            raise PlanError(
+                f"[SSM_CONV] {node.name}: {x} from channel {offset} on, {w} and {state} to {y}: expected weights "
+                f"[{channels * taps}], an output [{n}, {channels}], and as many channels in a row of x"
+            )
+        choice = ctx.tuning.pick("elementwise", elements=n * channels)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], channels)
+        push = pack_push(n, width, offset, channels)
+        reason = f"{wg} threads: {choice.source}"
+        across = ceil_div(channels, wg)
+
+        def dispatch(store: int, args: tuple[Arg, ...], rows: int, moved: int) -> Dispatch:
+            defines = {"WG_SIZE": wg, "TAPS": taps, "BIAS": len(bias), "STORE": store}
+            return Dispatch(
+                Variant("ssm/conv.comp", tuple(sorted(defines.items()))),
+                args,
+                push,
+                (across, rows, 1),
+                node.op,
+                node.name,
+                reason,
+                nbytes=moved,
+                flops=(2 * taps + 4) * n * channels * (1 - store),
+            )
+
+        rows = min(n, taps)
+        return [
+            dispatch(0, (Arg(x), *map(Arg, (w, *bias, pos, state)), Arg(y, "w")), n, 2 * nbytes(y) + nbytes(w) + nbytes(state)),
+            dispatch(1, (Arg(x), Arg(pos), Arg(state, "rw")), rows, 8 * rows * channels),
+        ]
+
+    def cases(self) -> Iterator[Case]:
+        for n, pos0, padding in ((1, 0, 0), (1, 9, 0), (1, 2, 0), (2, 1, 0), (3, 3, 0), (16, 0, 3), (16, 6, 14), (5, 70, 0), (4, 5, 4)):
+            yield self.build_case(n, 96, pos0=pos0, padding=padding)
+        yield self.build_case(33, 37, taps=3, pos0=1, bias=False)
+        yield self.build_case(64, 3328, taps=4, pos0=100, padding=5)
+        yield from ssm_sequences.conv_cases()
+
+    def full_cases(self) -> Iterator[Case]:
+        for n, (channels, taps), pos0 in product((1, 2, 7, 128), ((1, 4), (33, 2), (260, 5), (1536, 4)), (0, 1, 1000)):
+            yield self.build_case(n, channels, taps=taps, pos0=pos0, padding=n // 4)
+
+    def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case(512, 3328, pos0=512)
+
+    def build_case(self, n: int, channels: int, taps: int = 4, pos0: int = 0, padding: int = 0, bias: bool = True, seed: int = 31) -> Case:
+        """The channels lie in the middle of rows of x; values normal, the state too, even where position 0 makes it void."""
+
+        def make(rng: np.random.Generator) -> Problem:
+            x, y = Tensor("x", "F32", (n, channels + 24), "input"), Tensor("y", "F32", (n, channels))
+            w = Tensor("w", "F32", (channels * taps,), "weight")
+            biases = (Tensor("bias", "F32", (channels,), "weight"),) if bias else ()
+            pos, state = Tensor("pos", "I32", (n,), "input"), Tensor("state", "F32", (taps, channels), "state")
+            node = Node(self.name, (x, w, *biases, pos, state), (y, state), {"offset": 8})
+            values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in node.inputs if t is not pos}
+            return Problem(node, values | {"pos": positions(n, pos0, padding)})
+
+        params = {"n": n, "channels": channels, "taps": taps, "pos0": pos0, "padding": padding, "bias": bias, "seed": seed}
+        return Case(self.name, params, make, seed)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(1e-12, 1e-5, "a handful of f32 products and additions, 2^-24 each, and exp within 3 + 2|x| ulp of |x| < 10")

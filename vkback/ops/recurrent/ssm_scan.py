@@ -1,0 +1,326 @@
+"""SSM_SCAN and SSM_CONV_SCAN (shaders/ssm/scan.comp): the recurrence of Mamba-2, gated, with its state.
+
+    SSM_SCAN       xbc F32 [n, channels] (SSM_CONV), zx F32 [n, inner + channels + n_head], a, d, dt_bias F32 [n_head], pos I32 [n],
+                   state F32 [2, n_head, head_dim, d_state] -> y F32 [n, inner], state
+    SSM_CONV_SCAN  zx F32 [1, ...], w F32 [channels * taps] [, bias F32 [channels]], a, d, dt_bias, pos I32 [1],
+                   conv_state F32 [taps, channels], state -> y, conv_state, state: both ops for one token, in one dispatch
+    params: n_group
+
+inner = n_head * head_dim, channels = inner + 2 * n_group * d_state. A row of zx is what one matrix makes of a token: z [inner], the
+convolution's input [channels] (x, B and C), dt [n_head]. With dt = softplus(dt + dt_bias), head h and its group g:
+
+    state[h] = exp(dt[h] * a[h]) * state[h] + dt[h] * x[h] B[g]^T      y[h] = (state[h] C[g] + d[h] * x[h]) * silu(z[h])
+
+Slot p & 1 of the state is the state after the token at position p; a batch whose first token has position 0 begins with zeros. The slot
+that is read stays as it is when an odd number of tokens is run, so a single token may run twice. Padding (pos -1) stands at the end of a
+batch, gives zeros and changes no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from vkback.graph import Node, Tensor
+from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.case_line import call_with
+from vkback.ops.cost import Cost, times, total
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.family import declare
+from vkback.ops.ggml_only import ssm as ssm_sequences
+from vkback.ops.glu import SIGMOID_COST, sigmoid
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import Op, register
+from vkback.ops.recurrent.ssm_conv import convolved, positions
+from vkback.ops.storage import nbytes
+from vkback.ops.workgroup import Defines, power_of_two, reduction
+from vkback.shader import Variant
+
+declare(
+    "ssm_scan",
+    match={"n": "number", "n_head": "number", "head_dim": "number", "d_state": "number"},
+    params={
+        "lanes": (1, 2, 4, 8, 16, 32),  # threads that share a row of the state
+        "rows": (1, 2, 4, 8, 16, 32, 64),  # rows of a head in a workgroup
+    },
+)
+
+TILE = 16
+"""Tokens whose B, C and factors lie in shared memory at once."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of a recurrence, from its state and its number of groups."""
+
+    n: int
+    dim: int
+    d_state: int
+    n_group: int
+
+    @classmethod
+    def of(cls, state: Tensor, params: Mapping[str, Any]) -> Heads:
+        _, n, dim, d_state = state.shape
+        return cls(n, dim, d_state, int(params["n_group"]))
+
+    @property
+    def inner(self) -> int:
+        return self.n * self.dim
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.n_group * self.d_state
+
+    @property
+    def width(self) -> int:
+        """Of a row of zx."""
+        return self.inner + self.channels + self.n
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one slot."""
+        return 4 * self.inner * self.d_state
+
+
+def scanned(xbc: Array, zx: Array, a: Array, d: Array, dt_bias: Array, pos: Array, state: Array, n_group: int) -> tuple[Array, Array]:
+    """y [n, inner] and the states, float64."""
+    _, n_head, head_dim, d_state = state.shape
+    inner, n = n_head * head_dim, len(zx)
+    xbc, zx, state = np.asarray(xbc, np.float64), np.asarray(zx, np.float64), np.array(state, np.float64)
+    x = xbc[:, :inner].reshape(n, n_head, head_dim)
+    b, c = (np.repeat(part.reshape(n, n_group, d_state), n_head // n_group, axis=1) for part in np.split(xbc[:, inner:], 2, axis=1))
+    dt = np.logaddexp(0.0, zx[:, -n_head:] + np.asarray(dt_bias, np.float64))
+    h = state[(pos[0] - 1) & 1].copy() if pos[0] > 0 else np.zeros_like(state[0])
+    y = np.zeros((n, n_head, head_dim))
+    for t in np.flatnonzero(pos >= 0):
+        h = np.exp(dt[t] * a)[:, None, None] * h + (dt[t][:, None] * x[t])[:, :, None] * b[t][:, None, :]
+        y[t] = np.einsum("hps,hs->hp", h, c[t]) + np.asarray(d, np.float64)[:, None] * x[t]
+    if pos.max() >= 0:
+        state[pos.max() & 1] = h
+    z = zx[:, :inner]
+    return y.reshape(n, inner) * z * sigmoid(z), state
+
+
+class _Scan(Op):
+    """What both ops share."""
+
+    peer_nmse = 2e-7  # of its SSM_SCAN
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(
+            1e-9,
+            1e-3,
+            "f32: a state of slow decay remembers about a hundred steps, whose exp within 3 + 2|x| ulp may all err alike: "
+            "100 * 3 * 2^-24 of a state are 1.8e-5, NMSE 3e-10; sums of unlike signs are that much off their terms, not themselves",
+        )
+
+    def _dispatch(
+        self, node: Node, ctx: LowerContext, zx: Tensor, pos: Tensor, state: Tensor, conv: Tensor | None, rest: tuple[Tensor, ...]
+    ) -> Dispatch:
+        """rest: what stands between zx and pos. conv: the convolution's state where it is part of the op."""
+        heads = Heads.of(state, node.params)
+        y, n = node.outputs[0], zx.shape[0]
+        if zx.shape != (n, heads.width) or heads.n % heads.n_group or heads.d_state % 4 or y.elements != n * heads.inner:
+            raise PlanError(
+                f"[{self.name}] {node.name}: {zx}, {state}, {heads.n_group} groups to {y}: expected rows of {heads.width}, heads a "
+                "multiple of the groups, and a d_state that is a multiple of 4"
+            )
+        choice = ctx.tuning.pick("ssm_scan", n=n, n_head=heads.n, head_dim=heads.dim, d_state=heads.d_state)
+        caps = ctx.caps
+        lanes = min(choice["lanes"], 1 << ((heads.d_state // 4).bit_length() - 1))
+        rows = min(choice["rows"], power_of_two(heads.dim))
+        while rows * lanes > min(caps.max_workgroup_invocations, caps.max_workgroup_size[0]):
+            rows, lanes = (rows // 2, lanes) if rows > 1 else (rows, lanes // 2)
+        tile = min(n, TILE)
+        while tile > 1 and 4 * tile * (rows + 2 * heads.d_state + 2) + 8 * rows * lanes > caps.max_shared_memory:
+            tile //= 2
+        reduce, subgroup = reduction(caps, rows * lanes, lanes=lanes)
+        defines: Defines = {
+            **reduce,
+            "ROWS": rows,
+            "LANES": lanes,
+            "TILE": tile,
+            "N_HEAD": heads.n,
+            "HEAD_DIM": heads.dim,
+            "STATE": heads.d_state,
+            "N_GROUP": heads.n_group,
+            "CONV": int(conv is not None),
+            "BIAS": int(len(rest) == 5),
+            "TAPS": conv.shape[0] if conv else 1,
+        }
+        states = (state,) if conv is None else (state, conv)
+        weights = sum(nbytes(t) for t in rest if t.kind == "weight")
+        return Dispatch(
+            kernel=Variant("ssm/scan.comp", tuple(sorted(defines.items())), subgroup),
+            args=(Arg(zx), *map(Arg, rest), Arg(pos), *(Arg(t, "rw") for t in states), Arg(y, "w")),
+            push=pack_push(n, heads.width),
+            groups=(ceil_div(heads.dim, rows), heads.n, 1),
+            op=node.op,
+            label=node.name,
+            reason=f"{rows * lanes} threads, {lanes} lanes a row, {rows} rows: {choice.source}",
+            nbytes=2 * heads.state_bytes + nbytes(zx) + nbytes(y) + weights + (nbytes(conv) if conv else 4 * n * heads.channels),
+            flops=n * heads.inner * (5 * heads.d_state + 8),
+            waits=SpinWaits(part=(zx.name,)) if conv is not None else None,
+        )
+
+
+@register
+class SsmScan(_Scan):
+    """See the module's text."""
+
+    name = "SSM_SCAN"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Of an element of the state decay, input and output, a product each; of a value of y dt x, d x, the gate's silu and its product;
+        of a head the softplus of dt and the decay."""
+        y, state = node.outputs
+        _, n_head, _, d_state = state.shape
+        per_value = total(({"fmul": 3 * d_state}, {"fmul": 3}, SIGMOID_COST))
+        per_head = {"fmul": 1, "fadd": 2, "fexp": 3}
+        return total((times(per_value, y.elements), times(per_head, y.shape[0] * n_head)))
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the state one of its two slots."""
+        return nbytes(tensor) // (2 if tensor.kind == "state" else 1)
+
+    def stored_bytes(self, node: Node, n_kv: int) -> int:
+        return nbytes(node.inputs[-1]) // 2
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        if "sequences" in params:
+            return ssm_sequences.scanned(inputs, params.get("snapshots", 1))
+        xbc, zx, a, d, dt_bias, pos, state = inputs
+        return list(scanned(xbc, zx, a, d, dt_bias, pos, state, params["n_group"]))
+
+    def case(self, params: Mapping[str, Any]) -> Case:
+        """A line of test-backend-ops, which has `n_seqs`, is one of several sequences."""
+        if "n_seqs" not in params:
+            return super().case(params)
+        return call_with(ssm_sequences.scan_case, params, op=self.name, further=(), example=lambda: ssm_sequences.scan_case().line)
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return ssm_sequences.TOLERANCE if "sequences" in node.params else super().tolerance(node, ctx)
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        if "sequences" in node.params:
+            return ssm_sequences.lower(node, ctx)
+        xbc, zx, a, d, dt_bias, pos, state = node.inputs
+        return [self._dispatch(node, ctx, zx, pos, state, None, (xbc, a, d, dt_bias))]
+
+    def cases(self) -> Iterator[Case]:
+        for n, pos0, padding in ((1, 0, 0), (1, 8, 0), (2, 7, 0), (5, 1, 0), (16, 0, 3), (17, 12, 0), (40, 33, 23), (4, 9, 4)):
+            yield self.build_case(n, 3, 8, 16, pos0=pos0, padding=padding)
+        yield self.build_case(3, 4, 20, 20, n_group=2, pos0=1)
+        yield self.build_case(6, 6, 64, 128, n_group=3, pos0=5, padding=1)
+        yield from ssm_sequences.scan_cases()
+
+    def full_cases(self) -> Iterator[Case]:
+        for n, (n_head, head_dim, d_state, n_group), pos0 in product(
+            (1, 2, 15, 64, 512), ((1, 1, 4, 1), (4, 12, 8, 4), (2, 33, 36, 1), (8, 16, 128, 1), (2, 64, 256, 2)), (0, 3)
+        ):
+            yield self.build_case(n, n_head, head_dim, d_state, n_group, pos0, padding=n // 3)
+
+    def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case(512, 48, 64, 128, pos0=512)
+
+    def build_case(
+        self, n: int, n_head: int, head_dim: int, d_state: int, n_group: int = 1, pos0: int = 0, padding: int = 0, seed: int = 37
+    ) -> Case:
+        """Values normal, a in -16..-1 by its logarithm, dt from 0.001 to some 5, as trained models have them."""
+
+        def make(rng: np.random.Generator) -> Problem:
+            heads = Heads(n_head, head_dim, d_state, n_group)
+            inputs = (Tensor("xbc", "F32", (n, heads.channels), "input"), *_inputs(n, heads))
+            node = Node(self.name, inputs, (Tensor("y", "F32", (n, heads.inner)), inputs[-1]), {"n_group": n_group})
+            return Problem(node, _values(node, rng, pos0, padding))
+
+        return Case(self.name, _params(n, n_head, head_dim, d_state, n_group, pos0, padding, seed), make, seed)
+
+
+@register
+class SsmConvScan(_Scan):
+    """SSM_CONV and SSM_SCAN of one token; see the module's text."""
+
+    name = "SSM_CONV_SCAN"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        zx, w, *bias, a, d, dt_bias, pos, conv_state, state = inputs
+        channels = conv_state.shape[1]
+        inner = state.shape[1] * state.shape[2]
+        xbc, conv_state = convolved(zx[:, inner : inner + channels], w, bias[0] if bias else None, pos, conv_state)
+        y, state = scanned(xbc, zx, a, d, dt_bias, pos, state, params["n_group"])
+        return [y, conv_state, state]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        zx, *rest, pos, conv_state, state = node.inputs
+        if pos.shape != (1,):
+            raise PlanError(f"[SSM_CONV_SCAN] {node.name}: it takes one token, got {pos}")
+        return [self._dispatch(node, ctx, zx, pos, state, conv_state, tuple(rest))]
+
+    def unfused(self, node: Node) -> list[Node]:
+        zx, w, *bias, a, d, dt_bias, pos, conv_state, state = node.inputs
+        heads = Heads.of(state, node.params)
+        xbc = Tensor(f"{node.name}.xbc", "F32", (1, heads.channels))
+        return [
+            Node("SSM_CONV", (zx, w, *bias, pos, conv_state), (xbc, conv_state), {"offset": heads.inner}),
+            Node("SSM_SCAN", (xbc, zx, a, d, dt_bias, pos, state), (node.outputs[0], state), node.params),
+        ]
+
+    def cases(self) -> Iterator[Case]:
+        for pos in (0, 1, 3, 8, 4095):
+            yield self.build_case(3, 8, 16, pos=pos)
+        yield self.build_case(4, 20, 20, n_group=2, taps=3, pos=2, bias=False)
+        yield self.build_case(6, 64, 128, n_group=3, pos=5)
+        yield self.build_case(6, 64, 128, n_group=3, pos=6).where(sync="sentinel")
+        yield self.build_case(2, 12, 32, pos=-1)
+
+    def full_cases(self) -> Iterator[Case]:
+        for (n_head, head_dim, d_state, n_group), taps, pos in product(
+            ((1, 1, 4, 1), (4, 12, 8, 4), (2, 33, 36, 1), (8, 16, 128, 1), (2, 64, 256, 2)), (2, 4), (0, 2, 31)
+        ):
+            yield self.build_case(n_head, head_dim, d_state, n_group, taps, pos)
+
+    def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case(48, 64, 128, pos=100)
+
+    def build_case(
+        self, n_head: int, head_dim: int, d_state: int, n_group: int = 1, taps: int = 4, pos: int = 0, bias: bool = True, seed: int = 41
+    ) -> Case:
+        """As for SSM_SCAN. pos -1: the token is padding."""
+
+        def make(rng: np.random.Generator) -> Problem:
+            heads = Heads(n_head, head_dim, d_state, n_group)
+            zx, *others, at, state = _inputs(1, heads)
+            conv = [Tensor("w", "F32", (heads.channels * taps,), "weight")]
+            conv += [Tensor("bias", "F32", (heads.channels,), "weight")] if bias else []
+            conv_state = Tensor("conv_state", "F32", (taps, heads.channels), "state")
+            outputs = (Tensor("y", "F32", (1, heads.inner)), conv_state, state)
+            node = Node(self.name, (zx, *conv, *others, at, conv_state, state), outputs, {"n_group": n_group})
+            return Problem(node, _values(node, rng, max(pos, 0), int(pos < 0)))
+
+        params = {"n_head": n_head, "head_dim": head_dim, "d_state": d_state, "n_group": n_group, "taps": taps, "pos": pos, "bias": bias}
+        return Case(self.name, {**params, "seed": seed}, make, seed)
+
+
+def _params(n: int, n_head: int, head_dim: int, d_state: int, n_group: int, pos0: int, padding: int, seed: int) -> dict[str, Any]:
+    sizes = {"n": n, "n_head": n_head, "head_dim": head_dim, "d_state": d_state, "n_group": n_group}
+    return {**sizes, "pos0": pos0, "padding": padding, "seed": seed}
+
+
+def _inputs(n: int, heads: Heads) -> tuple[Tensor, ...]:
+    """zx, a, d, dt_bias, pos, state."""
+    per_head = (Tensor(name, "F32", (heads.n,), "weight") for name in ("a", "d", "dt_bias"))
+    state = Tensor("state", "F32", (2, heads.n, heads.dim, heads.d_state), "state")
+    return Tensor("zx", "F32", (n, heads.width), "input"), *per_head, Tensor("pos", "I32", (n,), "input"), state
+
+
+def _values(node: Node, rng: np.random.Generator, pos0: int, padding: int) -> dict[str, Array]:
+    values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in node.inputs if t.name != "pos"}
+    n_head = values["a"].size
+    values["a"] = -np.exp(rng.uniform(0, np.log(16), n_head)).astype(np.float32)
+    values["dt_bias"] = np.log(np.expm1(np.exp(rng.uniform(np.log(1e-3), np.log(0.3), n_head)))).astype(np.float32)
+    return values | {"pos": positions(len(values["zx"]), pos0, padding)}

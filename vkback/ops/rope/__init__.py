@@ -1,0 +1,1 @@
+"""RoPE, its angles, and what is stored with it."""

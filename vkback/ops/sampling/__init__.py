@@ -1,0 +1,1 @@
+"""Picking the next token on the device."""

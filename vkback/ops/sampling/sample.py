@@ -1,0 +1,301 @@
+"""SAMPLE: picks the next token on the device and moves the generation loop on (shaders/sample).
+
+    logits F32 [1, vocab], loop I32 [32 + capacity], tokens I32 [1], pos I32 [1] -> loop, tokens, pos in place
+    params: capacity; greedy (the loop's temp is known to be 0 or less: one dispatch)
+
+Words of `loop`: 0 step (tokens made), 1 status (0 running, 1 NaN among the logits, 2 an end-of-text token was made), 8..13 temp F32, top_k,
+top_p F32, min_p F32, seed, n_eos; 16..31 end-of-text ids; 32.. ring of the ids made, step s at 32 + s % capacity. One run writes the
+ring and tokens[0] and adds 1 to pos[0]. Unless status is 0 nothing changes, so tokens of a submit after the last one wanted do no harm.
+
+temp <= 0 takes the largest logit, the first of equals. Else tokens are measured by their distance below the largest logit in steps of 2^-20
+(at most 128) and filtered in this order:
+    top_k   > 0: distances up to the top_k-th smallest
+    top_p   < 1: the smallest distances that hold top_p of the sum of exp(-distance) of what is left
+    min_p   > 0: distances up to -ln(min_p)
+A filter keeps at least the nearest distance, and tokens of equal distance together. The draw has the odds of a softmax of logits / temp
+over what is left: the largest of -distance / temp + noise, where noise is a function of seed, position and token id (Gumbel's trick). So
+the token depends on nothing but logits, parameters and position, however many tokens go with a submit.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.graph import Node, Tensor
+from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.case_line import CaseLineError
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.family import POWERS, declare
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.moe.topk import argmax_dispatch
+from vkback.ops.op import Op, register
+from vkback.ops.storage import nbytes
+from vkback.ops.workgroup import Defines, reduction, workgroup_size
+from vkback.shader import Variant
+
+LOOP_PARAMS, LOOP_EOS, LOOP_RING = 8, 16, 32
+"""Where parameters, end-of-text ids and ring begin in `loop`."""
+
+STATUS_RUNNING, STATUS_NAN, STATUS_EOS = 0, 1, 2
+
+MAX_VOCAB = 2**18
+"""More tokens could overflow the 32-bit sums of a histogram bin (shaders/sample/scale.glsl)."""
+
+BINS, SCRATCH_WORDS = 512, 5
+"""Bins of a histogram, and words before them in the scratch (shaders/sample/scale.glsl)."""
+
+STEPS = float(2**20)
+FARTHEST = np.float32(127.99999)
+
+declare("sample", match={"vocab": "number"}, params={"wg_size": POWERS, "per_thread": (1, 2, 4, 8, 16, 32, 64)})
+
+
+@dataclass(frozen=True)
+class Params:
+    """The sampler's parameters in `loop`."""
+
+    temp: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    eos: tuple[int, ...]
+
+    @classmethod
+    def read(cls, loop: Array) -> Params:
+        packed = np.asarray(loop[LOOP_PARAMS : LOOP_PARAMS + 6], np.int32).tobytes()
+        temp, top_k, top_p, min_p, seed, n_eos = struct.unpack("<fiffIi", packed)
+        return cls(temp, top_k, top_p, min_p, seed, tuple(int(i) for i in loop[LOOP_EOS : LOOP_EOS + n_eos]))
+
+    def words(self, capacity: int) -> npt.NDArray[np.int32]:
+        """A fresh loop state, int32 [32 + capacity]."""
+        loop = np.zeros(LOOP_RING + capacity, np.int32)
+        packed = struct.pack("<fiffIi", self.temp, self.top_k, self.top_p, self.min_p, self.seed, len(self.eos))
+        loop[LOOP_PARAMS : LOOP_PARAMS + 6] = np.frombuffer(packed, np.int32)
+        loop[LOOP_EOS : LOOP_EOS + len(self.eos)] = self.eos
+        return loop
+
+
+def noise(seed: int, pos: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Gumbel noise of tokens, the twin of shaders/sample/noise.glsl: -log(-log(1 - u)), u an odd multiple of 2^-24 from a hash."""
+    x, y, z = (np.broadcast_to(np.asarray(v, np.int64), ids.shape).astype(np.uint32) for v in (ids, pos, seed))
+    with np.errstate(over="ignore"):
+        x, y, z = (v * np.uint32(1664525) + np.uint32(1013904223) for v in (x, y, z))
+        for last in (False, True):
+            x = x + y * z
+            y = y + z * x
+            z = z + x * y
+            if not last:
+                x, y, z = (v ^ (v >> np.uint32(16)) for v in (x, y, z))
+    u = (x >> np.uint32(9)).astype(np.float64) * 2.0**-23 + 2.0**-24
+    return np.asarray(-np.log(-np.log1p(-u)))
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The token, -1 for NaN. sure: no decision on the way was so close that f32 rounding may turn it."""
+
+    token: int
+    sure: bool
+
+
+def pick(logits: Array, params: Params, pos: int) -> Pick:
+    """The next token in float64, by the rules at the top of this file.
+
+    Close calls, where a device may decide otherwise: the two best scores within 1e-4 (relative to their size where that exceeds 1: f32
+    rounds scores of 100 to 8e-6, and the device's logarithm is good to 5e-7); the sum at a candidate end of top_p within 1e-4 of its target
+    (each token's exp is rounded to 2^-17); a token within 64 steps of min_p's limit (the device's logarithm).
+    """
+    x = np.asarray(logits, np.float32)
+    if np.isnan(x).any():
+        return Pick(-1, True)
+    top = x.max()
+    if params.temp <= 0 or np.isinf(top):
+        return Pick(int(np.argmax(x)), True)
+    steps = (np.minimum(top - x, FARTHEST) * np.float32(STEPS)).astype(np.int64)
+    order = np.argsort(steps, kind="stable")
+    ordered = steps[order]
+    limit = int(ordered[-1])
+    sure = True
+    if 0 < params.top_k < len(x):
+        limit = int(ordered[params.top_k - 1])
+    if params.top_p < 1:
+        left = ordered[ordered <= limit]
+        distances, counts = np.unique(left, return_counts=True)
+        sums = np.cumsum(counts * np.exp(-distances / STEPS))
+        target = max(params.top_p, 1e-9) * sums[-1]
+        limit = int(distances[np.searchsorted(sums, target)])
+        sure &= bool(np.abs(sums / sums[-1] - params.top_p).min() > 1e-4)
+    if params.min_p > 0:
+        bound = int(np.clip(-np.log(params.min_p), 0, FARTHEST) * STEPS)
+        sure &= not (np.abs(ordered - bound) <= 64).any()
+        limit = min(limit, bound)
+    kept = np.sort(order[ordered <= limit])
+    scores = -(top - x[kept]).astype(np.float64) / params.temp + noise(params.seed, pos, kept)
+    best = np.argsort(-scores, kind="stable")[:2]
+    if len(best) > 1:
+        first, second = scores[best]
+        sure &= bool(first - second > 1e-4 * max(1.0, abs(first), abs(second)))
+    return Pick(int(kept[best[0]]), sure)
+
+
+TRIES = 200
+"""Draws of a case's logits until the choice is sure."""
+
+
+@register
+class Sample(Op):
+    """See the module's text."""
+
+    name = "SAMPLE"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        logits, loop, tokens, pos = (np.array(i) for i in inputs)
+        if loop[1] != 0:
+            return [loop, tokens, pos]
+        sampler = Params.read(loop)
+        token = pick(logits[0], sampler, int(pos[0])).token
+        if token < 0:
+            loop[1] = STATUS_NAN
+        else:
+            tokens[0] = token
+            pos[0] += 1
+            loop[LOOP_RING + loop[0] % params["capacity"]] = token
+            loop[0] += 1
+            if token in sampler.eos:
+                loop[1] = STATUS_EOS
+        return [loop, tokens, pos]
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        logits, loop, tokens, pos = node.inputs
+        capacity = node.params["capacity"]
+        if logits.shape[0] != 1:
+            raise PlanError(f"[sample] {node.name}: picks one token, got logits {logits}")
+        if loop.shape != (LOOP_RING + capacity,):
+            raise PlanError(f"[sample] {loop}: expected {LOOP_RING + capacity} words for a ring of {capacity}")
+        state = [Arg(loop, "rw"), Arg(tokens, "w"), Arg(pos, "rw")]
+        if node.params.get("greedy", False):
+            return [argmax_dispatch(node, ctx, logits, state, {"MODE": 1, "LOOP_BIND": 3}, capacity)]
+        vocab = logits.shape[1]
+        if vocab > MAX_VOCAB:
+            raise PlanError(f"[sample] {logits}: {vocab} tokens, sampling takes at most {MAX_VOCAB}; use temperature 0")
+        scratch = Arg(Tensor(f"{node.name}.scratch", "I32", (SCRATCH_WORDS + 2 * BINS,)), "rw")
+        tickets = Arg(Tensor(f"{node.name}.sample_tickets", "I32", (2,), "counter"), "rw")
+        listed = Arg(Tensor(f"{node.name}.list", "I32", (vocab,)), "rw")
+        choice = ctx.tuning.pick("sample", vocab=vocab)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], vocab)
+        reduce, subgroup = reduction(ctx.caps, wg)
+
+        def step(source: str, ticket: int, args: tuple[Arg, ...], defines: Defines) -> Dispatch:
+            every: Defines = {**defines, "WG_SIZE": wg, "PER_THREAD": choice["per_thread"], "TICKET": ticket, "LOOP_BIND": len(args)}
+            return Dispatch(
+                kernel=Variant(source, tuple(sorted(every.items())), subgroup if defines else None),
+                args=(*args, *state),
+                push=pack_push(vocab, capacity),
+                groups=(ceil_div(vocab, wg * choice["per_thread"]), 1, 1),
+                op=node.op,
+                label=node.name,
+                reason=choice.source,
+                nbytes=nbytes(logits),
+            )
+
+        return [
+            argmax_dispatch(node, ctx, logits, [*state, scratch], {"MODE": 2, "LOOP_BIND": 3}, capacity),
+            step("sample/histogram.comp", 0, (Arg(logits), scratch, tickets), {}),
+            step("sample/draw.comp", 1, (Arg(logits), scratch, tickets, listed), reduce),
+        ]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return Tolerance(0.0, 0.0, "a token is right or wrong; cases avoid close calls (see pick)")
+
+    def cases(self) -> Iterator[Case]:
+        yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, greedy=True, seed=1)
+        yield self.build_case(151936, 0.0, 40, 0.95, 0.05, 1, greedy=True, seed=2)
+        yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, greedy=True, kind="nan", seed=3)
+        yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, kind="eos", greedy=True, seed=4)
+        yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, kind="stopped", greedy=True, seed=5)
+        yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, seed=6)
+        yield self.build_case(1000, 0.8, 40, 0.95, 0.05, 7, seed=7)
+        yield self.build_case(1000, 0.8, 40, 0.95, 0.05, 7, kind="eos", seed=8)
+        yield self.build_case(1000, 0.8, 40, 0.95, 0.05, 7, kind="nan", seed=9)
+        yield self.build_case(1000, 0.8, 40, 0.95, 0.05, 7, kind="stopped", seed=10)
+        yield self.build_case(3000, 1.0, 0, 0.9, 0.0, 2**32 - 1, seed=11)
+        yield self.build_case(3000, 1.5, 0, 1.0, 0.0, 3, seed=12)
+        yield self.build_case(3000, 0.7, 0, 1.0, 0.1, 4, seed=13)
+        yield self.build_case(3000, 2.0, 1, 1.0, 0.0, 5, seed=14)
+        yield self.build_case(3000, 1.0, 1000, 1.0, 0.0, 6, seed=15)
+        yield self.build_case(3000, 1.0, 50, 0.5, 0.0, 6, kind="ties", seed=16)
+        yield self.build_case(1001, 1.0, 20, 0.0, 0.0, 8, kind="masked", seed=17)
+        yield self.build_case(151936, 0.8, 40, 0.95, 0.05, 9, seed=18)
+
+    def full_cases(self) -> Iterator[Case]:
+        for temp, top_k, top_p, min_p in product((0.5, 1.0), (0, 1, 40), (0.8, 1.0), (0.0, 0.05)):
+            for vocab, seed in ((1000, 1), (5003, 2), (32000, 3)):
+                yield self.build_case(vocab, temp, top_k, top_p, min_p, seed, seed=seed)
+
+    def build_case(
+        self,
+        vocab: int,
+        temp: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        rng: int,
+        greedy: bool = False,
+        kind: str = "normal",
+        seed: int = 1,
+    ) -> Case:
+        """rng: the sampler's seed; kind: normal; nan; stopped (status set before); ties (logits on a grid of 1/2); masked (most -inf); eos
+        (the pick is one)."""
+        capacity, sampler = 5, Params(temp, top_k, top_p, min_p, rng, ())
+
+        def make(generator: np.random.Generator) -> Problem:
+            tensors = (
+                Tensor("result_output", "F32", (1, vocab)),
+                *(Tensor(name, "I32", (size,), "input") for name, size in (("loop", LOOP_RING + capacity), ("tokens", 1), ("pos", 1))),
+            )
+            pos = 77
+            for _ in range(TRIES):
+                x = (3 * generator.standard_normal((1, vocab))).astype(np.float32)
+                if kind == "ties":
+                    x = np.round(2 * x) / np.float32(2)
+                elif kind == "masked":
+                    x[0, generator.permutation(vocab)[10:]] = -np.inf
+                elif kind == "nan":
+                    x[0, vocab - 1] = np.nan
+                picked = pick(x[0], sampler, pos)
+                if picked.sure:
+                    break
+            else:
+                raise CaseLineError(f"SAMPLE: in {TRIES} tries no choice that rounding cannot change; expected other parameters")
+            loop = sampler.words(capacity)
+            loop[0] = 7
+            loop[LOOP_RING:] = -1
+            if kind == "eos":
+                loop[LOOP_PARAMS + 5] = 2
+                loop[LOOP_EOS : LOOP_EOS + 2] = (vocab, picked.token)
+            elif kind == "stopped":
+                loop[1] = STATUS_EOS
+            values: dict[str, Array] = {"result_output": x, "loop": loop, "tokens": np.full(1, 3, np.int32)}
+            values["pos"] = np.full(1, pos, np.int32)
+            return Problem(Node(self.name, tensors, tensors[1:], {"capacity": capacity, "greedy": greedy}), values)
+
+        shown = {
+            "vocab": vocab,
+            "temp": temp,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "rng": rng,
+            "greedy": greedy,
+            "kind": kind,
+            "seed": seed,
+        }
+        return Case(self.name, shown, make, seed)

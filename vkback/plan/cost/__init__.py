@@ -1,0 +1,1 @@
+"""What a plan costs, before any device has run it: operations, bytes, lifetimes, a forecast of times."""

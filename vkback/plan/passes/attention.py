@@ -1,0 +1,217 @@
+"""Fusion of what stands before attention: norms and RoPE of Q and K, cache stores, and the GEMVs of Q, K and V."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vkback.graph import Node, Tensor
+from vkback.ops.matmul.linear_heads import heads_problem
+from vkback.ops.rope import angles as rope_angles
+from vkback.ops.view import View
+from vkback.plan.nodes import Index, Nodes, replace, tokens_of
+from vkback.plan.passes.linear import combine
+
+
+def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """Q and K norms, ROPE of both or of neither, both cache stores -> QKV_ROPE_SET_ROWS, ahead of its FLASH_ATTN_EXT."""
+    index = Index(nodes, outputs)
+    for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
+        q_in, cache_k, cache_v = attention.inputs[:3]
+        stores = {n.outputs[0].name: n for n in nodes if n.op == "SET_ROWS" and n.outputs[0].name in (cache_k.name, cache_v.name)}
+        if len(stores) != 2 or cache_k.shape != cache_v.shape:
+            continue
+        store_k, store_v = stores[cache_k.name], stores[cache_v.name]
+        k_in = store_k.inputs[0]
+        ropes = [rope for rope in (index.one_use_producer(q_in, "ROPE"), index.one_use_producer(k_in, "ROPE")) if rope is not None]
+        gone = [*ropes, store_k, store_v]
+        params: dict[str, Any]
+        factors: tuple[Tensor, ...] = ()
+        if not ropes and index.read_once(q_in) and index.read_once(k_in):
+            params = {**rope_angles.DEFAULTS, "n_dims": 0}
+            q, k, pos, q_out = q_in, k_in, attention.inputs[3], dataclasses.replace(q_in, name=f"{q_in.name}.heads")
+        elif len(ropes) == 2 and ropes[0].params == ropes[1].params:
+            params = dict(ropes[0].params)
+            (q, pos, *rest), k, q_out = ropes[0].inputs, ropes[1].inputs[0], q_in
+            factors = tuple(rest)
+        else:
+            continue
+        v = store_v.inputs[0]
+        norms = index.one_use_producer(q, "RMS_NORM_MUL"), index.one_use_producer(k, "RMS_NORM_MUL")
+        extra: tuple[Tensor, ...] = ()
+        if norms[0] is not None and norms[1] is not None:
+            gone += [norms[0], norms[1]]
+            q, k = norms[0].inputs[0], norms[1].inputs[0]
+            extra = (norms[0].inputs[1], norms[1].inputs[1])
+            params["eps"] = norms[0].params["eps"]
+        params |= {"has_norm": bool(extra), "has_ff": bool(factors), "packed": False}
+        params |= {key: c.type for key, c in (("type_k", cache_k), ("type_v", cache_v)) if c.type != "F16"}
+        q, k, v = (dataclasses.replace(t, shape=shape) for t, shape in ((q, q_in.shape), (k, k_in.shape), (v, k_in.shape)))
+        fused = Node("QKV_ROPE_SET_ROWS", (q, k, v, pos, cache_k, cache_v, *extra, *factors), (q_out, cache_k, cache_v), params)
+        nodes = replace(nodes, gone, [fused])
+        if q_out is not q_in:
+            reads = dataclasses.replace(attention, inputs=(q_out, *attention.inputs[1:]))
+            nodes = [reads if n is attention else n for n in nodes]
+        index = Index(nodes, outputs)
+    return nodes
+
+
+def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """MLA: what is between the products and FLASH_ATTN_EXT -> MLA_ROPE_SET_ROWS, with Q in two parts; the products by heads (MUL_MAT of a
+    view, PERMUTE) -> LINEAR_HEADS; for one token the latent's part of its row is read where it is."""
+    index = Index(nodes, outputs)
+    for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
+        found = _latent(attention, index, nodes)
+        if found is not None:
+            gone, new = found
+            nodes = replace(nodes, [*gone, attention], new)
+            index = Index(nodes, outputs)
+    for permute in [n for n in nodes if n.op == "PERMUTE" and n.params["axes"] == (1, 0, 2)]:
+        product = index.one_use_producer(permute.inputs[0], "MUL_MAT")
+        if product is None or "w_view" in product.params or len(product.inputs[0].shape) != 3:
+            continue
+        w, x = product.inputs
+        (heads, m, k), n = w.shape, permute.outputs[0].shape[0]
+        width = x.elements // (n * heads)
+        flat = dataclasses.replace(x, shape=(n, heads * width))
+        if product.params.get("x_view") != View(0, (heads, n, k), (width, heads * width, 1)) or heads_problem(w, flat):
+            continue
+        y = dataclasses.replace(permute.outputs[0], shape=(n, heads * m))
+        nodes = replace(nodes, [product, permute], [Node("LINEAR_HEADS", (w, flat), (y,))])
+    if tokens_of(nodes) > 1:
+        return nodes
+    for part in [n for n in nodes if n.op == "CONT" and "view" in n.params]:
+        x, y, view = part.inputs[0], part.outputs[0], part.params["view"]
+        if part.name in outputs or view != View(0, (1, y.elements), (x.elements, 1)):
+            continue
+        prefix = dataclasses.replace(x, shape=y.shape)
+        nodes = [dataclasses.replace(n, inputs=tuple(prefix if t.name == y.name else t for t in n.inputs)) for n in nodes if n is not part]
+    return nodes
+
+
+def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[Node], list[Node]] | None:
+    """The nodes that MLA_ROPE_SET_ROWS takes the place of, and it with its attention."""
+    query, cache_k, cache_v, pos = attention.inputs[:4]
+    if len(attention.inputs) > 4 or "window" in attention.params:
+        return None
+    n, heads, _ = query.shape
+    stores = [next((s for s in nodes if s.op == "SET_ROWS" and s.outputs[0].name == c.name), None) for c in (cache_k, cache_v)]
+    joined = index.one_use_producer(query, "CONCAT")
+    stored = index.one_use_producer(stores[0].inputs[0], "CONCAT") if stores[0] is not None else None
+    if joined is None or stored is None or stores[0] is None or stores[1] is None or len(joined.inputs) != 2 or len(stored.inputs) != 2:
+        return None
+    legacy = cache_k.name != cache_v.name
+    rope_q = index.one_use_producer(joined.inputs[1], "ROPE")
+    repeat = index.one_use_producer(stored.inputs[1], "REPEAT") if legacy else None
+    rope_k = index.one_use_producer(repeat.inputs[0] if repeat is not None else stored.inputs[1], "ROPE")
+    parts = [index.one_use_producer(rope.inputs[0], "CONT") if rope is not None else None for rope in (rope_q, rope_k)]
+    if rope_q is None or rope_k is None or parts[0] is None or parts[1] is None or rope_q.params != rope_k.params:
+        return None
+    q, kv = parts[0].inputs[0], parts[1].inputs[0]
+    dim_k, rot, row = q.elements // (n * heads), rope_q.inputs[0].shape[2], kv.elements // n
+    views = [
+        (parts[0], View(dim_k - rot, (n, heads, rot), (heads * dim_k, dim_k, 1))),
+        (parts[1], View(row - rot, (n, 1, rot), (row, row, 1))),
+    ]
+    gone = [joined, stored, rope_q, rope_k, parts[0], parts[1], stores[0]]
+    if legacy:
+        own, value, q_own = (index.one_use_producer(t, "CONT") for t in (stored.inputs[0], stores[1].inputs[0], joined.inputs[0]))
+        if repeat is None or own is None or value is None or q_own is None or own.inputs[0].name != value.inputs[0].name:
+            return None
+        third, first = own.inputs[0], dataclasses.replace(q, shape=(n, heads, dim_k))
+        both, nope = third.elements // (n * heads), dim_k - rot
+        views += [
+            (own, View(0, (n, heads, nope), (heads * both, both, 1))),
+            (value, View(nope, (n, heads, both - nope), (heads * both, both, 1))),
+            (q_own, View(0, (n, heads, nope), (heads * dim_k, dim_k, 1))),
+        ]
+        gone += [stores[1], repeat, own, value, q_own]
+        params: dict[str, Any] = {"legacy": True}
+        if q_own.inputs[0].name != q.name:
+            return None
+    else:
+        norm = index.one_use_producer(stored.inputs[0], "RMS_NORM_MUL")
+        latent = index.one_use_producer(norm.inputs[0], "CONT") if norm is not None else None
+        if norm is None or latent is None or latent.inputs[0].name != kv.name:
+            return None
+        third, first = norm.inputs[1], joined.inputs[0]
+        views.append((latent, View(0, (n, row - rot), (row, 1))))
+        gone += [norm, latent]
+        params = {"legacy": False, "eps": norm.params["eps"]}
+    if any(part.params.get("view") != view for part, view in views) or rope_q.params["mode"] != "normal":
+        return None
+    factors = rope_q.inputs[2:]
+    caches = (cache_k, cache_v) if legacy else (cache_k,)
+    params |= {key: c.type for key, c in zip(("type_k", "type_v"), caches, strict=False) if c.type != "F16"}
+    inputs = (dataclasses.replace(q, shape=(n, heads, dim_k)), dataclasses.replace(kv, shape=(n, row)), third, pos, *caches, *factors)
+    q_pe = rope_q.outputs[0]
+    store = Node("MLA_ROPE_SET_ROWS", inputs, (q_pe, *caches), {**rope_q.params, **params, "has_ff": bool(factors)})
+    reads = dataclasses.replace(attention, inputs=(first, cache_k, cache_v, pos, q_pe), params={**attention.params, "split_q": True})
+    return gone, [store, reads]
+
+
+def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
+    """The three GEMVs of attention write one packed tensor [n, q + k + v rows]; neighbours of one type become one GEMV.
+
+    into_attention  rope and cache store move into the attention kernel (ATTN_DECODE, one token)
+    """
+    for fused in [n for n in nodes if n.op == "QKV_ROPE_SET_ROWS"]:
+        index = Index(nodes)
+        gemvs = [index.producer.get(t.name) for t in fused.inputs[:3]]
+        if any(p is None or p.op != "LINEAR" or len(index.consumers[p.name]) != 1 for p in gemvs):
+            continue
+        products = [p for p in gemvs if p is not None]
+        if len({p.inputs[1].name for p in products}) != 1 or not all({"w", "x", "bias"} >= set(p.params["roles"]) for p in products):
+            continue  # also where adapters are added to a product
+        n, heads, head_dim = fused.inputs[0].shape
+        kv_heads = fused.inputs[1].shape[1]
+        rows = [p.inputs[0].shape[0] for p in products]
+        packed = Tensor(f"{fused.outputs[0].name}.qkv", "F32", (n, sum(rows)))
+        parts: list[Node] = []
+        for run in _runs(products):
+            weights = [p.inputs[0] for p in run]
+            biases = [p.inputs[2] for p in run if len(p.inputs) > 2]
+            row0 = sum(rows[: products.index(run[0])])
+            inputs = (combine("concat", weights), run[0].inputs[1], *((combine("concat", biases),) if biases else ()))
+            roles = ("w", "x", *(("bias",) if biases else ()))
+            parts.append(Node("LINEAR", inputs, (packed,), {"roles": roles, "row0": row0, "rows_total": sum(rows)}))
+        params = {**fused.params, "packed": True, "n_head": heads, "n_head_kv": kv_heads, "head_dim": head_dim}
+        attention = next(a for a in index.consumers[fused.outputs[0].name] if a.op == "FLASH_ATTN_EXT")
+        tail: list[Node]
+        if into_attention:
+            params.pop("packed")
+            outputs = (attention.outputs[0], *fused.outputs[1:])
+            pos, cache_k, cache_v, *extra = fused.inputs[3:]
+            norms, factors = extra[: 2 * params["has_norm"]], extra[2 * params["has_norm"] :]
+            angles = [angles_node(nodes, pos, factors, params)] if params["n_dims"] else []
+            inputs = (packed, pos, cache_k, cache_v, *(a.outputs[0] for a in angles), *norms, *attention.inputs[4:])
+            tail = [*angles, Node("ATTN_DECODE", inputs, outputs, {**params, **attention.params})]
+            tail = [n for n in tail if not any(n is there for there in nodes)]
+            nodes = replace(nodes, [*products, fused, attention], [*parts, *tail])
+        else:
+            nodes = replace(nodes, [*products, fused], [*parts, Node(fused.op, (packed, *fused.inputs[3:]), fused.outputs, params)])
+    return nodes
+
+
+def angles_node(nodes: Sequence[Node], pos: Tensor, factors: Sequence[Tensor], params: Mapping[str, Any]) -> Node:
+    """The node that makes the angles of a rotation: the one there is, else a new one."""
+    inputs = (pos, *factors)
+    rope = {key: params[key] for key in rope_angles.PARAMS}
+    present = [n for n in nodes if n.op == "ROPE_ANGLES"]
+    for node in present:
+        if node.inputs == inputs and node.params == rope:
+            return node
+    angles = Tensor(f"rope_angles.{len(present)}", "F32", (pos.elements, params["n_dims"] // 2, 2))
+    return Node("ROPE_ANGLES", inputs, (angles,), rope)
+
+
+def _runs(gemvs: Sequence[Node]) -> list[list[Node]]:
+    """Neighbours whose weights have one type and which agree on having a bias."""
+    runs: list[list[Node]] = []
+    for p in gemvs:
+        if runs and runs[-1][0].inputs[0].type == p.inputs[0].type and len(runs[-1][0].inputs) == len(p.inputs):
+            runs[-1].append(p)
+        else:
+            runs.append([p])
+    return runs

@@ -1,0 +1,127 @@
+"""Fusion: rewrites a graph's nodes into fewer, larger ones. Every fused node names an op whose reference is the chain it replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from vkback.graph import Graph, Node, Tensor
+from vkback.ops.lowering import LowerContext
+from vkback.plan.nodes import Index, Nodes, rewrite, tokens_of
+from vkback.plan.passes.attention import fuse_attention, fuse_latent, pack_qkv
+from vkback.plan.passes.linear import (
+    as_linear,
+    fuse_bias,
+    fuse_experts,
+    fuse_gelu,
+    fuse_glu,
+    fuse_residual,
+    norms_into_prologue,
+    post_norms_into_prologue,
+    quantize_activations,
+)
+from vkback.plan.passes.router import fuse_choice, fuse_router
+from vkback.plan.schedule_choice import schedule_choice
+
+FUSIONS = ("all", "none")
+"""Levels that a model may be loaded with."""
+
+
+def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
+    """Fused nodes of a graph for one device.
+
+    level  "all"; "none": only views are resolved, each op runs by itself (the form that fused runs are compared with)
+    """
+    nodes = resolve_views(graph.nodes)
+    outputs = [t.name for t in graph.outputs]
+    if level == "none":
+        return nodes
+    n = tokens_of(nodes)
+    choice = schedule_choice(nodes, ctx)
+    nodes = as_linear(nodes)
+    if n == 1 and not ctx.exact:
+        nodes = fuse_ssm(nodes, outputs, ctx)
+    for step in (fuse_embedding, fuse_norms, fuse_latent, fuse_attention, fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
+        nodes = step(nodes, outputs)
+    nodes = pack_qkv(nodes, n == 1 and choice["rope"] == "attention")
+    if n == 1 and choice["norm"] == "prologue":
+        nodes = norms_into_prologue(nodes, outputs, ctx)
+        nodes = post_norms_into_prologue(nodes, outputs, ctx)
+    if choice["router"] == "gemv":
+        nodes = fuse_router(nodes, outputs, ctx)
+    nodes = quantize_activations(nodes, outputs, ctx, by=choice["quantize"])
+    return fuse_choice(nodes, outputs, ctx) if choice["router"] == "experts" else nodes
+
+
+def resolve_views(nodes: Sequence[Node]) -> Nodes:
+    """A VIEW is its source under another shape: consumers get the source with the view's shape."""
+    source: dict[str, Tensor] = {}
+    out: Nodes = []
+    for node in nodes:
+        inputs = tuple(dataclasses.replace(source[t.name], shape=t.shape) if t.name in source else t for t in node.inputs)
+        if node.op == "VIEW":
+            source[node.outputs[0].name] = inputs[0]
+        else:
+            out.append(dataclasses.replace(node, inputs=inputs))
+    return out
+
+
+def fuse_embedding(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """GET_ROWS of a weight, SCALE -> GET_ROWS with a scale."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        rows = index.one_use_producer(node.inputs[0], "GET_ROWS") if node.op == "SCALE" and node.params["bias"] == 0.0 else None
+        if rows is None or rows.inputs[0].kind != "weight" or "scale" in rows.params:
+            return None
+        return [rows, node], dataclasses.replace(rows, outputs=node.outputs, params={**rows.params, "scale": node.params["scale"]})
+
+    return rewrite(nodes, outputs, match)
+
+
+def fuse_norms(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """RMS_NORM, MUL by a weight -> RMS_NORM_MUL; with an ADD of another tensor behind it -> RMS_NORM_MUL_ADD. NORM, MUL by a weight, ADD of
+    a bias -> NORM_MUL_ADD."""
+
+    def rms(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        norm = index.one_use_producer(node.inputs[0], "RMS_NORM") if node.op == "MUL" and node.inputs[1].kind == "weight" else None
+        if norm is None or node.inputs[1].shape != norm.inputs[0].shape[-1:]:  # norms of groups, a weight for all of them
+            return None
+        return [norm, node], Node("RMS_NORM_MUL", (*norm.inputs, node.inputs[1]), node.outputs, norm.params)
+
+    def added(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "ADD" or node.inputs[1].kind == "weight" or node.inputs[0].elements != node.inputs[1].elements:
+            return None
+        for mine, other in (node.inputs, node.inputs[::-1]):
+            norm = index.one_use_producer(mine, "RMS_NORM_MUL")
+            if norm is not None:
+                return [norm, node], Node("RMS_NORM_MUL_ADD", (*norm.inputs, other), node.outputs, norm.params)
+        return None
+
+    def layer_norm(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        weighted = index.one_use_producer(node.inputs[0], "MUL") if node.op == "ADD" and node.inputs[1].kind == "weight" else None
+        norm = index.one_use_producer(weighted.inputs[0], "NORM") if weighted is not None and weighted.inputs[1].kind == "weight" else None
+        if weighted is None or norm is None or weighted.inputs[1].shape != node.inputs[1].shape:
+            return None
+        fused = Node("NORM_MUL_ADD", (*norm.inputs, weighted.inputs[1], node.inputs[1]), node.outputs, norm.params)
+        return [norm, weighted, node], fused
+
+    for match in (rms, added, layer_norm):
+        nodes = rewrite(nodes, outputs, match)
+    return nodes
+
+
+def fuse_ssm(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """SSM_CONV read by SSM_SCAN alone, of one token -> SSM_CONV_SCAN, where the device binds as many buffers."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        conv = index.one_use_producer(node.inputs[0], "SSM_CONV") if node.op == "SSM_SCAN" else None
+        if conv is None or conv.inputs[0].name != node.inputs[1].name or conv.params["offset"] != node.outputs[0].shape[-1]:
+            return None
+        zx, *weights, pos, conv_state = conv.inputs
+        *per_head, state = (*node.inputs[2:5], node.inputs[6])
+        inputs = (zx, *weights, *per_head, pos, conv_state, state)
+        if len(inputs) + 1 > ctx.caps.max_storage_bindings:
+            return None
+        return [conv, node], Node("SSM_CONV_SCAN", inputs, (node.outputs[0], conv_state, state), node.params)
+
+    return rewrite(nodes, outputs, match)

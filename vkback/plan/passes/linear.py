@@ -1,0 +1,253 @@
+"""Fusion into GEMVs: what becomes of their sums (bias, GLU, GELU, experts, residual), norms of their x, and x as Q8_1."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal
+
+from vkback.graph import Node, Recipe, Tensor
+from vkback.ops.lowering import LowerContext
+from vkback.ops.matmul.batched import is_batched
+from vkback.ops.matmul.gemm_lower import x_wanted
+from vkback.ops.matmul.gemv import prologue_problem
+from vkback.ops.matmul.linear_node import FUSED_ROLES, LinearNode, Path, bindings
+from vkback.plan.nodes import Index, Nodes, rewrite
+
+
+def as_linear(nodes: Nodes) -> Nodes:
+    """Every GEMV in its fused form, so that the passes after this one see one op. Batches stay what they are."""
+    roles = {"MUL_MAT": ("w", "x"), "MUL_MAT_ID": ("w", "x", "ids")}
+    taken = [n.op in roles and not (n.op == "MUL_MAT" and is_batched(n)) for n in nodes]
+    return [Node("LINEAR", n.inputs, n.outputs, {**n.params, "roles": roles[n.op]}) if t else n for t, n in zip(taken, nodes, strict=True)]
+
+
+def inputs_by_role(gemv: Node) -> dict[str, Tensor]:
+    """Inputs of a LINEAR node."""
+    return dict(zip(gemv.params["roles"], gemv.inputs, strict=True))
+
+
+def _gemv(by: Mapping[str, Tensor], out: Tensor, params: Mapping[str, Any]) -> Node:
+    """A LINEAR node with these inputs by role."""
+    roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
+    return Node("LINEAR", tuple(by[r] for r in roles), (out,), {**params, "roles": roles})
+
+
+def activated(gemv: Node) -> bool:
+    """Whether a LINEAR applies an activation to its sums."""
+    return bool(gemv.params.get("glu") or gemv.params.get("gelu"))
+
+
+def fuse_bias(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """ADD of a 1-D weight to a GEMV, ADD_ID of the experts' biases to theirs."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op not in ("ADD", "ADD_ID") or node.inputs[1].kind != "weight":
+            return None
+        gemv = index.one_use_producer(node.inputs[0], "LINEAR")
+        if gemv is None:
+            return None
+        by = inputs_by_role(gemv)
+        routed = node.inputs[2].name if node.op == "ADD_ID" else None
+        if not by.keys() <= {"w", "x", "ids"} or (by["ids"].name if "ids" in by else None) != routed:
+            return None
+        out = dataclasses.replace(node.outputs[0], shape=gemv.outputs[0].shape)
+        return [gemv, node], _gemv(by | {"bias": node.inputs[1]}, out, gemv.params)
+
+    return rewrite(nodes, outputs, match)
+
+
+def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """SWIGLU, SWIGLU_OAI or GEGLU of two GEMVs of the same x, each with a bias or neither -> one GEMV with gate and up rows in
+    turn."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op not in ("SWIGLU", "SWIGLU_OAI", "GEGLU") or len(node.inputs) != 2:
+            return None
+        gate, up = (index.one_use_producer(t, "LINEAR") for t in node.inputs)
+        if gate is None or up is None or gate is up or gate.params.get("glu") or up.params.get("glu"):
+            return None
+        by, other = inputs_by_role(gate), inputs_by_role(up)
+        if by.keys() != other.keys() or not by.keys() <= {"w", "x", "bias", "ids"}:
+            return None
+        if any(by[role].name != other[role].name for role in by.keys() & {"x", "ids"}):
+            return None
+        if (by["w"].type, by["w"].shape) != (other["w"].type, other["w"].shape):
+            return None
+        by |= {role: combine("interleave", (by[role], other[role])) for role in by.keys() & {"w", "bias"}}
+        gelu = {"gelu": True} if node.op == "GEGLU" else {}
+        return [gate, up, node], _gemv(by, node.outputs[0], {**node.params, "glu": True, **gelu})
+
+    return rewrite(nodes, outputs, match)
+
+
+def fuse_gelu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """GELU of a GEMV with a bias or none."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        gemv = index.one_use_producer(node.inputs[0], "LINEAR") if node.op == "GELU" else None
+        if gemv is None or activated(gemv) or not {"w", "x", "bias"} >= set(gemv.params["roles"]):
+            return None
+        return [gemv, node], _gemv(inputs_by_role(gemv), node.outputs[0], {**gemv.params, "gelu": True})
+
+    return rewrite(nodes, outputs, match)
+
+
+def fuse_experts(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """MOE_REDUCE of a GEMV by routed experts -> the GEMV summed over its experts."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "MOE_REDUCE" or len(node.inputs) != 2:
+            return None
+        gemv = index.one_use_producer(node.inputs[0], "LINEAR")
+        if gemv is None or activated(gemv):
+            return None
+        by = inputs_by_role(gemv)
+        if "ids" not in by or not by.keys() <= {"w", "x", "bias", "ids"}:
+            return None
+        return [gemv, node], _gemv(by | {"expert_weights": node.inputs[1]}, node.outputs[0], gemv.params)
+
+    return rewrite(nodes, outputs, match)
+
+
+def fuse_residual(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """ADD of a same-shaped activation to a GEMV (bias and expert sum included)."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "ADD" or node.inputs[1].kind == "weight":
+            return None
+        for mine, other in (node.inputs, node.inputs[::-1]):
+            gemv = index.one_use_producer(mine, "LINEAR")
+            if gemv is None or activated(gemv) or prod(mine.shape) != prod(other.shape):
+                continue
+            by = inputs_by_role(gemv)
+            if "residual" in by or ("ids" in by and "expert_weights" not in by):
+                continue
+            return [gemv, node], _gemv(by | {"residual": other}, node.outputs[0], gemv.params)
+        return None
+
+    return rewrite(nodes, outputs, match)
+
+
+def combine(how: Literal["concat", "interleave"], weights: Sequence[Tensor]) -> Tensor:
+    """Several weights as one: rows stacked ("concat") or in turn ("interleave")."""
+    sources = tuple(s for w in weights for s in (w.recipe.sources if w.recipe else (w.name,)))
+    if len(weights) == 1:
+        return weights[0]
+    first = weights[0]
+    axis = max(len(first.shape) - 2, 0)
+    rows = sum(w.shape[axis] for w in weights)
+    shape = (*first.shape[:axis], rows, *first.shape[axis + 1 :])
+    return Tensor("+".join(w.name for w in weights), first.type, shape, "weight", Recipe(how, sources))
+
+
+def _x_path(node: Node, ctx: LowerContext) -> Path:
+    return LinearNode.of(node).path(ctx)[0]
+
+
+def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """RMS_NORM_MUL or NORM_MUL_ADD read only by GEMVs: each norms x itself in its prologue, which costs no stage."""
+    index = Index(nodes, outputs)
+    for norm in [n for n in nodes if n.op in ("RMS_NORM_MUL", "NORM_MUL_ADD")]:
+        readers = index.consumers.get(norm.name, [])
+        if norm.name in index.outputs or not readers or any(r.op != "LINEAR" or r.inputs[1].name != norm.name for r in readers):
+            continue
+        n, k = prod(norm.outputs[0].shape[:-1]), norm.outputs[0].shape[-1]
+        weights = dict(zip(("norm", "norm_bias"), norm.inputs[1:], strict=False))
+        if any(prologue_problem(r.inputs[0].type, k, n, _x_path(r, ctx), ctx, _bindings(r) + len(weights)) for r in readers):
+            continue
+        nodes = [n for n in nodes if n is not norm]
+        for r in readers:
+            x = dataclasses.replace(norm.inputs[0], shape=r.inputs[1].shape)
+            new = _gemv(inputs_by_role(r) | {"x": x, **weights}, r.outputs[0], {**r.params, "eps": norm.params["eps"]})
+            nodes = [new if n is r else n for n in nodes]
+        index = Index(nodes, outputs)
+    return nodes
+
+
+def _bindings(gemv: Node) -> int:
+    return bindings(LinearNode.of(gemv))
+
+
+def post_norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """RMS_NORM_MUL_ADD whose result GEMVs norm in their prologue: they make it themselves, all before that norm. The first of them
+    stores it for who else reads it, which is behind them."""
+    index = Index(nodes, outputs)
+    for post in [n for n in nodes if n.op == "RMS_NORM_MUL_ADD"]:
+        x, w, residual = post.inputs
+        readers = [r for r in index.consumers.get(post.name, []) if r.op == "LINEAR" and r.inputs[1].name == post.name]
+        roles = [r.params["roles"] for r in readers]
+        able = all("norm" in r and not {"norm_bias", "post_norm", "logits"} & set(r) for r in roles)
+        same_eps = all(r.params.get("eps") == post.params["eps"] for r in readers)
+        read_as_more = any(t.name == post.name for r in readers for t in r.inputs[2:])
+        fit = all(_bindings(r) + 3 <= ctx.caps.max_storage_bindings for r in readers)
+        if not (readers and able and same_eps and fit) or read_as_more:
+            continue
+        # Who else reads the sum must come behind the GEMV that stores it.
+        first = next(i for i, n in enumerate(nodes) if any(n is r for r in readers))
+        others = [i for i, n in enumerate(nodes) if any(t.name == post.name for t in n.inputs) and not any(n is r for r in readers)]
+        if any(i < first for i in others):
+            continue
+        stored = bool(others) or post.name in index.outputs
+        nodes = [n for n in nodes if n is not post]
+        for i, r in enumerate(readers):
+            by = inputs_by_role(r)
+            shape = by["x"].shape
+            by |= {"x": dataclasses.replace(x, shape=shape), "post_norm": w, "post_residual": dataclasses.replace(residual, shape=shape)}
+            new = _gemv(by, r.outputs[0], r.params)
+            if stored and i == 0:
+                new = dataclasses.replace(new, outputs=(*r.outputs, post.outputs[0]), params={**new.params, "sum": True})
+            nodes = [new if n is r else n for n in nodes]
+        index = Index(nodes, outputs)
+    return nodes
+
+
+ATTENTION = frozenset({"FLASH_ATTN_EXT", "ATTN_DECODE"})
+
+QUANTIZING = ATTENTION | {"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD", "SWIGLU", "SWIGLU_OAI", "GEGLU", "LINEAR_HEADS"}
+"""Ops that can leave their first output as Q8_1: attention where a head of V is whole units of 32."""
+
+
+def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, by: str) -> Nodes:
+    """Give every x of an integer-dot GEMV as Q8_1: stored so by its producer when nobody else reads it, else quantized once.
+
+    by  "producer": any that can; "attention": attention and products by heads, but no other GEMV; "stage": none
+    """
+    index = Index(nodes, outputs)
+    out: Nodes = list(nodes)
+    for tensor in [t for n in nodes for t in n.outputs if t.type == "F32"]:
+        readers = index.consumers.get(tensor.name, [])
+        wants = [
+            r
+            for r in readers
+            if r.op in ("LINEAR", "LINEAR_HEADS")
+            and r.inputs[1].name == tensor.name
+            and "norm" not in r.params.get("roles", ())
+            and x_wanted(r, ctx) == "Q8_1"
+        ]
+        if not wants:
+            continue
+        producer = index.producer[tensor.name]
+        caches = [t for t in producer.inputs if t.kind == "state"] if producer.op in ATTENTION else []
+        whole_units = not caches or producer.params.get("v_dim", caches[-1].shape[-1]) % 32 == 0
+        by_gemv = producer.op == "LINEAR" and activated(producer)
+        can = {"producer": producer.op in QUANTIZING or by_gemv, "attention": producer.op in QUANTIZING, "stage": False}[by]
+        sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
+        if can and sole and whole_units and tensor.shape[-1] % 32 == 0:
+            out = [_retyped(n, tensor.name, tensor.name) if n is producer or n in wants else n for n in out]
+        else:
+            quantized = f"{tensor.name}.q8_1"
+            at = next(i for i, n in enumerate(out) if n is producer)
+            rows = wants[0].inputs[1]  # a token's values are a row, whatever the shape they were made in
+            out.insert(at + 1, Node("QUANTIZE_Q8_1", (rows,), (dataclasses.replace(rows, name=quantized, type="Q8_1"),)))
+            out = [_retyped(n, tensor.name, quantized) if n in wants else n for n in out]
+        index = Index(out, outputs)
+    return out
+
+
+def _retyped(node: Node, name: str, new_name: str) -> Node:
+    def swap(t: Tensor) -> Tensor:
+        return dataclasses.replace(t, name=new_name, type="Q8_1") if t.name == name else t
+
+    return dataclasses.replace(node, inputs=tuple(map(swap, node.inputs)), outputs=tuple(map(swap, node.outputs)))

@@ -1,0 +1,268 @@
+"""Packing: each activation of a prompt's GEMMs by matrices is packed as f16 only once, by its producer if that can do it; and all
+GEMMs by the same experts share one route.
+
+A GEMM by cooperative matrices takes x as packed f16 (`gemm_pack.packed`), by default after a PACK_F16 of its own
+(`gemm_lower.lower_node`). Here, once all fusions are done, packing becomes nodes of the plan and is shared:
+
+    GLU -> down              the epilogue of gate and up stores packed f16, if their sums are whole; by experts in the order of a route
+                             that both share; for few tokens in unit order (gemm_reg)
+    attention -> its output  likewise, if a tile has whole matrices of tokens
+    product -> norm -> few tokens' products   the product also stores its output in unit order, and sums of its squares (gemm_reg)
+    norm -> GEMMs         norm and packing are one PACK_F16; experts read the rows again, by their route, with the factors it stored
+    anything else            one PACK_F16, shared by all GEMMs that read the tensor
+
+The shape of matrices, and whether they are fragments, is the same for all GEMMs of a device (`gemm_lower.choose`); by experts,
+producer and readers must also agree on ids and tiles. If they do not, or if something else reads the tensor, too, it stays F32 and is
+packed after its producer. The nodes made here are those of vkback/ops/matmul/pack_nodes.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Literal
+
+from vkback.graph import Node, Tensor
+from vkback.ops.attention.flash import packs_output
+from vkback.ops.attention.flash import stores_units as attention_stores_units
+from vkback.ops.dispatch import ceil_div
+from vkback.ops.lowering import LowerContext
+from vkback.ops.matmul.gemm_lower import choose
+from vkback.ops.matmul.gemm_problem import GemmShape
+from vkback.ops.matmul.gemm_reg import packed_units, stores_next_norm, stores_units
+from vkback.ops.matmul.linear_node import LinearNode
+from vkback.ops.matmul.pack import packed, packs_glu
+from vkback.ops.matmul.pack_nodes import Norm, pack_node, room, route_heads_node, route_node
+from vkback.plan.nodes import Nodes, tokens_of
+from vkback.plan.schedule_choice import schedule_choice
+from vkback.quants import UNIT
+
+By = Literal["producer", "gemm", "stage"]
+"""Who packs: whichever producer can, each GEMM by itself, or a stage of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A GEMM by matrices that reads a tensor as its x: number of its node, the node taken apart, its shape."""
+
+    number: int
+    gemv: LinearNode
+    shape: GemmShape
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """("", 0) if columns are tokens; else the route they follow and the columns of its tiles. For coop_reg: unit order, and the columns
+        of a matrix."""
+        if self.shape.way == "coop_reg":
+            return "units", self.shape.matrix[1]
+        return (self.gemv.route.name, self.shape.tile_n) if self.gemv.route else ("", 0)
+
+    def reading(self, x: Tensor) -> Node:
+        """The GEMM's node with a packed x."""
+        node = self.gemv.node
+        inputs = tuple(x if role == "x" else t for role, t in zip(node.params["roles"], node.inputs, strict=True))
+        return dataclasses.replace(node, inputs=inputs, params={**node.params, "n": self.gemv.n})
+
+
+def pack_activations(nodes: Sequence[Node], outputs: Iterable[Tensor], ctx: LowerContext) -> Nodes:
+    """The nodes with routes and packed activations; a plan without GEMMs does not change."""
+    if tokens_of(nodes) == 1:
+        return list(nodes)
+    packing = _Packing(share_routes(nodes, ctx), [t.name for t in outputs], ctx)
+    for name in [t.name for node in packing.nodes for t in node.outputs if t.type == "F32"]:
+        packing.pack(name)
+    return packing.result()
+
+
+def share_routes(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
+    """Adds a ROUTE before the first of all GEMMs by the same experts (or by as many heads) in tiles of equal columns."""
+    out: Nodes = []
+    routes: dict[str, Tensor] = {}
+    for node in nodes:
+        gemv = LinearNode.of(node) if node.op in ("LINEAR", "LINEAR_HEADS") else None
+        by_heads = gemv is not None and gemv.experts == "heads"
+        shape = choose(gemv, ctx).shape if gemv and (by_heads or "ids" in gemv.extra) else None
+        if gemv and shape:
+            experts = gemv.w.shape[0]
+            route = route_heads_node(gemv.n, experts, shape.tile_n) if by_heads else route_node(gemv.extra["ids"], experts, shape.tile_n)
+            if route.name not in routes:
+                routes[route.name] = route.outputs[0]
+                out.append(route)
+            params = node.params if by_heads else {**node.params, "roles": (*node.params["roles"], "route")}
+            node = dataclasses.replace(node, inputs=(*node.inputs, routes[route.name]), params=params)
+        out.append(node)
+    return out
+
+
+class _Packing:
+    """The nodes while their tensors are packed one by one. A node keeps its number; a replaced one becomes None."""
+
+    def __init__(self, nodes: Sequence[Node], outputs: Sequence[str], ctx: LowerContext) -> None:
+        self.nodes = nodes
+        self.now: list[Node | None] = list(nodes)
+        self.before: dict[int, Nodes] = {}
+        self.outputs = outputs
+        self.ctx = ctx
+        choice = schedule_choice(nodes, ctx)
+        self.by: By = choice["pack"]
+        self.norms: bool = choice["norm"] == "prologue"
+        self.producer: dict[str, int] = {}
+        self.consumers: dict[str, list[int]] = {}
+        for number, node in enumerate(nodes):
+            for t in node.outputs:
+                self.producer[t.name] = number
+            for name in {t.name for t in node.inputs}:
+                self.consumers.setdefault(name, []).append(number)
+
+    def result(self) -> Nodes:
+        return [new for i, node in enumerate(self.now) for new in (*self.before.get(i, ()), *([node] if node else []))]
+
+    def pack(self, name: str) -> None:
+        """Pack a tensor for the GEMMs that read it."""
+        consumers = self.consumers.get(name, [])
+        readers = [r for number in consumers if (r := self._reader(number, name))]
+        producer = self.now[self.producer[name]]
+        if not readers or producer is None:
+            return
+        (tensor,) = (t for t in producer.outputs if t.name == name)
+        if len(readers) < len(consumers) or name in self.outputs or len(producer.outputs) > 1:
+            return self._add_packs(name, tensor, readers)
+        if self.by != "stage" and (out := self._by_producer(producer, readers)):
+            params, shape = producer.params, readers[0].shape
+            if producer.op == "FLASH_ATTN_EXT":
+                order = ("units", shape) if shape.way == "coop_reg" else ("fragments", shape.fragments)
+                params = {**params, **dict([order])}
+            self.now[self.producer[name]] = dataclasses.replace(producer, outputs=(out,), params=params)
+            for r in readers:
+                self.now[r.number] = r.reading(out)
+        elif self.norms and producer.op == "RMS_NORM_MUL" and self._normed_by_producer(producer, readers):
+            self.now[self.producer[name]] = None
+        elif self.norms and producer.op == "RMS_NORM_MUL" and any(_whole_rows(r, tensor) for r in readers):
+            self.now[self.producer[name]] = None
+            x = dataclasses.replace(producer.inputs[0], shape=tensor.shape)
+            self._add_packs(name, x, readers, Norm(producer.inputs[1], float(producer.params["eps"])))
+        else:
+            self._add_packs(name, tensor, readers)
+
+    def _reader(self, number: int, name: str) -> Reader | None:
+        """A node as a GEMM by matrices that reads a tensor as its x, and as nothing else."""
+        node = self.now[number]
+        if node is None or node.op != "LINEAR" or [t.name for t in node.inputs].count(name) != 1:
+            return None
+        gemv = LinearNode.of(node)
+        shape = choose(gemv, self.ctx).shape
+        return Reader(number, gemv, shape) if shape and shape.way in ("coop_mat", "coop_reg") and gemv.x.name == name else None
+
+    def _by_producer(self, producer: Node, readers: Sequence[Reader]) -> Tensor | None:
+        """The packed tensor that a producer stores for all of these readers; None if it cannot."""
+        first, name = readers[0], f"{producer.name}.f16"
+        n, k = first.gemv.n, first.gemv.k
+        if any(r.order != first.order for r in readers):
+            return None
+        if first.shape.way == "coop_reg":
+            return self._units_by_producer(producer, readers, name)
+        if producer.op == "FLASH_ATTN_EXT" and self.by == "producer" and packs_output(producer, first.shape, self.ctx):
+            return Tensor(name, "F16", (room(n, *(r.shape for r in readers)), k))
+        if producer.op != "LINEAR":
+            return None
+        product = LinearNode.of(producer)
+        shape = choose(product, self.ctx).shape
+        if shape is None or not packs_glu(shape, product.glu, product.k) or "rows_total" in producer.params or product.experts == "summed":
+            return None
+        if product.gelu and not product.glu:  # a dispatch behind the GEMM applies it, to floats
+            return None
+        if Reader(0, product, shape).order != first.order:
+            return None
+        if product.route is not None:
+            return packed(name, product.n * product.n_used, k, shape, product.w.shape[0])
+        return Tensor(name, "F16", (room(n, shape, *(r.shape for r in readers)), ceil_div(k, UNIT) * UNIT))
+
+    def _units_by_producer(self, producer: Node, readers: Sequence[Reader], name: str) -> Tensor | None:
+        """The same in unit order: gate and up for down, attention for its output product."""
+        if producer.op == "FLASH_ATTN_EXT":
+            widest = max((r.shape for r in readers), key=lambda s: s.tile_n)
+            stored = self.by == "producer" and all(attention_stores_units(producer, r.shape, self.ctx) for r in readers)
+            alike = len({(r.shape.matrix, r.shape.row_lanes) for r in readers}) == 1
+            return packed_units(name, readers[0].gemv.n, readers[0].gemv.k, widest) if stored and alike else None
+        product = LinearNode.of(producer) if producer.op == "LINEAR" else None
+        shape = choose(product, self.ctx).shape if product else None
+        if product is None or shape is None or not product.glu or "rows_total" in producer.params:
+            return None
+        widest = max((shape, *(r.shape for r in readers)), key=lambda s: s.tile_n)
+        alike = all(r.shape.matrix == shape.matrix and r.shape.row_lanes == shape.row_lanes for r in readers)
+        if not alike or not stores_units(product.w, product.glu, shape, self.ctx.caps):
+            return None
+        return packed_units(name, product.n, readers[0].gemv.k, widest)
+
+    def _normed_by_producer(self, norm: Node, readers: Sequence[Reader]) -> bool:
+        """If the norm's input is made by a product in registers and its output is read by such products: the first stores it in unit order,
+        times the norm's weight, with sums of its squares; the others divide by the rms."""
+        x, weight = norm.inputs
+        number = self.producer.get(x.name, -1)
+        product = self.now[number] if number >= 0 else None
+        if self.by != "producer" or product is None or product.op != "LINEAR":
+            return False
+        if len(product.outputs) > 1 or "rows_total" in product.params:
+            return False
+        gemv = LinearNode.of(product)
+        shape = choose(gemv, self.ctx).shape
+        if shape is None or shape.way != "coop_reg" or gemv.glu or gemv.gelu or not stores_next_norm(gemv.w, shape, self.ctx.caps):
+            return False
+        if any(
+            r.shape.way != "coop_reg" or (r.shape.matrix, r.shape.row_lanes) != (shape.matrix, shape.row_lanes) or r.gemv.k != gemv.m
+            for r in readers
+        ):
+            return False
+        widest = max((shape, *(r.shape for r in readers)), key=lambda s: s.tile_n)
+        units = packed_units(f"{norm.name}.units", gemv.n, gemv.m, widest)
+        squares = Tensor(f"{norm.name}.squares", "F32", (gemv.n, gemv.m // shape.tile_m))
+        roles = (*product.params["roles"], "units_norm")
+        self.now[number] = dataclasses.replace(
+            product, inputs=(*product.inputs, weight), outputs=(*product.outputs, units, squares), params={**product.params, "roles": roles}
+        )
+        for r in readers:
+            node = r.reading(units)
+            params = {**node.params, "roles": (*node.params["roles"], "squares"), "squares_eps": norm.params["eps"]}
+            self.now[r.number] = dataclasses.replace(node, inputs=(*node.inputs, squares), params=params)
+        return True
+
+    def _add_packs(self, name: str, x: Tensor, readers: Sequence[Reader], norm: Norm | None = None) -> None:
+        """Adds a PACK_F16 of x for the readers of each order, before the first of them. With a norm, the one for dense readers stores its
+        factors for those by experts."""
+        by_order: dict[tuple[str, int], list[Reader]] = {}
+        for r in readers:
+            by_order.setdefault(r.order, []).append(r)
+        stores = any(r.gemv.route is None and r.shape.way == "coop_mat" for r in readers) and len(by_order) > 1
+        factors = Tensor(f"{name}.factors", "F32", (prod(x.shape[:-1]),)) if norm and stores else None
+        for mine in sorted(by_order.values(), key=lambda group: group[0].gemv.route is not None):  # factors are stored first
+            first, ahead_of = mine[0].gemv, mine
+            if first.route is None and len(x.shape) > 2:  # heads side by side
+                x = dataclasses.replace(x, shape=(x.shape[0], first.k))
+            if mine[0].shape.way == "coop_reg":
+                pack = pack_node(f"{name}.units", x, first.n, mine[0].shape, norm=norm)
+            elif first.route is None:
+                columns = room(first.n, *(r.shape for r in mine))
+                pack = pack_node(f"{name}.f16", x, first.n, mine[0].shape, columns=columns, norm=norm, factors=factors, stores_factors=True)
+                ahead_of = list(readers) if factors else mine
+            else:
+                shared = first.n_used if len(x.shape) < 3 or x.shape[1] == 1 else 1
+                pack = pack_node(
+                    f"{name}.f16.{first.route.name}",
+                    x,
+                    first.n * first.n_used,
+                    mine[0].shape,
+                    norm=norm,
+                    route=first.route,
+                    experts=first.w.shape[0],
+                    x_shared=shared,
+                    factors=factors,
+                )
+            self.before.setdefault(min(r.number for r in ahead_of), []).append(pack)
+            for r in mine:
+                self.now[r.number] = r.reading(pack.outputs[0])
+
+
+def _whole_rows(reader: Reader, x: Tensor) -> bool:
+    """Whether a dense GEMM reads the rows of x as they are, not several as one."""
+    return reader.gemv.route is None and x.shape[-1] == reader.gemv.k

@@ -1,0 +1,1 @@
+"""Tuning tables: rows of kernel parameters with their evidence, and what they answer for a device."""
