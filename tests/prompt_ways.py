@@ -35,8 +35,8 @@ here 6e-8 to 6e-7.
 
 coop_reg: dense products as coop_mat; experts go through the GEMV kernels, which round activations to 8 bits where they can.
 
-int_dot: activations in 8 bits, an NMSE of 1.5e-5 to 4e-5 of each product (vkback/ops/matmul/linear.py), some thirty in a row, each diluted in the
-residual stream."""
+int_dot: activations in 8 bits, an NMSE of 1.5e-5 to 4e-5 of each product (vkback/ops/matmul/linear.py), some thirty in a row, each diluted
+in the residual stream."""
 
 
 def way_params(way: Way, caps: Capabilities) -> dict[str, dict[str, Any]]:

@@ -246,7 +246,7 @@ def test_test_ops_stands_alone() -> None:
     ("needs", "others"),
     [
         (
-            "from vkback.cli import vkbench, generate, main; import vkback.engine.engine, vkback.gguf.tokenizer",
+            "from vkback.cli import main, run, vkbench; import vkback.engine.engine, vkback.gguf.tokenizer",
             "pandas gguf yaml jinja2 rich matplotlib vkback.api vkback.autotune vkback.cli.tune vkback.harness vkback.train",
         ),
         ("from vkback.cli import main; main.app_of('devices'); from vkback.device import list_devices", "numpy vkback.shader"),

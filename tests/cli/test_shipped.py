@@ -150,9 +150,9 @@ def test_a_first_start_without_a_compiler(command: list[str], processor: str, tm
     program = (
         "import sys\n"
         "import vkback.shader.compiler as c; c.LIBRARIES = (); c.ctypes.util.find_library = lambda name: None\n"
-        "from vkback.cli import bench, main\n"
+        "from vkback.cli import vkbench, main\n"
         f"sys.argv = ['vkback', *{arguments!r}]\n"
-        f"{command[0] if command[0] == 'bench' else 'main'}.main()\n"
+        f"{'vkbench' if command[0] == 'bench' else 'main'}.main()\n"
     )
     own = {"PATH": str(tmp_path), "VKBACK_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     env = os.environ | own | (plain_numpy() if processor == "any processor" else {})

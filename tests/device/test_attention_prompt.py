@@ -1,4 +1,4 @@
-"""Attention of prompts (shaders/attention/prompt*.comp): every way, several cuts, and faults in the kernels that the cases must catch."""
+"""Attention of prompts (shaders/attention/prompt): every way, several cuts, and faults in the kernels that the cases must catch."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_faults_are_caught(way: str, fault: str, device: Device, ctx: LowerConte
     found = 0
     kernel = {"plain": "prompt.comp", "matrix": "prompt_matrix.comp"}[way]
     for name in (kernel, "prompt_iface.glsl", "prompt_blocks.glsl", "softmax_registers.glsl"):
-        file = tmp_path / "shaders" / "attention" / name
+        file = tmp_path / "shaders" / "attention" / "prompt" / name
         text = file.read_text(encoding="utf-8")
         found += text.count(right)
         file.write_text(text.replace(right, wrong), encoding="utf-8")
@@ -205,7 +205,7 @@ def test_faults_where_rows_hold_k_and_v(
 ) -> None:
     use = latent_cut(ctx, device, monkeypatch)
     shutil.copytree(shader_root(), tmp_path / "shaders", ignore=shutil.ignore_patterns("prebuilt"))
-    file = tmp_path / "shaders" / "attention" / "prompt_latent.comp"
+    file = tmp_path / "shaders" / "attention" / "prompt" / "prompt_latent.comp"
     text = file.read_text(encoding="utf-8")
     assert text.count(LATENT_FAULTS[fault][0]) == 1
     file.write_text(text.replace(*LATENT_FAULTS[fault]), encoding="utf-8")

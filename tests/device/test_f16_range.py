@@ -120,8 +120,8 @@ def test_a_large_value_of_one_token_leaves_the_others_their_precision(
     got = runner.run_problem(device, library, problem, matrices)["y"].astype(np.float64)
     want = runner.reference(problem)["y"]
     errors = np.square(got - want).sum(axis=1) / np.square(want).sum(axis=1)
-    # f16 weights and activations, as in tests/device/test_gemm.py. The scale is 2^-7: steps of 2^-17 are 2^-10.4 of 1e-2, squared over 12 and
-    # over the values' own third 1.4e-7.
+    # f16 weights and activations, as in tests/device/test_gemm.py. The scale is 2^-7: steps of 2^-17 are 2^-10.4 of 1e-2, squared over 12
+    # and over the values' own third 1.4e-7.
     assert errors.max() < 2e-6
 
 

@@ -1,5 +1,5 @@
-"""qwen2, qwen3, phi3, smollm3 and llama's larger shapes: graphs, names, stages, files that do not fit. tests/models/test_references.py has their
-logits."""
+"""qwen2, qwen3, phi3, smollm3 and llama's larger shapes: graphs, names, stages, files that do not fit. tests/models/test_references.py has
+their logits."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ FLOAT_NMSE = 1e-6
 all logits after it by an NMSE of up to 2e-9 in these models."""
 
 Q8_1_NMSE = 3e-4
-"""Activations rounded to 8 bits: an NMSE of 1.5e-5 to 4e-5 of each product (vkback/ops/matmul/linear.py). Some thirty products in a row, each
-diluted in the residual stream, measured 1.5e-5 to 1e-4 at the logits."""
+"""Activations rounded to 8 bits: an NMSE of 1.5e-5 to 4e-5 of each product (vkback/ops/matmul/linear.py). Some thirty products in a row,
+each diluted in the residual stream, measured 1.5e-5 to 1e-4 at the logits."""
 
 FLOAT_TO_PEER = 0.12
 """Largest difference of a logit to llama.cpp, which rounds activations to 8 bits; bound and measure as in test_models.py."""

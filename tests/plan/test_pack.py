@@ -1,4 +1,5 @@
-"""Packing of a prompt's activations (vkback/plan/passes/pack.py): what plans of recorded devices have, and logits of the built-in models."""
+"""Packing of a prompt's activations (vkback/plan/passes/pack.py): what plans of recorded devices have, and logits of
+the built-in models."""
 
 from __future__ import annotations
 

@@ -334,7 +334,9 @@ def engines(request: pytest.FixtureRequest, device: Device, tmp_path_factory: py
             patch.setenv("VKBACK_TUNING", str(folder))
             loaded.append(Engine.load(builtin_model(name), device, n_ctx=N_CTX, progress=False))
     assert not loaded[0].schedule("greedy").barrier_free and len(loaded[1].schedule("greedy").barrier_free) > 20
-    attention = [dict(d.kernel.defines) for d in loaded[1].schedule("greedy").dispatches() if d.kernel.source.startswith("attention/")]
+    attention = [
+        dict(d.kernel.defines) for d in loaded[1].schedule("greedy").dispatches() if d.kernel.source.startswith("attention/decode")
+    ]
     assert all(int(defines["READERS"]) > 1 for defines in attention)
     assert any(name.endswith(".splits") for name in loaded[1].schedule("greedy").sentinel_tensors)
     yield loaded[0], loaded[1]
@@ -436,7 +438,7 @@ def test_products_in_registers_wait_for_arrivals(before: int, n: int, device: De
             ctx = LowerContext(device.caps, Overrides(Tuning.for_device(device.caps), params, "test"))
             s = plan(model.graph(n + 1, N_CTX, head="all"), ctx)
             assert s.barrier_free == (set(range(2, len(s.stages))) if sync == "sentinel" else set())
-            attention = [dict(d.kernel.defines) for d in s.dispatches() if d.kernel.source.startswith("attention/")]
+            attention = [dict(d.kernel.defines) for d in s.dispatches() if d.kernel.source.startswith("attention/decode")]
             chunks = [int(a["STEPS"]) * int(a["WG_SIZE"]) // int(a["LANES"]) for a in attention]
             assert before == 0 or max(chunks) <= before
             assert ("rope/rope.comp" in {d.kernel.source for d in s.dispatches()}) == (rope == "stage")

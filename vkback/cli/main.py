@@ -13,7 +13,7 @@ from vkback.cli.shell import VersionOption, add_command, new_app, run
 
 COMMANDS = {
     "devices": ("devices:devices", "List the Vulkan devices; --report for a bug report."),
-    "run": ("generate:generate", "Continue a text."),
+    "run": ("run:generate", "Continue a text."),
     "chat": ("chat:chat", "Talk to a model on the terminal."),
     "serve": ("serve:serve", "Serve a model by the endpoints of OpenAI's API."),
     "perplexity": ("perplexity:perplexity", "Perplexity of a text; KL divergence between two runs."),
@@ -27,10 +27,10 @@ COMMANDS = {
     "profile": ("profile:profile", "Time every kernel of a prompt and of the tokens behind it."),
     "tune": ("tune:tune", "Search kernel shapes and write this device's own table."),
     "test-ops": ("test_ops:test_ops", "Judge ops by their references, or time them."),
-    "compare": ("compare_model:compare", "Compare a model node by node with a reference."),
+    "compare": ("compare:compare", "Compare a model node by node with a reference."),
     "doctor": ("doctor:doctor", "Find the setting that cures wrong results."),
     "synth": ("synth:synth", "Write a model of a real shape with random weights."),
-    "compare-bench": ("compare:compare", "Compare two benchmark results with their noise."),
+    "compare-bench": ("compare_bench:compare", "Compare two benchmark results with their noise."),
     "history": ("history:history", "Show what a store of benchmark results holds, by build."),
 }
 """The file of each command in this folder and its function, and what `vkback --help` says of it, in its order: 62 characters at most."""

@@ -1,6 +1,6 @@
 """Machine code as drivers print it, read far enough to count: instructions by class, and the loops they stand in.
 
-One small reader a compiler: ACO (AMD), ir3 (Adreno), NAK (NVIDIA through NVK); for NVIDIA's own driver vkback/compilers/machine_code.py gets
+One small reader a compiler: ACO (AMD), ir3 (Adreno), NAK (NVIDIA through NVK); for NVIDIA's own driver vkback/compilers/machine_code.py has
 the listing. Apple's AGX prints nothing in Debian's build: its kernels are known by their totals alone. Seen with Mesa 22.3 and 26.2.
 """
 

@@ -84,7 +84,7 @@ class KernelCache:
         return [self.get(s) for s in specs]
 
     def trim(self, most: int) -> int:
-        """Destroy the least recently used kernels until `most` are left; returns how many. No recording may be left that runs one of them."""
+        """Destroy the least recently used kernels until `most` are left; returns how many. No recording that runs one may be left."""
         with self._lock:
             old = [self._kernels.pop(spec) for spec in list(self._kernels)[: max(0, len(self._kernels) - most)]]
         for kernel in old:

@@ -55,7 +55,7 @@ AVOIDED = frozenset({"lazily_allocated", "protected", "device_coherent", "device
 
 
 def choose_memory_type(types: Sequence[MemoryType], heaps: Sequence[Heap], allowed: int, kind: Kind) -> int | None:
-    """Index of the memory type for a kind, among the bits of `allowed`; between equals, the one on the largest heap. None if there is none."""
+    """Index of the memory type for a kind, among the bits of `allowed`; of equals, the one on the largest heap. None if there is none."""
     for needed, unwanted in PREFERENCES[kind]:
         fits = [
             i

@@ -37,7 +37,7 @@ class Commands:
         arenas: set[Arena],
         registry: set[Commands],
     ) -> None:
-        """Use `Recorder.finish`. owned: objects to destroy with these commands; arenas: whose memory they use; registry: all live commands."""
+        """Use `Recorder.finish`. owned: what to destroy with these commands; arenas: whose memory they use; registry: of all live ones."""
         self.name = name
         self.buffer = buffer
         self.ticket: Ticket | None = None

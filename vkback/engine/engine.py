@@ -290,7 +290,7 @@ class Engine:
         return self._plans.token("logits").weight_bytes
 
     def prompt_flops(self, tokens: int, n_past: int = 0) -> int:
-        """Operations of a prompt of `tokens` tokens after `n_past` others: products with weights and attention (vkback/plan/cost/flops.py)."""
+        """Operations of a prompt of `tokens` tokens after `n_past` others: products with weights, attention (vkback/plan/cost/flops.py)."""
         return prompt_flops(self._plans.graph(1, "none"), tokens, n_past)
 
     def prompt_way(self, tokens: int) -> Way | None:

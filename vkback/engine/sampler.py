@@ -28,7 +28,7 @@ class Sampler:
     """How the next token is picked. temp 0: the largest logit. top_k 0, top_p 1 and min_p 0 switch the filters off.
 
     repeat_penalty, presence_penalty, frequency_penalty
-                of tokens among the last `penalty_last_n` of the text (-1: all of it), as vkback/ops/sampling/penalties.py says; 1, 0 and 0: none
+                of tokens among the last `penalty_last_n` of the text (-1: all of it; vkback/ops/sampling/penalties.py); 1, 0 and 0: none
     logit_bias  (token id, what is added to its logit): before everything else; -inf bans a token
     """
 

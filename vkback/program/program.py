@@ -123,7 +123,7 @@ class Program:
         return self.state is not None and bool(self.device.download(self.state, np.uint32)[0])
 
     def overflowed(self, words: npt.NDArray[np.uint32]) -> dict[str, float]:
-        """Names of the overflow words that are not zero, with the magnitude that they hold. words: a copy of `overflow`, as 32-bit words."""
+        """Names of the overflow words that are not zero, with the magnitude that they hold. words: a copy of `overflow`, as u32."""
         names = [t.name for t in self.schedule.tensors().values() if is_overflow_word(t)]
         sizes = words.reshape(len(names), -1)[:, 0].view(np.float32)
         return {name: float(size) for name, size in zip(names, sizes, strict=True) if size != 0.0}

@@ -41,7 +41,7 @@ class BenchResult:
     test_time      RFC 3339, UTC, when the test began
     samples_ns     time of each repetition
     bytes_per_token, read_rate_gb_s   None where not known; GB = 1e9 bytes
-    tuning          what tells the tuning tables and overrides that it was made with from others (vkback/tuning/lookup.py); "" where not known
+    tuning          tells the tuning tables and overrides that it was made with from others (vkback/tuning/lookup.py); "": not known
     prompt_flops    operations of the test's prompt (vkback/plan/cost/flops.py); None where not known
     math_way        by what most of them are made, "coop_mat", "int_dot" or "f32", and math_rate_tflops: what the device was measured to
                     reach by it in registers (vkback/timing/math_rate.py); "" and None where not known

@@ -8,8 +8,8 @@ ROUTERS = ("gemv", "experts", "stage")
 """Who chooses the experts: the last workgroup of the router's GEMV, every workgroup of the experts' GEMV, or a stage of its own."""
 
 ROPERS = ("attention", "product", "stage")
-"""Who turns Q and K and stores K and V: attention of one token, products of Q, K and V of several (vkback/plan/passes/heads.py), or a stage of its
-own; which it is wherever that one cannot."""
+"""Who turns Q and K and stores K and V: attention of one token, products of Q, K and V of several (vkback/plan/passes/heads.py), or a stage
+of its own; which it is wherever that one cannot."""
 
 declare(
     "schedule",

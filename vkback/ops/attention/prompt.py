@@ -1,4 +1,4 @@
-"""Attention of many tokens at once: the kernels of shaders/attention/prompt*.comp as pure lowering helpers.
+"""Attention of many tokens at once: the kernels of shaders/attention/prompt as pure lowering helpers.
 
 A `PromptJob` says what to compute, in tensors; a `PromptShape` which kernel does it and how it cuts the work; `lower` makes the dispatch.
 
@@ -114,7 +114,7 @@ class PromptShape:
     Of matrix alone:
     matrix     rows, columns and depth of a matrix
     row_lanes  neighbouring lanes that share a row of one, 0 where that is not known (shaders/gemm/matrix.glsl)
-    parts      of rows that hold K and V: subgroups that share queries (shaders/attention/prompt/prompt_latent.comp); 0: the kernel for all others
+    parts      of rows that hold K and V: subgroups that share queries (shaders/attention/prompt/prompt_latent.comp); 0: another kernel
     """
 
     way: Way

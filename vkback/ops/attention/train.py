@@ -1,4 +1,4 @@
-"""FLASH_ATTN_LSE and FLASH_ATTN_BACK (shaders/attention/train_*.comp): attention of whole sequences in f32, forward and backward.
+"""FLASH_ATTN_LSE and FLASH_ATTN_BACK (shaders/attention/train/): attention of whole sequences in f32, forward and backward.
 
     FLASH_ATTN_LSE   q [n, n_head, hd], k [n, n_head_kv, hd], v [n, n_head_kv, vd] -> y [n, n_head, vd], lse [n, n_head]
     FLASH_ATTN_BACK  dy, q, k, v, y, lse -> dq, dk, dv
@@ -160,10 +160,10 @@ def _launch(node: Node, ctx: LowerContext, shader: str, args: Sequence[Arg], siz
     parts = ceil_div(columns, TILE * chunks)
     choice = _choice(sizes, ctx)
     lanes, required, use_shuffles = lanes_for(ctx.caps)
-    variant = Variant(f"attention/{shader}.comp", (("CHUNKS", chunks),))
+    variant = Variant(f"attention/train/{shader}.comp", (("CHUNKS", chunks),))
     tokens, how = TILE, f"64 threads, tiles of {TILE}, {chunks} of them along the columns"
     if choice["tiles"] == "lanes" and use_shuffles:
-        variant = Variant(f"attention/{shader}_lanes.comp", (("HD", sizes.hd), ("LANES", lanes), ("VD", sizes.vd)), required)
+        variant = Variant(f"attention/train/{shader}_lanes.comp", (("HD", sizes.hd), ("LANES", lanes), ("VD", sizes.vd)), required)
         tokens, how, parts = lanes, f"{lanes} threads, a token each", 1
     groups = (ceil_div(sizes.n, tokens), sizes.heads, sizes.sequences * parts)
     if max(groups) > MAX_GROUPS_X:

@@ -163,7 +163,7 @@ class Attention(Op):
         logit_softcap: float = 0.0,
         prec: str = "f32",
         type_K: str = "f16",  # noqa: N803
-        type_V: str = "",
+        type_V: str = "",  # noqa: N803
         permute: tuple[int, int, int, int] = (0, 1, 2, 3),
         kv_view: bool = True,
         v_is_view_of_k: bool = False,

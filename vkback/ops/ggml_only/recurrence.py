@@ -254,7 +254,7 @@ class GatedDeltaNet(Recurrence):
         v_repeat: int = 1,
         permuted: bool = False,
         kda: bool = False,
-        K: int = 1,
+        K: int = 1,  # noqa: N803
         seed: int = 43,
     ) -> Case:
         """v_repeat: heads of v for one of k; permuted: in memory a head's tokens lie together; kda: a decay of each key; K: states after

@@ -111,7 +111,7 @@ def scan_case(
     n_seq_tokens: int = 32,
     n_seqs: int = 32,
     xbc_overlap: int = 0,
-    K: int = 1,
+    K: int = 1,  # noqa: N803
     weak_decay: int = 0,
     seed: int = 37,
 ) -> Case:

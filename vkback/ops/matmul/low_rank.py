@@ -1,5 +1,5 @@
-"""Products with factors of low rank (shaders/gemm_f32/low_rank*.comp), as LoRA's A [rank, k] and B [m, rank]: what MUL_MAT, MUL_MAT_BACK and
-OUT_PROD are carried out by where an operand is so narrow that tiles would be nearly empty.
+"""Products with factors of low rank (shaders/gemm_f32/low_rank*.comp), as LoRA's A [rank, k] and B [m, rank]: what MUL_MAT, MUL_MAT_BACK
+and OUT_PROD are carried out by where an operand is so narrow that tiles would be nearly empty.
 
 Sums are in f32; their order depends on the sizes and the device alone.
 """
@@ -78,7 +78,7 @@ def product(node: Node, ctx: LowerContext, x: Tensor, w: Tensor, y: Tensor, *, b
         args = (Arg(w), Arg(x), Arg(y, "rw" if in_place else "w"), Arg(before or x))
         groups = (ceil_div(width // 4, wg), ceil_div(n, UP_TOKENS), 1)
         shader, said = "low_rank_up", f"{wg} threads for {4 * wg} columns of {UP_TOKENS} tokens"
-    kernel = Variant(f"mul_mat/{shader}.comp", (("RANK_ROWS", int(rows)), ("WG_SIZE", wg)))
+    kernel = Variant(f"gemm_f32/{shader}.comp", (("RANK_ROWS", int(rows)), ("WG_SIZE", wg)))
     moved = sum(nbytes(a.tensor) for a in args[:3]) + (nbytes(before) if before is not None else 0)
     return [
         Dispatch(kernel, args, push, groups, node.op, node.name, f"rank {rank}: {said}", nbytes=moved, flops=flops, weight_bytes=nbytes(w))

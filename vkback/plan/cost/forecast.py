@@ -1,4 +1,4 @@
-"""Predicts the time of a schedule, from its bytes, the device's read rate and a fixed cost per stage; and lists what each stage waits for."""
+"""Predicts the time of a schedule, from its bytes, the device's read rate and a fixed cost per stage; lists what each stage waits for."""
 
 from __future__ import annotations
 

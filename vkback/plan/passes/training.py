@@ -3,7 +3,7 @@
 ADD of MUL_MAT       -> LINEAR with a residual: an adapter's B a is added to the product with W, the residual stream to the latter
 ADD of MUL_MAT_BACK  -> MUL_MAT_BACK with a third operand: gradients from several readers of a value
 
-A product is fused if it goes by matrices or has a low-rank factor (vkback/ops/matmul/low_rank.py). The fused node takes the place of the sum.
+A product is fused if it goes by matrices or has a low-rank factor (vkback/ops/matmul/low_rank.py). The fused node replaces the sum.
 """
 
 from __future__ import annotations
